@@ -1,0 +1,18 @@
+//! Warpwire's protocol half, sans-IO: no clock, no socket, no thread, no allocation behind your back.
+//!
+//! Everything that happens on the wire is decided here, from three inputs (packets, time, posted work)
+//! and told in three outputs (packets, deadlines, events), so that a whole lossy network runs in one
+//! thread from one seed. This crate imports nothing.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`psn`] | 24-bit packet sequence numbers and their circular order |
+//! | [`time`] | the integer clock that callers pass in |
+#![no_std]
+#![forbid(unsafe_code)]
+
+pub mod psn;
+pub mod time;
+
+pub use psn::Psn;
+pub use time::Instant;

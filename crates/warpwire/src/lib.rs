@@ -1,0 +1,20 @@
+//! Warpwire moves GPU memory: mapped by the CPU, registered with a NIC, sent and received by CPU
+//! threads, by CUDA streams, or from inside a running kernel.
+//!
+//! # The house
+//! A room may import the rooms below it, never one above or beside it; a test reads this table and
+//! holds every `use` to it. `error` and `units` belong to everyone.
+//!
+//! ```text
+//! doctor    what this machine can do, what stops it, the fix; topology
+//! mem       devices, memory, streams: the CUDA backend and the simulated GPU
+//! host      the machine as files: PCI, NUMA, drivers, NICs, limits
+//! ```
+
+pub mod doctor;
+pub mod error;
+pub mod host;
+pub mod mem;
+pub mod units;
+
+pub use error::{Error, Result};

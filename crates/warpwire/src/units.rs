@@ -1,0 +1,126 @@
+//! Sizes, rates and durations as people write them: `64KiB`, `2 GiB`, `50us`.
+
+use std::time::Duration;
+
+use crate::error::{Error, Kind, Result};
+
+const SIZES: [(&str, u64); 5] = [
+    ("TiB", 1 << 40),
+    ("GiB", 1 << 30),
+    ("MiB", 1 << 20),
+    ("KiB", 1 << 10),
+    ("B", 1),
+];
+
+/// A byte count in the largest binary unit that gives at least one: `1.5 MiB`, `64 KiB`, `17 B`.
+///
+/// ```
+/// assert_eq!(warpwire::units::bytes(65_536), "64 KiB");
+/// assert_eq!(warpwire::units::bytes(1_610_612_736), "1.5 GiB");
+/// ```
+pub fn bytes(count: u64) -> String {
+    let (name, unit) = SIZES
+        .into_iter()
+        .find(|(_, unit)| count >= *unit)
+        .unwrap_or(("B", 1));
+    if count % unit == 0 {
+        return format!("{} {name}", count / unit);
+    }
+    format!("{:.1} {name}", count as f64 / unit as f64)
+}
+
+/// A rate in decimal gigabytes per second, as network and memory rates are quoted.
+///
+/// ```
+/// use std::time::Duration;
+/// assert_eq!(warpwire::units::rate(2_000_000_000, Duration::from_secs(1)), "2.00 GB/s");
+/// ```
+pub fn rate(byte_count: u64, took: Duration) -> String {
+    let seconds = took.as_secs_f64().max(1e-9);
+    format!("{:.2} GB/s", byte_count as f64 / seconds / 1e9)
+}
+
+/// Reads a byte count: a whole number with an optional unit (`B`, `K`, `KiB`, `M`, `MiB`, `G`, `GiB`,
+/// `T`, `TiB`, in any case; all binary).
+///
+/// ```
+/// assert_eq!(warpwire::units::parse_bytes("64KiB").unwrap(), 65_536);
+/// assert!(warpwire::units::parse_bytes("64 parsecs").is_err());
+/// ```
+pub fn parse_bytes(text: &str) -> Result<u64> {
+    let (digits, unit) = split_number(text);
+    let unit = unit.to_ascii_lowercase();
+    let scale = SIZES.into_iter().find(|(name, _)| {
+        let name = name.to_ascii_lowercase();
+        unit == name || (name.len() > 1 && unit == name[..1]) || (unit.is_empty() && name == "b")
+    });
+    scale
+        .zip(digits.parse::<u64>().ok())
+        .and_then(|((_, scale), number)| number.checked_mul(scale))
+        .ok_or_else(|| malformed(text, "a size", "64KiB, 2GiB or 4096"))
+}
+
+/// Reads a duration: a whole number with a unit (`ns`, `us`, `ms`, `s`).
+///
+/// ```
+/// use std::time::Duration;
+/// assert_eq!(warpwire::units::parse_duration("50us").unwrap(), Duration::from_micros(50));
+/// assert!(warpwire::units::parse_duration("soon").is_err());
+/// ```
+pub fn parse_duration(text: &str) -> Result<Duration> {
+    let (digits, unit) = split_number(text);
+    let nanos_per = match unit {
+        "ns" => 1,
+        "us" | "µs" => 1_000,
+        "ms" => 1_000_000,
+        "s" => 1_000_000_000,
+        _ => 0_u64,
+    };
+    digits
+        .parse::<u64>()
+        .ok()
+        .filter(|_| nanos_per != 0)
+        .and_then(|number| number.checked_mul(nanos_per))
+        .map(Duration::from_nanos)
+        .ok_or_else(|| malformed(text, "a duration", "50us, 2ms or 1s"))
+}
+
+fn split_number(text: &str) -> (&str, &str) {
+    let text = text.trim();
+    let end = text
+        .find(|c: char| !c.is_ascii_digit())
+        .unwrap_or(text.len());
+    (&text[..end], text[end..].trim_start())
+}
+
+#[cold]
+fn malformed(text: &str, what: &str, examples: &str) -> Error {
+    Error::new(Kind::Malformed, format!("read {text:?} as {what}"))
+        .why("it is not a whole number with a unit")
+        .fix(format!("write it like {examples}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_read_and_print() {
+        for (text, value) in [("0", 0), ("17", 17), ("4k", 4096), ("2 GiB", 2 << 30), ("1TiB", 1 << 40)] {
+            assert_eq!(parse_bytes(text).unwrap(), value, "{text}");
+        }
+        assert_eq!(bytes(0), "0 B");
+        assert_eq!(bytes(1536), "1.5 KiB");
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_an_example() {
+        for text in ["", "KiB", "-1", "1.5GiB", "99999999999999999999", "16777216TiB", "3 x"] {
+            let error = parse_bytes(text).unwrap_err();
+            assert!(error.to_string().contains("64KiB"), "{error}");
+        }
+        for text in ["", "5", "5 days", "99999999999999999999s", "18446744073709551615s"] {
+            assert!(parse_duration(text).is_err(), "{text}");
+        }
+    }
+}
