@@ -106,7 +106,13 @@ mod tests {
 
     #[test]
     fn sizes_read_and_print() {
-        for (text, value) in [("0", 0), ("17", 17), ("4k", 4096), ("2 GiB", 2 << 30), ("1TiB", 1 << 40)] {
+        for (text, value) in [
+            ("0", 0),
+            ("17", 17),
+            ("4k", 4096),
+            ("2 GiB", 2 << 30),
+            ("1TiB", 1 << 40),
+        ] {
             assert_eq!(parse_bytes(text).unwrap(), value, "{text}");
         }
         assert_eq!(bytes(0), "0 B");
@@ -115,11 +121,25 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused_with_an_example() {
-        for text in ["", "KiB", "-1", "1.5GiB", "99999999999999999999", "16777216TiB", "3 x"] {
+        for text in [
+            "",
+            "KiB",
+            "-1",
+            "1.5GiB",
+            "99999999999999999999",
+            "16777216TiB",
+            "3 x",
+        ] {
             let error = parse_bytes(text).unwrap_err();
             assert!(error.to_string().contains("64KiB"), "{error}");
         }
-        for text in ["", "5", "5 days", "99999999999999999999s", "18446744073709551615s"] {
+        for text in [
+            "",
+            "5",
+            "5 days",
+            "99999999999999999999s",
+            "18446744073709551615s",
+        ] {
             assert!(parse_duration(text).is_err(), "{text}");
         }
     }
