@@ -111,6 +111,13 @@ impl Error {
         self
     }
 
+    /// Says what was tried, in the words of a caller who knows better.
+    #[must_use]
+    pub fn during(mut self, what: impl Into<Cow<'static, str>>) -> Self {
+        self.0.what = what.into();
+        self
+    }
+
     /// Says why it failed.
     #[must_use]
     pub fn why(mut self, reason: impl Into<Cow<'static, str>>) -> Self {

@@ -1,0 +1,88 @@
+//! Device addresses, and range arithmetic that cannot overflow.
+
+use std::fmt;
+
+use crate::error::{Error, Kind, Result};
+use crate::units;
+
+/// An address in a device's memory.
+///
+/// It is a number to hand to the device, a NIC or another library; the CPU never follows it.
+///
+/// ```
+/// use warpwire::mem::DeviceAddr;
+/// let address = DeviceAddr::new(0x7f00_0000_1000);
+/// assert_eq!(address.checked_add(0x10).unwrap().raw(), 0x7f00_0000_1010);
+/// assert!(DeviceAddr::new(u64::MAX).checked_add(1).is_none());
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct DeviceAddr(u64);
+
+impl DeviceAddr {
+    /// The address with this number, as another library gave it.
+    pub const fn new(raw: u64) -> Self {
+        Self(raw)
+    }
+
+    /// The number, to hand to a kernel, a work request or another library.
+    pub const fn raw(self) -> u64 {
+        self.0
+    }
+
+    /// The address `offset` bytes further on, unless that passes the end of all addresses.
+    pub const fn checked_add(self, offset: u64) -> Option<Self> {
+        match self.0.checked_add(offset) {
+            Some(sum) => Some(Self(sum)),
+            None => None,
+        }
+    }
+
+    /// Whether the address is a multiple of `unit`.
+    pub const fn is_aligned_to(self, unit: u64) -> bool {
+        self.0.is_multiple_of(unit)
+    }
+}
+
+impl fmt::Display for DeviceAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+impl fmt::Debug for DeviceAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceAddr({:#x})", self.0)
+    }
+}
+
+/// Checks that `offset..offset + len` lies inside `total` bytes of `object`.
+pub(crate) fn check_range(offset: u64, len: u64, total: u64, object: &str) -> Result<()> {
+    if offset.checked_add(len).is_some_and(|end| end <= total) {
+        return Ok(());
+    }
+    Err(range_error(offset, len, total, object))
+}
+
+#[cold]
+fn range_error(offset: u64, len: u64, total: u64, object: &str) -> Error {
+    let what = format!("take {} at offset {offset}", units::bytes(len));
+    Error::new(Kind::OutOfRange, what)
+        .on(object.to_string())
+        .why(format!("it holds {total} bytes"))
+        .fix("keep offset + length within the allocation")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_end_inside_and_never_wrap() {
+        assert!(check_range(0, 8, 8, "x").is_ok());
+        assert!(check_range(8, 0, 8, "x").is_ok());
+        for (offset, len) in [(1, 8), (9, 0), (u64::MAX, 2), (2, u64::MAX)] {
+            let error = check_range(offset, len, 8, "x").unwrap_err();
+            assert_eq!(error.kind(), &Kind::OutOfRange);
+        }
+    }
+}

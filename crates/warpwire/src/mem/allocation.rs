@@ -1,0 +1,473 @@
+//! Memory that a device reaches, and ranges and words of it.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde::Serialize;
+
+use super::address::{DeviceAddr, check_range};
+use super::backend::MemoryBackend;
+use super::bytes::SharedBytes;
+use super::device::Device;
+use super::share::{DmaBuf, IpcHandle};
+use crate::error::{Error, Kind, Result};
+use crate::units;
+
+/// How memory was made, which decides what can be done with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MemoryKind {
+    /// Ordinary device memory (`cuMemAlloc`).
+    Plain,
+    /// Device memory by virtual memory management (`cuMemCreate`), shareable by file descriptor and open
+    /// to NICs. Unlike plain memory, freeing it never waits for the device.
+    Vmm,
+    /// Device memory from a pool (`cuMemAllocFromPoolAsync`): fast to allocate and free.
+    Pool,
+    /// Host memory, pinned, that the device reaches by address.
+    Pinned,
+    /// Memory that another library owns.
+    Borrowed,
+    /// Memory of another process.
+    Imported,
+}
+
+impl fmt::Display for MemoryKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Plain => "plain",
+            Self::Vmm => "vmm",
+            Self::Pool => "pool",
+            Self::Pinned => "pinned",
+            Self::Borrowed => "borrowed",
+            Self::Imported => "imported",
+        })
+    }
+}
+
+/// What happens to memory under its users.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryEvent {
+    /// The memory is about to move: whoever holds its backing must let go before returning.
+    Moving,
+    /// It has moved; its device address is the same, its backing another.
+    Moved,
+    /// It is gone.
+    Freed,
+}
+
+/// Told of each [`MemoryEvent`], on the thread that causes it.
+pub type Listener = Arc<dyn Fn(MemoryEvent) + Send + Sync>;
+
+/// A subscription to [`MemoryEvent`]s; dropping it ends it.
+#[must_use = "events stop when the watch is dropped"]
+pub struct Watch {
+    end: Option<Box<dyn FnOnce() + Send + Sync>>,
+}
+
+impl Watch {
+    /// A subscription that runs `end` when it is dropped.
+    pub fn new(end: impl FnOnce() + Send + Sync + 'static) -> Self {
+        Self {
+            end: Some(Box::new(end)),
+        }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        if let Some(end) = self.end.take() {
+            end();
+        }
+    }
+}
+
+/// A piece of memory that a device reaches by address. Clones are the same memory.
+///
+/// The memory is freed when the last handle and the last [`Region`] are gone, or earlier by
+/// [`free`](Allocation::free). Work on a stream holds the regions that it uses, so memory never goes
+/// away under a running copy.
+#[derive(Clone)]
+pub struct Allocation {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    device: Device,
+    memory: Arc<dyn MemoryBackend>,
+    users: Users,
+}
+
+/// Counts the regions of an allocation and knows whether it has been freed, in one word, so that
+/// "freed while nobody uses it" is one atomic step.
+struct Users(AtomicU64);
+
+const FREED: u64 = 1 << 63;
+
+impl Users {
+    fn enter(&self) -> bool {
+        let enter = |count| (count & FREED == 0).then_some(count + 1);
+        self.0
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, enter)
+            .is_ok()
+    }
+
+    fn leave(&self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// Marks the memory freed, or says how many users prevent that (`None`: freed before).
+    fn close(&self) -> std::result::Result<(), Option<u64>> {
+        self.0
+            .compare_exchange(0, FREED, Ordering::AcqRel, Ordering::Acquire)
+            .map(|_| ())
+            .map_err(|count| (count & FREED == 0).then_some(count))
+    }
+
+    fn is_closed(&self) -> bool {
+        self.0.load(Ordering::Acquire) & FREED != 0
+    }
+}
+
+impl Allocation {
+    pub(super) fn new(device: Device, memory: Arc<dyn MemoryBackend>) -> Self {
+        let users = Users(AtomicU64::new(0));
+        Self {
+            shared: Arc::new(Shared {
+                device,
+                memory,
+                users,
+            }),
+        }
+    }
+
+    /// The device that the memory belongs to.
+    pub fn device(&self) -> &Device {
+        &self.shared.device
+    }
+
+    /// Where the device finds the memory.
+    pub fn address(&self) -> DeviceAddr {
+        self.shared.memory.address()
+    }
+
+    /// How many bytes it holds.
+    #[allow(clippy::len_without_is_empty)] // no allocation is empty
+    pub fn len(&self) -> u64 {
+        self.shared.memory.len()
+    }
+
+    /// How it was made.
+    pub fn kind(&self) -> MemoryKind {
+        self.shared.memory.kind()
+    }
+
+    /// The range `offset..offset + len`, to use in stream work.
+    pub fn region(&self, offset: u64, len: u64) -> Result<Region> {
+        check_range(offset, len, self.len(), &self.describe())?;
+        if !self.shared.users.enter() {
+            return Err(self.freed("use memory"));
+        }
+        Ok(Region {
+            memory: self.clone(),
+            offset,
+            len,
+        })
+    }
+
+    /// All of it, to use in stream work.
+    pub fn whole(&self) -> Result<Region> {
+        self.region(0, self.len())
+    }
+
+    /// The 32-bit word at `offset`, for streams to write and to wait for.
+    pub fn word32(&self, offset: u64) -> Result<Word> {
+        self.word(offset, Width::Bits32)
+    }
+
+    /// The 64-bit word at `offset`, for streams to write and to wait for.
+    pub fn word64(&self, offset: u64) -> Result<Word> {
+        self.word(offset, Width::Bits64)
+    }
+
+    fn word(&self, offset: u64, width: Width) -> Result<Word> {
+        let region = self.region(offset, width.bytes())?;
+        if !region.address().is_aligned_to(width.bytes()) {
+            let what = format!("use a {width} word at {}", region.address());
+            return Err(Error::new(Kind::Misaligned, what)
+                .on(self.describe())
+                .why(format!(
+                    "the address is not a multiple of {}",
+                    width.bytes()
+                ))
+                .fix("use an aligned offset"));
+        }
+        Ok(Word { region, width })
+    }
+
+    /// Copies `from` into the memory at `offset`, and returns when it is there.
+    pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        let _in_use = self.region(offset, from.len() as u64)?;
+        self.shared.memory.write(offset, from)
+    }
+
+    /// Copies from the memory at `offset` into `into`, and returns when it is there.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        let _in_use = self.region(offset, into.len() as u64)?;
+        self.shared.memory.read(offset, into)
+    }
+
+    /// The bytes as the CPU sees them; pinned memory alone has such a view.
+    pub fn host_bytes(&self) -> Result<SharedBytes<'_>> {
+        if self.shared.users.is_closed() {
+            return Err(self.freed("look at memory"));
+        }
+        self.shared.memory.host_bytes().ok_or_else(|| {
+            Error::new(Kind::Unsupported, "look at memory")
+                .on(self.describe())
+                .why("the CPU has no view of memory of this kind")
+                .fix("copy it, or allocate with alloc_pinned")
+        })
+    }
+
+    /// Exports the range `offset..offset + len` as a dma-buf.
+    ///
+    /// The descriptor names whole pages around the range; [`DmaBuf::offset`] says where in it the range
+    /// begins. The descriptor keeps the memory alive.
+    pub fn export_dmabuf(&self, offset: u64, len: u64) -> Result<DmaBuf> {
+        let in_use = self.region(offset, len)?;
+        if len == 0 {
+            return Err(Error::new(Kind::InvalidArgument, "export a dma-buf")
+                .on(self.describe())
+                .why("the length is zero"));
+        }
+        self.shared.memory.export_dmabuf(in_use.offset, len)
+    }
+
+    /// A handle by which another process opens this memory.
+    pub fn export_ipc(&self) -> Result<IpcHandle> {
+        let _in_use = self.whole()?;
+        self.shared.memory.export_ipc()
+    }
+
+    /// Calls `listener` when the memory moves or goes away.
+    pub fn watch(&self, listener: Listener) -> Result<Watch> {
+        let _in_use = self.whole()?;
+        self.shared.memory.clone().watch(listener)
+    }
+
+    /// Frees the memory now. Other handles to it stay safe: their next use is an error.
+    ///
+    /// Memory that a region or a queued operation still uses is not freed; the error says so, and the
+    /// same call may succeed later.
+    pub fn free(&self) -> Result<()> {
+        if self.kind() == MemoryKind::Borrowed {
+            return Err(Error::new(Kind::InvalidArgument, "free memory")
+                .on(self.describe())
+                .why("it is borrowed")
+                .fix("let its owner free it, and drop the borrow"));
+        }
+        match self.shared.users.close() {
+            Ok(()) => self.shared.memory.free(),
+            Err(None) => Err(self.freed("free memory")),
+            Err(Some(users)) => Err(Error::new(Kind::Busy, "free memory")
+                .on(self.describe())
+                .why(format!("{users} regions or queued operations still use it"))
+                .fix("drop them or synchronize their streams first")),
+        }
+    }
+
+    /// One line that names the memory in messages.
+    pub(super) fn describe(&self) -> String {
+        let (label, kind) = (self.device().label(), self.kind());
+        let (len, address) = (units::bytes(self.len()), self.address());
+        format!("{label} {kind} memory at {address} ({len})")
+    }
+
+    #[cold]
+    fn freed(&self, what: &'static str) -> Error {
+        Error::new(Kind::Freed, what)
+            .on(self.describe())
+            .why("it has been freed")
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        if self.users.close().is_err() {
+            return; // freed before: the last region cannot outlive the last handle
+        }
+        if let Err(error) = self.memory.free() {
+            tracing::warn!(%error, "memory was not freed");
+        }
+    }
+}
+
+impl fmt::Debug for Allocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Allocation({})", self.describe())
+    }
+}
+
+/// A range of an [`Allocation`] that is in use: the memory cannot be freed while a region of it exists.
+pub struct Region {
+    memory: Allocation,
+    offset: u64,
+    len: u64,
+}
+
+impl Region {
+    /// The memory that it is a range of.
+    pub fn allocation(&self) -> &Allocation {
+        &self.memory
+    }
+
+    /// Where the device finds the range.
+    pub fn address(&self) -> DeviceAddr {
+        // In range since the region was made, so the sum exists.
+        DeviceAddr::new(self.memory.address().raw() + self.offset)
+    }
+
+    /// Where in the allocation it begins.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// How many bytes it spans.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it spans no byte.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether the two share a byte.
+    pub fn overlaps(&self, other: &Region) -> bool {
+        let (a, b) = (self.address().raw(), other.address().raw());
+        a < b + other.len && b < a + self.len
+    }
+}
+
+impl Clone for Region {
+    fn clone(&self) -> Self {
+        // A region exists, so the memory cannot have been closed; entering succeeds.
+        self.memory.shared.users.enter();
+        Self {
+            memory: self.memory.clone(),
+            offset: self.offset,
+            len: self.len,
+        }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        self.memory.shared.users.leave();
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (label, address) = (self.memory.device().label(), self.address());
+        write!(f, "Region({label} {address}, {} bytes)", self.len)
+    }
+}
+
+/// The width of a [`Word`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    /// 4 bytes.
+    Bits32,
+    /// 8 bytes.
+    Bits64,
+}
+
+impl Width {
+    /// How many bytes.
+    pub const fn bytes(self) -> u64 {
+        match self {
+            Self::Bits32 => 4,
+            Self::Bits64 => 8,
+        }
+    }
+
+    /// Whether `value` fits.
+    pub const fn holds(self, value: u64) -> bool {
+        matches!(self, Self::Bits64) || value <= u32::MAX as u64
+    }
+}
+
+impl fmt::Display for Width {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}-bit", self.bytes() * 8)
+    }
+}
+
+/// An aligned word of device or pinned memory, for streams to write and to wait for.
+#[derive(Clone, Debug)]
+pub struct Word {
+    region: Region,
+    width: Width,
+}
+
+impl Word {
+    /// Where the device finds it.
+    pub fn address(&self) -> DeviceAddr {
+        self.region.address()
+    }
+
+    /// Its width.
+    pub fn width(&self) -> Width {
+        self.width
+    }
+
+    /// The memory range that it is.
+    pub fn region(&self) -> &Region {
+        &self.region
+    }
+
+    /// Its value now.
+    pub fn load(&self) -> Result<u64> {
+        let memory = &self.region.memory;
+        if let Ok(bytes) = memory.host_bytes() {
+            return match self.width {
+                Width::Bits32 => bytes.load_u32(self.region.offset).map(u64::from),
+                Width::Bits64 => bytes.load_u64(self.region.offset),
+            };
+        }
+        let mut raw = [0; 8];
+        let part = &mut raw[..self.width.bytes() as usize];
+        memory.shared.memory.read(self.region.offset, part)?;
+        Ok(u64::from_le_bytes(raw))
+    }
+
+    /// Gives it a value, from the CPU.
+    pub fn store(&self, value: u64) -> Result<()> {
+        self.check_value(value)?;
+        let memory = &self.region.memory;
+        if let Ok(bytes) = memory.host_bytes() {
+            return match self.width {
+                Width::Bits32 => bytes.store_u32(self.region.offset, value as u32),
+                Width::Bits64 => bytes.store_u64(self.region.offset, value),
+            };
+        }
+        let raw = value.to_le_bytes();
+        let part = &raw[..self.width.bytes() as usize];
+        memory.shared.memory.write(self.region.offset, part)
+    }
+
+    /// Refuses a value that is wider than the word.
+    pub(super) fn check_value(&self, value: u64) -> Result<()> {
+        if self.width.holds(value) {
+            return Ok(());
+        }
+        let what = format!("put {value:#x} into a {} word", self.width);
+        Err(Error::new(Kind::InvalidArgument, what)
+            .on(self.region.memory.describe())
+            .why("the value is wider than the word")
+            .fix("use word64"))
+    }
+}

@@ -1,0 +1,104 @@
+//! What a backend provides. The types beside this module check arguments, keep memory alive and offer
+//! the pleasant form; a backend does the work.
+//!
+//! A third kind of GPU would implement these six traits and join [`discover`](super::discover).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::address::DeviceAddr;
+use super::allocation::{Listener, MemoryKind, Watch};
+use super::bytes::SharedBytes;
+use super::device::{Capabilities, DeviceInfo, MemoryUsage};
+use super::op::{Op, PendingWait};
+use super::program::Program;
+use super::share::{DmaBuf, IpcHandle};
+use crate::error::Result;
+
+/// A device. Everything made by it holds it, so that it goes last.
+pub trait DeviceBackend: Send + Sync + 'static {
+    /// What it is.
+    fn info(&self) -> &DeviceInfo;
+    /// What it can do.
+    fn capabilities(&self) -> &Capabilities;
+    /// Memory in use now.
+    fn memory_usage(&self) -> Result<MemoryUsage>;
+    /// Memory of one of the kinds that can be allocated; `len` is sane but may be more than is free.
+    fn allocate(self: Arc<Self>, len: u64, kind: MemoryKind) -> Result<Arc<dyn MemoryBackend>>;
+    /// Memory that somebody else allocated; `address + len` does not overflow.
+    fn borrow(self: Arc<Self>, address: DeviceAddr, len: u64) -> Result<Arc<dyn MemoryBackend>>;
+    /// Memory of another process.
+    fn open_ipc(self: Arc<Self>, handle: &IpcHandle) -> Result<Arc<dyn MemoryBackend>>;
+    /// A stream.
+    fn create_stream(self: Arc<Self>) -> Result<Arc<dyn StreamBackend>>;
+    /// An event.
+    fn create_event(self: Arc<Self>) -> Result<Arc<dyn EventBackend>>;
+    /// The kernels of a program.
+    fn load(self: Arc<Self>, program: &Program) -> Result<Arc<dyn ModuleBackend>>;
+}
+
+/// Memory. Ranges passed in lie inside it.
+pub trait MemoryBackend: Send + Sync + std::any::Any {
+    /// Where the device finds it.
+    fn address(&self) -> DeviceAddr;
+    /// How many bytes.
+    fn len(&self) -> u64;
+    /// How it was made.
+    fn kind(&self) -> MemoryKind;
+    /// The CPU's view, if the memory is the host's.
+    fn host_bytes(&self) -> Option<SharedBytes<'_>>;
+    /// Copies in; done on return.
+    fn write(&self, offset: u64, from: &[u8]) -> Result<()>;
+    /// Copies out; done on return.
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()>;
+    /// Exports a range.
+    fn export_dmabuf(&self, offset: u64, len: u64) -> Result<DmaBuf>;
+    /// A handle for another process.
+    fn export_ipc(&self) -> Result<IpcHandle>;
+    /// Tells `listener` of moves and of the end.
+    fn watch(self: Arc<Self>, listener: Listener) -> Result<Watch>;
+    /// Gives the memory back; called at most once, and never while a region of it exists.
+    fn free(&self) -> Result<()>;
+}
+
+/// A stream.
+pub trait StreamBackend: Send + Sync {
+    /// Its number on its device, for messages.
+    fn number(&self) -> u64;
+    /// Puts `op` behind everything queued before, and keeps it until it is done.
+    fn enqueue(&self, op: Op) -> Result<()>;
+    /// Whether everything is done; the error of the first failure once there was one.
+    fn is_idle(&self) -> Result<bool>;
+    /// The wait that holds the stream up now, if one does.
+    fn blocked_on(&self) -> Option<PendingWait>;
+    /// Collects the operations that follow instead of running them.
+    fn begin_capture(&self) -> Result<()>;
+    /// Ends collecting and gives what was collected.
+    fn end_capture(&self) -> Result<Arc<dyn GraphBackend>>;
+}
+
+/// An event.
+pub trait EventBackend: Send + Sync + std::any::Any {
+    /// Whether the last recording of it has been reached (true if it never was recorded).
+    fn is_reached(&self) -> Result<bool>;
+    /// The time from `earlier` to this one, both reached.
+    fn elapsed_since(&self, earlier: &dyn EventBackend) -> Result<Duration>;
+}
+
+/// Captured work, ready to be replayed.
+pub trait GraphBackend: Send + Sync + std::any::Any {
+    /// How many operations were captured.
+    fn len(&self) -> usize;
+}
+
+/// A loaded program.
+pub trait ModuleBackend: Send + Sync {
+    /// The kernel of that name.
+    fn kernel(self: Arc<Self>, name: &str) -> Result<Arc<dyn KernelBackend>>;
+}
+
+/// A kernel.
+pub trait KernelBackend: Send + Sync + std::any::Any {
+    /// Its name.
+    fn name(&self) -> &str;
+}

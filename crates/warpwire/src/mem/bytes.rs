@@ -1,0 +1,340 @@
+//! Bytes that somebody else may change at any moment: a device, another process, a NIC.
+//!
+//! Rust references promise that nobody else writes; for such memory that promise is false. So there is
+//! no `&[u8]` here: words are loaded and stored atomically, and bulk copies go word by word.
+#![allow(unsafe_code)]
+
+use std::marker::PhantomData;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+
+use super::address::check_range;
+use crate::error::{Error, Kind, Result};
+
+/// A view of memory that is shared with writers outside this program's control.
+///
+/// ```
+/// use warpwire::mem::sim::{Sim, SimConfig};
+/// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+/// let pinned = gpu.alloc_pinned(4096).unwrap();
+/// let bytes = pinned.host_bytes().unwrap();
+/// bytes.write(16, b"hello").unwrap();
+/// bytes.store_u32(0, 7).unwrap();
+/// assert_eq!(bytes.load_u32(0).unwrap(), 7);
+/// assert!(bytes.load_u32(4096).is_err());
+/// ```
+#[derive(Clone, Copy)]
+pub struct SharedBytes<'a> {
+    base: NonNull<u8>,
+    len: usize,
+    owner: PhantomData<&'a ()>,
+}
+
+// SAFETY: every access below is atomic or volatile-equivalent, so that views may be used from any thread.
+unsafe impl Send for SharedBytes<'_> {}
+// SAFETY: as above; a shared view offers the same accesses.
+unsafe impl Sync for SharedBytes<'_> {}
+
+macro_rules! atomic_word {
+    ($load:ident, $store:ident, $add:ident, $cas:ident, $word:ty, $atomic:ty) => {
+        /// Loads the word at `offset` with acquire ordering.
+        pub fn $load(&self, offset: u64) -> Result<$word> {
+            Ok(self.word::<$atomic>(offset)?.load(Ordering::Acquire))
+        }
+
+        /// Stores the word at `offset` with release ordering.
+        pub fn $store(&self, offset: u64, value: $word) -> Result<()> {
+            self.word::<$atomic>(offset)?
+                .store(value, Ordering::Release);
+            Ok(())
+        }
+
+        /// Adds to the word at `offset`, wrapping, and returns what was there before.
+        pub fn $add(&self, offset: u64, value: $word) -> Result<$word> {
+            Ok(self
+                .word::<$atomic>(offset)?
+                .fetch_add(value, Ordering::AcqRel))
+        }
+
+        /// Puts `new` at `offset` if `expected` is there, and returns what was there before.
+        pub fn $cas(&self, offset: u64, expected: $word, new: $word) -> Result<$word> {
+            let word = self.word::<$atomic>(offset)?;
+            let (Ok(seen) | Err(seen)) =
+                word.compare_exchange(expected, new, Ordering::AcqRel, Ordering::Acquire);
+            Ok(seen)
+        }
+    };
+}
+
+impl<'a> SharedBytes<'a> {
+    /// A view of `len` bytes at `base`.
+    ///
+    /// # Safety
+    /// The bytes stay mapped, readable and writable for `'a`, and this program accesses them through
+    /// such views only, never through references.
+    pub(crate) unsafe fn new(base: NonNull<u8>, len: usize) -> Self {
+        Self {
+            base,
+            len,
+            owner: PhantomData,
+        }
+    }
+
+    /// How many bytes the view spans.
+    #[allow(clippy::len_without_is_empty)] // no view is empty: allocations are not
+    pub fn len(&self) -> u64 {
+        self.len as u64
+    }
+
+    atomic_word!(
+        load_u32,
+        store_u32,
+        fetch_add_u32,
+        compare_exchange_u32,
+        u32,
+        AtomicU32
+    );
+    atomic_word!(
+        load_u64,
+        store_u64,
+        fetch_add_u64,
+        compare_exchange_u64,
+        u64,
+        AtomicU64
+    );
+
+    /// Copies from the view, starting at `offset`, into `into`.
+    ///
+    /// Aligned 8-byte words are each read whole; writers at work at the same time may be seen in part.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        let from = self.part(offset, into.len() as u64)?;
+        let (head, words, tail) = from.split(into.len());
+        let (into_head, rest) = into.split_at_mut(head.len());
+        let (into_words, into_tail) = rest.split_at_mut(words.len() * 8);
+        load_bytes(head, into_head);
+        for (word, out) in words.iter().zip(into_words.chunks_exact_mut(8)) {
+            out.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+        }
+        load_bytes(tail, into_tail);
+        fence(Ordering::Acquire);
+        Ok(())
+    }
+
+    /// Copies `from` into the view, starting at `offset`. Aligned 8-byte words are each written whole.
+    pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        let into = self.part(offset, from.len() as u64)?;
+        let (head, words, tail) = into.split(from.len());
+        let (from_head, rest) = from.split_at(head.len());
+        let (from_words, from_tail) = rest.split_at(words.len() * 8);
+        fence(Ordering::Release);
+        store_bytes(head, from_head);
+        for (word, bytes) in words.iter().zip(from_words.chunks_exact(8)) {
+            word.store(native_word(bytes), Ordering::Relaxed);
+        }
+        store_bytes(tail, from_tail);
+        Ok(())
+    }
+
+    /// Copies `len` bytes from `source` at `source_offset` into this view at `offset`; the ranges may
+    /// overlap only if they are the same.
+    pub fn copy_from(
+        &self,
+        offset: u64,
+        source: &SharedBytes<'_>,
+        source_offset: u64,
+        len: u64,
+    ) -> Result<()> {
+        let into = self.part(offset, len)?;
+        let from = source.part(source_offset, len)?;
+        if into.misalignment() == from.misalignment() {
+            let len = into.len;
+            let ((to_head, to_words, to_tail), (head, words, tail)) =
+                (into.split(len), from.split(len));
+            copy_atomics(to_head, head);
+            for (to, word) in to_words.iter().zip(words) {
+                to.store(word.load(Ordering::Relaxed), Ordering::Relaxed);
+            }
+            copy_atomics(to_tail, tail);
+            return Ok(());
+        }
+        // The two sides are aligned differently: carry the bytes through a buffer, a page at a time.
+        let mut buffer = [0; 4096];
+        let mut done = 0;
+        while done < len {
+            let step = (len - done).min(buffer.len() as u64);
+            let chunk = &mut buffer[..step as usize];
+            from.read(done, chunk)?;
+            into.write(done, chunk)?;
+            done += step;
+        }
+        Ok(())
+    }
+
+    /// Repeats `pattern` over `len` bytes at `offset`; `len` is a multiple of the pattern's length.
+    pub fn fill(&self, offset: u64, len: u64, pattern: &[u8]) -> Result<()> {
+        let into = self.part(offset, len)?;
+        let unit = pattern.len().max(1);
+        let mut buffer = [0; 4096];
+        for (at, byte) in buffer.iter_mut().enumerate() {
+            *byte = pattern.get(at % unit).copied().unwrap_or(0);
+        }
+        // Each step starts the pattern anew, so steps are whole multiples of it.
+        let whole = (buffer.len() - buffer.len() % unit) as u64;
+        let mut done = 0;
+        while done < len {
+            let step = (len - done).min(whole);
+            into.write(done, &buffer[..step as usize])?;
+            done += step;
+        }
+        Ok(())
+    }
+
+    /// The part of the view at `offset..offset + len`.
+    pub fn part(&self, offset: u64, len: u64) -> Result<SharedBytes<'a>> {
+        check_range(offset, len, self.len(), "shared memory")?;
+        // SAFETY: the range was just found to lie inside this view, whose bytes stay valid for 'a.
+        Ok(unsafe { Self::new(self.base.add(offset as usize), len as usize) })
+    }
+
+    fn word<W>(&self, offset: u64) -> Result<&'a W> {
+        let width = size_of::<W>() as u64;
+        check_range(offset, width, self.len(), "shared memory")?;
+        // SAFETY: in range by the check above.
+        let at = unsafe { self.base.add(offset as usize) }.cast::<W>();
+        if !at.is_aligned() {
+            return Err(misaligned(offset, width));
+        }
+        // SAFETY: valid and aligned; W is an atomic (this is private, and only atomics are asked for),
+        // so that a shared reference promises nothing about other writers.
+        Ok(unsafe { at.as_ref() })
+    }
+
+    fn misalignment(&self) -> usize {
+        self.base.addr().get() % 8
+    }
+
+    /// The first `len` bytes as single bytes up to the first 8-byte boundary, whole words, single bytes.
+    fn split(&self, len: usize) -> (&'a [AtomicU8], &'a [AtomicU64], &'a [AtomicU8]) {
+        let head = self.base.align_offset(8).min(len);
+        let words = (len - head) / 8;
+        let tail_at = head + words * 8;
+        // SAFETY: the three parts follow each other within the view; the middle one is aligned unless it
+        // is empty, when the pointer is not used; slices of atomics promise nothing about other writers.
+        unsafe {
+            let middle = if words == 0 {
+                &[]
+            } else {
+                std::slice::from_raw_parts(self.base.add(head).as_ptr().cast(), words)
+            };
+            (
+                std::slice::from_raw_parts(self.base.as_ptr().cast(), head),
+                middle,
+                std::slice::from_raw_parts(self.base.add(tail_at).as_ptr().cast(), len - tail_at),
+            )
+        }
+    }
+}
+
+fn native_word(bytes: &[u8]) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(bytes);
+    u64::from_ne_bytes(word)
+}
+
+fn load_bytes(from: &[AtomicU8], into: &mut [u8]) {
+    for (byte, out) in from.iter().zip(into) {
+        *out = byte.load(Ordering::Relaxed);
+    }
+}
+
+fn store_bytes(into: &[AtomicU8], from: &[u8]) {
+    for (byte, value) in into.iter().zip(from) {
+        byte.store(*value, Ordering::Relaxed);
+    }
+}
+
+fn copy_atomics(into: &[AtomicU8], from: &[AtomicU8]) {
+    for (to, byte) in into.iter().zip(from) {
+        to.store(byte.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+}
+
+#[cold]
+fn misaligned(offset: u64, width: u64) -> Error {
+    Error::new(
+        Kind::Misaligned,
+        format!("access a {}-bit word at offset {offset}", width * 8),
+    )
+    .on("shared memory")
+    .why(format!(
+        "it is not a multiple of {width} bytes into aligned memory"
+    ))
+    .fix(format!("use an offset that is a multiple of {width}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// 8-byte aligned storage with a view of it.
+    fn with_view<R>(len: usize, use_it: impl FnOnce(SharedBytes<'_>) -> R) -> R {
+        let storage: Vec<AtomicU64> = (0..len.div_ceil(8)).map(|_| AtomicU64::new(0)).collect();
+        let base = NonNull::from(storage.as_slice()).cast();
+        // SAFETY: the storage outlives the closure and is touched through the view alone.
+        use_it(unsafe { SharedBytes::new(base, len) })
+    }
+
+    #[test]
+    fn words_are_checked_for_range_and_alignment() {
+        with_view(20, |view| {
+            view.store_u64(8, 5).unwrap();
+            assert_eq!(view.fetch_add_u64(8, 2).unwrap(), 5);
+            assert_eq!(view.compare_exchange_u64(8, 7, 9).unwrap(), 7);
+            assert_eq!(view.compare_exchange_u64(8, 7, 1).unwrap(), 9);
+            assert_eq!(view.load_u64(4).unwrap_err().kind(), &Kind::Misaligned);
+            assert_eq!(view.load_u64(16).unwrap_err().kind(), &Kind::OutOfRange);
+            assert_eq!(
+                view.store_u32(u64::MAX - 3, 0).unwrap_err().kind(),
+                &Kind::OutOfRange
+            );
+        });
+    }
+
+    proptest! {
+        #[test]
+        fn any_offset_and_length_copies_exactly(
+            data in proptest::collection::vec(any::<u8>(), 0..9000),
+            offset in 0u64..24,
+            other in 0u64..24,
+        ) {
+            let len = data.len() as u64;
+            with_view(data.len() + 48, |view| {
+                with_view(data.len() + 48, |copy| {
+                    view.write(offset, &data).unwrap();
+                    copy.copy_from(other, &view, offset, len).unwrap();
+                    let mut back = vec![0; data.len() + 48];
+                    copy.read(0, &mut back).unwrap();
+                    let start = other as usize;
+                    assert!(back[..start].iter().all(|b| *b == 0));
+                    assert_eq!(&back[start..start + data.len()], &data[..]);
+                    assert!(back[start + data.len()..].iter().all(|b| *b == 0));
+                });
+            });
+        }
+
+        #[test]
+        fn fill_repeats_the_pattern_from_its_start(count in 0u64..3000, unit in prop::sample::select(vec![1usize, 2, 4])) {
+            let pattern = [1, 2, 3, 4];
+            with_view(12_016, |view| {
+                view.fill(3, count * unit as u64, &pattern[..unit]).unwrap();
+                let mut back = vec![0; 12_016];
+                view.read(0, &mut back).unwrap();
+                for (at, byte) in back[3..].iter().enumerate() {
+                    let inside = at < count as usize * unit;
+                    assert_eq!(*byte, if inside { pattern[at % unit] } else { 0 });
+                }
+            });
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! One NVIDIA GPU and its primary context.
+
+use std::ffi::{CStr, c_char};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use super::super::address::DeviceAddr;
+use super::super::allocation::MemoryKind;
+use super::super::backend::{
+    DeviceBackend, EventBackend, MemoryBackend, ModuleBackend, StreamBackend,
+};
+use super::super::device::{Backend, Capabilities, Capability, DeviceInfo, MemoryUsage};
+use super::super::program::Program;
+use super::super::share::IpcHandle;
+use super::driver::{Driver, call, get, version_text};
+use super::graveyard::Graveyard;
+use super::memory::{self, CudaMemory};
+use super::module::CudaModule;
+use super::share;
+use super::stream::{CudaEvent, CudaStream};
+use super::sys::{self, Context, PoolHandle, StreamHandle, attribute as a};
+use crate::error::{Error, Result};
+use crate::host::{PciAddress, System};
+
+pub(super) struct CudaDevice {
+    pub(super) driver: &'static Driver,
+    pub(super) graveyard: Graveyard,
+    info: DeviceInfo,
+    capabilities: Capabilities,
+    handle: i32,
+    context: Context,
+    /// A stream of our own, for work that must not wait behind the users'.
+    side: StreamHandle,
+    pool: Mutex<Option<PoolHandle>>,
+    next_stream: AtomicU64,
+}
+
+/// The context is current on this thread until this is dropped.
+pub(super) struct Entered<'a> {
+    device: &'a CudaDevice,
+    pushed: bool,
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        if self.pushed
+            && let Err(error) = get!(self.device.driver, Context::NULL, context_pop())
+        {
+            tracing::warn!(%error, "the CUDA context stays current on this thread");
+        }
+    }
+}
+
+impl CudaDevice {
+    pub(super) fn open(driver: &'static Driver, ordinal: u32) -> Result<Self> {
+        let handle = get!(driver, 0, device_get(ordinal as i32))?;
+        let context = get!(driver, Context::NULL, primary_context_retain(handle))?;
+        let mut device = Self {
+            driver,
+            graveyard: Graveyard::default(),
+            info: info(driver, handle, ordinal)?,
+            capabilities: capabilities(driver, handle),
+            handle,
+            context,
+            side: StreamHandle::NULL,
+            pool: Mutex::new(None),
+            next_stream: AtomicU64::new(1),
+        };
+        let entered = device.enter()?;
+        let side = get!(
+            driver,
+            StreamHandle::NULL,
+            stream_create(sys::STREAM_NON_BLOCKING)
+        )?;
+        drop(entered);
+        device.side = side;
+        Ok(device)
+    }
+
+    pub(super) fn ordinal(&self) -> u32 {
+        self.info.ordinal
+    }
+
+    pub(super) fn label(&self) -> String {
+        self.info.label()
+    }
+
+    pub(super) fn uuid(&self) -> &str {
+        &self.info.uuid
+    }
+
+    pub(super) fn side_stream(&self) -> StreamHandle {
+        self.side
+    }
+
+    /// Makes the context current, unless it is.
+    pub(super) fn enter(&self) -> Result<Entered<'_>> {
+        let current = get!(self.driver, Context::NULL, context_current())?;
+        let pushed = current != self.context;
+        if pushed {
+            call!(self.driver, context_push(self.context))?;
+        }
+        Ok(Entered {
+            device: self,
+            pushed,
+        })
+    }
+
+    pub(super) fn supports(&self, attribute_number: i32) -> bool {
+        attribute(self.driver, self.ordinal(), attribute_number).is_ok_and(|value| value != 0)
+    }
+
+    /// The pool that pool memory comes from, made at first use.
+    pub(super) fn pool(&self) -> Result<PoolHandle> {
+        let mut pool = self.pool.lock();
+        if let Some(pool) = *pool {
+            return Ok(pool);
+        }
+        let types = attribute(self.driver, self.ordinal(), a::POOL_HANDLE_TYPES).unwrap_or(0);
+        let shareable = types as u32 & sys::HANDLE_POSIX_FD;
+        let props = sys::PoolProps::new(self.ordinal(), shareable);
+        let made = get!(self.driver, PoolHandle::NULL, pool_create(&props))?;
+        *pool = Some(made);
+        Ok(made)
+    }
+
+    /// Names the device in an error from the driver, and what was tried.
+    pub(super) fn blame(&self, what: impl Into<String>) -> impl FnOnce(Error) -> Error {
+        let (what, label) = (what.into(), self.label());
+        move |error| error.during(what).on(label)
+    }
+}
+
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        let Ok(entered) = self.enter() else { return };
+        self.graveyard.settle(self.driver);
+        let pool = self.pool.lock().take();
+        let outcome = pool
+            .map_or(Ok(()), |pool| call!(self.driver, pool_destroy(pool)))
+            .and(call!(self.driver, stream_destroy(self.side)));
+        drop(entered);
+        if self.graveyard.is_empty() {
+            let released = outcome.and(call!(self.driver, primary_context_release(self.handle)));
+            if let Err(error) = released {
+                tracing::warn!(%error, device = %self.label(), "the context was not released");
+            }
+        } else {
+            // Something is still at work: destroying the context now would wait for it, maybe for ever.
+            tracing::warn!(device = %self.label(), "the context stays: work on it has not ended");
+        }
+    }
+}
+
+impl DeviceBackend for CudaDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn memory_usage(&self) -> Result<MemoryUsage> {
+        let _current = self.enter()?;
+        let mut total = 0;
+        let free = get!(self.driver, 0, memory_info(&mut total))
+            .map_err(self.blame("ask for free memory"))?;
+        Ok(MemoryUsage {
+            free: free as u64,
+            total: total as u64,
+        })
+    }
+
+    fn allocate(self: Arc<Self>, len: u64, kind: MemoryKind) -> Result<Arc<dyn MemoryBackend>> {
+        let memory: CudaMemory = memory::allocate(self, len, kind)?;
+        Ok(Arc::new(memory))
+    }
+
+    fn borrow(self: Arc<Self>, address: DeviceAddr, len: u64) -> Result<Arc<dyn MemoryBackend>> {
+        Ok(Arc::new(memory::borrow(self, address, len)?))
+    }
+
+    fn open_ipc(self: Arc<Self>, handle: &IpcHandle) -> Result<Arc<dyn MemoryBackend>> {
+        Ok(Arc::new(share::open(self, handle)?))
+    }
+
+    fn create_stream(self: Arc<Self>) -> Result<Arc<dyn StreamBackend>> {
+        let number = self.next_stream.fetch_add(1, Ordering::Relaxed);
+        Ok(Arc::new(CudaStream::create(self, number)?))
+    }
+
+    fn create_event(self: Arc<Self>) -> Result<Arc<dyn EventBackend>> {
+        Ok(Arc::new(CudaEvent::create(self)?))
+    }
+
+    fn load(self: Arc<Self>, program: &Program) -> Result<Arc<dyn ModuleBackend>> {
+        Ok(Arc::new(CudaModule::load(self, program)?))
+    }
+}
+
+pub(super) fn attribute(driver: &Driver, ordinal: u32, attribute: i32) -> Result<i32> {
+    let handle = get!(driver, 0, device_get(ordinal as i32))?;
+    get!(driver, 0, device_attribute(attribute, handle))
+}
+
+fn info(driver: &Driver, handle: i32, ordinal: u32) -> Result<DeviceInfo> {
+    let ask = |number| get!(driver, 0, device_attribute(number, handle));
+    let pci = PciAddress {
+        domain: ask(a::PCI_DOMAIN_ID)? as u32,
+        bus: ask(a::PCI_BUS_ID)? as u8,
+        device: ask(a::PCI_DEVICE_ID)? as u8,
+        function: 0,
+    };
+    Ok(DeviceInfo {
+        backend: Backend::Cuda,
+        ordinal,
+        name: name(driver, handle)?,
+        uuid: uuid(driver, handle)?,
+        pci: Some(pci),
+        numa_node: System::live().numa_node_of(&pci),
+        total_memory: get!(driver, 0, device_total_memory(handle))? as u64,
+    })
+}
+
+fn name(driver: &Driver, handle: i32) -> Result<String> {
+    let mut text = [0 as c_char; 256];
+    call!(
+        driver,
+        device_name(text.as_mut_ptr(), text.len() as i32 - 1, handle)
+    )?;
+    // SAFETY: the last byte is zero whatever the driver wrote before it.
+    let text = unsafe { CStr::from_ptr(text.as_ptr()) };
+    Ok(text.to_string_lossy().into_owned())
+}
+
+fn uuid(driver: &Driver, handle: i32) -> Result<String> {
+    let bytes = get!(driver, [0; 16], device_uuid(handle))?;
+    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let (a, b, c, d, e) = (
+        &hex[..8],
+        &hex[8..12],
+        &hex[12..16],
+        &hex[16..20],
+        &hex[20..],
+    );
+    Ok(format!("GPU-{a}-{b}-{c}-{d}-{e}"))
+}
+
+fn capabilities(driver: &Driver, handle: i32) -> Capabilities {
+    let version = version_text(driver.version);
+    let attribute = |number, what: &str| {
+        let value = get!(driver, 0, device_attribute(number, handle));
+        match value {
+            Ok(0) => Capability::No(format!(
+                "the driver (CUDA {version}) says that this GPU cannot {what}"
+            )),
+            Ok(_) => Capability::Yes,
+            Err(error) => Capability::No(format!(
+                "the driver does not know of it: {}",
+                error.reason()
+            )),
+        }
+    };
+    let symbol = |there: bool, name: &str| {
+        Capability::when(there, format!("the driver (CUDA {version}) has no {name}"))
+    };
+    let functions = &driver.functions;
+    let both = |attribute: Capability, symbol: Capability| {
+        if symbol.is_yes() { attribute } else { symbol }
+    };
+    Capabilities {
+        dmabuf_export: both(
+            attribute(
+                a::DMA_BUF_SUPPORTED,
+                "export dma-bufs (open kernel modules and Linux 5.12 are needed)",
+            ),
+            symbol(functions.range_handle.is_some(), sys::symbol::range_handle),
+        ),
+        gpudirect_rdma: attribute(a::GPUDIRECT_RDMA, "do GPUDirect RDMA"),
+        gpudirect_rdma_vmm: attribute(
+            a::GPUDIRECT_RDMA_WITH_VMM,
+            "do GPUDirect RDMA with VMM memory",
+        ),
+        vmm: attribute(a::VMM_SUPPORTED, "manage virtual memory"),
+        pool: attribute(a::POOLS_SUPPORTED, "allocate from pools"),
+        ipc: symbol(functions.ipc_open.is_some(), sys::symbol::ipc_open),
+        stream_mem_ops: both(
+            attribute(
+                a::STREAM_MEM_OPS_64,
+                "write and wait for words from streams",
+            ),
+            symbol(functions.stream_batch.is_some(), sys::symbol::stream_batch),
+        ),
+        stream_wait_nor: attribute(a::STREAM_WAIT_NOR, "wait for NOR"),
+        flush_remote_writes: attribute(
+            a::CAN_FLUSH_REMOTE_WRITES,
+            "flush remote writes from a stream",
+        ),
+        graphs: symbol(
+            functions.graph_instantiate.is_some(),
+            sys::symbol::graph_instantiate,
+        ),
+        notify: Capability::No(
+            "CUDA does not tell when memory goes; buffer ids are compared instead".into(),
+        ),
+    }
+}

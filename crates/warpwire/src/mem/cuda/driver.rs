@@ -1,0 +1,183 @@
+//! `libcuda.so.1`, loaded at run time, with results as `Result`s.
+
+use std::ffi::{CStr, c_char};
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+use super::sys::{self, CuResult, Functions, symbol};
+use crate::error::{Error, Kind, Result};
+
+/// The library that every NVIDIA driver installs. (`libcuda.so` comes with toolkits only.)
+const LIBRARY: &str = "libcuda.so.1";
+
+pub(super) struct Driver {
+    pub(super) functions: Functions,
+    /// The version of CUDA that the driver speaks: 12020 for 12.2.
+    pub(super) version: i32,
+    /// Functions point into it, so it stays.
+    _library: Library,
+}
+
+/// Calls a driver function and checks its result; a symbol that this driver lacks is an error.
+///
+/// The body is unsafe because the driver trusts handles and pointers. The rule that makes it right: a
+/// handle is passed only by the object that owns it, and pointers are to live local variables.
+macro_rules! call {
+    ($driver:expr, $function:ident($($argument:expr),* $(,)?)) => {{
+        let driver: &$crate::mem::cuda::driver::Driver = $driver;
+        let name = $crate::mem::cuda::sys::symbol::$function;
+        match driver.functions.$function {
+            // SAFETY: the caller owns the handles that it passes and the variables that it points to;
+            // they live until the call returns.
+            Some(function) => driver.check(name, unsafe { function($($argument),*) }),
+            None => Err(driver.missing(name)),
+        }
+    }};
+}
+
+/// Calls a driver function whose first parameter is where the result goes.
+macro_rules! get {
+    ($driver:expr, $initial:expr, $function:ident($($argument:expr),* $(,)?)) => {{
+        let mut result = $initial;
+        $crate::mem::cuda::driver::call!($driver, $function(&mut result $(, $argument)*)).map(|()| result)
+    }};
+}
+
+pub(super) use {call, get};
+
+impl Driver {
+    /// The driver, loaded and started once in this process.
+    pub(super) fn get() -> Result<&'static Self> {
+        static DRIVER: OnceLock<Result<Driver>> = OnceLock::new();
+        DRIVER
+            .get_or_init(Self::load)
+            .as_ref()
+            .map_err(Clone::clone)
+    }
+
+    fn load() -> Result<Self> {
+        // SAFETY: loading the vendor's library runs its initialisers, which have no conditions.
+        let library = unsafe { Library::new(LIBRARY) }.map_err(|error| {
+            let detail = std::error::Error::source(&error).map_or(error.to_string(), ToString::to_string);
+            let why = if detail.contains("No such file") {
+                format!("no CUDA driver ({LIBRARY} not found)")
+            } else {
+                format!("{LIBRARY} does not load: {detail}")
+            };
+            Error::new(Kind::Unavailable, "use CUDA")
+                .why(why)
+                .fix("install the NVIDIA driver, or run the container with the NVIDIA runtime; the simulated GPU works without")
+        })?;
+        let mut driver = Self {
+            functions: Functions::load(&library),
+            version: 0,
+            _library: library,
+        };
+        driver.version = get!(&driver, 0, driver_version())?;
+        call!(&driver, init(0)).map_err(|error| {
+            let advice = match error.kind() {
+                Kind::Cuda(sys::NO_DEVICE) => {
+                    "run where there is an NVIDIA GPU; check CUDA_VISIBLE_DEVICES"
+                }
+                _ => "run `nvidia-smi` and `warpwire doctor` to see what is wrong with the driver",
+            };
+            error.fix(advice)
+        })?;
+        Ok(driver)
+    }
+
+    pub(super) fn check(&self, function: &str, code: CuResult) -> Result<()> {
+        if code == sys::SUCCESS {
+            Ok(())
+        } else {
+            Err(self.failure(function, code))
+        }
+    }
+
+    #[cold]
+    fn failure(&self, function: &str, code: CuResult) -> Error {
+        let kind = match code {
+            sys::OUT_OF_MEMORY => Kind::OutOfMemory,
+            sys::NOT_SUPPORTED => Kind::Unsupported,
+            sys::NOT_PERMITTED => Kind::PermissionDenied,
+            code if sys::CONTEXT_KILLERS.contains(&code) => Kind::DeviceLost,
+            code => Kind::Cuda(code),
+        };
+        let name = self.text(self.functions.error_name, code);
+        let meaning = self.text(self.functions.error_string, code);
+        Error::new(kind, "use CUDA").why(format!("{function} gave {name} ({code}: {meaning})"))
+    }
+
+    #[cold]
+    pub(super) fn missing(&self, symbol: &str) -> Error {
+        let version = version_text(self.version);
+        Error::new(Kind::Unavailable, "use CUDA")
+            .why(format!(
+                "{LIBRARY} has no symbol {symbol}; the driver is for CUDA {version}"
+            ))
+            .fix("install driver R535 or newer")
+    }
+
+    fn text(
+        &self,
+        describe: Option<unsafe extern "C" fn(CuResult, *mut *const c_char) -> CuResult>,
+        code: CuResult,
+    ) -> String {
+        let mut text: *const c_char = std::ptr::null();
+        // SAFETY: the driver writes one pointer, to a static string, or leaves null.
+        let known =
+            describe.is_some_and(|describe| unsafe { describe(code, &mut text) } == sys::SUCCESS);
+        if !known || text.is_null() {
+            return "an unknown error".into();
+        }
+        // SAFETY: not null, so it points to a static string that ends with a zero.
+        unsafe { CStr::from_ptr(text) }
+            .to_string_lossy()
+            .into_owned()
+    }
+
+    /// Whether a call that may answer "not yet" has succeeded.
+    pub(super) fn ready(&self, function: &str, code: CuResult) -> Result<bool> {
+        match code {
+            sys::NOT_READY => Ok(false),
+            code => self.check(function, code).map(|()| true),
+        }
+    }
+
+    /// Whether all work on the stream is done.
+    pub(super) fn stream_is_idle(&self, stream: sys::StreamHandle) -> Result<bool> {
+        let query = self
+            .functions
+            .stream_query
+            .ok_or_else(|| self.missing(symbol::stream_query))?;
+        // SAFETY: the caller owns the stream.
+        self.ready(symbol::stream_query, unsafe { query(stream) })
+    }
+
+    /// Whether the event has been reached.
+    pub(super) fn event_is_reached(&self, event: sys::EventHandle) -> Result<bool> {
+        let query = self
+            .functions
+            .event_query
+            .ok_or_else(|| self.missing(symbol::event_query))?;
+        // SAFETY: the caller owns the event.
+        self.ready(symbol::event_query, unsafe { query(event) })
+    }
+}
+
+/// A version number of the driver's as people write it: 12020 is `12.2`.
+pub(super) fn version_text(version: i32) -> String {
+    format!("{}.{}", version / 1000, version % 1000 / 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_read_as_people_write_them() {
+        assert_eq!(version_text(12020), "12.2");
+        assert_eq!(version_text(13000), "13.0");
+    }
+}

@@ -1,0 +1,394 @@
+//! Memory of an NVIDIA GPU: plain, virtual-memory-managed, pooled, pinned and borrowed.
+
+use std::ffi::c_void;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::super::address::DeviceAddr;
+use super::super::allocation::{Listener, MemoryKind, Watch};
+use super::super::backend::{DeviceBackend, MemoryBackend};
+use super::super::bytes::SharedBytes;
+use super::super::share::{DmaBuf, IpcHandle};
+use super::device::CudaDevice;
+use super::driver::{call, get};
+use super::graveyard::{HostPointer, Remains};
+use super::share;
+use super::sys::{self, AccessDesc, AllocationProp, PoolHandle, pointer};
+use crate::error::{Error, Kind, Result};
+use crate::units;
+
+pub(super) struct CudaMemory {
+    pub(super) device: Arc<CudaDevice>,
+    pub(super) address: DeviceAddr,
+    pub(super) len: u64,
+    pub(super) origin: Origin,
+    /// The descriptor behind an inter-process handle: it lives as long as the memory does.
+    pub(super) exported: Mutex<Option<OwnedFd>>,
+}
+
+/// Where memory came from, which is how it goes back.
+#[derive(Clone, Copy)]
+pub(super) enum Origin {
+    Plain,
+    Vmm(VmmPiece),
+    Pool,
+    Pinned(NonNull<u8>),
+    Borrowed,
+    /// Opened from another process's `cuMemAlloc`, whose piece begins here.
+    Imported {
+        base: u64,
+    },
+    /// A virtual memory handle of another process.
+    ImportedVmm(VmmPiece),
+    /// From another process's pool.
+    ImportedPool(PoolHandle),
+}
+
+// SAFETY: the pinned pointer is used through SharedBytes only, and handed back to the driver once.
+unsafe impl Send for Origin {}
+// SAFETY: as above.
+unsafe impl Sync for Origin {}
+
+/// A mapped piece of virtual memory: its handle and its rounded size.
+#[derive(Clone, Copy)]
+pub(super) struct VmmPiece {
+    pub(super) handle: u64,
+    pub(super) size: usize,
+}
+
+impl CudaMemory {
+    pub(super) fn new(device: Arc<CudaDevice>, address: u64, len: u64, origin: Origin) -> Self {
+        let address = DeviceAddr::new(address);
+        Self {
+            device,
+            address,
+            len,
+            origin,
+            exported: Mutex::new(None),
+        }
+    }
+
+    fn pinned_bytes(&self) -> Option<SharedBytes<'_>> {
+        let Origin::Pinned(base) = self.origin else {
+            return None;
+        };
+        // SAFETY: pinned by `allocate` with this base and length until `free`; handles that outlive a
+        // free are refused before they come here.
+        Some(unsafe { SharedBytes::new(base, self.len as usize) })
+    }
+}
+
+pub(super) fn allocate(device: Arc<CudaDevice>, len: u64, kind: MemoryKind) -> Result<CudaMemory> {
+    let _current = device.enter()?;
+    // Buried memory counts against the device until it is destroyed.
+    device.graveyard.settle(device.driver);
+    let made = match kind {
+        MemoryKind::Plain => {
+            get!(device.driver, 0, memory_alloc(len as usize)).map(|at| (at, Origin::Plain))
+        }
+        MemoryKind::Vmm => allocate_vmm(&device, len),
+        MemoryKind::Pool => allocate_from_pool(&device, len),
+        MemoryKind::Pinned => allocate_pinned(&device, len),
+        MemoryKind::Borrowed | MemoryKind::Imported => {
+            Err(Error::new(Kind::InvalidArgument, "")
+                .why(format!("{kind} memory is not allocated")))
+        }
+    };
+    let (address, origin) = made.map_err(|error| explain_shortage(&device, error, len, kind))?;
+    drop(_current);
+    Ok(CudaMemory::new(device, address, len, origin))
+}
+
+#[cold]
+fn explain_shortage(device: &CudaDevice, error: Error, len: u64, kind: MemoryKind) -> Error {
+    let mut error = error;
+    if error.kind() == &Kind::OutOfMemory
+        && kind != MemoryKind::Pinned
+        && let Ok(usage) = device.memory_usage()
+    {
+        let (free, total) = (units::bytes(usage.free), units::bytes(usage.total));
+        error = error
+            .why(format!("{free} of {total} are free"))
+            .fix("free some (other processes use this GPU too), or ask for less");
+    }
+    device.blame(format!("allocate {} of {kind} memory", units::bytes(len)))(error)
+}
+
+fn allocate_vmm(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
+    device
+        .capabilities()
+        .vmm
+        .require("allocate", device.info())?;
+    let driver = device.driver;
+    let shareable = if device.supports(sys::attribute::POSIX_FD_SUPPORTED) {
+        sys::HANDLE_POSIX_FD
+    } else {
+        0
+    };
+    let rdma = device.supports(sys::attribute::GPUDIRECT_RDMA_WITH_VMM);
+    let prop = AllocationProp::new(device.ordinal(), shareable, rdma);
+    let granule = get!(driver, 0_usize, vmm_granularity(&prop, 0))?;
+    let size = (len as usize)
+        .checked_next_multiple_of(granule.max(1))
+        .ok_or_else(|| {
+            Error::new(Kind::OutOfMemory, "").why("the length cannot be rounded up to whole pages")
+        })?;
+    let handle = get!(driver, 0, vmm_create(size, &prop, 0))?;
+    let piece = VmmPiece { handle, size };
+    Ok((map_vmm(device, piece)?, Origin::Vmm(piece)))
+}
+
+/// Gives a virtual memory handle an address; on failure the handle is released.
+pub(super) fn map_vmm(device: &CudaDevice, piece: VmmPiece) -> Result<u64> {
+    let driver = device.driver;
+    let VmmPiece { handle, size } = piece;
+    let reserved = get!(driver, 0, vmm_reserve(size, 0, 0, 0))
+        .inspect_err(|_| drop(call!(driver, vmm_release(handle))))?;
+    let access = AccessDesc::read_write(device.ordinal());
+    let mapped = call!(driver, vmm_map(reserved, size, 0, handle, 0)).and_then(|()| {
+        call!(driver, vmm_set_access(reserved, size, &access, 1))
+            .inspect_err(|_| drop(call!(driver, vmm_unmap(reserved, size))))
+    });
+    mapped.inspect_err(|_| {
+        drop(call!(driver, vmm_unreserve(reserved, size)));
+        drop(call!(driver, vmm_release(handle)));
+    })?;
+    Ok(reserved)
+}
+
+fn unmap_vmm(device: &CudaDevice, address: u64, piece: VmmPiece) -> Result<()> {
+    let driver = device.driver;
+    // Go on after a failure: what can be given back is given back.
+    let unmapped = call!(driver, vmm_unmap(address, piece.size));
+    let released = call!(driver, vmm_release(piece.handle));
+    let unreserved = call!(driver, vmm_unreserve(address, piece.size));
+    unmapped.and(released).and(unreserved)
+}
+
+fn allocate_from_pool(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
+    device
+        .capabilities()
+        .pool
+        .require("allocate", device.info())?;
+    let (driver, side) = (device.driver, device.side_stream());
+    let address = get!(driver, 0, pool_alloc(len as usize, device.pool()?, side))?;
+    // Other streams may use it only once the side stream has got to the allocation.
+    call!(driver, stream_synchronize(side))?;
+    Ok((address, Origin::Pool))
+}
+
+fn allocate_pinned(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
+    let driver = device.driver;
+    let flags = sys::HOST_PORTABLE_AND_MAPPED;
+    let host = get!(
+        driver,
+        std::ptr::null_mut::<c_void>(),
+        host_alloc(len as usize, flags)
+    )?;
+    let give_back = |_: &Error| drop(call!(driver, host_free(host)));
+    let address = get!(driver, 0, host_device_address(host, 0)).inspect_err(give_back)?;
+    let base = NonNull::new(host.cast()).ok_or_else(|| {
+        Error::new(Kind::OutOfMemory, "").why("the driver pinned memory at no address")
+    })?;
+    Ok((address, Origin::Pinned(base)))
+}
+
+pub(super) fn borrow(device: Arc<CudaDevice>, address: DeviceAddr, len: u64) -> Result<CudaMemory> {
+    let current = device.enter()?;
+    check_foreign(&device, address.raw(), len).map_err(|error| {
+        device.blame(format!("borrow {} at {address}", units::bytes(len)))(error)
+    })?;
+    drop(current);
+    Ok(CudaMemory::new(
+        device,
+        address.raw(),
+        len,
+        Origin::Borrowed,
+    ))
+}
+
+/// Checks that each byte of the range is device memory of this GPU. A range may span several pieces of
+/// mapped virtual memory, so it is walked piece by piece.
+fn check_foreign(device: &CudaDevice, start: u64, len: u64) -> Result<()> {
+    let driver = device.driver;
+    let refuse = |why: String| Error::new(Kind::NotDeviceMemory, "").why(why);
+    let end = start + len;
+    let mut at = start;
+    while at < end {
+        let kind = ask_pointer(device, pointer::MEMORY_TYPE, at).map_err(|error| match error.kind() {
+            Kind::Cuda(sys::INVALID_VALUE) => {
+                refuse(format!("CUDA does not know the address {at:#x}: it is ordinary host memory, or was freed"))
+            }
+            _ => error,
+        })?;
+        if ask_pointer(device, pointer::IS_MANAGED, at).unwrap_or(0) != 0 {
+            return Err(
+                refuse("it is managed memory, which moves between host and GPU".into())
+                    .fix("allocate it with cudaMalloc"),
+            );
+        }
+        if kind == pointer::MEMORY_TYPE_HOST {
+            return Err(refuse("it is pinned host memory".into())
+                .fix("borrow device memory; host memory needs no borrowing"));
+        }
+        if kind != pointer::MEMORY_TYPE_DEVICE {
+            return Err(refuse(format!("it is memory of type {kind}")));
+        }
+        let owner = ask_pointer(device, pointer::DEVICE_ORDINAL, at)?;
+        if owner != device.ordinal() {
+            return Err(
+                refuse(format!("it is memory of cuda:{owner}")).fix("borrow it on that device")
+            );
+        }
+        let (mut base, mut size) = (0, 0);
+        call!(driver, address_range(&mut base, &mut size, at))?;
+        let next = base + size as u64;
+        if next < end && next <= at {
+            return Err(refuse(format!(
+                "the driver gives {at:#x} an impossible range"
+            )));
+        }
+        at = next;
+    }
+    Ok(())
+}
+
+pub(super) fn ask_pointer(device: &CudaDevice, attribute: i32, address: u64) -> Result<u32> {
+    // The attributes asked for here are 32-bit; the driver writes no more.
+    let mut value = 0_u32;
+    call!(
+        device.driver,
+        pointer_attribute((&raw mut value).cast(), attribute, address)
+    )?;
+    Ok(value)
+}
+
+impl MemoryBackend for CudaMemory {
+    fn address(&self) -> DeviceAddr {
+        self.address
+    }
+
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn kind(&self) -> MemoryKind {
+        match self.origin {
+            Origin::Plain => MemoryKind::Plain,
+            Origin::Vmm(_) => MemoryKind::Vmm,
+            Origin::Pool => MemoryKind::Pool,
+            Origin::Pinned(_) => MemoryKind::Pinned,
+            Origin::Borrowed => MemoryKind::Borrowed,
+            Origin::Imported { .. } | Origin::ImportedVmm(_) | Origin::ImportedPool(_) => {
+                MemoryKind::Imported
+            }
+        }
+    }
+
+    fn host_bytes(&self) -> Option<SharedBytes<'_>> {
+        self.pinned_bytes()
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        if let Some(bytes) = self.pinned_bytes() {
+            return bytes.write(offset, from);
+        }
+        let _current = self.device.enter()?;
+        let to = self.address.raw() + offset;
+        call!(
+            self.device.driver,
+            copy_to_device(to, from.as_ptr().cast(), from.len())
+        )
+        .map_err(self.device.blame(format!("write {} bytes", from.len())))
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        if let Some(bytes) = self.pinned_bytes() {
+            return bytes.read(offset, into);
+        }
+        let _current = self.device.enter()?;
+        let from = self.address.raw() + offset;
+        let len = into.len();
+        call!(
+            self.device.driver,
+            copy_to_host(into.as_mut_ptr().cast(), from, len)
+        )
+        .map_err(self.device.blame(format!("read {len} bytes")))
+    }
+
+    fn export_dmabuf(&self, offset: u64, len: u64) -> Result<DmaBuf> {
+        let device = &self.device;
+        device
+            .capabilities()
+            .dmabuf_export
+            .require("export a dma-buf", device.info())?;
+        if matches!(self.origin, Origin::Pinned(_)) {
+            return Err(Error::new(Kind::Unsupported, "export a dma-buf")
+                .on(device.label())
+                .why("it is host memory")
+                .fix("register host memory by its address instead"));
+        }
+        let _current = device.enter()?;
+        // The driver exports whole pages of the host.
+        let page = rustix::param::page_size() as u64;
+        let start = self.address.raw() + offset;
+        let first = start - start % page;
+        let size = (start + len).next_multiple_of(page) - first;
+        let fd = get!(
+            device.driver,
+            -1,
+            range_handle(first, size as usize, sys::RANGE_DMA_BUF, 0)
+        )
+        .map_err(device.blame(format!("export {len} bytes as a dma-buf")))?;
+        // SAFETY: the driver has just opened it for us.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        Ok(DmaBuf::new(fd, start - first, len))
+    }
+
+    fn export_ipc(&self) -> Result<IpcHandle> {
+        share::export(self).map_err(self.device.blame("export an inter-process handle"))
+    }
+
+    fn watch(self: Arc<Self>, _listener: Listener) -> Result<Watch> {
+        let device = &self.device;
+        device
+            .capabilities()
+            .notify
+            .require("watch memory", device.info())?;
+        Ok(Watch::new(|| ()))
+    }
+
+    fn free(&self) -> Result<()> {
+        let (device, address) = (&self.device, self.address.raw());
+        let driver = device.driver;
+        let _current = device.enter()?;
+        let outcome = match self.origin {
+            Origin::Borrowed => Ok(()),
+            Origin::Plain => {
+                device.graveyard.bury(driver, Remains::Memory(address));
+                Ok(())
+            }
+            Origin::Pinned(base) => {
+                let pointer = HostPointer(base.as_ptr().cast());
+                device.graveyard.bury(driver, Remains::Pinned(pointer));
+                Ok(())
+            }
+            Origin::Imported { base } => {
+                device.graveyard.bury(driver, Remains::Imported(base));
+                Ok(())
+            }
+            Origin::Pool => call!(driver, pool_free(address, device.side_stream())),
+            Origin::Vmm(piece) | Origin::ImportedVmm(piece) => unmap_vmm(device, address, piece),
+            Origin::ImportedPool(pool) => {
+                let side = device.side_stream();
+                call!(driver, pool_free(address, side))
+                    .and_then(|()| call!(driver, stream_synchronize(side)))
+                    .and(call!(driver, pool_destroy(pool)))
+            }
+        };
+        outcome.map_err(device.blame("free memory"))
+    }
+}

@@ -1,0 +1,117 @@
+//! NVIDIA GPUs through the driver's own library, loaded at run time.
+//!
+//! Works on driver R535 and newer; what an older one lacks is a missing [capability](super::Capability)
+//! or an error that names the symbol. The primary context is used, so that memory and streams are
+//! shared with PyTorch and everybody else in the process, and it is current on the calling thread only
+//! for the length of a call.
+#![allow(unsafe_code)]
+
+mod device;
+mod driver;
+mod graveyard;
+mod memory;
+mod module;
+mod share;
+mod stream;
+mod sys;
+
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use super::device::Device;
+use crate::error::{Error, Kind, Result};
+use device::CudaDevice;
+use driver::{Driver, get};
+
+/// All CUDA devices, or the reason why there are none.
+pub fn devices() -> Result<Vec<Device>> {
+    (0..count()?).map(device).collect()
+}
+
+/// The CUDA device of that number. The same number gives the same device while anything of it lives.
+pub fn device(ordinal: u32) -> Result<Device> {
+    static OPEN: Mutex<Vec<Weak<CudaDevice>>> = Mutex::new(Vec::new());
+    let count = count()?;
+    if ordinal >= count {
+        return Err(
+            Error::new(Kind::InvalidArgument, format!("open device cuda:{ordinal}"))
+                .why(format!("CUDA sees {count} devices"))
+                .fix("use a lower number; check CUDA_VISIBLE_DEVICES"),
+        );
+    }
+    let mut open = OPEN.lock();
+    open.retain(|device| device.strong_count() > 0);
+    let known = open
+        .iter()
+        .filter_map(Weak::upgrade)
+        .find(|device| device.ordinal() == ordinal);
+    let device = match known {
+        Some(device) => device,
+        None => {
+            let device = Arc::new(CudaDevice::open(Driver::get()?, ordinal)?);
+            open.push(Arc::downgrade(&device));
+            device
+        }
+    };
+    Ok(Device::from_backend(device))
+}
+
+/// The version of CUDA that the driver speaks, as `(13, 0)`.
+pub fn driver_version() -> Result<(u32, u32)> {
+    let version = Driver::get()?.version;
+    Ok((version as u32 / 1000, version as u32 % 1000 / 10))
+}
+
+/// What the driver says of a device, for diagnosis; `None` where it does not know the question.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Attributes {
+    /// Memory can be exported as a dma-buf.
+    pub dma_buf: Option<i32>,
+    /// GPUDirect RDMA works.
+    pub gpudirect_rdma: Option<i32>,
+    /// The same for virtual memory management.
+    pub gpudirect_rdma_with_vmm: Option<i32>,
+    /// How NICs' writes can be flushed, as bits.
+    pub flush_options: Option<i32>,
+    /// For whom NICs' writes are ordered without a flush.
+    pub writes_ordering: Option<i32>,
+    /// 64-bit stream memory operations.
+    pub stream_mem_ops_64: Option<i32>,
+    /// Stream waits for NOR.
+    pub stream_wait_nor: Option<i32>,
+    /// Virtual memory handles as file descriptors.
+    pub posix_fd_handles: Option<i32>,
+    /// Stream-ordered pools.
+    pub pools: Option<i32>,
+}
+
+/// Asks the driver about a device.
+pub fn attributes(ordinal: u32) -> Result<Attributes> {
+    use sys::attribute as a;
+    let driver = Driver::get()?;
+    let ask = |attribute| device::attribute(driver, ordinal, attribute).ok();
+    Ok(Attributes {
+        dma_buf: ask(a::DMA_BUF_SUPPORTED),
+        gpudirect_rdma: ask(a::GPUDIRECT_RDMA),
+        gpudirect_rdma_with_vmm: ask(a::GPUDIRECT_RDMA_WITH_VMM),
+        flush_options: ask(a::GPUDIRECT_FLUSH_OPTIONS),
+        writes_ordering: ask(a::GPUDIRECT_WRITES_ORDERING),
+        stream_mem_ops_64: ask(a::STREAM_MEM_OPS_64),
+        stream_wait_nor: ask(a::STREAM_WAIT_NOR),
+        posix_fd_handles: ask(a::POSIX_FD_SUPPORTED),
+        pools: ask(a::POOLS_SUPPORTED),
+    })
+}
+
+fn count() -> Result<u32> {
+    let count = get!(Driver::get()?, 0, device_count())?;
+    u32::try_from(count)
+        .ok()
+        .filter(|count| *count > 0)
+        .ok_or_else(|| {
+            Error::new(Kind::Unavailable, "use CUDA")
+                .why("the driver sees no GPU")
+                .fix("check CUDA_VISIBLE_DEVICES and nvidia-smi; the simulated GPU works without")
+        })
+}

@@ -1,0 +1,104 @@
+//! Device code on an NVIDIA GPU.
+
+use std::ffi::{CString, c_void};
+use std::sync::Arc;
+
+use super::super::backend::{KernelBackend, ModuleBackend};
+use super::super::program::Program;
+use super::device::CudaDevice;
+use super::driver::get;
+use super::graveyard::Remains;
+use super::sys::{self, Function, ModuleHandle};
+use crate::error::{Error, Kind, Result};
+
+pub(super) struct CudaModule {
+    device: Arc<CudaDevice>,
+    program: String,
+    handle: ModuleHandle,
+}
+
+impl CudaModule {
+    pub(super) fn load(device: Arc<CudaDevice>, program: &Program) -> Result<Self> {
+        let ptx = program
+            .ptx_text()
+            .ok_or_else(|| program.lacks("PTX", device.label()))?;
+        let what = format!("load program {:?}", program.name());
+        let text = CString::new(ptx).map_err(|_| {
+            Error::new(Kind::Malformed, what.clone()).why("its PTX holds a zero byte")
+        })?;
+        let current = device.enter()?;
+        let mut log = vec![0_u8; 8192];
+        let mut options = [sys::JIT_ERROR_LOG, sys::JIT_ERROR_LOG_SIZE];
+        let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log.len() as *mut c_void];
+        let loaded = get!(
+            device.driver,
+            ModuleHandle::NULL,
+            module_load(
+                text.as_ptr().cast(),
+                options.len() as u32,
+                options.as_mut_ptr(),
+                values.as_mut_ptr()
+            )
+        );
+        drop(current);
+        let handle = loaded.map_err(|error| {
+            let log = String::from_utf8_lossy(&log);
+            let log = log.trim_matches(['\0', '\n', ' ']);
+            let why = if log.is_empty() {
+                error.reason().to_string()
+            } else {
+                format!("{}: {log}", error.reason())
+            };
+            device.blame(what)(error.why(why))
+        })?;
+        Ok(Self {
+            device,
+            program: program.name().to_string(),
+            handle,
+        })
+    }
+}
+
+impl ModuleBackend for CudaModule {
+    fn kernel(self: Arc<Self>, name: &str) -> Result<Arc<dyn KernelBackend>> {
+        let missing = || Program::no_kernel(&self.program, name, self.device.label());
+        let symbol = CString::new(name).map_err(|_| missing())?;
+        let _current = self.device.enter()?;
+        let handle = self.handle;
+        let function = get!(
+            self.device.driver,
+            Function::NULL,
+            module_function(handle, symbol.as_ptr())
+        )
+        .map_err(|_| missing())?;
+        Ok(Arc::new(CudaKernel {
+            name: name.to_string(),
+            function,
+            _module: self.clone(),
+        }))
+    }
+}
+
+impl Drop for CudaModule {
+    fn drop(&mut self) {
+        if let Ok(_current) = self.device.enter() {
+            let driver = self.device.driver;
+            self.device
+                .graveyard
+                .bury(driver, Remains::Module(self.handle));
+        }
+    }
+}
+
+pub(super) struct CudaKernel {
+    name: String,
+    pub(super) function: Function,
+    /// The code stays loaded while a kernel of it is known.
+    _module: Arc<CudaModule>,
+}
+
+impl KernelBackend for CudaKernel {
+    fn name(&self) -> &str {
+        &self.name
+    }
+}

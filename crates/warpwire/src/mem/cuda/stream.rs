@@ -1,0 +1,532 @@
+//! Streams, events and graphs of an NVIDIA GPU.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::super::allocation::Width;
+use super::super::backend::{EventBackend, GraphBackend, StreamBackend};
+use super::super::op::{Condition, HostCall, MemOp, Op, PendingWait};
+use super::super::program::Launch;
+use super::super::stream::capture_in_progress;
+use super::device::CudaDevice;
+use super::driver::{Driver, call, get};
+use super::graveyard::{Orphan, StreamEntry};
+use super::module::CudaKernel;
+use super::sys::{self, BatchOp, EventHandle, GraphExec, GraphHandle, StreamHandle, batch};
+use crate::error::{Error, Kind, Result};
+
+/// After how many operations a checkpoint is set, behind which finished ones are let go.
+const CHECKPOINT_EVERY: u64 = 32;
+/// How many word operations go to the driver in one call (its own limit is 256).
+const BATCH: usize = 128;
+
+pub(super) struct CudaStream {
+    device: Arc<CudaDevice>,
+    number: u64,
+    entry: StreamEntry,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    in_flight: InFlight,
+    captured: Option<Vec<Op>>,
+    failure: Option<Error>,
+}
+
+/// Operations that the device may not have finished, kept because they hold what they use.
+///
+/// An event is recorded every so often; once it is reached, everything before it is let go.
+#[derive(Default)]
+pub(super) struct InFlight {
+    ops: VecDeque<(u64, Op)>,
+    checkpoints: VecDeque<(u64, EventHandle)>,
+    spare: Vec<EventHandle>,
+    next: u64,
+}
+
+impl InFlight {
+    fn push(&mut self, op: Op) {
+        self.ops.push_back((self.next, op));
+        self.next += 1;
+    }
+
+    fn wants_checkpoint(&self) -> bool {
+        let last = self.checkpoints.back().map_or(0, |(number, _)| *number);
+        let oldest = self.ops.front().map_or(self.next, |(number, _)| *number);
+        self.next - last.max(oldest) >= CHECKPOINT_EVERY
+    }
+
+    fn set_checkpoint(&mut self, driver: &Driver, stream: StreamHandle) -> Result<()> {
+        let event = match self.spare.pop() {
+            Some(event) => event,
+            None => get!(
+                driver,
+                EventHandle::NULL,
+                event_create(sys::EVENT_DISABLE_TIMING)
+            )?,
+        };
+        self.checkpoints.push_back((self.next, event));
+        call!(driver, event_record(event, stream, 0))
+    }
+
+    /// Takes out what lies behind reached checkpoints; the caller drops it where dropping is safe.
+    fn take_finished(&mut self, driver: &Driver) -> Vec<Op> {
+        let mut reached = 0;
+        while let Some((number, event)) = self.checkpoints.front().copied() {
+            if !driver.event_is_reached(event).unwrap_or(false) {
+                break;
+            }
+            reached = number;
+            self.spare.push(event);
+            self.checkpoints.pop_front();
+        }
+        let finished = self
+            .ops
+            .iter()
+            .take_while(|(number, _)| *number < reached)
+            .count();
+        self.ops.drain(..finished).map(|(_, op)| op).collect()
+    }
+
+    /// Takes out everything, when the stream is idle.
+    fn take_all(&mut self) -> Vec<Op> {
+        self.spare
+            .extend(self.checkpoints.drain(..).map(|(_, event)| event));
+        self.ops.drain(..).map(|(_, op)| op).collect()
+    }
+
+    /// Lets everything go, when the stream is idle. The context is current.
+    pub(super) fn destroy(mut self, driver: &Driver) {
+        drop(self.take_all());
+        for event in self.spare {
+            if let Err(error) = call!(driver, event_destroy(event)) {
+                tracing::warn!(%error, "an event was not destroyed");
+            }
+        }
+    }
+}
+
+impl CudaStream {
+    pub(super) fn create(device: Arc<CudaDevice>, number: u64) -> Result<Self> {
+        let current = device.enter()?;
+        device.graveyard.settle(device.driver);
+        let handle = get!(
+            device.driver,
+            StreamHandle::NULL,
+            stream_create(sys::STREAM_NON_BLOCKING)
+        )
+        .map_err(device.blame("create a stream"))?;
+        drop(current);
+        let entry = StreamEntry {
+            handle,
+            capturing: Arc::new(AtomicBool::new(false)),
+        };
+        device.graveyard.stream_born(&entry);
+        Ok(Self {
+            device,
+            number,
+            entry,
+            state: Mutex::default(),
+        })
+    }
+
+    fn label(&self) -> String {
+        format!("{} stream {}", self.device.label(), self.number)
+    }
+
+    /// Names the stream in an error of the driver.
+    fn blame(&self, what: &'static str) -> impl FnOnce(Error) -> Error {
+        let label = self.label();
+        move |error| error.during(what).on(label)
+    }
+
+    fn issue(&self, op: &Op, capturing: bool) -> Result<()> {
+        let (driver, stream) = (self.device.driver, self.entry.handle);
+        let external = if capturing { sys::EVENT_EXTERNAL } else { 0 };
+        match op {
+            Op::Copy { to, from } => {
+                let (to_address, from_address) = (to.address().raw(), from.address().raw());
+                call!(
+                    driver,
+                    copy_async(to_address, from_address, to.len() as usize, stream)
+                )
+            }
+            Op::Fill {
+                region,
+                pattern,
+                unit,
+            } => {
+                let (at, count) = (
+                    region.address().raw(),
+                    (region.len() / u64::from(*unit)) as usize,
+                );
+                match unit {
+                    1 => call!(driver, fill_u8_async(at, *pattern as u8, count, stream)),
+                    2 => call!(driver, fill_u16_async(at, *pattern as u16, count, stream)),
+                    _ => call!(driver, fill_u32_async(at, *pattern, count, stream)),
+                }
+            }
+            Op::Mem(_) | Op::Batch(_) => self.issue_batch(op.mem_ops()),
+            Op::Record(event) => call!(driver, event_record(handle_of(event)?, stream, external)),
+            Op::Await(event) => call!(
+                driver,
+                stream_wait_event(stream, handle_of(event)?, external)
+            ),
+            Op::Call(host) => {
+                let argument = Arc::as_ptr(host).cast_mut().cast::<c_void>();
+                call!(driver, stream_call_host(stream, call_host, argument))
+            }
+            Op::Launch(launch) => self.issue_launch(launch),
+            Op::Replay(graph) => {
+                let graph: &dyn Any = &**graph.backend();
+                let graph = graph.downcast_ref::<CudaGraph>().ok_or_else(foreign)?;
+                call!(driver, graph_launch(graph.exec, stream))
+            }
+        }
+    }
+
+    fn issue_batch(&self, ops: &[MemOp]) -> Result<()> {
+        let mut params = [BatchOp::default(); BATCH];
+        for part in ops.chunks(BATCH) {
+            for (param, op) in params.iter_mut().zip(part) {
+                *param = batch_op(op);
+            }
+            let (driver, stream, count) =
+                (self.device.driver, self.entry.handle, part.len() as u32);
+            call!(driver, stream_batch(stream, count, params.as_mut_ptr(), 0))?;
+        }
+        Ok(())
+    }
+
+    fn issue_launch(&self, launch: &Launch) -> Result<()> {
+        let kernel: &dyn Any = &**launch.kernel.backend();
+        let kernel = kernel.downcast_ref::<CudaKernel>().ok_or_else(foreign)?;
+        // The driver reads the arguments through these pointers before the call returns.
+        let mut args: Vec<*mut c_void> = launch
+            .args
+            .iter()
+            .map(|arg| std::ptr::from_ref(arg).cast_mut().cast())
+            .collect();
+        let (driver, stream) = (self.device.driver, self.entry.handle);
+        call!(
+            driver,
+            launch_kernel(
+                kernel.function,
+                launch.grid,
+                1,
+                1,
+                launch.threads,
+                1,
+                1,
+                0,
+                stream,
+                args.as_mut_ptr(),
+                std::ptr::null_mut()
+            )
+        )
+    }
+
+    /// Drops finished operations, outside of the lock: what they hold may run anybody's code.
+    fn retire(&self, finished: Vec<Op>) {
+        if finished.iter().any(has_panicked) {
+            let failure = Error::new(Kind::StreamFailed, "call the host")
+                .on(self.label())
+                .why("the function panicked");
+            self.state.lock().failure.get_or_insert(failure);
+        }
+        drop(finished);
+    }
+}
+
+fn has_panicked(op: &Op) -> bool {
+    match op {
+        Op::Call(call) => call.has_panicked(),
+        Op::Replay(graph) => {
+            let graph: &dyn Any = &**graph.backend();
+            graph
+                .downcast_ref::<CudaGraph>()
+                .is_some_and(|graph| graph.ops.iter().any(has_panicked))
+        }
+        _ => false,
+    }
+}
+
+fn batch_op(op: &MemOp) -> BatchOp {
+    let word = |operation, word: &super::super::allocation::Word, value, flags| BatchOp {
+        operation,
+        address: word.address().raw(),
+        value,
+        flags,
+        ..BatchOp::default()
+    };
+    match op {
+        MemOp::Barrier => BatchOp {
+            operation: batch::BARRIER,
+            ..BatchOp::default()
+        },
+        MemOp::Write { word: at, value } => match at.width() {
+            Width::Bits32 => word(batch::WRITE_32, at, *value, 0),
+            Width::Bits64 => word(batch::WRITE_64, at, *value, 0),
+        },
+        MemOp::Wait {
+            word: at,
+            condition,
+            value,
+        } => {
+            let flags = match condition {
+                Condition::AtLeast => batch::GEQ,
+                Condition::Equal => batch::EQ,
+                Condition::And => batch::AND,
+                Condition::Nor => batch::NOR,
+            };
+            match at.width() {
+                Width::Bits32 => word(batch::WAIT_32, at, *value, flags),
+                Width::Bits64 => word(batch::WAIT_64, at, *value, flags),
+            }
+        }
+    }
+}
+
+/// Called by the driver, on a thread of its own, when a stream gets to a host call.
+///
+/// # Safety
+/// `argument` is a `HostCall` that the stream or graph keeps alive until it has been called.
+unsafe extern "C" fn call_host(argument: *mut c_void) {
+    // SAFETY: by this function's condition; HostCall is shared and lets no panic out.
+    unsafe { &*argument.cast::<HostCall>() }.call();
+}
+
+fn handle_of(event: &super::super::stream::Event) -> Result<EventHandle> {
+    let event: &dyn Any = &**event.backend();
+    event
+        .downcast_ref::<CudaEvent>()
+        .map(|event| event.handle)
+        .ok_or_else(foreign)
+}
+
+#[cold]
+fn foreign() -> Error {
+    Error::new(Kind::InvalidArgument, "").why("the object belongs to another backend")
+}
+
+impl StreamBackend for CudaStream {
+    fn number(&self) -> u64 {
+        self.number
+    }
+
+    fn enqueue(&self, op: Op) -> Result<()> {
+        let _current = self.device.enter()?;
+        let mut state = self.state.lock();
+        if let Some(failure) = &state.failure {
+            return Err(failure.clone());
+        }
+        let capturing = state.captured.is_some();
+        if let Err(error) = self.issue(&op, capturing) {
+            drop(state);
+            return Err(self.blame(op.name())(error));
+        }
+        if let Some(captured) = &mut state.captured {
+            captured.push(op);
+            return Ok(());
+        }
+        state.in_flight.push(op);
+        if !state.in_flight.wants_checkpoint() {
+            return Ok(());
+        }
+        let finished = state.in_flight.take_finished(self.device.driver);
+        let set = state
+            .in_flight
+            .set_checkpoint(self.device.driver, self.entry.handle);
+        drop(state);
+        self.retire(finished);
+        set.map_err(self.blame("set a checkpoint"))
+    }
+
+    fn is_idle(&self) -> Result<bool> {
+        let _current = self.device.enter()?;
+        let mut state = self.state.lock();
+        if let Some(failure) = &state.failure {
+            return Err(failure.clone());
+        }
+        if state.captured.is_some() {
+            return Err(capture_in_progress("ask whether it is idle", self.label()));
+        }
+        let idle = self
+            .device
+            .driver
+            .stream_is_idle(self.entry.handle)
+            .map_err(|error| {
+                let failure = self.blame("finish its work")(error);
+                state.failure = Some(failure.clone());
+                failure
+            })?;
+        if !idle {
+            return Ok(false);
+        }
+        let finished = state.in_flight.take_all();
+        drop(state);
+        self.retire(finished);
+        self.device.graveyard.settle(self.device.driver);
+        match &self.state.lock().failure {
+            Some(failure) => Err(failure.clone()),
+            None => Ok(true),
+        }
+    }
+
+    fn blocked_on(&self) -> Option<PendingWait> {
+        let _current = self.device.enter().ok()?;
+        let waits: Vec<MemOp> = {
+            let mut state = self.state.lock();
+            let finished = state.in_flight.take_finished(self.device.driver);
+            let waits = state
+                .in_flight
+                .ops
+                .iter()
+                .flat_map(|(_, op)| op.mem_ops())
+                .cloned()
+                .collect();
+            drop(state);
+            self.retire(finished);
+            waits
+        };
+        PendingWait::first_in(&waits)
+    }
+
+    fn begin_capture(&self) -> Result<()> {
+        let _current = self.device.enter()?;
+        let mut state = self.state.lock();
+        if let Some(failure) = &state.failure {
+            return Err(failure.clone());
+        }
+        if state.captured.is_some() {
+            return Err(capture_in_progress("begin a capture", self.label()));
+        }
+        let (driver, stream) = (self.device.driver, self.entry.handle);
+        self.entry.capturing.store(true, Ordering::Release);
+        call!(driver, stream_begin_capture(stream, sys::CAPTURE_RELAXED)).map_err(|error| {
+            self.entry.capturing.store(false, Ordering::Release);
+            self.blame("begin a capture")(error)
+        })?;
+        state.captured = Some(Vec::new());
+        Ok(())
+    }
+
+    fn end_capture(&self) -> Result<Arc<dyn GraphBackend>> {
+        let _current = self.device.enter()?;
+        let driver = self.device.driver;
+        let mut graph = GraphHandle::NULL;
+        let mut state = self.state.lock();
+        let ended = call!(driver, stream_end_capture(self.entry.handle, &mut graph));
+        self.entry.capturing.store(false, Ordering::Release);
+        let ops = state.captured.take().unwrap_or_default();
+        drop(state);
+        let exec = ended.and_then(|()| get!(driver, GraphExec::NULL, graph_instantiate(graph, 0)));
+        if graph != GraphHandle::NULL {
+            drop(call!(driver, graph_destroy(graph)));
+        }
+        let exec = exec.map_err(self.blame("capture a graph"))?;
+        Ok(Arc::new(CudaGraph {
+            device: self.device.clone(),
+            exec,
+            ops,
+        }))
+    }
+}
+
+impl Drop for CudaStream {
+    fn drop(&mut self) {
+        let Ok(_current) = self.device.enter() else {
+            return;
+        };
+        let in_flight = std::mem::take(&mut self.state.get_mut().in_flight);
+        self.device.graveyard.adopt(Orphan {
+            entry: self.entry.clone(),
+            in_flight,
+        });
+        self.device.graveyard.settle(self.device.driver);
+    }
+}
+
+/// Captured work. It keeps what its operations use.
+struct CudaGraph {
+    device: Arc<CudaDevice>,
+    exec: GraphExec,
+    ops: Vec<Op>,
+}
+
+impl GraphBackend for CudaGraph {
+    fn len(&self) -> usize {
+        self.ops.len()
+    }
+}
+
+impl Drop for CudaGraph {
+    fn drop(&mut self) {
+        let Ok(_current) = self.device.enter() else {
+            return;
+        };
+        if let Err(error) = call!(self.device.driver, graph_exec_destroy(self.exec)) {
+            tracing::warn!(%error, "a graph was not destroyed");
+        }
+    }
+}
+
+pub(super) struct CudaEvent {
+    device: Arc<CudaDevice>,
+    handle: EventHandle,
+}
+
+impl CudaEvent {
+    pub(super) fn create(device: Arc<CudaDevice>) -> Result<Self> {
+        let current = device.enter()?;
+        let handle = get!(device.driver, EventHandle::NULL, event_create(0))
+            .map_err(device.blame("create an event"))?;
+        drop(current);
+        Ok(Self { device, handle })
+    }
+}
+
+impl EventBackend for CudaEvent {
+    fn is_reached(&self) -> Result<bool> {
+        let _current = self.device.enter()?;
+        let reached = self.device.driver.event_is_reached(self.handle);
+        reached.map_err(self.device.blame("ask for an event"))
+    }
+
+    fn elapsed_since(&self, earlier: &dyn EventBackend) -> Result<Duration> {
+        let earlier: &dyn Any = earlier;
+        let _current = self.device.enter()?;
+        let elapsed = earlier
+            .downcast_ref::<CudaEvent>()
+            .ok_or_else(foreign)
+            .and_then(|earlier| {
+                get!(
+                    self.device.driver,
+                    0.0_f32,
+                    event_elapsed(earlier.handle, self.handle)
+                )
+            });
+        let milliseconds = elapsed.map_err(self.device.blame("compare two events"))?;
+        Ok(Duration::from_secs_f64(
+            f64::from(milliseconds.max(0.0)) / 1e3,
+        ))
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        let Ok(_current) = self.device.enter() else {
+            return;
+        };
+        if let Err(error) = call!(self.device.driver, event_destroy(self.handle)) {
+            tracing::warn!(%error, "an event was not destroyed");
+        }
+    }
+}

@@ -1,0 +1,280 @@
+//! The operations that streams carry.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::address::DeviceAddr;
+use super::allocation::{Region, Width, Word};
+use super::program::Launch;
+use super::stream::{Event, Graph};
+use crate::error::Result;
+
+/// When a waiting stream goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Condition {
+    /// The word has reached the value, counting on a circle: the signed difference is not negative.
+    AtLeast,
+    /// The word equals the value.
+    Equal,
+    /// The word and the value have a set bit in common.
+    And,
+    /// Not every bit is set in the word or in the value.
+    Nor,
+}
+
+impl Condition {
+    /// Whether a word of this width that holds `seen` satisfies the condition with `wanted`.
+    ///
+    /// ```
+    /// use warpwire::mem::{Condition, Width};
+    /// assert!(Condition::AtLeast.holds(Width::Bits32, 1, 0xffff_fffe)); // past the wrap
+    /// assert!(!Condition::Nor.holds(Width::Bits32, 0xffff_0000, 0x0000_ffff));
+    /// ```
+    pub fn holds(self, width: Width, seen: u64, wanted: u64) -> bool {
+        match (self, width) {
+            (Self::AtLeast, Width::Bits32) => (seen as u32).wrapping_sub(wanted as u32) as i32 >= 0,
+            (Self::AtLeast, Width::Bits64) => seen.wrapping_sub(wanted) as i64 >= 0,
+            (Self::Equal, _) => seen == wanted,
+            (Self::And, _) => seen & wanted != 0,
+            (Self::Nor, Width::Bits32) => !(seen as u32 | wanted as u32) != 0,
+            (Self::Nor, Width::Bits64) => !(seen | wanted) != 0,
+        }
+    }
+}
+
+impl fmt::Display for Condition {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::AtLeast => ">=",
+            Self::Equal => "==",
+            Self::And => "&",
+            Self::Nor => "nor",
+        })
+    }
+}
+
+/// An operation on a word of memory; several go to the device in one call with
+/// [`Stream::batch`](super::Stream::batch).
+#[derive(Clone, Debug)]
+pub enum MemOp {
+    /// Writes the word, after all earlier work of the stream is visible everywhere.
+    Write {
+        /// The word.
+        word: Word,
+        /// Its new value.
+        value: u64,
+    },
+    /// Holds the stream up until the word satisfies the condition.
+    Wait {
+        /// The word.
+        word: Word,
+        /// What is asked of it.
+        condition: Condition,
+        /// The value that it is compared with.
+        value: u64,
+    },
+    /// Makes all earlier writes of the stream visible to the CPU and to other devices.
+    Barrier,
+}
+
+impl MemOp {
+    pub(super) fn check(&self) -> Result<()> {
+        match self {
+            Self::Write { word, value } | Self::Wait { word, value, .. } => {
+                word.check_value(*value)
+            }
+            Self::Barrier => Ok(()),
+        }
+    }
+}
+
+/// A wait that holds a stream up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PendingWait {
+    /// The word's address.
+    pub address: DeviceAddr,
+    /// The word's width.
+    pub width: Width,
+    /// What is asked of it.
+    pub condition: Condition,
+    /// The value that it is compared with.
+    pub wanted: u64,
+    /// What the word holds now, where it can be read.
+    pub seen: Option<u64>,
+}
+
+impl PendingWait {
+    /// The wait as it stands now; `None` if it is satisfied.
+    pub(super) fn now(word: &Word, condition: Condition, wanted: u64) -> Option<Self> {
+        let seen = word.load().ok();
+        let satisfied = seen.is_some_and(|seen| condition.holds(word.width(), seen, wanted));
+        (!satisfied).then(|| Self {
+            address: word.address(),
+            width: word.width(),
+            condition,
+            wanted,
+            seen,
+        })
+    }
+
+    /// The first wait among `ops` that is not satisfied now.
+    pub(super) fn first_in<'a>(ops: impl IntoIterator<Item = &'a MemOp>) -> Option<Self> {
+        ops.into_iter().find_map(|op| match op {
+            MemOp::Wait {
+                word,
+                condition,
+                value,
+            } => Self::now(word, *condition, *value),
+            _ => None,
+        })
+    }
+}
+
+impl fmt::Display for PendingWait {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            address,
+            width,
+            condition,
+            wanted,
+            seen,
+        } = self;
+        write!(
+            f,
+            "it waits for the {width} word at {address} to be {condition} {wanted:#x}; "
+        )?;
+        match seen {
+            Some(seen) => write!(f, "it holds {seen:#x}"),
+            None => write!(f, "it cannot be read now"),
+        }
+    }
+}
+
+/// A function of the host that a stream calls.
+pub struct HostCall {
+    run: Box<dyn Fn() + Send + Sync>,
+    panicked: AtomicBool,
+}
+
+impl HostCall {
+    pub(super) fn new(run: impl Fn() + Send + Sync + 'static) -> Self {
+        Self {
+            run: Box::new(run),
+            panicked: AtomicBool::new(false),
+        }
+    }
+
+    /// Calls it. A panic is caught and remembered: it must not unwind into a driver's thread.
+    pub(super) fn call(&self) {
+        if catch_unwind(AssertUnwindSafe(|| (self.run)())).is_err() {
+            self.panicked.store(true, Ordering::Release);
+        }
+    }
+
+    /// Whether a call has panicked.
+    pub(super) fn has_panicked(&self) -> bool {
+        self.panicked.load(Ordering::Acquire)
+    }
+}
+
+/// One operation, checked and holding everything that it uses.
+#[derive(Clone)]
+pub enum Op {
+    /// Copies between two regions of the same length.
+    Copy {
+        /// Where to.
+        to: Region,
+        /// Where from.
+        from: Region,
+    },
+    /// Repeats a pattern of 1, 2 or 4 bytes over a region.
+    Fill {
+        /// What to fill.
+        region: Region,
+        /// The pattern.
+        pattern: u32,
+        /// How many of its bytes count.
+        unit: u8,
+    },
+    /// One operation on a word.
+    Mem(MemOp),
+    /// Several, in order.
+    Batch(Arc<[MemOp]>),
+    /// Marks a point.
+    Record(Event),
+    /// Holds the stream up until the point has been reached.
+    Await(Event),
+    /// Calls a function of the host.
+    Call(Arc<HostCall>),
+    /// Starts a kernel.
+    Launch(Arc<Launch>),
+    /// Replays captured work.
+    Replay(Graph),
+}
+
+impl Op {
+    /// Its name, for messages.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Copy { .. } => "copy",
+            Self::Fill { .. } => "fill",
+            Self::Mem(MemOp::Write { .. }) => "write-value",
+            Self::Mem(MemOp::Wait { .. }) => "wait-value",
+            Self::Mem(MemOp::Barrier) => "barrier",
+            Self::Batch(_) => "batch",
+            Self::Record(_) => "record",
+            Self::Await(_) => "await",
+            Self::Call(_) => "host call",
+            Self::Launch(_) => "launch",
+            Self::Replay(_) => "replay",
+        }
+    }
+
+    /// The single word operations in it, in order.
+    pub(super) fn mem_ops(&self) -> &[MemOp] {
+        match self {
+            Self::Mem(op) => std::slice::from_ref(op),
+            Self::Batch(ops) => ops,
+            _ => &[],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn conditions_follow_the_drivers_definitions() {
+        let (narrow, wide) = (Width::Bits32, Width::Bits64);
+        assert!(Condition::AtLeast.holds(narrow, 5, 5));
+        assert!(!Condition::AtLeast.holds(narrow, 4, 5));
+        assert!(Condition::AtLeast.holds(wide, 3, u64::MAX));
+        assert!(!Condition::AtLeast.holds(wide, u64::MAX, 3));
+        assert!(Condition::Equal.holds(wide, 9, 9));
+        assert!(Condition::And.holds(narrow, 0b110, 0b010));
+        assert!(!Condition::And.holds(narrow, 0b100, 0b010));
+        assert!(Condition::Nor.holds(narrow, 0, 0));
+        assert!(!Condition::Nor.holds(narrow, 0xffff_ffff, 0));
+        assert!(!Condition::Nor.holds(wide, u64::MAX << 4, 0xf));
+        assert!(Condition::Nor.holds(wide, u64::from(u32::MAX), 0));
+    }
+
+    #[test]
+    fn an_operation_stays_small() {
+        // Streams keep one of these for each operation in flight.
+        assert!(size_of::<Op>() <= 64, "{}", size_of::<Op>());
+    }
+
+    #[test]
+    fn a_panicking_host_call_is_caught_and_remembered() {
+        let quiet = std::panic::take_hook();
+        std::panic::set_hook(Box::new(|_| ()));
+        let call = HostCall::new(|| panic!("on purpose"));
+        call.call();
+        std::panic::set_hook(quiet);
+        assert!(call.has_panicked());
+    }
+}

@@ -1,0 +1,216 @@
+//! Kernels: the same program as PTX for CUDA and as Rust block functions for the simulator.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::sync::Arc;
+
+use super::allocation::Region;
+use super::backend::{KernelBackend, ModuleBackend};
+use super::device::Device;
+use super::sim::{Block, Fault};
+use crate::error::{Error, Kind, Result};
+
+/// What the simulator runs for each block of a grid.
+pub type BlockFn = Arc<dyn Fn(&Block<'_>) -> std::result::Result<(), Fault> + Send + Sync>;
+
+/// A set of kernels in the forms that backends take. A device loads the form that it understands.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpwire::mem::{Launch, Program, sim::{Sim, SimConfig}};
+/// let program = Program::new("adder").block("add_one", |block| {
+///     let word = block.address(0)?;
+///     block.fetch_add_u64(word, 1)?;
+///     Ok(())
+/// });
+/// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+/// let kernel = gpu.load(&program).unwrap().kernel("add_one").unwrap();
+/// let memory = gpu.alloc(8).unwrap();
+/// memory.write(0, &[0; 8]).unwrap();
+/// let stream = gpu.stream().unwrap();
+/// let launch = Launch::new(&kernel).grid(32).region(&memory.whole().unwrap());
+/// // SAFETY: the kernel touches the one word that it is given.
+/// unsafe { stream.launch(launch) }.unwrap();
+/// stream.synchronize(Duration::from_secs(5)).unwrap();
+/// assert_eq!(memory.word64(0).unwrap().load().unwrap(), 32);
+/// ```
+#[derive(Clone)]
+pub struct Program {
+    name: Cow<'static, str>,
+    ptx: Option<Cow<'static, str>>,
+    blocks: Vec<(Cow<'static, str>, BlockFn)>,
+}
+
+impl Program {
+    /// A program with no form yet.
+    pub fn new(name: impl Into<Cow<'static, str>>) -> Self {
+        Self {
+            name: name.into(),
+            ptx: None,
+            blocks: Vec::new(),
+        }
+    }
+
+    /// Adds the form for CUDA, which holds all of the kernels.
+    #[must_use]
+    pub fn ptx(mut self, text: impl Into<Cow<'static, str>>) -> Self {
+        self.ptx = Some(text.into());
+        self
+    }
+
+    /// Adds the simulator's form of one kernel.
+    #[must_use]
+    pub fn block(
+        mut self,
+        kernel: impl Into<Cow<'static, str>>,
+        run: impl Fn(&Block<'_>) -> std::result::Result<(), Fault> + Send + Sync + 'static,
+    ) -> Self {
+        self.blocks.push((kernel.into(), Arc::new(run)));
+        self
+    }
+
+    /// The program's name, for messages.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(super) fn ptx_text(&self) -> Option<&str> {
+        self.ptx.as_deref()
+    }
+
+    pub(super) fn blocks(&self) -> &[(Cow<'static, str>, BlockFn)] {
+        &self.blocks
+    }
+
+    #[cold]
+    pub(super) fn lacks(&self, form: &str, device: String) -> Error {
+        Error::new(Kind::Unsupported, format!("load program {:?}", self.name))
+            .on(device)
+            .why(format!("it has no {form}"))
+    }
+
+    #[cold]
+    pub(super) fn no_kernel(program: &str, kernel: &str, device: String) -> Error {
+        Error::new(
+            Kind::InvalidArgument,
+            format!("find kernel {kernel:?} in program {program:?}"),
+        )
+        .on(device)
+        .why("the program has no kernel of that name")
+    }
+}
+
+/// A program on a device.
+#[derive(Clone)]
+pub struct Module {
+    device: Device,
+    program: String,
+    backend: Arc<dyn ModuleBackend>,
+}
+
+impl Module {
+    pub(super) fn new(device: Device, program: String, backend: Arc<dyn ModuleBackend>) -> Self {
+        Self {
+            device,
+            program,
+            backend,
+        }
+    }
+
+    /// The kernel of that name.
+    pub fn kernel(&self, name: &str) -> Result<Kernel> {
+        let backend = self.backend.clone().kernel(name)?;
+        Ok(Kernel {
+            device: self.device.clone(),
+            backend,
+        })
+    }
+}
+
+impl fmt::Debug for Module {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Module({} on {})", self.program, self.device.label())
+    }
+}
+
+/// A kernel on a device.
+#[derive(Clone)]
+pub struct Kernel {
+    device: Device,
+    backend: Arc<dyn KernelBackend>,
+}
+
+impl Kernel {
+    /// The device that it is on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        self.backend.name()
+    }
+
+    pub(super) fn backend(&self) -> &Arc<dyn KernelBackend> {
+        &self.backend
+    }
+}
+
+impl fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Kernel({} on {})", self.name(), self.device.label())
+    }
+}
+
+/// A kernel with its grid and arguments, ready for [`Stream::launch`](super::Stream::launch).
+#[derive(Clone, Debug)]
+pub struct Launch {
+    pub(super) kernel: Kernel,
+    pub(super) grid: u32,
+    pub(super) threads: u32,
+    pub(super) args: Vec<u64>,
+    /// Regions among the arguments: the launch keeps them alive until the kernel is done.
+    pub(super) regions: Vec<Region>,
+}
+
+impl Launch {
+    /// One block of one thread, without arguments.
+    pub fn new(kernel: &Kernel) -> Self {
+        Self {
+            kernel: kernel.clone(),
+            grid: 1,
+            threads: 1,
+            args: Vec::new(),
+            regions: Vec::new(),
+        }
+    }
+
+    /// How many blocks.
+    #[must_use]
+    pub fn grid(mut self, blocks: u32) -> Self {
+        self.grid = blocks;
+        self
+    }
+
+    /// How many threads a block has.
+    #[must_use]
+    pub fn threads(mut self, threads: u32) -> Self {
+        self.threads = threads;
+        self
+    }
+
+    /// The next argument: a 64-bit integer. (Kernels for this interface take 64-bit parameters only.)
+    #[must_use]
+    pub fn value(mut self, value: u64) -> Self {
+        self.args.push(value);
+        self
+    }
+
+    /// The next argument: the address of a region, which stays alive until the kernel is done.
+    #[must_use]
+    pub fn region(mut self, region: &Region) -> Self {
+        self.args.push(region.address().raw());
+        self.regions.push(region.clone());
+        self
+    }
+}

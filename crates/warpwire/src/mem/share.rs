@@ -1,0 +1,180 @@
+//! Memory as another process, or a NIC, gets hold of it.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use super::device::Backend;
+use crate::error::{Error, Kind, Result};
+
+/// A dma-buf: a file descriptor that names device memory to other drivers.
+#[derive(Debug)]
+pub struct DmaBuf {
+    fd: OwnedFd,
+    offset: u64,
+    len: u64,
+}
+
+impl DmaBuf {
+    /// The memory that begins `offset` bytes into `fd` and goes on for `len`.
+    pub fn new(fd: OwnedFd, offset: u64, len: u64) -> Self {
+        Self { fd, offset, len }
+    }
+
+    /// Where in the descriptor the exported range begins.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// How long the exported range is.
+    #[allow(clippy::len_without_is_empty)] // an empty range is not exported
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// The descriptor alone, to hand over.
+    pub fn into_fd(self) -> OwnedFd {
+        self.fd
+    }
+}
+
+impl AsFd for DmaBuf {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+const MAGIC: &[u8; 4] = b"WWIH";
+const VERSION: u8 = 1;
+const HEADER: usize = 16;
+const LONGEST_BODY: usize = 256;
+
+/// A handle by which another process opens device memory: bytes that travel over any channel.
+///
+/// It is not a secret and not a right: who opens it needs the operating system's leave as well.
+///
+/// ```
+/// use warpwire::mem::{IpcHandle, sim::{Sim, SimConfig}};
+/// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+/// let memory = gpu.alloc(4096).unwrap();
+/// memory.write(0, b"shared").unwrap();
+/// let sent: Vec<u8> = memory.export_ipc().unwrap().to_bytes();
+///
+/// let received = IpcHandle::from_bytes(&sent).unwrap();
+/// let opened = gpu.open_ipc(&received).unwrap();
+/// let mut back = [0; 6];
+/// opened.read(0, &mut back).unwrap();
+/// assert_eq!(&back, b"shared");
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IpcHandle {
+    backend: Backend,
+    len: u64,
+    body: Vec<u8>,
+}
+
+impl IpcHandle {
+    /// A handle of `backend` to `len` bytes; only that backend understands `body`.
+    pub(super) fn new(backend: Backend, len: u64, body: Vec<u8>) -> Self {
+        debug_assert!(body.len() <= LONGEST_BODY);
+        Self { backend, len, body }
+    }
+
+    /// How many bytes of memory it names.
+    #[allow(clippy::len_without_is_empty)] // it names memory, which is never empty
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// The backend's part, if the handle is of that backend.
+    pub(super) fn body_for(&self, backend: Backend) -> Result<&[u8]> {
+        if self.backend == backend {
+            return Ok(&self.body);
+        }
+        let why = format!("it names memory of a {} device", self.backend);
+        Err(
+            Error::new(Kind::InvalidArgument, "open an inter-process handle")
+                .on(format!("a {backend} device"))
+                .why(why)
+                .fix("open it on a device of the same backend"),
+        )
+    }
+
+    /// The handle as bytes, to send.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let backend = match self.backend {
+            Backend::Cuda => 1,
+            Backend::Sim => 2,
+        };
+        let mut bytes = Vec::with_capacity(HEADER + self.body.len());
+        bytes.extend_from_slice(MAGIC);
+        bytes.extend_from_slice(&[VERSION, backend]);
+        bytes.extend_from_slice(&(self.body.len() as u16).to_le_bytes());
+        bytes.extend_from_slice(&self.len.to_le_bytes());
+        bytes.extend_from_slice(&self.body);
+        bytes
+    }
+
+    /// Reads a handle that another process sent.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let malformed = |why: &str| {
+            Error::new(Kind::Malformed, "read an inter-process handle")
+                .why(why.to_string())
+                .fix("send the bytes of IpcHandle::to_bytes whole and unchanged, between equal versions")
+        };
+        let (header, body) = bytes
+            .split_at_checked(HEADER)
+            .ok_or_else(|| malformed("it is shorter than a handle"))?;
+        let backend = match (&header[..4], header[4], header[5]) {
+            (magic, VERSION, 1) if magic == MAGIC => Backend::Cuda,
+            (magic, VERSION, 2) if magic == MAGIC => Backend::Sim,
+            _ => {
+                return Err(malformed(
+                    "it does not begin as a handle of this version does",
+                ));
+            }
+        };
+        let promised = usize::from(u16::from_le_bytes([header[6], header[7]]));
+        if promised != body.len() || promised > LONGEST_BODY {
+            return Err(malformed("its length is not what it says"));
+        }
+        let mut len = [0; 8];
+        len.copy_from_slice(&header[8..16]);
+        let len = u64::from_le_bytes(len);
+        if len == 0 || isize::try_from(len).is_err() {
+            return Err(malformed("it names an impossible amount of memory"));
+        }
+        Ok(Self {
+            backend,
+            len,
+            body: body.to_vec(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_come_back_as_they_went() {
+        for backend in [Backend::Cuda, Backend::Sim] {
+            let handle = IpcHandle::new(backend, 4096, vec![1, 2, 3]);
+            assert_eq!(IpcHandle::from_bytes(&handle.to_bytes()).unwrap(), handle);
+        }
+    }
+
+    #[test]
+    fn damaged_handles_are_refused() {
+        let good = IpcHandle::new(Backend::Sim, 4096, vec![1, 2, 3]).to_bytes();
+        for cut in 0..good.len() {
+            let error = IpcHandle::from_bytes(&good[..cut]).unwrap_err();
+            assert_eq!(error.kind(), &Kind::Malformed, "cut at {cut}");
+        }
+        for (at, value) in [(0, b'X'), (4, 9), (5, 3), (6, 4), (15, 0x80)] {
+            let mut bad = good.clone();
+            bad[at] = value;
+            assert!(IpcHandle::from_bytes(&bad).is_err(), "byte {at}");
+        }
+        let other = IpcHandle::new(Backend::Sim, 1, vec![]);
+        assert!(other.body_for(Backend::Cuda).is_err());
+    }
+}

@@ -1,0 +1,188 @@
+//! What a kernel sees on the simulated GPU: its place in the grid, its arguments, and device memory by
+//! address.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::super::address::DeviceAddr;
+use super::super::bytes::SharedBytes;
+use super::device::SimDevice;
+use super::memory::space;
+use crate::error::{Error, Result};
+
+/// Why a kernel ended early. It fails the stream that the kernel ran on.
+#[derive(Clone, Debug)]
+pub struct Fault(String);
+
+impl Fault {
+    /// A fault of the kernel's own making.
+    pub fn new(why: impl Into<String>) -> Self {
+        Self(why.into())
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Self {
+        Self(error.to_string())
+    }
+}
+
+/// One block of a grid on the simulated GPU. All blocks of a grid run at the same time, so that they may
+/// wait for each other, for the CPU, or for the network.
+///
+/// Addresses are device addresses; a wrong one is a [`Fault`], as on hardware.
+pub struct Block<'a> {
+    device: &'a SimDevice,
+    index: u32,
+    grid: u32,
+    threads: u32,
+    args: &'a [u64],
+}
+
+macro_rules! word_access {
+    ($load:ident, $store:ident, $add:ident, $cas:ident, $word:ty) => {
+        /// Loads a word with acquire ordering.
+        pub fn $load(&self, at: DeviceAddr) -> std::result::Result<$word, Fault> {
+            self.with_bytes(at, size_of::<$word>() as u64, |bytes| bytes.$load(0))
+        }
+
+        /// Stores a word with release ordering.
+        pub fn $store(&self, at: DeviceAddr, value: $word) -> std::result::Result<(), Fault> {
+            self.with_bytes(at, size_of::<$word>() as u64, |bytes| {
+                bytes.$store(0, value)
+            })
+        }
+
+        /// Adds to a word, wrapping, and returns what was there before.
+        pub fn $add(&self, at: DeviceAddr, value: $word) -> std::result::Result<$word, Fault> {
+            self.with_bytes(at, size_of::<$word>() as u64, |bytes| bytes.$add(0, value))
+        }
+
+        /// Puts `new` in place of `expected`, and returns what was there before.
+        pub fn $cas(
+            &self,
+            at: DeviceAddr,
+            expected: $word,
+            new: $word,
+        ) -> std::result::Result<$word, Fault> {
+            self.with_bytes(at, size_of::<$word>() as u64, |bytes| {
+                bytes.$cas(0, expected, new)
+            })
+        }
+    };
+}
+
+impl<'a> Block<'a> {
+    pub(super) fn new(
+        device: &'a SimDevice,
+        index: u32,
+        grid: u32,
+        threads: u32,
+        args: &'a [u64],
+    ) -> Self {
+        Self {
+            device,
+            index,
+            grid,
+            threads,
+            args,
+        }
+    }
+
+    /// This block's number in the grid.
+    pub fn index(&self) -> u32 {
+        self.index
+    }
+
+    /// How many blocks the grid has.
+    pub fn grid(&self) -> u32 {
+        self.grid
+    }
+
+    /// How many threads were asked for a block; the simulator runs one, which does the work of all.
+    pub fn threads(&self) -> u32 {
+        self.threads
+    }
+
+    /// The kernel's argument of that number.
+    pub fn value(&self, argument: usize) -> std::result::Result<u64, Fault> {
+        let missing = || {
+            Fault(format!(
+                "the kernel was launched without argument {argument}"
+            ))
+        };
+        self.args.get(argument).copied().ok_or_else(missing)
+    }
+
+    /// The kernel's argument of that number, as an address.
+    pub fn address(&self, argument: usize) -> std::result::Result<DeviceAddr, Fault> {
+        self.value(argument).map(DeviceAddr::new)
+    }
+
+    word_access!(
+        load_u32,
+        store_u32,
+        fetch_add_u32,
+        compare_exchange_u32,
+        u32
+    );
+    word_access!(
+        load_u64,
+        store_u64,
+        fetch_add_u64,
+        compare_exchange_u64,
+        u64
+    );
+
+    /// Copies device memory into a buffer of the block's own.
+    pub fn read(&self, at: DeviceAddr, into: &mut [u8]) -> std::result::Result<(), Fault> {
+        self.with_bytes(at, into.len() as u64, |bytes| bytes.read(0, into))
+    }
+
+    /// Copies a buffer of the block's own into device memory.
+    pub fn write(&self, at: DeviceAddr, from: &[u8]) -> std::result::Result<(), Fault> {
+        self.with_bytes(at, from.len() as u64, |bytes| bytes.write(0, from))
+    }
+
+    /// Asks until the answer is yes. A spinning kernel calls this instead of looping by itself, so that
+    /// it does not starve those that it waits for, and ends when the device dies.
+    pub fn spin_until(
+        &self,
+        mut ask: impl FnMut() -> std::result::Result<bool, Fault>,
+    ) -> std::result::Result<(), Fault> {
+        let mut rounds = 0_u32;
+        while !ask()? {
+            if self.device.is_dead() {
+                return Err(Fault::new("the device died under the kernel"));
+            }
+            rounds = rounds.saturating_add(1);
+            if rounds > 1000 {
+                std::thread::sleep(Duration::from_micros(20));
+            } else {
+                std::thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+
+    fn with_bytes<R>(
+        &self,
+        at: DeviceAddr,
+        len: u64,
+        access: impl FnOnce(SharedBytes<'_>) -> Result<R>,
+    ) -> std::result::Result<R, Fault> {
+        let Some((memory, offset)) = space().find(at, len) else {
+            let index = self.index;
+            return Err(Fault(format!(
+                "block {index} touched {len} bytes at illegal address {at}"
+            )));
+        };
+        Ok(memory.with_bytes(|bytes| access(bytes.part(offset, len)?))?)
+    }
+}

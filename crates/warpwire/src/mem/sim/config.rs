@@ -1,0 +1,227 @@
+//! How the simulated machine is set up, by value or by the variable `WARPWIRE_SIM`.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::error::{Error, Kind, Result};
+use crate::units;
+
+/// The environment variable that sets up the simulator.
+pub const VARIABLE: &str = "WARPWIRE_SIM";
+
+/// Sorts of operations that the simulator can be told to fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpKind {
+    /// Any operation.
+    Any,
+    /// Allocating.
+    Alloc,
+    /// Copies and fills on a stream.
+    Copy,
+    /// Word writes, waits and batches on a stream.
+    Mem,
+    /// Kernel launches.
+    Launch,
+}
+
+impl OpKind {
+    const ALL: [(&'static str, Self); 5] = [
+        ("any", Self::Any),
+        ("alloc", Self::Alloc),
+        ("copy", Self::Copy),
+        ("mem", Self::Mem),
+        ("launch", Self::Launch),
+    ];
+
+    /// Whether an operation of sort `other` counts for this one.
+    pub(super) fn covers(self, other: Self) -> bool {
+        self == Self::Any || self == other
+    }
+}
+
+/// The n-th operation of a sort, counted from 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Nth {
+    /// Which operations count.
+    pub kind: OpKind,
+    /// Which of them is meant.
+    pub number: u64,
+}
+
+/// The simulated machine: how many GPUs, how large, how slow, and what goes wrong.
+///
+/// ```
+/// use warpwire::mem::sim::SimConfig;
+/// let config: SimConfig = "gpus=4,memory=8GiB,copy_delay=50us,fail=copy:3".parse().unwrap();
+/// assert_eq!(config.gpus, 4);
+/// let error = "gpus=many".parse::<SimConfig>().unwrap_err();
+/// assert!(error.to_string().contains("gpus"));
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SimConfig {
+    /// How many GPUs (`gpus=2`).
+    pub gpus: u32,
+    /// How much memory each has (`memory=4GiB`). It costs host memory only where it is written.
+    pub memory: u64,
+    /// A pause before each copy or fill (`copy_delay=50us`).
+    pub copy_delay: Duration,
+    /// Fail the n-th operation of a sort (`fail=copy:3`), once.
+    pub fail: Option<Nth>,
+    /// Move the memory that it touched after every so many stream operations (`move_every=100`).
+    pub move_every: Option<u64>,
+    /// Free the memory that it touched under its users after this many stream operations (`free_at=500`).
+    pub free_at: Option<u64>,
+}
+
+impl Default for SimConfig {
+    fn default() -> Self {
+        Self {
+            gpus: 2,
+            memory: 4 << 30,
+            copy_delay: Duration::ZERO,
+            fail: None,
+            move_every: None,
+            free_at: None,
+        }
+    }
+}
+
+impl SimConfig {
+    const MOST_GPUS: u32 = 64;
+
+    /// The setup that `WARPWIRE_SIM` asks for; the default one if it is not set.
+    pub fn from_env() -> Result<Self> {
+        match std::env::var(VARIABLE) {
+            Ok(text) => text.parse(),
+            Err(std::env::VarError::NotPresent) => Ok(Self::default()),
+            Err(std::env::VarError::NotUnicode(_)) => Err(bad_setting("it is not valid UTF-8")),
+        }
+    }
+
+    fn set(&mut self, key: &str, value: &str) -> Result<()> {
+        match key {
+            "gpus" => self.gpus = whole_number(key, value)?,
+            "memory" => self.memory = units::parse_bytes(value)?,
+            "copy_delay" => self.copy_delay = units::parse_duration(value)?,
+            "fail" => self.fail = Some(value.parse()?),
+            "move_every" => self.move_every = Some(whole_number(key, value)?),
+            "free_at" => self.free_at = Some(whole_number(key, value)?),
+            _ => return Err(bad_setting(format!("there is no setting {key:?}"))),
+        }
+        Ok(())
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        let most = Self::MOST_GPUS;
+        if self.gpus == 0 || self.gpus > most {
+            return Err(bad_setting(format!("gpus must be between 1 and {most}")));
+        }
+        if self.memory < 64 << 10 || self.memory > 1 << 40 {
+            return Err(bad_setting("memory must be between 64KiB and 1TiB"));
+        }
+        if self.move_every == Some(0) || self.free_at == Some(0) {
+            return Err(bad_setting("move_every and free_at count from 1"));
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for SimConfig {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let mut config = Self::default();
+        for setting in text.split(',').map(str::trim).filter(|s| !s.is_empty()) {
+            let (key, value) = setting
+                .split_once('=')
+                .ok_or_else(|| bad_setting(format!("{setting:?} is not of the form key=value")))?;
+            config.set(key.trim(), value.trim())?;
+        }
+        config.check()?;
+        Ok(config)
+    }
+}
+
+impl FromStr for Nth {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let parsed = text.split_once(':').and_then(|(kind, number)| {
+            let (_, kind) = OpKind::ALL.into_iter().find(|(name, _)| *name == kind)?;
+            let number = number.parse().ok().filter(|n| *n > 0)?;
+            Some(Self { kind, number })
+        });
+        parsed.ok_or_else(|| bad_setting(format!("{text:?} names no operation")))
+    }
+}
+
+impl fmt::Display for Nth {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = OpKind::ALL
+            .into_iter()
+            .find(|(_, kind)| *kind == self.kind)
+            .map_or("any", |(name, _)| name);
+        write!(f, "{name}:{}", self.number)
+    }
+}
+
+fn whole_number<N: FromStr>(key: &str, value: &str) -> Result<N> {
+    value
+        .parse()
+        .map_err(|_| bad_setting(format!("{key}={value:?} is not a whole number in range")))
+}
+
+#[cold]
+fn bad_setting(why: impl Into<String>) -> Error {
+    Error::new(Kind::Malformed, "set up the simulated GPU")
+        .on(VARIABLE)
+        .why(why.into())
+        .fix("write settings like gpus=2,memory=4GiB,copy_delay=50us,fail=copy:3,move_every=100,free_at=500 (fail takes any, alloc, copy, mem or launch)")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_setting_reads() {
+        let text = " gpus=8, memory=1GiB,copy_delay=2ms,fail=launch:7,move_every=10,free_at=3, ";
+        let config: SimConfig = text.parse().unwrap();
+        let expected = SimConfig {
+            gpus: 8,
+            memory: 1 << 30,
+            copy_delay: Duration::from_millis(2),
+            fail: Some(Nth {
+                kind: OpKind::Launch,
+                number: 7,
+            }),
+            move_every: Some(10),
+            free_at: Some(3),
+        };
+        assert_eq!(config, expected);
+        assert_eq!("".parse::<SimConfig>().unwrap(), SimConfig::default());
+        assert_eq!(config.fail.unwrap().to_string(), "launch:7");
+    }
+
+    #[test]
+    fn wrong_settings_are_named() {
+        for (text, named) in [
+            ("gpus", "gpus"),
+            ("gpus=0", "between 1 and 64"),
+            ("gpus=99999999999", "gpus"),
+            ("memory=lots", "lots"),
+            ("memory=2TiB", "1TiB"),
+            ("speed=9", "speed"),
+            ("fail=copy", "copy"),
+            ("fail=copy:0", "copy:0"),
+            ("fail=nap:1", "nap:1"),
+            ("move_every=0", "count from 1"),
+            ("copy_delay=5", "5"),
+        ] {
+            let error = text.parse::<SimConfig>().unwrap_err();
+            assert!(error.to_string().contains(named), "{text}: {error}");
+            assert!(error.advice().is_some(), "{text}: {error}");
+        }
+    }
+}

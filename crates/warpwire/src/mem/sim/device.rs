@@ -1,0 +1,383 @@
+//! One simulated GPU.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::super::address::DeviceAddr;
+use super::super::allocation::MemoryKind;
+use super::super::backend::{
+    DeviceBackend, EventBackend, KernelBackend, MemoryBackend, ModuleBackend, StreamBackend,
+};
+use super::super::device::{Backend, Capabilities, Capability, DeviceInfo, MemoryUsage};
+use super::super::program::{BlockFn, Program};
+use super::super::share::IpcHandle;
+use super::config::{Nth, OpKind, SimConfig};
+use super::memory::{Borrowed, SimMemory, space};
+use super::stream::{SimEvent, SimStream};
+use crate::error::{Error, Kind, Result};
+use crate::units;
+
+/// What a simulated GPU holds now. After everything was dropped, all of it is zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Live {
+    /// Pieces of memory, pinned, borrowed-from-others' and imported ones too.
+    pub allocations: u64,
+    /// Bytes of device memory.
+    pub device_bytes: u64,
+    /// Bytes of pinned host memory.
+    pub pinned_bytes: u64,
+    /// Streams, those too that were dropped with work in flight.
+    pub streams: u64,
+    /// Events.
+    pub events: u64,
+}
+
+#[derive(Default)]
+struct Counters {
+    allocations: AtomicU64,
+    device_bytes: AtomicU64,
+    pinned_bytes: AtomicU64,
+    streams: AtomicU64,
+    events: AtomicU64,
+}
+
+/// What goes wrong, and when.
+struct Mischief {
+    /// Operations of the sort named so far.
+    fail: Option<(Nth, u64)>,
+    copy_delay: Duration,
+    move_every: Option<u64>,
+    free_at: Option<u64>,
+    stream_ops: u64,
+}
+
+pub(super) struct SimDevice {
+    info: DeviceInfo,
+    capabilities: Capabilities,
+    counters: Counters,
+    mischief: Mutex<Mischief>,
+    next_stream: AtomicU64,
+    dead: AtomicBool,
+}
+
+impl SimDevice {
+    pub(super) fn new(ordinal: u32, config: &SimConfig) -> Self {
+        let pid = std::process::id();
+        let info = DeviceInfo {
+            backend: Backend::Sim,
+            ordinal,
+            name: "Warpwire simulated GPU".into(),
+            uuid: format!(
+                "GPU-51570000-{:04x}-{:04x}-0000-{ordinal:012x}",
+                pid >> 16,
+                pid & 0xffff
+            ),
+            pci: None,
+            numa_node: None,
+            total_memory: config.memory,
+        };
+        let no_nic =
+            || Capability::No("no NIC reaches simulated memory; the software HCA does".into());
+        let capabilities = Capabilities {
+            dmabuf_export: Capability::Yes,
+            gpudirect_rdma: no_nic(),
+            gpudirect_rdma_vmm: no_nic(),
+            vmm: Capability::Yes,
+            pool: Capability::Yes,
+            ipc: Capability::Yes,
+            stream_mem_ops: Capability::Yes,
+            stream_wait_nor: Capability::Yes,
+            flush_remote_writes: Capability::Yes,
+            graphs: Capability::Yes,
+            notify: Capability::Yes,
+        };
+        let mischief = Mischief {
+            fail: config.fail.map(|nth| (nth, 0)),
+            copy_delay: config.copy_delay,
+            move_every: config.move_every,
+            free_at: config.free_at,
+            stream_ops: 0,
+        };
+        Self {
+            info,
+            capabilities,
+            counters: Counters::default(),
+            mischief: Mutex::new(mischief),
+            next_stream: AtomicU64::new(1),
+            dead: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) fn label(&self) -> String {
+        self.info.label()
+    }
+
+    /// Takes `len` bytes off what is left, or says that there is not as much.
+    pub(super) fn reserve(&self, len: u64, kind: MemoryKind) -> Result<()> {
+        self.check_alive()?;
+        self.count_op(OpKind::Alloc)?;
+        let counted = match kind {
+            MemoryKind::Pinned => {
+                self.counters.pinned_bytes.fetch_add(len, Ordering::AcqRel);
+                true
+            }
+            // Another process pays for what is imported.
+            MemoryKind::Imported => true,
+            _ => self.take_device_bytes(len),
+        };
+        if !counted {
+            let used = self.counters.device_bytes.load(Ordering::Acquire);
+            let (free, total) = (
+                self.info.total_memory.saturating_sub(used),
+                self.info.total_memory,
+            );
+            return Err(
+                Error::new(Kind::OutOfMemory, format!("allocate {}", units::bytes(len)))
+                    .on(self.label())
+                    .why(format!(
+                        "{} of {} are free",
+                        units::bytes(free),
+                        units::bytes(total)
+                    ))
+                    .fix("free some, or set a larger memory= in WARPWIRE_SIM"),
+            );
+        }
+        self.counters.allocations.fetch_add(1, Ordering::AcqRel);
+        Ok(())
+    }
+
+    fn take_device_bytes(&self, len: u64) -> bool {
+        let total = self.info.total_memory;
+        let take = |used: u64| used.checked_add(len).filter(|sum| *sum <= total);
+        self.counters
+            .device_bytes
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, take)
+            .is_ok()
+    }
+
+    pub(super) fn release(&self, len: u64, kind: MemoryKind) {
+        match kind {
+            MemoryKind::Pinned => {
+                self.counters.pinned_bytes.fetch_sub(len, Ordering::AcqRel);
+            }
+            MemoryKind::Imported => {}
+            _ => {
+                self.counters.device_bytes.fetch_sub(len, Ordering::AcqRel);
+            }
+        }
+        self.counters.allocations.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    pub(super) fn live(&self) -> Live {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Acquire);
+        Live {
+            allocations: read(&self.counters.allocations),
+            device_bytes: read(&self.counters.device_bytes),
+            pinned_bytes: read(&self.counters.pinned_bytes),
+            streams: read(&self.counters.streams),
+            events: read(&self.counters.events),
+        }
+    }
+
+    pub(super) fn count_stream(&self, born: bool) {
+        count(&self.counters.streams, born);
+    }
+
+    pub(super) fn count_event(&self, born: bool) {
+        count(&self.counters.events, born);
+    }
+
+    /// Counts an operation, and fails it if it is the one that was to fail.
+    pub(super) fn count_op(&self, kind: OpKind) -> Result<()> {
+        let mut mischief = self.mischief.lock();
+        let Some((nth, seen)) = &mut mischief.fail else {
+            return Ok(());
+        };
+        if !nth.kind.covers(kind) {
+            return Ok(());
+        }
+        *seen += 1;
+        if *seen < nth.number {
+            return Ok(());
+        }
+        let told = *nth;
+        mischief.fail = None;
+        Err(Error::new(Kind::StreamFailed, "finish an operation")
+            .on(self.label())
+            .why(format!("the simulator was told to fail {told}")))
+    }
+
+    /// After a stream operation on `memory`: moves or frees it if that is its turn.
+    pub(super) fn after_op(&self, memory: &SimMemory) {
+        let (moves, frees) = {
+            let mut mischief = self.mischief.lock();
+            mischief.stream_ops += 1;
+            let count = mischief.stream_ops;
+            let moves = mischief.move_every.is_some_and(|every| count % every == 0);
+            (moves, mischief.free_at == Some(count))
+        };
+        // Memory that cannot move, or went away meanwhile, is passed over: the next turn will come.
+        if moves {
+            let _ = memory.relocate();
+        }
+        if frees {
+            let _ = memory.remove_under_users();
+        }
+    }
+
+    pub(super) fn copy_delay(&self) -> Duration {
+        self.mischief.lock().copy_delay
+    }
+
+    pub(super) fn set_copy_delay(&self, delay: Duration) {
+        self.mischief.lock().copy_delay = delay;
+    }
+
+    pub(super) fn set_failure(&self, nth: Nth) {
+        self.mischief.lock().fail = Some((nth, 0));
+    }
+
+    /// The device falls off the bus: all work ends with an error.
+    pub(super) fn kill(&self) {
+        self.dead.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_dead(&self) -> bool {
+        self.dead.load(Ordering::Acquire)
+    }
+
+    pub(super) fn check_alive(&self) -> Result<()> {
+        if !self.is_dead() {
+            return Ok(());
+        }
+        Err(Error::new(Kind::DeviceLost, "use the device")
+            .on(self.label())
+            .why("it was told to die"))
+    }
+}
+
+fn count(counter: &AtomicU64, born: bool) {
+    if born {
+        counter.fetch_add(1, Ordering::AcqRel);
+    } else {
+        counter.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl DeviceBackend for SimDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn memory_usage(&self) -> Result<MemoryUsage> {
+        self.check_alive()?;
+        let total = self.info.total_memory;
+        let used = self.counters.device_bytes.load(Ordering::Acquire);
+        Ok(MemoryUsage {
+            free: total.saturating_sub(used),
+            total,
+        })
+    }
+
+    fn allocate(self: Arc<Self>, len: u64, kind: MemoryKind) -> Result<Arc<dyn MemoryBackend>> {
+        if matches!(kind, MemoryKind::Borrowed | MemoryKind::Imported) {
+            return Err(Error::new(Kind::InvalidArgument, "allocate memory")
+                .on(self.label())
+                .why(format!("{kind} memory is not allocated")));
+        }
+        Ok(SimMemory::create(self, len, kind)?)
+    }
+
+    fn borrow(self: Arc<Self>, address: DeviceAddr, len: u64) -> Result<Arc<dyn MemoryBackend>> {
+        self.check_alive()?;
+        let failure = |why: String| {
+            Err(Error::new(
+                Kind::NotDeviceMemory,
+                format!("borrow {len} bytes at {address}"),
+            )
+            .on(self.label())
+            .why(why))
+        };
+        let Some((owner, _)) = space().find(address, len) else {
+            return failure("no simulated memory holds all of that range".into());
+        };
+        if !Arc::ptr_eq(owner.device(), &self) {
+            return failure(format!("the memory is of {}", owner.device().label()));
+        }
+        Ok(Arc::new(Borrowed {
+            device: self,
+            address,
+            len,
+        }))
+    }
+
+    fn open_ipc(self: Arc<Self>, handle: &IpcHandle) -> Result<Arc<dyn MemoryBackend>> {
+        Ok(SimMemory::open(self, handle)?)
+    }
+
+    fn create_stream(self: Arc<Self>) -> Result<Arc<dyn StreamBackend>> {
+        self.check_alive()?;
+        let number = self.next_stream.fetch_add(1, Ordering::Relaxed);
+        Ok(Arc::new(SimStream::start(self, number)?))
+    }
+
+    fn create_event(self: Arc<Self>) -> Result<Arc<dyn EventBackend>> {
+        self.check_alive()?;
+        Ok(Arc::new(SimEvent::new(self)))
+    }
+
+    fn load(self: Arc<Self>, program: &Program) -> Result<Arc<dyn ModuleBackend>> {
+        self.check_alive()?;
+        if program.blocks().is_empty() {
+            return Err(program.lacks("block functions for the simulator", self.label()));
+        }
+        Ok(Arc::new(SimModule {
+            device: self,
+            program: program.clone(),
+        }))
+    }
+}
+
+struct SimModule {
+    device: Arc<SimDevice>,
+    program: Program,
+}
+
+impl ModuleBackend for SimModule {
+    fn kernel(self: Arc<Self>, name: &str) -> Result<Arc<dyn KernelBackend>> {
+        let found = self
+            .program
+            .blocks()
+            .iter()
+            .find(|(known, _)| known == name);
+        let Some((_, run)) = found else {
+            return Err(Program::no_kernel(
+                self.program.name(),
+                name,
+                self.device.label(),
+            ));
+        };
+        Ok(Arc::new(SimKernel {
+            name: name.to_string(),
+            run: run.clone(),
+        }))
+    }
+}
+
+pub(super) struct SimKernel {
+    name: String,
+    pub(super) run: BlockFn,
+}
+
+impl KernelBackend for SimKernel {
+    fn name(&self) -> &str {
+        &self.name
+    }
+}

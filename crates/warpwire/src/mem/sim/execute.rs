@@ -1,0 +1,227 @@
+//! What each operation does on the simulated GPU.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use parking_lot::RwLock;
+
+use super::super::allocation::{Region, Width, Word};
+use super::super::op::{Condition, MemOp, Op};
+use super::super::program::Launch;
+use super::super::stream::Pause;
+use super::block::{Block, Fault};
+use super::config::OpKind;
+use super::device::SimKernel;
+use super::memory::{SimMemory, space};
+use super::stream::{Core, Entry, SimGraph, sim_event};
+use crate::error::{Error, Kind, Result};
+
+/// How many blocks run at once, each on a thread of its own.
+pub(super) const MOST_BLOCKS: u32 = 512;
+
+/// Runs the operations of one stream.
+pub(super) struct Runner<'a> {
+    stream: &'a Core,
+}
+
+impl<'a> Runner<'a> {
+    pub(super) fn new(stream: &'a Core) -> Self {
+        Self { stream }
+    }
+
+    pub(super) fn run(&self, entry: &Entry) -> Result<()> {
+        self.stream.device.check_alive()?;
+        match &entry.op {
+            Op::Copy { to, from } => self.copy(to, from),
+            Op::Fill {
+                region,
+                pattern,
+                unit,
+            } => self.fill(region, &pattern.to_le_bytes()[..usize::from(*unit)]),
+            Op::Mem(_) | Op::Batch(_) => self.mem_ops(&entry.op),
+            Op::Record(event) => {
+                if let Some(event) = sim_event(event) {
+                    event.reach(entry.ticket);
+                }
+                Ok(())
+            }
+            Op::Await(event) => match sim_event(event) {
+                Some(event) => self.wait_until(|| event.has_reached(entry.ticket)),
+                None => Ok(()),
+            },
+            Op::Call(call) => {
+                call.call();
+                if call.has_panicked() {
+                    Err(self.failure("call the host", "the function panicked"))
+                } else {
+                    Ok(())
+                }
+            }
+            Op::Launch(launch) => self.launch(launch),
+            Op::Replay(graph) => {
+                let graph: &dyn Any = &**graph.backend();
+                let ops = graph
+                    .downcast_ref::<SimGraph>()
+                    .map_or(&[][..], |graph| &graph.ops);
+                // A replayed recording is a new one, made when its turn comes.
+                ops.iter()
+                    .try_for_each(|op| self.run(&Entry::new(op.clone())))
+            }
+        }
+    }
+
+    fn copy(&self, to: &Region, from: &Region) -> Result<()> {
+        self.stream.device.count_op(OpKind::Copy)?;
+        std::thread::sleep(self.stream.device.copy_delay());
+        let (target, target_offset) = self.find(to)?;
+        let (source, source_offset) = self.find(from)?;
+        target.with_bytes(|into| {
+            source.with_bytes(|bytes| {
+                into.copy_from(target_offset, &bytes, source_offset, from.len())
+            })
+        })?;
+        self.stream.device.after_op(&target);
+        Ok(())
+    }
+
+    fn fill(&self, region: &Region, pattern: &[u8]) -> Result<()> {
+        self.stream.device.count_op(OpKind::Copy)?;
+        std::thread::sleep(self.stream.device.copy_delay());
+        let (memory, offset) = self.find(region)?;
+        memory.with_bytes(|bytes| bytes.fill(offset, region.len(), pattern))?;
+        self.stream.device.after_op(&memory);
+        Ok(())
+    }
+
+    fn mem_ops(&self, op: &Op) -> Result<()> {
+        self.stream.device.count_op(OpKind::Mem)?;
+        for single in op.mem_ops() {
+            match single {
+                MemOp::Write { word, value } => self.write(word, *value)?,
+                MemOp::Wait {
+                    word,
+                    condition,
+                    value,
+                } => {
+                    self.stream.set_blocked(Some(Op::Mem(single.clone())));
+                    let outcome = self.wait(word, *condition, *value);
+                    self.stream.set_blocked(None);
+                    outcome?;
+                }
+                // The stream's thread writes in order already.
+                MemOp::Barrier => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&self, word: &Word, value: u64) -> Result<()> {
+        let (memory, offset) = self.find(word.region())?;
+        memory.with_bytes(|bytes| match word.width() {
+            Width::Bits32 => bytes.store_u32(offset, value as u32),
+            Width::Bits64 => bytes.store_u64(offset, value),
+        })?;
+        self.stream.device.after_op(&memory);
+        Ok(())
+    }
+
+    fn wait(&self, word: &Word, condition: Condition, wanted: u64) -> Result<()> {
+        self.wait_until(|| {
+            let (memory, offset) = self.find(word.region())?;
+            let seen = memory.with_bytes(|bytes| match word.width() {
+                Width::Bits32 => bytes.load_u32(offset).map(u64::from),
+                Width::Bits64 => bytes.load_u64(offset),
+            })?;
+            Ok(condition.holds(word.width(), seen, wanted))
+        })
+    }
+
+    fn wait_until(&self, mut ask: impl FnMut() -> Result<bool>) -> Result<()> {
+        let mut pause = Pause::default();
+        while !ask()? {
+            self.stream.device.check_alive()?;
+            pause.take();
+        }
+        Ok(())
+    }
+
+    fn launch(&self, launch: &Launch) -> Result<()> {
+        self.stream.device.count_op(OpKind::Launch)?;
+        let kernel: &dyn Any = &**launch.kernel.backend();
+        let Some(kernel) = kernel.downcast_ref::<SimKernel>() else {
+            return Err(self.failure("launch a kernel", "it belongs to another backend"));
+        };
+        run_grid(launch.grid, |index| {
+            let block = Block::new(
+                &self.stream.device,
+                index,
+                launch.grid,
+                launch.threads,
+                &launch.args,
+            );
+            let ran = catch_unwind(AssertUnwindSafe(|| (kernel.run)(&block)));
+            ran.unwrap_or_else(|_| Err(Fault::new("a block panicked")))
+        })
+        .map_err(|fault| {
+            let what = format!("run kernel {:?}", launch.kernel.name());
+            Error::new(Kind::StreamFailed, what)
+                .on(self.stream.label())
+                .why(fault.to_string())
+        })
+    }
+
+    fn find(&self, region: &Region) -> Result<(Arc<SimMemory>, u64)> {
+        space().find(region.address(), region.len()).ok_or_else(|| {
+            let why = format!(
+                "the memory at {} was freed under its users",
+                region.address()
+            );
+            Error::new(Kind::Freed, "access memory")
+                .on(self.stream.label())
+                .why(why)
+        })
+    }
+
+    #[cold]
+    fn failure(&self, what: &'static str, why: &'static str) -> Error {
+        Error::new(Kind::StreamFailed, what)
+            .on(self.stream.label())
+            .why(why)
+    }
+}
+
+/// Runs all blocks of a grid at the same time and returns the first fault.
+///
+/// No block starts before all have a thread: blocks may wait for each other, and a grid that is only
+/// partly there would never end.
+fn run_grid(
+    grid: u32,
+    run: impl Fn(u32) -> std::result::Result<(), Fault> + Sync,
+) -> std::result::Result<(), Fault> {
+    let start = RwLock::new(true);
+    std::thread::scope(|scope| {
+        let mut gate = start.write();
+        let mut blocks = Vec::with_capacity(grid as usize);
+        for index in 0..grid {
+            let (run, start) = (&run, &start);
+            let body = move || if *start.read() { run(index) } else { Ok(()) };
+            match std::thread::Builder::new().spawn_scoped(scope, body) {
+                Ok(block) => blocks.push(block),
+                Err(error) => {
+                    *gate = false;
+                    return Err(Fault::new(format!("block {index} got no thread: {error}")));
+                }
+            }
+        }
+        drop(gate);
+        let mut outcome = Ok(());
+        for block in blocks {
+            let ended = block
+                .join()
+                .unwrap_or_else(|_| Err(Fault::new("a block panicked")));
+            outcome = outcome.and(ended);
+        }
+        outcome
+    })
+}

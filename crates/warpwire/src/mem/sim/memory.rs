@@ -1,0 +1,525 @@
+//! The simulator's memory: memfd files behind addresses that the CPU cannot follow.
+#![allow(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
+use rustix::fs::{MemfdFlags, SeekFrom, fstat, ftruncate, memfd_create, seek};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use super::super::address::DeviceAddr;
+use super::super::allocation::{Listener, MemoryEvent, MemoryKind, Watch};
+use super::super::backend::MemoryBackend;
+use super::super::bytes::SharedBytes;
+use super::super::device::Backend;
+use super::super::share::{DmaBuf, IpcHandle};
+use super::device::SimDevice;
+use crate::error::{Error, Kind, Result};
+
+/// What old backing is filled with when memory moves or is freed, so that stale readers are found out.
+pub const POISON: u8 = 0xde;
+
+/// A memfd and its mapping.
+pub(super) struct Backing {
+    file: OwnedFd,
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping belongs to this value alone and is accessed through SharedBytes only.
+unsafe impl Send for Backing {}
+// SAFETY: as above.
+unsafe impl Sync for Backing {}
+
+impl Backing {
+    fn create(len: u64, name: &str) -> Result<Self> {
+        let file = memfd_create(name, MemfdFlags::CLOEXEC).map_err(|e| memfd_error(e, len))?;
+        ftruncate(&file, len).map_err(|e| memfd_error(e, len))?;
+        Self::map(file, len)
+    }
+
+    fn map(file: OwnedFd, len: u64) -> Result<Self> {
+        let size = usize::try_from(len).map_err(|_| memfd_error(rustix::io::Errno::NOMEM, len))?;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+        let base = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                size,
+                protection,
+                MapFlags::SHARED,
+                &file,
+                0,
+            )
+        };
+        let base = base.map_err(|e| memfd_error(e, len))?;
+        let base =
+            NonNull::new(base.cast()).ok_or_else(|| memfd_error(rustix::io::Errno::NOMEM, len))?;
+        Ok(Self {
+            file,
+            base,
+            len: size,
+        })
+    }
+
+    fn bytes(&self) -> SharedBytes<'_> {
+        // SAFETY: mapped for as long as this value lives, which the lifetime says; no references exist.
+        unsafe { SharedBytes::new(self.base, self.len) }
+    }
+
+    /// The ranges that were ever written. The rest reads as zero and takes no memory; huge simulated
+    /// buffers are mostly such holes.
+    fn written(&self) -> Vec<(u64, u64)> {
+        let mut ranges = Vec::new();
+        let mut at = 0;
+        while let Ok(start) = seek(&self.file, SeekFrom::Data(at)) {
+            let end = seek(&self.file, SeekFrom::Hole(start)).unwrap_or(self.len as u64);
+            ranges.push((start, end - start));
+            at = end;
+        }
+        ranges
+    }
+
+    /// Takes over the contents of `old` and poisons what it held.
+    fn succeed(&self, old: &Backing) -> Result<()> {
+        for (start, len) in old.written() {
+            self.bytes().copy_from(start, &old.bytes(), start, len)?;
+        }
+        old.poison()
+    }
+
+    fn poison(&self) -> Result<()> {
+        let poison = |(start, len)| self.bytes().fill(start, len, &[POISON]);
+        self.written().into_iter().try_for_each(poison)
+    }
+}
+
+impl Drop for Backing {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `map` with this base and length, and no view outlives this value.
+        let unmapped = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+        if let Err(error) = unmapped {
+            tracing::warn!(%error, "simulated memory was not unmapped");
+        }
+    }
+}
+
+fn memfd_error(error: rustix::io::Errno, len: u64) -> Error {
+    Error::os(
+        format!("back {len} bytes of simulated memory with a memfd"),
+        &error.into(),
+    )
+}
+
+/// A piece of simulated memory.
+pub(super) struct SimMemory {
+    device: Arc<SimDevice>,
+    address: DeviceAddr,
+    len: u64,
+    kind: MemoryKind,
+    /// Where the bytes are; `None` once they are gone. Users hold it for reading while they touch
+    /// bytes, so that a move or a free happens between accesses and never under one.
+    backing: RwLock<Option<Backing>>,
+    /// A fixed view for pinned memory, whose backing never moves.
+    pinned: Option<Backing>,
+    listeners: Mutex<BTreeMap<u64, Listener>>,
+    next_listener: AtomicU64,
+}
+
+impl SimMemory {
+    pub(super) fn create(device: Arc<SimDevice>, len: u64, kind: MemoryKind) -> Result<Arc<Self>> {
+        device.reserve(len, kind)?;
+        let made = Backing::create(len, "warpwire-sim").inspect_err(|_| device.release(len, kind));
+        Self::place(device, made?, len, kind)
+    }
+
+    fn place(
+        device: Arc<SimDevice>,
+        made: Backing,
+        len: u64,
+        kind: MemoryKind,
+    ) -> Result<Arc<Self>> {
+        // Pinned memory needs a view that lasts as long as the object, and never moves.
+        let (backing, pinned) = match kind {
+            MemoryKind::Pinned => (None, Some(made)),
+            _ => (Some(made), None),
+        };
+        let memory = Arc::new(Self {
+            address: space().reserve(len),
+            device,
+            len,
+            kind,
+            backing: RwLock::new(backing),
+            pinned,
+            listeners: Mutex::default(),
+            next_listener: AtomicU64::new(0),
+        });
+        space().insert(&memory);
+        Ok(memory)
+    }
+
+    /// Opens memory that this or another process exported.
+    pub(super) fn open(device: Arc<SimDevice>, handle: &IpcHandle) -> Result<Arc<Self>> {
+        let name = SharedName::decode(handle.body_for(Backend::Sim)?)?;
+        let file = name.open()?;
+        let size = fstat(&file).map_err(|e| memfd_error(e, handle.len()))?;
+        if size.st_ino != name.inode || u64::try_from(size.st_size).ok() != Some(handle.len()) {
+            return Err(name.stale("the descriptor now names something else"));
+        }
+        device.reserve(handle.len(), MemoryKind::Imported)?;
+        let mapped = Backing::map(file, handle.len())
+            .inspect_err(|_| device.release(handle.len(), MemoryKind::Imported));
+        Self::place(device, mapped?, handle.len(), MemoryKind::Imported)
+    }
+
+    /// Runs `access` on the bytes, which stay where they are meanwhile.
+    pub(super) fn with_bytes<R>(
+        &self,
+        access: impl FnOnce(SharedBytes<'_>) -> Result<R>,
+    ) -> Result<R> {
+        if let Some(pinned) = &self.pinned {
+            return access(pinned.bytes());
+        }
+        // Recursive: a copy inside one allocation takes the lock twice, and a mover may wait in between.
+        let backing: RwLockReadGuard<'_, _> = self.backing.read_recursive();
+        match &*backing {
+            Some(backing) => access(backing.bytes()),
+            None => Err(self.gone()),
+        }
+    }
+
+    pub(super) fn device(&self) -> &Arc<SimDevice> {
+        &self.device
+    }
+
+    /// Moves the bytes to other backing: watchers are told before and after, the old place is poisoned.
+    pub(super) fn relocate(&self) -> Result<()> {
+        if self.pinned.is_some() || self.kind == MemoryKind::Imported {
+            return Err(Error::new(Kind::Unsupported, "move memory")
+                .on(self.device.label())
+                .why(format!("{} memory does not move", self.kind)));
+        }
+        let fresh = Backing::create(self.len, "warpwire-sim")?;
+        self.tell(MemoryEvent::Moving);
+        {
+            let mut backing = self.backing.write();
+            let Some(old) = backing.as_ref() else {
+                return Err(self.gone());
+            };
+            fresh.succeed(old)?;
+            *backing = Some(fresh);
+        }
+        self.tell(MemoryEvent::Moved);
+        Ok(())
+    }
+
+    /// Takes the bytes away under their users, and poisons them for those who still map them.
+    pub(super) fn remove_under_users(&self) -> Result<()> {
+        if self.pinned.is_some() || self.kind == MemoryKind::Imported {
+            return Err(Error::new(Kind::Unsupported, "free memory under its users")
+                .on(self.device.label())
+                .why(format!("{} memory is not the device's own", self.kind)));
+        }
+        self.remove().ok_or_else(|| self.gone())?.poison()
+    }
+
+    fn remove(&self) -> Option<Backing> {
+        let taken = self.backing.write().take()?;
+        self.device.release(self.len, self.kind);
+        space().remove(self.address);
+        self.tell(MemoryEvent::Freed);
+        Some(taken)
+    }
+
+    fn tell(&self, event: MemoryEvent) {
+        let listeners: Vec<_> = self.listeners.lock().values().cloned().collect();
+        for listener in listeners {
+            listener(event);
+        }
+    }
+
+    #[cold]
+    fn gone(&self) -> Error {
+        Error::new(Kind::Freed, "access memory")
+            .on(self.device.label())
+            .why(format!(
+                "the memory at {} was freed under its users",
+                self.address
+            ))
+    }
+}
+
+impl MemoryBackend for SimMemory {
+    fn address(&self) -> DeviceAddr {
+        self.address
+    }
+
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn kind(&self) -> MemoryKind {
+        self.kind
+    }
+
+    fn host_bytes(&self) -> Option<SharedBytes<'_>> {
+        self.pinned.as_ref().map(Backing::bytes)
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        self.device.check_alive()?;
+        self.with_bytes(|bytes| bytes.write(offset, from))
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.device.check_alive()?;
+        self.with_bytes(|bytes| bytes.read(offset, into))
+    }
+
+    fn export_dmabuf(&self, offset: u64, len: u64) -> Result<DmaBuf> {
+        let file = self.with_file(|file| file.try_clone_to_owned())?;
+        let file = file.map_err(|e| Error::os("export a dma-buf", &e))?;
+        Ok(DmaBuf::new(file, offset, len))
+    }
+
+    fn export_ipc(&self) -> Result<IpcHandle> {
+        let name = self.with_file(|file| SharedName::of(file))??;
+        Ok(IpcHandle::new(Backend::Sim, self.len, name.encode()))
+    }
+
+    fn watch(self: Arc<Self>, listener: Listener) -> Result<Watch> {
+        let number = self.next_listener.fetch_add(1, Ordering::Relaxed);
+        self.listeners.lock().insert(number, listener);
+        let memory = Arc::downgrade(&self);
+        Ok(Watch::new(move || {
+            if let Some(memory) = memory.upgrade() {
+                memory.listeners.lock().remove(&number);
+            }
+        }))
+    }
+
+    fn free(&self) -> Result<()> {
+        self.remove();
+        Ok(())
+    }
+}
+
+impl SimMemory {
+    fn with_file<R>(&self, use_it: impl FnOnce(std::os::fd::BorrowedFd<'_>) -> R) -> Result<R> {
+        if let Some(pinned) = &self.pinned {
+            return Ok(use_it(pinned.file.as_fd()));
+        }
+        let backing = self.backing.read();
+        let backing = backing.as_ref().ok_or_else(|| self.gone())?;
+        Ok(use_it(backing.file.as_fd()))
+    }
+}
+
+impl Drop for SimMemory {
+    fn drop(&mut self) {
+        if self.pinned.is_some() {
+            self.device.release(self.len, self.kind);
+            space().remove(self.address);
+        }
+    }
+}
+
+/// How another process finds a memfd: the owner's process, its descriptor, and the file's identity.
+struct SharedName {
+    pid: u32,
+    fd: i32,
+    inode: u64,
+}
+
+impl SharedName {
+    const LEN: usize = 16;
+
+    fn of(file: std::os::fd::BorrowedFd<'_>) -> Result<Self> {
+        let inode = fstat(file)
+            .map_err(|e| Error::os("export simulated memory", &e.into()))?
+            .st_ino;
+        Ok(Self {
+            pid: std::process::id(),
+            fd: file.as_raw_fd(),
+            inode,
+        })
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        let mut body = Vec::with_capacity(Self::LEN);
+        body.extend_from_slice(&self.pid.to_le_bytes());
+        body.extend_from_slice(&self.fd.to_le_bytes());
+        body.extend_from_slice(&self.inode.to_le_bytes());
+        body
+    }
+
+    fn decode(body: &[u8]) -> Result<Self> {
+        let words: Option<[u8; Self::LEN]> = body.try_into().ok();
+        let words = words.map(u128::from_le_bytes).ok_or_else(|| {
+            Error::new(Kind::Malformed, "open an inter-process handle")
+                .why("its simulator part has the wrong length")
+        })?;
+        Ok(Self {
+            pid: words as u32,
+            fd: (words >> 32) as i32,
+            inode: (words >> 64) as u64,
+        })
+    }
+
+    fn open(&self) -> Result<OwnedFd> {
+        let path = format!("/proc/{}/fd/{}", self.pid, self.fd);
+        let opened = File::options().read(true).write(true).open(&path);
+        opened
+            .map(OwnedFd::from)
+            .map_err(|error| match error.kind() {
+                std::io::ErrorKind::NotFound => self.stale("its process or descriptor is gone"),
+                _ => Error::os(format!("open simulated memory at {path}"), &error)
+                    .fix("run both processes as the same user"),
+            })
+    }
+
+    #[cold]
+    fn stale(&self, why: &str) -> Error {
+        Error::new(Kind::Stale, "open an inter-process handle")
+            .on(format!("descriptor {} of process {}", self.fd, self.pid))
+            .why(why.to_string())
+            .fix("keep the memory alive in the process that exported it")
+    }
+}
+
+/// All simulated memory of this process, by address. Addresses are never used twice, so that a stale
+/// one never names a newcomer.
+pub(super) struct Space {
+    next: AtomicU64,
+    pieces: RwLock<BTreeMap<u64, Weak<SimMemory>>>,
+}
+
+/// Not canonical on any processor: following such an address is a fault at once.
+const FIRST_ADDRESS: u64 = 0x5157_0000_0000_0000;
+const ALIGNMENT: u64 = 2 << 20;
+
+pub(super) fn space() -> &'static Space {
+    static SPACE: Space = Space {
+        next: AtomicU64::new(FIRST_ADDRESS),
+        pieces: RwLock::new(BTreeMap::new()),
+    };
+    &SPACE
+}
+
+impl Space {
+    /// An unused range, with an unused gap behind it.
+    fn reserve(&self, len: u64) -> DeviceAddr {
+        let step = len.next_multiple_of(ALIGNMENT) + ALIGNMENT;
+        DeviceAddr::new(self.next.fetch_add(step, Ordering::Relaxed))
+    }
+
+    fn insert(&self, memory: &Arc<SimMemory>) {
+        self.pieces
+            .write()
+            .insert(memory.address.raw(), Arc::downgrade(memory));
+    }
+
+    fn remove(&self, address: DeviceAddr) {
+        self.pieces.write().remove(&address.raw());
+    }
+
+    /// The memory that holds all of `address..address + len`, and where in it that begins.
+    pub(super) fn find(&self, address: DeviceAddr, len: u64) -> Option<(Arc<SimMemory>, u64)> {
+        let pieces = self.pieces.read();
+        let (base, memory) = pieces.range(..=address.raw()).next_back()?;
+        let memory = memory.upgrade()?;
+        let offset = address.raw() - base;
+        let end = offset.checked_add(len)?;
+        (offset < memory.len && end <= memory.len).then_some((memory, offset))
+    }
+}
+
+/// Memory that somebody else allocated on a simulated GPU, found anew at each use.
+pub(super) struct Borrowed {
+    pub(super) device: Arc<SimDevice>,
+    pub(super) address: DeviceAddr,
+    pub(super) len: u64,
+}
+
+impl Borrowed {
+    pub(super) fn owner(&self) -> Result<(Arc<SimMemory>, u64)> {
+        space().find(self.address, self.len).ok_or_else(|| {
+            Error::new(Kind::Freed, "access borrowed memory")
+                .on(self.device.label())
+                .why(format!(
+                    "the owner of the memory at {} has freed it",
+                    self.address
+                ))
+        })
+    }
+}
+
+impl MemoryBackend for Borrowed {
+    fn address(&self) -> DeviceAddr {
+        self.address
+    }
+
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn kind(&self) -> MemoryKind {
+        MemoryKind::Borrowed
+    }
+
+    fn host_bytes(&self) -> Option<SharedBytes<'_>> {
+        None
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        let (owner, start) = self.owner()?;
+        owner.write(start + offset, from)
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        let (owner, start) = self.owner()?;
+        owner.read(start + offset, into)
+    }
+
+    fn export_dmabuf(&self, offset: u64, len: u64) -> Result<DmaBuf> {
+        let (owner, start) = self.owner()?;
+        owner.export_dmabuf(start + offset, len)
+    }
+
+    fn export_ipc(&self) -> Result<IpcHandle> {
+        let (owner, start) = self.owner()?;
+        if start == 0 && owner.len == self.len {
+            return owner.export_ipc();
+        }
+        Err(
+            Error::new(Kind::Unsupported, "export an inter-process handle")
+                .on(self.device.label())
+                .why("only a part of the owner's memory is borrowed")
+                .fix("borrow all of it"),
+        )
+    }
+
+    fn watch(self: Arc<Self>, listener: Listener) -> Result<Watch> {
+        self.owner()?.0.watch(listener)
+    }
+
+    fn free(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn simulated_addresses_cannot_be_followed() {
+        // Bits 63..57 of a user address are zero on every processor that we run on.
+        assert_ne!(FIRST_ADDRESS >> 57, 0);
+    }
+}

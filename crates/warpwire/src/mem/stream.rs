@@ -1,0 +1,407 @@
+//! Streams, events and graphs: ordered, asynchronous work.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::allocation::{Allocation, Region, Word};
+use super::backend::{EventBackend, GraphBackend, StreamBackend};
+use super::device::Device;
+use super::op::{Condition, HostCall, MemOp, Op, PendingWait};
+use super::program::Launch;
+use crate::error::{Error, Kind, Result};
+
+/// An ordered queue of work on a device. Clones are the same stream.
+///
+/// Calls return at once; the work runs in order, beside the work of other streams. Everything that an
+/// operation uses is kept alive until it is done. When an operation fails, those behind it are dropped
+/// and every later call on the stream returns that failure; on CUDA a kernel's fault takes the whole
+/// device context with it, and all of its streams say so.
+///
+/// Dropping the last handle does not cancel work in flight.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpwire::mem::{Condition, sim::{Sim, SimConfig}};
+/// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+/// let memory = gpu.alloc(4096).unwrap();
+/// let flag = gpu.alloc_pinned(8).unwrap().word64(0).unwrap();
+/// flag.store(0).unwrap();
+///
+/// let stream = gpu.stream().unwrap();
+/// stream.wait_value(&flag, Condition::AtLeast, 1).unwrap();
+/// stream.fill(&memory.whole().unwrap(), 0xab).unwrap();
+/// assert!(!stream.is_idle().unwrap());
+///
+/// flag.store(1).unwrap();
+/// stream.synchronize(Duration::from_secs(5)).unwrap();
+/// ```
+#[derive(Clone)]
+pub struct Stream {
+    device: Device,
+    backend: Arc<dyn StreamBackend>,
+}
+
+impl Stream {
+    pub(super) fn new(device: Device, backend: Arc<dyn StreamBackend>) -> Self {
+        Self { device, backend }
+    }
+
+    /// The device that it belongs to.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Its name in messages: `sim:0 stream 3`.
+    pub fn label(&self) -> String {
+        format!("{} stream {}", self.device.label(), self.backend.number())
+    }
+
+    /// Copies `from` into `to`, which is as long, in any direction between device memory, pinned memory
+    /// and other devices of the same backend. The two must not overlap.
+    pub fn copy(&self, to: &Region, from: &Region) -> Result<()> {
+        let failure = |kind, why: String| {
+            let what = format!("copy {} bytes to {} bytes", from.len(), to.len());
+            Err(Error::new(kind, what).on(self.label()).why(why))
+        };
+        if to.len() != from.len() {
+            return failure(Kind::InvalidArgument, "the lengths differ".into());
+        }
+        let sides = [to, from].map(|region| region.allocation().device().info().backend);
+        let mine = self.device.info().backend;
+        if sides.iter().any(|side| *side != mine) {
+            let why = format!("a {mine} stream cannot reach memory of another backend");
+            return failure(Kind::InvalidArgument, why)
+                .map_err(|e| e.fix("go through the host: Allocation::read, then write"));
+        }
+        if to.overlaps(from) {
+            return failure(Kind::InvalidArgument, "the two ranges overlap".into());
+        }
+        if to.is_empty() {
+            return Ok(());
+        }
+        self.backend.enqueue(Op::Copy {
+            to: to.clone(),
+            from: from.clone(),
+        })
+    }
+
+    /// Fills `region` with one byte value.
+    pub fn fill(&self, region: &Region, byte: u8) -> Result<()> {
+        self.fill_units(region, u32::from(byte), 1)
+    }
+
+    /// Fills `region`, whose address and length are multiples of 4, with one 32-bit value.
+    pub fn fill_u32(&self, region: &Region, value: u32) -> Result<()> {
+        self.fill_units(region, value, 4)
+    }
+
+    fn fill_units(&self, region: &Region, pattern: u32, unit: u8) -> Result<()> {
+        self.check_mine(region.allocation(), "fill memory")?;
+        let aligned = region.address().is_aligned_to(u64::from(unit))
+            && region.len().is_multiple_of(u64::from(unit));
+        if !aligned {
+            let what = format!("fill {} bytes at {}", region.len(), region.address());
+            return Err(Error::new(Kind::Misaligned, what)
+                .on(self.label())
+                .why(format!("address and length must be multiples of {unit}")));
+        }
+        if region.is_empty() {
+            return Ok(());
+        }
+        self.backend.enqueue(Op::Fill {
+            region: region.clone(),
+            pattern,
+            unit,
+        })
+    }
+
+    /// Writes a word, after all earlier work of this stream is visible everywhere.
+    pub fn write_value(&self, word: &Word, value: u64) -> Result<()> {
+        self.mem_op(MemOp::Write {
+            word: word.clone(),
+            value,
+        })
+    }
+
+    /// Holds the stream up until the word satisfies the condition.
+    pub fn wait_value(&self, word: &Word, condition: Condition, value: u64) -> Result<()> {
+        self.mem_op(MemOp::Wait {
+            word: word.clone(),
+            condition,
+            value,
+        })
+    }
+
+    fn mem_op(&self, op: MemOp) -> Result<()> {
+        self.check_mem_op(&op)?;
+        self.backend.enqueue(Op::Mem(op))
+    }
+
+    /// Puts several word operations on the stream in one call, to the device as one batch.
+    pub fn batch(&self, ops: &[MemOp]) -> Result<()> {
+        for op in ops {
+            self.check_mem_op(op)?;
+        }
+        if ops.is_empty() {
+            return Ok(());
+        }
+        self.backend.enqueue(Op::Batch(ops.into()))
+    }
+
+    fn check_mem_op(&self, op: &MemOp) -> Result<()> {
+        let capabilities = self.device.capabilities();
+        let info = self.device.info();
+        capabilities
+            .stream_mem_ops
+            .require("use stream memory operations", info)?;
+        if let MemOp::Write { word, .. } | MemOp::Wait { word, .. } = op {
+            self.check_mine(word.region().allocation(), "use a word")?;
+        }
+        if let MemOp::Wait {
+            condition: Condition::Nor,
+            ..
+        } = op
+        {
+            capabilities.stream_wait_nor.require("wait for NOR", info)?;
+        }
+        op.check()
+    }
+
+    /// Marks this point of the stream with `event`, forgetting the point that it marked before.
+    pub fn record(&self, event: &Event) -> Result<()> {
+        self.check_backend(&event.device, "record an event")?;
+        self.backend.enqueue(Op::Record(event.clone()))
+    }
+
+    /// Holds this stream up until the point that `event` marks has been reached.
+    ///
+    /// In a capture, put the recording before the wait in one stream, or record outside of the graph.
+    pub fn await_event(&self, event: &Event) -> Result<()> {
+        self.check_backend(&event.device, "wait for an event")?;
+        self.backend.enqueue(Op::Await(event.clone()))
+    }
+
+    /// Calls `run` on a thread of the host when the stream gets there; the stream goes on when it
+    /// returns. It must not call into devices. Captured into a graph, it is called in every replay.
+    pub fn call_host(&self, run: impl Fn() + Send + Sync + 'static) -> Result<()> {
+        self.backend.enqueue(Op::Call(Arc::new(HostCall::new(run))))
+    }
+
+    /// Starts a kernel.
+    ///
+    /// # Safety
+    /// The kernel reads and writes only memory that it may, for as long as it runs: what it is given as
+    /// regions stays alive, addresses that it gets in any other way are the caller's care. On the
+    /// simulator a wrong address is caught; on CUDA it may reach pinned host memory.
+    #[allow(unsafe_code)]
+    pub unsafe fn launch(&self, launch: Launch) -> Result<()> {
+        let failure = |why: &str| {
+            let what = format!("launch kernel {:?}", launch.kernel.name());
+            Err(Error::new(Kind::InvalidArgument, what)
+                .on(self.label())
+                .why(why.to_string()))
+        };
+        if launch.grid == 0 || launch.threads == 0 {
+            return failure("the grid or the block is empty");
+        }
+        if *launch.kernel.device() != self.device {
+            return failure("the kernel was loaded onto another device");
+        }
+        self.backend.enqueue(Op::Launch(Arc::new(launch)))
+    }
+
+    /// Captures the work that `record` puts on this stream into a graph, without running it.
+    ///
+    /// Values are frozen at capture. If `record` fails, the capture is dropped and its error returned.
+    pub fn capture(&self, record: impl FnOnce(&Stream) -> Result<()>) -> Result<Graph> {
+        self.device
+            .capabilities()
+            .graphs
+            .require("capture a graph", self.device.info())?;
+        self.backend.begin_capture()?;
+        let recorded = record(self);
+        let graph = self.backend.end_capture();
+        recorded?;
+        Ok(Graph {
+            device: self.device.clone(),
+            backend: graph?,
+        })
+    }
+
+    /// Puts a captured graph on the stream.
+    pub fn replay(&self, graph: &Graph) -> Result<()> {
+        self.check_backend(&graph.device, "replay a graph")?;
+        self.backend.enqueue(Op::Replay(graph.clone()))
+    }
+
+    /// Whether all work is done. An earlier failure surfaces here.
+    pub fn is_idle(&self) -> Result<bool> {
+        self.backend.is_idle()
+    }
+
+    /// The wait that holds the stream up now, if one does.
+    pub fn blocked_on(&self) -> Option<PendingWait> {
+        self.backend.blocked_on()
+    }
+
+    /// Returns when all work is done, or fails when `timeout` has passed; the work then goes on.
+    ///
+    /// The timeout's text names what the stream waits for, and what it sees.
+    pub fn synchronize(&self, timeout: Duration) -> Result<()> {
+        if poll_until(timeout, || self.backend.is_idle())? {
+            return Ok(());
+        }
+        let why = match self.blocked_on() {
+            Some(wait) => format!("after {timeout:?} {wait}"),
+            None => format!("after {timeout:?} its work is still running"),
+        };
+        Err(Error::new(Kind::Timeout, "synchronize")
+            .on(self.label())
+            .why(why))
+    }
+
+    fn check_mine(&self, memory: &Allocation, what: &'static str) -> Result<()> {
+        self.check_backend(memory.device(), what)
+    }
+
+    fn check_backend(&self, other: &Device, what: &'static str) -> Result<()> {
+        let (mine, theirs) = (self.device.info().backend, other.info().backend);
+        if mine == theirs {
+            return Ok(());
+        }
+        Err(Error::new(Kind::InvalidArgument, what)
+            .on(self.label())
+            .why(format!("it belongs to a {theirs} device")))
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Stream({})", self.label())
+    }
+}
+
+/// A point in a stream. Clones are the same event.
+#[derive(Clone)]
+pub struct Event {
+    device: Device,
+    backend: Arc<dyn EventBackend>,
+}
+
+impl Event {
+    pub(super) fn new(device: Device, backend: Arc<dyn EventBackend>) -> Self {
+        Self { device, backend }
+    }
+
+    /// Whether the point has been reached; an event that marks no point counts as reached.
+    pub fn is_reached(&self) -> Result<bool> {
+        self.backend.is_reached()
+    }
+
+    /// Returns when the point has been reached, or fails when `timeout` has passed.
+    pub fn synchronize(&self, timeout: Duration) -> Result<()> {
+        if poll_until(timeout, || self.is_reached())? {
+            return Ok(());
+        }
+        Err(Error::new(Kind::Timeout, "wait for an event")
+            .on(self.device.label())
+            .why(format!("it was not reached in {timeout:?}")))
+    }
+
+    /// The time between the point that `earlier` marks and this one, both reached.
+    pub fn elapsed_since(&self, earlier: &Event) -> Result<Duration> {
+        self.backend.elapsed_since(&*earlier.backend)
+    }
+
+    pub(super) fn backend(&self) -> &Arc<dyn EventBackend> {
+        &self.backend
+    }
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Event({})", self.device.label())
+    }
+}
+
+/// Captured work that can be replayed any number of times. Clones are the same graph.
+#[derive(Clone)]
+pub struct Graph {
+    device: Device,
+    backend: Arc<dyn GraphBackend>,
+}
+
+impl Graph {
+    /// How many operations it holds.
+    pub fn len(&self) -> usize {
+        self.backend.len()
+    }
+
+    /// Whether nothing was captured.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    pub(super) fn backend(&self) -> &Arc<dyn GraphBackend> {
+        &self.backend
+    }
+}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "Graph({}, {} operations)",
+            self.device.label(),
+            self.len()
+        )
+    }
+}
+
+/// Asks until the answer is yes, first eagerly, then with growing pauses; false when time is up.
+fn poll_until(timeout: Duration, mut ask: impl FnMut() -> Result<bool>) -> Result<bool> {
+    let start = Instant::now();
+    let mut pause = Pause::default();
+    loop {
+        if ask()? {
+            return Ok(true);
+        }
+        if start.elapsed() >= timeout {
+            return Ok(false);
+        }
+        pause.take();
+    }
+}
+
+/// Waiting politely: spin while the answer is likely near, then yield, then sleep.
+#[derive(Default)]
+pub(super) struct Pause {
+    taken: u32,
+}
+
+impl Pause {
+    const SPINS: u32 = 64;
+    const YIELDS: u32 = 512;
+    const SLEEP: Duration = Duration::from_micros(50);
+
+    pub(super) fn take(&mut self) {
+        if self.taken < Self::SPINS {
+            std::hint::spin_loop();
+        } else if self.taken < Self::YIELDS {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(Self::SLEEP);
+        }
+        self.taken = self.taken.saturating_add(1);
+    }
+}
+
+/// What a stream that is being captured answers to calls that make no sense then.
+#[cold]
+pub(super) fn capture_in_progress(what: &'static str, stream: String) -> Error {
+    Error::new(Kind::Busy, what)
+        .on(stream)
+        .why("it is being captured")
+        .fix("end the capture first")
+}

@@ -1,0 +1,159 @@
+//! What only CUDA has: memory that another library made with calls of its own.
+#![allow(unsafe_code)] // it plays that other library
+
+use std::ffi::c_void;
+
+use libloading::Library;
+use warpwire::error::Kind;
+use warpwire::mem::{DeviceAddr, Program};
+
+use crate::fixture::{Fixture, SOON, cases, expect_pattern, put_pattern};
+
+cases![
+    memory_of_another_library_can_be_borrowed,
+    memory_that_is_not_the_devices_is_named,
+    bad_ptx_shows_the_compilers_log,
+    the_context_is_left_as_it_was,
+    handles_do_not_open_in_their_own_process,
+];
+
+/// Another user of the driver in this process.
+struct Stranger {
+    library: Library,
+}
+
+impl Stranger {
+    fn new() -> Self {
+        // SAFETY: the driver is loaded already.
+        Self {
+            library: unsafe { Library::new("libcuda.so.1") }.unwrap(),
+        }
+    }
+
+    fn call<F: Copy, R>(&self, symbol: &str, with: impl FnOnce(F) -> R) -> R {
+        // SAFETY: the callers below give each symbol the type that cuda.h declares.
+        let function = unsafe { self.library.get::<F>(symbol.as_bytes()) }.unwrap();
+        with(*function)
+    }
+
+    /// Makes the primary context current on this thread, as a runtime would.
+    fn enter(&self) {
+        let mut context: *mut c_void = std::ptr::null_mut();
+        type Retain = unsafe extern "C" fn(*mut *mut c_void, i32) -> i32;
+        type Set = unsafe extern "C" fn(*mut c_void) -> i32;
+        // SAFETY: as cuda.h declares them; the context stays retained for the rest of the process.
+        unsafe {
+            assert_eq!(
+                self.call("cuDevicePrimaryCtxRetain", |f: Retain| f(&mut context, 0)),
+                0
+            );
+            assert_eq!(self.call("cuCtxSetCurrent", |f: Set| f(context)), 0);
+        }
+    }
+
+    fn current(&self) -> *mut c_void {
+        let mut context: *mut c_void = std::ptr::null_mut();
+        type Current = unsafe extern "C" fn(*mut *mut c_void) -> i32;
+        // SAFETY: as cuda.h declares it.
+        assert_eq!(
+            unsafe { self.call("cuCtxGetCurrent", |f: Current| f(&mut context)) },
+            0
+        );
+        context
+    }
+
+    fn alloc(&self, len: usize) -> u64 {
+        let mut address = 0;
+        type Alloc = unsafe extern "C" fn(*mut u64, usize) -> i32;
+        // SAFETY: as cuda.h declares it.
+        assert_eq!(
+            unsafe { self.call("cuMemAlloc_v2", |f: Alloc| f(&mut address, len)) },
+            0
+        );
+        address
+    }
+
+    fn free(&self, address: u64) {
+        type Free = unsafe extern "C" fn(u64) -> i32;
+        // SAFETY: as cuda.h declares it; allocated above.
+        assert_eq!(
+            unsafe { self.call("cuMemFree_v2", |f: Free| f(address)) },
+            0
+        );
+    }
+
+    fn alloc_managed(&self, len: usize) -> u64 {
+        let mut address = 0;
+        type Alloc = unsafe extern "C" fn(*mut u64, usize, u32) -> i32;
+        // SAFETY: as cuda.h declares it.
+        assert_eq!(
+            unsafe { self.call("cuMemAllocManaged", |f: Alloc| f(&mut address, len, 1)) },
+            0
+        );
+        address
+    }
+}
+
+fn memory_of_another_library_can_be_borrowed(f: &Fixture) {
+    let stranger = Stranger::new();
+    stranger.enter();
+    let address = stranger.alloc(1 << 20);
+    let part = f
+        .gpu
+        .borrow(DeviceAddr::new(address + 777), 10_001)
+        .unwrap();
+    put_pattern(&part, 3);
+    let copy = f.gpu.alloc(10_001).unwrap();
+    let stream = f.gpu.stream().unwrap();
+    stream
+        .copy(&copy.whole().unwrap(), &part.whole().unwrap())
+        .unwrap();
+    stream.synchronize(SOON).unwrap();
+    expect_pattern(&copy, 3);
+    let exported = part.export_dmabuf(0, 10_001).unwrap();
+    assert_eq!(exported.offset(), (address + 777) % 4096);
+    drop(part);
+    stranger.free(address);
+    let error = f.gpu.borrow(DeviceAddr::new(address), 64).unwrap_err();
+    assert_eq!(error.kind(), &Kind::NotDeviceMemory, "{error}");
+}
+
+fn memory_that_is_not_the_devices_is_named(f: &Fixture) {
+    let stranger = Stranger::new();
+    stranger.enter();
+    let managed = stranger.alloc_managed(4096);
+    let error = f.gpu.borrow(DeviceAddr::new(managed), 64).unwrap_err();
+    assert!(error.to_string().contains("managed"), "{error}");
+    stranger.free(managed);
+    let pinned = f.gpu.alloc_pinned(4096).unwrap();
+    let error = f.gpu.borrow(pinned.address(), 64).unwrap_err();
+    assert!(error.to_string().contains("pinned host memory"), "{error}");
+}
+
+fn bad_ptx_shows_the_compilers_log(f: &Fixture) {
+    let bad = Program::new("bad").ptx(".version 8.2\n.target sm_70\n.address_size 64\nnonsense;\n");
+    let error = f.gpu.load(&bad).unwrap_err();
+    assert!(error.to_string().contains("line 4"), "{error}");
+    assert!(f.gpu.load(&Program::new("cut").ptx("a\0b")).is_err());
+}
+
+fn the_context_is_left_as_it_was(f: &Fixture) {
+    let stranger = Stranger::new();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            assert!(stranger.current().is_null(), "a new thread has none");
+            let memory = f.gpu.alloc(4096).unwrap();
+            let stream = f.gpu.stream().unwrap();
+            stream.fill(&memory.whole().unwrap(), 1).unwrap();
+            stream.synchronize(SOON).unwrap();
+            drop((memory, stream));
+            assert!(stranger.current().is_null(), "and is left with none");
+        });
+    });
+}
+
+fn handles_do_not_open_in_their_own_process(f: &Fixture) {
+    let memory = f.gpu.alloc(4096).unwrap();
+    let error = f.gpu.open_ipc(&memory.export_ipc().unwrap()).unwrap_err();
+    assert!(error.to_string().contains("another process"), "{error}");
+}

@@ -1,0 +1,101 @@
+//! What a case gets to work with.
+
+use std::time::Duration;
+
+use warpwire::mem::sim::{Control, Sim, SimConfig};
+use warpwire::mem::{Allocation, Backend, Device, MemoryKind, cuda, pattern};
+
+/// Longer than anything takes that works.
+pub const SOON: Duration = Duration::from_secs(20);
+/// Long enough to be sure that something does not happen.
+pub const A_MOMENT: Duration = Duration::from_millis(30);
+
+pub struct Case {
+    pub name: &'static str,
+    pub run: fn(&Fixture),
+}
+
+/// Lists the functions as cases under their own names.
+macro_rules! cases {
+    ($($name:ident),* $(,)?) => {
+        pub const CASES: &[crate::fixture::Case] =
+            &[$(crate::fixture::Case { name: stringify!($name), run: $name }),*];
+    };
+}
+pub(crate) use cases;
+
+pub struct Fixture {
+    pub backend: Backend,
+    pub gpu: Device,
+    /// A second device, where there is one.
+    pub other: Option<Device>,
+    sim: Option<Sim>,
+}
+
+impl Fixture {
+    pub fn new(backend: Backend) -> Self {
+        match backend {
+            Backend::Sim => {
+                let sim = Sim::start(SimConfig {
+                    memory: 1 << 30,
+                    ..SimConfig::default()
+                })
+                .unwrap();
+                let (gpu, other) = (sim.device(0).unwrap(), sim.device(1).ok());
+                Self {
+                    backend,
+                    gpu,
+                    other,
+                    sim: Some(sim),
+                }
+            }
+            Backend::Cuda => Self {
+                backend,
+                gpu: cuda::device(0).unwrap(),
+                other: cuda::device(1).ok(),
+                sim: None,
+            },
+        }
+    }
+
+    /// The strings behind the simulated device.
+    pub fn control(&self) -> Control {
+        self.sim
+            .as_ref()
+            .expect("only on the simulator")
+            .control(0)
+            .unwrap()
+    }
+
+    /// The kinds of device memory.
+    pub fn device_kinds(&self) -> [MemoryKind; 3] {
+        [MemoryKind::Plain, MemoryKind::Vmm, MemoryKind::Pool]
+    }
+
+    /// The simulator counts: after every case, nothing may be left.
+    pub fn check_nothing_left(&self) {
+        let Some(sim) = &self.sim else { return };
+        for ordinal in 0..2 {
+            if let Err(live) = sim.control(ordinal).unwrap().wait_empty(SOON) {
+                panic!("sim:{ordinal} still holds {live:?}");
+            }
+        }
+    }
+}
+
+/// Fills memory with the pattern of `seed`, from the CPU.
+pub fn put_pattern(memory: &Allocation, seed: u64) {
+    let mut bytes = vec![0; memory.len() as usize];
+    pattern::fill_bytes(&mut bytes, seed, 0);
+    memory.write(0, &bytes).unwrap();
+}
+
+/// Asserts that memory holds the pattern of `seed`.
+pub fn expect_pattern(memory: &Allocation, seed: u64) {
+    let mut wanted = vec![0; memory.len() as usize];
+    pattern::fill_bytes(&mut wanted, seed, 0);
+    let mut found = vec![0; wanted.len()];
+    memory.read(0, &mut found).unwrap();
+    let wrong = wanted.iter().zip(&found).position(|(a, b)| a != b);
+    assert_eq!(wrong, None, "first wrong byte of {memory:?}");
+}

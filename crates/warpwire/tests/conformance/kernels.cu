@@ -1,0 +1,24 @@
+// Kernels that the conformance suite runs; their twins for the simulated GPU stand in kernels.rs.
+
+typedef unsigned long long u64;
+
+// All blocks meet: each waits until every other has arrived. Hangs unless all are resident.
+extern "C" __global__ void meet(u64 arrived) {
+    if (threadIdx.x == 0) {
+        atomicAdd_system((u64 *)arrived, 1ull);
+        while (*(volatile u64 *)arrived < gridDim.x) {}
+    }
+}
+
+// Answers the host: for each i up to `rounds`, waits for `ask` to become i, then sets `answer` to i.
+extern "C" __global__ void answer(u64 ask, u64 answer, u64 rounds) {
+    for (u64 i = 1; i <= rounds; i++) {
+        while (*(volatile u64 *)ask < i) {}
+        __threadfence_system();
+        *(volatile u64 *)answer = i;
+        __threadfence_system();
+    }
+}
+
+// Writes to an address that is no memory.
+extern "C" __global__ void trespass(u64 address) { *(volatile u64 *)address = 1; }

@@ -1,0 +1,556 @@
+//! Streams, events and graphs.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use warpwire::error::Kind;
+use warpwire::mem::{Condition, MemOp, MemoryKind, Stream, Word};
+
+use crate::fixture::{A_MOMENT, Fixture, SOON, cases, expect_pattern, put_pattern};
+
+cases![
+    copies_go_in_all_directions,
+    copies_between_devices,
+    wrong_copies_are_refused,
+    fills_are_exact,
+    work_runs_in_order,
+    streams_run_beside_each_other,
+    waits_end_when_their_condition_holds,
+    waits_count_on_a_circle,
+    batches_keep_their_order,
+    long_batches_are_complete,
+    wrong_word_operations_are_refused,
+    a_timeout_says_what_is_awaited,
+    events_order_streams,
+    events_measure_time,
+    host_calls_take_their_turn,
+    a_panicking_host_call_fails_the_stream,
+    graphs_replay_a_thousand_times,
+    captures_run_nothing,
+    a_failed_capture_leaves_the_stream_usable,
+    calls_that_disturb_a_capture_are_refused,
+    graphs_keep_what_they_use,
+    a_dropped_stream_finishes_its_work,
+    operations_keep_what_they_use,
+];
+
+fn pinned_word(f: &Fixture) -> Word {
+    let word = f.gpu.alloc_pinned(8).unwrap().word64(0).unwrap();
+    word.store(0).unwrap();
+    word
+}
+
+/// A stream that does nothing until the word is set.
+fn gated_stream(f: &Fixture) -> (Stream, Word) {
+    let (stream, gate) = (f.gpu.stream().unwrap(), pinned_word(f));
+    stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
+    (stream, gate)
+}
+
+fn copies_go_in_all_directions(f: &Fixture) {
+    let stream = f.gpu.stream().unwrap();
+    let kinds = f.device_kinds().into_iter().chain([MemoryKind::Pinned]);
+    let places: Vec<_> = kinds
+        .map(|kind| f.gpu.alloc_kind(70_001, kind).unwrap())
+        .collect();
+    for (number, from) in places.iter().enumerate() {
+        for to in places.iter().filter(|to| to.address() != from.address()) {
+            put_pattern(from, number as u64);
+            stream.fill(&to.whole().unwrap(), 0).unwrap();
+            stream
+                .copy(&to.whole().unwrap(), &from.whole().unwrap())
+                .unwrap();
+            stream.synchronize(SOON).unwrap();
+            expect_pattern(to, number as u64);
+        }
+    }
+    // Odd on both sides, and inside one allocation.
+    let memory = &places[0];
+    put_pattern(memory, 3);
+    let mut wanted = [0; 999];
+    memory.read(13, &mut wanted).unwrap();
+    stream
+        .copy(
+            &memory.region(50_001, 999).unwrap(),
+            &memory.region(13, 999).unwrap(),
+        )
+        .unwrap();
+    stream.synchronize(SOON).unwrap();
+    let mut found = [0; 999];
+    memory.read(50_001, &mut found).unwrap();
+    assert_eq!(found, wanted);
+}
+
+fn copies_between_devices(f: &Fixture) {
+    let Some(other) = &f.other else { return };
+    let (from, to) = (f.gpu.alloc(65_537).unwrap(), other.alloc(65_537).unwrap());
+    put_pattern(&from, 8);
+    let stream = f.gpu.stream().unwrap();
+    stream
+        .copy(&to.whole().unwrap(), &from.whole().unwrap())
+        .unwrap();
+    stream.synchronize(SOON).unwrap();
+    expect_pattern(&to, 8);
+}
+
+fn wrong_copies_are_refused(f: &Fixture) {
+    let stream = f.gpu.stream().unwrap();
+    let memory = f.gpu.alloc(100).unwrap();
+    let region = |offset, len| memory.region(offset, len).unwrap();
+    for (to, from) in [((0, 10), (20, 11)), ((0, 10), (9, 10)), ((5, 5), (5, 5))] {
+        let error = stream
+            .copy(&region(to.0, to.1), &region(from.0, from.1))
+            .unwrap_err();
+        assert_eq!(error.kind(), &Kind::InvalidArgument, "{error}");
+    }
+    stream.copy(&region(0, 0), &region(5, 0)).unwrap();
+    if f.backend == warpwire::mem::Backend::Cuda {
+        let stranger = warpwire::mem::open("sim:0").unwrap().alloc(10).unwrap();
+        let error = stream
+            .copy(&region(0, 10), &stranger.whole().unwrap())
+            .unwrap_err();
+        assert!(error.advice().is_some(), "{error}");
+    }
+}
+
+fn fills_are_exact(f: &Fixture) {
+    let memory = f.gpu.alloc(4096).unwrap();
+    let stream = f.gpu.stream().unwrap();
+    stream.fill(&memory.whole().unwrap(), 0x11).unwrap();
+    stream.fill(&memory.region(3, 1001).unwrap(), 0x22).unwrap();
+    stream
+        .fill_u32(&memory.region(2048, 12).unwrap(), 0xdead_beef)
+        .unwrap();
+    stream.fill(&memory.region(7, 0).unwrap(), 0x33).unwrap();
+    stream.synchronize(SOON).unwrap();
+    let mut bytes = [0; 4096];
+    memory.read(0, &mut bytes).unwrap();
+    assert!(
+        bytes[..3]
+            .iter()
+            .chain(&bytes[1004..2048])
+            .all(|byte| *byte == 0x11)
+    );
+    assert!(bytes[3..1004].iter().all(|byte| *byte == 0x22));
+    assert_eq!(&bytes[2048..2060], 0xdead_beef_u32.to_le_bytes().repeat(3));
+    for (offset, len) in [(1, 8), (4, 7)] {
+        let error = stream
+            .fill_u32(&memory.region(offset, len).unwrap(), 0)
+            .unwrap_err();
+        assert_eq!(error.kind(), &Kind::Misaligned);
+    }
+}
+
+fn work_runs_in_order(f: &Fixture) {
+    let memory = f.gpu.alloc(1 << 16).unwrap();
+    let stream = f.gpu.stream().unwrap();
+    for round in 0..200_u8 {
+        stream.fill(&memory.whole().unwrap(), round).unwrap();
+    }
+    stream.synchronize(SOON).unwrap();
+    let mut bytes = vec![0; 1 << 16];
+    memory.read(0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 199));
+}
+
+fn streams_run_beside_each_other(f: &Fixture) {
+    let (waiting, gate) = gated_stream(f);
+    let other = f.gpu.stream().unwrap();
+    let memory = f.gpu.alloc(4096).unwrap();
+    other.fill(&memory.whole().unwrap(), 1).unwrap();
+    other.synchronize(SOON).unwrap();
+    assert!(!waiting.is_idle().unwrap());
+    // One stream opens the way for the other.
+    other.write_value(&gate, 1).unwrap();
+    waiting.synchronize(SOON).unwrap();
+}
+
+fn waits_end_when_their_condition_holds(f: &Fixture) {
+    let stream = f.gpu.stream().unwrap();
+    for kind in [MemoryKind::Plain, MemoryKind::Pinned] {
+        let memory = f.gpu.alloc_kind(64, kind).unwrap();
+        for word in [memory.word32(8).unwrap(), memory.word64(16).unwrap()] {
+            for (condition, wanted, not_yet, enough) in [
+                (Condition::AtLeast, 5, 4, 6),
+                (Condition::Equal, 5, 6, 5),
+                (Condition::And, 0b0110, 0b1001, 0b1011),
+                (
+                    Condition::Nor,
+                    0xff,
+                    if word.region().len() == 4 {
+                        0xffff_ff00
+                    } else {
+                        !0xff
+                    },
+                    0,
+                ),
+            ] {
+                if condition == Condition::Nor && !f.gpu.capabilities().stream_wait_nor.is_yes() {
+                    continue;
+                }
+                word.store(not_yet).unwrap();
+                stream.wait_value(&word, condition, wanted).unwrap();
+                std::thread::sleep(A_MOMENT / 4);
+                assert!(
+                    !stream.is_idle().unwrap(),
+                    "{kind} {condition:?} passed too early"
+                );
+                word.store(enough).unwrap();
+                stream.synchronize(SOON).unwrap();
+            }
+        }
+    }
+}
+
+fn waits_count_on_a_circle(f: &Fixture) {
+    let stream = f.gpu.stream().unwrap();
+    let memory = f.gpu.alloc_pinned(16).unwrap();
+    let (narrow, wide) = (memory.word32(0).unwrap(), memory.word64(8).unwrap());
+    narrow.store(2).unwrap();
+    stream
+        .wait_value(&narrow, Condition::AtLeast, 0xffff_fff0)
+        .unwrap();
+    wide.store(2).unwrap();
+    stream
+        .wait_value(&wide, Condition::AtLeast, u64::MAX - 5)
+        .unwrap();
+    stream.synchronize(SOON).unwrap();
+}
+
+fn batches_keep_their_order(f: &Fixture) {
+    let (stream, gate, done) = (f.gpu.stream().unwrap(), pinned_word(f), pinned_word(f));
+    let device = f.gpu.alloc(8).unwrap();
+    let on_device = device.word64(0).unwrap();
+    on_device.store(0).unwrap();
+    stream
+        .batch(&[
+            MemOp::Wait {
+                word: gate.clone(),
+                condition: Condition::AtLeast,
+                value: 1,
+            },
+            MemOp::Write {
+                word: on_device.clone(),
+                value: 7,
+            },
+            MemOp::Barrier,
+            MemOp::Wait {
+                word: on_device.clone(),
+                condition: Condition::Equal,
+                value: 7,
+            },
+            MemOp::Write {
+                word: done.clone(),
+                value: 9,
+            },
+        ])
+        .unwrap();
+    std::thread::sleep(A_MOMENT);
+    assert_eq!(done.load().unwrap(), 0);
+    gate.store(1).unwrap();
+    stream.synchronize(SOON).unwrap();
+    assert_eq!((on_device.load().unwrap(), done.load().unwrap()), (7, 9));
+    stream.batch(&[]).unwrap();
+}
+
+fn long_batches_are_complete(f: &Fixture) {
+    let count = 700;
+    let memory = f.gpu.alloc(count * 8).unwrap();
+    let words: Vec<_> = (0..count)
+        .map(|at| memory.word64(at * 8).unwrap())
+        .collect();
+    let write = |(at, word): (usize, &Word)| MemOp::Write {
+        word: word.clone(),
+        value: at as u64 + 1,
+    };
+    let ops: Vec<_> = words.iter().enumerate().map(write).collect();
+    let stream = f.gpu.stream().unwrap();
+    stream.batch(&ops).unwrap();
+    stream.synchronize(SOON).unwrap();
+    let mut bytes = vec![0; (count * 8) as usize];
+    memory.read(0, &mut bytes).unwrap();
+    for (at, word) in bytes.chunks_exact(8).enumerate() {
+        assert_eq!(word, (at as u64 + 1).to_le_bytes());
+    }
+}
+
+fn wrong_word_operations_are_refused(f: &Fixture) {
+    let stream = f.gpu.stream().unwrap();
+    let memory = f.gpu.alloc(64).unwrap();
+    let narrow = memory.word32(0).unwrap();
+    let too_wide = stream.write_value(&narrow, 1 << 32).unwrap_err();
+    assert_eq!(too_wide.kind(), &Kind::InvalidArgument);
+    assert!(
+        stream
+            .wait_value(&narrow, Condition::Equal, u64::MAX)
+            .is_err()
+    );
+    // One bad operation refuses the whole batch: nothing of it runs.
+    let good = memory.word32(4).unwrap();
+    good.store(0).unwrap();
+    let batch = [
+        MemOp::Write {
+            word: good.clone(),
+            value: 1,
+        },
+        MemOp::Write {
+            word: narrow,
+            value: 1 << 40,
+        },
+    ];
+    assert!(stream.batch(&batch).is_err());
+    stream.synchronize(SOON).unwrap();
+    assert_eq!(good.load().unwrap(), 0);
+}
+
+fn a_timeout_says_what_is_awaited(f: &Fixture) {
+    for kind in [MemoryKind::Plain, MemoryKind::Pinned] {
+        let word = f.gpu.alloc_kind(8, kind).unwrap().word64(0).unwrap();
+        word.store(0x11).unwrap();
+        let stream = f.gpu.stream().unwrap();
+        stream.wait_value(&word, Condition::AtLeast, 0x77).unwrap();
+        let error = stream.synchronize(Duration::from_millis(50)).unwrap_err();
+        assert_eq!(error.kind(), &Kind::Timeout);
+        let text = error.to_string();
+        for part in [
+            stream.label(),
+            word.address().to_string(),
+            "0x77".into(),
+            "0x11".into(),
+        ] {
+            assert!(text.contains(&part), "{part} is not in: {text}");
+        }
+        let wait = stream.blocked_on().unwrap();
+        assert_eq!(
+            (wait.address, wait.wanted, wait.seen),
+            (word.address(), 0x77, Some(0x11))
+        );
+        word.store(0x77).unwrap();
+        stream.synchronize(SOON).unwrap();
+        assert_eq!(stream.blocked_on(), None);
+    }
+}
+
+fn events_order_streams(f: &Fixture) {
+    let (first, gate) = gated_stream(f);
+    let second = f.gpu.stream().unwrap();
+    let memory = f.gpu.alloc(4096).unwrap();
+    let event = f.gpu.event().unwrap();
+    assert!(
+        event.is_reached().unwrap(),
+        "an event that marks nothing is reached"
+    );
+    first.fill(&memory.whole().unwrap(), 1).unwrap();
+    first.record(&event).unwrap();
+    second.await_event(&event).unwrap();
+    second.fill(&memory.whole().unwrap(), 2).unwrap();
+    std::thread::sleep(A_MOMENT);
+    assert!(!event.is_reached().unwrap());
+    assert!(!second.is_idle().unwrap());
+    let error = event.synchronize(A_MOMENT).unwrap_err();
+    assert_eq!(error.kind(), &Kind::Timeout);
+    gate.store(1).unwrap();
+    event.synchronize(SOON).unwrap();
+    second.synchronize(SOON).unwrap();
+    let mut byte = [0];
+    memory.read(4095, &mut byte).unwrap();
+    assert_eq!(byte, [2]);
+}
+
+fn events_measure_time(f: &Fixture) {
+    let (start, end) = (f.gpu.event().unwrap(), f.gpu.event().unwrap());
+    let (stream, gate) = (f.gpu.stream().unwrap(), pinned_word(f));
+    assert!(end.elapsed_since(&start).is_err(), "neither was recorded");
+    stream.record(&start).unwrap();
+    stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
+    stream.record(&end).unwrap();
+    start.synchronize(SOON).unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    gate.store(1).unwrap();
+    stream.synchronize(SOON).unwrap();
+    let elapsed = end.elapsed_since(&start).unwrap();
+    assert!(
+        elapsed >= Duration::from_millis(19) && elapsed < SOON,
+        "{elapsed:?}"
+    );
+}
+
+fn host_calls_take_their_turn(f: &Fixture) {
+    let (stream, gate) = gated_stream(f);
+    let seen = Arc::new(AtomicU64::new(0));
+    let word = pinned_word(f);
+    stream.write_value(&word, 3).unwrap();
+    let (at_call, reader) = (seen.clone(), word.clone());
+    stream
+        .call_host(move || at_call.store(reader.load().unwrap() + 100, Ordering::SeqCst))
+        .unwrap();
+    stream.write_value(&word, 4).unwrap();
+    std::thread::sleep(A_MOMENT);
+    assert_eq!(seen.load(Ordering::SeqCst), 0);
+    gate.store(1).unwrap();
+    stream.synchronize(SOON).unwrap();
+    assert_eq!(seen.load(Ordering::SeqCst), 103);
+}
+
+fn a_panicking_host_call_fails_the_stream(f: &Fixture) {
+    let stream = f.gpu.stream().unwrap();
+    stream
+        .call_host(|| panic!("on purpose: a host call that panics"))
+        .unwrap();
+    let error = stream.synchronize(SOON).unwrap_err();
+    assert_eq!(error.kind(), &Kind::StreamFailed);
+    let memory = f.gpu.alloc(8).unwrap();
+    let again = stream.fill(&memory.whole().unwrap(), 0).unwrap_err();
+    assert!(again.to_string().contains("panicked"), "{again}");
+    // Others work on.
+    f.gpu
+        .stream()
+        .unwrap()
+        .fill(&memory.whole().unwrap(), 0)
+        .unwrap();
+}
+
+fn graphs_replay_a_thousand_times(f: &Fixture) {
+    let stream = f.gpu.stream().unwrap();
+    let (from, to) = (f.gpu.alloc(4096).unwrap(), f.gpu.alloc(4096).unwrap());
+    let (flag, calls) = (pinned_word(f), Arc::new(AtomicU64::new(0)));
+    let event = f.gpu.event().unwrap();
+    put_pattern(&from, 21);
+    let counter = calls.clone();
+    let graph = stream
+        .capture(|stream| {
+            stream.fill(&to.whole()?, 0)?;
+            stream.write_value(&flag, 5)?;
+            stream.batch(&[
+                MemOp::Wait {
+                    word: flag.clone(),
+                    condition: Condition::Equal,
+                    value: 5,
+                },
+                MemOp::Barrier,
+                MemOp::Write {
+                    word: flag.clone(),
+                    value: 6,
+                },
+            ])?;
+            stream.copy(&to.whole()?, &from.whole()?)?;
+            stream.record(&event)?;
+            let counter = counter.clone();
+            stream.call_host(move || {
+                counter.fetch_add(1, Ordering::SeqCst);
+            })
+        })
+        .unwrap();
+    assert_eq!(graph.len(), 6);
+    for _ in 0..1000 {
+        stream.replay(&graph).unwrap();
+    }
+    stream.synchronize(SOON).unwrap();
+    assert_eq!(calls.load(Ordering::SeqCst), 1000);
+    assert_eq!(flag.load().unwrap(), 6);
+    assert!(event.is_reached().unwrap());
+    expect_pattern(&to, 21);
+    // On another stream as well.
+    let other = f.gpu.stream().unwrap();
+    other.replay(&graph).unwrap();
+    other.synchronize(SOON).unwrap();
+    assert_eq!(calls.load(Ordering::SeqCst), 1001);
+}
+
+fn captures_run_nothing(f: &Fixture) {
+    let stream = f.gpu.stream().unwrap();
+    let word = pinned_word(f);
+    let graph = stream
+        .capture(|stream| stream.write_value(&word, 1))
+        .unwrap();
+    stream.synchronize(SOON).unwrap();
+    std::thread::sleep(A_MOMENT);
+    assert_eq!(word.load().unwrap(), 0);
+    stream.replay(&graph).unwrap();
+    stream.synchronize(SOON).unwrap();
+    assert_eq!(word.load().unwrap(), 1);
+    let empty = stream.capture(|_| Ok(())).unwrap();
+    assert!(empty.is_empty());
+    stream.replay(&empty).unwrap();
+    stream.synchronize(SOON).unwrap();
+}
+
+fn a_failed_capture_leaves_the_stream_usable(f: &Fixture) {
+    let stream = f.gpu.stream().unwrap();
+    let word = pinned_word(f);
+    let error = stream
+        .capture(|stream| {
+            stream.write_value(&word, 1)?;
+            stream.fill_u32(&f.gpu.alloc(8)?.region(1, 4)?, 0)
+        })
+        .unwrap_err();
+    assert_eq!(error.kind(), &Kind::Misaligned);
+    stream.write_value(&word, 2).unwrap();
+    stream.synchronize(SOON).unwrap();
+    assert_eq!(word.load().unwrap(), 2);
+}
+
+fn calls_that_disturb_a_capture_are_refused(f: &Fixture) {
+    let stream = f.gpu.stream().unwrap();
+    let word = pinned_word(f);
+    let graph = stream
+        .capture(|stream| {
+            assert_eq!(stream.is_idle().unwrap_err().kind(), &Kind::Busy);
+            assert_eq!(stream.synchronize(SOON).unwrap_err().kind(), &Kind::Busy);
+            assert_eq!(stream.capture(|_| Ok(())).unwrap_err().kind(), &Kind::Busy);
+            // Allocating and dropping memory meanwhile is fine.
+            drop(f.gpu.alloc(4096)?);
+            stream.write_value(&word, 8)
+        })
+        .unwrap();
+    stream.replay(&graph).unwrap();
+    stream.synchronize(SOON).unwrap();
+    assert_eq!(word.load().unwrap(), 8);
+}
+
+fn graphs_keep_what_they_use(f: &Fixture) {
+    let stream = f.gpu.stream().unwrap();
+    let (from, to) = (f.gpu.alloc(4096).unwrap(), f.gpu.alloc(4096).unwrap());
+    put_pattern(&from, 4);
+    let graph = stream
+        .capture(|s| s.copy(&to.whole()?, &from.whole()?))
+        .unwrap();
+    assert_eq!(from.free().unwrap_err().kind(), &Kind::Busy);
+    drop(from);
+    stream.replay(&graph).unwrap();
+    drop(graph);
+    stream.synchronize(SOON).unwrap();
+    expect_pattern(&to, 4);
+    to.free().unwrap();
+}
+
+fn a_dropped_stream_finishes_its_work(f: &Fixture) {
+    let (stream, gate) = gated_stream(f);
+    let done = pinned_word(f);
+    stream.write_value(&done, 1).unwrap();
+    drop(stream);
+    assert_eq!(done.load().unwrap(), 0);
+    gate.store(1).unwrap();
+    let start = std::time::Instant::now();
+    while done.load().unwrap() == 0 {
+        assert!(start.elapsed() < SOON, "the work was lost");
+        std::thread::yield_now();
+    }
+}
+
+fn operations_keep_what_they_use(f: &Fixture) {
+    let (stream, gate) = gated_stream(f);
+    let to = f.gpu.alloc(1 << 20).unwrap();
+    // Many more than a stream looks back on, each with memory of its own.
+    for round in 0..100 {
+        let from = f.gpu.alloc(1 << 20).unwrap();
+        put_pattern(&from, round);
+        stream
+            .copy(&to.whole().unwrap(), &from.whole().unwrap())
+            .unwrap();
+    }
+    gate.store(1).unwrap();
+    stream.synchronize(SOON).unwrap();
+    expect_pattern(&to, 99);
+}
