@@ -3,16 +3,3 @@
 mod pci;
 
 pub use pci::PciAddress;
-
-/// Placeholder until the room is merged.
-pub struct System;
-impl System {
-    /// live
-    pub fn live() -> Self {
-        Self
-    }
-    /// numa
-    pub fn numa_node_of(&self, _pci: &PciAddress) -> Option<u32> {
-        None
-    }
-}

@@ -18,12 +18,14 @@ use crate::units;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MemoryKind {
-    /// Ordinary device memory (`cuMemAlloc`).
+    /// Ordinary device memory (`cuMemAlloc`). CUDA frees it only when the whole device is idle, so while
+    /// streams of ours are at work it is kept and freed later; programs whose streams never rest are
+    /// better served by the next two.
     Plain,
     /// Device memory by virtual memory management (`cuMemCreate`), shareable by file descriptor and open
-    /// to NICs. Unlike plain memory, freeing it never waits for the device.
+    /// to NICs; in whole pages of 2 MiB. It is freed at once.
     Vmm,
-    /// Device memory from a pool (`cuMemAllocFromPoolAsync`): fast to allocate and free.
+    /// Device memory from a pool (`cuMemAllocFromPoolAsync`): fast to allocate, and freed at once.
     Pool,
     /// Host memory, pinned, that the device reaches by address.
     Pinned,

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 
 use libloading::Library;
 use warpwire::error::Kind;
-use warpwire::mem::{DeviceAddr, Program};
+use warpwire::mem::{DeviceAddr, Launch, Program};
 
 use crate::fixture::{Fixture, SOON, cases, expect_pattern, put_pattern};
 
@@ -13,6 +13,7 @@ cases![
     memory_of_another_library_can_be_borrowed,
     memory_that_is_not_the_devices_is_named,
     bad_ptx_shows_the_compilers_log,
+    a_wrong_number_of_arguments_is_refused,
     the_context_is_left_as_it_was,
     handles_do_not_open_in_their_own_process,
 ];
@@ -135,6 +136,37 @@ fn bad_ptx_shows_the_compilers_log(f: &Fixture) {
     let error = f.gpu.load(&bad).unwrap_err();
     assert!(error.to_string().contains("line 4"), "{error}");
     assert!(f.gpu.load(&Program::new("cut").ptx("a\0b")).is_err());
+}
+
+fn a_wrong_number_of_arguments_is_refused(f: &Fixture) {
+    if warpwire::mem::cuda::driver_version().unwrap() < (12, 4) {
+        eprintln!(
+            "skipped: drivers before CUDA 12.4 do not tell how many arguments a kernel takes"
+        );
+        return;
+    }
+    let kernel = f
+        .gpu
+        .load(&crate::kernels::program())
+        .unwrap()
+        .kernel("answer")
+        .unwrap();
+    let stream = f.gpu.stream().unwrap();
+    for given in [0, 2, 4] {
+        let launch = (0..given).fold(Launch::new(&kernel), |launch, _| launch.value(0));
+        // SAFETY: refused before it starts.
+        let error = unsafe { stream.launch(launch) }.unwrap_err();
+        assert!(error.to_string().contains("takes 3"), "{error}");
+    }
+    let narrow =
+        ".version 8.2\n.target sm_70\n.address_size 64\n.visible .entry k(.param .u32 x){ret;}\n";
+    let error = f
+        .gpu
+        .load(&Program::new("narrow").ptx(narrow))
+        .unwrap()
+        .kernel("k")
+        .unwrap_err();
+    assert!(error.to_string().contains("64-bit"), "{error}");
 }
 
 fn the_context_is_left_as_it_was(f: &Fixture) {

@@ -152,9 +152,13 @@ fn unknown_kernels_and_empty_grids_are_refused(f: &Fixture) {
         let error = unsafe { stream.launch(launch) }.unwrap_err();
         assert_eq!(error.kind(), &Kind::InvalidArgument);
     }
+    let memory = f.gpu.alloc(8).unwrap();
+    let huge = Launch::new(&kernel)
+        .threads(1 << 20)
+        .grid(1 << 30)
+        .region(&memory.whole().unwrap());
     // SAFETY: refused before it starts: no device runs so many threads in a block, or so many blocks.
-    let error = unsafe { stream.launch(Launch::new(&kernel).threads(1 << 20).grid(1 << 30)) };
-    assert!(error.is_err());
+    assert!(unsafe { stream.launch(huge) }.is_err());
     stream.synchronize(SOON).unwrap();
 }
 

@@ -2,11 +2,13 @@
 //!
 //! `cuMemFree`, `cuMemFreeHost`, `cuIpcCloseMemHandle` and `cuModuleUnload` return only when all work
 //! on the device has ended (measured: they block while any stream waits for a word). A program that
-//! drops a buffer while a stream waits for that same program's next step would never take that step. So
-//! they are buried here and destroyed when no stream of ours is at work.
+//! drops a buffer while a stream waits for that same program's next step would never take that step. A
+//! thread for it would not help: while one thread waits in `cuMemFree`, the calls of all others wait
+//! too (measured as well). So they are buried here and destroyed when no stream of ours is at work.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -91,6 +93,22 @@ impl Graveyard {
                 tracing::warn!(%error, "a CUDA object was not destroyed");
             }
         }
+    }
+
+    /// Gives the streams a moment to become idle; false if there is nothing to destroy, or still is.
+    pub(super) fn settle_within(&self, driver: &Driver, patience: Duration) -> bool {
+        if self.is_empty() {
+            return false;
+        }
+        let start = Instant::now();
+        while start.elapsed() < patience {
+            self.settle(driver);
+            if self.is_empty() {
+                return true;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        false
     }
 
     fn is_busy(&self, driver: &Driver) -> bool {

@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -16,7 +17,7 @@ use super::device::CudaDevice;
 use super::driver::{call, get};
 use super::graveyard::{HostPointer, Remains};
 use super::share;
-use super::sys::{self, AccessDesc, AllocationProp, PoolHandle, pointer};
+use super::sys::{self, AccessDesc, AllocationProp, PoolHandle, StreamHandle, pointer};
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
@@ -82,24 +83,41 @@ impl CudaMemory {
 }
 
 pub(super) fn allocate(device: Arc<CudaDevice>, len: u64, kind: MemoryKind) -> Result<CudaMemory> {
-    let _current = device.enter()?;
-    // Buried memory counts against the device until it is destroyed.
+    let current = device.enter()?;
     device.graveyard.settle(device.driver);
-    let made = match kind {
+    let made = try_allocate(&device, len, kind).or_else(|error| {
+        // Memory that was dropped while streams were at work still counts: let it go, and try again.
+        let short = error.kind() == &Kind::OutOfMemory;
+        if short
+            && device
+                .graveyard
+                .settle_within(device.driver, SHORTAGE_PATIENCE)
+        {
+            return try_allocate(&device, len, kind);
+        }
+        Err(error)
+    });
+    let (address, origin) = made.map_err(|error| explain_shortage(&device, error, len, kind))?;
+    drop(current);
+    Ok(CudaMemory::new(device, address, len, origin))
+}
+
+/// How long an allocation waits for dropped memory to be freed before it fails.
+const SHORTAGE_PATIENCE: Duration = Duration::from_secs(1);
+
+fn try_allocate(device: &CudaDevice, len: u64, kind: MemoryKind) -> Result<(u64, Origin)> {
+    match kind {
         MemoryKind::Plain => {
             get!(device.driver, 0, memory_alloc(len as usize)).map(|at| (at, Origin::Plain))
         }
-        MemoryKind::Vmm => allocate_vmm(&device, len),
-        MemoryKind::Pool => allocate_from_pool(&device, len),
-        MemoryKind::Pinned => allocate_pinned(&device, len),
+        MemoryKind::Vmm => allocate_vmm(device, len),
+        MemoryKind::Pool => allocate_from_pool(device, len),
+        MemoryKind::Pinned => allocate_pinned(device, len),
         MemoryKind::Borrowed | MemoryKind::Imported => {
             Err(Error::new(Kind::InvalidArgument, "")
                 .why(format!("{kind} memory is not allocated")))
         }
-    };
-    let (address, origin) = made.map_err(|error| explain_shortage(&device, error, len, kind))?;
-    drop(_current);
-    Ok(CudaMemory::new(device, address, len, origin))
+    }
 }
 
 #[cold]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::super::backend::{KernelBackend, ModuleBackend};
 use super::super::program::Program;
 use super::device::CudaDevice;
-use super::driver::get;
+use super::driver::{call, get};
 use super::graveyard::Remains;
 use super::sys::{self, Function, ModuleHandle};
 use crate::error::{Error, Kind, Result};
@@ -93,8 +93,23 @@ impl Drop for CudaModule {
 pub(super) struct CudaKernel {
     name: String,
     pub(super) function: Function,
+    parameters: Option<usize>,
     /// The code stays loaded while a kernel of it is known.
     _module: Arc<CudaModule>,
+}
+
+impl CudaKernel {
+    /// Refuses a wrong number of arguments: the driver would read past them.
+    pub(super) fn check_arguments(&self, given: usize) -> Result<()> {
+        match self.parameters {
+            Some(wanted) if wanted != given => {
+                let what = format!("launch kernel {:?}", self.name);
+                let why = format!("it takes {wanted} arguments and was given {given}");
+                Err(Error::new(Kind::InvalidArgument, what).why(why))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 impl KernelBackend for CudaKernel {

@@ -208,6 +208,7 @@ impl CudaStream {
     fn issue_launch(&self, launch: &Launch) -> Result<()> {
         let kernel: &dyn Any = &**launch.kernel.backend();
         let kernel = kernel.downcast_ref::<CudaKernel>().ok_or_else(foreign)?;
+        kernel.check_arguments(launch.args.len())?;
         // The driver reads the arguments through these pointers before the call returns.
         let mut args: Vec<*mut c_void> = launch
             .args

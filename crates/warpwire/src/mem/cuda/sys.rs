@@ -303,6 +303,7 @@ functions! {
     module_load = "cuModuleLoadDataEx"(*mut ModuleHandle, *const c_void, c_uint, *mut c_int, *mut *mut c_void);
     module_unload = "cuModuleUnload"(ModuleHandle);
     module_function = "cuModuleGetFunction"(*mut Function, ModuleHandle, *const c_char);
+    function_parameter = "cuFuncGetParamInfo"(Function, usize, *mut usize, *mut usize);
     launch_kernel = "cuLaunchKernel"(
         Function, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, StreamHandle,
         *mut *mut c_void, *mut *mut c_void
