@@ -14,8 +14,8 @@ const STREAM_OPS_BY_DEFAULT: u32 = 515;
 
 pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     let system = &evidence.system;
-    let mut checks = vec![on_the_bus(system), driver(system)];
-    checks.extend(kernel_modules(system));
+    let mut checks = vec![on_the_bus(evidence), driver(evidence)];
+    checks.extend(kernel_modules(evidence));
     checks.extend(device_nodes(system));
     checks.push(cuda_library(evidence));
     checks.extend(cuda_version(evidence));
@@ -24,8 +24,8 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     checks
 }
 
-fn on_the_bus(system: &System) -> Check {
-    let gpus = system.nvidia_gpus();
+fn on_the_bus(evidence: &Evidence) -> Check {
+    let gpus = &evidence.gpus;
     if gpus.is_empty() {
         let why = "no NVIDIA display controller on the PCI buses (/sys/bus/pci/devices)";
         return GROUP.skip("NVIDIA GPU", why);
@@ -37,7 +37,8 @@ fn on_the_bus(system: &System) -> Check {
     )
 }
 
-fn driver(system: &System) -> Check {
+fn driver(evidence: &Evidence) -> Check {
+    let system = &evidence.system;
     let name = "NVIDIA driver";
     if let Some(driver) = system.nvidia_driver() {
         let why = format!("version {}", driver.version);
@@ -61,7 +62,7 @@ fn driver(system: &System) -> Check {
             "reinstall the NVIDIA driver, then `sudo modprobe nvidia`",
         );
     }
-    if system.nvidia_gpus().is_empty() {
+    if evidence.gpus.is_empty() {
         return GROUP.skip(name, "not loaded, and there is no NVIDIA GPU to drive");
     }
     let fix = "install the NVIDIA driver with its open kernel modules (Debian, Ubuntu: nvidia-open), then \
@@ -73,22 +74,27 @@ fn driver(system: &System) -> Check {
     )
 }
 
-fn kernel_modules(system: &System) -> Option<Check> {
+fn kernel_modules(evidence: &Evidence) -> Option<Check> {
     let name = "kernel modules";
-    let driver = system.nvidia_driver()?;
-    Some(if driver.open {
-        GROUP.pass(
-            name,
-            "open (dma-buf export and module-free registration need these)",
-        )
-    } else {
-        GROUP.warn(
+    let driver = evidence.system.nvidia_driver()?;
+    let mut devices = evidence.probes.cuda.devices.iter();
+    Some(
+        if !driver.open && devices.any(|device| device.dmabuf_export.worked()) {
+            GROUP.pass(name, "proprietary, yet dma-buf export works")
+        } else if driver.open {
+            GROUP.pass(
+                name,
+                "open (dma-buf export and module-free registration need these)",
+            )
+        } else {
+            GROUP.warn(
             name,
             "proprietary: these do not export dma-bufs",
             "install the open modules of the same version (Debian, Ubuntu: `sudo apt install nvidia-open`; \
              RHEL: `sudo dnf module install nvidia-driver:open-dkms`); they need a Turing GPU or newer",
         )
-    })
+        },
+    )
 }
 
 /// The nodes of the GPUs that the driver runs: `/dev/nvidia0`, …
@@ -148,7 +154,7 @@ fn cuda_library(evidence: &Evidence) -> Check {
     match &evidence.probes.cuda.library {
         Outcome::Worked => GROUP.pass(name, "libcuda.so.1 loaded"),
         Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
-        Outcome::Failed { why } if evidence.system.nvidia_gpus().is_empty() => GROUP.skip(
+        Outcome::Failed { why } if evidence.gpus.is_empty() => GROUP.skip(
             name,
             format!("{why}; there is no NVIDIA GPU that would need it"),
         ),
@@ -169,7 +175,7 @@ fn cuda_version(evidence: &Evidence) -> Option<Check> {
     }
     if let Outcome::Failed { why } = &cuda.init {
         let why = format!("cuInit failed: {why}");
-        return Some(if evidence.system.nvidia_gpus().is_empty() {
+        return Some(if evidence.gpus.is_empty() {
             GROUP.skip(name, format!("{why}; there is no NVIDIA GPU"))
         } else {
             GROUP.fail(name, why, "see the driver's messages: `sudo dmesg | grep -i nvrm`; if libcuda and the kernel driver differ in version, reboot")

@@ -1,7 +1,7 @@
 //! The host: kernel, memory limits, buses, and what it is itself hosted by.
 
 use super::rdma::usable_hardware;
-use super::{Check, Evidence, Group, Topology, some_of};
+use super::{Check, Evidence, Group, some_of};
 use crate::host::{Acs, Iommu, Limit, PciAddress, System};
 use crate::units;
 
@@ -12,10 +12,10 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     vec![
         container(system),
         virtual_machine(system),
-        iommu(system),
-        acs(system),
-        numa(system),
-        memlock(system),
+        iommu(evidence),
+        acs(evidence),
+        numa(evidence),
+        memlock(evidence),
         huge_pages(system),
         memfd(evidence),
     ]
@@ -48,9 +48,9 @@ fn virtual_machine(system: &System) -> Check {
     }
 }
 
-fn iommu(system: &System) -> Check {
-    let mode = system.iommu();
-    let peers = !system.nvidia_gpus().is_empty() && !usable_hardware(system).is_empty();
+fn iommu(evidence: &Evidence) -> Check {
+    let mode = evidence.system.iommu();
+    let peers = !evidence.gpus.is_empty() && !usable_hardware(evidence).is_empty();
     match mode {
         Iommu::Translated if peers => GROUP.warn(
             "IOMMU",
@@ -79,9 +79,10 @@ fn ports_between(system: &System, a: &PciAddress, b: &PciAddress) -> Vec<PciAddr
     below(a.bridges).chain(below(b.bridges)).collect()
 }
 
-fn acs(system: &System) -> Check {
+fn acs(evidence: &Evidence) -> Check {
+    let system = &evidence.system;
     let name = "PCIe access control (ACS)";
-    let topology = Topology::read(system);
+    let topology = &evidence.topology;
     let mut ports: Vec<PciAddress> = Vec::new();
     for best in &topology.best {
         let gpu = topology.gpus.iter().find(|gpu| gpu.label == best.gpu);
@@ -126,7 +127,8 @@ fn acs(system: &System) -> Check {
     )
 }
 
-fn numa(system: &System) -> Check {
+fn numa(evidence: &Evidence) -> Check {
+    let system = &evidence.system;
     let nodes = system.numa_nodes();
     if nodes.is_empty() {
         return GROUP.skip("NUMA", "the kernel shows no nodes");
@@ -136,10 +138,11 @@ fn numa(system: &System) -> Check {
         .map(|node| format!("node {} has processors {}", node.id, node.cpu_list))
         .collect();
     let shown = some_of(&shown);
-    let gpus = system.nvidia_gpus();
-    let homeless = gpus
+    let homeless = evidence
+        .topology
+        .gpus
         .iter()
-        .find(|gpu| system.numa_node_of(&gpu.address).is_none());
+        .find(|gpu| gpu.numa_node.is_none());
     match homeless {
         Some(gpu) => GROUP.warn(
             "NUMA",
@@ -156,9 +159,9 @@ fn numa(system: &System) -> Check {
     }
 }
 
-fn memlock(system: &System) -> Check {
+fn memlock(evidence: &Evidence) -> Check {
     let name = "locked memory";
-    let Some(memlock) = system.memlock() else {
+    let Some(memlock) = evidence.system.memlock() else {
         return GROUP.skip(name, "/proc/self/limits does not tell");
     };
     let why = format!("limit {}", memlock.soft);
@@ -171,7 +174,7 @@ fn memlock(system: &System) -> Check {
             format!("{why}, which this process may exceed (CAP_IPC_LOCK)"),
         );
     }
-    if system.rdma_devices().is_empty() {
+    if evidence.rdma.is_empty() {
         return GROUP.skip(
             name,
             format!("{why}; it only limits registration with an RDMA device, and there is none"),

@@ -32,7 +32,7 @@ pub use topo::{BestNic, CpuNode, Distance, Topology, TopologyGpu, TopologyNic};
 pub use verdict::{Answer, Verdict};
 
 use crate::error::Result;
-use crate::host::System;
+use crate::host::{PciDevice, RdmaDevice, System};
 
 /// All that a report rests on: the machine's files, and what happened when things were tried.
 #[derive(Clone, Debug)]
@@ -41,6 +41,10 @@ pub struct Evidence {
     pub system: System,
     /// What was tried.
     pub probes: Probes,
+    // Read once, since most checks ask for these.
+    gpus: Vec<PciDevice>,
+    rdma: Vec<RdmaDevice>,
+    topology: Topology,
 }
 
 impl Evidence {
@@ -54,7 +58,14 @@ impl Evidence {
         } else {
             Probes::recorded(&system)?
         };
-        Ok(Self { system, probes })
+        tracing::debug!(live = system.is_live(), ?probes, "evidence gathered");
+        Ok(Self {
+            gpus: system.nvidia_gpus(),
+            rdma: system.rdma_devices(),
+            topology: Topology::read(&system),
+            system,
+            probes,
+        })
     }
 }
 

@@ -163,8 +163,7 @@ impl Probes {
             return Ok(Self::nothing_tried("recorded machine without probes.json"));
         };
         serde_json::from_str(&text).map_err(|source| {
-            Error::new(Kind::Malformed, "read a recorded machine's probes")
-                .on("probes.json")
+            Error::new(Kind::Malformed, "read the recorded machine's probes.json")
                 .why(format!("line {}: {source}", source.line()))
                 .fix("correct that line, or delete the file to have nothing tried")
         })

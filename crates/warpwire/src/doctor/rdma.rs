@@ -7,7 +7,7 @@ const GROUP: Group = Group::RdmaDevices;
 
 pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     let system = &evidence.system;
-    let devices = system.rdma_devices();
+    let devices = &evidence.rdma;
     if devices.is_empty() {
         return vec![GROUP.skip("RDMA devices", "none in /sys/class/infiniband")];
     }
@@ -32,10 +32,11 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
 }
 
 /// The hardware devices that this user can open and that have a port up.
-pub(super) fn usable_hardware(system: &System) -> Vec<RdmaDevice> {
-    let mut devices = system.rdma_devices();
-    devices.retain(|device| obstacle(system, device).is_none());
+pub(super) fn usable_hardware(evidence: &Evidence) -> Vec<&RdmaDevice> {
+    let devices = evidence.rdma.iter();
     devices
+        .filter(|device| obstacle(&evidence.system, device).is_none())
+        .collect()
 }
 
 /// Why a device cannot be used as RDMA hardware; `None` if it can.
@@ -158,6 +159,10 @@ fn dma_buf(device: &RdmaDevice) -> Check {
     let driver = device.driver.as_deref().unwrap_or("not known");
     match device.registers_dma_buf() {
         Some(true) => GROUP.pass(name, format!("the {driver} driver implements it; not tried here")),
+        Some(false) if device.address.is_none() => GROUP.skip(
+            name,
+            format!("the {driver} driver is software and takes no GPU memory"),
+        ),
         Some(false) => GROUP.warn(
             name,
             format!("the {driver} driver does not implement it"),

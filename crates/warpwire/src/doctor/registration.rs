@@ -1,8 +1,8 @@
 //! GPU memory registered with a NIC: by dma-buf, by a peer-memory module, or not at all.
 
 use super::rdma::usable_hardware;
-use super::{Check, CudaDeviceProbe, Distance, Evidence, Group, Outcome, Topology};
-use crate::host::{RdmaDevice, System};
+use super::{BestNic, Check, CudaDeviceProbe, Distance, Evidence, Group, Outcome};
+use crate::host::System;
 
 const GROUP: Group = Group::Registration;
 
@@ -30,10 +30,10 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
         checks.push(GROUP.skip("dma-buf export", "there is no CUDA device to try it on"));
     }
     checks.push(kernel(system));
-    checks.push(verbs_library(system));
+    checks.push(verbs_library(evidence));
     checks.push(peer_memory(evidence));
-    checks.push(peer_mapping_override(system));
-    checks.extend(distances(system));
+    checks.push(peer_mapping_override(evidence));
+    checks.extend(distances(evidence));
     checks
 }
 
@@ -41,11 +41,11 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
 pub(super) fn path(evidence: &Evidence) -> Path {
     let mut missing = dma_buf_obstacles(evidence);
     if missing.is_empty() {
-        let devices = usable_hardware(&evidence.system);
+        let devices = usable_hardware(evidence);
         let able = devices
             .into_iter()
             .filter(|d| d.registers_dma_buf() == Some(true));
-        return Path::DmaBuf(able.map(|device| device.name).collect());
+        return Path::DmaBuf(able.map(|device| device.name.clone()).collect());
     }
     match peer_memory_module(&evidence.system) {
         Some(module) => Path::PeerMemory(module),
@@ -67,14 +67,21 @@ fn dma_buf_obstacles(evidence: &Evidence) -> Vec<String> {
             None => "dma-buf export was not tried (no CUDA device)".to_owned(),
         });
     }
-    if !system.kernel().is_some_and(|kernel| kernel.at_least(5, 12)) {
-        missing.push("the kernel is older than 5.12, or its version is not known".to_owned());
+    match system.kernel() {
+        Some(kernel) if kernel.at_least(5, 12) => {}
+        Some(kernel) => missing.push(format!("kernel {} is older than 5.12", kernel.release)),
+        None => missing.push("the kernel's version is not known".to_owned()),
     }
-    let library = system.verbs_library();
-    if library.and_then(|library| library.registers_dma_buf()) != Some(true) {
-        missing.push("no libibverbs that is known to have ibv_reg_dmabuf_mr".to_owned());
+    match system
+        .verbs_library()
+        .map(|library| library.registers_dma_buf())
+    {
+        Some(Some(true)) => {}
+        Some(Some(false)) => missing.push("libibverbs has no ibv_reg_dmabuf_mr".to_owned()),
+        Some(None) => missing.push("libibverbs's version is not known".to_owned()),
+        None => missing.push("libibverbs.so.1 is not installed".to_owned()),
     }
-    let hardware = usable_hardware(system);
+    let hardware = usable_hardware(evidence);
     if !hardware
         .iter()
         .any(|device| device.registers_dma_buf() == Some(true))
@@ -174,12 +181,12 @@ fn kernel(system: &System) -> Check {
     }
 }
 
-fn verbs_library(system: &System) -> Check {
+fn verbs_library(evidence: &Evidence) -> Check {
     let name = "libibverbs";
     let fix = "install rdma-core 34 or newer (Debian, Ubuntu: `sudo apt install libibverbs1 ibverbs-providers`)";
-    let Some(library) = system.verbs_library() else {
+    let Some(library) = evidence.system.verbs_library() else {
         let why = "libibverbs.so.1 is in none of the standard library folders";
-        if system.rdma_devices().is_empty() {
+        if evidence.rdma.is_empty() {
             return GROUP.skip(
                 name,
                 format!("{why}; there is no RDMA device that would need it"),
@@ -206,7 +213,7 @@ fn peer_memory(evidence: &Evidence) -> Check {
         return GROUP.pass(name, format!("{module} is loaded"));
     }
     let why = "neither nvidia_peermem nor nv_peer_mem is loaded";
-    if system.nvidia_gpus().is_empty() || usable_hardware(system).is_empty() {
+    if evidence.gpus.is_empty() || usable_hardware(evidence).is_empty() {
         return GROUP.skip(
             name,
             format!("{why}; there is no GPU with a usable RDMA device that could use one"),
@@ -227,9 +234,10 @@ fn peer_memory(evidence: &Evidence) -> Check {
     )
 }
 
-fn peer_mapping_override(system: &System) -> Check {
+fn peer_mapping_override(evidence: &Evidence) -> Check {
+    let system = &evidence.system;
     let name = "PeerMappingOverride";
-    let hardware = usable_hardware(system);
+    let hardware = usable_hardware(evidence);
     let posting = hardware
         .iter()
         .any(|device| device.driver.as_deref() == Some("mlx5"));
@@ -251,31 +259,38 @@ fn peer_mapping_override(system: &System) -> Check {
     }
 }
 
-fn distances(system: &System) -> Vec<Check> {
-    let topology = Topology::read(system);
-    let hardware = system.rdma_devices();
-    topology
+fn distances(evidence: &Evidence) -> Vec<Check> {
+    let is_rdma = |name: &str| evidence.rdma.iter().any(|device| device.name == name);
+    let near: Vec<&BestNic> = evidence
+        .topology
         .best
         .iter()
-        .filter(|best| hardware.iter().any(|device: &RdmaDevice| device.name == best.name))
-        .map(|best| {
-            let name = format!("{} to {}", best.gpu, best.name);
-            match best.distance {
-                Distance::Same | Distance::Pix | Distance::Pxb => {
-                    let letters = best.distance;
-                    GROUP.pass(name, format!("{letters}: below one root port, so that traffic between them stays in PCIe switches"))
-                }
-                Distance::Phb => GROUP.warn(
-                    name,
-                    "PHB: they share a root complex, which traffic between them must cross",
-                    "put both below one PCIe switch, if the machine has one",
-                ),
-                Distance::Node | Distance::Sys => GROUP.warn(
-                    name,
-                    format!("{}: they share no root complex; peer traffic between root complexes is slow or refused", best.distance),
-                    "move the NIC or the GPU to a slot below the same PCIe switch, or let data be staged",
-                ),
-            }
-        })
-        .collect()
+        .filter(|best| is_rdma(&best.name))
+        .collect();
+    if near.is_empty() {
+        let why = "there is no pair of a GPU and an RDMA device to measure";
+        return vec![GROUP.skip("GPU to NIC distance", why)];
+    }
+    near.into_iter().map(distance).collect()
+}
+
+fn distance(best: &BestNic) -> Check {
+    let name = format!("{} to {}", best.gpu, best.name);
+    let letters = best.distance;
+    match letters {
+        Distance::Same | Distance::Pix | Distance::Pxb => GROUP.pass(
+            name,
+            format!("{letters}: they share a root complex and a root port, so that traffic between them stays in PCIe switches"),
+        ),
+        Distance::Phb => GROUP.warn(
+            name,
+            "PHB: they share a root complex, which traffic between them must cross",
+            "put both below one PCIe switch, if the machine has one",
+        ),
+        Distance::Node | Distance::Sys => GROUP.warn(
+            name,
+            format!("{letters}: they share no root complex; peer traffic between root complexes is slow or refused"),
+            "move the NIC or the GPU to a slot below the same PCIe switch, or let data be staged",
+        ),
+    }
 }

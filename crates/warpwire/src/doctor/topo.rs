@@ -118,17 +118,16 @@ pub struct Topology {
 impl Topology {
     /// Reads a machine's topology.
     pub fn read(system: &System) -> Self {
-        let cpus = system
-            .numa_nodes()
-            .into_iter()
+        let nodes = system.numa_nodes().into_iter();
+        let cpus: Vec<CpuNode> = nodes
             .map(|node| CpuNode {
                 node: node.id,
                 cpus: node.cpu_list,
             })
             .collect();
         let mut topology = Self {
-            gpus: gpus(system),
-            nics: nics(system),
+            gpus: gpus(system, &cpus),
+            nics: nics(system, &cpus),
             cpus,
             distances: Vec::new(),
             best: Vec::new(),
@@ -199,14 +198,14 @@ impl Topology {
     }
 }
 
-fn gpus(system: &System) -> Vec<TopologyGpu> {
+fn gpus(system: &System, cpus: &[CpuNode]) -> Vec<TopologyGpu> {
     let information = system.nvidia_information();
     let found = system.nvidia_gpus();
     found
         .iter()
         .enumerate()
         .map(|(index, gpu)| {
-            let (numa_node, cpu_affinity) = affinity(system, &gpu.address);
+            let (numa_node, cpu_affinity) = affinity(system, cpus, &gpu.address);
             TopologyGpu {
                 label: format!("GPU{index}"),
                 model: information
@@ -221,7 +220,7 @@ fn gpus(system: &System) -> Vec<TopologyGpu> {
         .collect()
 }
 
-fn nics(system: &System) -> Vec<TopologyNic> {
+fn nics(system: &System, cpus: &[CpuNode]) -> Vec<TopologyNic> {
     let mut found: Vec<(String, PciAddress, bool, bool)> = Vec::new();
     for device in system.rdma_devices() {
         if let Some(address) = device.address {
@@ -242,7 +241,7 @@ fn nics(system: &System) -> Vec<TopologyNic> {
         .into_iter()
         .enumerate()
         .map(|(index, (name, address, rdma, active))| {
-            let (numa_node, cpu_affinity) = affinity(system, &address);
+            let (numa_node, cpu_affinity) = affinity(system, cpus, &address);
             TopologyNic {
                 label: format!("NIC{index}"),
                 name,
@@ -256,11 +255,14 @@ fn nics(system: &System) -> Vec<TopologyNic> {
         .collect()
 }
 
-fn affinity(system: &System, address: &PciAddress) -> (Option<u32>, Option<String>) {
-    let node = system.numa_node_of(address);
-    let nodes = system.numa_nodes();
-    let cpus = nodes.into_iter().find(|known| Some(known.id) == node);
-    (node, cpus.map(|known| known.cpu_list))
+fn affinity(
+    system: &System,
+    cpus: &[CpuNode],
+    address: &PciAddress,
+) -> (Option<u32>, Option<String>) {
+    let numa_node = system.numa_node_of(address);
+    let near = cpus.iter().find(|known| Some(known.node) == numa_node);
+    (numa_node, near.map(|known| known.cpus.clone()))
 }
 
 /// Where a function hangs in the tree of buses.
@@ -278,10 +280,11 @@ impl Place {
     }
 
     fn distance(&self, other: &Self) -> Distance {
-        if let (Some(a), Some(b)) = (&self.device, &other.device) {
-            if a.host_bridge.is_some() && a.host_bridge == b.host_bridge {
-                return below_one_host_bridge(&a.bridges, &b.bridges);
-            }
+        if let (Some(a), Some(b)) = (&self.device, &other.device)
+            && a.host_bridge.is_some()
+            && a.host_bridge == b.host_bridge
+        {
+            return below_one_host_bridge(&a.bridges, &b.bridges);
         }
         if self.numa_node.is_some() && self.numa_node == other.numa_node {
             Distance::Node

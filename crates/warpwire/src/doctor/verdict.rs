@@ -60,7 +60,10 @@ fn no_cuda(evidence: &Evidence) -> Option<String> {
     if cuda.working_devices().next().is_some() {
         return None;
     }
-    let steps = [("libcuda.so.1", &cuda.library), ("cuInit", &cuda.init)];
+    let steps = [
+        ("loading libcuda.so.1", &cuda.library),
+        ("cuInit", &cuda.init),
+    ];
     for (what, outcome) in steps {
         if !outcome.worked() {
             return Some(format!("{what} {}", outcome.describe()));
@@ -77,21 +80,25 @@ fn no_cuda(evidence: &Evidence) -> Option<String> {
 }
 
 fn gpu(evidence: &Evidence) -> Verdict {
-    let on_the_bus = evidence.system.nvidia_gpus().len();
+    let on_the_bus = evidence.gpus.len();
     let cuda = &evidence.probes.cuda;
     match no_cuda(evidence) {
         None => {
-            let names: Vec<String> = cuda
-                .working_devices()
-                .map(|device| device.name.clone())
-                .collect();
+            let names = cuda.working_devices().map(|device| device.name.as_str());
+            let names = counted(names.collect());
             let version = cuda
                 .version()
                 .unwrap_or_else(|| "of unknown version".to_owned());
+            let working = cuda.working_devices().count();
+            let rest = if working < on_the_bus {
+                format!(" ({working} of the {on_the_bus} on the PCI buses)")
+            } else {
+                String::new()
+            };
             verdict(
                 GPU,
                 Answer::Yes,
-                format!("{} through CUDA {version}", some_of(&names)),
+                format!("{names} through CUDA {version}{rest}"),
             )
         }
         Some(_) if on_the_bus == 0 && cuda.devices.is_empty() => verdict(
@@ -108,10 +115,25 @@ fn gpu(evidence: &Evidence) -> Verdict {
     }
 }
 
+/// `NVIDIA H200`, or `8 × NVIDIA H200`: equal names once.
+fn counted(names: Vec<&str>) -> String {
+    let mut shown: Vec<String> = Vec::new();
+    for (index, name) in names.iter().enumerate() {
+        let count = names.iter().filter(|other| *other == name).count();
+        let seen = names.iter().take(index).any(|other| other == name);
+        match (seen, count) {
+            (true, _) => {}
+            (false, 1) => shown.push((*name).to_owned()),
+            (false, _) => shown.push(format!("{count} × {name}")),
+        }
+    }
+    some_of(&shown)
+}
+
 fn cpu_windows(evidence: &Evidence) -> Verdict {
     let capability = "CPU windows";
     let system = &evidence.system;
-    if system.nvidia_gpus().is_empty() && evidence.probes.cuda.devices.is_empty() {
+    if evidence.gpus.is_empty() && evidence.probes.cuda.devices.is_empty() {
         return verdict(
             capability,
             Answer::No,
@@ -150,13 +172,11 @@ fn cpu_windows(evidence: &Evidence) -> Verdict {
 
 fn registration(evidence: &Evidence) -> Verdict {
     let capability = "GPU memory registration";
-    let system = &evidence.system;
     let devices = &evidence.probes.cuda.devices;
-    if system.nvidia_gpus().is_empty() && devices.is_empty() {
+    if evidence.gpus.is_empty() && devices.is_empty() {
         return verdict(capability, Answer::No, "there is no GPU");
     }
-    if rdma::usable_hardware(system).is_empty() {
-        let why = why_no_hardware(evidence);
+    if let Err(why) = hardware(evidence) {
         return if devices.iter().any(|device| device.dmabuf_export.worked()) {
             verdict(
                 capability,
@@ -175,7 +195,10 @@ fn registration(evidence: &Evidence) -> Verdict {
         Path::DmaBuf(names) => verdict(
             capability,
             Answer::Yes,
-            format!("by dma-buf, with {}", some_of(&names)),
+            format!(
+                "expected, by dma-buf: export works, and the drivers of {} take dma-bufs",
+                some_of(&names)
+            ),
         ),
         Path::PeerMemory(module) => verdict(
             capability,
@@ -190,44 +213,43 @@ fn registration(evidence: &Evidence) -> Verdict {
     }
 }
 
-/// Why no RDMA hardware can be used, device by device.
-fn why_no_hardware(evidence: &Evidence) -> String {
+/// The names of the RDMA hardware that can be used, or why there is none.
+fn hardware(evidence: &Evidence) -> Result<Vec<String>, String> {
     let system = &evidence.system;
-    let devices = system.rdma_devices();
+    let devices = &evidence.rdma;
     if devices.is_empty() {
-        return "there is no RDMA device".to_owned();
+        return Err("there is no RDMA device".to_owned());
     }
-    let reasons: Vec<String> = devices
-        .iter()
-        .filter_map(|device| rdma::obstacle(system, device))
-        .collect();
-    some_of(&reasons)
+    let usable = rdma::usable_hardware(evidence);
+    let names: Vec<String> = usable.iter().map(|device| device.name.clone()).collect();
+    if names.is_empty() {
+        let reasons = devices
+            .iter()
+            .filter_map(|device| rdma::obstacle(system, device));
+        return Err(some_of(&reasons.collect::<Vec<_>>()));
+    }
+    if system.verbs_library().is_none() {
+        let names = some_of(&names);
+        return Err(format!(
+            "libibverbs.so.1 is not installed ({names} could be used)"
+        ));
+    }
+    Ok(names)
 }
 
 fn hardware_rdma(evidence: &Evidence) -> Verdict {
     let capability = "hardware RDMA";
-    let usable = rdma::usable_hardware(&evidence.system);
-    if usable.is_empty() {
-        let why = why_no_hardware(evidence);
-        return verdict(capability, Answer::No, format!("because {why}"));
-    }
-    let names: Vec<String> = usable.into_iter().map(|device| device.name).collect();
-    if evidence.system.verbs_library().is_none() {
-        let names = some_of(&names);
-        return verdict(
+    match hardware(evidence) {
+        Ok(names) => verdict(
             capability,
-            Answer::No,
-            format!("because libibverbs.so.1 is not installed ({names} could be used)"),
-        );
-    }
-    verdict(
-        capability,
-        Answer::Yes,
-        format!(
-            "expected, with {}: active, and open to this user",
-            some_of(&names)
+            Answer::Yes,
+            format!(
+                "expected, with {}: active, and open to this user",
+                some_of(&names)
+            ),
         ),
-    )
+        Err(why) => verdict(capability, Answer::No, format!("because {why}")),
+    }
 }
 
 fn stream_ordered(evidence: &Evidence) -> Verdict {
@@ -303,5 +325,16 @@ fn simulated_gpu(evidence: &Evidence) -> Verdict {
             Answer::Partly,
             format!("memfd_create was not tried: {why}"),
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_names_are_counted() {
+        assert_eq!(counted(vec!["A", "B", "A"]), "2 × A, B");
+        assert_eq!(counted(vec![]), "");
     }
 }

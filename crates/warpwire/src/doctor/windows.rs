@@ -14,7 +14,7 @@ const FIRST_MAPPABLE_BRANCH: u32 = 610;
 
 pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
     let system = &evidence.system;
-    let gpus = system.nvidia_gpus();
+    let gpus = &evidence.gpus;
     if gpus.is_empty() && evidence.probes.cuda.devices.is_empty() {
         return vec![GROUP.skip("CPU windows", "there is no NVIDIA GPU to map")];
     }

@@ -70,4 +70,23 @@ mod tests {
             assert_eq!(count_cpus(list), None, "{list}");
         }
     }
+
+    #[test]
+    fn a_function_without_a_node_is_near_the_only_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let file = folder.path().join(path);
+            std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+            std::fs::write(file, text).unwrap();
+        };
+        write("sys/bus/pci/devices/0000:00:06.0/numa_node", "-1\n");
+        write("sys/devices/system/node/node3/cpulist", "0-15\n");
+        let system = System::at(folder.path()).unwrap();
+        let gpu = "0000:00:06.0".parse().unwrap();
+        assert_eq!(system.numa_node_of(&gpu), Some(3));
+        write("sys/devices/system/node/node4/cpulist", "16-31\n");
+        assert_eq!(system.numa_node_of(&gpu), None, "it could be either");
+        write("sys/bus/pci/devices/0000:00:06.0/numa_node", "4\n");
+        assert_eq!(system.numa_node_of(&gpu), Some(4));
+    }
 }

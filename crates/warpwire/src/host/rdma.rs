@@ -248,4 +248,26 @@ mod tests {
         assert_eq!(device.registers_dma_buf(), None);
         assert!(!device.is_active());
     }
+
+    #[test]
+    fn software_devices_are_told_apart() {
+        let folder = tempfile::tempdir().unwrap();
+        let class = folder.path().join("sys/class/infiniband");
+        std::fs::create_dir_all(&class).unwrap();
+        for (name, file, text) in [("rxe0", "parent", "eth0"), ("siw0", "node_type", "4: RNIC")] {
+            let real = folder
+                .path()
+                .join("sys/devices/virtual/infiniband")
+                .join(name);
+            std::fs::create_dir_all(&real).unwrap();
+            std::fs::write(real.join(file), text).unwrap();
+            let target = format!("../../devices/virtual/infiniband/{name}");
+            std::os::unix::fs::symlink(target, class.join(name)).unwrap();
+        }
+        std::fs::create_dir(class.join("odd")).unwrap();
+        let devices = System::at(folder.path()).unwrap().rdma_devices();
+        let drivers: Vec<_> = devices.iter().map(|d| d.driver.as_deref()).collect();
+        assert_eq!(drivers, [None, Some("rxe"), Some("siw")]);
+        assert!(devices.iter().all(|device| device.address.is_none()));
+    }
 }

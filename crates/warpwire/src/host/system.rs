@@ -65,19 +65,15 @@ impl System {
     /// # Errors
     /// If `root` is not a folder, cannot be read, or is empty.
     pub fn at(root: &Path) -> Result<Self> {
-        let what = "look at a recorded machine";
-        let name = root.display().to_string();
+        let what = format!("look at the recorded machine in {}", root.display());
         let fix = "name a folder that holds the machine's sys, proc and dev folders";
-        let root = fs::canonicalize(root)
-            .map_err(|source| Error::os(what, &source).on(name.clone()).fix(fix))?;
+        let unreadable = |source| Error::os(what.clone(), &source).fix(fix);
+        let root = fs::canonicalize(root).map_err(unreadable)?;
         if root == Path::new("/") {
             return Ok(Self::live());
         }
-        let mut entries = fs::read_dir(&root)
-            .map_err(|source| Error::os(what, &source).on(name.clone()).fix(fix))?;
-        if entries.next().is_none() {
+        if fs::read_dir(&root).map_err(unreadable)?.next().is_none() {
             return Err(Error::new(Kind::InvalidArgument, what)
-                .on(name)
                 .why("the folder is empty")
                 .fix(fix));
         }
