@@ -171,6 +171,25 @@ fn h200_without_a_driver_and_without_probes() {
 }
 
 #[test]
+fn h200_without_libcuda() {
+    let machine = Machine::recorded("h200-no-nic");
+    let missing = r#"{"failed": {"why": "libcuda.so.1 not found"}}"#;
+    let text = format!(r#"{{"cuda": {{"library": {missing}}}, "memfd": "worked"}}"#);
+    machine.write("/probes.json", &text);
+    let report = machine.report();
+    expect(
+        &report,
+        "CUDA driver library",
+        Status::Fail,
+        "NVIDIA_DRIVER_CAPABILITIES=compute",
+    );
+    for capability in ["GPU", "CPU windows", "GPU memory registration"] {
+        assert_eq!(report.answer(capability), Some(Answer::No), "{capability}");
+    }
+    assert!(report.usable(), "the simulated GPU works");
+}
+
+#[test]
 fn old_drivers_are_told_to_be_old() {
     let machine = Machine::recorded("h200-no-nic");
     machine.write(
@@ -449,7 +468,7 @@ fn proprietary_driver() {
         &report,
         "PCIe access control (ACS)",
         Status::Warn,
-        "at 0000:02:00.0, 0000:02:01.0",
+        "for p in 0000:02:00.0 0000:02:01.0; do",
     );
     expect(
         &report,
@@ -521,7 +540,10 @@ fn a_broken_machine_gets_a_report() {
         text.chars().all(|c| c == '\n' || !c.is_control()),
         "garbage reached the terminal"
     );
-    assert!(machine.topology().to_string().contains("GPU0"));
+    expect(&report, "NUMA", Status::Pass, "node 0 lists no processors");
+    expect(&report, "IOMMU", Status::Skip, "mode not known");
+    let topology = machine.topology().to_string();
+    assert!(topology.contains("GPU0  X     N/A"), "{topology}");
 }
 
 #[test]

@@ -247,7 +247,7 @@ fn stream_mem_ops_parameter(system: &System) -> Option<Check> {
         _ => GROUP.warn(
             name,
             "not set, so this old driver has no stream memory operations",
-            "`echo options nvidia NVreg_EnableStreamMemOPs=1 | sudo tee /etc/modprobe.d/warpwire.conf`, reload the module",
+            "`echo options nvidia NVreg_EnableStreamMemOPs=1 | sudo tee -a /etc/modprobe.d/warpwire.conf`, reload the module",
         ),
     })
 }

@@ -57,7 +57,10 @@ fn iommu(evidence: &Evidence) -> Check {
             "translating: traffic between GPU and NIC goes up to it and back",
             "add `iommu=pt` to the kernel's command line and reboot",
         ),
-        _ => GROUP.pass("IOMMU", mode.to_string()),
+        Iommu::Unknown => GROUP.skip("IOMMU", mode.to_string()),
+        Iommu::None | Iommu::Passthrough | Iommu::Translated => {
+            GROUP.pass("IOMMU", mode.to_string())
+        }
     }
 }
 
@@ -107,7 +110,10 @@ fn acs(evidence: &Evidence) -> Check {
         return GROUP.warn(
             name,
             format!("sends peers' traffic through the root complex at {}", some_of(&redirecting)),
-            "`for p in PORTS; do sudo setpci -s $p ECAP_ACS+6.w=0000; done` with those ports (not where VMs share the machine)",
+            format!(
+                "`for p in {}; do sudo setpci -s $p ECAP_ACS+6.w=0000; done` (not where VMs share the machine)",
+                redirecting.join(" ")
+            ),
         );
     }
     if states.contains(&Acs::UnknownNeedsRoot) {
@@ -135,7 +141,10 @@ fn numa(evidence: &Evidence) -> Check {
     }
     let shown: Vec<String> = nodes
         .iter()
-        .map(|node| format!("node {} has processors {}", node.id, node.cpu_list))
+        .map(|node| match node.cpu_list.as_str() {
+            "" => format!("node {} lists no processors", node.id),
+            cpus => format!("node {} has processors {cpus}", node.id),
+        })
         .collect();
     let shown = some_of(&shown);
     let homeless = evidence
@@ -166,7 +175,7 @@ fn memlock(evidence: &Evidence) -> Check {
     };
     let why = format!("limit {}", memlock.soft);
     if memlock.soft == Limit::Unlimited {
-        return GROUP.pass(name, why);
+        return GROUP.pass(name, "unlimited");
     }
     if memlock.exempt {
         return GROUP.pass(

@@ -206,6 +206,11 @@ impl Report {
     }
 }
 
+/// Text from files may hold line breaks and control characters, and what is printed on a line must not.
+fn printable(text: &str) -> String {
+    text.replace(|c: char| c.is_control(), " ")
+}
+
 /// `one`, or `one, two and 3 more`: names in a sentence.
 fn some_of(names: &[String]) -> String {
     const SHOWN: usize = 8;

@@ -43,7 +43,7 @@ pub(super) fn usable_hardware(evidence: &Evidence) -> Vec<&RdmaDevice> {
 pub(super) fn obstacle(system: &System, device: &RdmaDevice) -> Option<String> {
     let name = &device.name;
     if device.address.is_none() {
-        return Some(format!("{name} is a software device"));
+        return Some(format!("{name} is no PCI device"));
     }
     let Some(node) = &device.uverbs else {
         return Some(format!("{name} has no uverbs device"));
@@ -69,10 +69,9 @@ fn identity(device: &RdmaDevice) -> Check {
             .unwrap_or_else(|| "node type not known".to_owned()),
         device.firmware.clone().unwrap_or_else(unknown),
         device.board_id.clone().unwrap_or_else(unknown),
-        device.address.map_or_else(
-            || ", no PCI function (software)".to_owned(),
-            |at| format!(", at {at}")
-        ),
+        device
+            .address
+            .map_or_else(|| ", no PCI function".to_owned(), |at| format!(", at {at}")),
     );
     GROUP.pass(&device.name, why)
 }

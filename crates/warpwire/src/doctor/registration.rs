@@ -252,7 +252,7 @@ fn peer_mapping_override(evidence: &Evidence) -> Check {
         Some(false) => GROUP.warn(
             name,
             "not set: only root may map a NIC's doorbell page for the GPU; for others a CPU thread rings it",
-            "`echo 'options nvidia NVreg_RegistryDwords=\"PeerMappingOverride=1;\"' | sudo tee \
+            "`echo 'options nvidia NVreg_RegistryDwords=\"PeerMappingOverride=1;\"' | sudo tee -a \
              /etc/modprobe.d/warpwire.conf`, then reload the nvidia module",
         ),
         None => GROUP.skip(name, "/proc/driver/nvidia/params does not tell"),

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{Answer, Check, Group, Report, Status};
+use super::{Answer, Check, Group, Report, Status, printable};
 
 const RESET: &str = "\x1b[0m";
 const BOLD: &str = "\x1b[1m";
@@ -38,20 +38,25 @@ impl Report {
         let _ = writeln!(text, "\n{}", paint("Verdicts", BOLD));
         for verdict in &self.verdicts {
             let answer = paint(verdict.answer.name(), verdict.answer.style());
-            let _ = writeln!(text, "{}: {answer}, {}", verdict.capability, verdict.text);
+            let _ = writeln!(
+                text,
+                "{}: {answer}, {}",
+                verdict.capability,
+                printable(&verdict.text)
+            );
         }
         text
     }
 }
 
-/// What, why and fix; text from files may hold line breaks and control characters, and must not here.
+/// What, why and fix.
 fn one_line(check: &Check) -> String {
     let mut line = format!("{}  — {}", check.name, check.why);
     if let Some(fix) = &check.fix {
         line.push_str("  — ");
         line.push_str(fix);
     }
-    line.replace(|c: char| c.is_control(), " ")
+    printable(&line)
 }
 
 impl Group {

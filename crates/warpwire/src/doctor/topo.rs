@@ -4,6 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
+use super::printable;
 use crate::host::{PciAddress, PciDevice, System};
 
 /// What lies between two PCI functions; nearer is less.
@@ -262,7 +263,8 @@ fn affinity(
 ) -> (Option<u32>, Option<String>) {
     let numa_node = system.numa_node_of(address);
     let near = cpus.iter().find(|known| Some(known.node) == numa_node);
-    (numa_node, near.map(|known| known.cpus.clone()))
+    let cpus = near.map(|known| known.cpus.clone());
+    (numa_node, cpus.filter(|cpus| !cpus.is_empty()))
 }
 
 /// Where a function hangs in the tree of buses.
@@ -361,7 +363,7 @@ impl Topology {
             writeln!(f, "\nGPUs:")?;
         }
         for gpu in &self.gpus {
-            let model = gpu.model.as_deref().unwrap_or("name not known");
+            let model = printable(gpu.model.as_deref().unwrap_or("name not known"));
             writeln!(f, "  {}: {model} ({})", gpu.label, gpu.address)?;
         }
         if !self.nics.is_empty() {
@@ -373,7 +375,9 @@ impl Topology {
             writeln!(
                 f,
                 "  {}: {} ({}, {sort}{state})",
-                nic.label, nic.name, nic.address
+                nic.label,
+                printable(&nic.name),
+                nic.address
             )?;
         }
         if !self.gpus.is_empty() {

@@ -79,6 +79,12 @@ fn no_cuda(evidence: &Evidence) -> Option<String> {
     })
 }
 
+/// Why CUDA is known not to work; `None` if it works, or was not tried.
+fn broken_cuda(evidence: &Evidence) -> Option<String> {
+    let tried = !matches!(evidence.probes.cuda.library, Outcome::NotTried { .. });
+    no_cuda(evidence).filter(|_| tried)
+}
+
 fn gpu(evidence: &Evidence) -> Verdict {
     let on_the_bus = evidence.gpus.len();
     let cuda = &evidence.probes.cuda;
@@ -106,7 +112,7 @@ fn gpu(evidence: &Evidence) -> Verdict {
             Answer::No,
             "no CUDA device: there is no NVIDIA GPU on the PCI buses",
         ),
-        Some(why) if matches!(cuda.library, Outcome::NotTried { .. }) => verdict(
+        Some(why) if broken_cuda(evidence).is_none() => verdict(
             GPU,
             Answer::Partly,
             format!("{on_the_bus} on the PCI buses, but CUDA is not known to work: {why}"),
@@ -140,13 +146,11 @@ fn cpu_windows(evidence: &Evidence) -> Verdict {
             "there is no GPU to map (the simulated GPU's memory always is)",
         );
     }
-    if evidence
-        .probes
-        .cuda
-        .devices
-        .iter()
-        .any(|device| device.dmabuf_mmap.worked())
-    {
+    if let Some(why) = broken_cuda(evidence) {
+        return verdict(capability, Answer::No, format!("no CUDA device: {why}"));
+    }
+    let mut devices = evidence.probes.cuda.devices.iter();
+    if devices.any(|device| device.dmabuf_mmap.worked()) {
         return verdict(capability, Answer::Yes, "through CUDA's dma-buf mmap");
     }
     match resource_manager(system) {
@@ -175,6 +179,9 @@ fn registration(evidence: &Evidence) -> Verdict {
     let devices = &evidence.probes.cuda.devices;
     if evidence.gpus.is_empty() && devices.is_empty() {
         return verdict(capability, Answer::No, "there is no GPU");
+    }
+    if let Some(why) = broken_cuda(evidence) {
+        return verdict(capability, Answer::No, format!("no CUDA device: {why}"));
     }
     if let Err(why) = hardware(evidence) {
         return if devices.iter().any(|device| device.dmabuf_export.worked()) {

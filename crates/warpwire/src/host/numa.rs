@@ -7,7 +7,8 @@ use super::System;
 pub struct NumaNode {
     /// Its number.
     pub id: u32,
-    /// Its processors, as the kernel writes them: `0-15,32-47`. Empty for a node of memory only.
+    /// Its processors, as the kernel writes them: `0-15,32-47`. Empty for a node of memory only, and
+    /// where the kernel's text makes no sense.
     pub cpu_list: String,
     /// How many processors that is; `None` if the list makes no sense.
     pub cpu_count: Option<u32>,
@@ -23,10 +24,11 @@ impl System {
             .filter_map(|name| {
                 let id = name.strip_prefix("node")?.parse().ok()?;
                 let cpu_list = self.read(&format!("{folder}/{name}/cpulist"))?;
+                let cpu_count = count_cpus(&cpu_list);
                 Some(NumaNode {
                     id,
-                    cpu_count: count_cpus(&cpu_list),
-                    cpu_list,
+                    cpu_list: cpu_count.map(|_| cpu_list).unwrap_or_default(),
+                    cpu_count,
                 })
             })
             .collect()

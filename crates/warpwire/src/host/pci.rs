@@ -8,9 +8,6 @@ use serde::{Deserialize, Serialize};
 use super::System;
 use crate::error::{Error, Kind};
 
-/// PCI's class code for a bridge between two PCI buses (a port of a switch, or of the root complex).
-const CLASS_PCI_BRIDGE: u32 = 0x0604;
-
 /// PCI's base class for display controllers; data-centre GPUs are "3D controllers" in it.
 const BASE_CLASS_DISPLAY: u32 = 0x03;
 
@@ -135,11 +132,6 @@ impl PciDevice {
     /// Whether this is an NVIDIA GPU.
     pub fn is_nvidia_gpu(&self) -> bool {
         self.vendor == VENDOR_NVIDIA && self.class >> 16 == BASE_CLASS_DISPLAY
-    }
-
-    /// Whether this is a bridge between PCI buses.
-    pub fn is_bridge(&self) -> bool {
-        self.class >> 8 == CLASS_PCI_BRIDGE
     }
 
     /// What NVIDIA calls BAR1, the window onto GPU memory: the largest prefetchable one.

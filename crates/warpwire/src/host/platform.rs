@@ -136,11 +136,6 @@ impl System {
         let command_line = self.read("/proc/cmdline").unwrap_or_default();
         iommu_mode(&types, &command_line)
     }
-
-    /// The type of one IOMMU group: `DMA`, `DMA-FQ`, `identity`.
-    pub fn iommu_group_type(&self, group: u32) -> Option<String> {
-        self.read(&format!("/sys/kernel/iommu_groups/{group}/type"))
-    }
 }
 
 fn parse_release(text: &str) -> Option<KernelVersion> {
