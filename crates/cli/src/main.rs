@@ -4,6 +4,7 @@ mod doctor;
 mod output;
 mod topo;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -46,7 +47,8 @@ fn main() -> ExitCode {
         Command::Topo(arguments) => topo::run(&arguments),
     });
     outcome.unwrap_or_else(|message| {
-        eprintln!("error: {message}");
+        // Nobody may be listening; the status still tells.
+        let _ = writeln!(std::io::stderr(), "error: {message}");
         ExitCode::from(USAGE_ERROR)
     })
 }

@@ -182,7 +182,7 @@ fn on_demand_paging(device: &RdmaDevice) -> Check {
         ),
         Some(false) => GROUP.skip(
             name,
-            format!("the {driver} driver does not implement it; memory is pinned instead"),
+            format!("the {driver} driver is not known to implement it; memory is pinned instead"),
         ),
         None => GROUP.skip(name, "the device's driver is not known"),
     }

@@ -75,8 +75,8 @@ impl RdmaDevice {
         Some(["mlx5", "efa", "irdma", "bnxt_re", "mana", "ionic"].contains(&driver))
     }
 
-    /// Whether the driver implements on-demand paging (the NIC's firmware has the last word); `None` if
-    /// the driver is not known. Only mlx5 does for user memory.
+    /// Whether the driver is known to implement on-demand paging (the NIC's firmware has the last word);
+    /// `None` if the driver is not known. By driver: mlx5 is.
     pub fn pages_on_demand(&self) -> Option<bool> {
         Some(self.driver.as_deref()? == "mlx5")
     }
