@@ -1,1 +1,90 @@
-fn main() {}
+//! The `warpwire` command.
+
+mod doctor;
+mod output;
+mod topo;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+/// The exit status for a command line or a setting that makes no sense, as clap has it.
+const USAGE_ERROR: u8 = 2;
+
+const LOG_VARIABLE: &str = "WARPWIRE_LOG";
+
+/// Move GPU memory: see what this machine can do, and have it done.
+#[derive(Parser)]
+#[command(name = "warpwire", version, arg_required_else_help = true, after_help = EXAMPLES)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire doctor                       what works on this machine, what does not, and the fix
+  warpwire topo                         which NIC is near which GPU
+  WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
+
+Environment:
+  WARPWIRE_LOG   what to log: error, warn (the default), info, debug, trace, or by room, as in
+                 warn,warpwire::mem=debug
+  NO_COLOR       if set and not empty, no colour";
+
+#[derive(Subcommand)]
+enum Command {
+    Doctor(doctor::Arguments),
+    Topo(topo::Arguments),
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let outcome = start_log().and_then(|()| match arguments.command {
+        Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Topo(arguments) => topo::run(&arguments),
+    });
+    outcome.unwrap_or_else(|message| {
+        // Nobody may be listening; the status still tells.
+        let _ = writeln!(std::io::stderr(), "error: {message}");
+        ExitCode::from(USAGE_ERROR)
+    })
+}
+
+/// Logs to standard error what `WARPWIRE_LOG` asks for.
+fn start_log() -> Result<(), String> {
+    let wanted = match std::env::var(LOG_VARIABLE) {
+        Ok(text) if !text.trim().is_empty() => text,
+        Ok(_) | Err(std::env::VarError::NotPresent) => "warn".to_owned(),
+        Err(std::env::VarError::NotUnicode(_)) => return Err(bad_log("its bytes are not UTF-8")),
+    };
+    if let Some(word) = wanted.split(',').find(|word| is_stray(word.trim())) {
+        return Err(bad_log(&format!("{word:?} is neither a level nor a room")));
+    }
+    let filter = EnvFilter::builder()
+        .parse(&wanted)
+        .map_err(|source| bad_log(&format!("{wanted:?}: {source}")))?;
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(output::wants_colour(&std::io::stderr()))
+        .init();
+    Ok(())
+}
+
+/// A bare word that is no level would be taken for a module of that name, and silence everything.
+fn is_stray(word: &str) -> bool {
+    let is_level = word
+        .parse::<tracing_subscriber::filter::LevelFilter>()
+        .is_ok();
+    !word.is_empty() && !is_level && !word.contains(['=', '[']) && !word.starts_with("warpwire")
+}
+
+fn bad_log(why: &str) -> String {
+    format!(
+        "cannot read {LOG_VARIABLE}: {why}; write a level (error, warn, info, debug, trace) or levels by room, \
+         as in warn,warpwire::mem=debug"
+    )
+}

@@ -23,7 +23,7 @@ pub fn bytes(count: u64) -> String {
         .into_iter()
         .find(|(_, unit)| count >= *unit)
         .unwrap_or(("B", 1));
-    if count % unit == 0 {
+    if count.is_multiple_of(unit) {
         return format!("{} {name}", count / unit);
     }
     format!("{:.1} {name}", count as f64 / unit as f64)

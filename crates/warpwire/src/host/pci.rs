@@ -1,11 +1,25 @@
-//! PCI addresses.
+//! PCI functions: where they sit, what they are, and what lies between them and the host.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use super::System;
 use crate::error::{Error, Kind};
+
+/// PCI's base class for display controllers; data-centre GPUs are "3D controllers" in it.
+const BASE_CLASS_DISPLAY: u32 = 0x03;
+
+/// NVIDIA's PCI vendor number.
+const VENDOR_NVIDIA: u16 = 0x10de;
+
+// Flags in the third column of sysfs's `resource` file (include/linux/ioport.h).
+const RESOURCE_MEMORY: u64 = 0x0000_0200;
+const RESOURCE_PREFETCHABLE: u64 = 0x0000_2000;
+
+/// The first lines of `resource` are the six base address registers; the rest are not.
+const BAR_LINES: usize = 6;
 
 /// Where a function sits on the PCI buses: `0000:1a:00.0`.
 ///
@@ -78,9 +92,209 @@ impl TryFrom<String> for PciAddress {
     }
 }
 
+/// A memory window that a PCI function asks the host for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bar {
+    /// Which base address register: the line in sysfs's `resource` file. A 64-bit one takes two.
+    pub index: usize,
+    /// Length in bytes.
+    pub size: u64,
+    /// Whether reads have no side effects, so that it may be large and write-combined.
+    pub prefetchable: bool,
+}
+
+/// A PCI function, as sysfs describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PciDevice {
+    /// Where it sits.
+    pub address: PciAddress,
+    /// Vendor number (0x10de is NVIDIA).
+    pub vendor: u16,
+    /// Device number, given by the vendor.
+    pub device: u16,
+    /// Class code: base class, subclass and interface, a byte each.
+    pub class: u32,
+    /// The NUMA node that firmware names for it; `None` where it names none, as in most VMs.
+    pub numa_node: Option<u32>,
+    /// Its memory windows.
+    pub bars: Vec<Bar>,
+    /// The kernel driver bound to it.
+    pub driver: Option<String>,
+    /// The host bridge that it hangs below: `pci0000:00`.
+    pub host_bridge: Option<String>,
+    /// The bridges from the host bridge down to it, itself not included.
+    pub bridges: Vec<PciAddress>,
+    /// Its IOMMU group, if an IOMMU is in use.
+    pub iommu_group: Option<u32>,
+}
+
+impl PciDevice {
+    /// Whether this is an NVIDIA GPU.
+    pub fn is_nvidia_gpu(&self) -> bool {
+        self.vendor == VENDOR_NVIDIA && self.class >> 16 == BASE_CLASS_DISPLAY
+    }
+
+    /// What NVIDIA calls BAR1, the window onto GPU memory: the largest prefetchable one.
+    /// (Register 1 where register 0 is a 32-bit one, register 2 where it is a 64-bit one.)
+    pub fn bar1(&self) -> Option<&Bar> {
+        self.bars
+            .iter()
+            .filter(|bar| bar.prefetchable)
+            .max_by_key(|bar| bar.size)
+    }
+}
+
+impl System {
+    /// Every PCI function, by address.
+    pub fn pci_devices(&self) -> Vec<PciDevice> {
+        let mut devices: Vec<PciDevice> = self
+            .list("/sys/bus/pci/devices")
+            .iter()
+            .filter_map(|name| self.pci_device(&name.parse().ok()?))
+            .collect();
+        devices.sort_by_key(|device| device.address);
+        devices
+    }
+
+    /// One PCI function; `None` if it is not there or its vendor, device or class cannot be read.
+    pub fn pci_device(&self, address: &PciAddress) -> Option<PciDevice> {
+        let path = format!("/sys/bus/pci/devices/{address}");
+        let hexadecimal = |name: &str| parse_hexadecimal(&self.read(&format!("{path}/{name}"))?);
+        let (host_bridge, bridges) = self
+            .real_path(&path)
+            .map(|real| parse_device_path(&real, address))
+            .unwrap_or_default();
+        Some(PciDevice {
+            address: *address,
+            vendor: u16::try_from(hexadecimal("vendor")?).ok()?,
+            device: u16::try_from(hexadecimal("device")?).ok()?,
+            class: u32::try_from(hexadecimal("class")?).ok()?,
+            numa_node: parse_node(self.read(&format!("{path}/numa_node"))),
+            bars: parse_resource(&self.read(&format!("{path}/resource")).unwrap_or_default()),
+            driver: self.link_name(&format!("{path}/driver")),
+            host_bridge,
+            bridges,
+            iommu_group: self
+                .link_name(&format!("{path}/iommu_group"))
+                .and_then(|name| name.parse().ok()),
+        })
+    }
+
+    /// Every NVIDIA GPU on the PCI buses, in `nvidia-smi`'s order, whether or not a driver runs it.
+    pub fn nvidia_gpus(&self) -> Vec<PciDevice> {
+        let mut devices = self.pci_devices();
+        devices.retain(PciDevice::is_nvidia_gpu);
+        devices
+    }
+
+    /// The PCI function that a device folder in `/sys` belongs to: the last one on its real path.
+    pub(super) fn pci_parent(&self, path: &str) -> Option<PciAddress> {
+        let real = self.real_path(path)?;
+        real.rsplit('/').find_map(|name| name.parse().ok())
+    }
+
+    /// The NUMA node of a PCI function: the one that firmware names for it, or the machine's only one.
+    pub fn numa_node_of(&self, address: &PciAddress) -> Option<u32> {
+        let named = parse_node(self.read(&format!("/sys/bus/pci/devices/{address}/numa_node")));
+        named.or_else(|| match self.numa_nodes().as_slice() {
+            [only] => Some(only.id),
+            _ => None,
+        })
+    }
+}
+
+fn parse_hexadecimal(text: &str) -> Option<u64> {
+    u64::from_str_radix(text.strip_prefix("0x")?, 16).ok()
+}
+
+/// A node number; the kernel writes -1 where there is none.
+pub(super) fn parse_node(text: Option<String>) -> Option<u32> {
+    text?.parse().ok()
+}
+
+/// Reads sysfs's `resource` file: a line per window, with start, end and flags. Lines that make no
+/// sense are no windows.
+fn parse_resource(text: &str) -> Vec<Bar> {
+    text.lines()
+        .take(BAR_LINES)
+        .enumerate()
+        .filter_map(|(index, line)| {
+            let mut columns = line.split_whitespace().map(parse_hexadecimal);
+            let (start, end, flags) = (columns.next()??, columns.next()??, columns.next()??);
+            if flags & RESOURCE_MEMORY == 0 {
+                return None;
+            }
+            Some(Bar {
+                index,
+                size: end.checked_sub(start)?.checked_add(1)?,
+                prefetchable: flags & RESOURCE_PREFETCHABLE != 0,
+            })
+        })
+        .collect()
+}
+
+/// Takes `/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0` apart: the host bridge's name and the
+/// bridges above `address`. Behind a volume-management device there are two host bridges on the path;
+/// the lower one counts.
+fn parse_device_path(path: &str, address: &PciAddress) -> (Option<String>, Vec<PciAddress>) {
+    let mut host_bridge = None;
+    let mut bridges = Vec::new();
+    for name in path.split('/') {
+        if let Ok(bridge) = name.parse::<PciAddress>() {
+            bridges.push(bridge);
+        } else if name.starts_with("pci") && name.contains(':') {
+            host_bridge = Some(name.to_owned());
+            bridges.clear();
+        }
+    }
+    bridges.retain(|bridge| bridge != address);
+    (host_bridge, bridges)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn windows_are_read_and_nonsense_is_not() {
+        let h200 = "0x0000104002000000 0x0000104002ffffff 0x000000000014220c\n\
+                    0x0000000000000000 0x0000000000000000 0x0000000000000000\n\
+                    0x0000100000000000 0x0000103fffffffff 0x000000000014220c\n";
+        let bars = parse_resource(h200);
+        let sizes: Vec<_> = bars.iter().map(|bar| (bar.index, bar.size)).collect();
+        assert_eq!(sizes, [(0, 16 << 20), (2, 256 << 30)]);
+        for bad in [
+            "",
+            "0x0 0x1",
+            "x y z",
+            "0x10 0x0 0x200",
+            "0x0 0xffffffffffffffff 0x200",
+            "\0\0\0",
+            "0x0 0xfff 0x100",
+        ] {
+            assert_eq!(parse_resource(bad), [], "{bad}");
+        }
+    }
+
+    #[test]
+    fn paths_give_host_bridge_and_bridges() {
+        let gpu: PciAddress = "0000:03:00.0".parse().unwrap();
+        let (host, bridges) = parse_device_path(
+            "/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0/0000:03:00.0",
+            &gpu,
+        );
+        assert_eq!(host.as_deref(), Some("pci0000:00"));
+        assert_eq!(bridges.len(), 2);
+        let behind_vmd =
+            "/sys/devices/pci0000:00/0000:00:0e.0/pci10000:e0/10000:e0:06.0/0000:03:00.0";
+        let (host, bridges) = parse_device_path(behind_vmd, &gpu);
+        assert_eq!(host.as_deref(), Some("pci10000:e0"));
+        assert_eq!(bridges.len(), 1);
+        assert_eq!(
+            parse_device_path("/sys/devices/virtual/x", &gpu),
+            (None, vec![])
+        );
+    }
 
     #[test]
     fn only_addresses_are_addresses() {

@@ -1,0 +1,178 @@
+//! The built binary, run as a user runs it.
+
+// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
+#![allow(clippy::unwrap_used)]
+
+use std::process::{Command, Output, Stdio};
+
+#[path = "../../warpwire/tests/support/mod.rs"]
+mod support;
+
+use support::Machine;
+
+fn warpwire() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_warpwire"));
+    command.env_remove("WARPWIRE_LOG").env_remove("NO_COLOR");
+    command
+}
+
+fn run(arguments: &[&str]) -> Output {
+    warpwire().args(arguments).output().unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+#[test]
+fn doctor_judges_this_machine() {
+    let output = run(&["doctor"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    let (_, verdicts) = text.split_once("Verdicts\n").unwrap();
+    assert!(verdicts.contains("simulated GPU: yes"), "{verdicts}");
+    if !std::path::Path::new("/proc/driver/nvidia").exists() {
+        assert!(verdicts.contains("no CUDA device"), "{verdicts}");
+    }
+    assert!(!text.contains('\x1b'), "no colour into a pipe");
+}
+
+#[test]
+fn doctor_prints_json() {
+    let output = run(&["doctor", "--json"]);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["verdicts"].as_array().unwrap().len(), 7);
+    let check = &report["checks"][0];
+    for field in ["group", "name", "status", "why"] {
+        assert!(check[field].is_string(), "{field} in {check}");
+    }
+}
+
+#[test]
+fn recorded_machines_can_be_named() {
+    let machine = Machine::recorded("eight-gpu-server");
+    let root = machine.root().to_str().unwrap();
+    let doctor = run(&["doctor", "--root", root]);
+    assert!(
+        stdout(&doctor).contains("hardware RDMA: yes"),
+        "{}",
+        stderr(&doctor)
+    );
+    let topo = run(&["topo", "--json", "--root", root]);
+    let topology: serde_json::Value = serde_json::from_slice(&topo.stdout).unwrap();
+    assert_eq!(topology["best"][3]["name"], "mlx5_3");
+    assert_eq!(topology["distances"][0][1], "PXB");
+    assert!(stdout(&run(&["topo", "--root", root])).contains("GPU7: NIC7 mlx5_7 (PIX)"));
+}
+
+#[test]
+fn a_machine_on_which_nothing_works_is_status_one() {
+    let failed = "{\"failed\": {\"why\": \"refused\"}}";
+    let machine = Machine::unpack(&format!("probes <<END\n{{\"memfd\": {failed}}}\nEND"));
+    let output = run(&["doctor", "--root", machine.root().to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
+}
+
+#[test]
+fn a_root_that_is_not_there_is_a_usage_error() {
+    for command in ["doctor", "topo"] {
+        let output = run(&[command, "--root", "/no/such/machine"]);
+        assert_eq!(output.status.code(), Some(2));
+        let message = stderr(&output);
+        assert!(
+            message.contains("/no/such/machine") && message.contains("name a folder"),
+            "{message}"
+        );
+        assert!(stdout(&output).is_empty());
+    }
+}
+
+#[test]
+fn malformed_probes_are_a_usage_error() {
+    let machine = Machine::unpack("/probes.json = {]");
+    let output = run(&["doctor", "--root", machine.root().to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(
+        stderr(&output).contains("probes.json: line 1"),
+        "{}",
+        stderr(&output)
+    );
+}
+
+#[test]
+fn unknown_commands_and_options_are_usage_errors() {
+    for arguments in [
+        &["cure"][..],
+        &["doctor", "--fix"],
+        &["topo", "--root"],
+        &[],
+    ] {
+        assert_eq!(run(arguments).status.code(), Some(2), "{arguments:?}");
+    }
+}
+
+#[test]
+fn log_settings_are_checked() {
+    for bad in ["loud", "warpwire=loud", "a=b=c", "warn,[", "debug,noisy"] {
+        let output = warpwire()
+            .arg("topo")
+            .env("WARPWIRE_LOG", bad)
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(2), "{bad}");
+        let message = stderr(&output);
+        assert!(
+            message.contains("WARPWIRE_LOG") && message.contains("trace"),
+            "{message}"
+        );
+    }
+    for good in [
+        "",
+        "debug",
+        "OFF",
+        "warn,warpwire::host=trace",
+        "warpwire::mem",
+    ] {
+        let output = warpwire()
+            .arg("topo")
+            .env("WARPWIRE_LOG", good)
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(0), "{good}: {}", stderr(&output));
+    }
+}
+
+#[test]
+fn a_reader_that_leaves_is_no_error() {
+    for arguments in [
+        &["doctor"][..],
+        &["topo"],
+        &["doctor", "--json"],
+        &["--help"],
+    ] {
+        let mut child = warpwire()
+            .args(arguments)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop(child.stdout.take());
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{arguments:?}");
+        assert_eq!(stderr(&output), "", "{arguments:?}");
+    }
+}
+
+#[test]
+fn help_teaches_by_example() {
+    for arguments in [&["--help"][..], &["doctor", "--help"], &["topo", "--help"]] {
+        assert!(
+            stdout(&run(arguments)).contains("Examples:\n  warpwire"),
+            "{arguments:?}"
+        );
+    }
+}

@@ -1,0 +1,253 @@
+//! The GPU, its driver, and what CUDA offers.
+
+use super::{Check, Evidence, Group, Outcome, some_of};
+use crate::host::{Access, System};
+
+const GROUP: Group = Group::Gpu;
+
+/// The oldest driver branch that Warpwire is tried on.
+const OLDEST_BRANCH: u32 = 535;
+/// The CUDA version of that branch.
+const OLDEST_CUDA: u32 = 12_020;
+/// From this branch (CUDA 11.7) on, stream memory operations need no module parameter.
+const STREAM_OPS_BY_DEFAULT: u32 = 515;
+
+pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
+    let system = &evidence.system;
+    let mut checks = vec![on_the_bus(evidence), driver(evidence)];
+    checks.extend(kernel_modules(evidence));
+    checks.extend(device_nodes(system));
+    checks.push(cuda_library(evidence));
+    checks.extend(cuda_version(evidence));
+    checks.extend(devices(evidence));
+    checks.extend(stream_mem_ops_parameter(system));
+    checks
+}
+
+fn on_the_bus(evidence: &Evidence) -> Check {
+    let gpus = &evidence.gpus;
+    if gpus.is_empty() {
+        let why = "no NVIDIA display controller on the PCI buses (/sys/bus/pci/devices)";
+        return GROUP.skip("NVIDIA GPU", why);
+    }
+    let places: Vec<String> = gpus.iter().map(|gpu| gpu.address.to_string()).collect();
+    GROUP.pass(
+        "NVIDIA GPU",
+        format!("{} on the PCI buses: {}", gpus.len(), some_of(&places)),
+    )
+}
+
+fn driver(evidence: &Evidence) -> Check {
+    let system = &evidence.system;
+    let name = "NVIDIA driver";
+    if let Some(driver) = system.nvidia_driver() {
+        let why = format!("version {}", driver.version);
+        if driver.major < OLDEST_BRANCH {
+            return GROUP.warn(
+                name,
+                format!(
+                    "{why} is older than R{OLDEST_BRANCH}, the oldest that Warpwire is tried on"
+                ),
+                format!("install driver R{OLDEST_BRANCH} or newer"),
+            );
+        }
+        return GROUP.pass(name, why);
+    }
+    if system.exists("/proc/driver/nvidia/version") {
+        let why =
+            "/proc/driver/nvidia/version does not have the form that NVIDIA's driver gives it";
+        return GROUP.warn(
+            name,
+            why,
+            "reinstall the NVIDIA driver, then `sudo modprobe nvidia`",
+        );
+    }
+    if evidence.gpus.is_empty() {
+        return GROUP.skip(name, "not loaded, and there is no NVIDIA GPU to drive");
+    }
+    let fix = "install the NVIDIA driver with its open kernel modules (Debian, Ubuntu: nvidia-open), then \
+               `sudo modprobe nvidia`; in a container, load it on the host";
+    GROUP.fail(
+        name,
+        "there is a GPU and no loaded driver (/proc/driver/nvidia/version is missing)",
+        fix,
+    )
+}
+
+fn kernel_modules(evidence: &Evidence) -> Option<Check> {
+    let name = "kernel modules";
+    let driver = evidence.system.nvidia_driver()?;
+    let mut devices = evidence.probes.cuda.devices.iter();
+    Some(
+        if !driver.open && devices.any(|device| device.dmabuf_export.worked()) {
+            GROUP.pass(name, "proprietary, yet dma-buf export works")
+        } else if driver.open {
+            GROUP.pass(
+                name,
+                "open (dma-buf export and module-free registration need these)",
+            )
+        } else {
+            GROUP.warn(
+            name,
+            "proprietary: these do not export dma-bufs",
+            "install the open modules of the same version (Debian, Ubuntu: `sudo apt install nvidia-open`; \
+             RHEL: `sudo dnf module install nvidia-driver:open-dkms`); they need a Turing GPU or newer",
+        )
+        },
+    )
+}
+
+/// The nodes of the GPUs that the driver runs: `/dev/nvidia0`, …
+pub(super) fn gpu_nodes(system: &System) -> Vec<String> {
+    let gpus = system.nvidia_information();
+    gpus.iter()
+        .filter_map(|gpu| Some(format!("/dev/nvidia{}", gpu.minor?)))
+        .collect()
+}
+
+fn device_nodes(system: &System) -> Vec<Check> {
+    if system.nvidia_driver().is_none() {
+        return Vec::new();
+    }
+    let mut checks: Vec<Check> = ["/dev/nvidiactl", "/dev/nvidia-uvm"]
+        .into_iter()
+        .map(|node| device_node(system, node))
+        .collect();
+    let nodes = gpu_nodes(system);
+    let open = nodes
+        .iter()
+        .filter(|node| system.access(node) == Access::ReadWrite);
+    let open: Vec<String> = open.cloned().collect();
+    if !open.is_empty() && open.len() < nodes.len() {
+        // A container is commonly given some of the host's GPUs; the rest are none of its business.
+        let why = format!(
+            "{} of the driver's {} GPUs are open to this user: {}",
+            open.len(),
+            nodes.len(),
+            some_of(&open)
+        );
+        checks.push(GROUP.pass("/dev/nvidiaN", why));
+    } else {
+        checks.extend(nodes.iter().map(|node| device_node(system, node)));
+    }
+    checks
+}
+
+fn device_node(system: &System, node: &str) -> Check {
+    match system.access(node) {
+        Access::ReadWrite => GROUP.pass(node, "this user may read and write it"),
+        Access::Missing => GROUP.fail(
+            node,
+            "the device node does not exist",
+            "`sudo nvidia-modprobe -u -c 0`, or start the container with `--gpus all`",
+        ),
+        Access::Denied | Access::ReadOnly => GROUP.fail(
+            node,
+            "this user may not read and write it",
+            format!("`sudo chmod 666 {node}`; to keep it: NVreg_DeviceFileMode=0666 for the nvidia module"),
+        ),
+    }
+}
+
+fn cuda_library(evidence: &Evidence) -> Check {
+    let name = "CUDA driver library";
+    match &evidence.probes.cuda.library {
+        Outcome::Worked => GROUP.pass(name, "libcuda.so.1 loaded"),
+        Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
+        Outcome::Failed { why } if evidence.gpus.is_empty() => GROUP.skip(
+            name,
+            format!("{why}; there is no NVIDIA GPU that would need it"),
+        ),
+        Outcome::Failed { why } => GROUP.fail(
+            name,
+            why,
+            "install libcuda (Debian, Ubuntu: libcuda1); in a container, \
+             NVIDIA_DRIVER_CAPABILITIES=compute,utility with `--gpus all`",
+        ),
+    }
+}
+
+fn cuda_version(evidence: &Evidence) -> Option<Check> {
+    let name = "CUDA driver version";
+    let cuda = &evidence.probes.cuda;
+    if !cuda.library.worked() {
+        return None;
+    }
+    if let Outcome::Failed { why } = &cuda.init {
+        let why = format!("cuInit failed: {why}");
+        return Some(if evidence.gpus.is_empty() {
+            GROUP.skip(name, format!("{why}; there is no NVIDIA GPU"))
+        } else {
+            GROUP.fail(name, why, "see the driver's messages: `sudo dmesg | grep -i nvrm`; if libcuda and the kernel driver differ in version, reboot")
+        });
+    }
+    let version = cuda.version()?;
+    Some(if cuda.driver_api < Some(OLDEST_CUDA) {
+        let why = format!("CUDA {version} is older than 12.2 (R{OLDEST_BRANCH})");
+        GROUP.warn(
+            name,
+            why,
+            format!("install driver R{OLDEST_BRANCH} or newer"),
+        )
+    } else {
+        GROUP.pass(name, format!("CUDA {version}"))
+    })
+}
+
+fn devices(evidence: &Evidence) -> Vec<Check> {
+    let mut checks = Vec::new();
+    for device in &evidence.probes.cuda.devices {
+        let name = format!("cuda:{} memory", device.ordinal);
+        checks.push(match &device.alloc_64k {
+            Outcome::Worked => {
+                let size = crate::units::bytes(device.total_memory);
+                GROUP.pass(name, format!("{}, {size}: allocated 64 KiB", device.name))
+            }
+            Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
+            Outcome::Failed { why } => GROUP.fail(
+                name,
+                format!("{}: allocating 64 KiB failed: {why}", device.name),
+                "see who uses it: `nvidia-smi`; if it is in exclusive mode: `sudo nvidia-smi -c DEFAULT`",
+            ),
+        });
+        let name = format!("cuda:{} stream memory operations", device.ordinal);
+        let attributes = &device.attributes;
+        checks.push(
+            match (
+                attributes.stream_mem_ops_64_bit,
+                attributes.stream_wait_value_nor,
+            ) {
+                (Some(true), Some(true)) => GROUP.pass(name, "32- and 64-bit, with wait-until-nor"),
+                (Some(true), _) => {
+                    GROUP.pass(name, "32- and 64-bit; no wait-until-nor, which is emulated")
+                }
+                (Some(false), _) => GROUP.warn(
+                    name,
+                    "the device reports no 64-bit ones",
+                    "none for this GPU: 32-bit ones are used",
+                ),
+                (None, _) => GROUP.skip(name, "CUDA did not report the attribute"),
+            },
+        );
+    }
+    checks
+}
+
+fn stream_mem_ops_parameter(system: &System) -> Option<Check> {
+    let name = "EnableStreamMemOPs";
+    let driver = system.nvidia_driver()?;
+    if driver.major >= STREAM_OPS_BY_DEFAULT {
+        return Some(GROUP.skip(
+            name,
+            format!("not needed: from R{STREAM_OPS_BY_DEFAULT} on, these are on by default"),
+        ));
+    }
+    Some(match system.nvidia_params().enable_stream_mem_ops {
+        Some(true) => GROUP.pass(name, "set, as this old driver needs for stream memory operations"),
+        _ => GROUP.warn(
+            name,
+            "not set, so this old driver has no stream memory operations",
+            "`echo options nvidia NVreg_EnableStreamMemOPs=1 | sudo tee -a /etc/modprobe.d/warpwire.conf`, reload the module",
+        ),
+    })
+}

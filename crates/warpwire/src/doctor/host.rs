@@ -1,0 +1,233 @@
+//! The host: kernel, memory limits, buses, and what it is itself hosted by.
+
+use super::rdma::usable_hardware;
+use super::{Check, Evidence, Group, some_of};
+use crate::host::{Acs, Iommu, Limit, PciAddress, System};
+use crate::units;
+
+const GROUP: Group = Group::Host;
+
+pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
+    let system = &evidence.system;
+    vec![
+        container(system),
+        virtual_machine(system),
+        iommu(evidence),
+        acs(evidence),
+        numa(evidence),
+        memlock(evidence),
+        huge_pages(system),
+        memfd(evidence),
+    ]
+}
+
+fn container(system: &System) -> Check {
+    match system.container() {
+        Some(found) => GROUP.pass(
+            "container",
+            format!(
+                "{} ({}): device nodes and limits are what the engine gives",
+                found.kind, found.sign
+            ),
+        ),
+        None => GROUP.pass("container", "no sign of one"),
+    }
+}
+
+fn virtual_machine(system: &System) -> Check {
+    let name = "virtual machine";
+    match system.virtualization() {
+        Some(found) => GROUP.pass(
+            name,
+            format!(
+                "yes, vendor {} ({}): PCIe distances are those that the hypervisor shows",
+                found.vendor, found.sign
+            ),
+        ),
+        None => GROUP.pass(name, "no sign of one"),
+    }
+}
+
+fn iommu(evidence: &Evidence) -> Check {
+    let mode = evidence.system.iommu();
+    let peers = !evidence.gpus.is_empty() && !usable_hardware(evidence).is_empty();
+    match mode {
+        Iommu::Translated if peers => GROUP.warn(
+            "IOMMU",
+            "translating: traffic between GPU and NIC goes up to it and back",
+            "add `iommu=pt` to the kernel's command line and reboot",
+        ),
+        Iommu::Unknown => GROUP.skip("IOMMU", mode.to_string()),
+        Iommu::None | Iommu::Passthrough | Iommu::Translated => {
+            GROUP.pass("IOMMU", mode.to_string())
+        }
+    }
+}
+
+/// The ports that traffic between a GPU and its NIC passes below their common switch.
+fn ports_between(system: &System, a: &PciAddress, b: &PciAddress) -> Vec<PciAddress> {
+    let (Some(a), Some(b)) = (system.pci_device(a), system.pci_device(b)) else {
+        return Vec::new();
+    };
+    let shared = a
+        .bridges
+        .iter()
+        .zip(&b.bridges)
+        .take_while(|(x, y)| x == y)
+        .count();
+    if shared == 0 || a.host_bridge != b.host_bridge {
+        return Vec::new();
+    }
+    let below = |bridges: Vec<PciAddress>| bridges.into_iter().skip(shared);
+    below(a.bridges).chain(below(b.bridges)).collect()
+}
+
+fn acs(evidence: &Evidence) -> Check {
+    let system = &evidence.system;
+    let name = "PCIe access control (ACS)";
+    let topology = &evidence.topology;
+    let mut ports: Vec<PciAddress> = Vec::new();
+    for best in &topology.best {
+        let gpu = topology.gpus.iter().find(|gpu| gpu.label == best.gpu);
+        let nic = topology.nics.iter().find(|nic| nic.label == best.nic);
+        if let (Some(gpu), Some(nic)) = (gpu, nic) {
+            ports.extend(ports_between(system, &gpu.address, &nic.address));
+        }
+    }
+    ports.sort();
+    ports.dedup();
+    if ports.is_empty() {
+        return GROUP.skip(name, "no PCIe switch is visible between a GPU and its NIC");
+    }
+    let states: Vec<Acs> = ports.iter().map(|port| system.acs(port)).collect();
+    let redirecting: Vec<String> = ports
+        .iter()
+        .zip(&states)
+        .filter(|(_, state)| state.redirects())
+        .map(|(port, _)| port.to_string())
+        .collect();
+    if !redirecting.is_empty() {
+        return GROUP.warn(
+            name,
+            format!("sends peers' traffic through the root complex at {}", some_of(&redirecting)),
+            format!(
+                "`for p in {}; do sudo setpci -s $p ECAP_ACS+6.w=0000; done` (not where VMs share the machine)",
+                redirecting.join(" ")
+            ),
+        );
+    }
+    if states.contains(&Acs::UnknownNeedsRoot) {
+        let mut check = GROUP.skip(
+            name,
+            "unknown: the ports' extended configuration space can be read by root only",
+        );
+        check.fix = Some("`sudo warpwire doctor`".to_owned());
+        return check;
+    }
+    GROUP.pass(
+        name,
+        format!(
+            "off at all {} ports between GPUs and their NICs",
+            ports.len()
+        ),
+    )
+}
+
+fn numa(evidence: &Evidence) -> Check {
+    let system = &evidence.system;
+    let nodes = system.numa_nodes();
+    if nodes.is_empty() {
+        return GROUP.skip("NUMA", "the kernel shows no nodes");
+    }
+    let shown: Vec<String> = nodes
+        .iter()
+        .map(|node| match node.cpu_list.as_str() {
+            "" => format!("node {} lists no processors", node.id),
+            cpus => format!("node {} has processors {cpus}", node.id),
+        })
+        .collect();
+    let shown = some_of(&shown);
+    let homeless = evidence
+        .topology
+        .gpus
+        .iter()
+        .find(|gpu| gpu.numa_node.is_none());
+    match homeless {
+        Some(gpu) => GROUP.warn(
+            "NUMA",
+            format!(
+                "{shown}; firmware does not say which one GPU {} is near",
+                gpu.address
+            ),
+            format!(
+                "`echo NODE | sudo tee /sys/bus/pci/devices/{}/numa_node` with the right node",
+                gpu.address
+            ),
+        ),
+        None => GROUP.pass("NUMA", shown),
+    }
+}
+
+fn memlock(evidence: &Evidence) -> Check {
+    let name = "locked memory";
+    let Some(memlock) = evidence.system.memlock() else {
+        return GROUP.skip(name, "/proc/self/limits does not tell");
+    };
+    let why = format!("limit {}", memlock.soft);
+    if memlock.soft == Limit::Unlimited {
+        return GROUP.pass(name, "unlimited");
+    }
+    if memlock.exempt {
+        return GROUP.pass(
+            name,
+            format!("{why}, which this process may exceed (CAP_IPC_LOCK)"),
+        );
+    }
+    if evidence.rdma.is_empty() {
+        return GROUP.skip(
+            name,
+            format!("{why}; it only limits registration with an RDMA device, and there is none"),
+        );
+    }
+    GROUP.warn(
+        name,
+        format!("{why}: memory registered with a NIC counts against it"),
+        "`ulimit -l unlimited`, with `* - memlock unlimited` in /etc/security/limits.conf; Docker: `--ulimit memlock=-1`",
+    )
+}
+
+fn huge_pages(system: &System) -> Check {
+    let name = "huge pages";
+    match system.huge_pages() {
+        Some(pages) if pages.total > 0 => {
+            let size = units::bytes(pages.page_bytes);
+            GROUP.pass(
+                name,
+                format!("{} of {size}, {} free", pages.total, pages.free),
+            )
+        }
+        Some(pages) => {
+            let size = units::bytes(pages.page_bytes);
+            let mut check = GROUP.skip(
+                name,
+                format!("none of {size} are reserved; they are optional"),
+            );
+            check.fix = Some("`sudo sysctl vm.nr_hugepages=512`".to_owned());
+            check
+        }
+        None => GROUP.skip(name, "/proc/meminfo does not tell"),
+    }
+}
+
+fn memfd(evidence: &Evidence) -> Check {
+    let name = "shareable anonymous memory";
+    match &evidence.probes.memfd {
+        super::Outcome::Worked => GROUP.pass(name, "memfd_create worked; the simulated GPU is made of it"),
+        super::Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
+        super::Outcome::Failed { why } => GROUP.fail(
+            name,
+            format!("memfd_create failed: {why}"),
+            "allow memfd_create in the container's seccomp profile (Docker: `--security-opt seccomp=unconfined` to try)",
+        ),
+    }
+}

@@ -1,0 +1,251 @@
+//! What was tried on a machine, and how it went; kept apart from the trying, so that it can be recorded.
+
+use serde::{Deserialize, Serialize};
+
+use super::{probe_cuda, probe_host};
+use crate::error::{Error, Kind, Result};
+use crate::host::{PciAddress, System};
+
+/// Where a recorded machine keeps its probes.
+const RECORDED: &str = "/probes.json";
+
+/// How an attempt went.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Outcome {
+    /// It worked.
+    Worked,
+    /// It was tried, and failed.
+    Failed {
+        /// The reason, as the library or the kernel gave it.
+        why: String,
+    },
+    /// It was not tried.
+    NotTried {
+        /// What stood in the way.
+        why: String,
+    },
+}
+
+impl Outcome {
+    /// An attempt that failed.
+    pub fn failed(why: impl Into<String>) -> Self {
+        Self::Failed { why: why.into() }
+    }
+
+    /// An attempt that was not made.
+    pub fn not_tried(why: impl Into<String>) -> Self {
+        Self::NotTried { why: why.into() }
+    }
+
+    /// Whether it worked.
+    pub fn worked(&self) -> bool {
+        *self == Self::Worked
+    }
+
+    /// One clause for a sentence: `worked`, `failed (…)`, `was not tried (…)`.
+    pub fn describe(&self) -> String {
+        match self {
+            Self::Worked => "worked".to_owned(),
+            Self::Failed { why } => format!("failed ({why})"),
+            Self::NotTried { why } => format!("was not tried ({why})"),
+        }
+    }
+}
+
+impl Default for Outcome {
+    fn default() -> Self {
+        Self::not_tried("not recorded")
+    }
+}
+
+/// All that was tried.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Probes {
+    /// CUDA, and each of its devices.
+    pub cuda: CudaProbe,
+    /// UDP over loopback.
+    pub udp: UdpProbe,
+    /// Anonymous shareable memory, which the simulated GPU is made of.
+    pub memfd: Outcome,
+}
+
+/// What the CUDA driver answered.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CudaProbe {
+    /// Loading `libcuda.so.1` and finding its symbols; a failure names the library or symbol.
+    pub library: Outcome,
+    /// `cuInit`.
+    pub init: Outcome,
+    /// `cuDriverGetVersion`: 13000 is 13.0.
+    pub driver_api: Option<u32>,
+    /// Every device that CUDA lists.
+    pub devices: Vec<CudaDeviceProbe>,
+}
+
+/// What one CUDA device said of itself, and what worked on it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CudaDeviceProbe {
+    /// CUDA's number for it.
+    pub ordinal: u32,
+    /// Its name.
+    pub name: String,
+    /// Where it sits.
+    pub pci: Option<PciAddress>,
+    /// All of its memory, in bytes.
+    pub total_memory: u64,
+    /// Attributes that CUDA reports.
+    pub attributes: CudaAttributes,
+    /// Allocating 64 KiB.
+    pub alloc_64k: Outcome,
+    /// Exporting that as a dma-buf.
+    pub dmabuf_export: Outcome,
+    /// Mapping the exported dma-buf with `mmap`.
+    pub dmabuf_mmap: Outcome,
+}
+
+/// Device attributes; `None` where the driver does not know the attribute.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CudaAttributes {
+    /// DMA_BUF_SUPPORTED.
+    pub dma_buf_supported: Option<bool>,
+    /// GPU_DIRECT_RDMA_SUPPORTED.
+    pub gpu_direct_rdma_supported: Option<bool>,
+    /// GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED.
+    pub gpu_direct_rdma_with_vmm_supported: Option<bool>,
+    /// GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS: bit 0 host call, bit 1 stream operation.
+    pub flush_writes_options: Option<u32>,
+    /// GPU_DIRECT_RDMA_WRITES_ORDERING: 0 none, 100 owner, 200 all devices.
+    pub writes_ordering: Option<u32>,
+    /// CAN_USE_64_BIT_STREAM_MEM_OPS, of the second interface.
+    pub stream_mem_ops_64_bit: Option<bool>,
+    /// CAN_USE_STREAM_WAIT_VALUE_NOR, of the second interface.
+    pub stream_wait_value_nor: Option<bool>,
+    /// HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED.
+    pub posix_fd_handles: Option<bool>,
+    /// MEMORY_POOLS_SUPPORTED.
+    pub memory_pools: Option<bool>,
+}
+
+/// UDP over the IPv4 loopback.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct UdpProbe {
+    /// Sending and receiving at all.
+    pub loopback: Outcome,
+    /// One send call that the kernel cuts into several datagrams (generic segmentation offload).
+    pub gso: Outcome,
+    /// One receive call that returns several datagrams (generic receive offload).
+    pub gro: Outcome,
+}
+
+impl Probes {
+    /// Tries everything on the running machine. Takes well under a second without a GPU.
+    pub fn run() -> Self {
+        Self {
+            cuda: probe_cuda::probe(),
+            udp: probe_host::udp(),
+            memfd: probe_host::memfd(),
+        }
+    }
+
+    /// Reads what was tried on a recorded machine, from `probes.json` at its root. Without that file,
+    /// nothing was tried.
+    ///
+    /// # Errors
+    /// If the file is not of the form that this type serializes to.
+    pub fn recorded(system: &System) -> Result<Self> {
+        let Some(text) = system.read(RECORDED) else {
+            return Ok(Self::nothing_tried("recorded machine without probes.json"));
+        };
+        serde_json::from_str(&text).map_err(|source| {
+            Error::new(Kind::Malformed, "read the recorded machine's probes.json")
+                .why(format!("line {}: {source}", source.line()))
+                .fix("correct that line, or delete the file to have nothing tried")
+        })
+    }
+
+    fn nothing_tried(why: &str) -> Self {
+        let not_tried = || Outcome::not_tried(why);
+        Self {
+            cuda: CudaProbe {
+                library: not_tried(),
+                init: not_tried(),
+                ..CudaProbe::default()
+            },
+            udp: UdpProbe {
+                loopback: not_tried(),
+                gso: not_tried(),
+                gro: not_tried(),
+            },
+            memfd: not_tried(),
+        }
+    }
+}
+
+impl CudaProbe {
+    /// The devices on which memory could be allocated.
+    pub fn working_devices(&self) -> impl Iterator<Item = &CudaDeviceProbe> {
+        self.devices
+            .iter()
+            .filter(|device| device.alloc_64k.worked())
+    }
+
+    /// The driver's CUDA version, as people write it: `13.0`.
+    pub fn version(&self) -> Option<String> {
+        let number = self.driver_api?;
+        Some(format!("{}.{}", number / 1000, number % 1000 / 10))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn probes_survive_being_written_and_read() {
+        let mut probes = Probes::nothing_tried("a test");
+        probes.cuda.library = Outcome::Worked;
+        probes.cuda.driver_api = Some(13_010);
+        probes.cuda.devices.push(CudaDeviceProbe {
+            pci: Some("0000:00:06.0".parse().unwrap()),
+            dmabuf_mmap: Outcome::failed("errno 524"),
+            ..CudaDeviceProbe::default()
+        });
+        let text = serde_json::to_string_pretty(&probes).unwrap();
+        assert_eq!(serde_json::from_str::<Probes>(&text).unwrap(), probes);
+        assert_eq!(probes.cuda.version().as_deref(), Some("13.1"));
+        assert_eq!(probes.cuda.working_devices().count(), 0);
+    }
+
+    #[test]
+    fn a_malformed_recording_names_file_line_and_fix() {
+        for (text, line) in [
+            ("{\n\"memfd\": \"maybe\"}", "line 2"),
+            ("{\"memfd\":\n", "line 1"),
+            ("{\n\n\"mem\": 1}", "line 3"),
+            ("\u{fffd}", "line 1"),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            std::fs::write(folder.path().join("probes.json"), text).unwrap();
+            let system = System::at(folder.path()).unwrap();
+            let error = Probes::recorded(&system).unwrap_err();
+            assert_eq!(error.kind(), &Kind::Malformed);
+            let message = error.to_string();
+            for part in ["probes.json", line, "correct that line"] {
+                assert!(message.contains(part), "{message}");
+            }
+        }
+    }
+
+    #[test]
+    fn this_machine_can_be_probed() {
+        let probes = Probes::run();
+        assert!(probes.memfd.worked(), "{:?}", probes.memfd);
+        assert!(probes.udp.loopback.worked(), "{:?}", probes.udp);
+    }
+}

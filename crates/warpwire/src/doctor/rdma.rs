@@ -1,0 +1,189 @@
+//! RDMA hardware: what it is, whether it is up, and whether this user may open it.
+
+use super::{Check, Evidence, Group, some_of};
+use crate::host::{Access, RdmaDevice, RdmaPort, System};
+
+const GROUP: Group = Group::RdmaDevices;
+
+pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
+    let system = &evidence.system;
+    let devices = &evidence.rdma;
+    if devices.is_empty() {
+        return vec![GROUP.skip("RDMA devices", "none in /sys/class/infiniband")];
+    }
+    devices
+        .iter()
+        .flat_map(|device| {
+            let mut checks = vec![identity(device), node(system, device)];
+            checks.extend(
+                device
+                    .ports
+                    .iter()
+                    .flat_map(|port| port_checks(device, port)),
+            );
+            if device.ports.is_empty() {
+                checks.push(GROUP.skip(format!("{} ports", device.name), "the kernel lists none"));
+            }
+            checks.push(dma_buf(device));
+            checks.push(on_demand_paging(device));
+            checks
+        })
+        .collect()
+}
+
+/// The hardware devices that this user can open and that have a port up.
+pub(super) fn usable_hardware(evidence: &Evidence) -> Vec<&RdmaDevice> {
+    let devices = evidence.rdma.iter();
+    devices
+        .filter(|device| obstacle(&evidence.system, device).is_none())
+        .collect()
+}
+
+/// Why a device cannot be used as RDMA hardware; `None` if it can.
+pub(super) fn obstacle(system: &System, device: &RdmaDevice) -> Option<String> {
+    let name = &device.name;
+    if device.address.is_none() {
+        return Some(format!("{name} is no PCI device"));
+    }
+    let Some(node) = &device.uverbs else {
+        return Some(format!("{name} has no uverbs device"));
+    };
+    match system.access(node) {
+        Access::ReadWrite if device.is_active() => None,
+        Access::ReadWrite => Some(format!("no port of {name} is active")),
+        Access::Missing => Some(format!("{node} ({name}) is missing")),
+        Access::Denied | Access::ReadOnly => {
+            Some(format!("{node} ({name}) is closed to this user"))
+        }
+    }
+}
+
+fn identity(device: &RdmaDevice) -> Check {
+    let unknown = || "not known".to_owned();
+    let why = format!(
+        "driver {}, {}, firmware {}, board {}{}",
+        device.driver.clone().unwrap_or_else(unknown),
+        device
+            .node_type
+            .clone()
+            .unwrap_or_else(|| "node type not known".to_owned()),
+        device.firmware.clone().unwrap_or_else(unknown),
+        device.board_id.clone().unwrap_or_else(unknown),
+        device
+            .address
+            .map_or_else(|| ", no PCI function".to_owned(), |at| format!(", at {at}")),
+    );
+    GROUP.pass(&device.name, why)
+}
+
+fn node(system: &System, device: &RdmaDevice) -> Check {
+    let name = format!("{} device node", device.name);
+    let Some(node) = &device.uverbs else {
+        return GROUP.fail(
+            name,
+            "no entry in /sys/class/infiniband_verbs, so programs cannot open it",
+            "`sudo modprobe ib_uverbs`",
+        );
+    };
+    match system.access(node) {
+        Access::ReadWrite => GROUP.pass(name, format!("{node} is open to this user")),
+        Access::Missing => GROUP.fail(
+            name,
+            format!("{node} does not exist, although the kernel has the device"),
+            "start the container with `--device=/dev/infiniband` (Kubernetes: an RDMA device plugin); on a host, \
+             `sudo modprobe ib_uverbs`",
+        ),
+        Access::Denied | Access::ReadOnly => GROUP.fail(
+            name,
+            format!("this user may not read and write {node}"),
+            format!("`sudo chmod 666 {node}`, or install rdma-core's udev rules"),
+        ),
+    }
+}
+
+fn port_checks(device: &RdmaDevice, port: &RdmaPort) -> Vec<Check> {
+    let name = format!("{} port {}", device.name, port.number);
+    let unknown = "not known";
+    let state = port.state.as_deref().unwrap_or(unknown);
+    let layer = port.link_layer.as_deref().unwrap_or(unknown);
+    let rate = port.rate.as_deref().unwrap_or(unknown);
+    let physical = port.physical_state.as_deref().unwrap_or(unknown);
+    let why = format!("{state}, link layer {layer}, rate {rate}, physical state {physical}");
+    if !port.is_active() {
+        let fix = if layer == "InfiniBand" {
+            "check the cable, and that a subnet manager runs (`sudo opensm`)".to_owned()
+        } else {
+            let interface = device
+                .interfaces
+                .first()
+                .map_or("INTERFACE", String::as_str);
+            format!("check the cable, then `sudo ip link set {interface} up`")
+        };
+        return vec![GROUP.warn(name, why, fix)];
+    }
+    vec![GROUP.pass(name, why), gids(device, port, layer)]
+}
+
+/// RoCE traffic needs an address of the routable kind; other links need any.
+fn gids(device: &RdmaDevice, port: &RdmaPort, layer: &str) -> Check {
+    let name = format!("{} port {} GIDs", device.name, port.number);
+    let wanted = port
+        .gids
+        .iter()
+        .filter(|gid| layer != "Ethernet" || gid.kind.as_deref() == Some("RoCE v2"));
+    let found: Vec<String> = wanted
+        .map(|gid| format!("[{}] {}", gid.index, gid.gid))
+        .collect();
+    if !found.is_empty() {
+        let kind = if layer == "Ethernet" { "RoCE v2: " } else { "" };
+        return GROUP.pass(name, format!("{kind}{}", some_of(&found)));
+    }
+    let interface = device
+        .interfaces
+        .first()
+        .map_or("INTERFACE", String::as_str);
+    let why = match (layer, port.gids.len()) {
+        (_, 0) => "no GID is set".to_owned(),
+        (_, count) => format!("{count} set, none of type RoCE v2"),
+    };
+    GROUP.warn(
+        name,
+        why,
+        format!("give the interface an address: `sudo ip addr add ADDRESS/24 dev {interface}`"),
+    )
+}
+
+fn dma_buf(device: &RdmaDevice) -> Check {
+    let name = format!("{} dma-buf registration", device.name);
+    let driver = device.driver.as_deref().unwrap_or("not known");
+    match device.registers_dma_buf() {
+        Some(true) => GROUP.pass(name, format!("the {driver} driver implements it; not tried here")),
+        Some(false) if device.address.is_none() => GROUP.skip(
+            name,
+            format!("the {driver} driver is software and takes no GPU memory"),
+        ),
+        Some(false) => GROUP.warn(
+            name,
+            format!("the {driver} driver does not implement it"),
+            "use a NIC of the mlx5, efa, irdma, bnxt_re, mana or ionic driver, or `sudo modprobe nvidia-peermem`; \
+             otherwise data is staged",
+        ),
+        None => GROUP.skip(name, "the device's driver is not known"),
+    }
+}
+
+fn on_demand_paging(device: &RdmaDevice) -> Check {
+    let name = format!("{} on-demand paging", device.name);
+    let driver = device.driver.as_deref().unwrap_or("not known");
+    match device.pages_on_demand() {
+        Some(true) => GROUP.pass(
+            name,
+            format!("the {driver} driver implements it; the firmware has the last word"),
+        ),
+        Some(false) => GROUP.skip(
+            name,
+            format!("the {driver} driver is not known to implement it; memory is pinned instead"),
+        ),
+        None => GROUP.skip(name, "the device's driver is not known"),
+    }
+}

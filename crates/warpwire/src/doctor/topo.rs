@@ -1,0 +1,491 @@
+//! How far GPUs, NICs and processors are from each other, in `nvidia-smi topo -m`'s letters.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use super::printable;
+use crate::host::{PciAddress, PciDevice, System};
+
+/// What lies between two PCI functions; nearer is less.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "UPPERCASE")]
+pub enum Distance {
+    /// It is the same function.
+    #[serde(rename = "X")]
+    Same,
+    /// At most a single PCIe switch.
+    Pix,
+    /// Several PCIe switches, and no host bridge.
+    Pxb,
+    /// A PCIe host bridge (the processor's root complex).
+    Phb,
+    /// Different host bridges of one NUMA node.
+    Node,
+    /// The link between NUMA nodes; also where the nodes are not known.
+    Sys,
+}
+
+impl fmt::Display for Distance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Same => "X",
+            Self::Pix => "PIX",
+            Self::Pxb => "PXB",
+            Self::Phb => "PHB",
+            Self::Node => "NODE",
+            Self::Sys => "SYS",
+        })
+    }
+}
+
+/// A GPU in the matrix.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct TopologyGpu {
+    /// `GPU0`, in PCI order as `nvidia-smi` counts.
+    pub label: String,
+    /// Its name, where the driver gives one.
+    pub model: Option<String>,
+    /// Where it sits.
+    pub address: PciAddress,
+    /// The processors of its NUMA node.
+    pub cpu_affinity: Option<String>,
+    /// Its NUMA node.
+    pub numa_node: Option<u32>,
+}
+
+/// A NIC in the matrix.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct TopologyNic {
+    /// `NIC0`; RDMA devices come first.
+    pub label: String,
+    /// The RDMA device's or the interface's name.
+    pub name: String,
+    /// Where it sits.
+    pub address: PciAddress,
+    /// Whether it is an RDMA device and not a plain interface.
+    pub rdma: bool,
+    /// Whether it can carry traffic now.
+    pub active: bool,
+    /// The processors of its NUMA node.
+    pub cpu_affinity: Option<String>,
+    /// Its NUMA node.
+    pub numa_node: Option<u32>,
+}
+
+/// A NUMA node's processors.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CpuNode {
+    /// The node's number.
+    pub node: u32,
+    /// Its processors: `0-15`.
+    pub cpus: String,
+}
+
+/// The NIC that a GPU should use.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct BestNic {
+    /// `GPU0`.
+    pub gpu: String,
+    /// `NIC0`.
+    pub nic: String,
+    /// The NIC's own name.
+    pub name: String,
+    /// How far it is.
+    pub distance: Distance,
+}
+
+/// A machine's GPUs, NICs and processors, and the distances between them.
+///
+/// ```
+/// use warpwire::{doctor::Topology, host::System};
+/// let topology = Topology::read(&System::live());
+/// println!("{topology}");
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Topology {
+    /// GPUs, in PCI order.
+    pub gpus: Vec<TopologyGpu>,
+    /// NICs: RDMA devices with a PCI function, then interfaces that no RDMA device covers.
+    pub nics: Vec<TopologyNic>,
+    /// NUMA nodes.
+    pub cpus: Vec<CpuNode>,
+    /// Distances from each to each, GPUs first and NICs after them.
+    pub distances: Vec<Vec<Distance>>,
+    /// The best NIC for each GPU; empty if there is no NIC.
+    pub best: Vec<BestNic>,
+}
+
+impl Topology {
+    /// Reads a machine's topology.
+    pub fn read(system: &System) -> Self {
+        let nodes = system.numa_nodes().into_iter();
+        let cpus: Vec<CpuNode> = nodes
+            .map(|node| CpuNode {
+                node: node.id,
+                cpus: node.cpu_list,
+            })
+            .collect();
+        let mut topology = Self {
+            gpus: gpus(system, &cpus),
+            nics: nics(system, &cpus),
+            cpus,
+            distances: Vec::new(),
+            best: Vec::new(),
+        };
+        let gpu_addresses = topology.gpus.iter().map(|gpu| gpu.address);
+        let nic_addresses = topology.nics.iter().map(|nic| nic.address);
+        let places: Vec<Place> = gpu_addresses
+            .chain(nic_addresses)
+            .map(|address| Place::of(system, address))
+            .collect();
+        topology.distances = places
+            .iter()
+            .enumerate()
+            .map(|(row, a)| {
+                let to = |(column, b)| {
+                    if row == column {
+                        Distance::Same
+                    } else {
+                        a.distance(b)
+                    }
+                };
+                places.iter().enumerate().map(to).collect()
+            })
+            .collect();
+        topology.best = topology.choose_nics();
+        topology
+    }
+
+    /// The distance between a GPU and a NIC, by their places in [`Self::gpus`] and [`Self::nics`].
+    pub fn gpu_to_nic(&self, gpu: usize, nic: usize) -> Option<Distance> {
+        let column = self.gpus.len().checked_add(nic)?;
+        self.distances.get(gpu)?.get(column).copied()
+    }
+
+    /// Gives each GPU the nearest NIC of the best sort there is; among equals, the one that the fewest
+    /// GPUs have so far, so that eight GPUs spread over eight NICs.
+    fn choose_nics(&self) -> Vec<BestNic> {
+        let mut users = vec![0_usize; self.nics.len()];
+        let mut best = Vec::new();
+        for (gpu_index, gpu) in self.gpus.iter().enumerate() {
+            let candidates = self.nics.iter().zip(&users).enumerate();
+            let chosen = candidates
+                .filter_map(|(index, (nic, &nic_users))| {
+                    let distance = self.gpu_to_nic(gpu_index, index)?;
+                    let sort = match (nic.active, nic.rdma) {
+                        (true, true) => 0,
+                        (true, false) => 1,
+                        (false, true) => 2,
+                        (false, false) => 3,
+                    };
+                    Some(((sort, distance, nic_users, index), nic))
+                })
+                .min_by_key(|(rank, _)| *rank);
+            let Some(((_, distance, _, index), nic)) = chosen else {
+                continue;
+            };
+            if let Some(count) = users.get_mut(index) {
+                *count += 1;
+            }
+            best.push(BestNic {
+                gpu: gpu.label.clone(),
+                nic: nic.label.clone(),
+                name: nic.name.clone(),
+                distance,
+            });
+        }
+        best
+    }
+}
+
+fn gpus(system: &System, cpus: &[CpuNode]) -> Vec<TopologyGpu> {
+    let information = system.nvidia_information();
+    let found = system.nvidia_gpus();
+    found
+        .iter()
+        .enumerate()
+        .map(|(index, gpu)| {
+            let (numa_node, cpu_affinity) = affinity(system, cpus, &gpu.address);
+            TopologyGpu {
+                label: format!("GPU{index}"),
+                model: information
+                    .iter()
+                    .find(|known| known.address == gpu.address)
+                    .and_then(|known| known.model.clone()),
+                address: gpu.address,
+                cpu_affinity,
+                numa_node,
+            }
+        })
+        .collect()
+}
+
+fn nics(system: &System, cpus: &[CpuNode]) -> Vec<TopologyNic> {
+    let mut found: Vec<(String, PciAddress, bool, bool)> = Vec::new();
+    for device in system.rdma_devices() {
+        if let Some(address) = device.address {
+            let active = device.is_active();
+            found.push((device.name, address, true, active));
+        }
+    }
+    for interface in system.net_interfaces() {
+        let Some(address) = interface.address else {
+            continue;
+        };
+        if !found.iter().any(|(_, covered, ..)| *covered == address) {
+            let active = interface.is_up();
+            found.push((interface.name, address, false, active));
+        }
+    }
+    found
+        .into_iter()
+        .enumerate()
+        .map(|(index, (name, address, rdma, active))| {
+            let (numa_node, cpu_affinity) = affinity(system, cpus, &address);
+            TopologyNic {
+                label: format!("NIC{index}"),
+                name,
+                address,
+                rdma,
+                active,
+                cpu_affinity,
+                numa_node,
+            }
+        })
+        .collect()
+}
+
+fn affinity(
+    system: &System,
+    cpus: &[CpuNode],
+    address: &PciAddress,
+) -> (Option<u32>, Option<String>) {
+    let numa_node = system.numa_node_of(address);
+    let near = cpus.iter().find(|known| Some(known.node) == numa_node);
+    let cpus = near.map(|known| known.cpus.clone());
+    (numa_node, cpus.filter(|cpus| !cpus.is_empty()))
+}
+
+/// Where a function hangs in the tree of buses.
+struct Place {
+    device: Option<PciDevice>,
+    numa_node: Option<u32>,
+}
+
+impl Place {
+    fn of(system: &System, address: PciAddress) -> Self {
+        Self {
+            device: system.pci_device(&address),
+            numa_node: system.numa_node_of(&address),
+        }
+    }
+
+    fn distance(&self, other: &Self) -> Distance {
+        if let (Some(a), Some(b)) = (&self.device, &other.device)
+            && a.host_bridge.is_some()
+            && a.host_bridge == b.host_bridge
+        {
+            return below_one_host_bridge(&a.bridges, &b.bridges);
+        }
+        if self.numa_node.is_some() && self.numa_node == other.numa_node {
+            Distance::Node
+        } else {
+            Distance::Sys
+        }
+    }
+}
+
+/// Two functions below one PCIe switch differ in the switch's downstream port only; every further
+/// bridge that only one of them has above it means a further switch between them.
+fn below_one_host_bridge(a: &[PciAddress], b: &[PciAddress]) -> Distance {
+    let shared = a.iter().zip(b).take_while(|(x, y)| x == y).count();
+    let own = (a.len() - shared).max(b.len() - shared);
+    match (shared, own) {
+        (0, _) => Distance::Phb,
+        (_, 0 | 1) => Distance::Pix,
+        _ => Distance::Pxb,
+    }
+}
+
+impl fmt::Display for Topology {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.write_matrix(f)?;
+        self.write_names(f)?;
+        f.write_str(LEGEND)
+    }
+}
+
+const LEGEND: &str = "
+Legend:
+  X    = Self
+  SYS  = Across the link between NUMA nodes (or the nodes are not known)
+  NODE = Across PCIe host bridges within a NUMA node
+  PHB  = Across a PCIe host bridge (the processor's root complex)
+  PXB  = Across several PCIe switches, without a host bridge
+  PIX  = Across at most a single PCIe switch
+  NVLink is not shown: this matrix is of PCIe, read from /sys.
+";
+
+impl Topology {
+    fn write_matrix(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let gpu_rows = self.gpus.iter();
+        let nic_rows = self.nics.iter();
+        let rows: Vec<(&str, &Option<String>, Option<u32>)> = gpu_rows
+            .map(|gpu| (gpu.label.as_str(), &gpu.cpu_affinity, gpu.numa_node))
+            .chain(nic_rows.map(|nic| (nic.label.as_str(), &nic.cpu_affinity, nic.numa_node)))
+            .collect();
+        if rows.is_empty() {
+            return writeln!(f, "No NVIDIA GPU and no NIC on the PCI buses.");
+        }
+        let affinity = |cpus: &Option<String>| cpus.clone().unwrap_or_else(|| "N/A".to_owned());
+        let widest = rows.iter().map(|(_, cpus, _)| affinity(cpus).len()).max();
+        let cpu_width = widest.unwrap_or(0).max("CPU Affinity".len());
+
+        write!(f, "{:<6}", "")?;
+        for (label, ..) in &rows {
+            write!(f, "{label:<6}")?;
+        }
+        writeln!(f, "{:<cpu_width$}  NUMA Affinity", "CPU Affinity")?;
+        for ((label, cpus, node), distances) in rows.iter().zip(&self.distances) {
+            write!(f, "{label:<6}")?;
+            for distance in distances {
+                write!(f, "{distance:<6}")?;
+            }
+            let node = node.map_or_else(|| "N/A".to_owned(), |node| node.to_string());
+            writeln!(f, "{:<cpu_width$}  {node}", affinity(cpus))?;
+        }
+        Ok(())
+    }
+
+    fn write_names(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.gpus.is_empty() {
+            writeln!(f, "\nGPUs:")?;
+        }
+        for gpu in &self.gpus {
+            let model = printable(gpu.model.as_deref().unwrap_or("name not known"));
+            writeln!(f, "  {}: {model} ({})", gpu.label, gpu.address)?;
+        }
+        if !self.nics.is_empty() {
+            writeln!(f, "\nNIC Legend:")?;
+        }
+        for nic in &self.nics {
+            let sort = if nic.rdma { "RDMA" } else { "plain interface" };
+            let state = if nic.active { "" } else { ", not active" };
+            writeln!(
+                f,
+                "  {}: {} ({}, {sort}{state})",
+                nic.label,
+                printable(&nic.name),
+                nic.address
+            )?;
+        }
+        if !self.gpus.is_empty() {
+            writeln!(f, "\nBest NIC for each GPU:")?;
+        }
+        if !self.gpus.is_empty() && self.best.is_empty() {
+            writeln!(f, "  none: there is no NIC")?;
+        }
+        for best in &self.best {
+            let BestNic {
+                gpu,
+                nic,
+                name,
+                distance,
+            } = best;
+            writeln!(f, "  {gpu}: {nic} {name} ({distance})")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bridges(names: &[&str]) -> Vec<PciAddress> {
+        names.iter().map(|name| name.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn bridges_give_the_letters() {
+        let gpu = bridges(&["0000:10:01.0", "0000:11:00.0", "0000:12:00.0"]);
+        let same_switch = bridges(&["0000:10:01.0", "0000:11:00.0", "0000:12:01.0"]);
+        let second_switch = bridges(&[
+            "0000:10:01.0",
+            "0000:11:00.0",
+            "0000:12:02.0",
+            "0000:20:00.0",
+        ]);
+        let other_root_port = bridges(&["0000:10:02.0"]);
+        assert_eq!(below_one_host_bridge(&gpu, &gpu), Distance::Pix);
+        assert_eq!(below_one_host_bridge(&gpu, &same_switch), Distance::Pix);
+        assert_eq!(below_one_host_bridge(&gpu, &second_switch), Distance::Pxb);
+        assert_eq!(below_one_host_bridge(&gpu, &other_root_port), Distance::Phb);
+        assert_eq!(below_one_host_bridge(&[], &[]), Distance::Phb);
+    }
+
+    #[test]
+    fn unknown_places_are_far() {
+        let nowhere = |numa_node| Place {
+            device: None,
+            numa_node,
+        };
+        assert_eq!(nowhere(None).distance(&nowhere(None)), Distance::Sys);
+        assert_eq!(nowhere(Some(0)).distance(&nowhere(Some(1))), Distance::Sys);
+        assert_eq!(nowhere(Some(1)).distance(&nowhere(Some(1))), Distance::Node);
+    }
+
+    /// GPUs and NICs that are all equally far: the NICs must share the load.
+    fn equal(gpu_count: usize, nics: &[(bool, bool)]) -> Topology {
+        let address: PciAddress = "0000:00:00.0".parse().unwrap();
+        let total = gpu_count + nics.len();
+        Topology {
+            gpus: (0..gpu_count)
+                .map(|i| TopologyGpu {
+                    label: format!("GPU{i}"),
+                    model: None,
+                    address,
+                    cpu_affinity: None,
+                    numa_node: None,
+                })
+                .collect(),
+            nics: nics
+                .iter()
+                .enumerate()
+                .map(|(i, &(rdma, active))| TopologyNic {
+                    label: format!("NIC{i}"),
+                    name: format!("nic{i}"),
+                    address,
+                    rdma,
+                    active,
+                    cpu_affinity: None,
+                    numa_node: None,
+                })
+                .collect(),
+            cpus: vec![],
+            distances: vec![vec![Distance::Node; total]; total],
+            best: vec![],
+        }
+    }
+
+    #[test]
+    fn equal_nics_are_spread() {
+        let chosen = equal(8, &[(true, true); 8]).choose_nics();
+        let names: Vec<_> = chosen.iter().map(|best| best.nic.as_str()).collect();
+        assert_eq!(
+            names,
+            [
+                "NIC0", "NIC1", "NIC2", "NIC3", "NIC4", "NIC5", "NIC6", "NIC7"
+            ]
+        );
+    }
+
+    #[test]
+    fn rdma_that_works_is_preferred_and_no_nic_is_no_choice() {
+        let mixed = equal(1, &[(false, true), (true, false), (true, true)]);
+        assert_eq!(mixed.choose_nics()[0].nic, "NIC2");
+        assert!(equal(3, &[]).choose_nics().is_empty());
+        assert!(equal(0, &[(true, true)]).choose_nics().is_empty());
+    }
+}

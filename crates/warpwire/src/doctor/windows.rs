@@ -1,0 +1,136 @@
+//! CPU windows: mappings of GPU memory that the processor loads from and stores to.
+
+use super::gpu::gpu_nodes;
+use super::{Check, CudaDeviceProbe, Evidence, Group, Outcome};
+use crate::host::{Access, PciDevice, System};
+use crate::units;
+
+const GROUP: Group = Group::CpuWindows;
+
+/// The size of BAR1 where firmware does not let it grow.
+const SMALL_BAR1: u64 = 256 << 20;
+/// The first driver branch whose dma-bufs can be mapped (CUDA 13.3).
+const FIRST_MAPPABLE_BRANCH: u32 = 610;
+
+pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
+    let system = &evidence.system;
+    let gpus = &evidence.gpus;
+    if gpus.is_empty() && evidence.probes.cuda.devices.is_empty() {
+        return vec![GROUP.skip("CPU windows", "there is no NVIDIA GPU to map")];
+    }
+    let mut checks: Vec<Check> = gpus.iter().map(|gpu| bar1(evidence, gpu)).collect();
+    let devices = &evidence.probes.cuda.devices;
+    checks.extend(devices.iter().map(|device| dma_buf_mmap(evidence, device)));
+    checks.push(resource_manager_check(system));
+    checks.push(gdrdrv(evidence));
+    checks
+}
+
+fn bar1(evidence: &Evidence, gpu: &PciDevice) -> Check {
+    let name = format!("{} BAR1", gpu.address);
+    let fix = "switch on Above 4G Decoding and Resizable BAR in the firmware's set-up; for a VM, give it a large 64-bit PCI window";
+    let Some(bar) = gpu.bar1() else {
+        return GROUP.skip(
+            name,
+            "no prefetchable memory window in the device's `resource` file",
+        );
+    };
+    let size = units::bytes(bar.size);
+    let devices = &evidence.probes.cuda.devices;
+    let memory = devices
+        .iter()
+        .find(|device| device.pci == Some(gpu.address))
+        .map(|device| device.total_memory)
+        .filter(|memory| *memory > 0);
+    match memory {
+        Some(memory) if bar.size >= memory => {
+            let memory = units::bytes(memory);
+            GROUP.pass(name, format!("{size}, for {memory} of memory: all of it fits at once"))
+        }
+        Some(memory) => {
+            let memory = units::bytes(memory);
+            GROUP.warn(name, format!("{size}, for {memory} of memory: only a part can be mapped or registered at once"), fix)
+        }
+        None if bar.size <= SMALL_BAR1 => {
+            GROUP.warn(name, format!("{size}, less than any current GPU's memory: only a part can be mapped or registered at once"), fix)
+        }
+        None => GROUP.skip(name, format!("{size}; not compared, since CUDA did not give the memory's size")),
+    }
+}
+
+fn dma_buf_mmap(evidence: &Evidence, device: &CudaDeviceProbe) -> Check {
+    let name = format!("cuda:{} dma-buf mmap", device.ordinal);
+    let driver = evidence.system.nvidia_driver();
+    match &device.dmabuf_mmap {
+        Outcome::Worked => GROUP.pass(name, "mapped an exported dma-buf"),
+        Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
+        Outcome::Failed { why } if driver.is_some_and(|d| d.major >= FIRST_MAPPABLE_BRANCH) => GROUP.warn(
+            name,
+            format!("this driver should map dma-bufs, yet: {why}"),
+            "see `sudo dmesg | grep -i nvrm`; until then the next path is taken",
+        ),
+        Outcome::Failed { why } => {
+            GROUP.skip(name, format!("{why}: drivers before R{FIRST_MAPPABLE_BRANCH} do not offer it; the next path is taken"))
+        }
+    }
+}
+
+/// Whether the resource manager's nodes are open to this user; the reason, where they are not.
+pub(super) fn resource_manager(system: &System) -> Result<String, String> {
+    let control = "/dev/nvidiactl";
+    if system.access(control) != Access::ReadWrite {
+        return Err(format!("{control} is {}", describe(system.access(control))));
+    }
+    let nodes = gpu_nodes(system);
+    let open = nodes
+        .iter()
+        .find(|node| system.access(node) == Access::ReadWrite);
+    match (open, nodes.first()) {
+        (Some(node), _) => Ok(format!("{control} and {node}")),
+        (None, Some(node)) => Err(format!("{node} is {}", describe(system.access(node)))),
+        (None, None) => Err("the driver lists no GPU in /proc/driver/nvidia/gpus".to_owned()),
+    }
+}
+
+fn describe(access: Access) -> &'static str {
+    match access {
+        Access::Missing => "missing",
+        Access::Denied => "closed to this user",
+        Access::ReadOnly => "read-only for this user",
+        Access::ReadWrite => "open to this user",
+    }
+}
+
+fn resource_manager_check(system: &System) -> Check {
+    let name = "resource manager";
+    match resource_manager(system) {
+        Ok(nodes) => GROUP.pass(name, format!("{nodes} are open to this user, who may then ask the driver to map memory; not tried here")),
+        Err(why) => GROUP.fail(
+            name,
+            why,
+            "make the nodes with `sudo nvidia-modprobe -u -c 0` and open them with `sudo chmod 666 /dev/nvidia*`; \
+             in a container: `--gpus all`",
+        ),
+    }
+}
+
+fn gdrdrv(evidence: &Evidence) -> Check {
+    let name = "/dev/gdrdrv";
+    let system = &evidence.system;
+    let devices = &evidence.probes.cuda.devices;
+    let other_path = resource_manager(system).is_ok()
+        || devices.iter().any(|device| device.dmabuf_mmap.worked());
+    match system.access(name) {
+        Access::ReadWrite => GROUP.pass(name, "gdrcopy's kernel module is there and open to this user"),
+        found if other_path => {
+            let found = describe(found);
+            GROUP.skip(name, format!("gdrcopy's device node is {found}, and not needed: another path is open"))
+        }
+        Access::Missing => GROUP.warn(
+            name,
+            "gdrcopy's device node is missing, and no other path to a CPU window is open",
+            "open the NVIDIA device nodes (see above), or install gdrdrv-dkms and `sudo modprobe gdrdrv`",
+        ),
+        found => GROUP.warn(name, format!("it is {}", describe(found)), "`sudo chmod 666 /dev/gdrdrv`"),
+    }
+}
