@@ -46,11 +46,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
     } else {
         output::print(&report.to_text(output::wants_colour(&std::io::stdout())))?;
     }
-    Ok(if report.usable() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(if report.usable() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// The running machine, or the recorded one that the user named.

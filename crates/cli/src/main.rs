@@ -76,9 +76,7 @@ fn start_log() -> Result<(), String> {
 
 /// A bare word that is no level would be taken for a module of that name, and silence everything.
 fn is_stray(word: &str) -> bool {
-    let is_level = word
-        .parse::<tracing_subscriber::filter::LevelFilter>()
-        .is_ok();
+    let is_level = word.parse::<tracing_subscriber::filter::LevelFilter>().is_ok();
     !word.is_empty() && !is_level && !word.contains(['=', '[']) && !word.starts_with("warpwire")
 }
 

@@ -57,11 +57,7 @@ fn recorded_machines_can_be_named() {
     let machine = Machine::recorded("eight-gpu-server");
     let root = machine.root().to_str().unwrap();
     let doctor = run(&["doctor", "--root", root]);
-    assert!(
-        stdout(&doctor).contains("hardware RDMA: yes"),
-        "{}",
-        stderr(&doctor)
-    );
+    assert!(stdout(&doctor).contains("hardware RDMA: yes"), "{}", stderr(&doctor));
     let topo = run(&["topo", "--json", "--root", root]);
     let topology: serde_json::Value = serde_json::from_slice(&topo.stdout).unwrap();
     assert_eq!(topology["best"][3]["name"], "mlx5_3");
@@ -96,21 +92,12 @@ fn malformed_probes_are_a_usage_error() {
     let machine = Machine::unpack("/probes.json = {]");
     let output = run(&["doctor", "--root", machine.root().to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(
-        stderr(&output).contains("probes.json: line 1"),
-        "{}",
-        stderr(&output)
-    );
+    assert!(stderr(&output).contains("probes.json: line 1"), "{}", stderr(&output));
 }
 
 #[test]
 fn unknown_commands_and_options_are_usage_errors() {
-    for arguments in [
-        &["cure"][..],
-        &["doctor", "--fix"],
-        &["topo", "--root"],
-        &[],
-    ] {
+    for arguments in [&["cure"][..], &["doctor", "--fix"], &["topo", "--root"], &[]] {
         assert_eq!(run(arguments).status.code(), Some(2), "{arguments:?}");
     }
 }
@@ -118,42 +105,20 @@ fn unknown_commands_and_options_are_usage_errors() {
 #[test]
 fn log_settings_are_checked() {
     for bad in ["loud", "warpwire=loud", "a=b=c", "warn,[", "debug,noisy"] {
-        let output = warpwire()
-            .arg("topo")
-            .env("WARPWIRE_LOG", bad)
-            .output()
-            .unwrap();
+        let output = warpwire().arg("topo").env("WARPWIRE_LOG", bad).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{bad}");
         let message = stderr(&output);
-        assert!(
-            message.contains("WARPWIRE_LOG") && message.contains("trace"),
-            "{message}"
-        );
+        assert!(message.contains("WARPWIRE_LOG") && message.contains("trace"), "{message}");
     }
-    for good in [
-        "",
-        "debug",
-        "OFF",
-        "warn,warpwire::host=trace",
-        "warpwire::mem",
-    ] {
-        let output = warpwire()
-            .arg("topo")
-            .env("WARPWIRE_LOG", good)
-            .output()
-            .unwrap();
+    for good in ["", "debug", "OFF", "warn,warpwire::host=trace", "warpwire::mem"] {
+        let output = warpwire().arg("topo").env("WARPWIRE_LOG", good).output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{good}: {}", stderr(&output));
     }
 }
 
 #[test]
 fn a_reader_that_leaves_is_no_error() {
-    for arguments in [
-        &["doctor"][..],
-        &["topo"],
-        &["doctor", "--json"],
-        &["--help"],
-    ] {
+    for arguments in [&["doctor"][..], &["topo"], &["doctor", "--json"], &["--help"]] {
         let mut child = warpwire()
             .args(arguments)
             .stdout(Stdio::piped())
@@ -170,9 +135,6 @@ fn a_reader_that_leaves_is_no_error() {
 #[test]
 fn help_teaches_by_example() {
     for arguments in [&["--help"][..], &["doctor", "--help"], &["topo", "--help"]] {
-        assert!(
-            stdout(&run(arguments)).contains("Examples:\n  warpwire"),
-            "{arguments:?}"
-        );
+        assert!(stdout(&run(arguments)).contains("Examples:\n  warpwire"), "{arguments:?}");
     }
 }

@@ -37,10 +37,7 @@ impl Add<Duration> for Instant {
     type Output = Self;
 
     fn add(self, step: Duration) -> Self {
-        Self(
-            self.0
-                .saturating_add(u64::try_from(step.as_nanos()).unwrap_or(u64::MAX)),
-        )
+        Self(self.0.saturating_add(u64::try_from(step.as_nanos()).unwrap_or(u64::MAX)))
     }
 }
 

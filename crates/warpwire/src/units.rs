@@ -4,13 +4,8 @@ use std::time::Duration;
 
 use crate::error::{Error, Kind, Result};
 
-const SIZES: [(&str, u64); 5] = [
-    ("TiB", 1 << 40),
-    ("GiB", 1 << 30),
-    ("MiB", 1 << 20),
-    ("KiB", 1 << 10),
-    ("B", 1),
-];
+const SIZES: [(&str, u64); 5] =
+    [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)];
 
 /// A byte count in the largest binary unit that gives at least one: `1.5 MiB`, `64 KiB`, `17 B`.
 ///
@@ -19,10 +14,7 @@ const SIZES: [(&str, u64); 5] = [
 /// assert_eq!(warpwire::units::bytes(1_610_612_736), "1.5 GiB");
 /// ```
 pub fn bytes(count: u64) -> String {
-    let (name, unit) = SIZES
-        .into_iter()
-        .find(|(_, unit)| count >= *unit)
-        .unwrap_or(("B", 1));
+    let (name, unit) = SIZES.into_iter().find(|(_, unit)| count >= *unit).unwrap_or(("B", 1));
     if count.is_multiple_of(unit) {
         return format!("{} {name}", count / unit);
     }
@@ -87,9 +79,7 @@ pub fn parse_duration(text: &str) -> Result<Duration> {
 
 fn split_number(text: &str) -> (&str, &str) {
     let text = text.trim();
-    let end = text
-        .find(|c: char| !c.is_ascii_digit())
-        .unwrap_or(text.len());
+    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     (&text[..end], text[end..].trim_start())
 }
 
@@ -106,13 +96,9 @@ mod tests {
 
     #[test]
     fn sizes_read_and_print() {
-        for (text, value) in [
-            ("0", 0),
-            ("17", 17),
-            ("4k", 4096),
-            ("2 GiB", 2 << 30),
-            ("1TiB", 1 << 40),
-        ] {
+        for (text, value) in
+            [("0", 0), ("17", 17), ("4k", 4096), ("2 GiB", 2 << 30), ("1TiB", 1 << 40)]
+        {
             assert_eq!(parse_bytes(text).unwrap(), value, "{text}");
         }
         assert_eq!(bytes(0), "0 B");
@@ -121,25 +107,11 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused_with_an_example() {
-        for text in [
-            "",
-            "KiB",
-            "-1",
-            "1.5GiB",
-            "99999999999999999999",
-            "16777216TiB",
-            "3 x",
-        ] {
+        for text in ["", "KiB", "-1", "1.5GiB", "99999999999999999999", "16777216TiB", "3 x"] {
             let error = parse_bytes(text).unwrap_err();
             assert!(error.to_string().contains("64KiB"), "{error}");
         }
-        for text in [
-            "",
-            "5",
-            "5 days",
-            "99999999999999999999s",
-            "18446744073709551615s",
-        ] {
+        for text in ["", "5", "5 days", "99999999999999999999s", "18446744073709551615s"] {
             assert!(parse_duration(text).is_err(), "{text}");
         }
     }

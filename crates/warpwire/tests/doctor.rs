@@ -41,32 +41,12 @@ fn no_gpu() {
     software RDMA over UDP: yes, with segmentation and receive offload
     simulated GPU: yes, its memory can be made (memfd_create worked)
     "#);
-    expect(
-        &report,
-        "NVIDIA GPU",
-        Status::Skip,
-        "no NVIDIA display controller",
-    );
-    expect(
-        &report,
-        "CUDA driver library",
-        Status::Skip,
-        "libcuda.so.1 not found",
-    );
+    expect(&report, "NVIDIA GPU", Status::Skip, "no NVIDIA display controller");
+    expect(&report, "CUDA driver library", Status::Skip, "libcuda.so.1 not found");
     expect(&report, "locked memory", Status::Skip, "8 MiB");
-    expect(
-        &report,
-        "net.core.rmem_max",
-        Status::Warn,
-        "sudo sysctl net.core.rmem_max=4194304",
-    );
+    expect(&report, "net.core.rmem_max", Status::Warn, "sudo sysctl net.core.rmem_max=4194304");
     expect(&report, "net.core.wmem_max", Status::Pass, "4 MiB");
-    expect(
-        &report,
-        "eth0 MTU",
-        Status::Warn,
-        "sudo ip link set eth0 mtu 9000",
-    );
+    expect(&report, "eth0 MTU", Status::Warn, "sudo ip link set eth0 mtu 9000");
     expect(&report, "container", Status::Pass, "docker");
     expect(&report, "virtual machine", Status::Pass, "/proc/cpuinfo");
     assert!(report.usable());
@@ -84,12 +64,7 @@ fn no_gpu_and_no_memfd_is_unusable() {
     assert!(!report.usable());
     assert_eq!(report.answer("simulated GPU"), Some(Answer::No));
     assert_eq!(report.answer("software RDMA over UDP"), Some(Answer::No));
-    expect(
-        &report,
-        "shareable anonymous memory",
-        Status::Fail,
-        "seccomp",
-    );
+    expect(&report, "shareable anonymous memory", Status::Fail, "seccomp");
 }
 
 #[test]
@@ -107,28 +82,13 @@ fn h200_without_a_nic() {
     expect(&report, "NVIDIA driver", Status::Pass, "580.159.04");
     expect(&report, "kernel modules", Status::Pass, "open");
     expect(&report, "CUDA driver version", Status::Pass, "13.0");
-    expect(
-        &report,
-        "0000:00:06.0 BAR1",
-        Status::Pass,
-        "256 GiB, for 139.8 GiB",
-    );
+    expect(&report, "0000:00:06.0 BAR1", Status::Pass, "256 GiB, for 139.8 GiB");
     expect(&report, "cuda:0 dma-buf mmap", Status::Skip, "errno 524");
     expect(&report, "/dev/gdrdrv", Status::Skip, "not needed");
-    expect(
-        &report,
-        "cuda:0 GPUDirect RDMA with VMM",
-        Status::Pass,
-        "cuMemCreate",
-    );
+    expect(&report, "cuda:0 GPUDirect RDMA with VMM", Status::Pass, "cuMemCreate");
     expect(&report, "libibverbs", Status::Pass, "rdma-core 50");
     expect(&report, "EnableStreamMemOPs", Status::Skip, "R515");
-    expect(
-        &report,
-        "RDMA devices",
-        Status::Skip,
-        "/sys/class/infiniband",
-    );
+    expect(&report, "RDMA devices", Status::Skip, "/sys/class/infiniband");
 }
 
 #[test]
@@ -138,12 +98,7 @@ fn h200_with_its_nodes_closed() {
     let report = machine.report();
     assert_eq!(report.answer("CPU windows"), Some(Answer::No));
     expect(&report, "/dev/nvidiactl", Status::Fail, "--gpus all");
-    expect(
-        &report,
-        "resource manager",
-        Status::Fail,
-        "/dev/nvidiactl is missing",
-    );
+    expect(&report, "resource manager", Status::Fail, "/dev/nvidiactl is missing");
     expect(&report, "/dev/gdrdrv", Status::Warn, "modprobe gdrdrv");
 }
 
@@ -154,18 +109,8 @@ fn h200_without_a_driver_and_without_probes() {
     machine.remove("/probes.json");
     let report = machine.report();
     expect(&report, "NVIDIA driver", Status::Fail, "nvidia-open");
-    expect(
-        &report,
-        "0000:00:06.0 BAR1",
-        Status::Skip,
-        "256 GiB; not compared",
-    );
-    expect(
-        &report,
-        "CUDA driver library",
-        Status::Skip,
-        "recorded machine without probes.json",
-    );
+    expect(&report, "0000:00:06.0 BAR1", Status::Skip, "256 GiB; not compared");
+    expect(&report, "CUDA driver library", Status::Skip, "recorded machine without probes.json");
     assert_eq!(report.answer("GPU"), Some(Answer::Partly));
     assert!(report.usable(), "what was not tried may work");
 }
@@ -177,12 +122,7 @@ fn h200_without_libcuda() {
     let text = format!(r#"{{"cuda": {{"library": {missing}}}, "memfd": "worked"}}"#);
     machine.write("/probes.json", &text);
     let report = machine.report();
-    expect(
-        &report,
-        "CUDA driver library",
-        Status::Fail,
-        "NVIDIA_DRIVER_CAPABILITIES=compute",
-    );
+    expect(&report, "CUDA driver library", Status::Fail, "NVIDIA_DRIVER_CAPABILITIES=compute");
     for capability in ["GPU", "CPU windows", "GPU memory registration"] {
         assert_eq!(report.answer(capability), Some(Answer::No), "{capability}");
     }
@@ -198,18 +138,8 @@ fn old_drivers_are_told_to_be_old() {
     );
     let report = machine.report();
     expect(&report, "NVIDIA driver", Status::Warn, "R535 or newer");
-    expect(
-        &report,
-        "kernel modules",
-        Status::Pass,
-        "yet dma-buf export works",
-    );
-    expect(
-        &report,
-        "EnableStreamMemOPs",
-        Status::Warn,
-        "NVreg_EnableStreamMemOPs=1",
-    );
+    expect(&report, "kernel modules", Status::Pass, "yet dma-buf export works");
+    expect(&report, "EnableStreamMemOPs", Status::Warn, "NVreg_EnableStreamMemOPs=1");
 }
 
 #[test]
@@ -228,18 +158,8 @@ fn eight_gpu_server() {
         expect(&report, &format!("{gpu} to {nic}"), Status::Pass, "PIX");
     }
     expect(&report, "IOMMU", Status::Pass, "passthrough");
-    expect(
-        &report,
-        "PCIe access control (ACS)",
-        Status::Pass,
-        "off at all 16 ports",
-    );
-    expect(
-        &report,
-        "NUMA",
-        Status::Pass,
-        "node 1 has processors 48-95,144-191",
-    );
+    expect(&report, "PCIe access control (ACS)", Status::Pass, "off at all 16 ports");
+    expect(&report, "NUMA", Status::Pass, "node 1 has processors 48-95,144-191");
     expect(&report, "locked memory", Status::Pass, "unlimited");
     expect(&report, "huge pages", Status::Pass, "1024 of 2 MiB");
     expect(&report, "PeerMappingOverride", Status::Pass, "set");
@@ -258,10 +178,7 @@ fn eight_gpu_server() {
     );
     expect(&report, "mlx5_7 port 1 GIDs", Status::Pass, "[0] fe80:");
     expect(&report, "mlx5_7 on-demand paging", Status::Pass, "mlx5");
-    let problems = report
-        .checks
-        .iter()
-        .filter(|c| matches!(c.status, Status::Warn | Status::Fail));
+    let problems = report.checks.iter().filter(|c| matches!(c.status, Status::Warn | Status::Fail));
     assert_eq!(problems.count(), 0, "{}", report.to_text(false));
 }
 
@@ -334,23 +251,14 @@ fn eight_gpu_server_topology() {
 fn eight_gpu_server_with_its_ports_down() {
     let machine = Machine::recorded("eight-gpu-server");
     for i in 0..8 {
-        machine.write(
-            &format!("/sys/class/infiniband/mlx5_{i}/ports/1/state"),
-            "1: DOWN",
-        );
+        machine.write(&format!("/sys/class/infiniband/mlx5_{i}/ports/1/state"), "1: DOWN");
     }
     let report = machine.report();
     assert_eq!(report.answer("hardware RDMA"), Some(Answer::No));
-    assert_eq!(
-        report.answer("GPU memory registration"),
-        Some(Answer::Partly)
-    );
+    assert_eq!(report.answer("GPU memory registration"), Some(Answer::Partly));
     expect(&report, "mlx5_0 port 1", Status::Warn, "opensm");
     let best = machine.topology().best;
-    assert!(
-        best.iter().all(|best| best.name == "eth0"),
-        "a link that is down is no use"
-    );
+    assert!(best.iter().all(|best| best.name == "eth0"), "a link that is down is no use");
 }
 
 #[test]
@@ -358,12 +266,7 @@ fn eight_gpu_server_without_libibverbs() {
     let machine = Machine::recorded("eight-gpu-server");
     machine.remove("/usr");
     let report = machine.report();
-    expect(
-        &report,
-        "libibverbs",
-        Status::Fail,
-        "apt install libibverbs1",
-    );
+    expect(&report, "libibverbs", Status::Fail, "apt install libibverbs1");
     assert_eq!(report.answer("hardware RDMA"), Some(Answer::No));
 }
 
@@ -379,44 +282,14 @@ fn peermem_missing() {
     software RDMA over UDP: partly, more slowly: GSO worked, GRO failed (the kernel refuses the UDP_GRO socket option)
     simulated GPU: yes, its memory can be made (memfd_create worked)
     "#);
-    expect(
-        &report,
-        "peer-memory module",
-        Status::Fail,
-        "sudo modprobe nvidia-peermem",
-    );
-    expect(
-        &report,
-        "kernel version",
-        Status::Warn,
-        "5.4.0-190-generic is older than 5.12",
-    );
+    expect(&report, "peer-memory module", Status::Fail, "sudo modprobe nvidia-peermem");
+    expect(&report, "kernel version", Status::Warn, "5.4.0-190-generic is older than 5.12");
     expect(&report, "libibverbs", Status::Warn, "rdma-core 34");
-    expect(
-        &report,
-        "cuda:0 dma-buf export",
-        Status::Warn,
-        "CUDA_ERROR_NOT_SUPPORTED",
-    );
-    expect(
-        &report,
-        "PCIe access control (ACS)",
-        Status::Skip,
-        "sudo warpwire doctor",
-    );
+    expect(&report, "cuda:0 dma-buf export", Status::Warn, "CUDA_ERROR_NOT_SUPPORTED");
+    expect(&report, "PCIe access control (ACS)", Status::Skip, "sudo warpwire doctor");
     expect(&report, "IOMMU", Status::Warn, "iommu=pt");
-    expect(
-        &report,
-        "locked memory",
-        Status::Warn,
-        "ulimit -l unlimited",
-    );
-    expect(
-        &report,
-        "cuda:0 order of a NIC's writes",
-        Status::Pass,
-        "cuFlushGPUDirectRDMAWrites",
-    );
+    expect(&report, "locked memory", Status::Warn, "ulimit -l unlimited");
+    expect(&report, "cuda:0 order of a NIC's writes", Status::Pass, "cuFlushGPUDirectRDMAWrites");
     expect(&report, "mlx5_0 port 1 GIDs", Status::Pass, "RoCE v2: [3]");
 }
 
@@ -425,12 +298,7 @@ fn peermem_decides() {
     let machine = Machine::recorded("peermem-missing");
     machine.write("/proc/modules", "nvidia_peermem 16384 0 - Live 0x0");
     let report = machine.report();
-    expect(
-        &report,
-        "peer-memory module",
-        Status::Pass,
-        "nvidia_peermem is loaded",
-    );
+    expect(&report, "peer-memory module", Status::Pass, "nvidia_peermem is loaded");
     assert_eq!(report.answer("GPU memory registration"), Some(Answer::Yes));
 }
 
@@ -446,36 +314,16 @@ fn proprietary_driver() {
     software RDMA over UDP: yes, with segmentation and receive offload
     simulated GPU: yes, its memory can be made (memfd_create worked)
     "#);
-    expect(
-        &report,
-        "kernel modules",
-        Status::Warn,
-        "apt install nvidia-open",
-    );
-    expect(
-        &report,
-        "peer-memory module",
-        Status::Pass,
-        "nvidia_peermem is loaded",
-    );
-    expect(
-        &report,
-        "0000:03:00.0 BAR1",
-        Status::Warn,
-        "256 MiB, for 39.4 GiB",
-    );
+    expect(&report, "kernel modules", Status::Warn, "apt install nvidia-open");
+    expect(&report, "peer-memory module", Status::Pass, "nvidia_peermem is loaded");
+    expect(&report, "0000:03:00.0 BAR1", Status::Warn, "256 MiB, for 39.4 GiB");
     expect(
         &report,
         "PCIe access control (ACS)",
         Status::Warn,
         "for p in 0000:02:00.0 0000:02:01.0; do",
     );
-    expect(
-        &report,
-        "PeerMappingOverride",
-        Status::Warn,
-        "PeerMappingOverride=1;",
-    );
+    expect(&report, "PeerMappingOverride", Status::Warn, "PeerMappingOverride=1;");
 }
 
 #[test]
@@ -490,12 +338,7 @@ fn container_without_infiniband() {
     software RDMA over UDP: yes, with segmentation and receive offload
     simulated GPU: yes, its memory can be made (memfd_create worked)
     "#);
-    expect(
-        &report,
-        "mlx5_0 device node",
-        Status::Fail,
-        "--device=/dev/infiniband",
-    );
+    expect(&report, "mlx5_0 device node", Status::Fail, "--device=/dev/infiniband");
     expect(&report, "container", Status::Pass, "docker");
 }
 
@@ -505,12 +348,7 @@ fn the_same_container_with_infiniband() {
     std::fs::create_dir(machine.root().join("dev/infiniband")).unwrap();
     machine.write("/dev/infiniband/uverbs0", "");
     let report = machine.report();
-    expect(
-        &report,
-        "mlx5_0 device node",
-        Status::Fail,
-        "sudo chmod 666 /dev/infiniband/uverbs0",
-    );
+    expect(&report, "mlx5_0 device node", Status::Fail, "sudo chmod 666 /dev/infiniband/uverbs0");
     let node = machine.root().join("dev/infiniband/uverbs0");
     std::fs::set_permissions(node, std::os::unix::fs::PermissionsExt::from_mode(0o666)).unwrap();
     let report = machine.report();
@@ -523,23 +361,10 @@ fn a_broken_machine_gets_a_report() {
     let machine = Machine::recorded("broken");
     let report = machine.report();
     assert_eq!(report.verdicts.len(), 7);
-    expect(
-        &report,
-        "NVIDIA driver",
-        Status::Warn,
-        "does not have the form",
-    );
-    expect(
-        &report,
-        "0000:00:09.0 BAR1",
-        Status::Skip,
-        "no prefetchable memory window",
-    );
+    expect(&report, "NVIDIA driver", Status::Warn, "does not have the form");
+    expect(&report, "0000:00:09.0 BAR1", Status::Skip, "no prefetchable memory window");
     let text = report.to_text(false);
-    assert!(
-        text.chars().all(|c| c == '\n' || !c.is_control()),
-        "garbage reached the terminal"
-    );
+    assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "garbage reached the terminal");
     expect(&report, "NUMA", Status::Pass, "node 0 lists no processors");
     expect(&report, "IOMMU", Status::Skip, "mode not known");
     let topology = machine.topology().to_string();
@@ -552,11 +377,7 @@ fn problems_always_come_with_a_fix() {
         for check in Machine::recorded(name).report().checks {
             assert!(!check.why.is_empty(), "{name}: {check:?}");
             if matches!(check.status, Status::Warn | Status::Fail) {
-                assert!(
-                    check.fix.is_some_and(|fix| !fix.is_empty()),
-                    "{name}: {}",
-                    check.name
-                );
+                assert!(check.fix.is_some_and(|fix| !fix.is_empty()), "{name}: {}", check.name);
             }
         }
     }
@@ -585,11 +406,7 @@ fn no_spoilt_file_stops_a_report() {
             };
             let whole = std::fs::read(&file).unwrap();
             let half = whole[..whole.len() / 2].to_vec();
-            for spoilt in [
-                half,
-                vec![0xff; 300],
-                b"9999999999999999999999\n-1:0x".to_vec(),
-            ] {
+            for spoilt in [half, vec![0xff; 300], b"9999999999999999999999\n-1:0x".to_vec()] {
                 std::fs::write(&file, spoilt).unwrap();
                 survives();
             }
@@ -620,10 +437,7 @@ fn probes_that_make_no_sense_are_an_error() {
     let machine = Machine::recorded("no-gpu");
     machine.write("/probes.json", "{\n  \"memfd\": 7\n}");
     let error = Evidence::gather(machine.system()).unwrap_err().to_string();
-    assert!(
-        error.contains("probes.json") && error.contains("line 2"),
-        "{error}"
-    );
+    assert!(error.contains("probes.json") && error.contains("line 2"), "{error}");
 }
 
 #[test]

@@ -31,10 +31,7 @@ fn on_the_bus(evidence: &Evidence) -> Check {
         return GROUP.skip("NVIDIA GPU", why);
     }
     let places: Vec<String> = gpus.iter().map(|gpu| gpu.address.to_string()).collect();
-    GROUP.pass(
-        "NVIDIA GPU",
-        format!("{} on the PCI buses: {}", gpus.len(), some_of(&places)),
-    )
+    GROUP.pass("NVIDIA GPU", format!("{} on the PCI buses: {}", gpus.len(), some_of(&places)))
 }
 
 fn driver(evidence: &Evidence) -> Check {
@@ -56,11 +53,7 @@ fn driver(evidence: &Evidence) -> Check {
     if system.exists("/proc/driver/nvidia/version") {
         let why =
             "/proc/driver/nvidia/version does not have the form that NVIDIA's driver gives it";
-        return GROUP.warn(
-            name,
-            why,
-            "reinstall the NVIDIA driver, then `sudo modprobe nvidia`",
-        );
+        return GROUP.warn(name, why, "reinstall the NVIDIA driver, then `sudo modprobe nvidia`");
     }
     if evidence.gpus.is_empty() {
         return GROUP.skip(name, "not loaded, and there is no NVIDIA GPU to drive");
@@ -78,31 +71,24 @@ fn kernel_modules(evidence: &Evidence) -> Option<Check> {
     let name = "kernel modules";
     let driver = evidence.system.nvidia_driver()?;
     let mut devices = evidence.probes.cuda.devices.iter();
-    Some(
-        if !driver.open && devices.any(|device| device.dmabuf_export.worked()) {
-            GROUP.pass(name, "proprietary, yet dma-buf export works")
-        } else if driver.open {
-            GROUP.pass(
-                name,
-                "open (dma-buf export and module-free registration need these)",
-            )
-        } else {
-            GROUP.warn(
+    Some(if !driver.open && devices.any(|device| device.dmabuf_export.worked()) {
+        GROUP.pass(name, "proprietary, yet dma-buf export works")
+    } else if driver.open {
+        GROUP.pass(name, "open (dma-buf export and module-free registration need these)")
+    } else {
+        GROUP.warn(
             name,
             "proprietary: these do not export dma-bufs",
             "install the open modules of the same version (Debian, Ubuntu: `sudo apt install nvidia-open`; \
              RHEL: `sudo dnf module install nvidia-driver:open-dkms`); they need a Turing GPU or newer",
         )
-        },
-    )
+    })
 }
 
 /// The nodes of the GPUs that the driver runs: `/dev/nvidia0`, …
 pub(super) fn gpu_nodes(system: &System) -> Vec<String> {
     let gpus = system.nvidia_information();
-    gpus.iter()
-        .filter_map(|gpu| Some(format!("/dev/nvidia{}", gpu.minor?)))
-        .collect()
+    gpus.iter().filter_map(|gpu| Some(format!("/dev/nvidia{}", gpu.minor?))).collect()
 }
 
 fn device_nodes(system: &System) -> Vec<Check> {
@@ -114,9 +100,7 @@ fn device_nodes(system: &System) -> Vec<Check> {
         .map(|node| device_node(system, node))
         .collect();
     let nodes = gpu_nodes(system);
-    let open = nodes
-        .iter()
-        .filter(|node| system.access(node) == Access::ReadWrite);
+    let open = nodes.iter().filter(|node| system.access(node) == Access::ReadWrite);
     let open: Vec<String> = open.cloned().collect();
     if !open.is_empty() && open.len() < nodes.len() {
         // A container is commonly given some of the host's GPUs; the rest are none of its business.
@@ -154,10 +138,9 @@ fn cuda_library(evidence: &Evidence) -> Check {
     match &evidence.probes.cuda.library {
         Outcome::Worked => GROUP.pass(name, "libcuda.so.1 loaded"),
         Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
-        Outcome::Failed { why } if evidence.gpus.is_empty() => GROUP.skip(
-            name,
-            format!("{why}; there is no NVIDIA GPU that would need it"),
-        ),
+        Outcome::Failed { why } if evidence.gpus.is_empty() => {
+            GROUP.skip(name, format!("{why}; there is no NVIDIA GPU that would need it"))
+        }
         Outcome::Failed { why } => GROUP.fail(
             name,
             why,
@@ -184,11 +167,7 @@ fn cuda_version(evidence: &Evidence) -> Option<Check> {
     let version = cuda.version()?;
     Some(if cuda.driver_api < Some(OLDEST_CUDA) {
         let why = format!("CUDA {version} is older than 12.2 (R{OLDEST_BRANCH})");
-        GROUP.warn(
-            name,
-            why,
-            format!("install driver R{OLDEST_BRANCH} or newer"),
-        )
+        GROUP.warn(name, why, format!("install driver R{OLDEST_BRANCH} or newer"))
     } else {
         GROUP.pass(name, format!("CUDA {version}"))
     })
@@ -212,23 +191,18 @@ fn devices(evidence: &Evidence) -> Vec<Check> {
         });
         let name = format!("cuda:{} stream memory operations", device.ordinal);
         let attributes = &device.attributes;
-        checks.push(
-            match (
-                attributes.stream_mem_ops_64_bit,
-                attributes.stream_wait_value_nor,
-            ) {
-                (Some(true), Some(true)) => GROUP.pass(name, "32- and 64-bit, with wait-until-nor"),
-                (Some(true), _) => {
-                    GROUP.pass(name, "32- and 64-bit; no wait-until-nor, which is emulated")
-                }
-                (Some(false), _) => GROUP.warn(
-                    name,
-                    "the device reports no 64-bit ones",
-                    "none for this GPU: 32-bit ones are used",
-                ),
-                (None, _) => GROUP.skip(name, "CUDA did not report the attribute"),
-            },
-        );
+        checks.push(match (attributes.stream_mem_ops_64_bit, attributes.stream_wait_value_nor) {
+            (Some(true), Some(true)) => GROUP.pass(name, "32- and 64-bit, with wait-until-nor"),
+            (Some(true), _) => {
+                GROUP.pass(name, "32- and 64-bit; no wait-until-nor, which is emulated")
+            }
+            (Some(false), _) => GROUP.warn(
+                name,
+                "the device reports no 64-bit ones",
+                "none for this GPU: 32-bit ones are used",
+            ),
+            (None, _) => GROUP.skip(name, "CUDA did not report the attribute"),
+        });
     }
     checks
 }

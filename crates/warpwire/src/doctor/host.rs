@@ -69,12 +69,7 @@ fn ports_between(system: &System, a: &PciAddress, b: &PciAddress) -> Vec<PciAddr
     let (Some(a), Some(b)) = (system.pci_device(a), system.pci_device(b)) else {
         return Vec::new();
     };
-    let shared = a
-        .bridges
-        .iter()
-        .zip(&b.bridges)
-        .take_while(|(x, y)| x == y)
-        .count();
+    let shared = a.bridges.iter().zip(&b.bridges).take_while(|(x, y)| x == y).count();
     if shared == 0 || a.host_bridge != b.host_bridge {
         return Vec::new();
     }
@@ -124,13 +119,7 @@ fn acs(evidence: &Evidence) -> Check {
         check.fix = Some("`sudo warpwire doctor`".to_owned());
         return check;
     }
-    GROUP.pass(
-        name,
-        format!(
-            "off at all {} ports between GPUs and their NICs",
-            ports.len()
-        ),
-    )
+    GROUP.pass(name, format!("off at all {} ports between GPUs and their NICs", ports.len()))
 }
 
 fn numa(evidence: &Evidence) -> Check {
@@ -147,18 +136,11 @@ fn numa(evidence: &Evidence) -> Check {
         })
         .collect();
     let shown = some_of(&shown);
-    let homeless = evidence
-        .topology
-        .gpus
-        .iter()
-        .find(|gpu| gpu.numa_node.is_none());
+    let homeless = evidence.topology.gpus.iter().find(|gpu| gpu.numa_node.is_none());
     match homeless {
         Some(gpu) => GROUP.warn(
             "NUMA",
-            format!(
-                "{shown}; firmware does not say which one GPU {} is near",
-                gpu.address
-            ),
+            format!("{shown}; firmware does not say which one GPU {} is near", gpu.address),
             format!(
                 "`echo NODE | sudo tee /sys/bus/pci/devices/{}/numa_node` with the right node",
                 gpu.address
@@ -178,10 +160,7 @@ fn memlock(evidence: &Evidence) -> Check {
         return GROUP.pass(name, "unlimited");
     }
     if memlock.exempt {
-        return GROUP.pass(
-            name,
-            format!("{why}, which this process may exceed (CAP_IPC_LOCK)"),
-        );
+        return GROUP.pass(name, format!("{why}, which this process may exceed (CAP_IPC_LOCK)"));
     }
     if evidence.rdma.is_empty() {
         return GROUP.skip(
@@ -201,17 +180,12 @@ fn huge_pages(system: &System) -> Check {
     match system.huge_pages() {
         Some(pages) if pages.total > 0 => {
             let size = units::bytes(pages.page_bytes);
-            GROUP.pass(
-                name,
-                format!("{} of {size}, {} free", pages.total, pages.free),
-            )
+            GROUP.pass(name, format!("{} of {size}, {} free", pages.total, pages.free))
         }
         Some(pages) => {
             let size = units::bytes(pages.page_bytes);
-            let mut check = GROUP.skip(
-                name,
-                format!("none of {size} are reserved; they are optional"),
-            );
+            let mut check =
+                GROUP.skip(name, format!("none of {size} are reserved; they are optional"));
             check.fix = Some("`sudo sysctl vm.nr_hugepages=512`".to_owned());
             check
         }

@@ -53,11 +53,7 @@ impl Evidence {
     /// # Errors
     /// If a recorded machine's `probes.json` cannot be understood.
     pub fn gather(system: System) -> Result<Self> {
-        let probes = if system.is_live() {
-            Probes::run()
-        } else {
-            Probes::recorded(&system)?
-        };
+        let probes = if system.is_live() { Probes::run() } else { Probes::recorded(&system)? };
         tracing::debug!(live = system.is_live(), ?probes, "evidence gathered");
         Ok(Self {
             gpus: system.nvidia_gpus(),
@@ -126,13 +122,7 @@ impl Group {
         why: impl Into<String>,
         fix: Option<String>,
     ) -> Check {
-        Check {
-            group: self,
-            name: name.into(),
-            status,
-            why: why.into(),
-            fix,
-        }
+        Check { group: self, name: name.into(), status, why: why.into(), fix }
     }
 }
 

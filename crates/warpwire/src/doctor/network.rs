@@ -48,9 +48,7 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
 
 fn mtu(interface: &NetInterface) -> Check {
     let name = format!("{} MTU", interface.name);
-    let near = interface
-        .numa_node
-        .map_or_else(String::new, |node| format!(", NUMA node {node}"));
+    let near = interface.numa_node.map_or_else(String::new, |node| format!(", NUMA node {node}"));
     match interface.mtu {
         _ if !interface.is_up() => GROUP.skip(name, "the interface is not up"),
         None => GROUP.skip(name, "the kernel's text is no number"),
@@ -80,10 +78,7 @@ fn socket_buffers(system: &System) -> Vec<Check> {
             Some(bytes) if bytes >= WANTED_SOCKET_BUFFER => GROUP.pass(name, units::bytes(bytes)),
             Some(bytes) => GROUP.warn(
                 name,
-                format!(
-                    "{}: bursts overrun a socket's buffer sooner",
-                    units::bytes(bytes)
-                ),
+                format!("{}: bursts overrun a socket's buffer sooner", units::bytes(bytes)),
                 format!("`sudo sysctl {name}={WANTED_SOCKET_BUFFER}`"),
             ),
         })

@@ -1,13 +1,73 @@
 //! Tries CUDA: loads the driver, asks each device what it can do, and has it do a little of it.
 
+use super::probes::{CudaAttributes, CudaDeviceProbe};
 use super::{CudaProbe, Outcome};
+use crate::error::{Kind, Result};
+use crate::mem::{Allocation, Device, DmaBuf, cuda};
+
+/// Enough to be real, too little to disturb anybody.
+const LITTLE: u64 = 64 << 10;
 
 /// Tries CUDA on this machine.
 pub(super) fn probe() -> CudaProbe {
-    let why = "this build does not try CUDA yet";
+    let (major, minor) = match cuda::driver_version() {
+        Ok(version) => version,
+        Err(error) => {
+            let failed = Outcome::failed(error.reason());
+            // A library or symbol that is missing is one thing, a driver that does not start another.
+            let (library, init) = match error.kind() {
+                Kind::Unavailable => (failed, Outcome::not_tried("the library did not load")),
+                _ => (Outcome::Worked, failed),
+            };
+            return CudaProbe { library, init, ..CudaProbe::default() };
+        }
+    };
     CudaProbe {
-        library: Outcome::not_tried(why),
-        init: Outcome::not_tried(why),
-        ..CudaProbe::default()
+        library: Outcome::Worked,
+        init: Outcome::Worked,
+        driver_api: Some(major * 1000 + minor * 10),
+        devices: cuda::devices().unwrap_or_default().iter().map(device).collect(),
+    }
+}
+
+fn device(device: &Device) -> CudaDeviceProbe {
+    let info = device.info();
+    let memory = device.alloc(LITTLE);
+    let exported = memory.as_ref().ok().map(|memory: &Allocation| memory.export_dmabuf(0, LITTLE));
+    let mapped = exported.as_ref().and_then(|exported| exported.as_ref().ok()).map(DmaBuf::try_map);
+    CudaDeviceProbe {
+        ordinal: info.ordinal,
+        name: info.name.clone(),
+        pci: info.pci,
+        total_memory: info.total_memory,
+        attributes: attributes(info.ordinal),
+        alloc_64k: outcome(Some(memory), ""),
+        dmabuf_export: outcome(exported, "there was no memory to export"),
+        dmabuf_mmap: outcome(mapped, "there was no dma-buf to map"),
+    }
+}
+
+fn outcome<T>(tried: Option<Result<T>>, otherwise: &str) -> Outcome {
+    match tried {
+        Some(Ok(_)) => Outcome::Worked,
+        Some(Err(error)) => Outcome::failed(error.reason()),
+        None => Outcome::not_tried(otherwise),
+    }
+}
+
+fn attributes(ordinal: u32) -> CudaAttributes {
+    let known = cuda::attributes(ordinal).unwrap_or_default();
+    let is_set = |value: Option<i32>| value.map(|value| value != 0);
+    let number = |value: Option<i32>| value.and_then(|value| u32::try_from(value).ok());
+    CudaAttributes {
+        dma_buf_supported: is_set(known.dma_buf),
+        gpu_direct_rdma_supported: is_set(known.gpudirect_rdma),
+        gpu_direct_rdma_with_vmm_supported: is_set(known.gpudirect_rdma_with_vmm),
+        flush_writes_options: number(known.flush_options),
+        writes_ordering: number(known.writes_ordering),
+        stream_mem_ops_64_bit: is_set(known.stream_mem_ops_64),
+        stream_wait_value_nor: is_set(known.stream_wait_nor),
+        posix_fd_handles: is_set(known.posix_fd_handles),
+        memory_pools: is_set(known.pools),
     }
 }

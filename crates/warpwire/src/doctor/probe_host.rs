@@ -121,10 +121,7 @@ fn receive(socket: &UdpSocket, state: &UdpSocketState, sent: &[u8]) -> io::Resul
         coalesced |= len > stride;
         bytes.extend_from_slice(buffer.get(..len).unwrap_or_default());
     }
-    Ok(Received {
-        complete: bytes == sent,
-        coalesced,
-    })
+    Ok(Received { complete: bytes == sent, coalesced })
 }
 
 fn wait_readable(socket: &UdpSocket, deadline: Instant) -> io::Result<bool> {

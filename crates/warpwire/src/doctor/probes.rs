@@ -146,11 +146,7 @@ pub struct UdpProbe {
 impl Probes {
     /// Tries everything on the running machine. Takes well under a second without a GPU.
     pub fn run() -> Self {
-        Self {
-            cuda: probe_cuda::probe(),
-            udp: probe_host::udp(),
-            memfd: probe_host::memfd(),
-        }
+        Self { cuda: probe_cuda::probe(), udp: probe_host::udp(), memfd: probe_host::memfd() }
     }
 
     /// Reads what was tried on a recorded machine, from `probes.json` at its root. Without that file,
@@ -172,16 +168,8 @@ impl Probes {
     fn nothing_tried(why: &str) -> Self {
         let not_tried = || Outcome::not_tried(why);
         Self {
-            cuda: CudaProbe {
-                library: not_tried(),
-                init: not_tried(),
-                ..CudaProbe::default()
-            },
-            udp: UdpProbe {
-                loopback: not_tried(),
-                gso: not_tried(),
-                gro: not_tried(),
-            },
+            cuda: CudaProbe { library: not_tried(), init: not_tried(), ..CudaProbe::default() },
+            udp: UdpProbe { loopback: not_tried(), gso: not_tried(), gro: not_tried() },
             memfd: not_tried(),
         }
     }
@@ -190,9 +178,7 @@ impl Probes {
 impl CudaProbe {
     /// The devices on which memory could be allocated.
     pub fn working_devices(&self) -> impl Iterator<Item = &CudaDeviceProbe> {
-        self.devices
-            .iter()
-            .filter(|device| device.alloc_64k.worked())
+        self.devices.iter().filter(|device| device.alloc_64k.worked())
     }
 
     /// The driver's CUDA version, as people write it: `13.0`.

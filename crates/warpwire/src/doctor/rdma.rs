@@ -15,12 +15,7 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
         .iter()
         .flat_map(|device| {
             let mut checks = vec![identity(device), node(system, device)];
-            checks.extend(
-                device
-                    .ports
-                    .iter()
-                    .flat_map(|port| port_checks(device, port)),
-            );
+            checks.extend(device.ports.iter().flat_map(|port| port_checks(device, port)));
             if device.ports.is_empty() {
                 checks.push(GROUP.skip(format!("{} ports", device.name), "the kernel lists none"));
             }
@@ -34,9 +29,7 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
 /// The hardware devices that this user can open and that have a port up.
 pub(super) fn usable_hardware(evidence: &Evidence) -> Vec<&RdmaDevice> {
     let devices = evidence.rdma.iter();
-    devices
-        .filter(|device| obstacle(&evidence.system, device).is_none())
-        .collect()
+    devices.filter(|device| obstacle(&evidence.system, device).is_none()).collect()
 }
 
 /// Why a device cannot be used as RDMA hardware; `None` if it can.
@@ -63,15 +56,10 @@ fn identity(device: &RdmaDevice) -> Check {
     let why = format!(
         "driver {}, {}, firmware {}, board {}{}",
         device.driver.clone().unwrap_or_else(unknown),
-        device
-            .node_type
-            .clone()
-            .unwrap_or_else(|| "node type not known".to_owned()),
+        device.node_type.clone().unwrap_or_else(|| "node type not known".to_owned()),
         device.firmware.clone().unwrap_or_else(unknown),
         device.board_id.clone().unwrap_or_else(unknown),
-        device
-            .address
-            .map_or_else(|| ", no PCI function".to_owned(), |at| format!(", at {at}")),
+        device.address.map_or_else(|| ", no PCI function".to_owned(), |at| format!(", at {at}")),
     );
     GROUP.pass(&device.name, why)
 }
@@ -113,10 +101,7 @@ fn port_checks(device: &RdmaDevice, port: &RdmaPort) -> Vec<Check> {
         let fix = if layer == "InfiniBand" {
             "check the cable, and that a subnet manager runs (`sudo opensm`)".to_owned()
         } else {
-            let interface = device
-                .interfaces
-                .first()
-                .map_or("INTERFACE", String::as_str);
+            let interface = device.interfaces.first().map_or("INTERFACE", String::as_str);
             format!("check the cable, then `sudo ip link set {interface} up`")
         };
         return vec![GROUP.warn(name, why, fix)];
@@ -131,17 +116,12 @@ fn gids(device: &RdmaDevice, port: &RdmaPort, layer: &str) -> Check {
         .gids
         .iter()
         .filter(|gid| layer != "Ethernet" || gid.kind.as_deref() == Some("RoCE v2"));
-    let found: Vec<String> = wanted
-        .map(|gid| format!("[{}] {}", gid.index, gid.gid))
-        .collect();
+    let found: Vec<String> = wanted.map(|gid| format!("[{}] {}", gid.index, gid.gid)).collect();
     if !found.is_empty() {
         let kind = if layer == "Ethernet" { "RoCE v2: " } else { "" };
         return GROUP.pass(name, format!("{kind}{}", some_of(&found)));
     }
-    let interface = device
-        .interfaces
-        .first()
-        .map_or("INTERFACE", String::as_str);
+    let interface = device.interfaces.first().map_or("INTERFACE", String::as_str);
     let why = match (layer, port.gids.len()) {
         (_, 0) => "no GID is set".to_owned(),
         (_, count) => format!("{count} set, none of type RoCE v2"),

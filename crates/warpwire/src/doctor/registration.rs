@@ -42,9 +42,7 @@ pub(super) fn path(evidence: &Evidence) -> Path {
     let mut missing = dma_buf_obstacles(evidence);
     if missing.is_empty() {
         let devices = usable_hardware(evidence);
-        let able = devices
-            .into_iter()
-            .filter(|d| d.registers_dma_buf() == Some(true));
+        let able = devices.into_iter().filter(|d| d.registers_dma_buf() == Some(true));
         return Path::DmaBuf(able.map(|device| device.name.clone()).collect());
     }
     match peer_memory_module(&evidence.system) {
@@ -72,29 +70,21 @@ fn dma_buf_obstacles(evidence: &Evidence) -> Vec<String> {
         Some(kernel) => missing.push(format!("kernel {} is older than 5.12", kernel.release)),
         None => missing.push("the kernel's version is not known".to_owned()),
     }
-    match system
-        .verbs_library()
-        .map(|library| library.registers_dma_buf())
-    {
+    match system.verbs_library().map(|library| library.registers_dma_buf()) {
         Some(Some(true)) => {}
         Some(Some(false)) => missing.push("libibverbs has no ibv_reg_dmabuf_mr".to_owned()),
         Some(None) => missing.push("libibverbs's version is not known".to_owned()),
         None => missing.push("libibverbs.so.1 is not installed".to_owned()),
     }
     let hardware = usable_hardware(evidence);
-    if !hardware
-        .iter()
-        .any(|device| device.registers_dma_buf() == Some(true))
-    {
+    if !hardware.iter().any(|device| device.registers_dma_buf() == Some(true)) {
         missing.push("no usable RDMA device's driver takes dma-bufs".to_owned());
     }
     missing
 }
 
 fn peer_memory_module(system: &System) -> Option<&'static str> {
-    PEER_MEMORY_MODULES
-        .into_iter()
-        .find(|module| system.has_module(module))
+    PEER_MEMORY_MODULES.into_iter().find(|module| system.has_module(module))
 }
 
 fn device_checks(device: &CudaDeviceProbe) -> Vec<Check> {
@@ -141,18 +131,14 @@ fn attribute(name: String, value: Option<bool>, yes: &str, fix: &str) -> Check {
 
 fn writes_ordering(name: String, device: &CudaDeviceProbe) -> Check {
     let attributes = &device.attributes;
-    let host_flush = attributes
-        .flush_writes_options
-        .is_some_and(|bits| bits & 1 != 0);
+    let host_flush = attributes.flush_writes_options.is_some_and(|bits| bits & 1 != 0);
     match attributes.writes_ordering {
-        Some(order) if order >= ORDERED_FOR_OWNER => GROUP.pass(
-            name,
-            "kept for the GPU that owns the memory: no flush is needed",
-        ),
-        Some(_) if host_flush => GROUP.pass(
-            name,
-            "not kept, and flushed with cuFlushGPUDirectRDMAWrites",
-        ),
+        Some(order) if order >= ORDERED_FOR_OWNER => {
+            GROUP.pass(name, "kept for the GPU that owns the memory: no flush is needed")
+        }
+        Some(_) if host_flush => {
+            GROUP.pass(name, "not kept, and flushed with cuFlushGPUDirectRDMAWrites")
+        }
         Some(_) => GROUP.warn(
             name,
             "not kept, and CUDA offers no flush",
@@ -165,16 +151,12 @@ fn writes_ordering(name: String, device: &CudaDeviceProbe) -> Check {
 fn kernel(system: &System) -> Check {
     let name = "kernel version";
     match system.kernel() {
-        Some(kernel) if kernel.at_least(5, 12) => GROUP.pass(
-            name,
-            format!("{}: dma-buf registration came with 5.12", kernel.release),
-        ),
+        Some(kernel) if kernel.at_least(5, 12) => {
+            GROUP.pass(name, format!("{}: dma-buf registration came with 5.12", kernel.release))
+        }
         Some(kernel) => GROUP.warn(
             name,
-            format!(
-                "{} is older than 5.12, which brought dma-buf registration",
-                kernel.release
-            ),
+            format!("{} is older than 5.12, which brought dma-buf registration", kernel.release),
             "use Linux 5.12 or newer, or `sudo modprobe nvidia-peermem` with MLNX_OFED",
         ),
         None => GROUP.skip(name, "/proc/sys/kernel/osrelease has no version in it"),
@@ -187,10 +169,7 @@ fn verbs_library(evidence: &Evidence) -> Check {
     let Some(library) = evidence.system.verbs_library() else {
         let why = "libibverbs.so.1 is in none of the standard library folders";
         if evidence.rdma.is_empty() {
-            return GROUP.skip(
-                name,
-                format!("{why}; there is no RDMA device that would need it"),
-            );
+            return GROUP.skip(name, format!("{why}; there is no RDMA device that would need it"));
         }
         return GROUP.fail(name, why, fix);
     };
@@ -221,10 +200,7 @@ fn peer_memory(evidence: &Evidence) -> Check {
     }
     let obstacles = dma_buf_obstacles(evidence);
     if obstacles.is_empty() {
-        return GROUP.skip(
-            name,
-            format!("{why}; not needed, since dma-bufs can be registered"),
-        );
+        return GROUP.skip(name, format!("{why}; not needed, since dma-bufs can be registered"));
     }
     GROUP.fail(
         name,
@@ -238,14 +214,9 @@ fn peer_mapping_override(evidence: &Evidence) -> Check {
     let system = &evidence.system;
     let name = "PeerMappingOverride";
     let hardware = usable_hardware(evidence);
-    let posting = hardware
-        .iter()
-        .any(|device| device.driver.as_deref() == Some("mlx5"));
+    let posting = hardware.iter().any(|device| device.driver.as_deref() == Some("mlx5"));
     if !posting || system.nvidia_driver().is_none() {
-        return GROUP.skip(
-            name,
-            "it only matters to mapping a ConnectX doorbell page for a GPU",
-        );
+        return GROUP.skip(name, "it only matters to mapping a ConnectX doorbell page for a GPU");
     }
     match system.nvidia_params().peer_mapping_override {
         Some(true) => GROUP.pass(name, "set: ordinary users may map a NIC's doorbell page for the GPU"),
@@ -261,12 +232,8 @@ fn peer_mapping_override(evidence: &Evidence) -> Check {
 
 fn distances(evidence: &Evidence) -> Vec<Check> {
     let is_rdma = |name: &str| evidence.rdma.iter().any(|device| device.name == name);
-    let near: Vec<&BestNic> = evidence
-        .topology
-        .best
-        .iter()
-        .filter(|best| is_rdma(&best.name))
-        .collect();
+    let near: Vec<&BestNic> =
+        evidence.topology.best.iter().filter(|best| is_rdma(&best.name)).collect();
     if near.is_empty() {
         let why = "there is no pair of a GPU and an RDMA device to measure";
         return vec![GROUP.skip("GPU to NIC distance", why)];

@@ -16,11 +16,7 @@ impl Report {
     /// With `colour`, statuses are coloured for a terminal.
     pub fn to_text(&self, colour: bool) -> String {
         let paint = |text: &str, style: &str| {
-            if colour {
-                format!("{style}{text}{RESET}")
-            } else {
-                text.to_owned()
-            }
+            if colour { format!("{style}{text}{RESET}") } else { text.to_owned() }
         };
         let mut text = String::new();
         let mut group = None;
@@ -38,12 +34,8 @@ impl Report {
         let _ = writeln!(text, "\n{}", paint("Verdicts", BOLD));
         for verdict in &self.verdicts {
             let answer = paint(verdict.answer.name(), verdict.answer.style());
-            let _ = writeln!(
-                text,
-                "{}: {answer}, {}",
-                verdict.capability,
-                printable(&verdict.text)
-            );
+            let _ =
+                writeln!(text, "{}: {answer}, {}", verdict.capability, printable(&verdict.text));
         }
         text
     }

@@ -120,12 +120,8 @@ impl Topology {
     /// Reads a machine's topology.
     pub fn read(system: &System) -> Self {
         let nodes = system.numa_nodes().into_iter();
-        let cpus: Vec<CpuNode> = nodes
-            .map(|node| CpuNode {
-                node: node.id,
-                cpus: node.cpu_list,
-            })
-            .collect();
+        let cpus: Vec<CpuNode> =
+            nodes.map(|node| CpuNode { node: node.id, cpus: node.cpu_list }).collect();
         let mut topology = Self {
             gpus: gpus(system, &cpus),
             nics: nics(system, &cpus),
@@ -135,20 +131,14 @@ impl Topology {
         };
         let gpu_addresses = topology.gpus.iter().map(|gpu| gpu.address);
         let nic_addresses = topology.nics.iter().map(|nic| nic.address);
-        let places: Vec<Place> = gpu_addresses
-            .chain(nic_addresses)
-            .map(|address| Place::of(system, address))
-            .collect();
+        let places: Vec<Place> =
+            gpu_addresses.chain(nic_addresses).map(|address| Place::of(system, address)).collect();
         topology.distances = places
             .iter()
             .enumerate()
             .map(|(row, a)| {
                 let to = |(column, b)| {
-                    if row == column {
-                        Distance::Same
-                    } else {
-                        a.distance(b)
-                    }
+                    if row == column { Distance::Same } else { a.distance(b) }
                 };
                 places.iter().enumerate().map(to).collect()
             })
@@ -275,10 +265,7 @@ struct Place {
 
 impl Place {
     fn of(system: &System, address: PciAddress) -> Self {
-        Self {
-            device: system.pci_device(&address),
-            numa_node: system.numa_node_of(&address),
-        }
+        Self { device: system.pci_device(&address), numa_node: system.numa_node_of(&address) }
     }
 
     fn distance(&self, other: &Self) -> Distance {
@@ -387,12 +374,7 @@ impl Topology {
             writeln!(f, "  none: there is no NIC")?;
         }
         for best in &self.best {
-            let BestNic {
-                gpu,
-                nic,
-                name,
-                distance,
-            } = best;
+            let BestNic { gpu, nic, name, distance } = best;
             writeln!(f, "  {gpu}: {nic} {name} ({distance})")?;
         }
         Ok(())
@@ -411,12 +393,8 @@ mod tests {
     fn bridges_give_the_letters() {
         let gpu = bridges(&["0000:10:01.0", "0000:11:00.0", "0000:12:00.0"]);
         let same_switch = bridges(&["0000:10:01.0", "0000:11:00.0", "0000:12:01.0"]);
-        let second_switch = bridges(&[
-            "0000:10:01.0",
-            "0000:11:00.0",
-            "0000:12:02.0",
-            "0000:20:00.0",
-        ]);
+        let second_switch =
+            bridges(&["0000:10:01.0", "0000:11:00.0", "0000:12:02.0", "0000:20:00.0"]);
         let other_root_port = bridges(&["0000:10:02.0"]);
         assert_eq!(below_one_host_bridge(&gpu, &gpu), Distance::Pix);
         assert_eq!(below_one_host_bridge(&gpu, &same_switch), Distance::Pix);
@@ -427,10 +405,7 @@ mod tests {
 
     #[test]
     fn unknown_places_are_far() {
-        let nowhere = |numa_node| Place {
-            device: None,
-            numa_node,
-        };
+        let nowhere = |numa_node| Place { device: None, numa_node };
         assert_eq!(nowhere(None).distance(&nowhere(None)), Distance::Sys);
         assert_eq!(nowhere(Some(0)).distance(&nowhere(Some(1))), Distance::Sys);
         assert_eq!(nowhere(Some(1)).distance(&nowhere(Some(1))), Distance::Node);
@@ -473,12 +448,7 @@ mod tests {
     fn equal_nics_are_spread() {
         let chosen = equal(8, &[(true, true); 8]).choose_nics();
         let names: Vec<_> = chosen.iter().map(|best| best.nic.as_str()).collect();
-        assert_eq!(
-            names,
-            [
-                "NIC0", "NIC1", "NIC2", "NIC3", "NIC4", "NIC5", "NIC6", "NIC7"
-            ]
-        );
+        assert_eq!(names, ["NIC0", "NIC1", "NIC2", "NIC3", "NIC4", "NIC5", "NIC6", "NIC7"]);
     }
 
     #[test]

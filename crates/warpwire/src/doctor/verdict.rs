@@ -35,11 +35,7 @@ pub struct Verdict {
 }
 
 fn verdict(capability: &str, answer: Answer, text: impl Into<String>) -> Verdict {
-    Verdict {
-        capability: capability.to_owned(),
-        answer,
-        text: text.into(),
-    }
+    Verdict { capability: capability.to_owned(), answer, text: text.into() }
 }
 
 pub(super) fn all(evidence: &Evidence) -> Vec<Verdict> {
@@ -60,21 +56,14 @@ fn no_cuda(evidence: &Evidence) -> Option<String> {
     if cuda.working_devices().next().is_some() {
         return None;
     }
-    let steps = [
-        ("loading libcuda.so.1", &cuda.library),
-        ("cuInit", &cuda.init),
-    ];
+    let steps = [("loading libcuda.so.1", &cuda.library), ("cuInit", &cuda.init)];
     for (what, outcome) in steps {
         if !outcome.worked() {
             return Some(format!("{what} {}", outcome.describe()));
         }
     }
     Some(match cuda.devices.first() {
-        Some(device) => format!(
-            "allocating on {} {}",
-            device.name,
-            device.alloc_64k.describe()
-        ),
+        Some(device) => format!("allocating on {} {}", device.name, device.alloc_64k.describe()),
         None => "CUDA lists no device".to_owned(),
     })
 }
@@ -92,26 +81,18 @@ fn gpu(evidence: &Evidence) -> Verdict {
         None => {
             let names = cuda.working_devices().map(|device| device.name.as_str());
             let names = counted(names.collect());
-            let version = cuda
-                .version()
-                .unwrap_or_else(|| "of unknown version".to_owned());
+            let version = cuda.version().unwrap_or_else(|| "of unknown version".to_owned());
             let working = cuda.working_devices().count();
             let rest = if working < on_the_bus {
                 format!(" ({working} of the {on_the_bus} on the PCI buses)")
             } else {
                 String::new()
             };
-            verdict(
-                GPU,
-                Answer::Yes,
-                format!("{names} through CUDA {version}{rest}"),
-            )
+            verdict(GPU, Answer::Yes, format!("{names} through CUDA {version}{rest}"))
         }
-        Some(_) if on_the_bus == 0 && cuda.devices.is_empty() => verdict(
-            GPU,
-            Answer::No,
-            "no CUDA device: there is no NVIDIA GPU on the PCI buses",
-        ),
+        Some(_) if on_the_bus == 0 && cuda.devices.is_empty() => {
+            verdict(GPU, Answer::No, "no CUDA device: there is no NVIDIA GPU on the PCI buses")
+        }
         Some(why) if broken_cuda(evidence).is_none() => verdict(
             GPU,
             Answer::Partly,
@@ -191,11 +172,7 @@ fn registration(evidence: &Evidence) -> Verdict {
                 format!("dma-buf export works, but there is nothing to register with: {why}"),
             )
         } else {
-            verdict(
-                capability,
-                Answer::No,
-                format!("there is nothing to register with: {why}"),
-            )
+            verdict(capability, Answer::No, format!("there is nothing to register with: {why}"))
         };
     }
     match registration::path(evidence) {
@@ -230,16 +207,12 @@ fn hardware(evidence: &Evidence) -> Result<Vec<String>, String> {
     let usable = rdma::usable_hardware(evidence);
     let names: Vec<String> = usable.iter().map(|device| device.name.clone()).collect();
     if names.is_empty() {
-        let reasons = devices
-            .iter()
-            .filter_map(|device| rdma::obstacle(system, device));
+        let reasons = devices.iter().filter_map(|device| rdma::obstacle(system, device));
         return Err(some_of(&reasons.collect::<Vec<_>>()));
     }
     if system.verbs_library().is_none() {
         let names = some_of(&names);
-        return Err(format!(
-            "libibverbs.so.1 is not installed ({names} could be used)"
-        ));
+        return Err(format!("libibverbs.so.1 is not installed ({names} could be used)"));
     }
     Ok(names)
 }
@@ -250,10 +223,7 @@ fn hardware_rdma(evidence: &Evidence) -> Verdict {
         Ok(names) => verdict(
             capability,
             Answer::Yes,
-            format!(
-                "expected, with {}: active, and open to this user",
-                some_of(&names)
-            ),
+            format!("expected, with {}: active, and open to this user", some_of(&names)),
         ),
         Err(why) => verdict(capability, Answer::No, format!("because {why}")),
     }
@@ -270,11 +240,7 @@ fn stream_ordered(evidence: &Evidence) -> Verdict {
     }
     let mut working = evidence.probes.cuda.working_devices();
     if working.all(|device| device.attributes.stream_mem_ops_64_bit == Some(true)) {
-        verdict(
-            capability,
-            Answer::Yes,
-            "CUDA offers 32- and 64-bit stream memory operations",
-        )
+        verdict(capability, Answer::Yes, "CUDA offers 32- and 64-bit stream memory operations")
     } else {
         verdict(
             capability,
@@ -288,50 +254,34 @@ fn software_rdma(evidence: &Evidence) -> Verdict {
     let capability = "software RDMA over UDP";
     let udp = &evidence.probes.udp;
     match (&udp.loopback, udp.gso.worked() && udp.gro.worked()) {
-        (Outcome::Failed { why }, _) => verdict(
-            capability,
-            Answer::No,
-            format!("UDP over loopback failed: {why}"),
-        ),
-        (Outcome::NotTried { why }, _) => verdict(
-            capability,
-            Answer::Partly,
-            format!("UDP was not tried: {why}"),
-        ),
-        (Outcome::Worked, true) => verdict(
-            capability,
-            Answer::Yes,
-            "with segmentation and receive offload",
-        ),
+        (Outcome::Failed { why }, _) => {
+            verdict(capability, Answer::No, format!("UDP over loopback failed: {why}"))
+        }
+        (Outcome::NotTried { why }, _) => {
+            verdict(capability, Answer::Partly, format!("UDP was not tried: {why}"))
+        }
+        (Outcome::Worked, true) => {
+            verdict(capability, Answer::Yes, "with segmentation and receive offload")
+        }
         (Outcome::Worked, false) => verdict(
             capability,
             Answer::Partly,
-            format!(
-                "more slowly: GSO {}, GRO {}",
-                udp.gso.describe(),
-                udp.gro.describe()
-            ),
+            format!("more slowly: GSO {}, GRO {}", udp.gso.describe(), udp.gro.describe()),
         ),
     }
 }
 
 fn simulated_gpu(evidence: &Evidence) -> Verdict {
     match &evidence.probes.memfd {
-        Outcome::Worked => verdict(
-            SIMULATED_GPU,
-            Answer::Yes,
-            "its memory can be made (memfd_create worked)",
-        ),
-        Outcome::Failed { why } => verdict(
-            SIMULATED_GPU,
-            Answer::No,
-            format!("memfd_create failed: {why}"),
-        ),
-        Outcome::NotTried { why } => verdict(
-            SIMULATED_GPU,
-            Answer::Partly,
-            format!("memfd_create was not tried: {why}"),
-        ),
+        Outcome::Worked => {
+            verdict(SIMULATED_GPU, Answer::Yes, "its memory can be made (memfd_create worked)")
+        }
+        Outcome::Failed { why } => {
+            verdict(SIMULATED_GPU, Answer::No, format!("memfd_create failed: {why}"))
+        }
+        Outcome::NotTried { why } => {
+            verdict(SIMULATED_GPU, Answer::Partly, format!("memfd_create was not tried: {why}"))
+        }
     }
 }
 

@@ -30,10 +30,7 @@ fn bar1(evidence: &Evidence, gpu: &PciDevice) -> Check {
     let name = format!("{} BAR1", gpu.address);
     let fix = "switch on Above 4G Decoding and Resizable BAR in the firmware's set-up; for a VM, give it a large 64-bit PCI window";
     let Some(bar) = gpu.bar1() else {
-        return GROUP.skip(
-            name,
-            "no prefetchable memory window in the device's `resource` file",
-        );
+        return GROUP.skip(name, "no prefetchable memory window in the device's `resource` file");
     };
     let size = units::bytes(bar.size);
     let devices = &evidence.probes.cuda.devices;
@@ -82,9 +79,7 @@ pub(super) fn resource_manager(system: &System) -> Result<String, String> {
         return Err(format!("{control} is {}", describe(system.access(control))));
     }
     let nodes = gpu_nodes(system);
-    let open = nodes
-        .iter()
-        .find(|node| system.access(node) == Access::ReadWrite);
+    let open = nodes.iter().find(|node| system.access(node) == Access::ReadWrite);
     match (open, nodes.first()) {
         (Some(node), _) => Ok(format!("{control} and {node}")),
         (None, Some(node)) => Err(format!("{node} is {}", describe(system.access(node)))),

@@ -91,11 +91,7 @@ mod tests {
     #[test]
     fn what_cannot_be_read_is_unknown_and_not_off() {
         for short in [0, 64, 256, 0x102] {
-            assert_eq!(
-                parse_config(&vec![0; short]),
-                Acs::UnknownNeedsRoot,
-                "{short}"
-            );
+            assert_eq!(parse_config(&vec![0; short]), Acs::UnknownNeedsRoot, "{short}");
         }
         assert!(!Acs::UnknownNeedsRoot.redirects());
     }

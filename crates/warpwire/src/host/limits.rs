@@ -53,11 +53,7 @@ impl System {
     pub fn memlock(&self) -> Option<Memlock> {
         let (soft, hard) = parse_memlock(&self.read("/proc/self/limits")?)?;
         let status = self.read("/proc/self/status").unwrap_or_default();
-        Some(Memlock {
-            soft,
-            hard,
-            exempt: has_capability(&status, CAP_IPC_LOCK),
-        })
+        Some(Memlock { soft, hard, exempt: has_capability(&status, CAP_IPC_LOCK) })
     }
 
     /// The huge pages set aside; `None` if the kernel does not say.
@@ -68,17 +64,12 @@ impl System {
     /// The largest receive and send buffers that an ordinary user's socket may ask for, in bytes.
     pub fn socket_buffer_limits(&self) -> (Option<u64>, Option<u64>) {
         let limit = |name| self.read(name)?.parse().ok();
-        (
-            limit("/proc/sys/net/core/rmem_max"),
-            limit("/proc/sys/net/core/wmem_max"),
-        )
+        (limit("/proc/sys/net/core/rmem_max"), limit("/proc/sys/net/core/wmem_max"))
     }
 }
 
 fn parse_memlock(text: &str) -> Option<(Limit, Limit)> {
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix("Max locked memory"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix("Max locked memory"))?;
     let mut columns = line.split_whitespace().map(|column| match column {
         "unlimited" => Some(Limit::Unlimited),
         number => number.parse().ok().map(Limit::Bytes),
@@ -115,33 +106,17 @@ mod tests {
         let text = "Limit                     Soft Limit           Hard Limit           Units\n\
                     Max open files            20000                20000                files\n\
                     Max locked memory         8388608              unlimited            bytes";
-        assert_eq!(
-            parse_memlock(text),
-            Some((Limit::Bytes(8 << 20), Limit::Unlimited))
-        );
+        assert_eq!(parse_memlock(text), Some((Limit::Bytes(8 << 20), Limit::Unlimited)));
         assert_eq!(Limit::Bytes(8 << 20).to_string(), "8 MiB");
-        for bad in [
-            "",
-            "Max locked memory",
-            "Max locked memory a b",
-            "Max locked memory -1 -1",
-        ] {
+        for bad in ["", "Max locked memory", "Max locked memory a b", "Max locked memory -1 -1"] {
             assert_eq!(parse_memlock(bad), None, "{bad}");
         }
     }
 
     #[test]
     fn capabilities_are_bits() {
-        assert!(has_capability(
-            "Name:\tx\nCapEff:\t0000000000004000",
-            CAP_IPC_LOCK
-        ));
-        for none in [
-            "",
-            "CapEff:\t0000000000003fff",
-            "CapEff: zz",
-            "CapPrm: ffff",
-        ] {
+        assert!(has_capability("Name:\tx\nCapEff:\t0000000000004000", CAP_IPC_LOCK));
+        for none in ["", "CapEff:\t0000000000003fff", "CapEff: zz", "CapPrm: ffff"] {
             assert!(!has_capability(none, CAP_IPC_LOCK), "{none}");
         }
     }
@@ -151,11 +126,9 @@ mod tests {
         let text = "MemTotal: 1 kB\nHugePages_Total:       4\nHugePages_Free:        3\nHugepagesize:       2048 kB";
         let pages = parse_huge_pages(text).unwrap();
         assert_eq!((pages.total, pages.free, pages.page_bytes), (4, 3, 2 << 20));
-        for bad in [
-            "",
-            "HugePages_Total: x\nHugePages_Free: 1\nHugepagesize: 1",
-            "HugePages_Total:",
-        ] {
+        for bad in
+            ["", "HugePages_Total: x\nHugePages_Free: 1\nHugepagesize: 1", "HugePages_Total:"]
+        {
             assert_eq!(parse_huge_pages(bad), None, "{bad}");
         }
     }

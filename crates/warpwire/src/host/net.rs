@@ -35,9 +35,7 @@ impl System {
                 let path = format!("/sys/class/net/{name}");
                 let address = self.pci_parent(&path);
                 NetInterface {
-                    mtu: self
-                        .read(&format!("{path}/mtu"))
-                        .and_then(|mtu| mtu.parse().ok()),
+                    mtu: self.read(&format!("{path}/mtu")).and_then(|mtu| mtu.parse().ok()),
                     state: self.read(&format!("{path}/operstate")),
                     address,
                     numa_node: address.and_then(|address| self.numa_node_of(&address)),
@@ -65,11 +63,8 @@ mod tests {
         fs::write(real.join("operstate"), "up\n").unwrap();
         let class = root.join("sys/class/net");
         fs::create_dir_all(class.join("odd")).unwrap();
-        symlink(
-            "../../devices/pci0000:00/0000:00:03.0/virtio2/net/eth0",
-            class.join("eth0"),
-        )
-        .unwrap();
+        symlink("../../devices/pci0000:00/0000:00:03.0/virtio2/net/eth0", class.join("eth0"))
+            .unwrap();
         fs::write(class.join("odd/mtu"), "large").unwrap();
         fs::write(class.join("bonding_masters"), "").unwrap();
 

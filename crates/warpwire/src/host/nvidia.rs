@@ -66,20 +66,14 @@ impl System {
     pub fn has_module(&self, name: &str) -> bool {
         let name = name.replace('-', "_");
         let listed = self.read("/proc/modules").unwrap_or_default();
-        let loaded = listed
-            .lines()
-            .any(|line| line.split_whitespace().next() == Some(&name));
+        let loaded = listed.lines().any(|line| line.split_whitespace().next() == Some(&name));
         loaded || self.exists(&format!("/sys/module/{name}"))
     }
 }
 
 fn parse_version(text: &str) -> Option<DriverVersion> {
-    let line = text
-        .lines()
-        .find(|line| line.starts_with("NVRM version:"))?;
-    let version = line
-        .split_whitespace()
-        .find(|word| looks_like_version(word))?;
+    let line = text.lines().find(|line| line.starts_with("NVRM version:"))?;
+    let version = line.split_whitespace().find(|word| looks_like_version(word))?;
     Some(DriverVersion {
         version: version.to_owned(),
         major: version.split('.').next()?.parse().ok()?,

@@ -44,12 +44,7 @@ pub struct PciAddress {
 
 impl fmt::Display for PciAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            domain,
-            bus,
-            device,
-            function,
-        } = self;
+        let Self { domain, bus, device, function } = self;
         write!(f, "{domain:04x}:{bus:02x}:{device:02x}.{function:x}")
     }
 }
@@ -137,10 +132,7 @@ impl PciDevice {
     /// What NVIDIA calls BAR1, the window onto GPU memory: the largest prefetchable one.
     /// (Register 1 where register 0 is a 32-bit one, register 2 where it is a 64-bit one.)
     pub fn bar1(&self) -> Option<&Bar> {
-        self.bars
-            .iter()
-            .filter(|bar| bar.prefetchable)
-            .max_by_key(|bar| bar.size)
+        self.bars.iter().filter(|bar| bar.prefetchable).max_by_key(|bar| bar.size)
     }
 }
 
@@ -160,10 +152,8 @@ impl System {
     pub fn pci_device(&self, address: &PciAddress) -> Option<PciDevice> {
         let path = format!("/sys/bus/pci/devices/{address}");
         let hexadecimal = |name: &str| parse_hexadecimal(&self.read(&format!("{path}/{name}"))?);
-        let (host_bridge, bridges) = self
-            .real_path(&path)
-            .map(|real| parse_device_path(&real, address))
-            .unwrap_or_default();
+        let (host_bridge, bridges) =
+            self.real_path(&path).map(|real| parse_device_path(&real, address)).unwrap_or_default();
         Some(PciDevice {
             address: *address,
             vendor: u16::try_from(hexadecimal("vendor")?).ok()?,
@@ -290,10 +280,7 @@ mod tests {
         let (host, bridges) = parse_device_path(behind_vmd, &gpu);
         assert_eq!(host.as_deref(), Some("pci10000:e0"));
         assert_eq!(bridges.len(), 1);
-        assert_eq!(
-            parse_device_path("/sys/devices/virtual/x", &gpu),
-            (None, vec![])
-        );
+        assert_eq!(parse_device_path("/sys/devices/virtual/x", &gpu), (None, vec![]));
     }
 
     #[test]
@@ -309,9 +296,6 @@ mod tests {
         ] {
             assert!(text.parse::<PciAddress>().is_err(), "{text}");
         }
-        assert_eq!(
-            "10000:01:1f.7".parse::<PciAddress>().unwrap().domain,
-            0x10000
-        );
+        assert_eq!("10000:01:1f.7".parse::<PciAddress>().unwrap().domain, 0x10000);
     }
 }

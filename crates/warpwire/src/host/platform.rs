@@ -73,10 +73,7 @@ impl System {
     /// Whether this is a container, by the marks that container engines leave.
     pub fn container(&self) -> Option<Container> {
         let found = |kind: &str, sign: &str| {
-            Some(Container {
-                kind: kind.to_owned(),
-                sign: sign.to_owned(),
-            })
+            Some(Container { kind: kind.to_owned(), sign: sign.to_owned() })
         };
         if self.exists("/var/run/secrets/kubernetes.io") {
             return found("kubernetes", "/var/run/secrets/kubernetes.io");
@@ -101,11 +98,7 @@ impl System {
     pub fn virtualization(&self) -> Option<Virtualization> {
         let product_file = "/sys/class/dmi/id/product_name";
         let product = self.read(product_file).unwrap_or_default();
-        for sign in [
-            "/sys/hypervisor/type",
-            "/sys/class/dmi/id/sys_vendor",
-            product_file,
-        ] {
+        for sign in ["/sys/hypervisor/type", "/sys/class/dmi/id/sys_vendor", product_file] {
             let vendor = self.read(sign).filter(|name| is_hypervisor(name));
             // Clouds that rent whole machines put the same vendor name into those.
             if let Some(vendor) = vendor.filter(|_| !product.contains("metal")) {
@@ -198,22 +191,11 @@ mod tests {
 
     #[test]
     fn iommu_modes() {
-        let types = |names: &[&str]| {
-            names
-                .iter()
-                .map(|&name| name.to_owned())
-                .collect::<Vec<_>>()
-        };
-        assert_eq!(
-            iommu_mode(&types(&["identity", "DMA-FQ"]), ""),
-            Iommu::Translated
-        );
+        let types = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
+        assert_eq!(iommu_mode(&types(&["identity", "DMA-FQ"]), ""), Iommu::Translated);
         assert_eq!(iommu_mode(&types(&["identity"]), ""), Iommu::Passthrough);
         assert_eq!(iommu_mode(&[], "quiet iommu=pt"), Iommu::Passthrough);
-        assert_eq!(
-            iommu_mode(&types(&["\u{fffd}"]), "xiommu=pt"),
-            Iommu::Unknown
-        );
+        assert_eq!(iommu_mode(&types(&["\u{fffd}"]), "xiommu=pt"), Iommu::Unknown);
     }
 
     #[test]

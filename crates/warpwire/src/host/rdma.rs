@@ -85,18 +85,13 @@ impl RdmaDevice {
 impl System {
     /// Every RDMA device, hardware and software, by name.
     pub fn rdma_devices(&self) -> Vec<RdmaDevice> {
-        self.list("/sys/class/infiniband")
-            .iter()
-            .map(|name| self.rdma_device(name))
-            .collect()
+        self.list("/sys/class/infiniband").iter().map(|name| self.rdma_device(name)).collect()
     }
 
     fn rdma_device(&self, name: &str) -> RdmaDevice {
         let path = format!("/sys/class/infiniband/{name}");
-        let text = |file: &str| {
-            self.read(&format!("{path}/{file}"))
-                .filter(|text| !text.is_empty())
-        };
+        let text =
+            |file: &str| self.read(&format!("{path}/{file}")).filter(|text| !text.is_empty());
         let address = self.pci_parent(&format!("{path}/device"));
         let node_type = text("node_type").map(|text| after_number(&text));
         let driver = match address {
@@ -121,9 +116,8 @@ impl System {
     /// Software devices have no driver link. Only rxe has a `parent` file (the interface below it);
     /// of the rest, siw is the one that calls itself an RNIC.
     fn software_driver(&self, path: &str, node_type: Option<&str>) -> Option<String> {
-        let is_virtual = self
-            .real_path(path)
-            .is_some_and(|real| real.starts_with("/sys/devices/virtual/"));
+        let is_virtual =
+            self.real_path(path).is_some_and(|real| real.starts_with("/sys/devices/virtual/"));
         match (is_virtual, self.exists(&format!("{path}/parent"))) {
             (true, true) => Some("rxe".to_owned()),
             (true, false) if node_type == Some("RNIC") => Some("siw".to_owned()),
@@ -136,10 +130,8 @@ impl System {
         for name in self.list(&format!("{device}/ports")) {
             let Ok(number) = name.parse() else { continue };
             let path = format!("{device}/ports/{name}");
-            let text = |file: &str| {
-                self.read(&format!("{path}/{file}"))
-                    .filter(|text| !text.is_empty())
-            };
+            let text =
+                |file: &str| self.read(&format!("{path}/{file}")).filter(|text| !text.is_empty());
             ports.push(RdmaPort {
                 number,
                 state: text("state").map(|text| after_number(&text)),
@@ -197,8 +189,7 @@ fn after_number(text: &str) -> String {
 
 /// Whether the text is an address and not all zeros; an unused entry reads as zeros.
 fn is_set(gid: &str) -> bool {
-    gid.parse::<std::net::Ipv6Addr>()
-        .is_ok_and(|address| !address.is_unspecified())
+    gid.parse::<std::net::Ipv6Addr>().is_ok_and(|address| !address.is_unspecified())
 }
 
 #[cfg(test)]
@@ -217,12 +208,7 @@ mod tests {
     fn only_addresses_that_are_set_count() {
         assert!(is_set("fe80:0000:0000:0000:0a00:27ff:fe00:0001"));
         assert!(is_set("0000:0000:0000:0000:0000:ffff:0a00:0001"));
-        for unset in [
-            "0000:0000:0000:0000:0000:0000:0000:0000",
-            "",
-            "garbage",
-            "10.0.0.1",
-        ] {
+        for unset in ["0000:0000:0000:0000:0000:0000:0000:0000", "", "garbage", "10.0.0.1"] {
             assert!(!is_set(unset), "{unset}");
         }
     }
@@ -255,10 +241,7 @@ mod tests {
         let class = folder.path().join("sys/class/infiniband");
         std::fs::create_dir_all(&class).unwrap();
         for (name, file, text) in [("rxe0", "parent", "eth0"), ("siw0", "node_type", "4: RNIC")] {
-            let real = folder
-                .path()
-                .join("sys/devices/virtual/infiniband")
-                .join(name);
+            let real = folder.path().join("sys/devices/virtual/infiniband").join(name);
             std::fs::create_dir_all(&real).unwrap();
             std::fs::write(real.join(file), text).unwrap();
             let target = format!("../../devices/virtual/infiniband/{name}");

@@ -54,10 +54,7 @@ pub struct System {
 impl System {
     /// The machine that this program runs on.
     pub fn live() -> Self {
-        Self {
-            root: PathBuf::from("/"),
-            live: true,
-        }
+        Self { root: PathBuf::from("/"), live: true }
     }
 
     /// A recorded machine, whose files lie below `root` (`root/sys`, `root/proc`, `root/dev`, …).
@@ -149,10 +146,7 @@ impl System {
         };
         let (read, write) = if self.live {
             let may = |mode| rustix::fs::access(&file, mode).is_ok();
-            (
-                may(rustix::fs::Access::READ_OK),
-                may(rustix::fs::Access::WRITE_OK),
-            )
+            (may(rustix::fs::Access::READ_OK), may(rustix::fs::Access::WRITE_OK))
         } else {
             let mode = fs::metadata(&file).map_or(0, |meta| meta.permissions().mode());
             (mode & 0o4 != 0, mode & 0o2 != 0)
@@ -214,10 +208,8 @@ fn by_number(a: &str, b: &str) -> Ordering {
             left.chars().next().cmp(&right.chars().next())
         } else {
             // Longer is larger once leading zeros are gone, and no length overflows.
-            let (x, y) = (
-                left_number.trim_start_matches('0'),
-                right_number.trim_start_matches('0'),
-            );
+            let (x, y) =
+                (left_number.trim_start_matches('0'), right_number.trim_start_matches('0'));
             x.len().cmp(&y.len()).then_with(|| x.cmp(y))
         };
         if order != Ordering::Equal {
@@ -235,9 +227,7 @@ fn by_number(a: &str, b: &str) -> Ordering {
 }
 
 fn split_digits(text: &str) -> (&str, &str) {
-    let end = text
-        .find(|c: char| !c.is_ascii_digit())
-        .unwrap_or(text.len());
+    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     text.split_at(end)
 }
 
@@ -269,11 +259,7 @@ mod tests {
         assert_eq!(missing.kind(), &Kind::Unavailable);
         assert!(missing.to_string().contains("nowhere"), "{missing}");
         let empty = System::at(folder.path()).unwrap_err();
-        assert!(
-            empty
-                .to_string()
-                .contains("the folder is empty; name a folder")
-        );
+        assert!(empty.to_string().contains("the folder is empty; name a folder"));
         fs::write(folder.path().join("file"), "").unwrap();
         assert!(System::at(&folder.path().join("file")).is_err());
     }
@@ -283,17 +269,9 @@ mod tests {
         let (folder, system) = recorded();
         let root = folder.path();
         symlink("/sys/devices/a", root.join("sys/absolute")).unwrap();
-        symlink(
-            "devices/../../../../../sys/devices/a",
-            root.join("sys/climbing"),
-        )
-        .unwrap();
+        symlink("devices/../../../../../sys/devices/a", root.join("sys/climbing")).unwrap();
         for link in ["/sys/absolute", "/sys/climbing", "/sys/absolute/../a"] {
-            assert_eq!(
-                system.real_path(link).as_deref(),
-                Some("/sys/devices/a"),
-                "{link}"
-            );
+            assert_eq!(system.real_path(link).as_deref(), Some("/sys/devices/a"), "{link}");
             assert_eq!(system.read(&format!("{link}/size")).as_deref(), Some("17"));
         }
         symlink("/etc/passwd", root.join("sys/outside")).unwrap();
@@ -335,11 +313,7 @@ mod tests {
         assert_eq!(system.access("/dev/null"), Access::ReadWrite);
         assert_eq!(system.access("/dev/no such node"), Access::Missing);
         assert!(system.read("/proc/sys/kernel/osrelease").is_some());
-        assert_eq!(
-            system.read("/dev/zero"),
-            None,
-            "device nodes are never opened"
-        );
+        assert_eq!(system.read("/dev/zero"), None, "device nodes are never opened");
         assert!(System::at(Path::new("/")).unwrap().is_live());
     }
 
@@ -347,9 +321,6 @@ mod tests {
     fn names_sort_by_number() {
         let mut names = vec!["mlx5_10", "mlx5_2", "mlx5", "é", "mlx5_02", "a1b", "a1a"];
         names.sort_by(|a, b| by_number(a, b));
-        assert_eq!(
-            names,
-            ["a1a", "a1b", "mlx5", "mlx5_02", "mlx5_2", "mlx5_10", "é"]
-        );
+        assert_eq!(names, ["a1a", "a1b", "mlx5", "mlx5_02", "mlx5_2", "mlx5_10", "é"]);
     }
 }

@@ -45,11 +45,7 @@ impl System {
         LIBRARY_FOLDERS.iter().find_map(|folder| {
             let path = self.real_path(&format!("{folder}/{SONAME}"))?;
             let (minor, rdma_core) = parse_file_name(path.rsplit('/').next()?);
-            Some(VerbsLibrary {
-                path,
-                minor,
-                rdma_core,
-            })
+            Some(VerbsLibrary { path, minor, rdma_core })
         })
     }
 }
@@ -71,31 +67,16 @@ mod tests {
 
     #[test]
     fn the_file_name_tells_the_version() {
-        assert_eq!(
-            parse_file_name("libibverbs.so.1.14.44.0"),
-            (Some(14), Some(44))
-        );
-        assert_eq!(
-            parse_file_name("libibverbs.so.1.11.32.0"),
-            (Some(11), Some(32))
-        );
-        for odd in [
-            "libibverbs.so.1",
-            "libibverbs.so",
-            "",
-            "libibverbs.so.1.x.y",
-        ] {
+        assert_eq!(parse_file_name("libibverbs.so.1.14.44.0"), (Some(14), Some(44)));
+        assert_eq!(parse_file_name("libibverbs.so.1.11.32.0"), (Some(11), Some(32)));
+        for odd in ["libibverbs.so.1", "libibverbs.so", "", "libibverbs.so.1.x.y"] {
             assert_eq!(parse_file_name(odd), (None, None), "{odd}");
         }
     }
 
     #[test]
     fn dma_bufs_need_interface_1_12() {
-        let library = |minor| VerbsLibrary {
-            path: String::new(),
-            minor,
-            rdma_core: None,
-        };
+        let library = |minor| VerbsLibrary { path: String::new(), minor, rdma_core: None };
         assert_eq!(library(Some(11)).registers_dma_buf(), Some(false));
         assert_eq!(library(Some(12)).registers_dma_buf(), Some(true));
         assert_eq!(library(None).registers_dma_buf(), None);

@@ -71,9 +71,7 @@ pub struct Watch {
 impl Watch {
     /// A subscription that runs `end` when it is dropped.
     pub fn new(end: impl FnOnce() + Send + Sync + 'static) -> Self {
-        Self {
-            end: Some(Box::new(end)),
-        }
+        Self { end: Some(Box::new(end)) }
     }
 }
 
@@ -110,9 +108,7 @@ const FREED: u64 = 1 << 63;
 impl Users {
     fn enter(&self) -> bool {
         let enter = |count| (count & FREED == 0).then_some(count + 1);
-        self.0
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, enter)
-            .is_ok()
+        self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, enter).is_ok()
     }
 
     fn leave(&self) {
@@ -135,13 +131,7 @@ impl Users {
 impl Allocation {
     pub(super) fn new(device: Device, memory: Arc<dyn MemoryBackend>) -> Self {
         let users = Users(AtomicU64::new(0));
-        Self {
-            shared: Arc::new(Shared {
-                device,
-                memory,
-                users,
-            }),
-        }
+        Self { shared: Arc::new(Shared { device, memory, users }) }
     }
 
     /// The device that the memory belongs to.
@@ -171,11 +161,7 @@ impl Allocation {
         if !self.shared.users.enter() {
             return Err(self.freed("use memory"));
         }
-        Ok(Region {
-            memory: self.clone(),
-            offset,
-            len,
-        })
+        Ok(Region { memory: self.clone(), offset, len })
     }
 
     /// All of it, to use in stream work.
@@ -199,10 +185,7 @@ impl Allocation {
             let what = format!("use a {width} word at {}", region.address());
             return Err(Error::new(Kind::Misaligned, what)
                 .on(self.describe())
-                .why(format!(
-                    "the address is not a multiple of {}",
-                    width.bytes()
-                ))
+                .why(format!("the address is not a multiple of {}", width.bytes()))
                 .fix("use an aligned offset"));
         }
         Ok(Word { region, width })
@@ -289,9 +272,7 @@ impl Allocation {
 
     #[cold]
     fn freed(&self, what: &'static str) -> Error {
-        Error::new(Kind::Freed, what)
-            .on(self.describe())
-            .why("it has been freed")
+        Error::new(Kind::Freed, what).on(self.describe()).why("it has been freed")
     }
 }
 
@@ -357,11 +338,7 @@ impl Clone for Region {
     fn clone(&self) -> Self {
         // A region exists, so the memory cannot have been closed; entering succeeds.
         self.memory.shared.users.enter();
-        Self {
-            memory: self.memory.clone(),
-            offset: self.offset,
-            len: self.len,
-        }
+        Self { memory: self.memory.clone(), offset: self.offset, len: self.len }
     }
 }
 

@@ -44,16 +44,13 @@ macro_rules! atomic_word {
 
         /// Stores the word at `offset` with release ordering.
         pub fn $store(&self, offset: u64, value: $word) -> Result<()> {
-            self.word::<$atomic>(offset)?
-                .store(value, Ordering::Release);
+            self.word::<$atomic>(offset)?.store(value, Ordering::Release);
             Ok(())
         }
 
         /// Adds to the word at `offset`, wrapping, and returns what was there before.
         pub fn $add(&self, offset: u64, value: $word) -> Result<$word> {
-            Ok(self
-                .word::<$atomic>(offset)?
-                .fetch_add(value, Ordering::AcqRel))
+            Ok(self.word::<$atomic>(offset)?.fetch_add(value, Ordering::AcqRel))
         }
 
         /// Puts `new` at `offset` if `expected` is there, and returns what was there before.
@@ -73,11 +70,7 @@ impl<'a> SharedBytes<'a> {
     /// The bytes stay mapped, readable and writable for `'a`, and this program accesses them through
     /// such views only, never through references.
     pub(crate) unsafe fn new(base: NonNull<u8>, len: usize) -> Self {
-        Self {
-            base,
-            len,
-            owner: PhantomData,
-        }
+        Self { base, len, owner: PhantomData }
     }
 
     /// How many bytes the view spans.
@@ -86,22 +79,8 @@ impl<'a> SharedBytes<'a> {
         self.len as u64
     }
 
-    atomic_word!(
-        load_u32,
-        store_u32,
-        fetch_add_u32,
-        compare_exchange_u32,
-        u32,
-        AtomicU32
-    );
-    atomic_word!(
-        load_u64,
-        store_u64,
-        fetch_add_u64,
-        compare_exchange_u64,
-        u64,
-        AtomicU64
-    );
+    atomic_word!(load_u32, store_u32, fetch_add_u32, compare_exchange_u32, u32, AtomicU32);
+    atomic_word!(load_u64, store_u64, fetch_add_u64, compare_exchange_u64, u64, AtomicU64);
 
     /// Copies from the view, starting at `offset`, into `into`.
     ///
@@ -261,15 +240,10 @@ fn copy_atomics(into: &[AtomicU8], from: &[AtomicU8]) {
 
 #[cold]
 fn misaligned(offset: u64, width: u64) -> Error {
-    Error::new(
-        Kind::Misaligned,
-        format!("access a {}-bit word at offset {offset}", width * 8),
-    )
-    .on("shared memory")
-    .why(format!(
-        "it is not a multiple of {width} bytes into aligned memory"
-    ))
-    .fix(format!("use an offset that is a multiple of {width}"))
+    Error::new(Kind::Misaligned, format!("access a {}-bit word at offset {offset}", width * 8))
+        .on("shared memory")
+        .why(format!("it is not a multiple of {width} bytes into aligned memory"))
+        .fix(format!("use an offset that is a multiple of {width}"))
 }
 
 #[cfg(test)]
@@ -294,10 +268,7 @@ mod tests {
             assert_eq!(view.compare_exchange_u64(8, 7, 1).unwrap(), 9);
             assert_eq!(view.load_u64(4).unwrap_err().kind(), &Kind::Misaligned);
             assert_eq!(view.load_u64(16).unwrap_err().kind(), &Kind::OutOfRange);
-            assert_eq!(
-                view.store_u32(u64::MAX - 3, 0).unwrap_err().kind(),
-                &Kind::OutOfRange
-            );
+            assert_eq!(view.store_u32(u64::MAX - 3, 0).unwrap_err().kind(), &Kind::OutOfRange);
         });
     }
 

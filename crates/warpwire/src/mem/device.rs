@@ -82,11 +82,7 @@ pub enum Capability {
 impl Capability {
     /// `Yes` if `there`, else `No` with the reason.
     pub fn when(there: bool, reason: impl Into<String>) -> Self {
-        if there {
-            Self::Yes
-        } else {
-            Self::No(reason.into())
-        }
+        if there { Self::Yes } else { Self::No(reason.into()) }
     }
 
     /// Whether the device can.
@@ -98,9 +94,9 @@ impl Capability {
     pub fn require(&self, what: &'static str, device: &DeviceInfo) -> Result<()> {
         match self {
             Self::Yes => Ok(()),
-            Self::No(reason) => Err(Error::new(Kind::Unsupported, what)
-                .on(device.label())
-                .why(reason.clone())),
+            Self::No(reason) => {
+                Err(Error::new(Kind::Unsupported, what).on(device.label()).why(reason.clone()))
+            }
         }
     }
 }
@@ -235,10 +231,7 @@ impl Device {
 
     /// A new event, to mark a point in a stream.
     pub fn event(&self) -> Result<Event> {
-        Ok(Event::new(
-            self.clone(),
-            self.backend.clone().create_event()?,
-        ))
+        Ok(Event::new(self.clone(), self.backend.clone().create_event()?))
     }
 
     /// Loads a program's kernels onto the device.
@@ -246,11 +239,7 @@ impl Device {
     /// On CUDA this may wait for streams that are at work; load programs before starting endless ones.
     pub fn load(&self, program: &Program) -> Result<Module> {
         let backend = self.backend.clone().load(program)?;
-        Ok(Module::new(
-            self.clone(),
-            program.name().to_string(),
-            backend,
-        ))
+        Ok(Module::new(self.clone(), program.name().to_string(), backend))
     }
 
     /// The short name that commands take: `cuda:0`, `sim:1`.

@@ -71,10 +71,7 @@ impl Discovery {
 
 /// Looks for devices of every backend.
 pub fn discover() -> Discovery {
-    let mut found = Discovery {
-        devices: Vec::new(),
-        missing: Vec::new(),
-    };
+    let mut found = Discovery { devices: Vec::new(), missing: Vec::new() };
     let backends = [
         (Backend::Cuda, cuda::devices()),
         (Backend::Sim, sim::Sim::from_env().map(|sim| sim.devices())),

@@ -122,11 +122,7 @@ impl PendingWait {
     /// The first wait among `ops` that is not satisfied now.
     pub(super) fn first_in<'a>(ops: impl IntoIterator<Item = &'a MemOp>) -> Option<Self> {
         ops.into_iter().find_map(|op| match op {
-            MemOp::Wait {
-                word,
-                condition,
-                value,
-            } => Self::now(word, *condition, *value),
+            MemOp::Wait { word, condition, value } => Self::now(word, *condition, *value),
             _ => None,
         })
     }
@@ -134,17 +130,8 @@ impl PendingWait {
 
 impl fmt::Display for PendingWait {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            address,
-            width,
-            condition,
-            wanted,
-            seen,
-        } = self;
-        write!(
-            f,
-            "it waits for the {width} word at {address} to be {condition} {wanted:#x}; "
-        )?;
+        let Self { address, width, condition, wanted, seen } = self;
+        write!(f, "it waits for the {width} word at {address} to be {condition} {wanted:#x}; ")?;
         match seen {
             Some(seen) => write!(f, "it holds {seen:#x}"),
             None => write!(f, "it cannot be read now"),
@@ -160,10 +147,7 @@ pub struct HostCall {
 
 impl HostCall {
     pub(super) fn new(run: impl Fn() + Send + Sync + 'static) -> Self {
-        Self {
-            run: Box::new(run),
-            panicked: AtomicBool::new(false),
-        }
+        Self { run: Box::new(run), panicked: AtomicBool::new(false) }
     }
 
     /// Calls it. A panic is caught and remembered: it must not unwind into a driver's thread.

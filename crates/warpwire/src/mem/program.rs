@@ -44,11 +44,7 @@ pub struct Program {
 impl Program {
     /// A program with no form yet.
     pub fn new(name: impl Into<Cow<'static, str>>) -> Self {
-        Self {
-            name: name.into(),
-            ptx: None,
-            blocks: Vec::new(),
-        }
+        Self { name: name.into(), ptx: None, blocks: Vec::new() }
     }
 
     /// Adds the form for CUDA, which holds all of the kernels.
@@ -91,12 +87,9 @@ impl Program {
 
     #[cold]
     pub(super) fn no_kernel(program: &str, kernel: &str, device: String) -> Error {
-        Error::new(
-            Kind::InvalidArgument,
-            format!("find kernel {kernel:?} in program {program:?}"),
-        )
-        .on(device)
-        .why("the program has no kernel of that name")
+        Error::new(Kind::InvalidArgument, format!("find kernel {kernel:?} in program {program:?}"))
+            .on(device)
+            .why("the program has no kernel of that name")
     }
 }
 
@@ -110,20 +103,13 @@ pub struct Module {
 
 impl Module {
     pub(super) fn new(device: Device, program: String, backend: Arc<dyn ModuleBackend>) -> Self {
-        Self {
-            device,
-            program,
-            backend,
-        }
+        Self { device, program, backend }
     }
 
     /// The kernel of that name.
     pub fn kernel(&self, name: &str) -> Result<Kernel> {
         let backend = self.backend.clone().kernel(name)?;
-        Ok(Kernel {
-            device: self.device.clone(),
-            backend,
-        })
+        Ok(Kernel { device: self.device.clone(), backend })
     }
 }
 
@@ -176,13 +162,7 @@ pub struct Launch {
 impl Launch {
     /// One block of one thread, without arguments.
     pub fn new(kernel: &Kernel) -> Self {
-        Self {
-            kernel: kernel.clone(),
-            grid: 1,
-            threads: 1,
-            args: Vec::new(),
-            regions: Vec::new(),
-        }
+        Self { kernel: kernel.clone(), grid: 1, threads: 1, args: Vec::new(), regions: Vec::new() }
     }
 
     /// How many blocks.

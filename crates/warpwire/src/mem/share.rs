@@ -30,6 +30,21 @@ impl DmaBuf {
         self.len
     }
 
+    /// Tries to map the exported pages for the CPU, and unmaps them again. Most drivers refuse.
+    #[allow(unsafe_code)]
+    pub fn try_map(&self) -> Result<()> {
+        use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+        let page = rustix::param::page_size();
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing; nobody touches
+        // it before it is unmapped.
+        unsafe {
+            mmap(std::ptr::null_mut(), page, protection, MapFlags::SHARED, &self.fd, 0)
+                .and_then(|base| munmap(base, page))
+        }
+        .map_err(|error| Error::os("map a dma-buf", &error.into()))
+    }
+
     /// The descriptor alone, to hand over.
     pub fn into_fd(self) -> OwnedFd {
         self.fd
@@ -90,12 +105,10 @@ impl IpcHandle {
             return Ok(&self.body);
         }
         let why = format!("it names memory of a {} device", self.backend);
-        Err(
-            Error::new(Kind::InvalidArgument, "open an inter-process handle")
-                .on(format!("a {backend} device"))
-                .why(why)
-                .fix("open it on a device of the same backend"),
-        )
+        Err(Error::new(Kind::InvalidArgument, "open an inter-process handle")
+            .on(format!("a {backend} device"))
+            .why(why)
+            .fix("open it on a device of the same backend"))
     }
 
     /// The handle as bytes, to send.
@@ -116,9 +129,9 @@ impl IpcHandle {
     /// Reads a handle that another process sent.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let malformed = |why: &str| {
-            Error::new(Kind::Malformed, "read an inter-process handle")
-                .why(why.to_string())
-                .fix("send the bytes of IpcHandle::to_bytes whole and unchanged, between equal versions")
+            Error::new(Kind::Malformed, "read an inter-process handle").why(why.to_string()).fix(
+                "send the bytes of IpcHandle::to_bytes whole and unchanged, between equal versions",
+            )
         };
         let (header, body) = bytes
             .split_at_checked(HEADER)
@@ -127,9 +140,7 @@ impl IpcHandle {
             (magic, VERSION, 1) if magic == MAGIC => Backend::Cuda,
             (magic, VERSION, 2) if magic == MAGIC => Backend::Sim,
             _ => {
-                return Err(malformed(
-                    "it does not begin as a handle of this version does",
-                ));
+                return Err(malformed("it does not begin as a handle of this version does"));
             }
         };
         let promised = usize::from(u16::from_le_bytes([header[6], header[7]]));
@@ -142,11 +153,7 @@ impl IpcHandle {
         if len == 0 || isize::try_from(len).is_err() {
             return Err(malformed("it names an impossible amount of memory"));
         }
-        Ok(Self {
-            backend,
-            len,
-            body: body.to_vec(),
-        })
+        Ok(Self { backend, len, body: body.to_vec() })
     }
 }
 

@@ -80,10 +80,7 @@ impl Stream {
         if to.is_empty() {
             return Ok(());
         }
-        self.backend.enqueue(Op::Copy {
-            to: to.clone(),
-            from: from.clone(),
-        })
+        self.backend.enqueue(Op::Copy { to: to.clone(), from: from.clone() })
     }
 
     /// Fills `region` with one byte value.
@@ -109,28 +106,17 @@ impl Stream {
         if region.is_empty() {
             return Ok(());
         }
-        self.backend.enqueue(Op::Fill {
-            region: region.clone(),
-            pattern,
-            unit,
-        })
+        self.backend.enqueue(Op::Fill { region: region.clone(), pattern, unit })
     }
 
     /// Writes a word, after all earlier work of this stream is visible everywhere.
     pub fn write_value(&self, word: &Word, value: u64) -> Result<()> {
-        self.mem_op(MemOp::Write {
-            word: word.clone(),
-            value,
-        })
+        self.mem_op(MemOp::Write { word: word.clone(), value })
     }
 
     /// Holds the stream up until the word satisfies the condition.
     pub fn wait_value(&self, word: &Word, condition: Condition, value: u64) -> Result<()> {
-        self.mem_op(MemOp::Wait {
-            word: word.clone(),
-            condition,
-            value,
-        })
+        self.mem_op(MemOp::Wait { word: word.clone(), condition, value })
     }
 
     fn mem_op(&self, op: MemOp) -> Result<()> {
@@ -152,17 +138,11 @@ impl Stream {
     fn check_mem_op(&self, op: &MemOp) -> Result<()> {
         let capabilities = self.device.capabilities();
         let info = self.device.info();
-        capabilities
-            .stream_mem_ops
-            .require("use stream memory operations", info)?;
+        capabilities.stream_mem_ops.require("use stream memory operations", info)?;
         if let MemOp::Write { word, .. } | MemOp::Wait { word, .. } = op {
             self.check_mine(word.region().allocation(), "use a word")?;
         }
-        if let MemOp::Wait {
-            condition: Condition::Nor,
-            ..
-        } = op
-        {
+        if let MemOp::Wait { condition: Condition::Nor, .. } = op {
             capabilities.stream_wait_nor.require("wait for NOR", info)?;
         }
         op.check()
@@ -198,9 +178,7 @@ impl Stream {
     pub unsafe fn launch(&self, launch: Launch) -> Result<()> {
         let failure = |why: &str| {
             let what = format!("launch kernel {:?}", launch.kernel.name());
-            Err(Error::new(Kind::InvalidArgument, what)
-                .on(self.label())
-                .why(why.to_string()))
+            Err(Error::new(Kind::InvalidArgument, what).on(self.label()).why(why.to_string()))
         };
         if launch.grid == 0 || launch.threads == 0 {
             return failure("the grid or the block is empty");
@@ -215,18 +193,12 @@ impl Stream {
     ///
     /// Values are frozen at capture. If `record` fails, the capture is dropped and its error returned.
     pub fn capture(&self, record: impl FnOnce(&Stream) -> Result<()>) -> Result<Graph> {
-        self.device
-            .capabilities()
-            .graphs
-            .require("capture a graph", self.device.info())?;
+        self.device.capabilities().graphs.require("capture a graph", self.device.info())?;
         self.backend.begin_capture()?;
         let recorded = record(self);
         let graph = self.backend.end_capture();
         recorded?;
-        Ok(Graph {
-            device: self.device.clone(),
-            backend: graph?,
-        })
+        Ok(Graph { device: self.device.clone(), backend: graph? })
     }
 
     /// Puts a captured graph on the stream.
@@ -256,9 +228,7 @@ impl Stream {
             Some(wait) => format!("after {timeout:?} {wait}"),
             None => format!("after {timeout:?} its work is still running"),
         };
-        Err(Error::new(Kind::Timeout, "synchronize")
-            .on(self.label())
-            .why(why))
+        Err(Error::new(Kind::Timeout, "synchronize").on(self.label()).why(why))
     }
 
     fn check_mine(&self, memory: &Allocation, what: &'static str) -> Result<()> {
@@ -350,12 +320,7 @@ impl Graph {
 
 impl fmt::Debug for Graph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "Graph({}, {} operations)",
-            self.device.label(),
-            self.len()
-        )
+        write!(f, "Graph({}, {} operations)", self.device.label(), self.len())
     }
 }
 
@@ -400,8 +365,5 @@ impl Pause {
 /// What a stream that is being captured answers to calls that make no sense then.
 #[cold]
 pub(super) fn capture_in_progress(what: &'static str, stream: String) -> Error {
-    Error::new(Kind::Busy, what)
-        .on(stream)
-        .why("it is being captured")
-        .fix("end the capture first")
+    Error::new(Kind::Busy, what).on(stream).why("it is being captured").fix("end the capture first")
 }

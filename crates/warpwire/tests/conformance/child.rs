@@ -33,9 +33,7 @@ impl Task {
         };
         let program = std::env::current_exe().unwrap();
         let mut command = Command::new(program);
-        command
-            .env(VARIABLE, text)
-            .envs(environment.iter().copied());
+        command.env(VARIABLE, text).envs(environment.iter().copied());
         Ended(command.output().unwrap())
     }
 }
@@ -44,11 +42,7 @@ impl Ended {
     pub fn expect_success(self) {
         let Self(output) = self;
         let text = String::from_utf8_lossy(&output.stderr);
-        assert!(
-            output.status.success(),
-            "the child ended with {}: {text}",
-            output.status
-        );
+        assert!(output.status.success(), "the child ended with {}: {text}", output.status);
     }
 }
 
@@ -56,11 +50,7 @@ impl Ended {
 pub fn run_if_asked() -> Option<ExitCode> {
     let task = std::env::var(VARIABLE).ok()?;
     let ended = catch_unwind(|| run(&task));
-    Some(if ended.is_ok() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Some(if ended.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn run(task: &str) {
@@ -69,11 +59,7 @@ fn run(task: &str) {
     if name == "discover" {
         return sim_only::discover();
     }
-    let backend = if words.next() == Some("cuda") {
-        Backend::Cuda
-    } else {
-        Backend::Sim
-    };
+    let backend = if words.next() == Some("cuda") { Backend::Cuda } else { Backend::Sim };
     let bytes = words.next().map(unhex).unwrap_or_default();
     let fixture = Fixture::new(backend);
     match name {

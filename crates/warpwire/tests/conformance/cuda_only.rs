@@ -26,9 +26,7 @@ struct Stranger {
 impl Stranger {
     fn new() -> Self {
         // SAFETY: the driver is loaded already.
-        Self {
-            library: unsafe { Library::new("libcuda.so.1") }.unwrap(),
-        }
+        Self { library: unsafe { Library::new("libcuda.so.1") }.unwrap() }
     }
 
     fn call<F: Copy, R>(&self, symbol: &str, with: impl FnOnce(F) -> R) -> R {
@@ -44,10 +42,7 @@ impl Stranger {
         type Set = unsafe extern "C" fn(*mut c_void) -> i32;
         // SAFETY: as cuda.h declares them; the context stays retained for the rest of the process.
         unsafe {
-            assert_eq!(
-                self.call("cuDevicePrimaryCtxRetain", |f: Retain| f(&mut context, 0)),
-                0
-            );
+            assert_eq!(self.call("cuDevicePrimaryCtxRetain", |f: Retain| f(&mut context, 0)), 0);
             assert_eq!(self.call("cuCtxSetCurrent", |f: Set| f(context)), 0);
         }
     }
@@ -56,10 +51,7 @@ impl Stranger {
         let mut context: *mut c_void = std::ptr::null_mut();
         type Current = unsafe extern "C" fn(*mut *mut c_void) -> i32;
         // SAFETY: as cuda.h declares it.
-        assert_eq!(
-            unsafe { self.call("cuCtxGetCurrent", |f: Current| f(&mut context)) },
-            0
-        );
+        assert_eq!(unsafe { self.call("cuCtxGetCurrent", |f: Current| f(&mut context)) }, 0);
         context
     }
 
@@ -67,20 +59,14 @@ impl Stranger {
         let mut address = 0;
         type Alloc = unsafe extern "C" fn(*mut u64, usize) -> i32;
         // SAFETY: as cuda.h declares it.
-        assert_eq!(
-            unsafe { self.call("cuMemAlloc_v2", |f: Alloc| f(&mut address, len)) },
-            0
-        );
+        assert_eq!(unsafe { self.call("cuMemAlloc_v2", |f: Alloc| f(&mut address, len)) }, 0);
         address
     }
 
     fn free(&self, address: u64) {
         type Free = unsafe extern "C" fn(u64) -> i32;
         // SAFETY: as cuda.h declares it; allocated above.
-        assert_eq!(
-            unsafe { self.call("cuMemFree_v2", |f: Free| f(address)) },
-            0
-        );
+        assert_eq!(unsafe { self.call("cuMemFree_v2", |f: Free| f(address)) }, 0);
     }
 
     fn alloc_managed(&self, len: usize) -> u64 {
@@ -99,16 +85,11 @@ fn memory_of_another_library_can_be_borrowed(f: &Fixture) {
     let stranger = Stranger::new();
     stranger.enter();
     let address = stranger.alloc(1 << 20);
-    let part = f
-        .gpu
-        .borrow(DeviceAddr::new(address + 777), 10_001)
-        .unwrap();
+    let part = f.gpu.borrow(DeviceAddr::new(address + 777), 10_001).unwrap();
     put_pattern(&part, 3);
     let copy = f.gpu.alloc(10_001).unwrap();
     let stream = f.gpu.stream().unwrap();
-    stream
-        .copy(&copy.whole().unwrap(), &part.whole().unwrap())
-        .unwrap();
+    stream.copy(&copy.whole().unwrap(), &part.whole().unwrap()).unwrap();
     stream.synchronize(SOON).unwrap();
     expect_pattern(&copy, 3);
     let exported = part.export_dmabuf(0, 10_001).unwrap();
@@ -145,12 +126,7 @@ fn a_wrong_number_of_arguments_is_refused(f: &Fixture) {
         );
         return;
     }
-    let kernel = f
-        .gpu
-        .load(&crate::kernels::program())
-        .unwrap()
-        .kernel("answer")
-        .unwrap();
+    let kernel = f.gpu.load(&crate::kernels::program()).unwrap().kernel("answer").unwrap();
     let stream = f.gpu.stream().unwrap();
     for given in [0, 2, 4] {
         let launch = (0..given).fold(Launch::new(&kernel), |launch, _| launch.value(0));
@@ -160,12 +136,7 @@ fn a_wrong_number_of_arguments_is_refused(f: &Fixture) {
     }
     let narrow =
         ".version 8.2\n.target sm_70\n.address_size 64\n.visible .entry k(.param .u32 x){ret;}\n";
-    let error = f
-        .gpu
-        .load(&Program::new("narrow").ptx(narrow))
-        .unwrap()
-        .kernel("k")
-        .unwrap_err();
+    let error = f.gpu.load(&Program::new("narrow").ptx(narrow)).unwrap().kernel("k").unwrap_err();
     assert!(error.to_string().contains("64-bit"), "{error}");
 }
 

@@ -36,18 +36,10 @@ impl Fixture {
     pub fn new(backend: Backend) -> Self {
         match backend {
             Backend::Sim => {
-                let sim = Sim::start(SimConfig {
-                    memory: 1 << 30,
-                    ..SimConfig::default()
-                })
-                .unwrap();
+                let sim =
+                    Sim::start(SimConfig { memory: 1 << 30, ..SimConfig::default() }).unwrap();
                 let (gpu, other) = (sim.device(0).unwrap(), sim.device(1).ok());
-                Self {
-                    backend,
-                    gpu,
-                    other,
-                    sim: Some(sim),
-                }
+                Self { backend, gpu, other, sim: Some(sim) }
             }
             Backend::Cuda => Self {
                 backend,
@@ -60,11 +52,7 @@ impl Fixture {
 
     /// The strings behind the simulated device.
     pub fn control(&self) -> Control {
-        self.sim
-            .as_ref()
-            .expect("only on the simulator")
-            .control(0)
-            .unwrap()
+        self.sim.as_ref().expect("only on the simulator").control(0).unwrap()
     }
 
     /// The kinds of device memory.

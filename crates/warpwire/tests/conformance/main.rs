@@ -29,13 +29,7 @@ fn main() -> ExitCode {
     hush_panics_on_purpose();
     let mut trials = trials(
         Backend::Sim,
-        &[
-            memory::CASES,
-            streams::CASES,
-            program::CASES,
-            sharing::CASES,
-            sim_only::CASES,
-        ],
+        &[memory::CASES, streams::CASES, program::CASES, sharing::CASES, sim_only::CASES],
     );
     match warpwire::mem::cuda::devices() {
         Ok(_) => trials.extend(trials_on_cuda()),
@@ -54,13 +48,7 @@ fn main() -> ExitCode {
 fn trials_on_cuda() -> Vec<Trial> {
     trials(
         Backend::Cuda,
-        &[
-            memory::CASES,
-            streams::CASES,
-            program::CASES,
-            sharing::CASES,
-            cuda_only::CASES,
-        ],
+        &[memory::CASES, streams::CASES, program::CASES, sharing::CASES, cuda_only::CASES],
     )
 }
 

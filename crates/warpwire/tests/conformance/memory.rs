@@ -60,28 +60,16 @@ fn every_kind_holds_what_is_written(f: &Fixture) {
 
 fn odd_offsets_and_lengths_are_exact(f: &Fixture) {
     let memory = f.gpu.alloc(4096).unwrap();
-    for (offset, len) in [
-        (0, 1),
-        (1, 1),
-        (3, 7),
-        (7, 64),
-        (63, 65),
-        (4095, 1),
-        (17, 3001),
-        (4096, 0),
-    ] {
+    for (offset, len) in
+        [(0, 1), (1, 1), (3, 7), (7, 64), (63, 65), (4095, 1), (17, 3001), (4096, 0)]
+    {
         memory.write(0, &[0xee; 4096]).unwrap();
         let data: Vec<u8> = (0..len).map(|i| (i * 7 + offset) as u8).collect();
         memory.write(offset as u64, &data).unwrap();
         let mut whole = [0; 4096];
         memory.read(0, &mut whole).unwrap();
         assert_eq!(&whole[offset..offset + len], &data[..]);
-        assert!(
-            whole[..offset]
-                .iter()
-                .chain(&whole[offset + len..])
-                .all(|byte| *byte == 0xee)
-        );
+        assert!(whole[..offset].iter().chain(&whole[offset + len..]).all(|byte| *byte == 0xee));
         let mut part = vec![0; len];
         memory.read(offset as u64, &mut part).unwrap();
         assert_eq!(part, data);
@@ -102,15 +90,9 @@ fn impossible_lengths_are_refused(f: &Fixture) {
             assert_eq!(error.kind(), &expected, "{kind} {len}: {error}");
         }
     }
-    assert_eq!(
-        f.gpu.alloc_pinned(0).unwrap_err().kind(),
-        &Kind::InvalidArgument
-    );
+    assert_eq!(f.gpu.alloc_pinned(0).unwrap_err().kind(), &Kind::InvalidArgument);
     for kind in [MemoryKind::Borrowed, MemoryKind::Imported] {
-        assert_eq!(
-            f.gpu.alloc_kind(64, kind).unwrap_err().kind(),
-            &Kind::InvalidArgument
-        );
+        assert_eq!(f.gpu.alloc_kind(64, kind).unwrap_err().kind(), &Kind::InvalidArgument);
     }
 }
 
@@ -120,10 +102,7 @@ fn exhausted_device_says_so_and_works_on(f: &Fixture) {
     let half = f.gpu.alloc(usage.total / 2).unwrap();
     let error = f.gpu.alloc(usage.total / 2 + (64 << 20)).unwrap_err();
     assert_eq!(error.kind(), &Kind::OutOfMemory);
-    assert!(
-        error.to_string().contains("are free") && error.advice().is_some(),
-        "{error}"
-    );
+    assert!(error.to_string().contains("are free") && error.advice().is_some(), "{error}");
     let small = f.gpu.alloc(4096).unwrap();
     put_pattern(&small, 1);
     expect_pattern(&small, 1);
@@ -136,14 +115,8 @@ fn ranges_outside_are_refused(f: &Fixture) {
         let error = memory.region(offset, len).unwrap_err();
         assert_eq!(error.kind(), &Kind::OutOfRange, "{error}");
     }
-    assert_eq!(
-        memory.write(99, &[0; 2]).unwrap_err().kind(),
-        &Kind::OutOfRange
-    );
-    assert_eq!(
-        memory.read(u64::MAX, &mut [0]).unwrap_err().kind(),
-        &Kind::OutOfRange
-    );
+    assert_eq!(memory.write(99, &[0; 2]).unwrap_err().kind(), &Kind::OutOfRange);
+    assert_eq!(memory.read(u64::MAX, &mut [0]).unwrap_err().kind(), &Kind::OutOfRange);
     assert!(memory.region(100, 0).unwrap().is_empty());
 }
 
@@ -156,10 +129,7 @@ fn words_are_aligned_and_wide_enough(f: &Fixture) {
     assert_eq!(memory.word64(4).unwrap_err().kind(), &Kind::Misaligned);
     assert_eq!(memory.word64(60).unwrap_err().kind(), &Kind::OutOfRange);
     let narrow = memory.word32(4).unwrap();
-    assert_eq!(
-        narrow.store(1 << 32).unwrap_err().kind(),
-        &Kind::InvalidArgument
-    );
+    assert_eq!(narrow.store(1 << 32).unwrap_err().kind(), &Kind::InvalidArgument);
     narrow.store(0xffff_ffff).unwrap();
     assert_eq!(narrow.load().unwrap(), 0xffff_ffff);
     let wide = memory.word64(8).unwrap();
@@ -172,11 +142,7 @@ fn freed_memory_is_refused(f: &Fixture) {
         let memory = f.gpu.alloc_kind(4096, kind).unwrap();
         let copy = memory.clone();
         memory.free().unwrap();
-        assert_eq!(
-            memory.free().unwrap_err().kind(),
-            &Kind::Freed,
-            "{kind}: double free"
-        );
+        assert_eq!(memory.free().unwrap_err().kind(), &Kind::Freed, "{kind}: double free");
         assert_eq!(copy.free().unwrap_err().kind(), &Kind::Freed);
         assert_eq!(copy.whole().unwrap_err().kind(), &Kind::Freed);
         assert_eq!(copy.write(0, &[1]).unwrap_err().kind(), &Kind::Freed);
@@ -200,9 +166,7 @@ fn memory_in_use_is_not_freed(f: &Fixture) {
     let gate = f.gpu.alloc_pinned(8).unwrap().word64(0).unwrap();
     gate.store(0).unwrap();
     let stream = f.gpu.stream().unwrap();
-    stream
-        .wait_value(&gate, warpwire::mem::Condition::AtLeast, 1)
-        .unwrap();
+    stream.wait_value(&gate, warpwire::mem::Condition::AtLeast, 1).unwrap();
     stream.fill(&memory.whole().unwrap(), 1).unwrap();
     assert_eq!(memory.free().unwrap_err().kind(), &Kind::Busy);
     gate.store(1).unwrap();
@@ -266,45 +230,27 @@ fn pinned_memory_is_seen_by_both_sides(f: &Fixture) {
     let bytes = pinned.host_bytes().unwrap();
     bytes.write(100, b"from the host").unwrap();
     let stream = f.gpu.stream().unwrap();
-    stream
-        .copy(
-            &device.region(5, 13).unwrap(),
-            &pinned.region(100, 13).unwrap(),
-        )
-        .unwrap();
-    stream
-        .copy(
-            &pinned.region(200, 13).unwrap(),
-            &device.region(5, 13).unwrap(),
-        )
-        .unwrap();
+    stream.copy(&device.region(5, 13).unwrap(), &pinned.region(100, 13).unwrap()).unwrap();
+    stream.copy(&pinned.region(200, 13).unwrap(), &device.region(5, 13).unwrap()).unwrap();
     stream.synchronize(SOON).unwrap();
     let mut back = [0; 13];
     bytes.read(200, &mut back).unwrap();
     assert_eq!(&back, b"from the host");
-    assert_eq!(
-        device.host_bytes().err().unwrap().kind(),
-        &Kind::Unsupported
-    );
+    assert_eq!(device.host_bytes().err().unwrap().kind(), &Kind::Unsupported);
 }
 
 fn dropping_memory_never_waits_for_a_stream(f: &Fixture) {
     let gate = f.gpu.alloc_pinned(8).unwrap().word64(0).unwrap();
     gate.store(0).unwrap();
     let stream = f.gpu.stream().unwrap();
-    stream
-        .wait_value(&gate, warpwire::mem::Condition::AtLeast, 1)
-        .unwrap();
+    stream.wait_value(&gate, warpwire::mem::Condition::AtLeast, 1).unwrap();
     std::thread::sleep(A_MOMENT);
     for kind in f.device_kinds().into_iter().chain([MemoryKind::Pinned]) {
         let memory = f.gpu.alloc_kind(1 << 20, kind).unwrap();
         drop(memory);
         f.gpu.alloc_kind(1 << 20, kind).unwrap().free().unwrap();
     }
-    assert!(
-        !stream.is_idle().unwrap(),
-        "dropping must not have waited for the stream"
-    );
+    assert!(!stream.is_idle().unwrap(), "dropping must not have waited for the stream");
     gate.store(1).unwrap();
     stream.synchronize(SOON).unwrap();
 }
@@ -319,9 +265,7 @@ fn many_threads_at_once(f: &Fixture) {
                     let len = 1000 * (thread + 1) + round;
                     let (from, to) = (gpu.alloc(len).unwrap(), gpu.alloc(len).unwrap());
                     put_pattern(&from, thread);
-                    stream
-                        .copy(&to.whole().unwrap(), &from.whole().unwrap())
-                        .unwrap();
+                    stream.copy(&to.whole().unwrap(), &from.whole().unwrap()).unwrap();
                     stream.synchronize(SOON).unwrap();
                     expect_pattern(&to, thread);
                 }

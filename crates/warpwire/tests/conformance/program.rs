@@ -26,12 +26,8 @@ fn kernels_fill_and_check_memory(f: &Fixture) {
     wrong.store(0).unwrap();
     for len in [1, 7, 8, 9, 4095, 65_536, 1_000_003] {
         let memory = f.gpu.alloc(len).unwrap();
-        pattern
-            .fill(&stream, &memory.whole().unwrap(), len)
-            .unwrap();
-        pattern
-            .check(&stream, &memory.whole().unwrap(), len, &wrong)
-            .unwrap();
+        pattern.fill(&stream, &memory.whole().unwrap(), len).unwrap();
+        pattern.check(&stream, &memory.whole().unwrap(), len, &wrong).unwrap();
         stream.synchronize(SOON).unwrap();
         assert_eq!(wrong.load().unwrap(), 0, "{len} bytes");
         // The device's pattern is the CPU's.
@@ -49,20 +45,14 @@ fn kernels_notice_a_wrong_byte(f: &Fixture) {
         memory.read(at, &mut byte).unwrap();
         memory.write(at, &[byte[0] ^ 1]).unwrap();
         wrong.store(0).unwrap();
-        pattern
-            .check(&stream, &memory.whole().unwrap(), 2, &wrong)
-            .unwrap();
+        pattern.check(&stream, &memory.whole().unwrap(), 2, &wrong).unwrap();
         stream.synchronize(SOON).unwrap();
         assert_eq!(wrong.load().unwrap(), 1, "byte {at}");
     }
-    let error = pattern
-        .fill(&stream, &memory.region(3, 8).unwrap(), 2)
-        .unwrap_err();
+    let error = pattern.fill(&stream, &memory.region(3, 8).unwrap(), 2).unwrap_err();
     assert_eq!(error.kind(), &Kind::Misaligned);
     let narrow = memory.word32(0).unwrap();
-    let error = pattern
-        .check(&stream, &memory.whole().unwrap(), 2, &narrow)
-        .unwrap_err();
+    let error = pattern.check(&stream, &memory.whole().unwrap(), 2, &narrow).unwrap_err();
     assert_eq!(error.kind(), &Kind::InvalidArgument);
 }
 
@@ -74,10 +64,7 @@ fn all_blocks_are_resident(f: &Fixture) {
     let arrived = memory.word64(0).unwrap();
     arrived.store(0).unwrap();
     let stream = f.gpu.stream().unwrap();
-    let launch = Launch::new(&kernel)
-        .grid(64)
-        .threads(32)
-        .region(&memory.whole().unwrap());
+    let launch = Launch::new(&kernel).grid(64).threads(32).region(&memory.whole().unwrap());
     // SAFETY: the kernel touches the one word that it is given.
     unsafe { stream.launch(launch) }.unwrap();
     stream.synchronize(SOON).unwrap();
@@ -85,22 +72,14 @@ fn all_blocks_are_resident(f: &Fixture) {
 }
 
 fn kernels_talk_with_the_host_while_they_run(f: &Fixture) {
-    let kernel = f
-        .gpu
-        .load(&kernels::program())
-        .unwrap()
-        .kernel("answer")
-        .unwrap();
+    let kernel = f.gpu.load(&kernels::program()).unwrap().kernel("answer").unwrap();
     let pinned = f.gpu.alloc_pinned(128).unwrap();
     let (ask, answer) = (pinned.word64(0).unwrap(), pinned.word64(64).unwrap());
     ask.store(0).unwrap();
     answer.store(0).unwrap();
     let stream = f.gpu.stream().unwrap();
     let rounds = 100;
-    let launch = Launch::new(&kernel)
-        .region(ask.region())
-        .region(answer.region())
-        .value(rounds);
+    let launch = Launch::new(&kernel).region(ask.region()).region(answer.region()).value(rounds);
     // SAFETY: the kernel touches the two words that it is given.
     unsafe { stream.launch(launch) }.unwrap();
     for round in 1..=rounds {
@@ -144,19 +123,13 @@ fn unknown_kernels_and_empty_grids_are_refused(f: &Fixture) {
     }
     let kernel = module.kernel("meet").unwrap();
     let stream = f.gpu.stream().unwrap();
-    for launch in [
-        Launch::new(&kernel).grid(0),
-        Launch::new(&kernel).threads(0),
-    ] {
+    for launch in [Launch::new(&kernel).grid(0), Launch::new(&kernel).threads(0)] {
         // SAFETY: refused before it starts.
         let error = unsafe { stream.launch(launch) }.unwrap_err();
         assert_eq!(error.kind(), &Kind::InvalidArgument);
     }
     let memory = f.gpu.alloc(8).unwrap();
-    let huge = Launch::new(&kernel)
-        .threads(1 << 20)
-        .grid(1 << 30)
-        .region(&memory.whole().unwrap());
+    let huge = Launch::new(&kernel).threads(1 << 20).grid(1 << 30).region(&memory.whole().unwrap());
     // SAFETY: refused before it starts: no device runs so many threads in a block, or so many blocks.
     assert!(unsafe { stream.launch(huge) }.is_err());
     stream.synchronize(SOON).unwrap();
@@ -170,12 +143,7 @@ fn programs_without_the_right_form_are_refused(f: &Fixture) {
 
 fn a_kernel_of_another_device_is_refused(f: &Fixture) {
     let Some(other) = &f.other else { return };
-    let kernel = f
-        .gpu
-        .load(&kernels::program())
-        .unwrap()
-        .kernel("meet")
-        .unwrap();
+    let kernel = f.gpu.load(&kernels::program()).unwrap().kernel("meet").unwrap();
     let stream = other.stream().unwrap();
     // SAFETY: refused before it starts.
     let error = unsafe { stream.launch(Launch::new(&kernel)) }.unwrap_err();
@@ -188,26 +156,13 @@ fn a_trespassing_kernel_fails_loudly(f: &Fixture) {
 }
 
 pub fn trespass(f: &Fixture) {
-    let kernel = f
-        .gpu
-        .load(&kernels::program())
-        .unwrap()
-        .kernel("trespass")
-        .unwrap();
+    let kernel = f.gpu.load(&kernels::program()).unwrap().kernel("trespass").unwrap();
     let stream = f.gpu.stream().unwrap();
     // SAFETY: not right, on purpose: the address is no memory, which the device must notice.
     unsafe { stream.launch(Launch::new(&kernel).value(0x10_0000_0000)) }.unwrap();
     let error = stream.synchronize(SOON).unwrap_err();
-    assert!(
-        matches!(error.kind(), Kind::StreamFailed | Kind::DeviceLost),
-        "{error:?}"
-    );
+    assert!(matches!(error.kind(), Kind::StreamFailed | Kind::DeviceLost), "{error:?}");
     let memory = f.gpu.alloc(8);
-    let again = memory
-        .and_then(|memory| stream.fill(&memory.whole()?, 0))
-        .unwrap_err();
-    assert!(
-        matches!(again.kind(), Kind::StreamFailed | Kind::DeviceLost),
-        "{again:?}"
-    );
+    let again = memory.and_then(|memory| stream.fill(&memory.whole()?, 0)).unwrap_err();
+    assert!(matches!(again.kind(), Kind::StreamFailed | Kind::DeviceLost), "{again:?}");
 }

@@ -24,16 +24,12 @@ fn another_process_opens_memory(f: &Fixture) {
             let handle = memory.export_ipc().unwrap();
             assert_eq!(handle.len(), len);
             // The child checks pattern 1 and writes pattern 2.
-            Task::OpenIpc(f.backend, handle.to_bytes())
-                .spawn()
-                .expect_success();
+            Task::OpenIpc(f.backend, handle.to_bytes()).spawn().expect_success();
             expect_pattern(&memory, 2);
             // A second time, and a second handle to the same memory.
             put_pattern(&memory, 1);
             let again = memory.export_ipc().unwrap();
-            Task::OpenIpc(f.backend, again.to_bytes())
-                .spawn()
-                .expect_success();
+            Task::OpenIpc(f.backend, again.to_bytes()).spawn().expect_success();
             expect_pattern(&memory, 2);
         }
     }
@@ -47,9 +43,7 @@ pub fn open_ipc(f: &Fixture, bytes: &[u8]) {
     put_pattern(&memory, 2);
     let stream = f.gpu.stream().unwrap();
     let copy = f.gpu.alloc(memory.len()).unwrap();
-    stream
-        .copy(&copy.whole().unwrap(), &memory.whole().unwrap())
-        .unwrap();
+    stream.copy(&copy.whole().unwrap(), &memory.whole().unwrap()).unwrap();
     stream.synchronize(crate::fixture::SOON).unwrap();
     expect_pattern(&copy, 2);
     memory.free().unwrap();
@@ -61,19 +55,14 @@ fn stale_handles_are_refused(f: &Fixture) {
         let memory = f.gpu.alloc_kind(4096, kind).unwrap();
         let bytes = memory.export_ipc().unwrap().to_bytes();
         drop(memory);
-        Task::FailToOpenIpc(f.backend, bytes)
-            .spawn()
-            .expect_success();
+        Task::FailToOpenIpc(f.backend, bytes).spawn().expect_success();
     }
 }
 
 pub fn fail_to_open_ipc(f: &Fixture, bytes: &[u8]) {
     let handle = IpcHandle::from_bytes(bytes).unwrap();
     let error = f.gpu.open_ipc(&handle).unwrap_err();
-    assert!(
-        error.advice().is_some() || matches!(error.kind(), Kind::Cuda(_)),
-        "{error}"
-    );
+    assert!(error.advice().is_some() || matches!(error.kind(), Kind::Cuda(_)), "{error}");
     println!("refused as it should be: {error}");
 }
 
@@ -88,30 +77,17 @@ fn handles_of_another_backend_are_refused(f: &Fixture) {
     let mut cut = good[..good.len() - 1].to_vec();
     cut[6] -= 1;
     let handle = IpcHandle::from_bytes(&cut).unwrap();
-    assert_eq!(
-        f.gpu.open_ipc(&handle).unwrap_err().kind(),
-        &Kind::Malformed
-    );
+    assert_eq!(f.gpu.open_ipc(&handle).unwrap_err().kind(), &Kind::Malformed);
 }
 
 fn dmabufs_name_the_right_pages(f: &Fixture) {
-    if let Err(error) = f
-        .gpu
-        .capabilities()
-        .dmabuf_export
-        .require("export", f.gpu.info())
-    {
+    if let Err(error) = f.gpu.capabilities().dmabuf_export.require("export", f.gpu.info()) {
         eprintln!("skipped: {error}");
         return;
     }
     for kind in f.device_kinds() {
         let memory = f.gpu.alloc_kind(1 << 20, kind).unwrap();
-        for (offset, len) in [
-            (0, 1 << 20),
-            (4096, 4096),
-            (12_345, 6_789),
-            ((1 << 20) - 1, 1),
-        ] {
+        for (offset, len) in [(0, 1 << 20), (4096, 4096), (12_345, 6_789), ((1 << 20) - 1, 1)] {
             let exported = memory.export_dmabuf(offset, len).unwrap();
             assert_eq!(exported.len(), len);
             assert!(exported.offset() <= offset);
@@ -133,16 +109,7 @@ fn dmabufs_name_the_right_pages(f: &Fixture) {
 
 fn wrong_dmabuf_ranges_are_refused(f: &Fixture) {
     let memory = f.gpu.alloc(8192).unwrap();
-    assert_eq!(
-        memory.export_dmabuf(0, 0).unwrap_err().kind(),
-        &Kind::InvalidArgument
-    );
-    assert_eq!(
-        memory.export_dmabuf(0, 8193).unwrap_err().kind(),
-        &Kind::OutOfRange
-    );
-    assert_eq!(
-        memory.export_dmabuf(u64::MAX, 2).unwrap_err().kind(),
-        &Kind::OutOfRange
-    );
+    assert_eq!(memory.export_dmabuf(0, 0).unwrap_err().kind(), &Kind::InvalidArgument);
+    assert_eq!(memory.export_dmabuf(0, 8193).unwrap_err().kind(), &Kind::OutOfRange);
+    assert_eq!(memory.export_dmabuf(u64::MAX, 2).unwrap_err().kind(), &Kind::OutOfRange);
 }

@@ -34,9 +34,7 @@ fn moved_memory_keeps_its_contents_and_tells(f: &Fixture) {
     put_pattern(&memory, 6);
     let events = Arc::new(Mutex::new(Vec::new()));
     let log = events.clone();
-    let watch = memory
-        .watch(Arc::new(move |event| log.lock().push(event)))
-        .unwrap();
+    let watch = memory.watch(Arc::new(move |event| log.lock().push(event))).unwrap();
     let address = memory.address();
     f.control().relocate(&memory).unwrap();
     assert_eq!(memory.address(), address);
@@ -46,16 +44,10 @@ fn moved_memory_keeps_its_contents_and_tells(f: &Fixture) {
     f.control().relocate(&memory).unwrap();
     assert_eq!(events.lock().len(), 2, "a dropped watch hears no more");
     let pinned = f.gpu.alloc_pinned(64).unwrap();
-    assert_eq!(
-        f.control().relocate(&pinned).unwrap_err().kind(),
-        &Kind::Unsupported
-    );
+    assert_eq!(f.control().relocate(&pinned).unwrap_err().kind(), &Kind::Unsupported);
     let gone = f.gpu.alloc(64).unwrap();
     gone.free().unwrap();
-    assert_eq!(
-        f.control().relocate(&gone).unwrap_err().kind(),
-        &Kind::NotDeviceMemory
-    );
+    assert_eq!(f.control().relocate(&gone).unwrap_err().kind(), &Kind::NotDeviceMemory);
 }
 
 fn old_places_are_poisoned(f: &Fixture) {
@@ -73,20 +65,14 @@ fn old_places_are_poisoned(f: &Fixture) {
 }
 
 fn memory_moves_under_running_work(_: &Fixture) {
-    let sim = Sim::start(SimConfig {
-        move_every: Some(3),
-        ..SimConfig::default()
-    })
-    .unwrap();
+    let sim = Sim::start(SimConfig { move_every: Some(3), ..SimConfig::default() }).unwrap();
     let gpu = sim.device(0).unwrap();
     let (a, b) = (gpu.alloc(50_000).unwrap(), gpu.alloc(50_000).unwrap());
     put_pattern(&a, 9);
     let streams = [gpu.stream().unwrap(), gpu.stream().unwrap()];
     for round in 0..300 {
         let (to, from) = if round % 2 == 0 { (&b, &a) } else { (&a, &b) };
-        streams[0]
-            .copy(&to.whole().unwrap(), &from.whole().unwrap())
-            .unwrap();
+        streams[0].copy(&to.whole().unwrap(), &from.whole().unwrap()).unwrap();
     }
     for stream in &streams {
         stream.synchronize(SOON).unwrap();
@@ -100,9 +86,7 @@ fn memory_freed_under_users_is_an_error(f: &Fixture) {
     let borrowed = f.gpu.borrow(memory.address(), 4096).unwrap();
     let told = Arc::new(Mutex::new(Vec::new()));
     let log = told.clone();
-    let _watch = memory
-        .watch(Arc::new(move |event| log.lock().push(event)))
-        .unwrap();
+    let _watch = memory.watch(Arc::new(move |event| log.lock().push(event))).unwrap();
     f.control().free_under_users(&memory).unwrap();
     assert_eq!(*told.lock(), [MemoryEvent::Freed]);
     assert_eq!(memory.read(0, &mut [0]).unwrap_err().kind(), &Kind::Freed);
@@ -111,9 +95,7 @@ fn memory_freed_under_users_is_an_error(f: &Fixture) {
     assert!(f.control().free_under_users(&memory).is_err());
     // A copy that was on its way fails its stream, and only that.
     let stream = f.gpu.stream().unwrap();
-    stream
-        .copy(&other.whole().unwrap(), &memory.whole().unwrap())
-        .unwrap();
+    stream.copy(&other.whole().unwrap(), &memory.whole().unwrap()).unwrap();
     assert_eq!(stream.synchronize(SOON).unwrap_err().kind(), &Kind::Freed);
     let stream = f.gpu.stream().unwrap();
     stream.fill(&other.whole().unwrap(), 1).unwrap();
@@ -122,10 +104,7 @@ fn memory_freed_under_users_is_an_error(f: &Fixture) {
 
 fn the_nth_operation_fails(f: &Fixture) {
     let memory = f.gpu.alloc(4096).unwrap();
-    f.control().fail(Nth {
-        kind: OpKind::Copy,
-        number: 3,
-    });
+    f.control().fail(Nth { kind: OpKind::Copy, number: 3 });
     let stream = f.gpu.stream().unwrap();
     for _ in 0..2 {
         stream.fill(&memory.whole().unwrap(), 1).unwrap();
@@ -134,50 +113,31 @@ fn the_nth_operation_fails(f: &Fixture) {
     stream.fill(&memory.whole().unwrap(), 1).unwrap();
     let error = stream.synchronize(SOON).unwrap_err();
     assert!(error.to_string().contains("copy:3"), "{error}");
-    f.gpu
-        .stream()
-        .unwrap()
-        .fill(&memory.whole().unwrap(), 1)
-        .unwrap();
+    f.gpu.stream().unwrap().fill(&memory.whole().unwrap(), 1).unwrap();
 
-    f.control().fail(Nth {
-        kind: OpKind::Alloc,
-        number: 1,
-    });
+    f.control().fail(Nth { kind: OpKind::Alloc, number: 1 });
     assert!(f.gpu.alloc(64).is_err());
     assert!(f.gpu.alloc(64).is_ok());
 
-    f.control().fail(Nth {
-        kind: OpKind::Mem,
-        number: 1,
-    });
+    f.control().fail(Nth { kind: OpKind::Mem, number: 1 });
     let stream = f.gpu.stream().unwrap();
     stream.write_value(&memory.word32(0).unwrap(), 1).unwrap();
     assert!(stream.synchronize(SOON).is_err());
 }
 
 fn a_failed_stream_drops_what_was_queued(f: &Fixture) {
-    let (memory, flag) = (
-        f.gpu.alloc(4096).unwrap(),
-        f.gpu.alloc_pinned(8).unwrap().word64(0).unwrap(),
-    );
+    let (memory, flag) =
+        (f.gpu.alloc(4096).unwrap(), f.gpu.alloc_pinned(8).unwrap().word64(0).unwrap());
     flag.store(0).unwrap();
     f.control().delay_copies(Duration::from_millis(20));
-    f.control().fail(Nth {
-        kind: OpKind::Copy,
-        number: 1,
-    });
+    f.control().fail(Nth { kind: OpKind::Copy, number: 1 });
     let stream = f.gpu.stream().unwrap();
     stream.fill(&memory.whole().unwrap(), 1).unwrap();
     stream.write_value(&flag, 1).ok();
     let first = stream.synchronize(SOON).unwrap_err();
     for _ in 0..3 {
         let later = stream.write_value(&flag, 1).unwrap_err();
-        assert_eq!(
-            later.to_string(),
-            first.to_string(),
-            "the first failure stays"
-        );
+        assert_eq!(later.to_string(), first.to_string(), "the first failure stays");
     }
     assert!(stream.capture(|_| Ok(())).is_err());
     assert_eq!(flag.load().unwrap(), 0);
@@ -186,20 +146,14 @@ fn a_failed_stream_drops_what_was_queued(f: &Fixture) {
 
 fn a_failure_reaches_those_who_wait_for_it(f: &Fixture) {
     let (first, second) = (f.gpu.stream().unwrap(), f.gpu.stream().unwrap());
-    let (gate, event) = (
-        f.gpu.alloc_pinned(8).unwrap().word64(0).unwrap(),
-        f.gpu.event().unwrap(),
-    );
+    let (gate, event) = (f.gpu.alloc_pinned(8).unwrap().word64(0).unwrap(), f.gpu.event().unwrap());
     gate.store(0).unwrap();
     let memory = f.gpu.alloc(64).unwrap();
     first.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     first.fill(&memory.whole().unwrap(), 1).unwrap();
     first.record(&event).unwrap();
     second.await_event(&event).unwrap();
-    f.control().fail(Nth {
-        kind: OpKind::Copy,
-        number: 1,
-    });
+    f.control().fail(Nth { kind: OpKind::Copy, number: 1 });
     gate.store(1).unwrap();
     assert!(first.synchronize(SOON).is_err());
     assert!(second.synchronize(SOON).is_err(), "the event never comes");
@@ -214,10 +168,7 @@ fn slow_copies_are_slow(f: &Fixture) {
     for _ in 0..4 {
         stream.fill(&memory.whole().unwrap(), 1).unwrap();
     }
-    assert!(
-        start.elapsed() < Duration::from_millis(15),
-        "queueing does not wait"
-    );
+    assert!(start.elapsed() < Duration::from_millis(15), "queueing does not wait");
     stream.synchronize(SOON).unwrap();
     assert!(start.elapsed() >= Duration::from_millis(60));
 }
@@ -228,19 +179,10 @@ fn a_dead_device_ends_all_work(_: &Fixture) {
     let words = gpu.alloc_pinned(64).unwrap();
     words.write(0, &[0; 64]).unwrap();
     let (waiting, running) = (gpu.stream().unwrap(), gpu.stream().unwrap());
-    waiting
-        .wait_value(&words.word64(0).unwrap(), Condition::AtLeast, 1)
-        .unwrap();
-    let kernel = gpu
-        .load(&kernels::program())
-        .unwrap()
-        .kernel("answer")
-        .unwrap();
+    waiting.wait_value(&words.word64(0).unwrap(), Condition::AtLeast, 1).unwrap();
+    let kernel = gpu.load(&kernels::program()).unwrap().kernel("answer").unwrap();
     let (ask, answer) = (words.word64(8).unwrap(), words.word64(16).unwrap());
-    let launch = Launch::new(&kernel)
-        .region(ask.region())
-        .region(answer.region())
-        .value(1);
+    let launch = Launch::new(&kernel).region(ask.region()).region(answer.region()).value(1);
     // SAFETY: the kernel touches the two words that it is given.
     unsafe { running.launch(launch) }.unwrap();
     control.kill();
@@ -268,11 +210,7 @@ fn kernels_with_faults_fail_their_stream(f: &Fixture) {
             }
         });
     let module = f.gpu.load(&program).unwrap();
-    for (name, says) in [
-        ("panics", "panicked"),
-        ("wants_more", "argument 3"),
-        ("half", "even"),
-    ] {
+    for (name, says) in [("panics", "panicked"), ("wants_more", "argument 3"), ("half", "even")] {
         let stream = f.gpu.stream().unwrap();
         let kernel = module.kernel(name).unwrap();
         // SAFETY: these kernels touch no memory.
@@ -285,9 +223,7 @@ fn kernels_with_faults_fail_their_stream(f: &Fixture) {
 
 fn the_environment_sets_up_the_machine(_: &Fixture) {
     let variable = warpwire::mem::sim::VARIABLE;
-    Task::Discover
-        .spawn_with(&[(variable, "gpus=5,memory=1MiB")])
-        .expect_success();
+    Task::Discover.spawn_with(&[(variable, "gpus=5,memory=1MiB")]).expect_success();
 }
 
 /// In a child with `WARPWIRE_SIM` set.
@@ -305,20 +241,13 @@ pub fn discover() {
 }
 
 fn huge_memory_costs_nothing_until_written(_: &Fixture) {
-    let sim = Sim::start(SimConfig {
-        memory: 1 << 40,
-        ..SimConfig::default()
-    })
-    .unwrap();
+    let sim = Sim::start(SimConfig { memory: 1 << 40, ..SimConfig::default() }).unwrap();
     let gpu = sim.device(0).unwrap();
     let memory = gpu.alloc(512 << 30).unwrap();
     memory.write((512 << 30) - 8, &[7; 8]).unwrap();
     let start = Instant::now();
     sim.control(0).unwrap().relocate(&memory).unwrap();
-    assert!(
-        start.elapsed() < Duration::from_secs(5),
-        "holes are not copied"
-    );
+    assert!(start.elapsed() < Duration::from_secs(5), "holes are not copied");
     let mut bytes = [0; 8];
     memory.read((512 << 30) - 8, &mut bytes).unwrap();
     assert_eq!(bytes, [7; 8]);

@@ -51,16 +51,12 @@ fn gated_stream(f: &Fixture) -> (Stream, Word) {
 fn copies_go_in_all_directions(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     let kinds = f.device_kinds().into_iter().chain([MemoryKind::Pinned]);
-    let places: Vec<_> = kinds
-        .map(|kind| f.gpu.alloc_kind(70_001, kind).unwrap())
-        .collect();
+    let places: Vec<_> = kinds.map(|kind| f.gpu.alloc_kind(70_001, kind).unwrap()).collect();
     for (number, from) in places.iter().enumerate() {
         for to in places.iter().filter(|to| to.address() != from.address()) {
             put_pattern(from, number as u64);
             stream.fill(&to.whole().unwrap(), 0).unwrap();
-            stream
-                .copy(&to.whole().unwrap(), &from.whole().unwrap())
-                .unwrap();
+            stream.copy(&to.whole().unwrap(), &from.whole().unwrap()).unwrap();
             stream.synchronize(SOON).unwrap();
             expect_pattern(to, number as u64);
         }
@@ -70,12 +66,7 @@ fn copies_go_in_all_directions(f: &Fixture) {
     put_pattern(memory, 3);
     let mut wanted = [0; 999];
     memory.read(13, &mut wanted).unwrap();
-    stream
-        .copy(
-            &memory.region(50_001, 999).unwrap(),
-            &memory.region(13, 999).unwrap(),
-        )
-        .unwrap();
+    stream.copy(&memory.region(50_001, 999).unwrap(), &memory.region(13, 999).unwrap()).unwrap();
     stream.synchronize(SOON).unwrap();
     let mut found = [0; 999];
     memory.read(50_001, &mut found).unwrap();
@@ -87,9 +78,7 @@ fn copies_between_devices(f: &Fixture) {
     let (from, to) = (f.gpu.alloc(65_537).unwrap(), other.alloc(65_537).unwrap());
     put_pattern(&from, 8);
     let stream = f.gpu.stream().unwrap();
-    stream
-        .copy(&to.whole().unwrap(), &from.whole().unwrap())
-        .unwrap();
+    stream.copy(&to.whole().unwrap(), &from.whole().unwrap()).unwrap();
     stream.synchronize(SOON).unwrap();
     expect_pattern(&to, 8);
 }
@@ -99,17 +88,13 @@ fn wrong_copies_are_refused(f: &Fixture) {
     let memory = f.gpu.alloc(100).unwrap();
     let region = |offset, len| memory.region(offset, len).unwrap();
     for (to, from) in [((0, 10), (20, 11)), ((0, 10), (9, 10)), ((5, 5), (5, 5))] {
-        let error = stream
-            .copy(&region(to.0, to.1), &region(from.0, from.1))
-            .unwrap_err();
+        let error = stream.copy(&region(to.0, to.1), &region(from.0, from.1)).unwrap_err();
         assert_eq!(error.kind(), &Kind::InvalidArgument, "{error}");
     }
     stream.copy(&region(0, 0), &region(5, 0)).unwrap();
     if f.backend == warpwire::mem::Backend::Cuda {
         let stranger = warpwire::mem::open("sim:0").unwrap().alloc(10).unwrap();
-        let error = stream
-            .copy(&region(0, 10), &stranger.whole().unwrap())
-            .unwrap_err();
+        let error = stream.copy(&region(0, 10), &stranger.whole().unwrap()).unwrap_err();
         assert!(error.advice().is_some(), "{error}");
     }
 }
@@ -119,25 +104,16 @@ fn fills_are_exact(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     stream.fill(&memory.whole().unwrap(), 0x11).unwrap();
     stream.fill(&memory.region(3, 1001).unwrap(), 0x22).unwrap();
-    stream
-        .fill_u32(&memory.region(2048, 12).unwrap(), 0xdead_beef)
-        .unwrap();
+    stream.fill_u32(&memory.region(2048, 12).unwrap(), 0xdead_beef).unwrap();
     stream.fill(&memory.region(7, 0).unwrap(), 0x33).unwrap();
     stream.synchronize(SOON).unwrap();
     let mut bytes = [0; 4096];
     memory.read(0, &mut bytes).unwrap();
-    assert!(
-        bytes[..3]
-            .iter()
-            .chain(&bytes[1004..2048])
-            .all(|byte| *byte == 0x11)
-    );
+    assert!(bytes[..3].iter().chain(&bytes[1004..2048]).all(|byte| *byte == 0x11));
     assert!(bytes[3..1004].iter().all(|byte| *byte == 0x22));
     assert_eq!(&bytes[2048..2060], 0xdead_beef_u32.to_le_bytes().repeat(3));
     for (offset, len) in [(1, 8), (4, 7)] {
-        let error = stream
-            .fill_u32(&memory.region(offset, len).unwrap(), 0)
-            .unwrap_err();
+        let error = stream.fill_u32(&memory.region(offset, len).unwrap(), 0).unwrap_err();
         assert_eq!(error.kind(), &Kind::Misaligned);
     }
 }
@@ -178,11 +154,7 @@ fn waits_end_when_their_condition_holds(f: &Fixture) {
                 (
                     Condition::Nor,
                     0xff,
-                    if word.region().len() == 4 {
-                        0xffff_ff00
-                    } else {
-                        !0xff
-                    },
+                    if word.region().len() == 4 { 0xffff_ff00 } else { !0xff },
                     0,
                 ),
             ] {
@@ -192,10 +164,7 @@ fn waits_end_when_their_condition_holds(f: &Fixture) {
                 word.store(not_yet).unwrap();
                 stream.wait_value(&word, condition, wanted).unwrap();
                 std::thread::sleep(A_MOMENT / 4);
-                assert!(
-                    !stream.is_idle().unwrap(),
-                    "{kind} {condition:?} passed too early"
-                );
+                assert!(!stream.is_idle().unwrap(), "{kind} {condition:?} passed too early");
                 word.store(enough).unwrap();
                 stream.synchronize(SOON).unwrap();
             }
@@ -208,13 +177,9 @@ fn waits_count_on_a_circle(f: &Fixture) {
     let memory = f.gpu.alloc_pinned(16).unwrap();
     let (narrow, wide) = (memory.word32(0).unwrap(), memory.word64(8).unwrap());
     narrow.store(2).unwrap();
-    stream
-        .wait_value(&narrow, Condition::AtLeast, 0xffff_fff0)
-        .unwrap();
+    stream.wait_value(&narrow, Condition::AtLeast, 0xffff_fff0).unwrap();
     wide.store(2).unwrap();
-    stream
-        .wait_value(&wide, Condition::AtLeast, u64::MAX - 5)
-        .unwrap();
+    stream.wait_value(&wide, Condition::AtLeast, u64::MAX - 5).unwrap();
     stream.synchronize(SOON).unwrap();
 }
 
@@ -225,25 +190,11 @@ fn batches_keep_their_order(f: &Fixture) {
     on_device.store(0).unwrap();
     stream
         .batch(&[
-            MemOp::Wait {
-                word: gate.clone(),
-                condition: Condition::AtLeast,
-                value: 1,
-            },
-            MemOp::Write {
-                word: on_device.clone(),
-                value: 7,
-            },
+            MemOp::Wait { word: gate.clone(), condition: Condition::AtLeast, value: 1 },
+            MemOp::Write { word: on_device.clone(), value: 7 },
             MemOp::Barrier,
-            MemOp::Wait {
-                word: on_device.clone(),
-                condition: Condition::Equal,
-                value: 7,
-            },
-            MemOp::Write {
-                word: done.clone(),
-                value: 9,
-            },
+            MemOp::Wait { word: on_device.clone(), condition: Condition::Equal, value: 7 },
+            MemOp::Write { word: done.clone(), value: 9 },
         ])
         .unwrap();
     std::thread::sleep(A_MOMENT);
@@ -257,13 +208,9 @@ fn batches_keep_their_order(f: &Fixture) {
 fn long_batches_are_complete(f: &Fixture) {
     let count = 700;
     let memory = f.gpu.alloc(count * 8).unwrap();
-    let words: Vec<_> = (0..count)
-        .map(|at| memory.word64(at * 8).unwrap())
-        .collect();
-    let write = |(at, word): (usize, &Word)| MemOp::Write {
-        word: word.clone(),
-        value: at as u64 + 1,
-    };
+    let words: Vec<_> = (0..count).map(|at| memory.word64(at * 8).unwrap()).collect();
+    let write =
+        |(at, word): (usize, &Word)| MemOp::Write { word: word.clone(), value: at as u64 + 1 };
     let ops: Vec<_> = words.iter().enumerate().map(write).collect();
     let stream = f.gpu.stream().unwrap();
     stream.batch(&ops).unwrap();
@@ -281,23 +228,13 @@ fn wrong_word_operations_are_refused(f: &Fixture) {
     let narrow = memory.word32(0).unwrap();
     let too_wide = stream.write_value(&narrow, 1 << 32).unwrap_err();
     assert_eq!(too_wide.kind(), &Kind::InvalidArgument);
-    assert!(
-        stream
-            .wait_value(&narrow, Condition::Equal, u64::MAX)
-            .is_err()
-    );
+    assert!(stream.wait_value(&narrow, Condition::Equal, u64::MAX).is_err());
     // One bad operation refuses the whole batch: nothing of it runs.
     let good = memory.word32(4).unwrap();
     good.store(0).unwrap();
     let batch = [
-        MemOp::Write {
-            word: good.clone(),
-            value: 1,
-        },
-        MemOp::Write {
-            word: narrow,
-            value: 1 << 40,
-        },
+        MemOp::Write { word: good.clone(), value: 1 },
+        MemOp::Write { word: narrow, value: 1 << 40 },
     ];
     assert!(stream.batch(&batch).is_err());
     stream.synchronize(SOON).unwrap();
@@ -313,19 +250,11 @@ fn a_timeout_says_what_is_awaited(f: &Fixture) {
         let error = stream.synchronize(Duration::from_millis(50)).unwrap_err();
         assert_eq!(error.kind(), &Kind::Timeout);
         let text = error.to_string();
-        for part in [
-            stream.label(),
-            word.address().to_string(),
-            "0x77".into(),
-            "0x11".into(),
-        ] {
+        for part in [stream.label(), word.address().to_string(), "0x77".into(), "0x11".into()] {
             assert!(text.contains(&part), "{part} is not in: {text}");
         }
         let wait = stream.blocked_on().unwrap();
-        assert_eq!(
-            (wait.address, wait.wanted, wait.seen),
-            (word.address(), 0x77, Some(0x11))
-        );
+        assert_eq!((wait.address, wait.wanted, wait.seen), (word.address(), 0x77, Some(0x11)));
         word.store(0x77).unwrap();
         stream.synchronize(SOON).unwrap();
         assert_eq!(stream.blocked_on(), None);
@@ -337,10 +266,7 @@ fn events_order_streams(f: &Fixture) {
     let second = f.gpu.stream().unwrap();
     let memory = f.gpu.alloc(4096).unwrap();
     let event = f.gpu.event().unwrap();
-    assert!(
-        event.is_reached().unwrap(),
-        "an event that marks nothing is reached"
-    );
+    assert!(event.is_reached().unwrap(), "an event that marks nothing is reached");
     first.fill(&memory.whole().unwrap(), 1).unwrap();
     first.record(&event).unwrap();
     second.await_event(&event).unwrap();
@@ -370,10 +296,7 @@ fn events_measure_time(f: &Fixture) {
     gate.store(1).unwrap();
     stream.synchronize(SOON).unwrap();
     let elapsed = end.elapsed_since(&start).unwrap();
-    assert!(
-        elapsed >= Duration::from_millis(19) && elapsed < SOON,
-        "{elapsed:?}"
-    );
+    assert!(elapsed >= Duration::from_millis(19) && elapsed < SOON, "{elapsed:?}");
 }
 
 fn host_calls_take_their_turn(f: &Fixture) {
@@ -395,20 +318,14 @@ fn host_calls_take_their_turn(f: &Fixture) {
 
 fn a_panicking_host_call_fails_the_stream(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
-    stream
-        .call_host(|| panic!("on purpose: a host call that panics"))
-        .unwrap();
+    stream.call_host(|| panic!("on purpose: a host call that panics")).unwrap();
     let error = stream.synchronize(SOON).unwrap_err();
     assert_eq!(error.kind(), &Kind::StreamFailed);
     let memory = f.gpu.alloc(8).unwrap();
     let again = stream.fill(&memory.whole().unwrap(), 0).unwrap_err();
     assert!(again.to_string().contains("panicked"), "{again}");
     // Others work on.
-    f.gpu
-        .stream()
-        .unwrap()
-        .fill(&memory.whole().unwrap(), 0)
-        .unwrap();
+    f.gpu.stream().unwrap().fill(&memory.whole().unwrap(), 0).unwrap();
 }
 
 fn graphs_replay_a_thousand_times(f: &Fixture) {
@@ -423,16 +340,9 @@ fn graphs_replay_a_thousand_times(f: &Fixture) {
             stream.fill(&to.whole()?, 0)?;
             stream.write_value(&flag, 5)?;
             stream.batch(&[
-                MemOp::Wait {
-                    word: flag.clone(),
-                    condition: Condition::Equal,
-                    value: 5,
-                },
+                MemOp::Wait { word: flag.clone(), condition: Condition::Equal, value: 5 },
                 MemOp::Barrier,
-                MemOp::Write {
-                    word: flag.clone(),
-                    value: 6,
-                },
+                MemOp::Write { word: flag.clone(), value: 6 },
             ])?;
             stream.copy(&to.whole()?, &from.whole()?)?;
             stream.record(&event)?;
@@ -461,9 +371,7 @@ fn graphs_replay_a_thousand_times(f: &Fixture) {
 fn captures_run_nothing(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     let word = pinned_word(f);
-    let graph = stream
-        .capture(|stream| stream.write_value(&word, 1))
-        .unwrap();
+    let graph = stream.capture(|stream| stream.write_value(&word, 1)).unwrap();
     stream.synchronize(SOON).unwrap();
     std::thread::sleep(A_MOMENT);
     assert_eq!(word.load().unwrap(), 0);
@@ -513,9 +421,7 @@ fn graphs_keep_what_they_use(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     let (from, to) = (f.gpu.alloc(4096).unwrap(), f.gpu.alloc(4096).unwrap());
     put_pattern(&from, 4);
-    let graph = stream
-        .capture(|s| s.copy(&to.whole()?, &from.whole()?))
-        .unwrap();
+    let graph = stream.capture(|s| s.copy(&to.whole()?, &from.whole()?)).unwrap();
     assert_eq!(from.free().unwrap_err().kind(), &Kind::Busy);
     drop(from);
     stream.replay(&graph).unwrap();
@@ -546,9 +452,7 @@ fn operations_keep_what_they_use(f: &Fixture) {
     for round in 0..100 {
         let from = f.gpu.alloc(1 << 20).unwrap();
         put_pattern(&from, round);
-        stream
-            .copy(&to.whole().unwrap(), &from.whole().unwrap())
-            .unwrap();
+        stream.copy(&to.whole().unwrap(), &from.whole().unwrap()).unwrap();
     }
     gate.store(1).unwrap();
     stream.synchronize(SOON).unwrap();

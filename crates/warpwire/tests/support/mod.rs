@@ -61,10 +61,7 @@ impl Machine {
     pub(crate) fn unpack(text: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let lines: Vec<(usize, &str)> = text.lines().enumerate().collect();
-        let mut unpacker = Unpacker {
-            root: folder.path().to_owned(),
-            variables: Vec::new(),
-        };
+        let mut unpacker = Unpacker { root: folder.path().to_owned(), variables: Vec::new() };
         unpacker.run(&lines);
         Self { folder }
     }
@@ -119,15 +116,9 @@ impl Unpacker {
             } else if let Some((head, mark)) = line.split_once(" <<") {
                 let end = rest.iter().position(|(_, line)| line.trim() == mark);
                 let end = end.unwrap_or_else(|| panic!("line {}: no {mark}", number + 1));
-                let body: Vec<String> = rest[..end]
-                    .iter()
-                    .map(|(n, l)| self.expand(l, *n))
-                    .collect();
-                let head = if head == "probes" {
-                    "/probes.json"
-                } else {
-                    head
-                };
+                let body: Vec<String> =
+                    rest[..end].iter().map(|(n, l)| self.expand(l, *n)).collect();
+                let head = if head == "probes" { "/probes.json" } else { head };
                 self.file(head, &body.join("\n"));
                 rest = &rest[end + 1..];
             } else if !line.is_empty() && !line.starts_with('#') {
@@ -139,8 +130,7 @@ impl Unpacker {
     fn single(&mut self, line: &str, number: usize) {
         if let Some(variable) = line.strip_prefix("set ") {
             let (name, value) = variable.split_once(" = ").unwrap();
-            self.variables
-                .insert(0, (name.to_owned(), value.to_owned()));
+            self.variables.insert(0, (name.to_owned(), value.to_owned()));
         } else if let Some((path, target)) = line.split_once(" -> ") {
             symlink(target, self.place(path))
                 .unwrap_or_else(|e| panic!("line {}: {e}", number + 1));
@@ -171,8 +161,7 @@ impl Unpacker {
         let outer = self.variables.len();
         for step in 0..count {
             for (name, values) in &lists {
-                self.variables
-                    .insert(0, (name.clone(), values[step].clone()));
+                self.variables.insert(0, (name.clone(), values[step].clone()));
             }
             self.run(body);
             // Inner variables lie in front.
@@ -193,10 +182,9 @@ impl Unpacker {
     /// Writes a file; `head` is a path, with permissions in brackets or not.
     fn file(&self, head: &str, content: &str) {
         let (path, mode) = match head.split_once(" [") {
-            Some((path, mode)) => (
-                path,
-                u32::from_str_radix(mode.trim_end_matches(']'), 8).unwrap(),
-            ),
+            Some((path, mode)) => {
+                (path, u32::from_str_radix(mode.trim_end_matches(']'), 8).unwrap())
+            }
             None => (head, 0o644),
         };
         let place = self.place(path);

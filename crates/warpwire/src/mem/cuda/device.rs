@@ -69,11 +69,7 @@ impl CudaDevice {
             next_stream: AtomicU64::new(1),
         };
         let entered = device.enter()?;
-        let side = get!(
-            driver,
-            StreamHandle::NULL,
-            stream_create(sys::STREAM_NON_BLOCKING)
-        )?;
+        let side = get!(driver, StreamHandle::NULL, stream_create(sys::STREAM_NON_BLOCKING))?;
         drop(entered);
         device.side = side;
         Ok(device)
@@ -102,10 +98,7 @@ impl CudaDevice {
         if pushed {
             call!(self.driver, context_push(self.context))?;
         }
-        Ok(Entered {
-            device: self,
-            pushed,
-        })
+        Ok(Entered { device: self, pushed })
     }
 
     pub(super) fn supports(&self, attribute_number: i32) -> bool {
@@ -168,10 +161,7 @@ impl DeviceBackend for CudaDevice {
         let mut total = 0;
         let free = get!(self.driver, 0, memory_info(&mut total))
             .map_err(self.blame("ask for free memory"))?;
-        Ok(MemoryUsage {
-            free: free as u64,
-            total: total as u64,
-        })
+        Ok(MemoryUsage { free: free as u64, total: total as u64 })
     }
 
     fn allocate(self: Arc<Self>, len: u64, kind: MemoryKind) -> Result<Arc<dyn MemoryBackend>> {
@@ -227,10 +217,7 @@ fn info(driver: &Driver, handle: i32, ordinal: u32) -> Result<DeviceInfo> {
 
 fn name(driver: &Driver, handle: i32) -> Result<String> {
     let mut text = [0 as c_char; 256];
-    call!(
-        driver,
-        device_name(text.as_mut_ptr(), text.len() as i32 - 1, handle)
-    )?;
+    call!(driver, device_name(text.as_mut_ptr(), text.len() as i32 - 1, handle))?;
     // SAFETY: the last byte is zero whatever the driver wrote before it.
     let text = unsafe { CStr::from_ptr(text.as_ptr()) };
     Ok(text.to_string_lossy().into_owned())
@@ -239,13 +226,7 @@ fn name(driver: &Driver, handle: i32) -> Result<String> {
 fn uuid(driver: &Driver, handle: i32) -> Result<String> {
     let bytes = get!(driver, [0; 16], device_uuid(handle))?;
     let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
-    let (a, b, c, d, e) = (
-        &hex[..8],
-        &hex[8..12],
-        &hex[12..16],
-        &hex[16..20],
-        &hex[20..],
-    );
+    let (a, b, c, d, e) = (&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]);
     Ok(format!("GPU-{a}-{b}-{c}-{d}-{e}"))
 }
 
@@ -258,10 +239,9 @@ fn capabilities(driver: &Driver, handle: i32) -> Capabilities {
                 "the driver (CUDA {version}) says that this GPU cannot {what}"
             )),
             Ok(_) => Capability::Yes,
-            Err(error) => Capability::No(format!(
-                "the driver does not know of it: {}",
-                error.reason()
-            )),
+            Err(error) => {
+                Capability::No(format!("the driver does not know of it: {}", error.reason()))
+            }
         }
     };
     let symbol = |there: bool, name: &str| {
@@ -288,10 +268,7 @@ fn capabilities(driver: &Driver, handle: i32) -> Capabilities {
         pool: attribute(a::POOLS_SUPPORTED, "allocate from pools"),
         ipc: symbol(functions.ipc_open.is_some(), sys::symbol::ipc_open),
         stream_mem_ops: both(
-            attribute(
-                a::STREAM_MEM_OPS_64,
-                "write and wait for words from streams",
-            ),
+            attribute(a::STREAM_MEM_OPS_64, "write and wait for words from streams"),
             symbol(functions.stream_batch.is_some(), sys::symbol::stream_batch),
         ),
         stream_wait_nor: attribute(a::STREAM_WAIT_NOR, "wait for NOR"),
@@ -299,10 +276,7 @@ fn capabilities(driver: &Driver, handle: i32) -> Capabilities {
             a::CAN_FLUSH_REMOTE_WRITES,
             "flush remote writes from a stream",
         ),
-        graphs: symbol(
-            functions.graph_instantiate.is_some(),
-            sys::symbol::graph_instantiate,
-        ),
+        graphs: symbol(functions.graph_instantiate.is_some(), sys::symbol::graph_instantiate),
         notify: Capability::No(
             "CUDA does not tell when memory goes; buffer ids are compared instead".into(),
         ),

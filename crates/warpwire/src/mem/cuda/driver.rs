@@ -50,10 +50,7 @@ impl Driver {
     /// The driver, loaded and started once in this process.
     pub(super) fn get() -> Result<&'static Self> {
         static DRIVER: OnceLock<Result<Driver>> = OnceLock::new();
-        DRIVER
-            .get_or_init(Self::load)
-            .as_ref()
-            .map_err(Clone::clone)
+        DRIVER.get_or_init(Self::load).as_ref().map_err(Clone::clone)
     }
 
     fn load() -> Result<Self> {
@@ -69,11 +66,8 @@ impl Driver {
                 .why(why)
                 .fix("install the NVIDIA driver, or run the container with the NVIDIA runtime; the simulated GPU works without")
         })?;
-        let mut driver = Self {
-            functions: Functions::load(&library),
-            version: 0,
-            _library: library,
-        };
+        let mut driver =
+            Self { functions: Functions::load(&library), version: 0, _library: library };
         driver.version = get!(&driver, 0, driver_version())?;
         call!(&driver, init(0)).map_err(|error| {
             let advice = match error.kind() {
@@ -88,11 +82,7 @@ impl Driver {
     }
 
     pub(super) fn check(&self, function: &str, code: CuResult) -> Result<()> {
-        if code == sys::SUCCESS {
-            Ok(())
-        } else {
-            Err(self.failure(function, code))
-        }
+        if code == sys::SUCCESS { Ok(()) } else { Err(self.failure(function, code)) }
     }
 
     #[cold]
@@ -113,9 +103,7 @@ impl Driver {
     pub(super) fn missing(&self, symbol: &str) -> Error {
         let version = version_text(self.version);
         Error::new(Kind::Unavailable, "use CUDA")
-            .why(format!(
-                "{LIBRARY} has no symbol {symbol}; the driver is for CUDA {version}"
-            ))
+            .why(format!("{LIBRARY} has no symbol {symbol}; the driver is for CUDA {version}"))
             .fix("install driver R535 or newer")
     }
 
@@ -132,9 +120,7 @@ impl Driver {
             return "an unknown error".into();
         }
         // SAFETY: not null, so it points to a static string that ends with a zero.
-        unsafe { CStr::from_ptr(text) }
-            .to_string_lossy()
-            .into_owned()
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 
     /// Whether a call that may answer "not yet" has succeeded.
@@ -147,20 +133,15 @@ impl Driver {
 
     /// Whether all work on the stream is done.
     pub(super) fn stream_is_idle(&self, stream: sys::StreamHandle) -> Result<bool> {
-        let query = self
-            .functions
-            .stream_query
-            .ok_or_else(|| self.missing(symbol::stream_query))?;
+        let query =
+            self.functions.stream_query.ok_or_else(|| self.missing(symbol::stream_query))?;
         // SAFETY: the caller owns the stream.
         self.ready(symbol::stream_query, unsafe { query(stream) })
     }
 
     /// Whether the event has been reached.
     pub(super) fn event_is_reached(&self, event: sys::EventHandle) -> Result<bool> {
-        let query = self
-            .functions
-            .event_query
-            .ok_or_else(|| self.missing(symbol::event_query))?;
+        let query = self.functions.event_query.ok_or_else(|| self.missing(symbol::event_query))?;
         // SAFETY: the caller owns the event.
         self.ready(symbol::event_query, unsafe { query(event) })
     }

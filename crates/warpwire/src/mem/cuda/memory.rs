@@ -63,13 +63,7 @@ pub(super) struct VmmPiece {
 impl CudaMemory {
     pub(super) fn new(device: Arc<CudaDevice>, address: u64, len: u64, origin: Origin) -> Self {
         let address = DeviceAddr::new(address);
-        Self {
-            device,
-            address,
-            len,
-            origin,
-            exported: Mutex::new(None),
-        }
+        Self { device, address, len, origin, exported: Mutex::new(None) }
     }
 
     fn pinned_bytes(&self) -> Option<SharedBytes<'_>> {
@@ -88,11 +82,7 @@ pub(super) fn allocate(device: Arc<CudaDevice>, len: u64, kind: MemoryKind) -> R
     let made = try_allocate(&device, len, kind).or_else(|error| {
         // Memory that was dropped while streams were at work still counts: let it go, and try again.
         let short = error.kind() == &Kind::OutOfMemory;
-        if short
-            && device
-                .graveyard
-                .settle_within(device.driver, SHORTAGE_PATIENCE)
-        {
+        if short && device.graveyard.settle_within(device.driver, SHORTAGE_PATIENCE) {
             return try_allocate(&device, len, kind);
         }
         Err(error)
@@ -136,24 +126,16 @@ fn explain_shortage(device: &CudaDevice, error: Error, len: u64, kind: MemoryKin
 }
 
 fn allocate_vmm(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
-    device
-        .capabilities()
-        .vmm
-        .require("allocate", device.info())?;
+    device.capabilities().vmm.require("allocate", device.info())?;
     let driver = device.driver;
-    let shareable = if device.supports(sys::attribute::POSIX_FD_SUPPORTED) {
-        sys::HANDLE_POSIX_FD
-    } else {
-        0
-    };
+    let shareable =
+        if device.supports(sys::attribute::POSIX_FD_SUPPORTED) { sys::HANDLE_POSIX_FD } else { 0 };
     let rdma = device.supports(sys::attribute::GPUDIRECT_RDMA_WITH_VMM);
     let prop = AllocationProp::new(device.ordinal(), shareable, rdma);
     let granule = get!(driver, 0_usize, vmm_granularity(&prop, 0))?;
-    let size = (len as usize)
-        .checked_next_multiple_of(granule.max(1))
-        .ok_or_else(|| {
-            Error::new(Kind::OutOfMemory, "").why("the length cannot be rounded up to whole pages")
-        })?;
+    let size = (len as usize).checked_next_multiple_of(granule.max(1)).ok_or_else(|| {
+        Error::new(Kind::OutOfMemory, "").why("the length cannot be rounded up to whole pages")
+    })?;
     let handle = get!(driver, 0, vmm_create(size, &prop, 0))?;
     let piece = VmmPiece { handle, size };
     Ok((map_vmm(device, piece)?, Origin::Vmm(piece)))
@@ -187,10 +169,7 @@ fn unmap_vmm(device: &CudaDevice, address: u64, piece: VmmPiece) -> Result<()> {
 }
 
 fn allocate_from_pool(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
-    device
-        .capabilities()
-        .pool
-        .require("allocate", device.info())?;
+    device.capabilities().pool.require("allocate", device.info())?;
     let (driver, side) = (device.driver, device.side_stream());
     let address = get!(driver, 0, pool_alloc(len as usize, device.pool()?, side))?;
     // Other streams may use it only once the side stream has got to the allocation.
@@ -201,11 +180,7 @@ fn allocate_from_pool(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
 fn allocate_pinned(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
     let driver = device.driver;
     let flags = sys::HOST_PORTABLE_AND_MAPPED;
-    let host = get!(
-        driver,
-        std::ptr::null_mut::<c_void>(),
-        host_alloc(len as usize, flags)
-    )?;
+    let host = get!(driver, std::ptr::null_mut::<c_void>(), host_alloc(len as usize, flags))?;
     let give_back = |_: &Error| drop(call!(driver, host_free(host)));
     let address = get!(driver, 0, host_device_address(host, 0)).inspect_err(give_back)?;
     let base = NonNull::new(host.cast()).ok_or_else(|| {
@@ -220,12 +195,7 @@ pub(super) fn borrow(device: Arc<CudaDevice>, address: DeviceAddr, len: u64) -> 
         device.blame(format!("borrow {} at {address}", units::bytes(len)))(error)
     })?;
     drop(current);
-    Ok(CudaMemory::new(
-        device,
-        address.raw(),
-        len,
-        Origin::Borrowed,
-    ))
+    Ok(CudaMemory::new(device, address.raw(), len, Origin::Borrowed))
 }
 
 /// Checks that each byte of the range is device memory of this GPU. A range may span several pieces of
@@ -243,10 +213,8 @@ fn check_foreign(device: &CudaDevice, start: u64, len: u64) -> Result<()> {
             _ => error,
         })?;
         if ask_pointer(device, pointer::IS_MANAGED, at).unwrap_or(0) != 0 {
-            return Err(
-                refuse("it is managed memory, which moves between host and GPU".into())
-                    .fix("allocate it with cudaMalloc"),
-            );
+            return Err(refuse("it is managed memory, which moves between host and GPU".into())
+                .fix("allocate it with cudaMalloc"));
         }
         if kind == pointer::MEMORY_TYPE_HOST {
             return Err(refuse("it is pinned host memory".into())
@@ -265,9 +233,7 @@ fn check_foreign(device: &CudaDevice, start: u64, len: u64) -> Result<()> {
         call!(driver, address_range(&mut base, &mut size, at))?;
         let next = base + size as u64;
         if next < end && next <= at {
-            return Err(refuse(format!(
-                "the driver gives {at:#x} an impossible range"
-            )));
+            return Err(refuse(format!("the driver gives {at:#x} an impossible range")));
         }
         at = next;
     }
@@ -277,10 +243,7 @@ fn check_foreign(device: &CudaDevice, start: u64, len: u64) -> Result<()> {
 pub(super) fn ask_pointer(device: &CudaDevice, attribute: i32, address: u64) -> Result<u32> {
     // The attributes asked for here are 32-bit; the driver writes no more.
     let mut value = 0_u32;
-    call!(
-        device.driver,
-        pointer_attribute((&raw mut value).cast(), attribute, address)
-    )?;
+    call!(device.driver, pointer_attribute((&raw mut value).cast(), attribute, address))?;
     Ok(value)
 }
 
@@ -316,11 +279,11 @@ impl MemoryBackend for CudaMemory {
         }
         let _current = self.device.enter()?;
         let to = self.address.raw() + offset;
-        call!(
-            self.device.driver,
-            copy_to_device(to, from.as_ptr().cast(), from.len())
-        )
-        .map_err(self.device.blame(format!("write {} bytes", from.len())))
+        // From pageable memory the copy may still be under way when the first call returns, and our
+        // streams do not wait for the null stream that it runs on.
+        call!(self.device.driver, copy_to_device(to, from.as_ptr().cast(), from.len()))
+            .and_then(|()| call!(self.device.driver, stream_synchronize(StreamHandle::NULL)))
+            .map_err(self.device.blame(format!("write {} bytes", from.len())))
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
@@ -330,19 +293,13 @@ impl MemoryBackend for CudaMemory {
         let _current = self.device.enter()?;
         let from = self.address.raw() + offset;
         let len = into.len();
-        call!(
-            self.device.driver,
-            copy_to_host(into.as_mut_ptr().cast(), from, len)
-        )
-        .map_err(self.device.blame(format!("read {len} bytes")))
+        call!(self.device.driver, copy_to_host(into.as_mut_ptr().cast(), from, len))
+            .map_err(self.device.blame(format!("read {len} bytes")))
     }
 
     fn export_dmabuf(&self, offset: u64, len: u64) -> Result<DmaBuf> {
         let device = &self.device;
-        device
-            .capabilities()
-            .dmabuf_export
-            .require("export a dma-buf", device.info())?;
+        device.capabilities().dmabuf_export.require("export a dma-buf", device.info())?;
         if matches!(self.origin, Origin::Pinned(_)) {
             return Err(Error::new(Kind::Unsupported, "export a dma-buf")
                 .on(device.label())
@@ -355,12 +312,8 @@ impl MemoryBackend for CudaMemory {
         let start = self.address.raw() + offset;
         let first = start - start % page;
         let size = (start + len).next_multiple_of(page) - first;
-        let fd = get!(
-            device.driver,
-            -1,
-            range_handle(first, size as usize, sys::RANGE_DMA_BUF, 0)
-        )
-        .map_err(device.blame(format!("export {len} bytes as a dma-buf")))?;
+        let fd = get!(device.driver, -1, range_handle(first, size as usize, sys::RANGE_DMA_BUF, 0))
+            .map_err(device.blame(format!("export {len} bytes as a dma-buf")))?;
         // SAFETY: the driver has just opened it for us.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         Ok(DmaBuf::new(fd, start - first, len))
@@ -372,10 +325,7 @@ impl MemoryBackend for CudaMemory {
 
     fn watch(self: Arc<Self>, _listener: Listener) -> Result<Watch> {
         let device = &self.device;
-        device
-            .capabilities()
-            .notify
-            .require("watch memory", device.info())?;
+        device.capabilities().notify.require("watch memory", device.info())?;
         Ok(Watch::new(|| ()))
     }
 

@@ -34,18 +34,13 @@ pub fn device(ordinal: u32) -> Result<Device> {
     static OPEN: Mutex<Vec<Weak<CudaDevice>>> = Mutex::new(Vec::new());
     let count = count()?;
     if ordinal >= count {
-        return Err(
-            Error::new(Kind::InvalidArgument, format!("open device cuda:{ordinal}"))
-                .why(format!("CUDA sees {count} devices"))
-                .fix("use a lower number; check CUDA_VISIBLE_DEVICES"),
-        );
+        return Err(Error::new(Kind::InvalidArgument, format!("open device cuda:{ordinal}"))
+            .why(format!("CUDA sees {count} devices"))
+            .fix("use a lower number; check CUDA_VISIBLE_DEVICES"));
     }
     let mut open = OPEN.lock();
     open.retain(|device| device.strong_count() > 0);
-    let known = open
-        .iter()
-        .filter_map(Weak::upgrade)
-        .find(|device| device.ordinal() == ordinal);
+    let known = open.iter().filter_map(Weak::upgrade).find(|device| device.ordinal() == ordinal);
     let device = match known {
         Some(device) => device,
         None => {
@@ -106,12 +101,9 @@ pub fn attributes(ordinal: u32) -> Result<Attributes> {
 
 fn count() -> Result<u32> {
     let count = get!(Driver::get()?, 0, device_count())?;
-    u32::try_from(count)
-        .ok()
-        .filter(|count| *count > 0)
-        .ok_or_else(|| {
-            Error::new(Kind::Unavailable, "use CUDA")
-                .why("the driver sees no GPU")
-                .fix("check CUDA_VISIBLE_DEVICES and nvidia-smi; the simulated GPU works without")
-        })
+    u32::try_from(count).ok().filter(|count| *count > 0).ok_or_else(|| {
+        Error::new(Kind::Unavailable, "use CUDA")
+            .why("the driver sees no GPU")
+            .fix("check CUDA_VISIBLE_DEVICES and nvidia-smi; the simulated GPU works without")
+    })
 }

@@ -19,9 +19,7 @@ pub(super) struct CudaModule {
 
 impl CudaModule {
     pub(super) fn load(device: Arc<CudaDevice>, program: &Program) -> Result<Self> {
-        let ptx = program
-            .ptx_text()
-            .ok_or_else(|| program.lacks("PTX", device.label()))?;
+        let ptx = program.ptx_text().ok_or_else(|| program.lacks("PTX", device.label()))?;
         let what = format!("load program {:?}", program.name());
         let text = CString::new(ptx).map_err(|_| {
             Error::new(Kind::Malformed, what.clone()).why("its PTX holds a zero byte")
@@ -51,11 +49,7 @@ impl CudaModule {
             };
             device.blame(what)(error.why(why))
         })?;
-        Ok(Self {
-            device,
-            program: program.name().to_string(),
-            handle,
-        })
+        Ok(Self { device, program: program.name().to_string(), handle })
     }
 }
 
@@ -65,17 +59,39 @@ impl ModuleBackend for CudaModule {
         let symbol = CString::new(name).map_err(|_| missing())?;
         let _current = self.device.enter()?;
         let handle = self.handle;
-        let function = get!(
-            self.device.driver,
-            Function::NULL,
-            module_function(handle, symbol.as_ptr())
-        )
-        .map_err(|_| missing())?;
+        let function =
+            get!(self.device.driver, Function::NULL, module_function(handle, symbol.as_ptr()))
+                .map_err(|_| missing())?;
+        let parameters = self.parameters(name, function)?;
         Ok(Arc::new(CudaKernel {
             name: name.to_string(),
             function,
+            parameters,
             _module: self.clone(),
         }))
+    }
+}
+
+impl CudaModule {
+    /// How many parameters the kernel takes, all of 64 bits; `None` on drivers that do not tell
+    /// (before CUDA 12.4).
+    fn parameters(&self, name: &str, function: Function) -> Result<Option<usize>> {
+        let driver = self.device.driver;
+        if driver.functions.function_parameter.is_none() {
+            return Ok(None);
+        }
+        let (mut count, mut offset, mut size) = (0, 0, 0);
+        // The driver refuses the first number that is no parameter.
+        while call!(driver, function_parameter(function, count, &mut offset, &mut size)).is_ok() {
+            if size != size_of::<u64>() {
+                let what = format!("use kernel {name:?}");
+                let why =
+                    format!("its parameter {count} has {size} bytes; only 64-bit ones are passed");
+                return Err(Error::new(Kind::Unsupported, what).on(self.device.label()).why(why));
+            }
+            count += 1;
+        }
+        Ok(Some(count))
     }
 }
 
@@ -83,9 +99,7 @@ impl Drop for CudaModule {
     fn drop(&mut self) {
         if let Ok(_current) = self.device.enter() {
             let driver = self.device.driver;
-            self.device
-                .graveyard
-                .bury(driver, Remains::Module(self.handle));
+            self.device.graveyard.bury(driver, Remains::Module(self.handle));
         }
     }
 }

@@ -25,18 +25,9 @@ const UUID_LEN: usize = 40;
 
 /// What a handle's body says, apart from which device it is for.
 enum Body {
-    Plain {
-        offset: u64,
-        handle: Opaque64,
-    },
-    Vmm {
-        owner: Descriptor,
-        size: u64,
-    },
-    Pool {
-        owner: Descriptor,
-        pointer: Opaque64,
-    },
+    Plain { offset: u64, handle: Opaque64 },
+    Vmm { owner: Descriptor, size: u64 },
+    Pool { owner: Descriptor, pointer: Opaque64 },
 }
 
 /// A descriptor of another process.
@@ -52,33 +43,16 @@ pub(super) fn export(memory: &CudaMemory) -> Result<IpcHandle> {
     let body = match memory.origin {
         Origin::Plain | Origin::Borrowed => export_plain(memory)?,
         Origin::Vmm(piece) => {
-            let export = || {
-                get!(
-                    device.driver,
-                    -1,
-                    vmm_export(piece.handle, sys::HANDLE_POSIX_FD, 0)
-                )
-            };
-            Body::Vmm {
-                owner: descriptor(memory, export)?,
-                size: piece.size as u64,
-            }
+            let export =
+                || get!(device.driver, -1, vmm_export(piece.handle, sys::HANDLE_POSIX_FD, 0));
+            Body::Vmm { owner: descriptor(memory, export)?, size: piece.size as u64 }
         }
         Origin::Pool => {
             let pool = device.pool()?;
-            let export = || {
-                get!(
-                    device.driver,
-                    -1,
-                    pool_export(pool, sys::HANDLE_POSIX_FD, 0)
-                )
-            };
+            let export = || get!(device.driver, -1, pool_export(pool, sys::HANDLE_POSIX_FD, 0));
             let owner = descriptor(memory, export)?;
-            let pointer = get!(
-                device.driver,
-                Opaque64([0; 64]),
-                pool_export_address(memory.address.raw())
-            )?;
+            let pointer =
+                get!(device.driver, Opaque64([0; 64]), pool_export_address(memory.address.raw()))?;
             Body::Pool { owner, pointer }
         }
         Origin::Pinned(_)
@@ -90,11 +64,7 @@ pub(super) fn export(memory: &CudaMemory) -> Result<IpcHandle> {
                 .fix("export it where it was allocated"));
         }
     };
-    Ok(IpcHandle::new(
-        Backend::Cuda,
-        memory.len,
-        encode(device.uuid(), &body),
-    ))
+    Ok(IpcHandle::new(Backend::Cuda, memory.len, encode(device.uuid(), &body)))
 }
 
 fn export_plain(memory: &CudaMemory) -> Result<Body> {
@@ -108,10 +78,7 @@ fn export_plain(memory: &CudaMemory) -> Result<Body> {
     let (mut base, mut size) = (0, 0);
     call!(device.driver, address_range(&mut base, &mut size, address))?;
     let handle = get!(device.driver, Opaque64([0; 64]), ipc_export(address))?;
-    Ok(Body::Plain {
-        offset: address - base,
-        handle,
-    })
+    Ok(Body::Plain { offset: address - base, handle })
 }
 
 /// The descriptor that other processes copy: exported once, kept with the memory.
@@ -126,10 +93,7 @@ fn descriptor(memory: &CudaMemory, export: impl FnOnce() -> Result<i32>) -> Resu
             fd
         }
     };
-    Ok(Descriptor {
-        pid: std::process::id(),
-        fd,
-    })
+    Ok(Descriptor { pid: std::process::id(), fd })
 }
 
 pub(super) fn open(device: Arc<CudaDevice>, handle: &IpcHandle) -> Result<CudaMemory> {
@@ -149,11 +113,8 @@ fn open_body(device: &CudaDevice, body: &Body, len: u64) -> Result<(u64, Origin)
             let base = get!(driver, 0, ipc_open(*handle, sys::IPC_LAZY_PEER_ACCESS))
                 .map_err(own_handle)?;
             let (mut start, mut size) = (0, 0);
-            let whole = call!(driver, address_range(&mut start, &mut size, base)).is_ok_and(|()| {
-                offset
-                    .checked_add(len)
-                    .is_some_and(|end| end <= size as u64)
-            });
+            let whole = call!(driver, address_range(&mut start, &mut size, base))
+                .is_ok_and(|()| offset.checked_add(len).is_some_and(|end| end <= size as u64));
             if !whole {
                 drop(call!(driver, ipc_close(base)));
                 return Err(malformed("it names more than the memory holds"));
@@ -167,20 +128,14 @@ fn open_body(device: &CudaDevice, body: &Body, len: u64) -> Result<(u64, Origin)
             let fd = copy_descriptor(*owner)?;
             let shareable = fd.as_raw_fd() as usize as *mut c_void;
             let handle = get!(driver, 0, vmm_import(shareable, sys::HANDLE_POSIX_FD))?;
-            let piece = VmmPiece {
-                handle,
-                size: *size as usize,
-            };
+            let piece = VmmPiece { handle, size: *size as usize };
             Ok((memory::map_vmm(device, piece)?, Origin::ImportedVmm(piece)))
         }
         Body::Pool { owner, pointer } => {
             let fd = copy_descriptor(*owner)?;
             let shareable = fd.as_raw_fd() as usize as *mut c_void;
-            let pool = get!(
-                driver,
-                PoolHandle::NULL,
-                pool_import(shareable, sys::HANDLE_POSIX_FD, 0)
-            )?;
+            let pool =
+                get!(driver, PoolHandle::NULL, pool_import(shareable, sys::HANDLE_POSIX_FD, 0))?;
             let access = AccessDesc::read_write(device.ordinal());
             let mut pointer = *pointer;
             let address = call!(driver, pool_set_access(pool, &access, 1))
@@ -281,10 +236,7 @@ impl Descriptor {
 
     fn decode(bytes: [u8; 8]) -> Self {
         let both = u64::from_le_bytes(bytes);
-        Self {
-            pid: both as u32,
-            fd: (both >> 32) as i32,
-        }
+        Self { pid: both as u32, fd: (both >> 32) as i32 }
     }
 }
 
@@ -305,34 +257,18 @@ mod tests {
     fn bodies_come_back_as_they_went() {
         assert_eq!(UUID.len(), UUID_LEN);
         let owner = Descriptor { pid: 77, fd: 12 };
-        let vmm = encode(
-            UUID,
-            &Body::Vmm {
-                owner,
-                size: 2 << 20,
-            },
-        );
-        let Body::Vmm { owner, size } = decode(UUID, &vmm).unwrap() else {
-            panic!("another sort")
-        };
+        let vmm = encode(UUID, &Body::Vmm { owner, size: 2 << 20 });
+        let Body::Vmm { owner, size } = decode(UUID, &vmm).unwrap() else { panic!("another sort") };
         assert_eq!((owner.pid, owner.fd, size), (77, 12, 2 << 20));
     }
 
     #[test]
     fn damaged_and_misdirected_bodies_are_refused() {
-        let good = encode(
-            UUID,
-            &Body::Plain {
-                offset: 8,
-                handle: Opaque64([7; 64]),
-            },
-        );
+        let good = encode(UUID, &Body::Plain { offset: 8, handle: Opaque64([7; 64]) });
         for cut in 0..good.len() {
             assert!(decode(UUID, &good[..cut]).is_err(), "cut at {cut}");
         }
-        let Err(other) = decode("GPU-other", &good) else {
-            panic!("accepted")
-        };
+        let Err(other) = decode("GPU-other", &good) else { panic!("accepted") };
         assert!(other.to_string().contains("GPU-other"), "{other}");
         let mut bad = good;
         bad[UUID_LEN] = 9;

@@ -66,11 +66,7 @@ impl InFlight {
     fn set_checkpoint(&mut self, driver: &Driver, stream: StreamHandle) -> Result<()> {
         let event = match self.spare.pop() {
             Some(event) => event,
-            None => get!(
-                driver,
-                EventHandle::NULL,
-                event_create(sys::EVENT_DISABLE_TIMING)
-            )?,
+            None => get!(driver, EventHandle::NULL, event_create(sys::EVENT_DISABLE_TIMING))?,
         };
         self.checkpoints.push_back((self.next, event));
         call!(driver, event_record(event, stream, 0))
@@ -87,18 +83,13 @@ impl InFlight {
             self.spare.push(event);
             self.checkpoints.pop_front();
         }
-        let finished = self
-            .ops
-            .iter()
-            .take_while(|(number, _)| *number < reached)
-            .count();
+        let finished = self.ops.iter().take_while(|(number, _)| *number < reached).count();
         self.ops.drain(..finished).map(|(_, op)| op).collect()
     }
 
     /// Takes out everything, when the stream is idle.
     fn take_all(&mut self) -> Vec<Op> {
-        self.spare
-            .extend(self.checkpoints.drain(..).map(|(_, event)| event));
+        self.spare.extend(self.checkpoints.drain(..).map(|(_, event)| event));
         self.ops.drain(..).map(|(_, op)| op).collect()
     }
 
@@ -117,24 +108,13 @@ impl CudaStream {
     pub(super) fn create(device: Arc<CudaDevice>, number: u64) -> Result<Self> {
         let current = device.enter()?;
         device.graveyard.settle(device.driver);
-        let handle = get!(
-            device.driver,
-            StreamHandle::NULL,
-            stream_create(sys::STREAM_NON_BLOCKING)
-        )
-        .map_err(device.blame("create a stream"))?;
+        let handle =
+            get!(device.driver, StreamHandle::NULL, stream_create(sys::STREAM_NON_BLOCKING))
+                .map_err(device.blame("create a stream"))?;
         drop(current);
-        let entry = StreamEntry {
-            handle,
-            capturing: Arc::new(AtomicBool::new(false)),
-        };
+        let entry = StreamEntry { handle, capturing: Arc::new(AtomicBool::new(false)) };
         device.graveyard.stream_born(&entry);
-        Ok(Self {
-            device,
-            number,
-            entry,
-            state: Mutex::default(),
-        })
+        Ok(Self { device, number, entry, state: Mutex::default() })
     }
 
     fn label(&self) -> String {
@@ -153,20 +133,11 @@ impl CudaStream {
         match op {
             Op::Copy { to, from } => {
                 let (to_address, from_address) = (to.address().raw(), from.address().raw());
-                call!(
-                    driver,
-                    copy_async(to_address, from_address, to.len() as usize, stream)
-                )
+                call!(driver, copy_async(to_address, from_address, to.len() as usize, stream))
             }
-            Op::Fill {
-                region,
-                pattern,
-                unit,
-            } => {
-                let (at, count) = (
-                    region.address().raw(),
-                    (region.len() / u64::from(*unit)) as usize,
-                );
+            Op::Fill { region, pattern, unit } => {
+                let (at, count) =
+                    (region.address().raw(), (region.len() / u64::from(*unit)) as usize);
                 match unit {
                     1 => call!(driver, fill_u8_async(at, *pattern as u8, count, stream)),
                     2 => call!(driver, fill_u16_async(at, *pattern as u16, count, stream)),
@@ -175,10 +146,9 @@ impl CudaStream {
             }
             Op::Mem(_) | Op::Batch(_) => self.issue_batch(op.mem_ops()),
             Op::Record(event) => call!(driver, event_record(handle_of(event)?, stream, external)),
-            Op::Await(event) => call!(
-                driver,
-                stream_wait_event(stream, handle_of(event)?, external)
-            ),
+            Op::Await(event) => {
+                call!(driver, stream_wait_event(stream, handle_of(event)?, external))
+            }
             Op::Call(host) => {
                 let argument = Arc::as_ptr(host).cast_mut().cast::<c_void>();
                 call!(driver, stream_call_host(stream, call_host, argument))
@@ -210,11 +180,8 @@ impl CudaStream {
         let kernel = kernel.downcast_ref::<CudaKernel>().ok_or_else(foreign)?;
         kernel.check_arguments(launch.args.len())?;
         // The driver reads the arguments through these pointers before the call returns.
-        let mut args: Vec<*mut c_void> = launch
-            .args
-            .iter()
-            .map(|arg| std::ptr::from_ref(arg).cast_mut().cast())
-            .collect();
+        let mut args: Vec<*mut c_void> =
+            launch.args.iter().map(|arg| std::ptr::from_ref(arg).cast_mut().cast()).collect();
         let (driver, stream) = (self.device.driver, self.entry.handle);
         call!(
             driver,
@@ -268,19 +235,12 @@ fn batch_op(op: &MemOp) -> BatchOp {
         ..BatchOp::default()
     };
     match op {
-        MemOp::Barrier => BatchOp {
-            operation: batch::BARRIER,
-            ..BatchOp::default()
-        },
+        MemOp::Barrier => BatchOp { operation: batch::BARRIER, ..BatchOp::default() },
         MemOp::Write { word: at, value } => match at.width() {
             Width::Bits32 => word(batch::WRITE_32, at, *value, 0),
             Width::Bits64 => word(batch::WRITE_64, at, *value, 0),
         },
-        MemOp::Wait {
-            word: at,
-            condition,
-            value,
-        } => {
+        MemOp::Wait { word: at, condition, value } => {
             let flags = match condition {
                 Condition::AtLeast => batch::GEQ,
                 Condition::Equal => batch::EQ,
@@ -306,10 +266,7 @@ unsafe extern "C" fn call_host(argument: *mut c_void) {
 
 fn handle_of(event: &super::super::stream::Event) -> Result<EventHandle> {
     let event: &dyn Any = &**event.backend();
-    event
-        .downcast_ref::<CudaEvent>()
-        .map(|event| event.handle)
-        .ok_or_else(foreign)
+    event.downcast_ref::<CudaEvent>().map(|event| event.handle).ok_or_else(foreign)
 }
 
 #[cold]
@@ -342,9 +299,7 @@ impl StreamBackend for CudaStream {
             return Ok(());
         }
         let finished = state.in_flight.take_finished(self.device.driver);
-        let set = state
-            .in_flight
-            .set_checkpoint(self.device.driver, self.entry.handle);
+        let set = state.in_flight.set_checkpoint(self.device.driver, self.entry.handle);
         drop(state);
         self.retire(finished);
         set.map_err(self.blame("set a checkpoint"))
@@ -359,15 +314,11 @@ impl StreamBackend for CudaStream {
         if state.captured.is_some() {
             return Err(capture_in_progress("ask whether it is idle", self.label()));
         }
-        let idle = self
-            .device
-            .driver
-            .stream_is_idle(self.entry.handle)
-            .map_err(|error| {
-                let failure = self.blame("finish its work")(error);
-                state.failure = Some(failure.clone());
-                failure
-            })?;
+        let idle = self.device.driver.stream_is_idle(self.entry.handle).map_err(|error| {
+            let failure = self.blame("finish its work")(error);
+            state.failure = Some(failure.clone());
+            failure
+        })?;
         if !idle {
             return Ok(false);
         }
@@ -386,13 +337,8 @@ impl StreamBackend for CudaStream {
         let waits: Vec<MemOp> = {
             let mut state = self.state.lock();
             let finished = state.in_flight.take_finished(self.device.driver);
-            let waits = state
-                .in_flight
-                .ops
-                .iter()
-                .flat_map(|(_, op)| op.mem_ops())
-                .cloned()
-                .collect();
+            let waits =
+                state.in_flight.ops.iter().flat_map(|(_, op)| op.mem_ops()).cloned().collect();
             drop(state);
             self.retire(finished);
             waits
@@ -433,11 +379,7 @@ impl StreamBackend for CudaStream {
             drop(call!(driver, graph_destroy(graph)));
         }
         let exec = exec.map_err(self.blame("capture a graph"))?;
-        Ok(Arc::new(CudaGraph {
-            device: self.device.clone(),
-            exec,
-            ops,
-        }))
+        Ok(Arc::new(CudaGraph { device: self.device.clone(), exec, ops }))
     }
 }
 
@@ -447,10 +389,7 @@ impl Drop for CudaStream {
             return;
         };
         let in_flight = std::mem::take(&mut self.state.get_mut().in_flight);
-        self.device.graveyard.adopt(Orphan {
-            entry: self.entry.clone(),
-            in_flight,
-        });
+        self.device.graveyard.adopt(Orphan { entry: self.entry.clone(), in_flight });
         self.device.graveyard.settle(self.device.driver);
     }
 }
@@ -504,20 +443,11 @@ impl EventBackend for CudaEvent {
     fn elapsed_since(&self, earlier: &dyn EventBackend) -> Result<Duration> {
         let earlier: &dyn Any = earlier;
         let _current = self.device.enter()?;
-        let elapsed = earlier
-            .downcast_ref::<CudaEvent>()
-            .ok_or_else(foreign)
-            .and_then(|earlier| {
-                get!(
-                    self.device.driver,
-                    0.0_f32,
-                    event_elapsed(earlier.handle, self.handle)
-                )
-            });
+        let elapsed = earlier.downcast_ref::<CudaEvent>().ok_or_else(foreign).and_then(|earlier| {
+            get!(self.device.driver, 0.0_f32, event_elapsed(earlier.handle, self.handle))
+        });
         let milliseconds = elapsed.map_err(self.device.blame("compare two events"))?;
-        Ok(Duration::from_secs_f64(
-            f64::from(milliseconds.max(0.0)) / 1e3,
-        ))
+        Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
     }
 }
 

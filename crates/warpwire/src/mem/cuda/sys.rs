@@ -99,10 +99,7 @@ pub(super) struct Location {
 
 impl Location {
     fn device(ordinal: u32) -> Self {
-        Self {
-            kind: LOCATION_DEVICE,
-            id: ordinal as c_int,
-        }
+        Self { kind: LOCATION_DEVICE, id: ordinal as c_int }
     }
 }
 
@@ -141,10 +138,7 @@ pub(super) struct AccessDesc {
 
 impl AccessDesc {
     pub(super) fn read_write(ordinal: u32) -> Self {
-        Self {
-            location: Location::device(ordinal),
-            flags: ACCESS_READ_WRITE,
-        }
+        Self { location: Location::device(ordinal), flags: ACCESS_READ_WRITE }
     }
 }
 

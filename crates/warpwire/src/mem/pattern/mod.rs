@@ -41,10 +41,7 @@ impl Pattern {
             .block(FILL, fill_block)
             .block(CHECK, check_block);
         let module = device.load(&program)?;
-        Ok(Self {
-            fill: module.kernel(FILL)?,
-            check: module.kernel(CHECK)?,
-        })
+        Ok(Self { fill: module.kernel(FILL)?, check: module.kernel(CHECK)? })
     }
 
     /// Fills `region`, whose address is a multiple of 8, with the pattern of `seed`.
@@ -130,9 +127,7 @@ fn fill_block(block: &Block<'_>) -> std::result::Result<(), Fault> {
     let mut buffer = [0; 4096];
     each_page(block, |at, len| {
         fill_bytes(&mut buffer[..len], seed, at);
-        let to = address
-            .checked_add(at)
-            .ok_or_else(|| Fault::new("address overflow"))?;
+        let to = address.checked_add(at).ok_or_else(|| Fault::new("address overflow"))?;
         block.write(to, &buffer[..len])
     })
 }
@@ -143,9 +138,7 @@ fn check_block(block: &Block<'_>) -> std::result::Result<(), Fault> {
     let mut differing = 0;
     each_page(block, |at, len| {
         fill_bytes(&mut wanted[..len], seed, at);
-        let from = address
-            .checked_add(at)
-            .ok_or_else(|| Fault::new("address overflow"))?;
+        let from = address.checked_add(at).ok_or_else(|| Fault::new("address overflow"))?;
         block.read(from, &mut found[..len])?;
         let words = wanted[..len].chunks(8).zip(found[..len].chunks(8));
         differing += words.filter(|(wanted, found)| wanted != found).count() as u64;

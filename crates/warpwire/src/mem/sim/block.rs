@@ -54,9 +54,7 @@ macro_rules! word_access {
 
         /// Stores a word with release ordering.
         pub fn $store(&self, at: DeviceAddr, value: $word) -> std::result::Result<(), Fault> {
-            self.with_bytes(at, size_of::<$word>() as u64, |bytes| {
-                bytes.$store(0, value)
-            })
+            self.with_bytes(at, size_of::<$word>() as u64, |bytes| bytes.$store(0, value))
         }
 
         /// Adds to a word, wrapping, and returns what was there before.
@@ -71,9 +69,7 @@ macro_rules! word_access {
             expected: $word,
             new: $word,
         ) -> std::result::Result<$word, Fault> {
-            self.with_bytes(at, size_of::<$word>() as u64, |bytes| {
-                bytes.$cas(0, expected, new)
-            })
+            self.with_bytes(at, size_of::<$word>() as u64, |bytes| bytes.$cas(0, expected, new))
         }
     };
 }
@@ -86,13 +82,7 @@ impl<'a> Block<'a> {
         threads: u32,
         args: &'a [u64],
     ) -> Self {
-        Self {
-            device,
-            index,
-            grid,
-            threads,
-            args,
-        }
+        Self { device, index, grid, threads, args }
     }
 
     /// This block's number in the grid.
@@ -112,11 +102,7 @@ impl<'a> Block<'a> {
 
     /// The kernel's argument of that number.
     pub fn value(&self, argument: usize) -> std::result::Result<u64, Fault> {
-        let missing = || {
-            Fault(format!(
-                "the kernel was launched without argument {argument}"
-            ))
-        };
+        let missing = || Fault(format!("the kernel was launched without argument {argument}"));
         self.args.get(argument).copied().ok_or_else(missing)
     }
 
@@ -125,20 +111,8 @@ impl<'a> Block<'a> {
         self.value(argument).map(DeviceAddr::new)
     }
 
-    word_access!(
-        load_u32,
-        store_u32,
-        fetch_add_u32,
-        compare_exchange_u32,
-        u32
-    );
-    word_access!(
-        load_u64,
-        store_u64,
-        fetch_add_u64,
-        compare_exchange_u64,
-        u64
-    );
+    word_access!(load_u32, store_u32, fetch_add_u32, compare_exchange_u32, u32);
+    word_access!(load_u64, store_u64, fetch_add_u64, compare_exchange_u64, u64);
 
     /// Copies device memory into a buffer of the block's own.
     pub fn read(&self, at: DeviceAddr, into: &mut [u8]) -> std::result::Result<(), Fault> {

@@ -192,10 +192,7 @@ mod tests {
             gpus: 8,
             memory: 1 << 30,
             copy_delay: Duration::from_millis(2),
-            fail: Some(Nth {
-                kind: OpKind::Launch,
-                number: 7,
-            }),
+            fail: Some(Nth { kind: OpKind::Launch, number: 7 }),
             move_every: Some(10),
             free_at: Some(3),
         };

@@ -130,20 +130,12 @@ impl SimDevice {
         };
         if !counted {
             let used = self.counters.device_bytes.load(Ordering::Acquire);
-            let (free, total) = (
-                self.info.total_memory.saturating_sub(used),
-                self.info.total_memory,
-            );
-            return Err(
-                Error::new(Kind::OutOfMemory, format!("allocate {}", units::bytes(len)))
-                    .on(self.label())
-                    .why(format!(
-                        "{} of {} are free",
-                        units::bytes(free),
-                        units::bytes(total)
-                    ))
-                    .fix("free some, or set a larger memory= in WARPWIRE_SIM"),
-            );
+            let (free, total) =
+                (self.info.total_memory.saturating_sub(used), self.info.total_memory);
+            return Err(Error::new(Kind::OutOfMemory, format!("allocate {}", units::bytes(len)))
+                .on(self.label())
+                .why(format!("{} of {} are free", units::bytes(free), units::bytes(total)))
+                .fix("free some, or set a larger memory= in WARPWIRE_SIM"));
         }
         self.counters.allocations.fetch_add(1, Ordering::AcqRel);
         Ok(())
@@ -152,10 +144,7 @@ impl SimDevice {
     fn take_device_bytes(&self, len: u64) -> bool {
         let total = self.info.total_memory;
         let take = |used: u64| used.checked_add(len).filter(|sum| *sum <= total);
-        self.counters
-            .device_bytes
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, take)
-            .is_ok()
+        self.counters.device_bytes.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).is_ok()
     }
 
     pub(super) fn release(&self, len: u64, kind: MemoryKind) {
@@ -280,10 +269,7 @@ impl DeviceBackend for SimDevice {
         self.check_alive()?;
         let total = self.info.total_memory;
         let used = self.counters.device_bytes.load(Ordering::Acquire);
-        Ok(MemoryUsage {
-            free: total.saturating_sub(used),
-            total,
-        })
+        Ok(MemoryUsage { free: total.saturating_sub(used), total })
     }
 
     fn allocate(self: Arc<Self>, len: u64, kind: MemoryKind) -> Result<Arc<dyn MemoryBackend>> {
@@ -298,12 +284,9 @@ impl DeviceBackend for SimDevice {
     fn borrow(self: Arc<Self>, address: DeviceAddr, len: u64) -> Result<Arc<dyn MemoryBackend>> {
         self.check_alive()?;
         let failure = |why: String| {
-            Err(Error::new(
-                Kind::NotDeviceMemory,
-                format!("borrow {len} bytes at {address}"),
-            )
-            .on(self.label())
-            .why(why))
+            Err(Error::new(Kind::NotDeviceMemory, format!("borrow {len} bytes at {address}"))
+                .on(self.label())
+                .why(why))
         };
         let Some((owner, _)) = space().find(address, len) else {
             return failure("no simulated memory holds all of that range".into());
@@ -311,11 +294,7 @@ impl DeviceBackend for SimDevice {
         if !Arc::ptr_eq(owner.device(), &self) {
             return failure(format!("the memory is of {}", owner.device().label()));
         }
-        Ok(Arc::new(Borrowed {
-            device: self,
-            address,
-            len,
-        }))
+        Ok(Arc::new(Borrowed { device: self, address, len }))
     }
 
     fn open_ipc(self: Arc<Self>, handle: &IpcHandle) -> Result<Arc<dyn MemoryBackend>> {
@@ -338,10 +317,7 @@ impl DeviceBackend for SimDevice {
         if program.blocks().is_empty() {
             return Err(program.lacks("block functions for the simulator", self.label()));
         }
-        Ok(Arc::new(SimModule {
-            device: self,
-            program: program.clone(),
-        }))
+        Ok(Arc::new(SimModule { device: self, program: program.clone() }))
     }
 }
 
@@ -352,22 +328,11 @@ struct SimModule {
 
 impl ModuleBackend for SimModule {
     fn kernel(self: Arc<Self>, name: &str) -> Result<Arc<dyn KernelBackend>> {
-        let found = self
-            .program
-            .blocks()
-            .iter()
-            .find(|(known, _)| known == name);
+        let found = self.program.blocks().iter().find(|(known, _)| known == name);
         let Some((_, run)) = found else {
-            return Err(Program::no_kernel(
-                self.program.name(),
-                name,
-                self.device.label(),
-            ));
+            return Err(Program::no_kernel(self.program.name(), name, self.device.label()));
         };
-        Ok(Arc::new(SimKernel {
-            name: name.to_string(),
-            run: run.clone(),
-        }))
+        Ok(Arc::new(SimKernel { name: name.to_string(), run: run.clone() }))
     }
 }
 

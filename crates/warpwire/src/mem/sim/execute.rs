@@ -34,11 +34,9 @@ impl<'a> Runner<'a> {
         self.stream.device.check_alive()?;
         match &entry.op {
             Op::Copy { to, from } => self.copy(to, from),
-            Op::Fill {
-                region,
-                pattern,
-                unit,
-            } => self.fill(region, &pattern.to_le_bytes()[..usize::from(*unit)]),
+            Op::Fill { region, pattern, unit } => {
+                self.fill(region, &pattern.to_le_bytes()[..usize::from(*unit)])
+            }
             Op::Mem(_) | Op::Batch(_) => self.mem_ops(&entry.op),
             Op::Record(event) => {
                 if let Some(event) = sim_event(event) {
@@ -61,12 +59,9 @@ impl<'a> Runner<'a> {
             Op::Launch(launch) => self.launch(launch),
             Op::Replay(graph) => {
                 let graph: &dyn Any = &**graph.backend();
-                let ops = graph
-                    .downcast_ref::<SimGraph>()
-                    .map_or(&[][..], |graph| &graph.ops);
+                let ops = graph.downcast_ref::<SimGraph>().map_or(&[][..], |graph| &graph.ops);
                 // A replayed recording is a new one, made when its turn comes.
-                ops.iter()
-                    .try_for_each(|op| self.run(&Entry::new(op.clone())))
+                ops.iter().try_for_each(|op| self.run(&Entry::new(op.clone())))
             }
         }
     }
@@ -99,11 +94,7 @@ impl<'a> Runner<'a> {
         for single in op.mem_ops() {
             match single {
                 MemOp::Write { word, value } => self.write(word, *value)?,
-                MemOp::Wait {
-                    word,
-                    condition,
-                    value,
-                } => {
+                MemOp::Wait { word, condition, value } => {
                     self.stream.set_blocked(Some(Op::Mem(single.clone())));
                     let outcome = self.wait(word, *condition, *value);
                     self.stream.set_blocked(None);
@@ -153,41 +144,27 @@ impl<'a> Runner<'a> {
             return Err(self.failure("launch a kernel", "it belongs to another backend"));
         };
         run_grid(launch.grid, |index| {
-            let block = Block::new(
-                &self.stream.device,
-                index,
-                launch.grid,
-                launch.threads,
-                &launch.args,
-            );
+            let block =
+                Block::new(&self.stream.device, index, launch.grid, launch.threads, &launch.args);
             let ran = catch_unwind(AssertUnwindSafe(|| (kernel.run)(&block)));
             ran.unwrap_or_else(|_| Err(Fault::new("a block panicked")))
         })
         .map_err(|fault| {
             let what = format!("run kernel {:?}", launch.kernel.name());
-            Error::new(Kind::StreamFailed, what)
-                .on(self.stream.label())
-                .why(fault.to_string())
+            Error::new(Kind::StreamFailed, what).on(self.stream.label()).why(fault.to_string())
         })
     }
 
     fn find(&self, region: &Region) -> Result<(Arc<SimMemory>, u64)> {
         space().find(region.address(), region.len()).ok_or_else(|| {
-            let why = format!(
-                "the memory at {} was freed under its users",
-                region.address()
-            );
-            Error::new(Kind::Freed, "access memory")
-                .on(self.stream.label())
-                .why(why)
+            let why = format!("the memory at {} was freed under its users", region.address());
+            Error::new(Kind::Freed, "access memory").on(self.stream.label()).why(why)
         })
     }
 
     #[cold]
     fn failure(&self, what: &'static str, why: &'static str) -> Error {
-        Error::new(Kind::StreamFailed, what)
-            .on(self.stream.label())
-            .why(why)
+        Error::new(Kind::StreamFailed, what).on(self.stream.label()).why(why)
     }
 }
 
@@ -217,9 +194,7 @@ fn run_grid(
         drop(gate);
         let mut outcome = Ok(());
         for block in blocks {
-            let ended = block
-                .join()
-                .unwrap_or_else(|_| Err(Fault::new("a block panicked")));
+            let ended = block.join().unwrap_or_else(|_| Err(Fault::new("a block panicked")));
             outcome = outcome.and(ended);
         }
         outcome

@@ -47,24 +47,12 @@ impl Backing {
         let size = usize::try_from(len).map_err(|_| memfd_error(rustix::io::Errno::NOMEM, len))?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
-        let base = unsafe {
-            mmap(
-                std::ptr::null_mut(),
-                size,
-                protection,
-                MapFlags::SHARED,
-                &file,
-                0,
-            )
-        };
+        let base =
+            unsafe { mmap(std::ptr::null_mut(), size, protection, MapFlags::SHARED, &file, 0) };
         let base = base.map_err(|e| memfd_error(e, len))?;
         let base =
             NonNull::new(base.cast()).ok_or_else(|| memfd_error(rustix::io::Errno::NOMEM, len))?;
-        Ok(Self {
-            file,
-            base,
-            len: size,
-        })
+        Ok(Self { file, base, len: size })
     }
 
     fn bytes(&self) -> SharedBytes<'_> {
@@ -110,10 +98,7 @@ impl Drop for Backing {
 }
 
 fn memfd_error(error: rustix::io::Errno, len: u64) -> Error {
-    Error::os(
-        format!("back {len} bytes of simulated memory with a memfd"),
-        &error.into(),
-    )
+    Error::os(format!("back {len} bytes of simulated memory with a memfd"), &error.into())
 }
 
 /// A piece of simulated memory.
@@ -247,10 +232,7 @@ impl SimMemory {
     fn gone(&self) -> Error {
         Error::new(Kind::Freed, "access memory")
             .on(self.device.label())
-            .why(format!(
-                "the memory at {} was freed under its users",
-                self.address
-            ))
+            .why(format!("the memory at {} was freed under its users", self.address))
     }
 }
 
@@ -340,14 +322,9 @@ impl SharedName {
     const LEN: usize = 16;
 
     fn of(file: std::os::fd::BorrowedFd<'_>) -> Result<Self> {
-        let inode = fstat(file)
-            .map_err(|e| Error::os("export simulated memory", &e.into()))?
-            .st_ino;
-        Ok(Self {
-            pid: std::process::id(),
-            fd: file.as_raw_fd(),
-            inode,
-        })
+        let inode =
+            fstat(file).map_err(|e| Error::os("export simulated memory", &e.into()))?.st_ino;
+        Ok(Self { pid: std::process::id(), fd: file.as_raw_fd(), inode })
     }
 
     fn encode(&self) -> Vec<u8> {
@@ -364,23 +341,17 @@ impl SharedName {
             Error::new(Kind::Malformed, "open an inter-process handle")
                 .why("its simulator part has the wrong length")
         })?;
-        Ok(Self {
-            pid: words as u32,
-            fd: (words >> 32) as i32,
-            inode: (words >> 64) as u64,
-        })
+        Ok(Self { pid: words as u32, fd: (words >> 32) as i32, inode: (words >> 64) as u64 })
     }
 
     fn open(&self) -> Result<OwnedFd> {
         let path = format!("/proc/{}/fd/{}", self.pid, self.fd);
         let opened = File::options().read(true).write(true).open(&path);
-        opened
-            .map(OwnedFd::from)
-            .map_err(|error| match error.kind() {
-                std::io::ErrorKind::NotFound => self.stale("its process or descriptor is gone"),
-                _ => Error::os(format!("open simulated memory at {path}"), &error)
-                    .fix("run both processes as the same user"),
-            })
+        opened.map(OwnedFd::from).map_err(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => self.stale("its process or descriptor is gone"),
+            _ => Error::os(format!("open simulated memory at {path}"), &error)
+                .fix("run both processes as the same user"),
+        })
     }
 
     #[cold]
@@ -404,10 +375,8 @@ const FIRST_ADDRESS: u64 = 0x5157_0000_0000_0000;
 const ALIGNMENT: u64 = 2 << 20;
 
 pub(super) fn space() -> &'static Space {
-    static SPACE: Space = Space {
-        next: AtomicU64::new(FIRST_ADDRESS),
-        pieces: RwLock::new(BTreeMap::new()),
-    };
+    static SPACE: Space =
+        Space { next: AtomicU64::new(FIRST_ADDRESS), pieces: RwLock::new(BTreeMap::new()) };
     &SPACE
 }
 
@@ -419,9 +388,7 @@ impl Space {
     }
 
     fn insert(&self, memory: &Arc<SimMemory>) {
-        self.pieces
-            .write()
-            .insert(memory.address.raw(), Arc::downgrade(memory));
+        self.pieces.write().insert(memory.address.raw(), Arc::downgrade(memory));
     }
 
     fn remove(&self, address: DeviceAddr) {
@@ -451,10 +418,7 @@ impl Borrowed {
         space().find(self.address, self.len).ok_or_else(|| {
             Error::new(Kind::Freed, "access borrowed memory")
                 .on(self.device.label())
-                .why(format!(
-                    "the owner of the memory at {} has freed it",
-                    self.address
-                ))
+                .why(format!("the owner of the memory at {} has freed it", self.address))
         })
     }
 }
@@ -496,12 +460,10 @@ impl MemoryBackend for Borrowed {
         if start == 0 && owner.len == self.len {
             return owner.export_ipc();
         }
-        Err(
-            Error::new(Kind::Unsupported, "export an inter-process handle")
-                .on(self.device.label())
-                .why("only a part of the owner's memory is borrowed")
-                .fix("borrow all of it"),
-        )
+        Err(Error::new(Kind::Unsupported, "export an inter-process handle")
+            .on(self.device.label())
+            .why("only a part of the owner's memory is borrowed")
+            .fix("borrow all of it"))
     }
 
     fn watch(self: Arc<Self>, listener: Listener) -> Result<Watch> {

@@ -47,17 +47,13 @@ impl Sim {
     pub fn start(config: SimConfig) -> Result<Self> {
         config.check()?;
         let gpus = (0..config.gpus).map(|ordinal| Arc::new(SimDevice::new(ordinal, &config)));
-        Ok(Self {
-            gpus: gpus.collect(),
-        })
+        Ok(Self { gpus: gpus.collect() })
     }
 
     /// The one machine of this process that `WARPWIRE_SIM` sets up.
     pub fn from_env() -> Result<Self> {
         static MACHINE: OnceLock<Result<Sim>> = OnceLock::new();
-        MACHINE
-            .get_or_init(|| SimConfig::from_env().and_then(Self::start))
-            .clone()
+        MACHINE.get_or_init(|| SimConfig::from_env().and_then(Self::start)).clone()
     }
 
     /// All of its devices.
@@ -74,19 +70,14 @@ impl Sim {
 
     /// The strings behind the device of that number.
     pub fn control(&self, ordinal: u32) -> Result<Control> {
-        Ok(Control {
-            gpu: self.find(ordinal)?.clone(),
-        })
+        Ok(Control { gpu: self.find(ordinal)?.clone() })
     }
 
     fn find(&self, ordinal: u32) -> Result<&Arc<SimDevice>> {
         self.gpus.get(ordinal as usize).ok_or_else(|| {
             Error::new(Kind::InvalidArgument, format!("find device sim:{ordinal}"))
                 .why(format!("the simulator has {} GPUs", self.gpus.len()))
-                .fix(format!(
-                    "set {VARIABLE}=gpus={} or more",
-                    ordinal.saturating_add(1)
-                ))
+                .fix(format!("set {VARIABLE}=gpus={} or more", ordinal.saturating_add(1)))
         })
     }
 }

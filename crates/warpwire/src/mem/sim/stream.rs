@@ -60,12 +60,8 @@ pub(super) fn sim_event(event: &super::super::stream::Event) -> Option<&SimEvent
 
 impl SimStream {
     pub(super) fn start(device: Arc<SimDevice>, number: u64) -> Result<Self> {
-        let core = Arc::new(Core {
-            device,
-            number,
-            queue: Mutex::default(),
-            arrival: Condvar::new(),
-        });
+        let core =
+            Arc::new(Core { device, number, queue: Mutex::default(), arrival: Condvar::new() });
         let worker = core.clone();
         std::thread::Builder::new()
             .name(format!("sim stream {number}"))
@@ -154,9 +150,7 @@ impl StreamBackend for SimStream {
             let what = format!("launch {} blocks", launch.grid);
             return Err(Error::new(Kind::InvalidArgument, what)
                 .on(self.core.label())
-                .why(format!(
-                    "the simulator runs at most {MOST_BLOCKS} blocks at once"
-                )));
+                .why(format!("the simulator runs at most {MOST_BLOCKS} blocks at once")));
         }
         let mut queue = self.core.queue.lock();
         if let Some(failure) = &queue.failure {
@@ -179,10 +173,7 @@ impl StreamBackend for SimStream {
             return Err(failure.clone());
         }
         if queue.captured.is_some() {
-            return Err(capture_in_progress(
-                "ask whether it is idle",
-                self.core.label(),
-            ));
+            return Err(capture_in_progress("ask whether it is idle", self.core.label()));
         }
         Ok(queue.waiting.is_empty() && !queue.running)
     }
@@ -239,10 +230,7 @@ struct EventState {
 impl SimEvent {
     pub(super) fn new(device: Arc<SimDevice>) -> Self {
         device.count_event(true);
-        Self {
-            device,
-            state: Mutex::default(),
-        }
+        Self { device, state: Mutex::default() }
     }
 
     pub(super) fn mark(&self) -> u64 {
