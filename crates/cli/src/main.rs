@@ -1,5 +1,6 @@
 //! The `warpwire` command.
 
+mod demo;
 mod doctor;
 mod output;
 mod topo;
@@ -25,6 +26,7 @@ struct Arguments {
 
 const EXAMPLES: &str = "\
 Examples:
+  warpwire demo                         see GPU memory move, real or simulated, and be verified
   warpwire doctor                       what works on this machine, what does not, and the fix
   warpwire topo                         which NIC is near which GPU
   WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
@@ -32,10 +34,12 @@ Examples:
 Environment:
   WARPWIRE_LOG   what to log: error, warn (the default), info, debug, trace, or by room, as in
                  warn,warpwire::mem=debug
+  WARPWIRE_SIM   the simulated machine, as in gpus=4,memory=8GiB,copy_delay=50us
   NO_COLOR       if set and not empty, no colour";
 
 #[derive(Subcommand)]
 enum Command {
+    Demo(demo::Arguments),
     Doctor(doctor::Arguments),
     Topo(topo::Arguments),
 }
@@ -43,6 +47,7 @@ enum Command {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let outcome = start_log().and_then(|()| match arguments.command {
+        Command::Demo(arguments) => demo::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Topo(arguments) => topo::run(&arguments),
     });

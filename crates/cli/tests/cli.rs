@@ -138,3 +138,52 @@ fn help_teaches_by_example() {
         assert!(stdout(&run(arguments)).contains("Examples:\n  warpwire"), "{arguments:?}");
     }
 }
+
+#[test]
+fn demo_verifies_what_it_moved() {
+    let output = run(&["demo", "--size", "1MiB"]);
+    let text = stdout(&output);
+    assert_eq!(output.status.code(), Some(0), "{text}{}", stderr(&output));
+    assert!(text.ends_with("\nverified\n"), "{text}");
+    assert!(text.contains("using"), "{text}");
+}
+
+#[test]
+fn demo_prints_json_and_takes_devices() {
+    let output =
+        run(&["demo", "--json", "--size", "64KiB", "--device", "sim:1", "--device", "sim:0"]);
+    let outcome: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(outcome["verified"], true);
+    assert_eq!(outcome["devices"], serde_json::json!(["sim:1", "sim:0"]));
+    assert_eq!(outcome["stages"].as_array().unwrap().len(), 6);
+}
+
+#[test]
+fn demo_refuses_what_it_cannot_do() {
+    for (arguments, status, says) in [
+        (vec!["demo", "--size", "1B"], 2, "between 4KiB and 1GiB"),
+        (vec!["demo", "--size", "much"], 2, "64KiB"),
+        (vec!["demo", "--device", "tpu:0"], 2, "cuda:N or sim:N"),
+        (vec!["demo", "--device", "sim:99"], 2, "gpus=100"),
+    ] {
+        let output = run(&arguments);
+        assert_eq!(output.status.code(), Some(status), "{arguments:?}");
+        assert!(stderr(&output).contains(says), "{arguments:?}: {}", stderr(&output));
+    }
+}
+
+#[test]
+fn demo_fails_cleanly_when_the_device_does() {
+    for (setting, says) in [
+        ("memory=64KiB", "are free"),
+        ("fail=copy:3", "told to fail copy:3"),
+        ("fail=launch:1", "told to fail launch:1"),
+        ("gpus=zero", "WARPWIRE_SIM"),
+    ] {
+        let arguments = ["demo", "--size", "64KiB", "--device", "sim:0"];
+        let output = warpwire().env("WARPWIRE_SIM", setting).args(arguments).output().unwrap();
+        assert_ne!(output.status.code(), Some(0), "{setting}");
+        assert!(stderr(&output).contains(says), "{setting}: {}", stderr(&output));
+        assert!(!stdout(&output).contains("verified"), "{setting}");
+    }
+}

@@ -47,7 +47,8 @@ fn no_gpu() {
     expect(&report, "net.core.rmem_max", Status::Warn, "sudo sysctl net.core.rmem_max=4194304");
     expect(&report, "net.core.wmem_max", Status::Pass, "4 MiB");
     expect(&report, "eth0 MTU", Status::Warn, "sudo ip link set eth0 mtu 9000");
-    expect(&report, "container", Status::Pass, "docker");
+    // It was made from a container image, whose mark it carries, but it is a machine of its own.
+    expect(&report, "container", Status::Pass, "no sign of one");
     expect(&report, "virtual machine", Status::Pass, "/proc/cpuinfo");
     assert!(report.usable());
 }

@@ -79,7 +79,8 @@ impl System {
             return found("kubernetes", "/var/run/secrets/kubernetes.io");
         }
         for (kind, sign) in [("docker", "/.dockerenv"), ("podman", "/run/.containerenv")] {
-            if self.exists(sign) {
+            // A VM that was made from a container's image carries the mark, on a disk of its own.
+            if self.exists(sign) && !self.root_is_a_disk() {
                 return found(kind, sign);
             }
         }
@@ -92,6 +93,19 @@ impl System {
             .into_iter()
             .find(|kind| groups.contains(kind))?;
         found(kind, "/proc/1/cgroup")
+    }
+
+    /// Whether the root file system is a whole disk, as on a machine, and not an engine's layer.
+    fn root_is_a_disk(&self) -> bool {
+        let mounts = self.read("/proc/self/mountinfo").unwrap_or_default();
+        mounts.lines().any(|line| {
+            let Some((place, what)) = line.split_once(" - ") else { return false };
+            let place: Vec<&str> = place.split(' ').collect();
+            let source = what.split(' ').nth(1).unwrap_or_default();
+            place.get(3..5) == Some(&["/", "/"])
+                && source.starts_with("/dev/")
+                && !source.starts_with("/dev/mapper/docker")
+        })
     }
 
     /// Whether this is a virtual machine, by firmware's names and the processor's flags.

@@ -38,6 +38,7 @@ pub trait DeviceBackend: Send + Sync + 'static {
 }
 
 /// Memory. Ranges passed in lie inside it.
+#[allow(clippy::len_without_is_empty)] // memory is never empty
 pub trait MemoryBackend: Send + Sync + std::any::Any {
     /// Where the device finds it.
     fn address(&self) -> DeviceAddr;
@@ -88,7 +89,7 @@ pub trait EventBackend: Send + Sync + std::any::Any {
 /// Captured work, ready to be replayed.
 pub trait GraphBackend: Send + Sync + std::any::Any {
     /// How many operations were captured.
-    fn len(&self) -> usize;
+    fn operations(&self) -> usize;
 }
 
 /// A loaded program.

@@ -305,7 +305,7 @@ pub struct Graph {
 impl Graph {
     /// How many operations it holds.
     pub fn len(&self) -> usize {
-        self.backend.len()
+        self.backend.operations()
     }
 
     /// Whether nothing was captured.

@@ -402,7 +402,7 @@ struct CudaGraph {
 }
 
 impl GraphBackend for CudaGraph {
-    fn len(&self) -> usize {
+    fn operations(&self) -> usize {
         self.ops.len()
     }
 }

@@ -205,7 +205,7 @@ impl SimDevice {
             let mut mischief = self.mischief.lock();
             mischief.stream_ops += 1;
             let count = mischief.stream_ops;
-            let moves = mischief.move_every.is_some_and(|every| count % every == 0);
+            let moves = mischief.move_every.is_some_and(|every| count.is_multiple_of(every));
             (moves, mischief.free_at == Some(count))
         };
         // Memory that cannot move, or went away meanwhile, is passed over: the next turn will come.

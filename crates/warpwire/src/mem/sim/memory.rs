@@ -270,7 +270,7 @@ impl MemoryBackend for SimMemory {
     }
 
     fn export_ipc(&self) -> Result<IpcHandle> {
-        let name = self.with_file(|file| SharedName::of(file))??;
+        let name = self.with_file(SharedName::of)??;
         Ok(IpcHandle::new(Backend::Sim, self.len, name.encode()))
     }
 

@@ -208,7 +208,7 @@ pub(super) struct SimGraph {
 }
 
 impl GraphBackend for SimGraph {
-    fn len(&self) -> usize {
+    fn operations(&self) -> usize {
         self.ops.len()
     }
 }

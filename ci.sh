@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# All checks of the project. Runs on any Linux with cargo; as root on Debian it installs what else it needs.
+#
+#   ./ci.sh                          what a change must pass
+#   WARPWIRE_REQUIRE=cuda,ptx ./ci.sh    what is absent (a GPU, the PTX compiler) is then a failure
+set -euo pipefail
+cd "$(dirname "$0")"
+
+need() { # need COMMAND DEBIAN-PACKAGE...
+  command -v "$1" >/dev/null && return
+  shift
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@" >/dev/null
+  else
+    echo "missing: install $* (on Debian: sudo apt-get install $*)" >&2
+    exit 1
+  fi
+}
+
+step() { printf '\n== %s\n' "$*"; "$@"; }
+
+export PATH="$PATH:$HOME/.cargo/bin"
+if ! command -v cargo >/dev/null; then
+  echo "missing: cargo 1.88 or newer, with rustfmt and clippy; see https://rustup.rs" >&2
+  exit 1
+fi
+need cc gcc libc6-dev
+need python3 python3 python3-pip
+
+export INSTA_UPDATE=no
+step cargo fmt --all -- --check
+step cargo clippy --workspace --all-targets --quiet -- -D warnings
+step cargo test --workspace --quiet
+RUSTDOCFLAGS=-Dwarnings step cargo doc --workspace --no-deps --quiet
+step tools/ptx --check
+step cargo run --quiet --release -- demo
+step cargo run --quiet --release -p warpwire --example 01_move
+step cargo run --quiet --release -- doctor
+printf '\nall checks passed\n'

@@ -1,0 +1,192 @@
+//! The stages that move memory between devices and the host.
+
+use std::time::{Duration, Instant};
+
+use indicatif::ProgressBar;
+use warpwire::Result;
+use warpwire::mem::{
+    Allocation, Condition, Device, Stream, Word, pattern::Pattern, pattern::fill_bytes,
+};
+
+use super::Stage;
+
+const SEED: u64 = 0x5eed;
+/// Longer than any stage takes on a machine that works.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// How often a copy is repeated for its time.
+const COPIES: u32 = 8;
+const ROUND_TRIPS: u32 = 500;
+const REPLAYS: u32 = 200;
+
+/// Runs all stages, in order; each works on what the one before left.
+pub(super) fn stages(ends: &[Device; 2], size: u64, spinner: &ProgressBar) -> Result<Vec<Stage>> {
+    let [near, far] = ends;
+    let (near_end, far_end) = (End::new(near, size)?, End::new(far, size)?);
+    let pinned = near.alloc_pinned(size)?;
+    let mut stages = Vec::new();
+    let mut add = |what: &str, stage: &dyn Fn() -> Result<Stage>| -> Result<()> {
+        spinner.set_message(what.to_owned());
+        stages.push(stage()?);
+        Ok(())
+    };
+    add("fill", &|| near_end.fill())?;
+    add("device to device", &|| between(&near_end, &far_end))?;
+    add("device to host", &|| to_host(&near_end, &pinned))?;
+    add("host to device", &|| to_device(&pinned, &near_end))?;
+    add("word round trip", &|| round_trips(near))?;
+    add("graph replay", &|| replays(&near_end))?;
+    Ok(stages)
+}
+
+/// One end of the transfers: a device with a buffer, and the means to fill and to check it.
+struct End {
+    device: Device,
+    stream: Stream,
+    memory: Allocation,
+    pattern: Pattern,
+    wrong: Word,
+}
+
+impl End {
+    fn new(device: &Device, size: u64) -> Result<Self> {
+        Ok(Self {
+            device: device.clone(),
+            stream: device.stream()?,
+            memory: device.alloc(size)?,
+            pattern: Pattern::load(device)?,
+            wrong: device.alloc_pinned(8)?.word64(0)?,
+        })
+    }
+
+    /// Fills the buffer by a kernel.
+    fn fill(&self) -> Result<Stage> {
+        let region = self.memory.whole()?;
+        let took = self.repeat(|| self.pattern.fill(&self.stream, &region, SEED))?;
+        let stage = Stage::new("fill by kernel", "-", self.device.label(), self.memory.len());
+        Ok(stage.took(took, COPIES).checked(self.holds_pattern()?))
+    }
+
+    /// Whether the device finds the pattern in its buffer.
+    fn holds_pattern(&self) -> Result<bool> {
+        self.wrong.store(0)?;
+        self.pattern.check(&self.stream, &self.memory.whole()?, SEED, &self.wrong)?;
+        self.stream.synchronize(PATIENCE)?;
+        Ok(self.wrong.load()? == 0)
+    }
+
+    /// Wipes the buffer, so that what is found in it afterwards was put there afterwards.
+    fn wipe(&self) -> Result<()> {
+        self.stream.fill(&self.memory.whole()?, 0)?;
+        self.stream.synchronize(PATIENCE)
+    }
+
+    /// The time that several runs of `queue` take in all, after one for warming up.
+    fn repeat(&self, queue: impl Fn() -> Result<()>) -> Result<Duration> {
+        queue()?;
+        self.stream.synchronize(PATIENCE)?;
+        let start = Instant::now();
+        (0..COPIES).try_for_each(|_| queue())?;
+        self.stream.synchronize(PATIENCE)?;
+        Ok(start.elapsed())
+    }
+}
+
+fn between(from: &End, to: &End) -> Result<Stage> {
+    let stage = |what| Stage::new(what, from.device.label(), to.device.label(), to.memory.len());
+    to.wipe()?;
+    let same_backend = from.device.info().backend == to.device.info().backend;
+    if same_backend {
+        let (target, source) = (to.memory.whole()?, from.memory.whole()?);
+        let took = from.repeat(|| from.stream.copy(&target, &source))?;
+        return Ok(stage("device to device").took(took, COPIES).checked(to.holds_pattern()?));
+    }
+    // No stream reaches memory of both backends: through the host.
+    let start = Instant::now();
+    let mut buffer = vec![0; usize::try_from(from.memory.len()).unwrap_or(0)];
+    from.memory.read(0, &mut buffer)?;
+    to.memory.write(0, &buffer)?;
+    Ok(stage("device to device, staged").took(start.elapsed(), 1).checked(to.holds_pattern()?))
+}
+
+fn to_host(from: &End, pinned: &Allocation) -> Result<Stage> {
+    let (target, source) = (pinned.whole()?, from.memory.whole()?);
+    let took = from.repeat(|| from.stream.copy(&target, &source))?;
+    let verified = host_holds_pattern(pinned)?;
+    let stage = Stage::new("device to host", from.device.label(), "pinned", pinned.len());
+    Ok(stage.took(took, COPIES).checked(verified))
+}
+
+/// Whether the CPU finds the pattern in pinned memory.
+fn host_holds_pattern(pinned: &Allocation) -> Result<bool> {
+    let (mut found, mut wanted) = (vec![0; 1 << 20], vec![0; 1 << 20]);
+    let mut at = 0;
+    while at < pinned.len() {
+        let step =
+            usize::try_from(pinned.len() - at).map_or(found.len(), |left| left.min(found.len()));
+        pinned.read(at, &mut found[..step])?;
+        fill_bytes(&mut wanted[..step], SEED, at);
+        if found[..step] != wanted[..step] {
+            return Ok(false);
+        }
+        at += step as u64;
+    }
+    Ok(true)
+}
+
+fn to_device(pinned: &Allocation, to: &End) -> Result<Stage> {
+    to.wipe()?;
+    let (target, source) = (to.memory.whole()?, pinned.whole()?);
+    let took = to.repeat(|| to.stream.copy(&target, &source))?;
+    let stage = Stage::new("host to device", "pinned", to.device.label(), pinned.len());
+    Ok(stage.took(took, COPIES).checked(to.holds_pattern()?))
+}
+
+/// Two streams answer each other through words: one waits for what the other writes.
+fn round_trips(device: &Device) -> Result<Stage> {
+    let words = device.alloc_pinned(128)?;
+    let (ping, pong) = (words.word64(0)?, words.word64(64)?);
+    ping.store(0)?;
+    pong.store(0)?;
+    let (first, second) = (device.stream()?, device.stream()?);
+    // Everything is queued behind the first word, so that the time is the streams' own.
+    let gate = device.alloc_pinned(8)?.word64(0)?;
+    gate.store(0)?;
+    first.wait_value(&gate, Condition::AtLeast, 1)?;
+    for round in 1..=u64::from(ROUND_TRIPS) {
+        first.write_value(&ping, round)?;
+        second.wait_value(&ping, Condition::AtLeast, round)?;
+        second.write_value(&pong, round)?;
+        first.wait_value(&pong, Condition::AtLeast, round)?;
+    }
+    let start = Instant::now();
+    gate.store(1)?;
+    first.synchronize(PATIENCE)?;
+    let took = start.elapsed();
+    second.synchronize(PATIENCE)?;
+    let verified = pong.load()? == u64::from(ROUND_TRIPS);
+    let stage = Stage::new("word round trip", "stream", "stream", 8);
+    Ok(stage.took(took, ROUND_TRIPS).checked(verified))
+}
+
+/// A captured fill, copy and word, replayed.
+fn replays(end: &End) -> Result<Stage> {
+    let small = end.device.alloc(4096)?;
+    let count = end.device.alloc_pinned(8)?.word64(0)?;
+    count.store(0)?;
+    let graph = end.stream.capture(|stream| {
+        stream.fill(&small.whole()?, 0)?;
+        stream.copy(&small.whole()?, &end.memory.region(0, 4096)?)?;
+        stream.write_value(&count, 1)
+    })?;
+    let start = Instant::now();
+    (0..REPLAYS).try_for_each(|_| end.stream.replay(&graph))?;
+    end.stream.synchronize(PATIENCE)?;
+    let took = start.elapsed();
+    let (mut found, mut wanted) = (vec![0; 4096], vec![0; 4096]);
+    small.read(0, &mut found)?;
+    fill_bytes(&mut wanted, SEED, 0);
+    let verified = found == wanted && count.load()? == 1;
+    let label = end.device.label();
+    let stage = Stage::new("graph replay (fill, copy, word)", &label, &label, 4096);
+    Ok(stage.took(took, REPLAYS).checked(verified))
+}

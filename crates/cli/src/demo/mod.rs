@@ -1,0 +1,182 @@
+//! `warpwire demo`
+
+mod memory;
+mod table;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+use warpwire::mem::{self, Device, Discovery};
+use warpwire::{Result, units};
+
+use crate::output;
+
+/// See GPU memory move, and every byte of it verified
+///
+/// Finds the GPUs of this machine, says which it uses and why, and moves memory between two of them and
+/// the host through streams: filled by a kernel, copied, checked by the device and by the CPU. Where
+/// there is no CUDA, two simulated GPUs stand in. Takes a few seconds.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Arguments {
+    /// A device to use (cuda:N or sim:N); give it twice for the two ends
+    #[arg(long = "device", value_name = "DEVICE")]
+    devices: Vec<String>,
+
+    /// How much to move at a time
+    #[arg(long, value_name = "SIZE", default_value = "64MiB", value_parser = size)]
+    size: u64,
+
+    /// Print JSON: {"devices": […], "missing": […], "stages": […], "verified": true}
+    #[arg(long)]
+    json: bool,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire demo
+  warpwire demo --device cuda:0 --device sim:0    from a real GPU to a simulated one
+  WARPWIRE_SIM=copy_delay=1ms warpwire demo       a slow simulated GPU
+  warpwire demo --json | jq .stages";
+
+/// A stage must be long enough to be timed and short enough for a demonstration.
+const LARGEST: u64 = 1 << 30;
+
+fn size(text: &str) -> std::result::Result<u64, String> {
+    let size = units::parse_bytes(text).map_err(|error| error.to_string())?;
+    if (4096..=LARGEST).contains(&size) {
+        return Ok(size);
+    }
+    Err("the size must be between 4KiB and 1GiB".to_owned())
+}
+
+/// What one stage did.
+#[derive(Serialize)]
+pub(crate) struct Stage {
+    what: String,
+    from: String,
+    to: String,
+    /// Bytes moved each time.
+    bytes: u64,
+    /// How many times.
+    times: u32,
+    /// The time of one.
+    nanoseconds: u64,
+    verified: bool,
+}
+
+impl Stage {
+    fn new(what: &str, from: impl ToString, to: impl ToString, bytes: u64) -> Self {
+        let (what, from, to) = (what.to_owned(), from.to_string(), to.to_string());
+        Self { what, from, to, bytes, times: 1, nanoseconds: 0, verified: false }
+    }
+
+    fn took(mut self, total: Duration, times: u32) -> Self {
+        self.times = times;
+        self.nanoseconds = u64::try_from(total.as_nanos()).unwrap_or(u64::MAX) / u64::from(times);
+        self
+    }
+
+    fn checked(mut self, verified: bool) -> Self {
+        self.verified = verified;
+        self
+    }
+}
+
+#[derive(Serialize)]
+struct Outcome {
+    devices: Vec<String>,
+    missing: Vec<Missing>,
+    stages: Vec<Stage>,
+    verified: bool,
+}
+
+#[derive(Serialize)]
+struct Missing {
+    backend: mem::Backend,
+    why: String,
+    fix: Option<String>,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> std::result::Result<ExitCode, String> {
+    let found = mem::discover();
+    let ends = choose(&found, &arguments.devices).map_err(|error| error.to_string())?;
+    if !arguments.json {
+        output::print(&introduction(&found, &ends))?;
+    }
+    let spinner = spinner();
+    let stages = memory::stages(&ends, arguments.size, &spinner);
+    spinner.finish_and_clear();
+    let stages = match stages {
+        Ok(stages) => stages,
+        Err(error) => {
+            eprintln!("error: {error}");
+            return Ok(ExitCode::FAILURE);
+        }
+    };
+    let verified = stages.iter().all(|stage| stage.verified);
+    if arguments.json {
+        let missing = found.missing.iter().map(|(backend, error)| Missing {
+            backend: *backend,
+            why: error.reason().to_owned(),
+            fix: error.advice().map(str::to_owned),
+        });
+        let devices = ends.iter().map(Device::label).collect();
+        output::print_json(&Outcome { devices, missing: missing.collect(), stages, verified })?;
+    } else {
+        output::print(&table::render(&stages))?;
+        output::print(if verified { "\nverified\n" } else { "\nWRONG DATA: see the table\n" })?;
+    }
+    Ok(if verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The two ends: those that were asked for, else the first two of the best backend; the same one twice
+/// if there is but one.
+fn choose(found: &Discovery, asked: &[String]) -> Result<[Device; 2]> {
+    let mut asked = asked.iter();
+    let first = match asked.next() {
+        Some(label) => mem::open(label)?,
+        None => found.devices.first().cloned().map_or_else(|| mem::open("sim:0"), Ok)?,
+    };
+    let second = match asked.next() {
+        Some(label) => mem::open(label)?,
+        None => {
+            let mut others = found.of(first.info().backend).into_iter();
+            others.find(|other| *other != first).unwrap_or_else(|| first.clone())
+        }
+    };
+    Ok([first, second])
+}
+
+fn introduction(found: &Discovery, ends: &[Device; 2]) -> String {
+    let mut text = String::new();
+    for device in &found.devices {
+        let info = device.info();
+        let memory = units::bytes(info.total_memory);
+        text += &format!("found    {:<8} {}, {memory}\n", info.label(), info.name);
+    }
+    for (backend, error) in &found.missing {
+        text += &format!("absent   {backend:<8} {}\n", error.reason());
+    }
+    let [first, second] = ends;
+    text += &match first == second {
+        true => {
+            format!("using    {} for both ends: it is the only one of its kind\n\n", first.label())
+        }
+        false => format!("using    {} and {}\n\n", first.label(), second.label()),
+    };
+    text
+}
+
+/// Shows on a terminal which stage runs; nothing elsewhere.
+fn spinner() -> ProgressBar {
+    let spinner = ProgressBar::new_spinner();
+    if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} ({elapsed})") {
+        spinner.set_style(style);
+    }
+    spinner.enable_steady_tick(Duration::from_millis(200));
+    spinner
+}

@@ -1,0 +1,147 @@
+//! The rules of the house: imports point down, unsafe code stays in its rooms, files stay small.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Modules that every room may use.
+const COMMON: [&str; 2] = ["error", "units"];
+
+/// The only files that may lift the ban on unsafe code.
+const UNSAFE_FENCE: [&str; 6] = [
+    "mem/bytes.rs",
+    "mem/cuda/mod.rs",
+    "mem/pattern/mod.rs",
+    "mem/share.rs",
+    "mem/sim/memory.rs",
+    "mem/stream.rs",
+];
+
+const LONGEST_FILE: usize = 800;
+
+fn workspace() -> PathBuf {
+    // Staged binaries run where there are no sources; then there is nothing to check.
+    PathBuf::from(option_env!("CARGO_MANIFEST_DIR").unwrap_or(".")).join("../..")
+}
+
+fn sources(folder: &Path) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    let Ok(entries) = fs::read_dir(folder) else { return found };
+    for entry in entries.flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            found.extend(sources(&path));
+        } else if path.extension().is_some_and(|ending| ending == "rs") {
+            found.push((path.display().to_string(), fs::read_to_string(&path).unwrap()));
+        }
+    }
+    found
+}
+
+/// The library's sources, each with its path below `src`.
+fn library() -> Vec<(String, String)> {
+    let root = workspace().join("crates/warpwire/src");
+    let prefix = format!("{}/", root.display());
+    let strip = |(path, text): (String, String)| (path.replace(&prefix, ""), text);
+    sources(&root).into_iter().map(strip).collect()
+}
+
+/// The rooms from the table in `lib.rs`, top first; rooms on one line stand side by side.
+fn rooms(lib: &str) -> Vec<Vec<String>> {
+    let table = lib.split("//! ```text\n").nth(1).and_then(|rest| rest.split("//! ```").next());
+    let lines = table.expect("lib.rs opens with the table of rooms").lines();
+    let names = |line: &str| -> Vec<String> {
+        let words = line.trim_start_matches("//! ").split("  ").next().unwrap_or_default();
+        words
+            .split('|')
+            .map(|name| name.trim().to_owned())
+            .filter(|name| !name.is_empty())
+            .collect()
+    };
+    lines.map(names).filter(|names| !names.is_empty()).collect()
+}
+
+/// Every module that the text names by a path from the crate's root.
+fn imports(text: &str) -> Vec<String> {
+    let code: String = text
+        .lines()
+        .filter(|line| !line.trim_start().starts_with("//"))
+        .flat_map(|line| [line, "\n"])
+        .collect();
+    let names = code.split("crate::").skip(1).map(|rest| {
+        rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>()
+    });
+    names.filter(|name| name.chars().next().is_some_and(char::is_lowercase)).collect()
+}
+
+/// What is wrong with the imports of one file, given its room.
+fn upward(rooms: &[Vec<String>], room: &str, text: &str) -> Vec<String> {
+    let level = |name: &str| rooms.iter().position(|names| names.iter().any(|known| known == name));
+    let Some(mine) = level(room) else { return vec![format!("room {room:?} is not in the table")] };
+    let wrong = imports(text).into_iter().filter(|name| {
+        let common = COMMON.contains(&name.as_str()) || name == room;
+        !common && level(name).is_some_and(|theirs| theirs <= mine)
+    });
+    wrong.map(|name| format!("{room} imports {name}")).collect()
+}
+
+#[test]
+fn imports_point_down() {
+    let library = library();
+    let Some((_, lib)) = library.iter().find(|(path, _)| path == "lib.rs") else { return };
+    let rooms = rooms(lib);
+    assert!(rooms.len() >= 3, "{rooms:?}");
+    let mut wrong = Vec::new();
+    for (path, text) in &library {
+        let room = path.split(['/', '.']).next().unwrap_or_default();
+        if room != "lib" && !COMMON.contains(&room) {
+            wrong.extend(
+                upward(&rooms, room, text).into_iter().map(|what| format!("{path}: {what}")),
+            );
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn the_check_notices_an_upward_import() {
+    let rooms = rooms("//! ```text\n//! top      x\n//! left | right  y\n//! low   z\n//! ```\n");
+    assert_eq!(rooms.len(), 3);
+    assert_eq!(
+        upward(&rooms, "top", "use crate::low::X;\nuse crate::error::E;"),
+        Vec::<String>::new()
+    );
+    assert_eq!(upward(&rooms, "low", "use crate::top::X;"), ["low imports top"]);
+    assert_eq!(upward(&rooms, "left", "let x = crate::right::f();"), ["left imports right"]);
+    assert_eq!(upward(&rooms, "low", "/// see crate::top::X"), Vec::<String>::new());
+    assert_eq!(upward(&rooms, "attic", "").len(), 1);
+}
+
+#[test]
+fn unsafe_code_stays_behind_its_fence() {
+    let lifts = |text: &str| text.contains("allow(unsafe_code)");
+    let library = library();
+    let outside: Vec<_> = library
+        .iter()
+        .filter(|(path, text)| lifts(text) && !UNSAFE_FENCE.contains(&path.as_str()))
+        .map(|(path, _)| path)
+        .collect();
+    assert!(outside.is_empty(), "{outside:?} lift the ban; add them to the fence or do without");
+}
+
+#[test]
+fn files_stay_small() {
+    let long: Vec<_> = sources(&workspace().join("crates"))
+        .into_iter()
+        .map(|(path, text)| (text.lines().count(), path))
+        .filter(|(lines, _)| *lines > LONGEST_FILE)
+        .collect();
+    assert!(long.is_empty(), "{long:?} have more than {LONGEST_FILE} lines");
+}
+
+#[test]
+fn the_protocol_crate_imports_nothing() {
+    let Ok(manifest) = fs::read_to_string(workspace().join("crates/proto/Cargo.toml")) else {
+        return;
+    };
+    assert!(!manifest.contains("[dependencies]"), "warpwire-proto must have no dependencies");
+}
