@@ -73,10 +73,8 @@ impl Stranger {
         let mut address = 0;
         type Alloc = unsafe extern "C" fn(*mut u64, usize, u32) -> i32;
         // SAFETY: as cuda.h declares it.
-        assert_eq!(
-            unsafe { self.call("cuMemAllocManaged", |f: Alloc| f(&mut address, len, 1)) },
-            0
-        );
+        let code = unsafe { self.call("cuMemAllocManaged", |f: Alloc| f(&mut address, len, 1)) };
+        assert_eq!(code, 0);
         address
     }
 }
