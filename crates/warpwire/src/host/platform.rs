@@ -78,15 +78,17 @@ impl System {
         if self.exists("/var/run/secrets/kubernetes.io") {
             return found("kubernetes", "/var/run/secrets/kubernetes.io");
         }
-        for (kind, sign) in [("docker", "/.dockerenv"), ("podman", "/run/.containerenv")] {
-            // A VM that was made from a container's image carries the mark, on a disk of its own.
-            if self.exists(sign) && !self.root_is_a_disk() {
-                return found(kind, sign);
+        // A VM that was made from a container's image carries the engine's marks, on a disk of its own.
+        if !self.root_is_a_disk() {
+            for (kind, sign) in [("docker", "/.dockerenv"), ("podman", "/run/.containerenv")] {
+                if self.exists(sign) {
+                    return found(kind, sign);
+                }
             }
-        }
-        let systemd = "/run/systemd/container";
-        if let Some(kind) = self.read(systemd).filter(|kind| !kind.is_empty()) {
-            return found(&kind, systemd);
+            let systemd = "/run/systemd/container";
+            if let Some(kind) = self.read(systemd).filter(|kind| !kind.is_empty()) {
+                return found(&kind, systemd);
+            }
         }
         let groups = self.read("/proc/1/cgroup")?;
         let kind = ["kubepods", "docker", "lxc", "containerd", "libpod"]

@@ -25,14 +25,19 @@ fn main() -> ExitCode {
     if let Some(code) = child::run_if_asked() {
         return code;
     }
-    let arguments = Arguments::from_args();
+    let mut arguments = Arguments::from_args();
     hush_panics_on_purpose();
     let mut trials = trials(
         Backend::Sim,
         &[memory::CASES, streams::CASES, program::CASES, sharing::CASES, sim_only::CASES],
     );
     match warpwire::mem::cuda::devices() {
-        Ok(_) => trials.extend(trials_on_cuda()),
+        Ok(_) => {
+            trials.extend(trials_on_cuda());
+            // All cases share the process's one CUDA context, in which some calls wait for all streams:
+            // a case that holds a stream up would hold up the others.
+            arguments.test_threads = Some(1);
+        }
         Err(error) => {
             // To stderr: test runners read the list of tests from stdout.
             eprintln!("skipped: {}", error.reason());

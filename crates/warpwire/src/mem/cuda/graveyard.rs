@@ -100,15 +100,21 @@ impl Graveyard {
         if self.is_empty() {
             return false;
         }
+        self.wait_idle(driver, patience);
+        self.settle(driver);
+        self.is_empty()
+    }
+
+    /// Whether all streams were idle at once before the time ran out.
+    pub(super) fn wait_idle(&self, driver: &Driver, patience: Duration) -> bool {
         let start = Instant::now();
-        while start.elapsed() < patience {
-            self.settle(driver);
-            if self.is_empty() {
-                return true;
+        while self.is_busy(driver) {
+            if start.elapsed() > patience {
+                return false;
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        false
+        true
     }
 
     fn is_busy(&self, driver: &Driver) -> bool {

@@ -247,6 +247,33 @@ pub(super) fn ask_pointer(device: &CudaDevice, attribute: i32, address: u64) -> 
     Ok(value)
 }
 
+/// Exports the pages around a range; returns the descriptor and the address at which it begins.
+///
+/// The driver takes whole pages of the host. Where small allocations share a piece, or memory comes from
+/// a pool, it also wants the export to begin at the piece's own start, which it does not tell: so larger
+/// roundings are tried in turn.
+fn export_pages(device: &CudaDevice, start: u64, len: u64) -> Result<(OwnedFd, u64)> {
+    let page = rustix::param::page_size() as u64;
+    let end = (start + len).next_multiple_of(page);
+    let (mut base, mut size) = (0, 0);
+    call!(device.driver, address_range(&mut base, &mut size, start))?;
+    let begins = [page, GPU_PAGE, LARGE_GPU_PAGE].map(|unit| start - start % unit);
+    let begins = begins.into_iter().chain([page, LARGE_GPU_PAGE].map(|unit| base - base % unit));
+    let mut refusal = None;
+    for first in begins {
+        let size = (end - first) as usize;
+        match get!(device.driver, -1, range_handle(first, size, sys::RANGE_DMA_BUF, 0)) {
+            // SAFETY: the driver has just opened it for us.
+            Ok(fd) => return Ok((unsafe { OwnedFd::from_raw_fd(fd) }, first)),
+            Err(error) => refusal = refusal.or(Some(error)),
+        }
+    }
+    Err(refusal.unwrap_or_else(|| Error::new(Kind::Unsupported, "")))
+}
+
+const GPU_PAGE: u64 = 64 << 10;
+const LARGE_GPU_PAGE: u64 = 2 << 20;
+
 impl MemoryBackend for CudaMemory {
     fn address(&self) -> DeviceAddr {
         self.address
@@ -307,15 +334,9 @@ impl MemoryBackend for CudaMemory {
                 .fix("register host memory by its address instead"));
         }
         let _current = device.enter()?;
-        // The driver exports whole pages of the host.
-        let page = rustix::param::page_size() as u64;
         let start = self.address.raw() + offset;
-        let first = start - start % page;
-        let size = (start + len).next_multiple_of(page) - first;
-        let fd = get!(device.driver, -1, range_handle(first, size as usize, sys::RANGE_DMA_BUF, 0))
+        let (fd, first) = export_pages(device, start, len)
             .map_err(device.blame(format!("export {len} bytes as a dma-buf")))?;
-        // SAFETY: the driver has just opened it for us.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         Ok(DmaBuf::new(fd, start - first, len))
     }
 

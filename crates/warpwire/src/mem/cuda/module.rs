@@ -2,6 +2,7 @@
 
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::super::backend::{KernelBackend, ModuleBackend};
 use super::super::program::Program;
@@ -10,6 +11,10 @@ use super::driver::{call, get};
 use super::graveyard::Remains;
 use super::sys::{self, Function, ModuleHandle};
 use crate::error::{Error, Kind, Result};
+
+/// How long loading waits for the streams to become idle. The driver would wait for ever, and hold up
+/// the calls of all other threads meanwhile.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 pub(super) struct CudaModule {
     device: Arc<CudaDevice>,
@@ -25,6 +30,12 @@ impl CudaModule {
             Error::new(Kind::Malformed, what.clone()).why("its PTX holds a zero byte")
         })?;
         let current = device.enter()?;
+        if !device.graveyard.wait_idle(device.driver, PATIENCE) {
+            return Err(Error::new(Kind::Busy, what)
+                .on(device.label())
+                .why("streams are at work, and the driver loads code only when none is")
+                .fix("load programs before starting work that waits, or kernels that do not end"));
+        }
         let mut log = vec![0_u8; 8192];
         let mut options = [sys::JIT_ERROR_LOG, sys::JIT_ERROR_LOG_SIZE];
         let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log.len() as *mut c_void];
@@ -62,6 +73,7 @@ impl ModuleBackend for CudaModule {
         let function =
             get!(self.device.driver, Function::NULL, module_function(handle, symbol.as_ptr()))
                 .map_err(|_| missing())?;
+        self.load_now(function).map_err(self.device.blame(format!("load kernel {name:?}")))?;
         let parameters = self.parameters(name, function)?;
         Ok(Arc::new(CudaKernel {
             name: name.to_string(),
@@ -73,6 +85,17 @@ impl ModuleBackend for CudaModule {
 }
 
 impl CudaModule {
+    /// Has the driver put the code onto the device. It would otherwise do so at the first launch, and
+    /// wait there for every stream that is at work, maybe for ever.
+    fn load_now(&self, function: Function) -> Result<()> {
+        let driver = self.device.driver;
+        if driver.functions.function_load.is_some() {
+            return call!(driver, function_load(function));
+        }
+        // Before CUDA 12.4, asking for an attribute has the same effect.
+        get!(driver, 0, function_attribute(sys::FUNCTION_REGISTERS, function)).map(|_| ())
+    }
+
     /// How many parameters the kernel takes, all of 64 bits; `None` on drivers that do not tell
     /// (before CUDA 12.4).
     fn parameters(&self, name: &str, function: Function) -> Result<Option<usize>> {

@@ -84,6 +84,7 @@ pub(super) const HOST_PORTABLE_AND_MAPPED: c_uint = 3;
 pub(super) const HANDLE_POSIX_FD: c_uint = 1;
 pub(super) const RANGE_DMA_BUF: c_int = 1;
 pub(super) const IPC_LAZY_PEER_ACCESS: c_uint = 1;
+pub(super) const FUNCTION_REGISTERS: c_int = 4;
 pub(super) const JIT_ERROR_LOG: c_int = 5;
 pub(super) const JIT_ERROR_LOG_SIZE: c_int = 6;
 const ALLOCATION_PINNED: c_uint = 1;
@@ -297,6 +298,8 @@ functions! {
     module_load = "cuModuleLoadDataEx"(*mut ModuleHandle, *const c_void, c_uint, *mut c_int, *mut *mut c_void);
     module_unload = "cuModuleUnload"(ModuleHandle);
     module_function = "cuModuleGetFunction"(*mut Function, ModuleHandle, *const c_char);
+    function_load = "cuFuncLoad"(Function);
+    function_attribute = "cuFuncGetAttribute"(*mut c_int, c_int, Function);
     function_parameter = "cuFuncGetParamInfo"(Function, usize, *mut usize, *mut usize);
     launch_kernel = "cuLaunchKernel"(
         Function, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, StreamHandle,
