@@ -236,7 +236,8 @@ impl Device {
 
     /// Loads a program's kernels onto the device.
     ///
-    /// On CUDA this may wait for streams that are at work; load programs before starting endless ones.
+    /// CUDA loads code only while no stream is at work: this waits a few seconds for that, then says
+    /// `Busy`. Load programs before starting work that waits, or kernels that do not end.
     pub fn load(&self, program: &Program) -> Result<Module> {
         let backend = self.backend.clone().load(program)?;
         Ok(Module::new(self.clone(), program.name().to_string(), backend))

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 
 use libloading::Library;
 use warpwire::error::Kind;
-use warpwire::mem::{DeviceAddr, Launch, Program};
+use warpwire::mem::{Condition, DeviceAddr, Launch, Program, Stream, Word};
 
 use crate::fixture::{Fixture, SOON, cases, expect_pattern, put_pattern};
 
@@ -14,6 +14,8 @@ cases![
     memory_that_is_not_the_devices_is_named,
     bad_ptx_shows_the_compilers_log,
     a_wrong_number_of_arguments_is_refused,
+    loading_code_while_a_stream_waits_is_refused,
+    loaded_kernels_start_while_a_stream_waits,
     the_context_is_left_as_it_was,
     handles_do_not_open_in_their_own_process,
 ];
@@ -136,6 +138,37 @@ fn a_wrong_number_of_arguments_is_refused(f: &Fixture) {
         ".version 8.2\n.target sm_70\n.address_size 64\n.visible .entry k(.param .u32 x){ret;}\n";
     let error = f.gpu.load(&Program::new("narrow").ptx(narrow)).unwrap().kernel("k").unwrap_err();
     assert!(error.to_string().contains("64-bit"), "{error}");
+}
+
+/// Holds a stream up until the word is set.
+fn gated_stream(f: &Fixture) -> (Stream, Word) {
+    let gate = f.gpu.alloc_pinned(8).unwrap().word64(0).unwrap();
+    gate.store(0).unwrap();
+    let stream = f.gpu.stream().unwrap();
+    stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
+    (stream, gate)
+}
+
+fn loading_code_while_a_stream_waits_is_refused(f: &Fixture) {
+    let (stream, gate) = gated_stream(f);
+    let error = f.gpu.load(&crate::kernels::program()).unwrap_err();
+    assert_eq!(error.kind(), &Kind::Busy, "{error}");
+    gate.store(1).unwrap();
+    stream.synchronize(SOON).unwrap();
+    f.gpu.load(&crate::kernels::program()).unwrap();
+}
+
+fn loaded_kernels_start_while_a_stream_waits(f: &Fixture) {
+    let kernel = f.gpu.load(&crate::kernels::program()).unwrap().kernel("meet").unwrap();
+    let (waiting, gate) = gated_stream(f);
+    let (stream, memory) = (f.gpu.stream().unwrap(), f.gpu.alloc(8).unwrap());
+    memory.write(0, &[0; 8]).unwrap();
+    // SAFETY: the kernel touches the one word that it is given.
+    unsafe { stream.launch(Launch::new(&kernel).region(&memory.whole().unwrap())) }.unwrap();
+    stream.synchronize(SOON).unwrap();
+    assert!(!waiting.is_idle().unwrap());
+    gate.store(1).unwrap();
+    waiting.synchronize(SOON).unwrap();
 }
 
 fn the_context_is_left_as_it_was(f: &Fixture) {
