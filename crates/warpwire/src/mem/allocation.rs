@@ -10,7 +10,8 @@ use super::address::{DeviceAddr, check_range};
 use super::backend::MemoryBackend;
 use super::bytes::SharedBytes;
 use super::device::Device;
-use super::share::{DmaBuf, IpcHandle};
+use super::share::{DmaBuf, DmaBufRoute, IpcHandle};
+use super::window::{Window, WindowOptions};
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
@@ -221,13 +222,18 @@ impl Allocation {
     /// The descriptor names whole pages around the range; [`DmaBuf::offset`] says where in it the range
     /// begins. The descriptor keeps the memory alive.
     pub fn export_dmabuf(&self, offset: u64, len: u64) -> Result<DmaBuf> {
+        self.export_dmabuf_by(offset, len, DmaBufRoute::Default)
+    }
+
+    /// The same, by a given route; drivers without a choice refuse all but the default.
+    pub fn export_dmabuf_by(&self, offset: u64, len: u64, route: DmaBufRoute) -> Result<DmaBuf> {
         let in_use = self.region(offset, len)?;
         if len == 0 {
             return Err(Error::new(Kind::InvalidArgument, "export a dma-buf")
                 .on(self.describe())
                 .why("the length is zero"));
         }
-        self.shared.memory.export_dmabuf(in_use.offset, len)
+        self.shared.memory.export_dmabuf(in_use.offset, len, route)
     }
 
     /// A handle by which another process opens this memory.
@@ -242,6 +248,20 @@ impl Allocation {
         self.shared.memory.clone().watch(listener)
     }
 
+    /// A CPU window onto all of it, by the best path there is.
+    pub fn window(&self) -> Result<Window> {
+        self.window_with(0, self.len(), &WindowOptions::from_env()?)
+    }
+
+    /// A CPU window onto `offset..offset + len`.
+    ///
+    /// The paths are tried in order, best first, unless the options name one; the window says which it
+    /// took and why those before it were refused. If none works, the error tells of each.
+    pub fn window_with(&self, offset: u64, len: u64, options: &WindowOptions) -> Result<Window> {
+        let region = self.region(offset, len)?;
+        Window::open(&region, &*self.shared.memory, options)
+    }
+
     /// Frees the memory now. Other handles to it stay safe: their next use is an error.
     ///
     /// Memory that a region or a queued operation still uses is not freed; the error says so, and the
@@ -253,7 +273,13 @@ impl Allocation {
                 .why("it is borrowed")
                 .fix("let its owner free it, and drop the borrow"));
         }
-        match self.shared.users.close() {
+        let mut closed = self.shared.users.close();
+        if let Err(Some(_)) = closed {
+            // The users may be finished operations that nobody has asked about yet.
+            self.device().reclaim();
+            closed = self.shared.users.close();
+        }
+        match closed {
             Ok(()) => self.shared.memory.free(),
             Err(None) => Err(self.freed("free memory")),
             Err(Some(users)) => Err(Error::new(Kind::Busy, "free memory")

@@ -12,7 +12,8 @@ use super::bytes::SharedBytes;
 use super::device::{Capabilities, DeviceInfo, MemoryUsage};
 use super::op::{Op, PendingWait};
 use super::program::Program;
-use super::share::{DmaBuf, IpcHandle};
+use super::share::{DmaBuf, DmaBufRoute, IpcHandle};
+use super::window::{Mapped, WindowPath};
 use crate::error::Result;
 
 /// A device. Everything made by it holds it, so that it goes last.
@@ -33,6 +34,8 @@ pub trait DeviceBackend: Send + Sync + 'static {
     fn create_stream(self: Arc<Self>) -> Result<Arc<dyn StreamBackend>>;
     /// An event.
     fn create_event(self: Arc<Self>) -> Result<Arc<dyn EventBackend>>;
+    /// Lets go of what finished operations still hold, if it does not do so by itself.
+    fn reclaim(&self) {}
     /// The kernels of a program.
     fn load(self: Arc<Self>, program: &Program) -> Result<Arc<dyn ModuleBackend>>;
 }
@@ -53,11 +56,15 @@ pub trait MemoryBackend: Send + Sync + std::any::Any {
     /// Copies out; done on return.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<()>;
     /// Exports a range.
-    fn export_dmabuf(&self, offset: u64, len: u64) -> Result<DmaBuf>;
+    fn export_dmabuf(&self, offset: u64, len: u64, route: DmaBufRoute) -> Result<DmaBuf>;
     /// A handle for another process.
     fn export_ipc(&self) -> Result<IpcHandle>;
     /// Tells `listener` of moves and of the end.
     fn watch(self: Arc<Self>, listener: Listener) -> Result<Watch>;
+    /// The ways to a CPU window onto it, best first; none if it is the CPU's own.
+    fn window_paths(&self) -> &'static [WindowPath];
+    /// Maps a range for the CPU by one of them.
+    fn map(&self, offset: u64, len: u64, path: WindowPath) -> Result<Mapped>;
     /// Gives the memory back; called at most once, and never while a region of it exists.
     fn free(&self) -> Result<()>;
 }

@@ -152,10 +152,15 @@ impl<'a> SharedBytes<'a> {
     /// Repeats `pattern` over `len` bytes at `offset`; `len` is a multiple of the pattern's length.
     pub fn fill(&self, offset: u64, len: u64, pattern: &[u8]) -> Result<()> {
         let into = self.part(offset, len)?;
-        let unit = pattern.len().max(1);
+        let unit = pattern.len();
         let mut buffer = [0; 4096];
+        if unit == 0 || unit > buffer.len() || !len.is_multiple_of(unit as u64) {
+            return Err(Error::new(Kind::InvalidArgument, format!("fill {len} bytes"))
+                .on("shared memory")
+                .why(format!("a pattern of {unit} bytes does not go into that a whole number of times")));
+        }
         for (at, byte) in buffer.iter_mut().enumerate() {
-            *byte = pattern.get(at % unit).copied().unwrap_or(0);
+            *byte = pattern[at % unit];
         }
         // Each step starts the pattern anew, so steps are whole multiples of it.
         let whole = (buffer.len() - buffer.len() % unit) as u64;

@@ -203,10 +203,14 @@ impl Device {
 
     /// Uses `len` bytes at `address` that another library allocated on this device.
     ///
-    /// The range may begin and end anywhere inside that library's allocations. Its owner keeps it
-    /// alive: after the owner frees it, operations on the borrowed memory fail or meet the next owner's
-    /// data. Dropping the borrow frees nothing.
-    pub fn borrow(&self, address: DeviceAddr, len: u64) -> Result<Allocation> {
+    /// The range may begin and end anywhere inside that library's allocations; that it is device memory of
+    /// this device is checked. Dropping the borrow frees nothing.
+    ///
+    /// # Safety
+    /// The owner keeps the memory allocated while the borrow, its clones and regions, and work that uses
+    /// them exist: CUDA takes an address that it does not know any more for ordinary host memory.
+    #[allow(unsafe_code)]
+    pub unsafe fn borrow(&self, address: DeviceAddr, len: u64) -> Result<Allocation> {
         if len == 0 || address.checked_add(len).is_none() {
             let what = format!("borrow {len} bytes at {address}");
             return Err(Error::new(Kind::InvalidArgument, what)
@@ -241,6 +245,11 @@ impl Device {
     pub fn load(&self, program: &Program) -> Result<Module> {
         let backend = self.backend.clone().load(program)?;
         Ok(Module::new(self.clone(), program.name().to_string(), backend))
+    }
+
+    /// Lets go of what finished operations still hold.
+    pub(super) fn reclaim(&self) {
+        self.backend.reclaim();
     }
 
     /// The short name that commands take: `cuda:0`, `sim:1`.

@@ -8,6 +8,7 @@
 //! | [`Stream`], [`Event`], [`Graph`] | ordered asynchronous work, points in it, and work to replay |
 //! | [`Program`], [`Kernel`], [`Launch`] | device code, as PTX and as the simulator's block functions |
 //! | [`DmaBuf`], [`IpcHandle`] | memory for a NIC and for another process |
+//! | [`Window`] | device memory that the CPU loads from and stores to |
 //!
 //! ```
 //! use std::time::Duration;
@@ -23,6 +24,7 @@
 //! ```
 
 mod address;
+mod agent;
 mod allocation;
 pub mod backend;
 mod bytes;
@@ -34,15 +36,18 @@ mod program;
 mod share;
 pub mod sim;
 mod stream;
+mod window;
 
 pub use address::DeviceAddr;
+pub use agent::Agent;
 pub use allocation::{Allocation, Listener, MemoryEvent, MemoryKind, Region, Watch, Width, Word};
 pub use bytes::SharedBytes;
 pub use device::{Backend, Capabilities, Capability, Device, DeviceInfo, MemoryUsage};
 pub use op::{Condition, HostCall, MemOp, Op, PendingWait};
 pub use program::{BlockFn, Kernel, Launch, Module, Program};
-pub use share::{DmaBuf, IpcHandle};
+pub use share::{DmaBuf, DmaBufRoute, IpcHandle};
 pub use stream::{Event, Graph, Stream};
+pub use window::{Mapped, MappingType, Refusal, Window, WindowOptions, WindowPath};
 
 use crate::error::{Error, Kind, Result};
 

@@ -5,6 +5,16 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use super::device::Backend;
 use crate::error::{Error, Kind, Result};
 
+/// Through which bus a dma-buf leads to device memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DmaBufRoute {
+    /// As the driver thinks best.
+    #[default]
+    Default,
+    /// Over PCIe, on platforms whose processors also reach the GPU by a link of their own.
+    Pcie,
+}
+
 /// A dma-buf: a file descriptor that names device memory to other drivers.
 #[derive(Debug)]
 pub struct DmaBuf {

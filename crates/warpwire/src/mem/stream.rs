@@ -2,9 +2,10 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::allocation::{Allocation, Region, Word};
+use super::allocation::{Allocation, MemoryKind, Region, Word};
 use super::backend::{EventBackend, GraphBackend, StreamBackend};
 use super::device::Device;
 use super::op::{Condition, HostCall, MemOp, Op, PendingWait};
@@ -14,9 +15,10 @@ use crate::error::{Error, Kind, Result};
 /// An ordered queue of work on a device. Clones are the same stream.
 ///
 /// Calls return at once; the work runs in order, beside the work of other streams. Everything that an
-/// operation uses is kept alive until it is done. When an operation fails, those behind it are dropped
-/// and every later call on the stream returns that failure; on CUDA a kernel's fault takes the whole
-/// device context with it, and all of its streams say so.
+/// operation uses is kept alive until it is done. After an operation has failed, every later call on the
+/// stream returns that failure, and what was queued behind it does not run. On CUDA a kernel's fault takes
+/// the whole device context with it, and all of its streams say so; work queued behind a host call that
+/// panicked does run there, since the driver knows nothing of panics.
 ///
 /// Dropping the last handle does not cancel work in flight.
 ///
@@ -40,11 +42,13 @@ use crate::error::{Error, Kind, Result};
 pub struct Stream {
     device: Device,
     backend: Arc<dyn StreamBackend>,
+    /// The thread that is capturing, as a number; 0 if none is.
+    capturing: Arc<AtomicU64>,
 }
 
 impl Stream {
     pub(super) fn new(device: Device, backend: Arc<dyn StreamBackend>) -> Self {
-        Self { device, backend }
+        Self { device, backend, capturing: Arc::default() }
     }
 
     /// The device that it belongs to.
@@ -55,6 +59,19 @@ impl Stream {
     /// Its name in messages: `sim:0 stream 3`.
     pub fn label(&self) -> String {
         format!("{} stream {}", self.device.label(), self.backend.number())
+    }
+
+    fn enqueue(&self, op: Op) -> Result<()> {
+        self.check_capture("queue work")?;
+        self.backend.enqueue(op)
+    }
+
+    /// Refuses other threads while one captures: their work would end up in its graph.
+    fn check_capture(&self, what: &'static str) -> Result<()> {
+        match self.capturing.load(Ordering::Acquire) {
+            owner if owner == 0 || owner == thread_number() => Ok(()),
+            _ => Err(capture_in_progress(what, self.label())),
+        }
     }
 
     /// Copies `from` into `to`, which is as long, in any direction between device memory, pinned memory
@@ -80,7 +97,7 @@ impl Stream {
         if to.is_empty() {
             return Ok(());
         }
-        self.backend.enqueue(Op::Copy { to: to.clone(), from: from.clone() })
+        self.enqueue(Op::Copy { to: to.clone(), from: from.clone() })
     }
 
     /// Fills `region` with one byte value.
@@ -106,7 +123,7 @@ impl Stream {
         if region.is_empty() {
             return Ok(());
         }
-        self.backend.enqueue(Op::Fill { region: region.clone(), pattern, unit })
+        self.enqueue(Op::Fill { region: region.clone(), pattern, unit })
     }
 
     /// Writes a word, after all earlier work of this stream is visible everywhere.
@@ -121,7 +138,7 @@ impl Stream {
 
     fn mem_op(&self, op: MemOp) -> Result<()> {
         self.check_mem_op(&op)?;
-        self.backend.enqueue(Op::Mem(op))
+        self.enqueue(Op::Mem(op))
     }
 
     /// Puts several word operations on the stream in one call, to the device as one batch.
@@ -132,7 +149,7 @@ impl Stream {
         if ops.is_empty() {
             return Ok(());
         }
-        self.backend.enqueue(Op::Batch(ops.into()))
+        self.enqueue(Op::Batch(ops.into()))
     }
 
     fn check_mem_op(&self, op: &MemOp) -> Result<()> {
@@ -151,7 +168,7 @@ impl Stream {
     /// Marks this point of the stream with `event`, forgetting the point that it marked before.
     pub fn record(&self, event: &Event) -> Result<()> {
         self.check_backend(&event.device, "record an event")?;
-        self.backend.enqueue(Op::Record(event.clone()))
+        self.enqueue(Op::Record(event.clone()))
     }
 
     /// Holds this stream up until the point that `event` marks has been reached.
@@ -159,13 +176,13 @@ impl Stream {
     /// In a capture, put the recording before the wait in one stream, or record outside of the graph.
     pub fn await_event(&self, event: &Event) -> Result<()> {
         self.check_backend(&event.device, "wait for an event")?;
-        self.backend.enqueue(Op::Await(event.clone()))
+        self.enqueue(Op::Await(event.clone()))
     }
 
     /// Calls `run` on a thread of the host when the stream gets there; the stream goes on when it
     /// returns. It must not call into devices. Captured into a graph, it is called in every replay.
     pub fn call_host(&self, run: impl Fn() + Send + Sync + 'static) -> Result<()> {
-        self.backend.enqueue(Op::Call(Arc::new(HostCall::new(run))))
+        self.enqueue(Op::Call(Arc::new(HostCall::new(run))))
     }
 
     /// Starts a kernel.
@@ -186,7 +203,10 @@ impl Stream {
         if *launch.kernel.device() != self.device {
             return failure("the kernel was loaded onto another device");
         }
-        self.backend.enqueue(Op::Launch(Arc::new(launch)))
+        for region in &launch.regions {
+            self.check_mine(region.allocation(), "launch a kernel")?;
+        }
+        self.enqueue(Op::Launch(Arc::new(launch)))
     }
 
     /// Captures the work that `record` puts on this stream into a graph, without running it.
@@ -194,9 +214,13 @@ impl Stream {
     /// Values are frozen at capture. If `record` fails, the capture is dropped and its error returned.
     pub fn capture(&self, record: impl FnOnce(&Stream) -> Result<()>) -> Result<Graph> {
         self.device.capabilities().graphs.require("capture a graph", self.device.info())?;
+        self.check_capture("begin a capture")?;
         self.backend.begin_capture()?;
+        self.capturing.store(thread_number(), Ordering::Release);
+        // If `record` panics, the capture ends all the same.
+        let capture = Capture { stream: self, ended: false };
         let recorded = record(self);
-        let graph = self.backend.end_capture();
+        let graph = capture.end();
         recorded?;
         Ok(Graph { device: self.device.clone(), backend: graph? })
     }
@@ -204,11 +228,12 @@ impl Stream {
     /// Puts a captured graph on the stream.
     pub fn replay(&self, graph: &Graph) -> Result<()> {
         self.check_backend(&graph.device, "replay a graph")?;
-        self.backend.enqueue(Op::Replay(graph.clone()))
+        self.enqueue(Op::Replay(graph.clone()))
     }
 
     /// Whether all work is done. An earlier failure surfaces here.
     pub fn is_idle(&self) -> Result<bool> {
+        self.check_capture("ask whether it is idle")?;
         self.backend.is_idle()
     }
 
@@ -221,7 +246,7 @@ impl Stream {
     ///
     /// The timeout's text names what the stream waits for, and what it sees.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
-        if poll_until(timeout, || self.backend.is_idle())? {
+        if poll_until(timeout, || self.is_idle())? {
             return Ok(());
         }
         let why = match self.blocked_on() {
@@ -231,8 +256,16 @@ impl Stream {
         Err(Error::new(Kind::Timeout, "synchronize").on(self.label()).why(why))
     }
 
+    /// Memory of this stream's own device, or pinned memory, which all devices of a backend reach.
     fn check_mine(&self, memory: &Allocation, what: &'static str) -> Result<()> {
-        self.check_backend(memory.device(), what)
+        self.check_backend(memory.device(), what)?;
+        if *memory.device() == self.device || memory.kind() == MemoryKind::Pinned {
+            return Ok(());
+        }
+        Err(Error::new(Kind::InvalidArgument, what)
+            .on(self.label())
+            .why(format!("the memory is of {}", memory.device().label()))
+            .fix("use a stream of that device, or copy"))
     }
 
     fn check_backend(&self, other: &Device, what: &'static str) -> Result<()> {
@@ -250,6 +283,39 @@ impl fmt::Debug for Stream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Stream({})", self.label())
     }
+}
+
+/// A capture in progress; it ends when this is dropped.
+struct Capture<'a> {
+    stream: &'a Stream,
+    ended: bool,
+}
+
+impl Capture<'_> {
+    fn end(mut self) -> Result<Arc<dyn GraphBackend>> {
+        self.ended = true;
+        let graph = self.stream.backend.end_capture();
+        self.stream.capturing.store(0, Ordering::Release);
+        graph
+    }
+}
+
+impl Drop for Capture<'_> {
+    fn drop(&mut self) {
+        if !self.ended {
+            let _ = self.stream.backend.end_capture();
+            self.stream.capturing.store(0, Ordering::Release);
+        }
+    }
+}
+
+/// A number of this thread's own, never 0.
+fn thread_number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    thread_local! {
+        static NUMBER: u64 = NEXT.fetch_add(1, Ordering::Relaxed);
+    }
+    NUMBER.with(|number| *number)
 }
 
 /// A point in a stream. Clones are the same event.

@@ -20,6 +20,7 @@ use super::memory::{self, CudaMemory};
 use super::module::CudaModule;
 use super::share;
 use super::stream::{CudaEvent, CudaStream};
+use super::window::Proofs;
 use super::sys::{self, Context, PoolHandle, StreamHandle, attribute as a};
 use crate::error::{Error, Result};
 use crate::host::{PciAddress, System};
@@ -27,6 +28,7 @@ use crate::host::{PciAddress, System};
 pub(super) struct CudaDevice {
     pub(super) driver: &'static Driver,
     pub(super) graveyard: Graveyard,
+    pub(super) proofs: Proofs,
     info: DeviceInfo,
     capabilities: Capabilities,
     handle: i32,
@@ -41,14 +43,20 @@ pub(super) struct CudaDevice {
 pub(super) struct Entered<'a> {
     device: &'a CudaDevice,
     pushed: bool,
+    /// How strict this thread was about calls during somebody's capture.
+    strictness: i32,
 }
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        if self.pushed
-            && let Err(error) = get!(self.device.driver, Context::NULL, context_pop())
-        {
-            tracing::warn!(%error, "the CUDA context stays current on this thread");
+        let driver = self.device.driver;
+        let restored = call!(driver, capture_strictness(&mut self.strictness));
+        let popped = match self.pushed {
+            true => get!(driver, Context::NULL, context_pop()).map(|_| ()),
+            false => Ok(()),
+        };
+        if let Err(error) = restored.and(popped) {
+            tracing::warn!(%error, "this thread's CUDA context is not as it was");
         }
     }
 }
@@ -56,11 +64,13 @@ impl Drop for Entered<'_> {
 impl CudaDevice {
     pub(super) fn open(driver: &'static Driver, ordinal: u32) -> Result<Self> {
         let handle = get!(driver, 0, device_get(ordinal as i32))?;
+        let info = info(driver, handle, ordinal)?;
         let context = get!(driver, Context::NULL, primary_context_retain(handle))?;
         let mut device = Self {
             driver,
             graveyard: Graveyard::default(),
-            info: info(driver, handle, ordinal)?,
+            proofs: Proofs::default(),
+            info,
             capabilities: capabilities(driver, handle),
             handle,
             context,
@@ -91,6 +101,13 @@ impl CudaDevice {
         self.side
     }
 
+    /// Copies between a buffer of the host and device memory, beside whatever the users' streams do (a
+    /// hung stream must not hold it up), and returns when it is done. The context is current.
+    pub(super) fn copy_beside(&self, to: u64, from: u64, len: usize) -> Result<()> {
+        call!(self.driver, copy_async(to, from, len, self.side))?;
+        call!(self.driver, stream_synchronize(self.side))
+    }
+
     /// Makes the context current, unless it is.
     pub(super) fn enter(&self) -> Result<Entered<'_>> {
         let current = get!(self.driver, Context::NULL, context_current())?;
@@ -98,7 +115,10 @@ impl CudaDevice {
         if pushed {
             call!(self.driver, context_push(self.context))?;
         }
-        Ok(Entered { device: self, pushed })
+        // Our queries and allocations have nothing to do with captures of others in this process.
+        let mut strictness = sys::CAPTURE_RELAXED;
+        call!(self.driver, capture_strictness(&mut strictness))?;
+        Ok(Entered { device: self, pushed, strictness })
     }
 
     pub(super) fn supports(&self, attribute_number: i32) -> bool {
@@ -128,21 +148,16 @@ impl CudaDevice {
 
 impl Drop for CudaDevice {
     fn drop(&mut self) {
+        // Whatever is at work or waits to be destroyed holds the device, so nothing is.
         let Ok(entered) = self.enter() else { return };
-        self.graveyard.settle(self.driver);
         let pool = self.pool.lock().take();
         let outcome = pool
             .map_or(Ok(()), |pool| call!(self.driver, pool_destroy(pool)))
             .and(call!(self.driver, stream_destroy(self.side)));
         drop(entered);
-        if self.graveyard.is_empty() {
-            let released = outcome.and(call!(self.driver, primary_context_release(self.handle)));
-            if let Err(error) = released {
-                tracing::warn!(%error, device = %self.label(), "the context was not released");
-            }
-        } else {
-            // Something is still at work: destroying the context now would wait for it, maybe for ever.
-            tracing::warn!(device = %self.label(), "the context stays: work on it has not ended");
+        let released = outcome.and(call!(self.driver, primary_context_release(self.handle)));
+        if let Err(error) = released {
+            tracing::warn!(%error, device = %self.label(), "the context was not released");
         }
     }
 }
@@ -184,6 +199,11 @@ impl DeviceBackend for CudaDevice {
 
     fn create_event(self: Arc<Self>) -> Result<Arc<dyn EventBackend>> {
         Ok(Arc::new(CudaEvent::create(self)?))
+    }
+
+    fn reclaim(&self) {
+        let Ok(_current) = self.enter() else { return };
+        self.graveyard.live_streams().iter().for_each(|stream| stream.reclaim());
     }
 
     fn load(self: Arc<Self>, program: &Program) -> Result<Arc<dyn ModuleBackend>> {

@@ -12,12 +12,14 @@ use super::super::address::DeviceAddr;
 use super::super::allocation::{Listener, MemoryKind, Watch};
 use super::super::backend::{DeviceBackend, MemoryBackend};
 use super::super::bytes::SharedBytes;
-use super::super::share::{DmaBuf, IpcHandle};
+use super::super::share::{DmaBuf, DmaBufRoute, IpcHandle};
+use super::super::window::{Mapped, WindowPath};
 use super::device::CudaDevice;
 use super::driver::{call, get};
 use super::graveyard::{HostPointer, Remains};
 use super::share;
-use super::sys::{self, AccessDesc, AllocationProp, PoolHandle, StreamHandle, pointer};
+use super::window;
+use super::sys::{self, AccessDesc, AllocationProp, PoolHandle, pointer};
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
@@ -82,7 +84,9 @@ pub(super) fn allocate(device: Arc<CudaDevice>, len: u64, kind: MemoryKind) -> R
     let made = try_allocate(&device, len, kind).or_else(|error| {
         // Memory that was dropped while streams were at work still counts: let it go, and try again.
         let short = error.kind() == &Kind::OutOfMemory;
-        if short && device.graveyard.settle_within(device.driver, SHORTAGE_PATIENCE) {
+        if short {
+            device.reclaim();
+            device.graveyard.settle_within(device.driver, SHORTAGE_PATIENCE);
             return try_allocate(&device, len, kind);
         }
         Err(error)
@@ -252,7 +256,16 @@ pub(super) fn ask_pointer(device: &CudaDevice, attribute: i32, address: u64) -> 
 /// The driver takes whole pages of the host. Where small allocations share a piece, or memory comes from
 /// a pool, it also wants the export to begin at the piece's own start, which it does not tell: so larger
 /// roundings are tried in turn.
-fn export_pages(device: &CudaDevice, start: u64, len: u64) -> Result<(OwnedFd, u64)> {
+pub(super) fn export_pages(
+    device: &CudaDevice,
+    start: u64,
+    len: u64,
+    route: DmaBufRoute,
+) -> Result<(OwnedFd, u64)> {
+    let flags = match route {
+        DmaBufRoute::Default => 0,
+        DmaBufRoute::Pcie => sys::RANGE_PCIE,
+    };
     let page = rustix::param::page_size() as u64;
     let end = (start + len).next_multiple_of(page);
     let (mut base, mut size) = (0, 0);
@@ -262,7 +275,7 @@ fn export_pages(device: &CudaDevice, start: u64, len: u64) -> Result<(OwnedFd, u
     let mut refusal = None;
     for first in begins {
         let size = (end - first) as usize;
-        match get!(device.driver, -1, range_handle(first, size, sys::RANGE_DMA_BUF, 0)) {
+        match get!(device.driver, -1, range_handle(first, size, sys::RANGE_DMA_BUF, flags)) {
             // SAFETY: the driver has just opened it for us.
             Ok(fd) => return Ok((unsafe { OwnedFd::from_raw_fd(fd) }, first)),
             Err(error) => refusal = refusal.or(Some(error)),
@@ -306,10 +319,8 @@ impl MemoryBackend for CudaMemory {
         }
         let _current = self.device.enter()?;
         let to = self.address.raw() + offset;
-        // From pageable memory the copy may still be under way when the first call returns, and our
-        // streams do not wait for the null stream that it runs on.
-        call!(self.device.driver, copy_to_device(to, from.as_ptr().cast(), from.len()))
-            .and_then(|()| call!(self.device.driver, stream_synchronize(StreamHandle::NULL)))
+        self.device
+            .copy_beside(to, from.as_ptr() as u64, from.len())
             .map_err(self.device.blame(format!("write {} bytes", from.len())))
     }
 
@@ -320,11 +331,12 @@ impl MemoryBackend for CudaMemory {
         let _current = self.device.enter()?;
         let from = self.address.raw() + offset;
         let len = into.len();
-        call!(self.device.driver, copy_to_host(into.as_mut_ptr().cast(), from, len))
+        self.device
+            .copy_beside(into.as_mut_ptr() as u64, from, len)
             .map_err(self.device.blame(format!("read {len} bytes")))
     }
 
-    fn export_dmabuf(&self, offset: u64, len: u64) -> Result<DmaBuf> {
+    fn export_dmabuf(&self, offset: u64, len: u64, route: DmaBufRoute) -> Result<DmaBuf> {
         let device = &self.device;
         device.capabilities().dmabuf_export.require("export a dma-buf", device.info())?;
         if matches!(self.origin, Origin::Pinned(_)) {
@@ -335,7 +347,7 @@ impl MemoryBackend for CudaMemory {
         }
         let _current = device.enter()?;
         let start = self.address.raw() + offset;
-        let (fd, first) = export_pages(device, start, len)
+        let (fd, first) = export_pages(device, start, len, route)
             .map_err(device.blame(format!("export {len} bytes as a dma-buf")))?;
         Ok(DmaBuf::new(fd, start - first, len))
     }
@@ -350,23 +362,33 @@ impl MemoryBackend for CudaMemory {
         Ok(Watch::new(|| ()))
     }
 
+    fn window_paths(&self) -> &'static [WindowPath] {
+        match self.origin {
+            Origin::Pinned(_) => &[],
+            _ => &[WindowPath::DmaBuf, WindowPath::ResourceManager, WindowPath::Gdrdrv],
+        }
+    }
+
+    fn map(&self, offset: u64, len: u64, path: WindowPath) -> Result<Mapped> {
+        window::map(self, offset, len, path)
+    }
+
     fn free(&self) -> Result<()> {
         let (device, address) = (&self.device, self.address.raw());
         let driver = device.driver;
         let _current = device.enter()?;
+        // A descriptor of the memory would keep it alive, and its handle valid.
+        drop(self.exported.lock().take());
         let outcome = match self.origin {
             Origin::Borrowed => Ok(()),
             Origin::Plain => {
-                device.graveyard.bury(driver, Remains::Memory(address));
+                device.graveyard.bury(device, Remains::Memory(address));
                 Ok(())
             }
-            Origin::Pinned(base) => {
-                let pointer = HostPointer(base.as_ptr().cast());
-                device.graveyard.bury(driver, Remains::Pinned(pointer));
-                Ok(())
-            }
+            // The CPU may hold views of it: it goes with the last handle.
+            Origin::Pinned(_) => Ok(()),
             Origin::Imported { base } => {
-                device.graveyard.bury(driver, Remains::Imported(base));
+                device.graveyard.bury(device, Remains::Imported(base));
                 Ok(())
             }
             Origin::Pool => call!(driver, pool_free(address, device.side_stream())),
@@ -379,5 +401,15 @@ impl MemoryBackend for CudaMemory {
             }
         };
         outcome.map_err(device.blame("free memory"))
+    }
+}
+
+impl Drop for CudaMemory {
+    fn drop(&mut self) {
+        if let Origin::Pinned(base) = self.origin {
+            let _current = self.device.enter();
+            let pointer = HostPointer(base.as_ptr().cast());
+            self.device.graveyard.bury(&self.device, Remains::Pinned(pointer));
+        }
     }
 }

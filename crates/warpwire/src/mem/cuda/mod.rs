@@ -8,12 +8,17 @@
 
 mod device;
 mod driver;
+mod gdrdrv;
 mod graveyard;
+mod hook;
 mod memory;
 mod module;
+mod naming;
+mod rm;
 mod share;
 mod stream;
 mod sys;
+mod window;
 
 use std::sync::{Arc, Weak};
 
@@ -25,8 +30,23 @@ use device::CudaDevice;
 use driver::{Driver, get};
 
 /// All CUDA devices, or the reason why there are none.
+///
+/// A device that cannot be opened (one in exclusive use, say) is left out, unless all of them are so.
 pub fn devices() -> Result<Vec<Device>> {
-    (0..count()?).map(device).collect()
+    let (mut devices, mut refusal) = (Vec::new(), None);
+    for ordinal in 0..count()? {
+        match device(ordinal) {
+            Ok(device) => devices.push(device),
+            Err(error) => {
+                tracing::warn!(%error, "cuda:{ordinal} is left out");
+                refusal = Some(error);
+            }
+        }
+    }
+    match refusal {
+        Some(error) if devices.is_empty() => Err(error),
+        _ => Ok(devices),
+    }
 }
 
 /// The CUDA device of that number. The same number gives the same device while anything of it lives.

@@ -30,26 +30,17 @@ impl CudaModule {
             Error::new(Kind::Malformed, what.clone()).why("its PTX holds a zero byte")
         })?;
         let current = device.enter()?;
-        if !device.graveyard.wait_idle(device.driver, PATIENCE) {
-            return Err(Error::new(Kind::Busy, what)
-                .on(device.label())
-                .why("streams are at work, and the driver loads code only when none is")
-                .fix("load programs before starting work that waits, or kernels that do not end"));
-        }
         let mut log = vec![0_u8; 8192];
         let mut options = [sys::JIT_ERROR_LOG, sys::JIT_ERROR_LOG_SIZE];
         let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log.len() as *mut c_void];
-        let loaded = get!(
-            device.driver,
-            ModuleHandle::NULL,
-            module_load(
-                text.as_ptr().cast(),
-                options.len() as u32,
-                options.as_mut_ptr(),
-                values.as_mut_ptr()
-            )
-        );
+        let driver = device.driver;
+        let loaded = device.graveyard.while_idle(driver, PATIENCE, || {
+            let (count, text) = (options.len() as u32, text.as_ptr().cast());
+            let (options, values) = (options.as_mut_ptr(), values.as_mut_ptr());
+            get!(driver, ModuleHandle::NULL, module_load(text, count, options, values))
+        });
         drop(current);
+        let loaded = loaded.ok_or_else(|| busy(what.clone(), &device))?;
         let handle = loaded.map_err(|error| {
             let log = String::from_utf8_lossy(&log);
             let log = log.trim_matches(['\0', '\n', ' ']);
@@ -64,6 +55,14 @@ impl CudaModule {
     }
 }
 
+#[cold]
+fn busy(what: String, device: &CudaDevice) -> Error {
+    Error::new(Kind::Busy, what)
+        .on(device.label())
+        .why("streams are at work, and the driver loads code only when none is")
+        .fix("load programs and look kernels up before starting work that waits")
+}
+
 impl ModuleBackend for CudaModule {
     fn kernel(self: Arc<Self>, name: &str) -> Result<Arc<dyn KernelBackend>> {
         let missing = || Program::no_kernel(&self.program, name, self.device.label());
@@ -73,7 +72,10 @@ impl ModuleBackend for CudaModule {
         let function =
             get!(self.device.driver, Function::NULL, module_function(handle, symbol.as_ptr()))
                 .map_err(|_| missing())?;
-        self.load_now(function).map_err(self.device.blame(format!("load kernel {name:?}")))?;
+        let driver = self.device.driver;
+        let loaded = self.device.graveyard.while_idle(driver, PATIENCE, || self.load_now(function));
+        let loaded = loaded.ok_or_else(|| busy(format!("load kernel {name:?}"), &self.device))?;
+        loaded.map_err(self.device.blame(format!("load kernel {name:?}")))?;
         let parameters = self.parameters(name, function)?;
         Ok(Arc::new(CudaKernel {
             name: name.to_string(),
@@ -120,10 +122,8 @@ impl CudaModule {
 
 impl Drop for CudaModule {
     fn drop(&mut self) {
-        if let Ok(_current) = self.device.enter() {
-            let driver = self.device.driver;
-            self.device.graveyard.bury(driver, Remains::Module(self.handle));
-        }
+        let _current = self.device.enter();
+        self.device.graveyard.bury(&self.device, Remains::Module(self.handle));
     }
 }
 

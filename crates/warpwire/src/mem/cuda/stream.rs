@@ -27,6 +27,11 @@ const CHECKPOINT_EVERY: u64 = 32;
 const BATCH: usize = 128;
 
 pub(super) struct CudaStream {
+    core: Arc<Core>,
+}
+
+/// What a stream is; the device looks at it too, to let go of what is finished.
+pub(super) struct Core {
     device: Arc<CudaDevice>,
     number: u64,
     entry: StreamEntry,
@@ -38,6 +43,8 @@ struct State {
     in_flight: InFlight,
     captured: Option<Vec<Op>>,
     failure: Option<Error>,
+    /// The stream was dropped: its handle is the graveyard's now.
+    dropped: bool,
 }
 
 /// Operations that the device may not have finished, kept because they hold what they use.
@@ -68,8 +75,13 @@ impl InFlight {
             Some(event) => event,
             None => get!(driver, EventHandle::NULL, event_create(sys::EVENT_DISABLE_TIMING))?,
         };
-        self.checkpoints.push_back((self.next, event));
-        call!(driver, event_record(event, stream, 0))
+        // Only a recorded event may stand as a checkpoint: an old one looks reached.
+        let recorded = call!(driver, event_record(event, stream, 0));
+        match &recorded {
+            Ok(()) => self.checkpoints.push_back((self.next, event)),
+            Err(_) => self.spare.push(event),
+        }
+        recorded
     }
 
     /// Takes out what lies behind reached checkpoints; the caller drops it where dropping is safe.
@@ -113,10 +125,18 @@ impl CudaStream {
                 .map_err(device.blame("create a stream"))?;
         drop(current);
         let entry = StreamEntry { handle, capturing: Arc::new(AtomicBool::new(false)) };
-        device.graveyard.stream_born(&entry);
-        Ok(Self { device, number, entry, state: Mutex::default() })
+        let core = Arc::new(Core {
+            device: device.clone(),
+            number,
+            entry: entry.clone(),
+            state: Mutex::default(),
+        });
+        device.graveyard.stream_born(&entry, &core);
+        Ok(Self { core })
     }
+}
 
+impl Core {
     fn label(&self) -> String {
         format!("{} stream {}", self.device.label(), self.number)
     }
@@ -157,7 +177,9 @@ impl CudaStream {
             Op::Replay(graph) => {
                 let graph: &dyn Any = &**graph.backend();
                 let graph = graph.downcast_ref::<CudaGraph>().ok_or_else(foreign)?;
-                call!(driver, graph_launch(graph.exec, stream))
+                // The driver wants calls on one graph to come one after the other.
+                let exec = graph.exec.lock();
+                call!(driver, graph_launch(*exec, stream))
             }
         }
     }
@@ -210,6 +232,27 @@ impl CudaStream {
             self.state.lock().failure.get_or_insert(failure);
         }
         drop(finished);
+    }
+
+    /// Lets go of what finished operations hold; of those that are not known to be finished, it will be
+    /// known next time. The context is current.
+    pub(super) fn reclaim(&self) {
+        let driver = self.device.driver;
+        let mut state = self.state.lock();
+        if state.dropped || state.captured.is_some() {
+            return;
+        }
+        let finished = if driver.stream_is_idle(self.entry.handle).unwrap_or(false) {
+            state.in_flight.take_all()
+        } else {
+            let finished = state.in_flight.take_finished(driver);
+            if state.in_flight.set_checkpoint(driver, self.entry.handle).is_err() {
+                tracing::debug!("no checkpoint could be set");
+            }
+            finished
+        };
+        drop(state);
+        self.retire(finished);
     }
 }
 
@@ -274,21 +317,22 @@ fn foreign() -> Error {
     Error::new(Kind::InvalidArgument, "").why("the object belongs to another backend")
 }
 
-impl StreamBackend for CudaStream {
-    fn number(&self) -> u64 {
-        self.number
-    }
-
+impl Core {
     fn enqueue(&self, op: Op) -> Result<()> {
         let _current = self.device.enter()?;
+        let queueing = self.device.graveyard.queueing();
         let mut state = self.state.lock();
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
         }
         let capturing = state.captured.is_some();
         if let Err(error) = self.issue(&op, capturing) {
-            drop(state);
-            return Err(self.blame(op.name())(error));
+            let name = op.name();
+            if !capturing {
+                // A part of a long batch may have been queued: what it uses must stay.
+                state.in_flight.push(op);
+            }
+            return Err(self.blame(name)(error));
         }
         if let Some(captured) = &mut state.captured {
             captured.push(op);
@@ -301,8 +345,13 @@ impl StreamBackend for CudaStream {
         let finished = state.in_flight.take_finished(self.device.driver);
         let set = state.in_flight.set_checkpoint(self.device.driver, self.entry.handle);
         drop(state);
+        drop(queueing);
         self.retire(finished);
-        set.map_err(self.blame("set a checkpoint"))
+        // The operation itself is queued: a missing checkpoint only keeps things longer.
+        if let Err(error) = set {
+            tracing::debug!(%error, "no checkpoint could be set");
+        }
+        Ok(())
     }
 
     fn is_idle(&self) -> Result<bool> {
@@ -348,6 +397,7 @@ impl StreamBackend for CudaStream {
 
     fn begin_capture(&self) -> Result<()> {
         let _current = self.device.enter()?;
+        let _queueing = self.device.graveyard.queueing();
         let mut state = self.state.lock();
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
@@ -379,25 +429,53 @@ impl StreamBackend for CudaStream {
             drop(call!(driver, graph_destroy(graph)));
         }
         let exec = exec.map_err(self.blame("capture a graph"))?;
-        Ok(Arc::new(CudaGraph { device: self.device.clone(), exec, ops }))
+        Ok(Arc::new(CudaGraph { device: self.device.clone(), exec: Mutex::new(exec), ops }))
+    }
+}
+
+impl StreamBackend for CudaStream {
+    fn number(&self) -> u64 {
+        self.core.number
+    }
+
+    fn enqueue(&self, op: Op) -> Result<()> {
+        self.core.enqueue(op)
+    }
+
+    fn is_idle(&self) -> Result<bool> {
+        self.core.is_idle()
+    }
+
+    fn blocked_on(&self) -> Option<PendingWait> {
+        self.core.blocked_on()
+    }
+
+    fn begin_capture(&self) -> Result<()> {
+        self.core.begin_capture()
+    }
+
+    fn end_capture(&self) -> Result<Arc<dyn GraphBackend>> {
+        self.core.end_capture()
     }
 }
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
-        let Ok(_current) = self.device.enter() else {
-            return;
+        let Core { device, entry, state, .. } = &*self.core;
+        let in_flight = {
+            let mut state = state.lock();
+            state.dropped = true;
+            std::mem::take(&mut state.in_flight)
         };
-        let in_flight = std::mem::take(&mut self.state.get_mut().in_flight);
-        self.device.graveyard.adopt(Orphan { entry: self.entry.clone(), in_flight });
-        self.device.graveyard.settle(self.device.driver);
+        let _current = device.enter();
+        device.graveyard.adopt(device, Orphan { entry: entry.clone(), in_flight });
     }
 }
 
 /// Captured work. It keeps what its operations use.
 struct CudaGraph {
     device: Arc<CudaDevice>,
-    exec: GraphExec,
+    exec: Mutex<GraphExec>,
     ops: Vec<Op>,
 }
 
@@ -412,7 +490,7 @@ impl Drop for CudaGraph {
         let Ok(_current) = self.device.enter() else {
             return;
         };
-        if let Err(error) = call!(self.device.driver, graph_exec_destroy(self.exec)) {
+        if let Err(error) = call!(self.device.driver, graph_exec_destroy(*self.exec.get_mut())) {
             tracing::warn!(%error, "a graph was not destroyed");
         }
     }

@@ -47,7 +47,7 @@ pub(super) const NOT_PERMITTED: CuResult = 800;
 pub(super) const NOT_SUPPORTED: CuResult = 801;
 /// Results after which the context answers every call with an error.
 pub(super) const CONTEXT_KILLERS: [CuResult; 12] =
-    [700, 702, 710, 713, 714, 715, 716, 717, 718, 719, 720, 721];
+    [214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
 
 pub(super) mod attribute {
     pub(crate) const PCI_BUS_ID: i32 = 33;
@@ -72,6 +72,7 @@ pub(super) mod pointer {
     pub(crate) const IS_MANAGED: i32 = 8;
     pub(crate) const DEVICE_ORDINAL: i32 = 9;
     pub(crate) const IS_LEGACY_IPC_CAPABLE: i32 = 10;
+    pub(crate) const POOL: i32 = 17;
     pub(crate) const MEMORY_TYPE_HOST: u32 = 1;
     pub(crate) const MEMORY_TYPE_DEVICE: u32 = 2;
 }
@@ -83,6 +84,7 @@ pub(super) const CAPTURE_RELAXED: c_int = 2;
 pub(super) const HOST_PORTABLE_AND_MAPPED: c_uint = 3;
 pub(super) const HANDLE_POSIX_FD: c_uint = 1;
 pub(super) const RANGE_DMA_BUF: c_int = 1;
+pub(super) const RANGE_PCIE: u64 = 1;
 pub(super) const IPC_LAZY_PEER_ACCESS: c_uint = 1;
 pub(super) const FUNCTION_REGISTERS: c_int = 4;
 pub(super) const JIT_ERROR_LOG: c_int = 5;
@@ -246,8 +248,6 @@ functions! {
     host_alloc = "cuMemHostAlloc"(*mut *mut c_void, usize, c_uint);
     host_free = "cuMemFreeHost"(*mut c_void);
     host_device_address = "cuMemHostGetDevicePointer_v2"(*mut Address, *mut c_void, c_uint);
-    copy_to_device = "cuMemcpyHtoD_v2"(Address, *const c_void, usize);
-    copy_to_host = "cuMemcpyDtoH_v2"(*mut c_void, Address, usize);
     copy_async = "cuMemcpyAsync"(Address, Address, usize, StreamHandle);
     fill_u8_async = "cuMemsetD8Async"(Address, u8, usize, StreamHandle);
     fill_u16_async = "cuMemsetD16Async"(Address, u16, usize, StreamHandle);
@@ -284,6 +284,7 @@ functions! {
     stream_wait_event = "cuStreamWaitEvent"(StreamHandle, EventHandle, c_uint);
     stream_batch = "cuStreamBatchMemOp_v2"(StreamHandle, c_uint, *mut BatchOp, c_uint);
     stream_call_host = "cuLaunchHostFunc"(StreamHandle, HostFn, *mut c_void);
+    capture_strictness = "cuThreadExchangeStreamCaptureMode"(*mut c_int);
     stream_begin_capture = "cuStreamBeginCapture_v2"(StreamHandle, c_int);
     stream_end_capture = "cuStreamEndCapture"(StreamHandle, *mut GraphHandle);
     event_create = "cuEventCreate"(*mut EventHandle, c_uint);

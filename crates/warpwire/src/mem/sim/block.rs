@@ -2,6 +2,7 @@
 //! address.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::super::address::DeviceAddr;
@@ -39,6 +40,8 @@ impl From<Error> for Fault {
 /// Addresses are device addresses; a wrong one is a [`Fault`], as on hardware.
 pub struct Block<'a> {
     device: &'a SimDevice,
+    /// Set when a block of the grid has faulted: the others must not wait for it.
+    faulted: &'a AtomicBool,
     index: u32,
     grid: u32,
     threads: u32,
@@ -77,12 +80,13 @@ macro_rules! word_access {
 impl<'a> Block<'a> {
     pub(super) fn new(
         device: &'a SimDevice,
+        faulted: &'a AtomicBool,
         index: u32,
         grid: u32,
         threads: u32,
         args: &'a [u64],
     ) -> Self {
-        Self { device, index, grid, threads, args }
+        Self { device, faulted, index, grid, threads, args }
     }
 
     /// This block's number in the grid.
@@ -134,6 +138,9 @@ impl<'a> Block<'a> {
         while !ask()? {
             if self.device.is_dead() {
                 return Err(Fault::new("the device died under the kernel"));
+            }
+            if self.faulted.load(Ordering::Acquire) {
+                return Err(Fault::new("another block of the grid faulted"));
             }
             rounds = rounds.saturating_add(1);
             if rounds > 1000 {

@@ -3,8 +3,9 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use super::super::allocation::{Region, Width, Word};
 use super::super::op::{Condition, MemOp, Op};
@@ -14,7 +15,7 @@ use super::block::{Block, Fault};
 use super::config::OpKind;
 use super::device::SimKernel;
 use super::memory::{SimMemory, space};
-use super::stream::{Core, Entry, SimGraph, sim_event};
+use super::stream::{Core, Entry, SimGraph};
 use crate::error::{Error, Kind, Result};
 
 /// How many blocks run at once, each on a thread of its own.
@@ -38,14 +39,12 @@ impl<'a> Runner<'a> {
                 self.fill(region, &pattern.to_le_bytes()[..usize::from(*unit)])
             }
             Op::Mem(_) | Op::Batch(_) => self.mem_ops(&entry.op),
-            Op::Record(event) => {
-                if let Some(event) = sim_event(event) {
-                    event.reach(entry.ticket);
-                }
+            Op::Record(_) => {
+                entry.mark.iter().for_each(|mark| mark.reach());
                 Ok(())
             }
-            Op::Await(event) => match sim_event(event) {
-                Some(event) => self.wait_until(|| event.has_reached(entry.ticket)),
+            Op::Await(_) => match &entry.mark {
+                Some(mark) => self.wait_until(|| mark.is_reached()),
                 None => Ok(()),
             },
             Op::Call(call) => {
@@ -143,9 +142,9 @@ impl<'a> Runner<'a> {
         let Some(kernel) = kernel.downcast_ref::<SimKernel>() else {
             return Err(self.failure("launch a kernel", "it belongs to another backend"));
         };
-        run_grid(launch.grid, |index| {
-            let block =
-                Block::new(&self.stream.device, index, launch.grid, launch.threads, &launch.args);
+        run_grid(launch.grid, |index, faulted| {
+            let Launch { grid, threads, args, .. } = launch;
+            let block = Block::new(&self.stream.device, faulted, index, *grid, *threads, args);
             let ran = catch_unwind(AssertUnwindSafe(|| (kernel.run)(&block)));
             ran.unwrap_or_else(|_| Err(Fault::new("a block panicked")))
         })
@@ -174,29 +173,31 @@ impl<'a> Runner<'a> {
 /// partly there would never end.
 fn run_grid(
     grid: u32,
-    run: impl Fn(u32) -> std::result::Result<(), Fault> + Sync,
+    run: impl Fn(u32, &AtomicBool) -> std::result::Result<(), Fault> + Sync,
 ) -> std::result::Result<(), Fault> {
     let start = RwLock::new(true);
+    let faulted = AtomicBool::new(false);
+    let first_fault = Mutex::new(None);
     std::thread::scope(|scope| {
         let mut gate = start.write();
-        let mut blocks = Vec::with_capacity(grid as usize);
         for index in 0..grid {
-            let (run, start) = (&run, &start);
-            let body = move || if *start.read() { run(index) } else { Ok(()) };
-            match std::thread::Builder::new().spawn_scoped(scope, body) {
-                Ok(block) => blocks.push(block),
-                Err(error) => {
-                    *gate = false;
-                    return Err(Fault::new(format!("block {index} got no thread: {error}")));
+            let body = || {
+                let outcome = if *start.read() { run(index, &faulted) } else { Ok(()) };
+                if let Err(fault) = outcome {
+                    first_fault.lock().get_or_insert(fault);
+                    faulted.store(true, Ordering::Release);
                 }
+            };
+            if let Err(error) = std::thread::Builder::new().spawn_scoped(scope, body) {
+                *gate = false;
+                let fault = Fault::new(format!("block {index} got no thread: {error}"));
+                first_fault.lock().get_or_insert(fault);
+                break;
             }
         }
-        drop(gate);
-        let mut outcome = Ok(());
-        for block in blocks {
-            let ended = block.join().unwrap_or_else(|_| Err(Fault::new("a block panicked")));
-            outcome = outcome.and(ended);
-        }
-        outcome
-    })
+    });
+    match first_fault.into_inner() {
+        Some(fault) => Err(fault),
+        None => Ok(()),
+    }
 }

@@ -9,20 +9,26 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
-use rustix::fs::{MemfdFlags, SeekFrom, fstat, ftruncate, memfd_create, seek};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::fs::{
+    MemfdFlags, SealFlags, SeekFrom, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create, seek,
+};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
 use super::super::address::DeviceAddr;
 use super::super::allocation::{Listener, MemoryEvent, MemoryKind, Watch};
 use super::super::backend::MemoryBackend;
 use super::super::bytes::SharedBytes;
 use super::super::device::Backend;
-use super::super::share::{DmaBuf, IpcHandle};
+use super::super::share::{DmaBuf, DmaBufRoute, IpcHandle};
+use super::super::window::{Mapped, MappingType, WindowPath};
 use super::device::SimDevice;
 use crate::error::{Error, Kind, Result};
 
 /// What old backing is filled with when memory moves or is freed, so that stale readers are found out.
 pub const POISON: u8 = 0xde;
+
+/// The size of simulated memory is final.
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// A memfd and its mapping.
 pub(super) struct Backing {
@@ -38,8 +44,11 @@ unsafe impl Sync for Backing {}
 
 impl Backing {
     fn create(len: u64, name: &str) -> Result<Self> {
-        let file = memfd_create(name, MemfdFlags::CLOEXEC).map_err(|e| memfd_error(e, len))?;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = memfd_create(name, flags).map_err(|e| memfd_error(e, len))?;
         ftruncate(&file, len).map_err(|e| memfd_error(e, len))?;
+        // The file goes to other processes: one that cut it short would kill those who have it mapped.
+        fcntl_add_seals(&file, SEALS).map_err(|e| memfd_error(e, len))?;
         Self::map(file, len)
     }
 
@@ -153,7 +162,10 @@ impl SimMemory {
         let name = SharedName::decode(handle.body_for(Backend::Sim)?)?;
         let file = name.open()?;
         let size = fstat(&file).map_err(|e| memfd_error(e, handle.len()))?;
-        if size.st_ino != name.inode || u64::try_from(size.st_size).ok() != Some(handle.len()) {
+        // The seals show that it is simulated memory, and no other file that a handle might name.
+        let sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS));
+        let same_size = u64::try_from(size.st_size).ok() == Some(handle.len());
+        if size.st_ino != name.inode || !same_size || !sealed {
             return Err(name.stale("the descriptor now names something else"));
         }
         device.reserve(handle.len(), MemoryKind::Imported)?;
@@ -263,7 +275,7 @@ impl MemoryBackend for SimMemory {
         self.with_bytes(|bytes| bytes.read(offset, into))
     }
 
-    fn export_dmabuf(&self, offset: u64, len: u64) -> Result<DmaBuf> {
+    fn export_dmabuf(&self, offset: u64, len: u64, _route: DmaBufRoute) -> Result<DmaBuf> {
         let file = self.with_file(|file| file.try_clone_to_owned())?;
         let file = file.map_err(|e| Error::os("export a dma-buf", &e))?;
         Ok(DmaBuf::new(file, offset, len))
@@ -280,12 +292,40 @@ impl MemoryBackend for SimMemory {
         let memory = Arc::downgrade(&self);
         Ok(Watch::new(move || {
             if let Some(memory) = memory.upgrade() {
-                memory.listeners.lock().remove(&number);
+                // Dropped outside of the lock: a listener may hold anything, another watch too.
+                let ended = memory.listeners.lock().remove(&number);
+                drop(ended);
             }
         }))
     }
 
+    fn window_paths(&self) -> &'static [WindowPath] {
+        if self.pinned.is_some() { &[] } else { &[WindowPath::Memfd] }
+    }
+
+    fn map(&self, offset: u64, len: u64, path: WindowPath) -> Result<Mapped> {
+        if path != WindowPath::Memfd {
+            return Err(Error::new(Kind::Unsupported, "map memory")
+                .on(self.device.label())
+                .why("simulated memory is mapped as the memfd that it lies in"));
+        }
+        // All of it, so that no rounding is needed; only the range asked for is ever touched.
+        let file = self.with_file(|file| file.try_clone_to_owned())?;
+        let backing = Backing::map(file.map_err(|e| Error::os("map memory", &e))?, self.len)?;
+        // A child process must not reach the parent's device memory.
+        // SAFETY: the mapping has just been made, with this base and length.
+        unsafe { madvise(backing.base.as_ptr().cast(), backing.len, Advice::LinuxDontFork) }
+            .map_err(|e| memfd_error(e, self.len))?;
+        // SAFETY: the offset lies inside the memory, by this trait's rule.
+        let base = unsafe { backing.base.add(offset as usize) };
+        Ok(Mapped::new(base, len, MappingType::Cached, Box::new(backing)))
+    }
+
     fn free(&self) -> Result<()> {
+        if self.pinned.is_some() {
+            // The CPU may hold views of it: the bytes go with the last handle, the address goes now.
+            space().remove(self.address);
+        }
         self.remove();
         Ok(())
     }
@@ -397,10 +437,13 @@ impl Space {
 
     /// The memory that holds all of `address..address + len`, and where in it that begins.
     pub(super) fn find(&self, address: DeviceAddr, len: u64) -> Option<(Arc<SimMemory>, u64)> {
-        let pieces = self.pieces.read();
-        let (base, memory) = pieces.range(..=address.raw()).next_back()?;
-        let memory = memory.upgrade()?;
-        let offset = address.raw() - base;
+        // The lock is let go before the memory is: dropping the last handle takes it for writing.
+        let memory = {
+            let pieces = self.pieces.read();
+            let (_, memory) = pieces.range(..=address.raw()).next_back()?;
+            memory.upgrade()
+        }?;
+        let offset = address.raw() - memory.address.raw();
         let end = offset.checked_add(len)?;
         (offset < memory.len && end <= memory.len).then_some((memory, offset))
     }
@@ -450,9 +493,9 @@ impl MemoryBackend for Borrowed {
         owner.read(start + offset, into)
     }
 
-    fn export_dmabuf(&self, offset: u64, len: u64) -> Result<DmaBuf> {
+    fn export_dmabuf(&self, offset: u64, len: u64, route: DmaBufRoute) -> Result<DmaBuf> {
         let (owner, start) = self.owner()?;
-        owner.export_dmabuf(start + offset, len)
+        owner.export_dmabuf(start + offset, len, route)
     }
 
     fn export_ipc(&self) -> Result<IpcHandle> {
@@ -468,6 +511,15 @@ impl MemoryBackend for Borrowed {
 
     fn watch(self: Arc<Self>, listener: Listener) -> Result<Watch> {
         self.owner()?.0.watch(listener)
+    }
+
+    fn window_paths(&self) -> &'static [WindowPath] {
+        &[WindowPath::Memfd]
+    }
+
+    fn map(&self, offset: u64, len: u64, path: WindowPath) -> Result<Mapped> {
+        let (owner, start) = self.owner()?;
+        owner.map(start + offset, len, path)
     }
 
     fn free(&self) -> Result<()> {

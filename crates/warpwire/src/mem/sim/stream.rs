@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -35,25 +36,32 @@ struct Queue {
     blocked: Option<Op>,
 }
 
-/// An operation in a queue, with the recording that it makes or waits for.
+/// An operation in a queue, with the recording of an event that it makes or waits for.
 pub(super) struct Entry {
     pub(super) op: Op,
-    pub(super) ticket: u64,
+    pub(super) mark: Option<Arc<Mark>>,
 }
 
 impl Entry {
     /// Fixes, when the operation is queued, which recording of an event it means.
     pub(super) fn new(op: Op) -> Self {
-        let ticket = match &op {
-            Op::Record(event) => sim_event(event).map_or(0, SimEvent::mark),
-            Op::Await(event) => sim_event(event).map_or(0, SimEvent::last_mark),
-            _ => 0,
+        let mark = match &op {
+            Op::Record(event) => sim_event(event).map(SimEvent::mark),
+            Op::Await(event) => sim_event(event).and_then(SimEvent::last_mark),
+            _ => None,
         };
-        Self { op, ticket }
+        Self { op, mark }
+    }
+
+    /// Tells those who wait for the recording that it will not come.
+    fn fail(&self, error: &Error) {
+        if let (Op::Record(_), Some(mark)) = (&self.op, &self.mark) {
+            mark.fail(error);
+        }
     }
 }
 
-pub(super) fn sim_event(event: &super::super::stream::Event) -> Option<&SimEvent> {
+fn sim_event(event: &super::super::stream::Event) -> Option<&SimEvent> {
     let any: &dyn Any = &**event.backend();
     any.downcast_ref()
 }
@@ -83,15 +91,28 @@ impl Core {
     /// The stream's thread: until the stream is dropped and its work done.
     fn run(self: Arc<Self>) {
         while let Some(entry) = self.next() {
-            let outcome = Runner::new(&self).run(&entry);
-            if let (Err(error), Op::Record(event)) = (&outcome, &entry.op) {
-                fail_event(event, error);
-            }
+            // Listeners and closures are anybody's code: their panics fail the stream, not its thread.
+            let run = || {
+                let outcome = Runner::new(&self).run(&entry);
+                outcome.inspect_err(|error| entry.fail(error))
+            };
+            let outcome = self.guarded(run);
             // What the operation used is let go before the stream can look idle.
-            drop(entry);
-            self.finish(outcome);
+            let dropped = self.guarded(move || {
+                drop(entry);
+                Ok(())
+            });
+            self.finish(outcome.and(dropped));
         }
         self.device.count_stream(false);
+    }
+
+    fn guarded(&self, run: impl FnOnce() -> Result<()>) -> Result<()> {
+        catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
+            Err(Error::new(Kind::StreamFailed, "finish an operation")
+                .on(self.label())
+                .why("code that it called panicked"))
+        })
     }
 
     fn next(&self) -> Option<Entry> {
@@ -115,11 +136,11 @@ impl Core {
         let dropped = std::mem::take(&mut queue.waiting);
         queue.failure = Some(error.clone());
         drop(queue);
-        for entry in &dropped {
-            if let Op::Record(event) = &entry.op {
-                fail_event(event, &error);
-            }
-        }
+        dropped.iter().for_each(|entry| entry.fail(&error));
+        let _ = self.guarded(move || {
+            drop(dropped);
+            Ok(())
+        });
     }
 
     /// Notes the wait that the stream is in, for whoever asks what it is blocked on.
@@ -129,12 +150,6 @@ impl Core {
 
     pub(super) fn label(&self) -> String {
         format!("{} stream {}", self.device.label(), self.number)
-    }
-}
-
-fn fail_event(event: &super::super::stream::Event, error: &Error) {
-    if let Some(event) = sim_event(event) {
-        event.fail(error);
     }
 }
 
@@ -213,61 +228,59 @@ impl GraphBackend for SimGraph {
     }
 }
 
-/// An event: recordings are numbered as they are queued, and reached in that order.
-pub(super) struct SimEvent {
-    device: Arc<SimDevice>,
-    state: Mutex<EventState>,
-}
+/// One recording of an event.
+#[derive(Default)]
+pub(super) struct Mark(Mutex<MarkState>);
 
 #[derive(Default)]
-struct EventState {
-    marked: u64,
-    reached: u64,
-    at: Option<Instant>,
+struct MarkState {
+    reached: Option<Instant>,
     failure: Option<Error>,
+}
+
+impl Mark {
+    pub(super) fn reach(&self) {
+        self.0.lock().reached = Some(Instant::now());
+    }
+
+    pub(super) fn is_reached(&self) -> Result<bool> {
+        let state = self.0.lock();
+        match &state.failure {
+            Some(failure) => Err(failure.clone()),
+            None => Ok(state.reached.is_some()),
+        }
+    }
+
+    fn fail(&self, error: &Error) {
+        self.0.lock().failure = Some(error.clone());
+    }
+}
+
+/// An event: it stands for its newest recording; who waits for an earlier one holds that.
+pub(super) struct SimEvent {
+    device: Arc<SimDevice>,
+    newest: Mutex<Option<Arc<Mark>>>,
 }
 
 impl SimEvent {
     pub(super) fn new(device: Arc<SimDevice>) -> Self {
         device.count_event(true);
-        Self { device, state: Mutex::default() }
+        Self { device, newest: Mutex::default() }
     }
 
-    pub(super) fn mark(&self) -> u64 {
-        let mut state = self.state.lock();
-        state.marked += 1;
-        state.failure = None;
-        state.marked
+    fn mark(&self) -> Arc<Mark> {
+        let mark = Arc::new(Mark::default());
+        *self.newest.lock() = Some(mark.clone());
+        mark
     }
 
-    pub(super) fn last_mark(&self) -> u64 {
-        self.state.lock().marked
-    }
-
-    pub(super) fn reach(&self, ticket: u64) {
-        let mut state = self.state.lock();
-        if ticket > state.reached {
-            state.reached = ticket;
-            state.at = Some(Instant::now());
-        }
-    }
-
-    pub(super) fn has_reached(&self, ticket: u64) -> Result<bool> {
-        let state = self.state.lock();
-        match &state.failure {
-            Some(failure) => Err(failure.clone()),
-            None => Ok(state.reached >= ticket),
-        }
-    }
-
-    fn fail(&self, error: &Error) {
-        self.state.lock().failure = Some(error.clone());
+    fn last_mark(&self) -> Option<Arc<Mark>> {
+        self.newest.lock().clone()
     }
 
     fn moment(&self) -> Result<Instant> {
-        let state = self.state.lock();
-        let reached = state.reached == state.marked;
-        state.at.filter(|_| reached).ok_or_else(|| {
+        let reached = self.last_mark().and_then(|mark| mark.0.lock().reached);
+        reached.ok_or_else(|| {
             Error::new(Kind::Busy, "take the time of an event")
                 .on(self.device.label())
                 .why("it has not been recorded and reached")
@@ -284,8 +297,7 @@ impl Drop for SimEvent {
 
 impl EventBackend for SimEvent {
     fn is_reached(&self) -> Result<bool> {
-        let last = self.last_mark();
-        self.has_reached(last)
+        self.last_mark().map_or(Ok(true), |mark| mark.is_reached())
     }
 
     fn elapsed_since(&self, earlier: &dyn EventBackend) -> Result<Duration> {

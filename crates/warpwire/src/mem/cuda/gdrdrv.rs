@@ -1,0 +1,84 @@
+//! CPU windows through gdrcopy's kernel module, where it is loaded.
+//!
+//! Written after the module's public interface; there was no machine with the module to run it on.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use super::super::window::{Mapped, MappingType};
+use super::window::Span;
+use crate::error::{Error, Result};
+
+const NODE: &str = "/dev/gdrdrv";
+const MAGIC: u64 = 0xda;
+/// The module pins in pages of the GPU's.
+const GPU_PAGE: u64 = 64 << 10;
+
+#[repr(C)]
+#[derive(Default)]
+struct Pin {
+    address: u64,
+    size: u64,
+    token: u64,
+    va_space: u32,
+    padding: u32,
+    handle: u64,
+}
+
+#[repr(C)]
+struct Unpin {
+    handle: u64,
+}
+
+const PIN: u64 = request(1, 40);
+/// All requests but the pins carry the size of a pointer.
+const UNPIN: u64 = request(2, 8);
+
+const _: () = assert!(size_of::<Pin>() == 40 && PIN == 0xc028_da01 && UNPIN == 0xc008_da02);
+
+const fn request(number: u64, size: u64) -> u64 {
+    3 << 30 | size << 16 | MAGIC << 8 | number
+}
+
+/// Pinned memory; unpinned when dropped, and with the descriptor in any case.
+struct Pinned {
+    module: OwnedFd,
+    handle: u64,
+}
+
+pub(super) fn map(start: u64, len: u64) -> Result<Mapped> {
+    let module = File::options().read(true).write(true).open(NODE).map(OwnedFd::from);
+    let module = module.map_err(|error| {
+        Error::os("map GPU memory", &error)
+            .on(NODE)
+            .fix("load gdrcopy's module, or use another path")
+    })?;
+    let first = start - start % GPU_PAGE;
+    let size = (start + len).next_multiple_of(GPU_PAGE) - first;
+    let mut pin = Pin { address: first, size, ..Pin::default() };
+    call(&module, PIN, &mut pin)?;
+    let pinned = Pinned { module, handle: pin.handle };
+    // The module finds the memory by the offset of the mapping, in pages.
+    let offset = pinned.handle * rustix::param::page_size() as u64;
+    let span = Span::of(&pinned.module, offset, size)?;
+    let base = span.at(start - first);
+    Ok(Mapped::new(base, len, MappingType::WriteCombining, Box::new((span, pinned))))
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        let mut unpin = Unpin { handle: self.handle };
+        if let Err(error) = call(&self.module, UNPIN, &mut unpin) {
+            tracing::warn!(%error, "memory was not unpinned");
+        }
+    }
+}
+
+fn call<T>(module: &OwnedFd, code: u64, argument: &mut T) -> Result<()> {
+    // SAFETY: each caller passes the structure that the request of that code takes.
+    let done = unsafe { libc::ioctl(module.as_raw_fd(), code, std::ptr::from_mut(argument)) };
+    if done == 0 {
+        return Ok(());
+    }
+    Err(Error::os("make a request", &std::io::Error::last_os_error()).on(NODE))
+}

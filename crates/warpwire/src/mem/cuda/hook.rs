@@ -1,0 +1,254 @@
+//! Watching one call: what `libcuda` tells the kernel when it exports memory as a dma-buf.
+//!
+//! `cuMemGetHandleForAddressRange` makes one request that names the memory's objects, for every kind of
+//! memory that CUDA can export. CUDA makes that request through its dynamic symbol `ioctl`, so the entry
+//! of that symbol in libcuda's table is led through a function of ours. It passes every call on unchanged;
+//! on a thread that has asked for it, it also keeps a copy of that one request.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, c_int, c_ulong, c_void};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+
+use crate::error::{Error, Kind, Result};
+
+const MOST_OBJECTS: usize = 128;
+/// `_IOWR('F', 217, 2608 bytes)`.
+const EXPORT_REQUEST: c_ulong = 3 << 30 | (size_of::<Export>() as c_ulong) << 16 | 0x46 << 8 | 217;
+
+/// The export request, as the open kernel modules declare it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Export {
+    fd: c_int,
+    client: u32,
+    total_objects: u32,
+    object_count: u32,
+    index: u32,
+    total_size: u64,
+    mapping_type: u8,
+    allow_mmap: u8,
+    handles: [u32; MOST_OBJECTS],
+    offsets: [u64; MOST_OBJECTS],
+    sizes: [u64; MOST_OBJECTS],
+    status: u32,
+}
+
+const _: () = {
+    assert!(size_of::<Export>() == 2608);
+    assert!(std::mem::offset_of!(Export, total_size) == 24);
+    assert!(std::mem::offset_of!(Export, handles) == 36);
+    assert!(std::mem::offset_of!(Export, offsets) == 552);
+};
+
+/// A part of an exported range: a piece of a memory object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) client: u32,
+    pub(super) object: u32,
+    pub(super) offset: u64,
+    pub(super) len: u64,
+}
+
+thread_local! {
+    static SEEN: RefCell<Option<Vec<Piece>>> = const { RefCell::new(None) };
+}
+
+/// Runs `export` and returns the pieces that CUDA named to the kernel meanwhile, on this thread.
+pub(super) fn watch<R>(export: impl FnOnce() -> Result<R>) -> Result<(R, Vec<Piece>)> {
+    install()?;
+    SEEN.with(|seen| *seen.borrow_mut() = Some(Vec::new()));
+    let exported = export();
+    let pieces = SEEN.with(|seen| seen.borrow_mut().take()).unwrap_or_default();
+    Ok((exported?, pieces))
+}
+
+type Ioctl = unsafe extern "C" fn(c_int, c_ulong, *mut c_void) -> c_int;
+
+/// Where the table led before: the C library's function.
+static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
+
+/// Stands in libcuda's table in place of `ioctl`.
+///
+/// # Safety
+/// As `ioctl`.
+unsafe extern "C" fn watched_ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
+    let original = ORIGINAL.load(Ordering::Acquire);
+    // SAFETY: set before the table was changed, to the address of a function of this type.
+    let original: Ioctl = unsafe { std::mem::transmute::<usize, Ioctl>(original) };
+    // SAFETY: passed on as it came.
+    let result = unsafe { original(fd, request, argument) };
+    // Some callers sign-extend the request.
+    if request as u32 == EXPORT_REQUEST as u32 && result == 0 && !argument.is_null() {
+        // SAFETY: the kernel has just read and written a structure of this size there.
+        keep(unsafe { &*argument.cast::<Export>() });
+    }
+    result
+}
+
+fn keep(export: &Export) {
+    if export.status != 0 {
+        return;
+    }
+    // A thread that is ending has no such variable any more; then nobody is watching.
+    let _ = SEEN.try_with(|seen| {
+        if let Ok(mut seen) = seen.try_borrow_mut()
+            && let Some(pieces) = seen.as_mut()
+        {
+            let count = (export.object_count as usize).min(MOST_OBJECTS);
+            pieces.extend((0..count).map(|at| Piece {
+                client: export.client,
+                object: export.handles[at],
+                offset: export.offsets[at],
+                len: export.sizes[at],
+            }));
+        }
+    });
+}
+
+/// Leads libcuda's `ioctl` through ours, once in this process.
+fn install() -> Result<()> {
+    static INSTALLED: OnceLock<Result<()>> = OnceLock::new();
+    INSTALLED.get_or_init(|| find_entry().and_then(replace)).clone()
+}
+
+fn failure(why: &'static str) -> Error {
+    Error::new(Kind::Unsupported, "watch CUDA name its memory").on("libcuda.so.1").why(why)
+}
+
+/// The address of libcuda's table entry for `ioctl`.
+fn find_entry() -> Result<usize> {
+    let mut found: Option<usize> = None;
+    // SAFETY: the callback has the type that the function wants, and its data outlives the call.
+    unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut found).cast()) };
+    found.ok_or_else(|| failure("its symbol table has no entry for ioctl"))
+}
+
+/// Called for each loaded library; stops at the one that is libcuda.
+///
+/// # Safety
+/// As `dl_iterate_phdr` calls it; `found` points to an `Option<usize>`.
+unsafe extern "C" fn visit(
+    info: *mut libc::dl_phdr_info,
+    _size: usize,
+    found: *mut c_void,
+) -> c_int {
+    // SAFETY: the loader passes a valid structure.
+    let info = unsafe { &*info };
+    if info.dlpi_name.is_null() {
+        return 0;
+    }
+    // SAFETY: not null, and the loader's names end with a zero.
+    let name = unsafe { CStr::from_ptr(info.dlpi_name) }.to_bytes();
+    let file = name.rsplit(|byte| *byte == b'/').next().unwrap_or_default();
+    if !file.starts_with(b"libcuda.so") {
+        return 0;
+    }
+    // SAFETY: the structure describes a loaded library.
+    let entry = unsafe { entry_in(info) };
+    // SAFETY: by this function's condition.
+    unsafe { *found.cast::<Option<usize>>() = entry };
+    c_int::from(entry.is_some())
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Dynamic {
+    tag: i64,
+    value: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Relocation {
+    offset: u64,
+    info: u64,
+    addend: i64,
+}
+
+mod tag {
+    pub(super) const PLT_SIZE: i64 = 2;
+    pub(super) const STRINGS: i64 = 5;
+    pub(super) const SYMBOLS: i64 = 6;
+    pub(super) const RELOCATIONS: i64 = 7;
+    pub(super) const RELOCATIONS_SIZE: i64 = 8;
+    pub(super) const PLT: i64 = 23;
+}
+
+/// Looks through a library's relocations for the one that binds `ioctl`.
+///
+/// # Safety
+/// `info` describes a loaded library.
+unsafe fn entry_in(info: &libc::dl_phdr_info) -> Option<usize> {
+    // SAFETY: the loader says how many program headers there are.
+    let headers = unsafe { std::slice::from_raw_parts(info.dlpi_phdr, info.dlpi_phnum.into()) };
+    let dynamic = headers.iter().find(|header| header.p_type == libc::PT_DYNAMIC)?;
+    let mut at = (info.dlpi_addr + dynamic.p_vaddr) as *const Dynamic;
+    let mut table = [0_u64; 24];
+    // SAFETY: the dynamic section is an array that ends with a zero tag.
+    while let entry = unsafe { *at }
+        && entry.tag != 0
+    {
+        if let Some(slot) = usize::try_from(entry.tag).ok().and_then(|tag| table.get_mut(tag)) {
+            *slot = entry.value;
+        }
+        // SAFETY: the end has not been reached.
+        at = unsafe { at.add(1) };
+    }
+    let value = |tag: i64| table[tag as usize];
+    let groups = [(tag::PLT, tag::PLT_SIZE), (tag::RELOCATIONS, tag::RELOCATIONS_SIZE)];
+    groups.into_iter().find_map(|(start, size)| {
+        let count = value(size) as usize / size_of::<Relocation>();
+        if value(start) == 0 || count == 0 {
+            return None;
+        }
+        // SAFETY: the section gives the place and the size of its relocations.
+        let all = unsafe { std::slice::from_raw_parts(value(start) as *const Relocation, count) };
+        let binds_ioctl = |relocation: &&Relocation| {
+            let symbol = relocation.info >> 32;
+            // SAFETY: the symbol's number comes from the library's own relocation.
+            symbol != 0
+                && unsafe { symbol_name(value(tag::SYMBOLS), value(tag::STRINGS), symbol) }
+                    == b"ioctl"
+        };
+        let found = all.iter().find(binds_ioctl)?;
+        usize::try_from(info.dlpi_addr + found.offset).ok()
+    })
+}
+
+/// The name of a symbol.
+///
+/// # Safety
+/// The tables are those of a loaded library, and the number is of one of its symbols.
+unsafe fn symbol_name<'a>(symbols: u64, strings: u64, number: u64) -> &'a [u8] {
+    const SYMBOL_SIZE: u64 = 24;
+    // SAFETY: by this function's condition; a symbol begins with the offset of its name.
+    unsafe {
+        let name = *((symbols + number * SYMBOL_SIZE) as *const u32);
+        CStr::from_ptr((strings + u64::from(name)) as *const _).to_bytes()
+    }
+}
+
+/// Puts our function into the table, making its page writable for that moment.
+fn replace(entry: usize) -> Result<()> {
+    use rustix::mm::{MprotectFlags, mprotect};
+    let page = rustix::param::page_size();
+    let start = (entry - entry % page) as *mut c_void;
+    // SAFETY: find_entry found this address in the table of a library that is never unloaded; the table
+    // holds a function pointer there, and the page stays readable throughout.
+    unsafe {
+        let slot = AtomicPtr::<c_void>::from_ptr(entry as *mut *mut c_void);
+        // A table that is bound lazily may not hold the function yet, so it is looked up anew; that also
+        // finds the wrapper of a preloaded library.
+        let original = libc::dlsym(libc::RTLD_DEFAULT, c"ioctl".as_ptr());
+        if original.is_null() {
+            return Err(failure("the C library has no ioctl"));
+        }
+        ORIGINAL.store(original as usize, Ordering::Release);
+        mprotect(start, page, MprotectFlags::READ | MprotectFlags::WRITE)
+            .map_err(|_| failure("its symbol table cannot be made writable"))?;
+        slot.store(watched_ioctl as *mut c_void, Ordering::Release);
+        // If it was read-only, leaving it writable is harmless; if it was not, it must stay writable.
+    }
+    Ok(())
+}

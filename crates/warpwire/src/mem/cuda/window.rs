@@ -1,0 +1,230 @@
+//! CPU windows onto this GPU's memory, by each of the paths that there are.
+
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+
+use super::super::allocation::MemoryKind;
+use super::super::backend::{DeviceBackend, MemoryBackend};
+use super::super::bytes::SharedBytes;
+use super::super::share::DmaBufRoute;
+use super::super::window::{Mapped, MappingType, WindowPath};
+use super::device::CudaDevice;
+use super::gdrdrv;
+use super::memory::{self, CudaMemory, export_pages};
+use super::naming::{self, Named, Sort};
+use super::rm;
+use crate::error::{Error, Kind, Result};
+
+/// Address space that pieces are mapped into, one behind the other; unmapped as a whole.
+pub(super) struct Span {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: it only owns the range; access is the window's business.
+unsafe impl Send for Span {}
+// SAFETY: as above.
+unsafe impl Sync for Span {}
+
+impl Span {
+    fn reserve(len: u64) -> Result<Self> {
+        let size = usize::try_from(len).map_err(|_| map_error(rustix::io::Errno::NOMEM))?;
+        // SAFETY: a new, inaccessible mapping at an address of the kernel's choice disturbs nothing.
+        let base = unsafe {
+            mmap_anonymous(std::ptr::null_mut(), size, ProtFlags::empty(), MapFlags::PRIVATE)
+        };
+        let base = base.map_err(map_error)?;
+        let base = NonNull::new(base.cast()).ok_or_else(|| map_error(rustix::io::Errno::NOMEM))?;
+        Ok(Self { base, len: size })
+    }
+
+    /// Maps `len` bytes of a descriptor, from `offset` in it, at `at` in the span.
+    fn place(&self, fd: &OwnedFd, offset: u64, at: u64, len: u64) -> Result<()> {
+        if at.checked_add(len).is_none_or(|end| end > self.len as u64) {
+            return Err(map_error(rustix::io::Errno::INVAL));
+        }
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: in range of the span, which is ours; what is replaced there was inaccessible.
+        unsafe {
+            let to = self.base.as_ptr().add(at as usize).cast();
+            mmap(to, len as usize, protection, flags, fd, offset).map_err(map_error)?;
+            // A child process must not reach the parent's device memory.
+            madvise(to, len as usize, Advice::LinuxDontFork).map_err(map_error)
+        }
+    }
+
+    /// A span that one descriptor fills.
+    pub(super) fn of(fd: &OwnedFd, offset: u64, len: u64) -> Result<Self> {
+        let span = Self::reserve(len)?;
+        span.place(fd, offset, 0, len)?;
+        Ok(span)
+    }
+
+    pub(super) fn at(&self, offset: u64) -> NonNull<u8> {
+        // SAFETY: callers ask for offsets inside the span that they mapped.
+        unsafe { self.base.add(offset as usize) }
+    }
+}
+
+impl Drop for Span {
+    fn drop(&mut self) {
+        // SAFETY: the range is ours, and the window that used it is gone.
+        if let Err(error) = unsafe { munmap(self.base.as_ptr().cast(), self.len) } {
+            tracing::warn!(%error, "a window was not unmapped");
+        }
+    }
+}
+
+fn map_error(error: rustix::io::Errno) -> Error {
+    Error::os("map GPU memory", &error.into())
+}
+
+/// Maps `offset..offset + len` of `memory` by one path.
+pub(super) fn map(memory: &CudaMemory, offset: u64, len: u64, path: WindowPath) -> Result<Mapped> {
+    let device = &memory.device;
+    let start = memory.address.raw() + offset;
+    let current = device.enter()?;
+    let mapped = match path {
+        WindowPath::DmaBuf => by_dmabuf(device, start, len),
+        WindowPath::ResourceManager => by_resource_manager(device, start, len),
+        WindowPath::Gdrdrv => gdrdrv::map(start, len),
+        WindowPath::Memfd => {
+            Err(Error::new(Kind::Unsupported, "").why("only simulated memory lies in a memfd"))
+        }
+    };
+    drop(current);
+    mapped
+}
+
+/// Newer drivers let the CPU map an exported dma-buf (R610, CUDA 13.3); others say so.
+fn by_dmabuf(device: &CudaDevice, start: u64, len: u64) -> Result<Mapped> {
+    device.capabilities().dmabuf_export.require("export a dma-buf", device.info())?;
+    let (fd, first) = export_pages(device, start, len, DmaBufRoute::Default)?;
+    let page = rustix::param::page_size() as u64;
+    let size = (start + len).next_multiple_of(page) - first;
+    let span = Span::of(&fd, 0, size).map_err(|error| match error.kind() {
+        Kind::Os(524) => Error::new(Kind::Unsupported, "map a dma-buf")
+            .why("this driver's dma-bufs cannot be mapped; R610 (CUDA 13.3) is the first whose can"),
+        _ => error,
+    })?;
+    let base = span.at(start - first);
+    Ok(Mapped::new(base, len, MappingType::WriteCombining, Box::new(span)))
+}
+
+fn by_resource_manager(device: &Arc<CudaDevice>, start: u64, len: u64) -> Result<Mapped> {
+    let sort = naming::sort_of(device, start);
+    prove(device, sort)?;
+    let mapped = map_named(device, sort, start, len)?;
+    compare(device, &mapped, start, len)?;
+    Ok(mapped)
+}
+
+fn map_named(device: &CudaDevice, sort: Sort, start: u64, len: u64) -> Result<Mapped> {
+    let pci = device.info().pci.ok_or_else(|| {
+        Error::new(Kind::Unsupported, "map GPU memory").why("the GPU's PCI address is not known")
+    })?;
+    let client = rm::Client::get()?;
+    let gpu = client.gpu(pci)?;
+    let Named { start: first, pieces } = naming::name(device, sort, start, len)?;
+    let span = Span::reserve(pieces.iter().map(|piece| piece.len).sum())?;
+    let (mut at, mut held) = (0, Vec::new());
+    for piece in &pieces {
+        let object = client.adopt(gpu, piece.client, piece.object)?;
+        let (mapping, fd) = object.map(piece.offset, piece.len)?;
+        span.place(&fd, 0, at, piece.len)?;
+        held.push(mapping);
+        at += piece.len;
+    }
+    let base = span.at(start - first);
+    // In this order: first the addresses go, then what they led to.
+    Ok(Mapped::new(base, len, MappingType::WriteCombining, Box::new((span, held))))
+}
+
+/// What the proofs of this device's sorts of memory gave, once each.
+#[derive(Default)]
+pub(super) struct Proofs(parking_lot::Mutex<Vec<(Sort, Result<()>)>>);
+
+/// Proves on scratch memory that memory of this sort is named as we think: a pattern written one way must
+/// be read back the other, in both directions, at both ends of two neighbours.
+fn prove(device: &Arc<CudaDevice>, sort: Sort) -> Result<()> {
+    let mut proofs = device.proofs.0.lock();
+    if let Some((_, outcome)) = proofs.iter().find(|(known, _)| *known == sort) {
+        return outcome.clone();
+    }
+    let outcome = try_sort(device, sort);
+    if let Err(error) = &outcome {
+        tracing::warn!(%error, ?sort, "the resource manager's path is refused for this memory");
+    }
+    proofs.push((sort, outcome.clone()));
+    outcome
+}
+
+fn try_sort(device: &Arc<CudaDevice>, sort: Sort) -> Result<()> {
+    const LEN: u64 = 200_000;
+    let kind = match sort {
+        Sort::Plain => MemoryKind::Plain,
+        Sort::Vmm => MemoryKind::Vmm,
+        Sort::Pool => MemoryKind::Pool,
+    };
+    for seed in [1, 2] {
+        let scratch = memory::allocate(device.clone(), LEN, kind)?;
+        let outcome = check_both_ways(device, sort, &scratch, seed);
+        scratch.free()?;
+        outcome?;
+    }
+    Ok(())
+}
+
+fn check_both_ways(
+    device: &CudaDevice,
+    sort: Sort,
+    scratch: &CudaMemory,
+    seed: u64,
+) -> Result<()> {
+    let len = scratch.len();
+    let mapped = map_named(device, sort, scratch.address().raw(), len)?;
+    // SAFETY: just mapped for this length, and dropped after the last use of the view.
+    let bytes = unsafe { SharedBytes::new(mapped.base(), len as usize) };
+    let pattern = |at: u64| super::super::pattern::word(seed, at).to_le_bytes();
+    for at in [0, 4096, len / 2 / 8 * 8, len - 8] {
+        let mut seen = [0; 8];
+        scratch.write(at, &pattern(at))?;
+        bytes.read(at, &mut seen)?;
+        let from_device = seen == pattern(at);
+        bytes.write(at, &pattern(at + 1))?;
+        super::super::copy::store_fence();
+        scratch.read(at, &mut seen)?;
+        if !from_device || seen != pattern(at + 1) {
+            return Err(Error::new(Kind::Unsupported, "prove the resource manager's mapping")
+                .why("scratch memory does not read back through it as it was written"));
+        }
+    }
+    Ok(())
+}
+
+/// Compares a window with what the copy engine reads, without writing: some of the words must agree. (A
+/// running kernel may change the others meanwhile.)
+fn compare(device: &CudaDevice, mapped: &Mapped, start: u64, len: u64) -> Result<()> {
+    const SAMPLES: u64 = 8;
+    const TRIES: u32 = 3;
+    // SAFETY: mapped for this length for as long as `mapped` lives.
+    let bytes = unsafe { SharedBytes::new(mapped.base(), len as usize) };
+    let size = len.min(8) as usize;
+    for _ in 0..TRIES {
+        for sample in 0..SAMPLES {
+            let at = (len - size as u64) / SAMPLES.max(1) * sample;
+            let (mut through_window, mut by_engine) = ([0; 8], [0; 8]);
+            bytes.read(at, &mut through_window[..size])?;
+            device.copy_beside(by_engine.as_mut_ptr() as u64, start + at, size)?;
+            if through_window == by_engine {
+                return Ok(());
+            }
+        }
+    }
+    Err(Error::new(Kind::Unsupported, "check a window")
+        .why("what it shows is not what the copy engine reads from that memory"))
+}

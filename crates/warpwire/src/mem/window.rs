@@ -1,0 +1,332 @@
+//! CPU windows: device memory that the processor loads from and stores to.
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::ptr::NonNull;
+use std::str::FromStr;
+
+use serde::Serialize;
+
+use super::address::{DeviceAddr, check_range};
+use super::allocation::Region;
+use super::backend::MemoryBackend;
+use super::bytes::SharedBytes;
+use super::copy::{self, Routine};
+use crate::error::{Error, Kind, Result};
+
+/// The environment variable that names the path to take.
+pub const VARIABLE: &str = "WARPWIRE_WINDOW";
+
+/// How a window came to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WindowPath {
+    /// `mmap` of the dma-buf that CUDA exports (driver R610, CUDA 13.3, or newer).
+    DmaBuf,
+    /// The resource manager's map call, which every NVIDIA driver has.
+    ResourceManager,
+    /// gdrcopy's kernel module.
+    Gdrdrv,
+    /// The memfd that simulated memory lies in.
+    Memfd,
+}
+
+impl WindowPath {
+    const ALL: [(&'static str, Self); 4] = [
+        ("dmabuf", Self::DmaBuf),
+        ("rm", Self::ResourceManager),
+        ("gdrdrv", Self::Gdrdrv),
+        ("memfd", Self::Memfd),
+    ];
+}
+
+impl fmt::Display for WindowPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::DmaBuf => "dma-buf mmap",
+            Self::ResourceManager => "resource manager",
+            Self::Gdrdrv => "gdrdrv",
+            Self::Memfd => "memfd",
+        })
+    }
+}
+
+impl FromStr for WindowPath {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let found = Self::ALL.into_iter().find(|(name, _)| *name == text);
+        found.map(|(_, path)| path).ok_or_else(|| {
+            Error::new(Kind::Malformed, format!("read {text:?} as a window path"))
+                .fix("write dmabuf, rm, gdrdrv or memfd")
+        })
+    }
+}
+
+/// How the processor treats accesses to a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MappingType {
+    /// Stores are gathered and written in bursts; loads are not cached. What PCIe offers.
+    WriteCombining,
+    /// As ordinary memory: coherent platforms, and the simulator.
+    Cached,
+    /// As device registers (some Arm platforms).
+    Device,
+}
+
+impl fmt::Display for MappingType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::WriteCombining => "write-combining",
+            Self::Cached => "cached",
+            Self::Device => "device",
+        })
+    }
+}
+
+/// What a window should be like.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct WindowOptions {
+    /// Take this path and no other.
+    pub path: Option<WindowPath>,
+    /// Insist on this mapping type; most platforms offer one.
+    pub mapping: Option<MappingType>,
+}
+
+impl WindowOptions {
+    /// What `WARPWIRE_WINDOW` asks for (`dmabuf`, `rm`, `gdrdrv`, `memfd`); the best path if it is not set.
+    pub fn from_env() -> Result<Self> {
+        let path = match std::env::var(VARIABLE) {
+            Ok(text) if text.is_empty() || text == "auto" => None,
+            Ok(text) => Some(text.parse().map_err(|error: Error| error.on(VARIABLE))?),
+            Err(_) => None,
+        };
+        Ok(Self { path, mapping: None })
+    }
+}
+
+/// A path that was not taken, and why.
+#[derive(Clone, Debug)]
+pub struct Refusal {
+    /// The path.
+    pub path: WindowPath,
+    /// What stood in the way.
+    pub why: Error,
+}
+
+/// What a backend returns for a mapped range. Dropping it unmaps.
+pub struct Mapped {
+    base: NonNull<u8>,
+    len: u64,
+    mapping: MappingType,
+    _hold: Box<dyn Send + Sync>,
+}
+
+// SAFETY: the range belongs to this value; access goes through atomics and device copies.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    /// `len` readable and writable bytes at `base`, which stay until `hold` is dropped.
+    pub(super) fn new(
+        base: NonNull<u8>,
+        len: u64,
+        mapping: MappingType,
+        hold: Box<dyn Send + Sync>,
+    ) -> Self {
+        Self { base, len, mapping, _hold: hold }
+    }
+
+    pub(super) fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+}
+
+/// A range of device memory as the CPU sees it.
+///
+/// # What others see
+/// - **Another CPU thread** sees stores through [`bytes`](Window::bytes) in the order of their release;
+///   [`write`](Window::write) is complete when it returns, and ordered before a later store.
+/// - **A kernel launched later** sees everything written before the launch.
+/// - **A running kernel** sees a write some time after [`write`](Window::write) or
+///   [`flush`](Window::flush) returns, 8-byte words whole; to see data and then a flag, write the data,
+///   then store the flag, and let the kernel read with volatile or acquire loads at system scope.
+/// - **Loads** through the window see what the device has written to its memory, and wait for the CPU's own
+///   earlier writes through it.
+///
+/// The window keeps the memory alive: after a free it shows what was there, until it is dropped. A child
+/// process does not inherit it.
+///
+/// ```
+/// use warpwire::mem::sim::{Sim, SimConfig};
+/// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+/// let memory = gpu.alloc(4096).unwrap();
+/// let window = memory.window().unwrap();
+/// window.write(3, b"through the window").unwrap();
+/// let mut back = [0; 18];
+/// memory.read(3, &mut back).unwrap();
+/// assert_eq!(&back, b"through the window");
+/// assert!(window.write(4090, b"past the end").is_err());
+/// ```
+pub struct Window {
+    mapped: Mapped,
+    address: DeviceAddr,
+    path: WindowPath,
+    refused: Vec<Refusal>,
+    stores: Routine,
+    loads: Routine,
+}
+
+impl Window {
+    pub(super) fn open(
+        region: &Region,
+        memory: &dyn MemoryBackend,
+        options: &WindowOptions,
+    ) -> Result<Self> {
+        let failure = |kind, why: String| {
+            let what = format!("open a CPU window of {} bytes", region.len());
+            Error::new(kind, what).on(region.allocation().describe()).why(why)
+        };
+        if region.is_empty() {
+            return Err(failure(Kind::InvalidArgument, "the length is zero".into()));
+        }
+        let paths = memory.window_paths();
+        if paths.is_empty() {
+            let why = "it is host memory, which the CPU sees already".into();
+            return Err(failure(Kind::InvalidArgument, why).fix("use host_bytes"));
+        }
+        let wanted = |path: &WindowPath| options.path.is_none_or(|only| only == *path);
+        let mut refused = Vec::new();
+        for path in paths.iter().copied().filter(wanted) {
+            let mapped = memory.map(region.offset(), region.len(), path);
+            match mapped.and_then(|mapped| accept(mapped, options.mapping)) {
+                Ok(mapped) => return Ok(Self::new(mapped, region.address(), path, refused)),
+                Err(why) => refused.push(Refusal { path, why }),
+            }
+        }
+        let reasons: Vec<_> = refused.iter().map(|r| format!("{}: {}", r.path, r.why)).collect();
+        let why = match reasons.is_empty() {
+            true => "no path of that name leads to this memory".into(),
+            false => reasons.join("; "),
+        };
+        Err(failure(Kind::Unsupported, why).fix("copies work without a window: read and write"))
+    }
+
+    fn new(mapped: Mapped, address: DeviceAddr, path: WindowPath, refused: Vec<Refusal>) -> Self {
+        let (stores, loads) = (Routine::for_stores(), Routine::for_loads());
+        tracing::debug!(%path, %address, len = mapped.len, "window opened");
+        Self { mapped, address, path, refused, stores, loads }
+    }
+
+    /// Where the device finds the first byte.
+    pub fn address(&self) -> DeviceAddr {
+        self.address
+    }
+
+    /// How many bytes it spans.
+    #[allow(clippy::len_without_is_empty)] // no window is empty
+    pub fn len(&self) -> u64 {
+        self.mapped.len
+    }
+
+    /// The path that was taken.
+    pub fn path(&self) -> WindowPath {
+        self.path
+    }
+
+    /// The better paths, and why each was refused.
+    pub fn refused(&self) -> &[Refusal] {
+        &self.refused
+    }
+
+    /// How the processor treats accesses to it.
+    pub fn mapping(&self) -> MappingType {
+        self.mapped.mapping
+    }
+
+    /// Single words, as atomics. Over PCIe, loads and stores of aligned words are whole; read-modify-write
+    /// is atomic among CPU threads only.
+    pub fn bytes(&self) -> SharedBytes<'_> {
+        // SAFETY: mapped for as long as this window lives, which the lifetime says.
+        unsafe { SharedBytes::new(self.mapped.base, self.mapped.len as usize) }
+    }
+
+    /// The first byte, for C programs that want a pointer. Valid while the window lives; access it with
+    /// volatile or atomic operations, aligned.
+    pub fn as_ptr(&self) -> NonNull<u8> {
+        self.mapped.base
+    }
+
+    /// Copies `from` into device memory at `offset` of the window, with the widest stores there are, and
+    /// puts it on its way.
+    pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        self.write_by(self.stores, offset, from)
+    }
+
+    /// The same with stores of a given sort, for comparisons.
+    pub fn write_by(&self, routine: Routine, offset: u64, from: &[u8]) -> Result<()> {
+        let to = self.pointer(offset, from.len())?;
+        check_routine(routine)?;
+        // SAFETY: both ranges are valid for that length, the routine is available, and `from` is
+        // ordinary memory, which cannot overlap the device's.
+        unsafe { copy::store(routine, to.as_ptr(), from.as_ptr(), from.len()) };
+        copy::store_fence();
+        Ok(())
+    }
+
+    /// Copies device memory at `offset` of the window into `into`, with the widest loads there are.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.read_by(self.loads, offset, into)
+    }
+
+    /// The same with loads of a given sort, for comparisons.
+    pub fn read_by(&self, routine: Routine, offset: u64, into: &mut [u8]) -> Result<()> {
+        let from = self.pointer(offset, into.len())?;
+        check_routine(routine)?;
+        // SAFETY: as in write_by.
+        unsafe { copy::load(routine, into.as_mut_ptr(), from.as_ptr(), into.len()) };
+        Ok(())
+    }
+
+    /// Waits until everything written through the window has reached the device.
+    pub fn flush(&self) {
+        copy::store_fence();
+        // A load from the device does not pass the writes before it.
+        let _ = self.bytes().load_u32(0).or_else(|_| {
+            let mut byte = [0];
+            self.bytes().read(0, &mut byte).map(|()| 0)
+        });
+    }
+
+    fn pointer(&self, offset: u64, len: usize) -> Result<NonNull<u8>> {
+        check_range(offset, len as u64, self.len(), "a CPU window")?;
+        // SAFETY: in range by the check above.
+        Ok(unsafe { self.mapped.base.add(offset as usize) })
+    }
+}
+
+fn check_routine(routine: Routine) -> Result<()> {
+    if routine.is_available() {
+        return Ok(());
+    }
+    Err(Error::new(Kind::Unsupported, format!("copy with {routine}"))
+        .why("this processor does not have it"))
+}
+
+fn accept(mapped: Mapped, wanted: Option<MappingType>) -> Result<Mapped> {
+    match wanted {
+        Some(wanted) if wanted != mapped.mapping => {
+            Err(Error::new(Kind::Unsupported, format!("map as {wanted}"))
+                .why(format!("this platform maps it as {}", mapped.mapping)))
+        }
+        _ => Ok(mapped),
+    }
+}
+
+impl fmt::Debug for Window {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Window({} bytes at {}, by {})", self.len(), self.address, self.path)
+    }
+}
