@@ -8,6 +8,7 @@
 //! | [`Stream`], [`Event`], [`Graph`] | ordered asynchronous work, points in it, and work to replay |
 //! | [`Program`], [`Kernel`], [`Launch`] | device code, as PTX and as the simulator's block functions |
 //! | [`DmaBuf`], [`IpcHandle`] | memory for a NIC and for another process |
+//! | [`copy::Routine`] | which of the processor's instructions copy through a CPU window |
 //!
 //! ```
 //! use std::time::Duration;
@@ -26,6 +27,7 @@ mod address;
 mod allocation;
 pub mod backend;
 mod bytes;
+pub mod copy;
 pub mod cuda;
 mod device;
 mod op;
