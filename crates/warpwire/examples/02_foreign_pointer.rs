@@ -27,7 +27,8 @@ pub extern "C" fn warpwire_stamp(device: u32, address: u64, len: u64, seed: u64)
 
 fn stamp(device: u32, address: u64, len: u64, seed: u64) -> Result<()> {
     let gpu = cuda::device(device)?;
-    let memory = gpu.borrow(DeviceAddr::new(address), len)?;
+    // SAFETY: the caller keeps the memory for the length of this call, as C callers do.
+    let memory = unsafe { gpu.borrow(DeviceAddr::new(address), len) }?;
     let stream = gpu.stream()?;
     Pattern::load(&gpu)?.fill(&stream, &memory.whole()?, seed)?;
     stream.synchronize(Duration::from_secs(10))

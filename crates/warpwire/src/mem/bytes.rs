@@ -157,7 +157,9 @@ impl<'a> SharedBytes<'a> {
         if unit == 0 || unit > buffer.len() || !len.is_multiple_of(unit as u64) {
             return Err(Error::new(Kind::InvalidArgument, format!("fill {len} bytes"))
                 .on("shared memory")
-                .why(format!("a pattern of {unit} bytes does not go into that a whole number of times")));
+                .why(format!(
+                    "a pattern of {unit} bytes does not go into that a whole number of times"
+                )));
         }
         for (at, byte) in buffer.iter_mut().enumerate() {
             *byte = pattern[at % unit];

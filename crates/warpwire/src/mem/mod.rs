@@ -9,6 +9,7 @@
 //! | [`Program`], [`Kernel`], [`Launch`] | device code, as PTX and as the simulator's block functions |
 //! | [`DmaBuf`], [`IpcHandle`] | memory for a NIC and for another process |
 //! | [`Window`] | device memory that the CPU loads from and stores to |
+//! | [`copy::Routine`] | which of the processor's instructions copy through a CPU window |
 //!
 //! ```
 //! use std::time::Duration;
@@ -28,6 +29,7 @@ mod agent;
 mod allocation;
 pub mod backend;
 mod bytes;
+pub mod copy;
 pub mod cuda;
 mod device;
 mod op;

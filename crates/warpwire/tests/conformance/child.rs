@@ -1,4 +1,5 @@
 //! Work for a second process: the test binary starts itself with a task in its environment.
+#![allow(unsafe_code)] // fork
 
 use std::panic::catch_unwind;
 use std::process::{Command, ExitCode, Output};
@@ -15,6 +16,7 @@ pub enum Task {
     FailToOpenIpc(Backend, Vec<u8>),
     Trespass(Backend),
     Discover,
+    ForkWithWindow(Backend),
 }
 
 pub struct Ended(Output);
@@ -30,6 +32,7 @@ impl Task {
             Self::FailToOpenIpc(backend, bytes) => format!("fail-ipc {backend} {}", hex(bytes)),
             Self::Trespass(backend) => format!("trespass {backend}"),
             Self::Discover => "discover".into(),
+            Self::ForkWithWindow(backend) => format!("fork {backend}"),
         };
         let program = std::env::current_exe().unwrap();
         let mut command = Command::new(program);
@@ -66,8 +69,29 @@ fn run(task: &str) {
         "open-ipc" => sharing::open_ipc(&fixture, &bytes),
         "fail-ipc" => sharing::fail_to_open_ipc(&fixture, &bytes),
         "trespass" => program::trespass(&fixture),
+        "fork" => fork_with_window(&fixture),
         other => panic!("unknown task {other}"),
     }
+}
+
+/// A child made by fork must fault when it touches its parent's window, and the parent go on.
+fn fork_with_window(f: &Fixture) {
+    let memory = f.gpu.alloc(4096).unwrap();
+    memory.write(0, &[7; 8]).unwrap();
+    let window = memory.window().unwrap();
+    // SAFETY: the child touches one address and leaves, without the standard library.
+    let status = unsafe {
+        let child = libc::fork();
+        if child == 0 {
+            let seen = window.as_ptr().as_ptr().read_volatile();
+            libc::_exit(i32::from(seen));
+        }
+        let mut status = 0;
+        assert_eq!(libc::waitpid(child, &mut status, 0), child);
+        status
+    };
+    assert!(libc::WIFSIGNALED(status), "the child read the parent's memory: {status:#x}");
+    assert_eq!(window.bytes().load_u64(0).unwrap(), 0x0707_0707_0707_0707);
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -7,7 +7,7 @@ use libloading::Library;
 use warpwire::error::Kind;
 use warpwire::mem::{Condition, DeviceAddr, Launch, Program, Stream, Word};
 
-use crate::fixture::{Fixture, SOON, cases, expect_pattern, put_pattern};
+use crate::fixture::{Fixture, SOON, borrow, cases, expect_pattern, put_pattern};
 
 cases![
     memory_of_another_library_can_be_borrowed,
@@ -85,7 +85,7 @@ fn memory_of_another_library_can_be_borrowed(f: &Fixture) {
     let stranger = Stranger::new();
     stranger.enter();
     let address = stranger.alloc(1 << 20);
-    let part = f.gpu.borrow(DeviceAddr::new(address + 777), 10_001).unwrap();
+    let part = borrow(&f.gpu, DeviceAddr::new(address + 777), 10_001).unwrap();
     put_pattern(&part, 3);
     let copy = f.gpu.alloc(10_001).unwrap();
     let stream = f.gpu.stream().unwrap();
@@ -96,7 +96,7 @@ fn memory_of_another_library_can_be_borrowed(f: &Fixture) {
     assert_eq!(exported.offset(), (address + 777) % 4096);
     drop(part);
     stranger.free(address);
-    let error = f.gpu.borrow(DeviceAddr::new(address), 64).unwrap_err();
+    let error = borrow(&f.gpu, DeviceAddr::new(address), 64).unwrap_err();
     assert_eq!(error.kind(), &Kind::NotDeviceMemory, "{error}");
 }
 
@@ -104,11 +104,11 @@ fn memory_that_is_not_the_devices_is_named(f: &Fixture) {
     let stranger = Stranger::new();
     stranger.enter();
     let managed = stranger.alloc_managed(4096);
-    let error = f.gpu.borrow(DeviceAddr::new(managed), 64).unwrap_err();
+    let error = borrow(&f.gpu, DeviceAddr::new(managed), 64).unwrap_err();
     assert!(error.to_string().contains("managed"), "{error}");
     stranger.free(managed);
     let pinned = f.gpu.alloc_pinned(4096).unwrap();
-    let error = f.gpu.borrow(pinned.address(), 64).unwrap_err();
+    let error = borrow(&f.gpu, pinned.address(), 64).unwrap_err();
     assert!(error.to_string().contains("pinned host memory"), "{error}");
 }
 

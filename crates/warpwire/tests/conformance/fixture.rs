@@ -1,9 +1,14 @@
 //! What a case gets to work with.
+#![allow(unsafe_code)] // borrowing and launching are unsafe; each use says why it is right
 
 use std::time::Duration;
 
+use warpwire::Result;
 use warpwire::mem::sim::{Control, Sim, SimConfig};
-use warpwire::mem::{Allocation, Backend, Device, MemoryKind, cuda, pattern};
+use warpwire::mem::{
+    Allocation, Backend, Device, DeviceAddr, Kernel, Launch, MemoryKind, Region, Stream, cuda,
+    pattern,
+};
 
 /// Longer than anything takes that works.
 pub const SOON: Duration = Duration::from_secs(20);
@@ -86,4 +91,18 @@ pub fn expect_pattern(memory: &Allocation, seed: u64) {
     memory.read(0, &mut found).unwrap();
     let wrong = wanted.iter().zip(&found).position(|(a, b)| a != b);
     assert_eq!(wrong, None, "first wrong byte of {memory:?}");
+}
+
+/// Borrows memory whose owner the case keeps, or that must be refused.
+pub fn borrow(gpu: &Device, address: DeviceAddr, len: u64) -> Result<Allocation> {
+    // SAFETY: the cases keep owners alive for as long as they use their borrows on CUDA; the simulator
+    // finds a missing owner by itself.
+    unsafe { gpu.borrow(address, len) }
+}
+
+/// Starts the kernel that answers the host so many times.
+pub fn launch_answer(stream: &Stream, kernel: &Kernel, ask: &Region, answer: &Region, rounds: u64) {
+    let launch = Launch::new(kernel).region(ask).region(answer).value(rounds);
+    // SAFETY: the kernel touches the two words that it is given.
+    unsafe { stream.launch(launch) }.unwrap();
 }

@@ -13,6 +13,7 @@ mod program;
 mod sharing;
 mod sim_only;
 mod streams;
+mod windows;
 
 use std::process::ExitCode;
 
@@ -29,7 +30,14 @@ fn main() -> ExitCode {
     hush_panics_on_purpose();
     let mut trials = trials(
         Backend::Sim,
-        &[memory::CASES, streams::CASES, program::CASES, sharing::CASES, sim_only::CASES],
+        &[
+            memory::CASES,
+            streams::CASES,
+            program::CASES,
+            sharing::CASES,
+            windows::CASES,
+            sim_only::CASES,
+        ],
     );
     match warpwire::mem::cuda::devices() {
         Ok(_) => {
@@ -53,7 +61,14 @@ fn main() -> ExitCode {
 fn trials_on_cuda() -> Vec<Trial> {
     trials(
         Backend::Cuda,
-        &[memory::CASES, streams::CASES, program::CASES, sharing::CASES, cuda_only::CASES],
+        &[
+            memory::CASES,
+            streams::CASES,
+            program::CASES,
+            sharing::CASES,
+            windows::CASES,
+            cuda_only::CASES,
+        ],
     )
 }
 

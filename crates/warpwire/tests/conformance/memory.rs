@@ -3,7 +3,7 @@
 use warpwire::error::Kind;
 use warpwire::mem::{Capability, DeviceAddr, MemoryKind};
 
-use crate::fixture::{A_MOMENT, Fixture, SOON, cases, expect_pattern, put_pattern};
+use crate::fixture::{A_MOMENT, Fixture, SOON, borrow, cases, expect_pattern, put_pattern};
 
 cases![
     device_describes_itself,
@@ -22,6 +22,7 @@ cases![
     dropping_memory_never_waits_for_a_stream,
     many_threads_at_once,
     memory_comes_back,
+    views_of_pinned_memory_outlive_a_free,
 ];
 
 fn device_describes_itself(f: &Fixture) {
@@ -177,11 +178,11 @@ fn memory_in_use_is_not_freed(f: &Fixture) {
 fn foreign_memory_can_be_borrowed(f: &Fixture) {
     let owner = f.gpu.alloc(1 << 20).unwrap();
     put_pattern(&owner, 5);
-    let whole = f.gpu.borrow(owner.address(), owner.len()).unwrap();
+    let whole = borrow(&f.gpu, owner.address(), owner.len()).unwrap();
     expect_pattern(&whole, 5);
     // Any offset, any length.
     let inner = DeviceAddr::new(owner.address().raw() + 12_345);
-    let part = f.gpu.borrow(inner, 777).unwrap();
+    let part = borrow(&f.gpu, inner, 777).unwrap();
     assert_eq!(part.kind(), MemoryKind::Borrowed);
     part.write(0, &[9; 777]).unwrap();
     let mut seen = [0; 779];
@@ -204,7 +205,7 @@ fn foreign_memory_can_be_borrowed(f: &Fixture) {
 
 fn borrowing_what_is_not_there_is_refused(f: &Fixture) {
     let refuse = |address: u64, len: u64, expected: Kind| {
-        let error = f.gpu.borrow(DeviceAddr::new(address), len).unwrap_err();
+        let error = borrow(&f.gpu, DeviceAddr::new(address), len).unwrap_err();
         assert_eq!(error.kind(), &expected, "{address:#x}+{len}: {error}");
     };
     let local = 0_u64;
@@ -219,7 +220,7 @@ fn borrowing_what_is_not_there_is_refused(f: &Fixture) {
     refuse(address, u64::MAX - address + 1, Kind::InvalidArgument);
     refuse(address, 1 << 40, Kind::NotDeviceMemory);
     if let Some(other) = &f.other {
-        let error = other.borrow(memory.address(), 64).unwrap_err();
+        let error = borrow(other, memory.address(), 64).unwrap_err();
         assert!(error.to_string().contains(&f.gpu.label()), "{error}");
     }
 }
@@ -284,4 +285,14 @@ fn memory_comes_back(f: &Fixture) {
             memory.write(size - 1, &[1]).unwrap();
         }
     }
+}
+
+fn views_of_pinned_memory_outlive_a_free(f: &Fixture) {
+    let pinned = f.gpu.alloc_pinned(4096).unwrap();
+    let view = pinned.host_bytes().unwrap();
+    view.store_u64(8, 5).unwrap();
+    pinned.free().unwrap();
+    assert_eq!(view.load_u64(8).unwrap(), 5);
+    assert_eq!(pinned.host_bytes().err().unwrap().kind(), &Kind::Freed);
+    assert!(borrow(&f.gpu, pinned.address(), 8).is_err());
 }

@@ -11,7 +11,7 @@ use warpwire::mem::sim::{Nth, OpKind, POISON, Sim, SimConfig};
 use warpwire::mem::{Condition, Launch, MemoryEvent, Program};
 
 use crate::child::Task;
-use crate::fixture::{Fixture, SOON, cases, expect_pattern, put_pattern};
+use crate::fixture::{Fixture, SOON, borrow, cases, expect_pattern, put_pattern};
 use crate::kernels;
 
 cases![
@@ -27,6 +27,11 @@ cases![
     kernels_with_faults_fail_their_stream,
     the_environment_sets_up_the_machine,
     huge_memory_costs_nothing_until_written,
+    a_fault_ends_the_whole_grid,
+    a_panicking_listener_fails_the_stream,
+    watches_may_own_watches,
+    memory_files_cannot_be_cut_short,
+    memory_can_be_freed_after_so_many_operations,
 ];
 
 fn moved_memory_keeps_its_contents_and_tells(f: &Fixture) {
@@ -70,9 +75,11 @@ fn memory_moves_under_running_work(_: &Fixture) {
     let (a, b) = (gpu.alloc(50_000).unwrap(), gpu.alloc(50_000).unwrap());
     put_pattern(&a, 9);
     let streams = [gpu.stream().unwrap(), gpu.stream().unwrap()];
+    let other = gpu.alloc(50_000).unwrap();
     for round in 0..300 {
         let (to, from) = if round % 2 == 0 { (&b, &a) } else { (&a, &b) };
         streams[0].copy(&to.whole().unwrap(), &from.whole().unwrap()).unwrap();
+        streams[1].copy(&other.whole().unwrap(), &a.whole().unwrap()).unwrap();
     }
     for stream in &streams {
         stream.synchronize(SOON).unwrap();
@@ -83,7 +90,7 @@ fn memory_moves_under_running_work(_: &Fixture) {
 
 fn memory_freed_under_users_is_an_error(f: &Fixture) {
     let (memory, other) = (f.gpu.alloc(4096).unwrap(), f.gpu.alloc(4096).unwrap());
-    let borrowed = f.gpu.borrow(memory.address(), 4096).unwrap();
+    let borrowed = borrow(&f.gpu, memory.address(), 4096).unwrap();
     let told = Arc::new(Mutex::new(Vec::new()));
     let log = told.clone();
     let _watch = memory.watch(Arc::new(move |event| log.lock().push(event))).unwrap();
@@ -91,7 +98,7 @@ fn memory_freed_under_users_is_an_error(f: &Fixture) {
     assert_eq!(*told.lock(), [MemoryEvent::Freed]);
     assert_eq!(memory.read(0, &mut [0]).unwrap_err().kind(), &Kind::Freed);
     assert_eq!(borrowed.read(0, &mut [0]).unwrap_err().kind(), &Kind::Freed);
-    assert!(f.gpu.borrow(memory.address(), 1).is_err());
+    assert!(borrow(&f.gpu, memory.address(), 1).is_err());
     assert!(f.control().free_under_users(&memory).is_err());
     // A copy that was on its way fails its stream, and only that.
     let stream = f.gpu.stream().unwrap();
@@ -129,11 +136,14 @@ fn a_failed_stream_drops_what_was_queued(f: &Fixture) {
     let (memory, flag) =
         (f.gpu.alloc(4096).unwrap(), f.gpu.alloc_pinned(8).unwrap().word64(0).unwrap());
     flag.store(0).unwrap();
-    f.control().delay_copies(Duration::from_millis(20));
+    let gate = f.gpu.alloc_pinned(8).unwrap().word64(0).unwrap();
+    gate.store(0).unwrap();
     f.control().fail(Nth { kind: OpKind::Copy, number: 1 });
     let stream = f.gpu.stream().unwrap();
+    stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     stream.fill(&memory.whole().unwrap(), 1).unwrap();
-    stream.write_value(&flag, 1).ok();
+    stream.write_value(&flag, 1).unwrap();
+    gate.store(1).unwrap();
     let first = stream.synchronize(SOON).unwrap_err();
     for _ in 0..3 {
         let later = stream.write_value(&flag, 1).unwrap_err();
@@ -251,4 +261,60 @@ fn huge_memory_costs_nothing_until_written(_: &Fixture) {
     let mut bytes = [0; 8];
     memory.read((512 << 30) - 8, &mut bytes).unwrap();
     assert_eq!(bytes, [7; 8]);
+}
+
+fn a_fault_ends_the_whole_grid(f: &Fixture) {
+    let program = Program::new("half faulty").block("wait_for_it", |block| {
+        if block.index() == 0 {
+            return Err(warpwire::mem::sim::Fault::new("block 0 has had enough"));
+        }
+        block.spin_until(|| Ok(false))
+    });
+    let kernel = f.gpu.load(&program).unwrap().kernel("wait_for_it").unwrap();
+    let stream = f.gpu.stream().unwrap();
+    // SAFETY: the kernel touches no memory.
+    unsafe { stream.launch(Launch::new(&kernel).grid(4)) }.unwrap();
+    let error = stream.synchronize(SOON).unwrap_err();
+    assert!(error.to_string().contains("had enough"), "{error}");
+}
+
+fn a_panicking_listener_fails_the_stream(_: &Fixture) {
+    let sim = Sim::start(SimConfig { move_every: Some(1), ..SimConfig::default() }).unwrap();
+    let gpu = sim.device(0).unwrap();
+    let memory = gpu.alloc(64).unwrap();
+    let _watch = memory.watch(Arc::new(|_| panic!("on purpose: a listener that panics"))).unwrap();
+    let stream = gpu.stream().unwrap();
+    stream.fill(&memory.whole().unwrap(), 1).unwrap();
+    let error = stream.synchronize(SOON).unwrap_err();
+    assert!(error.to_string().contains("panicked"), "{error}");
+    drop((stream, _watch, memory));
+    sim.control(0).unwrap().wait_empty(SOON).unwrap();
+}
+
+fn watches_may_own_watches(f: &Fixture) {
+    let memory = f.gpu.alloc(64).unwrap();
+    let inner = Mutex::new(Some(memory.watch(Arc::new(|_| ())).unwrap()));
+    let outer = memory.watch(Arc::new(move |_| drop(inner.lock().take()))).unwrap();
+    f.control().relocate(&memory).unwrap();
+    drop(outer);
+}
+
+fn memory_files_cannot_be_cut_short(f: &Fixture) {
+    let memory = f.gpu.alloc(8192).unwrap();
+    put_pattern(&memory, 2);
+    let file = std::fs::File::from(memory.export_dmabuf(0, 8192).unwrap().into_fd());
+    assert!(file.set_len(0).is_err());
+    assert!(file.set_len(1 << 20).is_err());
+    expect_pattern(&memory, 2);
+}
+
+fn memory_can_be_freed_after_so_many_operations(_: &Fixture) {
+    let sim = Sim::start(SimConfig { free_at: Some(3), ..SimConfig::default() }).unwrap();
+    let gpu = sim.device(0).unwrap();
+    let (memory, stream) = (gpu.alloc(64).unwrap(), gpu.stream().unwrap());
+    for _ in 0..4 {
+        stream.fill(&memory.whole().unwrap(), 1).unwrap();
+    }
+    let error = stream.synchronize(SOON).unwrap_err();
+    assert_eq!(error.kind(), &Kind::Freed, "{error}");
 }

@@ -1,5 +1,6 @@
 //! Streams, events and graphs.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -33,6 +34,12 @@ cases![
     graphs_keep_what_they_use,
     a_dropped_stream_finishes_its_work,
     operations_keep_what_they_use,
+    a_panic_in_a_capture_ends_it,
+    other_threads_are_kept_out_of_a_capture,
+    graphs_are_replayed_from_many_threads,
+    waiters_wait_for_the_recording_that_they_saw,
+    finished_operations_let_go_when_asked,
+    memory_of_another_device_is_refused,
 ];
 
 fn pinned_word(f: &Fixture) -> Word {
@@ -457,4 +464,99 @@ fn operations_keep_what_they_use(f: &Fixture) {
     gate.store(1).unwrap();
     stream.synchronize(SOON).unwrap();
     expect_pattern(&to, 99);
+}
+
+fn a_panic_in_a_capture_ends_it(f: &Fixture) {
+    let (stream, word) = (f.gpu.stream().unwrap(), pinned_word(f));
+    let capture = || stream.capture(|_| panic!("on purpose: a capture that panics"));
+    assert!(catch_unwind(AssertUnwindSafe(capture)).is_err());
+    stream.write_value(&word, 1).unwrap();
+    stream.synchronize(SOON).unwrap();
+    assert_eq!(word.load().unwrap(), 1);
+    stream.capture(|stream| stream.write_value(&word, 2)).unwrap();
+}
+
+fn other_threads_are_kept_out_of_a_capture(f: &Fixture) {
+    let (stream, word) = (f.gpu.stream().unwrap(), pinned_word(f));
+    let graph = stream.capture(|capturing| {
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                assert_eq!(stream.write_value(&word, 9).unwrap_err().kind(), &Kind::Busy);
+                assert_eq!(stream.is_idle().unwrap_err().kind(), &Kind::Busy);
+                assert_eq!(stream.capture(|_| Ok(())).unwrap_err().kind(), &Kind::Busy);
+            });
+            other.join().unwrap();
+        });
+        capturing.write_value(&word, 1)
+    });
+    assert_eq!(graph.unwrap().len(), 1);
+}
+
+fn graphs_are_replayed_from_many_threads(f: &Fixture) {
+    let (memory, count) = (f.gpu.alloc(4096).unwrap(), Arc::new(AtomicU64::new(0)));
+    let counter = count.clone();
+    let graph = f
+        .gpu
+        .stream()
+        .unwrap()
+        .capture(|stream| {
+            stream.fill(&memory.whole()?, 1)?;
+            let counter = counter.clone();
+            stream.call_host(move || {
+                counter.fetch_add(1, Ordering::SeqCst);
+            })
+        })
+        .unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let stream = f.gpu.stream().unwrap();
+                (0..50).for_each(|_| stream.replay(&graph).unwrap());
+                stream.synchronize(SOON).unwrap();
+            });
+        }
+    });
+    assert_eq!(count.load(Ordering::SeqCst), 200);
+}
+
+fn waiters_wait_for_the_recording_that_they_saw(f: &Fixture) {
+    let (first, gate) = gated_stream(f);
+    let (second, waiter) = (f.gpu.stream().unwrap(), f.gpu.stream().unwrap());
+    let event = f.gpu.event().unwrap();
+    first.record(&event).unwrap();
+    waiter.await_event(&event).unwrap();
+    // A later recording that is reached at once does not let the waiter through.
+    second.record(&event).unwrap();
+    second.synchronize(SOON).unwrap();
+    assert!(event.is_reached().unwrap(), "the event stands for its newest recording");
+    std::thread::sleep(A_MOMENT);
+    assert!(!waiter.is_idle().unwrap());
+    gate.store(1).unwrap();
+    waiter.synchronize(SOON).unwrap();
+}
+
+fn finished_operations_let_go_when_asked(f: &Fixture) {
+    let (stream, event) = (f.gpu.stream().unwrap(), f.gpu.event().unwrap());
+    let memory = f.gpu.alloc(4096).unwrap();
+    stream.fill(&memory.whole().unwrap(), 1).unwrap();
+    stream.record(&event).unwrap();
+    event.synchronize(SOON).unwrap();
+    // Nobody asked the stream; a short while later its last operation is finished too.
+    let start = std::time::Instant::now();
+    while let Err(error) = memory.free() {
+        assert_eq!(error.kind(), &Kind::Busy);
+        assert!(start.elapsed() < SOON, "{error}");
+        std::thread::yield_now();
+    }
+}
+
+fn memory_of_another_device_is_refused(f: &Fixture) {
+    let Some(other) = &f.other else { return };
+    let stream = f.gpu.stream().unwrap();
+    let (memory, pinned) = (other.alloc(64).unwrap(), other.alloc_pinned(64).unwrap());
+    let error = stream.fill(&memory.whole().unwrap(), 1).unwrap_err();
+    assert!(error.to_string().contains(&other.label()), "{error}");
+    assert!(stream.write_value(&memory.word64(0).unwrap(), 1).is_err());
+    stream.write_value(&pinned.word64(0).unwrap(), 1).unwrap();
+    stream.synchronize(SOON).unwrap();
 }

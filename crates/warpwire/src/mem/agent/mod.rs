@@ -63,9 +63,8 @@ struct State {
 impl Agent {
     /// Starts an agent on the device, which must offer CPU windows.
     pub fn start(device: &Device) -> Result<Arc<Self>> {
-        let program = Program::new("copy agent")
-            .ptx(include_str!("agent.ptx"))
-            .block(KERNEL, agent_block);
+        let program =
+            Program::new("copy agent").ptx(include_str!("agent.ptx")).block(KERNEL, agent_block);
         // Its own page, so that the request begins aligned; freed without waiting for the agent itself.
         let request = device.alloc_kind(4096, MemoryKind::Vmm)?;
         request.write(0, &[0; 32])?;

@@ -20,8 +20,8 @@ use super::memory::{self, CudaMemory};
 use super::module::CudaModule;
 use super::share;
 use super::stream::{CudaEvent, CudaStream};
-use super::window::Proofs;
 use super::sys::{self, Context, PoolHandle, StreamHandle, attribute as a};
+use super::window::Proofs;
 use crate::error::{Error, Result};
 use crate::host::{PciAddress, System};
 

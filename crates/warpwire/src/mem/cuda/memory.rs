@@ -18,8 +18,8 @@ use super::device::CudaDevice;
 use super::driver::{call, get};
 use super::graveyard::{HostPointer, Remains};
 use super::share;
-use super::window;
 use super::sys::{self, AccessDesc, AllocationProp, PoolHandle, pointer};
+use super::window;
 use crate::error::{Error, Kind, Result};
 use crate::units;
 

@@ -41,10 +41,8 @@ pub(super) fn sort_of(device: &CudaDevice, address: u64) -> Sort {
         return Sort::Plain;
     }
     let mut pool: u64 = 0;
-    let asked = call!(
-        device.driver,
-        pointer_attribute((&raw mut pool).cast(), pointer::POOL, address)
-    );
+    let asked =
+        call!(device.driver, pointer_attribute((&raw mut pool).cast(), pointer::POOL, address));
     if asked.is_ok() && pool != 0 { Sort::Pool } else { Sort::Vmm }
 }
 
@@ -94,7 +92,9 @@ fn by_export(device: &CudaDevice, address: u64, len: u64) -> Result<Named> {
     let export = || export_pages(device, address, len, DmaBufRoute::Default);
     let ((_descriptor, start), pieces): ((OwnedFd, u64), _) = hook::watch(export)?;
     if pieces.is_empty() {
-        return Err(unknown("CUDA exported the memory without naming it to the kernel as expected"));
+        return Err(unknown(
+            "CUDA exported the memory without naming it to the kernel as expected",
+        ));
     }
     Ok(Named { start, pieces })
 }

@@ -243,8 +243,7 @@ impl Client {
         };
         call(&self.control, request::CONTROL, &mut control)?;
         check("ask for a GPU's number", control.status)?;
-        let mut params =
-            DeviceParams { instance: info.device_instance, ..DeviceParams::default() };
+        let mut params = DeviceParams { instance: info.device_instance, ..DeviceParams::default() };
         let device = self.new_handle();
         let mut alloc = Alloc {
             root: self.handle,

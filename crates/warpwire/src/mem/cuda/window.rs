@@ -107,8 +107,9 @@ fn by_dmabuf(device: &CudaDevice, start: u64, len: u64) -> Result<Mapped> {
     let page = rustix::param::page_size() as u64;
     let size = (start + len).next_multiple_of(page) - first;
     let span = Span::of(&fd, 0, size).map_err(|error| match error.kind() {
-        Kind::Os(524) => Error::new(Kind::Unsupported, "map a dma-buf")
-            .why("this driver's dma-bufs cannot be mapped; R610 (CUDA 13.3) is the first whose can"),
+        Kind::Os(524) => Error::new(Kind::Unsupported, "map a dma-buf").why(
+            "this driver's dma-bufs cannot be mapped; R610 (CUDA 13.3) is the first whose can",
+        ),
         _ => error,
     })?;
     let base = span.at(start - first);
@@ -179,12 +180,7 @@ fn try_sort(device: &Arc<CudaDevice>, sort: Sort) -> Result<()> {
     Ok(())
 }
 
-fn check_both_ways(
-    device: &CudaDevice,
-    sort: Sort,
-    scratch: &CudaMemory,
-    seed: u64,
-) -> Result<()> {
+fn check_both_ways(device: &CudaDevice, sort: Sort, scratch: &CudaMemory, seed: u64) -> Result<()> {
     let len = scratch.len();
     let mapped = map_named(device, sort, scratch.address().raw(), len)?;
     // SAFETY: just mapped for this length, and dropped after the last use of the view.

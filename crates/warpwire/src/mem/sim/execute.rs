@@ -181,8 +181,9 @@ fn run_grid(
     std::thread::scope(|scope| {
         let mut gate = start.write();
         for index in 0..grid {
-            let body = || {
-                let outcome = if *start.read() { run(index, &faulted) } else { Ok(()) };
+            let (run, start, faulted, first_fault) = (&run, &start, &faulted, &first_fault);
+            let body = move || {
+                let outcome = if *start.read() { run(index, faulted) } else { Ok(()) };
                 if let Err(fault) = outcome {
                     first_fault.lock().get_or_insert(fault);
                     faulted.store(true, Ordering::Release);

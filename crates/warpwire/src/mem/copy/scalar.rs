@@ -1,0 +1,55 @@
+//! Words: the widths that every processor has, and the edges of all wider routines.
+
+use std::marker::PhantomData;
+
+use super::Access;
+
+/// The widest word that the processor moves in one access.
+#[cfg(target_pointer_width = "64")]
+pub(super) type Widest = u64;
+#[cfg(not(target_pointer_width = "64"))]
+pub(super) type Widest = u32;
+
+/// Stores of one word.
+pub(super) struct Store<W>(PhantomData<W>);
+
+/// Loads of one word.
+pub(super) struct Load<W>(PhantomData<W>);
+
+// Volatile keeps each access whole, and keeps the loop from becoming a call of memcpy.
+macro_rules! word {
+    ($word:ty, $narrower:ty) => {
+        impl Access for Store<$word> {
+            const BYTES: usize = size_of::<$word>();
+            type Narrower = Store<$narrower>;
+
+            #[inline]
+            unsafe fn copy(to: *mut u8, from: *const u8, count: usize) {
+                let (to, from) = (to.cast::<$word>(), from.cast::<$word>());
+                for at in 0..count {
+                    // SAFETY: valid for `count` words, and `to` is aligned, by the caller's promise.
+                    unsafe { to.add(at).write_volatile(from.add(at).read_unaligned()) };
+                }
+            }
+        }
+
+        impl Access for Load<$word> {
+            const BYTES: usize = size_of::<$word>();
+            type Narrower = Load<$narrower>;
+
+            #[inline]
+            unsafe fn copy(to: *mut u8, from: *const u8, count: usize) {
+                let (to, from) = (to.cast::<$word>(), from.cast::<$word>());
+                for at in 0..count {
+                    // SAFETY: valid for `count` words, and `from` is aligned, by the caller's promise.
+                    unsafe { to.add(at).write_unaligned(from.add(at).read_volatile()) };
+                }
+            }
+        }
+    };
+}
+
+word!(u8, u8);
+word!(u16, u8);
+word!(u32, u16);
+word!(u64, u32);

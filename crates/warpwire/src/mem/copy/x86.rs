@@ -1,0 +1,179 @@
+//! Streaming loads and stores of x86-64, and its direct store.
+//!
+//! Assembly rather than intrinsics: the compiler may merge or drop the intrinsics' streaming loads (they
+//! are declared pure), those of AVX-512 are younger than the oldest Rust that we build with, and
+//! MOVDIR64B has none. It also needs no `target_feature` functions, so that edges and loops are inlined.
+
+use std::arch::{asm, is_x86_feature_detected, x86_64};
+
+use super::{Access, Routine, scalar};
+
+/// CPUID leaf 7: the bit of ECX that says MOVDIR64B. `is_x86_feature_detected` does not know it.
+const LEAF7_ECX_MOVDIR64B: u32 = 1 << 28;
+
+/// How many registers are filled before the first is emptied: a load takes a round trip over PCIe, and
+/// that many are under way at once.
+const ROW: usize = 8;
+
+/// Streaming stores of so many bytes.
+pub(super) struct Store<const BYTES: usize>;
+
+/// Streaming loads of so many bytes.
+pub(super) struct Load<const BYTES: usize>;
+
+/// MOVDIR64B: 64 bytes as one write on the bus.
+pub(super) struct DirectStore;
+
+/// Whether the processor and the operating system offer what the routine needs, edges included.
+pub(super) fn supports(routine: Routine) -> bool {
+    match routine {
+        Routine::Scalar => true,
+        Routine::Sse41 => is_x86_feature_detected!("sse4.1"),
+        Routine::Avx2 => supports(Routine::Sse41) && is_x86_feature_detected!("avx2"),
+        Routine::Avx512 => supports(Routine::Avx2) && is_x86_feature_detected!("avx512f"),
+        Routine::Movdir64b => supports(Routine::Sse41) && has_movdir64b(),
+        Routine::Neon => false,
+    }
+}
+
+#[allow(unused_unsafe)] // these two became safe functions in a later Rust than our oldest
+fn has_movdir64b() -> bool {
+    // SAFETY: every x86-64 processor has CPUID, and leaf 7 is asked for only where it exists.
+    unsafe {
+        let (highest, _) = x86_64::__get_cpuid_max(0);
+        highest >= 7 && x86_64::__cpuid_count(7, 0).ecx & LEAF7_ECX_MOVDIR64B != 0
+    }
+}
+
+/// Empties the write-combining buffers.
+pub(super) fn store_fence() {
+    // SAFETY: it only orders memory accesses.
+    unsafe { asm!("sfence", options(nostack, preserves_flags)) };
+}
+
+/// Discards what streaming loads have buffered, and waits for loads and stores before it. LFENCE would
+/// not do the former.
+pub(super) fn load_fence() {
+    // SAFETY: it only orders memory accesses.
+    unsafe { asm!("mfence", options(nostack, preserves_flags)) };
+}
+
+/// Leaves the state in which older SSE code runs slowly, after 32-byte registers 0 to 15 were used.
+#[inline]
+fn leave_avx() {
+    // SAFETY: only reached where AVX2 exists; the registers that it changes are all named.
+    unsafe {
+        asm!(
+            "vzeroupper",
+            out("ymm0") _, out("ymm1") _, out("ymm2") _, out("ymm3") _,
+            out("ymm4") _, out("ymm5") _, out("ymm6") _, out("ymm7") _,
+            out("ymm8") _, out("ymm9") _, out("ymm10") _, out("ymm11") _,
+            out("ymm12") _, out("ymm13") _, out("ymm14") _, out("ymm15") _,
+            options(nostack, preserves_flags),
+        );
+    }
+}
+
+/// Fills the registers from `$from` at the offsets beside them, then empties them at `$to`.
+macro_rules! carry {
+    ($to:expr, $from:expr, $fill:literal, $empty:literal, $($register:tt $offset:literal),+) => {
+        asm!(
+            $(concat!($fill, " ", $register, ", [{from} + ", $offset, "]"),)+
+            $(concat!($empty, " [{to} + ", $offset, "], ", $register),)+
+            from = in(reg) $from,
+            to = in(reg) $to,
+            $(out($register) _,)+
+            options(nostack, preserves_flags),
+        )
+    };
+}
+
+macro_rules! streaming {
+    (
+        $access:ident<$bytes:literal>, then $narrower:ty, $fill:literal, $empty:literal,
+        $first:tt $(, $register:tt $offset:literal)+
+    ) => {
+        impl Access for $access<$bytes> {
+            const BYTES: usize = $bytes;
+            type Narrower = $narrower;
+
+            #[inline]
+            unsafe fn copy(to: *mut u8, from: *const u8, count: usize) {
+                let in_rows = count - count % ROW;
+                for block in (0..in_rows).step_by(ROW) {
+                    let at = block * $bytes;
+                    // SAFETY: the row lies within `count`; alignment and instructions are the caller's
+                    // promise; registers that change are named.
+                    unsafe {
+                        carry!(
+                            to.add(at), from.add(at), $fill, $empty,
+                            $first 0 $(, $register $offset)+
+                        );
+                    }
+                }
+                for block in in_rows..count {
+                    let at = block * $bytes;
+                    // SAFETY: as above, for one block.
+                    unsafe { carry!(to.add(at), from.add(at), $fill, $empty, $first 0) };
+                }
+                if $bytes == 32 {
+                    leave_avx();
+                }
+            }
+        }
+    };
+}
+
+macro_rules! streaming_both_ways {
+    (
+        $bytes:literal, then $store:ty, $load:ty,
+        host $fill:literal $empty:literal, device $stream_in:literal $stream_out:literal,
+        $($registers:tt)+
+    ) => {
+        streaming!(Store<$bytes>, then $store, $fill, $stream_out, $($registers)+);
+        streaming!(Load<$bytes>, then $load, $stream_in, $empty, $($registers)+);
+    };
+}
+
+streaming_both_ways!(
+    16, then scalar::Store<u64>, scalar::Load<u64>,
+    host "movdqu" "movdqu", device "movntdqa" "movntdq",
+    "xmm0", "xmm1" 16, "xmm2" 32, "xmm3" 48, "xmm4" 64, "xmm5" 80, "xmm6" 96, "xmm7" 112
+);
+
+streaming_both_ways!(
+    32, then Store<16>, Load<16>,
+    host "vmovdqu" "vmovdqu", device "vmovntdqa" "vmovntdq",
+    "ymm0", "ymm1" 32, "ymm2" 64, "ymm3" 96, "ymm4" 128, "ymm5" 160, "ymm6" 192, "ymm7" 224
+);
+
+// Registers from 16 on leave the lower ones as they are, so that there is no state to leave afterwards.
+streaming_both_ways!(
+    64, then Store<32>, Load<32>,
+    host "vmovdqu64" "vmovdqu64", device "vmovntdqa" "vmovntdq",
+    "zmm16", "zmm17" 64, "zmm18" 128, "zmm19" 192,
+    "zmm20" 256, "zmm21" 320, "zmm22" 384, "zmm23" 448
+);
+
+impl Access for DirectStore {
+    const BYTES: usize = 64;
+    // Some processors have MOVDIR64B but no AVX.
+    type Narrower = Store<16>;
+
+    #[inline]
+    unsafe fn copy(to: *mut u8, from: *const u8, count: usize) {
+        for block in 0..count {
+            let at = block * Self::BYTES;
+            // SAFETY: the block lies within `count`, `to` is aligned and the instruction there, by the
+            // caller's promise.
+            unsafe {
+                asm!(
+                    "movdir64b {to}, [{from}]",
+                    to = in(reg) to.add(at),
+                    from = in(reg) from.add(at),
+                    options(nostack, preserves_flags),
+                );
+            }
+        }
+    }
+}
