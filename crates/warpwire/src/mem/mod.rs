@@ -92,6 +92,20 @@ pub fn discover() -> Discovery {
     found
 }
 
+/// The device whose memory lies at `address`, whoever allocated it: a CUDA device, or one of a simulated
+/// machine in this process.
+///
+/// ```
+/// use warpwire::mem::{self, DeviceAddr};
+/// let gpu = mem::open("sim:1").unwrap();
+/// let memory = gpu.alloc(64).unwrap();
+/// assert_eq!(mem::owner_of(memory.address()).unwrap(), gpu);
+/// assert!(mem::owner_of(DeviceAddr::new(16)).is_err());
+/// ```
+pub fn owner_of(address: DeviceAddr) -> Result<Device> {
+    sim::owner_of(address).map_or_else(|| cuda::owner_of(address), Ok)
+}
+
 /// The device with that short name: `cuda:0`, `sim:1`.
 ///
 /// ```

@@ -254,8 +254,8 @@ pub(super) fn ask_pointer(device: &CudaDevice, attribute: i32, address: u64) -> 
 /// Exports the pages around a range; returns the descriptor and the address at which it begins.
 ///
 /// The driver takes whole pages of the host. Where small allocations share a piece, or memory comes from
-/// a pool, it also wants the export to begin at the piece's own start, which it does not tell: so larger
-/// roundings are tried in turn.
+/// a pool, it also wants the export to begin at the start of the underlying piece: so several beginnings are
+/// tried in turn, the tightest first.
 pub(super) fn export_pages(
     device: &CudaDevice,
     start: u64,
@@ -271,7 +271,15 @@ pub(super) fn export_pages(
     let (mut base, mut size) = (0, 0);
     call!(device.driver, address_range(&mut base, &mut size, start))?;
     let begins = [page, GPU_PAGE, LARGE_GPU_PAGE].map(|unit| start - start % unit);
-    let begins = begins.into_iter().chain([page, LARGE_GPU_PAGE].map(|unit| base - base % unit));
+    let mut mapping = base;
+    // Newer drivers tell where the underlying piece begins; for others, roundings are tried.
+    let known = call!(
+        device.driver,
+        pointer_attribute((&raw mut mapping).cast(), pointer::MAPPING_BASE, start)
+    );
+    let piece = known.map_or(base, |()| mapping);
+    let begins =
+        begins.into_iter().chain([piece, base - base % page, base - base % LARGE_GPU_PAGE]);
     let mut refusal = None;
     for first in begins {
         let size = (end - first) as usize;

@@ -24,10 +24,11 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
+use super::address::DeviceAddr;
 use super::device::Device;
 use crate::error::{Error, Kind, Result};
 use device::CudaDevice;
-use driver::{Driver, get};
+use driver::{Driver, call, get};
 
 /// All CUDA devices, or the reason why there are none.
 ///
@@ -70,6 +71,21 @@ pub fn device(ordinal: u32) -> Result<Device> {
         }
     };
     Ok(Device::from_backend(device))
+}
+
+/// The CUDA device whose memory lies at `address`.
+pub(super) fn owner_of(address: DeviceAddr) -> Result<Device> {
+    let driver = Driver::get()?;
+    let mut ordinal = 0_u32;
+    let asked = call!(
+        driver,
+        pointer_attribute((&raw mut ordinal).cast(), sys::pointer::DEVICE_ORDINAL, address.raw())
+    );
+    asked.map_err(|error| {
+        Error::new(Kind::NotDeviceMemory, format!("find the device of {address}"))
+            .why(format!("CUDA does not know the address ({})", error.reason()))
+    })?;
+    device(ordinal)
 }
 
 /// The version of CUDA that the driver speaks, as `(13, 0)`.

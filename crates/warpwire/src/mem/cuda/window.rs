@@ -13,15 +13,18 @@ use super::super::share::DmaBufRoute;
 use super::super::window::{Mapped, MappingType, WindowPath};
 use super::device::CudaDevice;
 use super::gdrdrv;
+use super::hook::Piece;
 use super::memory::{self, CudaMemory, export_pages};
 use super::naming::{self, Named, Sort};
 use super::rm;
 use crate::error::{Error, Kind, Result};
 
-/// Address space that pieces are mapped into, one behind the other; unmapped as a whole.
+/// Address space with device memory in it, in one piece or several; unmapped as a whole.
 pub(super) struct Span {
     base: NonNull<u8>,
     len: usize,
+    /// A part that is not ours any more.
+    hole: Option<(usize, usize)>,
 }
 
 // SAFETY: it only owns the range; access is the window's business.
@@ -29,39 +32,60 @@ unsafe impl Send for Span {}
 // SAFETY: as above.
 unsafe impl Sync for Span {}
 
+const READ_AND_WRITE: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
+
 impl Span {
+    /// All of it from one descriptor.
+    pub(super) fn of(fd: &OwnedFd, offset: u64, len: u64) -> Result<Self> {
+        let size = usize::try_from(len).map_err(|_| map_error(rustix::io::Errno::NOMEM))?;
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+        let base = unsafe {
+            mmap(std::ptr::null_mut(), size, READ_AND_WRITE, MapFlags::SHARED, fd, offset)
+        };
+        let span = Self::new(base, size)?;
+        span.keep_from_children(0, size)?;
+        Ok(span)
+    }
+
+    /// Inaccessible, for pieces to be placed in.
     fn reserve(len: u64) -> Result<Self> {
         let size = usize::try_from(len).map_err(|_| map_error(rustix::io::Errno::NOMEM))?;
-        // SAFETY: a new, inaccessible mapping at an address of the kernel's choice disturbs nothing.
+        // SAFETY: as above.
         let base = unsafe {
             mmap_anonymous(std::ptr::null_mut(), size, ProtFlags::empty(), MapFlags::PRIVATE)
         };
-        let base = base.map_err(map_error)?;
-        let base = NonNull::new(base.cast()).ok_or_else(|| map_error(rustix::io::Errno::NOMEM))?;
-        Ok(Self { base, len: size })
+        Self::new(base, size)
     }
 
-    /// Maps `len` bytes of a descriptor, from `offset` in it, at `at` in the span.
-    fn place(&self, fd: &OwnedFd, offset: u64, at: u64, len: u64) -> Result<()> {
-        if at.checked_add(len).is_none_or(|end| end > self.len as u64) {
+    fn new(base: rustix::io::Result<*mut std::ffi::c_void>, len: usize) -> Result<Self> {
+        let base = NonNull::new(base.map_err(map_error)?.cast());
+        let base = base.ok_or_else(|| map_error(rustix::io::Errno::NOMEM))?;
+        Ok(Self { base, len, hole: None })
+    }
+
+    /// Maps the first `len` bytes of a descriptor at `at` in the span.
+    fn place(&mut self, fd: &OwnedFd, at: usize, len: usize) -> Result<()> {
+        if at.checked_add(len).is_none_or(|end| end > self.len) {
             return Err(map_error(rustix::io::Errno::INVAL));
         }
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
+        let to = self.at(at as u64).as_ptr().cast();
         // SAFETY: in range of the span, which is ours; what is replaced there was inaccessible.
-        unsafe {
-            let to = self.base.as_ptr().add(at as usize).cast();
-            mmap(to, len as usize, protection, flags, fd, offset).map_err(map_error)?;
-            // A child process must not reach the parent's device memory.
-            madvise(to, len as usize, Advice::LinuxDontFork).map_err(map_error)
+        let placed = unsafe { mmap(to, len, READ_AND_WRITE, flags, fd, 0) };
+        if let Err(error) = placed {
+            // The kernel has unmapped what was there before it asked the driver. Another thread may have
+            // got those addresses meanwhile: they must not be unmapped again.
+            self.hole = Some((at, at + len));
+            return Err(map_error(error));
         }
+        self.keep_from_children(at, len)
     }
 
-    /// A span that one descriptor fills.
-    pub(super) fn of(fd: &OwnedFd, offset: u64, len: u64) -> Result<Self> {
-        let span = Self::reserve(len)?;
-        span.place(fd, offset, 0, len)?;
-        Ok(span)
+    /// A child process must not reach the parent's device memory.
+    fn keep_from_children(&self, at: usize, len: usize) -> Result<()> {
+        // SAFETY: mapped just now, and ours.
+        unsafe { madvise(self.at(at as u64).as_ptr().cast(), len, Advice::LinuxDontFork) }
+            .map_err(map_error)
     }
 
     pub(super) fn at(&self, offset: u64) -> NonNull<u8> {
@@ -72,9 +96,15 @@ impl Span {
 
 impl Drop for Span {
     fn drop(&mut self) {
-        // SAFETY: the range is ours, and the window that used it is gone.
-        if let Err(error) = unsafe { munmap(self.base.as_ptr().cast(), self.len) } {
-            tracing::warn!(%error, "a window was not unmapped");
+        let (end, start) = self.hole.unwrap_or((self.len, self.len));
+        for (from, to) in [(0, end), (start, self.len)] {
+            if from == to {
+                continue;
+            }
+            // SAFETY: the range is ours, and the window that used it is gone.
+            if let Err(error) = unsafe { munmap(self.at(from as u64).as_ptr().cast(), to - from) } {
+                tracing::warn!(%error, "a window was not unmapped");
+            }
         }
     }
 }
@@ -131,15 +161,25 @@ fn map_named(device: &CudaDevice, sort: Sort, start: u64, len: u64) -> Result<Ma
     let client = rm::Client::get()?;
     let gpu = client.gpu(pci)?;
     let Named { start: first, pieces } = naming::name(device, sort, start, len)?;
-    let span = Span::reserve(pieces.iter().map(|piece| piece.len).sum())?;
-    let (mut at, mut held) = (0, Vec::new());
-    for piece in &pieces {
+    let mut held = Vec::with_capacity(pieces.len());
+    let mut take = |piece: &Piece| -> Result<OwnedFd> {
         let object = client.adopt(gpu, piece.client, piece.object)?;
         let (mapping, fd) = object.map(piece.offset, piece.len)?;
-        span.place(&fd, 0, at, piece.len)?;
         held.push(mapping);
-        at += piece.len;
-    }
+        Ok(fd)
+    };
+    let span = match &*pieces {
+        [piece] => Span::of(&take(piece)?, 0, piece.len)?,
+        pieces => {
+            let mut span = Span::reserve(pieces.iter().map(|piece| piece.len).sum())?;
+            let mut at = 0;
+            for piece in pieces {
+                span.place(&take(piece)?, at, piece.len as usize)?;
+                at += piece.len as usize;
+            }
+            span
+        }
+    };
     let base = span.at(start - first);
     // In this order: first the addresses go, then what they led to.
     Ok(Mapped::new(base, len, MappingType::WriteCombining, Box::new((span, held))))

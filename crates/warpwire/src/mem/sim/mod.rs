@@ -22,6 +22,7 @@ pub use config::{Nth, OpKind, SimConfig, VARIABLE};
 pub use device::Live;
 pub use memory::POISON;
 
+use super::address::DeviceAddr;
 use super::allocation::Allocation;
 use super::device::Device;
 use crate::error::{Error, Kind, Result};
@@ -80,6 +81,12 @@ impl Sim {
                 .fix(format!("set {VARIABLE}=gpus={} or more", ordinal.saturating_add(1)))
         })
     }
+}
+
+/// The device of whichever simulated machine of this process has memory at `address`.
+pub(super) fn owner_of(address: DeviceAddr) -> Option<Device> {
+    let (memory, _) = space().find(address, 1)?;
+    Some(Device::from_backend(memory.device().clone()))
 }
 
 /// The strings behind a simulated GPU: what tests pull to see how others bear it.
