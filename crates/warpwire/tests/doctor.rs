@@ -73,7 +73,7 @@ fn h200_without_a_nic() {
     let report = Machine::recorded("h200-no-nic").report();
     insta::assert_snapshot!(verdicts(&report), @r#"
     GPU: yes, NVIDIA H200 through CUDA 13.0
-    CPU windows: yes, expected, through the resource manager's map call: /dev/nvidiactl and /dev/nvidia0 are open to this user
+    CPU windows: yes, through the resource manager
     GPU memory registration: partly, dma-buf export works, but there is nothing to register with: there is no RDMA device
     hardware RDMA: no, because there is no RDMA device
     stream-ordered operations: yes, CUDA offers 32- and 64-bit stream memory operations
@@ -84,6 +84,9 @@ fn h200_without_a_nic() {
     expect(&report, "kernel modules", Status::Pass, "open");
     expect(&report, "CUDA driver version", Status::Pass, "13.0");
     expect(&report, "0000:00:06.0 BAR1", Status::Pass, "256 GiB, for 139.8 GiB");
+    expect(&report, "cuda:0 CPU window", Status::Pass, "through the resource manager; not through dma-buf");
+    expect(&report, "cuda:0 CPU window", Status::Pass, "R610 (CUDA 13.3)");
+    expect(&report, "resource manager", Status::Pass, "it mapped some");
     expect(&report, "cuda:0 dma-buf mmap", Status::Skip, "errno 524");
     expect(&report, "/dev/gdrdrv", Status::Skip, "not needed");
     expect(&report, "cuda:0 GPUDirect RDMA with VMM", Status::Pass, "cuMemCreate");
@@ -96,11 +99,57 @@ fn h200_without_a_nic() {
 fn h200_with_its_nodes_closed() {
     let machine = Machine::recorded("h200-no-nic");
     machine.remove("/dev/nvidiactl");
+    forget_window(&machine);
     let report = machine.report();
     assert_eq!(report.answer("CPU windows"), Some(Answer::No));
     expect(&report, "/dev/nvidiactl", Status::Fail, "--gpus all");
     expect(&report, "resource manager", Status::Fail, "/dev/nvidiactl is missing");
     expect(&report, "/dev/gdrdrv", Status::Warn, "modprobe gdrdrv");
+}
+
+/// Makes a recording one from before windows were tried.
+fn forget_window(machine: &Machine) {
+    edit_probes(machine, |device| {
+        for field in ["window", "window_path", "window_refused"] {
+            device.remove(field);
+        }
+    });
+}
+
+fn edit_probes(
+    machine: &Machine,
+    edit: impl Fn(&mut serde_json::Map<String, serde_json::Value>),
+) {
+    let text = machine.system().read("/probes.json").unwrap();
+    let mut probes: serde_json::Value = serde_json::from_str(&text).unwrap();
+    for device in probes["cuda"]["devices"].as_array_mut().unwrap() {
+        edit(device.as_object_mut().unwrap());
+    }
+    machine.write("/probes.json", &probes.to_string());
+}
+
+#[test]
+fn a_window_that_was_not_tried_is_expected() {
+    let machine = Machine::recorded("h200-no-nic");
+    forget_window(&machine);
+    let report = machine.report();
+    assert!(verdicts(&report).contains("yes, expected, through the resource manager's map call"));
+    expect(&report, "cuda:0 CPU window", Status::Skip, "not tried: not recorded");
+    expect(&report, "resource manager", Status::Pass, "not tried here");
+}
+
+#[test]
+fn a_window_that_failed_is_no_window() {
+    let machine = Machine::recorded("h200-no-nic");
+    forget_window(&machine);
+    let failed = serde_json::json!({"failed": {"why": "resource manager: the layout differs"}});
+    edit_probes(&machine, |device| {
+        device.insert("window".into(), failed.clone());
+    });
+    let report = machine.report();
+    assert_eq!(report.answer("CPU windows"), Some(Answer::No));
+    assert!(verdicts(&report).contains("no, every copy is staged: opening a window failed"));
+    expect(&report, "cuda:0 CPU window", Status::Fail, "the layout differs");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use super::probes::{CudaAttributes, CudaDeviceProbe};
 use super::{CudaProbe, Outcome};
 use crate::error::{Kind, Result};
-use crate::mem::{Allocation, Device, DmaBuf, cuda};
+use crate::mem::{Allocation, Device, DmaBuf, Window, cuda};
 
 /// Enough to be real, too little to disturb anybody.
 const LITTLE: u64 = 64 << 10;
@@ -35,16 +35,27 @@ fn device(device: &Device) -> CudaDeviceProbe {
     let memory = device.alloc(LITTLE);
     let exported = memory.as_ref().ok().map(|memory: &Allocation| memory.export_dmabuf(0, LITTLE));
     let mapped = exported.as_ref().and_then(|exported| exported.as_ref().ok()).map(DmaBuf::try_map);
+    let window = memory.as_ref().ok().map(Allocation::window);
+    let open = window.as_ref().and_then(|window| window.as_ref().ok());
     CudaDeviceProbe {
         ordinal: info.ordinal,
         name: info.name.clone(),
         pci: info.pci,
         total_memory: info.total_memory,
         attributes: attributes(info.ordinal),
+        window_path: open.map(|window| window.path().to_string()),
+        window_refused: open.map(refused).unwrap_or_default(),
+        window: outcome(window, "there was no memory to map"),
         alloc_64k: outcome(Some(memory), ""),
         dmabuf_export: outcome(exported, "there was no memory to export"),
         dmabuf_mmap: outcome(mapped, "there was no dma-buf to map"),
     }
+}
+
+/// The paths that a window did not take, with the reason for each.
+fn refused(window: &Window) -> Vec<String> {
+    let each = window.refused().iter();
+    each.map(|refusal| format!("{}: {}", refusal.path, refusal.why.reason())).collect()
 }
 
 fn outcome<T>(tried: Option<Result<T>>, otherwise: &str) -> Outcome {

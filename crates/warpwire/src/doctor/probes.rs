@@ -105,6 +105,12 @@ pub struct CudaDeviceProbe {
     pub dmabuf_export: Outcome,
     /// Mapping the exported dma-buf with `mmap`.
     pub dmabuf_mmap: Outcome,
+    /// Opening a CPU window onto the 64 KiB, by any path.
+    pub window: Outcome,
+    /// The path that the window took: `resource manager`.
+    pub window_path: Option<String>,
+    /// The better paths, and why each was refused: `dma-buf mmap: …`.
+    pub window_refused: Vec<String>,
 }
 
 /// Device attributes; `None` where the driver does not know the attribute.

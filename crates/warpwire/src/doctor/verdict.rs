@@ -3,8 +3,8 @@
 use serde::Serialize;
 
 use super::registration::{self, Path};
-use super::windows::resource_manager;
-use super::{Evidence, Outcome, rdma, some_of};
+use super::windows::{self, resource_manager};
+use super::{CudaDeviceProbe, Evidence, Outcome, rdma, some_of};
 use crate::host::Access;
 
 pub(super) const GPU: &str = "GPU";
@@ -130,6 +130,9 @@ fn cpu_windows(evidence: &Evidence) -> Verdict {
     if let Some(why) = broken_cuda(evidence) {
         return verdict(capability, Answer::No, format!("no CUDA device: {why}"));
     }
+    if let Some(tried) = windows::tried(evidence) {
+        return tried_window(evidence, tried);
+    }
     let mut devices = evidence.probes.cuda.devices.iter();
     if devices.any(|device| device.dmabuf_mmap.worked()) {
         return verdict(capability, Answer::Yes, "through CUDA's dma-buf mmap");
@@ -151,6 +154,32 @@ fn cpu_windows(evidence: &Evidence) -> Verdict {
             capability,
             Answer::No,
             format!("every copy is staged: {why}, and no other path is open"),
+        ),
+    }
+}
+
+/// The verdict where windows were really tried.
+fn tried_window(evidence: &Evidence, device: &CudaDeviceProbe) -> Verdict {
+    let capability = "CPU windows";
+    let without = evidence.probes.cuda.working_devices().filter(|other| !other.window.worked());
+    let without: Vec<String> = without.map(|other| format!("cuda:{}", other.ordinal)).collect();
+    match (&device.window, without.is_empty()) {
+        (Outcome::Worked, all) => {
+            let path = device.window_path.as_deref().unwrap_or("a path that was not recorded");
+            let path = windows::with_article(path);
+            match all {
+                true => verdict(capability, Answer::Yes, format!("through {path}")),
+                false => verdict(
+                    capability,
+                    Answer::Partly,
+                    format!("through {path}, but not onto {}", some_of(&without)),
+                ),
+            }
+        }
+        (outcome, _) => verdict(
+            capability,
+            Answer::No,
+            format!("every copy is staged: opening a window {}", outcome.describe()),
         ),
     }
 }

@@ -13,15 +13,15 @@ const SMALL_BAR1: u64 = 256 << 20;
 const FIRST_MAPPABLE_BRANCH: u32 = 610;
 
 pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
-    let system = &evidence.system;
     let gpus = &evidence.gpus;
     if gpus.is_empty() && evidence.probes.cuda.devices.is_empty() {
         return vec![GROUP.skip("CPU windows", "there is no NVIDIA GPU to map")];
     }
     let mut checks: Vec<Check> = gpus.iter().map(|gpu| bar1(evidence, gpu)).collect();
     let devices = &evidence.probes.cuda.devices;
+    checks.extend(devices.iter().map(window));
     checks.extend(devices.iter().map(|device| dma_buf_mmap(evidence, device)));
-    checks.push(resource_manager_check(system));
+    checks.push(resource_manager_check(evidence));
     checks.push(gdrdrv(evidence));
     checks
 }
@@ -53,6 +53,40 @@ fn bar1(evidence: &Evidence, gpu: &PciDevice) -> Check {
         }
         None => GROUP.skip(name, format!("{size}; not compared, since CUDA did not give the memory's size")),
     }
+}
+
+/// The real thing: a window onto scratch memory, by whatever path leads there.
+fn window(device: &CudaDeviceProbe) -> Check {
+    let name = format!("cuda:{} CPU window", device.ordinal);
+    match &device.window {
+        Outcome::Worked => {
+            let path = device.window_path.as_deref().unwrap_or("a path that was not recorded");
+            let why = format!("opened one onto 64 KiB, through {}", with_article(path));
+            GROUP.pass(name, [vec![why], device.window_refused.clone()].concat().join("; not through "))
+        }
+        Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
+        Outcome::Failed { why } => GROUP.fail(
+            name,
+            why.clone(),
+            "open the nodes named below, or install gdrdrv-dkms; until then copies are staged",
+        ),
+    }
+}
+
+/// `the resource manager`, `CUDA's dma-buf mmap`: a path's name in a sentence.
+pub(super) fn with_article(path: &str) -> String {
+    match path {
+        "resource manager" => format!("the {path}"),
+        "dma-buf mmap" => format!("CUDA's {path}"),
+        _ => path.to_owned(),
+    }
+}
+
+/// The first device whose window was really tried, if any: one that worked before one that did not.
+pub(super) fn tried(evidence: &Evidence) -> Option<&CudaDeviceProbe> {
+    let devices = &evidence.probes.cuda.devices;
+    let failed = |device: &&CudaDeviceProbe| matches!(device.window, Outcome::Failed { .. });
+    devices.iter().find(|device| device.window.worked()).or_else(|| devices.iter().find(failed))
 }
 
 fn dma_buf_mmap(evidence: &Evidence, device: &CudaDeviceProbe) -> Check {
@@ -96,10 +130,15 @@ fn describe(access: Access) -> &'static str {
     }
 }
 
-fn resource_manager_check(system: &System) -> Check {
+fn resource_manager_check(evidence: &Evidence) -> Check {
     let name = "resource manager";
-    match resource_manager(system) {
-        Ok(nodes) => GROUP.pass(name, format!("{nodes} are open to this user, who may then ask the driver to map memory; not tried here")),
+    let devices = &evidence.probes.cuda.devices;
+    let tried = devices.iter().any(|device| device.window_path.as_deref() == Some(name));
+    match resource_manager(&evidence.system) {
+        Ok(nodes) => {
+            let tried = if tried { "it mapped some" } else { "not tried here" };
+            GROUP.pass(name, format!("{nodes} are open to this user, who may then ask the driver to map memory; {tried}"))
+        }
         Err(why) => GROUP.fail(
             name,
             why,
@@ -114,7 +153,7 @@ fn gdrdrv(evidence: &Evidence) -> Check {
     let system = &evidence.system;
     let devices = &evidence.probes.cuda.devices;
     let other_path = resource_manager(system).is_ok()
-        || devices.iter().any(|device| device.dmabuf_mmap.worked());
+        || devices.iter().any(|device| device.dmabuf_mmap.worked() || device.window.worked());
     match system.access(name) {
         Access::ReadWrite => GROUP.pass(name, "gdrcopy's kernel module is there and open to this user"),
         found if other_path => {

@@ -34,6 +34,7 @@ pub mod cuda;
 mod device;
 mod op;
 pub mod pattern;
+pub mod pingpong;
 mod program;
 mod share;
 pub mod sim;

@@ -1,0 +1,137 @@
+//! A kernel that answers the CPU word by word, to measure how long a round trip takes.
+
+use std::time::{Duration, Instant};
+
+use super::address::DeviceAddr;
+use super::allocation::{Width, Word};
+use super::device::Device;
+use super::program::{Kernel, Launch, Program};
+use super::sim::{Block, Fault};
+use super::stream::Stream;
+use crate::error::{Error, Kind, Result};
+
+const NARROW: &str = "pingpong_32";
+const WIDE: &str = "pingpong_64";
+/// How long it waits for the CPU, in clock cycles: about ten seconds.
+const PATIENCE_CYCLES: u64 = 20_000_000_000;
+
+/// The answering kernels, loaded onto a device.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpwire::mem::{pingpong::PingPong, sim::{Sim, SimConfig}};
+/// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+/// let (memory, pinned) = (gpu.alloc(8).unwrap(), gpu.alloc_pinned(8).unwrap());
+/// let (ask, answer) = (memory.word64(0).unwrap(), pinned.word64(0).unwrap());
+/// ask.store(0).unwrap();
+/// answer.store(0).unwrap();
+/// let (window, stream) = (memory.window().unwrap(), gpu.stream().unwrap());
+/// PingPong::load(&gpu).unwrap().start(&stream, &ask, &answer, 10).unwrap();
+/// for round in 1..=10 {
+///     window.bytes().store_u64(0, round).unwrap(); // on CUDA: window.write, which also sends it off
+///     while answer.load().unwrap() < round {
+///         std::hint::spin_loop();
+///     }
+/// }
+/// stream.synchronize(Duration::from_secs(5)).unwrap();
+/// ```
+#[derive(Clone, Debug)]
+pub struct PingPong {
+    narrow: Kernel,
+    wide: Kernel,
+}
+
+impl PingPong {
+    /// Loads the kernels.
+    pub fn load(device: &Device) -> Result<Self> {
+        let program = Program::new("pingpong")
+            .ptx(include_str!("pingpong.ptx"))
+            .block(NARROW, |block| {
+                let load = |at| block.load_u32(at).map(u64::from);
+                answer_each(block, load, |at, value| block.store_u32(at, value as u32))
+            })
+            .block(WIDE, |block| {
+                answer_each(block, |at| block.load_u64(at), |at, value| block.store_u64(at, value))
+            });
+        let module = device.load(&program)?;
+        Ok(Self { narrow: module.kernel(NARROW)?, wide: module.kernel(WIDE)? })
+    }
+
+    /// Starts a kernel that waits until the word `ask` has become 1, sets `answer` to 1, waits for 2, and
+    /// so on up to `rounds`. Both words are 0 before. It ends after the last round, or when the CPU has
+    /// not asked for about ten seconds.
+    ///
+    /// The two words are of the same width, in device memory or in pinned memory.
+    pub fn start(&self, stream: &Stream, ask: &Word, answer: &Word, rounds: u64) -> Result<()> {
+        let failure = |why: &str| {
+            Err(Error::new(Kind::InvalidArgument, "start a ping-pong")
+                .on(stream.label())
+                .why(why.to_owned()))
+        };
+        if ask.width() != answer.width() {
+            return failure("the two words differ in width");
+        }
+        if ask.address() == answer.address() {
+            return failure("the two words are the same");
+        }
+        if !ask.width().holds(rounds) {
+            return failure("the words cannot count that far");
+        }
+        let kernel = if ask.width() == Width::Bits32 { &self.narrow } else { &self.wide };
+        let launch = Launch::new(kernel)
+            .region(ask.region())
+            .region(answer.region())
+            .value(rounds)
+            .value(PATIENCE_CYCLES);
+        start(stream, launch)
+    }
+}
+
+#[allow(unsafe_code)]
+fn start(stream: &Stream, launch: Launch) -> Result<()> {
+    // SAFETY: the kernels touch only the two words that they are given, which the launch keeps alive.
+    unsafe { stream.launch(launch) }
+}
+
+fn answer_each(
+    block: &Block<'_>,
+    load: impl Fn(DeviceAddr) -> std::result::Result<u64, Fault>,
+    store: impl Fn(DeviceAddr, u64) -> std::result::Result<(), Fault>,
+) -> std::result::Result<(), Fault> {
+    let (ask, answer, rounds) = (block.address(0)?, block.address(1)?, block.value(2)?);
+    // Cycles of a clock of 2 GHz.
+    let patience = Duration::from_nanos(block.value(3)? / 2);
+    for round in 1..=rounds {
+        let (start, mut asked) = (Instant::now(), false);
+        block.spin_until(|| {
+            asked = load(ask)? >= round;
+            Ok(asked || start.elapsed() > patience)
+        })?;
+        if !asked {
+            return Ok(());
+        }
+        store(answer, round)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mem::sim::{Sim, SimConfig};
+
+    #[test]
+    fn words_that_do_not_fit_are_refused() {
+        let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+        let (pingpong, stream) = (PingPong::load(&gpu).unwrap(), gpu.stream().unwrap());
+        let memory = gpu.alloc_pinned(64).unwrap();
+        let (narrow, wide) = (memory.word32(0).unwrap(), memory.word64(8).unwrap());
+        let other = memory.word32(16).unwrap();
+        for (ask, answer, rounds) in
+            [(&narrow, &wide, 1), (&wide, &wide, 1), (&narrow, &other, 1 << 32)]
+        {
+            let error = pingpong.start(&stream, ask, answer, rounds).unwrap_err();
+            assert_eq!(error.kind(), &Kind::InvalidArgument, "{error}");
+        }
+    }
+}
