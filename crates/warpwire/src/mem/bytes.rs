@@ -1,7 +1,8 @@
 //! Bytes that somebody else may change at any moment: a device, another process, a NIC.
 //!
 //! Rust references promise that nobody else writes; for such memory that promise is false. So there is
-//! no `&[u8]` here: words are loaded and stored atomically, and bulk copies go word by word.
+//! no `&[u8]` here: words are loaded and stored atomically, and bulk copies go through [`copy`], which the
+//! compiler cannot see into.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -9,7 +10,11 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
 use super::address::check_range;
+use super::copy::{self, Routine};
 use crate::error::{Error, Kind, Result};
+
+/// From this length on, the wide instructions of [`copy`] are worth their set-up.
+const WORTH_WIDE_ACCESS: usize = 128;
 
 /// A view of memory that is shared with writers outside this program's control.
 ///
@@ -87,6 +92,13 @@ impl<'a> SharedBytes<'a> {
     /// Aligned 8-byte words are each read whole; writers at work at the same time may be seen in part.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = self.part(offset, into.len() as u64)?;
+        if into.len() >= WORTH_WIDE_ACCESS {
+            // SAFETY: the view is valid for that length, and `into` is ordinary memory beside it.
+            unsafe {
+                copy::load(Routine::for_loads(), into.as_mut_ptr(), from.base.as_ptr(), into.len());
+            }
+            return Ok(());
+        }
         let (head, words, tail) = from.split(into.len());
         let (into_head, rest) = into.split_at_mut(head.len());
         let (into_words, into_tail) = rest.split_at_mut(words.len() * 8);
@@ -102,6 +114,15 @@ impl<'a> SharedBytes<'a> {
     /// Copies `from` into the view, starting at `offset`. Aligned 8-byte words are each written whole.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let into = self.part(offset, from.len() as u64)?;
+        if from.len() >= WORTH_WIDE_ACCESS {
+            // SAFETY: as in `read`.
+            unsafe {
+                copy::store(Routine::for_stores(), into.base.as_ptr(), from.as_ptr(), from.len());
+            }
+            // The stores are weakly ordered: later ones, a flag perhaps, must not pass them.
+            copy::store_fence();
+            return Ok(());
+        }
         let (head, words, tail) = into.split(from.len());
         let (from_head, rest) = from.split_at(head.len());
         let (from_words, from_tail) = rest.split_at(words.len() * 8);
@@ -125,28 +146,17 @@ impl<'a> SharedBytes<'a> {
     ) -> Result<()> {
         let into = self.part(offset, len)?;
         let from = source.part(source_offset, len)?;
-        if into.misalignment() == from.misalignment() {
-            let len = into.len;
-            let ((to_head, to_words, to_tail), (head, words, tail)) =
-                (into.split(len), from.split(len));
-            copy_atomics(to_head, head);
-            for (to, word) in to_words.iter().zip(words) {
-                to.store(word.load(Ordering::Relaxed), Ordering::Relaxed);
+        if into.len >= WORTH_WIDE_ACCESS {
+            // SAFETY: both views are valid for that length; they do not overlap, or are the same.
+            unsafe {
+                copy::load(Routine::for_loads(), into.base.as_ptr(), from.base.as_ptr(), into.len);
             }
-            copy_atomics(to_tail, tail);
             return Ok(());
         }
-        // The two sides are aligned differently: carry the bytes through a buffer, a page at a time.
-        let mut buffer = [0; 4096];
-        let mut done = 0;
-        while done < len {
-            let step = (len - done).min(buffer.len() as u64);
-            let chunk = &mut buffer[..step as usize];
-            from.read(done, chunk)?;
-            into.write(done, chunk)?;
-            done += step;
-        }
-        Ok(())
+        let mut buffer = [0; WORTH_WIDE_ACCESS];
+        let part = &mut buffer[..into.len];
+        from.read(0, part)?;
+        into.write(0, part)
     }
 
     /// Repeats `pattern` over `len` bytes at `offset`; `len` is a multiple of the pattern's length.
@@ -195,10 +205,6 @@ impl<'a> SharedBytes<'a> {
         Ok(unsafe { at.as_ref() })
     }
 
-    fn misalignment(&self) -> usize {
-        self.base.addr().get() % 8
-    }
-
     /// The first `len` bytes as single bytes up to the first 8-byte boundary, whole words, single bytes.
     fn split(&self, len: usize) -> (&'a [AtomicU8], &'a [AtomicU64], &'a [AtomicU8]) {
         let head = self.base.align_offset(8).min(len);
@@ -236,12 +242,6 @@ fn load_bytes(from: &[AtomicU8], into: &mut [u8]) {
 fn store_bytes(into: &[AtomicU8], from: &[u8]) {
     for (byte, value) in into.iter().zip(from) {
         byte.store(*value, Ordering::Relaxed);
-    }
-}
-
-fn copy_atomics(into: &[AtomicU8], from: &[AtomicU8]) {
-    for (to, byte) in into.iter().zip(from) {
-        to.store(byte.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 }
 

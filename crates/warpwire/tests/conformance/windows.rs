@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use warpwire::error::Kind;
-use warpwire::mem::copy::Routine;
+use warpwire::mem::copy::{Copier, Direction, Plan, Routine, Way};
 use warpwire::mem::{Agent, Backend, DeviceAddr, MemoryKind, WindowOptions, WindowPath, pattern};
 
 use crate::child::Task;
@@ -25,6 +25,8 @@ cases![
     the_agent_serves_many_threads,
     the_agent_refuses_what_it_cannot_do,
     an_agent_that_fell_asleep_wakes_up,
+    copiers_are_exact_by_every_way,
+    plans_are_measured_quickly,
 ];
 
 fn every_kind_of_device_memory_has_a_window(f: &Fixture) {
@@ -287,4 +289,41 @@ fn an_agent_that_fell_asleep_wakes_up(f: &Fixture) {
     put_pattern(&device, 5);
     agent.copy(&host.whole().unwrap(), &device.whole().unwrap()).unwrap();
     expect_pattern(&host, 5);
+}
+
+fn copiers_are_exact_by_every_way(f: &Fixture) {
+    let memory = f.gpu.alloc_kind(3 << 20, MemoryKind::Vmm).unwrap();
+    let agent = Agent::start(&f.gpu).unwrap();
+    let all_ways = Arc::new(Plan::by_hand(100_000, 400));
+    let no_window = Arc::new(Plan::by_hand(0, 0));
+    for (plan, agent) in [(all_ways.clone(), None), (all_ways, Some(agent)), (no_window, None)] {
+        let copier = Copier::with(&memory, plan, agent).unwrap();
+        for (offset, len) in
+            [(0, 1), (7, 400), (9, 401), (13, 99_999), (5, 100_001), (3, 3_000_000)]
+        {
+            let (mut data, mut back) = (vec![0; len], vec![0; len]);
+            pattern::fill_bytes(&mut data, len as u64, 0);
+            copier.write(offset, &data).unwrap();
+            copier.read(offset, &mut back).unwrap();
+            assert!(back == data, "{len} bytes at {offset}");
+            memory.read(offset, &mut back).unwrap();
+            assert!(back == data, "{len} bytes at {offset}, by the engine");
+        }
+        let error = copier.write((3 << 20) - 1, &[0; 2]).unwrap_err();
+        assert_eq!(error.kind(), &Kind::OutOfRange);
+        assert!(copier.read(u64::MAX, &mut [0; 600]).is_err());
+    }
+    let copier = Copier::with(&memory, Arc::new(Plan::by_hand(64, 64)), None).unwrap();
+    memory.free().unwrap();
+    assert_eq!(copier.write(0, &[0; 8]).unwrap_err().kind(), &Kind::Freed);
+    assert_eq!(copier.read(0, &mut [0; 8]).unwrap_err().kind(), &Kind::Freed);
+}
+
+fn plans_are_measured_quickly(f: &Fixture) {
+    let start = std::time::Instant::now();
+    let plan = Plan::calibrate(&f.gpu).unwrap();
+    // A second is the promise; a loaded machine gets some grace.
+    assert!(start.elapsed().as_secs() < 3, "{:?}", start.elapsed());
+    assert_eq!(plan.way(Direction::Write, 8), Way::Window, "{plan}");
+    eprintln!("{plan}");
 }

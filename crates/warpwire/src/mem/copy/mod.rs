@@ -15,7 +15,6 @@
 //! `store_fence`. A load wide enough to stream begins with a `load_fence`, so that it sees what the
 //! device wrote before, and what this thread stored; it says nothing about loads after it.
 #![allow(unsafe_code)]
-// The windows that call these come next; the expectation fails as soon as they do.
 
 use std::fmt;
 use std::str::FromStr;
@@ -25,11 +24,16 @@ use crate::error::{Error, Kind, Result};
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;
+mod copier;
+mod plan;
 mod scalar;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]
 mod x86;
+
+pub use copier::Copier;
+pub use plan::{Direction, Plan, Sample, VARIABLE, Way};
 
 /// The shortest load that may use streaming loads, whose data can be older than the load.
 const STREAMED_FROM: usize = 16;

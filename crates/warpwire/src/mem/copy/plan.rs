@@ -1,0 +1,366 @@
+//! Which way a copy goes: measured once per device, then looked up by size and direction.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+use super::super::allocation::{Allocation, MemoryKind};
+use super::super::device::{Backend, Device};
+use super::super::window::Window;
+use super::Routine;
+use crate::error::{Error, Kind, Result};
+use crate::units;
+
+/// The environment variable that sets the plan by hand: `write=64KiB,read=512` is the largest size that
+/// goes through the window, in each direction.
+pub const VARIABLE: &str = "WARPWIRE_COPY";
+
+/// Which way the bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Direction {
+    /// From the host to the device.
+    Write,
+    /// From the device to the host.
+    Read,
+}
+
+/// How they get there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Way {
+    /// Stores or loads of the CPU, through a window.
+    Window,
+    /// The copy agent, where one runs.
+    Agent,
+    /// The device's copy engine.
+    Engine,
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Window => "window",
+            Self::Agent => "agent",
+            Self::Engine => "engine",
+        })
+    }
+}
+
+/// What was measured for one size.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Sample {
+    /// The direction.
+    pub direction: Direction,
+    /// How many bytes.
+    pub len: u64,
+    /// Microseconds through the window, where it was tried.
+    pub window_us: Option<f64>,
+    /// Microseconds by the copy engine.
+    pub engine_us: f64,
+}
+
+/// Up to which size each way is the fastest on a device.
+///
+/// ```
+/// use warpwire::mem::copy::{Direction, Plan, Way};
+/// let plan = Plan::by_hand(65_536, 512);
+/// assert_eq!(plan.way(Direction::Write, 4096), Way::Window);
+/// assert_eq!(plan.way(Direction::Read, 4096), Way::Engine);
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    /// The largest write that goes through the window.
+    window_writes: u64,
+    /// The largest read that goes through the window.
+    window_reads: u64,
+    /// What it rests on; empty if it was set by hand.
+    samples: Vec<Sample>,
+}
+
+/// The sizes that are measured. Between them the border is interpolated.
+const SIZES: [u64; 12] = [
+    64,
+    256,
+    1 << 10,
+    4 << 10,
+    16 << 10,
+    32 << 10,
+    64 << 10,
+    128 << 10,
+    256 << 10,
+    512 << 10,
+    1 << 20,
+    4 << 20,
+];
+/// How long one way is measured at one size, at most.
+const BUDGET: Duration = Duration::from_millis(4);
+/// Reads that one agent serves faster than window or engine, on the machines seen.
+const AGENT_READS: std::ops::RangeInclusive<u64> = 512..=(512 << 10);
+
+impl Plan {
+    /// A plan with the largest sizes that go through the window.
+    pub fn by_hand(window_writes: u64, window_reads: u64) -> Self {
+        Self { window_writes, window_reads, samples: Vec::new() }
+    }
+
+    /// The plan for a device: set by `WARPWIRE_COPY`, or measured earlier (in this process, or by
+    /// another and kept in the user's cache folder), or measured now.
+    pub fn for_device(device: &Device) -> Result<Arc<Self>> {
+        static KNOWN: Mutex<Option<HashMap<String, Arc<Plan>>>> = Mutex::new(None);
+        if let Some(plan) = Self::from_env()? {
+            return Ok(Arc::new(plan));
+        }
+        let name = cache_name(device);
+        let mut known = KNOWN.lock();
+        let known = known.get_or_insert_default();
+        if let Some(plan) = known.get(&name) {
+            return Ok(plan.clone());
+        }
+        let plan = match Self::load(device) {
+            Some(plan) => plan,
+            None => {
+                let plan = Self::calibrate(device)?;
+                plan.save(device);
+                plan
+            }
+        };
+        let plan = Arc::new(plan);
+        known.insert(name, plan.clone());
+        Ok(plan)
+    }
+
+    fn from_env() -> Result<Option<Self>> {
+        let Ok(text) = std::env::var(VARIABLE) else { return Ok(None) };
+        if text.trim().is_empty() {
+            return Ok(None);
+        }
+        Self::parse(&text).map(Some)
+    }
+
+    fn parse(text: &str) -> Result<Self> {
+        let malformed = |why: String| {
+            Error::new(Kind::Malformed, "read the copy plan")
+                .on(VARIABLE)
+                .why(why)
+                .fix("write the largest sizes for the window, like write=64KiB,read=512")
+        };
+        let mut plan = Self::by_hand(0, 0);
+        for setting in text.split(',') {
+            let (key, value) = setting
+                .split_once('=')
+                .ok_or_else(|| malformed(format!("{setting:?} is not of the form key=value")))?;
+            let size = units::parse_bytes(value)?;
+            match key.trim() {
+                "write" => plan.window_writes = size,
+                "read" => plan.window_reads = size,
+                other => return Err(malformed(format!("there is no setting {other:?}"))),
+            }
+        }
+        Ok(plan)
+    }
+
+    /// Measures a device, in well under a second.
+    pub fn calibrate(device: &Device) -> Result<Self> {
+        let largest = SIZES[SIZES.len() - 1];
+        let memory = device.alloc_kind(largest, MemoryKind::Vmm)?;
+        // Without a window there is nothing to choose.
+        let Ok(window) = memory.window() else { return Ok(Self::by_hand(0, 0)) };
+        let mut samples = Vec::new();
+        let window_writes = measure(Direction::Write, &memory, &window, &mut samples)?;
+        let window_reads = measure(Direction::Read, &memory, &window, &mut samples)?;
+        Ok(Self { window_writes, window_reads, samples })
+    }
+
+    /// The way for a copy of `len` bytes, where no agent runs.
+    pub fn way(&self, direction: Direction, len: u64) -> Way {
+        let border = match direction {
+            Direction::Write => self.window_writes,
+            Direction::Read => self.window_reads,
+        };
+        if len <= border { Way::Window } else { Way::Engine }
+    }
+
+    /// The way for a copy of `len` bytes where an agent runs.
+    pub fn way_with_agent(&self, direction: Direction, len: u64) -> Way {
+        match (direction, self.way(direction, len)) {
+            (Direction::Read, _) if AGENT_READS.contains(&len) => Way::Agent,
+            (_, way) => way,
+        }
+    }
+
+    fn load(device: &Device) -> Option<Self> {
+        let text = std::fs::read_to_string(cache_file(device)?).ok()?;
+        serde_json::from_str(&text).ok()
+    }
+
+    /// Keeps the plan for later processes; where that is not possible, they measure for themselves.
+    fn save(&self, device: &Device) {
+        let Some(file) = cache_file(device) else { return };
+        let kept = file.parent().map_or(Ok(()), std::fs::create_dir_all).and_then(|()| {
+            // Written beside and moved, so that no reader sees a half.
+            let fresh = file.with_extension(format!("{}.tmp", std::process::id()));
+            std::fs::write(&fresh, serde_json::to_string_pretty(self)?)?;
+            std::fs::rename(&fresh, &file)
+        });
+        if let Err(error) = kept {
+            tracing::debug!(%error, file = %file.display(), "the copy plan was not kept");
+        }
+    }
+
+    /// Forgets what was measured earlier, measures anew and keeps that.
+    pub fn recalibrate(device: &Device) -> Result<Self> {
+        let plan = Self::calibrate(device)?;
+        plan.save(device);
+        Ok(plan)
+    }
+}
+
+/// What a plan depends on: the device, how its windows come to be and how the CPU copies.
+fn cache_name(device: &Device) -> String {
+    let info = device.info();
+    let (stores, loads) = (Routine::for_stores(), Routine::for_loads());
+    let version = env!("CARGO_PKG_VERSION");
+    format!("copy-{version}-{}-{stores}-{loads}", info.uuid)
+}
+
+/// A simulated GPU is another one in each process; its plan is not kept.
+fn cache_file(device: &Device) -> Option<PathBuf> {
+    if device.info().backend == Backend::Sim {
+        return None;
+    }
+    let folder = std::env::var_os("XDG_CACHE_HOME")
+        .map(PathBuf::from)
+        .or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")))?;
+    folder
+        .is_absolute()
+        .then(|| folder.join("warpwire").join(format!("{}.json", cache_name(device))))
+}
+
+/// Measures both ways at each size until the engine is clearly ahead, and returns the border.
+fn measure(
+    direction: Direction,
+    memory: &Allocation,
+    window: &Window,
+    samples: &mut Vec<Sample>,
+) -> Result<u64> {
+    let mut buffer = vec![1; SIZES[SIZES.len() - 1] as usize];
+    let mut border = 0;
+    let mut window_lost = false;
+    let mut before: Option<(u64, f64)> = None;
+    for len in SIZES {
+        let part = &mut buffer[..len as usize];
+        let engine = median(|| match direction {
+            Direction::Write => memory.write(0, part),
+            Direction::Read => memory.read(0, part),
+        })?;
+        let through_window = if window_lost {
+            None
+        } else {
+            Some(median(|| match direction {
+                Direction::Write => window.write(0, part),
+                Direction::Read => window.read(0, part),
+            })?)
+        };
+        samples.push(Sample { direction, len, window_us: through_window, engine_us: engine });
+        let Some(through_window) = through_window else { continue };
+        let ratio = through_window / engine;
+        if ratio <= 1.0 {
+            border = len;
+        } else if let Some((last, last_ratio)) = before.filter(|(_, ratio)| *ratio <= 1.0) {
+            border = crossing((last, last_ratio), (len, ratio));
+        }
+        // Twice as slow and growing: larger sizes only get worse.
+        window_lost = ratio > 2.0;
+        before = Some((len, ratio));
+    }
+    Ok(if window_lost { border } else { u64::MAX })
+}
+
+/// The size at which the ratio is 1, on a straight line between logarithms.
+fn crossing((small, under): (u64, f64), (large, over): (u64, f64)) -> u64 {
+    let share = under.ln().abs() / (under.ln().abs() + over.ln().abs()).max(1e-9);
+    let (from, to) = ((small as f64).ln(), (large as f64).ln());
+    (from + (to - from) * share).exp() as u64
+}
+
+/// The median time of a copy in microseconds, from as many as the budget allows.
+fn median(mut copy: impl FnMut() -> Result<()>) -> Result<f64> {
+    const FEWEST: usize = 5;
+    const MOST: usize = 400;
+    copy()?;
+    let start = Instant::now();
+    let mut times = Vec::with_capacity(MOST);
+    while times.len() < FEWEST || (start.elapsed() < BUDGET && times.len() < MOST) {
+        let before = Instant::now();
+        copy()?;
+        times.push(before.elapsed().as_secs_f64() * 1e6);
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let border = |len: u64| match len {
+            0 => "never".to_owned(),
+            u64::MAX => "always".to_owned(),
+            len => format!("up to {}", units::bytes(len)),
+        };
+        writeln!(f, "writes through the window: {}", border(self.window_writes))?;
+        writeln!(f, "reads through the window:  {}", border(self.window_reads))?;
+        if self.samples.is_empty() {
+            return Ok(());
+        }
+        writeln!(f, "\n{:<6} {:>9} {:>11} {:>11}  best", "", "size", "window us", "engine us")?;
+        for sample in &self.samples {
+            let Sample { direction, len, window_us, engine_us } = sample;
+            let name = match direction {
+                Direction::Write => "write",
+                Direction::Read => "read",
+            };
+            let window = window_us.map_or("-".to_owned(), |us| format!("{us:.2}"));
+            let (size, way) = (units::bytes(*len), self.way(*direction, *len));
+            writeln!(f, "{name:<6} {size:>9} {window:>11} {engine_us:>11.2}  {way}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_read_and_wrong_ones_are_named() {
+        let plan = Plan::parse("write=128KiB, read=1KiB").unwrap();
+        assert_eq!(plan, Plan::by_hand(128 << 10, 1 << 10));
+        for text in ["write", "write=much", "copy=1", "write=1,,"] {
+            assert!(Plan::parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_border_lies_where_the_lines_cross() {
+        assert_eq!(crossing((1024, 0.5), (4096, 2.0)), 2047);
+        let near = crossing((1024, 0.9), (4096, 4.0));
+        assert!((1024..1400).contains(&near), "{near}");
+    }
+
+    #[test]
+    fn ways_change_at_the_border() {
+        let plan = Plan::by_hand(1000, 100);
+        assert_eq!(plan.way(Direction::Write, 1000), Way::Window);
+        assert_eq!(plan.way(Direction::Write, 1001), Way::Engine);
+        assert_eq!(plan.way_with_agent(Direction::Read, 4096), Way::Agent);
+        assert_eq!(plan.way_with_agent(Direction::Read, 64), Way::Window);
+        assert_eq!(plan.way_with_agent(Direction::Write, 4096), Way::Engine);
+        assert_eq!(plan.way_with_agent(Direction::Read, 1 << 30), Way::Engine);
+        assert!(plan.to_string().contains("up to 1000 B"));
+    }
+}
