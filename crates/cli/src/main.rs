@@ -1,5 +1,6 @@
 //! The `warpwire` command.
 
+mod copy;
 mod demo;
 mod doctor;
 mod output;
@@ -28,17 +29,21 @@ const EXAMPLES: &str = "\
 Examples:
   warpwire demo                         see GPU memory move, real or simulated, and be verified
   warpwire doctor                       what works on this machine, what does not, and the fix
+  warpwire copy lat                     how fast the CPU reaches GPU memory, size by size
   warpwire topo                         which NIC is near which GPU
   WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
 
 Environment:
-  WARPWIRE_LOG   what to log: error, warn (the default), info, debug, trace, or by room, as in
-                 warn,warpwire::mem=debug
-  WARPWIRE_SIM   the simulated machine, as in gpus=4,memory=8GiB,copy_delay=50us
-  NO_COLOR       if set and not empty, no colour";
+  WARPWIRE_LOG     what to log: error, warn (the default), info, debug, trace, or by room, as in
+                   warn,warpwire::mem=debug
+  WARPWIRE_SIM     the simulated machine, as in gpus=4,memory=8GiB,copy_delay=50us
+  WARPWIRE_WINDOW  the path of CPU windows: dmabuf, rm, gdrdrv or memfd; the best one if not set
+  WARPWIRE_COPY    the largest copies that go through a window, as in write=64KiB,read=512
+  NO_COLOR         if set and not empty, no colour";
 
 #[derive(Subcommand)]
 enum Command {
+    Copy(copy::Arguments),
     Demo(demo::Arguments),
     Doctor(doctor::Arguments),
     Topo(topo::Arguments),
@@ -47,6 +52,7 @@ enum Command {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let outcome = start_log().and_then(|()| match arguments.command {
+        Command::Copy(arguments) => copy::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Topo(arguments) => topo::run(&arguments),

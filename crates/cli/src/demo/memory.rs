@@ -15,6 +15,8 @@ const SEED: u64 = 0x5eed;
 const PATIENCE: Duration = Duration::from_secs(30);
 /// How often a copy is repeated for its time.
 const COPIES: u32 = 8;
+/// What the CPU window is shown with.
+const VIEW: u64 = 64 << 10;
 const ROUND_TRIPS: u32 = 500;
 const REPLAYS: u32 = 200;
 
@@ -33,6 +35,7 @@ pub(super) fn stages(ends: &[Device; 2], size: u64, spinner: &ProgressBar) -> Re
     add("device to device", &|| between(&near_end, &far_end))?;
     add("device to host", &|| to_host(&near_end, &pinned))?;
     add("host to device", &|| to_device(&pinned, &near_end))?;
+    add("CPU window", &|| window(&near_end))?;
     add("word round trip", &|| round_trips(near))?;
     add("graph replay", &|| replays(&near_end))?;
     Ok(stages)
@@ -139,6 +142,33 @@ fn to_device(pinned: &Allocation, to: &End) -> Result<Stage> {
     let took = to.repeat(|| to.stream.copy(&target, &source))?;
     let stage = Stage::new("host to device", "pinned", to.device.label(), pinned.len());
     Ok(stage.took(took, COPIES).checked(to.holds_pattern()?))
+}
+
+/// The CPU writes device memory with its own stores, the device checks it; the device writes, and the CPU
+/// reads it with its own loads.
+fn window(end: &End) -> Result<Stage> {
+    let memory = end.device.alloc(VIEW)?;
+    let stage = Stage::new("CPU window, written and read", "cpu", end.device.label(), VIEW);
+    let window = match memory.window() {
+        Ok(window) => window,
+        Err(error) => return Ok(stage.skipped(error.reason())),
+    };
+    let (mut sent, mut found) = (vec![0; VIEW as usize], vec![0; VIEW as usize]);
+    fill_bytes(&mut sent, SEED, 0);
+    end.stream.fill(&memory.whole()?, 0)?;
+    end.stream.synchronize(PATIENCE)?;
+    let start = Instant::now();
+    (0..COPIES).try_for_each(|_| window.write(0, &sent))?;
+    window.flush();
+    let took = start.elapsed();
+    end.wrong.store(0)?;
+    end.pattern.check(&end.stream, &memory.whole()?, SEED, &end.wrong)?;
+    end.pattern.fill(&end.stream, &memory.whole()?, SEED + 1)?;
+    end.stream.synchronize(PATIENCE)?;
+    let arrived = end.wrong.load()? == 0;
+    window.read(0, &mut found)?;
+    fill_bytes(&mut sent, SEED + 1, 0);
+    Ok(stage.took(took, COPIES).checked(arrived && found == sent))
 }
 
 /// Two streams answer each other through words: one waits for what the other writes.

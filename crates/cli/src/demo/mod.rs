@@ -7,7 +7,6 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use warpwire::mem::{self, Device, Discovery};
 use warpwire::{Result, units};
@@ -66,18 +65,30 @@ pub(crate) struct Stage {
     /// The time of one.
     nanoseconds: u64,
     verified: bool,
+    /// Why it was not done, if it was not.
+    skipped: Option<String>,
 }
 
 impl Stage {
     fn new(what: &str, from: impl ToString, to: impl ToString, bytes: u64) -> Self {
         let (what, from, to) = (what.to_owned(), from.to_string(), to.to_string());
-        Self { what, from, to, bytes, times: 1, nanoseconds: 0, verified: false }
+        Self { what, from, to, bytes, times: 1, nanoseconds: 0, verified: false, skipped: None }
     }
 
     fn took(mut self, total: Duration, times: u32) -> Self {
         self.times = times;
         self.nanoseconds = u64::try_from(total.as_nanos()).unwrap_or(u64::MAX) / u64::from(times);
         self
+    }
+
+    fn skipped(mut self, why: impl Into<String>) -> Self {
+        self.skipped = Some(why.into());
+        self
+    }
+
+    /// Whether nothing is wrong with it.
+    fn is_fine(&self) -> bool {
+        self.verified || self.skipped.is_some()
     }
 
     fn checked(mut self, verified: bool) -> Self {
@@ -107,7 +118,7 @@ pub(crate) fn run(arguments: &Arguments) -> std::result::Result<ExitCode, String
     if !arguments.json {
         output::print(&introduction(&found, &ends))?;
     }
-    let spinner = spinner();
+    let spinner = output::spinner();
     let stages = memory::stages(&ends, arguments.size, &spinner);
     spinner.finish_and_clear();
     let stages = match stages {
@@ -117,7 +128,7 @@ pub(crate) fn run(arguments: &Arguments) -> std::result::Result<ExitCode, String
             return Ok(ExitCode::FAILURE);
         }
     };
-    let verified = stages.iter().all(|stage| stage.verified);
+    let verified = stages.iter().all(Stage::is_fine);
     if arguments.json {
         let missing = found.missing.iter().map(|(backend, error)| Missing {
             backend: *backend,
@@ -169,14 +180,4 @@ fn introduction(found: &Discovery, ends: &[Device; 2]) -> String {
         false => format!("using    {} and {}\n\n", first.label(), second.label()),
     };
     text
-}
-
-/// Shows on a terminal which stage runs; nothing elsewhere.
-fn spinner() -> ProgressBar {
-    let spinner = ProgressBar::new_spinner();
-    if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} ({elapsed})") {
-        spinner.set_style(style);
-    }
-    spinner.enable_steady_tick(Duration::from_millis(200));
-    spinner
 }

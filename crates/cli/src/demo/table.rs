@@ -25,6 +25,11 @@ pub(super) fn render(stages: &[Stage]) -> String {
 }
 
 fn row(stage: &Stage) -> [String; 8] {
+    if let Some(why) = &stage.skipped {
+        let (what, from, to) = (stage.what.clone(), stage.from.clone(), stage.to.clone());
+        let none = String::new;
+        return [what, from, to, units::bytes(stage.bytes), none(), none(), none(), format!("skipped: {why}")];
+    }
     let each = Duration::from_nanos(stage.nanoseconds);
     // A stage that moves a few words is about latency; a rate would say nothing.
     let rate = if stage.bytes < 4096 { String::new() } else { units::rate(stage.bytes, each) };
@@ -61,6 +66,7 @@ mod tests {
                 .took(Duration::from_millis(2), 2)
                 .checked(true),
             Stage::new("word", "a", "b", 8).took(Duration::from_micros(3), 1),
+            Stage::new("view", "a", "b", 8).skipped("no path"),
         ];
         let text = render(&stages);
         let expected = "\
@@ -68,6 +74,7 @@ stage  from   to      size  times       each       rate  checked
 ----------------------------------------------------------------
 copy   sim:0  sim:1  1 MiB      2  1000.0 us  1.05 GB/s  ok
 word   a      b        8 B      1     3.0 us             WRONG
+view   a      b        8 B                               skipped: no path
 ";
         assert_eq!(text, expected);
     }

@@ -1,0 +1,182 @@
+//! `warpwire copy bw`
+
+use std::process::ExitCode;
+
+use clap::Args;
+use serde::Serialize;
+use warpwire::mem::copy::{Copier, Direction, Way};
+use warpwire::mem::pattern;
+
+use super::clock::{Series, figure};
+use super::target::{Bench, Setting, Target, iterations, size};
+use super::{Failure, Screen};
+
+/// Bandwidth of copies of one size
+///
+/// Writes to device memory through a CPU window and reads from it, beside the driver's own copies (engine)
+/// and the library's choice for that size (best). What was moved is compared, byte by byte.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(super) struct Arguments {
+    #[command(flatten)]
+    target: Target,
+
+    /// How much memory to allocate
+    #[arg(short = 's', long, value_name = "SIZE", default_value = "128KiB", value_parser = size)]
+    size: u64,
+
+    /// How much of it to copy at a time; all of it if not given
+    #[arg(short = 'c', long = "copy", value_name = "SIZE", value_parser = size)]
+    copy: Option<u64>,
+
+    /// Where in it the copies begin
+    #[arg(short = 'o', long, value_name = "OFFSET", default_value = "0", value_parser = offset)]
+    offset: u64,
+
+    /// How many writes to time, at most
+    #[arg(short = 'w', long, value_name = "N", default_value = "10000", value_parser = iterations)]
+    writes: u32,
+
+    /// How many reads to time, at most
+    #[arg(short = 'r', long, value_name = "N", default_value = "1000", value_parser = iterations)]
+    reads: u32,
+
+    /// Print JSON: {"setting": {…}, "bytes": …, "write": {…}, "read": {…}}
+    #[arg(long)]
+    json: bool,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire copy bw
+  warpwire copy bw -s 16MiB -a vmm           memory by cuMemCreate
+  warpwire copy bw -s 1MiB -c 4KiB -o 13     4 KiB at an odd place of 1 MiB
+  warpwire copy bw --json | jq .write.window_gb_s";
+
+fn offset(text: &str) -> Result<u64, String> {
+    warpwire::units::parse_bytes(text).map_err(|error| error.to_string())
+}
+
+#[derive(Serialize)]
+struct Outcome {
+    setting: Setting,
+    bytes: u64,
+    write: Rates,
+    read: Rates,
+}
+
+/// Gigabytes (10⁹) a second.
+#[derive(Serialize)]
+struct Rates {
+    window_gb_s: f64,
+    engine_gb_s: f64,
+    best_gb_s: f64,
+    best_way: Way,
+    /// Window to engine.
+    ratio: f64,
+}
+
+pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let bytes = arguments.copy.unwrap_or(arguments.size.saturating_sub(arguments.offset));
+    let fits = arguments.offset.checked_add(bytes).is_some_and(|end| end <= arguments.size);
+    if !fits || bytes == 0 {
+        let (offset, size) = (arguments.offset, arguments.size);
+        return Err(Failure::Usage(format!(
+            "cannot copy {bytes} bytes at offset {offset}: {size} bytes are allocated; give a larger --size"
+        )));
+    }
+    let bench = arguments.target.open(arguments.size)?;
+    let setting = bench.setting();
+    let screen = Screen::new(arguments.json);
+    screen.say(&setting.heading("bw"))?;
+    screen.say(&format!("# {bytes} bytes at offset {}\n", arguments.offset))?;
+    let copier = Copier::new(&bench.memory)?;
+    let mut host = vec![0; usize::try_from(bytes).unwrap_or(0)];
+    let task = Task { bench: &bench, copier: &copier, offset: arguments.offset };
+    screen.working("writing");
+    let write = task.rates(Direction::Write, &mut host, arguments.writes)?;
+    screen.say(&line("write", &write))?;
+    screen.working("reading");
+    let read = task.rates(Direction::Read, &mut host, arguments.reads)?;
+    screen.say(&line("read", &read))?;
+    screen.finish(&Outcome { setting, bytes, write, read })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn line(name: &str, rates: &Rates) -> String {
+    let Rates { window_gb_s, engine_gb_s, best_gb_s, best_way, ratio } = rates;
+    let (window, engine) = (figure(*window_gb_s), figure(*engine_gb_s));
+    let (best, ratio) = (figure(*best_gb_s), figure(*ratio));
+    format!(
+        "{:<9} {window} GB/s  engine: {engine} GB/s  ratio: {ratio}  best: {best} GB/s ({best_way})\n",
+        format!("{name} BW:")
+    )
+}
+
+struct Task<'a> {
+    bench: &'a Bench,
+    copier: &'a Copier,
+    offset: u64,
+}
+
+impl Task<'_> {
+    fn rates(
+        &self,
+        direction: Direction,
+        host: &mut [u8],
+        times: u32,
+    ) -> Result<Rates, Failure> {
+        let bytes = host.len() as u64;
+        let rate = |series: &Series| bytes as f64 / series.times().mean_us / 1e3;
+        let mut rates = Vec::new();
+        for (seed, way) in ["window", "engine", "best"].into_iter().enumerate() {
+            let (mut series, seed) = (Series::default(), seed as u64 + 1);
+            self.prepare(direction, host, seed)?;
+            series.run(times, || self.copy(way, direction, host))?;
+            if !self.is_right(direction, host, seed)? {
+                return Err(Failure::Broken(format!("wrong data after copies by {way}")));
+            }
+            rates.push(rate(&series));
+        }
+        let [window_gb_s, engine_gb_s, best_gb_s] = rates[..] else {
+            return Err(Failure::Broken("nothing was measured".to_owned()));
+        };
+        let best_way = self.copier.way(direction, bytes);
+        let ratio = window_gb_s / engine_gb_s;
+        Ok(Rates { window_gb_s, engine_gb_s, best_gb_s, best_way, ratio })
+    }
+
+    fn copy(&self, way: &str, direction: Direction, host: &mut [u8]) -> warpwire::Result<()> {
+        let Bench { memory, window, .. } = self.bench;
+        match (way, direction) {
+            ("window", Direction::Write) => window.write(self.offset, host),
+            ("window", Direction::Read) => window.read(self.offset, host),
+            ("engine", Direction::Write) => memory.write(self.offset, host),
+            ("engine", Direction::Read) => memory.read(self.offset, host),
+            (_, Direction::Write) => self.copier.write(self.offset, host),
+            (_, Direction::Read) => self.copier.read(self.offset, host),
+        }
+    }
+
+    /// Puts the pattern where the copies begin.
+    fn prepare(&self, direction: Direction, host: &mut [u8], seed: u64) -> Result<(), Failure> {
+        pattern::fill_bytes(host, seed, 0);
+        if direction == Direction::Read {
+            self.bench.memory.write(self.offset, host)?;
+            host.fill(0);
+        }
+        Ok(())
+    }
+
+    /// Whether the pattern is where the copies end.
+    fn is_right(&self, direction: Direction, host: &[u8], seed: u64) -> Result<bool, Failure> {
+        let mut wanted = vec![0; host.len()];
+        pattern::fill_bytes(&mut wanted, seed, 0);
+        if direction == Direction::Read {
+            return Ok(host == wanted);
+        }
+        let mut found = vec![0; host.len()];
+        self.bench.memory.read(self.offset, &mut found)?;
+        Ok(found == wanted)
+    }
+}

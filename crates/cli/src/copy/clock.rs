@@ -1,0 +1,161 @@
+//! Timing of short calls.
+
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use warpwire::Result;
+
+/// Calls are timed in so many groups, since one call may be shorter than the clock's own reading.
+const GROUPS: u32 = 100;
+const WARM_UPS: u32 = 10;
+/// A series ends when this has passed, however many calls were asked for.
+const BUDGET: Duration = Duration::from_millis(100);
+
+/// The times of a call, in microseconds.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Times {
+    pub(super) median_us: f64,
+    pub(super) min_us: f64,
+    pub(super) mean_us: f64,
+    /// How many calls that rests on.
+    pub(super) calls: u64,
+}
+
+/// Measurements of one call, which may be taken in several goes.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Series {
+    /// Microseconds a call, group by group.
+    groups: Vec<f64>,
+    total: Duration,
+    calls: u64,
+}
+
+impl Series {
+    /// Calls `act` so many times, or for as long as there is time, after warming up.
+    pub(super) fn run(&mut self, times: u32, mut act: impl FnMut() -> Result<()>) -> Result<()> {
+        let start = Instant::now();
+        let mut warm_ups = 0;
+        while warm_ups < WARM_UPS && (warm_ups == 0 || start.elapsed() < BUDGET / 4) {
+            act()?;
+            warm_ups += 1;
+        }
+        let each = start.elapsed() / warm_ups;
+        if each > BUDGET {
+            // One more would tell no more.
+            self.add(each, 1);
+            return Ok(());
+        }
+        let fitting = (BUDGET / GROUPS).as_nanos() / each.as_nanos().max(1);
+        let fitting = u32::try_from(fitting).unwrap_or(u32::MAX);
+        let group = times.div_ceil(GROUPS).min(fitting).max(1);
+        let (start, mut done) = (Instant::now(), 0);
+        while done < times && (done == 0 || start.elapsed() < BUDGET) {
+            let count = group.min(times - done);
+            let before = Instant::now();
+            for _ in 0..count {
+                act()?;
+            }
+            self.add(before.elapsed(), count);
+            done += count;
+        }
+        Ok(())
+    }
+
+    /// Adds what so many calls took.
+    pub(super) fn add(&mut self, took: Duration, calls: u32) {
+        self.groups.push(microseconds(took) / f64::from(calls.max(1)));
+        self.total += took;
+        self.calls += u64::from(calls);
+    }
+
+    pub(super) fn times(&self) -> Times {
+        let mut sorted = self.groups.clone();
+        sorted.sort_by(f64::total_cmp);
+        Times {
+            median_us: sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN),
+            min_us: sorted.first().copied().unwrap_or(f64::NAN),
+            mean_us: microseconds(self.total) / self.calls.max(1) as f64,
+            calls: self.calls,
+        }
+    }
+
+    /// How the groups' times are spread: ten equal steps from the least to the most, and how many fell
+    /// into each.
+    pub(super) fn histogram(&self) -> Vec<Bin> {
+        const BINS: usize = 10;
+        let least = self.groups.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = self.groups.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let width = (most - least) / BINS as f64;
+        let edge = |bin: usize| least + width * bin as f64;
+        let mut bins: Vec<Bin> = (0..BINS)
+            .map(|bin| Bin { from_us: edge(bin), to_us: edge(bin + 1), count: 0 })
+            .collect();
+        for time in &self.groups {
+            let bin = ((time - least) / width.max(1e-12)) as usize;
+            bins[bin.min(BINS - 1)].count += 1;
+        }
+        bins
+    }
+}
+
+/// One step of a histogram.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Bin {
+    pub(super) from_us: f64,
+    pub(super) to_us: f64,
+    pub(super) count: usize,
+}
+
+fn microseconds(took: Duration) -> f64 {
+    took.as_secs_f64() * 1e6
+}
+
+/// A time or a ratio with about three figures that mean something.
+pub(super) fn figure(value: f64) -> String {
+    match value.abs() {
+        small if small < 1.0 => format!("{value:.3}"),
+        middle if middle < 100.0 => format!("{value:.2}"),
+        _ => format!("{value:.1}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn series(times: &[u64]) -> Series {
+        let mut series = Series::default();
+        times.iter().for_each(|us| series.add(Duration::from_micros(*us), 1));
+        series
+    }
+
+    #[test]
+    fn times_are_of_the_calls() {
+        let times = series(&[5, 1, 3]).times();
+        assert_eq!((times.median_us, times.min_us, times.mean_us, times.calls), (3.0, 1.0, 3.0, 3));
+        let mut grouped = Series::default();
+        grouped.add(Duration::from_micros(100), 50);
+        assert_eq!(grouped.times().median_us, 2.0);
+    }
+
+    #[test]
+    fn histograms_hold_every_time() {
+        let bins = series(&[1, 2, 3, 11]).histogram();
+        let counts: Vec<usize> = bins.iter().map(|bin| bin.count).collect();
+        assert_eq!(counts, [1, 1, 1, 0, 0, 0, 0, 0, 0, 1]);
+        assert_eq!(series(&[7, 7]).histogram()[0].count, 2);
+    }
+
+    #[test]
+    fn a_series_ends_in_time() {
+        let (mut calls, mut series) = (0, Series::default());
+        let act = || {
+            calls += 1;
+            std::thread::sleep(Duration::from_millis(1));
+            Ok(())
+        };
+        series.run(1_000_000, act).unwrap();
+        assert!(calls < 1000 && series.times().calls > 0, "{calls} calls");
+        assert!(series.times().min_us >= 1000.0);
+    }
+}

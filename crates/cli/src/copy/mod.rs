@@ -1,0 +1,127 @@
+//! `warpwire copy`: how fast the CPU reaches device memory, and whether rightly.
+
+mod api;
+mod bw;
+mod clock;
+mod lat;
+mod pingpong;
+mod plan;
+mod sanity;
+mod target;
+
+use std::process::ExitCode;
+
+use clap::{Args, Subcommand};
+use indicatif::ProgressBar;
+use warpwire::Error;
+
+use crate::output;
+
+/// Measure and check copies between the CPU and GPU memory
+///
+/// The programs of gdrcopy, over CPU windows that need no kernel module, beside the driver's own copies
+/// (`engine`: what cuMemcpy does). Where there is no CUDA, a simulated GPU stands in: its figures are those
+/// of host memory and say nothing about a GPU.
+#[derive(Args)]
+#[command(arg_required_else_help = true, after_help = EXAMPLES)]
+pub(crate) struct Arguments {
+    #[command(subcommand)]
+    tool: Tool,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire copy sanity                     is everything right? (gdrcopy_sanity)
+  warpwire copy bw -s 1MiB                 bandwidth of one size (gdrcopy_copybw)
+  warpwire copy lat -s 64MiB --odd         time of every size, at odd addresses too (gdrcopy_copylat)
+  warpwire copy api                        time to open and close a window (gdrcopy_apiperf)
+  warpwire copy pingpong                   CPU to GPU to CPU (gdrcopy_pplat)
+  warpwire copy plan                       which way a copy takes, by size and direction
+  warpwire copy lat -d sim:0 --json | jq '.rows[0]'";
+
+#[derive(Subcommand)]
+enum Tool {
+    Bw(bw::Arguments),
+    Lat(lat::Arguments),
+    Api(api::Arguments),
+    Pingpong(pingpong::Arguments),
+    Sanity(sanity::Arguments),
+    Plan(plan::Arguments),
+    #[command(hide = true)]
+    SanityChild(sanity::ChildArguments),
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
+    let outcome = match &arguments.tool {
+        Tool::Bw(arguments) => bw::run(arguments),
+        Tool::Lat(arguments) => lat::run(arguments),
+        Tool::Api(arguments) => api::run(arguments),
+        Tool::Pingpong(arguments) => pingpong::run(arguments),
+        Tool::Sanity(arguments) => sanity::run(arguments),
+        Tool::Plan(arguments) => plan::run(arguments),
+        Tool::SanityChild(arguments) => sanity::run_child(arguments),
+    };
+    match outcome {
+        Ok(code) => Ok(code),
+        Err(Failure::Usage(message)) => Err(message),
+        Err(Failure::Broken(message)) => {
+            eprintln!("error: {message}");
+            Ok(ExitCode::FAILURE)
+        }
+    }
+}
+
+/// Why a tool ended early.
+#[derive(Debug)]
+enum Failure {
+    /// What was asked for makes no sense on this machine: status 2.
+    Usage(String),
+    /// It makes sense, and did not work: status 1.
+    Broken(String),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Broken(error.to_string())
+    }
+}
+
+/// What is printed by way of text, as it comes, under a spinner; nothing for JSON.
+struct Screen {
+    json: bool,
+    spinner: ProgressBar,
+}
+
+impl Screen {
+    fn new(json: bool) -> Self {
+        Self { json, spinner: output::spinner() }
+    }
+
+    /// Says what is at work now.
+    fn working(&self, what: impl Into<String>) {
+        self.spinner.set_message(what.into());
+    }
+
+    /// Prints text that stays.
+    fn say(&self, text: &str) -> Result<(), Failure> {
+        if self.json {
+            return Ok(());
+        }
+        self.spinner.suspend(|| output::print(text)).map_err(Failure::Broken)
+    }
+
+    /// Takes the spinner away, and prints the result if JSON was asked for.
+    fn finish(self, result: &impl serde::Serialize) -> Result<(), Failure> {
+        self.spinner.finish_and_clear();
+        if !self.json {
+            return Ok(());
+        }
+        output::print_json(result).map_err(Failure::Broken)
+    }
+}
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        self.spinner.finish_and_clear();
+    }
+}

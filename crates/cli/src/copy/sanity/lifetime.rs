@@ -1,0 +1,114 @@
+//! Checks of what windows outlive, and of what they leave behind.
+
+use std::thread;
+
+use warpwire::mem::{MemoryKind, WindowOptions, pattern};
+
+use super::data::bytes;
+use super::{Checked, Subject, Trouble, ensure};
+
+const LEN: usize = 64 << 10;
+
+/// What a thread did, or that it panicked.
+fn joined<T>(thread: thread::ScopedJoinHandle<'_, Result<T, Trouble>>) -> Result<T, Trouble> {
+    thread.join().unwrap_or_else(|_| Err(Trouble::Failed("a thread panicked".to_owned())))
+}
+
+pub(super) fn across_threads(subject: &Subject) -> Checked {
+    let memory = subject.alloc(LEN as u64)?;
+    let sent = bytes(LEN, 3);
+    thread::scope(|scope| {
+        let window = joined(scope.spawn(|| Ok(memory.window()?)))?;
+        joined(scope.spawn(|| Ok(window.write(0, &sent)?)))?;
+        // Two at once on the same buffer, beside the one that is open.
+        let both = [(); 2].map(|()| {
+            scope.spawn(|| {
+                for _ in 0..50 {
+                    let (window, mut seen) = (memory.window()?, vec![0; LEN]);
+                    window.read(0, &mut seen)?;
+                    ensure(seen == sent, || "other data in a second thread".to_owned())?;
+                }
+                Ok(())
+            })
+        });
+        both.into_iter().try_for_each(joined)?;
+        joined(scope.spawn(move || {
+            drop(window);
+            Ok(())
+        }))
+    })
+}
+
+pub(super) fn after_free(subject: &Subject) -> Checked {
+    let memory = subject.alloc(LEN as u64)?;
+    let sent = bytes(LEN, 6);
+    memory.write(0, &sent)?;
+    let window = memory.window()?;
+    memory.free()?;
+    drop(memory);
+    // Others take memory meanwhile; ours must not be among it.
+    let others = (0..8).map(|_| subject.alloc(LEN as u64)).collect::<Result<Vec<_>, _>>()?;
+    let theirs = bytes(LEN, 9);
+    others.iter().try_for_each(|other| other.write(0, &theirs))?;
+    let mut seen = vec![0; LEN];
+    window.read(0, &mut seen)?;
+    // A pool keeps its pages and gives them out again: only access is promised.
+    ensure(seen == sent || subject.kind == MemoryKind::Pool, || "other data".to_owned())
+}
+
+pub(super) fn two_windows(subject: &Subject) -> Checked {
+    let (one, other) = (subject.alloc(LEN as u64)?, subject.alloc(LEN as u64)?);
+    let sent = bytes(LEN, 4);
+    other.write(0, &sent)?;
+    let (first, second) = (one.window()?, other.window()?);
+    one.free()?;
+    drop((one, first));
+    let mut seen = vec![0; LEN];
+    second.read(0, &mut seen)?;
+    ensure(seen == sent, || "the other buffer's data changed".to_owned())?;
+    let sent = bytes(LEN, 5);
+    second.write(0, &sent)?;
+    other.read(0, &mut seen)?;
+    ensure(seen == sent, || "the other buffer's window does not reach it any more".to_owned())
+}
+
+/// How many descriptors and mappings this process has.
+fn held() -> Result<(usize, usize), Trouble> {
+    let descriptors = std::fs::read_dir("/proc/self/fd")?.count();
+    Ok((descriptors, std::fs::read_to_string("/proc/self/maps")?.lines().count()))
+}
+
+pub(super) fn ten_thousand(subject: &Subject) -> Checked {
+    const THREADS: u64 = 8;
+    const EACH: u64 = 1250;
+    let memory = subject.alloc(1 << 20)?;
+    memory.write(0, &bytes(1 << 20, 3))?;
+    let options = WindowOptions::from_env()?;
+    drop(memory.window()?); // what is opened once stays open
+    let before = held()?;
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS)
+            .map(|thread| {
+                let (memory, options) = (&memory, &options);
+                scope.spawn(move || {
+                    let (mut seen, mut wanted) = ([0; 64], [0; 64]);
+                    for round in 0..EACH {
+                        let offset = (thread * 131_072 + round * 97) % ((1 << 20) - 64) / 8 * 8;
+                        memory.window_with(offset, 64, options)?.read(0, &mut seen)?;
+                        pattern::fill_bytes(&mut wanted, 3, offset);
+                        ensure(seen == wanted, || format!("other data at {offset}"))?;
+                    }
+                    Ok(())
+                })
+            })
+            .collect();
+        threads.into_iter().try_for_each(joined)
+    })?;
+    let after = held()?;
+    // Threads leave stacks and arenas behind; windows must leave nothing.
+    let clean = after.0 <= before.0 + 4 && after.1 <= before.1 + 64;
+    ensure(clean, || {
+        let (fds, maps) = (before.0, before.1);
+        format!("{fds} descriptors and {maps} mappings became {} and {}", after.0, after.1)
+    })
+}

@@ -1,0 +1,180 @@
+//! What the tools work on: a device, memory of a kind, a window.
+
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use serde::Serialize;
+use warpwire::mem::{
+    self, Allocation, Backend, Device, MappingType, MemoryKind, Window, WindowOptions,
+};
+use warpwire::units;
+
+use super::Failure;
+
+#[derive(Args)]
+pub(super) struct Target {
+    #[command(flatten)]
+    device: DeviceChoice,
+
+    /// How the device memory is made: plain (cuMemAlloc), vmm (cuMemCreate) or pool (cuMemAllocAsync)
+    #[arg(short = 'a', long, value_name = "KIND", default_value = "plain", value_parser = kind)]
+    alloc: MemoryKind,
+
+    /// Insist on a mapping type: wc (write-combining), cache or device; `default` takes what is offered
+    #[arg(short = 'M', long, value_name = "TYPE", default_value = "default", value_parser = mapping)]
+    mapping: Mapping,
+}
+
+#[derive(Args)]
+pub(super) struct DeviceChoice {
+    /// The device: cuda:N, or N alone, or sim:N; if not given, the first CUDA device, else sim:0
+    #[arg(short = 'd', long, value_name = "DEVICE")]
+    device: Option<String>,
+}
+
+/// A mapping type to insist on, if any.
+#[derive(Clone, Copy)]
+struct Mapping(Option<MappingType>);
+
+fn kind(text: &str) -> Result<MemoryKind, String> {
+    match text.to_ascii_lowercase().as_str() {
+        "plain" | "cumemalloc" => Ok(MemoryKind::Plain),
+        "vmm" | "cumemcreate" => Ok(MemoryKind::Vmm),
+        "pool" | "cumemallocasync" => Ok(MemoryKind::Pool),
+        _ => Err("there is no such kind of device memory; write plain, vmm or pool".to_owned()),
+    }
+}
+
+fn mapping(text: &str) -> Result<Mapping, String> {
+    match text {
+        "default" => Ok(Mapping(None)),
+        "wc" => Ok(Mapping(Some(MappingType::WriteCombining))),
+        "cache" | "cached" => Ok(Mapping(Some(MappingType::Cached))),
+        "device" => Ok(Mapping(Some(MappingType::Device))),
+        _ => Err("there is no such mapping type; write default, wc, cache or device".to_owned()),
+    }
+}
+
+/// Reads a size that is not zero.
+pub(super) fn size(text: &str) -> Result<u64, String> {
+    match units::parse_bytes(text) {
+        Ok(0) => Err("the size is zero; write at least 1".to_owned()),
+        Ok(size) => Ok(size),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// Reads how often something is done.
+pub(super) fn iterations(text: &str) -> Result<u32, String> {
+    match text.parse() {
+        Ok(0) => Err("the number is zero; write at least 1".to_owned()),
+        Ok(number) => Ok(number),
+        Err(_) => Err(format!("write a whole number from 1 to {}", u32::MAX)),
+    }
+}
+
+impl DeviceChoice {
+    /// The device that was asked for, or the best; and why that is not a CUDA device, if it is not.
+    pub(super) fn open(&self) -> Result<(Device, Option<String>), Failure> {
+        let usage = |error: warpwire::Error| Failure::Usage(error.to_string());
+        let Some(label) = &self.device else {
+            return match mem::cuda::devices() {
+                Ok(devices) if !devices.is_empty() => Ok((devices[0].clone(), None)),
+                Ok(_) => Ok((mem::open("sim:0").map_err(usage)?, Some("no device".to_owned()))),
+                Err(error) => {
+                    Ok((mem::open("sim:0").map_err(usage)?, Some(error.reason().to_owned())))
+                }
+            };
+        };
+        let number = label.bytes().all(|byte| byte.is_ascii_digit()) && !label.is_empty();
+        let label = if number { format!("cuda:{label}") } else { label.clone() };
+        Ok((mem::open(&label).map_err(usage)?, None))
+    }
+}
+
+impl Target {
+    /// Opens the device, takes `len` bytes of its memory and opens a window onto them.
+    pub(super) fn open(&self, len: u64) -> Result<Bench, Failure> {
+        let (device, no_cuda) = self.device.open()?;
+        let total = device.info().total_memory;
+        if len > total {
+            let (asked, total) = (units::bytes(len), units::bytes(total));
+            let label = device.label();
+            return Err(Failure::Usage(format!(
+                "cannot use {asked} on {label}: it has {total} in all; write a smaller size"
+            )));
+        }
+        let memory = device.alloc_kind(len, self.alloc)?;
+        let options = self.options()?;
+        let start = Instant::now();
+        let window = memory.window_with(0, len, &options)?;
+        let first_window = start.elapsed();
+        Ok(Bench { device, memory, window, no_cuda, options, first_window })
+    }
+
+    fn options(&self) -> Result<WindowOptions, Failure> {
+        let from_env =
+            WindowOptions::from_env().map_err(|error| Failure::Usage(error.to_string()))?;
+        Ok(WindowOptions { mapping: self.mapping.0, ..from_env })
+    }
+}
+
+/// A device, memory of it, and a window onto that.
+pub(super) struct Bench {
+    pub(super) device: Device,
+    pub(super) memory: Allocation,
+    pub(super) window: Window,
+    pub(super) options: WindowOptions,
+    /// How long it took to open, the first of this process.
+    pub(super) first_window: Duration,
+    no_cuda: Option<String>,
+}
+
+impl Bench {
+    pub(super) fn setting(&self) -> Setting {
+        let refused = self.window.refused().iter();
+        Setting {
+            device: self.device.label(),
+            name: self.device.info().name.clone(),
+            memory: self.memory.kind(),
+            window: self.window.path().to_string(),
+            mapping: self.window.mapping(),
+            refused: refused.map(|r| format!("{}: {}", r.path, r.why.reason())).collect(),
+            no_cuda: self.no_cuda.clone(),
+            simulated: self.device.info().backend == Backend::Sim,
+        }
+    }
+}
+
+/// What was measured on; the head of every table.
+#[derive(Serialize)]
+pub(super) struct Setting {
+    device: String,
+    name: String,
+    memory: MemoryKind,
+    window: String,
+    mapping: MappingType,
+    /// Better paths to a window, and why they were refused.
+    refused: Vec<String>,
+    /// Why there is no CUDA device, if one was looked for.
+    no_cuda: Option<String>,
+    simulated: bool,
+}
+
+impl Setting {
+    pub(super) fn heading(&self, tool: &str) -> String {
+        let Self { device, name, memory, window, mapping, .. } = self;
+        let mut text = format!("# copy {tool} on {device} ({name}), {memory} memory\n");
+        text += &format!("# window: {window}, {mapping}\n");
+        for refused in &self.refused {
+            text += &format!("# refused: {refused}\n");
+        }
+        if let Some(why) = &self.no_cuda {
+            text += &format!("# no CUDA device: {why}\n");
+        }
+        if self.simulated {
+            text += "# simulated: these figures are of host memory\n";
+        }
+        text
+    }
+}
