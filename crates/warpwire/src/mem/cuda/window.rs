@@ -17,6 +17,7 @@ use super::hook::Piece;
 use super::memory::{self, CudaMemory, export_pages};
 use super::naming::{self, Named, Sort};
 use super::rm;
+use super::sys::pointer;
 use crate::error::{Error, Kind, Result};
 
 /// Address space with device memory in it, in one piece or several; unmapped as a whole.
@@ -118,6 +119,12 @@ pub(super) fn map(memory: &CudaMemory, offset: u64, len: u64, path: WindowPath) 
     let device = &memory.device;
     let start = memory.address.raw() + offset;
     let current = device.enter()?;
+    if memory::ask_pointer(device, pointer::IS_MANAGED, start).unwrap_or(0) != 0 {
+        return Err(Error::new(Kind::Unsupported, "map GPU memory")
+            .on(device.label())
+            .why("it is managed memory, which moves between the host and the GPU and has no fixed place")
+            .fix("allocate it with cudaMalloc, or copy it"));
+    }
     let mapped = match path {
         WindowPath::DmaBuf => by_dmabuf(device, start, len),
         WindowPath::ResourceManager => by_resource_manager(device, start, len),
