@@ -140,13 +140,20 @@ pub(super) fn map(memory: &CudaMemory, offset: u64, len: u64, path: WindowPath) 
 /// Newer drivers let the CPU map an exported dma-buf (R610, CUDA 13.3); others say so.
 fn by_dmabuf(device: &CudaDevice, start: u64, len: u64) -> Result<Mapped> {
     device.capabilities().dmabuf_export.require("export a dma-buf", device.info())?;
+    if let Some(refusal) = device.proofs.dmabuf_refusal.get() {
+        return Err(refusal.clone());
+    }
     let (fd, first) = export_pages(device, start, len, DmaBufRoute::Default)?;
     let page = rustix::param::page_size() as u64;
     let size = (start + len).next_multiple_of(page) - first;
     let span = Span::of(&fd, 0, size).map_err(|error| match error.kind() {
-        Kind::Os(524) => Error::new(Kind::Unsupported, "map a dma-buf").why(
-            "this driver's dma-bufs cannot be mapped; R610 (CUDA 13.3) is the first whose can",
-        ),
+        // The driver's own answer, which does not change: it need not be asked again.
+        Kind::Os(524) => {
+            let refusal = Error::new(Kind::Unsupported, "map a dma-buf").why(
+                "this driver's dma-bufs cannot be mapped; R610 (CUDA 13.3) is the first whose can",
+            );
+            device.proofs.dmabuf_refusal.get_or_init(|| refusal).clone()
+        }
         _ => error,
     })?;
     let base = span.at(start - first);
@@ -194,12 +201,15 @@ fn map_named(device: &CudaDevice, sort: Sort, start: u64, len: u64) -> Result<Ma
 
 /// What the proofs of this device's sorts of memory gave, once each.
 #[derive(Default)]
-pub(super) struct Proofs(parking_lot::Mutex<Vec<(Sort, Result<()>)>>);
+pub(super) struct Proofs {
+    sorts: parking_lot::Mutex<Vec<(Sort, Result<()>)>>,
+    dmabuf_refusal: std::sync::OnceLock<Error>,
+}
 
 /// Proves on scratch memory that memory of this sort is named as we think: a pattern written one way must
 /// be read back the other, in both directions, at both ends of two neighbours.
 fn prove(device: &Arc<CudaDevice>, sort: Sort) -> Result<()> {
-    let mut proofs = device.proofs.0.lock();
+    let mut proofs = device.proofs.sorts.lock();
     if let Some((_, outcome)) = proofs.iter().find(|(known, _)| *known == sort) {
         return outcome.clone();
     }
