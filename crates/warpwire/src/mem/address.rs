@@ -56,18 +56,23 @@ impl fmt::Debug for DeviceAddr {
 }
 
 /// Checks that `offset..offset + len` lies inside `total` bytes of `object`.
-pub(crate) fn check_range(offset: u64, len: u64, total: u64, object: &str) -> Result<()> {
-    if offset.checked_add(len).is_some_and(|end| end <= total) {
+pub(crate) fn check_range(offset: u64, len: u64, total: u64, object: &'static str) -> Result<()> {
+    if is_inside(offset, len, total) {
         return Ok(());
     }
-    Err(range_error(offset, len, total, object))
+    Err(range_error(offset, len, total, object.to_owned()))
+}
+
+/// Whether `offset..offset + len` lies inside `total` bytes.
+pub(crate) fn is_inside(offset: u64, len: u64, total: u64) -> bool {
+    offset.checked_add(len).is_some_and(|end| end <= total)
 }
 
 #[cold]
-fn range_error(offset: u64, len: u64, total: u64, object: &str) -> Error {
+pub(crate) fn range_error(offset: u64, len: u64, total: u64, object: String) -> Error {
     let what = format!("take {} at offset {offset}", units::bytes(len));
     Error::new(Kind::OutOfRange, what)
-        .on(object.to_string())
+        .on(object)
         .why(format!("it holds {total} bytes"))
         .fix("keep offset + length within the allocation")
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;
 
-use super::address::{DeviceAddr, check_range};
+use super::address::{DeviceAddr, is_inside, range_error};
 use super::backend::MemoryBackend;
 use super::bytes::SharedBytes;
 use super::device::Device;
@@ -158,7 +158,9 @@ impl Allocation {
 
     /// The range `offset..offset + len`, to use in stream work.
     pub fn region(&self, offset: u64, len: u64) -> Result<Region> {
-        check_range(offset, len, self.len(), &self.describe())?;
+        if !is_inside(offset, len, self.len()) {
+            return Err(range_error(offset, len, self.len(), self.describe()));
+        }
         if !self.shared.users.enter() {
             return Err(self.freed("use memory"));
         }
@@ -202,6 +204,11 @@ impl Allocation {
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let _in_use = self.region(offset, into.len() as u64)?;
         self.shared.memory.read(offset, into)
+    }
+
+    /// Nothing if the memory is there, else an error that says that it was freed.
+    pub(super) fn check_live(&self) -> Result<()> {
+        if self.shared.users.is_closed() { Err(self.freed("use memory")) } else { Ok(()) }
     }
 
     /// The bytes as the CPU sees them; pinned memory alone has such a view.

@@ -12,6 +12,8 @@ use crate::fixture::{Fixture, SOON, borrow, cases, expect_pattern, put_pattern};
 cases![
     memory_of_another_library_can_be_borrowed,
     memory_that_is_not_the_devices_is_named,
+    managed_memory_is_copied_but_has_no_window,
+    windows_span_several_handles,
     bad_ptx_shows_the_compilers_log,
     a_wrong_number_of_arguments_is_refused,
     loading_code_while_a_stream_waits_is_refused,
@@ -71,6 +73,39 @@ impl Stranger {
         assert_eq!(unsafe { self.call("cuMemFree_v2", |f: Free| f(address)) }, 0);
     }
 
+    /// Maps `count` pieces of `size` bytes behind each other; they stay for the rest of the process.
+    fn reserve_and_map(&self, size: usize, count: usize, handle_types: u32) -> u64 {
+        #[repr(C)]
+        struct Prop {
+            kind: u32,
+            handle_types: u32,
+            location: [u32; 2],
+            windows_only: u64,
+            flags: [u8; 8],
+        }
+        type Reserve = unsafe extern "C" fn(*mut u64, usize, usize, u64, u64) -> i32;
+        type Create = unsafe extern "C" fn(*mut u64, usize, *const Prop, u64) -> i32;
+        type Map = unsafe extern "C" fn(u64, usize, usize, u64, u64) -> i32;
+        type Access = unsafe extern "C" fn(u64, usize, *const [u32; 3], usize) -> i32;
+        let prop = Prop { kind: 1, handle_types, location: [1, 0], windows_only: 0, flags: [0; 8] };
+        let (mut base, all) = (0, size * count);
+        // SAFETY: as cuda.h declares them; the pieces fill the reserved range.
+        unsafe {
+            assert_eq!(
+                self.call("cuMemAddressReserve", |f: Reserve| f(&mut base, all, 0, 0, 0)),
+                0
+            );
+            for piece in 0..count {
+                let (mut handle, at) = (0, base + (piece * size) as u64);
+                assert_eq!(self.call("cuMemCreate", |f: Create| f(&mut handle, size, &prop, 0)), 0);
+                assert_eq!(self.call("cuMemMap", |f: Map| f(at, size, 0, handle, 0)), 0);
+            }
+            let access = [1, 0, 3];
+            assert_eq!(self.call("cuMemSetAccess", |f: Access| f(base, all, &access, 1)), 0);
+        }
+        base
+    }
+
     fn alloc_managed(&self, len: usize) -> u64 {
         let mut address = 0;
         type Alloc = unsafe extern "C" fn(*mut u64, usize, u32) -> i32;
@@ -103,13 +138,46 @@ fn memory_of_another_library_can_be_borrowed(f: &Fixture) {
 fn memory_that_is_not_the_devices_is_named(f: &Fixture) {
     let stranger = Stranger::new();
     stranger.enter();
-    let managed = stranger.alloc_managed(4096);
-    let error = borrow(&f.gpu, DeviceAddr::new(managed), 64).unwrap_err();
-    assert!(error.to_string().contains("managed"), "{error}");
-    stranger.free(managed);
     let pinned = f.gpu.alloc_pinned(4096).unwrap();
     let error = borrow(&f.gpu, pinned.address(), 64).unwrap_err();
     assert!(error.to_string().contains("pinned host memory"), "{error}");
+}
+
+fn managed_memory_is_copied_but_has_no_window(f: &Fixture) {
+    let stranger = Stranger::new();
+    stranger.enter();
+    let managed = stranger.alloc_managed(4096);
+    let memory = borrow(&f.gpu, DeviceAddr::new(managed), 4096).unwrap();
+    put_pattern(&memory, 8);
+    expect_pattern(&memory, 8);
+    let error = memory.window().unwrap_err();
+    assert!(error.to_string().contains("managed memory"), "{error}");
+    assert!(memory.export_dmabuf(0, 4096).is_err());
+    drop(memory);
+    stranger.free(managed);
+}
+
+/// Two pieces of virtual memory behind each other, with and without handles for other processes.
+fn windows_span_several_handles(f: &Fixture) {
+    let stranger = Stranger::new();
+    stranger.enter();
+    for handle_types in [0, 1] {
+        let size = 2 << 20;
+        let address = stranger.reserve_and_map(size, 2, handle_types);
+        let memory = borrow(&f.gpu, DeviceAddr::new(address), 2 * size as u64).unwrap();
+        put_pattern(&memory, 5);
+        let window = memory.window().unwrap();
+        let (mut found, mut wanted) = (vec![0; 10_000], vec![0; 10_000]);
+        let across = size as u64 - 5_000;
+        window.read(across, &mut found).unwrap();
+        memory.read(across, &mut wanted).unwrap();
+        assert!(found == wanted, "handle types {handle_types}");
+        window.write(across, &[7; 10_000]).unwrap();
+        memory.read(across, &mut found).unwrap();
+        assert!(found.iter().all(|byte| *byte == 7));
+        let past = borrow(&f.gpu, DeviceAddr::new(address), 2 * size as u64 + 1);
+        assert_eq!(past.unwrap_err().kind(), &Kind::NotDeviceMemory);
+    }
 }
 
 fn bad_ptx_shows_the_compilers_log(f: &Fixture) {

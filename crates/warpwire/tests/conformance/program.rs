@@ -3,7 +3,7 @@
 
 use warpwire::error::Kind;
 use warpwire::mem::pattern::Pattern;
-use warpwire::mem::{Condition, Launch, Program};
+use warpwire::mem::{Agent, Condition, Launch, Program};
 
 use crate::fixture::{Fixture, SOON, cases, expect_pattern, put_pattern};
 use crate::{child, kernels};
@@ -156,6 +156,11 @@ fn a_trespassing_kernel_fails_loudly(f: &Fixture) {
 }
 
 pub fn trespass(f: &Fixture) {
+    let agent = Agent::start(&f.gpu).unwrap();
+    let (device, host) = (f.gpu.alloc(64).unwrap(), f.gpu.alloc_pinned(64).unwrap());
+    agent.copy(&host.whole().unwrap(), &device.whole().unwrap()).unwrap();
+    // Loading code waits for the agent; it sleeps soon.
+    std::thread::sleep(std::time::Duration::from_millis(1500));
     let kernel = f.gpu.load(&kernels::program()).unwrap().kernel("trespass").unwrap();
     let stream = f.gpu.stream().unwrap();
     // SAFETY: not right, on purpose: the address is no memory, which the device must notice.
@@ -165,4 +170,9 @@ pub fn trespass(f: &Fixture) {
     let memory = f.gpu.alloc(8);
     let again = memory.and_then(|memory| stream.fill(&memory.whole()?, 0)).unwrap_err();
     assert!(matches!(again.kind(), Kind::StreamFailed | Kind::DeviceLost), "{again:?}");
+    // Where the whole context is lost, the agent is too: it must say so, not hang.
+    if matches!(again.kind(), Kind::DeviceLost) {
+        let copied = agent.copy(&host.whole().unwrap(), &device.whole().unwrap());
+        assert_eq!(copied.unwrap_err().kind(), &Kind::DeviceLost);
+    }
 }

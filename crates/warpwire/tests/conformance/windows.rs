@@ -296,7 +296,10 @@ fn copiers_are_exact_by_every_way(f: &Fixture) {
     let agent = Agent::start(&f.gpu).unwrap();
     let all_ways = Arc::new(Plan::by_hand(100_000, 400));
     let no_window = Arc::new(Plan::by_hand(0, 0));
-    for (plan, agent) in [(all_ways.clone(), None), (all_ways, Some(agent)), (no_window, None)] {
+    let staged = Arc::new(Plan::by_hand(0, 0).staged_from(100));
+    let plans =
+        [(all_ways.clone(), None), (all_ways, Some(agent)), (no_window, None), (staged, None)];
+    for (plan, agent) in plans {
         let copier = Copier::with(&memory, plan, agent).unwrap();
         for (offset, len) in
             [(0, 1), (7, 400), (9, 401), (13, 99_999), (5, 100_001), (3, 3_000_000)]

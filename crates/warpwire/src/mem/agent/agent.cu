@@ -29,6 +29,13 @@ static __device__ void copy(u64 to, u64 from, u64 len) {
         ((volatile unsigned char *)to)[at] = ((const volatile unsigned char *)from)[at];
 }
 
+// The number, and with it everything that the host wrote before it.
+static __device__ u64 acquire(volatile u64 *from) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    return value;
+}
+
 // Serves requests whose number differs from `last`, until it is told to stop (a length of all ones) or
 // nothing has come for `patience` clock cycles.
 extern "C" __global__ void copy_agent(u64 request, u64 done, u64 last, u64 patience) {
@@ -38,17 +45,18 @@ extern "C" __global__ void copy_agent(u64 request, u64 done, u64 last, u64 patie
         if (threadIdx.x == 0) {
             long long start = clock64();
             u64 seen;
-            while ((seen = asked->number) == last && clock64() - start < (long long)patience) {}
-            __threadfence_system();
+            while ((seen = acquire(&asked->number)) == last && clock64() - start < (long long)patience) {}
             number = seen, to = asked->to, from = asked->from, len = asked->len;
         }
         __syncthreads();
         if (number == last || len == ~0ull) return;
         copy(to, from, len);
-        __threadfence_system();
-        __syncthreads();
         last = number;
-        if (threadIdx.x == 0) *(volatile u64 *)done = last;
         __syncthreads();
+        if (threadIdx.x == 0) {
+            // After the barrier this covers the stores of the whole block.
+            __threadfence_system();
+            *(volatile u64 *)done = last;
+        }
     }
 }

@@ -1,11 +1,13 @@
 //! Copies between buffers of the host and one piece of device memory, by the fastest way for each size.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use super::super::agent::Agent;
-use super::super::allocation::Allocation;
+use super::super::allocation::{Allocation, Region};
+use super::super::stream::{Event, Stream};
 use super::super::window::Window;
 use super::plan::{Direction, Plan, Way};
 use crate::error::{Error, Result};
@@ -34,6 +36,8 @@ pub struct Copier {
     window: Result<Window>,
     plan: Arc<Plan>,
     helper: Option<Helper>,
+    /// Made at the first staged read.
+    stage: Mutex<Option<Stage>>,
 }
 
 /// An agent and the pinned memory that it carries through.
@@ -56,7 +60,13 @@ impl Copier {
             Ok::<_, Error>(Helper { agent, staging: Mutex::new(staging) })
         });
         let helper = helper.transpose()?;
-        Ok(Self { memory: memory.clone(), window: memory.window(), plan, helper })
+        Ok(Self {
+            memory: memory.clone(),
+            window: memory.window(),
+            plan,
+            helper,
+            stage: Mutex::new(None),
+        })
     }
 
     /// The window that it uses, or why there is none.
@@ -80,8 +90,8 @@ impl Copier {
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         match (self.way(Direction::Write, from.len() as u64), &self.window) {
             (Way::Window, Ok(window)) => {
-                // The window outlives a free; the memory's own rules hold all the same.
-                let _in_use = self.memory.region(offset, from.len() as u64)?;
+                // The window outlives a free, so that a look beforehand is enough.
+                self.memory.check_live()?;
                 window.write(offset, from)
             }
             _ => self.memory.write(offset, from),
@@ -92,11 +102,21 @@ impl Copier {
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         match (self.way(Direction::Read, into.len() as u64), &self.window, &self.helper) {
             (Way::Window, Ok(window), _) => {
-                let _in_use = self.memory.region(offset, into.len() as u64)?;
+                self.memory.check_live()?;
                 window.read(offset, into)
             }
             (Way::Agent, _, Some(helper)) => helper.read(&self.memory, offset, into),
+            (Way::Staged, _, _) => self.read_staged(offset, into),
             _ => self.memory.read(offset, into),
+        }
+    }
+
+    fn read_staged(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        let from = self.memory.region(offset, into.len() as u64)?;
+        let mut stage = self.stage.lock();
+        match &*stage {
+            Some(stage) => stage.read(&from, into),
+            None => stage.insert(Stage::new(&self.memory)?).read(&from, into),
         }
     }
 }
@@ -112,6 +132,49 @@ impl Helper {
             self.agent.copy(&staging.region(shift, len)?, &from)?;
             staging.host_bytes()?.read(shift, part)?;
             at += len;
+        }
+        Ok(())
+    }
+}
+
+/// Pinned memory in two halves: the engine fills one while the CPU empties the other. An engine that
+/// copies into ordinary memory stages inside the driver, more slowly.
+pub(super) struct Stage {
+    stream: Stream,
+    halves: [(Allocation, Event); 2],
+}
+
+/// The size of a half.
+const HALF: u64 = 128 << 10;
+/// No half takes as long.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+impl Stage {
+    pub(super) fn new(memory: &Allocation) -> Result<Self> {
+        let device = memory.device();
+        let half = || Ok::<_, Error>((device.alloc_pinned(HALF)?, device.event()?));
+        Ok(Self { stream: device.stream()?, halves: [half()?, half()?] })
+    }
+
+    /// Copies `from` into `into`, which is as long.
+    pub(super) fn read(&self, from: &Region, into: &mut [u8]) -> Result<()> {
+        let count = into.len().div_ceil(HALF as usize);
+        let fetch = |number: usize| {
+            let (half, event) = &self.halves[number % 2];
+            let at = number as u64 * HALF;
+            let len = (from.len() - at).min(HALF);
+            let part = from.allocation().region(from.offset() + at, len)?;
+            self.stream.copy(&half.region(0, len)?, &part)?;
+            self.stream.record(event)
+        };
+        fetch(0)?;
+        for (number, part) in into.chunks_mut(HALF as usize).enumerate() {
+            if number + 1 < count {
+                fetch(number + 1)?;
+            }
+            let (half, event) = &self.halves[number % 2];
+            event.synchronize(PATIENCE)?;
+            half.host_bytes()?.read(0, part)?;
         }
         Ok(())
     }

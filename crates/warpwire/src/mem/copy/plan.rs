@@ -13,6 +13,7 @@ use super::super::allocation::{Allocation, MemoryKind};
 use super::super::device::{Backend, Device};
 use super::super::window::Window;
 use super::Routine;
+use super::copier::Stage;
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
@@ -38,8 +39,10 @@ pub enum Way {
     Window,
     /// The copy agent, where one runs.
     Agent,
-    /// The device's copy engine.
+    /// The device's copy engine, straight from or into the caller's buffer.
     Engine,
+    /// The copy engine through pinned memory, which the CPU empties meanwhile.
+    Staged,
 }
 
 impl fmt::Display for Way {
@@ -48,6 +51,7 @@ impl fmt::Display for Way {
             Self::Window => "window",
             Self::Agent => "agent",
             Self::Engine => "engine",
+            Self::Staged => "staged",
         })
     }
 }
@@ -63,6 +67,9 @@ pub struct Sample {
     pub window_us: Option<f64>,
     /// Microseconds by the copy engine.
     pub engine_us: f64,
+    /// Microseconds by the copy engine through pinned memory, where it was tried.
+    #[serde(default)]
+    pub staged_us: Option<f64>,
 }
 
 /// Up to which size each way is the fastest on a device.
@@ -79,6 +86,9 @@ pub struct Plan {
     window_writes: u64,
     /// The largest read that goes through the window.
     window_reads: u64,
+    /// The smallest read that goes through pinned memory.
+    #[serde(default = "never")]
+    staged_reads: u64,
     /// What it rests on; empty if it was set by hand.
     samples: Vec<Sample>,
 }
@@ -98,15 +108,28 @@ const SIZES: [u64; 12] = [
     1 << 20,
     4 << 20,
 ];
+/// Smaller reads are not worth staging.
+const FIRST_STAGED: u64 = 32 << 10;
 /// How long one way is measured at one size, at most.
 const BUDGET: Duration = Duration::from_millis(4);
 /// Reads that one agent serves faster than window or engine, on the machines seen.
 const AGENT_READS: std::ops::RangeInclusive<u64> = 512..=(512 << 10);
 
+fn never() -> u64 {
+    u64::MAX
+}
+
 impl Plan {
     /// A plan with the largest sizes that go through the window.
     pub fn by_hand(window_writes: u64, window_reads: u64) -> Self {
-        Self { window_writes, window_reads, samples: Vec::new() }
+        Self { window_writes, window_reads, staged_reads: never(), samples: Vec::new() }
+    }
+
+    /// The same plan with reads of `len` bytes and more going through pinned memory.
+    #[must_use]
+    pub fn staged_from(mut self, len: u64) -> Self {
+        self.staged_reads = len;
+        self
     }
 
     /// The plan for a device: set by `WARPWIRE_COPY`, or measured earlier (in this process, or by
@@ -174,7 +197,8 @@ impl Plan {
         let mut samples = Vec::new();
         let window_writes = measure(Direction::Write, &memory, &window, &mut samples)?;
         let window_reads = measure(Direction::Read, &memory, &window, &mut samples)?;
-        Ok(Self { window_writes, window_reads, samples })
+        let staged_reads = smallest_staged(&samples);
+        Ok(Self { window_writes, window_reads, staged_reads, samples })
     }
 
     /// The way for a copy of `len` bytes, where no agent runs.
@@ -183,7 +207,13 @@ impl Plan {
             Direction::Write => self.window_writes,
             Direction::Read => self.window_reads,
         };
-        if len <= border { Way::Window } else { Way::Engine }
+        if len <= border {
+            Way::Window
+        } else if direction == Direction::Read && len >= self.staged_reads {
+            Way::Staged
+        } else {
+            Way::Engine
+        }
     }
 
     /// The way for a copy of `len` bytes where an agent runs.
@@ -250,6 +280,7 @@ fn measure(
     samples: &mut Vec<Sample>,
 ) -> Result<u64> {
     let mut buffer = vec![1; SIZES[SIZES.len() - 1] as usize];
+    let stage = Stage::new(memory)?;
     let mut border = 0;
     let mut window_lost = false;
     let mut before: Option<(u64, f64)> = None;
@@ -267,7 +298,15 @@ fn measure(
                 Direction::Read => window.read(0, part),
             })?)
         };
-        samples.push(Sample { direction, len, window_us: through_window, engine_us: engine });
+        let staged_us = match direction {
+            Direction::Read if len >= FIRST_STAGED => {
+                let whole = memory.region(0, len)?;
+                Some(median(|| stage.read(&whole, part))?)
+            }
+            _ => None,
+        };
+        let (window_us, engine_us) = (through_window, engine);
+        samples.push(Sample { direction, len, window_us, engine_us, staged_us });
         let Some(through_window) = through_window else { continue };
         let ratio = through_window / engine;
         if ratio <= 1.0 {
@@ -280,6 +319,13 @@ fn measure(
         before = Some((len, ratio));
     }
     Ok(if window_lost { border } else { u64::MAX })
+}
+
+/// From which size on staging is faster, at that and at all larger sizes.
+fn smallest_staged(samples: &[Sample]) -> u64 {
+    let wins = |sample: &&Sample| sample.staged_us.is_some_and(|staged| staged < sample.engine_us);
+    let reads = samples.iter().filter(|sample| sample.direction == Direction::Read);
+    reads.rev().take_while(wins).last().map_or(never(), |sample| sample.len)
 }
 
 /// The size at which the ratio is 1, on a straight line between logarithms.
@@ -317,16 +363,21 @@ impl fmt::Display for Plan {
         if self.samples.is_empty() {
             return Ok(());
         }
-        writeln!(f, "\n{:<6} {:>9} {:>11} {:>11}  best", "", "size", "window us", "engine us")?;
+        if self.staged_reads != never() {
+            writeln!(f, "reads through pinned memory: from {}", units::bytes(self.staged_reads))?;
+        }
+        let [window, engine, staged] = ["window us", "engine us", "staged us"];
+        writeln!(f, "\n{:<6} {:>9} {window:>11} {engine:>11} {staged:>11}  best", "", "size")?;
         for sample in &self.samples {
-            let Sample { direction, len, window_us, engine_us } = sample;
+            let Sample { direction, len, window_us, engine_us, staged_us } = sample;
             let name = match direction {
                 Direction::Write => "write",
                 Direction::Read => "read",
             };
-            let window = window_us.map_or("-".to_owned(), |us| format!("{us:.2}"));
+            let time = |us: &Option<f64>| us.map_or("-".to_owned(), |us| format!("{us:.2}"));
+            let (window, staged) = (time(window_us), time(staged_us));
             let (size, way) = (units::bytes(*len), self.way(*direction, *len));
-            writeln!(f, "{name:<6} {size:>9} {window:>11} {engine_us:>11.2}  {way}")?;
+            writeln!(f, "{name:<6} {size:>9} {window:>11} {engine_us:>11.2} {staged:>11}  {way}")?;
         }
         Ok(())
     }

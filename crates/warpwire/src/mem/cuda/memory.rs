@@ -216,10 +216,6 @@ fn check_foreign(device: &CudaDevice, start: u64, len: u64) -> Result<()> {
             }
             _ => error,
         })?;
-        if ask_pointer(device, pointer::IS_MANAGED, at).unwrap_or(0) != 0 {
-            return Err(refuse("it is managed memory, which moves between host and GPU".into())
-                .fix("allocate it with cudaMalloc"));
-        }
         if kind == pointer::MEMORY_TYPE_HOST {
             return Err(refuse("it is pinned host memory".into())
                 .fix("borrow device memory; host memory needs no borrowing"));

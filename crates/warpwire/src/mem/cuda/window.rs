@@ -17,6 +17,7 @@ use super::hook::Piece;
 use super::memory::{self, CudaMemory, export_pages};
 use super::naming::{self, Named, Sort};
 use super::rm;
+use super::sys::pointer;
 use crate::error::{Error, Kind, Result};
 
 /// Address space with device memory in it, in one piece or several; unmapped as a whole.
@@ -118,6 +119,12 @@ pub(super) fn map(memory: &CudaMemory, offset: u64, len: u64, path: WindowPath) 
     let device = &memory.device;
     let start = memory.address.raw() + offset;
     let current = device.enter()?;
+    if memory::ask_pointer(device, pointer::IS_MANAGED, start).unwrap_or(0) != 0 {
+        return Err(Error::new(Kind::Unsupported, "map GPU memory")
+            .on(device.label())
+            .why("it is managed memory, which moves between the host and the GPU and has no fixed place")
+            .fix("allocate it with cudaMalloc, or copy it"));
+    }
     let mapped = match path {
         WindowPath::DmaBuf => by_dmabuf(device, start, len),
         WindowPath::ResourceManager => by_resource_manager(device, start, len),
@@ -133,13 +140,20 @@ pub(super) fn map(memory: &CudaMemory, offset: u64, len: u64, path: WindowPath) 
 /// Newer drivers let the CPU map an exported dma-buf (R610, CUDA 13.3); others say so.
 fn by_dmabuf(device: &CudaDevice, start: u64, len: u64) -> Result<Mapped> {
     device.capabilities().dmabuf_export.require("export a dma-buf", device.info())?;
+    if let Some(refusal) = device.proofs.dmabuf_refusal.get() {
+        return Err(refusal.clone());
+    }
     let (fd, first) = export_pages(device, start, len, DmaBufRoute::Default)?;
     let page = rustix::param::page_size() as u64;
     let size = (start + len).next_multiple_of(page) - first;
     let span = Span::of(&fd, 0, size).map_err(|error| match error.kind() {
-        Kind::Os(524) => Error::new(Kind::Unsupported, "map a dma-buf").why(
-            "this driver's dma-bufs cannot be mapped; R610 (CUDA 13.3) is the first whose can",
-        ),
+        // The driver's own answer, which does not change: it need not be asked again.
+        Kind::Os(524) => {
+            let refusal = Error::new(Kind::Unsupported, "map a dma-buf").why(
+                "this driver's dma-bufs cannot be mapped; R610 (CUDA 13.3) is the first whose can",
+            );
+            device.proofs.dmabuf_refusal.get_or_init(|| refusal).clone()
+        }
         _ => error,
     })?;
     let base = span.at(start - first);
@@ -187,12 +201,15 @@ fn map_named(device: &CudaDevice, sort: Sort, start: u64, len: u64) -> Result<Ma
 
 /// What the proofs of this device's sorts of memory gave, once each.
 #[derive(Default)]
-pub(super) struct Proofs(parking_lot::Mutex<Vec<(Sort, Result<()>)>>);
+pub(super) struct Proofs {
+    sorts: parking_lot::Mutex<Vec<(Sort, Result<()>)>>,
+    dmabuf_refusal: std::sync::OnceLock<Error>,
+}
 
 /// Proves on scratch memory that memory of this sort is named as we think: a pattern written one way must
 /// be read back the other, in both directions, at both ends of two neighbours.
 fn prove(device: &Arc<CudaDevice>, sort: Sort) -> Result<()> {
-    let mut proofs = device.proofs.0.lock();
+    let mut proofs = device.proofs.sorts.lock();
     if let Some((_, outcome)) = proofs.iter().find(|(known, _)| *known == sort) {
         return outcome.clone();
     }
