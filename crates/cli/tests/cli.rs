@@ -134,7 +134,9 @@ fn a_reader_that_leaves_is_no_error() {
 
 #[test]
 fn help_teaches_by_example() {
-    for arguments in [&["--help"][..], &["doctor", "--help"], &["topo", "--help"], &["copy", "--help"]] {
+    for arguments in
+        [&["--help"][..], &["doctor", "--help"], &["topo", "--help"], &["copy", "--help"]]
+    {
         assert!(stdout(&run(arguments)).contains("Examples:\n  warpwire"), "{arguments:?}");
     }
 }
@@ -156,7 +158,11 @@ fn demo_prints_json_and_takes_devices() {
     assert_eq!(outcome["verified"], true);
     assert_eq!(outcome["devices"], serde_json::json!(["sim:1", "sim:0"]));
     assert_eq!(outcome["stages"].as_array().unwrap().len(), 7);
-    let window = outcome["stages"].as_array().unwrap().iter().find(|s| s["bytes"] == 65_536 && s["from"] == "cpu");
+    let window = outcome["stages"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|s| s["bytes"] == 65_536 && s["from"] == "cpu");
     assert_eq!(window.unwrap()["skipped"], serde_json::Value::Null);
 }
 

@@ -84,7 +84,12 @@ fn h200_without_a_nic() {
     expect(&report, "kernel modules", Status::Pass, "open");
     expect(&report, "CUDA driver version", Status::Pass, "13.0");
     expect(&report, "0000:00:06.0 BAR1", Status::Pass, "256 GiB, for 139.8 GiB");
-    expect(&report, "cuda:0 CPU window", Status::Pass, "through the resource manager; not through dma-buf");
+    expect(
+        &report,
+        "cuda:0 CPU window",
+        Status::Pass,
+        "through the resource manager; not through dma-buf",
+    );
     expect(&report, "cuda:0 CPU window", Status::Pass, "R610 (CUDA 13.3)");
     expect(&report, "resource manager", Status::Pass, "it mapped some");
     expect(&report, "cuda:0 dma-buf mmap", Status::Skip, "errno 524");
@@ -116,10 +121,7 @@ fn forget_window(machine: &Machine) {
     });
 }
 
-fn edit_probes(
-    machine: &Machine,
-    edit: impl Fn(&mut serde_json::Map<String, serde_json::Value>),
-) {
+fn edit_probes(machine: &Machine, edit: impl Fn(&mut serde_json::Map<String, serde_json::Value>)) {
     let text = machine.system().read("/probes.json").unwrap();
     let mut probes: serde_json::Value = serde_json::from_str(&text).unwrap();
     for device in probes["cuda"]["devices"].as_array_mut().unwrap() {

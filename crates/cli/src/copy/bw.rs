@@ -53,6 +53,9 @@ Examples:
   warpwire copy bw -s 1MiB -c 4KiB -o 13     4 KiB at an odd place of 1 MiB
   warpwire copy bw --json | jq .write.window_gb_s";
 
+/// The host holds three times as much.
+const LARGEST: u64 = 4 << 30;
+
 fn offset(text: &str) -> Result<u64, String> {
     warpwire::units::parse_bytes(text).map_err(|error| error.to_string())
 }
@@ -86,6 +89,12 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         )));
     }
     let bench = arguments.target.open(arguments.size)?;
+    if bytes > LARGEST {
+        let most = warpwire::units::bytes(LARGEST);
+        return Err(Failure::Usage(format!(
+            "cannot copy {bytes} bytes at a time: write -c {most} or less"
+        )));
+    }
     let setting = bench.setting();
     let screen = Screen::new(arguments.json);
     screen.say(&setting.heading("bw"))?;
@@ -120,12 +129,7 @@ struct Task<'a> {
 }
 
 impl Task<'_> {
-    fn rates(
-        &self,
-        direction: Direction,
-        host: &mut [u8],
-        times: u32,
-    ) -> Result<Rates, Failure> {
+    fn rates(&self, direction: Direction, host: &mut [u8], times: u32) -> Result<Rates, Failure> {
         let bytes = host.len() as u64;
         let rate = |series: &Series| bytes as f64 / series.times().mean_us / 1e3;
         let mut rates = Vec::new();

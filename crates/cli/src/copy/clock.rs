@@ -8,6 +8,8 @@ use warpwire::Result;
 /// Calls are timed in so many groups, since one call may be shorter than the clock's own reading.
 const GROUPS: u32 = 100;
 const WARM_UPS: u32 = 10;
+/// A group takes at least this long, if there are enough calls, so that the clock's own time is lost in it.
+const GROUP: Duration = Duration::from_micros(2);
 /// A series ends when this has passed, however many calls were asked for.
 const BUDGET: Duration = Duration::from_millis(100);
 
@@ -45,9 +47,10 @@ impl Series {
             self.add(each, 1);
             return Ok(());
         }
-        let fitting = (BUDGET / GROUPS).as_nanos() / each.as_nanos().max(1);
-        let fitting = u32::try_from(fitting).unwrap_or(u32::MAX);
-        let group = times.div_ceil(GROUPS).min(fitting).max(1);
+        let filling = |time: Duration| {
+            u32::try_from(time.as_nanos() / each.as_nanos().max(1)).unwrap_or(u32::MAX)
+        };
+        let group = times.div_ceil(GROUPS).min(filling(BUDGET / GROUPS)).max(filling(GROUP)).max(1);
         let (start, mut done) = (Instant::now(), 0);
         while done < times && (done == 0 || start.elapsed() < BUDGET) {
             let count = group.min(times - done);

@@ -140,8 +140,8 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let screen = Screen::new(arguments.json);
     screen.say(&setting.heading("lat"))?;
     screen.working("starting");
-    let agent = arguments.agent.then(|| Agent::start(&bench.device)).transpose()?;
     let plan = Plan::for_device(&bench.device)?;
+    let agent = arguments.agent.then(|| Agent::start(&bench.device)).transpose()?;
     let columns = columns(arguments);
     let lab = Lab {
         copier: Copier::with(&bench.memory, plan, agent.clone())?,
@@ -319,8 +319,12 @@ impl Lab<'_> {
             (Column::Engine, Direction::Write) => memory.write(at, host),
             (Column::Engine, Direction::Read) => memory.read(at, host),
             (Column::Agent, direction) => match (&self.agent, regions, direction) {
-                (Some(agent), Some((device, pinned)), Direction::Write) => agent.copy(device, pinned),
-                (Some(agent), Some((device, pinned)), Direction::Read) => agent.copy(pinned, device),
+                (Some(agent), Some((device, pinned)), Direction::Write) => {
+                    agent.copy(device, pinned)
+                }
+                (Some(agent), Some((device, pinned)), Direction::Read) => {
+                    agent.copy(pinned, device)
+                }
                 _ => Ok(()),
             },
         }

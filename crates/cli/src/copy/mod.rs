@@ -33,7 +33,7 @@ const EXAMPLES: &str = "\
 Examples:
   warpwire copy sanity                     is everything right? (gdrcopy_sanity)
   warpwire copy bw -s 1MiB                 bandwidth of one size (gdrcopy_copybw)
-  warpwire copy lat -s 64MiB --odd         time of every size, at odd addresses too (gdrcopy_copylat)
+  warpwire copy lat -s 64MiB --odd         time of every size (gdrcopy_copylat)
   warpwire copy api                        time to open and close a window (gdrcopy_apiperf)
   warpwire copy pingpong                   CPU to GPU to CPU (gdrcopy_pplat)
   warpwire copy plan                       which way a copy takes, by size and direction

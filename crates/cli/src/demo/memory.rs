@@ -148,7 +148,7 @@ fn to_device(pinned: &Allocation, to: &End) -> Result<Stage> {
 /// reads it with its own loads.
 fn window(end: &End) -> Result<Stage> {
     let memory = end.device.alloc(VIEW)?;
-    let stage = Stage::new("CPU window, written and read", "cpu", end.device.label(), VIEW);
+    let stage = Stage::new("write through CPU window", "cpu", end.device.label(), VIEW);
     let window = match memory.window() {
         Ok(window) => window,
         Err(error) => return Ok(stage.skipped(error.reason())),

@@ -62,7 +62,10 @@ fn window(device: &CudaDeviceProbe) -> Check {
         Outcome::Worked => {
             let path = device.window_path.as_deref().unwrap_or("a path that was not recorded");
             let why = format!("opened one onto 64 KiB, through {}", with_article(path));
-            GROUP.pass(name, [vec![why], device.window_refused.clone()].concat().join("; not through "))
+            GROUP.pass(
+                name,
+                [vec![why], device.window_refused.clone()].concat().join("; not through "),
+            )
         }
         Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),
         Outcome::Failed { why } => GROUP.fail(

@@ -98,6 +98,8 @@ struct Shared {
     device: Device,
     memory: Arc<dyn MemoryBackend>,
     users: Users,
+    /// The process that it belongs to. A fork has the handle, and no right to the memory.
+    process: u32,
 }
 
 /// Counts the regions of an allocation and knows whether it has been freed, in one word, so that
@@ -132,7 +134,8 @@ impl Users {
 impl Allocation {
     pub(super) fn new(device: Device, memory: Arc<dyn MemoryBackend>) -> Self {
         let users = Users(AtomicU64::new(0));
-        Self { shared: Arc::new(Shared { device, memory, users }) }
+        let process = std::process::id();
+        Self { shared: Arc::new(Shared { device, memory, users, process }) }
     }
 
     /// The device that the memory belongs to.
@@ -263,9 +266,18 @@ impl Allocation {
     /// A CPU window onto `offset..offset + len`.
     ///
     /// The paths are tried in order, best first, unless the options name one; the window says which it
-    /// took and why those before it were refused. If none works, the error tells of each.
+    /// took and why those before it were refused. If none works, the error tells of each. A forked child
+    /// cannot open windows onto its parent's memory.
     pub fn window_with(&self, offset: u64, len: u64, options: &WindowOptions) -> Result<Window> {
         let region = self.region(offset, len)?;
+        if self.shared.process != std::process::id() {
+            return Err(Error::new(Kind::Unsupported, "open a CPU window")
+                .on(self.describe())
+                .why("the memory belongs to the process that this one was forked from")
+                .fix(
+                    "use windows in the process that allocated, or share the memory by export_ipc",
+                ));
+        }
         Window::open(&region, &*self.shared.memory, options)
     }
 

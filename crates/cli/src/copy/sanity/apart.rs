@@ -10,7 +10,7 @@ use warpwire::mem::Device;
 
 use super::super::Failure;
 use super::super::target::DeviceChoice;
-use super::raw::Fate;
+use super::raw::{self, Fate};
 use super::table::{self, Case, Run};
 use super::{Checked, Subject, Trouble, processes};
 
@@ -31,6 +31,8 @@ pub(in crate::copy) struct ChildArguments {
 
 /// In the child: does the task, tells how it went by the status, and why on standard output.
 pub(in crate::copy) fn run_child(arguments: &ChildArguments) -> Result<ExitCode, Failure> {
+    // Its parent waits for what it says.
+    raw::end_after(PATIENCE);
     let (device, _) = arguments.device.open()?;
     let task = arguments.task.as_str();
     let case = table::cases().into_iter().find(|case| {
@@ -63,6 +65,9 @@ pub(super) fn run(case: &Case, device: &Device) -> Checked {
         Fate::Exited(0) => Ok(()),
         Fate::Exited(code) if code == i32::from(WAIVED) => Err(Trouble::Waived(said)),
         Fate::Exited(_) => Err(Trouble::Failed(said)),
+        fate if fate.is_timeout() => {
+            Err(Trouble::Failed(format!("its process did not end in {PATIENCE:?}")))
+        }
         Fate::Killed(signal) => {
             Err(Trouble::Failed(format!("its process was ended by signal {signal}")))
         }
@@ -97,7 +102,8 @@ impl Helper {
 
     /// All that it still says, until it ends.
     fn rest(&mut self) -> String {
-        let lines: Vec<String> = std::iter::from_fn(|| Some(self.line()).filter(|l| !l.is_empty())).collect();
+        let lines: Vec<String> =
+            std::iter::from_fn(|| Some(self.line()).filter(|l| !l.is_empty())).collect();
         lines.join(" ")
     }
 

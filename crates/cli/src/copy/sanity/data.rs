@@ -109,12 +109,18 @@ pub(super) fn odd_offsets(subject: &Subject) -> Checked {
                 memory.write(0, &[0xee; LEN])?;
                 window.write(on_window as u64, part)?;
                 let all = found(&memory, 0, LEN)?;
-                ensure(&all[on_window..on_window + len] == part, || format!("{}: other data", place()))?;
+                ensure(&all[on_window..on_window + len] == part, || {
+                    format!("{}: other data", place())
+                })?;
                 let around = all[..on_window].iter().chain(&all[on_window + len..]);
-                ensure(around.copied().all(|byte| byte == 0xee), || format!("{}: bytes around it changed", place()))?;
+                ensure(around.copied().all(|byte| byte == 0xee), || {
+                    format!("{}: bytes around it changed", place())
+                })?;
                 let mut back = vec![0; LEN];
                 window.read(on_window as u64, &mut back[on_host..][..len])?;
-                ensure(&back[on_host..][..len] == part, || format!("{}: other data read", place()))?;
+                ensure(&back[on_host..][..len] == part, || {
+                    format!("{}: other data read", place())
+                })?;
             }
         }
     }
@@ -155,7 +161,9 @@ pub(super) fn says_how(subject: &Subject) -> Checked {
     for refusal in window.refused() {
         let why = refusal.why.reason();
         ensure(!why.is_empty(), || format!("{} was refused without a reason", refusal.path))?;
-        ensure(refusal.path != window.path(), || format!("{} was refused and taken", refusal.path))?;
+        ensure(refusal.path != window.path(), || {
+            format!("{} was refused and taken", refusal.path)
+        })?;
     }
     Ok(())
 }
@@ -165,14 +173,17 @@ pub(super) fn every_routine(subject: &Subject) -> Checked {
     let memory = subject.alloc(LEN as u64)?;
     let (window, data) = (memory.window()?, bytes(9000, 7));
     for routine in Routine::available() {
-        for (at, len) in [(0, 9000), (1, 64), (63, 4097), (5, 7), (8, 8), (4, 4), (2, 1), (100, 0)] {
+        for (at, len) in [(0, 9000), (1, 64), (63, 4097), (5, 7), (8, 8), (4, 4), (2, 1), (100, 0)]
+        {
             let place = || format!("{routine}, {len} bytes at {at}");
             memory.write(0, &[0xee; LEN])?;
             window.write_by(routine, at as u64, &data[..len])?;
             let all = found(&memory, 0, LEN)?;
             ensure(all[at..at + len] == data[..len], || format!("{}: other data", place()))?;
             let around = all[..at].iter().chain(&all[at + len..]);
-            ensure(around.copied().all(|byte| byte == 0xee), || format!("{}: bytes around it changed", place()))?;
+            ensure(around.copied().all(|byte| byte == 0xee), || {
+                format!("{}: bytes around it changed", place())
+            })?;
             let mut back = vec![0; len];
             window.read_by(routine, at as u64, &mut back)?;
             ensure(back == data[..len], || format!("{}: other data read", place()))?;
@@ -189,7 +200,9 @@ pub(super) fn best_way(subject: &Subject) -> Checked {
             let sent = bytes(size, round as u64 + at);
             let way = copier.way(Direction::Write, size as u64);
             copier.write(at, &sent)?;
-            ensure(found(&memory, at, size)? == sent, || format!("{size} bytes by {way}: other data"))?;
+            ensure(found(&memory, at, size)? == sent, || {
+                format!("{size} bytes by {way}: other data")
+            })?;
             let (mut back, way) = (vec![0; size], copier.way(Direction::Read, size as u64));
             copier.read(at, &mut back)?;
             ensure(back == sent, || format!("{size} bytes by {way}: other data read"))?;

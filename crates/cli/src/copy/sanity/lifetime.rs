@@ -19,14 +19,18 @@ pub(super) fn across_threads(subject: &Subject) -> Checked {
     let sent = bytes(LEN, 3);
     thread::scope(|scope| {
         let window = joined(scope.spawn(|| Ok(memory.window()?)))?;
-        joined(scope.spawn(|| Ok(window.write(0, &sent)?)))?;
+        let (sent, memory) = (&sent, &memory);
+        let window = joined(scope.spawn(move || {
+            window.write(0, sent)?;
+            Ok(window)
+        }))?;
         // Two at once on the same buffer, beside the one that is open.
         let both = [(); 2].map(|()| {
             scope.spawn(|| {
                 for _ in 0..50 {
                     let (window, mut seen) = (memory.window()?, vec![0; LEN]);
                     window.read(0, &mut seen)?;
-                    ensure(seen == sent, || "other data in a second thread".to_owned())?;
+                    ensure(seen == *sent, || "other data in a second thread".to_owned())?;
                 }
                 Ok(())
             })

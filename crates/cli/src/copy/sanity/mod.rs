@@ -214,7 +214,8 @@ impl Summary {
             format!("\nTotal: {total}, Passed: {passed}, Failed: {failed}, Waived: {waived}\n");
         let lists = [("failed", Outcome::Failed), ("waived", Outcome::Waived)];
         for (word, outcome) in lists {
-            let mut entries = self.checks.iter().filter(|entry| entry.outcome == outcome).peekable();
+            let mut entries =
+                self.checks.iter().filter(|entry| entry.outcome == outcome).peekable();
             if entries.peek().is_some() {
                 text += &format!("\nList of {word} tests:\n");
             }

@@ -32,7 +32,8 @@ pub(super) fn role(role: &str, subject: &Subject) -> Checked {
             Err(Trouble::Failed(format!("it read {seen}")))
         }
         OCCUPY => {
-            let taken = (0..32).map(|_| subject.alloc(LEN as u64)).collect::<Result<Vec<_>, _>>()?;
+            let taken =
+                (0..32).map(|_| subject.alloc(LEN as u64)).collect::<Result<Vec<_>, _>>()?;
             taken.iter().try_for_each(|memory| memory.write(0, &bytes(LEN, 99)))?;
             ready()?;
             await_word()
@@ -155,7 +156,9 @@ pub(super) fn killed_with_windows(subject: &Subject) -> Checked {
     let start = Instant::now();
     while free()? + SLACK < before {
         let left = before - free()?;
-        ensure(start.elapsed() < CLEANING, || format!("{left} bytes of device memory are still taken"))?;
+        ensure(start.elapsed() < CLEANING, || {
+            format!("{left} bytes of device memory are still taken")
+        })?;
         std::thread::sleep(Duration::from_millis(50));
     }
     Ok(())

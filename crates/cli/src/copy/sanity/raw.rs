@@ -87,6 +87,13 @@ pub(super) fn touch_after_close(window: Window) -> u8 {
     unsafe { at.as_ptr().read_volatile() }
 }
 
+/// Ends this process after so long, whatever it is at.
+pub(super) fn end_after(patience: std::time::Duration) {
+    let seconds = u32::try_from(patience.as_secs()).unwrap_or(u32::MAX);
+    // SAFETY: a plain system call.
+    unsafe { libc::alarm(seconds) };
+}
+
 fn no_core_dumps() {
     let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the limit is read during the call. If it fails, a core file is left, and nothing worse.
@@ -101,7 +108,7 @@ mod tests {
     fn forks_tell_how_they_ended() {
         assert_eq!(in_a_fork(|| 7).unwrap(), Fate::Exited(7));
         // SAFETY: a plain system call, in a child.
-        let killed = in_a_fork(|| unsafe { libc::raise(libc::SIGBUS) }).unwrap();
-        assert!(killed.is_fault(), "{killed:?}");
+        let killed = in_a_fork(|| unsafe { libc::raise(libc::SIGALRM) }).unwrap();
+        assert!(killed.is_timeout() && !killed.is_fault(), "{killed:?}");
     }
 }
