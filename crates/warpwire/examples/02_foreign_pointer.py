@@ -1,6 +1,6 @@
-"""Hands a PyTorch tensor's memory to Warpwire, which writes a pattern into it; checks the pattern.
+"""Hands PyTorch tensors' memory to Warpwire, which writes a pattern into it; PyTorch checks the pattern.
 
-python3 02_foreign_pointer.py lib02_foreign_pointer.so
+python3 02_foreign_pointer.py lib02_foreign_pointer.so [PYTORCH_CUDA_ALLOC_CONF]
 """
 import ctypes
 import os
@@ -12,8 +12,9 @@ import numpy
 import torch
 
 library = ctypes.CDLL(os.path.abspath(sys.argv[1]))
-stamp = library.warpwire_stamp
-stamp.argtypes = [ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64]
+by_kernel, by_cpu = library.warpwire_stamp, library.warpwire_stamp_by_cpu
+for stamp in by_kernel, by_cpu:
+    stamp.argtypes = [ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64]
 
 
 def pattern(seed, count):
@@ -26,15 +27,28 @@ def pattern(seed, count):
 
 
 count, skip = 100_000, 12_345
+neighbours = [torch.ones(1000 + i, device="cuda") for i in range(20)]  # so that tensors share pieces
 tensor = torch.zeros(count + 2 * skip, dtype=torch.int64, device="cuda")
-torch.cuda.synchronize()
 inner = tensor[skip : skip + count]
-assert stamp(0, inner.data_ptr(), count * 8, 7) == 0
-found = tensor.cpu().numpy().view(numpy.uint64)
-assert (found[skip : skip + count] == pattern(7, count)).all(), "the pattern is not there"
-assert not found[:skip].any() and not found[skip + count :].any(), "the neighbours were touched"
+
+for seed, stamp in (7, by_kernel), (8, by_cpu):
+    tensor.zero_()
+    torch.cuda.synchronize()
+    assert stamp(0, inner.data_ptr(), count * 8, seed) == 0
+    found = (tensor + 0).cpu().numpy().view(numpy.uint64)  # read by a kernel of PyTorch's
+    assert (found[skip : skip + count] == pattern(seed, count)).all(), "the pattern is not there"
+    assert not found[:skip].any() and not found[skip + count :].any(), "the neighbours were touched"
+
+# At an odd offset: bytes 3.. of a small tensor.
+small = torch.zeros(5000, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+assert by_cpu(0, small.data_ptr() + 3, 4000, 9) == 0
+found = (small + 0).cpu().numpy()
+assert (found[3:4003] == pattern(9, 500).view(numpy.uint8)).all() and not found[4003:].any()
+assert all((n == 1).all() for n in neighbours), "the neighbours were touched"
 
 host = torch.zeros(count, dtype=torch.int64)
-assert stamp(0, host.data_ptr(), count * 8, 7) == -1, "host memory must be refused"
-assert stamp(0, inner.data_ptr(), 1 << 45, 7) == -1, "a range past the end must be refused"
+for stamp in by_kernel, by_cpu:
+    assert stamp(0, host.data_ptr(), count * 8, 7) == -1, "host memory must be refused"
+    assert stamp(0, inner.data_ptr(), 1 << 45, 7) == -1, "a range past the end must be refused"
 print(f"ok: torch {torch.__version__}, {torch.cuda.memory.get_allocator_backend()} allocator")

@@ -10,26 +10,49 @@
 use std::time::Duration;
 
 use warpwire::Result;
-use warpwire::mem::{DeviceAddr, cuda, pattern::Pattern};
+use warpwire::mem::{Allocation, DeviceAddr, cuda, pattern, pattern::Pattern};
 
-/// Fills `len` bytes of device memory at `address` with the pattern of `seed`, on a stream of its own.
-/// Returns 0, or -1 and says why on standard error.
+/// Fills `len` bytes of device memory at `address` with the pattern of `seed`, by a kernel on a stream of
+/// its own. Returns 0, or -1 and says why on standard error.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpwire_stamp(device: u32, address: u64, len: u64, seed: u64) -> i32 {
-    match stamp(device, address, len, seed) {
+    report(borrow(device, address, len).and_then(|memory| stamp(&memory, seed)))
+}
+
+/// The same by the CPU, through a window.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpwire_stamp_by_cpu(device: u32, address: u64, len: u64, seed: u64) -> i32 {
+    report(borrow(device, address, len).and_then(|memory| stamp_by_cpu(&memory, seed)))
+}
+
+fn borrow(device: u32, address: u64, len: u64) -> Result<Allocation> {
+    // SAFETY: the caller keeps the memory for the length of the call, as C callers do.
+    unsafe { cuda::device(device)?.borrow(DeviceAddr::new(address), len) }
+}
+
+fn stamp(memory: &Allocation, seed: u64) -> Result<()> {
+    let gpu = memory.device();
+    let stream = gpu.stream()?;
+    Pattern::load(gpu)?.fill(&stream, &memory.whole()?, seed)?;
+    stream.synchronize(Duration::from_secs(10))
+}
+
+fn stamp_by_cpu(memory: &Allocation, seed: u64) -> Result<()> {
+    let mut bytes = vec![0; memory.len() as usize];
+    pattern::fill_bytes(&mut bytes, seed, 0);
+    let window = memory.window()?;
+    eprintln!("{window:?}");
+    window.write(0, &bytes)?;
+    window.flush();
+    Ok(())
+}
+
+fn report(outcome: Result<()>) -> i32 {
+    match outcome {
         Ok(()) => 0,
         Err(error) => {
             eprintln!("{error}");
             -1
         }
     }
-}
-
-fn stamp(device: u32, address: u64, len: u64, seed: u64) -> Result<()> {
-    let gpu = cuda::device(device)?;
-    // SAFETY: the caller keeps the memory for the length of this call, as C callers do.
-    let memory = unsafe { gpu.borrow(DeviceAddr::new(address), len) }?;
-    let stream = gpu.stream()?;
-    Pattern::load(&gpu)?.fill(&stream, &memory.whole()?, seed)?;
-    stream.synchronize(Duration::from_secs(10))
 }
