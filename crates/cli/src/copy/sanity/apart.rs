@@ -64,6 +64,9 @@ pub(super) fn run(case: &Case, device: &Device) -> Checked {
     match helper.end()? {
         Fate::Exited(0) => Ok(()),
         Fate::Exited(code) if code == i32::from(WAIVED) => Err(Trouble::Waived(said)),
+        Fate::Exited(code) if said.is_empty() => {
+            Err(Trouble::Failed(format!("its process ended with status {code}")))
+        }
         Fate::Exited(_) => Err(Trouble::Failed(said)),
         fate if fate.is_timeout() => {
             Err(Trouble::Failed(format!("its process did not end in {PATIENCE:?}")))
