@@ -2,7 +2,7 @@
 # All checks of the project. Runs on any Linux with cargo; as root on Debian it installs what else it needs.
 #
 #   ./ci.sh                          what a change must pass
-#   WARPWIRE_REQUIRE=cuda,ptx ./ci.sh    what is absent (a GPU, the PTX compiler) is then a failure
+#   WARPWIRE_REQUIRE=cuda,ptx,scapy,tshark ./ci.sh    what is absent is then a failure
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -16,6 +16,8 @@ need() { # need COMMAND DEBIAN-PACKAGE...
     exit 1
   fi
 }
+
+want() { (need "$@" 2>/dev/null) || true; } # whoever uses it says what it skips
 
 step() { printf '\n== %s\n' "$*"; "$@"; }
 
@@ -33,6 +35,8 @@ step cargo clippy --workspace --all-targets --quiet -- -D warnings
 step cargo test --workspace --quiet
 RUSTDOCFLAGS=-Dwarnings step cargo doc --workspace --no-deps --quiet
 step tools/ptx --check
+want tshark tshark
+step tools/wire-oracles
 step cargo run --quiet --release -- demo
 step cargo run --quiet --release -p warpwire --example 01_move
 step cargo run --quiet --release -- doctor

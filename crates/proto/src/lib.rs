@@ -8,11 +8,13 @@
 //! |---|---|
 //! | [`psn`] | 24-bit packet sequence numbers and their circular order |
 //! | [`time`] | the integer clock that callers pass in |
+//! | [`wire`] | RoCEv2 packets as bytes and as what they mean |
 #![no_std]
 #![forbid(unsafe_code)]
 
 pub mod psn;
 pub mod time;
+pub mod wire;
 
 pub use psn::Psn;
 pub use time::Instant;

@@ -1,0 +1,208 @@
+//! The extension headers, and what their fields mean.
+
+use core::time::Duration;
+
+use super::{Writer, bytes_at, u24_at, u32_at, u64_at};
+
+/// RDMA extended transport header: which remote memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reth {
+    /// The remote address.
+    pub address: u64,
+    /// The remote key.
+    pub rkey: u32,
+    /// The length of the whole message.
+    pub len: u32,
+}
+
+impl Reth {
+    pub(super) fn parse(bytes: &[u8]) -> Self {
+        Self { address: u64_at(bytes, 0), rkey: u32_at(bytes, 8), len: u32_at(bytes, 12) }
+    }
+
+    pub(super) fn emit(self, writer: &mut Writer<'_>) {
+        writer.u64(self.address);
+        writer.u32(self.rkey);
+        writer.u32(self.len);
+    }
+}
+
+/// Atomic extended transport header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AtomicEth {
+    /// The remote address, a multiple of 8.
+    pub address: u64,
+    /// The remote key.
+    pub rkey: u32,
+    /// What to put there, or to add.
+    pub swap_or_add: u64,
+    /// What to compare with.
+    pub compare: u64,
+}
+
+impl AtomicEth {
+    pub(super) fn parse(bytes: &[u8]) -> Self {
+        Self {
+            address: u64_at(bytes, 0),
+            rkey: u32_at(bytes, 8),
+            swap_or_add: u64_at(bytes, 12),
+            compare: u64_at(bytes, 20),
+        }
+    }
+
+    pub(super) fn emit(self, writer: &mut Writer<'_>) {
+        writer.u64(self.address);
+        writer.u32(self.rkey);
+        writer.u64(self.swap_or_add);
+        writer.u64(self.compare);
+    }
+}
+
+/// Datagram extended transport header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Deth {
+    /// The key that the receiving queue pair checks.
+    pub qkey: u32,
+    /// Who sent it, 24 bits.
+    pub source_qp: u32,
+}
+
+impl Deth {
+    pub(super) fn parse(bytes: &[u8]) -> Self {
+        Self { qkey: u32_at(bytes, 0), source_qp: u24_at(bytes, 4) }
+    }
+
+    pub(super) fn emit(self, writer: &mut Writer<'_>) {
+        writer.u32(self.qkey);
+        writer.u32(self.source_qp & 0xff_ffff);
+    }
+}
+
+/// Acknowledge extended transport header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Aeth {
+    /// Whether the request was taken, and if not, why.
+    pub syndrome: Syndrome,
+    /// How many messages the responder has completed, 24 bits.
+    pub msn: u32,
+}
+
+impl Aeth {
+    pub(super) fn parse(bytes: &[u8]) -> Self {
+        let [syndrome] = bytes_at(bytes, 0);
+        Self { syndrome: Syndrome::from_byte(syndrome), msn: u24_at(bytes, 0) }
+    }
+
+    pub(super) fn emit(self, writer: &mut Writer<'_>) {
+        writer.u32(u32::from(self.syndrome.byte()) << 24 | self.msn & 0xff_ffff);
+    }
+}
+
+/// The answer in an acknowledgement.
+///
+/// ```
+/// use warpwire_proto::wire::{Nak, Syndrome};
+/// assert_eq!(Syndrome::from_byte(0x62), Syndrome::Nak(Nak::RemoteAccess));
+/// assert_eq!(Syndrome::ACK.byte(), 0x1f);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Syndrome {
+    /// Taken. The number is a code for receive credits; 31 says that credits are not used.
+    Ack(u8),
+    /// Receiver not ready: come again after the time that this code stands for.
+    RnrNak(u8),
+    /// Not taken.
+    Nak(Nak),
+    /// Reserved values.
+    Reserved(u8),
+}
+
+/// Why a request was not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Nak {
+    /// A packet is missing before this one.
+    Sequence,
+    /// The request makes no sense, or is not allowed on this queue pair.
+    InvalidRequest,
+    /// The memory may not be accessed.
+    RemoteAccess,
+    /// The responder failed.
+    RemoteOperational,
+    /// Any other code.
+    Unknown(u8),
+}
+
+impl Syndrome {
+    /// Taken, credits not used: what we send.
+    pub const ACK: Self = Self::Ack(31);
+
+    /// The syndrome in that byte.
+    pub const fn from_byte(byte: u8) -> Self {
+        let code = byte & 0x1f;
+        match byte >> 5 {
+            0b000 => Self::Ack(code),
+            0b001 => Self::RnrNak(code),
+            0b011 => Self::Nak(match code {
+                0 => Nak::Sequence,
+                1 => Nak::InvalidRequest,
+                2 => Nak::RemoteAccess,
+                3 => Nak::RemoteOperational,
+                other => Nak::Unknown(other),
+            }),
+            _ => Self::Reserved(byte),
+        }
+    }
+
+    /// The byte on the wire.
+    pub const fn byte(self) -> u8 {
+        match self {
+            Self::Ack(code) => code & 0x1f,
+            Self::RnrNak(code) => 0x20 | code & 0x1f,
+            Self::Nak(nak) => {
+                0x60 | match nak {
+                    Nak::Sequence => 0,
+                    Nak::InvalidRequest => 1,
+                    Nak::RemoteAccess => 2,
+                    Nak::RemoteOperational => 3,
+                    Nak::Unknown(other) => other & 0x1f,
+                }
+            }
+            Self::Reserved(byte) => byte,
+        }
+    }
+}
+
+/// The times that RNR codes stand for, in hundredths of a millisecond.
+const RNR_TIMES: [u32; 32] = [
+    65_536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1_024,
+    1_536, 2_048, 3_072, 4_096, 6_144, 8_192, 12_288, 16_384, 24_576, 32_768, 49_152,
+];
+
+/// How long a requester waits after a "receiver not ready" with this code.
+///
+/// ```
+/// use core::time::Duration;
+/// assert_eq!(warpwire_proto::wire::ext::rnr_time(12), Duration::from_micros(640));
+/// ```
+pub fn rnr_time(code: u8) -> Duration {
+    Duration::from_micros(u64::from(RNR_TIMES[usize::from(code & 0x1f)]) * 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_syndrome_comes_back() {
+        for byte in 0..=255 {
+            assert_eq!(Syndrome::from_byte(byte).byte(), byte);
+        }
+    }
+
+    #[test]
+    fn rnr_times_are_the_specifications() {
+        assert_eq!(rnr_time(0), Duration::from_micros(655_360));
+        assert_eq!(rnr_time(1), Duration::from_micros(10));
+        assert_eq!(rnr_time(31), Duration::from_micros(491_520));
+    }
+}

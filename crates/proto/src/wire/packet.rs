@@ -1,0 +1,392 @@
+//! Whole packets: the checked view, what it means, and writing one.
+
+use core::fmt;
+use core::ops::Range;
+
+use super::ext::{Aeth, AtomicEth, Deth, Reth};
+use super::icrc::{self, Crc32};
+use super::ip::{IpRepr, UDP_LEN, UdpRepr};
+use super::opcode::{Opcode, Shape};
+use super::{Writer, bytes_at, u16_at, u24_at, u32_at, u64_at};
+use crate::psn::Psn;
+
+/// The length of the base transport header.
+pub const BTH_LEN: usize = 12;
+/// The length of the ICRC.
+pub const ICRC_LEN: usize = 4;
+/// The longest transport headers: base, and an atomic's.
+pub const LONGEST_HEADERS: usize = BTH_LEN + 28;
+/// The partition that everybody is in.
+pub const DEFAULT_PARTITION: u16 = 0xffff;
+
+/// Where the fields of the base transport header lie.
+mod field {
+    pub(super) const OPCODE: usize = 0;
+    pub(super) const FLAGS: usize = 1;
+    pub(super) const PARTITION: usize = 2;
+    pub(super) const CONGESTION: usize = 4;
+    pub(super) const DESTINATION: usize = 4;
+    pub(super) const ACK_REQUEST: usize = 8;
+    pub(super) const PSN: usize = 8;
+}
+
+const SOLICITED: u8 = 0x80;
+const MIGRATED: u8 = 0x40;
+const VERSION: u8 = 0x0f;
+const FECN: u8 = 0x80;
+const BECN: u8 = 0x40;
+const ACK_REQUEST: u8 = 0x80;
+
+/// Why bytes are not a packet that can be used. Counted by reason, never acted upon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Malformed {
+    /// Not IPv4 or IPv6 with UDP in it, or with options or fragments.
+    Ip,
+    /// The UDP header, or its length.
+    Udp,
+    /// Shorter than its headers, pad and ICRC.
+    Short,
+    /// A transport version that is not known.
+    Version,
+    /// An opcode that is not known.
+    Opcode,
+}
+
+impl fmt::Display for Malformed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Ip => "not IP with UDP inside",
+            Self::Udp => "a wrong UDP header",
+            Self::Short => "shorter than its headers",
+            Self::Version => "an unknown transport version",
+            Self::Opcode => "an unknown opcode",
+        })
+    }
+}
+
+/// What follows the base header, by the opcode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Extension {
+    /// Nothing.
+    None,
+    /// Immediate data.
+    Imm(u32),
+    /// Remote memory.
+    Reth(Reth),
+    /// Remote memory and immediate data.
+    RethImm(Reth, u32),
+    /// An acknowledgement.
+    Aeth(Aeth),
+    /// An acknowledgement with the value that was there before an atomic.
+    AethAtomic(Aeth, u64),
+    /// An atomic.
+    Atomic(AtomicEth),
+    /// The key that the receiver is to invalidate.
+    Invalidate(u32),
+    /// A datagram.
+    Deth(Deth),
+    /// A datagram with immediate data.
+    DethImm(Deth, u32),
+    /// A congestion notification: reserved bytes.
+    Cnp,
+}
+
+impl Extension {
+    fn shape(&self) -> Shape {
+        match self {
+            Self::None => Shape::Plain,
+            Self::Imm(_) => Shape::Imm,
+            Self::Reth(_) => Shape::Reth,
+            Self::RethImm(..) => Shape::RethImm,
+            Self::Aeth(_) => Shape::Aeth,
+            Self::AethAtomic(..) => Shape::AethAtomic,
+            Self::Atomic(_) => Shape::Atomic,
+            Self::Invalidate(_) => Shape::Invalidate,
+            Self::Deth(_) => Shape::Deth,
+            Self::DethImm(..) => Shape::DethImm,
+            Self::Cnp => Shape::Cnp,
+        }
+    }
+
+    fn parse(shape: Shape, bytes: &[u8]) -> Self {
+        match shape {
+            Shape::Plain => Self::None,
+            Shape::Imm => Self::Imm(u32_at(bytes, 0)),
+            Shape::Reth => Self::Reth(Reth::parse(bytes)),
+            Shape::RethImm => Self::RethImm(Reth::parse(bytes), u32_at(bytes, 16)),
+            Shape::Aeth => Self::Aeth(Aeth::parse(bytes)),
+            Shape::AethAtomic => Self::AethAtomic(Aeth::parse(bytes), u64_at(bytes, 4)),
+            Shape::Atomic => Self::Atomic(AtomicEth::parse(bytes)),
+            Shape::Invalidate => Self::Invalidate(u32_at(bytes, 0)),
+            Shape::Deth => Self::Deth(Deth::parse(bytes)),
+            Shape::DethImm => Self::DethImm(Deth::parse(bytes), u32_at(bytes, 8)),
+            Shape::Cnp => Self::Cnp,
+        }
+    }
+
+    fn emit(&self, writer: &mut Writer<'_>) {
+        match *self {
+            Self::None => {}
+            Self::Imm(value) | Self::Invalidate(value) => writer.u32(value),
+            Self::Reth(reth) => reth.emit(writer),
+            Self::RethImm(reth, imm) => {
+                reth.emit(writer);
+                writer.u32(imm);
+            }
+            Self::Aeth(aeth) => aeth.emit(writer),
+            Self::AethAtomic(aeth, before) => {
+                aeth.emit(writer);
+                writer.u64(before);
+            }
+            Self::Atomic(atomic) => atomic.emit(writer),
+            Self::Deth(deth) => deth.emit(writer),
+            Self::DethImm(deth, imm) => {
+                deth.emit(writer);
+                writer.u32(imm);
+            }
+            Self::Cnp => writer.put(&[0; 16]),
+        }
+    }
+}
+
+/// What the transport headers of a packet say.
+///
+/// ```
+/// use warpwire_proto::Psn;
+/// use warpwire_proto::wire::{Extension, Headers, Opcode, Transport};
+/// let headers = Headers {
+///     ack_request: true,
+///     ..Headers::new(Opcode::SendOnly, 0x11, Psn::new(7), Extension::None)
+/// };
+/// let mut bytes = [0; 64];
+/// let at = headers.emit(&mut bytes, 5).unwrap();
+/// bytes[at..at + 5].copy_from_slice(b"hello");
+/// let packet = Transport::new_checked(&bytes[..headers.wire_len(5)]).unwrap();
+/// assert_eq!(packet.headers(), headers);
+/// assert_eq!(packet.payload(), b"hello");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Headers {
+    /// What the packet does.
+    pub opcode: Opcode,
+    /// The receiver's event should fire.
+    pub solicited: bool,
+    /// The migration bit: sent by some, ignored by all.
+    pub migrated: bool,
+    /// The partition key.
+    pub partition: u16,
+    /// Forward congestion, in InfiniBand networks.
+    pub fecn: bool,
+    /// Backward congestion: set in notifications.
+    pub becn: bool,
+    /// The queue pair that it is for, 24 bits.
+    pub destination_qp: u32,
+    /// The receiver must acknowledge.
+    pub ack_request: bool,
+    /// Its sequence number.
+    pub psn: Psn,
+    /// What follows the base header.
+    pub extension: Extension,
+}
+
+impl Headers {
+    /// Headers with nothing special set, in the default partition. The extension must be the opcode's.
+    pub fn new(opcode: Opcode, destination_qp: u32, psn: Psn, extension: Extension) -> Self {
+        Self {
+            opcode,
+            solicited: false,
+            migrated: false,
+            partition: DEFAULT_PARTITION,
+            fecn: false,
+            becn: false,
+            destination_qp,
+            ack_request: false,
+            psn,
+            extension,
+        }
+    }
+
+    /// The length of the headers.
+    pub fn len(&self) -> usize {
+        BTH_LEN + self.extension.shape().len()
+    }
+
+    /// Always false: there is always a base header.
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// The length of a packet with this much payload, from the base header through the ICRC.
+    pub fn wire_len(&self, payload: usize) -> usize {
+        self.len() + payload.next_multiple_of(4) + ICRC_LEN
+    }
+
+    /// Writes the headers, leaves room for `payload` bytes, and writes the zeros of the pad. Returns where the
+    /// payload goes; `None`, and nothing of use written, if the buffer is shorter than [`Headers::wire_len`]
+    /// or the extension is not the opcode's. The ICRC is the caller's to add: it covers the payload.
+    pub fn emit(&self, buffer: &mut [u8], payload: usize) -> Option<usize> {
+        if buffer.len() < self.wire_len(payload)
+            || self.opcode.shape() != Some(self.extension.shape())
+        {
+            return None;
+        }
+        let pad = payload.next_multiple_of(4) - payload;
+        let flag = |set: bool, bit: u8| if set { bit } else { 0 };
+        let mut writer = Writer::new(buffer);
+        writer.u8(self.opcode.byte());
+        writer
+            .u8(flag(self.solicited, SOLICITED) | flag(self.migrated, MIGRATED) | (pad as u8) << 4);
+        writer.u16(self.partition);
+        let congestion = flag(self.fecn, FECN) | flag(self.becn, BECN);
+        writer.u32(u32::from(congestion) << 24 | self.destination_qp & 0xff_ffff);
+        let request = flag(self.ack_request, ACK_REQUEST);
+        writer.u32(u32::from(request) << 24 | self.psn.value());
+        self.extension.emit(&mut writer);
+        let start = writer.at;
+        buffer[start + payload..start + payload + pad].fill(0);
+        Some(start)
+    }
+}
+
+/// A checked view of a packet from the base header through the ICRC: what a UDP socket receives.
+#[derive(Clone, Copy)]
+pub struct Transport<'a> {
+    bytes: &'a [u8],
+    shape: Shape,
+}
+
+impl<'a> Transport<'a> {
+    /// The view, if the bytes are long enough for what their headers say, and of a known sort.
+    pub fn new_checked(bytes: &'a [u8]) -> Result<Self, Malformed> {
+        let flags = *bytes.get(field::FLAGS).ok_or(Malformed::Short)?;
+        if flags & VERSION != 0 {
+            return Err(Malformed::Version);
+        }
+        let opcode = Opcode::from_byte(bytes[field::OPCODE]);
+        let shape = opcode.shape().ok_or(Malformed::Opcode)?;
+        let pad = usize::from(flags >> 4 & 3);
+        if bytes.len() < BTH_LEN + shape.len() + pad + ICRC_LEN {
+            return Err(Malformed::Short);
+        }
+        Ok(Self { bytes, shape })
+    }
+
+    /// What the packet does.
+    pub fn opcode(&self) -> Opcode {
+        Opcode::from_byte(self.bytes[field::OPCODE])
+    }
+
+    /// The queue pair that it is for.
+    pub fn destination_qp(&self) -> u32 {
+        u24_at(self.bytes, field::DESTINATION)
+    }
+
+    /// Its sequence number.
+    pub fn psn(&self) -> Psn {
+        Psn::new(u32_at(self.bytes, field::PSN))
+    }
+
+    /// What its headers say.
+    pub fn headers(&self) -> Headers {
+        let (flags, congestion) = (self.bytes[field::FLAGS], self.bytes[field::CONGESTION]);
+        Headers {
+            opcode: self.opcode(),
+            solicited: flags & SOLICITED != 0,
+            migrated: flags & MIGRATED != 0,
+            partition: u16_at(self.bytes, field::PARTITION),
+            fecn: congestion & FECN != 0,
+            becn: congestion & BECN != 0,
+            destination_qp: self.destination_qp(),
+            ack_request: self.bytes[field::ACK_REQUEST] & ACK_REQUEST != 0,
+            psn: self.psn(),
+            extension: Extension::parse(self.shape, &self.bytes[BTH_LEN..]),
+        }
+    }
+
+    /// Where in the view the payload lies.
+    pub fn payload_range(&self) -> Range<usize> {
+        let pad = usize::from(self.bytes[field::FLAGS] >> 4 & 3);
+        BTH_LEN + self.shape.len()..self.bytes.len() - pad - ICRC_LEN
+    }
+
+    /// The payload.
+    pub fn payload(&self) -> &'a [u8] {
+        &self.bytes[self.payload_range()]
+    }
+
+    /// The ICRC that it carries.
+    pub fn icrc(&self) -> u32 {
+        u32::from_le_bytes(bytes_at(self.bytes, self.bytes.len() - ICRC_LEN))
+    }
+}
+
+/// A checked view of a packet from the IP header on: what a raw socket or a capture holds.
+#[derive(Clone, Copy)]
+pub struct Packet<'a> {
+    bytes: &'a [u8],
+    ip: IpRepr,
+    ip_len: usize,
+    udp: UdpRepr,
+    transport: Transport<'a>,
+}
+
+impl<'a> Packet<'a> {
+    /// The view, if everything down to the transport headers is in order. Bytes behind the packet (an
+    /// Ethernet frame's padding) are left out.
+    pub fn new_checked(bytes: &'a [u8]) -> Result<Self, Malformed> {
+        let (ip, ip_len) = IpRepr::parse(bytes).ok_or(Malformed::Ip)?;
+        let bytes = &bytes[..ip_len + usize::from(ip.payload_len)];
+        let udp = UdpRepr::parse(&bytes[ip_len..]).ok_or(Malformed::Udp)?;
+        let start = ip_len + UDP_LEN;
+        let end = start + usize::from(udp.payload_len);
+        let transport = Transport::new_checked(&bytes[start..end])?;
+        Ok(Self { bytes: &bytes[..end], ip, ip_len, udp, transport })
+    }
+
+    /// What its IP header says.
+    pub fn ip(&self) -> IpRepr {
+        self.ip
+    }
+
+    /// What its UDP header says.
+    pub fn udp(&self) -> UdpRepr {
+        self.udp
+    }
+
+    /// The transport's part.
+    pub fn transport(&self) -> Transport<'a> {
+        self.transport
+    }
+
+    /// Whether it carries the ICRC that its bytes give.
+    pub fn has_right_icrc<C: Crc32>(&self) -> bool {
+        let covered = &self.bytes[..self.bytes.len() - ICRC_LEN];
+        icrc::begin::<C>(covered, self.ip_len) == self.transport.icrc()
+    }
+}
+
+/// Writes a whole packet: IP, UDP, headers, payload, pad and ICRC. Returns its length, or `None` if the
+/// buffer is too short for it, or the lengths do not fit into the headers.
+///
+/// A test's and a capture's way of making packets; an engine writes headers and payload apart.
+pub fn build<C: Crc32>(
+    buffer: &mut [u8],
+    mut ip: IpRepr,
+    mut udp: UdpRepr,
+    headers: &Headers,
+    payload: &[u8],
+) -> Option<usize> {
+    let len = headers.wire_len(payload.len());
+    udp.payload_len = u16::try_from(len).ok()?;
+    ip.payload_len = udp.payload_len.checked_add(UDP_LEN as u16)?;
+    let ip_len = ip.header_len();
+    let (start, end) = (ip_len + UDP_LEN, ip_len + UDP_LEN + len);
+    let packet = buffer.get_mut(..end)?;
+    ip.emit(packet);
+    udp.emit(&mut packet[ip_len..]);
+    let at = start + headers.emit(&mut packet[start..], payload.len())?;
+    packet[at..at + payload.len()].copy_from_slice(payload);
+    let crc = icrc::begin::<C>(&packet[..end - ICRC_LEN], ip_len);
+    packet[end - ICRC_LEN..].copy_from_slice(&crc.to_le_bytes());
+    Some(end)
+}
