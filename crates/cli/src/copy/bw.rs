@@ -151,12 +151,12 @@ impl Task<'_> {
     }
 
     fn copy(&self, way: &str, direction: Direction, host: &mut [u8]) -> warpwire::Result<()> {
-        let Bench { memory, window, .. } = self.bench;
+        let window = &self.bench.window;
         match (way, direction) {
             ("window", Direction::Write) => window.write(self.offset, host),
             ("window", Direction::Read) => window.read(self.offset, host),
-            ("engine", Direction::Write) => memory.write(self.offset, host),
-            ("engine", Direction::Read) => memory.read(self.offset, host),
+            ("engine", Direction::Write) => self.bench.engine_write(self.offset, host),
+            ("engine", Direction::Read) => self.bench.engine_read(self.offset, host),
             (_, Direction::Write) => self.copier.write(self.offset, host),
             (_, Direction::Read) => self.copier.read(self.offset, host),
         }

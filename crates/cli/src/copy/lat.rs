@@ -307,7 +307,7 @@ impl Lab<'_> {
         host: &mut [u8],
         regions: Option<&(Region, Region)>,
     ) -> warpwire::Result<()> {
-        let Bench { memory, window, .. } = self.bench;
+        let window = &self.bench.window;
         let at = spot.offsets().0;
         match (column, spot.direction) {
             (Column::Best, Direction::Write) => self.copier.write(at, host),
@@ -316,8 +316,8 @@ impl Lab<'_> {
             (Column::Window, Direction::Read) => window.read(at, host),
             (Column::Routine(routine), Direction::Write) => window.write_by(routine, at, host),
             (Column::Routine(routine), Direction::Read) => window.read_by(routine, at, host),
-            (Column::Engine, Direction::Write) => memory.write(at, host),
-            (Column::Engine, Direction::Read) => memory.read(at, host),
+            (Column::Engine, Direction::Write) => self.bench.engine_write(at, host),
+            (Column::Engine, Direction::Read) => self.bench.engine_read(at, host),
             (Column::Agent, direction) => match (&self.agent, regions, direction) {
                 (Some(agent), Some((device, pinned)), Direction::Write) => {
                     agent.copy(device, pinned)

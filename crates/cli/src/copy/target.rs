@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::Serialize;
+use warpwire::mem::cuda::DriverCopies;
 use warpwire::mem::{
     self, Allocation, Backend, Device, MappingType, MemoryKind, Window, WindowOptions,
 };
@@ -109,7 +110,12 @@ impl Target {
         let start = Instant::now();
         let window = memory.window_with(0, len, &options)?;
         let first_window = start.elapsed();
-        Ok(Bench { device, memory, window, no_cuda, options, first_window })
+        let info = device.info();
+        let driver = match info.backend {
+            Backend::Cuda => Some(DriverCopies::on(info.ordinal)?),
+            Backend::Sim => None,
+        };
+        Ok(Bench { device, memory, window, no_cuda, options, first_window, driver })
     }
 
     fn options(&self) -> Result<WindowOptions, Failure> {
@@ -128,9 +134,27 @@ pub(super) struct Bench {
     /// How long it took to open, the first of this process.
     pub(super) first_window: Duration,
     no_cuda: Option<String>,
+    /// The driver's own copies; the simulator has none.
+    driver: Option<DriverCopies>,
 }
 
 impl Bench {
+    /// Copies to the device as a program without this library would: cuMemcpyHtoD.
+    pub(super) fn engine_write(&self, offset: u64, from: &[u8]) -> warpwire::Result<()> {
+        match &self.driver {
+            Some(driver) => driver.write(&self.memory, offset, from),
+            None => self.memory.write(offset, from),
+        }
+    }
+
+    /// Copies from the device as a program without this library would: cuMemcpyDtoH.
+    pub(super) fn engine_read(&self, offset: u64, into: &mut [u8]) -> warpwire::Result<()> {
+        match &self.driver {
+            Some(driver) => driver.read(&self.memory, offset, into),
+            None => self.memory.read(offset, into),
+        }
+    }
+
     pub(super) fn setting(&self) -> Setting {
         let refused = self.window.refused().iter();
         Setting {

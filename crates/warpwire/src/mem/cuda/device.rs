@@ -108,6 +108,17 @@ impl CudaDevice {
         call!(self.driver, stream_synchronize(self.side))
     }
 
+    /// Makes the context current until [`pop`](Self::pop).
+    pub(super) fn push(&self) -> Result<()> {
+        call!(self.driver, context_push(self.context))
+    }
+
+    pub(super) fn pop(&self) {
+        if let Err(error) = get!(self.driver, Context::NULL, context_pop()) {
+            tracing::warn!(%error, "this thread's CUDA context is not as it was");
+        }
+    }
+
     /// Makes the context current, unless it is.
     pub(super) fn enter(&self) -> Result<Entered<'_>> {
         let current = get!(self.driver, Context::NULL, context_current())?;

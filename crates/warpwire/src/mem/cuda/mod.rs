@@ -25,6 +25,7 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 
 use super::address::DeviceAddr;
+use super::allocation::Allocation;
 use super::device::Device;
 use crate::error::{Error, Kind, Result};
 use device::CudaDevice;
@@ -52,6 +53,10 @@ pub fn devices() -> Result<Vec<Device>> {
 
 /// The CUDA device of that number. The same number gives the same device while anything of it lives.
 pub fn device(ordinal: u32) -> Result<Device> {
+    open(ordinal).map(|device| Device::from_backend(device))
+}
+
+fn open(ordinal: u32) -> Result<Arc<CudaDevice>> {
     static OPEN: Mutex<Vec<Weak<CudaDevice>>> = Mutex::new(Vec::new());
     let count = count()?;
     if ordinal >= count {
@@ -62,15 +67,50 @@ pub fn device(ordinal: u32) -> Result<Device> {
     let mut open = OPEN.lock();
     open.retain(|device| device.strong_count() > 0);
     let known = open.iter().filter_map(Weak::upgrade).find(|device| device.ordinal() == ordinal);
-    let device = match known {
-        Some(device) => device,
-        None => {
-            let device = Arc::new(CudaDevice::open(Driver::get()?, ordinal)?);
-            open.push(Arc::downgrade(&device));
-            device
-        }
-    };
-    Ok(Device::from_backend(device))
+    if let Some(device) = known {
+        return Ok(device);
+    }
+    let device = Arc::new(CudaDevice::open(Driver::get()?, ordinal)?);
+    open.push(Arc::downgrade(&device));
+    Ok(device)
+}
+
+/// The driver's own synchronous copies (`cuMemcpyHtoD`, `cuMemcpyDtoH`) as an ordinary program has them, its
+/// context current all the time: something to compare with. A copy to the device may still be under way
+/// when it returns, if it is small and comes from ordinary memory.
+pub struct DriverCopies {
+    device: Arc<CudaDevice>,
+    /// The context is current on this thread, so this stays here.
+    _stays: std::marker::PhantomData<*const ()>,
+}
+
+impl DriverCopies {
+    /// Makes the device's context current on this thread until this is dropped.
+    pub fn on(ordinal: u32) -> Result<Self> {
+        let device = open(ordinal)?;
+        device.push()?;
+        Ok(Self { device, _stays: std::marker::PhantomData })
+    }
+
+    /// Copies `from` to `memory` at `offset`.
+    pub fn write(&self, memory: &Allocation, offset: u64, from: &[u8]) -> Result<()> {
+        let region = memory.region(offset, from.len() as u64)?;
+        let (to, len) = (region.address().raw(), from.len());
+        call!(self.device.driver, copy_to_device(to, from.as_ptr().cast(), len))
+    }
+
+    /// Copies from `memory` at `offset` to `into`.
+    pub fn read(&self, memory: &Allocation, offset: u64, into: &mut [u8]) -> Result<()> {
+        let region = memory.region(offset, into.len() as u64)?;
+        let (from, len) = (region.address().raw(), into.len());
+        call!(self.device.driver, copy_to_host(into.as_mut_ptr().cast(), from, len))
+    }
+}
+
+impl Drop for DriverCopies {
+    fn drop(&mut self) {
+        self.device.pop();
+    }
 }
 
 /// The CUDA device whose memory lies at `address`.

@@ -249,6 +249,8 @@ functions! {
     host_alloc = "cuMemHostAlloc"(*mut *mut c_void, usize, c_uint);
     host_free = "cuMemFreeHost"(*mut c_void);
     host_device_address = "cuMemHostGetDevicePointer_v2"(*mut Address, *mut c_void, c_uint);
+    copy_to_device = "cuMemcpyHtoD_v2"(Address, *const c_void, usize);
+    copy_to_host = "cuMemcpyDtoH_v2"(*mut c_void, Address, usize);
     copy_async = "cuMemcpyAsync"(Address, Address, usize, StreamHandle);
     fill_u8_async = "cuMemsetD8Async"(Address, u8, usize, StreamHandle);
     fill_u16_async = "cuMemsetD16Async"(Address, u16, usize, StreamHandle);
