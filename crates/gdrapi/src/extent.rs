@@ -59,7 +59,7 @@ pub(crate) fn open(wanted: Span, simulator: bool) -> Result<(Window, Device), Er
     };
     // libfabric's page too many may belong to the object behind, which no window spans with this one.
     let shorter = Span { start: wanted.start, end: wanted.end.saturating_sub(GPU_PAGE) };
-    if wanted.end % GPU_PAGE != 0 || shorter.end <= anchor {
+    if !wanted.end.is_multiple_of(GPU_PAGE) || shorter.end <= anchor {
         return Err(refusal);
     }
     let opened = borrow(&device, shorter).and_then(|memory| window(&memory, &options));

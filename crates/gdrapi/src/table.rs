@@ -19,6 +19,8 @@ struct Slot<T> {
     value: Option<T>,
 }
 
+type Chunk<T> = Box<[RwLock<Slot<T>>]>;
+
 struct Vacant {
     indices: Vec<u32>,
     /// Indices from here on were never used.
@@ -27,7 +29,7 @@ struct Vacant {
 
 /// Objects that C programs name by number.
 pub(crate) struct Table<T> {
-    chunks: [OnceLock<Box<[RwLock<Slot<T>>]>>; CHUNKS],
+    chunks: [OnceLock<Chunk<T>>; CHUNKS],
     vacant: Mutex<Vacant>,
     /// The first generation of every slot: another in each process, so that a child's handles are not
     /// taken for its parent's.
