@@ -652,7 +652,11 @@ static void test_threads(void) {
         shared[i] = s;
         CHECK(pthread_create(&threads[i], NULL, copy_until_closed, &shared[i]) == 0);
     }
-    usleep(100000);
+    usleep(50000);
+    /* Children of a process whose threads are inside the library. */
+    struct parents p = {g, mh, shared[0].map, d, GPU_PAGE_SIZE};
+    for (int i = 0; i < 10; ++i)
+        CHECK(run_in_child(child_uses_handles, &p) == 0);
     CHECK(gdr_close(g) == 0);
     for (int i = 0; i < THREADS; ++i)
         pthread_join(threads[i], NULL);

@@ -173,6 +173,9 @@ fn what_is_installed_is_found() {
     // What a program that is linked with -lgdrapi asks the loader for.
     let needed = ok(Command::new("readelf").arg("-d").arg(program()));
     assert!(needed.contains("[libgdrapi.so.2]"), "{needed}");
+    let dynamic = ok(Command::new("readelf").arg("-d").arg(library()));
+    assert!(dynamic.contains("soname: [libgdrapi.so.2]"), "{dynamic}");
+    assert!(dynamic.contains("NODELETE"), "{dynamic}");
 
     // Again, over what is there; and without a folder, or with a library that is not there.
     let script = root().join("tools/install-gdrapi");
