@@ -64,8 +64,8 @@ typedef struct gdr_mh_s {
  * if its owner frees it. Rounding the range to GPU pages before the call is allowed, although it may
  * then pass the allocation. The tokens are ignored.
  *
- * EINVAL: no GPU memory there (host or managed memory, freed, size 0). ENOTSUP: no way to map it works here;
- * the log says why for each. ENOMEM, EACCES, EMFILE, EIO: what they say.
+ * EINVAL: no GPU memory there (host memory, freed, size 0). ENOTSUP: no way to map it works here (managed memory,
+ * for one); the log says why for each. ENOMEM, EACCES, EMFILE, EIO: what they say.
  */
 int gdr_pin_buffer(gdr_t g, unsigned long addr, size_t size, uint64_t p2p_token, uint32_t va_space,
                    gdr_mh_t *handle);
