@@ -1,0 +1,171 @@
+//! Handles: an index and a generation in 64 bits, so that a stale or invented one is found out.
+//!
+//! A slot never moves, and has a lock of its own: a lookup takes no other, so that copies through different
+//! handles share nothing, and removing an object waits for those who use that object alone.
+
+use std::sync::OnceLock;
+
+use parking_lot::{MappedRwLockReadGuard, Mutex, RwLock, RwLockReadGuard};
+
+/// Slots of the first chunk; each chunk after it has twice as many as the one before.
+const FIRST: u32 = 64;
+/// 64 × (2²⁰ − 1) slots: more than a process has mappings.
+const CHUNKS: usize = 20;
+const SLOTS: u32 = FIRST * ((1 << CHUNKS) - 1);
+
+struct Slot<T> {
+    /// Part of the handle; another with each object. Never 0, so that no handle is.
+    generation: u32,
+    value: Option<T>,
+}
+
+type Chunk<T> = Box<[RwLock<Slot<T>>]>;
+
+struct Vacant {
+    indices: Vec<u32>,
+    /// Indices from here on were never used.
+    unused: u32,
+}
+
+/// Objects that C programs name by number.
+pub(crate) struct Table<T> {
+    chunks: [OnceLock<Chunk<T>>; CHUNKS],
+    vacant: Mutex<Vacant>,
+    /// The first generation of every slot: another in each process, so that a child's handles are not
+    /// taken for its parent's.
+    salt: u32,
+}
+
+impl<T> Table<T> {
+    pub(crate) fn new(salt: u32) -> Self {
+        Self {
+            chunks: [const { OnceLock::new() }; CHUNKS],
+            vacant: Mutex::new(Vacant { indices: Vec::new(), unused: 0 }),
+            salt: salt.max(1),
+        }
+    }
+
+    /// Gives the object a number; none if there are no more.
+    pub(crate) fn insert(&self, value: T) -> Option<u64> {
+        let index = {
+            let mut vacant = self.vacant.lock();
+            match vacant.indices.pop() {
+                Some(index) => index,
+                None if vacant.unused < SLOTS => {
+                    vacant.unused += 1;
+                    vacant.unused - 1
+                }
+                None => return None,
+            }
+        };
+        let (chunk, offset) = place(index)?;
+        let chunk = self.chunks[chunk].get_or_init(|| {
+            let empty = || RwLock::new(Slot { generation: self.salt, value: None });
+            std::iter::repeat_with(empty).take((FIRST as usize) << chunk).collect()
+        });
+        let mut slot = chunk[offset].write();
+        slot.value = Some(value);
+        Some(u64::from(slot.generation) << 32 | u64::from(index))
+    }
+
+    /// The object of that number. It stays while the guard lives.
+    pub(crate) fn get(&self, handle: u64) -> Option<MappedRwLockReadGuard<'_, T>> {
+        let slot = self.slot(handle)?.read();
+        if u64::from(slot.generation) != handle >> 32 {
+            return None;
+        }
+        RwLockReadGuard::try_map(slot, |slot| slot.value.as_ref()).ok()
+    }
+
+    /// Takes the object away, once nobody uses it. Its number is not used again.
+    pub(crate) fn remove(&self, handle: u64) -> Option<T> {
+        let taken = {
+            let mut slot = self.slot(handle)?.write();
+            if u64::from(slot.generation) != handle >> 32 {
+                return None;
+            }
+            let taken = slot.value.take()?;
+            slot.generation = slot.generation.checked_add(1).unwrap_or(1);
+            taken
+        };
+        self.vacant.lock().indices.push(handle as u32);
+        Some(taken)
+    }
+
+    fn slot(&self, handle: u64) -> Option<&RwLock<Slot<T>>> {
+        let (chunk, offset) = place(handle as u32)?;
+        self.chunks[chunk].get()?.get(offset)
+    }
+}
+
+/// In which chunk a slot is, and where in it.
+fn place(index: u32) -> Option<(usize, usize)> {
+    if index >= SLOTS {
+        return None;
+    }
+    let shifted = index + FIRST;
+    let chunk = shifted.ilog2() - FIRST.ilog2();
+    Some((chunk as usize, (shifted - (FIRST << chunk)) as usize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_follow_each_other_without_gaps() {
+        assert_eq!(place(0), Some((0, 0)));
+        assert_eq!(place(63), Some((0, 63)));
+        assert_eq!(place(64), Some((1, 0)));
+        assert_eq!(place(191), Some((1, 127)));
+        assert_eq!(place(192), Some((2, 0)));
+        assert_eq!(place(SLOTS - 1), Some((CHUNKS - 1, ((FIRST as usize) << (CHUNKS - 1)) - 1)));
+        assert_eq!(place(SLOTS), None);
+        assert_eq!(place(u32::MAX), None);
+    }
+
+    #[test]
+    fn a_number_names_one_object_only() {
+        let table = Table::new(7);
+        let first = table.insert("a").unwrap();
+        assert_eq!(table.get(first).as_deref(), Some(&"a"));
+        assert_eq!(table.remove(first), Some("a"));
+        assert_eq!(table.remove(first), None);
+        let second = table.insert("b").unwrap();
+        assert_eq!(first as u32, second as u32, "the slot is used again");
+        assert!(table.get(first).is_none());
+        assert!(table.remove(first).is_none());
+        assert_eq!(table.get(second).as_deref(), Some(&"b"));
+    }
+
+    #[test]
+    fn invented_numbers_name_nothing() {
+        let table = Table::new(1);
+        let known = table.insert(()).unwrap();
+        for handle in
+            [0, 1, u64::MAX, known + 1, known + (1 << 32), known ^ (1 << 63), SLOTS.into()]
+        {
+            assert!(table.get(handle).is_none(), "{handle:#x}");
+            assert!(table.remove(handle).is_none(), "{handle:#x}");
+        }
+    }
+
+    #[test]
+    fn many_objects_from_many_threads() {
+        let table = Table::new(u32::MAX);
+        std::thread::scope(|scope| {
+            for thread in 0..4_u32 {
+                let table = &table;
+                scope.spawn(move || {
+                    let handles: Vec<_> =
+                        (0..500).map(|n| table.insert(thread * 1000 + n).unwrap()).collect();
+                    for (n, handle) in (0..).zip(handles) {
+                        assert_ne!(handle >> 32, 0);
+                        assert_eq!(table.get(handle).as_deref(), Some(&(thread * 1000 + n)));
+                        assert_eq!(table.remove(handle), Some(thread * 1000 + n));
+                    }
+                });
+            }
+        });
+    }
+}

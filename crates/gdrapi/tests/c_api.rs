@@ -1,0 +1,190 @@
+//! The library as C programs have it: installed, linked against, loaded.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+const API: [&str; 17] = [
+    "gdr_close",
+    "gdr_copy_from_mapping",
+    "gdr_copy_to_mapping",
+    "gdr_driver_get_version",
+    "gdr_get_attribute",
+    "gdr_get_callback_flag",
+    "gdr_get_info",
+    "gdr_get_info_v2",
+    "gdr_get_mapping_type_string",
+    "gdr_map",
+    "gdr_map_v2",
+    "gdr_open",
+    "gdr_pin_buffer",
+    "gdr_pin_buffer_v2",
+    "gdr_runtime_get_version",
+    "gdr_unmap",
+    "gdr_unpin_buffer",
+];
+const TEST_HELPERS: [&str; 4] =
+    ["warpwire_sim_alloc", "warpwire_sim_free", "warpwire_sim_read", "warpwire_sim_write"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
+}
+
+/// The library that cargo has just built for this very test: beside the test's own binary.
+fn library() -> PathBuf {
+    let beside = std::env::current_exe().unwrap().with_file_name("libgdrapi.so");
+    assert!(beside.is_file(), "cargo built no {}", beside.display());
+    beside
+}
+
+/// A prefix with the library installed, made once.
+fn prefix() -> &'static Path {
+    static PREFIX: OnceLock<PathBuf> = OnceLock::new();
+    PREFIX.get_or_init(|| {
+        let prefix = Path::new(env!("CARGO_TARGET_TMPDIR")).join("gdrapi-prefix");
+        let _ = fs::remove_dir_all(&prefix);
+        let mut install = Command::new(root().join("tools/install-gdrapi"));
+        ok(install.arg(&prefix).arg(library()));
+        prefix
+    })
+}
+
+fn ok(command: &mut Command) -> String {
+    let Output { status, stdout, stderr } = command.output().expect("it starts");
+    let (stdout, stderr) = (String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
+    assert!(status.success(), "{command:?}: {status}\n{stdout}{stderr}");
+    stdout.into_owned()
+}
+
+/// `api.c`, compiled against what is installed.
+fn program() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(|| {
+        let (prefix, program) = (prefix(), prefix().join("api"));
+        let rpath = format!("-Wl,-rpath,{}/lib", prefix.display());
+        let source = root().join("crates/gdrapi/tests/api.c");
+        let warnings = ["-Wall", "-Wextra", "-Werror"];
+        let mut cc = Command::new("cc");
+        cc.args(["-std=gnu99", "-O1", "-pthread"]).args(warnings).arg(source);
+        cc.arg(format!("-I{}/include", prefix.display()));
+        cc.arg(format!("-L{}/lib", prefix.display()));
+        cc.args(["-lgdrapi", "-ldl", &rpath, "-o"]).arg(&program);
+        ok(&mut cc);
+        program
+    })
+}
+
+fn run(mode: &str) -> Command {
+    let mut command = Command::new(program());
+    command.arg(mode).env("WARPWIRE_GDRAPI_SIM", "1");
+    command.env_remove("GDRCOPY_ENABLE_LOGGING").env_remove("WARPWIRE_WINDOW");
+    command
+}
+
+#[test]
+fn every_call_on_the_simulated_gpu() {
+    let said = ok(&mut run("sim"));
+    assert!(said.contains("sim: all good"), "{said}");
+}
+
+#[test]
+fn every_call_on_cuda() {
+    let required = std::env::var("WARPWIRE_REQUIRE").is_ok_and(|list| list.contains("cuda"));
+    if !required && !Path::new("/dev/nvidiactl").exists() {
+        println!("skipped: no NVIDIA driver here");
+        return;
+    }
+    let said = ok(run("cuda").env_remove("WARPWIRE_GDRAPI_SIM"));
+    assert!(said.contains("cuda: all good"), "{said}");
+}
+
+#[test]
+fn no_session_without_a_gpu() {
+    if Path::new("/dev/nvidiactl").exists() {
+        println!("skipped: there is a GPU");
+        return;
+    }
+    ok(run("absent").env_remove("WARPWIRE_GDRAPI_SIM"));
+    ok(run("absent").env("WARPWIRE_GDRAPI_SIM", "0"));
+}
+
+#[test]
+fn it_speaks_when_asked_to() {
+    let said = |command: &mut Command| {
+        let output = command.output().unwrap();
+        assert!(output.status.success());
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    assert_eq!(said(&mut run("sim")), "");
+    let errors = said(run("sim").env("GDRCOPY_ENABLE_LOGGING", "1"));
+    assert!(errors.contains("gdrapi (warpwire) error: the memory is mapped already"), "{errors}");
+    assert!(!errors.contains("info: pinned"), "{errors}");
+    let all = said(run("sim").env("GDRCOPY_ENABLE_LOGGING", "1").env("GDRCOPY_LOG_LEVEL", "2"));
+    assert!(all.contains("info: pinned 1 bytes at"), "{all}");
+    assert!(all.contains("by memfd"), "{all}");
+}
+
+#[test]
+fn the_header_is_plain_c_and_cpp() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = "#include <gdrapi.h>\n\
+        int ask(gdr_t g, gdr_mh_t handle, gdr_info_t *info) {\n\
+            return gdr_get_info(g, handle, info);\n\
+        }\n";
+    let compile = |compiler: &str, standard: &str, name: &str| {
+        let source = folder.path().join(name);
+        fs::write(&source, text).unwrap();
+        let mut command = Command::new(compiler);
+        command.args([standard, "-Wall", "-pedantic-errors", "-Werror", "-c"]).arg(source);
+        command.arg(format!("-I{}", root().join("include").display()));
+        ok(command.arg("-o").arg(folder.path().join("object.o")));
+    };
+    compile("cc", "-std=c99", "c99.c");
+    compile("cc", "-std=c11", "c11.c");
+    match Command::new("c++").arg("--version").output() {
+        Ok(_) => compile("c++", "-std=c++11", "cpp.cc"),
+        Err(error) => println!("skipped: no C++ compiler ({error})"),
+    }
+}
+
+#[test]
+fn exactly_the_interface_is_exported() {
+    let listed = ok(Command::new("nm").args(["-D", "--defined-only"]).arg(library()));
+    let mut symbols: Vec<_> =
+        listed.lines().filter_map(|line| line.split_whitespace().last()).collect();
+    symbols.sort_unstable();
+    let expected: Vec<_> = API.into_iter().chain(TEST_HELPERS).collect();
+    assert_eq!(symbols, expected);
+}
+
+#[test]
+fn what_is_installed_is_found() {
+    let prefix = prefix();
+    let link = |name: &str| fs::read_link(prefix.join("lib").join(name)).unwrap();
+    assert_eq!(link("libgdrapi.so"), Path::new("libgdrapi.so.2"));
+    assert_eq!(link("libgdrapi.so.2"), Path::new("libgdrapi.so.2.6.0"));
+    let header = fs::read(prefix.join("include/gdrapi.h")).unwrap();
+    assert_eq!(header, fs::read(root().join("include/gdrapi.h")).unwrap());
+    let pc = fs::read_to_string(prefix.join("lib/pkgconfig/gdrapi.pc")).unwrap();
+    assert!(pc.contains(&format!("prefix={}\n", prefix.display())), "{pc}");
+    assert!(pc.contains("Version: 2.6.0") && pc.contains("-lgdrapi"), "{pc}");
+    // What a program that is linked with -lgdrapi asks the loader for.
+    let needed = ok(Command::new("readelf").arg("-d").arg(program()));
+    assert!(needed.contains("[libgdrapi.so.2]"), "{needed}");
+    let dynamic = ok(Command::new("readelf").arg("-d").arg(library()));
+    assert!(dynamic.contains("soname: [libgdrapi.so.2]"), "{dynamic}");
+    assert!(dynamic.contains("NODELETE"), "{dynamic}");
+
+    // Again, over what is there; and without a folder, or with a library that is not there.
+    let script = root().join("tools/install-gdrapi");
+    let other = tempfile::tempdir().unwrap();
+    for _ in 0..2 {
+        ok(Command::new(&script).arg(other.path()).arg(library()));
+    }
+    assert!(!Command::new(&script).output().unwrap().status.success());
+    let mut absent = Command::new(&script);
+    let absent = absent.arg(other.path()).arg("/nowhere/libgdrapi.so").output().unwrap();
+    assert!(!absent.status.success());
+}
