@@ -180,6 +180,7 @@ impl Task<'_> {
             return Ok(host == wanted);
         }
         let mut found = vec![0; host.len()];
+        self.bench.engine_finish()?;
         self.bench.memory.read(self.offset, &mut found)?;
         Ok(found == wanted)
     }

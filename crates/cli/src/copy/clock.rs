@@ -8,10 +8,21 @@ use warpwire::Result;
 /// Calls are timed in so many groups, since one call may be shorter than the clock's own reading.
 const GROUPS: u32 = 100;
 const WARM_UPS: u32 = 10;
-/// A group takes at least this long, if there are enough calls, so that the clock's own time is lost in it.
+/// Calls that take less are timed one by one; others in groups of at least this long, so that the clock's
+/// own time is lost in them.
 const GROUP: Duration = Duration::from_micros(2);
 /// A series ends when this has passed, however many calls were asked for.
 const BUDGET: Duration = Duration::from_millis(100);
+
+/// Between short calls.
+const PAUSE: Duration = Duration::from_nanos(500);
+
+/// What reading the clock twice takes by itself.
+fn clock_cost() -> Duration {
+    let mut costs: Vec<_> = (0..1001).map(|_| Instant::now().elapsed()).collect();
+    costs.sort();
+    costs[500]
+}
 
 /// The times of a call, in microseconds.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -47,6 +58,9 @@ impl Series {
             self.add(each, 1);
             return Ok(());
         }
+        if each < GROUP {
+            return self.run_apart(times, act);
+        }
         let filling = |time: Duration| {
             u32::try_from(time.as_nanos() / each.as_nanos().max(1)).unwrap_or(u32::MAX)
         };
@@ -60,6 +74,26 @@ impl Series {
             }
             self.add(before.elapsed(), count);
             done += count;
+        }
+        Ok(())
+    }
+
+    /// Times short calls one by one, with pauses between them. Back to back they would queue up behind each
+    /// other on the bus, and show its rate, not the time that a caller waits.
+    fn run_apart(&mut self, times: u32, mut act: impl FnMut() -> Result<()>) -> Result<()> {
+        let clock = clock_cost();
+        let start = Instant::now();
+        for _ in 0..times {
+            let before = Instant::now();
+            act()?;
+            let took = before.elapsed();
+            self.add(took.saturating_sub(clock), 1);
+            while before.elapsed() < took + PAUSE {
+                std::hint::spin_loop();
+            }
+            if start.elapsed() > BUDGET {
+                break;
+            }
         }
         Ok(())
     }

@@ -335,6 +335,8 @@ impl Lab<'_> {
         let (at, len) = (spot.offsets().0, spot.size as usize);
         let (mut wanted, mut found) = (vec![0; len], vec![0; len]);
         pattern::fill_bytes(&mut wanted, spot.size, 0);
+        // The driver's last copy may still be on its way, and must not arrive after ours.
+        self.bench.engine_finish()?;
         match spot.direction {
             Direction::Write => {
                 self.copier.write(at, &wanted)?;

@@ -139,6 +139,11 @@ pub(super) struct Bench {
 }
 
 impl Bench {
+    /// Waits for copies by the driver that are still under way.
+    pub(super) fn engine_finish(&self) -> warpwire::Result<()> {
+        self.driver.as_ref().map_or(Ok(()), DriverCopies::finish)
+    }
+
     /// Copies to the device as a program without this library would: cuMemcpyHtoD.
     pub(super) fn engine_write(&self, offset: u64, from: &[u8]) -> warpwire::Result<()> {
         match &self.driver {

@@ -261,31 +261,40 @@ impl Window {
 
     /// Copies `from` into device memory at `offset` of the window, with the widest stores there are, and
     /// puts it on its way.
+    #[inline]
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
-        self.write_by(self.stores, offset, from)
+        let to = self.pointer(offset, from.len())?;
+        // SAFETY: both ranges are valid for that length, the routine was found available when the window
+        // was opened, and `from` is ordinary memory, which cannot overlap the device's.
+        unsafe { copy::store(self.stores, to.as_ptr(), from.as_ptr(), from.len()) };
+        copy::store_fence();
+        Ok(())
     }
 
     /// The same with stores of a given sort, for comparisons.
     pub fn write_by(&self, routine: Routine, offset: u64, from: &[u8]) -> Result<()> {
         let to = self.pointer(offset, from.len())?;
         check_routine(routine)?;
-        // SAFETY: both ranges are valid for that length, the routine is available, and `from` is
-        // ordinary memory, which cannot overlap the device's.
+        // SAFETY: as in `write`; the routine is available.
         unsafe { copy::store(routine, to.as_ptr(), from.as_ptr(), from.len()) };
         copy::store_fence();
         Ok(())
     }
 
     /// Copies device memory at `offset` of the window into `into`, with the widest loads there are.
+    #[inline]
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        self.read_by(self.loads, offset, into)
+        let from = self.pointer(offset, into.len())?;
+        // SAFETY: as in `write`.
+        unsafe { copy::load(self.loads, into.as_mut_ptr(), from.as_ptr(), into.len()) };
+        Ok(())
     }
 
     /// The same with loads of a given sort, for comparisons.
     pub fn read_by(&self, routine: Routine, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = self.pointer(offset, into.len())?;
         check_routine(routine)?;
-        // SAFETY: as in write_by.
+        // SAFETY: as in `write`; the routine is available.
         unsafe { copy::load(routine, into.as_mut_ptr(), from.as_ptr(), into.len()) };
         Ok(())
     }
@@ -300,6 +309,7 @@ impl Window {
         });
     }
 
+    #[inline]
     fn pointer(&self, offset: u64, len: usize) -> Result<NonNull<u8>> {
         check_range(offset, len as u64, self.len(), "a CPU window")?;
         // SAFETY: in range by the check above.

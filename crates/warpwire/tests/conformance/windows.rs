@@ -16,6 +16,7 @@ cases![
     windows_say_how_they_came_to_be,
     every_routine_copies_exactly,
     single_words_go_through_windows,
+    odd_pieces_are_there_at_once,
     a_running_kernel_sees_what_the_cpu_writes,
     freed_memory_stays_readable_through_a_window,
     wrong_windows_are_refused,
@@ -114,6 +115,28 @@ fn every_routine_copies_exactly(f: &Fixture) {
             window.read_by(routine, offset, &mut back).unwrap();
             assert!(back == data[..len], "{routine} load at {offset}, {len} bytes");
         }
+    }
+}
+
+/// Bytes that the bus carries apart, read by the engine right after they were written.
+fn odd_pieces_are_there_at_once(f: &Fixture) {
+    let memory = f.gpu.alloc(8192).unwrap();
+    let window = memory.window().unwrap();
+    let mut model = vec![0; 8192];
+    memory.write(0, &model).unwrap();
+    let mut data = [0; 128];
+    for round in 0..3000_u64 {
+        let random = pattern::word(77, round);
+        let (offset, len) = ((random % 8000) as usize, (random >> 32) as usize % 128 + 1);
+        pattern::fill_bytes(&mut data, round, 0);
+        window.write(offset as u64, &data[..len]).unwrap();
+        model[offset..offset + len].copy_from_slice(&data[..len]);
+        let mut found = vec![0; len + 64];
+        memory.read(offset as u64, &mut found).unwrap();
+        assert!(
+            found == model[offset..offset + len + 64],
+            "round {round}: {len} bytes at {offset}"
+        );
     }
 }
 

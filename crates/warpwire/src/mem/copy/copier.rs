@@ -1,5 +1,6 @@
 //! Copies between buffers of the host and one piece of device memory, by the fastest way for each size.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use super::super::agent::Agent;
 use super::super::allocation::{Allocation, Region};
 use super::super::stream::{Event, Stream};
 use super::super::window::Window;
-use super::plan::{Direction, Plan, Way};
+use super::plan::{Direction, Plan, Way, median};
 use crate::error::{Error, Result};
 
 /// How much the agent carries at a time.
@@ -44,6 +45,8 @@ pub struct Copier {
 struct Helper {
     agent: Arc<Agent>,
     staging: Mutex<Allocation>,
+    /// The reads that it serves fastest.
+    reads: Option<RangeInclusive<u64>>,
 }
 
 impl Copier {
@@ -57,7 +60,9 @@ impl Copier {
     pub fn with(memory: &Allocation, plan: Arc<Plan>, agent: Option<Arc<Agent>>) -> Result<Self> {
         let helper = agent.map(|agent| {
             let staging = memory.device().alloc_pinned(STAGING + AGENT_ALIGNMENT)?;
-            Ok::<_, Error>(Helper { agent, staging: Mutex::new(staging) })
+            let mut helper = Helper { agent, staging: Mutex::new(staging), reads: None };
+            helper.reads = plan.agent_reads(helper.latency(memory)?);
+            Ok::<_, Error>(helper)
         });
         let helper = helper.transpose()?;
         Ok(Self {
@@ -76,9 +81,12 @@ impl Copier {
 
     /// The way that a copy of `len` bytes takes.
     pub fn way(&self, direction: Direction, len: u64) -> Way {
+        let by_agent = |helper: &Helper| {
+            direction == Direction::Read && helper.reads.as_ref().is_some_and(|r| r.contains(&len))
+        };
         let way = match &self.helper {
-            Some(_) => self.plan.way_with_agent(direction, len),
-            None => self.plan.way(direction, len),
+            Some(helper) if by_agent(helper) => Way::Agent,
+            _ => self.plan.way(direction, len),
         };
         match (way, &self.window) {
             (Way::Window, Err(_)) => Way::Engine,
@@ -122,6 +130,13 @@ impl Copier {
 }
 
 impl Helper {
+    /// What a small read takes, in microseconds.
+    fn latency(&self, memory: &Allocation) -> Result<f64> {
+        let mut buffer = [0; 1024];
+        let len = memory.len().min(buffer.len() as u64) as usize;
+        median(|| self.read(memory, 0, &mut buffer[..len]))
+    }
+
     fn read(&self, memory: &Allocation, offset: u64, into: &mut [u8]) -> Result<()> {
         let staging = self.staging.lock();
         let mut at = offset;
@@ -145,7 +160,9 @@ pub(super) struct Stage {
 }
 
 /// The size of a half.
-const HALF: u64 = 128 << 10;
+const HALF: u64 = 512 << 10;
+/// The least that is fetched at a time: each fetch costs some microseconds of its own.
+const LEAST_FETCH: u64 = 64 << 10;
 /// No half takes as long.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -158,17 +175,19 @@ impl Stage {
 
     /// Copies `from` into `into`, which is as long.
     pub(super) fn read(&self, from: &Region, into: &mut [u8]) -> Result<()> {
-        let count = into.len().div_ceil(HALF as usize);
+        // A quarter at a time, so that most of the CPU's work lies beside the engine's.
+        let step = (from.len() / 4).next_multiple_of(4096).clamp(LEAST_FETCH, HALF);
+        let count = into.len().div_ceil(step as usize);
         let fetch = |number: usize| {
             let (half, event) = &self.halves[number % 2];
-            let at = number as u64 * HALF;
-            let len = (from.len() - at).min(HALF);
+            let at = number as u64 * step;
+            let len = (from.len() - at).min(step);
             let part = from.allocation().region(from.offset() + at, len)?;
             self.stream.copy(&half.region(0, len)?, &part)?;
             self.stream.record(event)
         };
         fetch(0)?;
-        for (number, part) in into.chunks_mut(HALF as usize).enumerate() {
+        for (number, part) in into.chunks_mut(step as usize).enumerate() {
             if number + 1 < count {
                 fetch(number + 1)?;
             }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -86,9 +87,8 @@ pub struct Plan {
     window_writes: u64,
     /// The largest read that goes through the window.
     window_reads: u64,
-    /// The smallest read that goes through pinned memory.
-    #[serde(default = "never")]
-    staged_reads: u64,
+    /// The smallest and the largest read that go through pinned memory.
+    staged_reads: Option<(u64, u64)>,
     /// What it rests on; empty if it was set by hand.
     samples: Vec<Sample>,
 }
@@ -112,23 +112,16 @@ const SIZES: [u64; 12] = [
 const FIRST_STAGED: u64 = 32 << 10;
 /// How long one way is measured at one size, at most.
 const BUDGET: Duration = Duration::from_millis(4);
-/// Reads that one agent serves faster than window or engine, on the machines seen.
-const AGENT_READS: std::ops::RangeInclusive<u64> = 512..=(512 << 10);
-
-fn never() -> u64 {
-    u64::MAX
-}
-
 impl Plan {
     /// A plan with the largest sizes that go through the window.
     pub fn by_hand(window_writes: u64, window_reads: u64) -> Self {
-        Self { window_writes, window_reads, staged_reads: never(), samples: Vec::new() }
+        Self { window_writes, window_reads, staged_reads: None, samples: Vec::new() }
     }
 
     /// The same plan with reads of `len` bytes and more going through pinned memory.
     #[must_use]
     pub fn staged_from(mut self, len: u64) -> Self {
-        self.staged_reads = len;
+        self.staged_reads = Some((len, u64::MAX));
         self
     }
 
@@ -197,7 +190,7 @@ impl Plan {
         let mut samples = Vec::new();
         let window_writes = measure(Direction::Write, &memory, &window, &mut samples)?;
         let window_reads = measure(Direction::Read, &memory, &window, &mut samples)?;
-        let staged_reads = smallest_staged(&samples);
+        let staged_reads = staged_range(&samples);
         Ok(Self { window_writes, window_reads, staged_reads, samples })
     }
 
@@ -209,18 +202,30 @@ impl Plan {
         };
         if len <= border {
             Way::Window
-        } else if direction == Direction::Read && len >= self.staged_reads {
+        } else if direction == Direction::Read
+            && self.staged_reads.is_some_and(|(from, to)| (from..=to).contains(&len))
+        {
             Way::Staged
         } else {
             Way::Engine
         }
     }
 
-    /// The way for a copy of `len` bytes where an agent runs.
-    pub fn way_with_agent(&self, direction: Direction, len: u64) -> Way {
-        match (direction, self.way(direction, len)) {
-            (Direction::Read, _) if AGENT_READS.contains(&len) => Way::Agent,
-            (_, way) => way,
+    /// The reads that an agent serves fastest which takes `latency` microseconds for a small one: from where
+    /// the window takes longer, to where the engine's rate counts for more than its start.
+    pub(super) fn agent_reads(&self, latency: f64) -> Option<RangeInclusive<u64>> {
+        const LARGEST: u64 = 512 << 10;
+        // Where nothing was measured: what was found on the machines seen.
+        const USUAL: u64 = 3 << 10;
+        let mut reads = self.samples.iter().filter(|s| s.direction == Direction::Read).peekable();
+        if reads.peek().is_none() {
+            return Some(USUAL..=LARGEST);
+        }
+        let slower = |s: &&Sample| s.window_us.is_none_or(|window| window > latency);
+        let engine_slower = |s: &Sample| s.engine_us > latency;
+        match reads.find(slower) {
+            Some(sample) if engine_slower(sample) => Some(sample.len / 2 + 1..=LARGEST),
+            _ => None,
         }
     }
 
@@ -321,11 +326,14 @@ fn measure(
     Ok(if window_lost { border } else { u64::MAX })
 }
 
-/// From which size on staging is faster, at that and at all larger sizes.
-fn smallest_staged(samples: &[Sample]) -> u64 {
+/// The sizes at which staging is faster, if there are any.
+fn staged_range(samples: &[Sample]) -> Option<(u64, u64)> {
     let wins = |sample: &&Sample| sample.staged_us.is_some_and(|staged| staged < sample.engine_us);
-    let reads = samples.iter().filter(|sample| sample.direction == Direction::Read);
-    reads.rev().take_while(wins).last().map_or(never(), |sample| sample.len)
+    let mut won = samples.iter().filter(wins).map(|sample| sample.len);
+    let first = won.next()?;
+    let last = won.next_back().unwrap_or(first);
+    // The largest size measured stands for all larger ones.
+    Some((first, if last == SIZES[SIZES.len() - 1] { u64::MAX } else { last }))
 }
 
 /// The size at which the ratio is 1, on a straight line between logarithms.
@@ -336,7 +344,7 @@ fn crossing((small, under): (u64, f64), (large, over): (u64, f64)) -> u64 {
 }
 
 /// The median time of a copy in microseconds, from as many as the budget allows.
-fn median(mut copy: impl FnMut() -> Result<()>) -> Result<f64> {
+pub(super) fn median(mut copy: impl FnMut() -> Result<()>) -> Result<f64> {
     const FEWEST: usize = 5;
     const MOST: usize = 400;
     copy()?;
@@ -363,8 +371,10 @@ impl fmt::Display for Plan {
         if self.samples.is_empty() {
             return Ok(());
         }
-        if self.staged_reads != never() {
-            writeln!(f, "reads through pinned memory: from {}", units::bytes(self.staged_reads))?;
+        if let Some((from, to)) = self.staged_reads {
+            let to =
+                if to == u64::MAX { "on".to_owned() } else { format!("to {}", units::bytes(to)) };
+            writeln!(f, "reads through pinned memory: from {} {to}", units::bytes(from))?;
         }
         let [window, engine, staged] = ["window us", "engine us", "staged us"];
         writeln!(f, "\n{:<6} {:>9} {window:>11} {engine:>11} {staged:>11}  best", "", "size")?;
@@ -403,15 +413,33 @@ mod tests {
         assert!((1024..1400).contains(&near), "{near}");
     }
 
+    fn sample(len: u64, window_us: f64, engine_us: f64, staged_us: Option<f64>) -> Sample {
+        Sample { direction: Direction::Read, len, window_us: Some(window_us), engine_us, staged_us }
+    }
+
+    #[test]
+    fn agents_and_staging_get_what_they_win() {
+        let samples = vec![
+            sample(1 << 10, 1.0, 8.0, None),
+            sample(4 << 10, 4.0, 9.0, None),
+            sample(64 << 10, 70.0, 16.0, Some(12.0)),
+            sample(1 << 20, 1000.0, 120.0, Some(150.0)),
+        ];
+        assert_eq!(staged_range(&samples), Some((64 << 10, 64 << 10)));
+        let plan = Plan { samples, ..Plan::by_hand(0, 0) };
+        assert_eq!(plan.agent_reads(3.4), Some(2049..=512 << 10));
+        assert_eq!(plan.agent_reads(1e6), None, "an agent slower than all gets nothing");
+    }
+
     #[test]
     fn ways_change_at_the_border() {
         let plan = Plan::by_hand(1000, 100);
         assert_eq!(plan.way(Direction::Write, 1000), Way::Window);
         assert_eq!(plan.way(Direction::Write, 1001), Way::Engine);
-        assert_eq!(plan.way_with_agent(Direction::Read, 4096), Way::Agent);
-        assert_eq!(plan.way_with_agent(Direction::Read, 64), Way::Window);
-        assert_eq!(plan.way_with_agent(Direction::Write, 4096), Way::Engine);
-        assert_eq!(plan.way_with_agent(Direction::Read, 1 << 30), Way::Engine);
+        assert_eq!(plan.agent_reads(3.0), Some(3 << 10..=512 << 10));
+        let staged = plan.clone().staged_from(5000);
+        assert_eq!(staged.way(Direction::Read, 4999), Way::Engine);
+        assert_eq!(staged.way(Direction::Read, 5000), Way::Staged);
         assert!(plan.to_string().contains("up to 1000 B"));
     }
 }

@@ -105,6 +105,11 @@ impl DriverCopies {
         let (from, len) = (region.address().raw(), into.len());
         call!(self.device.driver, copy_to_host(into.as_mut_ptr().cast(), from, len))
     }
+
+    /// Returns when all of them have arrived.
+    pub fn finish(&self) -> Result<()> {
+        call!(self.device.driver, stream_synchronize(sys::StreamHandle::NULL))
+    }
 }
 
 impl Drop for DriverCopies {
