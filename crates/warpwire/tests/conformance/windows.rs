@@ -17,6 +17,7 @@ cases![
     every_routine_copies_exactly,
     single_words_go_through_windows,
     odd_pieces_are_there_at_once,
+    several_threads_write_together,
     a_running_kernel_sees_what_the_cpu_writes,
     freed_memory_stays_readable_through_a_window,
     wrong_windows_are_refused,
@@ -138,6 +139,22 @@ fn odd_pieces_are_there_at_once(f: &Fixture) {
             "round {round}: {len} bytes at {offset}"
         );
     }
+}
+
+fn several_threads_write_together(f: &Fixture) {
+    let memory = f.gpu.alloc((3 << 20) + 77).unwrap();
+    let window = memory.window().unwrap();
+    let mut data = vec![0; (3 << 20) + 50];
+    pattern::fill_bytes(&mut data, 6, 0);
+    for threads in [0, 1, 3, 64] {
+        memory.write(0, &vec![0; (3 << 20) + 77]).unwrap();
+        window.write_by_threads(threads, 9, &data).unwrap();
+        let mut found = vec![0; data.len()];
+        memory.read(9, &mut found).unwrap();
+        assert!(found == data, "{threads} threads");
+    }
+    assert!(window.write_by_threads(2, 100, &data).is_err(), "past the end");
+    window.write_by_threads(2, 0, &[]).unwrap();
 }
 
 fn single_words_go_through_windows(f: &Fixture) {

@@ -10,7 +10,7 @@ use super::super::agent::Agent;
 use super::super::allocation::{Allocation, Region};
 use super::super::stream::{Event, Stream};
 use super::super::window::Window;
-use super::plan::{Direction, Plan, Way, median};
+use super::plan::{Direction, Plan, Way, median, threads};
 use crate::error::{Error, Result};
 
 /// How much the agent carries at a time.
@@ -89,7 +89,7 @@ impl Copier {
             _ => self.plan.way(direction, len),
         };
         match (way, &self.window) {
-            (Way::Window, Err(_)) => Way::Engine,
+            (Way::Window | Way::Threads, Err(_)) => Way::Engine,
             (way, _) => way,
         }
     }
@@ -101,6 +101,10 @@ impl Copier {
                 // The window outlives a free, so that a look beforehand is enough.
                 self.memory.check_live()?;
                 window.write(offset, from)
+            }
+            (Way::Threads, Ok(window)) => {
+                self.memory.check_live()?;
+                window.write_by_threads(threads(), offset, from)
             }
             _ => self.memory.write(offset, from),
         }
@@ -162,7 +166,7 @@ pub(super) struct Stage {
 /// The size of a half.
 const HALF: u64 = 512 << 10;
 /// The least that is fetched at a time: each fetch costs some microseconds of its own.
-const LEAST_FETCH: u64 = 64 << 10;
+const LEAST_FETCH: u64 = 128 << 10;
 /// No half takes as long.
 const PATIENCE: Duration = Duration::from_secs(10);
 

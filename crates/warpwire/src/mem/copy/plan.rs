@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -38,6 +38,8 @@ pub enum Direction {
 pub enum Way {
     /// Stores or loads of the CPU, through a window.
     Window,
+    /// Stores of several threads, through a window.
+    Threads,
     /// The copy agent, where one runs.
     Agent,
     /// The device's copy engine, straight from or into the caller's buffer.
@@ -50,6 +52,7 @@ impl fmt::Display for Way {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Window => "window",
+            Self::Threads => "threads",
             Self::Agent => "agent",
             Self::Engine => "engine",
             Self::Staged => "staged",
@@ -71,6 +74,9 @@ pub struct Sample {
     /// Microseconds by the copy engine through pinned memory, where it was tried.
     #[serde(default)]
     pub staged_us: Option<f64>,
+    /// Microseconds through the window by several threads, where it was tried.
+    #[serde(default)]
+    pub threads_us: Option<f64>,
 }
 
 /// Up to which size each way is the fastest on a device.
@@ -87,18 +93,20 @@ pub struct Plan {
     window_writes: u64,
     /// The largest read that goes through the window.
     window_reads: u64,
-    /// The smallest and the largest read that go through pinned memory.
-    staged_reads: Option<(u64, u64)>,
+    /// The smallest read that goes through pinned memory, if that was set by hand.
+    staged_reads: Option<u64>,
     /// What it rests on; empty if it was set by hand.
     samples: Vec<Sample>,
 }
 
 /// The sizes that are measured. Between them the border is interpolated.
-const SIZES: [u64; 12] = [
+const SIZES: [u64; 14] = [
     64,
     256,
     1 << 10,
+    2 << 10,
     4 << 10,
+    8 << 10,
     16 << 10,
     32 << 10,
     64 << 10,
@@ -110,6 +118,8 @@ const SIZES: [u64; 12] = [
 ];
 /// Smaller reads are not worth staging.
 const FIRST_STAGED: u64 = 32 << 10;
+/// Smaller writes are over before the threads have started.
+const FIRST_BY_THREADS: u64 = 1 << 20;
 /// How long one way is measured at one size, at most.
 const BUDGET: Duration = Duration::from_millis(4);
 impl Plan {
@@ -121,7 +131,7 @@ impl Plan {
     /// The same plan with reads of `len` bytes and more going through pinned memory.
     #[must_use]
     pub fn staged_from(mut self, len: u64) -> Self {
-        self.staged_reads = Some((len, u64::MAX));
+        self.staged_reads = Some(len);
         self
     }
 
@@ -190,8 +200,7 @@ impl Plan {
         let mut samples = Vec::new();
         let window_writes = measure(Direction::Write, &memory, &window, &mut samples)?;
         let window_reads = measure(Direction::Read, &memory, &window, &mut samples)?;
-        let staged_reads = staged_range(&samples);
-        Ok(Self { window_writes, window_reads, staged_reads, samples })
+        Ok(Self { window_writes, window_reads, staged_reads: None, samples })
     }
 
     /// The way for a copy of `len` bytes, where no agent runs.
@@ -200,15 +209,31 @@ impl Plan {
             Direction::Write => self.window_writes,
             Direction::Read => self.window_reads,
         };
-        if len <= border {
-            Way::Window
-        } else if direction == Direction::Read
-            && self.staged_reads.is_some_and(|(from, to)| (from..=to).contains(&len))
-        {
-            Way::Staged
-        } else {
-            Way::Engine
+        let through_window = len <= border;
+        match direction {
+            Direction::Write if through_window && self.wins(direction, len, |s| s.threads_us) => {
+                Way::Threads
+            }
+            _ if through_window => Way::Window,
+            Direction::Read if self.staged_reads.is_some_and(|from| len >= from) => Way::Staged,
+            Direction::Read if self.wins(direction, len, |s| s.staged_us) => Way::Staged,
+            _ => Way::Engine,
         }
+    }
+
+    /// Whether another way was clearly faster than the usual one, at the next size that was measured.
+    fn wins(&self, direction: Direction, len: u64, other: impl Fn(&Sample) -> Option<f64>) -> bool {
+        const CLEARLY: f64 = 0.95;
+        let mut samples = self.samples.iter().filter(|sample| sample.direction == direction);
+        let nearest =
+            samples.clone().find(|sample| sample.len >= len).or_else(|| samples.next_back());
+        nearest.is_some_and(|sample| {
+            let usual = match direction {
+                Direction::Write => sample.window_us.unwrap_or(sample.engine_us),
+                Direction::Read => sample.engine_us,
+            };
+            other(sample).is_some_and(|time| time < usual * CLEARLY)
+        })
     }
 
     /// The reads that an agent serves fastest which takes `latency` microseconds for a small one: from where
@@ -277,6 +302,13 @@ fn cache_file(device: &Device) -> Option<PathBuf> {
         .then(|| folder.join("warpwire").join(format!("{}.json", cache_name(device))))
 }
 
+/// How many threads write together: more than a few add nothing on the bus.
+pub(super) fn threads() -> usize {
+    static COUNT: OnceLock<usize> = OnceLock::new();
+    *COUNT
+        .get_or_init(|| std::thread::available_parallelism().map_or(1, |count| count.get().min(4)))
+}
+
 /// Measures both ways at each size until the engine is clearly ahead, and returns the border.
 fn measure(
     direction: Direction,
@@ -310,8 +342,14 @@ fn measure(
             }
             _ => None,
         };
+        let threads_us = match direction {
+            Direction::Write if len >= FIRST_BY_THREADS && !window_lost && threads() > 1 => {
+                Some(median(|| window.write_by_threads(threads(), 0, part))?)
+            }
+            _ => None,
+        };
         let (window_us, engine_us) = (through_window, engine);
-        samples.push(Sample { direction, len, window_us, engine_us, staged_us });
+        samples.push(Sample { direction, len, window_us, engine_us, staged_us, threads_us });
         let Some(through_window) = through_window else { continue };
         let ratio = through_window / engine;
         if ratio <= 1.0 {
@@ -324,16 +362,6 @@ fn measure(
         before = Some((len, ratio));
     }
     Ok(if window_lost { border } else { u64::MAX })
-}
-
-/// The sizes at which staging is faster, if there are any.
-fn staged_range(samples: &[Sample]) -> Option<(u64, u64)> {
-    let wins = |sample: &&Sample| sample.staged_us.is_some_and(|staged| staged < sample.engine_us);
-    let mut won = samples.iter().filter(wins).map(|sample| sample.len);
-    let first = won.next()?;
-    let last = won.next_back().unwrap_or(first);
-    // The largest size measured stands for all larger ones.
-    Some((first, if last == SIZES[SIZES.len() - 1] { u64::MAX } else { last }))
 }
 
 /// The size at which the ratio is 1, on a straight line between logarithms.
@@ -371,23 +399,24 @@ impl fmt::Display for Plan {
         if self.samples.is_empty() {
             return Ok(());
         }
-        if let Some((from, to)) = self.staged_reads {
-            let to =
-                if to == u64::MAX { "on".to_owned() } else { format!("to {}", units::bytes(to)) };
-            writeln!(f, "reads through pinned memory: from {} {to}", units::bytes(from))?;
-        }
-        let [window, engine, staged] = ["window us", "engine us", "staged us"];
-        writeln!(f, "\n{:<6} {:>9} {window:>11} {engine:>11} {staged:>11}  best", "", "size")?;
+        let heads = ["window us", "engine us", "staged us", "threads us"];
+        let [window, engine, staged, threads] = heads;
+        writeln!(
+            f,
+            "\n{:<6}{:>9}{window:>11}{engine:>11}{staged:>11}{threads:>12}  best",
+            "", "size"
+        )?;
         for sample in &self.samples {
-            let Sample { direction, len, window_us, engine_us, staged_us } = sample;
+            let Sample { direction, len, window_us, engine_us, staged_us, threads_us } = sample;
             let name = match direction {
                 Direction::Write => "write",
                 Direction::Read => "read",
             };
             let time = |us: &Option<f64>| us.map_or("-".to_owned(), |us| format!("{us:.2}"));
-            let (window, staged) = (time(window_us), time(staged_us));
+            let (window, staged, threads) = (time(window_us), time(staged_us), time(threads_us));
             let (size, way) = (units::bytes(*len), self.way(*direction, *len));
-            writeln!(f, "{name:<6} {size:>9} {window:>11} {engine_us:>11.2} {staged:>11}  {way}")?;
+            write!(f, "{name:<6}{size:>9}{window:>11}{engine_us:>11.2}{staged:>11}")?;
+            writeln!(f, "{threads:>12}  {way}")?;
         }
         Ok(())
     }
@@ -414,7 +443,8 @@ mod tests {
     }
 
     fn sample(len: u64, window_us: f64, engine_us: f64, staged_us: Option<f64>) -> Sample {
-        Sample { direction: Direction::Read, len, window_us: Some(window_us), engine_us, staged_us }
+        let (direction, window_us) = (Direction::Read, Some(window_us));
+        Sample { direction, len, window_us, engine_us, staged_us, threads_us: None }
     }
 
     #[test]
@@ -425,8 +455,10 @@ mod tests {
             sample(64 << 10, 70.0, 16.0, Some(12.0)),
             sample(1 << 20, 1000.0, 120.0, Some(150.0)),
         ];
-        assert_eq!(staged_range(&samples), Some((64 << 10, 64 << 10)));
         let plan = Plan { samples, ..Plan::by_hand(0, 0) };
+        assert_eq!(plan.way(Direction::Read, 40 << 10), Way::Staged);
+        assert_eq!(plan.way(Direction::Read, 65 << 10), Way::Engine);
+        assert_eq!(plan.way(Direction::Read, 1 << 30), Way::Engine);
         assert_eq!(plan.agent_reads(3.4), Some(2049..=512 << 10));
         assert_eq!(plan.agent_reads(1e6), None, "an agent slower than all gets nothing");
     }
