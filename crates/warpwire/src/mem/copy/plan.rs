@@ -116,10 +116,13 @@ const SIZES: [u64; 14] = [
     1 << 20,
     4 << 20,
 ];
+const LARGEST: u64 = SIZES[SIZES.len() - 1];
 /// Smaller reads are not worth staging.
 const FIRST_STAGED: u64 = 32 << 10;
 /// Smaller writes are over before the threads have started.
-const FIRST_BY_THREADS: u64 = 1 << 20;
+const FIRST_BY_THREADS: u64 = 8 << 20;
+/// A way that costs threads or memory of its own must win by this much.
+const CLEARLY: f64 = 0.85;
 /// How long one way is measured at one size, at most.
 const BUDGET: Duration = Duration::from_millis(4);
 impl Plan {
@@ -193,8 +196,7 @@ impl Plan {
 
     /// Measures a device, in well under a second.
     pub fn calibrate(device: &Device) -> Result<Self> {
-        let largest = SIZES[SIZES.len() - 1];
-        let memory = device.alloc_kind(largest, MemoryKind::Vmm)?;
+        let memory = device.alloc_kind(LARGEST, MemoryKind::Vmm)?;
         // Without a window there is nothing to choose.
         let Ok(window) = memory.window() else { return Ok(Self::by_hand(0, 0)) };
         let mut samples = Vec::new();
@@ -209,47 +211,46 @@ impl Plan {
             Direction::Write => self.window_writes,
             Direction::Read => self.window_reads,
         };
-        let through_window = len <= border;
         match direction {
-            Direction::Write if through_window && self.wins(direction, len, |s| s.threads_us) => {
-                Way::Threads
-            }
-            _ if through_window => Way::Window,
-            Direction::Read if self.staged_reads.is_some_and(|from| len >= from) => Way::Staged,
-            Direction::Read if self.wins(direction, len, |s| s.staged_us) => Way::Staged,
+            Direction::Write if len >= FIRST_BY_THREADS && self.threads_win() => Way::Threads,
+            _ if len <= border => Way::Window,
+            Direction::Read if self.staging_wins(len) => Way::Staged,
             _ => Way::Engine,
         }
     }
 
-    /// Whether another way was clearly faster than the usual one, at the next size that was measured.
-    fn wins(&self, direction: Direction, len: u64, other: impl Fn(&Sample) -> Option<f64>) -> bool {
-        const CLEARLY: f64 = 0.95;
-        let mut samples = self.samples.iter().filter(|sample| sample.direction == direction);
-        let nearest =
-            samples.clone().find(|sample| sample.len >= len).or_else(|| samples.next_back());
-        nearest.is_some_and(|sample| {
-            let usual = match direction {
-                Direction::Write => sample.window_us.unwrap_or(sample.engine_us),
-                Direction::Read => sample.engine_us,
-            };
-            other(sample).is_some_and(|time| time < usual * CLEARLY)
-        })
+    /// Whether several threads were clearly faster at the largest size: beyond it, more so.
+    fn threads_win(&self) -> bool {
+        let mut writes = self.samples.iter().filter(|s| s.direction == Direction::Write);
+        let last = writes.next_back().and_then(|s| s.threads_us.zip(s.window_us));
+        last.is_some_and(|(threads, window)| threads < window * CLEARLY)
+    }
+
+    /// Whether pinned memory was clearly faster at the next size that was measured. Beyond the largest it is
+    /// not: there the CPU's copy costs more than the driver's staging.
+    fn staging_wins(&self, len: u64) -> bool {
+        if let Some(from) = self.staged_reads {
+            return len >= from;
+        }
+        let mut reads = self.samples.iter().filter(|s| s.direction == Direction::Read);
+        let next = reads.find(|s| s.len >= len);
+        next.is_some_and(|s| s.staged_us.is_some_and(|staged| staged < s.engine_us * CLEARLY))
     }
 
     /// The reads that an agent serves fastest which takes `latency` microseconds for a small one: from where
     /// the window takes longer, to where the engine's rate counts for more than its start.
     pub(super) fn agent_reads(&self, latency: f64) -> Option<RangeInclusive<u64>> {
-        const LARGEST: u64 = 512 << 10;
+        const LARGEST_READ: u64 = 512 << 10;
         // Where nothing was measured: what was found on the machines seen.
         const USUAL: u64 = 3 << 10;
         let mut reads = self.samples.iter().filter(|s| s.direction == Direction::Read).peekable();
         if reads.peek().is_none() {
-            return Some(USUAL..=LARGEST);
+            return Some(USUAL..=LARGEST_READ);
         }
         let slower = |s: &&Sample| s.window_us.is_none_or(|window| window > latency);
         let engine_slower = |s: &Sample| s.engine_us > latency;
         match reads.find(slower) {
-            Some(sample) if engine_slower(sample) => Some(sample.len / 2 + 1..=LARGEST),
+            Some(sample) if engine_slower(sample) => Some(sample.len / 2 + 1..=LARGEST_READ),
             _ => None,
         }
     }
@@ -316,7 +317,13 @@ fn measure(
     window: &Window,
     samples: &mut Vec<Sample>,
 ) -> Result<u64> {
-    let mut buffer = vec![1; SIZES[SIZES.len() - 1] as usize];
+    let mut buffer = vec![1; LARGEST as usize];
+    // Reads through the window grow steeply with their size, and the driver's figure wavers from run to
+    // run: near the border, the engine is the safer choice.
+    let margin = match direction {
+        Direction::Write => 1.0,
+        Direction::Read => CLEARLY,
+    };
     let stage = Stage::new(memory)?;
     let mut border = 0;
     let mut window_lost = false;
@@ -343,7 +350,7 @@ fn measure(
             _ => None,
         };
         let threads_us = match direction {
-            Direction::Write if len >= FIRST_BY_THREADS && !window_lost && threads() > 1 => {
+            Direction::Write if len == LARGEST && !window_lost && threads() > 1 => {
                 Some(median(|| window.write_by_threads(threads(), 0, part))?)
             }
             _ => None,
@@ -351,7 +358,7 @@ fn measure(
         let (window_us, engine_us) = (through_window, engine);
         samples.push(Sample { direction, len, window_us, engine_us, staged_us, threads_us });
         let Some(through_window) = through_window else { continue };
-        let ratio = through_window / engine;
+        let ratio = through_window / (engine * margin);
         if ratio <= 1.0 {
             border = len;
         } else if let Some((last, last_ratio)) = before.filter(|(_, ratio)| *ratio <= 1.0) {
