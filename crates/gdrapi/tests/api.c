@@ -63,6 +63,7 @@ static int (*cu_alloc)(unsigned long long *, size_t);
 static int (*cu_free)(unsigned long long);
 static int (*cu_read)(void *, unsigned long long, size_t);
 static int (*cu_write)(unsigned long long, const void *, size_t);
+static int (*cu_synchronize)(void);
 static int (*cu_set_current)(void *);
 static void *cu_context;
 
@@ -81,7 +82,9 @@ static int cuda_read(unsigned long address, void *into, size_t size) {
 }
 static int cuda_write(unsigned long address, const void *from, size_t size) {
     cu_set_current(cu_context);
-    return cu_write(address, from, size);
+    /* A small copy may still be on its way when the driver returns from it. */
+    int failed = cu_write(address, from, size);
+    return failed ? failed : cu_synchronize();
 }
 
 static void *symbol(void *library, const char *name) {
@@ -106,6 +109,7 @@ static void use_cuda(void) {
     cu_free = (int (*)(unsigned long long))symbol(library, "cuMemFree_v2");
     cu_read = (int (*)(void *, unsigned long long, size_t))symbol(library, "cuMemcpyDtoH_v2");
     cu_write = (int (*)(unsigned long long, const void *, size_t))symbol(library, "cuMemcpyHtoD_v2");
+    cu_synchronize = (int (*)(void))symbol(library, "cuCtxSynchronize");
     CHECK(init(0) == 0);
     CHECK(retain(&cu_context, 0) == 0);
     device_alloc = cuda_alloc, device_free = cuda_free;

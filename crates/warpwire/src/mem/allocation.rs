@@ -126,6 +126,7 @@ impl Users {
             .map_err(|count| (count & FREED == 0).then_some(count))
     }
 
+    #[inline]
     fn is_closed(&self) -> bool {
         self.0.load(Ordering::Acquire) & FREED != 0
     }
@@ -210,6 +211,7 @@ impl Allocation {
     }
 
     /// Nothing if the memory is there, else an error that says that it was freed.
+    #[inline]
     pub(super) fn check_live(&self) -> Result<()> {
         if self.shared.users.is_closed() { Err(self.freed("use memory")) } else { Ok(()) }
     }

@@ -80,6 +80,7 @@ impl Copier {
     }
 
     /// The way that a copy of `len` bytes takes.
+    #[inline]
     pub fn way(&self, direction: Direction, len: u64) -> Way {
         let by_agent = |helper: &Helper| {
             direction == Direction::Read && helper.reads.as_ref().is_some_and(|r| r.contains(&len))
@@ -95,6 +96,7 @@ impl Copier {
     }
 
     /// Copies `from` into the memory at `offset`.
+    #[inline]
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         match (self.way(Direction::Write, from.len() as u64), &self.window) {
             (Way::Window, Ok(window)) => {
@@ -111,6 +113,7 @@ impl Copier {
     }
 
     /// Copies from the memory at `offset` into `into`.
+    #[inline]
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         match (self.way(Direction::Read, into.len() as u64), &self.window, &self.helper) {
             (Way::Window, Ok(window), _) => {

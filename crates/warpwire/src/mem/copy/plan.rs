@@ -206,6 +206,7 @@ impl Plan {
     }
 
     /// The way for a copy of `len` bytes, where no agent runs.
+    #[inline]
     pub fn way(&self, direction: Direction, len: u64) -> Way {
         let border = match direction {
             Direction::Write => self.window_writes,
@@ -322,7 +323,7 @@ fn measure(
     // run: near the border, the engine is the safer choice.
     let margin = match direction {
         Direction::Write => 1.0,
-        Direction::Read => CLEARLY,
+        Direction::Read => 0.75,
     };
     let stage = Stage::new(memory)?;
     let mut border = 0;
