@@ -220,6 +220,11 @@ impl Plan {
         }
     }
 
+    /// The largest write that goes through the window by one thread, whatever was measured.
+    pub(super) fn direct_writes(&self) -> u64 {
+        self.window_writes.min(FIRST_BY_THREADS - 1)
+    }
+
     /// Whether several threads were clearly faster at the largest size: beyond it, more so.
     fn threads_win(&self) -> bool {
         let mut writes = self.samples.iter().filter(|s| s.direction == Direction::Write);
