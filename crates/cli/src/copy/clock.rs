@@ -87,7 +87,8 @@ impl Series {
             let before = Instant::now();
             act()?;
             let took = before.elapsed();
-            self.add(took.saturating_sub(clock), 1);
+            // No call takes nothing: what is left is at least the clock's smallest step.
+            self.add(took.saturating_sub(clock).max(Duration::from_nanos(1)), 1);
             while before.elapsed() < took + PAUSE {
                 std::hint::spin_loop();
             }

@@ -172,15 +172,15 @@ fn a_failure_reaches_those_who_wait_for_it(f: &Fixture) {
 
 fn slow_copies_are_slow(f: &Fixture) {
     let memory = f.gpu.alloc(64).unwrap();
-    f.control().delay_copies(Duration::from_millis(15));
+    f.control().delay_copies(Duration::from_millis(50));
     let stream = f.gpu.stream().unwrap();
     let start = Instant::now();
     for _ in 0..4 {
         stream.fill(&memory.whole().unwrap(), 1).unwrap();
     }
-    assert!(start.elapsed() < Duration::from_millis(15), "queueing does not wait");
+    assert!(start.elapsed() < Duration::from_millis(150), "queueing does not wait");
     stream.synchronize(SOON).unwrap();
-    assert!(start.elapsed() >= Duration::from_millis(60));
+    assert!(start.elapsed() >= Duration::from_millis(200));
 }
 
 fn a_dead_device_ends_all_work(_: &Fixture) {
