@@ -3,9 +3,10 @@
 //! gdrcopy's kernel module pins GPU pages of 64 KiB whoever owns what lies in them, so clients round as they
 //! like: UCX and libfabric pin from the page below a buffer to the page above, libfabric a whole page
 //! too many where the buffer ends with one. CUDA knows allocations, not pages. So a pinned range may
-//! pass its owner's allocation by less than a page before it, and by a page behind it; the window shows what
-//! is there. Should another allocation lie in the part that is left out, nobody can say which of
-//! the two the client means, and the pin is refused.
+//! pass its owner's allocation. Where small allocations share a piece of device memory, the window shows the
+//! whole pages inside that piece. Elsewhere it may pass by less than a page before the allocation, and by a page
+//! behind it; the window shows what is there. Should another allocation lie in the part that is left out,
+//! nobody can say which of the two the client means, and the pin is refused.
 #![allow(unsafe_code)]
 
 use warpwire::Error;
@@ -53,6 +54,12 @@ pub(crate) fn open(wanted: Span, simulator: bool) -> Result<(Window, Device), Er
         },
         Err(refusal) => {
             let found = known(&device, anchor, wanted);
+            // Small allocations share pages: then all of the pages are shown, as the module would.
+            let around =
+                borrow(&device, found)?.window_around(DeviceAddr::new(wanted.start), wanted.len());
+            if let Ok(window) = around {
+                return Ok((window, device));
+            }
             check_left_out(wanted, found, refusal)?;
             return Ok((window(&borrow(&device, found)?, &options)?, device));
         }

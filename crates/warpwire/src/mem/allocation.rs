@@ -11,7 +11,7 @@ use super::backend::MemoryBackend;
 use super::bytes::SharedBytes;
 use super::device::Device;
 use super::share::{DmaBuf, DmaBufRoute, IpcHandle};
-use super::window::{Window, WindowOptions};
+use super::window::{Window, WindowOptions, WindowPath};
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
@@ -281,6 +281,30 @@ impl Allocation {
                 ));
         }
         Window::open(&region, &*self.shared.memory, options)
+    }
+
+    /// A CPU window onto `len` bytes at `start`: a range that holds all of this memory and may reach beyond
+    /// it, as the GPU's pages do, into other allocations of this process that share its piece of device
+    /// memory.
+    ///
+    /// For callers that think in pages, as gdrcopy's do; what lies beyond is theirs to know.
+    pub fn window_around(&self, start: DeviceAddr, len: u64) -> Result<Window> {
+        let in_use = self.whole()?;
+        let holds = start <= self.address()
+            && start
+                .checked_add(len)
+                .is_some_and(|end| end.raw() >= self.address().raw() + self.len());
+        if !holds {
+            return Err(Error::new(
+                Kind::OutOfRange,
+                format!("open a window of {len} bytes at {start}"),
+            )
+            .on(self.describe())
+            .why("the range does not hold all of the memory"));
+        }
+        let mapped = self.shared.memory.map_around(start, len)?;
+        drop(in_use);
+        Ok(Window::new(mapped, start, WindowPath::ResourceManager, Vec::new()))
     }
 
     /// Frees the memory now. Other handles to it stay safe: their next use is an error.

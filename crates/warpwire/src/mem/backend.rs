@@ -14,7 +14,7 @@ use super::op::{Op, PendingWait};
 use super::program::Program;
 use super::share::{DmaBuf, DmaBufRoute, IpcHandle};
 use super::window::{Mapped, WindowPath};
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 
 /// A device. Everything made by it holds it, so that it goes last.
 pub trait DeviceBackend: Send + Sync + 'static {
@@ -65,6 +65,12 @@ pub trait MemoryBackend: Send + Sync + std::any::Any {
     fn window_paths(&self) -> &'static [WindowPath];
     /// Maps a range for the CPU by one of them.
     fn map(&self, offset: u64, len: u64, path: WindowPath) -> Result<Mapped>;
+    /// Maps `len` bytes at `start` for the CPU, a range that holds all of this memory and may reach beyond it,
+    /// into the rest of the device's own piece that it lies in.
+    fn map_around(&self, _start: DeviceAddr, _len: u64) -> Result<Mapped> {
+        Err(Error::new(Kind::Unsupported, "map the pages around memory")
+            .why("this memory lies in a piece of its own"))
+    }
     /// Gives the memory back; called at most once, and never while a region of it exists.
     fn free(&self) -> Result<()>;
 }

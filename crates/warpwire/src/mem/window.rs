@@ -214,7 +214,12 @@ impl Window {
         Err(failure(Kind::Unsupported, why).fix("copies work without a window: read and write"))
     }
 
-    fn new(mapped: Mapped, address: DeviceAddr, path: WindowPath, refused: Vec<Refusal>) -> Self {
+    pub(super) fn new(
+        mapped: Mapped,
+        address: DeviceAddr,
+        path: WindowPath,
+        refused: Vec<Refusal>,
+    ) -> Self {
         let (stores, loads) = (Routine::for_stores(), Routine::for_loads());
         tracing::debug!(%path, %address, len = mapped.len, "window opened");
         Self { mapped, address, path, refused, stores, loads }

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 
 use libloading::Library;
 use warpwire::error::Kind;
-use warpwire::mem::{Condition, DeviceAddr, Launch, Program, Stream, Word};
+use warpwire::mem::{Condition, DeviceAddr, Launch, MemoryKind, Program, Stream, Word};
 
 use crate::fixture::{Fixture, SOON, borrow, cases, expect_pattern, put_pattern};
 
@@ -14,6 +14,7 @@ cases![
     memory_that_is_not_the_devices_is_named,
     managed_memory_is_copied_but_has_no_window,
     windows_span_several_handles,
+    windows_show_whole_pages_around_small_memory,
     bad_ptx_shows_the_compilers_log,
     a_wrong_number_of_arguments_is_refused,
     loading_code_while_a_stream_waits_is_refused,
@@ -178,6 +179,34 @@ fn windows_span_several_handles(f: &Fixture) {
         let past = borrow(&f.gpu, DeviceAddr::new(address), 2 * size as u64 + 1);
         assert_eq!(past.unwrap_err().kind(), &Kind::NotDeviceMemory);
     }
+}
+
+fn windows_show_whole_pages_around_small_memory(f: &Fixture) {
+    let small: Vec<_> = (0..8).map(|_| f.gpu.alloc(100).unwrap()).collect();
+    let page = 64 << 10;
+    let (first, last) = (&small[2], &small[5]);
+    let start = first.address().raw() - first.address().raw() % page;
+    let end = (last.address().raw() + 100).next_multiple_of(page);
+    if end - start > 2 << 20 {
+        eprintln!("skipped: the driver put small allocations far apart");
+        return;
+    }
+    let window = first.window_around(DeviceAddr::new(start), end - start).unwrap();
+    for (number, memory) in small[2..=5].iter().enumerate() {
+        window.write(memory.address().raw() - start, &[number as u8 + 1; 100]).unwrap();
+    }
+    for (number, memory) in small[2..=5].iter().enumerate() {
+        let mut found = [0; 100];
+        memory.read(0, &mut found).unwrap();
+        assert!(found.iter().all(|byte| *byte == number as u8 + 1), "{number}: {found:?}");
+    }
+    let address = first.address();
+    for (start, len) in [(address.raw() + 1, 200), (address.raw(), 50), (address.raw(), 1 << 40)] {
+        assert!(first.window_around(DeviceAddr::new(start), len).is_err());
+    }
+    let pool = f.gpu.alloc_kind(100, MemoryKind::Pool).unwrap();
+    let error = pool.window_around(pool.address(), 100).unwrap_err();
+    assert_eq!(error.kind(), &Kind::Unsupported, "{error}");
 }
 
 fn bad_ptx_shows_the_compilers_log(f: &Fixture) {

@@ -377,6 +377,10 @@ impl MemoryBackend for CudaMemory {
         window::map(self, offset, len, path)
     }
 
+    fn map_around(&self, start: DeviceAddr, len: u64) -> Result<Mapped> {
+        window::map_around(self, start.raw(), len)
+    }
+
     fn free(&self) -> Result<()> {
         let (device, address) = (&self.device, self.address.raw());
         let driver = device.driver;

@@ -49,7 +49,7 @@ pub(super) fn sort_of(device: &CudaDevice, address: u64) -> Sort {
 /// Names `len` bytes at `address`. The context is current.
 pub(super) fn name(device: &CudaDevice, sort: Sort, address: u64, len: u64) -> Result<Named> {
     let named = match sort {
-        Sort::Plain => by_handle(device, address, len)?,
+        Sort::Plain => by_handle(device, address, address, len)?,
         Sort::Vmm | Sort::Pool => by_export(device, address, len)?,
     };
     let covered: u64 = named.pieces.iter().map(|piece| piece.len).sum();
@@ -60,11 +60,13 @@ pub(super) fn name(device: &CudaDevice, sort: Sort, address: u64, len: u64) -> R
     Ok(named)
 }
 
-fn by_handle(device: &CudaDevice, address: u64, len: u64) -> Result<Named> {
+/// Names `len` bytes at `address` by the object that the plain memory at `anchor` lies in. The range may go
+/// beyond the allocation of the anchor, not beyond the object.
+pub(super) fn by_handle(device: &CudaDevice, anchor: u64, address: u64, len: u64) -> Result<Named> {
     let driver = device.driver;
     let (mut base, mut size) = (0, 0);
-    call!(driver, address_range(&mut base, &mut size, address))?;
-    let handle = get!(driver, Opaque64([0; 64]), ipc_export(address))?;
+    call!(driver, address_range(&mut base, &mut size, anchor))?;
+    let handle = get!(driver, Opaque64([0; 64]), ipc_export(anchor))?;
     let word = |at: usize| {
         let mut bytes = [0; 4];
         bytes.copy_from_slice(&handle.0[at * 4..at * 4 + 4]);
@@ -81,8 +83,14 @@ fn by_handle(device: &CudaDevice, address: u64, len: u64) -> Result<Named> {
     if !plausible {
         return Err(unknown("this driver's inter-process handle has another layout"));
     }
-    let first = offset + (address - base);
-    let (start, end) = (first - first % PAGE, (first + len).next_multiple_of(PAGE).min(object_len));
+    // Where the object begins, and from there the range.
+    let object_start = base.checked_sub(offset);
+    let first = object_start.and_then(|start| address.checked_sub(start));
+    let Some(first) = first.filter(|first| first + len <= object_len) else {
+        return Err(unknown("the range passes the piece of memory that it begins in"));
+    };
+    let start = first - first % PAGE;
+    let end = (first + len).next_multiple_of(PAGE).min(object_len);
     let piece =
         Piece { client: client as u32, object: object as u32, offset: start, len: end - start };
     Ok(Named { start: address - (first - start), pieces: vec![piece] })

@@ -163,18 +163,36 @@ fn by_dmabuf(device: &CudaDevice, start: u64, len: u64) -> Result<Mapped> {
 fn by_resource_manager(device: &Arc<CudaDevice>, start: u64, len: u64) -> Result<Mapped> {
     let sort = naming::sort_of(device, start);
     prove(device, sort)?;
-    let mapped = map_named(device, sort, start, len)?;
-    compare(device, &mapped, start, len)?;
+    let mapped = map_named(device, naming::name(device, sort, start, len)?, start, len)?;
+    compare(device, mapped.base(), start, len)?;
     Ok(mapped)
 }
 
-fn map_named(device: &CudaDevice, sort: Sort, start: u64, len: u64) -> Result<Mapped> {
+/// Maps a range around plain memory, within the object that it lies in.
+pub(super) fn map_around(memory: &CudaMemory, start: u64, len: u64) -> Result<Mapped> {
+    let (device, anchor) = (&memory.device, memory.address.raw());
+    let _current = device.enter()?;
+    if naming::sort_of(device, anchor) != Sort::Plain {
+        return Err(Error::new(Kind::Unsupported, "map the pages around memory")
+            .on(device.label())
+            .why("it is not plain memory (cuMemAlloc), which alone shares pages"));
+    }
+    prove(device, Sort::Plain)?;
+    let mapped = map_named(device, naming::by_handle(device, anchor, start, len)?, start, len)?;
+    // Only the anchor is known to be memory that the copy engine reads.
+    // SAFETY: the anchor lies inside the range that was just mapped.
+    let at_anchor = unsafe { mapped.base().add((anchor - start) as usize) };
+    compare(device, at_anchor, anchor, memory.len)?;
+    Ok(mapped)
+}
+
+fn map_named(device: &CudaDevice, named: Named, start: u64, len: u64) -> Result<Mapped> {
     let pci = device.info().pci.ok_or_else(|| {
         Error::new(Kind::Unsupported, "map GPU memory").why("the GPU's PCI address is not known")
     })?;
     let client = rm::Client::get()?;
     let gpu = client.gpu(pci)?;
-    let Named { start: first, pieces } = naming::name(device, sort, start, len)?;
+    let Named { start: first, pieces } = named;
     let mut held = Vec::with_capacity(pieces.len());
     let mut take = |piece: &Piece| -> Result<OwnedFd> {
         let object = client.adopt(gpu, piece.client, piece.object)?;
@@ -239,7 +257,8 @@ fn try_sort(device: &Arc<CudaDevice>, sort: Sort) -> Result<()> {
 
 fn check_both_ways(device: &CudaDevice, sort: Sort, scratch: &CudaMemory, seed: u64) -> Result<()> {
     let len = scratch.len();
-    let mapped = map_named(device, sort, scratch.address().raw(), len)?;
+    let start = scratch.address().raw();
+    let mapped = map_named(device, naming::name(device, sort, start, len)?, start, len)?;
     // SAFETY: just mapped for this length, and dropped after the last use of the view.
     let bytes = unsafe { SharedBytes::new(mapped.base(), len as usize) };
     let pattern = |at: u64| super::super::pattern::word(seed, at).to_le_bytes();
@@ -261,11 +280,11 @@ fn check_both_ways(device: &CudaDevice, sort: Sort, scratch: &CudaMemory, seed: 
 
 /// Compares a window with what the copy engine reads, without writing: some of the words must agree. (A
 /// running kernel may change the others meanwhile.)
-fn compare(device: &CudaDevice, mapped: &Mapped, start: u64, len: u64) -> Result<()> {
+fn compare(device: &CudaDevice, base: NonNull<u8>, start: u64, len: u64) -> Result<()> {
     const SAMPLES: u64 = 8;
     const TRIES: u32 = 3;
-    // SAFETY: mapped for this length for as long as `mapped` lives.
-    let bytes = unsafe { SharedBytes::new(mapped.base(), len as usize) };
+    // SAFETY: the caller has just mapped this length there, and keeps it mapped meanwhile.
+    let bytes = unsafe { SharedBytes::new(base, len as usize) };
     let size = len.min(8) as usize;
     for _ in 0..TRIES {
         for sample in 0..SAMPLES {
