@@ -506,7 +506,7 @@ static void test_shared_pages(void) {
     void *map = NULL;
     CHECK(gdr_pin_buffer(g, start, size, 0, 0, &mh) == 0);
     CHECK(gdr_map(g, mh, &map, size) == 0 && map);
-    CHECK(gdr_get_info(g, mh, &info) == 0 && info.va == start && info.mapped_size == size);
+    CHECK(gdr_get_info_v2(g, mh, &info) == 0 && info.va == start && info.mapped_size == size);
     for (int at = 0; at < COUNT; at++) {
         unsigned char host[100], back[100];
         memset(host, at + 1, sizeof host);
