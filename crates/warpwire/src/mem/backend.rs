@@ -1,7 +1,7 @@
 //! What a backend provides. The types beside this module check arguments, keep memory alive and offer
 //! the pleasant form; a backend does the work.
 //!
-//! A third kind of GPU would implement these six traits and join [`discover`](super::discover).
+//! A third kind of GPU would implement these seven traits and join [`discover`](super::discover).
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -389,3 +389,41 @@ fn check(what: &'static str, status: u32) -> Result<()> {
         .on("the resource manager")
         .why(format!("status {status:#x} ({meaning})")))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_that_cannot_be_opened_is_named_with_the_fix() {
+        let error = open_node("/dev/no-such-node-of-nvidias").unwrap_err();
+        assert_eq!(error.kind(), &Kind::Unavailable);
+        let text = error.to_string();
+        assert!(text.contains("/dev/no-such-node-of-nvidias"), "{text}");
+        assert!(text.contains("let this user read and write"), "{text}");
+        // A folder cannot be opened for writing, by root either.
+        assert!(open_node("/dev").is_err());
+    }
+
+    #[test]
+    fn the_resource_managers_verdicts_are_explained() {
+        assert!(check("map", 0).is_ok());
+        for (status, kind, says) in [
+            (0x1a, Kind::OutOfMemory, "BAR1"),
+            (0x1b, Kind::PermissionDenied, "permissions"),
+            (0x57, Kind::Stale, "no such object"),
+            (0xdead, Kind::Unsupported, "0xdead"),
+        ] {
+            let error = check("map the memory", status).unwrap_err();
+            assert_eq!(error.kind(), &kind);
+            assert!(error.to_string().contains(says), "{error}");
+        }
+    }
+
+    #[test]
+    fn requests_to_what_is_no_resource_manager_fail_cleanly() {
+        let file = OwnedFd::from(File::open("/dev/null").unwrap());
+        let mut alloc = Alloc::default();
+        assert!(call(&file, request::ALLOC, &mut alloc).is_err());
+    }
+}
