@@ -32,8 +32,7 @@ pub(crate) use cases;
 pub struct Fixture {
     pub backend: Backend,
     pub gpu: Device,
-    /// A second device, where there is one.
-    pub other: Option<Device>,
+    second: Option<Device>,
     sim: Option<Sim>,
 }
 
@@ -44,15 +43,23 @@ impl Fixture {
                 let sim =
                     Sim::start(SimConfig { memory: 1 << 30, ..SimConfig::default() }).unwrap();
                 let (gpu, other) = (sim.device(0).unwrap(), sim.device(1).ok());
-                Self { backend, gpu, other, sim: Some(sim) }
+                Self { backend, gpu, second: other, sim: Some(sim) }
             }
             Backend::Cuda => Self {
                 backend,
                 gpu: cuda::device(0).unwrap(),
-                other: cuda::device(1).ok(),
+                second: cuda::device(1).ok(),
                 sim: None,
             },
         }
+    }
+
+    /// A second device; where there is none, that is said.
+    pub fn other(&self) -> Option<&Device> {
+        if self.second.is_none() {
+            eprintln!("skipped: {} has one device only", self.backend);
+        }
+        self.second.as_ref()
     }
 
     /// The strings behind the simulated device.

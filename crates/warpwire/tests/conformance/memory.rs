@@ -219,7 +219,7 @@ fn borrowing_what_is_not_there_is_refused(f: &Fixture) {
     refuse(address, 0, Kind::InvalidArgument);
     refuse(address, u64::MAX - address + 1, Kind::InvalidArgument);
     refuse(address, 1 << 40, Kind::NotDeviceMemory);
-    if let Some(other) = &f.other {
+    if let Some(other) = f.other() {
         let error = borrow(other, memory.address(), 64).unwrap_err();
         assert!(error.to_string().contains(&f.gpu.label()), "{error}");
     }

@@ -142,7 +142,7 @@ fn programs_without_the_right_form_are_refused(f: &Fixture) {
 }
 
 fn a_kernel_of_another_device_is_refused(f: &Fixture) {
-    let Some(other) = &f.other else { return };
+    let Some(other) = f.other() else { return };
     let kernel = f.gpu.load(&kernels::program()).unwrap().kernel("meet").unwrap();
     let stream = other.stream().unwrap();
     // SAFETY: refused before it starts.

@@ -81,7 +81,7 @@ fn copies_go_in_all_directions(f: &Fixture) {
 }
 
 fn copies_between_devices(f: &Fixture) {
-    let Some(other) = &f.other else { return };
+    let Some(other) = f.other() else { return };
     let (from, to) = (f.gpu.alloc(65_537).unwrap(), other.alloc(65_537).unwrap());
     put_pattern(&from, 8);
     let stream = f.gpu.stream().unwrap();
@@ -551,7 +551,7 @@ fn finished_operations_let_go_when_asked(f: &Fixture) {
 }
 
 fn memory_of_another_device_is_refused(f: &Fixture) {
-    let Some(other) = &f.other else { return };
+    let Some(other) = f.other() else { return };
     let stream = f.gpu.stream().unwrap();
     let (memory, pinned) = (other.alloc(64).unwrap(), other.alloc_pinned(64).unwrap());
     let error = stream.fill(&memory.whole().unwrap(), 1).unwrap_err();
