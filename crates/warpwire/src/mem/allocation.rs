@@ -272,15 +272,19 @@ impl Allocation {
     /// cannot open windows onto its parent's memory.
     pub fn window_with(&self, offset: u64, len: u64, options: &WindowOptions) -> Result<Window> {
         let region = self.region(offset, len)?;
-        if self.shared.process != std::process::id() {
-            return Err(Error::new(Kind::Unsupported, "open a CPU window")
-                .on(self.describe())
-                .why("the memory belongs to the process that this one was forked from")
-                .fix(
-                    "use windows in the process that allocated, or share the memory by export_ipc",
-                ));
-        }
+        self.check_process()?;
         Window::open(&region, &*self.shared.memory, options)
+    }
+
+    /// Refuses a forked child: the memory, and what maps it, are its parent's.
+    fn check_process(&self) -> Result<()> {
+        if self.shared.process == std::process::id() {
+            return Ok(());
+        }
+        Err(Error::new(Kind::Unsupported, "open a CPU window")
+            .on(self.describe())
+            .why("the memory belongs to the process that this one was forked from")
+            .fix("use windows in the process that allocated, or share the memory by export_ipc"))
     }
 
     /// A CPU window onto `len` bytes at `start`: a range that holds all of this memory and may reach beyond
@@ -290,6 +294,7 @@ impl Allocation {
     /// For callers that think in pages, as gdrcopy's do; what lies beyond is theirs to know.
     pub fn window_around(&self, start: DeviceAddr, len: u64) -> Result<Window> {
         let in_use = self.whole()?;
+        self.check_process()?;
         let holds = start <= self.address()
             && start
                 .checked_add(len)

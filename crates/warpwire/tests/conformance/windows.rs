@@ -320,6 +320,12 @@ fn the_agent_refuses_what_it_cannot_do(f: &Fixture) {
         assert_eq!(error.kind(), &Kind::InvalidArgument);
     }
     agent.copy(&region(0, 10), &region(50, 10)).unwrap();
+    if let Some(other) = f.other() {
+        let (theirs, pinned) = (other.alloc(10).unwrap(), other.alloc_pinned(10).unwrap());
+        let error = agent.copy(&region(0, 10), &theirs.whole().unwrap()).unwrap_err();
+        assert_eq!(error.kind(), &Kind::InvalidArgument);
+        agent.copy(&pinned.whole().unwrap(), &region(0, 10)).unwrap();
+    }
 }
 
 fn an_agent_that_fell_asleep_wakes_up(f: &Fixture) {

@@ -93,12 +93,15 @@ impl Agent {
     ///
     /// It is fast where both sides lie at the same offset from a multiple of 16 bytes.
     pub fn copy(&self, to: &Region, from: &Region) -> Result<()> {
-        let backend = self.device.info().backend;
-        let strange = |region: &Region| region.allocation().device().info().backend != backend;
-        if to.len() != from.len() || strange(to) || strange(from) || to.overlaps(from) {
+        let reaches = |region: &Region| {
+            let memory = region.allocation();
+            let same_backend = memory.device().info().backend == self.device.info().backend;
+            *memory.device() == self.device || same_backend && memory.kind() == MemoryKind::Pinned
+        };
+        if to.len() != from.len() || !reaches(to) || !reaches(from) || to.overlaps(from) {
             return Err(Error::new(Kind::InvalidArgument, "copy by agent")
                 .on(self.device.label())
-                .why("the two ranges differ in length, overlap, or are of another backend"));
+                .why("the two ranges differ in length, overlap, or are of another device"));
         }
         if to.is_empty() {
             return Ok(());
@@ -112,8 +115,10 @@ impl Agent {
             .ring(state.number, to.address().raw(), from.address().raw(), to.len())
             .and_then(|()| self.await_answer(state.number));
         if let Err(error) = &outcome {
-            // The agent may still be at that copy: nothing more can be asked of it.
+            // The agent may still be at that copy: nothing more can be asked of it, and what the copy uses
+            // must stay for good.
             state.failure = Some(error.clone());
+            std::mem::forget((to.clone(), from.clone()));
         }
         outcome
     }
@@ -160,9 +165,8 @@ impl Agent {
             .value(last)
             .value(PATIENCE_CYCLES);
         // SAFETY: beside the two words that it is given, which the launch keeps alive, the kernel touches
-        // what requests name; `copy` takes those from regions and returns only when they are done. If it
-        // fails before that, the agent takes no more requests, and the regions' memory is not freed under
-        // a running kernel, because CUDA's frees wait for it.
+        // what requests name; `copy` takes those from regions, and returns only when they are done with, or
+        // keeps them for good.
         unsafe { self.stream.launch(launch) }
     }
 }

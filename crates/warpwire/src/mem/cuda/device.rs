@@ -1,5 +1,6 @@
 //! One NVIDIA GPU and its primary context.
 
+use std::borrow::Cow;
 use std::ffi::{CStr, c_char};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -150,10 +151,12 @@ impl CudaDevice {
         Ok(made)
     }
 
-    /// Names the device in an error from the driver, and what was tried.
-    pub(super) fn blame(&self, what: impl Into<String>) -> impl FnOnce(Error) -> Error {
-        let (what, label) = (what.into(), self.label());
-        move |error| error.during(what).on(label)
+    /// Names the device in an error from the driver, and what was tried. Costs nothing unless there is one.
+    pub(super) fn blame<W>(&self, what: W) -> impl FnOnce(Error) -> Error
+    where
+        W: Into<Cow<'static, str>>,
+    {
+        move |error| error.during(what).on(self.label())
     }
 }
 

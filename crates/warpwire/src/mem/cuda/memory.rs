@@ -325,7 +325,7 @@ impl MemoryBackend for CudaMemory {
         let to = self.address.raw() + offset;
         self.device
             .copy_beside(to, from.as_ptr() as u64, from.len())
-            .map_err(self.device.blame(format!("write {} bytes", from.len())))
+            .map_err(|error| self.device.blame(format!("write {} bytes", from.len()))(error))
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
@@ -337,7 +337,7 @@ impl MemoryBackend for CudaMemory {
         let len = into.len();
         self.device
             .copy_beside(into.as_mut_ptr() as u64, from, len)
-            .map_err(self.device.blame(format!("read {len} bytes")))
+            .map_err(|error| self.device.blame(format!("read {len} bytes"))(error))
     }
 
     fn export_dmabuf(&self, offset: u64, len: u64, route: DmaBufRoute) -> Result<DmaBuf> {
@@ -352,7 +352,7 @@ impl MemoryBackend for CudaMemory {
         let _current = device.enter()?;
         let start = self.address.raw() + offset;
         let (fd, first) = export_pages(device, start, len, route)
-            .map_err(device.blame(format!("export {len} bytes as a dma-buf")))?;
+            .map_err(|error| device.blame(format!("export {len} bytes as a dma-buf"))(error))?;
         Ok(DmaBuf::new(fd, start - first, len))
     }
 

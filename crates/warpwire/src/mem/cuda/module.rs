@@ -75,7 +75,7 @@ impl ModuleBackend for CudaModule {
         let driver = self.device.driver;
         let loaded = self.device.graveyard.while_idle(driver, PATIENCE, || self.load_now(function));
         let loaded = loaded.ok_or_else(|| busy(format!("load kernel {name:?}"), &self.device))?;
-        loaded.map_err(self.device.blame(format!("load kernel {name:?}")))?;
+        loaded.map_err(|error| self.device.blame(format!("load kernel {name:?}"))(error))?;
         let parameters = self.parameters(name, function)?;
         Ok(Arc::new(CudaKernel {
             name: name.to_string(),

@@ -143,8 +143,7 @@ impl Core {
 
     /// Names the stream in an error of the driver.
     fn blame(&self, what: &'static str) -> impl FnOnce(Error) -> Error {
-        let label = self.label();
-        move |error| error.during(what).on(label)
+        move |error| error.during(what).on(self.label())
     }
 
     fn issue(&self, op: &Op, capturing: bool) -> Result<()> {
