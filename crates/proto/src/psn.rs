@@ -41,6 +41,12 @@ impl Psn {
         self.add(1)
     }
 
+    /// The number before; before 0 comes 0xffffff.
+    #[must_use]
+    pub const fn previous(self) -> Self {
+        self.add(MASK)
+    }
+
     /// The number `count` packets further on.
     #[must_use]
     pub const fn add(self, count: u32) -> Self {

@@ -1,0 +1,483 @@
+//! The states of a queue pair, and what each step between them must and may set: one table.
+
+use core::fmt;
+use core::net::SocketAddr;
+use core::ops::BitOr;
+
+use super::Access;
+use crate::psn::Psn;
+
+/// Where a queue pair stands in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum State {
+    /// New, or wiped: nothing is kept, nothing goes in or out.
+    Reset,
+    /// Receives may be posted.
+    Init,
+    /// Ready to receive: requests of the peer are answered.
+    Rtr,
+    /// Ready to send: everything works.
+    Rts,
+    /// Send queue draining: messages that have begun are finished, none is begun.
+    Sqd,
+    /// The send queue of a datagram queue pair failed; it still receives.
+    Sqe,
+    /// Failed: all work comes back flushed.
+    Err,
+}
+
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Reset => "RESET",
+            Self::Init => "INIT",
+            Self::Rtr => "RTR",
+            Self::Rts => "RTS",
+            Self::Sqd => "SQD",
+            Self::Sqe => "SQE",
+            Self::Err => "ERR",
+        })
+    }
+}
+
+/// The transport service of a queue pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Service {
+    /// Reliable connected.
+    Rc,
+    /// Unreliable datagram.
+    Ud,
+}
+
+/// The most payload in a packet; both ends of a connection use the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Mtu(u32);
+
+impl Mtu {
+    /// The sizes that RoCE knows, smallest first. Their verbs codes are 1 to 5.
+    pub const ALL: [Self; 5] = [Self(256), Self(512), Self(1024), Self(2048), Self(4096)];
+
+    /// That size in bytes: a power of two from 256 to 4096; beyond it, to 2^20, only between our own ends
+    /// (through shared memory, where no Ethernet frame sets a limit).
+    ///
+    /// ```
+    /// use warpwire_proto::qp::Mtu;
+    /// assert_eq!(Mtu::new(1024).unwrap().bytes(), 1024);
+    /// assert_eq!(Mtu::new(1500), None);
+    /// ```
+    pub const fn new(bytes: u32) -> Option<Self> {
+        if bytes.is_power_of_two() && bytes >= 256 && bytes <= 1 << 20 {
+            Some(Self(bytes))
+        } else {
+            None
+        }
+    }
+
+    /// The largest that RoCE knows whose packets, with all headers, fit a link that carries this many bytes.
+    pub fn fitting(link: usize) -> Option<Self> {
+        const HEADERS: usize = 80;
+        Self::ALL.into_iter().rev().find(|mtu| mtu.0 as usize + HEADERS <= link)
+    }
+
+    /// In bytes.
+    pub const fn bytes(self) -> u32 {
+        self.0
+    }
+
+    /// How many packets a message of `len` bytes takes: at least one.
+    pub(crate) fn packets(self, len: u32) -> u32 {
+        let shift = self.0.trailing_zeros();
+        ((u64::from(len) + u64::from(self.0) - 1) >> shift).max(1) as u32
+    }
+
+    /// The offset of the packet with that index.
+    pub(crate) fn offset(self, index: u32) -> u32 {
+        index << self.0.trailing_zeros()
+    }
+}
+
+/// Where the peer is. The protocol does not use it; it belongs to the attributes that a step must set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Path {
+    /// The peer's address and UDP port.
+    pub peer: SocketAddr,
+    /// Traffic class of our packets, without the ECN bits.
+    pub traffic_class: u8,
+    /// Hop limit of our packets.
+    pub hop_limit: u8,
+    /// Spreads queue pairs over the network's paths: 20 bits.
+    pub flow_label: u32,
+}
+
+/// A set of attributes.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+pub struct Attributes(u32);
+
+macro_rules! attributes {
+    ($($bit:literal $name:ident $text:literal;)*) => {
+        #[allow(missing_docs)] // the names are those of verbs
+        impl Attributes {
+            $(pub const $name: Self = Self(1 << $bit);)*
+        }
+        const NAMES: &[(Attributes, &str)] = &[$((Attributes::$name, $text)),*];
+    };
+}
+
+attributes! {
+    0 CURRENT_STATE "the current state";
+    1 PARTITION_INDEX "the partition index";
+    2 PORT "the port";
+    3 ACCESS "the access flags";
+    4 QKEY "the queue key";
+    5 PATH "the path to the peer";
+    6 MTU "the path MTU";
+    7 DESTINATION "the peer's queue pair number";
+    8 RECEIVE_PSN "the first sequence number to receive";
+    9 MAX_DEST_RD_ATOMIC "the peer's reads and atomics at a time";
+    10 MIN_RNR_TIMER "the receiver-not-ready timer";
+    11 SEND_PSN "the first sequence number to send";
+    12 TIMEOUT "the acknowledge timeout";
+    13 RETRY_COUNT "the retry count";
+    14 RNR_RETRY "the receiver-not-ready retry count";
+    15 MAX_RD_ATOMIC "our reads and atomics at a time";
+    16 NOTIFY_DRAINED "the wish for a drained event";
+}
+
+impl Attributes {
+    /// No attribute.
+    pub const NONE: Self = Self(0);
+
+    const fn and(self, more: Self) -> Self {
+        Self(self.0 | more.0)
+    }
+
+    /// Those that `self` has and `other` has not.
+    pub const fn without(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
+
+    /// Whether the set is empty.
+    pub const fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// Whether all of `other` are in the set.
+    pub const fn contains(self, other: Self) -> bool {
+        other.0 & !self.0 == 0
+    }
+}
+
+impl BitOr for Attributes {
+    type Output = Self;
+
+    fn bitor(self, more: Self) -> Self {
+        self.and(more)
+    }
+}
+
+impl fmt::Display for Attributes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut before = "";
+        for (_, name) in NAMES.iter().filter(|(attribute, _)| self.contains(*attribute)) {
+            write!(f, "{before}{name}")?;
+            before = ", ";
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Attributes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{{{self}}}")
+    }
+}
+
+/// A step that a queue pair may take.
+#[derive(Clone, Copy, Debug)]
+pub struct Transition {
+    /// Of which service.
+    pub service: Service,
+    /// From where.
+    pub from: State,
+    /// To where.
+    pub to: State,
+    /// What must be set with it.
+    pub required: Attributes,
+    /// What may be set with it.
+    pub optional: Attributes,
+}
+
+const fn step(
+    service: Service,
+    from: State,
+    to: State,
+    required: Attributes,
+    optional: Attributes,
+) -> Transition {
+    Transition { service, from, to, required, optional }
+}
+
+type A = Attributes;
+const NONE: A = A::NONE;
+const RC_RUNNING: A = A::CURRENT_STATE.and(A::ACCESS).and(A::MIN_RNR_TIMER);
+const RC_RECEIVE: A = A::PATH
+    .and(A::MTU)
+    .and(A::DESTINATION)
+    .and(A::RECEIVE_PSN)
+    .and(A::MAX_DEST_RD_ATOMIC)
+    .and(A::MIN_RNR_TIMER);
+const RC_SEND: A =
+    A::SEND_PSN.and(A::TIMEOUT).and(A::RETRY_COUNT).and(A::RNR_RETRY).and(A::MAX_RD_ATOMIC);
+const RC_DRAINED: A = A::PORT
+    .and(A::PATH)
+    .and(A::TIMEOUT)
+    .and(A::RETRY_COUNT)
+    .and(A::RNR_RETRY)
+    .and(A::MAX_RD_ATOMIC)
+    .and(A::MAX_DEST_RD_ATOMIC)
+    .and(A::ACCESS)
+    .and(A::PARTITION_INDEX)
+    .and(A::MIN_RNR_TIMER);
+const UD_RUNNING: A = A::CURRENT_STATE.and(A::QKEY);
+const UD_IDENTITY: A = A::PARTITION_INDEX.and(A::QKEY);
+
+use Service::{Rc, Ud};
+use State::{Err, Init, Reset, Rtr, Rts, Sqd, Sqe};
+
+/// Every step but those to `ERR` (from anywhere but `RESET`) and to `RESET` (from anywhere), which take no
+/// attributes. Alternate paths are missing: RoCE has none.
+pub const TRANSITIONS: &[Transition] = &[
+    step(Rc, Reset, Init, A::PARTITION_INDEX.and(A::PORT).and(A::ACCESS), NONE),
+    step(Rc, Init, Init, NONE, A::PARTITION_INDEX.and(A::PORT).and(A::ACCESS)),
+    step(Rc, Init, Rtr, RC_RECEIVE, A::ACCESS.and(A::PARTITION_INDEX)),
+    step(Rc, Rtr, Rts, RC_SEND, RC_RUNNING),
+    step(Rc, Rts, Rts, NONE, RC_RUNNING),
+    step(Rc, Rts, Sqd, NONE, A::NOTIFY_DRAINED),
+    step(Rc, Sqd, Sqd, NONE, RC_DRAINED),
+    step(Rc, Sqd, Rts, NONE, RC_RUNNING),
+    step(Ud, Reset, Init, A::PARTITION_INDEX.and(A::PORT).and(A::QKEY), NONE),
+    step(Ud, Init, Init, NONE, A::PARTITION_INDEX.and(A::PORT).and(A::QKEY)),
+    step(Ud, Init, Rtr, NONE, UD_IDENTITY),
+    step(Ud, Rtr, Rts, A::SEND_PSN, UD_RUNNING),
+    step(Ud, Rts, Rts, NONE, UD_RUNNING),
+    step(Ud, Rts, Sqd, NONE, A::NOTIFY_DRAINED),
+    step(Ud, Sqd, Sqd, NONE, UD_IDENTITY),
+    step(Ud, Sqd, Rts, NONE, UD_RUNNING),
+    step(Ud, Sqe, Rts, NONE, UD_RUNNING),
+];
+
+/// A step to take, and the attributes that go with it.
+///
+/// ```
+/// use warpwire_proto::qp::{Access, Change, State};
+/// let change = Change {
+///     partition_index: Some(0),
+///     port: Some(1),
+///     access: Some(Access::REMOTE_WRITE),
+///     ..Change::to(State::Init)
+/// };
+/// assert_eq!(change.to, State::Init);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Change {
+    /// The state to go to.
+    pub to: State,
+    /// The state that the caller believes the queue pair to be in.
+    pub current_state: Option<State>,
+    /// Which partition: 0, the one that everybody is in.
+    pub partition_index: Option<u16>,
+    /// Which port: 1.
+    pub port: Option<u8>,
+    /// What the peer may do.
+    pub access: Option<Access>,
+    /// The key that datagrams to this queue pair must carry.
+    pub qkey: Option<u32>,
+    /// Where the peer is.
+    pub path: Option<Path>,
+    /// The most payload in a packet.
+    pub mtu: Option<Mtu>,
+    /// The peer's queue pair number, 24 bits.
+    pub destination: Option<u32>,
+    /// The sequence number of the first request to receive.
+    pub receive_psn: Option<Psn>,
+    /// How many reads and atomics the peer may have outstanding.
+    pub max_dest_rd_atomic: Option<u8>,
+    /// The code of the time that a peer waits when no receive is there: 0 to 31.
+    pub min_rnr_timer: Option<u8>,
+    /// The sequence number of the first request to send.
+    pub send_psn: Option<Psn>,
+    /// How long to wait for an acknowledgement: 4.096 µs · 2^n; 0 waits for ever.
+    pub timeout: Option<u8>,
+    /// How often to try again without an answer: 0 to 7.
+    pub retry_count: Option<u8>,
+    /// How often to try again when the peer is not ready: 0 to 6; 7 is without end.
+    pub rnr_retry: Option<u8>,
+    /// How many reads and atomics we may have outstanding; not more than the peer's `max_dest_rd_atomic`.
+    pub max_rd_atomic: Option<u8>,
+    /// Whether to say when the send queue is drained.
+    pub notify_drained: Option<bool>,
+}
+
+impl Change {
+    /// A step to that state with no attributes.
+    pub const fn to(state: State) -> Self {
+        Self {
+            to: state,
+            current_state: None,
+            partition_index: None,
+            port: None,
+            access: None,
+            qkey: None,
+            path: None,
+            mtu: None,
+            destination: None,
+            receive_psn: None,
+            max_dest_rd_atomic: None,
+            min_rnr_timer: None,
+            send_psn: None,
+            timeout: None,
+            retry_count: None,
+            rnr_retry: None,
+            max_rd_atomic: None,
+            notify_drained: None,
+        }
+    }
+
+    /// Which attributes are set.
+    pub fn attributes(&self) -> Attributes {
+        let set = [
+            (self.current_state.is_some(), A::CURRENT_STATE),
+            (self.partition_index.is_some(), A::PARTITION_INDEX),
+            (self.port.is_some(), A::PORT),
+            (self.access.is_some(), A::ACCESS),
+            (self.qkey.is_some(), A::QKEY),
+            (self.path.is_some(), A::PATH),
+            (self.mtu.is_some(), A::MTU),
+            (self.destination.is_some(), A::DESTINATION),
+            (self.receive_psn.is_some(), A::RECEIVE_PSN),
+            (self.max_dest_rd_atomic.is_some(), A::MAX_DEST_RD_ATOMIC),
+            (self.min_rnr_timer.is_some(), A::MIN_RNR_TIMER),
+            (self.send_psn.is_some(), A::SEND_PSN),
+            (self.timeout.is_some(), A::TIMEOUT),
+            (self.retry_count.is_some(), A::RETRY_COUNT),
+            (self.rnr_retry.is_some(), A::RNR_RETRY),
+            (self.max_rd_atomic.is_some(), A::MAX_RD_ATOMIC),
+            (self.notify_drained.is_some(), A::NOTIFY_DRAINED),
+        ];
+        set.into_iter().filter(|(is_set, _)| *is_set).fold(NONE, |all, (_, one)| all | one)
+    }
+
+    /// Whether a queue pair of that service in state `from` may take this step.
+    pub fn check(&self, service: Service, from: State) -> Result<(), Refused> {
+        let to = self.to;
+        if let Some(believed) = self.current_state.filter(|believed| *believed != from) {
+            return Result::Err(Refused::OtherState { believed, actual: from });
+        }
+        let set = self.attributes();
+        let always = to == Reset || to == Err && from != Reset;
+        let listed = TRANSITIONS.iter().find(|t| (t.service, t.from, t.to) == (service, from, to));
+        let (required, optional) = match listed {
+            Some(transition) => (transition.required, transition.optional),
+            None if always => (NONE, A::CURRENT_STATE),
+            None => return Result::Err(Refused::NoSuchStep { from, to }),
+        };
+        let missing = required.without(set);
+        if !missing.is_empty() {
+            return Result::Err(Refused::Missing { from, to, missing });
+        }
+        let extra = set.without(required | optional);
+        if !extra.is_empty() {
+            return Result::Err(Refused::NotAllowed { from, to, extra });
+        }
+        self.check_values()
+    }
+
+    fn check_values(&self) -> Result<(), Refused> {
+        let most = |value: Option<u8>, most: u8| value.is_some_and(|value| value > most);
+        let reads = |count: Option<u8>| most(count, super::MOST_RD_ATOMIC);
+        let wrong = [
+            (self.partition_index.is_some_and(|index| index != 0), A::PARTITION_INDEX, "0"),
+            (self.port.is_some_and(|port| port != 1), A::PORT, "1"),
+            (self.destination.is_some_and(|qp| qp >> 24 != 0), A::DESTINATION, "below 2^24"),
+            (
+                self.path.is_some_and(|path| path.flow_label >> 20 != 0),
+                A::PATH,
+                "a flow label below 2^20",
+            ),
+            (reads(self.max_dest_rd_atomic), A::MAX_DEST_RD_ATOMIC, "128 at most"),
+            (reads(self.max_rd_atomic), A::MAX_RD_ATOMIC, "128 at most"),
+            (most(self.min_rnr_timer, 31), A::MIN_RNR_TIMER, "31 at most"),
+            (most(self.timeout, 31), A::TIMEOUT, "31 at most"),
+            (most(self.retry_count, 7), A::RETRY_COUNT, "7 at most"),
+            (most(self.rnr_retry, 7), A::RNR_RETRY, "7 at most"),
+        ];
+        match wrong.into_iter().find(|(is_wrong, ..)| *is_wrong) {
+            Some((_, attribute, must_be)) => Result::Err(Refused::Value { attribute, must_be }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Why a step was not taken. Nothing changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// The queue pair is not in the state that the caller believed.
+    OtherState {
+        /// What the caller said.
+        believed: State,
+        /// What it is in.
+        actual: State,
+    },
+    /// There is no such step.
+    NoSuchStep {
+        /// From where.
+        from: State,
+        /// To where.
+        to: State,
+    },
+    /// Attributes that this step needs are missing.
+    Missing {
+        /// From where.
+        from: State,
+        /// To where.
+        to: State,
+        /// The attributes.
+        missing: Attributes,
+    },
+    /// Attributes were set that this step does not take.
+    NotAllowed {
+        /// From where.
+        from: State,
+        /// To where.
+        to: State,
+        /// The attributes.
+        extra: Attributes,
+    },
+    /// An attribute has a value that it cannot have.
+    Value {
+        /// The attribute.
+        attribute: Attributes,
+        /// What it must be.
+        must_be: &'static str,
+    },
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::OtherState { believed, actual } => {
+                write!(f, "the queue pair is in {actual}, not in {believed}")
+            }
+            Self::NoSuchStep { from, to } => write!(f, "there is no step from {from} to {to}"),
+            Self::Missing { from, to, missing } => {
+                write!(f, "the step from {from} to {to} also needs {missing}")
+            }
+            Self::NotAllowed { from, to, extra } => {
+                write!(f, "the step from {from} to {to} does not take {extra}")
+            }
+            Self::Value { attribute, must_be } => write!(f, "{attribute} must be {must_be}"),
+        }
+    }
+}
+
+impl core::error::Error for Refused {}

@@ -1,0 +1,158 @@
+//! What a queue pair asks of whoever owns the memory and the receive queue.
+
+use core::ops::BitOr;
+
+/// What a peer may do to memory, and through a queue pair. Local access is the host's own matter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Access(u8);
+
+impl Access {
+    /// Nothing.
+    pub const NONE: Self = Self(0);
+    /// Write to it.
+    pub const REMOTE_WRITE: Self = Self(1);
+    /// Read from it.
+    pub const REMOTE_READ: Self = Self(2);
+    /// Run atomics on it.
+    pub const REMOTE_ATOMIC: Self = Self(4);
+    /// Everything.
+    pub const ALL: Self = Self(7);
+
+    /// Whether all of `other` is allowed.
+    pub const fn contains(self, other: Self) -> bool {
+        other.0 & !self.0 == 0
+    }
+}
+
+impl BitOr for Access {
+    type Output = Self;
+
+    fn bitor(self, more: Self) -> Self {
+        Self(self.0 | more.0)
+    }
+}
+
+/// An answer to a question about memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Verdict {
+    /// It is done, or may be done.
+    Yes,
+    /// Not at this moment (the page is not there, the data is on its way): ask again. A peer is told to come
+    /// again later; our own sending pauses until the next poll.
+    NotNow,
+    /// The key, the range or the right is wrong.
+    Refused,
+}
+
+/// A place in registered memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Remote {
+    /// The address, in the region's own numbering.
+    pub address: u64,
+    /// The region's key.
+    pub key: u32,
+}
+
+impl Remote {
+    /// The place `bytes` further on. The address wraps: the host, who checks the range, refuses it.
+    #[must_use]
+    pub const fn forward(self, bytes: u32) -> Self {
+        Self { address: self.address.wrapping_add(bytes as u64), key: self.key }
+    }
+}
+
+/// A receive that the host took from its queue for a message that begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Receive {
+    /// The host's name for it; comes back in [`Target::Receive`] and in the completion.
+    pub id: u64,
+    /// How many bytes its buffers hold.
+    pub capacity: u32,
+}
+
+/// An atomic to execute on eight bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Atomic {
+    /// Store `swap` if the value is `compare`.
+    CompareSwap {
+        /// What must be there.
+        compare: u64,
+        /// What to store.
+        swap: u64,
+    },
+    /// Add, wrapping.
+    FetchAdd {
+        /// What to add.
+        add: u64,
+    },
+}
+
+/// Where the payload of a packet that came in belongs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// Into a receive's buffers.
+    Receive {
+        /// Which.
+        id: u64,
+        /// How many bytes of it lie before.
+        offset: u32,
+    },
+    /// Into the first 40 bytes of a receive: not payload, but who sent the datagram.
+    Route {
+        /// Which receive.
+        id: u64,
+    },
+    /// Into memory that the peer named.
+    Remote(Remote),
+    /// Into the buffers of one of our reads.
+    Response {
+        /// The work's name.
+        id: u64,
+        /// How many bytes of it lie before.
+        offset: u32,
+    },
+}
+
+/// Where the payload of a packet that goes out lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// In the buffers of posted work.
+    Work {
+        /// The work's name.
+        id: u64,
+        /// How many bytes of it lie before.
+        offset: u32,
+    },
+    /// In memory that the peer named.
+    Remote(Remote),
+}
+
+/// The owner of memory, keys and receives, as a queue pair sees it.
+///
+/// The protocol decides *that* bytes move, and in which order; the host moves them. Each call is made while a
+/// packet is handled or polled, and the answer decides how it goes on. The host has the packet's bytes at
+/// hand: it is the one that passed its headers in.
+pub trait Host {
+    /// Takes the next receive from the queue; `None` if there is none, and the peer is told to come again.
+    fn take_receive(&mut self) -> Option<Receive>;
+
+    /// Whether the peer may access `len` bytes there in that way. Asked once for each message.
+    fn may_access(&mut self, access: Access, at: Remote, len: u32) -> Verdict;
+
+    /// Places the payload of the packet at hand, `len` bytes of it.
+    fn place(&mut self, to: Target, len: u32) -> Verdict;
+
+    /// Executes an atomic on the eight bytes there, and returns what was there before. Asked exactly once for
+    /// each atomic of the peer that succeeds.
+    fn execute(&mut self, at: Remote, atomic: Atomic) -> Result<u64, Verdict>;
+
+    /// Makes a key of ours useless to the peer.
+    fn invalidate(&mut self, key: u32) -> Verdict;
+
+    /// Stores the result of one of our atomics.
+    fn store_result(&mut self, id: u64, value: u64) -> Verdict;
+
+    /// Whether `len` bytes of payload can be fetched from there now. The packet follows at once.
+    fn may_fetch(&mut self, from: Source, len: u32) -> Verdict;
+}

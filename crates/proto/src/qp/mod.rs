@@ -1,0 +1,543 @@
+//! The queue pair: reliable connected ([`Qp`]) and unreliable datagram ([`Ud`]), sans-IO.
+//!
+//! Three things go in: packets ([`Qp::handle_packet`]), time ([`Qp::handle_timeout`], and `now` everywhere)
+//! and work ([`Qp::post`]). Three come out: packets ([`Qp::poll_transmit`]), deadlines
+//! ([`Qp::poll_timeout`]) and events ([`Qp::poll_event`]). Memory is never touched: packets name their
+//! payload by [`Source`] and [`Target`], and a [`Host`] resolves keys and moves bytes when it is told to.
+//!
+//! # The order of calls
+//! After each `handle_packet`, take all events; a receipt that is not taken makes the queue pair drop the
+//! next packet that needs its place. Handle as many packets as there are, then poll for packets to send:
+//! acknowledgements are then told in one. `poll_timeout` is valid until the next call of any other sort.
+//!
+//! # What is promised
+//! The tests cite these numbers.
+//! 1. A message is delivered once, in order and whole, or its work ends with an error; after that nothing of
+//!    it is delivered any more once the error is reported.
+//! 2. Completions come in the order of posting; each posted work has exactly one.
+//! 3. The first failure carries its reason; all that follows is flushed.
+//! 4. Atomics are executed once, however often they are asked for.
+//! 5. Memory is allocated when a queue pair is made and when it is connected, never afterwards:
+//!    [`Qp::footprint`] is all of it.
+//! 6. With a timeout set, no work waits for ever on a peer that is silent.
+//! 7. No packet, whatever it holds, panics, or changes anything but the queue pair that it is handed to.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`attr`] | states and the table of steps between them |
+//! | `requester`, `answer` | our requests, and the answers to them |
+//! | `responder`, `saved`, `reply` | the peer's requests, and our answers |
+//! | `pace` | the rate that congestion leaves |
+//! | `ud` | datagrams |
+
+mod answer;
+pub mod attr;
+mod host;
+mod pace;
+mod reply;
+mod requester;
+mod responder;
+mod saved;
+mod stats;
+mod ud;
+mod work;
+
+use core::time::Duration;
+
+pub use attr::{Change, Mtu, Path, Refused, Service, State};
+pub use host::{Access, Atomic, Host, Receive, Remote, Source, Target, Verdict};
+pub use pace::{CUT_INTERVAL, RAISE_INTERVAL};
+pub use stats::{Drop, Stats};
+pub use ud::{Datagram, GLOBAL_ROUTE_LEN, Ud};
+pub use work::{Carried, Completion, Event, Notice, Op, PostError, Receipt, Status, Work};
+
+use crate::psn::Psn;
+use crate::time::Instant;
+use crate::wire::packet::DEFAULT_PARTITION;
+use crate::wire::{Extension, Headers, Opcode};
+use pace::Pace;
+use requester::Requester;
+use responder::Responder;
+
+/// The most reads and atomics that may be outstanding in either direction.
+pub const MOST_RD_ATOMIC: u8 = 128;
+/// The most packets in a message: numbers compare on half a circle.
+const MOST_PACKETS: u32 = (1 << 23) - 1;
+
+/// What a queue pair is made with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// How much work may be posted and not completed.
+    pub send_depth: u32,
+    /// How many packets may be unanswered.
+    pub window: u32,
+    /// How many packets a read request may ask for; longer reads become several requests.
+    pub read_chunk: u32,
+    /// The line's rate in bytes a second, to be slowed by congestion notifications; `None` ignores them.
+    pub line_rate: Option<u64>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { send_depth: 128, window: 256, read_chunk: 64, line_rate: None }
+    }
+}
+
+/// A packet that came in, and what its carrier said of it. Its ICRC and its sender have been checked.
+#[derive(Clone, Copy, Debug)]
+pub struct Arrived {
+    /// What its transport headers say.
+    pub headers: Headers,
+    /// The length of its payload.
+    pub payload_len: u32,
+    /// Whether the network marked it: congestion experienced.
+    pub marked: bool,
+}
+
+/// Payload to be put into a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Payload {
+    /// Where it lies.
+    pub from: Source,
+    /// Its length: at most the MTU, at least 1.
+    pub len: u32,
+}
+
+/// A packet to send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transmit {
+    /// Its transport headers.
+    pub headers: Headers,
+    /// Its payload.
+    pub payload: Option<Payload>,
+}
+
+/// A reliable-connected queue pair.
+///
+/// ```
+/// # use warpwire_proto::{Instant, Psn, qp::*};
+/// let mut qp = Qp::new(0x11, Options::default());
+/// qp.modify(&Change {
+///     partition_index: Some(0),
+///     port: Some(1),
+///     access: Some(Access::NONE),
+///     ..Change::to(State::Init)
+/// })?;
+/// let refused = qp.modify(&Change { mtu: Mtu::new(1024), ..Change::to(State::Rtr) });
+/// assert!(refused.unwrap_err().to_string().starts_with("the step from INIT to RTR also needs"));
+/// # Ok::<(), Refused>(())
+/// ```
+#[derive(Debug)]
+pub struct Qp {
+    number: u32,
+    state: State,
+    options: Options,
+    path: Option<Path>,
+    asking: requester::Terms,
+    answering: responder::Terms,
+    requester: Requester,
+    responder: Responder,
+    pace: Pace,
+    stats: Stats,
+    notice: Option<Notice>,
+    established: bool,
+    drain: Drain,
+    /// The last packet was one of ours rather than an answer: the next turn is the answer's.
+    asked_last: bool,
+    cnp_due: bool,
+    last_cnp: Option<Instant>,
+}
+
+/// Whether a drained event is wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Drain {
+    Not,
+    Wanted,
+}
+
+impl Qp {
+    /// A queue pair with that number, in `RESET`.
+    pub fn new(number: u32, options: Options) -> Self {
+        let options = Options {
+            send_depth: options.send_depth.clamp(1, 1 << 20),
+            window: options.window.clamp(1, 1 << 16),
+            read_chunk: options.read_chunk.clamp(1, 1 << 14),
+            line_rate: options.line_rate,
+        };
+        let mtu = Mtu::ALL[0];
+        Self {
+            number,
+            state: State::Reset,
+            options,
+            path: None,
+            asking: requester::Terms {
+                destination: 0,
+                mtu,
+                timeout: None,
+                retry_count: 0,
+                rnr_retry: 0,
+                max_rd_atomic: 0,
+                window: options.window,
+                read_chunk: options.read_chunk,
+            },
+            answering: responder::Terms {
+                destination: 0,
+                mtu,
+                access: Access::NONE,
+                min_rnr_timer: 0,
+            },
+            requester: Requester::new(options.send_depth),
+            responder: Responder::new(),
+            pace: Pace::new(options.line_rate),
+            stats: Stats::default(),
+            notice: None,
+            established: false,
+            drain: Drain::Not,
+            asked_last: false,
+            cnp_due: false,
+            last_cnp: None,
+        }
+    }
+
+    /// Its number.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Its state.
+    pub fn state(&self) -> State {
+        self.state
+    }
+
+    /// Where its peer is, once connected.
+    pub fn path(&self) -> Option<&Path> {
+        self.path.as_ref()
+    }
+
+    /// The number of its peer, once connected.
+    pub fn destination(&self) -> u32 {
+        self.asking.destination
+    }
+
+    /// The most payload in a packet.
+    pub fn mtu(&self) -> Mtu {
+        self.asking.mtu
+    }
+
+    /// What it has counted.
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    /// The rate in bytes a second to which congestion has slowed it; `None` if it has not.
+    pub fn slowed_to(&self) -> Option<u64> {
+        self.pace.rate()
+    }
+
+    /// All memory that it holds, in bytes; it changes only with [`Qp::modify`].
+    pub fn footprint(&self) -> usize {
+        size_of::<Self>() + self.requester.footprint() + self.responder.saved.footprint()
+    }
+
+    /// How much posted work has not been reported yet.
+    pub fn outstanding(&self) -> u32 {
+        self.requester.held()
+    }
+
+    /// Takes a step from the [table](attr::TRANSITIONS). A step that is refused changes nothing.
+    pub fn modify(&mut self, change: &Change) -> Result<(), Refused> {
+        change.check(Service::Rc, self.state)?;
+        match change.to {
+            State::Reset => {
+                let mut requester = core::mem::replace(&mut self.requester, Requester::new(0));
+                requester.reset();
+                let stats = self.stats;
+                *self = Self { requester, stats, ..Self::new_like(self) };
+                return Ok(());
+            }
+            State::Err => self.fail(None),
+            State::Sqd if self.state == State::Rts => {
+                let wanted = change.notify_drained.unwrap_or(false);
+                self.drain = if wanted { Drain::Wanted } else { Drain::Not };
+            }
+            _ => {}
+        }
+        self.apply(change);
+        self.state = change.to;
+        Ok(())
+    }
+
+    fn new_like(other: &Self) -> Self {
+        let options = other.options;
+        Self { options, ..Self::new(other.number, Options { send_depth: 1, ..options }) }
+    }
+
+    fn apply(&mut self, change: &Change) {
+        fn set<T: Copy>(place: &mut T, value: Option<T>) {
+            *place = value.unwrap_or(*place);
+        }
+        set(&mut self.answering.access, change.access);
+        set(&mut self.answering.min_rnr_timer, change.min_rnr_timer);
+        set(&mut self.asking.retry_count, change.retry_count);
+        set(&mut self.asking.rnr_retry, change.rnr_retry);
+        set(&mut self.asking.max_rd_atomic, change.max_rd_atomic.map(u32::from));
+        for terms_mtu in [&mut self.asking.mtu, &mut self.answering.mtu] {
+            set(terms_mtu, change.mtu);
+        }
+        for destination in [&mut self.asking.destination, &mut self.answering.destination] {
+            set(destination, change.destination);
+        }
+        if let Some(code) = change.timeout {
+            let units = 1u64 << code.min(31);
+            self.asking.timeout = (code != 0).then(|| Duration::from_nanos(4096 * units));
+        }
+        if let Some(records) = change.max_dest_rd_atomic {
+            self.responder.saved = saved::SavedRing::new(records);
+        }
+        if let Some(psn) = change.receive_psn {
+            self.responder.expected = psn;
+        }
+        if let Some(psn) = change.send_psn {
+            self.requester.begin_at(psn);
+        }
+        self.path = change.path.or(self.path);
+        self.requester.refill_retries(&self.asking);
+    }
+
+    /// Posts work. It is begun in its turn; its end comes as [`Event::Sent`].
+    pub fn post(&mut self, work: Work) -> Result<(), PostError> {
+        if !matches!(self.state, State::Rts | State::Sqd | State::Err) {
+            return Err(PostError::State(self.state));
+        }
+        if work.len > requester::LONGEST || self.asking.mtu.packets(work.len) > MOST_PACKETS {
+            return Err(PostError::Length(work.len));
+        }
+        self.requester.post(work, self.options.send_depth)
+    }
+
+    /// Takes a packet that came in for this queue pair. Says why, if it was not acted upon.
+    pub fn handle_packet<H: Host>(
+        &mut self,
+        now: Instant,
+        arrived: &Arrived,
+        host: &mut H,
+    ) -> Result<(), Drop> {
+        self.stats.packets_received += 1;
+        self.stats.bytes_received += u64::from(arrived.payload_len);
+        let outcome = self.sort(now, arrived, host);
+        if let Err(reason) = outcome {
+            self.stats.count(reason);
+        }
+        outcome
+    }
+
+    fn sort<H: Host>(&mut self, now: Instant, arrived: &Arrived, host: &mut H) -> Result<(), Drop> {
+        let headers = &arrived.headers;
+        // The upper bit only tells full members from limited ones.
+        if headers.partition | 0x8000 != DEFAULT_PARTITION {
+            return Err(Drop::Partition);
+        }
+        if arrived.marked {
+            self.owe_notification(now);
+        }
+        if headers.opcode.is_response() {
+            return self.sort_answer(now, arrived, host);
+        }
+        match headers.opcode {
+            Opcode::UdSendOnly | Opcode::UdSendOnlyImm | Opcode::Unknown(_) => Err(Drop::Service),
+            Opcode::CongestionNotification => {
+                if !matches!(self.state, State::Rts | State::Sqd | State::Rtr) {
+                    return Err(Drop::State);
+                }
+                self.stats.cnp_received += 1;
+                self.pace.cut(now);
+                Ok(())
+            }
+            _ => self.sort_request(arrived, host),
+        }
+    }
+
+    fn sort_answer<H: Host>(
+        &mut self,
+        now: Instant,
+        arrived: &Arrived,
+        host: &mut H,
+    ) -> Result<(), Drop> {
+        if !matches!(self.state, State::Rts | State::Sqd) {
+            return Err(Drop::State);
+        }
+        let stats = &mut self.stats;
+        match self.requester.handle_answer(now, &self.asking, arrived, host, stats) {
+            answer::Outcome::Used => Ok(()),
+            answer::Outcome::Dropped(reason) => Err(reason),
+            answer::Outcome::Failed(status) => {
+                self.fail(Some(status));
+                Ok(())
+            }
+        }
+    }
+
+    fn sort_request<H: Host>(&mut self, arrived: &Arrived, host: &mut H) -> Result<(), Drop> {
+        match self.state {
+            State::Rtr | State::Rts | State::Sqd => {}
+            State::Err => {
+                self.responder.repeat_last_words();
+                return Err(Drop::State);
+            }
+            State::Reset | State::Init | State::Sqe => return Err(Drop::State),
+        }
+        let stats = &mut self.stats;
+        match self.responder.handle_request(&self.answering, arrived, host, stats) {
+            responder::Outcome::Used => {
+                if self.state == State::Rtr && !self.established {
+                    self.established = true;
+                    self.notice = Some(Notice::Established);
+                }
+                Ok(())
+            }
+            responder::Outcome::Dropped(reason) => Err(reason),
+            responder::Outcome::Failed(notice) => {
+                self.fail(None);
+                self.notice = Some(notice);
+                Ok(())
+            }
+        }
+    }
+
+    /// The queue pair fails; `status` is that of the oldest unfinished work, if it was the cause.
+    fn fail(&mut self, status: Option<Status>) {
+        if self.state != State::Err {
+            self.state = State::Err;
+            self.requester.stop(status);
+        }
+    }
+
+    fn owe_notification(&mut self, now: Instant) {
+        let due = self.last_cnp.is_none_or(|last| now - last >= CUT_INTERVAL);
+        if due && matches!(self.state, State::Rtr | State::Rts | State::Sqd) {
+            self.cnp_due = true;
+            self.last_cnp = Some(now);
+        }
+    }
+
+    /// The next packet to send; `None` until something else happens. Call it until then, or until the link
+    /// is full.
+    pub fn poll_transmit<H: Host>(&mut self, now: Instant, host: &mut H) -> Option<Transmit> {
+        let packet = self.next_packet(now, host)?;
+        self.stats.packets_sent += 1;
+        if let Some(payload) = packet.payload {
+            self.stats.bytes_sent += u64::from(payload.len);
+            self.pace.spend(now, payload.len);
+        }
+        Some(packet)
+    }
+
+    fn next_packet<H: Host>(&mut self, now: Instant, host: &mut H) -> Option<Transmit> {
+        match self.state {
+            State::Rts | State::Sqd | State::Rtr => {}
+            State::Err if self.responder.owes_last_words() => {}
+            _ => return None,
+        }
+        if self.cnp_due {
+            self.cnp_due = false;
+            self.stats.cnp_sent += 1;
+            return Some(notification(self.asking.destination));
+        }
+        let open = self.pace.is_open(now);
+        // Answers go first, but a long read must not keep our own requests waiting, nor they it.
+        let answer_waits = self.responder.has_data() && !self.asked_last;
+        if answer_waits && let Some(request) = self.next_request(now, open, host) {
+            self.asked_last = true;
+            return Some(request);
+        }
+        self.asked_last = false;
+        match self.responder.poll_transmit(&self.answering, open, host, &mut self.stats) {
+            Ok(Some(answer)) => return Some(answer),
+            Ok(None) => {}
+            Err(notice) => {
+                self.fail(None);
+                self.notice = Some(notice);
+                return self.next_packet(now, host);
+            }
+        }
+        self.next_request(now, open, host)
+    }
+
+    fn next_request<H: Host>(
+        &mut self,
+        now: Instant,
+        open: bool,
+        host: &mut H,
+    ) -> Option<Transmit> {
+        if !open || !matches!(self.state, State::Rts | State::Sqd) {
+            return None;
+        }
+        let may_begin = self.state == State::Rts;
+        let stats = &mut self.stats;
+        match self.requester.poll_transmit(now, &self.asking, may_begin, host, stats) {
+            Ok(request) => request,
+            Err(status) => {
+                self.fail(Some(status));
+                None
+            }
+        }
+    }
+
+    /// When [`Qp::handle_timeout`] or [`Qp::poll_transmit`] wants to be called next, if nothing else happens.
+    pub fn poll_timeout(&self, now: Instant) -> Instant {
+        if !matches!(self.state, State::Rts | State::Sqd | State::Rtr) {
+            return Instant::NEVER;
+        }
+        let requester = &self.requester;
+        let waits = requester.has_work() && requester.resume > now;
+        let resume = if waits { requester.resume } else { Instant::NEVER };
+        requester.deadline.min(resume).min(self.pace.opens_at(now))
+    }
+
+    /// Time has passed.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        if matches!(self.state, State::Rts | State::Sqd)
+            && let Err(status) = self.requester.handle_timeout(now, &mut self.stats)
+        {
+            self.fail(Some(status));
+        }
+    }
+
+    /// What there is to say. Call it until `None`.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        let failed = self.state == State::Err;
+        if let Some(completion) = self.requester.poll_completion(failed) {
+            return Some(Event::Sent(completion));
+        }
+        if let Some(receipt) = self.responder.poll_receipt(failed) {
+            return Some(Event::Received(receipt));
+        }
+        if let Some(notice) = self.notice.take() {
+            return Some(Event::Notice(notice));
+        }
+        let drained = self.state == State::Sqd && self.requester.is_drained();
+        if drained && self.drain == Drain::Wanted {
+            self.drain = Drain::Not;
+            return Some(Event::Notice(Notice::Drained));
+        }
+        None
+    }
+
+    /// Whether all that was begun is done: a queue pair in `SQD` may then be changed.
+    pub fn is_drained(&self) -> bool {
+        self.requester.is_drained()
+    }
+
+    /// The number of the next request that it expects, and of the next that it sends.
+    pub fn positions(&self) -> (Psn, Psn) {
+        (self.responder.expected, self.requester.next)
+    }
+}
+
+/// "Your packets to me meet congestion": not acknowledged, and without a number.
+fn notification(destination: u32) -> Transmit {
+    let opcode = Opcode::CongestionNotification;
+    let headers =
+        Headers { becn: true, ..Headers::new(opcode, destination, Psn::new(0), Extension::Cnp) };
+    Transmit { headers, payload: None }
+}

@@ -1,0 +1,458 @@
+//! The asking half: posted work becomes requests, and goes back to the first unanswered one when an answer
+//! stays away.
+//!
+//! ```text
+//!            reported      tail         current      started        posted
+//!  ring  ───────┼───────────┼─────────────┼────────────┼──────────────┼───▶
+//!     told to   │ done, to  │ waiting for │ to be sent │ never begun  │ free
+//!     the host  │ be told   │ answers     │ again      │              │
+//!  PSNs                   unacked        next        unsent
+//! ```
+//!
+//! Going back always goes to `unacked`: everything before it is answered, so that `current` becomes `tail`.
+//! A read is asked for in pieces of at most `read_chunk` packets, each a request of its own on the wire;
+//! that bounds what the peer streams at us, and lets a read that lost a packet go on from there.
+
+use alloc::boxed::Box;
+use alloc::vec;
+use core::time::Duration;
+
+use super::attr::Mtu;
+use super::host::{Host, Remote, Source, Verdict};
+use super::work::{Completion, Op, PostError, Status, Work};
+use super::{Payload, Stats, Transmit};
+use crate::psn::Psn;
+use crate::time::Instant;
+use crate::wire::ext::{AtomicEth, Reth};
+use crate::wire::{Extension, Headers, Opcode};
+
+/// The longest message.
+pub(super) const LONGEST: u32 = 1 << 31;
+
+/// What the requester needs to know about its queue pair.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Terms {
+    pub destination: u32,
+    pub mtu: Mtu,
+    /// How long to wait for an answer; `None` for ever.
+    pub timeout: Option<Duration>,
+    pub retry_count: u8,
+    pub rnr_retry: u8,
+    pub max_rd_atomic: u32,
+    /// How many packets may be unanswered.
+    pub window: u32,
+    /// How many packets one read request may ask for.
+    pub read_chunk: u32,
+}
+
+/// Work in the ring, with the sequence numbers that it was given when it was begun.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entry {
+    pub work: Work,
+    pub first: Psn,
+    pub packets: u32,
+}
+
+impl Entry {
+    const EMPTY: Self = Self { work: Work::new(0, Op::Local, 0), first: Psn::new(0), packets: 0 };
+
+    /// The number after its last.
+    pub fn end(&self) -> Psn {
+        self.first.add(self.packets)
+    }
+}
+
+/// The requester's state. Ring positions run freely; numbers compare by distance.
+#[derive(Debug)]
+pub(super) struct Requester {
+    ring: Box<[Entry]>,
+    pub(super) reported: u32,
+    pub(super) tail: u32,
+    pub(super) current: u32,
+    pub(super) started: u32,
+    posted: u32,
+    /// The first number without an answer.
+    pub(super) unacked: Psn,
+    /// The next number to send.
+    pub(super) next: Psn,
+    /// The first number that was never sent.
+    pub(super) unsent: Psn,
+    /// Read requests and atomics between `unacked` and `next`.
+    pub(super) reading: u32,
+    /// Packets since we last asked for an acknowledgement.
+    since_request: u32,
+    pub(super) retries_left: u8,
+    pub(super) rnr_left: u8,
+    /// When to stop waiting for an answer.
+    pub(super) deadline: Instant,
+    /// Not to send before: the peer was not ready.
+    pub(super) resume: Instant,
+    /// The value of `unacked` at which a missing answer already made us go back.
+    pub(super) went_back_at: Option<Psn>,
+    /// What the work at `tail` failed with.
+    failure: Option<Status>,
+}
+
+impl Requester {
+    pub(super) fn new(depth: u32) -> Self {
+        let ring = vec![Entry::EMPTY; depth.max(1).next_power_of_two() as usize].into();
+        Self {
+            ring,
+            reported: 0,
+            tail: 0,
+            current: 0,
+            started: 0,
+            posted: 0,
+            unacked: Psn::new(0),
+            next: Psn::new(0),
+            unsent: Psn::new(0),
+            reading: 0,
+            since_request: 0,
+            retries_left: 0,
+            rnr_left: 0,
+            deadline: Instant::NEVER,
+            resume: Instant::default(),
+            went_back_at: None,
+            failure: None,
+        }
+    }
+
+    /// Forgets everything but its memory.
+    pub(super) fn reset(&mut self) {
+        let ring = core::mem::take(&mut self.ring);
+        *self = Self { ring, ..Self::new(0) };
+    }
+
+    pub(super) fn begin_at(&mut self, psn: Psn) {
+        (self.unacked, self.next, self.unsent) = (psn, psn, psn);
+    }
+
+    pub(super) fn refill_retries(&mut self, terms: &Terms) {
+        (self.retries_left, self.rnr_left) = (terms.retry_count, terms.rnr_retry);
+    }
+
+    pub(super) fn footprint(&self) -> usize {
+        size_of_val(&*self.ring)
+    }
+
+    pub(super) fn entry(&self, position: u32) -> &Entry {
+        &self.ring[position as usize & (self.ring.len() - 1)]
+    }
+
+    fn entry_mut(&mut self, position: u32) -> &mut Entry {
+        let mask = self.ring.len() - 1;
+        &mut self.ring[position as usize & mask]
+    }
+
+    /// How much work the ring holds that the host has not been told the end of.
+    pub(super) fn held(&self) -> u32 {
+        self.posted.wrapping_sub(self.reported)
+    }
+
+    pub(super) fn post(&mut self, work: Work, depth: u32) -> Result<(), PostError> {
+        let wanted_len = match work.op {
+            Op::Atomic(..) => work.len == 8,
+            _ => work.len <= LONGEST,
+        };
+        if !wanted_len {
+            return Err(PostError::Length(work.len));
+        }
+        if self.held() >= depth {
+            return Err(PostError::Full);
+        }
+        *self.entry_mut(self.posted) = Entry { work, ..Entry::EMPTY };
+        self.posted = self.posted.wrapping_add(1);
+        Ok(())
+    }
+
+    /// Whether every message that was begun is done.
+    pub(super) fn is_drained(&self) -> bool {
+        self.tail == self.started
+    }
+
+    /// Whether there may be something to send now.
+    pub(super) fn has_work(&self) -> bool {
+        self.current != self.posted
+    }
+
+    /// The next request; `may_begin` tells whether a new message may be begun. `Err` fails the queue pair.
+    pub(super) fn poll_transmit<H: Host>(
+        &mut self,
+        now: Instant,
+        terms: &Terms,
+        may_begin: bool,
+        host: &mut H,
+        stats: &mut Stats,
+    ) -> Result<Option<Transmit>, Status> {
+        if now < self.resume {
+            return Ok(None);
+        }
+        while self.current != self.posted {
+            let begins = self.current == self.started;
+            if begins && !may_begin {
+                return Ok(None);
+            }
+            let entry = *self.entry(self.current);
+            let at_start = begins || self.next == entry.first;
+            if at_start && entry.work.fence && self.reading > 0 {
+                return Ok(None);
+            }
+            if !entry.work.op.is_local() {
+                return self.request(now, terms, begins, host, stats);
+            }
+            if let Op::Bad(status) = entry.work.op {
+                return if self.current == self.tail { Err(status) } else { Ok(None) };
+            }
+            self.pass_local(begins);
+        }
+        Ok(None)
+    }
+
+    /// Work that sends nothing: done as soon as all before it is.
+    fn pass_local(&mut self, begins: bool) {
+        if begins {
+            let next = self.next;
+            self.entry_mut(self.current).first = next;
+            self.started = self.started.wrapping_add(1);
+        }
+        self.current = self.current.wrapping_add(1);
+        self.settle(self.unacked);
+    }
+
+    fn request<H: Host>(
+        &mut self,
+        now: Instant,
+        terms: &Terms,
+        begins: bool,
+        host: &mut H,
+        stats: &mut Stats,
+    ) -> Result<Option<Transmit>, Status> {
+        let in_flight = self.next.distance_from(self.unacked) as u32;
+        let mut entry = *self.entry(self.current);
+        if begins {
+            (entry.first, entry.packets) = (self.next, terms.mtu.packets(entry.work.len));
+        }
+        let awaits_data = entry.work.op.awaits_data();
+        if in_flight >= terms.window || awaits_data && self.reading >= terms.max_rd_atomic {
+            return Ok(None);
+        }
+        let index = self.next.distance_from(entry.first) as u32;
+        let packet = Request::at(&entry, index, terms);
+        if packet.len > 0 {
+            let from = Source::Work { id: entry.work.id, offset: packet.offset };
+            match host.may_fetch(from, packet.len) {
+                Verdict::Yes => {}
+                Verdict::NotNow => return Ok(None),
+                Verdict::Refused if self.current == self.tail => {
+                    return Err(Status::LocalProtection);
+                }
+                // It fails in its turn, when all before it is answered.
+                Verdict::Refused => return Ok(None),
+            }
+        }
+        if begins {
+            *self.entry_mut(self.current) = entry;
+            self.started = self.started.wrapping_add(1);
+        }
+        let after = self.next.add(packet.numbers);
+        let again = self.next != self.unsent;
+        self.since_request += 1;
+        // Ask at the end of a message, before the window closes, now and then in between, and at once when
+        // sending again: the answer may only have been lost.
+        let is_last = index + packet.numbers == entry.packets;
+        let ask = is_last
+            || in_flight + packet.numbers >= terms.window
+            || self.since_request * 4 >= terms.window
+            || again && self.next == self.unacked;
+        if ask {
+            self.since_request = 0;
+        }
+        let headers = Headers {
+            solicited: is_last && entry.work.solicited && packet.can_solicit,
+            ack_request: ask,
+            ..Headers::new(packet.opcode, terms.destination, self.next, packet.extension)
+        };
+        self.reading += u32::from(awaits_data);
+        stats.resent += u64::from(again);
+        self.next = after;
+        if after.distance_from(self.unsent) > 0 {
+            self.unsent = after;
+        }
+        if is_last {
+            self.current = self.current.wrapping_add(1);
+        }
+        if self.deadline == Instant::NEVER {
+            self.start_timer(now, terms);
+        }
+        let from = Source::Work { id: entry.work.id, offset: packet.offset };
+        let payload = (packet.len > 0).then_some(Payload { from, len: packet.len });
+        Ok(Some(Transmit { headers, payload }))
+    }
+
+    pub(super) fn start_timer(&mut self, now: Instant, terms: &Terms) {
+        self.deadline = terms.timeout.map_or(Instant::NEVER, |timeout| now + timeout);
+    }
+
+    /// Sends again from the first number without an answer.
+    pub(super) fn go_back(&mut self) {
+        self.next = self.unacked;
+        self.current = self.tail;
+        self.reading = 0;
+        self.deadline = Instant::NEVER;
+    }
+
+    /// No answer came in time. `Err` fails the queue pair.
+    pub(super) fn handle_timeout(&mut self, now: Instant, stats: &mut Stats) -> Result<(), Status> {
+        if now < self.deadline {
+            return Ok(());
+        }
+        stats.timeouts += 1;
+        self.went_back_at = None;
+        self.retry()
+    }
+
+    /// Goes back, if tries are left.
+    pub(super) fn retry(&mut self) -> Result<(), Status> {
+        self.retries_left = self.retries_left.checked_sub(1).ok_or(Status::RetryExceeded)?;
+        self.go_back();
+        Ok(())
+    }
+
+    /// The work at `tail` failed with `failure`; without one, nothing of our own failed, and all is flushed.
+    pub(super) fn stop(&mut self, failure: Option<Status>) {
+        self.failure = failure;
+        self.deadline = Instant::NEVER;
+        self.resume = Instant::default();
+    }
+
+    /// The end of the next work: a success, or, once the queue pair has failed, a failure.
+    pub(super) fn poll_completion(&mut self, failed: bool) -> Option<Completion> {
+        let work = self.entry(self.reported).work;
+        let status = if self.reported != self.tail {
+            Status::Success
+        } else if failed && self.reported != self.posted {
+            let after = self.tail.wrapping_add(1);
+            (self.tail, self.current, self.started) = (after, after, after);
+            self.failure.take().unwrap_or(Status::Flushed)
+        } else {
+            return None;
+        };
+        self.reported = self.reported.wrapping_add(1);
+        Some(Completion { id: work.id, status, signaled: work.signaled })
+    }
+}
+
+/// One packet of a request.
+struct Request {
+    opcode: Opcode,
+    extension: Extension,
+    /// Where its payload begins in the message, and how long it is.
+    offset: u32,
+    len: u32,
+    /// How many sequence numbers it takes.
+    numbers: u32,
+    can_solicit: bool,
+}
+
+impl Request {
+    /// The packet of that index; for a read, the request for what is left of the piece that it lies in.
+    fn at(entry: &Entry, index: u32, terms: &Terms) -> Self {
+        let work = &entry.work;
+        let offset = terms.mtu.offset(index);
+        let left = work.len.wrapping_sub(offset);
+        let is_first = index == 0;
+        let is_last = index + 1 == entry.packets;
+        let len = if is_last { left } else { terms.mtu.bytes() };
+        let (opcode, extension) = match work.op {
+            Op::Read(at) => return Self::read(entry, index, terms, at),
+            Op::Atomic(at, atomic) => return Self::atomic(at, atomic),
+            Op::Send | Op::Local | Op::Bad(_) => (SEND.at(is_first, is_last), Extension::None),
+            Op::SendImm(imm) if is_last => {
+                let opcode = if is_first { Opcode::SendOnlyImm } else { Opcode::SendLastImm };
+                (opcode, Extension::Imm(imm))
+            }
+            Op::SendInvalidate(key) if is_last => {
+                let last = Opcode::SendLastInvalidate;
+                let opcode = if is_first { Opcode::SendOnlyInvalidate } else { last };
+                (opcode, Extension::Invalidate(key))
+            }
+            Op::SendImm(_) | Op::SendInvalidate(_) => (SEND.at(is_first, false), Extension::None),
+            Op::Write(at) => (WRITE.at(is_first, is_last), write_header(is_first, at, work.len)),
+            Op::WriteImm(at, imm) if is_last => {
+                let reth = Reth { address: at.address, rkey: at.key, len: work.len };
+                match is_first {
+                    true => (Opcode::WriteOnlyImm, Extension::RethImm(reth, imm)),
+                    false => (Opcode::WriteLastImm, Extension::Imm(imm)),
+                }
+            }
+            Op::WriteImm(at, _) => {
+                (WRITE.at(is_first, false), write_header(is_first, at, work.len))
+            }
+        };
+        let can_solicit = !matches!(work.op, Op::Write(_));
+        Self { opcode, extension, offset, len, numbers: 1, can_solicit }
+    }
+
+    fn read(entry: &Entry, index: u32, terms: &Terms, at: Remote) -> Self {
+        let numbers = (entry.packets - index).min(terms.read_chunk - index % terms.read_chunk);
+        let offset = terms.mtu.offset(index);
+        let left = entry.work.len - offset;
+        let len = match index + numbers == entry.packets {
+            true => left,
+            false => terms.mtu.offset(numbers),
+        };
+        let from = at.forward(offset);
+        let extension = Extension::Reth(Reth { address: from.address, rkey: from.key, len });
+        let opcode = Opcode::ReadRequest;
+        Self { opcode, extension, offset, len: 0, numbers, can_solicit: false }
+    }
+
+    fn atomic(at: Remote, atomic: super::Atomic) -> Self {
+        let (opcode, swap_or_add, compare) = match atomic {
+            super::Atomic::CompareSwap { compare, swap } => (Opcode::CompareSwap, swap, compare),
+            super::Atomic::FetchAdd { add } => (Opcode::FetchAdd, add, 0),
+        };
+        let (address, rkey) = (at.address, at.key);
+        let extension = Extension::Atomic(AtomicEth { address, rkey, swap_or_add, compare });
+        Self { opcode, extension, offset: 0, len: 0, numbers: 1, can_solicit: false }
+    }
+}
+
+/// The four opcodes of an operation without extras.
+struct Opcodes {
+    first: Opcode,
+    middle: Opcode,
+    last: Opcode,
+    only: Opcode,
+}
+
+const SEND: Opcodes = Opcodes {
+    first: Opcode::SendFirst,
+    middle: Opcode::SendMiddle,
+    last: Opcode::SendLast,
+    only: Opcode::SendOnly,
+};
+const WRITE: Opcodes = Opcodes {
+    first: Opcode::WriteFirst,
+    middle: Opcode::WriteMiddle,
+    last: Opcode::WriteLast,
+    only: Opcode::WriteOnly,
+};
+
+impl Opcodes {
+    fn at(&self, is_first: bool, is_last: bool) -> Opcode {
+        match (is_first, is_last) {
+            (true, true) => self.only,
+            (true, false) => self.first,
+            (false, true) => self.last,
+            (false, false) => self.middle,
+        }
+    }
+}
+
+fn write_header(is_first: bool, at: Remote, len: u32) -> Extension {
+    match is_first {
+        true => Extension::Reth(Reth { address: at.address, rkey: at.key, len }),
+        false => Extension::None,
+    }
+}

@@ -1,0 +1,262 @@
+//! The datagram queue pair: one packet a message, to anyone, without promise.
+//!
+//! Each receive begins with 40 bytes that tell who sent it (the global route header; of IPv4 senders its last
+//! 20 are their IP header), which the host writes. Queue pair 1, of the connection manager, is a datagram
+//! queue pair with the well-known key [`Ud::MANAGEMENT_QKEY`].
+
+use alloc::collections::VecDeque;
+
+use super::attr::{Change, Mtu, Refused, Service, State};
+use super::host::{Host, Receive, Source, Target, Verdict};
+use super::work::{Carried, Completion, Event, Notice, PostError, Receipt, Status};
+use super::{Arrived, Drop, Payload, Stats, Transmit};
+use crate::psn::Psn;
+use crate::wire::packet::DEFAULT_PARTITION;
+use crate::wire::{Deth, Extension, Headers, Opcode};
+
+/// The bytes at the start of a receive that tell who sent it.
+pub const GLOBAL_ROUTE_LEN: u32 = 40;
+
+/// A datagram to send. Where its network address is, only the host knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Datagram {
+    /// The host's name for it.
+    pub id: u64,
+    /// The queue pair that it is for.
+    pub destination: u32,
+    /// The key of that queue pair. With its upper bit set, the sender's own key is sent.
+    pub qkey: u32,
+    /// Its length; at most the MTU.
+    pub len: u32,
+    /// Four bytes that arrive in the completion.
+    pub imm: Option<u32>,
+    /// Whether the user wants to see its success.
+    pub signaled: bool,
+    /// The receiver's completion should wake who waits for solicited ones.
+    pub solicited: bool,
+}
+
+/// A datagram queue pair. It is used as [`Qp`](super::Qp) is.
+#[derive(Debug)]
+pub struct Ud {
+    number: u32,
+    state: State,
+    mtu: Mtu,
+    depth: usize,
+    qkey: u32,
+    next: Psn,
+    /// Posted and not sent.
+    waiting: VecDeque<Datagram>,
+    /// Sent or failed, and not reported.
+    ended: VecDeque<Completion>,
+    /// Taken for a datagram that did not fit; serves the next.
+    taken: Option<Receive>,
+    receipt: Option<Receipt>,
+    notify_drained: bool,
+    stats: Stats,
+}
+
+impl Ud {
+    /// The key of queue pair 1.
+    pub const MANAGEMENT_QKEY: u32 = 0x8001_0000;
+
+    /// A datagram queue pair in `RESET` that takes `depth` datagrams of at most `mtu` bytes.
+    pub fn new(number: u32, mtu: Mtu, depth: u32) -> Self {
+        let depth = depth.clamp(1, 1 << 20) as usize;
+        Self {
+            number,
+            state: State::Reset,
+            mtu,
+            depth,
+            qkey: 0,
+            next: Psn::new(0),
+            waiting: VecDeque::with_capacity(depth),
+            ended: VecDeque::with_capacity(depth),
+            taken: None,
+            receipt: None,
+            notify_drained: false,
+            stats: Stats::default(),
+        }
+    }
+
+    /// Its number.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Its state.
+    pub fn state(&self) -> State {
+        self.state
+    }
+
+    /// What it has counted.
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    /// All memory that it holds, in bytes; it never changes.
+    pub fn footprint(&self) -> usize {
+        let waiting = self.waiting.capacity() * size_of::<Datagram>();
+        size_of::<Self>() + waiting + self.ended.capacity() * size_of::<Completion>()
+    }
+
+    /// Takes a step from the table. A step that is refused changes nothing.
+    pub fn modify(&mut self, change: &Change) -> Result<(), Refused> {
+        change.check(Service::Ud, self.state)?;
+        match change.to {
+            State::Reset => {
+                self.waiting.clear();
+                self.ended.clear();
+                (self.taken, self.receipt, self.notify_drained) = (None, None, false);
+            }
+            State::Err => self.fail(State::Err),
+            State::Sqd => self.notify_drained = change.notify_drained.unwrap_or(false),
+            _ => {}
+        }
+        self.qkey = change.qkey.unwrap_or(self.qkey);
+        self.next = change.send_psn.unwrap_or(self.next);
+        self.state = change.to;
+        Ok(())
+    }
+
+    /// Posts a datagram.
+    pub fn post(&mut self, datagram: Datagram) -> Result<(), PostError> {
+        if !matches!(self.state, State::Rts | State::Sqd | State::Sqe | State::Err) {
+            return Err(PostError::State(self.state));
+        }
+        if datagram.len > self.mtu.bytes() {
+            return Err(PostError::Length(datagram.len));
+        }
+        if self.waiting.len() + self.ended.len() >= self.depth {
+            return Err(PostError::Full);
+        }
+        self.waiting.push_back(datagram);
+        if matches!(self.state, State::Sqe | State::Err) {
+            self.flush();
+        }
+        Ok(())
+    }
+
+    /// Takes a packet that came in for this queue pair. Says why, if it was not acted upon.
+    pub fn handle_packet<H: Host>(&mut self, arrived: &Arrived, host: &mut H) -> Result<(), Drop> {
+        self.stats.packets_received += 1;
+        self.stats.bytes_received += u64::from(arrived.payload_len);
+        let outcome = self.receive(arrived, host);
+        if let Err(reason) = outcome {
+            self.stats.count(reason);
+        }
+        outcome
+    }
+
+    fn receive<H: Host>(&mut self, arrived: &Arrived, host: &mut H) -> Result<(), Drop> {
+        let (headers, len) = (&arrived.headers, arrived.payload_len);
+        let (deth, carried) = match headers.extension {
+            Extension::Deth(deth) => (deth, Carried::Data),
+            Extension::DethImm(deth, imm) => (deth, Carried::Imm(imm)),
+            _ => return Err(Drop::Service),
+        };
+        if matches!(self.state, State::Reset | State::Init | State::Err) {
+            return Err(Drop::State);
+        }
+        if headers.partition | 0x8000 != DEFAULT_PARTITION {
+            return Err(Drop::Partition);
+        }
+        if deth.qkey != self.qkey {
+            return Err(Drop::Qkey);
+        }
+        if self.receipt.is_some() {
+            return Err(Drop::Busy);
+        }
+        self.taken = self.taken.or_else(|| host.take_receive());
+        let receive = self.taken.ok_or(Drop::NoReceive)?;
+        let whole = len.saturating_add(GLOBAL_ROUTE_LEN);
+        // Whoever knows the key may send: a datagram that does not fit must not cost us more than itself.
+        if len > self.mtu.bytes() || whole > receive.capacity {
+            return Err(Drop::Length);
+        }
+        let route = Target::Route { id: receive.id };
+        let body = Target::Receive { id: receive.id, offset: GLOBAL_ROUTE_LEN };
+        let mut status = Status::Success;
+        for (target, len) in [(route, GLOBAL_ROUTE_LEN), (body, len)] {
+            match host.place(target, len) {
+                Verdict::Yes => {}
+                Verdict::NotNow => return Err(Drop::Busy),
+                Verdict::Refused => status = Status::LocalProtection,
+            }
+        }
+        self.taken = None;
+        let (solicited, source_qp) = (headers.solicited, deth.source_qp);
+        let id = receive.id;
+        self.receipt = Some(Receipt { id, status, len: whole, carried, solicited, source_qp });
+        if status != Status::Success {
+            self.fail(State::Err);
+        }
+        Ok(())
+    }
+
+    /// The next datagram to send. It is done as soon as it is taken.
+    pub fn poll_transmit<H: Host>(&mut self, host: &mut H) -> Option<Transmit> {
+        if self.state != State::Rts {
+            return None;
+        }
+        let datagram = *self.waiting.front()?;
+        let Datagram { id, len, signaled, .. } = datagram;
+        let from = Source::Work { id, offset: 0 };
+        match if len > 0 { host.may_fetch(from, len) } else { Verdict::Yes } {
+            Verdict::Yes => {}
+            Verdict::NotNow => return None,
+            Verdict::Refused => {
+                self.waiting.pop_front();
+                self.ended.push_back(Completion { id, status: Status::LocalProtection, signaled });
+                self.fail(State::Sqe);
+                return None;
+            }
+        }
+        self.waiting.pop_front();
+        self.ended.push_back(Completion { id, status: Status::Success, signaled });
+        let qkey = if datagram.qkey >> 31 == 1 { self.qkey } else { datagram.qkey };
+        let deth = Deth { qkey, source_qp: self.number };
+        let (opcode, extension) = match datagram.imm {
+            Some(imm) => (Opcode::UdSendOnlyImm, Extension::DethImm(deth, imm)),
+            None => (Opcode::UdSendOnly, Extension::Deth(deth)),
+        };
+        let plain = Headers::new(opcode, datagram.destination, self.next, extension);
+        let headers = Headers { solicited: datagram.solicited, ..plain };
+        self.next = self.next.next();
+        self.stats.packets_sent += 1;
+        self.stats.bytes_sent += u64::from(len);
+        Some(Transmit { headers, payload: (len > 0).then_some(Payload { from, len }) })
+    }
+
+    /// What there is to say. Call it until `None`.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        if let Some(completion) = self.ended.pop_front() {
+            return Some(Event::Sent(completion));
+        }
+        if let Some(receipt) = self.receipt.take() {
+            return Some(Event::Received(receipt));
+        }
+        let receive = self.taken.filter(|_| self.state == State::Err);
+        if let Some(Receive { id, .. }) = receive {
+            self.taken = None;
+            let (status, carried) = (Status::Flushed, Carried::Data);
+            let flushed = Receipt { id, status, len: 0, carried, solicited: false, source_qp: 0 };
+            return Some(Event::Received(flushed));
+        }
+        if self.state == State::Sqd && core::mem::take(&mut self.notify_drained) {
+            return Some(Event::Notice(Notice::Drained));
+        }
+        None
+    }
+
+    fn fail(&mut self, state: State) {
+        self.state = state;
+        self.flush();
+    }
+
+    fn flush(&mut self) {
+        while let Some(Datagram { id, signaled, .. }) = self.waiting.pop_front() {
+            self.ended.push_back(Completion { id, status: Status::Flushed, signaled });
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! A virtual link: what becomes of a packet between two nodes.
+
+use crate::random::Random;
+use core::time::Duration;
+use warpwire_proto::Instant;
+
+/// What a link does to packets; chances in thousandths.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Faults {
+    pub loss: u32,
+    pub duplicate: u32,
+    pub reorder: u32,
+    pub corrupt: u32,
+    pub truncate: u32,
+    pub mark: u32,
+    pub delay: Duration,
+    /// Up to this much more, at random, without changing the order.
+    pub jitter: Duration,
+    /// Bytes in a second; 0 for no limit.
+    pub bandwidth: u64,
+    /// Packets longer than this are lost, as in a network with a smaller MTU.
+    pub largest: usize,
+}
+
+impl Faults {
+    pub fn harm(&self) -> u32 {
+        self.loss + self.corrupt + self.truncate
+    }
+}
+
+/// One direction between two nodes.
+#[derive(Clone, Debug, Default)]
+pub struct Link {
+    pub faults: Faults,
+    pub cut: bool,
+    free_at: Instant,
+    last_arrival: Instant,
+}
+
+/// A packet that will arrive.
+pub struct Arrival {
+    pub at: Instant,
+    pub bytes: Vec<u8>,
+    pub marked: bool,
+}
+
+impl Link {
+    pub fn new(faults: Faults) -> Self {
+        Self { faults, ..Self::default() }
+    }
+
+    /// Sends a packet: none, one or two arrive.
+    pub fn carry(&mut self, now: Instant, bytes: &[u8], random: &mut Random) -> Vec<Arrival> {
+        let faults = self.faults;
+        let mut arrivals = Vec::with_capacity(1);
+        let too_long = faults.largest > 0 && bytes.len() > faults.largest;
+        if self.cut || too_long || random.chance(faults.loss) {
+            return arrivals;
+        }
+        if faults.bandwidth > 0 {
+            let nanos = bytes.len() as u64 * 1_000_000_000 / faults.bandwidth;
+            self.free_at = self.free_at.max(now) + Duration::from_nanos(nanos);
+        }
+        let copies = if random.chance(faults.duplicate) { 2 } else { 1 };
+        for _ in 0..copies {
+            let jitter = Duration::from_nanos(random.below(faults.jitter.as_nanos() as u64 + 1));
+            let mut at = self.free_at.max(now) + faults.delay + jitter;
+            if random.chance(faults.reorder) {
+                // Late, so that what was sent after it overtakes it.
+                at = at + Duration::from_nanos(random.between(1, 50_000));
+            } else {
+                at = at.max(self.last_arrival);
+                self.last_arrival = at;
+            }
+            let mut bytes = bytes.to_vec();
+            if random.chance(faults.corrupt) {
+                for _ in 0..random.between(1, 3) {
+                    let bit = random.below(bytes.len() as u64 * 8) as usize;
+                    bytes[bit / 8] ^= 1 << (bit % 8);
+                }
+            }
+            if random.chance(faults.truncate) {
+                bytes.truncate(random.below(bytes.len() as u64) as usize);
+            }
+            arrivals.push(Arrival { at, bytes, marked: random.chance(faults.mark) });
+        }
+        arrivals
+    }
+}

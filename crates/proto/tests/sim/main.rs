@@ -1,0 +1,120 @@
+//! Queue pairs over virtual links: loss, duplication, reordering, corruption, delay, cuts and deaths, from one
+//! seed, in virtual time, in one thread. The invariants are numbered in `warpwire_proto::qp`.
+//!
+//! `WARPWIRE_SEED=n` runs one seed alone, `WARPWIRE_TRACE=1` prints its packets, `WARPWIRE_SEEDS=n` sets how
+//! many are run.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod link;
+mod net;
+mod node;
+mod plan;
+mod random;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use warpwire_proto::qp::{Op, State, Status};
+
+/// How the seeds fared together.
+#[derive(Default, Debug)]
+struct Sum {
+    works: u64,
+    successes: u64,
+    packets: u64,
+}
+
+fn run_seed(seed: u64, sum: &mut Sum) {
+    let (mut net, expect) = plan::build(seed);
+    net.run();
+    sum.packets += net.carried;
+    check_counts(&net);
+    for node in net.nodes.iter().filter(|node| node.alive) {
+        for side in &node.sides {
+            // A peer that failed for a reason of its own answers no more.
+            let peer_failed = net.nodes[side.peer.0].sides[side.peer.1].qp.state() == State::Err;
+            let may_exhaust = expect.doomed || expect.may_exhaust || peer_failed;
+            let statuses = side.app.plan.iter().filter_map(|planned| planned.status);
+            for status in statuses {
+                sum.works += 1;
+                sum.successes += u64::from(status == Status::Success);
+                let stats = side.qp.stats();
+                let tries = stats.timeouts + stats.sequence_naks_received;
+                match status {
+                    Status::Success | Status::Flushed => {}
+                    Status::RetryExceeded => {
+                        assert!(may_exhaust, "nothing was lost for good");
+                        assert!(tries > 7, "invariant 6: it tried {tries} times");
+                    }
+                    Status::RnrRetryExceeded => {
+                        assert!(expect.may_starve, "the peer would have waited");
+                        assert!(stats.rnr_received > 3, "it tried {} times", stats.rnr_received);
+                    }
+                    other => panic!("{other:?} has no cause here"),
+                }
+            }
+        }
+    }
+}
+
+/// What reached the other end, counted: not more than was asked for, and not less than what succeeded.
+fn check_counts(net: &net::Net) {
+    for side in net.nodes.iter().flat_map(|node| &node.sides) {
+        let peer = &net.nodes[side.peer.0].sides[side.peer.1].app;
+        let counts = |takes: fn(&Op) -> bool| {
+            let mine = side.app.plan.iter().filter(move |planned| takes(&planned.work.op));
+            let done = mine.clone().filter(|planned| planned.status == Some(Status::Success));
+            done.count()..=mine.count()
+        };
+        let delivered = counts(node::takes_receive);
+        assert!(
+            delivered.contains(&peer.delivered),
+            "invariant 1: {delivered:?} {}",
+            peer.delivered
+        );
+        let executed = counts(|op| matches!(op, Op::Atomic(..)));
+        assert!(executed.contains(&peer.executed.len()), "invariant 4: {executed:?}");
+    }
+}
+
+fn run_seeds(first: u64, step: usize) {
+    if let Some(only) = std::env::var("WARPWIRE_SEED").ok().and_then(|text| text.parse().ok()) {
+        if first == 0 {
+            run_seed(only, &mut Sum::default());
+        }
+        return;
+    }
+    let count = std::env::var("WARPWIRE_SEEDS").ok().and_then(|text| text.parse().ok());
+    let mut sum = Sum::default();
+    for seed in (first..count.unwrap_or(10_000)).step_by(step) {
+        let outcome = catch_unwind(AssertUnwindSafe(|| run_seed(seed, &mut sum)));
+        if outcome.is_err() {
+            panic!(
+                "seed {seed} fails; alone: \
+                 WARPWIRE_SEED={seed} WARPWIRE_TRACE=1 cargo test -p warpwire-proto --test sim seeds_0"
+            );
+        }
+    }
+    println!("{sum:?}");
+    assert!(sum.successes * 100 >= sum.works * 80, "most work succeeds: {sum:?}");
+}
+
+// Four tests rather than one: they run side by side.
+#[test]
+fn seeds_0() {
+    run_seeds(0, 4);
+}
+
+#[test]
+fn seeds_1() {
+    run_seeds(1, 4);
+}
+
+#[test]
+fn seeds_2() {
+    run_seeds(2, 4);
+}
+
+#[test]
+fn seeds_3() {
+    run_seeds(3, 4);
+}
