@@ -198,7 +198,7 @@ impl Requester {
                 Verdict::Refused => return Failed(Status::LocalProtection),
             }
         }
-        let ends_piece = (index + 1) % terms.read_chunk == 0 || index + 1 == entry.packets;
+        let ends_piece = (index + 1).is_multiple_of(terms.read_chunk) || index + 1 == entry.packets;
         self.data_came(psn, ends_piece);
         Used
     }
