@@ -57,8 +57,7 @@ impl Link {
         if self.cut || too_long || random.chance(faults.loss) {
             return arrivals;
         }
-        if faults.bandwidth > 0 {
-            let nanos = bytes.len() as u64 * 1_000_000_000 / faults.bandwidth;
+        if let Some(nanos) = (bytes.len() as u64 * 1_000_000_000).checked_div(faults.bandwidth) {
             self.free_at = self.free_at.max(now) + Duration::from_nanos(nanos);
         }
         let copies = if random.chance(faults.duplicate) { 2 } else { 1 };

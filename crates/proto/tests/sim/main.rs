@@ -5,7 +5,9 @@
 //! many are run.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod crowd;
 mod link;
+mod matrix;
 mod net;
 mod node;
 mod plan;

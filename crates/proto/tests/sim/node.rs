@@ -75,6 +75,8 @@ pub struct App {
     pub invalidated: Vec<u32>,
     /// Chance, in thousandths, that memory is not there at the moment.
     pub page_faults: u32,
+    /// What comes in was not sent by the peer: it is taken, and not compared.
+    pub expects_forgeries: bool,
     /// Set when an answer was "not now": the user must poll again.
     pub faulted: bool,
 }

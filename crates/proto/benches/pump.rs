@@ -1,0 +1,149 @@
+//! Two queue pairs in one loop, with nothing in between: what the state machine alone costs. Shared by the
+//! benchmark, the instruction count and the allocation test.
+
+use core::net::Ipv4Addr;
+
+use warpwire_proto::qp::{
+    Access, Arrived, Atomic, Change, Event, Host, Mtu, Op, Options, Path, Qp, Receive, Remote,
+    Source, State, Target, Verdict, Work,
+};
+use warpwire_proto::{Instant, Psn};
+
+/// Says yes to everything.
+struct Willing {
+    received: u64,
+}
+
+impl Host for Willing {
+    fn take_receive(&mut self) -> Option<Receive> {
+        self.received += 1;
+        Some(Receive { id: self.received, capacity: u32::MAX })
+    }
+
+    fn may_access(&mut self, _: Access, _: Remote, _: u32) -> Verdict {
+        Verdict::Yes
+    }
+
+    fn place(&mut self, _: Target, _: u32) -> Verdict {
+        Verdict::Yes
+    }
+
+    fn execute(&mut self, _: Remote, _: Atomic) -> Result<u64, Verdict> {
+        Ok(0)
+    }
+
+    fn invalidate(&mut self, _: u32) -> Verdict {
+        Verdict::Yes
+    }
+
+    fn store_result(&mut self, _: u64, _: u64) -> Verdict {
+        Verdict::Yes
+    }
+
+    fn may_fetch(&mut self, _: Source, _: u32) -> Verdict {
+        Verdict::Yes
+    }
+}
+
+/// Two connected queue pairs.
+pub struct Pump {
+    ends: [Qp; 2],
+    hosts: [Willing; 2],
+    now: u64,
+    next_id: u64,
+}
+
+impl Pump {
+    pub fn new(mtu: u32, depth: u32) -> Self {
+        let options = Options { send_depth: depth, ..Options::default() };
+        let ends = [(1, 2), (2, 1)].map(|(mine, theirs)| connected(mine, theirs, mtu, options));
+        let hosts = [Willing { received: 0 }, Willing { received: 0 }];
+        Self { ends, hosts, now: 0, next_id: 0 }
+    }
+
+    /// Moves at least `packets` packets with payload, or requests without; returns how many of each sort went:
+    /// from the asking side, and from the answering one.
+    pub fn run(&mut self, op: Op, len: u32, packets: u64) -> (u64, u64) {
+        let (mut there, mut back) = (0, 0);
+        while there.max(back) < packets {
+            while self.ends[0].post(Work::new(self.next_id, op, len)).is_ok() {
+                self.next_id += 1;
+            }
+            there += self.carry(0);
+            back += self.carry(1);
+            while let Some(event) = self.ends[0].poll_event() {
+                assert!(matches!(event, Event::Sent(_)), "{event:?}");
+            }
+        }
+        (there, back)
+    }
+
+    /// Brings what one end has to send to the other.
+    fn carry(&mut self, from: usize) -> u64 {
+        let mut count = 0;
+        self.now += 1000;
+        let now = Instant::from_nanos(self.now);
+        while let Some(packet) = self.ends[from].poll_transmit(now, &mut self.hosts[from]) {
+            let payload_len = packet.payload.map_or(0, |payload| payload.len);
+            let arrived = Arrived { headers: packet.headers, payload_len, marked: false };
+            let to = 1 - from;
+            let taken = self.ends[to].handle_packet(now, &arrived, &mut self.hosts[to]);
+            assert_eq!(taken, Ok(()));
+            if from == 0 {
+                while self.ends[1].poll_event().is_some() {}
+            }
+            count += 1;
+        }
+        count
+    }
+}
+
+fn connected(mine: u32, theirs: u32, mtu: u32, options: Options) -> Qp {
+    let mut qp = Qp::new(mine, options);
+    let peer = (Ipv4Addr::LOCALHOST, 4791).into();
+    let path = Path { peer, traffic_class: 0, hop_limit: 64, flow_label: 0 };
+    let psn = Some(Psn::new(0));
+    let steps = [
+        Change {
+            partition_index: Some(0),
+            port: Some(1),
+            access: Some(Access::ALL),
+            ..Change::to(State::Init)
+        },
+        Change {
+            path: Some(path),
+            mtu: Mtu::new(mtu),
+            destination: Some(theirs),
+            receive_psn: psn,
+            max_dest_rd_atomic: Some(16),
+            min_rnr_timer: Some(1),
+            ..Change::to(State::Rtr)
+        },
+        Change {
+            send_psn: psn,
+            timeout: Some(14),
+            retry_count: Some(7),
+            rnr_retry: Some(7),
+            max_rd_atomic: Some(16),
+            ..Change::to(State::Rts)
+        },
+    ];
+    for step in steps {
+        assert_eq!(qp.modify(&step), Ok(()));
+    }
+    qp
+}
+
+/// The work that is measured: name, operation, length in packets of the MTU.
+pub const WORK: [(&str, Op, u32); 5] = [
+    ("send", Op::Send, 1),
+    ("write", Op::Write(Remote { address: 0x1000, key: 7 }), 1),
+    ("write of 64 packets", Op::Write(Remote { address: 0x1000, key: 7 }), 64),
+    ("read of 64 packets", Op::Read(Remote { address: 0x1000, key: 7 }), 64),
+    ("fetch-add", Op::Atomic(Remote { address: 0x1000, key: 7 }, Atomic::FetchAdd { add: 1 }), 0),
+];
+
+/// The length of such work.
+pub fn len_of(op: Op, packets: u32, mtu: u32) -> u32 {
+    if matches!(op, Op::Atomic(..)) { 8 } else { packets * mtu }
+}

@@ -1,0 +1,67 @@
+//! Goodput and repetition over loss, delay, MTU, depth and operation, kept as a snapshot: a change that hurts
+//! is seen, and so is one that helps.
+
+use core::time::Duration;
+use std::fmt::Write as _;
+
+use warpwire_proto::qp::{Options, Status};
+
+use crate::link::Faults;
+use crate::net::{Net, Terms};
+use crate::plan::{Mix, add_work};
+
+const LOSSES: [u32; 4] = [0, 10, 50, 200];
+const MESSAGES: usize = 48;
+
+/// One cell: megabytes in a second of virtual time, and packets for each that would do without loss.
+fn cell(what: Mix, mtu: u32, depth: u32, delay: u64, loss: u32) -> String {
+    let mut net = Net::new(7, 2);
+    let delay = Duration::from_micros(delay);
+    net.link(0, 1, Faults { loss, delay, bandwidth: 12_500_000_000, ..Faults::default() });
+    let options = Options { send_depth: depth, ..Options::default() };
+    // Long enough for the longest queue, short enough that a wait for it is not all that is seen.
+    let terms =
+        Terms { options, mtu, timeout: 9, retry_count: 7, rd_atomic: 16, ..Terms::default() };
+    let sides = net.connect(0, 1, terms);
+    add_work(&mut net, (0, sides[0]), MESSAGES, 32 << 10, what);
+    for _ in 0..MESSAGES {
+        net.side(1, sides[1]).app.make_receive();
+    }
+    net.run();
+    let plan = &net.nodes[0].sides[0].app.plan;
+    let done = plan.iter().filter(|planned| planned.status == Some(Status::Success));
+    let bytes: u64 = done.clone().map(|planned| u64::from(planned.work.len)).sum();
+    let needed: u64 = plan.iter().map(|p| u64::from(p.work.len.div_ceil(mtu).max(1))).sum();
+    let sent: u64 = net.nodes.iter().map(|node| node.sides[0].qp.stats().packets_sent).sum();
+    let failed = MESSAGES - done.count();
+    let seconds = net.now.as_nanos() as f64 / 1e9;
+    let rate = bytes as f64 / 1e6 / seconds;
+    let mark = if failed > 0 { "!" } else { " " };
+    format!("{rate:>9.1} {:>6.2}{mark}", sent as f64 / needed as f64)
+}
+
+#[test]
+fn the_matrix_stays_as_it_is() {
+    let mut table = String::from(
+        "MB/s of virtual time and packets sent for each needed, at 12.5 GB/s; ! where work failed\n\
+         mix     MTU depth delay us ",
+    );
+    for loss in LOSSES {
+        let _ = write!(table, "  loss {:>4.1} %    ", f64::from(loss) / 10.0);
+    }
+    for what in [Mix::Sends, Mix::Writes, Mix::Reads, Mix::Atomics] {
+        for (mtu, depth) in [(256, 16), (1024, 1), (1024, 16), (4096, 1), (4096, 16)] {
+            for delay in [1, 20] {
+                let _ = write!(
+                    table,
+                    "\n{:<7} {mtu:>4} {depth:>4} {delay:>6}    ",
+                    format!("{what:?}")
+                );
+                for loss in LOSSES {
+                    let _ = write!(table, "{}", cell(what, mtu, depth, delay, loss));
+                }
+            }
+        }
+    }
+    insta::assert_snapshot!(table);
+}
