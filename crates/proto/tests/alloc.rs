@@ -4,7 +4,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-#[path = "../benches/pump.rs"]
+#[path = "../benches/pump/mod.rs"]
 mod pump;
 
 use pump::{Pump, WORK, len_of};

@@ -54,6 +54,7 @@ pub struct Pump {
 }
 
 impl Pump {
+    /// A pair with that MTU, that takes that much work at a time.
     pub fn new(mtu: u32, depth: u32) -> Self {
         let options = Options { send_depth: depth, ..Options::default() };
         let ends = [(1, 2), (2, 1)].map(|(mine, theirs)| connected(mine, theirs, mtu, options));
