@@ -2,7 +2,7 @@
 # All checks of the project. Runs on any Linux with cargo; as root on Debian it installs what else it needs.
 #
 #   ./ci.sh                          what a change must pass
-#   WARPWIRE_REQUIRE=cuda,ptx,scapy,tshark ./ci.sh    what is absent is then a failure
+#   WARPWIRE_REQUIRE=cuda,ptx,scapy,tshark,fuzz,valgrind ./ci.sh    what is absent is then a failure
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -31,12 +31,16 @@ need python3 python3 python3-pip
 
 export INSTA_UPDATE=no
 step cargo fmt --all -- --check
+step cargo fmt --manifest-path fuzz/Cargo.toml -- --check
 step cargo clippy --workspace --all-targets --quiet -- -D warnings
 step cargo test --workspace --quiet
 RUSTDOCFLAGS=-Dwarnings step cargo doc --workspace --no-deps --quiet
 step tools/ptx --check
 want tshark tshark
 step tools/wire-oracles
+want g++ g++
+step tools/fuzz
+step tools/instructions
 step cargo run --quiet --release -- demo
 step cargo run --quiet --release -p warpwire --example 01_move
 step cargo run --quiet --release -- doctor

@@ -139,6 +139,37 @@ fn what_is_wrong_is_named() {
     assert_eq!(headers.emit(&mut [0; 64], 4), None, "not the opcode's extension");
 }
 
+#[test]
+fn addresses_of_two_versions_go_over_ipv6() {
+    let headers = Headers::new(Opcode::SendOnly, 1, Psn::new(1), Extension::None);
+    for (from, to) in [("192.0.2.1", "2001:db8::2"), ("2001:db8::2", "192.0.2.1")] {
+        let bytes = built(ip(from, to), &headers, b"four");
+        let packet = Packet::new_checked(&bytes).unwrap();
+        assert_eq!(packet.ip().header_len(), 40);
+        assert_eq!(packet.transport().payload(), b"four");
+        assert!(packet.has_right_icrc::<Portable>());
+    }
+}
+
+#[test]
+fn lengths_that_no_header_holds_are_refused() {
+    let headers = Headers::new(Opcode::SendOnly, 1, Psn::new(1), Extension::None);
+    let longest = |ip: IpRepr, len: usize| {
+        let mut buffer = vec![0; 70_000];
+        build::<Portable>(&mut buffer, ip, UDP, &headers, &vec![7; len])
+    };
+    // 65535 less the headers, rounded down to a multiple of 4; only IPv4 counts its own header.
+    let (four, six) = (65_488, 65_508);
+    assert_eq!(longest(ip("192.0.2.1", "192.0.2.2"), four), Some(four + 20 + 8 + 12 + 4));
+    assert_eq!(longest(ip("192.0.2.1", "192.0.2.2"), four + 1), None);
+    assert_eq!(longest(ip("::1", "::2"), six), Some(six + 40 + 8 + 12 + 4));
+    assert_eq!(longest(ip("::1", "::2"), six + 1), None);
+    for payload in usize::MAX - 20..=usize::MAX {
+        assert_eq!(headers.emit(&mut [0; 64], payload), None);
+        assert!(headers.wire_len(payload) > isize::MAX as usize);
+    }
+}
+
 fn address(v6: bool, seed: u128) -> IpAddr {
     if v6 { IpAddr::V6(seed.into()) } else { IpAddr::V4((seed as u32).into()) }
 }

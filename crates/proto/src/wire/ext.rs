@@ -2,7 +2,7 @@
 
 use core::time::Duration;
 
-use super::{Writer, bytes_at, u24_at, u32_at, u64_at};
+use super::{Writer, u24_at, u32_at, u64_at};
 
 /// RDMA extended transport header: which remote memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,10 +16,12 @@ pub struct Reth {
 }
 
 impl Reth {
-    pub(super) fn parse(bytes: &[u8]) -> Self {
+    #[inline]
+    pub(super) fn parse(bytes: &[u8; 16]) -> Self {
         Self { address: u64_at(bytes, 0), rkey: u32_at(bytes, 8), len: u32_at(bytes, 12) }
     }
 
+    #[inline]
     pub(super) fn emit(self, writer: &mut Writer<'_>) {
         writer.u64(self.address);
         writer.u32(self.rkey);
@@ -41,7 +43,8 @@ pub struct AtomicEth {
 }
 
 impl AtomicEth {
-    pub(super) fn parse(bytes: &[u8]) -> Self {
+    #[inline]
+    pub(super) fn parse(bytes: &[u8; 28]) -> Self {
         Self {
             address: u64_at(bytes, 0),
             rkey: u32_at(bytes, 8),
@@ -50,6 +53,7 @@ impl AtomicEth {
         }
     }
 
+    #[inline]
     pub(super) fn emit(self, writer: &mut Writer<'_>) {
         writer.u64(self.address);
         writer.u32(self.rkey);
@@ -68,10 +72,12 @@ pub struct Deth {
 }
 
 impl Deth {
-    pub(super) fn parse(bytes: &[u8]) -> Self {
+    #[inline]
+    pub(super) fn parse(bytes: &[u8; 8]) -> Self {
         Self { qkey: u32_at(bytes, 0), source_qp: u24_at(bytes, 4) }
     }
 
+    #[inline]
     pub(super) fn emit(self, writer: &mut Writer<'_>) {
         writer.u32(self.qkey);
         writer.u32(self.source_qp & 0xff_ffff);
@@ -88,11 +94,12 @@ pub struct Aeth {
 }
 
 impl Aeth {
-    pub(super) fn parse(bytes: &[u8]) -> Self {
-        let [syndrome] = bytes_at(bytes, 0);
-        Self { syndrome: Syndrome::from_byte(syndrome), msn: u24_at(bytes, 0) }
+    #[inline]
+    pub(super) fn parse(bytes: &[u8; 4]) -> Self {
+        Self { syndrome: Syndrome::from_byte(bytes[0]), msn: u24_at(bytes, 0) }
     }
 
+    #[inline]
     pub(super) fn emit(self, writer: &mut Writer<'_>) {
         writer.u32(u32::from(self.syndrome.byte()) << 24 | self.msn & 0xff_ffff);
     }

@@ -6,7 +6,8 @@
 //! UDP checksum; the byte of the base header that holds the congestion bits. It covers IPv4's
 //! identification, which a plain UDP socket must therefore know. It is stored least significant byte first.
 
-use super::ip::UDP_LEN;
+use super::ip::{IPV4_LEN, IPV6_LEN, UDP_LEN};
+use super::packet::BTH_LEN;
 
 /// Computes CRC-32 piece by piece: from the state so far and more bytes to the next state. Callers with a
 /// faster implementation than [`Portable`] bring their own.
@@ -22,40 +23,49 @@ pub struct Portable;
 const AFTER_ONES: u32 = !0xdebb_20e3;
 /// The base header's byte with the congestion bits.
 const BTH_VARIANT: usize = 4;
-/// The most that the ICRC masks: the largest IP header, UDP, and the base header.
-const MOST: usize = 40 + UDP_LEN + 12;
+
+/// The bits that count as ones, from the IP header through the base header.
+const ONES_V4: [u8; IPV4_LEN + UDP_LEN + BTH_LEN] = {
+    let mut ones = [0; IPV4_LEN + UDP_LEN + BTH_LEN];
+    // Traffic class, time to live, checksum.
+    (ones[1], ones[8], ones[10], ones[11]) = (0xff, 0xff, 0xff, 0xff);
+    ones_behind(ones, IPV4_LEN)
+};
+const ONES_V6: [u8; IPV6_LEN + UDP_LEN + BTH_LEN] = {
+    let mut ones = [0; IPV6_LEN + UDP_LEN + BTH_LEN];
+    // Traffic class and flow label, which begin behind the four bits of the version; hop limit.
+    (ones[0], ones[1], ones[2], ones[3], ones[7]) = (0x0f, 0xff, 0xff, 0xff, 0xff);
+    ones_behind(ones, IPV6_LEN)
+};
+
+const fn ones_behind<const N: usize>(mut ones: [u8; N], ip_len: usize) -> [u8; N] {
+    // The UDP checksum, then the congestion bits.
+    (ones[ip_len + 6], ones[ip_len + 7]) = (0xff, 0xff);
+    ones[ip_len + UDP_LEN + BTH_VARIANT] = 0xff;
+    ones
+}
 
 /// The state after `ip_udp_bth`: the IP, UDP and base transport headers as they stand in the packet, and as
 /// much of what follows as the caller has at hand. The rest goes in with [`Crc32::update`]; after the pad, the
-/// state is the ICRC, which is stored little-endian.
+/// state is the ICRC, which is stored little-endian. `ip_len` is 40 for IPv6, else 20.
 pub fn begin<C: Crc32>(ip_udp_bth: &[u8], ip_len: usize) -> u32 {
-    let mut masked = [0; MOST];
-    let len = ip_udp_bth.len().min(ip_len + UDP_LEN + 12).min(MOST);
-    masked[..len].copy_from_slice(&ip_udp_bth[..len]);
-    mask(&mut masked, ip_len);
-    let state = C::update(AFTER_ONES, &masked[..len]);
-    C::update(state, &ip_udp_bth[len..])
+    if ip_len == IPV6_LEN {
+        masked::<C, _>(ip_udp_bth, ONES_V6)
+    } else {
+        masked::<C, _>(ip_udp_bth, ONES_V4)
+    }
 }
 
-fn mask(headers: &mut [u8; MOST], ip_len: usize) {
-    let mut ones = |at: usize| {
-        if let Some(byte) = headers.get_mut(at) {
-            *byte = 0xff;
-        }
-    };
-    if ip_len == 40 {
-        (1..4).for_each(&mut ones);
-        ones(7);
-    } else {
-        [1, 8, 10, 11].into_iter().for_each(&mut ones);
+/// All bytes of a mask at once: single bytes put into a copy would hold up the wide loads of a CRC.
+#[inline]
+fn masked<C: Crc32, const N: usize>(bytes: &[u8], mut ones: [u8; N]) -> u32 {
+    if let Some((head, rest)) = bytes.split_first_chunk::<N>() {
+        ones.iter_mut().zip(head).for_each(|(ones, byte)| *ones |= byte);
+        return C::update(C::update(AFTER_ONES, &ones), rest);
     }
-    ones(ip_len + 6);
-    ones(ip_len + 7);
-    ones(ip_len + UDP_LEN + BTH_VARIANT);
-    if ip_len == 40 {
-        // The upper half of the first byte is the version, which stays.
-        headers[0] |= 0x0f;
-    }
+    // Shorter than headers are: no packet, but no reason to panic.
+    ones.iter_mut().zip(bytes).for_each(|(ones, byte)| *ones |= byte);
+    C::update(AFTER_ONES, ones.get(..bytes.len()).unwrap_or(&ones))
 }
 
 const TABLES: [[u32; 256]; 8] = tables();

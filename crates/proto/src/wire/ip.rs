@@ -8,8 +8,8 @@ use super::{Writer, bytes_at, u16_at};
 pub const UDP_PORT: u16 = 4791;
 /// The length of a UDP header.
 pub const UDP_LEN: usize = 8;
-const IPV4_LEN: usize = 20;
-const IPV6_LEN: usize = 40;
+pub(super) const IPV4_LEN: usize = 20;
+pub(super) const IPV6_LEN: usize = 40;
 const UDP_PROTOCOL: u8 = 17;
 const DONT_FRAGMENT: u16 = 0x4000;
 
@@ -18,7 +18,7 @@ const DONT_FRAGMENT: u16 = 0x4000;
 pub struct IpRepr {
     /// Where from.
     pub source: IpAddr,
-    /// Where to; of the same version.
+    /// Where to. If only one of the two is IPv4, it is written [mapped] into IPv6.
     pub destination: IpAddr,
     /// Traffic class: DSCP and, in the low two bits, ECN.
     pub traffic_class: u8,
@@ -40,9 +40,9 @@ pub const ECN_MARKED: u8 = 0b11;
 impl IpRepr {
     /// The length of the header.
     pub const fn header_len(&self) -> usize {
-        match self.destination {
-            IpAddr::V4(_) => IPV4_LEN,
-            IpAddr::V6(_) => IPV6_LEN,
+        match (self.source, self.destination) {
+            (IpAddr::V4(_), IpAddr::V4(_)) => IPV4_LEN,
+            _ => IPV6_LEN,
         }
     }
 
@@ -97,13 +97,13 @@ impl IpRepr {
         let mut writer = Writer::new(buffer);
         match (self.source, self.destination) {
             (IpAddr::V4(source), IpAddr::V4(destination)) => {
-                writer.put(&[0x45, self.traffic_class]);
+                writer.put([0x45, self.traffic_class]);
                 writer.u16(self.payload_len.saturating_add(IPV4_LEN as u16));
                 writer.u16(self.identification);
                 writer.u16(DONT_FRAGMENT);
-                writer.put(&[self.hop_limit, UDP_PROTOCOL, 0, 0]);
-                writer.put(&source.octets());
-                writer.put(&destination.octets());
+                writer.put([self.hop_limit, UDP_PROTOCOL, 0, 0]);
+                writer.put(source.octets());
+                writer.put(destination.octets());
                 if let Some(header) = buffer.get_mut(..IPV4_LEN) {
                     let sum = checksum(header);
                     header[10..12].copy_from_slice(&sum.to_be_bytes());
@@ -113,9 +113,9 @@ impl IpRepr {
             (source, destination) => {
                 writer.u32(6 << 28 | u32::from(self.traffic_class) << 20);
                 writer.u16(self.payload_len);
-                writer.put(&[UDP_PROTOCOL, self.hop_limit]);
-                writer.put(&mapped(source).octets());
-                writer.put(&mapped(destination).octets());
+                writer.put([UDP_PROTOCOL, self.hop_limit]);
+                writer.put(mapped(source).octets());
+                writer.put(mapped(destination).octets());
                 IPV6_LEN
             }
         }

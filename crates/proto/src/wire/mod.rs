@@ -32,24 +32,29 @@ pub use packet::{Extension, Headers, Malformed, Packet, Transport};
 
 /// Reads the `N` bytes at `at`; zeros if they are not there. Views check their length first, so that
 /// the zeros are never seen.
+#[inline]
 fn bytes_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let found = bytes.get(at..at + N).and_then(|part| part.try_into().ok());
     found.unwrap_or([0; N])
 }
 
+#[inline]
 fn u16_at(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes(bytes_at(bytes, at))
 }
 
 /// The low 24 bits of the 32-bit word at `at`.
+#[inline]
 fn u24_at(bytes: &[u8], at: usize) -> u32 {
     u32_at(bytes, at) & 0xff_ffff
 }
 
+#[inline]
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_be_bytes(bytes_at(bytes, at))
 }
 
+#[inline]
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_be_bytes(bytes_at(bytes, at))
 }
@@ -57,36 +62,35 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 /// Writes headers one after the other; what does not fit is left out, which its users rule out by asking
 /// for the length first.
 struct Writer<'a> {
-    buffer: &'a mut [u8],
-    at: usize,
+    rest: &'a mut [u8],
 }
 
 impl<'a> Writer<'a> {
     fn new(buffer: &'a mut [u8]) -> Self {
-        Self { buffer, at: 0 }
+        Self { rest: buffer }
     }
 
-    fn put(&mut self, bytes: &[u8]) {
-        let end = self.at + bytes.len();
-        if let Some(place) = self.buffer.get_mut(self.at..end) {
-            place.copy_from_slice(bytes);
+    /// Arrays, not slices: their length is known when this is compiled, so that one store writes them.
+    #[inline]
+    fn put<const N: usize>(&mut self, bytes: [u8; N]) {
+        if let Some((place, rest)) = core::mem::take(&mut self.rest).split_first_chunk_mut() {
+            *place = bytes;
+            self.rest = rest;
         }
-        self.at = end;
     }
 
-    fn u8(&mut self, value: u8) {
-        self.put(&[value]);
-    }
-
+    #[inline]
     fn u16(&mut self, value: u16) {
-        self.put(&value.to_be_bytes());
+        self.put(value.to_be_bytes());
     }
 
+    #[inline]
     fn u32(&mut self, value: u32) {
-        self.put(&value.to_be_bytes());
+        self.put(value.to_be_bytes());
     }
 
+    #[inline]
     fn u64(&mut self, value: u64) {
-        self.put(&value.to_be_bytes());
+        self.put(value.to_be_bytes());
     }
 }

@@ -1,47 +1,5 @@
 //! What a packet does, and which headers follow.
 
-/// A transport opcode. Those of other services, and those to come, are [`Opcode::Unknown`].
-///
-/// ```
-/// use warpwire_proto::wire::{Opcode, Position};
-/// let opcode = Opcode::from_byte(0x0a);
-/// assert_eq!(opcode, Opcode::WriteOnly);
-/// assert_eq!(opcode.position(), Position::Only);
-/// assert_eq!(Opcode::from_byte(0x42).byte(), 0x42);
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[allow(missing_docs)] // the names are the specification's
-pub enum Opcode {
-    SendFirst,
-    SendMiddle,
-    SendLast,
-    SendLastImm,
-    SendOnly,
-    SendOnlyImm,
-    WriteFirst,
-    WriteMiddle,
-    WriteLast,
-    WriteLastImm,
-    WriteOnly,
-    WriteOnlyImm,
-    ReadRequest,
-    ReadResponseFirst,
-    ReadResponseMiddle,
-    ReadResponseLast,
-    ReadResponseOnly,
-    Acknowledge,
-    AtomicAcknowledge,
-    CompareSwap,
-    FetchAdd,
-    SendLastInvalidate,
-    SendOnlyInvalidate,
-    UdSendOnly,
-    UdSendOnlyImm,
-    CongestionNotification,
-    /// Any other.
-    Unknown(u8),
-}
-
 /// Where in its message a packet stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Position {
@@ -73,6 +31,7 @@ pub(super) enum Shape {
 
 impl Shape {
     /// The length of those headers.
+    #[inline]
     pub(super) const fn len(self) -> usize {
         match self {
             Self::Plain => 0,
@@ -86,77 +45,147 @@ impl Shape {
     }
 }
 
-use Position::{First, Last, Middle, Only};
+/// What is known of an opcode.
+struct Row {
+    byte: u8,
+    name: &'static str,
+    position: Position,
+    shape: Option<Shape>,
+}
 
-/// All opcodes that are known here: byte, name in logs, place in the message, headers that follow.
-const TABLE: [(u8, Opcode, &str, Position, Shape); 26] = [
-    (0x00, Opcode::SendFirst, "SEND_FIRST", First, Shape::Plain),
-    (0x01, Opcode::SendMiddle, "SEND_MIDDLE", Middle, Shape::Plain),
-    (0x02, Opcode::SendLast, "SEND_LAST", Last, Shape::Plain),
-    (0x03, Opcode::SendLastImm, "SEND_LAST_IMM", Last, Shape::Imm),
-    (0x04, Opcode::SendOnly, "SEND_ONLY", Only, Shape::Plain),
-    (0x05, Opcode::SendOnlyImm, "SEND_ONLY_IMM", Only, Shape::Imm),
-    (0x06, Opcode::WriteFirst, "WRITE_FIRST", First, Shape::Reth),
-    (0x07, Opcode::WriteMiddle, "WRITE_MIDDLE", Middle, Shape::Plain),
-    (0x08, Opcode::WriteLast, "WRITE_LAST", Last, Shape::Plain),
-    (0x09, Opcode::WriteLastImm, "WRITE_LAST_IMM", Last, Shape::Imm),
-    (0x0a, Opcode::WriteOnly, "WRITE_ONLY", Only, Shape::Reth),
-    (0x0b, Opcode::WriteOnlyImm, "WRITE_ONLY_IMM", Only, Shape::RethImm),
-    (0x0c, Opcode::ReadRequest, "READ_REQUEST", Only, Shape::Reth),
-    (0x0d, Opcode::ReadResponseFirst, "READ_RESPONSE_FIRST", First, Shape::Aeth),
-    (0x0e, Opcode::ReadResponseMiddle, "READ_RESPONSE_MIDDLE", Middle, Shape::Plain),
-    (0x0f, Opcode::ReadResponseLast, "READ_RESPONSE_LAST", Last, Shape::Aeth),
-    (0x10, Opcode::ReadResponseOnly, "READ_RESPONSE_ONLY", Only, Shape::Aeth),
-    (0x11, Opcode::Acknowledge, "ACK", Only, Shape::Aeth),
-    (0x12, Opcode::AtomicAcknowledge, "ATOMIC_ACK", Only, Shape::AethAtomic),
-    (0x13, Opcode::CompareSwap, "CMP_SWAP", Only, Shape::Atomic),
-    (0x14, Opcode::FetchAdd, "FETCH_ADD", Only, Shape::Atomic),
-    (0x16, Opcode::SendLastInvalidate, "SEND_LAST_INV", Last, Shape::Invalidate),
-    (0x17, Opcode::SendOnlyInvalidate, "SEND_ONLY_INV", Only, Shape::Invalidate),
-    (0x64, Opcode::UdSendOnly, "UD_SEND_ONLY", Only, Shape::Deth),
-    (0x65, Opcode::UdSendOnlyImm, "UD_SEND_ONLY_IMM", Only, Shape::DethImm),
-    (0x81, Opcode::CongestionNotification, "CNP", Only, Shape::Cnp),
-];
+/// Makes the enum, and the table that everything is looked up in, from one list, so that no two can disagree.
+macro_rules! opcodes {
+    ($($byte:literal $opcode:ident $name:literal $position:ident $shape:ident,)*) => {
+        /// A transport opcode. Those of other services, and those to come, are [`Opcode::Unknown`].
+        ///
+        /// ```
+        /// use warpwire_proto::wire::{Opcode, Position};
+        /// let opcode = Opcode::from_byte(0x0a);
+        /// assert_eq!(opcode, Opcode::WriteOnly);
+        /// assert_eq!(opcode.position(), Position::Only);
+        /// assert_eq!(Opcode::from_byte(0x42).byte(), 0x42);
+        /// ```
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[allow(missing_docs)] // the names are the specification's
+        pub enum Opcode {
+            $($opcode,)*
+            /// Any other.
+            Unknown(u8),
+        }
 
-/// From a byte to its row in the table; `NONE` where there is none.
-const ROWS: [u8; 256] = {
-    let mut rows = [NONE; 256];
+        const KNOWN: &[Opcode] = &[$(Opcode::$opcode,)*];
+
+        /// In the order of the enum; the last row is for those that are not known.
+        static TABLE: [Row; KNOWN.len() + 1] = [
+            $(Row {
+                byte: $byte,
+                name: $name,
+                position: Position::$position,
+                shape: Some(Shape::$shape),
+            },)*
+            Row { byte: 0, name: "UNKNOWN", position: Position::Only, shape: None },
+        ];
+
+        impl Opcode {
+            /// Its row, without a search: this is asked several times per packet.
+            #[inline]
+            fn row(self) -> &'static Row {
+                enum Place {
+                    $($opcode,)*
+                    Unknown,
+                }
+                // The compiler sees that both enums count alike, and makes nothing of this match.
+                let place = match self {
+                    $(Self::$opcode => Place::$opcode,)*
+                    Self::Unknown(_) => Place::Unknown,
+                };
+                &TABLE[place as usize]
+            }
+        }
+    };
+}
+
+// Byte, opcode, name in logs, place in the message, headers that follow.
+opcodes! {
+    0x00 SendFirst "SEND_FIRST" First Plain,
+    0x01 SendMiddle "SEND_MIDDLE" Middle Plain,
+    0x02 SendLast "SEND_LAST" Last Plain,
+    0x03 SendLastImm "SEND_LAST_IMM" Last Imm,
+    0x04 SendOnly "SEND_ONLY" Only Plain,
+    0x05 SendOnlyImm "SEND_ONLY_IMM" Only Imm,
+    0x06 WriteFirst "WRITE_FIRST" First Reth,
+    0x07 WriteMiddle "WRITE_MIDDLE" Middle Plain,
+    0x08 WriteLast "WRITE_LAST" Last Plain,
+    0x09 WriteLastImm "WRITE_LAST_IMM" Last Imm,
+    0x0a WriteOnly "WRITE_ONLY" Only Reth,
+    0x0b WriteOnlyImm "WRITE_ONLY_IMM" Only RethImm,
+    0x0c ReadRequest "READ_REQUEST" Only Reth,
+    0x0d ReadResponseFirst "READ_RESPONSE_FIRST" First Aeth,
+    0x0e ReadResponseMiddle "READ_RESPONSE_MIDDLE" Middle Plain,
+    0x0f ReadResponseLast "READ_RESPONSE_LAST" Last Aeth,
+    0x10 ReadResponseOnly "READ_RESPONSE_ONLY" Only Aeth,
+    0x11 Acknowledge "ACK" Only Aeth,
+    0x12 AtomicAcknowledge "ATOMIC_ACK" Only AethAtomic,
+    0x13 CompareSwap "CMP_SWAP" Only Atomic,
+    0x14 FetchAdd "FETCH_ADD" Only Atomic,
+    0x16 SendLastInvalidate "SEND_LAST_INV" Last Invalidate,
+    0x17 SendOnlyInvalidate "SEND_ONLY_INV" Only Invalidate,
+    0x64 UdSendOnly "UD_SEND_ONLY" Only Deth,
+    0x65 UdSendOnlyImm "UD_SEND_ONLY_IMM" Only DethImm,
+    0x81 CongestionNotification "CNP" Only Cnp,
+}
+
+/// The opcode of every byte.
+static BY_BYTE: [Opcode; 256] = {
+    let mut opcodes = [Opcode::Unknown(0); 256];
+    let mut byte = 0;
+    while byte < opcodes.len() {
+        opcodes[byte] = Opcode::Unknown(byte as u8);
+        byte += 1;
+    }
     let mut row = 0;
-    while row < TABLE.len() {
-        rows[TABLE[row].0 as usize] = row as u8;
+    while row < KNOWN.len() {
+        opcodes[TABLE[row].byte as usize] = KNOWN[row];
         row += 1;
     }
-    rows
+    opcodes
 };
-const NONE: u8 = u8::MAX;
 
 impl Opcode {
-    /// All that are known.
-    pub fn all() -> impl Iterator<Item = Self> {
-        TABLE.iter().map(|(_, opcode, ..)| *opcode)
-    }
-
     /// The opcode in that byte.
+    #[inline]
     pub fn from_byte(byte: u8) -> Self {
-        TABLE.get(usize::from(ROWS[usize::from(byte)])).map_or(Self::Unknown(byte), |row| row.1)
+        BY_BYTE[usize::from(byte)]
     }
 
     /// The byte on the wire.
+    #[inline]
     pub fn byte(self) -> u8 {
         match self {
             Self::Unknown(byte) => byte,
-            known => known.row().map_or(0, |row| row.0),
+            known => known.row().byte,
         }
     }
 
     /// Its name in logs.
     pub fn name(self) -> &'static str {
-        self.row().map_or("UNKNOWN", |row| row.2)
+        self.row().name
     }
 
     /// Where in its message such a packet stands.
+    #[inline]
     pub fn position(self) -> Position {
-        self.row().map_or(Only, |row| row.3)
+        self.row().position
+    }
+
+    #[inline]
+    pub(super) fn shape(self) -> Option<Shape> {
+        self.row().shape
+    }
+
+    /// All that are known.
+    pub fn all() -> impl Iterator<Item = Self> {
+        KNOWN.iter().copied()
     }
 
     /// Whether it answers a request: such packets go to the requester.
@@ -171,14 +200,6 @@ impl Opcode {
                 | Self::AtomicAcknowledge
         )
     }
-
-    pub(super) fn shape(self) -> Option<Shape> {
-        self.row().map(|row| row.4)
-    }
-
-    fn row(self) -> Option<&'static (u8, Self, &'static str, Position, Shape)> {
-        TABLE.iter().find(|row| row.1 == self)
-    }
 }
 
 #[cfg(test)]
@@ -190,7 +211,7 @@ mod tests {
         for byte in 0..=255 {
             assert_eq!(Opcode::from_byte(byte).byte(), byte);
         }
-        assert_eq!(Opcode::all().count(), TABLE.len());
+        assert_eq!(Opcode::all().count(), 26);
         assert_eq!(Opcode::Unknown(0x55).shape(), None);
     }
 }

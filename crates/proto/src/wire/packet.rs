@@ -5,7 +5,7 @@ use core::ops::Range;
 
 use super::ext::{Aeth, AtomicEth, Deth, Reth};
 use super::icrc::{self, Crc32};
-use super::ip::{IpRepr, UDP_LEN, UdpRepr};
+use super::ip::{IPV4_LEN, IpRepr, UDP_LEN, UdpRepr};
 use super::opcode::{Opcode, Shape};
 use super::{Writer, bytes_at, u16_at, u24_at, u32_at, u64_at};
 use crate::psn::Psn;
@@ -92,6 +92,7 @@ pub enum Extension {
 }
 
 impl Extension {
+    #[inline]
     fn shape(&self) -> Shape {
         match self {
             Self::None => Shape::Plain,
@@ -108,22 +109,26 @@ impl Extension {
         }
     }
 
+    #[inline]
     fn parse(shape: Shape, bytes: &[u8]) -> Self {
         match shape {
             Shape::Plain => Self::None,
             Shape::Imm => Self::Imm(u32_at(bytes, 0)),
-            Shape::Reth => Self::Reth(Reth::parse(bytes)),
-            Shape::RethImm => Self::RethImm(Reth::parse(bytes), u32_at(bytes, 16)),
-            Shape::Aeth => Self::Aeth(Aeth::parse(bytes)),
-            Shape::AethAtomic => Self::AethAtomic(Aeth::parse(bytes), u64_at(bytes, 4)),
-            Shape::Atomic => Self::Atomic(AtomicEth::parse(bytes)),
+            Shape::Reth => Self::Reth(Reth::parse(&bytes_at(bytes, 0))),
+            Shape::RethImm => Self::RethImm(Reth::parse(&bytes_at(bytes, 0)), u32_at(bytes, 16)),
+            Shape::Aeth => Self::Aeth(Aeth::parse(&bytes_at(bytes, 0))),
+            Shape::AethAtomic => {
+                Self::AethAtomic(Aeth::parse(&bytes_at(bytes, 0)), u64_at(bytes, 4))
+            }
+            Shape::Atomic => Self::Atomic(AtomicEth::parse(&bytes_at(bytes, 0))),
             Shape::Invalidate => Self::Invalidate(u32_at(bytes, 0)),
-            Shape::Deth => Self::Deth(Deth::parse(bytes)),
-            Shape::DethImm => Self::DethImm(Deth::parse(bytes), u32_at(bytes, 8)),
+            Shape::Deth => Self::Deth(Deth::parse(&bytes_at(bytes, 0))),
+            Shape::DethImm => Self::DethImm(Deth::parse(&bytes_at(bytes, 0)), u32_at(bytes, 8)),
             Shape::Cnp => Self::Cnp,
         }
     }
 
+    #[inline]
     fn emit(&self, writer: &mut Writer<'_>) {
         match *self {
             Self::None => {}
@@ -144,7 +149,7 @@ impl Extension {
                 deth.emit(writer);
                 writer.u32(imm);
             }
-            Self::Cnp => writer.put(&[0; 16]),
+            Self::Cnp => writer.put([0; 16]),
         }
     }
 }
@@ -207,6 +212,7 @@ impl Headers {
     }
 
     /// The length of the headers.
+    #[inline]
     pub fn len(&self) -> usize {
         BTH_LEN + self.extension.shape().len()
     }
@@ -216,107 +222,133 @@ impl Headers {
         false
     }
 
-    /// The length of a packet with this much payload, from the base header through the ICRC.
+    /// The length of a packet with this much payload, from the base header through the ICRC. Saturates: no
+    /// buffer is that long.
+    #[inline]
     pub fn wire_len(&self, payload: usize) -> usize {
-        self.len() + payload.next_multiple_of(4) + ICRC_LEN
+        // Headers and ICRC are multiples of 4: rounding up the sum rounds up the payload.
+        payload.saturating_add(self.len() + ICRC_LEN + 3) & !3
     }
 
     /// Writes the headers, leaves room for `payload` bytes, and writes the zeros of the pad. Returns where the
     /// payload goes; `None`, and nothing of use written, if the buffer is shorter than [`Headers::wire_len`]
     /// or the extension is not the opcode's. The ICRC is the caller's to add: it covers the payload.
     pub fn emit(&self, buffer: &mut [u8], payload: usize) -> Option<usize> {
-        if buffer.len() < self.wire_len(payload)
-            || self.opcode.shape() != Some(self.extension.shape())
-        {
+        if self.opcode.shape() != Some(self.extension.shape()) {
             return None;
         }
-        let pad = payload.next_multiple_of(4) - payload;
-        let flag = |set: bool, bit: u8| if set { bit } else { 0 };
-        let mut writer = Writer::new(buffer);
-        writer.u8(self.opcode.byte());
-        writer
-            .u8(flag(self.solicited, SOLICITED) | flag(self.migrated, MIGRATED) | (pad as u8) << 4);
-        writer.u16(self.partition);
-        let congestion = flag(self.fecn, FECN) | flag(self.becn, BECN);
-        writer.u32(u32::from(congestion) << 24 | self.destination_qp & 0xff_ffff);
-        let request = flag(self.ack_request, ACK_REQUEST);
-        writer.u32(u32::from(request) << 24 | self.psn.value());
+        let start = self.len();
+        let packet = buffer.get_mut(..self.wire_len(payload))?;
+        let pad = payload.wrapping_neg() & 3;
+        let mut writer = Writer::new(packet);
+        self.base(pad as u8).into_iter().for_each(|word| writer.u32(word));
         self.extension.emit(&mut writer);
-        let start = writer.at;
-        buffer[start + payload..start + payload + pad].fill(0);
+        if pad > 0 {
+            packet[start + payload..start + payload + pad].fill(0);
+        }
         Some(start)
+    }
+
+    /// The base header, for a packet with so much pad. Built in words, which are stored faster than bytes.
+    #[inline]
+    fn base(&self, pad: u8) -> [u32; 3] {
+        let flag = |set: bool, bit: u8| u8::from(set) * bit;
+        let flags = flag(self.solicited, SOLICITED) | flag(self.migrated, MIGRATED) | pad << 4;
+        let congestion = flag(self.fecn, FECN) | flag(self.becn, BECN);
+        let request = flag(self.ack_request, ACK_REQUEST);
+        let high = |byte: u8| u32::from(byte) << 24;
+        [
+            high(self.opcode.byte()) | u32::from(flags) << 16 | u32::from(self.partition),
+            high(congestion) | self.destination_qp & 0xff_ffff,
+            high(request) | self.psn.value(),
+        ]
     }
 }
 
 /// A checked view of a packet from the base header through the ICRC: what a UDP socket receives.
 #[derive(Clone, Copy)]
 pub struct Transport<'a> {
-    bytes: &'a [u8],
+    /// Apart from the rest, so that its fields are read without asking whether they are there.
+    base: &'a [u8; BTH_LEN],
+    /// Extension headers, payload, pad and ICRC: at least as long as `base` says.
+    rest: &'a [u8],
     shape: Shape,
 }
 
 impl<'a> Transport<'a> {
     /// The view, if the bytes are long enough for what their headers say, and of a known sort.
+    #[inline]
     pub fn new_checked(bytes: &'a [u8]) -> Result<Self, Malformed> {
-        let flags = *bytes.get(field::FLAGS).ok_or(Malformed::Short)?;
-        if flags & VERSION != 0 {
+        let (base, rest) = bytes.split_first_chunk::<BTH_LEN>().ok_or(Malformed::Short)?;
+        if base[field::FLAGS] & VERSION != 0 {
             return Err(Malformed::Version);
         }
-        let opcode = Opcode::from_byte(bytes[field::OPCODE]);
-        let shape = opcode.shape().ok_or(Malformed::Opcode)?;
-        let pad = usize::from(flags >> 4 & 3);
-        if bytes.len() < BTH_LEN + shape.len() + pad + ICRC_LEN {
+        let shape = Opcode::from_byte(base[field::OPCODE]).shape().ok_or(Malformed::Opcode)?;
+        let view = Self { base, rest, shape };
+        if rest.len() < shape.len() + view.pad() + ICRC_LEN {
             return Err(Malformed::Short);
         }
-        Ok(Self { bytes, shape })
+        Ok(view)
     }
 
     /// What the packet does.
+    #[inline]
     pub fn opcode(&self) -> Opcode {
-        Opcode::from_byte(self.bytes[field::OPCODE])
+        Opcode::from_byte(self.base[field::OPCODE])
     }
 
     /// The queue pair that it is for.
+    #[inline]
     pub fn destination_qp(&self) -> u32 {
-        u24_at(self.bytes, field::DESTINATION)
+        u24_at(self.base, field::DESTINATION)
     }
 
     /// Its sequence number.
+    #[inline]
     pub fn psn(&self) -> Psn {
-        Psn::new(u32_at(self.bytes, field::PSN))
+        Psn::new(u32_at(self.base, field::PSN))
     }
 
     /// What its headers say.
+    #[inline]
     pub fn headers(&self) -> Headers {
-        let (flags, congestion) = (self.bytes[field::FLAGS], self.bytes[field::CONGESTION]);
+        let (flags, congestion) = (self.base[field::FLAGS], self.base[field::CONGESTION]);
         Headers {
             opcode: self.opcode(),
             solicited: flags & SOLICITED != 0,
             migrated: flags & MIGRATED != 0,
-            partition: u16_at(self.bytes, field::PARTITION),
+            partition: u16_at(self.base, field::PARTITION),
             fecn: congestion & FECN != 0,
             becn: congestion & BECN != 0,
             destination_qp: self.destination_qp(),
-            ack_request: self.bytes[field::ACK_REQUEST] & ACK_REQUEST != 0,
+            ack_request: self.base[field::ACK_REQUEST] & ACK_REQUEST != 0,
             psn: self.psn(),
-            extension: Extension::parse(self.shape, &self.bytes[BTH_LEN..]),
+            extension: Extension::parse(self.shape, self.rest),
         }
     }
 
     /// Where in the view the payload lies.
+    #[inline]
     pub fn payload_range(&self) -> Range<usize> {
-        let pad = usize::from(self.bytes[field::FLAGS] >> 4 & 3);
-        BTH_LEN + self.shape.len()..self.bytes.len() - pad - ICRC_LEN
+        let end = BTH_LEN + self.rest.len() - self.pad() - ICRC_LEN;
+        BTH_LEN + self.shape.len()..end
     }
 
     /// The payload.
+    #[inline]
     pub fn payload(&self) -> &'a [u8] {
-        &self.bytes[self.payload_range()]
+        &self.rest[self.shape.len()..self.rest.len() - self.pad() - ICRC_LEN]
     }
 
     /// The ICRC that it carries.
+    #[inline]
     pub fn icrc(&self) -> u32 {
-        u32::from_le_bytes(bytes_at(self.bytes, self.bytes.len() - ICRC_LEN))
+        u32::from_le_bytes(bytes_at(self.rest, self.rest.len() - ICRC_LEN))
+    }
+
+    #[inline]
+    fn pad(&self) -> usize {
+        usize::from(self.base[field::FLAGS] >> 4 & 3)
     }
 }
 
@@ -381,6 +413,9 @@ pub fn build<C: Crc32>(
     ip.payload_len = udp.payload_len.checked_add(UDP_LEN as u16)?;
     let ip_len = ip.header_len();
     let (start, end) = (ip_len + UDP_LEN, ip_len + UDP_LEN + len);
+    if ip_len == IPV4_LEN && end > usize::from(u16::MAX) {
+        return None; // IPv4's length counts its own header
+    }
     let packet = buffer.get_mut(..end)?;
     ip.emit(packet);
     udp.emit(&mut packet[ip_len..]);

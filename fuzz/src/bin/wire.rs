@@ -1,0 +1,161 @@
+//! Any bytes as a packet, and any headers as bytes.
+#![no_main]
+
+use std::net::IpAddr;
+
+use libfuzzer_sys::arbitrary::{Result, Unstructured};
+use libfuzzer_sys::fuzz_target;
+use warpwire_proto::wire::icrc::Portable;
+use warpwire_proto::wire::packet::{LONGEST_HEADERS, build};
+use warpwire_proto::wire::{
+    Aeth, AtomicEth, Deth, Extension, Headers, IpRepr, Opcode, Packet, Reth, Syndrome, Transport,
+    UDP_PORT, UdpRepr, pcap,
+};
+use warpwire_proto::{Instant, Psn};
+
+fuzz_target!(|bytes: &[u8]| {
+    if let Ok(transport) = Transport::new_checked(bytes) {
+        comes_back(&transport);
+    }
+    if let Ok(packet) = Packet::new_checked(bytes) {
+        comes_back(&packet.transport());
+        builds_again(&packet);
+    }
+    // Too few bytes for headers: nothing to try.
+    let _ = any_headers(bytes);
+});
+
+/// What was read, written again, reads the same.
+fn comes_back(transport: &Transport<'_>) {
+    let (headers, payload) = (transport.headers(), transport.payload());
+    assert_eq!(headers.opcode, transport.opcode());
+    assert_eq!(headers.psn, transport.psn());
+    assert_eq!(headers.destination_qp, transport.destination_qp());
+    let _ = (headers.to_string(), transport.icrc());
+    let mut buffer = vec![0xee; headers.wire_len(payload.len())];
+    let at = headers.emit(&mut buffer, payload.len()).expect("what was read can be written");
+    buffer[at..at + payload.len()].copy_from_slice(payload);
+    let again = Transport::new_checked(&buffer).expect("what was written can be read");
+    assert_eq!(again.headers(), headers);
+    assert_eq!(again.payload(), payload);
+}
+
+/// A whole packet built from what one says reads the same and has the right ICRC; a bit changed, it has not.
+fn builds_again(packet: &Packet<'_>) {
+    let (ip, udp, transport) = (packet.ip(), packet.udp(), packet.transport());
+    let (headers, payload) = (transport.headers(), transport.payload());
+    let _ = (packet.to_string(), packet.has_right_icrc::<Portable>());
+    let mut buffer = vec![0; 40 + 8 + headers.wire_len(payload.len())];
+    // The pad that is written may be longer than the one that was read, and then too long.
+    let Some(len) = build::<Portable>(&mut buffer, ip, udp, &headers, payload) else { return };
+    let again = Packet::new_checked(&buffer[..len]).expect("what was built can be read");
+    assert_eq!(again.transport().headers(), headers);
+    assert_eq!(again.transport().payload(), payload);
+    assert_eq!((again.ip().source, again.ip().destination), (ip.source, ip.destination));
+    assert_eq!(again.udp().source_port, udp.source_port);
+    assert!(again.has_right_icrc::<Portable>());
+    buffer[len - 5] ^= 1; // in the payload, the pad or the last header
+    if let Ok(spoiled) = Packet::new_checked(&buffer[..len]) {
+        assert!(!spoiled.has_right_icrc::<Portable>());
+    }
+}
+
+/// Headers from `bytes` by their fields, not by their layout.
+fn any_headers(bytes: &[u8]) -> Result<()> {
+    let mut any = Unstructured::new(bytes);
+    let opcode = Opcode::from_byte(any.arbitrary()?);
+    let psn = Psn::new(any.arbitrary()?);
+    let mut headers = Headers {
+        solicited: any.arbitrary()?,
+        migrated: any.arbitrary()?,
+        partition: any.arbitrary()?,
+        fecn: any.arbitrary()?,
+        becn: any.arbitrary()?,
+        ack_request: any.arbitrary()?,
+        ..Headers::new(opcode, any.arbitrary::<u32>()? & 0xff_ffff, psn, Extension::None)
+    };
+    let (ip, udp) = any_addresses(&mut any)?;
+    let (payload, room) = (any.arbitrary::<usize>()?, any.int_in_range(0..=600)?);
+    let _ = pcap::record_header(Instant::from_nanos(any.arbitrary()?), payload);
+    let extensions = any_extensions(&mut any)?;
+    let mut taken = 0;
+    for extension in extensions {
+        headers.extension = extension;
+        let mut buffer = [0xee; 600];
+        if headers.emit(&mut buffer[..room], payload).is_some() {
+            assert!(headers.wire_len(payload) <= room);
+        }
+        let (mut buffer, some) = ([0xee; LONGEST_HEADERS + 64], payload % 56);
+        if headers.emit(&mut buffer, some).is_some() {
+            taken += 1;
+            let view = Transport::new_checked(&buffer[..headers.wire_len(some)]);
+            assert_eq!(view.expect("what was written can be read").headers(), headers);
+            whole(ip, udp, &headers, &buffer[..some]);
+        }
+    }
+    // An opcode that is known takes its own extension and no other.
+    assert_eq!(taken, usize::from(!matches!(opcode, Opcode::Unknown(_))));
+    Ok(())
+}
+
+/// A packet of these parts reads as them.
+fn whole(ip: IpRepr, udp: UdpRepr, headers: &Headers, payload: &[u8]) {
+    let mut buffer = [0; 256];
+    let len = build::<Portable>(&mut buffer, ip, udp, headers, payload).expect("there is room");
+    let packet = Packet::new_checked(&buffer[..len]).expect("what was built can be read");
+    assert_eq!(packet.transport().headers(), *headers);
+    assert_eq!(packet.transport().payload(), payload);
+    assert!(packet.has_right_icrc::<Portable>());
+}
+
+/// Addresses of either version, mixed ones too.
+fn any_addresses(any: &mut Unstructured<'_>) -> Result<(IpRepr, UdpRepr)> {
+    let mut address = || -> Result<IpAddr> {
+        let v6: bool = any.arbitrary()?;
+        Ok(if v6 {
+            IpAddr::V6(any.arbitrary::<u128>()?.into())
+        } else {
+            IpAddr::V4(any.arbitrary::<u32>()?.into())
+        })
+    };
+    let (source, destination) = (address()?, address()?);
+    let ip = IpRepr {
+        source,
+        destination,
+        traffic_class: any.arbitrary()?,
+        hop_limit: any.arbitrary()?,
+        identification: any.arbitrary()?,
+        payload_len: any.arbitrary()?,
+    };
+    let source_port = any.arbitrary()?;
+    Ok((ip, UdpRepr { source_port, destination_port: UDP_PORT, payload_len: 0 }))
+}
+
+/// One of each sort, with values that the wire can hold.
+fn any_extensions(any: &mut Unstructured<'_>) -> Result<[Extension; 11]> {
+    let reth = Reth { address: any.arbitrary()?, rkey: any.arbitrary()?, len: any.arbitrary()? };
+    let syndrome = Syndrome::from_byte(any.arbitrary()?);
+    let aeth = Aeth { syndrome, msn: any.arbitrary::<u32>()? & 0xff_ffff };
+    let source_qp = any.arbitrary::<u32>()? & 0xff_ffff;
+    let deth = Deth { qkey: any.arbitrary()?, source_qp };
+    let (imm, before) = (any.arbitrary()?, any.arbitrary()?);
+    let atomic = AtomicEth {
+        address: any.arbitrary()?,
+        rkey: any.arbitrary()?,
+        swap_or_add: any.arbitrary()?,
+        compare: any.arbitrary()?,
+    };
+    Ok([
+        Extension::None,
+        Extension::Imm(imm),
+        Extension::Reth(reth),
+        Extension::RethImm(reth, imm),
+        Extension::Aeth(aeth),
+        Extension::AethAtomic(aeth, before),
+        Extension::Atomic(atomic),
+        Extension::Invalidate(imm),
+        Extension::Deth(deth),
+        Extension::DethImm(deth, imm),
+        Extension::Cnp,
+    ])
+}
