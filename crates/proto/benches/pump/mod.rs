@@ -40,7 +40,7 @@ impl Host for Willing {
         Verdict::Yes
     }
 
-    fn may_fetch(&mut self, _: Source, _: u32) -> Verdict {
+    fn fetch(&mut self, _: Source, _: u32, _: usize) -> Verdict {
         Verdict::Yes
     }
 }
@@ -91,7 +91,7 @@ impl Pump {
             let taken = self.ends[to].handle_packet(now, &arrived, &mut self.hosts[to]);
             assert_eq!(taken, Ok(()));
             if from == 0 {
-                while self.ends[1].poll_event().is_some() {}
+                while self.ends[1].has_events() && self.ends[1].poll_event().is_some() {}
             }
             count += 1;
         }

@@ -153,6 +153,8 @@ pub trait Host {
     /// Stores the result of one of our atomics.
     fn store_result(&mut self, id: u64, value: u64) -> Verdict;
 
-    /// Whether `len` bytes of payload can be fetched from there now. The packet follows at once.
-    fn may_fetch(&mut self, from: Source, len: u32) -> Verdict;
+    /// Fetches `len` bytes of payload, or tells whether that can be done now: the packet that they belong to
+    /// follows at once if the answer is yes. Its headers will be `headers_len` long, for a host that puts the
+    /// payload where it goes.
+    fn fetch(&mut self, from: Source, len: u32, headers_len: usize) -> Verdict;
 }

@@ -13,63 +13,67 @@ impl Responder {
         self.saved.pending().is_some()
     }
 
-    /// The next answer. `Err` fails the queue pair: memory that the peer reads went away.
+    /// Puts the next answer into `packet`; tells whether there is one. `Err` fails the queue pair: memory that the
+    /// peer reads went away.
     pub(super) fn poll_transmit<H: Host>(
         &mut self,
         terms: &Terms,
         may_send_data: bool,
         host: &mut H,
         stats: &mut Stats,
-    ) -> Result<Option<Transmit>, Notice> {
+        packet: &mut Transmit,
+    ) -> Result<bool, Notice> {
         let completed = self.completed;
         let Some(saved) = self.saved.pending() else {
-            return Ok(self.acknowledge(terms, stats));
+            return Ok(self.acknowledge(terms, stats, packet));
         };
-        let psn = saved.first.add(saved.next);
+        let headers = &mut packet.headers;
+        (headers.solicited, headers.ack_request) = (false, false);
+        headers.destination_qp = terms.destination;
+        headers.psn = saved.first.add(saved.next);
+        packet.payload = None;
         let aeth = Aeth { syndrome: Syndrome::ACK, msn: completed };
         let (at, len) = match saved.asked {
             Asked::Atomic { before } => {
+                headers.opcode = Opcode::AtomicAcknowledge;
+                headers.extension = Extension::AethAtomic(aeth, before);
                 self.saved.sent();
-                let extension = Extension::AethAtomic(aeth, before);
-                let opcode = Opcode::AtomicAcknowledge;
-                let headers = Headers::new(opcode, terms.destination, psn, extension);
-                return Ok(Some(Transmit { headers, payload: None }));
+                return Ok(true);
             }
             Asked::Read { at, len } => (at, len),
         };
         if !may_send_data {
-            return Ok(None);
+            return Ok(false);
         }
+        let (is_first, is_last) = (saved.next == saved.start, saved.next + 1 == saved.stop);
+        (headers.opcode, headers.extension) = match (is_first, is_last) {
+            (true, true) => (Opcode::ReadResponseOnly, Extension::Aeth(aeth)),
+            (true, false) => (Opcode::ReadResponseFirst, Extension::Aeth(aeth)),
+            (false, true) => (Opcode::ReadResponseLast, Extension::Aeth(aeth)),
+            (false, false) => (Opcode::ReadResponseMiddle, Extension::None),
+        };
         let offset = terms.mtu.offset(saved.next);
         let len = (len - offset).min(terms.mtu.bytes());
-        let from = Source::Remote(at.forward(offset));
         if len > 0 {
-            match host.may_fetch(from, len) {
-                Verdict::Yes => {}
-                Verdict::NotNow => return Ok(None),
+            let from = Source::Remote(at.forward(offset));
+            match host.fetch(from, len, headers.len()) {
+                Verdict::Yes => packet.payload = Some(Payload { from, len }),
+                Verdict::NotNow => return Ok(false),
                 Verdict::Refused => {
+                    let psn = headers.psn;
                     self.saved.give_up();
                     self.fail(Nak::RemoteAccess, psn);
                     return Err(Notice::AccessError);
                 }
             }
         }
-        let (is_first, is_last) = (saved.next == saved.start, saved.next + 1 == saved.stop);
-        let (opcode, extension) = match (is_first, is_last) {
-            (true, true) => (Opcode::ReadResponseOnly, Extension::Aeth(aeth)),
-            (true, false) => (Opcode::ReadResponseFirst, Extension::Aeth(aeth)),
-            (false, true) => (Opcode::ReadResponseLast, Extension::Aeth(aeth)),
-            (false, false) => (Opcode::ReadResponseMiddle, Extension::None),
-        };
         self.saved.sent();
-        let headers = Headers::new(opcode, terms.destination, psn, extension);
-        let payload = (len > 0).then_some(Payload { from, len });
-        Ok(Some(Transmit { headers, payload }))
+        Ok(true)
     }
 
-    fn acknowledge(&mut self, terms: &Terms, stats: &mut Stats) -> Option<Transmit> {
+    fn acknowledge(&mut self, terms: &Terms, stats: &mut Stats, packet: &mut Transmit) -> bool {
         let (syndrome, psn) = match core::mem::replace(&mut self.reply, Reply::None) {
-            Reply::None => return None,
+            Reply::None => return false,
             Reply::Ack => (Syndrome::ACK, self.expected.previous()),
             // Meanwhile it came again, and all that was missing.
             Reply::Sequence(came) if self.expected.distance_from(came) > 0 => {
@@ -83,7 +87,8 @@ impl Responder {
             Reply::Fatal(nak, psn) => (Syndrome::Nak(nak), psn),
         };
         let extension = Extension::Aeth(Aeth { syndrome, msn: self.completed });
-        let headers = Headers::new(Opcode::Acknowledge, terms.destination, psn, extension);
-        Some(Transmit { headers, payload: None })
+        packet.headers = Headers::new(Opcode::Acknowledge, terms.destination, psn, extension);
+        packet.payload = None;
+        true
     }
 }

@@ -175,7 +175,9 @@ impl Requester {
         self.current != self.posted
     }
 
-    /// The next request; `may_begin` tells whether a new message may be begun. `Err` fails the queue pair.
+    /// Puts the next request into `packet`; tells whether there is one. `may_begin` tells whether a new message
+    /// may be begun. `Err` fails the queue pair.
+    #[inline]
     pub(super) fn poll_transmit<H: Host>(
         &mut self,
         now: Instant,
@@ -183,29 +185,29 @@ impl Requester {
         may_begin: bool,
         host: &mut H,
         stats: &mut Stats,
-    ) -> Result<Option<Transmit>, Status> {
+        packet: &mut Transmit,
+    ) -> Result<bool, Status> {
         if now < self.resume {
-            return Ok(None);
+            return Ok(false);
         }
         while self.current != self.posted {
             let begins = self.current == self.started;
             if begins && !may_begin {
-                return Ok(None);
+                return Ok(false);
             }
-            let entry = *self.entry(self.current);
+            let entry = self.entry(self.current);
             let at_start = begins || self.next == entry.first;
             if at_start && entry.work.fence && self.reading > 0 {
-                return Ok(None);
+                return Ok(false);
             }
-            if !entry.work.op.is_local() {
-                return self.request(now, terms, begins, host, stats);
+            match entry.work.op {
+                Op::Bad(status) if self.current == self.tail => return Err(status),
+                Op::Bad(_) => return Ok(false),
+                Op::Local => self.pass_local(begins),
+                _ => return self.request(now, terms, begins, host, stats, packet),
             }
-            if let Op::Bad(status) = entry.work.op {
-                return if self.current == self.tail { Err(status) } else { Ok(None) };
-            }
-            self.pass_local(begins);
         }
-        Ok(None)
+        Ok(false)
     }
 
     /// Work that sends nothing: done as soon as all before it is.
@@ -219,6 +221,7 @@ impl Requester {
         self.settle(self.unacked);
     }
 
+    #[inline(always)] // the only caller is hot, and seven arguments cost more than the body
     fn request<H: Host>(
         &mut self,
         now: Instant,
@@ -226,67 +229,63 @@ impl Requester {
         begins: bool,
         host: &mut H,
         stats: &mut Stats,
-    ) -> Result<Option<Transmit>, Status> {
+        packet: &mut Transmit,
+    ) -> Result<bool, Status> {
         let in_flight = self.next.distance_from(self.unacked) as u32;
-        let mut entry = *self.entry(self.current);
-        if begins {
-            (entry.first, entry.packets) = (self.next, terms.mtu.packets(entry.work.len));
-        }
+        let (next, reading) = (self.next, self.reading);
+        let entry = self.entry_mut(self.current);
         let awaits_data = entry.work.op.awaits_data();
-        if in_flight >= terms.window || awaits_data && self.reading >= terms.max_rd_atomic {
-            return Ok(None);
+        if in_flight >= terms.window || awaits_data && reading >= terms.max_rd_atomic {
+            return Ok(false);
         }
-        let index = self.next.distance_from(entry.first) as u32;
-        let packet = Request::at(&entry, index, terms);
-        if packet.len > 0 {
-            let from = Source::Work { id: entry.work.id, offset: packet.offset };
-            match host.may_fetch(from, packet.len) {
+        if begins {
+            // Harmless if it is not begun after all: the numbers are then given again.
+            (entry.first, entry.packets) = (next, terms.mtu.packets(entry.work.len));
+        }
+        let entry = &*entry;
+        let index = next.distance_from(entry.first) as u32;
+        let headers = &mut packet.headers;
+        let piece = Piece::at(entry, index, terms, headers);
+        packet.payload = None;
+        if piece.len > 0 {
+            let from = Source::Work { id: entry.work.id, offset: piece.offset };
+            match host.fetch(from, piece.len, headers.len()) {
                 Verdict::Yes => {}
-                Verdict::NotNow => return Ok(None),
                 Verdict::Refused if self.current == self.tail => {
                     return Err(Status::LocalProtection);
                 }
-                // It fails in its turn, when all before it is answered.
-                Verdict::Refused => return Ok(None),
+                // What is refused fails in its turn, when all before it is answered.
+                Verdict::NotNow | Verdict::Refused => return Ok(false),
             }
+            packet.payload = Some(Payload { from, len: piece.len });
         }
-        if begins {
-            *self.entry_mut(self.current) = entry;
-            self.started = self.started.wrapping_add(1);
-        }
-        let after = self.next.add(packet.numbers);
-        let again = self.next != self.unsent;
+        let is_last = index + piece.numbers == entry.packets;
+        headers.solicited = is_last && entry.work.solicited && piece.can_solicit;
+        headers.destination_qp = terms.destination;
+        headers.psn = next;
+        self.started = self.started.wrapping_add(u32::from(begins));
+        self.current = self.current.wrapping_add(u32::from(is_last));
+        self.reading += u32::from(awaits_data);
+        let again = next != self.unsent;
+        stats.resent += u64::from(again);
         self.since_request += 1;
         // Ask at the end of a message, before the window closes, now and then in between, and at once when
         // sending again: the answer may only have been lost.
-        let is_last = index + packet.numbers == entry.packets;
-        let ask = is_last
-            || in_flight + packet.numbers >= terms.window
+        headers.ack_request = is_last
+            || in_flight + piece.numbers >= terms.window
             || self.since_request * 4 >= terms.window
-            || again && self.next == self.unacked;
-        if ask {
+            || again && next == self.unacked;
+        if headers.ack_request {
             self.since_request = 0;
         }
-        let headers = Headers {
-            solicited: is_last && entry.work.solicited && packet.can_solicit,
-            ack_request: ask,
-            ..Headers::new(packet.opcode, terms.destination, self.next, packet.extension)
-        };
-        self.reading += u32::from(awaits_data);
-        stats.resent += u64::from(again);
-        self.next = after;
-        if after.distance_from(self.unsent) > 0 {
-            self.unsent = after;
-        }
-        if is_last {
-            self.current = self.current.wrapping_add(1);
+        self.next = next.add(piece.numbers);
+        if self.next.distance_from(self.unsent) > 0 {
+            self.unsent = self.next;
         }
         if self.deadline == Instant::NEVER {
             self.start_timer(now, terms);
         }
-        let from = Source::Work { id: entry.work.id, offset: packet.offset };
-        let payload = (packet.len > 0).then_some(Payload { from, len: packet.len });
-        Ok(Some(Transmit { headers, payload }))
+        Ok(true)
     }
 
     pub(super) fn start_timer(&mut self, now: Instant, terms: &Terms) {
@@ -327,7 +326,6 @@ impl Requester {
 
     /// The end of the next work: a success, or, once the queue pair has failed, a failure.
     pub(super) fn poll_completion(&mut self, failed: bool) -> Option<Completion> {
-        let work = self.entry(self.reported).work;
         let status = if self.reported != self.tail {
             Status::Success
         } else if failed && self.reported != self.posted {
@@ -337,15 +335,15 @@ impl Requester {
         } else {
             return None;
         };
+        let work = &self.entry(self.reported).work;
+        let (id, signaled) = (work.id, work.signaled);
         self.reported = self.reported.wrapping_add(1);
-        Some(Completion { id: work.id, status, signaled: work.signaled })
+        Some(Completion { id, status, signaled })
     }
 }
 
-/// One packet of a request.
-struct Request {
-    opcode: Opcode,
-    extension: Extension,
+/// What one packet of a request carries.
+struct Piece {
     /// Where its payload begins in the message, and how long it is.
     offset: u32,
     len: u32,
@@ -354,18 +352,20 @@ struct Request {
     can_solicit: bool,
 }
 
-impl Request {
-    /// The packet of that index; for a read, the request for what is left of the piece that it lies in.
-    fn at(entry: &Entry, index: u32, terms: &Terms) -> Self {
+impl Piece {
+    /// The packet of that index; for a read, the request for what is left of the chunk that it lies in. Puts
+    /// opcode and extension into `headers`.
+    #[inline(always)]
+    fn at(entry: &Entry, index: u32, terms: &Terms, headers: &mut Headers) -> Self {
         let work = &entry.work;
         let offset = terms.mtu.offset(index);
-        let left = work.len.wrapping_sub(offset);
         let is_first = index == 0;
         let is_last = index + 1 == entry.packets;
-        let len = if is_last { left } else { terms.mtu.bytes() };
+        let len = if is_last { work.len.wrapping_sub(offset) } else { terms.mtu.bytes() };
         let (opcode, extension) = match work.op {
-            Op::Read(at) => return Self::read(entry, index, terms, at),
-            Op::Atomic(at, atomic) => return Self::atomic(at, atomic),
+            Op::Read(at) => return Self::read(entry, index, terms, at, headers),
+            Op::Atomic(at, atomic) => return Self::atomic(at, atomic, headers),
+            Op::Write(at) => (WRITE.at(is_first, is_last), write_header(is_first, at, work.len)),
             Op::Send | Op::Local | Op::Bad(_) => (SEND.at(is_first, is_last), Extension::None),
             Op::SendImm(imm) if is_last => {
                 let opcode = if is_first { Opcode::SendOnlyImm } else { Opcode::SendLastImm };
@@ -377,7 +377,6 @@ impl Request {
                 (opcode, Extension::Invalidate(key))
             }
             Op::SendImm(_) | Op::SendInvalidate(_) => (SEND.at(is_first, false), Extension::None),
-            Op::Write(at) => (WRITE.at(is_first, is_last), write_header(is_first, at, work.len)),
             Op::WriteImm(at, imm) if is_last => {
                 let reth = Reth { address: at.address, rkey: at.key, len: work.len };
                 match is_first {
@@ -389,32 +388,33 @@ impl Request {
                 (WRITE.at(is_first, false), write_header(is_first, at, work.len))
             }
         };
+        (headers.opcode, headers.extension) = (opcode, extension);
         let can_solicit = !matches!(work.op, Op::Write(_));
-        Self { opcode, extension, offset, len, numbers: 1, can_solicit }
+        Self { offset, len, numbers: 1, can_solicit }
     }
 
-    fn read(entry: &Entry, index: u32, terms: &Terms, at: Remote) -> Self {
+    fn read(entry: &Entry, index: u32, terms: &Terms, at: Remote, headers: &mut Headers) -> Self {
         let numbers = (entry.packets - index).min(terms.read_chunk - index % terms.read_chunk);
         let offset = terms.mtu.offset(index);
-        let left = entry.work.len - offset;
         let len = match index + numbers == entry.packets {
-            true => left,
+            true => entry.work.len - offset,
             false => terms.mtu.offset(numbers),
         };
         let from = at.forward(offset);
-        let extension = Extension::Reth(Reth { address: from.address, rkey: from.key, len });
-        let opcode = Opcode::ReadRequest;
-        Self { opcode, extension, offset, len: 0, numbers, can_solicit: false }
+        headers.opcode = Opcode::ReadRequest;
+        headers.extension = Extension::Reth(Reth { address: from.address, rkey: from.key, len });
+        Self { offset, len: 0, numbers, can_solicit: false }
     }
 
-    fn atomic(at: Remote, atomic: super::Atomic) -> Self {
+    fn atomic(at: Remote, atomic: super::Atomic, headers: &mut Headers) -> Self {
         let (opcode, swap_or_add, compare) = match atomic {
             super::Atomic::CompareSwap { compare, swap } => (Opcode::CompareSwap, swap, compare),
             super::Atomic::FetchAdd { add } => (Opcode::FetchAdd, add, 0),
         };
         let (address, rkey) = (at.address, at.key);
-        let extension = Extension::Atomic(AtomicEth { address, rkey, swap_or_add, compare });
-        Self { opcode, extension, offset: 0, len: 0, numbers: 1, can_solicit: false }
+        headers.opcode = opcode;
+        headers.extension = Extension::Atomic(AtomicEth { address, rkey, swap_or_add, compare });
+        Self { offset: 0, len: 0, numbers: 1, can_solicit: false }
     }
 }
 

@@ -137,6 +137,10 @@ impl Responder {
         matches!(self.reply, Reply::Fatal(..))
     }
 
+    pub(super) fn has_receipt(&self) -> bool {
+        self.receipt.is_some()
+    }
+
     /// The end of a receive; once the queue pair has failed, also of one whose message will not end.
     pub(super) fn poll_receipt(&mut self, failed: bool) -> Option<Receipt> {
         if let Some(receipt) = self.receipt.take() {
@@ -252,6 +256,7 @@ impl Responder {
         if found { Drop::Duplicate } else { Drop::Forgotten }
     }
 
+    #[inline(always)]
     fn execute<H: Host>(
         &mut self,
         terms: &Terms,
@@ -375,6 +380,7 @@ impl Responder {
         self.write_packet(headers, (at, 0, reth.len), len, host)
     }
 
+    #[inline(always)]
     fn write_packet<H: Host>(
         &mut self,
         headers: &Headers,

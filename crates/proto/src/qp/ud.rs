@@ -201,19 +201,6 @@ impl Ud {
         }
         let datagram = *self.waiting.front()?;
         let Datagram { id, len, signaled, .. } = datagram;
-        let from = Source::Work { id, offset: 0 };
-        match if len > 0 { host.may_fetch(from, len) } else { Verdict::Yes } {
-            Verdict::Yes => {}
-            Verdict::NotNow => return None,
-            Verdict::Refused => {
-                self.waiting.pop_front();
-                self.ended.push_back(Completion { id, status: Status::LocalProtection, signaled });
-                self.fail(State::Sqe);
-                return None;
-            }
-        }
-        self.waiting.pop_front();
-        self.ended.push_back(Completion { id, status: Status::Success, signaled });
         let qkey = if datagram.qkey >> 31 == 1 { self.qkey } else { datagram.qkey };
         let deth = Deth { qkey, source_qp: self.number };
         let (opcode, extension) = match datagram.imm {
@@ -222,6 +209,18 @@ impl Ud {
         };
         let plain = Headers::new(opcode, datagram.destination, self.next, extension);
         let headers = Headers { solicited: datagram.solicited, ..plain };
+        let from = Source::Work { id, offset: 0 };
+        let fetched = if len > 0 { host.fetch(from, len, headers.len()) } else { Verdict::Yes };
+        if fetched == Verdict::NotNow {
+            return None;
+        }
+        self.waiting.pop_front();
+        if fetched == Verdict::Refused {
+            self.ended.push_back(Completion { id, status: Status::LocalProtection, signaled });
+            self.fail(State::Sqe);
+            return None;
+        }
+        self.ended.push_back(Completion { id, status: Status::Success, signaled });
         self.next = self.next.next();
         self.stats.packets_sent += 1;
         self.stats.bytes_sent += u64::from(len);

@@ -213,7 +213,7 @@ impl Host for View<'_> {
         Verdict::Yes
     }
 
-    fn may_fetch(&mut self, from: Source, len: u32) -> Verdict {
+    fn fetch(&mut self, from: Source, len: u32, _: usize) -> Verdict {
         match from {
             Source::Remote(at) => self.check(at, len),
             Source::Work { .. } if self.fault() => Verdict::NotNow,
