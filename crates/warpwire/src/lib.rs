@@ -9,12 +9,14 @@
 //! doctor    what this machine can do, what stops it, the fix; topology
 //! mem       devices, memory, streams: the CUDA backend and the simulated GPU
 //! host      the machine as files: PCI, NUMA, drivers, NICs, limits
+//! mlx5      ConnectX's queue formats: work queue entries, completions, doorbells, as bytes
 //! ```
 
 pub mod doctor;
 pub mod error;
 pub mod host;
 pub mod mem;
+pub mod mlx5;
 pub mod units;
 
 pub use error::{Error, Result};

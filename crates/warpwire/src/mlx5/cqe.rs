@@ -1,0 +1,384 @@
+//! Completion queue entries.
+
+use std::fmt;
+
+use super::opcode::Opcode;
+use super::status::Status;
+use super::{array, be16, be32, be64, put};
+
+/// The byte that an empty completion queue is filled with: no opcode, and the owner bit set, which some
+/// pollers look at alone.
+pub const EMPTY: u8 = 0xff;
+
+/// Where the fields lie.
+mod field {
+    pub const FLAGS_RQPN: usize = 24;
+    pub const USER_INDEX: usize = 32;
+    pub const IMM: usize = 36;
+    pub const BYTE_COUNT: usize = 44;
+    pub const TIMESTAMP: usize = 48;
+    pub const VENDOR: usize = 54;
+    pub const SYNDROME: usize = 55;
+    pub const OPCODE_QPN: usize = 56;
+    pub const COUNTER: usize = 60;
+    pub const OP_OWN: usize = 63;
+}
+
+/// The opcodes of completions.
+mod code {
+    pub const REQUESTER: u8 = 0;
+    pub const WRITE_IMM: u8 = 1;
+    pub const SEND: u8 = 2;
+    pub const SEND_IMM: u8 = 3;
+    pub const SEND_INVALIDATE: u8 = 4;
+    pub const REQUESTER_ERROR: u8 = 13;
+    pub const RESPONDER_ERROR: u8 = 14;
+    pub const INVALID: u8 = 15;
+}
+
+/// The owner bit of the `number`-th completion of a queue with so many entries, from zero on.
+///
+/// ```
+/// use warpwire::mlx5::owner_bit;
+/// assert_eq!([owner_bit(0, 4), owner_bit(3, 4), owner_bit(4, 4), owner_bit(8, 4)], [false, false, true, false]);
+/// ```
+#[inline]
+pub const fn owner_bit(number: u64, entries: u64) -> bool {
+    match number.checked_div(entries) {
+        Some(lap) => lap & 1 == 1,
+        None => false,
+    }
+}
+
+/// Whether the entry of a send queue that begins at block `index` is done, given what a collapsed
+/// completion queue says: one entry that every completion overwrites, with the block of the latest.
+/// `depth` is how many blocks may be on their way; the entry must have been posted.
+///
+/// ```
+/// use warpwire::mlx5::collapsed_is_done;
+/// assert!(!collapsed_is_done(0, 0xffff, 128)); // what an empty queue says
+/// assert!(collapsed_is_done(0, 0, 128) && !collapsed_is_done(1, 0, 128));
+/// ```
+#[inline]
+pub const fn collapsed_is_done(index: u16, counter: u16, depth: u16) -> bool {
+    index.wrapping_sub(counter).wrapping_sub(1) >= depth
+}
+
+/// The latest block that a collapsed completion queue says is done, in the full count of which `reserved`
+/// blocks were handed out; `None` while there is none.
+///
+/// ```
+/// use warpwire::mlx5::collapsed_latest;
+/// assert_eq!(collapsed_latest(0, 0xffff), None);
+/// assert_eq!(collapsed_latest(70_000, (69_990u32 & 0xffff) as u16), Some(69_990));
+/// ```
+#[inline]
+pub const fn collapsed_latest(reserved: u64, counter: u16) -> Option<u64> {
+    reserved.checked_sub((reserved as u16).wrapping_sub(counter) as u64)
+}
+
+/// What arrived in a receive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrival {
+    /// The peer wrote elsewhere, and sent these four bytes.
+    WriteImm([u8; 4]),
+    /// A message.
+    Send,
+    /// A message with four bytes beside it.
+    SendImm([u8; 4]),
+    /// A message that invalidated this key.
+    SendInvalidate(u32),
+}
+
+/// Where a datagram came from; connected queue pairs leave it as it is by default.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Origin {
+    /// The sender's queue pair.
+    pub qpn: u32,
+    /// The service level.
+    pub service_level: u8,
+    /// Whether a routing header lies before the message.
+    pub has_grh: bool,
+}
+
+/// The side of a queue pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Queue {
+    /// The send queue.
+    Send,
+    /// The receive queue, or the shared one.
+    Receive,
+}
+
+/// What a completion says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Work of a send queue is done.
+    Sent {
+        /// What it was.
+        opcode: Opcode,
+        /// How many bytes were fetched, by a read or an atomic operation.
+        bytes: u32,
+    },
+    /// A receive was used.
+    Received {
+        /// What for.
+        arrival: Arrival,
+        /// How many bytes arrived.
+        bytes: u32,
+        /// Where they came from.
+        origin: Origin,
+    },
+    /// Work failed. Of the rest only the queue pair and the counter mean anything.
+    Failed {
+        /// Whose it was.
+        queue: Queue,
+        /// Why.
+        status: Status,
+        /// The maker's own code.
+        vendor: u8,
+        /// What it was, in a send queue.
+        opcode: Opcode,
+    },
+}
+
+/// A completion.
+///
+/// ```
+/// use warpwire::mlx5::{Cqe, Opcode, Outcome, Tail};
+/// let done = Cqe {
+///     outcome: Outcome::Sent { opcode: Opcode::RdmaWrite, bytes: 0 },
+///     qpn: 0x123,
+///     user_index: 7,
+///     counter: 5,
+///     solicited: false,
+///     timestamp: 0,
+/// };
+/// let encoded = done.encode(false);
+/// // The body first, then, behind a release, the last four bytes at once.
+/// let mut entry = [0xff; 64];
+/// entry[..60].copy_from_slice(&encoded.body);
+/// assert!(!Tail::parse([0xff; 4]).is_owned(false));
+/// entry[60..].copy_from_slice(&encoded.tail);
+/// assert!(Tail::parse(encoded.tail).is_owned(false));
+/// assert_eq!(Cqe::parse(&entry), Ok(done));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cqe {
+    /// What it says.
+    pub outcome: Outcome,
+    /// The queue pair whose work it was.
+    pub qpn: u32,
+    /// The number that the owner of the queue pair, or of the shared receive queue, gave it: 24 bits.
+    pub user_index: u32,
+    /// For a send queue the first block of the entry; for a receive queue its number; for a shared one its
+    /// slot.
+    pub counter: u16,
+    /// Whether the sender asked for the owner to be woken.
+    pub solicited: bool,
+    /// When, in the clock of the HCA.
+    pub timestamp: u64,
+}
+
+/// The bytes of a completion, in the two parts in which it is written: a poller that sees the second must
+/// see the first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Encoded {
+    /// Bytes 0 to 59.
+    pub body: [u8; 60],
+    /// Bytes 60 to 63, for one aligned store.
+    pub tail: [u8; 4],
+}
+
+impl Encoded {
+    /// The tail as a number whose store on this machine gives its bytes.
+    pub const fn tail_word(&self) -> u32 {
+        u32::from_ne_bytes(self.tail)
+    }
+
+    /// All 64 bytes.
+    pub fn bytes(&self) -> [u8; 64] {
+        let mut all = [0; 64];
+        all[..60].copy_from_slice(&self.body);
+        all[60..].copy_from_slice(&self.tail);
+        all
+    }
+}
+
+impl Cqe {
+    /// The bytes, with the owner bit of the lap that they are written in.
+    pub fn encode(&self, owner: bool) -> Encoded {
+        let mut body = [0; 60];
+        put(&mut body, field::USER_INDEX, (self.user_index & 0xff_ffff).to_be_bytes());
+        let (code, opcode) = match self.outcome {
+            Outcome::Sent { opcode, bytes } => {
+                put(&mut body, field::BYTE_COUNT, bytes.to_be_bytes());
+                put(&mut body, field::TIMESTAMP, self.timestamp.to_be_bytes());
+                (code::REQUESTER, opcode.code())
+            }
+            Outcome::Received { arrival, bytes, origin } => {
+                put(&mut body, field::BYTE_COUNT, bytes.to_be_bytes());
+                put(&mut body, field::TIMESTAMP, self.timestamp.to_be_bytes());
+                put(&mut body, field::FLAGS_RQPN, origin.word().to_be_bytes());
+                (encode_arrival(arrival, &mut body), 0)
+            }
+            // The timestamp of a failure ends where its codes begin; it is left out.
+            Outcome::Failed { queue, status, vendor, opcode } => {
+                body[field::VENDOR] = vendor;
+                body[field::SYNDROME] = status.syndrome();
+                let code = match queue {
+                    Queue::Send => code::REQUESTER_ERROR,
+                    Queue::Receive => code::RESPONDER_ERROR,
+                };
+                (code, opcode.code())
+            }
+        };
+        let opcode_qpn = (u32::from(opcode) << 24) | (self.qpn & 0xff_ffff);
+        put(&mut body, field::OPCODE_QPN, opcode_qpn.to_be_bytes());
+        let [high, low] = self.counter.to_be_bytes();
+        let own = (code << 4) | (u8::from(self.solicited) << 1) | u8::from(owner);
+        Encoded { body, tail: [high, low, 0, own] }
+    }
+
+    /// Reads a completion; [`Tail`] says beforehand whether it has been written.
+    pub fn parse(bytes: &[u8; 64]) -> Result<Self, Unreadable> {
+        let tail = Tail::parse(array(bytes, field::COUNTER));
+        if tail.code == code::INVALID {
+            return Err(Unreadable::NotWritten);
+        }
+        if tail.format != 0 {
+            return Err(Unreadable::Format(tail.format));
+        }
+        let opcode_qpn = be32(bytes, field::OPCODE_QPN);
+        let opcode = Opcode::from_code((opcode_qpn >> 24) as u8);
+        let count = be32(bytes, field::BYTE_COUNT);
+        let received = |arrival| Outcome::Received {
+            arrival,
+            bytes: count,
+            origin: Origin::parse(be32(bytes, field::FLAGS_RQPN)),
+        };
+        let failed = |queue| Outcome::Failed {
+            queue,
+            status: Status::from_syndrome(bytes[field::SYNDROME]),
+            vendor: bytes[field::VENDOR],
+            opcode,
+        };
+        let imm = array(bytes, field::IMM);
+        let outcome = match tail.code {
+            code::REQUESTER => Outcome::Sent { opcode, bytes: count },
+            code::WRITE_IMM => received(Arrival::WriteImm(imm)),
+            code::SEND => received(Arrival::Send),
+            code::SEND_IMM => received(Arrival::SendImm(imm)),
+            code::SEND_INVALIDATE => received(Arrival::SendInvalidate(u32::from_be_bytes(imm))),
+            code::REQUESTER_ERROR => failed(Queue::Send),
+            code::RESPONDER_ERROR => failed(Queue::Receive),
+            other => return Err(Unreadable::Opcode(other)),
+        };
+        let is_failure = matches!(outcome, Outcome::Failed { .. });
+        Ok(Self {
+            outcome,
+            qpn: opcode_qpn & 0xff_ffff,
+            user_index: be32(bytes, field::USER_INDEX) & 0xff_ffff,
+            counter: tail.counter,
+            solicited: tail.solicited,
+            timestamp: if is_failure { 0 } else { be64(bytes, field::TIMESTAMP) },
+        })
+    }
+}
+
+impl Origin {
+    fn word(self) -> u32 {
+        let sl = u32::from(self.service_level & 15) << 24;
+        (u32::from(self.has_grh) << 28) | sl | (self.qpn & 0xff_ffff)
+    }
+
+    fn parse(word: u32) -> Self {
+        Self {
+            qpn: word & 0xff_ffff,
+            service_level: (word >> 24) as u8 & 15,
+            has_grh: (word >> 28) & 3 != 0,
+        }
+    }
+}
+
+fn encode_arrival(arrival: Arrival, body: &mut [u8; 60]) -> u8 {
+    let (code, imm) = match arrival {
+        Arrival::WriteImm(imm) => (code::WRITE_IMM, imm),
+        Arrival::Send => (code::SEND, [0; 4]),
+        Arrival::SendImm(imm) => (code::SEND_IMM, imm),
+        Arrival::SendInvalidate(rkey) => (code::SEND_INVALIDATE, rkey.to_be_bytes()),
+    };
+    put(body, field::IMM, imm);
+    code
+}
+
+/// The last four bytes of a completion, which pollers watch.
+///
+/// ```
+/// use warpwire::mlx5::Tail;
+/// let tail = Tail::parse([0, 5, 0, 0xd1]);
+/// assert_eq!(tail.counter, 5);
+/// assert!(tail.is_error() && tail.is_owned(true) && !tail.is_owned(false));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tail {
+    /// The counter of [`Cqe::counter`].
+    pub counter: u16,
+    /// The opcode of the completion.
+    pub code: u8,
+    /// How the body is laid out; 0 is the only one that is written here.
+    pub format: u8,
+    /// The flag of [`Cqe::solicited`].
+    pub solicited: bool,
+    /// The owner bit.
+    pub owner: bool,
+}
+
+impl Tail {
+    /// Reads the four bytes.
+    #[inline]
+    pub fn parse(bytes: [u8; 4]) -> Self {
+        let own = bytes[field::OP_OWN - field::COUNTER];
+        Self {
+            counter: be16(&bytes, 0),
+            code: own >> 4,
+            format: (own >> 2) & 3,
+            solicited: own & 2 != 0,
+            owner: own & 1 != 0,
+        }
+    }
+
+    /// Whether the completion has been written in the lap that has this [`owner_bit`].
+    #[inline]
+    pub const fn is_owned(&self, owner: bool) -> bool {
+        self.code != code::INVALID && self.owner == owner
+    }
+
+    /// Whether it tells of a failure.
+    pub const fn is_error(&self) -> bool {
+        matches!(self.code, code::REQUESTER_ERROR | code::RESPONDER_ERROR)
+    }
+}
+
+/// Why bytes are not a completion that is known here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unreadable {
+    /// Nothing has been written yet.
+    NotWritten,
+    /// The body is laid out in another way (inline, or compressed).
+    Format(u8),
+    /// An opcode without a meaning here.
+    Opcode(u8),
+}
+
+impl fmt::Display for Unreadable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotWritten => f.pad("no completion has been written there"),
+            Self::Format(format) => write!(f, "completion format {format} is not in use here"),
+            Self::Opcode(code) => write!(f, "completion opcode {code} is not in use here"),
+        }
+    }
+}
+
+impl std::error::Error for Unreadable {}

@@ -1,0 +1,110 @@
+//! ConnectX's queue formats: work queue entries, completions, doorbells, as bytes and nothing else.
+//!
+//! The software HCA consumes these queues, and so do real NICs: a CPU, a CUDA stream or a kernel posts
+//! the same bytes to either. Whoever filled them is not trusted. Reading takes any bytes whatever and
+//! gives a meaning or a reason; nothing here panics, allocates or touches memory that is not passed in.
+//!
+//! | type | what it is |
+//! |---|---|
+//! | [`Builder`], [`Image`] | a send queue entry, written |
+//! | [`Wqe`], [`Work`], [`Payload`] | a send queue entry, read; [`Refused`] says why not |
+//! | [`Receive`], [`SrqEntry`] | entries of receive queues |
+//! | [`Cqe`], [`Tail`] | completions, both ways |
+//! | [`Status`] | how work ended, with its syndrome |
+//! | [`Doorbell`], [`Record`], [`producer`], [`Producer`] | how far a queue is filled |
+//! | [`Arm`] | how far a completion queue is emptied, and who wants to be woken |
+//!
+//! # Byte order
+//! Every number of more than one byte is big-endian. Immediate values and inline payload are bytes, and
+//! stay as they are.
+//!
+//! # What is not looked at
+//! Device code leaves reserved fields, the signature, and the immediate of operations that have none
+//! uninitialised. None of them is ever checked.
+
+mod atomic;
+mod builder;
+mod cqe;
+mod doorbell;
+mod opcode;
+mod receive;
+mod status;
+#[cfg(test)]
+mod tests;
+mod wqe;
+
+pub use atomic::{Atomic, AtomicWidth};
+pub use builder::{Builder, Full, Image, Scratch, send_queue_blocks};
+pub use cqe::{
+    Arrival, Cqe, EMPTY, Encoded, Origin, Outcome, Queue, Tail, Unreadable, collapsed_is_done,
+    collapsed_latest, owner_bit,
+};
+pub use doorbell::{Arm, Doorbell, Producer, Record, producer};
+pub use opcode::Opcode;
+pub use receive::{Receive, Segments, SrqEntry, receive_stride};
+pub use status::Status;
+pub use wqe::{
+    Completions, Control, Data, Fence, Payload, Piece, Pieces, Refused, Remote, SendKind, Wait,
+    Work, Wqe,
+};
+
+/// The unit that entries are counted in: the `DS` field.
+pub const SEGMENT: usize = 16;
+/// The unit that send queues are counted in.
+pub const BLOCK: usize = 64;
+/// The most segments in one entry: `DS` has six bits.
+pub const MOST_SEGMENTS: usize = 63;
+/// Room for the largest entry.
+pub const LARGEST_WQE: usize = 1024;
+/// The most blocks of a send queue: with more, pollers could not tell an index from one a lap later.
+pub const MOST_BLOCKS: u32 = 32_768;
+/// The key that names no memory and ends lists of segments.
+pub const INVALID_KEY: u32 = 0x100;
+/// The longest message of a reliable connection.
+pub const LONGEST_MESSAGE: u64 = 1 << 31;
+/// Where, in a page of doorbell registers, the first one for send queues lies.
+pub const SEND_DOORBELL: usize = 0x800;
+/// The second half of a send doorbell. Some writers use the halves in turn, so both must be watched.
+pub const SEND_DOORBELL_OTHER_HALF: usize = 256;
+/// Where, in such a page, completion queues are armed.
+pub const CQ_DOORBELL: usize = 0x20;
+
+/// How many blocks an entry of so many segments takes.
+///
+/// ```
+/// use warpwire::mlx5::blocks;
+/// assert_eq!([blocks(0), blocks(1), blocks(4), blocks(5)], [0, 1, 1, 2]);
+/// ```
+pub const fn blocks(segments: u8) -> u16 {
+    (segments as u16).div_ceil(4)
+}
+
+/// The big-endian number of 16 bits at `at`; zero where the bytes end before.
+fn be16(bytes: &[u8], at: usize) -> u16 {
+    u16::from_be_bytes(array(bytes, at))
+}
+
+/// The same with 32 bits.
+fn be32(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes(array(bytes, at))
+}
+
+/// The same with 64 bits.
+fn be64(bytes: &[u8], at: usize) -> u64 {
+    u64::from_be_bytes(array(bytes, at))
+}
+
+/// The `N` bytes at `at`; zeros where the bytes end before. Callers ask inside fixed formats only, so
+/// that the zeros are never seen, and nothing can panic.
+#[inline]
+fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    bytes.get(at..).and_then(|rest| rest.first_chunk()).copied().unwrap_or([0; N])
+}
+
+/// Puts `value` at `at`, if it fits there; as with [`array`], it does.
+#[inline]
+fn put<const N: usize>(bytes: &mut [u8], at: usize, value: [u8; N]) {
+    if let Some(place) = bytes.get_mut(at..).and_then(|rest| rest.first_chunk_mut()) {
+        *place = value;
+    }
+}

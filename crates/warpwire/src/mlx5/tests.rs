@@ -1,0 +1,578 @@
+//! Vectors from hardware's own header files, every writer's habits, and any bytes whatever.
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn hex(text: &str) -> Vec<u8> {
+    let digits: Vec<u8> =
+        text.chars().filter_map(|c| c.to_digit(16)).map(|digit| digit as u8).collect();
+    digits.chunks(2).map(|pair| pair[0] << 4 | pair[1]).collect()
+}
+
+const WRITE: &str = "00000508 00012303 00000008 00000000 | 00007f00 00001000 00001234 00000000 | \
+                     00000100 00005678 00007fee 00002000";
+const ADD: &str = "00000612 00012304 00000008 00000000 | 00007f00 00002000 00001234 00000000 | \
+                   00000000 00000007 00000000 00000000 | 00000008 00005678 00007fee 00003000";
+
+#[test]
+fn a_write_is_written_and_read_as_hardware_wants_it() {
+    let mut scratch = Scratch([0xaa; LARGEST_WQE]);
+    let image = Builder::new(&mut scratch, Opcode::RdmaWrite, 5, 0x123)
+        .signaled()
+        .remote(0x7f00_0000_1000, 0x1234)
+        .data(256, 0x5678, 0x7fee_0000_2000)
+        .finish()
+        .unwrap();
+    assert_eq!(image.bytes(), hex(WRITE));
+    let wqe = Wqe::parse(image.bytes()).unwrap();
+    assert_eq!((wqe.control.index, wqe.control.qpn), (5, 0x123));
+    assert!(wqe.control.is_signaled() && wqe.control.is_at(5) && !wqe.control.is_at(6));
+    let Work::Write { remote, imm: None, payload } = wqe.work else { panic!("{wqe:?}") };
+    assert_eq!(remote, Remote { address: 0x7f00_0000_1000, rkey: 0x1234 });
+    let data = Data { len: 256, lkey: 0x5678, address: 0x7fee_0000_2000 };
+    assert_eq!(payload.pieces().collect::<Vec<_>>(), [Piece::Memory(data)]);
+}
+
+#[test]
+fn an_addition_is_written_and_read_as_hardware_wants_it() {
+    let mut scratch = Scratch([0xaa; LARGEST_WQE]);
+    let add = Atomic::FetchAdd { add: 7 };
+    let image = Builder::new(&mut scratch, Opcode::FetchAdd, 6, 0x123)
+        .signaled()
+        .remote(0x7f00_0000_2000, 0x1234)
+        .atomic(&add)
+        .data(8, 0x5678, 0x7fee_0000_3000)
+        .finish()
+        .unwrap();
+    assert_eq!(image.bytes(), hex(ADD));
+    let Work::Atomic { op, into, .. } = Wqe::parse(image.bytes()).unwrap().work else { panic!() };
+    assert_eq!((op, into.len()), (add, 8));
+    // Both habits of ringing for it, and its record.
+    assert_eq!(image.doorbell().to_vec(), hex("00000612 00012304"));
+    assert_eq!(Doorbell::next(0x123, 7).to_vec(), hex("00000700 00012300"));
+    assert_eq!(Doorbell::of(&image.segments()[0]), image.doorbell());
+    for bytes in [image.doorbell(), Doorbell::next(0x123, 7)] {
+        let doorbell = Doorbell::parse(bytes);
+        assert_eq!((doorbell.producer(), doorbell.qpn), (7, 0x123));
+    }
+    assert_eq!(Record::word(7).to_vec(), hex("00000007"));
+}
+
+#[test]
+fn sizes_are_what_hardware_has() {
+    assert_eq!((SEGMENT, BLOCK, size_of::<Encoded>()), (16, 64, 64));
+    const { assert!(MOST_SEGMENTS * SEGMENT <= LARGEST_WQE) };
+    assert_eq!(size_of::<Scratch>(), LARGEST_WQE);
+    // What the engine keeps per entry stays small.
+    assert_eq!(size_of::<Doorbell>(), 8);
+    assert!(size_of::<Control>() <= 20, "{}", size_of::<Control>());
+    assert!(size_of::<Wqe<'_>>() <= 112, "{}", size_of::<Wqe<'_>>());
+    assert!(size_of::<Cqe>() <= 48, "{}", size_of::<Cqe>());
+}
+
+#[test]
+fn opcodes_come_back_from_their_numbers() {
+    for code in 0..=u8::MAX {
+        assert_eq!(Opcode::from_code(code).code(), code);
+    }
+    assert_eq!(Opcode::Umr.to_string(), "UMR");
+    assert_eq!(Opcode::from_code(0xee).to_string(), "opcode 0xee");
+}
+
+/// A build of each operation with everything that it needs.
+fn every_operation() -> Vec<(Opcode, Vec<u8>)> {
+    let mut scratch = Scratch::default();
+    let eight = AtomicWidth::Eight;
+    let masked = |width| Atomic::MaskedCompareSwap {
+        width,
+        compare: 0x11,
+        swap: 0x22,
+        compare_mask: 0x33,
+        swap_mask: 0x44,
+    };
+    let atomics = [
+        (Opcode::CompareSwap, Atomic::CompareSwap { compare: 1, swap: 2 }),
+        (Opcode::FetchAdd, Atomic::FetchAdd { add: 3 }),
+        (Opcode::MaskedCompareSwap, masked(AtomicWidth::Four)),
+        (Opcode::MaskedCompareSwap, masked(eight)),
+        (Opcode::MaskedFetchAdd, Atomic::MaskedFetchAdd { width: eight, add: 4, boundary: 5 }),
+    ];
+    let mut all = Vec::new();
+    for (opcode, op) in atomics {
+        let built = Builder::new(&mut scratch, opcode, 1, 2).remote(8, 9).atomic(&op).data(8, 3, 4);
+        let bytes = built.finish().unwrap().bytes().to_vec();
+        let Work::Atomic { op: read, .. } = Wqe::parse(&bytes).unwrap().work else { panic!() };
+        assert_eq!(read, op);
+        all.push((opcode, bytes));
+    }
+    for opcode in [Opcode::Nop, Opcode::Send, Opcode::SendImm, Opcode::SendInvalidate] {
+        let built = Builder::new(&mut scratch, opcode, 1, 2).imm([1, 2, 3, 4]).data(8, 3, 4);
+        all.push((opcode, built.finish().unwrap().bytes().to_vec()));
+    }
+    for opcode in [Opcode::RdmaWrite, Opcode::RdmaWriteImm, Opcode::RdmaRead] {
+        let built = Builder::new(&mut scratch, opcode, 1, 2).remote(8, 9).data(8, 3, 4);
+        all.push((opcode, built.finish().unwrap().bytes().to_vec()));
+    }
+    let wait = Builder::new(&mut scratch, Opcode::Wait, 1, 2).wait(0x77, 0x1_0005);
+    all.push((Opcode::Wait, wait.finish().unwrap().bytes().to_vec()));
+    let dump = Builder::new(&mut scratch, Opcode::Dump, 1, 2).data(8, 3, 4);
+    all.push((Opcode::Dump, dump.finish().unwrap().bytes().to_vec()));
+    all
+}
+
+#[test]
+fn every_operation_is_read_and_every_shorter_one_is_refused_or_smaller() {
+    for (opcode, bytes) in every_operation() {
+        let whole = Wqe::parse(&bytes).unwrap();
+        assert_eq!(whole.control.opcode, opcode);
+        for segments in 0..bytes.len() / SEGMENT {
+            let cut = Wqe::parse(&bytes[..segments * SEGMENT]).unwrap_err();
+            assert_eq!(cut, Refused::Truncated, "{opcode}");
+            let mut shorter = bytes.clone();
+            shorter[7] = segments as u8;
+            match (Wqe::parse(&shorter), segments) {
+                (Err(refused), 0) => assert_eq!(refused, Refused::Empty),
+                (Err(refused), _) => assert!(
+                    matches!(refused, Refused::MissingSegment | Refused::ShortResult),
+                    "{opcode} {segments} {refused}"
+                ),
+                (Ok(wqe), _) => assert!(matches!(
+                    wqe.work,
+                    Work::Nop
+                        | Work::Send { .. }
+                        | Work::Write { .. }
+                        | Work::Read { .. }
+                        | Work::Dump { .. }
+                )),
+            }
+        }
+    }
+}
+
+#[test]
+fn immediates_and_keys_keep_their_bytes() {
+    let sent = |opcode| {
+        let mut scratch = Scratch::default();
+        let image = Builder::new(&mut scratch, opcode, 0, 0).invalidate(0x0102_0304);
+        let bytes = image.finish().unwrap().bytes().to_vec();
+        match Wqe::parse(&bytes).unwrap().work {
+            Work::Send { kind, .. } => kind,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(sent(Opcode::SendImm), SendKind::Imm([1, 2, 3, 4]));
+    assert_eq!(sent(Opcode::SendInvalidate), SendKind::Invalidate(0x0102_0304));
+    assert_eq!(sent(Opcode::Send), SendKind::Plain);
+}
+
+#[test]
+fn flags_are_read_as_they_are_written() {
+    let read = |bits: u8| {
+        let mut bytes = [0; SEGMENT];
+        bytes[11] = bits;
+        Control::parse(&bytes)
+    };
+    let completions = [0, 4, 8, 12].map(|bits| read(bits).completions);
+    assert_eq!(completions[1], Completions::OnFirstError);
+    assert_eq!([0, 4, 8, 12].map(|bits| read(bits).is_signaled()), [false, false, true, true]);
+    assert!(read(2).solicited && !read(1).solicited);
+    // The verbs' fence, that of kernels, and values without a meaning.
+    for (bits, reads, all) in [
+        (0x00, false, false),
+        (0x20, false, false),
+        (0x40, true, false),
+        (0x60, true, true),
+        (0x80, true, false),
+        (0xa0, true, true),
+        (0xe0, true, true),
+    ] {
+        let fence = read(bits).fence;
+        assert_eq!((fence.waits_for_reads(), fence.waits_for_all()), (reads, all), "{bits:#x}");
+    }
+    let mut scratch = Scratch::default();
+    let image = Builder::new(&mut scratch, Opcode::Nop, 0, 0).fence(Fence::Both).solicited();
+    assert_eq!(image.finish().unwrap().bytes()[11], 0x82);
+}
+
+#[test]
+fn a_no_op_may_have_a_second_segment_of_anything() {
+    let mut bytes = [0xee; 32];
+    bytes[..16].copy_from_slice(&hex("00000900 00012302 00000008 00000000"));
+    assert!(matches!(Wqe::parse(&bytes).unwrap().work, Work::Nop));
+}
+
+#[test]
+fn what_is_not_ours_is_refused_with_its_number() {
+    for code in [0x1b, 0x20, 0x25, 0x2f, 0x02, 0xff] {
+        let mut bytes = [0; 256];
+        bytes[3] = code;
+        bytes[7] = 7;
+        let refused = Wqe::parse(&bytes).unwrap_err();
+        assert_eq!(refused, Refused::Opcode(code));
+        assert_eq!(refused.status(), Status::LocalQpOperation);
+    }
+}
+
+#[test]
+fn inline_bytes_end_inside_and_never_receive() {
+    let mut scratch = Scratch::default();
+    let image = Builder::new(&mut scratch, Opcode::Send, 0, 0).inline(&[7; 29]);
+    let mut bytes = image.finish().unwrap().bytes().to_vec();
+    assert_eq!(bytes.len(), 64);
+    assert_eq!(Wqe::parse(&bytes).unwrap().control.segments, 4);
+    bytes[16..20].copy_from_slice(&(INLINE_BIT | 44).to_be_bytes());
+    assert!(Wqe::parse(&bytes).is_ok());
+    bytes[16..20].copy_from_slice(&(INLINE_BIT | 45).to_be_bytes());
+    assert_eq!(Wqe::parse(&bytes).unwrap_err(), Refused::InlineOverrun);
+    bytes[16..20].copy_from_slice(&u32::MAX.to_be_bytes());
+    assert_eq!(Wqe::parse(&bytes).unwrap_err(), Refused::InlineOverrun);
+    let image = Builder::new(&mut scratch, Opcode::RdmaRead, 0, 0).remote(0, 0).inline(&[7; 8]);
+    let bytes = image.finish().unwrap().bytes();
+    assert_eq!(Wqe::parse(bytes).unwrap_err(), Refused::InlineTarget);
+}
+
+const INLINE_BIT: u32 = 1 << 31;
+
+#[test]
+fn messages_have_a_longest() {
+    let mut scratch = Scratch::default();
+    let most = i32::MAX as u32;
+    let longest = Builder::new(&mut scratch, Opcode::Send, 0, 0).data(most, 1, 0).data(1, 1, 0);
+    assert!(Wqe::parse(longest.finish().unwrap().bytes()).is_ok());
+    let longer = Builder::new(&mut scratch, Opcode::Send, 0, 0).data(most, 1, 0).data(2, 1, 0);
+    let refused = Wqe::parse(longer.finish().unwrap().bytes()).unwrap_err();
+    assert_eq!((refused, refused.status()), (Refused::TooLong, Status::LocalLength));
+}
+
+#[test]
+fn an_entry_has_a_largest() {
+    let build = |segments: usize, inline: usize| {
+        let mut scratch = Scratch::default();
+        let start = Builder::new(&mut scratch, Opcode::Send, 0, 0);
+        let full = (0..segments).fold(start, |builder, _| builder.data(1, 1, 1));
+        let full = if inline == 0 { full } else { full.inline_with(inline, |place| place.fill(1)) };
+        full.finish().map(|image| image.blocks())
+    };
+    assert_eq!(build(62, 0), Ok(16));
+    assert_eq!(build(63, 0), Err(Full));
+    assert_eq!(build(0, 62 * 16 - 4), Ok(16));
+    assert_eq!(build(0, 62 * 16 - 3), Err(Full));
+    assert_eq!(build(0, usize::MAX), Err(Full));
+    assert_eq!(build(61, 12), Ok(16));
+    let mut scratch = Scratch::default();
+    let too_long = Builder::new(&mut scratch, Opcode::Send, 0, 0).data(1 << 31, 1, 1);
+    assert_eq!(too_long.finish().err(), Some(Full));
+}
+
+#[test]
+fn masked_atomics_need_their_width_and_room_for_the_old_value() {
+    let mut all = every_operation();
+    let (_, masked) = all.iter_mut().find(|(op, _)| *op == Opcode::MaskedFetchAdd).unwrap();
+    for opmod in (0..=u8::MAX).filter(|opmod| !matches!(opmod, 8 | 9)) {
+        masked[0] = opmod;
+        assert_eq!(Wqe::parse(masked).unwrap_err(), Refused::AtomicWidth(opmod));
+    }
+    masked[0] = 9;
+    masked[51] = 7;
+    assert_eq!(Wqe::parse(masked).unwrap_err(), Refused::ShortResult);
+    masked[0] = 8;
+    assert!(Wqe::parse(masked).is_ok());
+}
+
+#[test]
+fn the_masked_operations_of_four_bytes_have_their_own_layout() {
+    let text = "08000114 00000204 00000000 00000000 | 00000000 00000008 00000009 00000000 | \
+                00000022 00000011 00000044 00000033 | 00000004 00000003 00000000 00000004";
+    let bytes = hex(text);
+    let Work::Atomic { op, .. } = Wqe::parse(&bytes).unwrap().work else { panic!() };
+    let expected = Atomic::MaskedCompareSwap {
+        width: AtomicWidth::Four,
+        compare: 0x11,
+        swap: 0x22,
+        compare_mask: 0x33,
+        swap_mask: 0x44,
+    };
+    assert_eq!(op, expected);
+    let mut scratch = Scratch::default();
+    let again = Builder::new(&mut scratch, Opcode::MaskedCompareSwap, 1, 2)
+        .remote(8, 9)
+        .atomic(&expected)
+        .data(4, 3, 4);
+    assert_eq!(again.finish().unwrap().bytes(), bytes);
+}
+
+#[test]
+fn the_producer_is_found_whatever_the_writer_does() {
+    let ring = 64;
+    // rdma-core: record, then the image of the last entry (block 5, two blocks long).
+    assert_eq!(producer(5, ring, None, 7), 7);
+    assert_eq!(producer(5, ring, Some(Doorbell::parse([0, 0, 5, 8, 0, 0, 1, 5]).producer()), 7), 7);
+    // DOCA: doorbell, record, doorbell again; at each step the new work is seen, and once.
+    assert_eq!(producer(5, ring, Some(6), 5), 6);
+    assert_eq!(producer(6, ring, Some(6), 6), 6);
+    // Streams that store the halves of a doorbell one after the other: the record is there before.
+    let torn = Doorbell::parse([0, 0, 9, 8, 0, 0, 1, 0]); // new index, old size
+    assert_eq!(producer(9, ring, Some(torn.producer()), 10), 10);
+    // Values from another world count for nothing.
+    assert_eq!(producer(5, ring, Some(5 + 65), 5), 5);
+    assert_eq!(producer(5, ring, Some(4), 3), 5);
+    assert_eq!(producer(5, ring, Some(5 + 64), 5), 5 + 64);
+    assert_eq!(producer(0xfff0, 32_768, Some(0x10), 0xfff0), 0x10);
+}
+
+#[test]
+fn a_record_that_nobody_writes_is_never_new_work() {
+    // NVSHMEM's proxy rings, and leaves the send word at zero.
+    for blocks in [64u32, 32_768] {
+        let mut known = Producer::starting_at(0);
+        let mut consumer = 0u16;
+        for _ in 0..100_000 {
+            let next = consumer.wrapping_add(3);
+            assert_eq!(known.look(consumer, blocks, Some(next), 0), next);
+            assert_eq!(known.look(next, blocks, Some(next), 0), next);
+            consumer = next;
+        }
+        // The one look of the pure rule, in the same place, is wrong once in a lap.
+        assert_eq!(producer(0xfff0, blocks, Some(0xfff0), 0), 0);
+    }
+}
+
+#[test]
+fn the_producer_does_not_go_back() {
+    let mut known = Producer::starting_at(0);
+    assert_eq!(known.look(0, 64, Some(8), 0), 8);
+    assert_eq!(known.look(0, 64, Some(5), 0), 8);
+    assert_eq!(known.look(4, 64, Some(5), 9), 9);
+    assert_eq!(known.look(9, 64, None, 9), 9);
+    // The same entries through either, many times round.
+    let mut consumer = 9u16;
+    for step in 0..70_000u32 {
+        let next = consumer.wrapping_add(1 + (step % 5) as u16);
+        let (doorbell, record) = if step % 2 == 0 { (Some(next), consumer) } else { (None, next) };
+        assert_eq!(known.look(consumer, 64, doorbell, record), next);
+        consumer = next;
+    }
+}
+
+fn cqe(outcome: Outcome) -> Cqe {
+    Cqe { outcome, qpn: 0x12_3456, user_index: 9, counter: 0xabcd, solicited: true, timestamp: 0 }
+}
+
+#[test]
+fn completions_lie_in_their_bytes() {
+    let sent = cqe(Outcome::Sent { opcode: Opcode::RdmaRead, bytes: 0x0102_0304 });
+    let bytes = sent.encode(true).bytes();
+    assert_eq!(bytes[32..36], [0, 0, 0, 9]);
+    assert_eq!(bytes[44..48], [1, 2, 3, 4]);
+    assert_eq!(bytes[56..60], [0x10, 0x12, 0x34, 0x56]);
+    assert_eq!(bytes[60..64], [0xab, 0xcd, 0, 0x03]);
+    assert_eq!(sent.encode(true).tail_word().to_ne_bytes(), bytes[60..64]);
+    assert_eq!(Cqe::parse(&bytes), Ok(sent));
+
+    let origin = Origin { qpn: 0x77, service_level: 3, has_grh: true };
+    for (arrival, code) in [
+        (Arrival::WriteImm([9, 8, 7, 6]), 1),
+        (Arrival::Send, 2),
+        (Arrival::SendImm([9, 8, 7, 6]), 3),
+        (Arrival::SendInvalidate(0x0908_0706), 4),
+    ] {
+        let received = Cqe {
+            timestamp: 0x1122_3344_5566_7788,
+            solicited: false,
+            ..cqe(Outcome::Received { arrival, bytes: 5, origin })
+        };
+        let bytes = received.encode(false).bytes();
+        assert_eq!(bytes[63], code << 4);
+        assert_eq!(bytes[24..28], [0x13, 0, 0, 0x77]);
+        assert_eq!(bytes[36..40], if code == 2 { [0; 4] } else { [9, 8, 7, 6] });
+        assert_eq!(Cqe::parse(&bytes), Ok(received));
+    }
+
+    for (queue, code) in [(Queue::Send, 13), (Queue::Receive, 14)] {
+        let status = Status::RetryExceeded;
+        let failed = cqe(Outcome::Failed { queue, status, vendor: 0x81, opcode: Opcode::Send });
+        let bytes = failed.encode(false).bytes();
+        assert_eq!((bytes[54], bytes[55], bytes[56], bytes[63]), (0x81, 0x15, 0x0a, code << 4 | 2));
+        assert!(Tail::parse([0, 0, 0, bytes[63]]).is_error());
+        assert_eq!(Cqe::parse(&bytes), Ok(failed));
+    }
+}
+
+#[test]
+fn an_empty_queue_says_nothing_to_any_poller() {
+    let empty = [EMPTY; 64];
+    assert_eq!(Cqe::parse(&empty), Err(Unreadable::NotWritten));
+    let tail = Tail::parse([EMPTY; 4]);
+    assert!(!tail.is_owned(false) && !tail.is_owned(true));
+    assert!(tail.owner, "pollers that look at the owner bit alone must wait");
+    assert_eq!(tail.counter, 0xffff, "pollers of collapsed queues read it as minus one");
+    assert!(!collapsed_is_done(0, tail.counter, 32_768));
+    assert_eq!(collapsed_latest(0, tail.counter), None);
+    assert_eq!(collapsed_latest(5, tail.counter), None);
+}
+
+#[test]
+fn owner_bits_turn_over_with_each_lap() {
+    for number in 0..64 {
+        let owner = owner_bit(number, 8);
+        assert_eq!(owner, (number / 8) % 2 == 1);
+        let tail = cqe(Outcome::Sent { opcode: Opcode::Nop, bytes: 0 }).encode(owner).tail;
+        assert!(Tail::parse(tail).is_owned(owner));
+        assert!(!Tail::parse(tail).is_owned(owner_bit(number + 8, 8)));
+    }
+    assert!(!owner_bit(5, 0));
+}
+
+#[test]
+fn collapsed_counts_go_past_the_wrap() {
+    for latest in [0u64, 1, 127, 65_535, 65_536, 200_000] {
+        let counter = latest as u16;
+        for ahead in 1..=128 {
+            assert!(!collapsed_is_done((latest + ahead) as u16, counter, 128), "{latest} {ahead}");
+            assert_eq!(collapsed_latest(latest + ahead, counter), Some(latest));
+        }
+        for behind in 0..=latest.min(1000) {
+            assert!(collapsed_is_done((latest - behind) as u16, counter, 128));
+        }
+    }
+}
+
+#[test]
+fn receives_end_at_their_terminator() {
+    let mut entry = [0xff; 64];
+    Receive::write(&mut entry, &[(64, 5, 0x1000), (0, 5, 0), (16, 5, 0x2000)]).unwrap();
+    assert_eq!(entry[32..48], hex("00000000 00000100 00000000 00000000"));
+    let receive = Receive::parse(&entry).unwrap();
+    assert_eq!((receive.len(), receive.segments().count()), (80, 2));
+    // As many as there is room for need no end.
+    Receive::write(&mut entry, &[(1, 5, 0); 4]).unwrap();
+    assert_eq!(Receive::parse(&entry).unwrap().len(), 4);
+    assert!(Receive::write(&mut entry, &[(1, 5, 0); 5]).is_none());
+    assert!(Receive::write(&mut entry, &[(1 << 31, 5, 0)]).is_none());
+    Receive::write(&mut entry, &[]).unwrap();
+    assert!(Receive::parse(&entry).unwrap().is_empty());
+    entry[0] = 0x80;
+    assert_eq!(Receive::parse(&entry).unwrap_err(), Refused::InlineTarget);
+    assert_eq!(SrqEntry::parse(&[0; 15]).unwrap_err(), Refused::Truncated);
+    assert!(SrqEntry::write(&mut [0; 15], 0, &[]).is_none());
+}
+
+/// Walks everything that a reader would touch, and gives the number of bytes seen.
+fn walk(wqe: &Wqe<'_>) -> u64 {
+    match wqe.work {
+        Work::Send { payload, .. } | Work::Write { payload, .. } => payload,
+        Work::Read { into, .. } | Work::Atomic { into, .. } => into,
+        Work::Dump { from } => from,
+        Work::Nop | Work::Wait(_) => return 0,
+    }
+    .pieces()
+    .map(|piece| piece.len())
+    .sum()
+}
+
+#[test]
+fn every_short_entry_of_every_opcode_is_read_or_refused() {
+    let fills = [0x00, 0x01, 0x7f, 0x80, 0xff];
+    for code in 0..=u8::MAX {
+        for segments in 0..=MOST_SEGMENTS as u8 + 1 {
+            for fill in fills {
+                let mut bytes = [fill; LARGEST_WQE];
+                bytes[3] = code;
+                bytes[7] = segments;
+                for len in [0, 15, 16, 48, LARGEST_WQE] {
+                    if let Ok(wqe) = Wqe::parse(&bytes[..len]) {
+                        walk(&wqe);
+                    }
+                }
+            }
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_are_read_or_refused(
+        mut bytes in proptest::collection::vec(any::<u8>(), 0..1100),
+        known in prop::sample::select(vec![0u8, 1, 8, 9, 10, 11, 15, 16, 17, 18, 20, 21, 0x23]),
+        opmod in 7u8..11,
+    ) {
+        if let Ok(wqe) = Wqe::parse(&bytes) {
+            walk(&wqe);
+        }
+        // The same with an opcode that is carried out, so that segments are reached.
+        if bytes.len() > 8 {
+            bytes[0] = opmod;
+            bytes[3] = known;
+            // Some segments without the inline bit, so that lists of them are walked too.
+            for (at, segment) in bytes.chunks_mut(16).enumerate() {
+                if at % 3 != 2 { segment[0] &= 0x7f; }
+            }
+        }
+        if let Ok(wqe) = Wqe::parse(&bytes) {
+            let len = walk(&wqe);
+            prop_assert!(len <= LONGEST_MESSAGE);
+            prop_assert!(usize::from(wqe.control.segments) * SEGMENT <= bytes.len());
+        }
+        if let Ok(receive) = Receive::parse(&bytes) {
+            let sum: u64 = receive.segments().map(|data| u64::from(data.len)).sum();
+            prop_assert_eq!(sum, receive.len());
+        }
+        let _ = SrqEntry::parse(&bytes);
+    }
+
+    #[test]
+    fn any_completion_is_read_or_refused(bytes in any::<[u8; 32]>(), more in any::<[u8; 32]>()) {
+        let mut all = [0; 64];
+        all[..32].copy_from_slice(&bytes);
+        all[32..].copy_from_slice(&more);
+        if let Ok(cqe) = Cqe::parse(&all) {
+            // What was understood is written and understood again.
+            prop_assert_eq!(Cqe::parse(&cqe.encode(false).bytes()), Ok(cqe));
+        }
+    }
+
+    #[test]
+    fn the_producer_is_never_further_than_the_ring(
+        consumer: u16, shift in 0u32..16, doorbell: Option<u16>, record: u16,
+    ) {
+        let blocks = 1 << shift;
+        let found = producer(consumer, blocks, doorbell, record);
+        let ahead = u32::from(found.wrapping_sub(consumer));
+        prop_assert!(ahead <= blocks);
+        for value in doorbell.into_iter().chain([record]) {
+            let distance = u32::from(value.wrapping_sub(consumer));
+            prop_assert!(distance > blocks || distance <= ahead);
+        }
+    }
+
+    #[test]
+    fn fields_add_as_they_would_bit_by_bit(old: u64, add: u64, boundary: u64) {
+        let mut expected = 0;
+        let mut carry = 0;
+        for bit in 0..64 {
+            let sum = ((old >> bit) & 1) + ((add >> bit) & 1) + carry;
+            expected |= (sum & 1) << bit;
+            carry = if (boundary >> bit) & 1 == 1 { 0 } else { sum >> 1 };
+        }
+        let op = Atomic::MaskedFetchAdd { width: AtomicWidth::Eight, add, boundary };
+        prop_assert_eq!(op.apply(old), expected);
+        let narrow = Atomic::MaskedFetchAdd { width: AtomicWidth::Four, add, boundary };
+        prop_assert_eq!(narrow.apply(old), expected & 0xffff_ffff);
+        let xor = Atomic::MaskedFetchAdd { width: AtomicWidth::Eight, add, boundary: u64::MAX };
+        prop_assert_eq!(xor.apply(old), old ^ add);
+    }
+
+    #[test]
+    fn masks_choose_what_is_compared_and_what_is_swapped(
+        old: u64, compare: u64, swap: u64, compare_mask: u64, swap_mask: u64,
+    ) {
+        let width = AtomicWidth::Eight;
+        let same = Atomic::MaskedCompareSwap {
+            width, swap, compare_mask, swap_mask, compare: (old & compare_mask) | (compare & !compare_mask),
+        };
+        prop_assert_eq!(same.apply(old), (old & !swap_mask) | (swap & swap_mask));
+        let other = Atomic::MaskedCompareSwap { width, swap, compare_mask: compare_mask | 1, swap_mask, compare: old ^ 1 };
+        prop_assert_eq!(other.apply(old), old);
+    }
+}
