@@ -10,7 +10,7 @@ use std::net::Ipv4Addr;
 use libfuzzer_sys::arbitrary::{Arbitrary, Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use warpwire_proto::qp::{
-    Access, Arrived, Atomic, Change, Event, Host, Mtu, Op, Options, Path, Qp, Receive, Remote,
+    Access, Arrived, Atomic, Change, Event, Fence, Host, Mtu, Op, Options, Path, Qp, Receive, Remote,
     Source, State, Status, Target, Transmit, Verdict, Work,
 };
 use warpwire_proto::wire::{Aeth, AtomicEth, Deth, Extension, Headers, Opcode, Reth, Syndrome};
@@ -204,7 +204,8 @@ fn post(script: &mut Unstructured<'_>, end: &mut End) -> Result<()> {
         8 => (Op::Bad(Status::LocalOperation), 0),
         _ => (Op::Read(at), script.arbitrary()?),
     };
-    let [fence, solicited] = script.arbitrary()?;
+    let fence = [Fence::None, Fence::Reads, Fence::All][script.int_in_range(0..=2)?];
+    let solicited = script.arbitrary()?;
     let work = Work { fence, solicited, ..Work::new(end.posted, op, len) };
     if end.qp.post(work).is_ok() {
         end.posted += 1;

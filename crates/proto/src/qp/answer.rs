@@ -47,17 +47,13 @@ impl Requester {
                 self.acknowledged(now, headers, aeth.syndrome, stats)
             }
             (Opcode::AtomicAcknowledge, Extension::AethAtomic(_, value)) => {
-                self.atomic_result(headers.psn, value, host, stats)
+                self.atomic_result(now, headers.psn, value, host, stats)
             }
             _ => self.read_data(now, terms, headers.psn, arrived.payload_len, host, stats),
         };
         if self.unacked != before {
-            self.refill_retries(terms);
             self.went_back_at = self.went_back_at.filter(|at| *at == self.unacked);
-            self.deadline = Instant::NEVER;
-            if self.next != self.unacked {
-                self.start_timer(now, terms);
-            }
+            self.restart_timer(now, terms);
         }
         outcome
     }
@@ -74,24 +70,26 @@ impl Requester {
                 }
                 if end.distance_from(target) > 0 {
                     if target.distance_from(self.unacked) > 0 {
-                        self.unacked = target;
+                        self.answered_to(target);
                     }
                     break;
                 }
             }
-            self.unacked = end;
+            if self.unacked != end {
+                self.answered_to(end);
+            }
             self.tail = self.tail.wrapping_add(1);
         }
         // Answers to what was sent before going back may overtake what is sent again.
-        if self.current.wrapping_sub(self.tail) as i32 <= 0
-            && self.next.distance_from(self.unacked) < 0
-        {
-            self.next = self.unacked;
-            self.reading = 0;
+        if self.next.distance_from(self.unacked) < 0 {
+            (self.next, self.reading) = (self.unacked, 0);
         }
         if (self.current.wrapping_sub(self.tail) as i32) < 0 {
             self.current = self.tail;
         }
+        debug_assert!((self.tail.wrapping_sub(self.reported) as i32) >= 0);
+        debug_assert!((self.started.wrapping_sub(self.current) as i32) >= 0);
+        debug_assert!(self.unsent.distance_from(self.next) >= 0);
         self.unacked.distance_from(target) >= 0
     }
 
@@ -118,15 +116,11 @@ impl Requester {
             Syndrome::Nak(Nak::Sequence) => {
                 stats.sequence_naks_received += 1;
                 self.settle(psn);
-                if self.next == self.unacked {
-                    return Used; // it has gone back, and nothing went since
-                }
-                self.retry().map_or_else(Failed, |()| Used)
+                self.missing_there()
             }
             Syndrome::Nak(nak) => {
-                if !self.settle(psn) {
-                    return self.answer_missing(stats);
-                }
+                // Data that is missing before it will not come any more: the peer has failed.
+                self.settle(psn);
                 Failed(match nak {
                     Nak::InvalidRequest => Status::RemoteInvalidRequest,
                     Nak::RemoteAccess => Status::RemoteAccess,
@@ -134,8 +128,28 @@ impl Requester {
                     Nak::Sequence | Nak::Unknown(_) => Status::BadResponse,
                 })
             }
-            Syndrome::Reserved(_) => Failed(Status::BadResponse),
+            Syndrome::Reserved(_) => {
+                self.settle(psn);
+                Failed(Status::BadResponse)
+            }
         }
+    }
+
+    /// The peer misses what stands at `unacked`: go back. That costs one try for each place; when it is said
+    /// again (the packet was lost again, or the message was repeated on its way) the timer runs on, so that a
+    /// packet that never arrives fails in the end.
+    fn missing_there(&mut self) -> Outcome {
+        if self.next == self.unacked {
+            return Used; // it has gone back, and nothing went since
+        }
+        if self.went_back_at != Some(self.unacked) {
+            self.went_back_at = Some(self.unacked);
+            return self.retry().map_or_else(Failed, |()| Used);
+        }
+        let deadline = self.deadline;
+        self.go_back();
+        self.deadline = deadline;
+        Used
     }
 
     /// The peer has no receive, or no page, for what stands at `unacked`.
@@ -190,11 +204,7 @@ impl Requester {
         if len > 0 {
             match host.place(Target::Response { id: entry.work.id, offset }, len) {
                 Verdict::Yes => {}
-                Verdict::NotNow => {
-                    self.go_back();
-                    self.resume = now + FAULT_PAUSE;
-                    return Dropped(Drop::Busy);
-                }
+                Verdict::NotNow => return self.no_place(now),
                 Verdict::Refused => return Failed(Status::LocalProtection),
             }
         }
@@ -205,6 +215,7 @@ impl Requester {
 
     fn atomic_result<H: Host>(
         &mut self,
+        now: Instant,
         psn: Psn,
         value: u64,
         host: &mut H,
@@ -219,19 +230,25 @@ impl Requester {
         }
         match host.store_result(work.id, value) {
             Verdict::Yes => {}
-            Verdict::NotNow => {
-                self.go_back();
-                return Dropped(Drop::Busy);
-            }
+            Verdict::NotNow => return self.no_place(now),
             Verdict::Refused => return Failed(Status::LocalProtection),
         }
         self.data_came(psn, true);
         Used
     }
 
+    /// The host has no place for data that came: ask for it again later, and each time later.
+    fn no_place(&mut self, now: Instant) -> Outcome {
+        self.go_back();
+        let pause = FAULT_PAUSE * (1 << self.faults.min(7));
+        self.faults = self.faults.saturating_add(1);
+        self.resume = self.resume.max(now + pause);
+        Dropped(Drop::Busy)
+    }
+
     /// The data of that number is here; it was the one at `unacked`.
     fn data_came(&mut self, psn: Psn, ends_request: bool) {
-        self.unacked = psn.next();
+        self.answered_to(psn.next());
         if ends_request && self.next.distance_from(self.unacked) >= 0 {
             self.reading = self.reading.saturating_sub(1);
         }

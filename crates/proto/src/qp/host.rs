@@ -137,7 +137,8 @@ pub trait Host {
     /// Takes the next receive from the queue; `None` if there is none, and the peer is told to come again.
     fn take_receive(&mut self) -> Option<Receive>;
 
-    /// Whether the peer may access `len` bytes there in that way. Asked once for each message.
+    /// Whether the peer may access `len` bytes there in that way. Asked when a message begins, and again when
+    /// its first packet comes again because something was not ready.
     fn may_access(&mut self, access: Access, at: Remote, len: u32) -> Verdict;
 
     /// Places the payload of the packet at hand, `len` bytes of it.

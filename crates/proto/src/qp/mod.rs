@@ -6,9 +6,11 @@
 //! payload by [`Source`] and [`Target`], and a [`Host`] resolves keys and moves bytes when it is told to.
 //!
 //! # The order of calls
-//! After each `handle_packet`, take all events; a receipt that is not taken makes the queue pair drop the
-//! next packet that needs its place. Handle as many packets as there are, then poll for packets to send:
-//! acknowledgements are then told in one. `poll_timeout` is valid until the next call of any other sort.
+//! Any call may give rise to events. After each `handle_packet` take them all; a receipt that is not taken makes
+//! the queue pair drop the next packet that needs its place. Handle as many packets as there are, then poll for
+//! packets to send: acknowledgements are then told in one. `poll_timeout` is valid until the next call of any
+//! other sort. After the host has answered [`Verdict::NotNow`], it polls again when that has changed: the queue
+//! pair does not know.
 //!
 //! # What is promised
 //! The tests cite these numbers.
@@ -49,7 +51,7 @@ pub use host::{Access, Atomic, Host, Receive, Remote, Source, Target, Verdict};
 pub use pace::{CUT_INTERVAL, RAISE_INTERVAL};
 pub use stats::{Drop, Stats};
 pub use ud::{Datagram, GLOBAL_ROUTE_LEN, Ud};
-pub use work::{Carried, Completion, Event, Notice, Op, PostError, Receipt, Status, Work};
+pub use work::{Carried, Completion, Event, Fence, Notice, Op, PostError, Receipt, Status, Work};
 
 use crate::psn::Psn;
 use crate::time::Instant;
@@ -140,19 +142,20 @@ pub struct Qp {
     pace: Pace,
     stats: Stats,
     notice: Option<Notice>,
-    established: bool,
-    drain: Drain,
+    established: Established,
+    notify_drained: bool,
     /// The last packet was one of ours rather than an answer: the next turn is the answer's.
     asked_last: bool,
     cnp_due: bool,
     last_cnp: Option<Instant>,
 }
 
-/// Whether a drained event is wanted.
+/// Whether the peer spoke before we were told to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Drain {
-    Not,
-    Wanted,
+enum Established {
+    No,
+    Untold,
+    Told,
 }
 
 impl Qp {
@@ -174,8 +177,6 @@ impl Qp {
                 destination: 0,
                 mtu,
                 timeout: None,
-                retry_count: 0,
-                rnr_retry: 0,
                 max_rd_atomic: 0,
                 window: options.window,
                 read_chunk: options.read_chunk,
@@ -191,8 +192,8 @@ impl Qp {
             pace: Pace::new(options.line_rate),
             stats: Stats::default(),
             notice: None,
-            established: false,
-            drain: Drain::Not,
+            established: Established::No,
+            notify_drained: false,
             asked_last: false,
             cnp_due: false,
             last_cnp: None,
@@ -257,8 +258,7 @@ impl Qp {
             }
             State::Err => self.fail(None),
             State::Sqd if self.state == State::Rts => {
-                let wanted = change.notify_drained.unwrap_or(false);
-                self.drain = if wanted { Drain::Wanted } else { Drain::Not };
+                self.notify_drained = change.notify_drained.unwrap_or(false);
             }
             _ => {}
         }
@@ -278,8 +278,7 @@ impl Qp {
         }
         set(&mut self.answering.access, change.access);
         set(&mut self.answering.min_rnr_timer, change.min_rnr_timer);
-        set(&mut self.asking.retry_count, change.retry_count);
-        set(&mut self.asking.rnr_retry, change.rnr_retry);
+        self.requester.set_retries(change.retry_count, change.rnr_retry);
         set(&mut self.asking.max_rd_atomic, change.max_rd_atomic.map(u32::from));
         for terms_mtu in [&mut self.asking.mtu, &mut self.answering.mtu] {
             set(terms_mtu, change.mtu);
@@ -292,16 +291,15 @@ impl Qp {
             self.asking.timeout = (code != 0).then(|| Duration::from_nanos(4096 * units));
         }
         if let Some(records) = change.max_dest_rd_atomic {
-            self.responder.saved = saved::SavedRing::new(records);
+            self.responder.saved = self.responder.saved.resized(records);
         }
         if let Some(psn) = change.receive_psn {
-            self.responder.expected = psn;
+            (self.responder.expected, self.responder.acknowledged) = (psn, psn.previous());
         }
         if let Some(psn) = change.send_psn {
             self.requester.begin_at(psn);
         }
         self.path = change.path.or(self.path);
-        self.requester.refill_retries(&self.asking);
     }
 
     /// Posts work. It is begun in its turn; its end comes as [`Event::Sent`].
@@ -337,7 +335,8 @@ impl Qp {
         if headers.partition | 0x8000 != DEFAULT_PARTITION {
             return Err(Drop::Partition);
         }
-        if arrived.marked {
+        // A notification is not answered by another: they would go back and forth without end.
+        if arrived.marked && headers.opcode != Opcode::CongestionNotification {
             self.owe_notification(now);
         }
         if headers.opcode.is_response() {
@@ -389,9 +388,8 @@ impl Qp {
         let stats = &mut self.stats;
         match self.responder.handle_request(&self.answering, arrived, host, stats) {
             responder::Outcome::Used => {
-                if self.state == State::Rtr && !self.established {
-                    self.established = true;
-                    self.notice = Some(Notice::Established);
+                if self.state == State::Rtr && self.established == Established::No {
+                    self.established = Established::Untold;
                 }
                 Ok(())
             }
@@ -448,7 +446,7 @@ impl Qp {
         }
         packet.headers.becn = false;
         let open = self.pace.is_open(now);
-        // Answers go first, but a long read must not keep our own requests waiting, nor they it.
+        // Answers go before requests; but while a read is answered, which may be long, they take turns.
         let turn = !self.asked_last && self.responder.has_data();
         if turn && self.next_request(now, open, host, packet) {
             self.asked_last = true;
@@ -490,8 +488,10 @@ impl Qp {
 
     /// When [`Qp::handle_timeout`] or [`Qp::poll_transmit`] wants to be called next, if nothing else happens.
     pub fn poll_timeout(&self, now: Instant) -> Instant {
-        if !matches!(self.state, State::Rts | State::Sqd | State::Rtr) {
-            return Instant::NEVER;
+        match self.state {
+            State::Rts | State::Sqd | State::Rtr => {}
+            State::Err if self.responder.owes_last_words() => return self.pace.opens_at(now),
+            _ => return Instant::NEVER,
         }
         let requester = &self.requester;
         let waits = requester.has_work() && requester.resume > now;
@@ -514,6 +514,7 @@ impl Qp {
         self.requester.reported != self.requester.tail
             || self.responder.has_receipt()
             || self.notice.is_some()
+            || self.established == Established::Untold
             || !matches!(self.state, State::Rts | State::Rtr)
     }
 
@@ -526,12 +527,15 @@ impl Qp {
         if let Some(receipt) = self.responder.poll_receipt(failed) {
             return Some(Event::Received(receipt));
         }
+        if self.established == Established::Untold {
+            self.established = Established::Told;
+            return Some(Event::Notice(Notice::Established));
+        }
         if let Some(notice) = self.notice.take() {
             return Some(Event::Notice(notice));
         }
         let drained = self.state == State::Sqd && self.requester.is_drained();
-        if drained && self.drain == Drain::Wanted {
-            self.drain = Drain::Not;
+        if drained && core::mem::take(&mut self.notify_drained) {
             return Some(Event::Notice(Notice::Drained));
         }
         None

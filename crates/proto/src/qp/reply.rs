@@ -74,10 +74,10 @@ impl Responder {
     fn acknowledge(&mut self, terms: &Terms, stats: &mut Stats, packet: &mut Transmit) -> bool {
         let (syndrome, psn) = match core::mem::replace(&mut self.reply, Reply::None) {
             Reply::None => return false,
-            Reply::Ack => (Syndrome::ACK, self.expected.previous()),
+            Reply::Ack => (Syndrome::ACK, self.acknowledged),
             // Meanwhile it came again, and all that was missing.
             Reply::Sequence(came) if self.expected.distance_from(came) > 0 => {
-                (Syndrome::ACK, self.expected.previous())
+                (Syndrome::ACK, self.acknowledged)
             }
             Reply::NotReady => (Syndrome::RnrNak(terms.min_rnr_timer), self.expected),
             Reply::Sequence(_) => {

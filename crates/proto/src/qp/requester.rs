@@ -19,7 +19,7 @@ use core::time::Duration;
 
 use super::attr::Mtu;
 use super::host::{Host, Remote, Source, Verdict};
-use super::work::{Completion, Op, PostError, Status, Work};
+use super::work::{Completion, Fence, Op, PostError, Status, Work};
 use super::{Payload, Stats, Transmit};
 use crate::psn::Psn;
 use crate::time::Instant;
@@ -36,8 +36,6 @@ pub(super) struct Terms {
     pub mtu: Mtu,
     /// How long to wait for an answer; `None` for ever.
     pub timeout: Option<Duration>,
-    pub retry_count: u8,
-    pub rnr_retry: u8,
     pub max_rd_atomic: u32,
     /// How many packets may be unanswered.
     pub window: u32,
@@ -81,8 +79,15 @@ pub(super) struct Requester {
     pub(super) reading: u32,
     /// Packets since we last asked for an acknowledgement.
     since_request: u32,
+    /// The number after the last packet that must be answered: the timer runs while it is ahead of `unacked`.
+    asked: Psn,
+    /// How often to try again, and how often that is still possible; refilled when answers come.
+    retry_count: u8,
+    rnr_retry: u8,
     pub(super) retries_left: u8,
     pub(super) rnr_left: u8,
+    /// How often in a row the host had no place for an answer.
+    pub(super) faults: u8,
     /// When to stop waiting for an answer.
     pub(super) deadline: Instant,
     /// Not to send before: the peer was not ready.
@@ -108,8 +113,12 @@ impl Requester {
             unsent: Psn::new(0),
             reading: 0,
             since_request: 0,
+            asked: Psn::new(0),
+            retry_count: 0,
+            rnr_retry: 0,
             retries_left: 0,
             rnr_left: 0,
+            faults: 0,
             deadline: Instant::NEVER,
             resume: Instant::default(),
             went_back_at: None,
@@ -124,11 +133,23 @@ impl Requester {
     }
 
     pub(super) fn begin_at(&mut self, psn: Psn) {
-        (self.unacked, self.next, self.unsent) = (psn, psn, psn);
+        (self.unacked, self.next, self.unsent, self.asked) = (psn, psn, psn, psn);
     }
 
-    pub(super) fn refill_retries(&mut self, terms: &Terms) {
-        (self.retries_left, self.rnr_left) = (terms.retry_count, terms.rnr_retry);
+    pub(super) fn set_retries(&mut self, retry_count: Option<u8>, rnr_retry: Option<u8>) {
+        if let Some(count) = retry_count {
+            (self.retry_count, self.retries_left) = (count, count);
+        }
+        if let Some(count) = rnr_retry {
+            (self.rnr_retry, self.rnr_left) = (count, count);
+        }
+    }
+
+    /// Answers have come up to `psn`: all tries begin anew.
+    pub(super) fn answered_to(&mut self, psn: Psn) {
+        self.unacked = psn;
+        (self.retries_left, self.rnr_left) = (self.retry_count, self.rnr_retry);
+        self.faults = 0;
     }
 
     pub(super) fn footprint(&self) -> usize {
@@ -197,7 +218,12 @@ impl Requester {
             }
             let entry = self.entry(self.current);
             let at_start = begins || self.next == entry.first;
-            if at_start && entry.work.fence && self.reading > 0 {
+            let waits = match entry.work.fence {
+                Fence::None => false,
+                Fence::Reads => self.reading > 0,
+                Fence::All => self.current != self.tail,
+            };
+            if at_start && waits {
                 return Ok(false);
             }
             match entry.work.op {
@@ -232,11 +258,15 @@ impl Requester {
         packet: &mut Transmit,
     ) -> Result<bool, Status> {
         let in_flight = self.next.distance_from(self.unacked) as u32;
-        let (next, reading) = (self.next, self.reading);
+        let (next, unsent, reading) = (self.next, self.unsent, self.reading);
+        let is_last_open = self.current == self.tail;
         let entry = self.entry_mut(self.current);
         let awaits_data = entry.work.op.awaits_data();
-        if in_flight >= terms.window || awaits_data && reading >= terms.max_rd_atomic {
-            return Ok(false);
+        // What goes again has been counted once: a limit that was lowered since must not hold it up.
+        let is_new = next == unsent;
+        if in_flight >= terms.window || awaits_data && is_new && reading >= terms.max_rd_atomic {
+            let never = awaits_data && terms.max_rd_atomic == 0 && is_last_open;
+            return if never { Err(Status::LocalOperation) } else { Ok(false) };
         }
         if begins {
             // Harmless if it is not begun after all: the numbers are then given again.
@@ -266,36 +296,40 @@ impl Requester {
         self.started = self.started.wrapping_add(u32::from(begins));
         self.current = self.current.wrapping_add(u32::from(is_last));
         self.reading += u32::from(awaits_data);
-        let again = next != self.unsent;
-        stats.resent += u64::from(again);
+        stats.resent += u64::from(!is_new);
         self.since_request += 1;
         // Ask at the end of a message, before the window closes, now and then in between, and at once when
         // sending again: the answer may only have been lost.
         headers.ack_request = is_last
             || in_flight + piece.numbers >= terms.window
             || self.since_request * 4 >= terms.window
-            || again && next == self.unacked;
-        if headers.ack_request {
-            self.since_request = 0;
-        }
+            || !is_new && next == self.unacked;
         self.next = next.add(piece.numbers);
-        if self.next.distance_from(self.unsent) > 0 {
+        if self.next.distance_from(unsent) > 0 {
             self.unsent = self.next;
         }
-        if self.deadline == Instant::NEVER {
-            self.start_timer(now, terms);
+        if headers.ack_request || awaits_data {
+            self.since_request = 0;
+            self.asked = self.next;
+            if self.deadline == Instant::NEVER {
+                self.restart_timer(now, terms);
+            }
         }
         Ok(true)
     }
 
-    pub(super) fn start_timer(&mut self, now: Instant, terms: &Terms) {
-        self.deadline = terms.timeout.map_or(Instant::NEVER, |timeout| now + timeout);
+    /// Lets the timer begin anew, if an answer must come.
+    pub(super) fn restart_timer(&mut self, now: Instant, terms: &Terms) {
+        let waits = self.asked.distance_from(self.unacked) > 0;
+        let timeout = terms.timeout.filter(|_| waits);
+        self.deadline = timeout.map_or(Instant::NEVER, |timeout| now + timeout);
     }
 
     /// Sends again from the first number without an answer.
     pub(super) fn go_back(&mut self) {
         self.next = self.unacked;
         self.current = self.tail;
+        self.asked = self.unacked;
         self.reading = 0;
         self.deadline = Instant::NEVER;
     }

@@ -49,6 +49,8 @@ pub(super) enum Reply {
 enum Stop {
     /// The peer is to come again.
     NotReady,
+    /// The host has not taken the last receipt: as if the packet had been lost.
+    Busy,
     /// The queue pair fails.
     Fatal { nak: Nak, receive: Status, notice: Notice },
 }
@@ -108,8 +110,11 @@ pub(super) struct Responder {
     message: Message,
     /// A receive that was taken for a packet that then had to be refused for now.
     taken: Option<Receive>,
-    /// Set while the peer knows that `expected` is missing: the number that made us say so.
-    told_gap: Option<Psn>,
+    /// Set while the peer knows that `expected` is missing: the highest number that came since we said so.
+    told: Option<Psn>,
+    /// The last number of a send or write that was executed. An acknowledgement bears it and no later one: of
+    /// reads and atomics only their data tells.
+    pub(super) acknowledged: Psn,
     pub(super) reply: Reply,
     pub(super) saved: SavedRing,
     receipt: Option<Receipt>,
@@ -124,7 +129,8 @@ impl Responder {
             completed: 0,
             message: Message::None,
             taken: None,
-            told_gap: None,
+            told: None,
+            acknowledged: Psn::new(0),
             reply: Reply::None,
             saved: SavedRing::new(0),
             receipt: None,
@@ -178,20 +184,18 @@ impl Responder {
         if distance < 0 {
             return Outcome::Dropped(self.duplicate(terms, &arrived.headers));
         }
-        if self.receipt.is_some() {
-            return Outcome::Dropped(Drop::Busy);
-        }
         match self.execute(terms, arrived, host) {
             Ok(()) => {
-                self.told_gap = None;
+                self.told = None;
                 Outcome::Used
             }
             Err(Stop::NotReady) => {
                 self.reply = Reply::NotReady;
-                self.told_gap = Some(psn);
+                self.told = Some(psn);
                 stats.rnr_sent += 1;
                 Outcome::Dropped(Drop::Busy)
             }
+            Err(Stop::Busy) => Outcome::Dropped(Drop::Busy),
             Err(Stop::Fatal { nak, receive, notice }) => {
                 if let Some(taken) = self.receive_in_use() {
                     self.receipt = Some(receipt_of(taken.id, receive, 0, Carried::Data));
@@ -215,21 +219,17 @@ impl Responder {
     }
 
     /// A request from behind one that has not come: say so once, and again when the peer has gone back and
-    /// the number is missing still, which shows in a number that is not beyond the one that made us say so.
+    /// the number is missing still, which shows in a number that is not beyond those that came since.
     fn gap(&mut self, psn: Psn) {
-        let say = match self.told_gap {
-            None => true,
-            Some(at) => at != self.expected && psn.distance_from(at) <= 0,
-        };
-        if say {
-            self.told_gap = Some(psn);
+        if self.told.is_none_or(|highest| psn.distance_from(highest) <= 0) {
             self.reply = Reply::Sequence(psn);
         }
+        self.told = Some(psn);
     }
 
     /// A request that was executed before: answered again, never executed again.
     fn duplicate(&mut self, terms: &Terms, headers: &Headers) -> Drop {
-        let (psn, expected_key) = (headers.psn, |at: Remote, key: u32| at.key == key);
+        let psn = headers.psn;
         let found = match headers.extension {
             Extension::Reth(reth) if headers.opcode == Opcode::ReadRequest => {
                 if reth.len > LONGEST {
@@ -240,7 +240,7 @@ impl Responder {
                     let offset = terms.mtu.offset(index);
                     let same_place = at.forward(offset).address == reth.address;
                     let fits = offset <= len && reth.len <= len - offset;
-                    expected_key(at, reth.rkey) && (same_place || len == 0) && fits
+                    at.key == reth.rkey && (same_place || len == 0) && fits
                 })
             }
             Extension::Atomic(_) => {
@@ -306,7 +306,7 @@ impl Responder {
             O::CompareSwap | O::FetchAdd => {
                 self.must_be_between_messages()?;
                 must_allow(terms.access, Access::REMOTE_ATOMIC)?;
-                self.atomic(headers, host)
+                self.atomic(headers, len, host)
             }
             _ => Err(Stop::invalid()),
         }
@@ -331,6 +331,10 @@ impl Responder {
         host: &mut H,
     ) -> Result<(), Stop> {
         let total = done.saturating_add(len);
+        let goes_on = matches!(headers.opcode, Opcode::SendFirst | Opcode::SendMiddle);
+        if !goes_on && self.receipt.is_some() {
+            return Err(Stop::Busy);
+        }
         if total > receive.capacity {
             return Err(Stop::too_long());
         }
@@ -338,21 +342,19 @@ impl Responder {
             let to = Target::Receive { id: receive.id, offset: done };
             judge(host.place(to, len), Stop::operation)?;
         }
-        let carried = match headers.opcode {
-            Opcode::SendFirst | Opcode::SendMiddle => {
-                self.taken = None;
-                self.message = Message::Send { receive, len: total };
-                self.advance(headers, 1);
-                return Ok(());
+        if goes_on {
+            self.taken = None;
+            self.message = Message::Send { receive, len: total };
+            self.advance(headers);
+            return Ok(());
+        }
+        let carried = match headers.extension {
+            Extension::Imm(imm) => Carried::Imm(imm),
+            Extension::Invalidate(key) => {
+                judge(host.invalidate(key), Stop::access)?;
+                Carried::Invalidated(key)
             }
-            _ => match headers.extension {
-                Extension::Imm(imm) => Carried::Imm(imm),
-                Extension::Invalidate(key) => {
-                    judge(host.invalidate(key), Stop::access)?;
-                    Carried::Invalidated(key)
-                }
-                _ => Carried::Data,
-            },
+            _ => Carried::Data,
         };
         self.finish(headers, Some((receive, total, carried)));
         Ok(())
@@ -372,6 +374,7 @@ impl Responder {
         }
         let at = Remote { address: reth.address, key: reth.rkey };
         if headers.opcode == Opcode::WriteOnlyImm {
+            // Before the memory is judged: that is the order, and the peer's status depends on it.
             self.receive(host)?;
         }
         if reth.len > 0 {
@@ -395,6 +398,9 @@ impl Responder {
             return Err(Stop::invalid());
         }
         let imm = match headers.extension {
+            Extension::Imm(_) | Extension::RethImm(..) if self.receipt.is_some() => {
+                return Err(Stop::Busy);
+            }
             Extension::Imm(imm) | Extension::RethImm(_, imm) => Some((self.receive(host)?, imm)),
             _ => None,
         };
@@ -403,7 +409,7 @@ impl Responder {
         }
         if goes_on {
             self.message = Message::Write { at, done: done + len, total };
-            self.advance(headers, 1);
+            self.advance(headers);
         } else {
             let receipt = imm.map(|(receive, imm)| (receive, total, Carried::WriteImm(imm)));
             self.finish(headers, receipt);
@@ -434,9 +440,14 @@ impl Responder {
         Ok(())
     }
 
-    fn atomic<H: Host>(&mut self, headers: &Headers, host: &mut H) -> Result<(), Stop> {
+    fn atomic<H: Host>(
+        &mut self,
+        headers: &Headers,
+        payload_len: u32,
+        host: &mut H,
+    ) -> Result<(), Stop> {
         let Extension::Atomic(asked) = headers.extension else { return Err(Stop::invalid()) };
-        if asked.address % 8 != 0 || !self.saved.has_room() {
+        if payload_len != 0 || asked.address % 8 != 0 || !self.saved.has_room() {
             return Err(Stop::invalid());
         }
         let at = Remote { address: asked.address, key: asked.rkey };
@@ -467,15 +478,16 @@ impl Responder {
             let receipt = receipt_of(receive.id, Status::Success, len, carried);
             self.receipt = Some(Receipt { solicited: headers.solicited, ..receipt });
         }
-        self.advance(headers, 1);
+        self.advance(headers);
     }
 
     fn complete_message(&mut self) {
         self.completed = self.completed.wrapping_add(1) & 0xff_ffff;
     }
 
-    fn advance(&mut self, headers: &Headers, numbers: u32) {
-        self.expected = self.expected.add(numbers);
+    fn advance(&mut self, headers: &Headers) {
+        self.acknowledged = self.expected;
+        self.expected = self.expected.next();
         let told = match self.reply {
             // What came from behind a gap was thrown away: that is still to be told.
             Reply::Sequence(_) => false,

@@ -68,6 +68,20 @@ impl SavedRing {
         Self { records, limit: u32::from(capacity), end: 0, pending: 0 }
     }
 
+    /// A ring of another capacity with the newest records of this one.
+    pub(super) fn resized(&self, capacity: u8) -> Self {
+        let mut ring = Self::new(capacity);
+        let kept = self.limit.min(ring.limit);
+        (ring.end, ring.pending) = (self.end, self.end.wrapping_sub(kept));
+        for back in 1..=kept {
+            let position = self.end.wrapping_sub(back);
+            let place = ring.place(position);
+            ring.records[place] = self.records[self.place(position)];
+        }
+        ring.skip_done();
+        ring
+    }
+
     pub(super) fn footprint(&self) -> usize {
         size_of_val(&*self.records)
     }

@@ -37,11 +37,22 @@ impl Op {
     }
 }
 
+/// What work waits for before it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Fence {
+    /// Nothing but its turn.
+    None,
+    /// All earlier reads and atomics.
+    Reads,
+    /// All earlier work.
+    All,
+}
+
 /// Work to post.
 ///
 /// ```
-/// use warpwire_proto::qp::{Op, Work};
-/// let work = Work { fence: true, ..Work::new(7, Op::Send, 4096) };
+/// use warpwire_proto::qp::{Fence, Op, Work};
+/// let work = Work { fence: Fence::Reads, ..Work::new(7, Op::Send, 4096) };
 /// assert!(work.signaled);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,8 +65,8 @@ pub struct Work {
     pub len: u32,
     /// Whether the user wants to see its success. It is reported in any case, with this flag.
     pub signaled: bool,
-    /// Begin only when all earlier reads and atomics are done.
-    pub fence: bool,
+    /// What it waits for before it begins.
+    pub fence: Fence,
     /// The peer's completion should wake who waits for solicited ones.
     pub solicited: bool,
 }
@@ -63,7 +74,7 @@ pub struct Work {
 impl Work {
     /// Signaled work without fence.
     pub const fn new(id: u64, op: Op, len: u32) -> Self {
-        Self { id, op, len, signaled: true, fence: false, solicited: false }
+        Self { id, op, len, signaled: true, fence: Fence::None, solicited: false }
     }
 }
 

@@ -23,6 +23,10 @@ pub struct Faults {
 }
 
 impl Faults {
+    pub fn is_clean(&self) -> bool {
+        self.harm() + self.duplicate + self.reorder == 0
+    }
+
     pub fn harm(&self) -> u32 {
         self.loss + self.corrupt + self.truncate
     }

@@ -4,14 +4,14 @@
 use core::time::Duration;
 use std::fmt::Write as _;
 
-use warpwire_proto::qp::{Options, Status};
+use warpwire_proto::qp::{Fence, Options, Status};
 
 use crate::link::Faults;
 use crate::net::{Net, Terms};
 use crate::plan::{Mix, add_work};
 
 const LOSSES: [u32; 4] = [0, 10, 50, 200];
-const MESSAGES: usize = 48;
+const MESSAGES: usize = 96;
 
 /// One cell: megabytes in a second of virtual time, and packets for each that would do without loss.
 fn cell(what: Mix, mtu: u32, depth: u32, delay: u64, loss: u32) -> String {
@@ -24,6 +24,9 @@ fn cell(what: Mix, mtu: u32, depth: u32, delay: u64, loss: u32) -> String {
         Terms { options, mtu, timeout: 9, retry_count: 7, rd_atomic: 16, ..Terms::default() };
     let sides = net.connect(0, 1, terms);
     add_work(&mut net, (0, sides[0]), MESSAGES, 32 << 10, what);
+    for planned in &mut net.side(0, sides[0]).app.plan {
+        planned.work.fence = Fence::None; // they would be all that is measured
+    }
     for _ in 0..MESSAGES {
         net.side(1, sides[1]).app.make_receive();
     }

@@ -7,8 +7,8 @@ use std::net::Ipv4Addr;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    Access, Arrived, Carried, Change, Completion, Event, Mtu, Op, Options, Path, PostError, Qp,
-    Receipt, State, Status,
+    Access, Arrived, Carried, Change, Completion, Event, Mtu, Notice, Op, Options, Path, PostError,
+    Qp, Receipt, State, Status,
 };
 use warpwire_proto::wire::icrc::Portable;
 use warpwire_proto::wire::{IpRepr, Packet, UDP_PORT, UdpRepr, packet};
@@ -67,6 +67,8 @@ pub enum Happening {
     NewReceive { node: usize, side: usize },
     Dies { node: usize },
     Cut { from: usize, to: usize, cut: bool },
+    Pause { node: usize, side: usize },
+    Resume { node: usize, side: usize },
 }
 
 pub struct Net {
@@ -80,7 +82,8 @@ pub struct Net {
     pub trace: bool,
     /// Packets on the wire, and those with payload.
     pub carried: u64,
-    pub capture: Option<Vec<u8>>,
+    /// Nothing is lost, repeated or out of order.
+    pub clean: bool,
 }
 
 pub fn address(node: usize) -> Ipv4Addr {
@@ -101,12 +104,13 @@ impl Net {
             counter: 0,
             trace: std::env::var_os("WARPWIRE_TRACE").is_some(),
             carried: 0,
-            capture: None,
+            clean: true,
         }
     }
 
     /// Two links, there and back.
     pub fn link(&mut self, a: usize, b: usize, faults: Faults) {
+        self.clean &= faults.is_clean();
         self.links.insert((a, b), Link::new(faults));
         self.links.insert((b, a), Link::new(faults));
     }
@@ -132,6 +136,7 @@ impl Net {
                 timer: Instant::NEVER,
                 poll_planned: false,
                 footprint,
+                few_tries: terms.retry_count < 7,
             });
             self.terms[node].push(terms);
         }
@@ -174,6 +179,19 @@ impl Net {
             );
         }
         assert!(self.is_done(), "every run ends: {:?}", self.unfinished());
+    }
+
+    /// Runs on until nothing is to come: a network that has nothing to do comes to rest.
+    pub fn settle(&mut self) {
+        let mut steps = 0u64;
+        while self.step() {
+            steps += 1;
+            assert!(steps < 2_000_000, "a network at rest stays so");
+        }
+        for side in self.nodes.iter().filter(|node| node.alive).flat_map(|node| &node.sides) {
+            let deadline = side.qp.poll_timeout(self.now);
+            assert_eq!(deadline, Instant::NEVER, "nothing is waited for");
+        }
     }
 
     fn is_done(&self) -> bool {
@@ -220,6 +238,19 @@ impl Net {
             Happening::Dies { node } => self.nodes[node].alive = false,
             Happening::Cut { from, to, cut } => {
                 self.links.get_mut(&(from, to)).expect("a link").cut = cut;
+            }
+            Happening::Pause { node, side } => {
+                let change = Change { notify_drained: Some(true), ..Change::to(State::Sqd) };
+                let _ = self.side(node, side).qp.modify(&change);
+                self.after(node, side, true);
+            }
+            Happening::Resume { node, side } => {
+                let qp = &mut self.side(node, side).qp;
+                if qp.state() == State::Sqd {
+                    qp.modify(&Change::to(State::Rts)).expect("SQD goes back to RTS");
+                }
+                self.side(node, side).app.drained_at = None;
+                self.after(node, side, true);
             }
         }
         true
@@ -275,12 +306,19 @@ impl Net {
             match event {
                 Event::Sent(completion) => self.completed(node, side, completion),
                 Event::Received(receipt) => self.received(node, side, receipt),
+                Event::Notice(Notice::Drained) => {
+                    let next = self.side(node, side).qp.positions().1;
+                    self.side(node, side).app.drained_at = Some(next);
+                }
                 Event::Notice(_) => {}
             }
         }
         let now = self.now;
         let state = self.side(node, side);
         assert_eq!(state.qp.footprint(), state.footprint, "invariant 5");
+        if let Some(drained_at) = state.app.drained_at {
+            assert_eq!(state.qp.positions().1, drained_at, "a drained queue begins nothing");
+        }
         let deadline = state.qp.poll_timeout(now);
         if deadline < state.timer {
             state.timer = deadline;
@@ -314,11 +352,6 @@ impl Net {
             }
             let bytes = self.build(from, to, &packet.headers, &payload);
             self.carried += 1;
-            if let Some(capture) = &mut self.capture {
-                let header = warpwire_proto::wire::pcap::record_header(now, bytes.len());
-                capture.extend_from_slice(&header);
-                capture.extend_from_slice(&bytes);
-            }
             let link = self.links.get_mut(&(from, to)).expect("a link between connected nodes");
             for arrival in link.carry(now, &bytes, &mut self.random) {
                 let (bytes, marked) = (arrival.bytes, arrival.marked);

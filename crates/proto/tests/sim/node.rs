@@ -1,9 +1,9 @@
 //! A machine of the virtual network: memory, and queue pairs with a user behind each.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use warpwire_proto::qp::{
-    Access, Atomic, Host, Op, Qp, Receive, Remote, Source, Status, Target, Verdict, Work,
+    Access, Atomic, Fence, Host, Op, Qp, Receive, Remote, Source, Status, Target, Verdict, Work,
 };
 
 use crate::random::{Random, byte_of, bytes_of};
@@ -73,10 +73,14 @@ pub struct App {
     /// Atomics that the peer had executed here: what was there before each.
     pub executed: Vec<u64>,
     pub invalidated: Vec<u32>,
+    /// Where the peer's writes were placed: each place once.
+    pub written: BTreeSet<u64>,
     /// Chance, in thousandths, that memory is not there at the moment.
     pub page_faults: u32,
     /// What comes in was not sent by the peer: it is taken, and not compared.
     pub expects_forgeries: bool,
+    /// Where the send queue stood when it said that it was drained.
+    pub drained_at: Option<warpwire_proto::Psn>,
     /// Set when an answer was "not now": the user must poll again.
     pub faulted: bool,
 }
@@ -102,6 +106,8 @@ pub struct Side {
     pub timer: warpwire_proto::Instant,
     pub poll_planned: bool,
     pub footprint: usize,
+    /// It gives up before the seventh try.
+    pub few_tries: bool,
 }
 
 #[derive(Debug)]
@@ -166,6 +172,8 @@ impl Host for View<'_> {
             Target::Remote(at) => {
                 let verdict = self.check(at, len);
                 if verdict == Verdict::Yes {
+                    let once = self.app.expects_forgeries || self.app.written.insert(at.address);
+                    assert!(once, "invariant 1: a write is placed once");
                     self.memory.slice(at, len).unwrap().copy_from_slice(self.payload);
                 }
                 verdict
@@ -222,12 +230,28 @@ impl Host for View<'_> {
     }
 }
 
+/// Whether everything that fenced work waits for is done.
+pub fn fence_holds(app: &App, index: usize) -> bool {
+    let is_done = |planned: &Planned| match planned.work.op {
+        Op::Read(_) => planned.read.len() == planned.work.len as usize,
+        Op::Atomic(..) => planned.result.is_some(),
+        _ => true,
+    };
+    match app.plan[index].work.fence {
+        Fence::None => true,
+        Fence::Reads => app.plan[..index].iter().all(is_done),
+        // Work that sends nothing may be done and not told yet.
+        Fence::All => app.plan[app.completed..index].iter().all(|p| p.work.op == Op::Local),
+    }
+}
+
 /// The payload of a packet that goes out.
 pub fn fetch(memory: &mut Memory, app: &App, from: Source, len: u32) -> Vec<u8> {
     match from {
         Source::Work { id, offset } => {
             let planned = &app.plan[id as usize];
             assert!(offset + len <= planned.work.len, "payload lies inside its message");
+            assert!(fence_holds(app, id as usize), "a fence holds back what is behind it");
             (offset..offset + len).map(|at| byte_of(planned.name, at)).collect()
         }
         Source::Remote(at) => memory.slice(at, len).expect("it was checked").to_vec(),

@@ -2,7 +2,7 @@
 
 use core::time::Duration;
 
-use warpwire_proto::qp::{Atomic, Op, Options, Remote, Work};
+use warpwire_proto::qp::{Atomic, Fence, Op, Options, Remote, Work};
 
 use crate::link::Faults;
 use crate::net::{Happening, Net, Terms};
@@ -66,7 +66,9 @@ pub fn add_work(net: &mut Net, at: (usize, usize), count: usize, longest: u32, w
             _ => (Op::Local, 0),
         };
         let solicited = random.chance(200) && crate::node::takes_receive(&op);
-        let work = Work { fence: random.chance(100), solicited, ..Work::new(id, op, len) };
+        let fence = random.pick(&[Fence::Reads, Fence::All]);
+        let fence = if random.chance(100) { fence } else { Fence::None };
+        let work = Work { fence, solicited, ..Work::new(id, op, len) };
         let planned = Planned { work, name, read: Vec::new(), result: None, status: None };
         net.side(node, side).app.plan.push(planned);
     }
@@ -120,7 +122,7 @@ pub fn terms(random: &mut Random) -> Terms {
         mtu: random.pick(&[256, 256, 512, 1024, 4096]),
         psn,
         timeout: random.pick(&[8, 10, 12]),
-        retry_count: 7,
+        retry_count: random.pick(&[7, 7, 7, 7, 0, 1, 3]),
         rnr_retry: random.pick(&[7, 7, 7, 3]),
         min_rnr_timer: random.pick(&[1, 1, 6, 12]),
         rd_atomic: random.pick(&[1, 2, 4, 16]),
@@ -154,6 +156,8 @@ pub fn build(seed: u64) -> (Net, Expect) {
             terms.timeout = 16; // longer than a full window waits for such a link
         }
         expect.may_starve |= terms.rnr_retry != 7;
+        // Where something is lost at all, few tries may all be lost.
+        expect.may_exhaust |= terms.retry_count < 7 && !net.clean;
         let sides = net.connect(a, b, terms);
         let what = random.pick(&MIXES);
         let longest = terms.mtu * random.pick(&[1, 4, 20]);
@@ -175,14 +179,25 @@ fn doom(net: &mut Net, random: &mut Random, expect: &mut Expect) {
         |random: &mut Random| warpwire_proto::Instant::from_nanos(random.between(1, 3_000_000));
     match random.below(20) {
         0 => {
-            expect.doomed = true;
+            (expect.doomed, net.clean) = (true, false);
             net.at(when(random), Happening::Dies { node: 0 });
         }
         1 => {
-            expect.doomed = true;
+            (expect.doomed, net.clean) = (true, false);
             net.at(when(random), Happening::Cut { from: 0, to: 1, cut: true });
         }
+        3 => {
+            // The send queue pauses: nothing is lost by that.
+            let (start, side) = (when(random), random.below(net.nodes[0].sides.len() as u64 + 1));
+            if let Some(side) = (side as usize).checked_sub(1) {
+                net.at(start, Happening::Pause { node: 0, side });
+                let rest = Duration::from_micros(random.between(1, 3000));
+                net.at(start + rest, Happening::Resume { node: 0, side });
+            }
+        }
         2 => {
+            net.clean = false;
+            expect.may_exhaust |= net.nodes[0].sides.iter().any(|side| side.few_tries);
             // Shorter than the tries last: all must come through.
             let start = when(random);
             let heal = start + Duration::from_millis(2);

@@ -1,0 +1,278 @@
+//! Defects that a reading of the queue pair found, one test each: they stay mended.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use warpwire_proto::qp::*;
+use warpwire_proto::wire::{
+    Aeth, AtomicEth, Extension, Headers, Nak, Opcode, Reth, Syndrome, UDP_PORT,
+};
+use warpwire_proto::{Instant, Psn};
+
+/// Says yes, but for what a test sets.
+struct H {
+    receive: bool,
+    fetch: fn(Source) -> Verdict,
+    store: Verdict,
+}
+impl Default for H {
+    fn default() -> Self {
+        Self { receive: true, fetch: |_| Verdict::Yes, store: Verdict::Yes }
+    }
+}
+impl Host for H {
+    fn take_receive(&mut self) -> Option<Receive> {
+        self.receive.then_some(Receive { id: 1, capacity: 1 << 20 })
+    }
+    fn may_access(&mut self, _: Access, at: Remote, _: u32) -> Verdict {
+        if at.key == 666 { Verdict::Refused } else { Verdict::Yes }
+    }
+    fn place(&mut self, _: Target, _: u32) -> Verdict {
+        Verdict::Yes
+    }
+    fn execute(&mut self, _: Remote, _: Atomic) -> Result<u64, Verdict> {
+        Ok(7)
+    }
+    fn invalidate(&mut self, _: u32) -> Verdict {
+        Verdict::Yes
+    }
+    fn store_result(&mut self, _: u64, _: u64) -> Verdict {
+        self.store
+    }
+    fn fetch(&mut self, from: Source, _: u32, _: usize) -> Verdict {
+        (self.fetch)(from)
+    }
+}
+
+fn t(micros: u64) -> Instant {
+    Instant::from_nanos(micros * 1000)
+}
+
+fn up(options: Options, retry: u8, rnr: u8, rd: u8) -> Qp {
+    let mut qp = Qp::new(0x11, options);
+    let path = Path {
+        peer: (std::net::Ipv4Addr::LOCALHOST, UDP_PORT).into(),
+        traffic_class: 0,
+        hop_limit: 64,
+        flow_label: 0,
+    };
+    qp.modify(&Change {
+        partition_index: Some(0),
+        port: Some(1),
+        access: Some(Access::ALL),
+        ..Change::to(State::Init)
+    })
+    .unwrap();
+    qp.modify(&Change {
+        path: Some(path),
+        mtu: Mtu::new(256),
+        destination: Some(0x22),
+        receive_psn: Some(Psn::new(0)),
+        max_dest_rd_atomic: Some(4),
+        min_rnr_timer: Some(1),
+        ..Change::to(State::Rtr)
+    })
+    .unwrap();
+    qp.modify(&Change {
+        send_psn: Some(Psn::new(0)),
+        timeout: Some(8),
+        retry_count: Some(retry),
+        rnr_retry: Some(rnr),
+        max_rd_atomic: Some(rd),
+        ..Change::to(State::Rts)
+    })
+    .unwrap();
+    qp
+}
+
+fn packet(opcode: Opcode, psn: u32, extension: Extension, len: u32) -> Arrived {
+    let headers =
+        Headers { ack_request: true, ..Headers::new(opcode, 0x11, Psn::new(psn), extension) };
+    Arrived { headers, payload_len: len, marked: false }
+}
+fn ack(psn: u32, syndrome: Syndrome) -> Arrived {
+    packet(Opcode::Acknowledge, psn, Extension::Aeth(Aeth { syndrome, msn: 0 }), 0)
+}
+fn reth(len: u32) -> Extension {
+    Extension::Reth(Reth { address: 0x1000, rkey: 1, len })
+}
+const AT: Remote = Remote { address: 0x1000, key: 1 };
+
+#[test]
+fn rnr_nak_with_progress_refills_before_it_judges() {
+    let mut qp = up(Options::default(), 7, 1, 4);
+    let mut h = H::default();
+    for id in 0..2 {
+        qp.post(Work::new(id, Op::Send, 8)).unwrap();
+    }
+    while qp.poll_transmit(t(0), &mut h).is_some() {}
+    qp.handle_packet(t(1), &ack(0, Syndrome::RnrNak(1)), &mut h).unwrap(); // the one try
+    while qp.poll_transmit(t(100), &mut h).is_some() {}
+    // Message 0 was taken; its acknowledgement rides in the RNR NAK for message 1: the first for it.
+    qp.handle_packet(t(101), &ack(1, Syndrome::RnrNak(1)), &mut h).unwrap();
+    assert_eq!(qp.state(), State::Rts);
+}
+
+#[test]
+fn sequence_nak_with_progress_refills_before_it_judges() {
+    let mut qp = up(Options::default(), 1, 7, 4);
+    let mut h = H::default();
+    for id in 0..3 {
+        qp.post(Work::new(id, Op::Send, 8)).unwrap();
+    }
+    while qp.poll_transmit(t(0), &mut h).is_some() {}
+    let late = qp.poll_timeout(t(0));
+    qp.handle_timeout(late);
+    while qp.poll_transmit(late, &mut h).is_some() {}
+    qp.handle_packet(late, &ack(2, Syndrome::Nak(Nak::Sequence)), &mut h).unwrap();
+    assert_eq!(qp.state(), State::Rts, "two messages were acknowledged: progress");
+}
+
+#[test]
+fn read_without_rd_atomic_ends() {
+    let mut qp = up(Options::default(), 7, 7, 0);
+    let mut h = H::default();
+    if qp.post(Work::new(0, Op::Read(AT), 8)).is_ok() {
+        assert!(
+            qp.poll_transmit(t(0), &mut h).is_some()
+                || qp.poll_event().is_some()
+                || qp.poll_timeout(t(0)) != Instant::NEVER,
+            "hangs for ever"
+        );
+    }
+}
+
+#[test]
+fn last_words_behind_paced_read_data_have_a_wake_up() {
+    let mut qp = up(Options { line_rate: Some(1_000_000_000), ..Options::default() }, 7, 7, 4);
+    let mut h = H::default();
+    qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 0, reth(1024), 0), &mut h).unwrap();
+    let cnp = packet(Opcode::CongestionNotification, 0, Extension::Cnp, 0);
+    qp.handle_packet(t(0), &cnp, &mut h).unwrap();
+    assert!(qp.poll_transmit(t(0), &mut h).is_some()); // data; now the pace is closed
+    let bad = Extension::Reth(Reth { address: 0, rkey: 666, len: 8 });
+    qp.handle_packet(t(0), &packet(Opcode::WriteOnly, 4, bad, 8), &mut h).unwrap();
+    assert_eq!(qp.state(), State::Err);
+    assert!(
+        qp.poll_transmit(t(0), &mut h).is_some() || qp.poll_timeout(t(0)) != Instant::NEVER,
+        "the NAK is never sent"
+    );
+}
+
+#[test]
+fn a_marked_cnp_begets_no_cnp() {
+    let mut qp = up(Options::default(), 7, 7, 4);
+    let mut h = H::default();
+    let mut cnp = packet(Opcode::CongestionNotification, 0, Extension::Cnp, 0);
+    cnp.marked = true;
+    qp.handle_packet(t(100), &cnp, &mut h).unwrap();
+    assert!(qp.poll_transmit(t(100), &mut h).is_none());
+}
+
+#[test]
+fn no_bare_ack_bears_the_number_of_a_read() {
+    let mut qp = up(Options::default(), 7, 7, 4);
+    let mut h = H::default();
+    qp.handle_packet(t(0), &packet(Opcode::WriteOnly, 0, reth(8), 8), &mut h).unwrap();
+    qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 1, reth(8), 0), &mut h).unwrap();
+    while qp.poll_transmit(t(0), &mut h).is_some() {} // all lost
+    // The peer's timer: WRITE again, READ to follow.
+    let _ = qp.handle_packet(t(9), &packet(Opcode::WriteOnly, 0, reth(8), 8), &mut h);
+    let answer = qp.poll_transmit(t(9), &mut h).unwrap();
+    assert_eq!(answer.headers.opcode, Opcode::Acknowledge);
+    assert_eq!(answer.headers.psn, Psn::new(0), "rxe completes its READ at psn 1 without data");
+}
+
+#[test]
+fn changing_max_dest_rd_atomic_in_sqd_keeps_promised_answers() {
+    let mut qp = up(Options::default(), 7, 7, 4);
+    let mut h = H::default();
+    qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 0, reth(8), 0), &mut h).unwrap();
+    qp.modify(&Change::to(State::Sqd)).unwrap();
+    if qp.modify(&Change { max_dest_rd_atomic: Some(8), ..Change::to(State::Sqd) }).is_ok() {
+        let again = qp.handle_packet(t(1), &packet(Opcode::ReadRequest, 0, reth(8), 0), &mut h);
+        assert_eq!(again, Err(Drop::Duplicate));
+        assert!(qp.poll_transmit(t(1), &mut h).is_some());
+    }
+}
+
+#[test]
+fn an_atomic_result_without_a_page_pauses() {
+    let mut qp = up(Options::default(), 7, 7, 4);
+    let mut h = H { store: Verdict::NotNow, ..H::default() };
+    qp.post(Work::new(0, Op::Atomic(AT, Atomic::FetchAdd { add: 1 }), 8)).unwrap();
+    assert!(qp.poll_transmit(t(0), &mut h).is_some());
+    let result = Extension::AethAtomic(Aeth { syndrome: Syndrome::ACK, msn: 1 }, 5);
+    let _ = qp.handle_packet(t(1), &packet(Opcode::AtomicAcknowledge, 0, result, 0), &mut h);
+    assert!(
+        qp.poll_transmit(t(1), &mut h).is_none(),
+        "asked again at once, at the rate of the round trip"
+    );
+}
+
+#[test]
+fn our_own_page_fault_does_not_count_as_a_silent_peer() {
+    let mut qp = up(Options::default(), 0, 7, 4);
+    let stuck: fn(Source) -> Verdict = |from| match from {
+        Source::Work { offset, .. } if offset >= 512 => Verdict::NotNow,
+        _ => Verdict::Yes,
+    };
+    let mut h = H { fetch: stuck, ..H::default() };
+    qp.post(Work::new(0, Op::Write(AT), 1024)).unwrap();
+    while let Some(sent) = qp.poll_transmit(t(0), &mut h) {
+        assert!(!sent.headers.ack_request); // the peer has no reason to answer
+    }
+    let deadline = qp.poll_timeout(t(0));
+    if deadline != Instant::NEVER {
+        qp.handle_timeout(deadline);
+    }
+    assert_eq!(qp.state(), State::Rts);
+}
+
+#[test]
+fn a_repeated_nak_does_not_cost_all_tries() {
+    let mut qp = up(Options::default(), 7, 7, 4);
+    let mut h = H::default();
+    for id in 0..20 {
+        qp.post(Work::new(id, Op::Send, 8)).unwrap();
+    }
+    while qp.poll_transmit(t(0), &mut h).is_some() {}
+    for turn in 0..8 {
+        // The network repeats one NAK; between two copies one packet goes again.
+        qp.handle_packet(t(turn), &ack(0, Syndrome::Nak(Nak::Sequence)), &mut h).unwrap();
+        qp.poll_transmit(t(turn), &mut h);
+    }
+    assert_eq!(qp.state(), State::Rts);
+}
+
+#[test]
+fn an_atomic_with_payload_is_invalid() {
+    let mut qp = up(Options::default(), 7, 7, 4);
+    let mut h = H::default();
+    let eth = Extension::Atomic(AtomicEth { address: 0x1000, rkey: 1, swap_or_add: 1, compare: 0 });
+    qp.handle_packet(t(0), &packet(Opcode::FetchAdd, 0, eth, 64), &mut h).unwrap();
+    assert_eq!(qp.state(), State::Err);
+}
+
+#[test]
+fn an_untaken_receipt_does_not_stop_writes() {
+    let mut qp = up(Options::default(), 7, 7, 4);
+    let mut h = H::default();
+    qp.handle_packet(t(0), &packet(Opcode::SendOnly, 0, Extension::None, 8), &mut h).unwrap();
+    let write = qp.handle_packet(t(0), &packet(Opcode::WriteOnly, 1, reth(8), 8), &mut h);
+    assert_eq!(write, Ok(()), "a WRITE needs no place for a receipt");
+}
+
+#[test]
+fn a_lost_packet_after_rnr_is_told() {
+    let mut qp = up(Options::default(), 7, 7, 4);
+    let mut h = H { receive: false, ..H::default() };
+    let send = |psn| packet(Opcode::SendOnly, psn, Extension::None, 8);
+    let _ = qp.handle_packet(t(0), &send(0), &mut h);
+    assert!(qp.poll_transmit(t(0), &mut h).is_some()); // RNR NAK
+    h.receive = true;
+    // Packet 1 was on its way, and is passed over in silence.
+    let _ = qp.handle_packet(t(1), &send(1), &mut h);
+    assert!(qp.poll_transmit(t(1), &mut h).is_none());
+    // The peer waits, goes back; packet 0 is lost, 1 comes.
+    let _ = qp.handle_packet(t(50), &send(1), &mut h);
+    assert!(qp.poll_transmit(t(50), &mut h).is_some(), "no NAK: the peer must time out");
+}
