@@ -17,7 +17,7 @@ fn a_wrong_key_of_ours_fails_the_send_after_earlier_work_and_the_peer_sees_nothi
     for op in [Op::Send, Op::SendImm(1), Op::Write(PLACE), Op::WriteImm(PLACE, 1)] {
         let mut pair = Pair::with_receives(Terms::default(), 4);
         pair.ends[A].host.answer(Call::FetchWork, [Verdict::Yes, Verdict::Yes, Verdict::Yes]);
-        pair.ends[A].host.answer(Call::FetchWork, [Refused; 2]);
+        pair.ends[A].host.answer(Call::FetchWork, [Refused; 100]);
         pair.post(A, 0, Op::Send, 3 * MTU);
         pair.post(A, 1, op, 10);
         pair.post(A, 2, Op::Send, 10);
