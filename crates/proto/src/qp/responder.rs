@@ -301,7 +301,7 @@ impl Responder {
             O::CompareSwap | O::FetchAdd => {
                 self.must_be_between_messages()?;
                 must_allow(terms.access, Access::REMOTE_ATOMIC)?;
-                self.atomic(headers, host)
+                self.atomic(headers, len, host)
             }
             _ => Err(Stop::invalid()),
         }
@@ -428,9 +428,15 @@ impl Responder {
         Ok(())
     }
 
-    fn atomic<H: Host>(&mut self, headers: &Headers, host: &mut H) -> Result<(), Stop> {
+    fn atomic<H: Host>(
+        &mut self,
+        headers: &Headers,
+        payload_len: u32,
+        host: &mut H,
+    ) -> Result<(), Stop> {
         let Extension::Atomic(asked) = headers.extension else { return Err(Stop::invalid()) };
-        if asked.address % 8 != 0 || !self.saved.has_room() {
+        let sound = payload_len == 0 && asked.address % 8 == 0;
+        if !sound || !self.saved.has_room() {
             return Err(Stop::invalid());
         }
         let at = Remote { address: asked.address, key: asked.rkey };
