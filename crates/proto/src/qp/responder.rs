@@ -235,7 +235,10 @@ impl Responder {
                     let Asked::Read { at, len } = saved.asked else { return false };
                     let offset = terms.mtu.offset(index);
                     let same_place = at.forward(offset).address == reth.address;
-                    let fits = offset <= len && reth.len <= len - offset;
+                    // It may stop short of the end, but at the end of a packet: packets are whole.
+                    let whole = reth.len == terms.mtu.offset(terms.mtu.packets(reth.len));
+                    let left = len.wrapping_sub(offset);
+                    let fits = offset <= len && (reth.len == left || whole && reth.len < left);
                     expected_key(at, reth.rkey) && (same_place || len == 0) && fits
                 })
             }
