@@ -177,7 +177,8 @@ impl Ud {
         let route = Target::Route { id: receive.id };
         let body = Target::Receive { id: receive.id, offset: GLOBAL_ROUTE_LEN };
         let mut status = Status::Success;
-        for (target, len) in [(route, GLOBAL_ROUTE_LEN), (body, len)] {
+        let parts = [(route, GLOBAL_ROUTE_LEN), (body, len)];
+        for (target, len) in parts.into_iter().filter(|(_, len)| *len > 0) {
             match host.place(target, len) {
                 Verdict::Yes => {}
                 Verdict::NotNow => return Err(Drop::Busy),
