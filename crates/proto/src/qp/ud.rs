@@ -110,7 +110,9 @@ impl Ud {
                 (self.taken, self.receipt, self.notify_drained) = (None, None, false);
             }
             State::Err => self.fail(State::Err),
-            State::Sqd => self.notify_drained = change.notify_drained.unwrap_or(false),
+            State::Sqd if self.state == State::Rts => {
+                self.notify_drained = change.notify_drained.unwrap_or(false);
+            }
             _ => {}
         }
         self.qkey = change.qkey.unwrap_or(self.qkey);
