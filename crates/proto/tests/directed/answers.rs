@@ -112,6 +112,7 @@ fn data_behind_lost_data_is_passed_over_and_asked_for_again_from_there() {
     assert_eq!(pair.arrive(A, &answers[0]), Ok(()));
     assert_eq!(pair.arrive(A, &answers[2]), Err(Drop::ResponseGap));
     assert_eq!(pair.arrive(A, &answers[3]), Err(Drop::ResponseGap));
+    assert_eq!(pair.ends[A].dropped(Drop::ResponseGap), 2);
     let again = pair.send_all(A);
     assert_eq!(psns(&again), [0x101]);
     assert_eq!(pair.arrive(B, &again[0]), Err(Drop::Duplicate));

@@ -249,3 +249,12 @@ fn a_number_far_behind_is_a_duplicate_and_one_far_ahead_a_gap() {
     }
     assert_eq!(pair.ends[B].host.receives_left(), 1);
 }
+
+#[test]
+fn an_empty_read_that_comes_again_is_answered_again() {
+    let (mut pair, request) = after_read(Terms::default(), 0);
+    assert_eq!(pair.arrive(B, &request), Err(Drop::Duplicate));
+    let answers = pair.pass(B);
+    assert_eq!(opcodes(&answers), [Opcode::ReadResponseOnly]);
+    assert_eq!(pair.ends[A].sent, [(0, Status::Success)]);
+}

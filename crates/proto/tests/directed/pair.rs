@@ -27,6 +27,7 @@ pub const ROOMY: u32 = 1 << 20;
 pub struct Terms {
     pub options: Options,
     pub access: Access,
+    pub mtu: u32,
     pub psn: [u32; 2],
     pub timeout: u8,
     pub retry_count: u8,
@@ -41,6 +42,7 @@ impl Default for Terms {
         Self {
             options: Options::default(),
             access: Access::ALL,
+            mtu: MTU,
             psn: [0x100, 0x500],
             timeout: 10,
             retry_count: 3,
@@ -66,7 +68,7 @@ impl Terms {
         let peer = SocketAddr::from(([10, 0, 0, 1], 4791));
         Change {
             path: Some(Path { peer, traffic_class: 0, hop_limit: 64, flow_label: 1 }),
-            mtu: Mtu::new(MTU),
+            mtu: Mtu::new(self.mtu),
             destination: Some(NUMBERS[1 - end]),
             receive_psn: Some(Psn::new(self.psn[1 - end])),
             max_dest_rd_atomic: Some(self.max_dest_rd_atomic),

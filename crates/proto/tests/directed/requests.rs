@@ -221,3 +221,17 @@ fn a_longest_write_begins() {
     pair.ask(O::WriteFirst, Extension::Reth(reth(1 << 31)), MTU).unwrap();
     assert_eq!(pair.ends[B].qp.state(), State::Rts);
 }
+
+#[test]
+fn a_send_longer_than_the_longest_message_is_an_invalid_request() {
+    let mtu = 1 << 20; // between our own ends; it needs fewer packets
+    let mut pair = Pair::with(Terms { mtu, ..Terms::default() });
+    pair.ends[B].host.add_receive(0, u32::MAX);
+    pair.ask(O::SendFirst, Extension::None, mtu).unwrap();
+    for _ in 1..2048 {
+        pair.ask(O::SendMiddle, Extension::None, mtu).unwrap();
+    }
+    assert_eq!(pair.ends[B].qp.state(), State::Rts, "2^31 bytes are not too many");
+    pair.ask(O::SendLast, Extension::None, 1).unwrap();
+    pair.assert_failed(Nak::InvalidRequest, Notice::RequestError);
+}

@@ -226,3 +226,11 @@ fn memory_does_not_grow_after_connecting() {
     }
     assert_eq!([A, B].map(|end| pair.ends[end].qp.footprint()), before, "invariant 5");
 }
+
+#[test]
+#[ignore = "the facts do not say what a read is when none may be outstanding; it waits for ever"]
+fn a_read_where_none_may_be_outstanding_ends() {
+    let mut pair = Pair::with(Terms { max_rd_atomic: 0, ..Terms::default() });
+    pair.post(A, 0, Op::Read(PLACE), 10);
+    pair.run();
+}
