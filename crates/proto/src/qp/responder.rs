@@ -335,6 +335,9 @@ impl Responder {
         host: &mut H,
     ) -> Result<(), Stop> {
         let total = done.saturating_add(len);
+        if total > LONGEST {
+            return Err(Stop::invalid());
+        }
         if total > receive.capacity {
             return Err(Stop::too_long());
         }
