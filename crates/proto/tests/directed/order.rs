@@ -1,7 +1,7 @@
 //! Packets that go missing or overtake one another, at the answering end; numbers that wrap; counts.
 
 use warpwire_proto::Psn;
-use warpwire_proto::qp::{Drop, Op, Status};
+use warpwire_proto::qp::{Drop, Op, Status, Transmit};
 use warpwire_proto::wire::{Nak, Opcode, Syndrome};
 
 use crate::pair::{
@@ -11,7 +11,7 @@ use crate::pair::{
 const SEQUENCE: Syndrome = Syndrome::Nak(Nak::Sequence);
 
 /// Ten packets of a send are under way.
-fn ten_packets() -> (Pair, Vec<warpwire_proto::qp::Transmit>) {
+fn ten_packets() -> (Pair, Vec<Transmit>) {
     let mut pair = Pair::with_receives(Terms::default(), 4);
     pair.post(A, 0, Op::Send, 10 * MTU);
     let packets = pair.send_all(A);
@@ -39,7 +39,7 @@ fn a_gap_is_told_once_and_the_requester_goes_back_to_it() {
 }
 
 /// What is sent again asks for an answer with its first packet.
-fn asking_first() -> impl FnMut(&warpwire_proto::qp::Transmit) -> warpwire_proto::qp::Transmit {
+fn asking_first() -> impl FnMut(&Transmit) -> Transmit {
     let mut first = true;
     move |packet| {
         let ask = core::mem::take(&mut first) || packet.headers.ack_request;

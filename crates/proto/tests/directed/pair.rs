@@ -55,7 +55,7 @@ impl Default for Terms {
 }
 
 impl Terms {
-    pub fn to_init(&self) -> Change {
+    pub fn to_init(self) -> Change {
         Change {
             partition_index: Some(0),
             port: Some(1),
@@ -64,7 +64,7 @@ impl Terms {
         }
     }
 
-    pub fn to_rtr(&self, end: usize) -> Change {
+    pub fn to_rtr(self, end: usize) -> Change {
         let peer = SocketAddr::from(([10, 0, 0, 1], 4791));
         Change {
             path: Some(Path { peer, traffic_class: 0, hop_limit: 64, flow_label: 1 }),
@@ -77,7 +77,7 @@ impl Terms {
         }
     }
 
-    pub fn to_rts(&self, end: usize) -> Change {
+    pub fn to_rts(self, end: usize) -> Change {
         Change {
             send_psn: Some(Psn::new(self.psn[end])),
             timeout: Some(self.timeout),
@@ -95,7 +95,7 @@ impl Terms {
     }
 
     /// How long the asking end waits for an answer.
-    pub fn patience(&self) -> Duration {
+    pub fn patience(self) -> Duration {
         Duration::from_nanos(4096 << self.timeout)
     }
 }
