@@ -301,3 +301,45 @@ fn every_reason_for_dropping_has_a_name_of_its_own() {
     let names: std::collections::BTreeSet<_> = Drop::ALL.iter().map(|drop| drop.name()).collect();
     assert_eq!(names.len(), Drop::COUNT);
 }
+
+#[test]
+fn reads_under_way_survive_a_change_of_how_many_there_may_be() {
+    for kept in [1, 2, 3, 8, 128] {
+        let mut pair = Pair::with_receives(Terms::default(), 1);
+        pair.post(A, 0, Op::Send, 10);
+        pair.post(A, 1, Op::Read(PLACE), 3 * MTU);
+        let request = pair.pass(A)[1];
+        pair.send(B).unwrap();
+        modify(&mut pair, B, &Change::to(State::Sqd));
+        let change = Change { max_dest_rd_atomic: Some(kept), ..Change::to(State::Sqd) };
+        modify(&mut pair, B, &change);
+        assert_eq!(pair.send_all(B).len(), 2, "the rest of the answer");
+        assert_eq!(pair.arrive(B, &request), Err(Drop::Duplicate));
+        assert_eq!(pair.pass(B).len(), 3, "its record is still there");
+        assert_eq!(pair.ends[A].sent, [(0, Success), (1, Success)]);
+    }
+}
+
+#[test]
+fn a_read_in_pieces_that_was_begun_is_finished_while_draining() {
+    let options = Options { read_chunk: 2, ..Options::default() };
+    let mut pair = Pair::with(Terms { options, max_rd_atomic: 1, ..Terms::default() });
+    pair.post(A, 0, Op::Read(PLACE), 6 * MTU);
+    pair.post(A, 1, Op::Read(PLACE), 6 * MTU);
+    pair.pass(A);
+    modify(&mut pair, A, &drain());
+    pair.exchange();
+    assert_eq!(pair.ends[A].sent, [(0, Success)]);
+    assert_eq!(pair.ends[A].notices, [Notice::Drained]);
+}
+
+#[test]
+fn an_end_that_failed_on_its_own_is_silent_and_its_peer_gives_up() {
+    let mut pair = Pair::with_receives(Terms::default(), 1);
+    modify(&mut pair, B, &Change::to(State::Err));
+    pair.post(A, 0, Op::Send, 10);
+    pair.run();
+    assert_eq!(pair.ends[A].sent, [(0, Status::RetryExceeded)]);
+    assert_eq!(pair.ends[B].qp.stats().packets_sent, 0);
+    assert_eq!(pair.ends[B].dropped(Drop::State), 4);
+}

@@ -257,3 +257,14 @@ fn packets_lost_but_once_each_do_no_harm() {
         pair.assert_all_succeed(4);
     }
 }
+
+#[test]
+fn progress_gives_the_tries_for_receives_back_too() {
+    let mut pair = Pair::with(Terms { rnr_retry: 1, ..Terms::default() });
+    for id in 0..4 {
+        pair.post(A, id, Op::Send, 10);
+        pair.exchange(); // takes the only try
+        pair.ends[B].host.add_receive(id, 10);
+        pair.assert_all_succeed(id + 1);
+    }
+}
