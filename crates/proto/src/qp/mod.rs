@@ -292,7 +292,7 @@ impl Qp {
             self.asking.timeout = (code != 0).then(|| Duration::from_nanos(4096 * units));
         }
         if let Some(records) = change.max_dest_rd_atomic {
-            self.responder.saved = saved::SavedRing::new(records);
+            self.responder.saved = self.responder.saved.resized(records);
         }
         if let Some(psn) = change.receive_psn {
             self.responder.expected = psn;

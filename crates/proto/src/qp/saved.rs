@@ -68,6 +68,20 @@ impl SavedRing {
         Self { records, limit: u32::from(capacity), end: 0, pending: 0 }
     }
 
+    /// A ring of that many records with the newest of this one: the peer may be in the midst of reading.
+    pub(super) fn resized(&self, capacity: u8) -> Self {
+        let mut ring = Self { end: self.end, ..Self::new(capacity) };
+        let kept = ring.limit.min(self.limit);
+        for back in 1..=kept {
+            let position = self.end.wrapping_sub(back);
+            let place = ring.place(position);
+            ring.records[place] = self.records[self.place(position)];
+        }
+        ring.pending = self.end.wrapping_sub(kept);
+        ring.skip_done();
+        ring
+    }
+
     pub(super) fn footprint(&self) -> usize {
         size_of_val(&*self.records)
     }
