@@ -187,3 +187,18 @@ fn a_sequence_refusal_does_not_acknowledge_a_read() {
     assert_eq!(pair.ends[A].sent, []);
     assert_eq!(psns(&pair.send_all(A)), [0x100, 0x102, 0x103]);
 }
+
+#[test]
+fn after_a_timeout_a_missing_answer_makes_us_go_back_again() {
+    let mut pair = Pair::new();
+    pair.post(A, 0, Op::Read(PLACE), 10);
+    pair.post(A, 1, Op::Write(PLACE), 10);
+    pair.send_all(A);
+    for missed in 1..3 {
+        assert_eq!(pair.tell_ack(0x101, Syndrome::ACK), Err(Drop::ResponseGap));
+        assert_eq!(pair.ends[A].qp.stats().answers_missed, missed);
+        assert_eq!(psns(&pair.send_all(A)), [0x100, 0x101]);
+        pair.wait(pair.terms.patience());
+        pair.send_all(A);
+    }
+}

@@ -258,3 +258,14 @@ fn an_empty_read_that_comes_again_is_answered_again() {
     assert_eq!(opcodes(&answers), [Opcode::ReadResponseOnly]);
     assert_eq!(pair.ends[A].sent, [(0, Status::Success)]);
 }
+
+#[test]
+fn a_part_asked_for_again_does_not_shorten_an_answer_under_way() {
+    let mut pair = Pair::new();
+    pair.post(A, 0, Op::Read(PLACE), 4 * MTU);
+    let request = pair.pass(A)[0];
+    let mut answers = vec![pair.send(B).unwrap()];
+    assert_eq!(pair.arrive(B, &at_offset(&request, 0, MTU)), Err(Drop::Duplicate));
+    answers.extend(pair.send_all(B));
+    assert_eq!(psns(&answers), [0x100, 0x100, 0x101, 0x102, 0x103]);
+}

@@ -228,3 +228,15 @@ fn the_numbers_of_a_read_are_those_of_its_answers() {
     assert_eq!((psn(&packets[0]), psn(&packets[1])), (0x100, 0x104));
     assert_eq!(pair.ends[A].qp.positions().1, Psn::new(0x105));
 }
+
+#[test]
+fn an_acknowledgement_does_not_hide_what_was_thrown_away_behind_it() {
+    let mut pair = Pair::with_receives(Terms::default(), 2);
+    pair.post(A, 0, Op::Send, 10);
+    pair.post(A, 1, Op::Send, 10);
+    let packets = pair.send_all(A);
+    assert_eq!(pair.arrive(B, &packets[1]), Err(Drop::Gap));
+    assert_eq!(pair.arrive(B, &packets[0]), Ok(())); // asks for an acknowledgement
+    let told = pair.send_all(B);
+    assert_eq!((psn(&told[0]), syndrome(&told[0])), (0x101, SEQUENCE));
+}
