@@ -7,7 +7,7 @@ use super::{Arrived, Drop, Stats};
 use crate::psn::Psn;
 use crate::time::Instant;
 use crate::wire::ext::rnr_time;
-use crate::wire::{Extension, Headers, Nak, Opcode, Syndrome};
+use crate::wire::{Extension, Nak, Opcode, Syndrome};
 use core::time::Duration;
 
 /// How long to wait before asking again for data that the host has no place for now.
@@ -44,7 +44,7 @@ impl Requester {
         let before = self.unacked;
         let outcome = match (headers.opcode, headers.extension) {
             (Opcode::Acknowledge, Extension::Aeth(aeth)) => {
-                self.acknowledged(now, headers, aeth.syndrome, stats)
+                self.acknowledged(now, terms, headers.psn, aeth.syndrome, stats)
             }
             (Opcode::AtomicAcknowledge, Extension::AethAtomic(_, value)) => {
                 self.atomic_result(now, headers.psn, value, host, stats)
@@ -96,11 +96,11 @@ impl Requester {
     fn acknowledged(
         &mut self,
         now: Instant,
-        headers: &Headers,
+        terms: &Terms,
+        psn: Psn,
         syndrome: Syndrome,
         stats: &mut Stats,
     ) -> Outcome {
-        let psn = headers.psn;
         match syndrome {
             Syndrome::Ack(_) => match self.settle(psn.next()) {
                 true => Used,
@@ -115,6 +115,7 @@ impl Requester {
             }
             Syndrome::Nak(Nak::Sequence) => {
                 stats.sequence_naks_received += 1;
+                let before = self.unacked;
                 self.settle(psn);
                 self.missing_there()
             }

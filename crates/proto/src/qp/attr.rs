@@ -378,7 +378,7 @@ impl Change {
         let listed = TRANSITIONS.iter().find(|t| (t.service, t.from, t.to) == (service, from, to));
         let (required, optional) = match listed {
             Some(transition) => (transition.required, transition.optional),
-            None if always => (NONE, A::CURRENT_STATE),
+            None if always => (NONE, NONE),
             None => return Result::Err(Refused::NoSuchStep { from, to }),
         };
         let missing = required.without(set);

@@ -269,8 +269,8 @@ impl Responder {
         match opcode {
             O::SendFirst | O::SendOnly | O::SendOnlyImm | O::SendOnlyInvalidate => {
                 self.must_be_between_messages()?;
-                check_len(terms.mtu, opcode == O::SendFirst, true, len)?;
                 let receive = self.receive(host)?;
+                check_len(terms.mtu, opcode == O::SendFirst, true, len)?;
                 self.send_packet(headers, receive, 0, len, host)
             }
             O::SendMiddle | O::SendLast | O::SendLastImm | O::SendLastInvalidate => {
@@ -283,6 +283,9 @@ impl Responder {
             O::WriteFirst | O::WriteOnly | O::WriteOnlyImm => {
                 self.must_be_between_messages()?;
                 must_allow(terms.access, Access::REMOTE_WRITE)?;
+                if opcode == O::WriteOnlyImm {
+                    self.receive(host)?;
+                }
                 check_len(terms.mtu, opcode == O::WriteFirst, true, len)?;
                 let (Extension::Reth(reth) | Extension::RethImm(reth, _)) = extension else {
                     return Err(Stop::invalid());
@@ -294,6 +297,9 @@ impl Responder {
                     return Err(Stop::invalid());
                 };
                 must_allow(terms.access, Access::REMOTE_WRITE)?;
+                if opcode == O::WriteLastImm {
+                    self.receive(host)?;
+                }
                 check_len(terms.mtu, opcode == O::WriteMiddle, false, len)?;
                 self.write_packet(headers, (at, done, total), len, host)
             }

@@ -110,7 +110,9 @@ impl Ud {
                 (self.taken, self.receipt, self.notify_drained) = (None, None, false);
             }
             State::Err => self.fail(State::Err),
-            State::Sqd => self.notify_drained = change.notify_drained.unwrap_or(false),
+            State::Sqd if self.state == State::Rts => {
+                self.notify_drained = change.notify_drained.unwrap_or(false);
+            }
             _ => {}
         }
         self.qkey = change.qkey.unwrap_or(self.qkey);
@@ -177,7 +179,8 @@ impl Ud {
         let route = Target::Route { id: receive.id };
         let body = Target::Receive { id: receive.id, offset: GLOBAL_ROUTE_LEN };
         let mut status = Status::Success;
-        for (target, len) in [(route, GLOBAL_ROUTE_LEN), (body, len)] {
+        let parts = [(route, GLOBAL_ROUTE_LEN), (body, len)];
+        for (target, len) in parts.into_iter().filter(|(_, len)| *len > 0) {
             match host.place(target, len) {
                 Verdict::Yes => {}
                 Verdict::NotNow => return Err(Drop::Busy),

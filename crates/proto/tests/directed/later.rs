@@ -1,0 +1,107 @@
+//! A host that says "not now", at every place where it can: the operation is done once, afterwards.
+
+use warpwire_proto::qp::Verdict::{NotNow, Yes};
+use warpwire_proto::qp::{Op, Status};
+
+use crate::host::Call;
+use crate::pair::{A, B, MTU, PLACE, Pair, Terms, one_of_each};
+
+use Call::{
+    Execute, FetchRemote, FetchWork, Invalidate, MayAccess, PlaceReceive, PlaceRemote,
+    PlaceResponse, StoreResult, TakeReceive,
+};
+
+/// The calls that an operation leads to: at which end, and which.
+fn calls_of(op: Op) -> &'static [(usize, Call)] {
+    match op {
+        Op::Send | Op::SendImm(_) => &[(A, FetchWork), (B, TakeReceive), (B, PlaceReceive)],
+        Op::SendInvalidate(_) => &[(A, FetchWork), (B, TakeReceive), (B, Invalidate)],
+        Op::Write(_) => &[(A, FetchWork), (B, MayAccess), (B, PlaceRemote)],
+        Op::WriteImm(..) => &[(A, FetchWork), (B, TakeReceive), (B, MayAccess), (B, PlaceRemote)],
+        Op::Read(_) => &[(B, MayAccess), (B, FetchRemote), (A, PlaceResponse)],
+        Op::Atomic(..) => &[(B, MayAccess), (B, Execute), (A, StoreResult)],
+        Op::Local | Op::Bad(_) => &[],
+    }
+}
+
+/// Three works of one sort; `call` is answered "not now" `times` times after `yes` times "yes".
+fn run_with(op: Op, len: u32, (end, call): (usize, Call), yes: usize, times: usize) {
+    let terms = Terms { rnr_retry: 7, ..Terms::default() };
+    let mut pair = Pair::with_receives(terms, 3);
+    pair.ends[end].host.answer(call, vec![Yes; yes]);
+    pair.ends[end].host.answer(call, vec![NotNow; times]);
+    (0..3).for_each(|id| pair.post(A, id, op, len));
+    pair.assert_all_succeed(3);
+    let takes_receive =
+        matches!(op, Op::Send | Op::SendImm(_) | Op::SendInvalidate(_) | Op::WriteImm(..));
+    let receipts = if takes_receive { vec![0, 1, 2] } else { vec![] };
+    let wanted: Vec<_> = receipts.into_iter().map(|id| (id, Status::Success)).collect();
+    assert_eq!(pair.ends[B].receipts(), wanted, "{op:?} {call:?}");
+    let done: Vec<_> = pair.ends.iter().flat_map(|end| &end.host.done).collect();
+    let packets = (len / MTU).max(1) as usize;
+    let once = match op {
+        Op::SendInvalidate(_) => return check_invalidated(&pair, packets),
+        Op::Atomic(..) => 2 * 3, // executed there, stored here
+        _ => 3 * packets,
+    };
+    assert_eq!(done.len(), once, "{op:?} {call:?}: everything is done once: {done:?}");
+}
+
+/// The bytes before an invalidation that must wait may be placed again; the key goes once.
+fn check_invalidated(pair: &Pair, packets: usize) {
+    let is_key = |done: &&crate::host::Done| matches!(done, crate::host::Done::Invalidated(_));
+    assert_eq!(pair.ends[B].host.done.iter().filter(is_key).count(), 3);
+    assert!(pair.ends[B].host.done.len() >= 3 * (packets + 1));
+}
+
+#[test]
+fn an_operation_that_must_wait_at_any_call_is_done_once_afterwards() {
+    for packets in [1, 3] {
+        for (op, len) in one_of_each(packets) {
+            for &place in calls_of(op) {
+                for yes in 0..4 {
+                    for times in [1, 3] {
+                        run_with(op, len, place, yes, times);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_receive_is_taken_once_for_a_message_that_must_wait() {
+    for op in [Op::Send, Op::WriteImm(PLACE, 1)] {
+        let mut pair = Pair::with_receives(Terms { rnr_retry: 7, ..Terms::default() }, 2);
+        let call = if op == Op::Send { PlaceReceive } else { PlaceRemote };
+        pair.ends[B].host.answer(call, [NotNow; 5]);
+        pair.post(A, 0, op, 10);
+        pair.assert_all_succeed(1);
+        assert_eq!(pair.ends[B].host.times_asked(TakeReceive), 1);
+        assert_eq!(pair.ends[B].host.receives_left(), 1);
+    }
+}
+
+#[test]
+fn sending_pauses_until_the_next_poll_and_the_peer_notices_nothing() {
+    let mut pair = Pair::with_receives(Terms::default(), 1);
+    pair.ends[A].host.answer(FetchWork, [Yes, NotNow]);
+    pair.post(A, 0, Op::Send, 3 * MTU);
+    assert_eq!(pair.pass(A).len(), 1);
+    assert_eq!(pair.pass(A).len(), 2, "the next poll goes on");
+    pair.assert_all_succeed(1);
+    assert_eq!(pair.ends[A].qp.stats().resent, 0);
+}
+
+#[test]
+fn data_without_a_place_is_asked_for_again_after_a_pause() {
+    let mut pair = Pair::new();
+    pair.ends[A].host.answer(PlaceResponse, [Yes, NotNow]);
+    pair.post(A, 0, Op::Read(PLACE), 3 * MTU);
+    pair.pass(A);
+    let answers = pair.send_all(B);
+    let outcomes = pair.arrive_all(A, &answers);
+    assert_eq!(outcomes[..2], [Ok(()), Err(warpwire_proto::qp::Drop::Busy)]);
+    assert!(pair.next_deadline() > pair.now);
+    pair.assert_all_succeed(1);
+}

@@ -1,0 +1,345 @@
+//! States of a living queue pair: draining, starting over, and packets that no state takes.
+
+use warpwire_proto::qp::{
+    Access, Arrived, Change, Drop, Notice, Op, Options, PostError, Qp, State, Status, Work,
+};
+use warpwire_proto::wire::{Aeth, Deth, Extension, Headers, Opcode, Syndrome};
+use warpwire_proto::{Instant, Psn};
+
+use crate::host::Script;
+use crate::pair::{A, ADD, B, MTU, NUMBERS, PLACE, Pair, Terms, edited, one_of_each};
+
+use Status::{Flushed, Success};
+
+/// To `SQD`, with a notice when drained.
+fn drain() -> Change {
+    Change { notify_drained: Some(true), ..Change::to(State::Sqd) }
+}
+
+fn modify(pair: &mut Pair, end: usize, change: &Change) {
+    pair.ends[end].qp.modify(change).unwrap();
+    pair.ends[end].listen();
+}
+
+#[test]
+fn draining_finishes_what_was_begun_and_says_so_once() {
+    let options = Options { window: 2, ..Options::default() };
+    let mut pair = Pair::with_receives(Terms { options, ..Terms::default() }, 4);
+    pair.post(A, 0, Op::Send, 5 * MTU);
+    pair.post(A, 1, Op::Send, 10);
+    pair.pass(A);
+    modify(&mut pair, A, &drain());
+    assert_eq!(pair.ends[A].notices, []);
+    assert!(!pair.ends[A].qp.is_drained());
+    pair.post(A, 2, Op::Send, 10); // taken, but not begun
+    pair.exchange();
+    assert_eq!(pair.ends[A].sent, [(0, Success)], "the message that was begun, whole");
+    assert_eq!(pair.ends[A].notices, [Notice::Drained]);
+    assert!(pair.ends[A].qp.is_drained());
+    pair.exchange();
+    pair.ends[A].listen();
+    assert_eq!(pair.ends[A].notices, [Notice::Drained], "once");
+    modify(&mut pair, A, &Change::to(State::Rts));
+    pair.assert_all_succeed(3);
+    assert_eq!(pair.ends[A].notices, [Notice::Drained]);
+}
+
+#[test]
+fn an_idle_queue_is_drained_at_once_and_says_so_only_if_asked() {
+    let mut pair = Pair::new();
+    modify(&mut pair, A, &drain());
+    assert_eq!(pair.ends[A].notices, [Notice::Drained]);
+    modify(&mut pair, B, &Change::to(State::Sqd));
+    assert_eq!(pair.ends[B].notices, []);
+    modify(&mut pair, A, &Change::to(State::Rts));
+    modify(&mut pair, A, &drain());
+    assert_eq!(pair.ends[A].notices.len(), 2, "once for each draining");
+}
+
+#[test]
+fn a_draining_end_sends_again_what_was_lost_and_answers_its_peer() {
+    let mut pair = Pair::with_receives(Terms::default(), 2);
+    pair.post(A, 0, Op::Read(PLACE), 2 * MTU);
+    pair.send_all(A); // lost
+    modify(&mut pair, A, &drain());
+    modify(&mut pair, B, &drain());
+    pair.wait(pair.terms.patience());
+    pair.assert_all_succeed(1);
+    assert_eq!(pair.ends[A].notices, [Notice::Drained]);
+}
+
+#[test]
+fn attributes_set_while_drained_hold_afterwards() {
+    let mut pair = Pair::new();
+    modify(&mut pair, A, &drain());
+    let change = Change { timeout: Some(5), retry_count: Some(0), ..Change::to(State::Sqd) };
+    modify(&mut pair, A, &change);
+    modify(&mut pair, A, &Change::to(State::Rts));
+    pair.post(A, 0, Op::Send, 10);
+    pair.send_all(A);
+    assert_eq!(pair.next_deadline(), pair.now + core::time::Duration::from_nanos(4096 << 5));
+    pair.go_to(pair.next_deadline());
+    assert_eq!(pair.ends[A].sent, [(0, Status::RetryExceeded)]);
+}
+
+#[test]
+fn reset_forgets_everything_and_the_pair_can_be_brought_up_again() {
+    for op in [Op::Send, Op::Write(PLACE), Op::Read(PLACE)] {
+        let mut pair = Pair::with_receives(Terms::default(), 4);
+        let footprint = [A, B].map(|end| pair.ends[end].qp.footprint());
+        pair.post(A, 0, op, 3 * MTU);
+        pair.post(A, 1, op, 3 * MTU);
+        let packets = pair.send_all(A);
+        pair.arrive(B, &packets[0]).unwrap(); // in the middle of things
+        for end in [A, B] {
+            modify(&mut pair, end, &Change::to(State::Reset));
+            assert_eq!(pair.ends[end].qp.outstanding(), 0);
+            assert_eq!(pair.send_all(end), []);
+        }
+        assert_eq!(pair.next_deadline(), Instant::NEVER);
+        assert_eq!((&pair.ends[A].sent[..], pair.ends[B].receipts()), (&[][..], vec![]));
+        let terms = Terms { psn: [7, 9], ..Terms::default() };
+        for end in [A, B] {
+            terms.bring_up(&mut pair.ends[end].qp, end);
+        }
+        (0..128).for_each(|id| pair.post(A, id, Op::Write(PLACE), 10)); // its whole depth is there
+        pair.assert_all_succeed(128);
+        assert_eq!([A, B].map(|end| pair.ends[end].qp.footprint()), footprint);
+        assert_eq!(pair.ends[A].qp.positions().1, Psn::new(7 + 128));
+    }
+}
+
+#[test]
+fn a_failed_pair_can_be_brought_up_again() {
+    let mut pair = Pair::new();
+    pair.ends[B].host.answer(crate::host::Call::MayAccess, [warpwire_proto::qp::Verdict::Refused]);
+    pair.post(A, 0, Op::Write(PLACE), 10);
+    pair.exchange();
+    let terms = pair.terms;
+    for end in [A, B] {
+        assert_eq!(pair.ends[end].qp.state(), State::Err);
+        modify(&mut pair, end, &Change::to(State::Reset));
+        terms.bring_up(&mut pair.ends[end].qp, end);
+        pair.ends[end].sent.clear();
+    }
+    pair.post(A, 0, Op::Write(PLACE), 10);
+    pair.assert_all_succeed(1);
+}
+
+#[test]
+fn a_step_to_err_flushes_and_sends_nothing_more() {
+    let mut pair = Pair::with_receives(Terms::default(), 1);
+    pair.post(A, 0, Op::Send, 3 * MTU);
+    pair.send(A).unwrap();
+    pair.post(A, 1, Op::Send, 10);
+    modify(&mut pair, A, &Change::to(State::Err));
+    assert_eq!(pair.ends[A].sent, [(0, Flushed), (1, Flushed)]);
+    assert_eq!(pair.send_all(A), []);
+    assert_eq!(pair.next_deadline(), Instant::NEVER);
+    modify(&mut pair, A, &Change::to(State::Err)); // again, without effect
+    assert_eq!(pair.ends[A].sent.len(), 2);
+}
+
+/// A queue pair brought as far as that state.
+fn only_in(state: State) -> Qp {
+    let terms = Terms::default();
+    let mut qp = Qp::new(NUMBERS[B], terms.options);
+    let way = [terms.to_init(), terms.to_rtr(B), terms.to_rts(B)];
+    let steps = match state {
+        State::Reset => 0,
+        State::Init => 1,
+        State::Rtr => 2,
+        _ => 3,
+    };
+    way[..steps].iter().for_each(|change| qp.modify(change).unwrap());
+    if qp.state() != state {
+        qp.modify(&Change::to(state)).unwrap();
+    }
+    qp
+}
+
+#[test]
+fn packets_are_dropped_and_counted_in_states_that_take_none() {
+    let aeth = Extension::Aeth(Aeth { syndrome: Syndrome::ACK, msn: 0 });
+    let ack = Headers::new(Opcode::Acknowledge, NUMBERS[B], Psn::new(0x4ff), aeth);
+    let request = Headers::new(Opcode::SendOnly, NUMBERS[B], Psn::new(0x100), Extension::None);
+    let cnp = Headers::new(Opcode::CongestionNotification, 1, Psn::new(0), Extension::Cnp);
+    for (state, headers) in [
+        (State::Reset, request),
+        (State::Init, request),
+        (State::Err, request),
+        (State::Reset, ack),
+        (State::Init, ack),
+        (State::Rtr, ack),
+        (State::Err, ack),
+        (State::Reset, cnp),
+        (State::Init, cnp),
+        (State::Err, cnp),
+    ] {
+        let mut qp = only_in(state);
+        let mut host = Script::default();
+        host.add_receive(0, 100);
+        let arrived = Arrived { headers, payload_len: 10, marked: true };
+        let outcome = qp.handle_packet(Instant::default(), &arrived, &mut host);
+        assert_eq!(outcome, Err(Drop::State), "{state} {headers:?}");
+        assert_eq!(qp.stats().dropped(Drop::State), 1);
+        assert_eq!(qp.stats().drops.iter().sum::<u64>(), 1, "counted once");
+        assert_eq!(qp.stats().packets_received, 1);
+        assert_eq!(host.receives_left(), 1);
+        if state != State::Rtr {
+            assert_eq!(qp.poll_transmit(Instant::default(), &mut host), None);
+        }
+    }
+}
+
+#[test]
+fn work_is_taken_when_sending_is_possible_and_flushed_after_failure() {
+    for (state, taken) in [
+        (State::Reset, false),
+        (State::Init, false),
+        (State::Rtr, false),
+        (State::Rts, true),
+        (State::Sqd, true),
+        (State::Err, true),
+    ] {
+        let mut qp = only_in(state);
+        let wanted = if taken { Ok(()) } else { Err(PostError::State(state)) };
+        assert_eq!(qp.post(Work::new(0, Op::Send, 1)), wanted);
+        assert_eq!(qp.poll_event().is_some(), state == State::Err);
+    }
+}
+
+#[test]
+fn a_packet_of_another_partition_is_dropped_but_a_limited_member_is_not() {
+    for (partition, outcome) in [
+        (0xffff, Ok(())),
+        (0x7fff, Ok(())),
+        (0xfffe, Err(Drop::Partition)),
+        (0, Err(Drop::Partition)),
+    ] {
+        let mut pair = Pair::with_receives(Terms::default(), 1);
+        pair.post(A, 0, Op::Send, 10);
+        let packet = pair.send(A).unwrap();
+        let foreign = edited(&packet, |headers| headers.partition = partition);
+        assert_eq!(pair.arrive(B, &foreign), outcome);
+        assert_eq!(pair.ends[B].dropped(Drop::Partition), u64::from(outcome.is_err()));
+        pair.wait(pair.terms.patience()); // what was passed over did no harm
+        pair.assert_all_succeed(1);
+    }
+}
+
+#[test]
+fn packets_of_other_services_are_dropped() {
+    let mut pair = Pair::with_receives(Terms::default(), 1);
+    let deth = Deth { qkey: 0, source_qp: 1 };
+    for (opcode, extension) in [
+        (Opcode::UdSendOnly, Extension::Deth(deth)),
+        (Opcode::UdSendOnlyImm, Extension::DethImm(deth, 1)),
+        (Opcode::Unknown(0x1c), Extension::None),
+        (Opcode::Unknown(0xff), Extension::None),
+    ] {
+        pair.number = Psn::new(0x100);
+        assert_eq!(pair.ask(opcode, extension, 10), Err(Drop::Service));
+    }
+    assert_eq!(pair.ends[B].dropped(Drop::Service), 4);
+    assert_eq!(pair.send_all(B), []);
+    assert_eq!(pair.ends[B].host.receives_left(), 1);
+}
+
+#[test]
+fn the_first_request_before_we_may_send_says_established_once() {
+    let terms = Terms::default();
+    let mut pair = Pair::with_receives(terms, 4);
+    modify(&mut pair, B, &Change::to(State::Reset));
+    modify(&mut pair, B, &terms.to_init());
+    modify(&mut pair, B, &terms.to_rtr(B));
+    (0..3).for_each(|id| pair.post(A, id, Op::Send, 10));
+    pair.assert_all_succeed(3); // answers go out in RTR
+    assert_eq!(pair.ends[B].notices, [Notice::Established]);
+    modify(&mut pair, B, &terms.to_rts(B));
+    pair.post(A, 3, Op::Send, 10);
+    pair.run();
+    assert_eq!(pair.ends[B].notices, [Notice::Established]);
+}
+
+#[test]
+fn after_the_step_to_rts_nothing_is_said_of_the_first_request() {
+    let mut pair = Pair::with_receives(Terms::default(), 1);
+    pair.post(A, 0, Op::Send, 10);
+    pair.assert_all_succeed(1);
+    assert_eq!(pair.ends[B].notices, []);
+}
+
+#[test]
+fn access_changed_while_running_holds_for_the_next_request() {
+    let mut pair = Pair::new();
+    pair.post(A, 0, Op::Write(PLACE), 10);
+    pair.assert_all_succeed(1);
+    let change = Change { access: Some(Access::REMOTE_READ), ..Change::to(State::Rts) };
+    modify(&mut pair, B, &change);
+    pair.ends[A].sent.clear();
+    pair.post(A, 1, Op::Read(PLACE), 10);
+    pair.post(A, 2, Op::Atomic(PLACE, ADD), 8);
+    pair.exchange();
+    assert_eq!(pair.ends[A].sent, [(1, Success), (2, Status::RemoteInvalidRequest)]);
+}
+
+#[test]
+fn both_ends_may_do_everything_at_once() {
+    let mut pair = Pair::with_receives(Terms::default(), 8);
+    (0..8).for_each(|id| pair.ends[A].host.add_receive(id, 1 << 20));
+    for (id, (op, len)) in (0..).zip(one_of_each(5)) {
+        pair.post(A, id, op, len);
+        pair.post(B, id, op, len);
+    }
+    pair.assert_all_succeed(8);
+    assert_eq!(pair.ends[B].sent, pair.ends[A].sent);
+}
+
+#[test]
+fn every_reason_for_dropping_has_a_name_of_its_own() {
+    let names: std::collections::BTreeSet<_> = Drop::ALL.iter().map(|drop| drop.name()).collect();
+    assert_eq!(names.len(), Drop::COUNT);
+}
+
+#[test]
+fn reads_under_way_survive_a_change_of_how_many_there_may_be() {
+    for kept in [1, 2, 3, 8, 128] {
+        let mut pair = Pair::with_receives(Terms::default(), 1);
+        pair.post(A, 0, Op::Send, 10);
+        pair.post(A, 1, Op::Read(PLACE), 3 * MTU);
+        let request = pair.pass(A)[1];
+        pair.send(B).unwrap();
+        modify(&mut pair, B, &Change::to(State::Sqd));
+        let change = Change { max_dest_rd_atomic: Some(kept), ..Change::to(State::Sqd) };
+        modify(&mut pair, B, &change);
+        assert_eq!(pair.send_all(B).len(), 2, "the rest of the answer");
+        assert_eq!(pair.arrive(B, &request), Err(Drop::Duplicate));
+        assert_eq!(pair.pass(B).len(), 3, "its record is still there");
+        assert_eq!(pair.ends[A].sent, [(0, Success), (1, Success)]);
+    }
+}
+
+#[test]
+fn a_read_in_pieces_that_was_begun_is_finished_while_draining() {
+    let options = Options { read_chunk: 2, ..Options::default() };
+    let mut pair = Pair::with(Terms { options, max_rd_atomic: 1, ..Terms::default() });
+    pair.post(A, 0, Op::Read(PLACE), 6 * MTU);
+    pair.post(A, 1, Op::Read(PLACE), 6 * MTU);
+    pair.pass(A);
+    modify(&mut pair, A, &drain());
+    pair.exchange();
+    assert_eq!(pair.ends[A].sent, [(0, Success)]);
+    assert_eq!(pair.ends[A].notices, [Notice::Drained]);
+}
+
+#[test]
+fn an_end_that_failed_on_its_own_is_silent_and_its_peer_gives_up() {
+    let mut pair = Pair::with_receives(Terms::default(), 1);
+    modify(&mut pair, B, &Change::to(State::Err));
+    pair.post(A, 0, Op::Send, 10);
+    pair.run();
+    assert_eq!(pair.ends[A].sent, [(0, Status::RetryExceeded)]);
+    assert_eq!(pair.ends[B].qp.stats().packets_sent, 0);
+    assert_eq!(pair.ends[B].dropped(Drop::State), 4);
+}

@@ -1,0 +1,319 @@
+//! The table of steps, checked against a table of its own.
+
+use warpwire_proto::Psn;
+use warpwire_proto::qp::attr::Attributes as Set;
+use warpwire_proto::qp::{Change, Mtu, Options, Path, Qp, Refused, Service, State, Ud};
+
+use crate::pair::{A, Terms};
+
+use Service::{Rc, Ud as Dgram};
+use State::{Err as Error, Init, Reset, Rtr, Rts, Sqd, Sqe};
+
+const STATES: [State; 7] = [Reset, Init, Rtr, Rts, Sqd, Sqe, Error];
+
+const ALL: [Set; 17] = [
+    Set::CURRENT_STATE,
+    Set::PARTITION_INDEX,
+    Set::PORT,
+    Set::ACCESS,
+    Set::QKEY,
+    Set::PATH,
+    Set::MTU,
+    Set::DESTINATION,
+    Set::RECEIVE_PSN,
+    Set::MAX_DEST_RD_ATOMIC,
+    Set::MIN_RNR_TIMER,
+    Set::SEND_PSN,
+    Set::TIMEOUT,
+    Set::RETRY_COUNT,
+    Set::RNR_RETRY,
+    Set::MAX_RD_ATOMIC,
+    Set::NOTIFY_DRAINED,
+];
+
+/// A row: service, from, to, required, optional.
+type Row = (Service, State, State, &'static [Set], &'static [Set]);
+
+const RC_RUNNING: &[Set] = &[Set::CURRENT_STATE, Set::ACCESS, Set::MIN_RNR_TIMER];
+const UD_RUNNING: &[Set] = &[Set::CURRENT_STATE, Set::QKEY];
+
+/// Part D1 of the facts, without alternate paths, and the usual table of datagram queue pairs.
+const ROWS: &[Row] = &[
+    (Rc, Reset, Init, &[Set::PARTITION_INDEX, Set::PORT, Set::ACCESS], &[]),
+    (Rc, Init, Init, &[], &[Set::PARTITION_INDEX, Set::PORT, Set::ACCESS]),
+    (
+        Rc,
+        Init,
+        Rtr,
+        &[
+            Set::PATH,
+            Set::MTU,
+            Set::DESTINATION,
+            Set::RECEIVE_PSN,
+            Set::MAX_DEST_RD_ATOMIC,
+            Set::MIN_RNR_TIMER,
+        ],
+        &[Set::ACCESS, Set::PARTITION_INDEX],
+    ),
+    (
+        Rc,
+        Rtr,
+        Rts,
+        &[Set::SEND_PSN, Set::TIMEOUT, Set::RETRY_COUNT, Set::RNR_RETRY, Set::MAX_RD_ATOMIC],
+        RC_RUNNING,
+    ),
+    (Rc, Rts, Rts, &[], RC_RUNNING),
+    (Rc, Rts, Sqd, &[], &[Set::NOTIFY_DRAINED]),
+    (
+        Rc,
+        Sqd,
+        Sqd,
+        &[],
+        &[
+            Set::PORT,
+            Set::PATH,
+            Set::TIMEOUT,
+            Set::RETRY_COUNT,
+            Set::RNR_RETRY,
+            Set::MAX_RD_ATOMIC,
+            Set::MAX_DEST_RD_ATOMIC,
+            Set::ACCESS,
+            Set::PARTITION_INDEX,
+            Set::MIN_RNR_TIMER,
+        ],
+    ),
+    (Rc, Sqd, Rts, &[], RC_RUNNING),
+    (Dgram, Reset, Init, &[Set::PARTITION_INDEX, Set::PORT, Set::QKEY], &[]),
+    (Dgram, Init, Init, &[], &[Set::PARTITION_INDEX, Set::PORT, Set::QKEY]),
+    (Dgram, Init, Rtr, &[], &[Set::PARTITION_INDEX, Set::QKEY]),
+    (Dgram, Rtr, Rts, &[Set::SEND_PSN], UD_RUNNING),
+    (Dgram, Rts, Rts, &[], UD_RUNNING),
+    (Dgram, Rts, Sqd, &[], &[Set::NOTIFY_DRAINED]),
+    (Dgram, Sqd, Sqd, &[], &[Set::PARTITION_INDEX, Set::QKEY]),
+    (Dgram, Sqd, Rts, &[], UD_RUNNING),
+    (Dgram, Sqe, Rts, &[], UD_RUNNING),
+];
+
+fn row(service: Service, from: State, to: State) -> Option<Row> {
+    let listed = ROWS.iter().copied().find(|row| (row.0, row.1, row.2) == (service, from, to));
+    let always = to == Reset || to == Error && from != Reset;
+    listed.or(always.then_some((service, from, to, &[], &[])))
+}
+
+/// Sets that attribute to a value that it can have.
+fn set(change: &mut Change, attribute: Set, from: State) {
+    let good = Terms::default();
+    let (init, rtr, rts) = (good.to_init(), good.to_rtr(A), good.to_rts(A));
+    match attribute {
+        Set::CURRENT_STATE => change.current_state = Some(from),
+        Set::PARTITION_INDEX => change.partition_index = init.partition_index,
+        Set::PORT => change.port = init.port,
+        Set::ACCESS => change.access = init.access,
+        Set::QKEY => change.qkey = Some(7),
+        Set::PATH => change.path = rtr.path,
+        Set::MTU => change.mtu = rtr.mtu,
+        Set::DESTINATION => change.destination = rtr.destination,
+        Set::RECEIVE_PSN => change.receive_psn = rtr.receive_psn,
+        Set::MAX_DEST_RD_ATOMIC => change.max_dest_rd_atomic = rtr.max_dest_rd_atomic,
+        Set::MIN_RNR_TIMER => change.min_rnr_timer = rtr.min_rnr_timer,
+        Set::SEND_PSN => change.send_psn = rts.send_psn,
+        Set::TIMEOUT => change.timeout = rts.timeout,
+        Set::RETRY_COUNT => change.retry_count = rts.retry_count,
+        Set::RNR_RETRY => change.rnr_retry = rts.rnr_retry,
+        Set::MAX_RD_ATOMIC => change.max_rd_atomic = rts.max_rd_atomic,
+        Set::NOTIFY_DRAINED => change.notify_drained = Some(true),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn change(from: State, to: State, attributes: &[Set]) -> Change {
+    let mut change = Change::to(to);
+    attributes.iter().for_each(|attribute| set(&mut change, *attribute, from));
+    change
+}
+
+/// Either sort of queue pair.
+enum Either {
+    Rc(Box<Qp>),
+    Ud(Box<Ud>),
+}
+
+impl Either {
+    fn modify(&mut self, change: &Change) -> Result<(), Refused> {
+        match self {
+            Self::Rc(qp) => qp.modify(change),
+            Self::Ud(ud) => ud.modify(change),
+        }
+    }
+
+    fn state(&self) -> State {
+        match self {
+            Self::Rc(qp) => qp.state(),
+            Self::Ud(ud) => ud.state(),
+        }
+    }
+
+    fn everything(&self) -> String {
+        match self {
+            Self::Rc(qp) => format!("{qp:?}"),
+            Self::Ud(ud) => format!("{ud:?}"),
+        }
+    }
+
+    /// In that state, by the usual way; none if a queue pair of that sort is never in it.
+    fn in_state(service: Service, state: State) -> Option<Self> {
+        let mut qp = match service {
+            Rc if state == Sqe => return None,
+            Rc => Self::Rc(Box::new(Qp::new(1, Options::default()))),
+            Dgram => Self::Ud(Box::new(Ud::new(1, Mtu::new(256).unwrap(), 4))),
+        };
+        let way: &[State] = match state {
+            Reset => &[],
+            Init => &[Init],
+            Rtr => &[Init, Rtr],
+            Rts | Sqe => &[Init, Rtr, Rts],
+            Sqd => &[Init, Rtr, Rts, Sqd],
+            Error => &[Init, Error],
+        };
+        for to in way {
+            let from = qp.state();
+            let required = row(service, from, *to).unwrap().3;
+            qp.modify(&change(from, *to, required)).unwrap();
+        }
+        if let (Self::Ud(ud), Sqe) = (&mut qp, state) {
+            crate::datagram::break_send_queue(ud);
+        }
+        assert_eq!(qp.state(), state);
+        Some(qp)
+    }
+
+    #[track_caller]
+    fn must_refuse(&mut self, change: &Change) -> Refused {
+        let before = self.everything();
+        let refused = self.modify(change).expect_err("it must be refused");
+        assert_eq!(self.everything(), before, "a refused step changes nothing");
+        refused
+    }
+}
+
+fn every_pair(mut check: impl FnMut(Service, State, State, Either)) {
+    for service in [Rc, Dgram] {
+        for from in STATES {
+            for to in STATES {
+                if let Some(qp) = Either::in_state(service, from) {
+                    check(service, from, to, qp);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_step_is_in_the_table_or_refused() {
+    every_pair(|service, from, to, mut qp| match row(service, from, to) {
+        Some((.., required, optional)) => {
+            let all = [required, optional].concat();
+            qp.modify(&change(from, to, &all)).unwrap();
+            assert_eq!(qp.state(), to);
+        }
+        None => {
+            let refused = qp.must_refuse(&Change::to(to));
+            assert_eq!(refused, Refused::NoSuchStep { from, to });
+            assert_eq!(refused.to_string(), format!("there is no step from {from} to {to}"));
+        }
+    });
+}
+
+#[test]
+fn a_connected_queue_pair_never_enters_or_leaves_sqe() {
+    for state in STATES {
+        let into = Change::to(Sqe).check(Rc, state);
+        assert_eq!(into, Err(Refused::NoSuchStep { from: state, to: Sqe }));
+    }
+    for to in [Init, Rtr, Rts, Sqd] {
+        assert!(Change::to(to).check(Rc, Sqe).is_err());
+    }
+}
+
+#[test]
+fn a_missing_attribute_is_refused_and_named() {
+    for &(service, from, to, required, _) in ROWS {
+        for missing in required {
+            let Some(mut qp) = Either::in_state(service, from) else { continue };
+            let others: Vec<_> = required.iter().copied().filter(|one| one != missing).collect();
+            let refused = qp.must_refuse(&change(from, to, &others));
+            assert_eq!(refused, Refused::Missing { from, to, missing: *missing });
+            assert!(refused.to_string().ends_with(&format!("also needs {missing}")), "{refused}");
+        }
+    }
+}
+
+#[test]
+fn an_attribute_that_a_step_does_not_take_is_refused_and_named() {
+    every_pair(|service, from, to, mut qp| {
+        let Some((.., required, optional)) = row(service, from, to) else { return };
+        let known = [required, optional].concat();
+        for extra in ALL.into_iter().filter(|one| !known.contains(one)) {
+            let refused = qp.must_refuse(&change(from, to, &[required, &[extra]].concat()));
+            assert_eq!(refused, Refused::NotAllowed { from, to, extra });
+            assert!(refused.to_string().ends_with(&format!("does not take {extra}")), "{refused}");
+        }
+    });
+}
+
+#[test]
+fn optional_attributes_may_come_alone() {
+    for &(service, from, to, required, optional) in ROWS {
+        for one in optional {
+            let mut qp = Either::in_state(service, from).unwrap();
+            qp.modify(&change(from, to, &[required, &[*one]].concat())).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_wrong_belief_about_the_state_is_refused() {
+    for (service, from) in [(Rc, Rtr), (Rc, Rts), (Rc, Sqd), (Dgram, Rts), (Dgram, Sqe)] {
+        let mut qp = Either::in_state(service, from).unwrap();
+        let (.., required, _) = row(service, from, Rts).unwrap();
+        let wrong = Change { current_state: Some(Init), ..change(from, Rts, required) };
+        let refused = qp.must_refuse(&wrong);
+        assert_eq!(refused, Refused::OtherState { believed: Init, actual: from });
+        assert_eq!(refused.to_string(), format!("the queue pair is in {from}, not in INIT"));
+        qp.modify(&Change { current_state: Some(from), ..wrong }).unwrap();
+    }
+}
+
+#[test]
+fn a_value_that_cannot_be_is_refused() {
+    let good = Terms::default();
+    let (init, rtr, rts) = (good.to_init(), good.to_rtr(A), good.to_rts(A));
+    let far = Path { flow_label: 1 << 20, ..rtr.path.unwrap() };
+    let wrong = [
+        (Reset, Change { partition_index: Some(1), ..init }, Set::PARTITION_INDEX),
+        (Reset, Change { port: Some(0), ..init }, Set::PORT),
+        (Reset, Change { port: Some(2), ..init }, Set::PORT),
+        (Init, Change { destination: Some(1 << 24), ..rtr }, Set::DESTINATION),
+        (Init, Change { path: Some(far), ..rtr }, Set::PATH),
+        (Init, Change { max_dest_rd_atomic: Some(129), ..rtr }, Set::MAX_DEST_RD_ATOMIC),
+        (Init, Change { min_rnr_timer: Some(32), ..rtr }, Set::MIN_RNR_TIMER),
+        (Rtr, Change { timeout: Some(32), ..rts }, Set::TIMEOUT),
+        (Rtr, Change { retry_count: Some(8), ..rts }, Set::RETRY_COUNT),
+        (Rtr, Change { rnr_retry: Some(8), ..rts }, Set::RNR_RETRY),
+        (Rtr, Change { max_rd_atomic: Some(129), ..rts }, Set::MAX_RD_ATOMIC),
+    ];
+    for (from, change, attribute) in wrong {
+        let mut qp = Either::in_state(Rc, from).unwrap();
+        let refused = qp.must_refuse(&change);
+        assert!(matches!(refused, Refused::Value { attribute: of, .. } if of == attribute));
+        assert!(refused.to_string().starts_with(&format!("{attribute} must be ")), "{refused}");
+    }
+}
+
+#[test]
+fn sequence_numbers_are_cut_to_24_bits() {
+    let mut qp = Qp::new(1, Options::default());
+    let terms = Terms { psn: [0xab00_0001, 0xff12_3456], ..Terms::default() };
+    terms.bring_up(&mut qp, A);
+    assert_eq!(qp.positions(), (Psn::new(0x12_3456), Psn::new(1)));
+}
