@@ -44,7 +44,7 @@ impl Requester {
         let before = self.unacked;
         let outcome = match (headers.opcode, headers.extension) {
             (Opcode::Acknowledge, Extension::Aeth(aeth)) => {
-                self.acknowledged(now, terms, headers.psn, aeth.syndrome, stats)
+                self.acknowledged(now, headers.psn, aeth.syndrome, stats)
             }
             (Opcode::AtomicAcknowledge, Extension::AethAtomic(_, value)) => {
                 self.atomic_result(now, headers.psn, value, host, stats)
@@ -96,7 +96,6 @@ impl Requester {
     fn acknowledged(
         &mut self,
         now: Instant,
-        terms: &Terms,
         psn: Psn,
         syndrome: Syndrome,
         stats: &mut Stats,
@@ -115,7 +114,6 @@ impl Requester {
             }
             Syndrome::Nak(Nak::Sequence) => {
                 stats.sequence_naks_received += 1;
-                let before = self.unacked;
                 self.settle(psn);
                 self.missing_there()
             }

@@ -239,7 +239,10 @@ impl Responder {
                     let Asked::Read { at, len } = saved.asked else { return false };
                     let offset = terms.mtu.offset(index);
                     let same_place = at.forward(offset).address == reth.address;
-                    let fits = offset <= len && reth.len <= len - offset;
+                    // It may stop short of the end, but at the end of a packet: packets are whole.
+                    let whole = reth.len == terms.mtu.offset(terms.mtu.packets(reth.len));
+                    let left = len.wrapping_sub(offset);
+                    let fits = offset <= len && (reth.len == left || whole && reth.len < left);
                     at.key == reth.rkey && (same_place || len == 0) && fits
                 })
             }
@@ -341,6 +344,9 @@ impl Responder {
         if !goes_on && self.receipt.is_some() {
             return Err(Stop::Busy);
         }
+        if total > LONGEST {
+            return Err(Stop::invalid());
+        }
         if total > receive.capacity {
             return Err(Stop::too_long());
         }
@@ -379,10 +385,6 @@ impl Responder {
             return Err(Stop::invalid());
         }
         let at = Remote { address: reth.address, key: reth.rkey };
-        if headers.opcode == Opcode::WriteOnlyImm {
-            // Before the memory is judged: that is the order, and the peer's status depends on it.
-            self.receive(host)?;
-        }
         if reth.len > 0 {
             judge(host.may_access(Access::REMOTE_WRITE, at, reth.len), Stop::access)?;
         }

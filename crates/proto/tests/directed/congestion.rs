@@ -133,7 +133,6 @@ fn a_slowed_end_spaces_the_data_of_reads_too_and_still_acknowledges() {
 }
 
 #[test]
-#[ignore = "the facts do not say; two ends on a marking path would notify each other without end"]
 fn a_marked_notification_is_not_answered_with_another() {
     let mut pair = Pair::new();
     pair.post(A, 0, Op::Write(PLACE), 10);

@@ -116,7 +116,7 @@ impl Host for Script {
         self.act(Call::StoreResult, Done::Stored(id, value))
     }
 
-    fn may_fetch(&mut self, from: Source, _: u32) -> Verdict {
+    fn fetch(&mut self, from: Source, _: u32, _: usize) -> Verdict {
         self.next(match from {
             Source::Work { .. } => Call::FetchWork,
             Source::Remote(_) => Call::FetchRemote,

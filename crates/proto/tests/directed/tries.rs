@@ -79,26 +79,38 @@ fn progress_restarts_the_timer_and_gives_all_tries_back() {
 }
 
 #[test]
-fn sequence_refusals_count_as_tries() {
-    let mut pair = Pair::with(Terms { retry_count: 2, ..Terms::default() });
+fn a_sequence_refusal_takes_a_try() {
+    let mut pair = Pair::with(Terms { retry_count: 0, ..Terms::default() });
     pair.post(A, 0, Op::Send, 4 * MTU);
-    for _ in 0..2 {
-        pair.send_all(A);
-        pair.tell_ack(0x100, Syndrome::Nak(Nak::Sequence)).unwrap();
-        assert_eq!(pair.ends[A].sent, []);
-    }
     pair.send_all(A);
     pair.tell_ack(0x100, Syndrome::Nak(Nak::Sequence)).unwrap();
     assert_eq!(pair.ends[A].sent, [(0, Status::RetryExceeded)]);
 }
 
 #[test]
+fn a_place_that_is_refused_without_end_fails_by_the_timer() {
+    let mut pair = Pair::with(Terms { retry_count: 2, ..Terms::default() });
+    pair.post(A, 0, Op::Send, 4 * MTU);
+    pair.send_all(A);
+    let (start, patience) = (pair.now, pair.terms.patience());
+    // What the network repeats must not cost tries; but it must not keep us trying for ever either.
+    while pair.ends[A].sent.is_empty() {
+        assert!(pair.now < start + patience * 4, "the timer runs on");
+        let _ = pair.tell_ack(0x100, Syndrome::Nak(Nak::Sequence));
+        pair.send_all(A);
+        pair.wait(patience / 5);
+    }
+    assert_eq!(pair.ends[A].sent, [(0, Status::RetryExceeded)]);
+    assert!(pair.now > start + patience, "it did try");
+}
+
+#[test]
 fn a_sequence_refusal_that_shows_progress_gives_the_tries_back_first() {
-    let mut pair = Pair::with(Terms { retry_count: 1, ..Terms::default() });
+    let mut pair = Pair::with(Terms { retry_count: 2, ..Terms::default() });
     pair.post(A, 0, Op::Send, 4 * MTU);
     for lost in 1..4 {
         pair.send_all(A);
-        pair.wait(pair.terms.patience()); // takes the only try
+        pair.wait(pair.terms.patience()); // takes the last try but for the first time
         pair.send_all(A);
         pair.tell_ack(0x100 + lost, Syndrome::Nak(Nak::Sequence)).unwrap();
         assert_eq!(pair.ends[A].sent, [], "the packets before it got through");
