@@ -169,7 +169,6 @@ impl<T> Drop for Inside<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
 
     #[test]
@@ -190,13 +189,11 @@ mod tests {
     fn nobody_is_inside_when_the_content_comes_out() {
         /// Says so when it is used after it was taken.
         struct Guarded(AtomicBool);
-        let gate = Arc::new(Gate::closed(0));
-        let stop = Arc::new(AtomicBool::new(false));
-        let users: Vec<_> = (0..3)
-            .map(|_| {
-                let (gate, stop) = (gate.clone(), stop.clone());
-                std::thread::spawn(move || {
-                    let mut uses = 0u64;
+        let (gate, stop) = (Gate::closed(0), AtomicBool::new(false));
+        let uses = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
                     while !stop.load(Ordering::Relaxed) {
                         if let Ok(inside) = gate.enter(|_| true) {
                             let inside: &Guarded = &inside;
@@ -206,23 +203,22 @@ mod tests {
                                     "used after it was taken"
                                 );
                             }
-                            uses += 1;
+                            uses.fetch_add(1, Ordering::Relaxed);
                         }
                     }
-                    uses
-                })
-            })
-            .collect();
-        for round in 0..3000 {
-            assert!(gate.open(round, Guarded(AtomicBool::new(true))).is_ok());
-            if round % 16 == 0 {
-                std::thread::yield_now();
+                });
             }
-            let taken = gate.close(round).unwrap();
-            taken.0.store(false, Ordering::Relaxed);
-        }
-        stop.store(true, Ordering::Relaxed);
-        let uses: u64 = users.into_iter().map(|user| user.join().unwrap()).sum();
-        assert!(uses > 0);
+            for round in 0..3000 {
+                let before = uses.load(Ordering::Relaxed);
+                assert!(gate.open(round, Guarded(AtomicBool::new(true))).is_ok());
+                // Now and then until somebody is in, else at once.
+                while round % 16 == 0 && uses.load(Ordering::Relaxed) == before {
+                    std::thread::yield_now();
+                }
+                let taken = gate.close(round).unwrap();
+                taken.0.store(false, Ordering::Relaxed);
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
     }
 }

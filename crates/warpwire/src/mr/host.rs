@@ -152,7 +152,8 @@ enum Hold {
     },
 }
 
-// SAFETY: the range is accessed through SharedBytes only, whose accesses may come from any thread.
+// SAFETY: the range is accessed through SharedBytes only, whose accesses may come from any thread; what is
+// held may go to any thread by itself.
 unsafe impl Send for HostRange {}
 // SAFETY: as above.
 unsafe impl Sync for HostRange {}

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::error::Kind;
 use crate::mem::sim::{POISON, Sim, SimConfig};
-use crate::mem::{Allocation, Device};
+use crate::mem::{Agent, Allocation, Device};
 use crate::mlx5::{Atomic, AtomicWidth};
 
 fn gpu() -> (Sim, Device) {
@@ -68,6 +68,24 @@ fn bytes_go_in_and_come_out_at_any_offset_and_length() {
                 assert_eq!(span.host_bytes().is_some(), mr.path() == Path::Host);
             }
         }
+    }
+}
+
+#[test]
+fn an_agent_carries_what_it_is_fastest_at() {
+    let (_, gpu) = gpu();
+    let agent = Agent::start(&gpu).unwrap();
+    let registry = Registry::new();
+    let pd = registry.pd();
+    let memory = Memory::from(gpu.alloc(1 << 20).unwrap().whole().unwrap()).with_agent(agent);
+    let mr = registry.register(&pd, memory, Some(0), Access::ALL).unwrap();
+    for len in [8u64, 4096, 65_536, 1 << 20] {
+        let data: Vec<u8> = (0..len).map(|at| (at * 31 + len) as u8).collect();
+        let span = registry.resolve(mr.rkey(), pd.id(), Access::REMOTE_WRITE, 0, len).unwrap();
+        span.scatter(0, &data).unwrap();
+        let mut back = vec![0; len as usize];
+        span.gather(0, &mut back).unwrap();
+        assert!(back == data, "{len}");
     }
 }
 
@@ -234,7 +252,9 @@ fn nobody_touches_memory_once_its_registration_has_ended() {
         for round in 0..2000u32 {
             let mr = registry.register(&pd, memory.clone(), Some(0), Access::ALL).unwrap();
             key.store(u64::from(mr.rkey()), Ordering::Relaxed);
-            if round % 8 == 0 {
+            // Now and then until somebody has found it, else at once.
+            let before = placed.load(Ordering::Relaxed);
+            while round % 8 == 0 && placed.load(Ordering::Relaxed) == before {
                 std::thread::yield_now();
             }
             mr.deregister();
@@ -246,7 +266,6 @@ fn nobody_touches_memory_once_its_registration_has_ended() {
         }
         stop.store(true, Ordering::Relaxed);
     });
-    assert!(placed.load(Ordering::Relaxed) > 0);
 }
 
 #[test]
@@ -373,43 +392,42 @@ fn memory_that_moves_shows_no_old_bytes() {
     let pd = registry.pd();
     let memory = gpu.alloc(64 << 10).unwrap();
     let mr = registry.register(&pd, memory.whole().unwrap(), Some(0), Access::ALL).unwrap();
-    let stop = AtomicBool::new(false);
+    let (stop, copied) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
-        let engines: Vec<_> = (0..2u64)
-            .map(|engine| {
-                let (registry, pd, mr, stop) = (&registry, &pd, &mr, &stop);
-                scope.spawn(move || {
-                    let (mut done, mut waits) = (0u64, 0u64);
-                    let at = engine * 1024;
-                    while !stop.load(Ordering::Relaxed) {
-                        let need = Access::REMOTE_WRITE;
-                        let write = [done as u8 & 0x7f; 512];
-                        let mut back = [0; 512];
-                        let outcome = registry.resolve(mr.rkey(), pd.id(), need, at, 512);
-                        match outcome.and_then(|span| {
-                            span.scatter(0, &write)?;
-                            span.gather(0, &mut back)
-                        }) {
-                            Ok(()) => {
-                                assert!(!back.contains(&POISON));
-                                assert_eq!(back, write);
-                                done += 1;
-                            }
-                            Err(Denied::Moving) => waits += 1,
-                            Err(other) => panic!("{other}"),
+        for engine in 0..2u64 {
+            let (registry, pd, mr, stop, copied) = (&registry, &pd, &mr, &stop, &copied);
+            scope.spawn(move || {
+                let mut done = 0u64;
+                let at = engine * 1024;
+                while !stop.load(Ordering::Relaxed) {
+                    let need = Access::REMOTE_WRITE;
+                    let write = [done as u8 & 0x7f; 512];
+                    let mut back = [0; 512];
+                    let outcome = registry.resolve(mr.rkey(), pd.id(), need, at, 512);
+                    match outcome.and_then(|span| {
+                        span.scatter(0, &write)?;
+                        span.gather(0, &mut back)
+                    }) {
+                        Ok(()) => {
+                            assert!(!back.contains(&POISON));
+                            assert_eq!(back, write);
+                            done += 1;
+                            copied.fetch_add(1, Ordering::Relaxed);
                         }
+                        Err(Denied::Moving) => std::hint::spin_loop(),
+                        Err(other) => panic!("{other}"),
                     }
-                    (done, waits)
-                })
-            })
-            .collect();
-        for _ in 0..300 {
+                }
+            });
+        }
+        for round in 0..300 {
+            let before = copied.load(Ordering::Relaxed);
+            while round % 4 == 0 && copied.load(Ordering::Relaxed) == before {
+                std::thread::yield_now();
+            }
             control.relocate(&memory).unwrap();
         }
         stop.store(true, Ordering::Relaxed);
-        for engine in engines {
-            assert!(engine.join().unwrap().0 > 0);
-        }
     });
     assert_eq!(mr.failure().map(|error| error.to_string()), None);
 }
@@ -451,9 +469,10 @@ fn size_does_not_count() {
         }
         start.elapsed()
     };
-    time(4096);
-    let (small, large) = (time(4096), time(1 << 36));
-    assert!(large < small * 10 + Duration::from_millis(5), "{small:?} {large:?}");
+    // The best of some, so that others at work on this machine do not count either.
+    let best = |len| (0..8).map(|_| time(len)).min().unwrap();
+    let (small, large) = (best(4096), best(1 << 36));
+    assert!(large < small * 4 + Duration::from_millis(1), "{small:?} {large:?}");
 }
 
 #[test]
