@@ -7,6 +7,7 @@
 //!
 //! ```text
 //! doctor    what this machine can do, what stops it, the fix; topology
+//! mr        protection domains, keys and registered memory: what work requests may touch
 //! mem       devices, memory, streams: the CUDA backend and the simulated GPU
 //! host      the machine as files: PCI, NUMA, drivers, NICs, limits
 //! mlx5      ConnectX's queue formats: work queue entries, completions, doorbells, as bytes
@@ -17,6 +18,7 @@ pub mod error;
 pub mod host;
 pub mod mem;
 pub mod mlx5;
+pub mod mr;
 pub mod units;
 
 pub use error::{Error, Result};

@@ -78,6 +78,11 @@ impl<'a> SharedBytes<'a> {
         Self { base, len, owner: PhantomData }
     }
 
+    /// The first byte, for those who keep the memory alive in another way than by this view's lifetime.
+    pub(crate) fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
     /// How many bytes the view spans.
     #[allow(clippy::len_without_is_empty)] // no view is empty: allocations are not
     pub fn len(&self) -> u64 {
@@ -132,6 +137,34 @@ impl<'a> SharedBytes<'a> {
             word.store(native_word(bytes), Ordering::Relaxed);
         }
         store_bytes(tail, from_tail);
+        Ok(())
+    }
+
+    /// As [`read`](SharedBytes::read), from memory that is known to be the host's own, cached memory: without
+    /// the fences that a device's needs.
+    #[inline]
+    pub(crate) fn read_cached(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        if into.len() < WORTH_WIDE_ACCESS {
+            return self.read(offset, into);
+        }
+        let from = self.part(offset, into.len() as u64)?;
+        // SAFETY: as in `read`.
+        unsafe { copy::cached(into.as_mut_ptr(), from.base.as_ptr(), into.len()) };
+        fence(Ordering::Acquire);
+        Ok(())
+    }
+
+    /// As [`write`](SharedBytes::write), to memory that is known to be the host's own, cached memory: the
+    /// bytes stay in the cache, where their reader will look for them.
+    #[inline]
+    pub(crate) fn write_cached(&self, offset: u64, from: &[u8]) -> Result<()> {
+        if from.len() < WORTH_WIDE_ACCESS {
+            return self.write(offset, from);
+        }
+        let into = self.part(offset, from.len() as u64)?;
+        fence(Ordering::Release);
+        // SAFETY: as in `read`.
+        unsafe { copy::cached(into.base.as_ptr(), from.as_ptr(), from.len()) };
         Ok(())
     }
 

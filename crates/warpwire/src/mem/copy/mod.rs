@@ -204,6 +204,40 @@ pub(crate) unsafe fn load(routine: Routine, host: *mut u8, device: *const u8, le
     }
 }
 
+/// Copies `len` bytes between places of the host's own, cached memory, one of which others may access
+/// meanwhile: `memcpy`, where the compiler can see nothing.
+///
+/// # Safety
+/// `to` is valid for writes and `from` for reads of `len` bytes, and the two do not overlap.
+pub(crate) unsafe fn cached(to: *mut u8, from: *const u8, len: usize) {
+    static ROUTINE: OnceLock<Routine> = OnceLock::new();
+    // SAFETY: the caller's promise; the routine was found available.
+    unsafe { cached_by(*ROUTINE.get_or_init(Routine::for_loads), to, from, len) };
+}
+
+/// The same with the registers of a given routine.
+///
+/// # Safety
+/// As for [`cached`], and `routine` is available.
+#[inline]
+unsafe fn cached_by(routine: Routine, to: *mut u8, from: *const u8, len: usize) {
+    // SAFETY: the caller's promise; each arm's instructions belong to the routine that is available. Stores
+    // are aligned, loads need not be.
+    unsafe {
+        match routine {
+            #[cfg(target_arch = "x86_64")]
+            Routine::Avx512 => copy::<x86::Plain<64>>(to, from, len, to.addr()),
+            #[cfg(target_arch = "x86_64")]
+            Routine::Avx2 => copy::<x86::Plain<32>>(to, from, len, to.addr()),
+            #[cfg(target_arch = "x86_64")]
+            Routine::Sse41 => copy::<x86::Plain<16>>(to, from, len, to.addr()),
+            #[cfg(target_arch = "aarch64")]
+            Routine::Neon => copy::<aarch64::Load<64>>(to, from, len, from.addr()),
+            _ => copy::<scalar::Store<scalar::Widest>>(to, from, len, to.addr()),
+        }
+    }
+}
+
 /// Sends this thread's earlier stores to the device on their way, before any store that follows.
 pub(crate) fn store_fence() {
     #[cfg(target_arch = "x86_64")]

@@ -76,6 +76,10 @@ fn both_ways(routine: Routine, device_at: usize, host_at: usize, data: &[u8], ro
     // SAFETY: as above.
     unsafe { load(routine, room.at(host_at), device.at(device_at), len) };
     room.expect(host_at, data, &case);
+
+    // SAFETY: as above.
+    unsafe { cached_by(routine, room.at(host_at), device.at(device_at), len) };
+    room.expect(host_at, data, &case);
 }
 
 #[test]

@@ -21,6 +21,9 @@ pub(super) struct Store<const BYTES: usize>;
 /// Streaming loads of so many bytes.
 pub(super) struct Load<const BYTES: usize>;
 
+/// Ordinary loads and stores of so many bytes, for cached memory; the stores are aligned.
+pub(super) struct Plain<const BYTES: usize>;
+
 /// MOVDIR64B: 64 bytes as one write on the bus.
 pub(super) struct DirectStore;
 
@@ -151,6 +154,22 @@ streaming_both_ways!(
 streaming_both_ways!(
     64, then Store<32>, Load<32>,
     host "vmovdqu64" "vmovdqu64", device "vmovntdqa" "vmovntdq",
+    "zmm16", "zmm17" 64, "zmm18" 128, "zmm19" 192,
+    "zmm20" 256, "zmm21" 320, "zmm22" 384, "zmm23" 448
+);
+
+streaming!(
+    Plain<16>, then scalar::Store<u64>, "movdqu", "movdqu",
+    "xmm0", "xmm1" 16, "xmm2" 32, "xmm3" 48, "xmm4" 64, "xmm5" 80, "xmm6" 96, "xmm7" 112
+);
+
+streaming!(
+    Plain<32>, then Plain<16>, "vmovdqu", "vmovdqu",
+    "ymm0", "ymm1" 32, "ymm2" 64, "ymm3" 96, "ymm4" 128, "ymm5" 160, "ymm6" 192, "ymm7" 224
+);
+
+streaming!(
+    Plain<64>, then Plain<32>, "vmovdqu64", "vmovdqu64",
     "zmm16", "zmm17" 64, "zmm18" 128, "zmm19" 192,
     "zmm20" 256, "zmm21" 320, "zmm22" 384, "zmm23" 448
 );

@@ -1,0 +1,50 @@
+//! Why memory is not given.
+
+use std::fmt;
+
+/// Why a key does not give the memory that was asked for.
+///
+/// A work request that names the key ends with a protection error on the side that used it; the reason is
+/// for counters and logs. [`Moving`](Denied::Moving) alone passes by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Denied {
+    /// No memory was ever registered under this index.
+    Unknown,
+    /// The key named memory once; its registration has ended.
+    Stale,
+    /// The memory belongs to another protection domain.
+    OtherPd,
+    /// The registration does not give that right.
+    Rights,
+    /// The range does not lie inside the memory.
+    Range,
+    /// A peer's message has invalidated the key for remote use.
+    Invalidated,
+    /// The memory was freed under its registration.
+    Gone,
+    /// The memory is about to move; ask again.
+    Moving,
+    /// The word of an atomic operation is not aligned.
+    Misaligned,
+    /// The device failed; [`Mr::failure`](super::Mr::failure) says how.
+    Failed,
+}
+
+impl fmt::Display for Denied {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Unknown => "no memory was registered under this key",
+            Self::Stale => "the registration of this key has ended",
+            Self::OtherPd => "the memory belongs to another protection domain",
+            Self::Rights => "the registration does not give that right",
+            Self::Range => "the range does not lie inside the memory",
+            Self::Invalidated => "the key has been invalidated",
+            Self::Gone => "the memory was freed under its registration",
+            Self::Moving => "the memory is moving",
+            Self::Misaligned => "the word is not aligned",
+            Self::Failed => "the device failed",
+        })
+    }
+}
+
+impl std::error::Error for Denied {}

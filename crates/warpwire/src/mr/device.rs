@@ -1,0 +1,256 @@
+//! Device memory under registrations: one copier for each piece, taken away when the memory moves or goes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+
+use super::denied::Denied;
+use super::gate::Gate;
+use super::memory::{How, Path};
+use super::word;
+use crate::error::{Error, Kind, Result};
+use crate::mem::copy::{Copier, Direction, Plan, Way};
+use crate::mem::{Allocation, Listener, MappingType, MemoryEvent, Watch, Window};
+use crate::mlx5::Atomic;
+
+/// Labels of the gate.
+const READY: u32 = 0;
+const MOVING: u32 = 1;
+const GONE: u32 = 2;
+const BROKEN: u32 = 3;
+
+/// The size by which a path is named: where pinned memory is used at all, it is used here.
+const LARGE: u64 = 1 << 20;
+
+/// A piece of device memory that registrations share.
+pub(super) struct DeviceMemory {
+    allocation: Allocation,
+    how: How,
+    gate: Gate<Arc<Copier>>,
+    life: Mutex<Life>,
+    failure: Mutex<Option<Error>>,
+    /// Whether copies wait in write-combining buffers until they are pushed out.
+    combines: AtomicBool,
+}
+
+/// What is known of the memory's moves.
+#[derive(Default)]
+struct Life {
+    /// Grows with each event, so that a copier made meanwhile is known to be of yesterday.
+    events: u64,
+    moving: bool,
+    gone: bool,
+    /// None while none could be had: then frees are not seen, and `blind` says why.
+    watch: Option<Watch>,
+    blind: Option<Error>,
+}
+
+impl DeviceMemory {
+    pub(super) fn open(allocation: &Allocation, how: &How) -> Result<Arc<Self>> {
+        let memory = Arc::new(Self {
+            allocation: allocation.clone(),
+            how: how.clone(),
+            gate: Gate::closed(READY),
+            life: Mutex::default(),
+            failure: Mutex::default(),
+            combines: AtomicBool::new(false),
+        });
+        // Weak, because the watch lies in the memory that the listener is about.
+        let weak = Arc::downgrade(&memory);
+        let listener: Listener = Arc::new(move |event| {
+            if let Some(memory) = weak.upgrade() {
+                memory.notice(event);
+            }
+        });
+        let watch = allocation.watch(listener);
+        {
+            let mut life = memory.life.lock();
+            match watch {
+                Ok(watch) => life.watch = Some(watch),
+                Err(error) if *error.kind() == Kind::Unsupported => life.blind = Some(error),
+                Err(error) => return Err(error),
+            }
+        }
+        // The watch tells of what comes; whether the memory was gone before, only a look tells.
+        allocation.read(0, &mut [0])?;
+        memory.reopen()?;
+        Ok(memory)
+    }
+
+    pub(super) fn is_for(&self, allocation: &Allocation, how: &How) -> bool {
+        let same = self.allocation.address() == allocation.address()
+            && self.allocation.len() == allocation.len()
+            && self.allocation.kind() == allocation.kind()
+            && self.allocation.device() == allocation.device();
+        same && self.how.is_same(how) && self.check().is_ok()
+    }
+
+    /// What happens to the memory; on the thread that makes it happen.
+    fn notice(&self, event: MemoryEvent) {
+        {
+            let mut life = self.life.lock();
+            life.events += 1;
+            life.moving = event == MemoryEvent::Moving;
+            life.gone |= event == MemoryEvent::Freed;
+        }
+        match event {
+            // Nobody touches the old place once this returns.
+            MemoryEvent::Moving => drop(self.gate.close(MOVING)),
+            MemoryEvent::Freed => drop(self.gate.close(GONE)),
+            MemoryEvent::Moved => {
+                if let Err(error) = self.reopen() {
+                    self.gate.close(BROKEN);
+                    self.fail(error);
+                }
+            }
+        }
+    }
+
+    /// Makes a copier and opens the gate with it, unless the memory moves or goes meanwhile.
+    fn reopen(&self) -> Result<()> {
+        loop {
+            let seen = {
+                let life = self.life.lock();
+                if life.gone || life.moving {
+                    return Ok(());
+                }
+                life.events
+            };
+            // Not under the lock: work of the device that this waits for may be what moves the memory.
+            let copier = self.copier()?;
+            let life = self.life.lock();
+            if life.events == seen {
+                let mapping = self.window(&copier).map(Window::mapping);
+                let combines = mapping == Some(MappingType::WriteCombining);
+                self.combines.store(combines, Ordering::Relaxed);
+                // An open gate has a copier already, of the same place.
+                let _ = self.gate.open(READY, Arc::new(copier));
+                return Ok(());
+            }
+        }
+    }
+
+    fn copier(&self) -> Result<Copier> {
+        let plan = match self.how.no_window {
+            true => Arc::new(Plan::by_hand(0, 0)),
+            false => Plan::for_device(self.allocation.device())?,
+        };
+        Copier::with(&self.allocation, plan, self.how.agent.clone())
+    }
+
+    /// Nothing while the memory is there, else what stands in the way.
+    #[inline]
+    pub(super) fn check(&self) -> std::result::Result<(), Denied> {
+        match self.gate.peek() {
+            (_, true) => Ok(()),
+            (label, false) => Err(self.reason(label)),
+        }
+    }
+
+    /// How it is reached, and why not in better ways.
+    pub(super) fn path(&self) -> (Path, Vec<String>) {
+        let mut why = Vec::new();
+        if let Some(blind) = &self.life.lock().blind {
+            why.push(format!("frees by others are not seen: {blind}"));
+        }
+        let Ok(copier) = self.gate.enter(|_| true) else {
+            why.push("the memory is moving or gone".to_owned());
+            return (Path::Engine, why);
+        };
+        if let Some(window) = self.window(&copier) {
+            let refused = window.refused().iter();
+            why.extend(refused.map(|r| format!("not by {}: {}", r.path, r.why)));
+            return (Path::Window(window.path()), why);
+        }
+        match copier.window() {
+            Ok(_) => why.push("no window: it was registered without one".to_owned()),
+            Err(error) => why.push(format!("no window: {error}")),
+        }
+        let staged = copier.way(Direction::Read, LARGE) == Way::Staged;
+        (if staged { Path::Staged } else { Path::Engine }, why)
+    }
+
+    /// The window, if this memory may be reached by one.
+    fn window<'a>(&self, copier: &'a Copier) -> Option<&'a Window> {
+        copier.window().ok().filter(|_| !self.how.no_window)
+    }
+
+    pub(super) fn read(&self, at: u64, into: &mut [u8]) -> std::result::Result<(), Denied> {
+        let len = into.len() as u64;
+        self.with_copier(Direction::Read, len, |copier| copier.read(at, into))
+    }
+
+    pub(super) fn write(&self, at: u64, from: &[u8]) -> std::result::Result<(), Denied> {
+        self.with_copier(Direction::Write, from.len() as u64, |copier| copier.write(at, from))
+    }
+
+    /// Runs `copy` inside the gate, so that memory does not move under a window.
+    #[inline]
+    fn with_copier(
+        &self,
+        direction: Direction,
+        len: u64,
+        copy: impl FnOnce(&Copier) -> Result<()>,
+    ) -> std::result::Result<(), Denied> {
+        let copier = self.gate.enter(|_| true).map_err(|(label, _)| self.reason(label))?;
+        let done = match copier.way(direction, len) {
+            Way::Window | Way::Threads | Way::Engine => copy(&copier),
+            // These wait for work of the device, which may itself be what moves the memory, and wait for
+            // us to leave the gate. They go by device address, so that a move does not harm them.
+            Way::Agent | Way::Staged => {
+                let own = Arc::clone(&copier);
+                drop(copier);
+                copy(&own)
+            }
+        };
+        done.map_err(|error| self.fail(error))
+    }
+
+    /// Changes a word, alone among all registrations of this process.
+    pub(super) fn atomic(&self, at: u64, op: &Atomic) -> std::result::Result<u64, Denied> {
+        let copier = self.gate.enter(|_| true).map_err(|(label, _)| self.reason(label))?;
+        let address = self.allocation.address().raw().wrapping_add(at);
+        let _alone = word::alone(address);
+        let done = match self.window(&copier) {
+            Some(window) if window.mapping() == MappingType::Cached => {
+                word::change_shared(&window.bytes(), at, op)
+            }
+            Some(window) => word::change_plain(&window.bytes(), at, op),
+            None => word::change_copied(&copier, at, op),
+        };
+        done.map_err(|error| self.fail(error))
+    }
+
+    /// Sends what was written on its way, before anything that is written later.
+    #[inline]
+    pub(super) fn publish(&self) {
+        if self.combines.load(Ordering::Relaxed) {
+            word::store_fence();
+        }
+    }
+
+    #[cold]
+    fn fail(&self, error: Error) -> Denied {
+        if *error.kind() == Kind::Freed {
+            return Denied::Gone;
+        }
+        tracing::warn!(%error, "a copy of registered memory failed");
+        *self.failure.lock() = Some(error);
+        Denied::Failed
+    }
+
+    pub(super) fn failure(&self) -> Option<Error> {
+        self.failure.lock().clone()
+    }
+
+    /// Why the gate is closed. A free is final, whichever of two events came to the gate last.
+    #[cold]
+    fn reason(&self, label: u32) -> Denied {
+        match label {
+            _ if self.life.lock().gone => Denied::Gone,
+            MOVING => Denied::Moving,
+            _ => Denied::Failed,
+        }
+    }
+}

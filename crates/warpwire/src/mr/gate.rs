@@ -1,0 +1,224 @@
+//! A gate: a value that many threads use without a lock, until somebody takes it away.
+//!
+//! The state is one word: how many are inside, whether the gate is open, and a label that those who come
+//! must know. Coming in is one addition, and what it returns says whether the comer is in.
+//!
+//! # Invariants
+//! 1. The content is touched by those inside (shared) and by holders of the lock while the gate is closed
+//!    and nobody is inside (alone); never both, because a closer waits for the last one inside before it
+//!    lets go of the lock.
+//! 2. Who finds the gate closed goes away without touching the content; its addition, undone at once, may
+//!    make a closer wait a moment longer, and nothing else.
+#![allow(unsafe_code)]
+
+use std::cell::UnsafeCell;
+use std::ops::Deref;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+/// Those inside are counted in two numbers, of which the phase says which one grows: who turns the gate
+/// waits for the other to become zero, however many come in meanwhile.
+const COUNT_BITS: u32 = 20;
+const COUNT: u64 = (1 << COUNT_BITS) - 1;
+const INSIDE: u64 = (1 << (2 * COUNT_BITS)) - 1;
+const PHASE: u64 = 1 << 40;
+const OPEN: u64 = 1 << 41;
+/// For the owner's own use.
+const LABEL_SHIFT: u32 = 42;
+/// How often a closer looks before it lets others run.
+const SPINS: u32 = 64;
+
+/// A value behind a gate.
+pub(super) struct Gate<T> {
+    state: AtomicU64,
+    changing: Mutex<()>,
+    content: UnsafeCell<Option<T>>,
+}
+
+// SAFETY: invariant 1: the content is shared between threads, and taken out by one of them, as in a lock.
+unsafe impl<T: Send + Sync> Sync for Gate<T> {}
+
+/// Somebody inside: the content stays until this is dropped.
+pub(super) struct Inside<'a, T> {
+    gate: &'a Gate<T>,
+    content: &'a T,
+    /// One, in the number that counts this one.
+    unit: u64,
+}
+
+impl<T> Gate<T> {
+    /// A closed gate with that label.
+    pub(super) const fn closed(label: u32) -> Self {
+        Self {
+            state: AtomicU64::new((label as u64) << LABEL_SHIFT),
+            changing: Mutex::new(()),
+            content: UnsafeCell::new(None),
+        }
+    }
+
+    /// The label (22 bits), and whether the gate is open.
+    #[inline]
+    pub(super) fn peek(&self) -> (u32, bool) {
+        decode(self.state.load(Ordering::Acquire))
+    }
+
+    /// Goes in, if the gate is open and its label pleases `admits`; else gives the label that was there
+    /// and whether the gate was open.
+    #[inline]
+    pub(super) fn enter(&self, admits: impl Fn(u32) -> bool) -> Result<Inside<'_, T>, (u32, bool)> {
+        // A look first, so that wrong keys do not write to a line that right ones use.
+        let seen = self.state.load(Ordering::Relaxed);
+        let (label, open) = decode(seen);
+        if !open || !admits(label) {
+            return Err((label, open));
+        }
+        let unit = if seen & PHASE == 0 { 1 } else { 1 << COUNT_BITS };
+        let (label, open) = decode(self.state.fetch_add(unit, Ordering::Acquire));
+        if open && admits(label) {
+            // SAFETY: invariant 1: counted while open, so that no closer touches the content until the
+            // count is given back, which `Inside` does when it is dropped.
+            if let Some(content) = unsafe { &*self.content.get() } {
+                return Ok(Inside { gate: self, content, unit });
+            }
+        }
+        self.state.fetch_sub(unit, Ordering::Release);
+        Err((label, open))
+    }
+
+    /// Puts `content` behind the gate and opens it with that label. An open gate gives the content back.
+    pub(super) fn open(&self, label: u32, content: T) -> Result<(), T> {
+        let _alone = self.changing.lock();
+        if self.peek().1 {
+            return Err(content);
+        }
+        // SAFETY: invariant 1: closed, under the lock, and nobody inside since the closer waited.
+        unsafe { *self.content.get() = Some(content) };
+        self.relabel(label, OPEN);
+        Ok(())
+    }
+
+    /// Closes the gate, waits until nobody is inside, and takes the content out. Who is inside must not
+    /// call this: it would wait for itself.
+    pub(super) fn close(&self, label: u32) -> Option<T> {
+        let _alone = self.changing.lock();
+        self.relabel(label, 0);
+        self.drain(INSIDE);
+        // SAFETY: invariant 1: closed, under the lock, and nobody inside.
+        unsafe { (*self.content.get()).take() }
+    }
+
+    /// Gives an open gate another label, and waits until those are gone who came in under the old one.
+    /// Says whether the gate was open under `from`. Who is inside must not call this.
+    pub(super) fn turn(&self, from: u32, to: u32) -> bool {
+        let _alone = self.changing.lock();
+        if self.peek() != (from, true) {
+            return false;
+        }
+        self.relabel(to, OPEN);
+        // Twice: who looked at the phase just before it changed counts in the number that is not waited for.
+        for _ in 0..2 {
+            let before = self.state.fetch_xor(PHASE, Ordering::AcqRel);
+            self.drain(if before & PHASE == 0 { COUNT } else { COUNT << COUNT_BITS });
+        }
+        true
+    }
+
+    /// Changes label and open bit, and leaves the rest as it is, which others change meanwhile.
+    fn relabel(&self, label: u32, open: u64) {
+        let bits = (u64::from(label) << LABEL_SHIFT) | open;
+        let change = |state: u64| Some((state & (INSIDE | PHASE)) | bits);
+        // The closure always has an answer.
+        let _ = self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, change);
+    }
+
+    /// Waits until the numbers under the mask are zero.
+    fn drain(&self, mask: u64) {
+        let mut looks = 0;
+        while self.state.load(Ordering::Acquire) & mask != 0 {
+            looks += 1;
+            if looks < SPINS {
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+fn decode(state: u64) -> (u32, bool) {
+    ((state >> LABEL_SHIFT) as u32, state & OPEN != 0)
+}
+
+impl<T> Deref for Inside<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        self.content
+    }
+}
+
+impl<T> Drop for Inside<'_, T> {
+    #[inline]
+    fn drop(&mut self) {
+        self.gate.state.fetch_sub(self.unit, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicBool;
+
+    #[test]
+    fn a_gate_opens_once_and_gives_its_content_back() {
+        let gate = Gate::closed(3);
+        assert_eq!(gate.enter(|_| true).err(), Some((3, false)));
+        gate.open(4, "here").unwrap();
+        assert_eq!(gate.open(5, "there"), Err("there"));
+        assert_eq!(*gate.enter(|label| label == 4).ok().unwrap(), "here");
+        assert_eq!(gate.enter(|label| label == 5).err(), Some((4, true)));
+        assert!(gate.turn(4, 5) && !gate.turn(4, 6));
+        assert_eq!(gate.close(6), Some("here"));
+        assert_eq!(gate.close(7), None);
+        assert_eq!(gate.peek(), (7, false));
+    }
+
+    #[test]
+    fn nobody_is_inside_when_the_content_comes_out() {
+        /// Says so when it is used after it was taken.
+        struct Guarded(AtomicBool);
+        let (gate, stop) = (Gate::closed(0), AtomicBool::new(false));
+        let uses = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        if let Ok(inside) = gate.enter(|_| true) {
+                            let inside: &Guarded = &inside;
+                            for _ in 0..10 {
+                                assert!(
+                                    inside.0.load(Ordering::Relaxed),
+                                    "used after it was taken"
+                                );
+                            }
+                            uses.fetch_add(1, Ordering::Relaxed);
+                        }
+                    }
+                });
+            }
+            for round in 0..3000 {
+                let before = uses.load(Ordering::Relaxed);
+                assert!(gate.open(round, Guarded(AtomicBool::new(true))).is_ok());
+                // Now and then until somebody is in, else at once.
+                while round % 16 == 0 && uses.load(Ordering::Relaxed) == before {
+                    std::thread::yield_now();
+                }
+                let taken = gate.close(round).unwrap();
+                taken.0.store(false, Ordering::Relaxed);
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
+}

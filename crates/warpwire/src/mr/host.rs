@@ -1,0 +1,325 @@
+//! Host memory: our own, and ranges that a caller vouches for.
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::fs::{
+    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
+};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use super::memory::Memory;
+use crate::error::{Error, Kind, Result};
+use crate::mem::{Region, SharedBytes};
+
+/// The size of shared memory is final: who cut it short would kill those who have it mapped.
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// Host memory in whole pages that another process can map too. Clones are the same memory.
+///
+/// ```
+/// use std::os::fd::AsFd;
+/// use warpwire::mr::HostMemory;
+/// let memory = HostMemory::new(10_000).unwrap();
+/// memory.bytes().write(9_990, b"here").unwrap();
+/// // Another process would get the descriptor through a socket.
+/// let same = HostMemory::open(memory.as_fd().try_clone_to_owned().unwrap()).unwrap();
+/// let mut back = [0; 4];
+/// same.bytes().read(9_990, &mut back).unwrap();
+/// assert_eq!(&back, b"here");
+/// ```
+#[derive(Clone)]
+pub struct HostMemory(Arc<Mapping>);
+
+struct Mapping {
+    file: OwnedFd,
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping belongs to this value alone and is accessed through SharedBytes only.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl HostMemory {
+    /// `len` bytes of zeros. They take memory only where they are written.
+    pub fn new(len: u64) -> Result<Self> {
+        if len == 0 || isize::try_from(len).is_err() {
+            return Err(Error::new(Kind::InvalidArgument, format!("allocate {len} bytes"))
+                .on("the host")
+                .why("the length is zero, or more than any address space holds"));
+        }
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = memfd_create("warpwire-host", flags).map_err(|e| failure(e, len))?;
+        ftruncate(&file, len).map_err(|e| failure(e, len))?;
+        fcntl_add_seals(&file, SEALS).map_err(|e| failure(e, len))?;
+        Self::map(file, len)
+    }
+
+    /// The memory of another process, by the descriptor that [`HostMemory`] gives there.
+    pub fn open(file: OwnedFd) -> Result<Self> {
+        let strange = |why: &'static str| {
+            Error::new(Kind::InvalidArgument, "map host memory of another process").why(why)
+        };
+        let status = fstat(&file).map_err(|e| failure(e, 0))?;
+        let seals = fcntl_get_seals(&file).map_err(|_| strange("the descriptor is not a memfd"))?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(strange("its owner can still cut it short")
+                .fix("share memory made by HostMemory::new, or seal it against shrinking"));
+        }
+        match u64::try_from(status.st_size) {
+            Ok(len) if len > 0 => Self::map(file, len),
+            _ => Err(strange("it is empty")),
+        }
+    }
+
+    fn map(file: OwnedFd, len: u64) -> Result<Self> {
+        let size = usize::try_from(len).map_err(|_| failure(rustix::io::Errno::NOMEM, len))?;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+        let base =
+            unsafe { mmap(std::ptr::null_mut(), size, protection, MapFlags::SHARED, &file, 0) };
+        let base = base.map_err(|e| failure(e, len))?;
+        let base =
+            NonNull::new(base.cast()).ok_or_else(|| failure(rustix::io::Errno::NOMEM, len))?;
+        Ok(Self(Arc::new(Mapping { file, base, len: size })))
+    }
+
+    /// How many bytes.
+    #[allow(clippy::len_without_is_empty)] // it is never empty
+    pub fn len(&self) -> u64 {
+        self.0.len as u64
+    }
+
+    /// Where the first byte lies, in this process.
+    pub fn address(&self) -> u64 {
+        self.0.base.as_ptr().addr() as u64
+    }
+
+    /// The bytes, which peers may change at any moment.
+    pub fn bytes(&self) -> SharedBytes<'_> {
+        // SAFETY: mapped for as long as this value lives, which the lifetime says; no references exist.
+        unsafe { SharedBytes::new(self.0.base, self.0.len) }
+    }
+}
+
+impl AsFd for HostMemory {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.file.as_fd()
+    }
+}
+
+impl fmt::Debug for HostMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostMemory({} bytes at {:#x})", self.len(), self.address())
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `map` with this base and length, and no view outlives this value.
+        if let Err(error) = unsafe { munmap(self.base.as_ptr().cast(), self.len) } {
+            tracing::warn!(%error, "host memory was not unmapped");
+        }
+    }
+}
+
+fn failure(error: rustix::io::Errno, len: u64) -> Error {
+    Error::os(format!("back {len} bytes of host memory with a memfd"), &error.into())
+}
+
+/// A range of host memory, and whatever keeps it there.
+#[derive(Clone)]
+pub(super) struct HostRange {
+    base: NonNull<u8>,
+    len: usize,
+    _hold: Hold,
+}
+
+#[derive(Clone)]
+enum Hold {
+    /// The caller of `Memory::raw` keeps it.
+    Caller,
+    Ours {
+        _memory: HostMemory,
+    },
+    Pinned {
+        _region: Region,
+    },
+}
+
+// SAFETY: the range is accessed through SharedBytes only, whose accesses may come from any thread; what is
+// held may go to any thread by itself.
+unsafe impl Send for HostRange {}
+// SAFETY: as above.
+unsafe impl Sync for HostRange {}
+
+impl HostRange {
+    /// Pinned memory of a device, if that is what the region is of.
+    pub(super) fn pinned(region: &Region) -> Option<Self> {
+        let bytes = region.allocation().host_bytes().ok()?;
+        let part = bytes.part(region.offset(), region.len()).ok()?;
+        // The region keeps the memory from being freed, so that the bytes stay where they are.
+        let _hold = Hold::Pinned { _region: region.clone() };
+        Some(Self { base: part.base(), len: usize::try_from(region.len()).ok()?, _hold })
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        self.len as u64
+    }
+
+    pub(super) fn address(&self) -> u64 {
+        self.base.as_ptr().addr() as u64
+    }
+
+    #[inline]
+    pub(super) fn bytes(&self) -> SharedBytes<'_> {
+        // SAFETY: what is held, or the promise of `Memory::raw`, keeps the bytes mapped while this value
+        // lives, which the lifetime says.
+        unsafe { SharedBytes::new(self.base, self.len) }
+    }
+}
+
+impl From<HostMemory> for Memory {
+    fn from(memory: HostMemory) -> Self {
+        let (base, len) = (memory.0.base, memory.0.len);
+        Self::host(HostRange { base, len, _hold: Hold::Ours { _memory: memory } })
+    }
+}
+
+impl Memory {
+    /// `len` bytes of this process at `base`, allocated by whomever: a slice's, another library's.
+    ///
+    /// ```
+    /// use warpwire::mr::{Access, Memory, Registry};
+    /// use std::sync::atomic::AtomicU64;
+    /// let words: Vec<AtomicU64> = (0..512).map(AtomicU64::new).collect();
+    /// let registry = Registry::new();
+    /// // SAFETY: the words outlive the registration, and are atomics, which peers may change.
+    /// let memory = unsafe { Memory::raw(words.as_ptr() as *mut u8, 4096) }.unwrap();
+    /// let mr = registry.register(&registry.pd(), memory, None, Access::ALL).unwrap();
+    /// mr.deregister();
+    /// ```
+    ///
+    /// # Safety
+    /// The bytes stay mapped, readable and writable until the registration has ended; and while it lasts
+    /// this program touches those that peers may write by atomic or volatile accesses only, and holds no
+    /// reference to them that promises otherwise.
+    pub unsafe fn raw(base: *mut u8, len: u64) -> Result<Self> {
+        let failure = |why: &'static str| {
+            let what = format!("register {len} bytes of host memory at {:#x}", base.addr());
+            Err(Error::new(Kind::InvalidArgument, what).why(why))
+        };
+        let Some(base) = NonNull::new(base) else { return failure("the address is null") };
+        let size = usize::try_from(len).ok().filter(|len| isize::try_from(*len).is_ok());
+        match size.filter(|size| base.as_ptr().addr().checked_add(*size).is_some()) {
+            None => failure("the range passes the end of the address space"),
+            Some(0) => failure("the length is zero"),
+            Some(len) => Ok(Self::host(HostRange { base, len, _hold: Hold::Caller })),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mem::sim::{Sim, SimConfig};
+    use crate::mr::{Access, Denied, Registry};
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    #[test]
+    fn raw_memory_is_reached_while_its_owner_uses_it() {
+        let words: Vec<AtomicU64> = (0..512).map(|_| AtomicU64::new(0)).collect();
+        let registry = Registry::new();
+        let pd = registry.pd();
+        // SAFETY: the words outlive the registration and are accessed atomically.
+        let memory = unsafe { Memory::raw(words.as_ptr() as *mut u8, 4096) }.unwrap();
+        let mr = registry.register(&pd, memory, None, Access::ALL).unwrap();
+        let own = words.as_ptr().addr() as u64;
+        assert_eq!(mr.iova(), own);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..10_000 {
+                    words[7].fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            let span = registry.resolve(mr.rkey(), pd.id(), Access::REMOTE_ATOMIC, own + 56, 8);
+            let span = span.unwrap();
+            for _ in 0..10_000 {
+                span.fetch_add(0, 1).unwrap();
+            }
+        });
+        assert_eq!(words[7].load(Ordering::Relaxed), 20_000);
+    }
+
+    #[test]
+    fn an_address_of_choice_does_not_hide_misalignment() {
+        let words: Vec<AtomicU64> = (0..16).map(|_| AtomicU64::new(0)).collect();
+        let registry = Registry::new();
+        let pd = registry.pd();
+        // SAFETY: the words outlive the registration and are accessed atomically.
+        let odd = unsafe { Memory::raw((words.as_ptr() as *mut u8).add(3), 64) }.unwrap();
+        let mr = registry.register(&pd, odd, Some(0), Access::ALL).unwrap();
+        let atomic = |at| {
+            let span = registry.resolve(mr.rkey(), pd.id(), Access::REMOTE_ATOMIC, at, 8).unwrap();
+            span.fetch_add(0, 1)
+        };
+        assert_eq!(atomic(8), Err(Denied::Misaligned));
+        assert_eq!(atomic(5), Ok(0));
+    }
+
+    #[test]
+    fn ranges_that_cannot_be_are_refused() {
+        let mut byte = 0u8;
+        let base = std::ptr::from_mut(&mut byte);
+        for (base, len) in [
+            (std::ptr::null_mut(), 1),
+            (base, 0),
+            (base, u64::MAX),
+            (std::ptr::without_provenance_mut(usize::MAX - 10), 100),
+        ] {
+            // SAFETY: refused before anything is touched, which is the point.
+            let refused = unsafe { Memory::raw(base, len) }.unwrap_err();
+            assert_eq!(refused.kind(), &Kind::InvalidArgument);
+        }
+    }
+
+    #[test]
+    fn memory_of_others_must_be_sealed() {
+        assert!(HostMemory::new(0).is_err() && HostMemory::new(u64::MAX).is_err());
+        let unsealed = memfd_create("x", MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&unsealed, 4096).unwrap();
+        let refused = HostMemory::open(unsealed).unwrap_err();
+        assert!(refused.to_string().contains("cut it short"), "{refused}");
+        let file = tempfile::tempfile().unwrap();
+        assert!(HostMemory::open(file.into()).is_err());
+        let empty = memfd_create("x", MemfdFlags::ALLOW_SEALING).unwrap();
+        fcntl_add_seals(&empty, SEALS).unwrap();
+        assert!(HostMemory::open(empty).is_err());
+    }
+
+    #[test]
+    fn device_memory_of_another_library_is_registered_by_its_address() {
+        let sim = Sim::start(SimConfig::default()).unwrap();
+        let (gpu, registry) = (sim.device(0).unwrap(), Registry::new());
+        let pd = registry.pd();
+        let owner = gpu.alloc(1 << 16).unwrap();
+        owner.write(4096, b"theirs").unwrap();
+        let address = owner.address().checked_add(4096).unwrap();
+        // SAFETY: the owner is freed below under its users, which the simulator tells of.
+        let borrowed = unsafe { gpu.borrow(address, 4096) }.unwrap();
+        let mr = registry.register(&pd, borrowed.whole().unwrap(), None, Access::ALL).unwrap();
+        assert_eq!(mr.iova(), address.raw());
+        let mut back = [0; 6];
+        let find = || registry.resolve(mr.lkey(), pd.id(), Access::NONE, mr.iova(), 6);
+        find().unwrap().gather(0, &mut back).unwrap();
+        assert_eq!(&back, b"theirs");
+        // Its owner knows nothing of the registration and frees it.
+        owner.free().unwrap();
+        assert_eq!(find().unwrap_err(), Denied::Gone);
+    }
+}

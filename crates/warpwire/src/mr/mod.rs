@@ -1,0 +1,68 @@
+//! Protection domains, keys and registered memory: what a work request may touch.
+//!
+//! | type | what it is |
+//! |---|---|
+//! | [`Registry`] | all registrations of one software device, found by key |
+//! | [`Pd`] | a protection domain: keys of one do not work in another |
+//! | [`Mr`] | a registration; it ends when this is dropped |
+//! | [`Memory`], [`HostMemory`] | what can be registered |
+//! | [`Access`] | what may be done with it |
+//! | [`Span`] | memory that a key gave, for one copy or one atomic operation |
+//! | [`Denied`] | why a key did not |
+//!
+//! ```
+//! use warpwire::mr::{Access, Denied, HostMemory, Registry};
+//! let registry = Registry::new();
+//! let pd = registry.pd();
+//! let memory = HostMemory::new(4096)?;
+//! let rights = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+//! let mr = registry.register(&pd, memory.clone(), Some(0x1000), rights)?;
+//!
+//! // What an engine does for each packet.
+//! let span = registry.resolve(mr.rkey(), pd.id(), Access::REMOTE_WRITE, 0x1100, 5).unwrap();
+//! span.scatter(0, b"hello").unwrap();
+//! drop(span);
+//! let mut back = [0; 5];
+//! memory.bytes().read(0x100, &mut back)?;
+//! assert_eq!(&back, b"hello");
+//!
+//! let key = mr.rkey();
+//! mr.deregister();
+//! let denied = registry.resolve(key, pd.id(), Access::REMOTE_WRITE, 0x1100, 5).unwrap_err();
+//! assert_eq!(denied, Denied::Stale);
+//! # Ok::<(), warpwire::Error>(())
+//! ```
+//!
+//! # Promises
+//! 1. **After a registration has ended nobody touches its memory.** [`Mr::deregister`], and dropping the
+//!    [`Mr`], return when the last [`Span`] of it is gone. A thread that holds one must not end it.
+//! 2. **Memory outlives its registration.** An [`Mr`] holds its memory and its [`Pd`]; an allocation cannot
+//!    be freed by its handles meanwhile.
+//! 3. **Freed memory is never read.** Where memory goes away all the same (a device is told to free it under
+//!    its users), every later use is [`Denied::Gone`]; while it moves, [`Denied::Moving`].
+//! 4. **Atomics are atomic**, on host memory with every thread and process that uses atomic operations too,
+//!    on device memory among all queue pairs of this process's software HCAs. A device's own atomics are not
+//!    kept out where its memory lies behind a bus (`IBV_ATOMIC_HCA`, in the words of verbs).
+//! 5. **Bytes are placed in rising order**, but may be seen in any; [`Span::publish`] comes between data and
+//!    the completion that tells of it.
+//! 6. **Finding memory takes no lock and no allocation.** It costs two atomic additions.
+
+mod access;
+mod denied;
+mod device;
+mod gate;
+mod host;
+mod memory;
+mod registry;
+mod span;
+mod table;
+#[cfg(test)]
+mod tests;
+mod word;
+
+pub use access::Access;
+pub use denied::Denied;
+pub use host::HostMemory;
+pub use memory::{Memory, Path};
+pub use registry::{Mr, Pd, PdId, Registry};
+pub use span::Span;

@@ -1,0 +1,72 @@
+//! Slots by number, which never move, in pieces that are made when they are first needed.
+
+use std::sync::OnceLock;
+
+use super::gate::Gate;
+use super::registry::Registration;
+
+/// How many slots the first two pieces have; each one after them has twice as many as the one before.
+const FIRST: u32 = 256;
+const PIECES: usize = 17;
+/// Indexes below this exist: a key has 24 bits for them.
+pub(super) const MOST: u32 = 1 << 24;
+
+/// A registration behind its gate. Neighbours are not slowed by each other's traffic.
+#[repr(align(64))]
+pub(super) struct Slot(pub(super) Gate<Registration>);
+
+#[derive(Default)]
+pub(super) struct Table {
+    pieces: [OnceLock<Box<[Slot]>>; PIECES],
+}
+
+impl Table {
+    /// The slot of that number, if its piece was made.
+    #[inline]
+    pub(super) fn get(&self, index: u32) -> Option<&Slot> {
+        let (piece, at) = place(index);
+        self.pieces.get(piece)?.get()?.get(at)
+    }
+
+    /// The slot of that number.
+    pub(super) fn make(&self, index: u32) -> Option<&Slot> {
+        let (piece, at) = place(index);
+        let size = FIRST as usize >> usize::from(piece != 0) << piece;
+        let new = || (0..size).map(|_| Slot(Gate::closed(0))).collect();
+        self.pieces.get(piece)?.get_or_init(new).get(at)
+    }
+}
+
+#[inline]
+fn place(index: u32) -> (usize, usize) {
+    match (index / FIRST).checked_ilog2() {
+        None => (0, index as usize),
+        Some(power) => (power as usize + 1, (index - (FIRST << power)) as usize),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_index_has_a_place_of_its_own() {
+        let mut expected = (0, 0);
+        for index in 0..20_000 {
+            assert_eq!(place(index), expected, "{index}");
+            let size = if expected.0 == 0 { 256 } else { 256 << (expected.0 - 1) };
+            expected = if expected.1 + 1 == size {
+                (expected.0 + 1, 0)
+            } else {
+                (expected.0, expected.1 + 1)
+            };
+        }
+        assert_eq!(place(MOST - 1).0, PIECES - 1);
+        let table = Table::default();
+        assert!(table.get(5).is_none());
+        for index in [0, 255, 256, 511, 512, 1023, 5000] {
+            assert!(table.make(index).is_some() && table.get(index).is_some(), "{index}");
+        }
+        assert!(table.make(u32::MAX).is_none());
+    }
+}
