@@ -7,6 +7,7 @@
 //!
 //! ```text
 //! doctor    what this machine can do, what stops it, the fix; topology
+//! link      RoCEv2 packets in and out: memory, UDP, faults, captures
 //! mem       devices, memory, streams: the CUDA backend and the simulated GPU
 //! host      the machine as files: PCI, NUMA, drivers, NICs, limits
 //! ```
@@ -14,6 +15,7 @@
 pub mod doctor;
 pub mod error;
 pub mod host;
+pub mod link;
 pub mod mem;
 pub mod units;
 
