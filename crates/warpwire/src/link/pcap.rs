@@ -225,3 +225,152 @@ impl<L: Link> Link for Tap<L> {
         self.inner.counters()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use warpwire_proto::Psn;
+    use warpwire_proto::wire::{Extension, Headers, Opcode, Packet};
+
+    use super::*;
+    use crate::link::{Fault, Hub, Udp};
+
+    fn put(link: &mut dyn Link, flow: FlowId, number: u32) {
+        let headers = Headers::new(Opcode::SendOnly, 7, Psn::new(number), Extension::None);
+        let packet = link.reserve(flow, headers.wire_len(50)).unwrap();
+        let at = headers.emit(packet, 50).unwrap();
+        packet[at..at + 50].fill(number as u8);
+        link.commit();
+    }
+
+    /// The packets of a capture, from the IP header on.
+    fn packets(capture: &[u8]) -> Vec<&[u8]> {
+        let (header, mut rest) = capture.split_at(24);
+        assert_eq!(header, pcap::file_header());
+        let mut packets = Vec::new();
+        while !rest.is_empty() {
+            let len = u32::from_le_bytes(*rest[8..].first_chunk().unwrap()) as usize;
+            packets.push(&rest[16..16 + len]);
+            rest = &rest[16 + len..];
+        }
+        packets
+    }
+
+    /// Ten packets through each sort of link, both ends captured; `None` if an IP version is missing.
+    fn record(path: &FilePath, links: [Box<dyn Link>; 2]) {
+        let capture = Capture::create(path).unwrap();
+        let [mut one, mut two] = links.map(|link| Tap::new(link, &capture));
+        let flow = one.open(two.local(), 0).unwrap();
+        (0..10).for_each(|number| put(&mut one, flow, number));
+        one.flush().unwrap();
+        let mut left = 10;
+        while left > 0 {
+            left -= two.receive(&mut |_| ()).unwrap();
+        }
+        capture.finish().unwrap();
+    }
+
+    fn all_sorts() -> Vec<(&'static str, [Box<dyn Link>; 2])> {
+        let hub = Hub::new();
+        let end =
+            |text: &str| Box::new(hub.endpoint(text.parse().unwrap()).unwrap()) as Box<dyn Link>;
+        let mut sorts = vec![
+            ("memory", [end("10.0.0.1:4791"), end("10.0.0.2:4791")]),
+            ("memory6", [end("[fd00::1]:4791"), end("[fd00::2]:4791")]),
+        ];
+        for (name, address) in [("udp", "127.0.0.1:0"), ("udp6", "[::1]:0")] {
+            let bind =
+                || Udp::bind(address.parse().unwrap(), super::super::udp::Options::default());
+            match (bind(), bind()) {
+                (Ok(one), Ok(two)) => sorts.push((name, [Box::new(one), Box::new(two)])),
+                _ => println!("skipped: {address} is no address of this machine"),
+            }
+        }
+        sorts
+    }
+
+    #[test]
+    fn captured_packets_are_right_in_every_header() {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, links) in all_sorts() {
+            let path = folder.path().join(name);
+            let ports = [links[0].local(), links[1].local()];
+            record(&path, links);
+            let bytes = std::fs::read(&path).unwrap();
+            let packets = packets(&bytes);
+            assert_eq!(packets.len(), 20, "{name}");
+            for (at, packet) in packets.iter().enumerate() {
+                let packet = Packet::new_checked(packet).unwrap();
+                assert!(packet.has_right_icrc::<Simd>(), "{name} {at}");
+                assert_eq!(packet.transport().psn().value() as usize, at % 10, "{name}");
+                assert_eq!(packet.ip().source, ports[0].ip(), "{name}");
+                assert_eq!(packet.udp().destination_port, ports[1].port(), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn wireshark_takes_them_apart() {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, links) in all_sorts() {
+            let path = folder.path().join(name);
+            let port = links[1].local().port();
+            record(&path, links);
+            let ran = Command::new("tshark")
+                .args([
+                    "-r",
+                    &path.display().to_string(),
+                    "-o",
+                    &format!("infiniband.rroce.port:{port}"),
+                ])
+                .args(["-T", "fields", "-e", "infiniband.bth.psn", "-e", "_ws.malformed"])
+                .output();
+            let output = match ran {
+                Ok(output) if output.status.success() => output,
+                Ok(output) => panic!("tshark: {}", String::from_utf8_lossy(&output.stderr)),
+                Err(why)
+                    if std::env::var("WARPWIRE_REQUIRE")
+                        .is_ok_and(|list| list.contains("tshark")) =>
+                {
+                    panic!("tshark is required: {why}")
+                }
+                Err(why) => return println!("skipped: tshark: {why}"),
+            };
+            let text = String::from_utf8_lossy(&output.stdout);
+            let numbers: Vec<&str> = text.lines().map(str::trim).collect();
+            let want: Vec<String> = (0..20).map(|at| (at % 10).to_string()).collect();
+            assert_eq!(numbers, want, "{name}");
+        }
+    }
+
+    #[test]
+    fn damage_shows_in_a_capture_inside() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("damaged");
+        let capture = Capture::create(&path).unwrap();
+        let hub = Hub::new();
+        let link = Tap::new(hub.endpoint("10.0.0.1:1".parse().unwrap()).unwrap(), &capture);
+        let mut link = Fault::new(link, "corrupt=100%".parse().unwrap());
+        let flow = link.open("10.0.0.2:1".parse().unwrap(), 0).unwrap();
+        // Damage to the opcode may make another sort of packet of it, or none: the ICRC is wrong in any case.
+        put(&mut link, flow, 1);
+        capture.finish().unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        let packets = packets(&bytes);
+        assert_eq!(packets.len(), 1);
+        assert!(
+            !Packet::new_checked(packets[0]).is_ok_and(|packet| packet.has_right_icrc::<Simd>())
+        );
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_written_is_told() {
+        let missing = Capture::create(FilePath::new("/nowhere/at/all.pcap")).err().unwrap();
+        assert!(missing.to_string().contains("/nowhere/at/all.pcap"), "{missing}");
+        let full = Capture::create(FilePath::new("/dev/full")).unwrap();
+        let error = full.finish().unwrap_err();
+        assert!(error.to_string().contains("/dev/full"), "{error}");
+        assert!(full.finish().is_err(), "it stays so");
+    }
+}

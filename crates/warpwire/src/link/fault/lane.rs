@@ -109,7 +109,9 @@ impl<T> Lane<T> {
             at = at.saturating_add(draws[4] % jitter);
         }
         if let Some(rate) = plan.rate {
-            let takes = len as u64 * 1_000_000_000 / rate.max(1);
+            // A packet that finds no place is lost, and takes nobody's time.
+            let full = self.free.is_empty() && self.slots.len() == HELD;
+            let takes = if full { 0 } else { len as u64 * 1_000_000_000 / rate.max(1) };
             self.busy_until = self.busy_until.max(now).saturating_add(takes);
             at = at.max(self.busy_until.saturating_add(delay));
         }

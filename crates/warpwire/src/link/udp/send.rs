@@ -182,7 +182,7 @@ impl Batch {
 
     /// Makes the best of an error about the first run that was not sent; false if the answer is to wait.
     #[cold]
-    fn recover(&mut self, source: &io::Error, counters: &mut Counters) -> bool {
+    pub(super) fn recover(&mut self, source: &io::Error, counters: &mut Counters) -> bool {
         let Some(run) = self.runs.get(self.sent) else { return false };
         match source.raw_os_error() {
             Some(libc::EINTR) => {}

@@ -449,6 +449,7 @@ fn check(result: c_int) -> io::Result<c_int> {
 /// A socket that sees every packet of the loopback interface as it is; for tests.
 #[cfg(test)]
 pub(super) fn sniffer() -> io::Result<OwnedFd> {
+    const PACKET_IGNORE_OUTGOING: c_int = 23;
     let sort = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     let all = c_int::from((libc::ETH_P_ALL as u16).to_be());
     // SAFETY: no pointers.
@@ -464,6 +465,8 @@ pub(super) fn sniffer() -> io::Result<OwnedFd> {
     let len = size_of::<libc::sockaddr_ll>() as u32;
     // SAFETY: the name lives through the call, and its length is its own.
     check(unsafe { libc::bind(fd, (&raw const name).cast(), len) })?;
+    // Otherwise each packet shows twice, on its way out and on its way in.
+    set(std::os::fd::AsFd::as_fd(&socket), libc::SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)?;
     Ok(socket)
 }
 
