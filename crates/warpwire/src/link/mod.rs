@@ -320,6 +320,8 @@ pub struct Counters {
     pub received: u64,
     /// Their bytes.
     pub received_bytes: u64,
+    /// Those of them that came joined with others, by the kernel's receive offload.
+    pub joined: u64,
     /// System calls that moved packets, both ways.
     pub calls: u64,
     /// Packets lost in this link, by reason.

@@ -68,6 +68,17 @@ pub struct Udp {
     found: Found,
 }
 
+/// What a UDP link has of the kernel's offloads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Offloads {
+    /// Runs of equal packets go down the stack as one (`UDP_SEGMENT`).
+    pub segmentation: std::result::Result<(), String>,
+    /// Runs of equal packets come up the stack as one (`UDP_GRO`).
+    pub joining: std::result::Result<(), String>,
+    /// Packets go without a UDP checksum.
+    pub no_checksum: std::result::Result<(), String>,
+}
+
 /// The receiving side's buffers.
 struct Incoming {
     headers: Headers,
@@ -75,6 +86,8 @@ struct Incoming {
     /// The length of each piece of the buffer.
     size: usize,
     calls: Calls,
+    /// The last call brought something: more may be there.
+    busy: bool,
 }
 
 /// What was asked for, and what the kernel gave.
@@ -126,6 +139,7 @@ impl Udp {
                 buffer: vec![0; count * size].into_boxed_slice(),
                 size,
                 calls,
+                busy: false,
             },
             checker: Checker::new(local.port()),
             counters: Counters::default(),
@@ -133,6 +147,31 @@ impl Udp {
             local,
             found,
         })
+    }
+
+    /// What the kernel gave of what was asked for; each that it did not give, with the reason.
+    ///
+    /// ```
+    /// use warpwire::link::Udp;
+    /// let link = Udp::bind("127.0.0.1:0".parse().unwrap(), "gso=off".parse()?)?;
+    /// assert_eq!(link.offloads().segmentation, Err("it was turned off".to_owned()));
+    /// # Ok::<(), warpwire::Error>(())
+    /// ```
+    pub fn offloads(&self) -> Offloads {
+        let told = |outcome: &io::Result<()>| match outcome {
+            Ok(()) => Ok(()),
+            Err(why) => Err(why.to_string()),
+        };
+        let given_up = self.found.gso.is_ok() && !self.batch.gso;
+        Offloads {
+            segmentation: if given_up {
+                Err("a route refused it".to_owned())
+            } else {
+                told(&self.found.gso)
+            },
+            joining: told(&self.found.gro),
+            no_checksum: told(&self.found.no_checksum),
+        }
     }
 
     /// Takes apart one message: a packet, or several that the kernel joined.
@@ -163,6 +202,7 @@ impl Udp {
                 delivered += 1;
                 counters.received += 1;
                 counters.received_bytes += packet.len() as u64;
+                counters.joined += u64::from(segment < bytes.len());
                 take(Frame {
                     from: message.from,
                     to: SocketAddr::new(to, self.local.port()),
@@ -181,11 +221,7 @@ impl Udp {
 
 impl Link for Udp {
     fn path(&self) -> Path {
-        let gso_now = self.found.gso.is_ok() && !self.batch.gso;
-        let mut why = self.found.describe(self.local, self.largest);
-        if gso_now {
-            why.push_str("; segmentation was given up: a route refused it");
-        }
+        let why = self.found.describe(&self.offloads(), self.local, self.largest);
         Path { kind: Kind::Udp, local: self.local, why }
     }
 
@@ -252,15 +288,19 @@ impl Link for Udp {
     }
 
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
-        let Incoming { headers, buffer, size, calls } = &mut self.incoming;
+        let Incoming { headers, buffer, size, calls, busy } = &mut self.incoming;
         self.counters.calls += 1;
-        match headers.receive(self.socket.as_fd(), buffer, *size, *calls) {
+        // Who waits for one packet, and looks often, is served faster by the call for one.
+        let now = if *busy { *calls } else { Calls::Single };
+        let received = headers.receive(self.socket.as_fd(), buffer, *size, now);
+        *busy = received.is_ok();
+        match received {
             Ok(count) => Ok((0..count).map(|at| self.deliver(at, take)).sum()),
             Err(source) => match source.raw_os_error() {
                 Some(libc::EAGAIN | libc::EINTR) => Ok(0),
                 // A complaint about a packet sent earlier, for whom it may concern.
                 Some(libc::ECONNREFUSED | libc::EHOSTUNREACH | libc::ENETUNREACH) => Ok(0),
-                Some(libc::ENOSYS) if *calls == Calls::Batched => {
+                Some(libc::ENOSYS) if now == Calls::Batched => {
                     *calls = Calls::Single;
                     Ok(0)
                 }
@@ -384,18 +424,17 @@ fn interface_mtu(address: IpAddr) -> Option<(String, u32)> {
 }
 
 impl Found {
-    fn describe(&self, local: SocketAddr, largest: usize) -> String {
-        let say = |name: &str, outcome: &io::Result<()>| match outcome {
+    fn describe(&self, offloads: &Offloads, local: SocketAddr, largest: usize) -> String {
+        let say = |name: &str, outcome: &std::result::Result<(), String>| match outcome {
             Ok(()) => format!("{name} on"),
             Err(why) => format!("{name} off ({why})"),
         };
-        let mmsg =
-            if self.options.mmsg { Ok(()) } else { Err(io::Error::other("it was turned off")) };
+        let mmsg = if self.options.mmsg { Ok(()) } else { Err("it was turned off".to_owned()) };
         let mut parts = vec![
-            say("segmentation (UDP_SEGMENT)", &self.gso),
-            say("receive offload (UDP_GRO)", &self.gro),
+            say("segmentation (UDP_SEGMENT)", &offloads.segmentation),
+            say("receive offload (UDP_GRO)", &offloads.joining),
             say("batched calls (sendmmsg, recvmmsg)", &mmsg),
-            say("sending without UDP checksum", &self.no_checksum),
+            say("sending without UDP checksum", &offloads.no_checksum),
         ];
         let limit = match &self.mtu {
             Some((name, mtu)) => format!(" ({name} carries {mtu})"),
