@@ -7,7 +7,7 @@
 //!
 //! ```text
 //! doctor    what this machine can do, what stops it, the fix; topology
-//! mr        protection domains, keys and registered memory: what work requests may touch
+//! mr | link  protection domains, keys, registered memory | RoCEv2 packets in and out
 //! mem       devices, memory, streams: the CUDA backend and the simulated GPU
 //! host      the machine as files: PCI, NUMA, drivers, NICs, limits
 //! mlx5      ConnectX's queue formats: work queue entries, completions, doorbells, as bytes
@@ -16,6 +16,7 @@
 pub mod doctor;
 pub mod error;
 pub mod host;
+pub mod link;
 pub mod mem;
 pub mod mlx5;
 pub mod mr;

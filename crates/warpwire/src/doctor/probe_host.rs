@@ -1,27 +1,22 @@
 //! Tries what the host's kernel offers: UDP with offloads, and anonymous shareable memory.
 
 use std::fs::File;
-use std::io::{self, IoSliceMut, Read, Seek, Write};
-use std::net::UdpSocket;
+use std::io::{self, Read, Seek, Write};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use quinn_udp::{RecvMeta, Transmit, UdpSocketState};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{Outcome, UdpProbe};
+use crate::error::{Error, Kind, Result};
+use crate::link::udp::Options;
+use crate::link::{FlowId, Link, Udp};
 
 const SEGMENT: usize = 1000;
 const SEGMENTS: usize = 8;
 
 /// Loopback delivers at once; this only bounds the wait on a machine that drops what was sent.
 const PATIENCE: Duration = Duration::from_millis(500);
-
-/// What came back of the bytes that were sent.
-struct Received {
-    complete: bool,
-    /// Whether one call returned several datagrams.
-    coalesced: bool,
-}
 
 /// Makes an anonymous file, writes to it and reads it back.
 pub(super) fn memfd() -> Outcome {
@@ -50,88 +45,57 @@ pub(super) fn udp() -> UdpProbe {
     })
 }
 
-fn try_udp() -> io::Result<UdpProbe> {
-    let receiver = UdpSocket::bind("127.0.0.1:0")?;
-    let sender = UdpSocket::bind("127.0.0.1:0")?;
-    let receiver_state = UdpSocketState::new((&receiver).into())?;
-    let sender_state = UdpSocketState::new((&sender).into())?;
-    let payload: Vec<u8> = (0..SEGMENT * SEGMENTS).map(|i| (i % 251) as u8).collect();
-    let burst = |contents, segment_size| -> io::Result<Transmit<'_>> {
-        Ok(Transmit {
-            destination: receiver.local_addr()?,
-            ecn: None,
-            contents,
-            segment_size,
-            src_ip: None,
-        })
-    };
-
-    let one = payload.get(..SEGMENT).unwrap_or(&payload);
-    sender_state.try_send((&sender).into(), &burst(one, None)?)?;
-    if !receive(&receiver, &receiver_state, one)?.complete {
-        return Err(io::Error::new(
-            io::ErrorKind::TimedOut,
-            "a datagram sent to 127.0.0.1 did not arrive",
-        ));
+fn try_udp() -> Result<UdpProbe> {
+    let bind = || Udp::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), Options::default());
+    let (mut sender, mut receiver) = (bind()?, bind()?);
+    let flow = sender.open(receiver.local(), 0)?;
+    if !exchange(&mut sender, flow, &mut receiver, 1)? {
+        return Err(Error::new(Kind::Timeout, "exchange a datagram over the loopback interface")
+            .why("a datagram sent to 127.0.0.1 did not arrive"));
     }
-
-    let mut probe = UdpProbe {
-        loopback: Outcome::Worked,
-        gso: Outcome::failed("the kernel refuses the UDP_SEGMENT socket option"),
-        gro: Outcome::not_tried("needs a segmented burst to receive"),
+    let whole = exchange(&mut sender, flow, &mut receiver, SEGMENTS)?;
+    let gso = match sender.offloads().segmentation {
+        Err(why) => Outcome::failed(why),
+        Ok(()) if whole => Outcome::Worked,
+        Ok(()) => Outcome::failed("the burst was sent and did not arrive whole"),
     };
-    if sender_state.max_gso_segments() <= 1 {
-        return Ok(probe);
-    }
-    if let Err(source) = sender_state.try_send((&sender).into(), &burst(&payload, Some(SEGMENT))?) {
-        probe.gso = Outcome::failed(source.to_string());
-        return Ok(probe);
-    }
-    let received = receive(&receiver, &receiver_state, &payload)?;
-    probe.gso = if received.complete {
-        Outcome::Worked
-    } else {
-        Outcome::failed("the burst was sent and did not arrive whole")
-    };
-    probe.gro = match (received.coalesced, receiver_state.gro_segments() > 1) {
-        (true, _) => Outcome::Worked,
-        (false, true) => {
-            Outcome::failed("the kernel accepts UDP_GRO, yet returned datagrams one by one")
+    let gro = match receiver.offloads().joining {
+        Err(why) => Outcome::failed(why),
+        Ok(()) if receiver.counters().joined > 0 => Outcome::Worked,
+        Ok(()) if gso != Outcome::Worked => {
+            Outcome::not_tried("needs a segmented burst to receive")
         }
-        (false, false) => Outcome::failed("the kernel refuses the UDP_GRO socket option"),
+        Ok(()) => Outcome::failed("the kernel accepts UDP_GRO, yet returned datagrams one by one"),
     };
-    Ok(probe)
+    Ok(UdpProbe { loopback: Outcome::Worked, gso, gro })
 }
 
-/// Receives until all that was sent has come back, in order, or patience runs out.
-fn receive(socket: &UdpSocket, state: &UdpSocketState, sent: &[u8]) -> io::Result<Received> {
+/// Sends so many packets, and receives until all have come or patience runs out; whether all came.
+fn exchange(sender: &mut Udp, flow: FlowId, receiver: &mut Udp, count: usize) -> Result<bool> {
+    for _ in 0..count {
+        if let Ok(packet) = sender.reserve(flow, SEGMENT) {
+            packet.fill(0x5a);
+            sender.commit();
+        }
+    }
+    sender.flush()?;
     let deadline = Instant::now() + PATIENCE;
-    let mut buffer = vec![0; 1 << 16];
-    let mut bytes = Vec::new();
-    let mut coalesced = false;
-    while bytes.len() < sent.len() && wait_readable(socket, deadline)? {
-        let mut meta = [RecvMeta::default()];
-        let mut slices = [IoSliceMut::new(&mut buffer)];
-        match state.recv(socket.into(), &mut slices, &mut meta) {
-            Ok(_) => {}
-            Err(source) if source.kind() == io::ErrorKind::WouldBlock => continue,
-            Err(source) => return Err(source),
+    let mut came = 0;
+    while came < count && Instant::now() < deadline {
+        came += receiver.receive(&mut |_| ())?;
+        if came < count {
+            wait_readable(receiver, deadline)?;
         }
-        let [RecvMeta { len, stride, .. }] = meta;
-        coalesced |= len > stride;
-        bytes.extend_from_slice(buffer.get(..len).unwrap_or_default());
     }
-    Ok(Received { complete: bytes == sent, coalesced })
+    Ok(came == count)
 }
 
-fn wait_readable(socket: &UdpSocket, deadline: Instant) -> io::Result<bool> {
+fn wait_readable(link: &Udp, deadline: Instant) -> Result<()> {
     let left = deadline.saturating_duration_since(Instant::now());
-    let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
-    let mut fds = [PollFd::new(socket, PollFlags::IN)];
-    match poll(&mut fds, Some(&timeout)) {
-        Ok(ready) => Ok(ready > 0),
+    let (Some(fd), Ok(timeout)) = (link.wait_fd(), Timespec::try_from(left)) else { return Ok(()) };
+    match poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)) {
         // A signal is no answer; the caller's loop ends by the clock.
-        Err(rustix::io::Errno::INTR) => Ok(Instant::now() < deadline),
-        Err(errno) => Err(errno.into()),
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(errno) => Err(Error::os("wait for a datagram", &errno.into())),
     }
 }

@@ -1,0 +1,487 @@
+//! Packets within one process: a [`Hub`] with any number of endpoints, each with a bounded queue.
+//!
+//! Packets change hands by exchanging their buffers: a sender fills a buffer of its batch, a flush swaps it for an
+//! empty one of the receiver's queue, a receive swaps it out of there. Nothing is copied, nothing allocated, and the
+//! queue's lock is taken once per batch.
+//!
+//! # When a queue is full
+//! Packets wait at the sender ([`Full::Wait`], the default): in memory nothing is gained by losing one, and the sender
+//! would need a retransmission timer to notice. A receiver that stands still thereby holds up who sends to it, yet
+//! not other receivers, until the sender's own batch is full of packets for it. [`Full::Drop`] loses and counts
+//! them instead, as a network does.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use parking_lot::{Mutex, MutexGuard};
+use rustix::event::{EventfdFlags, eventfd};
+use warpwire_proto::wire::icrc::Cover;
+use warpwire_proto::wire::packet::ICRC_LEN;
+
+use super::flows::{FlowId, Flows};
+use super::{Counters, Flushed, Frame, Kind, LONGEST, Link, Path, Refused, SHORTEST, Simd, Spoil};
+use crate::error::{Error, Kind as ErrorKind, Result};
+
+/// How many packets a sender keeps, and a receiver takes at once.
+const BATCH: usize = 64;
+/// Ports that are given to endpoints that ask for any.
+const ANY_PORTS: std::ops::RangeInclusive<u16> = 0xc000..=0xffff;
+
+/// What happens to packets for a queue that is full.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Full {
+    /// They wait at the sender.
+    Wait,
+    /// They are lost, and the sender counts them as `overrun`.
+    Drop,
+}
+
+/// How a hub's endpoints behave.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// How many packets wait in an endpoint's queue.
+    pub queue: usize,
+    /// The longest packet.
+    pub largest: usize,
+    /// What happens when the queue is full.
+    pub full: Full,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { queue: 512, largest: LONGEST, full: Full::Wait }
+    }
+}
+
+/// A network in memory: endpoints by address.
+///
+/// ```
+/// use warpwire::link::{Hub, Link};
+/// let hub = Hub::new();
+/// let one = hub.endpoint("10.0.0.1:0".parse().unwrap())?;
+/// assert_ne!(one.local().port(), 0);
+/// assert!(hub.endpoint(one.local()).is_err());
+/// # Ok::<(), warpwire::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Hub {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    endpoints: Mutex<HashMap<SocketAddr, Arc<Inbox>>>,
+    options: Options,
+}
+
+/// An endpoint's queue, as its senders see it.
+struct Inbox {
+    ring: Mutex<Ring>,
+    /// How many packets are in it: for a receiver to look at without the lock.
+    filled: AtomicUsize,
+    /// The endpoint is gone.
+    closed: AtomicBool,
+    event: OwnedFd,
+}
+
+struct Ring {
+    slots: Vec<Slot>,
+    head: usize,
+    len: usize,
+    /// The receiver sleeps, or is about to.
+    armed: bool,
+    /// The event has been written, and not read.
+    signalled: bool,
+}
+
+/// A packet's buffer.
+struct Slot {
+    bytes: Box<[u8]>,
+    len: usize,
+    from: SocketAddr,
+    to: SocketAddr,
+    sealed: bool,
+}
+
+impl Slot {
+    fn row(count: usize, largest: usize, address: SocketAddr) -> Vec<Self> {
+        let slot = |_| Self {
+            bytes: vec![0; largest].into_boxed_slice(),
+            len: 0,
+            from: address,
+            to: address,
+            sealed: false,
+        };
+        (0..count).map(slot).collect()
+    }
+
+    fn frame(&self) -> Frame<'_> {
+        Frame {
+            from: self.from,
+            to: self.to,
+            bytes: self.bytes.get(..self.len).unwrap_or_default(),
+            marked: false,
+            identification: 0,
+            sealed: self.sealed,
+        }
+    }
+}
+
+impl Hub {
+    /// A hub with the usual options.
+    pub fn new() -> Self {
+        Self::with(Options::default())
+    }
+
+    /// A hub with these options; a queue holds at least one packet, and packets are at least the shortest.
+    pub fn with(mut options: Options) -> Self {
+        options.queue = options.queue.max(1);
+        options.largest = options.largest.clamp(SHORTEST, 65_507);
+        Self { shared: Arc::new(Shared { endpoints: Mutex::new(HashMap::new()), options }) }
+    }
+
+    /// A new endpoint with this address; port 0 stands for any that is free.
+    ///
+    /// # Errors
+    /// `Busy` if another endpoint has the address, or all ports are taken.
+    pub fn endpoint(&self, address: SocketAddr) -> Result<Loopback> {
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|source| Error::os("make an event for a loopback endpoint", &source.into()))?;
+        let options = self.shared.options;
+        let mut endpoints = self.shared.endpoints.lock();
+        let free = |port: &u16| !endpoints.contains_key(&SocketAddr::new(address.ip(), *port));
+        let port = if address.port() == 0 {
+            ANY_PORTS.into_iter().find(free)
+        } else {
+            Some(address.port()).filter(free)
+        };
+        let Some(port) = port else {
+            return Err(Error::new(ErrorKind::Busy, "make a loopback endpoint")
+                .on(address.to_string())
+                .why("another endpoint of this hub has that address")
+                .fix("choose another address, or port 0 for any that is free"));
+        };
+        let local = SocketAddr::new(address.ip(), port);
+        let ring = Ring {
+            slots: Slot::row(options.queue, options.largest, local),
+            head: 0,
+            len: 0,
+            armed: false,
+            signalled: false,
+        };
+        let inbox = Arc::new(Inbox {
+            ring: Mutex::new(ring),
+            filled: AtomicUsize::new(0),
+            closed: AtomicBool::new(false),
+            event,
+        });
+        endpoints.insert(local, Arc::clone(&inbox));
+        drop(endpoints);
+        Ok(Loopback {
+            hub: Arc::clone(&self.shared),
+            local,
+            inbox,
+            flows: Flows::new(),
+            batch: Slot::row(BATCH, options.largest, local),
+            targets: [None; BATCH],
+            used: 0,
+            reserved: None,
+            taken: Slot::row(BATCH, options.largest, local),
+            seal: false,
+            flushes: 0,
+            counters: Counters::default(),
+        })
+    }
+}
+
+impl Default for Hub {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// What an endpoint keeps per peer.
+struct Flow {
+    peer: SocketAddr,
+    inbox: Option<Arc<Inbox>>,
+    cover: Cover,
+    /// The flush in which the peer's queue was found full: later packets of the flow must not overtake.
+    blocked_in: u64,
+}
+
+/// An endpoint of a [`Hub`].
+pub struct Loopback {
+    hub: Arc<Shared>,
+    local: SocketAddr,
+    inbox: Arc<Inbox>,
+    flows: Flows<Flow>,
+    batch: Vec<Slot>,
+    /// The flow of each packet of the batch.
+    targets: [Option<FlowId>; BATCH],
+    used: usize,
+    reserved: Option<(FlowId, usize)>,
+    taken: Vec<Slot>,
+    seal: bool,
+    flushes: u64,
+    counters: Counters,
+}
+
+impl Loopback {
+    /// Whether the packets of a flow find a queue; looks for a new one if the old endpoint is gone.
+    fn connect<'a>(hub: &Shared, flow: &'a mut Flow) -> Option<&'a Arc<Inbox>> {
+        let alive = |inbox: &Arc<Inbox>| !inbox.closed.load(Ordering::Acquire);
+        if !flow.inbox.as_ref().is_some_and(alive) {
+            flow.inbox = hub.endpoints.lock().get(&flow.peer).cloned();
+        }
+        flow.inbox.as_ref()
+    }
+
+    /// Takes what is in the queue into `taken`, and returns how many.
+    fn take(&mut self) -> usize {
+        if self.inbox.filled.load(Ordering::Acquire) == 0 {
+            return 0;
+        }
+        let mut ring = self.inbox.ring.lock();
+        let count = ring.len.min(BATCH);
+        for slot in &mut self.taken[..count] {
+            let head = ring.head;
+            std::mem::swap(slot, &mut ring.slots[head]);
+            ring.head = (head + 1) % ring.slots.len();
+        }
+        ring.len -= count;
+        ring.armed = false;
+        self.inbox.filled.store(ring.len, Ordering::Release);
+        if std::mem::take(&mut ring.signalled) {
+            self.counters.calls += 1;
+            // An event that was written holds a count; reading clears it.
+            let _ = rustix::io::read(&self.inbox.event, &mut [0; 8]);
+        }
+        count
+    }
+}
+
+/// A receiver's queue while packets are put into it.
+struct Filling<'a> {
+    inbox: &'a Inbox,
+    ring: MutexGuard<'a, Ring>,
+}
+
+impl<'a> Filling<'a> {
+    fn new(inbox: &'a Inbox) -> Self {
+        Self { inbox, ring: inbox.ring.lock() }
+    }
+
+    /// Exchanges the packet for an empty buffer; false if there is none.
+    fn put(&mut self, packet: &mut Slot) -> bool {
+        let ring = &mut *self.ring;
+        if ring.len == ring.slots.len() {
+            return false;
+        }
+        let tail = (ring.head + ring.len) % ring.slots.len();
+        std::mem::swap(packet, &mut ring.slots[tail]);
+        ring.len += 1;
+        true
+    }
+
+    /// Returns whether the receiver had to be woken.
+    fn finish(mut self) -> bool {
+        self.inbox.filled.store(self.ring.len, Ordering::Release);
+        let wake = self.ring.armed && self.ring.len > 0 && !self.ring.signalled;
+        if wake {
+            self.ring.armed = false;
+            self.ring.signalled = true;
+            self.inbox.wake();
+        }
+        wake
+    }
+}
+
+impl Inbox {
+    fn wake(&self) {
+        // Only a count of 2^64 - 2 could make this fail, and then the event is readable anyway.
+        let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
+    }
+}
+
+impl Link for Loopback {
+    fn path(&self) -> Path {
+        let Options { queue, full, .. } = self.hub.options;
+        let seal = if self.seal { "with" } else { "without (memory does not damage packets)" };
+        let full = match full {
+            Full::Wait => "wait at the sender",
+            Full::Drop => "are lost",
+        };
+        let why = format!(
+            "endpoints of one process; packets change hands uncopied, {seal} ICRC; queues of {queue}, \
+             packets for a full one {full}"
+        );
+        Path { kind: Kind::Loopback, local: self.local, why }
+    }
+
+    fn local(&self) -> SocketAddr {
+        self.local
+    }
+
+    fn largest(&self) -> usize {
+        self.hub.options.largest
+    }
+
+    /// An address that nobody has yet is fine: packets are lost, and counted, until somebody does.
+    fn open(&mut self, peer: SocketAddr, _label: u32) -> Result<FlowId> {
+        super::check_peer(self.local, peer)?;
+        let inbox = self.hub.endpoints.lock().get(&peer).cloned();
+        let cover = Cover::new(self.local, peer);
+        Ok(self.flows.insert(Flow { peer, inbox, cover, blocked_in: 0 }))
+    }
+
+    fn close(&mut self, flow: FlowId) {
+        // Packets of a flow that is not there any more could not find their way.
+        if self.targets[..self.used].contains(&Some(flow)) {
+            let _ = self.flush();
+        }
+        self.flows.remove(flow);
+    }
+
+    fn reserve(&mut self, flow: FlowId, len: usize) -> std::result::Result<&mut [u8], Refused> {
+        if !(SHORTEST..=self.hub.options.largest).contains(&len) {
+            return Err(Refused::Length);
+        }
+        let Some(known) = self.flows.get_mut(flow) else { return Err(Refused::Closed) };
+        let to = known.peer;
+        let slot = self.batch.get_mut(self.used).ok_or(Refused::Full)?;
+        slot.to = to;
+        self.reserved = Some((flow, len));
+        slot.bytes.get_mut(..len).ok_or(Refused::Length)
+    }
+
+    fn commit_spoiled(&mut self, spoil: Spoil) -> Option<Frame<'_>> {
+        let (id, len) = self.reserved.take()?;
+        let flow = self.flows.get_mut(id)?;
+        let slot = self.batch.get_mut(self.used)?;
+        let packet = slot.bytes.get_mut(..len)?;
+        if self.seal {
+            let icrc = flow.cover.icrc::<Simd>(0, packet)?;
+            packet[len - ICRC_LEN..].copy_from_slice(&icrc.to_le_bytes());
+        }
+        slot.len = spoil.apply(packet);
+        slot.from = self.local;
+        slot.sealed = self.seal;
+        self.targets[self.used] = Some(id);
+        self.used += 1;
+        Some(slot.frame())
+    }
+
+    fn flush(&mut self) -> Result<Flushed> {
+        let mut flushed = Flushed::default();
+        self.flushes += 1;
+        let (mut next, mut kept) = (0, 0);
+        while next < self.used {
+            let id = self.targets[next];
+            let same = |target: &&Option<FlowId>| **target == id;
+            let run = self.targets[next..self.used].iter().take_while(same).count();
+            let packets = next..next + run;
+            next += run;
+            let flow = id.and_then(|id| self.flows.get_mut(id));
+            let Some(flow) = flow else {
+                self.counters.drops.no_peer += run as u64;
+                continue;
+            };
+            let blocked = flow.blocked_in == self.flushes;
+            let mut waiting = packets.start;
+            if !blocked {
+                let Some(inbox) = Self::connect(&self.hub, flow) else {
+                    self.counters.drops.no_peer += run as u64;
+                    continue;
+                };
+                let mut filling = Filling::new(inbox);
+                while waiting < packets.end {
+                    let bytes = self.batch[waiting].len as u64;
+                    if !filling.put(&mut self.batch[waiting]) {
+                        break;
+                    }
+                    self.counters.sent += 1;
+                    self.counters.sent_bytes += bytes;
+                    waiting += 1;
+                }
+                self.counters.calls += u64::from(filling.finish());
+                flushed.sent += waiting - packets.start;
+            }
+            if waiting < packets.end {
+                flow.blocked_in = self.flushes;
+            }
+            let left = packets.end - waiting;
+            if left > 0 && self.hub.options.full == Full::Drop {
+                self.counters.drops.overrun += left as u64;
+                continue;
+            }
+            for at in waiting..packets.end {
+                self.batch.swap(kept, at);
+                self.targets[kept] = id;
+                kept += 1;
+            }
+        }
+        self.used = kept;
+        flushed.waiting = kept;
+        // A reservation lay behind the packets that have gone now.
+        self.reserved = None;
+        Ok(flushed)
+    }
+
+    fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
+        let count = self.take();
+        let mut delivered = 0;
+        for slot in &self.taken[..count] {
+            let frame = slot.frame();
+            if let Err(reason) = check(&frame) {
+                *reason(&mut self.counters.drops) += 1;
+                continue;
+            }
+            delivered += 1;
+            self.counters.received += 1;
+            self.counters.received_bytes += frame.bytes.len() as u64;
+            take(frame);
+        }
+        Ok(delivered)
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        let mut ring = self.inbox.ring.lock();
+        ring.armed = true;
+        if ring.len > 0 && !ring.signalled {
+            ring.signalled = true;
+            self.inbox.wake();
+        }
+        Some(self.inbox.event.as_fd())
+    }
+
+    fn always_seal(&mut self) {
+        self.seal = true;
+    }
+
+    fn counters(&self) -> Counters {
+        self.counters
+    }
+}
+
+impl Drop for Loopback {
+    fn drop(&mut self) {
+        self.inbox.closed.store(true, Ordering::Release);
+        self.hub.endpoints.lock().remove(&self.local);
+    }
+}
+
+type Reason = fn(&mut super::Drops) -> &mut u64;
+
+/// Packets that a fault spoiled are found like any others.
+fn check(frame: &Frame<'_>) -> std::result::Result<(), Reason> {
+    if frame.bytes.len() < SHORTEST {
+        return Err(|drops| &mut drops.short);
+    }
+    let carried = frame.bytes.last_chunk::<ICRC_LEN>().map(|bytes| u32::from_le_bytes(*bytes));
+    if frame.sealed && carried != Cover::new(frame.from, frame.to).icrc::<Simd>(0, frame.bytes) {
+        return Err(|drops| &mut drops.icrc);
+    }
+    Ok(())
+}

@@ -1,0 +1,375 @@
+//! Frames in and out: RoCEv2 packets through memory or through UDP, behind one trait.
+//!
+//! A [`Link`] carries packets from the base transport header through the ICRC. What stands in front of them (IP, UDP)
+//! is the link's business, and with it the ICRC, which covers those headers: the caller fills a packet but for its
+//! last four bytes, the link seals it; what is received has been checked.
+//!
+//! | link | what it is |
+//! |---|---|
+//! | [`loopback`] | endpoints of one process, packets change hands without being copied |
+//! | [`udp`] | a UDP socket, with segmentation and receive offload and batched calls where the kernel has them |
+//! | [`fault`] | around any link: loss, duplication, reordering, damage, delay, from one seed |
+//! | [`pcap`] | around any link: a capture that Wireshark opens |
+//!
+//! # Cost
+//! Nothing is allocated, locked or formatted per packet, and a batch costs at most one system call: everything that
+//! takes longer happens when a link or a flow is opened. The exceptions are asked for: a capture locks its file.
+//!
+//! # Example
+//! ```
+//! use warpwire::link::{Hub, Link};
+//! let hub = Hub::new();
+//! let mut alice = hub.endpoint("10.0.0.1:4791".parse().unwrap())?;
+//! let mut bob = hub.endpoint("10.0.0.2:4791".parse().unwrap())?;
+//! let to_bob = alice.open(bob.local(), 0)?;
+//! // A packet: twelve bytes of base header, five of payload, three of pad, four for the ICRC.
+//! alice.reserve(to_bob, 24).unwrap()[12..17].copy_from_slice(b"hello");
+//! alice.commit();
+//! alice.flush()?;
+//! let received = bob.receive(&mut |frame| {
+//!     assert_eq!(frame.from, "10.0.0.1:4791".parse().unwrap());
+//!     assert_eq!(&frame.bytes[12..17], b"hello");
+//! })?;
+//! assert_eq!(received, 1);
+//! # Ok::<(), warpwire::Error>(())
+//! ```
+
+mod crc;
+pub mod fault;
+mod flows;
+pub mod loopback;
+pub mod pcap;
+#[cfg(test)]
+mod tests;
+pub mod udp;
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN, LONGEST_HEADERS};
+
+pub use crc::Simd;
+pub use fault::Fault;
+pub use flows::FlowId;
+pub use loopback::{Hub, Loopback};
+pub use pcap::{Capture, Tap};
+pub use udp::Udp;
+
+use crate::error::{Error, Kind as ErrorKind, Result};
+
+/// The shortest packet: a base header and an ICRC.
+pub const SHORTEST: usize = BTH_LEN + ICRC_LEN;
+/// The longest packet that RoCEv2 knows: 4096 bytes of payload behind the longest headers.
+pub const LONGEST: usize = LONGEST_HEADERS + 4096 + ICRC_LEN;
+
+/// A way for packets in and out.
+///
+/// The order of calls: [`open`](Link::open) a flow per peer once; then [`reserve`](Link::reserve), fill,
+/// [`commit`](Link::commit) for each packet, [`flush`](Link::flush) per batch; [`receive`](Link::receive) whenever
+/// there may be something, and [`wait_fd`](Link::wait_fd) to sleep until there is.
+///
+/// Packets of one flow arrive in the order of their commits, if the network keeps it; nothing is promised across
+/// flows.
+pub trait Link: Send {
+    /// What this link is, and why: which offloads it uses, and which it does not and for what reason.
+    fn path(&self) -> Path;
+
+    /// The address that peers send to.
+    fn local(&self) -> SocketAddr;
+
+    /// The longest packet, from the base header through the ICRC, that goes through whole.
+    fn largest(&self) -> usize;
+
+    /// Makes ready to send to `peer`: one flow per queue pair. Slow, for setup.
+    ///
+    /// `label` tells the queue pairs to one peer apart, for links that can choose a source port by it (switches
+    /// spread flows by that port). A UDP socket has one source port, and does not.
+    ///
+    /// # Errors
+    /// If nothing can be sent to this address from here, with the reason.
+    fn open(&mut self, peer: SocketAddr, label: u32) -> Result<FlowId>;
+
+    /// Ends a flow. What was committed before still goes out, if there is room for it by now; a flow that is closed
+    /// already is left alone.
+    fn close(&mut self, flow: FlowId);
+
+    /// Room for one packet of `len` bytes, from the base header through the ICRC. The caller fills all but the last
+    /// four bytes (what stands in them is undefined) and then commits; a reservation without a commit is forgotten.
+    ///
+    /// # Errors
+    /// [`Refused::Full`] is a status: flush, and try again once that went through. It differs from a flow that is
+    /// closed or a packet that is too long, for which trying again is of no use: hence not an `Option`.
+    fn reserve(&mut self, flow: FlowId, len: usize) -> std::result::Result<&mut [u8], Refused>;
+
+    /// Seals the packet that was reserved, and queues it. Returns it as it will appear on the wire, for captures;
+    /// `None` if there was none, or if a fault took it.
+    fn commit(&mut self) -> Option<Frame<'_>> {
+        self.commit_spoiled(Spoil::No)
+    }
+
+    /// As [`commit`](Link::commit), and spoils the packet after it was sealed, so that its ICRC is wrong: what
+    /// [`Fault`] damages must be found by the receiver's check, and the seal lies below it.
+    fn commit_spoiled(&mut self, spoil: Spoil) -> Option<Frame<'_>>;
+
+    /// Hands over what was committed. What cannot go now is kept, and the return value says how much; what can never
+    /// go is dropped and counted.
+    ///
+    /// # Errors
+    /// If the link is beyond repair. A network that says "wait" is not an error.
+    fn flush(&mut self) -> Result<Flushed>;
+
+    /// Takes up to a batch of packets, and returns how many were delivered. Each has the right ICRC; others were
+    /// dropped and counted. Their other headers are unchecked, and anyone may have sent them.
+    ///
+    /// # Errors
+    /// If the link is beyond repair.
+    fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize>;
+
+    /// A file descriptor that is readable when there is something to receive. To be asked for anew before each wait:
+    /// the loopback link signals only when somebody asked.
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
+
+    /// When the link has something to do by itself (a packet held back by a fault): flush and receive by then.
+    fn wakes_in(&self) -> Option<Duration> {
+        None
+    }
+
+    /// Asks a link that leaves the ICRC out, because its packets stay in memory, to put it in. [`Fault`] asks.
+    fn always_seal(&mut self) {}
+
+    /// What came and went so far.
+    fn counters(&self) -> Counters;
+}
+
+impl<L: Link + ?Sized> Link for Box<L> {
+    fn path(&self) -> Path {
+        (**self).path()
+    }
+
+    fn local(&self) -> SocketAddr {
+        (**self).local()
+    }
+
+    fn largest(&self) -> usize {
+        (**self).largest()
+    }
+
+    fn open(&mut self, peer: SocketAddr, label: u32) -> Result<FlowId> {
+        (**self).open(peer, label)
+    }
+
+    fn close(&mut self, flow: FlowId) {
+        (**self).close(flow);
+    }
+
+    fn reserve(&mut self, flow: FlowId, len: usize) -> std::result::Result<&mut [u8], Refused> {
+        (**self).reserve(flow, len)
+    }
+
+    fn commit_spoiled(&mut self, spoil: Spoil) -> Option<Frame<'_>> {
+        (**self).commit_spoiled(spoil)
+    }
+
+    fn flush(&mut self) -> Result<Flushed> {
+        (**self).flush()
+    }
+
+    fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
+        (**self).receive(take)
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        (**self).wait_fd()
+    }
+
+    fn wakes_in(&self) -> Option<Duration> {
+        (**self).wakes_in()
+    }
+
+    fn always_seal(&mut self) {
+        (**self).always_seal();
+    }
+
+    fn counters(&self) -> Counters {
+        (**self).counters()
+    }
+}
+
+/// A packet on its way, with what its IP and UDP headers say.
+#[derive(Clone, Copy, Debug)]
+pub struct Frame<'a> {
+    /// Who sent it. Queue pairs are told apart by its IP address; the port is the sender's choice.
+    pub from: SocketAddr,
+    /// Whom it was sent to: this link, under the address that the sender used.
+    pub to: SocketAddr,
+    /// From the base header through the ICRC.
+    pub bytes: &'a [u8],
+    /// A switch marked it: congestion (ECN CE).
+    pub marked: bool,
+    /// The IPv4 identification that the ICRC covers: known when sending, found when receiving.
+    pub identification: u16,
+    /// Whether the last four bytes are an ICRC; packets that stay in memory go without.
+    pub sealed: bool,
+}
+
+/// Why a packet has no room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// The batch is full: flush first. If that leaves packets waiting, the network is not ready: come back later.
+    Full,
+    /// The flow is closed, or was never open on this link.
+    Closed,
+    /// The packet is longer than [`Link::largest`], or shorter than [`SHORTEST`].
+    Length,
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Full => "the batch is full",
+            Self::Closed => "the flow is closed",
+            Self::Length => "the packet's length is not one that the link carries",
+        })
+    }
+}
+
+impl std::error::Error for Refused {}
+
+/// What to do to a packet after it was sealed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Spoil {
+    /// Nothing.
+    No,
+    /// Flip this bit, counted from the packet's beginning and modulo its length.
+    Flip(u32),
+    /// Keep this many bytes of it, at least one.
+    Cut(usize),
+}
+
+impl Spoil {
+    /// Does it, and returns the length that is left.
+    fn apply(self, packet: &mut [u8]) -> usize {
+        match self {
+            Self::No => packet.len(),
+            Self::Flip(bit) => {
+                let bit = bit as usize % (packet.len() * 8).max(1);
+                if let Some(byte) = packet.get_mut(bit / 8) {
+                    *byte ^= 1 << (bit % 8);
+                }
+                packet.len()
+            }
+            Self::Cut(len) => len.clamp(1, packet.len().max(1)),
+        }
+    }
+}
+
+/// What became of a batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Flushed {
+    /// Packets handed over by this call.
+    pub sent: usize,
+    /// Packets kept, because there is no room for them now; the next flush tries again.
+    pub waiting: usize,
+}
+
+/// Which link it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Within the process.
+    Loopback,
+    /// A UDP socket.
+    Udp,
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Loopback => "loopback",
+            Self::Udp => "udp",
+        })
+    }
+}
+
+/// Which way packets take, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Path {
+    /// Which link it is, below faults and captures.
+    pub kind: Kind,
+    /// The address that peers send to.
+    pub local: SocketAddr,
+    /// For people: what is in use, what is not, and why not.
+    pub why: String,
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}: {}", self.kind, self.local, self.why)
+    }
+}
+
+/// What came and went since the link was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Packets handed over.
+    pub sent: u64,
+    /// Their bytes, from the base header through the ICRC.
+    pub sent_bytes: u64,
+    /// Packets delivered to the caller.
+    pub received: u64,
+    /// Their bytes.
+    pub received_bytes: u64,
+    /// Those of them that came joined with others, by the kernel's receive offload.
+    pub joined: u64,
+    /// System calls that moved packets, both ways.
+    pub calls: u64,
+    /// Packets lost in this link, by reason.
+    pub drops: Drops,
+}
+
+/// Packets that were lost in a link, by reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Drops {
+    /// Received with a wrong ICRC.
+    pub icrc: u64,
+    /// Received, and shorter than a packet can be.
+    pub short: u64,
+    /// Received, and longer than the link carries.
+    pub long: u64,
+    /// Received faster than they were taken: a buffer was full.
+    pub overrun: u64,
+    /// To be sent, and nobody has the address.
+    pub no_peer: u64,
+    /// To be sent, and the kernel refused them for good.
+    pub refused: u64,
+    /// Taken by a fault, on purpose.
+    pub injected: u64,
+}
+
+impl Drops {
+    /// All of them.
+    pub fn total(&self) -> u64 {
+        let Self { icrc, short, long, overrun, no_peer, refused, injected } = *self;
+        icrc + short + long + overrun + no_peer + refused + injected
+    }
+}
+
+/// Refuses peers that no link can send to.
+fn check_peer(local: SocketAddr, peer: SocketAddr) -> Result<()> {
+    let why = if peer.port() == 0 {
+        "port 0 is not an address to send to"
+    } else if peer.ip().is_unspecified() {
+        "it stands for every address, and is none to send to"
+    } else if peer.ip().is_multicast() {
+        "it is a group's address, and queue pairs talk to one peer"
+    } else if peer.is_ipv4() != local.is_ipv4() {
+        "the link's own address is of the other IP version"
+    } else {
+        return Ok(());
+    };
+    Err(Error::new(ErrorKind::InvalidArgument, format!("open a flow to {peer}"))
+        .on(local.to_string())
+        .why(why)
+        .fix("give the peer's own address and port, of the same IP version as the link's"))
+}

@@ -1,0 +1,475 @@
+//! RoCEv2 through a plain UDP socket, IPv4 or IPv6: no privileges, no kernel module, any network.
+//!
+//! The socket is not connected and forbids fragments, so that Linux leaves IPv4's identification 0, and counts 0, 1,
+//! 2, … through the packets of a segmented run: the sender knows what the ICRC covers. (A connected socket has a
+//! counter that nobody can see.) The receiver finds the identification from the ICRC itself: see `check.rs`.
+//!
+//! Linux does not combine segmentation with an absent UDP checksum, so that the checksum stays where segmentation is
+//! used; the ICRC counts it as ones either way.
+//!
+//! Written on the system calls rather than on `quinn-udp`, which sends one message per call, has no say over
+//! checksums, and may send in ways whose identification is not known.
+
+mod check;
+mod options;
+mod send;
+mod sys;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use warpwire_proto::wire::icrc::Cover;
+use warpwire_proto::wire::ip::{ECN_CAPABLE, ECN_MARKED, ECN_MASK};
+
+pub use options::{Options, VARIABLE};
+
+use super::flows::{FlowId, Flows};
+use super::{Counters, Flushed, Frame, Kind, Link, Path, Refused, SHORTEST, Spoil};
+use crate::error::{Error, Kind as ErrorKind, Result};
+use crate::host::System;
+use crate::units;
+use check::Checker;
+use send::{Batch, Flow};
+use sys::{Calls, Headers, Name};
+
+/// What the kernel joins to one message at most.
+const JOINED: usize = 1 << 16;
+/// Messages per call: few where each may be joined of many, so that they stay in the cache.
+const MESSAGES: (usize, usize) = (16, 64);
+const IPV4_AND_UDP: usize = 28;
+const IPV6_AND_UDP: usize = 48;
+
+/// A UDP socket that carries RoCEv2.
+///
+/// ```
+/// use warpwire::link::{Link, Udp, udp::Options};
+/// let mut alice = Udp::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
+/// let mut bob = Udp::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
+/// let to_bob = alice.open(bob.local(), 0)?;
+/// alice.reserve(to_bob, 24).unwrap()[..20].fill(7);
+/// alice.commit();
+/// assert_eq!(alice.flush()?.sent, 1);
+/// while bob.receive(&mut |frame| assert_eq!(frame.from, alice.local()))? == 0 {}
+/// println!("{}", alice.path());
+/// # Ok::<(), warpwire::Error>(())
+/// ```
+pub struct Udp {
+    socket: OwnedFd,
+    local: SocketAddr,
+    largest: usize,
+    batch: Batch,
+    flows: Flows<Flow>,
+    incoming: Incoming,
+    checker: Checker,
+    counters: Counters,
+    found: Found,
+}
+
+/// What a UDP link has of the kernel's offloads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Offloads {
+    /// Runs of equal packets go down the stack as one (`UDP_SEGMENT`).
+    pub segmentation: std::result::Result<(), String>,
+    /// Runs of equal packets come up the stack as one (`UDP_GRO`).
+    pub joining: std::result::Result<(), String>,
+    /// Packets go without a UDP checksum.
+    pub no_checksum: std::result::Result<(), String>,
+}
+
+/// The receiving side's buffers.
+struct Incoming {
+    headers: Headers,
+    buffer: Box<[u8]>,
+    /// The length of each piece of the buffer.
+    size: usize,
+    calls: Calls,
+    /// The last call brought something: more may be there.
+    busy: bool,
+}
+
+/// What was asked for, and what the kernel gave.
+struct Found {
+    options: Options,
+    gso: io::Result<()>,
+    gro: io::Result<()>,
+    no_checksum: io::Result<()>,
+    receive_buffer: usize,
+    send_buffer: usize,
+    mtu: Option<(String, u32)>,
+}
+
+impl Udp {
+    /// Binds to `address`; port 0 stands for any that is free, 4791 is RoCEv2's own.
+    ///
+    /// Bind to a loopback address unless others are to reach it. An unspecified address (`0.0.0.0`, `::`) works, and
+    /// costs a little per message: the kernel is then asked for the addresses of each.
+    ///
+    /// # Errors
+    /// If the address is not of this machine, or taken, with advice.
+    pub fn bind(address: SocketAddr, options: Options) -> Result<Self> {
+        let failed = |source: io::Error| bind_error(address, &source);
+        let socket = sys::socket(address).map_err(failed)?;
+        let fd = socket.as_fd();
+        if address.is_ipv6() {
+            sys::set(fd, libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 1).map_err(failed)?;
+        }
+        sys::bind(fd, address).map_err(failed)?;
+        let local = sys::local(fd).map_err(failed)?;
+        let found = set_up(fd, local, options).map_err(failed)?;
+
+        let headers = if local.is_ipv4() { IPV4_AND_UDP } else { IPV6_AND_UDP };
+        let carried = found.mtu.as_ref().map_or(usize::MAX, |(_, mtu)| *mtu as usize);
+        let carried = carried.saturating_sub(headers).max(SHORTEST);
+        let largest = options.largest.clamp(SHORTEST, options::MOST).min(carried);
+        let calls = if options.mmsg { Calls::Batched } else { Calls::Single };
+        // One byte more than the longest packet: what is longer shows.
+        let (count, size) = match found.gro {
+            Ok(()) => (MESSAGES.0, JOINED),
+            Err(_) => (MESSAGES.1, (largest + 1).next_multiple_of(64)),
+        };
+        Ok(Self {
+            largest,
+            batch: Batch::new(largest, found.gso.is_ok(), calls),
+            flows: Flows::new(),
+            incoming: Incoming {
+                headers: Headers::new(count),
+                buffer: vec![0; count * size].into_boxed_slice(),
+                size,
+                calls,
+                busy: false,
+            },
+            checker: Checker::new(local.port()),
+            counters: Counters::default(),
+            socket,
+            local,
+            found,
+        })
+    }
+
+    /// What the kernel gave of what was asked for; each that it did not give, with the reason.
+    ///
+    /// ```
+    /// use warpwire::link::Udp;
+    /// let link = Udp::bind("127.0.0.1:0".parse().unwrap(), "gso=off".parse()?)?;
+    /// assert_eq!(link.offloads().segmentation, Err("it was turned off".to_owned()));
+    /// # Ok::<(), warpwire::Error>(())
+    /// ```
+    pub fn offloads(&self) -> Offloads {
+        let told = |outcome: &io::Result<()>| match outcome {
+            Ok(()) => Ok(()),
+            Err(why) => Err(why.to_string()),
+        };
+        let given_up = self.found.gso.is_ok() && !self.batch.gso;
+        Offloads {
+            segmentation: if given_up {
+                Err("a route refused it".to_owned())
+            } else {
+                told(&self.found.gso)
+            },
+            joining: told(&self.found.gro),
+            no_checksum: told(&self.found.no_checksum),
+        }
+    }
+
+    /// Takes apart one message: a packet, or several that the kernel joined.
+    fn deliver(&mut self, at: usize, take: &mut dyn FnMut(Frame<'_>)) -> usize {
+        let Self { incoming, counters, checker, .. } = self;
+        let Some(message) = incoming.headers.received(at) else { return 0 };
+        let start = at * incoming.size;
+        let Some(bytes) = incoming.buffer.get(start..start + message.len.min(incoming.size)) else {
+            return 0;
+        };
+        if message.cut {
+            counters.drops.long += 1;
+            return 0;
+        }
+        if bytes.is_empty() {
+            counters.drops.short += 1;
+            return 0;
+        }
+        let segment = if message.segment == 0 { bytes.len() } else { message.segment };
+        let to = message.to.unwrap_or(self.local.ip());
+        let mut delivered = 0;
+        for packet in bytes.chunks(segment) {
+            if packet.len() < SHORTEST {
+                counters.drops.short += 1;
+            } else if packet.len() > self.largest {
+                counters.drops.long += 1;
+            } else if let Some(identification) = checker.check(message.from, to, packet) {
+                delivered += 1;
+                counters.received += 1;
+                counters.received_bytes += packet.len() as u64;
+                counters.joined += u64::from(segment < bytes.len());
+                take(Frame {
+                    from: message.from,
+                    to: SocketAddr::new(to, self.local.port()),
+                    bytes: packet,
+                    marked: message.traffic_class & ECN_MASK == ECN_MARKED,
+                    identification,
+                    sealed: true,
+                });
+            } else {
+                counters.drops.icrc += 1;
+            }
+        }
+        delivered
+    }
+}
+
+impl Link for Udp {
+    fn path(&self) -> Path {
+        let why = self.found.describe(&self.offloads(), self.local, self.largest);
+        Path { kind: Kind::Udp, local: self.local, why }
+    }
+
+    fn local(&self) -> SocketAddr {
+        self.local
+    }
+
+    fn largest(&self) -> usize {
+        self.largest
+    }
+
+    fn open(&mut self, peer: SocketAddr, _label: u32) -> Result<FlowId> {
+        super::check_peer(self.local, peer)?;
+        let route = Route::find(self.local, peer).map_err(|source| {
+            Error::os(format!("open a flow to {peer}"), &source)
+                .on(format!("udp {}", self.local))
+                .fix("bind the link to an address that has a route to the peer (0.0.0.0 for any)")
+        })?;
+        let headers = if peer.is_ipv4() { IPV4_AND_UDP } else { IPV6_AND_UDP };
+        if route.mtu < self.largest + headers {
+            let fits = route.mtu.saturating_sub(headers);
+            return Err(Error::new(ErrorKind::Unsupported, format!("open a flow to {peer}"))
+                .on(format!("udp {}", self.local))
+                .why(format!(
+                    "the route carries packets of {fits} bytes and the link uses {}",
+                    self.largest
+                ))
+                .fix(format!("set largest={fits} in {VARIABLE} or in the link's options")));
+        }
+        let from = SocketAddr::new(route.source, self.local.port());
+        Ok(self.flows.insert(Flow {
+            from,
+            to: peer,
+            name: Name::from(peer),
+            source: self.local.ip().is_unspecified().then_some(route.source),
+            cover: Cover::new(from, peer),
+        }))
+    }
+
+    fn close(&mut self, flow: FlowId) {
+        // Its packets in the batch know their way by themselves.
+        self.flows.remove(flow);
+    }
+
+    #[inline]
+    fn reserve(&mut self, flow: FlowId, len: usize) -> std::result::Result<&mut [u8], Refused> {
+        if !(SHORTEST..=self.largest).contains(&len) {
+            return Err(Refused::Length);
+        }
+        if self.flows.get_mut(flow).is_none() {
+            return Err(Refused::Closed);
+        }
+        self.batch.reserve(flow, len).ok_or(Refused::Full)
+    }
+
+    #[inline]
+    fn commit_spoiled(&mut self, spoil: Spoil) -> Option<Frame<'_>> {
+        let flow = self.flows.get_mut(self.batch.reserved()?)?;
+        self.batch.commit(flow, spoil)
+    }
+
+    fn flush(&mut self) -> Result<Flushed> {
+        Ok(self.batch.flush(self.socket.as_fd(), &mut self.counters))
+    }
+
+    fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
+        let Incoming { headers, buffer, size, calls, busy } = &mut self.incoming;
+        self.counters.calls += 1;
+        // Who waits for one packet, and looks often, is served faster by the call for one.
+        let now = if *busy { *calls } else { Calls::Single };
+        let received = headers.receive(self.socket.as_fd(), buffer, *size, now);
+        *busy = received.is_ok();
+        match received {
+            Ok(count) => Ok((0..count).map(|at| self.deliver(at, take)).sum()),
+            Err(source) => match source.raw_os_error() {
+                Some(libc::EAGAIN | libc::EINTR) => Ok(0),
+                // A complaint about a packet sent earlier, for whom it may concern.
+                Some(libc::ECONNREFUSED | libc::EHOSTUNREACH | libc::ENETUNREACH) => Ok(0),
+                Some(libc::ENOSYS) if now == Calls::Batched => {
+                    *calls = Calls::Single;
+                    Ok(0)
+                }
+                _ => Err(Error::os("receive packets", &source).on(format!("udp {}", self.local))),
+            },
+        }
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.socket.as_fd())
+    }
+
+    /// The count of packets that found the socket's buffer full is asked of the kernel here, and not per packet.
+    fn counters(&self) -> Counters {
+        const DROPS: usize = 8;
+        let mut counters = self.counters;
+        let info = sys::get_words::<9>(self.socket.as_fd(), libc::SOL_SOCKET, libc::SO_MEMINFO);
+        counters.drops.overrun += info.map_or(0, |words| u64::from(words[DROPS]));
+        counters
+    }
+}
+
+/// Where the kernel would send packets for a peer.
+struct Route {
+    source: IpAddr,
+    mtu: usize,
+}
+
+impl Route {
+    /// Connecting a UDP socket sends nothing; it looks up the route, or says why there is none.
+    fn find(local: SocketAddr, peer: SocketAddr) -> io::Result<Self> {
+        let socket = sys::socket(peer)?;
+        let fd = socket.as_fd();
+        let mut any_port = local;
+        any_port.set_port(0);
+        sys::bind(fd, any_port)?;
+        sys::connect(fd, peer)?;
+        let mtu = if peer.is_ipv4() {
+            sys::get(fd, libc::IPPROTO_IP, libc::IP_MTU)?
+        } else {
+            sys::get(fd, libc::IPPROTO_IPV6, libc::IPV6_MTU)?
+        };
+        Ok(Self { source: sys::local(fd)?.ip(), mtu: usize::try_from(mtu).unwrap_or(0) })
+    }
+}
+
+/// Sets the socket's options: those that the wire format needs, and those that make it fast.
+fn set_up(fd: BorrowedFd<'_>, local: SocketAddr, options: Options) -> io::Result<Found> {
+    const ON: i32 = 1;
+    let ecn = i32::from(ECN_CAPABLE);
+    if local.is_ipv4() {
+        // Without fragments, and only then, the identification is known.
+        sys::set(fd, libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_DO)?;
+        sys::set(fd, libc::IPPROTO_IP, libc::IP_TOS, ecn)?;
+        sys::set(fd, libc::IPPROTO_IP, libc::IP_RECVTOS, ON)?;
+    } else {
+        sys::set(fd, libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_DO)?;
+        sys::set(fd, libc::IPPROTO_IPV6, libc::IPV6_TCLASS, ecn)?;
+        sys::set(fd, libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, ON)?;
+        // Hardware sends without a checksum.
+        sys::set(fd, libc::SOL_UDP, libc::UDP_NO_CHECK6_RX, ON)?;
+    }
+    if local.ip().is_unspecified() {
+        let (level, name) = if local.is_ipv4() {
+            (libc::IPPROTO_IP, libc::IP_PKTINFO)
+        } else {
+            (libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO)
+        };
+        sys::set(fd, level, name, ON)?;
+    }
+    let off = || io::Error::other("it was turned off");
+    let gso = if options.gso {
+        sys::get(fd, libc::SOL_UDP, libc::UDP_SEGMENT).map(drop)
+    } else {
+        Err(off())
+    };
+    let gro = if options.gro { sys::set(fd, libc::SOL_UDP, libc::UDP_GRO, ON) } else { Err(off()) };
+    let no_checksum = if gso.is_ok() {
+        Err(io::Error::other("Linux does not combine it with segmentation"))
+    } else if !options.no_checksum {
+        Err(off())
+    } else if local.is_ipv4() {
+        sys::set(fd, libc::SOL_SOCKET, libc::SO_NO_CHECK, ON)
+    } else {
+        sys::set(fd, libc::SOL_UDP, libc::UDP_NO_CHECK6_TX, ON)
+    };
+    Ok(Found {
+        gso,
+        gro,
+        no_checksum,
+        receive_buffer: grow(fd, libc::SO_RCVBUFFORCE, libc::SO_RCVBUF, options.buffer)?,
+        send_buffer: grow(fd, libc::SO_SNDBUFFORCE, libc::SO_SNDBUF, options.buffer)?,
+        mtu: interface_mtu(local.ip()),
+        options,
+    })
+}
+
+/// Asks for a buffer, by force where that is allowed; returns what was granted.
+fn grow(fd: BorrowedFd<'_>, force: i32, ask: i32, bytes: usize) -> io::Result<usize> {
+    // The kernel doubles what it is given, for its own needs, and reports the double.
+    let wanted = i32::try_from(bytes).unwrap_or(i32::MAX / 2);
+    if sys::set(fd, libc::SOL_SOCKET, force, wanted).is_err() {
+        sys::set(fd, libc::SOL_SOCKET, ask, wanted)?;
+    }
+    Ok(usize::try_from(sys::get(fd, libc::SOL_SOCKET, ask)?).unwrap_or(0) / 2)
+}
+
+/// The interface that has the address and the longest packet that it carries; of all that are up, the one that
+/// carries least, where the address is any.
+fn interface_mtu(address: IpAddr) -> Option<(String, u32)> {
+    let interfaces = System::live().net_interfaces().into_iter();
+    let known = interfaces.filter_map(|known| Some((known.is_up(), known.name, known.mtu?)));
+    if address.is_unspecified() {
+        let up = known.filter(|(up, ..)| *up);
+        return up.map(|(_, name, mtu)| (name, mtu)).min_by_key(|(_, mtu)| *mtu);
+    }
+    let mine = sys::interface_of(address);
+    // All of 127.0.0.0/8 is the loopback interface's, and only 127.0.0.1 is listed.
+    let mine = mine.or_else(|| address.is_loopback().then(|| "lo".to_owned()))?;
+    known.map(|(_, name, mtu)| (name, mtu)).find(|(name, _)| *name == mine)
+}
+
+impl Found {
+    fn describe(&self, offloads: &Offloads, local: SocketAddr, largest: usize) -> String {
+        let say = |name: &str, outcome: &std::result::Result<(), String>| match outcome {
+            Ok(()) => format!("{name} on"),
+            Err(why) => format!("{name} off ({why})"),
+        };
+        let mmsg = if self.options.mmsg { Ok(()) } else { Err("it was turned off".to_owned()) };
+        let mut parts = vec![
+            say("segmentation (UDP_SEGMENT)", &offloads.segmentation),
+            say("receive offload (UDP_GRO)", &offloads.joining),
+            say("batched calls (sendmmsg, recvmmsg)", &mmsg),
+            say("sending without UDP checksum", &offloads.no_checksum),
+        ];
+        let limit = match &self.mtu {
+            Some((name, mtu)) => format!(" ({name} carries {mtu})"),
+            None => String::new(),
+        };
+        parts.push(format!("packets up to {largest} bytes{limit}"));
+        let buffer = |name: &str, granted: usize, setting: &str| {
+            let granted_text = units::bytes(granted as u64);
+            if granted >= self.options.buffer {
+                return format!("{name} buffer {granted_text}");
+            }
+            let wanted = units::bytes(self.options.buffer as u64);
+            format!("{name} buffer {granted_text} of {wanted} (raise net.core.{setting})")
+        };
+        parts.push(buffer("receive", self.receive_buffer, "rmem_max"));
+        parts.push(buffer("send", self.send_buffer, "wmem_max"));
+        if local.ip().is_unspecified() {
+            parts.push("bound to every address of this machine".to_owned());
+        }
+        parts.join("; ")
+    }
+}
+
+#[cold]
+fn bind_error(address: SocketAddr, source: &io::Error) -> Error {
+    let error = Error::os("bind a UDP link", source).on(address.to_string());
+    match source.raw_os_error() {
+        Some(libc::EADDRINUSE) => {
+            error.fix("choose another port (0 for any), or stop who has it; an rxe device has 4791")
+        }
+        Some(libc::EADDRNOTAVAIL) => {
+            error.fix("give an address of this machine: 127.0.0.1, or one that `ip address` lists")
+        }
+        Some(libc::EACCES) => error.fix("choose a port from 1024 on"),
+        Some(libc::EAFNOSUPPORT) => error.fix("this kernel lacks that IP version; use the other"),
+        _ => error,
+    }
+}

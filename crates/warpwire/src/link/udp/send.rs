@@ -1,0 +1,248 @@
+//! Packets on their way out: one after the other in one buffer, in runs that the kernel may cut up itself.
+//!
+//! A run is packets of one flow and one length, of which the last may be shorter. The kernel numbers the packets of a
+//! run 0, 1, 2, … in IPv4's identification, and gives 0 to packets that go alone: each is sealed with the number that
+//! it will get.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::BorrowedFd;
+
+use warpwire_proto::wire::icrc::Cover;
+use warpwire_proto::wire::packet::ICRC_LEN;
+
+use super::sys::{Calls, Headers, Name, Outgoing};
+use crate::link::flows::FlowId;
+use crate::link::{Counters, Flushed, Frame, Simd, Spoil};
+
+/// Packets in a batch.
+pub(super) const PACKETS: usize = 64;
+/// The most that goes down the stack at once: IP's limit, less the headers.
+const RUN_BYTES: usize = 65_000;
+
+/// Whom a flow sends to.
+#[derive(Clone)]
+pub(super) struct Flow {
+    pub from: SocketAddr,
+    pub to: SocketAddr,
+    pub name: Name,
+    /// The source address to ask for, where the socket has several.
+    pub source: Option<IpAddr>,
+    pub cover: Cover,
+}
+
+/// Packets that lie one after the other and go to one peer.
+struct Run {
+    id: FlowId,
+    from: SocketAddr,
+    to: SocketAddr,
+    name: Name,
+    source: Option<IpAddr>,
+    start: usize,
+    end: usize,
+    /// The length of every packet but the last, which may be shorter.
+    segment: usize,
+    packets: usize,
+    /// The last packet was shorter: nothing follows.
+    closed: bool,
+}
+
+pub(super) struct Batch {
+    buffer: Box<[u8]>,
+    /// Where the next packet goes.
+    end: usize,
+    packets: usize,
+    runs: Vec<Run>,
+    /// Runs that have been handed over.
+    sent: usize,
+    headers: Headers,
+    reserved: Option<(FlowId, usize)>,
+    /// Whether runs may have more than one packet.
+    pub gso: bool,
+    pub calls: Calls,
+}
+
+impl Batch {
+    pub(super) fn new(largest: usize, gso: bool, calls: Calls) -> Self {
+        Self {
+            buffer: vec![0; PACKETS * largest].into_boxed_slice(),
+            end: 0,
+            packets: 0,
+            runs: Vec::with_capacity(PACKETS),
+            sent: 0,
+            headers: Headers::new(PACKETS),
+            reserved: None,
+            gso,
+            calls,
+        }
+    }
+
+    /// Room for a packet; `None` if the batch is full.
+    #[inline]
+    pub(super) fn reserve(&mut self, id: FlowId, len: usize) -> Option<&mut [u8]> {
+        if self.packets == PACKETS {
+            return None;
+        }
+        self.reserved = Some((id, len));
+        self.buffer.get_mut(self.end..self.end + len)
+    }
+
+    /// The flow that the reserved packet belongs to.
+    #[inline]
+    pub(super) fn reserved(&self) -> Option<FlowId> {
+        self.reserved.map(|(id, _)| id)
+    }
+
+    /// Seals the reserved packet with the number that it will get, and puts it into a run.
+    pub(super) fn commit(&mut self, flow: &mut Flow, spoil: Spoil) -> Option<Frame<'_>> {
+        let (id, len) = self.reserved.take()?;
+        let gso = self.gso;
+        let joins = |run: &&mut Run| {
+            gso && run.id == id
+                && !run.closed
+                && len <= run.segment
+                && run.packets < PACKETS
+                && run.end - run.start + len <= RUN_BYTES
+        };
+        let unsent = self.sent < self.runs.len();
+        let run = self.runs.last_mut().filter(|_| unsent).filter(joins);
+        let number = run.as_ref().map_or(0, |run| run.packets as u16);
+
+        let packet = self.buffer.get_mut(self.end..self.end + len)?;
+        seal(packet, &mut flow.cover, number);
+        let kept = spoil.apply(packet);
+        let start = self.end;
+        self.end += kept;
+        self.packets += 1;
+        if let Some(run) = run {
+            run.end = self.end;
+            run.packets += 1;
+            run.closed = kept < run.segment;
+        } else {
+            self.runs.push(Run {
+                id,
+                from: flow.from,
+                to: flow.to,
+                name: flow.name,
+                source: flow.source,
+                start,
+                end: self.end,
+                segment: kept,
+                packets: 1,
+                closed: false,
+            });
+        }
+        Some(Frame {
+            from: flow.from,
+            to: flow.to,
+            bytes: self.buffer.get(start..self.end)?,
+            marked: false,
+            identification: if flow.to.is_ipv4() { number } else { 0 },
+            sealed: true,
+        })
+    }
+
+    /// Hands over what it can.
+    pub(super) fn flush(&mut self, socket: BorrowedFd<'_>, counters: &mut Counters) -> Flushed {
+        let mut flushed = Flushed::default();
+        self.reserved = None;
+        while self.sent < self.runs.len() {
+            let buffer = &self.buffer;
+            let outgoing = self.runs[self.sent..].iter().map(|run| Outgoing {
+                to: &run.name,
+                bytes: buffer.get(run.start..run.end).unwrap_or_default(),
+                segment: if run.packets > 1 { run.segment as u16 } else { 0 },
+                source: run.source,
+            });
+            counters.calls += 1;
+            // One message alone goes faster by the call for one.
+            let alone = self.sent + 1 == self.runs.len();
+            let calls = if alone { Calls::Single } else { self.calls };
+            match self.headers.send(socket, outgoing, calls) {
+                Ok(count) => {
+                    let end = (self.sent + count).min(self.runs.len());
+                    for run in &self.runs[self.sent..end] {
+                        counters.sent += run.packets as u64;
+                        counters.sent_bytes += (run.end - run.start) as u64;
+                        flushed.sent += run.packets;
+                    }
+                    self.sent = end;
+                }
+                Err(source) => {
+                    if !self.recover(&source, counters) {
+                        break;
+                    }
+                }
+            }
+        }
+        flushed.waiting = self.runs[self.sent..].iter().map(|run| run.packets).sum();
+        if flushed.waiting == 0 {
+            self.runs.clear();
+            (self.sent, self.end, self.packets) = (0, 0, 0);
+        }
+        flushed
+    }
+
+    /// Makes the best of an error about the first run that was not sent; false if the answer is to wait.
+    #[cold]
+    pub(super) fn recover(&mut self, source: &io::Error, counters: &mut Counters) -> bool {
+        let Some(run) = self.runs.get(self.sent) else { return false };
+        match source.raw_os_error() {
+            Some(libc::EINTR) => {}
+            Some(libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM) => return false,
+            Some(libc::ENOSYS) if self.calls == Calls::Batched => self.calls = Calls::Single,
+            // The route's device has no checksums, or the route is a tunnel: no segmentation from now on.
+            Some(libc::EIO | libc::EOPNOTSUPP) if run.packets > 1 => {
+                self.gso = false;
+                self.split();
+            }
+            // Something about the run, or about each of its packets: those tell.
+            Some(libc::EINVAL | libc::EMSGSIZE) if run.packets > 1 => self.split(),
+            _ => {
+                counters.drops.refused += run.packets as u64;
+                self.sent += 1;
+            }
+        }
+        true
+    }
+
+    /// Makes single packets of the runs that are left, sealed as such. There is room: no more runs than packets.
+    #[cold]
+    fn split(&mut self) {
+        let runs = self.runs.split_off(self.sent);
+        for run in runs {
+            let mut cover = Cover::new(run.from, run.to);
+            let mut start = run.start;
+            for number in 0..run.packets {
+                let end = (start + run.segment).min(run.end);
+                let Some(packet) = self.buffer.get_mut(start..end) else { continue };
+                // Damage done on purpose stays: only what was right is sealed anew.
+                if icrc_of(packet) == cover.icrc::<Simd>(number as u16, packet) {
+                    seal(packet, &mut cover, 0);
+                }
+                self.runs.push(Run {
+                    start,
+                    end,
+                    segment: end - start,
+                    packets: 1,
+                    closed: true,
+                    ..run
+                });
+                start = end;
+            }
+        }
+    }
+}
+
+fn icrc_of(packet: &[u8]) -> Option<u32> {
+    packet.last_chunk::<ICRC_LEN>().map(|bytes| u32::from_le_bytes(*bytes))
+}
+
+#[inline]
+fn seal(packet: &mut [u8], cover: &mut Cover, number: u16) {
+    if let Some(icrc) = cover.icrc::<Simd>(number, packet)
+        && let Some(place) = packet.last_chunk_mut::<ICRC_LEN>()
+    {
+        *place = icrc.to_le_bytes();
+    }
+}

@@ -1,0 +1,509 @@
+//! The socket calls that need pointers: options, batches out, batches in. Nothing else of the link is unsafe.
+//!
+//! The kernel's message headers point at names, buffers and control bytes. They are kept between calls, so that
+//! nothing is allocated per batch, and all their pointers are written anew before each call.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::mem::{size_of, zeroed};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr;
+
+use libc::{c_int, c_void, cmsghdr, iovec, mmsghdr, sockaddr_in, sockaddr_in6, sockaddr_storage};
+
+/// Room for the control messages of one packet or run: segment size, traffic class, the address; with what the
+/// kernel may add unasked.
+const CONTROL: usize = 128;
+
+/// A socket of the address's version, which nobody has bound yet.
+pub(super) fn socket(address: SocketAddr) -> io::Result<OwnedFd> {
+    let family = if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+    let sort = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: no pointers.
+    let fd = check(unsafe { libc::socket(family, sort, 0) })?;
+    // SAFETY: the descriptor is new and nobody else's.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+pub(super) fn bind(socket: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
+    let name = Name::from(address);
+    // SAFETY: the name lives through the call, and its length is its own.
+    check(unsafe { libc::bind(socket.as_raw_fd(), name.pointer(), name.len) }).map(drop)
+}
+
+pub(super) fn connect(socket: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
+    let name = Name::from(address);
+    // SAFETY: as in `bind`.
+    check(unsafe { libc::connect(socket.as_raw_fd(), name.pointer(), name.len) }).map(drop)
+}
+
+pub(super) fn local(socket: BorrowedFd<'_>) -> io::Result<SocketAddr> {
+    let mut name = Name::empty();
+    // SAFETY: the kernel writes at most `len` bytes, which is the storage's size.
+    check(unsafe {
+        libc::getsockname(socket.as_raw_fd(), (&raw mut name.storage).cast(), &raw mut name.len)
+    })?;
+    name.address().ok_or_else(|| io::Error::other("the socket has no IP address"))
+}
+
+pub(super) fn set(
+    socket: BorrowedFd<'_>,
+    level: c_int,
+    name: c_int,
+    value: c_int,
+) -> io::Result<()> {
+    // SAFETY: the value lives through the call, and its size is an int's.
+    check(unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            level,
+            name,
+            (&raw const value).cast(),
+            size_of::<c_int>() as u32,
+        )
+    })
+    .map(drop)
+}
+
+pub(super) fn get(socket: BorrowedFd<'_>, level: c_int, name: c_int) -> io::Result<c_int> {
+    let [value] = get_words::<1>(socket, level, name)?;
+    Ok(value as c_int)
+}
+
+/// An option that is several words; those that the kernel does not write are zero.
+pub(super) fn get_words<const N: usize>(
+    socket: BorrowedFd<'_>,
+    level: c_int,
+    name: c_int,
+) -> io::Result<[u32; N]> {
+    let mut words = [0_u32; N];
+    let mut len = size_of::<[u32; N]>() as u32;
+    // SAFETY: the kernel writes at most `len` bytes, which is the array's size.
+    check(unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            level,
+            name,
+            words.as_mut_ptr().cast::<c_void>(),
+            &raw mut len,
+        )
+    })?;
+    Ok(words)
+}
+
+/// The name of the interface that has this address.
+pub(super) fn interface_of(address: IpAddr) -> Option<String> {
+    let mut list = ptr::null_mut();
+    // SAFETY: on success the list is valid until it is freed below.
+    check(unsafe { libc::getifaddrs(&raw mut list) }).ok()?;
+    let (mut entry, mut found) = (list, None);
+    while !entry.is_null() && found.is_none() {
+        // SAFETY: an entry of the list, not null; its name is a C string, its address may be null.
+        unsafe {
+            let name = Name::copied((*entry).ifa_addr);
+            if name.and_then(|name| name.address()).is_some_and(|known| known.ip() == address) {
+                let text = std::ffi::CStr::from_ptr((*entry).ifa_name);
+                found = Some(text.to_string_lossy().into_owned());
+            }
+            entry = (*entry).ifa_next;
+        }
+    }
+    // SAFETY: the list that was given out above, freed once.
+    unsafe { libc::freeifaddrs(list) };
+    found
+}
+
+/// A socket address as the kernel writes it.
+#[derive(Clone, Copy)]
+pub(super) struct Name {
+    storage: sockaddr_storage,
+    len: u32,
+}
+
+impl Name {
+    fn empty() -> Self {
+        // SAFETY: all zeros are a valid address, of no family.
+        Self { storage: unsafe { zeroed() }, len: size_of::<sockaddr_storage>() as u32 }
+    }
+
+    /// # Safety
+    /// `address` is null or points at an address whose family tells its size.
+    unsafe fn copied(address: *const libc::sockaddr) -> Option<Self> {
+        if address.is_null() {
+            return None;
+        }
+        // SAFETY: by the caller's promise.
+        let family = unsafe { (*address).sa_family };
+        let len = match c_int::from(family) {
+            libc::AF_INET => size_of::<sockaddr_in>(),
+            libc::AF_INET6 => size_of::<sockaddr_in6>(),
+            _ => return None,
+        };
+        let mut name = Self::empty();
+        // SAFETY: the family tells that so many bytes are there; the storage is larger.
+        unsafe {
+            ptr::copy_nonoverlapping(address.cast::<u8>(), (&raw mut name.storage).cast(), len)
+        };
+        name.len = len as u32;
+        Some(name)
+    }
+
+    fn pointer(&self) -> *const libc::sockaddr {
+        (&raw const self.storage).cast()
+    }
+
+    fn address(&self) -> Option<SocketAddr> {
+        let len = self.len as usize;
+        match c_int::from(self.storage.ss_family) {
+            libc::AF_INET if len >= size_of::<sockaddr_in>() => {
+                // SAFETY: the family and the length say that this is what the storage holds; it is aligned for all.
+                let name = unsafe { &*(&raw const self.storage).cast::<sockaddr_in>() };
+                let ip = Ipv4Addr::from(u32::from_be(name.sin_addr.s_addr));
+                Some(SocketAddrV4::new(ip, u16::from_be(name.sin_port)).into())
+            }
+            libc::AF_INET6 if len >= size_of::<sockaddr_in6>() => {
+                // SAFETY: as above.
+                let name = unsafe { &*(&raw const self.storage).cast::<sockaddr_in6>() };
+                let ip = Ipv6Addr::from(name.sin6_addr.s6_addr);
+                let port = u16::from_be(name.sin6_port);
+                // The flow label is the sender's affair, and would make one peer look like several.
+                Some(SocketAddrV6::new(ip, port, 0, name.sin6_scope_id).into())
+            }
+            _ => None,
+        }
+    }
+}
+
+impl From<SocketAddr> for Name {
+    fn from(address: SocketAddr) -> Self {
+        let mut name = Self::empty();
+        match address {
+            SocketAddr::V4(address) => {
+                // SAFETY: all zeros are a valid address.
+                let mut raw: sockaddr_in = unsafe { zeroed() };
+                raw.sin_family = libc::AF_INET as u16;
+                raw.sin_port = address.port().to_be();
+                raw.sin_addr.s_addr = u32::from(*address.ip()).to_be();
+                // SAFETY: the storage is larger than, and aligned for, every address.
+                unsafe { (&raw mut name.storage).cast::<sockaddr_in>().write(raw) };
+                name.len = size_of::<sockaddr_in>() as u32;
+            }
+            SocketAddr::V6(address) => {
+                // SAFETY: all zeros are a valid address.
+                let mut raw: sockaddr_in6 = unsafe { zeroed() };
+                raw.sin6_family = libc::AF_INET6 as u16;
+                raw.sin6_port = address.port().to_be();
+                raw.sin6_addr.s6_addr = address.ip().octets();
+                raw.sin6_scope_id = address.scope_id();
+                // SAFETY: as above.
+                unsafe { (&raw mut name.storage).cast::<sockaddr_in6>().write(raw) };
+                name.len = size_of::<sockaddr_in6>() as u32;
+            }
+        }
+        name
+    }
+}
+
+/// Control bytes, aligned as the kernel's headers in them must be.
+#[derive(Clone, Copy)]
+#[repr(C, align(8))]
+struct Control([u8; CONTROL]);
+
+/// Something to send with one message: one packet, or a run that the kernel cuts into packets.
+#[derive(Clone, Copy)]
+pub(super) struct Outgoing<'a> {
+    pub to: &'a Name,
+    pub bytes: &'a [u8],
+    /// The length of each packet of a run; 0 for one packet.
+    pub segment: u16,
+    /// The source address, where the socket has several.
+    pub source: Option<IpAddr>,
+}
+
+/// How many messages go with one system call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Calls {
+    Batched,
+    Single,
+}
+
+impl Calls {
+    fn most(self) -> usize {
+        match self {
+            Self::Batched => usize::MAX,
+            Self::Single => 1,
+        }
+    }
+}
+
+/// The kernel's headers for a batch, kept between calls.
+pub(super) struct Headers {
+    messages: Vec<mmsghdr>,
+    slices: Vec<iovec>,
+    names: Vec<Name>,
+    controls: Vec<Control>,
+}
+
+// SAFETY: the pointers in the headers are written before each call and used by that call alone, which borrows
+// everything that they point at.
+unsafe impl Send for Headers {}
+
+impl Headers {
+    pub(super) fn new(count: usize) -> Self {
+        // SAFETY: all zeros are a valid header: no name, no buffers, no control bytes.
+        let (message, slice) = unsafe { (zeroed::<mmsghdr>(), zeroed::<iovec>()) };
+        Self {
+            messages: vec![message; count],
+            slices: vec![slice; count],
+            names: vec![Name::empty(); count],
+            controls: vec![Control([0; CONTROL]); count],
+        }
+    }
+
+    /// Sends messages until the kernel refuses one or the batch is at its end, and returns how many went: the error
+    /// is that of the first.
+    pub(super) fn send<'a>(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        batch: impl Iterator<Item = Outgoing<'a>>,
+        calls: Calls,
+    ) -> io::Result<usize> {
+        let mut count = 0_usize;
+        let rows = self.messages.iter_mut().zip(&mut self.slices).zip(&mut self.controls);
+        for (((message, slice), control), outgoing) in rows.zip(batch.take(calls.most())) {
+            *slice = iovec {
+                iov_base: outgoing.bytes.as_ptr().cast_mut().cast(),
+                iov_len: outgoing.bytes.len(),
+            };
+            let header = &mut message.msg_hdr;
+            header.msg_name = (&raw const outgoing.to.storage).cast_mut().cast();
+            header.msg_namelen = outgoing.to.len;
+            header.msg_iov = slice;
+            header.msg_iovlen = 1;
+            header.msg_control = control.0.as_mut_ptr().cast();
+            header.msg_controllen = fill_control(control, &outgoing);
+            count += 1;
+        }
+        let (fd, flags) = (socket.as_raw_fd(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
+        if let (Calls::Single, Some(message)) = (calls, self.messages.first()) {
+            // SAFETY: as below, for the first header alone.
+            let sent = unsafe { libc::sendmsg(fd, &raw const message.msg_hdr, flags) };
+            return if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(count) };
+        }
+        // SAFETY: the headers point at names and bytes that `'a` keeps alive, which the kernel only reads, and at
+        // slices and control bytes of `self`; their number is the count.
+        let sent = unsafe { libc::sendmmsg(fd, self.messages.as_mut_ptr(), count as u32, flags) };
+        check(sent).map(|sent| sent as usize)
+    }
+
+    /// Receives messages into `buffer`, which is cut into pieces of `size` bytes; returns how many came.
+    pub(super) fn receive(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        buffer: &mut [u8],
+        size: usize,
+        calls: Calls,
+    ) -> io::Result<usize> {
+        let mut count = 0;
+        let rows = self.messages.iter_mut().zip(&mut self.slices).zip(&mut self.controls);
+        let rows = rows.zip(&mut self.names);
+        let pieces = buffer.chunks_exact_mut(size.max(1)).take(calls.most());
+        for ((((message, slice), control), name), piece) in rows.zip(pieces) {
+            *slice = iovec { iov_base: piece.as_mut_ptr().cast(), iov_len: piece.len() };
+            let header = &mut message.msg_hdr;
+            header.msg_name = (&raw mut name.storage).cast();
+            header.msg_namelen = size_of::<sockaddr_storage>() as u32;
+            header.msg_iov = slice;
+            header.msg_iovlen = 1;
+            header.msg_control = control.0.as_mut_ptr().cast();
+            header.msg_controllen = CONTROL;
+            header.msg_flags = 0;
+            count += 1;
+        }
+        let (fd, flags) = (socket.as_raw_fd(), libc::MSG_DONTWAIT);
+        let received = if let (Calls::Single, Some(message)) = (calls, self.messages.first_mut()) {
+            // SAFETY: as below, for the first header alone.
+            let len = unsafe { libc::recvmsg(fd, &raw mut message.msg_hdr, flags) };
+            message.msg_len = u32::try_from(len).map_err(|_| io::Error::last_os_error())?;
+            1
+        } else {
+            let messages = self.messages.as_mut_ptr();
+            // SAFETY: the headers point at pieces of `buffer`, which is borrowed mutably and whose pieces do not
+            // overlap, and at parts of `self`, each with its length; their number is the count.
+            check(unsafe { libc::recvmmsg(fd, messages, count, flags, ptr::null_mut()) })? as usize
+        };
+        for (message, name) in self.messages[..received].iter().zip(&mut self.names) {
+            name.len = message.msg_hdr.msg_namelen;
+        }
+        Ok(received)
+    }
+
+    /// What came with message `at` of the last receive; `None` if it has no sender that could be named.
+    pub(super) fn received(&self, at: usize) -> Option<Received> {
+        let (message, name) = (self.messages.get(at)?, self.names.get(at)?);
+        let mut received = Received {
+            from: name.address()?,
+            len: message.msg_len as usize,
+            segment: 0,
+            traffic_class: 0,
+            to: None,
+            cut: message.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
+        };
+        let control = &self.controls.get(at)?.0;
+        let filled = message.msg_hdr.msg_controllen.min(CONTROL);
+        read_control(&control[..filled], &mut received);
+        Some(received)
+    }
+}
+
+/// What came with a message.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Received {
+    pub from: SocketAddr,
+    pub len: usize,
+    /// The length of each packet, if the kernel joined several; else 0.
+    pub segment: usize,
+    pub traffic_class: u8,
+    /// The address that it was sent to, where the socket has several.
+    pub to: Option<IpAddr>,
+    /// It was longer than its buffer.
+    pub cut: bool,
+}
+
+const HEADER: usize = size_of::<cmsghdr>();
+
+/// Writes what goes with a message, and returns its length. Control messages are a header and a value, aligned to
+/// words; the values here are at most twenty bytes, and two of them fit.
+fn fill_control(control: &mut Control, outgoing: &Outgoing<'_>) -> usize {
+    let mut at = 0;
+    if outgoing.segment != 0 {
+        let value = outgoing.segment.to_ne_bytes();
+        at = put_control(control, at, libc::SOL_UDP, libc::UDP_SEGMENT, &value);
+    }
+    match outgoing.source {
+        Some(IpAddr::V4(source)) => {
+            // An in_pktinfo: interface, source, destination (which is ignored).
+            let mut value = [0; 12];
+            value[4..8].copy_from_slice(&source.octets());
+            at = put_control(control, at, libc::IPPROTO_IP, libc::IP_PKTINFO, &value);
+        }
+        Some(IpAddr::V6(source)) => {
+            // An in6_pktinfo: source, interface.
+            let mut value = [0; 20];
+            value[..16].copy_from_slice(&source.octets());
+            at = put_control(control, at, libc::IPPROTO_IPV6, libc::IPV6_PKTINFO, &value);
+        }
+        None => {}
+    }
+    at
+}
+
+fn put_control(control: &mut Control, at: usize, level: c_int, sort: c_int, value: &[u8]) -> usize {
+    // SAFETY: all zeros are a valid header; it has padding on some systems, hence not a literal.
+    let mut header: cmsghdr = unsafe { zeroed() };
+    header.cmsg_len = HEADER + value.len();
+    header.cmsg_level = level;
+    header.cmsg_type = sort;
+    let end = (at + HEADER + value.len()).next_multiple_of(size_of::<usize>());
+    let Some(place) = control.0.get_mut(at..end) else { return at };
+    // SAFETY: `place` is at least a header long; the write needs no alignment.
+    unsafe { place.as_mut_ptr().cast::<cmsghdr>().write_unaligned(header) };
+    place[HEADER..HEADER + value.len()].copy_from_slice(value);
+    end
+}
+
+fn read_control(mut control: &[u8], received: &mut Received) {
+    while control.len() >= HEADER {
+        // SAFETY: as many bytes are there as a header has, and every bit pattern is one.
+        let header: cmsghdr = unsafe { control.as_ptr().cast::<cmsghdr>().read_unaligned() };
+        let len = header.cmsg_len;
+        let Some(value) = control.get(HEADER..len) else { return };
+        let byte = value.first().copied().unwrap_or_default();
+        let word = || value.first_chunk::<4>().map_or(0, |bytes| c_int::from_ne_bytes(*bytes));
+        match (header.cmsg_level, header.cmsg_type) {
+            (libc::SOL_UDP, libc::UDP_GRO) => {
+                received.segment = usize::try_from(word()).unwrap_or(0)
+            }
+            (libc::IPPROTO_IP, libc::IP_TOS) => received.traffic_class = byte,
+            (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => received.traffic_class = word() as u8,
+            (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
+                // The third word: the destination in the packet.
+                let address = value.get(8..12).and_then(|bytes| <[u8; 4]>::try_from(bytes).ok());
+                received.to = address.map(|address| Ipv4Addr::from(address).into());
+            }
+            (libc::IPPROTO_IPV6, libc::IPV6_PKTINFO) => {
+                let address = value.first_chunk::<16>();
+                received.to = address.map(|address| Ipv6Addr::from(*address).into());
+            }
+            _ => {}
+        }
+        control = control.get(len.next_multiple_of(size_of::<usize>())..).unwrap_or_default();
+    }
+}
+
+fn check(result: c_int) -> io::Result<c_int> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// A socket that sees every packet of the loopback interface as it is; for tests.
+#[cfg(test)]
+pub(super) fn sniffer() -> io::Result<OwnedFd> {
+    const PACKET_IGNORE_OUTGOING: c_int = 23;
+    let sort = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    let all = c_int::from((libc::ETH_P_ALL as u16).to_be());
+    // SAFETY: no pointers.
+    let fd = check(unsafe { libc::socket(libc::AF_PACKET, sort, all) })?;
+    // SAFETY: the descriptor is new and nobody else's.
+    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: all zeros are a valid address; the name of the interface is a C string.
+    let (mut name, index) =
+        unsafe { (zeroed::<libc::sockaddr_ll>(), libc::if_nametoindex(c"lo".as_ptr())) };
+    name.sll_family = libc::AF_PACKET as u16;
+    name.sll_protocol = (libc::ETH_P_ALL as u16).to_be();
+    name.sll_ifindex = index as c_int;
+    let len = size_of::<libc::sockaddr_ll>() as u32;
+    // SAFETY: the name lives through the call, and its length is its own.
+    check(unsafe { libc::bind(fd, (&raw const name).cast(), len) })?;
+    // Otherwise each packet shows twice, on its way out and on its way in.
+    set(std::os::fd::AsFd::as_fd(&socket), libc::SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)?;
+    Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_come_back_as_they_went() {
+        for text in ["127.0.0.1:4791", "[::1]:4791", "[fe80::1%3]:1", "0.0.0.0:0"] {
+            let address: SocketAddr = text.parse().unwrap();
+            assert_eq!(Name::from(address).address(), Some(address));
+        }
+        assert_eq!(Name::empty().address(), None);
+    }
+
+    #[test]
+    fn control_bytes_of_any_sort_are_read_without_harm() {
+        let blank = Received {
+            from: "127.0.0.1:1".parse().unwrap(),
+            len: 0,
+            segment: 0,
+            traffic_class: 0,
+            to: None,
+            cut: false,
+        };
+        for fill in [0, 1, 16, 17, 0x7f, 0xff] {
+            for len in 0..CONTROL {
+                read_control(&vec![fill; len], &mut { blank });
+            }
+        }
+        let mut control = Control([0; CONTROL]);
+        let end =
+            put_control(&mut control, 0, libc::SOL_UDP, libc::UDP_GRO, &1000_i32.to_ne_bytes());
+        let end = put_control(&mut control, end, libc::IPPROTO_IP, libc::IP_TOS, &[3]);
+        let mut received = blank;
+        read_control(&control.0[..end], &mut received);
+        assert_eq!((received.segment, received.traffic_class), (1000, 3));
+    }
+}

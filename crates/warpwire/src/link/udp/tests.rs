@@ -1,0 +1,308 @@
+//! What is the UDP link's own: the kernel's real headers, garbage from outside, offloads that fail.
+
+use std::net::UdpSocket;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use warpwire_proto::wire::{Extension, Headers as WireHeaders, Opcode, Packet};
+
+use super::*;
+use crate::link::LONGEST;
+use crate::link::tests::{fill, receive, send};
+
+fn bind(address: &str, options: Options) -> Udp {
+    Udp::bind(address.parse().unwrap(), options).unwrap()
+}
+
+/// The versions of IP that this machine has.
+fn addresses() -> Vec<&'static str> {
+    let there = |address: &&str| {
+        let bound = UdpSocket::bind(*address).is_ok();
+        if !bound {
+            println!("skipped: {address} is no address of this machine");
+        }
+        bound
+    };
+    ["127.0.0.1:0", "[::1]:0"].into_iter().filter(there).collect()
+}
+
+/// A socket that sees every packet of the loopback interface as it is, where this user may have one.
+fn sniffer() -> Option<OwnedFd> {
+    let sniffer = sys::sniffer();
+    if let Err(why) = &sniffer {
+        println!("skipped: no AF_PACKET socket: {why} (it needs CAP_NET_RAW)");
+    }
+    sniffer.ok()
+}
+
+/// Packets on the loopback interface between these ports, from the IP header on, until there are `count`.
+fn sniff(sniffer: &OwnedFd, from: u16, to: u16, count: usize) -> Vec<Vec<u8>> {
+    let deadline = Instant::now() + Duration::from_secs(2);
+    let mut found = Vec::new();
+    let mut frame = vec![0; 1 << 17];
+    while found.len() < count && Instant::now() < deadline {
+        let Ok(bytes) = rustix::io::read(sniffer, &mut frame[..]) else {
+            std::thread::sleep(Duration::from_millis(1));
+            continue;
+        };
+        // Fourteen bytes of Ethernet stand in front.
+        let packet = frame[..bytes].get(14..).unwrap_or_default();
+        let udp = match packet.first().map(|byte| byte >> 4) {
+            Some(4) => packet.get(20..28),
+            Some(6) => packet.get(40..48),
+            _ => None,
+        };
+        let Some(udp) = udp else { continue };
+        if udp[..2] == from.to_be_bytes() && udp[2..4] == to.to_be_bytes() {
+            found.push(packet.to_vec());
+        }
+    }
+    found
+}
+
+/// A packet that is right in all its headers.
+fn put(link: &mut Udp, flow: FlowId, payload: usize, number: u32) {
+    let headers =
+        WireHeaders::new(Opcode::SendOnly, 7, warpwire_proto::Psn::new(number), Extension::None);
+    let packet = link.reserve(flow, headers.wire_len(payload)).unwrap();
+    let at = headers.emit(packet, payload).unwrap();
+    packet[at..at + payload].fill(number as u8);
+    link.commit().unwrap();
+}
+
+/// Where a run is cut into packets before it can be seen: a network namespace whose loopback interface takes no runs.
+const SEGMENTED: &str = "WARPWIRE_TEST_SEGMENTED";
+
+#[test]
+fn the_icrc_is_right_for_the_headers_that_the_kernel_writes() {
+    let Some(sniffer) = sniffer() else { return };
+    for address in addresses() {
+        for options in ["gso=off", "gso=off,nocheck=off"] {
+            check_headers(&sniffer, address, options);
+        }
+    }
+    if std::env::var_os(SEGMENTED).is_some() {
+        for address in addresses() {
+            check_headers(&sniffer, address, "gso=on");
+        }
+        println!("segmented");
+    }
+}
+
+#[test]
+fn the_icrc_is_right_for_the_packets_that_the_kernel_cuts() {
+    let script = "ip link set lo up gso_max_segs 1 && exec \"$@\"";
+    let test = "link::udp::tests::the_icrc_is_right_for_the_headers_that_the_kernel_writes";
+    let ran = std::process::Command::new("unshare")
+        .args(["-rn", "sh", "-c", script, "sh"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "--nocapture", test])
+        .env(SEGMENTED, "1")
+        .output();
+    let output = match ran {
+        Ok(output) => output,
+        Err(why) => return println!("skipped: unshare: {why}"),
+    };
+    let text = String::from_utf8_lossy(&output.stdout).into_owned()
+        + &String::from_utf8_lossy(&output.stderr);
+    if output.status.success() {
+        assert!(text.contains("segmented") || text.contains("skipped:"), "{text}");
+    } else if text.contains("running 1 test") {
+        panic!("{text}");
+    } else {
+        println!("skipped: no network namespace with a loopback interface that cuts runs: {text}");
+    }
+}
+
+/// Sends single packets and runs, and looks at what stands on the wire.
+fn check_headers(sniffer: &OwnedFd, address: &str, options: &str) {
+    let mut one = bind(address, options.parse().unwrap());
+    let two = bind(address, Options::default());
+    let flow = one.open(two.local(), 0).unwrap();
+    let sizes = [4, 100, 100, 100, 60, 1024, 1024, 0];
+    for (number, payload) in sizes.into_iter().enumerate() {
+        put(&mut one, flow, payload, number as u32);
+    }
+    one.flush().unwrap();
+    let found = sniff(sniffer, one.local().port(), two.local().port(), sizes.len());
+    assert_eq!(found.len(), sizes.len(), "{address} {options}");
+    let mut ids = Vec::new();
+    for (number, bytes) in found.iter().enumerate() {
+        let packet = Packet::new_checked(bytes).unwrap();
+        assert_eq!(packet.transport().psn().value(), number as u32);
+        ids.push(packet.ip().identification);
+        assert!(packet.has_right_icrc::<crate::link::Simd>(), "{address} {options} {ids:?}");
+        assert_eq!(packet.ip().traffic_class & ECN_MASK, ECN_CAPABLE);
+        let at = packet.ip().header_len() + 6;
+        if one.found.no_checksum.is_ok() {
+            assert_eq!(bytes[at..at + 2], [0, 0], "{address} {options}: a UDP checksum");
+        }
+    }
+    if one.found.gso.is_ok() && one.local().is_ipv4() {
+        assert_eq!(ids, [0, 0, 1, 2, 3, 0, 1, 2]);
+    } else {
+        assert_eq!(ids, [0; 8]);
+    }
+}
+
+#[test]
+fn garbage_is_counted_and_does_no_harm() {
+    for address in addresses() {
+        for options in ["", "gro=off", "gro=off,mmsg=off", "largest=1000,gro=off", "largest=1000"] {
+            let mut link = bind(address, options.parse().unwrap());
+            let stranger = UdpSocket::bind(address).unwrap();
+            stranger.connect(link.local()).unwrap();
+            let (short, long) = (15, link.largest() + 1);
+            let sizes = [0, 1, short, 16, 100, link.largest(), long, 60_000];
+            for len in sizes {
+                stranger.send(&vec![0xa5; len]).unwrap();
+            }
+            for _ in 0..sizes.len() * 2 {
+                link.receive(&mut |frame| panic!("{} bytes taken", frame.bytes.len())).unwrap();
+            }
+            let drops = link.counters().drops;
+            assert_eq!((drops.short, drops.icrc, drops.long), (3, 3, 2), "{address} {options}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn random_bytes_never_pass_nor_panic(
+        packets in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..200), 1..20),
+    ) {
+        let mut link = bind("127.0.0.1:0", Options::default());
+        let stranger = UdpSocket::bind("127.0.0.1:0").unwrap();
+        for packet in &packets {
+            stranger.send_to(packet, link.local()).unwrap();
+        }
+        for _ in 0..packets.len() {
+            prop_assert_eq!(link.receive(&mut |_| ()).unwrap(), 0);
+        }
+        prop_assert_eq!(link.counters().drops.total(), packets.len() as u64);
+    }
+}
+
+#[test]
+fn a_link_on_every_address_knows_which_was_used() {
+    for (any, one) in [("0.0.0.0:0", "127.0.0.1:0"), ("[::]:0", "[::1]:0")] {
+        if !addresses().contains(&one) {
+            continue;
+        }
+        let options = Options { largest: 1000, ..Options::default() };
+        let mut wide = bind(any, options);
+        assert!(wide.path().why.contains("every address"));
+        let mut narrow = bind(one, options);
+        let mut reach = narrow.local();
+        reach.set_port(wide.local().port());
+        let (to_wide, to_narrow) =
+            (narrow.open(reach, 0).unwrap(), wide.open(narrow.local(), 0).unwrap());
+        for number in 0..5 {
+            send(&mut narrow, to_wide, 100, number);
+            send(&mut wide, to_narrow, 100, number);
+        }
+        narrow.flush().unwrap();
+        wide.flush().unwrap();
+        let at_narrow = receive(&mut narrow, 5);
+        assert_eq!(at_narrow.len(), 5);
+        assert_eq!(at_narrow[0].0, reach, "the source is the address that the route starts from");
+        let mut to = None;
+        let mut count = 0;
+        while count < 5 {
+            count += wide.receive(&mut |frame| to = Some(frame.to)).unwrap();
+        }
+        assert_eq!(to, Some(reach));
+    }
+}
+
+#[test]
+fn runs_that_a_route_refuses_go_one_by_one() {
+    let mut one = bind("127.0.0.1:0", Options::default());
+    let mut two = bind("127.0.0.1:0", Options::default());
+    let flow = one.open(two.local(), 0).unwrap();
+    for number in 0..10 {
+        send(&mut one, flow, 100, number);
+    }
+    fill(one.reserve(flow, 100).unwrap(), 10);
+    one.commit_spoiled(Spoil::Flip(0));
+    // Linux refuses a run on a socket without checksums.
+    sys::set(one.socket.as_fd(), libc::SOL_SOCKET, libc::SO_NO_CHECK, 1).unwrap();
+    assert_eq!(one.flush().unwrap(), Flushed { sent: 11, waiting: 0 });
+    assert_eq!(receive(&mut two, 10).len(), 10);
+    two.receive(&mut |_| ()).unwrap();
+    assert_eq!(two.counters().drops.icrc, 1, "damage on purpose stays");
+    assert_eq!(one.counters().drops.total(), 0);
+}
+
+#[test]
+fn a_route_that_has_no_segmentation_is_remembered() {
+    let mut counters = Counters::default();
+    let mut one = bind("127.0.0.1:0", Options::default());
+    let flow = one.open("127.0.0.1:9".parse().unwrap(), 0).unwrap();
+    for number in 0..3 {
+        send(&mut one, flow, 100, number);
+    }
+    assert!(one.batch.recover(&io::Error::from_raw_os_error(libc::EIO), &mut counters));
+    assert!(one.path().why.contains("a route refused it"));
+    assert_eq!(one.flush().unwrap(), Flushed { sent: 3, waiting: 0 });
+    send(&mut one, flow, 100, 3);
+    send(&mut one, flow, 100, 4);
+    assert!(!one.batch.recover(&io::Error::from_raw_os_error(libc::EAGAIN), &mut counters));
+    assert!(one.batch.recover(&io::Error::from_raw_os_error(libc::EPERM), &mut counters));
+    assert_eq!(counters.drops.refused, 1, "a packet that a firewall refuses is counted");
+    assert!(one.batch.recover(&io::Error::from_raw_os_error(libc::ENOSYS), &mut counters));
+    assert_eq!(one.batch.calls, Calls::Single);
+    assert_eq!(one.flush().unwrap(), Flushed { sent: 1, waiting: 0 });
+}
+
+#[test]
+fn a_batch_is_one_call() {
+    let mut one = bind("127.0.0.1:0", Options::default());
+    let mut two = bind("127.0.0.1:0", Options::default());
+    let flow = one.open(two.local(), 0).unwrap();
+    for number in 0..40 {
+        send(&mut one, flow, LONGEST - (number as usize % 2), number);
+    }
+    one.flush().unwrap();
+    assert_eq!(one.counters().calls, 1);
+    let mut got = 0;
+    while got < 40 {
+        got += two.receive(&mut |_| ()).unwrap();
+    }
+    // The first call asks for one message, the next for as many as there are.
+    assert!(two.counters().calls <= 40 / 2 / MESSAGES.0 as u64 + 3, "{:?}", two.counters());
+}
+
+#[test]
+fn a_full_socket_buffer_is_counted() {
+    let mut one = bind("127.0.0.1:0", Options::default());
+    let mut two = bind("127.0.0.1:0", "buffer=4096,gro=off".parse().unwrap());
+    let flow = one.open(two.local(), 0).unwrap();
+    for number in 0..64 {
+        send(&mut one, flow, 1000, number);
+    }
+    one.flush().unwrap();
+    let mut got = 0;
+    while let more @ 1.. = two.receive(&mut |_| ()).unwrap() {
+        got += more as u64;
+    }
+    let lost = two.counters().drops.overrun;
+    assert!(lost > 0 && got + lost == 64, "{got} came, {lost} were counted");
+}
+
+#[test]
+fn what_cannot_be_bound_or_reached_says_why() {
+    let taken = bind("127.0.0.1:0", Options::default());
+    for (address, why) in [
+        (taken.local().to_string(), "another port"),
+        ("192.0.2.77:0".to_owned(), "address of this machine"),
+    ] {
+        let error = Udp::bind(address.parse().unwrap(), Options::default()).err().unwrap();
+        assert!(error.advice().is_some_and(|advice| advice.contains(why)), "{error}");
+    }
+    let mut link = taken;
+    let error = link.open("198.51.100.1:4791".parse().unwrap(), 0).unwrap_err();
+    assert!(error.to_string().contains("198.51.100.1"), "{error}");
+    assert!(error.advice().is_some_and(|advice| advice.contains("route")), "{error}");
+}
