@@ -8,8 +8,8 @@ use warpwire_proto::Psn;
 use warpwire_proto::wire::icrc::Portable;
 use warpwire_proto::wire::packet::build;
 use warpwire_proto::wire::{
-    Aeth, AtomicEth, Deth, Extension, Headers, IpRepr, Malformed, Nak, Opcode, Packet, Reth,
-    Syndrome, Transport, UDP_PORT, UdpRepr,
+    Aeth, AtomicEth, Deth, Extension, Headers, IpRepr, Malformed, MaskedAtomicEth, Nak, Opcode,
+    Packet, Reth, Syndrome, Transport, UDP_PORT, UdpRepr,
 };
 
 fn unhex(text: &str) -> Vec<u8> {
@@ -187,13 +187,28 @@ fn extension(opcode: Opcode, a: u64, b: u64, c: u32) -> Extension {
         | Opcode::ReadResponseOnly
         | Opcode::Acknowledge => Extension::Aeth(aeth),
         Opcode::AtomicAcknowledge => Extension::AethAtomic(aeth, b),
-        Opcode::CompareSwap | Opcode::FetchAdd => {
+        Opcode::CompareSwap
+        | Opcode::FetchAdd
+        | Opcode::MaskedFetchAdd
+        | Opcode::MaskedFetchAdd4 => {
             Extension::Atomic(AtomicEth { address: a, rkey: c, swap_or_add: b, compare: !b })
         }
         Opcode::SendLastInvalidate | Opcode::SendOnlyInvalidate => Extension::Invalidate(c),
         Opcode::UdSendOnly => Extension::Deth(deth),
         Opcode::UdSendOnlyImm => Extension::DethImm(deth, c),
         Opcode::CongestionNotification => Extension::Cnp,
+        Opcode::MaskedCompareSwap | Opcode::MaskedCompareSwap4 => {
+            let (address, rkey, swap, compare) = (a, c, b, a ^ b);
+            let (swap_mask, compare_mask) = (!a, !b);
+            Extension::MaskedAtomic(MaskedAtomicEth {
+                address,
+                rkey,
+                swap,
+                compare,
+                swap_mask,
+                compare_mask,
+            })
+        }
         _ => Extension::None,
     }
 }

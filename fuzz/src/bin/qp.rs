@@ -10,8 +10,8 @@ use std::net::Ipv4Addr;
 use libfuzzer_sys::arbitrary::{Arbitrary, Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use warpwire_proto::qp::{
-    Access, Arrived, Atomic, Change, Event, Fence, Host, Mtu, Op, Options, Path, Qp, Receive, Remote,
-    Source, State, Status, Target, Transmit, Verdict, Work,
+    Access, Arrived, Atomic, Change, Event, Fence, Host, Mtu, Op, Options, Path, Qp, Receive,
+    Remote, Source, State, Status, Target, Transmit, Verdict, Work,
 };
 use warpwire_proto::wire::{Aeth, AtomicEth, Deth, Extension, Headers, Opcode, Reth, Syndrome};
 use warpwire_proto::{Instant, Psn};

@@ -8,8 +8,8 @@ use libfuzzer_sys::fuzz_target;
 use warpwire_proto::wire::icrc::Portable;
 use warpwire_proto::wire::packet::{LONGEST_HEADERS, build};
 use warpwire_proto::wire::{
-    Aeth, AtomicEth, Deth, Extension, Headers, IpRepr, Opcode, Packet, Reth, Syndrome, Transport,
-    UDP_PORT, UdpRepr, pcap,
+    Aeth, AtomicEth, Deth, Extension, Headers, IpRepr, MaskedAtomicEth, Opcode, Packet, Reth,
+    Syndrome, Transport, UDP_PORT, UdpRepr, pcap,
 };
 use warpwire_proto::{Instant, Psn};
 
@@ -132,7 +132,7 @@ fn any_addresses(any: &mut Unstructured<'_>) -> Result<(IpRepr, UdpRepr)> {
 }
 
 /// One of each sort, with values that the wire can hold.
-fn any_extensions(any: &mut Unstructured<'_>) -> Result<[Extension; 11]> {
+fn any_extensions(any: &mut Unstructured<'_>) -> Result<[Extension; 12]> {
     let reth = Reth { address: any.arbitrary()?, rkey: any.arbitrary()?, len: any.arbitrary()? };
     let syndrome = Syndrome::from_byte(any.arbitrary()?);
     let aeth = Aeth { syndrome, msn: any.arbitrary::<u32>()? & 0xff_ffff };
@@ -145,6 +145,14 @@ fn any_extensions(any: &mut Unstructured<'_>) -> Result<[Extension; 11]> {
         swap_or_add: any.arbitrary()?,
         compare: any.arbitrary()?,
     };
+    let masked = MaskedAtomicEth {
+        address: any.arbitrary()?,
+        rkey: any.arbitrary()?,
+        swap: any.arbitrary()?,
+        compare: any.arbitrary()?,
+        swap_mask: any.arbitrary()?,
+        compare_mask: any.arbitrary()?,
+    };
     Ok([
         Extension::None,
         Extension::Imm(imm),
@@ -153,6 +161,7 @@ fn any_extensions(any: &mut Unstructured<'_>) -> Result<[Extension; 11]> {
         Extension::Aeth(aeth),
         Extension::AethAtomic(aeth, before),
         Extension::Atomic(atomic),
+        Extension::MaskedAtomic(masked),
         Extension::Invalidate(imm),
         Extension::Deth(deth),
         Extension::DethImm(deth, imm),

@@ -71,7 +71,17 @@ pub struct Receive {
     pub capacity: u32,
 }
 
-/// An atomic to execute on eight bytes.
+/// How many bytes an atomic with masks works on. Those without work on eight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    /// Four.
+    Four,
+    /// Eight.
+    Eight,
+}
+
+/// An atomic to execute on a word in the host's byte order. Those with masks are ConnectX's; they go over the wire
+/// in a form of our own, which only we understand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Atomic {
     /// Store `swap` if the value is `compare`.
@@ -86,6 +96,44 @@ pub enum Atomic {
         /// What to add.
         add: u64,
     },
+    /// Store the bits of `swap` under `swap_mask` if those under `compare_mask` are `compare`'s.
+    MaskedCompareSwap {
+        /// On how many bytes.
+        width: Width,
+        /// What must be there.
+        compare: u64,
+        /// What to store.
+        swap: u64,
+        /// Which bits must be there.
+        compare_mask: u64,
+        /// Which bits to store.
+        swap_mask: u64,
+    },
+    /// Add, with no carry out of the bits that `boundary` marks.
+    MaskedFetchAdd {
+        /// On how many bytes.
+        width: Width,
+        /// What to add.
+        add: u64,
+        /// Where carries stop.
+        boundary: u64,
+    },
+}
+
+impl Atomic {
+    /// How many bytes it works on.
+    pub const fn len(&self) -> u32 {
+        match self {
+            Self::MaskedCompareSwap { width: Width::Four, .. }
+            | Self::MaskedFetchAdd { width: Width::Four, .. } => 4,
+            _ => 8,
+        }
+    }
+
+    /// Always false.
+    pub const fn is_empty(&self) -> bool {
+        false
+    }
 }
 
 /// Where the payload of a packet that came in belongs.
@@ -144,7 +192,7 @@ pub trait Host {
     /// Places the payload of the packet at hand, `len` bytes of it.
     fn place(&mut self, to: Target, len: u32) -> Verdict;
 
-    /// Executes an atomic on the eight bytes there, and returns what was there before. Asked exactly once for
+    /// Executes an atomic on the word there, and returns what was there before. Asked exactly once for
     /// each atomic of the peer that succeeds.
     fn execute(&mut self, at: Remote, atomic: Atomic) -> Result<u64, Verdict>;
 

@@ -29,10 +29,12 @@
 //! | [`attr`] | states and the table of steps between them |
 //! | `requester`, `answer` | our requests, and the answers to them |
 //! | `responder`, `saved`, `reply` | the peer's requests, and our answers |
+//! | `atomic` | atomics as packets |
 //! | `pace` | the rate that congestion leaves |
 //! | `ud` | datagrams |
 
 mod answer;
+mod atomic;
 pub mod attr;
 mod host;
 mod pace;
@@ -47,7 +49,7 @@ mod work;
 use core::time::Duration;
 
 pub use attr::{Change, Mtu, Path, Refused, Service, State};
-pub use host::{Access, Atomic, Host, Receive, Remote, Source, Target, Verdict};
+pub use host::{Access, Atomic, Host, Receive, Remote, Source, Target, Verdict, Width};
 pub use pace::{CUT_INTERVAL, RAISE_INTERVAL};
 pub use stats::{Drop, Stats};
 pub use ud::{Datagram, GLOBAL_ROUTE_LEN, Ud};

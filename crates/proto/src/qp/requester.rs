@@ -23,7 +23,7 @@ use super::work::{Completion, Fence, Op, PostError, Status, Work};
 use super::{Payload, Stats, Transmit};
 use crate::psn::Psn;
 use crate::time::Instant;
-use crate::wire::ext::{AtomicEth, Reth};
+use crate::wire::ext::Reth;
 use crate::wire::{Extension, Headers, Opcode};
 
 /// The longest message.
@@ -172,7 +172,7 @@ impl Requester {
 
     pub(super) fn post(&mut self, work: Work, depth: u32) -> Result<(), PostError> {
         let wanted_len = match work.op {
-            Op::Atomic(..) => work.len == 8,
+            Op::Atomic(_, atomic) => work.len == atomic.len(),
             _ => work.len <= LONGEST,
         };
         if !wanted_len {
@@ -441,13 +441,7 @@ impl Piece {
     }
 
     fn atomic(at: Remote, atomic: super::Atomic, headers: &mut Headers) -> Self {
-        let (opcode, swap_or_add, compare) = match atomic {
-            super::Atomic::CompareSwap { compare, swap } => (Opcode::CompareSwap, swap, compare),
-            super::Atomic::FetchAdd { add } => (Opcode::FetchAdd, add, 0),
-        };
-        let (address, rkey) = (at.address, at.key);
-        headers.opcode = opcode;
-        headers.extension = Extension::Atomic(AtomicEth { address, rkey, swap_or_add, compare });
+        (headers.opcode, headers.extension) = super::atomic::request(at, atomic);
         Self { offset: 0, len: 0, numbers: 1, can_solicit: false }
     }
 }

@@ -5,7 +5,7 @@
 //! not ready leaves the state as it was, so that the peer may come again.
 
 use super::Drop;
-use super::host::{Access, Atomic, Host, Receive, Remote, Target, Verdict};
+use super::host::{Access, Host, Receive, Remote, Target, Verdict};
 use super::requester::LONGEST;
 use super::saved::{Asked, SavedRing};
 use super::work::{Carried, Notice, Receipt, Status};
@@ -246,7 +246,7 @@ impl Responder {
                     at.key == reth.rkey && (same_place || len == 0) && fits
                 })
             }
-            Extension::Atomic(_) => {
+            Extension::Atomic(_) | Extension::MaskedAtomic(_) => {
                 self.saved.ask_again(psn, 1, |saved, _| matches!(saved.asked, Asked::Atomic { .. }))
             }
             _ => {
@@ -312,7 +312,12 @@ impl Responder {
                 let Extension::Reth(reth) = extension else { return Err(Stop::invalid()) };
                 self.read(terms, headers.psn, reth, len, host)
             }
-            O::CompareSwap | O::FetchAdd => {
+            O::CompareSwap
+            | O::FetchAdd
+            | O::MaskedCompareSwap
+            | O::MaskedFetchAdd
+            | O::MaskedCompareSwap4
+            | O::MaskedFetchAdd4 => {
                 self.must_be_between_messages()?;
                 must_allow(terms.access, Access::REMOTE_ATOMIC)?;
                 self.atomic(headers, len, host)
@@ -454,18 +459,13 @@ impl Responder {
         payload_len: u32,
         host: &mut H,
     ) -> Result<(), Stop> {
-        let Extension::Atomic(asked) = headers.extension else { return Err(Stop::invalid()) };
-        if payload_len != 0 || asked.address % 8 != 0 || !self.saved.has_room() {
+        let asked = super::atomic::asked(headers.opcode, headers.extension);
+        let (at, atomic) = asked.ok_or_else(Stop::invalid)?;
+        let aligned = at.address.is_multiple_of(u64::from(atomic.len()));
+        if payload_len != 0 || !aligned || !self.saved.has_room() {
             return Err(Stop::invalid());
         }
-        let at = Remote { address: asked.address, key: asked.rkey };
-        let atomic = match headers.opcode {
-            Opcode::CompareSwap => {
-                Atomic::CompareSwap { compare: asked.compare, swap: asked.swap_or_add }
-            }
-            _ => Atomic::FetchAdd { add: asked.swap_or_add },
-        };
-        judge(host.may_access(Access::REMOTE_ATOMIC, at, 8), Stop::access)?;
+        judge(host.may_access(Access::REMOTE_ATOMIC, at, atomic.len()), Stop::access)?;
         let before = match host.execute(at, atomic) {
             Ok(before) => before,
             Err(Verdict::NotNow) => return Err(Stop::NotReady),

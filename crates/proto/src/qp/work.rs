@@ -17,7 +17,7 @@ pub enum Op {
     WriteImm(Remote, u32),
     /// Read from the peer's memory.
     Read(Remote),
-    /// Run an atomic on eight bytes of the peer's memory.
+    /// Run an atomic on a word of the peer's memory.
     Atomic(Remote, Atomic),
     /// Nothing that the peer would see: completes in its turn.
     Local,
@@ -61,7 +61,7 @@ pub struct Work {
     pub id: u64,
     /// What to do.
     pub op: Op,
-    /// How many bytes; 8 for an atomic.
+    /// How many bytes; those of its word for an atomic.
     pub len: u32,
     /// Whether the user wants to see its success. It is reported in any case, with this flag.
     pub signaled: bool,

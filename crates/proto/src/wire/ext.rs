@@ -62,6 +62,46 @@ impl AtomicEth {
     }
 }
 
+/// What follows an atomic with masks: one of ours, which no specification knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MaskedAtomicEth {
+    /// The remote address, a multiple of the width.
+    pub address: u64,
+    /// The remote key.
+    pub rkey: u32,
+    /// What to put there.
+    pub swap: u64,
+    /// What to compare with.
+    pub compare: u64,
+    /// Which bits to put there.
+    pub swap_mask: u64,
+    /// Which bits to compare.
+    pub compare_mask: u64,
+}
+
+impl MaskedAtomicEth {
+    #[inline]
+    pub(super) fn parse(bytes: &[u8; 44]) -> Self {
+        Self {
+            address: u64_at(bytes, 0),
+            rkey: u32_at(bytes, 8),
+            swap: u64_at(bytes, 12),
+            compare: u64_at(bytes, 20),
+            swap_mask: u64_at(bytes, 28),
+            compare_mask: u64_at(bytes, 36),
+        }
+    }
+
+    #[inline]
+    pub(super) fn emit(self, writer: &mut Writer<'_>) {
+        writer.u64(self.address);
+        writer.u32(self.rkey);
+        for operand in [self.swap, self.compare, self.swap_mask, self.compare_mask] {
+            writer.u64(operand);
+        }
+    }
+}
+
 /// Datagram extended transport header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Deth {

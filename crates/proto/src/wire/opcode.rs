@@ -23,6 +23,7 @@ pub(super) enum Shape {
     Aeth,
     AethAtomic,
     Atomic,
+    MaskedAtomic,
     Invalidate,
     Deth,
     DethImm,
@@ -40,6 +41,7 @@ impl Shape {
             Self::RethImm => 20,
             Self::AethAtomic | Self::DethImm => 12,
             Self::Atomic => 28,
+            Self::MaskedAtomic => 44,
             Self::Deth => 8,
         }
     }
@@ -105,7 +107,8 @@ macro_rules! opcodes {
     };
 }
 
-// Byte, opcode, name in logs, place in the message, headers that follow.
+// Byte, opcode, name in logs, place in the message, headers that follow. Those from 0xc0 on are in the range left
+// to manufacturers and are ours: ConnectX has atomics with masks, and no specification says how they travel.
 opcodes! {
     0x00 SendFirst "SEND_FIRST" First Plain,
     0x01 SendMiddle "SEND_MIDDLE" Middle Plain,
@@ -133,6 +136,10 @@ opcodes! {
     0x64 UdSendOnly "UD_SEND_ONLY" Only Deth,
     0x65 UdSendOnlyImm "UD_SEND_ONLY_IMM" Only DethImm,
     0x81 CongestionNotification "CNP" Only Cnp,
+    0xc0 MaskedCompareSwap "MASKED_CMP_SWAP" Only MaskedAtomic,
+    0xc1 MaskedFetchAdd "MASKED_FETCH_ADD" Only Atomic,
+    0xc2 MaskedCompareSwap4 "MASKED_CMP_SWAP_4" Only MaskedAtomic,
+    0xc3 MaskedFetchAdd4 "MASKED_FETCH_ADD_4" Only Atomic,
 }
 
 /// The opcode of every byte.
@@ -211,7 +218,7 @@ mod tests {
         for byte in 0..=255 {
             assert_eq!(Opcode::from_byte(byte).byte(), byte);
         }
-        assert_eq!(Opcode::all().count(), 26);
+        assert_eq!(Opcode::all().count(), 30);
         assert_eq!(Opcode::Unknown(0x55).shape(), None);
     }
 }

@@ -3,7 +3,7 @@
 use core::fmt;
 use core::ops::Range;
 
-use super::ext::{Aeth, AtomicEth, Deth, Reth};
+use super::ext::{Aeth, AtomicEth, Deth, MaskedAtomicEth, Reth};
 use super::icrc::{self, Crc32};
 use super::ip::{IPV4_LEN, IpRepr, UDP_LEN, UdpRepr};
 use super::opcode::{Opcode, Shape};
@@ -15,7 +15,7 @@ pub const BTH_LEN: usize = 12;
 /// The length of the ICRC.
 pub const ICRC_LEN: usize = 4;
 /// The longest transport headers: base, and an atomic's.
-pub const LONGEST_HEADERS: usize = BTH_LEN + 28;
+pub const LONGEST_HEADERS: usize = BTH_LEN + 44;
 /// The partition that everybody is in.
 pub const DEFAULT_PARTITION: u16 = 0xffff;
 
@@ -81,6 +81,8 @@ pub enum Extension {
     AethAtomic(Aeth, u64),
     /// An atomic.
     Atomic(AtomicEth),
+    /// An atomic with masks.
+    MaskedAtomic(MaskedAtomicEth),
     /// The key that the receiver is to invalidate.
     Invalidate(u32),
     /// A datagram.
@@ -102,6 +104,7 @@ impl Extension {
             Self::Aeth(_) => Shape::Aeth,
             Self::AethAtomic(..) => Shape::AethAtomic,
             Self::Atomic(_) => Shape::Atomic,
+            Self::MaskedAtomic(_) => Shape::MaskedAtomic,
             Self::Invalidate(_) => Shape::Invalidate,
             Self::Deth(_) => Shape::Deth,
             Self::DethImm(..) => Shape::DethImm,
@@ -121,6 +124,7 @@ impl Extension {
                 Self::AethAtomic(Aeth::parse(&bytes_at(bytes, 0)), u64_at(bytes, 4))
             }
             Shape::Atomic => Self::Atomic(AtomicEth::parse(&bytes_at(bytes, 0))),
+            Shape::MaskedAtomic => Self::MaskedAtomic(MaskedAtomicEth::parse(&bytes_at(bytes, 0))),
             Shape::Invalidate => Self::Invalidate(u32_at(bytes, 0)),
             Shape::Deth => Self::Deth(Deth::parse(&bytes_at(bytes, 0))),
             Shape::DethImm => Self::DethImm(Deth::parse(&bytes_at(bytes, 0)), u32_at(bytes, 8)),
@@ -144,6 +148,7 @@ impl Extension {
                 writer.u64(before);
             }
             Self::Atomic(atomic) => atomic.emit(writer),
+            Self::MaskedAtomic(atomic) => atomic.emit(writer),
             Self::Deth(deth) => deth.emit(writer),
             Self::DethImm(deth, imm) => {
                 deth.emit(writer);

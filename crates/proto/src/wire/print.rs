@@ -38,6 +38,12 @@ impl fmt::Display for Headers {
                 let (swap, compare) = (atomic.swap_or_add, atomic.compare);
                 write!(f, " at {address:#x} key {rkey:#x} swap/add {swap:#x} compare {compare:#x}")
             }
+            Extension::MaskedAtomic(atomic) => {
+                let (address, rkey) = (atomic.address, atomic.rkey);
+                let (swap, compare) = (atomic.swap, atomic.compare);
+                write!(f, " at {address:#x} key {rkey:#x} swap {swap:#x} compare {compare:#x}")?;
+                write!(f, " masks {:#x} {:#x}", atomic.swap_mask, atomic.compare_mask)
+            }
             Extension::Deth(deth) => write!(f, " from qp {:#x}", deth.source_qp),
             Extension::DethImm(deth, imm) => {
                 write!(f, " from qp {:#x} imm {imm:#x}", deth.source_qp)

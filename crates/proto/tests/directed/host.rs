@@ -104,6 +104,8 @@ impl Host for Script {
             Atomic::FetchAdd { add } => before.wrapping_add(add),
             Atomic::CompareSwap { compare, swap } if compare == before => swap,
             Atomic::CompareSwap { .. } => before,
+            // What masks do is the host's business; that it is done once is not.
+            Atomic::MaskedCompareSwap { .. } | Atomic::MaskedFetchAdd { .. } => !before,
         };
         Ok(before)
     }

@@ -3,7 +3,7 @@
 use core::time::Duration;
 
 use warpwire_proto::qp::{Options, State, Status};
-use warpwire_proto::wire::ext::{Aeth, AtomicEth, Deth, Reth};
+use warpwire_proto::wire::ext::{Aeth, AtomicEth, Deth, MaskedAtomicEth, Reth};
 use warpwire_proto::wire::icrc::Portable;
 use warpwire_proto::wire::{
     Extension, Headers, IpRepr, Opcode, Syndrome, UDP_PORT, UdpRepr, packet,
@@ -83,6 +83,14 @@ fn any_headers(random: &mut Random, destination: u32) -> Headers {
         swap_or_add: random.next(),
         compare: random.next(),
     };
+    let masked = MaskedAtomicEth {
+        address: reth.address,
+        rkey: reth.rkey,
+        swap: random.next(),
+        compare: random.next(),
+        swap_mask: random.next(),
+        compare_mask: random.next(),
+    };
     let syndrome = Syndrome::from_byte(random.next() as u8);
     let aeth = Aeth { syndrome, msn: random.next() as u32 & 0xff_ffff };
     let deth = Deth { qkey: random.next() as u32, source_qp: random.below(1 << 24) as u32 };
@@ -95,6 +103,7 @@ fn any_headers(random: &mut Random, destination: u32) -> Headers {
         Extension::Aeth(aeth),
         Extension::AethAtomic(aeth, random.next()),
         Extension::Atomic(atomic),
+        Extension::MaskedAtomic(masked),
         Extension::Invalidate(any),
         Extension::Deth(deth),
         Extension::DethImm(deth, any),

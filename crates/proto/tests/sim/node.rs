@@ -201,6 +201,13 @@ impl Host for View<'_> {
             Atomic::FetchAdd { add } => before.wrapping_add(add),
             Atomic::CompareSwap { compare, swap } if compare == before => swap,
             Atomic::CompareSwap { .. } => before,
+            Atomic::MaskedFetchAdd { add, boundary, .. } => masked_add(before, add, boundary),
+            Atomic::MaskedCompareSwap { compare, swap, compare_mask, swap_mask, .. } => {
+                match (before ^ compare) & compare_mask {
+                    0 => before & !swap_mask | swap & swap_mask,
+                    _ => before,
+                }
+            }
         };
         self.memory.slice(at, 8).unwrap().copy_from_slice(&after.to_le_bytes());
         self.app.executed.push(before);
@@ -256,6 +263,17 @@ pub fn fetch(memory: &mut Memory, app: &App, from: Source, len: u32) -> Vec<u8> 
         }
         Source::Remote(at) => memory.slice(at, len).expect("it was checked").to_vec(),
     }
+}
+
+/// Bit by bit, dropping the carry out of the marked ones.
+fn masked_add(before: u64, add: u64, boundary: u64) -> u64 {
+    let (mut sum, mut carry) = (0, 0);
+    for bit in 0..64 {
+        let total = (before >> bit & 1) + (add >> bit & 1) + carry;
+        sum |= (total & 1) << bit;
+        carry = if boundary >> bit & 1 == 1 { 0 } else { total >> 1 };
+    }
+    sum
 }
 
 /// Whether work takes a receive of the peer.

@@ -2,7 +2,7 @@
 
 use core::time::Duration;
 
-use warpwire_proto::qp::{Atomic, Fence, Op, Options, Remote, Work};
+use warpwire_proto::qp::{Atomic, Fence, Op, Options, Remote, Width, Work};
 
 use crate::link::Faults;
 use crate::net::{Happening, Net, Terms};
@@ -44,8 +44,8 @@ pub fn add_work(net: &mut Net, at: (usize, usize), count: usize, longest: u32, w
             Mix::Sends => random.below(3),
             Mix::Writes => 3 + random.below(2),
             Mix::Reads => 5,
-            Mix::Atomics => 6 + random.below(2),
-            Mix::Everything => random.below(9),
+            Mix::Atomics => 6 + random.below(4),
+            Mix::Everything => random.below(11),
         };
         let memory = &mut net.nodes[peer_node].memory;
         let mut place = |len: u32, name: u64| Remote { address: memory.range(len, name), key };
@@ -62,6 +62,18 @@ pub fn add_work(net: &mut Net, at: (usize, usize), count: usize, longest: u32, w
             7 => {
                 let (compare, swap) = (random.below(3), random.below(3));
                 (Op::Atomic(word, Atomic::CompareSwap { compare, swap }), 8)
+            }
+            8 => {
+                let (add, boundary) = (random.next(), random.next());
+                let width = Width::Eight;
+                (Op::Atomic(word, Atomic::MaskedFetchAdd { width, add, boundary }), 8)
+            }
+            9 => {
+                let [compare, swap, compare_mask, swap_mask] = [(); 4].map(|()| random.next());
+                let width = Width::Eight;
+                let atomic =
+                    Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask };
+                (Op::Atomic(word, atomic), 8)
             }
             _ => (Op::Local, 0),
         };
