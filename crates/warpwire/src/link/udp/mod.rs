@@ -8,7 +8,7 @@
 //! used; the ICRC counts it as ones either way.
 //!
 //! Written on the system calls rather than on `quinn-udp`, which sends one message per call, has no say over
-//! checksums, and may send in ways whose identification is not known.
+//! checksums, and does not send a run again that a route refused: here it is sealed anew and goes packet by packet.
 
 mod check;
 mod options;
