@@ -96,7 +96,8 @@ pub trait Link: Send {
     fn close(&mut self, flow: FlowId);
 
     /// Room for one packet of `len` bytes, from the base header through the ICRC. The caller fills all but the last
-    /// four bytes (what stands in them is undefined) and then commits; a reservation without a commit is forgotten.
+    /// four bytes (what stands in them is undefined) and then commits. A reservation is forgotten by the next one, or
+    /// by a flush.
     ///
     /// # Errors
     /// [`Refused::Full`] is a status: flush, and try again once that went through. It differs from a flow that is

@@ -56,9 +56,14 @@ pub enum Direction {
 
 /// Which faults a link has.
 ///
-/// As text: `loss=5%,dup=1%,reorder=2%,corrupt=1%,cut=0.1%,delay=10us,jitter=5us,rate=1GiB,partition=1s+200ms,dir=out,seed=7`;
-/// every part may be left out. `cut` shortens packets, `rate` is bytes per second, `partition=A+B` loses everything for B,
-/// from A after the beginning, `dir` is `both`, `out` or `in`.
+/// As text, in which every part may be left out:
+///
+/// ```text
+/// loss=5%,dup=1%,reorder=2%,corrupt=1%,cut=0.1%,delay=10us,jitter=5us,rate=1GiB,partition=1s+200ms,dir=out,seed=7
+/// ```
+///
+/// `cut` shortens packets, `rate` is bytes per second, `partition=A+B` loses everything for B, from A after the
+/// beginning, `dir` is `both`, `out` or `in`.
 ///
 /// ```
 /// use std::time::Duration;

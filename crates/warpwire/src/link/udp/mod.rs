@@ -8,7 +8,7 @@
 //! used; the ICRC counts it as ones either way.
 //!
 //! Written on the system calls rather than on `quinn-udp`, which sends one message per call, has no say over
-//! checksums, and may send in ways whose identification is not known.
+//! checksums, and does not send a run again that a route refused: here it is sealed anew and goes packet by packet.
 
 mod check;
 mod options;
@@ -18,9 +18,10 @@ mod sys;
 mod tests;
 
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use warpwire_proto::wire::UDP_PORT;
 use warpwire_proto::wire::icrc::Cover;
 use warpwire_proto::wire::ip::{ECN_CAPABLE, ECN_MARKED, ECN_MASK};
 
@@ -35,10 +36,15 @@ use check::Checker;
 use send::{Batch, Flow};
 use sys::{Calls, Headers, Name};
 
+/// Where a link is bound unless somebody says otherwise: RoCEv2's port, reached from this machine alone.
+pub const ADDRESS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), UDP_PORT);
+
 /// What the kernel joins to one message at most.
 const JOINED: usize = 1 << 16;
 /// Messages per call: few where each may be joined of many, so that they stay in the cache.
 const MESSAGES: (usize, usize) = (16, 64);
+/// After so many calls that brought something, several messages are asked for at once.
+const STREAK: u8 = 2;
 const IPV4_AND_UDP: usize = 28;
 const IPV6_AND_UDP: usize = 48;
 
@@ -86,8 +92,8 @@ struct Incoming {
     /// The length of each piece of the buffer.
     size: usize,
     calls: Calls,
-    /// The last call brought something: more may be there.
-    busy: bool,
+    /// How many calls in a row brought something; more may be there.
+    streak: u8,
 }
 
 /// What was asked for, and what the kernel gave.
@@ -104,7 +110,7 @@ struct Found {
 impl Udp {
     /// Binds to `address`; port 0 stands for any that is free, 4791 is RoCEv2's own.
     ///
-    /// Bind to a loopback address unless others are to reach it. An unspecified address (`0.0.0.0`, `::`) works, and
+    /// Bind to a loopback address ([`ADDRESS`]) unless others are to reach it. An unspecified address (`0.0.0.0`, `::`) works, and
     /// costs a little per message: the kernel is then asked for the addresses of each.
     ///
     /// # Errors
@@ -139,7 +145,7 @@ impl Udp {
                 buffer: vec![0; count * size].into_boxed_slice(),
                 size,
                 calls,
-                busy: false,
+                streak: 0,
             },
             checker: Checker::new(local.port()),
             counters: Counters::default(),
@@ -288,12 +294,16 @@ impl Link for Udp {
     }
 
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
-        let Incoming { headers, buffer, size, calls, busy } = &mut self.incoming;
+        let Incoming { headers, buffer, size, calls, streak } = &mut self.incoming;
         self.counters.calls += 1;
         // Who waits for one packet, and looks often, is served faster by the call for one.
-        let now = if *busy { *calls } else { Calls::Single };
+        let now = if *streak < STREAK { Calls::Single } else { *calls };
         let received = headers.receive(self.socket.as_fd(), buffer, *size, now);
-        *busy = received.is_ok();
+        *streak = match (&received, now) {
+            (Ok(_), Calls::Single) => streak.saturating_add(1),
+            (Ok(2..), Calls::Batched) => *streak,
+            _ => 0,
+        };
         match received {
             Ok(count) => Ok((0..count).map(|at| self.deliver(at, take)).sum()),
             Err(source) => match source.raw_os_error() {

@@ -13,7 +13,7 @@ pub const VARIABLE: &str = "WARPWIRE_UDP";
 /// The most that UDP over IPv4 carries.
 pub(super) const MOST: usize = 65_507;
 
-/// What a UDP link may use. What is allowed here and missing in the kernel is done without, and the link's path says so.
+/// What a UDP link may use. What is allowed here and missing in the kernel is done without; the link's path says so.
 ///
 /// ```
 /// use warpwire::link::udp::Options;
