@@ -189,7 +189,7 @@ fn changing_max_dest_rd_atomic_in_sqd_keeps_promised_answers() {
     qp.modify(&Change::to(State::Sqd)).unwrap();
     if qp.modify(&Change { max_dest_rd_atomic: Some(8), ..Change::to(State::Sqd) }).is_ok() {
         let again = qp.handle_packet(t(1), &packet(Opcode::ReadRequest, 0, reth(8), 0), &mut h);
-        assert_eq!(again, Err(Drop::Duplicate));
+        assert_eq!(again, Err(Discard::Duplicate));
         assert!(qp.poll_transmit(t(1), &mut h).is_some());
     }
 }

@@ -3,7 +3,7 @@
 use super::host::{Host, Target, Verdict};
 use super::requester::{Requester, Terms};
 use super::work::{Op, Status};
-use super::{Arrived, Drop, Stats};
+use super::{Arrived, Discard, Stats};
 use crate::psn::Psn;
 use crate::time::Instant;
 use crate::wire::ext::rnr_time;
@@ -18,7 +18,7 @@ pub(super) enum Outcome {
     /// It was used.
     Used,
     /// It was not.
-    Dropped(Drop),
+    Dropped(Discard),
     /// It fails the work at `tail`, and the queue pair.
     Failed(Status),
 }
@@ -36,10 +36,10 @@ impl Requester {
     ) -> Outcome {
         let headers = &arrived.headers;
         if headers.psn.distance_from(self.unsent) >= 0 {
-            return Dropped(Drop::Ghost);
+            return Dropped(Discard::Ghost);
         }
         if headers.psn.distance_from(self.unacked) < 0 {
-            return Dropped(Drop::Stale);
+            return Dropped(Discard::Stale);
         }
         let before = self.unacked;
         let outcome = match (headers.opcode, headers.extension) {
@@ -176,7 +176,7 @@ impl Requester {
             self.went_back_at = Some(self.unacked);
             self.go_back();
         }
-        Dropped(Drop::ResponseGap)
+        Dropped(Discard::ResponseGap)
     }
 
     fn read_data<H: Host>(
@@ -242,7 +242,7 @@ impl Requester {
         let pause = FAULT_PAUSE * (1 << self.faults.min(7));
         self.faults = self.faults.saturating_add(1);
         self.resume = self.resume.max(now + pause);
-        Dropped(Drop::Busy)
+        Dropped(Discard::Busy)
     }
 
     /// The data of that number is here; it was the one at `unacked`.

@@ -51,7 +51,7 @@ use core::time::Duration;
 pub use attr::{Change, Mtu, Path, Refused, Service, State};
 pub use host::{Access, Atomic, Host, Receive, Remote, Source, Target, Verdict, Width};
 pub use pace::{CUT_INTERVAL, RAISE_INTERVAL};
-pub use stats::{Drop, Stats};
+pub use stats::{Discard, Stats};
 pub use ud::{Datagram, GLOBAL_ROUTE_LEN, Ud};
 pub use work::{Carried, Completion, Event, Fence, Notice, Op, PostError, Receipt, Status, Work};
 
@@ -321,7 +321,7 @@ impl Qp {
         now: Instant,
         arrived: &Arrived,
         host: &mut H,
-    ) -> Result<(), Drop> {
+    ) -> Result<(), Discard> {
         self.stats.packets_received += 1;
         self.stats.bytes_received += u64::from(arrived.payload_len);
         let outcome = self.sort(now, arrived, host);
@@ -331,11 +331,16 @@ impl Qp {
         outcome
     }
 
-    fn sort<H: Host>(&mut self, now: Instant, arrived: &Arrived, host: &mut H) -> Result<(), Drop> {
+    fn sort<H: Host>(
+        &mut self,
+        now: Instant,
+        arrived: &Arrived,
+        host: &mut H,
+    ) -> Result<(), Discard> {
         let headers = &arrived.headers;
         // The upper bit only tells full members from limited ones.
         if headers.partition | 0x8000 != DEFAULT_PARTITION {
-            return Err(Drop::Partition);
+            return Err(Discard::Partition);
         }
         // A notification is not answered by another: they would go back and forth without end.
         if arrived.marked && headers.opcode != Opcode::CongestionNotification {
@@ -345,10 +350,12 @@ impl Qp {
             return self.sort_answer(now, arrived, host);
         }
         match headers.opcode {
-            Opcode::UdSendOnly | Opcode::UdSendOnlyImm | Opcode::Unknown(_) => Err(Drop::Service),
+            Opcode::UdSendOnly | Opcode::UdSendOnlyImm | Opcode::Unknown(_) => {
+                Err(Discard::Service)
+            }
             Opcode::CongestionNotification => {
                 if !matches!(self.state, State::Rts | State::Sqd | State::Rtr) {
-                    return Err(Drop::State);
+                    return Err(Discard::State);
                 }
                 self.stats.cnp_received += 1;
                 self.pace.cut(now);
@@ -363,9 +370,9 @@ impl Qp {
         now: Instant,
         arrived: &Arrived,
         host: &mut H,
-    ) -> Result<(), Drop> {
+    ) -> Result<(), Discard> {
         if !matches!(self.state, State::Rts | State::Sqd) {
-            return Err(Drop::State);
+            return Err(Discard::State);
         }
         let stats = &mut self.stats;
         match self.requester.handle_answer(now, &self.asking, arrived, host, stats) {
@@ -378,14 +385,14 @@ impl Qp {
         }
     }
 
-    fn sort_request<H: Host>(&mut self, arrived: &Arrived, host: &mut H) -> Result<(), Drop> {
+    fn sort_request<H: Host>(&mut self, arrived: &Arrived, host: &mut H) -> Result<(), Discard> {
         match self.state {
             State::Rtr | State::Rts | State::Sqd => {}
             State::Err => {
                 self.responder.repeat_last_words();
-                return Err(Drop::State);
+                return Err(Discard::State);
             }
-            State::Reset | State::Init | State::Sqe => return Err(Drop::State),
+            State::Reset | State::Init | State::Sqe => return Err(Discard::State),
         }
         let stats = &mut self.stats;
         match self.responder.handle_request(&self.answering, arrived, host, stats) {

@@ -4,7 +4,7 @@
 //! resources (a receive, a record for a read or atomic), its length, the memory that it names. Whatever is
 //! not ready leaves the state as it was, so that the peer may come again.
 
-use super::Drop;
+use super::Discard;
 use super::host::{Access, Host, Receive, Remote, Target, Verdict};
 use super::requester::LONGEST;
 use super::saved::{Asked, SavedRing};
@@ -95,7 +95,7 @@ pub(super) enum Outcome {
     /// It was executed.
     Used,
     /// It was not.
-    Dropped(Drop),
+    Dropped(Discard),
     /// It fails the queue pair.
     Failed(Notice),
 }
@@ -179,7 +179,7 @@ impl Responder {
         let distance = psn.distance_from(self.expected);
         if distance > 0 {
             self.gap(psn);
-            return Outcome::Dropped(Drop::Gap);
+            return Outcome::Dropped(Discard::Gap);
         }
         if distance < 0 {
             return Outcome::Dropped(self.duplicate(terms, &arrived.headers));
@@ -193,9 +193,9 @@ impl Responder {
                 self.reply = Reply::NotReady;
                 self.told = Some(psn);
                 stats.rnr_sent += 1;
-                Outcome::Dropped(Drop::Busy)
+                Outcome::Dropped(Discard::Busy)
             }
-            Err(Stop::Busy) => Outcome::Dropped(Drop::Busy),
+            Err(Stop::Busy) => Outcome::Dropped(Discard::Busy),
             Err(Stop::Fatal { nak, receive, notice }) => {
                 if let Some(taken) = self.receive_in_use() {
                     self.receipt = Some(receipt_of(taken.id, receive, 0, Carried::Data));
@@ -228,12 +228,12 @@ impl Responder {
     }
 
     /// A request that was executed before: answered again, never executed again.
-    fn duplicate(&mut self, terms: &Terms, headers: &Headers) -> Drop {
+    fn duplicate(&mut self, terms: &Terms, headers: &Headers) -> Discard {
         let psn = headers.psn;
         let found = match headers.extension {
             Extension::Reth(reth) if headers.opcode == Opcode::ReadRequest => {
                 if reth.len > LONGEST {
-                    return Drop::Forgotten;
+                    return Discard::Forgotten;
                 }
                 self.saved.ask_again(psn, terms.mtu.packets(reth.len), |saved, index| {
                     let Asked::Read { at, len } = saved.asked else { return false };
@@ -256,7 +256,7 @@ impl Responder {
                 true
             }
         };
-        if found { Drop::Duplicate } else { Drop::Forgotten }
+        if found { Discard::Duplicate } else { Discard::Forgotten }
     }
 
     #[inline(always)]

@@ -2,7 +2,7 @@
 
 /// Why a packet was not acted upon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Drop {
+pub enum Discard {
     /// The queue pair's state takes no such packet.
     State,
     /// Of another transport service, or an opcode that is no request and no answer.
@@ -31,7 +31,7 @@ pub enum Drop {
     Length,
 }
 
-impl Drop {
+impl Discard {
     /// How many reasons there are.
     pub const COUNT: usize = 13;
 
@@ -102,17 +102,17 @@ pub struct Stats {
     /// Congestion notifications sent.
     pub cnp_sent: u64,
     /// Packets not acted upon, by reason; see [`Stats::dropped`].
-    pub drops: [u64; Drop::COUNT],
+    pub drops: [u64; Discard::COUNT],
 }
 
 impl Stats {
     /// How many packets were dropped for that reason.
-    pub fn dropped(&self, reason: Drop) -> u64 {
+    pub fn dropped(&self, reason: Discard) -> u64 {
         self.drops[reason as usize]
     }
 
     #[cold]
-    pub(super) fn count(&mut self, reason: Drop) {
+    pub(super) fn count(&mut self, reason: Discard) {
         self.drops[reason as usize] += 1;
     }
 }
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn every_reason_has_its_place() {
-        for (at, reason) in Drop::ALL.into_iter().enumerate() {
+        for (at, reason) in Discard::ALL.into_iter().enumerate() {
             assert_eq!(reason as usize, at);
         }
     }

@@ -9,7 +9,7 @@ use alloc::collections::VecDeque;
 use super::attr::{Change, Mtu, Refused, Service, State};
 use super::host::{Host, Receive, Source, Target, Verdict};
 use super::work::{Carried, Completion, Event, Notice, PostError, Receipt, Status};
-use super::{Arrived, Drop, Payload, Stats, Transmit};
+use super::{Arrived, Discard, Payload, Stats, Transmit};
 use crate::psn::Psn;
 use crate::wire::packet::DEFAULT_PARTITION;
 use crate::wire::{Deth, Extension, Headers, Opcode};
@@ -140,7 +140,11 @@ impl Ud {
     }
 
     /// Takes a packet that came in for this queue pair. Says why, if it was not acted upon.
-    pub fn handle_packet<H: Host>(&mut self, arrived: &Arrived, host: &mut H) -> Result<(), Drop> {
+    pub fn handle_packet<H: Host>(
+        &mut self,
+        arrived: &Arrived,
+        host: &mut H,
+    ) -> Result<(), Discard> {
         self.stats.packets_received += 1;
         self.stats.bytes_received += u64::from(arrived.payload_len);
         let outcome = self.receive(arrived, host);
@@ -150,31 +154,31 @@ impl Ud {
         outcome
     }
 
-    fn receive<H: Host>(&mut self, arrived: &Arrived, host: &mut H) -> Result<(), Drop> {
+    fn receive<H: Host>(&mut self, arrived: &Arrived, host: &mut H) -> Result<(), Discard> {
         let (headers, len) = (&arrived.headers, arrived.payload_len);
         let (deth, carried) = match headers.extension {
             Extension::Deth(deth) => (deth, Carried::Data),
             Extension::DethImm(deth, imm) => (deth, Carried::Imm(imm)),
-            _ => return Err(Drop::Service),
+            _ => return Err(Discard::Service),
         };
         if matches!(self.state, State::Reset | State::Init | State::Err) {
-            return Err(Drop::State);
+            return Err(Discard::State);
         }
         if headers.partition | 0x8000 != DEFAULT_PARTITION {
-            return Err(Drop::Partition);
+            return Err(Discard::Partition);
         }
         if deth.qkey != self.qkey {
-            return Err(Drop::Qkey);
+            return Err(Discard::Qkey);
         }
         if self.receipt.is_some() {
-            return Err(Drop::Busy);
+            return Err(Discard::Busy);
         }
         self.taken = self.taken.or_else(|| host.take_receive());
-        let receive = self.taken.ok_or(Drop::NoReceive)?;
+        let receive = self.taken.ok_or(Discard::NoReceive)?;
         let whole = len.saturating_add(GLOBAL_ROUTE_LEN);
         // Whoever knows the key may send: a datagram that does not fit must not cost us more than itself.
         if len > self.mtu.bytes() || whole > receive.capacity {
-            return Err(Drop::Length);
+            return Err(Discard::Length);
         }
         let route = Target::Route { id: receive.id };
         let body = Target::Receive { id: receive.id, offset: GLOBAL_ROUTE_LEN };
@@ -183,7 +187,7 @@ impl Ud {
         for (target, len) in parts.into_iter().filter(|(_, len)| *len > 0) {
             match host.place(target, len) {
                 Verdict::Yes => {}
-                Verdict::NotNow => return Err(Drop::Busy),
+                Verdict::NotNow => return Err(Discard::Busy),
                 Verdict::Refused => status = Status::LocalProtection,
             }
         }

@@ -1,6 +1,6 @@
 //! Answers at the asking end: which are used, and which are passed over.
 
-use warpwire_proto::qp::{Drop, Op, Status};
+use warpwire_proto::qp::{Discard, Op, Status};
 use warpwire_proto::wire::{Nak, Opcode, Syndrome};
 
 use crate::host::{Call, Done};
@@ -11,15 +11,15 @@ use Status::Success;
 #[test]
 fn an_answer_to_what_was_never_asked_is_a_ghost() {
     let mut pair = Pair::new();
-    assert_eq!(pair.tell_ack(0x100, Syndrome::ACK), Err(Drop::Ghost));
+    assert_eq!(pair.tell_ack(0x100, Syndrome::ACK), Err(Discard::Ghost));
     pair.post(A, 0, Op::Send, 10);
     pair.send_all(A);
     for psn in [0x101, 0x102, 0x100 + (1 << 23) - 1] {
         for syndrome in [Syndrome::ACK, Syndrome::RnrNak(1), Syndrome::Nak(Nak::RemoteAccess)] {
-            assert_eq!(pair.tell_ack(psn, syndrome), Err(Drop::Ghost));
+            assert_eq!(pair.tell_ack(psn, syndrome), Err(Discard::Ghost));
         }
     }
-    assert_eq!(pair.ends[A].dropped(Drop::Ghost), 10);
+    assert_eq!(pair.ends[A].dropped(Discard::Ghost), 10);
     assert_eq!(pair.ends[A].sent, []);
 }
 
@@ -28,13 +28,13 @@ fn an_answer_to_what_is_answered_is_stale() {
     let mut pair = Pair::new();
     pair.post(A, 0, Op::Send, 3 * MTU);
     pair.send_all(A);
-    assert_eq!(pair.tell_ack(0xff, Syndrome::ACK), Err(Drop::Stale));
+    assert_eq!(pair.tell_ack(0xff, Syndrome::ACK), Err(Discard::Stale));
     assert_eq!(pair.tell_ack(0x101, Syndrome::ACK), Ok(()));
     for syndrome in [Syndrome::ACK, Syndrome::RnrNak(1), Syndrome::Nak(Nak::Sequence)] {
-        assert_eq!(pair.tell_ack(0x101, syndrome), Err(Drop::Stale));
-        assert_eq!(pair.tell_ack(0x100, syndrome), Err(Drop::Stale));
+        assert_eq!(pair.tell_ack(0x101, syndrome), Err(Discard::Stale));
+        assert_eq!(pair.tell_ack(0x100, syndrome), Err(Discard::Stale));
     }
-    assert_eq!(pair.ends[A].dropped(Drop::Stale), 7);
+    assert_eq!(pair.ends[A].dropped(Discard::Stale), 7);
     assert_eq!(pair.send_all(A), [], "a stale refusal makes nobody go back");
     assert_eq!(pair.tell_ack(0x102, Syndrome::ACK), Ok(()));
     assert_eq!(pair.ends[A].sent, [(0, Success)]);
@@ -89,15 +89,15 @@ fn an_acknowledgement_beyond_a_read_or_atomic_without_data_makes_us_ask_again_on
         pair.pass(A);
         let answers = pair.send_all(B);
         let ack = answers.last().unwrap();
-        assert_eq!(pair.arrive(A, ack), Err(Drop::ResponseGap), "{op:?}");
-        assert_eq!(pair.arrive(A, ack), Err(Drop::ResponseGap));
+        assert_eq!(pair.arrive(A, ack), Err(Discard::ResponseGap), "{op:?}");
+        assert_eq!(pair.arrive(A, ack), Err(Discard::ResponseGap));
         assert_eq!(pair.ends[A].sent, [(0, Success)], "what is before the read is acknowledged");
         assert_eq!(pair.ends[A].qp.stats().answers_missed, 1, "once for one place");
         let again = pair.send_all(A);
         assert_eq!(again.len(), 3);
         assert_eq!(again[0].headers.psn.value(), 0x101);
         let outcomes = pair.arrive_all(B, &again);
-        assert_eq!(outcomes, vec![Err(Drop::Duplicate); 3]);
+        assert_eq!(outcomes, vec![Err(Discard::Duplicate); 3]);
         pair.assert_all_succeed(4);
         assert!(pair.ends[B].host.times_asked(Call::Execute) <= 1);
     }
@@ -110,12 +110,12 @@ fn data_behind_lost_data_is_passed_over_and_asked_for_again_from_there() {
     pair.pass(A);
     let answers = pair.send_all(B);
     assert_eq!(pair.arrive(A, &answers[0]), Ok(()));
-    assert_eq!(pair.arrive(A, &answers[2]), Err(Drop::ResponseGap));
-    assert_eq!(pair.arrive(A, &answers[3]), Err(Drop::ResponseGap));
-    assert_eq!(pair.ends[A].dropped(Drop::ResponseGap), 2);
+    assert_eq!(pair.arrive(A, &answers[2]), Err(Discard::ResponseGap));
+    assert_eq!(pair.arrive(A, &answers[3]), Err(Discard::ResponseGap));
+    assert_eq!(pair.ends[A].dropped(Discard::ResponseGap), 2);
     let again = pair.send_all(A);
     assert_eq!(psns(&again), [0x101]);
-    assert_eq!(pair.arrive(B, &again[0]), Err(Drop::Duplicate));
+    assert_eq!(pair.arrive(B, &again[0]), Err(Discard::Duplicate));
     let answers = pair.pass(B);
     assert_eq!(psns(&answers), [0x101, 0x102, 0x103]);
     assert_eq!(pair.ends[A].sent, [(0, Success)]);
@@ -195,7 +195,7 @@ fn after_a_timeout_a_missing_answer_makes_us_go_back_again() {
     pair.post(A, 1, Op::Write(PLACE), 10);
     pair.send_all(A);
     for missed in 1..3 {
-        assert_eq!(pair.tell_ack(0x101, Syndrome::ACK), Err(Drop::ResponseGap));
+        assert_eq!(pair.tell_ack(0x101, Syndrome::ACK), Err(Discard::ResponseGap));
         assert_eq!(pair.ends[A].qp.stats().answers_missed, missed);
         assert_eq!(psns(&pair.send_all(A)), [0x100, 0x101]);
         pair.wait(pair.terms.patience());

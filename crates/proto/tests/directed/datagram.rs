@@ -3,7 +3,7 @@
 use warpwire_proto::Psn;
 use warpwire_proto::qp::Verdict::{NotNow, Refused, Yes};
 use warpwire_proto::qp::{
-    Arrived, Carried, Change, Datagram, Drop, Event, GLOBAL_ROUTE_LEN, Mtu, Notice, PostError,
+    Arrived, Carried, Change, Datagram, Discard, Event, GLOBAL_ROUTE_LEN, Mtu, Notice, PostError,
     Receipt, State, Status, Target, Transmit, Ud,
 };
 use warpwire_proto::wire::{Deth, Extension, Headers, Opcode};
@@ -55,7 +55,7 @@ fn ends(ud: &mut Ud) -> Vec<(u64, Status)> {
     events(ud).into_iter().filter_map(end).collect()
 }
 
-fn arrive(ud: &mut Ud, packet: &Transmit, host: &mut Script) -> Result<(), Drop> {
+fn arrive(ud: &mut Ud, packet: &Transmit, host: &mut Script) -> Result<(), Discard> {
     let payload_len = packet.payload.map_or(0, |payload| payload.len);
     ud.handle_packet(&Arrived { headers: packet.headers, payload_len, marked: false }, host)
 }
@@ -130,8 +130,8 @@ fn a_key_with_the_upper_bit_stands_for_the_senders_own() {
 fn another_key_is_dropped_and_counted() {
     let (mut receiver, mut host) = (ready(9, QKEY, 4), Script::default());
     host.add_receive(0, 100);
-    assert_eq!(arrive(&mut receiver, &on_its_way(QKEY + 1, 1), &mut host), Err(Drop::Qkey));
-    assert_eq!(receiver.stats().dropped(Drop::Qkey), 1);
+    assert_eq!(arrive(&mut receiver, &on_its_way(QKEY + 1, 1), &mut host), Err(Discard::Qkey));
+    assert_eq!(receiver.stats().dropped(Discard::Qkey), 1);
     assert_eq!(receiver.stats().drops.iter().sum::<u64>(), 1);
     assert_eq!(host.receives_left(), 1);
 }
@@ -140,8 +140,8 @@ fn another_key_is_dropped_and_counted() {
 fn without_a_receive_it_is_dropped_and_the_next_is_not() {
     let (mut receiver, mut host) = (ready(9, QKEY, 4), Script::default());
     let packet = on_its_way(QKEY, 1);
-    assert_eq!(arrive(&mut receiver, &packet, &mut host), Err(Drop::NoReceive));
-    assert_eq!(receiver.stats().dropped(Drop::NoReceive), 1);
+    assert_eq!(arrive(&mut receiver, &packet, &mut host), Err(Discard::NoReceive));
+    assert_eq!(receiver.stats().dropped(Discard::NoReceive), 1);
     host.add_receive(0, 100);
     assert_eq!(arrive(&mut receiver, &packet, &mut host), Ok(()));
 }
@@ -152,12 +152,12 @@ fn too_long_a_datagram_is_dropped_and_costs_no_receive() {
     host.add_receive(0, GLOBAL_ROUTE_LEN + 10);
     for len in [11, MTU] {
         let long = on_its_way(QKEY, len);
-        assert_eq!(arrive(&mut receiver, &long, &mut host), Err(Drop::Length));
+        assert_eq!(arrive(&mut receiver, &long, &mut host), Err(Discard::Length));
     }
     let arrived =
         Arrived { headers: on_its_way(QKEY, 1).headers, payload_len: MTU + 1, marked: false };
-    assert_eq!(receiver.handle_packet(&arrived, &mut host), Err(Drop::Length));
-    assert_eq!(receiver.stats().dropped(Drop::Length), 3);
+    assert_eq!(receiver.handle_packet(&arrived, &mut host), Err(Discard::Length));
+    assert_eq!(receiver.stats().dropped(Discard::Length), 3);
     assert_eq!(receiver.state(), State::Rts);
     assert_eq!(arrive(&mut receiver, &on_its_way(QKEY, 10), &mut host), Ok(()));
     assert!(matches!(
@@ -173,7 +173,7 @@ fn a_place_that_is_not_there_now_drops_the_datagram_but_not_the_receive() {
         host.add_receive(0, 100);
         host.answer(call, [NotNow]);
         let packet = on_its_way(QKEY, 1);
-        assert_eq!(arrive(&mut receiver, &packet, &mut host), Err(Drop::Busy));
+        assert_eq!(arrive(&mut receiver, &packet, &mut host), Err(Discard::Busy));
         assert_eq!(arrive(&mut receiver, &packet, &mut host), Ok(()));
         assert_eq!(host.times_asked(Call::TakeReceive), 1);
     }
@@ -201,7 +201,7 @@ fn a_receipt_that_is_not_taken_makes_the_next_datagram_drop() {
     host.add_receive(1, 100);
     let packet = on_its_way(QKEY, 1);
     assert_eq!(arrive(&mut receiver, &packet, &mut host), Ok(()));
-    assert_eq!(arrive(&mut receiver, &packet, &mut host), Err(Drop::Busy));
+    assert_eq!(arrive(&mut receiver, &packet, &mut host), Err(Discard::Busy));
     assert_eq!(host.receives_left(), 1);
 }
 
@@ -210,9 +210,9 @@ fn packets_of_other_services_and_partitions_are_dropped() {
     let (mut receiver, mut host) = (ready(9, QKEY, 4), Script::default());
     let send = Headers::new(Opcode::SendOnly, 9, Psn::new(0), Extension::None);
     let arrived = Arrived { headers: send, payload_len: 1, marked: false };
-    assert_eq!(receiver.handle_packet(&arrived, &mut host), Err(Drop::Service));
+    assert_eq!(receiver.handle_packet(&arrived, &mut host), Err(Discard::Service));
     let foreign = crate::pair::edited(&on_its_way(QKEY, 1), |headers| headers.partition = 0x1234);
-    assert_eq!(arrive(&mut receiver, &foreign, &mut host), Err(Drop::Partition));
+    assert_eq!(arrive(&mut receiver, &foreign, &mut host), Err(Discard::Partition));
 }
 
 #[test]
@@ -220,11 +220,11 @@ fn states_that_take_no_datagrams_drop_them() {
     let packet = on_its_way(QKEY, 1);
     let mut host = Script::default();
     let mut new = Ud::new(9, Mtu::new(MTU).unwrap(), 4);
-    assert_eq!(arrive(&mut new, &packet, &mut host), Err(Drop::State));
+    assert_eq!(arrive(&mut new, &packet, &mut host), Err(Discard::State));
     let mut failed = ready(9, QKEY, 4);
     failed.modify(&Change::to(State::Err)).unwrap();
-    assert_eq!(arrive(&mut failed, &packet, &mut host), Err(Drop::State));
-    assert_eq!(failed.stats().dropped(Drop::State), 1);
+    assert_eq!(arrive(&mut failed, &packet, &mut host), Err(Discard::State));
+    assert_eq!(failed.stats().dropped(Discard::State), 1);
     assert_eq!(new.post(datagram(0, 1)), Err(PostError::State(State::Reset)));
 }
 
@@ -263,7 +263,7 @@ fn failing_flushes_what_waits_and_the_receive_in_hand() {
     let (mut ud, mut host) = (ready(9, QKEY, 8), Script::default());
     ud.post(datagram(0, 1)).unwrap();
     host.add_receive(6, GLOBAL_ROUTE_LEN);
-    assert_eq!(arrive(&mut ud, &on_its_way(QKEY, 1), &mut host), Err(Drop::Length));
+    assert_eq!(arrive(&mut ud, &on_its_way(QKEY, 1), &mut host), Err(Discard::Length));
     ud.modify(&Change::to(State::Err)).unwrap();
     ud.post(datagram(1, 1)).unwrap();
     let [Event::Sent(first), Event::Sent(second), Event::Received(receipt)] = events(&mut ud)[..]

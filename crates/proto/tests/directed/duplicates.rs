@@ -1,7 +1,7 @@
 //! Requests that come again.
 
 use warpwire_proto::Psn;
-use warpwire_proto::qp::{Drop, Op, Status, Transmit};
+use warpwire_proto::qp::{Discard, Op, Status, Transmit};
 use warpwire_proto::wire::{Extension, Opcode, Reth, Syndrome};
 
 use crate::host::Call;
@@ -37,7 +37,7 @@ fn a_send_or_write_that_comes_again_is_acknowledged_with_the_newest_number_and_n
         let (done, told) = (pair.ends[B].host.done.clone(), pair.ends[B].received.len());
         let position = pair.ends[B].qp.positions().0;
         for packet in &packets {
-            assert_eq!(pair.arrive(B, packet), Err(Drop::Duplicate), "{op:?}");
+            assert_eq!(pair.arrive(B, packet), Err(Discard::Duplicate), "{op:?}");
             let answer = pair.send(B).unwrap();
             assert_eq!(answer.headers.opcode, Opcode::Acknowledge);
             assert_eq!((psn(&answer), aeth(&answer).msn), (0x102, 2));
@@ -55,15 +55,15 @@ fn many_duplicates_at_once_are_acknowledged_once() {
     pair.post(A, 0, Op::Send, 4 * MTU);
     let packets = pair.pass(A);
     pair.send_all(B);
-    assert_eq!(pair.arrive_all(B, &packets), vec![Err(Drop::Duplicate); 4]);
+    assert_eq!(pair.arrive_all(B, &packets), vec![Err(Discard::Duplicate); 4]);
     assert_eq!(pair.send_all(B).len(), 1);
-    assert_eq!(pair.ends[B].dropped(Drop::Duplicate), 4);
+    assert_eq!(pair.ends[B].dropped(Discard::Duplicate), 4);
 }
 
 #[test]
 fn a_read_that_comes_again_is_answered_again_from_its_record() {
     let (mut pair, request) = after_read(Terms::default(), 3 * MTU + 10);
-    assert_eq!(pair.arrive(B, &request), Err(Drop::Duplicate));
+    assert_eq!(pair.arrive(B, &request), Err(Discard::Duplicate));
     let answers = pair.send_all(B);
     assert_eq!(psns(&answers), [0x100, 0x101, 0x102, 0x103]);
     assert_eq!(
@@ -85,16 +85,16 @@ fn a_part_of_a_read_that_is_asked_for_again_begins_with_a_first_or_only_packet()
     let len = 3 * MTU + 10;
     let (mut pair, request) = after_read(Terms::default(), len);
     let tail = at_offset(&request, 2, len - 2 * MTU);
-    assert_eq!(pair.arrive(B, &tail), Err(Drop::Duplicate));
+    assert_eq!(pair.arrive(B, &tail), Err(Discard::Duplicate));
     let answers = pair.send_all(B);
     assert_eq!(opcodes(&answers), [Opcode::ReadResponseFirst, Opcode::ReadResponseLast]);
     assert_eq!(psns(&answers), [0x102, 0x103]);
     assert_eq!(answers[1].payload.unwrap().len, 10);
     let last = at_offset(&request, 3, 10);
-    assert_eq!(pair.arrive(B, &last), Err(Drop::Duplicate));
+    assert_eq!(pair.arrive(B, &last), Err(Discard::Duplicate));
     assert_eq!(opcodes(&pair.send_all(B)), [Opcode::ReadResponseOnly]);
     let middle = at_offset(&request, 1, 2 * MTU);
-    assert_eq!(pair.arrive(B, &middle), Err(Drop::Duplicate));
+    assert_eq!(pair.arrive(B, &middle), Err(Discard::Duplicate));
     let answers = pair.send_all(B);
     assert_eq!(opcodes(&answers), [Opcode::ReadResponseFirst, Opcode::ReadResponseLast]);
     assert_eq!(answers[1].payload.unwrap().len, MTU);
@@ -107,7 +107,7 @@ fn a_read_that_comes_again_while_it_is_answered_begins_again() {
     let request = pair.pass(A)[0];
     pair.send(B).unwrap();
     pair.send(B).unwrap();
-    assert_eq!(pair.arrive(B, &request), Err(Drop::Duplicate));
+    assert_eq!(pair.arrive(B, &request), Err(Discard::Duplicate));
     let answers = pair.send_all(B);
     assert_eq!(psns(&answers), [0x100, 0x101, 0x102, 0x103]);
     assert_eq!(answers[0].headers.opcode, Opcode::ReadResponseFirst);
@@ -131,10 +131,10 @@ fn a_repeated_read_with_another_key_place_or_length_is_passed_over_in_silence() 
         with(PLACE.address, PLACE.key, 0),
         at_offset(&request, 1, len),
     ] {
-        assert_eq!(pair.arrive(B, &changed), Err(Drop::Forgotten), "{changed:?}");
+        assert_eq!(pair.arrive(B, &changed), Err(Discard::Forgotten), "{changed:?}");
         assert_eq!(pair.send_all(B), []);
     }
-    assert_eq!(pair.ends[B].dropped(Drop::Forgotten), 8);
+    assert_eq!(pair.ends[B].dropped(Discard::Forgotten), 8);
     assert_eq!(pair.ends[B].host.times_asked(Call::MayAccess), 1);
 }
 
@@ -147,7 +147,7 @@ fn an_atomic_that_comes_again_is_answered_with_the_saved_value_and_not_executed(
     let requests = pair.pass(A);
     let answers = pair.send_all(B);
     for (request, answer) in requests.iter().zip(&answers) {
-        assert_eq!(pair.arrive(B, request), Err(Drop::Duplicate));
+        assert_eq!(pair.arrive(B, request), Err(Discard::Duplicate));
         assert_eq!(pair.send_all(B), [*answer]);
     }
     let values: Vec<_> = answers.iter().map(|answer| answer.headers.extension).collect();
@@ -172,10 +172,10 @@ fn a_record_that_is_gone_is_not_answered() {
                 requests.extend(pair.pass(A));
                 pair.pass(B);
             }
-            assert_eq!(pair.arrive(B, &requests[0]), Err(Drop::Forgotten));
+            assert_eq!(pair.arrive(B, &requests[0]), Err(Discard::Forgotten));
             assert_eq!(pair.send_all(B), []);
             for request in &requests[1..] {
-                assert_eq!(pair.arrive(B, request), Err(Drop::Duplicate));
+                assert_eq!(pair.arrive(B, request), Err(Discard::Duplicate));
                 assert_eq!(pair.send_all(B).len(), 1);
             }
         }
@@ -191,7 +191,7 @@ fn a_duplicate_read_or_atomic_where_a_send_was_is_not_answered() {
     pair.post(A, 1, Op::Read(PLACE), 10);
     let read = pair.send(A).unwrap();
     let forged = edited(&read, |headers| headers.psn = sent.headers.psn);
-    assert_eq!(pair.arrive(B, &forged), Err(Drop::Forgotten));
+    assert_eq!(pair.arrive(B, &forged), Err(Discard::Forgotten));
     assert_eq!(pair.send_all(B), []);
 }
 
@@ -205,7 +205,7 @@ fn a_duplicate_read_where_an_atomic_was_is_not_answered_and_the_other_way_round(
     let swapped =
         |at: usize| edited(&requests[at], |headers| headers.psn = requests[1 - at].headers.psn);
     for forged in [swapped(0), swapped(1)] {
-        assert_eq!(pair.arrive(B, &forged), Err(Drop::Forgotten));
+        assert_eq!(pair.arrive(B, &forged), Err(Discard::Forgotten));
     }
     assert_eq!(pair.ends[B].host.times_asked(Call::Execute), 1);
 }
@@ -239,10 +239,10 @@ fn a_number_far_behind_is_a_duplicate_and_one_far_ahead_a_gap() {
     let half = 1 << 23;
     let mut pair = Pair::with_receives(Terms::default(), 1);
     for (ahead, outcome) in [
-        (half - 1, Drop::Gap),
-        (half, Drop::Duplicate),
-        (half + 1, Drop::Duplicate),
-        (u32::MAX, Drop::Duplicate),
+        (half - 1, Discard::Gap),
+        (half, Discard::Duplicate),
+        (half + 1, Discard::Duplicate),
+        (u32::MAX, Discard::Duplicate),
     ] {
         pair.number = Psn::new(0x100).add(ahead);
         assert_eq!(pair.ask(Opcode::SendOnly, Extension::None, 10), Err(outcome), "{ahead:#x}");
@@ -253,7 +253,7 @@ fn a_number_far_behind_is_a_duplicate_and_one_far_ahead_a_gap() {
 #[test]
 fn an_empty_read_that_comes_again_is_answered_again() {
     let (mut pair, request) = after_read(Terms::default(), 0);
-    assert_eq!(pair.arrive(B, &request), Err(Drop::Duplicate));
+    assert_eq!(pair.arrive(B, &request), Err(Discard::Duplicate));
     let answers = pair.pass(B);
     assert_eq!(opcodes(&answers), [Opcode::ReadResponseOnly]);
     assert_eq!(pair.ends[A].sent, [(0, Status::Success)]);
@@ -265,7 +265,7 @@ fn a_part_asked_for_again_does_not_shorten_an_answer_under_way() {
     pair.post(A, 0, Op::Read(PLACE), 4 * MTU);
     let request = pair.pass(A)[0];
     let mut answers = vec![pair.send(B).unwrap()];
-    assert_eq!(pair.arrive(B, &at_offset(&request, 0, MTU)), Err(Drop::Duplicate));
+    assert_eq!(pair.arrive(B, &at_offset(&request, 0, MTU)), Err(Discard::Duplicate));
     answers.extend(pair.send_all(B));
     assert_eq!(psns(&answers), [0x100, 0x100, 0x101, 0x102, 0x103]);
 }

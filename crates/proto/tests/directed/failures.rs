@@ -2,8 +2,8 @@
 
 use warpwire_proto::qp::Verdict::Refused;
 use warpwire_proto::qp::{
-    Access, Carried, Change, Drop, Notice, Op, PostError, Remote, State, Status, Target, Verdict,
-    Work,
+    Access, Carried, Change, Discard, Notice, Op, PostError, Remote, State, Status, Target,
+    Verdict, Work,
 };
 use warpwire_proto::wire::{Aeth, Extension, Nak, Opcode, Syndrome};
 
@@ -334,7 +334,7 @@ fn a_failed_end_repeats_its_reason_to_a_peer_that_asks_again() {
     assert_eq!(pair.send(B), None, "it is said once for each request");
     pair.wait(pair.terms.patience());
     let again = pair.send(A).unwrap();
-    assert_eq!(pair.arrive(B, &again), Err(Drop::State));
+    assert_eq!(pair.arrive(B, &again), Err(Discard::State));
     let said = pair.send(B).unwrap();
     assert_eq!((said, syndrome(&said)), (lost, Syndrome::Nak(Nak::RemoteAccess)));
     pair.arrive(A, &said).unwrap();

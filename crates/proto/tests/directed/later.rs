@@ -101,7 +101,7 @@ fn data_without_a_place_is_asked_for_again_after_a_pause() {
     pair.pass(A);
     let answers = pair.send_all(B);
     let outcomes = pair.arrive_all(A, &answers);
-    assert_eq!(outcomes[..2], [Ok(()), Err(warpwire_proto::qp::Drop::Busy)]);
+    assert_eq!(outcomes[..2], [Ok(()), Err(warpwire_proto::qp::Discard::Busy)]);
     assert!(pair.next_deadline() > pair.now);
     pair.assert_all_succeed(1);
 }

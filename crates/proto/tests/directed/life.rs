@@ -1,7 +1,7 @@
 //! States of a living queue pair: draining, starting over, and packets that no state takes.
 
 use warpwire_proto::qp::{
-    Access, Arrived, Change, Drop, Notice, Op, Options, PostError, Qp, State, Status, Work,
+    Access, Arrived, Change, Discard, Notice, Op, Options, PostError, Qp, State, Status, Work,
 };
 use warpwire_proto::wire::{Aeth, Deth, Extension, Headers, Opcode, Syndrome};
 use warpwire_proto::{Instant, Psn};
@@ -181,8 +181,8 @@ fn packets_are_dropped_and_counted_in_states_that_take_none() {
         host.add_receive(0, 100);
         let arrived = Arrived { headers, payload_len: 10, marked: true };
         let outcome = qp.handle_packet(Instant::default(), &arrived, &mut host);
-        assert_eq!(outcome, Err(Drop::State), "{state} {headers:?}");
-        assert_eq!(qp.stats().dropped(Drop::State), 1);
+        assert_eq!(outcome, Err(Discard::State), "{state} {headers:?}");
+        assert_eq!(qp.stats().dropped(Discard::State), 1);
         assert_eq!(qp.stats().drops.iter().sum::<u64>(), 1, "counted once");
         assert_eq!(qp.stats().packets_received, 1);
         assert_eq!(host.receives_left(), 1);
@@ -214,15 +214,15 @@ fn a_packet_of_another_partition_is_dropped_but_a_limited_member_is_not() {
     for (partition, outcome) in [
         (0xffff, Ok(())),
         (0x7fff, Ok(())),
-        (0xfffe, Err(Drop::Partition)),
-        (0, Err(Drop::Partition)),
+        (0xfffe, Err(Discard::Partition)),
+        (0, Err(Discard::Partition)),
     ] {
         let mut pair = Pair::with_receives(Terms::default(), 1);
         pair.post(A, 0, Op::Send, 10);
         let packet = pair.send(A).unwrap();
         let foreign = edited(&packet, |headers| headers.partition = partition);
         assert_eq!(pair.arrive(B, &foreign), outcome);
-        assert_eq!(pair.ends[B].dropped(Drop::Partition), u64::from(outcome.is_err()));
+        assert_eq!(pair.ends[B].dropped(Discard::Partition), u64::from(outcome.is_err()));
         pair.wait(pair.terms.patience()); // what was passed over did no harm
         pair.assert_all_succeed(1);
     }
@@ -239,9 +239,9 @@ fn packets_of_other_services_are_dropped() {
         (Opcode::Unknown(0xff), Extension::None),
     ] {
         pair.number = Psn::new(0x100);
-        assert_eq!(pair.ask(opcode, extension, 10), Err(Drop::Service));
+        assert_eq!(pair.ask(opcode, extension, 10), Err(Discard::Service));
     }
-    assert_eq!(pair.ends[B].dropped(Drop::Service), 4);
+    assert_eq!(pair.ends[B].dropped(Discard::Service), 4);
     assert_eq!(pair.send_all(B), []);
     assert_eq!(pair.ends[B].host.receives_left(), 1);
 }
@@ -298,8 +298,9 @@ fn both_ends_may_do_everything_at_once() {
 
 #[test]
 fn every_reason_for_dropping_has_a_name_of_its_own() {
-    let names: std::collections::BTreeSet<_> = Drop::ALL.iter().map(|drop| drop.name()).collect();
-    assert_eq!(names.len(), Drop::COUNT);
+    let names: std::collections::BTreeSet<_> =
+        Discard::ALL.iter().map(|drop| drop.name()).collect();
+    assert_eq!(names.len(), Discard::COUNT);
 }
 
 #[test]
@@ -314,7 +315,7 @@ fn reads_under_way_survive_a_change_of_how_many_there_may_be() {
         let change = Change { max_dest_rd_atomic: Some(kept), ..Change::to(State::Sqd) };
         modify(&mut pair, B, &change);
         assert_eq!(pair.send_all(B).len(), 2, "the rest of the answer");
-        assert_eq!(pair.arrive(B, &request), Err(Drop::Duplicate));
+        assert_eq!(pair.arrive(B, &request), Err(Discard::Duplicate));
         assert_eq!(pair.pass(B).len(), 3, "its record is still there");
         assert_eq!(pair.ends[A].sent, [(0, Success), (1, Success)]);
     }
@@ -341,5 +342,5 @@ fn an_end_that_failed_on_its_own_is_silent_and_its_peer_gives_up() {
     pair.run();
     assert_eq!(pair.ends[A].sent, [(0, Status::RetryExceeded)]);
     assert_eq!(pair.ends[B].qp.stats().packets_sent, 0);
-    assert_eq!(pair.ends[B].dropped(Drop::State), 4);
+    assert_eq!(pair.ends[B].dropped(Discard::State), 4);
 }

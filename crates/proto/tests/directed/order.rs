@@ -1,7 +1,7 @@
 //! Packets that go missing or overtake one another, at the answering end; numbers that wrap; counts.
 
 use warpwire_proto::Psn;
-use warpwire_proto::qp::{Drop, Op, Status, Transmit};
+use warpwire_proto::qp::{Discard, Op, Status, Transmit};
 use warpwire_proto::wire::{Nak, Opcode, Syndrome};
 
 use crate::pair::{
@@ -24,7 +24,7 @@ fn a_gap_is_told_once_and_the_requester_goes_back_to_it() {
     let (mut pair, packets) = ten_packets();
     pair.arrive(B, &packets[0]).unwrap();
     let outcomes = pair.arrive_all(B, &packets[2..]);
-    assert_eq!(outcomes, vec![Err(Drop::Gap); 8]);
+    assert_eq!(outcomes, vec![Err(Discard::Gap); 8]);
     let told = pair.send_all(B);
     assert_eq!(told.len(), 1, "once");
     assert_eq!((psn(&told[0]), syndrome(&told[0])), (0x101, SEQUENCE));
@@ -33,7 +33,7 @@ fn a_gap_is_told_once_and_the_requester_goes_back_to_it() {
     pair.wait(pair.terms.patience());
     pair.run();
     assert_eq!(pair.ends[A].sent, [(0, Status::Success)]);
-    assert_eq!(pair.ends[B].dropped(Drop::Gap), 8);
+    assert_eq!(pair.ends[B].dropped(Discard::Gap), 8);
     assert_eq!(pair.ends[B].qp.stats().sequence_naks_sent, 1);
     assert_eq!(pair.ends[A].qp.stats().sequence_naks_received, 1);
 }
@@ -50,26 +50,26 @@ fn asking_first() -> impl FnMut(&Transmit) -> Transmit {
 #[test]
 fn a_gap_is_told_again_when_the_peer_went_back_and_the_packet_is_lost_again() {
     let (mut pair, packets) = ten_packets();
-    assert_eq!(pair.arrive(B, &packets[3]), Err(Drop::Gap));
+    assert_eq!(pair.arrive(B, &packets[3]), Err(Discard::Gap));
     assert_eq!(pair.send_all(B).len(), 1);
-    assert_eq!(pair.arrive(B, &packets[4]), Err(Drop::Gap));
+    assert_eq!(pair.arrive(B, &packets[4]), Err(Discard::Gap));
     assert_eq!(pair.send_all(B), [], "still the same gap");
-    assert_eq!(pair.arrive(B, &packets[1]), Err(Drop::Gap));
+    assert_eq!(pair.arrive(B, &packets[1]), Err(Discard::Gap));
     let again = pair.send_all(B);
     assert_eq!((psn(&again[0]), syndrome(&again[0])), (0x100, SEQUENCE));
-    assert_eq!(pair.arrive(B, &packets[2]), Err(Drop::Gap));
+    assert_eq!(pair.arrive(B, &packets[2]), Err(Discard::Gap));
     assert_eq!(pair.send_all(B), []);
 }
 
 #[test]
 fn a_gap_that_closed_before_we_could_tell_is_an_acknowledgement() {
     let (mut pair, packets) = ten_packets();
-    assert_eq!(pair.arrive(B, &packets[1]), Err(Drop::Gap));
+    assert_eq!(pair.arrive(B, &packets[1]), Err(Discard::Gap));
     assert_eq!(pair.arrive(B, &packets[0]), Ok(()));
     let told = pair.send_all(B);
     // The first packet is here, the second was thrown away: it is missing still.
     assert_eq!((psn(&told[0]), syndrome(&told[0])), (0x101, SEQUENCE));
-    assert_eq!(pair.arrive(B, &packets[2]), Err(Drop::Gap));
+    assert_eq!(pair.arrive(B, &packets[2]), Err(Discard::Gap));
     assert_eq!(pair.arrive(B, &packets[1]), Ok(()));
     assert_eq!(pair.arrive(B, &packets[2]), Ok(()));
     let told = pair.send_all(B);
@@ -80,7 +80,7 @@ fn a_gap_that_closed_before_we_could_tell_is_an_acknowledgement() {
 fn a_new_gap_is_told_after_an_old_one_closed() {
     let (mut pair, packets) = ten_packets();
     for (lost, next) in [(0, 1), (2, 3)] {
-        assert_eq!(pair.arrive(B, &packets[next]), Err(Drop::Gap));
+        assert_eq!(pair.arrive(B, &packets[next]), Err(Discard::Gap));
         assert_eq!(psn(&pair.send_all(B)[0]), 0x100 + lost as u32);
         pair.arrive(B, &packets[lost]).unwrap();
         pair.arrive(B, &packets[next]).unwrap();
@@ -93,13 +93,13 @@ fn no_gap_is_told_behind_a_packet_that_was_told_to_come_again() {
     pair.post(A, 0, Op::Send, 10);
     pair.post(A, 1, Op::Send, 10);
     let packets = pair.send_all(A);
-    assert_eq!(pair.arrive(B, &packets[0]), Err(Drop::Busy));
-    assert_eq!(pair.arrive(B, &packets[1]), Err(Drop::Gap));
+    assert_eq!(pair.arrive(B, &packets[0]), Err(Discard::Busy));
+    assert_eq!(pair.arrive(B, &packets[1]), Err(Discard::Gap));
     let told = pair.send_all(B);
     assert_eq!(told.len(), 1);
     assert_eq!((psn(&told[0]), syndrome(&told[0])), (0x100, Syndrome::RnrNak(5)));
     // When it comes once more the peer has come again, and the first of the two was lost.
-    assert_eq!(pair.arrive(B, &packets[1]), Err(Drop::Gap));
+    assert_eq!(pair.arrive(B, &packets[1]), Err(Discard::Gap));
     let told = pair.send_all(B);
     assert_eq!((psn(&told[0]), syndrome(&told[0])), (0x100, Syndrome::Nak(Nak::Sequence)));
 }
@@ -212,8 +212,8 @@ fn a_receipt_that_is_not_taken_makes_the_next_packet_wait_without_harm() {
     pair.post(A, 1, Op::Send, 10);
     pair.ends[B].deaf = true;
     let packets = pair.send_all(A);
-    assert_eq!(pair.arrive_all(B, &packets), [Ok(()), Err(Drop::Busy)]);
-    assert_eq!(pair.ends[B].dropped(Drop::Busy), 1);
+    assert_eq!(pair.arrive_all(B, &packets), [Ok(()), Err(Discard::Busy)]);
+    assert_eq!(pair.ends[B].dropped(Discard::Busy), 1);
     pair.ends[B].deaf = false;
     pair.ends[B].listen();
     pair.assert_all_succeed(2);
@@ -237,7 +237,7 @@ fn an_acknowledgement_does_not_hide_what_was_thrown_away_behind_it() {
     pair.post(A, 0, Op::Send, 10);
     pair.post(A, 1, Op::Send, 10);
     let packets = pair.send_all(A);
-    assert_eq!(pair.arrive(B, &packets[1]), Err(Drop::Gap));
+    assert_eq!(pair.arrive(B, &packets[1]), Err(Discard::Gap));
     assert_eq!(pair.arrive(B, &packets[0]), Ok(())); // asks for an acknowledgement
     let told = pair.send_all(B);
     assert_eq!((psn(&told[0]), syndrome(&told[0])), (0x101, SEQUENCE));

@@ -4,7 +4,7 @@ use core::time::Duration;
 use std::net::SocketAddr;
 
 use warpwire_proto::qp::{
-    Access, Arrived, Atomic, Change, Drop, Event, Mtu, Notice, Op, Options, Path, Qp, Receipt,
+    Access, Arrived, Atomic, Change, Discard, Event, Mtu, Notice, Op, Options, Path, Qp, Receipt,
     Remote, State, Status, Transmit, Work,
 };
 use warpwire_proto::wire::{Aeth, Extension, Headers, Nak, Opcode, Syndrome};
@@ -125,7 +125,7 @@ impl End {
         self.received.iter().map(|receipt| (receipt.id, receipt.status)).collect()
     }
 
-    pub fn dropped(&self, reason: Drop) -> u64 {
+    pub fn dropped(&self, reason: Discard) -> u64 {
         self.qp.stats().dropped(reason)
     }
 }
@@ -193,19 +193,19 @@ impl Pair {
     }
 
     /// A packet of the other end arrives at that one.
-    pub fn arrive(&mut self, end: usize, packet: &Transmit) -> Result<(), Drop> {
+    pub fn arrive(&mut self, end: usize, packet: &Transmit) -> Result<(), Discard> {
         let payload_len = packet.payload.map_or(0, |payload| payload.len);
         self.arrive_as(end, Arrived { headers: packet.headers, payload_len, marked: false })
     }
 
-    pub fn arrive_as(&mut self, end: usize, arrived: Arrived) -> Result<(), Drop> {
+    pub fn arrive_as(&mut self, end: usize, arrived: Arrived) -> Result<(), Discard> {
         let receiver = &mut self.ends[end];
         let outcome = receiver.qp.handle_packet(self.now, &arrived, &mut receiver.host);
         self.listen(end);
         outcome
     }
 
-    pub fn arrive_all(&mut self, end: usize, packets: &[Transmit]) -> Vec<Result<(), Drop>> {
+    pub fn arrive_all(&mut self, end: usize, packets: &[Transmit]) -> Vec<Result<(), Discard>> {
         packets.iter().map(|packet| self.arrive(end, packet)).collect()
     }
 
@@ -270,19 +270,25 @@ impl Pair {
     }
 
     /// A request made by hand arrives at the answering end, with the next number.
-    pub fn ask(&mut self, opcode: Opcode, extension: Extension, len: u32) -> Result<(), Drop> {
+    pub fn ask(&mut self, opcode: Opcode, extension: Extension, len: u32) -> Result<(), Discard> {
         let headers = Headers::new(opcode, NUMBERS[B], self.number, extension);
         self.number = self.number.next();
         self.arrive_as(B, Arrived { headers, payload_len: len, marked: false })
     }
 
     /// An answer made by hand arrives at the asking end.
-    pub fn tell(&mut self, opcode: Opcode, psn: u32, ext: Extension, len: u32) -> Result<(), Drop> {
+    pub fn tell(
+        &mut self,
+        opcode: Opcode,
+        psn: u32,
+        ext: Extension,
+        len: u32,
+    ) -> Result<(), Discard> {
         let headers = Headers::new(opcode, NUMBERS[A], Psn::new(psn), ext);
         self.arrive_as(A, Arrived { headers, payload_len: len, marked: false })
     }
 
-    pub fn tell_ack(&mut self, psn: u32, syndrome: Syndrome) -> Result<(), Drop> {
+    pub fn tell_ack(&mut self, psn: u32, syndrome: Syndrome) -> Result<(), Discard> {
         self.tell(Opcode::Acknowledge, psn, Extension::Aeth(Aeth { syndrome, msn: 0 }), 0)
     }
 

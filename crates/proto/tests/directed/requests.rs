@@ -1,6 +1,6 @@
 //! Requests made by hand: opcodes in every order, and lengths that do not fit.
 
-use warpwire_proto::qp::{Drop, Notice, Op, State, Status};
+use warpwire_proto::qp::{Discard, Notice, Op, State, Status};
 use warpwire_proto::wire::{AtomicEth, Extension, Nak, Opcode, Reth, Syndrome};
 
 use crate::host::Call;
@@ -171,7 +171,7 @@ fn a_missing_receive_is_told_before_a_wrong_length() {
         (O::WriteOnlyImm, Extension::RethImm(reth(11), 1), 10),
     ] {
         let mut pair = Pair::new();
-        assert_eq!(pair.ask(opcode, extension, len), Err(Drop::Busy), "{opcode:?}");
+        assert_eq!(pair.ask(opcode, extension, len), Err(Discard::Busy), "{opcode:?}");
         assert_eq!(syndrome(&pair.send(B).unwrap()), Syndrome::RnrNak(5));
         assert_eq!(pair.ends[B].qp.state(), State::Rts);
     }

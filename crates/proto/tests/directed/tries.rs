@@ -3,7 +3,7 @@
 use core::time::Duration;
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::{Drop, Op, State, Status};
+use warpwire_proto::qp::{Discard, Op, State, Status};
 use warpwire_proto::wire::{Nak, Syndrome};
 
 use crate::pair::{A, ADD, B, MTU, PLACE, Pair, Terms, one_of_each, psn, psns, syndrome};
@@ -195,7 +195,7 @@ fn a_first_packet_waits_for_a_receive_but_a_write_with_immediate_only_at_its_end
     let mut pair = Pair::new();
     pair.post(A, 0, Op::WriteImm(PLACE, 1), 3 * MTU);
     let packets = pair.send_all(A);
-    assert_eq!(pair.arrive_all(B, &packets), [Ok(()), Ok(()), Err(Drop::Busy)]);
+    assert_eq!(pair.arrive_all(B, &packets), [Ok(()), Ok(()), Err(Discard::Busy)]);
     let told = pair.send_all(B);
     assert_eq!((psn(&told[0]), syndrome(&told[0])), (0x102, Syndrome::RnrNak(5)));
     pair.arrive(A, &told[0]).unwrap();
@@ -207,7 +207,7 @@ fn a_first_packet_waits_for_a_receive_but_a_write_with_immediate_only_at_its_end
     pair.post(A, 0, Op::Send, 3 * MTU);
     let packets = pair.send_all(A);
     let outcomes = pair.arrive_all(B, &packets);
-    assert_eq!(outcomes, [Err(Drop::Busy), Err(Drop::Gap), Err(Drop::Gap)]);
+    assert_eq!(outcomes, [Err(Discard::Busy), Err(Discard::Gap), Err(Discard::Gap)]);
 }
 
 #[test]
