@@ -78,6 +78,11 @@ impl<'a> SharedBytes<'a> {
         Self { base, len, owner: PhantomData }
     }
 
+    /// A view of nothing: every access is out of range.
+    pub(crate) fn empty() -> Self {
+        Self { base: NonNull::dangling(), len: 0, owner: PhantomData }
+    }
+
     /// The first byte, for those who keep the memory alive in another way than by this view's lifetime.
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.base

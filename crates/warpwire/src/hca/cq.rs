@@ -1,0 +1,106 @@
+//! Completion queues: written by the engine, read by whoever polls.
+
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+
+use super::event::Signal;
+use super::memory::QueueMemory;
+use crate::mlx5::{Arm, Cqe, owner_bit};
+
+/// How large a completion is.
+pub const CQE_LEN: u64 = 64;
+
+/// What a completion queue is made of.
+#[derive(Clone, Debug)]
+pub struct CqSpec {
+    /// Its memory: entries from the beginning on.
+    pub memory: QueueMemory,
+    /// How many: a power of two.
+    pub entries: u32,
+    /// Where the record lies: the consumer's count, and how it is armed.
+    pub record: u64,
+    /// Every completion goes to the first entry.
+    pub collapsed: bool,
+    /// The consumer's count is not looked at: whoever polls keeps up by himself.
+    pub ignore_overrun: bool,
+    /// Whom to wake when it is armed.
+    pub signal: Option<Arc<Signal>>,
+}
+
+/// The queue is full: a completion is lost, and with it the queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Overrun;
+
+/// A completion queue as the engine sees it.
+#[derive(Debug)]
+pub(super) struct CompletionRing {
+    spec: CqSpec,
+    /// How many were made.
+    produced: u64,
+    /// How many the consumer had taken when we last looked.
+    consumed: u64,
+    /// The armed word that an event was given for.
+    fired: u32,
+    overrun: bool,
+}
+
+impl CompletionRing {
+    pub(super) fn new(spec: CqSpec) -> Self {
+        Self { spec, produced: 0, consumed: 0, fired: 0, overrun: false }
+    }
+
+    /// How many completions were made; the number of the last one is one less.
+    pub(super) fn produced(&self) -> u64 {
+        self.produced
+    }
+
+    /// Writes a completion: body first, then the word that tells of it.
+    pub(super) fn push(&mut self, cqe: &Cqe) -> Result<(), Overrun> {
+        let entries = u64::from(self.spec.entries);
+        if !self.spec.ignore_overrun && !self.spec.collapsed && self.is_full() {
+            // Told once: the queue takes no more.
+            let first = !std::mem::replace(&mut self.overrun, true);
+            return if first { Err(Overrun) } else { Ok(()) };
+        }
+        let encoded = cqe.encode(owner_bit(self.produced, entries));
+        let place = if self.spec.collapsed { 0 } else { self.produced & (entries - 1) };
+        let bytes = self.spec.memory.bytes();
+        // Neither fails while the memory is there; when it is gone there is nobody to tell.
+        let _ = bytes.write(place * CQE_LEN, &encoded.body);
+        let _ = bytes.store_u32(place * CQE_LEN + 60, encoded.tail_word());
+        self.produced += 1;
+        if let Some(signal) = &self.spec.signal {
+            let is_error = matches!(cqe.outcome, crate::mlx5::Outcome::Failed { .. });
+            let signal = signal.clone();
+            self.wake(&signal, cqe.solicited || is_error);
+        }
+        Ok(())
+    }
+
+    fn is_full(&mut self) -> bool {
+        let entries = u64::from(self.spec.entries);
+        if self.produced - self.consumed < entries {
+            return false;
+        }
+        // Only now is the consumer's word read: it shares its cache line with nobody else.
+        let word = self.spec.memory.bytes().load_u32(self.spec.record).unwrap_or(0);
+        let told = u64::from(Arm::consumed(word.to_ne_bytes()));
+        let ahead = told.wrapping_sub(self.consumed) & 0xff_ffff;
+        if ahead <= self.produced - self.consumed {
+            self.consumed += ahead;
+        }
+        self.overrun || self.produced - self.consumed >= entries
+    }
+
+    /// Wakes who waits, if the queue is armed for such a completion.
+    fn wake(&mut self, signal: &Signal, solicited: bool) {
+        // The completion must be seen by whoever arms after this looks, or its arming by this.
+        fence(Ordering::SeqCst);
+        let word = self.spec.memory.bytes().load_u32(self.spec.record + 4).unwrap_or(0);
+        let arm = Arm::parse(word.to_ne_bytes());
+        if word != self.fired && (solicited || !arm.solicited_only) {
+            self.fired = word;
+            signal.raise();
+        }
+    }
+}

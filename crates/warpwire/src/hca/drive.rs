@@ -1,0 +1,172 @@
+//! Who drives the engine: the threads that poll, a thread that steps in when they do not, or a thread of its own.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use super::Shared;
+use super::event::{Signal, wait_any};
+use crate::error::{Error, Result};
+
+/// Who drives an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Drive {
+    /// Whoever polls; and when nobody does, a thread that otherwise sleeps. No thread stands between a program that
+    /// polls and the wire, and peers are answered all the same.
+    #[default]
+    Guarded,
+    /// Whoever polls, and nobody else: a program that does not poll answers nobody. For tests that want to decide
+    /// each step.
+    Inline,
+    /// A thread of its own that spins for so long after the last work before it sleeps. Needed where a stream or a
+    /// kernel rings the doorbell, which wakes nobody.
+    Thread {
+        /// How long it spins.
+        spin: Duration,
+        /// The processor that it keeps to.
+        core: Option<usize>,
+    },
+}
+
+/// How long doorbells that nobody announces may stay unseen while the engine sleeps.
+const WATCH_INTERVAL: Duration = Duration::from_micros(50);
+/// The longest sleep.
+const LONGEST_SLEEP: Duration = Duration::from_secs(1);
+/// How long a guard stays away after it has seen somebody poll.
+const NAP: Duration = Duration::from_millis(1);
+
+/// What a sleeping thread is woken by.
+#[derive(Debug)]
+pub(super) struct Sleeper {
+    signal: Signal,
+    asleep: AtomicBool,
+    stop: AtomicBool,
+    /// Steps that were driven by pollers.
+    pub(super) inline_steps: AtomicU64,
+}
+
+impl Sleeper {
+    pub(super) fn new() -> Result<Self> {
+        Ok(Self {
+            signal: Signal::new()?,
+            asleep: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            inline_steps: AtomicU64::new(0),
+        })
+    }
+
+    /// Work came: wakes the thread if it sleeps.
+    #[inline]
+    pub(super) fn wake(&self) {
+        // The work must be seen by a thread that falls asleep after this looks, or its sleep by this.
+        std::sync::atomic::fence(Ordering::SeqCst);
+        if self.asleep.load(Ordering::Relaxed) {
+            self.signal.raise();
+        }
+    }
+
+    pub(super) fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.signal.raise();
+    }
+}
+
+/// Starts the thread that the drive asks for.
+pub(super) fn start(shared: &Arc<Shared>, drive: Drive) -> Result<()> {
+    let (guards, spin, core) = match drive {
+        Drive::Inline => return Ok(()),
+        Drive::Guarded => (true, Duration::ZERO, None),
+        Drive::Thread { spin, core } => (false, spin, core),
+    };
+    let link_fd = shared.engine.lock().link().wait_fd().map(|fd| fd.try_clone_to_owned());
+    let link_fd = link_fd.transpose().map_err(|why| Error::os("copy a file descriptor", &why))?;
+    let thread = Thread {
+        shared: Arc::downgrade(shared),
+        sleeper: shared.sleeper.clone(),
+        link_fd,
+        guards,
+        spin,
+        seen: 0,
+        idle_since: None,
+    };
+    let run = move || {
+        if let Some(core) = core {
+            pin(core);
+        }
+        thread.run();
+    };
+    let started = std::thread::Builder::new().name("warpwire-hca".to_owned()).spawn(run);
+    started.map(drop).map_err(|why| Error::os("start the engine's thread", &why))
+}
+
+/// Keeps the thread to a processor; one that does not exist is left alone, as the drive still works.
+fn pin(core: usize) {
+    let mut set = rustix::thread::CpuSet::new();
+    if core < rustix::thread::CpuSet::MAX_CPU {
+        set.set(core);
+        if let Err(why) = rustix::thread::sched_setaffinity(None, &set) {
+            tracing::warn!(core, %why, "the engine's thread is not pinned");
+        }
+    }
+}
+
+struct Thread {
+    shared: Weak<Shared>,
+    sleeper: Arc<Sleeper>,
+    link_fd: Option<OwnedFd>,
+    guards: bool,
+    spin: Duration,
+    /// The pollers' steps when we last looked.
+    seen: u64,
+    idle_since: Option<Instant>,
+}
+
+impl Thread {
+    fn run(mut self) {
+        while !self.sleeper.stop.load(Ordering::Acquire) {
+            let Some(shared) = self.shared.upgrade() else { return };
+            let steps = self.sleeper.inline_steps.load(Ordering::Relaxed);
+            if self.guards && std::mem::replace(&mut self.seen, steps) != steps {
+                drop(shared);
+                std::thread::sleep(NAP);
+                continue;
+            }
+            match shared.step() {
+                Ok(progress) if !progress.is_idle() => self.idle_since = None,
+                Ok(_) if self.still_spins() => std::hint::spin_loop(),
+                Ok(_) => self.sleep(shared),
+                Err(why) => {
+                    tracing::error!(%why, "the engine stops");
+                    return;
+                }
+            }
+        }
+    }
+
+    fn still_spins(&mut self) -> bool {
+        self.spin > Duration::ZERO
+            && self.idle_since.get_or_insert_with(Instant::now).elapsed() < self.spin
+    }
+
+    /// Sleeps until a packet comes, somebody rings, or a timer is due.
+    fn sleep(&mut self, shared: Arc<Shared>) {
+        self.sleeper.asleep.store(true, Ordering::SeqCst);
+        // Once more, now that everybody knows: what came in between is seen here, or wakes us.
+        let wait = match shared.step() {
+            Ok(progress) if progress.is_idle() => {
+                shared.time_to_sleep(WATCH_INTERVAL, LONGEST_SLEEP)
+            }
+            _ => Duration::ZERO,
+        };
+        drop(shared);
+        if wait > Duration::ZERO {
+            let mut fds = vec![self.sleeper.signal.as_fd()];
+            fds.extend(self.link_fd.as_ref().map(AsFd::as_fd));
+            let _ = wait_any(&fds, wait);
+        }
+        self.sleeper.asleep.store(false, Ordering::SeqCst);
+        self.sleeper.signal.take();
+        self.idle_since = None;
+    }
+}

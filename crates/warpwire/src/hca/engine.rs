@@ -1,0 +1,638 @@
+//! The engine: one step takes what came in, looks at doorbells and timers, and sends what is due.
+//!
+//! Nothing is allocated, locked or formatted for a packet. The engine's own lock is taken for a whole step, by
+//! whoever drives it; control calls take it too.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use warpwire_proto::Instant;
+use warpwire_proto::qp::{Arrived, Change, Event, Notice, Payload, Source, State};
+use warpwire_proto::wire::{Transport, UDP_PORT};
+
+use super::complete;
+use super::cq::CompletionRing;
+use super::event::{AsyncEvent, News};
+use super::host::View;
+use super::pair::{Pair, Receives};
+use super::ring::SharedRing;
+use super::rung::Rung;
+use super::stats::{Lost, Totals};
+use crate::error::{Error, Kind, Result};
+use crate::link::{Frame, Link};
+use crate::mr::{Access, Registry};
+
+/// How many packets a queue pair may send before another has its turn.
+const BUDGET: u32 = 32;
+/// How soon to come back to memory that was not there.
+const COME_BACK: Duration = Duration::from_micros(20);
+
+/// Everything that a step needs.
+pub(super) struct Engine {
+    link: Box<dyn Link>,
+    pub(super) core: Core,
+}
+
+/// All but the link, which lends its buffers while the rest works on them.
+pub(super) struct Core {
+    pub registry: Registry,
+    pairs: Vec<Option<Box<Pair>>>,
+    /// How often each place has been used: part of the number, so that late packets find nobody.
+    generations: Vec<u8>,
+    pub cqs: Vec<Option<CompletionRing>>,
+    pub srqs: Vec<Option<SharedRing>>,
+    srq_limits: Vec<Option<u32>>,
+    /// Queue pairs that may have something to send, in turn.
+    active: VecDeque<u32>,
+    timers: BinaryHeap<Reverse<(Instant, u32)>>,
+    /// Those whose doorbells are rung by others than our CPU.
+    watched: Vec<u32>,
+    pub news: Arc<News>,
+    pub rung: Arc<Rung>,
+    pub totals: Totals,
+}
+
+/// Queue pair numbers begin here: the first few mean something in InfiniBand.
+const FIRST_NUMBER: u32 = 0x10;
+/// How many queue pairs an engine may have.
+pub(super) const MOST_PAIRS: u32 = 1 << 16;
+
+/// What a step did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Packets that came in.
+    pub received: usize,
+    /// Packets that went out.
+    pub sent: usize,
+    /// Something is left to do at once.
+    pub more: bool,
+}
+
+impl Progress {
+    /// Whether it did nothing, and nothing is left.
+    pub fn is_idle(&self) -> bool {
+        self.received == 0 && self.sent == 0 && !self.more
+    }
+}
+
+impl Engine {
+    pub(super) fn new(
+        link: Box<dyn Link>,
+        registry: Registry,
+        news: Arc<News>,
+        rung: Arc<Rung>,
+    ) -> Self {
+        let core = Core {
+            registry,
+            pairs: Vec::new(),
+            generations: Vec::new(),
+            cqs: Vec::new(),
+            srqs: Vec::new(),
+            srq_limits: Vec::new(),
+            active: VecDeque::new(),
+            timers: BinaryHeap::new(),
+            watched: Vec::new(),
+            news,
+            rung,
+            totals: Totals::default(),
+        };
+        Self { link, core }
+    }
+
+    pub(super) fn link(&self) -> &dyn Link {
+        &*self.link
+    }
+
+    /// One step: in, doorbells, timers, out.
+    pub(super) fn step(&mut self, now: Instant) -> Result<Progress> {
+        let core = &mut self.core;
+        let received = self.link.receive(&mut |frame| core.arrive(now, &frame))?;
+        core.look_at_doorbells(now);
+        core.run_timers(now);
+        let sent = self.transmit(now)?;
+        let more = !self.core.active.is_empty();
+        Ok(Progress { received, sent, more })
+    }
+
+    /// When the next step is due if nothing happens.
+    pub(super) fn next_deadline(&self, now: Instant) -> Instant {
+        let timer = self.core.timers.peek().map_or(Instant::NEVER, |Reverse((when, _))| *when);
+        let link = self.link.wakes_in().map_or(Instant::NEVER, |wait| now + wait);
+        timer.min(link)
+    }
+
+    fn transmit(&mut self, now: Instant) -> Result<usize> {
+        let mut sent = 0;
+        // Each that is in the list now has one turn.
+        for _ in 0..self.core.active.len() {
+            let Some(index) = self.core.active.pop_front() else { break };
+            let (count, outcome) = self.transmit_one(now, index);
+            sent += count;
+            match outcome {
+                Turn::Done => {}
+                Turn::More => self.core.requeue(index),
+                Turn::LinkFull => {
+                    self.core.active.push_front(index);
+                    let left = self.link.flush()?;
+                    if left.waiting > 0 {
+                        return Ok(sent);
+                    }
+                }
+            }
+        }
+        self.link.flush()?;
+        Ok(sent)
+    }
+
+    fn transmit_one(&mut self, now: Instant, index: u32) -> (usize, Turn) {
+        let Core { pairs, registry, srqs, totals, .. } = &mut self.core;
+        let Some(Some(pair)) = pairs.get_mut(index as usize) else { return (0, Turn::Done) };
+        let Pair { qp, side, flow, active, .. } = &mut **pair;
+        let Some(flow) = *flow else {
+            *active = false;
+            return (0, Turn::Done);
+        };
+        let room = qp.mtu().bytes() as usize + LONGEST_AROUND;
+        let mut count = 0;
+        let turn = loop {
+            if count == BUDGET as usize {
+                break Turn::More;
+            }
+            match self.link.reserve(flow, room.min(self.link.largest())) {
+                Ok(_) => {}
+                Err(crate::link::Refused::Full) => break Turn::LinkFull,
+                Err(_) => {
+                    totals.lose(Lost::NoFlow);
+                    break Turn::Done;
+                }
+            }
+            let mut view = View { side, registry, srqs, payload: &[] };
+            let Some(packet) = qp.poll_transmit(now, &mut view) else { break Turn::Done };
+            let len = packet.payload.map_or(0, |payload| payload.len as usize);
+            let wire_len = packet.headers.wire_len(len);
+            let Ok(slot) = self.link.reserve(flow, wire_len) else {
+                totals.lose(Lost::TooLong);
+                continue;
+            };
+            let Some(at) = packet.headers.emit(slot, len) else { continue };
+            // Memory that went away since it was looked at: the packet is lost, and its repetition is refused.
+            let part = &mut slot[at..at + len];
+            if let Some(payload) = packet.payload
+                && gather(side, registry, payload, part).is_err()
+            {
+                totals.lose(Lost::MemoryGone);
+                continue;
+            }
+            self.link.commit();
+            count += 1;
+        };
+        if matches!(turn, Turn::Done) {
+            *active = false;
+        }
+        self.core.after(now, index);
+        (count, turn)
+    }
+}
+
+/// How a queue pair's turn to send ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    Done,
+    More,
+    LinkFull,
+}
+
+/// The most that stands around a payload: headers, pad and ICRC.
+const LONGEST_AROUND: usize =
+    warpwire_proto::wire::packet::LONGEST_HEADERS + warpwire_proto::wire::packet::ICRC_LEN + 3;
+
+fn gather(
+    side: &super::pair::Side,
+    registry: &Registry,
+    payload: Payload,
+    into: &mut [u8],
+) -> std::result::Result<(), crate::mr::Denied> {
+    match payload.from {
+        Source::Work { id, offset } => side.gather(registry, id, offset, into),
+        Source::Remote(at) => {
+            let len = into.len() as u64;
+            let span = registry.resolve(at.key, side.pd, Access::REMOTE_READ, at.address, len)?;
+            span.gather(0, into)
+        }
+    }
+}
+
+impl Core {
+    fn arrive(&mut self, now: Instant, frame: &Frame<'_>) {
+        let transport = match Transport::new_checked(frame.bytes) {
+            Ok(transport) => transport,
+            Err(_) => return self.totals.lose(Lost::Malformed),
+        };
+        let number = transport.destination_qp();
+        let Some(index) = self.index_of(number) else {
+            return self.totals.lose(Lost::NoQueuePair);
+        };
+        let Core { pairs, registry, srqs, totals, .. } = self;
+        let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
+        if !pair.qp.path().is_some_and(|path| is_from(path.peer, frame.from)) {
+            return totals.lose(Lost::Stranger);
+        }
+        totals.packets_received += 1;
+        let headers = transport.headers();
+        let payload = transport.payload();
+        let arrived = Arrived { headers, payload_len: payload.len() as u32, marked: frame.marked };
+        let mut view = View { side: &mut pair.side, registry, srqs, payload };
+        // Counted by the queue pair itself.
+        let _ = pair.qp.handle_packet(now, &arrived, &mut view);
+        self.activate(index);
+        self.after(now, index);
+    }
+
+    /// What follows every call of a queue pair: completions, a place in the heap of timers.
+    fn after(&mut self, now: Instant, index: u32) {
+        let has_events =
+            |pair: &Option<Box<Pair>>| pair.as_ref().is_some_and(|p| p.qp.has_events());
+        if self.pairs.get(index as usize).is_some_and(has_events) {
+            self.report(now, index);
+        }
+        let Core { pairs, timers, .. } = self;
+        if let Some(Some(pair)) = pairs.get_mut(index as usize) {
+            set_timer(pair, timers, now, index);
+        }
+    }
+
+    /// Tells the completion queues and the news what happened.
+    #[inline(never)]
+    fn report(&mut self, now: Instant, index: u32) {
+        let mut freed = false;
+        loop {
+            let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
+            let Some(event) = pair.qp.poll_event() else { break };
+            match event {
+                Event::Sent(completion) => {
+                    freed = true;
+                    let cqe = complete::sent(pair, &completion);
+                    let cqn = pair.send_cq;
+                    if let Some(cqe) = cqe {
+                        self.push(cqn, &cqe);
+                    }
+                }
+                Event::Received(receipt) => {
+                    pair.side.end_receive(receipt.id);
+                    // Data before the completion that tells of it, also where stores are combined.
+                    self.registry.publish_all();
+                    let cqe = complete::received(pair, &receipt);
+                    let cqn = pair.receive_cq;
+                    self.push(cqn, &cqe);
+                    self.check_limit(index);
+                }
+                Event::Notice(notice) => self.tell(index, notice),
+            }
+        }
+        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
+        if pair.qp.state() == State::Err {
+            self.flush_receives(index);
+        }
+        // Room in the state machine: more of the send queue fits.
+        if freed {
+            self.take_work(now, index);
+        }
+    }
+
+    fn tell(&self, index: u32, notice: Notice) {
+        let qpn = self.number_of(index);
+        self.news.tell(match notice {
+            Notice::Established => AsyncEvent::Established { qpn },
+            Notice::Drained => AsyncEvent::Drained { qpn },
+            Notice::RequestError => AsyncEvent::RequestError { qpn },
+            Notice::AccessError => AsyncEvent::AccessError { qpn },
+            Notice::Fatal => AsyncEvent::Fatal { qpn },
+        });
+    }
+
+    fn push(&mut self, cqn: u32, cqe: &crate::mlx5::Cqe) {
+        let Some(Some(cq)) = self.cqs.get_mut(cqn as usize) else { return };
+        self.totals.completions += 1;
+        if cq.push(cqe).is_err() {
+            self.news.tell(AsyncEvent::CqOverrun { cqn });
+            self.fail_users_of(cqn);
+        }
+    }
+
+    /// A completion queue is lost: so are the queue pairs that use it.
+    #[cold]
+    fn fail_users_of(&mut self, cqn: u32) {
+        for (index, pair) in self.pairs.iter_mut().enumerate() {
+            let Some(pair) = pair else { continue };
+            if pair.send_cq == cqn || pair.receive_cq == cqn {
+                let _ = pair.qp.modify(&Change::to(State::Err));
+                // What it has to say is said when it is looked at next.
+                self.rung.ring(index as u32);
+            }
+        }
+    }
+
+    /// All receives of a queue pair that failed come back, in order.
+    #[cold]
+    fn flush_receives(&mut self, index: u32) {
+        loop {
+            let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
+            let first = !std::mem::replace(&mut pair.failed, true);
+            match &mut pair.side.receives {
+                Receives::Own(ring) => {
+                    let Some(taken) = ring.take() else { return };
+                    let cqe = complete::flushed(pair, taken.counter);
+                    let cqn = pair.receive_cq;
+                    self.push(cqn, &cqe);
+                }
+                Receives::Shared(_) => {
+                    if first {
+                        let qpn = self.number_of(index);
+                        self.news.tell(AsyncEvent::LastReceiveReached { qpn });
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    fn check_limit(&mut self, index: u32) {
+        let Some(Some(pair)) = self.pairs.get(index as usize) else { return };
+        let Receives::Shared(srqn) = pair.side.receives else { return };
+        let Some(Some(srq)) = self.srqs.get(srqn as usize) else { return };
+        let Some(place) = self.srq_limits.get_mut(srqn as usize) else { return };
+        if place.is_some_and(|limit| srq.waiting() < limit) {
+            *place = None; // once, then it must be set again
+            self.news.tell(AsyncEvent::LimitReached { srqn });
+        }
+    }
+
+    fn look_at_doorbells(&mut self, now: Instant) {
+        let rung = self.rung.clone();
+        rung.take(|index| self.look_at(now, index));
+        for at in 0..self.watched.len() {
+            let index = self.watched[at];
+            self.look_at(now, index);
+        }
+    }
+
+    fn look_at(&mut self, now: Instant, index: u32) {
+        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
+        let waits = pair.wait.is_some() || pair.side.ring.is_waiting();
+        if pair.side.ring.look() || waits {
+            self.take_work(now, index);
+        }
+        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
+        if pair.qp.state() == State::Err {
+            // Whatever is posted now comes back at once.
+            self.report(now, index);
+        }
+    }
+
+    /// Posts what lies in the send queue.
+    fn take_work(&mut self, now: Instant, index: u32) {
+        let Core { pairs, cqs, .. } = self;
+        let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
+        if !matches!(pair.qp.state(), State::Rts | State::Sqd | State::Err) {
+            return;
+        }
+        pair.take_work(now, |cqn| cqs.get(cqn as usize)?.as_ref().map(CompletionRing::produced));
+        let holds_up = pair.wait.is_some() || pair.side.ring.is_waiting();
+        if holds_up {
+            // Nobody rings for that: look again at the next step.
+            self.rung.ring(index);
+        }
+        self.activate(index);
+    }
+
+    fn run_timers(&mut self, now: Instant) {
+        while let Some(Reverse((when, index))) = self.timers.peek().copied() {
+            if when > now {
+                return;
+            }
+            self.timers.pop();
+            let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { continue };
+            if pair.timer > when {
+                continue; // it was set anew since
+            }
+            pair.timer = Instant::NEVER;
+            pair.qp.handle_timeout(now);
+            self.activate(index);
+            self.after(now, index);
+        }
+    }
+
+    pub(super) fn activate(&mut self, index: u32) {
+        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
+        if !std::mem::replace(&mut pair.active, true) {
+            self.active.push_back(index);
+        }
+    }
+
+    /// Puts one that had its turn and is not done at the end of the list.
+    fn requeue(&mut self, index: u32) {
+        if self.pairs.get(index as usize).is_some_and(Option::is_some) {
+            self.active.push_back(index);
+        }
+    }
+
+    fn index_of(&self, number: u32) -> Option<u32> {
+        let index = (number & (MOST_PAIRS - 1)).checked_sub(FIRST_NUMBER)?;
+        let generation = *self.generations.get(index as usize)?;
+        (u32::from(generation) == number >> 16).then_some(index)
+    }
+
+    pub(super) fn number_of(&self, index: u32) -> u32 {
+        let generation = self.generations.get(index as usize).copied().unwrap_or(0);
+        u32::from(generation) << 16 | (index + FIRST_NUMBER)
+    }
+}
+
+/// The place of the queue pair with that number; any number gives one.
+#[inline]
+pub(super) fn place_of(number: u32) -> u32 {
+    (number & (MOST_PAIRS - 1)).wrapping_sub(FIRST_NUMBER)
+}
+
+/// Whether a packet from `from` is the peer's. Port 4791 is everybody's: those who listen there send from any port.
+fn is_from(peer: SocketAddr, from: SocketAddr) -> bool {
+    peer.ip() == from.ip() && (peer.port() == UDP_PORT || peer.port() == from.port())
+}
+
+/// Puts a queue pair into the heap if it wants to be woken earlier than it would be.
+fn set_timer(
+    pair: &mut Pair,
+    timers: &mut BinaryHeap<Reverse<(Instant, u32)>>,
+    now: Instant,
+    index: u32,
+) {
+    let mut deadline = pair.qp.poll_timeout(now);
+    if std::mem::take(&mut pair.side.later) {
+        deadline = deadline.min(now + COME_BACK);
+    }
+    if deadline < pair.timer {
+        pair.timer = deadline;
+        timers.push(Reverse((deadline, index)));
+    }
+}
+
+/// Control: slow calls, under the engine's lock.
+impl Engine {
+    pub(super) fn add_pair(&mut self, spec: super::QpSpec) -> Result<u32> {
+        let core = &mut self.core;
+        let index = free_place(&mut core.pairs, (MOST_PAIRS - FIRST_NUMBER) as usize);
+        let full = || {
+            Error::new(Kind::OutOfMemory, "make a queue pair")
+                .why("65 520 of them exist")
+                .fix("destroy those that are no longer needed, or open another context")
+        };
+        let index = index.ok_or_else(full)?;
+        core.generations.resize(core.pairs.len(), 0);
+        core.generations[index] = core.generations[index].wrapping_add(1);
+        let index = index as u32;
+        let number = core.number_of(index);
+        let watched = spec.watched;
+        core.pairs[index as usize] = Some(Box::new(Pair::new(number, spec)));
+        core.active.reserve(core.pairs.len());
+        core.timers.reserve(2 * core.pairs.len());
+        core.rung.grow_to(core.pairs.len());
+        if watched {
+            core.watched.push(index);
+        }
+        Ok(number)
+    }
+
+    pub(super) fn remove_pair(&mut self, number: u32) {
+        let Some(index) = self.core.index_of(number) else { return };
+        let core = &mut self.core;
+        if let Some(Some(pair)) = core.pairs.get(index as usize) {
+            core.totals.absorb(pair.qp.stats());
+            if let Some(flow) = pair.flow {
+                self.link.close(flow);
+            }
+        }
+        core.pairs[index as usize] = None;
+        core.watched.retain(|watched| *watched != index);
+        core.active.retain(|active| *active != index);
+    }
+
+    pub(super) fn modify(&mut self, number: u32, change: &Change, now: Instant) -> Result<()> {
+        let index = self.pair_index(number)?;
+        let core = &mut self.core;
+        let Some(Some(pair)) = core.pairs.get_mut(index as usize) else { return Err(gone(number)) };
+        let refused = |why: String| {
+            Error::new(Kind::InvalidArgument, format!("change queue pair {number:#x}")).why(why)
+        };
+        // Before the step is taken: a step that cannot be taken whole is not taken.
+        let mut flow = None;
+        if let (Some(path), State::Rtr) = (change.path, change.to) {
+            change
+                .check(warpwire_proto::qp::Service::Rc, pair.qp.state())
+                .map_err(|why| refused(why.to_string()))?;
+            let label = path.flow_label ^ number;
+            let opened = self.link.open(path.peer, label)?;
+            let carried = self.link.largest().saturating_sub(LONGEST_AROUND);
+            if change.mtu.is_some_and(|mtu| mtu.bytes() as usize > carried) {
+                self.link.close(opened);
+                let why = format!("the link carries packets with at most {carried} bytes in them");
+                return Err(refused(why).fix("choose a smaller path MTU"));
+            }
+            flow = Some(opened);
+        }
+        if let Err(why) = pair.qp.modify(change) {
+            if let Some(flow) = flow {
+                self.link.close(flow);
+            }
+            return Err(refused(why.to_string()));
+        }
+        if change.to == State::Reset {
+            pair.reset();
+        }
+        let leaves = change.to == State::Reset;
+        if let Some(old) = pair.flow.take_if(|_| flow.is_some() || leaves) {
+            self.link.close(old);
+        }
+        pair.flow = flow.or(pair.flow);
+        // What was posted before may be begun now, or must come back.
+        core.rung.ring(index);
+        core.look_at(now, index);
+        core.activate(index);
+        core.after(now, index);
+        Ok(())
+    }
+
+    fn pair_index(&self, number: u32) -> Result<u32> {
+        self.core.index_of(number).ok_or_else(|| gone(number))
+    }
+
+    /// The queue pair's own state, for questions.
+    pub(super) fn pair(&self, number: u32) -> Result<&Pair> {
+        let index = self.pair_index(number)?;
+        match self.core.pairs.get(index as usize) {
+            Some(Some(pair)) => Ok(pair),
+            _ => Err(gone(number)),
+        }
+    }
+
+    pub(super) fn pairs(&self) -> impl Iterator<Item = &Pair> {
+        self.core.pairs.iter().flatten().map(|pair| &**pair)
+    }
+
+    pub(super) fn add_cq(&mut self, spec: super::CqSpec) -> Result<u32> {
+        let ring = CompletionRing::new(spec);
+        add(&mut self.core.cqs, ring, "make a completion queue")
+    }
+
+    pub(super) fn add_srq(&mut self, ring: SharedRing) -> Result<u32> {
+        let number = add(&mut self.core.srqs, ring, "make a shared receive queue")?;
+        self.core.srq_limits.resize(self.core.srqs.len(), None);
+        self.core.srq_limits[number as usize] = None;
+        Ok(number)
+    }
+
+    pub(super) fn set_limit(&mut self, srqn: u32, limit: u32) {
+        if let Some(place) = self.core.srq_limits.get_mut(srqn as usize) {
+            *place = (limit > 0).then_some(limit);
+        }
+    }
+}
+
+fn gone(number: u32) -> Error {
+    Error::new(Kind::Freed, format!("use queue pair {number:#x}")).why("it does not exist any more")
+}
+
+/// A place that is free, made if there is none.
+fn free_place<T>(places: &mut Vec<Option<T>>, most: usize) -> Option<usize> {
+    match places.iter().position(Option::is_none) {
+        Some(free) => Some(free),
+        None if places.len() < most => {
+            places.push(None);
+            Some(places.len() - 1)
+        }
+        None => None,
+    }
+}
+
+/// Numbers of queues have 24 bits; number 0 is never given: zeroed memory must not name a queue.
+fn add<T>(places: &mut Vec<Option<T>>, value: T, what: &'static str) -> Result<u32> {
+    if places.is_empty() {
+        places.push(None);
+    }
+    let free = places.iter().skip(1).position(Option::is_none).map(|at| at + 1);
+    let index = match free {
+        Some(free) => free,
+        None if places.len() < 1 << 20 => {
+            places.push(None);
+            places.len() - 1
+        }
+        None => {
+            let error = Error::new(Kind::OutOfMemory, what).why("there are 2^20 of them");
+            return Err(error.fix("destroy those that are no longer needed"));
+        }
+    };
+    places[index] = Some(value);
+    Ok(index as u32)
+}

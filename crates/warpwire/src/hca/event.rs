@@ -1,0 +1,163 @@
+//! Waking: who waits for completions or for news of queue pairs sleeps on a file descriptor.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+
+use crate::error::{Error, Result};
+
+/// A file descriptor that becomes readable when it is raised, until it is taken back.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpwire::hca::Signal;
+/// let signal = Signal::new()?;
+/// assert!(!signal.wait(Duration::ZERO)?);
+/// signal.raise();
+/// assert!(signal.wait(Duration::ZERO)? && signal.take() && !signal.take());
+/// # Ok::<(), warpwire::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Signal {
+    fd: OwnedFd,
+    /// Raised already: another system call would say nothing new.
+    raised: AtomicBool,
+}
+
+impl Signal {
+    /// One that is not raised.
+    pub fn new() -> Result<Self> {
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|why| Error::os("make an event descriptor", &why.into()))?;
+        Ok(Self { fd, raised: AtomicBool::new(false) })
+    }
+
+    /// Raises it.
+    pub fn raise(&self) {
+        if !self.raised.swap(true, Ordering::AcqRel) {
+            // It fails only when the counter is full, and then it is raised.
+            let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Takes it back; tells whether it was raised.
+    pub fn take(&self) -> bool {
+        let mut count = [0; 8];
+        // Before the flag, so that a raise in between is not lost: it writes again.
+        let was = rustix::io::read(&self.fd, &mut count).is_ok();
+        self.raised.store(false, Ordering::Release);
+        was
+    }
+
+    /// Waits until it is raised, without taking it back; tells whether it was, in that time.
+    pub fn wait(&self, timeout: Duration) -> Result<bool> {
+        wait_any(&[self.fd.as_fd()], timeout)
+    }
+}
+
+impl AsFd for Signal {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// Waits until one of them is readable.
+pub(super) fn wait_any(fds: &[BorrowedFd<'_>], timeout: Duration) -> Result<bool> {
+    let mut entries = [const { None }; 4];
+    for (entry, fd) in entries.iter_mut().zip(fds) {
+        *entry = Some(PollFd::new(fd, PollFlags::IN));
+    }
+    let mut entries: Vec<_> = entries.into_iter().flatten().collect();
+    let timeout = rustix::event::Timespec {
+        tv_sec: timeout.as_secs().min(1 << 30) as i64,
+        tv_nsec: timeout.subsec_nanos().into(),
+    };
+    match poll(&mut entries, Some(&timeout)) {
+        Ok(count) => Ok(count > 0),
+        Err(rustix::io::Errno::INTR) => Ok(false),
+        Err(why) => Err(Error::os("wait for an event", &why.into())),
+    }
+}
+
+/// Something that befell a queue pair or a queue, beside its completions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AsyncEvent {
+    /// The peer spoke before the queue pair was told to send.
+    Established {
+        /// Which.
+        qpn: u32,
+    },
+    /// The send queue is drained.
+    Drained {
+        /// Which.
+        qpn: u32,
+    },
+    /// The peer's request was senseless or not allowed; the queue pair failed.
+    RequestError {
+        /// Which.
+        qpn: u32,
+    },
+    /// The peer reached for memory that it may not access; the queue pair failed.
+    AccessError {
+        /// Which.
+        qpn: u32,
+    },
+    /// The queue pair failed for a reason of its own.
+    Fatal {
+        /// Which.
+        qpn: u32,
+    },
+    /// A queue pair that failed takes no more from its shared receive queue.
+    LastReceiveReached {
+        /// Which.
+        qpn: u32,
+    },
+    /// A shared receive queue holds fewer than its limit.
+    LimitReached {
+        /// Which.
+        srqn: u32,
+    },
+    /// A completion queue was full: a completion is lost.
+    CqOverrun {
+        /// Which.
+        cqn: u32,
+    },
+}
+
+/// News that wait to be taken. The oldest give way when nobody takes them.
+#[derive(Debug)]
+pub(super) struct News {
+    waiting: Mutex<VecDeque<AsyncEvent>>,
+    pub(super) signal: Signal,
+}
+
+impl News {
+    const MOST: usize = 4096;
+
+    pub(super) fn new() -> Result<Self> {
+        Ok(Self { waiting: Mutex::new(VecDeque::with_capacity(64)), signal: Signal::new()? })
+    }
+
+    #[cold]
+    pub(super) fn tell(&self, event: AsyncEvent) {
+        let mut waiting = self.waiting.lock();
+        if waiting.len() == Self::MOST {
+            waiting.pop_front();
+        }
+        waiting.push_back(event);
+        self.signal.raise();
+    }
+
+    pub(super) fn take(&self) -> Option<AsyncEvent> {
+        let mut waiting = self.waiting.lock();
+        let event = waiting.pop_front();
+        if waiting.is_empty() {
+            self.signal.take();
+        }
+        event
+    }
+}

@@ -1,0 +1,347 @@
+//! The software HCA: ConnectX's queues in memory, RoCEv2 on a link.
+//!
+//! Whoever fills mlx5 queues and rings a doorbell drives it: a CPU thread, a CUDA stream, a kernel. It takes entries
+//! from send queues, runs the protocol over a [`Link`], moves bytes between packets and registered memory, and
+//! writes completions. What it finds in queues and packets is never trusted: it gives an error completion or is
+//! counted and dropped.
+//!
+//! | type | what it is |
+//! |---|---|
+//! | [`Hca`] | the device: engine, registry, queues by number |
+//! | [`QpSpec`], [`CqSpec`], [`SrqSpec`] | what queues are made of: memory and where things lie in it |
+//! | [`QueueMemory`] | host, pinned or device memory for them |
+//! | [`Drive`] | who runs the engine |
+//! | [`Signal`], [`AsyncEvent`] | how sleepers are woken, and what befalls queues beside completions |
+//! | [`Stats`] | what it has counted |
+//!
+//! This is the level of registers and bytes; [`verbs`](crate::verbs) is the one for programs.
+//!
+//! # A step
+//! 1. packets that came in: sorted by queue pair, handed to its state machine, payload placed, completions written;
+//! 2. doorbells: entries are copied out of send queues and posted;
+//! 3. timers;
+//! 4. packets that are due, each queue pair a few in its turn, in one batch.
+//!
+//! Who polls a completion queue makes steps himself ([`Hca::poll`]), so that no thread stands in between; a guard
+//! steps in when nobody polls.
+
+mod complete;
+mod cq;
+mod drive;
+mod engine;
+mod event;
+mod host;
+mod memory;
+mod pair;
+mod ring;
+mod rung;
+mod stats;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant as Clock};
+
+use parking_lot::Mutex;
+use warpwire_proto::Instant;
+use warpwire_proto::qp::{self, Change, State};
+
+pub use cq::{CQE_LEN, CqSpec};
+pub use drive::Drive;
+pub use engine::Progress;
+pub use event::{AsyncEvent, Signal};
+pub use memory::QueueMemory;
+pub use pair::QpSpec;
+pub use ring::Layout;
+pub use stats::{Lost, Stats, Sum};
+
+use crate::error::{Error, Kind, Result};
+use crate::link::{self, Link};
+use crate::mr::Registry;
+use drive::Sleeper;
+use engine::Engine;
+use event::News;
+use ring::{LONGEST_RECEIVE, SharedRing};
+use rung::Rung;
+
+/// How a software HCA is opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HcaOptions {
+    /// Who drives it.
+    pub drive: Drive,
+}
+
+/// What a shared receive queue is made of.
+#[derive(Clone, Debug)]
+pub struct SrqSpec {
+    /// Its memory: entries from the beginning on, each linked to the next.
+    pub memory: QueueMemory,
+    /// How many: a power of two.
+    pub entries: u32,
+    /// How long each is: a power of two.
+    pub stride: u32,
+    /// Where the word lies that counts what was posted.
+    pub record: u64,
+}
+
+/// A software HCA. Clones are the same one; it ends with the last.
+#[derive(Clone)]
+pub struct Hca(Arc<Shared>);
+
+struct Shared {
+    engine: Mutex<Engine>,
+    registry: Registry,
+    news: Arc<News>,
+    rung: Arc<Rung>,
+    sleeper: Arc<Sleeper>,
+    start: Clock,
+    path: link::Path,
+    largest: usize,
+    watches: std::sync::atomic::AtomicU32,
+    has_thread: bool,
+}
+
+impl fmt::Debug for Hca {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Hca({})", self.0.path)
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.sleeper.stop();
+    }
+}
+
+impl Shared {
+    fn now(&self) -> Instant {
+        Instant::from_nanos(self.start.elapsed().as_nanos() as u64)
+    }
+
+    fn step(&self) -> Result<Progress> {
+        let mut engine = self.engine.lock();
+        engine.core.totals.steps += 1;
+        engine.step(self.now())
+    }
+
+    /// How long the engine may sleep.
+    fn time_to_sleep(&self, watching: Duration, longest: Duration) -> Duration {
+        let engine = self.engine.lock();
+        // Asking arms links that signal only on request.
+        let _ = engine.link().wait_fd();
+        let now = self.now();
+        let longest = match self.watches.load(Ordering::Relaxed) {
+            0 => longest,
+            _ => watching,
+        };
+        (engine.next_deadline(now) - now).min(longest)
+    }
+}
+
+impl Hca {
+    /// Opens a device on a link.
+    pub fn open(link: impl Link + 'static, options: HcaOptions) -> Result<Self> {
+        let (path, largest) = (link.path(), link.largest());
+        let registry = Registry::new();
+        let news = Arc::new(News::new()?);
+        let rung = Arc::new(Rung::new());
+        let engine = Engine::new(Box::new(link), registry.clone(), news.clone(), rung.clone());
+        let shared = Arc::new(Shared {
+            engine: Mutex::new(engine),
+            registry,
+            news,
+            rung,
+            sleeper: Arc::new(Sleeper::new()?),
+            start: Clock::now(),
+            path,
+            largest,
+            watches: 0.into(),
+            has_thread: options.drive != Drive::Inline,
+        });
+        drive::start(&shared, options.drive)?;
+        Ok(Self(shared))
+    }
+
+    /// The registrations of this device.
+    pub fn registry(&self) -> &Registry {
+        &self.0.registry
+    }
+
+    /// The link that it uses, and why.
+    pub fn path(&self) -> &link::Path {
+        &self.0.path
+    }
+
+    /// The longest packet that its link carries.
+    pub fn largest_packet(&self) -> usize {
+        self.0.largest
+    }
+
+    /// Whether a thread works on when nobody polls: then a program may sleep until it is woken.
+    pub fn wakes_sleepers(&self) -> bool {
+        self.0.has_thread
+    }
+
+    /// Makes a step, unless somebody else is making one.
+    ///
+    /// # Errors
+    /// If the link is beyond repair.
+    #[inline]
+    pub fn poll(&self) -> Result<Progress> {
+        self.0.sleeper.inline_steps.fetch_add(1, Ordering::Relaxed);
+        let Some(mut engine) = self.0.engine.try_lock() else { return Ok(Progress::default()) };
+        engine.core.totals.steps += 1;
+        engine.step(self.0.now())
+    }
+
+    /// Makes a completion queue; returns its number.
+    pub fn create_cq(&self, spec: CqSpec) -> Result<u32> {
+        must_be_power_of_two(spec.entries, "completion queue entries")?;
+        must_hold(&spec.memory, u64::from(spec.entries) * CQE_LEN, "the completion queue")?;
+        must_hold(&spec.memory, spec.record.saturating_add(8), "the completion queue's record")?;
+        self.0.engine.lock().add_cq(spec)
+    }
+
+    /// Ends a completion queue; what would go there is lost.
+    pub fn destroy_cq(&self, cqn: u32) {
+        if let Some(place) = self.0.engine.lock().core.cqs.get_mut(cqn as usize) {
+            *place = None;
+        }
+    }
+
+    /// Makes a shared receive queue; returns its number.
+    pub fn create_srq(&self, spec: SrqSpec) -> Result<u32> {
+        must_be_power_of_two(spec.entries, "shared receive queue entries")?;
+        check_stride(spec.stride, 32, LONGEST_RECEIVE as u32 * 2)?;
+        let bytes = u64::from(spec.entries) * u64::from(spec.stride);
+        must_hold(&spec.memory, bytes, "the shared receive queue")?;
+        must_hold(&spec.memory, spec.record.saturating_add(4), "its record")?;
+        let ring = SharedRing::new(spec.memory, spec.record, spec.entries, spec.stride);
+        self.0.engine.lock().add_srq(ring)
+    }
+
+    /// Asks for [`AsyncEvent::LimitReached`], once, when fewer than `limit` receives wait; 0 asks for none.
+    pub fn arm_srq(&self, srqn: u32, limit: u32) {
+        self.0.engine.lock().set_limit(srqn, limit);
+    }
+
+    /// Ends a shared receive queue.
+    pub fn destroy_srq(&self, srqn: u32) {
+        if let Some(place) = self.0.engine.lock().core.srqs.get_mut(srqn as usize) {
+            *place = None;
+        }
+    }
+
+    /// Makes a queue pair, in `RESET`; returns its number.
+    pub fn create_qp(&self, spec: QpSpec) -> Result<u32> {
+        must_be_power_of_two(spec.send_blocks, "send queue blocks")?;
+        if spec.send_blocks > crate::mlx5::MOST_BLOCKS {
+            return Err(wrong("send queue blocks", "32768 at most"));
+        }
+        let Layout { receive, send, record, doorbell } = spec.layout;
+        let send_end = send.saturating_add(u64::from(spec.send_blocks) * 64);
+        must_hold(&spec.memory, send_end, "the send queue")?;
+        must_hold(&spec.memory, record.saturating_add(8), "the doorbell record")?;
+        must_hold(&spec.memory, doorbell.saturating_add(264), "the doorbell")?;
+        if record % 8 != 0 || doorbell % 8 != 0 {
+            return Err(wrong("the doorbell and its record", "aligned to 8 bytes"));
+        }
+        if spec.srq.is_none() {
+            must_be_power_of_two(spec.receive_entries, "receive queue entries")?;
+            check_stride(spec.receive_stride, 16, LONGEST_RECEIVE as u32)?;
+            let bytes = u64::from(spec.receive_entries) * u64::from(spec.receive_stride);
+            must_hold(&spec.memory, receive.saturating_add(bytes), "the receive queue")?;
+        }
+        let watched = spec.watched;
+        let number = self.0.engine.lock().add_pair(spec)?;
+        if watched {
+            self.0.watches.fetch_add(1, Ordering::Relaxed);
+            self.0.sleeper.wake();
+        }
+        Ok(number)
+    }
+
+    /// Ends a queue pair: nothing of it is sent, received or completed any more when this returns.
+    pub fn destroy_qp(&self, qpn: u32) {
+        let mut engine = self.0.engine.lock();
+        if engine.pair(qpn).is_ok_and(|pair| pair.watched) {
+            self.0.watches.fetch_sub(1, Ordering::Relaxed);
+        }
+        engine.remove_pair(qpn);
+    }
+
+    /// Takes a queue pair a step further, or changes its attributes; what is refused changes nothing.
+    pub fn modify_qp(&self, qpn: u32, change: &Change) -> Result<()> {
+        let now = self.0.now();
+        self.0.engine.lock().modify(qpn, change, now)?;
+        self.0.sleeper.wake();
+        Ok(())
+    }
+
+    /// The state of a queue pair.
+    pub fn qp_state(&self, qpn: u32) -> Result<State> {
+        Ok(self.0.engine.lock().pair(qpn)?.qp.state())
+    }
+
+    /// What a queue pair has counted.
+    pub fn qp_stats(&self, qpn: u32) -> Result<qp::Stats> {
+        Ok(*self.0.engine.lock().pair(qpn)?.qp.stats())
+    }
+
+    /// Why the last key or range of a queue pair was denied, if one was.
+    pub fn qp_denied(&self, qpn: u32) -> Option<crate::mr::Denied> {
+        self.0.engine.lock().pair(qpn).ok()?.side.denied
+    }
+
+    /// Tells the engine that a doorbell was rung. Rings that nobody tells of are seen only on queue pairs that are
+    /// [watched](QpSpec::watched).
+    #[inline]
+    pub fn ring(&self, qpn: u32) {
+        self.0.rung.ring(engine::place_of(qpn));
+        self.0.sleeper.wake();
+    }
+
+    /// The oldest news that nobody has taken.
+    pub fn next_event(&self) -> Option<AsyncEvent> {
+        self.0.news.take()
+    }
+
+    /// Raised while there is news.
+    pub fn events(&self) -> &Signal {
+        &self.0.news.signal
+    }
+
+    /// What it has counted.
+    pub fn stats(&self) -> Stats {
+        let engine = self.0.engine.lock();
+        Stats::of(&engine.core.totals, engine.pairs().map(|pair| pair.qp.stats()))
+    }
+
+    /// What its link has counted.
+    pub fn link_counters(&self) -> link::Counters {
+        self.0.engine.lock().link().counters()
+    }
+}
+
+fn wrong(what: &str, must_be: &str) -> Error {
+    Error::new(Kind::InvalidArgument, "make a queue").why(format!("{what} must be {must_be}"))
+}
+
+fn must_be_power_of_two(count: u32, what: &str) -> Result<()> {
+    if count.is_power_of_two() { Ok(()) } else { Err(wrong(what, "a power of two")) }
+}
+
+fn check_stride(stride: u32, least: u32, most: u32) -> Result<()> {
+    if stride.is_power_of_two() && (least..=most).contains(&stride) {
+        return Ok(());
+    }
+    Err(wrong("the length of an entry", &format!("a power of two from {least} to {most}")))
+}
+
+fn must_hold(memory: &QueueMemory, end: u64, what: &str) -> Result<()> {
+    if end <= memory.bytes().len() {
+        return Ok(());
+    }
+    let why = format!("{what} ends at byte {end} of memory with {}", memory.bytes().len());
+    Err(Error::new(Kind::OutOfRange, "make a queue").why(why).fix("give it more memory"))
+}

@@ -1,0 +1,493 @@
+//! A queue pair inside the engine: the protocol's state machine, its queues, and the memory that its work names.
+
+use warpwire_proto::Instant;
+use warpwire_proto::qp::{self, Op, Qp, Status as WireStatus, Work as WireWork};
+
+use super::memory::QueueMemory;
+use super::ring::{
+    LONGEST_RECEIVE, Layout, ReceiveRing, SendRing, SharedRing, Taken, TakenReceive,
+};
+use crate::link::FlowId;
+use crate::mlx5::{
+    self, Atomic, AtomicWidth, Completions, Data, Opcode, Piece, SendKind, Status, Work, Wqe,
+};
+use crate::mr::{Access, Denied, PdId, Registry};
+
+/// What a queue pair is made of.
+#[derive(Clone, Debug)]
+pub struct QpSpec {
+    /// Its memory.
+    pub memory: QueueMemory,
+    /// Where its parts lie in it.
+    pub layout: Layout,
+    /// How many blocks the send queue has: a power of two.
+    pub send_blocks: u32,
+    /// How many entries the receive queue has, and how long each is: powers of two. None with a shared one.
+    pub receive_entries: u32,
+    /// How long each is.
+    pub receive_stride: u32,
+    /// The completion queue of its send queue.
+    pub send_cq: u32,
+    /// The completion queue of its receive queue.
+    pub receive_cq: u32,
+    /// The shared receive queue that takes the place of its own.
+    pub srq: Option<u32>,
+    /// Its protection domain.
+    pub pd: PdId,
+    /// Whether every work makes a completion.
+    pub signal_all: bool,
+    /// The number that completions bear beside the queue pair's: 24 bits.
+    pub user_index: u32,
+    /// Somebody other than this process's CPU rings the doorbell: it must be watched.
+    pub watched: bool,
+    /// How the protocol is tuned; the depth of the queue is set from `send_blocks`.
+    pub options: qp::Options,
+}
+
+/// What is remembered of work that is under way, by its first block.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Underway {
+    pub opcode: Opcode,
+    pub completions: Completions,
+    pub len: u32,
+    /// The only range of its payload, if there is just one: most work is like that.
+    single: Option<Data>,
+}
+
+impl Underway {
+    const NONE: Self =
+        Self { opcode: Opcode::Nop, completions: Completions::Always, len: 0, single: None };
+}
+
+/// A queue pair of the engine.
+#[derive(Debug)]
+pub(super) struct Pair {
+    pub qp: Qp,
+    pub side: Side,
+    pub flow: Option<FlowId>,
+    /// In the list of those that may have something to send.
+    pub active: bool,
+    /// When the earliest timer in the engine's heap is for it.
+    pub timer: Instant,
+    /// Its failure has been dealt with.
+    pub failed: bool,
+    pub send_cq: u32,
+    pub receive_cq: u32,
+    pub user_index: u32,
+    pub watched: bool,
+    pub signal_all: bool,
+    /// The queue stands still until a completion queue has made a certain completion.
+    pub wait: Option<mlx5::Wait>,
+}
+
+/// The part of it that the protocol asks about memory.
+#[derive(Debug)]
+pub(super) struct Side {
+    pub ring: SendRing,
+    underway: Box<[Underway]>,
+    pub receives: Receives,
+    /// The receives in use: a message has one, and another may wait for the next.
+    in_use: [Option<TakenReceive>; 2],
+    pub pd: PdId,
+    /// Why the last range was denied, for whoever asks.
+    pub denied: Option<Denied>,
+    /// An answer was "not now": poll again soon.
+    pub later: bool,
+    blocks_mask: u64,
+}
+
+/// Where receives come from.
+#[derive(Debug)]
+pub(super) enum Receives {
+    Own(ReceiveRing),
+    Shared(u32),
+}
+
+impl Pair {
+    pub(super) fn new(number: u32, spec: QpSpec) -> Self {
+        let options = qp::Options { send_depth: spec.send_blocks, ..spec.options };
+        let ring = SendRing::new(spec.memory.clone(), spec.layout, spec.send_blocks);
+        let receives = match spec.srq {
+            Some(srqn) => Receives::Shared(srqn),
+            None => {
+                let (entries, stride) = (spec.receive_entries, spec.receive_stride);
+                Receives::Own(ReceiveRing::new(spec.memory, spec.layout, entries, stride))
+            }
+        };
+        let side = Side {
+            ring,
+            underway: vec![Underway::NONE; spec.send_blocks as usize].into(),
+            receives,
+            in_use: [None; 2],
+            pd: spec.pd,
+            denied: None,
+            later: false,
+            blocks_mask: u64::from(spec.send_blocks) - 1,
+        };
+        Self {
+            qp: Qp::new(number, options),
+            side,
+            flow: None,
+            active: false,
+            timer: Instant::NEVER,
+            failed: false,
+            send_cq: spec.send_cq,
+            receive_cq: spec.receive_cq,
+            user_index: spec.user_index,
+            watched: spec.watched,
+            signal_all: spec.signal_all,
+            wait: None,
+        }
+    }
+
+    /// Forgets all work, as the protocol just did.
+    pub(super) fn reset(&mut self) {
+        (self.failed, self.wait) = (false, None);
+        self.side.ring.reset();
+        self.side.in_use = [None; 2];
+        if let Receives::Own(ring) = &mut self.side.receives {
+            ring.reset();
+        }
+    }
+
+    /// Takes entries from the send queue and posts them, as long as there are any and there is room. `produced`
+    /// tells how many completions a queue has made.
+    pub(super) fn take_work(&mut self, now: Instant, produced: impl Fn(u32) -> Option<u64>) {
+        loop {
+            if let Some(wait) = self.wait {
+                // A queue that is not there, or not yet so far, holds this one up.
+                let reached =
+                    produced(wait.cqn).is_some_and(|count| has_reached(count, wait.index));
+                if !reached {
+                    return;
+                }
+                self.wait = None;
+            }
+            if self.qp.outstanding() as u64 > self.side.blocks_mask {
+                return;
+            }
+            let Some(taken) = self.side.ring.take(now) else { return };
+            self.wait = self.post(&taken);
+        }
+    }
+
+    /// Posts an entry; a wait is returned instead of being obeyed.
+    fn post(&mut self, taken: &Taken) -> Option<mlx5::Wait> {
+        self.side.note(taken, 0, None);
+        let parsed = match taken.torn {
+            true => Err(Status::LocalQpOperation),
+            false => self.side.translate(taken),
+        };
+        let (op, len, wait) = match parsed {
+            Ok(found) => found,
+            Err(status) => (Op::Bad(wire_status(status)), 0, None),
+        };
+        let fence = match taken.control.fence {
+            fence if fence.waits_for_all() => qp::Fence::All,
+            fence if fence.waits_for_reads() => qp::Fence::Reads,
+            _ => qp::Fence::None,
+        };
+        let work = WireWork {
+            id: taken.block,
+            op,
+            len,
+            signaled: self.signal_all || taken.control.is_signaled(),
+            fence,
+            solicited: taken.control.solicited,
+        };
+        if self.qp.post(work).is_err() {
+            // A length that this MTU does not carry, or a state that takes no work: the same to the user.
+            let bad = Op::Bad(WireStatus::LocalOperation);
+            let _ = self.qp.post(WireWork { op: bad, len: 0, ..work });
+        }
+        wait
+    }
+}
+
+/// Whether a queue that made `count` completions has made the one numbered `index`, modulo 2^32.
+fn has_reached(count: u64, index: u32) -> bool {
+    (count as u32).wrapping_sub(index).wrapping_sub(1) as i32 >= 0
+}
+
+/// The status as the protocol has it.
+fn wire_status(status: Status) -> WireStatus {
+    match status {
+        Status::LocalLength => WireStatus::LocalLength,
+        Status::LocalProtection => WireStatus::LocalProtection,
+        _ => WireStatus::LocalOperation,
+    }
+}
+
+impl Side {
+    pub(super) fn underway(&self, block: u64) -> Underway {
+        self.underway[(block & self.blocks_mask) as usize]
+    }
+
+    /// What an entry means to the protocol: operation, length, and a wait if it is one.
+    fn translate(&mut self, taken: &Taken) -> Result<(Op, u32, Option<mlx5::Wait>), Status> {
+        let wqe = Wqe::parse(self.ring.copy(taken.block)).map_err(|refused| refused.status())?;
+        let (mut wait, mut single) = (None, None);
+        let remote = |at: mlx5::Remote| qp::Remote { address: at.address, key: at.rkey };
+        let mut note = |payload: &mlx5::Payload<'_>| {
+            let mut pieces = payload.pieces();
+            if let (Some(Piece::Memory(data)), None) = (pieces.next(), pieces.next()) {
+                single = Some(data);
+            }
+            payload.len() as u32
+        };
+        let (op, len) = match wqe.work {
+            Work::Nop => (Op::Local, 0),
+            Work::Wait(found) => {
+                wait = Some(found);
+                (Op::Local, 0)
+            }
+            // What is read locally goes nowhere, and all that was placed before is in its place already.
+            Work::Dump { from } => {
+                note(&from);
+                (Op::Local, 0)
+            }
+            Work::Send { kind, payload } => {
+                let op = match kind {
+                    SendKind::Plain => Op::Send,
+                    SendKind::Imm(imm) => Op::SendImm(u32::from_be_bytes(imm)),
+                    SendKind::Invalidate(key) => Op::SendInvalidate(key),
+                };
+                (op, note(&payload))
+            }
+            Work::Write { remote: at, imm, payload } => {
+                let op = match imm {
+                    Some(imm) => Op::WriteImm(remote(at), u32::from_be_bytes(imm)),
+                    None => Op::Write(remote(at)),
+                };
+                (op, note(&payload))
+            }
+            Work::Read { remote: at, into } => (Op::Read(remote(at)), note(&into)),
+            Work::Atomic { remote: at, op, into } => {
+                note(&into);
+                let atomic = to_wire(op);
+                (Op::Atomic(remote(at), atomic), atomic.len())
+            }
+        };
+        self.note(taken, len, single);
+        Ok((op, len, wait))
+    }
+
+    fn note(&mut self, taken: &Taken, len: u32, single: Option<Data>) {
+        let (opcode, completions) = (taken.control.opcode, taken.control.completions);
+        self.underway[(taken.block & self.blocks_mask) as usize] =
+            Underway { opcode, completions, len, single };
+    }
+
+    /// Copies payload of work, `offset` bytes into it, to `into`.
+    pub(super) fn gather(
+        &self,
+        registry: &Registry,
+        block: u64,
+        offset: u32,
+        into: &mut [u8],
+    ) -> Result<(), Denied> {
+        let underway = self.underway(block);
+        if let Some(data) = underway.single {
+            let address = data.address.wrapping_add(u64::from(offset));
+            let span =
+                registry.resolve(data.lkey, self.pd, Access::NONE, address, into.len() as u64)?;
+            return span.gather(0, into);
+        }
+        let mut done = 0;
+        self.walk(block, offset, into.len() as u32, |piece, skip, len| {
+            let part = into.get_mut(done..done + len as usize).ok_or(Denied::Range)?;
+            done += len as usize;
+            match piece {
+                Piece::Inline(bytes) => {
+                    let from = bytes.get(skip as usize..(skip + len) as usize);
+                    part.copy_from_slice(from.ok_or(Denied::Range)?);
+                    Ok(())
+                }
+                Piece::Memory(data) => {
+                    let address = data.address.wrapping_add(u64::from(skip));
+                    let (pd, none, len) = (self.pd, Access::NONE, u64::from(len));
+                    registry.resolve(data.lkey, pd, none, address, len)?.gather(0, part)
+                }
+            }
+        })
+    }
+
+    /// Whether payload of work may be fetched.
+    pub(super) fn may_gather(
+        &self,
+        registry: &Registry,
+        block: u64,
+        offset: u32,
+        len: u32,
+    ) -> Result<(), Denied> {
+        let check = |data: Data, skip: u32, len: u32| {
+            let address = data.address.wrapping_add(u64::from(skip));
+            registry.resolve(data.lkey, self.pd, Access::NONE, address, u64::from(len)).map(drop)
+        };
+        if let Some(data) = self.underway(block).single {
+            return check(data, offset, len);
+        }
+        self.walk(block, offset, len, |piece, skip, len| match piece {
+            Piece::Inline(_) => Ok(()),
+            Piece::Memory(data) => check(data, skip, len),
+        })
+    }
+
+    /// Copies what came for work (a read's data, an atomic's result) into its buffers.
+    pub(super) fn scatter(
+        &self,
+        registry: &Registry,
+        block: u64,
+        offset: u32,
+        from: &[u8],
+    ) -> Result<(), Denied> {
+        let place = |data: Data, skip: u32, from: &[u8]| {
+            let address = data.address.wrapping_add(u64::from(skip));
+            let len = from.len() as u64;
+            registry
+                .resolve(data.lkey, self.pd, Access::LOCAL_WRITE, address, len)?
+                .scatter(0, from)
+        };
+        if let Some(data) = self.underway(block).single {
+            return place(data, offset, from);
+        }
+        let mut done = 0;
+        self.walk(block, offset, from.len() as u32, |piece, skip, len| {
+            let part = from.get(done..done + len as usize).ok_or(Denied::Range)?;
+            done += len as usize;
+            match piece {
+                Piece::Memory(data) => place(data, skip, part),
+                Piece::Inline(_) => Err(Denied::Range),
+            }
+        })
+    }
+
+    /// Goes through the pieces of work's payload that hold `len` bytes from `offset` on: each piece, how much of it
+    /// to skip, and how much of it is meant.
+    fn walk(
+        &self,
+        block: u64,
+        offset: u32,
+        len: u32,
+        mut each: impl FnMut(Piece<'_>, u32, u32) -> Result<(), Denied>,
+    ) -> Result<(), Denied> {
+        let wqe = Wqe::parse(self.ring.copy(block)).map_err(|_| Denied::Range)?;
+        let payload = match wqe.work {
+            Work::Send { payload, .. } | Work::Write { payload, .. } => payload,
+            Work::Read { into, .. } | Work::Atomic { into, .. } => into,
+            Work::Dump { from } => from,
+            Work::Nop | Work::Wait(_) => return Err(Denied::Range),
+        };
+        walk_pieces(payload.pieces().map(|piece| (piece.len(), piece)), offset, len, &mut each)
+    }
+
+    /// Takes a receive for a message that begins.
+    pub(super) fn take_receive(&mut self, srqs: &mut [Option<SharedRing>]) -> Option<qp::Receive> {
+        let taken = match &mut self.receives {
+            Receives::Own(ring) => ring.take()?,
+            Receives::Shared(srqn) => srqs.get_mut(*srqn as usize)?.as_mut()?.take()?,
+        };
+        let entry = &taken.entry[..taken.len.min(LONGEST_RECEIVE)];
+        // An entry that makes no sense has room for nothing: whoever sends into it finds it too small.
+        let capacity = mlx5::Receive::parse(entry).map_or(0, |receive| receive.len());
+        let place = self.in_use.iter_mut().find(|place| place.is_none())?;
+        *place = Some(taken);
+        let capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
+        Some(qp::Receive { id: u64::from(taken.counter), capacity })
+    }
+
+    /// Copies a message's bytes into the receive that it uses.
+    pub(super) fn place_received(
+        &self,
+        registry: &Registry,
+        id: u64,
+        offset: u32,
+        from: &[u8],
+    ) -> Result<(), Denied> {
+        let taken = self.in_use.iter().flatten().find(|taken| u64::from(taken.counter) == id);
+        let taken = taken.ok_or(Denied::Range)?;
+        let entry = &taken.entry[..taken.len.min(LONGEST_RECEIVE)];
+        let receive = mlx5::Receive::parse(entry).map_err(|_| Denied::Range)?;
+        let pieces = receive.segments().map(|data| (u64::from(data.len), data));
+        let mut done = 0;
+        walk_pieces(pieces, offset, from.len() as u32, &mut |data, skip, len| {
+            let part = from.get(done..done + len as usize).ok_or(Denied::Range)?;
+            done += len as usize;
+            let address = data.address.wrapping_add(u64::from(skip));
+            let (pd, write, len) = (self.pd, Access::LOCAL_WRITE, u64::from(len));
+            registry.resolve(data.lkey, pd, write, address, len)?.scatter(0, part)
+        })
+    }
+
+    /// A receive has ended: its place is free.
+    pub(super) fn end_receive(&mut self, id: u64) {
+        for place in &mut self.in_use {
+            if place.is_some_and(|taken| u64::from(taken.counter) == id) {
+                *place = None;
+                return;
+            }
+        }
+    }
+}
+
+/// The pieces, each with its length, that hold `len` bytes from `offset` on.
+fn walk_pieces<P>(
+    pieces: impl Iterator<Item = (u64, P)>,
+    offset: u32,
+    len: u32,
+    each: &mut impl FnMut(P, u32, u32) -> Result<(), Denied>,
+) -> Result<(), Denied> {
+    let (mut skip, mut left) = (u64::from(offset), len);
+    for (size, piece) in pieces {
+        if skip >= size {
+            skip -= size;
+            continue;
+        }
+        let here = u32::try_from(size - skip).unwrap_or(u32::MAX).min(left);
+        // Less than the piece's size, which is 31 bits.
+        each(piece, skip as u32, here)?;
+        (skip, left) = (0, left - here);
+        if left == 0 {
+            return Ok(());
+        }
+    }
+    if left == 0 { Ok(()) } else { Err(Denied::Range) }
+}
+
+/// The atomic as the protocol has it.
+fn to_wire(op: Atomic) -> qp::Atomic {
+    let width = |width| match width {
+        AtomicWidth::Four => qp::Width::Four,
+        AtomicWidth::Eight => qp::Width::Eight,
+    };
+    match op {
+        Atomic::CompareSwap { compare, swap } => qp::Atomic::CompareSwap { compare, swap },
+        Atomic::FetchAdd { add } => qp::Atomic::FetchAdd { add },
+        Atomic::MaskedFetchAdd { width: bytes, add, boundary } => {
+            qp::Atomic::MaskedFetchAdd { width: width(bytes), add, boundary }
+        }
+        Atomic::MaskedCompareSwap { width: bytes, compare, swap, compare_mask, swap_mask } => {
+            let width = width(bytes);
+            qp::Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask }
+        }
+    }
+}
+
+/// And back.
+pub(super) fn from_wire(op: qp::Atomic) -> Atomic {
+    let width = |width| match width {
+        qp::Width::Four => AtomicWidth::Four,
+        qp::Width::Eight => AtomicWidth::Eight,
+    };
+    match op {
+        qp::Atomic::CompareSwap { compare, swap } => Atomic::CompareSwap { compare, swap },
+        qp::Atomic::FetchAdd { add } => Atomic::FetchAdd { add },
+        qp::Atomic::MaskedFetchAdd { width: bytes, add, boundary } => {
+            Atomic::MaskedFetchAdd { width: width(bytes), add, boundary }
+        }
+        qp::Atomic::MaskedCompareSwap { width: bytes, compare, swap, compare_mask, swap_mask } => {
+            let width = width(bytes);
+            Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask }
+        }
+    }
+}

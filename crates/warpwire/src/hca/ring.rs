@@ -1,0 +1,256 @@
+//! The queues as the engine sees them: rings in memory that somebody else fills or empties.
+//!
+//! Nothing that is read here is trusted: positions are taken modulo the ring, counts are bounded by it, and entries
+//! are copied out before they are looked at.
+
+use std::time::Duration;
+
+use warpwire_proto::Instant;
+
+use super::memory::QueueMemory;
+use crate::mlx5::{
+    BLOCK, Control, Doorbell, LARGEST_WQE, Producer, Record, SEGMENT, SEND_DOORBELL_OTHER_HALF,
+};
+
+/// How long an entry may be promised by a doorbell and not be there, before it counts as wrong. Doorbells may
+/// overtake what they tell of; not by that much.
+const NOT_THERE_YET: Duration = Duration::from_millis(1);
+
+/// Where the parts of a queue pair lie in its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// The receive queue.
+    pub receive: u64,
+    /// The send queue.
+    pub send: u64,
+    /// The doorbell record: two words.
+    pub record: u64,
+    /// The doorbell: eight bytes, and eight more 256 bytes behind.
+    pub doorbell: u64,
+}
+
+/// A send queue, consumed by the engine.
+#[derive(Debug)]
+pub(super) struct SendRing {
+    memory: QueueMemory,
+    layout: Layout,
+    blocks: u32,
+    /// The block that is consumed next, counted without end; its low 16 bits are what writers count.
+    consumer: u64,
+    producer: Producer,
+    until: u16,
+    /// Entries as they were when they were taken: the queue may change, they must not.
+    copies: Box<[u8]>,
+    /// Since when the next entry has been missing.
+    missing_since: Option<Instant>,
+}
+
+/// An entry that was taken.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Taken {
+    /// Its first block, counted without end.
+    pub block: u64,
+    pub control: Control,
+    /// It never appeared, or is longer than the queue says.
+    pub torn: bool,
+}
+
+impl SendRing {
+    pub(super) fn new(memory: QueueMemory, layout: Layout, blocks: u32) -> Self {
+        let bytes = blocks as usize * BLOCK + LARGEST_WQE;
+        Self {
+            memory,
+            layout,
+            blocks,
+            consumer: 0,
+            producer: Producer::starting_at(0),
+            until: 0,
+            copies: vec![0; bytes].into(),
+            missing_since: None,
+        }
+    }
+
+    /// Begins anew, as if nothing had ever been posted.
+    pub(super) fn reset(&mut self) {
+        (self.consumer, self.until, self.missing_since) = (0, 0, None);
+        self.producer = Producer::starting_at(0);
+    }
+
+    /// Looks at the doorbell and its record; tells whether there are entries to take.
+    pub(super) fn look(&mut self) -> bool {
+        let bytes = self.memory.bytes();
+        let word = |at: u64| {
+            // Out of range only if the memory went away: nothing is there then.
+            let raw = bytes.load_u64(self.layout.doorbell + at).unwrap_or(0);
+            Doorbell::parse(raw.to_ne_bytes()).producer()
+        };
+        let record = bytes.load_u32(self.layout.record + Record::SEND as u64).unwrap_or(0);
+        let record = u32::from_be(record) as u16;
+        let consumer = self.consumer as u16;
+        let halves = [word(0), word(SEND_DOORBELL_OTHER_HALF as u64)];
+        for doorbell in halves {
+            self.until = self.producer.look(consumer, self.blocks, Some(doorbell), record);
+        }
+        self.until != consumer
+    }
+
+    /// Takes the next entry, if the doorbell promised one and it is there.
+    pub(super) fn take(&mut self, now: Instant) -> Option<Taken> {
+        let index = self.consumer as u16;
+        let promised = self.until.wrapping_sub(index);
+        if promised == 0 {
+            return None;
+        }
+        let mut first = [0; SEGMENT];
+        self.copy_out(self.consumer, &mut first);
+        let control = Control::parse(&first);
+        let there = control.is_at(index) && control.blocks() <= promised;
+        if !there && !self.has_waited(now) {
+            return None;
+        }
+        self.missing_since = None;
+        let block = self.consumer;
+        let blocks = control.blocks().min(promised);
+        let len = usize::from(control.segments) * SEGMENT;
+        let at = self.copy_at(block);
+        let mut entry = [0; LARGEST_WQE];
+        if let (Some(entry), true) = (entry.get_mut(..len), there) {
+            self.copy_out(block, entry);
+            self.copies[at..at + len].copy_from_slice(entry);
+        }
+        self.consumer += u64::from(blocks);
+        Some(Taken { block, control, torn: !there })
+    }
+
+    /// The copy of an entry that was taken and is not done, with whatever lies behind it.
+    pub(super) fn copy(&self, block: u64) -> &[u8] {
+        let at = self.copy_at(block);
+        &self.copies[at..at + LARGEST_WQE]
+    }
+
+    /// Whether the next entry has been missing for too long.
+    fn has_waited(&mut self, now: Instant) -> bool {
+        let since = *self.missing_since.get_or_insert(now);
+        now - since >= NOT_THERE_YET
+    }
+
+    /// Whether a promised entry is missing: somebody must look again soon.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.missing_since.is_some()
+    }
+
+    fn copy_at(&self, block: u64) -> usize {
+        (block as usize & (self.blocks as usize - 1)) * BLOCK
+    }
+
+    /// Copies from the queue, going on at its beginning where it ends.
+    fn copy_out(&self, block: u64, into: &mut [u8]) {
+        let size = u64::from(self.blocks) * BLOCK as u64;
+        let at = self.copy_at(block) as u64;
+        let before_end = ((size - at) as usize).min(into.len());
+        let (head, tail) = into.split_at_mut(before_end);
+        let bytes = self.memory.bytes();
+        // As above: what cannot be read stays zero, and is refused as an entry.
+        let _ = bytes.read(self.layout.send + at, head);
+        let _ = bytes.read(self.layout.send, tail);
+    }
+}
+
+/// A receive queue, consumed by the engine.
+#[derive(Debug)]
+pub(super) struct ReceiveRing {
+    memory: QueueMemory,
+    layout: Layout,
+    entries: u32,
+    stride: u32,
+    consumer: u16,
+}
+
+/// The longest entry of a receive queue: more ranges than that are not taken.
+pub(super) const LONGEST_RECEIVE: usize = 16 * SEGMENT;
+
+/// A receive that was taken: its number, and a copy of its entry.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TakenReceive {
+    pub counter: u16,
+    pub entry: [u8; LONGEST_RECEIVE],
+    pub len: usize,
+}
+
+impl ReceiveRing {
+    pub(super) fn new(memory: QueueMemory, layout: Layout, entries: u32, stride: u32) -> Self {
+        Self { memory, layout, entries, stride, consumer: 0 }
+    }
+
+    /// Begins anew, as if nothing had ever been posted.
+    pub(super) fn reset(&mut self) {
+        self.consumer = 0;
+    }
+
+    /// How many are posted and not taken.
+    pub(super) fn waiting(&self) -> u32 {
+        let record = self.memory.bytes().load_u32(self.layout.record + Record::RECEIVE as u64);
+        let posted = u32::from_be(record.unwrap_or(0)) as u16;
+        let count = u32::from(posted.wrapping_sub(self.consumer));
+        // More than there is room for is no count; nothing is there that could be trusted.
+        if count <= self.entries { count } else { 0 }
+    }
+
+    /// Takes the next, if there is one.
+    pub(super) fn take(&mut self) -> Option<TakenReceive> {
+        if self.waiting() == 0 {
+            return None;
+        }
+        let counter = self.consumer;
+        let place = u32::from(counter) & (self.entries - 1);
+        let mut taken =
+            TakenReceive { counter, entry: [0; LONGEST_RECEIVE], len: self.stride as usize };
+        let at = self.layout.receive + u64::from(place) * u64::from(self.stride);
+        let _ = self.memory.bytes().read(at, &mut taken.entry[..self.stride as usize]);
+        self.consumer = self.consumer.wrapping_add(1);
+        Some(taken)
+    }
+}
+
+/// A shared receive queue: a list, linked through its entries.
+#[derive(Debug)]
+pub(super) struct SharedRing {
+    memory: QueueMemory,
+    record: u64,
+    entries: u32,
+    stride: u32,
+    /// The slot that is taken next.
+    head: u16,
+    taken: u16,
+}
+
+impl SharedRing {
+    pub(super) fn new(memory: QueueMemory, record: u64, entries: u32, stride: u32) -> Self {
+        Self { memory, record, entries, stride, head: 0, taken: 0 }
+    }
+
+    /// How many are posted and not taken.
+    pub(super) fn waiting(&self) -> u32 {
+        let record = self.memory.bytes().load_u32(self.record).unwrap_or(0);
+        let count = u32::from((u32::from_be(record) as u16).wrapping_sub(self.taken));
+        if count <= self.entries { count } else { 0 }
+    }
+
+    /// Takes the next, if there is one.
+    pub(super) fn take(&mut self) -> Option<TakenReceive> {
+        if self.waiting() == 0 {
+            return None;
+        }
+        let slot = self.head & (self.entries - 1) as u16;
+        let mut header = [0; SEGMENT];
+        let at = u64::from(slot) * u64::from(self.stride);
+        let bytes = self.memory.bytes();
+        let _ = bytes.read(at, &mut header);
+        let len = (self.stride as usize - SEGMENT).min(LONGEST_RECEIVE);
+        let mut taken = TakenReceive { counter: slot, entry: [0; LONGEST_RECEIVE], len };
+        let _ = bytes.read(at + SEGMENT as u64, &mut taken.entry[..len]);
+        self.head = u16::from_be_bytes([header[2], header[3]]);
+        self.taken = self.taken.wrapping_add(1);
+        Some(taken)
+    }
+}

@@ -1,0 +1,245 @@
+//! Completion queues, as programs read them.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::completion::Completion;
+use super::qp::Core;
+use super::{Context, Device};
+use crate::error::{Error, Kind, Result};
+use crate::hca::{CQE_LEN, CqSpec, QueueMemory, Signal};
+use crate::mlx5::{Arm, Cqe, EMPTY, Outcome, Queue, Tail, owner_bit};
+
+/// How a completion queue is made.
+#[derive(Clone, Debug)]
+pub struct CqOptions {
+    /// How many completions it has room for, at least.
+    pub entries: u32,
+    /// Memory of another sort than the host's for it: at least [`Cq::memory_for`] its entries.
+    pub memory: Option<QueueMemory>,
+    /// Every completion goes to the first entry; for pollers that look at its counter alone.
+    pub collapsed: bool,
+    /// Completions that were not read are overwritten.
+    pub ignore_overrun: bool,
+}
+
+impl Default for CqOptions {
+    fn default() -> Self {
+        Self { entries: 256, memory: None, collapsed: false, ignore_overrun: false }
+    }
+}
+
+/// A completion queue. It ends when this is dropped, and outlives the queue pairs that use it.
+#[derive(Clone, Debug)]
+pub struct Cq(pub(super) Arc<Shared>);
+
+#[derive(Debug)]
+pub(super) struct Shared {
+    device: Arc<Device>,
+    pub number: u32,
+    memory: QueueMemory,
+    entries: u32,
+    signal: Arc<Signal>,
+    reader: Mutex<Reader>,
+}
+
+#[derive(Debug)]
+struct Reader {
+    /// How many were read.
+    consumed: u64,
+    /// Advances with each event, so that arming twice is seen.
+    sequence: u8,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.device.hca.destroy_cq(self.number);
+    }
+}
+
+impl Cq {
+    /// How much memory a queue with room for so many completions takes.
+    pub fn memory_for(entries: u32) -> u64 {
+        u64::from(entries.max(1).next_power_of_two()) * CQE_LEN + 64
+    }
+
+    pub(super) fn create(context: &Context, options: CqOptions) -> Result<Self> {
+        if options.entries == 0 || options.entries > 1 << 22 {
+            let why = format!("{} is not a number of completions", options.entries);
+            let error = Error::new(Kind::InvalidArgument, "make a completion queue").why(why);
+            return Err(error.fix("ask for 1 to 4194304"));
+        }
+        let entries = options.entries.next_power_of_two();
+        let memory = match options.memory {
+            Some(memory) => memory,
+            None => QueueMemory::host(Self::memory_for(entries))?,
+        };
+        let record = u64::from(entries) * CQE_LEN;
+        let bytes = memory.bytes();
+        bytes.fill(0, record, &[EMPTY])?;
+        bytes.fill(record, 64, &[0])?;
+        let signal = Arc::new(Signal::new()?);
+        let number = context.0.hca.create_cq(CqSpec {
+            memory: memory.clone(),
+            entries,
+            record,
+            collapsed: options.collapsed,
+            ignore_overrun: options.ignore_overrun,
+            signal: Some(signal.clone()),
+        })?;
+        let reader = Mutex::new(Reader { consumed: 0, sequence: 1 });
+        let device = context.0.clone();
+        Ok(Self(Arc::new(Shared { device, number, memory, entries, signal, reader })))
+    }
+
+    /// Its number.
+    pub fn number(&self) -> u32 {
+        self.0.number
+    }
+
+    /// Its memory, for those who read it themselves.
+    pub fn memory(&self) -> &QueueMemory {
+        &self.0.memory
+    }
+
+    /// Takes completions; returns how many of `into` were filled. If none is there, the device is driven a step, and
+    /// the queue is looked at once more. Never blocks.
+    ///
+    /// # Errors
+    /// If the device is beyond repair.
+    #[inline]
+    pub fn poll(&self, into: &mut [Completion]) -> Result<usize> {
+        let found = self.take(into);
+        if found > 0 || into.is_empty() {
+            return Ok(found);
+        }
+        self.0.device.hca.poll()?;
+        Ok(self.take(into))
+    }
+
+    /// Takes completions that are there, without driving the device.
+    fn take(&self, into: &mut [Completion]) -> usize {
+        let shared = &*self.0;
+        let mut reader = shared.reader.lock();
+        let bytes = shared.memory.bytes();
+        let entries = u64::from(shared.entries);
+        let (mut count, mut pairs) = (0, None);
+        while count < into.len() {
+            let at = (reader.consumed & (entries - 1)) * CQE_LEN;
+            // Acquire: the body was written before this word.
+            let tail = bytes.load_u32(at + 60).unwrap_or(u32::MAX).to_ne_bytes();
+            if !Tail::parse(tail).is_owned(owner_bit(reader.consumed, entries)) {
+                break;
+            }
+            let mut entry = [0; CQE_LEN as usize];
+            let _ = bytes.read(at, &mut entry);
+            reader.consumed += 1;
+            // What is no completion was not written by the device; it is passed over.
+            let pairs = pairs.get_or_insert_with(|| shared.device.pairs.lock());
+            if let Ok(cqe) = Cqe::parse(&entry)
+                && let Some(completion) = complete(pairs, &cqe)
+            {
+                into[count] = completion;
+                count += 1;
+            }
+        }
+        if count > 0 {
+            let word = u32::from_ne_bytes(Arm::consumed_word(reader.consumed as u32));
+            let _ = bytes.store_u32(entries * CQE_LEN, word);
+        }
+        count
+    }
+
+    /// The next completion, waiting for it if need be; `None` when the time is over.
+    ///
+    /// It drives the device for a short while, then sleeps.
+    pub fn next(&self, timeout: Duration) -> Result<Option<Completion>> {
+        const SPIN: Duration = Duration::from_micros(50);
+        let start = Instant::now();
+        let mut one = [Completion::EMPTY];
+        loop {
+            if self.poll(&mut one)? == 1 {
+                return Ok(Some(one[0]));
+            }
+            let waited = start.elapsed();
+            if waited >= timeout {
+                return Ok(None);
+            }
+            if waited > SPIN && self.0.device.hca.wakes_sleepers() {
+                self.arm(false)?;
+                self.wait(timeout - waited)?;
+            }
+        }
+    }
+
+    /// Asks for an event at the next completion, or at the next that is solicited or an error. If one is there
+    /// already, the event comes at once.
+    pub fn arm(&self, solicited_only: bool) -> Result<()> {
+        let shared = &*self.0;
+        let reader = shared.reader.lock();
+        let consumer = reader.consumed as u32 & 0xff_ffff;
+        let arm = Arm { sequence: reader.sequence, solicited_only, consumer };
+        let entries = u64::from(shared.entries);
+        let bytes = shared.memory.bytes();
+        bytes.store_u32(entries * CQE_LEN + 4, u32::from_ne_bytes(arm.word()))?;
+        // The device sees the arming, or this sees its completion.
+        fence(Ordering::SeqCst);
+        let at = (reader.consumed & (entries - 1)) * CQE_LEN;
+        let tail = Tail::parse(bytes.load_u32(at + 60)?.to_ne_bytes());
+        if tail.is_owned(owner_bit(reader.consumed, entries)) {
+            shared.signal.raise();
+        }
+        Ok(())
+    }
+
+    /// Waits for the event that was asked for, and takes it; tells whether it came in that time.
+    pub fn wait(&self, timeout: Duration) -> Result<bool> {
+        let came = self.0.signal.wait(timeout)?;
+        if came {
+            self.take_event();
+        }
+        Ok(came)
+    }
+
+    /// Takes an event back, for those who wait on the file descriptor themselves.
+    pub fn take_event(&self) -> bool {
+        let mut reader = self.0.reader.lock();
+        reader.sequence = (reader.sequence + 1) & 3;
+        self.0.signal.take()
+    }
+}
+
+impl AsFd for Cq {
+    /// Readable when the event that was asked for has come.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.signal.as_fd()
+    }
+}
+
+impl Completion {
+    /// A place for a completion, to be filled by [`Cq::poll`].
+    pub const EMPTY: Self = Self {
+        id: 0,
+        status: crate::mlx5::Status::Success,
+        kind: super::CompletionKind::Receive,
+        len: 0,
+        qpn: 0,
+        solicited: false,
+    };
+}
+
+/// The completion in the words of the program: the queue pair knows what it called the work.
+fn complete(pairs: &[Option<Arc<Core>>], cqe: &Cqe) -> Option<Completion> {
+    let core = pairs.get(cqe.user_index as usize)?.as_ref()?;
+    let of_send =
+        matches!(cqe.outcome, Outcome::Sent { .. } | Outcome::Failed { queue: Queue::Send, .. });
+    let id = match of_send {
+        true => core.send_ended(cqe.counter),
+        false => core.receive_ended(cqe.counter),
+    };
+    Some(Completion::of(cqe, id))
+}

@@ -1,0 +1,166 @@
+//! What two ends must know of each other, and a way to tell it: a line each over TCP.
+//!
+//! The line is JSON with a version in it, so that ends that do not understand each other say so. Programs add words
+//! of their own (keys, addresses, sizes) as any type that serde knows.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Kind, Result};
+
+/// The version of the line.
+const VERSION: u32 = 1;
+/// The longest line.
+const LONGEST: u64 = 1 << 20;
+
+/// What a queue pair must know of its peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offer {
+    /// Where its packets go.
+    pub address: SocketAddr,
+    /// The queue pair's number.
+    pub qpn: u32,
+    /// The sequence number of its first request.
+    pub psn: u32,
+    /// The largest MTU that it takes, in bytes.
+    pub mtu: u32,
+    /// How many reads and atomics it answers at a time.
+    pub max_rd_atomic: u8,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Line<T> {
+    warpwire: u32,
+    words: T,
+}
+
+/// A conversation between two ends, before and beside their queue pairs.
+#[derive(Debug)]
+pub struct Exchange {
+    reader: BufReader<TcpStream>,
+    peer: SocketAddr,
+}
+
+impl Exchange {
+    /// Waits for one peer.
+    pub fn accept(listener: &TcpListener, timeout: Duration) -> Result<Self> {
+        let start = Instant::now();
+        let failed = |why: &std::io::Error| Error::os("accept a peer", why);
+        listener.set_nonblocking(true).map_err(|why| failed(&why))?;
+        loop {
+            match listener.accept() {
+                Ok((stream, peer)) => {
+                    stream.set_nonblocking(false).map_err(|why| failed(&why))?;
+                    return Self::over(stream, peer, timeout);
+                }
+                Err(why) if why.kind() == std::io::ErrorKind::WouldBlock => {
+                    if start.elapsed() >= timeout {
+                        let error = Error::new(Kind::Timeout, "accept a peer");
+                        let why = format!("none came in {} s", timeout.as_secs_f64());
+                        return Err(error.why(why).fix("start the other end, with this address"));
+                    }
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Err(why) => return Err(failed(&why)),
+            }
+        }
+    }
+
+    /// Connects to a peer that waits; tries again until the time is over, as the peer may start later.
+    pub fn connect(
+        address: impl ToSocketAddrs + std::fmt::Debug,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let what = format!("connect to {address:?}");
+        let mut found = address.to_socket_addrs().map_err(|why| Error::os(what.clone(), &why))?;
+        let peer = found.next().ok_or_else(|| {
+            Error::new(Kind::InvalidArgument, what.clone()).why("the name has no address")
+        })?;
+        let start = Instant::now();
+        loop {
+            let left = timeout.saturating_sub(start.elapsed()).max(Duration::from_millis(1));
+            match TcpStream::connect_timeout(&peer, left) {
+                Ok(stream) => return Self::over(stream, peer, timeout),
+                Err(why) if start.elapsed() >= timeout => {
+                    return Err(Error::os(what, &why).fix("start the other end first"));
+                }
+                Err(_) => std::thread::sleep(Duration::from_millis(5)),
+            }
+        }
+    }
+
+    fn over(stream: TcpStream, peer: SocketAddr, timeout: Duration) -> Result<Self> {
+        let set = || -> std::io::Result<()> {
+            stream.set_nodelay(true)?;
+            stream.set_read_timeout(Some(timeout))?;
+            stream.set_write_timeout(Some(timeout))
+        };
+        set().map_err(|why| Error::os("prepare a connection", &why))?;
+        Ok(Self { reader: BufReader::new(stream), peer })
+    }
+
+    /// The peer's address.
+    pub fn peer(&self) -> SocketAddr {
+        self.peer
+    }
+
+    /// Our own address, as the peer sees it.
+    pub fn local(&self) -> Result<SocketAddr> {
+        let local = self.reader.get_ref().local_addr();
+        local.map_err(|why| Error::os("ask for our own address", &why))
+    }
+
+    /// Tells the peer something.
+    pub fn tell<T: Serialize>(&mut self, words: &T) -> Result<()> {
+        let line = Line { warpwire: VERSION, words };
+        let mut text = serde_json::to_string(&line).map_err(|why| {
+            Error::new(Kind::InvalidArgument, "tell the peer").why(why.to_string())
+        })?;
+        text.push('\n');
+        let sent = self.reader.get_mut().write_all(text.as_bytes());
+        sent.map_err(|why| Error::os(format!("tell {}", self.peer), &why))
+    }
+
+    /// Hears what the peer tells.
+    pub fn hear<T: DeserializeOwned>(&mut self) -> Result<T> {
+        let what = || format!("hear {}", self.peer);
+        let mut text = Vec::new();
+        let mut limited = std::io::Read::take(&mut self.reader, LONGEST);
+        let read = limited.read_until(b'\n', &mut text);
+        let count = read.map_err(|why| match why.kind() {
+            std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut => {
+                Error::new(Kind::Timeout, what()).why("it says nothing")
+            }
+            _ => Error::os(what(), &why),
+        })?;
+        if count == 0 {
+            let error = Error::new(Kind::Freed, what()).why("it has hung up");
+            return Err(error.fix("look at what the other end printed"));
+        }
+        let line: Line<serde_json::Value> = serde_json::from_slice(&text).map_err(|why| {
+            let error = Error::new(Kind::Malformed, what()).why(format!("not our language: {why}"));
+            error.fix("check that the other end is warpwire, and the port")
+        })?;
+        if line.warpwire != VERSION {
+            let why = format!("it speaks version {}, we speak {VERSION}", line.warpwire);
+            return Err(Error::new(Kind::Unsupported, what())
+                .why(why)
+                .fix("use one version on both ends"));
+        }
+        serde_json::from_value(line.words).map_err(|why| {
+            let error =
+                Error::new(Kind::Malformed, what()).why(format!("not what was expected: {why}"));
+            error.fix("use one version, and the same command, on both ends")
+        })
+    }
+
+    /// Tells and hears: both ends do it at the same point.
+    pub fn swap<T: Serialize + DeserializeOwned>(&mut self, mine: &T) -> Result<T> {
+        self.tell(mine)?;
+        self.hear()
+    }
+}

@@ -1,0 +1,202 @@
+//! Verbs: one API for RDMA devices, whatever stands behind it.
+//!
+//! | type | what it is |
+//! |---|---|
+//! | [`Context`] | an open device |
+//! | [`Pd`], [`Mr`], [`Access`] | protection domains and registered memory |
+//! | [`Cq`], [`Completion`] | where the ends of work are told |
+//! | [`Qp`], [`Batch`], [`Request`] | a queue pair, and work to post |
+//! | [`Srq`] | receives that many queue pairs share |
+//! | [`Offer`], [`exchange`] | what two ends must know of each other, and a way to tell it |
+//!
+//! ```
+//! use std::time::Duration;
+//! use warpwire::link::Hub;
+//! use warpwire::mr::HostMemory;
+//! use warpwire::verbs::{Access, Context, Op, QpOptions, Remote, Request};
+//!
+//! let hub = Hub::new();
+//! let [a, b] = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| {
+//!     Context::open(hub.endpoint(address.parse().unwrap()).unwrap()).unwrap()
+//! });
+//! let (pd, there) = (a.pd(), b.pd());
+//! let (cq, their_cq) = (a.create_cq(16)?, b.create_cq(16)?);
+//! let qp = a.create_qp(&pd, &cq, &cq, QpOptions::default())?;
+//! let peer = b.create_qp(&there, &their_cq, &their_cq, QpOptions::default())?;
+//! qp.connect(&peer.offer())?;
+//! peer.connect(&qp.offer())?;
+//!
+//! let (from, to) = (HostMemory::new(4096)?, HostMemory::new(4096)?);
+//! from.bytes().write(0, b"hello")?;
+//! let from = a.register(&pd, from, Access::LOCAL_WRITE)?;
+//! let target = b.register(&there, to.clone(), Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
+//! let remote = Remote { address: target.iova(), rkey: target.rkey() };
+//! qp.post_send(&[Request::new(7, Op::Write(remote)).with(&[from.sge(0, 5)])])?;
+//! let done = cq.next(Duration::from_secs(5))?.expect("it ends");
+//! assert_eq!((done.id, done.is_success()), (7, true));
+//! let mut arrived = [0; 5];
+//! to.bytes().read(0, &mut arrived)?;
+//! assert_eq!(&arrived, b"hello");
+//! # Ok::<(), warpwire::Error>(())
+//! ```
+
+mod completion;
+mod cq;
+pub mod exchange;
+mod post;
+mod qp;
+mod receive;
+mod srq;
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+pub use crate::hca::{AsyncEvent, Drive, Signal};
+pub use crate::mlx5::{Atomic, Status};
+pub use crate::mr::{Access, Memory, Pd};
+pub use completion::{Completion, CompletionKind};
+pub use cq::{Cq, CqOptions};
+pub use exchange::Offer;
+pub use post::{Batch, Fence, Op, Remote, Request, Sge};
+pub use qp::{Qp, QpOptions};
+pub use receive::ReceiveRequest;
+pub use srq::{Srq, SrqOptions};
+pub use warpwire_proto::qp::{Change, Mtu, Path, State};
+
+use crate::error::Result;
+use crate::hca::{Hca, HcaOptions, Stats};
+use crate::link::{self, Link};
+use crate::mr;
+use qp::Core;
+
+/// An open device. Clones are the same one.
+#[derive(Clone, Debug)]
+pub struct Context(pub(crate) Arc<Device>);
+
+#[derive(Debug)]
+pub(crate) struct Device {
+    pub hca: Hca,
+    /// Queue pairs by the number that their completions bear.
+    pub pairs: Mutex<Vec<Option<Arc<Core>>>>,
+}
+
+impl Context {
+    /// Opens a software HCA on that link, driven by whoever polls.
+    pub fn open(link: impl Link + 'static) -> Result<Self> {
+        Self::open_with(link, HcaOptions::default())
+    }
+
+    /// Opens a software HCA on that link.
+    pub fn open_with(link: impl Link + 'static, options: HcaOptions) -> Result<Self> {
+        let hca = Hca::open(link, options)?;
+        Ok(Self(Arc::new(Device { hca, pairs: Mutex::new(Vec::new()) })))
+    }
+
+    /// The device below, for those who fill queues themselves.
+    pub fn hca(&self) -> &Hca {
+        &self.0.hca
+    }
+
+    /// A new protection domain.
+    pub fn pd(&self) -> Pd {
+        self.0.hca.registry().pd()
+    }
+
+    /// Registers memory, under its own address.
+    pub fn register(&self, pd: &Pd, memory: impl Into<Memory>, access: Access) -> Result<Mr> {
+        self.register_at(pd, memory, None, access)
+    }
+
+    /// Registers memory; work finds its first byte at `iova`.
+    pub fn register_at(
+        &self,
+        pd: &Pd,
+        memory: impl Into<Memory>,
+        iova: Option<u64>,
+        access: Access,
+    ) -> Result<Mr> {
+        Ok(Mr(self.0.hca.registry().register(pd, memory, iova, access)?))
+    }
+
+    /// Makes a completion queue with room for at least so many completions.
+    pub fn create_cq(&self, entries: u32) -> Result<Cq> {
+        Cq::create(self, CqOptions { entries, ..CqOptions::default() })
+    }
+
+    /// Makes a completion queue.
+    pub fn create_cq_with(&self, options: CqOptions) -> Result<Cq> {
+        Cq::create(self, options)
+    }
+
+    /// Makes a shared receive queue.
+    pub fn create_srq(&self, pd: &Pd, options: SrqOptions) -> Result<Srq> {
+        Srq::create(self, pd, options)
+    }
+
+    /// Makes a queue pair, whose ends of work are told in these two completion queues.
+    pub fn create_qp(
+        &self,
+        pd: &Pd,
+        send_cq: &Cq,
+        receive_cq: &Cq,
+        options: QpOptions,
+    ) -> Result<Qp> {
+        Qp::create(self, pd, send_cq, receive_cq, options)
+    }
+
+    /// The oldest news of queues that nobody has taken.
+    pub fn next_event(&self) -> Option<AsyncEvent> {
+        self.0.hca.next_event()
+    }
+
+    /// Raised while there is news; a file descriptor, for whoever waits for several things.
+    pub fn events(&self) -> &Signal {
+        self.0.hca.events()
+    }
+
+    /// The link that it uses, and why.
+    pub fn path(&self) -> &link::Path {
+        self.0.hca.path()
+    }
+
+    /// The largest MTU that its link carries, of those that RoCE knows.
+    pub fn largest_mtu(&self) -> Mtu {
+        // The link's own packets have no IP and UDP headers in them, which the rule counts.
+        let around = warpwire_proto::wire::packet::LONGEST_HEADERS + 8;
+        let fits = |mtu: &&Mtu| mtu.bytes() as usize + around <= self.0.hca.largest_packet();
+        Mtu::ALL.iter().rev().find(fits).copied().unwrap_or(Mtu::ALL[0])
+    }
+
+    /// What the device has counted.
+    pub fn stats(&self) -> Stats {
+        self.0.hca.stats()
+    }
+}
+
+/// Registered memory. The registration ends when this is dropped.
+///
+/// It is [`mr::Mr`] with a way to name its parts in work requests.
+#[derive(Debug)]
+pub struct Mr(mr::Mr);
+
+impl Mr {
+    /// `len` bytes of it, `offset` bytes from its beginning, for a work request. Nothing is checked here: a range
+    /// that is not in it fails the work.
+    pub fn sge(&self, offset: u64, len: u32) -> Sge {
+        Sge { address: self.0.iova().wrapping_add(offset), len, lkey: self.0.lkey() }
+    }
+
+    /// The place `offset` bytes from its beginning, for a peer.
+    pub fn remote(&self, offset: u64) -> Remote {
+        Remote { address: self.0.iova().wrapping_add(offset), rkey: self.0.rkey() }
+    }
+}
+
+impl std::ops::Deref for Mr {
+    type Target = mr::Mr;
+
+    fn deref(&self) -> &mr::Mr {
+        &self.0
+    }
+}

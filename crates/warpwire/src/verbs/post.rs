@@ -1,0 +1,299 @@
+//! Posting work: entries are written into the send queue, and one doorbell tells of all of them.
+
+use std::sync::atomic::Ordering;
+
+use parking_lot::MutexGuard;
+
+use super::qp::Core;
+use crate::error::{Error, Kind, Result};
+use crate::mlx5::{Atomic, BLOCK, Builder, Doorbell, Full, Image, Opcode, Record, Scratch};
+
+/// A range of registered memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sge {
+    /// Where it begins, in the registration's addresses.
+    pub address: u64,
+    /// How many bytes; below 2^31.
+    pub len: u32,
+    /// The registration's key.
+    pub lkey: u32,
+}
+
+/// A place in the peer's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Remote {
+    /// The address, in the registration's addresses.
+    pub address: u64,
+    /// The registration's key.
+    pub rkey: u32,
+}
+
+/// What work waits for before it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Fence {
+    /// Nothing but its turn.
+    #[default]
+    None,
+    /// All earlier reads and atomics.
+    Reads,
+    /// All earlier work.
+    All,
+}
+
+/// What to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// Send a message.
+    Send,
+    /// Send a message with four bytes beside it.
+    SendImm([u8; 4]),
+    /// Send a message, and invalidate a key of the peer.
+    SendInvalidate(u32),
+    /// Write to the peer's memory.
+    Write(Remote),
+    /// Write, then complete a receive of the peer with four bytes.
+    WriteImm(Remote, [u8; 4]),
+    /// Read from the peer's memory.
+    Read(Remote),
+    /// Change a word of the peer's memory; the value before comes into the request's memory.
+    Atomic(Remote, Atomic),
+    /// Nothing; it completes in its turn.
+    Nop,
+    /// Hold the queue until that completion queue has made the completion with that number.
+    Wait {
+        /// The completion queue's number.
+        cqn: u32,
+        /// The completion's number, from 0 on.
+        index: u32,
+    },
+    /// Read memory of our own and let it go: what was placed before is visible when it completes.
+    Dump,
+}
+
+/// Work to post.
+///
+/// ```
+/// use warpwire::verbs::{Op, Request, Sge};
+/// let range = Sge { address: 0x1000, len: 64, lkey: 7 };
+/// let request = Request::new(1, Op::Send).with(std::slice::from_ref(&range)).solicited();
+/// assert_eq!(request.data.len(), 1);
+/// let small = Request::new(2, Op::Send).inline(b"hello");
+/// assert_eq!(small.inline, Some(&b"hello"[..]));
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Request<'a> {
+    /// What the program calls it.
+    pub id: u64,
+    /// What to do.
+    pub op: Op,
+    /// The memory that it sends from, or fetches into.
+    pub data: &'a [Sge],
+    /// Bytes that go into the entry itself, instead of memory.
+    pub inline: Option<&'a [u8]>,
+    /// Whether success makes a completion, where the queue pair does not ask for all.
+    pub signaled: bool,
+    /// Whether the peer's completion should wake its owner.
+    pub solicited: bool,
+    /// What it waits for.
+    pub fence: Fence,
+}
+
+impl<'a> Request<'a> {
+    /// Signaled work without memory.
+    pub const fn new(id: u64, op: Op) -> Self {
+        Self {
+            id,
+            op,
+            data: &[],
+            inline: None,
+            signaled: true,
+            solicited: false,
+            fence: Fence::None,
+        }
+    }
+
+    /// With this memory.
+    #[must_use]
+    pub const fn with(self, data: &'a [Sge]) -> Self {
+        Self { data, ..self }
+    }
+
+    /// With these bytes, which are copied when it is posted.
+    #[must_use]
+    pub const fn inline(self, bytes: &'a [u8]) -> Self {
+        Self { inline: Some(bytes), ..self }
+    }
+
+    /// Without a completion if it succeeds.
+    #[must_use]
+    pub const fn unsignaled(self) -> Self {
+        Self { signaled: false, ..self }
+    }
+
+    /// Wakes the peer.
+    #[must_use]
+    pub const fn solicited(self) -> Self {
+        Self { solicited: true, ..self }
+    }
+
+    /// Behind a fence.
+    #[must_use]
+    pub const fn fenced(self, fence: Fence) -> Self {
+        Self { fence, ..self }
+    }
+
+    fn image<'s>(
+        &self,
+        scratch: &'s mut Scratch,
+        index: u16,
+        qpn: u32,
+    ) -> std::result::Result<Image<'s>, Full> {
+        let opcode = match self.op {
+            Op::Send => Opcode::Send,
+            Op::SendImm(_) => Opcode::SendImm,
+            Op::SendInvalidate(_) => Opcode::SendInvalidate,
+            Op::Write(_) => Opcode::RdmaWrite,
+            Op::WriteImm(..) => Opcode::RdmaWriteImm,
+            Op::Read(_) => Opcode::RdmaRead,
+            Op::Atomic(_, Atomic::CompareSwap { .. }) => Opcode::CompareSwap,
+            Op::Atomic(_, Atomic::FetchAdd { .. }) => Opcode::FetchAdd,
+            Op::Atomic(_, Atomic::MaskedCompareSwap { .. }) => Opcode::MaskedCompareSwap,
+            Op::Atomic(_, Atomic::MaskedFetchAdd { .. }) => Opcode::MaskedFetchAdd,
+            Op::Nop => Opcode::Nop,
+            Op::Wait { .. } => Opcode::Wait,
+            Op::Dump => Opcode::Dump,
+        };
+        let mut entry = Builder::new(scratch, opcode, index, qpn);
+        if self.signaled {
+            entry = entry.signaled();
+        }
+        if self.solicited {
+            entry = entry.solicited();
+        }
+        entry = match self.fence {
+            Fence::None => entry,
+            Fence::Reads => entry.fence(crate::mlx5::Fence::ReadsAndAtomics),
+            Fence::All => entry.fence(crate::mlx5::Fence::Strong),
+        };
+        entry = match self.op {
+            Op::SendImm(imm) => entry.imm(imm),
+            Op::SendInvalidate(key) => entry.invalidate(key),
+            Op::Write(at) | Op::Read(at) => entry.remote(at.address, at.rkey),
+            Op::WriteImm(at, imm) => entry.imm(imm).remote(at.address, at.rkey),
+            Op::Atomic(at, op) => entry.remote(at.address, at.rkey).atomic(&op),
+            Op::Wait { cqn, index } => entry.wait(cqn, index),
+            Op::Send | Op::Nop | Op::Dump => entry,
+        };
+        if let Some(bytes) = self.inline {
+            return entry.inline(bytes).finish();
+        }
+        for range in self.data.iter().filter(|range| range.len > 0) {
+            entry = entry.data(range.len, range.lkey, range.address);
+        }
+        entry.finish()
+    }
+}
+
+/// The producer's side of a send queue.
+#[derive(Default)]
+pub(crate) struct SendState {
+    /// The next free block, counted without end.
+    pub producer: u64,
+    scratch: Scratch,
+}
+
+impl std::fmt::Debug for SendState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "SendState({})", self.producer)
+    }
+}
+
+/// Work that is being put into a send queue. Nothing of it is seen by the device before [`Batch::post`]; dropped, it
+/// is as if it had never been.
+#[must_use = "nothing happens until the batch is posted"]
+pub struct Batch<'q> {
+    core: &'q Core,
+    state: MutexGuard<'q, SendState>,
+    next: u64,
+}
+
+impl std::fmt::Debug for Batch<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Batch({} blocks)", self.next - self.state.producer)
+    }
+}
+
+impl<'q> Batch<'q> {
+    #[inline]
+    pub(super) fn new(core: &'q Core) -> Self {
+        let state = core.send.lock();
+        let next = state.producer;
+        Self { core, state, next }
+    }
+
+    /// Adds work.
+    ///
+    /// # Errors
+    /// [`Kind::Busy`] if there is no room: post what there is, and take completions.
+    #[inline]
+    pub fn push(&mut self, request: &Request<'_>) -> Result<()> {
+        let core = self.core;
+        let image = request.image(&mut self.state.scratch, self.next as u16, core.number);
+        let image = image.map_err(|Full| too_long(request))?;
+        let blocks = u64::from(image.blocks());
+        let used = self.next - core.freed.load(Ordering::Acquire);
+        if used + blocks > u64::from(core.blocks) {
+            return Err(full(core));
+        }
+        let mask = u64::from(core.blocks) - 1;
+        let place = self.next & mask;
+        let bytes = core.memory.bytes();
+        let before_end = ((core.blocks as u64 - place) as usize * BLOCK).min(image.bytes().len());
+        let (head, tail) = image.bytes().split_at(before_end);
+        bytes.write(core.layout.send + place * BLOCK as u64, head)?;
+        bytes.write(core.layout.send, tail)?;
+        core.send_ids[place as usize].store(request.id, Ordering::Relaxed);
+        core.send_sizes[place as usize].store(blocks as u8, Ordering::Relaxed);
+        self.next += blocks;
+        Ok(())
+    }
+
+    /// Tells the device of all of it.
+    #[inline]
+    pub fn post(mut self) {
+        if self.next == self.state.producer {
+            return;
+        }
+        self.state.producer = self.next;
+        let core = self.core;
+        let bytes = core.memory.bytes();
+        let index = self.next as u16;
+        let record = u32::from_ne_bytes(Record::word(index));
+        let doorbell = u64::from_ne_bytes(Doorbell::next(core.number, index));
+        // Each store is a release: entries before the record, the record before the doorbell. They fail only if
+        // the queues' memory is gone, and the device with it.
+        let _ = bytes.store_u32(core.layout.record + Record::SEND as u64, record);
+        let _ = bytes.store_u64(core.layout.doorbell, doorbell);
+        drop(self.state);
+        core.hca.ring(core.number);
+    }
+}
+
+#[cold]
+fn full(core: &Core) -> Error {
+    Error::new(Kind::Busy, "post work")
+        .on(format!("queue pair {:#x}", core.number))
+        .why("the send queue is full")
+        .fix("take completions first, or make it deeper")
+}
+
+#[cold]
+fn too_long(request: &Request<'_>) -> Error {
+    let why = match request.inline {
+        Some(bytes) => format!("{} bytes do not fit into an entry", bytes.len()),
+        None => {
+            format!("{} ranges do not fit into an entry, or one is 2 GiB long", request.data.len())
+        }
+    };
+    Error::new(Kind::InvalidArgument, "post work").why(why).fix("cut it into several requests")
+}

@@ -1,0 +1,403 @@
+//! Queue pairs, as programs use them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use warpwire_proto::qp as protocol;
+use warpwire_proto::{Psn, qp::Change};
+
+use super::exchange::Offer;
+use super::post::{Batch, Request, SendState};
+use super::receive::ReceiveRequest;
+use super::{Context, Cq, Device, Mtu, Path, Pd, Srq, State};
+use crate::error::{Error, Kind, Result};
+use crate::hca::{Layout, QpSpec, QueueMemory};
+use crate::mlx5::{self, BLOCK};
+
+/// How a queue pair is made and connected.
+#[derive(Clone, Debug)]
+pub struct QpOptions {
+    /// How many work requests the send queue has room for, at least.
+    pub send_depth: u32,
+    /// How many receives, at least; not used with a shared queue.
+    pub receive_depth: u32,
+    /// How many ranges of memory a work request may name.
+    pub send_ranges: u32,
+    /// How many ranges a receive may name.
+    pub receive_ranges: u32,
+    /// How many bytes a work request may carry in itself.
+    pub inline: u32,
+    /// Whether every work request makes a completion.
+    pub signal_all: bool,
+    /// The shared receive queue that takes the place of its own.
+    pub srq: Option<Srq>,
+    /// Memory of another sort than the host's for its queues: at least [`Qp::memory_for`] these options.
+    pub memory: Option<QueueMemory>,
+    /// A stream or a kernel will ring its doorbell.
+    pub watched: bool,
+    /// The most payload in a packet; by default the largest that the link carries and the peer offers.
+    pub mtu: Option<Mtu>,
+    /// What the peer may do.
+    pub access: protocol::Access,
+    /// How long to wait for an answer: 4.096 µs · 2^n; 0 waits for ever.
+    pub timeout: u8,
+    /// How often to try again without an answer: 0 to 7.
+    pub retry_count: u8,
+    /// How often to try again when the peer has no receive: 0 to 6; 7 is without end.
+    pub rnr_retry: u8,
+    /// The code of the time that a peer waits when there is no receive.
+    pub min_rnr_timer: u8,
+    /// How many reads and atomics may be outstanding, in either direction.
+    pub max_rd_atomic: u8,
+    /// How many packets may be unanswered, and how reads are cut.
+    pub tuning: protocol::Options,
+}
+
+impl Default for QpOptions {
+    fn default() -> Self {
+        Self {
+            send_depth: 128,
+            receive_depth: 128,
+            send_ranges: 2,
+            receive_ranges: 2,
+            inline: 64,
+            signal_all: true,
+            srq: None,
+            memory: None,
+            watched: false,
+            mtu: None,
+            access: protocol::Access::ALL,
+            timeout: 14,
+            retry_count: 7,
+            rnr_retry: 7,
+            min_rnr_timer: 1,
+            max_rd_atomic: 16,
+            tuning: protocol::Options::default(),
+        }
+    }
+}
+
+/// The sizes of a queue pair's parts.
+struct Sizes {
+    blocks: u32,
+    receives: u32,
+    stride: u32,
+    layout: Layout,
+    len: u64,
+}
+
+impl QpOptions {
+    fn sizes(&self) -> Result<Sizes> {
+        let wrong =
+            |why: &str| Error::new(Kind::InvalidArgument, "make a queue pair").why(why.to_owned());
+        let blocks = mlx5::send_queue_blocks(self.send_depth.max(1), self.send_ranges, self.inline)
+            .filter(|blocks| *blocks <= mlx5::MOST_BLOCKS)
+            .ok_or_else(|| {
+                wrong("its send queue would have more than 32768 blocks")
+                    .fix("ask for a smaller depth, fewer ranges or less inline data")
+            })?;
+        let receives = self.receive_depth.clamp(1, 1 << 15).next_power_of_two();
+        let stride = mlx5::receive_stride(self.receive_ranges)
+            .filter(|stride| *stride <= 256)
+            .ok_or_else(|| wrong("a receive may name 16 ranges at most"))?;
+        if self.receive_depth > 1 << 15 {
+            return Err(wrong("a receive queue has 32768 entries at most"));
+        }
+        let receive_len = match self.srq {
+            Some(_) => 0,
+            None => u64::from(receives) * u64::from(stride),
+        };
+        let send = receive_len.next_multiple_of(BLOCK as u64);
+        let record = send + u64::from(blocks) * BLOCK as u64;
+        // Record and doorbell on cache lines of their own: others write the one, the CPU the other.
+        let doorbell = record + 64;
+        let layout = Layout { receive: 0, send, record, doorbell };
+        Ok(Sizes { blocks, receives, stride, layout, len: doorbell + 512 })
+    }
+}
+
+/// A reliable-connected queue pair. It ends when the last clone is dropped.
+#[derive(Clone, Debug)]
+pub struct Qp(Arc<Handle>);
+
+#[derive(Debug)]
+struct Handle {
+    core: Arc<Core>,
+    device: Arc<Device>,
+    options: QpOptions,
+    user_index: u32,
+    psn: Psn,
+    // Held so that they outlive it.
+    _pd: Pd,
+    _cqs: [Cq; 2],
+}
+
+/// What posting and polling share.
+#[derive(Debug)]
+pub(crate) struct Core {
+    pub number: u32,
+    pub hca: crate::hca::Hca,
+    pub memory: QueueMemory,
+    pub layout: Layout,
+    pub blocks: u32,
+    pub send: Mutex<SendState>,
+    /// What the program called the work, and how many blocks it takes, by its first block.
+    pub send_ids: Box<[AtomicU64]>,
+    pub send_sizes: Box<[AtomicU8]>,
+    /// The block up to which the send queue is free again, counted without end.
+    pub freed: AtomicU64,
+    pub receive: Mutex<u32>,
+    pub receive_ids: Box<[AtomicU64]>,
+    pub receives_ended: AtomicU32,
+    pub stride: u32,
+    srq: Option<Srq>,
+}
+
+impl Core {
+    /// Work ended: everything up to it is free again. Returns what the program called it.
+    pub(super) fn send_ended(&self, counter: u16) -> u64 {
+        let freed = self.freed.load(Ordering::Relaxed);
+        let block = freed + u64::from(counter.wrapping_sub(freed as u16));
+        let place = (block & u64::from(self.blocks - 1)) as usize;
+        let size = self.send_sizes[place].load(Ordering::Relaxed);
+        let id = self.send_ids[place].load(Ordering::Relaxed);
+        self.freed.store(block + u64::from(size), Ordering::Release);
+        id
+    }
+
+    /// A receive ended. Returns what the program called it.
+    pub(super) fn receive_ended(&self, counter: u16) -> u64 {
+        if let Some(srq) = &self.srq {
+            return srq.ended(counter);
+        }
+        let place = usize::from(counter) & (self.receive_ids.len() - 1);
+        let id = self.receive_ids[place].load(Ordering::Relaxed);
+        self.receives_ended.fetch_add(1, Ordering::Release);
+        id
+    }
+
+    fn forget(&self) -> Result<()> {
+        let mut send = self.send.lock();
+        let mut posted = self.receive.lock();
+        (send.producer, *posted) = (0, 0);
+        self.freed.store(0, Ordering::Relaxed);
+        self.receives_ended.store(0, Ordering::Relaxed);
+        let bytes = self.memory.bytes();
+        bytes.store_u64(self.layout.record, 0)?;
+        bytes.store_u64(self.layout.doorbell, 0)?;
+        bytes.store_u64(self.layout.doorbell + mlx5::SEND_DOORBELL_OTHER_HALF as u64, 0)
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.core.hca.destroy_qp(self.core.number);
+        // Completions that wait in a queue name it still; they are passed over from now on.
+        if let Some(place) = self.device.pairs.lock().get_mut(self.user_index as usize) {
+            *place = None;
+        }
+    }
+}
+
+impl Qp {
+    /// How much memory the queues of a queue pair with these options take.
+    pub fn memory_for(options: &QpOptions) -> Result<u64> {
+        Ok(options.sizes()?.len)
+    }
+
+    pub(super) fn create(
+        context: &Context,
+        pd: &Pd,
+        send_cq: &Cq,
+        receive_cq: &Cq,
+        options: QpOptions,
+    ) -> Result<Self> {
+        let Sizes { blocks, receives, stride, layout, len } = options.sizes()?;
+        let memory = match &options.memory {
+            Some(memory) => memory.clone(),
+            None => QueueMemory::host(len)?,
+        };
+        memory.bytes().fill(0, len, &[0])?;
+        let device = context.0.clone();
+        let mut pairs = device.pairs.lock();
+        let free = pairs.iter().position(Option::is_none);
+        let user_index = free.unwrap_or(pairs.len());
+        let number = context.0.hca.create_qp(QpSpec {
+            memory: memory.clone(),
+            layout,
+            send_blocks: blocks,
+            receive_entries: receives,
+            receive_stride: stride,
+            send_cq: send_cq.number(),
+            receive_cq: receive_cq.number(),
+            srq: options.srq.as_ref().map(Srq::number),
+            pd: pd.id(),
+            signal_all: options.signal_all,
+            user_index: user_index as u32,
+            watched: options.watched,
+            options: options.tuning,
+        })?;
+        let words = |count: u32| (0..count).map(|_| AtomicU64::new(0)).collect();
+        let core = Arc::new(Core {
+            number,
+            hca: context.0.hca.clone(),
+            memory,
+            layout,
+            blocks,
+            send: Mutex::new(SendState::default()),
+            send_ids: words(blocks),
+            send_sizes: (0..blocks).map(|_| AtomicU8::new(0)).collect(),
+            freed: AtomicU64::new(0),
+            receive: Mutex::new(0),
+            receive_ids: words(receives),
+            receives_ended: AtomicU32::new(0),
+            stride,
+            srq: options.srq.clone(),
+        });
+        if user_index == pairs.len() {
+            pairs.push(None);
+        }
+        pairs[user_index] = Some(core.clone());
+        drop(pairs);
+        let handle = Handle {
+            core,
+            device,
+            options,
+            user_index: user_index as u32,
+            psn: any_psn(number),
+            _pd: pd.clone(),
+            _cqs: [send_cq.clone(), receive_cq.clone()],
+        };
+        Ok(Self(Arc::new(handle)))
+    }
+
+    /// Its number.
+    pub fn number(&self) -> u32 {
+        self.0.core.number
+    }
+
+    /// Its state.
+    pub fn state(&self) -> Result<State> {
+        self.0.core.hca.qp_state(self.number())
+    }
+
+    /// The memory of its queues, and where things lie in it: for those who post by other means.
+    pub fn queues(&self) -> (&QueueMemory, Layout) {
+        (&self.0.core.memory, self.0.core.layout)
+    }
+
+    /// What it has counted.
+    pub fn stats(&self) -> Result<protocol::Stats> {
+        self.0.core.hca.qp_stats(self.number())
+    }
+
+    /// What a peer must know to connect to it.
+    pub fn offer(&self) -> Offer {
+        let context = Context(self.0.device.clone());
+        let mtu = self.0.options.mtu.unwrap_or_else(|| context.largest_mtu());
+        Offer {
+            address: context.path().local,
+            qpn: self.number(),
+            psn: self.0.psn.value(),
+            mtu: mtu.bytes(),
+            max_rd_atomic: self.0.options.max_rd_atomic,
+        }
+    }
+
+    /// Takes it through `INIT` and `RTR` to `RTS`, connected to the peer that made this offer.
+    pub fn connect(&self, peer: &Offer) -> Result<()> {
+        self.modify(&self.to_init())?;
+        self.modify(&self.to_rtr(peer)?)?;
+        self.modify(&self.to_rts(peer))
+    }
+
+    /// The step to `INIT` that its options ask for.
+    pub fn to_init(&self) -> Change {
+        Change {
+            partition_index: Some(0),
+            port: Some(1),
+            access: Some(self.0.options.access),
+            ..Change::to(State::Init)
+        }
+    }
+
+    /// The step to `RTR`, connected to that peer.
+    pub fn to_rtr(&self, peer: &Offer) -> Result<Change> {
+        let own = self.offer();
+        let mtu = Mtu::new(own.mtu.min(peer.mtu)).ok_or_else(|| {
+            Error::new(Kind::Malformed, format!("connect queue pair {:#x}", self.number()))
+                .why(format!("the peer offers an MTU of {} bytes", peer.mtu))
+                .fix("offer 256, 512, 1024, 2048 or 4096")
+        })?;
+        let flow_label = (own.qpn ^ peer.qpn) & 0xf_ffff;
+        let path = Path { peer: peer.address, traffic_class: 0, hop_limit: 64, flow_label };
+        Ok(Change {
+            path: Some(path),
+            mtu: Some(mtu),
+            destination: Some(peer.qpn),
+            receive_psn: Some(Psn::new(peer.psn)),
+            max_dest_rd_atomic: Some(self.0.options.max_rd_atomic),
+            min_rnr_timer: Some(self.0.options.min_rnr_timer),
+            ..Change::to(State::Rtr)
+        })
+    }
+
+    /// The step to `RTS`.
+    pub fn to_rts(&self, peer: &Offer) -> Change {
+        let options = &self.0.options;
+        Change {
+            send_psn: Some(self.0.psn),
+            timeout: Some(options.timeout),
+            retry_count: Some(options.retry_count),
+            rnr_retry: Some(options.rnr_retry),
+            max_rd_atomic: Some(options.max_rd_atomic.min(peer.max_rd_atomic)),
+            ..Change::to(State::Rts)
+        }
+    }
+
+    /// Takes a step, or changes attributes. What is refused changes nothing.
+    pub fn modify(&self, change: &Change) -> Result<()> {
+        if change.to == State::Reset {
+            // In this order: the device must find the queues as it forgets them.
+            self.0.core.forget()?;
+        }
+        self.0.core.hca.modify_qp(self.number(), change)
+    }
+
+    /// Begins a batch of work. It holds the send queue until it is posted or dropped.
+    #[inline]
+    pub fn batch(&self) -> Batch<'_> {
+        Batch::new(&self.0.core)
+    }
+
+    /// Posts work, all of it or none.
+    ///
+    /// # Errors
+    /// [`Kind::Busy`] if there is no room for it: take completions first.
+    pub fn post_send(&self, requests: &[Request<'_>]) -> Result<()> {
+        let mut batch = self.batch();
+        for request in requests {
+            batch.push(request)?;
+        }
+        batch.post();
+        Ok(())
+    }
+
+    /// Posts receives, all of them or none.
+    pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
+        if self.0.core.srq.is_some() {
+            let error = Error::new(Kind::InvalidArgument, "post a receive");
+            return Err(error.why("the queue pair uses a shared one").fix("post it there"));
+        }
+        super::receive::post(&self.0.core, requests)
+    }
+}
+
+/// A first sequence number that differs from one connection to the next, so that late packets of an old one are
+/// not taken for new ones.
+fn any_psn(number: u32) -> Psn {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let seed = now.map_or(0, |since| since.as_nanos() as u64) ^ u64::from(number) << 40;
+    Psn::new((seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32)
+}

@@ -1,0 +1,84 @@
+//! Posting receives.
+
+use std::sync::atomic::Ordering;
+
+use super::post::Sge;
+use super::qp::Core;
+use crate::error::{Error, Kind, Result};
+use crate::mlx5::{self, Record};
+
+/// The most ranges in a receive.
+pub(super) const MOST_RANGES: usize = 16;
+
+/// A receive to post.
+///
+/// ```
+/// use warpwire::verbs::{ReceiveRequest, Sge};
+/// let range = Sge { address: 0x1000, len: 64, lkey: 7 };
+/// let receive = ReceiveRequest { id: 1, data: &[range] };
+/// assert_eq!(receive.data[0].len, 64);
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct ReceiveRequest<'a> {
+    /// What the program calls it.
+    pub id: u64,
+    /// Where the message goes.
+    pub data: &'a [Sge],
+}
+
+impl ReceiveRequest<'_> {
+    /// The ranges as the queue's format has them: length, key, address.
+    pub(super) fn ranges(&self) -> ([(u32, u32, u64); MOST_RANGES], usize) {
+        let mut ranges = [(0, 0, 0); MOST_RANGES];
+        for (place, range) in ranges.iter_mut().zip(self.data) {
+            *place = (range.len, range.lkey, range.address);
+        }
+        (ranges, self.data.len())
+    }
+}
+
+/// Posts receives to a queue pair's own queue, all or none.
+pub(super) fn post(core: &Core, requests: &[ReceiveRequest<'_>]) -> Result<()> {
+    let mut posted = core.receive.lock();
+    let entries = core.receive_ids.len() as u32;
+    let waiting = posted.wrapping_sub(core.receives_ended.load(Ordering::Acquire));
+    if waiting as usize + requests.len() > entries as usize {
+        return Err(full(core.number));
+    }
+    let bytes = core.memory.bytes();
+    let mut next = *posted;
+    for request in requests {
+        let mut entry = [0; MOST_RANGES * 16];
+        let stride = core.stride as usize;
+        let (ranges, count) = request.ranges();
+        let fits = ranges.get(..count).and_then(|r| mlx5::Receive::write(&mut entry[..stride], r));
+        fits.ok_or_else(|| too_many(request, stride / 16))?;
+        let place = next & (entries - 1);
+        bytes.write(core.layout.receive + u64::from(place) * stride as u64, &entry[..stride])?;
+        core.receive_ids[place as usize].store(request.id, Ordering::Relaxed);
+        next = next.wrapping_add(1);
+    }
+    *posted = next;
+    let word = u32::from_ne_bytes(Record::word(next as u16));
+    bytes.store_u32(core.layout.record + Record::RECEIVE as u64, word)?;
+    // A queue pair that has failed gives them back at once; one that works looks when a message comes.
+    core.hca.ring(core.number);
+    Ok(())
+}
+
+#[cold]
+pub(super) fn full(number: u32) -> Error {
+    Error::new(Kind::Busy, "post a receive")
+        .on(format!("queue {number:#x}"))
+        .why("the receive queue is full")
+        .fix("take completions first, or make it deeper")
+}
+
+#[cold]
+pub(super) fn too_many(request: &ReceiveRequest<'_>, most: usize) -> Error {
+    let why =
+        format!("it names {} ranges, and may name {most}, each below 2 GiB", request.data.len());
+    Error::new(Kind::InvalidArgument, "post a receive")
+        .why(why)
+        .fix("make the queue with more ranges")
+}

@@ -1,0 +1,135 @@
+//! Shared receive queues: receives that whichever queue pair needs one takes.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::receive::{MOST_RANGES, ReceiveRequest, full, too_many};
+use super::{Context, Device, Pd};
+use crate::error::{Error, Kind, Result};
+use crate::hca::{QueueMemory, SrqSpec};
+use crate::mlx5::{Record, SEGMENT, SrqEntry};
+
+/// How a shared receive queue is made.
+#[derive(Clone, Copy, Debug)]
+pub struct SrqOptions {
+    /// How many receives it has room for, at least.
+    pub depth: u32,
+    /// How many ranges a receive may name: 15 at most.
+    pub ranges: u32,
+}
+
+impl Default for SrqOptions {
+    fn default() -> Self {
+        Self { depth: 256, ranges: 1 }
+    }
+}
+
+/// A shared receive queue. It ends when the last clone is dropped.
+#[derive(Clone, Debug)]
+pub struct Srq(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    device: Arc<Device>,
+    number: u32,
+    memory: QueueMemory,
+    record: u64,
+    stride: u32,
+    state: Mutex<Slots>,
+    _pd: Pd,
+}
+
+/// The slots: a list of those that are free, linked in the order in which the device will take them.
+#[derive(Debug)]
+struct Slots {
+    ids: Box<[u64]>,
+    free: Vec<u16>,
+    /// The slot that the next receive goes to: the one that the last entry already points to.
+    next: u16,
+    posted: u32,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.device.hca.destroy_srq(self.number);
+    }
+}
+
+impl Srq {
+    pub(super) fn create(context: &Context, pd: &Pd, options: SrqOptions) -> Result<Self> {
+        let wrong = |why: &str| {
+            Error::new(Kind::InvalidArgument, "make a shared receive queue").why(why.to_owned())
+        };
+        if options.depth == 0 || options.depth >= 1 << 15 {
+            return Err(wrong("its depth must be 1 to 32767"));
+        }
+        if options.ranges == 0 || options.ranges as usize >= MOST_RANGES {
+            return Err(wrong("a receive names 1 to 15 ranges"));
+        }
+        // One slot more than receives: the last entry always points to a slot that is free.
+        let entries = (options.depth + 1).next_power_of_two();
+        let stride = ((options.ranges + 1) * SEGMENT as u32).next_power_of_two();
+        let record = u64::from(entries) * u64::from(stride);
+        let memory = QueueMemory::host(record + 64)?;
+        let spec = SrqSpec { memory: memory.clone(), entries, stride, record };
+        let number = context.0.hca.create_srq(spec)?;
+        let state = Mutex::new(Slots {
+            ids: vec![0; entries as usize].into(),
+            free: (1..entries as u16).rev().collect(),
+            next: 0,
+            posted: 0,
+        });
+        let device = context.0.clone();
+        let shared = Shared { device, number, memory, record, stride, state, _pd: pd.clone() };
+        Ok(Self(Arc::new(shared)))
+    }
+
+    /// Its number.
+    pub fn number(&self) -> u32 {
+        self.0.number
+    }
+
+    /// Asks for an event, once, when fewer than `limit` receives wait; 0 asks for none.
+    pub fn arm(&self, limit: u32) {
+        self.0.device.hca.arm_srq(self.0.number, limit);
+    }
+
+    /// Posts receives, all of them or none.
+    pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
+        let shared = &*self.0;
+        let mut slots = shared.state.lock();
+        if slots.free.len() < requests.len() {
+            return Err(full(shared.number));
+        }
+        let stride = shared.stride as usize;
+        let bytes = shared.memory.bytes();
+        let (mut slot, mut taken) = (slots.next, 0);
+        for request in requests {
+            let next = slots.free[slots.free.len() - 1 - taken];
+            let mut entry = [0; (MOST_RANGES + 1) * SEGMENT];
+            let entry = &mut entry[..stride];
+            let (ranges, count) = request.ranges();
+            let fits = ranges.get(..count).and_then(|r| SrqEntry::write(entry, next, r));
+            fits.ok_or_else(|| too_many(request, stride / SEGMENT - 1))?;
+            bytes.write(u64::from(slot) * stride as u64, entry)?;
+            slots.ids[usize::from(slot)] = request.id;
+            (slot, taken) = (next, taken + 1);
+        }
+        let left = slots.free.len() - taken;
+        slots.free.truncate(left);
+        slots.next = slot;
+        slots.posted = slots.posted.wrapping_add(taken as u32);
+        let word = u32::from_ne_bytes(Record::word(slots.posted as u16));
+        bytes.store_u32(shared.record, word)
+    }
+
+    /// A receive ended: its slot is free. Returns what the program called it.
+    pub(super) fn ended(&self, slot: u16) -> u64 {
+        let mut slots = self.0.state.lock();
+        let place = usize::from(slot) & (slots.ids.len() - 1);
+        // A slot is given back once: the device completes each receive once.
+        slots.free.insert(0, place as u16);
+        slots.ids[place]
+    }
+}
