@@ -23,7 +23,7 @@ use super::rung::Rung;
 use super::stats::{Lost, Totals};
 use crate::error::{Error, Kind, Result};
 use crate::link::{Frame, Link};
-use crate::mr::{Access, Registry};
+use crate::mr::Registry;
 
 /// How many packets a queue pair may send before another has its turn.
 const BUDGET: u32 = 32;
@@ -210,17 +210,15 @@ const LONGEST_AROUND: usize =
     warpwire_proto::wire::packet::LONGEST_HEADERS + warpwire_proto::wire::packet::ICRC_LEN + 3;
 
 fn gather(
-    side: &super::pair::Side,
+    side: &mut super::pair::Side,
     registry: &Registry,
     payload: Payload,
     into: &mut [u8],
 ) -> std::result::Result<(), crate::mr::Denied> {
     match payload.from {
         Source::Work { id, offset } => side.gather(registry, id, offset, into),
-        Source::Remote(at) => {
-            let len = into.len() as u64;
-            let span = registry.resolve(at.key, side.pd, Access::REMOTE_READ, at.address, len)?;
-            span.gather(0, into)
+        Source::Remote { at, left, request } => {
+            side.gather_for_peer(registry, at, left, request, into)
         }
     }
 }

@@ -25,6 +25,7 @@
 //! Who polls a completion queue makes steps himself ([`Hca::poll`]), so that no thread stands in between; a guard
 //! steps in when nobody polls.
 
+mod ahead;
 mod complete;
 mod cq;
 mod drive;

@@ -1,8 +1,9 @@
 //! A queue pair inside the engine: the protocol's state machine, its queues, and the memory that its work names.
 
-use warpwire_proto::Instant;
 use warpwire_proto::qp::{self, Op, Qp, Status as WireStatus, Work as WireWork};
+use warpwire_proto::{Instant, Psn};
 
+use super::ahead::{Ahead, Name, Wanted};
 use super::memory::QueueMemory;
 use super::ring::{
     LONGEST_RECEIVE, Layout, ReceiveRing, SendRing, SharedRing, Taken, TakenReceive,
@@ -89,6 +90,8 @@ pub(super) struct Side {
     /// The receives in use: a message has one, and another may wait for the next.
     in_use: [Option<TakenReceive>; 2],
     pub pd: PdId,
+    /// Payload of device memory that was fetched ahead.
+    ahead: Ahead,
     /// Why the last range was denied, for whoever asks.
     pub denied: Option<Denied>,
     /// An answer was "not now": poll again soon.
@@ -120,6 +123,7 @@ impl Pair {
             receives,
             in_use: [None; 2],
             pd: spec.pd,
+            ahead: Ahead::default(),
             denied: None,
             later: false,
             blocks_mask: u64::from(spec.send_blocks) - 1,
@@ -145,6 +149,7 @@ impl Pair {
         (self.failed, self.wait) = (false, None);
         self.side.ring.reset();
         self.side.in_use = [None; 2];
+        self.side.ahead = Ahead::default();
         if let Receives::Own(ring) = &mut self.side.receives {
             ring.reset();
         }
@@ -280,18 +285,23 @@ impl Side {
 
     /// Copies payload of work, `offset` bytes into it, to `into`.
     pub(super) fn gather(
-        &self,
+        &mut self,
         registry: &Registry,
         block: u64,
         offset: u32,
         into: &mut [u8],
     ) -> Result<(), Denied> {
-        let underway = self.underway(block);
-        if let Some(data) = underway.single {
+        if let Some(data) = self.underway(block).single {
             let address = data.address.wrapping_add(u64::from(offset));
-            let span =
-                registry.resolve(data.lkey, self.pd, Access::NONE, address, into.len() as u64)?;
-            return span.gather(0, into);
+            let wanted = Wanted {
+                name: Name::Work(block),
+                key: data.lkey,
+                pd: self.pd,
+                need: Access::NONE,
+                address,
+                left: data.len.saturating_sub(offset),
+            };
+            return self.ahead.gather(registry, &wanted, into);
         }
         let mut done = 0;
         self.walk(block, offset, into.len() as u32, |piece, skip, len| {
@@ -310,6 +320,26 @@ impl Side {
                 }
             }
         })
+    }
+
+    /// Copies what a peer reads to `into`; the request asks for `left` bytes from there on.
+    pub(super) fn gather_for_peer(
+        &mut self,
+        registry: &Registry,
+        at: qp::Remote,
+        left: u32,
+        request: Psn,
+        into: &mut [u8],
+    ) -> Result<(), Denied> {
+        let wanted = Wanted {
+            name: Name::Read(request),
+            key: at.key,
+            pd: self.pd,
+            need: Access::REMOTE_READ,
+            address: at.address,
+            left,
+        };
+        self.ahead.gather(registry, &wanted, into)
     }
 
     /// Whether payload of work may be fetched.
