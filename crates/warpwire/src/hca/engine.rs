@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::{Arrived, Change, Event, Notice, Payload, Source, State};
+use warpwire_proto::qp::{Arrived, Change, Event, Notice, Payload, Source, State, Transmit};
 use warpwire_proto::wire::{Transport, UDP_PORT};
 
 use super::complete;
@@ -156,7 +156,7 @@ impl Engine {
             return (0, Turn::Done);
         };
         let room = qp.mtu().bytes() as usize + LONGEST_AROUND;
-        let mut count = 0;
+        let (mut count, mut packet) = (0, Transmit::new());
         let turn = loop {
             if count == BUDGET as usize {
                 break Turn::More;
@@ -170,7 +170,9 @@ impl Engine {
                 }
             }
             let mut view = View { side, registry, srqs, payload: &[] };
-            let Some(packet) = qp.poll_transmit(now, &mut view) else { break Turn::Done };
+            if !qp.transmit_into(now, &mut view, &mut packet) {
+                break Turn::Done;
+            }
             let len = packet.payload.map_or(0, |payload| payload.len as usize);
             let wire_len = packet.headers.wire_len(len);
             let Ok(slot) = self.link.reserve(flow, wire_len) else {
@@ -241,7 +243,8 @@ impl Core {
         totals.packets_received += 1;
         let headers = transport.headers();
         let payload = transport.payload();
-        let arrived = Arrived { headers, payload_len: payload.len() as u32, marked: frame.marked };
+        let arrived =
+            Arrived { headers: &headers, payload_len: payload.len() as u32, marked: frame.marked };
         let mut view = View { side: &mut pair.side, registry, srqs, payload };
         // Counted by the queue pair itself.
         let _ = pair.qp.handle_packet(now, &arrived, &mut view);
