@@ -76,8 +76,9 @@ pub(super) struct Pair {
     pub user_index: u32,
     pub watched: bool,
     pub signal_all: bool,
-    /// The queue stands still until a completion queue has made a certain completion.
-    pub wait: Option<mlx5::Wait>,
+    /// The queue stands still until a completion queue has made a certain completion; only then is the work begun
+    /// that asked for it.
+    pub wait: Option<(mlx5::Wait, WireWork)>,
 }
 
 /// The part of it that the protocol asks about memory.
@@ -154,25 +155,30 @@ impl Pair {
     /// tells how many completions a queue has made.
     pub(super) fn take_work(&mut self, now: Instant, produced: impl Fn(u32) -> Option<u64>) {
         loop {
-            if let Some(wait) = self.wait {
-                // A queue that is not there, or not yet so far, holds this one up.
-                let reached =
-                    produced(wait.cqn).is_some_and(|count| has_reached(count, wait.index));
-                if !reached {
-                    return;
-                }
-                self.wait = None;
-            }
             if self.qp.outstanding() as u64 > self.side.blocks_mask {
                 return;
             }
+            if let Some((wait, work)) = self.wait {
+                // A queue that is not there, or not yet so far, holds this one up; a failure ends every wait.
+                let reached =
+                    produced(wait.cqn).is_some_and(|count| has_reached(count, wait.index));
+                if !reached && self.qp.state() != qp::State::Err {
+                    return;
+                }
+                self.wait = None;
+                self.begin(work);
+                continue;
+            }
             let Some(taken) = self.side.ring.take(now) else { return };
-            self.wait = self.post(&taken);
+            match self.understand(&taken) {
+                (work, Some(wait)) => self.wait = Some((wait, work)),
+                (work, None) => self.begin(work),
+            }
         }
     }
 
-    /// Posts an entry; a wait is returned instead of being obeyed.
-    fn post(&mut self, taken: &Taken) -> Option<mlx5::Wait> {
+    /// What an entry asks for; and what it waits for, if it is a wait.
+    fn understand(&mut self, taken: &Taken) -> (WireWork, Option<mlx5::Wait>) {
         self.side.note(taken, 0, None);
         let parsed = match taken.torn {
             true => Err(Status::LocalQpOperation),
@@ -195,12 +201,15 @@ impl Pair {
             fence,
             solicited: taken.control.solicited,
         };
+        (work, wait)
+    }
+
+    fn begin(&mut self, work: WireWork) {
         if self.qp.post(work).is_err() {
             // A length that this MTU does not carry, or a state that takes no work: the same to the user.
             let bad = Op::Bad(WireStatus::LocalOperation);
             let _ = self.qp.post(WireWork { op: bad, len: 0, ..work });
         }
-        wait
     }
 }
 
