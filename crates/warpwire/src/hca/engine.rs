@@ -394,12 +394,13 @@ impl Core {
 
     /// Posts what lies in the send queue.
     fn take_work(&mut self, now: Instant, index: u32) {
-        let Core { pairs, cqs, .. } = self;
+        let Core { pairs, cqs, registry, .. } = self;
         let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
         if !matches!(pair.qp.state(), State::Rts | State::Sqd | State::Err) {
             return;
         }
-        pair.take_work(now, |cqn| cqs.get(cqn as usize)?.as_ref().map(CompletionRing::produced));
+        let produced = |cqn| cqs.get(cqn as usize)?.as_ref().map(CompletionRing::produced);
+        pair.take_work(now, registry, produced);
         let holds_up = pair.wait.is_some() || pair.side.ring.is_waiting();
         if holds_up {
             // Nobody rings for that: look again at the next step.

@@ -153,7 +153,12 @@ impl Pair {
 
     /// Takes entries from the send queue and posts them, as long as there are any and there is room. `produced`
     /// tells how many completions a queue has made.
-    pub(super) fn take_work(&mut self, now: Instant, produced: impl Fn(u32) -> Option<u64>) {
+    pub(super) fn take_work(
+        &mut self,
+        now: Instant,
+        registry: &Registry,
+        produced: impl Fn(u32) -> Option<u64>,
+    ) {
         loop {
             if self.qp.outstanding() as u64 > self.side.blocks_mask {
                 return;
@@ -170,7 +175,7 @@ impl Pair {
                 continue;
             }
             let Some(taken) = self.side.ring.take(now) else { return };
-            match self.understand(&taken) {
+            match self.understand(&taken, registry) {
                 (work, Some(wait)) => self.wait = Some((wait, work)),
                 (work, None) => self.begin(work),
             }
@@ -178,11 +183,11 @@ impl Pair {
     }
 
     /// What an entry asks for; and what it waits for, if it is a wait.
-    fn understand(&mut self, taken: &Taken) -> (WireWork, Option<mlx5::Wait>) {
+    fn understand(&mut self, taken: &Taken, registry: &Registry) -> (WireWork, Option<mlx5::Wait>) {
         self.side.note(taken, 0, None);
         let parsed = match taken.torn {
             true => Err(Status::LocalQpOperation),
-            false => self.side.translate(taken),
+            false => self.side.translate(taken, registry),
         };
         let (op, len, wait) = match parsed {
             Ok(found) => found,
@@ -233,9 +238,13 @@ impl Side {
     }
 
     /// What an entry means to the protocol: operation, length, and a wait if it is one.
-    fn translate(&mut self, taken: &Taken) -> Result<(Op, u32, Option<mlx5::Wait>), Status> {
+    fn translate(
+        &mut self,
+        taken: &Taken,
+        registry: &Registry,
+    ) -> Result<(Op, u32, Option<mlx5::Wait>), Status> {
         let wqe = Wqe::parse(self.ring.copy(taken.block)).map_err(|refused| refused.status())?;
-        let (mut wait, mut single) = (None, None);
+        let (mut wait, mut single, mut dumped) = (None, None, 0);
         let remote = |at: mlx5::Remote| qp::Remote { address: at.address, key: at.rkey };
         let mut note = |payload: &mlx5::Payload<'_>| {
             let mut pieces = payload.pieces();
@@ -252,7 +261,7 @@ impl Side {
             }
             // What is read locally goes nowhere, and all that was placed before is in its place already.
             Work::Dump { from } => {
-                note(&from);
+                dumped = note(&from);
                 (Op::Local, 0)
             }
             Work::Send { kind, payload } => {
@@ -278,7 +287,14 @@ impl Side {
             }
         };
         self.note(taken, len, single);
-        Ok((op, len, wait))
+        match self.may_gather(registry, taken.block, 0, dumped) {
+            // Memory that moves is there, and nobody sees what was read of it.
+            Ok(()) | Err(Denied::Moving) => Ok((op, len, wait)),
+            Err(denied) => {
+                self.denied = Some(denied);
+                Err(Status::LocalProtection)
+            }
+        }
     }
 
     fn note(&mut self, taken: &Taken, len: u32, single: Option<Data>) {
@@ -329,6 +345,9 @@ impl Side {
         offset: u32,
         len: u32,
     ) -> Result<(), Denied> {
+        if len == 0 {
+            return Ok(());
+        }
         let check = |data: Data, skip: u32, len: u32| {
             let address = data.address.wrapping_add(u64::from(skip));
             registry.resolve(data.lkey, self.pd, Access::NONE, address, u64::from(len)).map(drop)
