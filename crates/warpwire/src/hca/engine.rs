@@ -18,7 +18,7 @@ use super::cq::CompletionRing;
 use super::event::{AsyncEvent, News};
 use super::host::View;
 use super::pair::{Pair, Receives};
-use super::ring::SharedRing;
+use super::ring::{NOT_THERE_YET, SharedRing};
 use super::rung::Rung;
 use super::stats::{Lost, Totals};
 use crate::error::{Error, Kind, Result};
@@ -52,6 +52,10 @@ pub(super) struct Core {
     watched: Vec<u32>,
     pub news: Arc<News>,
     pub rung: Arc<Rung>,
+    /// A queue pair stands still until some completion is made.
+    held: bool,
+    /// An entry was promised and is not there yet.
+    missing: bool,
     pub totals: Totals,
 }
 
@@ -97,6 +101,8 @@ impl Engine {
             watched: Vec::new(),
             news,
             rung,
+            held: false,
+            missing: false,
             totals: Totals::default(),
         };
         Self { link, core }
@@ -110,10 +116,13 @@ impl Engine {
     pub(super) fn step(&mut self, now: Instant) -> Result<Progress> {
         let core = &mut self.core;
         let received = self.link.receive(&mut |frame| core.arrive(now, &frame))?;
+        let told = core.totals.completions;
         core.look_at_doorbells(now);
         core.run_timers(now);
         let sent = self.transmit(now)?;
-        let more = !self.core.active.is_empty();
+        // Completions that were made since the doorbells were looked at may be what somebody waits for.
+        let core = &self.core;
+        let more = !core.active.is_empty() || core.held && core.totals.completions != told;
         Ok(Progress { received, sent, more })
     }
 
@@ -121,7 +130,8 @@ impl Engine {
     pub(super) fn next_deadline(&self, now: Instant) -> Instant {
         let timer = self.core.timers.peek().map_or(Instant::NEVER, |Reverse((when, _))| *when);
         let link = self.link.wakes_in().map_or(Instant::NEVER, |wait| now + wait);
-        timer.min(link)
+        let missing = if self.core.missing { now + NOT_THERE_YET } else { Instant::NEVER };
+        timer.min(link).min(missing)
     }
 
     fn transmit(&mut self, now: Instant) -> Result<usize> {
@@ -372,6 +382,8 @@ impl Core {
 
     fn look_at_doorbells(&mut self, now: Instant) {
         let rung = self.rung.clone();
+        // Set again by those who still are, as each of them rings for itself.
+        (self.held, self.missing) = (false, false);
         rung.take(|index| self.look_at(now, index));
         for at in 0..self.watched.len() {
             let index = self.watched[at];
@@ -401,8 +413,10 @@ impl Core {
         }
         let produced = |cqn| cqs.get(cqn as usize)?.as_ref().map(CompletionRing::produced);
         pair.take_work(now, registry, produced);
-        let holds_up = pair.wait.is_some() || pair.side.ring.is_waiting();
-        if holds_up {
+        let (held, missing) = (pair.wait.is_some(), pair.side.ring.is_waiting());
+        self.held |= held;
+        self.missing |= missing;
+        if held || missing {
             // Nobody rings for that: look again at the next step.
             self.rung.ring(index);
         }

@@ -14,7 +14,7 @@ use crate::mlx5::{
 
 /// How long an entry may be promised by a doorbell and not be there, before it counts as wrong. Doorbells may
 /// overtake what they tell of; not by that much.
-const NOT_THERE_YET: Duration = Duration::from_millis(1);
+pub(super) const NOT_THERE_YET: Duration = Duration::from_millis(1);
 
 /// Where the parts of a queue pair lie in its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
