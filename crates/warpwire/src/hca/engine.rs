@@ -292,12 +292,16 @@ impl Core {
                 }
                 Event::Received(receipt) => {
                     pair.side.end_receive(receipt.id);
-                    // Data before the completion that tells of it, also where stores are combined.
-                    self.registry.publish_all();
                     let cqe = complete::received(pair, &receipt);
                     let cqn = pair.receive_cq;
+                    let shared = match pair.side.receives {
+                        Receives::Shared(srqn) => Some(srqn),
+                        Receives::Own(_) => None,
+                    };
                     self.push(cqn, &cqe);
-                    self.check_limit(index);
+                    if let Some(srqn) = shared {
+                        self.check_limit(srqn);
+                    }
                 }
                 Event::Notice(notice) => self.tell(index, notice),
             }
@@ -326,6 +330,8 @@ impl Core {
     fn push(&mut self, cqn: u32, cqe: &crate::mlx5::Cqe) {
         let Some(Some(cq)) = self.cqs.get_mut(cqn as usize) else { return };
         self.totals.completions += 1;
+        // Data before the completion that tells of it, also where stores are combined.
+        self.registry.publish_all();
         if cq.push(cqe).is_err() {
             self.news.tell(AsyncEvent::CqOverrun { cqn });
             self.fail_users_of(cqn);
@@ -369,9 +375,7 @@ impl Core {
         }
     }
 
-    fn check_limit(&mut self, index: u32) {
-        let Some(Some(pair)) = self.pairs.get(index as usize) else { return };
-        let Receives::Shared(srqn) = pair.side.receives else { return };
+    fn check_limit(&mut self, srqn: u32) {
         let Some(Some(srq)) = self.srqs.get(srqn as usize) else { return };
         let Some(place) = self.srq_limits.get_mut(srqn as usize) else { return };
         if place.is_some_and(|limit| srq.waiting() < limit) {
@@ -612,6 +616,7 @@ impl Engine {
         if let Some(place) = self.core.srq_limits.get_mut(srqn as usize) {
             *place = (limit > 0).then_some(limit);
         }
+        self.core.check_limit(srqn);
     }
 }
 

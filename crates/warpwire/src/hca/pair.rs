@@ -71,6 +71,8 @@ pub(super) struct Pair {
     pub timer: Instant,
     /// Its failure has been dealt with.
     pub failed: bool,
+    /// A failure of its work has been told.
+    pub told: bool,
     pub send_cq: u32,
     pub receive_cq: u32,
     pub user_index: u32,
@@ -132,6 +134,7 @@ impl Pair {
             active: false,
             timer: Instant::NEVER,
             failed: false,
+            told: false,
             send_cq: spec.send_cq,
             receive_cq: spec.receive_cq,
             user_index: spec.user_index,
@@ -143,7 +146,7 @@ impl Pair {
 
     /// Forgets all work, as the protocol just did.
     pub(super) fn reset(&mut self) {
-        (self.failed, self.wait) = (false, None);
+        (self.failed, self.told, self.wait) = (false, false, None);
         self.side.ring.reset();
         self.side.in_use = [None; 2];
         if let Receives::Own(ring) = &mut self.side.receives {
