@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{Arrived, Change, Event, Notice, Payload, Source, State, Transmit};
+use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 use warpwire_proto::wire::{Transport, UDP_PORT};
 
 use super::complete;
@@ -217,9 +218,8 @@ enum Turn {
     LinkFull,
 }
 
-/// The most that stands around a payload: headers, pad and ICRC.
-const LONGEST_AROUND: usize =
-    warpwire_proto::wire::packet::LONGEST_HEADERS + warpwire_proto::wire::packet::ICRC_LEN + 3;
+/// The most that stands around a payload: a write's headers with immediate, and the ICRC. An MTU needs no pad.
+pub(super) const LONGEST_AROUND: usize = BTH_LEN + 20 + ICRC_LEN;
 
 fn gather(
     side: &mut super::pair::Side,

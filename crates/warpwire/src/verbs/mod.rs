@@ -162,9 +162,7 @@ impl Context {
 
     /// The largest MTU that its link carries, of those that RoCE knows.
     pub fn largest_mtu(&self) -> Mtu {
-        // The link's own packets have no IP and UDP headers in them, which the rule counts.
-        let around = warpwire_proto::wire::packet::LONGEST_HEADERS + 8;
-        let fits = |mtu: &&Mtu| mtu.bytes() as usize + around <= self.0.hca.largest_packet();
+        let fits = |mtu: &&Mtu| mtu.bytes() as usize <= self.0.hca.largest_payload();
         Mtu::ALL.iter().rev().find(fits).copied().unwrap_or(Mtu::ALL[0])
     }
 
