@@ -5,9 +5,11 @@
 //! the loopback link only.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
+mod events;
 mod failures;
 mod fixture;
 mod operations;
+mod queues;
 
 use std::process::ExitCode;
 
@@ -16,9 +18,9 @@ use libtest_mimic::{Arguments, Trial};
 use fixture::{Case, Fixture, Which};
 
 /// Cases that every link runs.
-const EVERYWHERE: &[&[Case]] = &[operations::CASES, failures::CASES];
+const EVERYWHERE: &[&[Case]] = &[operations::CASES, failures::CASES, queues::CASES, events::CASES];
 /// Cases for which the link does not matter.
-const ONCE: &[&[Case]] = &[failures::ONCE];
+const ONCE: &[&[Case]] = &[failures::ONCE, queues::ONCE, events::ONCE];
 
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();
