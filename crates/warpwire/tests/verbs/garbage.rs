@@ -107,7 +107,7 @@ fn put(world: &World, side: &Side, index: u16, bytes: &[u8]) {
 /// Pure noise, in which the index and the size of the first entry are right: it would never be looked at else.
 fn random_entries(fixture: &Fixture) {
     let abuse = Abuse::new(fixture, options());
-    for_seeds(0..600, |seed| {
+    for_seeds(0..3000, |seed| {
         let mut dice = Dice::new(seed);
         let mut entry = vec![0; 64 * (1 + dice.below(4) as usize)];
         entry.iter_mut().for_each(|byte| *byte = dice.draw() as u8);
@@ -174,7 +174,7 @@ fn mutated_entries(fixture: &Fixture) {
     let abuse = Abuse::new(fixture, options());
     let mut scratch = Scratch::default();
     let scratch = std::cell::RefCell::new(&mut scratch);
-    for_seeds(0..1500, |seed| {
+    for_seeds(0..4000, |seed| {
         let mut dice = Dice::new(seed);
         let mut entry = right_entry(&abuse, &mut dice, &mut scratch.borrow_mut(), 0);
         for _ in 0..1 + dice.below(3) {
@@ -208,7 +208,7 @@ fn mutated_entries(fixture: &Fixture) {
 
 fn random_doorbells_and_records(fixture: &Fixture) {
     let abuse = Abuse::new(fixture, QpOptions { watched: true, ..options() });
-    for_seeds(0..600, |seed| {
+    for_seeds(0..3000, |seed| {
         let mut dice = Dice::new(seed);
         let (memory, layout) = abuse.victim.a.qp.queues();
         for _ in 0..6 {
@@ -233,7 +233,7 @@ fn random_doorbells_and_records(fixture: &Fixture) {
 
 fn random_receives(fixture: &Fixture) {
     let abuse = Abuse::new(fixture, QpOptions { receive_ranges: 4, ..options() });
-    for_seeds(0..600, |seed| {
+    for_seeds(0..3000, |seed| {
         let mut dice = Dice::new(seed);
         let (memory, layout) = abuse.victim.b.qp.queues();
         let mut entries = [0; 256];
@@ -271,7 +271,7 @@ fn random_links_of_shared_receives(fixture: &Fixture) {
     let bystander = world.join(QpOptions::default());
     let hca = world.b.context.hca();
     let near = fixture.host(&world.a, 4096);
-    for_seeds(0..150, |seed| {
+    for_seeds(0..1000, |seed| {
         let mut dice = Dice::new(seed);
         let memory = QueueMemory::host(16 * 64 + 64).unwrap();
         let mut noise = vec![0; 16 * 64];
@@ -333,7 +333,7 @@ fn random_completions(fixture: &Fixture) {
     let world = fixture.world();
     let bystander = world.join(QpOptions::default());
     let srq = world.a.context.create_srq(&world.a.pd, SrqOptions { depth: 7, ranges: 1 }).unwrap();
-    for_seeds(0..400, |seed| {
+    for_seeds(0..1500, |seed| {
         let mut dice = Dice::new(seed);
         let srq = (seed % 2 == 0).then(|| srq.clone());
         let joined = world.join_with(QpOptions { srq, ..options() }, options());
