@@ -246,7 +246,9 @@ impl Core {
             return self.totals.lose(Lost::NoQueuePair);
         };
         let Core { pairs, registry, srqs, totals, .. } = self;
-        let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
+        let Some(Some(pair)) = pairs.get_mut(index as usize) else {
+            return totals.lose(Lost::NoQueuePair);
+        };
         if !pair.qp.path().is_some_and(|path| is_from(path.peer, frame.from)) {
             return totals.lose(Lost::Stranger);
         }

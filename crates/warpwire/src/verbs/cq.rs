@@ -63,6 +63,14 @@ impl Drop for Shared {
     }
 }
 
+impl Shared {
+    /// Tells the device which entries are free.
+    fn tell_consumed(&self, reader: &Reader) {
+        let word = u32::from_ne_bytes(Arm::consumed_word(reader.consumed as u32));
+        let _ = self.memory.bytes().store_u32(u64::from(self.entries) * CQE_LEN, word);
+    }
+}
+
 impl Cq {
     /// How much memory a queue with room for so many completions takes.
     pub fn memory_for(entries: u32) -> u64 {
@@ -152,8 +160,7 @@ impl Cq {
             }
         }
         if reader.consumed != before {
-            let word = u32::from_ne_bytes(Arm::consumed_word(reader.consumed as u32));
-            let _ = bytes.store_u32(entries * CQE_LEN, word);
+            shared.tell_consumed(&reader);
         }
         count
     }
@@ -164,7 +171,7 @@ impl Cq {
         if shared.overwritten {
             return; // the device may be writing what would be changed here
         }
-        let reader = shared.reader.lock();
+        let mut reader = shared.reader.lock();
         let (bytes, entries) = (shared.memory.bytes(), u64::from(shared.entries));
         for number in reader.consumed..reader.consumed + entries {
             let at = (number & (entries - 1)) * CQE_LEN;
@@ -173,16 +180,24 @@ impl Cq {
             if !Tail::parse(tail).is_owned(owner_bit(number, entries))
                 || bytes.read(at, &mut entry).is_err()
             {
-                return;
+                break;
             }
-            let Ok(cqe) = Cqe::parse(&entry) else { continue };
-            if cqe.qpn == core.number {
-                if !is_of_send(&cqe) {
-                    core.receive_ended(cqe.counter);
+            match Cqe::parse(&entry) {
+                Ok(cqe) if cqe.qpn == core.number => {
+                    if !is_of_send(&cqe) {
+                        core.receive_ended(cqe.counter);
+                    }
+                    let _ = bytes.store_u32(at + 60, u32::from_ne_bytes(Tail::void(tail)));
                 }
-                let _ = bytes.store_u32(at + 60, u32::from_ne_bytes(Tail::void(tail)));
+                Ok(_) => continue,
+                Err(_) => {}
+            }
+            // Where nothing else is before it, its place is free at once: nobody may ever look.
+            if number == reader.consumed {
+                reader.consumed += 1;
             }
         }
+        shared.tell_consumed(&reader);
     }
 
     /// The next completion, waiting for it if need be; `None` when the time is over.

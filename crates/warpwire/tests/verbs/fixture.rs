@@ -299,7 +299,7 @@ impl World {
     }
 
     pub fn side(&self, end: &End, options: QpOptions) -> Side {
-        let entries = 2 * options.send_depth.max(options.receive_depth);
+        let entries = 2 * options.send_depth.max(options.receive_depth).max(1);
         let sends = end.context.create_cq(entries).unwrap();
         let receives = end.context.create_cq(entries).unwrap();
         let qp = end.context.create_qp(&end.pd, &sends, &receives, options).unwrap();

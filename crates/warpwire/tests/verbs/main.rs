@@ -5,9 +5,15 @@
 //! the loopback link only.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
+mod chaos;
+mod events;
 mod failures;
 mod fixture;
+mod garbage;
 mod operations;
+mod queues;
+mod scale;
+mod states;
 
 use std::process::ExitCode;
 
@@ -16,9 +22,18 @@ use libtest_mimic::{Arguments, Trial};
 use fixture::{Case, Fixture, Which};
 
 /// Cases that every link runs.
-const EVERYWHERE: &[&[Case]] = &[operations::CASES, failures::CASES];
+const EVERYWHERE: &[&[Case]] =
+    &[operations::CASES, failures::CASES, queues::CASES, events::CASES, scale::CASES, chaos::CASES];
 /// Cases for which the link does not matter.
-const ONCE: &[&[Case]] = &[failures::ONCE];
+const ONCE: &[&[Case]] = &[
+    failures::ONCE,
+    queues::ONCE,
+    events::ONCE,
+    states::ONCE,
+    scale::ONCE,
+    chaos::ONCE,
+    garbage::ONCE,
+];
 
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();

@@ -368,6 +368,7 @@ fn waiting_for_another_queue(fixture: &Fixture) {
     world.drive_for(std::time::Duration::from_millis(5));
     same(&far.read(0, 2), &[0; 2], "a write that waits for one more");
     main.a.qp.post_send(&[Request::new(4, Op::Nop)]).unwrap();
+    world.done(&main.a.sends, 4);
     world.done(&other.a.sends, 1);
     world.done(&other.a.sends, 2);
     same(&far.read(0, 2), b"go", "a write that has waited");

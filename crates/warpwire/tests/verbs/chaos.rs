@@ -1,0 +1,200 @@
+//! Faults on the way: no byte wrong, no hang, and who survives goes on.
+
+use std::time::Duration;
+
+use warpwire::link::Fault;
+use warpwire::verbs::{Atomic, Drive, Op, QpOptions, ReceiveRequest, Request, Status};
+
+use crate::fixture::{
+    Dice, End, Fixture, Joined, KINDS, Kind, Patch, World, cases, impatient, same,
+};
+
+cases!(CASES: mixed_traffic_over_a_bad_network, a_peer_that_vanishes);
+cases!(ONCE: many_seeds, an_engine_that_stalls, a_network_that_is_cut_and_healed, threads_over_a_bad_network);
+
+const PLAN: &str = "loss=5%,reorder=5%,dup=5%,corrupt=2%,cut=1%";
+
+/// Answers are waited for a short time: losses are many.
+fn patient() -> QpOptions {
+    QpOptions { timeout: 9, retry_count: 7, ..QpOptions::default() }
+}
+
+/// Traffic of every sort on one connection, each piece checked when it is done.
+struct Traffic {
+    joined: Joined,
+    near: Patch,
+    far: Patch,
+    added: u64,
+    dice: Dice,
+}
+
+const PART: u64 = 32_768;
+
+impl Traffic {
+    fn new(fixture: &Fixture, world: &World, kind: Kind, seed: u64) -> Self {
+        let joined = world.join(patient());
+        let near = fixture.memory(&world.a, kind, 4 * PART, crate::fixture::ALL);
+        let far = fixture.memory(&world.b, kind, 4 * PART, crate::fixture::ALL);
+        Self { joined, near, far, added: 0, dice: Dice::new(seed) }
+    }
+
+    /// A write, a read back, a message and a count, all at once; then everything is looked at.
+    fn round(&mut self, world: &World) {
+        let Self { joined, near, far, dice, .. } = self;
+        let len = 1 + dice.below(PART - 100) as usize;
+        let shift = dice.below(64);
+        let wanted = near.pattern(shift, len, dice.draw());
+        near.write(PART, &vec![0; len]);
+        far.write(2 * PART, &vec![0; len]);
+        joined
+            .b
+            .qp
+            .post_receive(&[ReceiveRequest { id: 5, data: &[far.mr.sge(2 * PART, len as u32)] }])
+            .unwrap();
+        let from = [near.mr.sge(shift, len as u32)];
+        let back = [near.mr.sge(PART, len as u32)];
+        let before = [near.mr.sge(3 * PART, 8)];
+        let add = dice.draw() >> 32;
+        joined
+            .a
+            .qp
+            .post_send(&[
+                Request::new(1, Op::Write(far.mr.remote(shift))).with(&from),
+                Request::new(2, Op::Read(far.mr.remote(shift))).with(&back),
+                Request::new(3, Op::Atomic(far.mr.remote(3 * PART), Atomic::FetchAdd { add }))
+                    .with(&before),
+                Request::new(4, Op::SendImm([7; 4])).with(&from),
+            ])
+            .unwrap();
+        for id in 1..=4 {
+            world.done(&joined.a.sends, id);
+        }
+        let arrived = world.done(&joined.b.receives, 5);
+        assert_eq!(arrived.len as usize, len);
+        same(&far.read(shift, len), &wanted, "a write over a bad network");
+        same(&near.read(PART, len), &wanted, "a read over a bad network");
+        same(&far.read(2 * PART, len), &wanted, "a message over a bad network");
+        assert_eq!(near.word(3 * PART), self.added, "the value before");
+        self.added = self.added.wrapping_add(add);
+        assert_eq!(far.word(3 * PART), self.added, "each addition once");
+    }
+}
+
+fn mixed_traffic_over_a_bad_network(fixture: &Fixture) {
+    for (seed, kind) in (0..).zip(KINDS) {
+        let world = fixture.faulty(PLAN, seed, Drive::Inline);
+        let mut traffic = Traffic::new(fixture, &world, kind, seed);
+        for _ in 0..8 {
+            traffic.round(&world);
+        }
+        let stats = world.a.context.stats();
+        assert!(stats.pairs.resent > 0, "there were faults: {stats:?}");
+    }
+}
+
+/// Each seed is another network. `WARPWIRE_SEED` runs that one alone.
+fn many_seeds(fixture: &Fixture) {
+    crate::garbage::for_seeds(1000..1060, |seed| {
+        let world = fixture.faulty(PLAN, seed, Drive::Inline);
+        let mut several: Vec<_> =
+            (0..3).map(|n| Traffic::new(fixture, &world, Kind::Host, seed ^ n)).collect();
+        for _ in 0..2 {
+            several.iter_mut().for_each(|traffic| traffic.round(&world));
+        }
+    });
+}
+
+/// The peer's device ends in the middle of a transfer: that fails in time, and other connections go on.
+fn a_peer_that_vanishes(fixture: &Fixture) {
+    let world = fixture.world();
+    let near = fixture.host(&world.a, 4 << 20);
+    let local = world.join(impatient());
+    for round in 0..3 {
+        let far = fixture.host(&world.b, 4 << 20);
+        let doomed = world.join(impatient());
+        let data = [near.mr.sge(0, 4 << 20)];
+        let op =
+            if round % 2 == 0 { Op::Write(far.mr.remote(0)) } else { Op::Read(far.mr.remote(0)) };
+        doomed
+            .a
+            .qp
+            .post_send(&[Request::new(1, op).with(&data), Request::new(2, Op::Nop)])
+            .unwrap();
+        let begun = || doomed.a.qp.stats().unwrap().packets_sent > 0;
+        world.until("a transfer that has begun", begun);
+        (0..round).for_each(|_| world.step());
+        let Joined { a: survivor, b: gone } = doomed;
+        drop(gone);
+        world.failed(&survivor.sends, 1, Status::RetryExceeded);
+        world.failed(&survivor.sends, 2, Status::Flushed);
+        world.works(&local);
+    }
+}
+
+/// Nobody drives the peer for 200 ms: tries are lost, the connection is not.
+fn an_engine_that_stalls(fixture: &Fixture) {
+    let world = fixture.faulty("loss=1%", 3, Drive::Inline);
+    let options = QpOptions { timeout: 14, ..QpOptions::default() };
+    let joined = world.join(options);
+    let (near, far) = (fixture.host(&world.a, 1 << 20), fixture.host(&world.b, 1 << 20));
+    let wanted = near.pattern(0, 1 << 20, 8);
+    let data = [near.mr.sge(0, 1 << 20)];
+    joined.a.qp.post_send(&[Request::new(1, Op::Write(far.mr.remote(0))).with(&data)]).unwrap();
+    world.step();
+    let start = std::time::Instant::now();
+    while start.elapsed() < Duration::from_millis(200) {
+        world.a.context.hca().poll().unwrap();
+    }
+    world.done(&joined.a.sends, 1);
+    same(&far.read(0, 1 << 20), &wanted, "a write across a stall");
+    world.works(&joined);
+}
+
+fn a_network_that_is_cut_and_healed(fixture: &Fixture) {
+    let [a, b] = fixture.which.ends().unwrap();
+    let a = Fault::new(a, "loss=0%,seed=1".parse().unwrap());
+    let wire = a.partition();
+    let world = World::over(a, b, Drive::Inline);
+    let joined = world.join(QpOptions { timeout: 12, ..QpOptions::default() });
+    let doomed = world.join(impatient());
+    world.works(&joined);
+    wire.cut();
+    joined.b.qp.post_receive(&[ReceiveRequest { id: 1, data: &[] }]).unwrap();
+    joined.a.qp.post_send(&[Request::new(2, Op::Send)]).unwrap();
+    doomed.a.qp.post_send(&[Request::new(3, Op::Send)]).unwrap();
+    world.failed(&doomed.a.sends, 3, Status::RetryExceeded);
+    wire.heal();
+    world.done(&joined.a.sends, 2);
+    world.done(&joined.b.receives, 1);
+    world.works(&joined);
+}
+
+/// Four connections, each with threads of its own on both sides, over faults.
+fn threads_over_a_bad_network(fixture: &Fixture) {
+    let world = fixture.faulty("loss=3%,reorder=3%,dup=3%,corrupt=1%", 7, Drive::Guarded);
+    let ends: [&End; 2] = [&world.a, &world.b];
+    std::thread::scope(|scope| {
+        for n in 0..4u64 {
+            // On a busy machine a thread may have to wait for its turn.
+            let joined = world.join(QpOptions { timeout: 12, ..patient() });
+            let memory = ends.map(|end| fixture.host(end, 1 << 17));
+            scope.spawn(move || {
+                let [near, far] = memory;
+                for round in 0..5 {
+                    let wanted = near.pattern(0, 100_000, n * 100 + round);
+                    let data = [near.mr.sge(0, 100_000)];
+                    let write = Request::new(round, Op::Write(far.mr.remote(n))).with(&data);
+                    joined.a.qp.post_send(&[write]).unwrap();
+                    let done = joined.a.sends.next(crate::fixture::SOON).unwrap().expect("it ends");
+                    assert!(
+                        done.is_success(),
+                        "{done:?} {:?} {:?}",
+                        joined.a.qp.stats(),
+                        joined.b.qp.stats()
+                    );
+                    same(&far.read(n, 100_000), &wanted, "a write among threads");
+                }
+            });
+        }
+    });
+}
