@@ -121,8 +121,8 @@ fn random_entries(fixture: &Fixture) {
         // What is not there within a millisecond is an error: the rest of the noise, mostly.
         put(&abuse.world, &abuse.victim.a, index, &entry);
         abuse.settle();
-        if seed % 50 == 0 {
-            abuse.world.drive_for(Duration::from_millis(3));
+        if seed % 200 == 0 {
+            abuse.world.drive_for(Duration::from_millis(25));
             abuse.settle();
         }
         abuse.afterwards();
@@ -222,8 +222,8 @@ fn random_doorbells_and_records(fixture: &Fixture) {
             abuse.world.step();
         }
         abuse.settle();
-        if seed % 20 == 0 {
-            abuse.world.drive_for(Duration::from_millis(2)); // entries that never come
+        if seed % 200 == 0 {
+            abuse.world.drive_for(Duration::from_millis(25)); // entries that never come
             abuse.settle();
         }
         abuse.afterwards();
