@@ -13,8 +13,8 @@ use crate::mlx5::{
 };
 
 /// How long an entry may be promised by a doorbell and not be there, before it counts as wrong. Doorbells may
-/// overtake what they tell of; not by that much.
-pub(super) const NOT_THERE_YET: Duration = Duration::from_millis(1);
+/// overtake what they tell of, and whoever stores one in two halves may lose his turn in between; not for that long.
+pub(super) const NOT_THERE_YET: Duration = Duration::from_millis(20);
 
 /// Where the parts of a queue pair lie in its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

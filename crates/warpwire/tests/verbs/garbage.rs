@@ -9,7 +9,7 @@ use warpwire::verbs::{
     Change, Completion, Op, Qp, QpOptions, ReceiveRequest, Request, SrqOptions, State,
 };
 
-use crate::fixture::{Dice, Fixture, Joined, Patch, Side, World, cases, connect, same};
+use crate::fixture::{Dice, Fixture, Joined, Patch, SOON, Side, World, cases, connect, same};
 
 cases!(ONCE: random_entries, mutated_entries, random_doorbells_and_records, random_receives,
     random_links_of_shared_receives, random_completions, queues_that_change_while_they_are_read);
@@ -121,8 +121,8 @@ fn random_entries(fixture: &Fixture) {
         // What is not there within a millisecond is an error: the rest of the noise, mostly.
         put(&abuse.world, &abuse.victim.a, index, &entry);
         abuse.settle();
-        if seed % 50 == 0 {
-            abuse.world.drive_for(Duration::from_millis(3));
+        if seed % 200 == 0 {
+            abuse.world.drive_for(Duration::from_millis(25));
             abuse.settle();
         }
         abuse.afterwards();
@@ -193,15 +193,14 @@ fn mutated_entries(fixture: &Fixture) {
             .post_receive(&[ReceiveRequest { id: 1, data: &[abuse.far.mr.sge(0, 128)] }])
             .unwrap();
         put(&abuse.world, &abuse.victim.a, 0, &entry);
-        let start = Instant::now();
-        // Unless it became a wait, or asks for no completion, or is longer than what was promised.
-        let mut ended = abuse.settle();
-        while ended == 0 && start.elapsed() < Duration::from_millis(3) {
-            ended += abuse.settle();
-        }
+        // Unless it became a wait, or asks for no completion. One that is longer than what was promised takes its time.
         let silent = entry[11] & 0x0c != 0x08 || entry[3] == 0x0f;
-        let failed = abuse.victim.a.qp.state().unwrap() == State::Err;
-        assert!(ended > 0 || silent || failed, "seed {seed}: nothing came of {entry:02x?}");
+        let start = Instant::now();
+        let mut ended = abuse.settle();
+        while ended == 0 && !silent {
+            ended += abuse.settle();
+            assert!(start.elapsed() < SOON, "seed {seed}: nothing came of {entry:02x?}");
+        }
         abuse.afterwards();
     });
 }
@@ -223,8 +222,8 @@ fn random_doorbells_and_records(fixture: &Fixture) {
             abuse.world.step();
         }
         abuse.settle();
-        if seed % 20 == 0 {
-            abuse.world.drive_for(Duration::from_millis(2)); // entries that never come
+        if seed % 200 == 0 {
+            abuse.world.drive_for(Duration::from_millis(25)); // entries that never come
             abuse.settle();
         }
         abuse.afterwards();

@@ -10,6 +10,7 @@ mod events;
 mod failures;
 mod fixture;
 mod garbage;
+mod mixtures;
 mod operations;
 mod queues;
 mod scale;
@@ -22,8 +23,15 @@ use libtest_mimic::{Arguments, Trial};
 use fixture::{Case, Fixture, Which};
 
 /// Cases that every link runs.
-const EVERYWHERE: &[&[Case]] =
-    &[operations::CASES, failures::CASES, queues::CASES, events::CASES, scale::CASES, chaos::CASES];
+const EVERYWHERE: &[&[Case]] = &[
+    operations::CASES,
+    failures::CASES,
+    queues::CASES,
+    events::CASES,
+    scale::CASES,
+    chaos::CASES,
+    mixtures::CASES,
+];
 /// Cases for which the link does not matter.
 const ONCE: &[&[Case]] = &[
     failures::ONCE,
@@ -32,6 +40,7 @@ const ONCE: &[&[Case]] = &[
     states::ONCE,
     scale::ONCE,
     chaos::ONCE,
+    mixtures::ONCE,
     garbage::ONCE,
 ];
 

@@ -98,9 +98,8 @@ fn indices_wrap_at_sixteen_bits(fixture: &Fixture) {
         assert_eq!(far.word(8), posted);
         posted += requests.len() as u64;
         if near_the_end {
-            world.drive_for(Duration::from_millis(2));
             joined.a.qp.post_receive(&[]).unwrap(); // a ring without news
-            world.drive_for(Duration::from_millis(1));
+            world.drive_for(Duration::from_millis(22));
             assert_eq!(joined.a.qp.state().unwrap(), State::Rts, "at block {posted}");
         }
     }
