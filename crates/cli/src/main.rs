@@ -4,6 +4,7 @@ mod copy;
 mod demo;
 mod doctor;
 mod output;
+mod perf;
 mod topo;
 
 use std::io::Write;
@@ -30,6 +31,7 @@ Examples:
   warpwire demo                         see GPU memory move, real or simulated, and be verified
   warpwire doctor                       what works on this machine, what does not, and the fix
   warpwire copy lat                     how fast the CPU reaches GPU memory, size by size
+  warpwire perf write bw --local        RDMA between two processes, without RDMA hardware
   warpwire topo                         which NIC is near which GPU
   WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
 
@@ -46,6 +48,7 @@ enum Command {
     Copy(copy::Arguments),
     Demo(demo::Arguments),
     Doctor(doctor::Arguments),
+    Perf(perf::Arguments),
     Topo(topo::Arguments),
 }
 
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
         Command::Copy(arguments) => copy::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Perf(arguments) => perf::run(&arguments),
         Command::Topo(arguments) => topo::run(&arguments),
     });
     outcome.unwrap_or_else(|message| {
