@@ -5,6 +5,7 @@ mod demo;
 mod doctor;
 mod output;
 mod perf;
+mod stat;
 mod topo;
 
 use std::io::Write;
@@ -49,6 +50,7 @@ enum Command {
     Demo(demo::Arguments),
     Doctor(doctor::Arguments),
     Perf(perf::Arguments),
+    Stat(stat::Arguments),
     Topo(topo::Arguments),
 }
 
@@ -59,6 +61,7 @@ fn main() -> ExitCode {
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Perf(arguments) => perf::run(&arguments),
+        Command::Stat(arguments) => stat::run(&arguments),
         Command::Topo(arguments) => topo::run(&arguments),
     });
     outcome.unwrap_or_else(|message| {

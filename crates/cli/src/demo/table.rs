@@ -25,7 +25,12 @@ pub(super) fn render(stages: &[Stage]) -> String {
 }
 
 fn row(stage: &Stage) -> [String; 8] {
-    if let Some(why) = &stage.skipped {
+    let not_done = match (&stage.skipped, &stage.failed) {
+        (Some(why), _) => Some(format!("skipped: {why}")),
+        (None, Some(why)) => Some(format!("FAILED: {why}")),
+        (None, None) => None,
+    };
+    if let Some(why) = not_done {
         let (what, from, to) = (stage.what.clone(), stage.from.clone(), stage.to.clone());
         let none = String::new;
         return [
@@ -36,7 +41,7 @@ fn row(stage: &Stage) -> [String; 8] {
             none(),
             none(),
             none(),
-            format!("skipped: {why}"),
+            why,
         ];
     }
     let each = Duration::from_nanos(stage.nanoseconds);

@@ -20,7 +20,7 @@ use warpwire::link::fault::Plan;
 use warpwire::units;
 
 use crate::output::{self, Failure, Screen};
-pub(crate) use local::{Brief, pair};
+pub(crate) use local::pair;
 use memory::MemoryChoice;
 use test::{Metric, Test, Verb};
 
