@@ -83,12 +83,13 @@ fn up(options: Options, retry: u8, rnr: u8, rd: u8) -> Qp {
     qp
 }
 
-fn packet(opcode: Opcode, psn: u32, extension: Extension, len: u32) -> Arrived {
+/// Headers that live as long as the test: there are few.
+fn packet(opcode: Opcode, psn: u32, extension: Extension, len: u32) -> Arrived<'static> {
     let headers =
         Headers { ack_request: true, ..Headers::new(opcode, 0x11, Psn::new(psn), extension) };
-    Arrived { headers, payload_len: len, marked: false }
+    Arrived { headers: Box::leak(Box::new(headers)), payload_len: len, marked: false }
 }
-fn ack(psn: u32, syndrome: Syndrome) -> Arrived {
+fn ack(psn: u32, syndrome: Syndrome) -> Arrived<'static> {
     packet(Opcode::Acknowledge, psn, Extension::Aeth(Aeth { syndrome, msn: 0 }), 0)
 }
 fn reth(len: u32) -> Extension {

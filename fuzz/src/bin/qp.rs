@@ -110,7 +110,7 @@ impl End {
         }
     }
 
-    fn take(&mut self, now: Instant, arrived: &Arrived) {
+    fn take(&mut self, now: Instant, arrived: &Arrived<'_>) {
         let _ = self.qp.handle_packet(now, arrived, &mut self.host);
         self.check();
     }
@@ -169,7 +169,8 @@ fn play(script: &mut Unstructured<'_>) -> Result<()> {
             0 | 1 => post(script, &mut ends[at])?,
             2..=4 => exchange(script, &mut ends, at, now)?,
             5 | 6 => {
-                let arrived = forged(script)?;
+                let (headers, payload_len) = forged(script)?;
+                let arrived = Arrived { headers: &headers, payload_len, marked: false };
                 ends[at].take(now, &arrived);
             }
             7 => {
@@ -230,7 +231,7 @@ fn exchange(
             "what is sent can be written"
         );
         let fate = script.int_in_range(0..=9)?;
-        let arrived = Arrived { headers: packet.headers, payload_len: len, marked: fate == 8 };
+        let arrived = Arrived { headers: &packet.headers, payload_len: len, marked: fate == 8 };
         for _ in 0..[0, 2].get(fate).copied().unwrap_or(1) {
             ends[1 - at].take(now, &arrived);
         }
@@ -250,7 +251,7 @@ fn modify(script: &mut Unstructured<'_>, end: &mut End) -> Result<()> {
 }
 
 /// A packet that nobody sent, with numbers near those in use.
-fn forged(script: &mut Unstructured<'_>) -> Result<Arrived> {
+fn forged(script: &mut Unstructured<'_>) -> Result<(Headers, u32)> {
     let reth = Reth {
         address: script.arbitrary()?,
         rkey: script.arbitrary()?,
@@ -283,5 +284,5 @@ fn forged(script: &mut Unstructured<'_>) -> Result<Arrived> {
         ..Headers::new(opcode, 1, psn, *script.choose(&extensions)?)
     };
     let payload_len = u32::from(script.arbitrary::<u16>()? % 1100);
-    Ok(Arrived { headers, payload_len, marked: false })
+    Ok((headers, payload_len))
 }

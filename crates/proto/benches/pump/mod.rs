@@ -5,7 +5,7 @@ use core::net::Ipv4Addr;
 
 use warpwire_proto::qp::{
     Access, Arrived, Atomic, Change, Event, Host, Mtu, Op, Options, Path, Qp, Receive, Remote,
-    Source, State, Target, Verdict, Work,
+    Source, State, Target, Transmit, Verdict, Work,
 };
 use warpwire_proto::{Instant, Psn};
 
@@ -51,6 +51,7 @@ pub struct Pump {
     hosts: [Willing; 2],
     now: u64,
     next_id: u64,
+    packet: Transmit,
 }
 
 impl Pump {
@@ -59,7 +60,7 @@ impl Pump {
         let options = Options { send_depth: depth, ..Options::default() };
         let ends = [(1, 2), (2, 1)].map(|(mine, theirs)| connected(mine, theirs, mtu, options));
         let hosts = [Willing { received: 0 }, Willing { received: 0 }];
-        Self { ends, hosts, now: 0, next_id: 0 }
+        Self { ends, hosts, now: 0, next_id: 0, packet: Transmit::new() }
     }
 
     /// Moves at least `packets` packets with payload, or requests without; returns how many of each sort went:
@@ -84,9 +85,9 @@ impl Pump {
         let mut count = 0;
         self.now += 1000;
         let now = Instant::from_nanos(self.now);
-        while let Some(packet) = self.ends[from].poll_transmit(now, &mut self.hosts[from]) {
-            let payload_len = packet.payload.map_or(0, |payload| payload.len);
-            let arrived = Arrived { headers: packet.headers, payload_len, marked: false };
+        while self.ends[from].transmit_into(now, &mut self.hosts[from], &mut self.packet) {
+            let payload_len = self.packet.payload.map_or(0, |payload| payload.len);
+            let arrived = Arrived { headers: &self.packet.headers, payload_len, marked: false };
             let to = 1 - from;
             let taken = self.ends[to].handle_packet(now, &arrived, &mut self.hosts[to]);
             assert_eq!(taken, Ok(()));

@@ -30,11 +30,11 @@ impl Requester {
         &mut self,
         now: Instant,
         terms: &Terms,
-        arrived: &Arrived,
+        arrived: &Arrived<'_>,
         host: &mut H,
         stats: &mut Stats,
     ) -> Outcome {
-        let headers = &arrived.headers;
+        let headers = arrived.headers;
         if headers.psn.distance_from(self.unsent) >= 0 {
             return Dropped(Discard::Ghost);
         }

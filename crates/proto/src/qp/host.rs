@@ -2,6 +2,8 @@
 
 use core::ops::BitOr;
 
+use crate::psn::Psn;
+
 /// What a peer may do to memory, and through a queue pair. Local access is the host's own matter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Access(u8);
@@ -172,8 +174,15 @@ pub enum Source {
         /// How many bytes of it lie before.
         offset: u32,
     },
-    /// In memory that the peer named.
-    Remote(Remote),
+    /// In memory that the peer reads.
+    Remote {
+        /// Where.
+        at: Remote,
+        /// How many bytes the request still asks for, these included.
+        left: u32,
+        /// The number of the request, to tell it from others: data may be fetched ahead, but not for the next.
+        request: Psn,
+    },
 }
 
 /// The owner of memory, keys and receives, as a queue pair sees it.

@@ -89,9 +89,9 @@ impl Default for Options {
 
 /// A packet that came in, and what its carrier said of it. Its ICRC and its sender have been checked.
 #[derive(Clone, Copy, Debug)]
-pub struct Arrived {
+pub struct Arrived<'a> {
     /// What its transport headers say.
-    pub headers: Headers,
+    pub headers: &'a Headers,
     /// The length of its payload.
     pub payload_len: u32,
     /// Whether the network marked it: congestion experienced.
@@ -114,6 +114,21 @@ pub struct Transmit {
     pub headers: Headers,
     /// Its payload.
     pub payload: Option<Payload>,
+}
+
+impl Transmit {
+    /// A place for packets, to be filled by [`Qp::transmit_into`].
+    pub fn new() -> Self {
+        let opcode = Opcode::CongestionNotification;
+        let headers = Headers::new(opcode, 0, Psn::new(0), Extension::Cnp);
+        Self { headers, payload: None }
+    }
+}
+
+impl Default for Transmit {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
 /// A reliable-connected queue pair.
@@ -319,7 +334,7 @@ impl Qp {
     pub fn handle_packet<H: Host>(
         &mut self,
         now: Instant,
-        arrived: &Arrived,
+        arrived: &Arrived<'_>,
         host: &mut H,
     ) -> Result<(), Discard> {
         self.stats.packets_received += 1;
@@ -334,10 +349,10 @@ impl Qp {
     fn sort<H: Host>(
         &mut self,
         now: Instant,
-        arrived: &Arrived,
+        arrived: &Arrived<'_>,
         host: &mut H,
     ) -> Result<(), Discard> {
-        let headers = &arrived.headers;
+        let headers = arrived.headers;
         // The upper bit only tells full members from limited ones.
         if headers.partition | 0x8000 != DEFAULT_PARTITION {
             return Err(Discard::Partition);
@@ -368,7 +383,7 @@ impl Qp {
     fn sort_answer<H: Host>(
         &mut self,
         now: Instant,
-        arrived: &Arrived,
+        arrived: &Arrived<'_>,
         host: &mut H,
     ) -> Result<(), Discard> {
         if !matches!(self.state, State::Rts | State::Sqd) {
@@ -385,7 +400,11 @@ impl Qp {
         }
     }
 
-    fn sort_request<H: Host>(&mut self, arrived: &Arrived, host: &mut H) -> Result<(), Discard> {
+    fn sort_request<H: Host>(
+        &mut self,
+        arrived: &Arrived<'_>,
+        host: &mut H,
+    ) -> Result<(), Discard> {
         match self.state {
             State::Rtr | State::Rts | State::Sqd => {}
             State::Err => {
@@ -430,19 +449,31 @@ impl Qp {
     /// The next packet to send; `None` until something else happens. Call it until then, or until the link
     /// is full.
     pub fn poll_transmit<H: Host>(&mut self, now: Instant, host: &mut H) -> Option<Transmit> {
-        let mut packet = Transmit { headers: notification(self.asking.destination), payload: None };
-        if !self.next_packet(now, host, &mut packet) {
-            return None;
+        let mut packet = Transmit::new();
+        self.transmit_into(now, host, &mut packet).then_some(packet)
+    }
+
+    /// As [`Qp::poll_transmit`], into a place that is used again and again: nothing is cleared that is then filled.
+    /// Tells whether there is a packet; if not, the place holds nothing of use.
+    #[inline]
+    pub fn transmit_into<H: Host>(
+        &mut self,
+        now: Instant,
+        host: &mut H,
+        packet: &mut Transmit,
+    ) -> bool {
+        if !self.next_packet(now, host, packet) {
+            return false;
         }
         self.stats.packets_sent += 1;
         if let Some(payload) = packet.payload {
             self.stats.bytes_sent += u64::from(payload.len);
             self.pace.spend(now, payload.len);
         }
-        Some(packet)
+        true
     }
 
-    /// Changes `packet`, which is a congestion notification to begin with, into the next one to send.
+    /// Makes `packet` the next one to send.
     fn next_packet<H: Host>(&mut self, now: Instant, host: &mut H, packet: &mut Transmit) -> bool {
         match self.state {
             State::Rts | State::Sqd | State::Rtr => {}
@@ -451,6 +482,8 @@ impl Qp {
         }
         if core::mem::take(&mut self.cnp_due) {
             self.stats.cnp_sent += 1;
+            packet.headers = notification(self.asking.destination);
+            packet.payload = None;
             return true;
         }
         packet.headers.becn = false;

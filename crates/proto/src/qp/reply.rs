@@ -53,9 +53,10 @@ impl Responder {
             (false, false) => (Opcode::ReadResponseMiddle, Extension::None),
         };
         let offset = terms.mtu.offset(saved.next);
-        let len = (len - offset).min(terms.mtu.bytes());
+        let left = len - offset;
+        let len = left.min(terms.mtu.bytes());
         if len > 0 {
-            let from = Source::Remote(at.forward(offset));
+            let from = Source::Remote { at: at.forward(offset), left, request: saved.first };
             match host.fetch(from, len, headers.len()) {
                 Verdict::Yes => packet.payload = Some(Payload { from, len }),
                 Verdict::NotNow => return Ok(false),

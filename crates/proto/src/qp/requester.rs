@@ -395,6 +395,13 @@ impl Piece {
         let offset = terms.mtu.offset(index);
         let is_first = index == 0;
         let is_last = index + 1 == entry.packets;
+        // Most packets of long messages are like that: they carry no extension, and none is put together.
+        if !is_first && !is_last && !work.op.awaits_data() {
+            headers.opcode = work.op.middle();
+            headers.extension = Extension::None;
+            let len = terms.mtu.bytes();
+            return Self { offset, len, numbers: 1, can_solicit: false };
+        }
         let len = if is_last { work.len.wrapping_sub(offset) } else { terms.mtu.bytes() };
         let (opcode, extension) = match work.op {
             Op::Read(at) => return Self::read(entry, index, terms, at, headers),

@@ -171,7 +171,7 @@ impl Responder {
     pub(super) fn handle_request<H: Host>(
         &mut self,
         terms: &Terms,
-        arrived: &Arrived,
+        arrived: &Arrived<'_>,
         host: &mut H,
         stats: &mut Stats,
     ) -> Outcome {
@@ -182,7 +182,7 @@ impl Responder {
             return Outcome::Dropped(Discard::Gap);
         }
         if distance < 0 {
-            return Outcome::Dropped(self.duplicate(terms, &arrived.headers));
+            return Outcome::Dropped(self.duplicate(terms, arrived.headers));
         }
         match self.execute(terms, arrived, host) {
             Ok(()) => {
@@ -263,10 +263,10 @@ impl Responder {
     fn execute<H: Host>(
         &mut self,
         terms: &Terms,
-        arrived: &Arrived,
+        arrived: &Arrived<'_>,
         host: &mut H,
     ) -> Result<(), Stop> {
-        let (headers, len) = (&arrived.headers, arrived.payload_len);
+        let (headers, len) = (arrived.headers, arrived.payload_len);
         let (opcode, extension) = (headers.opcode, headers.extension);
         use Opcode as O;
         match opcode {

@@ -142,7 +142,7 @@ impl Ud {
     /// Takes a packet that came in for this queue pair. Says why, if it was not acted upon.
     pub fn handle_packet<H: Host>(
         &mut self,
-        arrived: &Arrived,
+        arrived: &Arrived<'_>,
         host: &mut H,
     ) -> Result<(), Discard> {
         self.stats.packets_received += 1;
@@ -154,8 +154,8 @@ impl Ud {
         outcome
     }
 
-    fn receive<H: Host>(&mut self, arrived: &Arrived, host: &mut H) -> Result<(), Discard> {
-        let (headers, len) = (&arrived.headers, arrived.payload_len);
+    fn receive<H: Host>(&mut self, arrived: &Arrived<'_>, host: &mut H) -> Result<(), Discard> {
+        let (headers, len) = (arrived.headers, arrived.payload_len);
         let (deth, carried) = match headers.extension {
             Extension::Deth(deth) => (deth, Carried::Data),
             Extension::DethImm(deth, imm) => (deth, Carried::Imm(imm)),

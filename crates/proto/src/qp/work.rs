@@ -1,6 +1,7 @@
 //! Work that is posted, and how it ends.
 
 use super::host::{Atomic, Remote};
+use crate::wire::Opcode;
 
 /// What posted work does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +30,15 @@ impl Op {
     /// Whether it waits for data of the peer rather than for an acknowledgement.
     pub(super) fn awaits_data(&self) -> bool {
         matches!(self, Self::Read(_) | Self::Atomic(..))
+    }
+
+    /// The opcode of its packets that are neither the first nor the last.
+    #[inline]
+    pub(super) fn middle(&self) -> Opcode {
+        match self {
+            Self::Write(_) | Self::WriteImm(..) => Opcode::WriteMiddle,
+            _ => Opcode::SendMiddle,
+        }
     }
 
     /// Whether no packet is sent for it.

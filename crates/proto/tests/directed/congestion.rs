@@ -18,7 +18,7 @@ fn paced() -> Pair {
 
 fn arrive_marked(pair: &mut Pair, end: usize, packet: &Transmit) {
     let payload_len = packet.payload.map_or(0, |payload| payload.len);
-    let arrived = Arrived { headers: packet.headers, payload_len, marked: true };
+    let arrived = Arrived { headers: &packet.headers, payload_len, marked: true };
     pair.arrive_as(end, arrived).unwrap();
 }
 
@@ -120,7 +120,7 @@ fn a_slowed_end_spaces_the_data_of_reads_too_and_still_acknowledges() {
         Psn::new(0),
         Extension::Cnp,
     );
-    pair.arrive_as(B, Arrived { headers: cnp, payload_len: 0, marked: false }).unwrap();
+    pair.arrive_as(B, Arrived { headers: &cnp, payload_len: 0, marked: false }).unwrap();
     for _ in 0..4 {
         assert_eq!(pair.send_all(B).len(), 1);
         assert_ne!(pair.ends[B].qp.poll_timeout(pair.now), Instant::NEVER);

@@ -57,7 +57,7 @@ fn ends(ud: &mut Ud) -> Vec<(u64, Status)> {
 
 fn arrive(ud: &mut Ud, packet: &Transmit, host: &mut Script) -> Result<(), Discard> {
     let payload_len = packet.payload.map_or(0, |payload| payload.len);
-    ud.handle_packet(&Arrived { headers: packet.headers, payload_len, marked: false }, host)
+    ud.handle_packet(&Arrived { headers: &packet.headers, payload_len, marked: false }, host)
 }
 
 /// A datagram of that length from queue pair 5, on its way to a queue pair with that key.
@@ -155,7 +155,7 @@ fn too_long_a_datagram_is_dropped_and_costs_no_receive() {
         assert_eq!(arrive(&mut receiver, &long, &mut host), Err(Discard::Length));
     }
     let arrived =
-        Arrived { headers: on_its_way(QKEY, 1).headers, payload_len: MTU + 1, marked: false };
+        Arrived { headers: &on_its_way(QKEY, 1).headers, payload_len: MTU + 1, marked: false };
     assert_eq!(receiver.handle_packet(&arrived, &mut host), Err(Discard::Length));
     assert_eq!(receiver.stats().dropped(Discard::Length), 3);
     assert_eq!(receiver.state(), State::Rts);
@@ -209,7 +209,7 @@ fn a_receipt_that_is_not_taken_makes_the_next_datagram_drop() {
 fn packets_of_other_services_and_partitions_are_dropped() {
     let (mut receiver, mut host) = (ready(9, QKEY, 4), Script::default());
     let send = Headers::new(Opcode::SendOnly, 9, Psn::new(0), Extension::None);
-    let arrived = Arrived { headers: send, payload_len: 1, marked: false };
+    let arrived = Arrived { headers: &send, payload_len: 1, marked: false };
     assert_eq!(receiver.handle_packet(&arrived, &mut host), Err(Discard::Service));
     let foreign = crate::pair::edited(&on_its_way(QKEY, 1), |headers| headers.partition = 0x1234);
     assert_eq!(arrive(&mut receiver, &foreign, &mut host), Err(Discard::Partition));

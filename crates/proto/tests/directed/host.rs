@@ -121,7 +121,7 @@ impl Host for Script {
     fn fetch(&mut self, from: Source, _: u32, _: usize) -> Verdict {
         self.next(match from {
             Source::Work { .. } => Call::FetchWork,
-            Source::Remote(_) => Call::FetchRemote,
+            Source::Remote { .. } => Call::FetchRemote,
         })
     }
 }

@@ -179,7 +179,7 @@ fn packets_are_dropped_and_counted_in_states_that_take_none() {
         let mut qp = only_in(state);
         let mut host = Script::default();
         host.add_receive(0, 100);
-        let arrived = Arrived { headers, payload_len: 10, marked: true };
+        let arrived = Arrived { headers: &headers, payload_len: 10, marked: true };
         let outcome = qp.handle_packet(Instant::default(), &arrived, &mut host);
         assert_eq!(outcome, Err(Discard::State), "{state} {headers:?}");
         assert_eq!(qp.stats().dropped(Discard::State), 1);

@@ -195,10 +195,10 @@ impl Pair {
     /// A packet of the other end arrives at that one.
     pub fn arrive(&mut self, end: usize, packet: &Transmit) -> Result<(), Discard> {
         let payload_len = packet.payload.map_or(0, |payload| payload.len);
-        self.arrive_as(end, Arrived { headers: packet.headers, payload_len, marked: false })
+        self.arrive_as(end, Arrived { headers: &packet.headers, payload_len, marked: false })
     }
 
-    pub fn arrive_as(&mut self, end: usize, arrived: Arrived) -> Result<(), Discard> {
+    pub fn arrive_as(&mut self, end: usize, arrived: Arrived<'_>) -> Result<(), Discard> {
         let receiver = &mut self.ends[end];
         let outcome = receiver.qp.handle_packet(self.now, &arrived, &mut receiver.host);
         self.listen(end);
@@ -273,7 +273,7 @@ impl Pair {
     pub fn ask(&mut self, opcode: Opcode, extension: Extension, len: u32) -> Result<(), Discard> {
         let headers = Headers::new(opcode, NUMBERS[B], self.number, extension);
         self.number = self.number.next();
-        self.arrive_as(B, Arrived { headers, payload_len: len, marked: false })
+        self.arrive_as(B, Arrived { headers: &headers, payload_len: len, marked: false })
     }
 
     /// An answer made by hand arrives at the asking end.
@@ -285,7 +285,7 @@ impl Pair {
         len: u32,
     ) -> Result<(), Discard> {
         let headers = Headers::new(opcode, NUMBERS[A], Psn::new(psn), ext);
-        self.arrive_as(A, Arrived { headers, payload_len: len, marked: false })
+        self.arrive_as(A, Arrived { headers: &headers, payload_len: len, marked: false })
     }
 
     pub fn tell_ack(&mut self, psn: u32, syndrome: Syndrome) -> Result<(), Discard> {

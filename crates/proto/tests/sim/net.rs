@@ -286,7 +286,7 @@ impl Net {
         let Some(Side { qp, app, peer, .. }) = node.sides.get_mut(index) else { return };
         assert_eq!(packet.ip().source, address(peer.0), "the simulation does not misdirect");
         let payload = transport.payload();
-        let arrived = Arrived { headers, payload_len: payload.len() as u32, marked };
+        let arrived = Arrived { headers: &headers, payload_len: payload.len() as u32, marked };
         let mut view = View { memory: &mut node.memory, app, payload, random: &mut self.random };
         let outcome = qp.handle_packet(now, &arrived, &mut view);
         if self.trace {

@@ -230,7 +230,7 @@ impl Host for View<'_> {
 
     fn fetch(&mut self, from: Source, len: u32, _: usize) -> Verdict {
         match from {
-            Source::Remote(at) => self.check(at, len),
+            Source::Remote { at, .. } => self.check(at, len),
             Source::Work { .. } if self.fault() => Verdict::NotNow,
             Source::Work { .. } => Verdict::Yes,
         }
@@ -261,7 +261,7 @@ pub fn fetch(memory: &mut Memory, app: &App, from: Source, len: u32) -> Vec<u8> 
             assert!(fence_holds(app, id as usize), "a fence holds back what is behind it");
             (offset..offset + len).map(|at| byte_of(planned.name, at)).collect()
         }
-        Source::Remote(at) => memory.slice(at, len).expect("it was checked").to_vec(),
+        Source::Remote { at, .. } => memory.slice(at, len).expect("it was checked").to_vec(),
     }
 }
 

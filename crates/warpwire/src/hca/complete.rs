@@ -47,7 +47,8 @@ pub(super) fn sent(pair: &mut Pair, completion: &Completion) -> Option<Cqe> {
         return completion.signaled.then(|| cqe(pair, Outcome::Sent { opcode, bytes }, counter));
     }
     // "Only the first error" asks for silence once the queue pair has failed.
-    let silent = work.completions == Completions::OnFirstError && pair.failed;
+    let silent =
+        std::mem::replace(&mut pair.told, true) && work.completions == Completions::OnFirstError;
     let failed = Outcome::Failed {
         queue: Queue::Send,
         status: status(completion.status),

@@ -79,6 +79,9 @@ impl CompletionRing {
 
     fn is_full(&mut self) -> bool {
         let entries = u64::from(self.spec.entries);
+        if self.overrun {
+            return true;
+        }
         if self.produced - self.consumed < entries {
             return false;
         }
@@ -89,7 +92,7 @@ impl CompletionRing {
         if ahead <= self.produced - self.consumed {
             self.consumed += ahead;
         }
-        self.overrun || self.produced - self.consumed >= entries
+        self.produced - self.consumed >= entries
     }
 
     /// Wakes who waits, if the queue is armed for such a completion.

@@ -33,6 +33,8 @@ pub enum Drive {
 const WATCH_INTERVAL: Duration = Duration::from_micros(50);
 /// The longest sleep.
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);
+/// How long a guard looks for more before it sleeps: packets come in bursts, and waking costs as much as many steps.
+const GUARD_SPINS: Duration = Duration::from_micros(50);
 /// How long a guard stays away after it has seen somebody poll.
 const NAP: Duration = Duration::from_millis(1);
 
@@ -76,7 +78,7 @@ impl Sleeper {
 pub(super) fn start(shared: &Arc<Shared>, drive: Drive) -> Result<()> {
     let (guards, spin, core) = match drive {
         Drive::Inline => return Ok(()),
-        Drive::Guarded => (true, Duration::ZERO, None),
+        Drive::Guarded => (true, GUARD_SPINS, None),
         Drive::Thread { spin, core } => (false, spin, core),
     };
     let link_fd = shared.engine.lock().link().wait_fd().map(|fd| fd.try_clone_to_owned());

@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::{Arrived, Change, Event, Notice, Payload, Source, State};
+use warpwire_proto::qp::{Arrived, Change, Event, Notice, Payload, Source, State, Transmit};
+use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 use warpwire_proto::wire::{Transport, UDP_PORT};
 
 use super::complete;
@@ -18,12 +19,12 @@ use super::cq::CompletionRing;
 use super::event::{AsyncEvent, News};
 use super::host::View;
 use super::pair::{Pair, Receives};
-use super::ring::SharedRing;
+use super::ring::{NOT_THERE_YET, SharedRing};
 use super::rung::Rung;
 use super::stats::{Lost, Totals};
 use crate::error::{Error, Kind, Result};
 use crate::link::{Frame, Link};
-use crate::mr::{Access, Registry};
+use crate::mr::Registry;
 
 /// How many packets a queue pair may send before another has its turn.
 const BUDGET: u32 = 32;
@@ -52,6 +53,10 @@ pub(super) struct Core {
     watched: Vec<u32>,
     pub news: Arc<News>,
     pub rung: Arc<Rung>,
+    /// A queue pair stands still until some completion is made.
+    held: bool,
+    /// An entry was promised and is not there yet.
+    missing: bool,
     pub totals: Totals,
 }
 
@@ -97,6 +102,8 @@ impl Engine {
             watched: Vec::new(),
             news,
             rung,
+            held: false,
+            missing: false,
             totals: Totals::default(),
         };
         Self { link, core }
@@ -110,10 +117,13 @@ impl Engine {
     pub(super) fn step(&mut self, now: Instant) -> Result<Progress> {
         let core = &mut self.core;
         let received = self.link.receive(&mut |frame| core.arrive(now, &frame))?;
+        let told = core.totals.completions;
         core.look_at_doorbells(now);
         core.run_timers(now);
         let sent = self.transmit(now)?;
-        let more = !self.core.active.is_empty();
+        // Completions that were made since the doorbells were looked at may be what somebody waits for.
+        let core = &self.core;
+        let more = !core.active.is_empty() || core.held && core.totals.completions != told;
         Ok(Progress { received, sent, more })
     }
 
@@ -121,7 +131,8 @@ impl Engine {
     pub(super) fn next_deadline(&self, now: Instant) -> Instant {
         let timer = self.core.timers.peek().map_or(Instant::NEVER, |Reverse((when, _))| *when);
         let link = self.link.wakes_in().map_or(Instant::NEVER, |wait| now + wait);
-        timer.min(link)
+        let missing = if self.core.missing { now + NOT_THERE_YET } else { Instant::NEVER };
+        timer.min(link).min(missing)
     }
 
     fn transmit(&mut self, now: Instant) -> Result<usize> {
@@ -156,7 +167,7 @@ impl Engine {
             return (0, Turn::Done);
         };
         let room = qp.mtu().bytes() as usize + LONGEST_AROUND;
-        let mut count = 0;
+        let (mut count, mut packet) = (0, Transmit::new());
         let turn = loop {
             if count == BUDGET as usize {
                 break Turn::More;
@@ -170,7 +181,9 @@ impl Engine {
                 }
             }
             let mut view = View { side, registry, srqs, payload: &[] };
-            let Some(packet) = qp.poll_transmit(now, &mut view) else { break Turn::Done };
+            if !qp.transmit_into(now, &mut view, &mut packet) {
+                break Turn::Done;
+            }
             let len = packet.payload.map_or(0, |payload| payload.len as usize);
             let wire_len = packet.headers.wire_len(len);
             let Ok(slot) = self.link.reserve(flow, wire_len) else {
@@ -205,22 +218,19 @@ enum Turn {
     LinkFull,
 }
 
-/// The most that stands around a payload: headers, pad and ICRC.
-const LONGEST_AROUND: usize =
-    warpwire_proto::wire::packet::LONGEST_HEADERS + warpwire_proto::wire::packet::ICRC_LEN + 3;
+/// The most that stands around a payload: a write's headers with immediate, and the ICRC. An MTU needs no pad.
+pub(super) const LONGEST_AROUND: usize = BTH_LEN + 20 + ICRC_LEN;
 
 fn gather(
-    side: &super::pair::Side,
+    side: &mut super::pair::Side,
     registry: &Registry,
     payload: Payload,
     into: &mut [u8],
 ) -> std::result::Result<(), crate::mr::Denied> {
     match payload.from {
         Source::Work { id, offset } => side.gather(registry, id, offset, into),
-        Source::Remote(at) => {
-            let len = into.len() as u64;
-            let span = registry.resolve(at.key, side.pd, Access::REMOTE_READ, at.address, len)?;
-            span.gather(0, into)
+        Source::Remote { at, left, request } => {
+            side.gather_for_peer(registry, at, left, request, into)
         }
     }
 }
@@ -243,7 +253,8 @@ impl Core {
         totals.packets_received += 1;
         let headers = transport.headers();
         let payload = transport.payload();
-        let arrived = Arrived { headers, payload_len: payload.len() as u32, marked: frame.marked };
+        let arrived =
+            Arrived { headers: &headers, payload_len: payload.len() as u32, marked: frame.marked };
         let mut view = View { side: &mut pair.side, registry, srqs, payload };
         // Counted by the queue pair itself.
         let _ = pair.qp.handle_packet(now, &arrived, &mut view);
@@ -282,12 +293,16 @@ impl Core {
                 }
                 Event::Received(receipt) => {
                     pair.side.end_receive(receipt.id);
-                    // Data before the completion that tells of it, also where stores are combined.
-                    self.registry.publish_all();
                     let cqe = complete::received(pair, &receipt);
                     let cqn = pair.receive_cq;
+                    let shared = match pair.side.receives {
+                        Receives::Shared(srqn) => Some(srqn),
+                        Receives::Own(_) => None,
+                    };
                     self.push(cqn, &cqe);
-                    self.check_limit(index);
+                    if let Some(srqn) = shared {
+                        self.check_limit(srqn);
+                    }
                 }
                 Event::Notice(notice) => self.tell(index, notice),
             }
@@ -316,6 +331,8 @@ impl Core {
     fn push(&mut self, cqn: u32, cqe: &crate::mlx5::Cqe) {
         let Some(Some(cq)) = self.cqs.get_mut(cqn as usize) else { return };
         self.totals.completions += 1;
+        // Data before the completion that tells of it, also where stores are combined.
+        self.registry.publish_all();
         if cq.push(cqe).is_err() {
             self.news.tell(AsyncEvent::CqOverrun { cqn });
             self.fail_users_of(cqn);
@@ -359,9 +376,7 @@ impl Core {
         }
     }
 
-    fn check_limit(&mut self, index: u32) {
-        let Some(Some(pair)) = self.pairs.get(index as usize) else { return };
-        let Receives::Shared(srqn) = pair.side.receives else { return };
+    fn check_limit(&mut self, srqn: u32) {
         let Some(Some(srq)) = self.srqs.get(srqn as usize) else { return };
         let Some(place) = self.srq_limits.get_mut(srqn as usize) else { return };
         if place.is_some_and(|limit| srq.waiting() < limit) {
@@ -372,6 +387,8 @@ impl Core {
 
     fn look_at_doorbells(&mut self, now: Instant) {
         let rung = self.rung.clone();
+        // Set again by those who still are, as each of them rings for itself.
+        (self.held, self.missing) = (false, false);
         rung.take(|index| self.look_at(now, index));
         for at in 0..self.watched.len() {
             let index = self.watched[at];
@@ -394,14 +411,17 @@ impl Core {
 
     /// Posts what lies in the send queue.
     fn take_work(&mut self, now: Instant, index: u32) {
-        let Core { pairs, cqs, .. } = self;
+        let Core { pairs, cqs, registry, .. } = self;
         let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
         if !matches!(pair.qp.state(), State::Rts | State::Sqd | State::Err) {
             return;
         }
-        pair.take_work(now, |cqn| cqs.get(cqn as usize)?.as_ref().map(CompletionRing::produced));
-        let holds_up = pair.wait.is_some() || pair.side.ring.is_waiting();
-        if holds_up {
+        let produced = |cqn| cqs.get(cqn as usize)?.as_ref().map(CompletionRing::produced);
+        pair.take_work(now, registry, produced);
+        let (held, missing) = (pair.wait.is_some(), pair.side.ring.is_waiting());
+        self.held |= held;
+        self.missing |= missing;
+        if held || missing {
             // Nobody rings for that: look again at the next step.
             self.rung.ring(index);
         }
@@ -597,6 +617,7 @@ impl Engine {
         if let Some(place) = self.core.srq_limits.get_mut(srqn as usize) {
             *place = (limit > 0).then_some(limit);
         }
+        self.core.check_limit(srqn);
     }
 }
 

@@ -47,9 +47,10 @@ impl Signal {
     /// Takes it back; tells whether it was raised.
     pub fn take(&self) -> bool {
         let mut count = [0; 8];
-        // Before the flag, so that a raise in between is not lost: it writes again.
+        // Before the flag: the other way round, a raise in between would be read, and none after it written. One in
+        // between is part of what is taken here; its reason is seen by whoever looks after this, as the swap says.
         let was = rustix::io::read(&self.fd, &mut count).is_ok();
-        self.raised.store(false, Ordering::Release);
+        self.raised.swap(false, Ordering::AcqRel);
         was
     }
 

@@ -98,7 +98,7 @@ impl Host for View<'_> {
     fn fetch(&mut self, from: Source, len: u32, _: usize) -> Verdict {
         let outcome = match from {
             Source::Work { id, offset } => self.side.may_gather(self.registry, id, offset, len),
-            Source::Remote(at) => self.resolve(Access::REMOTE_READ, at, len),
+            Source::Remote { at, .. } => self.resolve(Access::REMOTE_READ, at, len),
         };
         self.verdict(outcome)
     }

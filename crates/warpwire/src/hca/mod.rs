@@ -26,6 +26,7 @@
 //! Who polls a completion queue makes steps himself ([`Hca::poll`]), so that no thread stands in between; a guard
 //! steps in when nobody polls.
 
+mod ahead;
 mod complete;
 mod cq;
 mod drive;
@@ -175,9 +176,9 @@ impl Hca {
         &self.0.path
     }
 
-    /// The longest packet that its link carries.
-    pub fn largest_packet(&self) -> usize {
-        self.0.largest
+    /// The most payload that a packet on its link has room for.
+    pub fn largest_payload(&self) -> usize {
+        self.0.largest.saturating_sub(engine::LONGEST_AROUND)
     }
 
     /// Whether a thread works on when nobody polls: then a program may sleep until it is woken.

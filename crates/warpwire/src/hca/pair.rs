@@ -1,8 +1,9 @@
 //! A queue pair inside the engine: the protocol's state machine, its queues, and the memory that its work names.
 
-use warpwire_proto::Instant;
 use warpwire_proto::qp::{self, Op, Qp, Status as WireStatus, Work as WireWork};
+use warpwire_proto::{Instant, Psn};
 
+use super::ahead::{Ahead, Name, Wanted};
 use super::memory::QueueMemory;
 use super::ring::{
     LONGEST_RECEIVE, Layout, ReceiveRing, SendRing, SharedRing, Taken, TakenReceive,
@@ -71,13 +72,16 @@ pub(super) struct Pair {
     pub timer: Instant,
     /// Its failure has been dealt with.
     pub failed: bool,
+    /// A failure of its work has been told.
+    pub told: bool,
     pub send_cq: u32,
     pub receive_cq: u32,
     pub user_index: u32,
     pub watched: bool,
     pub signal_all: bool,
-    /// The queue stands still until a completion queue has made a certain completion.
-    pub wait: Option<mlx5::Wait>,
+    /// The queue stands still until a completion queue has made a certain completion; only then is the work begun
+    /// that asked for it.
+    pub wait: Option<(mlx5::Wait, WireWork)>,
 }
 
 /// The part of it that the protocol asks about memory.
@@ -89,6 +93,8 @@ pub(super) struct Side {
     /// The receives in use: a message has one, and another may wait for the next.
     in_use: [Option<TakenReceive>; 2],
     pub pd: PdId,
+    /// Payload of device memory that was fetched ahead.
+    ahead: Ahead,
     /// Why the last range was denied, for whoever asks.
     pub denied: Option<Denied>,
     /// An answer was "not now": poll again soon.
@@ -120,6 +126,7 @@ impl Pair {
             receives,
             in_use: [None; 2],
             pd: spec.pd,
+            ahead: Ahead::default(),
             denied: None,
             later: false,
             blocks_mask: u64::from(spec.send_blocks) - 1,
@@ -131,6 +138,7 @@ impl Pair {
             active: false,
             timer: Instant::NEVER,
             failed: false,
+            told: false,
             send_cq: spec.send_cq,
             receive_cq: spec.receive_cq,
             user_index: spec.user_index,
@@ -142,9 +150,10 @@ impl Pair {
 
     /// Forgets all work, as the protocol just did.
     pub(super) fn reset(&mut self) {
-        (self.failed, self.wait) = (false, None);
+        (self.failed, self.told, self.wait) = (false, false, None);
         self.side.ring.reset();
         self.side.in_use = [None; 2];
+        self.side.ahead = Ahead::default();
         if let Receives::Own(ring) = &mut self.side.receives {
             ring.reset();
         }
@@ -152,31 +161,41 @@ impl Pair {
 
     /// Takes entries from the send queue and posts them, as long as there are any and there is room. `produced`
     /// tells how many completions a queue has made.
-    pub(super) fn take_work(&mut self, now: Instant, produced: impl Fn(u32) -> Option<u64>) {
+    pub(super) fn take_work(
+        &mut self,
+        now: Instant,
+        registry: &Registry,
+        produced: impl Fn(u32) -> Option<u64>,
+    ) {
         loop {
-            if let Some(wait) = self.wait {
-                // A queue that is not there, or not yet so far, holds this one up.
-                let reached =
-                    produced(wait.cqn).is_some_and(|count| has_reached(count, wait.index));
-                if !reached {
-                    return;
-                }
-                self.wait = None;
-            }
             if self.qp.outstanding() as u64 > self.side.blocks_mask {
                 return;
             }
+            if let Some((wait, work)) = self.wait {
+                // A queue that is not there, or not yet so far, holds this one up; a failure ends every wait.
+                let reached =
+                    produced(wait.cqn).is_some_and(|count| has_reached(count, wait.index));
+                if !reached && self.qp.state() != qp::State::Err {
+                    return;
+                }
+                self.wait = None;
+                self.begin(work);
+                continue;
+            }
             let Some(taken) = self.side.ring.take(now) else { return };
-            self.wait = self.post(&taken);
+            match self.understand(&taken, registry) {
+                (work, Some(wait)) => self.wait = Some((wait, work)),
+                (work, None) => self.begin(work),
+            }
         }
     }
 
-    /// Posts an entry; a wait is returned instead of being obeyed.
-    fn post(&mut self, taken: &Taken) -> Option<mlx5::Wait> {
+    /// What an entry asks for; and what it waits for, if it is a wait.
+    fn understand(&mut self, taken: &Taken, registry: &Registry) -> (WireWork, Option<mlx5::Wait>) {
         self.side.note(taken, 0, None);
         let parsed = match taken.torn {
             true => Err(Status::LocalQpOperation),
-            false => self.side.translate(taken),
+            false => self.side.translate(taken, registry),
         };
         let (op, len, wait) = match parsed {
             Ok(found) => found,
@@ -195,12 +214,15 @@ impl Pair {
             fence,
             solicited: taken.control.solicited,
         };
+        (work, wait)
+    }
+
+    fn begin(&mut self, work: WireWork) {
         if self.qp.post(work).is_err() {
             // A length that this MTU does not carry, or a state that takes no work: the same to the user.
             let bad = Op::Bad(WireStatus::LocalOperation);
             let _ = self.qp.post(WireWork { op: bad, len: 0, ..work });
         }
-        wait
     }
 }
 
@@ -224,9 +246,13 @@ impl Side {
     }
 
     /// What an entry means to the protocol: operation, length, and a wait if it is one.
-    fn translate(&mut self, taken: &Taken) -> Result<(Op, u32, Option<mlx5::Wait>), Status> {
+    fn translate(
+        &mut self,
+        taken: &Taken,
+        registry: &Registry,
+    ) -> Result<(Op, u32, Option<mlx5::Wait>), Status> {
         let wqe = Wqe::parse(self.ring.copy(taken.block)).map_err(|refused| refused.status())?;
-        let (mut wait, mut single) = (None, None);
+        let (mut wait, mut single, mut dumped) = (None, None, 0);
         let remote = |at: mlx5::Remote| qp::Remote { address: at.address, key: at.rkey };
         let mut note = |payload: &mlx5::Payload<'_>| {
             let mut pieces = payload.pieces();
@@ -243,7 +269,7 @@ impl Side {
             }
             // What is read locally goes nowhere, and all that was placed before is in its place already.
             Work::Dump { from } => {
-                note(&from);
+                dumped = note(&from);
                 (Op::Local, 0)
             }
             Work::Send { kind, payload } => {
@@ -269,7 +295,14 @@ impl Side {
             }
         };
         self.note(taken, len, single);
-        Ok((op, len, wait))
+        match self.may_gather(registry, taken.block, 0, dumped) {
+            // Memory that moves is there, and nobody sees what was read of it.
+            Ok(()) | Err(Denied::Moving) => Ok((op, len, wait)),
+            Err(denied) => {
+                self.denied = Some(denied);
+                Err(Status::LocalProtection)
+            }
+        }
     }
 
     fn note(&mut self, taken: &Taken, len: u32, single: Option<Data>) {
@@ -280,18 +313,23 @@ impl Side {
 
     /// Copies payload of work, `offset` bytes into it, to `into`.
     pub(super) fn gather(
-        &self,
+        &mut self,
         registry: &Registry,
         block: u64,
         offset: u32,
         into: &mut [u8],
     ) -> Result<(), Denied> {
-        let underway = self.underway(block);
-        if let Some(data) = underway.single {
+        if let Some(data) = self.underway(block).single {
             let address = data.address.wrapping_add(u64::from(offset));
-            let span =
-                registry.resolve(data.lkey, self.pd, Access::NONE, address, into.len() as u64)?;
-            return span.gather(0, into);
+            let wanted = Wanted {
+                name: Name::Work(block),
+                key: data.lkey,
+                pd: self.pd,
+                need: Access::NONE,
+                address,
+                left: data.len.saturating_sub(offset),
+            };
+            return self.ahead.gather(registry, &wanted, into);
         }
         let mut done = 0;
         self.walk(block, offset, into.len() as u32, |piece, skip, len| {
@@ -312,6 +350,26 @@ impl Side {
         })
     }
 
+    /// Copies what a peer reads to `into`; the request asks for `left` bytes from there on.
+    pub(super) fn gather_for_peer(
+        &mut self,
+        registry: &Registry,
+        at: qp::Remote,
+        left: u32,
+        request: Psn,
+        into: &mut [u8],
+    ) -> Result<(), Denied> {
+        let wanted = Wanted {
+            name: Name::Read(request),
+            key: at.key,
+            pd: self.pd,
+            need: Access::REMOTE_READ,
+            address: at.address,
+            left,
+        };
+        self.ahead.gather(registry, &wanted, into)
+    }
+
     /// Whether payload of work may be fetched.
     pub(super) fn may_gather(
         &self,
@@ -320,6 +378,9 @@ impl Side {
         offset: u32,
         len: u32,
     ) -> Result<(), Denied> {
+        if len == 0 {
+            return Ok(());
+        }
         let check = |data: Data, skip: u32, len: u32| {
             let address = data.address.wrapping_add(u64::from(skip));
             registry.resolve(data.lkey, self.pd, Access::NONE, address, u64::from(len)).map(drop)

@@ -14,7 +14,7 @@ use crate::mlx5::{
 
 /// How long an entry may be promised by a doorbell and not be there, before it counts as wrong. Doorbells may
 /// overtake what they tell of; not by that much.
-const NOT_THERE_YET: Duration = Duration::from_millis(1);
+pub(super) const NOT_THERE_YET: Duration = Duration::from_millis(1);
 
 /// Where the parts of a queue pair lie in its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +38,8 @@ pub(super) struct SendRing {
     /// The block that is consumed next, counted without end; its low 16 bits are what writers count.
     consumer: u64,
     producer: Producer,
+    /// What either half of the doorbell said when it was last looked at.
+    halves: [u16; 2],
     until: u16,
     /// Entries as they were when they were taken: the queue may change, they must not.
     copies: Box<[u8]>,
@@ -64,6 +66,7 @@ impl SendRing {
             blocks,
             consumer: 0,
             producer: Producer::starting_at(0),
+            halves: [0; 2],
             until: 0,
             copies: vec![0; bytes].into(),
             missing_since: None,
@@ -73,6 +76,7 @@ impl SendRing {
     /// Begins anew, as if nothing had ever been posted.
     pub(super) fn reset(&mut self) {
         (self.consumer, self.until, self.missing_since) = (0, 0, None);
+        self.halves = [0; 2];
         self.producer = Producer::starting_at(0);
     }
 
@@ -88,8 +92,10 @@ impl SendRing {
         let record = u32::from_be(record) as u16;
         let consumer = self.consumer as u16;
         let halves = [word(0), word(SEND_DOORBELL_OTHER_HALF as u64)];
-        for doorbell in halves {
-            self.until = self.producer.look(consumer, self.blocks, Some(doorbell), record);
+        // Each half speaks only when it changes: one that nobody rings would look like news once a lap.
+        for (now, before) in halves.into_iter().zip(std::mem::replace(&mut self.halves, halves)) {
+            let news = (now != before).then_some(now);
+            self.until = self.producer.look(consumer, self.blocks, news, record);
         }
         self.until != consumer
     }
@@ -117,6 +123,10 @@ impl SendRing {
         if let (Some(entry), true) = (entry.get_mut(..len), there) {
             self.copy_out(block, entry);
             self.copies[at..at + len].copy_from_slice(entry);
+            // Read once: what is obeyed must be what was looked at, whatever the queue says by now.
+            if len > 0 {
+                self.copies[at..at + SEGMENT].copy_from_slice(&first);
+            }
         }
         self.consumer += u64::from(blocks);
         Some(Taken { block, control, torn: !there })

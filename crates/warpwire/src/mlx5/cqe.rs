@@ -33,6 +33,7 @@ mod code {
     pub const SEND_INVALIDATE: u8 = 4;
     pub const REQUESTER_ERROR: u8 = 13;
     pub const RESPONDER_ERROR: u8 = 14;
+    pub const NO_PACKET: u8 = 6;
     pub const INVALID: u8 = 15;
 }
 
@@ -352,6 +353,17 @@ impl Tail {
     #[inline]
     pub const fn is_owned(&self, owner: bool) -> bool {
         self.code != code::INVALID && self.owner == owner
+    }
+
+    /// The bytes with which a completion says nothing any more, to whoever comes to it.
+    ///
+    /// ```
+    /// use warpwire::mlx5::Tail;
+    /// let void = Tail::parse(Tail::void([0, 7, 0, 0x21]));
+    /// assert!(void.is_owned(true) && !void.is_error() && void.counter == 7);
+    /// ```
+    pub const fn void([high, low, signature, own]: [u8; 4]) -> [u8; 4] {
+        [high, low, signature, code::NO_PACKET << 4 | own & 1]
     }
 
     /// Whether it tells of a failure.

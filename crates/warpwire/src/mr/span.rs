@@ -57,6 +57,12 @@ impl<'a> Span<'a> {
         self.len == 0
     }
 
+    /// Whether the memory is a device's: each copy has a price of its own there, and few large ones cost less than
+    /// many small ones.
+    pub fn is_device(&self) -> bool {
+        matches!(self.inside.as_deref(), Some(Registration { target: Target::Device { .. }, .. }))
+    }
+
     /// Copies from the memory, `offset` bytes into the range, to `into`.
     #[inline]
     pub fn gather(&self, offset: u64, into: &mut [u8]) -> Result<(), Denied> {

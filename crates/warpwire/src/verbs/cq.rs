@@ -43,6 +43,8 @@ pub(super) struct Shared {
     pub number: u32,
     memory: QueueMemory,
     entries: u32,
+    /// The device does not wait for the reader.
+    overwritten: bool,
     signal: Arc<Signal>,
     reader: Mutex<Reader>,
 }
@@ -93,7 +95,9 @@ impl Cq {
         })?;
         let reader = Mutex::new(Reader { consumed: 0, sequence: 1 });
         let device = context.0.clone();
-        Ok(Self(Arc::new(Shared { device, number, memory, entries, signal, reader })))
+        let overwritten = options.collapsed || options.ignore_overrun;
+        let shared = Shared { device, number, memory, entries, overwritten, signal, reader };
+        Ok(Self(Arc::new(shared)))
     }
 
     /// Its number.
@@ -127,7 +131,7 @@ impl Cq {
         let mut reader = shared.reader.lock();
         let bytes = shared.memory.bytes();
         let entries = u64::from(shared.entries);
-        let (mut count, mut pairs) = (0, None);
+        let (before, mut count, mut pairs) = (reader.consumed, 0, None);
         while count < into.len() {
             let at = (reader.consumed & (entries - 1)) * CQE_LEN;
             // Acquire: the body was written before this word.
@@ -147,11 +151,38 @@ impl Cq {
                 count += 1;
             }
         }
-        if count > 0 {
+        if reader.consumed != before {
             let word = u32::from_ne_bytes(Arm::consumed_word(reader.consumed as u32));
             let _ = bytes.store_u32(entries * CQE_LEN, word);
         }
         count
+    }
+
+    /// Makes the completions of a queue pair that wait here void: it was reset, or is no more.
+    pub(super) fn forget(&self, core: &Core) {
+        let shared = &*self.0;
+        if shared.overwritten {
+            return; // the device may be writing what would be changed here
+        }
+        let reader = shared.reader.lock();
+        let (bytes, entries) = (shared.memory.bytes(), u64::from(shared.entries));
+        for number in reader.consumed..reader.consumed + entries {
+            let at = (number & (entries - 1)) * CQE_LEN;
+            let mut entry = [0; CQE_LEN as usize];
+            let tail = bytes.load_u32(at + 60).unwrap_or(u32::MAX).to_ne_bytes();
+            if !Tail::parse(tail).is_owned(owner_bit(number, entries))
+                || bytes.read(at, &mut entry).is_err()
+            {
+                return;
+            }
+            let Ok(cqe) = Cqe::parse(&entry) else { continue };
+            if cqe.qpn == core.number {
+                if !is_of_send(&cqe) {
+                    core.receive_ended(cqe.counter);
+                }
+                let _ = bytes.store_u32(at + 60, u32::from_ne_bytes(Tail::void(tail)));
+            }
+        }
     }
 
     /// The next completion, waiting for it if need be; `None` when the time is over.
@@ -235,11 +266,16 @@ impl Completion {
 /// The completion in the words of the program: the queue pair knows what it called the work.
 fn complete(pairs: &[Option<Arc<Core>>], cqe: &Cqe) -> Option<Completion> {
     let core = pairs.get(cqe.user_index as usize)?.as_ref()?;
-    let of_send =
-        matches!(cqe.outcome, Outcome::Sent { .. } | Outcome::Failed { queue: Queue::Send, .. });
-    let id = match of_send {
+    if core.number != cqe.qpn {
+        return None; // of one that had this place before
+    }
+    let id = match is_of_send(cqe) {
         true => core.send_ended(cqe.counter),
         false => core.receive_ended(cqe.counter),
     };
     Some(Completion::of(cqe, id))
+}
+
+fn is_of_send(cqe: &Cqe) -> bool {
+    matches!(cqe.outcome, Outcome::Sent { .. } | Outcome::Failed { queue: Queue::Send, .. })
 }

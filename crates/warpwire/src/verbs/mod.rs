@@ -64,8 +64,6 @@ pub use receive::ReceiveRequest;
 pub use srq::{Srq, SrqOptions};
 pub use warpwire_proto::qp::{Change, Mtu, Path, State};
 
-use warpwire_proto::wire::packet::{ICRC_LEN, LONGEST_HEADERS};
-
 use crate::error::Result;
 use crate::hca::{Hca, HcaOptions, Stats};
 use crate::link::{self, Link};
@@ -164,9 +162,7 @@ impl Context {
 
     /// The largest MTU that its link carries, of those that RoCE knows.
     pub fn largest_mtu(&self) -> Mtu {
-        // A link's packets go from the base header through the ICRC; a payload of an MTU needs no pad.
-        let around = LONGEST_HEADERS + ICRC_LEN;
-        let fits = |mtu: &&Mtu| mtu.bytes() as usize + around <= self.0.hca.largest_packet();
+        let fits = |mtu: &&Mtu| mtu.bytes() as usize <= self.0.hca.largest_payload();
         Mtu::ALL.iter().rev().find(fits).copied().unwrap_or(Mtu::ALL[0])
     }
 

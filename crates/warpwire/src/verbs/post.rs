@@ -266,6 +266,7 @@ impl<'q> Batch<'q> {
         }
         self.state.producer = self.next;
         let core = self.core;
+        core.posted.store(self.next, Ordering::Release);
         let bytes = core.memory.bytes();
         let index = self.next as u16;
         let record = u32::from_ne_bytes(Record::word(index));

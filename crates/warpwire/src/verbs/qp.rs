@@ -127,10 +127,11 @@ struct Handle {
     device: Arc<Device>,
     options: QpOptions,
     user_index: u32,
-    psn: Psn,
-    // Held so that they outlive it.
+    /// The sequence number that it will begin with.
+    psn: AtomicU32,
+    // Held so that it outlives this.
     _pd: Pd,
-    _cqs: [Cq; 2],
+    cqs: [Cq; 2],
 }
 
 /// What posting and polling share.
@@ -145,10 +146,13 @@ pub(crate) struct Core {
     /// What the program called the work, and how many blocks it takes, by its first block.
     pub send_ids: Box<[AtomicU64]>,
     pub send_sizes: Box<[AtomicU8]>,
+    /// The block up to which the device was told of work, counted without end.
+    pub posted: AtomicU64,
     /// The block up to which the send queue is free again, counted without end.
     pub freed: AtomicU64,
-    pub receive: Mutex<u32>,
+    pub receive: Mutex<()>,
     pub receive_ids: Box<[AtomicU64]>,
+    pub receives_posted: AtomicU32,
     pub receives_ended: AtomicU32,
     pub stride: u32,
     srq: Option<Srq>,
@@ -162,7 +166,11 @@ impl Core {
         let place = (block & u64::from(self.blocks - 1)) as usize;
         let size = self.send_sizes[place].load(Ordering::Relaxed);
         let id = self.send_ids[place].load(Ordering::Relaxed);
-        self.freed.store(block + u64::from(size), Ordering::Release);
+        // Others may fill the queue by themselves, and anything may lie in a completion: what was not posted here
+        // frees nothing here.
+        if block < self.posted.load(Ordering::Acquire) {
+            self.freed.store(block + u64::from(size), Ordering::Release);
+        }
         id
     }
 
@@ -173,16 +181,24 @@ impl Core {
         }
         let place = usize::from(counter) & (self.receive_ids.len() - 1);
         let id = self.receive_ids[place].load(Ordering::Relaxed);
-        self.receives_ended.fetch_add(1, Ordering::Release);
+        let ended = self.receives_ended.load(Ordering::Relaxed);
+        // As above.
+        if ended != self.receives_posted.load(Ordering::Acquire) {
+            self.receives_ended.store(ended.wrapping_add(1), Ordering::Release);
+        }
         id
     }
 
     fn forget(&self) -> Result<()> {
         let mut send = self.send.lock();
-        let mut posted = self.receive.lock();
-        (send.producer, *posted) = (0, 0);
-        self.freed.store(0, Ordering::Relaxed);
-        self.receives_ended.store(0, Ordering::Relaxed);
+        let _receive = self.receive.lock();
+        send.producer = 0;
+        for word in [&self.posted, &self.freed] {
+            word.store(0, Ordering::Relaxed);
+        }
+        for word in [&self.receives_posted, &self.receives_ended] {
+            word.store(0, Ordering::Relaxed);
+        }
         let bytes = self.memory.bytes();
         bytes.store_u64(self.layout.record, 0)?;
         bytes.store_u64(self.layout.doorbell, 0)?;
@@ -193,9 +209,21 @@ impl Core {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.core.hca.destroy_qp(self.core.number);
-        // Completions that wait in a queue name it still; they are passed over from now on.
+        // Completions that wait in a queue name it still.
+        self.forget_completions();
         if let Some(place) = self.device.pairs.lock().get_mut(self.user_index as usize) {
             *place = None;
+        }
+    }
+}
+
+impl Handle {
+    /// Completions that nobody has taken are nobody's any more; those of a shared queue give their slots back.
+    fn forget_completions(&self) {
+        let [sends, receives] = &self.cqs;
+        sends.forget(&self.core);
+        if sends.number() != receives.number() {
+            receives.forget(&self.core);
         }
     }
 }
@@ -248,9 +276,11 @@ impl Qp {
             send: Mutex::new(SendState::default()),
             send_ids: words(blocks),
             send_sizes: (0..blocks).map(|_| AtomicU8::new(0)).collect(),
+            posted: AtomicU64::new(0),
             freed: AtomicU64::new(0),
-            receive: Mutex::new(0),
+            receive: Mutex::new(()),
             receive_ids: words(receives),
+            receives_posted: AtomicU32::new(0),
             receives_ended: AtomicU32::new(0),
             stride,
             srq: options.srq.clone(),
@@ -265,9 +295,9 @@ impl Qp {
             device,
             options,
             user_index: user_index as u32,
-            psn: any_psn(number),
+            psn: any_psn(number).into(),
             _pd: pd.clone(),
-            _cqs: [send_cq.clone(), receive_cq.clone()],
+            cqs: [send_cq.clone(), receive_cq.clone()],
         };
         Ok(Self(Arc::new(handle)))
     }
@@ -299,7 +329,7 @@ impl Qp {
         Offer {
             address: context.path().local,
             qpn: self.number(),
-            psn: self.0.psn.value(),
+            psn: self.0.psn.load(Ordering::Relaxed),
             mtu: mtu.bytes(),
             max_rd_atomic: self.0.options.max_rd_atomic,
         }
@@ -347,7 +377,7 @@ impl Qp {
     pub fn to_rts(&self, peer: &Offer) -> Change {
         let options = &self.0.options;
         Change {
-            send_psn: Some(self.0.psn),
+            send_psn: Some(Psn::new(self.0.psn.load(Ordering::Relaxed))),
             timeout: Some(options.timeout),
             retry_count: Some(options.retry_count),
             rnr_retry: Some(options.rnr_retry),
@@ -358,11 +388,19 @@ impl Qp {
 
     /// Takes a step, or changes attributes. What is refused changes nothing.
     pub fn modify(&self, change: &Change) -> Result<()> {
-        if change.to == State::Reset {
+        let core = &self.0.core;
+        let is_reset =
+            change.to == State::Reset && change.check(protocol::Service::Rc, self.state()?).is_ok();
+        if is_reset {
             // In this order: the device must find the queues as it forgets them.
-            self.0.core.forget()?;
+            core.forget()?;
         }
-        self.0.core.hca.modify_qp(self.number(), change)
+        core.hca.modify_qp(core.number, change)?;
+        if is_reset {
+            self.0.forget_completions();
+            self.0.psn.store(any_psn(core.number), Ordering::Relaxed);
+        }
+        Ok(())
     }
 
     /// Begins a batch of work. It holds the send queue until it is posted or dropped.
@@ -396,8 +434,8 @@ impl Qp {
 
 /// A first sequence number that differs from one connection to the next, so that late packets of an old one are
 /// not taken for new ones.
-fn any_psn(number: u32) -> Psn {
+fn any_psn(number: u32) -> u32 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let seed = now.map_or(0, |since| since.as_nanos() as u64) ^ u64::from(number) << 40;
-    Psn::new((seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32)
+    (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32
 }

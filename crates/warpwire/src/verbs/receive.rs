@@ -39,14 +39,15 @@ impl ReceiveRequest<'_> {
 
 /// Posts receives to a queue pair's own queue, all or none.
 pub(super) fn post(core: &Core, requests: &[ReceiveRequest<'_>]) -> Result<()> {
-    let mut posted = core.receive.lock();
+    let _only = core.receive.lock();
+    let posted = core.receives_posted.load(Ordering::Relaxed);
     let entries = core.receive_ids.len() as u32;
     let waiting = posted.wrapping_sub(core.receives_ended.load(Ordering::Acquire));
     if waiting as usize + requests.len() > entries as usize {
         return Err(full(core.number));
     }
     let bytes = core.memory.bytes();
-    let mut next = *posted;
+    let mut next = posted;
     for request in requests {
         let mut entry = [0; MOST_RANGES * 16];
         let stride = core.stride as usize;
@@ -58,7 +59,7 @@ pub(super) fn post(core: &Core, requests: &[ReceiveRequest<'_>]) -> Result<()> {
         core.receive_ids[place as usize].store(request.id, Ordering::Relaxed);
         next = next.wrapping_add(1);
     }
-    *posted = next;
+    core.receives_posted.store(next, Ordering::Release);
     let word = u32::from_ne_bytes(Record::word(next as u16));
     bytes.store_u32(core.layout.record + Record::RECEIVE as u64, word)?;
     // A queue pair that has failed gives them back at once; one that works looks when a message comes.

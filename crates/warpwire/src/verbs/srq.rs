@@ -1,5 +1,6 @@
 //! Shared receive queues: receives that whichever queue pair needs one takes.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -44,7 +45,7 @@ struct Shared {
 #[derive(Debug)]
 struct Slots {
     ids: Box<[u64]>,
-    free: Vec<u16>,
+    free: VecDeque<u16>,
     /// The slot that the next receive goes to: the one that the last entry already points to.
     next: u16,
     posted: u32,
@@ -76,7 +77,7 @@ impl Srq {
         let number = context.0.hca.create_srq(spec)?;
         let state = Mutex::new(Slots {
             ids: vec![0; entries as usize].into(),
-            free: (1..entries as u16).rev().collect(),
+            free: (1..entries as u16).collect(),
             next: 0,
             posted: 0,
         });
@@ -106,7 +107,7 @@ impl Srq {
         let bytes = shared.memory.bytes();
         let (mut slot, mut taken) = (slots.next, 0);
         for request in requests {
-            let next = slots.free[slots.free.len() - 1 - taken];
+            let next = slots.free[taken];
             let mut entry = [0; (MOST_RANGES + 1) * SEGMENT];
             let entry = &mut entry[..stride];
             let (ranges, count) = request.ranges();
@@ -116,8 +117,7 @@ impl Srq {
             slots.ids[usize::from(slot)] = request.id;
             (slot, taken) = (next, taken + 1);
         }
-        let left = slots.free.len() - taken;
-        slots.free.truncate(left);
+        slots.free.drain(..taken);
         slots.next = slot;
         slots.posted = slots.posted.wrapping_add(taken as u32);
         let word = u32::from_ne_bytes(Record::word(slots.posted as u16));
@@ -128,8 +128,10 @@ impl Srq {
     pub(super) fn ended(&self, slot: u16) -> u64 {
         let mut slots = self.0.state.lock();
         let place = usize::from(slot) & (slots.ids.len() - 1);
-        // A slot is given back once: the device completes each receive once.
-        slots.free.insert(0, place as u16);
+        // A slot is given back once: the device completes each receive once. More than there are were not its doing.
+        if slots.free.len() + 1 < slots.ids.len() {
+            slots.free.push_back(place as u16);
+        }
         slots.ids[place]
     }
 }

@@ -1,0 +1,361 @@
+//! What a case gets to work with: two devices on a link, and memory of every sort.
+
+use std::cell::OnceCell;
+use std::time::{Duration, Instant};
+
+use warpwire::hca::HcaOptions;
+use warpwire::link::fault::Plan;
+use warpwire::link::{Fault, Hub, Link, Udp, udp};
+use warpwire::mem::sim::{Control, Sim, SimConfig};
+use warpwire::mem::{Allocation, Device, pattern};
+use warpwire::mr::{HostMemory, Memory};
+use warpwire::verbs::{
+    Access, AsyncEvent, Completion, Context, Cq, Drive, Mr, Pd, Qp, QpOptions, ReceiveRequest,
+    Request, Status,
+};
+
+/// Longer than anything takes that works.
+pub const SOON: Duration = Duration::from_secs(20);
+/// Long enough to be sure that something does not happen.
+pub const A_MOMENT: Duration = Duration::from_millis(20);
+
+/// What local and remote use may do: everything.
+pub const ALL: Access = Access::ALL;
+
+pub struct Case {
+    pub name: &'static str,
+    pub run: fn(&Fixture),
+}
+
+/// Lists the functions as cases under their own names.
+macro_rules! cases {
+    ($list:ident: $($name:ident),* $(,)?) => {
+        pub const $list: &[crate::fixture::Case] =
+            &[$(crate::fixture::Case { name: stringify!($name), run: $name }),*];
+    };
+}
+pub(crate) use cases;
+
+/// The links that cases run over. A new one is a line here and a line in [`Which::ends`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    Loopback,
+    Udp4,
+    Udp6,
+}
+
+impl Which {
+    pub const ALL: [(Self, &'static str); 3] =
+        [(Self::Loopback, "loopback"), (Self::Udp4, "udp4"), (Self::Udp6, "udp6")];
+
+    /// Two links that reach each other.
+    pub fn ends(self) -> warpwire::Result<[Box<dyn Link>; 2]> {
+        match self {
+            Self::Loopback => {
+                let hub = Hub::new();
+                let end = |at: &str| hub.endpoint(at.parse().unwrap());
+                Ok([Box::new(end("10.0.0.1:4791")?), Box::new(end("10.0.0.2:4791")?)])
+            }
+            Self::Udp4 => Ok([udp("127.0.0.1:0")?, udp("127.0.0.1:0")?]),
+            Self::Udp6 => Ok([udp("[::1]:0")?, udp("[::1]:0")?]),
+        }
+    }
+
+    /// Why it is not there, if it is not.
+    pub fn missing(self) -> Option<String> {
+        self.ends().err().map(|why| why.to_string())
+    }
+}
+
+fn udp(address: &str) -> warpwire::Result<Box<dyn Link>> {
+    Ok(Box::new(Udp::bind(address.parse().unwrap(), udp::Options::default())?))
+}
+
+/// What memory a case uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Host,
+    Window,
+    Engine,
+}
+
+pub const KINDS: [Kind; 3] = [Kind::Host, Kind::Window, Kind::Engine];
+
+/// What a case gets: which link to use, and a simulated GPU.
+pub struct Fixture {
+    pub which: Which,
+    sim: OnceCell<Sim>,
+}
+
+impl Fixture {
+    pub fn new(which: Which) -> Self {
+        Self { which, sim: OnceCell::new() }
+    }
+
+    fn sim(&self) -> &Sim {
+        let config = SimConfig { memory: 1 << 28, ..SimConfig::default() };
+        self.sim.get_or_init(|| Sim::start(config).unwrap())
+    }
+
+    pub fn gpu(&self) -> Device {
+        self.sim().device(0).unwrap()
+    }
+
+    pub fn control(&self) -> Control {
+        self.sim().control(0).unwrap()
+    }
+
+    /// Two devices that only the case drives.
+    pub fn world(&self) -> World {
+        self.driven(Drive::Inline)
+    }
+
+    pub fn driven(&self, drive: Drive) -> World {
+        let [a, b] = self.which.ends().unwrap();
+        World::over(a, b, drive)
+    }
+
+    /// Two devices over links with faults.
+    pub fn faulty(&self, plan: &str, seed: u64, drive: Drive) -> World {
+        let [a, b] = self.which.ends().unwrap();
+        let plan: Plan = plan.parse().unwrap();
+        let a = Fault::new(a, Plan { seed, ..plan });
+        let b = Fault::new(b, Plan { seed: seed ^ 0x5555, ..plan });
+        World::over(a, b, drive)
+    }
+
+    /// Registered memory of that kind, all zero.
+    pub fn memory(&self, end: &End, kind: Kind, len: u64, access: Access) -> Patch {
+        match kind {
+            Kind::Host => {
+                let memory = HostMemory::new(len).unwrap();
+                let mr = end.context.register(&end.pd, memory.clone(), access).unwrap();
+                Patch { store: Store::Host(memory), mr }
+            }
+            Kind::Window | Kind::Engine => {
+                let memory = self.gpu().alloc(len).unwrap();
+                memory.write(0, &vec![0; len as usize]).unwrap();
+                let mut region = Memory::from(memory.region(0, len).unwrap());
+                if kind == Kind::Engine {
+                    region = region.without_window();
+                }
+                let mr = end.context.register(&end.pd, region, access).unwrap();
+                Patch { store: Store::Device(memory), mr }
+            }
+        }
+    }
+
+    /// Registered host memory that everybody may use for everything.
+    pub fn host(&self, end: &End, len: u64) -> Patch {
+        self.memory(end, Kind::Host, len, ALL)
+    }
+}
+
+/// Registered memory, and a way to its bytes beside the device.
+pub struct Patch {
+    store: Store,
+    pub mr: Mr,
+}
+
+enum Store {
+    Host(HostMemory),
+    Device(Allocation),
+}
+
+impl Patch {
+    pub fn write(&self, offset: u64, bytes: &[u8]) {
+        match &self.store {
+            Store::Host(memory) => memory.bytes().write(offset, bytes).unwrap(),
+            Store::Device(memory) => memory.write(offset, bytes).unwrap(),
+        }
+    }
+
+    pub fn read(&self, offset: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        match &self.store {
+            Store::Host(memory) => memory.bytes().read(offset, &mut bytes).unwrap(),
+            Store::Device(memory) => memory.read(offset, &mut bytes).unwrap(),
+        }
+        bytes
+    }
+
+    pub fn word(&self, offset: u64) -> u64 {
+        u64::from_ne_bytes(self.read(offset, 8).try_into().unwrap())
+    }
+
+    /// Fills part of it with the pattern of `seed`, and returns what it wrote.
+    pub fn pattern(&self, offset: u64, len: usize, seed: u64) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        pattern::fill_bytes(&mut bytes, seed, 0);
+        self.write(offset, &bytes);
+        bytes
+    }
+
+    pub fn allocation(&self) -> &Allocation {
+        match &self.store {
+            Store::Device(memory) => memory,
+            Store::Host(_) => panic!("it is host memory"),
+        }
+    }
+}
+
+/// Asserts that bytes are the same, and says where they are not.
+pub fn same(found: &[u8], wanted: &[u8], what: &str) {
+    assert_eq!(found.len(), wanted.len(), "length of {what}");
+    let wrong = found.iter().zip(wanted).position(|(a, b)| a != b);
+    assert_eq!(wrong, None, "first wrong byte of {what}");
+}
+
+/// A device with a protection domain.
+pub struct End {
+    pub context: Context,
+    pub pd: Pd,
+}
+
+impl End {
+    pub fn open(link: impl Link + 'static, drive: Drive) -> Self {
+        let context = Context::open_with(link, HcaOptions { drive }).unwrap();
+        let pd = context.pd();
+        Self { context, pd }
+    }
+
+    /// All news so far.
+    pub fn news(&self) -> Vec<AsyncEvent> {
+        std::iter::from_fn(|| self.context.next_event()).collect()
+    }
+}
+
+/// Two devices that reach each other.
+pub struct World {
+    pub a: End,
+    pub b: End,
+}
+
+/// A queue pair with completion queues of its own for either side.
+pub struct Side {
+    pub qp: Qp,
+    pub sends: Cq,
+    pub receives: Cq,
+}
+
+/// Two queue pairs that are connected.
+pub struct Joined {
+    pub a: Side,
+    pub b: Side,
+}
+
+impl World {
+    pub fn over(a: impl Link + 'static, b: impl Link + 'static, drive: Drive) -> Self {
+        Self { a: End::open(a, drive), b: End::open(b, drive) }
+    }
+
+    pub fn step(&self) {
+        self.a.context.hca().poll().unwrap();
+        self.b.context.hca().poll().unwrap();
+    }
+
+    /// Drives both until something is so.
+    pub fn until(&self, what: &str, mut is_so: impl FnMut() -> bool) {
+        let start = Instant::now();
+        while !is_so() {
+            self.step();
+            assert!(start.elapsed() < SOON, "it did not come to this: {what}");
+        }
+    }
+
+    /// Drives both for a while.
+    pub fn drive_for(&self, time: Duration) {
+        let start = Instant::now();
+        while start.elapsed() < time {
+            self.step();
+        }
+    }
+
+    /// The next completion of a queue.
+    pub fn next(&self, cq: &Cq) -> Completion {
+        let mut one = [Completion::EMPTY];
+        self.until("a completion", || cq.poll(&mut one).unwrap() == 1);
+        one[0]
+    }
+
+    /// The next completion, which must be a success of that work.
+    pub fn done(&self, cq: &Cq, id: u64) -> Completion {
+        let completion = self.next(cq);
+        assert_eq!((completion.id, completion.status), (id, Status::Success), "{completion:?}");
+        completion
+    }
+
+    /// The next completion, which must be a failure of that work.
+    pub fn failed(&self, cq: &Cq, id: u64, status: Status) {
+        let completion = self.next(cq);
+        assert_eq!((completion.id, completion.status), (id, status), "{completion:?}");
+    }
+
+    /// Nothing comes to that queue.
+    pub fn quiet(&self, cq: &Cq) {
+        self.drive_for(A_MOMENT);
+        let mut one = [Completion::EMPTY];
+        assert_eq!(cq.poll(&mut one).unwrap(), 0, "{:?}", one[0]);
+    }
+
+    pub fn side(&self, end: &End, options: QpOptions) -> Side {
+        let entries = 2 * options.send_depth.max(options.receive_depth);
+        let sends = end.context.create_cq(entries).unwrap();
+        let receives = end.context.create_cq(entries).unwrap();
+        let qp = end.context.create_qp(&end.pd, &sends, &receives, options).unwrap();
+        Side { qp, sends, receives }
+    }
+
+    /// Two connected queue pairs.
+    pub fn join(&self, options: QpOptions) -> Joined {
+        self.join_with(options.clone(), options)
+    }
+
+    pub fn join_with(&self, a: QpOptions, b: QpOptions) -> Joined {
+        let joined = Joined { a: self.side(&self.a, a), b: self.side(&self.b, b) };
+        connect(&joined.a.qp, &joined.b.qp);
+        joined
+    }
+
+    /// Shows that a connection works: a message each way.
+    pub fn works(&self, joined: &Joined) {
+        for (from, to) in [(&joined.a, &joined.b), (&joined.b, &joined.a)] {
+            to.qp.post_receive(&[ReceiveRequest { id: 77, data: &[] }]).unwrap();
+            let request = Request::new(78, warpwire::verbs::Op::Send);
+            from.qp.post_send(&[request]).unwrap();
+            self.done(&from.sends, 78);
+            self.done(&to.receives, 77);
+        }
+    }
+}
+
+pub fn connect(one: &Qp, two: &Qp) {
+    let (first, second) = (one.offer(), two.offer());
+    one.connect(&second).unwrap();
+    two.connect(&first).unwrap();
+}
+
+/// Options for failures that should not take long.
+pub fn impatient() -> QpOptions {
+    QpOptions { timeout: 8, retry_count: 3, rnr_retry: 2, ..QpOptions::default() }
+}
+
+/// Small numbers that look random, from a seed.
+pub struct Dice(u64);
+
+impl Dice {
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub fn draw(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    pub fn below(&mut self, bound: u64) -> u64 {
+        (self.draw() >> 16) % bound.max(1)
+    }
+}
