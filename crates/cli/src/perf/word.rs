@@ -132,11 +132,18 @@ pub(super) struct Watch<'a> {
 /// System calls between packets would be felt; this is often enough to notice the end.
 const SELDOM: u32 = 512;
 
+/// Fruitless polls before the core is offered to others.
+const SPINS: u32 = 64;
+
 impl Watch<'_> {
     /// To be called when there is nothing to do; tells whether the peer said something.
     #[inline]
     pub(super) fn idle(&mut self) -> Result<bool, Failure> {
         self.calls = self.calls.wrapping_add(1);
+        if self.calls % SPINS == 0 {
+            // On a machine with fewer cores than work, the peer may wait for this one.
+            std::thread::yield_now();
+        }
         if self.calls % SELDOM != 0 {
             return Ok(false);
         }
