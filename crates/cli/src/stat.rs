@@ -176,8 +176,19 @@ fn watch(arguments: &Arguments) -> Result<ExitCode, Failure> {
 }
 
 const HEADINGS: [&str; 13] = [
-    "pid", "program", "device", "qps", "sent", "packets", "received", "packets", "done", "resent",
-    "timeouts", "not ready", "lost",
+    "pid",
+    "program",
+    "device",
+    "qps",
+    "sent",
+    "packets",
+    "received",
+    "packets",
+    "done",
+    "resent",
+    "timeouts",
+    "not ready",
+    "lost",
 ];
 /// A terminal's height: the head is shown again after so many rounds.
 const PAGE: u64 = 20;

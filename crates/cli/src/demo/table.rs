@@ -33,16 +33,7 @@ fn row(stage: &Stage) -> [String; 8] {
     if let Some(why) = not_done {
         let (what, from, to) = (stage.what.clone(), stage.from.clone(), stage.to.clone());
         let none = String::new;
-        return [
-            what,
-            from,
-            to,
-            units::bytes(stage.bytes),
-            none(),
-            none(),
-            none(),
-            why,
-        ];
+        return [what, from, to, units::bytes(stage.bytes), none(), none(), none(), why];
     }
     let each = Duration::from_nanos(stage.nanoseconds);
     // A stage that moves a few words is about latency; a rate would say nothing.

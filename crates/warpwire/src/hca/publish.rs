@@ -178,7 +178,8 @@ fn describe(number: u64, hca: &Hca) -> Device {
 /// answer.
 pub fn ask(pid: u32) -> Result<Published> {
     let what = || format!("ask process {pid} for its counters");
-    let failed = |why: std::io::Error| match why.kind() {
+    let failed = |why: std::io::Error| {
+        match why.kind() {
         std::io::ErrorKind::ConnectionRefused => Error::new(Kind::Unavailable, what())
             .why("it publishes none: it has ended, has opened no device, or runs with WARPWIRE_STAT=0")
             .fix("see which processes do, with warpwire stat --all"),
@@ -186,13 +187,15 @@ pub fn ask(pid: u32) -> Result<Published> {
             Error::new(Kind::Timeout, what()).why("it does not answer").fix("see whether it is stopped")
         }
         _ => Error::os(what(), &why),
+    }
     };
     let stream = UnixStream::connect_addr(&address(pid)?).map_err(failed)?;
     stream.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
     let mut line = Vec::new();
     BufReader::new(stream.take(LONGEST)).read_until(b'\n', &mut line).map_err(failed)?;
     if line.is_empty() {
-        let error = Error::new(Kind::PermissionDenied, what()).why("it refuses: it belongs to another user");
+        let error = Error::new(Kind::PermissionDenied, what())
+            .why("it refuses: it belongs to another user");
         return Err(error.fix("ask as that user, or as root"));
     }
     let told: Published = serde_json::from_slice(&line).map_err(|why| {
@@ -250,7 +253,8 @@ mod tests {
     #[test]
     fn sockets_of_others_are_passed_over() {
         assert_eq!(of_line("0000: 00000002 0 00010000 0001 01 123 @warpwire-stat-77"), Some(77));
-        for other in ["", "Num Path", "0: 2 0 1 1 01 9 /run/x", "0: 2 0 1 1 01 9 @warpwire-stat-x"] {
+        for other in ["", "Num Path", "0: 2 0 1 1 01 9 /run/x", "0: 2 0 1 1 01 9 @warpwire-stat-x"]
+        {
             assert_eq!(of_line(other), None, "{other}");
         }
     }
