@@ -4,6 +4,8 @@ mod copy;
 mod demo;
 mod doctor;
 mod output;
+mod perf;
+mod stat;
 mod topo;
 
 use std::io::Write;
@@ -30,6 +32,7 @@ Examples:
   warpwire demo                         see GPU memory move, real or simulated, and be verified
   warpwire doctor                       what works on this machine, what does not, and the fix
   warpwire copy lat                     how fast the CPU reaches GPU memory, size by size
+  warpwire perf write bw --local        RDMA between two processes, without RDMA hardware
   warpwire topo                         which NIC is near which GPU
   WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
 
@@ -46,6 +49,8 @@ enum Command {
     Copy(copy::Arguments),
     Demo(demo::Arguments),
     Doctor(doctor::Arguments),
+    Perf(perf::Arguments),
+    Stat(stat::Arguments),
     Topo(topo::Arguments),
 }
 
@@ -55,6 +60,8 @@ fn main() -> ExitCode {
         Command::Copy(arguments) => copy::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Perf(arguments) => perf::run(&arguments),
+        Command::Stat(arguments) => stat::run(&arguments),
         Command::Topo(arguments) => topo::run(&arguments),
     });
     outcome.unwrap_or_else(|message| {

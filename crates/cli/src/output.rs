@@ -1,9 +1,11 @@
 //! Writing to a terminal, a file or a pipe that closes early.
 
 use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::process::ExitCode;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
+use warpwire::Error;
 
 /// Whether to colour what goes there: only on a terminal, and not if `NO_COLOR` is set.
 pub(crate) fn wants_colour(stream: &impl IsTerminal) -> bool {
@@ -37,4 +39,72 @@ pub(crate) fn spinner() -> ProgressBar {
     }
     spinner.enable_steady_tick(Duration::from_millis(200));
     spinner
+}
+
+/// Why a tool ended early.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// What was asked for makes no sense on this machine: status 2.
+    Usage(String),
+    /// It makes sense, and did not work: status 1.
+    Broken(String),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Broken(error.to_string())
+    }
+}
+
+/// What is printed by way of text, as it comes, under a spinner; nothing for JSON.
+pub(crate) struct Screen {
+    json: bool,
+    spinner: ProgressBar,
+}
+
+impl Screen {
+    pub(crate) fn new(json: bool) -> Self {
+        Self { json, spinner: spinner() }
+    }
+
+    /// Says what is at work now.
+    pub(crate) fn working(&self, what: impl Into<String>) {
+        self.spinner.set_message(what.into());
+    }
+
+    /// Prints text that stays.
+    pub(crate) fn say(&self, text: &str) -> Result<(), Failure> {
+        if self.json {
+            return Ok(());
+        }
+        self.spinner.suspend(|| print(text)).map_err(Failure::Broken)
+    }
+
+    /// Takes the spinner away, and prints the result if JSON was asked for.
+    pub(crate) fn finish(self, result: &impl serde::Serialize) -> Result<(), Failure> {
+        self.spinner.finish_and_clear();
+        if !self.json {
+            return Ok(());
+        }
+        print_json(result).map_err(Failure::Broken)
+    }
+}
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        self.spinner.finish_and_clear();
+    }
+}
+
+/// The end of a tool, as the command's: what is broken is told here, a wrong use by whoever called.
+pub(crate) fn ended(outcome: Result<ExitCode, Failure>) -> Result<ExitCode, String> {
+    match outcome {
+        Ok(code) => Ok(code),
+        Err(Failure::Usage(message)) => Err(message),
+        Err(Failure::Broken(message)) => {
+            // Nobody may be listening; the status still tells.
+            let _ = writeln!(io::stderr(), "error: {message}");
+            Ok(ExitCode::FAILURE)
+        }
+    }
 }

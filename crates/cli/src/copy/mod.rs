@@ -12,10 +12,8 @@ mod target;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
-use indicatif::ProgressBar;
-use warpwire::Error;
 
-use crate::output;
+use crate::output::{self, Failure, Screen};
 
 /// Measure and check copies between the CPU and GPU memory
 ///
@@ -61,67 +59,5 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
         Tool::Plan(arguments) => plan::run(arguments),
         Tool::SanityChild(arguments) => sanity::run_child(arguments),
     };
-    match outcome {
-        Ok(code) => Ok(code),
-        Err(Failure::Usage(message)) => Err(message),
-        Err(Failure::Broken(message)) => {
-            eprintln!("error: {message}");
-            Ok(ExitCode::FAILURE)
-        }
-    }
-}
-
-/// Why a tool ended early.
-#[derive(Debug)]
-enum Failure {
-    /// What was asked for makes no sense on this machine: status 2.
-    Usage(String),
-    /// It makes sense, and did not work: status 1.
-    Broken(String),
-}
-
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Self::Broken(error.to_string())
-    }
-}
-
-/// What is printed by way of text, as it comes, under a spinner; nothing for JSON.
-struct Screen {
-    json: bool,
-    spinner: ProgressBar,
-}
-
-impl Screen {
-    fn new(json: bool) -> Self {
-        Self { json, spinner: output::spinner() }
-    }
-
-    /// Says what is at work now.
-    fn working(&self, what: impl Into<String>) {
-        self.spinner.set_message(what.into());
-    }
-
-    /// Prints text that stays.
-    fn say(&self, text: &str) -> Result<(), Failure> {
-        if self.json {
-            return Ok(());
-        }
-        self.spinner.suspend(|| output::print(text)).map_err(Failure::Broken)
-    }
-
-    /// Takes the spinner away, and prints the result if JSON was asked for.
-    fn finish(self, result: &impl serde::Serialize) -> Result<(), Failure> {
-        self.spinner.finish_and_clear();
-        if !self.json {
-            return Ok(());
-        }
-        output::print_json(result).map_err(Failure::Broken)
-    }
-}
-
-impl Drop for Screen {
-    fn drop(&mut self) {
-        self.spinner.finish_and_clear();
-    }
+    output::ended(outcome)
 }

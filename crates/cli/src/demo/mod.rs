@@ -1,6 +1,7 @@
 //! `warpwire demo`
 
 mod memory;
+mod network;
 mod table;
 
 use std::process::ExitCode;
@@ -16,7 +17,8 @@ use crate::output;
 /// See GPU memory move, and every byte of it verified
 ///
 /// Finds the GPUs of this machine, says which it uses and why, and moves memory between two of them and
-/// the host through streams: filled by a kernel, copied, checked by the device and by the CPU. Where
+/// the host through streams: filled by a kernel, copied, checked by the device and by the CPU. Then memory
+/// of a GPU of this process is written to that of another process, by RDMA over the software HCA. Where
 /// there is no CUDA, two simulated GPUs stand in. Takes a few seconds.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
@@ -67,12 +69,24 @@ pub(crate) struct Stage {
     verified: bool,
     /// Why it was not done, if it was not.
     skipped: Option<String>,
+    /// Why it did not work, if it did not.
+    failed: Option<String>,
 }
 
 impl Stage {
     fn new(what: &str, from: impl ToString, to: impl ToString, bytes: u64) -> Self {
         let (what, from, to) = (what.to_owned(), from.to_string(), to.to_string());
-        Self { what, from, to, bytes, times: 1, nanoseconds: 0, verified: false, skipped: None }
+        Self {
+            what,
+            from,
+            to,
+            bytes,
+            times: 1,
+            nanoseconds: 0,
+            verified: false,
+            skipped: None,
+            failed: None,
+        }
     }
 
     fn took(mut self, total: Duration, times: u32) -> Self {
@@ -83,6 +97,12 @@ impl Stage {
 
     fn skipped(mut self, why: impl Into<String>) -> Self {
         self.skipped = Some(why.into());
+        self
+    }
+
+    /// It did not work, for that reason.
+    fn failed(mut self, why: impl Into<String>) -> Self {
+        self.failed = Some(why.into());
         self
     }
 
@@ -119,7 +139,11 @@ pub(crate) fn run(arguments: &Arguments) -> std::result::Result<ExitCode, String
         output::print(&introduction(&found, &ends))?;
     }
     let spinner = output::spinner();
-    let stages = memory::stages(&ends, arguments.size, &spinner);
+    let stages = memory::stages(&ends, arguments.size, &spinner).map(|mut stages| {
+        spinner.set_message("network");
+        stages.push(network::stage(&ends, arguments.size));
+        stages
+    });
     spinner.finish_and_clear();
     let stages = match stages {
         Ok(stages) => stages,

@@ -25,19 +25,15 @@ pub(super) fn render(stages: &[Stage]) -> String {
 }
 
 fn row(stage: &Stage) -> [String; 8] {
-    if let Some(why) = &stage.skipped {
+    let not_done = match (&stage.skipped, &stage.failed) {
+        (Some(why), _) => Some(format!("skipped: {why}")),
+        (None, Some(why)) => Some(format!("FAILED: {why}")),
+        (None, None) => None,
+    };
+    if let Some(why) = not_done {
         let (what, from, to) = (stage.what.clone(), stage.from.clone(), stage.to.clone());
         let none = String::new;
-        return [
-            what,
-            from,
-            to,
-            units::bytes(stage.bytes),
-            none(),
-            none(),
-            none(),
-            format!("skipped: {why}"),
-        ];
+        return [what, from, to, units::bytes(stage.bytes), none(), none(), none(), why];
     }
     let each = Duration::from_nanos(stage.nanoseconds);
     // A stage that moves a few words is about latency; a rate would say nothing.

@@ -58,6 +58,11 @@ impl Signal {
     pub fn wait(&self, timeout: Duration) -> Result<bool> {
         wait_any(&[self.fd.as_fd()], timeout)
     }
+
+    /// Waits until that is readable; tells whether it is.
+    pub(crate) fn wait_for(what: &impl AsFd, timeout: Duration) -> Result<bool> {
+        wait_any(&[what.as_fd()], timeout)
+    }
 }
 
 impl AsFd for Signal {

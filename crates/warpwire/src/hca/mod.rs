@@ -13,6 +13,7 @@
 //! | [`Drive`] | who runs the engine |
 //! | [`Signal`], [`AsyncEvent`] | how sleepers are woken, and what befalls queues beside completions |
 //! | [`Stats`] | what it has counted |
+//! | [`publish`] | the same, for other processes to see |
 //!
 //! This is the level of registers and bytes; [`verbs`](crate::verbs) is the one for programs.
 //!
@@ -34,6 +35,7 @@ mod event;
 mod host;
 mod memory;
 mod pair;
+pub mod publish;
 mod ring;
 mod rung;
 mod stats;
@@ -160,6 +162,7 @@ impl Hca {
             has_thread: options.drive != Drive::Inline,
         });
         drive::start(&shared, options.drive)?;
+        publish::add(Arc::downgrade(&shared));
         Ok(Self(shared))
     }
 

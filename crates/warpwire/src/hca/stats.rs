@@ -1,6 +1,6 @@
 //! What an engine counts.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use warpwire_proto::qp;
 
 /// Why a packet was lost before it reached a queue pair, or after it left one.
@@ -44,7 +44,7 @@ pub(super) struct Totals {
 }
 
 /// The counts of all queue pairs together.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sum {
     /// Packets sent.
     pub packets_sent: u64,

@@ -125,6 +125,15 @@ impl Exchange {
         sent.map_err(|why| Error::os(format!("tell {}", self.peer), &why))
     }
 
+    /// Whether the peer has said something, or hung up, within that time: then [`hear`](Self::hear) returns at once,
+    /// or as soon as the rest of the line is there.
+    pub fn is_heard(&self, timeout: Duration) -> Result<bool> {
+        if !self.reader.buffer().is_empty() {
+            return Ok(true);
+        }
+        crate::hca::Signal::wait_for(self.reader.get_ref(), timeout)
+    }
+
     /// Hears what the peer tells.
     pub fn hear<T: DeserializeOwned>(&mut self) -> Result<T> {
         let what = || format!("hear {}", self.peer);

@@ -1,0 +1,108 @@
+//! Both ends on one machine: this process is the client, and starts itself once more as the server.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+
+use super::table::{Figures, Report};
+use super::test::Test;
+use super::{Arguments, MemoryChoice, session};
+use crate::output::{Failure, Screen};
+
+/// The server's process. It ends with this.
+struct Server {
+    child: Child,
+    port: u16,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It has ended by itself, unless this side gave up before it came.
+        if !matches!(self.child.try_wait(), Ok(Some(_))) {
+            let _ = self.child.kill();
+        }
+        let _ = self.child.wait();
+    }
+}
+
+fn start(test: &Test, memory: &MemoryChoice, arguments: &Arguments) -> Result<Server, Failure> {
+    let failed = |why: std::io::Error| Failure::Broken(format!("cannot start the server: {why}"));
+    let program = std::env::current_exe().map_err(failed)?;
+    let drive = clap::ValueEnum::to_possible_value(&arguments.drive);
+    let mut command = Command::new(program);
+    command
+        .args(["perf", test.verb.name(), test.metric.name(), "--announce", "--json"])
+        .args(["--mem", &memory.to_string(), "--timeout", &arguments.timeout.to_string()])
+        .args(["--link", &arguments.link])
+        .args(arguments.mtu.map(|mtu| format!("--mtu={mtu}")))
+        .args(drive.map(|drive| format!("--drive={}", drive.get_name())))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped());
+    let child = command.spawn().map_err(failed)?;
+    let mut server = Server { child, port: 0 };
+    let mut line = String::new();
+    if let Some(out) = server.child.stdout.take() {
+        let mut out = BufReader::new(out);
+        out.read_line(&mut line).map_err(failed)?;
+        // What it prints at its end must not stop it.
+        std::thread::spawn(move || std::io::copy(&mut out, &mut std::io::sink()));
+    }
+    server.port = line.trim().parse().map_err(|_| {
+        Failure::Broken("the server did not start; what it said stands above".to_owned())
+    })?;
+    Ok(server)
+}
+
+pub(super) fn client(
+    test: Test,
+    arguments: &Arguments,
+    screen: &Screen,
+) -> Result<Report, Failure> {
+    let memory = arguments.peer_mem.as_ref().unwrap_or(&arguments.mem);
+    let server = start(&test, memory, arguments)?;
+    let report = session::client(("127.0.0.1", server.port), test, arguments, screen)?;
+    let mut server = server;
+    let status = server.child.wait();
+    match status {
+        Ok(status) if !status.success() => {
+            Err(Failure::Broken(format!("the server ended with {status}")))
+        }
+        _ => Ok(report),
+    }
+}
+
+/// What [`pair`] found out.
+pub(crate) struct Brief {
+    /// The time of one write.
+    pub(crate) each: std::time::Duration,
+    pub(crate) link: String,
+    /// How the peer's memory was reached.
+    pub(crate) path: String,
+    pub(crate) verified: bool,
+}
+
+/// Writes memory of a device of this process to memory of a device of another one, `count` times; by udp.
+pub(crate) fn pair(from: &str, to: &str, size: u64, count: u32) -> Result<Brief, String> {
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        arguments: Arguments,
+    }
+    let (size, count) = (size.to_string(), count.to_string());
+    let words = ["perf", "write", "bw", "--local", "--json", "--mem", from, "--peer-mem", to];
+    let more = ["-s", &size, "-n", &count, "-t", "2"];
+    let line = <Line as clap::Parser>::try_parse_from(words.iter().chain(&more))
+        .map_err(|error| error.to_string())?;
+    let arguments = &line.arguments;
+    let report = arguments
+        .test()
+        .and_then(|test| client(test, arguments, &Screen::new(true)))
+        .map_err(|(Failure::Usage(why) | Failure::Broken(why))| why)?;
+    let row = report.rows.first().ok_or("no row")?;
+    let Figures::Bw { mpps, .. } = row.figures else { return Err("no bandwidth".to_owned()) };
+    Ok(Brief {
+        each: std::time::Duration::from_secs_f64(1e-6 / mpps.max(1e-9)),
+        link: report.local.link.split_whitespace().next().unwrap_or("link").to_owned(),
+        path: report.remote.path,
+        verified: row.verified,
+    })
+}

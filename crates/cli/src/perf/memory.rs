@@ -1,0 +1,181 @@
+//! Memory of either sort, and what is found in it.
+
+use std::str::FromStr;
+
+use warpwire::mem::pattern::fill_bytes;
+use warpwire::mem::{self, Allocation, Device, Window};
+use warpwire::mr::HostMemory;
+use warpwire::verbs::{Access, Context, Mr, Pd};
+
+/// Which memory a side uses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum MemoryChoice {
+    Host,
+    /// Of the device with this label.
+    Device(String),
+}
+
+impl FromStr for MemoryChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = |rest: &str| rest.parse::<u32>().is_ok();
+        match text.split_once(':') {
+            None if text == "host" => Ok(Self::Host),
+            Some(("sim" | "cuda", rest)) if number(rest) => Ok(Self::Device(text.to_owned())),
+            _ => Err("there is no such memory; write host, sim:N or cuda:N".to_owned()),
+        }
+    }
+}
+
+impl std::fmt::Display for MemoryChoice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Host => f.pad("host"),
+            Self::Device(label) => f.pad(label),
+        }
+    }
+}
+
+/// Registered memory, and a way for the CPU to look at it.
+#[derive(Debug)]
+pub(super) struct Buffer {
+    pub(super) mr: Mr,
+    place: Place,
+}
+
+#[derive(Debug)]
+enum Place {
+    Host(HostMemory),
+    Device { memory: Allocation, window: Option<Window> },
+}
+
+/// What is compared at a time.
+const CHUNK: usize = 1 << 20;
+
+impl Buffer {
+    pub(super) fn new(
+        context: &Context,
+        pd: &Pd,
+        device: Option<&Device>,
+        len: u64,
+    ) -> warpwire::Result<Self> {
+        match device {
+            None => {
+                let memory = HostMemory::new(len)?;
+                let mr = context.register(pd, memory.clone(), Access::ALL)?;
+                Ok(Self { mr, place: Place::Host(memory) })
+            }
+            Some(device) => {
+                let memory = device.alloc(len)?;
+                let mr = context.register(pd, memory.whole()?, Access::ALL)?;
+                // Without one the driver copies: slower, and as good.
+                let window = memory.window().ok();
+                Ok(Self { mr, place: Place::Device { memory, window } })
+            }
+        }
+    }
+
+    /// Whether it is the CPU's own.
+    pub(super) fn is_host(&self) -> bool {
+        matches!(self.place, Place::Host(_))
+    }
+
+    pub(super) fn write(&self, at: u64, from: &[u8]) -> warpwire::Result<()> {
+        match &self.place {
+            Place::Host(memory) => memory.bytes().write(at, from),
+            Place::Device { memory, .. } => memory.write(at, from),
+        }
+    }
+
+    fn read(&self, at: u64, into: &mut [u8]) -> warpwire::Result<()> {
+        match &self.place {
+            Place::Host(memory) => memory.bytes().read(at, into),
+            Place::Device { memory, .. } => memory.read(at, into),
+        }
+    }
+
+    /// One byte, as fast as it goes: for those who spin on it.
+    #[inline]
+    pub(super) fn byte(&self, at: u64) -> warpwire::Result<u8> {
+        let mut byte = [0];
+        match &self.place {
+            Place::Host(memory) => memory.bytes().read(at, &mut byte)?,
+            Place::Device { window: Some(window), .. } => window.read(at, &mut byte)?,
+            Place::Device { memory, .. } => memory.read(at, &mut byte)?,
+        }
+        Ok(byte[0])
+    }
+
+    #[inline]
+    pub(super) fn set_byte(&self, at: u64, value: u8) -> warpwire::Result<()> {
+        match &self.place {
+            Place::Host(memory) => memory.bytes().write(at, &[value]),
+            Place::Device { window: Some(window), .. } => window.write(at, &[value]),
+            Place::Device { memory, .. } => memory.write(at, &[value]),
+        }
+    }
+
+    /// The word at that place.
+    pub(super) fn word(&self, at: u64) -> warpwire::Result<u64> {
+        let mut word = [0; 8];
+        self.read(at, &mut word)?;
+        Ok(u64::from_ne_bytes(word))
+    }
+
+    pub(super) fn fill(&self, at: u64, len: u64, seed: u64) -> warpwire::Result<()> {
+        let mut chunk = vec![0; CHUNK];
+        each_chunk(len, |done, step| {
+            fill_bytes(&mut chunk[..step], seed, done);
+            self.write(at + done, &chunk[..step])
+        })
+    }
+
+    pub(super) fn wipe(&self, at: u64, len: u64) -> warpwire::Result<()> {
+        let zeros = vec![0; CHUNK];
+        each_chunk(len, |done, step| self.write(at + done, &zeros[..step]))
+    }
+
+    /// The first byte that is not as [`Buffer::fill`] with that seed left it.
+    pub(super) fn first_wrong(
+        &self,
+        at: u64,
+        len: u64,
+        seed: u64,
+    ) -> warpwire::Result<Option<u64>> {
+        let (mut found, mut wanted) = (vec![0; CHUNK], vec![0; CHUNK]);
+        let mut wrong = None;
+        each_chunk(len, |done, step| {
+            if wrong.is_some() {
+                return Ok(());
+            }
+            self.read(at + done, &mut found[..step])?;
+            fill_bytes(&mut wanted[..step], seed, done);
+            let differs = found[..step].iter().zip(&wanted[..step]).position(|(a, b)| a != b);
+            wrong = differs.map(|place| done + place as u64);
+            Ok(())
+        })?;
+        Ok(wrong)
+    }
+}
+
+fn each_chunk(
+    len: u64,
+    mut act: impl FnMut(u64, usize) -> warpwire::Result<()>,
+) -> warpwire::Result<()> {
+    let mut done = 0;
+    while done < len {
+        let step = (len - done).min(CHUNK as u64);
+        act(done, step as usize)?;
+        done += step;
+    }
+    Ok(())
+}
+
+/// The device of that choice, if it is one.
+pub(super) fn device(choice: &MemoryChoice) -> warpwire::Result<Option<Device>> {
+    match choice {
+        MemoryChoice::Host => Ok(None),
+        MemoryChoice::Device(label) => mem::open(label).map(Some),
+    }
+}

@@ -1,0 +1,259 @@
+//! `warpwire perf`: bandwidth and latency between two processes, in the manner of perftest.
+
+mod bw;
+mod end;
+mod lat;
+mod links;
+mod local;
+mod memory;
+mod session;
+mod table;
+mod test;
+mod word;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use warpwire::link::fault::Plan;
+use warpwire::units;
+
+use crate::output::{self, Failure, Screen};
+pub(crate) use local::pair;
+use memory::MemoryChoice;
+use test::{Metric, Test, Verb};
+
+/// Measure writes, reads, sends and atomics between two processes
+///
+/// perftest's manners: without HOST it is the server, with HOST the client; with --local it is both, as two
+/// processes. The software HCA carries RoCEv2 over the link, so no RDMA hardware is needed; memory may be the
+/// host's or a GPU's, on either side.
+///
+/// Unlike perftest, the server takes sizes, iterations, queue pairs and depth from the client, so that they need be
+/// given once; what is measured (write bw, read lat, …) must be the same on both sides, or both refuse. What
+/// arrived is compared with what was sent; a difference is an error.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Arguments {
+    /// What to do to the peer's memory
+    verb: Verb,
+
+    /// What to measure: bw (bandwidth) or lat (latency: half a round trip for write and send, all of it for read and
+    /// atomic)
+    metric: Metric,
+
+    /// The server's name or address; without it, this is the server
+    host: Option<String>,
+
+    /// Run both ends on this machine, as two processes
+    #[arg(long, conflicts_with = "host")]
+    local: bool,
+
+    /// The TCP port on which the two ends agree
+    #[arg(short = 'p', long, value_name = "PORT", default_value_t = PORT)]
+    port: u16,
+
+    /// Where the server listens; others than this machine reach it only if this says so
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", conflicts_with = "host")]
+    bind: std::net::IpAddr,
+
+    /// Bytes in a message: 2 for latency and 64KiB for bandwidth if not given; atomics have 8
+    #[arg(short = 's', long, value_name = "SIZE", value_parser = size)]
+    size: Option<u64>,
+
+    /// All sizes, each twice the one before, from 2 bytes to --max
+    #[arg(short = 'a', long, conflicts_with = "size")]
+    all: bool,
+
+    /// The largest size of --all
+    #[arg(long, value_name = "SIZE", default_value = "8MiB", value_parser = size, requires = "all")]
+    max: u64,
+
+    /// Messages of each size [default: 5000 for bandwidth, 1000 for latency, fewer of large ones]
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    iterations: Option<u32>,
+
+    /// Seconds for each size, instead of a number of messages
+    #[arg(short = 'D', long, value_name = "SECONDS", conflicts_with = "iterations", value_parser = seconds)]
+    duration: Option<f64>,
+
+    /// Queue pairs (bandwidth only)
+    #[arg(short = 'q', long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    qps: u32,
+
+    /// Messages under way at a time, on each queue pair (bandwidth only)
+    #[arg(short = 't', long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=8192))]
+    depth: u32,
+
+    /// The most payload in a packet: 256, 512, 1024, 2048 or 4096; the largest that both ends carry if not given
+    #[arg(short = 'm', long, value_name = "BYTES", value_parser = mtu)]
+    mtu: Option<u32>,
+
+    /// Memory of this side: host, sim:N or cuda:N
+    #[arg(long, value_name = "MEMORY", default_value = "host")]
+    mem: MemoryChoice,
+
+    /// Memory of the other side, with --local; the same as --mem if not given
+    #[arg(long, value_name = "MEMORY", requires = "local")]
+    peer_mem: Option<MemoryChoice>,
+
+    /// The link: udp, udp:ADDRESS:PORT; udp alone takes the address at which the peer sees us
+    #[arg(long, value_name = "LINK", default_value = "udp", value_parser = link)]
+    link: String,
+
+    /// Faults on this side's link, as in loss=5%,reorder=1%,seed=7
+    #[arg(long, value_name = "FAULTS", value_parser = faults)]
+    fault: Option<Plan>,
+
+    /// Record this side's packets, for Wireshark
+    #[arg(long, value_name = "FILE")]
+    pcap: Option<PathBuf>,
+
+    /// Who drives the device: the polling thread and a guard, the polling thread alone, or a thread of its own
+    #[arg(long, value_name = "WHO", default_value = "guarded")]
+    drive: DriveChoice,
+
+    /// Do not compare what arrived with what was sent
+    #[arg(long)]
+    no_verify: bool,
+
+    /// How long to wait for a peer, and for a sign of life from it
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    timeout: f64,
+
+    /// Report Gb/s instead of MB/s (2^20 bytes)
+    #[arg(long, alias = "report_gbits")]
+    report_gbits: bool,
+
+    /// Print JSON: {"test": {…}, "local": {…}, "remote": {…}, "rows": […]}
+    #[arg(long)]
+    json: bool,
+
+    /// Serve one client on any free port, and print it: what --local starts
+    #[arg(long, hide = true)]
+    announce: bool,
+}
+
+/// perftest's own.
+const PORT: u16 = 18515;
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire perf write bw --local               both ends here
+  warpwire perf write bw --bind 0.0.0.0        the server, reached from other machines
+  warpwire perf write bw 10.0.0.1              the client
+  warpwire perf send lat --local -a            every size
+  warpwire perf write bw --local --mem sim:0   into the memory of a simulated GPU
+  warpwire perf read bw --local --fault loss=5%,seed=7 --pcap read.pcap
+  warpwire perf write bw --local -s 1MiB --json | jq '.rows[0].average_mb_s'";
+
+#[derive(Clone, Copy, ValueEnum)]
+enum DriveChoice {
+    /// The thread that polls; a guard when nobody does
+    Guarded,
+    /// The thread that polls, and nobody else
+    Inline,
+    /// A thread of its own
+    Thread,
+}
+
+impl DriveChoice {
+    fn drive(self) -> warpwire::verbs::Drive {
+        use warpwire::verbs::Drive;
+        match self {
+            Self::Guarded => Drive::Guarded,
+            Self::Inline => Drive::Inline,
+            Self::Thread => Drive::Thread { spin: Duration::from_millis(1), core: None },
+        }
+    }
+}
+
+/// A message is at most so long.
+const LARGEST: u64 = 1 << 30;
+
+fn size(text: &str) -> Result<u64, String> {
+    match units::parse_bytes(text) {
+        Ok(size) if (1..=LARGEST).contains(&size) => Ok(size),
+        Ok(_) => Err("a message has 1 byte to 1GiB".to_owned()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number > 0.0 && number <= 86_400.0 => Ok(number),
+        _ => Err("write a number of seconds, as in 10 or 0.5, up to 86400".to_owned()),
+    }
+}
+
+fn mtu(text: &str) -> Result<u32, String> {
+    let known = text.parse().ok().and_then(warpwire::verbs::Mtu::new);
+    known.map(|mtu| mtu.bytes()).ok_or_else(|| "write 256, 512, 1024, 2048 or 4096".to_owned())
+}
+
+fn faults(text: &str) -> Result<Plan, String> {
+    text.parse().map_err(|error: warpwire::Error| error.to_string())
+}
+
+fn link(text: &str) -> Result<String, String> {
+    links::check(text).map(|()| text.to_owned())
+}
+
+impl Arguments {
+    fn timeout(&self) -> Duration {
+        Duration::from_secs_f64(self.timeout)
+    }
+
+    /// What the client asks for.
+    fn test(&self) -> Result<Test, Failure> {
+        let usage = |text: &str| Err(Failure::Usage(text.to_owned()));
+        if self.verb == Verb::Atomic && (self.all || self.size.is_some_and(|size| size != 8)) {
+            return usage("atomics change words of 8 bytes: leave -s and -a out");
+        }
+        if self.metric == Metric::Lat && self.qps > 1 {
+            return usage("latency is measured on one queue pair: leave -q out");
+        }
+        let default = match (self.verb, self.metric) {
+            (Verb::Atomic, _) => 8,
+            (_, Metric::Lat) => 2,
+            (_, Metric::Bw) => 64 << 10,
+        };
+        let sizes: Vec<u64> = match self.all {
+            true => std::iter::successors(Some(2), |size| Some(size * 2))
+                .take_while(|size| *size <= self.max)
+                .collect(),
+            false => vec![self.size.unwrap_or(default)],
+        };
+        if sizes.is_empty() {
+            return usage("--max is smaller than the smallest size, 2 bytes");
+        }
+        Ok(Test {
+            verb: self.verb,
+            metric: self.metric,
+            sizes,
+            iterations: self.iterations,
+            seconds: self.duration,
+            qps: self.qps,
+            depth: self.depth,
+            verify: !self.no_verify,
+        })
+    }
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
+    output::ended(measure(arguments))
+}
+
+fn measure(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let screen = Screen::new(arguments.json);
+    let test = arguments.test()?;
+    let report = match &arguments.host {
+        Some(host) => session::client((host.as_str(), arguments.port), test, arguments, &screen)?,
+        None if arguments.local => local::client(test, arguments, &screen)?,
+        None => session::server(&test, arguments, &screen)?,
+    };
+    screen.say(&table::rule())?;
+    screen.finish(&report)?;
+    Ok(ExitCode::SUCCESS)
+}

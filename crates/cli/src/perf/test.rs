@@ -1,0 +1,151 @@
+//! What is measured, in the words that both ends use.
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+/// What is done to the peer's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Verb {
+    /// The client writes the server's memory
+    Write,
+    /// The client reads the server's memory
+    Read,
+    /// The client sends messages, the server posts receives
+    Send,
+    /// The client adds to words of the server, and fetches them
+    Atomic,
+}
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Metric {
+    /// Bandwidth
+    Bw,
+    /// Latency
+    Lat,
+}
+
+impl Verb {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Write => "write",
+            Self::Read => "read",
+            Self::Send => "send",
+            Self::Atomic => "atomic",
+        }
+    }
+}
+
+impl Metric {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Bw => "bw",
+            Self::Lat => "lat",
+        }
+    }
+}
+
+/// A test.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Test {
+    pub(super) verb: Verb,
+    pub(super) metric: Metric,
+    pub(super) sizes: Vec<u64>,
+    pub(super) iterations: Option<u32>,
+    pub(super) seconds: Option<f64>,
+    pub(super) qps: u32,
+    pub(super) depth: u32,
+    pub(super) verify: bool,
+}
+
+/// Without -n, a size moves about so much.
+const ENOUGH: u64 = 4 << 30;
+
+impl Test {
+    /// As a user writes it.
+    pub(super) fn name(&self) -> String {
+        format!("{} {}", self.verb.name(), self.metric.name())
+    }
+
+    pub(super) fn largest(&self) -> u64 {
+        self.sizes.iter().copied().max().unwrap_or(8).max(8)
+    }
+
+    /// Each queue pair has memory of its own, so far apart.
+    pub(super) fn stride(&self) -> u64 {
+        self.largest().next_multiple_of(64)
+    }
+
+    /// How many messages of that size, if that was not left to time.
+    pub(super) fn iterations(&self, size: u64) -> u64 {
+        let default = match self.metric {
+            Metric::Bw => 5000,
+            Metric::Lat => 1000,
+        };
+        match (self.iterations, self.seconds) {
+            (_, Some(_)) => u64::MAX,
+            (Some(count), None) => count.into(),
+            (None, None) => default.min(ENOUGH / size).max(16),
+        }
+    }
+
+    /// Whether messages go both ways.
+    pub(super) fn answers(&self) -> bool {
+        self.metric == Metric::Lat && matches!(self.verb, Verb::Write | Verb::Send)
+    }
+
+    /// What the other end sends must make sense before memory is taken for it.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let fine = !self.sizes.is_empty()
+            && self.sizes.len() <= 64
+            && self.sizes.iter().all(|size| (1..=super::LARGEST).contains(size))
+            && (1..=4096).contains(&self.qps)
+            && (1..=8192).contains(&self.depth)
+            && self.iterations != Some(0);
+        if fine { Ok(()) } else { Err("the client asks for a test that cannot be run".to_owned()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn test() -> Test {
+        Test {
+            verb: Verb::Write,
+            metric: Metric::Bw,
+            sizes: vec![2, 1 << 30],
+            iterations: None,
+            seconds: None,
+            qps: 2,
+            depth: 16,
+            verify: true,
+        }
+    }
+
+    #[test]
+    fn large_messages_are_fewer() {
+        let test = test();
+        assert_eq!((test.iterations(2), test.iterations(1 << 30)), (5000, 16));
+        assert_eq!((test.largest(), test.stride()), (1 << 30, 1 << 30));
+        assert_eq!(Test { iterations: Some(7), ..test.clone() }.iterations(1 << 30), 7);
+        assert_eq!(Test { seconds: Some(1.0), ..test }.iterations(2), u64::MAX);
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        assert!(test().check().is_ok());
+        for wrong in [
+            Test { sizes: vec![], ..test() },
+            Test { sizes: vec![0], ..test() },
+            Test { sizes: vec![1 << 40], ..test() },
+            Test { qps: 0, ..test() },
+            Test { depth: 1 << 20, ..test() },
+            Test { iterations: Some(0), ..test() },
+        ] {
+            assert!(wrong.check().is_err(), "{wrong:?}");
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! `warpwire stat`
+
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use serde::Serialize;
+use warpwire::hca::Sum;
+use warpwire::hca::publish::{self, Device, Published};
+use warpwire::units;
+
+use crate::output::{self, Failure};
+
+/// See what the devices of running processes count, live
+///
+/// Every process that uses the software HCA answers those who ask, if they are the same user or root; it costs it
+/// nothing meanwhile (WARPWIRE_STAT=0 in its environment turns that off). Shows a line per device and second: what
+/// went and came in that second, and the totals of what should not happen.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Arguments {
+    /// The process; may be left out where one alone publishes
+    #[arg(conflicts_with = "all")]
+    pid: Option<u32>,
+
+    /// All processes that publish and that we may ask
+    #[arg(long)]
+    all: bool,
+
+    /// Print the totals once, instead of rates for as long as the process lives
+    #[arg(long)]
+    once: bool,
+
+    /// Seconds between lines
+    #[arg(short = 'i', long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
+    interval: f64,
+
+    /// So many lines for each device, then end
+    #[arg(short = 'c', long, value_name = "N", conflicts_with = "once")]
+    count: Option<u64>,
+
+    /// Print JSON, an object per device and line: {"pid": …, "device": …, "totals": {…}, "per_second": {…}, …}
+    #[arg(long)]
+    json: bool,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire stat                    the process that publishes, if it is one
+  warpwire stat 4711 -i 5          a line every five seconds
+  warpwire stat --all --once       totals of all
+  warpwire stat --json | jq -c '[.per_second.bytes_sent, .totals.resent]'";
+
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if (0.05..=3600.0).contains(&number) => Ok(number),
+        _ => Err("write a number of seconds from 0.05 to 3600".to_owned()),
+    }
+}
+
+/// One device at one time.
+#[derive(Serialize)]
+struct Line<'a> {
+    pid: u32,
+    program: &'a str,
+    device: u64,
+    link: &'a str,
+    queue_pairs: usize,
+    totals: &'a Sum,
+    completions: u64,
+    lost: &'a BTreeMap<String, u64>,
+    /// Nothing in the first look.
+    per_second: Option<Rates>,
+}
+
+#[derive(Clone, Copy, Serialize)]
+struct Rates {
+    packets_sent: f64,
+    bytes_sent: f64,
+    packets_received: f64,
+    bytes_received: f64,
+    completions: f64,
+}
+
+/// What was seen of a device, and when.
+#[derive(Clone, Copy)]
+struct Seen {
+    when: Instant,
+    pairs: Sum,
+    completions: u64,
+}
+
+impl Seen {
+    fn of(device: &Device) -> Self {
+        Self { when: Instant::now(), pairs: device.pairs, completions: device.completions }
+    }
+
+    fn rates(&self, now: &Self) -> Rates {
+        let time = (now.when - self.when).as_secs_f64().max(1e-3);
+        let rate = |then: u64, now: u64| now.saturating_sub(then) as f64 / time;
+        let (then, pairs) = (&self.pairs, &now.pairs);
+        Rates {
+            packets_sent: rate(then.packets_sent, pairs.packets_sent),
+            bytes_sent: rate(then.bytes_sent, pairs.bytes_sent),
+            packets_received: rate(then.packets_received, pairs.packets_received),
+            bytes_received: rate(then.bytes_received, pairs.bytes_received),
+            completions: rate(self.completions, now.completions),
+        }
+    }
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
+    output::ended(watch(arguments))
+}
+
+/// Whom to ask.
+fn choose(arguments: &Arguments) -> Result<Vec<u32>, Failure> {
+    if let Some(pid) = arguments.pid {
+        return Ok(vec![pid]);
+    }
+    let found = publish::processes()?;
+    match found.as_slice() {
+        [] => Err(Failure::Broken(
+            "no process publishes counters; start one that opens a device, as in warpwire perf write bw --local -D 60"
+                .to_owned(),
+        )),
+        [_] => Ok(found),
+        _ if arguments.all => Ok(found),
+        several => {
+            let list: Vec<String> = several.iter().map(u32::to_string).collect();
+            Err(Failure::Usage(format!(
+                "several processes publish: {}; name one, or write --all",
+                list.join(", ")
+            )))
+        }
+    }
+}
+
+fn watch(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let mut seen: BTreeMap<(u32, u64), Seen> = BTreeMap::new();
+    let mut rounds = 0;
+    loop {
+        let pids = match choose(arguments) {
+            Ok(pids) => pids,
+            // Those that we watched have ended.
+            Err(_) if rounds > 0 => return Ok(ExitCode::SUCCESS),
+            Err(failure) => return Err(failure),
+        };
+        let mut told = Vec::new();
+        for pid in pids {
+            match publish::ask(pid) {
+                Ok(one) => told.push(one),
+                Err(_) if rounds > 0 && !arguments.all => return Ok(ExitCode::SUCCESS),
+                Err(error) if arguments.all => {
+                    tracing::info!(pid, %error, "passed over");
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        // The first look has nothing to compare with.
+        if arguments.once || rounds > 0 {
+            show(arguments, &told, &seen, rounds)?;
+        }
+        if arguments.once || arguments.count.is_some_and(|count| rounds >= count) {
+            return Ok(ExitCode::SUCCESS);
+        }
+        for process in &told {
+            for device in &process.devices {
+                seen.insert((process.pid, device.number), Seen::of(device));
+            }
+        }
+        rounds += 1;
+        std::thread::sleep(Duration::from_secs_f64(arguments.interval));
+    }
+}
+
+const HEADINGS: [&str; 13] = [
+    "pid",
+    "program",
+    "device",
+    "qps",
+    "sent",
+    "packets",
+    "received",
+    "packets",
+    "done",
+    "resent",
+    "timeouts",
+    "not ready",
+    "lost",
+];
+/// A terminal's height: the head is shown again after so many rounds.
+const PAGE: u64 = 20;
+
+fn show(
+    arguments: &Arguments,
+    told: &[Published],
+    seen: &BTreeMap<(u32, u64), Seen>,
+    round: u64,
+) -> Result<(), Failure> {
+    let mut text = String::new();
+    if !arguments.json && (arguments.once || round % PAGE == 1) {
+        text += &cells(HEADINGS.map(str::to_owned));
+    }
+    for process in told {
+        for device in &process.devices {
+            let before = seen.get(&(process.pid, device.number));
+            let per_second = before.map(|before| before.rates(&Seen::of(device)));
+            let line = Line {
+                pid: process.pid,
+                program: &process.program,
+                device: device.number,
+                link: &device.link,
+                queue_pairs: device.queue_pairs,
+                totals: &device.pairs,
+                completions: device.completions,
+                lost: &device.lost,
+                per_second,
+            };
+            text += &match arguments.json {
+                true => serde_json::to_string(&line)
+                    .map(|line| line + "\n")
+                    .map_err(|why| Failure::Broken(format!("cannot write JSON: {why}")))?,
+                false => row(&line),
+            };
+        }
+    }
+    output::print(&text).map_err(Failure::Broken)
+}
+
+fn row(line: &Line<'_>) -> String {
+    let count = |number: f64| match number {
+        small if small < 1e4 => format!("{small:.0}"),
+        large if large < 1e7 => format!("{:.1}k", large / 1e3),
+        huge => format!("{:.1}M", huge / 1e6),
+    };
+    let totals = line.totals;
+    let [sent, sent_packets, received, received_packets, done] = match line.per_second {
+        Some(rates) => [
+            format!("{}/s", units::bytes(rates.bytes_sent as u64)),
+            format!("{}/s", count(rates.packets_sent)),
+            format!("{}/s", units::bytes(rates.bytes_received as u64)),
+            format!("{}/s", count(rates.packets_received)),
+            format!("{}/s", count(rates.completions)),
+        ],
+        None => [
+            units::bytes(totals.bytes_sent),
+            count(totals.packets_sent as f64),
+            units::bytes(totals.bytes_received),
+            count(totals.packets_received as f64),
+            count(line.completions as f64),
+        ],
+    };
+    cells([
+        line.pid.to_string(),
+        line.program.to_owned(),
+        format!("hca{}", line.device),
+        line.queue_pairs.to_string(),
+        sent,
+        sent_packets,
+        received,
+        received_packets,
+        done,
+        totals.resent.to_string(),
+        totals.timeouts.to_string(),
+        totals.not_ready.to_string(),
+        line.lost.values().sum::<u64>().to_string(),
+    ])
+}
+
+fn cells(cells: [String; 13]) -> String {
+    const WIDTHS: [usize; 13] = [8, 16, 7, 5, 13, 9, 13, 9, 9, 7, 8, 9, 7];
+    let mut text = String::new();
+    for (column, (cell, width)) in cells.iter().zip(WIDTHS).enumerate() {
+        text += &match column {
+            1 | 2 => format!(" {cell:<width$}"),
+            _ => format!(" {cell:>width$}"),
+        };
+    }
+    format!("{}\n", text.trim_end())
+}

@@ -1,0 +1,256 @@
+//! `warpwire perf` and `warpwire stat`, run as a user runs them, on the loopback interface.
+
+// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
+#![allow(clippy::unwrap_used)]
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+fn warpwire(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_warpwire"));
+    for variable in ["WARPWIRE_LOG", "WARPWIRE_SIM", "WARPWIRE_STAT", "WARPWIRE_UDP", "COLUMNS"] {
+        command.env_remove(variable);
+    }
+    command.args(arguments);
+    command
+}
+
+fn run(arguments: &[&str]) -> Output {
+    warpwire(arguments).output().unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+/// What `perf` printed, if it ended well.
+fn perf(arguments: &[&str]) -> String {
+    let output = run(&[&["perf"], arguments].concat());
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", stderr(&output));
+    stdout(&output)
+}
+
+fn json(arguments: &[&str]) -> Value {
+    serde_json::from_str(&perf(&[arguments, &["--local", "--json"]].concat())).unwrap()
+}
+
+/// A server that was started, and the port on which it waits.
+fn server(arguments: &[&str]) -> (Child, String) {
+    let arguments = [&["perf"], arguments, &["--announce"]].concat();
+    let mut command = warpwire(&arguments);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    out.read_line(&mut line).unwrap();
+    std::thread::spawn(move || std::io::copy(&mut out, &mut std::io::sink()));
+    (child, line.trim().to_owned())
+}
+
+fn assert_positive(value: &Value) {
+    assert!(value.as_f64().is_some_and(|number| number > 0.0), "{value}");
+}
+
+#[test]
+fn help_says_how() {
+    for tool in ["perf", "stat"] {
+        let text = stdout(&run(&[tool, "--help"]));
+        assert!(text.lines().all(|line| line.chars().count() <= 120), "{text}");
+        insta::assert_snapshot!(format!("help_{tool}"), text);
+    }
+}
+
+#[test]
+fn write_bw_prints_json() {
+    let report = json(&["write", "bw", "-s", "64K", "-n", "200"]);
+    let row = &report["rows"][0];
+    assert_eq!((&row["bytes"], &row["iterations"]), (&65536.into(), &200.into()));
+    assert_eq!(row["verified"], true);
+    for figure in ["peak_mb_s", "average_mb_s", "average_gbits", "mpps"] {
+        assert_positive(&row[figure]);
+    }
+    assert!(row["peak_mb_s"].as_f64() >= row["average_mb_s"].as_f64(), "{row}");
+    for side in ["local", "remote"] {
+        assert!(report[side]["link"].as_str().unwrap().starts_with("udp 127.0.0.1:"), "{report}");
+        assert_eq!(report[side]["path"], "host memory");
+    }
+    assert_eq!(report["test"]["verb"], "write");
+    assert!(report["counters"]["bytes_sent"].as_u64() >= Some(200 * 65536), "{report}");
+}
+
+#[test]
+fn every_verb_has_bandwidth_and_latency() {
+    for verb in ["write", "read", "send", "atomic"] {
+        let size: &[&str] = if verb == "atomic" { &[] } else { &["-s", "5001"] };
+        let report = json(&[&[verb, "bw", "-n", "100", "-q", "3", "-t", "8"], size].concat());
+        let row = &report["rows"][0];
+        assert_eq!((&row["iterations"], &row["verified"]), (&300.into(), &true.into()), "{verb}");
+        let report = json(&[&[verb, "lat", "-n", "50"], size].concat());
+        let row = &report["rows"][0];
+        assert_eq!((&row["iterations"], &row["verified"]), (&50.into(), &true.into()), "{verb}");
+        let figure = |name: &str| row[name].as_f64().unwrap();
+        let order = ["min_us", "typical_us", "p99_us", "p999_us", "max_us"].map(figure);
+        assert!(order[0] > 0.0 && order.is_sorted(), "{verb}: {row}");
+    }
+}
+
+#[test]
+fn tables_have_perftests_columns() {
+    let text = perf(&["write", "bw", "--local", "-a", "--max", "64", "-n", "20", "--report-gbits"]);
+    let heading = text.lines().find(|line| line.contains("#bytes")).unwrap();
+    let words: Vec<&str> = heading.split_whitespace().collect();
+    let wanted = "#bytes #iterations BW peak[Gb/s] BW average[Gb/s] MsgRate[Mpps]";
+    assert_eq!(words.join(" "), wanted);
+    let sizes: Vec<&str> = text
+        .lines()
+        .filter_map(|line| line.split_whitespace().next())
+        .filter(|word| word.parse::<u64>().is_ok())
+        .collect();
+    assert_eq!(sizes, ["2", "4", "8", "16", "32", "64"]);
+    assert!(text.contains(" local  memory : host memory"), "{text}");
+    assert!(text.contains(" remote link   : udp 127.0.0.1:"), "{text}");
+}
+
+#[test]
+fn memory_of_a_gpu_on_either_side() {
+    for (verb, metric) in [("write", "bw"), ("read", "bw"), ("write", "lat"), ("send", "lat")] {
+        let arguments =
+            [verb, metric, "-s", "9999", "-n", "30", "--mem", "sim:0", "--peer-mem", "sim:1"];
+        let report = json(&arguments);
+        assert_eq!(report["rows"][0]["verified"], true, "{verb} {metric}");
+        assert_eq!(report["remote"]["memory"], "sim:1");
+        assert_eq!(report["remote"]["path"], "window (memfd)", "{report}");
+    }
+}
+
+#[test]
+fn lost_packets_are_sent_again_and_recorded() {
+    let folder = tempfile::tempdir().unwrap();
+    let capture = folder.path().join("write.pcap");
+    let arguments = ["write", "bw", "-s", "64K", "-n", "50", "--fault", "loss=1%,seed=7"];
+    let report = json(&[&arguments[..], &["--pcap", capture.to_str().unwrap()]].concat());
+    assert_eq!(report["rows"][0]["verified"], true);
+    assert_positive(&report["counters"]["resent"]);
+    assert!(capture.metadata().unwrap().len() > 50 * 65536);
+}
+
+#[test]
+fn time_can_be_given_instead_of_a_number() {
+    for metric in ["bw", "lat"] {
+        let start = Instant::now();
+        let report = json(&["send", metric, "-D", "0.3", "-s", "1K"]);
+        assert!(start.elapsed() > Duration::from_millis(300));
+        assert_positive(&report["rows"][0]["iterations"]);
+        assert_eq!(report["rows"][0]["verified"], true);
+    }
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let cases: [(&[&str], &str); 12] = [
+        (&["write"], "<METRIC>"),
+        (&["fly", "bw"], "fly"),
+        (&["write", "bw", "--local", "-s", "0"], "1 byte"),
+        (&["write", "bw", "--local", "-n", "0"], "0"),
+        (&["write", "bw", "--local", "--mtu", "1500"], "4096"),
+        (&["write", "bw", "--local", "--mem", "disk"], "sim:N"),
+        (&["write", "bw", "--local", "--link", "tcp"], "no link"),
+        (&["write", "bw", "--local", "--fault", "gremlins"], "gremlins"),
+        (&["atomic", "bw", "--local", "-s", "16"], "8 bytes"),
+        (&["write", "lat", "--local", "-q", "2"], "one queue pair"),
+        (&["write", "bw", "host", "--local"], "--local"),
+        (&["write", "bw", "--peer-mem", "sim:0"], "--local"),
+    ];
+    for (arguments, wanted) in cases {
+        let output = run(&[&["perf"], arguments].concat());
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        assert!(stderr(&output).contains(wanted), "{arguments:?}: {}", stderr(&output));
+    }
+    let output = run(&["perf", "write", "bw", "--local", "--mem", "sim:99"]);
+    assert!(!output.status.success());
+    assert!(stderr(&output).contains("sim:99"), "{}", stderr(&output));
+}
+
+#[test]
+fn a_server_without_a_client_ends() {
+    let output = run(&["perf", "write", "bw", "-p", "0", "--timeout", "0.2"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("none came in 0.2 s"), "{}", stderr(&output));
+}
+
+#[test]
+fn a_client_without_a_server_ends() {
+    // A port on which nobody listens.
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = port.to_string();
+    let output = run(&["perf", "write", "bw", "127.0.0.1", "-p", &port, "--timeout", "0.2"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("127.0.0.1"), "{}", stderr(&output));
+}
+
+#[test]
+fn different_tests_do_not_meet() {
+    let (child, port) = server(&["read", "bw"]);
+    let client = run(&["perf", "write", "bw", "127.0.0.1", "-p", &port]);
+    let server = child.wait_with_output().unwrap();
+    for output in [client, server] {
+        assert_eq!(output.status.code(), Some(1));
+        let text = stderr(&output);
+        assert!(text.contains("perf read bw") && text.contains("perf write bw"), "{text}");
+    }
+}
+
+#[test]
+fn a_server_takes_sizes_from_its_client() {
+    let (child, port) = server(&["write", "bw", "-s", "1M", "--json"]);
+    let client = run(&["perf", "write", "bw", "127.0.0.1", "-p", &port, "-s", "4K", "-n", "50"]);
+    assert!(stdout(&client).contains("\n 4096       50 "), "{}", stderr(&client));
+    assert!(child.wait_with_output().unwrap().status.success());
+}
+
+#[test]
+fn a_peer_that_vanishes_is_named() {
+    let (mut child, port) = server(&["write", "lat"]);
+    let command = ["perf", "write", "lat", "127.0.0.1", "-p", &port, "-D", "60"];
+    let client = warpwire(&command).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(700));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let start = Instant::now();
+    let output = client.wait_with_output().unwrap();
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains(&format!("127.0.0.1:{port}")), "{}", stderr(&output));
+}
+
+#[test]
+fn stat_shows_a_running_process() {
+    let command = ["perf", "write", "bw", "--local", "-D", "4", "-s", "64K"];
+    let mut client = warpwire(&command).stdout(Stdio::null()).spawn().unwrap();
+    let pid = client.id().to_string();
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let line = loop {
+        let output = run(&["stat", &pid, "--json", "-i", "0.2", "-c", "1"]);
+        let text = stdout(&output);
+        if output.status.success() && text.contains("per_second") {
+            break text;
+        }
+        assert!(Instant::now() < deadline, "{}", stderr(&output));
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    let line: Value = serde_json::from_str(line.lines().next().unwrap()).unwrap();
+    assert_eq!((line["pid"].to_string(), &line["device"]), (pid.clone(), &0.into()));
+    assert!(line["per_second"]["bytes_sent"].is_number(), "{line}");
+    let once = stdout(&run(&["stat", &pid, "--once"]));
+    assert!(once.contains("resent") && once.contains("hca0"), "{once}");
+    assert!(client.wait().unwrap().success());
+    let gone = run(&["stat", &pid]);
+    assert_eq!(gone.status.code(), Some(1));
+    assert!(stderr(&gone).contains(&pid), "{}", stderr(&gone));
+}

@@ -1,0 +1,261 @@
+//! Counters for others to see: who asks this process, by a socket, is told what its devices have counted.
+//!
+//! The first device that is opened starts a thread, which sleeps in `accept` on the abstract Unix socket
+//! `warpwire-stat-PID`; nothing is counted, copied or written for its sake until somebody connects. It answers with
+//! one line of JSON, a [`Published`], and hangs up. Only the same user and root are answered. `WARPWIRE_STAT=0` turns
+//! it off.
+//!
+//! ```
+//! use warpwire::hca::{Hca, HcaOptions, publish};
+//! use warpwire::link::Hub;
+//! let hca = Hca::open(Hub::new().endpoint("10.0.0.1:4791".parse().unwrap())?, HcaOptions::default())?;
+//! let told = publish::ask(std::process::id())?;
+//! assert_eq!(told.devices[0].queue_pairs, 0);
+//! # Ok::<(), warpwire::Error>(())
+//! ```
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::{Once, Weak};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+use super::{Hca, Shared, Sum};
+use crate::error::{Error, Kind, Result};
+
+/// What the names of sockets begin with.
+const PREFIX: &str = "warpwire-stat-";
+/// The variable that turns it off.
+const VARIABLE: &str = "WARPWIRE_STAT";
+/// The version of the line.
+const VERSION: u32 = 1;
+/// A process that works answers within this.
+const PATIENCE: Duration = Duration::from_secs(2);
+const LONGEST: u64 = 16 << 20;
+
+/// What a process tells of itself.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Published {
+    /// The version of this.
+    pub warpwire: u32,
+    /// The process.
+    pub pid: u32,
+    /// Its program's name.
+    pub program: String,
+    /// Its devices, in the order in which they were opened.
+    pub devices: Vec<Device>,
+}
+
+/// What a device has counted since it was opened.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Device {
+    /// Which of the process's devices: it keeps its number when others are closed.
+    pub number: u64,
+    /// Its link, and why that one.
+    pub link: String,
+    /// How long ago it was opened.
+    pub seconds: f64,
+    /// How many queue pairs it has.
+    pub queue_pairs: usize,
+    /// What they have counted, those that are gone too.
+    pub pairs: Sum,
+    /// Completions written.
+    pub completions: u64,
+    /// Steps of the engine.
+    pub steps: u64,
+    /// System calls of the link.
+    pub calls: u64,
+    /// Packets lost, by reason: in the link, in the device, or not acted upon by a queue pair. None is left out that
+    /// is not zero.
+    pub lost: BTreeMap<String, u64>,
+}
+
+/// The devices of this process, with the number of each.
+static DEVICES: Mutex<(u64, Vec<(u64, Weak<Shared>)>)> = Mutex::new((0, Vec::new()));
+static START: Once = Once::new();
+
+/// Makes a device known.
+pub(super) fn add(shared: Weak<Shared>) {
+    let mut devices = DEVICES.lock();
+    devices.1.retain(|(_, device)| device.strong_count() > 0);
+    let number = devices.0;
+    devices.0 += 1;
+    devices.1.push((number, shared));
+    drop(devices);
+    START.call_once(|| {
+        if std::env::var_os(VARIABLE).is_some_and(|value| value == "0") {
+            return;
+        }
+        if let Err(why) = start() {
+            // The device works all the same.
+            tracing::debug!(%why, "counters are not published");
+        }
+    });
+}
+
+fn address(pid: u32) -> Result<SocketAddr> {
+    SocketAddr::from_abstract_name(format!("{PREFIX}{pid}"))
+        .map_err(|why| Error::os("name the counters' socket", &why))
+}
+
+fn start() -> Result<()> {
+    let listener = UnixListener::bind_addr(&address(std::process::id())?)
+        .map_err(|why| Error::os("listen on the counters' socket", &why))?;
+    let run = move || {
+        for stream in listener.incoming() {
+            match stream {
+                Ok(stream) => answer(stream),
+                // No more descriptors, say: not to be tried again at once.
+                Err(_) => std::thread::sleep(Duration::from_millis(100)),
+            }
+        }
+    };
+    let started = std::thread::Builder::new().name("warpwire-stat".to_owned()).spawn(run);
+    started.map(drop).map_err(|why| Error::os("start the counters' thread", &why))
+}
+
+/// Answers, if the asker is the same user or root.
+fn answer(mut stream: UnixStream) {
+    let own = rustix::process::geteuid();
+    let Ok(asker) = rustix::net::sockopt::socket_peercred(&stream) else { return };
+    if asker.uid != own && !asker.uid.is_root() {
+        tracing::debug!(uid = asker.uid.as_raw(), "another user asked for counters");
+        return;
+    }
+    let _ = stream.set_write_timeout(Some(PATIENCE));
+    if let Ok(mut line) = serde_json::to_vec(&tell()) {
+        line.push(b'\n');
+        // Who has gone needs no answer.
+        let _ = stream.write_all(&line);
+    }
+}
+
+/// What this process has counted.
+fn tell() -> Published {
+    let known: Vec<_> = DEVICES.lock().1.clone();
+    let alive = known.into_iter().filter_map(|(number, weak)| Some((number, Hca(weak.upgrade()?))));
+    let devices = alive.map(|(number, hca)| describe(number, &hca)).collect();
+    let program = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
+    let program = program.trim().to_owned();
+    Published { warpwire: VERSION, pid: std::process::id(), program, devices }
+}
+
+fn describe(number: u64, hca: &Hca) -> Device {
+    let (stats, counters) = (hca.stats(), hca.link_counters());
+    let drops = counters.drops;
+    let in_link = [
+        ("icrc", drops.icrc),
+        ("short", drops.short),
+        ("long", drops.long),
+        ("overrun", drops.overrun),
+        ("no-peer", drops.no_peer),
+        ("refused", drops.refused),
+        ("injected", drops.injected),
+    ];
+    let lost = in_link.into_iter().chain(stats.lost).chain(stats.discarded);
+    let lost = lost.filter(|(_, count)| *count > 0);
+    Device {
+        number,
+        link: hca.path().to_string(),
+        seconds: hca.0.start.elapsed().as_secs_f64(),
+        queue_pairs: stats.queue_pairs,
+        pairs: stats.pairs,
+        completions: stats.completions,
+        steps: stats.steps,
+        calls: counters.calls,
+        lost: lost.map(|(reason, count)| (reason.to_owned(), count)).collect(),
+    }
+}
+
+/// Asks a process of this machine what its devices have counted.
+///
+/// # Errors
+/// If there is no such process, it has no device or does not publish, it belongs to another user, or it does not
+/// answer.
+pub fn ask(pid: u32) -> Result<Published> {
+    let what = || format!("ask process {pid} for its counters");
+    let failed = |why: std::io::Error| {
+        match why.kind() {
+        std::io::ErrorKind::ConnectionRefused => Error::new(Kind::Unavailable, what())
+            .why("it publishes none: it has ended, has opened no device, or runs with WARPWIRE_STAT=0")
+            .fix("see which processes do, with warpwire stat --all"),
+        std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut => {
+            Error::new(Kind::Timeout, what()).why("it does not answer").fix("see whether it is stopped")
+        }
+        _ => Error::os(what(), &why),
+    }
+    };
+    let stream = UnixStream::connect_addr(&address(pid)?).map_err(failed)?;
+    stream.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
+    let mut line = Vec::new();
+    BufReader::new(stream.take(LONGEST)).read_until(b'\n', &mut line).map_err(failed)?;
+    if line.is_empty() {
+        let error = Error::new(Kind::PermissionDenied, what())
+            .why("it refuses: it belongs to another user");
+        return Err(error.fix("ask as that user, or as root"));
+    }
+    let told: Published = serde_json::from_slice(&line).map_err(|why| {
+        let error = Error::new(Kind::Malformed, what()).why(format!("not our language: {why}"));
+        error.fix("use one version of warpwire in both")
+    })?;
+    Ok(told)
+}
+
+/// The processes of this machine (of its network namespace) that publish counters, of whichever user.
+pub fn processes() -> Result<Vec<u32>> {
+    let table = std::fs::read_to_string("/proc/net/unix")
+        .map_err(|why| Error::os("read /proc/net/unix", &why))?;
+    let mut found: Vec<u32> = table.lines().filter_map(of_line).collect();
+    found.sort_unstable();
+    found.dedup();
+    Ok(found)
+}
+
+fn of_line(line: &str) -> Option<u32> {
+    line.split_whitespace().last()?.strip_prefix('@')?.strip_prefix(PREFIX)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hca::HcaOptions;
+    use crate::link::Hub;
+
+    #[test]
+    fn devices_are_told_of_while_they_live() {
+        let hub = Hub::new();
+        let open = |address: &str| {
+            Hca::open(hub.endpoint(address.parse().unwrap()).unwrap(), HcaOptions::default())
+        };
+        let links = || -> Vec<String> {
+            ask(std::process::id()).unwrap().devices.into_iter().map(|told| told.link).collect()
+        };
+        let counts = |address: &str| links().iter().filter(|link| link.contains(address)).count();
+        let (one, two) = (open("10.9.9.1:1").unwrap(), open("10.9.9.2:1").unwrap());
+        assert_eq!((counts("10.9.9.1:1"), counts("10.9.9.2:1")), (1, 1));
+        drop(one);
+        assert_eq!((counts("10.9.9.1:1"), counts("10.9.9.2:1")), (0, 1));
+        drop(two);
+        assert!(processes().unwrap().contains(&std::process::id()));
+    }
+
+    #[test]
+    fn who_publishes_nothing_is_named() {
+        let error = ask(u32::MAX).unwrap_err();
+        assert!(error.to_string().contains("4294967295"), "{error}");
+        assert_eq!(*error.kind(), Kind::Unavailable);
+    }
+
+    #[test]
+    fn sockets_of_others_are_passed_over() {
+        assert_eq!(of_line("0000: 00000002 0 00010000 0001 01 123 @warpwire-stat-77"), Some(77));
+        for other in ["", "Num Path", "0: 2 0 1 1 01 9 /run/x", "0: 2 0 1 1 01 9 @warpwire-stat-x"]
+        {
+            assert_eq!(of_line(other), None, "{other}");
+        }
+    }
+}
