@@ -444,6 +444,8 @@ impl Side {
 
     /// Takes a receive for a message that begins.
     pub(super) fn take_receive(&mut self, srqs: &mut [Option<SharedRing>]) -> Option<qp::Receive> {
+        // Before one is taken: it must not be lost for want of a place.
+        let place = self.in_use.iter_mut().find(|place| place.is_none())?;
         let taken = match &mut self.receives {
             Receives::Own(ring) => ring.take()?,
             Receives::Shared(srqn) => srqs.get_mut(*srqn as usize)?.as_mut()?.take()?,
@@ -451,7 +453,6 @@ impl Side {
         let entry = &taken.entry[..taken.len.min(LONGEST_RECEIVE)];
         // An entry that makes no sense has room for nothing: whoever sends into it finds it too small.
         let capacity = mlx5::Receive::parse(entry).map_or(0, |receive| receive.len());
-        let place = self.in_use.iter_mut().find(|place| place.is_none())?;
         *place = Some(taken);
         let capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
         Some(qp::Receive { id: u64::from(taken.counter), capacity })

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -46,6 +46,8 @@ pub(super) struct Shared {
     /// The device does not wait for the reader.
     overwritten: bool,
     signal: Arc<Signal>,
+    /// How many sleep in [`Cq::next`].
+    sleepers: AtomicU32,
     reader: Mutex<Reader>,
 }
 
@@ -104,7 +106,9 @@ impl Cq {
         let reader = Mutex::new(Reader { consumed: 0, sequence: 1 });
         let device = context.0.clone();
         let overwritten = options.collapsed || options.ignore_overrun;
-        let shared = Shared { device, number, memory, entries, overwritten, signal, reader };
+        let sleepers = AtomicU32::new(0);
+        let shared =
+            Shared { device, number, memory, entries, overwritten, signal, sleepers, reader };
         Ok(Self(Arc::new(shared)))
     }
 
@@ -202,13 +206,17 @@ impl Cq {
 
     /// The next completion, waiting for it if need be; `None` when the time is over.
     ///
-    /// It drives the device for a short while, then sleeps.
+    /// It drives the device for a short while, then sleeps. Several threads may wait here, for one completion each.
     pub fn next(&self, timeout: Duration) -> Result<Option<Completion>> {
         const SPIN: Duration = Duration::from_micros(50);
         let start = Instant::now();
         let mut one = [Completion::EMPTY];
         loop {
             if self.poll(&mut one)? == 1 {
+                // The event that woke this one may have been the only one for several.
+                if self.0.sleepers.load(Ordering::SeqCst) > 0 {
+                    self.arm(false)?;
+                }
                 return Ok(Some(one[0]));
             }
             let waited = start.elapsed();
@@ -216,8 +224,10 @@ impl Cq {
                 return Ok(None);
             }
             if waited > SPIN && self.0.device.hca.wakes_sleepers() {
-                self.arm(false)?;
-                self.wait(timeout - waited)?;
+                self.0.sleepers.fetch_add(1, Ordering::SeqCst);
+                let woken = self.arm(false).and_then(|()| self.wait(timeout - waited));
+                self.0.sleepers.fetch_sub(1, Ordering::SeqCst);
+                woken?;
             }
         }
     }

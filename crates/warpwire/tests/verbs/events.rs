@@ -2,6 +2,7 @@
 
 use std::os::fd::AsFd;
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -11,7 +12,8 @@ use warpwire::verbs::{
 
 use crate::fixture::{Fixture, Joined, Kind, SOON, World, cases, connect, same};
 
-cases!(CASES: sleepers_are_woken, guards_and_threads_move_bytes, ping_pong_without_lost_wakeups);
+cases!(CASES: sleepers_are_woken, guards_and_threads_move_bytes, ping_pong_without_lost_wakeups,
+    several_sleep_on_one_queue);
 cases!(ONCE: armed_before_or_after, solicited_only, the_file_descriptor, waits_and_late_entries_on_a_thread,
     an_idle_device_sleeps);
 
@@ -249,4 +251,43 @@ fn an_idle_device_sleeps(fixture: &Fixture) {
         assert!(steps < 20, "{drive:?}: {steps} steps");
         assert!(!one.sends.wait(Duration::from_millis(2)).unwrap());
     }
+}
+
+/// Three threads wait for completions of one queue: each completion wakes somebody, also when one event stood for two.
+fn several_sleep_on_one_queue(fixture: &Fixture) {
+    const MESSAGES: u64 = 200;
+    let world = fixture.driven(Drive::Guarded);
+    let joined = world.join(QpOptions { receive_depth: 256, ..QpOptions::default() });
+    for id in 0..MESSAGES + 3 {
+        joined.b.qp.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
+    }
+    let left = AtomicU64::new(MESSAGES);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                // The last ones are woken by three more messages.
+                while left.load(Ordering::Relaxed) > 0 {
+                    let start = Instant::now();
+                    let done = joined.b.receives.next(Duration::from_secs(5)).unwrap();
+                    assert!(done.is_some_and(|done| done.is_success()), "a wake-up was lost");
+                    assert!(start.elapsed() < Duration::from_secs(4));
+                    let _ = left
+                        .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
+                }
+            });
+        }
+        for round in 0..MESSAGES / 2 {
+            let two = [Request::new(0, Op::Send).unsignaled(), Request::new(1, Op::Send)];
+            joined.a.qp.post_send(&two).unwrap();
+            for _ in 0..2 {
+                joined.a.sends.next(SOON).unwrap().expect("it ends");
+            }
+            if round % 4 == 0 {
+                std::thread::sleep(Duration::from_micros(300)); // all are asleep
+            }
+        }
+        for _ in 0..3 {
+            joined.a.qp.post_send(&[Request::new(9, Op::Send)]).unwrap();
+        }
+    });
 }

@@ -173,11 +173,12 @@ fn memory_that_moves(fixture: &Fixture) {
             let read = Request::new(2, Op::Read(far.mr.remote(round))).with(&data);
             joined.a.qp.post_send(&[write, read]).unwrap();
             let mut one = [Completion::EMPTY];
-            let mut done = 0;
+            let (mut done, mut turn) = (0, false);
             let start = Instant::now();
             while done < 2 {
                 (0..3).for_each(|_| world.step());
-                let moves = if start.elapsed().as_micros() % 2 == 0 { &near } else { &far };
+                turn = !turn;
+                let moves = if turn { &near } else { &far };
                 control.relocate(moves.allocation()).unwrap();
                 if joined.a.sends.poll(&mut one).unwrap() == 1 {
                     assert_eq!(one[0].status, Status::Success);
