@@ -171,12 +171,22 @@ impl<L: Link> Link for Tap<L> {
         path
     }
 
+    fn flow_path(&self, flow: FlowId) -> Path {
+        let mut path = self.inner.flow_path(flow);
+        path.why = format!("{}; captured in {}", path.why, self.capture.shared.lock().name);
+        path
+    }
+
     fn local(&self) -> SocketAddr {
         self.inner.local()
     }
 
     fn largest(&self) -> usize {
         self.inner.largest()
+    }
+
+    fn largest_to(&self, flow: FlowId) -> usize {
+        self.inner.largest_to(flow)
     }
 
     fn open(&mut self, peer: SocketAddr, label: u32) -> Result<FlowId> {

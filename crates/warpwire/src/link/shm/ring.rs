@@ -1,0 +1,376 @@
+//! One direction between two processes: a ring of bytes with packets of any length in it, one writer, one reader.
+//!
+//! A packet is a header word and its bytes, at a multiple of a cache line, and never runs over the ring's end: where
+//! it would, a header says "go on at the beginning". Head and tail count bytes and never wrap.
+//!
+//! Neither side believes the other. The writer takes the reader's head for a claim about free room, good only if it
+//! lies between the last claim and what was published. The reader takes every index, length and header for a claim
+//! too: each is read once, and one that makes no sense ends the ring ([`Broken`]). No step is without progress.
+
+use std::sync::atomic::Ordering;
+
+use super::sys::{Control, Own, Theirs};
+
+/// What stands before a packet.
+const HEADER: usize = 8;
+/// Packets begin at multiples of this: small ones, with their header, are one line that changes hands.
+const LINE: usize = 64;
+
+/// A packet, as it was committed.
+const PLAIN: u64 = 1;
+/// A packet with an ICRC.
+const SEALED: u64 = 2;
+/// No packet: go on at the ring's beginning.
+const TURN: u64 = 3;
+
+/// The sizes of rings that are made and accepted.
+pub(super) const SIZES: std::ops::RangeInclusive<usize> = 1 << 12..=1 << 26;
+
+/// What a packet takes in the ring.
+pub(super) const fn stride(len: usize) -> usize {
+    (HEADER + len).next_multiple_of(LINE)
+}
+
+const fn header(sort: u64, len: usize) -> u64 {
+    sort << 32 | len as u64
+}
+
+/// The other side wrote something into the ring that makes no sense.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Broken;
+
+/// Why there is no room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NoRoom {
+    /// As many bytes are committed as one flush publishes.
+    Batch,
+    /// The peer has not read enough.
+    Ring,
+    /// The peer's head makes no sense.
+    Broken,
+}
+
+/// The sender's side.
+pub(super) struct Writer {
+    memory: Own,
+    control: Control,
+    size: usize,
+    /// Up to where packets are committed, and published.
+    tail: u64,
+    published: u64,
+    /// The reader's head, as last seen.
+    head: u64,
+    /// Where the reserved packet's header goes, whether that is at the beginning, after a turn.
+    start: usize,
+    turns: bool,
+    len: usize,
+    /// Packets and bytes that are committed and not published.
+    pub packets: u64,
+    pub bytes: u64,
+}
+
+impl Writer {
+    /// `size` is a power of two, and what the memory was made with.
+    pub(super) fn new(memory: Own, control: Control, size: usize) -> Self {
+        Self {
+            memory,
+            control,
+            size,
+            tail: 0,
+            published: 0,
+            head: 0,
+            start: 0,
+            turns: false,
+            len: 0,
+            packets: 0,
+            bytes: 0,
+        }
+    }
+
+    /// Finds room for a packet; [`Writer::room`] is it.
+    #[inline]
+    pub(super) fn reserve(&mut self, len: usize) -> Result<(), NoRoom> {
+        let offset = self.tail as usize & (self.size - 1);
+        let to_end = self.size - offset;
+        let turns = stride(len) > to_end;
+        let needed = stride(len) + if turns { to_end } else { 0 };
+        // Half a ring at a time: the other half is being read meanwhile.
+        if (self.tail - self.published) as usize + needed > self.size / 2 {
+            return Err(NoRoom::Batch);
+        }
+        if (self.tail - self.head) as usize + needed > self.size {
+            self.look()?;
+            if (self.tail - self.head) as usize + needed > self.size {
+                return Err(NoRoom::Ring);
+            }
+        }
+        self.turns = turns;
+        self.start = if turns { 0 } else { offset };
+        self.len = len;
+        Ok(())
+    }
+
+    /// Asks how far the reader is. Acquire: it has done with those bytes before we write them.
+    fn look(&mut self) -> Result<(), NoRoom> {
+        let head = self.control.head().load(Ordering::Acquire);
+        if head < self.head || head > self.published {
+            return Err(NoRoom::Broken);
+        }
+        self.head = head;
+        Ok(())
+    }
+
+    /// The room that was reserved.
+    #[inline]
+    pub(super) fn room(&mut self) -> &mut [u8] {
+        self.memory.bytes_mut(self.start + HEADER, self.len).unwrap_or_default()
+    }
+
+    /// Ends the reserved packet after `len` of its bytes, and returns them. The reader does not see it yet.
+    #[inline]
+    pub(super) fn commit(&mut self, len: usize, sealed: bool) -> &[u8] {
+        let len = len.min(self.len);
+        if self.turns {
+            let offset = self.tail as usize & (self.size - 1);
+            self.put(offset, header(TURN, 0));
+            self.tail += (self.size - offset) as u64;
+            self.turns = false;
+        }
+        self.put(self.start, header(if sealed { SEALED } else { PLAIN }, len));
+        self.tail += stride(len) as u64;
+        self.packets += 1;
+        self.bytes += len as u64;
+        self.memory.bytes(self.start + HEADER, len).unwrap_or_default()
+    }
+
+    #[inline]
+    fn put(&mut self, offset: usize, word: u64) {
+        if let Some(place) = self.memory.bytes_mut(offset, HEADER) {
+            place.copy_from_slice(&word.to_ne_bytes());
+        }
+    }
+
+    /// Shows the reader what was committed, and returns whether it must be woken.
+    ///
+    /// The store of the tail and the load of the wish are in one order with the reader's store of the wish and its
+    /// load of the tail (all four `SeqCst`): either we see the wish, or the reader sees the tail.
+    #[inline]
+    pub(super) fn publish(&mut self) -> bool {
+        self.memory.tail().store(self.tail, Ordering::SeqCst);
+        self.published = self.tail;
+        (self.packets, self.bytes) = (0, 0);
+        let armed = self.control.armed();
+        armed.load(Ordering::SeqCst) != 0 && armed.swap(0, Ordering::SeqCst) != 0
+    }
+}
+
+/// What a reader finds.
+pub(super) enum Found<'a> {
+    /// A packet, copied, and whether it has an ICRC.
+    Packet(&'a [u8], bool),
+    /// A packet that is longer than the buffer for it; skipped.
+    Long,
+}
+
+/// The receiver's side.
+pub(super) struct Reader {
+    memory: Theirs,
+    control: Control,
+    size: usize,
+    /// Up to where we have read, and said so.
+    head: u64,
+    released: u64,
+    /// The writer's tail, as last seen.
+    tail: u64,
+}
+
+impl Reader {
+    /// `size` is a power of two, and what the memory was opened with.
+    pub(super) fn new(memory: Theirs, control: Control, size: usize) -> Self {
+        Self { memory, control, size, head: 0, released: 0, tail: 0 }
+    }
+
+    /// Takes up to `most` packets, each copied into `buffer` first: the sender may change its memory while we look.
+    #[inline]
+    pub(super) fn take(
+        &mut self,
+        most: usize,
+        buffer: &mut [u8],
+        mut each: impl FnMut(Found<'_>),
+    ) -> Result<(), Broken> {
+        // Turns count as well: nothing that a sender writes keeps us here for ever.
+        for _ in 0..most {
+            if self.head == self.tail && !self.look()? {
+                break;
+            }
+            let there = (self.tail - self.head) as usize;
+            let offset = self.head as usize & (self.size - 1);
+            let word = self.memory.word(offset);
+            let (sort, len) = (word >> 32, word as u32 as usize);
+            let step = match sort {
+                TURN if offset > 0 => self.size - offset,
+                PLAIN | SEALED if len <= self.size - HEADER => stride(len),
+                _ => return Err(Broken),
+            };
+            if step > there || step > self.size - offset {
+                return Err(Broken);
+            }
+            if sort != TURN {
+                match buffer.get_mut(..len) {
+                    None => each(Found::Long),
+                    Some(copy) => {
+                        if !self.memory.read(offset + HEADER, copy) {
+                            return Err(Broken);
+                        }
+                        each(Found::Packet(copy, sort == SEALED));
+                    }
+                }
+            }
+            self.head += step as u64;
+            // A sender that waits for room gets some before the batch is at its end.
+            if (self.head - self.released) as usize >= self.size / 8 {
+                self.release();
+            }
+        }
+        self.release();
+        Ok(())
+    }
+
+    /// Asks how far the writer is; whether there is something to read.
+    #[inline]
+    fn look(&mut self) -> Result<bool, Broken> {
+        let tail = self.memory.tail(Ordering::Acquire);
+        let there = tail.wrapping_sub(self.head);
+        if there > self.size as u64 || !there.is_multiple_of(LINE as u64) || tail < self.head {
+            return Err(Broken);
+        }
+        self.tail = tail;
+        Ok(there > 0)
+    }
+
+    /// Gives back what was read. Release: our reading is done before the writer writes there again.
+    #[inline]
+    fn release(&mut self) {
+        if self.head != self.released {
+            self.control.head().store(self.head, Ordering::Release);
+            self.released = self.head;
+        }
+    }
+
+    /// Asks the sender to wake us with its next packet; whether there is one already. See [`Writer::publish`].
+    pub(super) fn arm(&self) -> bool {
+        self.control.armed().store(1, Ordering::SeqCst);
+        self.memory.tail(Ordering::SeqCst) != self.head
+    }
+
+    /// We are awake, and look by ourselves.
+    pub(super) fn disarm(&self) {
+        self.control.armed().store(0, Ordering::Relaxed);
+    }
+
+    /// Whether all is read that the sender published; to be asked after it is known to be gone.
+    pub(super) fn is_empty(&self) -> bool {
+        self.memory.tail(Ordering::Acquire) == self.head
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn pair(size: usize) -> (Writer, Reader) {
+        let ((own, ring), (control, page)) = (Own::new(size).unwrap(), Control::new().unwrap());
+        let reader =
+            Reader::new(Theirs::open(&ring, size).unwrap(), Control::open(&page).unwrap(), size);
+        (Writer::new(own, control, size), reader)
+    }
+
+    fn take(reader: &mut Reader) -> Result<Vec<Vec<u8>>, Broken> {
+        let mut got = Vec::new();
+        reader.take(1000, &mut [0; 2000], |found| match found {
+            Found::Packet(bytes, _) => got.push(bytes.to_vec()),
+            Found::Long => got.push(Vec::new()),
+        })?;
+        Ok(got)
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_goes_in_comes_out(
+            batches in prop::collection::vec(prop::collection::vec(16_usize..900, 0..12), 1..40),
+        ) {
+            let (mut writer, mut reader) = pair(1 << 12);
+            let (mut sent, mut got) = (Vec::new(), Vec::new());
+            for (number, batch) in batches.iter().enumerate() {
+                for len in batch {
+                    while writer.reserve(*len).is_err() {
+                        writer.publish();
+                        got.extend(take(&mut reader).unwrap());
+                    }
+                    writer.room().fill(number as u8);
+                    writer.commit(*len, false);
+                    sent.push(vec![number as u8; *len]);
+                }
+                writer.publish();
+                if number % 3 == 0 {
+                    got.extend(take(&mut reader).unwrap());
+                }
+            }
+            got.extend(take(&mut reader).unwrap());
+            prop_assert_eq!(sent, got);
+        }
+
+        /// Any words as header and tail: packets, or the end, never a panic.
+        #[test]
+        fn any_claims_of_the_sender_are_survived(
+            words in prop::collection::vec((any::<u64>(), 0_usize..64, any::<u64>()), 1..60),
+        ) {
+            let (mut writer, mut reader) = pair(1 << 12);
+            for (word, line, tail) in words {
+                // Some claims are nearly right, and go further.
+                let word = if word % 3 == 0 { header(1 + word % 4, (word >> 8) as usize % 4200) } else { word };
+                let tail = if tail % 3 == 0 { reader.head + (tail >> 8) % 70 * 64 } else { tail };
+                writer.put(line * LINE, word);
+                writer.memory.tail().store(tail, Ordering::Release);
+                if take(&mut reader).is_err() {
+                    return Ok(());
+                }
+                prop_assert!(reader.head <= tail);
+            }
+        }
+
+        #[test]
+        fn any_claims_of_the_reader_are_survived(heads in prop::collection::vec(any::<u64>(), 1..60)) {
+            let (mut writer, _reader) = pair(1 << 12);
+            for head in heads {
+                let head = if head % 2 == 0 { writer.head + (head >> 8) % 300 } else { head };
+                writer.control.head().store(head, Ordering::Release);
+                match writer.reserve(500) {
+                    Ok(()) => {
+                        writer.room().fill(1);
+                        prop_assert_eq!(writer.commit(500, false).len(), 500);
+                    }
+                    Err(NoRoom::Batch) => { writer.publish(); }
+                    Err(NoRoom::Ring | NoRoom::Broken) => {}
+                }
+                prop_assert!(writer.tail - writer.head <= 1 << 12);
+            }
+        }
+    }
+
+    #[test]
+    fn a_sleeper_is_woken_once() {
+        let (mut writer, mut reader) = pair(1 << 12);
+        assert!(!reader.arm());
+        writer.reserve(64).unwrap();
+        writer.commit(64, false);
+        assert!(writer.publish());
+        assert!(!writer.publish(), "it was told");
+        assert!(reader.arm(), "there is something already");
+        assert_eq!(take(&mut reader).unwrap().len(), 1);
+        reader.disarm();
+        assert!(!writer.publish() && reader.is_empty());
+    }
+}
