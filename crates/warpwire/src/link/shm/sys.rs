@@ -2,7 +2,7 @@
 //!
 //! A ring is two files in memory, because its two sides trust each other with nothing:
 //!
-//! - **The sender's** ([`Own`]) has the packets and the tail. Before it is given away it is sealed with
+//! - **The sender's** ([`Own`]) has the packets and their headers. Before it is given away it is sealed with
 //!   `F_SEAL_FUTURE_WRITE`: the sender's own mapping stays writable, and nobody can ever write it in another way, be it
 //!   by mapping it or by `write`. Therefore the sender may hold `&mut [u8]` into it: nobody else writes there, and what a
 //!   reader sees meanwhile is the reader's affair. The sender fills packets in place.
@@ -24,8 +24,8 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::mem::SharedBytes;
 
-/// The room before a ring's bytes, with its tail, and all of the receiver's page.
-pub(super) const PAGE: usize = 4096;
+/// The receiver's page.
+const PAGE: usize = 4096;
 /// Indices that different sides write lie this far apart: two lines, because processors fetch lines in pairs.
 const APART: usize = 128;
 /// What `fstatfs` says of memory in ordinary pages. Memory in huge pages may be missing when it is touched.
@@ -49,15 +49,6 @@ impl Map {
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Self { base, len })
     }
-
-    /// The word at the beginning of this pair of cache lines of the first page, which every mapping has.
-    #[inline]
-    fn word(&self, pair: usize) -> &AtomicU64 {
-        let offset = pair * APART % PAGE;
-        // SAFETY: every mapping is at least a page long and begins at one, so that the word is inside and aligned;
-        // it lives as long as `self`. An atomic promises nothing about other writers.
-        unsafe { self.base.add(offset).cast().as_ref() }
-    }
 }
 
 impl Drop for Map {
@@ -73,26 +64,43 @@ pub(super) struct Own(Map);
 impl Own {
     /// Memory for a ring of `size` bytes, all zero, and the file to give to its reader.
     pub(super) fn new(size: usize) -> io::Result<(Self, OwnedFd)> {
-        let file = memory_file(PAGE + size)?;
-        let map = Map::new(file.as_fd(), PAGE + size, ProtFlags::READ | ProtFlags::WRITE)?;
+        let file = memory_file(size)?;
+        let map = Map::new(file.as_fd(), size, ProtFlags::READ | ProtFlags::WRITE)?;
         // The promise of `bytes_mut` rests on the third of them; a kernel before 5.1 refuses it, and with it all.
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
         rustix::fs::fcntl_add_seals(&file, seals)?;
         Ok((Self(map), file))
     }
 
-    /// The tail: up to where packets may be read.
+    /// Stores a word of eight bytes, which a reader may look at meanwhile; nothing outside the ring.
     #[inline]
-    pub(super) fn tail(&self) -> &AtomicU64 {
-        self.0.word(0)
+    pub(super) fn set(&mut self, offset: usize, word: u64, ordering: Ordering) {
+        if let Some(at) = self.range(offset, 8).map(<*mut u8>::cast::<AtomicU64>)
+            && at.is_aligned()
+        {
+            // SAFETY: inside the mapping by the check in `range`, aligned, initialized, and exclusively ours.
+            unsafe { &*at }.store(word, ordering);
+        }
+    }
+
+    /// Asks for the line at this offset, to be written soon.
+    #[inline]
+    pub(super) fn prefetch(&self, offset: usize) {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(at) = self.range(offset, 8) {
+            use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+            // SAFETY: a hint; it accesses nothing, and the address is a valid one.
+            unsafe { _mm_prefetch::<_MM_HINT_ET0>(at.cast_const().cast()) };
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = offset;
     }
 
     /// Bytes of the ring.
     #[inline]
     pub(super) fn bytes(&self, offset: usize, len: usize) -> Option<&[u8]> {
         let at = self.range(offset, len)?;
-        // SAFETY: inside the mapping by the check in `range`, behind the page with the tail; zeroed when it was made, so
-        // initialized; borrowed from `self`; and this mapping is the only one that can be written (see `new`).
+        // SAFETY: inside the mapping by the check in `range`; zeroed when it was made, so initialized; borrowed from `self`; and this mapping is the only one that can be written (see `new`).
         Some(unsafe { std::slice::from_raw_parts(at, len) })
     }
 
@@ -107,11 +115,11 @@ impl Own {
     #[inline]
     fn range(&self, offset: usize, len: usize) -> Option<*mut u8> {
         let end = offset.checked_add(len)?;
-        if end > self.0.len - PAGE {
+        if end > self.0.len {
             return None;
         }
         // SAFETY: inside the mapping, by the check above.
-        Some(unsafe { self.0.base.add(PAGE + offset) }.as_ptr())
+        Some(unsafe { self.0.base.add(offset) }.as_ptr())
     }
 }
 
@@ -121,26 +129,20 @@ pub(super) struct Theirs(Map);
 impl Theirs {
     /// Maps a peer's ring of `size` bytes, if the file is one that cannot become shorter.
     pub(super) fn open(file: &OwnedFd, size: usize) -> io::Result<Self> {
-        check_file(file, PAGE + size)?;
-        Map::new(file.as_fd(), PAGE + size, ProtFlags::READ).map(Self)
-    }
-
-    /// The tail, as the sender says.
-    #[inline]
-    pub(super) fn tail(&self, ordering: Ordering) -> u64 {
-        self.0.word(0).load(ordering)
+        check_file(file, size)?;
+        Map::new(file.as_fd(), size, ProtFlags::READ).map(Self)
     }
 
     /// The word of eight bytes at this offset, read once; 0 outside the ring.
     #[inline]
-    pub(super) fn word(&self, offset: usize) -> u64 {
-        if !offset.is_multiple_of(8) || offset.saturating_add(8) > self.0.len - PAGE {
+    pub(super) fn word(&self, offset: usize, ordering: Ordering) -> u64 {
+        if !offset.is_multiple_of(8) || offset.saturating_add(8) > self.0.len {
             return 0;
         }
         // SAFETY: inside the mapping and aligned, by the check above; a load from an atomic is all that is done,
         // which read-only memory allows.
-        let word: &AtomicU64 = unsafe { self.0.base.add(PAGE + offset).cast().as_ref() };
-        word.load(Ordering::Relaxed)
+        let word: &AtomicU64 = unsafe { self.0.base.add(offset).cast().as_ref() };
+        word.load(ordering)
     }
 
     /// Copies bytes of the ring; false if they do not lie in it.
@@ -148,7 +150,7 @@ impl Theirs {
     pub(super) fn read(&self, offset: usize, into: &mut [u8]) -> bool {
         // SAFETY: mapped for as long as `self` is borrowed, and read by such views and atomics only. That it cannot
         // be written does not matter to a view that is only read.
-        let bytes = unsafe { SharedBytes::new(self.0.base.add(PAGE), self.0.len - PAGE) };
+        let bytes = unsafe { SharedBytes::new(self.0.base, self.0.len) };
         bytes.read_cached(offset as u64, into).is_ok()
     }
 }
@@ -174,13 +176,22 @@ impl Control {
     /// The head: up to where the receiver has read.
     #[inline]
     pub(super) fn head(&self) -> &AtomicU64 {
-        self.0.word(0)
+        self.word(0)
     }
 
     /// Whether the receiver sleeps, or is about to.
     #[inline]
     pub(super) fn armed(&self) -> &AtomicU64 {
-        self.0.word(1)
+        self.word(1)
+    }
+
+    /// The word at the beginning of this pair of cache lines.
+    #[inline]
+    fn word(&self, pair: usize) -> &AtomicU64 {
+        let offset = pair * APART % PAGE;
+        // SAFETY: the mapping is a page long and begins at one, so that the word is inside and aligned; it lives as
+        // long as `self`. An atomic promises nothing about other writers.
+        unsafe { self.0.base.add(offset).cast().as_ref() }
     }
 }
 
@@ -259,14 +270,17 @@ mod tests {
             assert!(own.bytes(offset, len).is_none() && own.bytes_mut(offset, len).is_none());
             assert!(!theirs.read(offset, &mut vec![0; len]));
         }
-        assert_eq!((theirs.word(1 << 12), theirs.word(usize::MAX), theirs.word(4)), (0, 0, 0));
+        for offset in [1 << 12, usize::MAX, usize::MAX - 7, 4] {
+            own.set(offset, u64::MAX, Ordering::Relaxed);
+            assert_eq!(theirs.word(offset, Ordering::Relaxed), 0);
+        }
     }
 
     #[test]
     fn files_that_could_fault_are_refused() {
         let (_, ring) = Own::new(1 << 12).unwrap();
         assert!(Theirs::open(&ring, 1 << 13).is_err(), "shorter than was said");
-        assert!(Theirs::open(&memory_file(PAGE + 4096).unwrap(), 4096).is_err(), "no seal");
+        assert!(Theirs::open(&memory_file(4096).unwrap(), 4096).is_err(), "no seal");
         let file: OwnedFd = tempfile::tempfile().unwrap().into();
         assert!(Control::open(&file).is_err(), "a file on a disk");
     }
