@@ -111,7 +111,7 @@ fn measure_with(link: &mut dyn Link, child: &mut Child) -> warpwire::Result<()> 
     let flow = link.open(peer.unwrap(), 0)?;
     println!("{}", link.flow_path(flow));
     println!("{:>8} {:>14} {:>12} {:>8}", "bytes", "half trip", "packets/s", "GB/s");
-    for len in [32, 64, 1024, 4096, 65_536] {
+    for len in [40, 64, 1024, 4096, 65_536] {
         let len = len.min(link.largest_to(flow));
         let (mut half, mut rate) = (Duration::MAX, 0.0_f64);
         for _ in 0..RUNS {

@@ -261,3 +261,77 @@ impl Link for Auto {
         self.links().map(Link::counters).fold(Counters::default(), |sum, more| sum + more)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::link::tests::{receive, send};
+
+    fn bind() -> Auto {
+        let any = "127.0.0.1:0".parse().unwrap();
+        Auto::bind(any, udp::Options::default(), shm::Options::default()).unwrap()
+    }
+
+    #[test]
+    fn each_flow_takes_its_way_and_knows_why() {
+        let (mut one, mut two) = (bind(), bind());
+        let mut plain = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
+        let (near, far) = (one.open(two.local(), 0).unwrap(), one.open(plain.local(), 0).unwrap());
+        assert_eq!(one.flow_path(near).kind, Kind::Shm);
+        assert_eq!(one.flow_path(far).kind, Kind::Udp);
+        assert!(one.flow_path(far).why.contains("no process of this machine listens"));
+        assert!(one.largest_to(near) > one.largest_to(far));
+        assert_eq!(one.largest(), one.largest_to(far));
+        // A reservation on one way is forgotten by the next on the other.
+        one.reserve(near, 64).unwrap();
+        send(&mut one, far, 64, 1);
+        assert!(one.commit().is_none());
+        let largest = one.largest_to(near);
+        send(&mut one, near, largest, 2);
+        assert_eq!(one.flush().unwrap(), Flushed { sent: 2, waiting: 0 });
+        assert_eq!(receive(&mut two, 1)[0].1.len(), largest - 4);
+        assert_eq!(receive(&mut plain, 1).len(), 1);
+        one.close(near);
+        assert_eq!(one.reserve(near, 64).err(), Some(Refused::Closed));
+        assert_eq!(one.counters().sent, 2);
+    }
+
+    #[test]
+    fn both_ways_are_heard_while_the_other_is_busy() {
+        let (mut sink, mut near) = (bind(), bind());
+        let mut far = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
+        let (by_memory, by_udp) =
+            (near.open(sink.local(), 0).unwrap(), far.open(sink.local(), 0).unwrap());
+        for round in 0..20 {
+            send(&mut far, by_udp, 64, round);
+            far.flush().unwrap();
+            let mut heard = false;
+            for _ in 0..2 * SELDOM {
+                send(&mut near, by_memory, 64, round);
+                near.flush().unwrap();
+                let far = far.local();
+                sink.receive(&mut |frame| heard |= frame.from == far).unwrap();
+            }
+            assert!(heard, "round {round}");
+        }
+        assert_eq!(sink.counters().received, u64::from(20 * (2 * SELDOM + 1)));
+    }
+
+    #[test]
+    fn without_shared_memory_udp_does_it_alone() {
+        let free = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
+        let address = free.local();
+        let _taken = Shm::bind(address, shm::Options::default()).unwrap();
+        drop(free);
+        let mut one =
+            Auto::bind(address, udp::Options::default(), shm::Options::default()).unwrap();
+        let mut two = bind();
+        assert!(one.path().why.contains("never shm: "), "{}", one.path());
+        let flow = one.open(two.local(), 0).unwrap();
+        assert_eq!(one.flow_path(flow).kind, Kind::Udp);
+        assert!(one.flow_path(flow).why.contains("another link has that name"));
+        send(&mut one, flow, 64, 1);
+        one.flush().unwrap();
+        assert_eq!(receive(&mut two, 1).len(), 1);
+    }
+}

@@ -5,13 +5,15 @@
 //!
 //! There is no tail for the reader to look at: it looks at the place of the next header, and finds the packet in the same
 //! line. A batch is written behind that header, all of it, with a new 0 at its end; then the first header is stored, and
-//! the whole batch is there. The head, which says what room is free again, counts bytes and never wraps.
+//! the whole batch is there. While a reader looks at that line, each store to it takes the line away from the reader and
+//! is followed by its coming back; hence a small packet that begins a batch is filled in the writer's own memory, and goes into the ring
+//! together with its header. The head, which says what room is free again, counts bytes and never wraps.
 //!
 //! Neither side believes the other. The writer takes the reader's head for a claim about free room, good only if it
 //! lies between the last claim and what was published. The reader takes every header for a claim too, and
 //! reads it once; one that makes no sense ends the ring ([`Broken`]). No step is without progress.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 
 use super::sys::{Control, Own, Theirs};
 
@@ -23,12 +25,18 @@ const LINE: usize = 64;
 /// So many lines behind the last packet are fetched before they are written: a small packet, and the 0 behind it.
 const AHEAD: usize = 3;
 
+/// Packets up to this length are small: two lines with their header.
+const SMALL: usize = 2 * LINE - HEADER;
+
 /// A packet, as it was committed.
 const PLAIN: u64 = 1;
 /// A packet with an ICRC.
 const SEALED: u64 = 2;
 /// No packet: go on at the ring's beginning.
 const TURN: u64 = 3;
+
+/// With a header: its batch is this packet alone, so that there may be nothing behind it yet.
+const ALONE: u64 = 1 << 63;
 
 /// The sizes of rings that are made and accepted.
 pub(super) const SIZES: std::ops::RangeInclusive<usize> = 1 << 12..=1 << 26;
@@ -73,6 +81,10 @@ pub(super) struct Writer {
     len: usize,
     /// The header that shows the batch, once it is stored: where, and which.
     first: Option<(usize, u64)>,
+    /// A small packet that begins the batch; whether it is the reserved one, and its length once it is committed.
+    stage: [u8; SMALL],
+    in_stage: bool,
+    staged: Option<usize>,
     /// Packets and bytes that are committed and not published.
     pub packets: u64,
     pub bytes: u64,
@@ -92,6 +104,9 @@ impl Writer {
             turns: false,
             len: 0,
             first: None,
+            stage: [0; SMALL],
+            in_stage: false,
+            staged: None,
             packets: 0,
             bytes: 0,
         }
@@ -115,6 +130,7 @@ impl Writer {
                 return Err(NoRoom::Ring);
             }
         }
+        self.in_stage = self.first.is_none() && !turns && len <= SMALL;
         self.turns = turns;
         self.start = if turns { 0 } else { offset };
         self.len = len;
@@ -134,6 +150,9 @@ impl Writer {
     /// The room that was reserved.
     #[inline]
     pub(super) fn room(&mut self) -> &mut [u8] {
+        if self.in_stage {
+            return self.stage.get_mut(..self.len).unwrap_or_default();
+        }
         self.memory.bytes_mut(self.start + HEADER, self.len).unwrap_or_default()
     }
 
@@ -152,6 +171,10 @@ impl Writer {
         self.packets += 1;
         self.bytes += len as u64;
         self.memory.set(self.tail as usize & (self.size - 1), 0, Ordering::Relaxed);
+        if std::mem::take(&mut self.in_stage) {
+            self.staged = Some(len);
+            return self.stage.get(..len).unwrap_or_default();
+        }
         self.memory.bytes(self.start + HEADER, len).unwrap_or_default()
     }
 
@@ -166,12 +189,20 @@ impl Writer {
 
     /// Shows the reader what was committed, and returns whether it must be woken.
     ///
-    /// The store of the header and the load of the wish are in one order with the reader's store of the wish and its
-    /// load of the header (all four `SeqCst`): either we see the wish, or the reader sees the packet.
+    /// Between the store of the header and the load of the wish stands a fence, as it does between the reader's store of
+    /// the wish and its load of the header: either we see the wish, or the reader sees the packet.
     #[inline]
     pub(super) fn publish(&mut self) -> bool {
         if let Some((offset, word)) = self.first.take() {
-            self.memory.set(offset, word, Ordering::SeqCst);
+            let staged = self.staged.take().and_then(|len| self.stage.get(..len));
+            if let Some(bytes) = staged
+                && let Some(place) = self.memory.bytes_mut(offset + HEADER, bytes.len())
+            {
+                place.copy_from_slice(bytes);
+            }
+            let alone = self.packets == 1 && word >> 32 != TURN;
+            self.memory.set(offset, if alone { word | ALONE } else { word }, Ordering::Release);
+            fence(Ordering::SeqCst);
         }
         self.published = self.tail;
         (self.packets, self.bytes) = (0, 0);
@@ -181,7 +212,7 @@ impl Writer {
             self.memory.prefetch((self.tail as usize + line * LINE) & (self.size - 1));
         }
         let armed = self.control.armed();
-        armed.load(Ordering::SeqCst) != 0 && armed.swap(0, Ordering::SeqCst) != 0
+        armed.load(Ordering::Relaxed) != 0 && armed.swap(0, Ordering::Relaxed) != 0
     }
 }
 
@@ -201,12 +232,14 @@ pub(super) struct Reader {
     /// Up to where we have read, and said so.
     head: u64,
     released: u64,
+    /// The last look found nothing: whoever looks waits for one packet.
+    idle: bool,
 }
 
 impl Reader {
     /// `size` is a power of two, and what the memory was opened with.
     pub(super) fn new(memory: Theirs, control: Control, size: usize) -> Self {
-        Self { memory, control, size, head: 0, released: 0 }
+        Self { memory, control, size, head: 0, released: 0, idle: true }
     }
 
     /// Takes up to `most` packets, each copied into `buffer` first: the sender may change its memory while we look.
@@ -217,14 +250,16 @@ impl Reader {
         buffer: &mut [u8],
         mut each: impl FnMut(Found<'_>),
     ) -> Result<(), Broken> {
+        let idle = std::mem::take(&mut self.idle);
         // Turns count as well: nothing that a sender writes keeps us here for ever.
-        for _ in 0..most {
+        for step in 0..most {
             let offset = self.place();
             let word = self.memory.word(offset, Ordering::Acquire);
             if word == 0 {
+                self.idle = step == 0;
                 break;
             }
-            let (sort, len) = (word >> 32, word as u32 as usize);
+            let (sort, len) = ((word & !ALONE) >> 32, word as u32 as usize);
             let to_end = self.size - offset;
             let step = match sort {
                 TURN if offset > 0 => to_end,
@@ -246,6 +281,10 @@ impl Reader {
             // A sender that waits for room gets some before the batch is at its end.
             if (self.head - self.released) as usize >= self.size / 8 {
                 self.release();
+            }
+            // To look behind it costs as much as the packet did; who has waited for it answers it first.
+            if idle && word & ALONE != 0 {
+                break;
             }
         }
         self.release();
@@ -269,8 +308,9 @@ impl Reader {
 
     /// Asks the sender to wake us with its next packet; whether there is one already. See [`Writer::publish`].
     pub(super) fn arm(&self) -> bool {
-        self.control.armed().store(1, Ordering::SeqCst);
-        self.memory.word(self.place(), Ordering::SeqCst) != 0
+        self.control.armed().store(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        self.memory.word(self.place(), Ordering::Acquire) != 0
     }
 
     /// We are awake, and look by ourselves.
