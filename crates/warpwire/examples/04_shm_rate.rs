@@ -60,6 +60,7 @@ fn serve(kind: &str, options: &str, peer: SocketAddr) -> warpwire::Result<()> {
     link.flush()?;
     let mut memory = vec![0; 1 << 17];
     let (mut echo, mut taken, mut quit) = (None, 0_usize, false);
+    let (mut idle, mut last) = (0_u32, Instant::now());
     while !quit {
         let came = link.receive(&mut |frame| match frame.bytes[0] {
             QUIT => quit = true,
@@ -82,6 +83,15 @@ fn serve(kind: &str, options: &str, peer: SocketAddr) -> warpwire::Result<()> {
         }
         if came > 0 {
             link.flush()?;
+            idle = 0;
+            continue;
+        }
+        // Whoever started us may be gone without a word; the clock is asked seldom.
+        idle += 1;
+        if idle == 1 {
+            last = Instant::now();
+        } else if idle.is_multiple_of(1 << 16) && last.elapsed() > Duration::from_secs(5) {
+            break;
         }
     }
     Ok(())

@@ -1,7 +1,8 @@
 //! A capture of what goes through a link, with the IP and UDP headers that a network would show: for Wireshark.
 //!
 //! Packets appear as they are on the wire, with the identification that their ICRC covers. Packets that stay in memory
-//! carry no ICRC; in the capture they get the one that belongs to them.
+//! carry no ICRC; in the capture they get the one that belongs to them. Those that are longer than IP allows, which
+//! shared memory carries, are left out.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};

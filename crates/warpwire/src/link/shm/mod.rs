@@ -1,6 +1,6 @@
 //! Packets between processes of one machine, through memory that both map: no system call while nobody sleeps.
 //!
-//! A link listens on a unix socket named after its address ([`meet`](self)). Who opens a flow to it connects, makes a
+//! A link listens on a unix socket named after its address. Who opens a flow to it connects, makes a
 //! ring in memory, passes it along, and writes at once. A ring has one direction; the way back is the peer's own to
 //! open. All flows to one peer share one ring.
 //!
