@@ -44,6 +44,11 @@ impl<T> Flows<T> {
         Some(flow)
     }
 
+    pub(super) fn get(&self, id: FlowId) -> Option<&T> {
+        let slot = self.slots.get(id.index as usize)?;
+        slot.flow.as_ref().filter(|_| slot.generation == id.generation)
+    }
+
     #[inline]
     pub(super) fn get_mut(&mut self, id: FlowId) -> Option<&mut T> {
         let slot = self.slots.get_mut(id.index as usize)?;

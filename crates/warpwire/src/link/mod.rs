@@ -7,6 +7,8 @@
 //! | link | what it is |
 //! |---|---|
 //! | [`loopback`] | endpoints of one process, packets change hands without being copied |
+//! | [`shm`] | processes of one machine, through memory that both map |
+//! | [`auto`] | [`shm`] where the peer is on this machine and can be met there, [`udp`] elsewhere |
 //! | [`udp`] | a UDP socket, with segmentation and receive offload and batched calls where the kernel has them |
 //! | [`fault`] | around any link: loss, duplication, reordering, damage, delay, from one seed |
 //! | [`pcap`] | around any link: a capture that Wireshark opens |
@@ -34,11 +36,13 @@
 //! # Ok::<(), warpwire::Error>(())
 //! ```
 
+pub mod auto;
 mod crc;
 pub mod fault;
 mod flows;
 pub mod loopback;
 pub mod pcap;
+pub mod shm;
 #[cfg(test)]
 mod tests;
 pub mod udp;
@@ -50,11 +54,13 @@ use std::time::Duration;
 
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN, LONGEST_HEADERS};
 
+pub use auto::Auto;
 pub use crc::Simd;
 pub use fault::Fault;
 pub use flows::FlowId;
 pub use loopback::{Hub, Loopback};
 pub use pcap::{Capture, Tap};
+pub use shm::Shm;
 pub use udp::Udp;
 
 use crate::error::{Error, Kind as ErrorKind, Result};
@@ -76,11 +82,23 @@ pub trait Link: Send {
     /// What this link is, and why: which offloads it uses, and which it does not and for what reason.
     fn path(&self) -> Path;
 
+    /// Which way the packets of one flow take, and why: a link may have several.
+    fn flow_path(&self, flow: FlowId) -> Path {
+        let _ = flow;
+        self.path()
+    }
+
     /// The address that peers send to.
     fn local(&self) -> SocketAddr;
 
     /// The longest packet, from the base header through the ICRC, that goes through whole.
     fn largest(&self) -> usize;
+
+    /// The longest packet that goes through whole on this flow: [`largest`](Link::largest), or more.
+    fn largest_to(&self, flow: FlowId) -> usize {
+        let _ = flow;
+        self.largest()
+    }
 
     /// Makes ready to send to `peer`: one flow per queue pair. Slow, for setup.
     ///
@@ -149,12 +167,20 @@ impl<L: Link + ?Sized> Link for Box<L> {
         (**self).path()
     }
 
+    fn flow_path(&self, flow: FlowId) -> Path {
+        (**self).flow_path(flow)
+    }
+
     fn local(&self) -> SocketAddr {
         (**self).local()
     }
 
     fn largest(&self) -> usize {
         (**self).largest()
+    }
+
+    fn largest_to(&self, flow: FlowId) -> usize {
+        (**self).largest_to(flow)
     }
 
     fn open(&mut self, peer: SocketAddr, label: u32) -> Result<FlowId> {
@@ -222,7 +248,7 @@ pub enum Refused {
     Full,
     /// The flow is closed, or was never open on this link.
     Closed,
-    /// The packet is longer than [`Link::largest`], or shorter than [`SHORTEST`].
+    /// The packet is longer than [`Link::largest_to`] says, or shorter than [`SHORTEST`].
     Length,
 }
 
@@ -282,6 +308,10 @@ pub enum Kind {
     Loopback,
     /// A UDP socket.
     Udp,
+    /// Memory shared between processes.
+    Shm,
+    /// Shared memory or UDP, by flow.
+    Auto,
 }
 
 impl fmt::Display for Kind {
@@ -289,6 +319,8 @@ impl fmt::Display for Kind {
         f.pad(match self {
             Self::Loopback => "loopback",
             Self::Udp => "udp",
+            Self::Shm => "shm",
+            Self::Auto => "auto",
         })
     }
 }
@@ -346,6 +378,30 @@ pub struct Drops {
     pub refused: u64,
     /// Taken by a fault, on purpose.
     pub injected: u64,
+}
+
+impl std::ops::Add for Counters {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            sent: self.sent + other.sent,
+            sent_bytes: self.sent_bytes + other.sent_bytes,
+            received: self.received + other.received,
+            received_bytes: self.received_bytes + other.received_bytes,
+            joined: self.joined + other.joined,
+            calls: self.calls + other.calls,
+            drops: Drops {
+                icrc: self.drops.icrc + other.drops.icrc,
+                short: self.drops.short + other.drops.short,
+                long: self.drops.long + other.drops.long,
+                overrun: self.drops.overrun + other.drops.overrun,
+                no_peer: self.drops.no_peer + other.drops.no_peer,
+                refused: self.drops.refused + other.drops.refused,
+                injected: self.drops.injected + other.drops.injected,
+            },
+        }
+    }
 }
 
 impl Drops {

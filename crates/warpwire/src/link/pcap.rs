@@ -1,7 +1,8 @@
 //! A capture of what goes through a link, with the IP and UDP headers that a network would show: for Wireshark.
 //!
 //! Packets appear as they are on the wire, with the identification that their ICRC covers. Packets that stay in memory
-//! carry no ICRC; in the capture they get the one that belongs to them.
+//! carry no ICRC; in the capture they get the one that belongs to them. Those that are longer than IP allows, which
+//! shared memory carries, are left out.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -171,12 +172,22 @@ impl<L: Link> Link for Tap<L> {
         path
     }
 
+    fn flow_path(&self, flow: FlowId) -> Path {
+        let mut path = self.inner.flow_path(flow);
+        path.why = format!("{}; captured in {}", path.why, self.capture.shared.lock().name);
+        path
+    }
+
     fn local(&self) -> SocketAddr {
         self.inner.local()
     }
 
     fn largest(&self) -> usize {
         self.inner.largest()
+    }
+
+    fn largest_to(&self, flow: FlowId) -> usize {
+        self.inner.largest_to(flow)
     }
 
     fn open(&mut self, peer: SocketAddr, label: u32) -> Result<FlowId> {

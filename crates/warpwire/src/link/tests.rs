@@ -35,6 +35,17 @@ fn udps(address: &str, options: Options) -> Option<[Boxed; 3]> {
     Some([(); 3].map(|()| Box::new(Udp::bind(address, options).unwrap()) as Boxed))
 }
 
+/// As [`udps`], for a link that is made by an address alone.
+fn bound(address: &str, make: impl Fn(SocketAddr) -> Boxed) -> Option<[Boxed; 3]> {
+    let address: SocketAddr = address.parse().unwrap();
+    UdpSocket::bind(address).ok()?;
+    Some([(); 3].map(|()| make(address)))
+}
+
+fn auto(address: SocketAddr) -> Boxed {
+    Box::new(Auto::bind(address, Options::default(), shm::Options::default()).unwrap())
+}
+
 /// All combinations of offloads.
 fn combinations() -> Vec<Options> {
     let bit = |at: u32, number: u32| number >> at & 1 == 0;
@@ -57,6 +68,19 @@ fn trios() -> Vec<Trio> {
             let make: Make = Box::new(move || udps(address, options));
             makes.push((format!("udp {address} {options}"), make));
         }
+        for options in ["", "ring=16KiB,largest=2000"] {
+            let shm = move |address| {
+                Box::new(Shm::bind(address, options.parse().unwrap()).unwrap()) as Boxed
+            };
+            makes.push((format!("shm {address} {options}"), Box::new(move || bound(address, shm))));
+        }
+        makes.push((format!("auto {address}"), Box::new(move || bound(address, auto))));
+        // A link that has both ways, among others that have one.
+        let mixed = move || {
+            let [_, two, three] = udps(address, Options::default())?;
+            Some([auto(address.parse().unwrap()), two, three])
+        };
+        makes.push((format!("auto among UDP {address}"), Box::new(mixed)));
     }
     let mut trios = Vec::new();
     for (name, make) in makes {
@@ -137,8 +161,9 @@ fn expected(from: SocketAddr, len: usize, number: u32) -> (SocketAddr, Vec<u8>) 
 fn packets_of_all_sizes_arrive_whole_and_in_order() {
     for Trio { name, links: [mut one, mut two, _] } in trios() {
         let flow = one.open(two.local(), 1).unwrap();
-        let sizes: Vec<usize> = (SHORTEST..=one.largest())
-            .filter(|len| *len < 100 || len % 97 == 0 || *len > one.largest() - 5)
+        let largest = one.largest_to(flow);
+        let sizes: Vec<usize> = (SHORTEST..=largest)
+            .filter(|len| *len < 100 || len % 97 == 0 || *len > largest - 5)
             .collect();
         for (number, len) in sizes.iter().enumerate() {
             send(&mut *one, flow, *len, number as u32);
@@ -199,7 +224,8 @@ fn wrong_requests_are_refused() {
     for Trio { name, links: [mut one, two, _] } in trios() {
         let flow = one.open(two.local(), 0).unwrap();
         assert_eq!(one.reserve(flow, SHORTEST - 1).err(), Some(Refused::Length), "{name}");
-        let long = one.largest() + 1;
+        assert!(one.largest_to(flow) >= one.largest(), "{name}");
+        let long = one.largest_to(flow) + 1;
         assert_eq!(one.reserve(flow, long).err(), Some(Refused::Length), "{name}");
         assert!(one.commit().is_none(), "{name}: nothing was reserved");
         assert_eq!(one.flush().unwrap(), Flushed::default(), "{name}");
@@ -300,7 +326,9 @@ fn the_path_says_what_is_in_use() {
     for Trio { name, links: [one, ..] } in trios() {
         let path = one.path();
         assert_eq!(path.local, one.local(), "{name}");
-        let kind = if name.contains("udp") { Kind::Udp } else { Kind::Loopback };
+        let kinds = [(Kind::Udp, "udp"), (Kind::Shm, "shm"), (Kind::Auto, "auto")];
+        let kind = kinds.into_iter().find(|(_, word)| name.contains(word));
+        let kind = kind.map_or(Kind::Loopback, |(kind, _)| kind);
         assert_eq!(path.kind, kind, "{name}");
         if name.contains("gso=off") {
             assert!(path.why.contains("UDP_SEGMENT) off (it was turned off)"), "{path}");

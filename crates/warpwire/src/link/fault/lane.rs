@@ -131,8 +131,11 @@ impl<T> Lane<T> {
         self.timed.peek().is_some_and(|Reverse((at, ..))| *at <= now)
     }
 
-    /// Holds a packet back; false if too many are.
+    /// Holds a packet back; false if too many are, or if it is longer than the buffers.
     pub(super) fn hold(&mut self, bytes: &[u8], about: T, when: When) -> bool {
+        if bytes.len() > self.largest {
+            return false;
+        }
         let slot = match self.free.pop() {
             Some(slot) => slot,
             // The first packets make their buffers; from then on buffers are used again.
@@ -144,9 +147,8 @@ impl<T> Lane<T> {
             None => return false,
         };
         let held = &mut self.slots[slot];
-        let len = bytes.len().min(held.bytes.len());
-        held.bytes[..len].copy_from_slice(&bytes[..len]);
-        held.len = len;
+        held.bytes[..bytes.len()].copy_from_slice(bytes);
+        held.len = bytes.len();
         held.about = Some(about);
         match when {
             When::Now => self.timed.push(Reverse((0, self.count, slot))),

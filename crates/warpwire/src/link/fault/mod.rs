@@ -167,6 +167,15 @@ impl<L: Link> Fault<L> {
         planned || self.cut.load(Ordering::Relaxed)
     }
 
+    fn described(&self, mut path: Path) -> Path {
+        path.why = if self.out.is_none() && self.incoming.is_none() {
+            format!("{}; around it no faults", path.why)
+        } else {
+            format!("{}; around it faults on purpose: {}", path.why, self.plan)
+        };
+        path
+    }
+
     /// Passes on the packets whose time has come; what the inner link has no room for stays.
     fn pump(&mut self, now: u64) -> Result<()> {
         let Some(out) = &mut self.out else { return Ok(()) };
@@ -209,13 +218,11 @@ fn pass<L: Link>(
 
 impl<L: Link> Link for Fault<L> {
     fn path(&self) -> Path {
-        let mut path = self.inner.path();
-        path.why = if self.out.is_none() && self.incoming.is_none() {
-            format!("{}; around it no faults", path.why)
-        } else {
-            format!("{}; around it faults on purpose: {}", path.why, self.plan)
-        };
-        path
+        self.described(self.inner.path())
+    }
+
+    fn flow_path(&self, flow: FlowId) -> Path {
+        self.described(self.inner.flow_path(flow))
     }
 
     fn local(&self) -> SocketAddr {
@@ -224,6 +231,14 @@ impl<L: Link> Link for Fault<L> {
 
     fn largest(&self) -> usize {
         self.inner.largest()
+    }
+
+    /// What is held back lies in buffers of one length; without faults nothing is.
+    fn largest_to(&self, flow: FlowId) -> usize {
+        if self.out.is_some() || self.incoming.is_some() {
+            return self.inner.largest();
+        }
+        self.inner.largest_to(flow)
     }
 
     fn open(&mut self, peer: SocketAddr, label: u32) -> Result<FlowId> {

@@ -433,6 +433,12 @@ fn interface_mtu(address: IpAddr) -> Option<(String, u32)> {
     known.map(|(_, name, mtu)| (name, mtu)).find(|(name, _)| *name == mine)
 }
 
+/// Whether an address is one of this machine's.
+pub(super) fn is_ours(address: IpAddr) -> bool {
+    // All of 127.0.0.0/8 is the loopback interface's, and only 127.0.0.1 is listed.
+    address.is_loopback() || sys::interface_of(address).is_some()
+}
+
 impl Found {
     fn describe(&self, offloads: &Offloads, local: SocketAddr, largest: usize) -> String {
         let say = |name: &str, outcome: &std::result::Result<(), String>| match outcome {

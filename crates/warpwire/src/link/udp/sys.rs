@@ -446,16 +446,32 @@ fn check(result: c_int) -> io::Result<c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// A socket that sees every packet of the loopback interface as it is; for tests.
+/// A socket that sees the packets of the loopback interface between two UDP ports as they are; for tests.
+///
+/// Others are filtered out by the kernel: they would fill the socket's buffer, and packets that matter be lost.
 #[cfg(test)]
-pub(super) fn sniffer() -> io::Result<OwnedFd> {
+pub(super) fn sniffer(from: u16, to: u16) -> io::Result<OwnedFd> {
     const PACKET_IGNORE_OUTGOING: c_int = 23;
     let sort = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    let all = c_int::from((libc::ETH_P_ALL as u16).to_be());
+    // Of no protocol: nothing comes before the filter is in its place.
     // SAFETY: no pointers.
-    let fd = check(unsafe { libc::socket(libc::AF_PACKET, sort, all) })?;
+    let fd = check(unsafe { libc::socket(libc::AF_PACKET, sort, 0) })?;
     // SAFETY: the descriptor is new and nobody else's.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    let mut filter = port_filter(from, to);
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: the program and its instructions live through the call, each with its length.
+    check(unsafe {
+        libc::setsockopt(
+            fd,
+            libc::SOL_SOCKET,
+            libc::SO_ATTACH_FILTER,
+            (&raw const program).cast(),
+            size_of::<libc::sock_fprog>() as u32,
+        )
+    })?;
+    // Otherwise each packet shows twice, on its way out and on its way in.
+    set(std::os::fd::AsFd::as_fd(&socket), libc::SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)?;
     // SAFETY: all zeros are a valid address; the name of the interface is a C string.
     let (mut name, index) =
         unsafe { (zeroed::<libc::sockaddr_ll>(), libc::if_nametoindex(c"lo".as_ptr())) };
@@ -465,9 +481,37 @@ pub(super) fn sniffer() -> io::Result<OwnedFd> {
     let len = size_of::<libc::sockaddr_ll>() as u32;
     // SAFETY: the name lives through the call, and its length is its own.
     check(unsafe { libc::bind(fd, (&raw const name).cast(), len) })?;
-    // Otherwise each packet shows twice, on its way out and on its way in.
-    set(std::os::fd::AsFd::as_fd(&socket), libc::SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)?;
     Ok(socket)
+}
+
+/// The kernel's program that passes Ethernet frames with UDP between these ports, in IP headers without options.
+#[cfg(test)]
+fn port_filter(from: u16, to: u16) -> Vec<libc::sock_filter> {
+    const HALF: u16 = 0x28; // load two bytes
+    const BYTE: u16 = 0x30; // load one byte
+    const SAME: u16 = 0x15; // go on by `yes` instructions if it is this, else by `no`
+    const PASS: u16 = 0x06; // end, with so many bytes
+    let step = |code, k, yes, no| libc::sock_filter { code, jt: yes, jf: no, k };
+    let (ipv4, ipv6, udp) = (0x0800, 0x86dd, libc::IPPROTO_UDP as u32);
+    vec![
+        step(HALF, 12, 0, 0),
+        step(SAME, ipv4, 0, 6),
+        step(BYTE, 23, 0, 0),
+        step(SAME, udp, 0, 12),
+        step(HALF, 34, 0, 0),
+        step(SAME, u32::from(from), 0, 10),
+        step(HALF, 36, 0, 0),
+        step(SAME, u32::from(to), 7, 8),
+        step(SAME, ipv6, 0, 7),
+        step(BYTE, 20, 0, 0),
+        step(SAME, udp, 0, 5),
+        step(HALF, 54, 0, 0),
+        step(SAME, u32::from(from), 0, 3),
+        step(HALF, 56, 0, 0),
+        step(SAME, u32::from(to), 0, 1),
+        step(PASS, 1 << 18, 0, 0),
+        step(PASS, 0, 0, 0),
+    ]
 }
 
 #[cfg(test)]

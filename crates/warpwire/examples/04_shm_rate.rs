@@ -1,0 +1,199 @@
+//! How fast packets go between two processes of this machine: through shared memory, and through UDP beside it.
+//!
+//! ```console
+//! $ cargo run --release --example 04_shm_rate
+//! $ cargo run --release --example 04_shm_rate -- shm ring=4MiB
+//! ```
+//!
+//! The program starts itself a second time. Both sides look for packets all the time, as an engine does under load; the
+//! sender copies each packet from a buffer of its own and the receiver copies it to one, as an engine does with its
+//! memory. Of several short runs the best counts: others use this machine too.
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::net::SocketAddr;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use warpwire::link::{Auto, FlowId, Link, Refused, Shm, Udp, shm, udp};
+
+const RUNS: usize = 20;
+const LASTS: Duration = Duration::from_millis(30);
+
+// What the first byte of a packet asks for.
+const ECHO: u8 = 1;
+const DATA: u8 = 2;
+const CREDIT: u8 = 3;
+const READY: u8 = 4;
+const QUIT: u8 = 5;
+
+fn main() -> warpwire::Result<()> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    match words[..] {
+        ["peer", kind, options, address] => return serve(kind, options, address.parse().unwrap()),
+        [kind, options] => measure(kind, options)?,
+        [kind] => measure(kind, "")?,
+        _ => {
+            for kind in ["udp", "auto", "shm"] {
+                measure(kind, "")?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn bind(kind: &str, options: &str) -> warpwire::Result<Box<dyn Link>> {
+    let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
+    let plain = udp::Options { largest: 65_507, ..udp::Options::default() };
+    Ok(match kind {
+        "udp" => Box::new(Udp::bind(any, plain)?),
+        "auto" => Box::new(Auto::bind(any, plain, options.parse::<shm::Options>()?)?),
+        _ => Box::new(Shm::bind(any, options.parse::<shm::Options>()?)?),
+    })
+}
+
+/// The other process: sends back what asks for it, and room for what was taken.
+fn serve(kind: &str, options: &str, peer: SocketAddr) -> warpwire::Result<()> {
+    let mut link = bind(kind, options)?;
+    let flow = link.open(peer, 0)?;
+    put(&mut *link, flow, &[READY; 64]);
+    link.flush()?;
+    let mut memory = vec![0; 1 << 17];
+    let (mut echo, mut taken, mut quit) = (None, 0_usize, false);
+    let (mut idle, mut last) = (0_u32, Instant::now());
+    while !quit {
+        let came = link.receive(&mut |frame| match frame.bytes[0] {
+            QUIT => quit = true,
+            sort => {
+                memory[..frame.bytes.len()].copy_from_slice(frame.bytes);
+                match sort {
+                    ECHO => echo = Some(frame.bytes.len()),
+                    _ => taken += 1,
+                }
+            }
+        })?;
+        if let Some(len) = echo.take() {
+            put(&mut *link, flow, &memory[..len]);
+        }
+        if taken > 0 {
+            let mut credit = [CREDIT; 64];
+            credit[8..16].copy_from_slice(&(taken as u64).to_le_bytes());
+            put(&mut *link, flow, &credit);
+            taken = 0;
+        }
+        if came > 0 {
+            link.flush()?;
+            idle = 0;
+            continue;
+        }
+        // Whoever started us may be gone without a word; the clock is asked seldom.
+        idle += 1;
+        if idle == 1 {
+            last = Instant::now();
+        } else if idle.is_multiple_of(1 << 16) && last.elapsed() > Duration::from_secs(5) {
+            break;
+        }
+    }
+    Ok(())
+}
+
+fn measure(kind: &str, options: &str) -> warpwire::Result<()> {
+    let mut link = bind(kind, options)?;
+    let address = link.local().to_string();
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["peer", kind, options, &address])
+        .spawn()
+        .unwrap();
+    let measured = measure_with(&mut *link, &mut child);
+    if measured.is_err() {
+        child.kill().unwrap();
+    }
+    child.wait().unwrap();
+    measured
+}
+
+fn measure_with(link: &mut dyn Link, child: &mut Child) -> warpwire::Result<()> {
+    let mut peer = None;
+    while peer.is_none() {
+        assert!(child.try_wait().unwrap().is_none(), "the other process has ended");
+        link.receive(&mut |frame| peer = Some(frame.from))?;
+    }
+    let flow = link.open(peer.unwrap(), 0)?;
+    println!("{}", link.flow_path(flow));
+    println!("{:>8} {:>14} {:>12} {:>8}", "bytes", "half trip", "packets/s", "GB/s");
+    for len in [40, 64, 1024, 4096, 65_536] {
+        let len = len.min(link.largest_to(flow));
+        let (mut half, mut rate) = (Duration::MAX, 0.0_f64);
+        for _ in 0..RUNS {
+            half = half.min(round_trip(link, flow, len)? / 2);
+            rate = rate.max(stream(link, flow, len, child)?);
+        }
+        let gigabytes = rate * len as f64 / 1e9;
+        println!("{len:8} {:11.3} us {rate:12.0} {gigabytes:8.2}", half.as_nanos() as f64 / 1e3);
+    }
+    println!();
+    put(link, flow, &[QUIT; 64]);
+    link.flush()?;
+    Ok(())
+}
+
+fn round_trip(link: &mut dyn Link, flow: FlowId, len: usize) -> warpwire::Result<Duration> {
+    // Few enough that some runs of both processes are not interrupted.
+    const ROUNDS: u32 = 500;
+    let packet = vec![ECHO; len];
+    let start = Instant::now();
+    for _ in 0..ROUNDS {
+        put(link, flow, &packet);
+        link.flush()?;
+        while link.receive(&mut |_| ())? == 0 {}
+    }
+    Ok(start.elapsed() / ROUNDS)
+}
+
+/// Packets per second, with as many on their way as fit into half a megabyte.
+fn stream(
+    link: &mut dyn Link,
+    flow: FlowId,
+    len: usize,
+    child: &mut Child,
+) -> warpwire::Result<f64> {
+    let packet = vec![DATA; len];
+    let window = ((1 << 19) / len).min(2048);
+    let batch = (window / 4).clamp(1, 32);
+    let (mut sent, mut taken) = (0_usize, 0_usize);
+    let start = Instant::now();
+    let mut last = start;
+    let mut lasts = true;
+    while lasts || taken < sent {
+        if lasts && sent + batch <= taken + window {
+            for _ in 0..batch {
+                put(link, flow, &packet);
+            }
+            link.flush()?;
+            sent += batch;
+            lasts = start.elapsed() < LASTS;
+        }
+        let came = link.receive(&mut |frame| {
+            taken += u64::from_le_bytes(*frame.bytes[8..].first_chunk().unwrap()) as usize;
+        })?;
+        if came > 0 {
+            last = Instant::now();
+        } else if last.elapsed() > Duration::from_millis(200) {
+            // UDP may lose packets, and with them their credit.
+            assert!(child.try_wait().unwrap().is_none(), "the other process has ended");
+            taken = sent;
+        }
+    }
+    Ok(sent as f64 / start.elapsed().as_secs_f64())
+}
+
+fn put(link: &mut dyn Link, flow: FlowId, packet: &[u8]) {
+    loop {
+        match link.reserve(flow, packet.len()) {
+            Ok(room) => break room.copy_from_slice(packet),
+            Err(Refused::Full) => drop(link.flush()),
+            Err(other) => panic!("{other}"),
+        }
+    }
+    link.commit();
+}

@@ -1,0 +1,264 @@
+//! How two processes find each other: a unix socket whose name is the link's address, and one message on it.
+//!
+//! The name lies in the abstract namespace, which is the network namespace's, like the address itself: who shares the
+//! one shares the other, nothing is left behind in a file system, and a name is free as soon as its owner is gone.
+//!
+//! The sender connects, says [`Hello`] with the files of a new ring, and may write at once. The socket stays open: bytes on
+//! it wake the receiver, and its end is the end of the ring.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+
+use super::ring::SIZES;
+use super::sys;
+
+/// Counted up when the hello or the ring changes. It is part of the name too, so that versions do not meet.
+pub(super) const VERSION: u32 = 1;
+const MAGIC: [u8; 8] = *b"warpshm\0";
+const HELLO: usize = 72;
+const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
+/// Connections that wait to be taken up; the kernel may allow fewer.
+const BACKLOG: i32 = 1024;
+
+fn name(address: SocketAddr) -> io::Result<SocketAddrUnix> {
+    let text = format!("warpwire shm {VERSION} {}", plain(address));
+    Ok(SocketAddrUnix::new_abstract_name(text.as_bytes())?)
+}
+
+/// Without the flow label, which does not belong to an address.
+fn plain(address: SocketAddr) -> SocketAddr {
+    match address {
+        SocketAddr::V4(_) => address,
+        SocketAddr::V6(v6) => SocketAddrV6::new(*v6.ip(), v6.port(), 0, v6.scope_id()).into(),
+    }
+}
+
+/// A socket that peers of this address connect to.
+pub(super) fn listen(address: SocketAddr) -> io::Result<OwnedFd> {
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)?;
+    rustix::net::bind(&socket, &name(address)?)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(socket)
+}
+
+/// Connects to whoever has this address, or all addresses of its port.
+pub(super) fn connect(peer: SocketAddr) -> io::Result<OwnedFd> {
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)?;
+    let mut met = rustix::net::connect(&socket, &name(peer)?);
+    if met == Err(Errno::CONNREFUSED) {
+        let every: IpAddr = match peer {
+            SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        met = rustix::net::connect(&socket, &name(SocketAddr::new(every, peer.port()))?);
+    }
+    met?;
+    Ok(socket)
+}
+
+/// Whether the process at the other end may share memory with us: our own user's, or root's.
+///
+/// Anyone on the machine can take any name, and connect to any; hence both sides ask.
+pub(super) fn is_trusted(socket: BorrowedFd<'_>) -> io::Result<bool> {
+    Ok(may_meet(rustix::process::geteuid().as_raw(), sys::peer_user(socket)?))
+}
+
+fn may_meet(mine: u32, theirs: u32) -> bool {
+    theirs == mine || theirs == 0
+}
+
+/// What a sender says of a new ring. Its two files come along.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Hello {
+    pub from: SocketAddr,
+    pub to: SocketAddr,
+    pub ring: usize,
+}
+
+/// What a connection brought first.
+#[derive(Debug)]
+pub(super) enum Heard {
+    /// Nothing yet.
+    Nothing,
+    /// Its end.
+    End,
+    Hello(Hello, [OwnedFd; 2]),
+    /// Another version's hello.
+    Version,
+    /// Something else.
+    Nonsense,
+}
+
+impl Hello {
+    fn emit(&self) -> [u8; HELLO] {
+        let mut bytes = [0; HELLO];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[16..24].copy_from_slice(&(self.ring as u64).to_le_bytes());
+        bytes[24..48].copy_from_slice(&address_bytes(self.from));
+        bytes[48..72].copy_from_slice(&address_bytes(self.to));
+        bytes
+    }
+
+    /// Sends it, with the ring's file and the receiver's page.
+    pub(super) fn say(&self, socket: &OwnedFd, ring: &OwnedFd, page: &OwnedFd) -> io::Result<()> {
+        let bytes = self.emit();
+        let files = [ring.as_fd(), page.as_fd()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        control.push(SendAncillaryMessage::ScmRights(&files));
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, flags)?;
+        Ok(())
+    }
+}
+
+/// The first message of a connection.
+pub(super) fn hear(socket: &OwnedFd) -> Heard {
+    let mut bytes = [0; HELLO + 1];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let parts = &mut [IoSliceMut::new(&mut bytes)];
+    let len = match rustix::net::recvmsg(socket, parts, &mut control, flags) {
+        Ok(message) => message.bytes,
+        Err(Errno::AGAIN | Errno::INTR) => return Heard::Nothing,
+        Err(_) => return Heard::End,
+    };
+    let mut files = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            files.extend(rights);
+        }
+    }
+    if len == 0 {
+        return Heard::End;
+    }
+    parse(&bytes[..len.min(HELLO + 1)], files)
+}
+
+fn parse(bytes: &[u8], files: Vec<OwnedFd>) -> Heard {
+    if bytes.len() < 12 || bytes[..8] != MAGIC {
+        return Heard::Nonsense;
+    }
+    if bytes[8..12] != VERSION.to_le_bytes() {
+        return Heard::Version;
+    }
+    let Ok(bytes) = <&[u8; HELLO]>::try_from(bytes) else { return Heard::Nonsense };
+    let mut size = [0; 8];
+    size.copy_from_slice(&bytes[16..24]);
+    let ring = usize::try_from(u64::from_le_bytes(size)).unwrap_or(0);
+    let addresses = (address_of(&bytes[24..48]), address_of(&bytes[48..72]));
+    let ((Some(from), Some(to)), Ok(files)) = (addresses, <[OwnedFd; 2]>::try_from(files)) else {
+        return Heard::Nonsense;
+    };
+    if !SIZES.contains(&ring) || !ring.is_power_of_two() {
+        return Heard::Nonsense;
+    }
+    Heard::Hello(Hello { from, to, ring }, files)
+}
+
+fn address_bytes(address: SocketAddr) -> [u8; 24] {
+    let mut bytes = [0; 24];
+    bytes[2..4].copy_from_slice(&address.port().to_le_bytes());
+    match address {
+        SocketAddr::V4(v4) => {
+            bytes[0] = 4;
+            bytes[8..12].copy_from_slice(&v4.ip().octets());
+        }
+        SocketAddr::V6(v6) => {
+            bytes[0] = 6;
+            bytes[4..8].copy_from_slice(&v6.scope_id().to_le_bytes());
+            bytes[8..24].copy_from_slice(&v6.ip().octets());
+        }
+    }
+    bytes
+}
+
+fn address_of(bytes: &[u8]) -> Option<SocketAddr> {
+    let port = u16::from_le_bytes(*bytes.get(2..)?.first_chunk()?);
+    match bytes.first()? {
+        4 => {
+            let ip: [u8; 4] = *bytes.get(8..)?.first_chunk()?;
+            Some(SocketAddr::new(ip.into(), port))
+        }
+        6 => {
+            let scope = u32::from_le_bytes(*bytes.get(4..)?.first_chunk()?);
+            let ip: [u8; 16] = *bytes.get(8..)?.first_chunk()?;
+            Some(SocketAddrV6::new(ip.into(), port, 0, scope).into())
+        }
+        _ => None,
+    }
+}
+
+/// Takes up the next connection that waits.
+pub(super) fn accept(listener: &OwnedFd) -> Result<OwnedFd, Errno> {
+    rustix::net::accept_with(listener, FLAGS)
+}
+
+/// Wakes the receiver; `false` if it is gone. A socket that takes no more is full of wake-ups already.
+pub(super) fn wake(socket: &OwnedFd) -> bool {
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    matches!(rustix::net::send(socket, &[1], flags), Ok(_) | Err(Errno::AGAIN | Errno::INTR))
+}
+
+/// Reads what woke us, of which there is little; `false` if the other end is gone.
+pub(super) fn drain(socket: &OwnedFd) -> bool {
+    const MOST: usize = 16;
+    let mut byte = [0_u8; 8];
+    for _ in 0..MOST {
+        match rustix::net::recv(socket, &mut byte[..], RecvFlags::DONTWAIT) {
+            // An end, or an empty message, which none of ours is.
+            Ok((_, 0)) => return false,
+            Ok(_) => {}
+            Err(Errno::AGAIN | Errno::INTR) => return true,
+            Err(_) => return false,
+        }
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_own_user_and_root_are_met() {
+        assert!(may_meet(1000, 1000) && may_meet(1000, 0) && may_meet(0, 0));
+        assert!(!may_meet(1000, 1001) && !may_meet(0, 1000));
+    }
+
+    #[test]
+    fn a_hello_reads_as_it_was_written() {
+        let files = || {
+            let file = || tempfile::tempfile().unwrap().into();
+            vec![file(), file()]
+        };
+        for (from, to) in [("127.0.0.1:4791", "10.0.0.1:1"), ("[fe80::1%3]:5", "[::1]:6")] {
+            let hello =
+                Hello { from: from.parse().unwrap(), to: to.parse().unwrap(), ring: 1 << 20 };
+            let bytes = hello.emit();
+            assert!(matches!(parse(&bytes, files()), Heard::Hello(read, _) if read == hello));
+            assert!(matches!(parse(&bytes, Vec::new()), Heard::Nonsense));
+            for len in 0..HELLO {
+                assert!(matches!(parse(&bytes[..len], files()), Heard::Nonsense));
+            }
+            let mut other = bytes;
+            other[8] = 99;
+            assert!(matches!(parse(&other, files()), Heard::Version));
+            for size in [0_u64, 4095, 4097, 1 << 27, u64::MAX] {
+                let mut other = bytes;
+                other[16..24].copy_from_slice(&size.to_le_bytes());
+                assert!(matches!(parse(&other, files()), Heard::Nonsense), "{size}");
+            }
+        }
+    }
+}

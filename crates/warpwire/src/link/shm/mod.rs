@@ -1,0 +1,539 @@
+//! Packets between processes of one machine, through memory that both map: no system call while nobody sleeps.
+//!
+//! A link listens on a unix socket named after its address. Who opens a flow to it connects, makes a
+//! ring in memory, passes it along, and writes at once. A ring has one direction; the way back is the peer's own to
+//! open. All flows to one peer share one ring.
+//!
+//! # Copies
+//! The sender fills packets in place: its memory is sealed so that nobody else can ever write it, and a `&mut [u8]`
+//! into it is what it says. The receiver copies each packet out before anyone looks at it: the sender could change it
+//! under the reader's eyes otherwise, after a header was checked and before it is used, and a `&[u8]` of memory that changes is no
+//! valid reference at all. The copy brings the lines over from the other core, which somebody must do anyway.
+//!
+//! # When a ring is full
+//! [`Refused::Full`], until the peer has read; [`Link::wakes_in`] says to look again soon, because nobody signals room.
+//!
+//! # When a peer goes
+//! What a sender left in its ring is still read. Packets to a peer that is gone are lost and counted (`no_peer`), as
+//! they are on every other link, rather than refused: the queue pair above has its own timer, and when a process takes
+//! up the same address again, the flow reaches it without anyone's doing.
+
+mod incoming;
+mod meet;
+mod options;
+mod ring;
+mod sys;
+#[cfg(test)]
+mod tests;
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll::{self, EventFlags};
+use rustix::io::Errno;
+use warpwire_proto::wire::icrc::Cover;
+use warpwire_proto::wire::packet::ICRC_LEN;
+
+pub use options::{Options, VARIABLE};
+
+use super::flows::{FlowId, Flows};
+use super::{Counters, Flushed, Frame, Kind, Link, Path, Refused, SHORTEST, Simd, Spoil};
+use crate::error::{Error, Kind as ErrorKind, Result};
+use crate::units;
+use incoming::{Incoming, number, watch};
+use meet::Hello;
+use ring::{NoRoom, Writer};
+use sys::{Control, Own};
+
+/// How many packets go with one flush.
+const BATCH: u64 = 256;
+/// Ports that are given to links that ask for any.
+const ANY_PORTS: std::ops::RangeInclusive<u16> = 0xc000..=0xffff;
+/// How long until a peer that is gone is looked for again.
+const RETRY: Duration = Duration::from_millis(10);
+/// A sender that finds a ring full looks again after this.
+const LOOK_AGAIN: Duration = Duration::from_micros(20);
+/// After so many packets in a row without room, whether the peer still lives is asked.
+const PATIENCE: u32 = 1024;
+/// The longest packet that an ICRC can cover: IPv4's length has sixteen bits.
+const MOST_SEALED: usize = 65_507;
+
+/// A link between processes of one machine.
+///
+/// ```
+/// use warpwire::link::{Link, Shm, shm::Options};
+/// let mut alice = Shm::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
+/// let mut bob = Shm::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
+/// let to_bob = alice.open(bob.local(), 0)?;
+/// alice.reserve(to_bob, 24).unwrap()[12..17].copy_from_slice(b"hello");
+/// alice.commit();
+/// assert_eq!(alice.flush()?.sent, 1);
+/// let received = bob.receive(&mut |frame| {
+///     assert_eq!(frame.from, alice.local());
+///     assert_eq!(&frame.bytes[12..17], b"hello");
+/// })?;
+/// assert_eq!(received, 1);
+/// # Ok::<(), warpwire::Error>(())
+/// ```
+pub struct Shm {
+    local: SocketAddr,
+    options: Options,
+    /// Everything that may wake us: the listener, connections both ways, the receiving side's own event.
+    poll: OwnedFd,
+    flows: Flows<Flow>,
+    outgoing: Vec<Option<Outgoing>>,
+    /// The rings with packets that are committed and not published.
+    dirty: Vec<usize>,
+    reserved: Option<Reserved>,
+    /// Where packets are built whose peer is gone.
+    sink: Box<[u8]>,
+    /// A peer may be gone.
+    trouble: Cell<bool>,
+    /// The last packet found its ring full.
+    starved: bool,
+    /// Connections are taken up by `wait_fd` too, which has no exclusive access: a new one is nothing to wake up for.
+    incoming: RefCell<Incoming>,
+    seal: bool,
+    counters: Counters,
+}
+
+/// Connections that were turned away, and rings that were ended, since the link was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Refusals {
+    /// Connections of another user, who is not root.
+    pub strangers: u64,
+    /// Connections that speak another version.
+    pub versions: u64,
+    /// Connections whose first message, or whose memory, was not what it must be.
+    pub malformed: u64,
+    /// Connections beyond the number that a link keeps.
+    pub too_many: u64,
+    /// Rings whose contents made no sense; what was left in them is lost.
+    pub broken: u64,
+}
+
+struct Flow {
+    ring: usize,
+    from: SocketAddr,
+    to: SocketAddr,
+    cover: Cover,
+}
+
+struct Reserved {
+    flow: FlowId,
+    len: usize,
+    /// The peer is gone: the packet is built to be lost.
+    sink: bool,
+}
+
+/// A ring that we send through.
+struct Outgoing {
+    peer: SocketAddr,
+    from: SocketAddr,
+    socket: OwnedFd,
+    writer: Writer,
+    /// How many flows use it.
+    flows: usize,
+    dirty: bool,
+    gone: Cell<bool>,
+    retry: Instant,
+    /// Packets in a row that had no room.
+    refused: u32,
+}
+
+impl Shm {
+    /// Listens for peers under `address`; port 0 stands for any that is free. The address is a name and need not be
+    /// one of this machine's; an unspecified one (`0.0.0.0`, `::`) is met under every address with its port.
+    ///
+    /// # Errors
+    /// `Busy` if another process has that name.
+    pub fn bind(address: SocketAddr, options: Options) -> Result<Self> {
+        let options = options.rounded();
+        let failed = |source: io::Error| bind_error(address, &source);
+        let (listener, local) = listen(address).map_err(failed)?;
+        let poll =
+            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|code| failed(code.into()))?;
+        let incoming = Incoming::new(&poll, listener, local, options.largest)
+            .map_err(|code| failed(code.into()))?;
+        Ok(Self {
+            local,
+            options,
+            poll,
+            flows: Flows::new(),
+            outgoing: Vec::new(),
+            dirty: Vec::new(),
+            reserved: None,
+            sink: vec![0; options.largest].into_boxed_slice(),
+            trouble: Cell::new(false),
+            starved: false,
+            incoming: RefCell::new(incoming),
+            seal: false,
+            counters: Counters::default(),
+        })
+    }
+
+    /// Who was turned away, and why.
+    ///
+    /// ```
+    /// use warpwire::link::Shm;
+    /// let link = Shm::bind("127.0.0.1:0".parse().unwrap(), "largest=4140".parse()?)?;
+    /// assert_eq!(link.refusals().strangers, 0);
+    /// # Ok::<(), warpwire::Error>(())
+    /// ```
+    pub fn refusals(&self) -> Refusals {
+        self.incoming.borrow().refusals
+    }
+
+    /// How many rings others send to us through.
+    pub(super) fn senders(&mut self) -> usize {
+        self.incoming.get_mut().count()
+    }
+
+    /// The ring to this peer, made if there is none.
+    fn ring_to(&mut self, peer: SocketAddr) -> Result<usize> {
+        let same = |known: &Option<Outgoing>| {
+            known.as_ref().is_some_and(|known| known.peer == peer && !known.gone.get())
+        };
+        if let Some(at) = self.outgoing.iter().position(same) {
+            return Ok(at);
+        }
+        let from = self.source(peer);
+        let (socket, writer) =
+            self.meet(from, peer).map_err(|source| self.open_error(peer, &source))?;
+        let made = Outgoing {
+            peer,
+            from,
+            socket,
+            writer,
+            flows: 0,
+            dirty: false,
+            gone: Cell::new(false),
+            retry: Instant::now(),
+            refused: 0,
+        };
+        if let Some(free) = self.outgoing.iter().position(Option::is_none) {
+            self.outgoing[free] = Some(made);
+            return Ok(free);
+        }
+        self.outgoing.push(Some(made));
+        // Room for each, so that a flush never allocates.
+        self.dirty.reserve(self.outgoing.len());
+        Ok(self.outgoing.len() - 1)
+    }
+
+    /// The address that the peer sees us under. Linux sends to an address of this machine from that same address.
+    fn source(&self, peer: SocketAddr) -> SocketAddr {
+        let ip = if self.local.ip().is_unspecified() { peer.ip() } else { self.local.ip() };
+        SocketAddr::new(ip, self.local.port())
+    }
+
+    /// Connects to the peer, and gives it a new ring.
+    fn meet(&self, from: SocketAddr, peer: SocketAddr) -> io::Result<(OwnedFd, Writer)> {
+        let socket = meet::connect(peer)?;
+        if !meet::is_trusted(socket.as_fd())? {
+            return Err(Errno::PERM.into());
+        }
+        let size = self.options.ring;
+        let ((memory, ring), (control, page)) = (Own::new(size)?, Control::new()?);
+        Hello { from, to: peer, ring: size }.say(&socket, &ring, &page)?;
+        // Its end is always told; nothing else comes from there.
+        watch(&self.poll, &socket, EventFlags::RDHUP)?;
+        Ok((socket, Writer::new(memory, control, size)))
+    }
+
+    /// Sees to the sockets.
+    fn tend(&self, incoming: &mut Incoming) {
+        incoming.tend(&self.poll, &mut |which| {
+            let ours = |known: &&Outgoing| number(&known.socket) == which;
+            if let Some(known) = self.outgoing.iter().flatten().find(ours) {
+                let _ = epoll::delete(&self.poll, &known.socket);
+                known.gone.set(true);
+                self.trouble.set(true);
+            }
+        });
+    }
+
+    /// As [`Shm::tend`], out of the way of those who look often.
+    #[cold]
+    fn tend_now(&self) {
+        self.tend(&mut self.incoming.borrow_mut());
+    }
+
+    /// Looks for the peers that are gone.
+    #[cold]
+    fn mend(&mut self) {
+        let now = Instant::now();
+        let mut trouble = false;
+        for at in 0..self.outgoing.len() {
+            let Some(known) = &self.outgoing[at] else { continue };
+            if !known.gone.get() {
+                continue;
+            }
+            let met =
+                if known.retry <= now { self.meet(known.from, known.peer).ok() } else { None };
+            let Some(known) = &mut self.outgoing[at] else { continue };
+            match met {
+                Some((socket, writer)) => {
+                    (known.socket, known.writer) = (socket, writer);
+                    known.gone.set(false);
+                }
+                None => {
+                    if known.retry <= now {
+                        known.retry = now + RETRY;
+                    }
+                    trouble = true;
+                }
+            }
+        }
+        self.trouble.set(trouble);
+    }
+
+    /// A packet found no room: whether the batch or the peer is to blame, and whether the peer lives.
+    #[cold]
+    fn no_room(&mut self, ring: usize, why: NoRoom) -> bool {
+        let Some(known) = self.outgoing.get_mut(ring).and_then(Option::as_mut) else { return true };
+        known.refused = known.refused.wrapping_add(1);
+        self.starved |= why == NoRoom::Ring;
+        let asks = why == NoRoom::Ring && known.refused.is_multiple_of(PATIENCE);
+        if why == NoRoom::Broken || asks && !meet::drain(&known.socket) {
+            known.gone.set(true);
+            self.trouble.set(true);
+        }
+        known.gone.get()
+    }
+
+    #[cold]
+    fn open_error(&self, peer: SocketAddr, source: &io::Error) -> Error {
+        let what = format!("open a flow to {peer} through shared memory");
+        let on = format!("shm {}", self.local);
+        match Errno::from_io_error(source) {
+            Some(Errno::CONNREFUSED) => Error::new(ErrorKind::Unavailable, what)
+                .on(on)
+                .why("no process of this machine listens under that address")
+                .fix("start the peer first, or use UDP"),
+            Some(Errno::PERM) => Error::new(ErrorKind::PermissionDenied, what)
+                .on(on)
+                .why("the process that listens there is another user's, and not root's")
+                .fix("run both as one user, or use UDP"),
+            Some(Errno::AGAIN) => Error::new(ErrorKind::Busy, what)
+                .on(on)
+                .why("too many connections wait for the peer to take them up")
+                .fix("try again when it has received"),
+            Some(Errno::INVAL) => Error::new(ErrorKind::Unsupported, what)
+                .on(on)
+                .why("this kernel does not seal memory against writers (F_SEAL_FUTURE_WRITE, Linux 5.1)")
+                .fix("use UDP"),
+            _ => Error::os(what, source).on(on),
+        }
+    }
+}
+
+/// Publishes a ring's packets, and returns how many went.
+fn publish(known: &mut Outgoing, trouble: &Cell<bool>, counters: &mut Counters) -> u64 {
+    known.dirty = false;
+    let (packets, bytes) = (known.writer.packets, known.writer.bytes);
+    if known.gone.get() {
+        counters.drops.no_peer += packets;
+        (known.writer.packets, known.writer.bytes) = (0, 0);
+        return 0;
+    }
+    if known.writer.publish() {
+        counters.calls += 1;
+        if !meet::wake(&known.socket) {
+            known.gone.set(true);
+            trouble.set(true);
+        }
+    }
+    counters.sent += packets;
+    counters.sent_bytes += bytes;
+    packets
+}
+
+impl Link for Shm {
+    fn path(&self) -> Path {
+        let seal = if self.seal { "with" } else { "without (memory does not damage packets)" };
+        let why = format!(
+            "memory shared with other processes of this machine; rings of {}, packets up to {} bytes {seal} ICRC, \
+             filled in place and copied out; {} peers send to us",
+            units::bytes(self.options.ring as u64),
+            self.largest(),
+            self.incoming.borrow().count(),
+        );
+        Path { kind: Kind::Shm, local: self.local, why }
+    }
+
+    fn local(&self) -> SocketAddr {
+        self.local
+    }
+
+    fn largest(&self) -> usize {
+        if self.seal { self.options.largest.min(MOST_SEALED) } else { self.options.largest }
+    }
+
+    /// The peer must listen already; later it may go and come again.
+    fn open(&mut self, peer: SocketAddr, _label: u32) -> Result<FlowId> {
+        super::check_peer(self.local, peer)?;
+        let ring = self.ring_to(peer)?;
+        let from = self.source(peer);
+        if let Some(known) = &mut self.outgoing[ring] {
+            known.flows += 1;
+        }
+        Ok(self.flows.insert(Flow { ring, from, to: peer, cover: Cover::new(from, peer) }))
+    }
+
+    fn close(&mut self, flow: FlowId) {
+        let Some(flow) = self.flows.remove(flow) else { return };
+        let Some(slot) = self.outgoing.get_mut(flow.ring) else { return };
+        let Some(known) = slot else { return };
+        known.flows -= 1;
+        if known.flows == 0 {
+            // The ring goes with its last flow, and what was committed before that.
+            publish(known, &self.trouble, &mut self.counters);
+            *slot = None;
+            self.dirty.retain(|at| *at != flow.ring);
+        }
+    }
+
+    #[inline]
+    fn reserve(&mut self, flow: FlowId, len: usize) -> std::result::Result<&mut [u8], Refused> {
+        if !(SHORTEST..=self.largest()).contains(&len) {
+            return Err(Refused::Length);
+        }
+        let Some(known) = self.flows.get_mut(flow) else { return Err(Refused::Closed) };
+        let ring = known.ring;
+        let Some(out) = self.outgoing.get_mut(ring).and_then(Option::as_mut) else {
+            return Err(Refused::Closed);
+        };
+        self.reserved = None;
+        let mut sink = out.gone.get();
+        if !sink {
+            if out.writer.packets >= BATCH {
+                return Err(Refused::Full);
+            }
+            if let Err(why) = out.writer.reserve(len) {
+                sink = self.no_room(ring, why);
+                if !sink {
+                    return Err(Refused::Full);
+                }
+            }
+        }
+        self.starved = false;
+        self.reserved = Some(Reserved { flow, len, sink });
+        if sink {
+            return self.sink.get_mut(..len).ok_or(Refused::Length);
+        }
+        let out = self.outgoing.get_mut(ring).and_then(Option::as_mut).ok_or(Refused::Closed)?;
+        Ok(out.writer.room())
+    }
+
+    #[inline]
+    fn commit_spoiled(&mut self, spoil: Spoil) -> Option<Frame<'_>> {
+        let Reserved { flow, len, sink } = self.reserved.take()?;
+        let Flow { ring, from, to, cover } = self.flows.get_mut(flow)?;
+        let (from, to) = (*from, *to);
+        let out = self.outgoing.get_mut(*ring)?.as_mut()?;
+        let packet = if sink { self.sink.get_mut(..len)? } else { out.writer.room() };
+        if self.seal {
+            let icrc = cover.icrc::<Simd>(0, packet)?;
+            packet[len - ICRC_LEN..].copy_from_slice(&icrc.to_le_bytes());
+        }
+        let left = spoil.apply(packet);
+        let bytes = if sink {
+            self.counters.drops.no_peer += 1;
+            self.sink.get(..left)?
+        } else {
+            if !out.dirty {
+                out.dirty = true;
+                self.dirty.push(*ring);
+            }
+            out.writer.commit(left, self.seal)
+        };
+        Some(Frame { from, to, bytes, marked: false, identification: 0, sealed: self.seal })
+    }
+
+    #[inline]
+    fn flush(&mut self) -> Result<Flushed> {
+        self.reserved = None;
+        let mut sent = 0;
+        for at in self.dirty.drain(..) {
+            if let Some(known) = self.outgoing.get_mut(at).and_then(Option::as_mut) {
+                sent += publish(known, &self.trouble, &mut self.counters) as usize;
+            }
+        }
+        if self.trouble.get() {
+            self.mend();
+        }
+        Ok(Flushed { sent, waiting: 0 })
+    }
+
+    #[inline]
+    fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
+        let incoming = self.incoming.get_mut();
+        let slept = incoming.slept();
+        if incoming.is_due() {
+            self.tend_now();
+        }
+        let delivered = self.incoming.get_mut().receive(&mut self.counters, take);
+        if delivered > 0 || !slept {
+            return Ok(delivered);
+        }
+        // Woken, and by no packet: a connection, or an end.
+        self.tend_now();
+        Ok(self.incoming.get_mut().receive(&mut self.counters, take))
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        let mut incoming = self.incoming.borrow_mut();
+        self.tend(&mut incoming);
+        incoming.arm();
+        Some(self.poll.as_fd())
+    }
+
+    fn wakes_in(&self) -> Option<Duration> {
+        self.starved.then_some(LOOK_AGAIN)
+    }
+
+    /// From now on packets are at most 65 507 bytes: IP, whose header the ICRC covers, knows no longer ones.
+    fn always_seal(&mut self) {
+        self.seal = true;
+    }
+
+    fn counters(&self) -> Counters {
+        self.counters
+    }
+}
+
+/// Listens under the address, or under any free port of it.
+fn listen(address: SocketAddr) -> io::Result<(OwnedFd, SocketAddr)> {
+    if address.port() != 0 {
+        return Ok((meet::listen(address)?, address));
+    }
+    // Processes begin at different ports, so that they rarely try one that is taken.
+    let (first, count) = (*ANY_PORTS.start(), ANY_PORTS.len() as u32);
+    let start = std::process::id().wrapping_mul(40_503) % count;
+    for step in 0..count {
+        let port = first + ((start + step) % count) as u16;
+        let address = SocketAddr::new(address.ip(), port);
+        match meet::listen(address) {
+            Ok(listener) => return Ok((listener, address)),
+            Err(source) if source.kind() == io::ErrorKind::AddrInUse => {}
+            Err(source) => return Err(source),
+        }
+    }
+    Err(io::ErrorKind::AddrInUse.into())
+}
+
+#[cold]
+fn bind_error(address: SocketAddr, source: &io::Error) -> Error {
+    let what = "bind a shared-memory link";
+    if source.kind() == io::ErrorKind::AddrInUse {
+        return Error::new(ErrorKind::Busy, what)
+            .on(address.to_string())
+            .why("another link has that name")
+            .fix("choose another port (0 for any), or stop who has it");
+    }
+    Error::os(what, source).on(address.to_string())
+}

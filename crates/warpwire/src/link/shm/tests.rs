@@ -1,0 +1,503 @@
+//! What is the shared-memory link's own: real processes, peers that lie, die, come back, or are another user's.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{
+    AddressFamily, SendFlags, SocketAddrUnix, SocketType, connect, send as send_bytes, socket,
+};
+
+use super::*;
+use crate::link::tests::{fill, receive, send};
+
+/// The role of the process that a test starts, and the address of who started it.
+const ROLE: &str = "WARPWIRE_TEST_SHM_ROLE";
+const PEER: &str = "WARPWIRE_TEST_SHM_PEER";
+/// The test that is the other process's main function.
+const OTHER: &str = "link::shm::tests::other_process";
+
+fn bind() -> Shm {
+    Shm::bind("127.0.0.1:0".parse().unwrap(), Options::default()).unwrap()
+}
+
+/// This program again, in a role.
+fn command(role: &str, peer: SocketAddr) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
+        .args(["--exact", OTHER, "--nocapture", "--test-threads=1"])
+        .env(ROLE, role)
+        .env(PEER, peer.to_string())
+        .stdout(Stdio::piped());
+    command
+}
+
+/// Starts it, and waits for the line with its address.
+fn start(role: &str, peer: SocketAddr) -> (Child, SocketAddr) {
+    let mut child = command(role, peer).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let address = lines.find_map(|line| line.unwrap().strip_prefix("address ")?.parse().ok());
+    // The rest is read, so that the child never waits for it.
+    std::thread::spawn(move || lines.for_each(drop));
+    (child, address.expect("the other process says its address"))
+}
+
+/// Waits until there may be something to receive.
+fn sleep(link: &Shm, time: Duration) -> bool {
+    let time = link.wakes_in().unwrap_or(time).min(time);
+    let fd = link.wait_fd().unwrap();
+    let timeout = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
+    poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)).unwrap() > 0
+}
+
+fn wait_until(what: &str, mut happens: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !happens() {
+        assert!(Instant::now() < deadline, "in vain: {what}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+#[test]
+fn other_process() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let peer: SocketAddr = std::env::var(PEER).unwrap().parse().unwrap();
+    let mut link = bind();
+    println!("\naddress {}", link.local());
+    match role.as_str() {
+        "exchange" => {
+            let flow = link.open(peer, 0).unwrap();
+            exchange(&mut link, flow, COUNT / 10);
+        }
+        "flood" => {
+            let flow = link.open(peer, 0).unwrap();
+            for number in 0.. {
+                send(&mut link, flow, 1000, number);
+                link.flush().unwrap();
+            }
+        }
+        // Listens, and does nothing.
+        "idle" => std::thread::sleep(Duration::from_secs(60)),
+        "echo" => echo(link, peer),
+        other => panic!("no such role: {other}"),
+    }
+}
+
+/// Sends back what comes, sleeping in between, until a packet says that it is enough.
+fn echo(mut link: Shm, peer: SocketAddr) {
+    let flow = link.open(peer, 0).unwrap();
+    let mut enough = false;
+    while !enough {
+        let mut came = Vec::new();
+        sleep(&link, Duration::from_secs(20));
+        link.receive(&mut |frame| came.push(frame.bytes.to_vec())).unwrap();
+        for packet in came {
+            enough |= packet[..4] == u32::MAX.to_be_bytes();
+            link.reserve(flow, packet.len()).unwrap().copy_from_slice(&packet);
+            link.commit();
+        }
+        link.flush().unwrap();
+    }
+}
+
+const COUNT: u32 = 100_000;
+
+/// Lengths of all sorts: small ones mostly, and each up to the largest.
+fn length(number: u32, largest: usize) -> usize {
+    let draw = number.wrapping_mul(2_654_435_761) as usize;
+    match number % 16 {
+        0 => SHORTEST + draw % (largest - SHORTEST + 1),
+        1 => SHORTEST + draw % 4125,
+        _ => SHORTEST + draw % 200,
+    }
+}
+
+/// Sends packets of all sizes and receives as many, both checked, whoever is faster.
+fn exchange(link: &mut Shm, flow: FlowId, count: u32) {
+    let (mut sent, mut got, largest) = (0, 0, link.largest());
+    let deadline = Instant::now() + Duration::from_secs(120);
+    let mut want = vec![0; largest];
+    while sent < count || got < count {
+        assert!(Instant::now() < deadline, "{sent} sent and {got} received of {count}");
+        for _ in 0..1 + sent % 40 {
+            if sent == count {
+                break;
+            }
+            let Ok(room) = link.reserve(flow, length(sent, largest)) else { break };
+            fill(room, sent);
+            link.commit();
+            sent += 1;
+        }
+        link.flush().unwrap();
+        let came = link.receive(&mut |frame| {
+            let len = length(got, largest);
+            assert_eq!(frame.bytes.len(), len, "packet {got}");
+            fill(&mut want[..len], got);
+            assert!(frame.bytes[..len - 4] == want[..len - 4], "packet {got} is not what was sent");
+            got += 1;
+        });
+        if came.unwrap() == 0 {
+            sleep(link, Duration::from_millis(10));
+        }
+    }
+    assert_eq!(link.counters().drops.total(), 0);
+}
+
+#[test]
+fn two_processes_exchange_packets_of_all_sizes() {
+    // 10 000 of mixed sizes ten times over, each with a new process: 100 000 packets and ten meetings.
+    let mut link = bind();
+    for _ in 0..10 {
+        let (mut child, address) = start("exchange", link.local());
+        let flow = link.open(address, 0).unwrap();
+        exchange(&mut link, flow, COUNT / 10);
+        link.close(flow);
+        assert!(child.wait().unwrap().success());
+    }
+    assert_eq!(link.counters().received, u64::from(COUNT));
+    assert_eq!(link.refusals(), Refusals::default());
+}
+
+#[test]
+fn a_sender_that_is_killed_leaves_what_it_published() {
+    let mut link = bind();
+    let (mut child, _) = start("flood", link.local());
+    let mut next = 0_u32;
+    let mut take = |link: &mut Shm| {
+        link.receive(&mut |frame| {
+            assert_eq!(frame.bytes[..4], next.to_be_bytes());
+            next += 1;
+        })
+        .unwrap()
+    };
+    wait_until("packets come", || take(&mut link) > 0);
+    for _ in 0..100 {
+        take(&mut link);
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    wait_until("the ring is read to its end, and goes", || {
+        while take(&mut link) > 0 {}
+        sleep(&link, Duration::from_millis(1));
+        link.incoming.borrow().count() == 0
+    });
+    assert_eq!(link.refusals(), Refusals::default());
+    // Nothing wakes us any more.
+    assert!(!sleep(&link, Duration::from_millis(5)));
+}
+
+#[test]
+fn packets_to_a_receiver_that_is_killed_are_counted_and_its_successor_is_found() {
+    let mut link = bind();
+    let (mut child, address) = start("idle", link.local());
+    let flow = link.open(address, 0).unwrap();
+    // It never reads: the ring fills up.
+    let mut number = 0;
+    while link.reserve(flow, 4000).is_ok() || link.writer_has_batch(flow) {
+        if link.reserve(flow, 4000).is_ok() {
+            link.commit();
+            number += 1;
+        }
+        link.flush().unwrap();
+        assert!(number < 10_000);
+    }
+    assert_eq!(link.reserve(flow, 4000).err(), Some(Refused::Full));
+    assert!(link.wakes_in().is_some(), "nobody signals room");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // A sender that only sends finds out by itself.
+    wait_until("the sender is let go", || link.reserve(flow, 4000).is_ok());
+    for number in 0..1000 {
+        send(&mut link, flow, 4000, number);
+        link.flush().unwrap();
+    }
+    assert!(link.counters().drops.no_peer >= 1000);
+    let error = link.open(address, 0).unwrap_err();
+    assert_eq!(error.kind(), &ErrorKind::Unavailable, "{error}");
+    // Somebody takes up the address: the same flow reaches it.
+    let mut successor = Shm::bind(address, Options::default()).unwrap();
+    let lost = link.counters().drops.no_peer;
+    wait_until("the successor is found", || {
+        send(&mut link, flow, 64, 7);
+        link.flush().unwrap();
+        successor.receive(&mut |frame| assert_eq!(frame.bytes[..4], 7_u32.to_be_bytes())).unwrap()
+            > 0
+    });
+    let lost = link.counters().drops.no_peer - lost;
+    assert!(lost < 20_000, "{lost} were lost meanwhile");
+    // And when that one goes, an idle sender is told by its descriptor.
+    drop(successor);
+    wait_until("the end is seen", || {
+        sleep(&link, Duration::from_millis(1));
+        link.trouble.get()
+    });
+}
+
+impl Shm {
+    /// Whether packets of the flow's ring wait for a flush: then a flush may make room.
+    fn writer_has_batch(&mut self, flow: FlowId) -> bool {
+        let ring = self.flows.get(flow).unwrap().ring;
+        self.outgoing[ring].as_ref().unwrap().writer.packets > 0
+    }
+
+    /// The first incoming ring's sender, as somebody who writes what he likes.
+    fn writer_to(&mut self, peer: SocketAddr) -> &mut Writer {
+        let at = self.ring_to(peer).unwrap();
+        &mut self.outgoing[at].as_mut().unwrap().writer
+    }
+}
+
+/// With a ring so small that what is written anywhere will be read.
+fn liar() -> Shm {
+    let options = "ring=16KiB,largest=2000".parse().unwrap();
+    Shm::bind("127.0.0.1:0".parse().unwrap(), options).unwrap()
+}
+
+#[test]
+fn any_contents_of_a_ring_are_survived() {
+    let mut link = bind();
+    let peer = link.local();
+    let mut dice = 0x1234_5678_9abc_def1_u64;
+    let mut draw = move || {
+        dice ^= dice << 13;
+        dice ^= dice >> 7;
+        dice ^= dice << 17;
+        dice
+    };
+    let (mut delivered, mut rounds) = (0_u64, 0);
+    for _ in 0..100 {
+        let mut liar = liar();
+        liar.open(peer, 0).unwrap();
+        for _ in 0..50 {
+            liar.writer_to(peer).spoil(&mut draw, 200);
+            // Takes it up.
+            link.wait_fd();
+            delivered +=
+                link.receive(&mut |frame| assert!(frame.bytes.len() >= SHORTEST)).unwrap() as u64;
+            rounds += 1;
+        }
+    }
+    let refusals = link.refusals();
+    assert!(delivered > 0 && refusals.broken > 50, "{rounds}: {delivered} packets, {refusals:?}");
+    // An honest sender is not disturbed by what the others did.
+    let mut honest = bind();
+    let flow = honest.open(peer, 0).unwrap();
+    send(&mut honest, flow, 64, 1);
+    honest.flush().unwrap();
+    wait_until("the honest packet", || {
+        let mut found = false;
+        link.receive(&mut |frame| found |= frame.from == honest.local()).unwrap();
+        found
+    });
+}
+
+#[test]
+fn contents_that_change_while_they_are_read_are_survived() {
+    let mut link = bind();
+    let peer = link.local();
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut dice = 7_u64;
+            let mut draw = move || {
+                dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                dice ^ dice >> 29
+            };
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                let mut liar = liar();
+                let Ok(_) = liar.open(peer, 0) else { continue };
+                for _ in 0..200 {
+                    liar.writer_to(peer).spoil(&mut draw, 50);
+                }
+            }
+        });
+        let deadline = Instant::now() + Duration::from_millis(500);
+        while Instant::now() < deadline {
+            link.receive(&mut |frame| assert!(frame.bytes.len() <= Options::default().largest))
+                .unwrap();
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+}
+
+/// A plain connection to a link, as somebody makes who is not one.
+fn stranger(link: &Shm) -> OwnedFd {
+    let name = format!("warpwire shm {} {}", meet::VERSION, link.local());
+    let name = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
+    let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    connect(&socket, &name).unwrap();
+    socket
+}
+
+#[test]
+fn other_versions_and_nonsense_are_turned_away() {
+    let mut link = bind();
+    let mut other = Vec::from(*b"warpshm\0");
+    other.extend([2, 0, 0, 0]);
+    for (message, what) in [(&other[..], "version"), (b"hello", "nonsense"), (&[0; 200], "long")] {
+        let socket = stranger(&link);
+        send_bytes(&socket, message, SendFlags::empty()).unwrap();
+        let before = link.refusals();
+        wait_until(what, || {
+            sleep(&link, Duration::from_millis(1));
+            link.refusals() != before
+        });
+        let mut byte = [0_u8; 1];
+        let end = rustix::net::recv(&socket, &mut byte[..], rustix::net::RecvFlags::empty());
+        assert!(matches!(end, Ok((_, 0)) | Err(_)), "{what}: the connection is ended");
+    }
+    assert_eq!(link.refusals(), Refusals { versions: 1, malformed: 2, ..Refusals::default() });
+    // One that says nothing, and one that goes, are nobody's harm.
+    let silent = stranger(&link);
+    drop(stranger(&link));
+    assert_eq!(link.receive(&mut |_| ()).unwrap(), 0);
+    drop(silent);
+    assert!(!sleep(&link, Duration::from_millis(2)));
+    assert!(link.incoming.borrow().count() == 0);
+}
+
+#[test]
+fn memory_that_is_not_what_was_said_is_turned_away() {
+    let mut link = bind();
+    let to = link.local();
+    let ((_, ring), (_, page)) = (Own::new(1 << 16).unwrap(), Control::new().unwrap());
+    let mut elsewhere = to;
+    elsewhere.set_port(1);
+    let from = "127.0.0.1:5".parse().unwrap();
+    let right = Hello { from, to, ring: 1 << 16 };
+    for (hello, files) in [
+        (Hello { ring: 1 << 17, ..right }, [&ring, &page]),
+        (Hello { to: elsewhere, ..right }, [&ring, &page]),
+        (Hello { from: "[::1]:5".parse().unwrap(), ..right }, [&ring, &page]),
+        (Hello { from: "127.0.0.1:0".parse().unwrap(), ..right }, [&ring, &page]),
+        (right, [&page, &ring]),
+        (right, [&page, &page]),
+    ] {
+        let before = link.refusals().malformed;
+        let socket = stranger(&link);
+        hello.say(&socket, files[0], files[1]).unwrap();
+        wait_until("the hello is refused", || {
+            sleep(&link, Duration::from_millis(1));
+            link.refusals().malformed > before
+        });
+    }
+    let socket = stranger(&link);
+    right.say(&socket, &ring, &page).unwrap();
+    wait_until("the right one is taken", || {
+        link.receive(&mut |_| ()).unwrap();
+        link.incoming.borrow().count() == 1
+    });
+}
+
+#[test]
+fn another_users_process_is_turned_away() {
+    use std::os::unix::process::CommandExt;
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: only root can start another user's process");
+    }
+    // Where that user may read it.
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("other");
+    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(folder.path(), open).unwrap();
+    let mut link = bind();
+    let mut command = command("flood", link.local());
+    let mut theirs = Command::new(&program);
+    theirs.args(command.get_args()).envs(command.get_envs().filter_map(|(k, v)| Some((k, v?))));
+    command = theirs;
+    command.uid(65_534).current_dir("/").stdout(Stdio::null()).stderr(Stdio::piped());
+    let child = match command.spawn() {
+        Ok(child) => child,
+        Err(why) => return println!("skipped: another user's process: {why}"),
+    };
+    // To it we are root, whom everyone may meet; to us it is a stranger.
+    wait_until("a stranger is turned away", || {
+        assert_eq!(link.receive(&mut |_| panic!("a stranger's packet")).unwrap(), 0);
+        sleep(&link, Duration::from_millis(1));
+        link.refusals().strangers > 0
+    });
+    let mut child = child;
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn no_wake_up_is_lost() {
+    const SLEEPS: u32 = 10_000;
+    let mut link = bind();
+    let (mut child, address) = start("echo", link.local());
+    let flow = link.open(address, 0).unwrap();
+    let mut best = Duration::MAX;
+    for number in 0..SLEEPS {
+        // Sometimes the other side is asleep by then, sometimes about to be.
+        (0..number % 97 * 10).for_each(|_| std::hint::spin_loop());
+        let start = Instant::now();
+        send(&mut link, flow, 64, if number + 1 == SLEEPS { u32::MAX } else { number });
+        link.flush().unwrap();
+        let mut came = 0;
+        while came == 0 {
+            assert!(sleep(&link, Duration::from_secs(5)), "sleep {number} never ended");
+            came = link.receive(&mut |_| ()).unwrap();
+        }
+        best = best.min(start.elapsed());
+    }
+    assert!(child.wait().unwrap().success());
+    println!("a round trip with both asleep: {best:?} at best");
+}
+
+#[test]
+fn nobody_calls_the_kernel_while_nobody_sleeps() {
+    let (mut one, mut two) = (bind(), bind());
+    let flow = one.open(two.local(), 0).unwrap();
+    for number in 0..1000 {
+        send(&mut one, flow, 64, number);
+        one.flush().unwrap();
+        assert_eq!(receive(&mut two, 1).len(), 1);
+    }
+    assert_eq!(one.counters().calls, 0, "no wake-up was sent");
+}
+
+#[test]
+fn names_are_taken_and_given_back() {
+    let one = bind();
+    let error = Shm::bind(one.local(), Options::default()).err().unwrap();
+    assert_eq!(error.kind(), &ErrorKind::Busy, "{error}");
+    let address = one.local();
+    drop(one);
+    Shm::bind(address, Options::default()).unwrap();
+    // A link on every address is met under each.
+    let mut wide = Shm::bind("0.0.0.0:0".parse().unwrap(), Options::default()).unwrap();
+    let mut reach = wide.local();
+    // Which no other test has.
+    reach.set_ip("127.9.9.9".parse().unwrap());
+    let mut narrow = bind();
+    let (there, back) = (narrow.open(reach, 0).unwrap(), wide.open(narrow.local(), 0).unwrap());
+    send(&mut narrow, there, 64, 1);
+    narrow.flush().unwrap();
+    let mut to = None;
+    assert_eq!(wide.receive(&mut |frame| to = Some(frame.to)).unwrap(), 1);
+    assert_eq!(to, Some(reach));
+    send(&mut wide, back, 64, 1);
+    wide.flush().unwrap();
+    // From the address that Linux would send from.
+    reach.set_ip(narrow.local().ip());
+    assert_eq!(receive(&mut narrow, 1)[0].0, reach);
+}
+
+#[test]
+fn packets_longer_than_the_receiver_takes_are_counted() {
+    let mut small =
+        Shm::bind("127.0.0.1:0".parse().unwrap(), "largest=1000".parse().unwrap()).unwrap();
+    let mut large = bind();
+    let flow = large.open(small.local(), 0).unwrap();
+    for (number, len) in [(0, 1000), (1, 1001), (2, 65_000), (3, 64)] {
+        send(&mut large, flow, len, number);
+    }
+    large.flush().unwrap();
+    assert_eq!(receive(&mut small, 2).len(), 2);
+    assert_eq!(small.counters().drops.long, 2);
+    large.always_seal();
+    assert_eq!(large.largest(), MOST_SEALED);
+    send(&mut large, flow, 64, 1);
+}
