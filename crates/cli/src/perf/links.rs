@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 
 use warpwire::link::fault::Plan;
-use warpwire::link::{Capture, Fault, Link, Tap, Udp, udp};
+use warpwire::link::{Auto, Capture, Fault, Link, Shm, Tap, Udp, shm, udp};
 
 use crate::output::Failure;
 
@@ -16,6 +16,10 @@ pub(super) fn check(text: &str) -> Result<(), String> {
 enum Choice {
     /// By UDP, from that address; without one, from that at which the peer sees us.
     Udp(Option<SocketAddr>),
+    /// Through memory that both processes share, under the name of that address.
+    Shm(Option<SocketAddr>),
+    /// Shared memory where the peer is on this machine, else UDP.
+    Auto(Option<SocketAddr>),
 }
 
 fn parse(text: &str) -> Result<Choice, String> {
@@ -23,16 +27,20 @@ fn parse(text: &str) -> Result<Choice, String> {
         Some((kind, rest)) => (kind, Some(rest)),
         None => (text, None),
     };
-    match (kind, rest) {
-        ("udp", None) => Ok(Choice::Udp(None)),
-        ("udp", Some(address)) => match address.parse() {
-            Ok(address) => Ok(Choice::Udp(Some(address))),
-            Err(_) => Err(format!(
-                "{address:?} is not an address with a port; write udp:127.0.0.1:0 or udp:[::1]:4791"
-            )),
-        },
-        _ => Err(format!("there is no link {kind:?}; write udp or udp:ADDRESS:PORT")),
-    }
+    let choice = match kind {
+        "udp" => Choice::Udp,
+        "shm" => Choice::Shm,
+        "auto" => Choice::Auto,
+        _ => {
+            return Err(format!(
+                "there is no link {kind:?}; write udp, shm or auto, or udp:ADDRESS:PORT"
+            ));
+        }
+    };
+    let Some(address) = rest else { return Ok(choice(None)) };
+    address.parse().map(|address| choice(Some(address))).map_err(|_| {
+        format!("{address:?} is not an address with a port; write {kind}:127.0.0.1:0 or {kind}:[::1]:4791")
+    })
 }
 
 /// Makes it. `seen` is the address at which the peer sees this machine.
@@ -42,10 +50,13 @@ pub(super) fn make(
     faults: Option<Plan>,
     pcap: Option<&Path>,
 ) -> Result<(Box<dyn Link>, Option<Capture>), Failure> {
+    let or_seen = |address: Option<SocketAddr>| address.unwrap_or(SocketAddr::new(seen, 0));
     let link: Box<dyn Link> = match parse(text).map_err(Failure::Usage)? {
-        Choice::Udp(address) => {
-            let address = address.unwrap_or_else(|| SocketAddr::new(seen, 0));
-            Box::new(Udp::bind(address, udp::Options::from_env()?)?)
+        Choice::Udp(address) => Box::new(Udp::bind(or_seen(address), udp::Options::from_env()?)?),
+        Choice::Shm(address) => Box::new(Shm::bind(or_seen(address), shm::Options::from_env()?)?),
+        Choice::Auto(address) => {
+            let (udp, shm) = (udp::Options::from_env()?, shm::Options::from_env()?);
+            Box::new(Auto::bind(or_seen(address), udp, shm)?)
         }
     };
     let capture = pcap.map(Capture::create).transpose()?;
@@ -66,10 +77,10 @@ mod tests {
 
     #[test]
     fn names_are_read() {
-        for good in ["udp", "udp:127.0.0.1:0", "udp:[::1]:4791"] {
+        for good in ["udp", "udp:127.0.0.1:0", "udp:[::1]:4791", "shm", "auto:127.0.0.1:7"] {
             assert_eq!(check(good), Ok(()), "{good}");
         }
-        for bad in ["", "tcp", "udp:", "udp:localhost", "udp:127.0.0.1", ":0"] {
+        for bad in ["", "tcp", "udp:", "udp:localhost", "udp:127.0.0.1", "shm:", ":0"] {
             assert!(check(bad).is_err(), "{bad}");
         }
     }

@@ -98,7 +98,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MEMORY", requires = "local")]
     peer_mem: Option<MemoryChoice>,
 
-    /// The link: udp, udp:ADDRESS:PORT; udp alone takes the address at which the peer sees us
+    /// The link: udp, shm (two processes of one machine) or auto (shm where it can be), each with :ADDRESS:PORT if
+    /// the address at which the peer sees us is not the right one
     #[arg(long, value_name = "LINK", default_value = "udp", value_parser = link)]
     link: String,
 

@@ -68,6 +68,15 @@ impl Sleeper {
         }
     }
 
+    /// A poller has made a step, under the engine's lock, and taken the link's notice away from a thread that sleeps:
+    /// let it look again. It set its mark before it last had the lock, so that the mark is seen here.
+    #[inline]
+    pub(super) fn stepped(&self) {
+        if self.asleep.load(Ordering::Relaxed) {
+            self.signal.raise();
+        }
+    }
+
     pub(super) fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.signal.raise();

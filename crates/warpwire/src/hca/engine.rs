@@ -26,8 +26,9 @@ use crate::error::{Error, Kind, Result};
 use crate::link::{Frame, Link};
 use crate::mr::Registry;
 
-/// How many packets a queue pair may send before another has its turn.
-const BUDGET: u32 = 32;
+/// How many packets a queue pair may send before another has its turn, and how many bytes.
+const BUDGET: usize = 32;
+const BUDGET_BYTES: usize = 128 << 10;
 /// How soon to come back to memory that was not there.
 const COME_BACK: Duration = Duration::from_micros(20);
 
@@ -167,9 +168,9 @@ impl Engine {
             return (0, Turn::Done);
         };
         let room = qp.mtu().bytes() as usize + LONGEST_AROUND;
-        let (mut count, mut packet) = (0, Transmit::new());
+        let (mut count, mut bytes, mut packet) = (0, 0, Transmit::new());
         let turn = loop {
-            if count == BUDGET as usize {
+            if count == BUDGET || bytes >= BUDGET_BYTES {
                 break Turn::More;
             }
             match self.link.reserve(flow, room.min(self.link.largest())) {
@@ -201,6 +202,7 @@ impl Engine {
             }
             self.link.commit();
             count += 1;
+            bytes += wire_len;
         };
         if matches!(turn, Turn::Done) {
             *active = false;

@@ -195,7 +195,9 @@ impl Hca {
         self.0.sleeper.inline_steps.fetch_add(1, Ordering::Relaxed);
         let Some(mut engine) = self.0.engine.try_lock() else { return Ok(Progress::default()) };
         engine.core.totals.steps += 1;
-        engine.step(self.0.now())
+        let progress = engine.step(self.0.now());
+        self.0.sleeper.stepped();
+        progress
     }
 
     /// Makes a completion queue; returns its number.

@@ -160,10 +160,14 @@ impl Context {
         self.0.hca.path()
     }
 
-    /// The largest MTU that its link carries, of those that RoCE knows.
+    /// The largest MTU that its link carries: of those that RoCE knows where packets leave this machine, and as large
+    /// as it goes where they cannot.
     pub fn largest_mtu(&self) -> Mtu {
         let fits = |mtu: &&Mtu| mtu.bytes() as usize <= self.0.hca.largest_payload();
-        Mtu::ALL.iter().rev().find(fits).copied().unwrap_or(Mtu::ALL[0])
+        let stays = matches!(self.path().kind, link::Kind::Shm | link::Kind::Loopback);
+        let beyond = [16 << 10, 64 << 10].into_iter().filter_map(Mtu::new).filter(|_| stays);
+        let all: Vec<Mtu> = Mtu::ALL.into_iter().chain(beyond).collect();
+        all.iter().rev().find(fits).copied().unwrap_or(Mtu::ALL[0])
     }
 
     /// What the device has counted.

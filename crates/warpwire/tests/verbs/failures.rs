@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use warpwire::mlx5::AtomicWidth;
 use warpwire::verbs::{
-    Access, AsyncEvent, Atomic, Completion, CompletionKind, Op, QpOptions, ReceiveRequest, Remote,
-    Request, Sge, State, Status,
+    Access, AsyncEvent, Atomic, Completion, CompletionKind, Mtu, Op, QpOptions, ReceiveRequest,
+    Remote, Request, Sge, State, Status,
 };
 use warpwire_proto::qp::Access as QpAccess;
 
@@ -414,7 +414,9 @@ fn after_a_reset_it_works_again(fixture: &Fixture) {
 /// Registrations end while they are read and written, on either side: never a crash, never another's memory.
 fn registrations_that_end_under_traffic(fixture: &Fixture) {
     for (round, kind) in KINDS.into_iter().cycle().take(12).enumerate() {
-        let trial = Trial::new(fixture, QpOptions::default());
+        // Small packets, so that some are always left to send.
+        let options = QpOptions { mtu: Mtu::new(1024), ..QpOptions::default() };
+        let trial = Trial::new(fixture, options);
         let near = fixture.memory(&trial.world.a, kind, 1 << 20, crate::fixture::ALL);
         let far = fixture.memory(&trial.world.b, kind, 1 << 20, crate::fixture::ALL);
         let range = [near.mr.sge(0, 1 << 20)];

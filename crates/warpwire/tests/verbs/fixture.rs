@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use warpwire::hca::HcaOptions;
 use warpwire::link::fault::Plan;
-use warpwire::link::{Fault, Hub, Link, Udp, udp};
+use warpwire::link::{Auto, Fault, Hub, Link, Shm, Udp, shm, udp};
 use warpwire::mem::sim::{Control, Sim, SimConfig};
 use warpwire::mem::{Allocation, Device, pattern};
 use warpwire::mr::{HostMemory, Memory};
@@ -42,11 +42,18 @@ pub enum Which {
     Loopback,
     Udp4,
     Udp6,
+    Shm,
+    Auto,
 }
 
 impl Which {
-    pub const ALL: [(Self, &'static str); 3] =
-        [(Self::Loopback, "loopback"), (Self::Udp4, "udp4"), (Self::Udp6, "udp6")];
+    pub const ALL: [(Self, &'static str); 5] = [
+        (Self::Loopback, "loopback"),
+        (Self::Udp4, "udp4"),
+        (Self::Udp6, "udp6"),
+        (Self::Shm, "shm"),
+        (Self::Auto, "auto"),
+    ];
 
     /// Two links that reach each other.
     pub fn ends(self) -> warpwire::Result<[Box<dyn Link>; 2]> {
@@ -58,6 +65,8 @@ impl Which {
             }
             Self::Udp4 => Ok([udp("127.0.0.1:0")?, udp("127.0.0.1:0")?]),
             Self::Udp6 => Ok([udp("[::1]:0")?, udp("[::1]:0")?]),
+            Self::Shm => Ok([shm("127.0.0.1:0")?, shm("127.0.0.1:0")?]),
+            Self::Auto => Ok([auto("127.0.0.1:0")?, auto("127.0.0.1:0")?]),
         }
     }
 
@@ -69,6 +78,15 @@ impl Which {
 
 fn udp(address: &str) -> warpwire::Result<Box<dyn Link>> {
     Ok(Box::new(Udp::bind(address.parse().unwrap(), udp::Options::default())?))
+}
+
+fn shm(address: &str) -> warpwire::Result<Box<dyn Link>> {
+    Ok(Box::new(Shm::bind(address.parse().unwrap(), shm::Options::default())?))
+}
+
+fn auto(address: &str) -> warpwire::Result<Box<dyn Link>> {
+    let address = address.parse().unwrap();
+    Ok(Box::new(Auto::bind(address, udp::Options::default(), shm::Options::default())?))
 }
 
 /// What memory a case uses.

@@ -4,7 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use warpwire::error::Kind as ErrorKind;
-use warpwire::verbs::{Atomic, Completion, Drive, Op, QpOptions, ReceiveRequest, Request, Status};
+use warpwire::verbs::{
+    Atomic, Completion, Drive, Mtu, Op, QpOptions, ReceiveRequest, Request, Status,
+};
 
 use crate::fixture::{Fixture, Kind, SOON, cases, connect, same};
 
@@ -195,7 +197,8 @@ fn memory_that_moves(fixture: &Fixture) {
 /// A large transfer does not keep a small one waiting until it is done.
 fn one_turn_each(fixture: &Fixture) {
     let world = fixture.world();
-    let (large, small) = (world.join(QpOptions::default()), world.join(QpOptions::default()));
+    let options = || QpOptions { mtu: Mtu::new(1024), ..QpOptions::default() };
+    let (large, small) = (world.join(options()), world.join(options()));
     let (near, far) = (fixture.host(&world.a, 16 << 20), fixture.host(&world.b, 16 << 20));
     let data = [near.mr.sge(0, 16 << 20)];
     large.a.qp.post_send(&[Request::new(1, Op::Write(far.mr.remote(0))).with(&data)]).unwrap();

@@ -1,8 +1,8 @@
 //! How fast packets go between two processes of this machine: through shared memory, and through UDP beside it.
 //!
 //! ```console
-//! $ cargo run --release --example 04_shm_rate
-//! $ cargo run --release --example 04_shm_rate -- shm ring=4MiB
+//! $ cargo run --release --example 05_shm_rate
+//! $ cargo run --release --example 05_shm_rate -- shm ring=4MiB
 //! ```
 //!
 //! The program starts itself a second time. Both sides look for packets all the time, as an engine does under load; the
