@@ -49,7 +49,7 @@ enum Command {
     Copy(copy::Arguments),
     Demo(demo::Arguments),
     Doctor(doctor::Arguments),
-    Perf(perf::Arguments),
+    Perf(Box<perf::Arguments>),
     Stat(stat::Arguments),
     Topo(topo::Arguments),
 }

@@ -157,7 +157,7 @@ fn demo_prints_json_and_takes_devices() {
     let outcome: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(outcome["verified"], true);
     assert_eq!(outcome["devices"], serde_json::json!(["sim:1", "sim:0"]));
-    assert_eq!(outcome["stages"].as_array().unwrap().len(), 7);
+    assert_eq!(outcome["stages"].as_array().unwrap().len(), 8);
     let window = outcome["stages"]
         .as_array()
         .unwrap()

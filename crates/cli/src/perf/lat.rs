@@ -12,7 +12,9 @@ use super::test::Verb;
 use super::word::{Done, Watch};
 use crate::output::Failure;
 
+/// At least so many, and so long: two processes that spin may begin on one core, until the scheduler parts them.
 const WARM_UPS: u64 = 20;
+const WARM_UP: Duration = Duration::from_millis(50);
 /// More than these are counted, and not kept.
 const MOST_TIMES: usize = 1 << 24;
 
@@ -32,25 +34,23 @@ pub(super) fn run(end: &End, size: u64, watch: &mut Watch<'_>) -> Result<Done, F
     let iterations = end.test.iterations(size);
     let share = if end.test.answers() { 2 } else { 1 };
     let mut times: Vec<u32> = Vec::with_capacity(iterations.min(1 << 20) as usize);
-    let (mut count, mut begin) = (0, Instant::now());
-    loop {
-        if count == WARM_UPS {
-            begin = Instant::now();
-        }
+    let (mut count, begin) = (0, Instant::now());
+    while count < WARM_UPS || begin.elapsed() < WARM_UP {
+        player.ping(count, watch)?;
+        count += 1;
+    }
+    let (begin, mut done) = (Instant::now(), 0);
+    while done < iterations && !time.is_some_and(|time| done > 0 && begin.elapsed() >= time) {
         let before = Instant::now();
         player.ping(count, watch)?;
         let took = before.elapsed();
-        if count >= WARM_UPS && times.len() < MOST_TIMES {
+        if times.len() < MOST_TIMES {
             times.push(u32::try_from(took.as_nanos() / share).unwrap_or(u32::MAX));
         }
-        count += 1;
-        let done = count.saturating_sub(WARM_UPS);
-        if done >= iterations || time.is_some_and(|time| done > 0 && begin.elapsed() >= time) {
-            break;
-        }
+        (count, done) = (count + 1, done + 1);
     }
     player.drain(watch)?;
-    let row = Row::new(size, count - WARM_UPS, Figures::lat(&mut times));
+    let row = Row::new(size, done, Figures::lat(&mut times));
     Ok(Done { per_qp: vec![count], row })
 }
 

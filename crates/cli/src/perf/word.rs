@@ -140,11 +140,11 @@ impl Watch<'_> {
     #[inline]
     pub(super) fn idle(&mut self) -> Result<bool, Failure> {
         self.calls = self.calls.wrapping_add(1);
-        if self.calls % SPINS == 0 {
+        if self.calls.is_multiple_of(SPINS) {
             // On a machine with fewer cores than work, the peer may wait for this one.
             std::thread::yield_now();
         }
-        if self.calls % SELDOM != 0 {
+        if !self.calls.is_multiple_of(SELDOM) {
             return Ok(false);
         }
         self.look()

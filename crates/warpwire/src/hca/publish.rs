@@ -75,17 +75,22 @@ pub struct Device {
 }
 
 /// The devices of this process, with the number of each.
-static DEVICES: Mutex<(u64, Vec<(u64, Weak<Shared>)>)> = Mutex::new((0, Vec::new()));
+struct Known {
+    next: u64,
+    devices: Vec<(u64, Weak<Shared>)>,
+}
+
+static KNOWN: Mutex<Known> = Mutex::new(Known { next: 0, devices: Vec::new() });
 static START: Once = Once::new();
 
 /// Makes a device known.
 pub(super) fn add(shared: Weak<Shared>) {
-    let mut devices = DEVICES.lock();
-    devices.1.retain(|(_, device)| device.strong_count() > 0);
-    let number = devices.0;
-    devices.0 += 1;
-    devices.1.push((number, shared));
-    drop(devices);
+    let mut known = KNOWN.lock();
+    known.devices.retain(|(_, device)| device.strong_count() > 0);
+    let number = known.next;
+    known.next += 1;
+    known.devices.push((number, shared));
+    drop(known);
     START.call_once(|| {
         if std::env::var_os(VARIABLE).is_some_and(|value| value == "0") {
             return;
@@ -136,7 +141,7 @@ fn answer(mut stream: UnixStream) {
 
 /// What this process has counted.
 fn tell() -> Published {
-    let known: Vec<_> = DEVICES.lock().1.clone();
+    let known: Vec<_> = KNOWN.lock().devices.clone();
     let alive = known.into_iter().filter_map(|(number, weak)| Some((number, Hca(weak.upgrade()?))));
     let devices = alive.map(|(number, hca)| describe(number, &hca)).collect();
     let program = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
