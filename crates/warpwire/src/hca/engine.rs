@@ -1,4 +1,4 @@
-//! The engine: one step takes what came in, looks at doorbells and timers, and sends what is due.
+//! The engine: one step looks at doorbells and timers, sends what is due, and takes what came in.
 //!
 //! Nothing is allocated, locked or formatted for a packet. The engine's own lock is taken for a whole step, by
 //! whoever drives it; control calls take it too.
@@ -114,16 +114,17 @@ impl Engine {
         &*self.link
     }
 
-    /// One step: in, doorbells, timers, out.
+    /// One step: doorbells, timers, out, in. What just came in is answered in the next: whoever waits for it sees it
+    /// first, and what he has to say to it goes out together with its acknowledgement.
     pub(super) fn step(&mut self, now: Instant) -> Result<Progress> {
         let core = &mut self.core;
-        let received = self.link.receive(&mut |frame| core.arrive(now, &frame))?;
         let told = core.totals.completions;
         core.look_at_doorbells(now);
         core.run_timers(now);
         let sent = self.transmit(now)?;
+        let core = &mut self.core;
+        let received = self.link.receive(&mut |frame| core.arrive(now, &frame))?;
         // Completions that were made since the doorbells were looked at may be what somebody waits for.
-        let core = &self.core;
         let more = !core.active.is_empty() || core.held && core.totals.completions != told;
         Ok(Progress { received, sent, more })
     }

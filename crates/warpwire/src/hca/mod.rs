@@ -18,10 +18,10 @@
 //! This is the level of registers and bytes; [`verbs`](crate::verbs) is the one for programs.
 //!
 //! # A step
-//! 1. packets that came in: sorted by queue pair, handed to its state machine, payload placed, completions written;
-//! 2. doorbells: entries are copied out of send queues and posted;
-//! 3. timers;
-//! 4. packets that are due, each queue pair a few in its turn, in one batch.
+//! 1. doorbells: entries are copied out of send queues and posted;
+//! 2. timers;
+//! 3. packets that are due, each queue pair a few in its turn, in one batch;
+//! 4. packets that came in: sorted by queue pair, handed to its state machine, payload placed, completions written.
 //!
 //! Who polls a completion queue makes steps himself ([`Hca::poll`]), so that no thread stands in between; a guard
 //! steps in when nobody polls.
