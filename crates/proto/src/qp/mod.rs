@@ -488,8 +488,9 @@ impl Qp {
         }
         packet.headers.becn = false;
         let open = self.pace.is_open(now);
-        // Answers go before requests; but while a read is answered, which may be long, they take turns.
-        let turn = !self.asked_last && self.responder.has_data();
+        // Requests and answers take turns, so that neither waits for long; a request goes first, because somebody
+        // waits for what it brings, and an acknowledgement only makes room.
+        let turn = !self.asked_last && self.responder.has_answers();
         if turn && self.next_request(now, open, host, packet) {
             self.asked_last = true;
             return true;

@@ -8,9 +8,9 @@ use super::{Payload, Stats, Transmit};
 use crate::wire::{Aeth, Extension, Headers, Nak, Opcode, Syndrome};
 
 impl Responder {
-    /// Whether data is to be sent: the answers to reads, which compete with requests of our own.
-    pub(super) fn has_data(&mut self) -> bool {
-        self.saved.pending().is_some()
+    /// Whether there is something to say, which competes with requests of our own.
+    pub(super) fn has_answers(&mut self) -> bool {
+        self.reply != Reply::None || self.saved.pending().is_some()
     }
 
     /// Puts the next answer into `packet`; tells whether there is one. `Err` fails the queue pair: memory that the
