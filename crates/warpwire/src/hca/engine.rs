@@ -35,6 +35,8 @@ const COME_BACK: Duration = Duration::from_micros(20);
 /// Everything that a step needs.
 pub(super) struct Engine {
     link: Box<dyn Link>,
+    /// Nobody makes a next step if the program does not: what came in is answered in the same.
+    answers_at_once: bool,
     pub(super) core: Core,
 }
 
@@ -90,6 +92,7 @@ impl Engine {
         registry: Registry,
         news: Arc<News>,
         rung: Arc<Rung>,
+        answers_at_once: bool,
     ) -> Self {
         let core = Core {
             registry,
@@ -107,7 +110,7 @@ impl Engine {
             missing: false,
             totals: Totals::default(),
         };
-        Self { link, core }
+        Self { link, answers_at_once, core }
     }
 
     pub(super) fn link(&self) -> &dyn Link {
@@ -121,9 +124,13 @@ impl Engine {
         let told = core.totals.completions;
         core.look_at_doorbells(now);
         core.run_timers(now);
-        let sent = self.transmit(now)?;
+        let mut sent = self.transmit(now)?;
         let core = &mut self.core;
         let received = self.link.receive(&mut |frame| core.arrive(now, &frame))?;
+        if received > 0 && self.answers_at_once {
+            sent += self.transmit(now)?;
+        }
+        let core = &self.core;
         // Completions that were made since the doorbells were looked at may be what somebody waits for.
         let more = !core.active.is_empty() || core.held && core.totals.completions != told;
         Ok(Progress { received, sent, more })

@@ -148,7 +148,9 @@ impl Hca {
         let registry = Registry::new();
         let news = Arc::new(News::new()?);
         let rung = Arc::new(Rung::new());
-        let engine = Engine::new(Box::new(link), registry.clone(), news.clone(), rung.clone());
+        let alone = options.drive == Drive::Inline;
+        let engine =
+            Engine::new(Box::new(link), registry.clone(), news.clone(), rung.clone(), alone);
         let shared = Arc::new(Shared {
             engine: Mutex::new(engine),
             registry,
