@@ -69,11 +69,8 @@ impl CompletionRing {
         let _ = bytes.write(place * CQE_LEN, &encoded.body);
         let _ = bytes.store_u32(place * CQE_LEN + 60, encoded.tail_word());
         self.produced += 1;
-        if let Some(signal) = &self.spec.signal {
-            let is_error = matches!(cqe.outcome, crate::mlx5::Outcome::Failed { .. });
-            let signal = signal.clone();
-            self.wake(&signal, cqe.solicited || is_error);
-        }
+        let is_error = matches!(cqe.outcome, crate::mlx5::Outcome::Failed { .. });
+        self.wake(cqe.solicited || is_error);
         Ok(())
     }
 
@@ -96,7 +93,8 @@ impl CompletionRing {
     }
 
     /// Wakes who waits, if the queue is armed for such a completion.
-    fn wake(&mut self, signal: &Signal, solicited: bool) {
+    fn wake(&mut self, solicited: bool) {
+        let Some(signal) = &self.spec.signal else { return };
         // The completion must be seen by whoever arms after this looks, or its arming by this.
         fence(Ordering::SeqCst);
         let word = self.spec.memory.bytes().load_u32(self.spec.record + 4).unwrap_or(0);
