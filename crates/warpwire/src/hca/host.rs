@@ -19,7 +19,7 @@ impl View<'_> {
     fn verdict(&mut self, outcome: Result<(), Denied>) -> Verdict {
         match outcome {
             Ok(()) => Verdict::Yes,
-            Err(Denied::Moving) => {
+            Err(denied) if denied.passes() => {
                 self.side.later = true;
                 Verdict::NotNow
             }

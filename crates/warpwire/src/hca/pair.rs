@@ -297,7 +297,8 @@ impl Side {
         self.note(taken, len, single);
         match self.may_gather(registry, taken.block, 0, dumped) {
             // Memory that moves is there, and nobody sees what was read of it.
-            Ok(()) | Err(Denied::Moving) => Ok((op, len, wait)),
+            Ok(()) => Ok((op, len, wait)),
+            Err(denied) if denied.passes() => Ok((op, len, wait)),
             Err(denied) => {
                 self.denied = Some(denied);
                 Err(Status::LocalProtection)

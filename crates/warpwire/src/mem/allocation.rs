@@ -1,6 +1,7 @@
 //! Memory that a device reaches, and ranges and words of it.
 
 use std::fmt;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,6 +11,7 @@ use super::address::{DeviceAddr, is_inside, range_error};
 use super::backend::MemoryBackend;
 use super::bytes::SharedBytes;
 use super::device::Device;
+use super::exports;
 use super::share::{DmaBuf, DmaBufRoute, IpcHandle};
 use super::window::{Window, WindowOptions, WindowPath};
 use crate::error::{Error, Kind, Result};
@@ -82,6 +84,44 @@ impl Drop for Watch {
             end();
         }
     }
+}
+
+/// Keeps memory where it is; dropping it ends that.
+#[must_use = "the memory may move when the pin is dropped"]
+pub struct Pin(#[allow(dead_code)] Watch);
+
+impl Pin {
+    /// A pin that runs `end` when it is dropped.
+    pub fn new(end: impl FnOnce() + Send + Sync + 'static) -> Self {
+        Self(Watch::new(end))
+    }
+}
+
+/// An allocation that may be freed meanwhile.
+pub(super) struct WeakAllocation(std::sync::Weak<Shared>);
+
+impl WeakAllocation {
+    pub(super) fn upgrade(&self) -> Option<Allocation> {
+        let shared = self.0.upgrade().filter(|shared| !shared.users.is_closed())?;
+        Some(Allocation { shared })
+    }
+}
+
+impl fmt::Debug for WeakAllocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad("WeakAllocation")
+    }
+}
+
+/// A part of memory that another library allocated in one go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Where it begins.
+    pub offset: u64,
+    /// How long it is.
+    pub len: u64,
+    /// What no other piece is called, ever.
+    pub id: u64,
 }
 
 /// A piece of memory that a device reaches by address. Clones are the same memory.
@@ -245,7 +285,51 @@ impl Allocation {
                 .on(self.describe())
                 .why("the length is zero"));
         }
-        self.shared.memory.export_dmabuf(in_use.offset, len, route)
+        let mut buffer = self.shared.memory.export_dmabuf(in_use.offset, len, route)?;
+        let at = self.address().raw() + in_use.offset;
+        let start = DeviceAddr::new(at.wrapping_sub(buffer.offset()));
+        buffer.remember(exports::note(buffer.as_fd(), self, start)?);
+        Ok(buffer)
+    }
+
+    /// Keeps the memory from moving until the pin is dropped.
+    ///
+    /// ```
+    /// use warpwire::{error::Kind, mem::sim::{Sim, SimConfig}};
+    /// let sim = Sim::start(SimConfig::default()).unwrap();
+    /// let memory = sim.device(0).unwrap().alloc(4096).unwrap();
+    /// let pin = memory.pin().unwrap();
+    /// let moved = sim.control(0).unwrap().relocate(&memory);
+    /// assert_eq!(moved.unwrap_err().kind(), &Kind::Busy);
+    /// drop(pin);
+    /// sim.control(0).unwrap().relocate(&memory).unwrap();
+    /// ```
+    pub fn pin(&self) -> Result<Pin> {
+        let _in_use = self.whole()?;
+        self.shared.memory.clone().pin()
+    }
+
+    pub(super) fn downgrade(&self) -> WeakAllocation {
+        WeakAllocation(Arc::downgrade(&self.shared))
+    }
+
+    /// The pieces that it consists of, by numbers that change when it is freed and its addresses are used again.
+    /// None where memory cannot go away unseen: our own, and what [`watch`](Self::watch) tells of.
+    pub fn pieces(&self) -> Result<Vec<Piece>> {
+        let mut pieces = Vec::new();
+        let mut at = 0;
+        while at < self.len() {
+            let Some(id) = self.shared.memory.identity(at)? else { return Ok(pieces) };
+            let end = self.shared.memory.piece_end(at)?.clamp(at + 1, self.len());
+            pieces.push(Piece { offset: at, len: end - at, id });
+            at = end;
+        }
+        Ok(pieces)
+    }
+
+    /// The number of the piece at `offset`, if there is one: see [`pieces`](Self::pieces).
+    pub fn identity(&self, offset: u64) -> Result<Option<u64>> {
+        self.shared.memory.identity(offset)
     }
 
     /// A handle by which another process opens this memory.

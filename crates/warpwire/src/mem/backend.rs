@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::address::DeviceAddr;
-use super::allocation::{Listener, MemoryKind, Watch};
+use super::allocation::{Listener, MemoryKind, Pin, Watch};
 use super::bytes::SharedBytes;
 use super::device::{Capabilities, DeviceInfo, MemoryUsage};
 use super::op::{Op, PendingWait};
@@ -61,6 +61,19 @@ pub trait MemoryBackend: Send + Sync + std::any::Any {
     fn export_ipc(&self) -> Result<IpcHandle>;
     /// Tells `listener` of moves and of the end.
     fn watch(self: Arc<Self>, listener: Listener) -> Result<Watch>;
+    /// Keeps it from moving. Most memory never moves.
+    fn pin(self: Arc<Self>) -> Result<Pin> {
+        Ok(Pin::new(|| ()))
+    }
+    /// Which piece of memory lies at `offset`: a number that no other piece ever has. Nothing where memory cannot
+    /// go away unseen.
+    fn identity(&self, _offset: u64) -> Result<Option<u64>> {
+        Ok(None)
+    }
+    /// Where that piece ends.
+    fn piece_end(&self, _offset: u64) -> Result<u64> {
+        Ok(self.len())
+    }
     /// The ways to a CPU window onto it, best first; none if it is the CPU's own.
     fn window_paths(&self) -> &'static [WindowPath];
     /// Maps a range for the CPU by one of them.

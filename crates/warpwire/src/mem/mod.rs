@@ -32,6 +32,7 @@ mod bytes;
 pub mod copy;
 pub mod cuda;
 mod device;
+mod exports;
 mod op;
 pub mod pattern;
 pub mod pingpong;
@@ -43,9 +44,12 @@ mod window;
 
 pub use address::DeviceAddr;
 pub use agent::Agent;
-pub use allocation::{Allocation, Listener, MemoryEvent, MemoryKind, Region, Watch, Width, Word};
+pub use allocation::{
+    Allocation, Listener, MemoryEvent, MemoryKind, Piece, Pin, Region, Watch, Width, Word,
+};
 pub use bytes::SharedBytes;
 pub use device::{Backend, Capabilities, Capability, Device, DeviceInfo, MemoryUsage};
+pub use exports::exported;
 pub use op::{Condition, HostCall, MemOp, Op, PendingWait};
 pub use program::{BlockFn, Kernel, Launch, Module, Program};
 pub use share::{DmaBuf, DmaBufRoute, IpcHandle};
@@ -105,6 +109,26 @@ pub fn discover() -> Discovery {
 /// ```
 pub fn owner_of(address: DeviceAddr) -> Result<Device> {
     sim::owner_of(address).map_or_else(|| cuda::owner_of(address), Ok)
+}
+
+/// The dma-buf of device memory that anybody allocated, and where in it the memory begins.
+///
+/// ```
+/// use warpwire::mem;
+/// let memory = mem::open("sim:0").unwrap().alloc(1 << 20).unwrap();
+/// let address = memory.address().checked_add(100).unwrap();
+/// // SAFETY: the memory outlives its dma-buf.
+/// let buffer = unsafe { mem::export_address(address, 50) }.unwrap();
+/// assert_eq!((buffer.offset(), buffer.len()), (100, 50));
+/// ```
+///
+/// # Safety
+/// Its owner keeps the memory for as long as the dma-buf is used by importers in this process.
+#[allow(unsafe_code)]
+pub unsafe fn export_address(address: DeviceAddr, len: u64) -> Result<DmaBuf> {
+    // SAFETY: the caller's promise.
+    let memory = unsafe { owner_of(address)?.borrow(address, len) }?;
+    memory.export_dmabuf(0, len)
 }
 
 /// The device with that short name: `cuda:0`, `sim:1`.

@@ -1,8 +1,10 @@
 //! Memory as another process, or a NIC, gets hold of it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use super::device::Backend;
+use super::exports::Export;
 use crate::error::{Error, Kind, Result};
 
 /// Through which bus a dma-buf leads to device memory.
@@ -21,12 +23,18 @@ pub struct DmaBuf {
     fd: OwnedFd,
     offset: u64,
     len: u64,
+    /// What it names, for importers in this process.
+    export: Option<Arc<Export>>,
 }
 
 impl DmaBuf {
     /// The memory that begins `offset` bytes into `fd` and goes on for `len`.
     pub fn new(fd: OwnedFd, offset: u64, len: u64) -> Self {
-        Self { fd, offset, len }
+        Self { fd, offset, len, export: None }
+    }
+
+    pub(super) fn remember(&mut self, export: Arc<Export>) {
+        self.export = Some(export);
     }
 
     /// Where in the descriptor the exported range begins.
@@ -55,8 +63,11 @@ impl DmaBuf {
         .map_err(|error| Error::os("map a dma-buf", &error.into()))
     }
 
-    /// The descriptor alone, to hand over.
+    /// The descriptor alone, to hand over. What it names is known in this process from now on.
     pub fn into_fd(self) -> OwnedFd {
+        if let Some(export) = self.export {
+            export.keep();
+        }
         self.fd
     }
 }

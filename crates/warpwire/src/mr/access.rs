@@ -32,18 +32,21 @@ impl Access {
     pub const ZERO_BASED: Self = Self(1 << 4);
     /// Writes to it may pass each other. A completion is never weakened by it, and here it changes nothing.
     pub const RELAXED_ORDERING: Self = Self(1 << 5);
+    /// Its pages are found when they are needed, and not before: they may go away and come back.
+    pub const ON_DEMAND: Self = Self(1 << 6);
     /// Every right of both sides.
     pub const ALL: Self = Self(0b1111);
 
     const REMOTE: Self = Self(0b1110);
 
-    const NAMES: [(Self, &'static str); 6] = [
+    const NAMES: [(Self, &'static str); 7] = [
         (Self::LOCAL_WRITE, "local-write"),
         (Self::REMOTE_READ, "remote-read"),
         (Self::REMOTE_WRITE, "remote-write"),
         (Self::REMOTE_ATOMIC, "remote-atomic"),
         (Self::ZERO_BASED, "zero-based"),
         (Self::RELAXED_ORDERING, "relaxed-ordering"),
+        (Self::ON_DEMAND, "on-demand"),
     ];
 
     /// Whether everything in `other` is in this set too.

@@ -5,7 +5,7 @@ use std::fmt;
 /// Why a key does not give the memory that was asked for.
 ///
 /// A work request that names the key ends with a protection error on the side that used it; the reason is
-/// for counters and logs. [`Moving`](Denied::Moving) alone passes by itself.
+/// for counters and logs. [`Moving`](Denied::Moving) and [`Absent`](Denied::Absent) alone pass by themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Denied {
     /// No memory was ever registered under this index.
@@ -24,10 +24,19 @@ pub enum Denied {
     Gone,
     /// The memory is about to move; ask again.
     Moving,
+    /// The memory is being found; ask again.
+    Absent,
     /// The word of an atomic operation is not aligned.
     Misaligned,
     /// The device failed; [`Mr::failure`](super::Mr::failure) says how.
     Failed,
+}
+
+impl Denied {
+    /// Whether it passes by itself: who asks again later may get the memory.
+    pub fn passes(self) -> bool {
+        matches!(self, Self::Moving | Self::Absent)
+    }
 }
 
 impl fmt::Display for Denied {
@@ -41,6 +50,7 @@ impl fmt::Display for Denied {
             Self::Invalidated => "the key has been invalidated",
             Self::Gone => "the memory was freed under its registration",
             Self::Moving => "the memory is moving",
+            Self::Absent => "the memory is being found",
             Self::Misaligned => "the word is not aligned",
             Self::Failed => "the device failed",
         })

@@ -1,17 +1,24 @@
 //! Device memory under registrations: one copier for each piece, taken away when the memory moves or goes.
+//!
+//! Where the memory's owner tells of moves and frees, the gate closes before they happen. Where nobody tells, as with
+//! another library's CUDA memory, each use asks CUDA whether the same memory is still there.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
 use super::denied::Denied;
 use super::gate::Gate;
 use super::memory::{How, Path};
+use super::on_demand::{Counts, Faults, count};
+use super::pager;
 use super::word;
 use crate::error::{Error, Kind, Result};
 use crate::mem::copy::{Copier, Direction, Plan, Way};
-use crate::mem::{Allocation, Listener, MappingType, MemoryEvent, Watch, Window};
+use crate::mem::{
+    Allocation, Listener, MappingType, MemoryEvent, MemoryKind, Piece, Watch, Window,
+};
 use crate::mlx5::Atomic;
 
 /// Labels of the gate.
@@ -19,6 +26,7 @@ const READY: u32 = 0;
 const MOVING: u32 = 1;
 const GONE: u32 = 2;
 const BROKEN: u32 = 3;
+const ABSENT: u32 = 4;
 
 /// The size by which a path is named: where pinned memory is used at all, it is used here.
 const LARGE: u64 = 1 << 20;
@@ -32,6 +40,13 @@ pub(super) struct DeviceMemory {
     failure: Mutex<Option<Error>>,
     /// Whether copies wait in write-combining buffers until they are pushed out.
     combines: AtomicBool,
+    /// Whose memory it was when it was registered, where nobody tells of a free.
+    pieces: Box<[Piece]>,
+    /// The pager has been asked to find it.
+    wanted: AtomicBool,
+    counts: Counts,
+    /// For the pager, and for listeners.
+    me: Weak<Self>,
 }
 
 /// What is known of the memory's moves.
@@ -48,16 +63,21 @@ struct Life {
 
 impl DeviceMemory {
     pub(super) fn open(allocation: &Allocation, how: &How) -> Result<Arc<Self>> {
-        let memory = Arc::new(Self {
+        let pieces = allocation.pieces()?.into();
+        let memory = Arc::new_cyclic(|me| Self {
             allocation: allocation.clone(),
             how: how.clone(),
-            gate: Gate::closed(READY),
+            gate: Gate::closed(if how.on_demand { ABSENT } else { READY }),
             life: Mutex::default(),
             failure: Mutex::default(),
             combines: AtomicBool::new(false),
+            pieces,
+            wanted: AtomicBool::new(false),
+            counts: Counts::default(),
+            me: me.clone(),
         });
         // Weak, because the watch lies in the memory that the listener is about.
-        let weak = Arc::downgrade(&memory);
+        let weak = memory.me.clone();
         let listener: Listener = Arc::new(move |event| {
             if let Some(memory) = weak.upgrade() {
                 memory.notice(event);
@@ -74,7 +94,9 @@ impl DeviceMemory {
         }
         // The watch tells of what comes; whether the memory was gone before, only a look tells.
         allocation.read(0, &mut [0])?;
-        memory.reopen()?;
+        if !how.on_demand {
+            memory.reopen()?;
+        }
         Ok(memory)
     }
 
@@ -83,7 +105,11 @@ impl DeviceMemory {
             && self.allocation.len() == allocation.len()
             && self.allocation.kind() == allocation.kind()
             && self.allocation.device() == allocation.device();
-        same && self.how.is_same(how) && self.check().is_ok()
+        let there = || match self.check(0, self.allocation.len()) {
+            Ok(()) => true,
+            Err(denied) => denied.passes(),
+        };
+        same && self.how.is_same(how) && there()
     }
 
     /// What happens to the memory; on the thread that makes it happen.
@@ -96,15 +122,58 @@ impl DeviceMemory {
         }
         match event {
             // Nobody touches the old place once this returns.
-            MemoryEvent::Moving => drop(self.gate.close(MOVING)),
-            MemoryEvent::Freed => drop(self.gate.close(GONE)),
-            MemoryEvent::Moved => {
-                if let Err(error) = self.reopen() {
-                    self.gate.close(BROKEN);
-                    self.fail(error);
-                }
+            MemoryEvent::Moving => {
+                count(&self.counts.lost);
+                drop(self.gate.close(MOVING));
             }
+            MemoryEvent::Freed => drop(self.gate.close(GONE)),
+            MemoryEvent::Moved if self.how.on_demand => drop(self.gate.close(ABSENT)),
+            MemoryEvent::Moved => self.find(),
         }
+    }
+
+    /// Finds the memory where it is now.
+    fn find(&self) {
+        self.wanted.store(false, Ordering::Release);
+        if let Err(error) = self.reopen() {
+            count(&self.counts.refused);
+            self.gate.close(BROKEN);
+            self.fail(error);
+        }
+    }
+
+    /// Has it found, by somebody who may wait.
+    #[cold]
+    fn want(&self) {
+        if self.wanted.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        count(&self.counts.faults);
+        let me = self.me.clone();
+        pager::later(move || {
+            if let Some(memory) = me.upgrade() {
+                memory.find();
+            }
+        });
+    }
+
+    /// Finds it now, if it is to be found on demand and is not there.
+    pub(super) fn prefetch(&self) -> Result<()> {
+        if self.gate.peek() == (ABSENT, false) {
+            count(&self.counts.prefetched);
+            self.reopen()?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn prefetch_later(&self) {
+        if self.gate.peek() == (ABSENT, false) {
+            self.want();
+        }
+    }
+
+    pub(super) fn faults(&self) -> Faults {
+        self.counts.get()
     }
 
     /// Makes a copier and opens the gate with it, unless the memory moves or goes meanwhile.
@@ -139,20 +208,40 @@ impl DeviceMemory {
         Copier::with(&self.allocation, plan, self.how.agent.clone())
     }
 
-    /// Nothing while the memory is there, else what stands in the way.
+    /// Nothing while that range is there, else what stands in the way.
     #[inline]
-    pub(super) fn check(&self) -> std::result::Result<(), Denied> {
+    pub(super) fn check(&self, at: u64, len: u64) -> std::result::Result<(), Denied> {
         match self.gate.peek() {
-            (_, true) => Ok(()),
+            (_, true) if self.pieces.is_empty() => Ok(()),
+            (_, true) => self.ask(at, len),
             (label, false) => Err(self.reason(label)),
         }
+    }
+
+    /// Whether the memory is still whose it was: for memory whose end nobody tells of.
+    fn ask(&self, at: u64, len: u64) -> std::result::Result<(), Denied> {
+        let touched = |piece: &&Piece| piece.offset < at + len && at < piece.offset + piece.len;
+        for piece in self.pieces.iter().filter(touched) {
+            if self.allocation.identity(piece.offset).ok().flatten() != Some(piece.id) {
+                self.notice(MemoryEvent::Freed);
+                return Err(Denied::Gone);
+            }
+        }
+        Ok(())
     }
 
     /// How it is reached, and why not in better ways.
     pub(super) fn path(&self) -> (Path, Vec<String>) {
         let mut why = Vec::new();
-        if let Some(blind) = &self.life.lock().blind {
-            why.push(format!("frees by others are not seen: {blind}"));
+        let borrowed = self.allocation.kind() == MemoryKind::Borrowed;
+        if let (Some(blind), true) = (&self.life.lock().blind, borrowed) {
+            why.push(match self.pieces.is_empty() {
+                true => format!("frees by its owner are not seen: {blind}"),
+                false => format!("frees by its owner are found out at the next use: {blind}"),
+            });
+        }
+        if let Err(error) = self.prefetch() {
+            why.push(error.to_string());
         }
         let Ok(copier) = self.gate.enter(|_| true) else {
             why.push("the memory is moving or gone".to_owned());
@@ -250,6 +339,10 @@ impl DeviceMemory {
         match label {
             _ if self.life.lock().gone => Denied::Gone,
             MOVING => Denied::Moving,
+            ABSENT => {
+                self.want();
+                Denied::Absent
+            }
             _ => Denied::Failed,
         }
     }

@@ -11,11 +11,9 @@
 //!    make a closer wait a moment longer, and nothing else.
 #![allow(unsafe_code)]
 
-use std::cell::UnsafeCell;
 use std::ops::Deref;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::Mutex;
+use super::sync::{AtomicU64, Content, Mutex, Ordering, pause};
 
 /// Those inside are counted in two numbers, of which the phase says which one grows: who turns the gate
 /// waits for the other to become zero, however many come in meanwhile.
@@ -26,14 +24,12 @@ const PHASE: u64 = 1 << 40;
 const OPEN: u64 = 1 << 41;
 /// For the owner's own use.
 const LABEL_SHIFT: u32 = 42;
-/// How often a closer looks before it lets others run.
-const SPINS: u32 = 64;
 
 /// A value behind a gate.
 pub(super) struct Gate<T> {
     state: AtomicU64,
     changing: Mutex<()>,
-    content: UnsafeCell<Option<T>>,
+    content: Content<T>,
 }
 
 // SAFETY: invariant 1: the content is shared between threads, and taken out by one of them, as in a lock.
@@ -49,11 +45,11 @@ pub(super) struct Inside<'a, T> {
 
 impl<T> Gate<T> {
     /// A closed gate with that label.
-    pub(super) const fn closed(label: u32) -> Self {
+    pub(super) fn closed(label: u32) -> Self {
         Self {
-            state: AtomicU64::new((label as u64) << LABEL_SHIFT),
+            state: AtomicU64::new(u64::from(label) << LABEL_SHIFT),
             changing: Mutex::new(()),
-            content: UnsafeCell::new(None),
+            content: Content::empty(),
         }
     }
 
@@ -78,7 +74,7 @@ impl<T> Gate<T> {
         if open && admits(label) {
             // SAFETY: invariant 1: counted while open, so that no closer touches the content until the
             // count is given back, which `Inside` does when it is dropped.
-            if let Some(content) = unsafe { &*self.content.get() } {
+            if let Some(content) = unsafe { self.content.get() } {
                 return Ok(Inside { gate: self, content, unit });
             }
         }
@@ -93,7 +89,7 @@ impl<T> Gate<T> {
             return Err(content);
         }
         // SAFETY: invariant 1: closed, under the lock, and nobody inside since the closer waited.
-        unsafe { *self.content.get() = Some(content) };
+        unsafe { self.content.replace(Some(content)) };
         self.relabel(label, OPEN);
         Ok(())
     }
@@ -105,7 +101,7 @@ impl<T> Gate<T> {
         self.relabel(label, 0);
         self.drain(INSIDE);
         // SAFETY: invariant 1: closed, under the lock, and nobody inside.
-        unsafe { (*self.content.get()).take() }
+        unsafe { self.content.replace(None) }
     }
 
     /// Gives an open gate another label, and waits until those are gone who came in under the old one.
@@ -137,11 +133,7 @@ impl<T> Gate<T> {
         let mut looks = 0;
         while self.state.load(Ordering::Acquire) & mask != 0 {
             looks += 1;
-            if looks < SPINS {
-                std::hint::spin_loop();
-            } else {
-                std::thread::yield_now();
-            }
+            pause(looks);
         }
     }
 }
@@ -163,62 +155,5 @@ impl<T> Drop for Inside<'_, T> {
     #[inline]
     fn drop(&mut self) {
         self.gate.state.fetch_sub(self.unit, Ordering::Release);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::sync::atomic::AtomicBool;
-
-    #[test]
-    fn a_gate_opens_once_and_gives_its_content_back() {
-        let gate = Gate::closed(3);
-        assert_eq!(gate.enter(|_| true).err(), Some((3, false)));
-        gate.open(4, "here").unwrap();
-        assert_eq!(gate.open(5, "there"), Err("there"));
-        assert_eq!(*gate.enter(|label| label == 4).ok().unwrap(), "here");
-        assert_eq!(gate.enter(|label| label == 5).err(), Some((4, true)));
-        assert!(gate.turn(4, 5) && !gate.turn(4, 6));
-        assert_eq!(gate.close(6), Some("here"));
-        assert_eq!(gate.close(7), None);
-        assert_eq!(gate.peek(), (7, false));
-    }
-
-    #[test]
-    fn nobody_is_inside_when_the_content_comes_out() {
-        /// Says so when it is used after it was taken.
-        struct Guarded(AtomicBool);
-        let (gate, stop) = (Gate::closed(0), AtomicBool::new(false));
-        let uses = AtomicU64::new(0);
-        std::thread::scope(|scope| {
-            for _ in 0..3 {
-                scope.spawn(|| {
-                    while !stop.load(Ordering::Relaxed) {
-                        if let Ok(inside) = gate.enter(|_| true) {
-                            let inside: &Guarded = &inside;
-                            for _ in 0..10 {
-                                assert!(
-                                    inside.0.load(Ordering::Relaxed),
-                                    "used after it was taken"
-                                );
-                            }
-                            uses.fetch_add(1, Ordering::Relaxed);
-                        }
-                    }
-                });
-            }
-            for round in 0..3000 {
-                let before = uses.load(Ordering::Relaxed);
-                assert!(gate.open(round, Guarded(AtomicBool::new(true))).is_ok());
-                // Now and then until somebody is in, else at once.
-                while round % 16 == 0 && uses.load(Ordering::Relaxed) == before {
-                    std::thread::yield_now();
-                }
-                let taken = gate.close(round).unwrap();
-                taken.0.store(false, Ordering::Relaxed);
-            }
-            stop.store(true, Ordering::Relaxed);
-        });
     }
 }

@@ -77,6 +77,21 @@ impl HostMemory {
         }
     }
 
+    /// The pages of a dma-buf whose exporter lets the CPU map them.
+    pub(super) fn map_dmabuf(file: OwnedFd) -> Result<Self> {
+        let len = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0));
+        let len = len.map_err(|e| failure(e, 0))?;
+        Self::map(file, len)
+    }
+
+    /// A part of it as registrations of descriptors use it, if it lies inside.
+    pub(super) fn map_part(self, offset: u64, len: u64) -> Option<Memory> {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.len());
+        let (base, whole) = (self.0.base, self.0.len);
+        let range = HostRange { base, len: whole, _hold: Hold::Ours { _memory: self } };
+        inside.then(|| Memory::mapped(range.part(offset, len)))
+    }
+
     fn map(file: OwnedFd, len: u64) -> Result<Self> {
         let size = usize::try_from(len).map_err(|_| failure(rustix::io::Errno::NOMEM, len))?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
@@ -166,6 +181,19 @@ impl HostRange {
         // The region keeps the memory from being freed, so that the bytes stay where they are.
         let _hold = Hold::Pinned { _region: region.clone() };
         Some(Self { base: part.base(), len: usize::try_from(region.len()).ok()?, _hold })
+    }
+
+    /// Whether a handle keeps it there, so that it cannot go away.
+    pub(super) fn is_held(&self) -> bool {
+        !matches!(self._hold, Hold::Caller)
+    }
+
+    /// A part that lies inside.
+    pub(super) fn part(&self, offset: u64, len: u64) -> Self {
+        // SAFETY: the caller's promise, so that the sum stays inside one mapping.
+        let base = unsafe { self.base.add(offset as usize) };
+        debug_assert!(offset + len <= self.len());
+        Self { base, len: len as usize, _hold: self._hold.clone() }
     }
 
     pub(super) fn len(&self) -> u64 {

@@ -3,8 +3,14 @@
 use std::fmt;
 use std::sync::Arc;
 
+use super::access::Access;
+use super::device::DeviceMemory;
 use super::host::HostRange;
+use super::on_demand::OnDemand;
+use super::reach::Reach;
+use crate::error::{Error, Kind, Result};
 use crate::mem::{Agent, Region, WindowPath};
+use crate::units;
 
 /// Memory to register: our own host memory, a caller's range, or memory of a device.
 ///
@@ -26,14 +32,47 @@ pub struct Memory {
 }
 
 pub(super) enum What {
-    Host(HostRange),
-    Device { region: Region, how: How },
+    Host {
+        range: HostRange,
+        path: Path,
+    },
+    Device {
+        region: Region,
+        how: How,
+    },
+    OnDemand(Arc<OnDemand>),
+    /// Memory that its owner copies, and where it begins.
+    Reached {
+        reach: Arc<dyn Reach>,
+        address: u64,
+        len: u64,
+    },
+}
+
+/// How the memory of a registration is reached, for those who ask.
+pub(super) enum Reached {
+    Fixed(Path),
+    Device(Arc<DeviceMemory>),
+    OnDemand(Arc<OnDemand>),
+}
+
+impl Reached {
+    /// The path, and why there is no better one.
+    pub(super) fn path(&self) -> (Path, Vec<String>) {
+        match self {
+            Self::Fixed(path) => (*path, Vec::new()),
+            Self::Device(memory) => memory.path(),
+            Self::OnDemand(_) => (Path::OnDemand, Vec::new()),
+        }
+    }
 }
 
 /// What a registration of device memory may use.
 #[derive(Clone, Default)]
 pub(super) struct How {
     pub(super) no_window: bool,
+    /// The way is found when it is first needed, and again after each move.
+    pub(super) on_demand: bool,
     pub(super) agent: Option<Arc<Agent>>,
 }
 
@@ -43,13 +82,75 @@ impl How {
             (Some(mine), Some(theirs)) => Arc::ptr_eq(mine, theirs),
             (mine, theirs) => mine.is_none() && theirs.is_none(),
         };
-        self.no_window == other.no_window && same_agent
+        (self.no_window, self.on_demand) == (other.no_window, other.on_demand) && same_agent
     }
 }
 
 impl Memory {
     pub(super) fn host(range: HostRange) -> Self {
-        Self { what: What::Host(range) }
+        Self { what: What::Host { range, path: Path::Host } }
+    }
+
+    /// Host memory that came by a file descriptor.
+    pub(super) fn mapped(range: HostRange) -> Self {
+        Self { what: What::Host { range, path: Path::DmaBuf } }
+    }
+
+    /// `len` bytes at `address` that `reach` copies: for [peer-memory clients](super::PeerClient) whose memory is
+    /// neither host memory nor a device's.
+    pub fn reached_by(reach: Arc<dyn Reach>, address: u64, len: u64) -> Self {
+        Self { what: What::Reached { reach, address, len } }
+    }
+
+    /// A part of it, where it is made of host or device memory.
+    pub fn part(self, offset: u64, len: u64) -> Result<Self> {
+        let whole = self.len();
+        let what = || format!("use {} at offset {offset}", units::bytes(len));
+        if len == 0 || offset.checked_add(len).is_none_or(|end| end > whole) {
+            let why = format!("the memory has {whole} bytes");
+            return Err(Error::new(Kind::OutOfRange, what()).why(why));
+        }
+        let what = match self.what {
+            What::Host { range, path } => What::Host { range: range.part(offset, len), path },
+            What::Device { region, how } => {
+                let region = region.allocation().region(region.offset() + offset, len)?;
+                What::Device { region, how }
+            }
+            What::OnDemand(_) | What::Reached { .. } => {
+                return Err(Error::new(Kind::Unsupported, what()).why("only its owner divides it"));
+            }
+        };
+        Ok(Self { what })
+    }
+
+    /// The same memory, found when it is needed. Memory that cannot go away stays as it is, and `notes` says so.
+    pub(super) fn on_demand(mut self, access: Access, notes: &mut Vec<String>) -> Result<Self> {
+        let refused = |why: &'static str, fix: &'static str| {
+            Err(Error::new(Kind::Unsupported, "register memory on demand").why(why).fix(fix))
+        };
+        match &mut self.what {
+            What::Device { how, .. } => how.on_demand = true,
+            What::Host { range, .. } if range.is_held() => {
+                notes.push(
+                    "always there: its handle keeps it, so nothing is found on demand".into(),
+                );
+            }
+            What::Host { .. } if access.contains(Access::REMOTE_ATOMIC) => {
+                return refused(
+                    "the kernel copies such memory, and has no atomic operations for that",
+                    "leave out remote-atomic, or register the memory without on-demand",
+                );
+            }
+            What::Host { range, .. } => {
+                let writes = access.contains(Access::LOCAL_WRITE);
+                self.what = What::OnDemand(OnDemand::new(range.clone(), writes));
+            }
+            What::OnDemand(_) => {}
+            What::Reached { .. } => {
+                return refused("its owner alone finds it", "leave out on-demand");
+            }
+        }
+        Ok(self)
     }
 
     /// The same memory, without a CPU window: everything goes by the copy engine.
@@ -73,8 +174,10 @@ impl Memory {
     /// How many bytes.
     pub fn len(&self) -> u64 {
         match &self.what {
-            What::Host(range) => range.len(),
+            What::Host { range, .. } => range.len(),
             What::Device { region, .. } => region.len(),
+            What::OnDemand(memory) => memory.len(),
+            What::Reached { len, .. } => *len,
         }
     }
 
@@ -86,8 +189,10 @@ impl Memory {
     /// Where it lies: an address of this process or of the device.
     pub fn address(&self) -> u64 {
         match &self.what {
-            What::Host(range) => range.address(),
+            What::Host { range, .. } => range.address(),
             What::Device { region, .. } => region.address().raw(),
+            What::OnDemand(memory) => memory.address(),
+            What::Reached { address, .. } => *address,
         }
     }
 }
@@ -121,6 +226,12 @@ impl fmt::Debug for Memory {
 pub enum Path {
     /// It is the host's own memory.
     Host,
+    /// Host memory by its address, looked up by the kernel at each use.
+    OnDemand,
+    /// Pages of a dma-buf, or of another file of memory, that are mapped here.
+    DmaBuf,
+    /// In its client's own way.
+    PeerMemory,
     /// Through a CPU window of this kind; what is large goes by the copy engine.
     Window(WindowPath),
     /// By the copy engine.
@@ -133,6 +244,9 @@ impl fmt::Display for Path {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Host => f.pad("host memory"),
+            Self::OnDemand => f.pad("host memory on demand"),
+            Self::DmaBuf => f.pad("mapped dma-buf"),
+            Self::PeerMemory => f.pad("peer memory"),
             Self::Window(path) => write!(f, "window ({path})"),
             Self::Engine => f.pad("copy engine"),
             Self::Staged => f.pad("staged"),

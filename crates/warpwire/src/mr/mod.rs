@@ -48,21 +48,39 @@
 //! 6. **Finding memory takes no lock and no allocation.** It costs two atomic additions.
 
 mod access;
+mod client;
+mod clients;
 mod denied;
 mod device;
+mod dma_buf;
 mod gate;
+#[cfg(test)]
+mod gate_tests;
 mod host;
+mod keys;
+mod maps;
 mod memory;
+mod on_demand;
+mod pager;
+mod reach;
+mod registration;
 mod registry;
 mod span;
+mod sync;
 mod table;
 #[cfg(test)]
 mod tests;
+mod tie;
 mod word;
 
 pub use access::Access;
+pub use client::{End, Invalidate, PeerClient, PeerPages, Persistence};
 pub use denied::Denied;
+pub use dma_buf::DmaBufRange;
 pub use host::HostMemory;
 pub use memory::{Memory, Path};
-pub use registry::{Mr, Pd, PdId, Registry};
+pub use on_demand::Faults;
+pub use reach::Reach;
+pub use registration::{Attach, Mr, Named};
+pub use registry::{Pd, PdId, Registry};
 pub use span::Span;

@@ -1,35 +1,32 @@
 //! Registrations and their keys.
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use super::access::Access;
+use super::client::{Got, Invalidate, PeerClient};
+use super::clients;
 use super::denied::Denied;
 use super::device::DeviceMemory;
-use super::host::HostRange;
-use super::memory::{Memory, Path, What};
+use super::keys::{Keys, TAG};
+use super::memory::{How, Memory, Reached, What};
+use super::registration::{Mr, Named, Registration, Target};
 use super::span::Span;
-use super::table::{MOST, Table};
+use super::table::Table;
+use super::tie::Tie;
 use super::word;
 use crate::error::{Error, Kind, Result};
-use crate::mem::Region;
-use crate::mlx5::INVALID_KEY;
+use crate::mem::{Pin, Region};
 use crate::units;
 
-/// The index that no key has, so that zero is no key.
-const RESERVED_INDEX: u32 = 0;
-/// How many indexes rest before one is used again: with their tags, a key comes back after some 65 000
-/// registrations at the earliest.
-const RESTING: usize = 256;
-
-/// The label of a slot's gate: the tag of its key, whether it was ever used, whether peers are shut out.
-const TAG: u32 = 0xff;
+/// The label of a slot's gate: the tag of its key, whether it was ever used, whether peers are shut out, whether
+/// the memory went away under it.
 const USED: u32 = 1 << 8;
 const SHUT: u32 = 1 << 9;
+const GONE: u32 = 1 << 10;
 
 /// What a [`Pd`] is told by, in work requests and queue pairs. No two in a process are alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -57,23 +54,6 @@ impl Pd {
     }
 }
 
-/// What a key stands for.
-pub(super) struct Registration {
-    pd: PdId,
-    access: Access,
-    iova: u64,
-    len: u64,
-    pub(super) target: Target,
-    /// The domain lives as long as its registrations.
-    _pd: Pd,
-}
-
-/// Where the memory is.
-pub(super) enum Target {
-    Host(HostRange),
-    Device { memory: Arc<DeviceMemory>, region: Region },
-}
-
 /// All registrations of one software device. Clones are the same registry.
 ///
 /// ```
@@ -88,64 +68,72 @@ pub(super) enum Target {
 /// assert_eq!(find(other.id(), Access::NONE, 0, 1), Some(Denied::OtherPd));
 /// # Ok::<(), warpwire::Error>(())
 /// ```
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct Registry(Arc<Inner>);
 
-#[derive(Default)]
-struct Inner {
+pub(super) struct Inner {
+    /// What clients know the device by.
+    name: String,
     table: Table,
     keys: Mutex<Keys>,
     /// Device memory in use, so that registrations of one allocation share its window.
     devices: Mutex<Vec<Weak<DeviceMemory>>>,
+    /// Whom to ask whose an address is, in this order.
+    clients: RwLock<Vec<Arc<dyn PeerClient>>>,
 }
 
-/// Which keys are free.
-struct Keys {
-    /// Indexes from here on were never used.
-    fresh: u32,
-    /// Indexes whose registration has ended, with the tag that it had; the longest rested first.
-    resting: VecDeque<(u32, u8)>,
-    live: usize,
+impl Inner {
+    /// Takes a registration off its key, whose memory is going away. The key stays its owner's.
+    pub(super) fn take_off(&self, key: u32) -> Option<Registration> {
+        self.table.get(key >> 8)?.0.close(key & TAG | USED | GONE)
+    }
 }
 
-impl Default for Keys {
+impl Default for Registry {
     fn default() -> Self {
-        Self { fresh: RESERVED_INDEX + 1, resting: VecDeque::new(), live: 0 }
+        Self::new()
     }
 }
 
-impl Keys {
-    fn take(&mut self) -> Option<u32> {
-        let rested = self.resting.len() > RESTING || self.fresh == MOST;
-        let key = match rested.then(|| self.resting.pop_front()).flatten() {
-            Some((index, tag)) => index << 8 | u32::from(next_tag(index, tag)),
-            None if self.fresh < MOST => {
-                self.fresh += 1;
-                let index = self.fresh - 1;
-                index << 8 | u32::from(next_tag(index, 0))
-            }
-            None => return None,
-        };
-        self.live += 1;
-        Some(key)
-    }
-
-    fn give_back(&mut self, key: u32) {
-        self.live -= 1;
-        self.resting.push_back((key >> 8, (key & TAG) as u8));
-    }
+/// Where memory came from, beside the memory itself.
+pub(super) struct Provenance {
+    pub(super) named: Named,
+    pub(super) got: Option<Got>,
+    pub(super) tie: Option<Arc<Tie>>,
+    pub(super) pin: Option<Pin>,
 }
 
-/// The tag after `tag`; one key, hardware's own invalid one, is never made.
-fn next_tag(index: u32, tag: u8) -> u8 {
-    let next = tag.wrapping_add(1);
-    if index << 8 | u32::from(next) == INVALID_KEY { next.wrapping_add(1) } else { next }
+impl Default for Provenance {
+    fn default() -> Self {
+        Self { named: Named::Handle, got: None, tie: None, pin: None }
+    }
 }
 
 impl Registry {
-    /// An empty registry.
+    /// An empty registry, whose clients are the host, CUDA and the simulator.
     pub fn new() -> Self {
-        Self::default()
+        Self::named("soft")
+    }
+
+    /// The same, of a device with that name.
+    pub fn named(name: impl Into<String>) -> Self {
+        Self(Arc::new(Inner {
+            name: name.into(),
+            table: Table::default(),
+            keys: Mutex::default(),
+            devices: Mutex::default(),
+            clients: RwLock::new(clients::all()),
+        }))
+    }
+
+    /// Adds a client, to be asked before those that are there.
+    pub fn add_client(&self, client: Arc<dyn PeerClient>) {
+        self.0.clients.write().insert(0, client);
+    }
+
+    /// The clients, in the order in which they are asked.
+    pub fn clients(&self) -> Vec<Arc<dyn PeerClient>> {
+        self.0.clients.read().clone()
     }
 
     /// A new protection domain.
@@ -175,16 +163,93 @@ impl Registry {
         iova: Option<u64>,
         access: Access,
     ) -> Result<Mr> {
-        let memory = memory.into();
+        self.admit(pd, memory.into(), iova, access, Provenance::default())
+    }
+
+    /// Registers `len` bytes at `address`, whosever they are: the clients are asked in turn.
+    ///
+    /// With [`Access::ON_DEMAND`], host memory is looked up at each use: unmapping it makes work fail and harms
+    /// nothing. Without, an unmapped page under a registration is a fault of this process.
+    ///
+    /// ```
+    /// use warpwire::mr::{Access, Path, Registry};
+    /// let registry = Registry::new();
+    /// let words: Vec<_> = (0..512).map(std::sync::atomic::AtomicU64::new).collect();
+    /// let at = words.as_ptr().addr() as u64;
+    /// // SAFETY: the words outlive the registration, and are atomics, which peers may change.
+    /// let mr = unsafe { registry.register_address(&registry.pd(), at, 4096, None, Access::ALL) }?;
+    /// assert_eq!((mr.client(), mr.path()), (Some("host"), Path::Host));
+    /// // SAFETY: nothing is there, which is found out.
+    /// let nobody = unsafe { registry.register_address(&registry.pd(), 4096, 64, None, Access::ALL) };
+    /// assert!(nobody.unwrap_err().to_string().contains("nobody knows the address"));
+    /// # Ok::<(), warpwire::Error>(())
+    /// ```
+    ///
+    /// # Safety
+    /// What [`Memory::raw`] and [`Device::borrow`](crate::mem::Device::borrow) ask for, whichever sort of memory it is:
+    /// it stays until the registration has ended or its client has taken it back, and what peers may write is
+    /// touched by atomic or volatile accesses only.
+    #[allow(unsafe_code)]
+    pub unsafe fn register_address(
+        &self,
+        pd: &Pd,
+        address: u64,
+        len: u64,
+        iova: Option<u64>,
+        access: Access,
+    ) -> Result<Mr> {
+        access.check()?;
+        let what = || format!("register {} at {address:#x}", units::bytes(len));
+        if len == 0 || address.checked_add(len).is_none() {
+            return Err(Error::new(Kind::InvalidArgument, what())
+                .why("the range is empty, or passes the last address"));
+        }
+        let mut refusals = Vec::new();
+        for client in self.clients() {
+            let name = client.name().to_owned();
+            let persistence = client.persistence();
+            let pages = match client.acquire(address, len) {
+                Ok(pages) => pages,
+                Err(error) => {
+                    refusals.push(format!("{name}: {}", error.reason()));
+                    continue;
+                }
+            };
+            let tie = Arc::new(Tie::new());
+            let invalidate = Invalidate { tie: tie.clone(), registry: Arc::downgrade(&self.0) };
+            let writes = access.contains(Access::LOCAL_WRITE);
+            let got = Got::get(pages, self.0.name.clone(), writes, invalidate);
+            let (got, memory) = got.map_err(|error| error.during(what()))?;
+            let page_size = got.page_size();
+            let named = Named::Address { client: name, persistence, page_size };
+            let provenance = Provenance { named, got: Some(got), tie: Some(tie), pin: None };
+            return self.admit(pd, memory, iova.or(Some(address)), access, provenance);
+        }
+        let why = format!("nobody knows the address ({})", refusals.join("; "));
+        Err(Error::new(Kind::NotDeviceMemory, what()).why(why).fix(
+            "pass memory that is mapped in this process or allocated on a GPU of it, all of it",
+        ))
+    }
+
+    /// What all registrations have in common.
+    pub(super) fn admit(
+        &self,
+        pd: &Pd,
+        memory: Memory,
+        iova: Option<u64>,
+        access: Access,
+        provenance: Provenance,
+    ) -> Result<Mr> {
+        access.check()?;
         let (address, len) = (memory.address(), memory.len());
         let failure = |kind, why: String| {
             let what = format!("register {} at {address:#x}", units::bytes(len));
             Error::new(kind, what).why(why)
         };
-        access.check()?;
         let zero_based = access.contains(Access::ZERO_BASED);
         let iova = match (iova, zero_based) {
             (Some(0) | None, true) => 0,
+            (Some(_), true) if matches!(provenance.named, Named::Address { .. }) => 0,
             (Some(iova), true) => {
                 let why = format!("it is zero-based, and yet should begin at {iova:#x}");
                 return Err(failure(Kind::InvalidArgument, why).fix("leave one of the two out"));
@@ -195,22 +260,44 @@ impl Registry {
             let why = format!("{len} bytes from {iova:#x} on are none, or pass the last address");
             return Err(failure(Kind::InvalidArgument, why));
         }
-        let target = match memory.what {
-            What::Host(range) => Target::Host(range),
+        let mut notes = Vec::new();
+        let memory = match access.contains(Access::ON_DEMAND) {
+            true => memory.on_demand(access, &mut notes)?,
+            false => memory,
+        };
+        let (target, reached) = self.target(memory)?;
+        let Provenance { named, got, tie, pin } = provenance;
+        let (id, _pd) = (pd.id(), pd.clone());
+        let registration = Registration { pd: id, access, iova, len, target, got, _pin: pin, _pd };
+        let publish = || self.publish(registration);
+        let key = match &tie {
+            None => publish()?,
+            Some(tie) => tie.bind(publish).unwrap_or_else(|| {
+                let why = "its owner took it back meanwhile".to_owned();
+                Err(failure(Kind::Freed, why))
+            })?,
+        };
+        let (registry, pd) = (self.clone(), pd.clone());
+        Ok(Mr { registry, key, pd, iova, len, access, reached, named, notes, tie })
+    }
+
+    /// How memory is reached, for work and for those who ask.
+    fn target(&self, memory: Memory) -> Result<(Target, Reached)> {
+        let address = memory.address();
+        Ok(match memory.what {
+            What::Host { range, path } => (Target::Host(range), Reached::Fixed(path)),
             What::Device { region, how } => {
-                Target::Device { memory: self.device(&region, &how)?, region }
+                let memory = self.device(&region, &how)?;
+                (Target::Device { memory: memory.clone(), region }, Reached::Device(memory))
             }
-        };
-        let (path, why, device) = match &target {
-            Target::Host(_) => (Path::Host, Vec::new(), None),
-            Target::Device { memory, .. } => {
-                let (path, why) = memory.path();
-                (path, why, Some(memory.clone()))
+            What::OnDemand(memory) => {
+                let reach = memory.clone();
+                (Target::Reached { reach, address }, Reached::OnDemand(memory))
             }
-        };
-        let registration = Registration { pd: pd.id(), access, iova, len, target, _pd: pd.clone() };
-        let key = self.publish(registration)?;
-        Ok(Mr { registry: self.clone(), key, pd: pd.clone(), iova, len, access, path, why, device })
+            What::Reached { reach, .. } => {
+                (Target::Reached { reach, address }, Reached::Fixed(super::Path::PeerMemory))
+            }
+        })
     }
 
     /// Puts a registration under a new key.
@@ -228,7 +315,7 @@ impl Registry {
     }
 
     /// The shared state of the device memory that a region is of.
-    fn device(&self, region: &Region, how: &super::memory::How) -> Result<Arc<DeviceMemory>> {
+    fn device(&self, region: &Region, how: &How) -> Result<Arc<DeviceMemory>> {
         let mut devices = self.0.devices.lock();
         devices.retain(|known| known.strong_count() > 0);
         let mut known = devices.iter().filter_map(Weak::upgrade);
@@ -272,8 +359,14 @@ impl Registry {
             return Err(Denied::Rights);
         }
         let offset = place(inside.iova, inside.len, address, len).ok_or(Denied::Range)?;
-        if let Target::Device { memory, .. } = &inside.target {
-            memory.check()?;
+        match &inside.target {
+            Target::Host(_) => {}
+            Target::Device { memory, region } => memory.check(region.offset() + offset, len)?,
+            Target::Reached { reach, .. } => {
+                let writes =
+                    need.contains(Access::LOCAL_WRITE) || need.contains(Access::REMOTE_WRITE);
+                reach.check(offset, len, writes)?;
+            }
         }
         Ok(Span::new(inside, offset, len))
     }
@@ -310,7 +403,7 @@ impl Registry {
     }
 
     /// Ends the registration of a key: see [`Mr::deregister`].
-    fn end(&self, key: u32) {
+    pub(super) fn end(&self, key: u32) {
         if let Some(slot) = self.0.table.get(key >> 8) {
             // Dropped before the index can be used again, so that memory is free when the key is.
             drop(slot.0.close(key & TAG | USED));
@@ -331,6 +424,7 @@ fn place(iova: u64, total: u64, address: u64, len: u64) -> Option<u64> {
 fn reason(label: u32, open: bool, wanted: u32) -> Denied {
     match (label & USED != 0, open) {
         (false, _) => Denied::Unknown,
+        (true, false) if label & !SHUT == wanted | GONE => Denied::Gone,
         (true, true) if label & !SHUT == wanted => Denied::Invalidated,
         _ => Denied::Stale,
     }
@@ -342,134 +436,10 @@ impl fmt::Debug for Registry {
     }
 }
 
-/// A memory registration. Dropping it ends it.
-///
-/// ```
-/// use warpwire::mem::sim::{Sim, SimConfig};
-/// use warpwire::mr::{Access, Memory, Path, Registry};
-/// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
-/// let registry = Registry::new();
-/// let memory = gpu.alloc(1 << 20).unwrap();
-/// let direct = registry.register(&registry.pd(), memory.whole().unwrap(), None, Access::ALL).unwrap();
-/// assert!(matches!(direct.path(), Path::Window(_)));
-/// let slow = Memory::from(memory.whole().unwrap()).without_window();
-/// let slow = registry.register(&registry.pd(), slow, None, Access::ALL).unwrap();
-/// assert_eq!(slow.path(), Path::Engine);
-/// assert_eq!(slow.why(), ["no window: it was registered without one"]);
-/// ```
-pub struct Mr {
-    registry: Registry,
-    key: u32,
-    pd: Pd,
-    iova: u64,
-    len: u64,
-    access: Access,
-    path: Path,
-    why: Vec<String>,
-    device: Option<Arc<DeviceMemory>>,
-}
-
-impl Mr {
-    /// The key for this side's work requests.
-    pub fn lkey(&self) -> u32 {
-        self.key
-    }
-
-    /// The key for peers; the same one.
-    pub fn rkey(&self) -> u32 {
-        self.key
-    }
-
-    /// Its protection domain.
-    pub fn pd(&self) -> &Pd {
-        &self.pd
-    }
-
-    /// The address of its first byte, in work requests.
-    pub fn iova(&self) -> u64 {
-        self.iova
-    }
-
-    /// How many bytes.
-    #[allow(clippy::len_without_is_empty)] // no registration is empty
-    pub fn len(&self) -> u64 {
-        self.len
-    }
-
-    /// What may be done with it.
-    pub fn access(&self) -> Access {
-        self.access
-    }
-
-    /// How the memory is reached.
-    pub fn path(&self) -> Path {
-        self.path
-    }
-
-    /// Why it is not reached in better ways, and what is not as it should be; empty where all is well.
-    pub fn why(&self) -> &[String] {
-        &self.why
-    }
-
-    /// The device's last failure, after a [`Denied::Failed`].
-    pub fn failure(&self) -> Option<Error> {
-        self.device.as_ref().and_then(|memory| memory.failure())
-    }
-
-    /// Ends the registration. When it returns, nobody uses the memory through it, and the key is dead.
-    ///
-    /// It waits for copies under way. A thread that holds a [`Span`] of it would wait for itself.
-    pub fn deregister(self) {}
-}
-
-impl Drop for Mr {
-    fn drop(&mut self) {
-        self.registry.end(self.key);
-    }
-}
-
-impl fmt::Debug for Mr {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (key, len, iova) = (self.key, self.len, self.iova);
-        write!(f, "Mr({key:#x}, {len} bytes at {iova:#x}, {}, {})", self.access, self.path)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::collections::HashSet;
-
-    #[test]
-    fn keys_rest_wrap_and_never_are_the_invalid_one() {
-        let mut keys = Keys::default();
-        let mut recent = VecDeque::new();
-        let mut seen_recently = HashSet::new();
-        for round in 0..200_000u32 {
-            let key = keys.take().unwrap();
-            assert!(key >> 8 != RESERVED_INDEX && key != INVALID_KEY, "{key:#x}");
-            assert!(seen_recently.insert(key), "{key:#x} came back at round {round}");
-            recent.push_back(key);
-            if recent.len() > 60_000 {
-                seen_recently.remove(&recent.pop_front().unwrap());
-            }
-            keys.give_back(key);
-        }
-        assert!(keys.fresh < 300, "indexes are used again");
-        assert_eq!(keys.live, 0);
-    }
-
-    #[test]
-    fn the_last_index_is_the_last() {
-        let mut keys = Keys { fresh: MOST - 1, ..Keys::default() };
-        let last = keys.take().unwrap();
-        assert_eq!(last >> 8, MOST - 1);
-        assert_eq!(keys.take(), None);
-        keys.give_back(last);
-        // No rest when there is no other.
-        assert_eq!(keys.take(), Some(last + 1));
-    }
 
     proptest! {
         #[test]

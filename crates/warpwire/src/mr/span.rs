@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::denied::Denied;
 use super::gate::Inside;
-use super::registry::{Registration, Target};
+use super::registration::{Registration, Target};
 use super::word;
 use crate::mem::SharedBytes;
 use crate::mlx5::Atomic;
@@ -60,7 +60,11 @@ impl<'a> Span<'a> {
     /// Whether the memory is a device's: each copy has a price of its own there, and few large ones cost less than
     /// many small ones.
     pub fn is_device(&self) -> bool {
-        matches!(self.inside.as_deref(), Some(Registration { target: Target::Device { .. }, .. }))
+        match self.inside.as_deref().map(|registration| &registration.target) {
+            Some(Target::Device { .. }) => true,
+            Some(Target::Reached { reach, .. }) => reach.is_slow(),
+            Some(Target::Host(_)) | None => false,
+        }
     }
 
     /// Copies from the memory, `offset` bytes into the range, to `into`.
@@ -70,6 +74,7 @@ impl<'a> Span<'a> {
         match target {
             Target::Host(range) => range.bytes().read_cached(at, into).map_err(|_| Denied::Range),
             Target::Device { memory, region } => memory.read(region.offset() + at, into),
+            Target::Reached { reach, .. } => reach.read(at, into),
         }
     }
 
@@ -80,6 +85,7 @@ impl<'a> Span<'a> {
         match target {
             Target::Host(range) => range.bytes().write_cached(at, from).map_err(|_| Denied::Range),
             Target::Device { memory, region } => memory.write(region.offset() + at, from),
+            Target::Reached { reach, .. } => reach.write(at, from),
         }
     }
 
@@ -113,6 +119,10 @@ impl<'a> Span<'a> {
                 aligned(region.address().raw())?;
                 memory.atomic(region.offset() + at, op)
             }
+            Target::Reached { reach, address } => {
+                aligned(*address)?;
+                reach.atomic(at, op)
+            }
         }
     }
 
@@ -131,7 +141,7 @@ impl<'a> Span<'a> {
     pub fn host_bytes(&self) -> Option<SharedBytes<'_>> {
         match &self.inside.as_deref()?.target {
             Target::Host(range) => range.bytes().part(self.offset, self.len).ok(),
-            Target::Device { .. } => None,
+            Target::Device { .. } | Target::Reached { .. } => None,
         }
     }
 

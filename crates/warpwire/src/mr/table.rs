@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use super::gate::Gate;
-use super::registry::Registration;
+use super::registration::Registration;
 
 /// How many slots the first two pieces have; each one after them has twice as many as the one before.
 const FIRST: u32 = 256;

@@ -54,7 +54,7 @@ use parking_lot::Mutex;
 
 pub use crate::hca::{AsyncEvent, Drive, Signal};
 pub use crate::mlx5::{Atomic, Status};
-pub use crate::mr::{Access, Memory, Pd};
+pub use crate::mr::{Access, Attach, DmaBufRange, Memory, Pd, PeerClient};
 pub use completion::{Completion, CompletionKind};
 pub use cq::{Cq, CqOptions};
 pub use exchange::Offer;
@@ -117,6 +117,42 @@ impl Context {
         access: Access,
     ) -> Result<Mr> {
         Ok(Mr(self.0.hca.registry().register(pd, memory, iova, access)?))
+    }
+
+    /// Registers `len` bytes at `address`, whosever they are: this process's, a GPU's, a client's of the program.
+    ///
+    /// # Safety
+    /// As for [`Registry::register_address`](mr::Registry::register_address).
+    #[allow(unsafe_code)]
+    pub unsafe fn register_address(
+        &self,
+        pd: &Pd,
+        address: u64,
+        len: u64,
+        iova: Option<u64>,
+        access: Access,
+    ) -> Result<Mr> {
+        // SAFETY: the caller's promise.
+        let made =
+            unsafe { self.0.hca.registry().register_address(pd, address, len, iova, access) };
+        Ok(Mr(made?))
+    }
+
+    /// Registers a range of a dma-buf: see [`Registry::register_dmabuf`](mr::Registry::register_dmabuf).
+    pub fn register_dmabuf(
+        &self,
+        pd: &Pd,
+        range: DmaBufRange<'_>,
+        iova: Option<u64>,
+        access: Access,
+        attach: Attach,
+    ) -> Result<Mr> {
+        Ok(Mr(self.0.hca.registry().register_dmabuf(pd, range, iova, access, attach)?))
+    }
+
+    /// Adds a peer-memory client: its memory can be registered by its address from now on.
+    pub fn add_client(&self, client: Arc<dyn PeerClient>) {
+        self.0.hca.registry().add_client(client);
     }
 
     /// Makes a completion queue with room for at least so many completions.

@@ -53,6 +53,13 @@ impl Driver {
         DRIVER.get_or_init(Self::load).as_ref().map_err(Clone::clone)
     }
 
+    /// Whether the library is in this process, whoever loaded it.
+    pub(super) fn is_loaded() -> bool {
+        use libloading::os::unix;
+        // SAFETY: nothing is loaded, so that no initialiser runs.
+        unsafe { unix::Library::open(Some(LIBRARY), unix::RTLD_NOW | libc::RTLD_NOLOAD) }.is_ok()
+    }
+
     fn load() -> Result<Self> {
         // SAFETY: loading the vendor's library runs its initialisers, which have no conditions.
         let library = unsafe { Library::new(LIBRARY) }.map_err(|error| {

@@ -366,6 +366,23 @@ impl MemoryBackend for CudaMemory {
         Ok(Watch::new(|| ()))
     }
 
+    fn identity(&self, offset: u64) -> Result<Option<u64>> {
+        if !matches!(self.origin, Origin::Borrowed) {
+            return Ok(None);
+        }
+        let at = self.address.raw() + offset;
+        let mut id = 0_u64;
+        call!(self.device.driver, pointer_attribute((&raw mut id).cast(), pointer::BUFFER_ID, at))?;
+        Ok(Some(id))
+    }
+
+    fn piece_end(&self, offset: u64) -> Result<u64> {
+        let (mut base, mut size) = (0, 0);
+        let at = self.address.raw() + offset;
+        call!(self.device.driver, address_range(&mut base, &mut size, at))?;
+        Ok((base + size as u64).saturating_sub(self.address.raw()))
+    }
+
     fn window_paths(&self) -> &'static [WindowPath] {
         match self.origin {
             Origin::Pinned(_) => &[],

@@ -118,6 +118,11 @@ impl Drop for DriverCopies {
     }
 }
 
+/// Whether this process has loaded CUDA, by us or by anybody else.
+pub fn is_loaded() -> bool {
+    Driver::is_loaded()
+}
+
 /// The CUDA device whose memory lies at `address`.
 pub(super) fn owner_of(address: DeviceAddr) -> Result<Device> {
     let driver = Driver::get()?;

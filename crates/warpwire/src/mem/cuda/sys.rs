@@ -69,6 +69,7 @@ pub(super) mod attribute {
 
 pub(super) mod pointer {
     pub(crate) const MEMORY_TYPE: i32 = 2;
+    pub(crate) const BUFFER_ID: i32 = 7;
     pub(crate) const IS_MANAGED: i32 = 8;
     pub(crate) const DEVICE_ORDINAL: i32 = 9;
     pub(crate) const IS_LEGACY_IPC_CAPABLE: i32 = 10;

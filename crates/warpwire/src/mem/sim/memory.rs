@@ -16,7 +16,7 @@ use rustix::fs::{
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
 use super::super::address::DeviceAddr;
-use super::super::allocation::{Listener, MemoryEvent, MemoryKind, Watch};
+use super::super::allocation::{Listener, MemoryEvent, MemoryKind, Pin, Watch};
 use super::super::backend::MemoryBackend;
 use super::super::bytes::SharedBytes;
 use super::super::device::Backend;
@@ -27,6 +27,9 @@ use crate::error::{Error, Kind, Result};
 
 /// What old backing is filled with when memory moves or is freed, so that stale readers are found out.
 pub const POISON: u8 = 0xde;
+
+/// In the place of the number of pins, while memory moves.
+const MOVING: u64 = u64::MAX;
 
 /// The size of simulated memory is final.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
@@ -124,6 +127,8 @@ pub(super) struct SimMemory {
     pinned: Option<Backing>,
     listeners: Mutex<BTreeMap<u64, Listener>>,
     next_listener: AtomicU64,
+    /// How many keep it from moving.
+    pins: AtomicU64,
 }
 
 impl SimMemory {
@@ -153,6 +158,7 @@ impl SimMemory {
             pinned,
             listeners: Mutex::default(),
             next_listener: AtomicU64::new(0),
+            pins: AtomicU64::new(0),
         });
         space().insert(&memory);
         Ok(memory)
@@ -203,6 +209,22 @@ impl SimMemory {
                 .why(format!("{} memory does not move", self.kind)));
         }
         let fresh = Backing::create(self.len, "warpwire-sim")?;
+        // A mark, so that nobody pins it on the way.
+        let nobody = self.pins.compare_exchange(0, MOVING, Ordering::AcqRel, Ordering::Acquire);
+        if let Err(pins) = nobody {
+            let why = match pins {
+                MOVING => "it is moving already".to_owned(),
+                pins => format!("{pins} of its users keep it where it is"),
+            };
+            let error = Error::new(Kind::Busy, "move memory").on(self.device.label()).why(why);
+            return Err(error.fix("wait until they are done, or let them attach dynamically"));
+        }
+        let moved = self.move_to(fresh);
+        self.pins.store(0, Ordering::Release);
+        moved
+    }
+
+    fn move_to(&self, fresh: Backing) -> Result<()> {
         self.tell(MemoryEvent::Moving);
         {
             let mut backing = self.backing.write();
@@ -285,6 +307,19 @@ impl MemoryBackend for SimMemory {
     fn export_ipc(&self) -> Result<IpcHandle> {
         let name = self.with_file(SharedName::of)??;
         Ok(IpcHandle::new(Backend::Sim, self.len, name.encode()))
+    }
+
+    fn pin(self: Arc<Self>) -> Result<Pin> {
+        let pin = |pins| (pins != MOVING).then_some(pins + 1);
+        if self.pins.fetch_update(Ordering::AcqRel, Ordering::Acquire, pin).is_err() {
+            return Err(Error::new(Kind::Busy, "pin memory")
+                .on(self.device.label())
+                .why("it is moving")
+                .fix("try again when it has moved"));
+        }
+        Ok(Pin::new(move || {
+            self.pins.fetch_sub(1, Ordering::AcqRel);
+        }))
     }
 
     fn watch(self: Arc<Self>, listener: Listener) -> Result<Watch> {
@@ -508,6 +543,10 @@ impl MemoryBackend for Borrowed {
             .on(self.device.label())
             .why("only a part of the owner's memory is borrowed")
             .fix("borrow all of it"))
+    }
+
+    fn pin(self: Arc<Self>) -> Result<Pin> {
+        self.owner()?.0.pin()
     }
 
     fn watch(self: Arc<Self>, listener: Listener) -> Result<Watch> {

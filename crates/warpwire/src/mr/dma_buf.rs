@@ -1,0 +1,195 @@
+//! Registering memory by a file descriptor: dma-bufs of devices, and files of memory.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+
+use rustix::fs::{FileType, fstat};
+
+use super::access::Access;
+use super::host::HostMemory;
+use super::memory::{Memory, What};
+use super::registration::{Attach, Mr, Named};
+use super::registry::{Pd, Provenance, Registry};
+use crate::error::{Error, Kind, Result};
+use crate::mem::{self, Allocation, DeviceAddr, DmaBuf};
+use crate::units;
+
+/// A range of a dma-buf.
+#[derive(Clone, Copy, Debug)]
+pub struct DmaBufRange<'a> {
+    /// The dma-buf.
+    pub fd: BorrowedFd<'a>,
+    /// Where the range begins in it.
+    pub offset: u64,
+    /// How long it is.
+    pub len: u64,
+}
+
+impl<'a> From<&'a DmaBuf> for DmaBufRange<'a> {
+    fn from(buffer: &'a DmaBuf) -> Self {
+        Self { fd: buffer.as_fd(), offset: buffer.offset(), len: buffer.len() }
+    }
+}
+
+/// The rights that a dma-buf's registration may give.
+const ALLOWED: [Access; 5] = [
+    Access::LOCAL_WRITE,
+    Access::REMOTE_READ,
+    Access::REMOTE_WRITE,
+    Access::REMOTE_ATOMIC,
+    Access::RELAXED_ORDERING,
+];
+
+/// The name that the simulator's memory has as a file.
+const SIMULATED: &str = "/memfd:warpwire-sim";
+
+impl Registry {
+    /// Registers a range of a dma-buf; work finds its first byte at `iova`, or at its offset if none is given.
+    ///
+    /// It takes dma-bufs that this process exported (of the simulator and of CUDA, whoever the memory belongs to),
+    /// dma-bufs of others that the CPU may map, and memfds that are sealed against shrinking. `iova` and offset
+    /// must be equal within a page, and the rights are those that `ibv_reg_dmabuf_mr` takes.
+    ///
+    /// ```
+    /// use warpwire::{mem, mr::{Access, Attach, Named, Registry}};
+    /// let memory = mem::open("sim:0")?.alloc(1 << 20)?;
+    /// let buffer = memory.export_dmabuf(8192, 4096)?;
+    /// let (registry, rights) = (Registry::new(), Access::LOCAL_WRITE | Access::REMOTE_WRITE);
+    /// let pd = registry.pd();
+    /// let mr = registry.register_dmabuf(&pd, (&buffer).into(), None, rights, Attach::Dynamic)?;
+    /// assert_eq!((mr.iova(), mr.named()), (8192, &Named::DmaBuf(Attach::Dynamic)));
+    ///
+    /// let odd = registry.register_dmabuf(&pd, (&buffer).into(), Some(100), rights, Attach::Dynamic);
+    /// assert!(odd.unwrap_err().to_string().contains("within a page"));
+    /// # Ok::<(), warpwire::Error>(())
+    /// ```
+    pub fn register_dmabuf(
+        &self,
+        pd: &Pd,
+        range: DmaBufRange<'_>,
+        iova: Option<u64>,
+        access: Access,
+        attach: Attach,
+    ) -> Result<Mr> {
+        let what = || format!("register {} of a dma-buf", units::bytes(range.len));
+        self.attach(pd, range, iova, access, attach).map_err(|error| error.during(what()))
+    }
+
+    fn attach(
+        &self,
+        pd: &Pd,
+        range: DmaBufRange<'_>,
+        iova: Option<u64>,
+        access: Access,
+        attach: Attach,
+    ) -> Result<Mr> {
+        check(range, iova, access)?;
+        let iova = Some(iova.unwrap_or(range.offset));
+        let mut provenance = Provenance { named: Named::DmaBuf(attach), ..Provenance::default() };
+        let memory = match mem::exported(range.fd)? {
+            Some((memory, start)) => {
+                if attach == Attach::Static {
+                    provenance.pin = Some(memory.pin()?);
+                }
+                of_device(&memory, start, range, attach)?
+            }
+            None => of_file(range)?,
+        };
+        self.admit(pd, memory, iova, access, provenance)
+    }
+}
+
+/// What can be said before the descriptor is looked at.
+fn check(range: DmaBufRange<'_>, iova: Option<u64>, access: Access) -> Result<()> {
+    let refused = |kind, why: String| Error::new(kind, "register a dma-buf").why(why);
+    access.check()?;
+    let allowed = ALLOWED.into_iter().fold(Access::NONE, |all, right| all | right);
+    if !allowed.contains(access) {
+        let why = format!("{access} is more than a dma-buf's registration may give");
+        let fix = "leave out zero-based and on-demand; a dynamic attachment is on demand by itself";
+        return Err(refused(Kind::InvalidArgument, why).fix(fix));
+    }
+    if range.len == 0 || range.offset.checked_add(range.len).is_none() {
+        let why = "the range is empty, or passes the end of all offsets".to_owned();
+        return Err(refused(Kind::InvalidArgument, why));
+    }
+    let page = rustix::param::page_size() as u64;
+    if let Some(iova) = iova.filter(|iova| iova % page != range.offset % page) {
+        let why = format!("iova {iova:#x} and offset {:#x} differ within a page", range.offset);
+        let fix = format!("choose an iova that is {:#x} modulo {page:#x}", range.offset % page);
+        return Err(refused(Kind::Misaligned, why).fix(fix));
+    }
+    Ok(())
+}
+
+fn beyond(range: DmaBufRange<'_>, size: u64) -> Error {
+    Error::new(Kind::OutOfRange, "register a dma-buf").why(format!(
+        "it has {size} bytes, and the range goes from {} to {}",
+        range.offset,
+        range.offset + range.len
+    ))
+}
+
+/// Memory of a device, which this process exported.
+fn of_device(
+    memory: &Allocation,
+    start: DeviceAddr,
+    range: DmaBufRange<'_>,
+    attach: Attach,
+) -> Result<Memory> {
+    // The pages of a dma-buf may begin before the memory, and end behind it: those belong to others.
+    let at = start.raw().wrapping_add(range.offset);
+    let offset = at.wrapping_sub(memory.address().raw());
+    if offset.checked_add(range.len).is_none_or(|end| end > memory.len()) {
+        let first = memory.address().raw().wrapping_sub(start.raw());
+        return Err(beyond(range, first.wrapping_add(memory.len())));
+    }
+    let mut found = Memory::from(memory.region(offset, range.len)?);
+    if let What::Device { how, .. } = &mut found.what {
+        how.on_demand = attach == Attach::Dynamic;
+    }
+    Ok(found)
+}
+
+/// Pages of a file that the CPU maps.
+fn of_file(range: DmaBufRange<'_>) -> Result<Memory> {
+    let refused = |why: String| Error::new(Kind::InvalidArgument, "register a dma-buf").why(why);
+    let name = std::fs::read_link(format!("/proc/self/fd/{}", range.fd.as_raw_fd()));
+    let name = name.map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    if name.starts_with(SIMULATED) {
+        return Err(refused(
+            "it is simulated memory of another process, whose moves are not seen here".into(),
+        )
+        .fix("open it with an inter-process handle (Device::open_ipc), and register that"));
+    }
+    let is_memfd = name.starts_with("/memfd:");
+    if !is_memfd && !name.starts_with("/dmabuf:") {
+        let why = format!("the descriptor is not a dma-buf: it is {}", describe(range.fd, &name));
+        return Err(refused(why).fix(
+            "pass the descriptor of DmaBuf, of cuMemGetHandleForAddressRange, or of a sealed memfd",
+        ));
+    }
+    let own = range.fd.try_clone_to_owned();
+    let own = own.map_err(|error| Error::os("duplicate a descriptor", &error))?;
+    let pages = match is_memfd {
+        true => HostMemory::open(own)?,
+        false => HostMemory::map_dmabuf(own).map_err(|error| {
+            refused(format!("another library or process exported it, and the CPU may not map it ({})", error.reason()))
+                .fix("register the memory by its address, or export it with warpwire (mem::export_address)")
+        })?,
+    };
+    let size = pages.len();
+    pages.map_part(range.offset, range.len).ok_or_else(|| beyond(range, size))
+}
+
+fn describe(fd: BorrowedFd<'_>, name: &str) -> String {
+    let kind = match fstat(fd).map(|status| FileType::from_raw_mode(status.st_mode)) {
+        Ok(FileType::RegularFile) => "a file",
+        Ok(FileType::Directory) => "a folder",
+        Ok(FileType::Fifo) => "a pipe",
+        Ok(FileType::Socket) => "a socket",
+        Ok(FileType::CharacterDevice) => "a device",
+        Ok(_) => "something else",
+        Err(error) => return format!("not readable ({error})"),
+    };
+    format!("{kind} ({name})")
+}

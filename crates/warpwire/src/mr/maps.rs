@@ -1,0 +1,273 @@
+//! What this process has mapped: whether a range of addresses is there, and whether it is still the same.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::{BufRead, BufReader};
+use std::ops::ControlFlow;
+use std::os::fd::AsRawFd;
+
+/// A mapping.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Mapping {
+    pub(super) start: u64,
+    pub(super) end: u64,
+    pub(super) readable: bool,
+    pub(super) writable: bool,
+    /// Where in its file it begins, and which file that is; zeros if there is none.
+    offset: u64,
+    device: u64,
+    inode: u64,
+}
+
+/// What is wrong with a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Missing {
+    /// Nothing is mapped at this address.
+    Unmapped(u64),
+    /// Something is, and this process may not read it: perhaps addresses that a device uses.
+    Unreadable(u64),
+    /// The list of mappings cannot be read.
+    Unknown,
+}
+
+impl std::fmt::Display for Missing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Unmapped(at) => write!(f, "nothing is mapped at {at:#x}"),
+            Self::Unreadable(at) => write!(f, "{at:#x} is reserved, and not readable for the CPU"),
+            Self::Unknown => f.write_str("/proc/self/maps cannot be read"),
+        }
+    }
+}
+
+/// What is known of a range all of which is mapped and readable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Range {
+    pub(super) writable: bool,
+    /// Changes when another file, or another part of it, is mapped there.
+    pub(super) identity: u64,
+}
+
+/// Looks a range up; `len` is not zero, and the range passes no end.
+pub(super) fn look_up(address: u64, len: u64) -> Result<Range, Missing> {
+    let end = address + len;
+    let mut at = address;
+    let mut writable = true;
+    let mut identity = DefaultHasher::new();
+    let mut missing = Missing::Unmapped(address);
+    each_from(address, |mapping| {
+        if mapping.start > at {
+            missing = Missing::Unmapped(at);
+            return ControlFlow::Break(());
+        }
+        if !mapping.readable {
+            missing = Missing::Unreadable(at);
+            return ControlFlow::Break(());
+        }
+        writable &= mapping.writable;
+        // Neighbours of one sort merge and split without a change of what lies here: only files are told apart.
+        if mapping.inode != 0 {
+            let place = mapping.offset.wrapping_sub(mapping.start);
+            (mapping.device, mapping.inode, place).hash(&mut identity);
+        }
+        at = mapping.end;
+        missing = Missing::Unmapped(at);
+        if at >= end { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    })
+    .ok_or(Missing::Unknown)?;
+    if at < end {
+        return Err(missing);
+    }
+    Ok(Range { writable, identity: identity.finish() })
+}
+
+/// Shows the mappings that end behind `address`, in order; nothing if they cannot be read.
+fn each_from(address: u64, mut each: impl FnMut(Mapping) -> ControlFlow<()>) -> Option<()> {
+    let file = File::open("/proc/self/maps").ok()?;
+    let mut at = address;
+    match query(&file, at) {
+        Answer::Unsupported => each_line(file, address, each),
+        mut answer => loop {
+            match answer {
+                Answer::Found(mapping) => {
+                    if each(mapping).is_break() {
+                        return Some(());
+                    }
+                    at = mapping.end;
+                }
+                Answer::Nothing | Answer::Unsupported => return Some(()),
+            }
+            answer = query(&file, at);
+        },
+    }
+}
+
+enum Answer {
+    Found(Mapping),
+    Nothing,
+    Unsupported,
+}
+
+/// The kernel's `struct procmap_query` (Linux 6.11).
+#[repr(C)]
+#[derive(Default)]
+struct Query {
+    size: u64,
+    flags: u64,
+    address: u64,
+    start: u64,
+    end: u64,
+    permissions: u64,
+    page_size: u64,
+    offset: u64,
+    inode: u64,
+    major: u32,
+    minor: u32,
+    name_size: u32,
+    build_id_size: u32,
+    name: u64,
+    build_id: u64,
+}
+
+const _: () = assert!(size_of::<Query>() == 104);
+
+/// `_IOWR('f', 17, struct procmap_query)`.
+const PROCMAP_QUERY: libc::c_ulong = 3 << 30 | 104 << 16 | (b'f' as libc::c_ulong) << 8 | 17;
+const COVERING_OR_NEXT: u64 = 0x10;
+const READABLE: u64 = 1;
+const WRITABLE: u64 = 2;
+
+/// The mapping that holds `address`, or the next one behind it.
+fn query(file: &File, address: u64) -> Answer {
+    let mut asked = Query { size: 104, flags: COVERING_OR_NEXT, address, ..Query::default() };
+    // SAFETY: the kernel reads and writes this structure, whose size is asserted, and no other memory: no names are
+    // asked for.
+    let done = unsafe { libc::ioctl(file.as_raw_fd(), PROCMAP_QUERY, &mut asked) };
+    if done == 0 {
+        return Answer::Found(Mapping {
+            start: asked.start,
+            end: asked.end,
+            readable: asked.permissions & READABLE != 0,
+            writable: asked.permissions & WRITABLE != 0,
+            offset: asked.offset,
+            device: u64::from(asked.major) << 32 | u64::from(asked.minor),
+            inode: asked.inode,
+        });
+    }
+    match std::io::Error::last_os_error().raw_os_error() {
+        Some(libc::ENOENT) => Answer::Nothing,
+        _ => Answer::Unsupported,
+    }
+}
+
+/// The same for older kernels: every line is read.
+fn each_line(
+    file: File,
+    address: u64,
+    mut each: impl FnMut(Mapping) -> ControlFlow<()>,
+) -> Option<()> {
+    for line in BufReader::new(file).lines() {
+        let Some(mapping) = parse(&line.ok()?) else { continue };
+        if mapping.end > address && each(mapping).is_break() {
+            return Some(());
+        }
+    }
+    Some(())
+}
+
+/// `start-end perms offset major:minor inode name`, numbers in hexadecimal but for the inode.
+fn parse(line: &str) -> Option<Mapping> {
+    let mut words = line.split_ascii_whitespace();
+    let hex = |text: &str| u64::from_str_radix(text, 16).ok();
+    let (start, end) = words.next()?.split_once('-')?;
+    let permissions = words.next()?.as_bytes();
+    let offset = hex(words.next()?)?;
+    let (major, minor) = words.next()?.split_once(':')?;
+    let inode = words.next()?.parse().ok()?;
+    Some(Mapping {
+        start: hex(start)?,
+        end: hex(end)?,
+        readable: permissions.first() == Some(&b'r'),
+        writable: permissions.get(1) == Some(&b'w'),
+        offset,
+        device: hex(major)? << 32 | hex(minor)?,
+        inode,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mr::HostMemory;
+
+    fn both(address: u64, len: u64) -> Result<Range, Missing> {
+        let looked = look_up(address, len);
+        // What the newer call says must be what the text says.
+        let mut lines = Vec::new();
+        each_line(File::open("/proc/self/maps").unwrap(), address, |mapping| {
+            lines.push(mapping);
+            if mapping.end >= address + len {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
+            }
+        });
+        let mut asked = Vec::new();
+        each_from(address, |mapping| {
+            asked.push(mapping);
+            if mapping.end >= address + len {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
+            }
+        });
+        assert_eq!(asked, lines);
+        looked
+    }
+
+    #[test]
+    fn ranges_are_found_and_told_apart() {
+        let memory = HostMemory::new(1 << 20).unwrap();
+        let found = both(memory.address(), 1 << 20).unwrap();
+        assert!(found.writable);
+        assert_eq!(both(memory.address(), 4096).unwrap().identity, found.identity);
+        let other = HostMemory::new(1 << 20).unwrap();
+        assert_ne!(both(other.address(), 4096).unwrap().identity, found.identity);
+        assert_eq!(look_up(4096, 64), Err(Missing::Unmapped(4096)));
+        let text = both as *const () as usize as u64;
+        assert!(!both(text, 4).unwrap().writable, "code is not writable");
+    }
+
+    #[test]
+    fn holes_and_reserved_addresses_are_named() {
+        use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+        let page = rustix::param::page_size();
+        // SAFETY: new mappings at addresses of the kernel's choice, unmapped again, and never touched.
+        unsafe {
+            let none = ProtFlags::empty();
+            let base =
+                mmap_anonymous(std::ptr::null_mut(), 3 * page, none, MapFlags::PRIVATE).unwrap();
+            let at = base.addr() as u64;
+            assert_eq!(look_up(at, 1), Err(Missing::Unreadable(at)));
+            munmap(base.byte_add(page), page).unwrap();
+            let hole = at + page as u64;
+            assert_eq!(look_up(hole, 1), Err(Missing::Unmapped(hole)));
+            munmap(base, page).unwrap();
+            munmap(base.byte_add(2 * page), page).unwrap();
+        }
+    }
+
+    #[test]
+    fn lines_that_make_no_sense_are_passed_over() {
+        let line = "7f0000000000-7f0000001000 rw-s 00002000 00:1f 4711 /memfd:x (deleted)";
+        let found = parse(line).unwrap();
+        assert_eq!(
+            (found.start, found.end, found.inode),
+            (0x7f00_0000_0000, 0x7f00_0000_1000, 4711)
+        );
+        for cut in 0..line.find("4711").unwrap() {
+            assert_eq!(parse(&line[..cut]), None, "{cut}");
+        }
+    }
+}
