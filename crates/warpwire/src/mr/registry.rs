@@ -402,6 +402,14 @@ impl Registry {
         word::store_fence();
     }
 
+    /// Whether a key has its memory.
+    pub(super) fn is_live(&self, key: u32) -> bool {
+        self.0.table.get(key >> 8).is_some_and(|slot| {
+            let (label, open) = slot.0.peek();
+            open && label & TAG == key & TAG
+        })
+    }
+
     /// Ends the registration of a key: see [`Mr::deregister`].
     pub(super) fn end(&self, key: u32) {
         if let Some(slot) = self.0.table.get(key >> 8) {
