@@ -218,9 +218,10 @@ impl Cache {
         let (start, end, entry) = match made {
             Ok(entry) => (start, stop, entry),
             // What was added to the range went away meanwhile.
-            // SAFETY: the caller's promise.
             Err(_) if (start, stop) != (address, end) => {
-                (address, end, unsafe { self.register(address, end) }?)
+                // SAFETY: the caller's promise.
+                let entry = unsafe { self.register(address, end) }?;
+                (address, end, entry)
             }
             Err(error) => return Err(error),
         };
