@@ -10,7 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::{Arrived, Change, Event, Notice, Payload, Source, State, Transmit};
+use warpwire_proto::qp::{
+    Arrived, Change, Event, Notice, Payload, Source, State, Status as WireStatus, Transmit,
+};
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 use warpwire_proto::wire::{Transport, UDP_PORT};
 
@@ -127,6 +129,8 @@ impl Engine {
         let mut sent = self.transmit(now)?;
         let core = &mut self.core;
         let received = self.link.receive(&mut |frame| core.arrive(now, &frame))?;
+        // Nothing is acknowledged that is not in its place.
+        core.settle();
         if received > 0 && self.answers_at_once {
             sent += self.transmit(now)?;
         }
@@ -291,19 +295,27 @@ impl Core {
     #[inline(never)]
     fn report(&mut self, now: Instant, index: u32) {
         let mut freed = false;
+        // Data before the completion that tells of it.
+        let lost = !self.settle();
         loop {
             let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
             let Some(event) = pair.qp.poll_event() else { break };
             match event {
-                Event::Sent(completion) => {
+                Event::Sent(mut completion) => {
                     freed = true;
+                    if lost && pair.side.staged.get() && completion.status == WireStatus::Success {
+                        completion.status = WireStatus::LocalProtection;
+                    }
                     let cqe = complete::sent(pair, &completion);
                     let cqn = pair.send_cq;
                     if let Some(cqe) = cqe {
                         self.push(cqn, &cqe);
                     }
                 }
-                Event::Received(receipt) => {
+                Event::Received(mut receipt) => {
+                    if lost && pair.side.staged.get() && receipt.status == WireStatus::Success {
+                        receipt.status = WireStatus::LocalAccess;
+                    }
                     pair.side.end_receive(receipt.id);
                     let cqe = complete::received(pair, &receipt);
                     let cqn = pair.receive_cq;
@@ -349,6 +361,22 @@ impl Core {
             self.news.tell(AsyncEvent::CqOverrun { cqn });
             self.fail_users_of(cqn);
         }
+    }
+
+    /// Waits for data that goes through pinned memory. What a device lost on the way must not be acknowledged.
+    #[inline]
+    fn settle(&mut self) -> bool {
+        self.registry.settle() || self.fail_staged()
+    }
+
+    #[cold]
+    fn fail_staged(&mut self) -> bool {
+        for (index, pair) in self.pairs.iter_mut().enumerate() {
+            let Some(pair) = pair.as_mut().filter(|pair| pair.side.staged.get()) else { continue };
+            let _ = pair.qp.modify(&Change::to(State::Err));
+            self.rung.ring(index as u32);
+        }
+        false
     }
 
     /// A completion queue is lost: so are the queue pairs that use it.

@@ -1,5 +1,7 @@
 //! A queue pair inside the engine: the protocol's state machine, its queues, and the memory that its work names.
 
+use std::cell::Cell;
+
 use warpwire_proto::qp::{self, Op, Qp, Status as WireStatus, Work as WireWork};
 use warpwire_proto::{Instant, Psn};
 
@@ -12,7 +14,7 @@ use crate::link::FlowId;
 use crate::mlx5::{
     self, Atomic, AtomicWidth, Completions, Data, Opcode, Piece, SendKind, Status, Work, Wqe,
 };
-use crate::mr::{Access, Denied, PdId, Registry};
+use crate::mr::{Access, Denied, PdId, Registry, Span};
 
 /// What a queue pair is made of.
 #[derive(Clone, Debug)]
@@ -97,6 +99,8 @@ pub(super) struct Side {
     ahead: Ahead,
     /// Why the last range was denied, for whoever asks.
     pub denied: Option<Denied>,
+    /// It has placed data in memory that goes through pinned memory.
+    pub staged: Cell<bool>,
     /// An answer was "not now": poll again soon.
     pub later: bool,
     blocks_mask: u64,
@@ -128,6 +132,7 @@ impl Pair {
             pd: spec.pd,
             ahead: Ahead::default(),
             denied: None,
+            staged: Cell::new(false),
             later: false,
             blocks_mask: u64::from(spec.send_blocks) - 1,
         };
@@ -406,9 +411,8 @@ impl Side {
         let place = |data: Data, skip: u32, from: &[u8]| {
             let address = data.address.wrapping_add(u64::from(skip));
             let len = from.len() as u64;
-            registry
-                .resolve(data.lkey, self.pd, Access::LOCAL_WRITE, address, len)?
-                .scatter(0, from)
+            let span = registry.resolve(data.lkey, self.pd, Access::LOCAL_WRITE, address, len)?;
+            self.put(&span, from)
         };
         if let Some(data) = self.underway(block).single {
             return place(data, offset, from);
@@ -478,8 +482,17 @@ impl Side {
             done += len as usize;
             let address = data.address.wrapping_add(u64::from(skip));
             let (pd, write, len) = (self.pd, Access::LOCAL_WRITE, u64::from(len));
-            registry.resolve(data.lkey, pd, write, address, len)?.scatter(0, part)
+            let span = registry.resolve(data.lkey, pd, write, address, len)?;
+            self.put(&span, part)
         })
+    }
+
+    /// Copies bytes into memory, and notes whether they are there at once.
+    pub(super) fn put(&self, span: &Span<'_>, from: &[u8]) -> Result<(), Denied> {
+        if span.is_staged() {
+            self.staged.set(true);
+        }
+        span.scatter(0, from)
     }
 
     /// A receive has ended: its place is free.

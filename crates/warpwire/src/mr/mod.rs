@@ -48,6 +48,7 @@
 //! 6. **Finding memory takes no lock and no allocation.** It costs two atomic additions.
 
 mod access;
+mod behind;
 mod cache;
 mod client;
 mod clients;
