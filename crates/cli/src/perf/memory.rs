@@ -1,11 +1,30 @@
 //! Memory of either sort, and what is found in it.
 
+use std::os::fd::AsFd;
 use std::str::FromStr;
 
+use clap::ValueEnum;
 use warpwire::mem::pattern::fill_bytes;
 use warpwire::mem::{self, Allocation, Device, Window};
 use warpwire::mr::HostMemory;
-use warpwire::verbs::{Access, Context, Mr, Pd};
+use warpwire::verbs::{Access, Attach, Context, DmaBufRange, Memory, Mr, Pd};
+
+/// How memory is registered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Registered {
+    /// By its handle
+    Handle,
+    /// By its address
+    Address,
+    /// By its address, its pages found when they are needed
+    OnDemand,
+    /// By its dma-buf (host memory: by its memfd)
+    Dmabuf,
+    /// By its handle, through pinned memory and the copy engine, as where there is no better way
+    Staged,
+    /// By its handle, by the copy engine alone
+    Engine,
+}
 
 /// Which memory a side uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,16 +78,41 @@ impl Buffer {
         pd: &Pd,
         device: Option<&Device>,
         len: u64,
+        by: Registered,
     ) -> warpwire::Result<Self> {
         match device {
             None => {
                 let memory = HostMemory::new(len)?;
-                let mr = context.register(pd, memory.clone(), Access::ALL)?;
+                let range = DmaBufRange { fd: memory.as_fd(), offset: 0, len };
+                let mr = match by {
+                    Registered::Dmabuf => {
+                        context.register_dmabuf(pd, range, None, Access::ALL, Attach::Static)
+                    }
+                    Registered::Address | Registered::OnDemand => {
+                        by_address(context, pd, memory.address(), len, by)
+                    }
+                    _ => context.register(pd, memory.clone(), Access::ALL),
+                }?;
                 Ok(Self { mr, place: Place::Host(memory) })
             }
             Some(device) => {
                 let memory = device.alloc(len)?;
-                let mr = context.register(pd, memory.whole()?, Access::ALL)?;
+                let whole = || Ok::<_, warpwire::Error>(Memory::from(memory.whole()?));
+                let mr = match by {
+                    Registered::Handle => context.register(pd, whole()?, Access::ALL),
+                    Registered::Staged => context.register(pd, whole()?.staged(), Access::ALL),
+                    Registered::Engine => {
+                        context.register(pd, whole()?.without_window(), Access::ALL)
+                    }
+                    Registered::Address | Registered::OnDemand => {
+                        by_address(context, pd, memory.address().raw(), len, by)
+                    }
+                    Registered::Dmabuf => {
+                        let buffer = memory.export_dmabuf(0, len)?;
+                        let (range, rights) = ((&buffer).into(), Access::ALL);
+                        context.register_dmabuf(pd, range, None, rights, Attach::Dynamic)
+                    }
+                }?;
                 // Without one the driver copies: slower, and as good.
                 let window = memory.window().ok();
                 Ok(Self { mr, place: Place::Device { memory, window } })
@@ -157,6 +201,25 @@ impl Buffer {
         })?;
         Ok(wrong)
     }
+}
+
+#[allow(unsafe_code)]
+fn by_address(
+    context: &Context,
+    pd: &Pd,
+    address: u64,
+    len: u64,
+    by: Registered,
+) -> warpwire::Result<Mr> {
+    let rights = match by {
+        // The kernel copies such memory, and has no atomic operations for that.
+        Registered::OnDemand => {
+            Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE | Access::ON_DEMAND
+        }
+        _ => Access::ALL,
+    };
+    // SAFETY: a `Buffer` holds the memory for as long as its registration, and looks at it through shared views only.
+    unsafe { context.register_address(pd, address, len, None, rights) }
 }
 
 fn each_chunk(

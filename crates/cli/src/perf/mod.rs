@@ -21,7 +21,7 @@ use warpwire::units;
 
 use crate::output::{self, Failure, Screen};
 pub(crate) use local::pair;
-use memory::MemoryChoice;
+use memory::{MemoryChoice, Registered};
 use test::{Metric, Test, Verb};
 
 /// Measure writes, reads, sends and atomics between two processes
@@ -97,6 +97,10 @@ pub(crate) struct Arguments {
     /// Memory of the other side, with --local; the same as --mem if not given
     #[arg(long, value_name = "MEMORY", requires = "local")]
     peer_mem: Option<MemoryChoice>,
+
+    /// How this side's memory is registered; with --local, on both sides
+    #[arg(long, value_name = "HOW", default_value = "handle")]
+    reg: Registered,
 
     /// The link: udp, shm (two processes of one machine) or auto (shm where it can be), each with :ADDRESS:PORT if
     /// the address at which the peer sees us is not the right one
