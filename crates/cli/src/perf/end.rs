@@ -79,7 +79,8 @@ impl End {
         let side = Side {
             link: context.path().to_string(),
             memory: arguments.mem.to_string(),
-            path: format!("{}; registered by {}", own.path(), own.named()),
+            path: own.path().to_string(),
+            registered: own.named().to_string(),
             why: own.why(),
             qpn: offer.qpn,
             psn: offer.psn,
