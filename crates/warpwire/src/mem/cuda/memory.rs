@@ -410,6 +410,8 @@ impl MemoryBackend for CudaMemory {
     fn piece_end(&self, offset: u64) -> Result<u64> {
         let (mut base, mut size) = (0, 0);
         let at = self.address.raw() + offset;
+        // Unlike attributes, ranges are told to a thread with a context only.
+        let _current = self.device.enter()?;
         call!(self.device.driver, address_range(&mut base, &mut size, at))?;
         Ok((base + size as u64).saturating_sub(self.address.raw()))
     }
