@@ -95,9 +95,10 @@ pub enum Kind {
     Host,
     Window,
     Engine,
+    Staged,
 }
 
-pub const KINDS: [Kind; 3] = [Kind::Host, Kind::Window, Kind::Engine];
+pub const KINDS: [Kind; 4] = [Kind::Host, Kind::Window, Kind::Engine, Kind::Staged];
 
 /// What a case gets: which link to use, and a simulated GPU.
 pub struct Fixture {
@@ -150,12 +151,14 @@ impl Fixture {
                 let mr = end.context.register(&end.pd, memory.clone(), access).unwrap();
                 Patch { store: Store::Host(memory), mr }
             }
-            Kind::Window | Kind::Engine => {
+            Kind::Window | Kind::Engine | Kind::Staged => {
                 let memory = self.gpu().alloc(len).unwrap();
                 memory.write(0, &vec![0; len as usize]).unwrap();
                 let mut region = Memory::from(memory.region(0, len).unwrap());
-                if kind == Kind::Engine {
-                    region = region.without_window();
+                match kind {
+                    Kind::Engine => region = region.without_window(),
+                    Kind::Staged => region = region.staged(),
+                    _ => {}
                 }
                 let mr = end.context.register(&end.pd, region, access).unwrap();
                 Patch { store: Store::Device(memory), mr }
