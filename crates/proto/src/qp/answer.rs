@@ -163,6 +163,8 @@ impl Requester {
                 None => return Failed(Status::RnrRetryExceeded),
             }
         }
+        // It answers: tries are for peers that do not.
+        self.retries_left = self.retry_count;
         self.go_back();
         self.resume = now + rnr_time(code);
         Used

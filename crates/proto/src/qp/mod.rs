@@ -473,6 +473,17 @@ impl Qp {
         true
     }
 
+    /// The packet that [`Qp::transmit_into`] just made does not go: its data was there when the host was asked, and is
+    /// not any more. It is made anew at the next call, which asks the host again. No try is spent on it.
+    #[cold]
+    pub fn take_back(&mut self, packet: &Transmit) {
+        match packet.payload.map(|payload| payload.from) {
+            Some(Source::Work { .. }) => self.requester.go_back(),
+            Some(Source::Remote { .. }) => self.responder.saved.unsent(packet.headers.psn),
+            None => {}
+        }
+    }
+
     /// Makes `packet` the next one to send.
     fn next_packet<H: Host>(&mut self, now: Instant, host: &mut H, packet: &mut Transmit) -> bool {
         match self.state {

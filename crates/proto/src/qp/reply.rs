@@ -7,6 +7,17 @@ use super::work::Notice;
 use super::{Payload, Stats, Transmit};
 use crate::wire::{Aeth, Extension, Headers, Nak, Opcode, Syndrome};
 
+/// The code of the time after which to come again, when memory was not there that often: longer each time, up to
+/// 1.28 ms, so that a long absence does not fill the wire.
+fn patience(code: u8, absences: u8) -> u8 {
+    const LONGEST: u8 = 14;
+    match code {
+        // The code of the longest time of all.
+        0 => 0,
+        code => code.max(code.saturating_add(absences.saturating_sub(1)).min(LONGEST)),
+    }
+}
+
 impl Responder {
     /// Whether there is something to say, which competes with requests of our own.
     pub(super) fn has_answers(&mut self) -> bool {
@@ -58,8 +69,14 @@ impl Responder {
         if len > 0 {
             let from = Source::Remote { at: at.forward(offset), left, request: saved.first };
             match host.fetch(from, len, headers.len()) {
-                Verdict::Yes => packet.payload = Some(Payload { from, len }),
-                Verdict::NotNow => return Ok(false),
+                Verdict::Yes => {
+                    self.stalled = false;
+                    packet.payload = Some(Payload { from, len });
+                }
+                Verdict::NotNow => {
+                    self.stalled = true;
+                    return Ok(false);
+                }
                 Verdict::Refused => {
                     let psn = headers.psn;
                     self.saved.give_up();
@@ -80,7 +97,13 @@ impl Responder {
             Reply::Sequence(came) if self.expected.distance_from(came) > 0 => {
                 (Syndrome::ACK, self.acknowledged)
             }
-            Reply::NotReady => (Syndrome::RnrNak(terms.min_rnr_timer), self.expected),
+            Reply::NotReady => {
+                (Syndrome::RnrNak(patience(terms.min_rnr_timer, self.absences)), self.expected)
+            }
+            Reply::Stalled(psn) => {
+                stats.rnr_sent += 1;
+                (Syndrome::RnrNak(terms.min_rnr_timer), psn)
+            }
             Reply::Sequence(_) => {
                 stats.sequence_naks_sent += 1;
                 (Syndrome::Nak(Nak::Sequence), self.expected)

@@ -82,7 +82,7 @@ pub(super) struct Requester {
     /// The number after the last packet that must be answered: the timer runs while it is ahead of `unacked`.
     asked: Psn,
     /// How often to try again, and how often that is still possible; refilled when answers come.
-    retry_count: u8,
+    pub(super) retry_count: u8,
     rnr_retry: u8,
     pub(super) retries_left: u8,
     pub(super) rnr_left: u8,

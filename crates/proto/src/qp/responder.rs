@@ -41,14 +41,18 @@ pub(super) enum Reply {
     Sequence(Psn),
     /// Come again for the expected number.
     NotReady,
+    /// Come again for this number: the data that a read asks for is not there now.
+    Stalled(Psn),
     /// This number failed, and with it the queue pair.
     Fatal(Nak, Psn),
 }
 
 /// Why a request was not executed.
 enum Stop {
-    /// The peer is to come again.
+    /// The peer is to come again: there is no receive.
     NotReady,
+    /// The peer is to come again: the memory is not there now.
+    Absent,
     /// The host has not taken the last receipt: as if the packet had been lost.
     Busy,
     /// The queue pair fails.
@@ -85,7 +89,7 @@ impl Stop {
 fn judge(verdict: Verdict, refused: fn() -> Stop) -> Result<(), Stop> {
     match verdict {
         Verdict::Yes => Ok(()),
-        Verdict::NotNow => Err(Stop::NotReady),
+        Verdict::NotNow => Err(Stop::Absent),
         Verdict::Refused => Err(refused()),
     }
 }
@@ -117,6 +121,10 @@ pub(super) struct Responder {
     pub(super) acknowledged: Psn,
     pub(super) reply: Reply,
     pub(super) saved: SavedRing,
+    /// The data that is to be sent next was not there when it was last asked for.
+    pub(super) stalled: bool,
+    /// How often in a row the memory for the expected number was not there.
+    pub(super) absences: u8,
     receipt: Option<Receipt>,
     /// What failed the queue pair; said again when the peer asks again.
     fatal: Option<(Nak, Psn)>,
@@ -133,6 +141,8 @@ impl Responder {
             acknowledged: Psn::new(0),
             reply: Reply::None,
             saved: SavedRing::new(0),
+            stalled: false,
+            absences: 0,
             receipt: None,
             fatal: None,
         }
@@ -187,9 +197,13 @@ impl Responder {
         match self.execute(terms, arrived, host) {
             Ok(()) => {
                 self.told = None;
+                self.absences = 0;
                 Outcome::Used
             }
-            Err(Stop::NotReady) => {
+            Err(stop @ (Stop::NotReady | Stop::Absent)) => {
+                // Nobody knows how long it takes: each time the peer is asked for more patience.
+                let absent = matches!(stop, Stop::Absent);
+                self.absences = if absent { self.absences.saturating_add(1) } else { 0 };
                 self.reply = Reply::NotReady;
                 self.told = Some(psn);
                 stats.rnr_sent += 1;
@@ -256,7 +270,21 @@ impl Responder {
                 true
             }
         };
+        if found && core::mem::take(&mut self.stalled) {
+            self.park();
+        }
         if found { Discard::Duplicate } else { Discard::Forgotten }
+    }
+
+    /// The peer asks again for data that is not there: so that it does not give up, it is told to come later. What
+    /// stands behind that data it will ask for again too.
+    #[cold]
+    fn park(&mut self) {
+        let first = self.saved.pending().map(|saved| saved.first.add(saved.next));
+        if let Some(psn) = first.filter(|_| self.fatal.is_none()) {
+            self.saved.park();
+            self.reply = Reply::Stalled(psn);
+        }
     }
 
     #[inline(always)]
@@ -468,7 +496,7 @@ impl Responder {
         judge(host.may_access(Access::REMOTE_ATOMIC, at, atomic.len()), Stop::access)?;
         let before = match host.execute(at, atomic) {
             Ok(before) => before,
-            Err(Verdict::NotNow) => return Err(Stop::NotReady),
+            Err(Verdict::NotNow) => return Err(Stop::Absent),
             Err(_) => return Err(Stop::access()),
         };
         self.saved.push(headers.psn, 1, Asked::Atomic { before });

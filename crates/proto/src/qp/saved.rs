@@ -132,6 +132,33 @@ impl SavedRing {
         }
     }
 
+    /// The packet of that number, the last of its record that went, did not go after all.
+    pub(super) fn unsent(&mut self, psn: Psn) {
+        let oldest = self.end.wrapping_sub(self.limit);
+        for back in 1..=self.limit {
+            let position = self.end.wrapping_sub(back);
+            let place = self.place(position);
+            let Some(record) = &mut self.records[place] else { continue };
+            if !record.covers(psn) {
+                continue;
+            }
+            let index = psn.distance_from(record.first) as u32;
+            if index + 1 == record.next {
+                record.next = index;
+                self.pend(position, oldest);
+            }
+            return;
+        }
+    }
+
+    /// What is pending is not sent until it is asked for again.
+    pub(super) fn park(&mut self) {
+        for record in self.records.iter_mut().flatten() {
+            record.stop = record.next;
+        }
+        self.pending = self.end;
+    }
+
     /// Nothing more is to be sent.
     pub(super) fn give_up(&mut self) {
         self.records.fill(None);
@@ -176,12 +203,17 @@ impl SavedRing {
             if index < record.next {
                 (record.start, record.next) = (index, index);
             }
-            let from_oldest = |at: u32| at.wrapping_sub(oldest);
-            if self.pending == self.end || from_oldest(position) < from_oldest(self.pending) {
-                self.pending = position;
-            }
+            self.pend(position, oldest);
             return true;
         }
         false
+    }
+
+    /// The record there has packets to send.
+    fn pend(&mut self, position: u32, oldest: u32) {
+        let from_oldest = |at: u32| at.wrapping_sub(oldest);
+        if self.pending == self.end || from_oldest(position) < from_oldest(self.pending) {
+            self.pending = position;
+        }
     }
 }

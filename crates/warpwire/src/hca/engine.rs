@@ -26,7 +26,7 @@ use super::rung::Rung;
 use super::stats::{Lost, Totals};
 use crate::error::{Error, Kind, Result};
 use crate::link::{Frame, Link};
-use crate::mr::Registry;
+use crate::mr::{Denied, Registry};
 
 /// How many packets a queue pair may send before another has its turn, and how many bytes.
 const BUDGET: usize = 32;
@@ -204,12 +204,19 @@ impl Engine {
                 continue;
             };
             let Some(at) = packet.headers.emit(slot, len) else { continue };
-            // Memory that went away since it was looked at: the packet is lost, and its repetition is refused.
+            // Memory that went away since it was looked at.
             let part = &mut slot[at..at + len];
             if let Some(payload) = packet.payload
-                && gather(side, registry, payload, part).is_err()
+                && let Err(denied) = gather(side, registry, payload, part)
             {
                 totals.lose(Lost::MemoryGone);
+                // Where the next look sees it too, the packet is made again then. Where a copy fails for another
+                // reason it is lost, and tries are spent on it, so that it fails in the end.
+                if denied.passes() || denied == Denied::Gone {
+                    qp.take_back(&packet);
+                    side.later = true;
+                    break Turn::Done;
+                }
                 continue;
             }
             self.link.commit();

@@ -21,7 +21,8 @@ const MOST_KEPT: usize = 1 << 16;
 
 #[derive(Default)]
 struct Exports {
-    known: HashMap<File, Weak<Export>>,
+    /// Several exports may share a file: the simulator has one for each place of its memory.
+    known: HashMap<File, Vec<Weak<Export>>>,
     kept: std::collections::VecDeque<Arc<Export>>,
 }
 
@@ -47,6 +48,14 @@ enum Owner {
 }
 
 impl Export {
+    /// The memory, if it is still there.
+    fn memory(&self) -> Option<Allocation> {
+        match &self.memory {
+            Owner::Theirs(memory) => Some(memory.clone()),
+            Owner::Ours(memory) => memory.upgrade(),
+        }
+    }
+
     /// Remembers it although nobody holds the [`DmaBuf`](super::DmaBuf) any more.
     pub(super) fn keep(self: Arc<Self>) {
         let mut exports = exports().lock();
@@ -71,9 +80,11 @@ pub(super) fn note(
     let export = Arc::new(Export { memory: owner, start });
     let mut exports = exports().lock();
     if exports.known.len() > 2 * exports.kept.len() + 64 {
-        exports.known.retain(|_, known| known.strong_count() > 0);
+        exports.known.retain(|_, known| known.iter().any(|export| export.strong_count() > 0));
     }
-    exports.known.insert(file, Arc::downgrade(&export));
+    let known = exports.known.entry(file).or_default();
+    known.retain(|export| export.strong_count() > 0);
+    known.push(Arc::downgrade(&export));
     Ok(export)
 }
 
@@ -96,17 +107,39 @@ fn identify(fd: BorrowedFd<'_>) -> Result<File> {
 /// assert!(mem::exported(std::io::stdin().as_fd()).unwrap().is_none());
 /// ```
 pub fn exported(fd: BorrowedFd<'_>) -> Result<Option<(Allocation, DeviceAddr)>> {
+    find(fd, |_, _| true)
+}
+
+/// The same, where a descriptor was exported more than once: by the export that holds this range, if one does.
+pub(crate) fn exported_range(
+    fd: BorrowedFd<'_>,
+    offset: u64,
+    len: u64,
+) -> Result<Option<(Allocation, DeviceAddr)>> {
+    find(fd, |memory, start| {
+        let skip = start.raw().wrapping_add(offset).wrapping_sub(memory.address().raw());
+        skip.checked_add(len).is_some_and(|end| end <= memory.len())
+    })
+}
+
+/// The memory that pleases `wanted`; else the longest.
+fn find(
+    fd: BorrowedFd<'_>,
+    wanted: impl Fn(&Allocation, DeviceAddr) -> bool,
+) -> Result<Option<(Allocation, DeviceAddr)>> {
     let file = identify(fd)?;
-    let Some(export) = exports().lock().known.get(&file).and_then(Weak::upgrade) else {
+    let exports: Vec<_> = match exports().lock().known.get(&file) {
+        Some(known) => known.iter().filter_map(Weak::upgrade).collect(),
+        None => Vec::new(),
+    };
+    if exports.is_empty() {
         return Ok(None);
-    };
-    let memory = match &export.memory {
-        Owner::Theirs(memory) => memory.clone(),
-        Owner::Ours(memory) => memory.upgrade().ok_or_else(|| {
-            Error::new(Kind::Freed, "find the memory of a dma-buf")
-                .why("it was freed after it had been exported")
-                .fix("keep the allocation for as long as its dma-buf is used")
-        })?,
-    };
-    Ok(Some((memory, export.start)))
+    }
+    let there = exports.iter().filter_map(|export| Some((export.memory()?, export.start)));
+    let best = there.max_by_key(|(memory, start)| (wanted(memory, *start), memory.len()));
+    best.map(Some).ok_or_else(|| {
+        Error::new(Kind::Freed, "find the memory of a dma-buf")
+            .why("it was freed after it had been exported")
+            .fix("keep the allocation for as long as its dma-buf is used")
+    })
 }

@@ -50,6 +50,7 @@ pub use allocation::{
 pub use bytes::SharedBytes;
 pub use device::{Backend, Capabilities, Capability, Device, DeviceInfo, MemoryUsage};
 pub use exports::exported;
+pub(crate) use exports::exported_range;
 pub use op::{Condition, HostCall, MemOp, Op, PendingWait};
 pub use program::{BlockFn, Kernel, Launch, Module, Program};
 pub use share::{DmaBuf, DmaBufRoute, IpcHandle};

@@ -169,18 +169,24 @@ impl DeviceMemory {
 
     /// Finds the memory where it is now.
     fn find(&self) {
-        self.wanted.store(false, Ordering::Release);
         if let Err(error) = self.reopen() {
             count(&self.counts.refused);
             self.gate.close(BROKEN);
             self.fail(error);
         }
+        // Last, so that whoever waits meanwhile asks for nothing; if it moved on meanwhile, the next use asks again.
+        self.wanted.store(false, Ordering::Release);
     }
 
     /// Has it found, by somebody who may wait.
     #[cold]
     fn want(&self) {
         if self.wanted.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        if self.gate.peek().1 {
+            // Found since it was looked at.
+            self.wanted.store(false, Ordering::Release);
             return;
         }
         count(&self.counts.faults);

@@ -39,6 +39,9 @@ const ALLOWED: [Access; 5] = [
     Access::RELAXED_ORDERING,
 ];
 
+/// What the kernel's file system of dma-bufs is told by ("DMAB").
+const DMA_BUF_MAGIC: rustix::fs::FsWord = 0x444d_4142;
+
 /// The name that the simulator's memory has as a file.
 const SIMULATED: &str = "/memfd:warpwire-sim";
 
@@ -85,7 +88,7 @@ impl Registry {
         check(range, iova, access)?;
         let iova = Some(iova.unwrap_or(range.offset));
         let mut provenance = Provenance { named: Named::DmaBuf(attach), ..Provenance::default() };
-        let memory = match mem::exported(range.fd)? {
+        let memory = match mem::exported_range(range.fd, range.offset, range.len)? {
             Some((memory, start)) => {
                 if attach == Attach::Static {
                     provenance.pin = Some(memory.pin()?);
@@ -162,7 +165,9 @@ fn of_file(range: DmaBufRange<'_>) -> Result<Memory> {
         .fix("open it with an inter-process handle (Device::open_ipc), and register that"));
     }
     let is_memfd = name.starts_with("/memfd:");
-    if !is_memfd && !name.starts_with("/dmabuf:") {
+    // The file system tells, and not the name: any file may be called so, and then be cut short.
+    let is_dmabuf = || rustix::fs::fstatfs(range.fd).is_ok_and(|fs| fs.f_type == DMA_BUF_MAGIC);
+    if !is_memfd && !is_dmabuf() {
         let why = format!("the descriptor is not a dma-buf: it is {}", describe(range.fd, &name));
         return Err(refused(why).fix(
             "pass the descriptor of DmaBuf, of cuMemGetHandleForAddressRange, or of a sealed memfd",

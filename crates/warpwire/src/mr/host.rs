@@ -62,17 +62,25 @@ impl HostMemory {
 
     /// The memory of another process, by the descriptor that [`HostMemory`] gives there.
     pub fn open(file: OwnedFd) -> Result<Self> {
-        let strange = |why: &'static str| {
-            Error::new(Kind::InvalidArgument, "map host memory of another process").why(why)
+        let about = |kind, why: &'static str| {
+            Error::new(kind, "map host memory of another process").why(why)
         };
+        let strange = |why| about(Kind::InvalidArgument, why);
         let status = fstat(&file).map_err(|e| failure(e, 0))?;
         let seals = fcntl_get_seals(&file).map_err(|_| strange("the descriptor is not a memfd"))?;
         if !seals.contains(SealFlags::SHRINK) {
             return Err(strange("its owner can still cut it short")
                 .fix("share memory made by HostMemory::new, or seal it against shrinking"));
         }
+        let closed = |error: Error| match error.kind() {
+            Kind::PermissionDenied => {
+                about(Kind::PermissionDenied, "it may not be mapped for writing")
+                    .fix("leave out the seals against writing, and open it for reading and writing")
+            }
+            _ => error,
+        };
         match u64::try_from(status.st_size) {
-            Ok(len) if len > 0 => Self::map(file, len),
+            Ok(len) if len > 0 => Self::map(file, len).map_err(closed),
             _ => Err(strange("it is empty")),
         }
     }

@@ -145,6 +145,7 @@ impl Memory {
                 );
             }
             What::Host { range, .. } => {
+                OnDemand::available()?;
                 let writes = access.contains(Access::LOCAL_WRITE);
                 self.what = What::OnDemand(OnDemand::new(range.clone(), writes));
             }

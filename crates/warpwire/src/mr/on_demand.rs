@@ -2,7 +2,7 @@
 //!
 //! The range is divided into granules. The first use of one asks the pager to bring its pages in, and the queue pair
 //! waits meanwhile; from then on the kernel copies, which looks every page up again: memory that was unmapped since
-//! is an error, and not a fault of this process.
+//! is an error, and not a fault of this process. A granule of which only a part is there serves that part.
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -13,6 +13,7 @@ use rustix::mm::{Advice, madvise};
 
 use super::denied::Denied;
 use super::host::HostRange;
+use super::maps;
 use super::pager;
 use super::reach::Reach;
 use crate::error::{Error, Kind, Result};
@@ -31,6 +32,8 @@ const ABSENT: u8 = 0;
 const WANTED: u8 = 1;
 const PRESENT: u8 = 2;
 const REFUSED: u8 = 3;
+/// Some pages of it are there, or all of them for reading only: each use asks.
+const PARTLY: u8 = 4;
 
 /// How often memory was looked for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -80,6 +83,21 @@ pub(super) struct OnDemand {
 }
 
 impl OnDemand {
+    /// Nothing, if the kernel copies by address for this process; else why it does not.
+    pub(super) fn available() -> Result<()> {
+        static TRIED: OnceLock<Result<()>> = OnceLock::new();
+        let tried = TRIED.get_or_init(|| {
+            let (from, mut to) = ([1u8], [0u8]);
+            let at = from.as_ptr().expose_provenance() as u64;
+            copy(at, to.as_mut_ptr(), 1, Way::Out).map_err(|error| {
+                Error::new(Kind::Unsupported, "register memory on demand")
+                    .why(format!("the kernel copies nothing by address here ({error})"))
+                    .fix("leave out on-demand, or let the process call process_vm_readv and process_vm_writev")
+            })
+        });
+        tried.clone()
+    }
+
     pub(super) fn new(range: HostRange, writes: bool) -> Arc<Self> {
         let granules = range.len().div_ceil(GRANULE) + 1;
         let pieces = (0..granules.div_ceil(IN_PIECE)).map(|_| OnceLock::new()).collect();
@@ -116,11 +134,11 @@ impl OnDemand {
         piece.get_or_init(new).get((granule % IN_PIECE) as usize)
     }
 
-    /// Whether a granule is there; if not, it is looked for from now on.
-    fn want(&self, granule: u64) -> std::result::Result<(), Denied> {
+    /// Whether a granule is there, in part perhaps; if not, it is looked for from now on.
+    fn want(&self, granule: u64) -> std::result::Result<u8, Denied> {
         let state = self.state(granule).ok_or(Denied::Range)?;
         match state.load(Ordering::Acquire) {
-            PRESENT => Ok(()),
+            found @ (PRESENT | PARTLY) => Ok(found),
             WANTED => Err(Denied::Absent),
             REFUSED => {
                 // Said once; the next use looks again.
@@ -147,24 +165,38 @@ impl OnDemand {
 
     /// Looks for a granule and notes what came of it.
     fn settle(&self, granule: u64) {
-        let found = self.bring_in(granule);
-        if let Err(error) = &found {
-            count(&self.counts.refused);
-            tracing::debug!(%error, "memory on demand is not there");
-        }
+        let found = self.look(granule);
         if let Some(state) = self.state(granule) {
-            state.store(if found.is_ok() { PRESENT } else { REFUSED }, Ordering::Release);
+            state.store(found, Ordering::Release);
         }
     }
 
-    /// Makes the kernel find the pages of a granule.
-    fn bring_in(&self, granule: u64) -> std::io::Result<()> {
+    /// Looks for a granule: whether it is there, in part or not at all.
+    fn look(&self, granule: u64) -> u8 {
+        let (from, to, page) = self.pages(granule);
+        let Err(error) = self.bring_in(from, to, self.writes) else { return PRESENT };
+        count(&self.counts.refused);
+        tracing::debug!(%error, "memory on demand is not there");
+        let there = |at| self.touch(at, at + page, page).is_ok();
+        match (from..to).step_by(page as usize).any(there) {
+            true => PARTLY,
+            false => REFUSED,
+        }
+    }
+
+    /// The pages of a granule: where they begin and end, and how long one is.
+    fn pages(&self, granule: u64) -> (u64, u64, u64) {
         let page = rustix::param::page_size() as u64;
         let (start, end) = (self.range.address(), self.range.address() + self.range.len());
         let first = (start - start % GRANULE) + granule * GRANULE;
         let from = first.max(start - start % page);
-        let to = (first + GRANULE).min(end.next_multiple_of(page));
-        let advice = match self.writes {
+        (from, (first + GRANULE).min(end.next_multiple_of(page)), page)
+    }
+
+    /// Makes the kernel find pages.
+    fn bring_in(&self, from: u64, to: u64, writes: bool) -> std::io::Result<()> {
+        let page = rustix::param::page_size() as u64;
+        let advice = match writes {
             true => Advice::LinuxPopulateWrite,
             false => Advice::LinuxPopulateRead,
         };
@@ -173,10 +205,17 @@ impl OnDemand {
             // SAFETY: populating changes no contents, and harms no range, whatever lies there.
             match unsafe { madvise(base, (to - from) as usize, advice) } {
                 // Some mappings have pages that the kernel copies for nobody: better found out now.
-                Ok(()) => return copy(from.max(start), [0].as_mut_ptr(), 1, Way::Out),
+                Ok(()) => return copy(from, [0].as_mut_ptr(), 1, Way::Out),
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
-                // Kernels before 5.14, and mappings without pages of their own, do not know it.
-                Err(rustix::io::Errno::INVAL) => return self.touch(from, to, page),
+                // Said of mappings that may not be written; and by kernels before 5.14, which do not know it, and of
+                // mappings without pages of their own.
+                Err(rustix::io::Errno::INVAL) => {
+                    let writable = || maps::look_up(from, to - from).is_ok_and(|range| range.writable);
+                    if writes && !writable() {
+                        return Err(std::io::ErrorKind::PermissionDenied.into());
+                    }
+                    return self.touch(from, to, page);
+                }
                 Err(error) => return Err(error.into()),
             }
         }
@@ -193,20 +232,29 @@ impl OnDemand {
     pub(super) fn prefetch(&self, offset: u64, len: u64) -> Result<()> {
         for granule in self.granules(offset, len) {
             let Some(state) = self.state(granule) else { continue };
-            if state.load(Ordering::Acquire) == PRESENT {
+            // Also what is thought to be there: it may be gone.
+            let found = self.look(granule);
+            if state.swap(found, Ordering::AcqRel) == PRESENT && found == PRESENT {
                 continue;
             }
-            let what = || format!("prefetch {} at offset {offset}", units::bytes(len));
-            self.bring_in(granule).map_err(|error| {
-                count(&self.counts.refused);
-                Error::new(Kind::Freed, what())
-                    .why(format!("the pages are not there ({error})"))
-                    .fix("map the memory again, or deregister it")
-            })?;
+            if found != PRESENT {
+                self.wanted_part(granule, offset, len, self.writes).map_err(|error| {
+                    Error::new(Kind::Freed, format!("prefetch {} at offset {offset}", units::bytes(len)))
+                        .why(format!("the pages are not there ({error})"))
+                        .fix("map the memory again, or deregister it")
+                })?;
+            }
             count(&self.counts.prefetched);
-            state.store(PRESENT, Ordering::Release);
         }
         Ok(())
+    }
+
+    /// Whether the pages of a granule that a range touches are there, where not all of them are.
+    fn wanted_part(&self, granule: u64, offset: u64, len: u64, writes: bool) -> std::io::Result<()> {
+        let (from, to, page) = self.pages(granule);
+        let start = self.range.address() + offset;
+        let (first, last) = (from.max(start - start % page), to.min(start + len));
+        self.bring_in(first, last.next_multiple_of(page), writes)
     }
 
     pub(super) fn prefetch_later(&self, offset: u64, len: u64) {
@@ -218,14 +266,25 @@ impl OnDemand {
         });
     }
 
+    /// Whether that part of a granule is there of which others are not. It is asked of the kernel each time.
+    #[cold]
+    fn ask(&self, granule: u64, offset: u64, len: u64, writes: bool) -> std::result::Result<(), Denied> {
+        self.wanted_part(granule, offset, len, writes).map_err(|_| {
+            if let Some(state) = self.state(granule) {
+                // Said once; the next use looks again.
+                let _ = state.compare_exchange(PARTLY, ABSENT, Ordering::AcqRel, Ordering::Acquire);
+            }
+            Denied::Gone
+        })
+    }
+
     /// A copy failed: what was thought to be there must be looked for again.
     #[cold]
     fn lose(&self, offset: u64, len: u64) -> Denied {
         for granule in self.granules(offset, len) {
-            if let Some(state) = self.state(granule) {
-                let _ =
-                    state.compare_exchange(PRESENT, ABSENT, Ordering::AcqRel, Ordering::Acquire);
-            }
+            let Some(state) = self.state(granule) else { continue };
+            let lost = |seen| matches!(seen, PRESENT | PARTLY).then_some(ABSENT);
+            let _ = state.fetch_update(Ordering::AcqRel, Ordering::Acquire, lost);
         }
         count(&self.counts.lost);
         Denied::Absent
@@ -233,11 +292,15 @@ impl OnDemand {
 }
 
 impl Reach for OnDemand {
-    fn check(&self, offset: u64, len: u64, _writes: bool) -> std::result::Result<(), Denied> {
+    fn check(&self, offset: u64, len: u64, writes: bool) -> std::result::Result<(), Denied> {
         let mut outcome = Ok(());
         // All of them, so that several are looked for at once; one that is not to be found decides.
         for granule in self.granules(offset, len).take(MOST_CHECKED as usize) {
-            match self.want(granule) {
+            let found = self.want(granule).and_then(|state| match state {
+                PARTLY => self.ask(granule, offset, len, writes),
+                _ => Ok(()),
+            });
+            match found {
                 Err(Denied::Absent) if outcome.is_ok() => outcome = Err(Denied::Absent),
                 Err(denied) if denied != Denied::Absent => outcome = Err(denied),
                 _ => {}

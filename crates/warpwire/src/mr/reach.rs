@@ -7,7 +7,8 @@ use crate::mlx5::Atomic;
 ///
 /// A [`PeerClient`](super::PeerClient) offers one by [`Memory::reached_by`](super::Memory::reached_by), where neither
 /// host memory nor a device's region says what it has. Answers with [`Denied::Absent`] make the queue pair wait and
-/// ask again; others fail its work.
+/// ask again; others fail its work. What is refused for good, [`check`](Reach::check) must refuse: a copy that fails
+/// after it said yes is tried again.
 pub trait Reach: Send + Sync {
     /// Whether `len` bytes at `offset` can be reached now.
     fn check(&self, offset: u64, len: u64, writes: bool) -> Result<(), Denied>;

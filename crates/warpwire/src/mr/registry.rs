@@ -223,9 +223,15 @@ impl Registry {
             let got = Got::get(pages, self.0.name.clone(), writes, invalidate);
             let (got, memory) = got.map_err(|error| error.during(what()))?;
             let page_size = got.page_size();
+            if memory.len() != len {
+                let why = format!("client {name} gave {} bytes for them", memory.len());
+                return Err(Error::new(Kind::InvalidArgument, what()).why(why));
+            }
             let named = Named::Address { client: name, persistence, page_size };
             let provenance = Provenance { named, got: Some(got), tie: Some(tie), pin: None };
-            return self.admit(pd, memory, iova.or(Some(address)), access, provenance);
+            // The memory may have an address of its own, which is not the one that it was named by.
+            let own = (!access.contains(Access::ZERO_BASED)).then_some(address);
+            return self.admit(pd, memory, iova.or(own), access, provenance);
         }
         let why = format!("nobody knows the address ({})", refusals.join("; "));
         Err(Error::new(Kind::NotDeviceMemory, what()).why(why).fix(
@@ -251,7 +257,6 @@ impl Registry {
         let zero_based = access.contains(Access::ZERO_BASED);
         let iova = match (iova, zero_based) {
             (Some(0) | None, true) => 0,
-            (Some(_), true) if matches!(provenance.named, Named::Address { .. }) => 0,
             (Some(iova), true) => {
                 let why = format!("it is zero-based, and yet should begin at {iova:#x}");
                 return Err(failure(Kind::InvalidArgument, why).fix("leave one of the two out"));

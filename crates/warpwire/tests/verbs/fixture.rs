@@ -111,7 +111,7 @@ impl Fixture {
         Self { which, sim: OnceCell::new() }
     }
 
-    fn sim(&self) -> &Sim {
+    pub fn sim(&self) -> &Sim {
         let config = SimConfig { memory: 1 << 28, ..SimConfig::default() };
         self.sim.get_or_init(|| Sim::start(config).unwrap())
     }

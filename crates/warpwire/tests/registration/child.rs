@@ -1,0 +1,57 @@
+//! A second process that has memory, and hands its descriptor over.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::process::{Child, Command, ExitCode, Stdio};
+
+use warpwire::mem;
+use warpwire::mr::HostMemory;
+
+const VARIABLE: &str = "WARPWIRE_TEST_CHILD";
+pub const FILL: u8 = 0x6b;
+
+/// In a child: shows a descriptor, and waits until it may end.
+pub fn run_if_asked() -> Option<ExitCode> {
+    let what = std::env::var(VARIABLE).ok()?;
+    let fd: OwnedFd;
+    let _keep: Box<dyn std::any::Any> = if what == "sim" {
+        let memory = mem::open("sim:0").unwrap().alloc(4096).unwrap();
+        memory.write(0, &[FILL; 4096]).unwrap();
+        fd = memory.export_dmabuf(0, 4096).unwrap().into_fd();
+        Box::new(memory)
+    } else {
+        let memory = HostMemory::new(4096).unwrap();
+        memory.bytes().fill(0, 4096, &[FILL]).unwrap();
+        fd = memory.as_fd().try_clone_to_owned().unwrap();
+        Box::new(memory)
+    };
+    println!("{}", fd.as_raw_fd());
+    std::io::stdout().flush().unwrap();
+    let mut end = [0];
+    let _ = std::io::stdin().read(&mut end);
+    Some(ExitCode::SUCCESS)
+}
+
+pub struct Other(Child);
+
+/// Starts a process with memory, and gets its descriptor.
+pub fn export(what: &str) -> (OwnedFd, Other) {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .env(VARIABLE, what)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let path = format!("/proc/{}/fd/{}", child.id(), line.trim());
+    let fd = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    (fd.into(), Other(child))
+}
+
+impl Other {
+    pub fn end(mut self) {
+        drop(self.0.stdin.take());
+        assert!(self.0.wait().unwrap().success());
+    }
+}
