@@ -299,7 +299,7 @@ impl<'a> End<'a> {
         };
         if !completion.is_success() {
             let status = completion.status;
-            let fix = "look whether both ends have the same -m, and what the other says";
+            let fix = "look whether both ends have the same -s and -m, and what the other says";
             return Err(Failure::Broken(format!("a message failed: {status:?}; {fix}")));
         }
         Ok(completion)

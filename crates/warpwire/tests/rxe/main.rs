@@ -38,7 +38,9 @@ fn main() -> ExitCode {
         for case in CASES.iter().flat_map(|room| room.iter()) {
             let name = format!("{name}::{}", case.name);
             trials.push(Trial::test(name.clone(), move || {
+                let start = std::time::Instant::now();
                 (case.run)(&lab.bench(family, name));
+                eprint!("{:.1} s ", start.elapsed().as_secs_f64());
                 Ok(())
             }));
         }
