@@ -59,6 +59,19 @@ def icrc(packet, start):
     return zlib.crc32(bytes(masked), zlib.crc32(b"\xff" * 8))
 
 
+def prove():
+    """The judge itself: a packet that others made passes, and with any bit of it flipped it does not."""
+    packet = bytearray.fromhex(
+        "4500003c000040004011b6adc0000201c0000202c12312b7002800000420ffff0000001180000123"
+        "48656c6c6f2c20524f434576322100" "00ce211db8")
+    right = lambda: icrc(packet, 20).to_bytes(4, "little") == packet[-4:]
+    assert right(), "the ICRC of a known packet"
+    for at in (0, 5, 13, 21, 28, 33, 40, 55, 58):
+        packet[at] ^= 1
+        assert not right(), f"byte {at} is not covered"
+        packet[at] ^= 1
+
+
 def is_damaged(packet, start):
     addresses = (packet[15], packet[19]) if start == 20 else ()
     return DAMAGED in addresses
@@ -108,6 +121,7 @@ def join(captures, path):
 
 def judge(logs):
     """Judges a run; returns 1 if something is wrong, else 0."""
+    prove()
     paths = sorted(logs.glob("guest*.pcap"))
     ours = [Capture(path) for path in sorted((logs / "cases").glob("*.pcap"))]
     ours = [capture for capture in ours if capture.records]

@@ -135,9 +135,11 @@ fn what_makes_no_sense_is_refused() {
     let alone = run(&["-p", "0", "--timeout", "0.2"]);
     assert_eq!(alone.status.code(), Some(1));
     assert!(text(&alone.stderr).contains("none came"), "{}", text(&alone.stderr));
-    let (_child, port, _out) = server(&["--timeout", "5"]);
+    let [_, far] = addresses(5);
+    let (mut child, port, _out) = server(&["--timeout", "5", "--from", &far]);
     // An address that this machine does not have.
     let output = run(&["127.0.0.1", "-p", &port, "--from", "192.0.2.1"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("192.0.2.1"), "{}", text(&output.stderr));
+    assert_eq!(child.wait().unwrap().code(), Some(1), "its client has hung up");
 }

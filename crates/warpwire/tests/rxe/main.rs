@@ -10,6 +10,7 @@ mod faults;
 mod lab;
 mod operations;
 mod peer;
+mod perftest;
 mod pingpong;
 mod queues;
 mod world;
@@ -20,8 +21,14 @@ use libtest_mimic::{Arguments, Trial};
 
 use lab::{Case, Family, Lab};
 
-const CASES: &[&[Case]] =
-    &[operations::CASES, queues::CASES, failures::CASES, faults::CASES, pingpong::CASES];
+const CASES: &[&[Case]] = &[
+    operations::CASES,
+    queues::CASES,
+    failures::CASES,
+    faults::CASES,
+    pingpong::CASES,
+    perftest::CASES,
+];
 
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();

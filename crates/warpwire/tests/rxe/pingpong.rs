@@ -8,6 +8,8 @@ use crate::lab::{Bench, Family, cases};
 
 cases!(we_are_the_client, we_are_the_server, a_faulty_wire, a_peer_with_another_size);
 
+const COUNT: &str = "30";
+
 /// Length, MTU, and whether to sleep: the last two of them polling.
 const TERMS: [(&str, &str, bool); 6] = [
     ("1", "1024", true),
@@ -21,7 +23,7 @@ const TERMS: [(&str, &str, bool); 6] = [
 /// What both ends are told.
 fn words(size: &str, mtu: &str, events: bool) -> Vec<String> {
     let mut words: Vec<String> =
-        ["-n", "50", "-s", size, "-m", mtu].into_iter().map(str::to_owned).collect();
+        ["-n", COUNT, "-s", size, "-m", mtu].into_iter().map(str::to_owned).collect();
     if events {
         words.push("-e".to_owned());
     }
@@ -51,7 +53,7 @@ fn report(output: std::process::Output, terms: &str) -> Value {
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{terms}: {text}");
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(report["iterations"], 50);
+    assert_eq!(report["iterations"].to_string(), COUNT);
     report
 }
 
@@ -63,7 +65,7 @@ fn we_are_the_client(bench: &Bench) {
         let report = report(output, &words.join(" "));
         assert_eq!((&report["role"], &report["verified"]), (&"client".into(), &true.into()));
         let text = peer.end();
-        assert!(text.contains("50 iters in"), "{text}");
+        assert!(text.contains(&format!("{COUNT} iters in")), "{text}");
     }
 }
 

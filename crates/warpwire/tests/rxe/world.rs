@@ -1,6 +1,7 @@
 //! Our device and the guest's, with queue pairs that are connected to each other.
 
 use std::net::{IpAddr, SocketAddr};
+use std::ops::Deref;
 use std::time::Instant;
 
 use warpwire::link::fault::{Partition, Plan};
@@ -88,27 +89,25 @@ impl Near {
     }
 }
 
-pub struct World {
+/// Our device, with memory.
+pub struct Ours {
     pub context: Context,
     pub pd: Pd,
     pub cq: Cq,
-    pub srq: Option<Srq>,
-    pub qps: Vec<Qp>,
     pub near: Near,
-    pub peer: Peer,
-    pub far: Far,
+    pub address: IpAddr,
     pub partition: Partition,
     capture: Capture,
 }
 
-impl Drop for World {
+impl Drop for Ours {
     fn drop(&mut self) {
         let _ = self.capture.finish();
     }
 }
 
-impl World {
-    pub fn open(bench: &Bench, terms: Terms) -> Self {
+impl Ours {
+    pub fn open(bench: &Bench, terms: &Terms) -> Self {
         let address = terms.from.unwrap_or(bench.ours());
         let udp = udp_link(SocketAddr::new(address, udp::ADDRESS.port()));
         let capture = Capture::create(&bench.capture()).unwrap();
@@ -117,66 +116,27 @@ impl World {
         let partition = link.partition();
         let context = Context::open(link).unwrap();
         let pd = context.pd();
-        let cq = context.create_cq(1024).unwrap();
-        let srq = terms.shared[0].then(|| context.create_srq(&pd, SrqOptions::default()).unwrap());
+        let cq = context.create_cq(4096).unwrap();
         let memory = HostMemory::new(terms.memory).unwrap();
         let mr = context.register(&pd, memory.clone(), Access::ALL).unwrap();
-        let mut peer = Peer::start(bench);
-        let far = peer.memory(terms.memory, ALL_ACCESS);
-        if terms.shared[1] {
-            peer.ok("srq");
-        }
         let near = Near { memory, mr };
-        let qps = Vec::new();
-        let mut world = Self { context, pd, cq, srq, qps, near, peer, far, partition, capture };
-        for _ in 0..terms.qps {
-            world.connect(bench, address, &terms);
-        }
-        world
+        Self { context, pd, cq, near, address, partition, capture }
     }
 
-    /// One more queue pair on either side, connected.
-    fn connect(&mut self, bench: &Bench, address: IpAddr, terms: &Terms) {
+    /// A queue pair on those terms, not yet connected.
+    pub fn create_qp(&self, terms: &Terms, srq: Option<Srq>) -> Qp {
         let options = QpOptions {
+            receive_depth: 512,
             mtu: Mtu::new(terms.mtu),
             timeout: terms.timeout,
             retry_count: terms.retry,
             rnr_retry: terms.rnr_retry,
             min_rnr_timer: terms.min_rnr,
             max_rd_atomic: terms.reads,
-            srq: self.srq.clone(),
+            srq,
             ..QpOptions::default()
         };
-        let qp = self.context.create_qp(&self.pd, &self.cq, &self.cq, options).unwrap();
-        let [ours, theirs] = terms.psn;
-        let offer = Offer {
-            address: SocketAddr::new(bench.theirs(), udp::ADDRESS.port()),
-            qpn: self.peer.qp(terms.shared[1]),
-            psn: theirs,
-            mtu: terms.mtu,
-            max_rd_atomic: terms.reads,
-        };
-        qp.modify(&qp.to_init()).unwrap();
-        qp.modify(&qp.to_rtr(&offer).unwrap()).unwrap();
-        let mut to_rts = qp.to_rts(&offer);
-        to_rts.send_psn = Some(Psn::new(ours));
-        qp.modify(&to_rts).unwrap();
-        self.peer.connect(self.qps.len(), (qp.number(), address), terms.psn, terms);
-        self.qps.push(qp);
-    }
-
-    pub fn qp(&self) -> &Qp {
-        &self.qps[0]
-    }
-
-    pub fn post(&self, request: Request<'_>) {
-        self.qp().post_send(&[request]).unwrap();
-    }
-
-    pub fn receive(&self, id: u64, offset: u64, len: u32) {
-        let data: &[Sge] = &[self.near.mr.sge(offset, len)];
-        let data = if len == 0 { &[] } else { data };
-        self.qp().post_receive(&[ReceiveRequest { id, data }]).unwrap();
+        self.context.create_qp(&self.pd, &self.cq, &self.cq, options).unwrap()
     }
 
     pub fn next(&self) -> Completion {
@@ -194,6 +154,76 @@ impl World {
     pub fn failed(&self, id: u64, status: Status) {
         let completion = self.next();
         assert_eq!((completion.id, completion.status), (id, status), "{completion:?}");
+    }
+}
+
+/// Our device and the guest's, with queue pairs between them.
+pub struct World {
+    ours: Ours,
+    pub srq: Option<Srq>,
+    pub qps: Vec<Qp>,
+    pub peer: Peer,
+    pub far: Far,
+}
+
+impl Deref for World {
+    type Target = Ours;
+
+    fn deref(&self) -> &Ours {
+        &self.ours
+    }
+}
+
+impl World {
+    pub fn open(bench: &Bench, terms: Terms) -> Self {
+        let ours = Ours::open(bench, &terms);
+        let srq = terms.shared[0]
+            .then(|| ours.context.create_srq(&ours.pd, SrqOptions::default()).unwrap());
+        let mut peer = Peer::start(bench);
+        let far = peer.memory(terms.memory, ALL_ACCESS);
+        if terms.shared[1] {
+            peer.ok("srq");
+        }
+        let mut world = Self { ours, srq, qps: Vec::new(), peer, far };
+        for _ in 0..terms.qps {
+            world.connect(bench, &terms);
+        }
+        world
+    }
+
+    /// One more queue pair on either side, connected.
+    fn connect(&mut self, bench: &Bench, terms: &Terms) {
+        let qp = self.create_qp(terms, self.srq.clone());
+        let [ours, theirs] = terms.psn;
+        let offer = Offer {
+            address: SocketAddr::new(bench.theirs(), udp::ADDRESS.port()),
+            qpn: self.peer.qp(terms.shared[1]),
+            psn: theirs,
+            mtu: terms.mtu,
+            max_rd_atomic: terms.reads,
+        };
+        qp.modify(&qp.to_init()).unwrap();
+        qp.modify(&qp.to_rtr(&offer).unwrap()).unwrap();
+        let mut to_rts = qp.to_rts(&offer);
+        to_rts.send_psn = Some(Psn::new(ours));
+        qp.modify(&to_rts).unwrap();
+        let to = (qp.number(), self.ours.address);
+        self.peer.connect(self.qps.len(), to, terms.psn, terms);
+        self.qps.push(qp);
+    }
+
+    pub fn qp(&self) -> &Qp {
+        &self.qps[0]
+    }
+
+    pub fn post(&self, request: Request<'_>) {
+        self.qp().post_send(&[request]).unwrap();
+    }
+
+    pub fn receive(&self, id: u64, offset: u64, len: u32) {
+        let data: &[Sge] = &[self.near.mr.sge(offset, len)];
+        let data = if len == 0 { &[] } else { data };
+        self.qp().post_receive(&[ReceiveRequest { id, data }]).unwrap();
     }
 
     pub fn state_becomes(&self, state: State) {
