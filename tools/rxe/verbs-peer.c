@@ -8,6 +8,7 @@
 //   srq | qp own|srq                         -> number, queue pair number
 //   connect Q QPN GID MTU SEND_PSN RECEIVE_PSN TIMEOUT RETRY RNR_RETRY MIN_RNR READS
 //   fill M OFFSET LEN SEED | check M OFFSET LEN SEED | put M OFFSET WORD | get M OFFSET
+//   window Q M                               a window of type 2 onto all of that memory -> rkey
 //   receive Q|srq ID M OFFSET LEN
 //   post Q ID OP M OFFSET LEN ADDRESS RKEY FIRST SECOND FLAGS
 //   poll MS                                  -> id, status, opcode, length, immediate or key, queue pair, flags
@@ -215,6 +216,30 @@ static void touch_memory(char **words) {
     printf("ok\n");
 }
 
+static void make_window(char **words) {
+    struct ibv_qp *qp = qp_of(words, 1);
+    struct memory *m = memory_of(words, 2);
+    struct ibv_mw *window = qp && m ? ibv_alloc_mw(pd, IBV_MW_TYPE_2) : NULL;
+    if (!window) {
+        failed("ibv_alloc_mw");
+        return;
+    }
+    struct ibv_send_wr bind = {.opcode = IBV_WR_BIND_MW, .send_flags = IBV_SEND_SIGNALED}, *bad;
+    bind.bind_mw.mw = window;
+    bind.bind_mw.rkey = ibv_inc_rkey(window->rkey);
+    bind.bind_mw.bind_info = (struct ibv_mw_bind_info){
+        .mr = m->mr, .addr = (uintptr_t)m->bytes, .length = m->len, .mw_access_flags = IBV_ACCESS_REMOTE_WRITE,
+    };
+    int code = ibv_post_send(qp, &bind, &bad);
+    struct ibv_wc wc = {0};
+    for (double end = seconds() + 5; !code && ibv_poll_cq(cq, 1, &wc) == 0 && seconds() < end; usleep(200))
+        ;
+    if (code || wc.status || wc.opcode != IBV_WC_BIND_MW)
+        printf("error bind: %s\n", code ? strerror(code) : ibv_wc_status_str(wc.status));
+    else
+        printf("ok %u\n", bind.bind_mw.rkey);
+}
+
 static void receive(char **words) {
     struct memory *m = memory_of(words, 3);
     if (!m) {
@@ -273,6 +298,8 @@ static void post(char **words) {
 }
 
 static void take_completion(char **words) {
+    // rxe gives programs the flags that the kernel uses, in which "with invalidate" is another bit.
+    const unsigned invalidated = IBV_WC_WITH_INV | 1 << 2;
     struct ibv_wc wc = {0};
     double end = seconds() + number(words, 1) * 1e-3;
     int found;
@@ -285,7 +312,7 @@ static void take_completion(char **words) {
         printf("error ibv_poll_cq\n");
     else
         printf("ok %llu %d %d %u %u %u %u\n", (unsigned long long)wc.wr_id, wc.status, wc.opcode, wc.byte_len,
-               wc.wc_flags & IBV_WC_WITH_INV ? wc.invalidated_rkey : ntohl(wc.imm_data), wc.qp_num, wc.wc_flags);
+               wc.wc_flags & invalidated ? wc.invalidated_rkey : ntohl(wc.imm_data), wc.qp_num, wc.wc_flags);
 }
 
 static int is_readable(int fd, int ms) {
@@ -351,6 +378,7 @@ static void obey(char **words) {
     else if (!strcmp(verb, "srq")) make_srq();
     else if (!strcmp(verb, "qp")) make_qp(words);
     else if (!strcmp(verb, "connect")) connect_qp(words);
+    else if (!strcmp(verb, "window")) make_window(words);
     else if (!strcmp(verb, "receive") && words[1]) receive(words);
     else if (!strcmp(verb, "post")) post(words);
     else if (!strcmp(verb, "poll")) take_completion(words);

@@ -1,9 +1,9 @@
 //! Every operation, started by us and by them, at every length that a packet's edge makes special.
 
-use warpwire::verbs::{Access, Atomic, CompletionKind, Fence, Op, Request};
+use warpwire::verbs::{Access, Atomic, CompletionKind, Fence, Op, Remote, Request, Status};
 
 use crate::lab::{Bench, cases};
-use crate::peer::{FENCE, INLINE, Post};
+use crate::peer::{ALL_ACCESS, FENCE, INLINE, Post, WINDOWS};
 use crate::world::{Terms, World};
 
 cases!(
@@ -21,6 +21,7 @@ cases!(
     fences,
     inline_data,
     they_invalidate_a_key,
+    we_invalidate_a_key,
 );
 
 const SIZES: [usize; 14] =
@@ -347,5 +348,24 @@ fn they_invalidate_a_key(bench: &Bench) {
     assert_eq!(world.done(2).kind, CompletionKind::ReceiveInvalidate(key));
     // The key is of no use any more.
     world.peer.post(&far, Post::new(3, "write").from(0, 8).at(remote));
-    world.peer.failed(3, warpwire::verbs::Status::RemoteAccess);
+    world.peer.failed(3, Status::RemoteAccess);
+}
+
+fn we_invalidate_a_key(bench: &Bench) {
+    let mut world = World::open(bench, Terms::default());
+    // rxe invalidates windows only.
+    let memory = world.peer.memory(4096, ALL_ACCESS | WINDOWS);
+    let key = world.peer.ok(&format!("window 0 {}", memory.number))[0] as u32;
+    let remote = Remote { rkey: key, ..memory.remote(8) };
+    world.post(Request::new(1, Op::Write(remote)).inline(&42_u64.to_le_bytes()));
+    world.done(1);
+    assert_eq!(world.peer.get(&memory, 8), 42);
+    world.peer.receive(0, 2, &memory, 64, 64);
+    world.post(Request::new(2, Op::SendInvalidate(key)).inline(b"no more"));
+    world.done(2);
+    let done = world.peer.done(2);
+    assert_eq!((done.imm, done.len), (key.into(), 7));
+    world.post(Request::new(3, Op::Write(remote)).inline(&43_u64.to_le_bytes()));
+    world.failed(3, Status::RemoteAccess);
+    assert_eq!(world.peer.get(&memory, 8), 42);
 }

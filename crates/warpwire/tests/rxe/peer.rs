@@ -8,6 +8,7 @@ use crate::world::Terms;
 /// What `ibv_reg_mr` may be asked for.
 pub const ALL_ACCESS: u32 = 15;
 pub const LOCAL_AND_REMOTE_READ: u32 = 5;
+pub const WINDOWS: u32 = 16;
 
 /// Flags of `ibv_post_send`.
 pub const FENCE: u32 = 1;

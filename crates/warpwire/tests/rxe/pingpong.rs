@@ -6,7 +6,13 @@ use serde_json::Value;
 
 use crate::lab::{Bench, Family, cases};
 
-cases!(we_are_the_client, we_are_the_server, a_faulty_wire, a_peer_with_another_size);
+cases!(
+    we_are_the_client,
+    we_are_the_server,
+    memory_of_a_gpu,
+    a_faulty_wire,
+    a_peer_with_another_size
+);
 
 const COUNT: &str = "30";
 
@@ -82,6 +88,15 @@ fn we_are_the_server(bench: &Bench) {
         assert_eq!(report["role"], "server");
         peer.end();
     }
+}
+
+fn memory_of_a_gpu(bench: &Bench) {
+    let words = words("70000", "4096", true);
+    let peer = bench.start(&theirs(bench, &words));
+    let gpu = ["--mem".to_owned(), "sim:0".to_owned()];
+    let words = [&to_server(bench)[..], &gpu, &words].concat();
+    assert_eq!(report(ours(bench, &words).output().unwrap(), "sim:0")["verified"], true);
+    peer.end();
 }
 
 fn a_faulty_wire(bench: &Bench) {
