@@ -47,9 +47,10 @@ def enter_network(guests, mtu):
             f"ip tuntap add dev {tap} mode tap",
             f"ip link set {tap} mtu {mtu}",
             f"ip addr add {host_address(number)}/24 dev {tap}",
-            # For tests that want addresses of their own.
-            *[f"ip addr add 10.77.{number}.{last}/24 dev {tap}" for last in (3, 4, 66)],
             f"ip addr add fd77:{number}::1/64 dev {tap} nodad",
+            # Packets from here are damaged on purpose: see wire.py.
+            f"ip addr add 10.77.{number}.66/24 dev {tap}",
+            f"ip addr add fd77:{number}::42/64 dev {tap} nodad",
             f"ip link set {tap} up",
         ]
     for command in commands:

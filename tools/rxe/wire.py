@@ -1,7 +1,8 @@
 """Judges captures: every RoCE packet must carry the ICRC that belongs to it, and tshark must find none malformed.
 
 QEMU records what passes between the guest and us (guestN.pcap), beside and below both stacks; our own link records
-what each case sent and got (cases/*.pcap). Packets from or to an address that ends in .66 are damaged on purpose.
+what each case sent and got (cases/*.pcap). Packets from or to an address whose last byte is 66 (10.77.1.66, fd77:1::42)
+are damaged on purpose.
 """
 import collections
 import shutil
@@ -73,29 +74,33 @@ def prove():
 
 
 def is_damaged(packet, start):
-    addresses = (packet[15], packet[19]) if start == 20 else ()
-    return DAMAGED in addresses
+    # The last bytes of both addresses.
+    return DAMAGED in ((packet[15], packet[19]) if start == 20 else (packet[23], packet[39]))
 
 
 def check_icrc(capture):
-    good, wrong = 0, []
+    good, spoilt, wrong = 0, 0, []
     for number, packet in enumerate(capture.packets(), 1):
         found = roce_of(packet)
-        if not found or is_damaged(*found):
+        if not found:
             continue
         packet, start = found
+        if is_damaged(packet, start):
+            spoilt += 1
+            continue
         if icrc(packet, start).to_bytes(4, "little") == packet[-4:]:
             good += 1
         else:
             wrong.append(f"{capture.name}: packet {number}: ICRC {packet[-4:].hex()}: {packet[:64].hex()}")
-    return good, wrong
+    return good, spoilt, wrong
 
 
 def check_with_tshark(path):
     tshark = shutil.which("tshark")
     if not tshark:
         return None, []
-    filters = ["-Y", f"udp.dstport == {ROCE_PORT} and not ip.addr == 10.77.1.{DAMAGED}"]
+    damaged = f"(ip.addr == 10.77.1.{DAMAGED} or ipv6.addr == fd77:1::{DAMAGED:x})"
+    filters = ["-Y", f"udp.dstport == {ROCE_PORT} and not {damaged}"]
     fields = ["-T", "fields", "-e", "frame.number", "-e", "infiniband.bth.opcode", "-e", "_ws.malformed", "-e", "frame.protocols"]
     done = subprocess.run([tshark, "-r", str(path), *filters, *fields], capture_output=True, text=True)
     if done.returncode != 0:
@@ -125,15 +130,14 @@ def judge(logs):
     paths = sorted(logs.glob("guest*.pcap"))
     ours = [Capture(path) for path in sorted((logs / "cases").glob("*.pcap"))]
     ours = [capture for capture in ours if capture.records]
-    good, wrong = 0, []
+    good, spoilt, wrong = 0, 0, []
     for capture in [*map(Capture, paths), *ours]:
-        more, bad = check_icrc(capture)
-        good += more
-        wrong += bad
+        more, damaged, bad = check_icrc(capture)
+        good, spoilt, wrong = good + more, spoilt + damaged, wrong + bad
     if ours:
         join(ours, logs / "ours.pcap")
         paths.append(logs / "ours.pcap")
-    print(f"wire: {good} packets with the right ICRC, {len(wrong)} with a wrong one")
+    print(f"wire: {good} packets with the right ICRC, {len(wrong)} with a wrong one; {spoilt} of links that do damage")
     for path in paths:
         opcodes, bad = check_with_tshark(path)
         wrong += bad
@@ -141,7 +145,7 @@ def judge(logs):
             print("skipped: tshark (not installed; on Debian: apt-get install tshark)")
         else:
             print(f"wire: tshark dissects {sum(opcodes.values())} packets of {len(opcodes)} sorts in {path.name}, {len(bad)} wrong")
-    if not good:
+    if not good + spoilt:
         wrong.append("no RoCE packet was captured at all")
     for text in wrong[:20]:
         print(f"failed: {text}", file=sys.stderr)

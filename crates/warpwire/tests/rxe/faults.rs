@@ -2,7 +2,7 @@
 
 use warpwire::verbs::{Atomic, Op, Request};
 
-use crate::lab::{Bench, Family, cases};
+use crate::lab::{Bench, cases};
 use crate::peer::Post;
 use crate::world::{Terms, World};
 
@@ -93,9 +93,6 @@ fn everything_at_once(bench: &Bench) {
 
 fn damaged_packets(bench: &Bench) {
     // Its packets come from an address of their own, so that captures are judged without them.
-    if bench.family == Family::V6 {
-        return under(bench, "loss=8%,seed=2", 4).works();
-    }
     let from = Some(bench.damaged());
     let faults = "corrupt=5%,cut=2%,seed=9";
     let mut world = World::open(bench, Terms { from, faults, timeout: 12, ..Terms::default() });

@@ -77,7 +77,7 @@ impl Bench {
         self.address(2)
     }
 
-    /// The address whose packets are damaged on purpose: captures are not held to it. IPv4 only.
+    /// The address whose packets are damaged on purpose: captures are not held to it.
     pub fn damaged(&self) -> IpAddr {
         self.address(66)
     }
