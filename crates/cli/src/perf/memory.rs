@@ -58,8 +58,8 @@ impl std::fmt::Display for MemoryChoice {
 
 /// Registered memory, and a way for the CPU to look at it.
 #[derive(Debug)]
-pub(super) struct Buffer {
-    pub(super) mr: Mr,
+pub(crate) struct Buffer {
+    pub(crate) mr: Mr,
     place: Place,
 }
 
@@ -73,7 +73,7 @@ enum Place {
 const CHUNK: usize = 1 << 20;
 
 impl Buffer {
-    pub(super) fn new(
+    pub(crate) fn new(
         context: &Context,
         pd: &Pd,
         device: Option<&Device>,
@@ -167,7 +167,7 @@ impl Buffer {
         Ok(u64::from_ne_bytes(word))
     }
 
-    pub(super) fn fill(&self, at: u64, len: u64, seed: u64) -> warpwire::Result<()> {
+    pub(crate) fn fill(&self, at: u64, len: u64, seed: u64) -> warpwire::Result<()> {
         let mut chunk = vec![0; CHUNK];
         each_chunk(len, |done, step| {
             fill_bytes(&mut chunk[..step], seed, done);
@@ -181,7 +181,7 @@ impl Buffer {
     }
 
     /// The first byte that is not as [`Buffer::fill`] with that seed left it.
-    pub(super) fn first_wrong(
+    pub(crate) fn first_wrong(
         &self,
         at: u64,
         len: u64,
@@ -236,7 +236,7 @@ fn each_chunk(
 }
 
 /// The device of that choice, if it is one.
-pub(super) fn device(choice: &MemoryChoice) -> warpwire::Result<Option<Device>> {
+pub(crate) fn device(choice: &MemoryChoice) -> warpwire::Result<Option<Device>> {
     match choice {
         MemoryChoice::Host => Ok(None),
         MemoryChoice::Device(label) => mem::open(label).map(Some),
