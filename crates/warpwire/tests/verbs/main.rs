@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
 mod chaos;
+mod datagrams;
 mod events;
 mod failures;
 mod fixture;
@@ -31,6 +32,7 @@ const EVERYWHERE: &[&[Case]] = &[
     scale::CASES,
     chaos::CASES,
     mixtures::CASES,
+    datagrams::CASES,
 ];
 /// Cases for which the link does not matter.
 const ONCE: &[&[Case]] = &[
@@ -42,6 +44,7 @@ const ONCE: &[&[Case]] = &[
     chaos::ONCE,
     mixtures::ONCE,
     garbage::ONCE,
+    datagrams::ONCE,
 ];
 
 fn main() -> ExitCode {
