@@ -36,7 +36,8 @@ pub struct QpOptions {
     pub srq: Option<Srq>,
     /// Memory of another sort than the host's for its queues: at least [`Qp::memory_for`] these options.
     pub memory: Option<QueueMemory>,
-    /// A stream or a kernel will ring its doorbell.
+    /// A stream or a kernel will ring its doorbell. A thread of the device that has gone to sleep sees it within a 32nd
+    /// of the time for which nothing happened: 50 µs to 4 ms.
     pub watched: bool,
     /// The most payload in a packet; by default the largest that the link carries and the peer offers.
     pub mtu: Option<Mtu>,

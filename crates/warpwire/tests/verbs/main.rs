@@ -13,6 +13,7 @@ mod fixture;
 mod garbage;
 mod mixtures;
 mod operations;
+mod processes;
 mod queues;
 mod scale;
 mod states;
@@ -34,6 +35,8 @@ const EVERYWHERE: &[&[Case]] = &[
     mixtures::CASES,
     datagrams::CASES,
 ];
+/// Cases for links between processes.
+const BETWEEN_PROCESSES: &[&[Case]] = &[processes::CASES];
 /// Cases for which the link does not matter.
 const ONCE: &[&[Case]] = &[
     failures::ONCE,
@@ -48,6 +51,10 @@ const ONCE: &[&[Case]] = &[
 ];
 
 fn main() -> ExitCode {
+    if let Ok(words) = std::env::var(processes::VARIABLE) {
+        processes::live(&words);
+        return ExitCode::SUCCESS;
+    }
     let arguments = Arguments::from_args();
     let mut trials = Vec::new();
     for (which, name) in Which::ALL {
@@ -60,7 +67,8 @@ fn main() -> ExitCode {
             }
             continue;
         }
-        let rooms = EVERYWHERE.iter().chain(ONCE.iter().filter(|_| which == Which::Loopback));
+        let special = if which == Which::Loopback { ONCE } else { BETWEEN_PROCESSES };
+        let rooms = EVERYWHERE.iter().chain(special);
         for case in rooms.flat_map(|room| room.iter()) {
             trials.push(Trial::test(format!("{name}::{}", case.name), move || {
                 (case.run)(&Fixture::new(which));
