@@ -17,6 +17,7 @@ mod processes;
 mod queues;
 mod scale;
 mod states;
+mod strange;
 
 use std::process::ExitCode;
 
@@ -34,6 +35,7 @@ const EVERYWHERE: &[&[Case]] = &[
     chaos::CASES,
     mixtures::CASES,
     datagrams::CASES,
+    strange::CASES,
 ];
 /// Cases for links between processes.
 const BETWEEN_PROCESSES: &[&[Case]] = &[processes::CASES];
