@@ -14,6 +14,34 @@ pub const ROUTE_LEN: u32 = warpwire_proto::qp::GLOBAL_ROUTE_LEN;
 /// A peer to send datagrams to. Clones are the same one; with the last, datagrams that were not sent yet fail.
 ///
 /// Any number of queue pairs of its context may use it, and handles for one address share what they need.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpwire::link::Hub;
+/// use warpwire::mr::HostMemory;
+/// use warpwire::verbs::{Access, Context, Op, QpOptions, ROUTE_LEN, ReceiveRequest, Request, Service};
+///
+/// let hub = Hub::new();
+/// let context = Context::open(hub.endpoint("10.0.0.1:4791".parse().unwrap())?)?;
+/// let (pd, cq) = (context.pd(), context.create_cq(16)?);
+/// let options = QpOptions { service: Service::Ud, ..QpOptions::default() };
+/// let qp = context.create_qp(&pd, &cq, &cq, options)?;
+/// qp.ready(0x1234)?;
+/// let memory = HostMemory::new(64)?;
+/// let mr = context.register(&pd, memory.clone(), Access::LOCAL_WRITE)?;
+/// qp.post_receive(&[ReceiveRequest { id: 1, data: &[mr.sge(0, 64)] }])?;
+///
+/// let oneself = context.address_handle("10.0.0.1:4791".parse().unwrap())?;
+/// qp.post_send(&[Request::new(2, Op::Send).to(&oneself, qp.number(), 0x1234).inline(b"hello")])?;
+/// assert_eq!(cq.next(Duration::from_secs(5))?.map(|sent| sent.id), Some(2));
+/// let received = cq.next(Duration::from_secs(5))?.expect("it arrives");
+/// assert_eq!((received.id, received.len), (1, ROUTE_LEN + 5));
+/// assert_eq!(received.sender.unwrap().address, oneself.peer());
+/// let mut text = [0; 5];
+/// memory.bytes().read(ROUTE_LEN.into(), &mut text)?;
+/// assert_eq!(&text, b"hello");
+/// # Ok::<(), warpwire::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct AddressHandle(Arc<Handle>);
 

@@ -232,6 +232,7 @@ pub fn same(found: &[u8], wanted: &[u8], what: &str) {
 }
 
 /// A device with a protection domain.
+#[derive(Clone)]
 pub struct End {
     pub context: Context,
     pub pd: Pd,
