@@ -37,13 +37,7 @@ impl Traffic {
         Self::with(fixture, world, kind, seed, patient())
     }
 
-    fn with(
-        fixture: &Fixture,
-        world: &World,
-        kind: Kind,
-        seed: u64,
-        options: QpOptions,
-    ) -> Self {
+    fn with(fixture: &Fixture, world: &World, kind: Kind, seed: u64, options: QpOptions) -> Self {
         let joined = world.join(options);
         let near = fixture.memory(&world.a, kind, 4 * PART, crate::fixture::ALL);
         let far = fixture.memory(&world.b, kind, 4 * PART, crate::fixture::ALL);
@@ -223,10 +217,7 @@ fn a_device_that_vanishes(fixture: &Fixture) {
         let [ours, theirs] = [0; 2].map(|_| pair.join(impatient()));
         let data = [near.mr.sge(0, 4 << 20)];
         let op = [Op::Write(far.mr.remote(0)), Op::Read(far.mr.remote(0))][round];
-        ours.a
-            .qp
-            .post_send(&[Request::new(1, op).with(&data), Request::new(2, Op::Nop)])
-            .unwrap();
+        ours.a.qp.post_send(&[Request::new(1, op).with(&data), Request::new(2, Op::Nop)]).unwrap();
         let back = [far.mr.sge(0, 4 << 20)];
         let write = Request::new(3, Op::Write(near.mr.remote(4 << 20))).with(&back);
         theirs.b.qp.post_send(&[write]).unwrap();
