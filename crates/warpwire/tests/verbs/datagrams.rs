@@ -12,11 +12,11 @@ use warpwire::verbs::{
 use warpwire_proto::Psn;
 use warpwire_proto::wire::{Deth, Extension, Headers, Opcode as WireOpcode};
 
-use crate::fixture::{Dice, End, Fixture, KINDS, Kind, Patch, Side, World, cases, same};
+use crate::fixture::{Dice, End, Fixture, KINDS, Kind, Patch, Side, Which, World, cases, same};
 
 cases!(CASES: messages_of_every_length, answers_go_to_the_sender, many_peers_in_one_batch,
     keys_that_do_not_fit, nobody_waits_for_it, longer_than_a_packet, a_shared_receive_queue,
-    beside_connections, a_long_series, anything_from_the_network, datagrams_over_a_bad_network);
+    beside_connections, a_receiver_that_stands_still, a_long_series, anything_from_the_network, datagrams_over_a_bad_network);
 cases!(ONCE: what_needs_a_connection, addresses_that_cannot_be, requests_without_sense, local_memory_that_is_wrong,
     entries_that_name_nobody, a_failure_flushes, waits_and_nops_in_order, states_of_a_datagram_queue_pair,
     random_entries_of_datagrams);
@@ -337,6 +337,42 @@ fn beside_connections(fixture: &Fixture) {
     lost.qp.post_send(&[Request::new(2, Op::Send)]).unwrap();
     talk.world.failed(&lost.sends, 2, Status::RetryExceeded);
     assert!(talk.dropped("service") > 0);
+    talk.works();
+}
+
+/// Nobody drives the receiver: datagrams are lost, and neither their sender nor others wait for it.
+fn a_receiver_that_stands_still(fixture: &Fixture) {
+    let mut links = fixture.which.crowd(3).unwrap().into_iter();
+    let mut open = || End::open(links.next().unwrap(), Drive::Inline);
+    let (still, world) = (open(), World { a: open(), b: open() });
+    let talk = Talk::with(fixture, world, Kind::Host);
+    let there = talk.world.a.context.address_handle(address(&still)).unwrap();
+    let asleep = ready(&talk.world, &still, QKEY);
+    let data = [talk.near.mr.sge(0, 1 << 12)];
+    let request = Request::new(3, Op::Send).to(&there, asleep.qp.number(), QKEY).with(&data);
+    for _ in 0..60 {
+        talk.a.qp.post_send(&[request; 64]).unwrap();
+        for _ in 0..64 {
+            talk.world.done(&talk.a.sends, 3);
+        }
+    }
+    if fixture.which != Which::Loopback {
+        talk.works(); // on that link, one queue is for all
+    }
+    let lost = |reason: &str| {
+        let stats = talk.world.a.context.stats();
+        stats.lost.iter().find(|(name, _)| *name == reason).unwrap().1
+    };
+    match fixture.which {
+        Which::Udp4 | Which::Udp6 => assert_eq!(lost("no-room"), 0, "the kernel loses them"),
+        _ => assert!(lost("no-room") > 0),
+    }
+    // When it moves again, so do they.
+    let place = fixture.host(&still, 1 << 13);
+    asleep.qp.post_receive(&[ReceiveRequest { id: 4, data: &[place.mr.sge(0, 1 << 13)] }]).unwrap();
+    let mut one = [Completion::EMPTY];
+    talk.world.until("it moves again", || asleep.receives.poll(&mut one).unwrap() == 1);
+    assert_eq!((one[0].id, one[0].len), (4, FRONT + (1 << 12)));
     talk.works();
 }
 

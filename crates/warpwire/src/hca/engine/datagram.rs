@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{Arrived, Datagram, Status};
@@ -15,6 +16,10 @@ use crate::hca::pair::Pair;
 use crate::hca::protocol::{DatagramView, Protocol};
 use crate::hca::stats::Lost;
 use crate::link::{FlowId, Frame, Refused};
+
+/// For so long a datagram waits for room on its link. One for a peer that stands still would wait for ever else, and all
+/// behind it: nobody takes it back, as there is no answer to miss.
+const PATIENCE: Duration = Duration::from_millis(10);
 
 /// The peers that datagrams may go to: a flow each, however many handles there are for it.
 ///
@@ -30,6 +35,16 @@ struct Destination {
     peer: SocketAddr,
     flow: FlowId,
     handles: usize,
+    /// Since when its packets have found no room.
+    full_since: Option<Instant>,
+}
+
+impl Destination {
+    /// Its link has no room: whether the datagram waits for some.
+    #[cold]
+    fn waits(&mut self, now: Instant) -> bool {
+        now - *self.full_since.get_or_insert(now) < PATIENCE
+    }
 }
 
 fn key(peer: SocketAddr) -> (IpAddr, u16) {
@@ -37,8 +52,8 @@ fn key(peer: SocketAddr) -> (IpAddr, u16) {
 }
 
 impl Destinations {
-    fn flow(&self, peer: SocketAddr) -> Option<FlowId> {
-        self.flows.get(&key(peer)).map(|known| known.flow)
+    fn find(&mut self, peer: SocketAddr) -> Option<&mut Destination> {
+        self.flows.get_mut(&key(peer))
     }
 }
 
@@ -56,7 +71,7 @@ impl Engine {
             return Ok(());
         }
         let flow = self.link.open(peer, 0)?;
-        flows.insert(key(peer), Destination { peer, flow, handles: 1 });
+        flows.insert(key(peer), Destination { peer, flow, handles: 1, full_since: None });
         Ok(())
     }
 
@@ -84,26 +99,32 @@ impl Engine {
                 break Turn::More;
             }
             let Some(next) = ud.peek_transmit() else { break Turn::Done };
-            let Some(flow) = side.address(next.id).and_then(|to| destinations.flow(to.peer()))
-            else {
+            let Some(to) = side.address(next.id).and_then(|to| destinations.find(to.peer())) else {
                 ud.refuse_transmit(Status::LocalOperation);
                 continue;
             };
             let room = wire_len(&next);
-            let slot = match self.link.reserve(flow, room) {
-                Ok(slot) => Some(slot),
-                Err(Refused::Full) => break Turn::LinkFull,
-                Err(_) => None,
+            let slot = match self.link.reserve(to.flow, room) {
+                Err(Refused::Full) if to.waits(now) => break Turn::LinkFull,
+                Err(Refused::Full) => Err(Lost::NoRoom),
+                Err(_) => Err(Lost::NoFlow),
+                Ok(slot) => {
+                    to.full_since = None;
+                    Ok(slot)
+                }
             };
             let view = View { side, registry, srqs, payload: &[] };
             let Some(packet) = ud.poll_transmit(&mut DatagramView { view, frame: None }) else {
                 break Turn::Done;
             };
             let len = next.len as usize;
-            let placed = slot.and_then(|slot| Some((packet.headers.emit(slot, len)?, slot)));
-            let Some((at, slot)) = placed else {
-                totals.lose(Lost::NoFlow);
-                continue;
+            let emit = |slot: &mut [u8]| packet.headers.emit(slot, len).ok_or(Lost::TooLong);
+            let (at, slot) = match slot.and_then(|slot| Ok((emit(slot)?, slot))) {
+                Ok(placed) => placed,
+                Err(reason) => {
+                    totals.lose(reason);
+                    continue;
+                }
             };
             let part = &mut slot[at..at + len];
             if let Some(payload) = packet.payload
