@@ -29,7 +29,7 @@ pub enum Drive {
     },
 }
 
-/// How long doorbells that nobody announces may stay unseen while the engine sleeps: at first, and at most. In between
+/// How long doorbells that nobody announces may stay unseen while the engine sleeps: at least, and at most. In between
 /// it is a small part of the time for which nothing has happened, so that rest costs next to nothing.
 const WATCH_INTERVAL: Duration = Duration::from_micros(50);
 const LONGEST_WATCH_INTERVAL: Duration = Duration::from_millis(4);
@@ -177,20 +177,38 @@ impl Thread {
                 self.idle_since = None;
                 break;
             }
-            let watch = self.idle_for() / WATCH_PART;
-            let watch = watch.clamp(WATCH_INTERVAL, LONGEST_WATCH_INTERVAL);
-            let wait = shared.time_to_sleep(watch, LONGEST_SLEEP);
+            let wait = shared.time_to_sleep(LONGEST_SLEEP, LONGEST_SLEEP);
             drop(shared);
-            let fds = [Some(self.sleeper.signal.as_fd()), self.link_fd.as_ref().map(AsFd::as_fd)];
-            let fds: Vec<_> = fds.into_iter().flatten().collect();
-            let woken = wait > Duration::ZERO && wait_any(&fds, wait).unwrap_or(true);
-            // A look at doorbells, or a timer: nobody else knows, and there is no need to get up for it.
-            match self.shared.upgrade() {
-                Some(still) if !woken => shared = still,
-                _ => break,
+            // Somebody else's wake-up ends it; a timer, or a doorbell that wakes nobody, only makes another step.
+            match self.doze(wait) {
+                Some(still) => shared = still,
+                None => break,
             }
         }
         self.sleeper.asleep.store(false, Ordering::SeqCst);
         self.sleeper.signal.take();
+    }
+
+    /// Waits for so long; `None` if somebody woke us, or the device is gone. Doorbells that are watched are looked at
+    /// now and then, and end the wait when they were rung.
+    fn doze(&mut self, wait: Duration) -> Option<Arc<Shared>> {
+        let (start, mut left) = (Instant::now(), wait);
+        while left > Duration::ZERO {
+            let watched = self.shared.upgrade()?.watches.load(Ordering::Relaxed) > 0;
+            let watch = self.idle_for() / WATCH_PART;
+            let watch = watch.clamp(WATCH_INTERVAL, LONGEST_WATCH_INTERVAL);
+            let fds = [Some(self.sleeper.signal.as_fd()), self.link_fd.as_ref().map(AsFd::as_fd)];
+            let fds: Vec<_> = fds.into_iter().flatten().collect();
+            let slice = if watched { watch.min(left) } else { left };
+            if wait_any(&fds, slice).unwrap_or(true) {
+                return None;
+            }
+            let shared = self.shared.upgrade()?;
+            if watched && shared.engine.lock().core.is_rung() {
+                return Some(shared);
+            }
+            left = wait.saturating_sub(start.elapsed());
+        }
+        self.shared.upgrade()
     }
 }

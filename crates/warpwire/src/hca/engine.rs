@@ -455,6 +455,15 @@ impl Core {
         }
     }
 
+    /// Whether a doorbell that is watched has been rung: told without a step.
+    pub(super) fn is_rung(&mut self) -> bool {
+        let Self { watched, pairs, .. } = self;
+        watched.iter().any(|index| match pairs.get_mut(*index as usize) {
+            Some(Some(pair)) => pair.side.ring.look(),
+            _ => false,
+        })
+    }
+
     fn look_at(&mut self, now: Instant, index: u32) {
         let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
         let waits = pair.wait.is_some() || pair.side.ring.is_waiting();
