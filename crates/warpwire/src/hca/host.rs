@@ -16,7 +16,7 @@ pub(super) struct View<'a> {
 }
 
 impl View<'_> {
-    fn verdict(&mut self, outcome: Result<(), Denied>) -> Verdict {
+    pub(super) fn verdict(&mut self, outcome: Result<(), Denied>) -> Verdict {
         match outcome {
             Ok(()) => Verdict::Yes,
             Err(denied) if denied.passes() => {
