@@ -50,8 +50,12 @@ impl Unsettled {
     fn settle_all(&self) -> bool {
         let mut memories = self.memories.lock();
         self.any.store(false, Ordering::Release);
+        let mut well = true;
         // Each is settled, also behind one that fails.
-        memories.drain(..).fold(true, |well, memory| memory.settle() && well)
+        for memory in memories.drain(..) {
+            well &= memory.settle();
+        }
+        well
     }
 }
 
