@@ -210,7 +210,8 @@ impl OnDemand {
                 // Said of mappings that may not be written; and by kernels before 5.14, which do not know it, and of
                 // mappings without pages of their own.
                 Err(rustix::io::Errno::INVAL) => {
-                    let writable = || maps::look_up(from, to - from).is_ok_and(|range| range.writable);
+                    let writable =
+                        || maps::look_up(from, to - from).is_ok_and(|range| range.writable);
                     if writes && !writable() {
                         return Err(std::io::ErrorKind::PermissionDenied.into());
                     }
@@ -239,9 +240,12 @@ impl OnDemand {
             }
             if found != PRESENT {
                 self.wanted_part(granule, offset, len, self.writes).map_err(|error| {
-                    Error::new(Kind::Freed, format!("prefetch {} at offset {offset}", units::bytes(len)))
-                        .why(format!("the pages are not there ({error})"))
-                        .fix("map the memory again, or deregister it")
+                    Error::new(
+                        Kind::Freed,
+                        format!("prefetch {} at offset {offset}", units::bytes(len)),
+                    )
+                    .why(format!("the pages are not there ({error})"))
+                    .fix("map the memory again, or deregister it")
                 })?;
             }
             count(&self.counts.prefetched);
@@ -250,7 +254,13 @@ impl OnDemand {
     }
 
     /// Whether the pages of a granule that a range touches are there, where not all of them are.
-    fn wanted_part(&self, granule: u64, offset: u64, len: u64, writes: bool) -> std::io::Result<()> {
+    fn wanted_part(
+        &self,
+        granule: u64,
+        offset: u64,
+        len: u64,
+        writes: bool,
+    ) -> std::io::Result<()> {
         let (from, to, page) = self.pages(granule);
         let start = self.range.address() + offset;
         let (first, last) = (from.max(start - start % page), to.min(start + len));
@@ -268,7 +278,13 @@ impl OnDemand {
 
     /// Whether that part of a granule is there of which others are not. It is asked of the kernel each time.
     #[cold]
-    fn ask(&self, granule: u64, offset: u64, len: u64, writes: bool) -> std::result::Result<(), Denied> {
+    fn ask(
+        &self,
+        granule: u64,
+        offset: u64,
+        len: u64,
+        writes: bool,
+    ) -> std::result::Result<(), Denied> {
         self.wanted_part(granule, offset, len, writes).map_err(|_| {
             if let Some(state) = self.state(granule) {
                 // Said once; the next use looks again.

@@ -10,8 +10,13 @@ use warpwire::verbs::{Atomic, Drive, Op, QpOptions, ReceiveRequest, Request};
 use crate::fixture::{Dice, Joined, World, same};
 use crate::stage::{Buffer, SORTS, Sort, Stage, cases, refused};
 
-cases!(pinned_memory_does_not_move_bad_flow, memory_is_found_where_it_moved_to, memory_moves_under_traffic_in_both_roles,
-    memory_moves_from_another_thread, prefetch_finds_it_beforehand);
+cases!(
+    pinned_memory_does_not_move_bad_flow,
+    memory_is_found_where_it_moved_to,
+    memory_moves_under_traffic_in_both_roles,
+    memory_moves_from_another_thread,
+    prefetch_finds_it_beforehand
+);
 
 fn moving() -> impl Iterator<Item = Sort> {
     SORTS.into_iter().filter(|sort| sort.may_move())

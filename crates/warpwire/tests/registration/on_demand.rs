@@ -4,20 +4,30 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use rustix::mm::{
-    Advice, MapFlags, MprotectFlags, MremapFlags, ProtFlags, madvise, mmap, mprotect, mremap, munmap,
+    Advice, MapFlags, MprotectFlags, MremapFlags, ProtFlags, madvise, mmap, mprotect, mremap,
+    munmap,
 };
 use warpwire::error::Kind;
 use warpwire::mr::Path;
-use warpwire::verbs::{
-    Access, Change, Mr, Op, QpOptions, ReceiveRequest, Request, State, Status,
-};
+use warpwire::verbs::{Access, Change, Mr, Op, QpOptions, ReceiveRequest, Request, State, Status};
 
 use crate::fixture::{Dice, End, Joined, World, connect, same};
 use crate::stage::{Buffer, Pages, Sort, Stage, cases, refused};
 
-cases!(memory_of_a_file, pages_come_when_they_are_needed, unmapped_under_traffic_bad_flow, a_hole_harms_no_neighbour,
-    read_only_meanwhile_bad_flow, moved_away_and_back, dropped_pages_read_as_zero, a_file_that_is_cut_short_bad_flow,
-    prefetch_and_its_counters, a_huge_range_costs_nothing, many_queue_pairs_fault_one_page, atomics_bad_flow);
+cases!(
+    memory_of_a_file,
+    pages_come_when_they_are_needed,
+    unmapped_under_traffic_bad_flow,
+    a_hole_harms_no_neighbour,
+    read_only_meanwhile_bad_flow,
+    moved_away_and_back,
+    dropped_pages_read_as_zero,
+    a_file_that_is_cut_short_bad_flow,
+    prefetch_and_its_counters,
+    a_huge_range_costs_nothing,
+    many_queue_pairs_fault_one_page,
+    atomics_bad_flow
+);
 
 const PAGE: usize = 4096;
 const MOST: Access = Access::LOCAL_WRITE;
@@ -88,7 +98,8 @@ fn memory_of_a_file(stage: &Stage) {
     assert_eq!(read, Status::Success);
     same(&near.read(0, 900_001), &bytes[10..900_011], "a read of a file");
     let wanted = near.pattern(0, 300_007, 6);
-    let write = transfer(&world, &joined, Op::Write(far.remote(500_000)), near.mr().sge(0, 300_007));
+    let write =
+        transfer(&world, &joined, Op::Write(far.remote(500_000)), near.mr().sge(0, 300_007));
     assert_eq!(write, Status::Success);
     let mut found = Vec::new();
     (&mapped.file).rewind().unwrap();
@@ -99,9 +110,8 @@ fn memory_of_a_file(stage: &Stage) {
     let readable = Mapped::new(&bytes, ProtFlags::READ);
     let (context, pd) = (&world.b.context, &world.b.pd);
     // SAFETY: mapped until the end of the case.
-    let register = |access| unsafe {
-        context.register_address(pd, readable.address(), 1 << 20, None, access)
-    };
+    let register =
+        |access| unsafe { context.register_address(pd, readable.address(), 1 << 20, None, access) };
     refused(register(rights()), &["reading only"]);
     let far = register(Access::REMOTE_READ | Access::ON_DEMAND).unwrap();
     let read = transfer(&world, &joined, Op::Read(far.remote(0)), near.mr().sge(0, 1 << 20));
@@ -136,7 +146,10 @@ fn pages_come_when_they_are_needed(stage: &Stage) {
     let faults = far.faults();
     assert_eq!((faults.faults, faults.lost, faults.refused), (1, 0, 0));
     // What is there is not looked for again.
-    assert_eq!(transfer(&world, &joined, Op::Write(far.remote(at)), near.mr().sge(0, 100)), Status::Success);
+    assert_eq!(
+        transfer(&world, &joined, Op::Write(far.remote(at)), near.mr().sge(0, 100)),
+        Status::Success
+    );
     assert_eq!(far.faults(), faults);
     // A message over several pieces asks for all of them at once.
     let write = transfer(&world, &joined, Op::Write(far.remote(1)), near.mr().sge(0, 1 << 20));
@@ -184,12 +197,15 @@ fn unmapped_under_traffic_bad_flow(stage: &Stage) {
         assert!(done.status == protection || done.is_success(), "{round} {op:?}: {done:?}");
         failures += u32::from(!done.is_success());
         // It is found out when it is used, and not when a timer runs out.
-        assert!(start.elapsed() < Duration::from_millis(60) || failures == 0, "{:?}", start.elapsed());
+        assert!(
+            start.elapsed() < Duration::from_millis(60) || failures == 0,
+            "{:?}",
+            start.elapsed()
+        );
         // The receive tells the same, where its message came to an end at all.
         if op == Op::Send && (done.is_success() || !ours) {
             let received = world.next(&joined.b.receives);
-            let wanted =
-                if done.is_success() { Status::Success } else { Status::LocalProtection };
+            let wanted = if done.is_success() { Status::Success } else { Status::LocalProtection };
             assert_eq!((received.id, received.status), (2, wanted), "{round}");
         }
         world.works(&bystander);
@@ -214,7 +230,8 @@ fn a_hole_harms_no_neighbour(stage: &Stage) {
         pages.unmap(5 * PAGE, PAGE);
         let at = |page: usize| far.remote((page * PAGE) as u64);
         let one = near.mr().sge(0, PAGE as u32);
-        for op in [Op::Write(at(5)), Op::Read(at(5)), Op::Write(far.remote((5 * PAGE - 1) as u64))] {
+        for op in [Op::Write(at(5)), Op::Read(at(5)), Op::Write(far.remote((5 * PAGE - 1) as u64))]
+        {
             assert_eq!(transfer(&world, &joined, op, one), Status::RemoteAccess, "{op:?}");
             revive(&world, &joined);
             for page in [4, 6, 0, 20] {
@@ -224,14 +241,17 @@ fn a_hole_harms_no_neighbour(stage: &Stage) {
                 }
             }
         }
-        let error = refused(far.prefetch((4 * PAGE) as u64, (2 * PAGE) as u64), &["not there", "map"]);
+        let error =
+            refused(far.prefetch((4 * PAGE) as u64, (2 * PAGE) as u64), &["not there", "map"]);
         assert_eq!(error.kind(), &Kind::Freed);
         // What is mapped there again is found again.
         let wish = std::ptr::with_exposed_provenance_mut(pages.address() as usize + 5 * PAGE);
         let both = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: in the hole that was made above.
-        unsafe { rustix::mm::mmap_anonymous(wish, PAGE, both, MapFlags::PRIVATE | MapFlags::FIXED) }
-            .unwrap();
+        unsafe {
+            rustix::mm::mmap_anonymous(wish, PAGE, both, MapFlags::PRIVATE | MapFlags::FIXED)
+        }
+        .unwrap();
         let wanted = near.pattern(0, PAGE, 9);
         assert_eq!(transfer(&world, &joined, Op::Write(at(5)), one), Status::Success);
         let mut found = vec![0; PAGE];
@@ -336,7 +356,8 @@ fn a_file_that_is_cut_short_bad_flow(stage: &Stage) {
         }
         mapped.file.set_len(4 * PAGE as u64).unwrap();
         let one = near.mr().sge(0, 64);
-        for op in [Op::Read(far.remote(40 * PAGE as u64)), Op::Write(far.remote(40 * PAGE as u64))] {
+        for op in [Op::Read(far.remote(40 * PAGE as u64)), Op::Write(far.remote(40 * PAGE as u64))]
+        {
             assert_eq!(transfer(&world, &joined, op, one), Status::RemoteAccess);
             revive(&world, &joined);
         }
