@@ -1,7 +1,7 @@
 //! A host that says "not now", at every place where it can: the operation is done once, afterwards.
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::Verdict::{NotNow, Yes};
+use warpwire_proto::qp::Verdict::{NotNow, Refused, Yes};
 use warpwire_proto::qp::{Op, Status};
 use warpwire_proto::wire::Syndrome;
 
@@ -209,4 +209,28 @@ fn packets_are_taken_back() {
             pair.assert_all_succeed(2);
         }
     }
+}
+
+/// A copy of a read's request comes when its data has been had, and the memory is gone: the peer learns of the failure
+/// at its next request, though it has no use for the number that failed.
+#[test]
+fn the_reason_of_a_failure_reaches_a_peer_that_is_ahead() {
+    let mut pair = Pair::with(Terms { retry_count: 1, ..Terms::default() });
+    pair.post(A, 0, Op::Read(PLACE), 3 * MTU);
+    let asked = pair.pass(A);
+    pair.pass(B);
+    assert_eq!(pair.ends[A].sent, [(0, Status::Success)]);
+    pair.ends[B].host.answer(FetchRemote, [Refused]);
+    let _ = pair.arrive(B, &asked[0]);
+    for packet in pair.send_all(B) {
+        let _ = pair.arrive(A, &packet);
+    }
+    // Two writes, of which the first gets lost: neither may look as if it had been done.
+    pair.post(A, 1, Op::Write(PLACE), 10);
+    pair.post(A, 2, Op::Write(PLACE), 10);
+    let writes = pair.send_all(A);
+    let _ = pair.arrive(B, &writes[1]);
+    pair.run();
+    let wanted = [(0, Status::Success), (1, Status::RemoteAccess), (2, Status::Flushed)];
+    assert_eq!(pair.ends[A].sent, wanted);
 }

@@ -112,7 +112,7 @@ fn one_seed(seed: u64, tally: &Tally) {
         let mut dice = Dice::new(seed);
         let mut lanes: Vec<_> = (0..LANES).map(|_| Lane::new(&stage, &world, &mut dice)).collect();
         // In every third seed a thread of its own moves what there is; else the moves come between steps.
-        let mover = (seed % 3 == 0).then(|| Mover::start(stage.control()));
+        let mover = seed.is_multiple_of(3).then(|| Mover::start(stage.control()));
         for _ in 0..ROUNDS {
             round(&stage, &world, &mut lanes, &mut dice, mover.as_ref(), tally);
         }
@@ -353,19 +353,17 @@ impl Lane {
         let good = self.done.iter().take_while(|completion| completion.is_success()).count();
         for (n, completion) in self.done.iter().enumerate() {
             assert_eq!(completion.id, n as u64, "in order");
-            let of = |task: &Task| match (self.freed, task) {
-                (Some(Side::Near), _) => Status::LocalProtection,
-                (Some(Side::Far), Task::Send { .. }) => Status::RemoteOperation,
-                (Some(Side::Far), _) => Status::RemoteAccess,
-                (None, task) => panic!("{task:?} failed with nothing freed: {completion:?}"),
-            };
-            let wanted = match n.cmp(&good) {
-                std::cmp::Ordering::Less => completion.status == Status::Success,
-                // An answer may be lost, and then what fails behind it fails it too: the peer says no more.
-                std::cmp::Ordering::Equal => {
-                    self.batch[n..].iter().any(|task| of(task) == completion.status)
+            let status = completion.status;
+            let wanted = match (n.cmp(&good), self.freed) {
+                (std::cmp::Ordering::Less, _) => status == Status::Success,
+                (std::cmp::Ordering::Greater, _) => status == Status::Flushed,
+                (_, Some(Side::Near)) => status == Status::LocalProtection,
+                // Of a receive it is the other one. An answer may be lost, and then what fails behind it fails it too.
+                (_, Some(Side::Far)) => {
+                    let sends = self.batch.iter().any(|task| matches!(task, Task::Send { .. }));
+                    status == Status::RemoteAccess || sends && status == Status::RemoteOperation
                 }
-                std::cmp::Ordering::Greater => completion.status == Status::Flushed,
+                (_, None) => false,
             };
             let stats = [&self.joined.a, &self.joined.b].map(|side| side.qp.stats());
             let sorts = [self.near.buffer.sort, self.far.buffer.sort];
