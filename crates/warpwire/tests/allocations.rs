@@ -58,7 +58,8 @@ impl Pair {
         let hub = Hub::new();
         let contexts = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| {
             let link = hub.endpoint(address.parse().unwrap()).unwrap();
-            Context::open_with(link, HcaOptions { drive: Drive::Inline }).unwrap()
+            Context::open_with(link, HcaOptions { drive: Drive::Inline, ..HcaOptions::default() })
+                .unwrap()
         });
         let pds = [contexts[0].pd(), contexts[1].pd()];
         let cqs = [&contexts[0], &contexts[1]].map(|context| context.create_cq(512).unwrap());

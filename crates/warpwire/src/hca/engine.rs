@@ -10,20 +10,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::{Arrived, Change, Event, Notice, Payload, Source, State, Transmit};
+use warpwire_proto::qp::{
+    Arrived, Change, Completion, Event, Notice, Payload, Source, State, Status, Transmit, Work,
+};
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 use warpwire_proto::wire::{Transport, UDP_PORT};
 
 use super::complete;
 use super::cq::CompletionRing;
+use super::direct::{Partners, TURN};
 use super::event::{AsyncEvent, News};
 use super::host::View;
-use super::pair::{Pair, Receives};
+use super::pair::{Pair, Receives, Took};
 use super::ring::{NOT_THERE_YET, SharedRing};
 use super::rung::Rung;
 use super::stats::{Lost, Totals};
 use crate::error::{Error, Kind, Result};
-use crate::link::{Frame, Link};
+use crate::link::{Frame, Link, Offer};
 use crate::mr::Registry;
 
 /// How many packets a queue pair may send before another has its turn, and how many bytes.
@@ -60,6 +63,14 @@ pub(super) struct Core {
     held: bool,
     /// An entry was promised and is not there yet.
     missing: bool,
+    /// A queue pair's turn was over before its work was.
+    goes_on: bool,
+    /// What peers of this machine may reach by themselves; or why they may not.
+    pub offer: std::result::Result<Arc<Offer>, &'static str>,
+    /// Whose memory we reach by ourselves.
+    pub partners: Partners,
+    /// A partner's connection has ended.
+    parted: bool,
     pub totals: Totals,
 }
 
@@ -93,6 +104,7 @@ impl Engine {
         news: Arc<News>,
         rung: Arc<Rung>,
         answers_at_once: bool,
+        offer: std::result::Result<Arc<Offer>, &'static str>,
     ) -> Self {
         let core = Core {
             registry,
@@ -108,6 +120,10 @@ impl Engine {
             rung,
             held: false,
             missing: false,
+            goes_on: false,
+            offer,
+            partners: Partners::default(),
+            parted: false,
             totals: Totals::default(),
         };
         Self { link, answers_at_once, core }
@@ -120,6 +136,9 @@ impl Engine {
     /// One step: doorbells, timers, out, in. What just came in is answered in the next: whoever waits for it sees it
     /// first, and what he has to say to it goes out together with its acknowledgement.
     pub(super) fn step(&mut self, now: Instant) -> Result<Progress> {
+        if self.core.parted {
+            self.find_partners();
+        }
         let core = &mut self.core;
         let told = core.totals.completions;
         core.look_at_doorbells(now);
@@ -132,7 +151,8 @@ impl Engine {
         }
         let core = &self.core;
         // Completions that were made since the doorbells were looked at may be what somebody waits for.
-        let more = !core.active.is_empty() || core.held && core.totals.completions != told;
+        let held = core.held && core.totals.completions != told;
+        let more = !core.active.is_empty() || core.goes_on || held;
         Ok(Progress { received, sent, more })
     }
 
@@ -321,6 +341,7 @@ impl Core {
         }
         let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
         if pair.qp.state() == State::Err {
+            pair.tell(self.offer.as_ref().ok());
             self.flush_receives(index);
         }
         // Room in the state machine: more of the send queue fits.
@@ -400,7 +421,7 @@ impl Core {
     fn look_at_doorbells(&mut self, now: Instant) {
         let rung = self.rung.clone();
         // Set again by those who still are, as each of them rings for itself.
-        (self.held, self.missing) = (false, false);
+        (self.held, self.missing, self.goes_on) = (false, false, false);
         rung.take(|index| self.look_at(now, index));
         for at in 0..self.watched.len() {
             let index = self.watched[at];
@@ -410,7 +431,7 @@ impl Core {
 
     fn look_at(&mut self, now: Instant, index: u32) {
         let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
-        let waits = pair.wait.is_some() || pair.side.ring.is_waiting();
+        let waits = pair.wait.is_some() || pair.side.ring.is_waiting() || pair.reach.held.is_some();
         if pair.side.ring.look() || waits {
             self.take_work(now, index);
         }
@@ -423,21 +444,57 @@ impl Core {
 
     /// Posts what lies in the send queue.
     fn take_work(&mut self, now: Instant, index: u32) {
-        let Core { pairs, cqs, registry, .. } = self;
-        let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
+        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
         if !matches!(pair.qp.state(), State::Rts | State::Sqd | State::Err) {
             return;
         }
-        let produced = |cqn| cqs.get(cqn as usize)?.as_ref().map(CompletionRing::produced);
-        pair.take_work(now, registry, produced);
+        let (mut turn, before) = (TURN, pair.qp.outstanding());
+        let took = loop {
+            let Core { pairs, cqs, registry, partners, totals, .. } = &mut *self;
+            let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
+            let produced = |cqn| cqs.get(cqn as usize)?.as_ref().map(CompletionRing::produced);
+            match pair.take_work(now, registry, produced, partners, &mut turn) {
+                Took::Direct(work) => self.complete_direct(index, &work),
+                Took::Packets(why) => {
+                    totals.went_by_packets(why);
+                    self.look_for_partner(index);
+                }
+                took @ (Took::All | Took::Turn) => break took,
+            }
+        };
+        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
         let (held, missing) = (pair.wait.is_some(), pair.side.ring.is_waiting());
+        let (more, begun) = (took == Took::Turn, pair.qp.outstanding() != before);
         self.held |= held;
         self.missing |= missing;
-        if held || missing {
+        self.goes_on |= more;
+        if held || missing || more {
             // Nobody rings for that: look again at the next step.
             self.rung.ring(index);
         }
-        self.activate(index);
+        if begun {
+            self.activate(index);
+        }
+    }
+
+    /// Tells of work that was done without packets.
+    #[inline]
+    fn complete_direct(&mut self, index: u32, work: &Work) {
+        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
+        self.totals.direct_operations += 1;
+        self.totals.direct_bytes += u64::from(work.len);
+        let done = Completion { id: work.id, status: Status::Success, signaled: work.signaled };
+        let (cqe, cqn) = (complete::sent(pair, &done), pair.send_cq);
+        if let Some(cqe) = cqe {
+            self.push(cqn, &cqe);
+        }
+    }
+
+    /// A peer that went may be back: its queue pairs ask the link.
+    #[cold]
+    fn look_for_partner(&mut self, index: u32) {
+        let Some(Some(pair)) = self.pairs.get(index as usize) else { return };
+        self.parted |= pair.reach.partner.is_some_and(|at| self.partners.is_gone(at));
     }
 
     fn run_timers(&mut self, now: Instant) {
@@ -540,7 +597,11 @@ impl Engine {
     pub(super) fn remove_pair(&mut self, number: u32) {
         let Some(index) = self.core.index_of(number) else { return };
         let core = &mut self.core;
-        if let Some(Some(pair)) = core.pairs.get(index as usize) {
+        if let Some(Some(pair)) = core.pairs.get_mut(index as usize) {
+            pair.tell_end(core.offer.as_ref().ok());
+            if let Some(at) = pair.reach.partner.take() {
+                core.partners.detach(at);
+            }
             core.totals.absorb(pair.qp.stats());
             if let Some(flow) = pair.flow {
                 self.link.close(flow);
@@ -588,12 +649,62 @@ impl Engine {
             self.link.close(old);
         }
         pair.flow = flow.or(pair.flow);
+        pair.reach.note(change);
+        pair.tell(core.offer.as_ref().ok());
+        if flow.is_some() || leaves {
+            self.find_partner(index);
+        }
+        let core = &mut self.core;
         // What was posted before may be begun now, or must come back.
         core.rung.ring(index);
         core.look_at(now, index);
         core.activate(index);
         core.after(now, index);
         Ok(())
+    }
+
+    /// Asks the link whose memory a queue pair may reach.
+    fn find_partner(&mut self, index: u32) {
+        let Core { pairs, partners, offer, .. } = &mut self.core;
+        let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
+        if let Some(at) = pair.reach.partner.take() {
+            partners.detach(at);
+        }
+        let found = match (&offer, pair.flow) {
+            (Err(why), _) => Err(*why),
+            (Ok(_), None) => Err("not connected"),
+            (Ok(_), Some(flow)) => self.link.peer(flow),
+        };
+        match found {
+            Ok(peer) => pair.reach.partner = Some(partners.attach(peer)),
+            Err(why) => pair.reach.why = why,
+        }
+    }
+
+    /// The same for all whose partner went.
+    #[cold]
+    fn find_partners(&mut self) {
+        self.core.parted = false;
+        for index in 0..self.core.pairs.len() {
+            let Some(Some(pair)) = self.core.pairs.get(index) else { continue };
+            if pair.reach.partner.is_some_and(|at| self.core.partners.is_gone(at)) {
+                self.find_partner(index as u32);
+            }
+        }
+    }
+
+    /// Which way a queue pair's work takes, and why.
+    pub(super) fn pair_path(&self, number: u32) -> Result<crate::link::Path> {
+        let pair = self.pair(number)?;
+        let mut path = pair.flow.map_or_else(|| self.link.path(), |flow| self.link.flow_path(flow));
+        path.why = format!("{}; {}", path.why, pair.reach.describe(&self.core.partners));
+        Ok(path)
+    }
+
+    /// Takes back all that peers may reach.
+    pub(super) fn end(&mut self) {
+        let Core { pairs, offer, .. } = &mut self.core;
+        pairs.iter_mut().flatten().for_each(|pair| pair.tell_end(offer.as_ref().ok()));
     }
 
     fn pair_index(&self, number: u32) -> Result<u32> {

@@ -29,6 +29,7 @@
 mod ahead;
 mod complete;
 mod cq;
+mod direct;
 mod drive;
 mod engine;
 mod event;
@@ -56,7 +57,7 @@ pub use event::{AsyncEvent, Signal};
 pub use memory::QueueMemory;
 pub use pair::QpSpec;
 pub use ring::Layout;
-pub use stats::{Lost, Stats, Sum};
+pub use stats::{Direct, Indirect, Lost, Stats, Sum};
 
 use crate::error::{Error, Kind, Result};
 use crate::link::{self, Link};
@@ -68,10 +69,19 @@ use ring::{LONGEST_RECEIVE, SharedRing};
 use rung::Rung;
 
 /// How a software HCA is opened.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct HcaOptions {
     /// Who drives it.
     pub drive: Drive,
+    /// Whether peers of this machine may map registered memory and work in it without packets, and this device in
+    /// theirs. Links that wrap others switch it off by themselves.
+    pub direct: bool,
+}
+
+impl Default for HcaOptions {
+    fn default() -> Self {
+        Self { drive: Drive::default(), direct: true }
+    }
 }
 
 /// What a shared receive queue is made of.
@@ -113,6 +123,7 @@ impl fmt::Debug for Hca {
 impl Drop for Shared {
     fn drop(&mut self) {
         self.sleeper.stop();
+        self.engine.get_mut().end();
     }
 }
 
@@ -129,7 +140,8 @@ impl Shared {
 
     /// How long the engine may sleep.
     fn time_to_sleep(&self, watching: Duration, longest: Duration) -> Duration {
-        let engine = self.engine.lock();
+        let mut engine = self.engine.lock();
+        engine.core.partners.sweep();
         // Asking arms links that signal only on request.
         let _ = engine.link().wait_fd();
         let now = self.now();
@@ -143,14 +155,22 @@ impl Shared {
 
 impl Hca {
     /// Opens a device on a link.
-    pub fn open(link: impl Link + 'static, options: HcaOptions) -> Result<Self> {
-        let (path, largest) = (link.path(), link.largest());
+    pub fn open(mut link: impl Link + 'static, options: HcaOptions) -> Result<Self> {
         let registry = Registry::new();
+        let offer = match options.direct {
+            true => offer(&mut link, &registry),
+            false => Err("switched off"),
+        };
+        let (mut path, largest) = (link.path(), link.largest());
+        path.why += &match &offer {
+            Ok(_) => "; direct where peers and we can map each other's memory".to_owned(),
+            Err(why) => format!("; packets only: {why}"),
+        };
         let news = Arc::new(News::new()?);
         let rung = Arc::new(Rung::new());
         let alone = options.drive == Drive::Inline;
         let engine =
-            Engine::new(Box::new(link), registry.clone(), news.clone(), rung.clone(), alone);
+            Engine::new(Box::new(link), registry.clone(), news.clone(), rung.clone(), alone, offer);
         let shared = Arc::new(Shared {
             engine: Mutex::new(engine),
             registry,
@@ -322,13 +342,37 @@ impl Hca {
     /// What it has counted.
     pub fn stats(&self) -> Stats {
         let engine = self.0.engine.lock();
-        Stats::of(&engine.core.totals, engine.pairs().map(|pair| pair.qp.stats()))
+        let mut stats = Stats::of(&engine.core.totals, engine.pairs().map(|pair| pair.qp.stats()));
+        if let Ok(offer) = &engine.core.offer {
+            [stats.direct.by_peers, stats.direct.bytes_by_peers] = offer.visits();
+        }
+        stats
+    }
+
+    /// Which way a queue pair's work takes, and why: its link, and whether it needs packets.
+    pub fn qp_path(&self, qpn: u32) -> Result<link::Path> {
+        self.0.engine.lock().pair_path(qpn)
     }
 
     /// What its link has counted.
     pub fn link_counters(&self) -> link::Counters {
         self.0.engine.lock().link().counters()
     }
+}
+
+/// Offers registered memory to peers, if the link can; or says why it cannot.
+fn offer(
+    link: &mut impl Link,
+    registry: &Registry,
+) -> std::result::Result<Arc<link::Offer>, &'static str> {
+    let files = registry.clone();
+    let offer = link::Offer::new(Box::new(move |key| files.file_of(key))).map_err(|why| {
+        tracing::debug!(%why, "peers need packets");
+        "this process has no memory for the table of what peers may reach"
+    })?;
+    link.offer(&offer)?;
+    registry.watch(Arc::new(direct::Grants(Arc::downgrade(&offer))));
+    Ok(offer)
 }
 
 fn wrong(what: &str, must_be: &str) -> Error {

@@ -4,10 +4,12 @@ use warpwire_proto::qp::{self, Op, Qp, Status as WireStatus, Work as WireWork};
 use warpwire_proto::{Instant, Psn};
 
 use super::ahead::{Ahead, Name, Wanted};
+use super::direct::{Partners, Reach, Tried};
 use super::memory::QueueMemory;
 use super::ring::{
     LONGEST_RECEIVE, Layout, ReceiveRing, SendRing, SharedRing, Taken, TakenReceive,
 };
+use super::stats::Indirect;
 use crate::link::FlowId;
 use crate::mlx5::{
     self, Atomic, AtomicWidth, Completions, Data, Opcode, Piece, SendKind, Status, Work, Wqe,
@@ -52,7 +54,7 @@ pub(super) struct Underway {
     pub completions: Completions,
     pub len: u32,
     /// The only range of its payload, if there is just one: most work is like that.
-    single: Option<Data>,
+    pub single: Option<Data>,
 }
 
 impl Underway {
@@ -82,6 +84,21 @@ pub(super) struct Pair {
     /// The queue stands still until a completion queue has made a certain completion; only then is the work begun
     /// that asked for it.
     pub wait: Option<(mlx5::Wait, WireWork)>,
+    /// Whether its peer needs packets.
+    pub reach: Reach,
+}
+
+/// What was taken from a send queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Took {
+    /// What there was is begun, or waits.
+    All,
+    /// This one is done without packets; there may be more.
+    Direct(WireWork),
+    /// This one goes by packets for that reason; there may be more.
+    Packets(Indirect),
+    /// The turn is over, and there is more.
+    Turn,
 }
 
 /// The part of it that the protocol asks about memory.
@@ -145,6 +162,7 @@ impl Pair {
             watched: spec.watched,
             signal_all: spec.signal_all,
             wait: None,
+            reach: Reach::new(),
         }
     }
 
@@ -154,38 +172,66 @@ impl Pair {
         self.side.ring.reset();
         self.side.in_use = [None; 2];
         self.side.ahead = Ahead::default();
+        self.reach.reset();
         if let Receives::Own(ring) = &mut self.side.receives {
             ring.reset();
         }
     }
 
     /// Takes entries from the send queue and posts them, as long as there are any and there is room. `produced`
-    /// tells how many completions a queue has made.
+    /// tells how many completions a queue has made; `turn` is how many bytes may still be moved without packets.
     pub(super) fn take_work(
         &mut self,
         now: Instant,
         registry: &Registry,
         produced: impl Fn(u32) -> Option<u64>,
-    ) {
+        partners: &mut Partners,
+        turn: &mut u32,
+    ) -> Took {
         loop {
             if self.qp.outstanding() as u64 > self.side.blocks_mask {
-                return;
+                return Took::All;
             }
             if let Some((wait, work)) = self.wait {
                 // A queue that is not there, or not yet so far, holds this one up; a failure ends every wait.
                 let reached =
                     produced(wait.cqn).is_some_and(|count| has_reached(count, wait.index));
                 if !reached && self.qp.state() != qp::State::Err {
-                    return;
+                    return Took::All;
                 }
                 self.wait = None;
                 self.begin(work);
                 continue;
             }
-            let Some(taken) = self.side.ring.take(now) else { return };
-            match self.understand(&taken, registry) {
-                (work, Some(wait)) => self.wait = Some((wait, work)),
-                (work, None) => self.begin(work),
+            let work = match self.reach.held.take() {
+                Some(work) => work,
+                None => {
+                    let Some(taken) = self.side.ring.take(now) else { return Took::All };
+                    match self.understand(&taken, registry) {
+                        (work, Some(wait)) => {
+                            self.wait = Some((wait, work));
+                            continue;
+                        }
+                        (work, None) => work,
+                    }
+                }
+            };
+            match partners.attempt(self, &work, registry, now, turn) {
+                Tried::Done => return Took::Direct(work),
+                Tried::NotYet => {
+                    self.reach.held = Some(work);
+                    return Took::Turn;
+                }
+                Tried::AfterOthers => {
+                    self.reach.held = Some(work);
+                    return Took::All;
+                }
+                Tried::No(why) => {
+                    self.begin(work);
+                    if let Some(why) = why {
+                        return Took::Packets(why);
+                    }
+                }
             }
         }
     }
@@ -425,7 +471,7 @@ impl Side {
 
     /// Goes through the pieces of work's payload that hold `len` bytes from `offset` on: each piece, how much of it
     /// to skip, and how much of it is meant.
-    fn walk(
+    pub(super) fn walk(
         &self,
         block: u64,
         offset: u32,

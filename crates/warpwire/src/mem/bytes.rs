@@ -197,6 +197,28 @@ impl<'a> SharedBytes<'a> {
         into.write(0, part)
     }
 
+    /// As [`copy_from`](SharedBytes::copy_from), where both are the host's own, cached memory. Ranges that are the same
+    /// memory in part, mapped twice, hold anything afterwards.
+    #[inline]
+    pub(crate) fn copy_cached(
+        &self,
+        offset: u64,
+        source: &SharedBytes<'_>,
+        source_offset: u64,
+        len: u64,
+    ) -> Result<()> {
+        if len < WORTH_WIDE_ACCESS as u64 {
+            return self.copy_from(offset, source, source_offset, len);
+        }
+        let into = self.part(offset, len)?;
+        let from = source.part(source_offset, len)?;
+        fence(Ordering::Release);
+        // SAFETY: as in `copy_from`; what overlaps is copied by instructions that do not care.
+        unsafe { copy::cached(into.base.as_ptr(), from.base.as_ptr(), into.len) };
+        fence(Ordering::Acquire);
+        Ok(())
+    }
+
     /// Repeats `pattern` over `len` bytes at `offset`; `len` is a multiple of the pattern's length.
     pub fn fill(&self, offset: u64, len: u64, pattern: &[u8]) -> Result<()> {
         let into = self.part(offset, len)?;

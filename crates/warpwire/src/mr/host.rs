@@ -5,6 +5,7 @@ use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{
     MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
@@ -38,6 +39,7 @@ struct Mapping {
     file: OwnedFd,
     base: NonNull<u8>,
     len: usize,
+    number: u64,
 }
 
 // SAFETY: the mapping belongs to this value alone and is accessed through SharedBytes only.
@@ -57,11 +59,16 @@ impl HostMemory {
         let file = memfd_create("warpwire-host", flags).map_err(|e| failure(e, len))?;
         ftruncate(&file, len).map_err(|e| failure(e, len))?;
         fcntl_add_seals(&file, SEALS).map_err(|e| failure(e, len))?;
-        Self::map(file, len)
+        Self::map(file, len, true)
     }
 
     /// The memory of another process, by the descriptor that [`HostMemory`] gives there.
     pub fn open(file: OwnedFd) -> Result<Self> {
+        Self::open_as(file, true)
+    }
+
+    /// The same, for reading only perhaps: then nobody may write to its bytes.
+    pub(super) fn open_as(file: OwnedFd, writable: bool) -> Result<Self> {
         let strange = |why: &'static str| {
             Error::new(Kind::InvalidArgument, "map host memory of another process").why(why)
         };
@@ -72,21 +79,29 @@ impl HostMemory {
                 .fix("share memory made by HostMemory::new, or seal it against shrinking"));
         }
         match u64::try_from(status.st_size) {
-            Ok(len) if len > 0 => Self::map(file, len),
+            Ok(len) if len > 0 => Self::map(file, len, writable),
             _ => Err(strange("it is empty")),
         }
     }
 
-    fn map(file: OwnedFd, len: u64) -> Result<Self> {
+    fn map(file: OwnedFd, len: u64, writable: bool) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
         let size = usize::try_from(len).map_err(|_| failure(rustix::io::Errno::NOMEM, len))?;
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let mut protection = ProtFlags::READ;
+        protection.set(ProtFlags::WRITE, writable);
         // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
         let base =
             unsafe { mmap(std::ptr::null_mut(), size, protection, MapFlags::SHARED, &file, 0) };
         let base = base.map_err(|e| failure(e, len))?;
         let base =
             NonNull::new(base.cast()).ok_or_else(|| failure(rustix::io::Errno::NOMEM, len))?;
-        Ok(Self(Arc::new(Mapping { file, base, len: size })))
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        Ok(Self(Arc::new(Mapping { file, base, len: size, number })))
+    }
+
+    /// A number that no other memory of this process has.
+    pub(super) fn number(&self) -> u64 {
+        self.0.number
     }
 
     /// How many bytes.
@@ -137,7 +152,7 @@ fn failure(error: rustix::io::Errno, len: u64) -> Error {
 pub(super) struct HostRange {
     base: NonNull<u8>,
     len: usize,
-    _hold: Hold,
+    hold: Hold,
 }
 
 #[derive(Clone)]
@@ -145,7 +160,7 @@ enum Hold {
     /// The caller of `Memory::raw` keeps it.
     Caller,
     Ours {
-        _memory: HostMemory,
+        memory: HostMemory,
     },
     Pinned {
         _region: Region,
@@ -164,12 +179,20 @@ impl HostRange {
         let bytes = region.allocation().host_bytes().ok()?;
         let part = bytes.part(region.offset(), region.len()).ok()?;
         // The region keeps the memory from being freed, so that the bytes stay where they are.
-        let _hold = Hold::Pinned { _region: region.clone() };
-        Some(Self { base: part.base(), len: usize::try_from(region.len()).ok()?, _hold })
+        let hold = Hold::Pinned { _region: region.clone() };
+        Some(Self { base: part.base(), len: usize::try_from(region.len()).ok()?, hold })
     }
 
     pub(super) fn len(&self) -> u64 {
         self.len as u64
+    }
+
+    /// The memory that it is all of, if another process can map that.
+    pub(super) fn shared(&self) -> Option<&HostMemory> {
+        match &self.hold {
+            Hold::Ours { memory } => Some(memory),
+            Hold::Caller | Hold::Pinned { .. } => None,
+        }
     }
 
     pub(super) fn address(&self) -> u64 {
@@ -187,7 +210,7 @@ impl HostRange {
 impl From<HostMemory> for Memory {
     fn from(memory: HostMemory) -> Self {
         let (base, len) = (memory.0.base, memory.0.len);
-        Self::host(HostRange { base, len, _hold: Hold::Ours { _memory: memory } })
+        Self::host(HostRange { base, len, hold: Hold::Ours { memory } })
     }
 }
 
@@ -219,7 +242,7 @@ impl Memory {
         match size.filter(|size| base.as_ptr().addr().checked_add(*size).is_some()) {
             None => failure("the range passes the end of the address space"),
             Some(0) => failure("the length is zero"),
-            Some(len) => Ok(Self::host(HostRange { base, len, _hold: Hold::Caller })),
+            Some(len) => Ok(Self::host(HostRange { base, len, hold: Hold::Caller })),
         }
     }
 }

@@ -9,6 +9,7 @@
 //! | [`Access`] | what may be done with it |
 //! | [`Span`] | memory that a key gave, for one copy or one atomic operation |
 //! | [`Denied`] | why a key did not |
+//! | [`Export`], [`Watch`], [`Foreign`] | registrations that other processes use by themselves, and theirs |
 //!
 //! ```
 //! use warpwire::mr::{Access, Denied, HostMemory, Registry};
@@ -50,6 +51,7 @@
 mod access;
 mod denied;
 mod device;
+mod export;
 mod gate;
 mod host;
 mod memory;
@@ -62,6 +64,7 @@ mod word;
 
 pub use access::Access;
 pub use denied::Denied;
+pub use export::{Export, Foreign, Watch};
 pub use host::HostMemory;
 pub use memory::{Memory, Path};
 pub use registry::{Mr, Pd, PdId, Registry};

@@ -3,13 +3,15 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
 use super::access::Access;
 use super::denied::Denied;
 use super::device::DeviceMemory;
+use super::export::{self, Watch};
+use super::gate::Inside;
 use super::host::HostRange;
 use super::memory::{Memory, Path, What};
 use super::span::Span;
@@ -34,6 +36,13 @@ const SHUT: u32 = 1 << 9;
 /// What a [`Pd`] is told by, in work requests and queue pairs. No two in a process are alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PdId(u64);
+
+impl PdId {
+    /// As a number, for peers who compare it.
+    pub(crate) fn raw(self) -> u64 {
+        self.0
+    }
+}
 
 /// A protection domain. Clones are the same one.
 ///
@@ -68,6 +77,21 @@ pub(super) struct Registration {
     _pd: Pd,
 }
 
+impl Registration {
+    pub(super) fn pd(&self) -> PdId {
+        self.pd
+    }
+
+    pub(super) fn access(&self) -> Access {
+        self.access
+    }
+
+    /// Its first address, and its length.
+    pub(super) fn range(&self) -> (u64, u64) {
+        (self.iova, self.len)
+    }
+}
+
 /// Where the memory is.
 pub(super) enum Target {
     Host(HostRange),
@@ -97,6 +121,8 @@ struct Inner {
     keys: Mutex<Keys>,
     /// Device memory in use, so that registrations of one allocation share its window.
     devices: Mutex<Vec<Weak<DeviceMemory>>>,
+    /// Who tells other processes of registrations.
+    watch: OnceLock<Arc<dyn Watch>>,
 }
 
 /// Which keys are free.
@@ -222,9 +248,21 @@ impl Registry {
         };
         let key = self.0.keys.lock().take().ok_or_else(full)?;
         let slot = self.0.table.make(key >> 8).ok_or_else(full)?;
+        // Before the gate opens: from then on a peer's message may close the key again.
+        self.tell_opened(export::export(key, &registration));
         // The index was free, so its gate is closed.
         slot.0.open(key & TAG | USED, registration).map_err(|_| full())?;
         Ok(key)
+    }
+
+    pub(super) fn watcher(&self) -> &OnceLock<Arc<dyn Watch>> {
+        &self.0.watch
+    }
+
+    /// The registration of a key, if peers may use it.
+    pub(super) fn enter_for_peer(&self, key: u32) -> Option<Inside<'_, Registration>> {
+        let wanted = key & TAG | USED;
+        self.0.table.get(key >> 8)?.0.enter(|label| label == wanted).ok()
     }
 
     /// The shared state of the device memory that a region is of.
@@ -296,7 +334,10 @@ impl Registry {
         }
         // Somebody may have come first in between: then the key is ended or invalid already.
         match slot.0.turn(wanted, wanted | SHUT) {
-            true => Ok(()),
+            true => {
+                self.tell_closing(rkey);
+                Ok(())
+            }
             false => {
                 let (label, open) = slot.0.peek();
                 Err(reason(label, open, wanted))
@@ -312,6 +353,8 @@ impl Registry {
     /// Ends the registration of a key: see [`Mr::deregister`].
     fn end(&self, key: u32) {
         if let Some(slot) = self.0.table.get(key >> 8) {
+            // First those who need no packets: they do not look at the gate.
+            self.tell_closing(key);
             // Dropped before the index can be used again, so that memory is free when the key is.
             drop(slot.0.close(key & TAG | USED));
             self.0.keys.lock().give_back(key);

@@ -44,16 +44,26 @@ pub enum Which {
     Udp6,
     Shm,
     Auto,
+    /// As those two, and nobody reaches another's memory by itself.
+    ShmPackets,
+    AutoPackets,
 }
 
 impl Which {
-    pub const ALL: [(Self, &'static str); 5] = [
+    pub const ALL: [(Self, &'static str); 7] = [
         (Self::Loopback, "loopback"),
         (Self::Udp4, "udp4"),
         (Self::Udp6, "udp6"),
         (Self::Shm, "shm"),
         (Self::Auto, "auto"),
+        (Self::ShmPackets, "shm-packets"),
+        (Self::AutoPackets, "auto-packets"),
     ];
+
+    /// How devices on it are opened.
+    pub fn options(self, drive: Drive) -> HcaOptions {
+        HcaOptions { drive, direct: !matches!(self, Self::ShmPackets | Self::AutoPackets) }
+    }
 
     /// Two links that reach each other.
     pub fn ends(self) -> warpwire::Result<[Box<dyn Link>; 2]> {
@@ -65,8 +75,8 @@ impl Which {
             }
             Self::Udp4 => Ok([udp("127.0.0.1:0")?, udp("127.0.0.1:0")?]),
             Self::Udp6 => Ok([udp("[::1]:0")?, udp("[::1]:0")?]),
-            Self::Shm => Ok([shm("127.0.0.1:0")?, shm("127.0.0.1:0")?]),
-            Self::Auto => Ok([auto("127.0.0.1:0")?, auto("127.0.0.1:0")?]),
+            Self::Shm | Self::ShmPackets => Ok([shm("127.0.0.1:0")?, shm("127.0.0.1:0")?]),
+            Self::Auto | Self::AutoPackets => Ok([auto("127.0.0.1:0")?, auto("127.0.0.1:0")?]),
         }
     }
 
@@ -130,7 +140,7 @@ impl Fixture {
 
     pub fn driven(&self, drive: Drive) -> World {
         let [a, b] = self.which.ends().unwrap();
-        World::over(a, b, drive)
+        World::with(a, b, self.which.options(drive))
     }
 
     /// Two devices over links with faults.
@@ -231,8 +241,8 @@ pub struct End {
 }
 
 impl End {
-    pub fn open(link: impl Link + 'static, drive: Drive) -> Self {
-        let context = Context::open_with(link, HcaOptions { drive }).unwrap();
+    pub fn open(link: impl Link + 'static, options: HcaOptions) -> Self {
+        let context = Context::open_with(link, options).unwrap();
         let pd = context.pd();
         Self { context, pd }
     }
@@ -264,7 +274,11 @@ pub struct Joined {
 
 impl World {
     pub fn over(a: impl Link + 'static, b: impl Link + 'static, drive: Drive) -> Self {
-        Self { a: End::open(a, drive), b: End::open(b, drive) }
+        Self::with(a, b, HcaOptions { drive, ..HcaOptions::default() })
+    }
+
+    pub fn with(a: impl Link + 'static, b: impl Link + 'static, options: HcaOptions) -> Self {
+        Self { a: End::open(a, options), b: End::open(b, options) }
     }
 
     pub fn step(&self) {

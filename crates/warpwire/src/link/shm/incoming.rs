@@ -3,6 +3,7 @@
 use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
 
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
@@ -10,6 +11,7 @@ use warpwire_proto::wire::icrc::Cover;
 use warpwire_proto::wire::packet::ICRC_LEN;
 
 use super::Refusals;
+use super::grant::{Offer, Seat};
 use super::meet::{self, Heard, Hello};
 use super::ring::{Found, Reader};
 use super::sys::{Control, Theirs};
@@ -33,6 +35,8 @@ struct Ring {
     from: SocketAddr,
     to: SocketAddr,
     cover: Cover,
+    /// It may reach memory of ours by itself.
+    seat: Option<Seat>,
     /// The sender is gone; what it left is still read.
     ended: bool,
     /// Its contents make no sense; nothing more is read.
@@ -55,7 +59,19 @@ pub(super) struct Incoming {
     turn: usize,
     calls: u32,
     buffer: Box<[u8]>,
+    /// What senders may reach by themselves.
+    pub offer: Option<Arc<Offer>>,
     pub refusals: Refusals,
+}
+
+impl Ring {
+    /// Reads what came over its socket; false if the sender is gone.
+    fn attend(&self) -> bool {
+        match &self.seat {
+            Some(seat) => seat.attend(&self.socket),
+            None => meet::read(&self.socket, |_, _| ()),
+        }
+    }
 }
 
 /// Has a descriptor watched under its own number.
@@ -88,6 +104,7 @@ impl Incoming {
             turn: 0,
             calls: EVERY,
             buffer: vec![0; largest].into_boxed_slice(),
+            offer: None,
             refusals: Refusals::default(),
         })
     }
@@ -149,7 +166,7 @@ impl Incoming {
             self.hear(poll, at);
         } else if let Some(ring) = self.rings.iter_mut().find(|ring| number(&ring.socket) == which)
         {
-            if !meet::drain(&ring.socket) {
+            if !ring.attend() {
                 ring.ended = true;
                 let _ = epoll::delete(poll, &ring.socket);
             }
@@ -198,13 +215,17 @@ impl Incoming {
             let _ = epoll::delete(poll, &socket);
             return;
         };
-        let Hello { from, to, ring } = hello;
+        let Hello { from, to, ring, reaches } = hello;
+        // Where that fails, packets do it.
+        let offer = self.offer.as_ref().filter(|_| reaches);
+        let seat = offer.and_then(|offer| offer.admit(&page, &socket).ok());
         self.rings.push(Ring {
             socket,
             reader: Reader::new(memory, control, ring),
             from,
             to,
             cover: Cover::new(from, to),
+            seat,
             ended: false,
             broken: false,
         });
