@@ -34,6 +34,7 @@ fn start(test: &Test, memory: &MemoryChoice, arguments: &Arguments) -> Result<Se
         .args(["--mem", &memory.to_string(), "--timeout", &arguments.timeout.to_string()])
         .args(["--link", &arguments.link])
         .args(arguments.mtu.map(|mtu| format!("--mtu={mtu}")))
+        .args(arguments.no_direct.then_some("--no-direct"))
         .args(drive.map(|drive| format!("--drive={}", drive.get_name())))
         .stdin(Stdio::null())
         .stdout(Stdio::piped());

@@ -91,12 +91,18 @@ fn udp(address: &str) -> warpwire::Result<Box<dyn Link>> {
 }
 
 fn shm(address: &str) -> warpwire::Result<Box<dyn Link>> {
-    Ok(Box::new(Shm::bind(address.parse().unwrap(), shm::Options::default())?))
+    Ok(Box::new(Shm::bind(address.parse().unwrap(), attentive())?))
 }
 
 fn auto(address: &str) -> warpwire::Result<Box<dyn Link>> {
     let address = address.parse().unwrap();
-    Ok(Box::new(Auto::bind(address, udp::Options::default(), shm::Options::default())?))
+    Ok(Box::new(Auto::bind(address, udp::Options::default(), attentive())?))
+}
+
+/// Peers hear of each other's memory within a few steps: most of what cases do is then done without packets, where
+/// that is possible.
+fn attentive() -> shm::Options {
+    shm::Options { attend: 1, ..shm::Options::default() }
 }
 
 /// What memory a case uses.

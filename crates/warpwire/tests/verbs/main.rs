@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
 mod chaos;
+mod direct;
 mod events;
 mod failures;
 mod fixture;
@@ -25,6 +26,7 @@ use fixture::{Case, Fixture, Which};
 /// Cases that every link runs.
 const EVERYWHERE: &[&[Case]] = &[
     operations::CASES,
+    direct::CASES,
     failures::CASES,
     queues::CASES,
     events::CASES,

@@ -10,17 +10,15 @@ use rustix::event::{EventfdFlags, Timespec, eventfd};
 use warpwire_proto::wire::icrc::Cover;
 use warpwire_proto::wire::packet::ICRC_LEN;
 
-use super::Refusals;
 use super::grant::{Offer, Seat};
 use super::meet::{self, Heard, Hello};
 use super::ring::{Found, Reader};
 use super::sys::{Control, Theirs};
+use super::{Options, Refusals};
 use crate::link::{Counters, Frame, SHORTEST, Simd};
 
 /// How many packets a receive takes at most.
 const BATCH: usize = 64;
-/// A receiver that never sleeps asks for new connections after so many calls.
-const EVERY: u32 = 256;
 /// Events and connections that are seen to at once; the rest next time.
 const AT_ONCE: usize = 16;
 /// Connections of others to us; more are turned away.
@@ -58,6 +56,8 @@ pub(super) struct Incoming {
     /// The ring whose turn is next.
     turn: usize,
     calls: u32,
+    /// How many calls go by before the sockets are seen to.
+    attend: u32,
     buffer: Box<[u8]>,
     /// What senders may reach by themselves.
     pub offer: Option<Arc<Offer>>,
@@ -88,7 +88,7 @@ impl Incoming {
         poll: &OwnedFd,
         listener: OwnedFd,
         local: SocketAddr,
-        largest: usize,
+        options: &Options,
     ) -> rustix::io::Result<Self> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         watch(poll, &listener, EventFlags::IN)?;
@@ -102,8 +102,9 @@ impl Incoming {
             guests: Vec::new(),
             rings: Vec::new(),
             turn: 0,
-            calls: EVERY,
-            buffer: vec![0; largest].into_boxed_slice(),
+            calls: options.attend,
+            attend: options.attend,
+            buffer: vec![0; options.largest].into_boxed_slice(),
             offer: None,
             refusals: Refusals::default(),
         })
@@ -118,7 +119,7 @@ impl Incoming {
     #[inline]
     pub(super) fn is_due(&mut self) -> bool {
         self.calls += 1;
-        self.calls > EVERY
+        self.calls > self.attend
     }
 
     /// Whether somebody slept, or was about to, since the last call. Nobody does any more.

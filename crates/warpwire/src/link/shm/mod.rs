@@ -177,8 +177,8 @@ impl Shm {
         let (listener, local) = listen(address).map_err(failed)?;
         let poll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|code| failed(code.into()))?;
-        let incoming = Incoming::new(&poll, listener, local, options.largest)
-            .map_err(|code| failed(code.into()))?;
+        let incoming =
+            Incoming::new(&poll, listener, local, &options).map_err(|code| failed(code.into()))?;
         Ok(Self {
             local,
             options,
