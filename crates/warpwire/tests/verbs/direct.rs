@@ -29,10 +29,6 @@ struct Field {
     far: Patch,
 }
 
-fn has_direct(which: Which) -> bool {
-    matches!(which, Which::Shm | Which::Auto)
-}
-
 fn operations(end: &End) -> u64 {
     end.context.stats().direct.operations
 }
@@ -53,7 +49,7 @@ impl Field {
         let start = Instant::now();
         loop {
             self.run(Request::new(1, Op::Write(mr.remote(0))).inline(b"warm"));
-            if !has_direct(which) || operations(&self.world.a) > before {
+            if !which.is_direct() || operations(&self.world.a) > before {
                 return;
             }
             let path = self.joined.a.qp.path().unwrap();
@@ -80,7 +76,7 @@ fn direct_where_it_can_be(fixture: &Fixture) {
     let Field { world, joined, near, far } = &field;
     let (remote, data) = (far.mr.remote(64), [near.mr.sge(0, 8)]);
     let add = Op::Atomic(remote, Atomic::FetchAdd { add: 1 });
-    let direct = has_direct(fixture.which);
+    let direct = fixture.which.is_direct();
     for op in [Op::Write(remote), Op::Read(remote), add] {
         let packets = joined.a.qp.stats().unwrap().packets_sent;
         assert_eq!(field.is_direct(Request::new(1, op).with(&data)), direct, "{op:?}");
@@ -145,7 +141,7 @@ fn direct_work_keeps_its_order(fixture: &Fixture) {
         same(&far.read(4096, 20_000), &[round as u8; 20_000], "a large write among small ones");
         assert_eq!((near.word(65_536), near.word(65_544)), (round * 10 + 1, round * 10 + 2));
     }
-    assert_eq!(operations(&world.a) > 100, has_direct(fixture.which));
+    assert_eq!(operations(&world.a) > 100, fixture.which.is_direct());
 }
 
 fn direct_data_is_right_at_every_size(fixture: &Fixture) {
@@ -168,7 +164,7 @@ fn direct_data_is_right_at_every_size(fixture: &Fixture) {
     let direct = world.a.context.stats().direct;
     assert_eq!(
         direct.operations >= 2 * sizes.len() as u64,
-        has_direct(fixture.which),
+        fixture.which.is_direct(),
         "{direct:?}"
     );
 }
@@ -232,7 +228,7 @@ fn direct_failures_are_the_protocols(fixture: &Fixture) {
         for _ in 0..200 {
             field.run(Request::new(1, Op::Read(field.far.mr.remote(0))).with(&data));
         }
-        assert_eq!(operations(&field.world.a) > 100, has_direct(fixture.which));
+        assert_eq!(operations(&field.world.a) > 100, fixture.which.is_direct());
         let before = operations(&field.world.a);
         let op = op(&field, &foreign, &shut);
         field.joined.a.qp.post_send(&[Request::new(2, op).with(&data)]).unwrap();
@@ -331,7 +327,7 @@ fn direct_over_a_thousand_registrations(fixture: &Fixture) {
             assert_eq!(found, expected * 10 + 2, "registration {number}");
         }
         let direct = operations(&field.world.a) - before;
-        assert_eq!(direct > 1000, has_direct(fixture.which), "{direct} in round {round}");
+        assert_eq!(direct > 1000, fixture.which.is_direct(), "{direct} in round {round}");
     }
     field.warm(fixture.which, &field.far.mr);
 }
@@ -390,13 +386,13 @@ fn direct_leaves_other_memory_to_packets(fixture: &Fixture) {
     }
     let not = field.world.a.context.stats().direct.not;
     let counted = not.contains_key("key-not-granted") && not.contains_key("local-memory");
-    assert_eq!(counted, has_direct(fixture.which), "{not:?}");
+    assert_eq!(counted, fixture.which.is_direct(), "{not:?}");
     // And where one may only read, nothing is written.
     let shut = fixture.memory(&field.world.b, Kind::Host, 4096, Access::REMOTE_READ);
     let data = [field.near.mr.sge(0, 64)];
     let read = || field.is_direct(Request::new(1, Op::Read(shut.mr.remote(0))).with(&data));
     let direct = (0..100).filter(|_| read()).count();
-    assert_eq!(direct > 50, has_direct(fixture.which));
+    assert_eq!(direct > 50, fixture.which.is_direct());
 }
 
 /// The last connection to a peer ends, and with it all that was mapped; the next begins anew.
@@ -415,11 +411,11 @@ fn direct_begins_anew_with_the_next_connection(fixture: &Fixture) {
             world.done(&joined.a.sends, 1);
             direct += operations(&world.a) - before;
         }
-        assert_eq!(direct > 50, has_direct(fixture.which));
+        assert_eq!(direct > 50, fixture.which.is_direct());
         // The last flow takes the connection with it; the next one is made anew.
         drop(joined);
         world.drive_for(Duration::from_millis(2));
     }
     let visits = world.b.context.stats().direct.by_peers;
-    assert_eq!(visits > 150, has_direct(fixture.which));
+    assert_eq!(visits > 150, fixture.which.is_direct());
 }

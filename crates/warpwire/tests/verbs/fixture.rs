@@ -60,6 +60,11 @@ impl Which {
         (Self::AutoPackets, "auto-packets"),
     ];
 
+    /// Whether peers reach each other's memory by themselves.
+    pub fn is_direct(self) -> bool {
+        matches!(self, Self::Shm | Self::Auto)
+    }
+
     /// How devices on it are opened.
     pub fn options(self, drive: Drive) -> HcaOptions {
         HcaOptions { drive, direct: !matches!(self, Self::ShmPackets | Self::AutoPackets) }

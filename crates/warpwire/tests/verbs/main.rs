@@ -5,6 +5,7 @@
 //! the loopback link only.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
+mod apart;
 mod chaos;
 mod direct;
 mod events;
@@ -34,6 +35,8 @@ const EVERYWHERE: &[&[Case]] = &[
     chaos::CASES,
     mixtures::CASES,
 ];
+/// Cases with a process on either side.
+const BETWEEN_PROCESSES: &[&[Case]] = &[apart::CASES];
 /// Cases for which the link does not matter.
 const ONCE: &[&[Case]] = &[
     failures::ONCE,
@@ -44,9 +47,13 @@ const ONCE: &[&[Case]] = &[
     chaos::ONCE,
     mixtures::ONCE,
     garbage::ONCE,
+    apart::ONCE,
 ];
 
 fn main() -> ExitCode {
+    if let Some(ended) = apart::run_if_asked() {
+        return ended;
+    }
     let arguments = Arguments::from_args();
     let mut trials = Vec::new();
     for (which, name) in Which::ALL {
@@ -59,7 +66,11 @@ fn main() -> ExitCode {
             }
             continue;
         }
-        let rooms = EVERYWHERE.iter().chain(ONCE.iter().filter(|_| which == Which::Loopback));
+        let inside = which == Which::Loopback;
+        let rooms = EVERYWHERE
+            .iter()
+            .chain(ONCE.iter().filter(|_| inside))
+            .chain(BETWEEN_PROCESSES.iter().filter(|_| !inside));
         for case in rooms.flat_map(|room| room.iter()) {
             trials.push(Trial::test(format!("{name}::{}", case.name), move || {
                 (case.run)(&Fixture::new(which));

@@ -364,7 +364,7 @@ fn memory_that_is_not_what_was_said_is_turned_away() {
     let mut elsewhere = to;
     elsewhere.set_port(1);
     let from = "127.0.0.1:5".parse().unwrap();
-    let right = Hello { from, to, ring: 1 << 16 };
+    let right = Hello { from, to, ring: 1 << 16, reaches: true };
     for (hello, files) in [
         (Hello { ring: 1 << 17, ..right }, [&ring, &page]),
         (Hello { to: elsewhere, ..right }, [&ring, &page]),
