@@ -8,7 +8,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use warpwire::hca::HcaOptions;
-use warpwire::link::Hub;
+use warpwire::link::{Hub, Link, Shm, shm};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
     Access, Atomic, Completion, Context, Cq, Drive, Mr, Op, Qp, QpOptions, ReceiveRequest, Request,
@@ -54,10 +54,8 @@ struct Pair {
 }
 
 impl Pair {
-    fn new() -> Self {
-        let hub = Hub::new();
-        let contexts = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| {
-            let link = hub.endpoint(address.parse().unwrap()).unwrap();
+    fn new(links: [Box<dyn Link>; 2]) -> Self {
+        let contexts = links.map(|link| {
             Context::open_with(link, HcaOptions { drive: Drive::Inline, ..HcaOptions::default() })
                 .unwrap()
         });
@@ -115,9 +113,19 @@ impl Pair {
     }
 }
 
+/// By packets, and without; one after the other, as the count is the process's.
 #[test]
 fn nothing_is_allocated_on_the_way() {
-    let pair = Pair::new();
+    let hub = Hub::new();
+    let end = |at: &str| -> Box<dyn Link> { Box::new(hub.endpoint(at.parse().unwrap()).unwrap()) };
+    rounds(Pair::new(["10.0.0.1:4791", "10.0.0.2:4791"].map(end)), 10_000, 0);
+    let options = shm::Options { attend: 8, ..shm::Options::default() };
+    let bind =
+        |at: &str| -> Box<dyn Link> { Box::new(Shm::bind(at.parse().unwrap(), options).unwrap()) };
+    rounds(Pair::new(["127.0.0.1:0", "127.0.0.1:0"].map(bind)), 1000, 1000);
+}
+
+fn rounds(pair: Pair, least_packets: u64, least_direct: u64) {
     for _ in 0..50 {
         pair.round();
     }
@@ -127,6 +135,8 @@ fn nothing_is_allocated_on_the_way() {
     }
     let allocated = COUNT.load(Ordering::Relaxed) - before;
     let packets = pair.contexts[0].stats().pairs.packets_sent;
-    assert!(packets > 10_000, "{packets} packets");
+    assert!(packets > least_packets, "{packets} packets");
+    let direct = pair.contexts[0].stats().direct;
+    assert!(direct.operations >= least_direct, "{direct:?}");
     assert_eq!(allocated, 0, "allocations in 200 rounds");
 }

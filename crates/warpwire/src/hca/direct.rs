@@ -109,7 +109,7 @@ pub(super) struct Reach {
     may: u64,
     /// Work that waits, or is done in part.
     pub held: Option<WireWork>,
-    done: u32,
+    pub done: u32,
     /// So often did work take the protocol because something was outstanding.
     gave_way: u32,
 }
@@ -306,10 +306,7 @@ impl Partners {
         }
         match partner.attempt(pair, work, remote, need, registry, now, turn) {
             Ok(tried) => tried,
-            Err(why) => {
-                pair.reach.done = 0;
-                Tried::No(Some(why))
-            }
+            Err(why) => Tried::No(Some(why)),
         }
     }
 

@@ -59,6 +59,8 @@ pub(super) struct Core {
     watched: Vec<u32>,
     pub news: Arc<News>,
     pub rung: Arc<Rung>,
+    /// Those that were rung, while they are looked at; kept for its room.
+    looked_at: Vec<u32>,
     /// A queue pair stands still until some completion is made.
     held: bool,
     /// An entry was promised and is not there yet.
@@ -86,6 +88,8 @@ pub struct Progress {
     pub received: usize,
     /// Packets that went out.
     pub sent: usize,
+    /// Operations that were done without packets.
+    pub direct: usize,
     /// Something is left to do at once.
     pub more: bool,
 }
@@ -93,7 +97,7 @@ pub struct Progress {
 impl Progress {
     /// Whether it did nothing, and nothing is left.
     pub fn is_idle(&self) -> bool {
-        self.received == 0 && self.sent == 0 && !self.more
+        self.received == 0 && self.sent == 0 && self.direct == 0 && !self.more
     }
 }
 
@@ -118,6 +122,7 @@ impl Engine {
             watched: Vec::new(),
             news,
             rung,
+            looked_at: Vec::new(),
             held: false,
             missing: false,
             goes_on: false,
@@ -140,7 +145,7 @@ impl Engine {
             self.find_partners();
         }
         let core = &mut self.core;
-        let told = core.totals.completions;
+        let (told, direct) = (core.totals.completions, core.totals.direct_operations);
         core.look_at_doorbells(now);
         core.run_timers(now);
         let mut sent = self.transmit(now)?;
@@ -153,7 +158,8 @@ impl Engine {
         // Completions that were made since the doorbells were looked at may be what somebody waits for.
         let held = core.held && core.totals.completions != told;
         let more = !core.active.is_empty() || core.goes_on || held;
-        Ok(Progress { received, sent, more })
+        let direct = (core.totals.direct_operations - direct) as usize;
+        Ok(Progress { received, sent, direct, more })
     }
 
     /// When the next step is due if nothing happens.
@@ -419,10 +425,14 @@ impl Core {
     }
 
     fn look_at_doorbells(&mut self, now: Instant) {
-        let rung = self.rung.clone();
         // Set again by those who still are, as each of them rings for itself.
         (self.held, self.missing, self.goes_on) = (false, false, false);
-        rung.take(|index| self.look_at(now, index));
+        let mut looked_at = std::mem::take(&mut self.looked_at);
+        self.rung.take(|index| looked_at.push(index));
+        for index in looked_at.drain(..) {
+            self.look_at(now, index);
+        }
+        self.looked_at = looked_at;
         for at in 0..self.watched.len() {
             let index = self.watched[at];
             self.look_at(now, index);
@@ -587,6 +597,7 @@ impl Engine {
         core.pairs[index as usize] = Some(Box::new(Pair::new(number, spec)));
         core.active.reserve(core.pairs.len());
         core.timers.reserve(2 * core.pairs.len());
+        core.looked_at.reserve(core.pairs.len());
         core.rung.grow_to(core.pairs.len());
         if watched {
             core.watched.push(index);

@@ -227,6 +227,7 @@ impl Pair {
                     return Took::All;
                 }
                 Tried::No(why) => {
+                    self.reach.done = 0;
                     self.begin(work);
                     if let Some(why) = why {
                         return Took::Packets(why);

@@ -108,7 +108,8 @@ impl SendRing {
             return None;
         }
         let mut first = [0; SEGMENT];
-        self.copy_out(self.consumer, &mut first);
+        let at = self.copy_at(self.consumer);
+        copy_out(&self.memory, self.layout.send, self.blocks, at, &mut first);
         let control = Control::parse(&first);
         let there = control.is_at(index) && control.blocks() <= promised;
         if !there && !self.has_waited(now) {
@@ -118,14 +119,12 @@ impl SendRing {
         let block = self.consumer;
         let blocks = control.blocks().min(promised);
         let len = usize::from(control.segments) * SEGMENT;
-        let at = self.copy_at(block);
-        let mut entry = [0; LARGEST_WQE];
-        if let (Some(entry), true) = (entry.get_mut(..len), there) {
-            self.copy_out(block, entry);
-            self.copies[at..at + len].copy_from_slice(entry);
+        if len <= LARGEST_WQE && there {
+            let Self { memory, layout, blocks, copies, .. } = self;
+            copy_out(memory, layout.send, *blocks, at, &mut copies[at..at + len]);
             // Read once: what is obeyed must be what was looked at, whatever the queue says by now.
             if len > 0 {
-                self.copies[at..at + SEGMENT].copy_from_slice(&first);
+                copies[at..at + SEGMENT].copy_from_slice(&first);
             }
         }
         self.consumer += u64::from(blocks);
@@ -152,17 +151,18 @@ impl SendRing {
     fn copy_at(&self, block: u64) -> usize {
         (block as usize & (self.blocks as usize - 1)) * BLOCK
     }
+}
 
-    /// Copies from the queue, going on at its beginning where it ends.
-    fn copy_out(&self, block: u64, into: &mut [u8]) {
-        let size = u64::from(self.blocks) * BLOCK as u64;
-        let at = self.copy_at(block) as u64;
-        let before_end = ((size - at) as usize).min(into.len());
-        let (head, tail) = into.split_at_mut(before_end);
-        let bytes = self.memory.bytes();
-        // As above: what cannot be read stays zero, and is refused as an entry.
-        let _ = bytes.read(self.layout.send + at, head);
-        let _ = bytes.read(self.layout.send, tail);
+/// Copies from the queue at `start`, `at` bytes into it, going on at its beginning where it ends.
+#[inline]
+fn copy_out(memory: &QueueMemory, start: u64, blocks: u32, at: usize, into: &mut [u8]) {
+    let before_end = (blocks as usize * BLOCK - at).min(into.len());
+    let (head, tail) = into.split_at_mut(before_end);
+    let bytes = memory.bytes();
+    // As above: what cannot be read stays as it is, and is refused as an entry.
+    let _ = bytes.read(start + at as u64, head);
+    if !tail.is_empty() {
+        let _ = bytes.read(start, tail);
     }
 }
 

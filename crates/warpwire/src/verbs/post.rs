@@ -251,7 +251,9 @@ impl<'q> Batch<'q> {
         let before_end = ((core.blocks as u64 - place) as usize * BLOCK).min(image.bytes().len());
         let (head, tail) = image.bytes().split_at(before_end);
         bytes.write(core.layout.send + place * BLOCK as u64, head)?;
-        bytes.write(core.layout.send, tail)?;
+        if !tail.is_empty() {
+            bytes.write(core.layout.send, tail)?;
+        }
         core.send_ids[place as usize].store(request.id, Ordering::Relaxed);
         core.send_sizes[place as usize].store(blocks as u8, Ordering::Relaxed);
         self.next += blocks;

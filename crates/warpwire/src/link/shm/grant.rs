@@ -64,7 +64,7 @@ pub struct Offer {
 /// A peer that has the table.
 struct Guest {
     control: Control,
-    socket: OwnedFd,
+    socket: Arc<OwnedFd>,
     /// Tells of its end even if a child of its has the socket too.
     process: Option<OwnedFd>,
 }
@@ -155,10 +155,14 @@ impl Offer {
     }
 
     /// Lets a peer have the table. `page` is the one that it writes.
-    pub(super) fn admit(self: &Arc<Self>, page: &OwnedFd, socket: &OwnedFd) -> io::Result<Seat> {
+    pub(super) fn admit(
+        self: &Arc<Self>,
+        page: &OwnedFd,
+        socket: &Arc<OwnedFd>,
+    ) -> io::Result<Seat> {
         let guest = Arc::new(Guest {
             control: Control::open(page)?,
-            socket: socket.try_clone()?,
+            socket: socket.clone(),
             process: meet::process_of(socket),
         });
         self.guests.lock().push(guest.clone());

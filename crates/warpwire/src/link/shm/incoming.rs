@@ -28,7 +28,8 @@ const NOT_AT_ALL: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// A ring that somebody sends to us through.
 struct Ring {
-    socket: OwnedFd,
+    /// Shared with its seat, which outlives the ring until the sender has let go.
+    socket: Arc<OwnedFd>,
     reader: Reader,
     from: SocketAddr,
     to: SocketAddr,
@@ -44,6 +45,8 @@ struct Ring {
 /// What a link receives by.
 pub(super) struct Incoming {
     local: SocketAddr,
+    /// The link's own, once more.
+    poll: OwnedFd,
     listener: OwnedFd,
     /// Written when there was something to read already as somebody went to sleep.
     event: OwnedFd,
@@ -95,6 +98,7 @@ impl Incoming {
         watch(poll, &event, EventFlags::IN)?;
         Ok(Self {
             local,
+            poll: rustix::io::fcntl_dupfd_cloexec(poll, 0)?,
             listener,
             event,
             signalled: false,
@@ -218,6 +222,7 @@ impl Incoming {
         };
         let Hello { from, to, ring, reaches } = hello;
         // Where that fails, packets do it.
+        let socket = Arc::new(socket);
         let offer = self.offer.as_ref().filter(|_| reaches);
         let seat = offer.and_then(|offer| offer.admit(&page, &socket).ok());
         self.rings.push(Ring {
@@ -281,6 +286,9 @@ impl Incoming {
     #[cold]
     fn remove_broken(&mut self) {
         let before = self.rings.len();
+        for ring in self.rings.iter().filter(|ring| ring.broken) {
+            let _ = epoll::delete(&self.poll, &ring.socket);
+        }
         self.rings.retain(|ring| !ring.broken);
         self.refusals.broken += (before - self.rings.len()) as u64;
         self.turn = 0;

@@ -302,6 +302,7 @@ impl Shm {
             let Some(known) = &mut self.outgoing[at] else { continue };
             match met {
                 Some((met, writer)) => {
+                    let _ = epoll::delete(&self.poll, &known.met.socket);
                     (known.met, known.writer) = (met, writer);
                     known.gone.set(false);
                 }
@@ -417,6 +418,7 @@ impl Link for Shm {
         if known.flows == 0 {
             // The ring goes with its last flow, and what was committed before that.
             publish(known, &self.trouble, &mut self.counters);
+            let _ = epoll::delete(&self.poll, &known.met.socket);
             *slot = None;
             self.dirty.retain(|at| *at != flow.ring);
         }

@@ -333,7 +333,7 @@ fn stranger(link: &Shm) -> OwnedFd {
 fn other_versions_and_nonsense_are_turned_away() {
     let mut link = bind();
     let mut other = Vec::from(*b"warpshm\0");
-    other.extend([2, 0, 0, 0]);
+    other.extend((meet::VERSION + 1).to_le_bytes());
     for (message, what) in [(&other[..], "version"), (b"hello", "nonsense"), (&[0; 200], "long")] {
         let socket = stranger(&link);
         send_bytes(&socket, message, SendFlags::empty()).unwrap();
