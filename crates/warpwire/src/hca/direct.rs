@@ -565,7 +565,7 @@ impl There<'_> {
     ) -> Result<(), Denied> {
         let theirs = self.memory.bytes(true).ok_or(Denied::Rights)?;
         let mut at = self.at;
-        side.walk(block, from, len, |piece, skip, len| {
+        side.pieces(block, from, len, |piece, skip, len| {
             let to = at;
             at += u64::from(len);
             match piece {
@@ -593,7 +593,7 @@ impl There<'_> {
     ) -> Result<(), Denied> {
         let theirs = self.memory.bytes(false).ok_or(Denied::Rights)?;
         let mut at = self.at;
-        side.walk(block, from, len, |piece, skip, len| {
+        side.pieces(block, from, len, |piece, skip, len| {
             let Piece::Memory(data) = piece else { return Err(Denied::Range) };
             let source = at;
             at += u64::from(len);

@@ -7,6 +7,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use warpwire_proto::Instant;
@@ -73,6 +74,10 @@ pub(super) struct Core {
     pub partners: Partners,
     /// A partner's connection has ended.
     parted: bool,
+    /// There is one, for those who ring.
+    pub reaches: Arc<AtomicBool>,
+    /// When the last step was made.
+    last: Instant,
     pub totals: Totals,
 }
 
@@ -129,6 +134,8 @@ impl Engine {
             offer,
             partners: Partners::default(),
             parted: false,
+            reaches: Arc::default(),
+            last: Instant::from_nanos(0),
             totals: Totals::default(),
         };
         Self { link, answers_at_once, core }
@@ -145,6 +152,7 @@ impl Engine {
             self.find_partners();
         }
         let core = &mut self.core;
+        core.last = now;
         let (told, direct) = (core.totals.completions, core.totals.direct_operations);
         core.look_at_doorbells(now);
         core.run_timers(now);
@@ -487,6 +495,24 @@ impl Core {
         }
     }
 
+    /// Does what was just posted, as far as that needs no packets; true if nothing is left for a step. The time is that of
+    /// the last step: what depends on it is left to the next one.
+    pub(super) fn do_at_once(&mut self, index: u32) -> bool {
+        let Some(Some(pair)) = self.pairs.get(index as usize) else { return false };
+        if pair.reach.partner.is_none()
+            || pair.qp.state() != State::Rts
+            || pair.qp.outstanding() > 0
+        {
+            return false;
+        }
+        let done = self.totals.direct_operations;
+        self.look_at(self.last, index);
+        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return false };
+        pair.side.ring.forget_waiting();
+        let nothing_left = !pair.active && pair.wait.is_none() && pair.reach.held.is_none();
+        nothing_left && self.totals.direct_operations != done
+    }
+
     /// Tells of work that was done without packets.
     #[inline]
     fn complete_direct(&mut self, index: u32, work: &Work) {
@@ -687,7 +713,10 @@ impl Engine {
             (Ok(_), Some(flow)) => self.link.peer(flow),
         };
         match found {
-            Ok(peer) => pair.reach.partner = Some(partners.attach(peer)),
+            Ok(peer) => {
+                pair.reach.partner = Some(partners.attach(peer));
+                self.core.reaches.store(true, Ordering::Relaxed);
+            }
             Err(why) => pair.reach.why = why,
         }
     }

@@ -55,11 +55,18 @@ pub(super) struct Underway {
     pub len: u32,
     /// The only range of its payload, if there is just one: most work is like that.
     pub single: Option<Data>,
+    /// Where in the entry's copy its payload lies, if all of it does.
+    pub inline: Option<u16>,
 }
 
 impl Underway {
-    const NONE: Self =
-        Self { opcode: Opcode::Nop, completions: Completions::Always, len: 0, single: None };
+    const NONE: Self = Self {
+        opcode: Opcode::Nop,
+        completions: Completions::Always,
+        len: 0,
+        single: None,
+        inline: None,
+    };
 }
 
 /// A queue pair of the engine.
@@ -239,7 +246,7 @@ impl Pair {
 
     /// What an entry asks for; and what it waits for, if it is a wait.
     fn understand(&mut self, taken: &Taken, registry: &Registry) -> (WireWork, Option<mlx5::Wait>) {
-        self.side.note(taken, 0, None);
+        self.side.note(taken, 0, None, None);
         let parsed = match taken.torn {
             true => Err(Status::LocalQpOperation),
             false => self.side.translate(taken, registry),
@@ -299,12 +306,17 @@ impl Side {
         registry: &Registry,
     ) -> Result<(Op, u32, Option<mlx5::Wait>), Status> {
         let wqe = Wqe::parse(self.ring.copy(taken.block)).map_err(|refused| refused.status())?;
-        let (mut wait, mut single, mut dumped) = (None, None, 0);
+        let (mut wait, mut single, mut inline, mut dumped) = (None, None, None, 0);
+        let start = self.ring.copy(taken.block).as_ptr().addr();
         let remote = |at: mlx5::Remote| qp::Remote { address: at.address, key: at.rkey };
         let mut note = |payload: &mlx5::Payload<'_>| {
             let mut pieces = payload.pieces();
-            if let (Some(Piece::Memory(data)), None) = (pieces.next(), pieces.next()) {
-                single = Some(data);
+            match (pieces.next(), pieces.next()) {
+                (Some(Piece::Memory(data)), None) => single = Some(data),
+                (Some(Piece::Inline(bytes)), None) => {
+                    inline = u16::try_from(bytes.as_ptr().addr() - start).ok();
+                }
+                _ => {}
             }
             payload.len() as u32
         };
@@ -341,7 +353,7 @@ impl Side {
                 (Op::Atomic(remote(at), atomic), atomic.len())
             }
         };
-        self.note(taken, len, single);
+        self.note(taken, len, single, inline);
         match self.may_gather(registry, taken.block, 0, dumped) {
             // Memory that moves is there, and nobody sees what was read of it.
             Ok(()) | Err(Denied::Moving) => Ok((op, len, wait)),
@@ -352,10 +364,31 @@ impl Side {
         }
     }
 
-    fn note(&mut self, taken: &Taken, len: u32, single: Option<Data>) {
+    fn note(&mut self, taken: &Taken, len: u32, single: Option<Data>, inline: Option<u16>) {
         let (opcode, completions) = (taken.control.opcode, taken.control.completions);
         self.underway[(taken.block & self.blocks_mask) as usize] =
-            Underway { opcode, completions, len, single };
+            Underway { opcode, completions, len, single, inline };
+    }
+
+    /// Calls `each` with the pieces of work's payload that hold `len` bytes from `offset` on, as [`Side::walk`] does, and
+    /// faster where there is just one.
+    #[inline]
+    pub(super) fn pieces(
+        &self,
+        block: u64,
+        offset: u32,
+        len: u32,
+        mut each: impl FnMut(Piece<'_>, u32, u32) -> Result<(), Denied>,
+    ) -> Result<(), Denied> {
+        let work = &self.underway[(block & self.blocks_mask) as usize];
+        if let Some(data) = work.single {
+            return each(Piece::Memory(data), offset, len);
+        }
+        if let Some(at) = work.inline {
+            let bytes = self.ring.copy(block).get(usize::from(at)..).ok_or(Denied::Range)?;
+            return each(Piece::Inline(bytes), offset, len);
+        }
+        self.walk(block, offset, len, each)
     }
 
     /// Copies payload of work, `offset` bytes into it, to `into`.
@@ -472,7 +505,7 @@ impl Side {
 
     /// Goes through the pieces of work's payload that hold `len` bytes from `offset` on: each piece, how much of it
     /// to skip, and how much of it is meant.
-    pub(super) fn walk(
+    fn walk(
         &self,
         block: u64,
         offset: u32,

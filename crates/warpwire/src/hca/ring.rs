@@ -107,10 +107,11 @@ impl SendRing {
         if promised == 0 {
             return None;
         }
-        let mut first = [0; SEGMENT];
+        // Read once: what is obeyed must be what was looked at, whatever the queue says by now.
+        let mut first = [0; BLOCK];
         let at = self.copy_at(self.consumer);
         copy_out(&self.memory, self.layout.send, self.blocks, at, &mut first);
-        let control = Control::parse(&first);
+        let control = Control::parse(first.first_chunk()?);
         let there = control.is_at(index) && control.blocks() <= promised;
         if !there && !self.has_waited(now) {
             return None;
@@ -121,10 +122,11 @@ impl SendRing {
         let len = usize::from(control.segments) * SEGMENT;
         if len <= LARGEST_WQE && there {
             let Self { memory, layout, blocks, copies, .. } = self;
-            copy_out(memory, layout.send, *blocks, at, &mut copies[at..at + len]);
-            // Read once: what is obeyed must be what was looked at, whatever the queue says by now.
-            if len > 0 {
-                copies[at..at + SEGMENT].copy_from_slice(&first);
+            let (near, far) = copies[at..at + len].split_at_mut(len.min(BLOCK));
+            near.copy_from_slice(&first[..near.len()]);
+            if !far.is_empty() {
+                let next = (at + BLOCK) % (*blocks as usize * BLOCK);
+                copy_out(memory, layout.send, *blocks, next, far);
             }
         }
         self.consumer += u64::from(blocks);
@@ -146,6 +148,11 @@ impl SendRing {
     /// Whether a promised entry is missing: somebody must look again soon.
     pub(super) fn is_waiting(&self) -> bool {
         self.missing_since.is_some()
+    }
+
+    /// Begins to wait anew at the next look, whose time is the right one.
+    pub(super) fn forget_waiting(&mut self) {
+        self.missing_since = None;
     }
 
     fn copy_at(&self, block: u64) -> usize {
