@@ -246,14 +246,16 @@ impl Pair {
 
     /// What an entry asks for; and what it waits for, if it is a wait.
     fn understand(&mut self, taken: &Taken, registry: &Registry) -> (WireWork, Option<mlx5::Wait>) {
-        self.side.note(taken, 0, None, None);
         let parsed = match taken.torn {
             true => Err(Status::LocalQpOperation),
             false => self.side.translate(taken, registry),
         };
         let (op, len, wait) = match parsed {
             Ok(found) => found,
-            Err(status) => (Op::Bad(wire_status(status)), 0, None),
+            Err(status) => {
+                self.side.note(taken, 0, None, None);
+                (Op::Bad(wire_status(status)), 0, None)
+            }
         };
         let fence = match taken.control.fence {
             fence if fence.waits_for_all() => qp::Fence::All,

@@ -93,8 +93,11 @@ impl SendRing {
         let consumer = self.consumer as u16;
         let halves = [word(0), word(SEND_DOORBELL_OTHER_HALF as u64)];
         // Each half speaks only when it changes: one that nobody rings would look like news once a lap.
-        for (now, before) in halves.into_iter().zip(std::mem::replace(&mut self.halves, halves)) {
-            let news = (now != before).then_some(now);
+        let [first, second] = std::mem::replace(&mut self.halves, halves);
+        let news = (halves[0] != first).then_some(halves[0]);
+        self.until = self.producer.look(consumer, self.blocks, news, record);
+        if halves[1] != second {
+            let news = Some(halves[1]);
             self.until = self.producer.look(consumer, self.blocks, news, record);
         }
         self.until != consumer

@@ -135,3 +135,84 @@ impl Foreign {
         word::change_shared(&bytes, at, op).map_err(|_| Denied::Range)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mem::sim::{Sim, SimConfig};
+    use crate::mr::Memory;
+    use parking_lot::Mutex;
+
+    #[derive(Default)]
+    struct Heard(Mutex<Vec<(char, u32)>>);
+
+    impl Watch for Heard {
+        fn opened(&self, export: &Export) {
+            self.0.lock().push(('+', export.key));
+        }
+
+        fn closing(&self, key: u32) {
+            self.0.lock().push(('-', key));
+        }
+    }
+
+    #[test]
+    fn registrations_are_told_if_peers_may_map_them_and_end_in_any_case() {
+        let registry = Registry::new();
+        let heard = Arc::new(Heard::default());
+        registry.watch(heard.clone());
+        let (pd, memory) = (registry.pd(), HostMemory::new(4096).unwrap());
+        let register = |memory, access| registry.register(&pd, memory, None, access).unwrap();
+        let shared = register(Memory::from(memory.clone()), Access::ALL);
+        let own = register(Memory::from(memory.clone()), Access::LOCAL_WRITE);
+        // SAFETY: the memory outlives its registration, and is accessed by views.
+        #[allow(unsafe_code)]
+        let raw = unsafe { Memory::raw(memory.bytes().base().as_ptr(), 4096) }.unwrap();
+        let raw = register(raw, Access::ALL);
+        let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+        let device = register(gpu.alloc(4096).unwrap().whole().unwrap().into(), Access::ALL);
+        let keys = [&shared, &own, &raw, &device].map(|mr| mr.rkey());
+        assert_eq!(*heard.0.lock(), [('+', keys[0])]);
+        assert_eq!(keys.map(|key| registry.file_of(key).is_some()), [true, false, false, false]);
+        assert!(registry.file_of(keys[0] ^ 1).is_none() && registry.file_of(0).is_none());
+        registry.invalidate(keys[0], pd.id()).unwrap();
+        assert!(registry.file_of(keys[0]).is_none());
+        drop((shared, own));
+        assert_eq!(heard.0.lock()[1..], [('-', keys[0]), ('-', keys[0]), ('-', keys[1])]);
+        assert!(registry.file_of(keys[0]).is_none());
+    }
+
+    #[test]
+    fn a_file_gives_no_more_than_the_registration() {
+        let registry = Registry::new();
+        let (pd, memory) = (registry.pd(), HostMemory::new(4096).unwrap());
+        let file = |access| {
+            let mr = registry.register(&pd, memory.clone(), None, access).unwrap();
+            registry.file_of(mr.rkey()).unwrap()
+        };
+        let both = Foreign::open(file(Access::ALL), true).unwrap();
+        both.bytes(true).unwrap().write(8, b"theirs").unwrap();
+        assert_eq!(both.atomic(0, &Atomic::FetchAdd { add: 3 }), Ok(0));
+        assert_eq!(memory.bytes().load_u64(0).unwrap(), 3);
+        for (at, denied) in [(4, Denied::Misaligned), (4096, Denied::Range)] {
+            assert_eq!(both.atomic(at, &Atomic::FetchAdd { add: 1 }), Err(denied));
+        }
+        assert!(Foreign::open(file(Access::REMOTE_READ), true).is_err(), "it cannot be written");
+        let read = Foreign::open(file(Access::REMOTE_READ), false).unwrap();
+        assert!(read.bytes(true).is_none());
+        assert_eq!(read.atomic(0, &Atomic::FetchAdd { add: 1 }), Err(Denied::Rights));
+        let mut seen = [0; 6];
+        read.bytes(false).unwrap().read(8, &mut seen).unwrap();
+        assert_eq!(&seen, b"theirs");
+    }
+
+    #[test]
+    fn files_that_could_fault_are_refused() {
+        let on_disk: OwnedFd = tempfile::tempfile().unwrap().into();
+        assert!(Foreign::open(on_disk, true).is_err());
+        let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
+        let unsealed = rustix::fs::memfd_create("short", flags).unwrap();
+        rustix::fs::ftruncate(&unsealed, 4096).unwrap();
+        assert!(Foreign::open(unsealed, true).is_err());
+    }
+}
