@@ -17,13 +17,15 @@
 //!    one turn at most.
 
 use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{self, Change, Op, State, Work as WireWork};
 
-use super::engine::place_of;
+use super::complete;
+use super::engine::{Core, Engine, place_of};
 use super::pair::{Pair, Side, from_wire};
 use super::stats::Indirect;
 use crate::link::shm::grant::Content;
@@ -192,6 +194,96 @@ impl Pair {
         if let (Some(offer), Some(_)) = (offer, self.reach.told.take()) {
             offer.close(place_of(self.qp.number()) as usize);
         }
+    }
+}
+
+impl Core {
+    /// Does what was just posted, as far as that needs no packets; true if nothing is left for a step. The time is that of
+    /// the last step: what depends on it is left to the next one.
+    pub(super) fn do_at_once(&mut self, index: u32) -> bool {
+        let Some(Some(pair)) = self.pairs.get(index as usize) else { return false };
+        if pair.reach.partner.is_none()
+            || pair.qp.state() != State::Rts
+            || pair.qp.outstanding() > 0
+        {
+            return false;
+        }
+        let done = self.totals.direct_operations;
+        self.look_at(self.last, index);
+        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return false };
+        pair.side.ring.forget_waiting();
+        let nothing_left = !pair.active && pair.wait.is_none() && pair.reach.held.is_none();
+        nothing_left && self.totals.direct_operations != done
+    }
+
+    /// Tells of work that was done without packets.
+    #[inline]
+    pub(super) fn complete_direct(&mut self, index: u32, work: &WireWork) {
+        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
+        self.totals.direct_operations += 1;
+        self.totals.direct_bytes += u64::from(work.len);
+        let done =
+            qp::Completion { id: work.id, status: qp::Status::Success, signaled: work.signaled };
+        let (cqe, cqn) = (complete::sent(pair, &done), pair.send_cq);
+        if let Some(cqe) = cqe {
+            self.push(cqn, &cqe);
+        }
+    }
+
+    /// A peer that went may be back: its queue pairs ask the link.
+    #[cold]
+    pub(super) fn look_for_partner(&mut self, index: u32) {
+        let Some(Some(pair)) = self.pairs.get(index as usize) else { return };
+        self.parted |= pair.reach.partner.is_some_and(|at| self.partners.is_gone(at));
+    }
+}
+
+impl Engine {
+    /// Asks the link whose memory a queue pair may reach.
+    pub(super) fn find_partner(&mut self, index: u32) {
+        let Core { pairs, partners, offer, .. } = &mut self.core;
+        let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
+        if let Some(at) = pair.reach.partner.take() {
+            partners.detach(at);
+        }
+        let found = match (&offer, pair.flow) {
+            (Err(why), _) => Err(*why),
+            (Ok(_), None) => Err("not connected"),
+            (Ok(_), Some(flow)) => self.link.peer(flow),
+        };
+        match found {
+            Ok(peer) => {
+                pair.reach.partner = Some(partners.attach(peer));
+                self.core.reaches.store(true, Ordering::Relaxed);
+            }
+            Err(why) => pair.reach.why = why,
+        }
+    }
+
+    /// The same for all whose partner went.
+    #[cold]
+    pub(super) fn find_partners(&mut self) {
+        self.core.parted = false;
+        for index in 0..self.core.pairs.len() {
+            let Some(Some(pair)) = self.core.pairs.get(index) else { continue };
+            if pair.reach.partner.is_some_and(|at| self.core.partners.is_gone(at)) {
+                self.find_partner(index as u32);
+            }
+        }
+    }
+
+    /// Which way a queue pair's work takes, and why.
+    pub(super) fn pair_path(&self, number: u32) -> crate::error::Result<crate::link::Path> {
+        let pair = self.pair(number)?;
+        let mut path = pair.flow.map_or_else(|| self.link.path(), |flow| self.link.flow_path(flow));
+        path.why = format!("{}; {}", path.why, pair.reach.describe(&self.core.partners));
+        Ok(path)
+    }
+
+    /// Takes back all that peers may reach.
+    pub(super) fn end(&mut self) {
+        let Core { pairs, offer, .. } = &mut self.core;
+        pairs.iter_mut().flatten().for_each(|pair| pair.tell_end(offer.as_ref().ok()));
     }
 }
 

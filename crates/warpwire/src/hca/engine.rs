@@ -7,13 +7,11 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::{
-    Arrived, Change, Completion, Event, Notice, Payload, Source, State, Status, Transmit, Work,
-};
+use warpwire_proto::qp::{Arrived, Change, Event, Notice, Payload, Source, State, Transmit};
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 use warpwire_proto::wire::{Transport, UDP_PORT};
 
@@ -38,7 +36,7 @@ const COME_BACK: Duration = Duration::from_micros(20);
 
 /// Everything that a step needs.
 pub(super) struct Engine {
-    link: Box<dyn Link>,
+    pub(super) link: Box<dyn Link>,
     /// Nobody makes a next step if the program does not: what came in is answered in the same.
     answers_at_once: bool,
     pub(super) core: Core,
@@ -47,7 +45,7 @@ pub(super) struct Engine {
 /// All but the link, which lends its buffers while the rest works on them.
 pub(super) struct Core {
     pub registry: Registry,
-    pairs: Vec<Option<Box<Pair>>>,
+    pub pairs: Vec<Option<Box<Pair>>>,
     /// How often each place has been used: part of the number, so that late packets find nobody.
     generations: Vec<u8>,
     pub cqs: Vec<Option<CompletionRing>>,
@@ -73,11 +71,11 @@ pub(super) struct Core {
     /// Whose memory we reach by ourselves.
     pub partners: Partners,
     /// A partner's connection has ended.
-    parted: bool,
+    pub parted: bool,
     /// There is one, for those who ring.
     pub reaches: Arc<AtomicBool>,
     /// When the last step was made.
-    last: Instant,
+    pub last: Instant,
     pub totals: Totals,
 }
 
@@ -375,7 +373,7 @@ impl Core {
         });
     }
 
-    fn push(&mut self, cqn: u32, cqe: &crate::mlx5::Cqe) {
+    pub(super) fn push(&mut self, cqn: u32, cqe: &crate::mlx5::Cqe) {
         let Some(Some(cq)) = self.cqs.get_mut(cqn as usize) else { return };
         self.totals.completions += 1;
         // Data before the completion that tells of it, also where stores are combined.
@@ -447,7 +445,7 @@ impl Core {
         }
     }
 
-    fn look_at(&mut self, now: Instant, index: u32) {
+    pub(super) fn look_at(&mut self, now: Instant, index: u32) {
         let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
         let waits = pair.wait.is_some() || pair.side.ring.is_waiting() || pair.reach.held.is_some();
         if pair.side.ring.look() || waits {
@@ -493,44 +491,6 @@ impl Core {
         if begun {
             self.activate(index);
         }
-    }
-
-    /// Does what was just posted, as far as that needs no packets; true if nothing is left for a step. The time is that of
-    /// the last step: what depends on it is left to the next one.
-    pub(super) fn do_at_once(&mut self, index: u32) -> bool {
-        let Some(Some(pair)) = self.pairs.get(index as usize) else { return false };
-        if pair.reach.partner.is_none()
-            || pair.qp.state() != State::Rts
-            || pair.qp.outstanding() > 0
-        {
-            return false;
-        }
-        let done = self.totals.direct_operations;
-        self.look_at(self.last, index);
-        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return false };
-        pair.side.ring.forget_waiting();
-        let nothing_left = !pair.active && pair.wait.is_none() && pair.reach.held.is_none();
-        nothing_left && self.totals.direct_operations != done
-    }
-
-    /// Tells of work that was done without packets.
-    #[inline]
-    fn complete_direct(&mut self, index: u32, work: &Work) {
-        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
-        self.totals.direct_operations += 1;
-        self.totals.direct_bytes += u64::from(work.len);
-        let done = Completion { id: work.id, status: Status::Success, signaled: work.signaled };
-        let (cqe, cqn) = (complete::sent(pair, &done), pair.send_cq);
-        if let Some(cqe) = cqe {
-            self.push(cqn, &cqe);
-        }
-    }
-
-    /// A peer that went may be back: its queue pairs ask the link.
-    #[cold]
-    fn look_for_partner(&mut self, index: u32) {
-        let Some(Some(pair)) = self.pairs.get(index as usize) else { return };
-        self.parted |= pair.reach.partner.is_some_and(|at| self.partners.is_gone(at));
     }
 
     fn run_timers(&mut self, now: Instant) {
@@ -698,53 +658,6 @@ impl Engine {
         core.activate(index);
         core.after(now, index);
         Ok(())
-    }
-
-    /// Asks the link whose memory a queue pair may reach.
-    fn find_partner(&mut self, index: u32) {
-        let Core { pairs, partners, offer, .. } = &mut self.core;
-        let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
-        if let Some(at) = pair.reach.partner.take() {
-            partners.detach(at);
-        }
-        let found = match (&offer, pair.flow) {
-            (Err(why), _) => Err(*why),
-            (Ok(_), None) => Err("not connected"),
-            (Ok(_), Some(flow)) => self.link.peer(flow),
-        };
-        match found {
-            Ok(peer) => {
-                pair.reach.partner = Some(partners.attach(peer));
-                self.core.reaches.store(true, Ordering::Relaxed);
-            }
-            Err(why) => pair.reach.why = why,
-        }
-    }
-
-    /// The same for all whose partner went.
-    #[cold]
-    fn find_partners(&mut self) {
-        self.core.parted = false;
-        for index in 0..self.core.pairs.len() {
-            let Some(Some(pair)) = self.core.pairs.get(index) else { continue };
-            if pair.reach.partner.is_some_and(|at| self.core.partners.is_gone(at)) {
-                self.find_partner(index as u32);
-            }
-        }
-    }
-
-    /// Which way a queue pair's work takes, and why.
-    pub(super) fn pair_path(&self, number: u32) -> Result<crate::link::Path> {
-        let pair = self.pair(number)?;
-        let mut path = pair.flow.map_or_else(|| self.link.path(), |flow| self.link.flow_path(flow));
-        path.why = format!("{}; {}", path.why, pair.reach.describe(&self.core.partners));
-        Ok(path)
-    }
-
-    /// Takes back all that peers may reach.
-    pub(super) fn end(&mut self) {
-        let Core { pairs, offer, .. } = &mut self.core;
-        pairs.iter_mut().flatten().for_each(|pair| pair.tell_end(offer.as_ref().ok()));
     }
 
     fn pair_index(&self, number: u32) -> Result<u32> {

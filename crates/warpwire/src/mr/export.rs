@@ -165,13 +165,10 @@ mod tests {
         let register = |memory, access| registry.register(&pd, memory, None, access).unwrap();
         let shared = register(Memory::from(memory.clone()), Access::ALL);
         let own = register(Memory::from(memory.clone()), Access::LOCAL_WRITE);
-        // SAFETY: the memory outlives its registration, and is accessed by views.
-        #[allow(unsafe_code)]
-        let raw = unsafe { Memory::raw(memory.bytes().base().as_ptr(), 4096) }.unwrap();
-        let raw = register(raw, Access::ALL);
         let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+        let pinned = register(gpu.alloc_pinned(4096).unwrap().whole().unwrap().into(), Access::ALL);
         let device = register(gpu.alloc(4096).unwrap().whole().unwrap().into(), Access::ALL);
-        let keys = [&shared, &own, &raw, &device].map(|mr| mr.rkey());
+        let keys = [&shared, &own, &pinned, &device].map(|mr| mr.rkey());
         assert_eq!(*heard.0.lock(), [('+', keys[0])]);
         assert_eq!(keys.map(|key| registry.file_of(key).is_some()), [true, false, false, false]);
         assert!(registry.file_of(keys[0] ^ 1).is_none() && registry.file_of(0).is_none());
