@@ -128,7 +128,7 @@ impl Foreign {
 
     /// Changes a word, as the owner's own device would.
     pub fn atomic(&self, at: u64, op: &Atomic) -> std::result::Result<u64, Denied> {
-        if at % op.width().bytes() != 0 {
+        if !at.is_multiple_of(op.width().bytes()) {
             return Err(Denied::Misaligned);
         }
         let bytes = self.bytes(true).ok_or(Denied::Rights)?;

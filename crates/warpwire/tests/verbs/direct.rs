@@ -197,10 +197,13 @@ fn direct_atomics_count_with_the_others(fixture: &Fixture) {
     assert!(!world.next(&field.joined.a.sends).is_success());
 }
 
+/// Makes an operation that is wrong: with memory of another domain, and with memory that may only be read.
+type Wrong = fn(&Field, &Patch, &Patch) -> Op;
+
 /// Every way in which an operation may be wrong, on a connection that works without packets.
 fn direct_failures_are_the_protocols(fixture: &Fixture) {
     let read_only = QpAccess::REMOTE_READ;
-    let trials: [(QpOptions, fn(&Field, &Patch, &Patch) -> Op, Status); 9] = [
+    let trials: [(QpOptions, Wrong, Status); 9] = [
         (impatient(), |f, _, _| write(f.far.mr.rkey() ^ 1, f.far.mr.iova()), Status::RemoteAccess),
         (impatient(), |f, _, _| write(0xffff_ff00, f.far.mr.iova()), Status::RemoteAccess),
         (impatient(), |f, _, _| Op::Write(f.far.mr.remote((1 << 20) - 7)), Status::RemoteAccess),

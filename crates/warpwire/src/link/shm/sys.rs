@@ -233,7 +233,7 @@ impl Control {
     /// The word there, or at the beginning of the page if there is none.
     #[inline]
     fn word_at(&self, offset: usize) -> &AtomicU64 {
-        let offset = if offset % 8 == 0 && offset < PAGE { offset } else { 0 };
+        let offset = if offset.is_multiple_of(8) && offset < PAGE { offset } else { 0 };
         // SAFETY: the mapping is a page long and begins at one, so that the word is inside and aligned; it lives as
         // long as `self`. An atomic promises nothing about other writers.
         unsafe { self.0.base.add(offset).cast().as_ref() }
