@@ -17,10 +17,11 @@ use warpwire_proto::wire::{Transport, UDP_PORT};
 
 use super::complete;
 use super::cq::CompletionRing;
-use super::direct::{Partners, TURN};
+use super::direct::TURN;
 use super::event::{AsyncEvent, News};
 use super::host::View;
 use super::pair::{Pair, Receives, Took};
+use super::partner::Partners;
 use super::ring::{NOT_THERE_YET, SharedRing};
 use super::rung::Rung;
 use super::stats::{Lost, Totals};

@@ -36,6 +36,7 @@ mod event;
 mod host;
 mod memory;
 mod pair;
+mod partner;
 pub mod publish;
 mod ring;
 mod rung;
@@ -51,6 +52,7 @@ use warpwire_proto::Instant;
 use warpwire_proto::qp::{self, Change, State};
 
 pub use cq::{CQE_LEN, CqSpec};
+pub use direct::AtOnce;
 pub use drive::Drive;
 pub use engine::Progress;
 pub use event::{AsyncEvent, Signal};
@@ -323,6 +325,18 @@ impl Hca {
     /// Why the last key or range of a queue pair was denied, if one was.
     pub fn qp_denied(&self, qpn: u32) -> Option<crate::mr::Denied> {
         self.0.engine.lock().pair(qpn).ok()?.side.denied
+    }
+
+    /// Does a write here and now that a peer's memory takes without packets, as if it had been posted and its doorbell
+    /// rung: only if the queue is empty and nobody else makes a step. If not (`false`), nothing has happened.
+    #[inline]
+    pub fn write_at_once(&self, qpn: u32, write: &AtOnce<'_>) -> bool {
+        self.0.reaches.load(Ordering::Relaxed)
+            && self
+                .0
+                .engine
+                .try_lock()
+                .is_some_and(|mut engine| engine.core.write_at_once(engine::place_of(qpn), write))
     }
 
     /// Tells the engine that a doorbell was rung. Rings that nobody tells of are seen only on queue pairs that are

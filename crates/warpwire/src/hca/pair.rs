@@ -4,8 +4,9 @@ use warpwire_proto::qp::{self, Op, Qp, Status as WireStatus, Work as WireWork};
 use warpwire_proto::{Instant, Psn};
 
 use super::ahead::{Ahead, Name, Wanted};
-use super::direct::{Partners, Reach, Tried};
+use super::direct::Reach;
 use super::memory::QueueMemory;
+use super::partner::{Partners, Tried};
 use super::ring::{
     LONGEST_RECEIVE, Layout, ReceiveRing, SendRing, SharedRing, Taken, TakenReceive,
 };
@@ -370,6 +371,13 @@ impl Side {
         let (opcode, completions) = (taken.control.opcode, taken.control.completions);
         self.underway[(taken.block & self.blocks_mask) as usize] =
             Underway { opcode, completions, len, single, inline };
+    }
+
+    /// Remembers a write that was handed over without an entry.
+    pub(super) fn note_write(&mut self, block: u64, len: u32) {
+        let (opcode, completions) = (Opcode::RdmaWrite, Completions::Always);
+        self.underway[(block & self.blocks_mask) as usize] =
+            Underway { opcode, completions, len, single: None, inline: None };
     }
 
     /// Calls `each` with the pieces of work's payload that hold `len` bytes from `offset` on, as [`Side::walk`] does, and

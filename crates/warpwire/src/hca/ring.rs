@@ -153,6 +153,18 @@ impl SendRing {
         self.missing_since.is_some()
     }
 
+    /// Whether the entry of this number would be the next: nothing that was posted before waits.
+    pub(super) fn is_at(&self, block: u64) -> bool {
+        self.consumer == block && self.until == block as u16
+    }
+
+    /// Passes over the next block, whose work was handed over without an entry.
+    pub(super) fn pass(&mut self) {
+        self.consumer += 1;
+        self.until = self.consumer as u16;
+        self.producer.pass_to(self.until);
+    }
+
     /// Begins to wait anew at the next look, whose time is the right one.
     pub(super) fn forget_waiting(&mut self) {
         self.missing_since = None;

@@ -420,6 +420,11 @@ impl Qp {
     /// [`Kind::Busy`] if there is no room for it: take completions first.
     pub fn post_send(&self, requests: &[Request<'_>]) -> Result<()> {
         let mut batch = self.batch();
+        if let [request] = requests
+            && batch.at_once(request)
+        {
+            return Ok(());
+        }
         for request in requests {
             batch.push(request)?;
         }

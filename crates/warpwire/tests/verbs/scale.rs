@@ -155,6 +155,9 @@ fn strangers_are_dropped(fixture: &Fixture) {
         assert_eq!(link.flush().unwrap().waiting, 0);
     }
     assert!(valid > 100);
+    // On a busy machine they take their time.
+    let hca = world.b.context.hca();
+    world.until("packets that are dropped", || hca.link_counters().drops.icrc >= 200);
     world.drive_for(Duration::from_millis(20));
     let (dropped, stats) = (world.b.context.hca().link_counters().drops, world.b.context.stats());
     let lost = |name| stats.lost.iter().find(|(reason, _)| *reason == name).unwrap().1;
