@@ -19,7 +19,8 @@ use crate::fixture::{
 cases!(CASES: direct_where_it_can_be, direct_work_keeps_its_order, direct_data_is_right_at_every_size,
     direct_atomics_count_with_the_others, direct_failures_are_the_protocols, direct_ends_with_the_registration,
     direct_ends_with_the_queue_pair, direct_over_a_thousand_registrations, direct_registrations_end_under_traffic,
-    direct_leaves_other_memory_to_packets, direct_begins_anew_with_the_next_connection);
+    direct_leaves_other_memory_to_packets, direct_begins_anew_with_the_next_connection,
+    direct_writes_lap_the_queue_with_entries_between);
 
 /// Two connected ends with memory, and operations until the peer's memory is mapped.
 struct Field {
@@ -421,4 +422,35 @@ fn direct_begins_anew_with_the_next_connection(fixture: &Fixture) {
     }
     let visits = world.b.context.stats().direct.by_peers;
     assert_eq!(visits > 150, fixture.which.is_direct());
+}
+
+/// Single writes have no entry in the queue; those with one find their place among them, also after the count of blocks,
+/// which has sixteen bits, has come round.
+fn direct_writes_lap_the_queue_with_entries_between(fixture: &Fixture) {
+    let options = QpOptions { send_depth: 8, signal_all: false, ..QpOptions::default() };
+    let field = Field::new(fixture, options);
+    let Field { world, joined, near, far } = &field;
+    let count = if fixture.which.is_direct() { 150_000_u64 } else { 3000 };
+    let data = [near.mr.sge(0, 8)];
+    for number in 0..count {
+        let word = number.to_ne_bytes();
+        let write = Request::new(number, Op::Write(far.mr.remote(0))).inline(&word);
+        // One in four is told of, so that the queue's places are given back in its turn.
+        let told = number % 4 == 3;
+        joined.a.qp.post_send(&[if told { write } else { write.unsignaled() }]).unwrap();
+        if told {
+            world.done(&joined.a.sends, number);
+            assert_eq!(far.word(0), number);
+        }
+        if number % 997 == 3 {
+            near.write(0, &(!number).to_ne_bytes());
+            let write = Request::new(1, Op::Write(far.mr.remote(8))).with(&data);
+            joined.b.qp.post_receive(&[ReceiveRequest { id: 3, data: &[] }]).unwrap();
+            joined.a.qp.post_send(&[write.unsignaled(), Request::new(2, Op::Send)]).unwrap();
+            world.done(&joined.a.sends, 2);
+            world.done(&joined.b.receives, 3);
+            assert_eq!(far.word(8), !number);
+        }
+    }
+    assert_eq!(operations(&world.a) > count * 9 / 10, fixture.which.is_direct());
 }
