@@ -6,7 +6,7 @@
 //! speak of travel over the connection's socket when a peer first asks for one; a table with thousands of rows costs nothing before that.
 //!
 //! A visit needs two rows (who comes, and what is touched). [`Peer::visit`] says where it goes, and then looks whether both
-//! are still open; [`Offer::close`] shuts a row, and then waits for those inside: see [`door`](super::door). A peer that is
+//! are still open; [`Offer::close`] shuts a row, and then waits for those inside: see `door.rs`. A peer that is
 //! killed inside is not waited for: its socket and its process tell. One that is stopped inside is.
 //!
 //! # What a peer is trusted with
