@@ -8,7 +8,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use warpwire::hca::HcaOptions;
-use warpwire::link::Hub;
+use warpwire::link::{Hub, Link, Shm, shm};
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
@@ -103,12 +103,8 @@ struct Pair {
 }
 
 impl Pair {
-    fn new(sort: Sort) -> Self {
-        let hub = Hub::new();
-        let contexts = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| {
-            let link = hub.endpoint(address.parse().unwrap()).unwrap();
-            Context::open_with(link, HcaOptions { drive: Drive::Inline }).unwrap()
-        });
+    fn new(sort: Sort, links: [Box<dyn Link>; 2]) -> Self {
+        let contexts = links.map(|link| Context::open_with(link, inline()).unwrap());
         let pds = [contexts[0].pd(), contexts[1].pd()];
         let cqs = [&contexts[0], &contexts[1]].map(|context| context.create_cq(512).unwrap());
         let srq = contexts[1].create_srq(&pds[1], SrqOptions::default()).unwrap();
@@ -168,6 +164,10 @@ impl Pair {
     }
 }
 
+fn inline() -> HcaOptions {
+    HcaOptions { drive: Drive::Inline, ..HcaOptions::default() }
+}
+
 /// A device that sends datagrams to itself, through a shared receive queue.
 struct Datagrams {
     context: Context,
@@ -181,7 +181,7 @@ struct Datagrams {
 impl Datagrams {
     fn new() -> Self {
         let link = Hub::new().endpoint("10.0.0.1:4791".parse().unwrap()).unwrap();
-        let context = Context::open_with(link, HcaOptions { drive: Drive::Inline }).unwrap();
+        let context = Context::open_with(link, inline()).unwrap();
         let (pd, cq) = (context.pd(), context.create_cq(512).unwrap());
         let srq = context.create_srq(&pd, SrqOptions::default()).unwrap();
         let options =
@@ -209,9 +209,9 @@ impl Datagrams {
     }
 }
 
+/// By packets, and without; one after the other, as the count is the process's.
 #[test]
 fn nothing_is_allocated_on_the_way() {
-    // One after the other: the count is of the whole process.
     for sort in [
         Sort::Handle,
         Sort::Address,
@@ -220,23 +220,44 @@ fn nothing_is_allocated_on_the_way() {
         Sort::DmaBuf(Attach::Static),
         Sort::DmaBuf(Attach::Dynamic),
     ] {
-        let pair = Pair::new(sort);
-        for _ in 0..50 {
-            pair.round();
-        }
-        let before = COUNT.load(Ordering::Relaxed);
-        for _ in 0..200 {
-            pair.round();
-        }
-        let allocated = COUNT.load(Ordering::Relaxed) - before;
-        let packets = pair.contexts[0].stats().pairs.packets_sent;
-        assert!(packets > 10_000, "{packets} packets");
-        assert_eq!(allocated, 0, "allocations in 200 rounds with {sort:?}");
+        let hub = Hub::new();
+        let end =
+            |at: &str| -> Box<dyn Link> { Box::new(hub.endpoint(at.parse().unwrap()).unwrap()) };
+        let pair = Pair::new(sort, ["10.0.0.1:4791", "10.0.0.2:4791"].map(end));
+        rounds(&pair, sort, 10_000, 0);
         if sort == Sort::DmaBuf(Attach::Dynamic) {
             assert_eq!(pair.near.faults().faults, 1, "it is found once");
         }
     }
+    let options = shm::Options { attend: 8, ..shm::Options::default() };
+    let bind =
+        |at: &str| -> Box<dyn Link> { Box::new(Shm::bind(at.parse().unwrap(), options).unwrap()) };
+    rounds(
+        &Pair::new(Sort::Handle, ["127.0.0.1:0", "127.0.0.1:0"].map(bind)),
+        Sort::Handle,
+        1000,
+        1000,
+    );
+    datagram_rounds();
+}
 
+fn rounds(pair: &Pair, sort: Sort, least_packets: u64, least_direct: u64) {
+    for _ in 0..50 {
+        pair.round();
+    }
+    let before = COUNT.load(Ordering::Relaxed);
+    for _ in 0..200 {
+        pair.round();
+    }
+    let allocated = COUNT.load(Ordering::Relaxed) - before;
+    let packets = pair.contexts[0].stats().pairs.packets_sent;
+    assert!(packets > least_packets, "{packets} packets");
+    let direct = pair.contexts[0].stats().direct;
+    assert!(direct.operations >= least_direct, "{direct:?}");
+    assert_eq!(allocated, 0, "allocations in 200 rounds with {sort:?}");
+}
+
+fn datagram_rounds() {
     let datagrams = Datagrams::new();
     for _ in 0..50 {
         datagrams.round();
