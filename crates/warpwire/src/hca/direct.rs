@@ -49,8 +49,8 @@ pub(super) struct Grants(pub Weak<Offer>);
 impl Watch for Grants {
     fn opened(&self, export: &Export) {
         let (Some(row), Some(offer)) = (row_of(export.key), self.0.upgrade()) else { return };
-        let Export { key, pd, access, iova, len, memory } = *export;
-        let content = [key.into(), pd, access.bits().into(), iova, len, memory, 0];
+        let Export { key, pd, access, iova, len, memory, offset } = *export;
+        let content = [key.into(), pd, access.bits().into(), iova, len, memory, offset];
         offer.open(row as usize, &content);
     }
 

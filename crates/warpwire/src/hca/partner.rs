@@ -44,6 +44,8 @@ struct Key {
     iova: u64,
     len: u64,
     number: u64,
+    /// Where in that memory it begins.
+    start: u64,
     found: Found,
 }
 
@@ -242,7 +244,7 @@ impl Partner {
             }
             return Err(Indirect::TakenBack);
         };
-        let there = There { memory, at: offset + u64::from(reach.done) };
+        let there = There { memory, at: offset.saturating_add(reach.done.into()) };
         let moved = execute(&there, side, reach.done, step);
         drop(visit);
         moved.map_err(|_| Indirect::LocalMemory)?;
@@ -288,7 +290,8 @@ impl Partner {
             }
         }
         self.forget(at);
-        let Some((opening, [number, pd, access, iova, len, memory, _])) = self.peer.row(row) else {
+        let Some((opening, [number, pd, access, iova, len, memory, start])) = self.peer.row(row)
+        else {
             return Indirect::KeyNotGranted;
         };
         if number != u64::from(key) {
@@ -305,7 +308,7 @@ impl Partner {
                 Found::Asked(now)
             }
         };
-        let known = Key { key, opening, pd, access, iova, len, number: memory, found };
+        let known = Key { key, opening, pd, access, iova, len, number: memory, start, found };
         if self.keys.len() <= at {
             self.keys.resize_with(at + 1, || None);
         }
@@ -385,7 +388,8 @@ impl Key {
         if address < self.iova || offset > self.len || u64::from(len) > self.len - offset {
             return Err(Indirect::NotAllowed);
         }
-        Ok(offset)
+        // Whatever the owner wrote there: a place outside the mapping is found out when it is used.
+        Ok(self.start.saturating_add(offset))
     }
 }
 
@@ -427,7 +431,7 @@ impl There<'_> {
         let mut at = self.at;
         side.pieces(block, from, len, |piece, skip, len| {
             let to = at;
-            at += u64::from(len);
+            at = at.saturating_add(len.into());
             self.put(&theirs, to, piece, skip, len, side.pd, registry)
         })
     }
@@ -472,7 +476,7 @@ impl There<'_> {
         side.pieces(block, from, len, |piece, skip, len| {
             let Piece::Memory(data) = piece else { return Err(Denied::Range) };
             let source = at;
-            at += u64::from(len);
+            at = at.saturating_add(len.into());
             let address = data.address.wrapping_add(u64::from(skip));
             let need = Access::LOCAL_WRITE;
             let own = Own { key: data.lkey, pd: side.pd, need, address, len };

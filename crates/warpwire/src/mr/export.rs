@@ -37,6 +37,8 @@ pub struct Export {
     pub len: u64,
     /// Which memory it is of: a number that no other memory of this process has.
     pub memory: u64,
+    /// Where in that memory it begins.
+    pub offset: u64,
 }
 
 /// Who hears of registrations that peers may use by themselves.
@@ -93,10 +95,13 @@ fn shared(registration: &Registration) -> Option<&HostMemory> {
 
 /// What peers are told of a registration, if they may use it by themselves.
 pub(super) fn export(key: u32, registration: &Registration) -> Option<Export> {
-    let memory = shared(registration)?.number();
+    let memory = shared(registration)?;
+    let Target::Host(range) = &registration.target else { return None };
+    let offset = range.address().checked_sub(memory.address())?;
+    let memory = memory.number();
     let (pd, access) = (registration.pd().raw(), registration.access());
     let (iova, len) = registration.range();
-    Some(Export { key, pd, access, iova, len, memory })
+    Some(Export { key, pd, access, iova, len, memory, offset })
 }
 
 /// Memory of another process, mapped here.
