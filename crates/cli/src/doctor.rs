@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use warpwire::doctor::{Evidence, Report};
+use warpwire::doctor::{Evidence, Report, registrations_to_text, try_registrations};
 use warpwire::host::System;
 
 use crate::output;
@@ -28,6 +28,11 @@ pub(crate) struct Arguments {
     /// probes.json
     #[arg(long, value_name = "DIR")]
     root: Option<PathBuf>,
+
+    /// Register every sort of memory of this machine in every way, with data through it, and say which path each took
+    /// and why; with --json: [{"memory": …, "by": …, "outcome": "works", "path": …, "why": […]}, …]
+    #[arg(long, conflicts_with = "root")]
+    probe_registration: bool,
 }
 
 const EXAMPLES: &str = "\
@@ -35,9 +40,13 @@ Examples:
   warpwire doctor
   warpwire doctor | grep -E 'WARN|FAIL'               only what could be better
   warpwire doctor --json | jq '.verdicts'             for a script
-  warpwire doctor --root ./recorded                   a machine recorded earlier";
+  warpwire doctor --root ./recorded                   a machine recorded earlier
+  warpwire doctor --probe-registration                how memory gets to the network here, and why so";
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
+    if arguments.probe_registration {
+        return probe_registration(arguments.json);
+    }
     let system = system_at(arguments.root.as_ref())?;
     let evidence = Evidence::gather(system).map_err(|error| error.to_string())?;
     let report = Report::of(&evidence);
@@ -47,6 +56,15 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
         output::print(&report.to_text(output::wants_colour(&std::io::stdout())))?;
     }
     Ok(if report.usable() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn probe_registration(json: bool) -> Result<ExitCode, String> {
+    let trials = try_registrations().map_err(|error| error.to_string())?;
+    match json {
+        true => output::print_json(&trials)?,
+        false => output::print(&registrations_to_text(&trials))?,
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// The running machine, or the recorded one that the user named.

@@ -5,6 +5,7 @@ mod demo;
 mod doctor;
 mod output;
 mod perf;
+mod pingpong;
 mod stat;
 mod topo;
 
@@ -33,6 +34,7 @@ Examples:
   warpwire doctor                       what works on this machine, what does not, and the fix
   warpwire copy lat                     how fast the CPU reaches GPU memory, size by size
   warpwire perf write bw --local        RDMA between two processes, without RDMA hardware
+  warpwire pingpong 10.0.0.2            messages to and fro with ibv_rc_pingpong
   warpwire topo                         which NIC is near which GPU
   WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
 
@@ -50,6 +52,7 @@ enum Command {
     Demo(demo::Arguments),
     Doctor(doctor::Arguments),
     Perf(Box<perf::Arguments>),
+    Pingpong(pingpong::Arguments),
     Stat(stat::Arguments),
     Topo(topo::Arguments),
 }
@@ -61,6 +64,7 @@ fn main() -> ExitCode {
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Perf(arguments) => perf::run(&arguments),
+        Command::Pingpong(arguments) => pingpong::run(&arguments),
         Command::Stat(arguments) => stat::run(&arguments),
         Command::Topo(arguments) => topo::run(&arguments),
     });

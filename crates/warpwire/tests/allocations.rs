@@ -12,8 +12,8 @@ use warpwire::link::Hub;
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
-    Access, Atomic, Attach, Completion, Context, Cq, Drive, Mr, Op, Pd, Qp, QpOptions,
-    ReceiveRequest, Request, Srq, SrqOptions,
+    Access, AddressHandle, Atomic, Attach, Completion, Context, Cq, Drive, Mr, Op, Pd, Qp,
+    QpOptions, ReceiveRequest, Request, Service, Srq, SrqOptions,
 };
 
 struct Counting;
@@ -168,6 +168,47 @@ impl Pair {
     }
 }
 
+/// A device that sends datagrams to itself, through a shared receive queue.
+struct Datagrams {
+    context: Context,
+    cq: Cq,
+    qp: Qp,
+    srq: Srq,
+    memory: Mr,
+    to: AddressHandle,
+}
+
+impl Datagrams {
+    fn new() -> Self {
+        let link = Hub::new().endpoint("10.0.0.1:4791".parse().unwrap()).unwrap();
+        let context = Context::open_with(link, HcaOptions { drive: Drive::Inline }).unwrap();
+        let (pd, cq) = (context.pd(), context.create_cq(512).unwrap());
+        let srq = context.create_srq(&pd, SrqOptions::default()).unwrap();
+        let options =
+            QpOptions { service: Service::Ud, srq: Some(srq.clone()), ..QpOptions::default() };
+        let qp = context.create_qp(&pd, &cq, &cq, options).unwrap();
+        qp.ready(7).unwrap();
+        let memory = HostMemory::new(1 << 18).unwrap();
+        let memory = context.register(&pd, memory, Access::ALL).unwrap();
+        let to = context.address_handle(context.path().local).unwrap();
+        Self { context, cq, qp, srq, memory, to }
+    }
+
+    fn round(&self) {
+        let (room, data) = ([self.memory.sge(0, 2048)], [self.memory.sge(4096, 1000)]);
+        self.srq.post_receive(&[ReceiveRequest { id: 1, data: &room }; 20]).unwrap();
+        let request = Request::new(2, Op::Send).to(&self.to, self.qp.number(), 7);
+        self.qp.post_send(&[request.with(&data); 10]).unwrap();
+        self.qp.post_send(&[request.inline(b"small"); 10]).unwrap();
+        let (mut done, mut missing) = ([Completion::EMPTY; 16], 40);
+        while missing > 0 {
+            let count = self.cq.poll(&mut done).unwrap();
+            assert!(done[..count].iter().all(Completion::is_success));
+            missing -= count;
+        }
+    }
+}
+
 #[test]
 fn nothing_is_allocated_on_the_way() {
     // One after the other: the count is of the whole process.
@@ -195,4 +236,16 @@ fn nothing_is_allocated_on_the_way() {
             assert_eq!(pair.near.faults().faults, 1, "it is found once");
         }
     }
+
+    let datagrams = Datagrams::new();
+    for _ in 0..50 {
+        datagrams.round();
+    }
+    let before = COUNT.load(Ordering::Relaxed);
+    for _ in 0..200 {
+        datagrams.round();
+    }
+    let allocated = COUNT.load(Ordering::Relaxed) - before;
+    assert_eq!(datagrams.context.stats().pairs.packets_sent, 5000);
+    assert_eq!(allocated, 0, "allocations in 200 rounds of datagrams");
 }

@@ -53,7 +53,8 @@ impl End {
             .map_err(|error| Failure::Usage(format!("--mem {}: {error}", arguments.mem)))?;
         let (sends, takes) = test.uses(role);
         let len = |used: bool| if used { test.stride() * u64::from(test.qps) } else { 64 };
-        let buffer = |used| Buffer::new(&context, &pd, device.as_ref(), len(used));
+        let by = arguments.reg;
+        let buffer = |used| Buffer::new(&context, &pd, device.as_ref(), len(used), by);
         let (outgoing, incoming) = (buffer(sends)?, buffer(takes)?);
 
         let receives = test.receives(role);
@@ -79,7 +80,8 @@ impl End {
             link: context.path().to_string(),
             memory: arguments.mem.to_string(),
             path: own.path().to_string(),
-            why: own.why().to_vec(),
+            registered: own.named().to_string(),
+            why: own.why(),
             qpn: offer.qpn,
             psn: offer.psn,
             rkey: exposed.rkey(),

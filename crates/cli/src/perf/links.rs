@@ -44,7 +44,7 @@ fn parse(text: &str) -> Result<Choice, String> {
 }
 
 /// Makes it. `seen` is the address at which the peer sees this machine.
-pub(super) fn make(
+pub(crate) fn make(
     text: &str,
     seen: IpAddr,
     faults: Option<Plan>,

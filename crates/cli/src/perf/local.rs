@@ -28,12 +28,14 @@ fn start(test: &Test, memory: &MemoryChoice, arguments: &Arguments) -> Result<Se
     let failed = |why: std::io::Error| Failure::Broken(format!("cannot start the server: {why}"));
     let program = std::env::current_exe().map_err(failed)?;
     let drive = clap::ValueEnum::to_possible_value(&arguments.drive);
+    let reg = clap::ValueEnum::to_possible_value(&arguments.reg);
     let mut command = Command::new(program);
     command
         .args(["perf", test.verb.name(), test.metric.name(), "--announce", "--json"])
         .args(["--mem", &memory.to_string(), "--timeout", &arguments.timeout.to_string()])
         .args(["--link", &arguments.link])
         .args(arguments.mtu.map(|mtu| format!("--mtu={mtu}")))
+        .args(reg.map(|reg| format!("--reg={}", reg.get_name())))
         .args(drive.map(|drive| format!("--drive={}", drive.get_name())))
         .stdin(Stdio::null())
         .stdout(Stdio::piped());

@@ -1,11 +1,30 @@
 //! Memory of either sort, and what is found in it.
 
+use std::os::fd::AsFd;
 use std::str::FromStr;
 
+use clap::ValueEnum;
 use warpwire::mem::pattern::fill_bytes;
 use warpwire::mem::{self, Allocation, Device, Window};
 use warpwire::mr::HostMemory;
-use warpwire::verbs::{Access, Context, Mr, Pd};
+use warpwire::verbs::{Access, Attach, Context, DmaBufRange, Memory, Mr, Pd};
+
+/// How memory is registered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Registered {
+    /// By its handle
+    Handle,
+    /// By its address
+    Address,
+    /// By its address, its pages found when they are needed
+    OnDemand,
+    /// By its dma-buf (host memory: by its memfd)
+    Dmabuf,
+    /// By its handle, through pinned memory and the copy engine, as where there is no better way
+    Staged,
+    /// By its handle, by the copy engine alone
+    Engine,
+}
 
 /// Which memory a side uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,8 +58,8 @@ impl std::fmt::Display for MemoryChoice {
 
 /// Registered memory, and a way for the CPU to look at it.
 #[derive(Debug)]
-pub(super) struct Buffer {
-    pub(super) mr: Mr,
+pub(crate) struct Buffer {
+    pub(crate) mr: Mr,
     place: Place,
 }
 
@@ -54,21 +73,46 @@ enum Place {
 const CHUNK: usize = 1 << 20;
 
 impl Buffer {
-    pub(super) fn new(
+    pub(crate) fn new(
         context: &Context,
         pd: &Pd,
         device: Option<&Device>,
         len: u64,
+        by: Registered,
     ) -> warpwire::Result<Self> {
         match device {
             None => {
                 let memory = HostMemory::new(len)?;
-                let mr = context.register(pd, memory.clone(), Access::ALL)?;
+                let range = DmaBufRange { fd: memory.as_fd(), offset: 0, len };
+                let mr = match by {
+                    Registered::Dmabuf => {
+                        context.register_dmabuf(pd, range, None, Access::ALL, Attach::Static)
+                    }
+                    Registered::Address | Registered::OnDemand => {
+                        by_address(context, pd, memory.address(), len, by)
+                    }
+                    _ => context.register(pd, memory.clone(), Access::ALL),
+                }?;
                 Ok(Self { mr, place: Place::Host(memory) })
             }
             Some(device) => {
                 let memory = device.alloc(len)?;
-                let mr = context.register(pd, memory.whole()?, Access::ALL)?;
+                let whole = || Ok::<_, warpwire::Error>(Memory::from(memory.whole()?));
+                let mr = match by {
+                    Registered::Handle => context.register(pd, whole()?, Access::ALL),
+                    Registered::Staged => context.register(pd, whole()?.staged(), Access::ALL),
+                    Registered::Engine => {
+                        context.register(pd, whole()?.without_window(), Access::ALL)
+                    }
+                    Registered::Address | Registered::OnDemand => {
+                        by_address(context, pd, memory.address().raw(), len, by)
+                    }
+                    Registered::Dmabuf => {
+                        let buffer = memory.export_dmabuf(0, len)?;
+                        let (range, rights) = ((&buffer).into(), Access::ALL);
+                        context.register_dmabuf(pd, range, None, rights, Attach::Dynamic)
+                    }
+                }?;
                 // Without one the driver copies: slower, and as good.
                 let window = memory.window().ok();
                 Ok(Self { mr, place: Place::Device { memory, window } })
@@ -123,7 +167,7 @@ impl Buffer {
         Ok(u64::from_ne_bytes(word))
     }
 
-    pub(super) fn fill(&self, at: u64, len: u64, seed: u64) -> warpwire::Result<()> {
+    pub(crate) fn fill(&self, at: u64, len: u64, seed: u64) -> warpwire::Result<()> {
         let mut chunk = vec![0; CHUNK];
         each_chunk(len, |done, step| {
             fill_bytes(&mut chunk[..step], seed, done);
@@ -137,7 +181,7 @@ impl Buffer {
     }
 
     /// The first byte that is not as [`Buffer::fill`] with that seed left it.
-    pub(super) fn first_wrong(
+    pub(crate) fn first_wrong(
         &self,
         at: u64,
         len: u64,
@@ -159,6 +203,25 @@ impl Buffer {
     }
 }
 
+#[allow(unsafe_code)]
+fn by_address(
+    context: &Context,
+    pd: &Pd,
+    address: u64,
+    len: u64,
+    by: Registered,
+) -> warpwire::Result<Mr> {
+    let rights = match by {
+        // The kernel copies such memory, and has no atomic operations for that.
+        Registered::OnDemand => {
+            Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE | Access::ON_DEMAND
+        }
+        _ => Access::ALL,
+    };
+    // SAFETY: a `Buffer` holds the memory for as long as its registration, and looks at it through shared views only.
+    unsafe { context.register_address(pd, address, len, None, rights) }
+}
+
 fn each_chunk(
     len: u64,
     mut act: impl FnMut(u64, usize) -> warpwire::Result<()>,
@@ -173,7 +236,7 @@ fn each_chunk(
 }
 
 /// The device of that choice, if it is one.
-pub(super) fn device(choice: &MemoryChoice) -> warpwire::Result<Option<Device>> {
+pub(crate) fn device(choice: &MemoryChoice) -> warpwire::Result<Option<Device>> {
     match choice {
         MemoryChoice::Host => Ok(None),
         MemoryChoice::Device(label) => mem::open(label).map(Some),

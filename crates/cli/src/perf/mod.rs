@@ -3,9 +3,9 @@
 mod bw;
 mod end;
 mod lat;
-mod links;
+pub(crate) mod links;
 mod local;
-mod memory;
+pub(crate) mod memory;
 mod session;
 mod table;
 mod test;
@@ -21,7 +21,7 @@ use warpwire::units;
 
 use crate::output::{self, Failure, Screen};
 pub(crate) use local::pair;
-use memory::MemoryChoice;
+use memory::{MemoryChoice, Registered};
 use test::{Metric, Test, Verb};
 
 /// Measure writes, reads, sends and atomics between two processes
@@ -98,6 +98,10 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MEMORY", requires = "local")]
     peer_mem: Option<MemoryChoice>,
 
+    /// How this side's memory is registered; with --local, on both sides
+    #[arg(long, value_name = "HOW", default_value = "handle")]
+    reg: Registered,
+
     /// The link: udp, shm (two processes of one machine) or auto (shm where it can be), each with :ADDRESS:PORT if
     /// the address at which the peer sees us is not the right one
     #[arg(long, value_name = "LINK", default_value = "udp", value_parser = link)]
@@ -173,7 +177,7 @@ impl DriveChoice {
 /// A message is at most so long.
 const LARGEST: u64 = 1 << 30;
 
-fn size(text: &str) -> Result<u64, String> {
+pub(crate) fn size(text: &str) -> Result<u64, String> {
     match units::parse_bytes(text) {
         Ok(size) if (1..=LARGEST).contains(&size) => Ok(size),
         Ok(_) => Err("a message has 1 byte to 1GiB".to_owned()),
@@ -181,19 +185,19 @@ fn size(text: &str) -> Result<u64, String> {
     }
 }
 
-fn seconds(text: &str) -> Result<f64, String> {
+pub(crate) fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(number) if number > 0.0 && number <= 86_400.0 => Ok(number),
         _ => Err("write a number of seconds, as in 10 or 0.5, up to 86400".to_owned()),
     }
 }
 
-fn mtu(text: &str) -> Result<u32, String> {
+pub(crate) fn mtu(text: &str) -> Result<u32, String> {
     let known = text.parse().ok().and_then(warpwire::verbs::Mtu::new);
     known.map(|mtu| mtu.bytes()).ok_or_else(|| "write 256, 512, 1024, 2048 or 4096".to_owned())
 }
 
-fn faults(text: &str) -> Result<Plan, String> {
+pub(crate) fn faults(text: &str) -> Result<Plan, String> {
     text.parse().map_err(|error: warpwire::Error| error.to_string())
 }
 

@@ -147,7 +147,7 @@ pub(super) fn head(test: &Test, local: &Side, remote: &Side) -> String {
             true => side.path.clone(),
             false => format!("{}, by {}", side.memory, side.path),
         };
-        text += &format!(" {name:<6} memory : {path}\n");
+        text += &format!(" {name:<6} memory : {path}; registered by {}\n", side.registered);
         for why in &side.why {
             text += &format!("                : {why}\n");
         }

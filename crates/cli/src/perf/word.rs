@@ -19,6 +19,8 @@ pub(crate) struct Side {
     /// How the device reaches it, and why not by a better way.
     pub(super) path: String,
     pub(super) why: Vec<String>,
+    /// How it was named to the device.
+    pub(super) registered: String,
     pub(super) qpn: u32,
     pub(super) psn: u32,
     pub(super) rkey: u32,

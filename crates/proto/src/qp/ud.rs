@@ -36,6 +36,24 @@ pub struct Datagram {
     pub solicited: bool,
 }
 
+/// What was posted and has not ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Posted {
+    Datagram(Datagram),
+    /// Nothing to send: it ends in its turn, in this way.
+    Local(Completion),
+}
+
+impl Posted {
+    fn ended(&self, status: Status) -> Completion {
+        let (id, signaled) = match *self {
+            Self::Datagram(Datagram { id, signaled, .. }) => (id, signaled),
+            Self::Local(Completion { id, signaled, .. }) => (id, signaled),
+        };
+        Completion { id, status, signaled }
+    }
+}
+
 /// A datagram queue pair. It is used as [`Qp`](super::Qp) is.
 #[derive(Debug)]
 pub struct Ud {
@@ -46,7 +64,7 @@ pub struct Ud {
     qkey: u32,
     next: Psn,
     /// Posted and not sent.
-    waiting: VecDeque<Datagram>,
+    waiting: VecDeque<Posted>,
     /// Sent or failed, and not reported.
     ended: VecDeque<Completion>,
     /// Taken for a datagram that did not fit; serves the next.
@@ -89,6 +107,16 @@ impl Ud {
         self.state
     }
 
+    /// The most payload in a datagram.
+    pub fn mtu(&self) -> Mtu {
+        self.mtu
+    }
+
+    /// How much posted work has not been reported yet.
+    pub fn outstanding(&self) -> u32 {
+        (self.waiting.len() + self.ended.len()) as u32
+    }
+
     /// What it has counted.
     pub fn stats(&self) -> &Stats {
         &self.stats
@@ -96,7 +124,7 @@ impl Ud {
 
     /// All memory that it holds, in bytes; it never changes.
     pub fn footprint(&self) -> usize {
-        let waiting = self.waiting.capacity() * size_of::<Datagram>();
+        let waiting = self.waiting.capacity() * size_of::<Posted>();
         size_of::<Self>() + waiting + self.ended.capacity() * size_of::<Completion>()
     }
 
@@ -123,16 +151,26 @@ impl Ud {
 
     /// Posts a datagram.
     pub fn post(&mut self, datagram: Datagram) -> Result<(), PostError> {
-        if !matches!(self.state, State::Rts | State::Sqd | State::Sqe | State::Err) {
-            return Err(PostError::State(self.state));
-        }
         if datagram.len > self.mtu.bytes() {
             return Err(PostError::Length(datagram.len));
+        }
+        self.enqueue(Posted::Datagram(datagram))
+    }
+
+    /// Posts work of which nobody else sees anything. It ends in its turn, with this status: one that is no success
+    /// fails the send queue.
+    pub fn post_local(&mut self, work: Completion) -> Result<(), PostError> {
+        self.enqueue(Posted::Local(work))
+    }
+
+    fn enqueue(&mut self, work: Posted) -> Result<(), PostError> {
+        if !matches!(self.state, State::Rts | State::Sqd | State::Sqe | State::Err) {
+            return Err(PostError::State(self.state));
         }
         if self.waiting.len() + self.ended.len() >= self.depth {
             return Err(PostError::Full);
         }
-        self.waiting.push_back(datagram);
+        self.waiting.push_back(work);
         if matches!(self.state, State::Sqe | State::Err) {
             self.flush();
         }
@@ -201,13 +239,37 @@ impl Ud {
         Ok(())
     }
 
+    /// The datagram that [`poll_transmit`](Self::poll_transmit) would send, for a host that must know whom it is for
+    /// before it has room for it. Work without a packet that stands before it ends here.
+    pub fn peek_transmit(&mut self) -> Option<Datagram> {
+        while self.state == State::Rts {
+            match *self.waiting.front()? {
+                Posted::Datagram(datagram) => return Some(datagram),
+                Posted::Local(work) => self.end_first(work.status),
+            }
+        }
+        None
+    }
+
+    /// The datagram that is next cannot be sent: it ends with this status, and the send queue fails.
+    pub fn refuse_transmit(&mut self, status: Status) {
+        if self.peek_transmit().is_some() {
+            self.end_first(status);
+        }
+    }
+
+    fn end_first(&mut self, status: Status) {
+        let Some(work) = self.waiting.pop_front() else { return };
+        self.ended.push_back(work.ended(status));
+        if status != Status::Success {
+            self.fail(State::Sqe);
+        }
+    }
+
     /// The next datagram to send. It is done as soon as it is taken.
     pub fn poll_transmit<H: Host>(&mut self, host: &mut H) -> Option<Transmit> {
-        if self.state != State::Rts {
-            return None;
-        }
-        let datagram = *self.waiting.front()?;
-        let Datagram { id, len, signaled, .. } = datagram;
+        let datagram = self.peek_transmit()?;
+        let Datagram { id, len, .. } = datagram;
         let qkey = if datagram.qkey >> 31 == 1 { self.qkey } else { datagram.qkey };
         let deth = Deth { qkey, source_qp: self.number };
         let (opcode, extension) = match datagram.imm {
@@ -218,20 +280,26 @@ impl Ud {
         let headers = Headers { solicited: datagram.solicited, ..plain };
         let from = Source::Work { id, offset: 0 };
         let fetched = if len > 0 { host.fetch(from, len, headers.len()) } else { Verdict::Yes };
-        if fetched == Verdict::NotNow {
-            return None;
+        match fetched {
+            Verdict::Yes => self.end_first(Status::Success),
+            Verdict::NotNow => return None,
+            Verdict::Refused => {
+                self.end_first(Status::LocalProtection);
+                return None;
+            }
         }
-        self.waiting.pop_front();
-        if fetched == Verdict::Refused {
-            self.ended.push_back(Completion { id, status: Status::LocalProtection, signaled });
-            self.fail(State::Sqe);
-            return None;
-        }
-        self.ended.push_back(Completion { id, status: Status::Success, signaled });
         self.next = self.next.next();
         self.stats.packets_sent += 1;
         self.stats.bytes_sent += u64::from(len);
         Some(Transmit { headers, payload: (len > 0).then_some(Payload { from, len }) })
+    }
+
+    /// Whether there is something to say.
+    pub fn has_events(&self) -> bool {
+        !self.ended.is_empty()
+            || self.receipt.is_some()
+            || self.taken.is_some() && self.state == State::Err
+            || self.notify_drained && self.state == State::Sqd
     }
 
     /// What there is to say. Call it until `None`.
@@ -261,8 +329,8 @@ impl Ud {
     }
 
     fn flush(&mut self) {
-        while let Some(Datagram { id, signaled, .. }) = self.waiting.pop_front() {
-            self.ended.push_back(Completion { id, status: Status::Flushed, signaled });
+        while let Some(work) = self.waiting.pop_front() {
+            self.ended.push_back(work.ended(Status::Flushed));
         }
     }
 }

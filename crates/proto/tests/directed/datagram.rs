@@ -3,8 +3,8 @@
 use warpwire_proto::Psn;
 use warpwire_proto::qp::Verdict::{NotNow, Refused, Yes};
 use warpwire_proto::qp::{
-    Arrived, Carried, Change, Datagram, Discard, Event, GLOBAL_ROUTE_LEN, Mtu, Notice, PostError,
-    Receipt, State, Status, Target, Transmit, Ud,
+    Arrived, Carried, Change, Completion, Datagram, Discard, Event, GLOBAL_ROUTE_LEN, Mtu, Notice,
+    PostError, Receipt, State, Status, Target, Transmit, Ud,
 };
 use warpwire_proto::wire::{Deth, Extension, Headers, Opcode};
 
@@ -325,4 +325,56 @@ fn queue_pair_one_speaks_with_its_well_known_key() {
     let deth = Deth { qkey: 0x8001_0000, source_qp: 1 };
     assert_eq!(packet.headers.extension, Extension::Deth(deth));
     assert_eq!(arrive(&mut theirs, &packet, &mut host), Ok(()));
+}
+
+/// Work without a packet, that ends in that way.
+fn local(id: u64, status: Status) -> Completion {
+    Completion { id, status, signaled: true }
+}
+
+#[test]
+fn work_without_a_packet_ends_in_its_turn() {
+    let (mut ud, mut host) = (ready(9, QKEY, 8), Script::default());
+    ud.post_local(local(0, Status::Success)).unwrap();
+    ud.post(datagram(1, 1)).unwrap();
+    ud.post_local(local(2, Status::Success)).unwrap();
+    assert!(!ud.has_events(), "its turn has not come");
+    assert_eq!(ud.peek_transmit(), Some(datagram(1, 1)));
+    assert_eq!(ends(&mut ud), [(0, Status::Success)]);
+    assert!(ud.poll_transmit(&mut host).is_some());
+    assert_eq!(ud.poll_transmit(&mut host), None);
+    assert!(ud.has_events());
+    assert_eq!(ud.outstanding(), 2);
+    assert_eq!(ends(&mut ud), [(1, Status::Success), (2, Status::Success)]);
+    assert!(!ud.has_events());
+    assert_eq!(ud.outstanding(), 0);
+}
+
+#[test]
+fn bad_work_and_datagrams_to_nowhere_stop_the_send_queue() {
+    let (mut ud, mut host) = (ready(9, QKEY, 8), Script::default());
+    ud.post(datagram(0, 1)).unwrap();
+    ud.post_local(local(1, Status::LocalOperation)).unwrap();
+    ud.post(datagram(2, 1)).unwrap();
+    assert!(ud.poll_transmit(&mut host).is_some());
+    assert_eq!(ud.poll_transmit(&mut host), None);
+    assert_eq!(ud.state(), State::Sqe);
+    let (bad, flushed) = (Status::LocalOperation, Status::Flushed);
+    assert_eq!(ends(&mut ud), [(0, Status::Success), (1, bad), (2, flushed)]);
+    ud.modify(&Change::to(State::Rts)).unwrap();
+    (3..5).for_each(|id| ud.post(datagram(id, 1)).unwrap());
+    ud.refuse_transmit(bad);
+    assert_eq!(ends(&mut ud), [(3, bad), (4, flushed)]);
+    ud.refuse_transmit(bad);
+    assert!(!ud.has_events(), "there is nothing to refuse");
+}
+
+#[test]
+fn local_work_counts_towards_the_depth_and_needs_a_state_that_takes_work() {
+    let mut ud = ready(9, QKEY, 1);
+    ud.post_local(local(0, Status::Success)).unwrap();
+    assert_eq!(ud.post_local(local(1, Status::Success)), Err(PostError::Full));
+    let mut new = Ud::new(9, Mtu::new(MTU).unwrap(), 1);
+    let refused = new.post_local(local(0, Status::Success));
+    assert_eq!(refused, Err(PostError::State(State::Reset)));
 }

@@ -22,6 +22,7 @@ mod rdma;
 mod registration;
 mod render;
 mod topo;
+mod trial;
 mod verdict;
 mod windows;
 
@@ -29,6 +30,7 @@ use serde::Serialize;
 
 pub use probes::{CudaAttributes, CudaDeviceProbe, CudaProbe, Outcome, Probes, UdpProbe};
 pub use topo::{BestNic, CpuNode, Distance, Topology, TopologyGpu, TopologyNic};
+pub use trial::{Trial, TrialOutcome, registrations_to_text, try_registrations};
 pub use verdict::{Answer, Verdict};
 
 use crate::error::Result;

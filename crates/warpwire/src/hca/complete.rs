@@ -3,7 +3,7 @@
 use warpwire_proto::qp::{Carried, Completion, Receipt, Status as WireStatus};
 
 use super::pair::Pair;
-use crate::mlx5::{Arrival, Completions, Cqe, Opcode, Origin, Outcome, Queue, Status};
+use crate::mlx5::{Arrival, Completions, Cqe, Opcode, Outcome, Queue, Status};
 
 /// The status as verbs have it.
 pub(super) fn status(status: WireStatus) -> Status {
@@ -72,7 +72,7 @@ pub(super) fn received(pair: &Pair, receipt: &Receipt) -> Cqe {
         Carried::Invalidated(key) => Arrival::SendInvalidate(key),
         Carried::WriteImm(imm) => Arrival::WriteImm(imm.to_be_bytes()),
     };
-    let origin = Origin { qpn: receipt.source_qp, ..Origin::default() };
+    let origin = pair.qp.origin(receipt.source_qp);
     let outcome = Outcome::Received { arrival, bytes: receipt.len, origin };
     Cqe { solicited: receipt.solicited, ..cqe(pair, outcome, counter) }
 }

@@ -29,8 +29,11 @@ pub enum Drive {
     },
 }
 
-/// How long doorbells that nobody announces may stay unseen while the engine sleeps.
+/// How long doorbells that nobody announces may stay unseen while the engine sleeps: at least, and at most. In between
+/// it is a small part of the time for which nothing has happened, so that rest costs next to nothing.
 const WATCH_INTERVAL: Duration = Duration::from_micros(50);
+const LONGEST_WATCH_INTERVAL: Duration = Duration::from_millis(4);
+const WATCH_PART: u32 = 32;
 /// The longest sleep.
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);
 /// How long a guard looks for more before it sleeps: packets come in bursts, and waking costs as much as many steps.
@@ -130,6 +133,7 @@ struct Thread {
     spin: Duration,
     /// The pollers' steps when we last looked.
     seen: u64,
+    /// Since when nothing has happened.
     idle_since: Option<Instant>,
 }
 
@@ -156,28 +160,55 @@ impl Thread {
     }
 
     fn still_spins(&mut self) -> bool {
-        self.spin > Duration::ZERO
-            && self.idle_since.get_or_insert_with(Instant::now).elapsed() < self.spin
+        self.spin > Duration::ZERO && self.idle_for() < self.spin
+    }
+
+    /// For how long nothing has happened.
+    fn idle_for(&mut self) -> Duration {
+        self.idle_since.get_or_insert_with(Instant::now).elapsed()
     }
 
     /// Sleeps until a packet comes, somebody rings, or a timer is due.
-    fn sleep(&mut self, shared: Arc<Shared>) {
+    fn sleep(&mut self, mut shared: Arc<Shared>) {
         self.sleeper.asleep.store(true, Ordering::SeqCst);
-        // Once more, now that everybody knows: what came in between is seen here, or wakes us.
-        let wait = match shared.step() {
-            Ok(progress) if progress.is_idle() => {
-                shared.time_to_sleep(WATCH_INTERVAL, LONGEST_SLEEP)
+        loop {
+            // Once more, now that everybody knows: what came in between is seen here, or wakes us.
+            if !shared.step().is_ok_and(|progress| progress.is_idle()) {
+                self.idle_since = None;
+                break;
             }
-            _ => Duration::ZERO,
-        };
-        drop(shared);
-        if wait > Duration::ZERO {
-            let mut fds = vec![self.sleeper.signal.as_fd()];
-            fds.extend(self.link_fd.as_ref().map(AsFd::as_fd));
-            let _ = wait_any(&fds, wait);
+            let wait = shared.time_to_sleep(LONGEST_SLEEP, LONGEST_SLEEP);
+            drop(shared);
+            // Somebody else's wake-up ends it; a timer, or a doorbell that wakes nobody, only makes another step.
+            match self.doze(wait) {
+                Some(still) => shared = still,
+                None => break,
+            }
         }
         self.sleeper.asleep.store(false, Ordering::SeqCst);
         self.sleeper.signal.take();
-        self.idle_since = None;
+    }
+
+    /// Waits for so long; `None` if somebody woke us, or the device is gone. Doorbells that are watched are looked at
+    /// now and then, and end the wait when they were rung.
+    fn doze(&mut self, wait: Duration) -> Option<Arc<Shared>> {
+        let (start, mut left) = (Instant::now(), wait);
+        while left > Duration::ZERO {
+            let watched = self.shared.upgrade()?.watches.load(Ordering::Relaxed) > 0;
+            let watch = self.idle_for() / WATCH_PART;
+            let watch = watch.clamp(WATCH_INTERVAL, LONGEST_WATCH_INTERVAL);
+            let fds = [Some(self.sleeper.signal.as_fd()), self.link_fd.as_ref().map(AsFd::as_fd)];
+            let fds: Vec<_> = fds.into_iter().flatten().collect();
+            let slice = if watched { watch.min(left) } else { left };
+            if wait_any(&fds, slice).unwrap_or(true) {
+                return None;
+            }
+            let shared = self.shared.upgrade()?;
+            if watched && shared.engine.lock().core.is_rung() {
+                return Some(shared);
+            }
+            left = wait.saturating_sub(start.elapsed());
+        }
+        self.shared.upgrade()
     }
 }

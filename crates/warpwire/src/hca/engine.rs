@@ -3,6 +3,8 @@
 //! Nothing is allocated, locked or formatted for a packet. The engine's own lock is taken for a whole step, by
 //! whoever drives it; control calls take it too.
 
+mod datagram;
+
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::net::SocketAddr;
@@ -10,7 +12,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::{Arrived, Change, Event, Notice, Payload, Source, State, Transmit};
+use warpwire_proto::qp::{
+    Arrived, Change, Event, Notice, Payload, Source, State, Status as WireStatus, Transmit,
+};
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 use warpwire_proto::wire::{Transport, UDP_PORT};
 
@@ -19,12 +23,14 @@ use super::cq::CompletionRing;
 use super::event::{AsyncEvent, News};
 use super::host::View;
 use super::pair::{Pair, Receives};
+use super::protocol::Protocol;
 use super::ring::{NOT_THERE_YET, SharedRing};
 use super::rung::Rung;
 use super::stats::{Lost, Totals};
 use crate::error::{Error, Kind, Result};
 use crate::link::{Frame, Link};
 use crate::mr::{Denied, Registry};
+use datagram::Destinations;
 
 /// How many packets a queue pair may send before another has its turn, and how many bytes.
 const BUDGET: usize = 32;
@@ -44,11 +50,15 @@ pub(super) struct Engine {
 pub(super) struct Core {
     pub registry: Registry,
     pairs: Vec<Option<Box<Pair>>>,
+    /// Places that were used and are free, the one that has been free for longest first.
+    free: VecDeque<u32>,
     /// How often each place has been used: part of the number, so that late packets find nobody.
     generations: Vec<u8>,
     pub cqs: Vec<Option<CompletionRing>>,
     pub srqs: Vec<Option<SharedRing>>,
     srq_limits: Vec<Option<u32>>,
+    /// Whom datagrams may go to.
+    destinations: Destinations,
     /// Queue pairs that may have something to send, in turn.
     active: VecDeque<u32>,
     timers: BinaryHeap<Reverse<(Instant, u32)>>,
@@ -65,6 +75,8 @@ pub(super) struct Core {
 
 /// Queue pair numbers begin here: the first few mean something in InfiniBand.
 const FIRST_NUMBER: u32 = 0x10;
+/// So many places are free before one of them is used again.
+const ENOUGH_FREE: usize = 256;
 /// How many queue pairs an engine may have.
 pub(super) const MOST_PAIRS: u32 = 1 << 16;
 
@@ -97,10 +109,12 @@ impl Engine {
         let core = Core {
             registry,
             pairs: Vec::new(),
+            free: VecDeque::new(),
             generations: Vec::new(),
             cqs: Vec::new(),
             srqs: Vec::new(),
             srq_limits: Vec::new(),
+            destinations: Destinations::default(),
             active: VecDeque::new(),
             timers: BinaryHeap::new(),
             watched: Vec::new(),
@@ -127,6 +141,8 @@ impl Engine {
         let mut sent = self.transmit(now)?;
         let core = &mut self.core;
         let received = self.link.receive(&mut |frame| core.arrive(now, &frame))?;
+        // Nothing is acknowledged that is not in its place.
+        core.settle();
         if received > 0 && self.answers_at_once {
             sent += self.transmit(now)?;
         }
@@ -155,11 +171,13 @@ impl Engine {
                 Turn::Done => {}
                 Turn::More => self.core.requeue(index),
                 Turn::LinkFull => {
-                    self.core.active.push_front(index);
                     let left = self.link.flush()?;
                     if left.waiting > 0 {
+                        self.core.active.push_front(index);
                         return Ok(sent);
                     }
+                    // It may be its own peer who has no room: others do not wait for that.
+                    self.core.requeue(index);
                 }
             }
         }
@@ -170,7 +188,9 @@ impl Engine {
     fn transmit_one(&mut self, now: Instant, index: u32) -> (usize, Turn) {
         let Core { pairs, registry, srqs, totals, .. } = &mut self.core;
         let Some(Some(pair)) = pairs.get_mut(index as usize) else { return (0, Turn::Done) };
-        let Pair { qp, side, flow, active, .. } = &mut **pair;
+        let Pair { qp: Protocol::Connected(qp), side, flow, active, .. } = &mut **pair else {
+            return self.transmit_datagrams(now, index);
+        };
         let Some(flow) = *flow else {
             *active = false;
             return (0, Turn::Done);
@@ -266,7 +286,10 @@ impl Core {
         let Some(Some(pair)) = pairs.get_mut(index as usize) else {
             return totals.lose(Lost::NoQueuePair);
         };
-        if !pair.qp.path().is_some_and(|path| is_from(path.peer, frame.from)) {
+        let Pair { qp: Protocol::Connected(qp), side, .. } = &mut **pair else {
+            return self.arrive_datagram(now, index, &transport, frame);
+        };
+        if !qp.path().is_some_and(|path| is_from(path.peer, frame.from)) {
             return totals.lose(Lost::Stranger);
         }
         totals.packets_received += 1;
@@ -274,9 +297,9 @@ impl Core {
         let payload = transport.payload();
         let arrived =
             Arrived { headers: &headers, payload_len: payload.len() as u32, marked: frame.marked };
-        let mut view = View { side: &mut pair.side, registry, srqs, payload };
+        let mut view = View { side, registry, srqs, payload };
         // Counted by the queue pair itself.
-        let _ = pair.qp.handle_packet(now, &arrived, &mut view);
+        let _ = qp.handle_packet(now, &arrived, &mut view);
         self.activate(index);
         self.after(now, index);
     }
@@ -298,19 +321,27 @@ impl Core {
     #[inline(never)]
     fn report(&mut self, now: Instant, index: u32) {
         let mut freed = false;
+        // Data before the completion that tells of it.
+        let lost = !self.settle();
         loop {
             let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
             let Some(event) = pair.qp.poll_event() else { break };
             match event {
-                Event::Sent(completion) => {
+                Event::Sent(mut completion) => {
                     freed = true;
+                    if lost && pair.side.staged.get() && completion.status == WireStatus::Success {
+                        completion.status = WireStatus::LocalProtection;
+                    }
                     let cqe = complete::sent(pair, &completion);
                     let cqn = pair.send_cq;
                     if let Some(cqe) = cqe {
                         self.push(cqn, &cqe);
                     }
                 }
-                Event::Received(receipt) => {
+                Event::Received(mut receipt) => {
+                    if lost && pair.side.staged.get() && receipt.status == WireStatus::Success {
+                        receipt.status = WireStatus::LocalAccess;
+                    }
                     pair.side.end_receive(receipt.id);
                     let cqe = complete::received(pair, &receipt);
                     let cqn = pair.receive_cq;
@@ -356,6 +387,22 @@ impl Core {
             self.news.tell(AsyncEvent::CqOverrun { cqn });
             self.fail_users_of(cqn);
         }
+    }
+
+    /// Waits for data that goes through pinned memory. What a device lost on the way must not be acknowledged.
+    #[inline]
+    fn settle(&mut self) -> bool {
+        self.registry.settle() || self.fail_staged()
+    }
+
+    #[cold]
+    fn fail_staged(&mut self) -> bool {
+        for (index, pair) in self.pairs.iter_mut().enumerate() {
+            let Some(pair) = pair.as_mut().filter(|pair| pair.side.staged.get()) else { continue };
+            let _ = pair.qp.modify(&Change::to(State::Err));
+            self.rung.ring(index as u32);
+        }
+        false
     }
 
     /// A completion queue is lost: so are the queue pairs that use it.
@@ -415,6 +462,15 @@ impl Core {
         }
     }
 
+    /// Whether a doorbell that is watched has been rung: told without a step.
+    pub(super) fn is_rung(&mut self) -> bool {
+        let Self { watched, pairs, .. } = self;
+        watched.iter().any(|index| match pairs.get_mut(*index as usize) {
+            Some(Some(pair)) => pair.side.ring.look(),
+            _ => false,
+        })
+    }
+
     fn look_at(&mut self, now: Instant, index: u32) {
         let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
         let waits = pair.wait.is_some() || pair.side.ring.is_waiting();
@@ -432,7 +488,7 @@ impl Core {
     fn take_work(&mut self, now: Instant, index: u32) {
         let Core { pairs, cqs, registry, .. } = self;
         let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
-        if !matches!(pair.qp.state(), State::Rts | State::Sqd | State::Err) {
+        if !matches!(pair.qp.state(), State::Rts | State::Sqd | State::Sqe | State::Err) {
             return;
         }
         let produced = |cqn| cqs.get(cqn as usize)?.as_ref().map(CompletionRing::produced);
@@ -478,6 +534,18 @@ impl Core {
         }
     }
 
+    /// A place for a queue pair. One that was used before comes last, and only when several are free: its number
+    /// comes again after it has had 256 queue pairs, and late packets must not find one of them.
+    fn free_place(&mut self) -> Option<u32> {
+        let made = self.pairs.len();
+        let is_full = made as u32 >= MOST_PAIRS - FIRST_NUMBER;
+        if self.free.len() >= ENOUGH_FREE || is_full {
+            return self.free.pop_front();
+        }
+        self.pairs.push(None);
+        Some(made as u32)
+    }
+
     fn index_of(&self, number: u32) -> Option<u32> {
         let index = (number & (MOST_PAIRS - 1)).checked_sub(FIRST_NUMBER)?;
         let generation = *self.generations.get(index as usize)?;
@@ -496,7 +564,9 @@ pub(super) fn place_of(number: u32) -> u32 {
     (number & (MOST_PAIRS - 1)).wrapping_sub(FIRST_NUMBER)
 }
 
-/// Whether a packet from `from` is the peer's. Port 4791 is everybody's: those who listen there send from any port.
+/// Whether a packet from `from` is the peer's. Port 4791 is everybody's: those who listen there (NICs, and Linux's
+/// soft-RoCE) send from any port, not the same for all queue pairs, and not all of them from the range that the
+/// standard has for it. Their IP address is all that can be asked for; the rest is the sequence number's business.
 fn is_from(peer: SocketAddr, from: SocketAddr) -> bool {
     peer.ip() == from.ip() && (peer.port() == UDP_PORT || peer.port() == from.port())
 }
@@ -522,7 +592,7 @@ fn set_timer(
 impl Engine {
     pub(super) fn add_pair(&mut self, spec: super::QpSpec) -> Result<u32> {
         let core = &mut self.core;
-        let index = free_place(&mut core.pairs, (MOST_PAIRS - FIRST_NUMBER) as usize);
+        let index = core.free_place();
         let full = || {
             Error::new(Kind::OutOfMemory, "make a queue pair")
                 .why("65 520 of them exist")
@@ -530,8 +600,8 @@ impl Engine {
         };
         let index = index.ok_or_else(full)?;
         core.generations.resize(core.pairs.len(), 0);
-        core.generations[index] = core.generations[index].wrapping_add(1);
-        let index = index as u32;
+        let generation = &mut core.generations[index as usize];
+        *generation = generation.wrapping_add(1);
         let number = core.number_of(index);
         let watched = spec.watched;
         core.pairs[index as usize] = Some(Box::new(Pair::new(number, spec)));
@@ -547,13 +617,15 @@ impl Engine {
     pub(super) fn remove_pair(&mut self, number: u32) {
         let Some(index) = self.core.index_of(number) else { return };
         let core = &mut self.core;
-        if let Some(Some(pair)) = core.pairs.get(index as usize) {
-            core.totals.absorb(pair.qp.stats());
-            if let Some(flow) = pair.flow {
-                self.link.close(flow);
-            }
+        let Some(mut pair) = core.pairs.get_mut(index as usize).and_then(Option::take) else {
+            return;
+        };
+        core.totals.absorb(pair.qp.stats());
+        if let Some(flow) = pair.flow {
+            self.link.close(flow);
         }
-        core.pairs[index as usize] = None;
+        pair.side.give_back(&mut core.srqs);
+        core.free.push_back(index);
         core.watched.retain(|watched| *watched != index);
         core.active.retain(|active| *active != index);
     }
@@ -569,7 +641,7 @@ impl Engine {
         let mut flow = None;
         if let (Some(path), State::Rtr) = (change.path, change.to) {
             change
-                .check(warpwire_proto::qp::Service::Rc, pair.qp.state())
+                .check(pair.qp.service(), pair.qp.state())
                 .map_err(|why| refused(why.to_string()))?;
             let label = path.flow_label ^ number;
             let opened = self.link.open(path.peer, label)?;
@@ -588,7 +660,7 @@ impl Engine {
             return Err(refused(why.to_string()));
         }
         if change.to == State::Reset {
-            pair.reset();
+            pair.reset(&mut core.srqs);
         }
         let leaves = change.to == State::Reset;
         if let Some(old) = pair.flow.take_if(|_| flow.is_some() || leaves) {
@@ -642,18 +714,6 @@ impl Engine {
 
 fn gone(number: u32) -> Error {
     Error::new(Kind::Freed, format!("use queue pair {number:#x}")).why("it does not exist any more")
-}
-
-/// A place that is free, made if there is none.
-fn free_place<T>(places: &mut Vec<Option<T>>, most: usize) -> Option<usize> {
-    match places.iter().position(Option::is_none) {
-        Some(free) => Some(free),
-        None if places.len() < most => {
-            places.push(None);
-            Some(places.len() - 1)
-        }
-        None => None,
-    }
 }
 
 /// Numbers of queues have 24 bits; number 0 is never given: zeroed memory must not name a queue.

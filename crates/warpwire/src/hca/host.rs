@@ -16,7 +16,7 @@ pub(super) struct View<'a> {
 }
 
 impl View<'_> {
-    fn verdict(&mut self, outcome: Result<(), Denied>) -> Verdict {
+    pub(super) fn verdict(&mut self, outcome: Result<(), Denied>) -> Verdict {
         match outcome {
             Ok(()) => Verdict::Yes,
             Err(denied) if denied.passes() => {
@@ -57,7 +57,7 @@ impl Host for View<'_> {
             Target::Remote(at) => {
                 let (pd, need) = (self.side.pd, Access::REMOTE_WRITE);
                 let span = self.registry.resolve(at.key, pd, need, at.address, u64::from(len));
-                span.and_then(|span| span.scatter(0, payload))
+                span.and_then(|span| self.side.put(&span, payload))
             }
             Target::Receive { id, offset } => {
                 self.side.place_received(self.registry, id, offset, payload)

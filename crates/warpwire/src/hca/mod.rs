@@ -35,12 +35,14 @@ mod event;
 mod host;
 mod memory;
 mod pair;
+mod protocol;
 pub mod publish;
 mod ring;
 mod rung;
 mod stats;
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant as Clock};
@@ -183,6 +185,11 @@ impl Hca {
         self.0.largest.saturating_sub(engine::LONGEST_AROUND)
     }
 
+    /// Whether both are one device.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// Whether a thread works on when nobody polls: then a program may sleep until it is woken.
     pub fn wakes_sleepers(&self) -> bool {
         self.0.has_thread
@@ -260,6 +267,13 @@ impl Hca {
             let bytes = u64::from(spec.receive_entries) * u64::from(spec.receive_stride);
             must_hold(&spec.memory, receive.saturating_add(bytes), "the receive queue")?;
         }
+        if let Some(mtu) = spec.datagrams
+            && mtu.bytes() as usize > self.largest_payload()
+        {
+            let most =
+                format!("at most {}, which is what the link carries", self.largest_payload());
+            return Err(wrong("the length of datagrams", &most));
+        }
         let watched = spec.watched;
         let number = self.0.engine.lock().add_pair(spec)?;
         if watched {
@@ -267,6 +281,20 @@ impl Hca {
             self.0.sleeper.wake();
         }
         Ok(number)
+    }
+
+    /// Makes ready to send datagrams to that peer: entries may name it from now on. Slow, for setup; closed as often as
+    /// it was opened.
+    ///
+    /// # Errors
+    /// If nothing can be sent to this address from here, with the reason.
+    pub fn open_destination(&self, peer: SocketAddr) -> Result<()> {
+        self.0.engine.lock().open_destination(peer)
+    }
+
+    /// Ends what [`open_destination`](Self::open_destination) began. Datagrams to a peer that nobody has opened fail.
+    pub fn close_destination(&self, peer: SocketAddr) {
+        self.0.engine.lock().close_destination(peer);
     }
 
     /// Ends a queue pair: nothing of it is sent, received or completed any more when this returns.

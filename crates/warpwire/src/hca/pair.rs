@@ -1,18 +1,22 @@
 //! A queue pair inside the engine: the protocol's state machine, its queues, and the memory that its work names.
 
-use warpwire_proto::qp::{self, Op, Qp, Status as WireStatus, Work as WireWork};
+use std::cell::Cell;
+
+use warpwire_proto::qp::{self, Op, Status as WireStatus, Work as WireWork};
 use warpwire_proto::{Instant, Psn};
 
 use super::ahead::{Ahead, Name, Wanted};
 use super::memory::QueueMemory;
+use super::protocol::Protocol;
 use super::ring::{
     LONGEST_RECEIVE, Layout, ReceiveRing, SendRing, SharedRing, Taken, TakenReceive,
 };
 use crate::link::FlowId;
 use crate::mlx5::{
-    self, Atomic, AtomicWidth, Completions, Data, Opcode, Piece, SendKind, Status, Work, Wqe,
+    self, ADDRESS_SEGMENTS, AddressVector, Atomic, AtomicWidth, Completions, Data, Opcode, Piece,
+    SEGMENT, SendKind, Status, Work, Wqe,
 };
-use crate::mr::{Access, Denied, PdId, Registry};
+use crate::mr::{Access, Denied, PdId, Registry, Span};
 
 /// What a queue pair is made of.
 #[derive(Clone, Debug)]
@@ -43,6 +47,8 @@ pub struct QpSpec {
     pub watched: bool,
     /// How the protocol is tuned; the depth of the queue is set from `send_blocks`.
     pub options: qp::Options,
+    /// For datagrams, of so many bytes at most; `None` for a connection.
+    pub datagrams: Option<qp::Mtu>,
 }
 
 /// What is remembered of work that is under way, by its first block.
@@ -63,7 +69,7 @@ impl Underway {
 /// A queue pair of the engine.
 #[derive(Debug)]
 pub(super) struct Pair {
-    pub qp: Qp,
+    pub qp: Protocol,
     pub side: Side,
     pub flow: Option<FlowId>,
     /// In the list of those that may have something to send.
@@ -97,9 +103,13 @@ pub(super) struct Side {
     ahead: Ahead,
     /// Why the last range was denied, for whoever asks.
     pub denied: Option<Denied>,
+    /// It has placed data in memory that goes through pinned memory.
+    pub staged: Cell<bool>,
     /// An answer was "not now": poll again soon.
     pub later: bool,
     blocks_mask: u64,
+    /// Its messages are datagrams: their entries say whom they are for.
+    datagrams: bool,
 }
 
 /// Where receives come from.
@@ -128,11 +138,17 @@ impl Pair {
             pd: spec.pd,
             ahead: Ahead::default(),
             denied: None,
+            staged: Cell::new(false),
             later: false,
             blocks_mask: u64::from(spec.send_blocks) - 1,
+            datagrams: spec.datagrams.is_some(),
+        };
+        let qp = match spec.datagrams {
+            Some(mtu) => Protocol::datagram(number, mtu, spec.send_blocks),
+            None => Protocol::connected(number, options),
         };
         Self {
-            qp: Qp::new(number, options),
+            qp,
             side,
             flow: None,
             active: false,
@@ -149,10 +165,10 @@ impl Pair {
     }
 
     /// Forgets all work, as the protocol just did.
-    pub(super) fn reset(&mut self) {
+    pub(super) fn reset(&mut self, srqs: &mut [Option<SharedRing>]) {
         (self.failed, self.told, self.wait) = (false, false, None);
         self.side.ring.reset();
-        self.side.in_use = [None; 2];
+        self.side.give_back(srqs);
         self.side.ahead = Ahead::default();
         if let Receives::Own(ring) = &mut self.side.receives {
             ring.reset();
@@ -175,7 +191,7 @@ impl Pair {
                 // A queue that is not there, or not yet so far, holds this one up; a failure ends every wait.
                 let reached =
                     produced(wait.cqn).is_some_and(|count| has_reached(count, wait.index));
-                if !reached && self.qp.state() != qp::State::Err {
+                if !reached && !matches!(self.qp.state(), qp::State::Err | qp::State::Sqe) {
                     return;
                 }
                 self.wait = None;
@@ -218,10 +234,11 @@ impl Pair {
     }
 
     fn begin(&mut self, work: WireWork) {
-        if self.qp.post(work).is_err() {
+        let Self { qp, side, .. } = self;
+        if qp.post(work, || side.address(work.id)).is_err() {
             // A length that this MTU does not carry, or a state that takes no work: the same to the user.
             let bad = Op::Bad(WireStatus::LocalOperation);
-            let _ = self.qp.post(WireWork { op: bad, len: 0, ..work });
+            let _ = qp.post(WireWork { op: bad, len: 0, ..work }, || None);
         }
     }
 }
@@ -245,13 +262,29 @@ impl Side {
         self.underway[(block & self.blocks_mask) as usize]
     }
 
+    /// The entry that was taken at that block.
+    fn parse(&self, block: u64) -> Result<Wqe<'_>, mlx5::Refused> {
+        let copy = self.ring.copy(block);
+        match self.datagrams {
+            false => Wqe::parse(copy),
+            true => Wqe::parse_datagram(copy).map(|(wqe, _)| wqe),
+        }
+    }
+
+    /// Whom the datagram at that block is for.
+    pub(super) fn address(&self, block: u64) -> Option<AddressVector> {
+        let segments = ADDRESS_SEGMENTS * SEGMENT;
+        let bytes = self.ring.copy(block).get(SEGMENT..SEGMENT + segments)?;
+        Some(AddressVector::parse(bytes.try_into().ok()?))
+    }
+
     /// What an entry means to the protocol: operation, length, and a wait if it is one.
     fn translate(
         &mut self,
         taken: &Taken,
         registry: &Registry,
     ) -> Result<(Op, u32, Option<mlx5::Wait>), Status> {
-        let wqe = Wqe::parse(self.ring.copy(taken.block)).map_err(|refused| refused.status())?;
+        let wqe = self.parse(taken.block).map_err(|refused| refused.status())?;
         let (mut wait, mut single, mut dumped) = (None, None, 0);
         let remote = |at: mlx5::Remote| qp::Remote { address: at.address, key: at.rkey };
         let mut note = |payload: &mlx5::Payload<'_>| {
@@ -406,9 +439,8 @@ impl Side {
         let place = |data: Data, skip: u32, from: &[u8]| {
             let address = data.address.wrapping_add(u64::from(skip));
             let len = from.len() as u64;
-            registry
-                .resolve(data.lkey, self.pd, Access::LOCAL_WRITE, address, len)?
-                .scatter(0, from)
+            let span = registry.resolve(data.lkey, self.pd, Access::LOCAL_WRITE, address, len)?;
+            self.put(&span, from)
         };
         if let Some(data) = self.underway(block).single {
             return place(data, offset, from);
@@ -433,7 +465,7 @@ impl Side {
         len: u32,
         mut each: impl FnMut(Piece<'_>, u32, u32) -> Result<(), Denied>,
     ) -> Result<(), Denied> {
-        let wqe = Wqe::parse(self.ring.copy(block)).map_err(|_| Denied::Range)?;
+        let wqe = self.parse(block).map_err(|_| Denied::Range)?;
         let payload = match wqe.work {
             Work::Send { payload, .. } | Work::Write { payload, .. } => payload,
             Work::Read { into, .. } | Work::Atomic { into, .. } => into,
@@ -478,8 +510,28 @@ impl Side {
             done += len as usize;
             let address = data.address.wrapping_add(u64::from(skip));
             let (pd, write, len) = (self.pd, Access::LOCAL_WRITE, u64::from(len));
-            registry.resolve(data.lkey, pd, write, address, len)?.scatter(0, part)
+            let span = registry.resolve(data.lkey, pd, write, address, len)?;
+            self.put(&span, part)
         })
+    }
+
+    /// Copies bytes into memory, and notes whether they are there at once.
+    pub(super) fn put(&self, span: &Span<'_>, from: &[u8]) -> Result<(), Denied> {
+        if span.is_staged() {
+            self.staged.set(true);
+        }
+        span.scatter(0, from)
+    }
+
+    /// Gives the receives in use back, and forgets them: shared ones serve others.
+    pub(super) fn give_back(&mut self, srqs: &mut [Option<SharedRing>]) {
+        let in_use = std::mem::take(&mut self.in_use);
+        let Receives::Shared(srqn) = self.receives else { return };
+        let Some(Some(srq)) = srqs.get_mut(srqn as usize) else { return };
+        // The last is taken first.
+        for taken in in_use.iter().rev().flatten() {
+            srq.give_back(taken.counter);
+        }
     }
 
     /// A receive has ended: its place is free.

@@ -232,26 +232,44 @@ pub(super) struct SharedRing {
     /// The slot that is taken next.
     head: u16,
     taken: u16,
+    /// Slots that were taken and came back unused: they go first.
+    returned: Vec<u16>,
 }
 
 impl SharedRing {
     pub(super) fn new(memory: QueueMemory, record: u64, entries: u32, stride: u32) -> Self {
-        Self { memory, record, entries, stride, head: 0, taken: 0 }
+        Self { memory, record, entries, stride, head: 0, taken: 0, returned: Vec::new() }
     }
 
     /// How many are posted and not taken.
     pub(super) fn waiting(&self) -> u32 {
         let record = self.memory.bytes().load_u32(self.record).unwrap_or(0);
         let count = u32::from((u32::from_be(record) as u16).wrapping_sub(self.taken));
-        if count <= self.entries { count } else { 0 }
+        let listed = if count <= self.entries { count } else { 0 };
+        listed + self.returned.len() as u32
+    }
+
+    /// A receive that was taken will not be used: it serves the next who takes one.
+    pub(super) fn give_back(&mut self, slot: u16) {
+        self.returned.push(slot);
     }
 
     /// Takes the next, if there is one.
     pub(super) fn take(&mut self) -> Option<TakenReceive> {
+        if let Some(slot) = self.returned.pop() {
+            return Some(self.entry(slot).0);
+        }
         if self.waiting() == 0 {
             return None;
         }
-        let slot = self.head & (self.entries - 1) as u16;
+        let (taken, next) = self.entry(self.head & (self.entries - 1) as u16);
+        self.head = next;
+        self.taken = self.taken.wrapping_add(1);
+        Some(taken)
+    }
+
+    /// What lies in that slot, and which is the next.
+    fn entry(&self, slot: u16) -> (TakenReceive, u16) {
         let mut header = [0; SEGMENT];
         let at = u64::from(slot) * u64::from(self.stride);
         let bytes = self.memory.bytes();
@@ -259,8 +277,6 @@ impl SharedRing {
         let len = (self.stride as usize - SEGMENT).min(LONGEST_RECEIVE);
         let mut taken = TakenReceive { counter: slot, entry: [0; LONGEST_RECEIVE], len };
         let _ = bytes.read(at + SEGMENT as u64, &mut taken.entry[..len]);
-        self.head = u16::from_be_bytes([header[2], header[3]]);
-        self.taken = self.taken.wrapping_add(1);
-        Some(taken)
+        (taken, u16::from_be_bytes([header[2], header[3]]))
     }
 }

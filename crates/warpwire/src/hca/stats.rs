@@ -18,17 +18,20 @@ pub enum Lost {
     TooLong,
     /// Its memory went away in between.
     MemoryGone,
+    /// A datagram for a peer that takes no packets.
+    NoRoom,
 }
 
 impl Lost {
     /// All of them, in the order in which they are counted.
-    pub const ALL: [(Self, &'static str); 6] = [
+    pub const ALL: [(Self, &'static str); 7] = [
         (Self::Malformed, "malformed"),
         (Self::NoQueuePair, "no-queue-pair"),
         (Self::Stranger, "stranger"),
         (Self::NoFlow, "no-flow"),
         (Self::TooLong, "too-long"),
         (Self::MemoryGone, "memory-gone"),
+        (Self::NoRoom, "no-room"),
     ];
 }
 

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::address::AddressVector;
 use super::atomic::{Atomic, AtomicWidth};
 use super::opcode::Opcode;
 use super::wqe::{Fence, INLINE, MASKED_EIGHT, MASKED_FOUR, field};
@@ -98,6 +99,13 @@ impl<'s> Builder<'s> {
         put(&mut segment, 0, address.to_be_bytes());
         put(&mut segment, 8, rkey.to_be_bytes());
         self.push(segment)
+    }
+
+    /// Whom a datagram is for.
+    pub fn address(self, to: &AddressVector) -> Self {
+        let bytes = to.encode();
+        let (segments, _) = bytes.as_chunks::<SEGMENT>();
+        segments.iter().fold(self, |builder, segment| builder.push(*segment))
     }
 
     /// The operands of an atomic operation, and the modifier that masked ones need.
@@ -240,7 +248,8 @@ impl<'s> Image<'s> {
 /// each; `None` if that is more than a queue may have.
 ///
 /// Room is left for a masked compare and swap, the longest entry around one range; rdma-core leaves more,
-/// for operations that this HCA does not have.
+/// for operations that this HCA does not have. A datagram's address takes two segments more than a write's: add 32
+/// to its inline bytes.
 ///
 /// ```
 /// use warpwire::mlx5::send_queue_blocks;

@@ -12,6 +12,8 @@ pub const EMPTY: u8 = 0xff;
 
 /// Where the fields lie.
 mod field {
+    pub const SOURCE_GID: usize = 0;
+    pub const SOURCE_PORT: usize = 22;
     pub const FLAGS_RQPN: usize = 24;
     pub const USER_INDEX: usize = 32;
     pub const IMM: usize = 36;
@@ -92,6 +94,9 @@ pub enum Arrival {
 }
 
 /// Where a datagram came from; connected queue pairs leave it as it is by default.
+///
+/// GID and port are this HCA's own addition, in bytes that ConnectX leaves reserved (the first sixteen) or has the LID
+/// in: the port of the sender is not in the routing header before the message.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Origin {
     /// The sender's queue pair.
@@ -100,6 +105,10 @@ pub struct Origin {
     pub service_level: u8,
     /// Whether a routing header lies before the message.
     pub has_grh: bool,
+    /// The sender's address; zero without a routing header.
+    pub gid: [u8; 16],
+    /// The UDP port that it was sent from; zero without a routing header.
+    pub port: u16,
 }
 
 /// The side of a queue pair.
@@ -221,6 +230,10 @@ impl Cqe {
                 put(&mut body, field::BYTE_COUNT, bytes.to_be_bytes());
                 put(&mut body, field::TIMESTAMP, self.timestamp.to_be_bytes());
                 put(&mut body, field::FLAGS_RQPN, origin.word().to_be_bytes());
+                if origin.has_grh {
+                    put(&mut body, field::SOURCE_GID, origin.gid);
+                    put(&mut body, field::SOURCE_PORT, origin.port.to_be_bytes());
+                }
                 (encode_arrival(arrival, &mut body), 0)
             }
             // The timestamp of a failure ends where its codes begin; it is left out.
@@ -253,11 +266,8 @@ impl Cqe {
         let opcode_qpn = be32(bytes, field::OPCODE_QPN);
         let opcode = Opcode::from_code((opcode_qpn >> 24) as u8);
         let count = be32(bytes, field::BYTE_COUNT);
-        let received = |arrival| Outcome::Received {
-            arrival,
-            bytes: count,
-            origin: Origin::parse(be32(bytes, field::FLAGS_RQPN)),
-        };
+        let received =
+            |arrival| Outcome::Received { arrival, bytes: count, origin: Origin::parse(bytes) };
         let failed = |queue| Outcome::Failed {
             queue,
             status: Status::from_syndrome(bytes[field::SYNDROME]),
@@ -293,12 +303,18 @@ impl Origin {
         (u32::from(self.has_grh) << 28) | sl | (self.qpn & 0xff_ffff)
     }
 
-    fn parse(word: u32) -> Self {
-        Self {
+    fn parse(bytes: &[u8; 64]) -> Self {
+        let word = be32(bytes, field::FLAGS_RQPN);
+        let plain = Self {
             qpn: word & 0xff_ffff,
             service_level: (word >> 24) as u8 & 15,
-            has_grh: (word >> 28) & 3 != 0,
+            ..Self::default()
+        };
+        if (word >> 28) & 3 == 0 {
+            return plain;
         }
+        let (gid, port) = (array(bytes, field::SOURCE_GID), be16(bytes, field::SOURCE_PORT));
+        Self { has_grh: true, gid, port, ..plain }
     }
 }
 

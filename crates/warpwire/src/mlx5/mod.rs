@@ -8,6 +8,7 @@
 //! |---|---|
 //! | [`Builder`], [`Image`] | a send queue entry, written |
 //! | [`Wqe`], [`Work`], [`Payload`] | a send queue entry, read; [`Refused`] says why not |
+//! | [`AddressVector`] | whom a datagram is for |
 //! | [`Receive`], [`SrqEntry`] | entries of receive queues |
 //! | [`Cqe`], [`Tail`] | completions, both ways |
 //! | [`Status`] | how work ended, with its syndrome |
@@ -22,6 +23,7 @@
 //! Device code leaves reserved fields, the signature, and the immediate of operations that have none
 //! uninitialised. None of them is ever checked.
 
+mod address;
 mod atomic;
 mod builder;
 mod cqe;
@@ -33,6 +35,7 @@ mod status;
 mod tests;
 mod wqe;
 
+pub use address::{ADDRESS_SEGMENTS, AddressVector, gid_address};
 pub use atomic::{Atomic, AtomicWidth};
 pub use builder::{Builder, Full, Image, Scratch, send_queue_blocks};
 pub use cqe::{

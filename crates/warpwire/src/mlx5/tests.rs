@@ -68,7 +68,57 @@ fn sizes_are_what_hardware_has() {
     assert_eq!(size_of::<Doorbell>(), 8);
     assert!(size_of::<Control>() <= 20, "{}", size_of::<Control>());
     assert!(size_of::<Wqe<'_>>() <= 112, "{}", size_of::<Wqe<'_>>());
-    assert!(size_of::<Cqe>() <= 48, "{}", size_of::<Cqe>());
+    assert!(size_of::<Cqe>() <= 64, "{}", size_of::<Cqe>());
+}
+
+#[test]
+fn a_datagram_is_written_and_read_as_hardware_wants_it() {
+    let mut scratch = Scratch([0xaa; LARGEST_WQE]);
+    let to = AddressVector {
+        traffic_class: 3,
+        flow_label: 0x12345,
+        ..AddressVector::new("10.0.0.2:5000".parse().unwrap(), 0x1234_5678, 0x8000_0011)
+    };
+    let entry = Builder::new(&mut scratch, Opcode::SendImm, 5, 0x123).imm([9; 4]).address(&to);
+    let image = entry.data(256, 0x5678, 0x7fee_0000_2000).finish().unwrap();
+    let wanted = "0000050b 00012305 00000000 09090909 | 80000011 00000000 80345678 00001388 | \
+                  00000000 00000000 00000340 40012345 | 00000000 00000000 0000ffff 0a000002 | \
+                  00000100 00005678 00007fee 00002000";
+    assert_eq!(image.bytes(), hex(wanted));
+    let (wqe, address) = Wqe::parse_datagram(image.bytes()).unwrap();
+    assert_eq!(address, Some(AddressVector { qpn: 0x34_5678, ..to }));
+    assert_eq!(to.peer(), "10.0.0.2:5000".parse().unwrap());
+    let Work::Send { kind: SendKind::Imm([9, 9, 9, 9]), payload } = wqe.work else {
+        panic!("{wqe:?}")
+    };
+    assert_eq!(payload.len(), 256);
+    // Zero, where others have the LID, is the port that everybody listens on.
+    let six = AddressVector::new("[2001:db8::1]:4791".parse().unwrap(), 1, 2);
+    assert_eq!(six.encode()[14..16], [0, 0]);
+    assert_eq!(AddressVector::parse(&six.encode()), six);
+    assert_eq!(six.peer(), "[2001:db8::1]:4791".parse().unwrap());
+}
+
+#[test]
+fn entries_that_are_no_datagrams_are_refused() {
+    for (opcode, bytes) in every_operation() {
+        let parsed = Wqe::parse_datagram(&bytes);
+        match opcode {
+            Opcode::Nop | Opcode::Wait | Opcode::Dump => assert_eq!(parsed.unwrap().1, None),
+            // What would be the address is data, or is not there.
+            Opcode::Send | Opcode::SendImm => {
+                assert_eq!(parsed.unwrap_err(), Refused::MissingSegment);
+            }
+            other => {
+                let refused = Refused::NotConnected(other.code());
+                assert_eq!(parsed.unwrap_err(), refused);
+                assert_eq!(refused.status(), Status::LocalQpOperation);
+                assert!(refused.to_string().contains("needs a connection"));
+            }
+        }
+    }
+    assert_eq!(Wqe::parse_datagram(&[0; 64]).unwrap_err(), Refused::Empty);
+    assert_eq!(Wqe::parse_datagram(&[]).unwrap_err(), Refused::Truncated);
 }
 
 #[test]
@@ -370,7 +420,7 @@ fn completions_lie_in_their_bytes() {
     assert_eq!(sent.encode(true).tail_word().to_ne_bytes(), bytes[60..64]);
     assert_eq!(Cqe::parse(&bytes), Ok(sent));
 
-    let origin = Origin { qpn: 0x77, service_level: 3, has_grh: true };
+    let origin = Origin { qpn: 0x77, service_level: 3, has_grh: true, gid: [9; 16], port: 5000 };
     for (arrival, code) in [
         (Arrival::WriteImm([9, 8, 7, 6]), 1),
         (Arrival::Send, 2),
@@ -498,6 +548,9 @@ proptest! {
         opmod in 7u8..11,
     ) {
         if let Ok(wqe) = Wqe::parse(&bytes) {
+            walk(&wqe);
+        }
+        if let Ok((wqe, _)) = Wqe::parse_datagram(&bytes) {
             walk(&wqe);
         }
         // The same with an opcode that is carried out, so that segments are reached.

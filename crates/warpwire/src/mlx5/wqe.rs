@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::address::{ADDRESS_SEGMENTS, AddressVector};
 use super::atomic::{Atomic, AtomicWidth};
 use super::opcode::Opcode;
 use super::status::Status;
@@ -385,6 +386,8 @@ pub enum Refused {
     Truncated,
     /// The operation is none that this HCA carries out.
     Opcode(u8),
+    /// The operation needs a connection, and the queue pair is one for datagrams.
+    NotConnected(u8),
     /// A segment that the operation needs is missing.
     MissingSegment,
     /// Inline bytes pass the end of the entry.
@@ -415,6 +418,9 @@ impl fmt::Display for Refused {
             Self::Empty => f.pad("the entry says that it has no segments"),
             Self::Truncated => f.pad("the entry is longer than its bytes"),
             Self::Opcode(code) => write!(f, "opcode {code:#04x} is not one of this HCA"),
+            Self::NotConnected(code) => {
+                write!(f, "opcode {code:#04x} needs a connection, and this queue pair has none")
+            }
             Self::MissingSegment => f.pad("a segment that the operation needs is missing"),
             Self::InlineOverrun => f.pad("inline bytes pass the end of the entry"),
             Self::InlineTarget => f.pad("inline bytes where local memory is needed"),
@@ -455,15 +461,39 @@ pub struct Wqe<'a> {
 impl<'a> Wqe<'a> {
     /// Reads an entry from a copy of its bytes, of which there may be more than it says it has.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, Refused> {
-        let (all, _) = bytes.as_chunks::<SEGMENT>();
-        let control = Control::parse(all.first().ok_or(Refused::Truncated)?);
-        let count = usize::from(control.segments);
-        if count == 0 {
-            return Err(Refused::Empty);
-        }
-        let rest = all.get(1..count).ok_or(Refused::Truncated)?;
+        let (control, rest) = Self::segments(bytes)?;
         let work = Self::work(&control, rest)?;
         Ok(Self { control, work })
+    }
+
+    /// Reads an entry of a datagram queue pair, and whom it is for if it is a message. Only what needs no connection
+    /// is an entry there.
+    pub fn parse_datagram(bytes: &'a [u8]) -> Result<(Self, Option<AddressVector>), Refused> {
+        let (control, rest) = Self::segments(bytes)?;
+        match control.opcode {
+            Opcode::Send | Opcode::SendImm => {
+                let split = rest.split_at_checked(ADDRESS_SEGMENTS);
+                let (address, rest) = split.ok_or(Refused::MissingSegment)?;
+                let address = address.as_flattened().try_into();
+                let address = address.map_err(|_| Refused::MissingSegment)?;
+                let work = Self::work(&control, rest)?;
+                Ok((Self { control, work }, Some(AddressVector::parse(address))))
+            }
+            Opcode::Nop | Opcode::Wait | Opcode::Dump => {
+                let work = Self::work(&control, rest)?;
+                Ok((Self { control, work }, None))
+            }
+            other => Err(Refused::NotConnected(other.code())),
+        }
+    }
+
+    fn segments(bytes: &'a [u8]) -> Result<(Control, &'a [[u8; SEGMENT]]), Refused> {
+        let (all, _) = bytes.as_chunks::<SEGMENT>();
+        let control = Control::parse(all.first().ok_or(Refused::Truncated)?);
+        match usize::from(control.segments) {
+            0 => Err(Refused::Empty),
+            count => Ok((control, all.get(1..count).ok_or(Refused::Truncated)?)),
+        }
     }
 
     fn work(control: &Control, rest: &'a [[u8; SEGMENT]]) -> Result<Work<'a>, Refused> {

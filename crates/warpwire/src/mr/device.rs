@@ -4,10 +4,11 @@
 //! another library's CUDA memory, each use asks CUDA whether the same memory is still there.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
+use super::behind::Behind;
 use super::denied::Denied;
 use super::gate::Gate;
 use super::memory::{How, Path};
@@ -28,8 +29,35 @@ const GONE: u32 = 2;
 const BROKEN: u32 = 3;
 const ABSENT: u32 = 4;
 
-/// The size by which a path is named: where pinned memory is used at all, it is used here.
-const LARGE: u64 = 1 << 20;
+/// The least that is read through pinned memory where there is no window.
+const STAGED_READS: u64 = 32 << 10;
+
+/// Device memory with writes that are not in their place yet.
+#[derive(Default)]
+pub(super) struct Unsettled {
+    any: AtomicBool,
+    memories: Mutex<Vec<Arc<DeviceMemory>>>,
+}
+
+impl Unsettled {
+    /// Waits until everything is in its place; says whether all went well.
+    #[inline]
+    pub(super) fn settle(&self) -> bool {
+        !self.any.load(Ordering::Acquire) || self.settle_all()
+    }
+
+    #[inline(never)]
+    fn settle_all(&self) -> bool {
+        let mut memories = self.memories.lock();
+        self.any.store(false, Ordering::Release);
+        let mut well = true;
+        // Each is settled, also behind one that fails.
+        for memory in memories.drain(..) {
+            well &= memory.settle();
+        }
+        well
+    }
+}
 
 /// A piece of device memory that registrations share.
 pub(super) struct DeviceMemory {
@@ -40,6 +68,10 @@ pub(super) struct DeviceMemory {
     failure: Mutex<Option<Error>>,
     /// Whether copies wait in write-combining buffers until they are pushed out.
     combines: AtomicBool,
+    /// Writes that go through pinned memory, where there is no window: known when the memory was first found.
+    behind: OnceLock<Option<Mutex<Behind>>>,
+    is_behind: AtomicBool,
+    unsettled: Arc<Unsettled>,
     /// Whose memory it was when it was registered, where nobody tells of a free.
     pieces: Box<[Piece]>,
     /// The pager has been asked to find it.
@@ -62,7 +94,11 @@ struct Life {
 }
 
 impl DeviceMemory {
-    pub(super) fn open(allocation: &Allocation, how: &How) -> Result<Arc<Self>> {
+    pub(super) fn open(
+        allocation: &Allocation,
+        how: &How,
+        unsettled: &Arc<Unsettled>,
+    ) -> Result<Arc<Self>> {
         let pieces = allocation.pieces()?.into();
         let memory = Arc::new_cyclic(|me| Self {
             allocation: allocation.clone(),
@@ -71,6 +107,9 @@ impl DeviceMemory {
             life: Mutex::default(),
             failure: Mutex::default(),
             combines: AtomicBool::new(false),
+            behind: OnceLock::new(),
+            is_behind: AtomicBool::new(false),
+            unsettled: unsettled.clone(),
             pieces,
             wanted: AtomicBool::new(false),
             counts: Counts::default(),
@@ -199,6 +238,9 @@ impl DeviceMemory {
             if life.events == seen {
                 let mapping = self.window(&copier).map(Window::mapping);
                 let combines = mapping == Some(MappingType::WriteCombining);
+                let staged = self.how.staged || !self.how.no_window && mapping.is_none();
+                let behind = || staged.then(|| Mutex::new(Behind::new(&self.allocation)));
+                self.behind.get_or_init(behind);
                 self.combines.store(combines, Ordering::Relaxed);
                 // An open gate has a copier already, of the same place.
                 let _ = self.gate.open(READY, Arc::new(copier));
@@ -209,6 +251,7 @@ impl DeviceMemory {
 
     fn copier(&self) -> Result<Copier> {
         let plan = match self.how.no_window {
+            true if self.how.staged => Arc::new(Plan::by_hand(0, 0).staged_from(STAGED_READS)),
             true => Arc::new(Plan::by_hand(0, 0)),
             false => Plan::for_device(self.allocation.device())?,
         };
@@ -263,8 +306,18 @@ impl DeviceMemory {
             Ok(_) => why.push("no window: it was registered without one".to_owned()),
             Err(error) => why.push(format!("no window: {error}")),
         }
-        let staged = copier.way(Direction::Read, LARGE) == Way::Staged;
-        (if staged { Path::Staged } else { Path::Engine }, why)
+        (if self.is_staged() { Path::Staged } else { Path::Engine }, why)
+    }
+
+    /// Whether writes go through pinned memory.
+    #[inline]
+    pub(super) fn is_staged(&self) -> bool {
+        self.behind().is_some()
+    }
+
+    #[inline]
+    fn behind(&self) -> Option<&Mutex<Behind>> {
+        self.behind.get()?.as_ref()
     }
 
     /// The window, if this memory may be reached by one.
@@ -274,11 +327,48 @@ impl DeviceMemory {
 
     pub(super) fn read(&self, at: u64, into: &mut [u8]) -> std::result::Result<(), Denied> {
         let len = into.len() as u64;
+        self.settle();
         self.with_copier(Direction::Read, len, |copier| copier.read(at, into))
     }
 
     pub(super) fn write(&self, at: u64, from: &[u8]) -> std::result::Result<(), Denied> {
+        if let Some(behind) = self.behind() {
+            return self.write_behind(behind, at, from);
+        }
         self.with_copier(Direction::Write, from.len() as u64, |copier| copier.write(at, from))
+    }
+
+    /// Collects what is written. It goes by device address, so that a move does not harm it.
+    fn write_behind(
+        &self,
+        behind: &Mutex<Behind>,
+        at: u64,
+        from: &[u8],
+    ) -> std::result::Result<(), Denied> {
+        drop(self.gate.enter(|_| true).map_err(|(label, _)| self.reason(label))?);
+        let written = behind.lock().write(at, from);
+        if !self.is_behind.swap(true, Ordering::AcqRel)
+            && let Some(memory) = self.me.upgrade()
+        {
+            self.unsettled.memories.lock().push(memory);
+            self.unsettled.any.store(true, Ordering::Release);
+        }
+        written.map_err(|error| self.fail(error))
+    }
+
+    /// Waits until all that was written is in its place. Says whether it is, or need not be.
+    fn settle(&self) -> bool {
+        let Some(behind) = self.behind() else { return true };
+        if !self.is_behind.load(Ordering::Acquire) {
+            return true;
+        }
+        let mut behind = behind.lock();
+        self.is_behind.store(false, Ordering::Release);
+        match behind.settle() {
+            Ok(()) => true,
+            // What was written before a free is lost with the memory.
+            Err(error) => self.fail(error) == Denied::Gone,
+        }
     }
 
     /// Runs `copy` inside the gate, so that memory does not move under a window.
@@ -305,6 +395,7 @@ impl DeviceMemory {
 
     /// Changes a word, alone among all registrations of this process.
     pub(super) fn atomic(&self, at: u64, op: &Atomic) -> std::result::Result<u64, Denied> {
+        self.settle();
         let copier = self.gate.enter(|_| true).map_err(|(label, _)| self.reason(label))?;
         let address = self.allocation.address().raw().wrapping_add(at);
         let _alone = word::alone(address);

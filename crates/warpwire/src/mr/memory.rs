@@ -71,6 +71,8 @@ impl Reached {
 #[derive(Clone, Default)]
 pub(super) struct How {
     pub(super) no_window: bool,
+    /// Goes through pinned memory; what has no window does so anyhow.
+    pub(super) staged: bool,
     /// The way is found when it is first needed, and again after each move.
     pub(super) on_demand: bool,
     pub(super) agent: Option<Arc<Agent>>,
@@ -82,7 +84,8 @@ impl How {
             (Some(mine), Some(theirs)) => Arc::ptr_eq(mine, theirs),
             (mine, theirs) => mine.is_none() && theirs.is_none(),
         };
-        (self.no_window, self.on_demand) == (other.no_window, other.on_demand) && same_agent
+        let flags = |how: &Self| (how.no_window, how.staged, how.on_demand);
+        flags(self) == flags(other) && same_agent
     }
 }
 
@@ -163,6 +166,16 @@ impl Memory {
         self
     }
 
+    /// The same memory, without a CPU window: everything goes through pinned memory, a part at a time, with the copy
+    /// engine working beside the CPU. It is the way of memory for which there is no other.
+    #[must_use]
+    pub fn staged(mut self) -> Self {
+        if let What::Device { how, .. } = &mut self.what {
+            (how.no_window, how.staged) = (true, true);
+        }
+        self
+    }
+
     /// The same memory, with a copy agent of its device for the sizes at which that is the fastest.
     #[must_use]
     pub fn with_agent(mut self, agent: Arc<Agent>) -> Self {
@@ -237,7 +250,7 @@ pub enum Path {
     Window(WindowPath),
     /// By the copy engine.
     Engine,
-    /// By the copy engine, and through pinned memory where that is faster.
+    /// Through pinned memory, with the copy engine working beside the CPU.
     Staged,
 }
 

@@ -48,6 +48,8 @@
 //! 6. **Finding memory takes no lock and no allocation.** It costs two atomic additions.
 
 mod access;
+mod behind;
+mod cache;
 mod client;
 mod clients;
 mod denied;
@@ -71,9 +73,11 @@ mod table;
 #[cfg(test)]
 mod tests;
 mod tie;
+mod unmaps;
 mod word;
 
 pub use access::Access;
+pub use cache::{Cache, CacheOptions, CacheStats, Lease, Trust};
 pub use client::{End, Invalidate, PeerClient, PeerPages, Persistence};
 pub use denied::Denied;
 pub use dma_buf::DmaBufRange;

@@ -219,6 +219,15 @@ impl Mr {
         Err(Error::new(Kind::OutOfRange, what).why(why))
     }
 
+    /// Whether the memory is still there for the key: not after it was freed under its registration.
+    pub fn is_live(&self) -> bool {
+        let there = match &self.reached {
+            Reached::Device(memory) => memory.check(0, 0) != Err(super::Denied::Gone),
+            Reached::OnDemand(_) | Reached::Fixed(_) => true,
+        };
+        there && self.registry.is_live(self.key)
+    }
+
     /// Ends the registration. When it returns, nobody uses the memory through it, and the key is dead.
     ///
     /// It waits for copies under way. A thread that holds a [`Span`](super::Span) of it would wait for itself.

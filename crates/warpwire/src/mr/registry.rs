@@ -10,7 +10,7 @@ use super::access::Access;
 use super::client::{Got, Invalidate, PeerClient};
 use super::clients;
 use super::denied::Denied;
-use super::device::DeviceMemory;
+use super::device::{DeviceMemory, Unsettled};
 use super::keys::{Keys, TAG};
 use super::memory::{How, Memory, Reached, What};
 use super::registration::{Mr, Named, Registration, Target};
@@ -78,6 +78,7 @@ pub(super) struct Inner {
     keys: Mutex<Keys>,
     /// Device memory in use, so that registrations of one allocation share its window.
     devices: Mutex<Vec<Weak<DeviceMemory>>>,
+    unsettled: Arc<Unsettled>,
     /// Whom to ask whose an address is, in this order.
     clients: RwLock<Vec<Arc<dyn PeerClient>>>,
 }
@@ -122,6 +123,7 @@ impl Registry {
             table: Table::default(),
             keys: Mutex::default(),
             devices: Mutex::default(),
+            unsettled: Arc::default(),
             clients: RwLock::new(clients::all()),
         }))
     }
@@ -327,7 +329,7 @@ impl Registry {
         if let Some(memory) = known.find(|memory| memory.is_for(region.allocation(), how)) {
             return Ok(memory);
         }
-        let memory = DeviceMemory::open(region.allocation(), how)?;
+        let memory = DeviceMemory::open(region.allocation(), how, &self.0.unsettled)?;
         devices.push(Arc::downgrade(&memory));
         Ok(memory)
     }
@@ -404,14 +406,33 @@ impl Registry {
 
     /// Sends everything that this thread has placed, in any memory, on its way before what it stores later.
     pub fn publish_all(&self) {
+        self.settle();
         word::store_fence();
+    }
+
+    /// Waits until all that was placed in memory without a window is there; where there is none, it costs nothing.
+    /// Says whether it is: a device that fails on the way loses what it had taken.
+    #[inline]
+    pub fn settle(&self) -> bool {
+        self.0.unsettled.settle()
+    }
+
+    /// Whether a key has its memory.
+    pub(super) fn is_live(&self, key: u32) -> bool {
+        self.0.table.get(key >> 8).is_some_and(|slot| {
+            let (label, open) = slot.0.peek();
+            open && label & TAG == key & TAG
+        })
     }
 
     /// Ends the registration of a key: see [`Mr::deregister`].
     pub(super) fn end(&self, key: u32) {
         if let Some(slot) = self.0.table.get(key >> 8) {
-            // Dropped before the index can be used again, so that memory is free when the key is.
-            drop(slot.0.close(key & TAG | USED));
+            let ended = slot.0.close(key & TAG | USED);
+            // All that was placed through it is there, now that nothing more can come.
+            self.settle();
+            // Before the index can be used again, so that memory is free when the key is.
+            drop(ended);
             self.0.keys.lock().give_back(key);
         }
     }

@@ -67,6 +67,14 @@ impl<'a> Span<'a> {
         }
     }
 
+    /// Whether what is placed in it must be [settled](super::Registry::settle) before it is there.
+    pub fn is_staged(&self) -> bool {
+        match self.inside.as_deref().map(|registration| &registration.target) {
+            Some(Target::Device { memory, .. }) => memory.is_staged(),
+            _ => false,
+        }
+    }
+
     /// Copies from the memory, `offset` bytes into the range, to `into`.
     #[inline]
     pub fn gather(&self, offset: u64, into: &mut [u8]) -> Result<(), Denied> {

@@ -27,6 +27,7 @@ fn every_kind(len: u64) -> Vec<(&'static str, Registry, Pd, Mr)> {
         ("pinned", Memory::from(pinned)),
         ("window", device()),
         ("engine", device().without_window()),
+        ("staged", device().staged()),
     ];
     let register = |(name, memory)| {
         let registry = Registry::new();
@@ -41,9 +42,10 @@ fn every_kind(len: u64) -> Vec<(&'static str, Registry, Pd, Mr)> {
 fn every_kind_says_its_path() {
     let paths: Vec<_> = every_kind(4096).iter().map(|(_, _, _, mr)| mr.path()).collect();
     let window = Path::Window(crate::mem::WindowPath::Memfd);
-    assert_eq!(paths, [Path::Host, Path::Host, window, Path::Engine]);
+    assert_eq!(paths, [Path::Host, Path::Host, window, Path::Engine, Path::Staged]);
     for (name, _, _, mr) in every_kind(4096) {
-        assert_eq!(mr.why().is_empty(), name != "engine", "{name} {:?}", mr.why());
+        let direct = !["engine", "staged"].contains(&name);
+        assert_eq!(mr.why().is_empty(), direct, "{name} {:?}", mr.why());
     }
 }
 

@@ -1,6 +1,9 @@
 //! The end of work, as programs read it.
 
-use crate::mlx5::{Arrival, Cqe, Opcode, Outcome, Queue, Status};
+use std::net::SocketAddr;
+
+use super::datagram::Sender;
+use crate::mlx5::{Arrival, Cqe, Opcode, Outcome, Queue, Status, gid_address};
 
 /// What ended. On failure only the side is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,12 +33,15 @@ pub struct Completion {
     pub status: Status,
     /// What it was.
     pub kind: CompletionKind,
-    /// How many bytes came in: of a message, a read, or an atomic.
+    /// How many bytes came in: of a message, a read, or an atomic. Of a datagram with the
+    /// [40 bytes](super::ROUTE_LEN) before it.
     pub len: u32,
     /// The queue pair.
     pub qpn: u32,
     /// Whether the peer asked for its receiver to be woken.
     pub solicited: bool,
+    /// Who sent it, if it is a datagram.
+    pub sender: Option<Sender>,
 }
 
 impl Completion {
@@ -70,6 +76,13 @@ impl Completion {
                 (status, CompletionKind::ReceiveFailed, 0)
             }
         };
-        Self { id, status, kind, len, qpn: cqe.qpn, solicited: cqe.solicited }
+        let sender = match cqe.outcome {
+            Outcome::Received { origin, .. } if origin.has_grh => {
+                let address = SocketAddr::new(gid_address(origin.gid), origin.port);
+                Some(Sender { qpn: origin.qpn, address })
+            }
+            _ => None,
+        };
+        Self { id, status, kind, len, qpn: cqe.qpn, solicited: cqe.solicited, sender }
     }
 }

@@ -285,6 +285,7 @@ impl Completion {
         len: 0,
         qpn: 0,
         solicited: false,
+        sender: None,
     };
 }
 

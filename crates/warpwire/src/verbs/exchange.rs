@@ -3,12 +3,16 @@
 //! The line is JSON with a version in it, so that ends that do not understand each other say so. Programs add words
 //! of their own (keys, addresses, sizes) as any type that serde knows.
 
+mod pingpong;
+
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+
+pub use pingpong::Greeting;
 
 use crate::error::{Error, Kind, Result};
 

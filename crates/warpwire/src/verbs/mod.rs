@@ -6,6 +6,7 @@
 //! | [`Pd`], [`Mr`], [`Access`] | protection domains and registered memory |
 //! | [`Cq`], [`Completion`] | where the ends of work are told |
 //! | [`Qp`], [`Batch`], [`Request`] | a queue pair, and work to post |
+//! | [`AddressHandle`], [`Destination`], [`Sender`], [`Route`] | whom datagrams are for, and who sent them |
 //! | [`Srq`] | receives that many queue pairs share |
 //! | [`Offer`], [`exchange`] | what two ends must know of each other, and a way to tell it |
 //!
@@ -42,12 +43,14 @@
 
 mod completion;
 mod cq;
+mod datagram;
 pub mod exchange;
 mod post;
 mod qp;
 mod receive;
 mod srq;
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -57,12 +60,13 @@ pub use crate::mlx5::{Atomic, Status};
 pub use crate::mr::{Access, Attach, DmaBufRange, Memory, Pd, PeerClient};
 pub use completion::{Completion, CompletionKind};
 pub use cq::{Cq, CqOptions};
+pub use datagram::{AddressHandle, Destination, ROUTE_LEN, Route, Sender};
 pub use exchange::Offer;
 pub use post::{Batch, Fence, Op, Remote, Request, Sge};
 pub use qp::{Qp, QpOptions};
 pub use receive::ReceiveRequest;
 pub use srq::{Srq, SrqOptions};
-pub use warpwire_proto::qp::{Change, Mtu, Path, State};
+pub use warpwire_proto::qp::{Change, Mtu, Path, Service, State};
 
 use crate::error::Result;
 use crate::hca::{Hca, HcaOptions, Stats};
@@ -179,6 +183,14 @@ impl Context {
         options: QpOptions,
     ) -> Result<Qp> {
         Qp::create(self, pd, send_cq, receive_cq, options)
+    }
+
+    /// Makes ready to send datagrams to a peer.
+    ///
+    /// # Errors
+    /// If nothing can be sent to this address from here, with the reason.
+    pub fn address_handle(&self, peer: SocketAddr) -> Result<AddressHandle> {
+        AddressHandle::create(self, peer)
     }
 
     /// The oldest news of queues that nobody has taken.

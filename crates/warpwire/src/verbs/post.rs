@@ -4,9 +4,13 @@ use std::sync::atomic::Ordering;
 
 use parking_lot::MutexGuard;
 
+use super::datagram::{AddressHandle, Destination};
 use super::qp::Core;
+use super::{Service, State};
 use crate::error::{Error, Kind, Result};
-use crate::mlx5::{Atomic, BLOCK, Builder, Doorbell, Full, Image, Opcode, Record, Scratch};
+use crate::mlx5::{
+    AddressVector, Atomic, BLOCK, Builder, Doorbell, Full, Image, Opcode, Record, Scratch,
+};
 
 /// A range of registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,6 +100,8 @@ pub struct Request<'a> {
     pub solicited: bool,
     /// What it waits for.
     pub fence: Fence,
+    /// Whom a message of a datagram queue pair is for.
+    pub destination: Option<Destination<'a>>,
 }
 
 impl<'a> Request<'a> {
@@ -109,6 +115,7 @@ impl<'a> Request<'a> {
             signaled: true,
             solicited: false,
             fence: Fence::None,
+            destination: None,
         }
     }
 
@@ -140,6 +147,24 @@ impl<'a> Request<'a> {
     #[must_use]
     pub const fn fenced(self, fence: Fence) -> Self {
         Self { fence, ..self }
+    }
+
+    /// To that queue pair of that peer, as a datagram.
+    #[must_use]
+    pub const fn to(self, handle: &'a AddressHandle, qpn: u32, qkey: u32) -> Self {
+        Self { destination: Some(Destination { handle, qpn, qkey }), ..self }
+    }
+
+    /// Whether a queue pair of that service can be told of it at all: the device looks for an address exactly in
+    /// messages of datagram queue pairs.
+    fn check(&self, core: &Core) -> Result<()> {
+        let is_message = matches!(self.op, Op::Send | Op::SendImm(_));
+        let needs = core.service == Service::Ud && is_message;
+        match self.destination {
+            Some(to) if needs && to.handle.is_of(&core.hca) => Ok(()),
+            None if !needs => Ok(()),
+            wrong => Err(wrong_destination(core, wrong.is_some() && needs, needs)),
+        }
     }
 
     fn image<'s>(
@@ -184,6 +209,9 @@ impl<'a> Request<'a> {
             Op::Wait { cqn, index } => entry.wait(cqn, index),
             Op::Send | Op::Nop | Op::Dump => entry,
         };
+        if let Some(Destination { handle, qpn, qkey }) = self.destination {
+            entry = entry.address(&AddressVector::new(handle.peer(), qpn, qkey));
+        }
         if let Some(bytes) = self.inline {
             return entry.inline(bytes).finish();
         }
@@ -234,10 +262,21 @@ impl<'q> Batch<'q> {
     /// Adds work.
     ///
     /// # Errors
-    /// [`Kind::Busy`] if there is no room: post what there is, and take completions.
+    /// [`Kind::Busy`] if there is no room: post what there is, and take completions. [`Kind::InvalidArgument`] if the
+    /// queue pair is not yet in `RTS`, or the request makes no sense to it.
     #[inline]
     pub fn push(&mut self, request: &Request<'_>) -> Result<()> {
         let core = self.core;
+        if !core.takes_work.load(Ordering::Relaxed) {
+            // It may have failed on its way, which the device knows: then what is posted comes back.
+            match core.hca.qp_state(core.number)? {
+                state @ (State::Reset | State::Init | State::Rtr) => {
+                    return Err(too_early(core, state));
+                }
+                _ => core.takes_work.store(true, Ordering::Relaxed),
+            }
+        }
+        request.check(core)?;
         let image = request.image(&mut self.state.scratch, self.next as u16, core.number);
         let image = image.map_err(|Full| too_long(request))?;
         let blocks = u64::from(image.blocks());
@@ -286,6 +325,27 @@ fn full(core: &Core) -> Error {
         .on(format!("queue pair {:#x}", core.number))
         .why("the send queue is full")
         .fix("take completions first, or make it deeper")
+}
+
+#[cold]
+fn wrong_destination(core: &Core, foreign: bool, needed: bool) -> Error {
+    let (why, fix) = match (foreign, needed) {
+        (true, _) => ("the address handle was made by another context", "make one by this context"),
+        (_, true) => ("a datagram needs an address", "say whom it is for: Request::to"),
+        _ => ("only messages of datagram queue pairs have an address", "leave the address out"),
+    };
+    Error::new(Kind::InvalidArgument, "post work")
+        .on(format!("queue pair {:#x}", core.number))
+        .why(why)
+        .fix(fix)
+}
+
+#[cold]
+fn too_early(core: &Core, state: State) -> Error {
+    Error::new(Kind::InvalidArgument, "post work")
+        .on(format!("queue pair {:#x}", core.number))
+        .why(format!("it is in {state}, and takes work from RTS on"))
+        .fix("connect it first; a datagram queue pair: make it ready")
 }
 
 #[cold]

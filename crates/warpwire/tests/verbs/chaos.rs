@@ -3,13 +3,15 @@
 use std::time::Duration;
 
 use warpwire::link::Fault;
-use warpwire::verbs::{Atomic, Drive, Op, QpOptions, ReceiveRequest, Request, Status};
-
-use crate::fixture::{
-    Dice, End, Fixture, Joined, KINDS, Kind, Patch, World, cases, impatient, same,
+use warpwire::verbs::{
+    Atomic, Change, Completion, Drive, Op, QpOptions, ReceiveRequest, Request, State, Status,
 };
 
-cases!(CASES: mixed_traffic_over_a_bad_network, a_peer_that_vanishes);
+use crate::fixture::{
+    Dice, End, Fixture, Joined, KINDS, Kind, Patch, World, cases, connect, impatient, same,
+};
+
+cases!(CASES: mixed_traffic_over_a_bad_network, a_peer_that_vanishes, a_device_that_vanishes, a_storm);
 cases!(ONCE: many_seeds, an_engine_that_stalls, a_network_that_is_cut_and_healed, threads_over_a_bad_network);
 
 const PLAN: &str = "loss=5%,reorder=5%,dup=5%,corrupt=2%,cut=1%";
@@ -32,7 +34,11 @@ const PART: u64 = 32_768;
 
 impl Traffic {
     fn new(fixture: &Fixture, world: &World, kind: Kind, seed: u64) -> Self {
-        let joined = world.join(patient());
+        Self::with(fixture, world, kind, seed, patient())
+    }
+
+    fn with(fixture: &Fixture, world: &World, kind: Kind, seed: u64, options: QpOptions) -> Self {
+        let joined = world.join(options);
         let near = fixture.memory(&world.a, kind, 4 * PART, crate::fixture::ALL);
         let far = fixture.memory(&world.b, kind, 4 * PART, crate::fixture::ALL);
         Self { joined, near, far, added: 0, dice: Dice::new(seed) }
@@ -40,6 +46,12 @@ impl Traffic {
 
     /// A write, a read back, a message and a count, all at once; then everything is looked at.
     fn round(&mut self, world: &World) {
+        let mut round = self.begin();
+        world.until("the end of a round", || self.is_over(&mut round));
+        self.check(&round);
+    }
+
+    fn begin(&mut self) -> Round {
         let Self { joined, near, far, dice, .. } = self;
         let len = 1 + dice.below(PART - 100) as usize;
         let shift = dice.below(64);
@@ -66,18 +78,170 @@ impl Traffic {
                 Request::new(4, Op::SendImm([7; 4])).with(&from),
             ])
             .unwrap();
-        for id in 1..=4 {
-            world.done(&joined.a.sends, id);
+        Round { wanted, shift, add, sent: 0, received: false, failed: None }
+    }
+
+    /// Takes what has ended; tells whether all has.
+    fn is_over(&self, round: &mut Round) -> bool {
+        let mut done = [Completion::EMPTY; 4];
+        let count = self.joined.a.sends.poll(&mut done).unwrap();
+        for one in &done[..count] {
+            round.sent += 1;
+            assert_eq!(one.id, round.sent, "in the order of posting");
+            if !one.is_success() {
+                round.failed = round.failed.or(Some(one.status));
+            }
         }
-        let arrived = world.done(&joined.b.receives, 5);
-        assert_eq!(arrived.len as usize, len);
-        same(&far.read(shift, len), &wanted, "a write over a bad network");
-        same(&near.read(PART, len), &wanted, "a read over a bad network");
-        same(&far.read(2 * PART, len), &wanted, "a message over a bad network");
+        if !round.received && self.joined.b.receives.poll(&mut done[..1]).unwrap() == 1 {
+            let arrived = done[0];
+            assert_eq!((arrived.id, arrived.status), (5, Status::Success), "{arrived:?}");
+            assert_eq!(arrived.len as usize, round.wanted.len());
+            round.received = true;
+        }
+        round.sent == 4 && (round.received || round.failed.is_some())
+    }
+
+    fn check(&mut self, round: &Round) {
+        let Self { near, far, .. } = self;
+        let Round { wanted, shift, add, failed, .. } = round;
+        assert_eq!(*failed, None, "{:?}", self.joined.a.qp.stats());
+        let len = wanted.len();
+        same(&far.read(*shift, len), wanted, "a write over a bad network");
+        same(&near.read(PART, len), wanted, "a read over a bad network");
+        same(&far.read(2 * PART, len), wanted, "a message over a bad network");
         assert_eq!(near.word(3 * PART), self.added, "the value before");
-        self.added = self.added.wrapping_add(add);
+        self.added = self.added.wrapping_add(*add);
         assert_eq!(far.word(3 * PART), self.added, "each addition once");
     }
+
+    /// Forgets what is under way, and connects anew.
+    fn again(&mut self) {
+        for side in [&self.joined.a, &self.joined.b] {
+            side.qp.modify(&Change::to(State::Reset)).unwrap();
+        }
+        connect(&self.joined.a.qp, &self.joined.b.qp);
+        self.added = self.far.word(3 * PART); // it was added or not: nobody can know
+    }
+}
+
+/// A round that has begun.
+struct Round {
+    wanted: Vec<u8>,
+    shift: u64,
+    add: u64,
+    sent: u64,
+    received: bool,
+    failed: Option<Status>,
+}
+
+/// Packets that a storm takes, at least; `WARPWIRE_STORM` says another number.
+const STORM: u64 = 5000;
+
+/// Many connections over a network that loses, repeats, turns round and damages packets, while either device stands still
+/// at times and connections are reset in the middle of their work.
+fn a_storm(fixture: &Fixture) {
+    let goal = std::env::var("WARPWIRE_STORM").map_or(STORM, |count| count.parse().unwrap());
+    let seed = std::env::var("WARPWIRE_SEED").map_or(42, |seed| seed.parse().unwrap());
+    println!("{:?}: a storm of {goal} packets lost, seed {seed}", fixture.which);
+    let world = fixture.faulty(PLAN, seed, Drive::Inline);
+    let mut dice = Dice::new(seed);
+    // So long a wait for answers that a busy machine, with twelve connections' packets in its queues, is no silent peer.
+    let options = QpOptions { timeout: 12, ..patient() };
+    let mut all: Vec<_> = (0..12)
+        .map(|n| {
+            let kind = KINDS[n as usize % 3];
+            Traffic::with(fixture, &world, kind, seed ^ (n << 8), options.clone())
+        })
+        .collect();
+    let mut rounds: Vec<_> = all.iter_mut().map(Traffic::begin).collect();
+    let registered = world.b.context.hca().registry().len();
+    let taken = || {
+        let ends = [&world.a, &world.b].map(|end| end.context.hca().link_counters().drops.injected);
+        ends.iter().sum::<u64>()
+    };
+    let (mut over, mut given_up) = (0, 0);
+    let (mut last, mut next) = (std::time::Instant::now(), std::time::Instant::now());
+    while taken() < goal {
+        world.step();
+        for (traffic, round) in all.iter_mut().zip(&mut rounds) {
+            if !traffic.is_over(round) {
+                continue;
+            }
+            match round.failed {
+                None => traffic.check(round),
+                // Eight tries of one packet may all be lost.
+                Some(status) => {
+                    assert_eq!(status, Status::RetryExceeded);
+                    given_up += 1;
+                    traffic.again();
+                }
+            }
+            (over, last) = (over + 1, std::time::Instant::now());
+            *round = traffic.begin();
+        }
+        assert!(last.elapsed() < crate::fixture::SOON, "it hangs: seed {seed}");
+        if std::time::Instant::now() < next {
+            continue;
+        }
+        match dice.below(4) {
+            0 => stall(&world.a),
+            1 => stall(&world.b),
+            _ => {
+                let which = dice.below(12) as usize;
+                all[which].again();
+                rounds[which] = all[which].begin();
+            }
+        }
+        // Not so soon that standing still alone would cost all tries.
+        next = std::time::Instant::now() + Duration::from_millis(20 + dice.below(100));
+    }
+    assert!(given_up <= 2 + over / 500, "{given_up} of {over} rounds were given up");
+    assert_eq!(world.b.context.hca().registry().len(), registered);
+    assert_eq!(world.a.context.stats().queue_pairs, 12);
+    println!("{:?}: {over} rounds, {given_up} given up", fixture.which);
+}
+
+/// Only this one is driven, for less time than it takes to lose patience.
+fn stall(only: &End) {
+    let start = std::time::Instant::now();
+    while start.elapsed() < Duration::from_millis(30) {
+        only.context.hca().poll().unwrap();
+    }
+}
+
+/// A whole device ends in the middle of transfers, its own and its peers'; theirs fail in time, and all else goes on.
+fn a_device_that_vanishes(fixture: &Fixture) {
+    let mut links = fixture.which.crowd(4).unwrap().into_iter();
+    let mut open = || End::open(links.next().unwrap(), Drive::Inline);
+    let world = World { a: open(), b: open() };
+    let beside = world.join(impatient());
+    let near = fixture.host(&world.a, 8 << 20);
+    for round in 0..2 {
+        let pair = World { a: world.a.clone(), b: open() };
+        let far = fixture.host(&pair.b, 4 << 20);
+        let [ours, theirs] = [0; 2].map(|_| pair.join(impatient()));
+        let data = [near.mr.sge(0, 4 << 20)];
+        let op = [Op::Write(far.mr.remote(0)), Op::Read(far.mr.remote(0))][round];
+        ours.a.qp.post_send(&[Request::new(1, op).with(&data), Request::new(2, Op::Nop)]).unwrap();
+        let back = [far.mr.sge(0, 4 << 20)];
+        let write = Request::new(3, Op::Write(near.mr.remote(4 << 20))).with(&back);
+        theirs.b.qp.post_send(&[write]).unwrap();
+        let begun = || {
+            let received = |side: &crate::fixture::Side| side.qp.stats().unwrap().packets_received;
+            received(&ours.b) > 0 && received(&theirs.a) > 0
+        };
+        pair.until("transfers that have begun", begun);
+        let (Joined { a: survivor, b: one }, Joined { a: listener, b: two }) = (ours, theirs);
+        let World { b: gone, .. } = pair;
+        drop((one, two, far, gone));
+        world.failed(&survivor.sends, 1, Status::RetryExceeded);
+        world.failed(&survivor.sends, 2, Status::Flushed);
+        world.works(&beside);
+        // Who was written to sees nothing of it.
+        assert_eq!(listener.qp.state().unwrap(), State::Rts);
+        world.quiet(&listener.receives);
+    }
+    assert_eq!(world.a.context.stats().queue_pairs, 1);
 }
 
 fn mixed_traffic_over_a_bad_network(fixture: &Fixture) {

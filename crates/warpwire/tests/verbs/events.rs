@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use warpwire::mlx5::{Builder, Doorbell, Opcode, Record, Scratch};
 use warpwire::verbs::{
     Change, Completion, Cq, Drive, Op, QpOptions, ReceiveRequest, Request, State, Status,
 };
@@ -15,7 +16,32 @@ use crate::fixture::{Fixture, Joined, Kind, SOON, World, cases, connect, same};
 cases!(CASES: sleepers_are_woken, guards_and_threads_move_bytes, ping_pong_without_lost_wakeups,
     several_sleep_on_one_queue);
 cases!(ONCE: armed_before_or_after, solicited_only, the_file_descriptor, waits_and_late_entries_on_a_thread,
-    an_idle_device_sleeps);
+    an_idle_device_sleeps, a_doorbell_that_wakes_nobody);
+
+/// A stream rings a device that has been at rest: it is seen, soon enough.
+fn a_doorbell_that_wakes_nobody(fixture: &Fixture) {
+    let world = fixture.driven(Drive::Thread { spin: Duration::ZERO, core: None });
+    let joined = world.join(QpOptions { watched: true, ..QpOptions::default() });
+    let Joined { a: side, .. } = &joined;
+    let (memory, layout) = side.qp.queues();
+    let (bytes, mut scratch) = (memory.bytes(), Scratch::default());
+    for (block, rest) in (0u16..).zip([0, 5, 300, 300]) {
+        std::thread::sleep(Duration::from_millis(rest));
+        side.sends.arm(false).unwrap();
+        let number = side.qp.number();
+        let entry = Builder::new(&mut scratch, Opcode::Nop, block, number).signaled();
+        bytes.write(layout.send + u64::from(block) * 64, entry.finish().unwrap().bytes()).unwrap();
+        let record = u32::from_ne_bytes(Record::word(block + 1));
+        bytes.store_u32(layout.record + Record::SEND as u64, record).unwrap();
+        let doorbell = u64::from_ne_bytes(Doorbell::next(number, block + 1));
+        bytes.store_u64(layout.doorbell, doorbell).unwrap();
+        let start = Instant::now();
+        assert!(side.sends.wait(SOON).unwrap(), "nobody saw it");
+        // Once a second a thread at rest makes a step in any case.
+        assert!(start.elapsed() < Duration::from_millis(500), "{:?}", start.elapsed());
+        assert_eq!(drain(&side.sends), 1);
+    }
+}
 
 fn readable(fd: impl AsFd) -> bool {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };

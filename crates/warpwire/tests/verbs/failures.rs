@@ -483,7 +483,7 @@ fn unread_completions_of_a_former_life(fixture: &Fixture) {
 }
 
 fn freed_memory_under_a_registration(fixture: &Fixture) {
-    for kind in [Kind::Window, Kind::Engine] {
+    for kind in [Kind::Window, Kind::Engine, Kind::Staged] {
         let trial = Trial::new(fixture, QpOptions::default());
         let far = fixture.memory(&trial.world.b, kind, 1 << 16, crate::fixture::ALL);
         let near = fixture.memory(&trial.world.a, kind, 1 << 16, crate::fixture::ALL);

@@ -36,7 +36,7 @@ macro_rules! cases {
 }
 pub(crate) use cases;
 
-/// The links that cases run over. A new one is a line here and a line in [`Which::ends`].
+/// The links that cases run over. A new one is a line here and a line in [`Which::crowd`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
     Loopback,
@@ -57,17 +57,24 @@ impl Which {
 
     /// Two links that reach each other.
     pub fn ends(self) -> warpwire::Result<[Box<dyn Link>; 2]> {
-        match self {
+        let mut links = self.crowd(2)?.into_iter();
+        Ok(std::array::from_fn(|_| links.next().unwrap()))
+    }
+
+    /// So many links that reach each other.
+    pub fn crowd(self, count: u8) -> warpwire::Result<Vec<Box<dyn Link>>> {
+        let hub = Hub::new();
+        let make = |n| match self {
             Self::Loopback => {
-                let hub = Hub::new();
-                let end = |at: &str| hub.endpoint(at.parse().unwrap());
-                Ok([Box::new(end("10.0.0.1:4791")?), Box::new(end("10.0.0.2:4791")?)])
+                let address = format!("10.0.0.{}:4791", n + 1).parse().unwrap();
+                Ok(Box::new(hub.endpoint(address)?) as Box<dyn Link>)
             }
-            Self::Udp4 => Ok([udp("127.0.0.1:0")?, udp("127.0.0.1:0")?]),
-            Self::Udp6 => Ok([udp("[::1]:0")?, udp("[::1]:0")?]),
-            Self::Shm => Ok([shm("127.0.0.1:0")?, shm("127.0.0.1:0")?]),
-            Self::Auto => Ok([auto("127.0.0.1:0")?, auto("127.0.0.1:0")?]),
-        }
+            Self::Udp4 => udp("127.0.0.1:0"),
+            Self::Udp6 => udp("[::1]:0"),
+            Self::Shm => shm("127.0.0.1:0"),
+            Self::Auto => auto("127.0.0.1:0"),
+        };
+        (0..count).map(make).collect()
     }
 
     /// Why it is not there, if it is not.
@@ -95,9 +102,10 @@ pub enum Kind {
     Host,
     Window,
     Engine,
+    Staged,
 }
 
-pub const KINDS: [Kind; 3] = [Kind::Host, Kind::Window, Kind::Engine];
+pub const KINDS: [Kind; 4] = [Kind::Host, Kind::Window, Kind::Engine, Kind::Staged];
 
 /// What a case gets: which link to use, and a simulated GPU.
 pub struct Fixture {
@@ -150,12 +158,14 @@ impl Fixture {
                 let mr = end.context.register(&end.pd, memory.clone(), access).unwrap();
                 Patch { store: Store::Host(memory), mr }
             }
-            Kind::Window | Kind::Engine => {
+            Kind::Window | Kind::Engine | Kind::Staged => {
                 let memory = self.gpu().alloc(len).unwrap();
                 memory.write(0, &vec![0; len as usize]).unwrap();
                 let mut region = Memory::from(memory.region(0, len).unwrap());
-                if kind == Kind::Engine {
-                    region = region.without_window();
+                match kind {
+                    Kind::Engine => region = region.without_window(),
+                    Kind::Staged => region = region.staged(),
+                    _ => {}
                 }
                 let mr = end.context.register(&end.pd, region, access).unwrap();
                 Patch { store: Store::Device(memory), mr }
@@ -225,6 +235,7 @@ pub fn same(found: &[u8], wanted: &[u8], what: &str) {
 }
 
 /// A device with a protection domain.
+#[derive(Clone)]
 pub struct End {
     pub context: Context,
     pub pd: Pd,

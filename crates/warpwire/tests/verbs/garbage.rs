@@ -304,6 +304,7 @@ fn random_links_of_shared_receives(fixture: &Fixture) {
                 user_index: 0xffff,
                 watched: false,
                 options: QpOptions::default().tuning,
+                datagrams: None,
             })
             .unwrap();
         let peer = world.side(&world.b, options()); // lends its steps

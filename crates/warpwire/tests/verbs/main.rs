@@ -6,15 +6,18 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
 mod chaos;
+mod datagrams;
 mod events;
 mod failures;
 mod fixture;
 mod garbage;
 mod mixtures;
 mod operations;
+mod processes;
 mod queues;
 mod scale;
 mod states;
+mod strange;
 
 use std::process::ExitCode;
 
@@ -31,7 +34,11 @@ const EVERYWHERE: &[&[Case]] = &[
     scale::CASES,
     chaos::CASES,
     mixtures::CASES,
+    datagrams::CASES,
+    strange::CASES,
 ];
+/// Cases for links between processes.
+const BETWEEN_PROCESSES: &[&[Case]] = &[processes::CASES];
 /// Cases for which the link does not matter.
 const ONCE: &[&[Case]] = &[
     failures::ONCE,
@@ -42,9 +49,14 @@ const ONCE: &[&[Case]] = &[
     chaos::ONCE,
     mixtures::ONCE,
     garbage::ONCE,
+    datagrams::ONCE,
 ];
 
 fn main() -> ExitCode {
+    if let Ok(words) = std::env::var(processes::VARIABLE) {
+        processes::live(&words);
+        return ExitCode::SUCCESS;
+    }
     let arguments = Arguments::from_args();
     let mut trials = Vec::new();
     for (which, name) in Which::ALL {
@@ -57,7 +69,8 @@ fn main() -> ExitCode {
             }
             continue;
         }
-        let rooms = EVERYWHERE.iter().chain(ONCE.iter().filter(|_| which == Which::Loopback));
+        let special = if which == Which::Loopback { ONCE } else { BETWEEN_PROCESSES };
+        let rooms = EVERYWHERE.iter().chain(special);
         for case in rooms.flat_map(|room| room.iter()) {
             trials.push(Trial::test(format!("{name}::{}", case.name), move || {
                 (case.run)(&Fixture::new(which));

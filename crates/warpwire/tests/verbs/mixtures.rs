@@ -162,7 +162,7 @@ fn threads_share_a_queue_pair(fixture: &Fixture) {
 /// Device memory moves under traffic: it waits, and no byte is wrong.
 fn memory_that_moves(fixture: &Fixture) {
     let control = fixture.control();
-    for kind in [Kind::Window, Kind::Engine] {
+    for kind in [Kind::Window, Kind::Engine, Kind::Staged] {
         let world = fixture.world();
         let joined = world.join(QpOptions::default());
         let near = fixture.memory(&world.a, kind, 1 << 20, crate::fixture::ALL);

@@ -114,9 +114,12 @@ fn messages_arrive(fixture: &Fixture) {
 }
 
 fn large_transfers(fixture: &Fixture) {
-    for (kind, len) in
-        [(Kind::Host, 64 << 20), (Kind::Window, (1 << 20) + 1), (Kind::Engine, (1 << 20) + 1)]
-    {
+    for (kind, len) in [
+        (Kind::Host, 64 << 20),
+        (Kind::Window, (1 << 20) + 1),
+        (Kind::Engine, (1 << 20) + 1),
+        (Kind::Staged, (1 << 20) + 1),
+    ] {
         let field = Field::new(fixture, kind, len as u64 + 4096, QpOptions::default());
         let wanted = field.near.pattern(1001, len, 9);
         guard(&field.far, 333, len);

@@ -15,7 +15,7 @@ use crate::fixture::{Fixture, Joined, Side, World, cases, connect, same};
 cases!(CASES: unsignaled_chains, a_full_ring_is_busy, receive_queues_wrap, many_share_receives,
     two_queue_pairs_on_one_completion_queue);
 cases!(ONCE: indices_wrap_at_sixteen_bits, receive_counters_wrap_at_sixteen_bits, limits_of_shared_receives,
-    shared_receives_outlive_their_users, the_last_receive_is_told, an_overrun_fails_its_users,
+    shared_receives_outlive_their_users, a_shared_receive_in_use, the_last_receive_is_told, an_overrun_fails_its_users,
     overruns_that_nobody_minds, a_collapsed_queue, queues_in_device_memory, entries_of_other_writers,
     only_the_first_error);
 
@@ -253,6 +253,35 @@ fn shared_receives_outlive_their_users(fixture: &Fixture) {
         drop(qp); // with three completions that nobody has read
     }
     world.quiet(&cq);
+}
+
+/// A queue pair goes in the middle of a message: the receive that it took serves the next.
+fn a_shared_receive_in_use(fixture: &Fixture) {
+    let world = fixture.world();
+    let end = &world.b;
+    let near = fixture.host(&world.a, 1 << 20);
+    let far = fixture.host(end, 1 << 20);
+    let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 1, ranges: 1 }).unwrap();
+    let options = QpOptions { srq: Some(srq.clone()), ..QpOptions::default() };
+    let data = [near.mr.sge(0, 1 << 20)];
+    let place = [far.mr.sge(0, 1 << 20)];
+    srq.post_receive(&[ReceiveRequest { id: 1, data: &place }]).unwrap();
+    for round in 0..4 {
+        let joined = world.join_with(QpOptions::default(), options.clone());
+        joined.a.qp.post_send(&[Request::new(2, Op::Send).with(&data)]).unwrap();
+        let begun = || joined.b.qp.stats().unwrap().packets_received > 0;
+        world.until("a message that has begun", begun);
+        if round % 2 == 0 {
+            joined.b.qp.modify(&Change::to(State::Reset)).unwrap();
+        }
+    }
+    let joined = world.join_with(QpOptions::default(), options);
+    let wanted = near.pattern(0, 1 << 20, 4);
+    joined.a.qp.post_send(&[Request::new(2, Op::Send).with(&data)]).unwrap();
+    world.done(&joined.a.sends, 2);
+    world.done(&joined.b.receives, 1);
+    same(&far.read(0, 1 << 20), &wanted, "the receive that nobody used up");
+    srq.post_receive(&[ReceiveRequest { id: 1, data: &place }]).unwrap();
 }
 
 fn the_last_receive_is_told(fixture: &Fixture) {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use warpwire::link::{Hub, loopback};
 use warpwire::verbs::{
     Access, AsyncEvent, Change, CqOptions, Drive, Mtu, Op, QpOptions, ReceiveRequest, Request,
-    SrqOptions, State,
+    SrqOptions, State, Status,
 };
 use warpwire_proto::qp::Access as QpAccess;
 
@@ -162,18 +162,35 @@ fn peers_of_different_mtus(fixture: &Fixture) {
     }
 }
 
-/// What is posted before a queue pair may send goes out when it may.
+/// Work is refused at once before a queue pair may send, and nothing of it is left; one that failed gives it back.
 fn work_before_its_time(fixture: &Fixture) {
     let world = fixture.world();
     let (one, two) =
         (world.side(&world.a, QpOptions::default()), world.side(&world.b, QpOptions::default()));
-    one.qp.post_send(&[Request::new(1, Op::Nop)]).unwrap();
-    world.quiet(&one.sends);
+    let offer = two.qp.offer();
+    let refused = |state: &str| {
+        let why = one.qp.post_send(&[Request::new(1, Op::Nop)]).unwrap_err().to_string();
+        assert!(why.contains(state) && why.contains("RTS"), "{why}");
+    };
+    refused("RESET");
     one.qp.modify(&one.qp.to_init()).unwrap();
-    one.qp.modify(&one.qp.to_rtr(&two.qp.offer()).unwrap()).unwrap();
+    refused("INIT");
+    one.qp.modify(&one.qp.to_rtr(&offer).unwrap()).unwrap();
+    refused("RTR");
+    one.qp.modify(&one.qp.to_rts(&offer)).unwrap();
     world.quiet(&one.sends);
-    one.qp.modify(&one.qp.to_rts(&two.qp.offer())).unwrap();
-    world.done(&one.sends, 1);
+    one.qp.post_send(&[Request::new(2, Op::Nop)]).unwrap();
+    world.done(&one.sends, 2);
+    one.qp.modify(&Change::to(State::Err)).unwrap();
+    one.qp.post_send(&[Request::new(3, Op::Nop)]).unwrap();
+    world.failed(&one.sends, 3, Status::Flushed);
+    one.qp.modify(&Change::to(State::Reset)).unwrap();
+    refused("RESET");
+    // It fails before it ever could send: then work comes back too.
+    one.qp.modify(&one.qp.to_init()).unwrap();
+    one.qp.modify(&Change::to(State::Err)).unwrap();
+    one.qp.post_send(&[Request::new(4, Op::Nop)]).unwrap();
+    world.failed(&one.sends, 4, Status::Flushed);
 }
 
 fn the_queue_is_drained(fixture: &Fixture) {

@@ -4,9 +4,10 @@
 //! usual case: one CRC); where the guess is wrong, the ICRC itself tells it, because the CRC is linear.
 //!
 //! A solution takes sixteen of the ICRC's bits for the identification and leaves sixteen as a check. Our own
-//! senders use small identifications, so that a small one is taken at once (25 bits are left as a check); a large one
-//! only from a sender that has shown large ones before, as ConnectX and rxe do: its first such packets are dropped,
-//! and sent again by its queue pair.
+//! senders use small identifications, so that a small one is taken at once (25 bits are left as a check), and so is
+//! one that follows closely on the last. A sender's first packet may have any, because it may be its only one: rxe
+//! refuses a request once, and is silent from then on. A sender that began small must show large ones twice
+//! before they count: its packets were damaged rather.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -33,7 +34,10 @@ struct Sender {
     last: u16,
     /// What it adds from packet to packet.
     step: u16,
+    /// How many large identifications it has shown.
     large: u8,
+    /// None of its packets was right so far.
+    fresh: bool,
 }
 
 pub(super) struct Checker {
@@ -58,13 +62,14 @@ impl Checker {
         let place = self.senders.get_mut(place_of(from))?;
         if !place.as_ref().is_some_and(|known| known.from == from && known.to == to) {
             let cover = Cover::new(from, SocketAddr::new(to, self.port));
-            *place = Some(Sender { from, to, cover, last: 0, step: 0, large: 0 });
+            *place = Some(Sender { from, to, cover, last: 0, step: 0, large: 0, fresh: true });
         }
         let sender = place.as_mut()?;
         let guess = sender.last.wrapping_add(sender.step);
         let computed = sender.cover.icrc::<Simd>(guess, packet)?;
         if computed == carried {
             sender.last = guess;
+            sender.fresh = false;
             return Some(guess);
         }
         if from.is_ipv6() {
@@ -75,17 +80,28 @@ impl Checker {
             *identify = Identify::new(packet.len());
         }
         let found = identify.solve(guess, carried ^ computed)?;
-        if found >= SMALL && sender.large < PROOF {
+        let advance = found.wrapping_sub(sender.last);
+        if found >= SMALL && sender.fresh && looks_right(packet) {
+            sender.large = PROOF;
+        }
+        if found >= SMALL && advance >= SMALL && sender.large < PROOF {
             sender.large += 1;
             return None;
         }
-        sender.step = match found.wrapping_sub(sender.last) {
+        sender.fresh = false;
+        sender.step = match advance {
             step @ 0..=1 => step,
             _ => sender.step,
         };
         sender.last = found;
         Some(found)
     }
+}
+
+/// Whether the base header has the version and the partition that every packet has: 20 bits that chance would have to
+/// guess, on top of the ICRC's.
+fn looks_right(packet: &[u8]) -> bool {
+    matches!(packet, [_, second, 0x7f | 0xff, 0xff, ..] if second & 0x0f == 0)
 }
 
 fn place_of(from: SocketAddr) -> usize {
@@ -107,6 +123,7 @@ mod tests {
 
     fn sealed(id: u16, len: usize) -> Vec<u8> {
         let mut packet = vec![0x5a; len];
+        packet[1..4].copy_from_slice(&[0x40, 0xff, 0xff]);
         let mut cover = Cover::new(from(), SocketAddr::new(to(), 4791));
         let icrc = cover.icrc::<Simd>(id, &packet).unwrap();
         packet[len - 4..].copy_from_slice(&icrc.to_le_bytes());
@@ -142,11 +159,39 @@ mod tests {
     }
 
     #[test]
-    fn large_identifications_need_proof() {
+    fn the_first_packet_of_a_sender_may_have_any_identification() {
+        // rxe tells of a refusal once. Were it dropped, the requester would wait in vain.
         let mut checker = Checker::new(4791);
-        let found = (0xabcd..0xabd0).map(|id| checker.check(from(), to(), &sealed(id, 100)));
-        assert_eq!(found.collect::<Vec<_>>(), [None, None, Some(0xabcf)]);
-        assert_eq!(checker.check(from(), to(), &sealed(9, 100)), Some(9));
+        for id in [0xabcd, 0xabcf, 0x1234, 9, 0x8000] {
+            assert_eq!(checker.check(from(), to(), &sealed(id, 100)), Some(id), "{id:#x}");
+        }
+    }
+
+    #[test]
+    fn a_stranger_does_not_pass_by_chance() {
+        let mut checker = Checker::new(4791);
+        let mut packet = sealed(0xabcd, 100);
+        packet[2] = 0x12;
+        let mut cover = Cover::new(from(), SocketAddr::new(to(), 4791));
+        let icrc = cover.icrc::<Simd>(0xabcd, &packet).unwrap();
+        packet[96..].copy_from_slice(&icrc.to_le_bytes());
+        assert_eq!(checker.check(from(), to(), &packet), None);
+    }
+
+    #[test]
+    fn a_sender_that_began_small_must_prove_large_ones() {
+        let mut checker = Checker::new(4791);
+        let ids = [0, 0xabcd, 5, 0xabce, 0xabcf, 0x1234];
+        let found = ids.map(|id| checker.check(from(), to(), &sealed(id, 100)));
+        assert_eq!(found, [Some(0), None, Some(5), None, Some(0xabcf), Some(0x1234)]);
+    }
+
+    #[test]
+    fn a_sender_that_counts_slowly_out_of_the_small_ones_is_followed() {
+        let mut checker = Checker::new(4791);
+        for id in (3..1000).step_by(7) {
+            assert_eq!(checker.check(from(), to(), &sealed(id, 100)), Some(id));
+        }
     }
 
     #[test]

@@ -288,6 +288,36 @@ pub(super) fn export_pages(
     Err(refusal.unwrap_or_else(|| Error::new(Kind::Unsupported, "")))
 }
 
+/// Why CUDA does not export memory, as far as it says what memory that is.
+#[cold]
+fn explain_export(device: &CudaDevice, start: u64, error: Error) -> Error {
+    let asked = |attribute| ask_pointer(device, attribute, start).ok();
+    let mut pool = 0_u64;
+    let asked_pool =
+        call!(device.driver, pointer_attribute((&raw mut pool).cast(), pointer::POOL, start));
+    let (why, fix) = if asked(pointer::IS_MANAGED) == Some(1) {
+        (
+            "it is managed memory, which moves between host and device",
+            "use cuMemAlloc or cuMemCreate",
+        )
+    } else if asked(pointer::RDMA_CAPABLE) == Some(0) {
+        (
+            "it was made with cuMemCreate without the flag for GPUDirect RDMA",
+            "set allocFlags.gpuDirectRDMACapable, or use cuMemAlloc (PyTorch: \
+             PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False)",
+        )
+    } else if asked_pool.is_ok() && pool != 0 {
+        (
+            "it comes from a memory pool of another maker",
+            "use cuMemAlloc, or a pool with shareable handles",
+        )
+    } else {
+        return error;
+    };
+    let reason = format!("{why} ({})", error.reason());
+    error.why(reason).fix(fix)
+}
+
 const GPU_PAGE: u64 = 64 << 10;
 const LARGE_GPU_PAGE: u64 = 2 << 20;
 
@@ -352,6 +382,7 @@ impl MemoryBackend for CudaMemory {
         let _current = device.enter()?;
         let start = self.address.raw() + offset;
         let (fd, first) = export_pages(device, start, len, route)
+            .map_err(|error| explain_export(device, start, error))
             .map_err(|error| device.blame(format!("export {len} bytes as a dma-buf"))(error))?;
         Ok(DmaBuf::new(fd, start - first, len))
     }
@@ -379,6 +410,8 @@ impl MemoryBackend for CudaMemory {
     fn piece_end(&self, offset: u64) -> Result<u64> {
         let (mut base, mut size) = (0, 0);
         let at = self.address.raw() + offset;
+        // Unlike attributes, ranges are told to a thread with a context only.
+        let _current = self.device.enter()?;
         call!(self.device.driver, address_range(&mut base, &mut size, at))?;
         Ok((base + size as u64).saturating_sub(self.address.raw()))
     }

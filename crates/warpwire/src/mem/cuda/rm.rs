@@ -385,9 +385,13 @@ fn check(what: &'static str, status: u32) -> Result<()> {
         0x57 => (Kind::Stale, "no such object"),
         _ => (Kind::Unsupported, "see the driver's nvstatuscodes.h"),
     };
-    Err(Error::new(kind, what)
+    let error = Error::new(kind, what)
         .on("the resource manager")
-        .why(format!("status {status:#x} ({meaning})")))
+        .why(format!("status {status:#x} ({meaning})"));
+    Err(match status {
+        0x1a => error.fix("close windows that are not needed, or let firmware give the GPU a larger BAR1 (Resizable BAR)"),
+        _ => error,
+    })
 }
 
 #[cfg(test)]

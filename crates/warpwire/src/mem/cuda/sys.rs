@@ -73,6 +73,7 @@ pub(super) mod pointer {
     pub(crate) const IS_MANAGED: i32 = 8;
     pub(crate) const DEVICE_ORDINAL: i32 = 9;
     pub(crate) const IS_LEGACY_IPC_CAPABLE: i32 = 10;
+    pub(crate) const RDMA_CAPABLE: i32 = 15;
     pub(crate) const POOL: i32 = 17;
     pub(crate) const MAPPING_BASE: i32 = 19;
     pub(crate) const MEMORY_TYPE_HOST: u32 = 1;

@@ -1,0 +1,128 @@
+//! Registers memory that another library allocated, and moves data through it: built as a C library, loaded by
+//! `06_register.py`, which hands it addresses of PyTorch tensors.
+//!
+//! ```text
+//! cargo build --release --example 06_register -p warpwire
+//! python3 crates/warpwire/examples/06_register.py target/release/examples/lib06_register.so
+//! ```
+#![allow(unsafe_code)] // its functions have C names
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use warpwire::link::Hub;
+use warpwire::mem::{self, DeviceAddr};
+use warpwire::mr::HostMemory;
+use warpwire::verbs::{Access, Attach, Context, Cq, Mr, Op, Pd, Qp, QpOptions, Request};
+use warpwire::{Error, Result};
+
+/// Two devices of this process: the second has the tensors.
+struct Pair {
+    near: Context,
+    far: Context,
+    pds: [Pd; 2],
+    cqs: [Cq; 2],
+    qps: [Qp; 2],
+}
+
+static REGISTERED: Mutex<Vec<(Pair, Mr)>> = Mutex::new(Vec::new());
+
+impl Pair {
+    fn connect() -> Result<Self> {
+        let hub = Hub::new();
+        let open = |last: u8| Context::open(hub.endpoint(([10, 0, 0, last], 4791).into())?);
+        let (near, far) = (open(1)?, open(2)?);
+        let pds = [near.pd(), far.pd()];
+        let cqs = [near.create_cq(16)?, far.create_cq(16)?];
+        let qp = near.create_qp(&pds[0], &cqs[0], &cqs[0], QpOptions::default())?;
+        let peer = far.create_qp(&pds[1], &cqs[1], &cqs[1], QpOptions::default())?;
+        qp.connect(&peer.offer())?;
+        peer.connect(&qp.offer())?;
+        Ok(Self { near, far, pds, cqs, qps: [qp, peer] })
+    }
+
+    /// Does one thing to the peer's memory; `Some` is how it failed.
+    fn run(&self, request: Request<'_>) -> Result<Option<String>> {
+        self.qps[0].post_send(&[request])?;
+        let done = self.cqs[0].next(Duration::from_secs(10))?;
+        Ok(match done {
+            Some(done) if done.is_success() => None,
+            Some(done) => Some(format!("{:?}", done.status)),
+            None => Some("no end".into()),
+        })
+    }
+}
+
+/// Registers `len` bytes at `address`: by the address, by a dma-buf (`how` 1 pinned, 2 movable), or staged (3). Prints
+/// the path and why there is no better one. Returns a number for the functions below, or -1.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpwire_register(address: u64, len: u64, how: i32) -> i64 {
+    report(register(address, len, how))
+}
+
+fn register(address: u64, len: u64, how: i32) -> Result<i64> {
+    let pair = Pair::connect()?;
+    let (far, pd) = (&pair.far, &pair.pds[1]);
+    let place = DeviceAddr::new(address);
+    let mr = match how {
+        // SAFETY: the caller says when the tensor goes; uses after that are found out, which is what it is about.
+        0 => unsafe { far.register_address(pd, address, len, None, Access::ALL) }?,
+        3 => {
+            // SAFETY: as above.
+            let memory = unsafe { mem::owner_of(place)?.borrow(place, len) }?;
+            far.register(pd, warpwire::verbs::Memory::from(memory.whole()?).staged(), Access::ALL)?
+        }
+        _ => {
+            // SAFETY: as above.
+            let buffer = unsafe { mem::export_address(place, len) }?;
+            let attach = if how == 1 { Attach::Static } else { Attach::Dynamic };
+            far.register_dmabuf(pd, (&buffer).into(), None, Access::ALL, attach)?
+        }
+    };
+    println!("  {} registered by {}", mr.path(), mr.named());
+    for why in mr.why() {
+        println!("    {why}");
+    }
+    let mut registered = REGISTERED.lock().map_err(|_| broken("a lock is poisoned"))?;
+    registered.push((pair, mr));
+    Ok(registered.len() as i64 - 1)
+}
+
+/// Writes `len` bytes of value `value` at `offset`, by RDMA, and reads them back. Returns 0 if they are the same, 1 if
+/// not, 2 if the work failed, which is said.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpwire_check(number: i64, offset: u64, len: u32, value: u8) -> i64 {
+    report(check(number, offset, len, value))
+}
+
+fn check(number: i64, offset: u64, len: u32, value: u8) -> Result<i64> {
+    let registered = REGISTERED.lock().map_err(|_| broken("a lock is poisoned"))?;
+    let (pair, mr) = registered.get(number as usize).ok_or_else(|| broken("no such number"))?;
+    let own = HostMemory::new(2 * u64::from(len))?;
+    own.bytes().fill(0, u64::from(len), &[value])?;
+    let local = pair.near.register(&pair.pds[0], own.clone(), Access::LOCAL_WRITE)?;
+    let remote = mr.remote(offset);
+    let write = Request::new(1, Op::Write(remote));
+    let read = Request::new(2, Op::Read(remote));
+    for request in [write.with(&[local.sge(0, len)]), read.with(&[local.sge(u64::from(len), len)])]
+    {
+        if let Some(failed) = pair.run(request)? {
+            println!("  the work ended with {failed}");
+            return Ok(2);
+        }
+    }
+    let mut back = vec![0; len as usize];
+    own.bytes().read(u64::from(len), &mut back)?;
+    Ok(i64::from(back.iter().any(|byte| *byte != value)))
+}
+
+fn broken(why: &'static str) -> Error {
+    Error::new(warpwire::error::Kind::InvalidArgument, "check a registration").why(why)
+}
+
+fn report(outcome: Result<i64>) -> i64 {
+    outcome.unwrap_or_else(|error| {
+        println!("  {error}");
+        -1
+    })
+}

@@ -1,0 +1,89 @@
+//! What registering costs, from 4 KiB to 64 GiB of reserved memory: it must not depend on the size.
+//!
+//! ```text
+//! cargo run --release --example 07_register_time -p warpwire
+//! ```
+//! Each figure is the best of several rounds, in microseconds; the last column compares the largest registration with
+//! the smallest.
+#![allow(unsafe_code)] // it registers memory by its address
+
+use std::time::Instant;
+
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use warpwire::mr::{Access, Cache, CacheOptions, HostMemory, Mr, Registry};
+use warpwire::{Result, units};
+
+const SIZES: [u64; 7] = [4 << 10, 64 << 10, 1 << 20, 64 << 20, 1 << 30, 8 << 30, 64 << 30];
+const ROUNDS: usize = 200;
+
+/// The best time of an act, in microseconds.
+fn best<T>(mut act: impl FnMut() -> Result<T>) -> Result<f64> {
+    let mut least = f64::INFINITY;
+    for _ in 0..ROUNDS {
+        let start = Instant::now();
+        let made = act()?;
+        least = least.min(start.elapsed().as_secs_f64() * 1e6);
+        drop(made);
+    }
+    Ok(least)
+}
+
+fn main() -> Result<()> {
+    let registry = Registry::new();
+    let pd = registry.pd();
+    let rights = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE;
+    let largest = SIZES[SIZES.len() - 1];
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping at an address of the kernel's choice; nobody touches it.
+    let base = unsafe { mmap_anonymous(std::ptr::null_mut(), largest as usize, protection, flags) }
+        .map_err(|error| warpwire::Error::os("reserve 64 GiB of addresses", &error.into()))?;
+    let at = base.addr() as u64;
+    // SAFETY: mapped until the end of this function, and touched by nobody.
+    let by = |len, access| -> Result<Mr> {
+        unsafe { registry.register_address(&pd, at, len, None, access) }
+    };
+    let cache = |watch| {
+        Cache::new(
+            &registry,
+            &pd,
+            CacheOptions { watch, access: rights, most_bytes: u64::MAX, ..CacheOptions::default() },
+        )
+    };
+    let (watched, asked) = (cache(true)?, cache(false)?);
+
+    println!(
+        "{:>8} {:>10} {:>10} {:>10} {:>14} {:>14}",
+        "size", "handle", "address", "on demand", "cache, watched", "cache, asked"
+    );
+    let mut rows = Vec::new();
+    for len in SIZES {
+        let memory = HostMemory::new(len)?;
+        let hit = |cache: &Cache| {
+            // SAFETY: as above.
+            let get = || unsafe { cache.get(at, len) };
+            get()?;
+            best(get)
+        };
+        let row = [
+            best(|| registry.register(&pd, memory.clone(), None, rights))?,
+            best(|| by(len, rights))?,
+            best(|| by(len, rights | Access::ON_DEMAND))?,
+            hit(&watched)?,
+            hit(&asked)?,
+        ];
+        let [handle, address, demand, watched, asked] = row;
+        println!(
+            "{:>8} {handle:>10.2} {address:>10.2} {demand:>10.2} {watched:>14.2} {asked:>14.2}",
+            units::bytes(len)
+        );
+        rows.push(row);
+    }
+    let ratio = |column: usize| rows[rows.len() - 1][column] / rows[0][column];
+    let ratios: Vec<_> = (0..5).map(|column| format!("{:.2}", ratio(column))).collect();
+    println!("largest to smallest: {}", ratios.join(", "));
+    drop((watched, asked));
+    // SAFETY: mapped above, and no registration of it is left.
+    unsafe { munmap(base, largest as usize) }
+        .map_err(|error| warpwire::Error::os("unmap memory", &error.into()))
+}

@@ -1,0 +1,262 @@
+//! Registration tried for real: every sort of memory on this machine, in every way, with data through it.
+#![allow(unsafe_code)]
+
+use std::fmt::Write;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use crate::error::{Error, Kind, Result};
+use crate::link::Hub;
+use crate::mem::{self, Allocation, MemoryKind};
+use crate::mr::HostMemory;
+use crate::verbs::{
+    Access, Attach, Context, Cq, DmaBufRange, Memory, Mr, Op, Pd, Qp, QpOptions, Request,
+};
+
+/// How much memory is tried.
+const LEN: u64 = 1 << 20;
+/// Where in it data goes: on no boundary of anything.
+const AT: u64 = 4099;
+const DATA: usize = 100_003;
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// One way of registering one sort of memory, and what came of it.
+#[derive(Clone, Debug, Serialize)]
+pub struct Trial {
+    /// Which memory.
+    pub memory: String,
+    /// How it was named.
+    pub by: &'static str,
+    /// What came of it.
+    #[serde(flatten)]
+    pub outcome: TrialOutcome,
+}
+
+/// What came of a [`Trial`].
+#[derive(Clone, Debug, Serialize)]
+#[serde(tag = "outcome", rename_all = "lowercase")]
+pub enum TrialOutcome {
+    /// It was registered, and a write and a read went through it as they should.
+    Works {
+        /// How the memory is reached.
+        path: String,
+        /// How long registering took, in microseconds.
+        register_us: f64,
+        /// Why not in better ways.
+        why: Vec<String>,
+    },
+    /// It was refused.
+    Refused {
+        /// Why, and what to do.
+        why: String,
+    },
+}
+
+/// A way to name memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum By {
+    Handle,
+    Address,
+    OnDemand,
+    DmaBuf(Attach),
+    Staged,
+}
+
+impl By {
+    const ALL: [Self; 6] = [
+        Self::Handle,
+        Self::Address,
+        Self::OnDemand,
+        Self::DmaBuf(Attach::Static),
+        Self::DmaBuf(Attach::Dynamic),
+        Self::Staged,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Handle => "handle",
+            Self::Address => "address",
+            Self::OnDemand => "address, on demand",
+            Self::DmaBuf(Attach::Static) => "dma-buf, pinned",
+            Self::DmaBuf(Attach::Dynamic) => "dma-buf, may move",
+            Self::Staged => "handle, staged",
+        }
+    }
+}
+
+/// Memory to try, and a way to look at it that has nothing to do with registration.
+enum Subject {
+    Host(HostMemory),
+    Device(Allocation),
+}
+
+/// Tries to register every sort of memory that this machine has, in every way, and moves data through what is
+/// registered: from one software HCA to another of this process. Takes a second or so.
+///
+/// ```
+/// use warpwire::doctor::{TrialOutcome, try_registrations};
+/// let trials = try_registrations()?;
+/// let host = trials.iter().find(|trial| trial.memory == "host" && trial.by == "address").unwrap();
+/// assert!(matches!(host.outcome, TrialOutcome::Works { .. }));
+/// # Ok::<(), warpwire::Error>(())
+/// ```
+pub fn try_registrations() -> Result<Vec<Trial>> {
+    let bench = Bench::new()?;
+    let mut trials = Vec::new();
+    let mut all = |memory: &str, subject: &Result<Subject>| {
+        // What is found out once in a process, as the fastest copies are, is not to be part of a figure.
+        if let Ok(subject) = subject {
+            let _ = bench.register(subject, By::Handle);
+        }
+        let host = matches!(subject, Ok(Subject::Host(_)));
+        for by in By::ALL.into_iter().filter(|by| !host || *by != By::Staged) {
+            let registered =
+                subject.as_ref().map_err(Clone::clone).and_then(|subject| bench.run(subject, by));
+            let outcome = match registered {
+                Ok(works) => works,
+                Err(error) => TrialOutcome::Refused { why: error.to_string() },
+            };
+            trials.push(Trial { memory: memory.to_owned(), by: by.name(), outcome });
+        }
+    };
+    all("host", &HostMemory::new(LEN).map(Subject::Host));
+    for device in mem::discover().devices.iter().filter(|device| device.info().ordinal == 0) {
+        for kind in [MemoryKind::Plain, MemoryKind::Vmm, MemoryKind::Pool, MemoryKind::Pinned] {
+            let subject = device.alloc_kind(LEN, kind).map(Subject::Device);
+            all(&format!("{} {kind}", device.label()), &subject);
+        }
+    }
+    Ok(trials)
+}
+
+/// Two devices that talk, of which the second has the memory that is tried.
+struct Bench {
+    near: Context,
+    far: Context,
+    pd: Pd,
+    far_pd: Pd,
+    cq: Cq,
+    qp: Qp,
+    _far: (Cq, Qp),
+}
+
+impl Bench {
+    fn new() -> Result<Self> {
+        let hub = Hub::new();
+        let open = |last: u8| Context::open(hub.endpoint(([10, 0, 0, last], 4791).into())?);
+        let (near, far) = (open(1)?, open(2)?);
+        let (pd, far_pd) = (near.pd(), far.pd());
+        let (cq, far_cq) = (near.create_cq(16)?, far.create_cq(16)?);
+        let qp = near.create_qp(&pd, &cq, &cq, QpOptions::default())?;
+        let peer = far.create_qp(&far_pd, &far_cq, &far_cq, QpOptions::default())?;
+        qp.connect(&peer.offer())?;
+        peer.connect(&qp.offer())?;
+        Ok(Self { near, far, pd, far_pd, cq, qp, _far: (far_cq, peer) })
+    }
+
+    fn run(&self, subject: &Subject, by: By) -> Result<TrialOutcome> {
+        let start = Instant::now();
+        let mr = self.register(subject, by)?;
+        let register_us = start.elapsed().as_secs_f64() * 1e6;
+        self.exercise(subject, &mr)?;
+        Ok(TrialOutcome::Works { path: mr.path().to_string(), register_us, why: mr.why() })
+    }
+
+    fn register(&self, subject: &Subject, by: By) -> Result<Mr> {
+        let rights = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE;
+        let (context, pd) = (&self.far, &self.far_pd);
+        let address = match subject {
+            Subject::Host(memory) => memory.address(),
+            Subject::Device(memory) => match memory.host_bytes() {
+                Ok(bytes) => bytes.base().as_ptr().addr() as u64,
+                Err(_) => memory.address().raw(),
+            },
+        };
+        match (subject, by) {
+            // SAFETY: the subject outlives the registration, and is only touched through views of shared memory.
+            (_, By::Address) => unsafe { context.register_address(pd, address, LEN, None, rights) },
+            // SAFETY: as above.
+            (_, By::OnDemand) => unsafe {
+                context.register_address(pd, address, LEN, None, rights | Access::ON_DEMAND)
+            },
+            (Subject::Host(memory), By::DmaBuf(attach)) => {
+                let range = DmaBufRange { fd: memory.as_fd(), offset: 0, len: LEN };
+                context.register_dmabuf(pd, range, None, rights, attach)
+            }
+            (Subject::Device(memory), By::DmaBuf(attach)) => {
+                let buffer = memory.export_dmabuf(0, LEN)?;
+                context.register_dmabuf(pd, (&buffer).into(), None, rights, attach)
+            }
+            (Subject::Host(memory), _) => context.register(pd, memory.clone(), rights),
+            (Subject::Device(memory), By::Staged) => {
+                context.register(pd, Memory::from(memory.whole()?).staged(), rights)
+            }
+            (Subject::Device(memory), _) => context.register(pd, memory.whole()?, rights),
+        }
+    }
+
+    /// Writes to it and reads it back, and looks whether all is where it should be.
+    fn exercise(&self, subject: &Subject, mr: &Mr) -> Result<()> {
+        let sent: Vec<u8> = (0..DATA).map(|i| (i * 7 + i / 251) as u8).collect();
+        let own = HostMemory::new(2 * DATA as u64)?;
+        own.bytes().write(0, &sent)?;
+        let local = self.near.register(&self.pd, own.clone(), Access::LOCAL_WRITE)?;
+        let remote = mr.remote(AT);
+        self.finish(Request::new(1, Op::Write(remote)).with(&[local.sge(0, DATA as u32)]))?;
+        let mut seen = vec![0; DATA];
+        match subject {
+            Subject::Host(memory) => memory.bytes().read(AT, &mut seen)?,
+            Subject::Device(memory) => memory.read(AT, &mut seen)?,
+        }
+        let wrong = |what: &'static str| {
+            Error::new(Kind::DeviceLost, what).why("other bytes were found than were sent")
+        };
+        if seen != sent {
+            return Err(wrong("write to registered memory"));
+        }
+        let back = local.sge(DATA as u64, DATA as u32);
+        self.finish(Request::new(2, Op::Read(remote)).with(&[back]))?;
+        own.bytes().read(DATA as u64, &mut seen)?;
+        if seen != sent { Err(wrong("read from registered memory")) } else { Ok(()) }
+    }
+
+    fn finish(&self, request: Request<'_>) -> Result<()> {
+        self.qp.post_send(&[request])?;
+        let failed = |why: String| Error::new(Kind::DeviceLost, "use registered memory").why(why);
+        let done = self.cq.next(PATIENCE)?;
+        match done {
+            Some(done) if done.is_success() => Ok(()),
+            Some(done) => Err(failed(format!("the work ended with {:?}", done.status))),
+            None => Err(failed("the work did not end".into())),
+        }
+    }
+}
+
+/// The trials as a table: what works first, then what does not, with the reasons.
+pub fn registrations_to_text(trials: &[Trial]) -> String {
+    let mut text = String::new();
+    // Writing to a string cannot fail.
+    let _ = writeln!(text, "{:<14} {:<19} {:<27} {:>9}", "MEMORY", "REGISTERED BY", "PATH", "TIME");
+    for trial in trials {
+        if let TrialOutcome::Works { path, register_us, why } = &trial.outcome {
+            let (memory, by) = (&trial.memory, trial.by);
+            let _ = writeln!(text, "{memory:<14} {by:<19} {path:<27} {register_us:>6.1} µs");
+            for why in why {
+                let _ = writeln!(text, "{:34} {}", "", super::printable(why));
+            }
+        }
+    }
+    let refused = |trial: &&Trial| matches!(trial.outcome, TrialOutcome::Refused { .. });
+    if trials.iter().any(|trial| refused(&trial)) {
+        let _ = writeln!(text, "\nRefused");
+    }
+    for trial in trials.iter().filter(refused) {
+        if let TrialOutcome::Refused { why } = &trial.outcome {
+            let _ =
+                writeln!(text, "{:<14} {:<19} {}", trial.memory, trial.by, super::printable(why));
+        }
+    }
+    text
+}

@@ -1,0 +1,227 @@
+//! The protocol of a queue pair: a connection, or datagrams. What both have is asked for in one way.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+
+use warpwire_proto::Instant;
+use warpwire_proto::qp::{
+    self, Change, Completion, Datagram, Event, GLOBAL_ROUTE_LEN, Host, Mtu, Op, PostError, Qp,
+    Receive, Remote, Service, Source, State, Target, Ud, Verdict, Work,
+};
+use warpwire_proto::wire::ip::{ECN_MARKED, IpRepr, UDP_LEN, mapped};
+
+use super::host::View;
+use crate::link::Frame;
+use crate::mlx5::{AddressVector, Origin};
+
+/// What a queue pair speaks.
+// Most are connections, and queue pairs are boxed already.
+#[allow(clippy::large_enum_variant)]
+#[derive(Debug)]
+pub(super) enum Protocol {
+    Connected(Qp),
+    Datagram(Box<Datagrams>),
+}
+
+/// A datagram queue pair's part.
+#[derive(Debug)]
+pub(super) struct Datagrams {
+    pub ud: Ud,
+    /// Who sent the packet at hand.
+    pub from: SocketAddr,
+}
+
+/// What both do, each in its own way.
+macro_rules! either {
+    ($protocol:expr, $one:ident => $does:expr) => {
+        match $protocol {
+            Protocol::Connected($one) => $does,
+            Protocol::Datagram(datagrams) => {
+                let $one = &mut datagrams.ud;
+                $does
+            }
+        }
+    };
+    (ref $protocol:expr, $one:ident => $does:expr) => {
+        match $protocol {
+            Protocol::Connected($one) => $does,
+            Protocol::Datagram(datagrams) => {
+                let $one = &datagrams.ud;
+                $does
+            }
+        }
+    };
+}
+
+impl Protocol {
+    pub(super) fn connected(number: u32, options: qp::Options) -> Self {
+        Self::Connected(Qp::new(number, options))
+    }
+
+    pub(super) fn datagram(number: u32, mtu: Mtu, depth: u32) -> Self {
+        let from = (Ipv4Addr::UNSPECIFIED, 0).into();
+        Self::Datagram(Box::new(Datagrams { ud: Ud::new(number, mtu, depth), from }))
+    }
+
+    pub(super) fn service(&self) -> Service {
+        match self {
+            Self::Connected(_) => Service::Rc,
+            Self::Datagram(_) => Service::Ud,
+        }
+    }
+
+    pub(super) fn number(&self) -> u32 {
+        either!(ref self, one => one.number())
+    }
+
+    #[inline]
+    pub(super) fn state(&self) -> State {
+        either!(ref self, one => one.state())
+    }
+
+    pub(super) fn stats(&self) -> &qp::Stats {
+        either!(ref self, one => one.stats())
+    }
+
+    #[inline]
+    pub(super) fn outstanding(&self) -> u32 {
+        either!(ref self, one => one.outstanding())
+    }
+
+    pub(super) fn modify(&mut self, change: &Change) -> Result<(), qp::Refused> {
+        either!(self, one => one.modify(change))
+    }
+
+    #[inline]
+    pub(super) fn has_events(&self) -> bool {
+        either!(ref self, one => one.has_events())
+    }
+
+    #[inline]
+    pub(super) fn poll_event(&mut self) -> Option<Event> {
+        either!(self, one => one.poll_event())
+    }
+
+    /// Datagrams wait for nobody.
+    #[inline]
+    pub(super) fn poll_timeout(&mut self, now: Instant) -> Instant {
+        match self {
+            Self::Connected(qp) => qp.poll_timeout(now),
+            Self::Datagram(_) => Instant::NEVER,
+        }
+    }
+
+    pub(super) fn handle_timeout(&mut self, now: Instant) {
+        if let Self::Connected(qp) = self {
+            qp.handle_timeout(now);
+        }
+    }
+
+    /// Posts work; a datagram goes to that address.
+    #[inline]
+    pub(super) fn post(
+        &mut self,
+        work: Work,
+        to: impl FnOnce() -> Option<AddressVector>,
+    ) -> Result<(), PostError> {
+        match self {
+            Self::Connected(qp) => qp.post(work),
+            Self::Datagram(datagrams) => datagrams.post(work, to()),
+        }
+    }
+
+    /// Where a message came from; of a connection that is known.
+    pub(super) fn origin(&self, qpn: u32) -> Origin {
+        match self {
+            Self::Connected(_) => Origin { qpn, ..Origin::default() },
+            Self::Datagram(datagrams) => {
+                let gid = mapped(datagrams.from.ip()).octets();
+                let port = datagrams.from.port();
+                Origin { qpn, service_level: 0, has_grh: true, gid, port }
+            }
+        }
+    }
+}
+
+impl Datagrams {
+    fn post(&mut self, work: Work, to: Option<AddressVector>) -> Result<(), PostError> {
+        let Work { id, op, len, signaled, solicited, .. } = work;
+        let local = |status| Completion { id, status, signaled };
+        let (to, imm) = match (op, to) {
+            (Op::Send, Some(to)) => (to, None),
+            (Op::SendImm(imm), Some(to)) => (to, Some(imm)),
+            (Op::Local, _) => return self.ud.post_local(local(qp::Status::Success)),
+            (Op::Bad(status), _) => return self.ud.post_local(local(status)),
+            _ => return self.ud.post_local(local(qp::Status::LocalOperation)),
+        };
+        let AddressVector { qpn: destination, qkey, .. } = to;
+        let datagram = Datagram { id, destination, qkey, len, imm, signaled, solicited };
+        match self.ud.post(datagram) {
+            Err(PostError::Length(_)) => self.ud.post_local(local(qp::Status::LocalLength)),
+            other => other,
+        }
+    }
+}
+
+/// The engine as a datagram queue pair sees it: its memory and its receives, and who sent the packet at hand.
+pub(super) struct DatagramView<'a> {
+    pub view: View<'a>,
+    pub frame: Option<&'a Frame<'a>>,
+}
+
+impl Host for DatagramView<'_> {
+    fn take_receive(&mut self) -> Option<Receive> {
+        self.view.take_receive()
+    }
+
+    fn place(&mut self, to: Target, len: u32) -> Verdict {
+        let (Target::Route { id }, Some(frame)) = (to, self.frame) else {
+            return self.view.place(to, len);
+        };
+        let route = route(frame);
+        let View { side, registry, .. } = &self.view;
+        let outcome = side.place_received(registry, id, 0, &route);
+        self.view.verdict(outcome)
+    }
+
+    fn fetch(&mut self, from: Source, len: u32, headers_len: usize) -> Verdict {
+        self.view.fetch(from, len, headers_len)
+    }
+
+    // What needs a connection is never asked for.
+
+    fn may_access(&mut self, _: qp::Access, _: Remote, _: u32) -> Verdict {
+        Verdict::Refused
+    }
+
+    fn execute(&mut self, _: Remote, _: qp::Atomic) -> Result<u64, Verdict> {
+        Err(Verdict::Refused)
+    }
+
+    fn invalidate(&mut self, _: u32) -> Verdict {
+        Verdict::Refused
+    }
+
+    fn store_result(&mut self, _: u64, _: u64) -> Verdict {
+        Verdict::Refused
+    }
+}
+
+/// The 40 bytes that stand before a datagram: the IPv6 header that it came with, or 20 zeros and its IPv4 header. Its
+/// hop limit and traffic class are not told by a socket: they say what a sender on this network would have set.
+fn route(frame: &Frame<'_>) -> [u8; GLOBAL_ROUTE_LEN as usize] {
+    let mut route = [0; GLOBAL_ROUTE_LEN as usize];
+    let header = IpRepr {
+        source: frame.from.ip(),
+        destination: frame.to.ip(),
+        traffic_class: if frame.marked { ECN_MARKED } else { 0 },
+        hop_limit: 64,
+        identification: frame.identification,
+        payload_len: u16::try_from(UDP_LEN + frame.bytes.len()).unwrap_or(u16::MAX),
+    };
+    let at = match (header.source, header.destination) {
+        (IpAddr::V4(_), IpAddr::V4(_)) => 20,
+        _ => 0,
+    };
+    header.emit(&mut route[at..]);
+    route
+}

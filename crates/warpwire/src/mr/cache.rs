@@ -1,0 +1,403 @@
+//! A cache of registrations, by address.
+//!
+//! Registering costs microseconds, and programs send from the same buffers again and again. The danger of such a cache
+//! is memory that was freed since: so an entry is used again only if its memory is known to be there still. How it is
+//! known is told by [`Trust`].
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::access::Access;
+use super::client::{PeerClient, Persistence};
+use super::registration::Mr;
+use super::registry::{Pd, Registry};
+use super::unmaps::{self, Watched};
+use crate::error::{Error, Kind, Result};
+
+/// Limits of a [`Cache`], and the rights of what it registers.
+#[derive(Clone, Copy, Debug)]
+pub struct CacheOptions {
+    /// How many bytes it keeps registered at most.
+    pub most_bytes: u64,
+    /// How many registrations it keeps at most.
+    pub most_entries: usize,
+    /// What may be done with the memory.
+    pub access: Access,
+    /// Whether host memory is watched by userfaultfd. Without, each use asks the kernel whether it is mapped.
+    pub watch: bool,
+}
+
+impl Default for CacheOptions {
+    fn default() -> Self {
+        let access = Access::ALL;
+        Self { most_bytes: 64 << 30, most_entries: 4096, access, watch: true }
+    }
+}
+
+/// How a cache knows that the memory of an entry is still the same.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Trust {
+    /// Its client tells when it goes.
+    Told,
+    /// The kernel tells when it is unmapped.
+    Watched,
+    /// Nobody tells, for this reason: each use asks whose memory it is.
+    Asked(String),
+}
+
+impl fmt::Display for Trust {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Told => f.pad("its owner tells when it goes"),
+            Self::Watched => f.pad("the kernel tells when it is unmapped"),
+            Self::Asked(why) => write!(f, "asked at each use, because {why}"),
+        }
+    }
+}
+
+/// What a cache has done and has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheStats {
+    /// Lookups that found an entry.
+    pub hits: u64,
+    /// Lookups that had to register.
+    pub misses: u64,
+    /// Entries that made room for others.
+    pub evictions: u64,
+    /// Entries whose memory went away, or that were thrown out by hand.
+    pub invalidations: u64,
+    /// Entries that became part of a larger one.
+    pub merges: u64,
+    /// Registrations that did not fit, and ended with their use.
+    pub unkept: u64,
+    /// How many entries there are now.
+    pub entries: usize,
+    /// How many bytes they have.
+    pub bytes: u64,
+}
+
+/// A cache of registrations of one protection domain, all with the same rights. Clones are the same cache.
+///
+/// ```
+/// use warpwire::mr::{Cache, CacheOptions, Registry};
+/// let registry = Registry::new();
+/// let cache = Cache::new(&registry, &registry.pd(), CacheOptions::default())?;
+/// let words: Vec<_> = (0..512).map(std::sync::atomic::AtomicU64::new).collect();
+/// let at = words.as_ptr().addr() as u64;
+/// // SAFETY: the words outlive their use, and are atomics, which peers may change.
+/// let first = unsafe { cache.get(at, 4096) }?;
+/// let key = first.rkey();
+/// drop(first);
+/// // SAFETY: as above.
+/// let again = unsafe { cache.get(at + 8, 64) }?;
+/// assert_eq!(again.rkey(), key);
+/// assert_eq!((cache.stats().hits, cache.stats().misses), (1, 1));
+/// # Ok::<(), warpwire::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Cache(Arc<Shared>);
+
+struct Shared {
+    registry: Registry,
+    pd: Pd,
+    options: CacheOptions,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// By their first address; no two overlap.
+    entries: BTreeMap<u64, Entry>,
+    /// Grows with each use.
+    clock: u64,
+    stats: CacheStats,
+}
+
+struct Entry {
+    end: u64,
+    mr: Arc<Mr>,
+    proof: Arc<Proof>,
+    used: u64,
+}
+
+/// How an entry is known to be good.
+enum Proof {
+    Told,
+    Watched(Watched),
+    Asked { client: Arc<dyn PeerClient>, identity: Option<u64>, why: String },
+}
+
+/// A registration in use. Its memory may be used through it until it is dropped; then the cache decides.
+pub struct Lease {
+    mr: Arc<Mr>,
+    proof: Arc<Proof>,
+}
+
+impl Lease {
+    /// How the cache knows that the memory is still the same.
+    pub fn trust(&self) -> Trust {
+        match &*self.proof {
+            Proof::Told => Trust::Told,
+            Proof::Watched(_) => Trust::Watched,
+            Proof::Asked { why, .. } => Trust::Asked(why.clone()),
+        }
+    }
+}
+
+impl Deref for Lease {
+    type Target = Mr;
+
+    fn deref(&self) -> &Mr {
+        &self.mr
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Lease({:?}, {})", self.mr, self.trust())
+    }
+}
+
+impl Entry {
+    fn is_good(&self, start: u64) -> bool {
+        let good = match &*self.proof {
+            Proof::Told => true,
+            Proof::Watched(watched) => !watched.is_gone(),
+            Proof::Asked { client, identity, .. } => {
+                identity.is_some() && client.identity(start, self.end - start) == *identity
+            }
+        };
+        good && self.mr.is_live()
+    }
+
+    fn is_in_use(&self) -> bool {
+        Arc::strong_count(&self.mr) > 1
+    }
+
+    fn lease(&self) -> Lease {
+        Lease { mr: self.mr.clone(), proof: self.proof.clone() }
+    }
+}
+
+impl Cache {
+    /// An empty cache.
+    pub fn new(registry: &Registry, pd: &Pd, options: CacheOptions) -> Result<Self> {
+        options.access.check()?;
+        if options.access.contains(Access::ZERO_BASED) {
+            return Err(Error::new(Kind::InvalidArgument, "make a registration cache")
+                .why("its registrations are found by address, and cannot be zero-based")
+                .fix("leave out zero-based"));
+        }
+        let (registry, pd) = (registry.clone(), pd.clone());
+        Ok(Self(Arc::new(Shared { registry, pd, options, state: Mutex::default() })))
+    }
+
+    /// A registration that holds `len` bytes at `address`: one that is there, or a new one.
+    ///
+    /// # Safety
+    /// As for [`Registry::register_address`], for as long as the lease lasts. Afterwards the memory may be freed:
+    /// the cache finds out before it uses the registration again.
+    #[allow(unsafe_code)]
+    pub unsafe fn get(&self, address: u64, len: u64) -> Result<Lease> {
+        let Some(end) = address.checked_add(len).filter(|_| len > 0) else {
+            return Err(Error::new(Kind::InvalidArgument, "look a registration up")
+                .why("the range is empty, or passes the last address"));
+        };
+        if let Some(lease) = self.find(address, end) {
+            return Ok(lease);
+        }
+        // Not under the lock: registering may take long, and others go on meanwhile.
+        let (start, stop) = self.union(address, end);
+        // SAFETY: the caller's promise for the range; what is beyond it belongs to entries that are good, so that it
+        // is mapped, and whoever uses it has given the same promise.
+        let made = unsafe { self.register(start, stop) };
+        let (start, end, entry) = match made {
+            Ok(entry) => (start, stop, entry),
+            // What was added to the range went away meanwhile.
+            Err(_) if (start, stop) != (address, end) => {
+                // SAFETY: the caller's promise.
+                let entry = unsafe { self.register(address, end) }?;
+                (address, end, entry)
+            }
+            Err(error) => return Err(error),
+        };
+        Ok(self.insert(start, end, entry))
+    }
+
+    /// Throws out what overlaps the range, as when its memory is about to be freed. Leases keep what they have.
+    pub fn invalidate(&self, address: u64, len: u64) {
+        let end = address.saturating_add(len);
+        let mut out = Vec::new();
+        {
+            let mut state = self.0.state.lock();
+            for start in state.overlapping(address, end) {
+                out.extend(state.remove(start));
+                state.stats.invalidations += 1;
+            }
+        }
+    }
+
+    /// Throws out everything that nobody uses.
+    pub fn clear(&self) {
+        let mut out = Vec::new();
+        let mut state = self.0.state.lock();
+        let idle = |(start, entry): (&u64, &Entry)| (!entry.is_in_use()).then_some(*start);
+        let idle: Vec<u64> = state.entries.iter().filter_map(idle).collect();
+        for start in idle {
+            out.extend(state.remove(start));
+            state.stats.evictions += 1;
+        }
+        drop(state);
+    }
+
+    /// What it has done and has.
+    pub fn stats(&self) -> CacheStats {
+        let state = self.0.state.lock();
+        CacheStats { entries: state.entries.len(), ..state.stats }
+    }
+
+    /// The entry that holds a range, if its memory is still there.
+    fn find(&self, address: u64, end: u64) -> Option<Lease> {
+        let mut out = None;
+        let mut state = self.0.state.lock();
+        state.clock += 1;
+        let now = state.clock;
+        let found = state.entries.range_mut(..=address).next_back();
+        let (start, good) = match found {
+            Some((start, entry)) if entry.end >= end => (*start, entry.is_good(*start)),
+            _ => return None,
+        };
+        if good {
+            state.stats.hits += 1;
+            let entry = state.entries.get_mut(&start)?;
+            entry.used = now;
+            return Some(entry.lease());
+        }
+        state.stats.invalidations += 1;
+        out.replace(state.remove(start));
+        drop(state);
+        None
+    }
+
+    /// The range, and all that good entries which overlap it hold.
+    fn union(&self, address: u64, end: u64) -> (u64, u64) {
+        let mut out = Vec::new();
+        let mut state = self.0.state.lock();
+        let (mut from, mut to) = (address, end);
+        for start in state.overlapping(address, end) {
+            match state.entries.get(&start) {
+                Some(entry) if entry.is_good(start) => {
+                    (from, to) = (from.min(start), to.max(entry.end));
+                }
+                _ => {
+                    out.extend(state.remove(start));
+                    state.stats.invalidations += 1;
+                }
+            }
+        }
+        drop(state);
+        (from, to)
+    }
+
+    /// # Safety
+    /// As for `Registry::register_address`.
+    #[allow(unsafe_code)]
+    unsafe fn register(&self, start: u64, end: u64) -> Result<Entry> {
+        let Shared { registry, pd, options, .. } = &*self.0;
+        let len = end - start;
+        // Before the memory is looked at: what happens to it from now on is heard of.
+        let watched = match options.watch {
+            true => unmaps::watch(start, len),
+            false => Err(Error::new(Kind::Unsupported, "watch host memory")
+                .why("the cache was told not to watch")),
+        };
+        // SAFETY: the caller's promise.
+        let mr = unsafe { registry.register_address(pd, start, len, None, options.access) }?;
+        let client =
+            registry.clients().into_iter().find(|client| mr.client() == Some(client.name()));
+        let client = client.ok_or_else(|| {
+            Error::new(Kind::Unavailable, "cache a registration").why("its client is gone")
+        })?;
+        let proof = match (client.persistence(), watched) {
+            (Persistence::Invalidates, _) => Proof::Told,
+            (Persistence::Persistent, Ok(watched)) => Proof::Watched(watched),
+            (Persistence::Persistent, Err(error)) => {
+                let identity = client.identity(start, len);
+                let why = match client.name() {
+                    "host" => error.reason().to_owned(),
+                    name => format!("{name} does not tell of frees"),
+                };
+                Proof::Asked { client, identity, why }
+            }
+        };
+        Ok(Entry { end, mr: Arc::new(mr), proof: Arc::new(proof), used: 0 })
+    }
+
+    /// Keeps a new entry, in the place of those that it covers, if there is room.
+    fn insert(&self, start: u64, end: u64, mut entry: Entry) -> Lease {
+        let lease = entry.lease();
+        let mut out = Vec::new();
+        let mut state = self.0.state.lock();
+        state.stats.misses += 1;
+        for other in state.overlapping(start, end) {
+            out.extend(state.remove(other));
+            state.stats.merges += 1;
+        }
+        while !state.has_room(end - start, &self.0.options) {
+            let Some(oldest) = state.oldest_idle() else { break };
+            out.extend(state.remove(oldest));
+            state.stats.evictions += 1;
+        }
+        if state.has_room(end - start, &self.0.options) {
+            state.clock += 1;
+            entry.used = state.clock;
+            state.stats.bytes += end - start;
+            state.entries.insert(start, entry);
+        } else {
+            state.stats.unkept += 1;
+            out.push(entry);
+        }
+        // Registrations end outside of the lock: their clients' code runs then.
+        drop(state);
+        lease
+    }
+}
+
+impl State {
+    /// The first addresses of all entries that overlap a range.
+    fn overlapping(&self, from: u64, to: u64) -> Vec<u64> {
+        let before = self.entries.range(..to).rev();
+        let touching = before.take_while(|(_, entry)| entry.end > from);
+        touching.map(|(start, _)| *start).collect()
+    }
+
+    fn remove(&mut self, start: u64) -> Option<Entry> {
+        let entry = self.entries.remove(&start)?;
+        self.stats.bytes -= entry.end - start;
+        Some(entry)
+    }
+
+    fn has_room(&self, len: u64, options: &CacheOptions) -> bool {
+        let bytes = self.stats.bytes.saturating_add(len);
+        self.entries.len() < options.most_entries && bytes <= options.most_bytes
+    }
+
+    fn oldest_idle(&self) -> Option<u64> {
+        let idle = self.entries.iter().filter(|(_, entry)| !entry.is_in_use());
+        idle.min_by_key(|(_, entry)| entry.used).map(|(start, _)| *start)
+    }
+}
+
+impl fmt::Debug for Cache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let CacheStats { entries, bytes, hits, misses, .. } = self.stats();
+        write!(f, "Cache({entries} entries, {bytes} bytes, {hits} hits, {misses} misses)")
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,136 @@
+//! Datagrams: whom they are for, and who sent them.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use warpwire_proto::wire::ip::{ECN_MARKED, ECN_MASK};
+
+use super::{Context, Device};
+use crate::error::Result;
+
+/// The bytes that stand in a receive before a datagram: who sent it. See [`Route`].
+pub const ROUTE_LEN: u32 = warpwire_proto::qp::GLOBAL_ROUTE_LEN;
+
+/// A peer to send datagrams to. Clones are the same one; with the last, datagrams that were not sent yet fail.
+///
+/// Any number of queue pairs of its context may use it, and handles for one address share what they need.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpwire::link::Hub;
+/// use warpwire::mr::HostMemory;
+/// use warpwire::verbs::{Access, Context, Op, QpOptions, ROUTE_LEN, ReceiveRequest, Request, Service};
+///
+/// let hub = Hub::new();
+/// let context = Context::open(hub.endpoint("10.0.0.1:4791".parse().unwrap())?)?;
+/// let (pd, cq) = (context.pd(), context.create_cq(16)?);
+/// let options = QpOptions { service: Service::Ud, ..QpOptions::default() };
+/// let qp = context.create_qp(&pd, &cq, &cq, options)?;
+/// qp.ready(0x1234)?;
+/// let memory = HostMemory::new(64)?;
+/// let mr = context.register(&pd, memory.clone(), Access::LOCAL_WRITE)?;
+/// qp.post_receive(&[ReceiveRequest { id: 1, data: &[mr.sge(0, 64)] }])?;
+///
+/// let oneself = context.address_handle("10.0.0.1:4791".parse().unwrap())?;
+/// qp.post_send(&[Request::new(2, Op::Send).to(&oneself, qp.number(), 0x1234).inline(b"hello")])?;
+/// assert_eq!(cq.next(Duration::from_secs(5))?.map(|sent| sent.id), Some(2));
+/// let received = cq.next(Duration::from_secs(5))?.expect("it arrives");
+/// assert_eq!((received.id, received.len), (1, ROUTE_LEN + 5));
+/// assert_eq!(received.sender.unwrap().address, oneself.peer());
+/// let mut text = [0; 5];
+/// memory.bytes().read(ROUTE_LEN.into(), &mut text)?;
+/// assert_eq!(&text, b"hello");
+/// # Ok::<(), warpwire::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct AddressHandle(Arc<Handle>);
+
+#[derive(Debug)]
+struct Handle {
+    device: Arc<Device>,
+    peer: SocketAddr,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.device.hca.close_destination(self.peer);
+    }
+}
+
+impl AddressHandle {
+    pub(super) fn create(context: &Context, peer: SocketAddr) -> Result<Self> {
+        let device = context.0.clone();
+        device.hca.open_destination(peer)?;
+        Ok(Self(Arc::new(Handle { device, peer })))
+    }
+
+    /// The peer's address.
+    pub fn peer(&self) -> SocketAddr {
+        self.0.peer
+    }
+
+    /// Whether it was made by that device.
+    pub(super) fn is_of(&self, hca: &crate::hca::Hca) -> bool {
+        self.0.device.hca.is_same(hca)
+    }
+}
+
+/// Whom a datagram is for.
+#[derive(Clone, Copy, Debug)]
+pub struct Destination<'a> {
+    /// The peer.
+    pub handle: &'a AddressHandle,
+    /// Its queue pair.
+    pub qpn: u32,
+    /// The key of that queue pair. With the upper bit set, the sender's own key goes along.
+    pub qkey: u32,
+}
+
+/// Who sent a datagram.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sender {
+    /// The queue pair that it came from.
+    pub qpn: u32,
+    /// The address that it came from. NICs send from any port and listen on 4791; software on this side sends from the
+    /// port that it listens on.
+    pub address: SocketAddr,
+}
+
+/// What the first [`ROUTE_LEN`] bytes of a receive say: an IPv6 header, or, in the last 20, an IPv4 header.
+///
+/// ```
+/// use warpwire::verbs::Route;
+/// assert_eq!(Route::parse(&[0; 40]), None);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Route {
+    /// The sender's address.
+    pub source: IpAddr,
+    /// The address that it was sent to.
+    pub destination: IpAddr,
+    /// Whether the network marked it: congestion.
+    pub marked: bool,
+}
+
+impl Route {
+    /// Reads them; `None` if there is no such header.
+    pub fn parse(bytes: &[u8; ROUTE_LEN as usize]) -> Option<Self> {
+        let (six, four) = (bytes[0] >> 4 == 6, bytes[20] >> 4 == 4);
+        let (source, destination, class): (IpAddr, IpAddr, u8) = match (six, four) {
+            (true, _) => {
+                let address = |at| array::<16>(bytes, at).into();
+                (address(8), address(24), bytes[1] >> 4)
+            }
+            (false, true) => {
+                let address = |at| array::<4>(bytes, at).into();
+                (address(32), address(36), bytes[21])
+            }
+            (false, false) => return None,
+        };
+        Some(Self { source, destination, marked: class & ECN_MASK == ECN_MARKED })
+    }
+}
+
+fn array<const N: usize>(bytes: &[u8; ROUTE_LEN as usize], at: usize) -> [u8; N] {
+    std::array::from_fn(|n| bytes[at + n])
+}

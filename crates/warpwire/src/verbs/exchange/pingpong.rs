@@ -1,0 +1,270 @@
+//! What rdma-core's `ibv_rc_pingpong` says over TCP before its queue pairs meet, so that it may be a peer.
+//!
+//! The client sends 52 bytes, `LID:QPN:PSN:GID` in hexadecimal with a zero behind; the server connects its queue pair,
+//! sends the same of its own, and waits for the word `done`. Neither side tells its MTU: a user gives both ends the
+//! same (1024 if he gives none).
+
+use std::fmt;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::str::FromStr;
+
+use warpwire_proto::wire::UDP_PORT;
+
+use super::{Exchange, Offer};
+use crate::error::{Error, Kind, Result};
+
+/// The length of a greeting, with its final zero.
+const LEN: usize = 52;
+/// What a client says when it has heard the server, with its final zero.
+const DONE: &[u8; 5] = b"done\0";
+
+/// What one end of a ping-pong tells the other.
+///
+/// ```
+/// use warpwire::verbs::exchange::Greeting;
+/// let text = "0000:000011:596a8a:00000000000000000000ffff0a4d0102";
+/// let greeting: Greeting = text.parse()?;
+/// assert_eq!((greeting.qpn, greeting.psn), (0x11, 0x596a8a));
+/// assert_eq!(greeting.offer(1024).address, "10.77.1.2:4791".parse().unwrap());
+/// assert_eq!(greeting.to_string(), text);
+/// # Ok::<(), warpwire::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Greeting {
+    /// The port's address in InfiniBand's own network; 0 on Ethernet.
+    pub lid: u16,
+    /// The queue pair's number, 24 bits.
+    pub qpn: u32,
+    /// The sequence number of its first request, 24 bits.
+    pub psn: u32,
+    /// Its address; IPv4 addresses are mapped, as in `::ffff:10.0.0.1`.
+    pub gid: Ipv6Addr,
+}
+
+impl Greeting {
+    /// What an offer is in these words.
+    pub fn of(offer: &Offer) -> Self {
+        let gid = match offer.address.ip() {
+            IpAddr::V4(address) => address.to_ipv6_mapped(),
+            IpAddr::V6(address) => address,
+        };
+        Self { lid: 0, qpn: offer.qpn, psn: offer.psn, gid }
+    }
+
+    /// As an offer, with what the words leave out. Such ends read and write nothing, so that one read at a time is
+    /// enough.
+    pub fn offer(&self, mtu: u32) -> Offer {
+        let address = SocketAddr::new(self.gid.to_canonical(), UDP_PORT);
+        Offer { address, qpn: self.qpn, psn: self.psn, mtu, max_rd_atomic: 1 }
+    }
+}
+
+impl fmt::Display for Greeting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { lid, qpn, psn, gid } = self;
+        write!(f, "{lid:04x}:{qpn:06x}:{psn:06x}:{:032x}", gid.to_bits())
+    }
+}
+
+impl FromStr for Greeting {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let mut parts = text.split(':');
+        let mut number = |digits: usize| {
+            let part = parts.next()?;
+            let is_hex = part.len() == digits && part.bytes().all(|c| c.is_ascii_hexdigit());
+            is_hex.then(|| u128::from_str_radix(part, 16).ok()).flatten()
+        };
+        let (lid, qpn, psn, gid) = (number(4), number(6), number(6), number(32));
+        match (lid, qpn, psn, gid, parts.next()) {
+            (Some(lid), Some(qpn), Some(psn), Some(gid), None) => Ok(Self {
+                lid: lid as u16,
+                qpn: qpn as u32,
+                psn: psn as u32,
+                gid: Ipv6Addr::from_bits(gid),
+            }),
+            _ => Err(Error::new(Kind::Malformed, format!("read {text:?} as a greeting"))
+                .why("it is not LID:QPN:PSN:GID in hexadecimal")
+                .fix("check that the other end is ibv_rc_pingpong, and the port")),
+        }
+    }
+}
+
+impl Exchange {
+    /// Greets as the client of a ping-pong does, and hears the server. Both queue pairs may have receives before
+    /// this, and the server's is connected after it.
+    pub fn greet_as_client(&mut self, mine: &Greeting) -> Result<Greeting> {
+        self.say(&greeting_bytes(mine))?;
+        let theirs = self.hear_greeting()?;
+        self.say(DONE)?;
+        Ok(theirs)
+    }
+
+    /// Hears the client of a ping-pong, and greets it. The queue pair is to be connected by `connect`, in between:
+    /// the client's first message may come as soon as it has heard us.
+    pub fn greet_as_server(
+        &mut self,
+        mine: &Greeting,
+        connect: impl FnOnce(&Greeting) -> Result<()>,
+    ) -> Result<Greeting> {
+        let theirs = self.hear_greeting()?;
+        connect(&theirs)?;
+        self.say(&greeting_bytes(mine))?;
+        let mut done = [0; DONE.len()];
+        self.hear_bytes(&mut done)?;
+        if &done != DONE {
+            let error = Error::new(Kind::Malformed, format!("hear {}", self.peer));
+            return Err(error.why("it did not say \"done\"").fix("look at what it printed"));
+        }
+        Ok(theirs)
+    }
+
+    fn say(&mut self, bytes: &[u8]) -> Result<()> {
+        let sent = self.reader.get_mut().write_all(bytes);
+        sent.map_err(|why| Error::os(format!("tell {}", self.peer), &why))
+    }
+
+    fn hear_greeting(&mut self) -> Result<Greeting> {
+        let mut bytes = [0; LEN];
+        self.hear_bytes(&mut bytes)?;
+        let text = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
+        let greeting: Greeting = String::from_utf8_lossy(text).parse()?;
+        if greeting.gid.is_unspecified() {
+            let error = Error::new(Kind::Unsupported, format!("hear {}", self.peer));
+            let why = "it has no GID, and Ethernet needs one";
+            return Err(error
+                .why(why)
+                .fix("start ibv_rc_pingpong with -g and an index of its GIDs"));
+        }
+        if greeting.gid.is_unicast_link_local() {
+            let error = Error::new(Kind::Unsupported, format!("hear {}", self.peer));
+            let why = format!("its GID, {}, holds on one link only", greeting.gid);
+            return Err(error
+                .why(why)
+                .fix("give it -g and the index of an IPv4 or global IPv6 GID"));
+        }
+        Ok(greeting)
+    }
+
+    fn hear_bytes(&mut self, bytes: &mut [u8]) -> Result<()> {
+        let what = || format!("hear {}", self.peer);
+        self.reader.read_exact(bytes).map_err(|why| match why.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+                Error::new(Kind::Timeout, what()).why("it says nothing")
+            }
+            ErrorKind::UnexpectedEof => {
+                let error = Error::new(Kind::Freed, what()).why("it has hung up");
+                error.fix("look at what the other end printed")
+            }
+            _ => Error::os(what(), &why),
+        })
+    }
+}
+
+fn greeting_bytes(greeting: &Greeting) -> [u8; LEN] {
+    let mut bytes = [0; LEN];
+    let text = greeting.to_string();
+    // Fields that are too long (no device makes such) would spoil the zero at the end.
+    let len = text.len().min(LEN - 1);
+    bytes[..len].copy_from_slice(&text.as_bytes()[..len]);
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+    use std::time::Duration;
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(10);
+    const TEXT: &str = "0000:000011:f6e120:fd770001000000000000000000000002";
+
+    fn greeting() -> Greeting {
+        TEXT.parse().unwrap()
+    }
+
+    fn listener() -> (TcpListener, SocketAddr) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        (listener, address)
+    }
+
+    /// A server that hears these bytes from its client.
+    fn served(bytes: &[u8]) -> Result<Greeting> {
+        let (listener, address) = listener();
+        let mut client = TcpStream::connect(address).unwrap();
+        client.write_all(bytes).unwrap();
+        client.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut exchange = Exchange::accept(&listener, SOON).unwrap();
+        exchange.greet_as_server(&greeting(), |_| Ok(()))
+    }
+
+    #[test]
+    fn offers_are_translated_both_ways() {
+        let six = greeting();
+        assert_eq!(six.offer(2048).address, "[fd77:1::2]:4791".parse().unwrap());
+        assert_eq!(Greeting::of(&six.offer(2048)), six);
+        assert_eq!(six.offer(2048).mtu, 2048);
+        let four = "0000:ffffff:000000:00000000000000000000ffff7f000001".parse::<Greeting>();
+        let four = four.unwrap();
+        assert_eq!(four.offer(256).address, "127.0.0.1:4791".parse().unwrap());
+        assert_eq!(Greeting::of(&four.offer(256)), four);
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        for text in [
+            "",
+            "0000:000011:f6e120",
+            "0000:000011:f6e120:fd77",
+            "0000:00001x:f6e120:fd770001000000000000000000000002",
+            "0000:+00011:f6e120:fd770001000000000000000000000002",
+            "000:0000011:f6e120:fd770001000000000000000000000002",
+            "0000:000011:f6e120:fd770001000000000000000000000002:1",
+        ] {
+            assert_eq!(text.parse::<Greeting>().unwrap_err().kind(), &Kind::Malformed, "{text}");
+        }
+    }
+
+    #[test]
+    fn both_ends_hear_each_other() {
+        let (listener, address) = listener();
+        let client = std::thread::spawn(move || {
+            let mut exchange = Exchange::connect(address, SOON).unwrap();
+            exchange.greet_as_client(&greeting()).unwrap()
+        });
+        let mut exchange = Exchange::accept(&listener, SOON).unwrap();
+        let mine = Greeting { psn: 7, ..greeting() };
+        let mut connected = None;
+        let heard = exchange.greet_as_server(&mine, |theirs| {
+            connected = Some(*theirs);
+            Ok(())
+        });
+        assert_eq!((heard.unwrap(), connected), (greeting(), Some(greeting())));
+        assert_eq!(client.join().unwrap(), mine);
+    }
+
+    #[test]
+    fn what_a_client_says_is_not_believed() {
+        let fine = [TEXT.as_bytes(), b"\0done\0"].concat();
+        assert_eq!(served(&fine).unwrap(), greeting());
+        let kind = |bytes: &[u8]| served(bytes).unwrap_err().kind().clone();
+        assert_eq!(
+            kind(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:18515\r\n\r\n and more bytes"),
+            Kind::Malformed
+        );
+        assert_eq!(kind(&[0xff; 60]), Kind::Malformed);
+        assert_eq!(kind(&fine[..40]), Kind::Freed);
+        assert_eq!(kind(&fine[..54]), Kind::Freed);
+        assert_eq!(kind(&[TEXT.as_bytes(), b"\0gone\0"].concat()), Kind::Malformed);
+        let none = "0000:000011:f6e120:00000000000000000000000000000000\0done\0";
+        let error = served(none.as_bytes()).unwrap_err();
+        assert!(error.advice().is_some_and(|fix| fix.contains("-g")), "{error}");
+        let local = "0000:000011:f6e120:fe80000000000000505400fffe770001\0done\0";
+        let error = served(local.as_bytes()).unwrap_err();
+        assert!(error.to_string().contains("fe80::5054:ff:fe77:1, holds on one link"), "{error}");
+    }
+}

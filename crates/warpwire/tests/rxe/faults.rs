@@ -1,0 +1,102 @@
+//! A link of ours that loses, doubles, reorders and damages packets: everything still arrives, and once.
+
+use warpwire::verbs::{Atomic, Op, Request};
+
+use crate::lab::{Bench, cases};
+use crate::peer::Post;
+use crate::world::{Terms, World};
+
+cases!(lost_packets, doubled_packets, reordered_packets, everything_at_once, damaged_packets);
+
+/// Writes, reads, messages and atomics both ways, all compared. Each fault must have happened.
+fn everything(world: &mut World, rounds: u64) {
+    const LEN: usize = 9000;
+    let far = world.far;
+    for n in 0..rounds {
+        world.near.fill(0, LEN, n);
+        let out = [world.near.mr.sge(0, LEN as u32)];
+        let back = [world.near.mr.sge(20_000, LEN as u32)];
+        let word = [world.near.mr.sge(40_000, 8)];
+        world.peer.receive(0, 50, &far, 20_000, LEN as u32);
+        world
+            .qp()
+            .post_send(&[
+                Request::new(1, Op::Write(far.remote(0))).with(&out),
+                Request::new(2, Op::Read(far.remote(0))).with(&back),
+                Request::new(3, Op::Send).with(&out),
+                Request::new(4, Op::Atomic(far.remote(40_000), Atomic::FetchAdd { add: 1 }))
+                    .with(&word),
+            ])
+            .unwrap();
+        for id in 1..=4 {
+            world.done(id);
+        }
+        world.peer.done(50);
+        world.near.check(20_000, LEN, n);
+        world.peer.check(&far, 20_000, LEN, n);
+        // Once, and no more.
+        assert_eq!((world.near.get(40_000), world.peer.get(&far, 40_000)), (n, n + 1));
+
+        world.peer.fill(&far, 60_000, LEN, n + 100);
+        world.receive(60, 80_000, LEN as u32);
+        let at = |offset| world.near.mr.remote(offset);
+        let posts = [
+            Post::new(11, "write").from(60_000, LEN as u32).at(at(60_000)),
+            Post::new(12, "send").from(60_000, LEN as u32),
+            Post::new(13, "read").from(80_000, LEN as u32).at(at(60_000)),
+            Post { first: 1, ..Post::new(14, "fadd").from(100_000, 8).at(at(100_000)) },
+        ];
+        for post in posts {
+            world.peer.post(&far, post);
+        }
+        for id in 11..=14 {
+            world.peer.done(id);
+        }
+        world.done(60);
+        world.near.check(60_000, LEN, n + 100);
+        world.near.check(80_000, LEN, n + 100);
+        world.peer.check(&far, 80_000, LEN, n + 100);
+        assert_eq!((world.peer.get(&far, 100_000), world.near.get(100_000)), (n, n + 1));
+    }
+}
+
+fn under(bench: &Bench, faults: &'static str, rounds: u64) -> World {
+    // A short timeout: the guest is slow, and the point is not to wait.
+    let terms = Terms { faults, timeout: 12, ..Terms::default() };
+    let mut world = World::open(bench, terms);
+    everything(&mut world, rounds);
+    world
+}
+
+fn lost_packets(bench: &Bench) {
+    let world = under(bench, "loss=5%,seed=7", 12);
+    let stats = world.qp().stats().unwrap();
+    assert!(stats.resent > 0, "{stats:?}");
+    // Which of the two finds a gap first is a matter of chance, not whether.
+    assert!(stats.sequence_naks_received + stats.timeouts > 0, "{stats:?}");
+}
+
+fn doubled_packets(bench: &Bench) {
+    under(bench, "dup=20%,seed=3", 8);
+}
+
+fn reordered_packets(bench: &Bench) {
+    let world = under(bench, "reorder=5%,seed=5", 8);
+    let stats = world.qp().stats().unwrap();
+    assert!(stats.sequence_naks_sent + stats.sequence_naks_received > 0, "{stats:?}");
+}
+
+fn everything_at_once(bench: &Bench) {
+    let world = under(bench, "loss=3%,dup=3%,reorder=3%,delay=100us,jitter=200us,seed=11", 8);
+    assert!(world.qp().stats().unwrap().resent > 0);
+}
+
+fn damaged_packets(bench: &Bench) {
+    // Its packets come from an address of their own, so that captures are judged without them.
+    let from = Some(bench.damaged());
+    let faults = "corrupt=5%,cut=2%,seed=9";
+    let mut world = World::open(bench, Terms { from, faults, timeout: 12, ..Terms::default() });
+    everything(&mut world, 8);
+    let stats = world.qp().stats().unwrap();
+    assert!(stats.resent > 0, "{stats:?}");
+}

@@ -1,0 +1,174 @@
+//! Where cases run: the guest, and the addresses on both sides.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Longer than anything takes that works, in a guest that is emulated on a busy machine.
+pub const SOON: Duration = Duration::from_secs(30);
+
+pub struct Case {
+    pub name: &'static str,
+    pub run: fn(&Bench),
+}
+
+/// Lists the functions as cases under their own names.
+macro_rules! cases {
+    ($($name:ident),* $(,)?) => {
+        pub const CASES: &[crate::lab::Case] =
+            &[$(crate::lab::Case { name: stringify!($name), run: $name }),*];
+    };
+}
+pub(crate) use cases;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    V4,
+    V6,
+}
+
+/// What `tools/rxe-lab` tells.
+pub struct Lab {
+    /// Where the guest's shell listens.
+    shell: SocketAddr,
+    logs: PathBuf,
+    /// The `warpwire` command.
+    pub command: PathBuf,
+}
+
+impl Lab {
+    pub fn from_env() -> Option<Self> {
+        let shell = std::env::var("WARPWIRE_LAB_GUEST").ok()?.parse().unwrap();
+        let logs = PathBuf::from(std::env::var_os("WARPWIRE_LAB_LOGS")?).join("cases");
+        std::fs::create_dir_all(&logs).unwrap();
+        Some(Self { shell, logs, command: std::env::var_os("WARPWIRE_LAB_CLI")?.into() })
+    }
+
+    /// A place for one case.
+    pub fn bench(&'static self, family: Family, case: String) -> Bench {
+        Bench { lab: self, family, case }
+    }
+}
+
+/// What a case gets.
+pub struct Bench {
+    pub lab: &'static Lab,
+    pub family: Family,
+    pub case: String,
+}
+
+impl Bench {
+    /// An address of this machine, or of the guest, on the net that they share.
+    fn address(&self, last: u8) -> IpAddr {
+        let IpAddr::V4(guest) = self.lab.shell.ip() else { panic!("the guest has IPv4") };
+        let net = guest.octets()[2];
+        match self.family {
+            Family::V4 => Ipv4Addr::new(10, 77, net, last).into(),
+            Family::V6 => Ipv6Addr::new(0xfd77, net.into(), 0, 0, 0, 0, 0, u16::from(last)).into(),
+        }
+    }
+
+    pub fn ours(&self) -> IpAddr {
+        self.address(1)
+    }
+
+    pub fn theirs(&self) -> IpAddr {
+        self.address(2)
+    }
+
+    /// The address whose packets are damaged on purpose: captures are not held to it.
+    pub fn damaged(&self) -> IpAddr {
+        self.address(66)
+    }
+
+    /// Where this case's packets are recorded; a case with several worlds has several.
+    pub fn capture(&self) -> PathBuf {
+        let name = self.case.replace("::", "-");
+        let free = (0..).map(|n| self.lab.logs.join(format!("{name}-{n}.pcap")));
+        free.into_iter().find(|path| !path.exists()).unwrap()
+    }
+
+    /// A shell in the guest.
+    pub fn shell(&self) -> Shell {
+        let stream = TcpStream::connect_timeout(&self.lab.shell, SOON).unwrap();
+        stream.set_nodelay(true).unwrap();
+        stream.set_read_timeout(Some(SOON * 2)).unwrap();
+        Shell { reader: BufReader::new(stream) }
+    }
+
+    /// Starts a command in the guest.
+    pub fn start(&self, command: &str) -> Running {
+        let mut shell = self.shell();
+        shell.say(&format!("({command}) 2>&1 </dev/null; echo status=$?; exit"));
+        Running { shell, command: command.to_owned() }
+    }
+
+    /// The index of the guest's GID of this family.
+    pub fn gid_index(&self) -> usize {
+        let folder = "/sys/class/infiniband/rxe0/ports/1/gids";
+        let text = self.start(&format!("cd {folder}; grep . *")).end();
+        let wanted = gid(self.theirs());
+        let found = text.lines().find_map(|line| {
+            let (index, gid) = line.split_once(':')?;
+            (gid.replace(':', "") == wanted).then(|| index.parse().ok())?
+        });
+        found.unwrap_or_else(|| panic!("no GID {wanted} in {text}"))
+    }
+}
+
+/// An address as 32 hexadecimal digits.
+pub fn gid(address: IpAddr) -> String {
+    let six = match address {
+        IpAddr::V4(four) => four.to_ipv6_mapped(),
+        IpAddr::V6(six) => six,
+    };
+    format!("{:032x}", six.to_bits())
+}
+
+/// A conversation with a program in the guest, line by line. The program ends with it.
+pub struct Shell {
+    reader: BufReader<TcpStream>,
+}
+
+impl Shell {
+    pub fn say(&mut self, line: &str) {
+        self.reader.get_mut().write_all(format!("{line}\n").as_bytes()).unwrap();
+    }
+
+    /// The next line, without its end; `None` when the program has hung up.
+    pub fn hear(&mut self) -> Option<String> {
+        let mut line = String::new();
+        let count = self.reader.read_line(&mut line).expect("the guest says nothing");
+        (count > 0).then(|| line.trim_end().to_owned())
+    }
+}
+
+/// A command that runs in the guest.
+pub struct Running {
+    shell: Shell,
+    command: String,
+}
+
+impl Running {
+    /// Waits until it has ended well, and returns what it printed.
+    pub fn end(self) -> String {
+        let command = self.command.clone();
+        let (status, text) = self.outcome();
+        assert_eq!(status, 0, "{command}: {text}");
+        text
+    }
+
+    /// Waits until it has ended: its status, and what it printed.
+    pub fn outcome(mut self) -> (i32, String) {
+        let mut text = String::new();
+        loop {
+            let line = self.shell.hear().unwrap_or_else(|| panic!("{}: {text}", self.command));
+            if let Some(status) = line.strip_prefix("status=") {
+                return (status.parse().unwrap(), text);
+            }
+            text += &line;
+            text.push('\n');
+        }
+    }
+}

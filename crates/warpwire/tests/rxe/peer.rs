@@ -1,0 +1,190 @@
+//! The program in the guest that does verbs, one per line: see `tools/rxe/verbs-peer.c`.
+
+use warpwire::verbs::{Remote, Status};
+
+use crate::lab::{Bench, SOON, Shell, gid};
+use crate::world::Terms;
+
+/// What `ibv_reg_mr` may be asked for.
+pub const ALL_ACCESS: u32 = 15;
+pub const LOCAL_AND_REMOTE_READ: u32 = 5;
+pub const WINDOWS: u32 = 16;
+
+/// Flags of `ibv_post_send`.
+pub const FENCE: u32 = 1;
+pub const SOLICITED: u32 = 4;
+pub const INLINE: u32 = 8;
+
+/// A state of `ibv_qp_state`.
+pub const ERROR_STATE: u64 = 6;
+
+pub struct Peer {
+    shell: Shell,
+}
+
+/// Memory in the guest.
+#[derive(Clone, Copy, Debug)]
+pub struct Far {
+    pub number: u64,
+    pub address: u64,
+    pub rkey: u32,
+}
+
+impl Far {
+    pub fn remote(&self, offset: u64) -> Remote {
+        Remote { address: self.address + offset, rkey: self.rkey }
+    }
+}
+
+/// A completion in the guest.
+#[derive(Clone, Copy, Debug)]
+pub struct FarCompletion {
+    pub id: u64,
+    pub status: u64,
+    pub len: u64,
+    /// Four bytes that came along, as a number, or the key that was invalidated.
+    pub imm: u64,
+}
+
+/// Work for the guest to post.
+#[derive(Clone, Copy, Debug)]
+pub struct Post<'a> {
+    pub qp: usize,
+    pub id: u64,
+    pub op: &'a str,
+    pub offset: u64,
+    pub len: u32,
+    pub remote: Remote,
+    /// Four bytes that go along, a key, what to add, or what to compare with.
+    pub first: u64,
+    /// What to swap in.
+    pub second: u64,
+    pub flags: u32,
+}
+
+impl<'a> Post<'a> {
+    pub fn new(id: u64, op: &'a str) -> Self {
+        let remote = Remote { address: 0, rkey: 0 };
+        Self { qp: 0, id, op, offset: 0, len: 0, remote, first: 0, second: 0, flags: 0 }
+    }
+
+    pub fn from(self, offset: u64, len: u32) -> Self {
+        Self { offset, len, ..self }
+    }
+
+    pub fn at(self, remote: Remote) -> Self {
+        Self { remote, ..self }
+    }
+}
+
+impl Peer {
+    pub fn start(bench: &Bench) -> Self {
+        let mut shell = bench.shell();
+        shell.say("exec /job/verbs-peer rxe0 2>&1");
+        let mut peer = Self { shell };
+        assert_eq!(peer.hear(), "ok ready");
+        peer.ok(&format!("gid {}", gid(bench.theirs())));
+        peer
+    }
+
+    fn hear(&mut self) -> String {
+        self.shell.hear().expect("the peer has hung up")
+    }
+
+    pub fn ask(&mut self, line: &str) -> String {
+        self.shell.say(line);
+        self.hear()
+    }
+
+    /// Has something done that must succeed; the numbers of the answer.
+    pub fn ok(&mut self, line: &str) -> Vec<u64> {
+        let answer = self.ask(line);
+        let Some(rest) = answer.strip_prefix("ok") else { panic!("{line}: {answer}") };
+        rest.split_whitespace().map(|word| word.parse().unwrap()).collect()
+    }
+
+    pub fn memory(&mut self, len: u64, access: u32) -> Far {
+        let words = self.ok(&format!("memory {len} {access}"));
+        Far { number: words[0], address: words[1], rkey: words[3] as u32 }
+    }
+
+    /// A queue pair; returns its number on the wire.
+    pub fn qp(&mut self, shared: bool) -> u32 {
+        self.ok(if shared { "qp srq" } else { "qp own" })[1] as u32
+    }
+
+    pub fn connect(
+        &mut self,
+        qp: usize,
+        to: (u32, std::net::IpAddr),
+        psn: [u32; 2],
+        terms: &Terms,
+    ) {
+        let Terms { mtu, timeout, retry, rnr_retry, min_rnr, reads, .. } = terms;
+        let ((qpn, address), [ours, theirs]) = (to, psn);
+        let address = gid(address);
+        self.ok(&format!(
+            "connect {qp} {qpn} {address} {mtu} {theirs} {ours} {timeout} {retry} {rnr_retry} {min_rnr} {reads}"
+        ));
+    }
+
+    pub fn fill(&mut self, far: &Far, offset: u64, len: usize, seed: u64) {
+        self.ok(&format!("fill {} {offset} {len} {seed}", far.number));
+    }
+
+    pub fn check(&mut self, far: &Far, offset: u64, len: usize, seed: u64) {
+        self.ok(&format!("check {} {offset} {len} {seed}", far.number));
+    }
+
+    pub fn put(&mut self, far: &Far, offset: u64, word: u64) {
+        self.ok(&format!("put {} {offset} {word}", far.number));
+    }
+
+    pub fn get(&mut self, far: &Far, offset: u64) -> u64 {
+        self.ok(&format!("get {} {offset}", far.number))[0]
+    }
+
+    pub fn receive(&mut self, qp: usize, id: u64, far: &Far, offset: u64, len: u32) {
+        self.ok(&format!("receive {qp} {id} {} {offset} {len}", far.number));
+    }
+
+    pub fn receive_shared(&mut self, id: u64, far: &Far, offset: u64, len: u32) {
+        self.ok(&format!("receive srq {id} {} {offset} {len}", far.number));
+    }
+
+    pub fn post(&mut self, far: &Far, post: Post<'_>) {
+        let Post { qp, id, op, offset, len, remote, first, second, flags } = post;
+        let Remote { address, rkey } = remote;
+        let memory = far.number;
+        self.ok(&format!(
+            "post {qp} {id} {op} {memory} {offset} {len} {address} {rkey} {first} {second} {flags}"
+        ));
+    }
+
+    /// The next completion, if one comes soon.
+    pub fn next(&mut self) -> FarCompletion {
+        let words = self.ok(&format!("poll {}", SOON.as_millis()));
+        FarCompletion { id: words[0], status: words[1], len: words[3], imm: words[4] }
+    }
+
+    /// The next completion must be a success of that work.
+    pub fn done(&mut self, id: u64) -> FarCompletion {
+        let completion = self.next();
+        assert_eq!((completion.id, completion.status), (id, 0), "{completion:?}");
+        completion
+    }
+
+    /// The next completion must be a failure of that work.
+    pub fn failed(&mut self, id: u64, status: Status) {
+        let completion = self.next();
+        assert_eq!((completion.id, completion.status), (id, status as u64), "{completion:?}");
+    }
+
+    pub fn quiet(&mut self) {
+        assert_eq!(self.ask("poll 50"), "none");
+    }
+
+    pub fn state(&mut self, qp: usize) -> u64 {
+        self.ok(&format!("state {qp}"))[0]
+    }
+}

@@ -1,0 +1,259 @@
+//! Our device and the guest's, with queue pairs that are connected to each other.
+
+use std::net::{IpAddr, SocketAddr};
+use std::ops::Deref;
+use std::time::Instant;
+
+use warpwire::link::fault::{Partition, Plan};
+use warpwire::link::{Capture, Fault, Tap, Udp, udp};
+use warpwire::mr::HostMemory;
+use warpwire::verbs::{
+    Access, Completion, Context, Cq, Mr, Mtu, Offer, Pd, Qp, QpOptions, ReceiveRequest, Request,
+    Sge, Srq, SrqOptions, State, Status,
+};
+use warpwire_proto::Psn;
+
+use crate::lab::{Bench, SOON};
+use crate::peer::{ALL_ACCESS, Far, Peer};
+
+/// How two ends are connected.
+#[derive(Clone, Debug)]
+pub struct Terms {
+    pub mtu: u32,
+    /// The first sequence numbers, ours and theirs.
+    pub psn: [u32; 2],
+    pub timeout: u8,
+    pub retry: u8,
+    pub rnr_retry: u8,
+    pub min_rnr: u8,
+    pub reads: u8,
+    pub qps: usize,
+    pub shared: [bool; 2],
+    /// Bytes of memory on either side.
+    pub memory: u64,
+    /// Faults of our link.
+    pub faults: &'static str,
+    /// Our address, if it is not the usual one.
+    pub from: Option<IpAddr>,
+}
+
+impl Default for Terms {
+    fn default() -> Self {
+        Self {
+            mtu: 1024,
+            psn: [0x12_3456, 0xab_cdef],
+            timeout: 14,
+            retry: 7,
+            rnr_retry: 7,
+            min_rnr: 12,
+            reads: 16,
+            qps: 1,
+            shared: [false, false],
+            memory: 1 << 18,
+            faults: "",
+            from: None,
+        }
+    }
+}
+
+/// Our memory.
+pub struct Near {
+    pub memory: HostMemory,
+    pub mr: Mr,
+}
+
+/// The pattern that the guest's program knows too.
+fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let byte = |i: u64| seed * 31 + i * 7 + (i >> 8) * 13 + (i >> 16) * 5;
+    (0..len as u64).map(|i| byte(i) as u8).collect()
+}
+
+impl Near {
+    pub fn fill(&self, offset: u64, len: usize, seed: u64) {
+        self.memory.bytes().write(offset, &pattern(seed, len)).unwrap();
+    }
+
+    pub fn check(&self, offset: u64, len: usize, seed: u64) {
+        let mut found = vec![0; len];
+        self.memory.bytes().read(offset, &mut found).unwrap();
+        let wrong = found.iter().zip(&pattern(seed, len)).position(|(a, b)| a != b);
+        assert_eq!(wrong, None, "the first wrong byte of {len}");
+    }
+
+    pub fn put(&self, offset: u64, word: u64) {
+        self.memory.bytes().store_u64(offset, word).unwrap();
+    }
+
+    pub fn get(&self, offset: u64) -> u64 {
+        self.memory.bytes().load_u64(offset).unwrap()
+    }
+}
+
+/// Our device, with memory.
+pub struct Ours {
+    pub context: Context,
+    pub pd: Pd,
+    pub cq: Cq,
+    pub near: Near,
+    pub address: IpAddr,
+    pub partition: Partition,
+    capture: Capture,
+}
+
+impl Drop for Ours {
+    fn drop(&mut self) {
+        let _ = self.capture.finish();
+    }
+}
+
+impl Ours {
+    pub fn open(bench: &Bench, terms: &Terms) -> Self {
+        let address = terms.from.unwrap_or(bench.ours());
+        let udp = udp_link(SocketAddr::new(address, udp::ADDRESS.port()));
+        let capture = Capture::create(&bench.capture()).unwrap();
+        let plan: Plan = terms.faults.parse().unwrap();
+        let link = Fault::new(Tap::new(udp, &capture), plan);
+        let partition = link.partition();
+        let context = Context::open(link).unwrap();
+        let pd = context.pd();
+        let cq = context.create_cq(4096).unwrap();
+        let memory = HostMemory::new(terms.memory).unwrap();
+        let mr = context.register(&pd, memory.clone(), Access::ALL).unwrap();
+        let near = Near { memory, mr };
+        Self { context, pd, cq, near, address, partition, capture }
+    }
+
+    /// A queue pair on those terms, not yet connected.
+    pub fn create_qp(&self, terms: &Terms, srq: Option<Srq>) -> Qp {
+        let options = QpOptions {
+            receive_depth: 512,
+            mtu: Mtu::new(terms.mtu),
+            timeout: terms.timeout,
+            retry_count: terms.retry,
+            rnr_retry: terms.rnr_retry,
+            min_rnr_timer: terms.min_rnr,
+            max_rd_atomic: terms.reads,
+            srq,
+            ..QpOptions::default()
+        };
+        self.context.create_qp(&self.pd, &self.cq, &self.cq, options).unwrap()
+    }
+
+    pub fn next(&self) -> Completion {
+        self.cq.next(SOON).unwrap().expect("a completion comes soon")
+    }
+
+    /// The next completion must be a success of that work.
+    pub fn done(&self, id: u64) -> Completion {
+        let completion = self.next();
+        assert_eq!((completion.id, completion.status), (id, Status::Success), "{completion:?}");
+        completion
+    }
+
+    /// The next completion must be a failure of that work.
+    pub fn failed(&self, id: u64, status: Status) {
+        let completion = self.next();
+        assert_eq!((completion.id, completion.status), (id, status), "{completion:?}");
+    }
+}
+
+/// Our device and the guest's, with queue pairs between them.
+pub struct World {
+    ours: Ours,
+    pub srq: Option<Srq>,
+    pub qps: Vec<Qp>,
+    pub peer: Peer,
+    pub far: Far,
+}
+
+impl Deref for World {
+    type Target = Ours;
+
+    fn deref(&self) -> &Ours {
+        &self.ours
+    }
+}
+
+impl World {
+    pub fn open(bench: &Bench, terms: Terms) -> Self {
+        let ours = Ours::open(bench, &terms);
+        let srq = terms.shared[0]
+            .then(|| ours.context.create_srq(&ours.pd, SrqOptions::default()).unwrap());
+        let mut peer = Peer::start(bench);
+        let far = peer.memory(terms.memory, ALL_ACCESS);
+        if terms.shared[1] {
+            peer.ok("srq");
+        }
+        let mut world = Self { ours, srq, qps: Vec::new(), peer, far };
+        for _ in 0..terms.qps {
+            world.connect(bench, &terms);
+        }
+        world
+    }
+
+    /// One more queue pair on either side, connected.
+    fn connect(&mut self, bench: &Bench, terms: &Terms) {
+        let qp = self.create_qp(terms, self.srq.clone());
+        let [ours, theirs] = terms.psn;
+        let offer = Offer {
+            address: SocketAddr::new(bench.theirs(), udp::ADDRESS.port()),
+            qpn: self.peer.qp(terms.shared[1]),
+            psn: theirs,
+            mtu: terms.mtu,
+            max_rd_atomic: terms.reads,
+        };
+        qp.modify(&qp.to_init()).unwrap();
+        qp.modify(&qp.to_rtr(&offer).unwrap()).unwrap();
+        let mut to_rts = qp.to_rts(&offer);
+        to_rts.send_psn = Some(Psn::new(ours));
+        qp.modify(&to_rts).unwrap();
+        let to = (qp.number(), self.ours.address);
+        self.peer.connect(self.qps.len(), to, terms.psn, terms);
+        self.qps.push(qp);
+    }
+
+    pub fn qp(&self) -> &Qp {
+        &self.qps[0]
+    }
+
+    pub fn post(&self, request: Request<'_>) {
+        self.qp().post_send(&[request]).unwrap();
+    }
+
+    pub fn receive(&self, id: u64, offset: u64, len: u32) {
+        let data: &[Sge] = &[self.near.mr.sge(offset, len)];
+        let data = if len == 0 { &[] } else { data };
+        self.qp().post_receive(&[ReceiveRequest { id, data }]).unwrap();
+    }
+
+    pub fn state_becomes(&self, state: State) {
+        let start = Instant::now();
+        while self.qp().state().unwrap() != state {
+            assert!(start.elapsed() < SOON, "it is in {}", self.qp().state().unwrap());
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+    }
+
+    /// A message each way: the connection still works.
+    pub fn works(&mut self) {
+        for index in 0..self.qps.len() {
+            let far = self.far;
+            self.peer.receive(index, 901, &far, 0, 64);
+            self.qps[index].post_send(&[Request::new(902, warpwire::verbs::Op::Send)]).unwrap();
+            self.done(902);
+            self.peer.done(901);
+        }
+    }
+}
+
+/// The port may still be with the process that had it a moment ago.
+fn udp_link(address: SocketAddr) -> Udp {
+    let start = Instant::now();
+    loop {
+        match Udp::bind(address, udp::Options::default()) {
+            Ok(link) => return link,
+            Err(why) if start.elapsed() > SOON => panic!("{why}"),
+            Err(_) => std::thread::sleep(std::time::Duration::from_millis(20)),
+        }
+    }
+}

@@ -1,0 +1,330 @@
+//! Peers that are processes of their own: killed, stopped, idle.
+//!
+//! The other process is this same program, told by [`VARIABLE`] to be a peer. It ends with the conversation over TCP
+//! that its parent holds, so that none is left behind.
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde::{Deserialize, Serialize};
+use warpwire::verbs::exchange::Exchange;
+use warpwire::verbs::{
+    Change, Completion, Drive, Offer, Op, Qp, QpOptions, Remote, Request, State, Status,
+};
+
+use crate::fixture::{End, Fixture, Patch, SOON, Side, Which, cases, same};
+
+cases!(CASES: a_process_that_is_killed, a_process_that_is_killed_while_it_writes, a_process_that_is_stopped,
+    idle_processes_sleep);
+
+/// Says to be a peer: the name of the link, the port of the conversation, and whether its doorbells are watched.
+pub const VARIABLE: &str = "WARPWIRE_VERBS_PEER";
+/// How much memory a peer lends.
+const LEN: u64 = 4 << 20;
+/// How many queue pairs it has.
+const PAIRS: usize = 2;
+
+/// What a peer tells.
+#[derive(Serialize, Deserialize)]
+struct Hello {
+    offers: Vec<Offer>,
+    memory: (u64, u32),
+}
+
+/// What it is told.
+#[derive(Serialize, Deserialize)]
+struct Task {
+    offers: Vec<Offer>,
+    /// Memory to write to, again and again.
+    write_to: Option<(u64, u32)>,
+    /// Whether a thread waits for completions all the time.
+    waits: bool,
+}
+
+/// Patient enough for a machine with more to do.
+fn options() -> QpOptions {
+    QpOptions { timeout: 16, retry_count: 7, ..QpOptions::default() }
+}
+
+/// Gives up after a second or so.
+fn hasty() -> QpOptions {
+    QpOptions { timeout: 15, retry_count: 3, ..QpOptions::default() }
+}
+
+/// A peer's whole life.
+pub fn live(words: &str) {
+    let [name, port, watched] = words.split(' ').collect::<Vec<_>>().try_into().unwrap();
+    let watched = watched == "watched";
+    let which = Which::ALL.into_iter().find(|(_, known)| *known == name).unwrap().0;
+    let mut parent = Exchange::connect(("127.0.0.1", port.parse::<u16>().unwrap()), SOON).unwrap();
+    let link = which.crowd(1).unwrap().remove(0);
+    let drive = match watched {
+        false => Drive::Guarded,
+        true => Drive::Thread { spin: Duration::from_micros(50), core: None },
+    };
+    let end = End::open(link, drive);
+    let memory = Fixture::new(which).host(&end, LEN);
+    let sides: Vec<_> =
+        (0..PAIRS).map(|_| side(&end, QpOptions { watched, ..options() })).collect();
+    let offers = sides.iter().map(|side| side.qp.offer()).collect();
+    let at = memory.mr.remote(0);
+    parent.tell(&Hello { offers, memory: (at.address, at.rkey) }).unwrap();
+    let task: Task = parent.hear().unwrap();
+    for (side, offer) in sides.iter().zip(&task.offers) {
+        side.qp.connect(offer).unwrap();
+    }
+    parent.tell(&true).unwrap();
+    if let Some((address, rkey)) = task.write_to {
+        let data = [memory.mr.sge(0, LEN as u32)];
+        loop {
+            let write = Request::new(1, Op::Write(Remote { address, rkey })).with(&data);
+            sides[0].qp.post_send(&[write]).unwrap();
+            if !sides[0].sends.next(SOON).unwrap().is_some_and(|done| done.is_success()) {
+                return;
+            }
+        }
+    }
+    if task.waits {
+        let cq = sides[1].receives.clone();
+        std::thread::spawn(move || cq.next(Duration::from_secs(600)));
+    }
+    // Until the parent hangs up, or forgets us.
+    while parent.hear::<bool>().is_ok() {}
+}
+
+fn side(end: &End, options: QpOptions) -> Side {
+    let entries = 2 * options.send_depth;
+    let [sends, receives] = [0; 2].map(|_| end.context.create_cq(entries).unwrap());
+    let qp = end.context.create_qp(&end.pd, &sends, &receives, options).unwrap();
+    Side { qp, sends, receives }
+}
+
+/// Another process, and what it told.
+struct Peer {
+    child: Child,
+    talk: Exchange,
+    hello: Hello,
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // It may be stopped; either way it goes.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Peer {
+    fn start(which: Which) -> Self {
+        Self::started(which, "rung")
+    }
+
+    fn started(which: Which, doorbells: &str) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let name = Which::ALL.into_iter().find(|(known, _)| *known == which).unwrap().1;
+        let port = listener.local_addr().unwrap().port();
+        let child = Command::new(std::env::current_exe().unwrap())
+            .env(VARIABLE, format!("{name} {port} {doorbells}"))
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut talk = Exchange::accept(&listener, SOON).unwrap();
+        let hello = talk.hear().unwrap();
+        Self { child, talk, hello }
+    }
+
+    /// Tells it what to do, and whom to connect to.
+    fn task(&mut self, offers: Vec<Offer>, write_to: Option<Remote>, waits: bool) {
+        let write_to = write_to.map(|at| (at.address, at.rkey));
+        self.talk.tell(&Task { offers, write_to, waits }).unwrap();
+        assert!(self.talk.hear::<bool>().unwrap());
+    }
+
+    /// Connects these to its queue pairs, in order.
+    fn join(&mut self, pairs: &[&Qp], write_to: Option<Remote>) {
+        self.task(pairs.iter().map(|qp| qp.offer()).collect(), write_to, false);
+        for (qp, offer) in pairs.iter().zip(&self.hello.offers) {
+            qp.connect(offer).unwrap();
+        }
+    }
+
+    fn at(&self, offset: u64) -> Remote {
+        let (address, rkey) = self.hello.memory;
+        Remote { address: address + offset, rkey }
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+}
+
+fn next(side: &Side) -> Completion {
+    side.sends.next(SOON).unwrap().expect("it ends")
+}
+
+/// What is written to a peer is read back.
+fn there_and_back(side: &Side, peer: &Peer, near: &Patch, seed: u64) {
+    let len = 100_000;
+    let wanted = near.pattern(0, len, seed);
+    near.write(1 << 20, &vec![0; len]);
+    let (from, back) = ([near.mr.sge(0, len as u32)], [near.mr.sge(1 << 20, len as u32)]);
+    let write = Request::new(1, Op::Write(peer.at(64))).with(&from);
+    let read = Request::new(2, Op::Read(peer.at(64))).with(&back);
+    side.qp.post_send(&[write, read]).unwrap();
+    for id in 1..=2 {
+        let done = next(side);
+        assert_eq!((done.id, done.status), (id, Status::Success), "{:?}", side.qp.stats());
+    }
+    same(&near.read(1 << 20, len), &wanted, "a write, read back");
+}
+
+/// One end here; the other ends are processes.
+struct Here {
+    end: End,
+    near: Patch,
+}
+
+impl Here {
+    fn new(fixture: &Fixture) -> Self {
+        let link = fixture.which.crowd(1).unwrap().remove(0);
+        let end = End::open(link, Drive::Guarded);
+        let near = fixture.host(&end, LEN);
+        Self { end, near }
+    }
+}
+
+/// Its requests fail in time, others' go on, and when it comes again everything works again.
+fn a_process_that_is_killed(fixture: &Fixture) {
+    let Here { end, near } = Here::new(fixture);
+    let mut survivor = Peer::start(fixture.which);
+    let other = side(&end, options());
+    survivor.join(&[&other.qp], None);
+    let pairs = [side(&end, hasty()), side(&end, hasty())];
+    let big = fixture.host(&end, LEN);
+    for round in 0..2 {
+        let mut doomed = Peer::start(fixture.which);
+        doomed.join(&[&pairs[0].qp, &pairs[1].qp], None);
+        there_and_back(&pairs[0], &doomed, &near, round);
+        there_and_back(&pairs[1], &doomed, &near, round + 10);
+        let data = [big.mr.sge(0, LEN as u32)];
+        for (n, side) in pairs.iter().enumerate() {
+            let op = [Op::Write(doomed.at(0)), Op::Read(doomed.at(0))][n];
+            let many: Vec<_> = (0..20).map(|id| Request::new(id, op).with(&data)).collect();
+            side.qp.post_send(&many).unwrap();
+        }
+        let first = next(&pairs[0]);
+        assert_eq!((first.id, first.status), (0, Status::Success));
+        doomed.signal(Signal::KILL);
+        there_and_back(&other, &survivor, &near, 7);
+        for (from, side) in [1, 0].into_iter().zip(&pairs) {
+            expect_one_failure(side, from);
+            side.qp.modify(&Change::to(State::Reset)).unwrap();
+        }
+        there_and_back(&other, &survivor, &near, 8);
+    }
+}
+
+/// Work up to 19 ends: some of it well, then one because nobody answered, the rest flushed.
+fn expect_one_failure(side: &Side, from: u64) {
+    let ends: Vec<_> = (from..20).map(|id| (id, next(side))).collect();
+    assert!(ends.iter().all(|(id, done)| done.id == *id), "in order: {ends:?}");
+    let well = ends.iter().take_while(|(_, done)| done.is_success()).count();
+    let failed: Vec<_> = ends[well..].iter().map(|(_, done)| done.status).collect();
+    assert_eq!(failed.first(), Some(&Status::RetryExceeded), "{ends:?}");
+    assert!(failed[1..].iter().all(|status| *status == Status::Flushed), "{ends:?}");
+}
+
+/// A peer that only answers learns nothing of it, and its queue pair can be used for another.
+fn a_process_that_is_killed_while_it_writes(fixture: &Fixture) {
+    let Here { end, near } = Here::new(fixture);
+    let target = fixture.host(&end, LEN);
+    let ours = side(&end, options());
+    let mut doomed = Peer::start(fixture.which);
+    doomed.join(&[&ours.qp], Some(target.mr.remote(0)));
+    let start = Instant::now();
+    while ours.qp.stats().unwrap().bytes_received < 2 * LEN {
+        assert!(start.elapsed() < SOON, "{:?}", ours.qp.stats());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(doomed);
+    assert_eq!(ours.qp.state().unwrap(), State::Rts);
+    let mut peer = Peer::start(fixture.which);
+    ours.qp.modify(&Change::to(State::Reset)).unwrap();
+    peer.join(&[&ours.qp], None);
+    there_and_back(&ours, &peer, &near, 3);
+}
+
+/// Nothing is lost by a stop that is shorter than our patience, and nobody else waits for it.
+fn a_process_that_is_stopped(fixture: &Fixture) {
+    let Here { end, near } = Here::new(fixture);
+    let (mut slow, mut other) = (Peer::start(fixture.which), Peer::start(fixture.which));
+    // 268 ms a try: two seconds in all.
+    let pairs = [side(&end, options()), side(&end, options())];
+    slow.join(&[&pairs[0].qp], None);
+    other.join(&[&pairs[1].qp], None);
+    let big = fixture.host(&end, LEN);
+    for round in 0..2u64 {
+        let wanted = big.pattern(0, LEN as usize, 50 + round);
+        let data = [big.mr.sge(0, LEN as u32)];
+        let writes: Vec<_> =
+            (0..16).map(|id| Request::new(id, Op::Write(slow.at(0))).with(&data)).collect();
+        pairs[0].qp.post_send(&writes).unwrap();
+        let mut done = vec![next(&pairs[0])];
+        slow.signal(Signal::STOP);
+        let stopped = Instant::now();
+        for n in 0..5 {
+            there_and_back(&pairs[1], &other, &near, n);
+        }
+        assert!(stopped.elapsed() < Duration::from_millis(1500), "others do not wait for it");
+        std::thread::sleep(Duration::from_millis(300).saturating_sub(stopped.elapsed()));
+        slow.signal(Signal::CONT);
+        done.extend((1..16).map(|_| next(&pairs[0])));
+        for (id, done) in (0..).zip(&done) {
+            assert_eq!((done.id, done.status), (id, Status::Success), "{:?}", pairs[0].qp.stats());
+        }
+        big.write(0, &vec![0; LEN as usize]);
+        pairs[0].qp.post_send(&[Request::new(99, Op::Read(slow.at(0))).with(&data)]).unwrap();
+        assert!(next(&pairs[0]).is_success());
+        same(&big.read(0, LEN as usize), &wanted, "what was written across a stop");
+    }
+}
+
+/// The processor time that a process has used.
+fn used(child: &Child) -> Duration {
+    let of_thread = |entry: std::io::Result<std::fs::DirEntry>| -> Option<u64> {
+        let text = std::fs::read_to_string(entry.ok()?.path().join("schedstat")).ok()?;
+        text.split_whitespace().next()?.parse().ok()
+    };
+    let threads = std::fs::read_dir(format!("/proc/{}/task", child.id())).unwrap();
+    Duration::from_nanos(threads.filter_map(of_thread).sum())
+}
+
+/// Two processes, connected and with nothing to say, one of them waiting for a message: less than 1 % of a core each,
+/// also where a stream or a kernel may ring a doorbell, which wakes nobody.
+fn idle_processes_sleep(fixture: &Fixture) {
+    let mut peers = [
+        Peer::start(fixture.which),
+        Peer::start(fixture.which),
+        Peer::started(fixture.which, "watched"),
+        Peer::started(fixture.which, "watched"),
+    ];
+    let offers = [1, 0, 3, 2].map(|other: usize| peers[other].hello.offers.clone());
+    for ((peer, offers), waits) in peers.iter_mut().zip(offers).zip([true, false, true, false]) {
+        peer.task(offers, None, waits);
+    }
+    std::thread::sleep(Duration::from_millis(500));
+    let before = peers.each_ref().map(|peer| used(&peer.child));
+    let start = Instant::now();
+    std::thread::sleep(Duration::from_secs(4));
+    let shares: Vec<_> = peers
+        .iter()
+        .zip(before)
+        .map(|(peer, before)| {
+            (used(&peer.child) - before).as_secs_f64() / start.elapsed().as_secs_f64()
+        })
+        .collect();
+    println!("idle, as shares of a core: {shares:.5?}");
+    assert!(shares.iter().all(|share| *share < 0.01), "{shares:.5?}");
+}

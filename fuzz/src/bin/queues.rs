@@ -1,0 +1,269 @@
+//! Any bytes in queues, doorbells and records of the software HCA: connections, datagrams, shared receives.
+//!
+//! The input is a script of stores and steps. What must hold whatever it says: nothing panics or hangs, memory that no
+//! key opens stays as it is, and the connection beside the abused ones works. Timers run by the clock, so that a
+//! replay may differ in when things happen, and in nothing else.
+#![no_main]
+
+use std::cell::RefCell;
+use std::time::{Duration, Instant};
+
+use libfuzzer_sys::arbitrary::{Result, Unstructured};
+use libfuzzer_sys::fuzz_target;
+use warpwire::hca::{HcaOptions, QueueMemory};
+use warpwire::link::Hub;
+use warpwire::mlx5::{AddressVector, Record};
+use warpwire::mr::HostMemory;
+use warpwire::verbs::{
+    Access, AddressHandle, Change, Completion, Context, Cq, Drive, Mr, Op, Pd, Qp, QpOptions,
+    ReceiveRequest, Request, Service, Srq, SrqOptions, State,
+};
+
+const QKEY: u32 = 7;
+const LEN: u64 = 4096;
+
+thread_local! {
+    static STAGE: RefCell<Option<Stage>> = const { RefCell::new(None) };
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    STAGE.with_borrow_mut(|stage| {
+        let stage = stage.get_or_insert_with(Stage::new);
+        stage.begin();
+        // A script that ends in the middle of a store is still a script.
+        let _ = stage.play(&mut Unstructured::new(bytes));
+        stage.end();
+    });
+});
+
+struct End {
+    context: Context,
+    pd: Pd,
+    mr: Mr,
+    /// Registered in another domain: no key of the abused ones opens it.
+    secret: (HostMemory, Mr),
+}
+
+impl End {
+    fn new(hub: &Hub, address: &str) -> Self {
+        let link = hub.endpoint(address.parse().expect("an address")).expect("an endpoint");
+        let options = HcaOptions { drive: Drive::Inline };
+        let context = Context::open_with(link, options).expect("a device");
+        let (pd, other) = (context.pd(), context.pd());
+        let register = |pd| {
+            let memory = HostMemory::new(LEN).expect("memory");
+            let mr = context.register(pd, memory.clone(), Access::ALL).expect("a registration");
+            (memory, mr)
+        };
+        let ((_, mr), secret) = (register(&pd), register(&other));
+        Self { context, pd, mr, secret }
+    }
+
+    fn pair(&self, options: QpOptions) -> (Qp, Cq) {
+        let cq = self.context.create_cq(64).expect("a completion queue");
+        let qp = self.context.create_qp(&self.pd, &cq, &cq, options).expect("a queue pair");
+        (qp, cq)
+    }
+}
+
+struct Stage {
+    ends: [End; 2],
+    /// Two that are connected, the second with shared receives; and two for datagrams.
+    abused: Vec<(Qp, Cq)>,
+    beside: [(Qp, Cq); 2],
+    srq: Srq,
+    handles: [AddressHandle; 2],
+}
+
+fn connect(pair: [&Qp; 2]) {
+    let [one, two] = pair;
+    let offers = [one.offer(), two.offer()];
+    one.connect(&offers[1]).expect("a connection");
+    two.connect(&offers[0]).expect("a connection");
+}
+
+impl Stage {
+    fn new() -> Self {
+        let hub = Hub::new();
+        let ends = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| End::new(&hub, address));
+        let small = QpOptions {
+            send_depth: 8,
+            receive_depth: 8,
+            timeout: 6,
+            retry_count: 1,
+            rnr_retry: 1,
+            ..QpOptions::default()
+        };
+        let srq = SrqOptions { depth: 7, ranges: 1 };
+        let srq = ends[1].context.create_srq(&ends[1].pd, srq).expect("a shared queue");
+        let shared = QpOptions { srq: Some(srq.clone()), ..small.clone() };
+        let datagrams = QpOptions { service: Service::Ud, ..small.clone() };
+        let abused = vec![
+            ends[0].pair(small),
+            ends[1].pair(shared),
+            ends[0].pair(datagrams.clone()),
+            ends[1].pair(datagrams),
+        ];
+        let beside = [0, 1].map(|n| ends[n].pair(QpOptions::default()));
+        connect([&beside[0].0, &beside[1].0]);
+        let handles = [0, 1].map(|n: usize| {
+            let peer = ends[1 - n].context.path().local;
+            ends[n].context.address_handle(peer).expect("a handle")
+        });
+        Self { ends, abused, beside, srq, handles }
+    }
+
+    /// All that is abused begins anew, with queues that are empty.
+    fn begin(&self) {
+        for (qp, _) in &self.abused {
+            qp.modify(&Change::to(State::Reset)).expect("RESET");
+            let (memory, layout) = qp.queues();
+            memory.bytes().fill(0, layout.record, &[0]).expect("the queues");
+        }
+        connect([&self.abused[0].0, &self.abused[1].0]);
+        for (qp, _) in &self.abused[2..] {
+            qp.ready(QKEY).expect("RTS");
+        }
+    }
+
+    fn step(&self, count: u32) {
+        let mut done = [Completion::EMPTY; 16];
+        for _ in 0..count {
+            for end in &self.ends {
+                end.context.hca().poll().expect("a device that works");
+            }
+            for (_, cq) in &self.abused {
+                cq.poll(&mut done).expect("a queue that works");
+            }
+        }
+    }
+
+    fn play(&self, script: &mut Unstructured<'_>) -> Result<()> {
+        let mut stores = 0;
+        while !script.is_empty() && stores < 64 {
+            stores += 1;
+            let which = script.int_in_range(0..=3)?;
+            let qp = &self.abused[which].0;
+            let (memory, layout) = qp.queues();
+            let bytes = memory.bytes();
+            match script.int_in_range(0..=9)? {
+                0..=3 => self.entry(script, which)?,
+                4 => {
+                    let at = layout.record + 4 * script.int_in_range(0..=1)?;
+                    let _ = bytes.store_u32(at, script.arbitrary()?);
+                }
+                5 => {
+                    let at = layout.doorbell + 256 * script.int_in_range(0..=1)?;
+                    let _ = bytes.store_u64(at, script.arbitrary()?);
+                }
+                6 => receive(script, memory, layout.receive, layout.send)?,
+                7 => self.post(script, which)?,
+                8 => {
+                    let cq = self.abused[which].1.memory().bytes();
+                    let at = cq.len() - 64 + 4 * script.int_in_range(0..=1)?;
+                    let _ = cq.store_u32(at, script.arbitrary()?);
+                }
+                _ => self.step(script.int_in_range(1..=6)?),
+            }
+            self.ends[which % 2].context.hca().ring(qp.number());
+        }
+        self.step(4);
+        Ok(())
+    }
+
+    /// An entry of any bytes, in which some parts may be made right: nothing behind them would be reached else.
+    fn entry(&self, script: &mut Unstructured<'_>, which: usize) -> Result<()> {
+        let mut entry = [0; 256];
+        let len = 16 * script.int_in_range(1..=16usize)?;
+        script.fill_buffer(&mut entry[..len])?;
+        let block: u16 = script.int_in_range(0..=20)?;
+        let (right, parts): (u8, u8) = (script.arbitrary()?, script.arbitrary()?);
+        if right & 1 != 0 {
+            let codes = [0, 8, 9, 0xa, 0xb, 0xf, 0x10, 0x11, 0x12, 0x14, 0x15, 0x23, 1];
+            entry[1..3].copy_from_slice(&block.to_be_bytes());
+            entry[3] = codes[usize::from(parts) % codes.len()];
+            entry[7] = (len / 16) as u8;
+        }
+        let (mine, theirs) = (&self.ends[which % 2].mr, &self.ends[1 - which % 2].mr);
+        let offset = u64::from(parts & 31) * 8;
+        if right & 2 != 0 {
+            let remote = theirs.remote(offset);
+            entry[16..24].copy_from_slice(&remote.address.to_be_bytes());
+            entry[24..28].copy_from_slice(&remote.rkey.to_be_bytes());
+        }
+        for at in (16..len).step_by(16).filter(|at| right >> (2 + at / 16 % 4) & 1 != 0) {
+            let data = mine.sge(offset, u32::from(parts) * 4);
+            entry[at..at + 4].copy_from_slice(&data.len.to_be_bytes());
+            entry[at + 4..at + 8].copy_from_slice(&data.lkey.to_be_bytes());
+            entry[at + 8..at + 16].copy_from_slice(&data.address.to_be_bytes());
+        }
+        if right & 0x80 != 0 && which >= 2 {
+            let to = &self.handles[which % 2];
+            let to = AddressVector::new(to.peer(), self.abused[5 - which].0.number(), QKEY);
+            entry[16..64].copy_from_slice(&to.encode());
+        }
+        let (memory, layout) = self.abused[which].0.queues();
+        let blocks = (layout.record - layout.send) / 64;
+        for (n, part) in (0..).zip(entry[..len].chunks(64)) {
+            let at = (u64::from(block) + n) % blocks * 64;
+            let _ = memory.bytes().write(layout.send + at, part);
+        }
+        let end = block + len.div_ceil(64) as u16;
+        let word = u32::from_ne_bytes(Record::word(end));
+        let _ = memory.bytes().store_u32(layout.record + Record::SEND as u64, word);
+        Ok(())
+    }
+
+    /// What a program posts that means well.
+    fn post(&self, script: &mut Unstructured<'_>, which: usize) -> Result<()> {
+        let (qp, mr) = (&self.abused[which].0, &self.ends[which % 2].mr);
+        let data = [mr.sge(0, script.int_in_range(0..=512)?)];
+        let receive = [ReceiveRequest { id: 1, data: &data }];
+        // Full queues, failed queue pairs: as it comes.
+        let _ = match which {
+            1 => self.srq.post_receive(&receive),
+            _ => qp.post_receive(&receive),
+        };
+        let message = Request::new(1, Op::Send).with(&data);
+        let _ = match which {
+            0 | 1 => qp.post_send(&[message]),
+            _ => {
+                let peer = self.abused[5 - which].0.number();
+                qp.post_send(&[message.to(&self.handles[which % 2], peer, QKEY)])
+            }
+        };
+        Ok(())
+    }
+
+    /// What must hold in the end.
+    fn end(&self) {
+        for end in &self.ends {
+            let mut bytes = [0; LEN as usize];
+            end.secret.0.bytes().read(0, &mut bytes).expect("memory");
+            assert!(bytes.iter().all(|byte| *byte == 0), "memory of another domain");
+        }
+        let [(one, sends), (two, receives)] = &self.beside;
+        two.post_receive(&[ReceiveRequest { id: 4, data: &[] }]).expect("a receive");
+        one.post_send(&[Request::new(5, Op::Send)]).expect("a message");
+        for (cq, id) in [(sends, 5), (receives, 4)] {
+            let (mut done, start) = ([Completion::EMPTY], Instant::now());
+            while cq.poll(&mut done).expect("a queue that works") == 0 {
+                self.step(1);
+                assert!(start.elapsed() < Duration::from_secs(5), "the one beside it hangs");
+            }
+            assert!(done[0].is_success() && done[0].id == id, "{:?}", done[0]);
+        }
+        while self.ends.iter().any(|end| end.context.next_event().is_some()) {}
+    }
+}
+
+/// Bytes of a receive queue, and how far it is filled.
+fn receive(script: &mut Unstructured<'_>, memory: &QueueMemory, from: u64, end: u64) -> Result<()> {
+    if end > from {
+        let mut entry = [0; 32];
+        script.fill_buffer(&mut entry)?;
+        let place = script.int_in_range(0..=7)?;
+        let _ = memory.bytes().write(from + place * 32 % (end - from), &entry);
+    }
+    Ok(())
+}
