@@ -223,13 +223,10 @@ impl HostRange {
         self.len as u64
     }
 
-    /// The memory that it is all of, if another process can map that.
+    /// The memory that it lies in, if another process can map that.
     pub(super) fn shared(&self) -> Option<&HostMemory> {
         match &self.hold {
-            Hold::Ours { memory } => {
-                let all = self.base == memory.0.base && self.len == memory.0.len;
-                Some(memory).filter(|_| all)
-            }
+            Hold::Ours { memory } => Some(memory),
             Hold::Caller | Hold::Pinned { .. } => None,
         }
     }

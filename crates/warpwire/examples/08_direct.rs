@@ -2,9 +2,9 @@
 //! memory, one write at a time.
 //!
 //! ```console
-//! $ cargo run --release -p warpwire --example 06_direct            # 8 bytes, a million times
-//! $ cargo run --release -p warpwire --example 06_direct 65536 20000
-//! $ valgrind --tool=callgrind target/release/examples/06_direct 8 100000
+//! $ cargo run --release -p warpwire --example 08_direct            # 8 bytes, a million times
+//! $ cargo run --release -p warpwire --example 08_direct 65536 20000
+//! $ valgrind --tool=callgrind target/release/examples/08_direct 8 100000
 //! ```
 #![allow(missing_docs)]
 
