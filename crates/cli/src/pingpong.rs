@@ -14,7 +14,7 @@ use warpwire::verbs::exchange::{Exchange, Greeting};
 use warpwire::verbs::{Completion, Context, Cq, Mtu, Op, Qp, QpOptions, ReceiveRequest, Request};
 
 use crate::output::{self, Failure, Screen};
-use crate::perf::memory::{self, Buffer, MemoryChoice};
+use crate::perf::memory::{self, Buffer, MemoryChoice, Registered};
 use crate::perf::{faults, links, mtu, seconds, size};
 
 /// Send messages to and fro with ibv_rc_pingpong
@@ -196,7 +196,8 @@ impl<'a> End<'a> {
         let pd = context.pd();
         let device = memory::device(&arguments.mem)
             .map_err(|error| Failure::Usage(format!("--mem {}: {error}", arguments.mem)))?;
-        let buffer = Buffer::new(&context, &pd, device.as_ref(), arguments.size)?;
+        let buffer =
+            Buffer::new(&context, &pd, device.as_ref(), arguments.size, Registered::Handle)?;
         let cq = context.create_cq(arguments.rx_depth + 1)?;
         let options = QpOptions {
             send_depth: 1,
