@@ -41,7 +41,7 @@ class Missing(Exception):
     """Why there can be no guest here."""
 
 
-def prepare(say):
+def prepare(say, package=None):
     """Makes kernel and initramfs, unless they are there; returns their paths."""
     if platform.machine() != "x86_64":
         raise Missing(f"the guest is for x86-64, and this is {platform.machine()}")
@@ -50,10 +50,11 @@ def prepare(say):
     lock = os.open(CACHE, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        kernel, initrd, stamp = CACHE / "kernel", CACHE / "initramfs.gz", CACHE / "stamp"
-        package = kernel_package(stamp)
+        package = package or kernel_package()
+        place = CACHE / package
+        kernel, initrd, stamp = place / "kernel", place / "initramfs.gz", place / "stamp"
         wanted = fingerprint(package)
-        if not (stamp.exists() and stamp.read_text() == wanted and kernel.exists() and initrd.exists()):
+        if not stamp.exists() or stamp.read_text() != wanted:
             say(f"making a guest of {package}")
             build(package, kernel, initrd)
             stamp.write_text(wanted)
@@ -86,15 +87,15 @@ def install(say):
         raise Missing(f"{todo}: {' '.join(done.stderr.split())[-300:]}")
 
 
-def kernel_package(stamp):
-    """The name of the package with the kernel's files; the one that was used before, if apt knows none."""
+def kernel_package():
+    """The name of the package with the newest kernel's files; one that was used before, if apt knows none."""
     command = ["apt-cache", "depends", "linux-image-amd64"]
     done = subprocess.run(command, capture_output=True, text=True) if shutil.which("apt-cache") else None
     found = re.search(r"Depends: (linux-image-\S+)", done.stdout) if done else None
     if found:
         return found[1]
-    if stamp.exists():
-        return stamp.read_text().split()[0]
+    for stamp in CACHE.glob("*/stamp"):
+        return stamp.parent.name
     raise Missing("apt knows no linux-image-amd64; run apt-get update as root")
 
 
@@ -112,9 +113,9 @@ def fingerprint(package):
 
 
 def build(package, kernel, initrd):
-    work = CACHE / "work"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    work = kernel.parent / "work"
+    shutil.rmtree(kernel.parent, ignore_errors=True)
+    work.mkdir(parents=True)
     for name in [package, *more_of_the_kernel(package)]:
         run(["apt-get", "download", "-qq", name], work)
     for deb in work.glob("*.deb"):

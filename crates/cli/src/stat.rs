@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::Serialize;
-use warpwire::hca::Sum;
 use warpwire::hca::publish::{self, Device, Published};
+use warpwire::hca::{Direct, Sum};
 use warpwire::units;
 
 use crate::output::{self, Failure};
@@ -68,6 +68,7 @@ struct Line<'a> {
     link: &'a str,
     queue_pairs: usize,
     totals: &'a Sum,
+    direct: &'a Direct,
     completions: u64,
     lost: &'a BTreeMap<String, u64>,
     /// Nothing in the first look.
@@ -81,6 +82,8 @@ struct Rates {
     packets_received: f64,
     bytes_received: f64,
     completions: f64,
+    direct: f64,
+    direct_bytes: f64,
 }
 
 /// What was seen of a device, and when.
@@ -89,11 +92,14 @@ struct Seen {
     when: Instant,
     pairs: Sum,
     completions: u64,
+    direct: [u64; 2],
 }
 
 impl Seen {
     fn of(device: &Device) -> Self {
-        Self { when: Instant::now(), pairs: device.pairs, completions: device.completions }
+        let Direct { operations, bytes, .. } = device.direct;
+        let (pairs, completions) = (device.pairs, device.completions);
+        Self { when: Instant::now(), pairs, completions, direct: [operations, bytes] }
     }
 
     fn rates(&self, now: &Self) -> Rates {
@@ -106,6 +112,8 @@ impl Seen {
             packets_received: rate(then.packets_received, pairs.packets_received),
             bytes_received: rate(then.bytes_received, pairs.bytes_received),
             completions: rate(self.completions, now.completions),
+            direct: rate(self.direct[0], now.direct[0]),
+            direct_bytes: rate(self.direct[1], now.direct[1]),
         }
     }
 }
@@ -175,7 +183,7 @@ fn watch(arguments: &Arguments) -> Result<ExitCode, Failure> {
     }
 }
 
-const HEADINGS: [&str; 13] = [
+const HEADINGS: [&str; 14] = [
     "pid",
     "program",
     "device",
@@ -184,6 +192,7 @@ const HEADINGS: [&str; 13] = [
     "packets",
     "received",
     "packets",
+    "direct",
     "done",
     "resent",
     "timeouts",
@@ -214,6 +223,7 @@ fn show(
                 link: &device.link,
                 queue_pairs: device.queue_pairs,
                 totals: &device.pairs,
+                direct: &device.direct,
                 completions: device.completions,
                 lost: &device.lost,
                 per_second,
@@ -236,12 +246,13 @@ fn row(line: &Line<'_>) -> String {
         huge => format!("{:.1}M", huge / 1e6),
     };
     let totals = line.totals;
-    let [sent, sent_packets, received, received_packets, done] = match line.per_second {
+    let [sent, sent_packets, received, received_packets, direct, done] = match line.per_second {
         Some(rates) => [
             format!("{}/s", units::bytes(rates.bytes_sent as u64)),
             format!("{}/s", count(rates.packets_sent)),
             format!("{}/s", units::bytes(rates.bytes_received as u64)),
             format!("{}/s", count(rates.packets_received)),
+            format!("{}/s", units::bytes(rates.direct_bytes as u64)),
             format!("{}/s", count(rates.completions)),
         ],
         None => [
@@ -249,6 +260,7 @@ fn row(line: &Line<'_>) -> String {
             count(totals.packets_sent as f64),
             units::bytes(totals.bytes_received),
             count(totals.packets_received as f64),
+            units::bytes(line.direct.bytes),
             count(line.completions as f64),
         ],
     };
@@ -261,6 +273,7 @@ fn row(line: &Line<'_>) -> String {
         sent_packets,
         received,
         received_packets,
+        direct,
         done,
         totals.resent.to_string(),
         totals.timeouts.to_string(),
@@ -269,8 +282,8 @@ fn row(line: &Line<'_>) -> String {
     ])
 }
 
-fn cells(cells: [String; 13]) -> String {
-    const WIDTHS: [usize; 13] = [8, 16, 7, 5, 13, 9, 13, 9, 9, 7, 8, 9, 7];
+fn cells(cells: [String; 14]) -> String {
+    const WIDTHS: [usize; 14] = [8, 16, 7, 5, 13, 9, 13, 9, 13, 9, 7, 8, 9, 7];
     let mut text = String::new();
     for (column, (cell, width)) in cells.iter().zip(WIDTHS).enumerate() {
         text += &match column {

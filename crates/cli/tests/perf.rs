@@ -254,3 +254,17 @@ fn stat_shows_a_running_process() {
     assert_eq!(gone.status.code(), Some(1));
     assert!(stderr(&gone).contains(&pid), "{}", stderr(&gone));
 }
+
+#[test]
+fn shared_memory_does_without_packets_unless_told_otherwise() {
+    let test = ["write", "bw", "--link", "shm", "-s", "4K", "-n", "2000"];
+    let link = |more: &[&str]| {
+        let report = json(&[&test[..], more].concat());
+        assert_eq!(report["rows"][0]["verified"], true);
+        report["local"]["link"].as_str().unwrap().to_owned()
+    };
+    assert!(link(&[]).contains("; direct where"));
+    assert!(link(&["--no-direct"]).contains("; packets only: switched off"));
+    let faulty = link(&["--fault", "loss=1%,seed=3"]);
+    assert!(faulty.contains("; packets only: faults must see every packet"), "{faulty}");
+}

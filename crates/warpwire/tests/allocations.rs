@@ -1,4 +1,4 @@
-//! After warm-up nothing is allocated for a post, a packet or a poll.
+//! After warm-up nothing is allocated for a post, a packet or a poll, however the memory was named.
 //!
 //! In a binary of its own: it counts every allocation of the process.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
@@ -8,11 +8,12 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use warpwire::hca::HcaOptions;
-use warpwire::link::Hub;
+use warpwire::link::{Hub, Link, Shm, shm};
+use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
-    Access, AddressHandle, Atomic, Completion, Context, Cq, Drive, Mr, Op, Qp, QpOptions,
-    ReceiveRequest, Request, Service, Srq, SrqOptions,
+    Access, AddressHandle, Atomic, Attach, Completion, Context, Cq, Drive, Mr, Op, Pd, Qp,
+    QpOptions, ReceiveRequest, Request, Service, Srq, SrqOptions,
 };
 
 struct Counting;
@@ -42,6 +43,52 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
+/// How the memory at both ends was registered.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Sort {
+    Handle,
+    Address,
+    OnDemand,
+    DeviceAddress,
+    DmaBuf(Attach),
+}
+
+/// What a registration by address needs to stay.
+type Keep = Box<dyn std::any::Any>;
+
+const LEN: u64 = 1 << 18;
+
+fn register(context: &Context, pd: &Pd, sort: Sort) -> (Mr, Keep) {
+    let by_address = |address: u64, access| {
+        // SAFETY: the memory is kept beside the registration, and only copied.
+        unsafe { context.register_address(pd, address, LEN, None, access) }.unwrap()
+    };
+    let host = HostMemory::new(LEN).unwrap();
+    let device = || {
+        let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+        gpu.alloc(LEN).unwrap()
+    };
+    match sort {
+        Sort::Handle => (context.register(pd, host.clone(), Access::ALL).unwrap(), Box::new(host)),
+        Sort::Address => (by_address(host.address(), Access::ALL), Box::new(host)),
+        Sort::OnDemand => {
+            let rights = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE;
+            (by_address(host.address(), rights | Access::ON_DEMAND), Box::new(host))
+        }
+        Sort::DeviceAddress => {
+            let memory = device();
+            (by_address(memory.address().raw(), Access::ALL), Box::new(memory))
+        }
+        Sort::DmaBuf(attach) => {
+            let memory = device();
+            let buffer = memory.export_dmabuf(0, LEN).unwrap();
+            let range = (&buffer).into();
+            let mr = context.register_dmabuf(pd, range, None, Access::ALL, attach).unwrap();
+            (mr, Box::new(memory))
+        }
+    }
+}
+
 /// Two devices, and two connections between them: one with receives of its own, one with shared ones.
 struct Pair {
     contexts: [Context; 2],
@@ -51,15 +98,13 @@ struct Pair {
     srq: Srq,
     near: Mr,
     far: Mr,
+    sort: Sort,
+    _keep: [Keep; 2],
 }
 
 impl Pair {
-    fn new() -> Self {
-        let hub = Hub::new();
-        let contexts = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| {
-            let link = hub.endpoint(address.parse().unwrap()).unwrap();
-            Context::open_with(link, HcaOptions { drive: Drive::Inline }).unwrap()
-        });
+    fn new(sort: Sort, links: [Box<dyn Link>; 2]) -> Self {
+        let contexts = links.map(|link| Context::open_with(link, inline()).unwrap());
         let pds = [contexts[0].pd(), contexts[1].pd()];
         let cqs = [&contexts[0], &contexts[1]].map(|context| context.create_cq(512).unwrap());
         let srq = contexts[1].create_srq(&pds[1], SrqOptions::default()).unwrap();
@@ -73,10 +118,10 @@ impl Pair {
         };
         let own = connected(QpOptions::default());
         let shared = connected(QpOptions { srq: Some(srq.clone()), ..QpOptions::default() });
-        let [near, far] = [0, 1].map(|n: usize| {
-            contexts[n].register(&pds[n], HostMemory::new(1 << 18).unwrap(), Access::ALL).unwrap()
-        });
-        Self { contexts, cqs, own, shared, srq, near, far }
+        let [(near, first), (far, second)] =
+            [0, 1].map(|n: usize| register(&contexts[n], &pds[n], sort));
+        let _keep = [first, second];
+        Self { contexts, cqs, own, shared, srq, near, far, sort, _keep }
     }
 
     /// A piece of work of every sort, on both connections.
@@ -89,12 +134,17 @@ impl Pair {
         self.own[1].post_receive(&[receive; 3]).unwrap();
         self.srq.post_receive(&[receive; 3]).unwrap();
         let at = self.far.remote(0);
+        // The kernel, which copies memory on demand, has no atomics for that.
+        let word_op = match self.sort {
+            Sort::OnDemand => Op::Read(at),
+            _ => Op::Atomic(at, Atomic::FetchAdd { add: 1 }),
+        };
         for qp in [&self.own[0], &self.shared[0]] {
             let work = [
                 Request::new(1, Op::Write(at)).with(&large),
                 Request::new(2, Op::Read(at)).with(&large),
                 Request::new(3, Op::Write(at)).inline(b"inline"),
-                Request::new(4, Op::Atomic(at, Atomic::FetchAdd { add: 1 })).with(&word),
+                Request::new(4, word_op).with(&word),
                 Request::new(5, Op::Send).with(&two),
                 Request::new(6, Op::SendImm([1; 4])).inline(b"more"),
                 Request::new(7, Op::WriteImm(at, [2; 4])).with(&word),
@@ -114,6 +164,10 @@ impl Pair {
     }
 }
 
+fn inline() -> HcaOptions {
+    HcaOptions { drive: Drive::Inline, ..HcaOptions::default() }
+}
+
 /// A device that sends datagrams to itself, through a shared receive queue.
 struct Datagrams {
     context: Context,
@@ -127,7 +181,7 @@ struct Datagrams {
 impl Datagrams {
     fn new() -> Self {
         let link = Hub::new().endpoint("10.0.0.1:4791".parse().unwrap()).unwrap();
-        let context = Context::open_with(link, HcaOptions { drive: Drive::Inline }).unwrap();
+        let context = Context::open_with(link, inline()).unwrap();
         let (pd, cq) = (context.pd(), context.create_cq(512).unwrap());
         let srq = context.create_srq(&pd, SrqOptions::default()).unwrap();
         let options =
@@ -155,21 +209,64 @@ impl Datagrams {
     }
 }
 
+/// By packets, and without; one after the other, as the count is the process's.
 #[test]
 fn nothing_is_allocated_on_the_way() {
-    let (pair, datagrams) = (Pair::new(), Datagrams::new());
+    for sort in [
+        Sort::Handle,
+        Sort::Address,
+        Sort::OnDemand,
+        Sort::DeviceAddress,
+        Sort::DmaBuf(Attach::Static),
+        Sort::DmaBuf(Attach::Dynamic),
+    ] {
+        let hub = Hub::new();
+        let end =
+            |at: &str| -> Box<dyn Link> { Box::new(hub.endpoint(at.parse().unwrap()).unwrap()) };
+        let pair = Pair::new(sort, ["10.0.0.1:4791", "10.0.0.2:4791"].map(end));
+        rounds(&pair, sort, 10_000, 0);
+        if sort == Sort::DmaBuf(Attach::Dynamic) {
+            assert_eq!(pair.near.faults().faults, 1, "it is found once");
+        }
+    }
+    let options = shm::Options { attend: 8, ..shm::Options::default() };
+    let bind =
+        |at: &str| -> Box<dyn Link> { Box::new(Shm::bind(at.parse().unwrap(), options).unwrap()) };
+    rounds(
+        &Pair::new(Sort::Handle, ["127.0.0.1:0", "127.0.0.1:0"].map(bind)),
+        Sort::Handle,
+        1000,
+        1000,
+    );
+    datagram_rounds();
+}
+
+fn rounds(pair: &Pair, sort: Sort, least_packets: u64, least_direct: u64) {
     for _ in 0..50 {
         pair.round();
-        datagrams.round();
     }
     let before = COUNT.load(Ordering::Relaxed);
     for _ in 0..200 {
         pair.round();
-        datagrams.round();
     }
     let allocated = COUNT.load(Ordering::Relaxed) - before;
     let packets = pair.contexts[0].stats().pairs.packets_sent;
-    assert!(packets > 10_000, "{packets} packets");
+    assert!(packets > least_packets, "{packets} packets");
+    let direct = pair.contexts[0].stats().direct;
+    assert!(direct.operations >= least_direct, "{direct:?}");
+    assert_eq!(allocated, 0, "allocations in 200 rounds with {sort:?}");
+}
+
+fn datagram_rounds() {
+    let datagrams = Datagrams::new();
+    for _ in 0..50 {
+        datagrams.round();
+    }
+    let before = COUNT.load(Ordering::Relaxed);
+    for _ in 0..200 {
+        datagrams.round();
+    }
+    let allocated = COUNT.load(Ordering::Relaxed) - before;
     assert_eq!(datagrams.context.stats().pairs.packets_sent, 5000);
-    assert_eq!(allocated, 0, "allocations in 200 rounds");
+    assert_eq!(allocated, 0, "allocations in 200 rounds of datagrams");
 }

@@ -14,6 +14,8 @@ use crate::output::Failure;
 const MOST_UNDER_WAY: u64 = 1 << 30;
 const MOST_UNSIGNALED: u64 = 16 << 20;
 const WARM_UP: u64 = 64 << 20;
+/// And at least so long: memory of a peer on this machine is mapped when it is first used, and until then packets do it.
+const WARM_UP_TIME: Duration = Duration::from_millis(10);
 /// The shortest time that a peak is taken over.
 const WINDOW: Duration = Duration::from_millis(1);
 
@@ -41,8 +43,12 @@ pub(super) fn run(end: &End, size: u64, watch: &mut Watch<'_>) -> Result<Done, F
     let every = (depth / 4).min(MOST_UNSIGNALED / size).max(1);
     let none = vec![0; end.qps.len()];
     let mut pump = Pump { end, size, depth, every, posted: none.clone(), ended: none };
-    let warm_up = depth.min((WARM_UP / size).max(1));
-    pump.run(Limit { messages: warm_up, time: None }, watch)?;
+    let some = depth.min((WARM_UP / size).max(1));
+    let (mut warm_up, begin) = (0, Instant::now());
+    while warm_up == 0 || begin.elapsed() < WARM_UP_TIME {
+        warm_up += some;
+        pump.run(Limit { messages: warm_up, time: None }, watch)?;
+    }
     let before: u64 = pump.ended.iter().sum();
     let time = end.test.seconds.map(Duration::from_secs_f64);
     let messages = end.test.iterations(size).saturating_add(warm_up);

@@ -46,7 +46,7 @@ impl End {
     ) -> Result<Self, Failure> {
         let (link, capture) =
             links::make(&arguments.link, seen, arguments.fault, arguments.pcap.as_deref())?;
-        let options = HcaOptions { drive: arguments.drive.drive() };
+        let options = HcaOptions { drive: arguments.drive.drive(), direct: !arguments.no_direct };
         let context = Context::open_with(link, options)?;
         let pd = context.pd();
         let device = memory::device(&arguments.mem)

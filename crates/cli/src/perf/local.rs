@@ -36,6 +36,7 @@ fn start(test: &Test, memory: &MemoryChoice, arguments: &Arguments) -> Result<Se
         .args(["--link", &arguments.link])
         .args(arguments.mtu.map(|mtu| format!("--mtu={mtu}")))
         .args(reg.map(|reg| format!("--reg={}", reg.get_name())))
+        .args(arguments.no_direct.then_some("--no-direct"))
         .args(drive.map(|drive| format!("--drive={}", drive.get_name())))
         .stdin(Stdio::null())
         .stdout(Stdio::piped());

@@ -119,6 +119,10 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "WHO", default_value = "guarded")]
     drive: DriveChoice,
 
+    /// Packets for everything, also where peers of one machine could reach each other's memory by themselves
+    #[arg(long)]
+    no_direct: bool,
+
     /// Do not compare what arrived with what was sent
     #[arg(long)]
     no_verify: bool,

@@ -161,7 +161,9 @@ impl Watch<'_> {
             return Ok(false);
         }
         self.looked = Instant::now();
-        let packets = self.context.stats().pairs.packets_received;
+        // What the peer does without packets is a sign of life too.
+        let stats = self.context.stats();
+        let packets = stats.pairs.packets_received.wrapping_add(stats.direct.by_peers);
         if std::mem::replace(&mut self.packets, packets) != packets {
             self.heard = self.looked;
         }

@@ -240,6 +240,8 @@ impl Requester {
 
     /// The host has no place for data that came: ask for it again later, and each time later.
     fn no_place(&mut self, now: Instant) -> Outcome {
+        // It answers: tries are for peers that do not.
+        self.retries_left = self.retry_count;
         self.go_back();
         let pause = FAULT_PAUSE * (1 << self.faults.min(7));
         self.faults = self.faults.saturating_add(1);

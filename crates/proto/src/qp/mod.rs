@@ -408,7 +408,7 @@ impl Qp {
         match self.state {
             State::Rtr | State::Rts | State::Sqd => {}
             State::Err => {
-                self.responder.repeat_last_words();
+                self.responder.repeat_last_words(arrived.headers.psn);
                 return Err(Discard::State);
             }
             State::Reset | State::Init | State::Sqe => return Err(Discard::State),

@@ -70,8 +70,13 @@ impl Responder {
             let from = Source::Remote { at: at.forward(offset), left, request: saved.first };
             match host.fetch(from, len, headers.len()) {
                 Verdict::Yes => {
-                    self.stalled = false;
+                    (self.stalled, self.parked) = (false, false);
                     packet.payload = Some(Payload { from, len });
+                }
+                // Most absences are short: the peer need not know. One that has come back is told again.
+                Verdict::NotNow if self.parked => {
+                    self.park(headers.psn);
+                    return Ok(self.acknowledge(terms, stats, packet));
                 }
                 Verdict::NotNow => {
                     self.stalled = true;
@@ -102,7 +107,7 @@ impl Responder {
             }
             Reply::Stalled(psn) => {
                 stats.rnr_sent += 1;
-                (Syndrome::RnrNak(terms.min_rnr_timer), psn)
+                (Syndrome::RnrNak(patience(terms.min_rnr_timer, self.absences)), psn)
             }
             Reply::Sequence(_) => {
                 stats.sequence_naks_sent += 1;

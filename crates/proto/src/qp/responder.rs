@@ -7,7 +7,7 @@
 use super::Discard;
 use super::host::{Access, Host, Receive, Remote, Target, Verdict};
 use super::requester::LONGEST;
-use super::saved::{Asked, SavedRing};
+use super::saved::{Asked, Saved, SavedRing};
 use super::work::{Carried, Notice, Receipt, Status};
 use super::{Arrived, MOST_PACKETS, Mtu, Stats};
 use crate::psn::Psn;
@@ -123,6 +123,8 @@ pub(super) struct Responder {
     pub(super) saved: SavedRing,
     /// The data that is to be sent next was not there when it was last asked for.
     pub(super) stalled: bool,
+    /// The peer has been told to come later for it, and has not got it yet.
+    pub(super) parked: bool,
     /// How often in a row the memory for the expected number was not there.
     pub(super) absences: u8,
     receipt: Option<Receipt>,
@@ -142,6 +144,7 @@ impl Responder {
             reply: Reply::None,
             saved: SavedRing::new(0),
             stalled: false,
+            parked: false,
             absences: 0,
             receipt: None,
             fatal: None,
@@ -225,9 +228,15 @@ impl Responder {
         self.reply = Reply::Fatal(nak, psn);
     }
 
-    /// A request after the failure. The peer may have missed the reason: say it again.
-    pub(super) fn repeat_last_words(&mut self) {
+    /// A request with that number after the failure. The peer may have missed the reason: say it again.
+    ///
+    /// What failed may have been data that the peer has, asked for by a copy of its request that came late. It would
+    /// not listen to that number any more: then the reason is given for the one that it asks for, or for the first
+    /// one that was not executed, so that nothing is acknowledged that was not done.
+    pub(super) fn repeat_last_words(&mut self, asked: Psn) {
         if let Some((nak, psn)) = self.fatal {
+            let first = if asked.distance_from(self.expected) > 0 { self.expected } else { asked };
+            let psn = if first.distance_from(psn) > 0 { first } else { psn };
             self.reply = Reply::Fatal(nak, psn);
         }
     }
@@ -244,6 +253,9 @@ impl Responder {
     /// A request that was executed before: answered again, never executed again.
     fn duplicate(&mut self, terms: &Terms, headers: &Headers) -> Discard {
         let psn = headers.psn;
+        // It asks for the very data that is missing, and so has all before it.
+        let misses = |saved: &mut Saved| saved.first.add(saved.next) == psn;
+        let stalled = self.stalled && self.saved.pending().is_some_and(misses);
         let found = match headers.extension {
             Extension::Reth(reth) if headers.opcode == Opcode::ReadRequest => {
                 if reth.len > LONGEST {
@@ -270,20 +282,21 @@ impl Responder {
                 true
             }
         };
-        if found && core::mem::take(&mut self.stalled) {
-            self.park();
+        if found && stalled {
+            self.park(psn);
         }
         if found { Discard::Duplicate } else { Discard::Forgotten }
     }
 
-    /// The peer asks again for data that is not there: so that it does not give up, it is told to come later. What
-    /// stands behind that data it will ask for again too.
+    /// The peer waits for data that is not there: so that it does not give up, it is told to come later. What stands
+    /// behind that data it will ask for again too.
     #[cold]
-    fn park(&mut self) {
-        let first = self.saved.pending().map(|saved| saved.first.add(saved.next));
-        if let Some(psn) = first.filter(|_| self.fatal.is_none()) {
+    pub(super) fn park(&mut self, psn: Psn) {
+        if self.fatal.is_none() {
             self.saved.park();
             self.reply = Reply::Stalled(psn);
+            (self.stalled, self.parked) = (false, true);
+            self.absences = self.absences.saturating_add(1);
         }
     }
 

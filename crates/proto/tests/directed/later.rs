@@ -1,10 +1,12 @@
 //! A host that says "not now", at every place where it can: the operation is done once, afterwards.
 
-use warpwire_proto::qp::Verdict::{NotNow, Yes};
+use warpwire_proto::Instant;
+use warpwire_proto::qp::Verdict::{NotNow, Refused, Yes};
 use warpwire_proto::qp::{Op, Status};
+use warpwire_proto::wire::Syndrome;
 
 use crate::host::Call;
-use crate::pair::{A, B, MTU, PLACE, Pair, Terms, one_of_each};
+use crate::pair::{A, B, MTU, PLACE, Pair, Terms, one_of_each, psn, psns, syndrome};
 
 use Call::{
     Execute, FetchRemote, FetchWork, Invalidate, MayAccess, PlaceReceive, PlaceRemote,
@@ -104,4 +106,131 @@ fn data_without_a_place_is_asked_for_again_after_a_pause() {
     assert_eq!(outcomes[..2], [Ok(()), Err(warpwire_proto::qp::Discard::Busy)]);
     assert!(pair.next_deadline() > pair.now);
     pair.assert_all_succeed(1);
+}
+
+/// What is away for longer than all tries together: the peer answers all the time, and so no try is spent.
+#[test]
+fn a_long_absence_at_any_call_costs_no_connection() {
+    for (op, len) in one_of_each(3) {
+        for &(end, call) in calls_of(op) {
+            if call == TakeReceive {
+                continue; // it has a count of its own
+            }
+            let terms = Terms { retry_count: 1, rnr_retry: 7, ..Terms::default() };
+            let mut pair = Pair::with_receives(terms, 1);
+            pair.ends[end].host.answer(call, vec![NotNow; 60]);
+            pair.post(A, 0, op, len);
+            // Every fifth time everything is lost too, which alone spends a try.
+            for turn in 0..400 {
+                for from in [A, B] {
+                    for packet in pair.send_all(from) {
+                        if turn % 5 != 4 {
+                            let _ = pair.arrive(1 - from, &packet);
+                        }
+                    }
+                }
+                let deadline = pair.next_deadline();
+                if deadline != Instant::NEVER {
+                    pair.go_to(deadline);
+                }
+            }
+            assert!(pair.ends[end].host.times_asked(call) > 60, "{op:?} {call:?}");
+            assert_eq!(pair.ends[A].sent, [(0, Status::Success)], "{op:?} {call:?}");
+        }
+    }
+}
+
+#[test]
+fn a_read_whose_data_is_away_is_parked_when_the_peer_asks_again() {
+    let mut pair = Pair::with(Terms { retry_count: 1, rnr_retry: 7, ..Terms::default() });
+    pair.ends[B].host.answer(FetchRemote, [Yes, NotNow, NotNow, NotNow]);
+    pair.post(A, 0, Op::Read(PLACE), 3 * MTU);
+    let asked = pair.pass(A);
+    let data = pair.send_all(B);
+    assert_eq!(data.len(), 1, "the second packet has no data yet, and nothing is said");
+    pair.arrive_all(A, &data);
+    // Its peer runs out of patience: now it is told to come later, for what is missing; and again, at once.
+    for _ in 0..2 {
+        pair.go_to(pair.next_deadline());
+        let again = pair.send_all(A);
+        assert_eq!(psns(&again), [psn(&asked[0]) + 1]);
+        pair.arrive_all(B, &again);
+        let told = pair.send_all(B);
+        assert!(matches!(syndrome(&told[0]), Syndrome::RnrNak(_)), "{told:?}");
+        assert_eq!(psns(&told), psns(&again));
+        pair.arrive_all(A, &told);
+    }
+    pair.assert_all_succeed(1);
+    assert_eq!(pair.ends[A].qp.stats().timeouts, 1);
+}
+
+#[test]
+fn the_longer_memory_is_away_the_longer_the_peer_is_asked_to_wait() {
+    for (code, wanted) in
+        [(1, &[1, 2, 3, 4][..]), (12, &[12, 13, 14, 14]), (20, &[20; 4]), (0, &[0; 4])]
+    {
+        let terms = Terms { min_rnr_timer: code, rnr_retry: 7, ..Terms::default() };
+        let mut pair = Pair::with(terms);
+        pair.ends[B].host.answer(MayAccess, [NotNow; 4]);
+        pair.post(A, 0, Op::Write(PLACE), 10);
+        let mut codes = Vec::new();
+        for _ in 0..4 {
+            let asked = pair.send_all(A);
+            pair.arrive_all(B, &asked);
+            for packet in pair.pass(B) {
+                let Syndrome::RnrNak(code) = syndrome(&packet) else { panic!("{packet:?}") };
+                codes.push(code);
+            }
+            pair.go_to(pair.next_deadline());
+        }
+        assert_eq!(codes, wanted);
+        pair.assert_all_succeed(1);
+    }
+}
+
+/// A packet whose data went away on its last step is made again at the next poll; no timer, no try.
+#[test]
+fn packets_are_taken_back() {
+    for op in [Op::Send, Op::Write(PLACE), Op::Read(PLACE)] {
+        let end = if matches!(op, Op::Read(_)) { B } else { A };
+        for nth in 0..3 {
+            let terms = Terms { timeout: 0, retry_count: 0, ..Terms::default() };
+            let mut pair = Pair::with_receives(terms, 2);
+            (0..2).for_each(|id| pair.post(A, id, op, 3 * MTU));
+            if end == B {
+                pair.pass(A);
+            }
+            for _ in 0..nth {
+                let packet = pair.send(end).unwrap();
+                pair.arrive(1 - end, &packet).unwrap();
+            }
+            let lost = pair.send(end).unwrap();
+            pair.ends[end].qp.take_back(&lost);
+            pair.assert_all_succeed(2);
+        }
+    }
+}
+
+/// A copy of a read's request comes when its data has been had, and the memory is gone: the peer learns of the failure
+/// at its next request, though it has no use for the number that failed.
+#[test]
+fn the_reason_of_a_failure_reaches_a_peer_that_is_ahead() {
+    let mut pair = Pair::with(Terms { retry_count: 1, ..Terms::default() });
+    pair.post(A, 0, Op::Read(PLACE), 3 * MTU);
+    let asked = pair.pass(A);
+    pair.pass(B);
+    assert_eq!(pair.ends[A].sent, [(0, Status::Success)]);
+    pair.ends[B].host.answer(FetchRemote, [Refused]);
+    let _ = pair.arrive(B, &asked[0]);
+    for packet in pair.send_all(B) {
+        let _ = pair.arrive(A, &packet);
+    }
+    // Two writes, of which the first gets lost: neither may look as if it had been done.
+    pair.post(A, 1, Op::Write(PLACE), 10);
+    pair.post(A, 2, Op::Write(PLACE), 10);
+    let writes = pair.send_all(A);
+    let _ = pair.arrive(B, &writes[1]);
+    pair.run();
+    let wanted = [(0, Status::Success), (1, Status::RemoteAccess), (2, Status::Flushed)];
+    assert_eq!(pair.ends[A].sent, wanted);
 }

@@ -66,7 +66,9 @@ impl CompletionRing {
         let place = if self.spec.collapsed { 0 } else { self.produced & (entries - 1) };
         let bytes = self.spec.memory.bytes();
         // Neither fails while the memory is there; when it is gone there is nobody to tell.
-        let _ = bytes.write(place * CQE_LEN, &encoded.body);
+        let (words, [a, b, c, d]) = encoded.body.split_last_chunk().unwrap_or((&[], &[0; 4]));
+        let _ = bytes.write(place * CQE_LEN, words);
+        let _ = bytes.store_u32(place * CQE_LEN + 56, u32::from_ne_bytes([*a, *b, *c, *d]));
         let _ = bytes.store_u32(place * CQE_LEN + 60, encoded.tail_word());
         self.produced += 1;
         let is_error = matches!(cqe.outcome, crate::mlx5::Outcome::Failed { .. });

@@ -3,12 +3,14 @@
 //! Nothing is allocated, locked or formatted for a packet. The engine's own lock is taken for a whole step, by
 //! whoever drives it; control calls take it too.
 
+mod control;
 mod datagram;
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use warpwire_proto::Instant;
@@ -20,15 +22,17 @@ use warpwire_proto::wire::{Transport, UDP_PORT};
 
 use super::complete;
 use super::cq::CompletionRing;
+use super::direct::TURN;
 use super::event::{AsyncEvent, News};
 use super::host::View;
-use super::pair::{Pair, Receives};
+use super::pair::{Pair, Receives, Took};
+use super::partner::Partners;
 use super::protocol::Protocol;
 use super::ring::{NOT_THERE_YET, SharedRing};
 use super::rung::Rung;
 use super::stats::{Lost, Totals};
-use crate::error::{Error, Kind, Result};
-use crate::link::{Frame, Link};
+use crate::error::Result;
+use crate::link::{Frame, Link, Offer};
 use crate::mr::{Denied, Registry};
 use datagram::Destinations;
 
@@ -40,7 +44,7 @@ const COME_BACK: Duration = Duration::from_micros(20);
 
 /// Everything that a step needs.
 pub(super) struct Engine {
-    link: Box<dyn Link>,
+    pub(super) link: Box<dyn Link>,
     /// Nobody makes a next step if the program does not: what came in is answered in the same.
     answers_at_once: bool,
     pub(super) core: Core,
@@ -49,7 +53,7 @@ pub(super) struct Engine {
 /// All but the link, which lends its buffers while the rest works on them.
 pub(super) struct Core {
     pub registry: Registry,
-    pairs: Vec<Option<Box<Pair>>>,
+    pub pairs: Vec<Option<Box<Pair>>>,
     /// Places that were used and are free, the one that has been free for longest first.
     free: VecDeque<u32>,
     /// How often each place has been used: part of the number, so that late packets find nobody.
@@ -66,10 +70,24 @@ pub(super) struct Core {
     watched: Vec<u32>,
     pub news: Arc<News>,
     pub rung: Arc<Rung>,
+    /// Those that were rung, while they are looked at; kept for its room.
+    looked_at: Vec<u32>,
     /// A queue pair stands still until some completion is made.
     held: bool,
     /// An entry was promised and is not there yet.
     missing: bool,
+    /// A queue pair's turn was over before its work was.
+    goes_on: bool,
+    /// What peers of this machine may reach by themselves; or why they may not.
+    pub offer: std::result::Result<Arc<Offer>, &'static str>,
+    /// Whose memory we reach by ourselves.
+    pub partners: Partners,
+    /// A partner's connection has ended.
+    pub parted: bool,
+    /// There is one, for those who ring.
+    pub reaches: Arc<AtomicBool>,
+    /// When the last step was made.
+    pub last: Instant,
     pub totals: Totals,
 }
 
@@ -87,6 +105,8 @@ pub struct Progress {
     pub received: usize,
     /// Packets that went out.
     pub sent: usize,
+    /// Operations that were done without packets.
+    pub direct: usize,
     /// Something is left to do at once.
     pub more: bool,
 }
@@ -94,7 +114,7 @@ pub struct Progress {
 impl Progress {
     /// Whether it did nothing, and nothing is left.
     pub fn is_idle(&self) -> bool {
-        self.received == 0 && self.sent == 0 && !self.more
+        self.received == 0 && self.sent == 0 && self.direct == 0 && !self.more
     }
 }
 
@@ -105,6 +125,7 @@ impl Engine {
         news: Arc<News>,
         rung: Arc<Rung>,
         answers_at_once: bool,
+        offer: std::result::Result<Arc<Offer>, &'static str>,
     ) -> Self {
         let core = Core {
             registry,
@@ -120,8 +141,15 @@ impl Engine {
             watched: Vec::new(),
             news,
             rung,
+            looked_at: Vec::new(),
             held: false,
             missing: false,
+            goes_on: false,
+            offer,
+            partners: Partners::default(),
+            parted: false,
+            reaches: Arc::default(),
+            last: Instant::from_nanos(0),
             totals: Totals::default(),
         };
         Self { link, answers_at_once, core }
@@ -134,8 +162,12 @@ impl Engine {
     /// One step: doorbells, timers, out, in. What just came in is answered in the next: whoever waits for it sees it
     /// first, and what he has to say to it goes out together with its acknowledgement.
     pub(super) fn step(&mut self, now: Instant) -> Result<Progress> {
+        if self.core.parted {
+            self.find_partners();
+        }
         let core = &mut self.core;
-        let told = core.totals.completions;
+        core.last = now;
+        let (told, direct) = (core.totals.completions, core.totals.direct_operations);
         core.look_at_doorbells(now);
         core.run_timers(now);
         let mut sent = self.transmit(now)?;
@@ -148,8 +180,10 @@ impl Engine {
         }
         let core = &self.core;
         // Completions that were made since the doorbells were looked at may be what somebody waits for.
-        let more = !core.active.is_empty() || core.held && core.totals.completions != told;
-        Ok(Progress { received, sent, more })
+        let held = core.held && core.totals.completions != told;
+        let more = !core.active.is_empty() || core.goes_on || held;
+        let direct = (core.totals.direct_operations - direct) as usize;
+        Ok(Progress { received, sent, direct, more })
     }
 
     /// When the next step is due if nothing happens.
@@ -359,6 +393,7 @@ impl Core {
         }
         let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
         if pair.qp.state() == State::Err {
+            pair.tell(self.offer.as_ref().ok());
             self.flush_receives(index);
         }
         // Room in the state machine: more of the send queue fits.
@@ -378,7 +413,7 @@ impl Core {
         });
     }
 
-    fn push(&mut self, cqn: u32, cqe: &crate::mlx5::Cqe) {
+    pub(super) fn push(&mut self, cqn: u32, cqe: &crate::mlx5::Cqe) {
         let Some(Some(cq)) = self.cqs.get_mut(cqn as usize) else { return };
         self.totals.completions += 1;
         // Data before the completion that tells of it, also where stores are combined.
@@ -452,10 +487,14 @@ impl Core {
     }
 
     fn look_at_doorbells(&mut self, now: Instant) {
-        let rung = self.rung.clone();
         // Set again by those who still are, as each of them rings for itself.
-        (self.held, self.missing) = (false, false);
-        rung.take(|index| self.look_at(now, index));
+        (self.held, self.missing, self.goes_on) = (false, false, false);
+        let mut looked_at = std::mem::take(&mut self.looked_at);
+        self.rung.take(|index| looked_at.push(index));
+        for index in looked_at.drain(..) {
+            self.look_at(now, index);
+        }
+        self.looked_at = looked_at;
         for at in 0..self.watched.len() {
             let index = self.watched[at];
             self.look_at(now, index);
@@ -471,9 +510,9 @@ impl Core {
         })
     }
 
-    fn look_at(&mut self, now: Instant, index: u32) {
+    pub(super) fn look_at(&mut self, now: Instant, index: u32) {
         let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
-        let waits = pair.wait.is_some() || pair.side.ring.is_waiting();
+        let waits = pair.wait.is_some() || pair.side.ring.is_waiting() || pair.reach.held.is_some();
         if pair.side.ring.look() || waits {
             self.take_work(now, index);
         }
@@ -486,21 +525,37 @@ impl Core {
 
     /// Posts what lies in the send queue.
     fn take_work(&mut self, now: Instant, index: u32) {
-        let Core { pairs, cqs, registry, .. } = self;
-        let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
+        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
         if !matches!(pair.qp.state(), State::Rts | State::Sqd | State::Sqe | State::Err) {
             return;
         }
-        let produced = |cqn| cqs.get(cqn as usize)?.as_ref().map(CompletionRing::produced);
-        pair.take_work(now, registry, produced);
+        let (mut turn, before) = (TURN, pair.qp.outstanding());
+        let took = loop {
+            let Core { pairs, cqs, registry, partners, totals, .. } = &mut *self;
+            let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
+            let produced = |cqn| cqs.get(cqn as usize)?.as_ref().map(CompletionRing::produced);
+            match pair.take_work(now, registry, produced, partners, &mut turn) {
+                Took::Direct(work) => self.complete_direct(index, &work),
+                Took::Packets(why) => {
+                    totals.went_by_packets(why);
+                    self.look_for_partner(index);
+                }
+                took @ (Took::All | Took::Turn) => break took,
+            }
+        };
+        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
         let (held, missing) = (pair.wait.is_some(), pair.side.ring.is_waiting());
+        let (more, begun) = (took == Took::Turn, pair.qp.outstanding() != before);
         self.held |= held;
         self.missing |= missing;
-        if held || missing {
+        self.goes_on |= more;
+        if held || missing || more {
             // Nobody rings for that: look again at the next step.
             self.rung.ring(index);
         }
-        self.activate(index);
+        if begun {
+            self.activate(index);
+        }
     }
 
     fn run_timers(&mut self, now: Instant) {
@@ -586,153 +641,4 @@ fn set_timer(
         pair.timer = deadline;
         timers.push(Reverse((deadline, index)));
     }
-}
-
-/// Control: slow calls, under the engine's lock.
-impl Engine {
-    pub(super) fn add_pair(&mut self, spec: super::QpSpec) -> Result<u32> {
-        let core = &mut self.core;
-        let index = core.free_place();
-        let full = || {
-            Error::new(Kind::OutOfMemory, "make a queue pair")
-                .why("65 520 of them exist")
-                .fix("destroy those that are no longer needed, or open another context")
-        };
-        let index = index.ok_or_else(full)?;
-        core.generations.resize(core.pairs.len(), 0);
-        let generation = &mut core.generations[index as usize];
-        *generation = generation.wrapping_add(1);
-        let number = core.number_of(index);
-        let watched = spec.watched;
-        core.pairs[index as usize] = Some(Box::new(Pair::new(number, spec)));
-        core.active.reserve(core.pairs.len());
-        core.timers.reserve(2 * core.pairs.len());
-        core.rung.grow_to(core.pairs.len());
-        if watched {
-            core.watched.push(index);
-        }
-        Ok(number)
-    }
-
-    pub(super) fn remove_pair(&mut self, number: u32) {
-        let Some(index) = self.core.index_of(number) else { return };
-        let core = &mut self.core;
-        let Some(mut pair) = core.pairs.get_mut(index as usize).and_then(Option::take) else {
-            return;
-        };
-        core.totals.absorb(pair.qp.stats());
-        if let Some(flow) = pair.flow {
-            self.link.close(flow);
-        }
-        pair.side.give_back(&mut core.srqs);
-        core.free.push_back(index);
-        core.watched.retain(|watched| *watched != index);
-        core.active.retain(|active| *active != index);
-    }
-
-    pub(super) fn modify(&mut self, number: u32, change: &Change, now: Instant) -> Result<()> {
-        let index = self.pair_index(number)?;
-        let core = &mut self.core;
-        let Some(Some(pair)) = core.pairs.get_mut(index as usize) else { return Err(gone(number)) };
-        let refused = |why: String| {
-            Error::new(Kind::InvalidArgument, format!("change queue pair {number:#x}")).why(why)
-        };
-        // Before the step is taken: a step that cannot be taken whole is not taken.
-        let mut flow = None;
-        if let (Some(path), State::Rtr) = (change.path, change.to) {
-            change
-                .check(pair.qp.service(), pair.qp.state())
-                .map_err(|why| refused(why.to_string()))?;
-            let label = path.flow_label ^ number;
-            let opened = self.link.open(path.peer, label)?;
-            let carried = self.link.largest().saturating_sub(LONGEST_AROUND);
-            if change.mtu.is_some_and(|mtu| mtu.bytes() as usize > carried) {
-                self.link.close(opened);
-                let why = format!("the link carries packets with at most {carried} bytes in them");
-                return Err(refused(why).fix("choose a smaller path MTU"));
-            }
-            flow = Some(opened);
-        }
-        if let Err(why) = pair.qp.modify(change) {
-            if let Some(flow) = flow {
-                self.link.close(flow);
-            }
-            return Err(refused(why.to_string()));
-        }
-        if change.to == State::Reset {
-            pair.reset(&mut core.srqs);
-        }
-        let leaves = change.to == State::Reset;
-        if let Some(old) = pair.flow.take_if(|_| flow.is_some() || leaves) {
-            self.link.close(old);
-        }
-        pair.flow = flow.or(pair.flow);
-        // What was posted before may be begun now, or must come back.
-        core.rung.ring(index);
-        core.look_at(now, index);
-        core.activate(index);
-        core.after(now, index);
-        Ok(())
-    }
-
-    fn pair_index(&self, number: u32) -> Result<u32> {
-        self.core.index_of(number).ok_or_else(|| gone(number))
-    }
-
-    /// The queue pair's own state, for questions.
-    pub(super) fn pair(&self, number: u32) -> Result<&Pair> {
-        let index = self.pair_index(number)?;
-        match self.core.pairs.get(index as usize) {
-            Some(Some(pair)) => Ok(pair),
-            _ => Err(gone(number)),
-        }
-    }
-
-    pub(super) fn pairs(&self) -> impl Iterator<Item = &Pair> {
-        self.core.pairs.iter().flatten().map(|pair| &**pair)
-    }
-
-    pub(super) fn add_cq(&mut self, spec: super::CqSpec) -> Result<u32> {
-        let ring = CompletionRing::new(spec);
-        add(&mut self.core.cqs, ring, "make a completion queue")
-    }
-
-    pub(super) fn add_srq(&mut self, ring: SharedRing) -> Result<u32> {
-        let number = add(&mut self.core.srqs, ring, "make a shared receive queue")?;
-        self.core.srq_limits.resize(self.core.srqs.len(), None);
-        self.core.srq_limits[number as usize] = None;
-        Ok(number)
-    }
-
-    pub(super) fn set_limit(&mut self, srqn: u32, limit: u32) {
-        if let Some(place) = self.core.srq_limits.get_mut(srqn as usize) {
-            *place = (limit > 0).then_some(limit);
-        }
-        self.core.check_limit(srqn);
-    }
-}
-
-fn gone(number: u32) -> Error {
-    Error::new(Kind::Freed, format!("use queue pair {number:#x}")).why("it does not exist any more")
-}
-
-/// Numbers of queues have 24 bits; number 0 is never given: zeroed memory must not name a queue.
-fn add<T>(places: &mut Vec<Option<T>>, value: T, what: &'static str) -> Result<u32> {
-    if places.is_empty() {
-        places.push(None);
-    }
-    let free = places.iter().skip(1).position(Option::is_none).map(|at| at + 1);
-    let index = match free {
-        Some(free) => free,
-        None if places.len() < 1 << 20 => {
-            places.push(None);
-            places.len() - 1
-        }
-        None => {
-            let error = Error::new(Kind::OutOfMemory, what).why("there are 2^20 of them");
-            return Err(error.fix("destroy those that are no longer needed"));
-        }
-    };
-    places[index] = Some(value);
-    Ok(index as u32)
 }

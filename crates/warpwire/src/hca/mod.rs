@@ -29,12 +29,14 @@
 mod ahead;
 mod complete;
 mod cq;
+mod direct;
 mod drive;
 mod engine;
 mod event;
 mod host;
 mod memory;
 mod pair;
+mod partner;
 mod protocol;
 pub mod publish;
 mod ring;
@@ -44,7 +46,7 @@ mod stats;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant as Clock};
 
 use parking_lot::Mutex;
@@ -52,13 +54,14 @@ use warpwire_proto::Instant;
 use warpwire_proto::qp::{self, Change, State};
 
 pub use cq::{CQE_LEN, CqSpec};
+pub use direct::AtOnce;
 pub use drive::Drive;
 pub use engine::Progress;
 pub use event::{AsyncEvent, Signal};
 pub use memory::QueueMemory;
 pub use pair::QpSpec;
 pub use ring::Layout;
-pub use stats::{Lost, Stats, Sum};
+pub use stats::{Direct, Indirect, Lost, Stats, Sum};
 
 use crate::error::{Error, Kind, Result};
 use crate::link::{self, Link};
@@ -70,10 +73,19 @@ use ring::{LONGEST_RECEIVE, SharedRing};
 use rung::Rung;
 
 /// How a software HCA is opened.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct HcaOptions {
     /// Who drives it.
     pub drive: Drive,
+    /// Whether peers of this machine may map registered memory and work in it without packets, and this device in
+    /// theirs. Links that wrap others switch it off by themselves.
+    pub direct: bool,
+}
+
+impl Default for HcaOptions {
+    fn default() -> Self {
+        Self { drive: Drive::default(), direct: true }
+    }
 }
 
 /// What a shared receive queue is made of.
@@ -103,6 +115,8 @@ struct Shared {
     path: link::Path,
     largest: usize,
     watches: std::sync::atomic::AtomicU32,
+    /// Some queue pair has a peer whose memory it may reach by itself.
+    reaches: Arc<AtomicBool>,
     has_thread: bool,
 }
 
@@ -115,6 +129,7 @@ impl fmt::Debug for Hca {
 impl Drop for Shared {
     fn drop(&mut self) {
         self.sleeper.stop();
+        self.engine.get_mut().end();
     }
 }
 
@@ -131,7 +146,8 @@ impl Shared {
 
     /// How long the engine may sleep.
     fn time_to_sleep(&self, watching: Duration, longest: Duration) -> Duration {
-        let engine = self.engine.lock();
+        let mut engine = self.engine.lock();
+        engine.core.partners.sweep();
         // Asking arms links that signal only on request.
         let _ = engine.link().wait_fd();
         let now = self.now();
@@ -145,14 +161,23 @@ impl Shared {
 
 impl Hca {
     /// Opens a device on a link.
-    pub fn open(link: impl Link + 'static, options: HcaOptions) -> Result<Self> {
-        let (path, largest) = (link.path(), link.largest());
+    pub fn open(mut link: impl Link + 'static, options: HcaOptions) -> Result<Self> {
         let registry = Registry::new();
+        let offer = match options.direct {
+            true => offer(&mut link, &registry),
+            false => Err("switched off"),
+        };
+        let (mut path, largest) = (link.path(), link.largest());
+        path.why += &match &offer {
+            Ok(_) => "; direct where peers and we can map each other's memory".to_owned(),
+            Err(why) => format!("; packets only: {why}"),
+        };
         let news = Arc::new(News::new()?);
         let rung = Arc::new(Rung::new());
         let alone = options.drive == Drive::Inline;
         let engine =
-            Engine::new(Box::new(link), registry.clone(), news.clone(), rung.clone(), alone);
+            Engine::new(Box::new(link), registry.clone(), news.clone(), rung.clone(), alone, offer);
+        let reaches = engine.core.reaches.clone();
         let shared = Arc::new(Shared {
             engine: Mutex::new(engine),
             registry,
@@ -163,6 +188,7 @@ impl Hca {
             path,
             largest,
             watches: 0.into(),
+            reaches,
             has_thread: options.drive != Drive::Inline,
         });
         drive::start(&shared, options.drive)?;
@@ -329,11 +355,31 @@ impl Hca {
         self.0.engine.lock().pair(qpn).ok()?.side.denied
     }
 
+    /// Does a write here and now that a peer's memory takes without packets, as if it had been posted and its doorbell
+    /// rung: only if the queue is empty and nobody else makes a step. If not (`false`), nothing has happened.
+    #[inline]
+    pub fn write_at_once(&self, qpn: u32, write: &AtOnce<'_>) -> bool {
+        self.0.reaches.load(Ordering::Relaxed)
+            && self
+                .0
+                .engine
+                .try_lock()
+                .is_some_and(|mut engine| engine.core.write_at_once(engine::place_of(qpn), write))
+    }
+
     /// Tells the engine that a doorbell was rung. Rings that nobody tells of are seen only on queue pairs that are
     /// [watched](QpSpec::watched).
     #[inline]
     pub fn ring(&self, qpn: u32) {
-        self.0.rung.ring(engine::place_of(qpn));
+        let index = engine::place_of(qpn);
+        // Where a peer's memory is mapped, most work can be done here and now, if nobody else makes a step.
+        if self.0.reaches.load(Ordering::Relaxed)
+            && let Some(mut engine) = self.0.engine.try_lock()
+            && engine.core.do_at_once(index)
+        {
+            return;
+        }
+        self.0.rung.ring(index);
         self.0.sleeper.wake();
     }
 
@@ -350,13 +396,37 @@ impl Hca {
     /// What it has counted.
     pub fn stats(&self) -> Stats {
         let engine = self.0.engine.lock();
-        Stats::of(&engine.core.totals, engine.pairs().map(|pair| pair.qp.stats()))
+        let mut stats = Stats::of(&engine.core.totals, engine.pairs().map(|pair| pair.qp.stats()));
+        if let Ok(offer) = &engine.core.offer {
+            [stats.direct.by_peers, stats.direct.bytes_by_peers] = offer.visits();
+        }
+        stats
+    }
+
+    /// Which way a queue pair's work takes, and why: its link, and whether it needs packets.
+    pub fn qp_path(&self, qpn: u32) -> Result<link::Path> {
+        self.0.engine.lock().pair_path(qpn)
     }
 
     /// What its link has counted.
     pub fn link_counters(&self) -> link::Counters {
         self.0.engine.lock().link().counters()
     }
+}
+
+/// Offers registered memory to peers, if the link can; or says why it cannot.
+fn offer(
+    link: &mut impl Link,
+    registry: &Registry,
+) -> std::result::Result<Arc<link::Offer>, &'static str> {
+    let files = registry.clone();
+    let offer = link::Offer::new(Box::new(move |key| files.file_of(key))).map_err(|why| {
+        tracing::debug!(%why, "peers need packets");
+        "this process has no memory for the table of what peers may reach"
+    })?;
+    link.offer(&offer)?;
+    registry.watch(Arc::new(direct::Grants(Arc::downgrade(&offer))));
+    Ok(offer)
 }
 
 fn wrong(what: &str, must_be: &str) -> Error {

@@ -6,11 +6,14 @@ use warpwire_proto::qp::{self, Op, Status as WireStatus, Work as WireWork};
 use warpwire_proto::{Instant, Psn};
 
 use super::ahead::{Ahead, Name, Wanted};
+use super::direct::Reach;
 use super::memory::QueueMemory;
+use super::partner::{Partners, Tried};
 use super::protocol::Protocol;
 use super::ring::{
     LONGEST_RECEIVE, Layout, ReceiveRing, SendRing, SharedRing, Taken, TakenReceive,
 };
+use super::stats::Indirect;
 use crate::link::FlowId;
 use crate::mlx5::{
     self, ADDRESS_SEGMENTS, AddressVector, Atomic, AtomicWidth, Completions, Data, Opcode, Piece,
@@ -58,12 +61,19 @@ pub(super) struct Underway {
     pub completions: Completions,
     pub len: u32,
     /// The only range of its payload, if there is just one: most work is like that.
-    single: Option<Data>,
+    pub single: Option<Data>,
+    /// Where in the entry's copy its payload lies, if all of it does.
+    pub inline: Option<u16>,
 }
 
 impl Underway {
-    const NONE: Self =
-        Self { opcode: Opcode::Nop, completions: Completions::Always, len: 0, single: None };
+    const NONE: Self = Self {
+        opcode: Opcode::Nop,
+        completions: Completions::Always,
+        len: 0,
+        single: None,
+        inline: None,
+    };
 }
 
 /// A queue pair of the engine.
@@ -88,6 +98,21 @@ pub(super) struct Pair {
     /// The queue stands still until a completion queue has made a certain completion; only then is the work begun
     /// that asked for it.
     pub wait: Option<(mlx5::Wait, WireWork)>,
+    /// Whether its peer needs packets.
+    pub reach: Reach,
+}
+
+/// What was taken from a send queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Took {
+    /// What there was is begun, or waits.
+    All,
+    /// This one is done without packets; there may be more.
+    Direct(WireWork),
+    /// This one goes by packets for that reason; there may be more.
+    Packets(Indirect),
+    /// The turn is over, and there is more.
+    Turn,
 }
 
 /// The part of it that the protocol asks about memory.
@@ -161,6 +186,7 @@ impl Pair {
             watched: spec.watched,
             signal_all: spec.signal_all,
             wait: None,
+            reach: Reach::new(),
         }
     }
 
@@ -170,52 +196,83 @@ impl Pair {
         self.side.ring.reset();
         self.side.give_back(srqs);
         self.side.ahead = Ahead::default();
+        self.reach.reset();
         if let Receives::Own(ring) = &mut self.side.receives {
             ring.reset();
         }
     }
 
     /// Takes entries from the send queue and posts them, as long as there are any and there is room. `produced`
-    /// tells how many completions a queue has made.
+    /// tells how many completions a queue has made; `turn` is how many bytes may still be moved without packets.
     pub(super) fn take_work(
         &mut self,
         now: Instant,
         registry: &Registry,
         produced: impl Fn(u32) -> Option<u64>,
-    ) {
+        partners: &mut Partners,
+        turn: &mut u32,
+    ) -> Took {
         loop {
             if self.qp.outstanding() as u64 > self.side.blocks_mask {
-                return;
+                return Took::All;
             }
             if let Some((wait, work)) = self.wait {
                 // A queue that is not there, or not yet so far, holds this one up; a failure ends every wait.
                 let reached =
                     produced(wait.cqn).is_some_and(|count| has_reached(count, wait.index));
                 if !reached && !matches!(self.qp.state(), qp::State::Err | qp::State::Sqe) {
-                    return;
+                    return Took::All;
                 }
                 self.wait = None;
                 self.begin(work);
                 continue;
             }
-            let Some(taken) = self.side.ring.take(now) else { return };
-            match self.understand(&taken, registry) {
-                (work, Some(wait)) => self.wait = Some((wait, work)),
-                (work, None) => self.begin(work),
+            let work = match self.reach.held.take() {
+                Some(work) => work,
+                None => {
+                    let Some(taken) = self.side.ring.take(now) else { return Took::All };
+                    match self.understand(&taken, registry) {
+                        (work, Some(wait)) => {
+                            self.wait = Some((wait, work));
+                            continue;
+                        }
+                        (work, None) => work,
+                    }
+                }
+            };
+            match partners.attempt(self, &work, registry, now, turn) {
+                Tried::Done => return Took::Direct(work),
+                Tried::NotYet => {
+                    self.reach.held = Some(work);
+                    return Took::Turn;
+                }
+                Tried::AfterOthers => {
+                    self.reach.held = Some(work);
+                    return Took::All;
+                }
+                Tried::No(why) => {
+                    self.reach.done = 0;
+                    self.begin(work);
+                    if let Some(why) = why {
+                        return Took::Packets(why);
+                    }
+                }
             }
         }
     }
 
     /// What an entry asks for; and what it waits for, if it is a wait.
     fn understand(&mut self, taken: &Taken, registry: &Registry) -> (WireWork, Option<mlx5::Wait>) {
-        self.side.note(taken, 0, None);
         let parsed = match taken.torn {
             true => Err(Status::LocalQpOperation),
             false => self.side.translate(taken, registry),
         };
         let (op, len, wait) = match parsed {
             Ok(found) => found,
-            Err(status) => (Op::Bad(wire_status(status)), 0, None),
+            Err(status) => {
+                self.side.note(taken, 0, None, None);
+                (Op::Bad(wire_status(status)), 0, None)
+            }
         };
         let fence = match taken.control.fence {
             fence if fence.waits_for_all() => qp::Fence::All,
@@ -285,12 +342,17 @@ impl Side {
         registry: &Registry,
     ) -> Result<(Op, u32, Option<mlx5::Wait>), Status> {
         let wqe = self.parse(taken.block).map_err(|refused| refused.status())?;
-        let (mut wait, mut single, mut dumped) = (None, None, 0);
+        let (mut wait, mut single, mut inline, mut dumped) = (None, None, None, 0);
+        let start = self.ring.copy(taken.block).as_ptr().addr();
         let remote = |at: mlx5::Remote| qp::Remote { address: at.address, key: at.rkey };
         let mut note = |payload: &mlx5::Payload<'_>| {
             let mut pieces = payload.pieces();
-            if let (Some(Piece::Memory(data)), None) = (pieces.next(), pieces.next()) {
-                single = Some(data);
+            match (pieces.next(), pieces.next()) {
+                (Some(Piece::Memory(data)), None) => single = Some(data),
+                (Some(Piece::Inline(bytes)), None) => {
+                    inline = u16::try_from(bytes.as_ptr().addr() - start).ok();
+                }
+                _ => {}
             }
             payload.len() as u32
         };
@@ -327,7 +389,7 @@ impl Side {
                 (Op::Atomic(remote(at), atomic), atomic.len())
             }
         };
-        self.note(taken, len, single);
+        self.note(taken, len, single, inline);
         match self.may_gather(registry, taken.block, 0, dumped) {
             // Memory that moves is there, and nobody sees what was read of it.
             Ok(()) => Ok((op, len, wait)),
@@ -339,10 +401,38 @@ impl Side {
         }
     }
 
-    fn note(&mut self, taken: &Taken, len: u32, single: Option<Data>) {
+    fn note(&mut self, taken: &Taken, len: u32, single: Option<Data>, inline: Option<u16>) {
         let (opcode, completions) = (taken.control.opcode, taken.control.completions);
         self.underway[(taken.block & self.blocks_mask) as usize] =
-            Underway { opcode, completions, len, single };
+            Underway { opcode, completions, len, single, inline };
+    }
+
+    /// Remembers a write that was handed over without an entry.
+    pub(super) fn note_write(&mut self, block: u64, len: u32) {
+        let (opcode, completions) = (Opcode::RdmaWrite, Completions::Always);
+        self.underway[(block & self.blocks_mask) as usize] =
+            Underway { opcode, completions, len, single: None, inline: None };
+    }
+
+    /// Calls `each` with the pieces of work's payload that hold `len` bytes from `offset` on, as [`Side::walk`] does, and
+    /// faster where there is just one.
+    #[inline]
+    pub(super) fn pieces(
+        &self,
+        block: u64,
+        offset: u32,
+        len: u32,
+        mut each: impl FnMut(Piece<'_>, u32, u32) -> Result<(), Denied>,
+    ) -> Result<(), Denied> {
+        let work = &self.underway[(block & self.blocks_mask) as usize];
+        if let Some(data) = work.single {
+            return each(Piece::Memory(data), offset, len);
+        }
+        if let Some(at) = work.inline {
+            let bytes = self.ring.copy(block).get(usize::from(at)..).ok_or(Denied::Range)?;
+            return each(Piece::Inline(bytes), offset, len);
+        }
+        self.walk(block, offset, len, each)
     }
 
     /// Copies payload of work, `offset` bytes into it, to `into`.

@@ -69,6 +69,15 @@ impl Protocol {
         }
     }
 
+    /// The connection, if it is one.
+    #[inline]
+    pub(super) fn connection(&self) -> Option<&Qp> {
+        match self {
+            Self::Connected(qp) => Some(qp),
+            Self::Datagram(_) => None,
+        }
+    }
+
     pub(super) fn number(&self) -> u32 {
         either!(ref self, one => one.number())
     }

@@ -63,6 +63,9 @@ pub struct Device {
     pub queue_pairs: usize,
     /// What they have counted, those that are gone too.
     pub pairs: Sum,
+    /// Operations without packets.
+    #[serde(default)]
+    pub direct: super::Direct,
     /// Completions written.
     pub completions: u64,
     /// Steps of the engine.
@@ -169,6 +172,7 @@ fn describe(number: u64, hca: &Hca) -> Device {
         seconds: hca.0.start.elapsed().as_secs_f64(),
         queue_pairs: stats.queue_pairs,
         pairs: stats.pairs,
+        direct: stats.direct,
         completions: stats.completions,
         steps: stats.steps,
         calls: counters.calls,

@@ -93,8 +93,11 @@ impl SendRing {
         let consumer = self.consumer as u16;
         let halves = [word(0), word(SEND_DOORBELL_OTHER_HALF as u64)];
         // Each half speaks only when it changes: one that nobody rings would look like news once a lap.
-        for (now, before) in halves.into_iter().zip(std::mem::replace(&mut self.halves, halves)) {
-            let news = (now != before).then_some(now);
+        let [first, second] = std::mem::replace(&mut self.halves, halves);
+        let news = (halves[0] != first).then_some(halves[0]);
+        self.until = self.producer.look(consumer, self.blocks, news, record);
+        if halves[1] != second {
+            let news = Some(halves[1]);
             self.until = self.producer.look(consumer, self.blocks, news, record);
         }
         self.until != consumer
@@ -107,9 +110,11 @@ impl SendRing {
         if promised == 0 {
             return None;
         }
-        let mut first = [0; SEGMENT];
-        self.copy_out(self.consumer, &mut first);
-        let control = Control::parse(&first);
+        // Read once: what is obeyed must be what was looked at, whatever the queue says by now.
+        let mut first = [0; BLOCK];
+        let at = self.copy_at(self.consumer);
+        copy_out(&self.memory, self.layout.send, self.blocks, at, &mut first);
+        let control = Control::parse(first.first_chunk()?);
         let there = control.is_at(index) && control.blocks() <= promised;
         if !there && !self.has_waited(now) {
             return None;
@@ -118,14 +123,13 @@ impl SendRing {
         let block = self.consumer;
         let blocks = control.blocks().min(promised);
         let len = usize::from(control.segments) * SEGMENT;
-        let at = self.copy_at(block);
-        let mut entry = [0; LARGEST_WQE];
-        if let (Some(entry), true) = (entry.get_mut(..len), there) {
-            self.copy_out(block, entry);
-            self.copies[at..at + len].copy_from_slice(entry);
-            // Read once: what is obeyed must be what was looked at, whatever the queue says by now.
-            if len > 0 {
-                self.copies[at..at + SEGMENT].copy_from_slice(&first);
+        if len <= LARGEST_WQE && there {
+            let Self { memory, layout, blocks, copies, .. } = self;
+            let (near, far) = copies[at..at + len].split_at_mut(len.min(BLOCK));
+            near.copy_from_slice(&first[..near.len()]);
+            if !far.is_empty() {
+                let next = (at + BLOCK) % (*blocks as usize * BLOCK);
+                copy_out(memory, layout.send, *blocks, next, far);
             }
         }
         self.consumer += u64::from(blocks);
@@ -149,20 +153,38 @@ impl SendRing {
         self.missing_since.is_some()
     }
 
+    /// Whether the entry of this number would be the next: nothing that was posted before waits.
+    pub(super) fn is_at(&self, block: u64) -> bool {
+        self.consumer == block && self.until == block as u16
+    }
+
+    /// Passes over the next block, whose work was handed over without an entry.
+    pub(super) fn pass(&mut self) {
+        self.consumer += 1;
+        self.until = self.consumer as u16;
+        self.producer.pass_to(self.until);
+    }
+
+    /// Begins to wait anew at the next look, whose time is the right one.
+    pub(super) fn forget_waiting(&mut self) {
+        self.missing_since = None;
+    }
+
     fn copy_at(&self, block: u64) -> usize {
         (block as usize & (self.blocks as usize - 1)) * BLOCK
     }
+}
 
-    /// Copies from the queue, going on at its beginning where it ends.
-    fn copy_out(&self, block: u64, into: &mut [u8]) {
-        let size = u64::from(self.blocks) * BLOCK as u64;
-        let at = self.copy_at(block) as u64;
-        let before_end = ((size - at) as usize).min(into.len());
-        let (head, tail) = into.split_at_mut(before_end);
-        let bytes = self.memory.bytes();
-        // As above: what cannot be read stays zero, and is refused as an entry.
-        let _ = bytes.read(self.layout.send + at, head);
-        let _ = bytes.read(self.layout.send, tail);
+/// Copies from the queue at `start`, `at` bytes into it, going on at its beginning where it ends.
+#[inline]
+fn copy_out(memory: &QueueMemory, start: u64, blocks: u32, at: usize, into: &mut [u8]) {
+    let before_end = (blocks as usize * BLOCK - at).min(into.len());
+    let (head, tail) = into.split_at_mut(before_end);
+    let bytes = memory.bytes();
+    // As above: what cannot be read stays as it is, and is refused as an entry.
+    let _ = bytes.read(start + at as u64, head);
+    if !tail.is_empty() {
+        let _ = bytes.read(start, tail);
     }
 }
 

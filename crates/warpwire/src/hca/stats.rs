@@ -1,5 +1,7 @@
 //! What an engine counts.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use warpwire_proto::qp;
 
@@ -35,12 +37,65 @@ impl Lost {
     ];
 }
 
+/// Why a write, a read or an atomic went by packets although the peer's process is on this machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Indirect {
+    /// The peer has offered no memory, or not yet.
+    NothingOffered,
+    /// The peer's queue pair takes no requests of ours, or not yet.
+    PairNotOpen,
+    /// The key is not one that can be mapped: another sort of memory, or no key at all.
+    KeyNotGranted,
+    /// The memory was asked for, and is used as soon as it is mapped.
+    KeyAskedFor,
+    /// Rights, domain or bounds forbid it; the protocol says so on both sides.
+    NotAllowed,
+    /// Other work of the queue pair was under way.
+    Outstanding,
+    /// Our own memory is not the host's, or the work names it wrongly.
+    LocalMemory,
+    /// The owner took the memory, or the queue pair, back.
+    TakenBack,
+}
+
+impl Indirect {
+    /// All of them, in the order in which they are counted.
+    pub const ALL: [(Self, &'static str); 8] = [
+        (Self::NothingOffered, "nothing-offered"),
+        (Self::PairNotOpen, "pair-not-open"),
+        (Self::KeyNotGranted, "key-not-granted"),
+        (Self::KeyAskedFor, "key-asked-for"),
+        (Self::NotAllowed, "not-allowed"),
+        (Self::Outstanding, "outstanding"),
+        (Self::LocalMemory, "local-memory"),
+        (Self::TakenBack, "taken-back"),
+    ];
+}
+
+/// Operations without packets, in memory of other processes of this machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Direct {
+    /// Writes, reads and atomics done so.
+    pub operations: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// What peers did so in our memory: a long operation is several.
+    pub by_peers: u64,
+    /// Their bytes.
+    pub bytes_by_peers: u64,
+    /// Those that went by packets to a peer of this machine, by reason. None is left out that is not zero.
+    pub not: BTreeMap<String, u64>,
+}
+
 /// What the engine has counted beside its queue pairs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Totals {
     pub packets_received: u64,
     pub completions: u64,
     pub steps: u64,
+    pub direct_operations: u64,
+    pub direct_bytes: u64,
+    indirect: [u64; Indirect::ALL.len()],
     lost: [u64; Lost::ALL.len()],
     /// Of queue pairs that are gone.
     past: Sum,
@@ -89,6 +144,24 @@ impl Totals {
         self.lost[reason as usize] += 1;
     }
 
+    /// An operation needs packets.
+    pub(super) fn went_by_packets(&mut self, why: Indirect) {
+        self.indirect[why as usize] += 1;
+    }
+
+    /// Operations without packets.
+    pub(super) fn direct(&self) -> Direct {
+        let named =
+            Indirect::ALL.into_iter().map(|(why, name)| (name, self.indirect[why as usize]));
+        let not = named.filter(|(_, count)| *count > 0);
+        Direct {
+            operations: self.direct_operations,
+            bytes: self.direct_bytes,
+            not: not.map(|(name, count)| (name.to_owned(), count)).collect(),
+            ..Direct::default()
+        }
+    }
+
     /// Keeps the counts of a queue pair that goes.
     pub(super) fn absorb(&mut self, stats: &qp::Stats) {
         self.past.add(stats);
@@ -111,6 +184,8 @@ pub struct Stats {
     pub pairs: Sum,
     /// How many queue pairs there are.
     pub queue_pairs: usize,
+    /// Operations without packets.
+    pub direct: Direct,
     /// Completions written.
     pub completions: u64,
     /// Steps of the engine.
@@ -135,6 +210,7 @@ impl Stats {
         Self {
             pairs: sum,
             queue_pairs: count,
+            direct: totals.direct(),
             completions: totals.completions,
             steps: totals.steps,
             lost: Lost::ALL.into_iter().map(named).collect(),

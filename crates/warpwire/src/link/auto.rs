@@ -8,13 +8,15 @@
 use std::cell::Cell;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::epoll::{self, EventData, EventFlags};
 
 use super::flows::{FlowId, Flows};
 use super::{
-    Counters, Flushed, Frame, Kind, Link, Path, Refused, Shm, Spoil, Udp, check_peer, shm, udp,
+    Counters, Flushed, Frame, Kind, Link, Offer, Path, Peer, Refused, Shm, Spoil, Udp, check_peer,
+    shm, udp,
 };
 use crate::error::{Error, Result};
 
@@ -254,6 +256,20 @@ impl Link for Auto {
         self.udp.always_seal();
         if let Ok(shm) = &mut self.shm {
             shm.always_seal();
+        }
+    }
+
+    fn offer(&mut self, offer: &Arc<Offer>) -> std::result::Result<(), &'static str> {
+        match &mut self.shm {
+            Ok(shm) => shm.offer(offer),
+            Err(_) => Err("there is no shared memory on this link"),
+        }
+    }
+
+    fn peer(&self, flow: FlowId) -> std::result::Result<Arc<Peer>, &'static str> {
+        match (self.flows.get(flow), &self.shm) {
+            (Some(Flow { way: Way::Shm, inner, .. }), Ok(shm)) => shm.peer(*inner),
+            _ => Err("the peer is reached by UDP"),
         }
     }
 

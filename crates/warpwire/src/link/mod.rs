@@ -50,6 +50,7 @@ pub mod udp;
 use std::fmt;
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN, LONGEST_HEADERS};
@@ -61,6 +62,7 @@ pub use flows::FlowId;
 pub use loopback::{Hub, Loopback};
 pub use pcap::{Capture, Tap};
 pub use shm::Shm;
+pub use shm::grant::{Offer, Peer};
 pub use udp::Udp;
 
 use crate::error::{Error, Kind as ErrorKind, Result};
@@ -158,6 +160,22 @@ pub trait Link: Send {
     /// Asks a link that leaves the ICRC out, because its packets stay in memory, to put it in. [`Fault`] asks.
     fn always_seal(&mut self) {}
 
+    /// Lets peers of this machine reach memory by themselves, past the link, and prepares to do so at theirs. To be called before
+    /// flows are opened.
+    ///
+    /// # Errors
+    /// Why this link does not: it has no such way, or wraps another that must see every packet.
+    fn offer(&mut self, offer: &Arc<Offer>) -> std::result::Result<(), &'static str> {
+        let _ = offer;
+        Err("this sort of link has packets only")
+    }
+
+    /// The peer of a flow, as far as it lets us reach its memory; or why it does not.
+    fn peer(&self, flow: FlowId) -> std::result::Result<Arc<Peer>, &'static str> {
+        let _ = flow;
+        Err("this sort of link has packets only")
+    }
+
     /// What came and went so far.
     fn counters(&self) -> Counters;
 }
@@ -217,6 +235,14 @@ impl<L: Link + ?Sized> Link for Box<L> {
 
     fn always_seal(&mut self) {
         (**self).always_seal();
+    }
+
+    fn offer(&mut self, offer: &Arc<Offer>) -> std::result::Result<(), &'static str> {
+        (**self).offer(offer)
+    }
+
+    fn peer(&self, flow: FlowId) -> std::result::Result<Arc<Peer>, &'static str> {
+        (**self).peer(flow)
     }
 
     fn counters(&self) -> Counters {

@@ -20,7 +20,7 @@ use warpwire_proto::wire::packet::ICRC_LEN;
 use warpwire_proto::wire::pcap;
 
 use super::flows::FlowId;
-use super::{Counters, Flushed, Frame, Link, Path, Refused, Simd, Spoil};
+use super::{Counters, Flushed, Frame, Link, Offer, Path, Peer, Refused, Simd, Spoil};
 use crate::error::{Error, Result};
 
 /// What is gathered before the file is written.
@@ -230,6 +230,15 @@ impl<L: Link> Link for Tap<L> {
 
     fn always_seal(&mut self) {
         self.inner.always_seal();
+    }
+
+    /// What goes past the link nobody would see.
+    fn offer(&mut self, _: &Arc<Offer>) -> std::result::Result<(), &'static str> {
+        Err("a capture must see every packet")
+    }
+
+    fn peer(&self, _: FlowId) -> std::result::Result<Arc<Peer>, &'static str> {
+        Err("a capture must see every packet")
     }
 
     fn counters(&self) -> Counters {

@@ -15,6 +15,8 @@ use crate::error::{Error, Kind, Result};
 
 /// From this length on, the wide instructions of [`copy`] are worth their set-up.
 const WORTH_WIDE_ACCESS: usize = 128;
+/// A line of the cache.
+const LINE: usize = 64;
 
 /// A view of memory that is shared with writers outside this program's control.
 ///
@@ -109,6 +111,15 @@ impl<'a> SharedBytes<'a> {
             }
             return Ok(());
         }
+        if let Some(line) = from.line()
+            && let Ok(into) = <&mut [u8; LINE]>::try_from(&mut *into)
+        {
+            for (word, out) in line.iter().zip(into.as_chunks_mut::<8>().0) {
+                *out = word.load(Ordering::Relaxed).to_ne_bytes();
+            }
+            fence(Ordering::Acquire);
+            return Ok(());
+        }
         let (head, words, tail) = from.split(into.len());
         let (into_head, rest) = into.split_at_mut(head.len());
         let (into_words, into_tail) = rest.split_at_mut(words.len() * 8);
@@ -131,6 +142,15 @@ impl<'a> SharedBytes<'a> {
             }
             // The stores are weakly ordered: later ones, a flag perhaps, must not pass them.
             copy::store_fence();
+            return Ok(());
+        }
+        if let Some(line) = into.line()
+            && let Ok(from) = <&[u8; LINE]>::try_from(from)
+        {
+            fence(Ordering::Release);
+            for (word, bytes) in line.iter().zip(from.as_chunks::<8>().0) {
+                word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
+            }
             return Ok(());
         }
         let (head, words, tail) = into.split(from.len());
@@ -197,6 +217,28 @@ impl<'a> SharedBytes<'a> {
         into.write(0, part)
     }
 
+    /// As [`copy_from`](SharedBytes::copy_from), where both are the host's own, cached memory. Ranges that are the same
+    /// memory in part, mapped twice, hold anything afterwards.
+    #[inline]
+    pub(crate) fn copy_cached(
+        &self,
+        offset: u64,
+        source: &SharedBytes<'_>,
+        source_offset: u64,
+        len: u64,
+    ) -> Result<()> {
+        if len < WORTH_WIDE_ACCESS as u64 {
+            return self.copy_from(offset, source, source_offset, len);
+        }
+        let into = self.part(offset, len)?;
+        let from = source.part(source_offset, len)?;
+        fence(Ordering::Release);
+        // SAFETY: as in `copy_from`; what overlaps is copied by instructions that do not care.
+        unsafe { copy::cached(into.base.as_ptr(), from.base.as_ptr(), into.len) };
+        fence(Ordering::Acquire);
+        Ok(())
+    }
+
     /// Repeats `pattern` over `len` bytes at `offset`; `len` is a multiple of the pattern's length.
     pub fn fill(&self, offset: u64, len: u64, pattern: &[u8]) -> Result<()> {
         let into = self.part(offset, len)?;
@@ -241,6 +283,17 @@ impl<'a> SharedBytes<'a> {
         // SAFETY: valid and aligned; W is an atomic (this is private, and only atomics are asked for),
         // so that a shared reference promises nothing about other writers.
         Ok(unsafe { at.as_ref() })
+    }
+
+    /// The view as the words of a line, if it is as long as one and aligned: entries of queues are.
+    #[inline]
+    fn line(&self) -> Option<&'a [AtomicU64; LINE / 8]> {
+        let at = self.base.cast::<[AtomicU64; LINE / 8]>();
+        if self.len != LINE || !at.is_aligned() {
+            return None;
+        }
+        // SAFETY: as long as the view, and aligned, by the check above; atomics promise nothing about other writers.
+        Some(unsafe { at.as_ref() })
     }
 
     /// The first `len` bytes as single bytes up to the first 8-byte boundary, whole words, single bytes.

@@ -147,6 +147,11 @@ impl Producer {
         Self { at: block, doorbell: block, record: block }
     }
 
+    /// Work up to this block was taken by another way.
+    pub const fn pass_to(&mut self, block: u16) {
+        self.at = block;
+    }
+
     /// Looks at the doorbell and the record, and gives the next free block. It never goes back.
     #[inline]
     pub const fn look(

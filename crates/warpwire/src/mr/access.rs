@@ -55,6 +55,22 @@ impl Access {
         self.0 & other.0 == other.0
     }
 
+    /// Whether anything of `other` is in this set.
+    #[inline]
+    pub const fn has_any(self, other: Self) -> bool {
+        self.0 & other.0 != 0
+    }
+
+    /// As bits, for peers on this machine; the same for every build of this version.
+    pub(crate) const fn bits(self) -> u8 {
+        self.0
+    }
+
+    /// A set from bits; those that mean nothing are left out.
+    pub(crate) const fn from_bits(bits: u8) -> Self {
+        Self(bits & 0b11_1111)
+    }
+
     /// Whether a peer has, or needs, any of it.
     #[inline]
     pub const fn is_remote(self) -> bool {

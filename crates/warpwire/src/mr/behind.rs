@@ -157,8 +157,8 @@ impl Pipe {
             false => Ok(()),
         };
         let outcome = carried.and(recorded).and_then(|()| {
-            let waiting = self.halves.iter().filter(|half| half.busy);
-            waiting.map(|half| half.event.synchronize(PATIENCE)).collect()
+            let mut waiting = self.halves.iter().filter(|half| half.busy);
+            waiting.try_for_each(|half| half.event.synchronize(PATIENCE))
         });
         // Whatever came of it: nothing is collected any more.
         (self.filled, self.run) = (0, 0);

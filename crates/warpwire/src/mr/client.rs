@@ -132,6 +132,10 @@ impl Invalidate {
     /// The memory goes away. When this returns nobody touches it through its registration, the key gives
     /// [`Denied::Gone`](super::Denied::Gone), and the pages were put back: once, however many call this, and also
     /// while the registration ends by itself. Whoever is inside the memory is waited for.
+    ///
+    /// Two things are done on another thread, perhaps a moment later: while the memory is still being registered, that
+    /// is refused, and the pages are put back there, as [`End::Deregistered`]; and who calls this second does not wait
+    /// until the first has put them back.
     pub fn invalidate(&self) {
         let Some(registry) = self.registry.upgrade() else { return };
         let taken = self.tie.cut(|key| registry.take_off(key));

@@ -50,8 +50,12 @@ impl Unsettled {
     fn settle_all(&self) -> bool {
         let mut memories = self.memories.lock();
         self.any.store(false, Ordering::Release);
+        let mut well = true;
         // Each is settled, also behind one that fails.
-        memories.drain(..).fold(true, |well, memory| memory.settle() && well)
+        for memory in memories.drain(..) {
+            well &= memory.settle();
+        }
+        well
     }
 }
 
@@ -140,9 +144,10 @@ impl DeviceMemory {
             && self.allocation.len() == allocation.len()
             && self.allocation.kind() == allocation.kind()
             && self.allocation.device() == allocation.device();
-        let there = || match self.check(0, self.allocation.len()) {
-            Ok(()) => true,
-            Err(denied) => denied.passes(),
+        // A look only: nothing is to be found for a registration, which may never be used.
+        let there = || match self.gate.peek() {
+            (_, true) => self.check(0, self.allocation.len()).is_ok(),
+            (label, false) => label != BROKEN && !self.life.lock().gone,
         };
         same && self.how.is_same(how) && there()
     }

@@ -5,6 +5,7 @@ use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{
     MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
@@ -38,6 +39,7 @@ struct Mapping {
     file: OwnedFd,
     base: NonNull<u8>,
     len: usize,
+    number: u64,
 }
 
 // SAFETY: the mapping belongs to this value alone and is accessed through SharedBytes only.
@@ -57,11 +59,16 @@ impl HostMemory {
         let file = memfd_create("warpwire-host", flags).map_err(|e| failure(e, len))?;
         ftruncate(&file, len).map_err(|e| failure(e, len))?;
         fcntl_add_seals(&file, SEALS).map_err(|e| failure(e, len))?;
-        Self::map(file, len)
+        Self::map(file, len, true)
     }
 
     /// The memory of another process, by the descriptor that [`HostMemory`] gives there.
     pub fn open(file: OwnedFd) -> Result<Self> {
+        Self::open_as(file, true)
+    }
+
+    /// The same, for reading only perhaps: then nobody may write to its bytes.
+    pub(super) fn open_as(file: OwnedFd, writable: bool) -> Result<Self> {
         let about = |kind, why: &'static str| {
             Error::new(kind, "map host memory of another process").why(why)
         };
@@ -80,7 +87,7 @@ impl HostMemory {
             _ => error,
         };
         match u64::try_from(status.st_size) {
-            Ok(len) if len > 0 => Self::map(file, len).map_err(closed),
+            Ok(len) if len > 0 => Self::map(file, len, writable).map_err(closed),
             _ => Err(strange("it is empty")),
         }
     }
@@ -89,27 +96,35 @@ impl HostMemory {
     pub(super) fn map_dmabuf(file: OwnedFd) -> Result<Self> {
         let len = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0));
         let len = len.map_err(|e| failure(e, 0))?;
-        Self::map(file, len)
+        Self::map(file, len, true)
     }
 
     /// A part of it as registrations of descriptors use it, if it lies inside.
     pub(super) fn map_part(self, offset: u64, len: u64) -> Option<Memory> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len());
         let (base, whole) = (self.0.base, self.0.len);
-        let range = HostRange { base, len: whole, _hold: Hold::Ours { _memory: self } };
+        let range = HostRange { base, len: whole, hold: Hold::Ours { memory: self } };
         inside.then(|| Memory::mapped(range.part(offset, len)))
     }
 
-    fn map(file: OwnedFd, len: u64) -> Result<Self> {
+    fn map(file: OwnedFd, len: u64, writable: bool) -> Result<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
         let size = usize::try_from(len).map_err(|_| failure(rustix::io::Errno::NOMEM, len))?;
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let mut protection = ProtFlags::READ;
+        protection.set(ProtFlags::WRITE, writable);
         // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
         let base =
             unsafe { mmap(std::ptr::null_mut(), size, protection, MapFlags::SHARED, &file, 0) };
         let base = base.map_err(|e| failure(e, len))?;
         let base =
             NonNull::new(base.cast()).ok_or_else(|| failure(rustix::io::Errno::NOMEM, len))?;
-        Ok(Self(Arc::new(Mapping { file, base, len: size })))
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        Ok(Self(Arc::new(Mapping { file, base, len: size, number })))
+    }
+
+    /// A number that no other memory of this process has.
+    pub(super) fn number(&self) -> u64 {
+        self.0.number
     }
 
     /// How many bytes.
@@ -160,7 +175,7 @@ fn failure(error: rustix::io::Errno, len: u64) -> Error {
 pub(super) struct HostRange {
     base: NonNull<u8>,
     len: usize,
-    _hold: Hold,
+    hold: Hold,
 }
 
 #[derive(Clone)]
@@ -168,7 +183,7 @@ enum Hold {
     /// The caller of `Memory::raw` keeps it.
     Caller,
     Ours {
-        _memory: HostMemory,
+        memory: HostMemory,
     },
     Pinned {
         _region: Region,
@@ -187,13 +202,13 @@ impl HostRange {
         let bytes = region.allocation().host_bytes().ok()?;
         let part = bytes.part(region.offset(), region.len()).ok()?;
         // The region keeps the memory from being freed, so that the bytes stay where they are.
-        let _hold = Hold::Pinned { _region: region.clone() };
-        Some(Self { base: part.base(), len: usize::try_from(region.len()).ok()?, _hold })
+        let hold = Hold::Pinned { _region: region.clone() };
+        Some(Self { base: part.base(), len: usize::try_from(region.len()).ok()?, hold })
     }
 
     /// Whether a handle keeps it there, so that it cannot go away.
     pub(super) fn is_held(&self) -> bool {
-        !matches!(self._hold, Hold::Caller)
+        !matches!(self.hold, Hold::Caller)
     }
 
     /// A part that lies inside.
@@ -201,11 +216,19 @@ impl HostRange {
         // SAFETY: the caller's promise, so that the sum stays inside one mapping.
         let base = unsafe { self.base.add(offset as usize) };
         debug_assert!(offset + len <= self.len());
-        Self { base, len: len as usize, _hold: self._hold.clone() }
+        Self { base, len: len as usize, hold: self.hold.clone() }
     }
 
     pub(super) fn len(&self) -> u64 {
         self.len as u64
+    }
+
+    /// The memory that it lies in, if another process can map that.
+    pub(super) fn shared(&self) -> Option<&HostMemory> {
+        match &self.hold {
+            Hold::Ours { memory } => Some(memory),
+            Hold::Caller | Hold::Pinned { .. } => None,
+        }
     }
 
     pub(super) fn address(&self) -> u64 {
@@ -223,7 +246,7 @@ impl HostRange {
 impl From<HostMemory> for Memory {
     fn from(memory: HostMemory) -> Self {
         let (base, len) = (memory.0.base, memory.0.len);
-        Self::host(HostRange { base, len, _hold: Hold::Ours { _memory: memory } })
+        Self::host(HostRange { base, len, hold: Hold::Ours { memory } })
     }
 }
 
@@ -255,7 +278,7 @@ impl Memory {
         match size.filter(|size| base.as_ptr().addr().checked_add(*size).is_some()) {
             None => failure("the range passes the end of the address space"),
             Some(0) => failure("the length is zero"),
-            Some(len) => Ok(Self::host(HostRange { base, len, _hold: Hold::Caller })),
+            Some(len) => Ok(Self::host(HostRange { base, len, hold: Hold::Caller })),
         }
     }
 }

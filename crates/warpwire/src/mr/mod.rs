@@ -9,6 +9,7 @@
 //! | [`Access`] | what may be done with it |
 //! | [`Span`] | memory that a key gave, for one copy or one atomic operation |
 //! | [`Denied`] | why a key did not |
+//! | [`Export`], [`Watch`], [`Foreign`] | registrations that other processes use by themselves, and theirs |
 //!
 //! ```
 //! use warpwire::mr::{Access, Denied, HostMemory, Registry};
@@ -55,6 +56,7 @@ mod clients;
 mod denied;
 mod device;
 mod dma_buf;
+mod export;
 mod gate;
 #[cfg(test)]
 mod gate_tests;
@@ -81,6 +83,7 @@ pub use cache::{Cache, CacheOptions, CacheStats, Lease, Trust};
 pub use client::{End, Invalidate, PeerClient, PeerPages, Persistence};
 pub use denied::Denied;
 pub use dma_buf::DmaBufRange;
+pub use export::{Export, Foreign, Watch};
 pub use host::HostMemory;
 pub use memory::{Memory, Path};
 pub use on_demand::Faults;

@@ -17,8 +17,10 @@ pub(super) fn later(job: impl FnOnce() + Send + 'static) {
     });
     match jobs {
         Some(jobs) => {
-            // The thread takes jobs for as long as the process lives.
-            let _ = jobs.send(Box::new(job));
+            // The thread takes jobs for as long as the process lives. If it does not, nobody may wait for ever.
+            if let Err(unsent) = jobs.send(Box::new(job)) {
+                (unsent.0)();
+            }
         }
         None => job(),
     }

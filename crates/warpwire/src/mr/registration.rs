@@ -31,6 +31,19 @@ pub(super) struct Registration {
 }
 
 impl Registration {
+    pub(super) fn pd(&self) -> PdId {
+        self.pd
+    }
+
+    pub(super) fn access(&self) -> Access {
+        self.access
+    }
+
+    /// Its first address, and its length.
+    pub(super) fn range(&self) -> (u64, u64) {
+        (self.iova, self.len)
+    }
+
     /// Ends it, and says to the pages' owner why.
     pub(super) fn end(mut self, why: End) {
         if let Some(got) = &mut self.got {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::{Mutex, RwLock};
 
@@ -11,6 +11,8 @@ use super::client::{Got, Invalidate, PeerClient};
 use super::clients;
 use super::denied::Denied;
 use super::device::{DeviceMemory, Unsettled};
+use super::export::{self, Watch};
+use super::gate::Inside;
 use super::keys::{Keys, TAG};
 use super::memory::{How, Memory, Reached, What};
 use super::registration::{Mr, Named, Registration, Target};
@@ -31,6 +33,13 @@ const GONE: u32 = 1 << 10;
 /// What a [`Pd`] is told by, in work requests and queue pairs. No two in a process are alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PdId(u64);
+
+impl PdId {
+    /// As a number, for peers who compare it.
+    pub(crate) fn raw(self) -> u64 {
+        self.0
+    }
+}
 
 /// A protection domain. Clones are the same one.
 ///
@@ -81,11 +90,17 @@ pub(super) struct Inner {
     unsettled: Arc<Unsettled>,
     /// Whom to ask whose an address is, in this order.
     clients: RwLock<Vec<Arc<dyn PeerClient>>>,
+    /// Who tells other processes of registrations.
+    watch: OnceLock<Arc<dyn Watch>>,
 }
 
 impl Inner {
     /// Takes a registration off its key, whose memory is going away. The key stays its owner's.
     pub(super) fn take_off(&self, key: u32) -> Option<Registration> {
+        // First those who need no packets: they do not look at the gate.
+        if let Some(watch) = self.watch.get() {
+            watch.closing(key);
+        }
         self.table.get(key >> 8)?.0.close(key & TAG | USED | GONE)
     }
 }
@@ -125,6 +140,7 @@ impl Registry {
             devices: Mutex::default(),
             unsettled: Arc::default(),
             clients: RwLock::new(clients::all()),
+            watch: OnceLock::new(),
         }))
     }
 
@@ -316,9 +332,21 @@ impl Registry {
         };
         let key = self.0.keys.lock().take().ok_or_else(full)?;
         let slot = self.0.table.make(key >> 8).ok_or_else(full)?;
+        // Before the gate opens: from then on a peer's message may close the key again.
+        self.tell_opened(export::export(key, &registration));
         // The index was free, so its gate is closed.
         slot.0.open(key & TAG | USED, registration).map_err(|_| full())?;
         Ok(key)
+    }
+
+    pub(super) fn watcher(&self) -> &OnceLock<Arc<dyn Watch>> {
+        &self.0.watch
+    }
+
+    /// The registration of a key, if peers may use it.
+    pub(super) fn enter_for_peer(&self, key: u32) -> Option<Inside<'_, Registration>> {
+        let wanted = key & TAG | USED;
+        self.0.table.get(key >> 8)?.0.enter(|label| label == wanted).ok()
     }
 
     /// The shared state of the device memory that a region is of.
@@ -396,7 +424,10 @@ impl Registry {
         }
         // Somebody may have come first in between: then the key is ended or invalid already.
         match slot.0.turn(wanted, wanted | SHUT) {
-            true => Ok(()),
+            true => {
+                self.tell_closing(rkey);
+                Ok(())
+            }
             false => {
                 let (label, open) = slot.0.peek();
                 Err(reason(label, open, wanted))
@@ -428,6 +459,8 @@ impl Registry {
     /// Ends the registration of a key: see [`Mr::deregister`].
     pub(super) fn end(&self, key: u32) {
         if let Some(slot) = self.0.table.get(key >> 8) {
+            // First those who need no packets: they do not look at the gate.
+            self.tell_closing(key);
             let ended = slot.0.close(key & TAG | USED);
             // All that was placed through it is there, now that nothing more can come.
             self.settle();

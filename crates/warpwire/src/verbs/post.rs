@@ -8,8 +8,10 @@ use super::datagram::{AddressHandle, Destination};
 use super::qp::Core;
 use super::{Service, State};
 use crate::error::{Error, Kind, Result};
+use crate::hca::AtOnce;
 use crate::mlx5::{
-    AddressVector, Atomic, BLOCK, Builder, Doorbell, Full, Image, Opcode, Record, Scratch,
+    AddressVector, Atomic, BLOCK, Builder, Data, Doorbell, Full, Image, Opcode, Piece, Record,
+    Scratch,
 };
 
 /// A range of registered memory.
@@ -290,11 +292,60 @@ impl<'q> Batch<'q> {
         let before_end = ((core.blocks as u64 - place) as usize * BLOCK).min(image.bytes().len());
         let (head, tail) = image.bytes().split_at(before_end);
         bytes.write(core.layout.send + place * BLOCK as u64, head)?;
-        bytes.write(core.layout.send, tail)?;
+        if !tail.is_empty() {
+            bytes.write(core.layout.send, tail)?;
+        }
         core.send_ids[place as usize].store(request.id, Ordering::Relaxed);
         core.send_sizes[place as usize].store(blocks as u8, Ordering::Relaxed);
         self.next += blocks;
         Ok(())
+    }
+
+    /// Has a write done at once, if that needs neither packets nor an entry; false if it must be pushed like any other.
+    #[inline]
+    pub(super) fn at_once(&mut self, request: &Request<'_>) -> bool {
+        let core = self.core;
+        let Op::Write(remote) = request.op else { return false };
+        let payload = match (request.inline, request.data) {
+            (Some(bytes), _) if bytes.len() <= BLOCK => Piece::Inline(bytes),
+            (None, &[Sge { address, len, lkey }]) => Piece::Memory(Data { len, lkey, address }),
+            _ => return false,
+        };
+        let block = self.state.producer;
+        let used = block - core.freed.load(Ordering::Acquire);
+        if self.next != block || used >= u64::from(core.blocks) {
+            return false;
+        }
+        // Before the completion, which another thread may take.
+        let place = (block & (u64::from(core.blocks) - 1)) as usize;
+        core.send_ids[place].store(request.id, Ordering::Relaxed);
+        core.send_sizes[place].store(1, Ordering::Relaxed);
+        core.posted.store(block + 1, Ordering::Release);
+        let Remote { address, rkey } = remote;
+        let remote = crate::mlx5::Remote { address, rkey };
+        let write = AtOnce { block, remote, payload, signaled: request.signaled };
+        if !core.hca.write_at_once(core.number, &write) {
+            core.posted.store(block, Ordering::Release);
+            return false;
+        }
+        self.next = block + 1;
+        self.state.producer = self.next;
+        self.tell();
+        true
+    }
+
+    /// Record and doorbell: up to where the queue is filled.
+    #[inline]
+    fn tell(&self) {
+        let core = self.core;
+        let bytes = core.memory.bytes();
+        let index = self.next as u16;
+        let record = u32::from_ne_bytes(Record::word(index));
+        let doorbell = u64::from_ne_bytes(Doorbell::next(core.number, index));
+        // Each store is a release: entries before the record, the record before the doorbell. They fail only if
+        // the queues' memory is gone, and the device with it.
+        let _ = bytes.store_u32(core.layout.record + Record::SEND as u64, record);
+        let _ = bytes.store_u64(core.layout.doorbell, doorbell);
     }
 
     /// Tells the device of all of it.
@@ -306,14 +357,7 @@ impl<'q> Batch<'q> {
         self.state.producer = self.next;
         let core = self.core;
         core.posted.store(self.next, Ordering::Release);
-        let bytes = core.memory.bytes();
-        let index = self.next as u16;
-        let record = u32::from_ne_bytes(Record::word(index));
-        let doorbell = u64::from_ne_bytes(Doorbell::next(core.number, index));
-        // Each store is a release: entries before the record, the record before the doorbell. They fail only if
-        // the queues' memory is gone, and the device with it.
-        let _ = bytes.store_u32(core.layout.record + Record::SEND as u64, record);
-        let _ = bytes.store_u64(core.layout.doorbell, doorbell);
+        self.tell();
         drop(self.state);
         core.hca.ring(core.number);
     }

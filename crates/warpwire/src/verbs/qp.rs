@@ -341,6 +341,11 @@ impl Qp {
         self.0.core.hca.qp_stats(self.number())
     }
 
+    /// Which way its work takes, and why: the link, and whether a peer of this machine lets it do without packets.
+    pub fn path(&self) -> Result<crate::link::Path> {
+        self.0.core.hca.qp_path(self.number())
+    }
+
     /// What a peer must know to connect to it.
     pub fn offer(&self) -> Offer {
         let context = Context(self.0.device.clone());
@@ -456,6 +461,11 @@ impl Qp {
     /// [`Kind::Busy`] if there is no room for it: take completions first.
     pub fn post_send(&self, requests: &[Request<'_>]) -> Result<()> {
         let mut batch = self.batch();
+        if let [request] = requests
+            && batch.at_once(request)
+        {
+            return Ok(());
+        }
         for request in requests {
             batch.push(request)?;
         }

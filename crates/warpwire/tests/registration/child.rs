@@ -13,6 +13,10 @@ pub const FILL: u8 = 0x6b;
 /// In a child: shows a descriptor, and waits until it may end.
 pub fn run_if_asked() -> Option<ExitCode> {
     let what = std::env::var(VARIABLE).ok()?;
+    if what == "soak" {
+        crate::soak::run();
+        return Some(ExitCode::SUCCESS);
+    }
     let fd: OwnedFd;
     let _keep: Box<dyn std::any::Any> = if what == "sim" {
         let memory = mem::open("sim:0").unwrap().alloc(4096).unwrap();
@@ -30,6 +34,15 @@ pub fn run_if_asked() -> Option<ExitCode> {
     let mut end = [0];
     let _ = std::io::stdin().read(&mut end);
     Some(ExitCode::SUCCESS)
+}
+
+/// Runs the soak in a process of its own, and gives back what it said.
+pub fn soak() -> String {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    let ended = command.env(VARIABLE, "soak").stderr(Stdio::inherit()).output().unwrap();
+    let told = String::from_utf8_lossy(&ended.stdout).into_owned();
+    assert!(ended.status.success(), "it ended with {}: {told}", ended.status);
+    told
 }
 
 pub struct Other(Child);

@@ -100,6 +100,12 @@ fn prefetch_finds_it_beforehand(stage: &Stage) {
     let near = Buffer::new(stage, &world.a, Sort::HostHandle, 40_000, 0);
     for sort in [Sort::DmaBufDynamic, Sort::DeviceOnDemand, Sort::DeviceAddressOnDemand] {
         let far = Buffer::new(stage, &world.b, sort, 40_000, 3);
+        // Registering it once more finds nothing: only a use does.
+        let mut twice = Buffer::new(stage, &world.b, sort, 64, 0);
+        let first = twice.mr.take();
+        twice.register(&world.b, sort.all()).unwrap();
+        assert_eq!(twice.mr().faults(), Default::default());
+        drop((first, twice));
         far.mr().prefetch(0, 40_000).unwrap();
         crate::sorts::exchange(&world, &joined, &near, &far, 7);
         let faults = far.mr().faults();

@@ -160,7 +160,8 @@ fn pages_come_when_they_are_needed(stage: &Stage) {
 /// Unmapped at some moment of a transfer, on either side: that side's protection error, or it was over before.
 fn unmapped_under_traffic_bad_flow(stage: &Stage) {
     let world = stage.fixture.world();
-    let joined = world.join(QpOptions::default());
+    // It is found out when it is used, and not when a timer runs out: there is none.
+    let joined = world.join(QpOptions { timeout: 0, ..QpOptions::default() });
     let bystander = world.join(QpOptions::default());
     let mut dice = Dice::new(5);
     let (len, mut failures) = (1 << 18, 0);
@@ -187,7 +188,6 @@ fn unmapped_under_traffic_bad_flow(stage: &Stage) {
         (0..dice.below(12)).for_each(|_| world.step());
         let from = dice.below(60) as usize * PAGE;
         pages.unmap(from, len - from);
-        let start = Instant::now();
         let done = world.next(&joined.a.sends);
         let protection = match (ours, op) {
             (true, _) => Status::LocalProtection,
@@ -196,12 +196,6 @@ fn unmapped_under_traffic_bad_flow(stage: &Stage) {
         };
         assert!(done.status == protection || done.is_success(), "{round} {op:?}: {done:?}");
         failures += u32::from(!done.is_success());
-        // It is found out when it is used, and not when a timer runs out.
-        assert!(
-            start.elapsed() < Duration::from_millis(60) || failures == 0,
-            "{:?}",
-            start.elapsed()
-        );
         // The receive tells the same, where its message came to an end at all.
         if op == Op::Send && (done.is_success() || !ours) {
             let received = world.next(&joined.b.receives);

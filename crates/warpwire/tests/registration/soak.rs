@@ -1,1 +1,456 @@
-crate::stage::cases!();
+//! The soak: buffers move and are freed at random, under traffic of every sort over a bad network, from seeds.
+//!
+//! Each lane is a connection with a buffer of a random sort at either end, and a model of what each must hold. After a
+//! batch of work every byte is compared. The models never hold the byte with which the simulator poisons old places,
+//! so that one such byte anywhere is a use of a place that was left.
+//!
+//! It runs in a process of its own, where descriptors can be counted.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use warpwire::mem::Allocation;
+use warpwire::mem::sim::{Control, POISON};
+use warpwire::verbs::{
+    Atomic, Change, Completion, Drive, Mtu, Op, QpOptions, ReceiveRequest, Request, State, Status,
+};
+
+use crate::child;
+use crate::fixture::{Dice, Joined, SOON, Which, World, connect};
+use crate::stage::{Buffer, Sort, Stage, Store, cases};
+
+cases!(soak);
+
+const PLAN: &str = "loss=2%,reorder=2%,dup=2%,corrupt=1%";
+const LANES: u64 = 4;
+const ROUNDS: u64 = 24;
+/// What each buffer has: room to send from or to write to, room to fetch or to receive into, words.
+const ROOM: u64 = 16_384;
+const WORDS: u64 = 2 * ROOM;
+const LEN: u64 = WORDS + 64;
+
+const SORTS: [Sort; 9] = [
+    Sort::Device,
+    Sort::DeviceEngine,
+    Sort::DeviceOnDemand,
+    Sort::DeviceAddress,
+    Sort::DeviceAddressOnDemand,
+    Sort::DmaBufStatic,
+    Sort::DmaBufDynamic,
+    Sort::AnonymousOnDemand,
+    Sort::HostHandle,
+];
+
+fn soak(_: &Stage) {
+    // What CI has time for; `WARPWIRE_SOAK` is in seconds.
+    let told = child::soak();
+    assert!(told.contains("every byte right"), "{told}");
+    eprintln!("{}", told.trim());
+}
+
+/// The child's part.
+pub fn run() {
+    let seconds = std::env::var("WARPWIRE_SOAK").ok().map(|text| text.parse::<u64>().unwrap());
+    let only = std::env::var("WARPWIRE_SEED").ok().map(|text| text.parse::<u64>().unwrap());
+    let (start, tally) = (Instant::now(), Tally::default());
+    let first = only.unwrap_or(1);
+    // The first seed makes what a process makes once: threads, tables.
+    run_seed(first, &tally);
+    let before = descriptors();
+    for seed in first + 1.. {
+        let enough = match seconds {
+            _ if only.is_some() => true,
+            Some(seconds) => start.elapsed() > Duration::from_secs(seconds),
+            // On a busy machine fewer do.
+            None => seed > 24 || seed > 10 && start.elapsed() > Duration::from_secs(30),
+        };
+        if enough {
+            break;
+        }
+        run_seed(seed, &tally);
+        assert!(descriptors() <= before, "seed {seed} left descriptors: {}", descriptors());
+    }
+    let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    let (moves, frees, work) = (count(&tally.moves), count(&tally.frees), count(&tally.work));
+    let (failures, batches) = (count(&tally.failures), count(&tally.batches));
+    assert!(only.is_some() || moves > 2000, "{moves} moves are few");
+    assert!(only.is_some() || failures > 50, "{failures} failures are few");
+    println!(
+        "soak: {batches} batches, {work} requests, {moves} moves, {frees} frees, {failures} protection errors, \
+         every byte right, in {:.1?}",
+        start.elapsed()
+    );
+}
+
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+#[derive(Default)]
+struct Tally {
+    moves: AtomicU64,
+    frees: AtomicU64,
+    work: AtomicU64,
+    failures: AtomicU64,
+    batches: AtomicU64,
+}
+
+fn run_seed(seed: u64, tally: &Tally) {
+    let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| one_seed(seed, tally)));
+    if let Err(why) = ended {
+        eprintln!("seed {seed} failed: replay it with WARPWIRE_SEED={seed} and the case's name");
+        std::panic::resume_unwind(why);
+    }
+}
+
+fn one_seed(seed: u64, tally: &Tally) {
+    let stage = Stage::new(Which::Loopback, None);
+    {
+        let world = stage.fixture.faulty(PLAN, seed, Drive::Inline);
+        let registries = [&world.a, &world.b].map(|end| end.context.hca().registry().clone());
+        let mut dice = Dice::new(seed);
+        let mut lanes: Vec<_> = (0..LANES).map(|_| Lane::new(&stage, &world, &mut dice)).collect();
+        // In every third seed a thread of its own moves what there is; else the moves come between steps.
+        let mover = seed.is_multiple_of(3).then(|| Mover::start(stage.control()));
+        for _ in 0..ROUNDS {
+            round(&stage, &world, &mut lanes, &mut dice, mover.as_ref(), tally);
+        }
+        tally.moves.fetch_add(mover.map_or(0, Mover::stop), Ordering::Relaxed);
+        drop(lanes);
+        assert!(registries.iter().all(|registry| registry.is_empty()));
+    }
+    stage.check_nothing_left();
+}
+
+/// Work on all lanes at once, with moves and a free now and then in between; then every byte is looked at.
+fn round(
+    stage: &Stage,
+    world: &World,
+    lanes: &mut [Lane],
+    dice: &mut Dice,
+    mover: Option<&Mover>,
+    tally: &Tally,
+) {
+    if let Some(mover) = mover {
+        let movable = lanes.iter().flat_map(|lane| [&lane.near, &lane.far]);
+        *mover.list.lock() = movable.filter_map(End::movable).collect();
+    }
+    for lane in lanes.iter_mut() {
+        lane.post(dice);
+        tally.batches.fetch_add(1, Ordering::Relaxed);
+        tally.work.fetch_add(lane.batch.len() as u64, Ordering::Relaxed);
+    }
+    let start = Instant::now();
+    while lanes.iter_mut().any(|lane| !lane.is_over()) {
+        assert!(start.elapsed() < SOON, "a batch does not end");
+        world.step();
+        let lane = dice.below(LANES) as usize;
+        let lane = &mut lanes[lane];
+        match dice.below(40) {
+            0 if !lane.is_over() && lane.freed.is_none() && dice.below(4) == 0 => {
+                lane.free(&stage.control(), dice);
+                tally.frees.fetch_add(u64::from(lane.freed.is_some()), Ordering::Relaxed);
+            }
+            1..=9 if mover.is_none() => {
+                let end = if dice.below(2) == 0 { &lane.near } else { &lane.far };
+                if let Some(memory) = end.movable().filter(|_| lane.freed.is_none()) {
+                    stage.control().relocate(&memory).unwrap();
+                    tally.moves.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            _ => {}
+        }
+    }
+    if let Some(mover) = mover {
+        // Nobody moves what is compared, so that a difference is told at its place.
+        mover.list.lock().clear();
+    }
+    for lane in lanes {
+        lane.check();
+        if lane.failed() || lane.freed.is_some() || dice.below(12) == 0 {
+            tally.failures.fetch_add(u64::from(lane.failed()), Ordering::Relaxed);
+            lane.renew(stage, world, dice);
+        }
+    }
+}
+
+/// A buffer, and what it must hold.
+struct End {
+    buffer: Buffer,
+    model: Vec<u8>,
+}
+
+impl End {
+    fn new(stage: &Stage, end: &crate::fixture::End, far: bool, dice: &mut Dice) -> Self {
+        let sorts = SORTS.iter().filter(|sort| !far || sort.has_atomics());
+        let sorts: Vec<_> = sorts.copied().collect();
+        let sort = sorts[dice.below(sorts.len() as u64) as usize];
+        let skew = if far { 8 * dice.below(500) } else { dice.below(4000) };
+        Self { buffer: Buffer::new(stage, end, sort, LEN, skew), model: vec![0; LEN as usize] }
+    }
+
+    fn movable(&self) -> Option<Allocation> {
+        self.buffer.sort.may_move().then(|| self.buffer.allocation().clone())
+    }
+
+    fn freeable(&self) -> bool {
+        self.buffer.sort.is_device() || self.buffer.sort == Sort::AnonymousOnDemand
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Side {
+    Near,
+    Far,
+}
+
+/// What was posted.
+#[derive(Clone, Copy, Debug)]
+enum Task {
+    Write { from: u64, to: u64, len: u64 },
+    Send { from: u64, to: u64, len: u64 },
+    Add { word: u64, result: u64, add: u64 },
+    Read { from: u64, to: u64, len: u64 },
+}
+
+struct Lane {
+    joined: Joined,
+    near: End,
+    far: End,
+    batch: Vec<Task>,
+    done: Vec<Completion>,
+    received: usize,
+    freed: Option<Side>,
+}
+
+impl Lane {
+    fn new(stage: &Stage, world: &World, dice: &mut Dice) -> Self {
+        let options =
+            QpOptions { timeout: 10, mtu: Some(Mtu::new(1024).unwrap()), ..QpOptions::default() };
+        let joined = world.join(options);
+        let near = End::new(stage, &world.a, false, dice);
+        let far = End::new(stage, &world.b, true, dice);
+        let (batch, done) = (Vec::new(), Vec::new());
+        Self { joined, near, far, batch, done, received: 0, freed: None }
+    }
+
+    /// New data, and a batch of work on it. Reads come last: nothing says what they see of writes behind them.
+    fn post(&mut self, dice: &mut Dice) {
+        let at = dice.below(ROOM - 2000);
+        let fresh: Vec<u8> = (0..2000).map(|_| dice.below(u64::from(POISON)) as u8).collect();
+        self.near.buffer.write(at, &fresh);
+        self.near.model[at as usize..][..2000].copy_from_slice(&fresh);
+        (self.batch, self.done, self.received) = (Vec::new(), Vec::new(), 0);
+        for _ in 0..1 + dice.below(4) {
+            let len = 1 + dice.below(ROOM / 2);
+            let (from, to) = (dice.below(ROOM - len), dice.below(ROOM - len));
+            self.batch.push(match dice.below(3) {
+                0 => Task::Write { from, to, len },
+                1 => Task::Send { from, to: ROOM + to, len },
+                _ => {
+                    let (word, result) = (WORDS + 8 * dice.below(8), WORDS + 8 * dice.below(8));
+                    Task::Add { word, result, add: 1 + dice.below(1000) }
+                }
+            });
+        }
+        if dice.below(2) == 0 {
+            let len = 1 + dice.below(ROOM / 2);
+            let (from, to) = (dice.below(2 * ROOM - len), ROOM + dice.below(ROOM - len));
+            self.batch.push(Task::Read { from, to, len });
+        }
+        let (near, far) = (self.near.buffer.mr(), self.far.buffer.mr());
+        for (id, task) in self.batch.iter().enumerate() {
+            let id = id as u64;
+            let (op, data) = match *task {
+                Task::Write { from, to, len } => {
+                    (Op::Write(far.remote(to)), near.sge(from, len as u32))
+                }
+                Task::Send { from, to, len } => {
+                    let room = [far.sge(to, len as u32)];
+                    let receive = ReceiveRequest { id, data: &room };
+                    self.joined.b.qp.post_receive(&[receive]).unwrap();
+                    (Op::Send, near.sge(from, len as u32))
+                }
+                Task::Add { word, result, add } => {
+                    let atomic = Atomic::FetchAdd { add };
+                    (Op::Atomic(far.remote(word), atomic), near.sge(result, 8))
+                }
+                Task::Read { from, to, len } => {
+                    (Op::Read(far.remote(from)), near.sge(to, len as u32))
+                }
+            };
+            self.joined.a.qp.post_send(&[Request::new(id, op).with(&[data])]).unwrap();
+        }
+    }
+
+    fn sends(&self) -> usize {
+        self.batch.iter().filter(|task| matches!(task, Task::Send { .. })).count()
+    }
+
+    fn failed(&self) -> bool {
+        self.done.iter().any(|completion| !completion.is_success())
+    }
+
+    /// Whether all ends are told; on success, of the receives too.
+    fn is_over(&mut self) -> bool {
+        let mut some = [Completion::EMPTY; 16];
+        let count = self.joined.a.sends.poll(&mut some).unwrap();
+        self.done.extend_from_slice(&some[..count]);
+        let count = self.joined.b.receives.poll(&mut some).unwrap();
+        self.received += some[..count].iter().filter(|completion| completion.is_success()).count();
+        if self.freed.is_none() {
+            assert!(some[..count].iter().all(Completion::is_success), "{:?}", &some[..count]);
+        }
+        self.done.len() == self.batch.len() && (self.failed() || self.received == self.sends())
+    }
+
+    /// Takes the memory of either end away.
+    fn free(&mut self, control: &Control, dice: &mut Dice) {
+        let side = if dice.below(2) == 0 { Side::Near } else { Side::Far };
+        let end = if side == Side::Near { &self.near } else { &self.far };
+        if !end.freeable() {
+            return;
+        }
+        match &end.buffer.store {
+            Store::Device(memory) => control.free_under_users(memory).unwrap(),
+            Store::Pages(pages) => {
+                // Whole pages that hold all of it; the guards around it may stay.
+                let first = end.buffer.start as usize / 4096 * 4096;
+                pages.unmap(first, (end.buffer.len as usize).next_multiple_of(4096) + 4096);
+            }
+            Store::Host(_) => return,
+        }
+        self.freed = Some(side);
+    }
+
+    /// What the two buffers hold after each task, beginning with what they held before.
+    fn versions(&self) -> Vec<(Vec<u8>, Vec<u8>)> {
+        let mut all = vec![(self.near.model.clone(), self.far.model.clone())];
+        for task in &self.batch {
+            let (mut near, mut far) = all[all.len() - 1].clone();
+            let range = |at: u64, len: u64| at as usize..(at + len) as usize;
+            match *task {
+                Task::Write { from, to, len } | Task::Send { from, to, len } => {
+                    far[range(to, len)].copy_from_slice(&near[range(from, len)]);
+                }
+                Task::Add { word, result, add } => {
+                    let old = u64::from_ne_bytes(far[range(word, 8)].try_into().unwrap());
+                    near[range(result, 8)].copy_from_slice(&old.to_ne_bytes());
+                    far[range(word, 8)].copy_from_slice(&(old + add).to_ne_bytes());
+                }
+                Task::Read { from, to, len } => {
+                    near[range(to, len)].copy_from_slice(&far[range(from, len)]);
+                }
+            }
+            all.push((near, far));
+        }
+        all
+    }
+
+    /// Statuses and bytes are those that may be.
+    fn check(&mut self) {
+        let good = self.done.iter().take_while(|completion| completion.is_success()).count();
+        for (n, completion) in self.done.iter().enumerate() {
+            assert_eq!(completion.id, n as u64, "in order");
+            let status = completion.status;
+            let wanted = match (n.cmp(&good), self.freed) {
+                (std::cmp::Ordering::Less, _) => status == Status::Success,
+                (std::cmp::Ordering::Greater, _) => status == Status::Flushed,
+                (_, Some(Side::Near)) => status == Status::LocalProtection,
+                // Of a receive it is the other one. An answer may be lost, and then what fails behind it fails it too.
+                (_, Some(Side::Far)) => {
+                    let sends = self.batch.iter().any(|task| matches!(task, Task::Send { .. }));
+                    status == Status::RemoteAccess || sends && status == Status::RemoteOperation
+                }
+                (_, None) => false,
+            };
+            let stats = [&self.joined.a, &self.joined.b].map(|side| side.qp.stats());
+            let sorts = [self.near.buffer.sort, self.far.buffer.sort];
+            assert!(
+                wanted,
+                "{completion:?} of {:?}, {:?} of {sorts:?} was freed: {stats:?}, {:?}",
+                self.batch,
+                self.freed,
+                self.far.buffer.mr().faults()
+            );
+        }
+        let versions = self.versions();
+        let may_be = &versions[good..];
+        for (side, end) in [(Side::Near, &mut self.near), (Side::Far, &mut self.far)] {
+            if self.freed == Some(side) {
+                continue;
+            }
+            let found = end.buffer.read(0, LEN as usize);
+            for (at, byte) in found.iter().enumerate() {
+                let here = |version: &(Vec<u8>, Vec<u8>)| match side {
+                    Side::Near => version.0[at] == *byte,
+                    Side::Far => version.1[at] == *byte,
+                };
+                assert!(
+                    may_be.iter().any(here),
+                    "{side:?} {:?}: byte {at} is {byte:#x}, after {good} of {:?}",
+                    end.buffer.sort,
+                    self.batch
+                );
+                assert!(*byte != POISON || at as u64 >= WORDS, "a byte of a place that was left");
+            }
+            end.buffer.check_guards();
+            end.model = found;
+        }
+    }
+
+    /// New buffers in the place of those that went, and the connection from its beginning.
+    fn renew(&mut self, stage: &Stage, world: &World, dice: &mut Dice) {
+        for side in [&self.joined.a, &self.joined.b] {
+            side.qp.modify(&Change::to(State::Reset)).unwrap();
+        }
+        // The survivor of a free stays, with what it holds.
+        let freed = self.freed.take();
+        if freed != Some(Side::Far) {
+            self.near = End::new(stage, &world.a, false, dice);
+        }
+        if freed != Some(Side::Near) {
+            self.far = End::new(stage, &world.b, true, dice);
+        }
+        connect(&self.joined.a.qp, &self.joined.b.qp);
+        let mut some = [Completion::EMPTY; 16];
+        while self.joined.a.sends.poll(&mut some).unwrap() > 0 {}
+        while self.joined.b.receives.poll(&mut some).unwrap() > 0 {}
+    }
+}
+
+/// A thread that moves what there is.
+struct Mover {
+    list: Arc<Mutex<Vec<Allocation>>>,
+    over: Arc<AtomicBool>,
+    thread: std::thread::JoinHandle<u64>,
+}
+
+impl Mover {
+    fn start(control: Control) -> Self {
+        let (list, over) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicBool::new(false)));
+        let (mine, ended) = (list.clone(), over.clone());
+        let thread = std::thread::spawn(move || {
+            let mut moves = 0;
+            while !ended.load(Ordering::Relaxed) {
+                // Under the lock: what is not in the list does not move.
+                let list = mine.lock();
+                for memory in &*list {
+                    // It may be freed meanwhile.
+                    moves += u64::from(control.relocate(memory).is_ok());
+                }
+                drop(list);
+                std::thread::sleep(Duration::from_micros(200));
+            }
+            moves
+        });
+        Self { list, over, thread }
+    }
+
+    fn stop(self) -> u64 {
+        self.over.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap()
+    }
+}

@@ -5,7 +5,7 @@ use std::ops::Deref;
 use std::time::Instant;
 
 use warpwire::link::fault::{Partition, Plan};
-use warpwire::link::{Capture, Fault, Tap, Udp, udp};
+use warpwire::link::{Capture, Fault, Link, Tap, Udp, udp};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
     Access, Completion, Context, Cq, Mr, Mtu, Offer, Pd, Qp, QpOptions, ReceiveRequest, Request,
@@ -31,8 +31,8 @@ pub struct Terms {
     pub shared: [bool; 2],
     /// Bytes of memory on either side.
     pub memory: u64,
-    /// Faults of our link.
-    pub faults: &'static str,
+    /// Faults of our link, one around the other.
+    pub faults: &'static [&'static str],
     /// Our address, if it is not the usual one.
     pub from: Option<IpAddr>,
 }
@@ -50,7 +50,7 @@ impl Default for Terms {
             qps: 1,
             shared: [false, false],
             memory: 1 << 18,
-            faults: "",
+            faults: &[],
             from: None,
         }
     }
@@ -111,8 +111,11 @@ impl Ours {
         let address = terms.from.unwrap_or(bench.ours());
         let udp = udp_link(SocketAddr::new(address, udp::ADDRESS.port()));
         let capture = Capture::create(&bench.capture()).unwrap();
-        let plan: Plan = terms.faults.parse().unwrap();
-        let link = Fault::new(Tap::new(udp, &capture), plan);
+        let mut link: Box<dyn Link> = Box::new(Tap::new(udp, &capture));
+        for faults in terms.faults {
+            link = Box::new(Fault::new(link, faults.parse().unwrap()));
+        }
+        let link = Fault::new(link, Plan::default());
         let partition = link.partition();
         let context = Context::open(link).unwrap();
         let pd = context.pd();

@@ -212,7 +212,7 @@ fn stall(only: &End) {
 /// A whole device ends in the middle of transfers, its own and its peers'; theirs fail in time, and all else goes on.
 fn a_device_that_vanishes(fixture: &Fixture) {
     let mut links = fixture.which.crowd(4).unwrap().into_iter();
-    let mut open = || End::open(links.next().unwrap(), Drive::Inline);
+    let mut open = || End::open(links.next().unwrap(), fixture.which.options(Drive::Inline));
     let world = World { a: open(), b: open() };
     let beside = world.join(impatient());
     let near = fixture.host(&world.a, 8 << 20);

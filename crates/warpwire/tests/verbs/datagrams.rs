@@ -155,7 +155,7 @@ fn answers_go_to_the_sender(fixture: &Fixture) {
 /// One batch to queue pairs of three other devices, and to one of its own.
 fn many_peers_in_one_batch(fixture: &Fixture) {
     let mut links = fixture.which.crowd(4).unwrap().into_iter();
-    let mut open = || End::open(links.next().unwrap(), Drive::Inline);
+    let mut open = || End::open(links.next().unwrap(), fixture.which.options(Drive::Inline));
     let (world, others) = (World { a: open(), b: open() }, [open(), open()]);
     let from = ready(&world, &world.a, 9);
     let ends = [&world.a, &world.b, &others[0], &others[1]];
@@ -343,7 +343,7 @@ fn beside_connections(fixture: &Fixture) {
 /// Nobody drives the receiver: datagrams are lost, and neither their sender nor others wait for it.
 fn a_receiver_that_stands_still(fixture: &Fixture) {
     let mut links = fixture.which.crowd(3).unwrap().into_iter();
-    let mut open = || End::open(links.next().unwrap(), Drive::Inline);
+    let mut open = || End::open(links.next().unwrap(), fixture.which.options(Drive::Inline));
     let (still, world) = (open(), World { a: open(), b: open() });
     let talk = Talk::with(fixture, world, Kind::Host);
     let there = talk.world.a.context.address_handle(address(&still)).unwrap();

@@ -44,16 +44,31 @@ pub enum Which {
     Udp6,
     Shm,
     Auto,
+    /// As those two, and nobody reaches another's memory by itself.
+    ShmPackets,
+    AutoPackets,
 }
 
 impl Which {
-    pub const ALL: [(Self, &'static str); 5] = [
+    pub const ALL: [(Self, &'static str); 7] = [
         (Self::Loopback, "loopback"),
         (Self::Udp4, "udp4"),
         (Self::Udp6, "udp6"),
         (Self::Shm, "shm"),
         (Self::Auto, "auto"),
+        (Self::ShmPackets, "shm-packets"),
+        (Self::AutoPackets, "auto-packets"),
     ];
+
+    /// Whether peers reach each other's memory by themselves.
+    pub fn is_direct(self) -> bool {
+        matches!(self, Self::Shm | Self::Auto)
+    }
+
+    /// How devices on it are opened.
+    pub fn options(self, drive: Drive) -> HcaOptions {
+        HcaOptions { drive, direct: !matches!(self, Self::ShmPackets | Self::AutoPackets) }
+    }
 
     /// Two links that reach each other.
     pub fn ends(self) -> warpwire::Result<[Box<dyn Link>; 2]> {
@@ -71,8 +86,8 @@ impl Which {
             }
             Self::Udp4 => udp("127.0.0.1:0"),
             Self::Udp6 => udp("[::1]:0"),
-            Self::Shm => shm("127.0.0.1:0"),
-            Self::Auto => auto("127.0.0.1:0"),
+            Self::Shm | Self::ShmPackets => shm("127.0.0.1:0"),
+            Self::Auto | Self::AutoPackets => auto("127.0.0.1:0"),
         };
         (0..count).map(make).collect()
     }
@@ -88,12 +103,18 @@ fn udp(address: &str) -> warpwire::Result<Box<dyn Link>> {
 }
 
 fn shm(address: &str) -> warpwire::Result<Box<dyn Link>> {
-    Ok(Box::new(Shm::bind(address.parse().unwrap(), shm::Options::default())?))
+    Ok(Box::new(Shm::bind(address.parse().unwrap(), attentive())?))
 }
 
 fn auto(address: &str) -> warpwire::Result<Box<dyn Link>> {
     let address = address.parse().unwrap();
-    Ok(Box::new(Auto::bind(address, udp::Options::default(), shm::Options::default())?))
+    Ok(Box::new(Auto::bind(address, udp::Options::default(), attentive())?))
+}
+
+/// Peers hear of each other's memory within a few steps: most of what cases do is then done without packets, where
+/// that is possible.
+fn attentive() -> shm::Options {
+    shm::Options { attend: 1, ..shm::Options::default() }
 }
 
 /// What memory a case uses.
@@ -138,7 +159,7 @@ impl Fixture {
 
     pub fn driven(&self, drive: Drive) -> World {
         let [a, b] = self.which.ends().unwrap();
-        World::over(a, b, drive)
+        World::with(a, b, self.which.options(drive))
     }
 
     /// Two devices over links with faults.
@@ -242,8 +263,8 @@ pub struct End {
 }
 
 impl End {
-    pub fn open(link: impl Link + 'static, drive: Drive) -> Self {
-        let context = Context::open_with(link, HcaOptions { drive }).unwrap();
+    pub fn open(link: impl Link + 'static, options: HcaOptions) -> Self {
+        let context = Context::open_with(link, options).unwrap();
         let pd = context.pd();
         Self { context, pd }
     }
@@ -275,7 +296,11 @@ pub struct Joined {
 
 impl World {
     pub fn over(a: impl Link + 'static, b: impl Link + 'static, drive: Drive) -> Self {
-        Self { a: End::open(a, drive), b: End::open(b, drive) }
+        Self::with(a, b, HcaOptions { drive, ..HcaOptions::default() })
+    }
+
+    pub fn with(a: impl Link + 'static, b: impl Link + 'static, options: HcaOptions) -> Self {
+        Self { a: End::open(a, options), b: End::open(b, options) }
     }
 
     pub fn step(&self) {

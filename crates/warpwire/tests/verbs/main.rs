@@ -5,8 +5,10 @@
 //! the loopback link only.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
+mod apart;
 mod chaos;
 mod datagrams;
+mod direct;
 mod events;
 mod failures;
 mod fixture;
@@ -28,6 +30,7 @@ use fixture::{Case, Fixture, Which};
 /// Cases that every link runs.
 const EVERYWHERE: &[&[Case]] = &[
     operations::CASES,
+    direct::CASES,
     failures::CASES,
     queues::CASES,
     events::CASES,
@@ -37,8 +40,8 @@ const EVERYWHERE: &[&[Case]] = &[
     datagrams::CASES,
     strange::CASES,
 ];
-/// Cases for links between processes.
-const BETWEEN_PROCESSES: &[&[Case]] = &[processes::CASES];
+/// Cases with a process on either side.
+const BETWEEN_PROCESSES: &[&[Case]] = &[processes::CASES, apart::CASES];
 /// Cases for which the link does not matter.
 const ONCE: &[&[Case]] = &[
     failures::ONCE,
@@ -50,12 +53,16 @@ const ONCE: &[&[Case]] = &[
     mixtures::ONCE,
     garbage::ONCE,
     datagrams::ONCE,
+    apart::ONCE,
 ];
 
 fn main() -> ExitCode {
     if let Ok(words) = std::env::var(processes::VARIABLE) {
         processes::live(&words);
         return ExitCode::SUCCESS;
+    }
+    if let Some(ended) = apart::run_if_asked() {
+        return ended;
     }
     let arguments = Arguments::from_args();
     let mut trials = Vec::new();

@@ -37,7 +37,7 @@ impl Stage {
     fn new(fixture: &Fixture) -> Self {
         let mut links = fixture.which.crowd(2).unwrap();
         let mut link = links.pop().unwrap();
-        let end = End::open(links.pop().unwrap(), Drive::Inline);
+        let end = End::open(links.pop().unwrap(), fixture.which.options(Drive::Inline));
         let flow = link.open(end.context.path().local, 0).unwrap();
         let cq = || end.context.create_cq(256).unwrap();
         let (sends, receives) = (cq(), cq());

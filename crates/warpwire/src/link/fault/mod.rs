@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 pub use plan::{Chance, Direction, Plan, VARIABLE};
 
 use super::flows::FlowId;
-use super::{Counters, Flushed, Frame, Link, Path, Refused, Spoil};
+use super::{Counters, Flushed, Frame, Link, Offer, Path, Peer, Refused, Spoil};
 use crate::error::Result;
 use lane::{Lane, When};
 
@@ -366,6 +366,15 @@ impl<L: Link> Link for Fault<L> {
     }
 
     /// The inner link's, and what was lost on purpose. Packets received are those delivered by the inner link.
+    /// What goes past the link nobody would see.
+    fn offer(&mut self, _: &Arc<Offer>) -> std::result::Result<(), &'static str> {
+        Err("faults must see every packet")
+    }
+
+    fn peer(&self, _: FlowId) -> std::result::Result<Arc<Peer>, &'static str> {
+        Err("faults must see every packet")
+    }
+
     fn counters(&self) -> Counters {
         let mut counters = self.inner.counters();
         counters.drops.injected += self.counters.drops.injected;

@@ -3,22 +3,22 @@
 use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
 
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use warpwire_proto::wire::icrc::Cover;
 use warpwire_proto::wire::packet::ICRC_LEN;
 
-use super::Refusals;
+use super::grant::{Offer, Seat};
 use super::meet::{self, Heard, Hello};
 use super::ring::{Found, Reader};
 use super::sys::{Control, Theirs};
+use super::{Options, Refusals};
 use crate::link::{Counters, Frame, SHORTEST, Simd};
 
 /// How many packets a receive takes at most.
 const BATCH: usize = 64;
-/// A receiver that never sleeps asks for new connections after so many calls.
-const EVERY: u32 = 256;
 /// Events and connections that are seen to at once; the rest next time.
 const AT_ONCE: usize = 16;
 /// Connections of others to us; more are turned away.
@@ -28,11 +28,14 @@ const NOT_AT_ALL: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// A ring that somebody sends to us through.
 struct Ring {
-    socket: OwnedFd,
+    /// Shared with its seat, which outlives the ring until the sender has let go.
+    socket: Arc<OwnedFd>,
     reader: Reader,
     from: SocketAddr,
     to: SocketAddr,
     cover: Cover,
+    /// It may reach memory of ours by itself.
+    seat: Option<Seat>,
     /// The sender is gone; what it left is still read.
     ended: bool,
     /// Its contents make no sense; nothing more is read.
@@ -42,6 +45,8 @@ struct Ring {
 /// What a link receives by.
 pub(super) struct Incoming {
     local: SocketAddr,
+    /// The link's own, once more.
+    poll: OwnedFd,
     listener: OwnedFd,
     /// Written when there was something to read already as somebody went to sleep.
     event: OwnedFd,
@@ -54,8 +59,22 @@ pub(super) struct Incoming {
     /// The ring whose turn is next.
     turn: usize,
     calls: u32,
+    /// How many calls go by before the sockets are seen to.
+    attend: u32,
     buffer: Box<[u8]>,
+    /// What senders may reach by themselves.
+    pub offer: Option<Arc<Offer>>,
     pub refusals: Refusals,
+}
+
+impl Ring {
+    /// Reads what came over its socket; false if the sender is gone.
+    fn attend(&self) -> bool {
+        match &self.seat {
+            Some(seat) => seat.attend(&self.socket),
+            None => meet::read(&self.socket, |_, _| ()),
+        }
+    }
 }
 
 /// Has a descriptor watched under its own number.
@@ -72,13 +91,14 @@ impl Incoming {
         poll: &OwnedFd,
         listener: OwnedFd,
         local: SocketAddr,
-        largest: usize,
+        options: &Options,
     ) -> rustix::io::Result<Self> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         watch(poll, &listener, EventFlags::IN)?;
         watch(poll, &event, EventFlags::IN)?;
         Ok(Self {
             local,
+            poll: rustix::io::fcntl_dupfd_cloexec(poll, 0)?,
             listener,
             event,
             signalled: false,
@@ -86,8 +106,10 @@ impl Incoming {
             guests: Vec::new(),
             rings: Vec::new(),
             turn: 0,
-            calls: EVERY,
-            buffer: vec![0; largest].into_boxed_slice(),
+            calls: options.attend,
+            attend: options.attend,
+            buffer: vec![0; options.largest].into_boxed_slice(),
+            offer: None,
             refusals: Refusals::default(),
         })
     }
@@ -101,7 +123,7 @@ impl Incoming {
     #[inline]
     pub(super) fn is_due(&mut self) -> bool {
         self.calls += 1;
-        self.calls > EVERY
+        self.calls > self.attend
     }
 
     /// Whether somebody slept, or was about to, since the last call. Nobody does any more.
@@ -149,7 +171,7 @@ impl Incoming {
             self.hear(poll, at);
         } else if let Some(ring) = self.rings.iter_mut().find(|ring| number(&ring.socket) == which)
         {
-            if !meet::drain(&ring.socket) {
+            if !ring.attend() {
                 ring.ended = true;
                 let _ = epoll::delete(poll, &ring.socket);
             }
@@ -198,13 +220,18 @@ impl Incoming {
             let _ = epoll::delete(poll, &socket);
             return;
         };
-        let Hello { from, to, ring } = hello;
+        let Hello { from, to, ring, reaches } = hello;
+        // Where that fails, packets do it.
+        let socket = Arc::new(socket);
+        let offer = self.offer.as_ref().filter(|_| reaches);
+        let seat = offer.and_then(|offer| offer.admit(&page, &socket).ok());
         self.rings.push(Ring {
             socket,
             reader: Reader::new(memory, control, ring),
             from,
             to,
             cover: Cover::new(from, to),
+            seat,
             ended: false,
             broken: false,
         });
@@ -259,6 +286,9 @@ impl Incoming {
     #[cold]
     fn remove_broken(&mut self) {
         let before = self.rings.len();
+        for ring in self.rings.iter().filter(|ring| ring.broken) {
+            let _ = epoll::delete(&self.poll, &ring.socket);
+        }
         self.rings.retain(|ring| !ring.broken);
         self.refusals.broken += (before - self.rings.len()) as u64;
         self.turn = 0;

@@ -21,7 +21,7 @@ use super::ring::SIZES;
 use super::sys;
 
 /// Counted up when the hello or the ring changes. It is part of the name too, so that versions do not meet.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 const MAGIC: [u8; 8] = *b"warpshm\0";
 const HELLO: usize = 72;
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
@@ -68,7 +68,15 @@ pub(super) fn connect(peer: SocketAddr) -> io::Result<OwnedFd> {
 ///
 /// Anyone on the machine can take any name, and connect to any; hence both sides ask.
 pub(super) fn is_trusted(socket: BorrowedFd<'_>) -> io::Result<bool> {
-    Ok(may_meet(rustix::process::geteuid().as_raw(), sys::peer_user(socket)?))
+    Ok(may_meet(rustix::process::geteuid().as_raw(), sys::peer_credentials(socket)?.0))
+}
+
+/// The process that connected, as a descriptor that is readable once it has ended; none if the kernel has none, or if
+/// the process lives in another namespace and has no number here.
+pub(super) fn process_of(socket: &OwnedFd) -> Option<OwnedFd> {
+    let (_, process) = sys::peer_credentials(socket.as_fd()).ok()?;
+    let process = rustix::process::Pid::from_raw(process)?;
+    rustix::process::pidfd_open(process, rustix::process::PidfdFlags::empty()).ok()
 }
 
 fn may_meet(mine: u32, theirs: u32) -> bool {
@@ -81,6 +89,8 @@ pub(super) struct Hello {
     pub from: SocketAddr,
     pub to: SocketAddr,
     pub ring: usize,
+    /// The sender would reach memory that the receiver offers by itself.
+    pub reaches: bool,
 }
 
 /// What a connection brought first.
@@ -102,6 +112,7 @@ impl Hello {
         let mut bytes = [0; HELLO];
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[12] = u8::from(self.reaches);
         bytes[16..24].copy_from_slice(&(self.ring as u64).to_le_bytes());
         bytes[24..48].copy_from_slice(&address_bytes(self.from));
         bytes[48..72].copy_from_slice(&address_bytes(self.to));
@@ -163,7 +174,7 @@ fn parse(bytes: &[u8], files: Vec<OwnedFd>) -> Heard {
     if !SIZES.contains(&ring) || !ring.is_power_of_two() {
         return Heard::Nonsense;
     }
-    Heard::Hello(Hello { from, to, ring }, files)
+    Heard::Hello(Hello { from, to, ring, reaches: bytes[12] != 0 }, files)
 }
 
 fn address_bytes(address: SocketAddr) -> [u8; 24] {
@@ -210,17 +221,63 @@ pub(super) fn wake(socket: &OwnedFd) -> bool {
     matches!(rustix::net::send(socket, &[1], flags), Ok(_) | Err(Errno::AGAIN | Errno::INTR))
 }
 
-/// Reads what woke us, of which there is little; `false` if the other end is gone.
-pub(super) fn drain(socket: &OwnedFd) -> bool {
+/// What is said over a socket after the hello: what it is about, a key, and a word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Letter {
+    pub about: u8,
+    pub key: u32,
+    pub word: u64,
+}
+
+const LETTER: usize = 16;
+
+impl Letter {
+    /// Sends it, with a file perhaps; false if it does not go now.
+    pub(super) fn post(&self, socket: &OwnedFd, file: Option<BorrowedFd<'_>>) -> bool {
+        let mut bytes = [0; LETTER];
+        bytes[0] = self.about;
+        bytes[4..8].copy_from_slice(&self.key.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.word.to_le_bytes());
+        let files: Vec<_> = file.into_iter().collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !files.is_empty() {
+            control.push(SendAncillaryMessage::ScmRights(&files));
+        }
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, flags).is_ok()
+    }
+
+    fn parse(bytes: &[u8]) -> Option<Self> {
+        let bytes = <&[u8; LETTER]>::try_from(bytes).ok()?;
+        let key = u32::from_le_bytes(*bytes[4..8].first_chunk()?);
+        Some(Self { about: bytes[0], key, word: u64::from_le_bytes(*bytes[8..].first_chunk()?) })
+    }
+}
+
+/// Reads what came: bytes that only woke us, and letters, of which `each` hears; `false` if the other end is gone.
+/// What is left for the next time keeps the socket readable.
+pub(super) fn read(socket: &OwnedFd, mut each: impl FnMut(Letter, Option<OwnedFd>)) -> bool {
     const MOST: usize = 16;
-    let mut byte = [0_u8; 8];
     for _ in 0..MOST {
-        match rustix::net::recv(socket, &mut byte[..], RecvFlags::DONTWAIT) {
+        let mut bytes = [0; LETTER + 1];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let parts = &mut [IoSliceMut::new(&mut bytes)];
+        let len = match rustix::net::recvmsg(socket, parts, &mut control, flags) {
             // An end, or an empty message, which none of ours is.
-            Ok((_, 0)) => return false,
-            Ok(_) => {}
+            Ok(message) if message.bytes == 0 => return false,
+            Ok(message) => message.bytes,
             Err(Errno::AGAIN | Errno::INTR) => return true,
             Err(_) => return false,
+        };
+        let file = control.drain().find_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(mut rights) => rights.next(),
+            _ => None,
+        });
+        if let Some(letter) = bytes.get(..len).and_then(Letter::parse) {
+            each(letter, file);
         }
     }
     true
@@ -237,14 +294,35 @@ mod tests {
     }
 
     #[test]
+    fn letters_arrive_with_their_files_and_other_bytes_are_passed_over() {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (near, far) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+                .unwrap();
+        let letter = Letter { about: 2, key: 0x1234_5678, word: u64::MAX - 7 };
+        assert!(wake(&near));
+        assert!(letter.post(&near, None));
+        let file: OwnedFd = tempfile::tempfile().unwrap().into();
+        assert!(letter.post(&near, Some(file.as_fd())));
+        for nonsense in [&[7; 15][..], &[7; 17], &[7; 400]] {
+            rustix::net::send(&near, nonsense, SendFlags::empty()).unwrap();
+        }
+        let mut got = Vec::new();
+        assert!(read(&far, |letter, file| got.push((letter, file.is_some()))));
+        assert_eq!(got, [(letter, false), (letter, true)]);
+        drop(near);
+        assert!(!read(&far, |letter, _| panic!("{letter:?}")));
+    }
+
+    #[test]
     fn a_hello_reads_as_it_was_written() {
         let files = || {
             let file = || tempfile::tempfile().unwrap().into();
             vec![file(), file()]
         };
         for (from, to) in [("127.0.0.1:4791", "10.0.0.1:1"), ("[fe80::1%3]:5", "[::1]:6")] {
-            let hello =
-                Hello { from: from.parse().unwrap(), to: to.parse().unwrap(), ring: 1 << 20 };
+            let (from, to) = (from.parse().unwrap(), to.parse().unwrap());
+            let hello = Hello { from, to, ring: 1 << 20, reaches: from.is_ipv4() };
             let bytes = hello.emit();
             assert!(matches!(parse(&bytes, files()), Heard::Hello(read, _) if read == hello));
             assert!(matches!(parse(&bytes, Vec::new()), Heard::Nonsense));

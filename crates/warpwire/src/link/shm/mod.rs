@@ -18,6 +18,8 @@
 //! they are on every other link, rather than refused: the queue pair above has its own timer, and when a process takes
 //! up the same address again, the flow reaches it without anyone's doing.
 
+mod door;
+pub mod grant;
 mod incoming;
 mod meet;
 mod options;
@@ -30,6 +32,7 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::{self, EventFlags};
@@ -43,6 +46,7 @@ use super::flows::{FlowId, Flows};
 use super::{Counters, Flushed, Frame, Kind, Link, Path, Refused, SHORTEST, Simd, Spoil};
 use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::units;
+use grant::{Offer, Peer};
 use incoming::{Incoming, number, watch};
 use meet::Hello;
 use ring::{NoRoom, Writer};
@@ -97,6 +101,8 @@ pub struct Shm {
     /// Connections are taken up by `wait_fd` too, which has no exclusive access: a new one is nothing to wake up for.
     incoming: RefCell<Incoming>,
     seal: bool,
+    /// We would reach memory of peers by ourselves.
+    reaches: bool,
     counters: Counters,
 }
 
@@ -133,7 +139,7 @@ struct Reserved {
 struct Outgoing {
     peer: SocketAddr,
     from: SocketAddr,
-    socket: OwnedFd,
+    met: Arc<Peer>,
     writer: Writer,
     /// How many flows use it.
     flows: usize,
@@ -142,6 +148,21 @@ struct Outgoing {
     retry: Instant,
     /// Packets in a row that had no room.
     refused: u32,
+}
+
+impl Outgoing {
+    /// The peer is gone, or of no use.
+    fn lose(&self) {
+        self.met.part();
+        self.gone.set(true);
+    }
+}
+
+impl Drop for Outgoing {
+    /// Others may hold the peer too; that it is over is told at once.
+    fn drop(&mut self) {
+        self.met.part();
+    }
 }
 
 impl Shm {
@@ -156,8 +177,8 @@ impl Shm {
         let (listener, local) = listen(address).map_err(failed)?;
         let poll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|code| failed(code.into()))?;
-        let incoming = Incoming::new(&poll, listener, local, options.largest)
-            .map_err(|code| failed(code.into()))?;
+        let incoming =
+            Incoming::new(&poll, listener, local, &options).map_err(|code| failed(code.into()))?;
         Ok(Self {
             local,
             options,
@@ -171,6 +192,7 @@ impl Shm {
             starved: false,
             incoming: RefCell::new(incoming),
             seal: false,
+            reaches: false,
             counters: Counters::default(),
         })
     }
@@ -201,12 +223,12 @@ impl Shm {
             return Ok(at);
         }
         let from = self.source(peer);
-        let (socket, writer) =
+        let (met, writer) =
             self.meet(from, peer).map_err(|source| self.open_error(peer, &source))?;
         let made = Outgoing {
             peer,
             from,
-            socket,
+            met,
             writer,
             flows: 0,
             dirty: false,
@@ -231,26 +253,29 @@ impl Shm {
     }
 
     /// Connects to the peer, and gives it a new ring.
-    fn meet(&self, from: SocketAddr, peer: SocketAddr) -> io::Result<(OwnedFd, Writer)> {
+    fn meet(&self, from: SocketAddr, peer: SocketAddr) -> io::Result<(Arc<Peer>, Writer)> {
         let socket = meet::connect(peer)?;
         if !meet::is_trusted(socket.as_fd())? {
             return Err(Errno::PERM.into());
         }
         let size = self.options.ring;
         let ((memory, ring), (control, page)) = (Own::new(size)?, Control::new()?);
-        Hello { from, to: peer, ring: size }.say(&socket, &ring, &page)?;
-        // Its end is always told; nothing else comes from there.
-        watch(&self.poll, &socket, EventFlags::RDHUP)?;
-        Ok((socket, Writer::new(memory, control, size)))
+        let reaches = self.reaches;
+        Hello { from, to: peer, ring: size, reaches }.say(&socket, &ring, &page)?;
+        // What it offers comes from there, and its end.
+        watch(&self.poll, &socket, EventFlags::IN | EventFlags::RDHUP)?;
+        Ok((Peer::new(from, socket, &page)?, Writer::new(memory, control, size)))
     }
 
     /// Sees to the sockets.
     fn tend(&self, incoming: &mut Incoming) {
         incoming.tend(&self.poll, &mut |which| {
-            let ours = |known: &&Outgoing| number(&known.socket) == which;
-            if let Some(known) = self.outgoing.iter().flatten().find(ours) {
-                let _ = epoll::delete(&self.poll, &known.socket);
-                known.gone.set(true);
+            let ours = |known: &&Outgoing| number(&known.met.socket) == which;
+            if let Some(known) = self.outgoing.iter().flatten().find(ours)
+                && !known.met.attend()
+            {
+                let _ = epoll::delete(&self.poll, &known.met.socket);
+                known.lose();
                 self.trouble.set(true);
             }
         });
@@ -276,8 +301,9 @@ impl Shm {
                 if known.retry <= now { self.meet(known.from, known.peer).ok() } else { None };
             let Some(known) = &mut self.outgoing[at] else { continue };
             match met {
-                Some((socket, writer)) => {
-                    (known.socket, known.writer) = (socket, writer);
+                Some((met, writer)) => {
+                    let _ = epoll::delete(&self.poll, &known.met.socket);
+                    (known.met, known.writer) = (met, writer);
                     known.gone.set(false);
                 }
                 None => {
@@ -298,8 +324,8 @@ impl Shm {
         known.refused = known.refused.wrapping_add(1);
         self.starved |= why == NoRoom::Ring;
         let asks = why == NoRoom::Ring && known.refused.is_multiple_of(PATIENCE);
-        if why == NoRoom::Broken || asks && !meet::drain(&known.socket) {
-            known.gone.set(true);
+        if why == NoRoom::Broken || asks && !known.met.attend() {
+            known.lose();
             self.trouble.set(true);
         }
         known.gone.get()
@@ -342,8 +368,8 @@ fn publish(known: &mut Outgoing, trouble: &Cell<bool>, counters: &mut Counters) 
     }
     if known.writer.publish() {
         counters.calls += 1;
-        if !meet::wake(&known.socket) {
-            known.gone.set(true);
+        if !meet::wake(&known.met.socket) {
+            known.lose();
             trouble.set(true);
         }
     }
@@ -392,6 +418,7 @@ impl Link for Shm {
         if known.flows == 0 {
             // The ring goes with its last flow, and what was committed before that.
             publish(known, &self.trouble, &mut self.counters);
+            let _ = epoll::delete(&self.poll, &known.met.socket);
             *slot = None;
             self.dirty.retain(|at| *at != flow.ring);
         }
@@ -494,6 +521,17 @@ impl Link for Shm {
 
     fn wakes_in(&self) -> Option<Duration> {
         self.starved.then_some(LOOK_AGAIN)
+    }
+
+    fn offer(&mut self, offer: &Arc<Offer>) -> std::result::Result<(), &'static str> {
+        self.reaches = true;
+        self.incoming.get_mut().offer = Some(offer.clone());
+        Ok(())
+    }
+
+    fn peer(&self, flow: FlowId) -> std::result::Result<Arc<Peer>, &'static str> {
+        let ring = self.flows.get(flow).and_then(|flow| self.outgoing.get(flow.ring)?.as_ref());
+        ring.map(|ring| ring.met.clone()).ok_or("the flow is closed")
     }
 
     /// From now on packets are at most 65 507 bytes: IP, whose header the ICRC covers, knows no longer ones.

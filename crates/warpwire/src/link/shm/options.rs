@@ -33,12 +33,14 @@ pub struct Options {
     /// The longest packet, from the base header through the ICRC. Both ends should have the same: a receiver drops
     /// what is longer than its own.
     pub largest: usize,
+    /// A receiver that never sleeps looks for new connections, and for what peers ask, after so many calls.
+    pub attend: u32,
 }
 
 impl Default for Options {
     /// Packets of 64 KiB of payload, and rings that the second-level cache holds beside other things.
     fn default() -> Self {
-        Self { ring: 1 << 20, largest: LONGEST_HEADERS + (1 << 16) + ICRC_LEN }
+        Self { ring: 1 << 20, largest: LONGEST_HEADERS + (1 << 16) + ICRC_LEN, attend: 256 }
     }
 }
 
@@ -57,7 +59,7 @@ impl Options {
         let largest = self.largest.clamp(SHORTEST, MOST);
         let least = (4 * ring::stride(largest)).max(*SIZES.start());
         let ring = self.ring.clamp(least, *SIZES.end()).next_power_of_two();
-        Self { ring, largest }
+        Self { ring, largest, attend: self.attend.max(1) }
     }
 }
 
@@ -78,6 +80,10 @@ impl FromStr for Options {
                     largest @ SHORTEST..=MOST => options.largest = largest,
                     _ => return Err(malformed(part, "it is not between 16 and 1 MiB")),
                 },
+                "attend" => match value()? {
+                    calls @ 1..=1_000_000 => options.attend = calls as u32,
+                    _ => return Err(malformed(part, "it is not between 1 and 1000000")),
+                },
                 _ => return Err(malformed(part, "there is no such option")),
             }
         }
@@ -87,7 +93,7 @@ impl FromStr for Options {
 
 impl fmt::Display for Options {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ring={},largest={}", self.ring, self.largest)
+        write!(f, "ring={},largest={},attend={}", self.ring, self.largest, self.attend)
     }
 }
 
@@ -104,10 +110,12 @@ mod tests {
 
     #[test]
     fn options_read_what_they_print() {
-        for options in [Options::default(), Options { ring: 5000, largest: 100 }] {
+        for options in [Options::default(), Options { ring: 5000, largest: 100, attend: 7 }] {
             assert_eq!(options.to_string().parse::<Options>().unwrap(), options);
         }
-        for text in ["ring=1", "ring=65MiB", "largest=15", "largest=2MiB", "depth=3", "ring"] {
+        for text in
+            ["ring=1", "ring=65MiB", "largest=15", "largest=2MiB", "attend=0", "depth=3", "ring"]
+        {
             assert!(text.parse::<Options>().is_err(), "{text}");
         }
     }
@@ -115,7 +123,7 @@ mod tests {
     #[test]
     fn any_options_make_a_ring_that_holds_its_packets() {
         for (ring, largest) in [(0, 0), (1, 5000), (usize::MAX, usize::MAX), (70_000, 65_000)] {
-            let rounded = Options { ring, largest }.rounded();
+            let rounded = Options { ring, largest, attend: 0 }.rounded();
             assert!(rounded.ring.is_power_of_two() && SIZES.contains(&rounded.ring));
             assert!(rounded.ring >= 4 * ring::stride(rounded.largest));
             assert_eq!(rounded.rounded(), rounded);

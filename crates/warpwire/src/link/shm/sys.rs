@@ -39,6 +39,9 @@ struct Map {
 
 // SAFETY: the mapping belongs to the process, not to a thread; who may access it is said by the types around it.
 unsafe impl Send for Map {}
+// SAFETY: what the types around it offer by a shared reference are atomic words, copies that expect change, and, for
+// `Own`, bytes that only an exclusive reference changes.
+unsafe impl Sync for Map {}
 
 impl Map {
     fn new(file: BorrowedFd<'_>, len: usize, protection: ProtFlags) -> io::Result<Self> {
@@ -155,6 +158,30 @@ impl Theirs {
     }
 }
 
+/// Rows of words that one process writes, from any of its threads, and others read: sealed as [`Own`] is.
+pub(super) struct Table(Map);
+
+impl Table {
+    /// Words in `len` bytes, all zero, and the file to give to readers, who have it as [`Theirs`]. Memory is taken
+    /// only where a word is touched.
+    pub(super) fn new(len: usize) -> io::Result<(Self, OwnedFd)> {
+        let (Own(map), file) = Own::new(len)?;
+        Ok((Self(map), file))
+    }
+
+    /// The word with that number.
+    #[inline]
+    pub(super) fn word(&self, number: usize) -> Option<&AtomicU64> {
+        let offset = number.checked_mul(8)?;
+        if offset.saturating_add(8) > self.0.len {
+            return None;
+        }
+        // SAFETY: inside the mapping, which begins at a page, so aligned; it lives as long as `self`. An atomic
+        // promises nothing about other threads.
+        Some(unsafe { self.0.base.add(offset).cast().as_ref() })
+    }
+}
+
 /// The receiver's page.
 pub(super) struct Control(Map);
 
@@ -185,10 +212,28 @@ impl Control {
         self.word(1)
     }
 
+    /// Where the sender is, in memory of the receiver's that it reaches by itself.
+    #[inline]
+    pub(super) fn visitor(&self) -> &AtomicU64 {
+        self.word(2)
+    }
+
+    /// What the sender did there, in operations and in bytes; told for the receiver's counters only.
+    #[inline]
+    pub(super) fn visits(&self) -> [&AtomicU64; 2] {
+        [self.word_at(3 * APART), self.word_at(3 * APART + 8)]
+    }
+
     /// The word at the beginning of this pair of cache lines.
     #[inline]
     fn word(&self, pair: usize) -> &AtomicU64 {
-        let offset = pair * APART % PAGE;
+        self.word_at(pair * APART)
+    }
+
+    /// The word there, or at the beginning of the page if there is none.
+    #[inline]
+    fn word_at(&self, offset: usize) -> &AtomicU64 {
+        let offset = if offset.is_multiple_of(8) && offset < PAGE { offset } else { 0 };
         // SAFETY: the mapping is a page long and begins at one, so that the word is inside and aligned; it lives as
         // long as `self`. An atomic promises nothing about other writers.
         unsafe { self.0.base.add(offset).cast().as_ref() }
@@ -217,10 +262,11 @@ fn check_file(file: &OwnedFd, len: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// The user at the other end of a connected unix socket, as of when that end was connected or began to listen.
+/// The user and the process at the other end of a connected unix socket, as of when that end was connected or began to
+/// listen.
 ///
 /// Not by `rustix`, whose type has no value for the process number 0 of a peer in another namespace.
-pub(super) fn peer_user(socket: BorrowedFd<'_>) -> io::Result<u32> {
+pub(super) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<(u32, i32)> {
     // SAFETY: all zeros are valid credentials.
     let mut peer: libc::ucred = unsafe { zeroed() };
     let mut len = size_of::<libc::ucred>() as u32;
@@ -234,7 +280,7 @@ pub(super) fn peer_user(socket: BorrowedFd<'_>) -> io::Result<u32> {
             &raw mut len,
         )
     };
-    if got < 0 { Err(io::Error::last_os_error()) } else { Ok(peer.uid) }
+    if got < 0 { Err(io::Error::last_os_error()) } else { Ok((peer.uid, peer.pid)) }
 }
 
 #[cfg(test)]

@@ -333,7 +333,7 @@ fn stranger(link: &Shm) -> OwnedFd {
 fn other_versions_and_nonsense_are_turned_away() {
     let mut link = bind();
     let mut other = Vec::from(*b"warpshm\0");
-    other.extend([2, 0, 0, 0]);
+    other.extend((meet::VERSION + 1).to_le_bytes());
     for (message, what) in [(&other[..], "version"), (b"hello", "nonsense"), (&[0; 200], "long")] {
         let socket = stranger(&link);
         send_bytes(&socket, message, SendFlags::empty()).unwrap();
@@ -364,7 +364,7 @@ fn memory_that_is_not_what_was_said_is_turned_away() {
     let mut elsewhere = to;
     elsewhere.set_port(1);
     let from = "127.0.0.1:5".parse().unwrap();
-    let right = Hello { from, to, ring: 1 << 16 };
+    let right = Hello { from, to, ring: 1 << 16, reaches: true };
     for (hello, files) in [
         (Hello { ring: 1 << 17, ..right }, [&ring, &page]),
         (Hello { to: elsewhere, ..right }, [&ring, &page]),

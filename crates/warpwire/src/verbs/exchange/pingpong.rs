@@ -138,6 +138,13 @@ impl Exchange {
                 .why(why)
                 .fix("start ibv_rc_pingpong with -g and an index of its GIDs"));
         }
+        if greeting.gid.is_unicast_link_local() {
+            let error = Error::new(Kind::Unsupported, format!("hear {}", self.peer));
+            let why = format!("its GID, {}, holds on one link only", greeting.gid);
+            return Err(error
+                .why(why)
+                .fix("give it -g and the index of an IPv4 or global IPv6 GID"));
+        }
         Ok(greeting)
     }
 
@@ -256,5 +263,8 @@ mod tests {
         let none = "0000:000011:f6e120:00000000000000000000000000000000\0done\0";
         let error = served(none.as_bytes()).unwrap_err();
         assert!(error.advice().is_some_and(|fix| fix.contains("-g")), "{error}");
+        let local = "0000:000011:f6e120:fe80000000000000505400fffe770001\0done\0";
+        let error = served(local.as_bytes()).unwrap_err();
+        assert!(error.to_string().contains("fe80::5054:ff:fe77:1, holds on one link"), "{error}");
     }
 }

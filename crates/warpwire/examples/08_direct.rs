@@ -1,0 +1,67 @@
+//! What a write costs from post to completion where the peer's memory is mapped: one thread, two devices over shared
+//! memory, one write at a time.
+//!
+//! ```console
+//! $ cargo run --release -p warpwire --example 08_direct            # 8 bytes, a million times
+//! $ cargo run --release -p warpwire --example 08_direct 65536 20000
+//! $ valgrind --tool=callgrind target/release/examples/08_direct 8 100000
+//! ```
+#![allow(missing_docs)]
+
+use std::error::Error;
+use std::time::Instant;
+
+use warpwire::hca::HcaOptions;
+use warpwire::link::{Shm, shm};
+use warpwire::mr::HostMemory;
+use warpwire::verbs::{Access, Completion, Context, Drive, Op, QpOptions, Request};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut words = std::env::args().skip(1);
+    let size: u32 = words.next().map_or(Ok(8), |word| word.parse())?;
+    let count: u64 = words.next().map_or(Ok(1_000_000), |word| word.parse())?;
+    let open = || -> Result<Context, warpwire::Error> {
+        let link = Shm::bind(([127, 0, 0, 1], 0).into(), shm::Options::default())?;
+        Context::open_with(link, HcaOptions { drive: Drive::Inline, ..HcaOptions::default() })
+    };
+    let (near, far) = (open()?, open()?);
+    let (pd, their_pd) = (near.pd(), far.pd());
+    let (cq, their_cq) = (near.create_cq(64)?, far.create_cq(64)?);
+    let qp = near.create_qp(&pd, &cq, &cq, QpOptions::default())?;
+    let peer = far.create_qp(&their_pd, &their_cq, &their_cq, QpOptions::default())?;
+    qp.connect(&peer.offer())?;
+    peer.connect(&qp.offer())?;
+    let rights = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+    let from = near.register(&pd, HostMemory::new(size.max(8).into())?, rights)?;
+    let to = far.register(&their_pd, HostMemory::new(size.max(8).into())?, rights)?;
+
+    let (bytes, range) = ([7; 64], [from.sge(0, size)]);
+    let request = Request::new(1, Op::Write(to.remote(0)));
+    let request = match size {
+        0..=64 => request.inline(&bytes[..size as usize]),
+        _ => request.with(&range),
+    };
+    let mut one = [Completion::EMPTY];
+    let mut run = |polls_peer: bool| -> Result<(), warpwire::Error> {
+        qp.post_send(&[request])?;
+        while cq.poll(&mut one)? == 0 {
+            if polls_peer {
+                far.hca().poll()?;
+            }
+        }
+        Ok(())
+    };
+    while near.stats().direct.operations == 0 {
+        run(true)?;
+    }
+    let before = near.stats().direct.operations;
+    let start = Instant::now();
+    for _ in 0..count {
+        run(false)?;
+    }
+    let each = start.elapsed().as_nanos() as f64 / count as f64;
+    let direct = near.stats().direct.operations - before;
+    println!("{size} bytes: {each:.1} ns from post to completion, {direct} of {count} direct");
+    println!("{}", qp.path()?);
+    Ok(())
+}

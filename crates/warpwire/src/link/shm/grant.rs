@@ -1,0 +1,374 @@
+//! Memory that a peer of this machine reaches by itself: the owner's side ([`Offer`]) and the visitor's ([`Peer`]).
+//!
+//! The owner has a table of rows, one per thing that it grants. Peers map the table and can only read it; what a row
+//! says is for those above to agree upon. A row is open or shut, and each opening has a number of its own, so that what
+//! a peer has once understood of a row holds as long as that number stands there. The files that rows
+//! speak of travel over the connection's socket when a peer first asks for one; a table with thousands of rows costs nothing before that.
+//!
+//! A visit needs two rows (who comes, and what is touched). [`Peer::visit`] says where it goes, and then looks whether both
+//! are still open; [`Offer::close`] shuts a row, and then waits for those inside: see `door.rs`. A peer that is
+//! killed inside is not waited for: its socket and its process tell. One that is stopped inside is.
+//!
+//! # What a peer is trusted with
+//! Peers are processes of the same user, or root's: the same that may attach a debugger. A peer has the file of each
+//! memory that it asked for, and can touch all of that memory whenever it likes, whatever rows say; the rows are what
+//! keeps a peer right that means well. Files of memory that it may only read are open for reading only.
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::door;
+use super::meet::{self, Letter};
+use super::sys::{Control, Table, Theirs};
+use crate::error::{Error, Result};
+
+/// How many rows a table has.
+pub const ROWS: usize = 1 << door::ROW_BITS;
+/// What a row says, beside whether it is open.
+pub type Content = [u64; 7];
+
+const WORDS: usize = 8;
+const TABLE: usize = ROWS * WORDS * 8;
+const NOT_AT_ALL: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
+
+/// How often an owner looks for the end of a visit before it lets others run, and before it asks whether the visitor lives.
+const SPINS: u32 = 64;
+const LOOKS: u32 = 512;
+
+/// What letters are about: the file of a key is wanted; here is the table; here is the file, or there is none.
+const WANTED: u8 = 2;
+const TABLE_IS: u8 = 3;
+const FILE_IS: u8 = 4;
+
+/// Finds the file of a key; none if there is none to be given.
+pub type FileOf = dyn Fn(u32) -> Option<OwnedFd> + Send + Sync;
+
+/// What this process offers its peers.
+pub struct Offer {
+    table: Table,
+    file: OwnedFd,
+    openings: AtomicU64,
+    file_of: Box<FileOf>,
+    guests: Mutex<Vec<Arc<Guest>>>,
+    /// What guests did that are gone: operations, and bytes.
+    past: [AtomicU64; 2],
+}
+
+/// A peer that has the table.
+struct Guest {
+    control: Control,
+    socket: Arc<OwnedFd>,
+    /// Tells of its end even if a child of its has the socket too.
+    process: Option<OwnedFd>,
+}
+
+impl Guest {
+    /// Whether it can touch nothing any more: the process has ended, or has let go of the connection.
+    fn is_gone(&self) -> bool {
+        let mut fds = vec![PollFd::new(&self.socket, PollFlags::RDHUP)];
+        fds.extend(self.process.as_ref().map(|process| PollFd::new(process, PollFlags::IN)));
+        let Ok(_) = poll(&mut fds, Some(&NOT_AT_ALL)) else { return false };
+        fds.iter().any(|fd| !fd.revents().is_empty())
+    }
+
+    fn wait_out(&self, row: u32) {
+        let mut looks = 0_u32;
+        door::wait_out(self.control.visitor(), row, || {
+            looks = looks.saturating_add(1);
+            match looks {
+                0..SPINS => std::hint::spin_loop(),
+                SPINS..LOOKS => std::thread::yield_now(),
+                _ => std::thread::sleep(Duration::from_micros(100)),
+            }
+            looks < LOOKS || !self.is_gone()
+        });
+    }
+}
+
+impl std::fmt::Debug for Offer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Offer({} guests)", self.guests.lock().len())
+    }
+}
+
+impl Offer {
+    /// An empty table; files are found by `file_of`, which is called by whoever drives the link.
+    ///
+    /// # Errors
+    /// If there is no memory for it, or the kernel cannot seal it.
+    pub fn new(file_of: Box<FileOf>) -> Result<Arc<Self>> {
+        let made = Table::new(TABLE);
+        let (table, file) =
+            made.map_err(|why| Error::os("make a table of memory for peers", &why))?;
+        let (openings, past) = (AtomicU64::new(1), [AtomicU64::new(0), AtomicU64::new(0)]);
+        Ok(Arc::new(Self { table, file, openings, file_of, guests: Mutex::default(), past }))
+    }
+
+    /// Opens a row that is shut, with that content; false if there is no such row. One row is opened and closed by one
+    /// at a time.
+    pub fn open(&self, row: usize, content: &Content) -> bool {
+        let Some(state) = self.table.word(row * WORDS) else { return false };
+        for (at, value) in content.iter().enumerate() {
+            if let Some(word) = self.table.word(row * WORDS + 1 + at) {
+                word.store(*value, Ordering::Relaxed);
+            }
+        }
+        let number = self.openings.fetch_add(1, Ordering::Relaxed);
+        state.store(number, Ordering::Release);
+        true
+    }
+
+    /// Shuts a row. When this returns, nobody is inside any more that came by it, and nobody comes.
+    pub fn close(&self, row: usize) {
+        let Some(state) = self.table.word(row * WORDS) else { return };
+        if state.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        door::shut(state);
+        // Who is not in the list yet gets the table later, and finds the row shut.
+        let guests = self.guests.lock().clone();
+        for guest in guests {
+            guest.wait_out(row as u32);
+        }
+    }
+
+    /// What peers did by themselves in our memory: operations, and bytes.
+    pub fn visits(&self) -> [u64; 2] {
+        let guests = self.guests.lock();
+        [0, 1].map(|which| {
+            let now =
+                guests.iter().map(|guest| guest.control.visits()[which].load(Ordering::Relaxed));
+            now.fold(self.past[which].load(Ordering::Relaxed), u64::wrapping_add)
+        })
+    }
+
+    /// How many peers have the table.
+    pub fn guests(&self) -> usize {
+        self.guests.lock().len()
+    }
+
+    /// Lets a peer have the table. `page` is the one that it writes.
+    pub(super) fn admit(
+        self: &Arc<Self>,
+        page: &OwnedFd,
+        socket: &Arc<OwnedFd>,
+    ) -> io::Result<Seat> {
+        let guest = Arc::new(Guest {
+            control: Control::open(page)?,
+            socket: socket.clone(),
+            process: meet::process_of(socket),
+        });
+        self.guests.lock().push(guest.clone());
+        let seat = Seat { offer: self.clone(), guest };
+        let letter = Letter { about: TABLE_IS, key: 0, word: TABLE as u64 };
+        if letter.post(socket, Some(self.file.as_fd())) {
+            return Ok(seat);
+        }
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+
+    /// Forgets guests that are gone.
+    fn sweep(&self) {
+        self.guests.lock().retain(|guest| {
+            let gone = guest.is_gone();
+            if gone {
+                for (past, now) in self.past.iter().zip(guest.control.visits()) {
+                    past.fetch_add(now.load(Ordering::Relaxed), Ordering::Relaxed);
+                }
+            }
+            !gone
+        });
+    }
+}
+
+/// A guest's place: given up with the connection.
+pub(super) struct Seat {
+    offer: Arc<Offer>,
+    guest: Arc<Guest>,
+}
+
+impl Seat {
+    /// Reads what the guest says, and gives it the files that it asks for; false if it is gone.
+    pub(super) fn attend(&self, socket: &OwnedFd) -> bool {
+        meet::read(socket, |letter, _| {
+            if letter.about == WANTED {
+                let file = (self.offer.file_of)(letter.key);
+                // What does not go now is asked for again.
+                Letter { about: FILE_IS, ..letter }.post(socket, file.as_ref().map(AsFd::as_fd));
+            }
+        })
+    }
+}
+
+impl Drop for Seat {
+    /// A guest that still lives stays in the list, as it may be inside: it is told that we have done with it, and
+    /// forgotten once it has let go.
+    fn drop(&mut self) {
+        let _ = rustix::net::shutdown(&self.guest.socket, rustix::net::Shutdown::Write);
+        self.offer.sweep();
+    }
+}
+
+/// The file of a key that was asked for.
+#[derive(Debug)]
+pub struct Answer {
+    /// The key.
+    pub key: u32,
+    /// What was said with the question.
+    pub word: u64,
+    /// None if the owner has none to give.
+    pub file: Option<OwnedFd>,
+}
+
+/// A peer, as far as it lets us reach its memory.
+pub struct Peer {
+    from: SocketAddr,
+    pub(super) socket: OwnedFd,
+    control: Control,
+    table: OnceLock<Theirs>,
+    gone: AtomicBool,
+    /// There are answers.
+    news: AtomicBool,
+    answers: Mutex<Vec<Answer>>,
+    visits: AtomicU64,
+    bytes: AtomicU64,
+}
+
+/// A visit; it ends when this is dropped.
+#[must_use = "the visit ends at once"]
+pub struct Visit<'a>(&'a Peer, u64);
+
+impl Drop for Visit<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        let Self(peer, bytes) = self;
+        door::leave(peer.control.visitor());
+        // Nobody else writes these.
+        let done = peer.bytes.load(Ordering::Relaxed).wrapping_add(*bytes);
+        peer.bytes.store(done, Ordering::Relaxed);
+        let [visits, told] = peer.control.visits();
+        visits.store(peer.visits.load(Ordering::Relaxed), Ordering::Relaxed);
+        told.store(done, Ordering::Relaxed);
+    }
+}
+
+impl std::fmt::Debug for Peer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Peer(offers: {}, gone: {})", self.offers(), self.is_gone())
+    }
+}
+
+impl Peer {
+    /// The other end of `socket`, which sees us as `from`. `page` is the one that we write.
+    pub(super) fn new(from: SocketAddr, socket: OwnedFd, page: &OwnedFd) -> io::Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            from,
+            socket,
+            control: Control::open(page)?,
+            table: OnceLock::new(),
+            gone: AtomicBool::new(false),
+            news: AtomicBool::new(false),
+            answers: Mutex::default(),
+            visits: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+        }))
+    }
+
+    /// The address that it sees us under.
+    pub fn from(&self) -> SocketAddr {
+        self.from
+    }
+
+    /// Whether it offers anything, as far as we know.
+    #[inline]
+    pub fn offers(&self) -> bool {
+        self.table.get().is_some()
+    }
+
+    /// Whether the connection has ended. What was mapped stays mapped, and must not be used any more.
+    #[inline]
+    pub fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Relaxed)
+    }
+
+    /// Ends the connection.
+    pub(super) fn part(&self) {
+        self.gone.store(true, Ordering::Relaxed);
+        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+    }
+
+    /// Reads what it says; false if it is gone.
+    pub(super) fn attend(&self) -> bool {
+        meet::read(&self.socket, |letter, file| match (letter.about, file) {
+            (TABLE_IS, Some(file)) if letter.word == TABLE as u64 => {
+                if let Ok(table) = Theirs::open(&file, TABLE) {
+                    let _ = self.table.set(table);
+                }
+            }
+            (FILE_IS, file) => {
+                self.answers.lock().push(Answer { key: letter.key, word: letter.word, file });
+                self.news.store(true, Ordering::Release);
+            }
+            _ => {}
+        })
+    }
+
+    /// Asks for the file of a key; false if that cannot be said now. The answer comes back with `word`.
+    pub fn ask(&self, key: u32, word: u64) -> bool {
+        Letter { about: WANTED, key, word }.post(&self.socket, None)
+    }
+
+    /// Whether there are answers.
+    #[inline]
+    pub fn has_news(&self) -> bool {
+        self.news.load(Ordering::Acquire)
+    }
+
+    /// The answers that came since this was last asked.
+    pub fn answers(&self) -> Vec<Answer> {
+        self.news.store(false, Ordering::Relaxed);
+        std::mem::take(&mut *self.answers.lock())
+    }
+
+    /// The number of the opening that a row has now; 0 if it is shut.
+    #[inline]
+    pub fn opening(&self, row: u32) -> u64 {
+        match self.table.get() {
+            Some(table) => table.word(row as usize * WORDS * 8, Ordering::Acquire),
+            None => 0,
+        }
+    }
+
+    /// What a row says, with the number of its opening, if it is open.
+    pub fn row(&self, row: u32) -> Option<(u64, Content)> {
+        let table = self.table.get()?;
+        let opening = self.opening(row);
+        if opening == 0 {
+            return None;
+        }
+        let at = row as usize * WORDS + 1;
+        let content: Content =
+            std::array::from_fn(|word| table.word((at + word) * 8, Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        (self.opening(row) == opening).then_some((opening, content))
+    }
+
+    /// Goes in to touch `bytes` bytes, if both rows have these openings still. By one thread at a time.
+    #[inline]
+    pub fn visit(&self, rows: [u32; 2], openings: [u64; 2], bytes: u64) -> Option<Visit<'_>> {
+        let number = self.visits.load(Ordering::Relaxed).wrapping_add(1);
+        let is_open = || rows.map(|row| self.opening(row)) == openings && !openings.contains(&0);
+        if !door::enter(self.control.visitor(), door::name(number, rows), is_open) {
+            return None;
+        }
+        self.visits.store(number, Ordering::Relaxed);
+        Some(Visit(self, bytes))
+    }
+}

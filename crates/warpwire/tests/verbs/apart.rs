@@ -1,0 +1,297 @@
+//! Work without packets between real processes: registrations end, and peers are killed and stopped, in the middle of it.
+//!
+//! The test binary starts itself as the peer, which writes without end into memory that it is told of.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::SocketAddr;
+use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use warpwire::hca::HcaOptions;
+use warpwire::link::shm::{self, grant};
+use warpwire::link::{Link, Shm};
+use warpwire::mr::HostMemory;
+use warpwire::verbs::{
+    Access, Completion, Context, Cq, Drive, Offer, Op, Pd, Qp, QpOptions, Remote, Request,
+};
+
+use crate::fixture::{Fixture, SOON, Which, cases};
+
+cases!(CASES: a_peer_process_writes_until_the_registration_ends, a_peer_process_is_killed_inside,
+    a_peer_process_is_stopped_inside);
+
+cases!(ONCE: a_visitor_is_waited_for_while_it_lives);
+
+const VARIABLE: &str = "WARPWIRE_TEST_PEER";
+const LEN: usize = 1 << 20;
+
+/// A device with a queue pair that is patient with a peer under load.
+struct End {
+    context: Context,
+    pd: Pd,
+    cq: Cq,
+    qp: Qp,
+}
+
+impl End {
+    fn open(which: Which) -> Self {
+        let [link, _] = which.ends().unwrap();
+        let options = HcaOptions { drive: Drive::Guarded, ..which.options(Drive::Guarded) };
+        let context = Context::open_with(link, options).unwrap();
+        let (pd, cq) = (context.pd(), context.create_cq(64).unwrap());
+        let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();
+        Self { context, pd, cq, qp }
+    }
+}
+
+/// In a peer: writes into memory that it is told of until the writes fail.
+pub fn run_if_asked() -> Option<ExitCode> {
+    let name = std::env::var(VARIABLE).ok()?;
+    if let Some(owner) = name.strip_prefix("visit ") {
+        visit(owner.parse().unwrap());
+        return Some(ExitCode::SUCCESS);
+    }
+    let (which, _) = Which::ALL.into_iter().find(|(_, known)| *known == name)?;
+    let mut lines = std::io::stdin().lines().map_while(Result::ok);
+    let end = End::open(which);
+    say(&serde_json::to_string(&end.qp.offer()).unwrap());
+    let theirs: Offer = serde_json::from_str(&lines.next()?).unwrap();
+    end.qp.connect(&theirs).unwrap();
+    let memory = HostMemory::new(LEN as u64).unwrap();
+    memory.bytes().fill(0, LEN as u64, &[0x5a]).unwrap();
+    let mr = end.context.register(&end.pd, memory, Access::LOCAL_WRITE).unwrap();
+    let line = lines.next()?;
+    let mut words = line.split(' ').map(|word| word.parse::<u64>().unwrap());
+    let (rkey, address) = (words.next()? as u32, words.next()?);
+    let data = [mr.sge(0, LEN as u32)];
+    let write = Request::new(1, Op::Write(Remote { address, rkey })).with(&data);
+    let mut told = 0;
+    loop {
+        end.qp.post_send(&[write]).unwrap();
+        let mut one = [Completion::EMPTY];
+        while end.cq.poll(&mut one).unwrap() == 0 {}
+        if !one[0].is_success() {
+            break;
+        }
+        let direct = end.context.stats().direct.operations;
+        if told == 0 || direct > 0 && told < 2 {
+            told = if direct > 0 { 2 } else { 1 };
+            say(&format!("wrote {direct}"));
+        }
+    }
+    // A failed queue pair ends this peer.
+    say("failed");
+    Some(ExitCode::SUCCESS)
+}
+
+fn say(line: &str) {
+    let mut out = std::io::stdout();
+    // Nobody may be listening any more.
+    let _ = writeln!(out, "{line}");
+    let _ = out.flush();
+}
+
+/// A process, and its lines.
+struct Started {
+    child: Child,
+    input: ChildStdin,
+    lines: mpsc::Receiver<String>,
+}
+
+fn start(role: &str) -> Started {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .env(VARIABLE, role)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let (out, input) = (child.stdout.take().unwrap(), child.stdin.take().unwrap());
+    let (tell, lines) = mpsc::channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(out).lines().map_while(Result::ok) {
+            let _ = tell.send(line);
+        }
+    });
+    Started { child, input, lines }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Started {
+    fn hear(&self) -> String {
+        self.lines.recv_timeout(SOON).expect("the peer says something")
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+}
+
+/// A peer process that is connected to us.
+struct Peer {
+    process: Started,
+    end: End,
+}
+
+impl Peer {
+    fn start(which: Which) -> Self {
+        let end = End::open(which);
+        let name = Which::ALL.into_iter().find(|(known, _)| *known == which).unwrap().1;
+        let mut peer = Self { process: start(name), end };
+        let theirs: Offer = serde_json::from_str(&peer.process.hear()).unwrap();
+        peer.end.qp.connect(&theirs).unwrap();
+        let mine = serde_json::to_string(&peer.end.qp.offer()).unwrap();
+        writeln!(peer.process.input, "{mine}").unwrap();
+        peer
+    }
+
+    /// Has it write there; returns once it does, and without packets where it can.
+    fn write_to(&mut self, which: Which, at: Remote) {
+        writeln!(self.process.input, "{} {}", at.rkey, at.address).unwrap();
+        let mut line = self.process.hear();
+        while which.is_direct() && line == "wrote 0" {
+            line = self.process.hear();
+        }
+        assert!(line.starts_with("wrote "), "{line}");
+    }
+}
+
+/// Nothing of the memory changes any more, however long one looks.
+fn rests(memory: &HostMemory, what: &str) {
+    memory.bytes().fill(0, LEN as u64, &[0xee]).unwrap();
+    std::thread::sleep(Duration::from_millis(5));
+    let mut found = vec![0; LEN];
+    memory.bytes().read(0, &mut found).unwrap();
+    let wrong = found.iter().position(|byte| *byte != 0xee);
+    assert_eq!(wrong, None, "the first byte that was written {what}");
+}
+
+fn a_peer_process_writes_until_the_registration_ends(fixture: &Fixture) {
+    for _ in 0..4 {
+        let mut peer = Peer::start(fixture.which);
+        let memory = HostMemory::new(LEN as u64).unwrap();
+        let end = &peer.end;
+        let mr = end.context.register(&end.pd, memory.clone(), Access::ALL).unwrap();
+        let at = mr.remote(0);
+        peer.write_to(fixture.which, at);
+        std::thread::sleep(Duration::from_millis(3));
+        drop(mr);
+        rests(&memory, "after the registration had ended");
+        // Whoever polls or not: it fails at the peer, by the protocol.
+        let start = Instant::now();
+        while peer.process.lines.try_recv().as_deref() != Ok("failed") {
+            assert!(start.elapsed() < SOON, "the peer's writes go on");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(peer.end.context.next_event().is_some(), "an access error is told here too");
+    }
+}
+
+fn a_peer_process_is_killed_inside(fixture: &Fixture) {
+    for _ in 0..6 {
+        let mut peer = Peer::start(fixture.which);
+        let memory = HostMemory::new(LEN as u64).unwrap();
+        let end = &peer.end;
+        let mr = end.context.register(&end.pd, memory.clone(), Access::ALL).unwrap();
+        let at = mr.remote(0);
+        peer.write_to(fixture.which, at);
+        peer.process.signal(Signal::KILL);
+        let start = Instant::now();
+        drop(mr);
+        assert!(start.elapsed() < SOON, "a dead peer is waited for");
+        rests(&memory, "by a peer that was killed");
+        peer.process.child.wait().unwrap();
+    }
+}
+
+fn a_peer_process_is_stopped_inside(fixture: &Fixture) {
+    for _ in 0..6 {
+        let mut peer = Peer::start(fixture.which);
+        let memory = HostMemory::new(LEN as u64).unwrap();
+        let end = &peer.end;
+        let mr = end.context.register(&end.pd, memory.clone(), Access::ALL).unwrap();
+        let at = mr.remote(0);
+        peer.write_to(fixture.which, at);
+        peer.process.signal(Signal::STOP);
+        std::thread::scope(|scope| {
+            let (tell, told) = mpsc::channel();
+            let taken_back = &memory;
+            scope.spawn(move || {
+                drop(mr);
+                rests(taken_back, "by a peer that was stopped");
+                tell.send(()).unwrap();
+            });
+            // It was inside and is waited for, or it was not. In either case it cannot write afterwards.
+            let at_once = told.recv_timeout(Duration::from_millis(50)).is_ok();
+            peer.process.signal(Signal::CONT);
+            assert!(at_once || told.recv_timeout(SOON).is_ok(), "it is waited for in vain");
+        });
+        rests(&memory, "by a peer that goes on");
+    }
+}
+
+/// In a peer: goes into rows 0 and 1 of another process's table, says so, and goes out at the next line of its input.
+fn visit(owner: SocketAddr) {
+    let mut link = Shm::bind("127.0.0.1:0".parse().unwrap(), shm::Options::default()).unwrap();
+    link.offer(&grant::Offer::new(Box::new(|_| None)).unwrap()).unwrap();
+    let flow = link.open(owner, 0).unwrap();
+    let peer = link.peer(flow).unwrap();
+    while peer.row(0).is_none() || peer.row(1).is_none() {
+        link.receive(&mut |_| ()).unwrap();
+    }
+    let openings = [0, 1].map(|row| peer.opening(row));
+    assert!(peer.visit([0, 1], [openings[0], openings[1] + 1], 8).is_none(), "another opening");
+    let visit = peer.visit([0, 1], openings, 8).expect("both rows are open");
+    say("inside");
+    let _ = std::io::stdin().read_line(&mut String::new());
+    drop(visit);
+    say("outside");
+    let _ = std::io::stdin().read_line(&mut String::new());
+}
+
+/// The owner waits for a visitor inside as long as it lives, stopped or not, and no longer.
+fn a_visitor_is_waited_for_while_it_lives(_: &Fixture) {
+    for killed in [true, false] {
+        let mut link = Shm::bind("127.0.0.1:0".parse().unwrap(), shm::Options::default()).unwrap();
+        let offer = grant::Offer::new(Box::new(|_| None)).unwrap();
+        link.offer(&offer).unwrap();
+        for row in 0..3 {
+            assert!(offer.open(row, &[row as u64; 7]));
+        }
+        let mut child = start(&format!("visit {}", link.local()));
+        while offer.guests() == 0 {
+            link.receive(&mut |_| ()).unwrap();
+        }
+        assert_eq!(child.hear(), "inside");
+        offer.close(2); // nobody is there
+        child.signal(Signal::STOP);
+        std::thread::scope(|scope| {
+            let (tell, told) = mpsc::channel();
+            let owner = &offer;
+            scope.spawn(move || {
+                owner.close(1);
+                tell.send(()).unwrap();
+            });
+            writeln!(child.input, "go").unwrap();
+            assert!(told.recv_timeout(Duration::from_millis(100)).is_err(), "it is inside still");
+            child.signal(if killed { Signal::KILL } else { Signal::CONT });
+            told.recv_timeout(SOON).expect("nobody is inside");
+        });
+        assert_eq!(offer.visits(), if killed { [0, 0] } else { [1, 8] });
+        drop(child);
+        // It is forgotten once its end is seen, and what it did is not.
+        let start = Instant::now();
+        while offer.guests() > 0 {
+            link.receive(&mut |_| ()).unwrap();
+            assert!(start.elapsed() < SOON);
+        }
+        assert_eq!(offer.visits()[0], u64::from(!killed));
+    }
+}
