@@ -95,7 +95,8 @@ impl Completion {
             sys::WC_RECV_RDMA_WITH_IMM => CompletionKind::WriteImm(imm),
             other => CompletionKind::Other(other),
         };
-        let is_datagram = has(sys::WC_GRH) && wc.opcode & sys::WC_RECV != 0;
+        // rxe says of connections too that they have a route; of them no queue pair is told. 0 and 1 are the managers'.
+        let is_datagram = has(sys::WC_GRH) && wc.opcode & sys::WC_RECV != 0 && wc.src_qp > 1;
         Self {
             id: wc.wr_id,
             status,
@@ -338,6 +339,8 @@ mod tests {
         assert_eq!(kind(200, 0), CompletionKind::Other(200));
         let datagram = Completion::of(&wc(0, 128, 1), 1 << 3);
         assert_eq!((datagram.source, datagram.id), (Some(9), 7));
+        let connected = Completion::of(&sys::Wc { src_qp: 0, ..wc(0, 128, 1) }, 1 << 3);
+        assert_eq!(connected.source, None);
     }
 
     #[test]

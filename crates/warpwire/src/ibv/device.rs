@@ -10,11 +10,11 @@ use serde::Serialize;
 use warpwire_proto::qp::Mtu;
 
 use super::event::{self, AsyncEvent};
-use super::explain::Attempt;
+use super::explain::{Attempt, explain};
 use super::library::{Library, Raw, call, check, end, function, make};
 use super::sys;
 use crate::error::{Error, Kind, Result};
-use crate::host::System;
+use crate::host::{Access, System};
 use crate::mlx5::gid_address;
 
 /// An RDMA device that the kernel knows.
@@ -303,7 +303,8 @@ impl Context {
             text(unsafe { &(***raw).name }) == name
         });
         let Some(entry) = entry else { return Err(no_such_device(name, &devices)) };
-        let raw = make!(library, Attempt::Open(name), open_device(*entry))?;
+        let raw = make!(library, Attempt::Open(name), open_device(*entry))
+            .map_err(|error| why_not_opened(error, device))?;
         let invalidated_flags = match device.driver.as_deref() {
             Some("rxe") => sys::WC_WITH_INV | KERNELS_INVALIDATED,
             _ => sys::WC_WITH_INV,
@@ -530,6 +531,16 @@ fn interface(index: u32) -> Option<String> {
     // SAFETY: room for a name, which the function fills with one that ends with a zero.
     let found = unsafe { libc::if_indextoname(index, name.as_mut_ptr()) };
     (!found.is_null()).then(|| text(&name))
+}
+
+/// The library looks for another node when it may not open the one that is there, and then says that there is none.
+#[cold]
+fn why_not_opened(error: Error, device: &Device) -> Error {
+    let attempt = Attempt::Open(&device.name);
+    match System::live().access(&device.node) {
+        Access::Denied | Access::ReadOnly => explain(libc::EACCES, attempt).into_error(attempt),
+        _ => error,
+    }
 }
 
 #[cold]

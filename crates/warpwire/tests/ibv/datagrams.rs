@@ -53,7 +53,11 @@ fn wrong_keys_are_dropped() {
     let world = world();
     let handle = world.pd.create_address_handle(&route(&world)).unwrap();
     world.b.receive(1, 0, 2000);
-    world.a.post(Request::new(2, Op::Send).inline(b"lost").to(&handle, world.b.qp.number(), KEY + 1));
+    world.a.post(Request::new(2, Op::Send).inline(b"lost").to(
+        &handle,
+        world.b.qp.number(),
+        KEY + 1,
+    ));
     world.a.done(2);
     world.b.quiet();
     world.a.post(Request::new(3, Op::Send).inline(b"taken").to(&handle, world.b.qp.number(), KEY));
@@ -68,9 +72,17 @@ fn only_messages_with_an_address() {
     let number = world.b.qp.number();
     for (side, request, says) in [
         (&world.a, Request::new(1, Op::Send), "needs an address"),
-        (&world.a, Request::new(1, Op::Write(world.there(0))).to(&handle, number, KEY), "nothing else"),
+        (
+            &world.a,
+            Request::new(1, Op::Write(world.there(0))).to(&handle, number, KEY),
+            "nothing else",
+        ),
         (&world.a, Request::new(1, Op::Send).to(&foreign, number, KEY), "another context"),
-        (&connected.a, Request::new(1, Op::Send).to(&foreign, number, KEY), "leave the address out"),
+        (
+            &connected.a,
+            Request::new(1, Op::Send).to(&foreign, number, KEY),
+            "leave the address out",
+        ),
     ] {
         let refused = side.qp.post_send(&[request]).unwrap_err();
         assert_eq!((refused.posted, refused.error.kind()), (0, &Kind::InvalidArgument));

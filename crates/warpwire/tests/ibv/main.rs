@@ -48,7 +48,10 @@ fn main() -> ExitCode {
     }
     let mut arguments = Arguments::from_args();
     if std::env::var_os(world::DEVICE).is_none() {
-        eprintln!("skipped: ibv (`tools/rxe-lab test` runs these cases in a guest; elsewhere {} names a device)", world::DEVICE);
+        eprintln!(
+            "skipped: ibv (`tools/rxe-lab test` runs these cases in a guest; elsewhere {} names a device)",
+            world::DEVICE
+        );
         return ExitCode::SUCCESS;
     }
     // Some cases change the machine's settings for a moment.
@@ -57,7 +60,9 @@ fn main() -> ExitCode {
     for (room, cases) in ROOMS {
         for case in *cases {
             trials.push(Trial::test(format!("{room}::{}", case.name), || {
+                let start = std::time::Instant::now();
                 (case.run)();
+                eprint!("{:.1} s ", start.elapsed().as_secs_f64());
                 Ok(())
             }));
         }

@@ -6,7 +6,18 @@ use warpwire::mlx5::Atomic;
 use crate::cases;
 use crate::world::World;
 
-cases!(writes, reads, sends, immediates, atomics, inline_data, fences, unsignaled_work, long_batches, several_ranges);
+cases!(
+    writes,
+    reads,
+    sends,
+    immediates,
+    atomics,
+    inline_data,
+    fences,
+    unsignaled_work,
+    long_batches,
+    several_ranges
+);
 
 const SIZES: [usize; 12] = [0, 1, 3, 255, 256, 1023, 1024, 1025, 4097, 65_536, 65_541, 1 << 20];
 
@@ -116,10 +127,14 @@ fn fences() {
     world.b.fill(0, 60_000, 7);
     let (first, second) = ([world.a.mr.sge(0, 60_000)], [world.a.mr.sge(0, 60_000)]);
     // The write sends what the read fetched: without the fence, what was there before.
-    world.a.qp.post_send(&[
-        Request::new(1, Op::Read(world.there(0))).with(&first),
-        Request::new(2, Op::Write(world.there(100_000))).with(&second).fenced(),
-    ]).unwrap();
+    world
+        .a
+        .qp
+        .post_send(&[
+            Request::new(1, Op::Read(world.there(0))).with(&first),
+            Request::new(2, Op::Write(world.there(100_000))).with(&second).fenced(),
+        ])
+        .unwrap();
     world.a.done(1);
     world.a.done(2);
     world.b.check(100_000, 60_000, 7);
@@ -132,7 +147,11 @@ fn unsignaled_work() {
     let write = |id: u64, at: usize| {
         Request::new(id, Op::Write(world.there(at as u64 * 100))).with(&ranges[at])
     };
-    world.a.qp.post_send(&[write(1, 0).unsignaled(), write(2, 1).unsignaled(), write(3, 2)]).unwrap();
+    world
+        .a
+        .qp
+        .post_send(&[write(1, 0).unsignaled(), write(2, 1).unsignaled(), write(3, 2)])
+        .unwrap();
     world.a.done(3);
     world.a.quiet();
     world.b.check(0, 300, 5);
@@ -145,11 +164,17 @@ fn long_batches() {
     world.a.fill(0, COUNT as usize * 50, 3);
     let ranges: Vec<_> = (0..COUNT).map(|n| [world.a.mr.sge(n * 50, 50)]).collect();
     let there: Vec<_> = (0..COUNT).map(|n| [world.b.mr.sge(n * 50, 50)]).collect();
-    let receives: Vec<_> = there.iter().enumerate()
-        .map(|(n, data)| warpwire::ibv::ReceiveRequest { id: n as u64, data }).collect();
+    let receives: Vec<_> = there
+        .iter()
+        .enumerate()
+        .map(|(n, data)| warpwire::ibv::ReceiveRequest { id: n as u64, data })
+        .collect();
     world.b.qp.post_receive(&receives).unwrap();
-    let sends: Vec<_> = ranges.iter().enumerate()
-        .map(|(n, data)| Request::new(n as u64, Op::Send).with(data)).collect();
+    let sends: Vec<_> = ranges
+        .iter()
+        .enumerate()
+        .map(|(n, data)| Request::new(n as u64, Op::Send).with(data))
+        .collect();
     world.a.qp.post_send(&sends).unwrap();
     for n in 0..COUNT {
         world.a.done(n);

@@ -8,7 +8,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use warpwire::ibv::{
-    CompletionKind, Context, Cq, Mr, Op, Pd, Qp, QpOptions, ReceiveRequest, Remote, Request, Route, Srq,
+    CompletionKind, Context, Cq, Mr, Op, Pd, Qp, QpOptions, ReceiveRequest, Remote, Request, Route,
+    Srq,
 };
 use warpwire::mlx5::Atomic;
 use warpwire::mr::{Access, HostMemory};
@@ -69,7 +70,8 @@ fn gid(text: Option<&&str>) -> Result<[u8; 16], String> {
 
 /// The rights with these flags of `ibv_reg_mr`.
 fn access(flags: u64) -> Access {
-    let rights = [Access::LOCAL_WRITE, Access::REMOTE_WRITE, Access::REMOTE_READ, Access::REMOTE_ATOMIC];
+    let rights =
+        [Access::LOCAL_WRITE, Access::REMOTE_WRITE, Access::REMOTE_READ, Access::REMOTE_ATOMIC];
     let mut all = Access::NONE;
     for (_, right) in rights.into_iter().enumerate().filter(|(bit, _)| flags >> bit & 1 == 1) {
         all |= right;
@@ -83,7 +85,12 @@ impl Peer {
         match words.first().copied().unwrap_or_default() {
             "gid" => self.find_gid(gid(words.get(1))?),
             "memory" => self.make_memory(number(words, 1), access(number(words, 2))).map_err(wrong),
-            "srq" => self.pd.create_srq(256, 1).map(|srq| self.srq = Some(srq)).map(|()| String::new()).map_err(wrong),
+            "srq" => self
+                .pd
+                .create_srq(256, 1)
+                .map(|srq| self.srq = Some(srq))
+                .map(|()| String::new())
+                .map_err(wrong),
             "qp" => self.make_qp(words.get(1) == Some(&"srq")).map_err(wrong),
             "connect" => self.connect(words),
             "fill" | "check" | "put" | "get" => self.touch(words),
@@ -95,14 +102,18 @@ impl Peer {
                 let came = self.cq.wait(Duration::from_millis(number(words, 1))).map_err(wrong)?;
                 Ok(if came { String::new() } else { "none".to_owned() })
             }
-            "state" => self.qp(words, 1)?.state().map(|state| (state as u32).to_string()).map_err(wrong),
+            "state" => {
+                self.qp(words, 1)?.state().map(|state| (state as u32).to_string()).map_err(wrong)
+            }
             "destroy" => {
-                let place = self.qps.get_mut(number(words, 1) as usize).ok_or("no such queue pair")?;
+                let place =
+                    self.qps.get_mut(number(words, 1) as usize).ok_or("no such queue pair")?;
                 *place = None;
                 Ok(String::new())
             }
             "dereg" => {
-                let place = self.memories.get_mut(number(words, 1) as usize).ok_or("no such memory")?;
+                let place =
+                    self.memories.get_mut(number(words, 1) as usize).ok_or("no such memory")?;
                 place.1 = None;
                 Ok(String::new())
             }
@@ -161,7 +172,8 @@ impl Peer {
         let qp = self.qp(words, 1)?;
         let small = |at: usize| Some(number(words, at) as u8);
         let psn = |at: usize| Some(Psn::new(number(words, at) as u32));
-        let route = Route { gid: gid(words.get(3))?, ..Route::to([0, 0, 0, 0].into(), 1, self.gid_index) };
+        let route =
+            Route { gid: gid(words.get(3))?, ..Route::to([0, 0, 0, 0].into(), 1, self.gid_index) };
         let to_rtr = Change {
             mtu: Mtu::new(number(words, 4) as u32),
             destination: Some(number(words, 2) as u32),
@@ -185,7 +197,9 @@ impl Peer {
                 done = qp.modify(&to_rtr, Some(&route));
             }
         }
-        done.and_then(|()| qp.modify(&to_rts, None)).map(|()| String::new()).map_err(|error| error.to_string())
+        done.and_then(|()| qp.modify(&to_rts, None))
+            .map(|()| String::new())
+            .map_err(|error| error.to_string())
     }
 
     fn touch(&self, words: &[&str]) -> Answer {
@@ -239,14 +253,20 @@ impl Peer {
             "write" => Op::Write(at),
             "write_imm" => Op::WriteImm(at, imm),
             "read" => Op::Read(at),
-            "cas" => Op::Atomic(at, Atomic::CompareSwap { compare: first, swap: number(words, 10) }),
+            "cas" => {
+                Op::Atomic(at, Atomic::CompareSwap { compare: first, swap: number(words, 10) })
+            }
             "fadd" => Op::Atomic(at, Atomic::FetchAdd { add: first }),
             other => return Err(format!("no such operation: {other}")),
         };
         let range = [mr.sge(offset, len)];
         let mut bytes = vec![0; if flags & 8 != 0 { len as usize } else { 0 }];
         memory.bytes().read(offset, &mut bytes).map_err(|error| error.to_string())?;
-        let mut request = Request::new(number(words, 2), op).with(if len == 0 { &range[..0] } else { &range[..] });
+        let mut request = Request::new(number(words, 2), op).with(if len == 0 {
+            &range[..0]
+        } else {
+            &range[..]
+        });
         (request.fenced, request.solicited) = (flags & 1 != 0, flags & 4 != 0);
         if flags & 8 != 0 {
             request = request.inline(&bytes);
@@ -263,6 +283,9 @@ impl Peer {
             CompletionKind::ReceiveInvalidate(key) => (128, key),
             _ => (0, 0),
         };
-        Ok(format!("{} {} {kind} {} {beside} {} 0", done.id, done.status as u32, done.len, done.qpn))
+        Ok(format!(
+            "{} {} {kind} {} {beside} {} 0",
+            done.id, done.status as u32, done.len, done.qpn
+        ))
     }
 }

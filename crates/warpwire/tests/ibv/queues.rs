@@ -7,23 +7,33 @@ use warpwire::ibv::{AsyncEvent, Op, QpOptions, ReceiveRequest, Request};
 use crate::cases;
 use crate::world::{SOON, World};
 
-cases!(shared_receives, a_shared_queue_that_runs_low, completion_events, solicited_events, parents_outlive_children);
+cases!(
+    shared_receives,
+    a_shared_queue_that_runs_low,
+    completion_events,
+    solicited_events,
+    parents_outlive_children
+);
 
 fn shared_receives() {
     let world = World::unconnected(|options| options);
     let srq = world.pd.create_srq(16, 1).unwrap();
-    let with_srq = QpOptions { srq: Some(srq.clone()), gid_index: world.gid_index, ..QpOptions::default() };
+    let with_srq =
+        QpOptions { srq: Some(srq.clone()), gid_index: world.gid_index, ..QpOptions::default() };
     let plain = QpOptions { gid_index: world.gid_index, ..QpOptions::default() };
-    let pair = |options: &QpOptions| world.pd.create_qp(&world.b.cq, &world.b.cq, options.clone()).unwrap();
+    let pair = |options: &QpOptions| {
+        world.pd.create_qp(&world.b.cq, &world.b.cq, options.clone()).unwrap()
+    };
     let receivers = [pair(&with_srq), pair(&with_srq)];
-    let senders = [(); 2].map(|()| world.pd.create_qp(&world.a.cq, &world.a.cq, plain.clone()).unwrap());
+    let senders =
+        [(); 2].map(|()| world.pd.create_qp(&world.a.cq, &world.a.cq, plain.clone()).unwrap());
     for (sender, receiver) in senders.iter().zip(&receivers) {
         sender.connect(&receiver.offer().unwrap()).unwrap();
         receiver.connect(&sender.offer().unwrap()).unwrap();
     }
     let places = [0, 1, 2, 3].map(|n| [world.b.mr.sge(n * 100, 100)]);
-    let receives: Vec<_> = places.iter().enumerate()
-        .map(|(n, data)| ReceiveRequest { id: n as u64, data }).collect();
+    let receives: Vec<_> =
+        places.iter().enumerate().map(|(n, data)| ReceiveRequest { id: n as u64, data }).collect();
     srq.post_receive(&receives).unwrap();
     for (n, sender) in [0, 1, 1, 0].into_iter().enumerate() {
         let text = [n as u8 + 1; 10];
@@ -43,7 +53,8 @@ fn shared_receives() {
 fn a_shared_queue_that_runs_low() {
     let world = World::unconnected(|options| options);
     let srq = world.pd.create_srq(16, 1).unwrap();
-    let options = QpOptions { srq: Some(srq.clone()), gid_index: world.gid_index, ..QpOptions::default() };
+    let options =
+        QpOptions { srq: Some(srq.clone()), gid_index: world.gid_index, ..QpOptions::default() };
     let receiver = world.pd.create_qp(&world.b.cq, &world.b.cq, options).unwrap();
     world.a.qp.connect(&receiver.offer().unwrap()).unwrap();
     receiver.connect(&world.a.qp.offer().unwrap()).unwrap();

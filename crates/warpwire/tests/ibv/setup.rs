@@ -49,7 +49,10 @@ fn its_port_is_active() {
     let context = Context::open(&device_name()).unwrap();
     let port = context.port(1).unwrap();
     assert_eq!((port.state, port.link_layer), (PortState::Active, LinkLayer::Ethernet));
-    assert!([1024, 2048, 4096].contains(&port.active_mtu) && port.max_mtu >= port.active_mtu, "{port:?}");
+    assert!(
+        [1024, 2048, 4096].contains(&port.active_mtu) && port.max_mtu >= port.active_mtu,
+        "{port:?}"
+    );
     assert!(port.gid_table_len > 0 && port.max_message >= 1 << 20, "{port:?}");
 }
 
@@ -92,7 +95,10 @@ fn a_port_that_is_down() {
     assert!(shell("rdma link delete rxedown; ip link set lo up"));
     assert_ne!(state, PortState::Active);
     assert_eq!(error.kind(), &Kind::Unavailable);
-    assert!(error.to_string().contains("the port is down") && error.to_string().contains("ip link"), "{error}");
+    assert!(
+        error.to_string().contains("the port is down") && error.to_string().contains("ip link"),
+        "{error}"
+    );
 }
 
 fn memory_at_an_address_of_its_own() {
@@ -159,20 +165,28 @@ fn dma_bufs_are_refused_with_the_way_out() {
 
 /// What an ordinary user sees: first of a node that is closed to him, then of a limit on locked memory.
 fn users_who_may_not() {
-    let device = devices().unwrap().into_iter().find(|device| device.name == device_name()).unwrap();
+    let device =
+        devices().unwrap().into_iter().find(|device| device.name == device_name()).unwrap();
     let run = || {
         let program = std::env::current_exe().unwrap();
         let command = format!("ulimit -l 64; exec {} try {}", program.display(), device.name);
-        let output = Command::new("sh").args(["-c", &command]).uid(65_534).gid(65_534).output().unwrap();
+        let output =
+            Command::new("sh").args(["-c", &command]).uid(65_534).gid(65_534).output().unwrap();
         String::from_utf8(output.stdout).unwrap()
     };
     assert!(shell(&format!("chmod 600 {}", device.node)));
     let closed = run();
     assert!(shell(&format!("chmod 666 {}", device.node)));
     let limited = run();
-    assert!(closed.starts_with("PermissionDenied: ") && closed.contains("rdma-core's udev rule"), "{closed}");
+    assert!(
+        closed.starts_with("PermissionDenied: ") && closed.contains("rdma-core's udev rule"),
+        "{closed}"
+    );
     assert!(limited.starts_with("OutOfMemory: "), "{limited}");
-    assert!(limited.contains("may lock 64 KiB in all") && limited.contains("ulimit -l"), "{limited}");
+    assert!(
+        limited.contains("may lock 64 KiB in all") && limited.contains("ulimit -l"),
+        "{limited}"
+    );
 }
 
 /// What the case above runs as another user: opens, registers, and prints what came of it.

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use warpwire::ibv::{
-    Completion, Context, Cq, GidKind, Mr, Op, Pd, Qp, QpOptions, ReceiveRequest, Remote, Request, Sge,
+    Completion, Context, Cq, GidKind, Mr, Op, Pd, Qp, QpOptions, ReceiveRequest, Remote, Request,
+    Sge,
 };
 use warpwire::mlx5::Status;
 use warpwire::mr::{Access, HostMemory};
