@@ -33,9 +33,9 @@ pub(crate) struct Arguments {
 
 const EXAMPLES: &str = "\
 Examples:
-  warpwire devices                  all devices, with ports that carry traffic, and their RoCE v2 addresses
+  warpwire devices                  all devices, with ports and addresses
   warpwire devices -v mlx5_0        one device, with all that it can do
-  warpwire devices --json | jq -r '.devices[].ports[] | select(.state == \"active\") | .gids[].address'
+  warpwire devices --json | jq -r '.devices[].ports[].gids[].address'
 
 Environment:
   WARPWIRE_IBVERBS  the file to load in place of libibverbs.so.1";
@@ -249,7 +249,7 @@ fn write_port(text: &mut String, port: &Port) -> std::fmt::Result {
         _ => "unspecified",
     };
     let speed = match port.gbps {
-        Some(gbps) => format!("{gbps} Gb/s on {} lanes", port.lanes),
+        Some(gbps) => format!("{gbps} Gb/s in {}x", port.lanes),
         None => "speed unknown".to_owned(),
     };
     let lid = if port.lid == 0 { String::new() } else { format!(", lid {}", port.lid) };

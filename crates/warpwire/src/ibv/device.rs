@@ -2,7 +2,7 @@
 
 use std::ffi::c_char;
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
@@ -51,24 +51,24 @@ pub enum Transport {
 /// If there is no libibverbs, or the kernel has no RDMA. No device at all is no error: the list is empty.
 pub fn devices() -> Result<Vec<Device>> {
     let library = Library::get()?;
-    let system = System::live();
-    let known = system.rdma_devices();
     let list = List::new(library)?;
+    list.entries().iter().map(|raw| describe(library, &list, *raw)).collect()
+}
+
+/// What the library and the kernel say of an entry of the list.
+fn describe(library: &Library, _alive: &List, raw: *mut sys::Device) -> Result<Device> {
     let get_guid = function!(library, get_device_guid)?;
-    let of = |raw: &*mut sys::Device| {
-        // SAFETY: an entry of the list, which lives until the end of this function.
-        let (device, guid) = unsafe { (&**raw, get_guid(*raw)) };
-        let name = text(&device.name);
-        let driver = known.iter().find(|one| one.name == name).and_then(|one| one.driver.clone());
-        let transport = match u32::try_from(device.transport_type) {
-            Ok(sys::TRANSPORT_IB) => Transport::InfiniBand,
-            Ok(sys::TRANSPORT_IWARP) => Transport::Iwarp,
-            _ => Transport::Other,
-        };
-        let node = format!("/dev/infiniband/{}", text(&device.dev_name));
-        Device { name, guid: guid_text(u64::from_be(guid)), transport, driver, node }
+    // SAFETY: an entry of a list that is alive.
+    let (device, guid) = unsafe { (&*raw, get_guid(raw)) };
+    let name = text(&device.name);
+    let driver = System::live().rdma_driver(&name);
+    let transport = match u32::try_from(device.transport_type) {
+        Ok(sys::TRANSPORT_IB) => Transport::InfiniBand,
+        Ok(sys::TRANSPORT_IWARP) => Transport::Iwarp,
+        _ => Transport::Other,
     };
-    Ok(list.entries().iter().map(of).collect())
+    let node = format!("/dev/infiniband/{}", text(&device.dev_name));
+    Ok(Device { name, guid: guid_text(u64::from_be(guid)), transport, driver, node })
 }
 
 /// The library's list of devices, as long as it is needed.
@@ -293,23 +293,19 @@ impl Context {
     /// If there is none (with the names of those that there are), or this user may not open it.
     pub fn open(name: &str) -> Result<Self> {
         let library = Library::get()?;
-        let devices = devices()?;
-        let Some(device) = devices.iter().find(|device| device.name == name) else {
-            return Err(no_such_device(name, &devices));
-        };
         let list = List::new(library)?;
-        let entry = list.entries().iter().find(|raw| {
-            // SAFETY: an entry of a list that lives.
-            text(unsafe { &(***raw).name }) == name
-        });
-        let Some(entry) = entry else { return Err(no_such_device(name, &devices)) };
+        // SAFETY: entries of a list that is alive.
+        let name_of = |raw: &*mut sys::Device| text(unsafe { &(**raw).name });
+        let Some(entry) = list.entries().iter().find(|raw| name_of(raw) == name) else {
+            return Err(no_such_device(name, list.entries().iter().map(name_of).collect()));
+        };
+        let device = describe(library, &list, *entry)?;
         let raw = make!(library, Attempt::Open(name), open_device(*entry))
-            .map_err(|error| why_not_opened(error, device))?;
+            .map_err(|error| why_not_opened(error, &device))?;
         let invalidated_flags = match device.driver.as_deref() {
             Some("rxe") => sys::WC_WITH_INV | KERNELS_INVALIDATED,
             _ => sys::WC_WITH_INV,
         };
-        let device = device.clone();
         let context = Self(Arc::new(Opened { library, raw, device, invalidated_flags }));
         event::never_block(context.async_fd())?;
         Ok(context)
@@ -366,7 +362,9 @@ impl Context {
     pub fn gids(&self) -> Result<Vec<Gid>> {
         let Opened { library, raw, device, .. } = &*self.0;
         let attempt = Attempt::QueryGids(&device.name);
-        let query = function!(library, query_gid_table)?;
+        let Some(query) = library.functions.query_gid_table else {
+            return Ok(gids_in_files(&System::live(), &device.name));
+        };
         let ports = self.attributes()?.ports;
         let room: u32 =
             (1..=ports).map(|port| self.port(port).map_or(0, |p| p.gid_table_len)).sum();
@@ -514,6 +512,35 @@ impl Gid {
     }
 }
 
+/// The addresses as `/sys` has them, for libraries older than rdma-core 32.
+fn gids_in_files(system: &System, name: &str) -> Vec<Gid> {
+    let devices = system.rdma_devices();
+    let mut all = Vec::new();
+    for port in devices.iter().filter(|device| device.name == name).flat_map(|device| &device.ports)
+    {
+        let on_ethernet = port.link_layer.as_deref() == Some("Ethernet");
+        for gid in &port.gids {
+            let Ok(address) = gid.gid.parse::<Ipv6Addr>() else { continue };
+            let kind = match (gid.kind.as_deref(), on_ethernet) {
+                (Some("RoCE v2"), _) => GidKind::RoceV2,
+                (_, true) => GidKind::RoceV1,
+                (_, false) => GidKind::InfiniBand,
+            };
+            let folder = format!("/sys/class/infiniband/{name}/ports/{}", port.number);
+            let interface = system.read(&format!("{folder}/gid_attrs/ndevs/{}", gid.index));
+            all.push(Gid {
+                port: u8::try_from(port.number).unwrap_or(0),
+                index: gid.index,
+                bytes: address.octets(),
+                address: gid_address(address.octets()),
+                kind,
+                interface,
+            });
+        }
+    }
+    all
+}
+
 /// The words of a GID, as its bytes.
 fn gid_bytes(words: [u64; 2]) -> [u8; 16] {
     let mut bytes = [0; 16];
@@ -544,8 +571,7 @@ fn why_not_opened(error: Error, device: &Device) -> Error {
 }
 
 #[cold]
-fn no_such_device(name: &str, devices: &[Device]) -> Error {
-    let names: Vec<_> = devices.iter().map(|device| device.name.as_str()).collect();
+fn no_such_device(name: &str, names: Vec<String>) -> Error {
     let (why, fix) = match names.as_slice() {
         [] => (
             "this machine has no RDMA device".to_owned(),
@@ -556,4 +582,75 @@ fn no_such_device(name: &str, devices: &[Device]) -> Error {
         }
     };
     Error::new(Kind::Unavailable, format!("open RDMA device {name:?}")).why(why).fix(fix)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_ends_with_its_zero_or_its_place() {
+        let field =
+            |bytes: &[u8]| text(&bytes.iter().map(|byte| *byte as c_char).collect::<Vec<_>>());
+        assert_eq!(field(b"mlx5_0\0junk"), "mlx5_0");
+        assert_eq!(field(b"full"), "full");
+        assert_eq!(guid_text(0x0c42_a103_00c3_5d8a), "0c42:a103:00c3:5d8a");
+    }
+
+    #[test]
+    fn ports_say_what_their_codes_mean() {
+        // SAFETY: numbers, for which zero is a value.
+        let mut attr: sys::PortAttr = unsafe { std::mem::zeroed() };
+        let unknown = Port::of(1, &attr);
+        assert_eq!(
+            (unknown.state, unknown.gbps, unknown.active_mtu),
+            (PortState::Unknown, None, 0)
+        );
+        (attr.state, attr.link_layer, attr.active_mtu, attr.max_mtu) = (4, 2, 3, 5);
+        (attr.active_width, attr.active_speed) = (2, 128);
+        let port = Port::of(1, &attr);
+        assert_eq!((port.state, port.link_layer), (PortState::Active, LinkLayer::Ethernet));
+        assert_eq!((port.active_mtu, port.max_mtu), (1024, 4096));
+        assert_eq!((port.lanes, port.gbps), (4, Some(400.0)));
+        attr.active_speed = 3;
+        assert_eq!(Port::of(1, &attr).gbps, None);
+    }
+
+    #[test]
+    fn addresses_are_found_in_files_too() {
+        let folder = tempfile::tempdir().unwrap();
+        let port = folder.path().join("sys/class/infiniband/mlx5_0/ports/1");
+        let put = |file: &str, text: &str| {
+            let path = port.join(file);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        put("link_layer", "Ethernet\n");
+        for (index, gid, kind) in [
+            (0, "fe80:0000:0000:0000:0000:0000:0000:0001", "IB/RoCE v1"),
+            (1, "0000:0000:0000:0000:0000:ffff:0a00:0007", "RoCE v2"),
+            (2, "0000:0000:0000:0000:0000:0000:0000:0000", "RoCE v2"),
+        ] {
+            put(&format!("gids/{index}"), gid);
+            put(&format!("gid_attrs/types/{index}"), kind);
+            put(&format!("gid_attrs/ndevs/{index}"), "eth2\n");
+        }
+        let system = System::at(folder.path()).unwrap();
+        let found = gids_in_files(&system, "mlx5_0");
+        let told: Vec<_> =
+            found.iter().map(|gid| (gid.index, gid.address.to_string(), gid.kind)).collect();
+        assert_eq!(
+            told,
+            [(0, "fe80::1".into(), GidKind::RoceV1), (1, "10.0.0.7".into(), GidKind::RoceV2)]
+        );
+        assert_eq!(found[1].interface.as_deref(), Some("eth2"));
+        assert_eq!(gids_in_files(&system, "mlx5_1"), []);
+    }
+
+    #[test]
+    fn a_device_that_is_not_there_is_told_with_those_that_are() {
+        let text = no_such_device("x", vec!["mlx5_0".into(), "rxe0".into()]).to_string();
+        assert!(text.contains("take one of: mlx5_0, rxe0"), "{text}");
+        assert!(no_such_device("x", vec![]).to_string().contains("warpwire doctor"));
+    }
 }

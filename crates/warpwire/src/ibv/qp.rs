@@ -336,7 +336,7 @@ impl Qp {
                 hop_limit: 0,
                 flow_label: 0,
             })),
-            ..change.clone()
+            ..*change
         };
         match self.state().map(|from| as_listed.check(self.0.options.service, from)) {
             Ok(Err(refused)) if !matches!(error.kind(), Kind::Unavailable) => {

@@ -5,6 +5,7 @@
 //! `tests/rxe` ask for, one verb per line.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
+mod allocations;
 mod datagrams;
 mod failures;
 mod operations;
@@ -34,6 +35,7 @@ pub(crate) use cases;
 const ROOMS: &[(&str, &[Case])] = &[
     ("setup", setup::CASES),
     ("operations", operations::CASES),
+    ("allocations", allocations::CASES),
     ("queues", queues::CASES),
     ("datagrams", datagrams::CASES),
     ("failures", failures::CASES),
