@@ -18,7 +18,8 @@ DAMAGED = 66
 
 class Capture:
     def __init__(self, path):
-        data = path.read_bytes()
+        # A case that was killed leaves an empty file.
+        data = path.read_bytes().ljust(24, b"\0")
         magic, = struct.unpack_from("<I", data)
         self.name, self.nanoseconds = path.name, magic == 0xA1B23C4D
         self.kind, = struct.unpack_from("<I", data, 20)

@@ -39,8 +39,8 @@ fn main() -> Result<()> {
     let base = unsafe { mmap_anonymous(std::ptr::null_mut(), largest as usize, protection, flags) }
         .map_err(|error| warpwire::Error::os("reserve 64 GiB of addresses", &error.into()))?;
     let at = base.addr() as u64;
-    // SAFETY: mapped until the end of this function, and touched by nobody.
     let by = |len, access| -> Result<Mr> {
+        // SAFETY: mapped until the end of this function, and touched by nobody.
         unsafe { registry.register_address(&pd, at, len, None, access) }
     };
     let cache = |watch| {

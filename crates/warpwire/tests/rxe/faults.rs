@@ -3,7 +3,7 @@
 use warpwire::verbs::{Atomic, Op, Request};
 use warpwire_proto::qp::{Discard, Stats};
 
-use crate::lab::{Bench, cases};
+use crate::lab::{Bench, Family, cases};
 use crate::peer::Post;
 use crate::world::{Terms, World};
 
@@ -119,7 +119,11 @@ fn everything_at_once(bench: &Bench) {
 fn damaged_packets(bench: &Bench) {
     // Its packets come from an address of their own, so that captures are judged without them.
     let from = Some(bench.damaged());
-    let faults = &["corrupt=5%,cut=2%,seed=9"];
+    // A packet that is shorter than its base header, over IPv6, crashes the guest's kernel in rxe (docs/interop.md).
+    let faults: &[&str] = match bench.family {
+        Family::V4 => &["corrupt=5%,cut=2%,seed=9"],
+        Family::V6 => &["corrupt=7%,seed=9"],
+    };
     let mut world = World::open(bench, Terms { from, faults, timeout: 12, ..Terms::default() });
     everything(&mut world, 8, TheirReads::Yes);
     let stats = world.qp().stats().unwrap();
