@@ -1,5 +1,6 @@
 //! Completion queues.
 
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -216,13 +217,18 @@ impl Cq {
         let mut filled = 0;
         while filled < into.len() {
             let wanted = (into.len() - filled).min(CHUNK);
-            // SAFETY: numbers, for which zero is a value.
-            let mut found: [sys::Wc; CHUNK] = unsafe { std::mem::zeroed() };
+            let mut found = [const { MaybeUninit::<sys::Wc>::uninit() }; CHUNK];
+            let first = found.as_mut_ptr().cast::<sys::Wc>();
+            // Providers leave fields of failed work as they were.
+            // SAFETY: as many as the array has, at most; numbers, for which zero is a value.
+            unsafe { first.write_bytes(0, wanted) };
             // SAFETY: a queue that lives, and room for so many.
-            let count = unsafe { (queue.poll)(queue.raw.ptr(), wanted as i32, found.as_mut_ptr()) };
+            let count = unsafe { (queue.poll)(queue.raw.ptr(), wanted as i32, first) };
             let Ok(count) = usize::try_from(count) else { return Err(poll_failed(count)) };
             let count = count.min(wanted);
-            for (place, wc) in into[filled..].iter_mut().zip(&found[..count]) {
+            // SAFETY: so many were written, at least with zeros.
+            let found = unsafe { std::slice::from_raw_parts(first, count) };
+            for (place, wc) in into[filled..].iter_mut().zip(found) {
                 *place = Completion::of(wc, flags);
             }
             filled += count;

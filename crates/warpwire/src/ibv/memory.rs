@@ -1,10 +1,11 @@
 //! Protection domains and registered memory.
 
 use std::os::fd::AsRawFd;
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::device::{Context, Opened};
-use super::explain::Attempt;
+use super::explain::{Attempt, explain, last_errno};
 use super::library::{Raw, end, function, made, make};
 use super::post::{Remote, Sge};
 use super::{address, sys};
@@ -87,8 +88,6 @@ impl Pd {
         let domain = &*self.0;
         let library = domain.context.library;
         let on_demand = access.contains(Access::ON_DEMAND);
-        let memlock = System::live().memlock();
-        let attempt = Attempt::Register { len, on_demand, memlock };
         let size = usize::try_from(len).map_err(|_| too_long(len))?;
         let flags = access_flags(access);
         let start = address as *mut std::ffi::c_void;
@@ -96,14 +95,21 @@ impl Pd {
         let plain =
             iova.is_none_or(|iova| iova == address) && flags & sys::ACCESS_RELAXED_ORDERING == 0;
         let pd = domain.raw.ptr();
-        let raw = match plain {
-            true => make!(library, attempt, reg_mr(pd, start, size, flags as i32)),
-            false => make!(
-                library,
-                attempt,
-                reg_mr_iova2(pd, start, size, iova.unwrap_or(address), flags)
-            ),
-        }?;
+        let raw = if plain {
+            let register = function!(library, reg_mr)?;
+            // SAFETY: a domain that lives, and a range that the caller vouches for.
+            unsafe { register(pd, start, size, flags as i32) }
+        } else {
+            let register = function!(library, reg_mr_iova2)?;
+            // SAFETY: the same.
+            unsafe { register(pd, start, size, iova.unwrap_or(address), flags) }
+        };
+        let raw = NonNull::new(raw).map(Raw).ok_or_else(|| {
+            let errno = last_errno();
+            let memlock = System::live().memlock();
+            let attempt = Attempt::Register { len, on_demand, memlock };
+            explain(errno, attempt).into_error(attempt)
+        })?;
         let zero_based = access.contains(Access::ZERO_BASED);
         let iova = if zero_based { 0 } else { iova.unwrap_or(address) };
         Ok(Mr { raw, iova, len, access, pd: self.0.clone(), _memory: None })

@@ -1,5 +1,7 @@
 //! Work to post, and how it becomes the library's.
 
+use std::mem::MaybeUninit;
+
 use super::address::AddressHandle;
 use super::device::Opened;
 use super::explain::{Attempt, explain, last_errno};
@@ -188,21 +190,20 @@ pub(super) fn send(
 ) -> std::result::Result<(), PostError> {
     let mut posted = 0;
     for chunk in requests.chunks(CHUNK) {
-        // SAFETY: numbers and pointers, for which zero is a value.
-        let mut entries: [sys::SendWr; CHUNK] = unsafe { std::mem::zeroed() };
-        let mut inline = [Sge { address: 0, len: 0, lkey: 0 }; CHUNK];
-        let mut good = 0;
-        let mut refused = None;
+        let mut entries = [const { MaybeUninit::uninit() }; CHUNK];
+        let mut inline = [const { MaybeUninit::uninit() }; CHUNK];
+        let (mut good, mut refused) = (0, None);
         for ((request, entry), place) in chunk.iter().zip(&mut entries).zip(&mut inline) {
+            let entry = entry.write(sys::SendWr::EMPTY);
             if let Err(error) = write(request, entry, place, context, room) {
                 refused = Some(error);
                 break;
             }
             good += 1;
         }
-        let first = entries.as_mut_ptr();
+        let first = entries.as_mut_ptr().cast::<sys::SendWr>();
         for index in 1..good {
-            // SAFETY: both are entries of the array.
+            // SAFETY: both are entries of the array that were written.
             unsafe { (*first.add(index - 1)).next = first.add(index) };
         }
         if good > 0 {
@@ -211,7 +212,7 @@ pub(super) fn send(
             // inline bytes, which the requests borrow, before it returns.
             let code = unsafe { post(qp, first, &mut bad) };
             if code != 0 {
-                let before = entries.iter().take(good).position(|entry| std::ptr::eq(entry, bad));
+                let before = (0..good).find(|index| std::ptr::eq(first.wrapping_add(*index), bad));
                 return Err(failed(posted + before.unwrap_or(0), code, Attempt::PostSend));
             }
         }
@@ -228,7 +229,7 @@ pub(super) fn send(
 fn write(
     request: &Request<'_>,
     entry: &mut sys::SendWr,
-    place: &mut Sge,
+    place: &mut MaybeUninit<Sge>,
     context: &Opened,
     room: &Room,
 ) -> Result<()> {
@@ -245,8 +246,8 @@ fn write(
             return Err(too_long_inline(bytes.len(), room));
         }
         Some(bytes) => {
-            *place = Sge { address: bytes.as_ptr() as u64, len: bytes.len() as u32, lkey: 0 };
-            (entry.sg_list, entry.num_sge) = (place, i32::from(!bytes.is_empty()));
+            let whole = Sge { address: bytes.as_ptr() as u64, len: bytes.len() as u32, lkey: 0 };
+            (entry.sg_list, entry.num_sge) = (place.write(whole), i32::from(!bytes.is_empty()));
         }
         None if request.data.len() > room.send_ranges as usize => {
             return Err(too_many_ranges(request.data.len(), room.send_ranges));
@@ -320,23 +321,25 @@ pub(super) fn receive(
     for chunk in requests.chunks(CHUNK) {
         let fits = |request: &&ReceiveRequest<'_>| request.data.len() <= ranges as usize;
         let good = chunk.iter().take_while(fits).count();
-        // SAFETY: numbers and pointers, for which zero is a value.
-        let mut entries: [sys::RecvWr; CHUNK] = unsafe { std::mem::zeroed() };
-        for (request, entry) in chunk.iter().zip(&mut entries) {
-            entry.wr_id = request.id;
-            (entry.sg_list, entry.num_sge) =
-                (request.data.as_ptr().cast_mut(), request.data.len() as i32);
+        let mut entries = [const { MaybeUninit::uninit() }; CHUNK];
+        for (request, entry) in chunk[..good].iter().zip(&mut entries) {
+            entry.write(sys::RecvWr {
+                wr_id: request.id,
+                next: std::ptr::null_mut(),
+                sg_list: request.data.as_ptr().cast_mut(),
+                num_sge: request.data.len() as i32,
+            });
         }
-        let first = entries.as_mut_ptr();
+        let first = entries.as_mut_ptr().cast::<sys::RecvWr>();
         for index in 1..good {
-            // SAFETY: both are entries of the array.
+            // SAFETY: both are entries of the array that were written.
             unsafe { (*first.add(index - 1)).next = first.add(index) };
         }
         if good > 0 {
             let mut bad = std::ptr::null_mut();
             let code = post(first, &mut bad);
             if code != 0 {
-                let before = entries.iter().take(good).position(|entry| std::ptr::eq(entry, bad));
+                let before = (0..good).find(|index| std::ptr::eq(first.wrapping_add(*index), bad));
                 return Err(failed(posted + before.unwrap_or(0), code, Attempt::PostReceive));
             }
         }

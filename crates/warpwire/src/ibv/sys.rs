@@ -360,6 +360,22 @@ pub(super) struct SendWr {
     pub(super) bind_mw: [u64; 6],
 }
 
+impl SendWr {
+    /// To be filled in.
+    pub(super) const EMPTY: Self = Self {
+        wr_id: 0,
+        next: std::ptr::null_mut(),
+        sg_list: std::ptr::null_mut(),
+        num_sge: 0,
+        opcode: 0,
+        send_flags: 0,
+        imm_data: 0,
+        wr: WrTarget { atomic: AtomicTarget { remote_addr: 0, compare_add: 0, swap: 0, rkey: 0 } },
+        qp_type: 0,
+        bind_mw: [0; 6],
+    };
+}
+
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct RecvWr {
