@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from image import Archive, Missing
+from image import Archive, Missing, add_program
 
 SHELL_PORT = 7777
 # A guest is ready in 6 s on an idle machine, and was seen to take 13 s on a busy one.
@@ -162,10 +162,10 @@ class Guest:
 
 
 def with_files(initrd, files, place):
-    """The initramfs with these files in /job: the kernel unpacks archives that follow one another."""
+    """The initramfs with these files in /job, and the libraries that they need: the kernel unpacks archives that follow one another."""
     archive = Archive()
     for file in map(pathlib.Path, files):
-        archive.file(f"job/{file.name}", file.read_bytes())
+        add_program(archive, f"job/{file.name}", str(file))
     base = initrd.read_bytes()
     place.write_bytes(base + b"\0" * (-len(base) % 4) + archive.bytes())
     return place

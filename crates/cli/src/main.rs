@@ -2,6 +2,7 @@
 
 mod copy;
 mod demo;
+mod devices;
 mod doctor;
 mod output;
 mod perf;
@@ -35,6 +36,7 @@ Examples:
   warpwire copy lat                     how fast the CPU reaches GPU memory, size by size
   warpwire perf write bw --local        RDMA between two processes, without RDMA hardware
   warpwire pingpong 10.0.0.2            messages to and fro with ibv_rc_pingpong
+  warpwire devices                      RDMA devices, their ports and addresses
   warpwire topo                         which NIC is near which GPU
   WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
 
@@ -50,6 +52,7 @@ Environment:
 enum Command {
     Copy(copy::Arguments),
     Demo(demo::Arguments),
+    Devices(devices::Arguments),
     Doctor(doctor::Arguments),
     Perf(Box<perf::Arguments>),
     Pingpong(pingpong::Arguments),
@@ -62,6 +65,7 @@ fn main() -> ExitCode {
     let outcome = start_log().and_then(|()| match arguments.command {
         Command::Copy(arguments) => copy::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
+        Command::Devices(arguments) => devices::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Perf(arguments) => perf::run(&arguments),
         Command::Pingpong(arguments) => pingpong::run(&arguments),

@@ -8,7 +8,7 @@
 //! ```text
 //! doctor    what this machine can do, what stops it, the fix; topology
 //! verbs     one API for RDMA devices: contexts, memory, queue pairs, completions
-//! hca       the software HCA: ConnectX's queues in memory, RoCEv2 on a link
+//! hca | ibv  the software HCA: ConnectX's queues in memory, RoCEv2 on a link | the machine's RDMA devices, by libibverbs
 //! mr | link  protection domains, keys, registered memory | RoCEv2 packets in and out
 //! mem       devices, memory, streams: the CUDA backend and the simulated GPU
 //! host      the machine as files: PCI, NUMA, drivers, NICs, limits
@@ -19,6 +19,7 @@ pub mod doctor;
 pub mod error;
 pub mod hca;
 pub mod host;
+pub mod ibv;
 pub mod link;
 pub mod mem;
 pub mod mlx5;

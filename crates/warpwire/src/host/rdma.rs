@@ -92,25 +92,28 @@ impl System {
         let path = format!("/sys/class/infiniband/{name}");
         let text =
             |file: &str| self.read(&format!("{path}/{file}")).filter(|text| !text.is_empty());
-        let address = self.pci_parent(&format!("{path}/device"));
-        let node_type = text("node_type").map(|text| after_number(&text));
-        let driver = match address {
-            Some(_) => self
-                .link_name(&format!("{path}/device/driver"))
-                .map(|driver| verbs_driver(&driver).to_owned()),
-            None => self.software_driver(&path, node_type.as_deref()),
-        };
         RdmaDevice {
             name: name.to_owned(),
-            driver,
-            node_type,
+            driver: self.rdma_driver(name),
+            node_type: text("node_type").map(|text| after_number(&text)),
             firmware: text("fw_ver"),
             board_id: text("board_id"),
             ports: self.rdma_ports(&path),
-            address,
+            address: self.pci_parent(&format!("{path}/device")),
             uverbs: self.uverbs_node(name),
             interfaces: self.list(&format!("{path}/device/net")),
         }
+    }
+
+    /// The driver of an RDMA device, as rdma-core names it, without reading anything else of it.
+    pub fn rdma_driver(&self, name: &str) -> Option<String> {
+        let path = format!("/sys/class/infiniband/{name}");
+        if self.pci_parent(&format!("{path}/device")).is_some() {
+            let driver = self.link_name(&format!("{path}/device/driver"))?;
+            return Some(verbs_driver(&driver).to_owned());
+        }
+        let node_type = self.read(&format!("{path}/node_type")).map(|text| after_number(&text));
+        self.software_driver(&path, node_type.as_deref())
     }
 
     /// Software devices have no driver link. Only rxe has a `parent` file (the interface below it);

@@ -47,7 +47,7 @@ impl Lab {
 
     /// A place for one case.
     pub fn bench(&'static self, family: Family, case: String) -> Bench {
-        Bench { lab: self, family, case }
+        Bench { lab: self, family, case, peer: "/job/verbs-peer" }
     }
 }
 
@@ -56,6 +56,8 @@ pub struct Bench {
     pub lab: &'static Lab,
     pub family: Family,
     pub case: String,
+    /// The program in the guest that does verbs.
+    pub peer: &'static str,
 }
 
 impl Bench {

@@ -7,6 +7,7 @@
 
 mod failures;
 mod faults;
+mod ibv;
 mod lab;
 mod operations;
 mod peer;
@@ -19,7 +20,7 @@ use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Trial};
 
-use lab::{Case, Family, Lab};
+use lab::{Bench, Case, Family, Lab};
 
 const CASES: &[&[Case]] = &[
     operations::CASES,
@@ -41,16 +42,25 @@ fn main() -> ExitCode {
     arguments.test_threads = Some(1);
     let lab: &'static Lab = Box::leak(Box::new(lab));
     let mut trials = Vec::new();
+    let mut add = |family, prefix: &str, case: &'static Case, peer| {
+        let name = format!("{prefix}::{}", case.name);
+        trials.push(Trial::test(name.clone(), move || {
+            let start = std::time::Instant::now();
+            (case.run)(&Bench { peer, ..lab.bench(family, name) });
+            eprint!("{:.1} s ", start.elapsed().as_secs_f64());
+            Ok(())
+        }));
+    };
     for (family, name) in [(Family::V4, "ipv4"), (Family::V6, "ipv6")] {
         for case in CASES.iter().flat_map(|room| room.iter()) {
-            let name = format!("{name}::{}", case.name);
-            trials.push(Trial::test(name.clone(), move || {
-                let start = std::time::Instant::now();
-                (case.run)(&lab.bench(family, name));
-                eprint!("{:.1} s ", start.elapsed().as_secs_f64());
-                Ok(())
-            }));
+            add(family, name, case, "/job/verbs-peer");
         }
+    }
+    for case in ibv::CASES {
+        add(Family::V4, "ibv", case, "");
+    }
+    for case in ibv::both_ways() {
+        add(Family::V4, "ibv", case, "/job/ibv-suite peer");
     }
     libtest_mimic::run(&arguments, trials).exit_code()
 }

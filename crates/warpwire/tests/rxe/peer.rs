@@ -1,4 +1,5 @@
-//! The program in the guest that does verbs, one per line: see `tools/rxe/verbs-peer.c`.
+//! The program in the guest that does verbs, one per line: see `tools/rxe/verbs-peer.c`, and `tests/ibv/peer.rs`, which does
+//! the same through `warpwire::ibv`.
 
 use warpwire::verbs::{Remote, Status};
 
@@ -80,7 +81,7 @@ impl<'a> Post<'a> {
 impl Peer {
     pub fn start(bench: &Bench) -> Self {
         let mut shell = bench.shell();
-        shell.say("exec /job/verbs-peer rxe0 2>&1");
+        shell.say(&format!("exec {} rxe0 2>&1", bench.peer));
         let mut peer = Self { shell };
         assert_eq!(peer.hear(), "ok ready");
         peer.ok(&format!("gid {}", gid(bench.theirs())));

@@ -1,0 +1,83 @@
+//! `warpwire devices`, run as a user runs it.
+
+// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
+#![allow(clippy::unwrap_used)]
+
+use std::process::{Command, Output};
+
+fn run(arguments: &[&str], library: Option<&str>) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_warpwire"));
+    command
+        .arg("devices")
+        .args(arguments)
+        .env_remove("WARPWIRE_LOG")
+        .env_remove("WARPWIRE_IBVERBS");
+    if let Some(library) = library {
+        command.env("WARPWIRE_IBVERBS", library);
+    }
+    command.output().unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+const MISSING: &str = "libibverbs-that-is-not-there.so.1";
+
+#[test]
+fn help_devices() {
+    insta::assert_snapshot!(stdout(&run(&["--help"], None)));
+}
+
+#[test]
+fn without_the_library_it_says_what_to_install_and_lists_the_software_device() {
+    let output = run(&[], Some(MISSING));
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    insta::assert_snapshot!(stdout(&output));
+}
+
+#[test]
+fn without_the_library_json_has_the_reason() {
+    let output = run(&["--json"], Some(MISSING));
+    let value: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(value["devices"], serde_json::json!([]));
+    assert!(value["unavailable"]["fix"].as_str().unwrap().contains("apt install"), "{value}");
+    assert_eq!(value["software"]["name"], "soft");
+}
+
+#[test]
+fn a_library_without_the_symbols_is_told_apart() {
+    let output = run(&[], Some("libc.so.6"));
+    assert!(stdout(&output).contains("has no symbol ibv_get_device"), "{}", stdout(&output));
+}
+
+#[test]
+fn the_software_device_can_be_asked_for_alone() {
+    let text = stdout(&run(&["soft"], None));
+    assert!(text.starts_with("soft: ") && !text.contains("hardware:"), "{text}");
+}
+
+#[test]
+fn a_device_that_is_not_there_is_an_error() {
+    let output = run(&["mlx9_9"], Some(MISSING));
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("is not installed"), "{}", stderr(&output));
+    let output = run(&["mlx9_9"], None);
+    assert!([Some(1), Some(2)].contains(&output.status.code()), "{}", stderr(&output));
+    assert!(stdout(&output).is_empty());
+}
+
+#[test]
+fn this_machine_is_listed_whatever_it_has() {
+    let output = run(&["-v"], None);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(
+        stdout(&output).contains("\nsoft: ") || stdout(&output).starts_with("soft: "),
+        "{}",
+        stdout(&output)
+    );
+}

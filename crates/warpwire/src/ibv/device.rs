@@ -1,0 +1,656 @@
+//! Devices: which there are, what they can do, their ports and addresses.
+
+use std::ffi::c_char;
+use std::fmt;
+use std::net::{IpAddr, Ipv6Addr};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use serde::Serialize;
+use warpwire_proto::qp::Mtu;
+
+use super::event::{self, AsyncEvent};
+use super::explain::{Attempt, explain};
+use super::library::{Library, Raw, call, check, end, function, make};
+use super::sys;
+use crate::error::{Error, Kind, Result};
+use crate::host::{Access, System};
+use crate::mlx5::gid_address;
+
+/// An RDMA device that the kernel knows.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Device {
+    /// Its name: `mlx5_0`.
+    pub name: String,
+    /// Its number in the network of RDMA devices, as people write it: `0c42:a103:00c3:5d8a`.
+    pub guid: String,
+    /// What its connections are.
+    pub transport: Transport,
+    /// The kernel's driver: `mlx5`, `rxe`, …; `None` if that is not known.
+    pub driver: Option<String>,
+    /// The node that is opened: `/dev/infiniband/uverbs0`.
+    pub node: String,
+}
+
+/// What a device's connections are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Transport {
+    /// InfiniBand's, on InfiniBand or on Ethernet (RoCE).
+    InfiniBand,
+    /// TCP: iWARP.
+    Iwarp,
+    /// A vendor's own.
+    Other,
+}
+
+/// Every RDMA device that libibverbs finds, in its order.
+///
+/// # Errors
+/// If there is no libibverbs, or the kernel has no RDMA. No device at all is no error: the list is empty.
+pub fn devices() -> Result<Vec<Device>> {
+    let library = Library::get()?;
+    let list = List::new(library)?;
+    list.entries().iter().map(|raw| describe(library, &list, *raw)).collect()
+}
+
+/// What the library and the kernel say of an entry of the list.
+fn describe(library: &Library, _alive: &List, raw: *mut sys::Device) -> Result<Device> {
+    let get_guid = function!(library, get_device_guid)?;
+    // SAFETY: an entry of a list that is alive.
+    let (device, guid) = unsafe { (&*raw, get_guid(raw)) };
+    let name = text(&device.name);
+    let driver = System::live().rdma_driver(&name);
+    let transport = match u32::try_from(device.transport_type) {
+        Ok(sys::TRANSPORT_IB) => Transport::InfiniBand,
+        Ok(sys::TRANSPORT_IWARP) => Transport::Iwarp,
+        _ => Transport::Other,
+    };
+    let node = format!("/dev/infiniband/{}", text(&device.dev_name));
+    Ok(Device { name, guid: guid_text(u64::from_be(guid)), transport, driver, node })
+}
+
+/// The library's list of devices, as long as it is needed.
+struct List {
+    library: &'static Library,
+    first: Raw<*mut sys::Device>,
+    count: usize,
+}
+
+impl List {
+    fn new(library: &'static Library) -> Result<Self> {
+        let mut count = 0;
+        let first = make!(library, Attempt::List, get_device_list(&mut count))?;
+        Ok(Self { library, first, count: usize::try_from(count).unwrap_or(0) })
+    }
+
+    fn entries(&self) -> &[*mut sys::Device] {
+        // SAFETY: the library made a list of so many pointers, which lives as long as this.
+        unsafe { std::slice::from_raw_parts(self.first.ptr(), self.count) }
+    }
+}
+
+impl Drop for List {
+    fn drop(&mut self) {
+        if let Some(free) = self.library.functions.free_device_list {
+            // SAFETY: the library made it, and nobody has pointers into it any more.
+            unsafe { free(self.first.ptr()) };
+        }
+    }
+}
+
+/// A string of C's that may fill its place.
+fn text(field: &[c_char]) -> String {
+    let bytes: Vec<u8> = field.iter().take_while(|c| **c != 0).map(|c| *c as u8).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+fn guid_text(guid: u64) -> String {
+    let part = |shift: u32| (guid >> shift) as u16;
+    format!("{:04x}:{:04x}:{:04x}:{:04x}", part(48), part(32), part(16), part(0))
+}
+
+/// What a device can do. Numbers are the most of each.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DeviceAttributes {
+    /// The firmware's version.
+    pub firmware: String,
+    /// The vendor's number.
+    pub vendor_id: u32,
+    /// The vendor's number of this sort of device.
+    pub vendor_part_id: u32,
+    /// The hardware's revision.
+    pub hardware_version: u32,
+    /// How many ports it has.
+    pub ports: u8,
+    /// Bytes in a registration.
+    pub max_mr_bytes: u64,
+    /// Registrations.
+    pub max_mrs: u32,
+    /// Queue pairs.
+    pub max_qps: u32,
+    /// Work requests in a queue.
+    pub max_qp_depth: u32,
+    /// Ranges in a work request.
+    pub max_ranges: u32,
+    /// Completion queues.
+    pub max_cqs: u32,
+    /// Completions in a queue.
+    pub max_cq_entries: u32,
+    /// Protection domains.
+    pub max_pds: u32,
+    /// Address handles.
+    pub max_address_handles: u32,
+    /// Shared receive queues; 0 if it has none.
+    pub max_srqs: u32,
+    /// Receives in a shared queue.
+    pub max_srq_depth: u32,
+    /// Ranges in a receive of a shared queue.
+    pub max_srq_ranges: u32,
+    /// Reads and atomics of a peer that a queue pair answers at a time.
+    pub max_dest_rd_atomic: u32,
+    /// Reads and atomics that a queue pair has outstanding.
+    pub max_rd_atomic: u32,
+    /// Whether it has atomics.
+    pub atomics: bool,
+    /// The library's flags for what else it can do.
+    pub capability_flags: u32,
+}
+
+/// The state of a port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum PortState {
+    /// No link.
+    Down,
+    /// A link, and nobody has set it up.
+    Init,
+    /// Set up, and not yet in use.
+    Armed,
+    /// It carries traffic.
+    Active,
+    /// Anything else.
+    Unknown,
+}
+
+/// What a port's cable carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum LinkLayer {
+    /// InfiniBand.
+    InfiniBand,
+    /// Ethernet: RoCE, or iWARP.
+    Ethernet,
+    /// Neither, or not said.
+    Unspecified,
+}
+
+/// A port of a device.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Port {
+    /// Its number, from 1.
+    pub number: u8,
+    /// Its state.
+    pub state: PortState,
+    /// What its cable carries.
+    pub link_layer: LinkLayer,
+    /// The most payload in a packet that it carries now, in bytes.
+    pub active_mtu: u32,
+    /// The most that it could carry.
+    pub max_mtu: u32,
+    /// The longest message.
+    pub max_message: u32,
+    /// How many lanes; 0 if that is not known.
+    pub lanes: u8,
+    /// Gb/s of all lanes together; `None` if that is not known.
+    pub gbps: Option<f64>,
+    /// Its local identifier; 0 on Ethernet.
+    pub lid: u16,
+    /// The subnet manager's.
+    pub sm_lid: u16,
+    /// How many addresses it has room for.
+    pub gid_table_len: u32,
+    /// How many partitions.
+    pub partition_table_len: u16,
+}
+
+/// What sort of address a GID is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum GidKind {
+    /// InfiniBand's.
+    InfiniBand,
+    /// RoCE v1: Ethernet frames, which routers do not pass.
+    RoceV1,
+    /// RoCE v2: UDP packets.
+    RoceV2,
+}
+
+impl fmt::Display for GidKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::InfiniBand => "IB",
+            Self::RoceV1 => "RoCE v1",
+            Self::RoceV2 => "RoCE v2",
+        })
+    }
+}
+
+/// An address of a port.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Gid {
+    /// The port.
+    pub port: u8,
+    /// Its place in the port's table.
+    pub index: u32,
+    /// Its 16 bytes.
+    #[serde(skip)]
+    pub bytes: [u8; 16],
+    /// The same as an IP address.
+    pub address: IpAddr,
+    /// What sort of address.
+    pub kind: GidKind,
+    /// The network interface that it belongs to, where there is one.
+    pub interface: Option<String>,
+}
+
+/// An open device. Clones are the same one; it is closed with the last object that uses it.
+#[derive(Clone, Debug)]
+pub struct Context(pub(super) Arc<Opened>);
+
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub(super) library: &'static Library,
+    pub(super) raw: Raw<sys::Context>,
+    pub(super) device: Device,
+    /// The flags of a completion that mean that a key was invalidated.
+    pub(super) invalidated_flags: u32,
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        end!(self.library, close_device(self.raw.ptr()));
+    }
+}
+
+impl fmt::Debug for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Library")
+    }
+}
+
+/// rxe passes on the kernel's flag for "invalidated", which is another than the library's.
+const KERNELS_INVALIDATED: u32 = 1 << 2;
+
+impl Context {
+    /// Opens the device of that name.
+    ///
+    /// # Errors
+    /// If there is none (with the names of those that there are), or this user may not open it.
+    pub fn open(name: &str) -> Result<Self> {
+        let library = Library::get()?;
+        let list = List::new(library)?;
+        // SAFETY: entries of a list that is alive.
+        let name_of = |raw: &*mut sys::Device| text(unsafe { &(**raw).name });
+        let Some(entry) = list.entries().iter().find(|raw| name_of(raw) == name) else {
+            return Err(no_such_device(name, list.entries().iter().map(name_of).collect()));
+        };
+        let device = describe(library, &list, *entry)?;
+        let raw = make!(library, Attempt::Open(name), open_device(*entry))
+            .map_err(|error| why_not_opened(error, &device))?;
+        let invalidated_flags = match device.driver.as_deref() {
+            Some("rxe") => sys::WC_WITH_INV | KERNELS_INVALIDATED,
+            _ => sys::WC_WITH_INV,
+        };
+        let context = Self(Arc::new(Opened { library, raw, device, invalidated_flags }));
+        event::never_block(context.async_fd())?;
+        Ok(context)
+    }
+
+    /// Which device it is.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// What it can do.
+    pub fn attributes(&self) -> Result<DeviceAttributes> {
+        // SAFETY: numbers and bytes, for which zero is a value.
+        let mut attr: sys::DeviceAttr = unsafe { std::mem::zeroed() };
+        let Opened { library, raw, device, .. } = &*self.0;
+        call!(library, Attempt::Query(&device.name), query_device(raw.ptr(), &mut attr))?;
+        let most = |number: i32| u32::try_from(number).unwrap_or(0);
+        Ok(DeviceAttributes {
+            firmware: text(&attr.fw_ver),
+            vendor_id: attr.vendor_id,
+            vendor_part_id: attr.vendor_part_id,
+            hardware_version: attr.hw_ver,
+            ports: attr.phys_port_cnt,
+            max_mr_bytes: attr.max_mr_size,
+            max_mrs: most(attr.max_mr),
+            max_qps: most(attr.max_qp),
+            max_qp_depth: most(attr.max_qp_wr),
+            max_ranges: most(attr.max_sge),
+            max_cqs: most(attr.max_cq),
+            max_cq_entries: most(attr.max_cqe),
+            max_pds: most(attr.max_pd),
+            max_address_handles: most(attr.max_ah),
+            max_srqs: most(attr.max_srq),
+            max_srq_depth: most(attr.max_srq_wr),
+            max_srq_ranges: most(attr.max_srq_sge),
+            max_dest_rd_atomic: most(attr.max_qp_rd_atom),
+            max_rd_atomic: most(attr.max_qp_init_rd_atom),
+            atomics: most(attr.atomic_cap) != sys::ATOMIC_NONE,
+            capability_flags: attr.device_cap_flags,
+        })
+    }
+
+    /// The state of a port; the first is 1.
+    pub fn port(&self, number: u8) -> Result<Port> {
+        // SAFETY: numbers, for which zero is a value. The library writes as much of it as it knows.
+        let mut attr: sys::PortAttr = unsafe { std::mem::zeroed() };
+        let Opened { library, raw, device, .. } = &*self.0;
+        let attempt = Attempt::QueryPort(&device.name, number);
+        call!(library, attempt, query_port(raw.ptr(), number, &mut attr))?;
+        Ok(Port::of(number, &attr))
+    }
+
+    /// All addresses of all ports that are set.
+    pub fn gids(&self) -> Result<Vec<Gid>> {
+        let Opened { library, raw, device, .. } = &*self.0;
+        let attempt = Attempt::QueryGids(&device.name);
+        let Some(query) = library.functions.query_gid_table else {
+            return Ok(gids_in_files(&System::live(), &device.name));
+        };
+        let ports = self.attributes()?.ports;
+        let room: u32 =
+            (1..=ports).map(|port| self.port(port).map_or(0, |p| p.gid_table_len)).sum();
+        // SAFETY: numbers, for which zero is a value.
+        let empty: sys::GidEntry = unsafe { std::mem::zeroed() };
+        let mut entries = vec![empty; room as usize];
+        let (first, size) = (entries.as_mut_ptr(), size_of::<sys::GidEntry>());
+        // SAFETY: room for so many entries of that size, and a device that is open.
+        let found = unsafe { query(raw.ptr(), first, entries.len(), 0, size) };
+        let Ok(found) = usize::try_from(found) else {
+            check(i32::try_from(found).unwrap_or(-1), attempt)?;
+            return Ok(Vec::new());
+        };
+        Ok(entries.iter().take(found).map(Gid::of).collect())
+    }
+
+    /// The address at that place of a port's table, if the port carries traffic.
+    ///
+    /// # Errors
+    /// If the port is down, or there is no address at that place: the text lists those that there are.
+    pub fn gid(&self, port: u8, index: u32) -> Result<Gid> {
+        let name = &self.0.device.name;
+        let what = format!("use GID {index} of port {port}");
+        let state = self.port(port)?.state;
+        if state != PortState::Active {
+            return Err(Error::new(Kind::Unavailable, what)
+                .on(name.clone())
+                .why(format!("the port is {state}"))
+                .fix("look at its cable and at `ip link` or the subnet manager; `warpwire devices` shows all ports"));
+        }
+        let gids = self.gids()?;
+        let found = gids.iter().find(|gid| gid.port == port && gid.index == index);
+        found.cloned().ok_or_else(|| {
+            let of_port = gids.iter().filter(|gid| gid.port == port);
+            let list: Vec<_> = of_port
+                .map(|gid| format!("{} {} ({})", gid.index, gid.address, gid.kind))
+                .collect();
+            let fix = match list.as_slice() {
+                [] => "give its network interface an IP address".to_owned(),
+                list => format!("take one of: {}", list.join(", ")),
+            };
+            let why = "there is no address at that place";
+            Error::new(Kind::InvalidArgument, what).on(name.clone()).why(why).fix(fix)
+        })
+    }
+
+    /// The oldest news of queues and ports that nobody has taken; never waits.
+    pub fn next_event(&self) -> Result<Option<AsyncEvent>> {
+        event::next(&self.0)
+    }
+
+    fn async_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the context is open as long as this, and its descriptor with it.
+        unsafe { BorrowedFd::borrow_raw((*self.0.raw.ptr()).async_fd) }
+    }
+}
+
+impl AsFd for Context {
+    /// Readable while there is news for [`next_event`](Self::next_event).
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.async_fd()
+    }
+}
+
+impl fmt::Display for PortState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Down => "down",
+            Self::Init => "initializing",
+            Self::Armed => "armed",
+            Self::Active => "active",
+            Self::Unknown => "in an unknown state",
+        })
+    }
+}
+
+impl Port {
+    fn of(number: u8, attr: &sys::PortAttr) -> Self {
+        let state = match u32::try_from(attr.state) {
+            Ok(sys::PORT_DOWN) => PortState::Down,
+            Ok(2) => PortState::Init,
+            Ok(3) => PortState::Armed,
+            Ok(sys::PORT_ACTIVE) => PortState::Active,
+            _ => PortState::Unknown,
+        };
+        let link_layer = match u32::from(attr.link_layer) {
+            sys::LINK_INFINIBAND => LinkLayer::InfiniBand,
+            sys::LINK_ETHERNET => LinkLayer::Ethernet,
+            _ => LinkLayer::Unspecified,
+        };
+        let lanes = lanes(attr.active_width);
+        let gbps =
+            lane_gbps(attr.active_speed).filter(|_| lanes > 0).map(|lane| lane * f64::from(lanes));
+        Self {
+            number,
+            state,
+            link_layer,
+            active_mtu: mtu_of(attr.active_mtu).map_or(0, Mtu::bytes),
+            max_mtu: mtu_of(attr.max_mtu).map_or(0, Mtu::bytes),
+            max_message: attr.max_msg_sz,
+            lanes,
+            gbps,
+            lid: attr.lid,
+            sm_lid: attr.sm_lid,
+            gid_table_len: u32::try_from(attr.gid_tbl_len).unwrap_or(0),
+            partition_table_len: attr.pkey_tbl_len,
+        }
+    }
+}
+
+/// The MTU with that code.
+pub(super) fn mtu_of(code: i32) -> Option<Mtu> {
+    Mtu::ALL.get(usize::try_from(code).ok()?.checked_sub(1)?).copied()
+}
+
+/// How many lanes that bit of the link's width stands for.
+fn lanes(width: u8) -> u8 {
+    match width {
+        1 => 1,
+        2 => 4,
+        4 => 8,
+        8 => 12,
+        16 => 2,
+        _ => 0,
+    }
+}
+
+/// Gb/s of a lane at that speed: SDR, DDR, QDR, FDR10, FDR, EDR, HDR, NDR.
+fn lane_gbps(speed: u8) -> Option<f64> {
+    const SPEEDS: [f64; 8] = [2.5, 5.0, 10.0, 10.0, 14.0, 25.0, 50.0, 100.0];
+    speed.is_power_of_two().then(|| SPEEDS[speed.trailing_zeros() as usize])
+}
+
+impl Gid {
+    fn of(entry: &sys::GidEntry) -> Self {
+        let bytes = gid_bytes(entry.gid);
+        let kind = match entry.gid_type {
+            sys::GID_ROCE_V1 => GidKind::RoceV1,
+            sys::GID_ROCE_V2 => GidKind::RoceV2,
+            _ => GidKind::InfiniBand,
+        };
+        let port = u8::try_from(entry.port_num).unwrap_or(0);
+        let (index, interface) = (entry.gid_index, interface(entry.ndev_ifindex));
+        Self { port, index, bytes, address: gid_address(bytes), kind, interface }
+    }
+}
+
+/// The addresses as `/sys` has them, for libraries older than rdma-core 32.
+fn gids_in_files(system: &System, name: &str) -> Vec<Gid> {
+    let devices = system.rdma_devices();
+    let mut all = Vec::new();
+    for port in devices.iter().filter(|device| device.name == name).flat_map(|device| &device.ports)
+    {
+        let on_ethernet = port.link_layer.as_deref() == Some("Ethernet");
+        for gid in &port.gids {
+            let Ok(address) = gid.gid.parse::<Ipv6Addr>() else { continue };
+            let kind = match (gid.kind.as_deref(), on_ethernet) {
+                (Some("RoCE v2"), _) => GidKind::RoceV2,
+                (_, true) => GidKind::RoceV1,
+                (_, false) => GidKind::InfiniBand,
+            };
+            let folder = format!("/sys/class/infiniband/{name}/ports/{}", port.number);
+            let interface = system.read(&format!("{folder}/gid_attrs/ndevs/{}", gid.index));
+            all.push(Gid {
+                port: u8::try_from(port.number).unwrap_or(0),
+                index: gid.index,
+                bytes: address.octets(),
+                address: gid_address(address.octets()),
+                kind,
+                interface,
+            });
+        }
+    }
+    all
+}
+
+/// The words of a GID, as its bytes.
+fn gid_bytes(words: [u64; 2]) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&words[0].to_ne_bytes());
+    bytes[8..].copy_from_slice(&words[1].to_ne_bytes());
+    bytes
+}
+
+/// The name of the network interface with that number.
+fn interface(index: u32) -> Option<String> {
+    if index == 0 {
+        return None;
+    }
+    let mut name = [0; libc::IF_NAMESIZE];
+    // SAFETY: room for a name, which the function fills with one that ends with a zero.
+    let found = unsafe { libc::if_indextoname(index, name.as_mut_ptr()) };
+    (!found.is_null()).then(|| text(&name))
+}
+
+/// The library looks for another node when it may not open the one that is there, and then says that there is none.
+#[cold]
+fn why_not_opened(error: Error, device: &Device) -> Error {
+    let attempt = Attempt::Open(&device.name);
+    match System::live().access(&device.node) {
+        Access::Denied | Access::ReadOnly => explain(libc::EACCES, attempt).into_error(attempt),
+        _ => error,
+    }
+}
+
+#[cold]
+fn no_such_device(name: &str, names: Vec<String>) -> Error {
+    let (why, fix) = match names.as_slice() {
+        [] => (
+            "this machine has no RDMA device".to_owned(),
+            "`warpwire doctor` says why; the software device needs none".to_owned(),
+        ),
+        names => {
+            ("there is none of that name".to_owned(), format!("take one of: {}", names.join(", ")))
+        }
+    };
+    Error::new(Kind::Unavailable, format!("open RDMA device {name:?}")).why(why).fix(fix)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_ends_with_its_zero_or_its_place() {
+        let field =
+            |bytes: &[u8]| text(&bytes.iter().map(|byte| *byte as c_char).collect::<Vec<_>>());
+        assert_eq!(field(b"mlx5_0\0junk"), "mlx5_0");
+        assert_eq!(field(b"full"), "full");
+        assert_eq!(guid_text(0x0c42_a103_00c3_5d8a), "0c42:a103:00c3:5d8a");
+    }
+
+    #[test]
+    fn ports_say_what_their_codes_mean() {
+        // SAFETY: numbers, for which zero is a value.
+        let mut attr: sys::PortAttr = unsafe { std::mem::zeroed() };
+        let unknown = Port::of(1, &attr);
+        assert_eq!(
+            (unknown.state, unknown.gbps, unknown.active_mtu),
+            (PortState::Unknown, None, 0)
+        );
+        (attr.state, attr.link_layer, attr.active_mtu, attr.max_mtu) = (4, 2, 3, 5);
+        (attr.active_width, attr.active_speed) = (2, 128);
+        let port = Port::of(1, &attr);
+        assert_eq!((port.state, port.link_layer), (PortState::Active, LinkLayer::Ethernet));
+        assert_eq!((port.active_mtu, port.max_mtu), (1024, 4096));
+        assert_eq!((port.lanes, port.gbps), (4, Some(400.0)));
+        attr.active_speed = 3;
+        assert_eq!(Port::of(1, &attr).gbps, None);
+    }
+
+    #[test]
+    fn addresses_are_found_in_files_too() {
+        let folder = tempfile::tempdir().unwrap();
+        let port = folder.path().join("sys/class/infiniband/mlx5_0/ports/1");
+        let put = |file: &str, text: &str| {
+            let path = port.join(file);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        put("link_layer", "Ethernet\n");
+        for (index, gid, kind) in [
+            (0, "fe80:0000:0000:0000:0000:0000:0000:0001", "IB/RoCE v1"),
+            (1, "0000:0000:0000:0000:0000:ffff:0a00:0007", "RoCE v2"),
+            (2, "0000:0000:0000:0000:0000:0000:0000:0000", "RoCE v2"),
+        ] {
+            put(&format!("gids/{index}"), gid);
+            put(&format!("gid_attrs/types/{index}"), kind);
+            put(&format!("gid_attrs/ndevs/{index}"), "eth2\n");
+        }
+        let system = System::at(folder.path()).unwrap();
+        let found = gids_in_files(&system, "mlx5_0");
+        let told: Vec<_> =
+            found.iter().map(|gid| (gid.index, gid.address.to_string(), gid.kind)).collect();
+        assert_eq!(
+            told,
+            [(0, "fe80::1".into(), GidKind::RoceV1), (1, "10.0.0.7".into(), GidKind::RoceV2)]
+        );
+        assert_eq!(found[1].interface.as_deref(), Some("eth2"));
+        assert_eq!(gids_in_files(&system, "mlx5_1"), []);
+    }
+
+    #[test]
+    fn a_device_that_is_not_there_is_told_with_those_that_are() {
+        let text = no_such_device("x", vec!["mlx5_0".into(), "rxe0".into()]).to_string();
+        assert!(text.contains("take one of: mlx5_0, rxe0"), "{text}");
+        assert!(no_such_device("x", vec![]).to_string().contains("warpwire doctor"));
+    }
+}

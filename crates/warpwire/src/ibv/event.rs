@@ -1,0 +1,166 @@
+//! News of queues, ports and the device.
+
+use std::ffi::c_void;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+
+use super::device::Opened;
+use super::explain::{Attempt, explain, last_errno};
+use super::library::function;
+use super::sys;
+use crate::error::{Error, Result};
+
+/// News of a device. Queues are told by their numbers, completion queues by what [`Cq::number`](super::Cq::number) says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum AsyncEvent {
+    /// A completion queue ran over; it takes no more.
+    CqFailed {
+        /// Its number.
+        cq: u32,
+    },
+    /// A queue pair failed, for a reason of the device.
+    QpFailed {
+        /// Its number.
+        qpn: u32,
+    },
+    /// A peer sent a request that makes no sense, or reached for memory that it may not.
+    QpRefused {
+        /// The queue pair's number.
+        qpn: u32,
+    },
+    /// The first message of a peer came before the queue pair was in RTS.
+    Established {
+        /// The queue pair's number.
+        qpn: u32,
+    },
+    /// The send queue is drained.
+    Drained {
+        /// The queue pair's number.
+        qpn: u32,
+    },
+    /// The last receive of a shared queue that a failed queue pair had taken is complete.
+    LastReceive {
+        /// The queue pair's number.
+        qpn: u32,
+    },
+    /// A shared receive queue has fewer receives than asked for.
+    SrqLimit {
+        /// Its number.
+        srq: u32,
+    },
+    /// A shared receive queue failed.
+    SrqFailed {
+        /// Its number.
+        srq: u32,
+    },
+    /// A port carries traffic from now on.
+    PortActive(u8),
+    /// A port carries none any more.
+    PortDown(u8),
+    /// The addresses of a port changed.
+    GidsChanged(u8),
+    /// Something else of a port: `ibv_event_type` has the number.
+    Port(u8, u32),
+    /// The device is beyond repair.
+    DeviceFailed,
+    /// Anything else: `ibv_event_type` has the number.
+    Other(u32),
+}
+
+/// Reads of that descriptor return at once.
+pub(super) fn never_block(fd: BorrowedFd<'_>) -> Result<()> {
+    let failed = |source: rustix::io::Errno| Error::os("set an event channel up", &source.into());
+    let flags = fcntl_getfl(fd).map_err(failed)?;
+    fcntl_setfl(fd, flags | OFlags::NONBLOCK).map_err(failed)
+}
+
+/// Waits until there is something to read; tells whether there is.
+pub(super) fn wait(fd: &impl AsFd, timeout: Duration) -> Result<bool> {
+    let time = Timespec {
+        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: i64::from(timeout.subsec_nanos()),
+    };
+    let mut fds = [PollFd::new(fd, PollFlags::IN)];
+    match poll(&mut fds, Some(&time)) {
+        Ok(ready) => Ok(ready > 0),
+        Err(rustix::io::Errno::INTR) => Ok(false),
+        Err(source) => Err(Error::os("wait for an event", &source.into())),
+    }
+}
+
+/// The next event, if there is one.
+pub(super) fn next(context: &Opened) -> Result<Option<AsyncEvent>> {
+    let get = function!(context.library, get_async_event)?;
+    let acknowledge = function!(context.library, ack_async_event)?;
+    let mut event = sys::AsyncEvent { element: std::ptr::null_mut(), event_type: 0 };
+    // SAFETY: an open device, and room for an event.
+    if unsafe { get(context.raw.ptr(), &mut event) } != 0 {
+        return match last_errno() {
+            libc::EAGAIN | libc::EINTR => Ok(None),
+            errno => Err(explain(errno, Attempt::Events).into_error(Attempt::Events)),
+        };
+    }
+    let kind = u32::try_from(event.event_type).unwrap_or(u32::MAX);
+    // SAFETY: the library just filled it in. Whoever ends the object waits until the event is acknowledged.
+    let told = unsafe { meaning(kind, event.element) };
+    // SAFETY: an event that was taken, and not yet acknowledged.
+    unsafe { acknowledge(&mut event) };
+    Ok(Some(told))
+}
+
+/// What an event says.
+///
+/// # Safety
+/// `element` is what the library gave with an event of that kind, and the object that it may point to lives.
+unsafe fn meaning(kind: u32, element: *mut c_void) -> AsyncEvent {
+    use AsyncEvent::*;
+    // The number of a port lies in the first four bytes of the union.
+    let port = (element as usize as u32) as u8;
+    // SAFETY: the caller's promise; called only for kinds whose element is a queue pair.
+    let qpn = || unsafe { (*element.cast::<sys::Qp>()).qp_num };
+    // SAFETY: the same, for shared receive queues.
+    let srq = || unsafe { (*element.cast::<sys::Srq>()).handle };
+    match kind {
+        // SAFETY: the same, for completion queues.
+        sys::EVENT_CQ_ERR => CqFailed { cq: unsafe { (*element.cast::<sys::Cq>()).handle } },
+        sys::EVENT_QP_FATAL => QpFailed { qpn: qpn() },
+        sys::EVENT_QP_REQ_ERR | sys::EVENT_QP_ACCESS_ERR => QpRefused { qpn: qpn() },
+        sys::EVENT_COMM_EST => Established { qpn: qpn() },
+        sys::EVENT_SQ_DRAINED => Drained { qpn: qpn() },
+        sys::EVENT_QP_LAST_WQE_REACHED => LastReceive { qpn: qpn() },
+        sys::EVENT_SRQ_ERR => SrqFailed { srq: srq() },
+        sys::EVENT_SRQ_LIMIT_REACHED => SrqLimit { srq: srq() },
+        sys::EVENT_DEVICE_FATAL => DeviceFailed,
+        sys::EVENT_PORT_ACTIVE => PortActive(port),
+        sys::EVENT_PORT_ERR => PortDown(port),
+        sys::EVENT_GID_CHANGE => GidsChanged(port),
+        sys::EVENT_PORT_ERR..=sys::EVENT_SM_CHANGE | sys::EVENT_CLIENT_REREGISTER => {
+            Port(port, kind)
+        }
+        other => Other(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_of_ports_and_devices_point_to_nothing() {
+        let port = 2 as *mut c_void;
+        let told = |kind| {
+            // SAFETY: kinds whose element is no pointer.
+            unsafe { meaning(kind, port) }
+        };
+        assert_eq!(told(9), AsyncEvent::PortActive(2));
+        assert_eq!(told(10), AsyncEvent::PortDown(2));
+        assert_eq!(told(18), AsyncEvent::GidsChanged(2));
+        assert_eq!(told(11), AsyncEvent::Port(2, 11));
+        assert_eq!(told(8), AsyncEvent::DeviceFailed);
+        assert_eq!(told(77), AsyncEvent::Other(77));
+    }
+}

@@ -1,0 +1,216 @@
+//! `libibverbs.so.1`, loaded at run time, with results as `Result`s.
+
+use std::sync::OnceLock;
+
+use super::explain::{Attempt, explain, last_errno};
+use super::sys::Functions;
+use crate::error::{Error, Kind, Result};
+
+/// The library that rdma-core installs. (`libibverbs.so` comes with headers only.)
+const LIBRARY: &str = "libibverbs.so.1";
+
+/// Names another file to load: a library that is not where the loader looks.
+const VARIABLE: &str = "WARPWIRE_IBVERBS";
+
+pub(super) const INSTALL: &str = "install rdma-core (Debian, Ubuntu: `sudo apt install libibverbs1 ibverbs-providers`; \
+     Fedora, RHEL: `sudo dnf install libibverbs`); the software device works without";
+
+pub(super) struct Library {
+    pub(super) functions: Functions,
+    /// How it was asked for.
+    name: String,
+    /// Functions point into it, so it stays.
+    _library: libloading::Library,
+}
+
+/// The function of that name; an error if this library lacks it.
+///
+/// Calling it is unsafe because the library trusts pointers. The rule that makes it right: an object is passed only by
+/// the one that owns it, and pointers are to live local variables.
+macro_rules! function {
+    ($library:expr, $function:ident) => {{
+        let library: &$crate::ibv::library::Library = $library;
+        library
+            .functions
+            .$function
+            .ok_or_else(|| library.missing($crate::ibv::sys::symbol::$function))
+    }};
+}
+
+/// Calls a function that returns an object, or null and `errno`.
+macro_rules! make {
+    ($library:expr, $attempt:expr, $function:ident($($argument:expr),* $(,)?)) => {
+        $crate::ibv::library::function!($library, $function).and_then(|function| {
+            // SAFETY: the caller owns the objects that it passes and the variables that it points to; they live
+            // until the call returns.
+            let made = unsafe { function($($argument),*) };
+            $crate::ibv::library::made(made, $attempt)
+        })
+    };
+}
+
+/// Calls a function that returns 0, or what went wrong.
+macro_rules! call {
+    ($library:expr, $attempt:expr, $function:ident($($argument:expr),* $(,)?)) => {
+        $crate::ibv::library::function!($library, $function).and_then(|function| {
+            // SAFETY: as in `make`.
+            let code = unsafe { function($($argument),*) };
+            $crate::ibv::library::check(code, $attempt)
+        })
+    };
+}
+
+/// Ends an object whose owner is being dropped: what goes wrong can only be logged.
+macro_rules! end {
+    ($library:expr, $function:ident($object:expr)) => {
+        if let Some(function) = $library.functions.$function {
+            // SAFETY: the caller owns the object, nobody uses it any more, and it is not used afterwards.
+            let code = unsafe { function($object) };
+            if code != 0 {
+                tracing::warn!(code, "{} failed", $crate::ibv::sys::symbol::$function.0);
+            }
+        }
+    };
+}
+
+pub(super) use {call, end, function, make};
+
+/// An object of the library's, which who holds this owns.
+pub(super) struct Raw<T>(pub(super) std::ptr::NonNull<T>);
+
+// SAFETY: libibverbs' objects may be used from any thread, and its providers lock what needs it.
+unsafe impl<T> Send for Raw<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Raw<T> {}
+
+impl<T> std::fmt::Debug for Raw<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Debug::fmt(&self.0, f)
+    }
+}
+
+impl<T> Raw<T> {
+    pub(super) fn ptr(&self) -> *mut T {
+        self.0.as_ptr()
+    }
+}
+
+/// What a function made; null means that it could not, and that `errno` says why.
+pub(super) fn made<T>(made: *mut T, attempt: Attempt<'_>) -> Result<Raw<T>> {
+    match std::ptr::NonNull::new(made) {
+        Some(object) => Ok(Raw(object)),
+        None => Err(explain(last_errno(), attempt).into_error(attempt)),
+    }
+}
+
+/// Functions return an errno, some of them negated, and some -1 with `errno` set.
+pub(super) fn check(code: i32, attempt: Attempt<'_>) -> Result<()> {
+    match code {
+        0 => Ok(()),
+        -1 => Err(explain(last_errno(), attempt).into_error(attempt)),
+        code => Err(explain(code.saturating_abs(), attempt).into_error(attempt)),
+    }
+}
+
+impl Library {
+    /// The library, loaded once in this process.
+    pub(super) fn get() -> Result<&'static Self> {
+        static LOADED: OnceLock<Result<Library>> = OnceLock::new();
+        let load = || match std::env::var(VARIABLE) {
+            Ok(name) if !name.is_empty() => Self::load(&name),
+            _ => Self::load(LIBRARY),
+        };
+        LOADED.get_or_init(load).as_ref().map_err(Clone::clone)
+    }
+
+    fn load(name: &str) -> Result<Self> {
+        // SAFETY: loading the library runs its initialisers, which have no conditions.
+        let library = unsafe { libloading::Library::new(name) }.map_err(|error| {
+            let detail =
+                std::error::Error::source(&error).map_or(error.to_string(), ToString::to_string);
+            let missing = detail.contains(name) && detail.contains("No such file");
+            let why = match missing {
+                true => format!("{name} is not installed"),
+                false => format!("{name} does not load: {detail}"),
+            };
+            Error::new(Kind::Unavailable, "use RDMA hardware").why(why).fix(INSTALL)
+        })?;
+        let functions = Functions::load(&library);
+        Ok(Self { functions, name: name.to_owned(), _library: library })
+    }
+
+    #[cold]
+    pub(super) fn missing(&self, (symbol, since): (&'static str, u32)) -> Error {
+        let fix = match since {
+            0 => "it is no libibverbs: unset WARPWIRE_IBVERBS, or let it name one".to_owned(),
+            since => format!("install rdma-core {since} or newer, which has it"),
+        };
+        Error::new(Kind::Unavailable, "use RDMA hardware")
+            .why(format!("{} has no symbol {symbol}", self.name))
+            .fix(fix)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ibv::sys;
+
+    #[test]
+    fn a_library_that_is_not_there_says_what_to_install() {
+        let error = Library::load("libibverbs-that-is-not-there.so.1").err().unwrap();
+        assert_eq!(error.kind(), &Kind::Unavailable);
+        let text = error.to_string();
+        assert!(text.contains("libibverbs-that-is-not-there.so.1 is not installed"), "{text}");
+        assert!(text.contains("apt install libibverbs1"), "{text}");
+    }
+
+    #[test]
+    fn a_file_that_is_no_library_is_told_from_one_that_is_missing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("libibverbs.so.1");
+        std::fs::write(&path, "not a library at all, and long enough to have a header of its own")
+            .unwrap();
+        let text = Library::load(path.to_str().unwrap()).err().unwrap().to_string();
+        assert!(text.contains("does not load") && text.contains("invalid ELF header"), "{text}");
+    }
+
+    #[test]
+    fn an_old_library_is_an_error_that_names_symbol_and_release() {
+        // It has none of the symbols, as a library of long ago has not all of them.
+        let old = Library::load("libc.so.6").unwrap();
+        let nothing = std::ptr::null_mut();
+        for (error, symbol, release) in [
+            (function!(&old, reg_dmabuf_mr).err(), "ibv_reg_dmabuf_mr", "rdma-core 34"),
+            (function!(&old, reg_mr_iova2).err(), "ibv_reg_mr_iova2", "rdma-core 28"),
+            (function!(&old, query_gid_table).err(), "_ibv_query_gid_table", "rdma-core 32"),
+            (
+                call!(&old, Attempt::Close, close_device(nothing)).err(),
+                "ibv_close_device",
+                "no libibverbs",
+            ),
+        ] {
+            let text = error.unwrap().to_string();
+            assert!(text.contains(symbol) && text.contains(release), "{text}");
+        }
+        assert_eq!(sys::symbol::reg_mr.1, 0);
+    }
+
+    #[test]
+    fn codes_are_taken_however_they_are_given() {
+        assert!(check(0, Attempt::Close).is_ok());
+        for code in [libc::EINVAL, -libc::EINVAL] {
+            assert_eq!(check(code, Attempt::Close).unwrap_err().kind(), &Kind::Os(libc::EINVAL));
+        }
+        rustix_errno(libc::EBUSY);
+        assert_eq!(check(-1, Attempt::Close).unwrap_err().kind(), &Kind::Busy);
+        rustix_errno(libc::EACCES);
+        let error = made::<u8>(std::ptr::null_mut(), Attempt::Open("mlx5_0")).unwrap_err();
+        assert_eq!(error.kind(), &Kind::PermissionDenied);
+    }
+
+    fn rustix_errno(code: i32) {
+        // SAFETY: this thread's own errno.
+        unsafe { *libc::__errno_location() = code };
+    }
+}

@@ -1,0 +1,484 @@
+//! Queue pairs: connections and datagrams.
+
+use std::sync::Arc;
+
+use warpwire_proto::Psn;
+use warpwire_proto::qp::{self as protocol, Change, Mtu, Service, State};
+
+use super::address::Route;
+use super::cq::{Cq, lacks};
+use super::device::{PortState, mtu_of};
+use super::explain::Attempt;
+use super::library::{Raw, call, end, make};
+use super::memory::{Domain, Pd};
+use super::post::{self, PostError, ReceiveRequest, Request, Room};
+use super::srq::Srq;
+use super::{Context, sys};
+use crate::error::{Error, Kind, Result};
+
+/// How a queue pair is made and connected.
+#[derive(Clone, Debug)]
+pub struct QpOptions {
+    /// What it is for: a connection, or datagrams.
+    pub service: Service,
+    /// How many work requests the send queue has room for, at least.
+    pub send_depth: u32,
+    /// How many receives, at least; not used with a shared queue.
+    pub receive_depth: u32,
+    /// How many ranges of memory a work request may name.
+    pub send_ranges: u32,
+    /// How many ranges a receive may name.
+    pub receive_ranges: u32,
+    /// How many bytes a work request may carry in itself.
+    pub inline: u32,
+    /// Whether every work request makes a completion.
+    pub signal_all: bool,
+    /// The shared receive queue that takes the place of its own.
+    pub srq: Option<Srq>,
+    /// The port that it uses; the first is 1.
+    pub port: u8,
+    /// Which of the port's addresses it uses: [`Context::gids`] lists them.
+    pub gid_index: u8,
+    /// The most payload in a packet; by default the port's, or the peer's if that is smaller.
+    pub mtu: Option<Mtu>,
+    /// What the peer may do.
+    pub access: protocol::Access,
+    /// How long to wait for an answer: 4.096 µs · 2^n; 0 waits for ever.
+    pub timeout: u8,
+    /// How often to try again without an answer: 0 to 7.
+    pub retry_count: u8,
+    /// How often to try again when the peer has no receive: 0 to 6; 7 is without end.
+    pub rnr_retry: u8,
+    /// The code of the time that a peer waits when there is no receive.
+    pub min_rnr_timer: u8,
+    /// How many reads and atomics may be outstanding, in either direction.
+    pub max_rd_atomic: u8,
+}
+
+impl Default for QpOptions {
+    fn default() -> Self {
+        Self {
+            service: Service::Rc,
+            send_depth: 128,
+            receive_depth: 128,
+            send_ranges: 2,
+            receive_ranges: 2,
+            inline: 64,
+            signal_all: true,
+            srq: None,
+            port: 1,
+            gid_index: 0,
+            mtu: None,
+            access: protocol::Access::ALL,
+            timeout: 14,
+            retry_count: 7,
+            rnr_retry: 7,
+            min_rnr_timer: 1,
+            max_rd_atomic: 16,
+        }
+    }
+}
+
+/// What a peer must know to connect to a queue pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// The address of its port.
+    pub gid: [u8; 16],
+    /// The local identifier of its port; 0 on Ethernet.
+    pub lid: u16,
+    /// Its number.
+    pub qpn: u32,
+    /// The sequence number of its first request.
+    pub psn: u32,
+    /// The most payload in a packet, in bytes.
+    pub mtu: u32,
+    /// How many reads and atomics it answers at a time.
+    pub max_rd_atomic: u8,
+}
+
+/// A queue pair. Clones are the same one.
+#[derive(Clone, Debug)]
+pub struct Qp(Arc<Pair>);
+
+#[derive(Debug)]
+struct Pair {
+    raw: Raw<sys::Qp>,
+    post_send: sys::PostSend,
+    post_receive: sys::PostRecv,
+    room: Room,
+    options: QpOptions,
+    psn: u32,
+    /// These end after it.
+    pd: Arc<Domain>,
+    _cqs: [Cq; 2],
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        end!(self.pd.context.library, destroy_qp(self.raw.ptr()));
+    }
+}
+
+impl Pd {
+    /// Makes a queue pair, whose ends of work are told in these two completion queues.
+    ///
+    /// # Errors
+    /// If the device does not have so much room, or the queues belong to another device.
+    pub fn create_qp(&self, send_cq: &Cq, receive_cq: &Cq, options: QpOptions) -> Result<Qp> {
+        let pd = self.0.clone();
+        let context = &pd.context;
+        let shared = options.srq.as_ref().map(|srq| &srq.0);
+        let foreign = shared.is_some_and(|srq| srq.pd.context.raw.ptr() != context.raw.ptr());
+        if foreign || !send_cq.is_of(context) || !receive_cq.is_of(context) {
+            return Err(Error::new(Kind::InvalidArgument, "make a queue pair")
+                .on(context.device.name.clone())
+                .why("one of its queues was made by another context")
+                .fix("make all of them by one"));
+        }
+        // SAFETY: an open device; its operations do not change once it is open.
+        let ops = unsafe { &(*context.raw.ptr()).ops };
+        let (Some(post_send), Some(post_receive)) = (ops.post_send, ops.post_recv) else {
+            return Err(lacks(context, "queue pairs"));
+        };
+        let qp_type = match options.service {
+            Service::Rc => sys::QPT_RC,
+            Service::Ud => sys::QPT_UD,
+        };
+        let mut init = sys::QpInitAttr {
+            qp_context: std::ptr::null_mut(),
+            send_cq: send_cq.0.raw.ptr(),
+            recv_cq: receive_cq.0.raw.ptr(),
+            srq: shared.map_or(std::ptr::null_mut(), |srq| srq.raw.ptr()),
+            cap: sys::QpCap {
+                max_send_wr: options.send_depth,
+                max_recv_wr: if shared.is_some() { 0 } else { options.receive_depth },
+                max_send_sge: options.send_ranges,
+                max_recv_sge: if shared.is_some() { 0 } else { options.receive_ranges },
+                max_inline_data: options.inline,
+            },
+            qp_type: qp_type as i32,
+            sq_sig_all: i32::from(options.signal_all),
+        };
+        let raw = make!(context.library, Attempt::CreateQp, create_qp(pd.raw.ptr(), &mut init))?;
+        let room = Room {
+            service: options.service,
+            send_ranges: init.cap.max_send_sge,
+            receive_ranges: init.cap.max_recv_sge,
+            inline: init.cap.max_inline_data,
+        };
+        // SAFETY: just made.
+        let psn = any_psn(unsafe { (*raw.ptr()).qp_num });
+        let cqs = [send_cq.clone(), receive_cq.clone()];
+        Ok(Qp(Arc::new(Pair { raw, post_send, post_receive, room, options, psn, pd, _cqs: cqs })))
+    }
+}
+
+/// A first sequence number that differs from one connection to the next.
+fn any_psn(number: u32) -> u32 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let seed = now.map_or(0, |since| since.as_nanos() as u64) ^ u64::from(number) << 40;
+    (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32
+}
+
+impl Qp {
+    /// Its number.
+    pub fn number(&self) -> u32 {
+        // SAFETY: the library's object, which lives as long as this; its number does not change.
+        unsafe { (*self.0.raw.ptr()).qp_num }
+    }
+
+    /// How many bytes a work request may carry in itself: at least what was asked for.
+    pub fn inline_room(&self) -> u32 {
+        self.0.room.inline
+    }
+
+    /// Its state, as the device has it.
+    pub fn state(&self) -> Result<State> {
+        // SAFETY: numbers and pointers, for which zero is a value.
+        let (mut attr, mut init): (sys::QpAttr, sys::QpInitAttr) = unsafe { std::mem::zeroed() };
+        let (pair, mask) = (&*self.0, sys::QP_STATE as i32);
+        let library = pair.pd.context.library;
+        call!(library, Attempt::QueryQp, query_qp(pair.raw.ptr(), &mut attr, mask, &mut init))?;
+        Ok(match u32::try_from(attr.qp_state).unwrap_or(sys::QPS_ERR) {
+            sys::QPS_RESET => State::Reset,
+            sys::QPS_INIT => State::Init,
+            sys::QPS_RTR => State::Rtr,
+            sys::QPS_RTS => State::Rts,
+            sys::QPS_SQD => State::Sqd,
+            sys::QPS_SQE => State::Sqe,
+            _ => State::Err,
+        })
+    }
+
+    /// What a peer must know to connect to it.
+    ///
+    /// # Errors
+    /// If its port is down, or there is no such GID.
+    pub fn offer(&self) -> Result<Offer> {
+        let pair = &*self.0;
+        let options = &pair.options;
+        let context = Context(pair.pd.context.clone());
+        let port = context.port(options.port)?;
+        let gid = match port.lid {
+            0 => context.gid(options.port, options.gid_index.into())?.bytes,
+            _ => {
+                context.gid(options.port, options.gid_index.into()).map_or([0; 16], |gid| gid.bytes)
+            }
+        };
+        let mtu = options.mtu.map_or(port.active_mtu, Mtu::bytes);
+        let (qpn, psn) = (self.number(), pair.psn);
+        Ok(Offer { gid, lid: port.lid, qpn, psn, mtu, max_rd_atomic: options.max_rd_atomic })
+    }
+
+    /// Takes it through `INIT` and `RTR` to `RTS`, connected to the peer that made this offer.
+    pub fn connect(&self, peer: &Offer) -> Result<()> {
+        let own = self.offer()?;
+        let options = &self.0.options;
+        let mtu =
+            Mtu::new(own.mtu.min(peer.mtu)).filter(|mtu| mtu.bytes() <= 4096).ok_or_else(|| {
+                Error::new(Kind::Malformed, format!("connect queue pair {:#x}", self.number()))
+                    .why(format!("the peer offers an MTU of {} bytes", peer.mtu))
+                    .fix("offer 256, 512, 1024, 2048 or 4096")
+            })?;
+        self.modify(&self.to_init(), None)?;
+        let route = Route {
+            gid: peer.gid,
+            lid: peer.lid,
+            flow_label: (own.qpn ^ peer.qpn) & 0xf_ffff,
+            ..Route::to([0, 0, 0, 0].into(), options.port, options.gid_index)
+        };
+        let to_rtr = Change {
+            mtu: Some(mtu),
+            destination: Some(peer.qpn),
+            receive_psn: Some(Psn::new(peer.psn)),
+            max_dest_rd_atomic: Some(options.max_rd_atomic),
+            min_rnr_timer: Some(options.min_rnr_timer),
+            ..Change::to(State::Rtr)
+        };
+        self.modify(&to_rtr, Some(&route))?;
+        let to_rts = Change {
+            send_psn: Some(Psn::new(own.psn)),
+            timeout: Some(options.timeout),
+            retry_count: Some(options.retry_count),
+            rnr_retry: Some(options.rnr_retry),
+            max_rd_atomic: Some(options.max_rd_atomic.min(peer.max_rd_atomic)),
+            ..Change::to(State::Rts)
+        };
+        self.modify(&to_rts, None)
+    }
+
+    /// Takes a datagram queue pair through `INIT` and `RTR` to `RTS`: it takes datagrams that bear this key.
+    pub fn ready(&self, qkey: u32) -> Result<()> {
+        let init = Change { access: None, qkey: Some(qkey), ..self.to_init() };
+        self.modify(&init, None)?;
+        self.modify(&Change::to(State::Rtr), None)?;
+        self.modify(
+            &Change { send_psn: Some(Psn::new(self.0.psn)), ..Change::to(State::Rts) },
+            None,
+        )
+    }
+
+    /// The step to `INIT` that its options ask for.
+    pub fn to_init(&self) -> Change {
+        Change {
+            partition_index: Some(0),
+            port: Some(self.0.options.port),
+            access: Some(self.0.options.access),
+            ..Change::to(State::Init)
+        }
+    }
+
+    /// Takes a step, or changes attributes. The peer is where `route` says, or, without one, at the IP address of the
+    /// change's path, from the port and GID of the queue pair's options.
+    ///
+    /// # Errors
+    /// If there is no such step (with what is missing), the port is down, the GID is not there, or the peer's address
+    /// does not answer.
+    pub fn modify(&self, change: &Change, route: Option<&Route>) -> Result<()> {
+        let pair = &*self.0;
+        let options = &pair.options;
+        let along =
+            change.path.as_ref().map(|path| Route::along(path, options.port, options.gid_index));
+        let route = route.copied().or(along);
+        let (mut attr, mask) = attributes(change, route.as_ref());
+        let attempt = Attempt::Modify(change.to);
+        let library = pair.pd.context.library;
+        let done = call!(library, attempt, modify_qp(pair.raw.ptr(), &mut attr, mask as i32));
+        done.map_err(|error| self.why_not(error, change, route.as_ref()))
+    }
+
+    /// A better reason than the device gave, if there is one.
+    #[cold]
+    fn why_not(&self, error: Error, change: &Change, route: Option<&Route>) -> Error {
+        let context = Context(self.0.pd.context.clone());
+        if let Some(route) = route {
+            let usable = context.gid(route.port, route.gid_index.into());
+            let on_infiniband = context
+                .port(route.port)
+                .is_ok_and(|port| port.state == PortState::Active && port.lid != 0);
+            if let Err(better) = usable
+                && !on_infiniband
+            {
+                return better.during(format!(
+                    "take queue pair {:#x} to {}",
+                    self.number(),
+                    change.to
+                ));
+            }
+        }
+        // The table of steps has one port, one partition, and a path where there is a route.
+        let as_listed = Change {
+            port: change.port.map(|_| 1),
+            partition_index: change.partition_index.map(|_| 0),
+            path: change.path.or(route.map(|_| protocol::Path {
+                peer: ([0, 0, 0, 0], 0).into(),
+                traffic_class: 0,
+                hop_limit: 0,
+                flow_label: 0,
+            })),
+            ..*change
+        };
+        match self.state().map(|from| as_listed.check(self.0.options.service, from)) {
+            Ok(Err(refused)) if !matches!(error.kind(), Kind::Unavailable) => {
+                error.why(refused.to_string())
+            }
+            _ => error,
+        }
+    }
+
+    /// Posts work, in its order. Nothing is allocated.
+    ///
+    /// # Errors
+    /// With how many were posted; [`Kind::Busy`] if there is no room for the next.
+    #[inline]
+    pub fn post_send(&self, requests: &[Request<'_>]) -> std::result::Result<(), PostError> {
+        let pair = &*self.0;
+        post::send(pair.post_send, pair.raw.ptr(), (&pair.pd.context, &pair.room), requests)
+    }
+
+    /// Posts receives, in their order. Nothing is allocated.
+    ///
+    /// # Errors
+    /// With how many were posted.
+    #[inline]
+    pub fn post_receive(
+        &self,
+        requests: &[ReceiveRequest<'_>],
+    ) -> std::result::Result<(), PostError> {
+        let pair = &*self.0;
+        if pair.options.srq.is_some() {
+            return Err(PostError { posted: 0, error: shared_instead() });
+        }
+        post::receive(requests, pair.room.receive_ranges, |first, bad| {
+            // SAFETY: a queue pair that lives, and a chain of entries that lives until the call returns.
+            unsafe { (pair.post_receive)(pair.raw.ptr(), first, bad) }
+        })
+    }
+}
+
+#[cold]
+fn shared_instead() -> Error {
+    Error::new(Kind::InvalidArgument, "post a receive")
+        .why("the queue pair uses a shared one")
+        .fix("post it there")
+}
+
+/// A change as the library reads it, and which of its fields count.
+fn attributes(change: &Change, route: Option<&Route>) -> (sys::QpAttr, u32) {
+    // SAFETY: numbers, for which zero is a value.
+    let mut attr: sys::QpAttr = unsafe { std::mem::zeroed() };
+    attr.qp_state = state_number(change.to) as i32;
+    let mut mask = sys::QP_STATE;
+    macro_rules! put {
+        ($($value:expr => $field:ident, $flag:ident;)*) => {
+            $(if let Some(value) = $value {
+                attr.$field = value;
+                mask |= sys::$flag;
+            })*
+        };
+    }
+    put! {
+        change.current_state.map(|state| state_number(state) as i32) => cur_qp_state, QP_CUR_STATE;
+        change.partition_index => pkey_index, QP_PKEY_INDEX;
+        change.port => port_num, QP_PORT;
+        change.access.map(access_flags) => qp_access_flags, QP_ACCESS_FLAGS;
+        change.qkey => qkey, QP_QKEY;
+        route.map(Route::attributes) => ah_attr, QP_AV;
+        change.mtu.map(mtu_code) => path_mtu, QP_PATH_MTU;
+        change.destination => dest_qp_num, QP_DEST_QPN;
+        change.receive_psn.map(Psn::value) => rq_psn, QP_RQ_PSN;
+        change.max_dest_rd_atomic => max_dest_rd_atomic, QP_MAX_DEST_RD_ATOMIC;
+        change.min_rnr_timer => min_rnr_timer, QP_MIN_RNR_TIMER;
+        change.send_psn.map(Psn::value) => sq_psn, QP_SQ_PSN;
+        change.timeout => timeout, QP_TIMEOUT;
+        change.retry_count => retry_cnt, QP_RETRY_CNT;
+        change.rnr_retry => rnr_retry, QP_RNR_RETRY;
+        change.max_rd_atomic => max_rd_atomic, QP_MAX_QP_RD_ATOMIC;
+        change.notify_drained.map(u8::from) => en_sqd_async_notify, QP_EN_SQD_ASYNC_NOTIFY;
+    }
+    (attr, mask)
+}
+
+fn state_number(state: State) -> u32 {
+    match state {
+        State::Reset => sys::QPS_RESET,
+        State::Init => sys::QPS_INIT,
+        State::Rtr => sys::QPS_RTR,
+        State::Rts => sys::QPS_RTS,
+        State::Sqd => sys::QPS_SQD,
+        State::Sqe => sys::QPS_SQE,
+        State::Err => sys::QPS_ERR,
+    }
+}
+
+fn access_flags(access: protocol::Access) -> u32 {
+    const FLAGS: [(protocol::Access, u32); 3] = [
+        (protocol::Access::REMOTE_WRITE, sys::ACCESS_REMOTE_WRITE),
+        (protocol::Access::REMOTE_READ, sys::ACCESS_REMOTE_READ),
+        (protocol::Access::REMOTE_ATOMIC, sys::ACCESS_REMOTE_ATOMIC),
+    ];
+    FLAGS.iter().filter(|(right, _)| access.contains(*right)).fold(0, |all, (_, flag)| all | flag)
+}
+
+/// The code of an MTU; one that verbs do not know becomes a number that no device takes.
+fn mtu_code(mtu: Mtu) -> i32 {
+    (sys::MTU_256 as i32..=sys::MTU_4096 as i32)
+        .find(|code| mtu_of(*code) == Some(mtu))
+        .unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_sets_what_it_names_and_nothing_else() {
+        let (attr, mask) = attributes(&Change::to(State::Err), None);
+        assert_eq!((attr.qp_state, mask), (6, 1));
+        let change = Change {
+            mtu: Mtu::new(1024),
+            destination: Some(0x1234),
+            receive_psn: Some(Psn::new(7)),
+            access: Some(protocol::Access::REMOTE_READ),
+            ..Change::to(State::Rtr)
+        };
+        let route = Route::to([10, 0, 0, 1].into(), 2, 3);
+        let (attr, mask) = attributes(&change, Some(&route));
+        assert_eq!(
+            (attr.qp_state, attr.path_mtu, attr.dest_qp_num, attr.rq_psn),
+            (2, 3, 0x1234, 7)
+        );
+        assert_eq!(
+            (attr.ah_attr.port_num, attr.ah_attr.grh.sgid_index, attr.qp_access_flags),
+            (2, 3, 4)
+        );
+        assert_eq!(mask, 1 | 1 << 3 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 20);
+    }
+
+    #[test]
+    fn only_mtus_of_verbs_have_a_code() {
+        let codes = Mtu::ALL.map(mtu_code);
+        assert_eq!(codes, [1, 2, 3, 4, 5]);
+        assert_eq!(mtu_code(Mtu::new(65_536).unwrap()), 0);
+    }
+}
