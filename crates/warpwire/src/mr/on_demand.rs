@@ -32,6 +32,8 @@ const ABSENT: u8 = 0;
 const WANTED: u8 = 1;
 const PRESENT: u8 = 2;
 const REFUSED: u8 = 3;
+/// Refused, and looked for once more.
+const DOUBTED: u8 = 5;
 /// Some pages of it are there, or all of them for reading only: each use asks.
 const PARTLY: u8 = 4;
 
@@ -141,26 +143,35 @@ impl OnDemand {
             found @ (PRESENT | PARTLY) => Ok(found),
             WANTED => Err(Denied::Absent),
             REFUSED => {
-                // Said once; the next use looks again.
-                state.store(ABSENT, Ordering::Release);
+                // It may be mapped again: that is looked for, and the answer stays the same until it is found.
+                let asked =
+                    state.compare_exchange(REFUSED, DOUBTED, Ordering::AcqRel, Ordering::Acquire);
+                if asked.is_ok() {
+                    self.look_later(granule);
+                }
                 Err(Denied::Gone)
             }
+            DOUBTED => Err(Denied::Gone),
             _ => {
                 if state
                     .compare_exchange(ABSENT, WANTED, Ordering::AcqRel, Ordering::Acquire)
                     .is_ok()
                 {
                     count(&self.counts.faults);
-                    let me = self.me.clone();
-                    pager::later(move || {
-                        if let Some(memory) = me.upgrade() {
-                            memory.settle(granule);
-                        }
-                    });
+                    self.look_later(granule);
                 }
                 Err(Denied::Absent)
             }
         }
+    }
+
+    fn look_later(&self, granule: u64) {
+        let me = self.me.clone();
+        pager::later(move || {
+            if let Some(memory) = me.upgrade() {
+                memory.settle(granule);
+            }
+        });
     }
 
     /// Looks for a granule and notes what came of it.
@@ -285,13 +296,7 @@ impl OnDemand {
         len: u64,
         writes: bool,
     ) -> std::result::Result<(), Denied> {
-        self.wanted_part(granule, offset, len, writes).map_err(|_| {
-            if let Some(state) = self.state(granule) {
-                // Said once; the next use looks again.
-                let _ = state.compare_exchange(PARTLY, ABSENT, Ordering::AcqRel, Ordering::Acquire);
-            }
-            Denied::Gone
-        })
+        self.wanted_part(granule, offset, len, writes).map_err(|_| Denied::Gone)
     }
 
     /// A copy failed: what was thought to be there must be looked for again.
@@ -375,4 +380,60 @@ fn copy(at: u64, own: *mut u8, len: usize, way: Way) -> std::io::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mr::Memory;
+    use crate::mr::memory::What;
+    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+
+    const LEN: usize = 2 * GRANULE as usize;
+
+    /// Maps pages, or takes them away and keeps their addresses.
+    fn cover(
+        at: *mut std::ffi::c_void,
+        len: usize,
+        protection: ProtFlags,
+    ) -> *mut std::ffi::c_void {
+        let fixed = if at.is_null() { MapFlags::empty() } else { MapFlags::FIXED };
+        // SAFETY: a new mapping, or one in the place of this test's own; no reference to it exists.
+        unsafe { mmap_anonymous(at, len, protection, MapFlags::PRIVATE | fixed) }.unwrap()
+    }
+
+    fn settled(memory: &OnDemand, offset: u64) -> std::result::Result<(), Denied> {
+        loop {
+            match memory.check(offset, 64, true) {
+                Err(Denied::Absent) => std::thread::yield_now(),
+                other => return other,
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_gone_is_gone_for_all_who_ask_until_it_is_there_again() {
+        let both = ProtFlags::READ | ProtFlags::WRITE;
+        let base = cover(std::ptr::null_mut(), LEN, both);
+        // SAFETY: mapped above; what is not there any more is found out.
+        let memory = unsafe { Memory::raw(base.cast(), LEN as u64) }.unwrap();
+        let What::Host { range, .. } = memory.what else { unreachable!() };
+        let memory = OnDemand::new(range, true);
+        assert_eq!(settled(&memory, 0), Ok(()));
+        for part in [4096, LEN] {
+            cover(base, part, ProtFlags::empty());
+            assert_eq!(memory.write(0, &[1; 64]), Err(Denied::Absent), "it is looked for");
+            assert_eq!(settled(&memory, 0), Err(Denied::Gone));
+            // Whoever asks, and however often: nobody takes the answer away from another.
+            for _ in 0..1000 {
+                assert_eq!(memory.check(0, 64, true), Err(Denied::Gone), "{part} bytes gone");
+            }
+            cover(base, part, both);
+            let start = std::time::Instant::now();
+            while settled(&memory, 0) != Ok(()) {
+                assert!(start.elapsed().as_secs() < 10, "it is there again");
+            }
+            memory.write(0, &[1; 64]).unwrap();
+        }
+    }
 }
