@@ -76,6 +76,8 @@ pub(super) struct DeviceMemory {
     pieces: Box<[Piece]>,
     /// The pager has been asked to find it.
     wanted: AtomicBool,
+    /// Somebody found it away, and has not got at it since.
+    missed: AtomicBool,
     counts: Counts,
     /// For the pager, and for listeners.
     me: Weak<Self>,
@@ -112,6 +114,7 @@ impl DeviceMemory {
             unsettled: unsettled.clone(),
             pieces,
             wanted: AtomicBool::new(false),
+            missed: AtomicBool::new(false),
             counts: Counts::default(),
             me: me.clone(),
         });
@@ -167,7 +170,13 @@ impl DeviceMemory {
                 drop(self.gate.close(MOVING));
             }
             MemoryEvent::Freed => drop(self.gate.close(GONE)),
-            MemoryEvent::Moved if self.how.on_demand => drop(self.gate.close(ABSENT)),
+            MemoryEvent::Moved if self.how.on_demand => {
+                drop(self.gate.close(ABSENT));
+                // Who waits for it asks now and then, and it may move more often than that: so it is found beforehand.
+                if self.missed.load(Ordering::Relaxed) {
+                    self.want();
+                }
+            }
             MemoryEvent::Moved => self.find(),
         }
     }
@@ -346,6 +355,7 @@ impl DeviceMemory {
         from: &[u8],
     ) -> std::result::Result<(), Denied> {
         drop(self.gate.enter(|_| true).map_err(|(label, _)| self.reason(label))?);
+        self.got();
         let written = behind.lock().write(at, from);
         if !self.is_behind.swap(true, Ordering::AcqRel)
             && let Some(memory) = self.me.upgrade()
@@ -371,6 +381,14 @@ impl DeviceMemory {
         }
     }
 
+    /// Somebody got at it.
+    #[inline]
+    fn got(&self) {
+        if self.missed.load(Ordering::Relaxed) {
+            self.missed.store(false, Ordering::Relaxed);
+        }
+    }
+
     /// Runs `copy` inside the gate, so that memory does not move under a window.
     #[inline]
     fn with_copier(
@@ -380,6 +398,7 @@ impl DeviceMemory {
         copy: impl FnOnce(&Copier) -> Result<()>,
     ) -> std::result::Result<(), Denied> {
         let copier = self.gate.enter(|_| true).map_err(|(label, _)| self.reason(label))?;
+        self.got();
         let done = match copier.way(direction, len) {
             Way::Window | Way::Threads | Way::Engine => copy(&copier),
             // These wait for work of the device, which may itself be what moves the memory, and wait for
@@ -436,8 +455,12 @@ impl DeviceMemory {
     fn reason(&self, label: u32) -> Denied {
         match label {
             _ if self.life.lock().gone => Denied::Gone,
-            MOVING => Denied::Moving,
+            MOVING => {
+                self.missed.store(true, Ordering::Relaxed);
+                Denied::Moving
+            }
             ABSENT => {
+                self.missed.store(true, Ordering::Relaxed);
                 self.want();
                 Denied::Absent
             }

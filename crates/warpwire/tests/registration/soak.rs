@@ -144,7 +144,16 @@ fn round(
     }
     let start = Instant::now();
     while lanes.iter_mut().any(|lane| !lane.is_over()) {
-        assert!(start.elapsed() < SOON, "a batch does not end");
+        if start.elapsed() > SOON {
+            for lane in lanes.iter_mut().filter_map(|lane| (!lane.is_over()).then_some(lane)) {
+                let ends = [&lane.near, &lane.far].map(|end| {
+                    (end.buffer.sort, end.buffer.mr.as_ref().map(|mr| (mr.is_live(), mr.faults())))
+                });
+                eprintln!("not over: {ends:?}, freed: {}", lane.freed.is_some());
+            }
+            let stats = [&world.a, &world.b].map(|end| end.context.stats());
+            panic!("a batch does not end {stats:#?}");
+        }
         world.step();
         let lane = dice.below(LANES) as usize;
         let lane = &mut lanes[lane];

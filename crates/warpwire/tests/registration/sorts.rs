@@ -41,7 +41,11 @@ pub fn exchange(world: &World, joined: &Joined, near: &Buffer, far: &Buffer, see
         ])
         .unwrap();
     (1..=3).for_each(|id| {
-        world.done(&joined.a.sends, id);
+        let done = world.next(&joined.a.sends);
+        let [ours, theirs] = [near, far].map(|end| (end.mr().faults(), end.mr().failure()));
+        let why = world.b.context.hca().qp_denied(joined.b.qp.number());
+        let told = format!("{what}: {ours:?} {theirs:?}, refused there: {why:?}");
+        assert_eq!((done.id, done.status), (id, Status::Success), "{told}");
     });
     world.done(&joined.b.receives, 9);
     same(&far.read(5, len), &wanted, &format!("a write: {what}"));

@@ -313,7 +313,8 @@ impl World {
         let start = Instant::now();
         while !is_so() {
             self.step();
-            assert!(start.elapsed() < SOON, "it did not come to this: {what}");
+            let late = || [&self.a, &self.b].map(|end| end.context.stats());
+            assert!(start.elapsed() < SOON, "it did not come to this: {what} {:#?}", late());
         }
     }
 
