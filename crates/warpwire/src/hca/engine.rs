@@ -357,6 +357,12 @@ impl Core {
         let mut freed = false;
         // Data before the completion that tells of it.
         let lost = !self.settle();
+        if let Some(Some(pair)) = self.pairs.get(index as usize)
+            && pair.qp.state() == State::Err
+            && !pair.failed
+        {
+            self.registry.conclude();
+        }
         loop {
             let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
             let Some(event) = pair.qp.poll_event() else { break };

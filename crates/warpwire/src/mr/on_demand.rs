@@ -32,8 +32,6 @@ const ABSENT: u8 = 0;
 const WANTED: u8 = 1;
 const PRESENT: u8 = 2;
 const REFUSED: u8 = 3;
-/// Refused, and looked for once more.
-const DOUBTED: u8 = 5;
 /// Some pages of it are there, or all of them for reading only: each use asks.
 const PARTLY: u8 = 4;
 
@@ -80,8 +78,19 @@ pub(super) struct OnDemand {
     writes: bool,
     pieces: Box<[OnceLock<Box<[AtomicU8]>>]>,
     counts: Counts,
+    /// How many conclusions had been drawn when something was last refused.
+    refused: AtomicU64,
     /// For the pager.
     me: Weak<Self>,
+}
+
+/// How often anybody in this process drew the conclusion from memory that was refused: a connection failed. What is
+/// refused stays so until then, because several parts of a connection ask, and only one may conclude; and is looked for
+/// anew afterwards, because it may be mapped again.
+static CONCLUSIONS: AtomicU64 = AtomicU64::new(0);
+
+pub(super) fn conclude() {
+    CONCLUSIONS.fetch_add(1, Ordering::AcqRel);
 }
 
 impl OnDemand {
@@ -108,6 +117,7 @@ impl OnDemand {
             writes,
             pieces,
             counts: Counts::default(),
+            refused: AtomicU64::new(0),
             me: me.clone(),
         })
     }
@@ -142,21 +152,16 @@ impl OnDemand {
         match state.load(Ordering::Acquire) {
             found @ (PRESENT | PARTLY) => Ok(found),
             WANTED => Err(Denied::Absent),
-            REFUSED => {
-                // It may be mapped again: that is looked for, and the answer stays the same until it is found.
-                let asked =
-                    state.compare_exchange(REFUSED, DOUBTED, Ordering::AcqRel, Ordering::Acquire);
-                if asked.is_ok() {
-                    self.look_later(granule);
-                }
+            // The same for all who ask, until somebody has drawn the conclusion.
+            REFUSED
+                if self.refused.load(Ordering::Acquire) == CONCLUSIONS.load(Ordering::Acquire) =>
+            {
                 Err(Denied::Gone)
             }
-            DOUBTED => Err(Denied::Gone),
             _ => {
-                if state
-                    .compare_exchange(ABSENT, WANTED, Ordering::AcqRel, Ordering::Acquire)
-                    .is_ok()
-                {
+                // It may be mapped again since it was refused.
+                let away = |seen| matches!(seen, ABSENT | REFUSED).then_some(WANTED);
+                if state.fetch_update(Ordering::AcqRel, Ordering::Acquire, away).is_ok() {
                     count(&self.counts.faults);
                     self.look_later(granule);
                 }
@@ -176,6 +181,8 @@ impl OnDemand {
 
     /// Looks for a granule and notes what came of it.
     fn settle(&self, granule: u64) {
+        // Before it is looked for: who concludes something meanwhile has another answer in mind.
+        self.refused.store(CONCLUSIONS.load(Ordering::Acquire), Ordering::Release);
         let found = self.look(granule);
         if let Some(state) = self.state(granule) {
             state.store(found, Ordering::Release);
@@ -428,7 +435,10 @@ mod tests {
             for _ in 0..1000 {
                 assert_eq!(memory.check(0, 64, true), Err(Denied::Gone), "{part} bytes gone");
             }
+            conclude();
+            assert_eq!(settled(&memory, 0), Err(Denied::Gone), "looked for again");
             cover(base, part, both);
+            conclude();
             let start = std::time::Instant::now();
             while settled(&memory, 0) != Ok(()) {
                 assert!(start.elapsed().as_secs() < 10, "it is there again");

@@ -15,6 +15,7 @@ use super::export::{self, Watch};
 use super::gate::Inside;
 use super::keys::{Keys, TAG};
 use super::memory::{How, Memory, Reached, What};
+use super::on_demand;
 use super::registration::{Mr, Named, Registration, Target};
 use super::span::Span;
 use super::table::Table;
@@ -439,6 +440,11 @@ impl Registry {
     pub fn publish_all(&self) {
         self.settle();
         word::store_fence();
+    }
+
+    /// A connection has failed: memory on demand that was refused is looked for again when it is next used.
+    pub fn conclude(&self) {
+        on_demand::conclude();
     }
 
     /// Waits until all that was placed in memory without a window is there; where there is none, it costs nothing.
