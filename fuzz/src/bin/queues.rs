@@ -47,7 +47,7 @@ struct End {
 impl End {
     fn new(hub: &Hub, address: &str) -> Self {
         let link = hub.endpoint(address.parse().expect("an address")).expect("an endpoint");
-        let options = HcaOptions { drive: Drive::Inline };
+        let options = HcaOptions { drive: Drive::Inline, ..HcaOptions::default() };
         let context = Context::open_with(link, options).expect("a device");
         let (pd, other) = (context.pd(), context.pd());
         let register = |pd| {
