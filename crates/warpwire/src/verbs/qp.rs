@@ -180,8 +180,10 @@ impl Core {
         let id = self.send_ids[place].load(Ordering::Relaxed);
         // Others may fill the queue by themselves, and anything may lie in a completion: what was not posted here
         // frees nothing here.
-        if block < self.posted.load(Ordering::Acquire) {
-            self.freed.store(block + u64::from(size), Ordering::Release);
+        let posted = self.posted.load(Ordering::Acquire);
+        if block < posted {
+            // A completion may name a block in the middle of an entry, with the size of an older one.
+            self.freed.store((block + u64::from(size)).min(posted), Ordering::Release);
         }
         id
     }
