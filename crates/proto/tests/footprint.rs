@@ -1,0 +1,16 @@
+//! What a queue pair takes.
+#![allow(clippy::unwrap_used)]
+
+use warpwire_proto::qp::{Mtu, Options, Qp, Ud};
+
+#[test]
+fn memory_is_what_was_asked_for() {
+    // What stands in docs/protocol.md: a queue pair's fixed part, and what each work in its queue adds.
+    let one = Qp::new(1, Options { send_depth: 1, ..Options::default() });
+    let many = Qp::new(1, Options { send_depth: 1024, ..Options::default() });
+    let each = (many.footprint() - one.footprint()) / 1023;
+    assert!(one.footprint() <= 1024, "{}", one.footprint());
+    assert_eq!(each, 80);
+    let datagrams = Ud::new(1, Mtu::new(4096).unwrap(), 1024);
+    assert!(datagrams.footprint() <= 1024 * 64 + 512, "{}", datagrams.footprint());
+}
