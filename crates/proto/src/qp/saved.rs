@@ -36,7 +36,7 @@ pub(super) struct Saved {
     pub next: u32,
     pub stop: u32,
     /// Whether it has been answered in full once. Until then the peer cannot have finished with it.
-    answered: bool,
+    pub answered: bool,
 }
 
 impl Saved {
@@ -157,6 +157,14 @@ impl SavedRing {
             record.stop = record.next;
         }
         self.pending = self.end;
+    }
+
+    /// The rest of what is pending first is not sent, unless it is asked for once more.
+    pub(super) fn skip(&mut self) {
+        if let Some(record) = self.pending() {
+            record.stop = record.next;
+            self.skip_done();
+        }
     }
 
     /// Nothing more is to be sent.
