@@ -166,7 +166,7 @@ impl<'a> SharedBytes<'a> {
     }
 
     /// As [`read`](SharedBytes::read), from memory that is known to be the host's own, cached memory: without
-    /// the fences that a device's needs.
+    /// the fences that a device's needs. From 2 KiB on, words may be read in parts.
     #[inline]
     pub(crate) fn read_cached(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         if into.len() < WORTH_WIDE_ACCESS {
@@ -180,7 +180,8 @@ impl<'a> SharedBytes<'a> {
     }
 
     /// As [`write`](SharedBytes::write), to memory that is known to be the host's own, cached memory: the
-    /// bytes stay in the cache, where their reader will look for them.
+    /// bytes stay in the cache, where their reader will look for them. From 2 KiB on, words may be seen in part, and the
+    /// last bytes become visible last.
     #[inline]
     pub(crate) fn write_cached(&self, offset: u64, from: &[u8]) -> Result<()> {
         if from.len() < WORTH_WIDE_ACCESS {
