@@ -12,6 +12,7 @@
 //! mr | link  protection domains, keys, registered memory | RoCEv2 packets in and out
 //! mem       devices, memory, streams: the CUDA backend and the simulated GPU
 //! host      the machine as files: PCI, NUMA, drivers, NICs, limits
+//! work      requests, completions, news: the words that every device shares
 //! mlx5      ConnectX's queue formats: work queue entries, completions, doorbells, as bytes
 //! ```
 
@@ -26,5 +27,6 @@ pub mod mlx5;
 pub mod mr;
 pub mod units;
 pub mod verbs;
+pub mod work;
 
 pub use error::{Error, Result};

@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use crate::error::{Error, Result};
+pub use crate::work::AsyncEvent;
 
 /// A file descriptor that becomes readable when it is raised, until it is taken back.
 ///
@@ -87,51 +88,6 @@ pub(super) fn wait_any(fds: &[BorrowedFd<'_>], timeout: Duration) -> Result<bool
         Err(rustix::io::Errno::INTR) => Ok(false),
         Err(why) => Err(Error::os("wait for an event", &why.into())),
     }
-}
-
-/// Something that befell a queue pair or a queue, beside its completions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AsyncEvent {
-    /// The peer spoke before the queue pair was told to send.
-    Established {
-        /// Which.
-        qpn: u32,
-    },
-    /// The send queue is drained.
-    Drained {
-        /// Which.
-        qpn: u32,
-    },
-    /// The peer's request was senseless or not allowed; the queue pair failed.
-    RequestError {
-        /// Which.
-        qpn: u32,
-    },
-    /// The peer reached for memory that it may not access; the queue pair failed.
-    AccessError {
-        /// Which.
-        qpn: u32,
-    },
-    /// The queue pair failed for a reason of its own.
-    Fatal {
-        /// Which.
-        qpn: u32,
-    },
-    /// A queue pair that failed takes no more from its shared receive queue.
-    LastReceiveReached {
-        /// Which.
-        qpn: u32,
-    },
-    /// A shared receive queue holds fewer than its limit.
-    LimitReached {
-        /// Which.
-        srqn: u32,
-    },
-    /// A completion queue was full: a completion is lost.
-    CqOverrun {
-        /// Which.
-        cqn: u32,
-    },
 }
 
 /// News that wait to be taken. The oldest give way when nobody takes them.

@@ -101,6 +101,18 @@ impl Drop for Handle {
     }
 }
 
+/// A peer's address that hardware may know.
+pub trait Hardware {
+    /// What hardware knows it by; `None` if it is no hardware's.
+    fn hardware(&self) -> Option<&AddressHandle>;
+}
+
+impl Hardware for AddressHandle {
+    fn hardware(&self) -> Option<&AddressHandle> {
+        Some(self)
+    }
+}
+
 impl AddressHandle {
     pub(super) fn create(pd: &Pd, route: &Route) -> Result<Self> {
         let domain = pd.0.clone();

@@ -1,112 +1,63 @@
 //! Completion queues.
 
+use std::collections::VecDeque;
 use std::mem::MaybeUninit;
+use std::net::{Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::device::{Context, Opened};
 use super::event;
 use super::explain::{Attempt, explain, last_errno};
+use super::ids::{CHUNK, Reader, Side};
 use super::library::{Raw, check, end, function, make};
 use super::sys;
 use crate::error::{Error, Kind, Result};
-use crate::mlx5::Status;
+use crate::mlx5::{Opcode, Status};
+use crate::work::{Completion, CompletionKind, Sender};
 
-/// What ended. On failure it is not known.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum CompletionKind {
-    /// A message was sent.
-    Send,
-    /// A write, with or without four bytes.
-    Write,
-    /// A read.
-    Read,
-    /// A compare-and-swap.
-    CompareSwap,
-    /// A fetch-and-add.
-    FetchAdd,
-    /// A receive that took a message.
-    Receive,
-    /// A receive that took a message with four bytes beside it.
-    ReceiveImm([u8; 4]),
-    /// A receive that took a message which invalidated this key.
-    ReceiveInvalidate(u32),
-    /// A receive that was used up by a write with four bytes.
-    WriteImm([u8; 4]),
-    /// Work that failed.
-    Failed,
-    /// Anything else: `ibv_wc_opcode` has the number.
-    Other(u32),
-}
-
-/// The end of a work request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Completion {
-    /// What the program called it.
-    pub id: u64,
-    /// How it ended; [`explain_status`](super::explain_status) says more.
-    pub status: Status,
-    /// What it was.
-    pub kind: CompletionKind,
-    /// How many bytes came in, of a datagram with the 40 bytes before it.
-    pub len: u32,
-    /// The queue pair.
-    pub qpn: u32,
-    /// The vendor's number for what went wrong.
-    pub vendor_error: u32,
-    /// The queue pair that a datagram came from.
-    pub source: Option<u32>,
-}
-
-impl Completion {
-    /// A place for a completion, to be filled by [`Cq::poll`].
-    pub const EMPTY: Self = Self {
-        id: 0,
-        status: Status::Success,
-        kind: CompletionKind::Receive,
-        len: 0,
-        qpn: 0,
-        vendor_error: 0,
-        source: None,
+/// What the library says of a completion, but for what the program called it.
+fn told(wc: &sys::Wc, side: Side, invalidated_flags: u32) -> Completion {
+    let status = status_of(wc.status);
+    let imm = wc.imm_data.to_ne_bytes();
+    let has = |flags: u32| wc.wc_flags & flags != 0;
+    let kind = match (side, wc.opcode) {
+        (Side::Send, _) if status != Status::Success => CompletionKind::SendFailed,
+        (_, _) if status != Status::Success => CompletionKind::ReceiveFailed,
+        (Side::Send, code) => CompletionKind::Send(opcode_of(code)),
+        (_, sys::WC_RECV_RDMA_WITH_IMM) => CompletionKind::WriteImm(imm),
+        _ if has(sys::WC_WITH_IMM) => CompletionKind::ReceiveImm(imm),
+        _ if has(invalidated_flags) => CompletionKind::ReceiveInvalidate(wc.imm_data),
+        _ => CompletionKind::Receive,
     };
-
-    /// Whether it ended as it should.
-    pub fn is_success(&self) -> bool {
-        self.status == Status::Success
+    // rxe says of connections too that they have a route; of them no queue pair is told. 0 and 1 are the managers'.
+    let is_datagram = has(sys::WC_GRH) && side != Side::Send && wc.src_qp > 1;
+    let address = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), 0);
+    Completion {
+        id: wc.wr_id,
+        status,
+        kind,
+        len: if status == Status::Success { wc.byte_len } else { 0 },
+        qpn: wc.qp_num,
+        solicited: false,
+        sender: is_datagram.then_some(Sender { qpn: wc.src_qp, address }),
+        vendor_error: wc.vendor_err,
     }
+}
 
-    fn of(wc: &sys::Wc, invalidated_flags: u32) -> Self {
-        let status = status_of(wc.status);
-        let imm = wc.imm_data.to_ne_bytes();
-        let has = |flags: u32| wc.wc_flags & flags != 0;
-        let kind = match wc.opcode {
-            _ if status != Status::Success => CompletionKind::Failed,
-            sys::WC_SEND => CompletionKind::Send,
-            sys::WC_RDMA_WRITE => CompletionKind::Write,
-            sys::WC_RDMA_READ => CompletionKind::Read,
-            sys::WC_COMP_SWAP => CompletionKind::CompareSwap,
-            sys::WC_FETCH_ADD => CompletionKind::FetchAdd,
-            sys::WC_RECV if has(sys::WC_WITH_IMM) => CompletionKind::ReceiveImm(imm),
-            sys::WC_RECV if has(invalidated_flags) => {
-                CompletionKind::ReceiveInvalidate(wc.imm_data)
-            }
-            sys::WC_RECV => CompletionKind::Receive,
-            sys::WC_RECV_RDMA_WITH_IMM => CompletionKind::WriteImm(imm),
-            other => CompletionKind::Other(other),
-        };
-        // rxe says of connections too that they have a route; of them no queue pair is told. 0 and 1 are the managers'.
-        let is_datagram = has(sys::WC_GRH) && wc.opcode & sys::WC_RECV != 0 && wc.src_qp > 1;
-        Self {
-            id: wc.wr_id,
-            status,
-            kind,
-            len: wc.byte_len,
-            qpn: wc.qp_num,
-            vendor_error: wc.vendor_err,
-            source: is_datagram.then_some(wc.src_qp),
-        }
+/// What work was, by the number of its completion.
+fn opcode_of(number: u32) -> Opcode {
+    match number {
+        sys::WC_SEND => Opcode::Send,
+        sys::WC_RDMA_WRITE => Opcode::RdmaWrite,
+        sys::WC_RDMA_READ => Opcode::RdmaRead,
+        sys::WC_COMP_SWAP => Opcode::CompareSwap,
+        sys::WC_FETCH_ADD => Opcode::FetchAdd,
+        other => Opcode::Unknown(u8::try_from(other).unwrap_or(u8::MAX)),
     }
 }
 
@@ -142,6 +93,9 @@ pub(super) struct Queue {
     pub(super) raw: Raw<sys::Cq>,
     poll: sys::PollCq,
     notify: sys::NotifyCq,
+    /// Completions that were taken from the library before anybody asked for them, the oldest first.
+    aside: Mutex<VecDeque<Completion>>,
+    has_aside: AtomicBool,
     /// It is ended after the queue.
     channel: Channel,
 }
@@ -162,6 +116,54 @@ impl Drop for Queue {
     fn drop(&mut self) {
         end!(self.channel.context.library, destroy_cq(self.raw.ptr()));
     }
+}
+
+impl Queue {
+    /// Takes completions from the library; those that nobody wants to know of are left out.
+    #[inline]
+    fn take(&self, into: &mut [Completion]) -> Result<usize> {
+        let context = &*self.channel.context;
+        let mut filled = 0;
+        while filled < into.len() {
+            let wanted = (into.len() - filled).min(CHUNK);
+            let mut found = [const { MaybeUninit::<sys::Wc>::uninit() }; CHUNK];
+            let first = found.as_mut_ptr().cast::<sys::Wc>();
+            // Providers leave fields of failed work as they were.
+            // SAFETY: as many as the array has, at most; numbers, for which zero is a value.
+            unsafe { first.write_bytes(0, wanted) };
+            // SAFETY: a queue that lives, and room for so many.
+            let count = unsafe { (self.poll)(self.raw.ptr(), wanted as i32, first) };
+            let Ok(count) = usize::try_from(count) else { return Err(poll_failed(count)) };
+            if count == 0 {
+                break;
+            }
+            let count = count.min(wanted);
+            // SAFETY: so many were written, at least with zeros.
+            let found = unsafe { std::slice::from_raw_parts(first, count) };
+            filled += translate(
+                found,
+                &context.ids.reader(),
+                context.invalidated_flags,
+                &mut into[filled..],
+            );
+            if count < wanted {
+                break;
+            }
+        }
+        Ok(filled)
+    }
+}
+
+/// Completions in the words of the program; returns how many there are.
+#[inline]
+fn translate(found: &[sys::Wc], ids: &Reader<'_>, flags: u32, into: &mut [Completion]) -> usize {
+    let known = found.iter().filter_map(|wc| ids.ended(wc.wr_id).map(|named| (wc, named)));
+    let mut count = 0;
+    for ((wc, (side, id)), place) in known.zip(into) {
+        *place = Completion { id, ..told(wc, side, flags) };
+        count += 1;
+    }
+    count
 }
 
 impl Context {
@@ -185,7 +187,8 @@ impl Context {
             }
             return Err(lacks(&context, "completion queues"));
         };
-        Ok(Cq(Arc::new(Queue { raw: cq, poll, notify, channel })))
+        let (aside, has_aside) = (Mutex::default(), AtomicBool::new(false));
+        Ok(Cq(Arc::new(Queue { raw: cq, poll, notify, aside, has_aside, channel })))
     }
 }
 
@@ -195,9 +198,6 @@ pub(super) fn lacks(context: &Opened, what: &str) -> Error {
         .on(context.device.name.clone())
         .why("its driver has none")
 }
-
-/// How many completions are taken in one call of the library's.
-const CHUNK: usize = 16;
 
 impl Cq {
     /// Its number, as events tell it.
@@ -212,31 +212,43 @@ impl Cq {
     /// If the device is beyond repair, or the queue ran over.
     #[inline]
     pub fn poll(&self, into: &mut [Completion]) -> Result<usize> {
-        let queue = &*self.0;
-        let flags = queue.channel.context.invalidated_flags;
-        let mut filled = 0;
-        while filled < into.len() {
-            let wanted = (into.len() - filled).min(CHUNK);
-            let mut found = [const { MaybeUninit::<sys::Wc>::uninit() }; CHUNK];
-            let first = found.as_mut_ptr().cast::<sys::Wc>();
-            // Providers leave fields of failed work as they were.
-            // SAFETY: as many as the array has, at most; numbers, for which zero is a value.
-            unsafe { first.write_bytes(0, wanted) };
-            // SAFETY: a queue that lives, and room for so many.
-            let count = unsafe { (queue.poll)(queue.raw.ptr(), wanted as i32, first) };
-            let Ok(count) = usize::try_from(count) else { return Err(poll_failed(count)) };
-            let count = count.min(wanted);
-            // SAFETY: so many were written, at least with zeros.
-            let found = unsafe { std::slice::from_raw_parts(first, count) };
-            for (place, wc) in into[filled..].iter_mut().zip(found) {
-                *place = Completion::of(wc, flags);
-            }
-            filled += count;
-            if count < wanted {
-                break;
-            }
+        if self.0.has_aside.load(Ordering::Acquire) {
+            let filled = self.take_aside(into);
+            return Ok(filled + self.0.take(&mut into[filled..])?);
         }
-        Ok(filled)
+        self.0.take(into)
+    }
+
+    #[cold]
+    fn take_aside(&self, into: &mut [Completion]) -> usize {
+        let mut aside = self.0.aside.lock();
+        let count = into.len().min(aside.len());
+        for (place, completion) in into.iter_mut().zip(aside.drain(..count)) {
+            *place = completion;
+        }
+        self.0.has_aside.store(!aside.is_empty(), Ordering::Release);
+        count
+    }
+
+    /// Work that no device was given ends here.
+    #[cold]
+    pub(super) fn put_aside(&self, completions: impl IntoIterator<Item = Completion>) {
+        let mut aside = self.0.aside.lock();
+        aside.extend(completions);
+        self.0.has_aside.store(!aside.is_empty(), Ordering::Release);
+    }
+
+    /// Takes what waits from the library, and lets go of what belongs to that queue pair: it is ending, and the library
+    /// would let go of its completions without a word, with the places in a shared queue that they stand for.
+    #[cold]
+    pub(super) fn forget(&self, qpn: u32) {
+        let mut found = [Completion::EMPTY; CHUNK];
+        let mut aside = self.0.aside.lock();
+        while let Ok(count @ 1..) = self.0.take(&mut found) {
+            aside.extend(&found[..count]);
+        }
+        aside.retain(|completion| completion.qpn != qpn);
+        self.0.has_aside.store(!aside.is_empty(), Ordering::Release);
     }
 
     /// Asks for an event at the next completion, or at the next that is solicited or an error. Completions that are
@@ -330,34 +342,45 @@ mod tests {
 
     #[test]
     fn completions_say_what_the_library_said() {
-        let kind = |opcode, flags| Completion::of(&wc(0, opcode, flags), 1 << 3).kind;
-        assert_eq!(kind(0, 0), CompletionKind::Send);
-        assert_eq!(kind(4, 0), CompletionKind::FetchAdd);
-        assert_eq!(kind(128, 0), CompletionKind::Receive);
-        assert_eq!(kind(128, 2), CompletionKind::ReceiveImm([1, 2, 3, 4]));
-        assert_eq!(
-            kind(128, 8),
-            CompletionKind::ReceiveInvalidate(u32::from_ne_bytes([1, 2, 3, 4]))
-        );
+        let kind = |side, opcode, flags| told(&wc(0, opcode, flags), side, 1 << 3).kind;
+        let sent = |opcode| kind(Side::Send, opcode, 0);
+        assert_eq!(sent(0), CompletionKind::Send(Opcode::Send));
+        assert_eq!(sent(1), CompletionKind::Send(Opcode::RdmaWrite));
+        assert_eq!(sent(4), CompletionKind::Send(Opcode::FetchAdd));
+        assert_eq!(sent(99), CompletionKind::Send(Opcode::Unknown(99)));
+        let received = |opcode, flags| kind(Side::Receive, opcode, flags);
+        assert_eq!(received(128, 0), CompletionKind::Receive);
+        assert_eq!(received(128, 2), CompletionKind::ReceiveImm([1, 2, 3, 4]));
+        let key = u32::from_ne_bytes([1, 2, 3, 4]);
+        assert_eq!(received(128, 8), CompletionKind::ReceiveInvalidate(key));
         // Bit 2 means "checksum is right", but for rxe.
-        assert_eq!(kind(128, 4), CompletionKind::Receive);
-        assert_eq!(kind(129, 2), CompletionKind::WriteImm([1, 2, 3, 4]));
-        assert_eq!(kind(200, 0), CompletionKind::Other(200));
-        let datagram = Completion::of(&wc(0, 128, 1), 1 << 3);
-        assert_eq!((datagram.source, datagram.id), (Some(9), 7));
-        let connected = Completion::of(&sys::Wc { src_qp: 0, ..wc(0, 128, 1) }, 1 << 3);
-        assert_eq!(connected.source, None);
+        assert_eq!(received(128, 4), CompletionKind::Receive);
+        assert_eq!(received(129, 2), CompletionKind::WriteImm([1, 2, 3, 4]));
+        let datagram = told(&wc(0, 128, 1), Side::Shared, 1 << 3);
+        assert_eq!(datagram.sender.map(|sender| sender.qpn), Some(9));
+        let connected = told(&sys::Wc { src_qp: 0, ..wc(0, 128, 1) }, Side::Receive, 1 << 3);
+        assert_eq!(connected.sender, None);
     }
 
     #[test]
-    fn failed_work_has_a_status_and_no_kind() {
+    fn failed_work_has_a_status_and_a_side() {
         for (number, status) in
             [(10, Status::RemoteAccess), (12, Status::RetryExceeded), (5, Status::Flushed)]
         {
-            let failed = Completion::of(&wc(number, 0, 0), 0);
-            assert_eq!((failed.status, failed.kind), (status, CompletionKind::Failed));
+            // What its opcode is nobody says, whichever side it was.
+            let failed = told(&wc(number, 0, 0), Side::Send, 0);
+            assert_eq!((failed.status, failed.kind), (status, CompletionKind::SendFailed));
+            let failed = told(&wc(number, 0, 0), Side::Receive, 0);
+            assert_eq!((failed.status, failed.kind), (status, CompletionKind::ReceiveFailed));
             assert!(!failed.is_success());
         }
-        assert_eq!(Completion::of(&wc(99, 0, 0), 0).status, Status::General);
+        assert_eq!(told(&wc(99, 0, 0), Side::Send, 0).status, Status::General);
+    }
+
+    #[test]
+    fn what_nobody_wants_to_know_is_left_out() {
+        let shelf = super::super::ids::Shelf::default();
+        let mut into = [Completion::EMPTY; 4];
+        assert_eq!(translate(&[wc(0, 0, 0)], &shelf.reader(), 0, &mut into), 0);
     }
 }

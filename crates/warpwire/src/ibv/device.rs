@@ -9,13 +9,15 @@ use std::sync::Arc;
 use serde::Serialize;
 use warpwire_proto::qp::Mtu;
 
-use super::event::{self, AsyncEvent};
+use super::event;
 use super::explain::{Attempt, explain};
+use super::ids::Shelf;
 use super::library::{Library, Raw, call, check, end, function, make};
 use super::sys;
 use crate::error::{Error, Kind, Result};
 use crate::host::{Access, System};
 use crate::mlx5::gid_address;
+use crate::work::AsyncEvent;
 
 /// An RDMA device that the kernel knows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -269,6 +271,8 @@ pub(super) struct Opened {
     pub(super) device: Device,
     /// The flags of a completion that mean that a key was invalidated.
     pub(super) invalidated_flags: u32,
+    /// What programs call their work.
+    pub(super) ids: Shelf,
 }
 
 impl Drop for Opened {
@@ -306,7 +310,13 @@ impl Context {
             Some("rxe") => sys::WC_WITH_INV | KERNELS_INVALIDATED,
             _ => sys::WC_WITH_INV,
         };
-        let context = Self(Arc::new(Opened { library, raw, device, invalidated_flags }));
+        let context = Self(Arc::new(Opened {
+            library,
+            raw,
+            device,
+            invalidated_flags,
+            ids: Shelf::default(),
+        }));
         event::never_block(context.async_fd())?;
         Ok(context)
     }

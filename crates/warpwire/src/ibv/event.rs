@@ -12,64 +12,7 @@ use super::explain::{Attempt, explain, last_errno};
 use super::library::function;
 use super::sys;
 use crate::error::{Error, Result};
-
-/// News of a device. Queues are told by their numbers, completion queues by what [`Cq::number`](super::Cq::number) says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum AsyncEvent {
-    /// A completion queue ran over; it takes no more.
-    CqFailed {
-        /// Its number.
-        cq: u32,
-    },
-    /// A queue pair failed, for a reason of the device.
-    QpFailed {
-        /// Its number.
-        qpn: u32,
-    },
-    /// A peer sent a request that makes no sense, or reached for memory that it may not.
-    QpRefused {
-        /// The queue pair's number.
-        qpn: u32,
-    },
-    /// The first message of a peer came before the queue pair was in RTS.
-    Established {
-        /// The queue pair's number.
-        qpn: u32,
-    },
-    /// The send queue is drained.
-    Drained {
-        /// The queue pair's number.
-        qpn: u32,
-    },
-    /// The last receive of a shared queue that a failed queue pair had taken is complete.
-    LastReceive {
-        /// The queue pair's number.
-        qpn: u32,
-    },
-    /// A shared receive queue has fewer receives than asked for.
-    SrqLimit {
-        /// Its number.
-        srq: u32,
-    },
-    /// A shared receive queue failed.
-    SrqFailed {
-        /// Its number.
-        srq: u32,
-    },
-    /// A port carries traffic from now on.
-    PortActive(u8),
-    /// A port carries none any more.
-    PortDown(u8),
-    /// The addresses of a port changed.
-    GidsChanged(u8),
-    /// Something else of a port: `ibv_event_type` has the number.
-    Port(u8, u32),
-    /// The device is beyond repair.
-    DeviceFailed,
-    /// Anything else: `ibv_event_type` has the number.
-    Other(u32),
-}
+use crate::work::AsyncEvent;
 
 /// Reads of that descriptor return at once.
 pub(super) fn never_block(fd: BorrowedFd<'_>) -> Result<()> {
@@ -126,14 +69,15 @@ unsafe fn meaning(kind: u32, element: *mut c_void) -> AsyncEvent {
     let srq = || unsafe { (*element.cast::<sys::Srq>()).handle };
     match kind {
         // SAFETY: the same, for completion queues.
-        sys::EVENT_CQ_ERR => CqFailed { cq: unsafe { (*element.cast::<sys::Cq>()).handle } },
-        sys::EVENT_QP_FATAL => QpFailed { qpn: qpn() },
-        sys::EVENT_QP_REQ_ERR | sys::EVENT_QP_ACCESS_ERR => QpRefused { qpn: qpn() },
+        sys::EVENT_CQ_ERR => CqOverrun { cqn: unsafe { (*element.cast::<sys::Cq>()).handle } },
+        sys::EVENT_QP_FATAL => Fatal { qpn: qpn() },
+        sys::EVENT_QP_REQ_ERR => RequestError { qpn: qpn() },
+        sys::EVENT_QP_ACCESS_ERR => AccessError { qpn: qpn() },
         sys::EVENT_COMM_EST => Established { qpn: qpn() },
         sys::EVENT_SQ_DRAINED => Drained { qpn: qpn() },
-        sys::EVENT_QP_LAST_WQE_REACHED => LastReceive { qpn: qpn() },
-        sys::EVENT_SRQ_ERR => SrqFailed { srq: srq() },
-        sys::EVENT_SRQ_LIMIT_REACHED => SrqLimit { srq: srq() },
+        sys::EVENT_QP_LAST_WQE_REACHED => LastReceiveReached { qpn: qpn() },
+        sys::EVENT_SRQ_ERR => SrqFailed { srqn: srq() },
+        sys::EVENT_SRQ_LIMIT_REACHED => LimitReached { srqn: srq() },
         sys::EVENT_DEVICE_FATAL => DeviceFailed,
         sys::EVENT_PORT_ACTIVE => PortActive(port),
         sys::EVENT_PORT_ERR => PortDown(port),

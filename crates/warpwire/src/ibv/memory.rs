@@ -7,11 +7,11 @@ use std::sync::Arc;
 use super::device::{Context, Opened};
 use super::explain::{Attempt, explain, last_errno};
 use super::library::{Raw, end, function, made, make};
-use super::post::{Remote, Sge};
 use super::{address, sys};
 use crate::error::{Error, Kind, Result};
 use crate::host::System;
 use crate::mr::{Access, DmaBufRange, HostMemory};
+use crate::work::{Remote, Sge};
 
 /// A protection domain: work of its queue pairs reaches memory of its registrations. Clones are the same one.
 #[derive(Clone, Debug)]

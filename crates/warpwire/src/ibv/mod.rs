@@ -12,7 +12,8 @@
 //!
 //! The library is loaded when the first device is asked for; without it everything here is an error that says what to
 //! install. Posting, polling and arming go straight to the provider, through the context's table of operations, as the
-//! inline functions of `infiniband/verbs.h` do: nothing is allocated, and the library's locks are the only ones.
+//! inline functions of `infiniband/verbs.h` do: nothing is allocated. Requests, completions and news are those of
+//! [`work`](crate::work), which the software HCA has too.
 //!
 //! Objects hold what they need: a queue pair its completion queues, a registration its domain and its memory, and all
 //! of them the device. Three levels, as for CUDA: `sys` (structures and symbols, sizes asserted), `library` (results), the
@@ -42,6 +43,7 @@ mod cq;
 mod device;
 mod event;
 mod explain;
+mod ids;
 mod library;
 mod memory;
 mod post;
@@ -49,14 +51,17 @@ mod qp;
 mod srq;
 mod sys;
 
-pub use address::{AddressHandle, Route};
-pub use cq::{Completion, CompletionKind, Cq};
+pub use address::{AddressHandle, Hardware, Route};
+pub use cq::Cq;
 pub use device::{
     Context, Device, DeviceAttributes, Gid, GidKind, LinkLayer, Port, PortState, Transport, devices,
 };
-pub use event::AsyncEvent;
 pub use explain::{Attempt, Explanation, explain, explain_status};
 pub use memory::{Mr, Pd};
-pub use post::{Destination, Op, PostError, ReceiveRequest, Remote, Request, Sge};
-pub use qp::{Offer, Qp, QpOptions};
+pub use post::{PostError, Request};
+pub use qp::{Batch, Offer, Qp, QpOptions};
 pub use srq::Srq;
+
+pub use crate::work::{
+    AsyncEvent, Completion, CompletionKind, Fence, Op, ReceiveRequest, Remote, Sender, Sge,
+};

@@ -1,155 +1,26 @@
-//! Work to post, and how it becomes the library's.
+//! Work, as it becomes the library's.
 
 use std::mem::MaybeUninit;
+use std::sync::Arc;
 
-use super::address::AddressHandle;
+use super::address::{AddressHandle, Handle, Hardware};
 use super::device::Opened;
 use super::explain::{Attempt, explain, last_errno};
+use super::ids::{CHUNK, Naming};
 use super::sys;
 use crate::error::{Error, Kind, Result};
 use crate::mlx5::Atomic;
+use crate::work::{self, Fence, Op, ReceiveRequest, Remote, Sge};
 use warpwire_proto::qp::Service;
 
-/// A range of registered memory, as the library reads it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-pub struct Sge {
-    /// Where it begins, in the registration's addresses.
-    pub address: u64,
-    /// How many bytes.
-    pub len: u32,
-    /// The registration's key.
-    pub lkey: u32,
-}
-
-/// A place in the peer's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Remote {
-    /// The address, in the registration's addresses.
-    pub address: u64,
-    /// The registration's key.
-    pub rkey: u32,
-}
-
-/// What to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Op {
-    /// Send a message.
-    Send,
-    /// Send a message with four bytes beside it.
-    SendImm([u8; 4]),
-    /// Send a message, and invalidate a key of the peer.
-    SendInvalidate(u32),
-    /// Write to the peer's memory.
-    Write(Remote),
-    /// Write, then complete a receive of the peer with four bytes.
-    WriteImm(Remote, [u8; 4]),
-    /// Read from the peer's memory.
-    Read(Remote),
-    /// Change a word of 8 bytes of the peer's memory; the value before comes into the request's memory. Masked
-    /// atomics are not for libibverbs.
-    Atomic(Remote, Atomic),
-}
-
-/// Whom a datagram is for.
-#[derive(Clone, Copy, Debug)]
-pub struct Destination<'a> {
-    /// The peer.
-    pub handle: &'a AddressHandle,
-    /// Its queue pair.
-    pub qpn: u32,
-    /// The key of that queue pair.
-    pub qkey: u32,
-}
-
-/// Work to post.
+/// Work to post: [`work::Request`] with this room's addresses.
 ///
 /// ```
-/// use warpwire::ibv::{Op, Request, Sge};
-/// let range = Sge { address: 0x1000, len: 64, lkey: 7 };
-/// let request = Request::new(1, Op::Send).with(std::slice::from_ref(&range)).solicited();
+/// use warpwire::ibv::{Op, Request};
+/// let request = Request::new(1, Op::Send).inline(b"hello").solicited();
 /// assert!(request.signaled && request.solicited);
 /// ```
-#[derive(Clone, Copy, Debug)]
-pub struct Request<'a> {
-    /// What the program calls it.
-    pub id: u64,
-    /// What to do.
-    pub op: Op,
-    /// The memory that it sends from, or fetches into.
-    pub data: &'a [Sge],
-    /// Bytes that are copied as it is posted, instead of memory.
-    pub inline: Option<&'a [u8]>,
-    /// Whether success makes a completion, where the queue pair does not ask for all.
-    pub signaled: bool,
-    /// Whether the peer's completion should wake its owner.
-    pub solicited: bool,
-    /// Whether it waits for all earlier reads and atomics.
-    pub fenced: bool,
-    /// Whom a message of a datagram queue pair is for.
-    pub destination: Option<Destination<'a>>,
-}
-
-impl<'a> Request<'a> {
-    /// Work without memory, which makes a completion.
-    pub fn new(id: u64, op: Op) -> Self {
-        Self {
-            id,
-            op,
-            data: &[],
-            inline: None,
-            signaled: true,
-            solicited: false,
-            fenced: false,
-            destination: None,
-        }
-    }
-
-    /// With that memory.
-    #[must_use]
-    pub fn with(self, data: &'a [Sge]) -> Self {
-        Self { data, ..self }
-    }
-
-    /// With these bytes, which are copied as it is posted.
-    #[must_use]
-    pub fn inline(self, bytes: &'a [u8]) -> Self {
-        Self { inline: Some(bytes), ..self }
-    }
-
-    /// Without a completion, unless it fails.
-    #[must_use]
-    pub fn unsignaled(self) -> Self {
-        Self { signaled: false, ..self }
-    }
-
-    /// The peer's completion wakes its owner.
-    #[must_use]
-    pub fn solicited(self) -> Self {
-        Self { solicited: true, ..self }
-    }
-
-    /// It waits for all earlier reads and atomics.
-    #[must_use]
-    pub fn fenced(self) -> Self {
-        Self { fenced: true, ..self }
-    }
-
-    /// A datagram for that queue pair of the peer.
-    #[must_use]
-    pub fn to(self, handle: &'a AddressHandle, qpn: u32, qkey: u32) -> Self {
-        Self { destination: Some(Destination { handle, qpn, qkey }), ..self }
-    }
-}
-
-/// A receive to post.
-#[derive(Clone, Copy, Debug)]
-pub struct ReceiveRequest<'a> {
-    /// What the program calls it.
-    pub id: u64,
-    /// Where the message goes.
-    pub data: &'a [Sge],
-}
+pub type Request<'a> = work::Request<'a, AddressHandle>;
 
 /// Not all of several requests were posted: the first `posted` were.
 #[derive(Clone, Debug)]
@@ -177,89 +48,174 @@ pub(super) struct Room {
     pub(super) inline: u32,
 }
 
-/// How many requests are handed over in one call of the library's.
-const CHUNK: usize = 16;
-
-/// Posts work; the requests' lifetimes end after the call, which copies what it needs.
-#[inline]
-pub(super) fn send(
-    post: sys::PostSend,
-    qp: *mut sys::Qp,
-    (context, room): (&Opened, &Room),
-    requests: &[Request<'_>],
-) -> std::result::Result<(), PostError> {
-    let mut posted = 0;
-    for chunk in requests.chunks(CHUNK) {
-        let mut entries = [const { MaybeUninit::uninit() }; CHUNK];
-        let mut inline = [const { MaybeUninit::uninit() }; CHUNK];
-        let (mut good, mut refused) = (0, None);
-        for ((request, entry), place) in chunk.iter().zip(&mut entries).zip(&mut inline) {
-            let entry = entry.write(sys::SendWr::EMPTY);
-            if let Err(error) = write(request, entry, place, context, room) {
-                refused = Some(error);
-                break;
-            }
-            good += 1;
-        }
-        let first = entries.as_mut_ptr().cast::<sys::SendWr>();
-        for index in 1..good {
-            // SAFETY: both are entries of the array that were written.
-            unsafe { (*first.add(index - 1)).next = first.add(index) };
-        }
-        if good > 0 {
-            let mut bad = std::ptr::null_mut();
-            // SAFETY: a queue pair that lives, and a chain of entries that lives. The provider reads ranges and
-            // inline bytes, which the requests borrow, before it returns.
-            let code = unsafe { post(qp, first, &mut bad) };
-            if code != 0 {
-                let before = (0..good).find(|index| std::ptr::eq(first.wrapping_add(*index), bad));
-                return Err(failed(posted + before.unwrap_or(0), code, Attempt::PostSend));
-            }
-        }
-        posted += good;
-        if let Some(error) = refused {
-            return Err(PostError { posted, error });
-        }
-    }
-    Ok(())
+/// A send queue, for as long as it is posted to.
+pub(super) struct Sending<'a> {
+    pub(super) post: sys::PostSend,
+    pub(super) qp: *mut sys::Qp,
+    pub(super) context: &'a Opened,
+    pub(super) room: &'a Room,
 }
 
-/// Writes a request as the library reads it.
-#[inline]
-fn write(
-    request: &Request<'_>,
-    entry: &mut sys::SendWr,
-    place: &mut MaybeUninit<Sge>,
-    context: &Opened,
-    room: &Room,
-) -> Result<()> {
-    let flags = [
-        (request.fenced, sys::SEND_FENCE),
-        (request.signaled, sys::SEND_SIGNALED),
-        (request.solicited, sys::SEND_SOLICITED),
-        (request.inline.is_some(), sys::SEND_INLINE),
-    ];
-    entry.wr_id = request.id;
-    entry.send_flags = flags.iter().filter(|(set, _)| *set).fold(0, |all, (_, flag)| all | flag);
-    match request.inline {
-        Some(bytes) if bytes.len() > room.inline as usize => {
-            return Err(too_long_inline(bytes.len(), room));
+impl Sending<'_> {
+    /// Posts work; the requests' lifetimes end after the call, which copies what it needs.
+    #[inline]
+    pub(super) fn send<A: Hardware>(
+        &self,
+        naming: &mut impl Naming,
+        requests: &[work::Request<'_, A>],
+    ) -> std::result::Result<(), PostError> {
+        let mut done = 0;
+        for chunk in requests.chunks(CHUNK) {
+            let mut entries = [const { MaybeUninit::uninit() }; CHUNK];
+            let mut inline = [const { MaybeUninit::uninit() }; CHUNK];
+            let (mut good, mut refused) = (0, None);
+            for ((request, entry), place) in chunk.iter().zip(&mut entries).zip(&mut inline) {
+                let entry = entry.write(sys::SendWr::EMPTY);
+                if let Err(error) = self.write(request, entry, place, naming) {
+                    refused = Some(error);
+                    break;
+                }
+                good += 1;
+            }
+            // SAFETY: so many entries were written; their ranges and inline bytes are borrowed by the requests.
+            let posted = unsafe { self.hand_over(entries.as_mut_ptr().cast(), good) };
+            naming.posted(posted.as_ref().map_or_else(|error| error.posted, |()| good));
+            posted.map_err(|error| PostError { posted: done + error.posted, ..error })?;
+            done += good;
+            if let Some(error) = refused {
+                return Err(PostError { posted: done, error });
+            }
         }
-        Some(bytes) => {
-            let whole = Sge { address: bytes.as_ptr() as u64, len: bytes.len() as u32, lkey: 0 };
-            (entry.sg_list, entry.num_sge) = (place.write(whole), i32::from(!bytes.is_empty()));
+        Ok(())
+    }
+
+    /// Whether all of it could be posted, before any of it is.
+    pub(super) fn check<A: Hardware>(
+        &self,
+        room: usize,
+        requests: &[work::Request<'_, A>],
+    ) -> Result<()> {
+        if requests.len() > room {
+            return Err(full());
         }
-        None if request.data.len() > room.send_ranges as usize => {
-            return Err(too_many_ranges(request.data.len(), room.send_ranges));
+        requests.iter().try_for_each(|request| {
+            let (mut entry, mut place) = (sys::SendWr::EMPTY, MaybeUninit::uninit());
+            self.translate(request, &mut entry, &mut place)
+        })
+    }
+
+    /// Chains entries, and gives them to the provider.
+    ///
+    /// # Safety
+    /// So many entries were written at `first`, and what they point to lives.
+    unsafe fn hand_over(
+        &self,
+        first: *mut sys::SendWr,
+        count: usize,
+    ) -> std::result::Result<(), PostError> {
+        if count == 0 {
+            return Ok(());
         }
-        None => {
-            (entry.sg_list, entry.num_sge) =
-                (request.data.as_ptr().cast_mut(), request.data.len() as i32);
+        for index in 1..count {
+            // SAFETY: both are entries that were written.
+            unsafe { (*first.add(index - 1)).next = first.add(index) };
+        }
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: a queue pair that lives, and a chain of entries that lives. The provider reads ranges and inline
+        // bytes before it returns.
+        let code = unsafe { (self.post)(self.qp, first, &mut bad) };
+        if code == 0 {
+            return Ok(());
+        }
+        let before = (0..count).find(|index| std::ptr::eq(first.wrapping_add(*index), bad));
+        Err(failed(before.unwrap_or(0), code, Attempt::PostSend))
+    }
+
+    #[inline]
+    fn write<A: Hardware>(
+        &self,
+        request: &work::Request<'_, A>,
+        entry: &mut sys::SendWr,
+        place: &mut MaybeUninit<Sge>,
+        naming: &mut impl Naming,
+    ) -> Result<()> {
+        if naming.room() == 0 {
+            return Err(full());
+        }
+        self.translate(request, entry, place)?;
+        entry.wr_id = naming.name(request.id);
+        Ok(())
+    }
+
+    /// Writes a request as the library reads it, but for its number.
+    #[inline]
+    fn translate<A: Hardware>(
+        &self,
+        request: &work::Request<'_, A>,
+        entry: &mut sys::SendWr,
+        place: &mut MaybeUninit<Sge>,
+    ) -> Result<()> {
+        let flags = [
+            (request.fence == Fence::Reads, sys::SEND_FENCE),
+            (request.signaled, sys::SEND_SIGNALED),
+            (request.solicited, sys::SEND_SOLICITED),
+            (request.inline.is_some(), sys::SEND_INLINE),
+        ];
+        entry.send_flags =
+            flags.iter().filter(|(set, _)| *set).fold(0, |all, (_, flag)| all | flag);
+        if request.fence == Fence::All {
+            return Err(lacks("fence for all earlier work", "wait for its completion instead"));
+        }
+        match request.inline {
+            Some(bytes) if bytes.len() > self.room.inline as usize => {
+                return Err(too_long_inline(bytes.len(), self.room));
+            }
+            Some(bytes) => {
+                let whole =
+                    Sge { address: bytes.as_ptr() as u64, len: bytes.len() as u32, lkey: 0 };
+                (entry.sg_list, entry.num_sge) = (place.write(whole), i32::from(!bytes.is_empty()));
+            }
+            None if request.data.len() > self.room.send_ranges as usize => {
+                return Err(too_many_ranges(request.data.len(), self.room.send_ranges));
+            }
+            None => {
+                (entry.sg_list, entry.num_sge) =
+                    (request.data.as_ptr().cast_mut(), request.data.len() as i32);
+            }
+        }
+        operation(request.op, entry)?;
+        self.address(request, entry)
+    }
+
+    /// Puts the address of a datagram in, and refuses what the service does not have.
+    fn address<A: Hardware>(
+        &self,
+        request: &work::Request<'_, A>,
+        entry: &mut sys::SendWr,
+    ) -> Result<()> {
+        let plain = matches!(request.op, Op::Send | Op::SendImm(_));
+        let own = |handle: &&AddressHandle| handle.0.pd.context.raw.ptr() == self.context.raw.ptr();
+        match (self.room.service, request.destination) {
+            (Service::Rc, None) => Ok(()),
+            (Service::Ud, Some(to)) if plain && to.handle.hardware().as_ref().is_some_and(own) => {
+                if let Some(handle) = to.handle.hardware() {
+                    let ah = handle.0.raw.ptr();
+                    let ud = sys::Datagram { ah, remote_qpn: to.qpn, remote_qkey: to.qkey };
+                    entry.wr = sys::WrTarget { ud };
+                }
+                Ok(())
+            }
+            (service, destination) => Err(wrong_service(service, destination.is_some(), plain)),
         }
     }
+}
+
+/// What to do, as the library has it.
+#[inline]
+fn operation(op: Op, entry: &mut sys::SendWr) -> Result<()> {
     let rdma =
         |at: Remote| sys::WrTarget { rdma: sys::Rdma { remote_addr: at.address, rkey: at.rkey } };
-    match request.op {
+    match op {
         Op::Send => entry.opcode = sys::WR_SEND,
         Op::SendImm(imm) => {
             (entry.opcode, entry.imm_data) = (sys::WR_SEND_WITH_IMM, u32::from_ne_bytes(imm))
@@ -277,36 +233,105 @@ fn write(
                     (sys::WR_ATOMIC_CMP_AND_SWP, compare, swap)
                 }
                 Atomic::FetchAdd { add } => (sys::WR_ATOMIC_FETCH_AND_ADD, add, 0),
-                _ => return Err(masked()),
+                _ => {
+                    let fix = "use plain ones of 8 bytes, or the software device";
+                    return Err(lacks("masked atomics, nor any of 4 bytes", fix));
+                }
             };
             let target =
                 sys::AtomicTarget { remote_addr: at.address, compare_add, swap, rkey: at.rkey };
             (entry.opcode, entry.wr) = (opcode, sys::WrTarget { atomic: target });
         }
+        Op::Nop => return Err(lacks("empty work", "post a write of no bytes")),
+        Op::Wait { .. } => {
+            return Err(lacks("work that waits", "wait for the completion yourself"));
+        }
+        Op::Dump => return Err(lacks("reads that go nowhere", "read from the peer instead")),
     }
-    address(request, entry, context, room.service)
+    Ok(())
 }
 
-/// Puts the address of a datagram in, and refuses what the service does not have.
-fn address(
-    request: &Request<'_>,
-    entry: &mut sys::SendWr,
-    context: &Opened,
-    service: Service,
-) -> Result<()> {
-    let plain = matches!(request.op, Op::Send | Op::SendImm(_));
-    match (service, request.destination) {
-        (Service::Rc, None) => Ok(()),
-        (Service::Ud, Some(to))
-            if plain && to.handle.0.pd.context.raw.ptr() == context.raw.ptr() =>
-        {
-            let ah = to.handle.0.raw.ptr();
-            entry.wr = sys::WrTarget {
-                ud: sys::Datagram { ah, remote_qpn: to.qpn, remote_qkey: to.qkey },
-            };
-            Ok(())
+/// Work that is put together and posted at once. The library reads it only then, so that all of it is kept here.
+#[derive(Default)]
+pub(super) struct Gathered {
+    entries: Vec<sys::SendWr>,
+    ids: Vec<u64>,
+    ranges: Vec<Sge>,
+    bytes: Vec<u8>,
+    /// Peers of datagrams live until their work is posted.
+    handles: Vec<Arc<Handle>>,
+}
+
+// SAFETY: between calls its pointers are offsets, and the objects that they name may be used from any thread.
+unsafe impl Send for Gathered {}
+
+impl std::fmt::Debug for Gathered {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Gathered({})", self.entries.len())
+    }
+}
+
+impl Gathered {
+    pub(super) fn clear(&mut self) {
+        self.entries.clear();
+        self.ids.clear();
+        self.ranges.clear();
+        self.bytes.clear();
+        self.handles.clear();
+    }
+
+    /// Adds work. Ranges are named by their place among all, inline bytes too, until it is posted.
+    pub(super) fn push<A: Hardware>(
+        &mut self,
+        sending: &Sending<'_>,
+        naming: &mut impl Naming,
+        request: &work::Request<'_, A>,
+    ) -> Result<()> {
+        let (mut entry, mut place) = (sys::SendWr::EMPTY, MaybeUninit::uninit());
+        sending.write(request, &mut entry, &mut place, naming)?;
+        let first = self.ranges.len();
+        match request.inline {
+            Some(bytes) => {
+                let address = self.bytes.len() as u64;
+                self.ranges.push(Sge { address, len: bytes.len() as u32, lkey: 0 });
+                self.bytes.extend_from_slice(bytes);
+            }
+            None => self.ranges.extend_from_slice(request.data),
         }
-        (service, destination) => Err(wrong_service(service, destination.is_some(), plain)),
+        if let Some(handle) = request.destination.and_then(|to| to.handle.hardware()) {
+            self.handles.push(handle.0.clone());
+        }
+        entry.sg_list = std::ptr::without_provenance_mut(first);
+        self.entries.push(entry);
+        self.ids.push(request.id);
+        Ok(())
+    }
+
+    /// Posts all of it, and forgets it.
+    pub(super) fn post(
+        &mut self,
+        sending: &Sending<'_>,
+        naming: &mut impl Naming,
+    ) -> std::result::Result<(), PostError> {
+        let bytes = self.bytes.as_ptr() as u64;
+        let ranges = self.ranges.as_mut_ptr();
+        for entry in &mut self.entries {
+            let first = entry.sg_list.addr();
+            if entry.send_flags & sys::SEND_INLINE != 0 {
+                self.ranges[first].address += bytes;
+            }
+            entry.sg_list = ranges.wrapping_add(first);
+        }
+        let count = self.entries.len();
+        // SAFETY: all entries are written, and point into vectors that are not touched until the call returns.
+        let posted = unsafe { sending.hand_over(self.entries.as_mut_ptr(), count) };
+        naming.posted(posted.as_ref().map_or_else(|error| error.posted, |()| count));
+        posted
+    }
+
+    /// What the program called the work from `first` on.
+    pub(super) fn ids_from(&self, first: usize) -> impl Iterator<Item = u64> + '_ {
+        self.ids.iter().skip(first).copied()
     }
 }
 
@@ -315,40 +340,84 @@ fn address(
 pub(super) fn receive(
     requests: &[ReceiveRequest<'_>],
     ranges: u32,
+    naming: &mut impl Naming,
     post: impl Fn(*mut sys::RecvWr, *mut *mut sys::RecvWr) -> i32,
 ) -> std::result::Result<(), PostError> {
-    let mut posted = 0;
+    let mut done = 0;
     for chunk in requests.chunks(CHUNK) {
-        let fits = |request: &&ReceiveRequest<'_>| request.data.len() <= ranges as usize;
-        let good = chunk.iter().take_while(fits).count();
         let mut entries = [const { MaybeUninit::uninit() }; CHUNK];
-        for (request, entry) in chunk[..good].iter().zip(&mut entries) {
+        let (mut good, mut refused) = (0, None);
+        for (request, entry) in chunk.iter().zip(&mut entries) {
+            if let Err(error) = fits(request, ranges, naming.room()) {
+                refused = Some(error);
+                break;
+            }
             entry.write(sys::RecvWr {
-                wr_id: request.id,
+                wr_id: naming.name(request.id),
                 next: std::ptr::null_mut(),
                 sg_list: request.data.as_ptr().cast_mut(),
                 num_sge: request.data.len() as i32,
             });
+            good += 1;
         }
         let first = entries.as_mut_ptr().cast::<sys::RecvWr>();
         for index in 1..good {
             // SAFETY: both are entries of the array that were written.
             unsafe { (*first.add(index - 1)).next = first.add(index) };
         }
+        let mut posted = Ok(());
         if good > 0 {
             let mut bad = std::ptr::null_mut();
             let code = post(first, &mut bad);
             if code != 0 {
                 let before = (0..good).find(|index| std::ptr::eq(first.wrapping_add(*index), bad));
-                return Err(failed(posted + before.unwrap_or(0), code, Attempt::PostReceive));
+                posted = Err(failed(before.unwrap_or(0), code, Attempt::PostReceive));
             }
         }
-        posted += good;
-        if let Some(request) = chunk.get(good) {
-            return Err(PostError { posted, error: too_many_ranges(request.data.len(), ranges) });
+        naming.posted(posted.as_ref().map_or_else(|error| error.posted, |()| good));
+        posted.map_err(|error| PostError { posted: done + error.posted, ..error })?;
+        done += good;
+        if let Some(error) = refused {
+            return Err(PostError { posted: done, error });
         }
     }
     Ok(())
+}
+
+/// Whether all receives could be posted, before any of them is.
+pub(super) fn check_receives(
+    requests: &[ReceiveRequest<'_>],
+    ranges: u32,
+    room: usize,
+) -> Result<()> {
+    if requests.len() > room {
+        return Err(full_receives());
+    }
+    requests.iter().try_for_each(|request| fits(request, ranges, 1))
+}
+
+#[inline]
+fn fits(request: &ReceiveRequest<'_>, ranges: u32, room: usize) -> Result<()> {
+    match (request.data.len(), room) {
+        (_, 0) => Err(full_receives()),
+        (count, _) if count > ranges as usize => Err(too_many_ranges(count, ranges)),
+        _ => Ok(()),
+    }
+}
+
+#[cold]
+fn full() -> Error {
+    explain(libc::ENOMEM, Attempt::PostSend).into_error(Attempt::PostSend)
+}
+
+#[cold]
+fn full_receives() -> Error {
+    explain(libc::ENOMEM, Attempt::PostReceive).into_error(Attempt::PostReceive)
+}
+
+#[cold]
+fn lacks(what: &str, fix: &'static str) -> Error {
+    Error::new(Kind::Unsupported, "post work").why(format!("libibverbs has no {what}")).fix(fix)
 }
 
 #[cold]
@@ -369,13 +438,6 @@ fn too_many_ranges(count: usize, most: u32) -> Error {
     Error::new(Kind::InvalidArgument, "post work")
         .why(format!("it names {count} ranges, and may name {most}"))
         .fix("make the queue with more ranges")
-}
-
-#[cold]
-fn masked() -> Error {
-    Error::new(Kind::Unsupported, "post work")
-        .why("libibverbs has no masked atomics, nor any of 4 bytes")
-        .fix("use plain ones, or the software device")
 }
 
 #[cold]

@@ -1,20 +1,26 @@
 //! Queue pairs: connections and datagrams.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use parking_lot::{Mutex, MutexGuard};
 
 use warpwire_proto::Psn;
 use warpwire_proto::qp::{self as protocol, Change, Mtu, Service, State};
 
-use super::address::Route;
+use super::address::{Hardware, Route};
 use super::cq::{Cq, lacks};
 use super::device::{PortState, mtu_of};
 use super::explain::Attempt;
+use super::ids::{Book, InOrder, Naming};
 use super::library::{Raw, call, end, make};
 use super::memory::{Domain, Pd};
-use super::post::{self, PostError, ReceiveRequest, Request, Room};
+use super::post::{self, Gathered, PostError, Room, Sending};
 use super::srq::Srq;
 use super::{Context, sys};
 use crate::error::{Error, Kind, Result};
+use crate::mlx5::Status;
+use crate::work::{self, Completion, CompletionKind, ReceiveRequest};
 
 /// How a queue pair is made and connected.
 #[derive(Clone, Debug)]
@@ -107,15 +113,40 @@ struct Pair {
     post_receive: sys::PostRecv,
     room: Room,
     options: QpOptions,
-    psn: u32,
+    /// The sequence number that it will begin with.
+    psn: AtomicU32,
+    book: Arc<Book>,
+    gathered: Mutex<Gathered>,
     /// These end after it.
     pd: Arc<Domain>,
-    _cqs: [Cq; 2],
+    cqs: [Cq; 2],
 }
 
 impl Drop for Pair {
     fn drop(&mut self) {
+        self.forget_completions();
         end!(self.pd.context.library, destroy_qp(self.raw.ptr()));
+        // What came in between is found on no shelf.
+        self.pd.context.ids.remove(&self.book);
+    }
+}
+
+impl Pair {
+    fn number(&self) -> u32 {
+        // SAFETY: the library's object, which lives as long as this; its number does not change.
+        unsafe { (*self.raw.ptr()).qp_num }
+    }
+
+    /// Completions of a shared queue that nobody has taken give their places back.
+    fn forget_completions(&self) {
+        if self.options.srq.is_some() {
+            self.cqs[1].forget(self.number());
+        }
+    }
+
+    fn sending(&self) -> Sending<'_> {
+        let (post, qp) = (self.post_send, self.raw.ptr());
+        Sending { post, qp, context: &self.pd.context, room: &self.room }
     }
 }
 
@@ -166,10 +197,29 @@ impl Pd {
             receive_ranges: init.cap.max_recv_sge,
             inline: init.cap.max_inline_data,
         };
+        let depths = [
+            init.cap.max_send_wr.max(options.send_depth),
+            init.cap.max_recv_wr.max(options.receive_depth),
+        ];
+        let book = context.ids.add_pair(depths, shared.is_none());
+        let book = book.inspect_err(|_| end!(context.library, destroy_qp(raw.ptr())))?;
         // SAFETY: just made.
-        let psn = any_psn(unsafe { (*raw.ptr()).qp_num });
+        let psn = any_psn(unsafe { (*raw.ptr()).qp_num }).into();
         let cqs = [send_cq.clone(), receive_cq.clone()];
-        Ok(Qp(Arc::new(Pair { raw, post_send, post_receive, room, options, psn, pd, _cqs: cqs })))
+        let gathered = Mutex::default();
+        let pd = pd.clone();
+        Ok(Qp(Arc::new(Pair {
+            raw,
+            post_send,
+            post_receive,
+            room,
+            options,
+            psn,
+            book,
+            gathered,
+            pd,
+            cqs,
+        })))
     }
 }
 
@@ -183,8 +233,7 @@ fn any_psn(number: u32) -> u32 {
 impl Qp {
     /// Its number.
     pub fn number(&self) -> u32 {
-        // SAFETY: the library's object, which lives as long as this; its number does not change.
-        unsafe { (*self.0.raw.ptr()).qp_num }
+        self.0.number()
     }
 
     /// How many bytes a work request may carry in itself: at least what was asked for.
@@ -226,7 +275,7 @@ impl Qp {
             }
         };
         let mtu = options.mtu.map_or(port.active_mtu, Mtu::bytes);
-        let (qpn, psn) = (self.number(), pair.psn);
+        let (qpn, psn) = (self.number(), pair.psn.load(Ordering::Relaxed));
         Ok(Offer { gid, lid: port.lid, qpn, psn, mtu, max_rd_atomic: options.max_rd_atomic })
     }
 
@@ -273,7 +322,10 @@ impl Qp {
         self.modify(&init, None)?;
         self.modify(&Change::to(State::Rtr), None)?;
         self.modify(
-            &Change { send_psn: Some(Psn::new(self.0.psn)), ..Change::to(State::Rts) },
+            &Change {
+                send_psn: Some(Psn::new(self.0.psn.load(Ordering::Relaxed))),
+                ..Change::to(State::Rts)
+            },
             None,
         )
     }
@@ -304,7 +356,13 @@ impl Qp {
         let attempt = Attempt::Modify(change.to);
         let library = pair.pd.context.library;
         let done = call!(library, attempt, modify_qp(pair.raw.ptr(), &mut attr, mask as i32));
-        done.map_err(|error| self.why_not(error, change, route.as_ref()))
+        done.map_err(|error| self.why_not(error, change, route.as_ref()))?;
+        if change.to == State::Reset {
+            pair.forget_completions();
+            pair.book.reset();
+            pair.psn.store(any_psn(self.number()), Ordering::Relaxed);
+        }
+        Ok(())
     }
 
     /// A better reason than the device gave, if there is one.
@@ -351,9 +409,34 @@ impl Qp {
     /// # Errors
     /// With how many were posted; [`Kind::Busy`] if there is no room for the next.
     #[inline]
-    pub fn post_send(&self, requests: &[Request<'_>]) -> std::result::Result<(), PostError> {
+    pub fn post_send<A: Hardware>(
+        &self,
+        requests: &[work::Request<'_, A>],
+    ) -> std::result::Result<(), PostError> {
         let pair = &*self.0;
-        post::send(pair.post_send, pair.raw.ptr(), (&pair.pd.context, &pair.room), requests)
+        pair.sending().send(&mut pair.book.name_sends(), requests)
+    }
+
+    /// Posts work, all of it or none, unless the device refuses what is in order by all that is known of it.
+    ///
+    /// # Errors
+    /// [`Kind::Busy`] if there is no room for all of it.
+    #[inline]
+    pub fn post_all<A: Hardware>(&self, requests: &[work::Request<'_, A>]) -> Result<()> {
+        let pair = &*self.0;
+        let (sending, mut naming) = (pair.sending(), pair.book.name_sends());
+        // One alone is posted or not.
+        if requests.len() > 1 {
+            sending.check(naming.room(), requests)?;
+        }
+        sending.send(&mut naming, requests).map_err(|refused| refused.error)
+    }
+
+    /// Begins a batch of work. It holds the send queue until it is posted or dropped.
+    pub fn batch(&self) -> Batch<'_> {
+        let pair = &*self.0;
+        let naming = pair.book.name_sends();
+        Batch { pair, naming, gathered: pair.gathered.lock() }
     }
 
     /// Posts receives, in their order. Nothing is allocated.
@@ -369,10 +452,81 @@ impl Qp {
         if pair.options.srq.is_some() {
             return Err(PostError { posted: 0, error: shared_instead() });
         }
-        post::receive(requests, pair.room.receive_ranges, |first, bad| {
+        self.receive(requests, &mut pair.book.name_receives())
+    }
+
+    /// Posts receives, all of them or none.
+    pub fn post_all_receives(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
+        let pair = &*self.0;
+        if pair.options.srq.is_some() {
+            return Err(shared_instead());
+        }
+        let mut naming = pair.book.name_receives();
+        post::check_receives(requests, pair.room.receive_ranges, naming.room())?;
+        self.receive(requests, &mut naming).map_err(|refused| refused.error)
+    }
+
+    fn receive(
+        &self,
+        requests: &[ReceiveRequest<'_>],
+        naming: &mut impl Naming,
+    ) -> std::result::Result<(), PostError> {
+        let pair = &*self.0;
+        post::receive(requests, pair.room.receive_ranges, naming, |first, bad| {
             // SAFETY: a queue pair that lives, and a chain of entries that lives until the call returns.
             unsafe { (pair.post_receive)(pair.raw.ptr(), first, bad) }
         })
+    }
+}
+
+/// Work that is being put together. Nothing of it is seen by the device before [`Batch::post`]; dropped, it is as if it
+/// had never been.
+#[must_use = "nothing happens until the batch is posted"]
+#[derive(Debug)]
+pub struct Batch<'q> {
+    pair: &'q Pair,
+    naming: InOrder<'q>,
+    gathered: MutexGuard<'q, Gathered>,
+}
+
+impl Drop for Batch<'_> {
+    fn drop(&mut self) {
+        self.gathered.clear();
+    }
+}
+
+impl Batch<'_> {
+    /// Adds work. Ranges and inline bytes are copied.
+    ///
+    /// # Errors
+    /// [`Kind::Busy`] if there is no room: post what there is, and take completions.
+    pub fn push<A: Hardware>(&mut self, request: &work::Request<'_, A>) -> Result<()> {
+        self.gathered.push(&self.pair.sending(), &mut self.naming, request)
+    }
+
+    /// Posts all of it.
+    ///
+    /// # Errors
+    /// With how many were posted, if the device refuses what is in order by all that is known of it.
+    pub fn post(mut self) -> std::result::Result<(), PostError> {
+        self.gathered.post(&self.pair.sending(), &mut self.naming)
+    }
+
+    /// Posts all of it. What the device refuses ends as [`Status::LocalQpOperation`] in the completion queue.
+    pub fn post_or_end(mut self) {
+        let Err(refused) = self.gathered.post(&self.pair.sending(), &mut self.naming) else {
+            return;
+        };
+        tracing::warn!(%refused, "work was refused as it was posted");
+        let number = self.pair.number();
+        let ended = self.gathered.ids_from(refused.posted).map(|id| Completion {
+            id,
+            status: Status::LocalQpOperation,
+            kind: CompletionKind::SendFailed,
+            qpn: number,
+            ..Completion::EMPTY
+        });
+        self.pair.cqs[0].put_aside(ended);
     }
 }
 

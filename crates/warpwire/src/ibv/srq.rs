@@ -4,11 +4,13 @@ use std::sync::Arc;
 
 use super::cq::lacks;
 use super::explain::Attempt;
+use super::ids::{Book, Naming};
 use super::library::{Raw, call, end, make};
 use super::memory::{Domain, Pd};
-use super::post::{PostError, ReceiveRequest, receive};
+use super::post::{PostError, check_receives, receive};
 use super::sys;
 use crate::error::Result;
+use crate::work::ReceiveRequest;
 
 /// A shared receive queue. Clones are the same one; it ends with the last queue pair that uses it.
 #[derive(Clone, Debug)]
@@ -20,11 +22,13 @@ pub(super) struct Shared {
     pub(super) pd: Arc<Domain>,
     post: sys::PostSrqRecv,
     ranges: u32,
+    book: Arc<Book>,
 }
 
 impl Drop for Shared {
     fn drop(&mut self) {
         end!(self.pd.context.library, destroy_srq(self.raw.ptr()));
+        self.pd.context.ids.remove(&self.book);
     }
 }
 
@@ -41,7 +45,9 @@ impl Pd {
         let raw = make!(context.library, Attempt::CreateSrq, create_srq(pd.raw.ptr(), &mut init))?;
         // What was made may be larger than what was asked for.
         let ranges = init.attr.max_sge.max(ranges);
-        Ok(Srq(Arc::new(Shared { raw, pd, post, ranges })))
+        let book = context.ids.add_shared(init.attr.max_wr.max(depth));
+        let book = book.inspect_err(|_| end!(context.library, destroy_srq(raw.ptr())))?;
+        Ok(Srq(Arc::new(Shared { raw, pd: pd.clone(), post, ranges, book })))
     }
 }
 
@@ -74,7 +80,23 @@ impl Srq {
         requests: &[ReceiveRequest<'_>],
     ) -> std::result::Result<(), PostError> {
         let shared = &*self.0;
-        receive(requests, shared.ranges, |first, bad| {
+        self.post(requests, &mut shared.book.name_shared())
+    }
+
+    /// Posts receives, all of them or none.
+    pub fn post_all_receives(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
+        let mut naming = self.0.book.name_shared();
+        check_receives(requests, self.0.ranges, naming.room())?;
+        self.post(requests, &mut naming).map_err(|refused| refused.error)
+    }
+
+    fn post(
+        &self,
+        requests: &[ReceiveRequest<'_>],
+        naming: &mut impl Naming,
+    ) -> std::result::Result<(), PostError> {
+        let shared = &*self.0;
+        receive(requests, shared.ranges, naming, |first, bad| {
             // SAFETY: a queue that lives, and a chain of entries that lives until the call returns.
             unsafe { (shared.post)(shared.raw.ptr(), first, bad) }
         })

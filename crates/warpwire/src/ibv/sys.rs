@@ -349,7 +349,7 @@ pub(super) struct Datagram {
 pub(super) struct SendWr {
     pub(super) wr_id: u64,
     pub(super) next: *mut SendWr,
-    pub(super) sg_list: *mut super::Sge,
+    pub(super) sg_list: *mut crate::work::Sge,
     pub(super) num_sge: c_int,
     pub(super) opcode: c_uint,
     pub(super) send_flags: c_uint,
@@ -381,7 +381,7 @@ impl SendWr {
 pub(super) struct RecvWr {
     pub(super) wr_id: u64,
     pub(super) next: *mut RecvWr,
-    pub(super) sg_list: *mut super::Sge,
+    pub(super) sg_list: *mut crate::work::Sge,
     pub(super) num_sge: c_int,
 }
 
@@ -445,10 +445,10 @@ layouts! {
 }
 
 const _: () = {
-    assert!(size_of::<super::Sge>() == 16);
-    assert!(std::mem::offset_of!(super::Sge, address) == 0);
-    assert!(std::mem::offset_of!(super::Sge, len) == 8);
-    assert!(std::mem::offset_of!(super::Sge, lkey) == 12);
+    assert!(size_of::<crate::work::Sge>() == 16);
+    assert!(std::mem::offset_of!(crate::work::Sge, address) == 0);
+    assert!(std::mem::offset_of!(crate::work::Sge, len) == 8);
+    assert!(std::mem::offset_of!(crate::work::Sge, lkey) == 12);
     assert!(std::mem::offset_of!(AtomicTarget, rkey) == 24);
     assert!(std::mem::offset_of!(Datagram, remote_qkey) == 12);
 };
@@ -526,7 +526,6 @@ numbers! {
     WC_RDMA_READ = IBV_WC_RDMA_READ 2;
     WC_COMP_SWAP = IBV_WC_COMP_SWAP 3;
     WC_FETCH_ADD = IBV_WC_FETCH_ADD 4;
-    WC_RECV = IBV_WC_RECV 1 << 7;
     WC_RECV_RDMA_WITH_IMM = IBV_WC_RECV_RDMA_WITH_IMM 129;
     WC_GRH = IBV_WC_GRH 1;
     WC_WITH_IMM = IBV_WC_WITH_IMM 1 << 1;

@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::completion::Completion;
 use super::qp::Core;
 use super::{Context, Device};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{CQE_LEN, CqSpec, QueueMemory, Signal};
 use crate::mlx5::{Arm, Cqe, EMPTY, Outcome, Queue, Tail, owner_bit};
+use crate::work::Completion;
 
 /// How a completion queue is made.
 #[derive(Clone, Debug)]
@@ -274,19 +274,6 @@ impl AsFd for Cq {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.signal.as_fd()
     }
-}
-
-impl Completion {
-    /// A place for a completion, to be filled by [`Cq::poll`].
-    pub const EMPTY: Self = Self {
-        id: 0,
-        status: crate::mlx5::Status::Success,
-        kind: super::CompletionKind::Receive,
-        len: 0,
-        qpn: 0,
-        solicited: false,
-        sender: None,
-    };
 }
 
 /// The completion in the words of the program: the queue pair knows what it called the work.

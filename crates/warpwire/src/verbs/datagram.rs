@@ -76,25 +76,7 @@ impl AddressHandle {
 }
 
 /// Whom a datagram is for.
-#[derive(Clone, Copy, Debug)]
-pub struct Destination<'a> {
-    /// The peer.
-    pub handle: &'a AddressHandle,
-    /// Its queue pair.
-    pub qpn: u32,
-    /// The key of that queue pair. With the upper bit set, the sender's own key goes along.
-    pub qkey: u32,
-}
-
-/// Who sent a datagram.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sender {
-    /// The queue pair that it came from.
-    pub qpn: u32,
-    /// The address that it came from. NICs send from any port and listen on 4791; software on this side sends from the
-    /// port that it listens on.
-    pub address: SocketAddr,
-}
+pub type Destination<'a> = crate::work::Destination<'a, AddressHandle>;
 
 /// What the first [`ROUTE_LEN`] bytes of a receive say: an IPv6 header, or, in the last 20, an IPv4 header.
 ///

@@ -55,16 +55,17 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-pub use crate::hca::{AsyncEvent, Drive, Signal};
+pub use crate::hca::{Drive, Signal};
 pub use crate::mlx5::{Atomic, Status};
 pub use crate::mr::{Access, Attach, DmaBufRange, Memory, Pd, PeerClient};
-pub use completion::{Completion, CompletionKind};
+pub use crate::work::{
+    AsyncEvent, Completion, CompletionKind, Fence, Op, ReceiveRequest, Remote, Sender, Sge,
+};
 pub use cq::{Cq, CqOptions};
-pub use datagram::{AddressHandle, Destination, ROUTE_LEN, Route, Sender};
+pub use datagram::{AddressHandle, Destination, ROUTE_LEN, Route};
 pub use exchange::Offer;
-pub use post::{Batch, Fence, Op, Remote, Request, Sge};
+pub use post::{Batch, Request};
 pub use qp::{Qp, QpOptions};
-pub use receive::ReceiveRequest;
 pub use srq::{Srq, SrqOptions};
 pub use warpwire_proto::qp::{Change, Mtu, Path, Service, State};
 

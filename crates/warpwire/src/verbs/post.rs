@@ -13,150 +13,18 @@ use crate::mlx5::{
     AddressVector, Atomic, BLOCK, Builder, Data, Doorbell, Full, Image, Opcode, Piece, Record,
     Scratch,
 };
+use crate::work::{Fence, Op, Remote, Sge};
 
-/// A range of registered memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sge {
-    /// Where it begins, in the registration's addresses.
-    pub address: u64,
-    /// How many bytes; below 2^31.
-    pub len: u32,
-    /// The registration's key.
-    pub lkey: u32,
-}
-
-/// A place in the peer's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Remote {
-    /// The address, in the registration's addresses.
-    pub address: u64,
-    /// The registration's key.
-    pub rkey: u32,
-}
-
-/// What work waits for before it begins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Fence {
-    /// Nothing but its turn.
-    #[default]
-    None,
-    /// All earlier reads and atomics.
-    Reads,
-    /// All earlier work.
-    All,
-}
-
-/// What to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Op {
-    /// Send a message.
-    Send,
-    /// Send a message with four bytes beside it.
-    SendImm([u8; 4]),
-    /// Send a message, and invalidate a key of the peer.
-    SendInvalidate(u32),
-    /// Write to the peer's memory.
-    Write(Remote),
-    /// Write, then complete a receive of the peer with four bytes.
-    WriteImm(Remote, [u8; 4]),
-    /// Read from the peer's memory.
-    Read(Remote),
-    /// Change a word of the peer's memory; the value before comes into the request's memory.
-    Atomic(Remote, Atomic),
-    /// Nothing; it completes in its turn.
-    Nop,
-    /// Hold the queue until that completion queue has made the completion with that number.
-    Wait {
-        /// The completion queue's number.
-        cqn: u32,
-        /// The completion's number, from 0 on.
-        index: u32,
-    },
-    /// Read memory of our own and let it go: what was placed before is visible when it completes.
-    Dump,
-}
-
-/// Work to post.
+/// Work to post: [`work::Request`](crate::work::Request) with this room's addresses.
 ///
 /// ```
-/// use warpwire::verbs::{Op, Request, Sge};
-/// let range = Sge { address: 0x1000, len: 64, lkey: 7 };
-/// let request = Request::new(1, Op::Send).with(std::slice::from_ref(&range)).solicited();
-/// assert_eq!(request.data.len(), 1);
-/// let small = Request::new(2, Op::Send).inline(b"hello");
-/// assert_eq!(small.inline, Some(&b"hello"[..]));
+/// use warpwire::verbs::{Op, Request};
+/// let request = Request::new(2, Op::Send).inline(b"hello").solicited();
+/// assert_eq!(request.inline, Some(&b"hello"[..]));
 /// ```
-#[derive(Clone, Copy, Debug)]
-pub struct Request<'a> {
-    /// What the program calls it.
-    pub id: u64,
-    /// What to do.
-    pub op: Op,
-    /// The memory that it sends from, or fetches into.
-    pub data: &'a [Sge],
-    /// Bytes that go into the entry itself, instead of memory.
-    pub inline: Option<&'a [u8]>,
-    /// Whether success makes a completion, where the queue pair does not ask for all.
-    pub signaled: bool,
-    /// Whether the peer's completion should wake its owner.
-    pub solicited: bool,
-    /// What it waits for.
-    pub fence: Fence,
-    /// Whom a message of a datagram queue pair is for.
-    pub destination: Option<Destination<'a>>,
-}
+pub type Request<'a> = crate::work::Request<'a, AddressHandle>;
 
-impl<'a> Request<'a> {
-    /// Signaled work without memory.
-    pub const fn new(id: u64, op: Op) -> Self {
-        Self {
-            id,
-            op,
-            data: &[],
-            inline: None,
-            signaled: true,
-            solicited: false,
-            fence: Fence::None,
-            destination: None,
-        }
-    }
-
-    /// With this memory.
-    #[must_use]
-    pub const fn with(self, data: &'a [Sge]) -> Self {
-        Self { data, ..self }
-    }
-
-    /// With these bytes, which are copied when it is posted.
-    #[must_use]
-    pub const fn inline(self, bytes: &'a [u8]) -> Self {
-        Self { inline: Some(bytes), ..self }
-    }
-
-    /// Without a completion if it succeeds.
-    #[must_use]
-    pub const fn unsignaled(self) -> Self {
-        Self { signaled: false, ..self }
-    }
-
-    /// Wakes the peer.
-    #[must_use]
-    pub const fn solicited(self) -> Self {
-        Self { solicited: true, ..self }
-    }
-
-    /// Behind a fence.
-    #[must_use]
-    pub const fn fenced(self, fence: Fence) -> Self {
-        Self { fence, ..self }
-    }
-
-    /// To that queue pair of that peer, as a datagram.
-    #[must_use]
-    pub const fn to(self, handle: &'a AddressHandle, qpn: u32, qkey: u32) -> Self {
-        Self { destination: Some(Destination { handle, qpn, qkey }), ..self }
-    }
-
+impl Request<'_> {
     /// Whether a queue pair of that service can be told of it at all: the device looks for an address exactly in
     /// messages of datagram queue pairs.
     fn check(&self, core: &Core) -> Result<()> {

@@ -9,11 +9,11 @@ use warpwire_proto::{Psn, qp::Change};
 
 use super::exchange::Offer;
 use super::post::{Batch, Request, SendState};
-use super::receive::ReceiveRequest;
 use super::{Context, Cq, Device, Mtu, Path, Pd, Service, Srq, State};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{Layout, QpSpec, QueueMemory};
 use crate::mlx5::{self, BLOCK};
+use crate::work::ReceiveRequest;
 
 /// How a queue pair is made and connected.
 #[derive(Clone, Debug)]

@@ -2,29 +2,13 @@
 
 use std::sync::atomic::Ordering;
 
-use super::post::Sge;
 use super::qp::Core;
 use crate::error::{Error, Kind, Result};
 use crate::mlx5::{self, Record};
+use crate::work::ReceiveRequest;
 
 /// The most ranges in a receive.
 pub(super) const MOST_RANGES: usize = 16;
-
-/// A receive to post.
-///
-/// ```
-/// use warpwire::verbs::{ReceiveRequest, Sge};
-/// let range = Sge { address: 0x1000, len: 64, lkey: 7 };
-/// let receive = ReceiveRequest { id: 1, data: &[range] };
-/// assert_eq!(receive.data[0].len, 64);
-/// ```
-#[derive(Clone, Copy, Debug)]
-pub struct ReceiveRequest<'a> {
-    /// What the program calls it.
-    pub id: u64,
-    /// Where the message goes.
-    pub data: &'a [Sge],
-}
 
 impl ReceiveRequest<'_> {
     /// The ranges as the queue's format has them: length, key, address.

@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::receive::{MOST_RANGES, ReceiveRequest, full, too_many};
+use super::receive::{MOST_RANGES, full, too_many};
 use super::{Context, Device, Pd};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{QueueMemory, SrqSpec};
 use crate::mlx5::{Record, SEGMENT, SrqEntry};
+use crate::work::ReceiveRequest;
 
 /// How a shared receive queue is made.
 #[derive(Clone, Copy, Debug)]

@@ -43,7 +43,7 @@ fn messages() {
             world.a.done(2);
             let received = world.b.done(1);
             assert_eq!((received.kind, received.len), (kind, ROUTE_LEN + len as u32));
-            assert_eq!(received.source, Some(world.a.qp.number()));
+            assert_eq!(received.sender.map(|sender| sender.qpn), Some(world.a.qp.number()));
             world.b.check(ROUTE_LEN.into(), len, n);
         }
     }

@@ -1,7 +1,7 @@
 //! Every operation, at lengths from nothing to a mebibyte.
 
-use warpwire::ibv::{CompletionKind, Op, QpOptions, Request};
-use warpwire::mlx5::Atomic;
+use warpwire::ibv::{CompletionKind, Fence, Op, QpOptions, Request};
+use warpwire::mlx5::{Atomic, Opcode};
 
 use crate::cases;
 use crate::world::World;
@@ -35,7 +35,7 @@ fn writes() {
         world.a.fill(from, len, n);
         let range = [world.a.mr.sge(from, len as u32)];
         world.a.post(Request::new(n, Op::Write(world.there(to))).with(&range));
-        assert_eq!(world.a.done(n).kind, CompletionKind::Write);
+        assert_eq!(world.a.done(n).kind, CompletionKind::Send(Opcode::RdmaWrite));
         world.b.check(to, len, n);
     });
 }
@@ -46,7 +46,7 @@ fn reads() {
         world.b.fill(from, len, n);
         let range = [world.a.mr.sge(to, len as u32)];
         world.a.post(Request::new(n, Op::Read(world.there(from))).with(&range));
-        assert_eq!(world.a.done(n).kind, CompletionKind::Read);
+        assert_eq!(world.a.done(n).kind, CompletionKind::Send(Opcode::RdmaRead));
         world.a.check(to, len, n);
     });
 }
@@ -59,10 +59,10 @@ fn sends() {
         let range = [world.a.mr.sge(from, len as u32)];
         let data = if len == 0 { &range[..0] } else { &range[..] };
         world.a.post(Request::new(n, Op::Send).with(data));
-        assert_eq!(world.a.done(n).kind, CompletionKind::Send);
+        assert_eq!(world.a.done(n).kind, CompletionKind::Send(Opcode::Send));
         let received = world.b.done(n + 100);
         assert_eq!((received.kind, received.len as usize), (CompletionKind::Receive, len));
-        assert_eq!((received.qpn, received.source), (world.b.qp.number(), None));
+        assert_eq!((received.qpn, received.sender), (world.b.qp.number(), None));
         world.b.check(to, len, n);
     });
 }
@@ -100,11 +100,14 @@ fn atomics() {
     };
     there.store_u64(128, u64::MAX).unwrap();
     let added = act(1, Atomic::FetchAdd { add: 8 });
-    assert_eq!(added, (CompletionKind::FetchAdd, u64::MAX, 7));
+    assert_eq!(added, (CompletionKind::Send(Opcode::FetchAdd), u64::MAX, 7));
     let swapped = act(2, Atomic::CompareSwap { compare: 7, swap: 0x0102_0304_0506_0708 });
-    assert_eq!(swapped, (CompletionKind::CompareSwap, 7, 0x0102_0304_0506_0708));
+    assert_eq!(swapped, (CompletionKind::Send(Opcode::CompareSwap), 7, 0x0102_0304_0506_0708));
     let kept = act(3, Atomic::CompareSwap { compare: 7, swap: 9 });
-    assert_eq!(kept, (CompletionKind::CompareSwap, 0x0102_0304_0506_0708, 0x0102_0304_0506_0708));
+    assert_eq!(
+        kept,
+        (CompletionKind::Send(Opcode::CompareSwap), 0x0102_0304_0506_0708, 0x0102_0304_0506_0708)
+    );
 }
 
 fn inline_data() {
@@ -132,7 +135,7 @@ fn fences() {
         .qp
         .post_send(&[
             Request::new(1, Op::Read(world.there(0))).with(&first),
-            Request::new(2, Op::Write(world.there(100_000))).with(&second).fenced(),
+            Request::new(2, Op::Write(world.there(100_000))).with(&second).fenced(Fence::Reads),
         ])
         .unwrap();
     world.a.done(1);

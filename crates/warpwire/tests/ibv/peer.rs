@@ -8,8 +8,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use warpwire::ibv::{
-    CompletionKind, Context, Cq, Mr, Op, Pd, Qp, QpOptions, ReceiveRequest, Remote, Request, Route,
-    Srq,
+    CompletionKind, Context, Cq, Fence, Mr, Op, Pd, Qp, QpOptions, ReceiveRequest, Remote, Request,
+    Route, Srq,
 };
 use warpwire::mlx5::Atomic;
 use warpwire::mr::{Access, HostMemory};
@@ -267,7 +267,10 @@ impl Peer {
         } else {
             &range[..]
         });
-        (request.fenced, request.solicited) = (flags & 1 != 0, flags & 4 != 0);
+        request.solicited = flags & 4 != 0;
+        if flags & 1 != 0 {
+            request = request.fenced(Fence::Reads);
+        }
         if flags & 8 != 0 {
             request = request.inline(&bytes);
         }

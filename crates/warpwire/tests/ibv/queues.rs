@@ -71,7 +71,9 @@ fn a_shared_queue_that_runs_low() {
     let start = std::time::Instant::now();
     loop {
         match world.context.next_event().unwrap() {
-            Some(AsyncEvent::SrqLimit { srq: number }) => break assert_eq!(number, srq.number()),
+            Some(AsyncEvent::LimitReached { srqn: number }) => {
+                break assert_eq!(number, srq.number());
+            }
             Some(other) => eprintln!("also: {other:?}"),
             None => std::thread::sleep(Duration::from_millis(5)),
         }
