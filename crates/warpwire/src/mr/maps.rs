@@ -229,7 +229,8 @@ mod tests {
             } else {
                 ControlFlow::Continue(())
             }
-        });
+        })
+        .unwrap();
         assert_eq!(asked, lines);
         looked
     }

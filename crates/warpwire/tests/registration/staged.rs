@@ -290,8 +290,8 @@ pub fn run_short_of_descriptors() {
         }
         .unwrap();
         // No file is opened any more, until the limit is as it was.
-        setrlimit(Resource::Nofile, Rlimit { current: Some(3), ..before.clone() }).unwrap();
-        let again = before.clone();
+        setrlimit(Resource::Nofile, Rlimit { current: Some(3), ..before }).unwrap();
+        let again = before;
         let relief = std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(100));
             setrlimit(Resource::Nofile, again).unwrap();
