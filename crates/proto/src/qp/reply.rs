@@ -45,7 +45,7 @@ impl Responder {
         headers.psn = saved.first.add(saved.next);
         packet.payload = None;
         let aeth = Aeth { syndrome: Syndrome::ACK, msn: completed };
-        let again = saved.answered;
+        let again = saved.was_answered();
         let (at, len) = match saved.asked {
             Asked::Atomic { before } => {
                 headers.opcode = Opcode::AtomicAcknowledge;

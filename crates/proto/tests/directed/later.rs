@@ -284,3 +284,17 @@ fn data_that_got_lost_with_its_memory_is_an_access_error() {
         assert_eq!(pair.ends[A].sent, [(0, Status::RemoteAccess)]);
     }
 }
+
+/// What was taken back has not been answered: memory that goes then fails the queue pair, as it does before the first try.
+#[test]
+fn data_that_was_taken_back_is_no_answer() {
+    let mut pair = Pair::new();
+    pair.post(A, 0, Op::Read(PLACE), MTU);
+    pair.pass(A);
+    let data = pair.send(B).unwrap();
+    pair.ends[B].qp.take_back(&data);
+    pair.ends[B].host.answer(FetchRemote, [Refused]);
+    pair.run();
+    assert_eq!(pair.ends[A].sent, [(0, Status::RemoteAccess)]);
+    assert_eq!(pair.ends[B].qp.state(), State::Err);
+}

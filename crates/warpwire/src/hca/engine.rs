@@ -276,6 +276,9 @@ impl Engine {
         if matches!(turn, Turn::Done) {
             *active = false;
         }
+        if std::mem::take(&mut side.concludes) {
+            registry.conclude();
+        }
         self.core.after(now, index);
         (count, turn)
     }

@@ -130,6 +130,8 @@ pub(super) struct Side {
     pub denied: Option<Denied>,
     /// It has placed data in memory that goes through pinned memory.
     pub staged: Cell<bool>,
+    /// The peer learns that what it reads is gone.
+    pub concludes: bool,
     /// An answer was "not now": poll again soon.
     pub later: bool,
     blocks_mask: u64,
@@ -164,6 +166,7 @@ impl Pair {
             ahead: Ahead::default(),
             denied: None,
             staged: Cell::new(false),
+            concludes: false,
             later: false,
             blocks_mask: u64::from(spec.send_blocks) - 1,
             datagrams: spec.datagrams.is_some(),

@@ -54,6 +54,7 @@ pub(crate) use exports::exported_range;
 pub use op::{Condition, HostCall, MemOp, Op, PendingWait};
 pub use program::{BlockFn, Kernel, Launch, Module, Program};
 pub use share::{DmaBuf, DmaBufRoute, IpcHandle};
+pub(crate) use stream::Stop;
 pub use stream::{Event, Graph, Stream};
 pub use window::{Mapped, MappingType, Refusal, Window, WindowOptions, WindowPath};
 

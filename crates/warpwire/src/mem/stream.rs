@@ -318,6 +318,9 @@ fn thread_number() -> u64 {
     NUMBER.with(|number| *number)
 }
 
+/// Says whether whoever waits for a device must stop waiting: somebody waits for him, and the device perhaps for that.
+pub(crate) type Stop<'a> = &'a dyn Fn() -> bool;
+
 /// A point in a stream. Clones are the same event.
 #[derive(Clone)]
 pub struct Event {
@@ -337,12 +340,25 @@ impl Event {
 
     /// Returns when the point has been reached, or fails when `timeout` has passed.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
-        if poll_until(timeout, || self.is_reached())? {
-            return Ok(());
+        self.synchronize_unless(timeout, &|| false)
+    }
+
+    /// The same, and fails as soon as `stop` says that nobody may wait for it any more.
+    pub(crate) fn synchronize_unless(&self, timeout: Duration, stop: Stop<'_>) -> Result<()> {
+        let mut stopped = false;
+        let reached = poll_until(timeout, || {
+            let reached = self.is_reached()?;
+            stopped = !reached && stop();
+            Ok(reached || stopped)
+        })?;
+        let failure = |kind, why: String| {
+            Err(Error::new(kind, "wait for an event").on(self.device.label()).why(why))
+        };
+        match reached {
+            true if stopped => failure(Kind::Freed, "the memory is being taken back".into()),
+            true => Ok(()),
+            false => failure(Kind::Timeout, format!("it was not reached in {timeout:?}")),
         }
-        Err(Error::new(Kind::Timeout, "wait for an event")
-            .on(self.device.label())
-            .why(format!("it was not reached in {timeout:?}")))
     }
 
     /// The time between the point that `earlier` marks and this one, both reached.

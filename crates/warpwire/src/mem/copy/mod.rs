@@ -27,6 +27,7 @@ mod aarch64;
 mod copier;
 mod plan;
 mod scalar;
+mod staging;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]
@@ -34,6 +35,7 @@ mod x86;
 
 pub use copier::Copier;
 pub use plan::{Direction, Plan, Sample, VARIABLE, Way};
+pub use staging::{STAGING_VARIABLE, Staging};
 
 /// The shortest load that may use streaming loads, whose data can be older than the load.
 const STREAMED_FROM: usize = 16;
