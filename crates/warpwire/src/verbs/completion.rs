@@ -55,6 +55,7 @@ impl Completion {
         !matches!(self.kind, CompletionKind::Send(_) | CompletionKind::SendFailed)
     }
 
+    #[inline]
     pub(super) fn of(cqe: &Cqe, id: u64) -> Self {
         let (status, kind, len) = match cqe.outcome {
             Outcome::Sent { opcode, bytes } => {
