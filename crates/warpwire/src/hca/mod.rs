@@ -54,7 +54,7 @@ use warpwire_proto::Instant;
 use warpwire_proto::qp::{self, Change, State};
 
 pub use cq::{CQE_LEN, CqSpec};
-pub use direct::AtOnce;
+pub use direct::{AtOnce, Express};
 pub use drive::Drive;
 pub use engine::Progress;
 pub use event::{AsyncEvent, Signal};
@@ -355,16 +355,15 @@ impl Hca {
         self.0.engine.lock().pair(qpn).ok()?.side.denied
     }
 
-    /// Does a write here and now that a peer's memory takes without packets, as if it had been posted and its doorbell
-    /// rung: only if the queue is empty and nobody else makes a step. If not (`false`), nothing has happened.
+    /// A way to have writes done here and now that a peer's memory takes without packets, as if they had been posted and
+    /// their doorbell rung: only if there is such a peer, and nobody else makes a step.
     #[inline]
-    pub fn write_at_once(&self, qpn: u32, write: &AtOnce<'_>) -> bool {
-        self.0.reaches.load(Ordering::Relaxed)
-            && self
-                .0
-                .engine
-                .try_lock()
-                .is_some_and(|mut engine| engine.core.write_at_once(engine::place_of(qpn), write))
+    pub fn express(&self, qpn: u32) -> Option<Express<'_>> {
+        if !self.0.reaches.load(Ordering::Relaxed) {
+            return None;
+        }
+        let engine = self.0.engine.try_lock()?;
+        Some(Express { engine, index: engine::place_of(qpn), left: direct::TURN })
     }
 
     /// Tells the engine that a doorbell was rung. Rings that nobody tells of are seen only on queue pairs that are

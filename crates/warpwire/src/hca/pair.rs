@@ -410,13 +410,6 @@ impl Side {
             Underway { opcode, completions, len, single, inline };
     }
 
-    /// Remembers a write that was handed over without an entry.
-    pub(super) fn note_write(&mut self, block: u64, len: u32) {
-        let (opcode, completions) = (Opcode::RdmaWrite, Completions::Always);
-        self.underway[(block & self.blocks_mask) as usize] =
-            Underway { opcode, completions, len, single: None, inline: None };
-    }
-
     /// Calls `each` with the pieces of work's payload that hold `len` bytes from `offset` on, as [`Side::walk`] does, and
     /// faster where there is just one.
     #[inline]

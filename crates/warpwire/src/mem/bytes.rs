@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
-use super::address::check_range;
+use super::address::{check_range, is_inside};
 use super::copy::{self, Routine};
 use crate::error::{Error, Kind, Result};
 
@@ -45,11 +45,13 @@ unsafe impl Sync for SharedBytes<'_> {}
 macro_rules! atomic_word {
     ($load:ident, $store:ident, $add:ident, $cas:ident, $word:ty, $atomic:ty) => {
         /// Loads the word at `offset` with acquire ordering.
+        #[inline]
         pub fn $load(&self, offset: u64) -> Result<$word> {
             Ok(self.word::<$atomic>(offset)?.load(Ordering::Acquire))
         }
 
         /// Stores the word at `offset` with release ordering.
+        #[inline]
         pub fn $store(&self, offset: u64, value: $word) -> Result<()> {
             self.word::<$atomic>(offset)?.store(value, Ordering::Release);
             Ok(())
@@ -99,6 +101,34 @@ impl<'a> SharedBytes<'a> {
     atomic_word!(load_u32, store_u32, fetch_add_u32, compare_exchange_u32, u32, AtomicU32);
     atomic_word!(load_u64, store_u64, fetch_add_u64, compare_exchange_u64, u64, AtomicU64);
 
+    /// Loads the byte at `offset` with acquire ordering: for those who wait for it.
+    #[inline]
+    pub fn load_u8(&self, offset: u64) -> Result<u8> {
+        Ok(self.word::<AtomicU8>(offset)?.load(Ordering::Acquire))
+    }
+
+    /// The eight words of the aligned line at `offset`, with acquire ordering; none if there is no such line.
+    #[inline]
+    pub(crate) fn load_line(&self, offset: u64) -> Option<[u64; LINE / 8]> {
+        let line = self.line(offset)?;
+        let words = std::array::from_fn(|at| line[at].load(Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        Some(words)
+    }
+
+    /// Stores the eight words of the aligned line at `offset`: whoever loads the last one with acquire ordering and sees
+    /// it sees the others. Nothing happens if there is no such line.
+    #[inline]
+    pub(crate) fn store_line(&self, offset: u64, words: &[u64; LINE / 8]) {
+        let Some(line) = self.line(offset) else { return };
+        let [first @ .., last] = line;
+        let [rest @ .., tail] = words;
+        for (word, value) in first.iter().zip(rest) {
+            word.store(*value, Ordering::Relaxed);
+        }
+        last.store(*tail, Ordering::Release);
+    }
+
     /// Copies from the view, starting at `offset`, into `into`.
     ///
     /// Aligned 8-byte words are each read whole; writers at work at the same time may be seen in part.
@@ -111,7 +141,8 @@ impl<'a> SharedBytes<'a> {
             }
             return Ok(());
         }
-        if let Some(line) = from.line()
+        if from.len == LINE
+            && let Some(line) = from.line(0)
             && let Ok(into) = <&mut [u8; LINE]>::try_from(&mut *into)
         {
             for (word, out) in line.iter().zip(into.as_chunks_mut::<8>().0) {
@@ -135,6 +166,14 @@ impl<'a> SharedBytes<'a> {
     /// Copies `from` into the view, starting at `offset`. Aligned 8-byte words are each written whole.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let into = self.part(offset, from.len() as u64)?;
+        let word = into.base.cast::<AtomicU64>();
+        if let Ok(value) = <[u8; 8]>::try_from(from)
+            && word.is_aligned()
+        {
+            // SAFETY: the part is eight bytes long, and aligned; atomics promise nothing about other writers.
+            unsafe { word.as_ref() }.store(u64::from_ne_bytes(value), Ordering::Release);
+            return Ok(());
+        }
         if from.len() >= WORTH_WIDE_ACCESS {
             // SAFETY: as in `read`.
             unsafe {
@@ -144,7 +183,8 @@ impl<'a> SharedBytes<'a> {
             copy::store_fence();
             return Ok(());
         }
-        if let Some(line) = into.line()
+        if into.len == LINE
+            && let Some(line) = into.line(0)
             && let Ok(from) = <&[u8; LINE]>::try_from(from)
         {
             fence(Ordering::Release);
@@ -267,12 +307,14 @@ impl<'a> SharedBytes<'a> {
     }
 
     /// The part of the view at `offset..offset + len`.
+    #[inline]
     pub fn part(&self, offset: u64, len: u64) -> Result<SharedBytes<'a>> {
         check_range(offset, len, self.len(), "shared memory")?;
         // SAFETY: the range was just found to lie inside this view, whose bytes stay valid for 'a.
         Ok(unsafe { Self::new(self.base.add(offset as usize), len as usize) })
     }
 
+    #[inline]
     fn word<W>(&self, offset: u64) -> Result<&'a W> {
         let width = size_of::<W>() as u64;
         check_range(offset, width, self.len(), "shared memory")?;
@@ -286,14 +328,18 @@ impl<'a> SharedBytes<'a> {
         Ok(unsafe { at.as_ref() })
     }
 
-    /// The view as the words of a line, if it is as long as one and aligned: entries of queues are.
+    /// A line of the view as words, if it has one there and that is aligned: entries of queues are.
     #[inline]
-    fn line(&self) -> Option<&'a [AtomicU64; LINE / 8]> {
-        let at = self.base.cast::<[AtomicU64; LINE / 8]>();
-        if self.len != LINE || !at.is_aligned() {
+    fn line(&self, offset: u64) -> Option<&'a [AtomicU64; LINE / 8]> {
+        if !is_inside(offset, LINE as u64, self.len()) {
             return None;
         }
-        // SAFETY: as long as the view, and aligned, by the check above; atomics promise nothing about other writers.
+        // SAFETY: in range by the check above.
+        let at = unsafe { self.base.add(offset as usize) }.cast::<[AtomicU64; LINE / 8]>();
+        if !at.is_aligned() {
+            return None;
+        }
+        // SAFETY: valid and aligned by the checks above; atomics promise nothing about other writers.
         Some(unsafe { at.as_ref() })
     }
 

@@ -55,6 +55,8 @@ pub(super) struct Shared {
 struct Reader {
     /// How many were read.
     consumed: u64,
+    /// The queue pair of the last one, with its place among the device's: often that of the next.
+    last: Option<(u32, Arc<Core>)>,
     /// Advances with each event, so that arming twice is seen.
     sequence: u8,
 }
@@ -66,6 +68,27 @@ impl Drop for Shared {
 }
 
 impl Shared {
+    /// The queue pair that a completion is of; none if it had the place of another that is there now.
+    #[inline]
+    fn core_of<'a>(&self, reader: &'a mut Reader, cqe: &Cqe) -> Option<&'a Core> {
+        let is_last = reader
+            .last
+            .as_ref()
+            .is_some_and(|(index, core)| *index == cqe.user_index && core.number == cqe.qpn);
+        if !is_last {
+            self.look_up(reader, cqe);
+        }
+        reader.last.as_ref().map(|(_, core)| &**core)
+    }
+
+    #[inline(never)]
+    fn look_up(&self, reader: &mut Reader, cqe: &Cqe) {
+        let pairs = self.device.pairs.lock();
+        let core = pairs.get(cqe.user_index as usize).and_then(Option::as_ref);
+        let core = core.filter(|core| core.number == cqe.qpn);
+        reader.last = core.map(|core| (cqe.user_index, core.clone()));
+    }
+
     /// Tells the device which entries are free.
     fn tell_consumed(&self, reader: &Reader) {
         let word = u32::from_ne_bytes(Arm::consumed_word(reader.consumed as u32));
@@ -103,7 +126,7 @@ impl Cq {
             ignore_overrun: options.ignore_overrun,
             signal: Some(signal.clone()),
         })?;
-        let reader = Mutex::new(Reader { consumed: 0, sequence: 1 });
+        let reader = Mutex::new(Reader { consumed: 0, last: None, sequence: 1 });
         let device = context.0.clone();
         let overwritten = options.collapsed || options.ignore_overrun;
         let sleepers = AtomicU32::new(0);
@@ -143,7 +166,7 @@ impl Cq {
         let mut reader = shared.reader.lock();
         let bytes = shared.memory.bytes();
         let entries = u64::from(shared.entries);
-        let (before, mut count, mut pairs) = (reader.consumed, 0, None);
+        let (before, mut count) = (reader.consumed, 0);
         while count < into.len() {
             let at = (reader.consumed & (entries - 1)) * CQE_LEN;
             // Acquire: the body was written before this word.
@@ -151,15 +174,13 @@ impl Cq {
             if !Tail::parse(tail).is_owned(owner_bit(reader.consumed, entries)) {
                 break;
             }
-            let mut entry = [0; CQE_LEN as usize];
-            let _ = bytes.read(at, &mut entry);
+            let Some(entry) = bytes.load_line(at) else { break };
             reader.consumed += 1;
             // What is no completion was not written by the device; it is passed over.
-            let pairs = pairs.get_or_insert_with(|| shared.device.pairs.lock());
-            if let Ok(cqe) = Cqe::parse(&entry)
-                && let Some(completion) = complete(pairs, &cqe)
+            if let Ok(cqe) = Cqe::parse_words(&entry)
+                && let Some(core) = shared.core_of(&mut reader, &cqe)
             {
-                into[count] = completion;
+                into[count] = complete(core, &cqe);
                 count += 1;
             }
         }
@@ -179,14 +200,14 @@ impl Cq {
         let (bytes, entries) = (shared.memory.bytes(), u64::from(shared.entries));
         for number in reader.consumed..reader.consumed + entries {
             let at = (number & (entries - 1)) * CQE_LEN;
-            let mut entry = [0; CQE_LEN as usize];
             let tail = bytes.load_u32(at + 60).unwrap_or(u32::MAX).to_ne_bytes();
-            if !Tail::parse(tail).is_owned(owner_bit(number, entries))
-                || bytes.read(at, &mut entry).is_err()
-            {
+            let entry = bytes.load_line(at);
+            let Some(entry) =
+                entry.filter(|_| Tail::parse(tail).is_owned(owner_bit(number, entries)))
+            else {
                 break;
-            }
-            match Cqe::parse(&entry) {
+            };
+            match Cqe::parse_words(&entry) {
                 Ok(cqe) if cqe.qpn == core.number => {
                     if !is_of_send(&cqe) {
                         core.receive_ended(cqe.counter);
@@ -202,6 +223,11 @@ impl Cq {
             }
         }
         shared.tell_consumed(&reader);
+    }
+
+    /// Forgets whose the last completion was: its number may come again one day, and mean another.
+    pub(super) fn forget_last(&self) {
+        self.0.reader.lock().last = None;
     }
 
     /// The next completion, waiting for it if need be; `None` when the time is over.
@@ -277,16 +303,13 @@ impl AsFd for Cq {
 }
 
 /// The completion in the words of the program: the queue pair knows what it called the work.
-fn complete(pairs: &[Option<Arc<Core>>], cqe: &Cqe) -> Option<Completion> {
-    let core = pairs.get(cqe.user_index as usize)?.as_ref()?;
-    if core.number != cqe.qpn {
-        return None; // of one that had this place before
-    }
+#[inline]
+fn complete(core: &Core, cqe: &Cqe) -> Completion {
     let id = match is_of_send(cqe) {
         true => core.send_ended(cqe.counter),
         false => core.receive_ended(cqe.counter),
     };
-    Some(Completion::of(cqe, id))
+    Completion::of(cqe, id)
 }
 
 fn is_of_send(cqe: &Cqe) -> bool {

@@ -213,8 +213,12 @@ impl Context {
     /// as it goes where they cannot.
     pub fn largest_mtu(&self) -> Mtu {
         let fits = |mtu: &&Mtu| mtu.bytes() as usize <= self.0.hca.largest_payload();
-        let stays = matches!(self.path().kind, link::Kind::Shm | link::Kind::Loopback);
-        let beyond = [16 << 10, 64 << 10].into_iter().filter_map(Mtu::new).filter(|_| stays);
+        let stays = match self.path().kind {
+            link::Kind::Shm | link::Kind::Loopback => true,
+            link::Kind::Udp | link::Kind::Auto => self.path().local.ip().is_loopback(),
+        };
+        let beyond = [16 << 10, 32 << 10, 64 << 10].into_iter();
+        let beyond = beyond.filter_map(Mtu::new).filter(|_| stays);
         let all: Vec<Mtu> = Mtu::ALL.into_iter().chain(beyond).collect();
         all.iter().rev().find(fits).copied().unwrap_or(Mtu::ALL[0])
     }

@@ -228,6 +228,8 @@ impl Drop for Handle {
         if let Some(place) = self.device.pairs.lock().get_mut(self.user_index as usize) {
             *place = None;
         }
+        // Now that nobody finds it any more.
+        self.cqs.iter().for_each(Cq::forget_last);
     }
 }
 
@@ -463,12 +465,8 @@ impl Qp {
     /// [`Kind::Busy`] if there is no room for it: take completions first.
     pub fn post_send(&self, requests: &[Request<'_>]) -> Result<()> {
         let mut batch = self.batch();
-        if let [request] = requests
-            && batch.at_once(request)
-        {
-            return Ok(());
-        }
-        for request in requests {
+        let done = batch.at_once(requests);
+        for request in &requests[done..] {
             batch.push(request)?;
         }
         batch.post();
