@@ -394,7 +394,7 @@ WARPWIRE_FN Status test_receive(Qp &qp, Ticket ticket, Arrival *arrival, Group g
 
 // Waits for the next message that nobody has taken by this call; `number` says which receive it came into. Waiting for
 // a receive that is yet to be posted is not an error here.
-WARPWIRE_FN Status next_receive(Qp &qp, Arrival *arrival, u64 *number, u64 timeout = kPatience) {
+WARPWIRE_CALL Status next_receive(Qp &qp, Arrival *arrival, u64 *number, u64 timeout = kPatience) {
     detail::Deadline deadline(timeout);
     for (;;) {
         u64 next = detail::load_acquire(&qp.receive.taken);

@@ -69,7 +69,7 @@ WARPWIRE_FN Status outcome(const Side &side, u64 number) {
 
 // The completion of `number` tells of a failure: finds the first that failed, which alone has the cause. All before it are
 // done, since completions come in order, and none of their places has been used again if `completed` has not passed them.
-WARPWIRE_FN void note_failure(const Queue &queue, u64 number) {
+WARPWIRE_CALL void note_failure(const Queue &queue, u64 number) {
     for (u32 tries = 0; tries < 64; tries++) {
         u64 at = load_acquire(&queue.side->completed);
         if (load_acquire(&queue.side->failure) != kNoFailure || at > number) return;
@@ -95,7 +95,7 @@ WARPWIRE_FN bool pass(const Queue &queue, u64 number) {
 }
 
 // Takes `count` entries in a row, waiting for room. Nothing is taken if it fails.
-WARPWIRE_FN Status reserve(const Queue &queue, u32 count, u64 timeout, u64 *first) {
+WARPWIRE_CALL Status reserve(const Queue &queue, u32 count, u64 timeout, u64 *first) {
     Side &side = *queue.side;
     if (count > queue.depth) return kTooMany;
     Deadline deadline(timeout);
@@ -145,7 +145,7 @@ WARPWIRE_FN void ring(Qp &qp, u64 until) {
 }
 
 // Tells the consumer of `count` entries from `first` on, which are filled. One thread rings for all that are ready.
-WARPWIRE_FN Status publish(Qp &qp, u64 first, u32 count) {
+WARPWIRE_CALL Status publish(Qp &qp, u64 first, u32 count) {
     Side &side = qp.send;
     Status turn = wait_for_turn(side, first);
     if (turn != kOk) return turn;
@@ -319,7 +319,7 @@ template <class Group> WARPWIRE_FN Status shared(Group group, Status mine) {
     return static_cast<Status>(static_cast<int>(group.share(static_cast<u64>(mine))));
 }
 
-WARPWIRE_FN Status wait_alone(const Queue &queue, Ticket ticket, u64 timeout) {
+WARPWIRE_CALL Status wait_alone(const Queue &queue, Ticket ticket, u64 timeout) {
     Side &side = *queue.side;
     if (ticket.status != kOk) return ticket.status;
     if (ticket.number >= load_relaxed(&side.published)) return kBadTicket;
@@ -339,7 +339,7 @@ WARPWIRE_FN Status wait_alone(const Queue &queue, Ticket ticket, u64 timeout) {
     }
 }
 
-WARPWIRE_FN Status wait_receive_alone(Qp &qp, Ticket ticket, Arrival *arrival, u64 timeout) {
+WARPWIRE_CALL Status wait_receive_alone(Qp &qp, Ticket ticket, Arrival *arrival, u64 timeout) {
     Queue queue = receives(qp);
     Status status = wait_alone(queue, ticket, timeout);
     if (status != kOk) return status;

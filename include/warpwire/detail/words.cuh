@@ -7,9 +7,11 @@
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define WARPWIRE_CUDA 1
 #define WARPWIRE_FN __device__ inline
+#define WARPWIRE_CALL __device__ __noinline__ inline  // long, and used by every call: once in a kernel is enough
 #else
 #define WARPWIRE_CUDA 0
 #define WARPWIRE_FN inline
+#define WARPWIRE_CALL inline
 #include <chrono>
 #include <thread>
 #endif
