@@ -5,6 +5,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use super::event::Signal;
 use super::memory::QueueMemory;
+use crate::mem::copy::store_fence;
 use crate::mlx5::{Arm, Cqe, owner_bit};
 
 /// How large a completion is.
@@ -66,7 +67,18 @@ impl CompletionRing {
         let words = cqe.encode_words(owner_bit(self.produced, entries));
         let place = if self.spec.collapsed { 0 } else { self.produced & (entries - 1) };
         // It is there as long as the memory is; when that is gone there is nobody to tell.
-        self.spec.memory.bytes().store_line(place * CQE_LEN, &words);
+        let (bytes, at) = (self.spec.memory.bytes(), place * CQE_LEN);
+        if self.spec.memory.combines_stores() {
+            let [body @ .., tail] = words;
+            for (word, value) in (at..).step_by(8).zip(body) {
+                let _ = bytes.store_u64(word, value);
+            }
+            store_fence();
+            let _ = bytes.store_u64(at + CQE_LEN - 8, tail);
+            store_fence();
+        } else {
+            bytes.store_line(at, &words);
+        }
         self.produced += 1;
         let is_error = matches!(cqe.outcome, crate::mlx5::Outcome::Failed { .. });
         self.wake(cqe.solicited || is_error);
