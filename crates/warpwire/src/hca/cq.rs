@@ -69,7 +69,9 @@ impl CompletionRing {
         let (words, [a, b, c, d]) = encoded.body.split_last_chunk().unwrap_or((&[], &[0; 4]));
         let _ = bytes.write(place * CQE_LEN, words);
         let _ = bytes.store_u32(place * CQE_LEN + 56, u32::from_ne_bytes([*a, *b, *c, *d]));
+        self.spec.memory.order_stores();
         let _ = bytes.store_u32(place * CQE_LEN + 60, encoded.tail_word());
+        self.spec.memory.order_stores();
         self.produced += 1;
         let is_error = matches!(cqe.outcome, crate::mlx5::Outcome::Failed { .. });
         self.wake(cqe.solicited || is_error);

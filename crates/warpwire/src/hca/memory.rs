@@ -59,6 +59,15 @@ impl QueueMemory {
         }
     }
 
+    /// What was written before reaches its reader before what is written after. Only a window combines stores, and
+    /// keeps them; all other memory has that order already.
+    #[inline]
+    pub(super) fn order_stores(&self) {
+        if let Place::Window(_) = &*self.0 {
+            crate::mem::copy::store_fence();
+        }
+    }
+
     /// Where a device finds it, if one does.
     pub fn device_address(&self) -> Option<DeviceAddr> {
         match &*self.0 {

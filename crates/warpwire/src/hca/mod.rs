@@ -118,6 +118,7 @@ struct Shared {
     /// Some queue pair has a peer whose memory it may reach by itself.
     reaches: Arc<AtomicBool>,
     has_thread: bool,
+    drive: Drive,
 }
 
 impl fmt::Debug for Hca {
@@ -190,6 +191,7 @@ impl Hca {
             watches: 0.into(),
             reaches,
             has_thread: options.drive != Drive::Inline,
+            drive: options.drive,
         });
         drive::start(&shared, options.drive)?;
         publish::add(Arc::downgrade(&shared));
@@ -219,6 +221,11 @@ impl Hca {
     /// Whether a thread works on when nobody polls: then a program may sleep until it is woken.
     pub fn wakes_sleepers(&self) -> bool {
         self.0.has_thread
+    }
+
+    /// Who drives it.
+    pub fn drive(&self) -> Drive {
+        self.0.drive
     }
 
     /// Makes a step, unless somebody else is making one.
