@@ -168,6 +168,7 @@ fn the_handshake(fixture: &Fixture) {
             // Each was taken once.
             assert!(!comm.test_ready(from).unwrap(), "rank {rank} from {from}");
         }
+        comm.barrier(SOON).unwrap();
         assert_eq!(comm.send_ready(4, SOON).unwrap_err().kind(), &Kind::InvalidArgument);
         assert_eq!(comm.wait_ready(4, SOON).unwrap_err().kind(), &Kind::InvalidArgument);
         comm.finish(SOON).unwrap();
