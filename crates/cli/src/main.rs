@@ -4,9 +4,11 @@ mod copy;
 mod demo;
 mod devices;
 mod doctor;
+mod mp;
 mod output;
 mod perf;
 mod pingpong;
+mod run;
 mod stat;
 mod topo;
 
@@ -36,6 +38,8 @@ Examples:
   warpwire copy lat                     how fast the CPU reaches GPU memory, size by size
   warpwire perf write bw --local        RDMA between two processes, without RDMA hardware
   warpwire pingpong 10.0.0.2            messages to and fro with ibv_rc_pingpong
+  warpwire run -n 4 -- ./program        ranks on this machine, which send to each other
+  warpwire mp pingpong                  messages between two ranks, timed and verified
   warpwire devices                      RDMA devices, their ports and addresses
   warpwire topo                         which NIC is near which GPU
   WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
@@ -54,8 +58,10 @@ enum Command {
     Demo(demo::Arguments),
     Devices(devices::Arguments),
     Doctor(doctor::Arguments),
+    Mp(mp::Arguments),
     Perf(Box<perf::Arguments>),
     Pingpong(pingpong::Arguments),
+    Run(run::Arguments),
     Stat(stat::Arguments),
     Topo(topo::Arguments),
 }
@@ -67,8 +73,10 @@ fn main() -> ExitCode {
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Devices(arguments) => devices::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Mp(arguments) => mp::run(&arguments),
         Command::Perf(arguments) => perf::run(&arguments),
         Command::Pingpong(arguments) => pingpong::run(&arguments),
+        Command::Run(arguments) => run::run(&arguments),
         Command::Stat(arguments) => stat::run(&arguments),
         Command::Topo(arguments) => topo::run(&arguments),
     });

@@ -42,6 +42,8 @@ pub enum Kind {
     DeviceLost,
     /// A handle from another process no longer names what it named.
     Stale,
+    /// A peer has died, has left, or does not answer.
+    PeerLost,
     /// The operating system refuses this user.
     PermissionDenied,
     /// Text from outside (a file, a variable, a handle) does not have the form that it must have.
