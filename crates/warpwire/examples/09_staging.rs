@@ -28,6 +28,8 @@ const LONGEST: u64 = 4 << 20;
 const ROUNDS: usize = 3;
 /// Messages under way at a time, where the rate counts.
 const DEPTH: u64 = 8;
+/// Less than this is no reason to change anything.
+const CLEARLY: f64 = 1.02;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// What is measured: how many bytes, whether they are read, and how many messages are under way.
@@ -131,7 +133,7 @@ impl Search {
             print!("{half:>9} {step:>9} {small:>9} {reads:>9}");
             ratios.iter().for_each(|ratio| print!(" {ratio:>13.3}"));
             println!(" {mean:>7.3}");
-            if mean > best.0 {
+            if mean > best.0.max(CLEARLY) {
                 best = (mean, *staging);
             }
         }
