@@ -124,7 +124,7 @@ impl Search {
         print!("\n{title}\n{:>9} {:>9} {:>9} {:>9}", "half", "step", "small", "reads");
         loads.iter().for_each(|load| print!(" {:>13}", load.name));
         println!(" {:>7}", "mean");
-        let mut best = (1.0, self.now);
+        let mut best = (1.0_f64, self.now);
         for (staging, rate) in all.iter().zip(&rates) {
             let ratios: Vec<f64> = rate.iter().zip(&rates[0]).map(|(own, now)| own / now).collect();
             let product: f64 = ratios.iter().product();
