@@ -28,6 +28,8 @@ const LONGEST: u64 = 4 << 20;
 const ROUNDS: usize = 3;
 /// Messages under way at a time, where the rate counts.
 const DEPTH: u64 = 8;
+/// Less than this is no reason to change anything.
+const CLEARLY: f64 = 1.02;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// What is measured: how many bytes, whether they are read, and how many messages are under way.
@@ -122,7 +124,7 @@ impl Search {
         print!("\n{title}\n{:>9} {:>9} {:>9} {:>9}", "half", "step", "small", "reads");
         loads.iter().for_each(|load| print!(" {:>13}", load.name));
         println!(" {:>7}", "mean");
-        let mut best = (1.0, self.now);
+        let mut best = (1.0_f64, self.now);
         for (staging, rate) in all.iter().zip(&rates) {
             let ratios: Vec<f64> = rate.iter().zip(&rates[0]).map(|(own, now)| own / now).collect();
             let product: f64 = ratios.iter().product();
@@ -131,7 +133,7 @@ impl Search {
             print!("{half:>9} {step:>9} {small:>9} {reads:>9}");
             ratios.iter().for_each(|ratio| print!(" {ratio:>13.3}"));
             println!(" {mean:>7.3}");
-            if mean > best.0 {
+            if mean > best.0.max(CLEARLY) {
                 best = (mean, *staging);
             }
         }
