@@ -20,7 +20,7 @@ const MOST_TIMES: usize = 1 << 24;
 
 /// After so many messages it is asked whether they come without packets; then memory is looked at so often in a row.
 const CHOICE: u64 = 256;
-const LOOKS: u32 = 32;
+const LOOKS: u32 = 256;
 
 /// What both sides of a ping-pong do.
 struct Player<'a> {
