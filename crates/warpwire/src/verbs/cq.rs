@@ -1,17 +1,20 @@
 //! Completion queues, as programs read them.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use rustix::event::epoll;
 
+use super::hardware::Hardware;
 use super::qp::Core;
 use super::{Context, Device};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{CQE_LEN, CqSpec, QueueMemory, Signal};
-use crate::mlx5::{Arm, Cqe, EMPTY, Outcome, Queue, Tail, owner_bit};
+use crate::ibv;
+use crate::mlx5::{Arm as Armed, Cqe, EMPTY, Outcome, Queue, Tail, owner_bit};
 use crate::work::Completion;
 
 /// How a completion queue is made.
@@ -39,15 +42,27 @@ pub struct Cq(pub(super) Arc<Shared>);
 
 #[derive(Debug)]
 pub(super) struct Shared {
+    /// How many sleep in [`Cq::next`].
+    sleepers: AtomicU32,
+    arm: Arm,
+}
+
+#[derive(Debug)]
+enum Arm {
+    Soft(Soft),
+    Hard(Hard),
+}
+
+/// A queue that the software HCA fills.
+#[derive(Debug)]
+struct Soft {
     device: Arc<Device>,
-    pub number: u32,
+    number: u32,
     memory: QueueMemory,
     entries: u32,
     /// The device does not wait for the reader.
     overwritten: bool,
     signal: Arc<Signal>,
-    /// How many sleep in [`Cq::next`].
-    sleepers: AtomicU32,
     reader: Mutex<Reader>,
 }
 
@@ -59,17 +74,9 @@ struct Reader {
     sequence: u8,
 }
 
-impl Drop for Shared {
+impl Drop for Soft {
     fn drop(&mut self) {
         self.device.hca.destroy_cq(self.number);
-    }
-}
-
-impl Shared {
-    /// Tells the device which entries are free.
-    fn tell_consumed(&self, reader: &Reader) {
-        let word = u32::from_ne_bytes(Arm::consumed_word(reader.consumed as u32));
-        let _ = self.memory.bytes().store_u32(u64::from(self.entries) * CQE_LEN, word);
     }
 }
 
@@ -84,6 +91,13 @@ impl Cq {
             let why = format!("{} is not a number of completions", options.entries);
             let error = Error::new(Kind::InvalidArgument, "make a completion queue").why(why);
             return Err(error.fix("ask for 1 to 4194304"));
+        }
+        if let Some(hardware) = &context.0.hardware {
+            let hard = Hard::create(hardware, &options)?;
+            return Ok(Self(Arc::new(Shared {
+                sleepers: AtomicU32::new(0),
+                arm: Arm::Hard(hard),
+            })));
         }
         let entries = options.entries.next_power_of_two();
         let memory = match options.memory {
@@ -106,20 +120,32 @@ impl Cq {
         let reader = Mutex::new(Reader { consumed: 0, sequence: 1 });
         let device = context.0.clone();
         let overwritten = options.collapsed || options.ignore_overrun;
-        let sleepers = AtomicU32::new(0);
-        let shared =
-            Shared { device, number, memory, entries, overwritten, signal, sleepers, reader };
-        Ok(Self(Arc::new(shared)))
+        let soft = Soft { device, number, memory, entries, overwritten, signal, reader };
+        Ok(Self(Arc::new(Shared { sleepers: AtomicU32::new(0), arm: Arm::Soft(soft) })))
     }
 
     /// Its number.
     pub fn number(&self) -> u32 {
-        self.0.number
+        match &self.0.arm {
+            Arm::Soft(soft) => soft.number,
+            Arm::Hard(hard) => hard.cq.number(),
+        }
     }
 
-    /// Its memory, for those who read it themselves.
+    /// Its memory, for those who read it themselves. Of hardware it is nothing.
     pub fn memory(&self) -> &QueueMemory {
-        &self.0.memory
+        match &self.0.arm {
+            Arm::Soft(soft) => &soft.memory,
+            Arm::Hard(hard) => &hard.nothing,
+        }
+    }
+
+    /// The queue, of hardware.
+    pub(super) fn hardware(&self) -> Option<&ibv::Cq> {
+        match &self.0.arm {
+            Arm::Soft(_) => None,
+            Arm::Hard(hard) => Some(&hard.cq),
+        }
     }
 
     /// Takes completions; returns how many of `into` were filled. If none is there, the device is driven a step, and
@@ -129,17 +155,111 @@ impl Cq {
     /// If the device is beyond repair.
     #[inline]
     pub fn poll(&self, into: &mut [Completion]) -> Result<usize> {
-        let found = self.take(into);
+        let soft = match &self.0.arm {
+            Arm::Soft(soft) => soft,
+            Arm::Hard(hard) => return hard.cq.poll(into),
+        };
+        let found = soft.take(into);
         if found > 0 || into.is_empty() {
             return Ok(found);
         }
-        self.0.device.hca.poll()?;
-        Ok(self.take(into))
+        soft.device.hca.poll()?;
+        Ok(soft.take(into))
+    }
+
+    /// Makes the completions of a queue pair that wait here void: it was reset, or is no more.
+    pub(super) fn forget(&self, core: &Core) {
+        if let Arm::Soft(soft) = &self.0.arm {
+            soft.forget(core);
+        }
+    }
+
+    /// The next completion, waiting for it if need be; `None` when the time is over.
+    ///
+    /// It drives the device for a short while, then sleeps. Several threads may wait here, for one completion each.
+    pub fn next(&self, timeout: Duration) -> Result<Option<Completion>> {
+        const SPIN: Duration = Duration::from_micros(50);
+        let start = Instant::now();
+        let mut one = [Completion::EMPTY];
+        loop {
+            if self.poll(&mut one)? == 1 {
+                // The event that woke this one may have been the only one for several.
+                if self.0.sleepers.load(Ordering::SeqCst) > 0 {
+                    self.arm(false)?;
+                }
+                return Ok(Some(one[0]));
+            }
+            let waited = start.elapsed();
+            if waited >= timeout {
+                return Ok(None);
+            }
+            if waited > SPIN && self.wakes_sleepers() {
+                self.0.sleepers.fetch_add(1, Ordering::SeqCst);
+                let woken = self.arm(false).and_then(|()| self.wait(timeout - waited));
+                self.0.sleepers.fetch_sub(1, Ordering::SeqCst);
+                woken?;
+            }
+        }
+    }
+
+    /// Asks for an event at the next completion, or at the next that is solicited or an error. If one is there
+    /// already, the event comes at once.
+    pub fn arm(&self, solicited_only: bool) -> Result<()> {
+        match &self.0.arm {
+            Arm::Soft(soft) => soft.arm(solicited_only),
+            Arm::Hard(hard) => hard.arm(solicited_only),
+        }
+    }
+
+    /// Waits for the event that was asked for, and takes it; tells whether it came in that time.
+    pub fn wait(&self, timeout: Duration) -> Result<bool> {
+        let came = match &self.0.arm {
+            Arm::Soft(soft) => soft.signal.wait(timeout)?,
+            Arm::Hard(hard) => Signal::wait_for(&hard.either, timeout)?,
+        };
+        if came {
+            self.take_event();
+        }
+        Ok(came)
+    }
+
+    /// Takes an event back, for those who wait on the file descriptor themselves.
+    pub fn take_event(&self) -> bool {
+        match &self.0.arm {
+            Arm::Soft(soft) => soft.take_event(),
+            Arm::Hard(hard) => hard.take_event(),
+        }
+    }
+
+    /// Whether somebody who sleeps is woken.
+    fn wakes_sleepers(&self) -> bool {
+        match &self.0.arm {
+            Arm::Soft(soft) => soft.device.hca.wakes_sleepers(),
+            Arm::Hard(_) => true,
+        }
+    }
+}
+
+impl AsFd for Cq {
+    /// Readable when the event that was asked for has come.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match &self.0.arm {
+            Arm::Soft(soft) => soft.signal.as_fd(),
+            Arm::Hard(hard) => hard.either.as_fd(),
+        }
+    }
+}
+
+impl Soft {
+    /// Tells the device which entries are free.
+    fn tell_consumed(&self, reader: &Reader) {
+        let word = u32::from_ne_bytes(Armed::consumed_word(reader.consumed as u32));
+        let _ = self.memory.bytes().store_u32(u64::from(self.entries) * CQE_LEN, word);
     }
 
     /// Takes completions that are there, without driving the device.
     fn take(&self, into: &mut [Completion]) -> usize {
-        let shared = &*self.0;
+        let shared = self;
         let mut reader = shared.reader.lock();
         let bytes = shared.memory.bytes();
         let entries = u64::from(shared.entries);
@@ -170,8 +290,8 @@ impl Cq {
     }
 
     /// Makes the completions of a queue pair that wait here void: it was reset, or is no more.
-    pub(super) fn forget(&self, core: &Core) {
-        let shared = &*self.0;
+    fn forget(&self, core: &Core) {
+        let shared = self;
         if shared.overwritten {
             return; // the device may be writing what would be changed here
         }
@@ -204,41 +324,11 @@ impl Cq {
         shared.tell_consumed(&reader);
     }
 
-    /// The next completion, waiting for it if need be; `None` when the time is over.
-    ///
-    /// It drives the device for a short while, then sleeps. Several threads may wait here, for one completion each.
-    pub fn next(&self, timeout: Duration) -> Result<Option<Completion>> {
-        const SPIN: Duration = Duration::from_micros(50);
-        let start = Instant::now();
-        let mut one = [Completion::EMPTY];
-        loop {
-            if self.poll(&mut one)? == 1 {
-                // The event that woke this one may have been the only one for several.
-                if self.0.sleepers.load(Ordering::SeqCst) > 0 {
-                    self.arm(false)?;
-                }
-                return Ok(Some(one[0]));
-            }
-            let waited = start.elapsed();
-            if waited >= timeout {
-                return Ok(None);
-            }
-            if waited > SPIN && self.0.device.hca.wakes_sleepers() {
-                self.0.sleepers.fetch_add(1, Ordering::SeqCst);
-                let woken = self.arm(false).and_then(|()| self.wait(timeout - waited));
-                self.0.sleepers.fetch_sub(1, Ordering::SeqCst);
-                woken?;
-            }
-        }
-    }
-
-    /// Asks for an event at the next completion, or at the next that is solicited or an error. If one is there
-    /// already, the event comes at once.
-    pub fn arm(&self, solicited_only: bool) -> Result<()> {
-        let shared = &*self.0;
+    fn arm(&self, solicited_only: bool) -> Result<()> {
+        let shared = self;
         let reader = shared.reader.lock();
         let consumer = reader.consumed as u32 & 0xff_ffff;
-        let arm = Arm { sequence: reader.sequence, solicited_only, consumer };
+        let arm = Armed { sequence: reader.sequence, solicited_only, consumer };
         let entries = u64::from(shared.entries);
         let bytes = shared.memory.bytes();
         bytes.store_u32(entries * CQE_LEN + 4, u32::from_ne_bytes(arm.word()))?;
@@ -252,27 +342,10 @@ impl Cq {
         Ok(())
     }
 
-    /// Waits for the event that was asked for, and takes it; tells whether it came in that time.
-    pub fn wait(&self, timeout: Duration) -> Result<bool> {
-        let came = self.0.signal.wait(timeout)?;
-        if came {
-            self.take_event();
-        }
-        Ok(came)
-    }
-
-    /// Takes an event back, for those who wait on the file descriptor themselves.
-    pub fn take_event(&self) -> bool {
-        let mut reader = self.0.reader.lock();
+    fn take_event(&self) -> bool {
+        let mut reader = self.reader.lock();
         reader.sequence = (reader.sequence + 1) & 3;
-        self.0.signal.take()
-    }
-}
-
-impl AsFd for Cq {
-    /// Readable when the event that was asked for has come.
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.signal.as_fd()
+        self.signal.take()
     }
 }
 
@@ -291,4 +364,48 @@ fn complete(pairs: &[Option<Arc<Core>>], cqe: &Cqe) -> Option<Completion> {
 
 fn is_of_send(cqe: &Cqe) -> bool {
     matches!(cqe.outcome, Outcome::Sent { .. } | Outcome::Failed { queue: Queue::Send, .. })
+}
+
+/// A queue that hardware fills.
+#[derive(Debug)]
+struct Hard {
+    cq: ibv::Cq,
+    /// Raised when a completion was there already as it was armed: of that, hardware tells nothing.
+    already: Signal,
+    /// Readable when that is raised, or the device's own event has come.
+    either: OwnedFd,
+    nothing: QueueMemory,
+}
+
+impl Hard {
+    fn create(hardware: &Hardware, options: &CqOptions) -> Result<Self> {
+        if options.memory.is_some() || options.collapsed || options.ignore_overrun {
+            return Err(Error::new(Kind::Unsupported, "make a completion queue")
+                .on(hardware.context.device().name.clone())
+                .why("libibverbs chooses its memory, and has neither collapsed queues nor overwritten ones")
+                .fix("leave these options out, or use the software HCA"));
+        }
+        let cq = hardware.context.create_cq(options.entries)?;
+        let already = Signal::new()?;
+        let failed = |why: rustix::io::Errno| Error::os("make an event descriptor", &why.into());
+        let either = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
+        for fd in [cq.as_fd(), already.as_fd()] {
+            let data = epoll::EventData::new_u64(0);
+            epoll::add(&either, fd, data, epoll::EventFlags::IN).map_err(failed)?;
+        }
+        Ok(Self { cq, already, either, nothing: QueueMemory::nothing() })
+    }
+
+    fn arm(&self, solicited_only: bool) -> Result<()> {
+        self.cq.arm(solicited_only)?;
+        if self.cq.is_waiting()? {
+            self.already.raise();
+        }
+        Ok(())
+    }
+
+    fn take_event(&self) -> bool {
+        let was = self.already.take();
+        self.cq.take_event().unwrap_or(false) || was
+    }
 }
