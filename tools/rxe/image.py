@@ -33,7 +33,7 @@ PROGRAMS = [
     "ib_atomic_bw", "ib_atomic_lat",
 ]
 # rxe asks the crypto API for crc32 by name, so that no list of dependencies has it; newer kernels have it built in.
-MODULES = ["crc32_generic", "crc32_pclmul", "virtio_pci", "virtio_net", "ib_uverbs", "rdma_ucm", "rdma_rxe"]
+MODULES = ["crc32_generic", "crc32_pclmul", "virtio_pci", "virtio_net", "veth", "ib_uverbs", "rdma_ucm", "rdma_rxe"]
 MUST_HAVE = "rdma_rxe"
 
 
@@ -198,7 +198,7 @@ class Archive:
 
 def initramfs(modules):
     archive = Archive()
-    for name in ("usr/bin", "usr/lib", "usr/lib64", "proc", "sys", "dev", "tmp", "job", "etc", "lab"):
+    for name in ("usr/bin", "usr/lib", "usr/lib64", "proc", "sys", "dev", "tmp", "run", "job", "etc", "lab"):
         archive.folder(name)
     for name, target in (("bin", "usr/bin"), ("sbin", "usr/bin"), ("lib", "usr/lib"), ("lib64", "usr/lib64"), ("usr/sbin", "bin")):
         archive.link(name, target)

@@ -37,6 +37,11 @@ impl Signal {
         Ok(Self { fd, raised: AtomicBool::new(false) })
     }
 
+    /// One that somebody else's descriptor is: raised while that is readable. Taking it back does nothing.
+    pub(crate) fn of(fd: OwnedFd) -> Self {
+        Self { fd, raised: AtomicBool::new(true) }
+    }
+
     /// Raises it.
     pub fn raise(&self) {
         if !self.raised.swap(true, Ordering::AcqRel) {

@@ -23,6 +23,7 @@ pub struct QueueMemory(Arc<Place>);
 
 #[derive(Debug)]
 enum Place {
+    Nothing,
     Host(HostMemory),
     Pinned(Allocation),
     Window(Window),
@@ -45,10 +46,16 @@ impl QueueMemory {
         Self(Arc::new(Place::Window(window)))
     }
 
+    /// No memory at all: every access is out of range.
+    pub(crate) fn nothing() -> Self {
+        Self(Arc::new(Place::Nothing))
+    }
+
     /// The bytes, as the CPU sees them.
     #[inline]
     pub fn bytes(&self) -> SharedBytes<'_> {
         match &*self.0 {
+            Place::Nothing => SharedBytes::empty(),
             Place::Host(memory) => memory.bytes(),
             // It was tried when this was made; memory that was freed since is kept mapped by the handle.
             Place::Pinned(memory) => match memory.host_bytes() {
@@ -68,7 +75,7 @@ impl QueueMemory {
     /// Where a device finds it, if one does.
     pub fn device_address(&self) -> Option<DeviceAddr> {
         match &*self.0 {
-            Place::Host(_) => None,
+            Place::Nothing | Place::Host(_) => None,
             Place::Pinned(memory) => Some(memory.address()),
             Place::Window(window) => Some(window.address()),
         }

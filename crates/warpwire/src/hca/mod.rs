@@ -162,7 +162,13 @@ impl Shared {
 
 impl Hca {
     /// Opens a device on a link.
-    pub fn open(mut link: impl Link + 'static, options: HcaOptions) -> Result<Self> {
+    pub fn open(link: impl Link + 'static, options: HcaOptions) -> Result<Self> {
+        let shared = Self::start(link, options)?;
+        publish::add(Arc::downgrade(&shared));
+        Ok(Self(shared))
+    }
+
+    fn start(mut link: impl Link + 'static, options: HcaOptions) -> Result<Arc<Shared>> {
         let registry = Registry::new();
         let offer = match options.direct {
             true => offer(&mut link, &registry),
@@ -194,8 +200,15 @@ impl Hca {
             drive: options.drive,
         });
         drive::start(&shared, options.drive)?;
-        publish::add(Arc::downgrade(&shared));
-        Ok(Self(shared))
+        Ok(shared)
+    }
+
+    /// A device that is on no network, which nobody drives and nobody is told of.
+    pub(crate) fn idle() -> Result<Self> {
+        let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
+        let link = link::Hub::new().endpoint(nowhere)?;
+        let options = HcaOptions { drive: Drive::Inline, direct: false };
+        Ok(Self(Self::start(link, options)?))
     }
 
     /// The registrations of this device.

@@ -103,12 +103,12 @@ impl Drop for Handle {
 
 /// A peer's address that hardware may know.
 pub trait Hardware {
-    /// What hardware knows it by; `None` if it is no hardware's.
-    fn hardware(&self) -> Option<&AddressHandle>;
+    /// What queue pairs of that domain know it by; `None` if it is no hardware's.
+    fn hardware(&self, pd: &Pd) -> Option<&AddressHandle>;
 }
 
 impl Hardware for AddressHandle {
-    fn hardware(&self) -> Option<&AddressHandle> {
+    fn hardware(&self, _: &Pd) -> Option<&AddressHandle> {
         Some(self)
     }
 }
@@ -120,6 +120,11 @@ impl AddressHandle {
         let library = domain.context.library;
         let raw = make!(library, Attempt::CreateAddress, create_ah(domain.raw.ptr(), &mut attr))?;
         Ok(Self(Arc::new(Handle { raw, pd: domain, route: *route })))
+    }
+
+    /// Whether it belongs to that domain.
+    pub fn is_of(&self, pd: &Pd) -> bool {
+        Arc::ptr_eq(&self.0.pd, &pd.0)
     }
 
     /// The way to the peer.

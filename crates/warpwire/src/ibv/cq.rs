@@ -93,6 +93,8 @@ pub(super) struct Queue {
     pub(super) raw: Raw<sys::Cq>,
     poll: sys::PollCq,
     notify: sys::NotifyCq,
+    /// Held from taking completions until they are told: else their places could be used anew in between.
+    reading: Mutex<()>,
     /// Completions that were taken from the library before anybody asked for them, the oldest first.
     aside: Mutex<VecDeque<Completion>>,
     has_aside: AtomicBool,
@@ -123,6 +125,7 @@ impl Queue {
     #[inline]
     fn take(&self, into: &mut [Completion]) -> Result<usize> {
         let context = &*self.channel.context;
+        let _only = self.reading.lock();
         let mut filled = 0;
         while filled < into.len() {
             let wanted = (into.len() - filled).min(CHUNK);
@@ -187,8 +190,9 @@ impl Context {
             }
             return Err(lacks(&context, "completion queues"));
         };
-        let (aside, has_aside) = (Mutex::default(), AtomicBool::new(false));
-        Ok(Cq(Arc::new(Queue { raw: cq, poll, notify, aside, has_aside, channel })))
+        let (reading, aside) = (Mutex::default(), Mutex::default());
+        let has_aside = AtomicBool::new(false);
+        Ok(Cq(Arc::new(Queue { raw: cq, poll, notify, reading, aside, has_aside, channel })))
     }
 }
 
@@ -213,21 +217,34 @@ impl Cq {
     #[inline]
     pub fn poll(&self, into: &mut [Completion]) -> Result<usize> {
         if self.0.has_aside.load(Ordering::Acquire) {
-            let filled = self.take_aside(into);
-            return Ok(filled + self.0.take(&mut into[filled..])?);
+            return self.take_older(into);
         }
         self.0.take(into)
     }
 
+    /// What was put aside first, then the rest; nobody else takes any meanwhile.
     #[cold]
-    fn take_aside(&self, into: &mut [Completion]) -> usize {
+    fn take_older(&self, into: &mut [Completion]) -> Result<usize> {
         let mut aside = self.0.aside.lock();
         let count = into.len().min(aside.len());
         for (place, completion) in into.iter_mut().zip(aside.drain(..count)) {
             *place = completion;
         }
+        let rest = self.0.take(&mut into[count..])?;
         self.0.has_aside.store(!aside.is_empty(), Ordering::Release);
-        count
+        Ok(count + rest)
+    }
+
+    /// Whether a completion waits to be taken.
+    pub fn is_waiting(&self) -> Result<bool> {
+        let mut aside = self.0.aside.lock();
+        if aside.is_empty() {
+            let mut found = [Completion::EMPTY; CHUNK];
+            let count = self.0.take(&mut found)?;
+            aside.extend(&found[..count]);
+        }
+        self.0.has_aside.store(!aside.is_empty(), Ordering::Release);
+        Ok(!aside.is_empty())
     }
 
     /// Work that no device was given ends here.

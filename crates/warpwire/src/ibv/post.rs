@@ -4,9 +4,9 @@ use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use super::address::{AddressHandle, Handle, Hardware};
-use super::device::Opened;
 use super::explain::{Attempt, explain, last_errno};
 use super::ids::{CHUNK, Naming};
+use super::memory::Pd;
 use super::sys;
 use crate::error::{Error, Kind, Result};
 use crate::mlx5::Atomic;
@@ -52,7 +52,7 @@ pub(super) struct Room {
 pub(super) struct Sending<'a> {
     pub(super) post: sys::PostSend,
     pub(super) qp: *mut sys::Qp,
-    pub(super) context: &'a Opened,
+    pub(super) pd: &'a Pd,
     pub(super) room: &'a Room,
 }
 
@@ -194,18 +194,22 @@ impl Sending<'_> {
         entry: &mut sys::SendWr,
     ) -> Result<()> {
         let plain = matches!(request.op, Op::Send | Op::SendImm(_));
-        let own = |handle: &&AddressHandle| handle.0.pd.context.raw.ptr() == self.context.raw.ptr();
-        match (self.room.service, request.destination) {
-            (Service::Rc, None) => Ok(()),
-            (Service::Ud, Some(to)) if plain && to.handle.hardware().as_ref().is_some_and(own) => {
-                if let Some(handle) = to.handle.hardware() {
-                    let ah = handle.0.raw.ptr();
-                    let ud = sys::Datagram { ah, remote_qpn: to.qpn, remote_qkey: to.qkey };
-                    entry.wr = sys::WrTarget { ud };
-                }
+        let context = self.pd.0.context.raw.ptr();
+        let own = |handle: &&AddressHandle| handle.0.pd.context.raw.ptr() == context;
+        let Some(to) = request.destination else {
+            return match self.room.service {
+                Service::Rc => Ok(()),
+                service => Err(wrong_service(service, false, plain)),
+            };
+        };
+        match (self.room.service, to.handle.hardware(self.pd).filter(own)) {
+            (Service::Ud, Some(handle)) if plain => {
+                let ah = handle.0.raw.ptr();
+                let ud = sys::Datagram { ah, remote_qpn: to.qpn, remote_qkey: to.qkey };
+                entry.wr = sys::WrTarget { ud };
                 Ok(())
             }
-            (service, destination) => Err(wrong_service(service, destination.is_some(), plain)),
+            (service, _) => Err(wrong_service(service, true, plain)),
         }
     }
 }
@@ -242,7 +246,11 @@ fn operation(op: Op, entry: &mut sys::SendWr) -> Result<()> {
                 sys::AtomicTarget { remote_addr: at.address, compare_add, swap, rkey: at.rkey };
             (entry.opcode, entry.wr) = (opcode, sys::WrTarget { atomic: target });
         }
-        Op::Nop => return Err(lacks("empty work", "post a write of no bytes")),
+        // Nothing, in its turn: no byte is written, so that no key is looked at.
+        Op::Nop => {
+            (entry.opcode, entry.wr) = (sys::WR_RDMA_WRITE, rdma(Remote { address: 0, rkey: 0 }));
+            (entry.sg_list, entry.num_sge) = (std::ptr::null_mut(), 0);
+        }
         Op::Wait { .. } => {
             return Err(lacks("work that waits", "wait for the completion yourself"));
         }
@@ -298,7 +306,7 @@ impl Gathered {
             }
             None => self.ranges.extend_from_slice(request.data),
         }
-        if let Some(handle) = request.destination.and_then(|to| to.handle.hardware()) {
+        if let Some(handle) = request.destination.and_then(|to| to.handle.hardware(sending.pd)) {
             self.handles.push(handle.0.clone());
         }
         entry.sg_list = std::ptr::without_provenance_mut(first);

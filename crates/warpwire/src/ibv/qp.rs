@@ -14,7 +14,7 @@ use super::device::{PortState, mtu_of};
 use super::explain::Attempt;
 use super::ids::{Book, InOrder, Naming};
 use super::library::{Raw, call, end, make};
-use super::memory::{Domain, Pd};
+use super::memory::Pd;
 use super::post::{self, Gathered, PostError, Room, Sending};
 use super::srq::Srq;
 use super::{Context, sys};
@@ -118,16 +118,16 @@ struct Pair {
     book: Arc<Book>,
     gathered: Mutex<Gathered>,
     /// These end after it.
-    pd: Arc<Domain>,
+    pd: Pd,
     cqs: [Cq; 2],
 }
 
 impl Drop for Pair {
     fn drop(&mut self) {
         self.forget_completions();
-        end!(self.pd.context.library, destroy_qp(self.raw.ptr()));
+        end!(self.pd.0.context.library, destroy_qp(self.raw.ptr()));
         // What came in between is found on no shelf.
-        self.pd.context.ids.remove(&self.book);
+        self.pd.0.context.ids.remove(&self.book);
     }
 }
 
@@ -146,7 +146,7 @@ impl Pair {
 
     fn sending(&self) -> Sending<'_> {
         let (post, qp) = (self.post_send, self.raw.ptr());
-        Sending { post, qp, context: &self.pd.context, room: &self.room }
+        Sending { post, qp, pd: &self.pd, room: &self.room }
     }
 }
 
@@ -156,8 +156,7 @@ impl Pd {
     /// # Errors
     /// If the device does not have so much room, or the queues belong to another device.
     pub fn create_qp(&self, send_cq: &Cq, receive_cq: &Cq, options: QpOptions) -> Result<Qp> {
-        let pd = self.0.clone();
-        let context = &pd.context;
+        let (pd, context) = (&self.0, &self.0.context);
         let shared = options.srq.as_ref().map(|srq| &srq.0);
         let foreign = shared.is_some_and(|srq| srq.pd.context.raw.ptr() != context.raw.ptr());
         if foreign || !send_cq.is_of(context) || !receive_cq.is_of(context) {
@@ -207,7 +206,7 @@ impl Pd {
         let psn = any_psn(unsafe { (*raw.ptr()).qp_num }).into();
         let cqs = [send_cq.clone(), receive_cq.clone()];
         let gathered = Mutex::default();
-        let pd = pd.clone();
+        let pd = self.clone();
         Ok(Qp(Arc::new(Pair {
             raw,
             post_send,
@@ -241,12 +240,22 @@ impl Qp {
         self.0.room.inline
     }
 
+    /// The sequence number of its first request, until it is reset.
+    pub fn psn(&self) -> u32 {
+        self.0.psn.load(Ordering::Relaxed)
+    }
+
+    /// The domain that it belongs to.
+    pub fn pd(&self) -> &Pd {
+        &self.0.pd
+    }
+
     /// Its state, as the device has it.
     pub fn state(&self) -> Result<State> {
         // SAFETY: numbers and pointers, for which zero is a value.
         let (mut attr, mut init): (sys::QpAttr, sys::QpInitAttr) = unsafe { std::mem::zeroed() };
         let (pair, mask) = (&*self.0, sys::QP_STATE as i32);
-        let library = pair.pd.context.library;
+        let library = pair.pd.0.context.library;
         call!(library, Attempt::QueryQp, query_qp(pair.raw.ptr(), &mut attr, mask, &mut init))?;
         Ok(match u32::try_from(attr.qp_state).unwrap_or(sys::QPS_ERR) {
             sys::QPS_RESET => State::Reset,
@@ -266,7 +275,7 @@ impl Qp {
     pub fn offer(&self) -> Result<Offer> {
         let pair = &*self.0;
         let options = &pair.options;
-        let context = Context(pair.pd.context.clone());
+        let context = Context(pair.pd.0.context.clone());
         let port = context.port(options.port)?;
         let gid = match port.lid {
             0 => context.gid(options.port, options.gid_index.into())?.bytes,
@@ -352,9 +361,10 @@ impl Qp {
         let along =
             change.path.as_ref().map(|path| Route::along(path, options.port, options.gid_index));
         let route = route.copied().or(along);
+        self.check_step(change, route.as_ref())?;
         let (mut attr, mask) = attributes(change, route.as_ref());
         let attempt = Attempt::Modify(change.to);
-        let library = pair.pd.context.library;
+        let library = pair.pd.0.context.library;
         let done = call!(library, attempt, modify_qp(pair.raw.ptr(), &mut attr, mask as i32));
         done.map_err(|error| self.why_not(error, change, route.as_ref()))?;
         if change.to == State::Reset {
@@ -368,7 +378,7 @@ impl Qp {
     /// A better reason than the device gave, if there is one.
     #[cold]
     fn why_not(&self, error: Error, change: &Change, route: Option<&Route>) -> Error {
-        let context = Context(self.0.pd.context.clone());
+        let context = Context(self.0.pd.0.context.clone());
         if let Some(route) = route {
             let usable = context.gid(route.port, route.gid_index.into());
             let on_infiniband = context
@@ -384,6 +394,11 @@ impl Qp {
                 ));
             }
         }
+        error
+    }
+
+    /// Whether there is such a step: providers look at some attributes and pass over others.
+    fn check_step(&self, change: &Change, route: Option<&Route>) -> Result<()> {
         // The table of steps has one port, one partition, and a path where there is a route.
         let as_listed = Change {
             port: change.port.map(|_| 1),
@@ -396,12 +411,12 @@ impl Qp {
             })),
             ..*change
         };
-        match self.state().map(|from| as_listed.check(self.0.options.service, from)) {
-            Ok(Err(refused)) if !matches!(error.kind(), Kind::Unavailable) => {
-                error.why(refused.to_string())
-            }
-            _ => error,
-        }
+        as_listed.check(self.0.options.service, self.state()?).map_err(|refused| {
+            let what = format!("take queue pair {:#x} to {}", self.number(), change.to);
+            Error::new(Kind::InvalidArgument, what)
+                .why(refused.to_string())
+                .fix("take RESET, INIT, RTR, RTS in turn, with the attributes of each")
+        })
     }
 
     /// Posts work, in its order. Nothing is allocated.

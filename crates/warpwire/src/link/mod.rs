@@ -338,6 +338,8 @@ pub enum Kind {
     Shm,
     /// Shared memory or UDP, by flow.
     Auto,
+    /// None: an RDMA device of the machine.
+    Hardware,
 }
 
 impl fmt::Display for Kind {
@@ -347,6 +349,7 @@ impl fmt::Display for Kind {
             Self::Udp => "udp",
             Self::Shm => "shm",
             Self::Auto => "auto",
+            Self::Hardware => "hardware",
         })
     }
 }

@@ -203,6 +203,24 @@ impl Memory {
         self
     }
 
+    /// The part of a device's memory that it is, if it is that.
+    pub(crate) fn device_region(&self) -> Option<&Region> {
+        match &self.what {
+            What::Device { region, .. } => Some(region),
+            _ => None,
+        }
+    }
+
+    /// Whether it is to be used without a window.
+    pub(crate) fn is_without_window(&self) -> bool {
+        matches!(&self.what, What::Device { how, .. } if how.no_window)
+    }
+
+    /// Whether it is memory of this process, at its address.
+    pub(crate) fn is_host(&self) -> bool {
+        matches!(&self.what, What::Host { .. } | What::OnDemand(_))
+    }
+
     /// How many bytes.
     pub fn len(&self) -> u64 {
         match &self.what {

@@ -1,19 +1,21 @@
 //! Datagrams: whom they are for, and who sent them.
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use warpwire_proto::wire::ip::{ECN_MARKED, ECN_MASK};
 
 use super::{Context, Device};
 use crate::error::Result;
+use crate::ibv;
 
 /// The bytes that stand in a receive before a datagram: who sent it. See [`Route`].
 pub const ROUTE_LEN: u32 = warpwire_proto::qp::GLOBAL_ROUTE_LEN;
 
 /// A peer to send datagrams to. Clones are the same one; with the last, datagrams that were not sent yet fail.
 ///
-/// Any number of queue pairs of its context may use it, and handles for one address share what they need.
+/// Any number of queue pairs of its context may use it (on hardware, those of eight domains), and handles for one address
+/// share what they need. Hardware sends to port 4791, whatever the port.
 ///
 /// ```
 /// use std::time::Duration;
@@ -49,19 +51,56 @@ pub struct AddressHandle(Arc<Handle>);
 struct Handle {
     device: Arc<Device>,
     peer: SocketAddr,
+    hardware: Option<InDomains>,
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.device.hca.close_destination(self.peer);
+        if self.hardware.is_none() {
+            self.device.hca.close_destination(self.peer);
+        }
+    }
+}
+
+/// A peer of hardware, which knows it anew in each domain.
+#[derive(Debug)]
+struct InDomains {
+    route: ibv::Route,
+    made: [OnceLock<Option<ibv::AddressHandle>>; MOST_DOMAINS],
+}
+
+/// In how many domains one handle may be used.
+const MOST_DOMAINS: usize = 8;
+
+impl ibv::Hardware for AddressHandle {
+    fn hardware(&self, pd: &ibv::Pd) -> Option<&ibv::AddressHandle> {
+        let InDomains { route, made } = self.0.hardware.as_ref()?;
+        for place in made {
+            // It was tried when the handle was made, so that it fails only if the device has no more room.
+            let found = place.get_or_init(|| pd.create_address_handle(route).ok()).as_ref();
+            if let Some(found) = found.filter(|found| found.is_of(pd)) {
+                return Some(found);
+            }
+        }
+        None
     }
 }
 
 impl AddressHandle {
     pub(super) fn create(context: &Context, peer: SocketAddr) -> Result<Self> {
         let device = context.0.clone();
-        device.hca.open_destination(peer)?;
-        Ok(Self(Arc::new(Handle { device, peer })))
+        let hardware = match &device.hardware {
+            None => {
+                device.hca.open_destination(peer)?;
+                None
+            }
+            Some(hardware) => {
+                let route = hardware.route(peer.ip())?;
+                hardware.home()?.create_address_handle(&route)?;
+                Some(InDomains { route, made: Default::default() })
+            }
+        };
+        Ok(Self(Arc::new(Handle { device, peer, hardware })))
     }
 
     /// The peer's address.

@@ -34,6 +34,16 @@ pub struct Offer {
     pub mtu: u32,
     /// How many reads and atomics it answers at a time.
     pub max_rd_atomic: u8,
+    /// The local identifier of its port, on InfiniBand; 0 elsewhere.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub lid: u16,
+    /// The address of its port, where that is no IP address; else 0.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub gid: u128,
+}
+
+fn is_zero<T: Default + PartialEq>(number: &T) -> bool {
+    *number == T::default()
 }
 
 #[derive(Serialize, Deserialize)]

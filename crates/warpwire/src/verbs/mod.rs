@@ -2,7 +2,7 @@
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`Context`] | an open device |
+//! | [`Context`], [`devices`] | an open device: the software HCA, or one of the machine; which there are |
 //! | [`Pd`], [`Mr`], [`Access`] | protection domains and registered memory |
 //! | [`Cq`], [`Completion`] | where the ends of work are told |
 //! | [`Qp`], [`Batch`], [`Request`] | a queue pair, and work to post |
@@ -45,6 +45,9 @@ mod completion;
 mod cq;
 mod datagram;
 pub mod exchange;
+mod hard;
+mod hardware;
+mod memory;
 mod post;
 mod prepare;
 mod qp;
@@ -57,14 +60,16 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 pub use crate::hca::{Drive, Signal};
+pub use crate::ibv::{devices, explain_status};
 pub use crate::mlx5::{Atomic, Status};
-pub use crate::mr::{Access, Attach, DmaBufRange, Memory, Pd, PeerClient};
+pub use crate::mr::{Access, Attach, DmaBufRange, Memory, PeerClient};
 pub use crate::work::{
     AsyncEvent, Completion, CompletionKind, Fence, Op, ReceiveRequest, Remote, Sender, Sge,
 };
 pub use cq::{Cq, CqOptions};
 pub use datagram::{AddressHandle, Destination, ROUTE_LEN, Route};
 pub use exchange::Offer;
+pub use memory::{Mr, Pd};
 pub use post::{Batch, Request};
 pub use qp::{Qp, QpOptions};
 pub use srq::{Srq, SrqOptions};
@@ -72,8 +77,10 @@ pub use warpwire_proto::qp::{Change, Mtu, Path, Service, State};
 
 use crate::error::Result;
 use crate::hca::{Hca, HcaOptions, Stats};
+use crate::ibv;
 use crate::link::{self, Link};
 use crate::mr;
+use hardware::Hardware;
 use qp::Core;
 
 /// An open device. Clones are the same one.
@@ -82,7 +89,10 @@ pub struct Context(pub(crate) Arc<Device>);
 
 #[derive(Debug)]
 pub(crate) struct Device {
+    /// The software HCA; beside hardware, one that does nothing but to tell domains apart.
     pub hca: Hca,
+    /// A device of the machine.
+    pub hardware: Option<Hardware>,
     /// Queue pairs by the number that their completions bear.
     pub pairs: Mutex<Vec<Option<Arc<Core>>>>,
 }
@@ -96,17 +106,51 @@ impl Context {
     /// Opens a software HCA on that link.
     pub fn open_with(link: impl Link + 'static, options: HcaOptions) -> Result<Self> {
         let hca = Hca::open(link, options)?;
-        Ok(Self(Arc::new(Device { hca, pairs: Mutex::new(Vec::new()) })))
+        Ok(Self(Arc::new(Device { hca, hardware: None, pairs: Mutex::new(Vec::new()) })))
     }
 
-    /// The device below, for those who fill queues themselves.
+    /// Opens an RDMA device of the machine, by libibverbs: [`devices`] lists them.
+    ///
+    /// # Errors
+    /// If there is no libibverbs, no such device (with the names of those that there are), or this user may not open it.
+    ///
+    /// ```no_run
+    /// use warpwire::verbs::{Context, QpOptions};
+    /// let context = Context::open_device("mlx5_0")?;
+    /// let (pd, cq) = (context.pd(), context.create_cq(16)?);
+    /// let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default())?;
+    /// println!("{}", qp.path()?);
+    /// # Ok::<(), warpwire::Error>(())
+    /// ```
+    pub fn open_device(name: &str) -> Result<Self> {
+        let hardware = Some(Hardware::open(name)?);
+        let hca = Hca::idle()?;
+        Ok(Self(Arc::new(Device { hca, hardware, pairs: Mutex::new(Vec::new()) })))
+    }
+
+    /// The software HCA below, for those who fill queues themselves. Beside hardware it is one that is on no network and
+    /// has no queues: see [`soft`](Self::soft).
     pub fn hca(&self) -> &Hca {
         &self.0.hca
     }
 
+    /// The software HCA below; `None` if this is hardware.
+    pub fn soft(&self) -> Option<&Hca> {
+        self.0.hardware.is_none().then_some(&self.0.hca)
+    }
+
+    /// The RDMA device of the machine below; `None` if this is the software HCA.
+    pub fn device(&self) -> Option<&ibv::Context> {
+        self.0.hardware.as_ref().map(|hardware| &hardware.context)
+    }
+
     /// A new protection domain.
     pub fn pd(&self) -> Pd {
-        self.0.hca.registry().pd()
+        let id = self.0.hca.registry().pd();
+        match &self.0.hardware {
+            None => Pd::soft(id),
+            Some(hardware) => Pd::hard(id, hardware.context.clone()),
+        }
     }
 
     /// Registers memory, under its own address.
@@ -122,10 +166,14 @@ impl Context {
         iova: Option<u64>,
         access: Access,
     ) -> Result<Mr> {
-        Ok(Mr(self.0.hca.registry().register(pd, memory, iova, access)?))
+        if self.0.hardware.is_some() {
+            return memory::register(pd, memory.into(), iova, access, mr::Named::Handle);
+        }
+        Ok(self.0.hca.registry().register(pd, memory, iova, access)?.into())
     }
 
-    /// Registers `len` bytes at `address`, whosever they are: this process's, a GPU's, a client's of the program.
+    /// Registers `len` bytes at `address`, whosever they are: this process's, a GPU's, a client's of the program (which
+    /// only the software HCA reaches).
     ///
     /// # Safety
     /// As for [`Registry::register_address`](mr::Registry::register_address).
@@ -138,13 +186,18 @@ impl Context {
         iova: Option<u64>,
         access: Access,
     ) -> Result<Mr> {
+        if self.0.hardware.is_some() {
+            // SAFETY: the caller's promise.
+            return unsafe { memory::register_address(pd, (address, len), iova, access) };
+        }
         // SAFETY: the caller's promise.
         let made =
             unsafe { self.0.hca.registry().register_address(pd, address, len, iova, access) };
-        Ok(Mr(made?))
+        Ok(made?.into())
     }
 
-    /// Registers a range of a dma-buf: see [`Registry::register_dmabuf`](mr::Registry::register_dmabuf).
+    /// Registers a range of a dma-buf: see [`Registry::register_dmabuf`](mr::Registry::register_dmabuf). On hardware its
+    /// driver decides whether the memory may move meanwhile, whatever `attach` says.
     pub fn register_dmabuf(
         &self,
         pd: &Pd,
@@ -153,10 +206,13 @@ impl Context {
         access: Access,
         attach: Attach,
     ) -> Result<Mr> {
-        Ok(Mr(self.0.hca.registry().register_dmabuf(pd, range, iova, access, attach)?))
+        if self.0.hardware.is_some() {
+            return memory::register_dmabuf(pd, range, iova, access, attach);
+        }
+        Ok(self.0.hca.registry().register_dmabuf(pd, range, iova, access, attach)?.into())
     }
 
-    /// Adds a peer-memory client: its memory can be registered by its address from now on.
+    /// Adds a peer-memory client: its memory can be registered by its address from now on, with the software HCA.
     pub fn add_client(&self, client: Arc<dyn PeerClient>) {
         self.0.hca.registry().add_client(client);
     }
@@ -197,26 +253,33 @@ impl Context {
 
     /// The oldest news of queues that nobody has taken.
     pub fn next_event(&self) -> Option<AsyncEvent> {
+        if let Some(hardware) = &self.0.hardware {
+            return hardware.next_event();
+        }
         self.0.hca.next_event()
     }
 
     /// Raised while there is news; a file descriptor, for whoever waits for several things.
     pub fn events(&self) -> &Signal {
-        self.0.hca.events()
+        self.0.hardware.as_ref().map_or_else(|| self.0.hca.events(), |hardware| &hardware.events)
     }
 
-    /// The link that it uses, and why.
+    /// The link that it uses, or the device that it is, and why.
     pub fn path(&self) -> &link::Path {
-        self.0.hca.path()
+        self.0.hardware.as_ref().map_or_else(|| self.0.hca.path(), |hardware| &hardware.path)
     }
 
     /// The largest MTU that its link carries: of those that RoCE knows where packets leave this machine, and as large
     /// as it goes where they cannot.
     pub fn largest_mtu(&self) -> Mtu {
+        if let Some(hardware) = &self.0.hardware {
+            return hardware.largest_mtu;
+        }
         let fits = |mtu: &&Mtu| mtu.bytes() as usize <= self.0.hca.largest_payload();
         let stays = match self.path().kind {
             link::Kind::Shm | link::Kind::Loopback => true,
             link::Kind::Udp | link::Kind::Auto => self.path().local.ip().is_loopback(),
+            link::Kind::Hardware => false,
         };
         let beyond = [16 << 10, 32 << 10, 64 << 10].into_iter();
         let beyond = beyond.filter_map(Mtu::new).filter(|_| stays);
@@ -224,35 +287,8 @@ impl Context {
         all.iter().rev().find(fits).copied().unwrap_or(Mtu::ALL[0])
     }
 
-    /// What the device has counted.
+    /// What the software HCA has counted; hardware counts elsewhere, and this stays at nothing.
     pub fn stats(&self) -> Stats {
         self.0.hca.stats()
-    }
-}
-
-/// Registered memory. The registration ends when this is dropped.
-///
-/// It is [`mr::Mr`] with a way to name its parts in work requests.
-#[derive(Debug)]
-pub struct Mr(mr::Mr);
-
-impl Mr {
-    /// `len` bytes of it, `offset` bytes from its beginning, for a work request. Nothing is checked here: a range
-    /// that is not in it fails the work.
-    pub fn sge(&self, offset: u64, len: u32) -> Sge {
-        Sge { address: self.0.iova().wrapping_add(offset), len, lkey: self.0.lkey() }
-    }
-
-    /// The place `offset` bytes from its beginning, for a peer.
-    pub fn remote(&self, offset: u64) -> Remote {
-        Remote { address: self.0.iova().wrapping_add(offset), rkey: self.0.rkey() }
-    }
-}
-
-impl std::ops::Deref for Mr {
-    type Target = mr::Mr;
-
-    fn deref(&self) -> &mr::Mr {
-        &self.0
     }
 }

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use parking_lot::MutexGuard;
 
 use super::datagram::{AddressHandle, Destination};
+use super::hard::{Hard, HardBatch};
 use super::qp::Core;
 use super::{Service, State};
 use crate::error::{Error, Kind, Result};
@@ -124,24 +125,32 @@ impl std::fmt::Debug for SendState {
 /// Work that is being put into a send queue. Nothing of it is seen by the device before [`Batch::post`]; dropped, it
 /// is as if it had never been.
 #[must_use = "nothing happens until the batch is posted"]
-pub struct Batch<'q> {
-    core: &'q Core,
-    state: MutexGuard<'q, SendState>,
-    next: u64,
+pub struct Batch<'q>(Arm<'q>);
+
+enum Arm<'q> {
+    Soft(Filling<'q>),
+    Hard(HardBatch<'q>),
 }
 
 impl std::fmt::Debug for Batch<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Batch({} blocks)", self.next - self.state.producer)
+        match &self.0 {
+            Arm::Soft(filling) => {
+                write!(f, "Batch({} blocks)", filling.next - filling.state.producer)
+            }
+            Arm::Hard(batch) => write!(f, "Batch({batch:?})"),
+        }
     }
 }
 
 impl<'q> Batch<'q> {
     #[inline]
-    pub(super) fn new(core: &'q Core) -> Self {
-        let state = core.send.lock();
-        let next = state.producer;
-        Self { core, state, next }
+    pub(super) fn soft(core: &'q Core) -> Self {
+        Self(Arm::Soft(Filling::new(core)))
+    }
+
+    pub(super) fn hard(hard: &'q Hard) -> Self {
+        Self(Arm::Hard(hard.batch()))
     }
 
     /// Adds work.
@@ -151,12 +160,46 @@ impl<'q> Batch<'q> {
     /// queue pair is not yet in `RTS`, or the request makes no sense to it.
     #[inline]
     pub fn push(&mut self, request: &Request<'_>) -> Result<()> {
+        match &mut self.0 {
+            Arm::Soft(filling) => filling.push(request),
+            Arm::Hard(batch) => batch.push(request),
+        }
+    }
+
+    /// Tells the device of all of it. What hardware refuses, though all was in order by what is known of it, ends as
+    /// [`Status::LocalQpOperation`](crate::mlx5::Status::LocalQpOperation).
+    #[inline]
+    pub fn post(self) {
+        match self.0 {
+            Arm::Soft(filling) => filling.post(),
+            Arm::Hard(batch) => batch.post(),
+        }
+    }
+}
+
+/// Work that is being put into a send queue of the software HCA.
+pub(super) struct Filling<'q> {
+    core: &'q Core,
+    state: MutexGuard<'q, SendState>,
+    next: u64,
+}
+
+impl<'q> Filling<'q> {
+    #[inline]
+    pub(super) fn new(core: &'q Core) -> Self {
+        let state = core.send.lock();
+        let next = state.producer;
+        Self { core, state, next }
+    }
+
+    #[inline]
+    pub(super) fn push(&mut self, request: &Request<'_>) -> Result<()> {
         let core = self.core;
         if !core.takes_work.load(Ordering::Relaxed) {
             // It may have failed on its way, which the device knows: then what is posted comes back.
             match core.hca.qp_state(core.number)? {
                 state @ (State::Reset | State::Init | State::Rtr) => {
-                    return Err(too_early(core, state));
+                    return Err(too_early(core.number, state));
                 }
                 _ => core.takes_work.store(true, Ordering::Relaxed),
             }
@@ -251,9 +294,8 @@ impl<'q> Batch<'q> {
         first..self.next
     }
 
-    /// Tells the device of all of it.
     #[inline]
-    pub fn post(mut self) {
+    pub(super) fn post(mut self) {
         if self.next == self.state.producer {
             return;
         }
@@ -301,9 +343,9 @@ fn wrong_destination(core: &Core, foreign: bool, needed: bool) -> Error {
 }
 
 #[cold]
-fn too_early(core: &Core, state: State) -> Error {
+pub(super) fn too_early(number: u32, state: State) -> Error {
     Error::new(Kind::InvalidArgument, "post work")
-        .on(format!("queue pair {:#x}", core.number))
+        .on(format!("queue pair {number:#x}"))
         .why(format!("it is in {state}, and takes work from RTS on"))
         .fix("connect it first; a datagram queue pair: make it ready")
 }

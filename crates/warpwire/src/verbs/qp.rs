@@ -8,7 +8,8 @@ use warpwire_proto::qp as protocol;
 use warpwire_proto::{Psn, qp::Change};
 
 use super::exchange::Offer;
-use super::post::{Batch, Request, SendState};
+use super::hard::{Hard, same_device};
+use super::post::{Batch, Filling, Request, SendState};
 use super::{Context, Cq, Device, Mtu, Path, Pd, Service, Srq, State};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{Layout, QpSpec, QueueMemory};
@@ -34,10 +35,14 @@ pub struct QpOptions {
     pub signal_all: bool,
     /// The shared receive queue that takes the place of its own.
     pub srq: Option<Srq>,
-    /// Memory of another sort than the host's for its queues: at least [`Qp::memory_for`] these options.
+    /// The port of hardware that it uses; the first is 1. The software HCA has one.
+    pub port: u8,
+    /// Which of the port's addresses hardware uses; by default the one that most peers reach. The software HCA has one.
+    pub gid_index: Option<u8>,
+    /// Memory of another sort than the host's for its queues: at least [`Qp::memory_for`] these options. Not for hardware.
     pub memory: Option<QueueMemory>,
     /// A stream or a kernel will ring its doorbell. A thread of the device that has gone to sleep sees it within a 32nd
-    /// of the time for which nothing happened: 50 µs to 4 ms.
+    /// of the time for which nothing happened: 50 µs to 4 ms. Hardware needs no such word.
     pub watched: bool,
     /// The most payload in a packet; by default the largest that the link carries and the peer offers.
     pub mtu: Option<Mtu>,
@@ -53,7 +58,7 @@ pub struct QpOptions {
     pub min_rnr_timer: u8,
     /// How many reads and atomics may be outstanding, in either direction.
     pub max_rd_atomic: u8,
-    /// How many packets may be unanswered, and how reads are cut.
+    /// How many packets may be unanswered, and how reads are cut. Hardware has its own ways.
     pub tuning: protocol::Options,
 }
 
@@ -68,6 +73,8 @@ impl Default for QpOptions {
             inline: 64,
             signal_all: true,
             srq: None,
+            port: 1,
+            gid_index: None,
             memory: None,
             watched: false,
             mtu: None,
@@ -132,15 +139,27 @@ pub struct Qp(pub(super) Arc<Handle>);
 
 #[derive(Debug)]
 pub(super) struct Handle {
-    pub(super) core: Arc<Core>,
+    pair: Pair,
     device: Arc<Device>,
     options: QpOptions,
-    user_index: u32,
-    /// The sequence number that it will begin with.
-    psn: AtomicU32,
     // Held so that it outlives this.
     _pd: Pd,
     cqs: [Cq; 2],
+}
+
+#[derive(Debug)]
+enum Pair {
+    Soft(Soft),
+    Hard(Hard),
+}
+
+/// A queue pair of the software HCA.
+#[derive(Debug)]
+struct Soft {
+    core: Arc<Core>,
+    user_index: u32,
+    /// The sequence number that it will begin with.
+    psn: AtomicU32,
 }
 
 /// What posting and polling share.
@@ -222,10 +241,11 @@ impl Core {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.core.hca.destroy_qp(self.core.number);
+        let Pair::Soft(Soft { core, user_index, .. }) = &self.pair else { return };
+        core.hca.destroy_qp(core.number);
         // Completions that wait in a queue name it still.
-        self.forget_completions();
-        if let Some(place) = self.device.pairs.lock().get_mut(self.user_index as usize) {
+        self.forget_completions(core);
+        if let Some(place) = self.device.pairs.lock().get_mut(*user_index as usize) {
             *place = None;
         }
         // Now that nobody finds it any more.
@@ -235,11 +255,11 @@ impl Drop for Handle {
 
 impl Handle {
     /// Completions that nobody has taken are nobody's any more; those of a shared queue give their slots back.
-    fn forget_completions(&self) {
+    fn forget_completions(&self, core: &Core) {
         let [sends, receives] = &self.cqs;
-        sends.forget(&self.core);
+        sends.forget(core);
         if sends.number() != receives.number() {
-            receives.forget(&self.core);
+            receives.forget(core);
         }
     }
 }
@@ -255,8 +275,220 @@ impl Qp {
         pd: &Pd,
         send_cq: &Cq,
         receive_cq: &Cq,
-        options: QpOptions,
+        mut options: QpOptions,
     ) -> Result<Self> {
+        same_device(context, [send_cq, receive_cq], options.srq.as_ref())?;
+        let cqs = [send_cq.clone(), receive_cq.clone()];
+        if let Some(hardware) = &context.0.hardware {
+            let pair = Pair::Hard(Hard::create(hardware, pd, &cqs, &mut options)?);
+            let (device, _pd) = (context.0.clone(), pd.clone());
+            return Ok(Self(Arc::new(Handle { pair, device, options, _pd, cqs })));
+        }
+        let soft = Soft::create(context, pd, &cqs, &options)?;
+        let (device, _pd) = (context.0.clone(), pd.clone());
+        let pair = Pair::Soft(soft);
+        Ok(Self(Arc::new(Handle { pair, device, options, _pd, cqs })))
+    }
+
+    /// Its number.
+    pub fn number(&self) -> u32 {
+        match &self.0.pair {
+            Pair::Soft(soft) => soft.core.number,
+            Pair::Hard(hard) => hard.qp.number(),
+        }
+    }
+
+    /// Its state.
+    pub fn state(&self) -> Result<State> {
+        match &self.0.pair {
+            Pair::Soft(soft) => soft.core.hca.qp_state(soft.core.number),
+            Pair::Hard(hard) => hard.qp.state(),
+        }
+    }
+
+    /// The memory of its queues, and where things lie in it: for those who post by other means. Of hardware it is nothing.
+    pub fn queues(&self) -> (&QueueMemory, Layout) {
+        match &self.0.pair {
+            Pair::Soft(soft) => (&soft.core.memory, soft.core.layout),
+            Pair::Hard(hard) => {
+                (&hard.nothing, Layout { receive: 0, send: 0, record: 0, doorbell: 0 })
+            }
+        }
+    }
+
+    /// What it has counted.
+    ///
+    /// # Errors
+    /// Hardware does not count by queue pair.
+    pub fn stats(&self) -> Result<protocol::Stats> {
+        match &self.0.pair {
+            Pair::Soft(soft) => soft.core.hca.qp_stats(soft.core.number),
+            Pair::Hard(_) => Err(Error::new(Kind::Unsupported, "count a queue pair's packets")
+                .why("hardware does not count by queue pair")
+                .fix("see the port's counters: /sys/class/infiniband/*/ports/*/hw_counters")),
+        }
+    }
+
+    /// Which way its work takes, and why: the link, and whether a peer of this machine lets it do without packets; or the
+    /// device, port and address.
+    pub fn path(&self) -> Result<crate::link::Path> {
+        match &self.0.pair {
+            Pair::Soft(soft) => soft.core.hca.qp_path(soft.core.number),
+            Pair::Hard(hard) => Ok(hard.path()),
+        }
+    }
+
+    /// What a peer must know to connect to it.
+    pub fn offer(&self) -> Offer {
+        let options = &self.0.options;
+        let soft = match &self.0.pair {
+            Pair::Soft(soft) => soft,
+            Pair::Hard(hard) => return hard.offer(options),
+        };
+        let context = Context(self.0.device.clone());
+        let mtu = options.mtu.unwrap_or_else(|| context.largest_mtu());
+        Offer {
+            address: context.path().local,
+            qpn: self.number(),
+            psn: soft.psn.load(Ordering::Relaxed),
+            mtu: mtu.bytes(),
+            max_rd_atomic: options.max_rd_atomic,
+            lid: 0,
+            gid: 0,
+        }
+    }
+
+    /// What it is for.
+    pub fn service(&self) -> Service {
+        self.0.options.service
+    }
+
+    /// Takes a datagram queue pair through `INIT` and `RTR` to `RTS`: it takes datagrams that bear this key.
+    pub fn ready(&self, qkey: u32) -> Result<()> {
+        let init = Change { access: None, qkey: Some(qkey), ..self.to_init() };
+        let psn = Psn::new(self.offer().psn);
+        self.modify(&init)?;
+        self.modify(&Change::to(State::Rtr))?;
+        self.modify(&Change { send_psn: Some(psn), ..Change::to(State::Rts) })
+    }
+
+    /// Takes it through `INIT` and `RTR` to `RTS`, connected to the peer that made this offer.
+    pub fn connect(&self, peer: &Offer) -> Result<()> {
+        self.modify(&self.to_init())?;
+        let to_rtr = self.to_rtr(peer)?;
+        match &self.0.pair {
+            Pair::Soft(_) => self.modify(&to_rtr)?,
+            Pair::Hard(hard) => hard.meet(&to_rtr, peer)?,
+        }
+        self.modify(&self.to_rts(peer))
+    }
+
+    /// The step to `INIT` that its options ask for.
+    pub fn to_init(&self) -> Change {
+        Change {
+            partition_index: Some(0),
+            port: Some(match &self.0.pair {
+                Pair::Soft(_) => 1,
+                Pair::Hard(hard) => hard.end.port,
+            }),
+            access: Some(self.0.options.access),
+            ..Change::to(State::Init)
+        }
+    }
+
+    /// The step to `RTR`, connected to that peer.
+    pub fn to_rtr(&self, peer: &Offer) -> Result<Change> {
+        let own = self.offer();
+        let mtu = Mtu::new(own.mtu.min(peer.mtu)).ok_or_else(|| {
+            Error::new(Kind::Malformed, format!("connect queue pair {:#x}", self.number()))
+                .why(format!("the peer offers an MTU of {} bytes", peer.mtu))
+                .fix("offer 256, 512, 1024, 2048 or 4096")
+        })?;
+        let flow_label = (own.qpn ^ peer.qpn) & 0xf_ffff;
+        let path = Path { peer: peer.address, traffic_class: 0, hop_limit: 64, flow_label };
+        Ok(Change {
+            path: Some(path),
+            mtu: Some(mtu),
+            destination: Some(peer.qpn),
+            receive_psn: Some(Psn::new(peer.psn)),
+            max_dest_rd_atomic: Some(self.0.options.max_rd_atomic),
+            min_rnr_timer: Some(self.0.options.min_rnr_timer),
+            ..Change::to(State::Rtr)
+        })
+    }
+
+    /// The step to `RTS`.
+    pub fn to_rts(&self, peer: &Offer) -> Change {
+        let options = &self.0.options;
+        Change {
+            send_psn: Some(Psn::new(self.offer().psn)),
+            timeout: Some(options.timeout),
+            retry_count: Some(options.retry_count),
+            rnr_retry: Some(options.rnr_retry),
+            max_rd_atomic: Some(options.max_rd_atomic.min(peer.max_rd_atomic)),
+            ..Change::to(State::Rts)
+        }
+    }
+
+    /// Takes a step, or changes attributes. What is refused changes nothing.
+    pub fn modify(&self, change: &Change) -> Result<()> {
+        match &self.0.pair {
+            Pair::Soft(soft) => soft.modify(&self.0, change),
+            Pair::Hard(hard) => hard.modify(change, None),
+        }
+    }
+
+    /// What posting and polling share, of the software HCA.
+    pub(super) fn soft_core(&self) -> Option<&Core> {
+        match &self.0.pair {
+            Pair::Soft(soft) => Some(&soft.core),
+            Pair::Hard(_) => None,
+        }
+    }
+
+    /// Begins a batch of work. It holds the send queue until it is posted or dropped.
+    #[inline]
+    pub fn batch(&self) -> Batch<'_> {
+        match &self.0.pair {
+            Pair::Soft(soft) => Batch::soft(&soft.core),
+            Pair::Hard(hard) => Batch::hard(hard),
+        }
+    }
+
+    /// Posts work, all of it or none.
+    ///
+    /// # Errors
+    /// [`Kind::Busy`] if there is no room for it: take completions first.
+    pub fn post_send(&self, requests: &[Request<'_>]) -> Result<()> {
+        let core = match &self.0.pair {
+            Pair::Soft(soft) => &soft.core,
+            Pair::Hard(hard) => return hard.post(requests),
+        };
+        let mut batch = Filling::new(core);
+        let done = batch.at_once(requests);
+        for request in &requests[done..] {
+            batch.push(request)?;
+        }
+        batch.post();
+        Ok(())
+    }
+
+    /// Posts receives, all of them or none.
+    pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
+        let core = match &self.0.pair {
+            Pair::Soft(soft) => &soft.core,
+            Pair::Hard(hard) => return hard.qp.post_all_receives(requests),
+        };
+        if core.srq.is_some() {
+            let error = Error::new(Kind::InvalidArgument, "post a receive");
+            return Err(error.why("the queue pair uses a shared one").fix("post it there"));
+        }
+        super::receive::post(core, requests)
+    }
+}
+
+impl Soft {
+    fn create(context: &Context, pd: &Pd, cqs: &[Cq; 2], options: &QpOptions) -> Result<Self> {
         let Sizes { blocks, receives, stride, layout, len } = options.sizes()?;
         let memory = match &options.memory {
             Some(memory) => memory.clone(),
@@ -277,8 +509,8 @@ impl Qp {
             send_blocks: blocks,
             receive_entries: receives,
             receive_stride: stride,
-            send_cq: send_cq.number(),
-            receive_cq: receive_cq.number(),
+            send_cq: cqs[0].number(),
+            receive_cq: cqs[1].number(),
             srq: options.srq.as_ref().map(Srq::number),
             pd: pd.id(),
             signal_all: options.signal_all,
@@ -313,131 +545,13 @@ impl Qp {
         }
         pairs[user_index] = Some(core.clone());
         drop(pairs);
-        let handle = Handle {
-            core,
-            device,
-            options,
-            user_index: user_index as u32,
-            psn: any_psn(number).into(),
-            _pd: pd.clone(),
-            cqs: [send_cq.clone(), receive_cq.clone()],
-        };
-        Ok(Self(Arc::new(handle)))
+        Ok(Self { core, user_index: user_index as u32, psn: any_psn(number).into() })
     }
 
-    /// Its number.
-    pub fn number(&self) -> u32 {
-        self.0.core.number
-    }
-
-    /// Its state.
-    pub fn state(&self) -> Result<State> {
-        self.0.core.hca.qp_state(self.number())
-    }
-
-    /// The memory of its queues, and where things lie in it: for those who post by other means.
-    pub fn queues(&self) -> (&QueueMemory, Layout) {
-        (&self.0.core.memory, self.0.core.layout)
-    }
-
-    /// What it has counted.
-    pub fn stats(&self) -> Result<protocol::Stats> {
-        self.0.core.hca.qp_stats(self.number())
-    }
-
-    /// Which way its work takes, and why: the link, and whether a peer of this machine lets it do without packets.
-    pub fn path(&self) -> Result<crate::link::Path> {
-        self.0.core.hca.qp_path(self.number())
-    }
-
-    /// What a peer must know to connect to it.
-    pub fn offer(&self) -> Offer {
-        let context = Context(self.0.device.clone());
-        let mtu = self.0.options.mtu.unwrap_or_else(|| context.largest_mtu());
-        Offer {
-            address: context.path().local,
-            qpn: self.number(),
-            psn: self.0.psn.load(Ordering::Relaxed),
-            mtu: mtu.bytes(),
-            max_rd_atomic: self.0.options.max_rd_atomic,
-        }
-    }
-
-    /// What it is for.
-    pub fn service(&self) -> Service {
-        self.0.options.service
-    }
-
-    /// Takes a datagram queue pair through `INIT` and `RTR` to `RTS`: it takes datagrams that bear this key.
-    pub fn ready(&self, qkey: u32) -> Result<()> {
-        let init = Change {
-            partition_index: Some(0),
-            port: Some(1),
-            qkey: Some(qkey),
-            ..Change::to(State::Init)
-        };
-        let psn = Psn::new(self.0.psn.load(Ordering::Relaxed));
-        self.modify(&init)?;
-        self.modify(&Change::to(State::Rtr))?;
-        self.modify(&Change { send_psn: Some(psn), ..Change::to(State::Rts) })
-    }
-
-    /// Takes it through `INIT` and `RTR` to `RTS`, connected to the peer that made this offer.
-    pub fn connect(&self, peer: &Offer) -> Result<()> {
-        self.modify(&self.to_init())?;
-        self.modify(&self.to_rtr(peer)?)?;
-        self.modify(&self.to_rts(peer))
-    }
-
-    /// The step to `INIT` that its options ask for.
-    pub fn to_init(&self) -> Change {
-        Change {
-            partition_index: Some(0),
-            port: Some(1),
-            access: Some(self.0.options.access),
-            ..Change::to(State::Init)
-        }
-    }
-
-    /// The step to `RTR`, connected to that peer.
-    pub fn to_rtr(&self, peer: &Offer) -> Result<Change> {
-        let own = self.offer();
-        let mtu = Mtu::new(own.mtu.min(peer.mtu)).ok_or_else(|| {
-            Error::new(Kind::Malformed, format!("connect queue pair {:#x}", self.number()))
-                .why(format!("the peer offers an MTU of {} bytes", peer.mtu))
-                .fix("offer 256, 512, 1024, 2048 or 4096")
-        })?;
-        let flow_label = (own.qpn ^ peer.qpn) & 0xf_ffff;
-        let path = Path { peer: peer.address, traffic_class: 0, hop_limit: 64, flow_label };
-        Ok(Change {
-            path: Some(path),
-            mtu: Some(mtu),
-            destination: Some(peer.qpn),
-            receive_psn: Some(Psn::new(peer.psn)),
-            max_dest_rd_atomic: Some(self.0.options.max_rd_atomic),
-            min_rnr_timer: Some(self.0.options.min_rnr_timer),
-            ..Change::to(State::Rtr)
-        })
-    }
-
-    /// The step to `RTS`.
-    pub fn to_rts(&self, peer: &Offer) -> Change {
-        let options = &self.0.options;
-        Change {
-            send_psn: Some(Psn::new(self.0.psn.load(Ordering::Relaxed))),
-            timeout: Some(options.timeout),
-            retry_count: Some(options.retry_count),
-            rnr_retry: Some(options.rnr_retry),
-            max_rd_atomic: Some(options.max_rd_atomic.min(peer.max_rd_atomic)),
-            ..Change::to(State::Rts)
-        }
-    }
-
-    /// Takes a step, or changes attributes. What is refused changes nothing.
-    pub fn modify(&self, change: &Change) -> Result<()> {
-        let core = &self.0.core;
-        let is_reset =
-            change.to == State::Reset && change.check(core.service, self.state()?).is_ok();
+    fn modify(&self, handle: &Handle, change: &Change) -> Result<()> {
+        let core = &self.core;
+        let state = core.hca.qp_state(core.number)?;
+        let is_reset = change.to == State::Reset && change.check(core.service, state).is_ok();
         if is_reset {
             core.takes_work.store(false, Ordering::Relaxed);
             // In this order: the device must find the queues as it forgets them.
@@ -447,39 +561,10 @@ impl Qp {
         let takes_work = !matches!(change.to, State::Reset | State::Init | State::Rtr);
         core.takes_work.store(takes_work, Ordering::Relaxed);
         if is_reset {
-            self.0.forget_completions();
-            self.0.psn.store(any_psn(core.number), Ordering::Relaxed);
+            handle.forget_completions(core);
+            self.psn.store(any_psn(core.number), Ordering::Relaxed);
         }
         Ok(())
-    }
-
-    /// Begins a batch of work. It holds the send queue until it is posted or dropped.
-    #[inline]
-    pub fn batch(&self) -> Batch<'_> {
-        Batch::new(&self.0.core)
-    }
-
-    /// Posts work, all of it or none.
-    ///
-    /// # Errors
-    /// [`Kind::Busy`] if there is no room for it: take completions first.
-    pub fn post_send(&self, requests: &[Request<'_>]) -> Result<()> {
-        let mut batch = self.batch();
-        let done = batch.at_once(requests);
-        for request in &requests[done..] {
-            batch.push(request)?;
-        }
-        batch.post();
-        Ok(())
-    }
-
-    /// Posts receives, all of them or none.
-    pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
-        if self.0.core.srq.is_some() {
-            let error = Error::new(Kind::InvalidArgument, "post a receive");
-            return Err(error.why("the queue pair uses a shared one").fix("post it there"));
-        }
-        super::receive::post(&self.0.core, requests)
     }
 }
 

@@ -9,6 +9,7 @@ use super::receive::{MOST_RANGES, full, too_many};
 use super::{Context, Device, Pd};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{QueueMemory, SrqSpec};
+use crate::ibv;
 use crate::mlx5::{Record, SEGMENT, SrqEntry};
 use crate::work::ReceiveRequest;
 
@@ -29,7 +30,13 @@ impl Default for SrqOptions {
 
 /// A shared receive queue. It ends when the last clone is dropped.
 #[derive(Clone, Debug)]
-pub struct Srq(Arc<Shared>);
+pub struct Srq(Arm);
+
+#[derive(Clone, Debug)]
+enum Arm {
+    Soft(Arc<Shared>),
+    Hard(ibv::Srq),
+}
 
 #[derive(Debug)]
 struct Shared {
@@ -69,6 +76,10 @@ impl Srq {
         if options.ranges == 0 || options.ranges as usize >= MOST_RANGES {
             return Err(wrong("a receive names 1 to 15 ranges"));
         }
+        if context.0.hardware.is_some() {
+            let made = pd.hardware()?.create_srq(options.depth, options.ranges)?;
+            return Ok(Self(Arm::Hard(made)));
+        }
         // One slot more than receives: the last entry always points to a slot that is free.
         let entries = (options.depth + 1).next_power_of_two();
         let stride = ((options.ranges + 1) * SEGMENT as u32).next_power_of_two();
@@ -84,22 +95,35 @@ impl Srq {
         });
         let device = context.0.clone();
         let shared = Shared { device, number, memory, record, stride, state, _pd: pd.clone() };
-        Ok(Self(Arc::new(shared)))
+        Ok(Self(Arm::Soft(Arc::new(shared))))
     }
 
     /// Its number.
     pub fn number(&self) -> u32 {
-        self.0.number
+        match &self.0 {
+            Arm::Soft(shared) => shared.number,
+            Arm::Hard(srq) => srq.number(),
+        }
     }
 
     /// Asks for an event, once, when fewer than `limit` receives wait; 0 asks for none.
     pub fn arm(&self, limit: u32) {
-        self.0.device.hca.arm_srq(self.0.number, limit);
+        match &self.0 {
+            Arm::Soft(shared) => shared.device.hca.arm_srq(shared.number, limit),
+            Arm::Hard(srq) => {
+                if let Err(error) = srq.arm(limit) {
+                    tracing::warn!(%error, "a shared receive queue");
+                }
+            }
+        }
     }
 
     /// Posts receives, all of them or none.
     pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
-        let shared = &*self.0;
+        let shared = match &self.0 {
+            Arm::Soft(shared) => &**shared,
+            Arm::Hard(srq) => return srq.post_all_receives(requests),
+        };
         let mut slots = shared.state.lock();
         if slots.free.len() < requests.len() {
             return Err(full(shared.number));
@@ -125,9 +149,18 @@ impl Srq {
         bytes.store_u32(shared.record, word)
     }
 
+    /// The queue, of hardware.
+    pub(super) fn hardware(&self) -> Option<&ibv::Srq> {
+        match &self.0 {
+            Arm::Soft(_) => None,
+            Arm::Hard(srq) => Some(srq),
+        }
+    }
+
     /// A receive ended: its slot is free. Returns what the program called it.
     pub(super) fn ended(&self, slot: u16) -> u64 {
-        let mut slots = self.0.state.lock();
+        let Arm::Soft(shared) = &self.0 else { return 0 };
+        let mut slots = shared.state.lock();
         let place = usize::from(slot) & (slots.ids.len() - 1);
         // A slot is given back once: the device completes each receive once. More than there are were not its doing.
         if slots.free.len() + 1 < slots.ids.len() {

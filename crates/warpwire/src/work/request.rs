@@ -53,7 +53,7 @@ pub enum Op {
     /// Change a word of the peer's memory; the value before comes into the request's memory. Masked atomics, and those
     /// of four bytes, are not for libibverbs.
     Atomic(Remote, Atomic),
-    /// Nothing; it completes in its turn. Not for libibverbs.
+    /// Nothing; it completes in its turn. libibverbs has none: there it is a write of no bytes.
     Nop,
     /// Hold the queue until that completion queue has made the completion with that number. Not for libibverbs.
     Wait {

@@ -191,7 +191,8 @@ impl End {
         for (qp, line) in qps.iter().zip(&theirs) {
             let Line { reads, qpn, psn, address, .. } = *line;
             let address = SocketAddr::new(address, udp::ADDRESS.port());
-            qp.connect(&Offer { address, qpn, psn, mtu, max_rd_atomic: reads }).unwrap();
+            qp.connect(&Offer { address, qpn, psn, mtu, max_rd_atomic: reads, lid: 0, gid: 0 })
+                .unwrap();
         }
         assert_eq!(Mtu::new(mtu), Mtu::new(2048), "what we asked the guest for");
         Self { ours, qps, talk, mine, theirs, guest }

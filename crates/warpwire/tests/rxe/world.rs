@@ -204,6 +204,8 @@ impl World {
             psn: theirs,
             mtu: terms.mtu,
             max_rd_atomic: terms.reads,
+            lid: 0,
+            gid: 0,
         };
         qp.modify(&qp.to_init()).unwrap();
         qp.modify(&qp.to_rtr(&offer).unwrap()).unwrap();

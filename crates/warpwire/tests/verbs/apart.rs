@@ -53,7 +53,7 @@ pub fn run_if_asked() -> Option<ExitCode> {
         visit(owner.parse().unwrap());
         return Some(ExitCode::SUCCESS);
     }
-    let (which, _) = Which::ALL.into_iter().find(|(_, known)| *known == name)?;
+    let (which, _) = Which::LINKS.into_iter().find(|(_, known)| *known == name)?;
     let mut lines = std::io::stdin().lines().map_while(Result::ok);
     let end = End::open(which);
     say(&serde_json::to_string(&end.qp.offer()).unwrap());
@@ -143,7 +143,7 @@ struct Peer {
 impl Peer {
     fn start(which: Which) -> Self {
         let end = End::open(which);
-        let name = Which::ALL.into_iter().find(|(known, _)| *known == which).unwrap().1;
+        let name = Which::LINKS.into_iter().find(|(known, _)| *known == which).unwrap().1;
         let mut peer = Self { process: start(name), end };
         let theirs: Offer = serde_json::from_str(&peer.process.hear()).unwrap();
         peer.end.qp.connect(&theirs).unwrap();

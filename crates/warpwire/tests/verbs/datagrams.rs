@@ -83,7 +83,12 @@ impl Talk {
     }
 
     fn sender(&self) -> Sender {
-        Sender { qpn: self.a.qp.number(), address: address(&self.world.a) }
+        let address = match self.world.b.is_device() {
+            // It stands before the message, and nowhere else.
+            true => "[::]:0".parse().unwrap(),
+            false => address(&self.world.a),
+        };
+        Sender { qpn: self.a.qp.number(), address }
     }
 
     /// How many datagrams the receiver dropped for that reason.
@@ -120,7 +125,8 @@ fn messages_of_every_length(fixture: &Fixture) {
                 Op::Send => CompletionKind::Receive,
                 _ => CompletionKind::ReceiveImm([1, 2, 3, n as u8]),
             };
-            assert_eq!((done.kind, done.len, done.solicited), (kind, FRONT + len, true));
+            let solicited = !talk.world.b.is_device();
+            assert_eq!((done.kind, done.len, done.solicited), (kind, FRONT + len, solicited));
             assert_eq!(done.sender, Some(talk.sender()));
             let route = talk.far.read(0, 40).try_into().unwrap();
             let route = Route::parse(&route).expect("a header");
@@ -129,8 +135,9 @@ fn messages_of_every_length(fixture: &Fixture) {
             same(&talk.far.read(FRONT.into(), len as usize), &wanted, "a datagram");
             same(&talk.far.read((FRONT + len).into(), 8), &[0xee; 8], "what lies behind it");
         }
-        let sent = talk.a.qp.stats().unwrap().packets_sent;
-        assert_eq!((sent, talk.b.qp.stats().unwrap().packets_received), (9, 9));
+        if let (Ok(sent), Ok(received)) = (talk.a.qp.stats(), talk.b.qp.stats()) {
+            assert_eq!((sent.packets_sent, received.packets_received), (9, 9));
+        }
     }
 }
 
@@ -140,7 +147,11 @@ fn answers_go_to_the_sender(fixture: &Fixture) {
     talk.receive(1, 0, FRONT + 4);
     talk.a.qp.post_send(&[talk.request(2).inline(b"ask!")]).unwrap();
     let asked = talk.world.done(&talk.b.receives, 1);
-    let Sender { qpn, address } = asked.sender.unwrap();
+    let Sender { qpn, mut address } = asked.sender.unwrap();
+    if address.ip().is_unspecified() {
+        let route = talk.far.read(0, 40).try_into().unwrap();
+        address = (Route::parse(&route).expect("a header").source, 4791).into();
+    }
     let back = talk.world.b.context.address_handle(address).unwrap();
     let place = [talk.near.mr.sge(0, FRONT + 6)];
     talk.a.qp.post_receive(&[ReceiveRequest { id: 3, data: &place }]).unwrap();

@@ -104,7 +104,7 @@ fn solicited_only(fixture: &Fixture) {
     send(Request::new(2, Op::Send).solicited());
     assert!(readable(cq) && cq.take_event());
     let (first, second) = (world.next(cq), world.next(cq));
-    assert_eq!((first.solicited, second.solicited), (false, true));
+    assert_eq!((first.solicited, second.solicited), (false, !world.b.is_device()));
     let far = fixture.memory(&world.b, Kind::Host, 4096, crate::fixture::ALL);
     cq.arm(true).unwrap();
     send(Request::new(3, Op::WriteImm(far.mr.remote(0), [0; 4])).inline(b"x"));
@@ -133,7 +133,10 @@ fn the_file_descriptor(fixture: &Fixture) {
     assert_eq!(poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&wait)).unwrap(), 1);
     assert!(cq.take_event());
     assert_eq!(cq.next(SOON).unwrap().unwrap().id, 3);
-    // News have one too.
+    // News have one too; rxe has none of this sort.
+    if world.b.is_device() {
+        return assert!(!readable(world.b.context.events()));
+    }
     world.b.news();
     let events = world.b.context.events();
     assert!(!readable(events));

@@ -1,4 +1,4 @@
-//! The verbs over the software HCA: one suite for every link.
+//! The verbs: one suite for every link of the software HCA, and for RDMA devices of the machine.
 //!
 //! Each case runs over each link that is there; where one is absent, a line `skipped: why` is printed, and
 //! `WARPWIRE_REQUIRE` with the link's name in it makes it a failure. Cases that are about the device alone run over
@@ -56,6 +56,69 @@ const ONCE: &[&[Case]] = &[
     apart::ONCE,
 ];
 
+/// Cases for which the link does not matter, and that a device of the machine can run too.
+const ON_DEVICES: &[&[Case]] =
+    &[failures::ONCE, queues::ONCE, events::ONCE, states::ONCE, scale::ONCE, datagrams::ONCE];
+
+/// What devices of the machine cannot be asked for, and why.
+const NOT_ON_DEVICES: &[(&str, &[&str])] = &[
+    (
+        "libibverbs has no such work",
+        &[
+            "masked_atomics",
+            "local_work",
+            "waiting_for_another_queue",
+            "waits_and_late_entries_on_a_thread",
+        ],
+    ),
+    ("rxe takes fewer inline bytes", &["inline_up_to_the_limit"]),
+    (
+        "the provider refuses such work as it is posted",
+        &["answers_without_a_place", "atomics_that_are_not_aligned"],
+    ),
+    (
+        "nobody else fills or reads the queues of a device",
+        &[
+            "entries_of_other_writers",
+            "only_the_first_error",
+            "a_doorbell_that_wakes_nobody",
+            "overruns_that_nobody_minds",
+            "a_collapsed_queue",
+            "queues_in_device_memory",
+            "queues_of_others",
+            "forged_datagrams",
+        ],
+    ),
+    (
+        "a device does not count what it drops, nor packets of a queue pair",
+        &[
+            "strangers_are_dropped",
+            "keys_that_do_not_fit",
+            "nobody_waits_for_it",
+            "beside_connections",
+            "a_failure_in_the_middle_of_a_message",
+            "a_shared_receive_in_use",
+            "a_shared_receive_queue",
+            "a_long_series",
+        ],
+    ),
+    ("rxe sends datagrams that are longer than its MTU", &["longer_than_a_packet"]),
+    (
+        "rxe tells no such news",
+        &["limits_of_shared_receives", "the_last_receive_is_told", "an_overrun_fails_its_users"],
+    ),
+    (
+        "the memory of a device's registration stays until it ends",
+        &["freed_memory_under_a_registration", "registrations_that_end_under_traffic"],
+    ),
+    ("a driver has the last word about attributes", &["attributes_that_do_not_belong"]),
+];
+
+/// Why a case cannot run on devices of the machine, if it cannot.
+fn not_on_devices(name: &str) -> Option<&'static str> {
+    NOT_ON_DEVICES.iter().find(|(_, names)| names.contains(&name)).map(|(why, _)| *why)
+}
+
 fn main() -> ExitCode {
     if let Ok(words) = std::env::var(processes::VARIABLE) {
         processes::live(&words);
@@ -64,9 +127,9 @@ fn main() -> ExitCode {
     if let Some(ended) = apart::run_if_asked() {
         return ended;
     }
-    let arguments = Arguments::from_args();
+    let mut arguments = Arguments::from_args();
     let mut trials = Vec::new();
-    for (which, name) in Which::ALL {
+    for (which, name) in Which::all() {
         if let Some(why) = which.missing() {
             // To stderr: test runners read the list of tests from stdout.
             eprintln!("skipped: {name}: {why}");
@@ -76,16 +139,46 @@ fn main() -> ExitCode {
             }
             continue;
         }
-        let special = if which == Which::Loopback { ONCE } else { BETWEEN_PROCESSES };
+        let special = match which {
+            Which::Loopback => ONCE,
+            which if which.has_device() => {
+                // There is one RoCE port.
+                arguments.test_threads = Some(1);
+                ON_DEVICES
+            }
+            _ => BETWEEN_PROCESSES,
+        };
         let rooms = EVERYWHERE.iter().chain(special);
-        for case in rooms.flat_map(|room| room.iter()) {
-            trials.push(Trial::test(format!("{name}::{}", case.name), move || {
-                (case.run)(&Fixture::new(which));
+        // How peers of one machine do without packets is no affair of devices.
+        let skipped = |room: &&&[Case]| which.has_device() && room[0].name == direct::CASES[0].name;
+        for case in rooms.filter(|room| !skipped(room)).flat_map(|room| room.iter()) {
+            let name = format!("{name}::{}", case.name);
+            trials.push(Trial::test(name.clone(), move || {
+                run(&name, case, which);
                 Ok(())
             }));
         }
     }
     libtest_mimic::run(&arguments, trials).exit_code()
+}
+
+/// Runs a case, unless it finds that this backend cannot.
+fn run(name: &str, case: &Case, which: Which) {
+    let start = std::time::Instant::now();
+    if let Some(why) = not_on_devices(case.name).filter(|_| which.has_device()) {
+        return eprintln!("skipped: {name}: {why}");
+    }
+    let run = std::panic::AssertUnwindSafe(|| (case.run)(&Fixture::new(which)));
+    let Err(payload) = std::panic::catch_unwind(run) else {
+        if which.has_device() {
+            eprint!("{:.1} s ", start.elapsed().as_secs_f64());
+        }
+        return;
+    };
+    match payload.downcast::<fixture::Skipped>() {
+        Ok(skipped) => eprintln!("skipped: {name}: {}", skipped.0),
+        Err(payload) => std::panic::resume_unwind(payload),
+    }
 }
 
 fn required(link: &str) -> bool {

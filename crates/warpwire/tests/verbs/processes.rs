@@ -57,7 +57,7 @@ fn hasty() -> QpOptions {
 pub fn live(words: &str) {
     let [name, port, watched] = words.split(' ').collect::<Vec<_>>().try_into().unwrap();
     let watched = watched == "watched";
-    let which = Which::ALL.into_iter().find(|(_, known)| *known == name).unwrap().0;
+    let which = Which::LINKS.into_iter().find(|(_, known)| *known == name).unwrap().0;
     let mut parent = Exchange::connect(("127.0.0.1", port.parse::<u16>().unwrap()), SOON).unwrap();
     let link = which.crowd(1).unwrap().remove(0);
     let drive = match watched {
@@ -123,7 +123,7 @@ impl Peer {
 
     fn started(which: Which, doorbells: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let name = Which::ALL.into_iter().find(|(known, _)| *known == which).unwrap().1;
+        let name = Which::LINKS.into_iter().find(|(known, _)| *known == which).unwrap().1;
         let port = listener.local_addr().unwrap().port();
         let child = Command::new(std::env::current_exe().unwrap())
             .env(VARIABLE, format!("{name} {port} {doorbells}"))

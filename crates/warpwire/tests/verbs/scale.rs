@@ -50,7 +50,8 @@ fn a_thousand_queue_pairs(fixture: &Fixture) {
         received += count;
         (sent, received) == (2 * PAIRS, PAIRS)
     });
-    assert_eq!(world.a.context.stats().queue_pairs, PAIRS);
+    let counts = world.a.context.soft().is_some();
+    assert!(!counts || world.a.context.stats().queue_pairs == PAIRS);
     drop(all);
     assert_eq!(world.a.context.stats().queue_pairs, 0);
 }

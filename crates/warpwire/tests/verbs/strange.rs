@@ -51,7 +51,8 @@ impl Stage {
 
     fn connect(&self) {
         let address = self.link.local();
-        let offer = Offer { address, qpn: NUMBER, psn: 5, mtu: 1024, max_rd_atomic: 4 };
+        let offer =
+            Offer { address, qpn: NUMBER, psn: 5, mtu: 1024, max_rd_atomic: 4, lid: 0, gid: 0 };
         self.side.qp.connect(&offer).unwrap();
     }
 

@@ -49,14 +49,22 @@ impl Greeting {
             IpAddr::V4(address) => address.to_ipv6_mapped(),
             IpAddr::V6(address) => address,
         };
-        Self { lid: 0, qpn: offer.qpn, psn: offer.psn, gid }
+        Self { lid: offer.lid, qpn: offer.qpn, psn: offer.psn, gid }
     }
 
     /// As an offer, with what the words leave out. Such ends read and write nothing, so that one read at a time is
     /// enough.
     pub fn offer(&self, mtu: u32) -> Offer {
         let address = SocketAddr::new(self.gid.to_canonical(), UDP_PORT);
-        Offer { address, qpn: self.qpn, psn: self.psn, mtu, max_rd_atomic: 1 }
+        Offer {
+            address,
+            qpn: self.qpn,
+            psn: self.psn,
+            mtu,
+            max_rd_atomic: 1,
+            lid: self.lid,
+            gid: 0,
+        }
     }
 }
 

@@ -1,0 +1,160 @@
+//! RDMA devices of the machine, behind the same types as the software HCA.
+
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
+use std::sync::OnceLock;
+
+use warpwire_proto::qp::Mtu;
+use warpwire_proto::wire::UDP_PORT;
+
+use crate::error::{Error, Result};
+use crate::hca::Signal;
+use crate::ibv::{self, Gid, GidKind, PortState};
+use crate::link;
+use crate::work::AsyncEvent;
+
+/// A device of the machine.
+#[derive(Debug)]
+pub(crate) struct Hardware {
+    pub(super) context: ibv::Context,
+    pub(super) events: Signal,
+    pub(super) path: link::Path,
+    pub(super) largest_mtu: Mtu,
+    /// A domain of its own, in which addresses are tried.
+    home: OnceLock<Result<ibv::Pd>>,
+}
+
+/// One end of connections: a port, and an address of it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Endpoint {
+    pub(super) port: u8,
+    pub(super) gid_index: u8,
+    pub(super) gid: [u8; 16],
+    pub(super) lid: u16,
+    pub(super) address: SocketAddr,
+    pub(super) mtu: u32,
+}
+
+impl Hardware {
+    pub(super) fn open(name: &str) -> Result<Self> {
+        let context = ibv::Context::open(name)?;
+        let fd = context.as_fd().try_clone_to_owned();
+        let fd = fd.map_err(|why| Error::os("watch an RDMA device for news", &why))?;
+        let port = first_port(&context)?;
+        let end = endpoint(&context, port, None);
+        let driver = context.device().driver.clone().unwrap_or_else(|| "unknown driver".into());
+        let (local, mtu, why) = match &end {
+            Ok(end) => (
+                end.address,
+                end.mtu,
+                format!("{name} ({driver}), port {port}, GID {}", end.gid_index),
+            ),
+            // It may come up later, and other ports may be up: queue pairs look again.
+            Err(error) => (([0, 0, 0, 0], 0).into(), 0, format!("{name} ({driver}): {error}")),
+        };
+        let path = link::Path { kind: link::Kind::Hardware, local, why };
+        let largest_mtu = Mtu::new(mtu).unwrap_or(Mtu::ALL[0]);
+        Ok(Self { context, events: Signal::of(fd), path, largest_mtu, home: OnceLock::new() })
+    }
+
+    /// The end that a queue pair with these wishes is at.
+    ///
+    /// # Errors
+    /// If the port is down, or there is no such address: the text lists those that there are.
+    pub(super) fn endpoint(&self, port: u8, gid_index: Option<u8>) -> Result<Endpoint> {
+        endpoint(&self.context, port, gid_index)
+    }
+
+    /// The way to a peer of datagrams: from an address of its own family.
+    pub(super) fn route(&self, peer: IpAddr) -> Result<ibv::Route> {
+        let port = first_port(&self.context)?;
+        let gids = self.context.gids()?;
+        let of_family = gids.iter().filter(|gid| gid.address.is_ipv4() == peer.is_ipv4());
+        let index = best(of_family, port).map(|gid| gid.index as u8);
+        let end = endpoint(&self.context, port, index)?;
+        Ok(ibv::Route::to(peer, end.port, end.gid_index))
+    }
+
+    pub(super) fn home(&self) -> Result<&ibv::Pd> {
+        self.home.get_or_init(|| self.context.create_pd()).as_ref().map_err(Clone::clone)
+    }
+
+    pub(super) fn next_event(&self) -> Option<AsyncEvent> {
+        match self.context.next_event() {
+            Ok(event) => event,
+            Err(error) => {
+                tracing::warn!(%error, "news of an RDMA device");
+                None
+            }
+        }
+    }
+}
+
+/// The first port that carries traffic, or else the first.
+fn first_port(context: &ibv::Context) -> Result<u8> {
+    let ports = context.attributes()?.ports;
+    let is_active =
+        |port: &u8| context.port(*port).is_ok_and(|found| found.state == PortState::Active);
+    Ok((1..=ports).find(is_active).unwrap_or(1))
+}
+
+fn endpoint(context: &ibv::Context, port: u8, wanted: Option<u8>) -> Result<Endpoint> {
+    let found = context.port(port)?;
+    let index = match wanted {
+        Some(index) => u32::from(index),
+        None => best(&context.gids()?, port).map_or(0, |gid| gid.index),
+    };
+    // InfiniBand does without, within one subnet; Ethernet does not.
+    let gid = match context.gid(port, index) {
+        Err(error) if found.lid == 0 || wanted.is_some() => return Err(error),
+        gid => gid.ok(),
+    };
+    let address = gid.as_ref().map_or(IpAddr::from([0, 0, 0, 0]), |gid| gid.address);
+    Ok(Endpoint {
+        port,
+        gid_index: index as u8,
+        gid: gid.map_or([0; 16], |gid| gid.bytes),
+        lid: found.lid,
+        address: (address, UDP_PORT).into(),
+        mtu: found.active_mtu,
+    })
+}
+
+/// The address that most peers can reach: RoCE v2 before others, IPv4 before IPv6, and what holds on one link only last.
+fn best<'a>(gids: impl IntoIterator<Item = &'a Gid>, port: u8) -> Option<&'a Gid> {
+    let rank = |gid: &&Gid| {
+        let local = match gid.address {
+            IpAddr::V4(four) => four.is_link_local(),
+            IpAddr::V6(six) => six.is_unicast_link_local(),
+        };
+        (gid.kind == GidKind::RoceV1, local, gid.address.is_ipv6(), gid.index)
+    };
+    gids.into_iter().filter(|gid| gid.port == port && gid.index < 256).min_by_key(rank)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gid(index: u32, address: &str, kind: GidKind) -> Gid {
+        let address: IpAddr = address.parse().unwrap();
+        Gid { port: 1, index, bytes: [0; 16], address, kind, interface: None }
+    }
+
+    #[test]
+    fn the_address_that_most_peers_reach_is_taken() {
+        let all = [
+            gid(0, "fe80::1", GidKind::RoceV1),
+            gid(1, "fe80::1", GidKind::RoceV2),
+            gid(2, "10.0.0.7", GidKind::RoceV1),
+            gid(3, "fd00::7", GidKind::RoceV2),
+            gid(4, "10.0.0.7", GidKind::RoceV2),
+        ];
+        let index = |gids: &[Gid]| best(gids, 1).map(|gid| gid.index);
+        assert_eq!(index(&all), Some(4));
+        assert_eq!(index(&all[..4]), Some(3));
+        assert_eq!(index(&all[..3]), Some(1));
+        assert_eq!(index(&all[..1]), Some(0));
+        assert_eq!(best(&all, 2), None);
+    }
+}
