@@ -130,8 +130,8 @@ pub struct End {
     pub mr: Mr,
     /// What kernels are told, and where they put what they found out.
     pub list: Allocation,
-    pub pd: Pd,
-    pub context: Context,
+    pub _pd: Pd,
+    pub _context: Context,
 }
 
 impl End {
@@ -143,7 +143,7 @@ impl End {
         let mr = context.register(&pd, memory.whole().unwrap(), Access::ALL).unwrap();
         let list = gpu.alloc(4096).unwrap();
         list.write(0, &[0; 4096]).unwrap();
-        Self { qp, memory, mr, list, pd, context }
+        Self { qp, memory, mr, list, _pd: pd, _context: context }
     }
 
     /// Fills in the list of words.
