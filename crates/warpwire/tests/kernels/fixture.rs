@@ -9,7 +9,7 @@ use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mem::{Allocation, Backend, Device, Kernel, Launch, Module, Stream, cuda};
 use warpwire::stream::kernel::Kernels;
 use warpwire::stream::{KernelQp, KernelQpOptions};
-use warpwire::verbs::{Access, Context, Drive, Mr, Pd, QpOptions};
+use warpwire::verbs::{Access, Context, Drive, Mr, Pd, QpOptions, Remote};
 
 use crate::calls::{self, at};
 
@@ -112,13 +112,17 @@ impl Fixture {
     }
 
     pub fn ends_with(&self, options: KernelQpOptions) -> [End; 2] {
-        let ends =
-            contexts(self.which).map(|context| End::new(context, &self.gpu, options.clone()));
+        self.connected(contexts(self.which), options)
+    }
+
+    /// The same between these contexts, which may be one.
+    pub fn connected(&self, contexts: [Context; 2], options: KernelQpOptions) -> [End; 2] {
+        let ends = contexts.map(|context| End::new(context, &self.gpu, options.clone()));
         let [a, b] = &ends;
         a.qp.connect(&b.qp.offer()).unwrap();
         b.qp.connect(&a.qp.offer()).unwrap();
-        a.describe(b);
-        b.describe(a);
+        a.describe(b.mr.remote(0), b.mr.remote(WORD));
+        b.describe(a.mr.remote(0), a.mr.remote(WORD));
         ends
     }
 }
@@ -147,8 +151,7 @@ impl End {
     }
 
     /// Fills in the list of words.
-    pub fn describe(&self, peer: &Self) {
-        let (there, word) = (peer.mr.remote(0), peer.mr.remote(WORD));
+    pub fn describe(&self, there: Remote, word: Remote) {
         for (place, value) in [
             (at::HERE, self.mr.iova()),
             (at::HERE_KEY, self.mr.lkey().into()),

@@ -131,7 +131,7 @@ fn work_that_is_not_connected_times_out_and_begins_when_it_is(fixture: &Fixture)
     let [context, other] = crate::fixture::contexts(fixture.which);
     let a = crate::fixture::End::new(context, &fixture.gpu, fixture.options());
     let b = crate::fixture::End::new(other, &fixture.gpu, fixture.options());
-    a.describe(&b);
+    a.describe(b.mr.remote(0), b.mr.remote(WORD));
     a.memory.write(0, &77_u64.to_le_bytes()).unwrap();
     a.tell(at::TIMEOUT, 20_000_000);
     let stream = fixture.gpu.stream().unwrap();
@@ -156,7 +156,7 @@ fn closing_ends_waits(fixture: &Fixture) {
     let [context, other] = crate::fixture::contexts(fixture.which);
     let a = crate::fixture::End::new(context, &fixture.gpu, fixture.options());
     let b = crate::fixture::End::new(other, &fixture.gpu, fixture.options());
-    a.describe(&b);
+    a.describe(b.mr.remote(0), b.mr.remote(WORD));
     let stream = fixture.gpu.stream().unwrap();
     a.start(&stream, &fixture.kernel("calls_one"), 1, &[]); // connected to nobody
     std::thread::sleep(Duration::from_millis(20));
