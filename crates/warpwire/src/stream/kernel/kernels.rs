@@ -13,8 +13,11 @@ use crate::verbs::Remote;
 
 type Faulty<T> = std::result::Result<T, Fault>;
 
-/// The kernels, in the order of their numbers in reports, and what each of them does in a message.
-const KERNELS: [(&str, &str, fn(&Block<'_>) -> Faulty<()>); 10] = [
+/// A kernel's name, what it does in a message, and its twin.
+type Row = (&'static str, &'static str, fn(&Block<'_>) -> Faulty<()>);
+
+/// The kernels, in the order of their numbers in reports.
+const KERNELS: [Row; 10] = [
     ("stream_put", "put", put),
     ("stream_put_imm", "put with a number", put_imm),
     ("stream_put_signal", "put with a signal", put_signal),
