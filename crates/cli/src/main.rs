@@ -5,6 +5,7 @@ mod demo;
 mod devices;
 mod doctor;
 mod mp;
+mod ordered;
 mod output;
 mod perf;
 mod pingpong;
@@ -37,6 +38,7 @@ Examples:
   warpwire doctor                       what works on this machine, what does not, and the fix
   warpwire copy lat                     how fast the CPU reaches GPU memory, size by size
   warpwire perf write bw --local        RDMA between two processes, without RDMA hardware
+  warpwire async latency                messages that a GPU's streams send and wait for
   warpwire pingpong 10.0.0.2            messages to and fro with ibv_rc_pingpong
   warpwire run -n 4 -- ./program        ranks on this machine, which send to each other
   warpwire mp pingpong                  messages between two ranks, timed and verified
@@ -54,6 +56,7 @@ Environment:
 
 #[derive(Subcommand)]
 enum Command {
+    Async(ordered::Arguments),
     Copy(copy::Arguments),
     Demo(demo::Arguments),
     Devices(devices::Arguments),
@@ -69,6 +72,7 @@ enum Command {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let outcome = start_log().and_then(|()| match arguments.command {
+        Command::Async(arguments) => ordered::run(&arguments),
         Command::Copy(arguments) => copy::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Devices(arguments) => devices::run(&arguments),

@@ -18,6 +18,7 @@ const UNSAFE_FENCE: &[&str] = &[
     "mem/pattern/mod.rs",
     "mem/pingpong/mod.rs",
     "mem/share.rs",
+    "mem/spin/mod.rs",
     "mem/sim/memory.rs",
     "mem/agent/mod.rs",
     "mem/device.rs",
