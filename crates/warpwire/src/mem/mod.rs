@@ -39,6 +39,7 @@ pub mod pingpong;
 mod program;
 mod share;
 pub mod sim;
+mod staging;
 mod stream;
 mod window;
 

@@ -25,11 +25,14 @@ pub struct CqOptions {
     pub collapsed: bool,
     /// Completions that were not read are overwritten.
     pub ignore_overrun: bool,
+    /// Completions that were read stay where they are until [`Cq::give_back`]: a stream or a kernel may look at them
+    /// still.
+    pub held: bool,
 }
 
 impl Default for CqOptions {
     fn default() -> Self {
-        Self { entries: 256, memory: None, collapsed: false, ignore_overrun: false }
+        Self { entries: 256, memory: None, collapsed: false, ignore_overrun: false, held: false }
     }
 }
 
@@ -45,6 +48,8 @@ pub(super) struct Shared {
     entries: u32,
     /// The device does not wait for the reader.
     overwritten: bool,
+    /// Places are given back by [`Cq::give_back`] alone.
+    held: bool,
     signal: Arc<Signal>,
     /// How many sleep in [`Cq::next`].
     sleepers: AtomicU32,
@@ -90,8 +95,8 @@ impl Shared {
     }
 
     /// Tells the device which entries are free.
-    fn tell_consumed(&self, reader: &Reader) {
-        let word = u32::from_ne_bytes(Arm::consumed_word(reader.consumed as u32));
+    fn tell_consumed(&self, count: u64) {
+        let word = u32::from_ne_bytes(Arm::consumed_word(count as u32));
         let _ = self.memory.bytes().store_u32(u64::from(self.entries) * CQE_LEN, word);
     }
 }
@@ -129,10 +134,17 @@ impl Cq {
         let reader = Mutex::new(Reader { consumed: 0, last: None, sequence: 1 });
         let device = context.0.clone();
         let overwritten = options.collapsed || options.ignore_overrun;
-        let sleepers = AtomicU32::new(0);
-        let shared =
-            Shared { device, number, memory, entries, overwritten, signal, sleepers, reader };
-        Ok(Self(Arc::new(shared)))
+        Ok(Self(Arc::new(Shared {
+            device,
+            number,
+            memory,
+            entries,
+            overwritten,
+            held: options.held,
+            signal,
+            sleepers: AtomicU32::new(0),
+            reader,
+        })))
     }
 
     /// Its number.
@@ -184,17 +196,55 @@ impl Cq {
                 count += 1;
             }
         }
-        if reader.consumed != before {
-            shared.tell_consumed(&reader);
+        if reader.consumed != before && !shared.held {
+            shared.tell_consumed(reader.consumed);
         }
         count
+    }
+
+    /// Gives the places of the first so many completions of a queue that is [held](CqOptions::held) back to the
+    /// device. More than were read are not given.
+    pub fn give_back(&self, count: u64) {
+        let reader = self.0.reader.lock();
+        if self.0.held {
+            self.0.tell_consumed(count.min(reader.consumed));
+        }
+    }
+
+    /// The completion that lies so many behind the next, if it is there; it stays unread. What a queue pair called
+    /// the work is not asked for.
+    pub(crate) fn peek(&self, ahead: u64) -> Option<Cqe> {
+        let shared = &*self.0;
+        let number = shared.reader.lock().consumed + ahead;
+        let mut entry = [0; CQE_LEN as usize];
+        if ahead >= u64::from(shared.entries) || !self.is_there(number) {
+            return None;
+        }
+        let place = (number & (u64::from(shared.entries) - 1)) * CQE_LEN;
+        shared.memory.bytes().read(place, &mut entry).ok()?;
+        Cqe::parse(&entry).ok()
+    }
+
+    /// Whether the completion of that number has been made. It must not be more than the queue holds away from those
+    /// that were given back.
+    pub(crate) fn is_there(&self, number: u64) -> bool {
+        let (bytes, entries) = (self.0.memory.bytes(), u64::from(self.0.entries));
+        let at = (number & (entries - 1)) * CQE_LEN;
+        let tail = bytes.load_u32(at + 60).unwrap_or(u32::MAX).to_ne_bytes();
+        Tail::parse(tail).is_owned(owner_bit(number, entries))
+    }
+
+    /// How many entries it has.
+    pub fn entries(&self) -> u32 {
+        self.0.entries
     }
 
     /// Makes the completions of a queue pair that wait here void: it was reset, or is no more.
     pub(super) fn forget(&self, core: &Core) {
         let shared = &*self.0;
-        if shared.overwritten {
-            return; // the device may be writing what would be changed here
+        // The device may be writing what would be changed here, or a stream be looking at it.
+        if shared.overwritten || shared.held {
+            return;
         }
         let mut reader = shared.reader.lock();
         let (bytes, entries) = (shared.memory.bytes(), u64::from(shared.entries));
@@ -222,7 +272,7 @@ impl Cq {
                 reader.consumed += 1;
             }
         }
-        shared.tell_consumed(&reader);
+        shared.tell_consumed(reader.consumed);
     }
 
     /// Forgets whose the last completion was: its number may come again one day, and mean another.

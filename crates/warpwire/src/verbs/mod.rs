@@ -46,6 +46,7 @@ mod cq;
 mod datagram;
 pub mod exchange;
 mod post;
+mod prepare;
 mod qp;
 mod receive;
 mod srq;

@@ -1,5 +1,6 @@
 //! Posting work: entries are written into the send queue, and one doorbell tells of all of them.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use parking_lot::MutexGuard;
@@ -111,7 +112,7 @@ impl Request<'_> {
 pub(crate) struct SendState {
     /// The next free block, counted without end.
     pub producer: u64,
-    scratch: Scratch,
+    pub(super) scratch: Scratch,
 }
 
 impl std::fmt::Debug for SendState {
@@ -212,7 +213,7 @@ impl<'q> Batch<'q> {
             }
         }
         if done > 0 {
-            self.tell();
+            tell(core, self.next);
         }
         done
     }
@@ -243,18 +244,11 @@ impl<'q> Batch<'q> {
         true
     }
 
-    /// Record and doorbell: up to where the queue is filled.
-    #[inline]
-    fn tell(&self) {
-        let core = self.core;
-        let bytes = core.memory.bytes();
-        let index = self.next as u16;
-        let record = u32::from_ne_bytes(Record::word(index));
-        let doorbell = u64::from_ne_bytes(Doorbell::next(core.number, index));
-        // Each store is a release: entries before the record, the record before the doorbell. They fail only if
-        // the queues' memory is gone, and the device with it.
-        let _ = bytes.store_u32(core.layout.record + Record::SEND as u64, record);
-        let _ = bytes.store_u64(core.layout.doorbell, doorbell);
+    /// Leaves the work in the queue without telling the device; returns the blocks that it takes. Somebody else rings.
+    pub(super) fn keep(mut self) -> Range<u64> {
+        let first = std::mem::replace(&mut self.state.producer, self.next);
+        self.core.posted.store(self.next, Ordering::Release);
+        first..self.next
     }
 
     /// Tells the device of all of it.
@@ -266,10 +260,23 @@ impl<'q> Batch<'q> {
         self.state.producer = self.next;
         let core = self.core;
         core.posted.store(self.next, Ordering::Release);
-        self.tell();
+        tell(core, self.next);
         drop(self.state);
         core.hca.ring(core.number);
     }
+}
+
+/// Record and doorbell: up to where the queue is filled.
+#[inline]
+pub(super) fn tell(core: &Core, producer: u64) {
+    let bytes = core.memory.bytes();
+    let index = producer as u16;
+    let record = u32::from_ne_bytes(Record::word(index));
+    let doorbell = u64::from_ne_bytes(Doorbell::next(core.number, index));
+    // Each store is a release: entries before the record, the record before the doorbell. They fail only if
+    // the queues' memory is gone, and the device with it.
+    let _ = bytes.store_u32(core.layout.record + Record::SEND as u64, record);
+    let _ = bytes.store_u64(core.layout.doorbell, doorbell);
 }
 
 #[cold]

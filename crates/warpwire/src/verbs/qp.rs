@@ -128,11 +128,11 @@ impl QpOptions {
 
 /// A queue pair: reliable-connected, or for datagrams. It ends when the last clone is dropped.
 #[derive(Clone, Debug)]
-pub struct Qp(Arc<Handle>);
+pub struct Qp(pub(super) Arc<Handle>);
 
 #[derive(Debug)]
-struct Handle {
-    core: Arc<Core>,
+pub(super) struct Handle {
+    pub(super) core: Arc<Core>,
     device: Arc<Device>,
     options: QpOptions,
     user_index: u32,

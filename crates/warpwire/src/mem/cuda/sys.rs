@@ -194,6 +194,7 @@ pub(super) struct BatchOp {
 pub(super) mod batch {
     pub(crate) const WAIT_32: u32 = 1;
     pub(crate) const WRITE_32: u32 = 2;
+    pub(crate) const FLUSH: u32 = 3;
     pub(crate) const WAIT_64: u32 = 4;
     pub(crate) const WRITE_64: u32 = 5;
     pub(crate) const BARRIER: u32 = 6;
