@@ -115,9 +115,8 @@ impl Descriptors {
             let error = Error::new(Kind::InvalidArgument, what).on(self.stream.label());
             return Err(error.why("the lengths differ"));
         }
-        let in_words = to.len() <= AS_WORDS
-            && to.len().is_multiple_of(4)
-            && to.address().is_aligned_to(4);
+        let in_words =
+            to.len() <= AS_WORDS && to.len().is_multiple_of(4) && to.address().is_aligned_to(4);
         if !in_words {
             let from = self.stream.stage(bytes)?;
             return self.word(MemOp::Copy { to: to.clone(), from });

@@ -345,7 +345,8 @@ fn check_blocks(blocks: u64, device: &mem::Device) -> Result<()> {
     if blocks <= u64::from(MOST_BLOCKS / 2) {
         return Ok(());
     }
-    let why = format!("its send queue would have {blocks} blocks, and may have {}", MOST_BLOCKS / 2);
+    let why =
+        format!("its send queue would have {blocks} blocks, and may have {}", MOST_BLOCKS / 2);
     Err(Error::new(Kind::InvalidArgument, "make a queue pair for streams")
         .on(device.label())
         .why(why)

@@ -342,7 +342,13 @@ impl Shared {
     }
 
     /// Gives a wait up that was not posted.
-    pub(super) fn cancel_wait(&self, state: &mut State, ticket: Ticket, slot: Option<u32>, next: bool) {
+    pub(super) fn cancel_wait(
+        &self,
+        state: &mut State,
+        ticket: Ticket,
+        slot: Option<u32>,
+        next: bool,
+    ) {
         if let Some(slot) = slot {
             state.waits.leave(slot);
             self.leave(state, ticket);
@@ -370,7 +376,8 @@ impl Shared {
         ops: &mut Vec<MemOp>,
     ) -> Result<()> {
         if ticket.queue == Queue::Send {
-            let is_cancelled = slot.is_some() && state.entry(ticket.number).stage == Stage::Cancelled;
+            let is_cancelled =
+                slot.is_some() && state.entry(ticket.number).stage == Stage::Cancelled;
             if ticket.number >= state.posted.requests || is_cancelled {
                 return Err(never_posted(ticket));
             }

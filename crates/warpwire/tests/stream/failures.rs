@@ -27,7 +27,7 @@ fn an_error_completion_releases_the_stream(fixture: &Fixture) {
     let (stream, other) = (fixture.stream(), fixture.stream());
     post_receives(&b, &far, 1, 8);
     b.wait_receive(&other).unwrap();
-    let nowhere = Remote { address: 0x10, rkey: 0xdead_00 };
+    let nowhere = Remote { address: 0x10, rkey: 0x00de_ad00 };
     let request = Request::new(77, Op::Write(nowhere));
     let ticket = a.queue(&stream, &request.with(&[near.sge(0, 8)])).unwrap();
     a.wait_send(&stream, ticket).unwrap();
@@ -55,7 +55,7 @@ fn what_was_posted_behind_a_failure_comes_back(fixture: &Fixture) {
     let near = fixture.memory(&world.a, 64);
     let streams = [fixture.stream(), fixture.stream(), fixture.stream()];
     let gate = fixture.word64();
-    let nowhere = Remote { address: 0x10, rkey: 0xdead_00 };
+    let nowhere = Remote { address: 0x10, rkey: 0x00de_ad00 };
     let bad = Request::new(1, Op::Write(nowhere));
     a.queue(&streams[0], &bad.with(&[near.sge(0, 8)])).unwrap();
     // The second stream has not come to its request when the first one fails.

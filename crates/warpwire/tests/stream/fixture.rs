@@ -82,7 +82,7 @@ impl Fixture {
     pub fn links(&self) -> [Box<dyn Link>; 2] {
         if self.flavour.shm {
             let options = shm::Options { attend: 1, ..shm::Options::default() };
-            let shm = || Shm::bind("127.0.0.1:0".parse().unwrap(), options.clone()).unwrap();
+            let shm = || Shm::bind("127.0.0.1:0".parse().unwrap(), options).unwrap();
             return [Box::new(shm()), Box::new(shm())];
         }
         let hub = Hub::new();

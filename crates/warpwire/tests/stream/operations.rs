@@ -3,9 +3,7 @@
 use warpwire::error::Kind;
 use warpwire::mem::{Condition, pattern::Pattern};
 use warpwire::stream::{Descriptors, StreamQpOptions};
-use warpwire::verbs::{
-    Atomic, Completion, CompletionKind, Op, QpOptions, ReceiveRequest, Request,
-};
+use warpwire::verbs::{Atomic, Completion, CompletionKind, Op, QpOptions, ReceiveRequest, Request};
 
 use crate::fixture::*;
 
@@ -84,7 +82,8 @@ fn every_operation_can_be_queued(fixture: &Fixture) {
     assert_eq!((near.word(2048), far.word(2048)), (41, 42));
     assert_eq!(far.read(1024, 5), b"small");
     let kinds: Vec<_> = (0..3).map(|_| ended(next(&b)).kind).collect();
-    let [first, second] = [CompletionKind::WriteImm(*b"imm!"), CompletionKind::ReceiveImm(*b"more")];
+    let [first, second] =
+        [CompletionKind::WriteImm(*b"imm!"), CompletionKind::ReceiveImm(*b"more")];
     assert_eq!(kinds, [first, second, CompletionKind::Receive]);
 }
 

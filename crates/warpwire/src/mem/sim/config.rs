@@ -198,7 +198,8 @@ mod tests {
 
     #[test]
     fn every_setting_reads() {
-        let text = " gpus=8, memory=1GiB,copy_delay=2ms,fail=launch:7,move_every=10,free_at=3,nor=off, ";
+        let text =
+            " gpus=8, memory=1GiB,copy_delay=2ms,fail=launch:7,move_every=10,free_at=3,nor=off, ";
         let config: SimConfig = text.parse().unwrap();
         let expected = SimConfig {
             gpus: 8,
