@@ -4,6 +4,7 @@ mod copy;
 mod demo;
 mod devices;
 mod doctor;
+mod ordered;
 mod output;
 mod perf;
 mod pingpong;
@@ -35,6 +36,7 @@ Examples:
   warpwire doctor                       what works on this machine, what does not, and the fix
   warpwire copy lat                     how fast the CPU reaches GPU memory, size by size
   warpwire perf write bw --local        RDMA between two processes, without RDMA hardware
+  warpwire async latency                messages that a GPU's streams send and wait for
   warpwire pingpong 10.0.0.2            messages to and fro with ibv_rc_pingpong
   warpwire devices                      RDMA devices, their ports and addresses
   warpwire topo                         which NIC is near which GPU
@@ -50,6 +52,7 @@ Environment:
 
 #[derive(Subcommand)]
 enum Command {
+    Async(ordered::Arguments),
     Copy(copy::Arguments),
     Demo(demo::Arguments),
     Devices(devices::Arguments),
@@ -63,6 +66,7 @@ enum Command {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let outcome = start_log().and_then(|()| match arguments.command {
+        Command::Async(arguments) => ordered::run(&arguments),
         Command::Copy(arguments) => copy::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Devices(arguments) => devices::run(&arguments),

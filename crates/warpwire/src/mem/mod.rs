@@ -39,6 +39,7 @@ pub mod pingpong;
 mod program;
 mod share;
 pub mod sim;
+pub mod spin;
 mod staging;
 mod stream;
 mod window;

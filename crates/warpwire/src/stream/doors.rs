@@ -117,21 +117,14 @@ pub(super) struct Doors {
 }
 
 impl Doors {
-    /// `record` and `doorbell` are offsets in `memory`.
+    /// `record` is the doorbell record's send word.
     pub(super) fn new(
-        memory: &Allocation,
         number: u32,
-        record: u64,
-        doorbell: u64,
-        ring: Ring,
+        record: Word,
+        doorbell: Option<Word>,
         turns: Box<[Word]>,
-    ) -> Result<Self> {
-        let record = memory.word32(record + Record::SEND as u64)?;
-        let doorbell = match ring {
-            Ring::Record => None,
-            Ring::RecordAndDoorbell => Some(memory.word64(doorbell)?),
-        };
-        Ok(Self { number, record, doorbell, turns })
+    ) -> Self {
+        Self { number, record, doorbell, turns }
     }
 
     /// The word of that request, and what it holds when its stream has rung.

@@ -9,6 +9,7 @@
 //! | [`Ticket`] | what work is called until it has ended |
 //! | [`Failure`], [`Waiter`] | why a queue pair failed, and who waited then |
 //! | [`Ringing`], [`Arrived`] | what a stream writes and waits for, as numbers |
+//! | [`Mlx5Qp`], [`Mlx5Cq`] | where a ConnectX has them |
 //!
 //! # Order
 //! What a stream did before it rings is done: a kernel writes a buffer, the request behind it sends what the kernel
@@ -61,6 +62,7 @@
 mod descriptors;
 mod doors;
 mod failure;
+mod hardware;
 pub mod kernel;
 mod prepared;
 mod queue;
@@ -74,6 +76,7 @@ use std::time::{Duration, Instant};
 pub use descriptors::Descriptors;
 pub use doors::{Arrived, Ring, Ringing};
 pub use failure::{Failure, Waiter};
+pub use hardware::{Mlx5Cq, Mlx5Qp};
 pub use kernel::{KernelQp, KernelQpOptions};
 pub use prepared::{Prepared, PreparedWait};
 pub use ticket::Ticket;
@@ -81,7 +84,7 @@ pub use ticket::Ticket;
 use crate::error::{Error, Kind, Result};
 use crate::hca::QueueMemory;
 use crate::mem::{self, Allocation, Stream};
-use crate::mlx5::{BLOCK, MOST_BLOCKS};
+use crate::mlx5::{BLOCK, MOST_BLOCKS, Record};
 use crate::verbs::{
     Completion, Context, Cq, CqOptions, Drive, Offer, Pd, Qp, QpOptions, ReceiveRequest, Request,
     Service,
@@ -174,8 +177,13 @@ impl StreamQp {
         words.host_bytes()?.fill(0, words.len(), &[0])?;
         let turns = (0..sends.entries()).map(|at| words.word32(for_waits + u64::from(at) * 4));
         let turns = turns.collect::<Result<_>>()?;
-        let (number, record, doorbell) = (qp.number(), layout.record, layout.doorbell);
-        let doors = Doors::new(&memory, number, record, doorbell, ring, turns)?;
+        let number = qp.number();
+        let record = memory.word32(layout.record + Record::SEND as u64)?;
+        let doorbell = match ring {
+            Ring::Record => None,
+            Ring::RecordAndDoorbell => Some(memory.word64(layout.doorbell)?),
+        };
+        let doors = Doors::new(number, record, doorbell, turns);
         let waits = Waits::new(&words, waits, number)?;
         let state = State::new(waits, [sends.entries(), receives.entries()]);
         let (cqs, device) = ([sends, receives], device.clone());

@@ -21,7 +21,7 @@ pub(super) fn check_stream(shared: &Shared, stream: &Stream) -> Result<()> {
     if stream.is_capturing() {
         let why = "a graph would ring with the same value in each replay".to_owned();
         return Err(refused(Kind::Unsupported, why)
-            .fix("post from a kernel in the graph, or put the work on the stream around it"));
+            .fix("use a KernelQp, whose posts a graph replays, or leave it out of the capture"));
     }
     Ok(())
 }
