@@ -7,6 +7,7 @@
 //!
 //! ```text
 //! doctor    what this machine can do, what stops it, the fix; topology
+//! sock      sockets for kernels: TCP and UDP through the host
 //! verbs     one API for RDMA devices: contexts, memory, queue pairs, completions
 //! hca | ibv  the software HCA: ConnectX's queues in memory, RoCEv2 on a link | the machine's RDMA devices, by libibverbs
 //! mr | link  protection domains, keys, registered memory | RoCEv2 packets in and out
@@ -24,6 +25,7 @@ pub mod link;
 pub mod mem;
 pub mod mlx5;
 pub mod mr;
+pub mod sock;
 pub mod units;
 pub mod verbs;
 
