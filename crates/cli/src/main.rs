@@ -7,6 +7,7 @@ mod doctor;
 mod output;
 mod perf;
 mod pingpong;
+mod sock;
 mod stat;
 mod topo;
 
@@ -36,6 +37,7 @@ Examples:
   warpwire copy lat                     how fast the CPU reaches GPU memory, size by size
   warpwire perf write bw --local        RDMA between two processes, without RDMA hardware
   warpwire pingpong 10.0.0.2            messages to and fro with ibv_rc_pingpong
+  warpwire sock kv                      a key-value server in a kernel, for redis-cli
   warpwire devices                      RDMA devices, their ports and addresses
   warpwire topo                         which NIC is near which GPU
   WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
@@ -56,6 +58,7 @@ enum Command {
     Doctor(doctor::Arguments),
     Perf(Box<perf::Arguments>),
     Pingpong(pingpong::Arguments),
+    Sock(sock::Arguments),
     Stat(stat::Arguments),
     Topo(topo::Arguments),
 }
@@ -69,6 +72,7 @@ fn main() -> ExitCode {
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Perf(arguments) => perf::run(&arguments),
         Command::Pingpong(arguments) => pingpong::run(&arguments),
+        Command::Sock(arguments) => sock::run(&arguments),
         Command::Stat(arguments) => stat::run(&arguments),
         Command::Topo(arguments) => topo::run(&arguments),
     });

@@ -7,7 +7,7 @@ mod lat;
 mod pingpong;
 mod plan;
 mod sanity;
-mod target;
+pub(crate) mod target;
 
 use std::process::ExitCode;
 

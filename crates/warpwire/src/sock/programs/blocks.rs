@@ -125,6 +125,9 @@ impl<'a> Actor<'a> {
         use super::Mode;
         let setup = &self.setup;
         let is = |mode: Mode| setup.mode == mode as u64;
+        if is(Mode::Talk) {
+            return self.talk(peer, bytes);
+        }
         let mut buffer = vec![0; setup.size as usize];
         for _ in 0..setup.rounds {
             if is(Mode::Ping) || is(Mode::Push) {
@@ -146,6 +149,18 @@ impl<'a> Actor<'a> {
                 return Err(Errno::PIPE.into());
             }
         }
+        Ok(())
+    }
+
+    /// Asks, and takes whatever is answered until the peer closes.
+    fn talk(&self, peer: Sock, bytes: &mut u64) -> Outcome<()> {
+        let mut buffer = vec![0; self.setup.buffer_size as usize];
+        let question = &mut buffer[..self.setup.size as usize];
+        self.block.read(DeviceAddr::new(self.setup.buffers), question)?;
+        self.sockets.send(peer, question)?;
+        let count = self.sockets.recv_all(peer, &mut buffer)?;
+        self.block.write(DeviceAddr::new(self.setup.buffers), &buffer[..count])?;
+        *bytes = count as u64;
         Ok(())
     }
 

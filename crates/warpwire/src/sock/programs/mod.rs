@@ -50,6 +50,7 @@ enum Mode {
     Ping = 3,
     Push = 4,
     Pull = 5,
+    Talk = 6,
 }
 
 mod control {
@@ -196,21 +197,32 @@ impl Programs {
             address: address_bytes(Some(server)),
             ..stage.setup()
         };
-        stage.launch(&self.client, 1, setup)?;
-        // Each round may take as long as a call may wait, but together they have an end.
-        stage.stream.synchronize(timeout * 4 + SOON)?;
-        let bytes = stage.control.host_bytes()?;
-        match bytes.load_u64(control::FAILED)? as i32 {
-            0 => Ok(Measured {
-                time: Duration::from_nanos(bytes.load_u64(control::NANOSECONDS)?),
-                bytes: bytes.load_u64(control::BYTES)?,
-            }),
-            errno => {
-                let what = format!("talk to {server} from a kernel");
-                Err(Error::os(what, &std::io::Error::from_raw_os_error(errno))
-                    .on(host.device().label()))
-            }
-        }
+        stage.run(&self.client, setup, server, timeout)
+    }
+
+    /// Connects to a server, asks, and gives what was answered until the server closed: at most `most` bytes.
+    pub fn talk(
+        &self,
+        host: &SockHost,
+        server: SocketAddr,
+        question: &[u8],
+        most: u64,
+        timeout: Duration,
+    ) -> Result<Vec<u8>> {
+        let stage = Stage::new(host, most.max(question.len() as u64).max(1), 1)?;
+        stage.buffers.write(0, question)?;
+        let setup = Setup {
+            mode: Mode::Talk as u64,
+            size: question.len() as u64,
+            rounds: 1,
+            timeout: timeout.as_nanos() as u64,
+            address: address_bytes(Some(server)),
+            ..stage.setup()
+        };
+        let measured = stage.run(&self.client, setup, server, timeout)?;
+        let mut answer = vec![0; measured.bytes as usize];
+        stage.buffers.read(0, &mut answer)?;
+        Ok(answer)
     }
 }
 
@@ -256,6 +268,31 @@ impl<'a> Stage<'a> {
             buffers: self.buffers.address().raw(),
             buffer_size: self.buffer_size,
             ..Setup::default()
+        }
+    }
+
+    /// Runs a client to its end.
+    fn run(
+        &self,
+        kernel: &Kernel,
+        setup: Setup,
+        server: SocketAddr,
+        timeout: Duration,
+    ) -> Result<Measured> {
+        self.launch(kernel, 1, setup)?;
+        // Each round may take as long as a call may wait, but together they have an end.
+        self.stream.synchronize(timeout * 4 + SOON)?;
+        let bytes = self.control.host_bytes()?;
+        match bytes.load_u64(control::FAILED)? as i32 {
+            0 => Ok(Measured {
+                time: Duration::from_nanos(bytes.load_u64(control::NANOSECONDS)?),
+                bytes: bytes.load_u64(control::BYTES)?,
+            }),
+            errno => {
+                let what = format!("talk to {server} from a kernel");
+                let why = std::io::Error::from_raw_os_error(errno);
+                Err(Error::os(what, &why).on(self.host.device().label()))
+            }
         }
     }
 

@@ -18,7 +18,7 @@ struct Control {  // in pinned memory: stop is the host's, the others the kernel
 };
 static_assert(sizeof(Setup) == 88 && sizeof(Control) == 80, "as in mod.rs");
 
-enum Mode : u64 { kEcho = 0, kSink = 1, kHttp = 2, kPing = 3, kPush = 4, kPull = 5, kSource = 6 };
+enum Mode : u64 { kEcho = 0, kSink = 1, kHttp = 2, kPing = 3, kPush = 4, kPull = 5, kTalk = 6 };
 
 WARPWIRE_FN void say(u64 *word, u64 value) {
     sock::detail::fence_system();
@@ -111,8 +111,18 @@ template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, 
     if (listener >= 0 && worker == 0) close(table, listener, group);
 }
 
-// There and back, so many times; or so many bytes one way, acknowledged by a byte, or the other.
+// There and back, so many times; or so many bytes one way, acknowledged by a byte, or the other; or a question, and
+// whatever is answered until the peer closes.
 template <class Group> WARPWIRE_CALL i64 measure(const Table &table, const Setup &setup, int peer, u8 *buffer, u64 *bytes, Group group) {
+    if (setup.mode == kTalk) {
+        i64 sent = send(table, peer, buffer, setup.size, group);
+        while (sent >= 0 && *bytes < setup.buffer_size) {
+            i64 came = recv(table, peer, buffer + *bytes, setup.buffer_size - *bytes, group);
+            if (came <= 0) return came;
+            *bytes += static_cast<u64>(came);
+        }
+        return sent;
+    }
     for (u64 round = 0; round < setup.rounds; round++) {
         if (setup.mode == kPing || setup.mode == kPush) {
             i64 sent = send(table, peer, buffer, setup.size, group);
