@@ -10,6 +10,7 @@ mod output;
 mod perf;
 mod pingpong;
 mod run;
+mod sock;
 mod stat;
 mod topo;
 
@@ -42,6 +43,7 @@ Examples:
   warpwire pingpong 10.0.0.2            messages to and fro with ibv_rc_pingpong
   warpwire run -n 4 -- ./program        ranks on this machine, which send to each other
   warpwire mp pingpong                  messages between two ranks, timed and verified
+  warpwire sock kv                      a key-value server in a kernel, for redis-cli
   warpwire devices                      RDMA devices, their ports and addresses
   warpwire topo                         which NIC is near which GPU
   WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
@@ -65,6 +67,7 @@ enum Command {
     Perf(Box<perf::Arguments>),
     Pingpong(pingpong::Arguments),
     Run(run::Arguments),
+    Sock(sock::Arguments),
     Stat(stat::Arguments),
     Topo(topo::Arguments),
 }
@@ -81,6 +84,7 @@ fn main() -> ExitCode {
         Command::Perf(arguments) => perf::run(&arguments),
         Command::Pingpong(arguments) => pingpong::run(&arguments),
         Command::Run(arguments) => run::run(&arguments),
+        Command::Sock(arguments) => sock::run(&arguments),
         Command::Stat(arguments) => stat::run(&arguments),
         Command::Topo(arguments) => topo::run(&arguments),
     });

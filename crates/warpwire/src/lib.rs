@@ -7,6 +7,7 @@
 //!
 //! ```text
 //! doctor    what this machine can do, what stops it, the fix; topology
+//! sock      sockets for kernels: TCP and UDP through the host
 //! msg       ranks and messages: launchers, send and receive, windows, collectives
 //! stream    verbs that a stream orders, or that a running kernel posts by itself
 //! verbs     one API for RDMA devices: contexts, memory, queue pairs, completions
@@ -28,6 +29,7 @@ pub mod mem;
 pub mod mlx5;
 pub mod mr;
 pub mod msg;
+pub mod sock;
 pub mod stream;
 pub mod units;
 pub mod verbs;

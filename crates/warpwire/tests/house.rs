@@ -37,6 +37,8 @@ const UNSAFE_FENCE: &[&str] = &[
     "stream/kernel/on.rs",
     "mem/mod.rs",
     "verbs/memory.rs",
+    "sock/kv/mod.rs",
+    "sock/programs/mod.rs",
     "verbs/mod.rs",
 ];
 

@@ -92,6 +92,11 @@ impl<'a> SharedBytes<'a> {
         self.base
     }
 
+    /// Where the CPU finds the first byte, as a number: for C code that shares the memory.
+    pub fn address(&self) -> u64 {
+        self.base.as_ptr() as u64
+    }
+
     /// How many bytes the view spans.
     #[allow(clippy::len_without_is_empty)] // no view is empty: allocations are not
     pub fn len(&self) -> u64 {
