@@ -48,17 +48,23 @@ pub(super) fn run(end: &End, size: u64, watch: &mut Watch<'_>) -> Result<Done, F
         player.choose(count);
     }
     let (begin, mut done) = (Instant::now(), 0);
-    // The end of one is the beginning of the next: the clock is looked at once for each.
-    let mut before = begin;
+    // From one post to the next is a round. The clock is looked at behind each post, while the message is under way,
+    // so that it does not count as a part of the message.
+    player.post(count)?;
+    let mut before = Instant::now();
     while done < iterations && !time.is_some_and(|time| done > 0 && before - begin >= time) {
-        player.ping(count, watch)?;
+        player.arrive(count, watch)?;
+        (count, done) = (count + 1, done + 1);
+        player.post(count)?;
         let now = Instant::now();
         if times.len() < MOST_TIMES {
             let took = (now - before).as_nanos() / share;
             times.push(u32::try_from(took).unwrap_or(u32::MAX));
         }
-        (before, count, done) = (now, count + 1, done + 1);
+        before = now;
     }
+    player.arrive(count, watch)?;
+    count += 1;
     player.drain(watch)?;
     let row = Row::new(size, done, Figures::lat(&mut times));
     Ok(Done { per_qp: vec![count], row })
@@ -106,6 +112,11 @@ impl<'a> Player<'a> {
     /// One message there, and whatever tells that it arrived.
     fn ping(&mut self, number: u64, watch: &mut Watch<'_>) -> Result<(), Failure> {
         self.post(number)?;
+        self.arrive(number, watch)
+    }
+
+    /// Waits for what tells that the message with that number has arrived.
+    fn arrive(&mut self, number: u64, watch: &mut Watch<'_>) -> Result<(), Failure> {
         match self.end.test.verb {
             Verb::Write | Verb::Send => self.wait(number, watch, false).map(drop),
             Verb::Read | Verb::Atomic => self.drain(watch),
@@ -123,7 +134,6 @@ impl<'a> Player<'a> {
             Verb::Atomic => (Op::Atomic(remote, Atomic::FetchAdd { add: 1 }), &end.incoming),
         };
         let marked = end.test.verb == Verb::Write;
-        let range = [memory.mr.sge(0, self.size as u32)];
         let request = Request::new(number, op);
         if let Some(small) = &mut self.small {
             let bytes = &mut small[..self.size as usize];
@@ -135,6 +145,7 @@ impl<'a> Player<'a> {
             if marked {
                 end.outgoing.set_byte(self.size - 1, marker(number))?;
             }
+            let range = [memory.mr.sge(0, self.size as u32)];
             end.qps[0].post_send(&[request.with(&range)])?;
         }
         self.under_way += 1;

@@ -171,11 +171,13 @@ impl Partners {
         let Some(visit) = peer.visit(rows, [reach.opening, known.opening], len.into()) else {
             return false;
         };
-        let there = There { memory, at };
-        let moved = there.put(&theirs, at, write.payload, 0, len, pd, registry);
+        let moved = match write.payload {
+            Piece::Inline(bytes) => theirs.write_cached(at, bytes).is_ok(),
+            piece => There { memory, at }.put(&theirs, at, piece, 0, len, pd, registry).is_ok(),
+        };
         drop(visit);
         reach.gave_way = 0;
-        moved.is_ok()
+        moved
     }
 
     /// Whether the partner's connection has ended, so that the link should be asked for the next one.

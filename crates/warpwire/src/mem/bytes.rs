@@ -171,14 +171,6 @@ impl<'a> SharedBytes<'a> {
     /// Copies `from` into the view, starting at `offset`. Aligned 8-byte words are each written whole.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let into = self.part(offset, from.len() as u64)?;
-        let word = into.base.cast::<AtomicU64>();
-        if let Ok(value) = <[u8; 8]>::try_from(from)
-            && word.is_aligned()
-        {
-            // SAFETY: the part is eight bytes long, and aligned; atomics promise nothing about other writers.
-            unsafe { word.as_ref() }.store(u64::from_ne_bytes(value), Ordering::Release);
-            return Ok(());
-        }
         if from.len() >= WORTH_WIDE_ACCESS {
             // SAFETY: as in `read`.
             unsafe {
@@ -229,6 +221,12 @@ impl<'a> SharedBytes<'a> {
     /// last bytes become visible last.
     #[inline]
     pub(crate) fn write_cached(&self, offset: u64, from: &[u8]) -> Result<()> {
+        if let Ok(value) = <[u8; 8]>::try_from(from)
+            && is_inside(offset, 8, self.len())
+            && (self.base.addr().get() + offset as usize).is_multiple_of(8)
+        {
+            return self.store_u64(offset, u64::from_ne_bytes(value));
+        }
         if from.len() < WORTH_WIDE_ACCESS {
             return self.write(offset, from);
         }
