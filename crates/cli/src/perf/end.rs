@@ -2,7 +2,7 @@
 
 use warpwire::hca::HcaOptions;
 use warpwire::link::Capture;
-use warpwire::verbs::{Completion, Context, Cq, Mtu, Qp, QpOptions, Remote};
+use warpwire::verbs::{Completion, Context, Cq, DeviceOptions, Mtu, Qp, QpOptions, Remote};
 
 use super::memory::{self, Buffer};
 use super::test::{Metric, Test, Verb};
@@ -37,6 +37,21 @@ pub(super) const HARVEST: usize = 32;
 /// What a work request carries in itself.
 pub(super) const INLINE: u32 = 64;
 
+/// Opens the device that was asked for, or the software HCA on its link.
+fn open(
+    seen: std::net::IpAddr,
+    arguments: &Arguments,
+) -> Result<(Context, Option<Capture>), Failure> {
+    if let Some(name) = &arguments.device {
+        let options = DeviceOptions { port: None, gid_index: arguments.gid_index };
+        return Ok((Context::open_device_with(name, options)?, None));
+    }
+    let (link, capture) =
+        links::make(&arguments.link, seen, arguments.fault, arguments.pcap.as_deref())?;
+    let options = HcaOptions { drive: arguments.drive.drive(), direct: !arguments.no_direct };
+    Ok((Context::open_with(link, options)?, capture))
+}
+
 impl End {
     pub(super) fn new(
         role: Role,
@@ -44,10 +59,7 @@ impl End {
         seen: std::net::IpAddr,
         arguments: &Arguments,
     ) -> Result<Self, Failure> {
-        let (link, capture) =
-            links::make(&arguments.link, seen, arguments.fault, arguments.pcap.as_deref())?;
-        let options = HcaOptions { drive: arguments.drive.drive(), direct: !arguments.no_direct };
-        let context = Context::open_with(link, options)?;
+        let (context, capture) = open(seen, arguments)?;
         let pd = context.pd();
         let device = memory::device(&arguments.mem)
             .map_err(|error| Failure::Usage(format!("--mem {}: {error}", arguments.mem)))?;

@@ -33,13 +33,18 @@ fn start(test: &Test, memory: &MemoryChoice, arguments: &Arguments) -> Result<Se
     command
         .args(["perf", test.verb.name(), test.metric.name(), "--announce", "--json"])
         .args(["--mem", &memory.to_string(), "--timeout", &arguments.timeout.to_string()])
-        .args(["--link", &arguments.link])
+        .args(arguments.gid_index.map(|index| format!("--gid-index={index}")))
         .args(arguments.mtu.map(|mtu| format!("--mtu={mtu}")))
         .args(reg.map(|reg| format!("--reg={}", reg.get_name())))
         .args(arguments.no_direct.then_some("--no-direct"))
-        .args(drive.map(|drive| format!("--drive={}", drive.get_name())))
         .stdin(Stdio::null())
         .stdout(Stdio::piped());
+    match &arguments.device {
+        Some(name) => command.args(["--device", name]),
+        None => command
+            .args(["--link", &arguments.link])
+            .args(drive.map(|drive| format!("--drive={}", drive.get_name()))),
+    };
     let child = command.spawn().map_err(failed)?;
     let mut server = Server { child, port: 0 };
     let mut line = String::new();

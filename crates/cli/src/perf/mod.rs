@@ -27,8 +27,8 @@ use test::{Metric, Test, Verb};
 /// Measure writes, reads, sends and atomics between two processes
 ///
 /// perftest's manners: without HOST it is the server, with HOST the client; with --local it is both, as two
-/// processes. The software HCA carries RoCEv2 over the link, so no RDMA hardware is needed; memory may be the
-/// host's or a GPU's, on either side.
+/// processes. The software HCA carries RoCEv2 over the link, so no RDMA hardware is needed; --device uses hardware, and
+/// either may be the other's peer. Memory may be the host's or a GPU's, on either side.
 ///
 /// Unlike perftest, the server takes sizes, iterations, queue pairs and depth from the client, so that they need be
 /// given once; what is measured (write bw, read lat, …) must be the same on both sides, or both refuse. What
@@ -107,6 +107,14 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "LINK", default_value = "udp", value_parser = link)]
     link: String,
 
+    /// An RDMA device of this machine instead of the software HCA: warpwire devices lists them
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["link", "fault", "pcap", "no_direct", "drive"])]
+    device: Option<String>,
+
+    /// Which of the device's addresses to use; the one that most peers reach if not given
+    #[arg(long, value_name = "INDEX", requires = "device")]
+    gid_index: Option<u8>,
+
     /// Faults on this side's link, as in loss=5%,reorder=1%,seed=7
     #[arg(long, value_name = "FAULTS", value_parser = faults)]
     fault: Option<Plan>,
@@ -154,6 +162,7 @@ Examples:
   warpwire perf write bw 10.0.0.1              the client
   warpwire perf send lat --local -a            every size
   warpwire perf write bw --local --mem sim:0   into the memory of a simulated GPU
+  warpwire perf write bw --device mlx5_0 10.0.0.1  by an RDMA device, here or on both sides
   warpwire perf read bw --local --fault loss=5%,seed=7 --pcap read.pcap
   warpwire perf write bw --local -s 1MiB --json | jq '.rows[0].average_mb_s'";
 

@@ -164,7 +164,9 @@ impl Watch<'_> {
         // What the peer does without packets is a sign of life too.
         let stats = self.context.stats();
         let packets = stats.pairs.packets_received.wrapping_add(stats.direct.by_peers);
-        if std::mem::replace(&mut self.packets, packets) != packets {
+        // Hardware tells nothing of packets: there the connection must end for the peer to be gone.
+        let lives = self.context.soft().is_none();
+        if std::mem::replace(&mut self.packets, packets) != packets || lives {
             self.heard = self.looked;
         }
         if self.heard.elapsed() < self.peer.patience {

@@ -322,6 +322,10 @@ impl Cq {
         }
     }
 
+    pub(super) fn device(&self) -> &super::Device {
+        &self.0.channel.context.device
+    }
+
     pub(super) fn is_of(&self, context: &Opened) -> bool {
         self.0.channel.context.raw.ptr() == context.raw.ptr()
     }

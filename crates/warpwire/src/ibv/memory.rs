@@ -58,6 +58,11 @@ impl Context {
 }
 
 impl Pd {
+    /// The device that it belongs to.
+    pub fn context(&self) -> Context {
+        Context(self.0.context.clone())
+    }
+
     /// Registers memory of the host; work finds its first byte at `iova`, or at its own address if none is given.
     /// The registration keeps the memory.
     ///

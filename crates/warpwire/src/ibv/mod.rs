@@ -41,6 +41,7 @@
 mod address;
 mod cq;
 mod device;
+mod direct;
 mod event;
 mod explain;
 mod ids;
@@ -56,6 +57,9 @@ pub use cq::Cq;
 pub use device::{
     Context, Device, DeviceAttributes, Gid, GidKind, LinkLayer, Port, PortState, Transport, devices,
 };
+pub use direct::{DirectCq, DirectQp, Mapped};
+#[doc(hidden)]
+pub use direct::{recorded_cq, recorded_qp};
 pub use explain::{Attempt, Explanation, explain, explain_status};
 pub use memory::{Mr, Pd};
 pub use post::{PostError, Request};

@@ -245,6 +245,10 @@ impl Qp {
         self.0.psn.load(Ordering::Relaxed)
     }
 
+    pub(super) fn raw(&self) -> *mut sys::Qp {
+        self.0.raw.ptr()
+    }
+
     /// The domain that it belongs to.
     pub fn pd(&self) -> &Pd {
         &self.0.pd

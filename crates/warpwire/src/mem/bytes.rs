@@ -87,6 +87,11 @@ impl<'a> SharedBytes<'a> {
         Self { base: NonNull::dangling(), len: 0, owner: PhantomData }
     }
 
+    /// A part of it; nothing, if it does not lie in it.
+    pub(crate) fn part_or_empty(&self, offset: u64, len: u64) -> Self {
+        self.part(offset, len).unwrap_or(Self::empty())
+    }
+
     /// The first byte, for those who keep the memory alive in another way than by this view's lifetime.
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.base

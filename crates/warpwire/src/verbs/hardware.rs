@@ -13,6 +13,16 @@ use crate::ibv::{self, Gid, GidKind, PortState};
 use crate::link;
 use crate::work::AsyncEvent;
 
+/// How a device of the machine is opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DeviceOptions {
+    /// The port that queue pairs use, the first is 1; by default the first that carries traffic.
+    pub port: Option<u8>,
+    /// Which of the port's addresses they use; by default the one that most peers reach: RoCE v2 before others, IPv4
+    /// before IPv6.
+    pub gid_index: Option<u8>,
+}
+
 /// A device of the machine.
 #[derive(Debug)]
 pub(crate) struct Hardware {
@@ -20,6 +30,7 @@ pub(crate) struct Hardware {
     pub(super) events: Signal,
     pub(super) path: link::Path,
     pub(super) largest_mtu: Mtu,
+    options: DeviceOptions,
     /// A domain of its own, in which addresses are tried.
     home: OnceLock<Result<ibv::Pd>>,
 }
@@ -36,12 +47,16 @@ pub(super) struct Endpoint {
 }
 
 impl Hardware {
-    pub(super) fn open(name: &str) -> Result<Self> {
+    pub(super) fn open(name: &str, options: DeviceOptions) -> Result<Self> {
         let context = ibv::Context::open(name)?;
         let fd = context.as_fd().try_clone_to_owned();
         let fd = fd.map_err(|why| Error::os("watch an RDMA device for news", &why))?;
-        let port = first_port(&context)?;
-        let end = endpoint(&context, port, None);
+        let port = options.port.map_or_else(|| first_port(&context), Ok)?;
+        let end = endpoint(&context, port, options.gid_index);
+        if options.port.or(options.gid_index).is_some() {
+            // What was asked for by name must be there.
+            end.clone()?;
+        }
         let driver = context.device().driver.clone().unwrap_or_else(|| "unknown driver".into());
         let (local, mtu, why) = match &end {
             Ok(end) => (
@@ -54,20 +69,31 @@ impl Hardware {
         };
         let path = link::Path { kind: link::Kind::Hardware, local, why };
         let largest_mtu = Mtu::new(mtu).unwrap_or(Mtu::ALL[0]);
-        Ok(Self { context, events: Signal::of(fd), path, largest_mtu, home: OnceLock::new() })
+        Ok(Self {
+            context,
+            events: Signal::of(fd),
+            path,
+            largest_mtu,
+            options,
+            home: OnceLock::new(),
+        })
     }
 
     /// The end that a queue pair with these wishes is at.
     ///
     /// # Errors
     /// If the port is down, or there is no such address: the text lists those that there are.
-    pub(super) fn endpoint(&self, port: u8, gid_index: Option<u8>) -> Result<Endpoint> {
-        endpoint(&self.context, port, gid_index)
+    pub(super) fn endpoint(&self, port: Option<u8>, gid_index: Option<u8>) -> Result<Endpoint> {
+        let usual = self.options.port.map_or_else(|| first_port(&self.context), Ok)?;
+        // The context's address is one of its port.
+        let same_port = port.is_none_or(|port| port == usual);
+        let index = gid_index.or(self.options.gid_index.filter(|_| same_port));
+        endpoint(&self.context, port.unwrap_or(usual), index)
     }
 
     /// The way to a peer of datagrams: from an address of its own family.
     pub(super) fn route(&self, peer: IpAddr) -> Result<ibv::Route> {
-        let port = first_port(&self.context)?;
+        let port = self.options.port.map_or_else(|| first_port(&self.context), Ok)?;
         let gids = self.context.gids()?;
         let of_family = gids.iter().filter(|gid| gid.address.is_ipv4() == peer.is_ipv4());
         let index = best(of_family, port).map(|gid| gid.index as u8);

@@ -51,6 +51,7 @@ mod memory;
 mod post;
 mod prepare;
 mod qp;
+mod queues;
 mod receive;
 mod srq;
 
@@ -69,9 +70,11 @@ pub use crate::work::{
 pub use cq::{Cq, CqOptions};
 pub use datagram::{AddressHandle, Destination, ROUTE_LEN, Route};
 pub use exchange::Offer;
+pub use hardware::DeviceOptions;
 pub use memory::{Mr, Pd};
 pub use post::{Batch, Request};
 pub use qp::{Qp, QpOptions};
+pub use queues::{Poster, Queues};
 pub use srq::{Srq, SrqOptions};
 pub use warpwire_proto::qp::{Change, Mtu, Path, Service, State};
 
@@ -123,7 +126,15 @@ impl Context {
     /// # Ok::<(), warpwire::Error>(())
     /// ```
     pub fn open_device(name: &str) -> Result<Self> {
-        let hardware = Some(Hardware::open(name)?);
+        Self::open_device_with(name, DeviceOptions::default())
+    }
+
+    /// Opens an RDMA device of the machine, for a port and an address of it.
+    ///
+    /// # Errors
+    /// As for [`open_device`](Self::open_device); if the port that was asked for is down or has no such address.
+    pub fn open_device_with(name: &str, options: DeviceOptions) -> Result<Self> {
+        let hardware = Some(Hardware::open(name, options)?);
         let hca = Hca::idle()?;
         Ok(Self(Arc::new(Device { hca, hardware, pairs: Mutex::new(Vec::new()) })))
     }

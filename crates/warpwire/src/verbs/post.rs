@@ -8,6 +8,7 @@ use parking_lot::MutexGuard;
 use super::datagram::{AddressHandle, Destination};
 use super::hard::{Hard, HardBatch};
 use super::qp::Core;
+use super::queues::{Places, fence_to_device};
 use super::{Service, State};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{AtOnce, Express};
@@ -205,22 +206,9 @@ impl<'q> Filling<'q> {
             }
         }
         request.check(core)?;
-        let image = request.image(&mut self.state.scratch, self.next as u16, core.number);
-        let image = image.map_err(|Full| too_long(request))?;
-        let blocks = u64::from(image.blocks());
         let used = self.next - core.freed.load(Ordering::Acquire);
-        if used + blocks > u64::from(core.blocks) {
-            return Err(full(core));
-        }
-        let mask = u64::from(core.blocks) - 1;
-        let place = self.next & mask;
-        let bytes = core.memory.bytes();
-        let before_end = ((core.blocks as u64 - place) as usize * BLOCK).min(image.bytes().len());
-        let (head, tail) = image.bytes().split_at(before_end);
-        bytes.write(core.layout.send + place * BLOCK as u64, head)?;
-        if !tail.is_empty() {
-            bytes.write(core.layout.send, tail)?;
-        }
+        let blocks = put(core, &mut self.state.scratch, request, (self.next, used))?;
+        let place = self.next & (u64::from(core.blocks) - 1);
         core.send_ids[place as usize].store(request.id, Ordering::Relaxed);
         core.send_sizes[place as usize].store(blocks as u8, Ordering::Relaxed);
         self.next += blocks;
@@ -308,23 +296,55 @@ impl<'q> Filling<'q> {
     }
 }
 
+/// Writes an entry at block `at` of a send queue of which `used` blocks are in use; returns how many it takes.
+#[inline]
+pub(super) fn put<Q: Places>(
+    queues: &Q,
+    scratch: &mut Scratch,
+    request: &Request<'_>,
+    (at, used): (u64, u64),
+) -> Result<u64> {
+    let image = request.image(scratch, at as u16, queues.number());
+    let image = image.map_err(|Full| too_long(request))?;
+    let (blocks, room) = (u64::from(image.blocks()), u64::from(queues.blocks()));
+    if used + blocks > room {
+        return Err(full(queues.number()));
+    }
+    let place = at & (room - 1);
+    let (bytes, begin) = queues.send();
+    let before_end = ((room - place) as usize * BLOCK).min(image.bytes().len());
+    let (head, tail) = image.bytes().split_at(before_end);
+    bytes.write(begin + place * BLOCK as u64, head)?;
+    if !tail.is_empty() {
+        bytes.write(begin, tail)?;
+    }
+    Ok(blocks)
+}
+
 /// Record and doorbell: up to where the queue is filled.
 #[inline]
-pub(super) fn tell(core: &Core, producer: u64) {
-    let bytes = core.memory.bytes();
-    let index = producer as u16;
-    let record = u32::from_ne_bytes(Record::word(index));
-    let doorbell = u64::from_ne_bytes(Doorbell::next(core.number, index));
-    // Each store is a release: entries before the record, the record before the doorbell. They fail only if
-    // the queues' memory is gone, and the device with it.
-    let _ = bytes.store_u32(core.layout.record + Record::SEND as u64, record);
-    let _ = bytes.store_u64(core.layout.doorbell, doorbell);
+pub(super) fn tell<Q: Places>(queues: &Q, next: u64) {
+    let index = next as u16;
+    let word = u32::from_ne_bytes(Record::word(index));
+    let ring = u64::from_ne_bytes(Doorbell::next(queues.number(), index));
+    let (record, at) = queues.record();
+    // Each store is a release: entries before the record, the record before the doorbell. They fail only if the queues'
+    // memory is gone, and the device with it.
+    let _ = record.store_u32(at + Record::SEND as u64, word);
+    let (doorbell, at) = queues.doorbell();
+    if Q::IS_DEVICE {
+        fence_to_device();
+    }
+    let _ = doorbell.store_u64(at, ring);
+    if Q::IS_DEVICE {
+        fence_to_device();
+    }
 }
 
 #[cold]
-fn full(core: &Core) -> Error {
+fn full(number: u32) -> Error {
     Error::new(Kind::Busy, "post work")
-        .on(format!("queue pair {:#x}", core.number))
+        .on(format!("queue pair {number:#x}"))
         .why("the send queue is full")
         .fix("take completions first, or make it deeper")
 }

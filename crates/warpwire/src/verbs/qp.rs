@@ -10,9 +10,11 @@ use warpwire_proto::{Psn, qp::Change};
 use super::exchange::Offer;
 use super::hard::{Hard, same_device};
 use super::post::{Batch, Filling, Request, SendState};
+use super::queues::{Places, Queues};
 use super::{Context, Cq, Device, Mtu, Path, Pd, Service, Srq, State};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{Layout, QpSpec, QueueMemory};
+use crate::mem::SharedBytes;
 use crate::mlx5::{self, BLOCK};
 use crate::work::ReceiveRequest;
 
@@ -35,9 +37,9 @@ pub struct QpOptions {
     pub signal_all: bool,
     /// The shared receive queue that takes the place of its own.
     pub srq: Option<Srq>,
-    /// The port of hardware that it uses; the first is 1. The software HCA has one.
-    pub port: u8,
-    /// Which of the port's addresses hardware uses; by default the one that most peers reach. The software HCA has one.
+    /// The port of hardware that it uses, the first is 1; by default the context's. The software HCA has one.
+    pub port: Option<u8>,
+    /// Which of the port's addresses hardware uses; by default the context's. The software HCA has one.
     pub gid_index: Option<u8>,
     /// Memory of another sort than the host's for its queues: at least [`Qp::memory_for`] these options. Not for hardware.
     pub memory: Option<QueueMemory>,
@@ -73,7 +75,7 @@ impl Default for QpOptions {
             inline: 64,
             signal_all: true,
             srq: None,
-            port: 1,
+            port: None,
             gid_index: None,
             memory: None,
             watched: false,
@@ -189,7 +191,53 @@ pub(crate) struct Core {
     srq: Option<Srq>,
 }
 
+impl Places for Core {
+    const IS_DEVICE: bool = false;
+
+    #[inline]
+    fn number(&self) -> u32 {
+        self.number
+    }
+
+    #[inline]
+    fn blocks(&self) -> u32 {
+        self.blocks
+    }
+
+    #[inline]
+    fn send(&self) -> (SharedBytes<'_>, u64) {
+        (self.memory.bytes(), self.layout.send)
+    }
+
+    #[inline]
+    fn record(&self) -> (SharedBytes<'_>, u64) {
+        (self.memory.bytes(), self.layout.record)
+    }
+
+    #[inline]
+    fn doorbell(&self) -> (SharedBytes<'_>, u64) {
+        (self.memory.bytes(), self.layout.doorbell)
+    }
+}
+
 impl Core {
+    /// Its queues, each by itself.
+    fn queues(&self) -> Queues {
+        let Layout { receive, send, record, doorbell } = self.layout;
+        let entries = if self.srq.is_some() { 0 } else { self.receive_ids.len() as u32 };
+        let receives = u64::from(entries) * u64::from(self.stride);
+        Queues {
+            number: self.number,
+            send: self.memory.part(send, u64::from(self.blocks) * BLOCK as u64),
+            send_blocks: self.blocks,
+            receive: (entries > 0).then(|| self.memory.part(receive, receives)),
+            receive_entries: entries,
+            receive_stride: self.stride,
+            record: self.memory.part(record, 8),
+            doorbell: self.memory.part(doorbell, 512),
+        }
+    }
+
     /// Work ended: everything up to it is free again. Returns what the program called it.
     pub(super) fn send_ended(&self, counter: u16) -> u64 {
         let freed = self.freed.load(Ordering::Relaxed);
@@ -306,13 +354,26 @@ impl Qp {
         }
     }
 
-    /// The memory of its queues, and where things lie in it: for those who post by other means. Of hardware it is nothing.
+    /// The memory of its queues, and where things lie in it: for those who post by other means. Of hardware it is nothing:
+    /// see [`direct_queues`](Self::direct_queues).
     pub fn queues(&self) -> (&QueueMemory, Layout) {
         match &self.0.pair {
             Pair::Soft(soft) => (&soft.core.memory, soft.core.layout),
             Pair::Hard(hard) => {
                 (&hard.nothing, Layout { receive: 0, send: 0, record: 0, doorbell: 0 })
             }
+        }
+    }
+
+    /// Its queues in ConnectX's format, each where it lies: of the software HCA, and of mlx5 devices. Who posts there is
+    /// the only one who does: see [`Poster`](super::Poster).
+    ///
+    /// # Errors
+    /// If it is a device of another sort, or libmlx5 is not installed.
+    pub fn direct_queues(&self) -> Result<Queues> {
+        match &self.0.pair {
+            Pair::Soft(soft) => Ok(soft.core.queues()),
+            Pair::Hard(hard) => Ok(Queues::of_hardware(hard.qp.direct()?)),
         }
     }
 

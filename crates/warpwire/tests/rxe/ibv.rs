@@ -3,7 +3,15 @@
 use crate::lab::{Bench, Case, cases};
 use crate::{failures, operations, queues};
 
-cases!(two_queue_pairs_of_one_device, devices_are_listed);
+cases!(
+    two_queue_pairs_of_one_device,
+    devices_are_listed,
+    the_suite_of_verbs_on_rxe,
+    the_suite_of_verbs_between_us_and_rxe,
+    the_suite_of_verbs_between_rxe_and_us,
+    between_us_and_rxe_by_ipv6,
+    perf_between_devices,
+);
 
 /// Cases of the other rooms that are held once more, with our own verbs at the other end.
 const BOTH_WAYS: [&str; 17] = [
@@ -35,7 +43,50 @@ pub fn both_ways() -> Vec<&'static Case> {
 
 /// `tests/ibv`, as a whole: every operation, events, datagrams, what is refused.
 fn two_queue_pairs_of_one_device(bench: &Bench) {
-    let (status, text) = bench.start("WARPWIRE_IBV_DEVICE=rxe0 /job/ibv-suite").outcome();
+    suite(bench, "WARPWIRE_IBV_DEVICE=rxe0 /job/ibv-suite");
+}
+
+/// `tests/verbs` on the device: both ends are contexts of it.
+fn the_suite_of_verbs_on_rxe(bench: &Bench) {
+    verbs_suite(bench, "10.79.0.2", "device::");
+}
+
+/// `tests/verbs` once more, with the software HCA at one end, in a network of its own in the guest.
+fn the_suite_of_verbs_between_us_and_rxe(bench: &Bench) {
+    verbs_suite(bench, "10.79.0.2", "soft-to-device::");
+}
+
+fn the_suite_of_verbs_between_rxe_and_us(bench: &Bench) {
+    verbs_suite(bench, "10.79.0.2", "device-to-soft::");
+}
+
+fn between_us_and_rxe_by_ipv6(bench: &Bench) {
+    for case in ["arrive", "messages_of_every_length", "answers_go_to_the_sender", "atomics"] {
+        verbs_suite(bench, "fd79::2", case);
+    }
+}
+
+fn verbs_suite(bench: &Bench, beside: &str, filter: &str) {
+    let beside = format!("WARPWIRE_VERBS_BESIDE=soft,{beside}");
+    suite(bench, &format!("WARPWIRE_VERBS_DEVICE=rxe2 {beside} /job/verbs-suite {filter}"));
+}
+
+/// The command between two processes by the device, and what it says of a device that is not there.
+fn perf_between_devices(bench: &Bench) {
+    let perf = "/job/warpwire perf write bw --local -s 4096 -n 200 --timeout 30 --device";
+    let text = bench.start(&format!("{perf} rxe0 --json")).end();
+    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let link = value["local"]["link"].as_str().unwrap();
+    assert!(link.contains("hardware") && link.contains("rxe0"), "{link}");
+    assert_eq!(value["rows"][0]["verified"], true, "{text}");
+    let (status, text) = bench.start(&format!("{perf} mlx9_9")).outcome();
+    assert!(status != 0 && text.contains("take one of: rxe0"), "{text}");
+    let (status, text) = bench.start(&format!("{perf} rxe0 --gid-index 200")).outcome();
+    assert!(status != 0 && text.contains("no address at that place"), "{text}");
+}
+
+fn suite(bench: &Bench, command: &str) {
+    let (status, text) = bench.start(command).outcome();
     assert_eq!(status, 0, "{text}");
     let summary = text.lines().find(|line| line.starts_with("test result: ok.")).unwrap_or(&text);
     assert!(summary.contains(" 0 failed") && !summary.contains(" 0 passed"), "{text}");

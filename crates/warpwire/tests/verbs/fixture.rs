@@ -10,8 +10,8 @@ use warpwire::mem::sim::{Control, Sim, SimConfig};
 use warpwire::mem::{Allocation, Device, pattern};
 use warpwire::mr::{HostMemory, Memory};
 use warpwire::verbs::{
-    Access, AsyncEvent, Completion, Context, Cq, Drive, Mr, Pd, Qp, QpOptions, ReceiveRequest,
-    Request, Status,
+    Access, AsyncEvent, Completion, Context, Cq, DeviceOptions, Drive, Mr, Pd, Qp, QpOptions,
+    ReceiveRequest, Request, Status,
 };
 
 /// Longer than anything takes that works.
@@ -138,44 +138,54 @@ impl Which {
         }
         let beside = self == Self::Device || std::env::var_os(BESIDE).is_some();
         match beside {
-            true => device(None).err().map(|why| why.to_string()),
+            true => device().err().map(|why| why.to_string()),
             false => Some(format!("{BESIDE} does not say where the software HCA is")),
         }
     }
 }
 
-/// The device that the suite runs on, with a GID of that address if one is asked for: the table fills a moment after the
-/// device is there.
-fn device(_wanted: Option<std::net::IpAddr>) -> warpwire::Result<Context> {
+/// The device that the suite runs on, with an address of the family that the software HCA has: the table fills a moment
+/// after the device is there.
+fn device() -> warpwire::Result<Context> {
     let name = std::env::var(DEVICE).unwrap();
+    let six = std::env::var(BESIDE).is_ok_and(|words| words.contains(':'));
     let start = Instant::now();
     loop {
         let context = Context::open_device(&name)?;
         let local = context.path().local;
-        if local.port() != 0 && local.is_ipv4() || start.elapsed() > SOON / 4 {
+        if local.port() != 0 && !six && local.is_ipv4() || start.elapsed() > SOON / 4 {
             return Ok(context);
+        }
+        let is_six = |gid: &&warpwire::ibv::Gid| match gid.address {
+            std::net::IpAddr::V6(address) => six && !address.is_unicast_link_local(),
+            std::net::IpAddr::V4(_) => false,
+        };
+        if let Some(gid) = context.device().unwrap().gids()?.iter().find(is_six) {
+            let gid_index = Some(u8::try_from(gid.index).unwrap());
+            return Context::open_device_with(&name, DeviceOptions { port: None, gid_index });
         }
         std::thread::sleep(Duration::from_millis(50));
     }
 }
 
-/// The software HCA, in a network of its own beside the device's: a socket stays where it was made.
+/// The software HCA beside the device, in the network that [`move_beside`] went to.
 fn beside(drive: Drive) -> Context {
     let words = std::env::var(BESIDE).unwrap();
-    let (name, address) = words.split_once(',').expect("a namespace and an address");
-    let path = format!("/run/netns/{name}");
-    let address = format!("{address}:4791").parse().unwrap();
-    let bind = move || {
-        let namespace = std::fs::File::open(path).unwrap();
-        rustix::thread::move_into_link_name_space(
-            std::os::fd::AsFd::as_fd(&namespace),
-            Some(rustix::thread::LinkNameSpaceType::Network),
-        )
-        .unwrap();
-        Udp::bind(address, udp::Options::default()).unwrap()
-    };
-    let link = std::thread::spawn(bind).join().unwrap();
+    let (_, address) = words.split_once(',').expect("a namespace and an address");
+    let address = (address.parse::<std::net::IpAddr>().unwrap(), 4791).into();
+    let link = Udp::bind(address, udp::Options::default()).unwrap();
     Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() }).unwrap()
+}
+
+/// Takes this thread, and all that it starts, into the network from which the software HCA reaches the device. The kernel
+/// keeps the device itself in the network that it was made in.
+pub fn move_beside() {
+    let Ok(words) = std::env::var(BESIDE) else { return };
+    let (name, _) = words.split_once(',').expect("a namespace and an address");
+    let namespace = std::fs::File::open(format!("/run/netns/{name}")).unwrap();
+    let network = Some(rustix::thread::LinkNameSpaceType::Network);
+    rustix::thread::move_into_link_name_space(std::os::fd::AsFd::as_fd(&namespace), network)
+        .unwrap();
 }
 
 fn udp(address: &str) -> warpwire::Result<Box<dyn Link>> {
@@ -239,7 +249,7 @@ impl Fixture {
 
     pub fn driven(&self, drive: Drive) -> World {
         let soft = || End::of(beside(drive));
-        let device = || End::of(device(None).unwrap());
+        let device = || End::of(device().unwrap());
         let (a, b) = match self.which {
             Which::Device => (device(), device()),
             Which::SoftToDevice => (soft(), device()),
@@ -510,6 +520,7 @@ impl World {
 fn peculiar(status: Status) -> &'static [Status] {
     match status {
         Status::LocalProtection => &[Status::LocalQpOperation, Status::Flushed],
+        Status::LocalAccess => &[Status::RemoteAccess],
         Status::LocalLength => &[Status::LocalQpOperation],
         Status::RemoteInvalidRequest => &[Status::RemoteOperation],
         _ => &[],

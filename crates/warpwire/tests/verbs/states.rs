@@ -279,7 +279,9 @@ fn receives_before_the_connection(fixture: &Fixture) {
     one.qp.post_send(&[Request::new(6, Op::Send)]).unwrap();
     world.done(&one.sends, 6);
     world.done(&two.receives, 5);
-    assert_eq!(world.b.news(), [AsyncEvent::Established { qpn: two.qp.number() }]);
+    if !world.b.is_device() {
+        assert_eq!(world.b.news(), [AsyncEvent::Established { qpn: two.qp.number() }]);
+    }
     two.qp.modify(&two.qp.to_rts(&one.qp.offer())).unwrap();
     // And one that does not exist yet for its peer costs tries, not the connection.
     let (three, four) =

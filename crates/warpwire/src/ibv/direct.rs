@@ -1,0 +1,406 @@
+//! Queues of mlx5 devices where they lie, by libmlx5's `mlx5dv_init_obj`.
+//!
+//! What the library tells is plain structures with pointers in them: to rings in this process's memory, to a doorbell record
+//! beside them, and to a page of the device. They are checked here and become a [`DirectQp`] or a [`DirectCq`], in the
+//! words of ConnectX's formats ([`mlx5`](crate::mlx5)), which the software HCA has too.
+
+use std::any::Any;
+use std::ffi::c_int;
+use std::ptr::NonNull;
+use std::sync::{Arc, OnceLock};
+
+use super::cq::Cq;
+use super::qp::Qp;
+use super::sys;
+use crate::error::{Error, Kind, Result};
+use crate::mlx5::{BLOCK, MOST_BLOCKS};
+
+const LIBRARY: &str = "libmlx5.so.1";
+const SYMBOL: &str = "mlx5dv_init_obj";
+const INSTALL: &str = "install the mlx5 provider of rdma-core (Debian, Ubuntu: `sudo apt install ibverbs-providers`; \
+     Fedora, RHEL: `sudo dnf install libibverbs`)";
+
+/// `struct mlx5dv_qp`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct DvQp {
+    dbrec: *mut u8,
+    sq: DvRing,
+    rq: DvRing,
+    bf_reg: *mut u8,
+    bf_size: u32,
+    comp_mask: u64,
+    uar_mmap_offset: i64,
+    tirn: u32,
+    tisn: u32,
+    rqn: u32,
+    sqn: u32,
+    tir_icm_addr: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct DvRing {
+    buf: *mut u8,
+    wqe_cnt: u32,
+    stride: u32,
+}
+
+/// `struct mlx5dv_cq`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct DvCq {
+    buf: *mut u8,
+    dbrec: *mut u8,
+    cqe_cnt: u32,
+    cqe_size: u32,
+    cq_uar: *mut u8,
+    cqn: u32,
+    comp_mask: u64,
+}
+
+/// `struct mlx5dv_obj`: what goes in and what comes out, of each sort.
+#[repr(C)]
+struct DvObject {
+    qp: (*mut sys::Qp, *mut DvQp),
+    cq: (*mut sys::Cq, *mut DvCq),
+    /// Shared queues, work queues, device memory, addresses, domains.
+    others: [*mut u8; 10],
+}
+
+const _: () = {
+    assert!(size_of::<DvQp>() == 96 && size_of::<DvCq>() == 48 && size_of::<DvObject>() == 112);
+    assert!(std::mem::offset_of!(DvQp, sq) == 8 && std::mem::offset_of!(DvQp, rq) == 24);
+    assert!(
+        std::mem::offset_of!(DvQp, bf_reg) == 40 && std::mem::offset_of!(DvQp, comp_mask) == 56
+    );
+    assert!(std::mem::offset_of!(DvQp, sqn) == 84);
+    assert!(std::mem::offset_of!(DvCq, cqe_cnt) == 16 && std::mem::offset_of!(DvCq, cqn) == 32);
+    assert!(std::mem::offset_of!(DvObject, cq) == 16);
+};
+
+const OBJECT_QP: u64 = 1;
+const OBJECT_CQ: u64 = 2;
+
+type InitObject = unsafe extern "C" fn(*mut DvObject, u64) -> c_int;
+
+/// A range of this process's addresses that a device reads or writes too.
+#[derive(Clone)]
+pub struct Mapped {
+    base: NonNull<u8>,
+    len: usize,
+    /// Keeps it mapped.
+    _owner: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: it is a range of memory that is shared anyhow; who touches it does so by atomic or volatile accesses.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl std::fmt::Debug for Mapped {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Mapped({} bytes at {:p})", self.len, self.base)
+    }
+}
+
+impl Mapped {
+    fn new(
+        base: *mut u8,
+        len: u64,
+        what: &str,
+        owner: &Arc<dyn Any + Send + Sync>,
+    ) -> Result<Self> {
+        let base = NonNull::new(base).ok_or_else(|| strange(format!("{what} is nowhere")))?;
+        if base.addr().get() % 8 != 0 {
+            return Err(strange(format!("{what} lies at {base:p}, which is not aligned")));
+        }
+        Ok(Self { base, len: len as usize, _owner: owner.clone() })
+    }
+
+    /// Its first byte.
+    pub fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
+    /// How many bytes.
+    #[allow(clippy::len_without_is_empty)] // none is empty
+    pub fn len(&self) -> u64 {
+        self.len as u64
+    }
+}
+
+/// Where the queues of a queue pair lie.
+#[derive(Clone, Debug)]
+pub struct DirectQp {
+    /// The queue pair's number.
+    pub number: u32,
+    /// The send queue.
+    pub send: Mapped,
+    /// How many blocks of 64 bytes it has: a power of two.
+    pub send_blocks: u32,
+    /// The receive queue, if it has one of its own.
+    pub receive: Option<Mapped>,
+    /// How many entries that has: a power of two.
+    pub receive_entries: u32,
+    /// How long each of them is.
+    pub receive_stride: u32,
+    /// The doorbell record: two words.
+    pub record: Mapped,
+    /// The doorbell, in a page of the device.
+    pub doorbell: Mapped,
+}
+
+/// Where a completion queue lies.
+#[derive(Clone, Debug)]
+pub struct DirectCq {
+    /// Its number.
+    pub number: u32,
+    /// The entries, of 64 bytes each.
+    pub entries: Mapped,
+    /// How many: a power of two.
+    pub count: u32,
+    /// Its doorbell record: two words.
+    pub record: Mapped,
+}
+
+#[cold]
+fn strange(why: String) -> Error {
+    Error::new(Kind::Unsupported, "find the queues of an mlx5 device")
+        .why(format!("libmlx5 tells what makes no sense here: {why}"))
+        .fix("post through libibverbs instead, and tell us the release of rdma-core")
+}
+
+impl DirectQp {
+    fn of(dv: &DvQp, number: u32, owner: &Arc<dyn Any + Send + Sync>) -> Result<Self> {
+        let blocks = dv.sq.wqe_cnt;
+        if dv.sq.stride as usize != BLOCK || !blocks.is_power_of_two() || blocks > MOST_BLOCKS {
+            let why = format!("a send queue of {blocks} times {} bytes", dv.sq.stride);
+            return Err(strange(why));
+        }
+        let (entries, stride) = (dv.rq.wqe_cnt, dv.rq.stride);
+        let receive = match entries {
+            0 => None,
+            _ if !entries.is_power_of_two() || !stride.is_power_of_two() || stride < 16 => {
+                return Err(strange(format!("a receive queue of {entries} times {stride} bytes")));
+            }
+            _ => {
+                let len = u64::from(entries) * u64::from(stride);
+                Some(Mapped::new(dv.rq.buf, len, "the receive queue", owner)?)
+            }
+        };
+        // Without a size the page takes plain doorbells only, at one place.
+        let doorbell = if dv.bf_size == 0 { 8 } else { u64::from(dv.bf_size) + 8 };
+        Ok(Self {
+            number,
+            send: Mapped::new(
+                dv.sq.buf,
+                u64::from(blocks) * BLOCK as u64,
+                "the send queue",
+                owner,
+            )?,
+            send_blocks: blocks,
+            receive,
+            receive_entries: entries,
+            receive_stride: stride,
+            record: Mapped::new(dv.dbrec, 8, "the doorbell record", owner)?,
+            doorbell: Mapped::new(dv.bf_reg, doorbell, "the doorbell", owner)?,
+        })
+    }
+}
+
+impl DirectCq {
+    fn of(dv: &DvCq, owner: &Arc<dyn Any + Send + Sync>) -> Result<Self> {
+        let (count, size) = (dv.cqe_cnt, dv.cqe_size);
+        if size != 64 || !count.is_power_of_two() {
+            return Err(strange(format!("a completion queue of {count} times {size} bytes")));
+        }
+        Ok(Self {
+            number: dv.cqn,
+            entries: Mapped::new(dv.buf, u64::from(count) * 64, "the completion queue", owner)?,
+            count,
+            record: Mapped::new(dv.dbrec, 8, "the completion queue's record", owner)?,
+        })
+    }
+}
+
+impl Qp {
+    /// Where its queues lie, for who posts by himself: then nothing is to be posted by other ways.
+    ///
+    /// # Errors
+    /// If the device is no mlx5 one, or libmlx5 is not installed.
+    pub fn direct(&self) -> Result<DirectQp> {
+        let context = self.pd().context();
+        check_driver(context.device().driver.as_deref(), &context.device().name)?;
+        // SAFETY: numbers and pointers, for which zero is a value.
+        let (mut object, mut dv): (DvObject, DvQp) = unsafe { std::mem::zeroed() };
+        object.qp = (self.raw(), &mut dv);
+        // SAFETY: an object of the library's, which lives, and room for what is told of it.
+        check(unsafe { init_object()?(&mut object, OBJECT_QP) })?;
+        DirectQp::of(&dv, self.number(), &(Arc::new(self.clone()) as _))
+    }
+}
+
+impl Cq {
+    /// Where it lies, for who reads it by himself: from then on the library must not be asked for completions.
+    ///
+    /// # Errors
+    /// As for [`Qp::direct`].
+    pub fn direct(&self) -> Result<DirectCq> {
+        let device = self.device();
+        check_driver(device.driver.as_deref(), &device.name)?;
+        // SAFETY: numbers and pointers, for which zero is a value.
+        let (mut object, mut dv): (DvObject, DvCq) = unsafe { std::mem::zeroed() };
+        object.cq = (self.0.raw.ptr(), &mut dv);
+        // SAFETY: an object of the library's, which lives, and room for what is told of it.
+        check(unsafe { init_object()?(&mut object, OBJECT_CQ) })?;
+        DirectCq::of(&dv, &(Arc::new(self.clone()) as _))
+    }
+}
+
+fn check(code: c_int) -> Result<()> {
+    match code {
+        0 => Ok(()),
+        code => Err(strange(format!("error {code}"))),
+    }
+}
+
+/// Other drivers' objects are not libmlx5's to look into.
+fn check_driver(driver: Option<&str>, name: &str) -> Result<()> {
+    match driver {
+        Some("mlx5") => Ok(()),
+        driver => Err(Error::new(Kind::Unsupported, "find the queues of an RDMA device")
+            .on(name.to_owned())
+            .why(format!("its driver is {}, and not mlx5", driver.unwrap_or("not known")))
+            .fix("post through libibverbs, or use the software HCA, which has ConnectX's queues")),
+    }
+}
+
+fn init_object() -> Result<InitObject> {
+    static LOADED: OnceLock<Result<(InitObject, libloading::Library)>> = OnceLock::new();
+    LOADED.get_or_init(|| load(LIBRARY)).as_ref().map(|(init, _)| *init).map_err(Clone::clone)
+}
+
+fn load(name: &str) -> Result<(InitObject, libloading::Library)> {
+    let failed = |why: String| {
+        Error::new(Kind::Unavailable, "find the queues of an mlx5 device").why(why).fix(INSTALL)
+    };
+    // SAFETY: loading the library runs its initialisers, which have no conditions.
+    let library = unsafe { libloading::Library::new(name) };
+    let library = library.map_err(|_| failed(format!("{name} is not installed")))?;
+    // SAFETY: the signature is the one that infiniband/mlx5dv.h declares.
+    let init = unsafe { library.get::<InitObject>(SYMBOL.as_bytes()) };
+    let init = *init.map_err(|_| failed(format!("{name} has no symbol {SYMBOL}")))?;
+    Ok((init, library))
+}
+
+/// A queue pair as libmlx5 would tell of it, in memory of the caller's: for tests without such a device.
+///
+/// # Safety
+/// The image is that of a `struct mlx5dv_qp` whose pointers lead to memory that `owner` keeps.
+#[doc(hidden)]
+pub unsafe fn recorded_qp(
+    image: &[u8; 96],
+    number: u32,
+    owner: Arc<dyn Any + Send + Sync>,
+) -> Result<DirectQp> {
+    // SAFETY: as long as the structure, which has no invalid values; the caller vouches for its pointers.
+    let dv = unsafe { image.as_ptr().cast::<DvQp>().read_unaligned() };
+    DirectQp::of(&dv, number, &owner)
+}
+
+/// The same of a completion queue.
+///
+/// # Safety
+/// As for [`recorded_qp`], with a `struct mlx5dv_cq`.
+#[doc(hidden)]
+pub unsafe fn recorded_cq(image: &[u8; 48], owner: Arc<dyn Any + Send + Sync>) -> Result<DirectCq> {
+    // SAFETY: as above.
+    let dv = unsafe { image.as_ptr().cast::<DvCq>().read_unaligned() };
+    DirectCq::of(&dv, &owner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_drivers_and_missing_libraries_are_told() {
+        assert!(check_driver(Some("mlx5"), "mlx5_0").is_ok());
+        let text = check_driver(Some("rxe"), "rxe0").unwrap_err().to_string();
+        assert!(text.contains("its driver is rxe") && text.contains("software HCA"), "{text}");
+        assert!(check_driver(None, "x").unwrap_err().to_string().contains("not known"));
+        let text = load("libmlx5-that-is-not-there.so.1").unwrap_err().to_string();
+        assert!(text.contains("not installed") && text.contains("ibverbs-providers"), "{text}");
+        let text = load("libc.so.6").unwrap_err().to_string();
+        assert!(text.contains("no symbol mlx5dv_init_obj"), "{text}");
+    }
+
+    #[test]
+    fn the_installed_library_has_the_symbol() {
+        match load(LIBRARY) {
+            Ok(_) => {}
+            Err(error) if error.reason().contains("not installed") => {
+                eprintln!("skipped: {error}");
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    #[test]
+    fn structures_are_those_of_the_header() {
+        const HEADER: &str = "/usr/include/infiniband/mlx5dv.h";
+        if !std::path::Path::new(HEADER).exists() {
+            eprintln!("skipped: no {HEADER} (Debian: libibverbs-dev)");
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let [source, binary] = ["layout.c", "layout"].map(|name| folder.path().join(name));
+        let text = "#include <stddef.h>\n#include <stdio.h>\n#include <infiniband/mlx5dv.h>\nint main(void) {\n\
+            printf(\"%zu %zu %zu \", sizeof(struct mlx5dv_qp), sizeof(struct mlx5dv_cq), sizeof(struct mlx5dv_obj));\n\
+            printf(\"%zu %zu %zu %zu \", offsetof(struct mlx5dv_qp, sq), offsetof(struct mlx5dv_qp, rq),\n\
+            offsetof(struct mlx5dv_qp, bf), offsetof(struct mlx5dv_qp, sqn));\n\
+            printf(\"%zu %zu %zu \", offsetof(struct mlx5dv_cq, dbrec), offsetof(struct mlx5dv_cq, cqe_size), offsetof(struct mlx5dv_cq, cqn));\n\
+            printf(\"%zu %d %d\", offsetof(struct mlx5dv_obj, cq), MLX5DV_OBJ_QP, MLX5DV_OBJ_CQ); return 0; }\n";
+        std::fs::write(&source, text).unwrap();
+        let Ok(compiled) =
+            std::process::Command::new("cc").arg(&source).arg("-o").arg(&binary).output()
+        else {
+            eprintln!("skipped: no C compiler");
+            return;
+        };
+        assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+        let told = std::process::Command::new(&binary).output().unwrap();
+        let told = String::from_utf8(told.stdout).unwrap();
+        assert_eq!(told, "96 48 112 8 24 40 84 8 20 32 16 1 2");
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        let owner: Arc<dyn Any + Send + Sync> = Arc::new(());
+        let place = std::ptr::without_provenance_mut::<u8>(4096);
+        let ring = |wqe_cnt, stride| DvRing { buf: place, wqe_cnt, stride };
+        // SAFETY: numbers and pointers, for which zero is a value.
+        let empty: DvQp = unsafe { std::mem::zeroed() };
+        let good =
+            DvQp { dbrec: place, sq: ring(64, 64), rq: ring(16, 32), bf_reg: place, ..empty };
+        let refused = |dv: DvQp| DirectQp::of(&dv, 7, &owner).unwrap_err().to_string();
+        assert_eq!(DirectQp::of(&good, 7, &owner).unwrap().doorbell.len(), 8);
+        assert!(refused(DvQp { sq: ring(64, 128), ..good }).contains("64 times 128"));
+        assert!(refused(DvQp { sq: ring(63, 64), ..good }).contains("63 times 64"));
+        assert!(refused(DvQp { sq: ring(1 << 16, 64), ..good }).contains("65536"));
+        assert!(refused(DvQp { rq: ring(3, 32), ..good }).contains("receive queue of 3"));
+        assert!(
+            refused(DvQp { dbrec: std::ptr::null_mut(), ..good }).contains("record is nowhere")
+        );
+        assert!(refused(DvQp { bf_reg: place.wrapping_add(4), ..good }).contains("not aligned"));
+        // One with a shared receive queue has none of its own.
+        let shared = DirectQp::of(&DvQp { rq: ring(0, 0), ..good }, 7, &owner).unwrap();
+        assert!(shared.receive.is_none());
+        // SAFETY: as above.
+        let empty: DvCq = unsafe { std::mem::zeroed() };
+        let good = DvCq { buf: place, dbrec: place, cqe_cnt: 64, cqe_size: 64, cqn: 9, ..empty };
+        assert_eq!(DirectCq::of(&good, &owner).unwrap().number, 9);
+        assert!(DirectCq::of(&DvCq { cqe_size: 128, ..good }, &owner).is_err());
+    }
+}

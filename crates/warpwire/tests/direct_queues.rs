@@ -1,0 +1,149 @@
+//! Work written past the verbs, in ConnectX's format: into the software HCA's queues, which carry it out, and into what libmlx5
+//! would tell of a queue pair, where its bytes are compared with those that a real device is known to take.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, unsafe_code)]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use warpwire::error::Kind;
+use warpwire::ibv::{self, DirectQp};
+use warpwire::link::Hub;
+use warpwire::mr::HostMemory;
+use warpwire::verbs::{
+    Access, Atomic, Context, Op, Poster, QpOptions, Queues, Remote, Request, Sge,
+};
+
+const NUMBER: u32 = 0x123;
+const RECORD: u64 = 0;
+const SEND: u64 = 4096;
+const BLOCKS: u32 = 64;
+const RECEIVE: u64 = SEND + BLOCKS as u64 * 64;
+const DOORBELL: u64 = RECEIVE + 4096 + 0x800;
+
+/// `struct mlx5dv_qp`, with these values at the places that the header has them at.
+fn image(base: u64, send: (u32, u32), size: u32) -> [u8; 96] {
+    let mut image = [0; 96];
+    let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
+    put(0, &(base + RECORD).to_ne_bytes());
+    put(8, &(base + SEND).to_ne_bytes());
+    put(16, &send.0.to_ne_bytes());
+    put(20, &send.1.to_ne_bytes());
+    put(24, &(base + RECEIVE).to_ne_bytes());
+    put(32, &64_u32.to_ne_bytes());
+    put(36, &32_u32.to_ne_bytes());
+    put(40, &(base + DOORBELL).to_ne_bytes());
+    put(48, &size.to_ne_bytes());
+    image
+}
+
+fn recorded(memory: &HostMemory) -> DirectQp {
+    let image = image(memory.address(), (BLOCKS, 64), 256);
+    // SAFETY: its pointers lead into memory that goes along.
+    unsafe { ibv::recorded_qp(&image, NUMBER, Arc::new(memory.clone())) }.unwrap()
+}
+
+fn bytes(memory: &HostMemory, at: u64, len: usize) -> String {
+    let mut found = vec![0; len];
+    memory.bytes().read(at, &mut found).unwrap();
+    let words = found.chunks(4).map(|word| word.iter().map(|b| format!("{b:02x}")).collect());
+    words.collect::<Vec<String>>().join(" ")
+}
+
+#[test]
+fn entries_are_those_that_connectx_takes() {
+    let memory = HostMemory::new(64 << 10).unwrap();
+    let queues = Queues::recorded(recorded(&memory));
+    assert_eq!((queues.send_blocks, queues.receive_entries, queues.receive_stride), (64, 64, 32));
+    let mut poster = Poster::new(queues, 5);
+    let remote = |address| Remote { address, rkey: 0x1234 };
+    let range = |address, len| [Sge { address, len, lkey: 0x5678 }];
+    let from = range(0x7fee_0000_2000, 256);
+    let write = Request::new(1, Op::Write(remote(0x7f00_0000_1000))).with(&from);
+    let into = range(0x7fee_0000_3000, 8);
+    let add = Op::Atomic(remote(0x7f00_0000_2000), Atomic::FetchAdd { add: 7 });
+    assert_eq!(poster.push(&write).unwrap(), 5);
+    assert_eq!(poster.push(&Request::new(2, add).with(&into)).unwrap(), 6);
+    // The vectors of rdma-core: a write of 256 bytes at block 5, a fetch-and-add of 7 at block 6.
+    assert_eq!(
+        bytes(&memory, SEND + 5 * 64, 48),
+        "00000508 00012303 00000008 00000000 00007f00 00001000 00001234 00000000 \
+         00000100 00005678 00007fee 00002000"
+    );
+    assert_eq!(
+        bytes(&memory, SEND + 6 * 64, 64),
+        "00000612 00012304 00000008 00000000 00007f00 00002000 00001234 00000000 \
+         00000000 00000007 00000000 00000000 00000008 00005678 00007fee 00003000"
+    );
+    // Nothing is told before it is rung; then the record's second word, and the doorbell as kernels write it.
+    assert_eq!(bytes(&memory, RECORD, 8), "00000000 00000000");
+    poster.ring();
+    assert_eq!(bytes(&memory, RECORD, 8), "00000000 00000007");
+    assert_eq!(bytes(&memory, DOORBELL, 8), "00000700 00012300");
+}
+
+#[test]
+fn a_queue_that_is_full_says_so() {
+    let memory = HostMemory::new(64 << 10).unwrap();
+    let mut poster = Poster::new(Queues::recorded(recorded(&memory)), 0);
+    let request = Request::new(1, Op::Nop);
+    for block in 0..u64::from(BLOCKS) {
+        assert_eq!(poster.push(&request).unwrap(), block);
+    }
+    assert_eq!(poster.push(&request).unwrap_err().kind(), &Kind::Busy);
+    poster.free_up_to(2);
+    assert_eq!(poster.push(&request).unwrap(), u64::from(BLOCKS));
+    assert_eq!(
+        poster.push(&Request::new(1, Op::Send).inline(&[0; 2000])).unwrap_err().kind(),
+        &Kind::InvalidArgument
+    );
+}
+
+#[test]
+fn objects_that_make_no_sense_are_refused() {
+    let memory = HostMemory::new(64 << 10).unwrap();
+    for (send, says) in
+        [((63, 64), "63 times 64"), ((64, 32), "64 times 32"), ((0, 64), "0 times 64")]
+    {
+        let image = image(memory.address(), send, 256);
+        // SAFETY: its pointers lead into memory that goes along.
+        let refused = unsafe { ibv::recorded_qp(&image, NUMBER, Arc::new(memory.clone())) };
+        let text = refused.unwrap_err().to_string();
+        assert!(text.contains(says) && text.contains("libibverbs instead"), "{text}");
+    }
+    // SAFETY: it has no pointers at all.
+    let refused = unsafe { ibv::recorded_cq(&[0; 48], Arc::new(())) };
+    assert!(refused.unwrap_err().to_string().contains("0 times 0"));
+}
+
+/// The same poster, and a device that carries the work out.
+#[test]
+fn the_software_hca_takes_the_same_entries() {
+    let hub = Hub::new();
+    let [a, b] = ["10.0.0.1:4791", "10.0.0.2:4791"]
+        .map(|at| Context::open(hub.endpoint(at.parse().unwrap()).unwrap()).unwrap());
+    let (pd, there) = (a.pd(), b.pd());
+    let (cq, their_cq) = (a.create_cq(16).unwrap(), b.create_cq(16).unwrap());
+    let qp = a.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();
+    let peer = b.create_qp(&there, &their_cq, &their_cq, QpOptions::default()).unwrap();
+    qp.connect(&peer.offer()).unwrap();
+    peer.connect(&qp.offer()).unwrap();
+    let (from, to) = (HostMemory::new(4096).unwrap(), HostMemory::new(4096).unwrap());
+    from.bytes().write(0, b"past the verbs").unwrap();
+    let from = a.register(&pd, from, Access::LOCAL_WRITE).unwrap();
+    let target = b.register(&there, to.clone(), Access::ALL).unwrap();
+    let mut poster = Poster::new(qp.direct_queues().unwrap(), 0);
+    let range = [from.sge(0, 14)];
+    for turn in 0..3 {
+        let write = Request::new(0, Op::Write(target.remote(turn * 100))).with(&range);
+        poster.push(&write).unwrap();
+    }
+    poster.ring();
+    // A doorbell that is rung past the verbs wakes nobody.
+    a.soft().unwrap().ring(qp.number());
+    for _ in 0..3 {
+        assert!(cq.next(Duration::from_secs(10)).unwrap().expect("it ends").is_success());
+    }
+    let mut found = [0; 14];
+    to.bytes().read(200, &mut found).unwrap();
+    assert_eq!(&found, b"past the verbs");
+}
