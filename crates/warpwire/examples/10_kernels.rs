@@ -109,7 +109,9 @@ fn latency(fixture: &Fixture) -> Result<String, String> {
             let options = KernelQpOptions { alone, ..deep(fixture) };
             let time = best([(); 3].map(|()| ping(fixture, rounds, which, shared, &options)))?;
             let ratio = time / floor;
-            println!("     put, wait: {name}, {who}: {time:.2} µs round trip, {ratio:.2} × the relay");
+            println!(
+                "     put, wait: {name}, {who}: {time:.2} µs round trip, {ratio:.2} × the relay"
+            );
             best_ratio = best_ratio.min(ratio);
         }
     }
