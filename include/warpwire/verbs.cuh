@@ -33,6 +33,9 @@
 // Memory order. What a thread (or its group) wrote before it posts is what is sent. What arrived before a wait succeeded is
 //   seen after it, by all threads of the waiting group. A signal says that the put before it is complete.
 //
+// A queue pair that the host made with `alone` is quicker, and for one thread (or one group) that posts at a time; waiting is
+// free to all.
+//
 // How it works: every entry is one block of 64 bytes and makes one completion, so that an operation's number is also the
 // place of its entry and of its completion. A place is used again only when its completion was seen and `completed` says
 // so: a late waiter looks there first, and cannot mistake a later completion for its own.
@@ -134,17 +137,16 @@ enum class Condition : u32 { AtLeast = 0, Equal = 1, And = 2, Nor = 3 };
 
 constexpr u32 kVersion = 1;
 constexpr u32 kRecordFirst = 1;  // flag: the consumer wants the doorbell record before the doorbell (ConnectX does)
+constexpr u32 kAlone = 2;        // flag: one thread posts at a time, as the host was promised
 constexpr u64 kNoFailure = ~0ull;
 
 // The counters of one queue; each line of 128 bytes is written by another sort of thread.
 struct Side {
     alignas(128) u64 reserved;  // entries given to threads
-    alignas(128) u64 published; // entries filled, without a gap
+    alignas(128) u64 published; // twice the entries that are filled, without a gap; one more while a thread rings
     alignas(128) u64 completed; // entries whose completion was seen, without a gap
     u64 failure;                // the first that failed: number << 8 | syndrome; kNoFailure before
     u32 closed;                 // the host, or a thread that gives up, sets it to end all waits: -Status
-    alignas(128) u64 rung;      // entries that the doorbell has told of
-    u32 lock;                   // held by the thread that rings
     alignas(128) u64 taken;     // receives that next_receive has handed out
 };
 
@@ -168,14 +170,13 @@ struct Qp {
     Side receive;
 };
 
-static_assert(sizeof(Side) == 640 && alignof(Side) == 128 && sizeof(Qp) == 1408, "as in layout.rs");
+static_assert(sizeof(Side) == 512 && alignof(Side) == 128 && sizeof(Qp) == 1152, "as in layout.rs");
 #ifndef __CUDACC_RTC__  // which has no offsetof
 static_assert(__builtin_offsetof(Side, published) == 128 && __builtin_offsetof(Side, completed) == 256 &&
                   __builtin_offsetof(Side, failure) == 264 && __builtin_offsetof(Side, closed) == 272 &&
-                  __builtin_offsetof(Side, rung) == 384 && __builtin_offsetof(Side, lock) == 392 &&
-                  __builtin_offsetof(Side, taken) == 512 && __builtin_offsetof(Qp, send_mask) == 56 &&
+                  __builtin_offsetof(Side, taken) == 384 && __builtin_offsetof(Qp, send_mask) == 56 &&
                   __builtin_offsetof(Qp, version) == 80 && __builtin_offsetof(Qp, send) == 128 &&
-                  __builtin_offsetof(Qp, receive) == 768,
+                  __builtin_offsetof(Qp, receive) == 640,
               "as in layout.rs");
 #endif
 
@@ -333,7 +334,7 @@ WARPWIRE_FN Ticket post_receive(Qp &qp, Local into, u32 length, Group group = Gr
             detail::system_fence();
             u32 posted = static_cast<u32>(ticket.number + 1) & 0xffff;
             detail::system_store(reinterpret_cast<u32 *>(qp.record), detail::big_endian(posted));
-            detail::store_behind_fence(&side.published, ticket.number + 1);
+            detail::store_behind_fence(&side.published, (ticket.number + 1) << 1);
         }
     }
     ticket.number = group.share(ticket.number);
@@ -366,7 +367,7 @@ template <class Group = Thread> WARPWIRE_FN Status quiet(Qp &qp, u64 timeout = k
     Status status = kOk;
     group.sync();
     if (group.rank() == 0) {
-        u64 until = detail::load_acquire(&qp.send.published);
+        u64 until = detail::filled(qp.send);
         if (until) status = detail::wait_alone(detail::sends(qp), Ticket{until - 1, kOk}, timeout);
         u64 failure = detail::load_acquire(&qp.send.failure);
         if (status < 0 && failure != kNoFailure) status = static_cast<Status>(-static_cast<int>(failure & 0xff));
@@ -402,7 +403,7 @@ WARPWIRE_CALL Status next_receive(Qp &qp, Arrival *arrival, u64 *number, u64 tim
         if (status != kNotYet && status != kBadTicket) {
             // Failures stay where they are, for everybody who asks.
             if (status < 0 && status != kTooLate) return status;
-            if (!detail::replace(&qp.receive.taken, next, next + 1)) continue;
+            if (detail::swap_if(&qp.receive.taken, next, next + 1) != next) continue;
             *number = next;
             return status;
         }

@@ -34,10 +34,13 @@ class Deadline {
 struct Queue {
     Side *side;
     u64 completions;
-    u32 depth;
+    u32 depth, flags;
 };
-WARPWIRE_FN Queue sends(Qp &qp) { return Queue{&qp.send, qp.send_cq, qp.send_mask + 1}; }
-WARPWIRE_FN Queue receives(Qp &qp) { return Queue{&qp.receive, qp.receive_cq, qp.receive_mask + 1}; }
+WARPWIRE_FN Queue sends(Qp &qp) { return Queue{&qp.send, qp.send_cq, qp.send_mask + 1, qp.flags}; }
+WARPWIRE_FN Queue receives(Qp &qp) { return Queue{&qp.receive, qp.receive_cq, qp.receive_mask + 1, qp.flags}; }
+
+// How many entries are filled, without a gap.
+WARPWIRE_FN u64 filled(const Side &side) { return load_acquire(&side.published) >> 1; }
 
 // Whether the completion of `number` lies in its place: kOk or its failure, and kNotYet if it does not. Whoever asks must
 // make sure that it is not a later one's, which `completed` tells.
@@ -100,31 +103,35 @@ WARPWIRE_CALL Status reserve(const Queue &queue, u32 count, u64 timeout, u64 *fi
     if (count > queue.depth) return kTooMany;
     Deadline deadline(timeout);
     for (;;) {
-        u64 at = load_relaxed(&side.reserved);
+        // All at once, and the one that others' work hangs on last: loads that follow it wait for it.
+        u64 at = load_relaxed(&side.reserved), failure = load_relaxed(&side.failure);
+        u32 closed = load_closed(&side.closed);
         u64 completed = load_acquire(&side.completed);
-        if (load_relaxed(&side.failure) != kNoFailure) return kFlushed;
-        if (u32 closed = load_closed(&side.closed)) return static_cast<Status>(-static_cast<int>(closed));
+        if (failure != kNoFailure) return kFlushed;
+        if (closed) return static_cast<Status>(-static_cast<int>(closed));
         if (static_cast<long long>(at + count - completed) <= static_cast<long long>(queue.depth)) {
-            if (replace(&side.reserved, at, at + count)) {
-                *first = at;
+            *first = at;
+            if (queue.flags & kAlone) {
+                store_behind_fence(&side.reserved, at + count);
                 return kOk;
             }
+            if (swap_if(&side.reserved, at, at + count) == at) return kOk;
             step_back();
             continue;  // another thread was quicker: somebody always gets on
         }
         // Half a lap at once if it can be, so that few have to look.
         u64 needed = at + count - queue.depth, far = needed + queue.depth / 2;
-        if (far <= load_relaxed(&side.published) && pass(queue, far - 1)) continue;
+        if (far <= filled(side) && pass(queue, far - 1)) continue;
         if (pass(queue, needed - 1)) continue;
         if (deadline.is_over()) return deadline.status();
         step_back();
     }
 }
 
-// Waits until the entries before `first` are published.
+// Waits until the entries before `first` are filled, and nobody rings.
 WARPWIRE_FN Status wait_for_turn(Side &side, u64 first) {
     Deadline deadline(WARPWIRE_TURN_PATIENCE);
-    while (load_acquire(&side.published) != first) {
+    while (load_acquire(&side.published) != first << 1) {
         if (deadline.is_over()) {
             store_closed(&side.closed, -kStuck);
             return kStuck;
@@ -144,36 +151,47 @@ WARPWIRE_FN void ring(Qp &qp, u64 until) {
     system_store(reinterpret_cast<u64 *>(qp.doorbell), bell);
 }
 
-// Tells the consumer of `count` entries from `first` on, which are filled. One thread rings for all that are ready.
+// Makes `count` entries from `first` on, which are filled, part of what is published, when those before them are. Says
+// whether this thread must ring; if not, the one that rings now will do it, since it looks again before it stops.
+WARPWIRE_FN Status join(Side &side, u64 first, u32 count, bool *rings) {
+    const u64 rests = first << 1, ringing = rests | 1, mine = (first + count) << 1 | 1;
+    Deadline deadline(WARPWIRE_TURN_PATIENCE);
+    for (u64 wanted = rests;;) {
+        u64 seen = swap_if(&side.published, wanted, mine);
+        *rings = wanted == rests;
+        if (seen == wanted) return kOk;
+        while (seen >> 1 != first) {
+            if (deadline.is_over()) {
+                store_closed(&side.closed, -kStuck);
+                return kStuck;
+            }
+            step_back();
+            seen = load_acquire(&side.published);
+        }
+        wanted = seen == ringing ? ringing : rests;
+    }
+}
+
+// Tells the consumer of entries that are filled. One thread rings for all that are ready.
 WARPWIRE_CALL Status publish(Qp &qp, u64 first, u32 count) {
     Side &side = qp.send;
-    Status turn = wait_for_turn(side, first);
-    if (turn != kOk) return turn;
-    u64 end = first + count;
-    bool holds = try_lock_first(&side.lock);
+    u64 until = first + count;
     system_fence();
-    if (holds) {
-        // The usual case: nobody else rings. The doorbell comes first, as others may wait for what it tells of.
-        ring(qp, end);
-        store_behind_fence(&side.rung, end);
-        store_behind_fence(&side.published, end);
-        unlock(&side.lock);
-        if (load_in_order(&side.published) == end) return kOk;
-    } else {
-        store_in_order(&side.published, end);
+    if (qp.flags & kAlone) {
+        ring(qp, until);
+        store_behind_fence(&side.published, until << 1);
+        return kOk;
     }
-    // Who finds the lock held leaves: its holder looks at `published` again after it has let go of it.
-    while (try_lock(&side.lock)) {
-        u64 ready = load_acquire(&side.published);
-        if (ready != load_relaxed(&side.rung)) {
-            system_fence();
-            ring(qp, ready);
-            store_behind_fence(&side.rung, ready);
-        }
-        unlock(&side.lock);
-        if (load_in_order(&side.published) == ready) break;
+    bool rings;
+    Status joined = join(side, first, count, &rings);
+    if (joined != kOk || !rings) return joined;
+    for (;;) {
+        ring(qp, until);
+        u64 seen = swap_if(&side.published, until << 1 | 1, until << 1);
+        if (seen == (until << 1 | 1)) return kOk;
+        until = seen >> 1;
+        system_fence();  // entries of others
     }
-    return kOk;
 }
 
 // An entry: segments of 16 bytes, the first of which is complete when its number is known.
@@ -322,7 +340,7 @@ template <class Group> WARPWIRE_FN Status shared(Group group, Status mine) {
 WARPWIRE_CALL Status wait_alone(const Queue &queue, Ticket ticket, u64 timeout) {
     Side &side = *queue.side;
     if (ticket.status != kOk) return ticket.status;
-    if (ticket.number >= load_relaxed(&side.published)) return kBadTicket;
+    if (ticket.number >= filled(side)) return kBadTicket;
     Deadline deadline(timeout);
     for (;;) {
         if (load_acquire(&side.completed) > ticket.number) return outcome(side, ticket.number);

@@ -49,32 +49,11 @@ WARPWIRE_FN void store_closed(u32 *p, u32 v) {
 WARPWIRE_FN void store_behind_fence(u64 *p, u64 v) {
     asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
-// The next three are sequentially consistent: whoever publishes and whoever lets go of the lock must not miss each other.
-WARPWIRE_FN u64 load_in_order(const u64 *p) {
-    asm volatile("fence.sc.gpu;" ::: "memory");
-    return load_acquire(p);
-}
-WARPWIRE_FN void store_in_order(u64 *p, u64 v) {
-    asm volatile("fence.sc.gpu;\n\tst.relaxed.gpu.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-WARPWIRE_FN void unlock(u32 *p) {
-    asm volatile("fence.sc.gpu;\n\tst.relaxed.gpu.u32 [%0], 0;" ::"l"(p) : "memory");
-}
-WARPWIRE_FN bool try_lock(u32 *p) {
-    u32 old;
-    asm volatile("fence.sc.gpu;\n\tatom.acquire.gpu.exch.b32 %0, [%1], 1;" : "=r"(old) : "l"(p) : "memory");
-    return old == 0;
-}
-// Without the fence, for one who has published nothing yet.
-WARPWIRE_FN bool try_lock_first(u32 *p) {
-    u32 old;
-    asm volatile("atom.acquire.gpu.exch.b32 %0, [%1], 1;" : "=r"(old) : "l"(p) : "memory");
-    return old == 0;
-}
-WARPWIRE_FN bool replace(u64 *p, u64 old, u64 next) {
+// Puts `next` in place of `old`, and gives what was there.
+WARPWIRE_FN u64 swap_if(u64 *p, u64 old, u64 next) {
     u64 seen;
     asm volatile("atom.acq_rel.gpu.cas.b64 %0, [%1], %2, %3;" : "=l"(seen) : "l"(p), "l"(old), "l"(next) : "memory");
-    return seen == old;
+    return seen;
 }
 WARPWIRE_FN void raise_to(u64 *p, u64 v) {
     asm volatile("fence.acq_rel.gpu;\n\tred.relaxed.gpu.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
@@ -135,29 +114,10 @@ inline void store_behind_fence(u64 *p, u64 v) {
     WARPWIRE_STEP();
     __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
-inline u64 load_in_order(const u64 *p) {
+inline u64 swap_if(u64 *p, u64 old, u64 next) {
     WARPWIRE_STEP();
-    return __atomic_load_n(p, __ATOMIC_SEQ_CST);
-}
-inline void store_in_order(u64 *p, u64 v) {
-    WARPWIRE_STEP();
-    __atomic_store_n(p, v, __ATOMIC_SEQ_CST);
-}
-inline void unlock(u32 *p) {
-    WARPWIRE_STEP();
-    __atomic_store_n(p, 0u, __ATOMIC_SEQ_CST);
-}
-inline bool try_lock(u32 *p) {
-    WARPWIRE_STEP();
-    return __atomic_exchange_n(p, 1u, __ATOMIC_SEQ_CST) == 0;
-}
-inline bool try_lock_first(u32 *p) {
-    WARPWIRE_STEP();
-    return try_lock(p);
-}
-inline bool replace(u64 *p, u64 old, u64 next) {
-    WARPWIRE_STEP();
-    return __atomic_compare_exchange_n(p, &old, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    __atomic_compare_exchange_n(p, &old, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    return old;
 }
 inline void raise_to(u64 *p, u64 v) {
     WARPWIRE_STEP();

@@ -63,7 +63,8 @@ struct Pair {
         qp->send_mask = depth - 1, qp->receive_mask = receive_depth - 1;
         qp->number = number, qp->receive_stride = 32, qp->sink_lkey = kKey, qp->flags = flags, qp->version = kVersion;
         for (Side *side : {&qp->send, &qp->receive}) {
-            side->reserved = side->published = side->completed = side->rung = side->taken = start;
+            side->reserved = side->completed = side->taken = start;
+            side->published = start << 1;
             side->failure = kNoFailure;
         }
         consumed_ = told_ = received_ = start;

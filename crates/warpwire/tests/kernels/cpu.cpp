@@ -13,8 +13,8 @@ void cpu_layout(u64 *out) {
                  __builtin_offsetof(Qp, sink_lkey), __builtin_offsetof(Qp, flags), __builtin_offsetof(Qp, version),
                  __builtin_offsetof(Qp, send), __builtin_offsetof(Qp, receive), __builtin_offsetof(Side, reserved),
                  __builtin_offsetof(Side, published), __builtin_offsetof(Side, completed), __builtin_offsetof(Side, failure),
-                 __builtin_offsetof(Side, closed), __builtin_offsetof(Side, rung), __builtin_offsetof(Side, lock),
-                 __builtin_offsetof(Side, taken), kVersion, kNoFailure};
+                 __builtin_offsetof(Side, closed), __builtin_offsetof(Side, taken), kVersion, kNoFailure, kAlone,
+                 kRecordFirst};
     std::memcpy(out, all, sizeof all);
 }
 

@@ -120,11 +120,11 @@ fn agree(library: &Library) {
         side::COMPLETED,
         side::FAILURE,
         side::CLOSED,
-        side::RUNG,
-        side::LOCK,
         side::TAKEN,
         layout::VERSION.into(),
         layout::NO_FAILURE,
+        layout::ALONE.into(),
+        layout::RECORD_FIRST.into(),
     ];
     assert_eq!(found, wanted);
     let name = symbol::<unsafe extern "C" fn(c_int) -> *const c_char>(library, "cpu_name");

@@ -210,7 +210,7 @@ impl<'b> Qp<'b> {
         }
         let posted = u32::from_ne_bytes(Record::word((number + 1) as u16));
         self.block.store_u32(DeviceAddr::new(self.constants.record), posted)?;
-        side.store(side::PUBLISHED, number + 1)?;
+        side.store(side::PUBLISHED, (number + 1) << 1)?;
         Ok(Ticket { number, ended: Ended::Ok })
     }
 
@@ -222,7 +222,7 @@ impl<'b> Qp<'b> {
     /// Waits until everything that was posted before is complete. A failure is told by its cause.
     pub fn quiet(&self, timeout: Duration) -> Faulty<Ended> {
         let side = self.sends();
-        let Some(number) = side.load(side::PUBLISHED)?.checked_sub(1) else { return Ok(Ended::Ok) };
+        let Some(number) = side.filled()?.checked_sub(1) else { return Ok(Ended::Ok) };
         let ended = side.wait(Ticket { number, ended: Ended::Ok }, timeout)?;
         Ok(match side.load(side::FAILURE)? {
             failure if ended.is_failure() && failure != NO_FAILURE => cause(failure),
@@ -332,41 +332,20 @@ impl<'b> Qp<'b> {
 
     /// Tells the consumer of entries that are filled. One thread rings for all that are ready.
     fn publish(&self, side: &Side<'_>, first: u64, count: u64) -> Faulty<Ended> {
-        if let Err(ended) = side.wait_for_turn(first)? {
-            return Ok(ended);
+        let mut until = first + count;
+        match side.join(first, until)? {
+            Ok(true) => {}
+            Ok(false) => return Ok(Ended::Ok),
+            Err(ended) => return Ok(ended),
         }
-        let end = first + count;
-        let lock = side.at(side::LOCK);
-        if self.block.compare_exchange_u32(lock, 0, 1)? == 0 {
-            self.ring(end)?;
-            side.store(side::RUNG, end)?;
-            side.store(side::PUBLISHED, end)?;
-            self.unlock(lock)?;
-            if side.load(side::PUBLISHED)? == end {
+        loop {
+            self.ring(until)?;
+            let seen = side.swap_if(side::PUBLISHED, until << 1 | 1, until << 1)?;
+            if seen == until << 1 | 1 {
                 return Ok(Ended::Ok);
             }
-        } else {
-            // By a swap, which the lock's holder cannot miss when he looks again.
-            side.replace(side::PUBLISHED, first, end)?;
+            until = seen >> 1;
         }
-        // Who finds the lock held leaves: its holder looks again after he has let go of it.
-        while self.block.compare_exchange_u32(lock, 0, 1)? == 0 {
-            let ready = side.load(side::PUBLISHED)?;
-            if ready != side.load(side::RUNG)? {
-                self.ring(ready)?;
-                side.store(side::RUNG, ready)?;
-            }
-            self.unlock(lock)?;
-            if side.load(side::PUBLISHED)? == ready {
-                break;
-            }
-        }
-        Ok(Ended::Ok)
-    }
-
-    /// A plain store might become visible after what is loaded next.
-    fn unlock(&self, lock: DeviceAddr) -> Faulty<()> {
-        self.block.compare_exchange_u32(lock, 1, 0).map(drop)
     }
 
     fn ring(&self, until: u64) -> Faulty<()> {
@@ -449,8 +428,17 @@ impl Side<'_> {
         self.block.store_u64(self.at(counter), value)
     }
 
+    fn swap_if(&self, counter: u64, old: u64, new: u64) -> Faulty<u64> {
+        self.block.compare_exchange_u64(self.at(counter), old, new)
+    }
+
     fn replace(&self, counter: u64, old: u64, new: u64) -> Faulty<bool> {
-        Ok(self.block.compare_exchange_u64(self.at(counter), old, new)? == old)
+        Ok(self.swap_if(counter, old, new)? == old)
+    }
+
+    /// How many entries are filled, without a gap.
+    fn filled(&self) -> Faulty<u64> {
+        Ok(self.load(side::PUBLISHED)? >> 1)
     }
 
     /// As the function of that name, and ends when the queue pair is closed.
@@ -587,16 +575,38 @@ impl Side<'_> {
         Ok(taken.and_then(|result| result))
     }
 
-    /// Waits until the entries before `first` are published.
+    /// Makes entries that are filled part of what is published, when those before them are. Says whether this thread
+    /// must ring; if not, the one that rings now will do it, since it looks again before it stops.
+    fn join(&self, first: u64, end: u64) -> Faulty<std::result::Result<bool, Ended>> {
+        let joined = until(self.block, TURN_PATIENCE, || {
+            for rings in [true, false] {
+                let wanted = first << 1 | u64::from(!rings);
+                if self.replace(side::PUBLISHED, wanted, end << 1 | 1)? {
+                    return Ok(Some(Ok(rings)));
+                }
+            }
+            Ok(None)
+        })?;
+        self.or_stuck(joined)
+    }
+
+    /// Waits until the entries before `first` are filled.
     fn wait_for_turn(&self, first: u64) -> Faulty<std::result::Result<(), Ended>> {
         let turn = until(self.block, TURN_PATIENCE, || {
-            Ok((self.load(side::PUBLISHED)? == first).then_some(Ok(())))
+            Ok((self.load(side::PUBLISHED)? == first << 1).then_some(Ok(())))
         })?;
+        self.or_stuck(turn)
+    }
+
+    /// A turn that did not come ends the queue: the entry that is missing will stay so.
+    fn or_stuck<T>(
+        &self,
+        turn: std::result::Result<T, Ended>,
+    ) -> Faulty<std::result::Result<T, Ended>> {
         if turn.is_err() {
             self.block.store_u32(self.at(side::CLOSED), Ended::Stuck.code().unsigned_abs())?;
-            return Ok(Err(Ended::Stuck));
         }
-        Ok(turn)
+        Ok(turn.map_err(|_| Ended::Stuck))
     }
 
     fn wait(&self, ticket: Ticket, timeout: Duration) -> Faulty<Ended> {
@@ -604,7 +614,7 @@ impl Side<'_> {
         if !ended.is_ok() {
             return Ok(ended);
         }
-        if number >= self.load(side::PUBLISHED)? {
+        if number >= self.filled()? {
             return Ok(Ended::BadTicket);
         }
         let waited = self.until(timeout, || {

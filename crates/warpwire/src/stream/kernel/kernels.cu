@@ -21,7 +21,7 @@ enum Reporter : u64 {
 static __device__ void report(u64 at, Reporter who, Status status) {
     if (status == kOk) return;
     // Only the first is kept: the rest follow from it.
-    detail::replace((u64 *)at, 0, 1ull << 63 | who << 32 | (u32)status);
+    detail::swap_if((u64 *)at, 0, 1ull << 63 | who << 32 | (u32)status);
     detail::system_fence();
 }
 

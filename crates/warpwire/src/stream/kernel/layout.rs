@@ -41,16 +41,19 @@ pub mod field {
 /// The consumer wants the doorbell record before the doorbell. ConnectX does; the software HCA goes by the doorbell alone.
 pub const RECORD_FIRST: u32 = 1;
 
+/// One thread posts at a time.
+pub const ALONE: u32 = 2;
+
 /// Where the counters of the send queue begin.
 pub const SEND: u64 = 128;
 /// Where those of the receive queue begin.
-pub const RECEIVE: u64 = 768;
+pub const RECEIVE: u64 = 640;
 
 /// The counters of one queue, from [`SEND`] or [`RECEIVE`] on. What different threads write lies on different lines.
 pub mod side {
     /// Entries that were given to threads.
     pub const RESERVED: u64 = 0;
-    /// Entries that are filled, without a gap.
+    /// Twice the entries that are filled, without a gap; one more while a thread rings.
     pub const PUBLISHED: u64 = 128;
     /// Entries whose completion was seen, without a gap.
     pub const COMPLETED: u64 = 256;
@@ -58,18 +61,14 @@ pub mod side {
     pub const FAILURE: u64 = 264;
     /// Ends all waits when it is not zero: 32 bits, the negative of a status.
     pub const CLOSED: u64 = 272;
-    /// Entries that the doorbell has told of.
-    pub const RUNG: u64 = 384;
-    /// Held by the thread that rings: 32 bits.
-    pub const LOCK: u64 = 392;
     /// Receives that were handed out in order.
-    pub const TAKEN: u64 = 512;
+    pub const TAKEN: u64 = 384;
     /// How long it is.
-    pub const LEN: u64 = 640;
+    pub const LEN: u64 = 512;
 }
 
 /// How long the handle is.
-pub const LEN: u64 = 1408;
+pub const LEN: u64 = 1152;
 /// Where the library's own kernels report the first failure, behind the handle: the kernel's number and its status.
 pub const REPORT: u64 = LEN;
 /// How much memory handle and report take.

@@ -98,6 +98,9 @@ pub struct KernelQpOptions {
     pub receive_depth: u32,
     /// Where completions go.
     pub completions: Completions,
+    /// One thread, or one group of threads, posts at a time, as the program promises: posting is then quicker. Calls
+    /// from a stream count as well.
+    pub alone: bool,
     /// How long the calls that end in `_on` let a stream wait, before they release it and report a time-out.
     pub patience: Duration,
     /// The library's kernels, if they are loaded already.
@@ -113,6 +116,7 @@ impl Default for KernelQpOptions {
             send_depth: 256,
             receive_depth: 256,
             completions: Completions::default(),
+            alone: false,
             patience: Duration::from_secs(10),
             kernels: None,
             connection: QpOptions::default(),
@@ -221,7 +225,8 @@ impl KernelQp {
         options: KernelQpOptions,
     ) -> Result<Self> {
         check(context, &options)?;
-        let KernelQpOptions { send_depth, receive_depth, patience, connection, .. } = options;
+        let KernelQpOptions { send_depth, receive_depth, alone, patience, connection, .. } =
+            options;
         let queue = |entries| -> Result<(Cq, Memory)> {
             let memory = place.completions(Cq::memory_for(entries))?;
             let queue = memory.queue()?;
@@ -265,7 +270,7 @@ impl KernelQp {
             number: qp.number(),
             receive_stride: mlx5::SEGMENT as u32,
             sink_lkey: sink.lkey(),
-            flags: 0,
+            flags: if alone { layout::ALONE } else { 0 },
         };
         let handle = place.handle(layout::TOTAL)?;
         handle.write(0, &constants.encode())?;
@@ -347,9 +352,9 @@ impl KernelQp {
         };
         let closed = word(SEND + side::CLOSED) as u32 as i32;
         Ok(Progress {
-            posted: word(SEND + side::PUBLISHED),
+            posted: word(SEND + side::PUBLISHED) >> 1,
             ended: word(SEND + side::COMPLETED),
-            receives_posted: word(RECEIVE + side::PUBLISHED),
+            receives_posted: word(RECEIVE + side::PUBLISHED) >> 1,
             failure: failure(SEND),
             receive_failure: failure(RECEIVE),
             closed: (closed != 0).then(|| Ended::from_code(closed.wrapping_neg())),
