@@ -106,6 +106,12 @@ impl Default for CommOptions {
 }
 
 impl CommOptions {
+    /// The defaults, with a thread that sees what streams and kernels post: for [lanes](super::lane).
+    pub fn for_streams() -> Self {
+        let drive = Drive::Thread { spin: Duration::from_micros(200), core: None };
+        Self { drive, ..Self::default() }
+    }
+
     /// The defaults, with what `WARPWIRE_LINK` (auto, udp, shm) and `WARPWIRE_TIMEOUT` (as in `30s`) say.
     pub fn from_env() -> Result<Self> {
         let mut options = Self::default();
