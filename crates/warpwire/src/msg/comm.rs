@@ -178,7 +178,7 @@ impl Drop for Leaves {
         const LINGER: Duration = Duration::from_secs(1);
         if !std::thread::panicking() {
             // What was said to others should arrive.
-            let _ = self.shared.wait_until(LINGER, |state| (!state.is_busy()).then_some(()));
+            let _ = self.shared.look_until(LINGER, |state| Ok((!state.is_busy()).then_some(())));
         }
         self.say(std::thread::panicking().then(|| "it panicked".to_owned()));
         drop(self.watcher.take());
@@ -363,7 +363,8 @@ impl Comm {
     /// If a rank died instead, naming it; [`Kind::Timeout`] naming those who do not come.
     pub fn finish(&self, timeout: Duration) -> Result<()> {
         let (start, own) = (Instant::now(), self.rank());
-        self.shared.wait_until(timeout, |state| (!state.is_busy()).then_some(()))?;
+        // What streams have sent may not have found a receive yet.
+        self.shared.look_until(timeout, |state| Ok((!state.is_busy()).then_some(())))?;
         self.leaves.say(None);
         let left = timeout.saturating_sub(start.elapsed());
         let others = (0..self.size()).filter(|rank| *rank != own);

@@ -22,6 +22,9 @@ pub(super) const LOOSE: u64 = 5 << 56;
 pub(super) trait OnLost: Send + Sync {
     /// That one is. The caller holds the communicator's lock.
     fn lost(&self, rank: usize);
+
+    /// Whether something that was posted is still under way to ranks that are there.
+    fn is_busy(&self) -> bool;
 }
 
 /// Everything that is under way.
@@ -302,7 +305,8 @@ impl State {
             let work = peer.user_work + peer.control_work;
             !peer.is_broken && (work > 0 || !peer.urgent.is_empty())
         };
-        self.peers.iter().any(busy)
+        let mut hooks = self.hooks.iter().filter_map(Weak::upgrade);
+        self.peers.iter().any(busy) || hooks.any(|hook| hook.is_busy())
     }
 }
 

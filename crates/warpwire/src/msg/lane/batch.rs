@@ -15,6 +15,8 @@ use crate::stream::Descriptors;
 pub struct Batch {
     lane: Lane,
     list: Descriptors,
+    /// What it will have posted.
+    requests: Vec<LaneRequest>,
 }
 
 impl std::fmt::Debug for Batch {
@@ -26,7 +28,7 @@ impl std::fmt::Debug for Batch {
 impl Lane {
     /// An empty list for that stream.
     pub fn batch(&self, stream: &Stream) -> Batch {
-        Batch { lane: self.clone(), list: Descriptors::on(stream) }
+        Batch { lane: self.clone(), list: Descriptors::on(stream), requests: Vec::new() }
     }
 }
 
@@ -56,6 +58,7 @@ impl Batch {
     /// Adds what was prepared before.
     pub fn prepared(&mut self, work: PreparedWork) -> Result<LaneRequest> {
         self.list.send_prepared(work.work)?;
+        self.requests.push(work.request.clone());
         Ok(work.request)
     }
 
@@ -83,6 +86,11 @@ impl Batch {
 
     /// Puts all of it on the stream. The list is empty then.
     pub fn post(&mut self) -> Result<()> {
-        self.list.post()
+        let posted = self.list.post();
+        let requests = self.requests.drain(..);
+        if posted.is_ok() {
+            requests.for_each(|request| request.note_posted());
+        }
+        posted
     }
 }

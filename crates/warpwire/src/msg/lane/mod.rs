@@ -373,6 +373,14 @@ impl OnLost for Inner {
         }
         waits.retain(|wait| wait.writer.is_some_and(|writer| writer != rank));
     }
+
+    fn is_busy(&self) -> bool {
+        let busy = |peer: &LanePeer| {
+            let mut track = peer.track.lock();
+            track.take(&peer.stream).is_ok() && track.is_busy() && peer.stream.failure().is_none()
+        };
+        self.peers.iter().flatten().any(busy)
+    }
 }
 
 impl WordWait {

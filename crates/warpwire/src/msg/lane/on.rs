@@ -43,6 +43,7 @@ impl PreparedWork {
     /// Posts it on a stream: it goes when the stream gets there.
     pub fn post(self, stream: &Stream) -> Result<LaneRequest> {
         self.work.post(stream)?;
+        self.request.note_posted();
         Ok(self.request)
     }
 }

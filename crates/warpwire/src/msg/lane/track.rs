@@ -18,6 +18,8 @@ struct Side {
     next: u64,
     /// All before it have ended.
     ended: u64,
+    /// All before it are posted, or were given up.
+    posted: u64,
     /// Memory that is used, with the number of the request that uses it.
     held: VecDeque<(u64, Part)>,
     /// How long messages were that came, by number, and whether they came well; as many as can be under way, twice.
@@ -41,6 +43,7 @@ impl Track {
         let side = || Side {
             next: 0,
             ended: 0,
+            posted: 0,
             held: VecDeque::with_capacity(depth),
             came: vec![(0, true); 2 * depth].into(),
         };
@@ -59,6 +62,17 @@ impl Track {
         side.next += 1;
         side.held.extend(parts.iter().map(|part| (number, part.clone())));
         number
+    }
+
+    /// A request that was prepared is posted.
+    pub fn posted(&mut self, number: u64) {
+        self.sides[side(Queue::Send)].posted = number + 1;
+    }
+
+    /// Whether requests that are posted have not ended.
+    pub fn is_busy(&self) -> bool {
+        let sends = &self.sides[side(Queue::Send)];
+        sends.ended < sends.posted
     }
 
     /// Takes completions.
@@ -114,6 +128,13 @@ impl std::fmt::Debug for LaneRequest {
 }
 
 impl LaneRequest {
+    /// It is on its stream.
+    pub(super) fn note_posted(&self) {
+        if let Some(Some(peer)) = self.lane.peers.get(self.rank) {
+            peer.track.lock().posted(self.number);
+        }
+    }
+
     /// What streams and [`StreamQp`] call it.
     pub fn ticket(&self) -> Ticket {
         self.ticket
