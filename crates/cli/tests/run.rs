@@ -154,6 +154,18 @@ fn mp_measures_and_verifies() {
             }
         }
     }
+    // All modes, with a kernel and without.
+    for test in ["pingpong", "putget", "sendrecv"] {
+        let words = ["mp", test, "-s", "8,20000", "-n", "20", "--mem", "sim:0", "--kernel", "20us"];
+        let output = warpwire(&[&words[..], &["--json"]].concat()).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{test}: {}", text(&output.stderr));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let names = report["rows"][1]["figures"].as_array().unwrap().iter();
+        let names: Vec<&str> = names.map(|figure| figure["name"].as_str().unwrap()).collect();
+        for mode in ["cpu", "stream", "graph", "kernel", "stream+kernel", "kernel+kernel"] {
+            assert!(names.iter().any(|name| name.ends_with(mode)), "{test}: {names:?}");
+        }
+    }
     let table = warpwire(&["mp", "putget", "-s", "64", "-n", "5"]).output().unwrap();
     let out = text(&table.stdout);
     assert!(out.contains("put cpu") && out.contains("get cpu"), "{out}");
@@ -168,6 +180,11 @@ fn mp_refuses_what_makes_no_sense() {
         &["mp", "pingpong", "-s", "2GiB"],
     ] {
         assert_eq!(warpwire(wrong).output().unwrap().status.code(), Some(2), "{wrong:?}");
+    }
+    for wrong in [&["-m", "stream"][..], &["--kernel", "5us"]] {
+        let output = warpwire(&[&["mp", "pingpong"], wrong].concat()).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{wrong:?}");
+        assert!(text(&output.stderr).contains("give --mem sim:0"), "{}", text(&output.stderr));
     }
     let three = run(&["-n", "3", "--", env!("CARGO_BIN_EXE_warpwire"), "mp", "pingpong"]);
     assert_eq!(three.status.code(), Some(2));

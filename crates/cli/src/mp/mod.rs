@@ -1,6 +1,7 @@
 //! `warpwire mp`: messages between two ranks, by who decides when: the CPU, a stream, a kernel.
 
 mod measure;
+mod modes;
 mod table;
 
 use std::process::ExitCode;
@@ -27,7 +28,7 @@ pub(crate) struct Arguments {
     /// What to measure
     test: Test,
 
-    /// Who sends and waits, each a column of its own; all if not given
+    /// Who sends and waits, each a column of its own: cpu, stream, graph, kernel; all that the memory allows if not given
     #[arg(short = 'm', long, value_name = "MODE", value_delimiter = ',')]
     mode: Vec<Mode>,
 
@@ -39,9 +40,13 @@ pub(crate) struct Arguments {
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     iterations: Option<u32>,
 
-    /// Memory of the messages: host, sim:N or cuda:N
+    /// Memory of the messages: host, sim:N or cuda:N. All but the CPU's mode need a device
     #[arg(long, value_name = "MEMORY", default_value = "host")]
     mem: MemoryChoice,
+
+    /// A kernel that computes for so long before each message: more columns, beside those without
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    kernel: Option<Duration>,
 
     /// The link, with ranks on this machine: auto, udp or shm
     #[arg(long, value_name = "LINK", value_parser = ["auto", "udp", "shm"])]
@@ -60,6 +65,7 @@ const EXAMPLES: &str = "\
 Examples:
   warpwire mp pingpong                         half round trips, two ranks on this machine
   warpwire mp sendrecv --mem cuda:0 -s 1MiB    both send at once
+  warpwire mp pingpong --mem sim:0 --kernel 20us -m cpu,stream
   warpwire run -n 2 --link udp -- warpwire mp putget
   torchrun --nproc-per-node 2 --no-python warpwire mp pingpong";
 
@@ -79,12 +85,21 @@ pub(crate) enum Test {
 pub(crate) enum Mode {
     /// The CPU
     Cpu,
+    /// A stream; the CPU prepares
+    Stream,
+    /// A graph that is replayed
+    Graph,
+    /// A kernel that runs all the time
+    Kernel,
 }
 
 impl Mode {
     fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
+            Self::Stream => "stream",
+            Self::Graph => "graph",
+            Self::Kernel => "kernel",
         }
     }
 }
@@ -114,9 +129,22 @@ impl Arguments {
 
     fn modes(&self) -> Vec<Mode> {
         match self.mode.is_empty() {
-            true => vec![Mode::Cpu],
+            true if self.mem == MemoryChoice::Host => vec![Mode::Cpu],
+            true => Mode::value_variants().to_vec(),
             false => self.mode.clone(),
         }
+    }
+
+    /// Whether a device sends, waits or computes.
+    fn drives(&self) -> bool {
+        self.kernel.is_some() || self.modes().iter().any(|mode| *mode != Mode::Cpu)
+    }
+
+    /// The columns: each mode without a kernel, and with one.
+    fn columns(&self) -> Vec<(Mode, Duration)> {
+        let times = [Some(Duration::ZERO), self.kernel];
+        let each = |mode: Mode| times.into_iter().flatten().map(move |time| (mode, time));
+        self.modes().into_iter().flat_map(each).collect()
     }
 
     /// Fewer of large ones: a row shall take about as long as the others.
@@ -150,11 +178,18 @@ fn start(arguments: &Arguments) -> Result<ExitCode, Failure> {
 }
 
 fn be_rank(arguments: &Arguments, place: Place) -> Result<ExitCode, Failure> {
+    if arguments.drives() && arguments.mem == MemoryChoice::Host {
+        let message = "streams and kernels need a device; give --mem sim:0 or cuda:0".to_owned();
+        return Err(Failure::Usage(message));
+    }
     if place.size != 2 {
         let message = format!("mp needs two ranks, and there are {}", place.size);
         return Err(Failure::Usage(message));
     }
     let mut options = CommOptions { timeout: arguments.timeout, ..CommOptions::from_env()? };
+    if arguments.drives() {
+        options.drive = CommOptions::for_streams().drive;
+    }
     if let Some(link) = &arguments.link {
         options.wire = link.parse()?;
     }
@@ -169,18 +204,18 @@ fn be_rank(arguments: &Arguments, place: Place) -> Result<ExitCode, Failure> {
 fn measure_all(arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Failure> {
     let sizes = arguments.sizes();
     let longest = sizes.iter().copied().max().unwrap_or(1);
-    let end = End::new(comm, &arguments.mem, longest, arguments.timeout)?;
+    let end = End::new(comm, &arguments.mem, longest, arguments.drives(), arguments.timeout)?;
     let speaks = comm.rank() == 0;
     let screen = Screen::new(arguments.json || !speaks);
     let mut report = Report::new(arguments.test, comm, &end)?;
-    screen.say(&report.head(&arguments.modes()))?;
+    screen.say(&report.head(&arguments.columns()))?;
     for size in sizes {
         screen.working(format!("{:?}: {size} bytes", arguments.test));
         let iterations = arguments.iterations(size);
         let mut row = table::Row { size, iterations, figures: Vec::new(), verified: true };
-        for mode in arguments.modes() {
-            end.verify(arguments.test, size)?;
-            row.figures.extend(end.measure(arguments.test, mode, size, iterations)?);
+        for (mode, compute) in arguments.columns() {
+            end.verify(arguments.test, mode, size)?;
+            row.figures.extend(end.measure(arguments.test, mode, size, compute, iterations)?);
         }
         screen.say(&row.render())?;
         report.rows.push(row);

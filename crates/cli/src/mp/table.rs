@@ -1,5 +1,7 @@
 //! What is printed.
 
+use std::time::Duration;
+
 use serde::Serialize;
 use warpwire::msg::Comm;
 
@@ -46,23 +48,29 @@ impl Report {
         Ok(Self { test, ranks: comm.size(), path, memory, rows: Vec::new() })
     }
 
-    pub(super) fn head(&self, modes: &[Mode]) -> String {
+    pub(super) fn head(&self, columns: &[(Mode, Duration)]) -> String {
         let meaning = match self.test {
             "pingpong" => "half a round trip",
             "putget" => "until the data is there",
             _ => "both ranks send and receive",
         };
-        let names: Vec<String> = match self.test {
-            "putget" => {
-                let each =
-                    |mode: &Mode| ["put", "get"].map(|what| format!("{what} {}", mode.name()));
-                modes.iter().flat_map(each).collect()
+        let name = |(mode, compute): &(Mode, Duration)| {
+            let kernel = if compute.is_zero() { "" } else { "+kernel" };
+            let name = format!("{}{kernel}", mode.name());
+            match (self.test, mode) {
+                ("putget", Mode::Cpu) => vec![format!("put {name}"), format!("get {name}")],
+                ("putget", _) => vec![format!("put {name}")],
+                _ => vec![name],
             }
-            _ => modes.iter().map(|mode| mode.name().to_owned()).collect(),
         };
+        let names: Vec<String> = columns.iter().flat_map(name).collect();
         let mut head = format!(
             " {}: {meaning}, microseconds (GB/s); {}; {}\n {:>10} {:>8}",
-            self.test, self.memory, self.path, "bytes", "times"
+            self.test,
+            self.memory,
+            self.path.split([';', ':']).next().unwrap_or_default(),
+            "bytes",
+            "times"
         );
         names.iter().for_each(|name| head += &format!(" {name:>20}"));
         head + "\n"

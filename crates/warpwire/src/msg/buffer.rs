@@ -233,6 +233,19 @@ impl Part {
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
+
+    /// How kernels and work requests name it.
+    ///
+    /// # Errors
+    /// [`Kind::OutOfRange`] if it has 2 GiB or more: cut it.
+    pub fn sge(&self) -> Result<Sge> {
+        match u32::try_from(self.len) {
+            Ok(len) if len < 1 << 31 => Ok(self.buffer.sge(self.offset, len)),
+            _ => Err(Error::new(Kind::OutOfRange, "name memory to a device")
+                .why(format!("{} are too many for one request", units::bytes(self.len)))
+                .fix("cut it into parts below 2 GiB")),
+        }
+    }
 }
 
 impl From<&Buffer> for Part {

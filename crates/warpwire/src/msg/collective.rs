@@ -186,6 +186,24 @@ impl Comm {
         Ok(all)
     }
 
+    /// Tells every rank something of its own, `len` bytes each, and hears what each tells this one; in the order of
+    /// ranks.
+    pub(super) fn scatter_all(&self, told: &[u8], len: usize) -> Result<Vec<u8>> {
+        let (rank, size, tag) = (self.rank(), self.size(), self.next_round());
+        let (out, into) = (self.alloc((size * len) as u64)?, self.alloc((size * len) as u64)?);
+        out.write(0, told)?;
+        let part = |buffer: &Buffer, rank: usize| buffer.part((rank * len) as u64, len as u64);
+        let mut requests = Vec::new();
+        for other in (0..size).filter(|other| *other != rank) {
+            requests.push(self.inner_receive(other, tag, &[part(&into, other)?])?);
+            requests.push(self.inner_send(other, tag, &[part(&out, other)?])?);
+        }
+        wait_all(&mut requests, self.shared.options.timeout)?;
+        let mut heard = vec![0; size * len];
+        into.read(0, &mut heard)?;
+        Ok(heard)
+    }
+
     fn next_round(&self) -> u32 {
         let mut round = self.shared.round.lock();
         *round = round.wrapping_add(1);

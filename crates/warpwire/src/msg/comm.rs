@@ -106,6 +106,12 @@ impl Default for CommOptions {
 }
 
 impl CommOptions {
+    /// The defaults, with a thread that sees what streams and kernels post: for [lanes](super::lane).
+    pub fn for_streams() -> Self {
+        let drive = Drive::Thread { spin: Duration::from_micros(200), core: None };
+        Self { drive, ..Self::default() }
+    }
+
     /// The defaults, with what `WARPWIRE_LINK` (auto, udp, shm) and `WARPWIRE_TIMEOUT` (as in `30s`) say.
     pub fn from_env() -> Result<Self> {
         let mut options = Self::default();
@@ -172,7 +178,7 @@ impl Drop for Leaves {
         const LINGER: Duration = Duration::from_secs(1);
         if !std::thread::panicking() {
             // What was said to others should arrive.
-            let _ = self.shared.wait_until(LINGER, |state| (!state.is_busy()).then_some(()));
+            let _ = self.shared.look_until(LINGER, |state| Ok((!state.is_busy()).then_some(())));
         }
         self.say(std::thread::panicking().then(|| "it panicked".to_owned()));
         drop(self.watcher.take());
@@ -357,7 +363,8 @@ impl Comm {
     /// If a rank died instead, naming it; [`Kind::Timeout`] naming those who do not come.
     pub fn finish(&self, timeout: Duration) -> Result<()> {
         let (start, own) = (Instant::now(), self.rank());
-        self.shared.wait_until(timeout, |state| (!state.is_busy()).then_some(()))?;
+        // What streams have sent may not have found a receive yet.
+        self.shared.look_until(timeout, |state| Ok((!state.is_busy()).then_some(())))?;
         self.leaves.say(None);
         let left = timeout.saturating_sub(start.elapsed());
         let others = (0..self.size()).filter(|rank| *rank != own);

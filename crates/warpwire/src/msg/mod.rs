@@ -10,6 +10,7 @@
 //! | [`Match`] | which messages a receive takes |
 //! | [`Window`], [`Signal`] | memory of every rank that the others reach, and words that tell of it |
 //! | [`Writer`], [`Condition`](crate::mem::Condition) | waiting for words |
+//! | [`Lane`], [`LaneRequest`], [`Batch`] | the same, sent and waited for by streams and kernels |
 //! | [`Element`], [`Reduce`] | what all ranks compute together |
 //!
 //! Start a program that calls [`Comm::from_env`] with `warpwire run -n 4 -- PROGRAM`, torchrun, mpirun or srun. Here
@@ -50,7 +51,7 @@
 //! # Inside
 //! `place` reads the environment, `rendezvous` brings ranks together, `watch` hears when they go. `peer` has the rules of
 //! the protocol; `state` runs it, with `incoming` and `outgoing`; `shared` is how threads wait. All of it is driven by
-//! the threads that call, under one lock.
+//! the threads that call, under one lock. [`lane`] stands beside it: connections of its own for streams and kernels.
 
 mod buffer;
 mod collective;
@@ -58,9 +59,11 @@ mod comm;
 mod entries;
 mod header;
 mod incoming;
+pub mod lane;
 mod outgoing;
 mod peer;
 mod place;
+pub mod rally;
 mod rendezvous;
 mod request;
 mod shared;
@@ -73,6 +76,7 @@ pub use buffer::{Buffer, Part};
 pub use collective::{Element, Reduce};
 pub use comm::{Comm, CommOptions, Wire};
 pub use entries::Match;
+pub use lane::{Batch, Lane, LaneOptions, LaneRequest, PreparedWork};
 pub use place::{Launcher, Master, Place};
 pub use request::{Outcome, Request, wait_all, wait_any};
 pub use window::{Signal, Window};

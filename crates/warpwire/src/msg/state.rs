@@ -1,6 +1,8 @@
 //! The protocol: what is posted, and what becomes of completions. All of it under one lock, and driven by whoever
 //! waits.
 
+use std::sync::Weak;
+
 use super::entries::{Entries, What};
 use super::header::HEADER;
 use super::peer::{Area, HeaderUse, Peer, Source, Unexpected, Urgent};
@@ -15,6 +17,15 @@ pub(super) const FETCHED: u64 = 3 << 56;
 pub(super) const MOVED: u64 = 4 << 56;
 /// A word of the program that belongs to no request.
 pub(super) const LOOSE: u64 = 5 << 56;
+
+/// Who must know at once that a rank is lost.
+pub(super) trait OnLost: Send + Sync {
+    /// That one is. The caller holds the communicator's lock.
+    fn lost(&self, rank: usize);
+
+    /// Whether something that was posted is still under way to ranks that are there.
+    fn is_busy(&self) -> bool;
+}
 
 /// Everything that is under way.
 pub(super) struct State {
@@ -33,6 +44,8 @@ pub(super) struct State {
     /// Others sleep until it wakes them.
     pub followers: u32,
     pub scratch: Vec<u8>,
+    /// Lanes, while they are there.
+    pub hooks: Vec<Weak<dyn OnLost>>,
 }
 
 impl State {
@@ -50,6 +63,7 @@ impl State {
             followers: 0,
             scratch: vec![0; area.slot as usize],
             area,
+            hooks: Vec::new(),
         }
     }
 
@@ -235,6 +249,7 @@ impl State {
         }
         self.peers[rank].end = Some(why.clone());
         self.peers[rank].has_left = true;
+        self.tell_hooks(rank);
         self.peers[rank].receives.clear();
         self.peers[rank].outbox.clear();
         let open: Vec<u32> = self.entries.open_of(rank).collect();
@@ -260,6 +275,7 @@ impl State {
             return;
         }
         let why = peer.end.get_or_insert(why).clone();
+        let told = peer.has_left;
         peer.is_broken = true;
         peer.receives.clear();
         peer.outbox.clear();
@@ -273,6 +289,14 @@ impl State {
             self.entries.get(index).failure.get_or_insert(why.clone());
             self.conclude(index);
         }
+        if !told {
+            self.tell_hooks(rank);
+        }
+    }
+
+    fn tell_hooks(&mut self, rank: usize) {
+        self.hooks.retain(|hook| hook.strong_count() > 0);
+        self.hooks.iter().filter_map(Weak::upgrade).for_each(|hook| hook.lost(rank));
     }
 
     /// Whether the device has work of ours for ranks that can still be reached.
@@ -281,7 +305,8 @@ impl State {
             let work = peer.user_work + peer.control_work;
             !peer.is_broken && (work > 0 || !peer.urgent.is_empty())
         };
-        self.peers.iter().any(busy)
+        let mut hooks = self.hooks.iter().filter_map(Weak::upgrade);
+        self.peers.iter().any(busy) || hooks.any(|hook| hook.is_busy())
     }
 }
 

@@ -13,7 +13,7 @@ use super::state::State;
 use crate::error::{Error, Kind, Result};
 use crate::mem::Width;
 use crate::units;
-use crate::verbs::Atomic;
+use crate::verbs::{Atomic, Remote};
 
 /// What becomes of a word when the data before it is in its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +27,7 @@ pub enum Signal {
 }
 
 impl Signal {
-    fn width(self) -> Width {
+    pub(super) fn width(self) -> Width {
         match self {
             Self::Set32(_) => Width::Bits32,
             Self::Set64(_) | Self::Add64(_) => Width::Bits64,
@@ -112,12 +112,7 @@ impl Window {
     ) -> Result<Request> {
         let parts = [part.into()];
         let at = self.place("put to", rank, offset, total(&parts)?)?;
-        let width = signal.width().bytes();
-        let word = self.place("signal", rank, word, width)?;
-        if !word.address.is_multiple_of(width) {
-            let error = Error::new(Kind::Misaligned, format!("signal rank {rank}"));
-            return Err(error.why(format!("a word of {width} bytes lies at multiples of {width}")));
-        }
+        let word = self.word_at(rank, word, signal.width().bytes())?;
         self.transfer(What::Put, rank, at, &parts, Some((signal.notice(), word)))
     }
 
@@ -135,6 +130,27 @@ impl Window {
     /// Ends the window: returns when every rank has come to this point, and nobody uses the memory any more.
     pub fn close(self, timeout: Duration) -> Result<()> {
         self.comm.barrier(timeout)
+    }
+
+    /// A range of a rank's memory as kernels and work requests name it, if all of it is there.
+    pub fn remote(&self, rank: usize, offset: u64, len: u64) -> Result<Remote> {
+        let Range { address, rkey, .. } = self.place("reach", rank, offset, len)?;
+        Ok(Remote { address, rkey })
+    }
+
+    /// A word of a rank's memory as kernels and work requests name it; `width` is 4 or 8.
+    pub fn word(&self, rank: usize, offset: u64, width: u64) -> Result<Remote> {
+        let Range { address, rkey, .. } = self.word_at(rank, offset, width)?;
+        Ok(Remote { address, rkey })
+    }
+
+    fn word_at(&self, rank: usize, offset: u64, width: u64) -> Result<Range> {
+        let word = self.place("signal", rank, offset, width)?;
+        if width == 0 || !word.address.is_multiple_of(width) {
+            let error = Error::new(Kind::Misaligned, format!("signal rank {rank}"));
+            return Err(error.why(format!("a word of {width} bytes lies at multiples of {width}")));
+        }
+        Ok(word)
     }
 
     /// Where a range of a rank's memory lies, if all of it is there.

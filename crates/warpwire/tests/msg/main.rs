@@ -3,6 +3,7 @@
 
 mod collectives;
 mod fixture;
+mod lanes;
 mod meeting;
 mod messages;
 mod processes;
@@ -15,9 +16,9 @@ use libtest_mimic::{Arguments, Trial};
 use fixture::{Case, Fixture, Which};
 
 /// Cases that every link runs.
-const EVERYWHERE: &[&[Case]] = &[messages::CASES, windows::CASES, collectives::CASES];
+const EVERYWHERE: &[&[Case]] = &[messages::CASES, windows::CASES, collectives::CASES, lanes::CASES];
 /// Cases for which the link does not matter.
-const ONCE: &[&[Case]] = &[messages::ONCE, meeting::ONCE];
+const ONCE: &[&[Case]] = &[messages::ONCE, meeting::ONCE, lanes::ONCE];
 /// Cases with ranks that are processes.
 const BETWEEN_PROCESSES: &[&[Case]] = &[processes::CASES];
 
