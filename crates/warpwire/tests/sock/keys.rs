@@ -232,7 +232,7 @@ fn nonsense_closes_its_connection_only(world: &World) {
     let mut bad = client(&server);
     let mut random = 5;
     let noise: Vec<u8> =
-        (0..20_000).map(|_| (crate::puppet::scramble(&mut random) as u8 | 0x80)).collect();
+        (0..20_000).map(|_| crate::puppet::scramble(&mut random) as u8 | 0x80).collect();
     let _ = bad.write_all(&noise);
     let _ = bad.shutdown(Shutdown::Write);
     rest(&mut bad);
