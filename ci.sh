@@ -38,6 +38,8 @@ RUSTDOCFLAGS=-Dwarnings step cargo doc --workspace --no-deps --quiet
 step tools/ptx --check
 want g++ g++
 step tools/header-tests
+step tools/sock-judges
+step tools/sock-sanitizers
 want tshark tshark
 step tools/wire-oracles
 step tools/rxe-lab test

@@ -64,7 +64,6 @@ WARPWIRE_FN u64 clock_ns() {
     return v;
 }
 WARPWIRE_FN void step_back() { __nanosleep(32); }
-WARPWIRE_FN uint4 load_wide(const uint4 *p) { return __ldcv(p); }
 #else
 inline u64 load_system(const u64 *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline u32 load_system(const u32 *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
@@ -313,49 +312,52 @@ template <class Group> WARPWIRE_FN Span shared(Group group, Span mine) {
 }
 
 #if WARPWIRE_CUDA
+// Rings are global memory that others write; a user's buffer may be any memory.
+template <bool kFromRing, class Word> WARPWIRE_FN Word load_word(const Word *p) {
+    if constexpr (kFromRing) return __ldcv(p);
+    else return *p;
+}
 // By words of one width, to which both sides are aligned.
-template <class Word, class Group> WARPWIRE_FN void copy_words(Group group, u8 *to, const u8 *from, u64 words) {
-    for (u64 i = group.rank(); i < words; i += group.size())
-        reinterpret_cast<Word *>(to)[i] = __ldcv(reinterpret_cast<const Word *>(from) + i);
-}
-template <class Group> WARPWIRE_FN void copy_wide(Group group, u8 *to, const u8 *from, u64 words) {
-    uint4 *into = reinterpret_cast<uint4 *>(to);
-    const uint4 *source = reinterpret_cast<const uint4 *>(from);
+template <bool kFromRing, class Word, class Group> WARPWIRE_FN void copy_words(Group group, u8 *to, const u8 *from, u64 words) {
+    Word *into = reinterpret_cast<Word *>(to);
+    const Word *source = reinterpret_cast<const Word *>(from);
     u64 step = group.size(), i = group.rank();
-    for (; i + 3 * step < words; i += 4 * step) {
-        uint4 a = load_wide(source + i), b = load_wide(source + i + step);
-        uint4 c = load_wide(source + i + 2 * step), d = load_wide(source + i + 3 * step);
-        into[i] = a, into[i + step] = b, into[i + 2 * step] = c, into[i + 3 * step] = d;
+    if constexpr (sizeof(Word) == 16) {
+        for (; i + 3 * step < words; i += 4 * step) {
+            Word a = load_word<kFromRing>(source + i), b = load_word<kFromRing>(source + i + step);
+            Word c = load_word<kFromRing>(source + i + 2 * step), d = load_word<kFromRing>(source + i + 3 * step);
+            into[i] = a, into[i + step] = b, into[i + 2 * step] = c, into[i + 3 * step] = d;
+        }
     }
-    for (; i < words; i += step) into[i] = load_wide(source + i);
+    for (; i < words; i += step) into[i] = load_word<kFromRing>(source + i);
 }
-template <class Group> WARPWIRE_CALL void copy(Group group, u8 *to, const u8 *from, u64 length) {
+template <bool kFromRing, class Group> WARPWIRE_CALL void copy(Group group, u8 *to, const u8 *from, u64 length) {
     u64 apart = (reinterpret_cast<u64>(to) ^ reinterpret_cast<u64>(from)) & 15;
     u64 width = apart == 0 ? 16 : apart % 8 == 0 ? 8 : apart % 4 == 0 ? 4 : 1;
     u64 head = least((0 - reinterpret_cast<u64>(to)) & (width - 1), length), words = (length - head) / width;
-    copy_words<u8>(group, to, from, head);
-    if (width == 16) copy_wide(group, to + head, from + head, words);
-    else if (width == 8) copy_words<u64>(group, to + head, from + head, words);
-    else if (width == 4) copy_words<u32>(group, to + head, from + head, words);
-    else copy_words<u8>(group, to + head, from + head, words);
+    copy_words<kFromRing, u8>(group, to, from, head);
+    if (width == 16) copy_words<kFromRing, uint4>(group, to + head, from + head, words);
+    else if (width == 8) copy_words<kFromRing, u64>(group, to + head, from + head, words);
+    else if (width == 4) copy_words<kFromRing, u32>(group, to + head, from + head, words);
+    else copy_words<kFromRing, u8>(group, to + head, from + head, words);
     u64 done = head + words * width;
-    copy_words<u8>(group, to + done, from + done, length - done);
+    copy_words<kFromRing, u8>(group, to + done, from + done, length - done);
 }
 #else
-template <class Group> inline void copy(Group, u8 *to, const u8 *from, u64 length) {
+template <bool kFromRing, class Group> inline void copy(Group, u8 *to, const u8 *from, u64 length) {
     if (length) __builtin_memcpy(to, from, length);
 }
 #endif
 
 template <class Group> WARPWIRE_FN void copy_in(Group group, const Turn &turn, const u8 *from) {
     u64 place = turn.at & (turn.size - 1), length = static_cast<u64>(turn.result), first = least(length, turn.size - place);
-    copy(group, reinterpret_cast<u8 *>(turn.ring + place), from, first);
-    copy(group, reinterpret_cast<u8 *>(turn.ring), from + first, length - first);
+    copy<false>(group, reinterpret_cast<u8 *>(turn.ring + place), from, first);
+    copy<false>(group, reinterpret_cast<u8 *>(turn.ring), from + first, length - first);
 }
 template <class Group> WARPWIRE_FN void copy_out(Group group, const Turn &turn, u8 *into) {
     u64 place = turn.at & (turn.size - 1), length = static_cast<u64>(turn.result), first = least(length, turn.size - place);
-    copy(group, into, reinterpret_cast<const u8 *>(turn.ring + place), first);
-    copy(group, into + first, reinterpret_cast<const u8 *>(turn.ring), length - first);
+    copy<true>(group, into, reinterpret_cast<const u8 *>(turn.ring + place), first);
+    copy<true>(group, into + first, reinterpret_cast<const u8 *>(turn.ring), length - first);
 }
 
 WARPWIRE_FN u64 room(const Found &found) {

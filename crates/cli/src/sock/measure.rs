@@ -38,21 +38,24 @@ impl Plain {
     }
 
     fn read(&self, into: &mut [u8]) -> Result<(), Failure> {
-        Ok(match &self.driver {
+        match &self.driver {
             Some(driver) => driver.read(&self.memory, 0, into)?,
             None => self.memory.read(0, into)?,
-        })
+        }
+        Ok(())
     }
 
     fn write(&self, from: &[u8]) -> Result<(), Failure> {
-        Ok(match &self.driver {
+        match &self.driver {
             Some(driver) => driver.write(&self.memory, 0, from)?,
             None => self.memory.write(0, from)?,
-        })
+        }
+        Ok(())
     }
 
     fn finish(&self) -> Result<(), Failure> {
-        Ok(self.driver.as_ref().map_or(Ok(()), DriverCopies::finish)?)
+        self.driver.as_ref().map_or(Ok(()), DriverCopies::finish)?;
+        Ok(())
     }
 }
 

@@ -283,17 +283,27 @@ impl Agent {
         Ok(())
     }
 
+    /// Puts a socket on the list of those that are looked at now and then.
+    pub(super) fn look_again_at(&mut self, index: u16) {
+        let socket = &mut self.sockets[usize::from(index)];
+        if !socket.listed {
+            socket.listed = true;
+            self.waiting.push(index);
+        }
+    }
+
     /// Looks after those that wait for something that nobody announces.
     fn retry(&mut self, now: Instant) -> Result<()> {
         let waiting = std::mem::take(&mut self.waiting);
         for index in waiting {
             let socket = &mut self.sockets[usize::from(index)];
+            socket.listed = false;
             if socket.closing.is_some_and(|until| now > until) {
                 // Its peer takes nothing: the rest is lost, and the peer is told by a reset.
                 socket.wishes.abort = true;
                 self.vacate(index)?;
             } else if socket.closing.is_some() {
-                self.waiting.push(index);
+                self.look_again_at(index);
             } else {
                 self.queue(index);
             }
@@ -307,10 +317,11 @@ impl Agent {
         self.used_up_to = self.used_up_to.max(index + 1);
         self.ground.clear_outbox(index)?;
         let old = &self.sockets[usize::from(index)];
-        let (generation, queued) = (old.generation % 0x7fff + 1, old.queued);
+        let (generation, queued, listed) = (old.generation % 0x7fff + 1, old.queued, old.listed);
         let socket = &mut self.sockets[usize::from(index)];
         *socket = Socket::vacant();
-        (socket.open, socket.generation, socket.queued) = (true, generation, queued);
+        (socket.open, socket.generation) = (true, generation);
+        (socket.queued, socket.listed) = (queued, listed);
         socket.wishes.receive_size = self.options.ring;
         socket.wishes.send_size = self.options.ring;
         self.counters.open.fetch_add(1, Ordering::Relaxed);

@@ -65,7 +65,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use serde::Serialize;
 
 use crate::error::{Error, Kind, Result};
-use crate::mem::Device;
+use crate::mem::{Allocation, Device, MemoryKind};
 use agent::{Agent, Counters, Ending};
 use ground::Ground;
 
@@ -185,6 +185,7 @@ pub struct SockStats {
 /// Serves the sockets of one GPU's kernels. Dropping it ends them: calls under way return `ECONNABORTED`.
 pub struct SockHost {
     device: Device,
+    place: Place,
     ground: Arc<Ground>,
     counters: Arc<Counters>,
     ending: Arc<Ending>,
@@ -207,7 +208,15 @@ impl SockHost {
             .spawn(move || agent.run())
             .map_err(|error| Error::os("start the thread that serves sockets", &error))?;
         let thread = Mutex::new(Some(thread));
-        Ok(Self { device: device.clone(), ground, counters, ending, wake, thread })
+        Ok(Self {
+            device: device.clone(),
+            place: options.place,
+            ground,
+            counters,
+            ending,
+            wake,
+            thread,
+        })
     }
 
     /// What kernels get: the address of the table. It is valid while this lives.
@@ -218,6 +227,22 @@ impl SockHost {
     /// The device whose kernels it serves.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// Memory for a program that uses the sockets: the device's, or the host's for threads.
+    fn alloc(&self, len: u64) -> Result<Allocation> {
+        match self.place {
+            Place::Threads => self.device.alloc_pinned(len),
+            Place::Auto | Place::Pinned => self.device.alloc_kind(len, MemoryKind::Vmm),
+        }
+    }
+
+    /// Where such a program finds memory.
+    fn address_of(&self, memory: &Allocation) -> Result<u64> {
+        match self.place {
+            Place::Threads => Ok(memory.host_bytes()?.address()),
+            Place::Auto | Place::Pinned => Ok(memory.address().raw()),
+        }
     }
 
     /// Why kernels watch pinned memory instead of their own; `None` if they watch their own.

@@ -280,7 +280,7 @@ impl Agent {
         }
         self.finish(index)?;
         if self.sockets[usize::from(index)].closing.is_some() {
-            self.waiting.push(index);
+            self.look_again_at(index);
             self.queue(index);
         }
         Ok(DONE)

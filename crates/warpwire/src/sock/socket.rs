@@ -54,6 +54,8 @@ pub(super) struct Socket {
     pub(super) end_seen: bool,
     /// It stands in the list of those to be served.
     pub(super) queued: bool,
+    /// It stands in the list of those that wait for something that nobody announces.
+    pub(super) listed: bool,
     /// Its descriptor is among those that are watched.
     pub(super) watched: bool,
     /// Sending ends when the ring is empty.
@@ -90,6 +92,7 @@ impl Socket {
             writable: false,
             end_seen: false,
             queued: false,
+            listed: false,
             watched: false,
             shut_send: false,
             closing: None,

@@ -166,7 +166,7 @@ impl Agent {
             let may = socket.readable && socket.room() >= record::LEN && socket.closing.is_none();
             let Some(fd) = socket.fd.as_ref().filter(|_| may) else { return Ok(false) };
             if self.vacant.is_empty() {
-                self.waiting.push(index);
+                self.look_again_at(index);
                 return Ok(false);
             }
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -174,7 +174,7 @@ impl Agent {
                 Ok((connection, peer)) => {
                     let peer = peer.and_then(|peer| SocketAddr::try_from(peer).ok());
                     if !self.adopt(index, connection, peer)? {
-                        self.waiting.push(index);
+                        self.look_again_at(index);
                         return Ok(false);
                     }
                 }
@@ -187,7 +187,7 @@ impl Agent {
                 Err(errno) => {
                     // No descriptors or no memory: later.
                     tracing::warn!(%errno, "a connection could not be accepted");
-                    self.waiting.push(index);
+                    self.look_again_at(index);
                     return Ok(false);
                 }
             }

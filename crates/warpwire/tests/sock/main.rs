@@ -8,6 +8,7 @@
 mod control;
 mod datagrams;
 mod ends;
+mod keys;
 mod polling;
 mod puppet;
 mod scale;
@@ -51,6 +52,7 @@ fn main() -> ExitCode {
         spans::CASES,
         ends::CASES,
         scale::CASES,
+        keys::CASES,
     ];
     let trial = |way: Way, case: &'static Case| {
         Trial::test(format!("{way}::{}", case.name), move || {

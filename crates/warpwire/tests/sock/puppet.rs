@@ -88,7 +88,7 @@ pub fn puppet_block(block: &Block<'_>) -> Result<(), Fault> {
         last = block.load_u64(at(mailbox + mail::NUMBER))?;
         let op = block.load_u64(at(mailbox + mail::OP))?;
         if op == Do::Stop as u64 {
-            return Ok(block.store_u64(at(mailbox + mail::DONE), last)?);
+            return block.store_u64(at(mailbox + mail::DONE), last);
         }
         let mut args = [0; 5];
         for (number, arg) in args.iter_mut().enumerate() {

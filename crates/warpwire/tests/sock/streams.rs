@@ -64,7 +64,7 @@ fn accepted_and_connected_are_alike(world: &World) {
             }
             peer.shutdown(Shutdown::Write).unwrap();
             let echoed = puppet.finish().result;
-            assert_eq!(echoed, (1 + 63 + 64 + 65 + 4095 + 4096 + 4097 + 65_536 + 65_537 + 200_000));
+            assert_eq!(echoed, 1 + 63 + 64 + 65 + 4095 + 4096 + 4097 + 65_536 + 65_537 + 200_000);
             puppet.expect(Do::Close, &[socket], None);
         }
     }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mem::{Allocation, Device, Launch, Module, Program, Stream, cuda};
+use warpwire::sock::kv::{KvOptions, KvServer};
 use warpwire::sock::{Place, SockHost, SockOptions};
 
 use crate::puppet::{self, Do, Puppet, SOON};
@@ -93,6 +94,23 @@ impl World {
             _ => Play::on_device(&self.gpu, &host, &memory, puppets),
         };
         Stage { puppets: actors, play: Some(play), host, memory }
+    }
+}
+
+impl World {
+    /// A key-value server with these options, run by this way.
+    pub fn kv<'a>(&self, host: &'a SockHost, options: KvOptions) -> KvServer<'a> {
+        if self.way != Way::Threads {
+            return KvServer::start(host, options).unwrap();
+        }
+        let library = compiled().as_ref().unwrap();
+        // SAFETY: the library was built from kv.cu, where the function has this type.
+        let run: libloading::Symbol<'_, unsafe extern "C" fn(u64, u64)> =
+            unsafe { library.get(b"kv_server_thread\0") }.unwrap();
+        let run = *run;
+        // SAFETY: the server gives the address of its setup, and keeps that and what it names until the worker has ended.
+        let work = move |setup, worker| unsafe { run(setup, worker) };
+        KvServer::start_on_threads(host, options, work).unwrap()
     }
 }
 
@@ -218,17 +236,21 @@ pub fn compile_for_threads() -> Result<(), String> {
 
 fn build_library() -> Result<libloading::Library, String> {
     let root = PathBuf::from(option_env!("CARGO_MANIFEST_DIR").unwrap_or("."));
-    let source = root.join("tests/sock/puppet.cu");
-    if !source.exists() {
+    let sources = ["tests/sock/puppet.cu", "src/sock/kv/kv.cu"].map(|path| root.join(path));
+    if !sources[0].exists() {
         return Err("the sources are not here".into());
     }
     let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
     let library = folder.path().join("libpuppet.so");
+    // What tools/sock-sanitizers asks for. Its preloaded runtime is not for the compiler.
+    let more = std::env::var("WARPWIRE_SOCK_CXXFLAGS").unwrap_or_default();
     let built = std::process::Command::new("g++")
+        .env_remove("LD_PRELOAD")
+        .args(more.split_whitespace())
         .args(["-x", "c++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC"])
         .args(["-shared", "-pthread", "-I"])
         .arg(root.join("../../include"))
-        .arg(source)
+        .args(sources)
         .arg("-o")
         .arg(&library)
         .output()

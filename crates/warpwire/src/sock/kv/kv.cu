@@ -460,7 +460,7 @@ template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, 
             mine--;
             if (i != mine) {
                 // The last one takes the place of the one that went, and its list entry with it.
-                sock::detail::copy(group, reinterpret_cast<u8 *>(c), reinterpret_cast<u8 *>(at(mine)), setup.connection_size);
+                sock::detail::copy<false>(group, reinterpret_cast<u8 *>(c), reinterpret_cast<u8 *>(at(mine)), setup.connection_size);
                 if (group.rank() == 0) list[i] = list[mine];
             }
             group.sync();

@@ -14,15 +14,17 @@ mod store;
 mod worker;
 
 use std::net::SocketAddr;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use serde::Serialize;
 
 use super::SockHost;
 use super::layout::{ADDRESS_LEN, address_bytes, address_from};
 use crate::error::{Error, Kind, Result};
 use crate::mem::sim::{Block, Fault};
-use crate::mem::{Allocation, DeviceAddr, Launch, MemoryKind, Program, Stream};
+use crate::mem::{Allocation, DeviceAddr, Launch, Program, Stream};
 
 const KERNEL: &str = "kv_server";
 const SLOTS_PER_BUCKET: u64 = 16;
@@ -216,11 +218,67 @@ pub struct KvStats {
 /// ```
 pub struct KvServer<'a> {
     host: &'a SockHost,
-    stream: Stream,
+    play: Play,
     address: SocketAddr,
+    memory: Memory,
+}
+
+/// The workers at work.
+enum Play {
+    Kernel(Stream),
+    Threads(Mutex<Vec<JoinHandle<()>>>),
+}
+
+/// All memory of a server.
+struct Memory {
+    setup: Allocation,
     control: Allocation,
     counts: Allocation,
-    _memory: Vec<Allocation>,
+    _others: [Allocation; 3],
+}
+
+impl Memory {
+    fn lay(host: &SockHost, options: &KvOptions) -> Result<Self> {
+        let slot_size = slot::KEY + MOST_KEY + options.most_value;
+        let per_worker = u64::from(options.clients.div_ceil(options.workers)) + 1;
+        let in_size = (options.most_value * 2 + 4096).next_multiple_of(4096);
+        let out_size = (options.most_value * 16 + 8192).next_multiple_of(4096);
+        let connection_size = CONNECTION + in_size + out_size;
+        let workers = u64::from(options.workers);
+        let slots = host.alloc(options.buckets * SLOTS_PER_BUCKET * slot_size)?;
+        let locks = host.alloc(options.buckets * 4)?;
+        let lists = (workers * (per_worker + 1) * POLLED).next_multiple_of(16);
+        let connections = host.alloc(lists + workers * per_worker * connection_size)?;
+        let (counts, setup) = (host.alloc(counts::LEN)?, host.alloc(SETUP_LEN as u64)?);
+        let (control, stream) =
+            (host.device().alloc_pinned(control::LEN)?, host.device().stream()?);
+        for memory in [&slots, &locks, &counts] {
+            stream.fill(&memory.whole()?, 0)?;
+        }
+        stream.synchronize(SOON)?;
+        control.write(0, &[0; control::LEN as usize])?;
+        let told = Setup {
+            table: host.table(),
+            slots: host.address_of(&slots)?,
+            locks: host.address_of(&locks)?,
+            bucket_mask: options.buckets - 1,
+            slot_size,
+            most_value: options.most_value,
+            connections: host.address_of(&connections)?,
+            connection_size,
+            in_size,
+            out_size,
+            per_worker,
+            workers,
+            patience: options.patience.as_nanos() as u64,
+            control: host.address_of(&control)?,
+            most_clients: u64::from(options.clients),
+            counts: host.address_of(&counts)?,
+            address: address_bytes(Some(options.address)),
+        };
+        setup.write(0, &told.bytes())?;
+        Ok(Self { setup, control, counts, _others: [slots, locks, connections] })
+    }
 }
 
 impl<'a> KvServer<'a> {
@@ -232,57 +290,42 @@ impl<'a> KvServer<'a> {
             .ptx(include_str!("kv.ptx"))
             .block(KERNEL, worker::kv_block);
         let kernel = device.load(&program)?.kernel(KERNEL)?;
-        let slot_size = slot::KEY + MOST_KEY + options.most_value;
-        let per_worker = u64::from(options.clients.div_ceil(options.workers)) + 1;
-        let in_size = (options.most_value * 2 + 4096).next_multiple_of(4096);
-        let out_size = (options.most_value * 16 + 8192).next_multiple_of(4096);
-        let connection_size = CONNECTION + in_size + out_size;
-        let workers = u64::from(options.workers);
-        let on_device = |len: u64| device.alloc_kind(len, MemoryKind::Vmm);
-        let slots = on_device(options.buckets * SLOTS_PER_BUCKET * slot_size)?;
-        let locks = on_device(options.buckets * 4)?;
-        let lists = (workers * (per_worker + 1) * POLLED).next_multiple_of(16);
-        let connections = on_device(lists + workers * per_worker * connection_size)?;
-        let (counts, setup_memory) = (on_device(counts::LEN)?, on_device(SETUP_LEN as u64)?);
-        let (control, stream) = (device.alloc_pinned(control::LEN)?, device.stream()?);
-        for memory in [&slots, &locks, &counts] {
-            stream.fill(&memory.whole()?, 0)?;
-        }
-        stream.synchronize(SOON)?;
-        control.write(0, &[0; control::LEN as usize])?;
-        let setup = Setup {
-            table: host.table(),
-            slots: slots.address().raw(),
-            locks: locks.address().raw(),
-            bucket_mask: options.buckets - 1,
-            slot_size,
-            most_value: options.most_value,
-            connections: connections.address().raw(),
-            connection_size,
-            in_size,
-            out_size,
-            per_worker,
-            workers,
-            patience: options.patience.as_nanos() as u64,
-            control: control.address().raw(),
-            most_clients: u64::from(options.clients),
-            counts: counts.address().raw(),
-            address: address_bytes(Some(options.address)),
-        };
-        setup_memory.write(0, &setup.bytes())?;
-        let launch =
-            Launch::new(&kernel).grid(options.workers).threads(64).region(&setup_memory.whole()?);
+        let memory = Memory::lay(host, &options)?;
+        let stream = device.stream()?;
+        let setup = memory.setup.whole()?;
+        let launch = Launch::new(&kernel).grid(options.workers).threads(64).region(&setup);
         start(&stream, launch)?;
-        let memory = vec![slots, locks, connections, setup_memory];
-        let address = options.address;
-        let mut server = Self { host, stream, address, control, counts, _memory: memory };
+        Self::begun(host, Play::Kernel(stream), memory, options.address)
+    }
+
+    /// Starts workers as threads of a host for [`Place::Threads`](super::Place::Threads): `run` gets the setup's address
+    /// and the worker's number. For tests of kv.cu as C++.
+    #[doc(hidden)]
+    pub fn start_on_threads(
+        host: &'a SockHost,
+        options: KvOptions,
+        run: impl Fn(u64, u64) + Clone + Send + 'static,
+    ) -> Result<Self> {
+        options.check()?;
+        let memory = Memory::lay(host, &options)?;
+        let setup = host.address_of(&memory.setup)?;
+        let workers = (0..u64::from(options.workers)).map(|worker| {
+            let run = run.clone();
+            std::thread::spawn(move || run(setup, worker))
+        });
+        let play = Play::Threads(Mutex::new(workers.collect()));
+        Self::begun(host, play, memory, options.address)
+    }
+
+    fn begun(host: &'a SockHost, play: Play, memory: Memory, address: SocketAddr) -> Result<Self> {
+        let mut server = Self { host, play, address, memory };
         server.address = server.await_listener()?;
         Ok(server)
     }
 
     fn await_listener(&self) -> Result<SocketAddr> {
         let begun = Instant::now();
-        let bytes = self.control.host_bytes()?;
+        let bytes = self.memory.control.host_bytes()?;
         let failed = |why: String| {
             Error::new(Kind::Unavailable, format!("listen at {}", self.address))
                 .on(self.host.device().label())
@@ -314,7 +357,7 @@ impl<'a> KvServer<'a> {
     /// What it has done.
     pub fn stats(&self) -> Result<KvStats> {
         let mut bytes = [0; counts::LEN as usize];
-        self.counts.read(0, &mut bytes)?;
+        self.memory.counts.read(0, &mut bytes)?;
         let word = |at: u64| {
             let mut word = [0; 8];
             word.copy_from_slice(&bytes[at as usize..at as usize + 8]);
@@ -331,8 +374,17 @@ impl<'a> KvServer<'a> {
 
     /// Ends it: connections are closed, and the kernel returns.
     pub fn stop(&self) -> Result<()> {
-        self.control.host_bytes()?.store_u64(control::STOP, 1)?;
-        self.stream.synchronize(SOON)
+        self.memory.control.host_bytes()?.store_u64(control::STOP, 1)?;
+        match &self.play {
+            Play::Kernel(stream) => stream.synchronize(SOON),
+            Play::Threads(threads) => {
+                for thread in std::mem::take(&mut *threads.lock()) {
+                    let stopped = || Error::new(Kind::Unavailable, "end a key-value server");
+                    thread.join().map_err(|_| stopped().why("a worker panicked"))?;
+                }
+                Ok(())
+            }
+        }
     }
 }
 

@@ -193,7 +193,8 @@ impl Worker<'_> {
         let busy = !connection.input.is_empty() || !connection.output.is_empty();
         connection.since = busy.then(|| connection.since.unwrap_or_else(Instant::now));
         let late = connection.since.is_some_and(|since| since.elapsed() > patience);
-        Ok(!late && !(connection.output.is_empty() && connection.closing))
+        let said = connection.output.is_empty() && connection.closing;
+        Ok(!late && !said)
     }
 }
 
