@@ -23,7 +23,7 @@ struct Exchange {
 };
 
 static __device__ void check(const Exchange &exchange, Status status) {
-    if (status != kOk) detail::replace((u64 *)exchange.report, 0, 1ull << 63 | (u32)status);
+    if (status != kOk) detail::swap_if((u64 *)exchange.report, 0, 1ull << 63 | (u32)status);
 }
 
 static __device__ void await(const Exchange &exchange, const Neighbour &side, u64 step) {
