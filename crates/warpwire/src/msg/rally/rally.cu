@@ -29,5 +29,5 @@ extern "C" __global__ void rally_play(u64 qp, u64 report, u64 to, u64 rkey, u64 
         if (serves && status == kOk) status = wait_signal((const u64 *)own, Condition::AtLeast, start + round, timeout);
     }
     if (status == kOk) status = quiet(pair, timeout);
-    if (status != kOk) detail::replace((u64 *)report, 0, 1ull << 63 | (u32)status);
+    if (status != kOk) detail::swap_if((u64 *)report, 0, 1ull << 63 | (u32)status);
 }
