@@ -268,3 +268,22 @@ fn shared_memory_does_without_packets_unless_told_otherwise() {
     let faulty = link(&["--fault", "loss=1%,seed=3"]);
     assert!(faulty.contains("; packets only: faults must see every packet"), "{faulty}");
 }
+
+/// Devices that cannot be had say why: no library, one that is none, no such device.
+#[test]
+fn devices_that_are_not_there() {
+    let perf = ["perf", "write", "bw", "--local", "--device", "mlx9_9"];
+    let told = |library: &str| {
+        let output = warpwire(&perf).env("WARPWIRE_IBVERBS", library).output().unwrap();
+        assert_ne!(output.status.code(), Some(0));
+        stderr(&output)
+    };
+    let missing = told("libibverbs-that-is-not-there.so.1");
+    assert!(missing.contains("is not installed") && missing.contains("rdma-core"), "{missing}");
+    let old = told("libc.so.6");
+    assert!(old.contains("libc.so.6 has no symbol ibv_get_device_list"), "{old}");
+    let together = run(&["perf", "write", "bw", "--local", "--device", "x", "--link", "udp"]);
+    assert_eq!(together.status.code(), Some(2), "{}", stderr(&together));
+    let alone = run(&["perf", "write", "bw", "--local", "--gid-index", "1"]);
+    assert_eq!(alone.status.code(), Some(2), "{}", stderr(&alone));
+}

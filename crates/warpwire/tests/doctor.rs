@@ -206,6 +206,7 @@ fn eight_gpu_server() {
     software RDMA over UDP: yes, with segmentation and receive offload
     simulated GPU: yes, its memory can be made (memfd_create worked)
     "#);
+    expect(&report, "mlx5_0 direct queues", Status::Pass, "libmlx5.so.1.24.50.0 tells where");
     for (gpu, nic) in (0..8).map(|i| (format!("GPU{i}"), format!("mlx5_{i}"))) {
         expect(&report, &format!("{gpu} to {nic}"), Status::Pass, "PIX");
     }
@@ -337,6 +338,7 @@ fn peermem_missing() {
     expect(&report, "peer-memory module", Status::Fail, "sudo modprobe nvidia-peermem");
     expect(&report, "kernel version", Status::Warn, "5.4.0-190-generic is older than 5.12");
     expect(&report, "libibverbs", Status::Warn, "rdma-core 34");
+    expect(&report, "mlx5_0 direct queues", Status::Warn, "apt install ibverbs-providers");
     expect(&report, "cuda:0 dma-buf export", Status::Warn, "CUDA_ERROR_NOT_SUPPORTED");
     expect(&report, "PCIe access control (ACS)", Status::Skip, "sudo warpwire doctor");
     expect(&report, "IOMMU", Status::Warn, "iommu=pt");

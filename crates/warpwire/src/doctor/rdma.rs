@@ -21,6 +21,7 @@ pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
             }
             checks.push(dma_buf(device));
             checks.push(on_demand_paging(device));
+            checks.push(direct_queues(system, device));
             checks
         })
         .collect()
@@ -149,6 +150,30 @@ fn dma_buf(device: &RdmaDevice) -> Check {
              otherwise data is staged",
         ),
         None => GROUP.skip(name, "the device's driver is not known"),
+    }
+}
+
+/// Whether streams and kernels could post to it themselves.
+fn direct_queues(system: &System, device: &RdmaDevice) -> Check {
+    let name = format!("{} direct queues", device.name);
+    let driver = device.driver.as_deref().unwrap_or("not known");
+    match (driver, system.mlx5_library()) {
+        ("mlx5" | "mlx5_core", Some(library)) => GROUP.pass(
+            name,
+            format!(
+                "{library} tells where its queues lie; a GPU also needs its doorbell page, which CUDA must take as I/O \
+                 memory (not tried here)"
+            ),
+        ),
+        ("mlx5" | "mlx5_core", None) => GROUP.warn(
+            name,
+            "libmlx5.so.1 is not installed, so nobody tells where its queues lie",
+            "install the provider: `sudo apt install ibverbs-providers`, or `sudo dnf install libibverbs`",
+        ),
+        (driver, _) => GROUP.skip(
+            name,
+            format!("the {driver} driver has no ConnectX queues; streams and kernels use the software HCA"),
+        ),
     }
 }
 

@@ -50,6 +50,14 @@ impl System {
     }
 }
 
+impl System {
+    /// The file that `libmlx5.so.1` leads to, in the first of the standard library folders that has one: what tells where
+    /// the queues of an mlx5 device lie.
+    pub fn mlx5_library(&self) -> Option<String> {
+        LIBRARY_FOLDERS.iter().find_map(|folder| self.real_path(&format!("{folder}/libmlx5.so.1")))
+    }
+}
+
 /// rdma-core names the file `libibverbs.so.1.<interface>.<release>.<patch>`.
 fn parse_file_name(name: &str) -> (Option<u32>, Option<u32>) {
     let mut numbers = name

@@ -48,7 +48,7 @@ fn two_queue_pairs_of_one_device(bench: &Bench) {
 
 /// `tests/verbs` on the device: both ends are contexts of it.
 fn the_suite_of_verbs_on_rxe(bench: &Bench) {
-    verbs_suite(bench, "10.79.0.2", "device::");
+    verbs_suite(bench, "10.79.0.2", "devices::");
 }
 
 /// `tests/verbs` once more, with the software HCA at one end, in a network of its own in the guest.

@@ -168,8 +168,11 @@ fn remote_memory_that_may_not_be_used(fixture: &Fixture) {
     ];
     bad.extend(places.into_iter().flat_map(|at| [Op::Write(at), Op::Read(at)]));
     bad.push(Op::Atomic(Remote { rkey: far.rkey ^ 0x80, ..far }, add));
-    bad.push(Op::SendInvalidate(far.rkey ^ 0x80));
-    bad.push(Op::SendInvalidate(foreign.mr.rkey()));
+    // rxe takes the message, and fails afterwards.
+    if !end.is_device() {
+        bad.push(Op::SendInvalidate(far.rkey ^ 0x80));
+        bad.push(Op::SendInvalidate(foreign.mr.rkey()));
+    }
     for op in bad {
         let receives = matches!(op, Op::SendInvalidate(_) | Op::WriteImm(..));
         if receives {

@@ -77,7 +77,7 @@ impl Which {
         (Self::AutoPackets, "auto-packets"),
     ];
     pub const DEVICES: [(Self, &'static str); 3] = [
-        (Self::Device, "device"),
+        (Self::Device, "devices"),
         (Self::SoftToDevice, "soft-to-device"),
         (Self::DeviceToSoft, "device-to-soft"),
     ];
@@ -485,7 +485,12 @@ impl World {
         assert_eq!(cq.poll(&mut one).unwrap(), 0, "{:?}", one[0]);
     }
 
-    pub fn side(&self, end: &End, options: QpOptions) -> Side {
+    pub fn side(&self, end: &End, mut options: QpOptions) -> Side {
+        if (self.a.is_device() || self.b.is_device())
+            && options.timeout == QpOptions::default().timeout
+        {
+            options.timeout = 18; // a second: the device may be emulated, on a busy machine
+        }
         let entries = 2 * options.send_depth.max(options.receive_depth).max(1);
         let sends = end.context.create_cq(entries).unwrap();
         let receives = end.context.create_cq(entries).unwrap();
@@ -520,7 +525,7 @@ impl World {
 fn peculiar(status: Status) -> &'static [Status] {
     match status {
         Status::LocalProtection => &[Status::LocalQpOperation, Status::Flushed],
-        Status::LocalAccess => &[Status::RemoteAccess],
+        Status::LocalAccess => &[Status::RemoteAccess, Status::RemoteInvalidRequest],
         Status::LocalLength => &[Status::LocalQpOperation],
         Status::RemoteInvalidRequest => &[Status::RemoteOperation],
         _ => &[],

@@ -1,0 +1,191 @@
+//! What only RDMA devices of the machine have: names, ports, addresses, ways to GPU memory.
+
+use warpwire::error::Kind as ErrorKind;
+use warpwire::link::{Hub, Kind as LinkKind};
+use warpwire::mr::{HostMemory, Memory, Path};
+use warpwire::verbs::{
+    Access, Attach, Change, Completion, CompletionKind, Context, DeviceOptions, DmaBufRange, Mtu,
+    Offer, Op, QpOptions, ReceiveRequest, Request, State, Status, devices,
+};
+
+use crate::fixture::{End, Fixture, Which, cases, same, skip};
+
+cases!(CASES: names_ports_and_addresses_that_are_not_there, nobody_is_at_the_address, queues_of_different_sorts,
+    ways_to_device_memory, dma_bufs_of_ones_own, batches, one_completion_queue_for_both_sides, it_says_what_it_is);
+
+/// An end that is a device.
+fn device(fixture: &Fixture) -> End {
+    if fixture.which != Which::Device {
+        skip("once is enough");
+    }
+    fixture.world().a
+}
+
+fn name(end: &End) -> String {
+    end.context.device().unwrap().device().name.clone()
+}
+
+fn it_says_what_it_is(fixture: &Fixture) {
+    let end = device(fixture);
+    assert!(devices().unwrap().iter().any(|device| device.name == name(&end)));
+    assert!(end.context.soft().is_none());
+    let path = end.context.path();
+    assert_eq!((path.kind, path.local.port()), (LinkKind::Hardware, 4791));
+    assert!(path.why.contains(&name(&end)), "{path}");
+    let cq = end.context.create_cq(4).unwrap();
+    let qp = end.context.create_qp(&end.pd, &cq, &cq, QpOptions::default()).unwrap();
+    assert_eq!(qp.path().unwrap().local, path.local);
+    assert_eq!((qp.offer().address, qp.offer().lid), (path.local, 0));
+    // Queues in ConnectX's format are for mlx5, and say so.
+    let refused = qp.direct_queues().unwrap_err().to_string();
+    assert!(refused.contains("its driver is rxe"), "{refused}");
+    assert_eq!(qp.stats().unwrap_err().kind(), &ErrorKind::Unsupported);
+}
+
+fn names_ports_and_addresses_that_are_not_there(fixture: &Fixture) {
+    let end = device(fixture);
+    let name = name(&end);
+    let refused = Context::open_device("mlx9_9").unwrap_err().to_string();
+    assert!(refused.contains("mlx9_9") && refused.contains(&name), "{refused}");
+    let open = |options| Context::open_device_with(&name, options).unwrap_err().to_string();
+    let refused = open(DeviceOptions { gid_index: Some(200), ..DeviceOptions::default() });
+    assert!(refused.contains("no address at that place") && refused.contains("take one of"));
+    let refused = open(DeviceOptions { port: Some(9), ..DeviceOptions::default() });
+    assert!(refused.contains("no port 9"), "{refused}");
+    let cq = end.context.create_cq(4).unwrap();
+    let make = |options| end.context.create_qp(&end.pd, &cq, &cq, options).unwrap_err().to_string();
+    let refused = make(QpOptions { gid_index: Some(200), ..QpOptions::default() });
+    assert!(refused.contains("GID 200") && refused.contains("take one of"), "{refused}");
+    let refused = make(QpOptions { port: Some(7), ..QpOptions::default() });
+    assert!(refused.contains("no port 7"), "{refused}");
+}
+
+fn nobody_is_at_the_address(fixture: &Fixture) {
+    let end = device(fixture);
+    let cq = end.context.create_cq(4).unwrap();
+    let qp = end.context.create_qp(&end.pd, &cq, &cq, QpOptions::default()).unwrap();
+    let std::net::IpAddr::V4(own) = qp.offer().address.ip() else { skip("it has IPv6 alone") };
+    let [a, b, c, _] = own.octets();
+    let nobody = Offer { address: ([a, b, c, 99], 4791).into(), ..qp.offer() };
+    let refused = qp.connect(&nobody).unwrap_err();
+    assert_eq!(refused.kind(), &ErrorKind::Unavailable, "{refused}");
+    assert!(refused.to_string().contains("nobody answers"), "{refused}");
+    // An MTU that no device has, from a peer.
+    qp.modify(&Change::to(State::Reset)).unwrap();
+    let odd = Offer { mtu: 1000, ..qp.offer() };
+    assert_eq!(qp.connect(&odd).unwrap_err().kind(), &ErrorKind::Malformed);
+    assert!(Mtu::new(1000).is_none());
+}
+
+fn queues_of_different_sorts(fixture: &Fixture) {
+    let end = device(fixture);
+    let hub = Hub::new();
+    let soft = Context::open(hub.endpoint("10.0.0.1:4791".parse().unwrap()).unwrap()).unwrap();
+    let (own, foreign) = (end.context.create_cq(4).unwrap(), soft.create_cq(4).unwrap());
+    let options = QpOptions::default;
+    let says = |refused: warpwire::Result<warpwire::verbs::Qp>| {
+        let refused = refused.unwrap_err();
+        assert_eq!(refused.kind(), &ErrorKind::InvalidArgument, "{refused}");
+        assert!(refused.to_string().contains("another context"), "{refused}");
+    };
+    says(end.context.create_qp(&end.pd, &own, &foreign, options()));
+    says(soft.create_qp(&soft.pd(), &foreign, &own, options()));
+    says(end.context.create_qp(&soft.pd(), &own, &own, options()));
+    let srq = soft.create_srq(&soft.pd(), warpwire::verbs::SrqOptions::default()).unwrap();
+    says(end.context.create_qp(&end.pd, &own, &own, QpOptions { srq: Some(srq), ..options() }));
+    let memory = HostMemory::new(4096).unwrap();
+    assert!(end.context.register(&soft.pd(), memory, Access::ALL).is_err());
+}
+
+/// The best way that there is, and why not a better one.
+fn ways_to_device_memory(fixture: &Fixture) {
+    let end = device(fixture);
+    let memory = fixture.gpu().alloc(1 << 20).unwrap();
+    let whole = || Memory::from(memory.whole().unwrap());
+    let mr = end.context.register(&end.pd, whole(), Access::ALL).unwrap();
+    assert!(matches!(mr.path(), Path::Window(_)), "{}", mr.path());
+    let why = mr.why().join("; ");
+    assert!(why.contains("no dma-buf: ") && why.contains("no peer memory: "), "{why}");
+    assert_eq!((mr.iova(), mr.len()), (memory.address().raw(), 1 << 20));
+    for memory in [whole().without_window(), whole().staged()] {
+        let refused = end.context.register(&end.pd, memory, Access::ALL).unwrap_err();
+        assert_eq!(refused.kind(), &ErrorKind::Unsupported);
+        let text = refused.to_string();
+        for part in
+            ["no dma-buf", "no peer memory", "without one", "nvidia-peermem", "stages by itself"]
+        {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+    // By its address, the same way is found.
+    let at = memory.address().raw();
+    #[allow(unsafe_code)]
+    // SAFETY: the memory outlives the registration, and nobody has references to it.
+    let mr = unsafe { end.context.register_address(&end.pd, at, 4096, None, Access::ALL) }.unwrap();
+    assert!(matches!(mr.path(), Path::Window(_)) && mr.client() == Some("sim"));
+    assert_eq!(mr.iova(), at);
+}
+
+fn dma_bufs_of_ones_own(fixture: &Fixture) {
+    let end = device(fixture);
+    let memory = HostMemory::new(4096).unwrap();
+    let range = DmaBufRange { fd: std::os::fd::AsFd::as_fd(&memory), offset: 0, len: 4096 };
+    let refused =
+        end.context.register_dmabuf(&end.pd, range, None, Access::ALL, Attach::Static).unwrap_err();
+    assert_eq!(refused.kind(), &ErrorKind::Unsupported);
+    assert!(refused.to_string().contains("rxe does on no kernel"), "{refused}");
+    // The way out.
+    let mr = end.context.register(&end.pd, memory, Access::ALL).unwrap();
+    assert_eq!((mr.path(), mr.why()), (Path::Host, vec![]));
+}
+
+/// A batch is seen whole or not at all, whatever is pushed between.
+fn batches(fixture: &Fixture) {
+    let world = fixture.world();
+    let joined = world.join(QpOptions { send_depth: 8, ..QpOptions::default() });
+    let far = fixture.host(&world.b, 4096);
+    let write = |id, at| Request::new(id, Op::Write(far.mr.remote(at)));
+    let mut batch = joined.a.qp.batch();
+    batch.push(&write(1, 0).inline(b"never")).unwrap();
+    drop(batch);
+    world.quiet(&joined.a.sends);
+    same(&far.read(0, 5), &[0; 5], "a batch that was dropped");
+    let mut batch = joined.a.qp.batch();
+    {
+        let text = *b"first";
+        batch.push(&write(2, 0).inline(&text)).unwrap();
+        let near = fixture.host(&world.a, 64);
+        near.write(0, b"ranges");
+        batch.push(&write(3, 100).with(&[near.mr.sge(0, 3), near.mr.sge(3, 3)])).unwrap();
+        let refused = batch.push(&write(4, 0).inline(&[0; 5000])).unwrap_err();
+        assert_eq!(refused.kind(), &ErrorKind::InvalidArgument);
+        batch.post();
+        world.done(&joined.a.sends, 2);
+        world.done(&joined.a.sends, 3);
+    }
+    same(&far.read(0, 5), b"first", "the first of a batch");
+    same(&far.read(100, 6), b"ranges", "the second of a batch");
+    // All or none.
+    let requests = [write(5, 0).inline(b"x"); 200];
+    let refused = joined.a.qp.post_send(&requests).unwrap_err();
+    assert_eq!(refused.kind(), &ErrorKind::Busy, "{refused}");
+    world.quiet(&joined.a.sends);
+    world.works(&joined);
+}
+
+/// Failures say whether they were sends or receives, where both come to one queue.
+fn one_completion_queue_for_both_sides(fixture: &Fixture) {
+    let world = fixture.world();
+    let cq = world.a.context.create_cq(16).unwrap();
+    let qp = world.a.context.create_qp(&world.a.pd, &cq, &cq, QpOptions::default()).unwrap();
+    let peer = world.side(&world.b, QpOptions::default());
+    crate::fixture::connect(&qp, &peer.qp);
+    qp.post_receive(&[ReceiveRequest { id: 7, data: &[] }]).unwrap();
+    qp.modify(&Change::to(State::Err)).unwrap();
+    qp.post_send(&[Request::new(7, Op::Send)]).unwrap();
+    let mut found: Vec<Completion> = (0..2).map(|_| world.next(&cq)).collect();
+    found.sort_by_key(Completion::is_receive);
+    assert!(found.iter().all(|done| (done.id, done.status) == (7, Status::Flushed)), "{found:?}");
+    let kinds = [CompletionKind::SendFailed, CompletionKind::ReceiveFailed];
+    assert_eq!(found.iter().map(|done| done.kind).collect::<Vec<_>>(), kinds);
+}
