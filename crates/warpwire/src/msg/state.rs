@@ -18,10 +18,19 @@ pub(super) const MOVED: u64 = 4 << 56;
 /// A word of the program that belongs to no request.
 pub(super) const LOOSE: u64 = 5 << 56;
 
+/// How a rank was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Loss {
+    /// It said that it leaves, and still answers; all that it sent is there.
+    pub left: bool,
+    /// It was the last.
+    pub all: bool,
+}
+
 /// Who must know at once that a rank is lost.
 pub(super) trait OnLost: Send + Sync {
     /// That one is. The caller holds the communicator's lock.
-    fn lost(&self, rank: usize);
+    fn lost(&self, rank: usize, loss: Loss);
 
     /// Whether something that was posted is still under way to ranks that are there.
     fn is_busy(&self) -> bool;
@@ -249,7 +258,7 @@ impl State {
         }
         self.peers[rank].end = Some(why.clone());
         self.peers[rank].has_left = true;
-        self.tell_hooks(rank);
+        self.tell_hooks(rank, true);
         self.peers[rank].receives.clear();
         self.peers[rank].outbox.clear();
         let open: Vec<u32> = self.entries.open_of(rank).collect();
@@ -275,7 +284,6 @@ impl State {
             return;
         }
         let why = peer.end.get_or_insert(why).clone();
-        let told = peer.has_left;
         peer.is_broken = true;
         peer.receives.clear();
         peer.outbox.clear();
@@ -289,14 +297,15 @@ impl State {
             self.entries.get(index).failure.get_or_insert(why.clone());
             self.conclude(index);
         }
-        if !told {
-            self.tell_hooks(rank);
-        }
+        self.tell_hooks(rank, false);
     }
 
-    fn tell_hooks(&mut self, rank: usize) {
+    fn tell_hooks(&mut self, rank: usize, left: bool) {
         self.hooks.retain(|hook| hook.strong_count() > 0);
-        self.hooks.iter().filter_map(Weak::upgrade).for_each(|hook| hook.lost(rank));
+        let others = self.peers.iter().enumerate().filter(|(other, _)| *other != self.rank);
+        let all = others.clone().all(|(_, peer)| peer.end.is_some());
+        let loss = Loss { left, all };
+        self.hooks.iter().filter_map(Weak::upgrade).for_each(|hook| hook.lost(rank, loss));
     }
 
     /// Whether the device has work of ours for ranks that can still be reached.

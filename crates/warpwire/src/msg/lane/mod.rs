@@ -37,7 +37,7 @@ use super::buffer::{Buffer, Part};
 use super::comm::Comm;
 use super::header::MOST_PARTS;
 use super::shared::Shared;
-use super::state::OnLost;
+use super::state::{Loss, OnLost};
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Allocation, Condition, Device, Word};
 use crate::stream::kernel::Kernels;
@@ -211,7 +211,8 @@ impl Comm {
         state.hooks.push(weak);
         let lost: Vec<usize> = (0..size).filter(|rank| state.peers[*rank].end.is_some()).collect();
         drop(state);
-        lost.into_iter().for_each(|rank| inner.lost(rank));
+        let loss = Loss { left: false, all: false };
+        lost.into_iter().for_each(|rank| inner.lost(rank, loss));
         Ok(Lane(inner))
     }
 
@@ -316,12 +317,17 @@ impl Lane {
     /// Why the connections to a rank have failed, if they have.
     pub fn failure(&self, rank: usize) -> Option<Error> {
         let peer = self.0.peers.get(rank)?.as_ref()?;
+        let (end, broken) = {
+            let state = self.0.shared.state.lock();
+            (state.peers[rank].end.clone(), state.peers[rank].is_broken)
+        };
         let of_stream = peer.stream.failure().map(|failure| failure.error.clone());
+        // Kernels are shut out when a rank leaves; those that waited then have reported it.
+        let closed = |error: &Error| error.kind() == &Kind::Freed && end.is_some() && !broken;
         let of_kernel = peer.kernel.as_ref().and_then(|kernel| kernel.check().err());
-        let of_peer = || self.0.shared.state.lock().peers[rank].end.clone();
+        let failed = of_stream.or(of_kernel.filter(|error| !closed(error)))?;
         // The rank's own end says more than what its connection died of.
-        let failed = of_stream.or(of_kernel)?;
-        Some(of_peer().unwrap_or_else(|| failed.during(format!("reach rank {rank} from streams"))))
+        Some(end.unwrap_or_else(|| failed.during(format!("reach rank {rank} from streams"))))
     }
 
     /// Takes completions, so that there is room for more. Other calls do so when they need to.
@@ -359,19 +365,34 @@ impl Inner {
 }
 
 impl OnLost for Inner {
-    /// Whoever waits for that rank goes on.
-    fn lost(&self, rank: usize) {
+    /// Whoever waits for that rank goes on. What a rank that leaves has sent is there, and what was sent to it may still be
+    /// acknowledged: then only those are released who wait for more.
+    fn lost(&self, rank: usize, loss: Loss) {
         let Some(Some(peer)) = self.peers.get(rank) else { return };
-        peer.stream.abort();
+        let mut waits = self.waits.lock();
+        let concerned = |wait: &WordWait| match wait.writer {
+            Some(writer) => writer == rank,
+            None => loss.all || !loss.left,
+        };
+        let mut released = false;
+        for wait in waits.iter().filter(|wait| concerned(wait) && !wait.is_over()) {
+            wait.release();
+            released = true;
+        }
+        waits.retain(|wait| !concerned(wait));
+        drop(waits);
+        let mut track = peer.track.lock();
+        let awaits = track.take(&peer.stream).is_err() || track.awaits_messages();
+        drop(track);
+        if released || awaits || !loss.left {
+            peer.stream.abort();
+        }
         if let Some(kernel) = &peer.kernel {
             kernel.close();
-            let _ = kernel.qp().modify(&Change::to(State::Err));
+            if !loss.left {
+                let _ = kernel.qp().modify(&Change::to(State::Err));
+            }
         }
-        let mut waits = self.waits.lock();
-        for wait in waits.iter().filter(|wait| wait.writer.is_none_or(|writer| writer == rank)) {
-            wait.release();
-        }
-        waits.retain(|wait| wait.writer.is_some_and(|writer| writer != rank));
     }
 
     fn is_busy(&self) -> bool {

@@ -261,12 +261,17 @@ impl Lane {
         let value = turns.barriers.wrapping_add(1);
         let (mut distance, mut step) = (1, size as u64);
         while distance < size {
-            let to = (rank + distance) % size;
+            let (to, from) = ((rank + distance) % size, (rank + size - distance) % size);
             let table = self.0.peer(to, "meet")?.table;
             let at = Remote { address: table.address + step * 4, ..table };
             let _told = self.prepare_inline(to, at, &value.to_le_bytes())?.post(stream)?;
             let word = self.0.table.word32(step * 4)?;
-            self.wait_word_on(stream, &word, (Condition::AtLeast, value.into()), Writer::Anyone)?;
+            self.wait_word_on(
+                stream,
+                &word,
+                (Condition::AtLeast, value.into()),
+                Writer::Rank(from),
+            )?;
             (distance, step) = (distance * 2, step + 1);
         }
         turns.barriers = value;

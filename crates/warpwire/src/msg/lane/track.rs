@@ -75,6 +75,12 @@ impl Track {
         sends.ended < sends.posted
     }
 
+    /// Whether receives are posted to which nothing has come.
+    pub fn awaits_messages(&self) -> bool {
+        let receives = &self.sides[side(Queue::Receive)];
+        receives.ended < receives.next
+    }
+
     /// Takes completions.
     pub fn take(&mut self, qp: &StreamQp) -> Result<()> {
         let mut some = [Completion::EMPTY; 16];
