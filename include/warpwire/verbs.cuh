@@ -98,7 +98,6 @@ WARPWIRE_FN const char *name(Status status) {
     return "general error";
 }
 
-constexpr u64 kForEver = ~0ull;
 constexpr u64 kPatience = 10ull * 1000 * 1000 * 1000;  // the default time-out: ten seconds
 constexpr u64 kMostBytes = 1ull << 30;                 // in one entry
 constexpr u32 kMostInline = 28;                        // bytes of a put_inline
@@ -181,47 +180,7 @@ static_assert(__builtin_offsetof(Side, published) == 128 && __builtin_offsetof(S
 #endif
 
 // ------------------------------------------------------------------------------------------------------------------
-// Groups. Any type with these four functions is one.
-
-// This thread alone.
-struct Thread {
-    WARPWIRE_FN u32 rank() const { return 0; }
-    WARPWIRE_FN u32 size() const { return 1; }
-    WARPWIRE_FN void sync() const {}
-    WARPWIRE_FN u64 share(u64 mine) const { return mine; }  // what rank 0 has
-};
-
-#if WARPWIRE_CUDA
-// All 32 lanes of a warp.
-struct Warp {
-    WARPWIRE_FN u32 rank() const {
-        u32 lane;
-        asm("mov.u32 %0, %%laneid;" : "=r"(lane));
-        return lane;
-    }
-    WARPWIRE_FN u32 size() const { return 32; }
-    WARPWIRE_FN void sync() const { __syncwarp(); }
-    WARPWIRE_FN u64 share(u64 mine) const {
-        __syncwarp();  // shuffling orders no memory
-        return __shfl_sync(0xffffffffu, mine, 0);
-    }
-};
-
-// All threads of a block.
-struct Block {
-    WARPWIRE_FN u32 rank() const { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
-    WARPWIRE_FN u32 size() const { return blockDim.x * blockDim.y * blockDim.z; }
-    WARPWIRE_FN void sync() const { __syncthreads(); }
-    WARPWIRE_FN u64 share(u64 mine) const {
-        __shared__ u64 shared;
-        if (rank() == 0) shared = mine;
-        __syncthreads();
-        u64 given = shared;
-        __syncthreads();
-        return given;
-    }
-};
-#endif
+// Groups: group.cuh has them. Any type with rank, size, sync and share is one.
 
 // The threads of a group, each for itself, but posting together.
 template <class Group> struct Each {

@@ -4,24 +4,9 @@
 #ifndef WARPWIRE_DETAIL_WORDS_CUH
 #define WARPWIRE_DETAIL_WORDS_CUH
 
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-#define WARPWIRE_CUDA 1
-#define WARPWIRE_FN __device__ inline
-#define WARPWIRE_CALL __device__ __noinline__ inline  // long, and used by every call: once in a kernel is enough
-#else
-#define WARPWIRE_CUDA 0
-#define WARPWIRE_FN inline
-#define WARPWIRE_CALL inline
-#include <chrono>
-#include <thread>
-#endif
+#include <warpwire/group.cuh>
 
 namespace warpwire {
-
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "the handle is made of words of these sizes");
 
 namespace detail {
 

@@ -1,6 +1,7 @@
 //! `warpwire sock`: sockets inside kernels, to serve with, to talk with, and to measure.
 
 mod echo;
+mod load;
 mod measure;
 mod peer;
 mod serve;
@@ -31,6 +32,7 @@ Examples:
   warpwire sock serve --service http --bind 127.0.0.1:8080    try: curl http://127.0.0.1:8080/
   warpwire sock kv --bind 127.0.0.1:6379              a key-value server; try: redis-cli, redis-benchmark -t set,get
   warpwire sock connect 127.0.0.1:8080 --send 'GET / HTTP/1.0\\r\\n\\r\\n'    a kernel as the client of any server
+  warpwire sock load 127.0.0.1:6379 -P 16             a load for it, or for any server that speaks RESP
   warpwire sock echo                                  a kernel echoes random bytes, and they are compared
   warpwire sock lat -s 64                             a round trip, beside a CPU's socket with cuMemcpy
   warpwire sock bw -s 64KiB --json";
@@ -41,6 +43,7 @@ enum Tool {
     Kv(serve::Kv),
     Connect(serve::Connect),
     Echo(echo::Arguments),
+    Load(load::Arguments),
     Lat(measure::Lat),
     Bw(measure::Bw),
 }
@@ -87,6 +90,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
         Tool::Kv(arguments) => arguments.run(),
         Tool::Connect(arguments) => arguments.run(),
         Tool::Echo(arguments) => arguments.run(),
+        Tool::Load(arguments) => arguments.run(),
         Tool::Lat(arguments) => arguments.run(),
         Tool::Bw(arguments) => arguments.run(),
     })

@@ -1,5 +1,5 @@
-//! What the host and the kernels of a GPU share, byte by byte. `include/warpwire/sock.cuh` has the same, and a test
-//! compares the two.
+//! What the host and the kernels of a GPU share, byte by byte. `include/warpwire/sock.cuh` has the same, and asserts its
+//! sizes; the suite `tests/sock` runs both.
 //!
 //! Three areas of memory, by who writes them:
 //!

@@ -1,0 +1,160 @@
+//! `warpwire sock`, run as a user runs it, on the simulated GPU.
+
+// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
+#![allow(clippy::unwrap_used)]
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+use serde_json::Value;
+
+fn warpwire(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_warpwire"));
+    for variable in ["WARPWIRE_LOG", "WARPWIRE_SIM", "WARPWIRE_WINDOW", "COLUMNS"] {
+        command.env_remove(variable);
+    }
+    command.arg("sock").args(arguments);
+    command
+}
+
+fn run(arguments: &[&str]) -> Output {
+    warpwire(arguments).output().unwrap()
+}
+
+fn json(arguments: &[&str]) -> Value {
+    let output = run(arguments);
+    assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// A server that was started, and a connection to it.
+struct Server {
+    child: Child,
+    address: String,
+}
+
+impl Server {
+    fn start(arguments: &[&str]) -> Self {
+        let arguments = [arguments, &["-d", "sim:0", "--bind", "127.0.0.1:0"]].concat();
+        let mut child = warpwire(&arguments).stdout(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut told = lines.map_while(Result::ok).filter(|line| line.contains("listens at"));
+        let address = told.next().unwrap().rsplit(' ').next().unwrap().to_owned();
+        Self { child, address }
+    }
+
+    fn connect(&self) -> TcpStream {
+        let stream = TcpStream::connect(&self.address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        stream
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn bytes_go_through_a_kernel_and_are_compared() {
+    let report = json(&["echo", "-d", "sim:0", "-s", "256KiB", "--json"]);
+    assert_eq!(report["wrong"], 0);
+    assert_eq!(report["messages"], 57);
+}
+
+#[test]
+fn both_sides_are_measured() {
+    let lat = json(&["lat", "-d", "sim:0", "-n", "50", "--json"]);
+    assert_eq!(lat["size"], 64);
+    assert!(lat["kernel_us"].as_f64().unwrap() > 0.0 && lat["cpu_us"].as_f64().unwrap() > 0.0);
+    let bw = json(&["bw", "-d", "sim:0", "-t", "4MiB", "--json"]);
+    assert_eq!(bw["rows"].as_array().unwrap().len(), 2);
+    assert!(bw["rows"][1]["kernel_mb_s"].as_f64().unwrap() > 0.0);
+}
+
+#[test]
+fn a_kernel_serves_keys() {
+    let server = Server::start(&["kv"]);
+    let mut client = server.connect();
+    client.write_all(b"SET a 1\r\nINCR a\r\nQUIT\r\n").unwrap();
+    let mut answers = String::new();
+    client.read_to_string(&mut answers).unwrap();
+    assert_eq!(answers, "+OK\r\n:2\r\n+OK\r\n");
+}
+
+#[test]
+fn a_load_compares_every_answer() {
+    let server = Server::start(&["kv"]);
+    let small = ["-c", "4", "-n", "200", "-P", "5", "--json"];
+    let report = json(&[&["load", server.address.as_str()][..], &small].concat());
+    for row in report["rows"].as_array().unwrap() {
+        assert_eq!(row["wrong"], 0, "{row}");
+    }
+    // A server that says something else is found out.
+    let other = Server::start(&["serve"]);
+    let wrong = run(&[&["load", other.address.as_str()][..], &small].concat());
+    assert_eq!(wrong.status.code(), Some(1), "{}", text(&wrong.stdout));
+}
+
+#[test]
+fn a_kernel_answers_http() {
+    let server = Server::start(&["serve", "--service", "http"]);
+    let ask = |question: &[u8]| {
+        let mut client = server.connect();
+        client.write_all(question).unwrap();
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).unwrap();
+        answer
+    };
+    let good = ask(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n");
+    assert!(good.starts_with("HTTP/1.1 200 OK\r\n") && good.ends_with("hello from a kernel\n"));
+    // Headers without an end.
+    let bad = ask(&[b'x'; 32 << 10]);
+    assert!(bad.starts_with("HTTP/1.1 431 "), "{bad}");
+    assert!(ask(b"GET / HTTP/1.0\r\n\r\n").contains("200 OK"), "and it goes on");
+}
+
+#[test]
+fn a_kernel_is_a_client() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let serving = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut question = [0; 10];
+        stream.read_exact(&mut question).unwrap();
+        stream.write_all(b"an answer").unwrap();
+        question
+    });
+    let output = run(&["connect", &address, "-d", "sim:0", "--send", "question\\r\\n"]);
+    assert_eq!(text(&output.stdout), "an answer");
+    assert_eq!(&serving.join().unwrap(), b"question\r\n");
+}
+
+#[test]
+fn what_cannot_be_is_told() {
+    let deserted = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let refused = run(&["connect", &deserted, "-d", "sim:0"]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(text(&refused.stderr).contains("Connection refused"), "{}", text(&refused.stderr));
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let in_use = run(&["kv", "-d", "sim:0", "--bind", &address, "--seconds", "1"]);
+    assert_eq!(in_use.status.code(), Some(1));
+    assert!(text(&in_use.stderr).contains("in use"), "{}", text(&in_use.stderr));
+    for wrong in [
+        &["connect", "nowhere", "-d", "sim:0"][..],
+        &["connect", "127.0.0.1:1", "-d", "sim:0", "--send", "\\q"],
+        &["serve", "-d", "sim:9"],
+        &["lat", "-s", "0"],
+    ] {
+        assert_eq!(run(wrong).status.code(), Some(2), "{wrong:?}");
+    }
+}
