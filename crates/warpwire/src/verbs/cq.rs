@@ -97,7 +97,10 @@ impl Shared {
     /// Tells the device which entries are free.
     fn tell_consumed(&self, count: u64) {
         let word = u32::from_ne_bytes(Arm::consumed_word(count as u32));
+        // What was cleared before goes first: the device may write there as soon as it sees this.
+        self.memory.send_off();
         let _ = self.memory.bytes().store_u32(u64::from(self.entries) * CQE_LEN, word);
+        self.memory.send_off();
     }
 }
 
@@ -122,6 +125,7 @@ impl Cq {
         let bytes = memory.bytes();
         bytes.fill(0, record, &[EMPTY])?;
         bytes.fill(record, 64, &[0])?;
+        memory.send_off();
         let signal = Arc::new(Signal::new()?);
         let number = context.0.hca.create_cq(CqSpec {
             memory: memory.clone(),
