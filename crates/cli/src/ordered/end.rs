@@ -4,8 +4,8 @@ use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use warpwire::hca::HcaOptions;
-use warpwire::mem::{Allocation, Device, Stream, Word, pattern, spin::Spin};
-use warpwire::stream::{CqMemory, StreamQp, StreamQpOptions};
+use warpwire::mem::{Allocation, Backend, Device, Stream, Word, pattern, spin::Spin};
+use warpwire::stream::{CqMemory, StreamQp, StreamQpOptions, Ticket};
 use warpwire::verbs::exchange::Exchange;
 use warpwire::verbs::{
     Access, Completion, Context, Drive, Mr, Offer, Op, QpOptions, ReceiveRequest, Request,
@@ -48,6 +48,8 @@ pub(super) struct End {
     incoming: Allocation,
     log: Allocation,
     heard: Cell<[u64; 2]>,
+    /// The first of the receives that were posted last.
+    first: Cell<Option<Ticket>>,
     out: Mr,
     into: Mr,
     // Kept while the queue pair is used.
@@ -72,11 +74,22 @@ impl End {
         exchange: &mut Exchange,
     ) -> Result<Self, Failure> {
         let (link, _) = links::make(plan.link, exchange.local()?.ip(), None, None)?;
-        let drive = Drive::Thread { spin: Duration::from_millis(200), core: None };
+        // The simulated GPU's streams want processors too.
+        let spin = match device.info().backend {
+            Backend::Cuda => Duration::from_millis(200),
+            Backend::Sim => Duration::from_micros(50),
+        };
+        let drive = Drive::Thread { spin, core: None };
         let context = Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() })?;
         let pd = context.pd();
         let depth = (plan.rounds as u32).max(16) * 2;
-        let qp = QpOptions { send_depth: depth, receive_depth: depth, ..QpOptions::default() };
+        // A second for an answer: a busy machine is no dead peer.
+        let qp = QpOptions {
+            send_depth: depth,
+            receive_depth: depth,
+            timeout: 18,
+            ..QpOptions::default()
+        };
         let options = StreamQpOptions {
             qp,
             waits: depth * 2,
@@ -106,6 +119,7 @@ impl End {
             incoming,
             log: device.alloc(plan.rounds * 8)?,
             heard: Cell::new([0; 2]),
+            first: Cell::new(None),
             out,
             into,
             _context: context,
@@ -116,9 +130,18 @@ impl End {
     pub(super) fn post_receives(&self, job: &Job) -> Result<(), Failure> {
         for id in 0..job.rounds {
             let data = [self.into.sge(0, job.size as u32)];
-            self.qp.post_receive(&[ReceiveRequest { id, data: &data }])?;
+            let ticket = self.qp.post_receive(&[ReceiveRequest { id, data: &data }])?;
+            if id == 0 {
+                self.first.set(Some(ticket));
+            }
         }
         Ok(())
+    }
+
+    /// The receive of a round, of those that were posted last.
+    pub(super) fn receive(&self, round: u64) -> Result<Ticket, Failure> {
+        let first = self.first.get().ok_or_else(|| self.failed("no receive was posted"))?;
+        Ok(first.after(round))
     }
 
     /// The request of a round, handed to `act`: its memory lives no longer.

@@ -18,6 +18,7 @@ use super::{Failure, Screen, floor};
 use crate::copy::clock::{Series, Times, figure};
 use crate::copy::target::{DeviceChoice, iterations, size};
 use crate::output::print;
+use crate::perf::links;
 
 /// Round trips between two ends: driven by the CPU, and by streams
 ///
@@ -148,6 +149,7 @@ impl Arguments {
     }
 
     fn check(&self) -> Result<(), Failure> {
+        links::check(&self.link).map_err(Failure::Usage)?;
         match self.sizes().iter().find(|size| **size < 4 || **size > 64 << 20) {
             Some(size) => Err(Failure::Usage(format!(
                 "messages have 4 bytes to 64MiB, and {size} is not in between: they bear a number"

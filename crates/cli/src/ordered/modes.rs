@@ -101,7 +101,7 @@ fn queue_send(end: &End, job: &Job, round: u64, list: &mut Descriptors) -> Resul
 }
 
 fn queue_receive(end: &End, job: &Job, round: u64, list: &mut Descriptors) -> Result<(), Failure> {
-    list.wait_receive(&end.qp)?;
+    list.wait_for(&end.qp, end.receive(round)?)?;
     if job.stamped {
         list.post()?;
         end.note(round)?;

@@ -9,7 +9,7 @@ use warpwire::link::{Auto, Capture, Fault, Link, Shm, Tap, Udp, shm, udp};
 use crate::output::Failure;
 
 /// Whether a link of that name can be made at all.
-pub(super) fn check(text: &str) -> Result<(), String> {
+pub(crate) fn check(text: &str) -> Result<(), String> {
     parse(text).map(drop)
 }
 

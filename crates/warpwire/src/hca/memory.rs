@@ -121,6 +121,14 @@ impl QueueMemory {
         matches!(&*self.0, Place::Window(_))
     }
 
+    /// Puts what was stored on its way, where stores are combined and kept; elsewhere it is there already.
+    #[inline]
+    pub(crate) fn send_off(&self) {
+        if self.combines_stores() {
+            crate::mem::copy::store_fence();
+        }
+    }
+
     /// Where a device finds it, if one does.
     pub fn device_address(&self) -> Option<DeviceAddr> {
         match &*self.0 {

@@ -80,6 +80,12 @@ impl Descriptors {
 
     /// Adds a wait for the end of a request, which is posted already or earlier in this list.
     pub fn wait_send(&mut self, qp: &StreamQp, ticket: Ticket) -> Result<()> {
+        ticket.check_send()?;
+        self.wait_for(qp, ticket)
+    }
+
+    /// Adds a wait for the end of a request or of a receive.
+    pub fn wait_for(&mut self, qp: &StreamQp, ticket: Ticket) -> Result<()> {
         self.wait_prepared(qp.prepare_wait(ticket)?)
     }
 

@@ -66,7 +66,7 @@ impl Mlx5Qp {
         if [qp.record, qp.send, qp.doorbell].contains(&0) {
             return wrong("an address is null".to_owned());
         }
-        if qp.record % 8 != 0 || qp.doorbell % 8 != 0 {
+        if !qp.record.is_multiple_of(8) || !qp.doorbell.is_multiple_of(8) {
             return wrong("the record or the doorbell is not aligned to 8 bytes".to_owned());
         }
         Ok(qp)

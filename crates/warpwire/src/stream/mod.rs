@@ -255,7 +255,8 @@ impl StreamQp {
         Ok(PreparedWait { shared, ticket, slot, is_next: false, is_posted: false })
     }
 
-    /// Prepares the wait for the next receive that nobody has waited for in this way.
+    /// Prepares the wait for the next receive that nobody has waited for in this way: first for the first that was
+    /// posted, then for the second, whatever the CPU has taken meanwhile.
     ///
     /// # Errors
     /// [`Kind::InvalidArgument`] if it was not posted: the stream might wait for ever.
@@ -266,13 +267,17 @@ impl StreamQp {
     }
 
     /// Holds a stream up until that request has ended, well or not.
+    ///
+    /// # Errors
+    /// As [`prepare_wait`](Self::prepare_wait) and [`PreparedWait::post`]; also if it is the ticket of a receive.
     pub fn wait_send(&self, stream: &Stream, ticket: Ticket) -> Result<()> {
-        self.prepare_wait(ticket)?.post(stream).map(drop)
+        ticket.check_send()?;
+        self.wait_for(stream, ticket)
     }
 
-    /// Holds a stream up until that receive has ended, well or not.
+    /// Holds a stream up until that request or that receive has ended, well or not.
     pub fn wait_for(&self, stream: &Stream, ticket: Ticket) -> Result<()> {
-        self.wait_send(stream, ticket)
+        self.prepare_wait(ticket)?.post(stream).map(drop)
     }
 
     /// Holds a stream up until the next receive has ended, well or not; returns which that is.

@@ -175,6 +175,7 @@ impl Shared {
             for number in 0..shared.tails[side(queue)].entries() {
                 shared.clear(queue, number);
             }
+            shared.cqs[side(queue)].memory().send_off();
         }
         shared
     }
@@ -600,7 +601,9 @@ impl Shared {
             let entries = self.tails[at].entries();
             let place = (ticket.number & (entries - 1)) * CQE_LEN + 60;
             let word = Arrived::forged(ticket.queue, ticket.number, entries);
-            let _ = self.cqs[at].memory().bytes().store_u32(place, word);
+            let memory = self.cqs[at].memory();
+            let _ = memory.bytes().store_u32(place, word);
+            memory.send_off();
         }
         state.is_gone = true;
     }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::error::{Error, Kind, Result};
 use crate::mlx5::Queue;
 
 /// The name of one request or receive of one [`StreamQp`](super::StreamQp): its number among those of its queue, from 0
@@ -22,6 +23,16 @@ impl Ticket {
     /// Its number in that queue.
     pub fn number(&self) -> u64 {
         self.number
+    }
+
+    /// Refuses the ticket of a receive.
+    pub(super) fn check_send(&self) -> Result<()> {
+        match self.queue {
+            Queue::Send => Ok(()),
+            Queue::Receive => Err(Error::new(Kind::InvalidArgument, format!("wait for {self}"))
+                .why("it is not a request")
+                .fix("use wait_for, or wait_receive")),
+        }
     }
 
     /// The one that comes so many after it: receives that are posted together have numbers one after the other.

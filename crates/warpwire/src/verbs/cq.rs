@@ -115,6 +115,7 @@ impl Cq {
         let bytes = memory.bytes();
         bytes.fill(0, record, &[EMPTY])?;
         bytes.fill(record, 64, &[0])?;
+        memory.send_off();
         let signal = Arc::new(Signal::new()?);
         let number = context.0.hca.create_cq(CqSpec {
             memory: memory.clone(),
@@ -324,7 +325,10 @@ impl Soft {
     /// Tells the device which entries are free.
     fn tell_consumed(&self, count: u64) {
         let word = u32::from_ne_bytes(Armed::consumed_word(count as u32));
+        // What was cleared before goes first: the device may write there as soon as it sees this.
+        self.memory.send_off();
         let _ = self.memory.bytes().store_u32(u64::from(self.entries) * CQE_LEN, word);
+        self.memory.send_off();
     }
 
     /// Takes completions that are there, without driving the device.

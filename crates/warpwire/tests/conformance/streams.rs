@@ -21,6 +21,8 @@ cases![
     waits_count_on_a_circle,
     batches_keep_their_order,
     long_batches_are_complete,
+    batches_copy_and_flush_in_their_order,
+    bytes_may_change_as_soon_as_they_are_given,
     wrong_word_operations_are_refused,
     a_timeout_says_what_is_awaited,
     events_order_streams,
@@ -227,6 +229,60 @@ fn long_batches_are_complete(f: &Fixture) {
     for (at, word) in bytes.chunks_exact(8).enumerate() {
         assert_eq!(word, (at as u64 + 1).to_le_bytes());
     }
+}
+
+fn batches_copy_and_flush_in_their_order(f: &Fixture) {
+    let (stream, gate) = (f.gpu.stream().unwrap(), pinned_word(f));
+    let (from, to) = (f.gpu.alloc_pinned(4096).unwrap(), f.gpu.alloc(4096).unwrap());
+    put_pattern(&from, 5);
+    let on_device = f.gpu.alloc(8).unwrap().word64(0).unwrap();
+    on_device.store(0).unwrap();
+    let copy =
+        |len| MemOp::Copy { to: to.region(0, len).unwrap(), from: from.region(0, 4096).unwrap() };
+    let mut ops = vec![
+        MemOp::Wait { word: gate.clone(), condition: Condition::AtLeast, value: 1 },
+        copy(4096),
+        MemOp::Write { word: on_device.clone(), value: 3 },
+    ];
+    if f.gpu.capabilities().flush_remote_writes.is_yes() {
+        ops.insert(1, MemOp::Flush);
+    } else {
+        assert_eq!(stream.batch(&[MemOp::Flush]).unwrap_err().kind(), &Kind::Unsupported);
+    }
+    // The lengths differ: nothing of the batch runs.
+    let wrong = stream.batch(&[MemOp::Write { word: on_device.clone(), value: 9 }, copy(8)]);
+    assert_eq!(wrong.unwrap_err().kind(), &Kind::InvalidArgument);
+    let mixed = MemOp::Copy { to: to.region(0, 64).unwrap(), from: to.region(32, 64).unwrap() };
+    assert_eq!(stream.check(&mixed).unwrap_err().kind(), &Kind::InvalidArgument);
+    stream.batch(&ops).unwrap();
+    std::thread::sleep(A_MOMENT);
+    assert_eq!(on_device.load().unwrap(), 0);
+    gate.store(1).unwrap();
+    stream.synchronize(SOON).unwrap();
+    assert_eq!(on_device.load().unwrap(), 3);
+    expect_pattern(&to, 5);
+}
+
+fn bytes_may_change_as_soon_as_they_are_given(f: &Fixture) {
+    let (stream, gate) = (f.gpu.stream().unwrap(), pinned_word(f));
+    let memory = f.gpu.alloc(100_000).unwrap();
+    memory.write(0, &vec![0; 100_000]).unwrap();
+    let mut bytes = vec![7; 30_001];
+    // Once before anything waits: a device that must allocate then would wait for the stream.
+    stream.write_memory(&memory.region(0, 30_001).unwrap(), &bytes).unwrap();
+    stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
+    bytes.fill(8);
+    stream.write_memory(&memory.region(30_001, 30_001).unwrap(), &bytes).unwrap();
+    bytes.fill(9);
+    gate.store(1).unwrap();
+    stream.synchronize(SOON).unwrap();
+    let mut found = vec![0; 100_000];
+    memory.read(0, &mut found).unwrap();
+    assert!(found[..30_001].iter().all(|byte| *byte == 7));
+    assert!(found[30_001..60_002].iter().all(|byte| *byte == 8));
+    assert!(found[60_002..].iter().all(|byte| *byte == 0));
+    let wrong = stream.write_memory(&memory.region(0, 3).unwrap(), &[0; 4]).unwrap_err();
+    assert_eq!(wrong.kind(), &Kind::InvalidArgument);
 }
 
 fn wrong_word_operations_are_refused(f: &Fixture) {

@@ -9,10 +9,12 @@ mod failures;
 mod fixture;
 mod operations;
 mod pressure;
+mod processes;
 mod refusals;
 mod storm;
 
-use std::process::ExitCode;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode};
 
 use libtest_mimic::{Arguments, Trial};
 use warpwire::mem::Backend;
@@ -22,9 +24,16 @@ use fixture::{Case, FLAVOURS, Fixture};
 /// Cases for every flavour of queues.
 const EVERYWHERE: &[&[Case]] = &[operations::CASES, descriptors::CASES, failures::CASES];
 /// Cases for which that does not matter.
-const ONCE: &[&[Case]] = &[refusals::ONCE, pressure::ONCE, storm::ONCE];
+const ONCE: &[&[Case]] = &[refusals::ONCE, pressure::ONCE, processes::ONCE, storm::ONCE];
 
 fn main() -> ExitCode {
+    if let Ok(words) = std::env::var(processes::VARIABLE) {
+        processes::live(&words);
+        return ExitCode::SUCCESS;
+    }
+    if std::env::var_os(QUEUES).is_none() {
+        return anew_with_more_queues();
+    }
     let mut arguments = Arguments::from_args();
     let mut trials = trials(Backend::Sim);
     match warpwire::mem::cuda::devices() {
@@ -43,6 +52,17 @@ fn main() -> ExitCode {
         }
     }
     libtest_mimic::run(&arguments, trials).exit_code()
+}
+
+/// How many hardware queues CUDA's streams share: 8 if not set. A stream that waits holds up those that share its queue.
+const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+
+/// CUDA reads the variable when it starts, so this program starts once more.
+fn anew_with_more_queues() -> ExitCode {
+    let program = std::env::current_exe().unwrap();
+    let error = Command::new(program).args(std::env::args_os().skip(1)).env(QUEUES, "32").exec();
+    eprintln!("failed: cannot start anew: {error}");
+    ExitCode::FAILURE
 }
 
 fn trials(backend: Backend) -> Vec<Trial> {

@@ -3,8 +3,8 @@
 use warpwire::Error;
 use warpwire::error::Kind;
 use warpwire::hca::HcaOptions;
-use warpwire::stream::{StreamQp, StreamQpOptions};
-use warpwire::verbs::{Drive, Op, Request, Service, SrqOptions};
+use warpwire::stream::{StreamQp, StreamQpOptions, Ticket};
+use warpwire::verbs::{Drive, Op, ReceiveRequest, Request, Service, SrqOptions};
 
 use crate::fixture::*;
 
@@ -66,6 +66,9 @@ fn waits_that_would_never_end_are_refused(fixture: &Fixture) {
     expect(Kind::InvalidArgument, "posted", &b.wait_receive(&stream).unwrap_err());
     a.post_now(&Request::new(1, Op::Send).inline(&[1; 8])).unwrap();
     sync(&stream);
+    // A receive is no request.
+    let receive = b.prepare_wait(next_receive(&b, &far)).unwrap().ticket();
+    expect(Kind::InvalidArgument, "not a request", &b.wait_send(&stream, receive).unwrap_err());
     // A request that is prepared only.
     let work = a.prepare(&nop(2)).unwrap();
     expect(Kind::InvalidArgument, "posted", &a.wait_send(&stream, work.ticket()).unwrap_err());
@@ -79,6 +82,10 @@ fn waits_that_would_never_end_are_refused(fixture: &Fixture) {
     assert_eq!(error.kind(), &Kind::InvalidArgument, "{error}");
     assert!(error.to_string().contains(&format!("{:#x}", a.number())), "{error}");
     sync(&stream);
+}
+
+fn next_receive(qp: &StreamQp, to: &Patch) -> Ticket {
+    qp.post_receive(&[ReceiveRequest { id: 9, data: &[to.sge(0, 8)] }]).unwrap()
 }
 
 fn work_out_of_turn_is_refused(fixture: &Fixture) {

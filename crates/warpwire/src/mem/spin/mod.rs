@@ -31,8 +31,7 @@ pub struct Spin(Kernel);
 impl Spin {
     /// Loads the kernel.
     pub fn load(device: &Device) -> Result<Self> {
-        let program =
-            Program::new("spin").ptx(include_str!("spin.ptx")).block(SPIN, |block| turn(block));
+        let program = Program::new("spin").ptx(include_str!("spin.ptx")).block(SPIN, turn);
         Ok(Self(device.load(&program)?.kernel(SPIN)?))
     }
 

@@ -1,0 +1,96 @@
+//! `warpwire async`, run as a user runs it, on the simulated GPU.
+
+// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
+#![allow(clippy::unwrap_used)]
+
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn run(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_warpwire"));
+    for variable in ["WARPWIRE_LOG", "WARPWIRE_SIM", "WARPWIRE_WINDOW", "WARPWIRE_COPY"] {
+        command.env_remove(variable);
+    }
+    command.arg("async").args(arguments).args(["-d", "sim:0"]).output().unwrap()
+}
+
+/// What it printed, if it ended well.
+fn text(arguments: &[&str]) -> String {
+    let output = run(arguments);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {said}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn json(arguments: &[&str]) -> Value {
+    serde_json::from_str(&text(&[arguments, &["--json"]].concat())).unwrap()
+}
+
+fn assert_positive(value: &Value) {
+    assert!(value.as_f64().is_some_and(|number| number > 0.0), "{value}");
+}
+
+#[test]
+fn sanity_checks_everything() {
+    let text = text(&["sanity"]);
+    assert!(text.contains(">>> SUCCESS"), "{text}");
+    let checks = json(&["sanity"])["checks"].as_array().unwrap().clone();
+    assert!(checks.len() >= 6 && checks.iter().all(|check| check["why_not"].is_null()));
+}
+
+#[test]
+fn latency_shows_each_way_and_the_floor() {
+    const SHORT: [&str; 7] = ["latency", "-s", "8,4096", "-n", "20", "-b", "10"];
+    for more in [&[][..], &["--processes", "--cq", "device"], &["--link", "udp", "--no-patience"]] {
+        let report = json(&[&SHORT, more].concat());
+        let rows = report["rows"].as_array().unwrap();
+        assert_eq!(rows.len(), 2, "{more:?}");
+        for row in rows {
+            assert_eq!(row["verified"], true);
+            let modes = row["modes"].as_array().unwrap();
+            let names: Vec<_> = modes.iter().map(|mode| mode["mode"].as_str().unwrap()).collect();
+            assert_eq!(names, ["cpu", "stream"]);
+            modes.iter().for_each(|mode| assert_positive(&mode["plain"]["median_us"]));
+        }
+        assert_positive(&report["floor_us"]);
+        assert_positive(&report["ratio"]);
+    }
+}
+
+#[test]
+fn latency_with_a_kernel_is_longer_by_it() {
+    let arguments = ["latency", "-s", "64", "-n", "10", "-b", "5", "--compute", "2ms"];
+    let report = json(&arguments);
+    for mode in report["rows"][0]["modes"].as_array().unwrap() {
+        // Either side computes once in a round.
+        let with = mode["compute"]["min_us"].as_f64().unwrap();
+        assert!(with >= 4000.0, "{mode}");
+    }
+    assert!(text(&arguments).contains("+2ms"));
+}
+
+#[test]
+fn poll_shows_words_in_both_memories() {
+    let report = json(&["poll", "-n", "100"]);
+    let rows = report["rows"].as_array().unwrap();
+    let words: Vec<_> = rows.iter().map(|row| row["word"].as_str().unwrap()).collect();
+    assert_eq!(words, ["pinned", "device"]);
+    rows.iter().for_each(|row| assert_positive(&row["median_us"]));
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    for (arguments, named) in [
+        (&["latency", "-s", "2"][..], "4 bytes to 64MiB"),
+        (&["latency", "--link", "pigeon"], "pigeon"),
+        (&["latency", "--compute", "1h"], "1h"),
+        (&["latency", "-b", "0"], "0"),
+        (&["poll", "-n", "0"], "zero"),
+    ] {
+        let output = run(arguments);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {said}");
+        assert!(said.contains(named), "{arguments:?}: {said}");
+    }
+}

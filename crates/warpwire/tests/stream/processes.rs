@@ -1,0 +1,91 @@
+//! A peer in another process, which is killed.
+
+use std::net::TcpListener;
+use std::process::{Child, Command};
+
+use warpwire::hca::HcaOptions;
+use warpwire::link::{Link, Shm, Udp, shm, udp};
+use warpwire::mr::HostMemory;
+use warpwire::stream::{StreamQp, StreamQpOptions};
+use warpwire::verbs::exchange::Exchange;
+use warpwire::verbs::{Access, Context, Offer, Op, QpOptions, ReceiveRequest, Request, Status};
+
+use crate::fixture::*;
+
+cases![ONCE: a_peer_that_is_killed_wakes_everybody];
+
+/// Says that this process is the peer, which link it takes, and where to ask for the rest.
+pub const VARIABLE: &str = "WARPWIRE_STREAM_PEER";
+
+fn link(name: &str) -> Box<dyn Link> {
+    let anywhere = "127.0.0.1:0".parse().unwrap();
+    match name {
+        "shm" => Box::new(Shm::bind(anywhere, shm::Options::default()).unwrap()),
+        _ => Box::new(Udp::bind(anywhere, udp::Options::default()).unwrap()),
+    }
+}
+
+/// The peer: takes messages until it is killed.
+pub fn live(words: &str) {
+    let (name, port) = words.split_once(':').unwrap();
+    let mut exchange = Exchange::connect(("127.0.0.1", port.parse().unwrap()), SOON).unwrap();
+    let context = Context::open_with(link(name), HcaOptions::default()).unwrap();
+    let (pd, cq) = (context.pd(), context.create_cq(64).unwrap());
+    let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();
+    let offer: Offer = exchange.swap(&qp.offer()).unwrap();
+    qp.connect(&offer).unwrap();
+    let mr = context.register(&pd, HostMemory::new(64).unwrap(), Access::ALL).unwrap();
+    for id in 0..16 {
+        qp.post_receive(&[ReceiveRequest { id, data: &[mr.sge(0, 8)] }]).unwrap();
+    }
+    let _: u64 = exchange.swap(&1_u64).unwrap();
+    std::thread::sleep(SOON);
+}
+
+/// The peer's process. It ends with this.
+struct Peer(Child);
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn a_peer_that_is_killed_wakes_everybody(fixture: &Fixture) {
+    for name in ["udp", "shm"] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let child = Command::new(std::env::current_exe().unwrap())
+            .env(VARIABLE, format!("{name}:{port}"))
+            .spawn();
+        let peer = Peer(child.unwrap());
+        let mut exchange = Exchange::accept(&listener, SOON).unwrap();
+        let end = End::open(link(name), thread());
+        // 4.096 µs · 2^12, four times.
+        let qp = QpOptions { timeout: 12, retry_count: 3, ..QpOptions::default() };
+        let options = StreamQpOptions { qp, ..fixture.options() };
+        let a = StreamQp::create(&end.context, &end.pd, &fixture.gpu, options).unwrap();
+        let offer: Offer = exchange.swap(&a.offer()).unwrap();
+        a.connect(&offer).unwrap();
+        let _: u64 = exchange.swap(&1_u64).unwrap();
+
+        let streams = [fixture.stream(), fixture.stream(), fixture.stream()];
+        let inbox = fixture.memory(&end, 64);
+        post_receives(&a, &inbox, 1, 8);
+        a.wait_receive(&streams[2]).unwrap();
+        let first = a.queue(&streams[0], &Request::new(1, Op::Send).inline(&[1; 8])).unwrap();
+        a.wait_send(&streams[0], first).unwrap();
+        sync(&streams[0]);
+        assert!(next(&a).is_success() && a.failure().is_none());
+
+        drop(peer);
+        let last = a.queue(&streams[0], &Request::new(2, Op::Send).inline(&[2; 8])).unwrap();
+        a.wait_send(&streams[0], last).unwrap();
+        a.wait_send(&streams[1], last).unwrap();
+        streams.iter().for_each(sync);
+        let failure = a.failure().unwrap();
+        assert_eq!(failure.status, Some(Status::RetryExceeded), "{name}: {failure}");
+        assert_eq!(failure.id, Some(2), "{name}: {failure}");
+    }
+}
