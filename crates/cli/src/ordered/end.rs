@@ -218,12 +218,13 @@ impl End {
     pub(super) fn verify(&self, job: &Job) -> Result<(), Failure> {
         let mut log = vec![0; job.rounds as usize * 8];
         self.log.read(0, &mut log)?;
-        for (round, found) in log.chunks(8).enumerate() {
-            let wanted = stamp(round as u64).to_le_bytes();
-            if found[..4] != wanted {
-                let why = format!("message {round} bears {:?}, not {wanted:?}", &found[..4]);
-                return Err(Failure::Broken(format!("WRONG DATA: {why}")));
-            }
+        let bears = |found: &[u8]| u32::from_le_bytes([found[0], found[1], found[2], found[3]]);
+        let wrong: Vec<_> = (0..).zip(log.chunks(8).map(bears)).collect();
+        let mut wrong = wrong.iter().filter(|(round, found)| *found != stamp(*round)).peekable();
+        if let Some((round, found)) = wrong.peek() {
+            let why = format!("message {round} bears {found:#x}, not {:#x}", stamp(*round));
+            let (rounds, count) = (job.rounds, wrong.count());
+            return Err(Failure::Broken(format!("WRONG DATA: {why}; {count} of {rounds}")));
         }
         let (mut wanted, mut found) = (vec![0; job.size as usize], vec![0; job.size as usize]);
         pattern::fill_bytes(&mut wanted, 7, 0);
