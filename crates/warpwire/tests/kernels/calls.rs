@@ -24,6 +24,17 @@ pub mod at {
 
 type Faulty<T> = Result<T, Fault>;
 
+/// The kernels of the program.
+pub const NAMES: [&str; 7] = [
+    "calls_active",
+    "calls_passive",
+    "calls_fail",
+    "calls_one",
+    "calls_storm",
+    "calls_ping",
+    "calls_relay",
+];
+
 pub fn program() -> Program {
     Program::new("calls")
         .ptx(include_str!("calls.ptx"))
