@@ -2,7 +2,7 @@
 # All checks of the project. Runs on any Linux with cargo; as root on Debian it installs what else it needs.
 #
 #   ./ci.sh                          what a change must pass
-#   WARPWIRE_REQUIRE=cuda,ptx,scapy,tshark,fuzz,valgrind,rxe ./ci.sh    what is absent is then a failure
+#   WARPWIRE_REQUIRE=cuda,ptx,scapy,tshark,fuzz,valgrind,rxe,g++ ./ci.sh    what is absent is then a failure
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -36,10 +36,13 @@ step cargo clippy --workspace --all-targets --quiet -- -D warnings
 step cargo test --workspace --quiet
 RUSTDOCFLAGS=-Dwarnings step cargo doc --workspace --no-deps --quiet
 step tools/ptx --check
+want g++ g++
+step tools/header-tests
+step tools/sock-judges
+step tools/sock-sanitizers
 want tshark tshark
 step tools/wire-oracles
 step tools/rxe-lab test
-want g++ g++
 step tools/fuzz
 step tools/instructions
 step cargo run --quiet --release -- demo

@@ -4,9 +4,13 @@ mod copy;
 mod demo;
 mod devices;
 mod doctor;
+mod mp;
+mod ordered;
 mod output;
 mod perf;
 mod pingpong;
+mod run;
+mod sock;
 mod stat;
 mod topo;
 
@@ -35,7 +39,11 @@ Examples:
   warpwire doctor                       what works on this machine, what does not, and the fix
   warpwire copy lat                     how fast the CPU reaches GPU memory, size by size
   warpwire perf write bw --local        RDMA between two processes, without RDMA hardware
+  warpwire async latency                messages that a GPU's streams send and wait for
   warpwire pingpong 10.0.0.2            messages to and fro with ibv_rc_pingpong
+  warpwire run -n 4 -- ./program        ranks on this machine, which send to each other
+  warpwire mp pingpong                  messages between two ranks, timed and verified
+  warpwire sock kv                      a key-value server in a kernel, for redis-cli
   warpwire devices                      RDMA devices, their ports and addresses
   warpwire topo                         which NIC is near which GPU
   WARPWIRE_LOG=debug warpwire doctor    the same, with a log on standard error
@@ -50,12 +58,16 @@ Environment:
 
 #[derive(Subcommand)]
 enum Command {
+    Async(ordered::Arguments),
     Copy(copy::Arguments),
     Demo(demo::Arguments),
     Devices(devices::Arguments),
     Doctor(doctor::Arguments),
+    Mp(mp::Arguments),
     Perf(Box<perf::Arguments>),
     Pingpong(pingpong::Arguments),
+    Run(run::Arguments),
+    Sock(sock::Arguments),
     Stat(stat::Arguments),
     Topo(topo::Arguments),
 }
@@ -63,12 +75,16 @@ enum Command {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let outcome = start_log().and_then(|()| match arguments.command {
+        Command::Async(arguments) => ordered::run(&arguments),
         Command::Copy(arguments) => copy::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Devices(arguments) => devices::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Mp(arguments) => mp::run(&arguments),
         Command::Perf(arguments) => perf::run(&arguments),
         Command::Pingpong(arguments) => pingpong::run(&arguments),
+        Command::Run(arguments) => run::run(&arguments),
+        Command::Sock(arguments) => sock::run(&arguments),
         Command::Stat(arguments) => stat::run(&arguments),
         Command::Topo(arguments) => topo::run(&arguments),
     });

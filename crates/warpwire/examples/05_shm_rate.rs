@@ -44,7 +44,7 @@ fn main() -> warpwire::Result<()> {
 
 fn bind(kind: &str, options: &str) -> warpwire::Result<Box<dyn Link>> {
     let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
-    let plain = udp::Options { largest: 65_507, ..udp::Options::default() };
+    let plain = udp::Options { largest: Some(65_507), ..udp::Options::default() };
     Ok(match kind {
         "udp" => Box::new(Udp::bind(any, plain)?),
         "auto" => Box::new(Auto::bind(any, plain, options.parse::<shm::Options>()?)?),

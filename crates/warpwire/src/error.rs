@@ -42,6 +42,8 @@ pub enum Kind {
     DeviceLost,
     /// A handle from another process no longer names what it named.
     Stale,
+    /// A peer has died, has left, or does not answer.
+    PeerLost,
     /// The operating system refuses this user.
     PermissionDenied,
     /// Text from outside (a file, a variable, a handle) does not have the form that it must have.
@@ -135,6 +137,26 @@ impl Error {
     /// The sort of failure.
     pub fn kind(&self) -> &Kind {
         &self.0.kind
+    }
+
+    /// Whether it is a shortage that may be over by itself: the same call may succeed a moment later.
+    ///
+    /// ```
+    /// use warpwire::{Error, error::Kind};
+    /// assert!(Error::new(Kind::OutOfMemory, "open a window").passes());
+    /// assert!(!Error::new(Kind::Freed, "open a window").passes());
+    /// ```
+    pub fn passes(&self) -> bool {
+        // Too many open files, here or in all; interrupted; for now.
+        const SHORT: [i32; 4] = [libc::EMFILE, libc::ENFILE, libc::EINTR, libc::EAGAIN];
+        // CUDA: not ready, the system is not ready, the operating system failed a call.
+        const BUSY: [i32; 3] = [600, 802, 304];
+        match self.kind() {
+            Kind::OutOfMemory | Kind::Busy => true,
+            Kind::Os(errno) => SHORT.contains(errno),
+            Kind::Cuda(code) => BUSY.contains(code),
+            _ => false,
+        }
     }
 
     /// Why it failed, without what was tried.

@@ -7,6 +7,9 @@
 //!
 //! ```text
 //! doctor    what this machine can do, what stops it, the fix; topology
+//! sock      sockets for kernels: TCP and UDP through the host
+//! msg       ranks and messages: launchers, send and receive, windows, collectives
+//! stream    verbs that a stream orders, or that a running kernel posts by itself
 //! verbs     one API for RDMA devices: contexts, memory, queue pairs, completions
 //! hca | ibv  the software HCA: ConnectX's queues in memory, RoCEv2 on a link | the machine's RDMA devices, by libibverbs
 //! mr | link  protection domains, keys, registered memory | RoCEv2 packets in and out
@@ -25,6 +28,9 @@ pub mod link;
 pub mod mem;
 pub mod mlx5;
 pub mod mr;
+pub mod msg;
+pub mod sock;
+pub mod stream;
 pub mod units;
 pub mod verbs;
 pub mod work;

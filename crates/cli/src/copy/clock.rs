@@ -26,17 +26,17 @@ fn clock_cost() -> Duration {
 
 /// The times of a call, in microseconds.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(super) struct Times {
-    pub(super) median_us: f64,
-    pub(super) min_us: f64,
-    pub(super) mean_us: f64,
+pub(crate) struct Times {
+    pub(crate) median_us: f64,
+    pub(crate) min_us: f64,
+    pub(crate) mean_us: f64,
     /// How many calls that rests on.
-    pub(super) calls: u64,
+    pub(crate) calls: u64,
 }
 
 /// Measurements of one call, which may be taken in several goes.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Series {
+pub(crate) struct Series {
     /// Microseconds a call, group by group.
     groups: Vec<f64>,
     total: Duration,
@@ -100,13 +100,13 @@ impl Series {
     }
 
     /// Adds what so many calls took.
-    pub(super) fn add(&mut self, took: Duration, calls: u32) {
+    pub(crate) fn add(&mut self, took: Duration, calls: u32) {
         self.groups.push(microseconds(took) / f64::from(calls.max(1)));
         self.total += took;
         self.calls += u64::from(calls);
     }
 
-    pub(super) fn times(&self) -> Times {
+    pub(crate) fn times(&self) -> Times {
         let mut sorted = self.groups.clone();
         sorted.sort_by(f64::total_cmp);
         Times {
@@ -149,7 +149,7 @@ fn microseconds(took: Duration) -> f64 {
 }
 
 /// A time or a ratio with about three figures that mean something.
-pub(super) fn figure(value: f64) -> String {
+pub(crate) fn figure(value: f64) -> String {
     match value.abs() {
         small if small < 1.0 => format!("{value:.3}"),
         middle if middle < 100.0 => format!("{value:.2}"),

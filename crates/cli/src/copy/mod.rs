@@ -2,12 +2,12 @@
 
 mod api;
 mod bw;
-mod clock;
+pub(crate) mod clock;
 mod lat;
 mod pingpong;
 mod plan;
 mod sanity;
-mod target;
+pub(crate) mod target;
 
 use std::process::ExitCode;
 

@@ -27,7 +27,7 @@ pub(super) struct Target {
 }
 
 #[derive(Args)]
-pub(super) struct DeviceChoice {
+pub(crate) struct DeviceChoice {
     /// The device: cuda:N, or N alone, or sim:N; if not given, the first CUDA device, else sim:0
     #[arg(short = 'd', long, value_name = "DEVICE")]
     device: Option<String>,
@@ -57,7 +57,7 @@ fn mapping(text: &str) -> Result<Mapping, String> {
 }
 
 /// Reads a size that is not zero.
-pub(super) fn size(text: &str) -> Result<u64, String> {
+pub(crate) fn size(text: &str) -> Result<u64, String> {
     match units::parse_bytes(text) {
         Ok(0) => Err("the size is zero; write at least 1".to_owned()),
         Ok(size) => Ok(size),
@@ -66,7 +66,7 @@ pub(super) fn size(text: &str) -> Result<u64, String> {
 }
 
 /// Reads how often something is done.
-pub(super) fn iterations(text: &str) -> Result<u32, String> {
+pub(crate) fn iterations(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(0) => Err("the number is zero; write at least 1".to_owned()),
         Ok(number) => Ok(number),
@@ -76,7 +76,7 @@ pub(super) fn iterations(text: &str) -> Result<u32, String> {
 
 impl DeviceChoice {
     /// The device that was asked for, or the best; and why that is not a CUDA device, if it is not.
-    pub(super) fn open(&self) -> Result<(Device, Option<String>), Failure> {
+    pub(crate) fn open(&self) -> Result<(Device, Option<String>), Failure> {
         let usage = |error: warpwire::Error| Failure::Usage(error.to_string());
         let Some(label) = &self.device else {
             return match mem::cuda::devices() {

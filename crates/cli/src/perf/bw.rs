@@ -121,12 +121,17 @@ impl Pump<'_> {
         };
         let range = [memory.mr.sge(offset, self.size as u32)];
         let id = (index as u64) << 32 | count;
-        let mut batch = end.qps[index].batch();
-        for number in 1..=count {
-            let request = Request::new(id, op).with(&range);
-            batch.push(&if number < count { request.unsignaled() } else { request })?;
+        let last = Request::new(id, op).with(&range);
+        let mut requests = [last.unsignaled(); HARVEST];
+        let mut left = count as usize;
+        while left > 0 {
+            let step = left.min(HARVEST);
+            left -= step;
+            if left == 0 {
+                requests[step - 1] = last;
+            }
+            end.qps[index].post_send(&requests[..step])?;
         }
-        batch.post();
         self.posted[index] += count;
         Ok(())
     }

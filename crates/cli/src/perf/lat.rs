@@ -20,7 +20,7 @@ const MOST_TIMES: usize = 1 << 24;
 
 /// After so many messages it is asked whether they come without packets; then memory is looked at so often in a row.
 const CHOICE: u64 = 256;
-const LOOKS: u32 = 32;
+const LOOKS: u32 = 256;
 
 /// What both sides of a ping-pong do.
 struct Player<'a> {
@@ -48,15 +48,23 @@ pub(super) fn run(end: &End, size: u64, watch: &mut Watch<'_>) -> Result<Done, F
         player.choose(count);
     }
     let (begin, mut done) = (Instant::now(), 0);
-    while done < iterations && !time.is_some_and(|time| done > 0 && begin.elapsed() >= time) {
-        let before = Instant::now();
-        player.ping(count, watch)?;
-        let took = before.elapsed();
-        if times.len() < MOST_TIMES {
-            times.push(u32::try_from(took.as_nanos() / share).unwrap_or(u32::MAX));
-        }
+    // From one post to the next is a round. The clock is looked at behind each post, while the message is under way,
+    // so that it does not count as a part of the message.
+    player.post(count)?;
+    let mut before = Instant::now();
+    while done < iterations && !time.is_some_and(|time| done > 0 && before - begin >= time) {
+        player.arrive(count, watch)?;
         (count, done) = (count + 1, done + 1);
+        player.post(count)?;
+        let now = Instant::now();
+        if times.len() < MOST_TIMES {
+            let took = (now - before).as_nanos() / share;
+            times.push(u32::try_from(took).unwrap_or(u32::MAX));
+        }
+        before = now;
     }
+    player.arrive(count, watch)?;
+    count += 1;
     player.drain(watch)?;
     let row = Row::new(size, done, Figures::lat(&mut times));
     Ok(Done { per_qp: vec![count], row })
@@ -104,6 +112,11 @@ impl<'a> Player<'a> {
     /// One message there, and whatever tells that it arrived.
     fn ping(&mut self, number: u64, watch: &mut Watch<'_>) -> Result<(), Failure> {
         self.post(number)?;
+        self.arrive(number, watch)
+    }
+
+    /// Waits for what tells that the message with that number has arrived.
+    fn arrive(&mut self, number: u64, watch: &mut Watch<'_>) -> Result<(), Failure> {
         match self.end.test.verb {
             Verb::Write | Verb::Send => self.wait(number, watch, false).map(drop),
             Verb::Read | Verb::Atomic => self.drain(watch),
@@ -121,7 +134,6 @@ impl<'a> Player<'a> {
             Verb::Atomic => (Op::Atomic(remote, Atomic::FetchAdd { add: 1 }), &end.incoming),
         };
         let marked = end.test.verb == Verb::Write;
-        let range = [memory.mr.sge(0, self.size as u32)];
         let request = Request::new(number, op);
         if let Some(small) = &mut self.small {
             let bytes = &mut small[..self.size as usize];
@@ -133,6 +145,7 @@ impl<'a> Player<'a> {
             if marked {
                 end.outgoing.set_byte(self.size - 1, marker(number))?;
             }
+            let range = [memory.mr.sge(0, self.size as u32)];
             end.qps[0].post_send(&[request.with(&range)])?;
         }
         self.under_way += 1;

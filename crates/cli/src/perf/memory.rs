@@ -144,7 +144,7 @@ impl Buffer {
     pub(super) fn byte(&self, at: u64) -> warpwire::Result<u8> {
         let mut byte = [0];
         match &self.place {
-            Place::Host(memory) => memory.bytes().read(at, &mut byte)?,
+            Place::Host(memory) => return memory.bytes().load_u8(at),
             Place::Device { window: Some(window), .. } => window.read(at, &mut byte)?,
             Place::Device { memory, .. } => memory.read(at, &mut byte)?,
         }

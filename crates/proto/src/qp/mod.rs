@@ -73,9 +73,9 @@ const MOST_PACKETS: u32 = (1 << 23) - 1;
 pub struct Options {
     /// How much work may be posted and not completed.
     pub send_depth: u32,
-    /// How many packets may be unanswered.
+    /// How many packets may be unanswered; fewer of those that are longer than RoCE's, so that they are no more bytes.
     pub window: u32,
-    /// How many packets a read request may ask for; longer reads become several requests.
+    /// How many packets a read request may ask for; longer reads become several requests. Fewer, as above.
     pub read_chunk: u32,
     /// The line's rate in bytes a second, to be slowed by congestion notifications; `None` ignores them.
     pub line_rate: Option<u64>,
@@ -165,6 +165,12 @@ pub struct Qp {
     asked_last: bool,
     cnp_due: bool,
     last_cnp: Option<Instant>,
+}
+
+/// So many packets of RoCE's longest, as packets of that length: what lies between two ends fills buffers by its bytes.
+fn as_many_bytes(packets: u32, mtu: Mtu) -> u32 {
+    let [.., longest] = Mtu::ALL;
+    (packets / (mtu.bytes() / longest.bytes()).max(1)).max(1)
 }
 
 /// Whether the peer spoke before we were told to send.
@@ -300,6 +306,8 @@ impl Qp {
         for terms_mtu in [&mut self.asking.mtu, &mut self.answering.mtu] {
             set(terms_mtu, change.mtu);
         }
+        self.asking.window = as_many_bytes(self.options.window, self.asking.mtu);
+        self.asking.read_chunk = as_many_bytes(self.options.read_chunk, self.asking.mtu);
         for destination in [&mut self.asking.destination, &mut self.answering.destination] {
             set(destination, change.destination);
         }

@@ -5,6 +5,7 @@ use super::responder::{Reply, Responder, Terms};
 use super::saved::Asked;
 use super::work::Notice;
 use super::{Payload, Stats, Transmit};
+use crate::psn::Psn;
 use crate::wire::{Aeth, Extension, Headers, Nak, Opcode, Syndrome};
 
 /// The code of the time after which to come again, when memory was not there that often: longer each time, up to
@@ -25,7 +26,7 @@ impl Responder {
     }
 
     /// Puts the next answer into `packet`; tells whether there is one. `Err` fails the queue pair: memory that the
-    /// peer reads went away.
+    /// peer reads went away before it had been sent.
     pub(super) fn poll_transmit<H: Host>(
         &mut self,
         terms: &Terms,
@@ -44,6 +45,7 @@ impl Responder {
         headers.psn = saved.first.add(saved.next);
         packet.payload = None;
         let aeth = Aeth { syndrome: Syndrome::ACK, msn: completed };
+        let again = saved.was_answered();
         let (at, len) = match saved.asked {
             Asked::Atomic { before } => {
                 headers.opcode = Opcode::AtomicAcknowledge;
@@ -82,6 +84,16 @@ impl Responder {
                     self.stalled = true;
                     return Ok(false);
                 }
+                Verdict::Refused if again => {
+                    // A copy of the request may have come late, when the peer had its data and the registration was
+                    // ended, as it may be. The peer does not listen to that number then. If it does, it misses the
+                    // data, and learns why it does not get it.
+                    let (psn, syndrome) = (headers.psn, Syndrome::Nak(Nak::RemoteAccess));
+                    self.saved.skip();
+                    (self.stalled, self.parked) = (false, false);
+                    *headers = without_data(terms, psn, syndrome, completed);
+                    return Ok(true);
+                }
                 Verdict::Refused => {
                     let psn = headers.psn;
                     self.saved.give_up();
@@ -115,9 +127,14 @@ impl Responder {
             }
             Reply::Fatal(nak, psn) => (Syndrome::Nak(nak), psn),
         };
-        let extension = Extension::Aeth(Aeth { syndrome, msn: self.completed });
-        packet.headers = Headers::new(Opcode::Acknowledge, terms.destination, psn, extension);
+        packet.headers = without_data(terms, psn, syndrome, self.completed);
         packet.payload = None;
         true
     }
+}
+
+/// An acknowledgement, or a refusal.
+fn without_data(terms: &Terms, psn: Psn, syndrome: Syndrome, msn: u32) -> Headers {
+    let extension = Extension::Aeth(Aeth { syndrome, msn });
+    Headers::new(Opcode::Acknowledge, terms.destination, psn, extension)
 }

@@ -230,8 +230,8 @@ impl Responder {
 
     /// A request with that number after the failure. The peer may have missed the reason: say it again.
     ///
-    /// What failed may have been data that the peer has, asked for by a copy of its request that came late. It would
-    /// not listen to that number any more: then the reason is given for the one that it asks for, or for the first
+    /// What failed may have been data that the peer has: a copy of its request that came late began the answer anew. It
+    /// would not listen to that number any more: then the reason is given for the one that it asks for, or for the first
     /// one that was not executed, so that nothing is acknowledged that was not done.
     pub(super) fn repeat_last_words(&mut self, asked: Psn) {
         if let Some((nak, psn)) = self.fatal {

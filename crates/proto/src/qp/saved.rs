@@ -35,11 +35,15 @@ pub(super) struct Saved {
     /// The next packet to send; `stop` when there is none.
     pub next: u32,
     pub stop: u32,
-    /// Whether it has been answered in full once. Until then the peer cannot have finished with it.
-    answered: bool,
+    /// How often it has been answered to its end. Until that is once the peer cannot have finished with it.
+    answered: u8,
 }
 
 impl Saved {
+    pub fn was_answered(&self) -> bool {
+        self.answered > 0
+    }
+
     fn is_pending(&self) -> bool {
         self.next != self.stop
     }
@@ -93,7 +97,7 @@ impl SavedRing {
     /// Whether another request fits: the record that gives way must have been answered.
     pub(super) fn has_room(&self) -> bool {
         let gives_way = self.records[self.place(self.end.wrapping_sub(self.limit))];
-        self.limit > 0 && gives_way.is_none_or(|record| record.answered)
+        self.limit > 0 && gives_way.is_none_or(|record| record.was_answered())
     }
 
     /// Keeps a request that was just executed; its answer is to be sent.
@@ -101,8 +105,7 @@ impl SavedRing {
         let place = self.place(self.end);
         let was_pending = self.pending != self.end;
         let (start, next, stop) = (0, 0, packets);
-        self.records[place] =
-            Some(Saved { first, packets, asked, start, next, stop, answered: false });
+        self.records[place] = Some(Saved { first, packets, asked, start, next, stop, answered: 0 });
         self.end = self.end.wrapping_add(1);
         // The record that gave way may have been the oldest with packets to send (again).
         let oldest = self.end.wrapping_sub(self.limit);
@@ -126,7 +129,7 @@ impl SavedRing {
         if let Some(record) = self.pending() {
             record.next += 1;
             if !record.is_pending() {
-                record.answered = true;
+                record.answered = record.answered.saturating_add(1);
                 self.skip_done();
             }
         }
@@ -144,6 +147,9 @@ impl SavedRing {
             }
             let index = psn.distance_from(record.first) as u32;
             if index + 1 == record.next {
+                if !record.is_pending() {
+                    record.answered = record.answered.saturating_sub(1);
+                }
                 record.next = index;
                 self.pend(position, oldest);
             }
@@ -157,6 +163,14 @@ impl SavedRing {
             record.stop = record.next;
         }
         self.pending = self.end;
+    }
+
+    /// The rest of what is pending first is not sent, unless it is asked for once more.
+    pub(super) fn skip(&mut self) {
+        if let Some(record) = self.pending() {
+            record.stop = record.next;
+            self.skip_done();
+        }
     }
 
     /// Nothing more is to be sent.

@@ -2,8 +2,8 @@
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::Verdict::{NotNow, Refused, Yes};
-use warpwire_proto::qp::{Op, Status};
-use warpwire_proto::wire::Syndrome;
+use warpwire_proto::qp::{Discard, Op, State, Status};
+use warpwire_proto::wire::{Nak, Syndrome};
 
 use crate::host::Call;
 use crate::pair::{A, B, MTU, PLACE, Pair, Terms, one_of_each, psn, psns, syndrome};
@@ -211,26 +211,90 @@ fn packets_are_taken_back() {
     }
 }
 
-/// A copy of a read's request comes when its data has been had, and the memory is gone: the peer learns of the failure
-/// at its next request, though it has no use for the number that failed.
+/// A copy of a read's request comes while it is answered, which begins again, and the memory is gone: the peer learns of
+/// the failure at its next request, though it has no use for the number that failed.
 #[test]
 fn the_reason_of_a_failure_reaches_a_peer_that_is_ahead() {
     let mut pair = Pair::with(Terms { retry_count: 1, ..Terms::default() });
     pair.post(A, 0, Op::Read(PLACE), 3 * MTU);
     let asked = pair.pass(A);
-    pair.pass(B);
-    assert_eq!(pair.ends[A].sent, [(0, Status::Success)]);
+    let first = pair.send(B).unwrap();
+    pair.arrive(A, &first).unwrap();
     pair.ends[B].host.answer(FetchRemote, [Refused]);
     let _ = pair.arrive(B, &asked[0]);
     for packet in pair.send_all(B) {
         let _ = pair.arrive(A, &packet);
     }
+    assert_eq!(pair.ends[A].sent, [], "it has that number");
+    assert_eq!(pair.ends[B].qp.state(), State::Err);
     // Two writes, of which the first gets lost: neither may look as if it had been done.
     pair.post(A, 1, Op::Write(PLACE), 10);
     pair.post(A, 2, Op::Write(PLACE), 10);
     let writes = pair.send_all(A);
     let _ = pair.arrive(B, &writes[1]);
     pair.run();
-    let wanted = [(0, Status::Success), (1, Status::RemoteAccess), (2, Status::Flushed)];
+    let wanted = [(0, Status::RemoteAccess), (1, Status::Flushed), (2, Status::Flushed)];
     assert_eq!(pair.ends[A].sent, wanted);
+}
+
+/// A copy of a read's request comes when its data has been had and the memory is gone, as it may be by then: it costs
+/// nobody anything.
+#[test]
+fn a_copy_of_a_read_that_comes_after_its_memory_went_harms_nobody() {
+    let mut pair = Pair::new();
+    pair.post(A, 0, Op::Read(PLACE), 3 * MTU);
+    let asked = pair.pass(A);
+    pair.pass(B);
+    assert_eq!(pair.ends[A].sent, [(0, Status::Success)]);
+    for _ in 0..3 {
+        pair.ends[B].host.answer(FetchRemote, [Refused]);
+        assert_eq!(pair.arrive(B, &asked[0]), Err(Discard::Duplicate));
+        let answers = pair.send_all(B);
+        assert_eq!((answers.len(), psn(&answers[0])), (1, psn(&asked[0])));
+        assert_eq!(syndrome(&answers[0]), Syndrome::Nak(Nak::RemoteAccess));
+        assert_eq!(pair.arrive(A, &answers[0]), Err(Discard::Stale));
+    }
+    pair.post(A, 1, Op::Read(PLACE), MTU);
+    pair.post(A, 2, Op::Write(PLACE), 10);
+    pair.assert_all_succeed(3);
+}
+
+/// Its twin: the data got lost, and the memory went before it was asked for again. Who asks learns why he does not get
+/// it, also when he must ask twice.
+#[test]
+fn data_that_got_lost_with_its_memory_is_an_access_error() {
+    for lost in 1..3 {
+        let mut pair = Pair::new();
+        pair.post(A, 0, Op::Read(PLACE), 3 * MTU);
+        let asked = pair.pass(A);
+        assert_eq!(pair.send_all(B).len(), 3, "which get lost");
+        for _ in 0..lost {
+            pair.ends[B].host.answer(FetchRemote, [Refused]);
+            assert_eq!(pair.arrive(B, &asked[0]), Err(Discard::Duplicate));
+            let refusal = pair.send_all(B);
+            assert_eq!(syndrome(&refusal[0]), Syndrome::Nak(Nak::RemoteAccess));
+            if lost == 1 {
+                pair.arrive(A, &refusal[0]).unwrap();
+            }
+        }
+        if lost > 1 {
+            pair.ends[B].host.answer(FetchRemote, [Refused]);
+            pair.run();
+        }
+        assert_eq!(pair.ends[A].sent, [(0, Status::RemoteAccess)]);
+    }
+}
+
+/// What was taken back has not been answered: memory that goes then fails the queue pair, as it does before the first try.
+#[test]
+fn data_that_was_taken_back_is_no_answer() {
+    let mut pair = Pair::new();
+    pair.post(A, 0, Op::Read(PLACE), MTU);
+    pair.pass(A);
+    let data = pair.send(B).unwrap();
+    pair.ends[B].qp.take_back(&data);
+    pair.ends[B].host.answer(FetchRemote, [Refused]);
+    pair.run();
+    assert_eq!(pair.ends[A].sent, [(0, Status::RemoteAccess)]);
+    assert_eq!(pair.ends[B].qp.state(), State::Err);
 }

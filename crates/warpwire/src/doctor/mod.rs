@@ -12,6 +12,7 @@
 //! # Ok::<(), warpwire::Error>(())
 //! ```
 
+mod doorbells;
 mod gpu;
 mod host;
 mod network;
@@ -174,6 +175,7 @@ impl Report {
             windows::checks,
             registration::checks,
             rdma::checks,
+            doorbells::checks,
             host::checks,
             network::checks,
         ];

@@ -23,9 +23,16 @@ pub(super) fn status(status: WireStatus) -> Status {
     }
 }
 
+#[inline]
 fn cqe(pair: &Pair, outcome: Outcome, counter: u16) -> Cqe {
     let (qpn, user_index) = (pair.qp.number(), pair.user_index);
     Cqe { outcome, qpn, user_index, counter, solicited: false, timestamp: 0 }
+}
+
+/// The completion of a write that was done as it was posted.
+#[inline]
+pub(super) fn written(pair: &Pair, block: u64) -> Cqe {
+    cqe(pair, Outcome::Sent { opcode: Opcode::RdmaWrite, bytes: 0 }, block as u16)
 }
 
 /// The completion of posted work; none if it succeeded and nobody wants to know.

@@ -5,6 +5,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use super::event::Signal;
 use super::memory::QueueMemory;
+use crate::mem::copy::store_fence;
 use crate::mlx5::{Arm, Cqe, owner_bit};
 
 /// How large a completion is.
@@ -55,6 +56,7 @@ impl CompletionRing {
     }
 
     /// Writes a completion: body first, then the word that tells of it.
+    #[inline]
     pub(super) fn push(&mut self, cqe: &Cqe) -> Result<(), Overrun> {
         let entries = u64::from(self.spec.entries);
         if !self.spec.ignore_overrun && !self.spec.collapsed && self.is_full() {
@@ -62,20 +64,28 @@ impl CompletionRing {
             let first = !std::mem::replace(&mut self.overrun, true);
             return if first { Err(Overrun) } else { Ok(()) };
         }
-        let encoded = cqe.encode(owner_bit(self.produced, entries));
+        let words = cqe.encode_words(owner_bit(self.produced, entries));
         let place = if self.spec.collapsed { 0 } else { self.produced & (entries - 1) };
-        let bytes = self.spec.memory.bytes();
-        // Neither fails while the memory is there; when it is gone there is nobody to tell.
-        let (words, [a, b, c, d]) = encoded.body.split_last_chunk().unwrap_or((&[], &[0; 4]));
-        let _ = bytes.write(place * CQE_LEN, words);
-        let _ = bytes.store_u32(place * CQE_LEN + 56, u32::from_ne_bytes([*a, *b, *c, *d]));
-        let _ = bytes.store_u32(place * CQE_LEN + 60, encoded.tail_word());
+        // It is there as long as the memory is; when that is gone there is nobody to tell.
+        let (bytes, at) = (self.spec.memory.bytes(), place * CQE_LEN);
+        if self.spec.memory.combines_stores() {
+            let [body @ .., tail] = words;
+            for (word, value) in (at..).step_by(8).zip(body) {
+                let _ = bytes.store_u64(word, value);
+            }
+            store_fence();
+            let _ = bytes.store_u64(at + CQE_LEN - 8, tail);
+            store_fence();
+        } else {
+            bytes.store_line(at, &words);
+        }
         self.produced += 1;
         let is_error = matches!(cqe.outcome, crate::mlx5::Outcome::Failed { .. });
         self.wake(cqe.solicited || is_error);
         Ok(())
     }
 
+    #[inline]
     fn is_full(&mut self) -> bool {
         let entries = u64::from(self.spec.entries);
         if self.overrun {
@@ -95,6 +105,7 @@ impl CompletionRing {
     }
 
     /// Wakes who waits, if the queue is armed for such a completion.
+    #[inline]
     fn wake(&mut self, solicited: bool) {
         let Some(signal) = &self.spec.signal else { return };
         // The completion must be seen by whoever arms after this looks, or its arming by this.

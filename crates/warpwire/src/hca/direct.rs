@@ -20,7 +20,8 @@ use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
-use warpwire_proto::qp::{self, Change, Op, State, Work as WireWork};
+use parking_lot::MutexGuard;
+use warpwire_proto::qp::{self, Change, State, Work as WireWork};
 
 use super::complete;
 use super::engine::{Core, Engine, place_of};
@@ -210,24 +211,28 @@ impl Core {
     }
 
     /// Does a write that has no entry, if nothing is in its way; else it must be posted like any other.
-    pub(super) fn write_at_once(&mut self, index: u32, write: &AtOnce<'_>) -> bool {
-        let Core { pairs, partners, registry, last, .. } = self;
+    #[inline]
+    fn write_at_once(&mut self, index: u32, write: &AtOnce<'_>, len: u32) -> bool {
+        let Core { pairs, partners, registry, .. } = self;
         let Some(Some(pair)) = pairs.get_mut(index as usize) else { return false };
-        let len = write.len();
-        let is_next = pair.side.ring.is_at(write.block) && pair.qp.outstanding() == 0;
-        let waits = pair.wait.is_some() || pair.reach.held.is_some() || pair.watched;
-        if !is_next || waits || pair.qp.state() != State::Rts || !(1..=TURN).contains(&len) {
+        let Pair { qp, side, reach, wait, watched, .. } = &mut **pair;
+        let Some(qp) = qp.connection() else { return false };
+        let is_next = side.ring.is_at(write.block) && qp.outstanding() == 0;
+        let waits = wait.is_some() || reach.held.is_some() || *watched;
+        if !is_next || waits || qp.state() != State::Rts {
             return false;
         }
-        if !partners.attempt_write(pair, write, registry, *last) {
+        let row = place_of(qp.destination());
+        if !partners.attempt_write(reach, row, write, len, side.pd, registry) {
             return false;
         }
-        pair.side.ring.pass();
-        pair.side.note_write(write.block, len);
-        let signaled = pair.signal_all || write.signaled;
-        let op = Op::Local;
-        let work = WireWork { signaled, ..WireWork::new(write.block, op, len) };
-        self.complete_direct(index, &work);
+        side.ring.pass();
+        self.totals.direct_operations += 1;
+        self.totals.direct_bytes += u64::from(len);
+        if pair.signal_all || write.signaled {
+            let (cqe, cqn) = (complete::written(pair, write.block), pair.send_cq);
+            self.push_at_once(cqn, &cqe);
+        }
         true
     }
 
@@ -302,6 +307,29 @@ impl Engine {
     }
 }
 
+/// The device, held for writes that are done here and now. See [`Hca::express`](super::Hca::express).
+pub struct Express<'a> {
+    pub(super) engine: MutexGuard<'a, Engine>,
+    pub(super) index: u32,
+    /// So many bytes may still be moved before others have their turn.
+    pub(super) left: u32,
+}
+
+impl Express<'_> {
+    /// Does a write, only if its queue is empty. If not (`false`), nothing has happened.
+    #[inline]
+    pub fn write(&mut self, write: &AtOnce<'_>) -> bool {
+        let len = write.len();
+        if !(1..=self.left).contains(&len)
+            || !self.engine.core.write_at_once(self.index, write, len)
+        {
+            return false;
+        }
+        self.left -= len;
+        true
+    }
+}
+
 /// A write that its poster hands over without an entry in the queue, to be done now or not at all.
 pub struct AtOnce<'a> {
     /// The block of the send queue that its entry would begin with, counted without end.
@@ -315,7 +343,8 @@ pub struct AtOnce<'a> {
 }
 
 impl AtOnce<'_> {
-    pub(super) fn len(&self) -> u32 {
+    #[inline]
+    fn len(&self) -> u32 {
         u32::try_from(self.payload.len()).unwrap_or(u32::MAX)
     }
 }

@@ -276,6 +276,9 @@ impl Engine {
         if matches!(turn, Turn::Done) {
             *active = false;
         }
+        if std::mem::take(&mut side.concludes) {
+            registry.conclude();
+        }
         self.core.after(now, index);
         (count, turn)
     }
@@ -425,9 +428,24 @@ impl Core {
         // Data before the completion that tells of it, also where stores are combined.
         self.registry.publish_all();
         if cq.push(cqe).is_err() {
-            self.news.tell(AsyncEvent::CqOverrun { cqn });
-            self.fail_users_of(cqn);
+            self.lose_cq(cqn);
         }
+    }
+
+    /// The same, of a write into mapped host memory, whose stores nothing holds back.
+    #[inline]
+    pub(super) fn push_at_once(&mut self, cqn: u32, cqe: &crate::mlx5::Cqe) {
+        let Some(Some(cq)) = self.cqs.get_mut(cqn as usize) else { return };
+        self.totals.completions += 1;
+        if cq.push(cqe).is_err() {
+            self.lose_cq(cqn);
+        }
+    }
+
+    #[cold]
+    fn lose_cq(&mut self, cqn: u32) {
+        self.news.tell(AsyncEvent::CqOverrun { cqn });
+        self.fail_users_of(cqn);
     }
 
     /// Waits for data that goes through pinned memory. What a device lost on the way must not be acknowledged.

@@ -98,7 +98,12 @@ impl Host for View<'_> {
     fn fetch(&mut self, from: Source, len: u32, _: usize) -> Verdict {
         let outcome = match from {
             Source::Work { id, offset } => self.side.may_gather(self.registry, id, offset, len),
-            Source::Remote { at, .. } => self.resolve(Access::REMOTE_READ, at, len),
+            Source::Remote { at, .. } => {
+                let found = self.resolve(Access::REMOTE_READ, at, len);
+                // The peer may be told so without a failure of this side, if it had asked before.
+                self.side.concludes |= found.as_ref().is_err_and(|denied| *denied == Denied::Gone);
+                found
+            }
         };
         self.verdict(outcome)
     }

@@ -115,6 +115,12 @@ impl QueueMemory {
         }
     }
 
+    /// Whether stores are combined and kept, so that those that follow may overtake them: a window does that.
+    #[inline]
+    pub(super) fn combines_stores(&self) -> bool {
+        matches!(&*self.0, Place::Window(_))
+    }
+
     /// Where a device finds it, if one does.
     pub fn device_address(&self) -> Option<DeviceAddr> {
         match &*self.0 {

@@ -54,7 +54,7 @@ use warpwire_proto::Instant;
 use warpwire_proto::qp::{self, Change, State};
 
 pub use cq::{CQE_LEN, CqSpec};
-pub use direct::AtOnce;
+pub use direct::{AtOnce, Express};
 pub use drive::Drive;
 pub use engine::Progress;
 pub use event::{AsyncEvent, Signal};
@@ -118,6 +118,7 @@ struct Shared {
     /// Some queue pair has a peer whose memory it may reach by itself.
     reaches: Arc<AtomicBool>,
     has_thread: bool,
+    drive: Drive,
 }
 
 impl fmt::Debug for Hca {
@@ -196,6 +197,7 @@ impl Hca {
             watches: 0.into(),
             reaches,
             has_thread: options.drive != Drive::Inline,
+            drive: options.drive,
         });
         drive::start(&shared, options.drive)?;
         Ok(shared)
@@ -232,6 +234,11 @@ impl Hca {
     /// Whether a thread works on when nobody polls: then a program may sleep until it is woken.
     pub fn wakes_sleepers(&self) -> bool {
         self.0.has_thread
+    }
+
+    /// Who drives it.
+    pub fn drive(&self) -> Drive {
+        self.0.drive
     }
 
     /// Makes a step, unless somebody else is making one.
@@ -368,16 +375,15 @@ impl Hca {
         self.0.engine.lock().pair(qpn).ok()?.side.denied
     }
 
-    /// Does a write here and now that a peer's memory takes without packets, as if it had been posted and its doorbell
-    /// rung: only if the queue is empty and nobody else makes a step. If not (`false`), nothing has happened.
+    /// A way to have writes done here and now that a peer's memory takes without packets, as if they had been posted and
+    /// their doorbell rung: only if there is such a peer, and nobody else makes a step.
     #[inline]
-    pub fn write_at_once(&self, qpn: u32, write: &AtOnce<'_>) -> bool {
-        self.0.reaches.load(Ordering::Relaxed)
-            && self
-                .0
-                .engine
-                .try_lock()
-                .is_some_and(|mut engine| engine.core.write_at_once(engine::place_of(qpn), write))
+    pub fn express(&self, qpn: u32) -> Option<Express<'_>> {
+        if !self.0.reaches.load(Ordering::Relaxed) {
+            return None;
+        }
+        let engine = self.0.engine.try_lock()?;
+        Some(Express { engine, index: engine::place_of(qpn), left: direct::TURN })
     }
 
     /// Tells the engine that a doorbell was rung. Rings that nobody tells of are seen only on queue pairs that are

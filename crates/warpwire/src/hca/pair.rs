@@ -130,6 +130,8 @@ pub(super) struct Side {
     pub denied: Option<Denied>,
     /// It has placed data in memory that goes through pinned memory.
     pub staged: Cell<bool>,
+    /// The peer learns that what it reads is gone.
+    pub concludes: bool,
     /// An answer was "not now": poll again soon.
     pub later: bool,
     blocks_mask: u64,
@@ -164,6 +166,7 @@ impl Pair {
             ahead: Ahead::default(),
             denied: None,
             staged: Cell::new(false),
+            concludes: false,
             later: false,
             blocks_mask: u64::from(spec.send_blocks) - 1,
             datagrams: spec.datagrams.is_some(),
@@ -405,13 +408,6 @@ impl Side {
         let (opcode, completions) = (taken.control.opcode, taken.control.completions);
         self.underway[(taken.block & self.blocks_mask) as usize] =
             Underway { opcode, completions, len, single, inline };
-    }
-
-    /// Remembers a write that was handed over without an entry.
-    pub(super) fn note_write(&mut self, block: u64, len: u32) {
-        let (opcode, completions) = (Opcode::RdmaWrite, Completions::Always);
-        self.underway[(block & self.blocks_mask) as usize] =
-            Underway { opcode, completions, len, single: None, inline: None };
     }
 
     /// Calls `each` with the pieces of work's payload that hold `len` bytes from `offset` on, as [`Side::walk`] does, and

@@ -6,7 +6,7 @@ use std::time::Duration;
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{self, Op, State, Work as WireWork};
 
-use super::direct::{AtOnce, FIRST_KEY, Reach, TURN, row_of, words};
+use super::direct::{AtOnce, FIRST_KEY, Reach, row_of, words};
 use super::engine::place_of;
 use super::pair::{Pair, Side, from_wire};
 use super::stats::Indirect;
@@ -140,29 +140,44 @@ impl Partners {
         tried.unwrap_or_else(|why| Tried::No(Some(why)))
     }
 
-    /// Tries a write that was handed over without an entry, all of it at once.
+    /// Tries a write that was handed over without an entry, all of it at once, to the queue pair with that row. Whatever
+    /// is not as it was the last time is left to [`Partners::attempt`].
+    #[inline]
     pub(super) fn attempt_write(
         &mut self,
-        pair: &mut Pair,
+        reach: &mut Reach,
+        row: u32,
         write: &AtOnce<'_>,
+        len: u32,
+        pd: PdId,
         registry: &Registry,
-        now: Instant,
     ) -> bool {
-        let (need, len) = (Access::REMOTE_WRITE, write.len());
-        let at = pair.reach.partner.and_then(|at| self.0.get_mut(at as usize));
+        let need = Access::REMOTE_WRITE;
+        let at = reach.partner.and_then(|at| self.0.get(at as usize));
         let Some(Some(partner)) = at else { return false };
-        let remote = qp::Remote { address: write.remote.address, key: write.remote.rkey };
-        let tried = partner.attempt(
-            pair,
-            &Asked { remote, need, len },
-            now,
-            &mut { TURN },
-            |there, side, _, len| {
-                let theirs = there.memory.bytes(true).ok_or(Denied::Rights)?;
-                there.put(&theirs, there.at, write.payload, 0, len, side.pd, registry)
-            },
-        );
-        matches!(tried, Ok(Tried::Done))
+        let peer = &*partner.peer;
+        if peer.has_news() || reach.may & u64::from(need.bits()) == 0 {
+            return false;
+        }
+        let place = (write.remote.rkey >> 8) as usize;
+        let Some(Some(known)) = partner.keys.get(place) else { return false };
+        let Found::Mapped(memory) = &known.found else { return false };
+        if known.key != write.remote.rkey {
+            return false;
+        }
+        let Ok(at) = known.place(reach.pd, need, write.remote.address, len) else { return false };
+        let Some(theirs) = memory.bytes(true) else { return false };
+        let rows = [row, FIRST_KEY + place as u32];
+        let Some(visit) = peer.visit(rows, [reach.opening, known.opening], len.into()) else {
+            return false;
+        };
+        let moved = match write.payload {
+            Piece::Inline(bytes) => theirs.write_cached(at, bytes).is_ok(),
+            piece => There { memory, at }.put(&theirs, at, piece, 0, len, pd, registry).is_ok(),
+        };
+        drop(visit);
+        reach.gave_way = 0;
+        moved
     }
 
     /// Whether the partner's connection has ended, so that the link should be asked for the next one.

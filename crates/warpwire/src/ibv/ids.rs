@@ -429,9 +429,9 @@ mod tests {
     fn counters_wrap() {
         let shelf = Shelf::default();
         let book = shelf.add_pair([4, 4], true).unwrap();
-        for counter in [&book.send.posted, &book.send.ended] {
-            counter.store(u64::from(u32::MAX) - 1, Ordering::Relaxed);
-        }
+        let lane = &book.send;
+        lane.posted.store(u64::from(u32::MAX) - 1, Ordering::Relaxed);
+        lane.ended.store(u64::from(u32::MAX) - 1, Ordering::Relaxed);
         let mut naming = book.name_sends();
         let numbers: Vec<u64> = (0..4).map(|id| naming.name(id)).collect();
         naming.posted(4);

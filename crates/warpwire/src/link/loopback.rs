@@ -71,6 +71,12 @@ pub struct Hub {
     shared: Arc<Shared>,
 }
 
+impl std::fmt::Debug for Hub {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Hub({} endpoints)", self.shared.endpoints.lock().len())
+    }
+}
+
 struct Shared {
     endpoints: Mutex<HashMap<SocketAddr, Arc<Inbox>>>,
     options: Options,

@@ -56,14 +56,21 @@ impl fmt::Debug for DeviceAddr {
 }
 
 /// Checks that `offset..offset + len` lies inside `total` bytes of `object`.
+#[inline]
 pub(crate) fn check_range(offset: u64, len: u64, total: u64, object: &'static str) -> Result<()> {
     if is_inside(offset, len, total) {
         return Ok(());
     }
-    Err(range_error(offset, len, total, object.to_owned()))
+    Err(outside(offset, len, total, object))
+}
+
+#[cold]
+fn outside(offset: u64, len: u64, total: u64, object: &'static str) -> Error {
+    range_error(offset, len, total, object.to_owned())
 }
 
 /// Whether `offset..offset + len` lies inside `total` bytes.
+#[inline]
 pub(crate) fn is_inside(offset: u64, len: u64, total: u64) -> bool {
     offset.checked_add(len).is_some_and(|end| end <= total)
 }

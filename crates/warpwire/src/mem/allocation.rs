@@ -238,6 +238,11 @@ impl Allocation {
         Ok(Word { region, width })
     }
 
+    /// Whether a region of it exists: an operation uses it, or somebody means to.
+    pub(super) fn is_in_use(&self) -> bool {
+        self.shared.users.0.load(Ordering::Acquire) & !FREED != 0
+    }
+
     /// Copies `from` into the memory at `offset`, and returns when it is there.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let _in_use = self.region(offset, from.len() as u64)?;

@@ -3,6 +3,7 @@
 //!
 //! A third kind of GPU would implement these seven traits and join [`discover`](super::discover).
 
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,6 +29,17 @@ pub trait DeviceBackend: Send + Sync + 'static {
     fn allocate(self: Arc<Self>, len: u64, kind: MemoryKind) -> Result<Arc<dyn MemoryBackend>>;
     /// Memory that somebody else allocated; `address + len` does not overflow.
     fn borrow(self: Arc<Self>, address: DeviceAddr, len: u64) -> Result<Arc<dyn MemoryBackend>>;
+    /// Memory that somebody else mapped for the CPU; `io` if it is registers of another device.
+    fn register_host(
+        self: Arc<Self>,
+        _base: NonNull<u8>,
+        _len: u64,
+        _io: bool,
+    ) -> Result<Arc<dyn MemoryBackend>> {
+        Err(Error::new(Kind::Unsupported, "let streams reach host memory")
+            .why("this device reaches memory that it allocated itself")
+            .fix("use pinned memory of the device"))
+    }
     /// Memory of another process.
     fn open_ipc(self: Arc<Self>, handle: &IpcHandle) -> Result<Arc<dyn MemoryBackend>>;
     /// A stream.

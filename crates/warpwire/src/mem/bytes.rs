@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
-use super::address::check_range;
+use super::address::{check_range, is_inside};
 use super::copy::{self, Routine};
 use crate::error::{Error, Kind, Result};
 
@@ -45,11 +45,13 @@ unsafe impl Sync for SharedBytes<'_> {}
 macro_rules! atomic_word {
     ($load:ident, $store:ident, $add:ident, $cas:ident, $word:ty, $atomic:ty) => {
         /// Loads the word at `offset` with acquire ordering.
+        #[inline]
         pub fn $load(&self, offset: u64) -> Result<$word> {
             Ok(self.word::<$atomic>(offset)?.load(Ordering::Acquire))
         }
 
         /// Stores the word at `offset` with release ordering.
+        #[inline]
         pub fn $store(&self, offset: u64, value: $word) -> Result<()> {
             self.word::<$atomic>(offset)?.store(value, Ordering::Release);
             Ok(())
@@ -95,6 +97,11 @@ impl<'a> SharedBytes<'a> {
         self.base
     }
 
+    /// Where the CPU finds the first byte, as a number: for C code that shares the memory.
+    pub fn address(&self) -> u64 {
+        self.base.as_ptr() as u64
+    }
+
     /// How many bytes the view spans.
     #[allow(clippy::len_without_is_empty)] // no view is empty: allocations are not
     pub fn len(&self) -> u64 {
@@ -103,6 +110,34 @@ impl<'a> SharedBytes<'a> {
 
     atomic_word!(load_u32, store_u32, fetch_add_u32, compare_exchange_u32, u32, AtomicU32);
     atomic_word!(load_u64, store_u64, fetch_add_u64, compare_exchange_u64, u64, AtomicU64);
+
+    /// Loads the byte at `offset` with acquire ordering: for those who wait for it.
+    #[inline]
+    pub fn load_u8(&self, offset: u64) -> Result<u8> {
+        Ok(self.word::<AtomicU8>(offset)?.load(Ordering::Acquire))
+    }
+
+    /// The eight words of the aligned line at `offset`, with acquire ordering; none if there is no such line.
+    #[inline]
+    pub(crate) fn load_line(&self, offset: u64) -> Option<[u64; LINE / 8]> {
+        let line = self.line(offset)?;
+        let words = std::array::from_fn(|at| line[at].load(Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        Some(words)
+    }
+
+    /// Stores the eight words of the aligned line at `offset`: whoever loads the last one with acquire ordering and sees
+    /// it sees the others. Nothing happens if there is no such line.
+    #[inline]
+    pub(crate) fn store_line(&self, offset: u64, words: &[u64; LINE / 8]) {
+        let Some(line) = self.line(offset) else { return };
+        let [first @ .., last] = line;
+        let [rest @ .., tail] = words;
+        for (word, value) in first.iter().zip(rest) {
+            word.store(*value, Ordering::Relaxed);
+        }
+        last.store(*tail, Ordering::Release);
+    }
 
     /// Copies from the view, starting at `offset`, into `into`.
     ///
@@ -116,7 +151,8 @@ impl<'a> SharedBytes<'a> {
             }
             return Ok(());
         }
-        if let Some(line) = from.line()
+        if from.len == LINE
+            && let Some(line) = from.line(0)
             && let Ok(into) = <&mut [u8; LINE]>::try_from(&mut *into)
         {
             for (word, out) in line.iter().zip(into.as_chunks_mut::<8>().0) {
@@ -149,7 +185,8 @@ impl<'a> SharedBytes<'a> {
             copy::store_fence();
             return Ok(());
         }
-        if let Some(line) = into.line()
+        if into.len == LINE
+            && let Some(line) = into.line(0)
             && let Ok(from) = <&[u8; LINE]>::try_from(from)
         {
             fence(Ordering::Release);
@@ -171,7 +208,7 @@ impl<'a> SharedBytes<'a> {
     }
 
     /// As [`read`](SharedBytes::read), from memory that is known to be the host's own, cached memory: without
-    /// the fences that a device's needs.
+    /// the fences that a device's needs. From 2 KiB on, words may be read in parts.
     #[inline]
     pub(crate) fn read_cached(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         if into.len() < WORTH_WIDE_ACCESS {
@@ -185,9 +222,16 @@ impl<'a> SharedBytes<'a> {
     }
 
     /// As [`write`](SharedBytes::write), to memory that is known to be the host's own, cached memory: the
-    /// bytes stay in the cache, where their reader will look for them.
+    /// bytes stay in the cache, where their reader will look for them. From 2 KiB on, words may be seen in part, and the
+    /// last bytes become visible last.
     #[inline]
     pub(crate) fn write_cached(&self, offset: u64, from: &[u8]) -> Result<()> {
+        if let Ok(value) = <[u8; 8]>::try_from(from)
+            && is_inside(offset, 8, self.len())
+            && (self.base.addr().get() + offset as usize).is_multiple_of(8)
+        {
+            return self.store_u64(offset, u64::from_ne_bytes(value));
+        }
         if from.len() < WORTH_WIDE_ACCESS {
             return self.write(offset, from);
         }
@@ -271,12 +315,14 @@ impl<'a> SharedBytes<'a> {
     }
 
     /// The part of the view at `offset..offset + len`.
+    #[inline]
     pub fn part(&self, offset: u64, len: u64) -> Result<SharedBytes<'a>> {
         check_range(offset, len, self.len(), "shared memory")?;
         // SAFETY: the range was just found to lie inside this view, whose bytes stay valid for 'a.
         Ok(unsafe { Self::new(self.base.add(offset as usize), len as usize) })
     }
 
+    #[inline]
     fn word<W>(&self, offset: u64) -> Result<&'a W> {
         let width = size_of::<W>() as u64;
         check_range(offset, width, self.len(), "shared memory")?;
@@ -290,14 +336,18 @@ impl<'a> SharedBytes<'a> {
         Ok(unsafe { at.as_ref() })
     }
 
-    /// The view as the words of a line, if it is as long as one and aligned: entries of queues are.
+    /// A line of the view as words, if it has one there and that is aligned: entries of queues are.
     #[inline]
-    fn line(&self) -> Option<&'a [AtomicU64; LINE / 8]> {
-        let at = self.base.cast::<[AtomicU64; LINE / 8]>();
-        if self.len != LINE || !at.is_aligned() {
+    fn line(&self, offset: u64) -> Option<&'a [AtomicU64; LINE / 8]> {
+        if !is_inside(offset, LINE as u64, self.len()) {
             return None;
         }
-        // SAFETY: as long as the view, and aligned, by the check above; atomics promise nothing about other writers.
+        // SAFETY: in range by the check above.
+        let at = unsafe { self.base.add(offset as usize) }.cast::<[AtomicU64; LINE / 8]>();
+        if !at.is_aligned() {
+            return None;
+        }
+        // SAFETY: valid and aligned by the checks above; atomics promise nothing about other writers.
         Some(unsafe { at.as_ref() })
     }
 

@@ -1,6 +1,7 @@
 //! A GPU: what it is, what it can do, and where its memory and streams come from.
 
 use std::fmt;
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use serde::Serialize;
@@ -218,6 +219,35 @@ impl Device {
                 .why("the range is empty or passes the end of the address space"));
         }
         let memory = self.backend.clone().borrow(address, len)?;
+        Ok(Allocation::new(self.clone(), memory))
+    }
+
+    /// Lets streams and kernels of this device reach memory that another library mapped for the CPU: queues in host
+    /// memory, or, with `io`, registers of a PCIe device such as a NIC's doorbell page. Streams write the latter; nobody
+    /// reads it.
+    ///
+    /// # Errors
+    /// As the driver has it; for registers with what it takes to be allowed.
+    ///
+    /// # Safety
+    /// The range is mapped, and stays so while the memory, its regions, and work that uses them exist. Nobody forms
+    /// references to it. Writing to registers does what that device does.
+    #[allow(unsafe_code)]
+    pub unsafe fn register_host(
+        &self,
+        base: NonNull<u8>,
+        len: u64,
+        io: bool,
+    ) -> Result<Allocation> {
+        if len == 0 || (base.as_ptr() as u64).checked_add(len).is_none() {
+            return Err(Error::new(
+                Kind::InvalidArgument,
+                format!("register {len} bytes of the host"),
+            )
+            .on(self.label())
+            .why("the range is empty or passes the end of the address space"));
+        }
+        let memory = self.backend.clone().register_host(base, len, io)?;
         Ok(Allocation::new(self.clone(), memory))
     }
 

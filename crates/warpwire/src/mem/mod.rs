@@ -39,6 +39,8 @@ pub mod pingpong;
 mod program;
 mod share;
 pub mod sim;
+pub mod spin;
+mod staging;
 mod stream;
 mod window;
 
@@ -54,6 +56,7 @@ pub(crate) use exports::exported_range;
 pub use op::{Condition, HostCall, MemOp, Op, PendingWait};
 pub use program::{BlockFn, Kernel, Launch, Module, Program};
 pub use share::{DmaBuf, DmaBufRoute, IpcHandle};
+pub(crate) use stream::Stop;
 pub use stream::{Event, Graph, Stream};
 pub use window::{Mapped, MappingType, Refusal, Window, WindowOptions, WindowPath};
 

@@ -77,6 +77,16 @@ pub enum MemOp {
     },
     /// Makes all earlier writes of the stream visible to the CPU and to other devices.
     Barrier,
+    /// Makes what NICs wrote into the device's memory before visible to the work that follows.
+    Flush,
+    /// Copies bytes between two ranges of the same length that do not overlap. On CUDA it goes to the device beside
+    /// the word operations, in its place among them.
+    Copy {
+        /// Where to.
+        to: Region,
+        /// Where from.
+        from: Region,
+    },
 }
 
 impl MemOp {
@@ -85,7 +95,7 @@ impl MemOp {
             Self::Write { word, value } | Self::Wait { word, value, .. } => {
                 word.check_value(*value)
             }
-            Self::Barrier => Ok(()),
+            Self::Barrier | Self::Flush | Self::Copy { .. } => Ok(()),
         }
     }
 }
@@ -207,6 +217,8 @@ impl Op {
             Self::Mem(MemOp::Write { .. }) => "write-value",
             Self::Mem(MemOp::Wait { .. }) => "wait-value",
             Self::Mem(MemOp::Barrier) => "barrier",
+            Self::Mem(MemOp::Flush) => "flush",
+            Self::Mem(MemOp::Copy { .. }) => "copy",
             Self::Batch(_) => "batch",
             Self::Record(_) => "record",
             Self::Await(_) => "await",

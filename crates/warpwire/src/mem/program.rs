@@ -193,4 +193,11 @@ impl Launch {
         self.regions.push(region.clone());
         self
     }
+
+    /// Keeps a region alive until the kernel is done, which finds it by other means than an argument of its own.
+    #[must_use]
+    pub fn keep(mut self, region: &Region) -> Self {
+        self.regions.push(region.clone());
+        self
+    }
 }

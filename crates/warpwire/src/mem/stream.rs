@@ -10,6 +10,7 @@ use super::backend::{EventBackend, GraphBackend, StreamBackend};
 use super::device::Device;
 use super::op::{Condition, HostCall, MemOp, Op, PendingWait};
 use super::program::Launch;
+use super::staging::Staging;
 use crate::error::{Error, Kind, Result};
 
 /// An ordered queue of work on a device. Clones are the same stream.
@@ -44,11 +45,13 @@ pub struct Stream {
     backend: Arc<dyn StreamBackend>,
     /// The thread that is capturing, as a number; 0 if none is.
     capturing: Arc<AtomicU64>,
+    /// Pinned memory for bytes that operations bring along.
+    staging: Arc<Staging>,
 }
 
 impl Stream {
     pub(super) fn new(device: Device, backend: Arc<dyn StreamBackend>) -> Self {
-        Self { device, backend, capturing: Arc::default() }
+        Self { device, backend, capturing: Arc::default(), staging: Arc::default() }
     }
 
     /// The device that it belongs to.
@@ -59,6 +62,16 @@ impl Stream {
     /// Its name in messages: `sim:0 stream 3`.
     pub fn label(&self) -> String {
         format!("{} stream {}", self.device.label(), self.backend.number())
+    }
+
+    /// Its number, which no other stream of its device has.
+    pub fn number(&self) -> u64 {
+        self.backend.number()
+    }
+
+    /// Whether what is put on it now goes into a graph instead of being run.
+    pub fn is_capturing(&self) -> bool {
+        self.capturing.load(Ordering::Acquire) != 0
     }
 
     fn enqueue(&self, op: Op) -> Result<()> {
@@ -77,6 +90,14 @@ impl Stream {
     /// Copies `from` into `to`, which is as long, in any direction between device memory, pinned memory
     /// and other devices of the same backend. The two must not overlap.
     pub fn copy(&self, to: &Region, from: &Region) -> Result<()> {
+        self.check_copy(to, from)?;
+        if to.is_empty() {
+            return Ok(());
+        }
+        self.enqueue(Op::Copy { to: to.clone(), from: from.clone() })
+    }
+
+    fn check_copy(&self, to: &Region, from: &Region) -> Result<()> {
         let failure = |kind, why: String| {
             let what = format!("copy {} bytes to {} bytes", from.len(), to.len());
             Err(Error::new(kind, what).on(self.label()).why(why))
@@ -94,10 +115,20 @@ impl Stream {
         if to.overlaps(from) {
             return failure(Kind::InvalidArgument, "the two ranges overlap".into());
         }
-        if to.is_empty() {
-            return Ok(());
-        }
-        self.enqueue(Op::Copy { to: to.clone(), from: from.clone() })
+        Ok(())
+    }
+
+    /// Copies `bytes` into `to`, which is as long, when the stream gets there. They are taken now: the caller may
+    /// change them as soon as this returns.
+    pub fn write_memory(&self, to: &Region, bytes: &[u8]) -> Result<()> {
+        let from = self.stage(bytes)?;
+        self.copy(to, &from)
+    }
+
+    /// A copy of `bytes` in pinned memory that this stream reaches. It is used again when the region and the
+    /// operations that use it are gone.
+    pub fn stage(&self, bytes: &[u8]) -> Result<Region> {
+        self.staging.hold(&self.device, bytes)
     }
 
     /// Fills `region` with one byte value.
@@ -152,6 +183,11 @@ impl Stream {
         self.enqueue(Op::Batch(ops.into()))
     }
 
+    /// Nothing if [`batch`](Self::batch) would take the operation, else the reason why not.
+    pub fn check(&self, op: &MemOp) -> Result<()> {
+        self.check_mem_op(op)
+    }
+
     fn check_mem_op(&self, op: &MemOp) -> Result<()> {
         let capabilities = self.device.capabilities();
         let info = self.device.info();
@@ -159,8 +195,15 @@ impl Stream {
         if let MemOp::Write { word, .. } | MemOp::Wait { word, .. } = op {
             self.check_mine(word.region().allocation(), "use a word")?;
         }
-        if let MemOp::Wait { condition: Condition::Nor, .. } = op {
-            capabilities.stream_wait_nor.require("wait for NOR", info)?;
+        match op {
+            MemOp::Wait { condition: Condition::Nor, .. } => {
+                capabilities.stream_wait_nor.require("wait for NOR", info)?;
+            }
+            MemOp::Flush => {
+                capabilities.flush_remote_writes.require("flush remote writes", info)?;
+            }
+            MemOp::Copy { to, from } => self.check_copy(to, from)?,
+            _ => {}
         }
         op.check()
     }
@@ -318,6 +361,9 @@ fn thread_number() -> u64 {
     NUMBER.with(|number| *number)
 }
 
+/// Says whether whoever waits for a device must stop waiting: somebody waits for him, and the device perhaps for that.
+pub(crate) type Stop<'a> = &'a dyn Fn() -> bool;
+
 /// A point in a stream. Clones are the same event.
 #[derive(Clone)]
 pub struct Event {
@@ -337,12 +383,25 @@ impl Event {
 
     /// Returns when the point has been reached, or fails when `timeout` has passed.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
-        if poll_until(timeout, || self.is_reached())? {
-            return Ok(());
+        self.synchronize_unless(timeout, &|| false)
+    }
+
+    /// The same, and fails as soon as `stop` says that nobody may wait for it any more.
+    pub(crate) fn synchronize_unless(&self, timeout: Duration, stop: Stop<'_>) -> Result<()> {
+        let mut stopped = false;
+        let reached = poll_until(timeout, || {
+            let reached = self.is_reached()?;
+            stopped = !reached && stop();
+            Ok(reached || stopped)
+        })?;
+        let failure = |kind, why: String| {
+            Err(Error::new(kind, "wait for an event").on(self.device.label()).why(why))
+        };
+        match reached {
+            true if stopped => failure(Kind::Freed, "the memory is being taken back".into()),
+            true => Ok(()),
+            false => failure(Kind::Timeout, format!("it was not reached in {timeout:?}")),
         }
-        Err(Error::new(Kind::Timeout, "wait for an event")
-            .on(self.device.label())
-            .why(format!("it was not reached in {timeout:?}")))
     }
 
     /// The time between the point that `earlier` marks and this one, both reached.

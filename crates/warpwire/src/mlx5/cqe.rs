@@ -47,6 +47,9 @@ mod code {
 /// ```
 #[inline]
 pub const fn owner_bit(number: u64, entries: u64) -> bool {
+    if entries.is_power_of_two() {
+        return number & entries != 0;
+    }
     match number.checked_div(entries) {
         Some(lap) => lap & 1 == 1,
         None => false,
@@ -252,6 +255,55 @@ impl Cqe {
         let [high, low] = self.counter.to_be_bytes();
         let own = (code << 4) | (u8::from(self.solicited) << 1) | u8::from(owner);
         Encoded { body, tail: [high, low, 0, own] }
+    }
+
+    /// The bytes as eight words, each of which this machine stores as they lie: the last one tells of the others. As
+    /// [`Cqe::encode`] otherwise, and faster for what is most common.
+    #[inline]
+    pub fn encode_words(&self, owner: bool) -> [u64; 8] {
+        let Outcome::Sent { opcode, bytes } = self.outcome else {
+            return self.encode_rare(owner);
+        };
+        let opcode_qpn = (u32::from(opcode.code()) << 24) | (self.qpn & 0xff_ffff);
+        let own = (code::REQUESTER << 4) | (u8::from(self.solicited) << 1) | u8::from(owner);
+        let tail = u32::from(self.counter) << 16 | u32::from(own);
+        let user_index = u64::from(self.user_index & 0xff_ffff) << 32;
+        let last = u64::from(opcode_qpn) << 32 | u64::from(tail);
+        [0, 0, 0, 0, user_index, bytes.into(), self.timestamp, last].map(u64::to_be)
+    }
+
+    #[cold]
+    fn encode_rare(&self, owner: bool) -> [u64; 8] {
+        let bytes = self.encode(owner).bytes();
+        std::array::from_fn(|word| u64::from_ne_bytes(array(&bytes, word * 8)))
+    }
+
+    /// As [`Cqe::parse`], from the words that [`Cqe::encode_words`] gives.
+    #[inline]
+    pub fn parse_words(words: &[u64; 8]) -> Result<Self, Unreadable> {
+        let [.., user_index, count, timestamp, last] = words.map(u64::from_be);
+        let own = last as u8;
+        if own >> 2 != code::REQUESTER << 2 {
+            return Self::parse_rare(words);
+        }
+        let opcode = Opcode::from_code((last >> 56) as u8);
+        Ok(Self {
+            outcome: Outcome::Sent { opcode, bytes: count as u32 },
+            qpn: (last >> 32) as u32 & 0xff_ffff,
+            user_index: (user_index >> 32) as u32 & 0xff_ffff,
+            counter: (last >> 16) as u16,
+            solicited: own & 2 != 0,
+            timestamp,
+        })
+    }
+
+    #[cold]
+    fn parse_rare(words: &[u64; 8]) -> Result<Self, Unreadable> {
+        let mut bytes = [0; 64];
+        for (place, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+            *place = word.to_ne_bytes();
+        }
+        Self::parse(&bytes)
     }
 
     /// Reads a completion; [`Tail`] says beforehand whether it has been written.

@@ -409,6 +409,11 @@ fn cqe(outcome: Outcome) -> Cqe {
     Cqe { outcome, qpn: 0x12_3456, user_index: 9, counter: 0xabcd, solicited: true, timestamp: 0 }
 }
 
+/// Words as they lie in memory.
+fn as_bytes(words: [u64; 8]) -> [u8; 64] {
+    std::array::from_fn(|at| words[at / 8].to_ne_bytes()[at % 8])
+}
+
 #[test]
 fn completions_lie_in_their_bytes() {
     let sent = cqe(Outcome::Sent { opcode: Opcode::RdmaRead, bytes: 0x0102_0304 });
@@ -419,6 +424,7 @@ fn completions_lie_in_their_bytes() {
     assert_eq!(bytes[60..64], [0xab, 0xcd, 0, 0x03]);
     assert_eq!(sent.encode(true).tail_word().to_ne_bytes(), bytes[60..64]);
     assert_eq!(Cqe::parse(&bytes), Ok(sent));
+    assert_eq!(as_bytes(sent.encode_words(true)), bytes);
 
     let origin = Origin { qpn: 0x77, service_level: 3, has_grh: true, gid: [9; 16], port: 5000 };
     for (arrival, code) in [
@@ -437,6 +443,7 @@ fn completions_lie_in_their_bytes() {
         assert_eq!(bytes[24..28], [0x13, 0, 0, 0x77]);
         assert_eq!(bytes[36..40], if code == 2 { [0; 4] } else { [9, 8, 7, 6] });
         assert_eq!(Cqe::parse(&bytes), Ok(received));
+        assert_eq!(as_bytes(received.encode_words(false)), bytes);
     }
 
     for (queue, code) in [(Queue::Send, 13), (Queue::Receive, 14)] {
@@ -446,6 +453,7 @@ fn completions_lie_in_their_bytes() {
         assert_eq!((bytes[54], bytes[55], bytes[56], bytes[63]), (0x81, 0x15, 0x0a, code << 4 | 2));
         assert!(Tail::parse([0, 0, 0, bytes[63]]).is_error());
         assert_eq!(Cqe::parse(&bytes), Ok(failed));
+        assert_eq!(as_bytes(failed.encode_words(false)), bytes);
     }
 }
 
@@ -579,7 +587,10 @@ proptest! {
         let mut all = [0; 64];
         all[..32].copy_from_slice(&bytes);
         all[32..].copy_from_slice(&more);
+        let words = std::array::from_fn(|at| u64::from_ne_bytes(super::array(&all, at * 8)));
+        prop_assert_eq!(Cqe::parse_words(&words), Cqe::parse(&all));
         if let Ok(cqe) = Cqe::parse(&all) {
+            prop_assert_eq!(as_bytes(cqe.encode_words(true)), cqe.encode(true).bytes());
             // What was understood is written and understood again.
             prop_assert_eq!(Cqe::parse(&cqe.encode(false).bytes()), Ok(cqe));
         }

@@ -16,9 +16,9 @@ use super::on_demand::{Counts, Faults, count};
 use super::pager;
 use super::word;
 use crate::error::{Error, Kind, Result};
-use crate::mem::copy::{Copier, Direction, Plan, Way};
+use crate::mem::copy::{Copier, Direction, Plan, Staging, Way};
 use crate::mem::{
-    Allocation, Listener, MappingType, MemoryEvent, MemoryKind, Piece, Watch, Window,
+    Allocation, Listener, MappingType, MemoryEvent, MemoryKind, Piece, Stop, Watch, Window,
 };
 use crate::mlx5::Atomic;
 
@@ -29,33 +29,59 @@ const GONE: u32 = 2;
 const BROKEN: u32 = 3;
 const ABSENT: u32 = 4;
 
-/// The least that is read through pinned memory where there is no window.
-const STAGED_READS: u64 = 32 << 10;
-
 /// Device memory with writes that are not in their place yet.
 #[derive(Default)]
 pub(super) struct Unsettled {
+    /// There is something to settle, or a loss to tell of.
     any: AtomicBool,
+    /// Something was lost on the way, and nobody who can draw the conclusion has been told.
+    lost: AtomicBool,
+    /// Held by who settles, so that others wait for him. Nothing that work needs is locked meanwhile.
+    settling: Mutex<()>,
     memories: Mutex<Vec<Arc<DeviceMemory>>>,
 }
 
 impl Unsettled {
-    /// Waits until everything is in its place; says whether all went well.
+    /// Waits until everything is in its place; says whether all went well since it was last asked.
     #[inline]
     pub(super) fn settle(&self) -> bool {
-        !self.any.load(Ordering::Acquire) || self.settle_all()
+        !self.any.load(Ordering::Acquire) || {
+            self.settle_all();
+            !self.lost.swap(false, Ordering::AcqRel)
+        }
+    }
+
+    /// Waits until everything is in its place. What got lost is told to whoever asks.
+    #[inline]
+    pub(super) fn wait(&self) {
+        if self.any.load(Ordering::Acquire) {
+            self.settle_all();
+        }
+    }
+
+    fn add(&self, memory: Arc<DeviceMemory>) {
+        self.memories.lock().push(memory);
+        self.any.store(true, Ordering::Release);
+    }
+
+    fn lose(&self) {
+        self.lost.store(true, Ordering::Release);
+        self.any.store(true, Ordering::Release);
     }
 
     #[inline(never)]
-    fn settle_all(&self) -> bool {
-        let mut memories = self.memories.lock();
-        self.any.store(false, Ordering::Release);
-        let mut well = true;
+    fn settle_all(&self) {
+        let _alone = self.settling.lock();
+        let taken = std::mem::take(&mut *self.memories.lock());
         // Each is settled, also behind one that fails.
-        for memory in memories.drain(..) {
-            well &= memory.settle();
+        for memory in &taken {
+            // Nobody waits for us here: no work is under way on this thread.
+            let _ = memory.settle(&|| false);
         }
-        well
+        // Only now: who comes meanwhile waits for the lock.
+        let memories = self.memories.lock();
+        let more = !memories.is_empty() || self.lost.load(Ordering::Acquire);
+        self.any.store(more, Ordering::Release);
     }
 }
 
@@ -63,6 +89,7 @@ impl Unsettled {
 pub(super) struct DeviceMemory {
     allocation: Allocation,
     how: How,
+    staging: Staging,
     gate: Gate<Arc<Copier>>,
     life: Mutex<Life>,
     failure: Mutex<Option<Error>>,
@@ -102,9 +129,14 @@ impl DeviceMemory {
         unsettled: &Arc<Unsettled>,
     ) -> Result<Arc<Self>> {
         let pieces = allocation.pieces()?.into();
+        let staging = match how.staging {
+            Some(staging) => staging.check().map(|()| staging),
+            None => Staging::from_env(),
+        }?;
         let memory = Arc::new_cyclic(|me| Self {
             allocation: allocation.clone(),
             how: how.clone(),
+            staging,
             gate: Gate::closed(if how.on_demand { ABSENT } else { READY }),
             life: Mutex::default(),
             failure: Mutex::default(),
@@ -185,7 +217,8 @@ impl DeviceMemory {
     fn find(&self) {
         if let Err(error) = self.reopen() {
             count(&self.counts.refused);
-            self.gate.close(BROKEN);
+            // What is short now may be there later: the next use asks again.
+            self.gate.close(if error.passes() { ABSENT } else { BROKEN });
             self.fail(error);
         }
         // Last, so that whoever waits meanwhile asks for nothing; if it moved on meanwhile, the next use asks again.
@@ -248,7 +281,8 @@ impl DeviceMemory {
                 let mapping = self.window(&copier).map(Window::mapping);
                 let combines = mapping == Some(MappingType::WriteCombining);
                 let staged = self.how.staged || !self.how.no_window && mapping.is_none();
-                let behind = || staged.then(|| Mutex::new(Behind::new(&self.allocation)));
+                let behind =
+                    || staged.then(|| Mutex::new(Behind::new(&self.allocation, self.staging)));
                 self.behind.get_or_init(behind);
                 self.combines.store(combines, Ordering::Relaxed);
                 // An open gate has a copier already, of the same place.
@@ -260,11 +294,14 @@ impl DeviceMemory {
 
     fn copier(&self) -> Result<Copier> {
         let plan = match self.how.no_window {
-            true if self.how.staged => Arc::new(Plan::by_hand(0, 0).staged_from(STAGED_READS)),
+            true if self.how.staged => {
+                Arc::new(Plan::by_hand(0, 0).staged_from(self.staging.reads))
+            }
             true => Arc::new(Plan::by_hand(0, 0)),
             false => Plan::for_device(self.allocation.device())?,
         };
-        Copier::with(&self.allocation, plan, self.how.agent.clone())
+        let copier = Copier::with(&self.allocation, plan, self.how.agent.clone())?;
+        Ok(copier.staged_by(self.staging))
     }
 
     /// Nothing while that range is there, else what stands in the way.
@@ -281,9 +318,15 @@ impl DeviceMemory {
     fn ask(&self, at: u64, len: u64) -> std::result::Result<(), Denied> {
         let touched = |piece: &&Piece| piece.offset < at + len && at < piece.offset + piece.len;
         for piece in self.pieces.iter().filter(touched) {
-            if self.allocation.identity(piece.offset).ok().flatten() != Some(piece.id) {
-                self.notice(MemoryEvent::Freed);
-                return Err(Denied::Gone);
+            match self.allocation.identity(piece.offset) {
+                Ok(Some(id)) if id == piece.id => {}
+                // The driver could not say: that is no answer.
+                Err(error) if error.passes() => return Err(Denied::Absent),
+                Err(error) if *error.kind() == Kind::DeviceLost => return Err(self.fail(error)),
+                Ok(_) | Err(_) => {
+                    self.notice(MemoryEvent::Freed);
+                    return Err(Denied::Gone);
+                }
             }
         }
         Ok(())
@@ -334,15 +377,26 @@ impl DeviceMemory {
         copier.window().ok().filter(|_| !self.how.no_window)
     }
 
-    pub(super) fn read(&self, at: u64, into: &mut [u8]) -> std::result::Result<(), Denied> {
+    /// Copies out of it. `stop` says when to wait for the device no longer: here and below.
+    pub(super) fn read(
+        &self,
+        at: u64,
+        into: &mut [u8],
+        stop: Stop<'_>,
+    ) -> std::result::Result<(), Denied> {
         let len = into.len() as u64;
-        self.settle();
-        self.with_copier(Direction::Read, len, |copier| copier.read(at, into))
+        self.settle(stop)?;
+        self.with_copier(Direction::Read, len, |copier| copier.read_unless(at, into, stop))
     }
 
-    pub(super) fn write(&self, at: u64, from: &[u8]) -> std::result::Result<(), Denied> {
+    pub(super) fn write(
+        &self,
+        at: u64,
+        from: &[u8],
+        stop: Stop<'_>,
+    ) -> std::result::Result<(), Denied> {
         if let Some(behind) = self.behind() {
-            return self.write_behind(behind, at, from);
+            return self.write_behind(behind, at, from, stop);
         }
         self.with_copier(Direction::Write, from.len() as u64, |copier| copier.write(at, from))
     }
@@ -353,31 +407,47 @@ impl DeviceMemory {
         behind: &Mutex<Behind>,
         at: u64,
         from: &[u8],
+        stop: Stop<'_>,
     ) -> std::result::Result<(), Denied> {
         drop(self.gate.enter(|_| true).map_err(|(label, _)| self.reason(label))?);
         self.got();
-        let written = behind.lock().write(at, from);
+        let written = behind.lock().write(at, from, stop);
         if !self.is_behind.swap(true, Ordering::AcqRel)
             && let Some(memory) = self.me.upgrade()
         {
-            self.unsettled.memories.lock().push(memory);
-            self.unsettled.any.store(true, Ordering::Release);
+            self.unsettled.add(memory);
         }
         written.map_err(|error| self.fail(error))
     }
 
-    /// Waits until all that was written is in its place. Says whether it is, or need not be.
-    fn settle(&self) -> bool {
-        let Some(behind) = self.behind() else { return true };
+    /// Waits until all that was written is in its place. What was written before a free is lost with the memory, which is
+    /// nobody's failure; what a device loses is told by [`Unsettled::settle`].
+    fn settle(&self, stop: Stop<'_>) -> std::result::Result<(), Denied> {
+        let Some(behind) = self.behind() else { return Ok(()) };
         if !self.is_behind.load(Ordering::Acquire) {
-            return true;
+            return Ok(());
         }
         let mut behind = behind.lock();
+        let settled = behind.settle(stop);
+        if settled.is_err() && stop() {
+            // Nothing is known of it: whoever need not stop finds out.
+            return Err(Denied::Gone);
+        }
+        // Not before it is so: others go by it.
         self.is_behind.store(false, Ordering::Release);
-        match behind.settle() {
-            Ok(()) => true,
-            // What was written before a free is lost with the memory.
-            Err(error) => self.fail(error) == Denied::Gone,
+        let denied = settled.map_err(|error| self.fail(error));
+        if denied.is_err_and(|denied| denied != Denied::Gone) {
+            self.unsettled.lose();
+        }
+        Ok(())
+    }
+
+    /// A registration has been taken off the memory, which may be going: what was placed through it is there when this
+    /// returns. Memory that is gone already gets nothing any more, and nothing is waited for: this may be a thread of
+    /// the device.
+    pub(super) fn let_go(&self) {
+        if self.is_behind.load(Ordering::Acquire) && self.allocation.read(0, &mut [0]).is_ok() {
+            let _ = self.settle(&|| false);
         }
     }
 
@@ -413,8 +483,13 @@ impl DeviceMemory {
     }
 
     /// Changes a word, alone among all registrations of this process.
-    pub(super) fn atomic(&self, at: u64, op: &Atomic) -> std::result::Result<u64, Denied> {
-        self.settle();
+    pub(super) fn atomic(
+        &self,
+        at: u64,
+        op: &Atomic,
+        stop: Stop<'_>,
+    ) -> std::result::Result<u64, Denied> {
+        self.settle(stop)?;
         let copier = self.gate.enter(|_| true).map_err(|(label, _)| self.reason(label))?;
         let address = self.allocation.address().raw().wrapping_add(at);
         let _alone = word::alone(address);
@@ -440,6 +515,11 @@ impl DeviceMemory {
     fn fail(&self, error: Error) -> Denied {
         if *error.kind() == Kind::Freed {
             return Denied::Gone;
+        }
+        if error.passes() {
+            tracing::debug!(%error, "a copy of registered memory has to wait");
+            *self.failure.lock() = Some(error);
+            return Denied::Absent;
         }
         tracing::warn!(%error, "a copy of registered memory failed");
         *self.failure.lock() = Some(error);

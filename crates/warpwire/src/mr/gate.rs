@@ -142,6 +142,13 @@ fn decode(state: u64) -> (u32, bool) {
     ((state >> LABEL_SHIFT) as u32, state & OPEN != 0)
 }
 
+impl<T> Inside<'_, T> {
+    /// Whether somebody has closed the gate and waits until this one leaves.
+    pub(super) fn is_waited_for(&self) -> bool {
+        !self.gate.peek().1
+    }
+}
+
 impl<T> Deref for Inside<'_, T> {
     type Target = T;
 

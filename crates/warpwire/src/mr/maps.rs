@@ -29,6 +29,8 @@ pub(super) enum Missing {
     Unreadable(u64),
     /// The list of mappings cannot be read.
     Unknown,
+    /// It cannot be read now: there are too many open files, or too little memory.
+    NotNow,
 }
 
 impl std::fmt::Display for Missing {
@@ -37,6 +39,7 @@ impl std::fmt::Display for Missing {
             Self::Unmapped(at) => write!(f, "nothing is mapped at {at:#x}"),
             Self::Unreadable(at) => write!(f, "{at:#x} is reserved, and not readable for the CPU"),
             Self::Unknown => f.write_str("/proc/self/maps cannot be read"),
+            Self::NotNow => f.write_str("/proc/self/maps cannot be opened now"),
         }
     }
 }
@@ -74,29 +77,34 @@ pub(super) fn look_up(address: u64, len: u64) -> Result<Range, Missing> {
         at = mapping.end;
         missing = Missing::Unmapped(at);
         if at >= end { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    })
-    .ok_or(Missing::Unknown)?;
+    })?;
     if at < end {
         return Err(missing);
     }
     Ok(Range { writable, identity: identity.finish() })
 }
 
-/// Shows the mappings that end behind `address`, in order; nothing if they cannot be read.
-fn each_from(address: u64, mut each: impl FnMut(Mapping) -> ControlFlow<()>) -> Option<()> {
-    let file = File::open("/proc/self/maps").ok()?;
+/// Shows the mappings that end behind `address`, in order, if they can be read.
+fn each_from(
+    address: u64,
+    mut each: impl FnMut(Mapping) -> ControlFlow<()>,
+) -> Result<(), Missing> {
+    let file = File::open("/proc/self/maps").map_err(|error| match error.raw_os_error() {
+        Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM) => Missing::NotNow,
+        _ => Missing::Unknown,
+    })?;
     let mut at = address;
     match query(&file, at) {
-        Answer::Unsupported => each_line(file, address, each),
+        Answer::Unsupported => each_line(file, address, each).ok_or(Missing::Unknown),
         mut answer => loop {
             match answer {
                 Answer::Found(mapping) => {
                     if each(mapping).is_break() {
-                        return Some(());
+                        return Ok(());
                     }
                     at = mapping.end;
                 }
-                Answer::Nothing | Answer::Unsupported => return Some(()),
+                Answer::Nothing | Answer::Unsupported => return Ok(()),
             }
             answer = query(&file, at);
         },
@@ -221,7 +229,8 @@ mod tests {
             } else {
                 ControlFlow::Continue(())
             }
-        });
+        })
+        .unwrap();
         assert_eq!(asked, lines);
         looked
     }

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use super::access::Access;
 use super::device::DeviceMemory;
 use super::host::HostRange;
-use super::on_demand::OnDemand;
+use super::on_demand::{Conclusions, OnDemand};
 use super::reach::Reach;
 use crate::error::{Error, Kind, Result};
+use crate::mem::copy::Staging;
 use crate::mem::{Agent, Region, WindowPath};
 use crate::units;
 
@@ -76,6 +77,8 @@ pub(super) struct How {
     /// The way is found when it is first needed, and again after each move.
     pub(super) on_demand: bool,
     pub(super) agent: Option<Arc<Agent>>,
+    /// The parts of what goes through pinned memory, where they were set.
+    pub(super) staging: Option<Staging>,
 }
 
 impl How {
@@ -84,7 +87,7 @@ impl How {
             (Some(mine), Some(theirs)) => Arc::ptr_eq(mine, theirs),
             (mine, theirs) => mine.is_none() && theirs.is_none(),
         };
-        let flags = |how: &Self| (how.no_window, how.staged, how.on_demand);
+        let flags = |how: &Self| (how.no_window, how.staged, how.on_demand, how.staging);
         flags(self) == flags(other) && same_agent
     }
 }
@@ -127,7 +130,12 @@ impl Memory {
     }
 
     /// The same memory, found when it is needed. Memory that cannot go away stays as it is, and `notes` says so.
-    pub(super) fn on_demand(mut self, access: Access, notes: &mut Vec<String>) -> Result<Self> {
+    pub(super) fn on_demand(
+        mut self,
+        access: Access,
+        conclusions: &Arc<Conclusions>,
+        notes: &mut Vec<String>,
+    ) -> Result<Self> {
         let refused = |why: &'static str, fix: &'static str| {
             Err(Error::new(Kind::Unsupported, "register memory on demand").why(why).fix(fix))
         };
@@ -147,7 +155,7 @@ impl Memory {
             What::Host { range, .. } => {
                 OnDemand::available()?;
                 let writes = access.contains(Access::LOCAL_WRITE);
-                self.what = What::OnDemand(OnDemand::new(range.clone(), writes));
+                self.what = What::OnDemand(OnDemand::new(range.clone(), writes, conclusions));
             }
             What::OnDemand(_) => {}
             What::Reached { .. } => {
@@ -174,6 +182,16 @@ impl Memory {
             (how.no_window, how.staged) = (true, true);
         }
         self
+    }
+
+    /// The same as [`staged`](Self::staged), in parts of these sizes: see [`Staging::check`].
+    #[must_use]
+    pub fn staged_by(self, staging: Staging) -> Self {
+        let mut memory = self.staged();
+        if let What::Device { how, .. } = &mut memory.what {
+            how.staging = Some(staging);
+        }
+        memory
     }
 
     /// The same memory, with a copy agent of its device for the sizes at which that is the fastest.

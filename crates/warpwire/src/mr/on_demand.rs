@@ -80,17 +80,25 @@ pub(super) struct OnDemand {
     counts: Counts,
     /// How many conclusions had been drawn when something was last refused.
     refused: AtomicU64,
+    conclusions: Arc<Conclusions>,
     /// For the pager.
     me: Weak<Self>,
 }
 
-/// How often anybody in this process drew the conclusion from memory that was refused: a connection failed. What is
+/// How often a user of the registry drew the conclusion from memory that was refused: a connection failed. What is
 /// refused stays so until then, because several parts of a connection ask, and only one may conclude; and is looked for
 /// anew afterwards, because it may be mapped again.
-static CONCLUSIONS: AtomicU64 = AtomicU64::new(0);
+#[derive(Default)]
+pub(super) struct Conclusions(AtomicU64);
 
-pub(super) fn conclude() {
-    CONCLUSIONS.fetch_add(1, Ordering::AcqRel);
+impl Conclusions {
+    pub(super) fn draw(&self) {
+        self.0.fetch_add(1, Ordering::AcqRel);
+    }
+
+    fn drawn(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
+    }
 }
 
 impl OnDemand {
@@ -109,7 +117,7 @@ impl OnDemand {
         tried.clone()
     }
 
-    pub(super) fn new(range: HostRange, writes: bool) -> Arc<Self> {
+    pub(super) fn new(range: HostRange, writes: bool, conclusions: &Arc<Conclusions>) -> Arc<Self> {
         let granules = range.len().div_ceil(GRANULE) + 1;
         let pieces = (0..granules.div_ceil(IN_PIECE)).map(|_| OnceLock::new()).collect();
         Arc::new_cyclic(|me| Self {
@@ -118,6 +126,7 @@ impl OnDemand {
             pieces,
             counts: Counts::default(),
             refused: AtomicU64::new(0),
+            conclusions: conclusions.clone(),
             me: me.clone(),
         })
     }
@@ -153,9 +162,7 @@ impl OnDemand {
             found @ (PRESENT | PARTLY) => Ok(found),
             WANTED => Err(Denied::Absent),
             // The same for all who ask, until somebody has drawn the conclusion.
-            REFUSED
-                if self.refused.load(Ordering::Acquire) == CONCLUSIONS.load(Ordering::Acquire) =>
-            {
+            REFUSED if self.refused.load(Ordering::Acquire) == self.conclusions.drawn() => {
                 Err(Denied::Gone)
             }
             _ => {
@@ -182,17 +189,22 @@ impl OnDemand {
     /// Looks for a granule and notes what came of it.
     fn settle(&self, granule: u64) {
         // Before it is looked for: who concludes something meanwhile has another answer in mind.
-        self.refused.store(CONCLUSIONS.load(Ordering::Acquire), Ordering::Release);
+        self.refused.store(self.conclusions.drawn(), Ordering::Release);
         let found = self.look(granule);
         if let Some(state) = self.state(granule) {
             state.store(found, Ordering::Release);
         }
     }
 
-    /// Looks for a granule: whether it is there, in part or not at all.
+    /// Looks for a granule: whether it is there, in part or not at all. Nothing is concluded from a shortage: then it is
+    /// looked for again when it is next used.
     fn look(&self, granule: u64) -> u8 {
         let (from, to, page) = self.pages(granule);
         let Err(error) = self.bring_in(from, to, self.writes) else { return PRESENT };
+        if passes(&error) {
+            tracing::debug!(%error, "memory on demand cannot be looked for now");
+            return ABSENT;
+        }
         count(&self.counts.refused);
         tracing::debug!(%error, "memory on demand is not there");
         let there = |at| self.touch(at, at + page, page).is_ok();
@@ -225,15 +237,23 @@ impl OnDemand {
                 // Some mappings have pages that the kernel copies for nobody: better found out now.
                 Ok(()) => return copy(from, [0].as_mut_ptr(), 1, Way::Out),
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
+                // Said where nothing is mapped, and where the machine has no page left for what is.
+                Err(rustix::io::Errno::NOMEM) => {
+                    return Err(match maps::look_up(from, to - from) {
+                        Ok(_) | Err(maps::Missing::NotNow) => std::io::ErrorKind::OutOfMemory,
+                        Err(_) => std::io::ErrorKind::NotFound,
+                    }
+                    .into());
+                }
                 // Said of mappings that may not be written; and by kernels before 5.14, which do not know it, and of
                 // mappings without pages of their own.
                 Err(rustix::io::Errno::INVAL) => {
-                    let writable =
-                        || maps::look_up(from, to - from).is_ok_and(|range| range.writable);
-                    if writes && !writable() {
-                        return Err(std::io::ErrorKind::PermissionDenied.into());
-                    }
-                    return self.touch(from, to, page);
+                    return match maps::look_up(from, to - from) {
+                        Err(maps::Missing::NotNow) => Err(std::io::ErrorKind::WouldBlock.into()),
+                        Ok(range) if range.writable || !writes => self.touch(from, to, page),
+                        _ if writes => Err(std::io::ErrorKind::PermissionDenied.into()),
+                        _ => self.touch(from, to, page),
+                    };
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -303,7 +323,8 @@ impl OnDemand {
         len: u64,
         writes: bool,
     ) -> std::result::Result<(), Denied> {
-        self.wanted_part(granule, offset, len, writes).map_err(|_| Denied::Gone)
+        let there = self.wanted_part(granule, offset, len, writes);
+        there.map_err(|error| if passes(&error) { Denied::Absent } else { Denied::Gone })
     }
 
     /// A copy failed: what was thought to be there must be looked for again.
@@ -353,6 +374,12 @@ impl Reach for OnDemand {
         // Refused when it was registered.
         Err(Denied::Rights)
     }
+}
+
+/// Whether it says nothing of the memory that was looked for: the machine is short of something, for now.
+fn passes(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{Interrupted, OutOfMemory, WouldBlock};
+    matches!(error.kind(), Interrupted | OutOfMemory | WouldBlock)
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -425,7 +452,8 @@ mod tests {
         // SAFETY: mapped above; what is not there any more is found out.
         let memory = unsafe { Memory::raw(base.cast(), LEN as u64) }.unwrap();
         let What::Host { range, .. } = memory.what else { unreachable!() };
-        let memory = OnDemand::new(range, true);
+        let conclusions = Arc::default();
+        let memory = OnDemand::new(range, true, &conclusions);
         assert_eq!(settled(&memory, 0), Ok(()));
         for part in [4096, LEN] {
             cover(base, part, ProtFlags::empty());
@@ -435,10 +463,10 @@ mod tests {
             for _ in 0..1000 {
                 assert_eq!(memory.check(0, 64, true), Err(Denied::Gone), "{part} bytes gone");
             }
-            conclude();
+            conclusions.draw();
             assert_eq!(settled(&memory, 0), Err(Denied::Gone), "looked for again");
             cover(base, part, both);
-            conclude();
+            conclusions.draw();
             let start = std::time::Instant::now();
             while settled(&memory, 0) != Ok(()) {
                 assert!(start.elapsed().as_secs() < 10, "it is there again");

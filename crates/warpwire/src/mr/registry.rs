@@ -15,7 +15,7 @@ use super::export::{self, Watch};
 use super::gate::Inside;
 use super::keys::{Keys, TAG};
 use super::memory::{How, Memory, Reached, What};
-use super::on_demand;
+use super::on_demand::Conclusions;
 use super::registration::{Mr, Named, Registration, Target};
 use super::span::Span;
 use super::table::Table;
@@ -89,6 +89,8 @@ pub(super) struct Inner {
     /// Device memory in use, so that registrations of one allocation share its window.
     devices: Mutex<Vec<Weak<DeviceMemory>>>,
     unsettled: Arc<Unsettled>,
+    /// What users of memory on demand have concluded.
+    conclusions: Arc<Conclusions>,
     /// Whom to ask whose an address is, in this order.
     clients: RwLock<Vec<Arc<dyn PeerClient>>>,
     /// Who tells other processes of registrations.
@@ -102,7 +104,11 @@ impl Inner {
         if let Some(watch) = self.watch.get() {
             watch.closing(key);
         }
-        self.table.get(key >> 8)?.0.close(key & TAG | USED | GONE)
+        let taken = self.table.get(key >> 8)?.0.close(key & TAG | USED | GONE);
+        if let Some(Registration { target: Target::Device { memory, .. }, .. }) = &taken {
+            memory.let_go();
+        }
+        taken
     }
 }
 
@@ -140,6 +146,7 @@ impl Registry {
             keys: Mutex::default(),
             devices: Mutex::default(),
             unsettled: Arc::default(),
+            conclusions: Arc::default(),
             clients: RwLock::new(clients::all()),
             watch: OnceLock::new(),
         }))
@@ -286,7 +293,7 @@ impl Registry {
         }
         let mut notes = Vec::new();
         let memory = match access.contains(Access::ON_DEMAND) {
-            true => memory.on_demand(access, &mut notes)?,
+            true => memory.on_demand(access, &self.0.conclusions, &mut notes)?,
             false => memory,
         };
         let (target, reached) = self.target(memory)?;
@@ -438,17 +445,17 @@ impl Registry {
 
     /// Sends everything that this thread has placed, in any memory, on its way before what it stores later.
     pub fn publish_all(&self) {
-        self.settle();
+        self.0.unsettled.wait();
         word::store_fence();
     }
 
     /// A connection has failed: memory on demand that was refused is looked for again when it is next used.
     pub fn conclude(&self) {
-        on_demand::conclude();
+        self.0.conclusions.draw();
     }
 
     /// Waits until all that was placed in memory without a window is there; where there is none, it costs nothing.
-    /// Says whether it is: a device that fails on the way loses what it had taken.
+    /// Says whether all of it is, since this was last asked: a device that fails on the way loses what it had taken.
     #[inline]
     pub fn settle(&self) -> bool {
         self.0.unsettled.settle()
@@ -469,7 +476,7 @@ impl Registry {
             self.tell_closing(key);
             let ended = slot.0.close(key & TAG | USED);
             // All that was placed through it is there, now that nothing more can come.
-            self.settle();
+            self.0.unsettled.wait();
             // Before the index can be used again, so that memory is free when the key is.
             drop(ended);
             self.0.keys.lock().give_back(key);

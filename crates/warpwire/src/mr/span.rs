@@ -81,7 +81,9 @@ impl<'a> Span<'a> {
         let Some((target, at)) = self.place(offset, into.len() as u64)? else { return Ok(()) };
         match target {
             Target::Host(range) => range.bytes().read_cached(at, into).map_err(|_| Denied::Range),
-            Target::Device { memory, region } => memory.read(region.offset() + at, into),
+            Target::Device { memory, region } => {
+                memory.read(region.offset() + at, into, &|| self.is_waited_for())
+            }
             Target::Reached { reach, .. } => reach.read(at, into),
         }
     }
@@ -92,7 +94,9 @@ impl<'a> Span<'a> {
         let Some((target, at)) = self.place(offset, from.len() as u64)? else { return Ok(()) };
         match target {
             Target::Host(range) => range.bytes().write_cached(at, from).map_err(|_| Denied::Range),
-            Target::Device { memory, region } => memory.write(region.offset() + at, from),
+            Target::Device { memory, region } => {
+                memory.write(region.offset() + at, from, &|| self.is_waited_for())
+            }
             Target::Reached { reach, .. } => reach.write(at, from),
         }
     }
@@ -125,13 +129,19 @@ impl<'a> Span<'a> {
             }
             Target::Device { memory, region } => {
                 aligned(region.address().raw())?;
-                memory.atomic(region.offset() + at, op)
+                memory.atomic(region.offset() + at, op, &|| self.is_waited_for())
             }
             Target::Reached { reach, address } => {
                 aligned(*address)?;
                 reach.atomic(at, op)
             }
         }
+    }
+
+    /// Whether the memory is being taken back, by somebody who waits until this is dropped. He may be on a thread of
+    /// the device, which then does nothing that we could wait for.
+    fn is_waited_for(&self) -> bool {
+        self.inside.as_ref().is_some_and(Inside::is_waited_for)
     }
 
     /// Sends what was placed on its way, before anything that this thread stores later: a completion.

@@ -6,6 +6,7 @@ use crate::mlx5::{Arrival, Cqe, Outcome, Queue, Status, gid_address};
 use crate::work::{Completion, CompletionKind, Sender};
 
 impl Completion {
+    #[inline]
     pub(super) fn of(cqe: &Cqe, id: u64) -> Self {
         let (status, kind, len) = match cqe.outcome {
             Outcome::Sent { opcode, bytes } => {

@@ -28,11 +28,14 @@ pub struct CqOptions {
     pub collapsed: bool,
     /// Completions that were not read are overwritten.
     pub ignore_overrun: bool,
+    /// Completions that were read stay where they are until [`Cq::give_back`]: a stream or a kernel may look at them
+    /// still.
+    pub held: bool,
 }
 
 impl Default for CqOptions {
     fn default() -> Self {
-        Self { entries: 256, memory: None, collapsed: false, ignore_overrun: false }
+        Self { entries: 256, memory: None, collapsed: false, ignore_overrun: false, held: false }
     }
 }
 
@@ -62,6 +65,8 @@ struct Soft {
     entries: u32,
     /// The device does not wait for the reader.
     overwritten: bool,
+    /// Places are given back by [`Cq::give_back`] alone.
+    held: bool,
     signal: Arc<Signal>,
     reader: Mutex<Reader>,
 }
@@ -70,6 +75,8 @@ struct Soft {
 struct Reader {
     /// How many were read.
     consumed: u64,
+    /// The queue pair of the last one, with its place among the device's: often that of the next.
+    last: Option<(u32, Arc<Core>)>,
     /// Advances with each event, so that arming twice is seen.
     sequence: u8,
 }
@@ -117,10 +124,11 @@ impl Cq {
             ignore_overrun: options.ignore_overrun,
             signal: Some(signal.clone()),
         })?;
-        let reader = Mutex::new(Reader { consumed: 0, sequence: 1 });
+        let reader = Mutex::new(Reader { consumed: 0, last: None, sequence: 1 });
         let device = context.0.clone();
         let overwritten = options.collapsed || options.ignore_overrun;
-        let soft = Soft { device, number, memory, entries, overwritten, signal, reader };
+        let held = options.held;
+        let soft = Soft { device, number, memory, entries, overwritten, held, signal, reader };
         Ok(Self(Arc::new(Shared { sleepers: AtomicU32::new(0), arm: Arm::Soft(soft) })))
     }
 
@@ -171,6 +179,47 @@ impl Cq {
     pub(super) fn forget(&self, core: &Core) {
         if let Arm::Soft(soft) = &self.0.arm {
             soft.forget(core);
+        }
+    }
+
+    /// Forgets whose the last completion was: its number may come again one day, and mean another.
+    pub(super) fn forget_last(&self) {
+        if let Arm::Soft(soft) = &self.0.arm {
+            soft.reader.lock().last = None;
+        }
+    }
+
+    /// Gives the places of the first so many completions of a queue that is [held](CqOptions::held) back to the
+    /// device. More than were read are not given.
+    pub fn give_back(&self, count: u64) {
+        if let Arm::Soft(soft) = &self.0.arm {
+            soft.give_back(count);
+        }
+    }
+
+    /// The completion that lies so many behind the next, if it is there; it stays unread. What a queue pair called
+    /// the work is not asked for. Hardware's are not looked at.
+    pub(crate) fn peek(&self, ahead: u64) -> Option<Cqe> {
+        match &self.0.arm {
+            Arm::Soft(soft) => soft.peek(ahead),
+            Arm::Hard(_) => None,
+        }
+    }
+
+    /// Whether the completion of that number has been made. It must not be more than the queue holds away from those
+    /// that were given back.
+    pub(crate) fn is_there(&self, number: u64) -> bool {
+        match &self.0.arm {
+            Arm::Soft(soft) => soft.is_there(number),
+            Arm::Hard(_) => false,
+        }
+    }
+
+    /// How many entries it has.
+    pub fn entries(&self) -> u32 {
+        match &self.0.arm {
+            Arm::Soft(soft) => soft.entries,
+            Arm::Hard(hard) => hard.entries,
         }
     }
 
@@ -251,9 +300,30 @@ impl AsFd for Cq {
 }
 
 impl Soft {
+    /// The queue pair that a completion is of; none if it had the place of another that is there now.
+    #[inline]
+    fn core_of<'a>(&self, reader: &'a mut Reader, cqe: &Cqe) -> Option<&'a Core> {
+        let is_last = reader
+            .last
+            .as_ref()
+            .is_some_and(|(index, core)| *index == cqe.user_index && core.number == cqe.qpn);
+        if !is_last {
+            self.look_up(reader, cqe);
+        }
+        reader.last.as_ref().map(|(_, core)| &**core)
+    }
+
+    #[inline(never)]
+    fn look_up(&self, reader: &mut Reader, cqe: &Cqe) {
+        let pairs = self.device.pairs.lock();
+        let core = pairs.get(cqe.user_index as usize).and_then(Option::as_ref);
+        let core = core.filter(|core| core.number == cqe.qpn);
+        reader.last = core.map(|core| (cqe.user_index, core.clone()));
+    }
+
     /// Tells the device which entries are free.
-    fn tell_consumed(&self, reader: &Reader) {
-        let word = u32::from_ne_bytes(Armed::consumed_word(reader.consumed as u32));
+    fn tell_consumed(&self, count: u64) {
+        let word = u32::from_ne_bytes(Armed::consumed_word(count as u32));
         let _ = self.memory.bytes().store_u32(u64::from(self.entries) * CQE_LEN, word);
     }
 
@@ -263,7 +333,7 @@ impl Soft {
         let mut reader = shared.reader.lock();
         let bytes = shared.memory.bytes();
         let entries = u64::from(shared.entries);
-        let (before, mut count, mut pairs) = (reader.consumed, 0, None);
+        let (before, mut count) = (reader.consumed, 0);
         while count < into.len() {
             let at = (reader.consumed & (entries - 1)) * CQE_LEN;
             // Acquire: the body was written before this word.
@@ -271,42 +341,66 @@ impl Soft {
             if !Tail::parse(tail).is_owned(owner_bit(reader.consumed, entries)) {
                 break;
             }
-            let mut entry = [0; CQE_LEN as usize];
-            let _ = bytes.read(at, &mut entry);
+            let Some(entry) = bytes.load_line(at) else { break };
             reader.consumed += 1;
             // What is no completion was not written by the device; it is passed over.
-            let pairs = pairs.get_or_insert_with(|| shared.device.pairs.lock());
-            if let Ok(cqe) = Cqe::parse(&entry)
-                && let Some(completion) = complete(pairs, &cqe)
+            if let Ok(cqe) = Cqe::parse_words(&entry)
+                && let Some(core) = shared.core_of(&mut reader, &cqe)
             {
-                into[count] = completion;
+                into[count] = complete(core, &cqe);
                 count += 1;
             }
         }
-        if reader.consumed != before {
-            shared.tell_consumed(&reader);
+        if reader.consumed != before && !shared.held {
+            shared.tell_consumed(reader.consumed);
         }
         count
+    }
+
+    fn give_back(&self, count: u64) {
+        let reader = self.reader.lock();
+        if self.held {
+            self.tell_consumed(count.min(reader.consumed));
+        }
+    }
+
+    fn peek(&self, ahead: u64) -> Option<Cqe> {
+        let number = self.reader.lock().consumed + ahead;
+        let mut entry = [0; CQE_LEN as usize];
+        if ahead >= u64::from(self.entries) || !self.is_there(number) {
+            return None;
+        }
+        let place = (number & (u64::from(self.entries) - 1)) * CQE_LEN;
+        self.memory.bytes().read(place, &mut entry).ok()?;
+        Cqe::parse(&entry).ok()
+    }
+
+    fn is_there(&self, number: u64) -> bool {
+        let (bytes, entries) = (self.memory.bytes(), u64::from(self.entries));
+        let at = (number & (entries - 1)) * CQE_LEN;
+        let tail = bytes.load_u32(at + 60).unwrap_or(u32::MAX).to_ne_bytes();
+        Tail::parse(tail).is_owned(owner_bit(number, entries))
     }
 
     /// Makes the completions of a queue pair that wait here void: it was reset, or is no more.
     fn forget(&self, core: &Core) {
         let shared = self;
-        if shared.overwritten {
-            return; // the device may be writing what would be changed here
+        // The device may be writing what would be changed here, or a stream be looking at it.
+        if shared.overwritten || shared.held {
+            return;
         }
         let mut reader = shared.reader.lock();
         let (bytes, entries) = (shared.memory.bytes(), u64::from(shared.entries));
         for number in reader.consumed..reader.consumed + entries {
             let at = (number & (entries - 1)) * CQE_LEN;
-            let mut entry = [0; CQE_LEN as usize];
             let tail = bytes.load_u32(at + 60).unwrap_or(u32::MAX).to_ne_bytes();
-            if !Tail::parse(tail).is_owned(owner_bit(number, entries))
-                || bytes.read(at, &mut entry).is_err()
-            {
+            let entry = bytes.load_line(at);
+            let Some(entry) =
+                entry.filter(|_| Tail::parse(tail).is_owned(owner_bit(number, entries)))
+            else {
                 break;
-            }
-            match Cqe::parse(&entry) {
+            };
+            match Cqe::parse_words(&entry) {
                 Ok(cqe) if cqe.qpn == core.number => {
                     if !is_of_send(&cqe) {
                         core.receive_ended(cqe.counter);
@@ -321,7 +415,7 @@ impl Soft {
                 reader.consumed += 1;
             }
         }
-        shared.tell_consumed(&reader);
+        shared.tell_consumed(reader.consumed);
     }
 
     fn arm(&self, solicited_only: bool) -> Result<()> {
@@ -350,16 +444,13 @@ impl Soft {
 }
 
 /// The completion in the words of the program: the queue pair knows what it called the work.
-fn complete(pairs: &[Option<Arc<Core>>], cqe: &Cqe) -> Option<Completion> {
-    let core = pairs.get(cqe.user_index as usize)?.as_ref()?;
-    if core.number != cqe.qpn {
-        return None; // of one that had this place before
-    }
+#[inline]
+fn complete(core: &Core, cqe: &Cqe) -> Completion {
     let id = match is_of_send(cqe) {
         true => core.send_ended(cqe.counter),
         false => core.receive_ended(cqe.counter),
     };
-    Some(Completion::of(cqe, id))
+    Completion::of(cqe, id)
 }
 
 fn is_of_send(cqe: &Cqe) -> bool {
@@ -374,15 +465,18 @@ struct Hard {
     already: Signal,
     /// Readable when that is raised, or the device's own event has come.
     either: OwnedFd,
+    /// How many it was asked to have room for.
+    entries: u32,
     nothing: QueueMemory,
 }
 
 impl Hard {
     fn create(hardware: &Hardware, options: &CqOptions) -> Result<Self> {
-        if options.memory.is_some() || options.collapsed || options.ignore_overrun {
+        let peculiar = options.collapsed || options.ignore_overrun || options.held;
+        if options.memory.is_some() || peculiar {
             return Err(Error::new(Kind::Unsupported, "make a completion queue")
                 .on(hardware.context.device().name.clone())
-                .why("libibverbs chooses its memory, and has neither collapsed queues nor overwritten ones")
+                .why("libibverbs chooses its memory, and has no collapsed, overwritten or held queues")
                 .fix("leave these options out, or use the software HCA"));
         }
         let cq = hardware.context.create_cq(options.entries)?;
@@ -393,7 +487,7 @@ impl Hard {
             let data = epoll::EventData::new_u64(0);
             epoll::add(&either, fd, data, epoll::EventFlags::IN).map_err(failed)?;
         }
-        Ok(Self { cq, already, either, nothing: QueueMemory::nothing() })
+        Ok(Self { cq, already, either, entries: options.entries, nothing: QueueMemory::nothing() })
     }
 
     fn arm(&self, solicited_only: bool) -> Result<()> {

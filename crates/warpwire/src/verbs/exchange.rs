@@ -67,9 +67,9 @@ impl Exchange {
         listener.set_nonblocking(true).map_err(|why| failed(&why))?;
         loop {
             match listener.accept() {
-                Ok((stream, peer)) => {
+                Ok((stream, _)) => {
                     stream.set_nonblocking(false).map_err(|why| failed(&why))?;
-                    return Self::over(stream, peer, timeout);
+                    return Self::over(stream, timeout);
                 }
                 Err(why) if why.kind() == std::io::ErrorKind::WouldBlock => {
                     if start.elapsed() >= timeout {
@@ -98,7 +98,7 @@ impl Exchange {
         loop {
             let left = timeout.saturating_sub(start.elapsed()).max(Duration::from_millis(1));
             match TcpStream::connect_timeout(&peer, left) {
-                Ok(stream) => return Self::over(stream, peer, timeout),
+                Ok(stream) => return Self::over(stream, timeout),
                 Err(why) if start.elapsed() >= timeout => {
                     return Err(Error::os(what, &why).fix("start the other end first"));
                 }
@@ -107,14 +107,28 @@ impl Exchange {
         }
     }
 
-    fn over(stream: TcpStream, peer: SocketAddr, timeout: Duration) -> Result<Self> {
-        let set = || -> std::io::Result<()> {
-            stream.set_nodelay(true)?;
-            stream.set_read_timeout(Some(timeout))?;
-            stream.set_write_timeout(Some(timeout))
-        };
-        set().map_err(|why| Error::os("prepare a connection", &why))?;
-        Ok(Self { reader: BufReader::new(stream), peer })
+    /// Over a connection that is there. `timeout`, at least a millisecond, is for each word.
+    pub fn over(stream: TcpStream, timeout: Duration) -> Result<Self> {
+        let failed = |why: &std::io::Error| Error::os("prepare a connection", why);
+        stream.set_nodelay(true).map_err(|why| failed(&why))?;
+        let peer = stream.peer_addr().map_err(|why| failed(&why))?;
+        let mut exchange = Self { reader: BufReader::new(stream), peer };
+        exchange.set_timeout(timeout)?;
+        Ok(exchange)
+    }
+
+    /// Changes how long each word may take; at least a millisecond.
+    pub fn set_timeout(&mut self, timeout: Duration) -> Result<()> {
+        let stream = self.reader.get_ref();
+        let timeout = Some(timeout.max(Duration::from_millis(1)));
+        let set = stream.set_read_timeout(timeout).and_then(|()| stream.set_write_timeout(timeout));
+        set.map_err(|why| Error::os("prepare a connection", &why))
+    }
+
+    /// The connection itself, to wait for what comes; words may have been read ahead of it, which
+    /// [`is_heard`](Self::is_heard) knows.
+    pub fn stream(&self) -> &TcpStream {
+        self.reader.get_ref()
     }
 
     /// The peer's address.

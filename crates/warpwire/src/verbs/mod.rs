@@ -49,6 +49,7 @@ mod hard;
 mod hardware;
 mod memory;
 mod post;
+mod prepare;
 mod qp;
 mod queues;
 mod receive;
@@ -286,8 +287,13 @@ impl Context {
             return hardware.largest_mtu;
         }
         let fits = |mtu: &&Mtu| mtu.bytes() as usize <= self.0.hca.largest_payload();
-        let stays = matches!(self.path().kind, link::Kind::Shm | link::Kind::Loopback);
-        let beyond = [16 << 10, 64 << 10].into_iter().filter_map(Mtu::new).filter(|_| stays);
+        let stays = match self.path().kind {
+            link::Kind::Shm | link::Kind::Loopback => true,
+            link::Kind::Udp | link::Kind::Auto => self.path().local.ip().is_loopback(),
+            link::Kind::Hardware => false,
+        };
+        let beyond = [16 << 10, 32 << 10, 64 << 10].into_iter();
+        let beyond = beyond.filter_map(Mtu::new).filter(|_| stays);
         let all: Vec<Mtu> = Mtu::ALL.into_iter().chain(beyond).collect();
         all.iter().rev().find(fits).copied().unwrap_or(Mtu::ALL[0])
     }

@@ -1,5 +1,6 @@
 //! Posting work: entries are written into the send queue, and one doorbell tells of all of them.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use parking_lot::MutexGuard;
@@ -10,7 +11,7 @@ use super::qp::Core;
 use super::queues::{Places, fence_to_device};
 use super::{Service, State};
 use crate::error::{Error, Kind, Result};
-use crate::hca::AtOnce;
+use crate::hca::{AtOnce, Express};
 use crate::mlx5::{
     AddressVector, Atomic, BLOCK, Builder, Data, Doorbell, Full, Image, Opcode, Piece, Record,
     Scratch,
@@ -27,6 +28,20 @@ use crate::work::{Fence, Op, Remote, Sge};
 pub type Request<'a> = crate::work::Request<'a, AddressHandle>;
 
 impl Request<'_> {
+    /// How many blocks a simple one takes at most.
+    const SIMPLE_BLOCKS: u64 = 2;
+
+    /// Whether it is a write that any connected queue pair takes, if it has the room: few bytes in itself, or one range.
+    #[inline]
+    fn is_simple(&self) -> bool {
+        let fits = match (self.inline, self.data) {
+            (Some(bytes), _) => bytes.len() <= BLOCK,
+            (None, [range]) => range.len < 1 << 31,
+            _ => false,
+        };
+        fits && matches!(self.op, Op::Write(_)) && self.destination.is_none()
+    }
+
     /// Whether a queue pair of that service can be told of it at all: the device looks for an address exactly in
     /// messages of datagram queue pairs.
     fn check(&self, core: &Core) -> Result<()> {
@@ -99,7 +114,7 @@ impl Request<'_> {
 pub(crate) struct SendState {
     /// The next free block, counted without end.
     pub producer: u64,
-    scratch: Scratch,
+    pub(super) scratch: Scratch,
 }
 
 impl std::fmt::Debug for SendState {
@@ -200,37 +215,71 @@ impl<'q> Filling<'q> {
         Ok(())
     }
 
-    /// Has a write done at once, if that needs neither packets nor an entry; false if it must be pushed like any other.
+    /// Has writes done at once, as long as that needs neither packets nor entries; tells how many. The rest must be
+    /// pushed like any other, and there is room for it: none is done if one of them might not be taken.
     #[inline]
-    pub(super) fn at_once(&mut self, request: &Request<'_>) -> bool {
+    pub(super) fn at_once(&mut self, requests: &[Request<'_>]) -> usize {
         let core = self.core;
-        let Op::Write(remote) = request.op else { return false };
+        let used = self.state.producer - core.freed.load(Ordering::Acquire);
+        let most = requests.len() as u64 * Request::SIMPLE_BLOCKS;
+        let has_room = match requests {
+            [_] => used < u64::from(core.blocks),
+            _ => used + most <= u64::from(core.blocks),
+        };
+        if !has_room || !requests.iter().all(Request::is_simple) {
+            return 0;
+        }
+        let mut done = 0;
+        while done < requests.len() {
+            // Others have their turn in between.
+            let Some(mut express) = core.hca.express(core.number) else { break };
+            let before = done;
+            while let Some(request) = requests.get(done)
+                && self.write(&mut express, request)
+            {
+                done += 1;
+            }
+            if done == before {
+                break;
+            }
+        }
+        if done > 0 {
+            tell(core, self.next);
+        }
+        done
+    }
+
+    /// Has one write done at once; false if it must be pushed like any other.
+    #[inline]
+    fn write(&mut self, express: &mut Express<'_>, request: &Request<'_>) -> bool {
+        let core = self.core;
+        let Op::Write(Remote { address, rkey }) = request.op else { return false };
         let payload = match (request.inline, request.data) {
-            (Some(bytes), _) if bytes.len() <= BLOCK => Piece::Inline(bytes),
+            (Some(bytes), _) => Piece::Inline(bytes),
             (None, &[Sge { address, len, lkey }]) => Piece::Memory(Data { len, lkey, address }),
             _ => return false,
         };
         let block = self.state.producer;
-        let used = block - core.freed.load(Ordering::Acquire);
-        if self.next != block || used >= u64::from(core.blocks) {
-            return false;
-        }
         // Before the completion, which another thread may take.
         let place = (block & (u64::from(core.blocks) - 1)) as usize;
         core.send_ids[place].store(request.id, Ordering::Relaxed);
         core.send_sizes[place].store(1, Ordering::Relaxed);
         core.posted.store(block + 1, Ordering::Release);
-        let Remote { address, rkey } = remote;
         let remote = crate::mlx5::Remote { address, rkey };
-        let write = AtOnce { block, remote, payload, signaled: request.signaled };
-        if !core.hca.write_at_once(core.number, &write) {
+        if !express.write(&AtOnce { block, remote, payload, signaled: request.signaled }) {
             core.posted.store(block, Ordering::Release);
             return false;
         }
         self.next = block + 1;
         self.state.producer = self.next;
-        tell(core, self.next);
         true
+    }
+
+    /// Leaves the work in the queue without telling the device; returns the blocks that it takes. Somebody else rings.
+    pub(super) fn keep(mut self) -> Range<u64> {
+        let first = std::mem::replace(&mut self.state.producer, self.next);
+        self.core.posted.store(self.next, Ordering::Release);
+        first..self.next
     }
 
     #[inline]

@@ -137,10 +137,10 @@ impl QpOptions {
 
 /// A queue pair: reliable-connected, or for datagrams. It ends when the last clone is dropped.
 #[derive(Clone, Debug)]
-pub struct Qp(Arc<Handle>);
+pub struct Qp(pub(super) Arc<Handle>);
 
 #[derive(Debug)]
-struct Handle {
+pub(super) struct Handle {
     pair: Pair,
     device: Arc<Device>,
     options: QpOptions,
@@ -296,6 +296,8 @@ impl Drop for Handle {
         if let Some(place) = self.device.pairs.lock().get_mut(*user_index as usize) {
             *place = None;
         }
+        // Now that nobody finds it any more.
+        self.cqs.iter().for_each(Cq::forget_last);
     }
 }
 
@@ -497,6 +499,14 @@ impl Qp {
         }
     }
 
+    /// What posting and polling share, of the software HCA.
+    pub(super) fn soft_core(&self) -> Option<&Core> {
+        match &self.0.pair {
+            Pair::Soft(soft) => Some(&soft.core),
+            Pair::Hard(_) => None,
+        }
+    }
+
     /// Begins a batch of work. It holds the send queue until it is posted or dropped.
     #[inline]
     pub fn batch(&self) -> Batch<'_> {
@@ -516,12 +526,8 @@ impl Qp {
             Pair::Hard(hard) => return hard.post(requests),
         };
         let mut batch = Filling::new(core);
-        if let [request] = requests
-            && batch.at_once(request)
-        {
-            return Ok(());
-        }
-        for request in requests {
+        let done = batch.at_once(requests);
+        for request in &requests[done..] {
             batch.push(request)?;
         }
         batch.post();

@@ -17,6 +17,10 @@ pub fn run_if_asked() -> Option<ExitCode> {
         crate::soak::run();
         return Some(ExitCode::SUCCESS);
     }
+    if what == "descriptors" {
+        crate::staged::run_short_of_descriptors();
+        return Some(ExitCode::SUCCESS);
+    }
     let fd: OwnedFd;
     let _keep: Box<dyn std::any::Any> = if what == "sim" {
         let memory = mem::open("sim:0").unwrap().alloc(4096).unwrap();
@@ -36,10 +40,10 @@ pub fn run_if_asked() -> Option<ExitCode> {
     Some(ExitCode::SUCCESS)
 }
 
-/// Runs the soak in a process of its own, and gives back what it said.
-pub fn soak() -> String {
+/// Runs something in a process of its own, and gives back what it said.
+pub fn run(what: &str) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    let ended = command.env(VARIABLE, "soak").stderr(Stdio::inherit()).output().unwrap();
+    let ended = command.env(VARIABLE, what).stderr(Stdio::inherit()).output().unwrap();
     let told = String::from_utf8_lossy(&ended.stdout).into_owned();
     assert!(ended.status.success(), "it ended with {}: {told}", ended.status);
     told

@@ -1,9 +1,11 @@
 //! The end of a registration: with work in flight on either side, and memory that goes before it.
 
 use warpwire::error::Kind;
-use warpwire::verbs::{Access, Change, Op, QpOptions, ReceiveRequest, Request, State, Status};
+use warpwire::verbs::{
+    Access, Change, Drive, Op, QpOptions, ReceiveRequest, Request, State, Status,
+};
 
-use crate::fixture::{Dice, Joined, World, connect};
+use crate::fixture::{Dice, Joined, World, connect, same};
 use crate::stage::{Buffer, SORTS, Sort, Stage, cases, refused};
 
 cases!(
@@ -11,6 +13,8 @@ cases!(
     memory_freed_under_work_bad_flow,
     a_receive_whose_memory_ended_bad_flow,
     keys_that_ended_bad_flow,
+    a_late_copy_of_a_read_harms_nobody,
+    a_requester_that_was_held_up_harms_nobody,
     memory_that_its_registration_keeps,
     nothing_is_left_of_many
 );
@@ -188,4 +192,48 @@ fn nothing_is_left_of_many(stage: &Stage) {
     stage.control().wait_empty(crate::fixture::SOON).unwrap();
     round(100);
     stage.control().wait_empty(crate::fixture::SOON).unwrap();
+}
+
+/// A network may repeat a request, and a requester may ask twice. Who has got his data may end the registration: a copy
+/// of the request that comes after that costs nobody anything.
+fn a_late_copy_of_a_read_harms_nobody(stage: &Stage) {
+    let world = stage.fixture.faulty("dup=30%,reorder=30%,loss=2%", 11, Drive::Inline);
+    let joined = world.join(QpOptions { timeout: 8, ..QpOptions::default() });
+    let near = Buffer::new(stage, &world.a, Sort::HostHandle, LEN, 0);
+    for round in 0..300u64 {
+        let far = Buffer::new(stage, &world.b, Sort::HostHandle, LEN, 0);
+        let len = 1 + round as usize * 97 % 20_000;
+        let wanted = far.pattern(0, len, round);
+        let (op, data) = (Op::Read(far.mr().remote(0)), [near.mr().sge(0, len as u32)]);
+        joined.a.qp.post_send(&[Request::new(round, op).with(&data)]).unwrap();
+        let done = world.next(&joined.a.sends);
+        assert_eq!((done.id, done.status), (round, Status::Success));
+        same(&near.read(0, len), &wanted, "a read");
+    }
+    let discarded = world.b.context.stats().discarded;
+    let twice = discarded.iter().any(|(why, count)| *why == "duplicate" && *count > 0);
+    assert!(twice, "no request came twice: {discarded:?}");
+    assert_eq!(world.b.news(), []);
+}
+
+/// The same without any fault of the network: a thread that was held up for longer than a try takes asks again before it
+/// looks at what has come.
+fn a_requester_that_was_held_up_harms_nobody(stage: &Stage) {
+    let world = stage.fixture.world();
+    let joined = world.join(QpOptions { timeout: 8, ..QpOptions::default() });
+    let near = Buffer::new(stage, &world.a, Sort::HostHandle, LEN, 0);
+    for round in 0..4 {
+        let far = Buffer::new(stage, &world.b, Sort::HostHandle, LEN, 0);
+        let (op, data) = (Op::Read(far.mr().remote(0)), [near.mr().sge(0, 20_000)]);
+        joined.a.qp.post_send(&[Request::new(round, op).with(&data)]).unwrap();
+        let stepped = |end: &crate::fixture::End| end.context.hca().poll().unwrap();
+        stepped(&world.a);
+        while stepped(&world.b).sent == 0 {}
+        std::thread::sleep(std::time::Duration::from_millis(10));
+        let before = world.a.context.stats().pairs.timeouts;
+        let done = world.next(&joined.a.sends);
+        assert_eq!((done.id, done.status), (round, Status::Success));
+        assert!(world.a.context.stats().pairs.timeouts > before, "it did not ask again");
+    }
+    assert_eq!(world.b.news(), []);
 }

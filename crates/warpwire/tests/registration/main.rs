@@ -20,6 +20,7 @@ mod ranges;
 mod soak;
 mod sorts;
 mod stage;
+mod staged;
 
 use std::process::ExitCode;
 
@@ -38,6 +39,7 @@ const ONCE: &[&[Case]] = &[
     ends::CASES,
     ranges::CASES,
     on_demand::CASES,
+    staged::CASES,
     soak::CASES,
 ];
 

@@ -386,7 +386,8 @@ fn overruns_that_nobody_minds(fixture: &Fixture) {
 
 fn a_collapsed_queue(fixture: &Fixture) {
     let world = fixture.world();
-    let options = CqOptions { entries: 1, collapsed: true, ignore_overrun: true, memory: None };
+    let options =
+        CqOptions { entries: 1, collapsed: true, ignore_overrun: true, memory: None, held: false };
     let cq = world.a.context.create_cq_with(options).unwrap();
     let qp = world.a.context.create_qp(&world.a.pd, &cq, &cq, QpOptions::default()).unwrap();
     let peer = world.side(&world.b, QpOptions::default());

@@ -364,7 +364,11 @@ impl Peer {
     #[inline]
     pub fn visit(&self, rows: [u32; 2], openings: [u64; 2], bytes: u64) -> Option<Visit<'_>> {
         let number = self.visits.load(Ordering::Relaxed).wrapping_add(1);
-        let is_open = || rows.map(|row| self.opening(row)) == openings && !openings.contains(&0);
+        let table = self.table.get()?;
+        let is_open = || {
+            let words = rows.map(|row| table.word(row as usize * WORDS * 8, Ordering::SeqCst));
+            words == openings && !openings.contains(&0)
+        };
         if !door::enter(self.control.visitor(), door::name(number, rows), is_open) {
             return None;
         }

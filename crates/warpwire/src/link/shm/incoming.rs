@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
+use rustix::io::Errno;
 use warpwire_proto::wire::icrc::Cover;
 use warpwire_proto::wire::packet::ICRC_LEN;
 
@@ -48,6 +49,8 @@ pub(super) struct Incoming {
     /// The link's own, once more.
     poll: OwnedFd,
     listener: OwnedFd,
+    /// Kept for connections that come when the process has no descriptor left.
+    spare: Option<OwnedFd>,
     /// Written when there was something to read already as somebody went to sleep.
     event: OwnedFd,
     signalled: bool,
@@ -100,6 +103,7 @@ impl Incoming {
             local,
             poll: rustix::io::fcntl_dupfd_cloexec(poll, 0)?,
             listener,
+            spare: rustix::io::fcntl_dupfd_cloexec(poll, 0).ok(),
             event,
             signalled: false,
             armed: false,
@@ -182,7 +186,11 @@ impl Incoming {
 
     fn accept(&mut self, poll: &OwnedFd) {
         for _ in 0..AT_ONCE {
-            let Ok(guest) = meet::accept(&self.listener) else { return };
+            let guest = match meet::accept(&self.listener) {
+                Ok(guest) => guest,
+                Err(Errno::MFILE | Errno::NFILE) => return self.turn_away(),
+                Err(_) => return,
+            };
             if !meet::is_trusted(guest.as_fd()).unwrap_or(false) {
                 self.refusals.strangers += 1;
             } else if self.guests.len() + self.rings.len() >= MOST
@@ -193,6 +201,17 @@ impl Incoming {
                 self.guests.push(guest);
             }
         }
+    }
+
+    /// There is no descriptor for a connection. The one that is kept for that takes it up, to end it: its sender must know, and
+    /// one that waits for ever would not let us sleep.
+    #[cold]
+    pub(super) fn turn_away(&mut self) {
+        self.spare = None;
+        if meet::accept(&self.listener).is_ok() {
+            self.refusals.too_many += 1;
+        }
+        self.spare = rustix::io::fcntl_dupfd_cloexec(&self.poll, 0).ok();
     }
 
     /// The first message of a connection makes a ring of it, or ends it.

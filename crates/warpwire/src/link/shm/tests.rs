@@ -1,12 +1,15 @@
 //! What is the shared-memory link's own: real processes, peers that lie, die, come back, or are another user's.
 
 use std::io::{BufRead, BufReader};
+use std::os::fd::AsRawFd;
 use std::process::{Child, Command, Stdio};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
     AddressFamily, SendFlags, SocketAddrUnix, SocketType, connect, send as send_bytes, socket,
 };
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::*;
 use crate::link::tests::{fill, receive, send};
@@ -79,6 +82,7 @@ fn other_process() {
         // Listens, and does nothing.
         "idle" => std::thread::sleep(Duration::from_secs(60)),
         "echo" => echo(link, peer),
+        "exhausted" => exhausted(&link),
         other => panic!("no such role: {other}"),
     }
 }
@@ -101,6 +105,8 @@ fn echo(mut link: Shm, peer: SocketAddr) {
 }
 
 const COUNT: u32 = 100_000;
+/// Nobody's.
+const ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 1);
 
 /// Lengths of all sorts: small ones mostly, and each up to the largest.
 fn length(number: u32, largest: usize) -> usize {
@@ -327,6 +333,30 @@ fn stranger(link: &Shm) -> OwnedFd {
     let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
     connect(&socket, &name).unwrap();
     socket
+}
+
+/// In a process of its own, whose limit it changes.
+fn exhausted(link: &Shm) {
+    let strangers = [stranger(link), stranger(link)];
+    let next = rustix::io::fcntl_dupfd_cloexec(&strangers[0], 0).unwrap();
+    let limit = Rlimit { current: Some(next.as_raw_fd() as u64), ..getrlimit(Resource::Nofile) };
+    drop(next);
+    setrlimit(Resource::Nofile, limit).unwrap();
+    wait_until("both are turned away", || {
+        sleep(link, Duration::from_millis(1));
+        link.refusals().too_many == 2
+    });
+    for socket in &strangers {
+        let end = rustix::net::recv(socket, &mut [0_u8; 1][..], rustix::net::RecvFlags::empty());
+        assert!(matches!(end, Ok((_, 0)) | Err(_)), "the connection is ended");
+    }
+    assert!(!sleep(link, Duration::from_millis(10)), "nothing wakes us any more");
+}
+
+#[test]
+fn connections_without_descriptors_are_turned_away_and_let_us_sleep() {
+    let status = command("exhausted", ADDRESS).status().unwrap();
+    assert!(status.success(), "{status}");
 }
 
 #[test]

@@ -25,7 +25,7 @@ use warpwire_proto::wire::UDP_PORT;
 use warpwire_proto::wire::icrc::Cover;
 use warpwire_proto::wire::ip::{ECN_CAPABLE, ECN_MARKED, ECN_MASK};
 
-pub use options::{Options, VARIABLE};
+pub use options::{AT_HOME, Options, VARIABLE};
 
 use super::flows::{FlowId, Flows};
 use super::{Counters, Flushed, Frame, Kind, Link, Path, Refused, SHORTEST, Spoil};
@@ -129,7 +129,7 @@ impl Udp {
         let headers = if local.is_ipv4() { IPV4_AND_UDP } else { IPV6_AND_UDP };
         let carried = found.mtu.as_ref().map_or(usize::MAX, |(_, mtu)| *mtu as usize);
         let carried = carried.saturating_sub(headers).max(SHORTEST);
-        let largest = options.largest.clamp(SHORTEST, options::MOST).min(carried);
+        let largest = options.longest_on(local.ip()).min(carried);
         let calls = if options.mmsg { Calls::Batched } else { Calls::Single };
         // One byte more than the longest packet: what is longer shows.
         let (count, size) = match found.gro {

@@ -1,7 +1,10 @@
 //! What a UDP link may use, chosen by a program or by `WARPWIRE_UDP`.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::str::FromStr;
+
+use warpwire_proto::wire::packet::{ICRC_LEN, LONGEST_HEADERS};
 
 use crate::error::{Error, Kind, Result};
 use crate::link::{LONGEST, SHORTEST};
@@ -9,6 +12,10 @@ use crate::units;
 
 /// The environment variable that [`Options::from_env`] reads.
 pub const VARIABLE: &str = "WARPWIRE_UDP";
+
+/// The longest packet on a loopback address unless somebody says otherwise: 32 KiB of payload. No wire sets a limit there,
+/// and packets cost by their number. Peers that offer less get less.
+pub const AT_HOME: usize = LONGEST_HEADERS + (32 << 10) + ICRC_LEN;
 
 /// The most that UDP over IPv4 carries.
 pub(super) const MOST: usize = 65_507;
@@ -35,24 +42,25 @@ pub struct Options {
     pub no_checksum: bool,
     /// The socket's buffers, in bytes each way.
     pub buffer: usize,
-    /// The longest packet, from the base header through the ICRC; less where the interface carries less.
-    pub largest: usize,
+    /// The longest packet, from the base header through the ICRC; less where the interface carries less. `None` stands
+    /// for what RoCEv2 knows ([`LONGEST`]), and for [`AT_HOME`] on a loopback address, where only this machine's
+    /// processes are.
+    pub largest: Option<usize>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self {
-            gso: true,
-            gro: true,
-            mmsg: true,
-            no_checksum: true,
-            buffer: 8 << 20,
-            largest: LONGEST,
-        }
+        Self { gso: true, gro: true, mmsg: true, no_checksum: true, buffer: 8 << 20, largest: None }
     }
 }
 
 impl Options {
+    /// The longest packet of a link with that address.
+    pub(super) fn longest_on(&self, local: IpAddr) -> usize {
+        let usual = if local.is_loopback() { AT_HOME } else { LONGEST };
+        self.largest.unwrap_or(usual).clamp(SHORTEST, MOST)
+    }
+
     /// The usual options, changed by `WARPWIRE_UDP` where it is set.
     ///
     /// # Errors
@@ -79,9 +87,13 @@ impl FromStr for Options {
                     options.buffer = units::parse_bytes(value)?.clamp(4096, 1 << 30) as usize;
                     continue;
                 }
+                "largest" if value == "auto" => {
+                    options.largest = None;
+                    continue;
+                }
                 "largest" => {
                     options.largest = match units::parse_bytes(value)? as usize {
-                        largest @ SHORTEST..=MOST => largest,
+                        largest @ SHORTEST..=MOST => Some(largest),
                         _ => return Err(malformed(part, "it is not between 16 and 65507")),
                     };
                     continue;
@@ -102,14 +114,12 @@ impl fmt::Display for Options {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let word = |on: bool| if on { "on" } else { "off" };
         let Self { gso, gro, mmsg, no_checksum, buffer, largest } = *self;
-        write!(
-            f,
-            "gso={},gro={},mmsg={},nocheck={},buffer={buffer},largest={largest}",
-            word(gso),
-            word(gro),
-            word(mmsg),
-            word(no_checksum)
-        )
+        let (gso, gro, mmsg, nocheck) = (word(gso), word(gro), word(mmsg), word(no_checksum));
+        write!(f, "gso={gso},gro={gro},mmsg={mmsg},nocheck={nocheck},buffer={buffer},largest=")?;
+        match largest {
+            Some(largest) => write!(f, "{largest}"),
+            None => f.write_str("auto"),
+        }
     }
 }
 
@@ -126,12 +136,18 @@ mod tests {
 
     #[test]
     fn options_read_what_they_print() {
-        let odd =
-            Options { gso: false, mmsg: false, buffer: 5000, largest: 100, ..Options::default() };
+        let odd = Options {
+            gso: false,
+            mmsg: false,
+            buffer: 5000,
+            largest: Some(100),
+            ..Options::default()
+        };
         for options in [Options::default(), odd] {
             assert_eq!(options.to_string().parse::<Options>().unwrap(), options);
         }
         assert_eq!("".parse::<Options>().unwrap(), Options::default());
+        assert_eq!("largest=100,largest=auto".parse::<Options>().unwrap(), Options::default());
     }
 
     #[test]

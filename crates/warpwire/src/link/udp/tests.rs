@@ -217,7 +217,7 @@ fn a_link_on_every_address_knows_which_was_used() {
         if !addresses().contains(&one) {
             continue;
         }
-        let options = Options { largest: 1000, ..Options::default() };
+        let options = Options { largest: Some(1000), ..Options::default() };
         let mut wide = bind(any, options);
         assert!(wide.path().why.contains("every address"));
         let mut narrow = bind(one, options);

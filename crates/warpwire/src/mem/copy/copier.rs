@@ -8,9 +8,10 @@ use parking_lot::Mutex;
 
 use super::super::agent::Agent;
 use super::super::allocation::{Allocation, Region};
-use super::super::stream::{Event, Stream};
+use super::super::stream::{Event, Stop, Stream};
 use super::super::window::Window;
 use super::plan::{Direction, Plan, Way, median, threads};
+use super::staging::Staging;
 use crate::error::{Error, Result};
 
 /// How much the agent carries at a time.
@@ -39,6 +40,7 @@ pub struct Copier {
     /// Writes up to this size go through the window, whatever else there is.
     direct_writes: u64,
     helper: Option<Helper>,
+    staging: Staging,
     /// Made at the first staged read.
     stage: Mutex<Option<Stage>>,
 }
@@ -69,7 +71,15 @@ impl Copier {
         let helper = helper.transpose()?;
         let direct_writes = plan.direct_writes();
         let (window, stage) = (memory.window(), Mutex::new(None));
-        Ok(Self { memory: memory.clone(), window, plan, direct_writes, helper, stage })
+        let staging = Staging::default();
+        Ok(Self { memory: memory.clone(), window, plan, direct_writes, helper, staging, stage })
+    }
+
+    /// The same copier with other parts for copies through pinned memory.
+    #[must_use]
+    pub fn staged_by(mut self, staging: Staging) -> Self {
+        self.staging = staging;
+        self
     }
 
     /// The window that it uses, or why there is none.
@@ -120,24 +130,31 @@ impl Copier {
     /// Copies from the memory at `offset` into `into`.
     #[inline]
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.read_unless(offset, into, &|| false)
+    }
+
+    /// The same, for those who may have to stop waiting for the device.
+    #[inline]
+    pub(crate) fn read_unless(&self, offset: u64, into: &mut [u8], stop: Stop<'_>) -> Result<()> {
         match (self.way(Direction::Read, into.len() as u64), &self.window, &self.helper) {
             (Way::Window, Ok(window), _) => {
                 self.memory.check_live()?;
                 window.read(offset, into)
             }
             (Way::Agent, _, Some(helper)) => helper.read(&self.memory, offset, into),
-            (Way::Staged, _, _) => self.read_staged(offset, into),
+            (Way::Staged, _, _) => self.read_staged(offset, into, stop),
             _ => self.memory.read(offset, into),
         }
     }
 
-    fn read_staged(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+    fn read_staged(&self, offset: u64, into: &mut [u8], stop: Stop<'_>) -> Result<()> {
         let from = self.memory.region(offset, into.len() as u64)?;
         let mut stage = self.stage.lock();
-        match &*stage {
-            Some(stage) => stage.read(&from, into),
-            None => stage.insert(Stage::new(&self.memory)?).read(&from, into),
-        }
+        let made = match stage.take() {
+            Some(made) => made,
+            None => Stage::new(&self.memory, self.staging)?,
+        };
+        stage.insert(made).read(&from, into, stop)
     }
 }
 
@@ -167,28 +184,24 @@ impl Helper {
 /// Pinned memory in two halves: the engine fills one while the CPU empties the other. An engine that
 /// copies into ordinary memory stages inside the driver, more slowly.
 pub(super) struct Stage {
+    staging: Staging,
     stream: Stream,
     halves: [(Allocation, Event); 2],
 }
 
-/// The size of a half.
-const HALF: u64 = 512 << 10;
-/// The least that is fetched at a time: each fetch costs some microseconds of its own.
-const LEAST_FETCH: u64 = 128 << 10;
 /// No half takes as long.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 impl Stage {
-    pub(super) fn new(memory: &Allocation) -> Result<Self> {
+    pub(super) fn new(memory: &Allocation, staging: Staging) -> Result<Self> {
         let device = memory.device();
-        let half = || Ok::<_, Error>((device.alloc_pinned(HALF)?, device.event()?));
-        Ok(Self { stream: device.stream()?, halves: [half()?, half()?] })
+        let half = || Ok::<_, Error>((device.alloc_pinned(staging.half)?, device.event()?));
+        Ok(Self { staging, stream: device.stream()?, halves: [half()?, half()?] })
     }
 
-    /// Copies `from` into `into`, which is as long.
-    pub(super) fn read(&self, from: &Region, into: &mut [u8]) -> Result<()> {
-        // A quarter at a time, so that most of the CPU's work lies beside the engine's.
-        let step = (from.len() / 4).next_multiple_of(4096).clamp(LEAST_FETCH, HALF);
+    /// Copies `from` into `into`, which is as long, unless it must stop waiting for the device.
+    pub(super) fn read(&self, from: &Region, into: &mut [u8], stop: Stop<'_>) -> Result<()> {
+        let step = self.staging.fetch(from.len());
         let count = into.len().div_ceil(step as usize);
         let fetch = |number: usize| {
             let (half, event) = &self.halves[number % 2];
@@ -204,7 +217,7 @@ impl Stage {
                 fetch(number + 1)?;
             }
             let (half, event) = &self.halves[number % 2];
-            event.synchronize(PATIENCE)?;
+            event.synchronize_unless(PATIENCE, stop)?;
             half.host_bytes()?.read(0, part)?;
         }
         Ok(())

@@ -15,6 +15,7 @@ use super::super::device::{Backend, Device};
 use super::super::window::Window;
 use super::Routine;
 use super::copier::Stage;
+use super::staging::Staging;
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
@@ -330,7 +331,7 @@ fn measure(
         Direction::Write => 1.0,
         Direction::Read => 0.75,
     };
-    let stage = Stage::new(memory)?;
+    let stage = Stage::new(memory, Staging::default())?;
     let mut border = 0;
     let mut window_lost = false;
     let mut before: Option<(u64, f64)> = None;
@@ -351,7 +352,7 @@ fn measure(
         let staged_us = match direction {
             Direction::Read if len >= FIRST_STAGED => {
                 let whole = memory.region(0, len)?;
-                Some(median(|| stage.read(&whole, part))?)
+                Some(median(|| stage.read(&whole, part, &|| false))?)
             }
             _ => None,
         };

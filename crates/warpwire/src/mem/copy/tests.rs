@@ -17,7 +17,7 @@ const DEVICE_OFFSETS: std::ops::RangeInclusive<usize> = 0..=70;
 const HOST_OFFSETS: [usize; 5] = [0, 1, 7, 8, 33];
 
 fn lengths() -> impl Iterator<Item = usize> {
-    (0..=200).chain([255, 256, 257, 1000, 4096 + 13, 65536 + 5])
+    (0..=200).chain([255, 256, 257, 1000, 2047, 2048, 4096 + 13, 65536 + 5])
 }
 
 #[derive(Clone, Copy)]
@@ -80,6 +80,43 @@ fn both_ways(routine: Routine, device_at: usize, host_at: usize, data: &[u8], ro
     // SAFETY: as above.
     unsafe { cached_by(routine, room.at(host_at), device.at(device_at), len) };
     room.expect(host_at, data, &case);
+
+    // SAFETY: as above.
+    unsafe { cached(room.at(host_at), device.at(device_at), len) };
+    room.expect(host_at, data, &case);
+}
+
+/// Who waits for the last byte of a copy finds all others there, however they were moved.
+#[test]
+fn the_last_byte_of_a_cached_copy_becomes_visible_last() {
+    use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+    const LEN: usize = 8192;
+    let target: Vec<AtomicU8> = (0..LEN).map(|_| AtomicU8::new(0)).collect();
+    let seen = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for turn in 1..=2000_u64 {
+                let source = vec![turn as u8; LEN];
+                // SAFETY: as long as either is, in atomics that outlive the scope.
+                unsafe { cached(target.as_ptr().cast_mut().cast(), source.as_ptr(), LEN) };
+                while seen.load(Ordering::Acquire) != turn {
+                    std::thread::yield_now();
+                }
+            }
+        });
+        for turn in 1..=2000_u64 {
+            let mut looks = 0_u32;
+            while target[LEN - 1].load(Ordering::Acquire) != turn as u8 {
+                looks += 1;
+                if looks.is_multiple_of(1000) {
+                    std::thread::yield_now(); // on one processor the writer waits for this
+                }
+            }
+            let late = target.iter().position(|byte| byte.load(Ordering::Relaxed) != turn as u8);
+            assert_eq!(late, None, "turn {turn}");
+            seen.store(turn, Ordering::Release);
+        }
+    });
 }
 
 #[test]

@@ -48,6 +48,29 @@ fn has_movdir64b() -> bool {
     }
 }
 
+/// Whether the processor says that its string moves are fast.
+pub(super) fn has_string_move() -> bool {
+    is_x86_feature_detected!("ermsb")
+}
+
+/// Copies with the processor's string move. Its stores may become visible in any order, all of them before later ones.
+///
+/// # Safety
+/// `to` is valid for writes and `from` for reads of `len` bytes.
+#[inline]
+pub(super) unsafe fn string_move(to: *mut u8, from: *const u8, len: usize) {
+    // SAFETY: the caller's promise; the direction is upward, as it is everywhere in Rust.
+    unsafe {
+        asm!(
+            "rep movsb",
+            inout("rcx") len => _,
+            inout("rdi") to => _,
+            inout("rsi") from => _,
+            options(nostack, preserves_flags),
+        );
+    }
+}
+
 /// Empties the write-combining buffers.
 pub(super) fn store_fence() {
     // SAFETY: it only orders memory accesses.

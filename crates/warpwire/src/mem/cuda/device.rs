@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::ffi::{CStr, c_char};
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -200,6 +201,15 @@ impl DeviceBackend for CudaDevice {
 
     fn borrow(self: Arc<Self>, address: DeviceAddr, len: u64) -> Result<Arc<dyn MemoryBackend>> {
         Ok(Arc::new(memory::borrow(self, address, len)?))
+    }
+
+    fn register_host(
+        self: Arc<Self>,
+        base: NonNull<u8>,
+        len: u64,
+        io: bool,
+    ) -> Result<Arc<dyn MemoryBackend>> {
+        Ok(Arc::new(memory::register_host(self, base, len, io)?))
     }
 
     fn open_ipc(self: Arc<Self>, handle: &IpcHandle) -> Result<Arc<dyn MemoryBackend>> {

@@ -27,6 +27,7 @@ use crate::error::Kind;
 pub(super) enum Remains {
     Memory(Address),
     Pinned(HostPointer),
+    Registered(HostPointer),
     Imported(Address),
     Module(ModuleHandle),
 }
@@ -152,6 +153,7 @@ impl Graveyard {
             let outcome = match remains {
                 Remains::Memory(address) => call!(driver, memory_free(address)),
                 Remains::Pinned(pointer) => call!(driver, host_free(pointer.0)),
+                Remains::Registered(pointer) => call!(driver, host_unregister(pointer.0)),
                 Remains::Imported(address) => call!(driver, ipc_close(address)),
                 Remains::Module(module) => call!(driver, module_unload(module)),
             };

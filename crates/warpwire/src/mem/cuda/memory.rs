@@ -40,6 +40,11 @@ pub(super) enum Origin {
     Pool,
     Pinned(NonNull<u8>),
     Borrowed,
+    /// Host memory, or registers of another device, that somebody else mapped.
+    Registered {
+        base: NonNull<u8>,
+        io: bool,
+    },
     /// Opened from another process's `cuMemAlloc`, whose piece begins here.
     Imported {
         base: u64,
@@ -50,7 +55,7 @@ pub(super) enum Origin {
     ImportedPool(PoolHandle),
 }
 
-// SAFETY: the pinned pointer is used through SharedBytes only, and handed back to the driver once.
+// SAFETY: the pinned and registered pointers are used through SharedBytes only, and handed back to the driver once.
 unsafe impl Send for Origin {}
 // SAFETY: as above.
 unsafe impl Sync for Origin {}
@@ -69,11 +74,11 @@ impl CudaMemory {
     }
 
     fn pinned_bytes(&self) -> Option<SharedBytes<'_>> {
-        let Origin::Pinned(base) = self.origin else {
+        let (Origin::Pinned(base) | Origin::Registered { base, io: false }) = self.origin else {
             return None;
         };
-        // SAFETY: pinned by `allocate` with this base and length until `free`; handles that outlive a
-        // free are refused before they come here.
+        // SAFETY: pinned by `allocate` with this base and length until `free`, or mapped for as long as its owner
+        // promised; handles that outlive a free are refused before they come here.
         Some(unsafe { SharedBytes::new(base, self.len as usize) })
     }
 }
@@ -191,6 +196,48 @@ fn allocate_pinned(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
         Error::new(Kind::OutOfMemory, "").why("the driver pinned memory at no address")
     })?;
     Ok((address, Origin::Pinned(base)))
+}
+
+/// Lets the device reach memory that somebody else mapped for the CPU.
+pub(super) fn register_host(
+    device: Arc<CudaDevice>,
+    base: NonNull<u8>,
+    len: u64,
+    io: bool,
+) -> Result<CudaMemory> {
+    let current = device.enter()?;
+    let driver = device.driver;
+    let flags = sys::HOST_PORTABLE_AND_MAPPED | if io { sys::HOST_IO } else { 0 };
+    let host: *mut c_void = base.as_ptr().cast();
+    let address = call!(driver, host_register(host, len as usize, flags))
+        .and_then(|()| {
+            get!(driver, 0, host_device_address(host, 0))
+                .inspect_err(|_| drop(call!(driver, host_unregister(host))))
+        })
+        .map_err(|error| explain_register(&device, error, len, io))?;
+    drop(current);
+    Ok(CudaMemory::new(device, address, len, Origin::Registered { base, io }))
+}
+
+#[cold]
+fn explain_register(device: &CudaDevice, error: Error, len: u64, io: bool) -> Error {
+    let what = match io {
+        true => "let streams reach registers of another device",
+        false => "let streams reach host memory",
+    };
+    let reason = error.reason().to_owned();
+    let error = device.blame(format!("{what} ({})", units::bytes(len)))(error);
+    if !io {
+        return error.fix("register whole pages that are mapped, and not registered before");
+    }
+    error
+        .why(format!(
+            "{reason}; the driver takes pages of a PCIe device only, whole and contiguous"
+        ))
+        .fix(
+            "map the NIC's doorbell page, and load the nvidia module with \
+             NVreg_RegistryDwords=\"PeerMappingOverride=1;\"",
+        )
 }
 
 pub(super) fn borrow(device: Arc<CudaDevice>, address: DeviceAddr, len: u64) -> Result<CudaMemory> {
@@ -335,7 +382,7 @@ impl MemoryBackend for CudaMemory {
             Origin::Plain => MemoryKind::Plain,
             Origin::Vmm(_) => MemoryKind::Vmm,
             Origin::Pool => MemoryKind::Pool,
-            Origin::Pinned(_) => MemoryKind::Pinned,
+            Origin::Pinned(_) | Origin::Registered { .. } => MemoryKind::Pinned,
             Origin::Borrowed => MemoryKind::Borrowed,
             Origin::Imported { .. } | Origin::ImportedVmm(_) | Origin::ImportedPool(_) => {
                 MemoryKind::Imported
@@ -373,7 +420,7 @@ impl MemoryBackend for CudaMemory {
     fn export_dmabuf(&self, offset: u64, len: u64, route: DmaBufRoute) -> Result<DmaBuf> {
         let device = &self.device;
         device.capabilities().dmabuf_export.require("export a dma-buf", device.info())?;
-        if matches!(self.origin, Origin::Pinned(_)) {
+        if matches!(self.origin, Origin::Pinned(_) | Origin::Registered { .. }) {
             return Err(Error::new(Kind::Unsupported, "export a dma-buf")
                 .on(device.label())
                 .why("it is host memory")
@@ -418,7 +465,7 @@ impl MemoryBackend for CudaMemory {
 
     fn window_paths(&self) -> &'static [WindowPath] {
         match self.origin {
-            Origin::Pinned(_) => &[],
+            Origin::Pinned(_) | Origin::Registered { .. } => &[],
             _ => &[WindowPath::DmaBuf, WindowPath::ResourceManager, WindowPath::Gdrdrv],
         }
     }
@@ -444,7 +491,7 @@ impl MemoryBackend for CudaMemory {
                 Ok(())
             }
             // The CPU may hold views of it: it goes with the last handle.
-            Origin::Pinned(_) => Ok(()),
+            Origin::Pinned(_) | Origin::Registered { .. } => Ok(()),
             Origin::Imported { base } => {
                 device.graveyard.bury(device, Remains::Imported(base));
                 Ok(())
@@ -468,6 +515,11 @@ impl Drop for CudaMemory {
             let _current = self.device.enter();
             let pointer = HostPointer(base.as_ptr().cast());
             self.device.graveyard.bury(&self.device, Remains::Pinned(pointer));
+        }
+        if let Origin::Registered { base, .. } = self.origin {
+            let _current = self.device.enter();
+            let pointer = HostPointer(base.as_ptr().cast());
+            self.device.graveyard.bury(&self.device, Remains::Registered(pointer));
         }
     }
 }

@@ -56,6 +56,7 @@ pub(super) fn export(memory: &CudaMemory) -> Result<IpcHandle> {
             Body::Pool { owner, pointer }
         }
         Origin::Pinned(_)
+        | Origin::Registered { .. }
         | Origin::Imported { .. }
         | Origin::ImportedVmm(_)
         | Origin::ImportedPool(_) => {

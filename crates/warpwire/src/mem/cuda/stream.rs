@@ -184,16 +184,36 @@ impl Core {
     }
 
     fn issue_batch(&self, ops: &[MemOp]) -> Result<()> {
+        let (driver, stream) = (self.device.driver, self.entry.handle);
         let mut params = [BatchOp::default(); BATCH];
-        for part in ops.chunks(BATCH) {
-            for (param, op) in params.iter_mut().zip(part) {
-                *param = batch_op(op);
+        let mut count = 0;
+        for op in ops {
+            let param = batch_op(op);
+            if count == BATCH || param.is_none() {
+                self.issue_words(&mut params[..count])?;
+                count = 0;
             }
-            let (driver, stream, count) =
-                (self.device.driver, self.entry.handle, part.len() as u32);
-            call!(driver, stream_batch(stream, count, params.as_mut_ptr(), 0))?;
+            match (param, op) {
+                (Some(param), _) => {
+                    params[count] = param;
+                    count += 1;
+                }
+                (None, MemOp::Copy { to, from }) => {
+                    let (to_address, from_address) = (to.address().raw(), from.address().raw());
+                    call!(driver, copy_async(to_address, from_address, to.len() as usize, stream))?;
+                }
+                (None, _) => {}
+            }
         }
-        Ok(())
+        self.issue_words(&mut params[..count])
+    }
+
+    fn issue_words(&self, params: &mut [BatchOp]) -> Result<()> {
+        if params.is_empty() {
+            return Ok(());
+        }
+        let (driver, stream, count) = (self.device.driver, self.entry.handle, params.len() as u32);
+        call!(driver, stream_batch(stream, count, params.as_mut_ptr(), 0))
     }
 
     fn issue_launch(&self, launch: &Launch) -> Result<()> {
@@ -268,7 +288,8 @@ fn has_panicked(op: &Op) -> bool {
     }
 }
 
-fn batch_op(op: &MemOp) -> BatchOp {
+/// The operation as the driver has it, if it is one on a word.
+fn batch_op(op: &MemOp) -> Option<BatchOp> {
     let word = |operation, word: &super::super::allocation::Word, value, flags| BatchOp {
         operation,
         address: word.address().raw(),
@@ -276,8 +297,10 @@ fn batch_op(op: &MemOp) -> BatchOp {
         flags,
         ..BatchOp::default()
     };
-    match op {
+    Some(match op {
+        MemOp::Copy { .. } => return None,
         MemOp::Barrier => BatchOp { operation: batch::BARRIER, ..BatchOp::default() },
+        MemOp::Flush => BatchOp { operation: batch::FLUSH, ..BatchOp::default() },
         MemOp::Write { word: at, value } => match at.width() {
             Width::Bits32 => word(batch::WRITE_32, at, *value, 0),
             Width::Bits64 => word(batch::WRITE_64, at, *value, 0),
@@ -294,7 +317,7 @@ fn batch_op(op: &MemOp) -> BatchOp {
                 Width::Bits64 => word(batch::WAIT_64, at, *value, flags),
             }
         }
-    }
+    })
 }
 
 /// Called by the driver, on a thread of its own, when a stream gets to a host call.

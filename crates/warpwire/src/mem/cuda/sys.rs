@@ -85,6 +85,7 @@ pub(super) const EVENT_EXTERNAL: c_uint = 1;
 pub(super) const EVENT_DISABLE_TIMING: c_uint = 2;
 pub(super) const CAPTURE_RELAXED: c_int = 2;
 pub(super) const HOST_PORTABLE_AND_MAPPED: c_uint = 3;
+pub(super) const HOST_IO: c_uint = 4;
 pub(super) const HANDLE_POSIX_FD: c_uint = 1;
 pub(super) const RANGE_DMA_BUF: c_int = 1;
 pub(super) const RANGE_PCIE: u64 = 1;
@@ -194,6 +195,7 @@ pub(super) struct BatchOp {
 pub(super) mod batch {
     pub(crate) const WAIT_32: u32 = 1;
     pub(crate) const WRITE_32: u32 = 2;
+    pub(crate) const FLUSH: u32 = 3;
     pub(crate) const WAIT_64: u32 = 4;
     pub(crate) const WRITE_64: u32 = 5;
     pub(crate) const BARRIER: u32 = 6;
@@ -250,6 +252,8 @@ functions! {
     memory_free = "cuMemFree_v2"(Address);
     host_alloc = "cuMemHostAlloc"(*mut *mut c_void, usize, c_uint);
     host_free = "cuMemFreeHost"(*mut c_void);
+    host_register = "cuMemHostRegister_v2"(*mut c_void, usize, c_uint);
+    host_unregister = "cuMemHostUnregister"(*mut c_void);
     host_device_address = "cuMemHostGetDevicePointer_v2"(*mut Address, *mut c_void, c_uint);
     copy_to_device = "cuMemcpyHtoD_v2"(Address, *const c_void, usize);
     copy_to_host = "cuMemcpyDtoH_v2"(*mut c_void, Address, usize);

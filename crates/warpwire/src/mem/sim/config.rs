@@ -72,6 +72,8 @@ pub struct SimConfig {
     pub move_every: Option<u64>,
     /// Free the memory that it touched under its users after this many stream operations (`free_at=500`).
     pub free_at: Option<u64>,
+    /// Streams cannot wait for NOR (`nor=off`), as on some devices.
+    pub wait_nor: bool,
 }
 
 impl Default for SimConfig {
@@ -83,6 +85,7 @@ impl Default for SimConfig {
             fail: None,
             move_every: None,
             free_at: None,
+            wait_nor: true,
         }
     }
 }
@@ -107,6 +110,7 @@ impl SimConfig {
             "fail" => self.fail = Some(value.parse()?),
             "move_every" => self.move_every = Some(whole_number(key, value)?),
             "free_at" => self.free_at = Some(whole_number(key, value)?),
+            "nor" => self.wait_nor = on_or_off(key, value)?,
             _ => return Err(bad_setting(format!("there is no setting {key:?}"))),
         }
         Ok(())
@@ -172,12 +176,20 @@ fn whole_number<N: FromStr>(key: &str, value: &str) -> Result<N> {
         .map_err(|_| bad_setting(format!("{key}={value:?} is not a whole number in range")))
 }
 
+fn on_or_off(key: &str, value: &str) -> Result<bool> {
+    match value {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(bad_setting(format!("{key}={value:?} is neither on nor off"))),
+    }
+}
+
 #[cold]
 fn bad_setting(why: impl Into<String>) -> Error {
     Error::new(Kind::Malformed, "set up the simulated GPU")
         .on(VARIABLE)
         .why(why.into())
-        .fix("write settings like gpus=2,memory=4GiB,copy_delay=50us,fail=copy:3,move_every=100,free_at=500 (fail takes any, alloc, copy, mem or launch)")
+        .fix("write settings like gpus=2,memory=4GiB,copy_delay=50us,fail=copy:3,move_every=100,free_at=500,nor=off (fail takes any, alloc, copy, mem or launch)")
 }
 
 #[cfg(test)]
@@ -186,7 +198,8 @@ mod tests {
 
     #[test]
     fn every_setting_reads() {
-        let text = " gpus=8, memory=1GiB,copy_delay=2ms,fail=launch:7,move_every=10,free_at=3, ";
+        let text =
+            " gpus=8, memory=1GiB,copy_delay=2ms,fail=launch:7,move_every=10,free_at=3,nor=off, ";
         let config: SimConfig = text.parse().unwrap();
         let expected = SimConfig {
             gpus: 8,
@@ -195,6 +208,7 @@ mod tests {
             fail: Some(Nth { kind: OpKind::Launch, number: 7 }),
             move_every: Some(10),
             free_at: Some(3),
+            wait_nor: false,
         };
         assert_eq!(config, expected);
         assert_eq!("".parse::<SimConfig>().unwrap(), SimConfig::default());
@@ -215,6 +229,7 @@ mod tests {
             ("fail=nap:1", "nap:1"),
             ("move_every=0", "count from 1"),
             ("copy_delay=5", "5"),
+            ("nor=maybe", "maybe"),
         ] {
             let error = text.parse::<SimConfig>().unwrap_err();
             assert!(error.to_string().contains(named), "{text}: {error}");

@@ -89,7 +89,10 @@ impl SimDevice {
             pool: Capability::Yes,
             ipc: Capability::Yes,
             stream_mem_ops: Capability::Yes,
-            stream_wait_nor: Capability::Yes,
+            stream_wait_nor: Capability::when(
+                config.wait_nor,
+                "the simulated GPU was set up without it",
+            ),
             flush_remote_writes: Capability::Yes,
             graphs: Capability::Yes,
             notify: Capability::Yes,

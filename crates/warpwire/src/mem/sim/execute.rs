@@ -68,6 +68,10 @@ impl<'a> Runner<'a> {
     fn copy(&self, to: &Region, from: &Region) -> Result<()> {
         self.stream.device.count_op(OpKind::Copy)?;
         std::thread::sleep(self.stream.device.copy_delay());
+        self.move_bytes(to, from)
+    }
+
+    fn move_bytes(&self, to: &Region, from: &Region) -> Result<()> {
         let (target, target_offset) = self.find(to)?;
         let (source, source_offset) = self.find(from)?;
         target.with_bytes(|into| {
@@ -99,8 +103,9 @@ impl<'a> Runner<'a> {
                     self.stream.set_blocked(None);
                     outcome?;
                 }
-                // The stream's thread writes in order already.
-                MemOp::Barrier => {}
+                MemOp::Copy { to, from } => self.move_bytes(to, from)?,
+                // The stream's thread writes in order already, and so does whoever writes to its memory.
+                MemOp::Barrier | MemOp::Flush => {}
             }
         }
         Ok(())

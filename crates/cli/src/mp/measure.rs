@@ -1,0 +1,240 @@
+//! One end of a measurement.
+
+use std::cell::RefCell;
+use std::time::{Duration, Instant};
+
+use warpwire::mem::pattern::fill_bytes;
+use warpwire::msg::{Buffer, Comm, Part, Window};
+
+use super::modes::{Driven, Exchange};
+use super::table::Figure;
+use super::{Mode, Test};
+use crate::output::Failure;
+use crate::perf::memory::{MemoryChoice, device};
+
+/// A rank with its memory: one half goes out, one comes in.
+pub(super) struct End<'a> {
+    comm: &'a Comm,
+    pub(super) out: Buffer,
+    into: Buffer,
+    /// What is read from the other's window.
+    back: Buffer,
+    window: Window,
+    driven: Option<RefCell<Driven>>,
+    timeout: Duration,
+}
+
+impl<'a> End<'a> {
+    pub(super) fn new(
+        comm: &'a Comm,
+        memory: &MemoryChoice,
+        longest: u64,
+        drives: bool,
+        timeout: Duration,
+    ) -> Result<Self, Failure> {
+        let device = device(memory)?;
+        let make = || match &device {
+            None => comm.alloc(longest),
+            Some(device) => comm.register(device.alloc(longest)?.whole()?),
+        };
+        let (out, into, back) = (make()?, make()?, make()?);
+        let window = comm.window(&into)?;
+        let driven = match &device {
+            Some(device) if drives => Some(RefCell::new(Driven::new(comm, device, timeout)?)),
+            _ => None,
+        };
+        Ok(Self { comm, out, into, back, window, driven, timeout })
+    }
+
+    fn other(&self) -> usize {
+        1 - self.comm.rank()
+    }
+
+    fn parts(&self, size: u64) -> Result<(Part, Part), Failure> {
+        Ok((self.out.part(0, size)?, self.into.part(0, size)?))
+    }
+
+    /// Moves a few messages with other bytes each time, and compares all of them.
+    pub(super) fn verify(&self, test: Test, mode: Mode, size: u64) -> Result<(), Failure> {
+        for round in 0..3 {
+            let seed = |rank: usize| size * 7 + round * 2 + rank as u64;
+            self.fill(&self.out, size, seed(self.comm.rank()))?;
+            self.fill(&self.into, size, !seed(0))?;
+            self.comm.barrier(self.timeout)?;
+            match (mode, test) {
+                (Mode::Cpu, Test::Pingpong | Test::Sendrecv) => self.exchange(size)?,
+                (Mode::Cpu, Test::Putget) => self.put(size)?,
+                (mode, test) => drop(self.by_device(test, mode, size, Duration::ZERO, 1)?),
+            }
+            self.comm.barrier(self.timeout)?;
+            self.compare(&self.into, size, seed(self.other()))?;
+            if (mode, test) == (Mode::Cpu, Test::Putget) {
+                // What the other has in its window is what we put there.
+                self.get(size)?;
+                self.compare(&self.back, size, seed(self.comm.rank()))?;
+                self.comm.barrier(self.timeout)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// So many rounds in a mode of the device; how long they took.
+    fn by_device(
+        &self,
+        test: Test,
+        mode: Mode,
+        size: u64,
+        compute: Duration,
+        count: u32,
+    ) -> Result<Duration, Failure> {
+        let Some(driven) = &self.driven else {
+            let message =
+                format!("mode {} needs a device; give --mem sim:0 or cuda:0", mode.name());
+            return Err(Failure::Usage(message));
+        };
+        let (comm, window) = (self.comm, &self.window);
+        let (out, into, both) = (&self.out, &self.into, test != Test::Pingpong);
+        let ends = Exchange { comm, out, into, window, size, compute, both };
+        driven.borrow_mut().renew()?;
+        // The words are read before anybody adds to them.
+        comm.barrier(self.timeout)?;
+        let driven = driven.borrow();
+        match mode {
+            Mode::Cpu | Mode::Stream => driven.by_stream(&ends, count),
+            Mode::Graph => driven.by_graph(&ends, count),
+            Mode::Kernel => driven.by_kernel(&ends, count),
+        }
+    }
+
+    /// The compute kernel before a message of the CPU's: started, and waited for.
+    fn compute(&self, time: Duration) -> Result<(), Failure> {
+        if time.is_zero() {
+            return Ok(());
+        }
+        let Some(driven) = &self.driven else {
+            let message = "a kernel needs a device; give --mem sim:0 or cuda:0".to_owned();
+            return Err(Failure::Usage(message));
+        };
+        let driven = driven.borrow();
+        driven.rally.compute(&driven.stream, time)?;
+        Ok(driven.stream.synchronize(self.timeout)?)
+    }
+
+    fn fill(&self, buffer: &Buffer, size: u64, seed: u64) -> Result<(), Failure> {
+        let mut bytes = vec![0; size as usize];
+        fill_bytes(&mut bytes, seed, 0);
+        Ok(buffer.write(0, &bytes)?)
+    }
+
+    fn compare(&self, buffer: &Buffer, size: u64, seed: u64) -> Result<(), Failure> {
+        let (mut found, mut wanted) = (vec![0; size as usize], vec![0; size as usize]);
+        buffer.read(0, &mut found)?;
+        fill_bytes(&mut wanted, seed, 0);
+        match found.iter().zip(&wanted).position(|(found, wanted)| found != wanted) {
+            None => Ok(()),
+            Some(at) => {
+                let rank = self.comm.rank();
+                let what = format!("WRONG DATA at rank {rank}: byte {at} of {size}");
+                Err(Failure::Broken(what))
+            }
+        }
+    }
+
+    /// Both send, both receive.
+    fn exchange(&self, size: u64) -> Result<(), Failure> {
+        let (out, into) = self.parts(size)?;
+        let mut receive = self.comm.irecv(self.other(), 0, into)?;
+        let mut send = self.comm.isend(self.other(), 0, out)?;
+        receive.wait(self.timeout)?;
+        send.wait(self.timeout)?;
+        Ok(())
+    }
+
+    fn put(&self, size: u64) -> Result<(), Failure> {
+        let (out, _) = self.parts(size)?;
+        self.window.put(self.other(), 0, out)?.wait(self.timeout)?;
+        Ok(())
+    }
+
+    fn get(&self, size: u64) -> Result<(), Failure> {
+        let back = self.back.part(0, size)?;
+        self.window.get(self.other(), 0, back)?.wait(self.timeout)?;
+        Ok(())
+    }
+
+    /// To and fro, once.
+    fn ping(&self, size: u64, compute: Duration) -> Result<(), Failure> {
+        let (out, into) = self.parts(size)?;
+        let mut receive = self.comm.irecv(self.other(), 0, into)?;
+        if self.comm.rank() == 0 {
+            self.compute(compute)?;
+            let mut send = self.comm.isend(1, 0, out)?;
+            receive.wait(self.timeout)?;
+            send.wait(self.timeout)?;
+        } else {
+            receive.wait(self.timeout)?;
+            self.compute(compute)?;
+            self.comm.send(0, 0, out, self.timeout)?;
+        }
+        Ok(())
+    }
+
+    /// Times one row of one mode, with a kernel that computes for so long before each message.
+    pub(super) fn measure(
+        &self,
+        test: Test,
+        mode: Mode,
+        size: u64,
+        compute: Duration,
+        count: u32,
+    ) -> Result<Vec<Figure>, Failure> {
+        let half = if test == Test::Pingpong { 0.5 } else { 1.0 };
+        let figure = |what: &str, each: Duration| {
+            let kernel = if compute.is_zero() { "" } else { "+kernel" };
+            let space = if what.is_empty() { "" } else { " " };
+            let name = format!("{what}{space}{}{kernel}", mode.name());
+            let microseconds = each.as_secs_f64() * 1e6 * half;
+            let gigabytes_per_second = size as f64 / (microseconds * 1e3).max(1e-9);
+            Figure { name, microseconds, gigabytes_per_second }
+        };
+        if mode != Mode::Cpu {
+            let what = if test == Test::Putget { "put" } else { "" };
+            self.by_device(test, mode, size, compute, (count / 10).clamp(1, 20))?;
+            self.comm.barrier(self.timeout)?;
+            let took = self.by_device(test, mode, size, compute, count)?;
+            self.comm.barrier(self.timeout)?;
+            return Ok(vec![figure(what, took / count)]);
+        }
+        match test {
+            Test::Pingpong => Ok(vec![figure("", self.time(count, &|| self.ping(size, compute))?)]),
+            Test::Sendrecv => {
+                let step = || self.compute(compute).and_then(|()| self.exchange(size));
+                Ok(vec![figure("", self.time(count, &step)?)])
+            }
+            Test::Putget => {
+                let put = || self.compute(compute).and_then(|()| self.put(size));
+                let get = || self.compute(compute).and_then(|()| self.get(size));
+                let put = figure("put", self.time(count, &put)?);
+                Ok(vec![put, figure("get", self.time(count, &get)?)])
+            }
+        }
+    }
+
+    fn time(
+        &self,
+        count: u32,
+        step: &dyn Fn() -> Result<(), Failure>,
+    ) -> Result<Duration, Failure> {
+        for _ in 0..(count / 10).clamp(1, 20) {
+            step()?;
+        }
+        self.comm.barrier(self.timeout)?;
+        let start = Instant::now();
+        for _ in 0..count {
+            step()?;
+        }
+        let took = start.elapsed();
+        self.comm.barrier(self.timeout)?;
+        Ok(took / count)
+    }
+}

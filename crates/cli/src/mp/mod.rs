@@ -1,0 +1,229 @@
+//! `warpwire mp`: messages between two ranks, by who decides when: the CPU, a stream, a kernel.
+
+mod measure;
+mod modes;
+mod table;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use warpwire::msg::{Comm, CommOptions, Launcher, Place};
+use warpwire::units;
+
+use crate::output::{self, Failure, Screen};
+use crate::perf::memory::MemoryChoice;
+use crate::run::{self, Job};
+use measure::End;
+use table::Report;
+
+/// Measure messages between two ranks
+///
+/// Started by itself it starts two ranks on this machine; started by a launcher (warpwire run, torchrun, mpirun, srun)
+/// it is one of two. What arrives is compared with what was sent, before and after each row is timed; a difference is
+/// an error.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Arguments {
+    /// What to measure
+    test: Test,
+
+    /// Who sends and waits, each a column of its own: cpu, stream, graph, kernel; all that the memory allows if not given
+    #[arg(short = 'm', long, value_name = "MODE", value_delimiter = ',')]
+    mode: Vec<Mode>,
+
+    /// Bytes in a message; several rows if not given
+    #[arg(short = 's', long, value_name = "SIZE", value_delimiter = ',', value_parser = size)]
+    size: Vec<u64>,
+
+    /// Messages of each size [default: 1000, fewer of large ones]
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    iterations: Option<u32>,
+
+    /// Memory of the messages: host, sim:N or cuda:N. All but the CPU's mode need a device
+    #[arg(long, value_name = "MEMORY", default_value = "host")]
+    mem: MemoryChoice,
+
+    /// A kernel that computes for so long before each message: more columns, beside those without
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    kernel: Option<Duration>,
+
+    /// The link, with ranks on this machine: auto, udp or shm
+    #[arg(long, value_name = "LINK", value_parser = ["auto", "udp", "shm"])]
+    link: Option<String>,
+
+    /// How long to wait for the other rank, and for each message
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = duration)]
+    timeout: Duration,
+
+    /// Print JSON: {"test": …, "path": …, "rows": [{"size": …, "iterations": …, "figures": […], "verified": …}]}
+    #[arg(long)]
+    json: bool,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire mp pingpong                         half round trips, two ranks on this machine
+  warpwire mp sendrecv --mem cuda:0 -s 1MiB    both send at once
+  warpwire mp pingpong --mem sim:0 --kernel 20us -m cpu,stream
+  warpwire run -n 2 --link udp -- warpwire mp putget
+  torchrun --nproc-per-node 2 --no-python warpwire mp pingpong";
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Test {
+    /// A message to and fro: half the time
+    Pingpong,
+    /// Writing to and reading from a window, until the data is there
+    Putget,
+    /// Both ranks send and receive at once
+    Sendrecv,
+}
+
+/// Who sends and waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Mode {
+    /// The CPU
+    Cpu,
+    /// A stream; the CPU prepares
+    Stream,
+    /// A graph that is replayed
+    Graph,
+    /// A kernel that runs all the time
+    Kernel,
+}
+
+impl Mode {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Stream => "stream",
+            Self::Graph => "graph",
+            Self::Kernel => "kernel",
+        }
+    }
+}
+
+fn size(text: &str) -> Result<u64, String> {
+    let size = units::parse_bytes(text).map_err(|error| error.to_string())?;
+    match size {
+        1..=0x4000_0000 => Ok(size),
+        _ => Err("a message has 1 byte to 1 GiB".to_owned()),
+    }
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    units::parse_duration(text).map_err(|error| error.to_string())
+}
+
+/// The rows if none are given.
+const SIZES: [u64; 8] = [8, 64, 512, 4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20];
+
+impl Arguments {
+    fn sizes(&self) -> Vec<u64> {
+        match self.size.is_empty() {
+            true => SIZES.to_vec(),
+            false => self.size.clone(),
+        }
+    }
+
+    fn modes(&self) -> Vec<Mode> {
+        match self.mode.is_empty() {
+            true if self.mem == MemoryChoice::Host => vec![Mode::Cpu],
+            true => Mode::value_variants().to_vec(),
+            false => self.mode.clone(),
+        }
+    }
+
+    /// Whether a device sends, waits or computes.
+    fn drives(&self) -> bool {
+        self.kernel.is_some() || self.modes().iter().any(|mode| *mode != Mode::Cpu)
+    }
+
+    /// The columns: each mode without a kernel, and with one.
+    fn columns(&self) -> Vec<(Mode, Duration)> {
+        let times = [Some(Duration::ZERO), self.kernel];
+        let each = |mode: Mode| times.into_iter().flatten().map(move |time| (mode, time));
+        self.modes().into_iter().flat_map(each).collect()
+    }
+
+    /// Fewer of large ones: a row shall take about as long as the others.
+    fn iterations(&self, size: u64) -> u32 {
+        let fewer = (1_000_000_000 / size.max(1)).clamp(10, 1000) as u32;
+        self.iterations.unwrap_or(fewer)
+    }
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
+    let place = Place::from_env().map_err(|error| error.to_string())?;
+    output::ended(match place.launcher {
+        Launcher::Nobody => start(arguments),
+        _ => be_rank(arguments, place),
+    })
+}
+
+/// Starts this same command as two ranks.
+fn start(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let program = std::env::current_exe()
+        .map_err(|why| Failure::Broken(format!("cannot find this program: {why}")))?;
+    let words = std::env::args_os().skip(1);
+    let program = std::iter::once(program.into_os_string()).chain(words).collect();
+    run::launch(&Job {
+        ranks: 2,
+        raw: true,
+        grace: Duration::from_secs(2),
+        link: arguments.link.clone(),
+        program,
+    })
+}
+
+fn be_rank(arguments: &Arguments, place: Place) -> Result<ExitCode, Failure> {
+    if arguments.drives() && arguments.mem == MemoryChoice::Host {
+        let message = "streams and kernels need a device; give --mem sim:0 or cuda:0".to_owned();
+        return Err(Failure::Usage(message));
+    }
+    if place.size != 2 {
+        let message = format!("mp needs two ranks, and there are {}", place.size);
+        return Err(Failure::Usage(message));
+    }
+    let mut options = CommOptions { timeout: arguments.timeout, ..CommOptions::from_env()? };
+    if arguments.drives() {
+        options.drive = CommOptions::for_streams().drive;
+    }
+    if let Some(link) = &arguments.link {
+        options.wire = link.parse()?;
+    }
+    let comm = Comm::open(place, options)?;
+    let outcome = measure_all(arguments, &comm);
+    if let Err(Failure::Broken(why) | Failure::Usage(why)) = &outcome {
+        comm.abort(why.clone());
+    }
+    outcome
+}
+
+fn measure_all(arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Failure> {
+    let sizes = arguments.sizes();
+    let longest = sizes.iter().copied().max().unwrap_or(1);
+    let end = End::new(comm, &arguments.mem, longest, arguments.drives(), arguments.timeout)?;
+    let speaks = comm.rank() == 0;
+    let screen = Screen::new(arguments.json || !speaks);
+    let mut report = Report::new(arguments.test, comm, &end)?;
+    screen.say(&report.head(&arguments.columns()))?;
+    for size in sizes {
+        screen.working(format!("{:?}: {size} bytes", arguments.test));
+        let iterations = arguments.iterations(size);
+        let mut row = table::Row { size, iterations, figures: Vec::new(), verified: true };
+        for (mode, compute) in arguments.columns() {
+            end.verify(arguments.test, mode, size)?;
+            row.figures.extend(end.measure(arguments.test, mode, size, compute, iterations)?);
+        }
+        screen.say(&row.render())?;
+        report.rows.push(row);
+    }
+    comm.finish(arguments.timeout)?;
+    match speaks {
+        true if arguments.json => screen.finish(&report)?,
+        _ => drop(screen),
+    }
+    Ok(ExitCode::SUCCESS)
+}

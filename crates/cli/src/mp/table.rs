@@ -1,0 +1,89 @@
+//! What is printed.
+
+use std::time::Duration;
+
+use serde::Serialize;
+use warpwire::msg::Comm;
+
+use super::measure::End;
+use super::{Mode, Test};
+use crate::output::Failure;
+
+/// One column of a row.
+#[derive(Serialize)]
+pub(super) struct Figure {
+    pub(super) name: String,
+    pub(super) microseconds: f64,
+    pub(super) gigabytes_per_second: f64,
+}
+
+#[derive(Serialize)]
+pub(super) struct Row {
+    pub(super) size: u64,
+    pub(super) iterations: u32,
+    pub(super) figures: Vec<Figure>,
+    pub(super) verified: bool,
+}
+
+#[derive(Serialize)]
+pub(super) struct Report {
+    test: &'static str,
+    ranks: usize,
+    /// Which way messages take.
+    path: String,
+    /// How the memory is reached.
+    memory: String,
+    pub(super) rows: Vec<Row>,
+}
+
+impl Report {
+    pub(super) fn new(test: Test, comm: &Comm, end: &End<'_>) -> Result<Self, Failure> {
+        let test = match test {
+            Test::Pingpong => "pingpong",
+            Test::Putget => "putget",
+            Test::Sendrecv => "sendrecv",
+        };
+        let path = comm.path(1 - comm.rank())?.to_string();
+        let memory = end.out.registration().path().to_string();
+        Ok(Self { test, ranks: comm.size(), path, memory, rows: Vec::new() })
+    }
+
+    pub(super) fn head(&self, columns: &[(Mode, Duration)]) -> String {
+        let meaning = match self.test {
+            "pingpong" => "half a round trip",
+            "putget" => "until the data is there",
+            _ => "both ranks send and receive",
+        };
+        let name = |(mode, compute): &(Mode, Duration)| {
+            let kernel = if compute.is_zero() { "" } else { "+kernel" };
+            let name = format!("{}{kernel}", mode.name());
+            match (self.test, mode) {
+                ("putget", Mode::Cpu) => vec![format!("put {name}"), format!("get {name}")],
+                ("putget", _) => vec![format!("put {name}")],
+                _ => vec![name],
+            }
+        };
+        let names: Vec<String> = columns.iter().flat_map(name).collect();
+        let mut head = format!(
+            " {}: {meaning}, microseconds (GB/s); {}; {}\n {:>10} {:>8}",
+            self.test,
+            self.memory,
+            self.path.split([';', ':']).next().unwrap_or_default(),
+            "bytes",
+            "times"
+        );
+        names.iter().for_each(|name| head += &format!(" {name:>20}"));
+        head + "\n"
+    }
+}
+
+impl Row {
+    pub(super) fn render(&self) -> String {
+        let mut line = format!(" {:>10} {:>8}", self.size, self.iterations);
+        for figure in &self.figures {
+            let text = format!("{:.2} ({:.2})", figure.microseconds, figure.gigabytes_per_second);
+            line += &format!(" {text:>20}");
+        }
+        line + "\n"
+    }
+}

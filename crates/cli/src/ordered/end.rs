@@ -1,0 +1,233 @@
+//! One side of a ping-pong: a device, a context with a thread, a queue pair that streams drive, memory.
+
+use std::cell::Cell;
+use std::time::{Duration, Instant};
+
+use warpwire::hca::HcaOptions;
+use warpwire::mem::{Allocation, Device, Stream, Word, pattern, spin::Spin};
+use warpwire::stream::{CqMemory, StreamQp, StreamQpOptions};
+use warpwire::verbs::exchange::Exchange;
+use warpwire::verbs::{
+    Access, Completion, Context, Drive, Mr, Offer, Op, QpOptions, ReceiveRequest, Request,
+};
+
+use super::Failure;
+use crate::perf::links;
+
+/// No round takes as long.
+pub(super) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Who begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    Ping,
+    Pong,
+}
+
+/// What is done so many times.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Job {
+    pub(super) size: u64,
+    pub(super) rounds: u64,
+    /// How long a kernel computes before each message; none if zero.
+    pub(super) compute: Duration,
+    /// The message is copied into the request when it is prepared.
+    pub(super) inline: bool,
+    /// Each message bears its number, which is looked at: not timed.
+    pub(super) stamped: bool,
+}
+
+pub(super) struct End {
+    pub(super) role: Role,
+    pub(super) qp: StreamQp,
+    pub(super) stream: Stream,
+    pub(super) spin: Spin,
+    /// Opened to let the first message go.
+    pub(super) gate: Word,
+    pub(super) outgoing: Allocation,
+    incoming: Allocation,
+    log: Allocation,
+    heard: Cell<[u64; 2]>,
+    out: Mr,
+    into: Mr,
+    // Kept while the queue pair is used.
+    _context: Context,
+}
+
+/// What both sides must have alike.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Plan<'a> {
+    pub(super) link: &'a str,
+    pub(super) largest: u64,
+    pub(super) rounds: u64,
+    pub(super) cq_memory: CqMemory,
+    pub(super) patience: bool,
+}
+
+impl End {
+    pub(super) fn open(
+        role: Role,
+        device: &Device,
+        plan: &Plan<'_>,
+        exchange: &mut Exchange,
+    ) -> Result<Self, Failure> {
+        let (link, _) = links::make(plan.link, exchange.local()?.ip(), None, None)?;
+        let drive = Drive::Thread { spin: Duration::from_millis(200), core: None };
+        let context = Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() })?;
+        let pd = context.pd();
+        let depth = (plan.rounds as u32).max(16) * 2;
+        let qp = QpOptions { send_depth: depth, receive_depth: depth, ..QpOptions::default() };
+        let options = StreamQpOptions {
+            qp,
+            waits: depth * 2,
+            cq_memory: plan.cq_memory,
+            patience: plan.patience.then_some(PATIENCE),
+            ..StreamQpOptions::default()
+        };
+        let qp = StreamQp::create(&context, &pd, device, options)?;
+        let len = plan.largest.max(64);
+        let (outgoing, incoming) = (device.alloc(len)?, device.alloc(len)?);
+        let mut bytes = vec![0; len as usize];
+        incoming.write(0, &bytes)?;
+        pattern::fill_bytes(&mut bytes, 7, 0);
+        outgoing.write(0, &bytes)?;
+        let out = context.register(&pd, outgoing.whole()?, Access::LOCAL_WRITE)?;
+        let into = context.register(&pd, incoming.whole()?, Access::LOCAL_WRITE)?;
+        let peer: Offer = exchange.swap(&qp.offer())?;
+        qp.connect(&peer)?;
+        let gate = device.alloc_pinned(64)?.word64(0)?;
+        Ok(Self {
+            role,
+            qp,
+            stream: device.stream()?,
+            spin: Spin::load(device)?,
+            gate,
+            outgoing,
+            incoming,
+            log: device.alloc(plan.rounds * 8)?,
+            heard: Cell::new([0; 2]),
+            out,
+            into,
+            _context: context,
+        })
+    }
+
+    /// Posts a receive for each round.
+    pub(super) fn post_receives(&self, job: &Job) -> Result<(), Failure> {
+        for id in 0..job.rounds {
+            let data = [self.into.sge(0, job.size as u32)];
+            self.qp.post_receive(&[ReceiveRequest { id, data: &data }])?;
+        }
+        Ok(())
+    }
+
+    /// The request of a round, handed to `act`: its memory lives no longer.
+    pub(super) fn with_request<T>(
+        &self,
+        job: &Job,
+        round: u64,
+        act: impl FnOnce(&Request<'_>) -> warpwire::Result<T>,
+    ) -> Result<T, Failure> {
+        let send = Request::new(round, Op::Send);
+        if job.inline {
+            let mut bytes = [0; INLINE as usize];
+            pattern::fill_bytes(&mut bytes, 7, 0);
+            if job.stamped {
+                bytes[..4].copy_from_slice(&stamp(round).to_le_bytes());
+            }
+            return Ok(act(&send.inline(&bytes[..job.size as usize]))?);
+        }
+        let data = [self.out.sge(0, job.size as u32)];
+        Ok(act(&send.with(&data))?)
+    }
+
+    /// Copies the number that the message bears to the log, on the stream.
+    pub(super) fn note(&self, round: u64) -> Result<(), Failure> {
+        let (to, from) = (self.log.region(round * 8, 4)?, self.incoming.region(0, 4)?);
+        Ok(self.stream.copy(&to, &from)?)
+    }
+
+    /// Takes completions until so many requests and receives have ended since the beginning.
+    pub(super) fn hear_to(&self, wanted: [u64; 2]) -> Result<(), Failure> {
+        let mut some = [Completion::EMPTY; 16];
+        let start = Instant::now();
+        loop {
+            let mut heard = self.heard.get();
+            if heard[0] >= wanted[0] && heard[1] >= wanted[1] {
+                return Ok(());
+            }
+            let count = self.qp.poll(&mut some)?;
+            for done in &some[..count] {
+                if !done.is_success() {
+                    return Err(self.failed(&format!("{}", done.status)));
+                }
+                heard[usize::from(done.is_receive())] += 1;
+            }
+            self.heard.set(heard);
+            if count == 0 && start.elapsed() > PATIENCE {
+                return Err(self.failed("nothing came in time"));
+            }
+        }
+    }
+
+    /// How many requests and receives have ended and were taken.
+    pub(super) fn heard(&self) -> [u64; 2] {
+        self.heard.get()
+    }
+
+    fn failed(&self, why: &str) -> Failure {
+        match self.qp.failure() {
+            Some(failure) => Failure::Broken(failure.to_string()),
+            None => Failure::Broken(format!("cannot play ping-pong: {why}")),
+        }
+    }
+
+    /// Waits until the stream is done, and sees that nothing failed.
+    pub(super) fn finish_stream(&self) -> Result<(), Failure> {
+        self.stream.synchronize(PATIENCE * 2)?;
+        match self.qp.failure() {
+            Some(failure) => Err(Failure::Broken(failure.to_string())),
+            None => Ok(()),
+        }
+    }
+
+    /// What arrived is what was sent: every number in the log, and the pattern of the last message.
+    pub(super) fn verify(&self, job: &Job) -> Result<(), Failure> {
+        let mut log = vec![0; job.rounds as usize * 8];
+        self.log.read(0, &mut log)?;
+        for (round, found) in log.chunks(8).enumerate() {
+            let wanted = stamp(round as u64).to_le_bytes();
+            if found[..4] != wanted {
+                let why = format!("message {round} bears {:?}, not {wanted:?}", &found[..4]);
+                return Err(Failure::Broken(format!("WRONG DATA: {why}")));
+            }
+        }
+        let (mut wanted, mut found) = (vec![0; job.size as usize], vec![0; job.size as usize]);
+        pattern::fill_bytes(&mut wanted, 7, 0);
+        self.incoming.read(0, &mut found)?;
+        match wanted.iter().zip(&found).skip(4).position(|(wanted, found)| wanted != found) {
+            Some(at) => Err(Failure::Broken(format!("WRONG DATA: byte {} of a message", at + 4))),
+            None => Ok(()),
+        }
+    }
+
+    /// Where the CPU writes the number of the next message.
+    pub(super) fn stamp_now(&self, round: u64) -> Result<(), Failure> {
+        Ok(self.outgoing.write(0, &stamp(round).to_le_bytes())?)
+    }
+
+    /// Notes what arrived, from the CPU.
+    pub(super) fn note_now(&self, round: u64) -> Result<(), Failure> {
+        let mut bytes = [0; 4];
+        self.incoming.read(0, &mut bytes)?;
+        Ok(self.log.write(round * 8, &bytes)?)
+    }
+}
+
+/// The most bytes that go into a request.
+pub(super) const INLINE: u64 = 64;
+
+/// The number that the message of a round bears.
+pub(super) fn stamp(round: u64) -> u32 {
+    0xa500_0000 | round as u32
+}

@@ -1,0 +1,393 @@
+//! `warpwire async latency`
+
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
+use warpwire::mem::{Backend, Device};
+use warpwire::stream::CqMemory;
+use warpwire::units;
+use warpwire::verbs::exchange::Exchange;
+
+use super::end::{End, INLINE, Job, Plan, Role};
+use super::modes::MODES;
+use super::{Failure, Screen, floor};
+use crate::copy::clock::{Series, Times, figure};
+use crate::copy::target::{DeviceChoice, iterations, size};
+use crate::output::print;
+
+/// Round trips between two ends: driven by the CPU, and by streams
+///
+/// Two ends send each other messages in turn. In the mode `cpu` the CPU waits for its kernel, posts, and polls for the
+/// answer; in the mode `stream` everything is put on the stream beforehand, and the CPU does nothing. With --compute
+/// each end runs a kernel of that length before each message, and both ways are shown. Messages of up to 64 bytes are
+/// copied into the request, as perftest does; longer ones are read from the GPU's memory, and all land there.
+///
+/// The floor is what two streams need with a thread that passes words between them, and no HCA at all: measured in
+/// the same run.
+#[derive(Args)]
+pub(super) struct Arguments {
+    #[command(flatten)]
+    device: DeviceChoice,
+
+    /// Bytes in a message; several with commas [default: 8,64,1KiB,4KiB,64KiB]
+    #[arg(short = 's', long, value_name = "SIZES", value_delimiter = ',', value_parser = size)]
+    size: Vec<u64>,
+
+    /// Round trips to time, for each size and way
+    #[arg(short = 'n', long, value_name = "N", default_value = "1000", value_parser = iterations)]
+    iterations: u32,
+
+    /// Round trips that are put on a stream at once
+    #[arg(short = 'b', long, value_name = "N", default_value = "50", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    batch: u32,
+
+    /// How long a kernel computes before each message, as in 20us
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    compute: Option<Duration>,
+
+    /// The link between the ends: shm, udp or auto
+    #[arg(long, value_name = "LINK", default_value = "shm")]
+    link: String,
+
+    /// Where completions lie
+    #[arg(long, value_name = "WHERE", default_value = "pinned")]
+    cq: Cq,
+
+    /// Streams wait for ever: no watchdog, and a store less in each wait
+    #[arg(long)]
+    no_patience: bool,
+
+    /// The other end is another process, instead of another context in this one
+    #[arg(long)]
+    processes: bool,
+
+    /// Print JSON: {"device": …, "rows": […], "floor_us": …, "ratio": …}
+    #[arg(long)]
+    json: bool,
+
+    /// Be the other end, and print the port: what --processes starts
+    #[arg(long, hide = true)]
+    announce: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Cq {
+    /// Pinned host memory
+    Pinned,
+    /// The GPU's memory, behind a CPU window
+    Device,
+}
+
+fn time(text: &str) -> Result<Duration, String> {
+    match units::parse_duration(text) {
+        Ok(time) if time <= Duration::from_secs(1) => Ok(time),
+        Ok(_) => Err("a second is the longest".to_owned()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// What one way took, without and with a kernel.
+#[derive(Serialize)]
+struct Figures {
+    mode: &'static str,
+    plain: Times,
+    compute: Option<Times>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    bytes: u64,
+    inline: bool,
+    modes: Vec<Figures>,
+    verified: bool,
+}
+
+#[derive(Serialize)]
+struct Report {
+    device: String,
+    simulated: bool,
+    link: String,
+    processes: bool,
+    compute_us: Option<f64>,
+    rows: Vec<Row>,
+    floor_us: f64,
+    /// The stream's round trip of the smallest message, to the floor.
+    ratio: f64,
+}
+
+/// What the ends say to each other beside their offers: that they are as far.
+#[derive(Serialize, Deserialize)]
+struct Here(u64);
+
+/// How long the ends wait for each other.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+impl Arguments {
+    fn sizes(&self) -> Vec<u64> {
+        match self.size.is_empty() {
+            true => vec![8, 64, 1 << 10, 4 << 10, 64 << 10],
+            false => self.size.clone(),
+        }
+    }
+
+    fn plan(&self) -> Plan<'_> {
+        Plan {
+            link: &self.link,
+            largest: self.sizes().into_iter().max().unwrap_or(8),
+            rounds: u64::from(self.batch),
+            cq_memory: match self.cq {
+                Cq::Pinned => CqMemory::Pinned,
+                Cq::Device => CqMemory::Device,
+            },
+            patience: !self.no_patience,
+        }
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        match self.sizes().iter().find(|size| **size < 4 || **size > 64 << 20) {
+            Some(size) => Err(Failure::Usage(format!(
+                "messages have 4 bytes to 64MiB, and {size} is not in between: they bear a number"
+            ))),
+            None => Ok(()),
+        }
+    }
+}
+
+pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    arguments.check()?;
+    let (device, no_cuda) = arguments.device.open()?;
+    if arguments.announce {
+        let listener = listen()?;
+        let port = listener.local_addr().map_or(0, |address| address.port());
+        print(&format!("{port}\n")).map_err(Failure::Broken)?;
+        let mut exchange = Exchange::accept(&listener, PATIENCE)?;
+        play_all(Role::Pong, &device, arguments, &mut exchange, &mut |_, _| Ok(()))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let screen = Screen::new(arguments.json);
+    screen.say(&heading(arguments, &device, no_cuda.as_deref()))?;
+    screen.working("the floor");
+    let floor = floor::measure(&device)?;
+    let rows = match arguments.processes {
+        true => between_processes(arguments, &device, &screen)?,
+        false => in_one_process(arguments, &device, &screen)?,
+    };
+    let floor_us = floor.as_secs_f64() * 1e6;
+    let least = rows.iter().min_by_key(|row| row.bytes);
+    let stream = least.and_then(|row| row.modes.iter().find(|figures| figures.mode == "stream"));
+    let ratio = stream.map_or(f64::NAN, |figures| figures.plain.median_us / floor_us);
+    screen.say(&format!(
+        "# floor: {} us, two streams and a thread between them; stream to floor: {}\n",
+        figure(floor_us),
+        figure(ratio)
+    ))?;
+    screen.finish(&Report {
+        device: device.label(),
+        simulated: device.info().backend == Backend::Sim,
+        link: arguments.link.clone(),
+        processes: arguments.processes,
+        compute_us: arguments.compute.map(|time| time.as_secs_f64() * 1e6),
+        rows,
+        floor_us,
+        ratio,
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn heading(arguments: &Arguments, device: &Device, no_cuda: Option<&str>) -> String {
+    let ends = match arguments.processes {
+        true => "two processes",
+        false => "two contexts of one process",
+    };
+    let mut text = format!(
+        "# Warpwire async latency: {} ({}), {ends}, link {}\n",
+        device.label(),
+        device.info().name,
+        arguments.link
+    );
+    if let Some(why) = no_cuda {
+        text += &format!("# simulated: {why}; the figures say nothing about a GPU\n");
+    }
+    text += "# round trips in microseconds, median; i: in the request itself\n";
+    let mut columns = format!("{:>10} ", "bytes");
+    for mode in &MODES {
+        columns += &format!("{:>12}", mode.name);
+        if let Some(compute) = arguments.compute {
+            columns += &format!("{:>16}", format!("+{compute:?}"));
+        }
+    }
+    text + &columns + "  verified\n"
+}
+
+fn listen() -> Result<TcpListener, Failure> {
+    TcpListener::bind("127.0.0.1:0")
+        .map_err(|why| Failure::Broken(format!("cannot listen on 127.0.0.1: {why}")))
+}
+
+fn in_one_process(
+    arguments: &Arguments,
+    device: &Device,
+    screen: &Screen,
+) -> Result<Vec<Row>, Failure> {
+    let listener = listen()?;
+    let address = listener
+        .local_addr()
+        .map_err(|why| Failure::Broken(format!("cannot ask for an address: {why}")))?;
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            let mut exchange = Exchange::accept(&listener, PATIENCE)?;
+            play_all(Role::Pong, device, arguments, &mut exchange, &mut |_, _| Ok(()))
+        });
+        let mine = client(arguments, device, address.port(), screen);
+        let theirs = other
+            .join()
+            .unwrap_or_else(|_| Err(Failure::Broken("the other end panicked".to_owned())));
+        let rows = mine?;
+        theirs.map(|_| rows)
+    })
+}
+
+/// The other process. It ends with this.
+struct Other(Child);
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        if !matches!(self.0.try_wait(), Ok(Some(_))) {
+            let _ = self.0.kill();
+        }
+        let _ = self.0.wait();
+    }
+}
+
+fn between_processes(
+    arguments: &Arguments,
+    device: &Device,
+    screen: &Screen,
+) -> Result<Vec<Row>, Failure> {
+    let failed =
+        |why: std::io::Error| Failure::Broken(format!("cannot start the other end: {why}"));
+    let sizes: Vec<_> = arguments.sizes().iter().map(u64::to_string).collect();
+    let cq = clap::ValueEnum::to_possible_value(&arguments.cq);
+    let compute = arguments.compute.map(|time| format!("--compute={}ns", time.as_nanos()));
+    let program = std::env::current_exe().map_err(failed)?;
+    let child = Command::new(program)
+        .args(["async", "latency", "--announce", "--device", &device.label()])
+        .args(["--size", &sizes.join(","), "--link", &arguments.link])
+        .args(["--iterations", &arguments.iterations.to_string()])
+        .args(["--batch", &arguments.batch.to_string()])
+        .args(cq.map(|cq| format!("--cq={}", cq.get_name())))
+        .args(compute)
+        .args(arguments.no_patience.then_some("--no-patience"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .map_err(failed)?;
+    let mut other = Other(child);
+    let mut line = String::new();
+    if let Some(out) = other.0.stdout.take() {
+        BufReader::new(out).read_line(&mut line).map_err(failed)?;
+    }
+    let port = line.trim().parse().map_err(|_| {
+        Failure::Broken("the other end did not start; what it said stands above".to_owned())
+    })?;
+    let rows = client(arguments, device, port, screen)?;
+    match other.0.wait() {
+        Ok(status) if !status.success() => {
+            Err(Failure::Broken(format!("the other end ended with {status}")))
+        }
+        _ => Ok(rows),
+    }
+}
+
+fn client(
+    arguments: &Arguments,
+    device: &Device,
+    port: u16,
+    screen: &Screen,
+) -> Result<Vec<Row>, Failure> {
+    let mut exchange = Exchange::connect(("127.0.0.1", port), PATIENCE)?;
+    play_all(Role::Ping, device, arguments, &mut exchange, &mut |row, working| {
+        match row {
+            Some(row) => screen.say(&render(row))?,
+            None => screen.working(working),
+        }
+        Ok(())
+    })
+}
+
+/// Is told of each row when it is there, and before of what is at work.
+type Tell<'a> = &'a mut dyn FnMut(Option<&Row>, String) -> Result<(), Failure>;
+
+fn play_all(
+    role: Role,
+    device: &Device,
+    arguments: &Arguments,
+    exchange: &mut Exchange,
+    tell: Tell<'_>,
+) -> Result<Vec<Row>, Failure> {
+    let end = End::open(role, device, &arguments.plan(), exchange)?;
+    let mut rows = Vec::new();
+    for size in arguments.sizes() {
+        let inline = size <= INLINE;
+        let mut modes = Vec::new();
+        for (index, mode) in MODES.iter().enumerate() {
+            tell(None, format!("{}, {size} bytes", mode.name))?;
+            let mut play = |compute, stamped| {
+                let job =
+                    Job { size, rounds: u64::from(arguments.batch), compute, inline, stamped };
+                one_batch(&end, index, &job, exchange)
+            };
+            play(Duration::ZERO, true)?; // what arrives is looked at first
+            let mut series = |compute| -> Result<Times, Failure> {
+                let mut series = Series::default();
+                for _ in 0..arguments.iterations.div_ceil(arguments.batch) {
+                    series.add(play(compute, false)?, arguments.batch);
+                }
+                Ok(series.times())
+            };
+            let plain = series(Duration::ZERO)?;
+            let compute = arguments.compute.map(series).transpose()?;
+            modes.push(Figures { mode: mode.name, plain, compute });
+        }
+        let row = Row { bytes: size, inline, modes, verified: true };
+        tell(Some(&row), String::new())?;
+        rows.push(row);
+    }
+    Ok(rows)
+}
+
+fn one_batch(
+    end: &End,
+    mode: usize,
+    job: &Job,
+    exchange: &mut Exchange,
+) -> Result<Duration, Failure> {
+    end.post_receives(job)?;
+    let mut met = 0;
+    let mut meet = || -> Result<(), Failure> {
+        met += 1;
+        exchange.swap(&Here(met))?;
+        Ok(())
+    };
+    let took = (MODES[mode].play)(end, job, &mut meet)?;
+    if job.stamped {
+        end.verify(job)?;
+    }
+    Ok(took)
+}
+
+fn render(row: &Row) -> String {
+    let mark = if row.inline { "i" } else { " " };
+    let mut text = format!("{:>10}{mark}", row.bytes);
+    for Figures { plain, compute, .. } in &row.modes {
+        text += &format!("{:>12}", figure(plain.median_us));
+        if let Some(compute) = compute {
+            text += &format!("{:>16}", figure(compute.median_us));
+        }
+    }
+    text + &format!("  {}\n", if row.verified { "yes" } else { "no" })
+}

@@ -1,0 +1,256 @@
+//! `warpwire async sanity`
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use serde::Serialize;
+use warpwire::hca::HcaOptions;
+use warpwire::link::Hub;
+use warpwire::mem::{Backend, Condition, Device, Stream, Word, pattern::Pattern};
+use warpwire::stream::{Descriptors, StreamQp, StreamQpOptions};
+use warpwire::verbs::{
+    Access, Context, Drive, Mr, Op, Pd, ReceiveRequest, Remote, Request, Status,
+};
+
+use super::end::PATIENCE;
+use super::{Failure, Screen};
+use crate::copy::target::DeviceChoice;
+
+/// Is the order kept, and does nothing hang?
+///
+/// Two contexts of this process, joined in memory, and the streams of one GPU.
+#[derive(Args)]
+pub(super) struct Arguments {
+    #[command(flatten)]
+    device: DeviceChoice,
+
+    /// Print JSON: {"device": …, "checks": [{"name": …, "why_not": null}]}
+    #[arg(long)]
+    json: bool,
+}
+
+type Check = fn(&Place) -> Result<(), Failure>;
+
+const CHECKS: [(&str, Check); 6] = [
+    ("a chain of waits and writes runs in order", chain),
+    ("all four conditions hold and release", conditions),
+    ("a message carries what the kernel before it wrote", message),
+    ("a thousand messages arrive in order", thousand),
+    ("work that fails releases the stream, with its cause", failure),
+    ("a silent peer releases the stream in time", silence),
+];
+
+#[derive(Serialize)]
+struct Outcome {
+    name: &'static str,
+    why_not: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Report {
+    device: String,
+    simulated: bool,
+    checks: Vec<Outcome>,
+}
+
+pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let (device, no_cuda) = arguments.device.open()?;
+    let screen = Screen::new(arguments.json);
+    screen.say(&format!("# Warpwire async sanity: {}\n", device.label()))?;
+    if let Some(why) = no_cuda {
+        screen.say(&format!("# simulated: {why}\n"))?;
+    }
+    let mut checks = Vec::new();
+    for (name, check) in CHECKS {
+        screen.working(name);
+        let outcome = Place::new(&device).and_then(|place| check(&place));
+        let why_not = outcome.err().map(|(Failure::Usage(why) | Failure::Broken(why))| why);
+        match &why_not {
+            None => screen.say(&format!("ok      {name}\n"))?,
+            Some(why) => screen.say(&format!("FAILED  {name}: {why}\n"))?,
+        }
+        checks.push(Outcome { name, why_not });
+    }
+    let failed = checks.iter().filter(|check| check.why_not.is_some()).count();
+    match failed {
+        0 => screen.say(">>> SUCCESS\n")?,
+        _ => screen.say(&format!(">>> FAILURE: {failed} of {}\n", checks.len()))?,
+    }
+    let simulated = device.info().backend == Backend::Sim;
+    screen.finish(&Report { device: device.label(), simulated, checks })?;
+    Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Two ends that are connected.
+struct Place {
+    device: Device,
+    ends: [(Context, Pd); 2],
+    qps: [StreamQp; 2],
+}
+
+const LEN: u64 = 4096;
+
+impl Place {
+    fn new(device: &Device) -> Result<Self, Failure> {
+        let hub = Hub::new();
+        let drive = Drive::Thread { spin: Duration::from_millis(1), core: None };
+        let open = |address: [u8; 4]| -> Result<(Context, Pd), Failure> {
+            let link = hub.endpoint((address, 4791).into())?;
+            let options = HcaOptions { drive, ..HcaOptions::default() };
+            let context = Context::open_with(link, options)?;
+            let pd = context.pd();
+            Ok((context, pd))
+        };
+        let ends = [open([10, 0, 0, 1])?, open([10, 0, 0, 2])?];
+        let patience = Some(Duration::from_millis(500));
+        let make = |(context, pd): &(Context, Pd)| {
+            let options = StreamQpOptions { patience, ..StreamQpOptions::default() };
+            StreamQp::create(context, pd, device, options)
+        };
+        let qps = [make(&ends[0])?, make(&ends[1])?];
+        qps[0].connect(&qps[1].offer())?;
+        qps[1].connect(&qps[0].offer())?;
+        Ok(Self { device: device.clone(), ends, qps })
+    }
+
+    fn stream(&self) -> Result<Stream, Failure> {
+        Ok(self.device.stream()?)
+    }
+
+    fn word(&self) -> Result<Word, Failure> {
+        let word = self.device.alloc_pinned(64)?.word64(0)?;
+        word.store(0)?;
+        Ok(word)
+    }
+
+    fn memory(&self, end: usize) -> Result<(warpwire::mem::Allocation, Mr), Failure> {
+        let memory = self.device.alloc(LEN)?;
+        memory.write(0, &[0; LEN as usize])?;
+        let (context, pd) = &self.ends[end];
+        let mr = context.register(pd, memory.whole()?, Access::ALL)?;
+        Ok((memory, mr))
+    }
+}
+
+fn expect(is_so: bool, what: impl FnOnce() -> String) -> Result<(), Failure> {
+    if is_so { Ok(()) } else { Err(Failure::Broken(what())) }
+}
+
+fn chain(place: &Place) -> Result<(), Failure> {
+    let (first, second) = (place.stream()?, place.stream()?);
+    let [gate, middle, end] = [place.word()?, place.word()?, place.word()?];
+    let memory = place.device.alloc(LEN)?;
+    let bytes = [0x5a; LEN as usize];
+    let mut list = Descriptors::on(&second);
+    list.wait_value(&middle, Condition::Equal, 7)?;
+    list.write_memory(&memory.whole()?, &bytes)?;
+    list.write_value(&end, 9)?;
+    list.post()?;
+    let mut list = Descriptors::on(&first);
+    list.wait_value(&gate, Condition::AtLeast, 1)?;
+    list.write_value(&middle, 7)?;
+    list.wait_value(&end, Condition::Equal, 9)?;
+    list.post()?;
+    std::thread::sleep(Duration::from_millis(5));
+    expect(end.load()? == 0, || "the chain ran before its gate was open".to_owned())?;
+    gate.store(1)?;
+    first.synchronize(PATIENCE)?;
+    let mut found = [0; LEN as usize];
+    memory.read(0, &mut found)?;
+    expect(found == bytes, || "the bytes are not all there".to_owned())
+}
+
+fn conditions(place: &Place) -> Result<(), Failure> {
+    let stream = place.stream()?;
+    let has_nor = place.device.capabilities().stream_wait_nor.is_yes();
+    for (condition, value, before, after) in [
+        (Condition::AtLeast, 5, 4, 5),
+        (Condition::Equal, 5, 6, 5),
+        (Condition::And, 4, 3, 5),
+        (Condition::Nor, u64::MAX << 1, 1, 2),
+    ] {
+        if condition == Condition::Nor && !has_nor {
+            continue;
+        }
+        let word = place.word()?;
+        word.store(before)?;
+        stream.wait_value(&word, condition, value)?;
+        std::thread::sleep(Duration::from_millis(5));
+        expect(!stream.is_idle()?, || format!("{condition:?} let the stream go"))?;
+        word.store(after)?;
+        stream.synchronize(PATIENCE)?;
+    }
+    Ok(())
+}
+
+fn message(place: &Place) -> Result<(), Failure> {
+    let [a, b] = &place.qps;
+    let pattern = Pattern::load(&place.device)?;
+    let ((from, source), (to, target)) = (place.memory(0)?, place.memory(1)?);
+    let (sender, receiver, wrong) = (place.stream()?, place.stream()?, place.word()?);
+    b.post_receive(&[ReceiveRequest { id: 1, data: &[target.sge(0, LEN as u32)] }])?;
+    b.wait_receive(&receiver)?;
+    pattern.check(&receiver, &to.whole()?, 3, &wrong)?;
+    pattern.fill(&sender, &from.whole()?, 3)?;
+    a.queue(&sender, &Request::new(1, Op::Send).with(&[source.sge(0, LEN as u32)]))?;
+    receiver.synchronize(PATIENCE)?;
+    let wrong = wrong.load()?;
+    expect(wrong == 0, || format!("{wrong} words of the message are wrong"))
+}
+
+fn thousand(place: &Place) -> Result<(), Failure> {
+    let [a, b] = &place.qps;
+    let (to, target) = place.memory(1)?;
+    let log = place.device.alloc(8000)?;
+    let (sender, receiver) = (place.stream()?, place.stream()?);
+    for number in 0..1000_u64 {
+        b.post_receive(&[ReceiveRequest { id: number, data: &[target.sge(0, 8)] }])?;
+        b.wait_receive(&receiver)?;
+        receiver.copy(&log.region(number * 8, 8)?, &to.region(0, 8)?)?;
+        let bytes = (number + 1).to_le_bytes();
+        a.queue(&sender, &Request::new(number, Op::Send).inline(&bytes))?;
+        // The place of the message is used again by the next.
+        receiver.synchronize(PATIENCE)?;
+        for (qp, what) in [(a, "request"), (b, "receive")] {
+            let done = qp.next(PATIENCE)?;
+            expect(done.is_some_and(|done| done.id == number && done.is_success()), || {
+                format!("{what} {number} ended as {done:?}")
+            })?;
+        }
+    }
+    let mut found = vec![0; 8000];
+    log.read(0, &mut found)?;
+    for (number, bytes) in found.chunks(8).enumerate() {
+        expect(bytes == (number as u64 + 1).to_le_bytes(), || {
+            format!("message {number} holds {bytes:?}")
+        })?;
+    }
+    Ok(())
+}
+
+fn failure(place: &Place) -> Result<(), Failure> {
+    let [a, _] = &place.qps;
+    let (_memory, source) = place.memory(0)?;
+    let stream = place.stream()?;
+    let nowhere = Remote { address: 0x10, rkey: 0x00de_ad00 };
+    let request = Request::new(5, Op::Write(nowhere));
+    let ticket = a.queue(&stream, &request.with(&[source.sge(0, 8)]))?;
+    a.wait_send(&stream, ticket)?;
+    stream.synchronize(PATIENCE)?;
+    let failure = a.failure();
+    let status = failure.as_ref().and_then(|failure| failure.status);
+    expect(status == Some(Status::RemoteAccess), || format!("the cause is {failure:?}"))
+}
+
+fn silence(place: &Place) -> Result<(), Failure> {
+    let [a, _] = &place.qps;
+    let (_memory, target) = place.memory(0)?;
+    let stream = place.stream()?;
+    a.post_receive(&[ReceiveRequest { id: 1, data: &[target.sge(0, 8)] }])?;
+    a.wait_receive(&stream)?;
+    stream.synchronize(PATIENCE)?;
+    expect(a.failure().is_some_and(|failure| failure.waiters.len() == 1), || {
+        "nobody says who waited".to_owned()
+    })
+}

@@ -1,0 +1,301 @@
+//! `warpwire run`: ranks on this machine.
+
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use rustix::process::{Pid, Signal, kill_process_group};
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use warpwire::units::parse_duration;
+
+use crate::output::Failure;
+
+/// Start ranks on this machine
+///
+/// Starts PROGRAM several times; each learns by its environment which rank it is, and Comm::from_env joins them. What
+/// they print is prefixed with the rank. When one fails, the others have a moment to say why and are then ended. The
+/// exit status is that of the first that failed; 128 and the signal's number if a signal ended it. Standard input is
+/// empty for all.
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Arguments {
+    /// How many
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    ranks: u16,
+
+    /// Pass on what the ranks print as it is, without prefixes
+    #[arg(long)]
+    raw: bool,
+
+    /// How long the others may go on when one has failed
+    #[arg(long, value_name = "TIME", default_value = "2s", value_parser = duration)]
+    grace: Duration,
+
+    /// The links of the ranks: auto, udp or shm
+    #[arg(long, value_name = "LINK", value_parser = ["auto", "udp", "shm"])]
+    link: Option<String>,
+
+    /// Become this rank's program; the process with this number is the one that started it
+    #[arg(long, hide = true)]
+    become_rank_of: Option<u32>,
+
+    /// What to start, and its arguments
+    #[arg(required = true, last = true, value_name = "PROGRAM")]
+    program: Vec<OsString>,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire run -n 4 -- ./solver --size 1024
+  warpwire run -n 2 --link udp -- warpwire mp pingpong
+
+Environment of the ranks:
+  WARPWIRE_RANK, WARPWIRE_SIZE, WARPWIRE_LOCAL_RANK, WARPWIRE_LOCAL_SIZE
+  WARPWIRE_MASTER  where they meet
+  WARPWIRE_TOKEN   what they know each other by";
+
+fn duration(text: &str) -> Result<Duration, String> {
+    parse_duration(text).map_err(|error| error.to_string())
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
+    if let Some(parent) = arguments.become_rank_of {
+        return Err(become_program(parent, &arguments.program));
+    }
+    let job = Job {
+        ranks: arguments.ranks.into(),
+        raw: arguments.raw,
+        grace: arguments.grace,
+        link: arguments.link.clone(),
+        program: arguments.program.clone(),
+    };
+    crate::output::ended(launch(&job))
+}
+
+/// Ends with whoever started it, and becomes the program. Returns only if that fails.
+fn become_program(parent: u32, program: &[OsString]) -> String {
+    if let Err(why) = rustix::process::set_parent_process_death_signal(Some(Signal::KILL)) {
+        return format!("cannot ask to end with the launcher: {why}");
+    }
+    let here = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get() as u32);
+    if here != Some(parent) {
+        return "the launcher has ended".to_owned();
+    }
+    let why = Command::new(&program[0]).args(&program[1..]).exec();
+    format!("cannot start {}: {why}", program[0].to_string_lossy())
+}
+
+/// Ranks to start.
+pub(crate) struct Job {
+    pub(crate) ranks: usize,
+    pub(crate) raw: bool,
+    pub(crate) grace: Duration,
+    pub(crate) link: Option<String>,
+    pub(crate) program: Vec<OsString>,
+}
+
+/// A folder for the address of rank 0. It goes with this.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Result<Self, Failure> {
+        let path = std::env::temp_dir().join(format!("warpwire-run-{}", token()?));
+        let made = std::fs::DirBuilder::new().mode(0o700).create(&path);
+        made.map_err(|why| Failure::Broken(format!("cannot make {}: {why}", path.display())))?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Something that nobody guesses.
+fn token() -> Result<String, Failure> {
+    let mut bytes = [0; 16];
+    let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
+    read.map_err(|why| Failure::Broken(format!("cannot read /dev/urandom: {why}")))?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// A rank that was started. What is left of it ends with this.
+struct Rank {
+    child: Child,
+    readers: Vec<JoinHandle<()>>,
+    ended: Option<ExitStatus>,
+}
+
+impl Rank {
+    fn signal(&self, signal: Signal) {
+        if self.ended.is_none() {
+            // The group is its own: what it has started is reached too.
+            let _ = kill_process_group(Pid::from_child(&self.child), signal);
+        }
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        self.signal(Signal::KILL);
+        let _ = self.child.wait();
+        for reader in self.readers.drain(..) {
+            let _ = reader.join();
+        }
+    }
+}
+
+/// Starts the ranks, and waits for all of them.
+pub(crate) fn launch(job: &Job) -> Result<ExitCode, Failure> {
+    let broken = |what: &str, why: std::io::Error| Failure::Broken(format!("cannot {what}: {why}"));
+    let mut signals = Signals::new([SIGCHLD, SIGINT, SIGTERM, SIGHUP])
+        .map_err(|why| broken("listen for signals", why))?;
+    let (tell, told) = channel();
+    let handle = signals.handle();
+    let listener = std::thread::spawn(move || {
+        for signal in signals.forever() {
+            if tell.send(signal).is_err() {
+                return;
+            }
+        }
+    });
+    let folder = Folder::new()?;
+    let token = token()?;
+    let mut ranks = Vec::new();
+    for rank in 0..job.ranks {
+        let started = start(job, rank, &folder, &token);
+        ranks.push(started.map_err(|why| broken(&format!("start rank {rank}"), why))?);
+    }
+    let outcome = attend(job, &mut ranks, &told);
+    drop(ranks);
+    handle.close();
+    let _ = listener.join();
+    Ok(outcome)
+}
+
+fn start(job: &Job, rank: usize, folder: &Folder, token: &str) -> std::io::Result<Rank> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command
+        .args(["run", "--become-rank-of", &std::process::id().to_string(), "--"])
+        .args(&job.program)
+        .env("WARPWIRE_RANK", rank.to_string())
+        .env("WARPWIRE_SIZE", job.ranks.to_string())
+        .env("WARPWIRE_LOCAL_RANK", rank.to_string())
+        .env("WARPWIRE_LOCAL_SIZE", job.ranks.to_string())
+        .env("WARPWIRE_MASTER", format!("file:{}", folder.0.join("address").display()))
+        .env("WARPWIRE_TOKEN", token)
+        .envs(job.link.as_ref().map(|link| ("WARPWIRE_LINK", link)))
+        .stdin(Stdio::null())
+        .process_group(0);
+    if !job.raw {
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    }
+    let mut child = command.spawn()?;
+    let mut readers = Vec::new();
+    if let Some(out) = child.stdout.take() {
+        readers.push(std::thread::spawn(move || pass_on(rank, out, std::io::stdout())));
+    }
+    if let Some(err) = child.stderr.take() {
+        readers.push(std::thread::spawn(move || pass_on(rank, err, std::io::stderr())));
+    }
+    Ok(Rank { child, readers, ended: None })
+}
+
+/// Passes lines on, whole, each with its rank.
+fn pass_on(rank: usize, from: impl Read, mut to: impl Write) {
+    let mut from = BufReader::new(from);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        line.extend(format!("[{rank}] ").as_bytes());
+        let prefix = line.len();
+        match from.read_until(b'\n', &mut line) {
+            Ok(0) | Err(_) => return,
+            Ok(_) if line.len() == prefix => return,
+            Ok(_) => {}
+        }
+        if line.last() != Some(&b'\n') {
+            line.push(b'\n');
+        }
+        // Nobody may read it any more; the ranks go on all the same.
+        let _ = to.write_all(&line).and_then(|()| to.flush());
+    }
+}
+
+/// Waits until all have ended. One that fails ends the others.
+fn attend(job: &Job, ranks: &mut [Rank], told: &Receiver<i32>) -> ExitCode {
+    /// Between asking and killing.
+    const LAST: Duration = Duration::from_secs(3);
+    let mut first_failure: Option<(usize, ExitStatus)> = None;
+    let mut interrupted = None;
+    let mut asked: Option<Instant> = None;
+    let mut failed_at: Option<Instant> = None;
+    loop {
+        for (rank, process) in ranks.iter_mut().enumerate() {
+            if process.ended.is_some() {
+                continue;
+            }
+            let Ok(Some(status)) = process.child.try_wait() else { continue };
+            process.ended = Some(status);
+            if !status.success() && asked.is_none() {
+                let _ = writeln!(std::io::stderr(), "warpwire run: rank {rank} {}", ending(status));
+                first_failure.get_or_insert((rank, status));
+                failed_at.get_or_insert_with(Instant::now);
+            }
+        }
+        if ranks.iter().all(|process| process.ended.is_some()) {
+            return exit_code(first_failure, interrupted);
+        }
+        if asked.is_none() && failed_at.is_some_and(|since| since.elapsed() >= job.grace) {
+            ranks.iter().for_each(|process| process.signal(Signal::TERM));
+            asked = Some(Instant::now());
+        }
+        if asked.is_some_and(|since| since.elapsed() >= LAST) {
+            ranks.iter().for_each(|process| process.signal(Signal::KILL));
+        }
+        let patience = if failed_at.or(asked).is_some() { 20 } else { 1000 };
+        match told.recv_timeout(Duration::from_millis(patience)) {
+            Ok(SIGCHLD) | Err(RecvTimeoutError::Timeout) => {}
+            Ok(number) => {
+                interrupted.get_or_insert(number);
+                asked.get_or_insert_with(Instant::now);
+                let signal = Signal::from_named_raw(number).unwrap_or(Signal::TERM);
+                ranks.iter().for_each(|process| process.signal(signal));
+            }
+            Err(RecvTimeoutError::Disconnected) => std::thread::sleep(Duration::from_millis(20)),
+        }
+    }
+}
+
+/// How a rank ended, in words.
+fn ending(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("ended with status {code}"),
+        (None, Some(signal)) => {
+            let name = signal_hook::low_level::signal_name(signal).unwrap_or("unknown");
+            format!("was ended by signal {signal} ({name})")
+        }
+        (None, None) => "ended, nobody knows how".to_owned(),
+    }
+}
+
+fn exit_code(failure: Option<(usize, ExitStatus)>, interrupted: Option<i32>) -> ExitCode {
+    let of_signal = |signal: i32| ExitCode::from((128 + signal).clamp(1, 255) as u8);
+    match (interrupted, failure) {
+        (Some(signal), _) => of_signal(signal),
+        (None, None) => ExitCode::SUCCESS,
+        (None, Some((_, status))) => match (status.code(), status.signal()) {
+            (Some(code), _) => ExitCode::from(code.clamp(1, 255) as u8),
+            (None, signal) => of_signal(signal.unwrap_or(1)),
+        },
+    }
+}

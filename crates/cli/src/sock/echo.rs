@@ -1,0 +1,85 @@
+//! Bytes of every size through a kernel and back, compared.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::Args;
+use serde::Serialize;
+use warpwire::mem::pattern;
+use warpwire::sock::SockOptions;
+use warpwire::sock::programs::{Programs, Service};
+
+use super::{Ground, heading, peer};
+use crate::copy::target::size;
+use crate::output::{Failure, Screen};
+
+/// Send bytes through an echo kernel, and compare what comes back
+#[derive(Args)]
+pub(super) struct Arguments {
+    #[command(flatten)]
+    ground: Ground,
+
+    /// The largest message; all powers of two up to it, and one byte more and less
+    #[arg(short = 's', long, value_name = "SIZE", default_value = "4MiB", value_parser = size)]
+    size: u64,
+
+    /// Print JSON: {"device": …, "messages": …, "bytes": …, "wrong": …, "seconds": …}
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Report {
+    device: String,
+    messages: u64,
+    bytes: u64,
+    wrong: u64,
+    seconds: f64,
+}
+
+impl Arguments {
+    pub(super) fn run(&self) -> Result<ExitCode, Failure> {
+        let screen = Screen::new(self.json);
+        let (host, no_cuda) = self.ground.open(SockOptions::default())?;
+        let programs = Programs::load(&host)?;
+        screen.say(&heading("echo", &host, no_cuda.as_deref()))?;
+        let server = programs.serve(&host, Service::Echo, ([127, 0, 0, 1], 0).into(), 1)?;
+        let stream = peer::connect(server.address())?;
+        let broken = |error: std::io::Error| Failure::Broken(format!("the echo failed: {error}"));
+        let (mut messages, mut bytes, mut wrong) = (0, 0, 0);
+        let begun = Instant::now();
+        let powers = (0..).map(|power| 1_u64 << power).take_while(|size| *size <= self.size);
+        for power in powers {
+            for len in [power - 1, power, power + 1] {
+                screen.working(format!("{len} bytes"));
+                let mut sent = vec![0; len as usize];
+                pattern::fill_bytes(&mut sent, len, 0);
+                let mut back = vec![0; len as usize];
+                std::thread::scope(|scope| {
+                    let writing = scope.spawn(|| (&stream).write_all(&sent));
+                    let read = (&stream).read_exact(&mut back);
+                    let lost = || Err(std::io::Error::other("its writer stopped"));
+                    writing.join().unwrap_or_else(|_| lost()).and(read)
+                })
+                .map_err(broken)?;
+                messages += 1;
+                bytes += len;
+                wrong += u64::from(sent != back);
+            }
+        }
+        stream.shutdown(Shutdown::Both).map_err(broken)?;
+        let report = Report {
+            device: host.device().label(),
+            messages,
+            bytes,
+            wrong,
+            seconds: begun.elapsed().as_secs_f64(),
+        };
+        drop(server);
+        screen.say(&format!("{messages} messages, {bytes} bytes, {wrong} wrong\n"))?;
+        screen.finish(&report)?;
+        Ok(if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+}

@@ -1,0 +1,93 @@
+//! `warpwire sock`: sockets inside kernels, to serve with, to talk with, and to measure.
+
+mod echo;
+mod measure;
+mod peer;
+mod serve;
+
+use std::process::ExitCode;
+
+use clap::{Args, Subcommand};
+use warpwire::mem::{Backend, Device};
+use warpwire::sock::{Place, SockHost, SockOptions};
+
+use crate::copy::target::DeviceChoice;
+use crate::output::{self, Failure};
+
+/// Use sockets inside kernels
+///
+/// A kernel listens, accepts, connects, sends and receives by itself; the other end is any TCP program. Where there is no
+/// CUDA, a simulated GPU stands in: its figures say nothing about a GPU.
+#[derive(Args)]
+#[command(arg_required_else_help = true, after_help = EXAMPLES)]
+pub(crate) struct Arguments {
+    #[command(subcommand)]
+    tool: Tool,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  warpwire sock serve --bind 127.0.0.1:7000           a kernel that echoes; try: nc 127.0.0.1 7000
+  warpwire sock serve --service http --bind 127.0.0.1:8080    try: curl http://127.0.0.1:8080/
+  warpwire sock kv --bind 127.0.0.1:6379              a key-value server; try: redis-cli, redis-benchmark -t set,get
+  warpwire sock connect 127.0.0.1:8080 --send 'GET / HTTP/1.0\\r\\n\\r\\n'    a kernel as the client of any server
+  warpwire sock echo                                  a kernel echoes random bytes, and they are compared
+  warpwire sock lat -s 64                             a round trip, beside a CPU's socket with cuMemcpy
+  warpwire sock bw -s 64KiB --json";
+
+#[derive(Subcommand)]
+enum Tool {
+    Serve(serve::Serve),
+    Kv(serve::Kv),
+    Connect(serve::Connect),
+    Echo(echo::Arguments),
+    Lat(measure::Lat),
+    Bw(measure::Bw),
+}
+
+/// The device, and its sockets.
+#[derive(Args)]
+struct Ground {
+    #[command(flatten)]
+    device: DeviceChoice,
+
+    /// Let kernels watch pinned host memory, even where the CPU could write to theirs
+    #[arg(long)]
+    pinned: bool,
+}
+
+impl Ground {
+    fn open(&self, options: SockOptions) -> Result<(SockHost, Option<String>), Failure> {
+        let (device, no_cuda) = self.device.open()?;
+        let place = if self.pinned { Place::Pinned } else { options.place };
+        Ok((SockHost::start(&device, SockOptions { place, ..options })?, no_cuda))
+    }
+}
+
+/// What stands above every table.
+fn heading(tool: &str, host: &SockHost, no_cuda: Option<&str>) -> String {
+    let device: &Device = host.device();
+    let mut text = format!("# sock {tool} on {} ({})\n", device.label(), device.info().name);
+    text += &match host.why_pinned() {
+        None => "# receive rings: device memory, written through a window\n".to_owned(),
+        Some(why) => format!("# receive rings: pinned host memory ({why})\n"),
+    };
+    if let Some(why) = no_cuda {
+        text += &format!("# no CUDA device: {why}\n");
+    }
+    if device.info().backend == Backend::Sim {
+        text += "# simulated: these figures are of host memory\n";
+    }
+    text
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
+    output::ended(match &arguments.tool {
+        Tool::Serve(arguments) => arguments.run(),
+        Tool::Kv(arguments) => arguments.run(),
+        Tool::Connect(arguments) => arguments.run(),
+        Tool::Echo(arguments) => arguments.run(),
+        Tool::Lat(arguments) => arguments.run(),
+        Tool::Bw(arguments) => arguments.run(),
+    })
+}

@@ -1,0 +1,70 @@
+// One step of a Jacobi solver on the rows of one rank; with `exchange`, also the exchange of its outermost rows with the
+// ranks above and below. The twin for the simulated GPU stands in kernel.rs.
+#include <warpwire/verbs.cuh>
+
+using namespace warpwire;
+
+// A neighbour. Its words are in the order in which kernel.rs writes them.
+struct Neighbour {
+    u64 qp;       // 0: there is none
+    u64 to[2];    // where our row goes, in either of its two grids
+    u64 rkey;
+    u64 word;     // its count of our rows
+    u64 word_rkey;
+    u64 own;      // our count of its rows
+};
+
+struct Exchange {
+    Neighbour up, down;
+    u64 lkey;
+    u64 finished;  // blocks that have finished, of all steps
+    u64 report;
+    u64 timeout;
+};
+
+static __device__ void check(const Exchange &exchange, Status status) {
+    if (status != kOk) detail::replace((u64 *)exchange.report, 0, 1ull << 63 | (u32)status);
+}
+
+static __device__ void await(const Exchange &exchange, const Neighbour &side, u64 step) {
+    if (side.qp && step) check(exchange, wait_signal((const u64 *)side.own, Condition::AtLeast, step, exchange.timeout));
+}
+
+static __device__ void give(const Exchange &exchange, const Neighbour &side, u64 row, u64 bytes, u64 step) {
+    if (!side.qp) return;
+    Ticket ticket = put_signal(*(Qp *)side.qp, Remote{side.to[(step + 1) % 2], (u32)side.rkey},
+                               Local{row, (u32)exchange.lkey}, bytes, Remote{side.word, (u32)side.word_rkey}, 1, Thread{},
+                               exchange.timeout);
+    check(exchange, ticket.status);
+}
+
+extern "C" __global__ void jacobi_step(u64 from, u64 to, u64 rows, u64 columns, u64 step, u64 exchange_at) {
+    const float *old = (const float *)from;
+    float *next = (float *)to;
+    const Exchange *exchange = (const Exchange *)exchange_at;
+    for (u64 row = 1 + blockIdx.x; row <= rows; row += gridDim.x) {
+        if (exchange && threadIdx.x == 0) {
+            if (row == 1) await(*exchange, exchange->up, step);
+            if (row == rows) await(*exchange, exchange->down, step);
+        }
+        __syncthreads();
+        for (u64 column = 1 + threadIdx.x; column + 1 < columns; column += blockDim.x) {
+            u64 at = row * columns + column;
+            // Halos are written from outside: they must not come from a cache that nobody cleans.
+            float above = __ldcg(&old[at - columns]), below = __ldcg(&old[at + columns]);
+            next[at] = ((above + below) + (old[at - 1] + old[at + 1])) * 0.25f;
+        }
+    }
+    if (!exchange) return;
+    detail::system_fence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        u64 before = atomicAdd((u64 *)exchange->finished, 1);
+        detail::system_fence();
+        // The last block sends: all rows are there.
+        if (before + 1 == gridDim.x * (step + 1)) {
+            give(*exchange, exchange->up, to + columns * 4, columns * 4, step);
+            give(*exchange, exchange->down, to + rows * columns * 4, columns * 4, step);
+        }
+    }
+}

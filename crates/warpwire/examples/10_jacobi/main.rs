@@ -1,0 +1,83 @@
+//! A Jacobi solver on a grid that is divided among ranks, row by row; after each step neighbours exchange their outermost
+//! rows. Three modes: the CPU waits for the GPU and sends (`cpu`); the stream sends and waits (`stream`); the kernel that
+//! computes sends by itself, and waits before it reads (`kernel`). All give the same bits as one rank alone.
+//!
+//! ```console
+//! $ cargo run --release --example 10_jacobi                                    # two ranks as threads, simulated GPU
+//! $ warpwire run -n 4 -- target/release/examples/10_jacobi 1024 500 cuda:0     # size, steps, device
+//! ```
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+mod kernel;
+mod solver;
+
+use std::time::Duration;
+
+use warpwire::link::Hub;
+use warpwire::msg::{Comm, CommOptions, Launcher, Place, Wire};
+use warpwire::{Result, mem};
+
+use solver::{Mode, Solver};
+
+const SOON: Duration = Duration::from_secs(60);
+
+/// What to solve.
+#[derive(Clone)]
+struct Task {
+    size: u64,
+    steps: u64,
+    device: String,
+}
+
+fn main() -> Result<()> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let number = |at: usize, default: u64| {
+        words.get(at).map_or(default, |word| word.parse().expect("a number"))
+    };
+    let device = words.get(2).cloned().unwrap_or_else(|| "sim:0".to_owned());
+    let task = Task { size: number(0, 256), steps: number(1, 100), device };
+    let place = Place::from_env()?;
+    let mut options = CommOptions { timeout: SOON, ..CommOptions::for_streams() };
+    if place.launcher != Launcher::Nobody {
+        options.wire = CommOptions::from_env()?.wire;
+        return solve(&Comm::open(place, options)?, &task);
+    }
+    options.wire = Wire::Hub(Hub::new());
+    let comms = Comm::local_with(2, &options)?;
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> =
+            comms.into_iter().map(|comm| scope.spawn(|| solve(&{ comm }, &task))).collect();
+        ranks.into_iter().try_for_each(|rank| rank.join().expect("a rank"))
+    })
+}
+
+fn solve(comm: &Comm, task: &Task) -> Result<()> {
+    let device = mem::open(&task.device)?;
+    let wanted = (comm.rank() == 0).then(|| solver::alone(task.size, task.steps));
+    let mut first = None;
+    for mode in [Mode::Cpu, Mode::Stream, Mode::Kernel] {
+        let mut solver = Solver::new(comm, &device, task.size)?;
+        // Once to warm up, and once more from the beginning.
+        solver.run(mode, task.steps.min(10))?;
+        solver.reset()?;
+        let took = solver.run(mode, task.steps)?;
+        let found = solver.gather()?;
+        if let (Some(wanted), Some(found)) = (&wanted, found) {
+            let wrong = wanted.iter().zip(&found).position(|(a, b)| a.to_bits() != b.to_bits());
+            assert_eq!(wrong, None, "{mode:?}: not what one rank alone computes");
+            let each = took.as_secs_f64() * 1e6 / task.steps as f64;
+            let base = *first.get_or_insert(each);
+            println!(
+                "{:>7}: {} x {} on {} ranks, {} steps: {each:.1} us each, {:.2} of cpu's; right to the last bit",
+                format!("{mode:?}").to_lowercase(),
+                task.size,
+                task.size,
+                comm.size(),
+                task.steps,
+                each / base
+            );
+        }
+        comm.barrier(SOON)?;
+    }
+    comm.finish(SOON)
+}

@@ -1,0 +1,394 @@
+//! Kernels that post verbs, on a real GPU: every call between two processes, a million operations from a thousand threads,
+//! a put's round trip beside a raw relay's, graphs that are replayed.
+//!
+//! ```console
+//! $ 10_kernels                 # cuda:0; prints a line for each part: PASS, FAIL or skipped, and figures
+//! $ 10_kernels sim:0           # the simulated GPU, with fewer rounds
+//! $ 10_kernels cuda:0 latency  # one part alone
+//! ```
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, unsafe_code)]
+
+#[allow(dead_code)]
+#[path = "../tests/kernels/calls.rs"]
+mod calls;
+#[allow(dead_code, unused_imports, unused_macros)]
+#[path = "../tests/kernels/fixture.rs"]
+mod fixture;
+
+use std::net::TcpListener;
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use warpwire::hca::HcaOptions;
+use warpwire::link::{Shm, shm};
+use warpwire::mem::{self, Backend, Launch};
+use warpwire::stream::KernelQpOptions;
+use warpwire::stream::kernel::SignalWait;
+use warpwire::verbs::exchange::Exchange;
+use warpwire::verbs::{Context, Drive, Offer, Remote};
+
+use fixture::{End, Fixture, LEN, SOON, WORD, Which, bytes};
+
+type Part = fn(&Fixture) -> Result<String, String>;
+
+const PARTS: [(&str, Part); 5] = [
+    ("latency", latency),
+    ("storm", storm),
+    ("storm-by-warps", storm_by_warps),
+    ("graphs", graphs),
+    ("processes", processes),
+];
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    if let [role, label, address] = &args[..]
+        && role == "child"
+    {
+        return child(label, address);
+    }
+    let label = args.first().map_or("cuda:0", String::as_str);
+    let gpu = match mem::open(label) {
+        Ok(gpu) => gpu,
+        Err(why) => {
+            println!("skipped: {why}");
+            return ExitCode::SUCCESS;
+        }
+    };
+    println!("{} ({})", gpu.label(), gpu.info().name);
+    let mut failed = false;
+    for (name, run) in PARTS {
+        if args.get(1).is_some_and(|only| !name.starts_with(only)) {
+            continue;
+        }
+        let fixture = Fixture::new(gpu.info().backend, Which::Loopback);
+        match run(&fixture) {
+            Ok(text) => println!("PASS {name}: {text}"),
+            Err(text) => {
+                println!("FAIL {name}: {text}");
+                failed = true;
+            }
+        }
+    }
+    if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+}
+
+fn fewer(fixture: &Fixture, on_cuda: u64, on_sim: u64) -> u64 {
+    if fixture.backend == Backend::Cuda { on_cuda } else { on_sim }
+}
+
+/// Engines that do not fall asleep while this runs.
+fn awake(fixture: &Fixture, which: Which) -> [Context; 2] {
+    // The simulated GPU needs the processors itself.
+    let spin = Duration::from_millis(fewer(fixture, 2000, 1));
+    let drive = Drive::Thread { spin, core: None };
+    which.ends().map(|link| {
+        Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() }).unwrap()
+    })
+}
+
+fn deep(fixture: &Fixture) -> KernelQpOptions {
+    KernelQpOptions { send_depth: 1024, ..fixture.options() }
+}
+
+/// A put's round trip between two kernels, beside that of a relay that is nothing but a thread which copies words.
+fn latency(fixture: &Fixture) -> Result<String, String> {
+    let rounds = fewer(fixture, 20_000, 50);
+    let best = |times: [Result<f64, String>; 3]| -> Result<f64, String> {
+        times.into_iter().try_fold(f64::MAX, |best, time| Ok(best.min(time?)))
+    };
+    let floor = best([(); 3].map(|()| relay(fixture, rounds)))?;
+    println!("     relay of words, no HCA: {floor:.2} µs round trip");
+    let mut best_ratio = f64::MAX;
+    for (name, which, shared) in [
+        ("one engine", Which::Loopback, true),
+        ("two engines, loopback", Which::Loopback, false),
+        ("two engines, shm", Which::Shm, false),
+    ] {
+        for (alone, who) in [(true, "a thread alone"), (false, "as if shared")] {
+            let options = KernelQpOptions { alone, ..deep(fixture) };
+            let time = best([(); 3].map(|()| ping(fixture, rounds, which, shared, &options)))?;
+            let ratio = time / floor;
+            println!(
+                "     put, wait: {name}, {who}: {time:.2} µs round trip, {ratio:.2} × the relay"
+            );
+            best_ratio = best_ratio.min(ratio);
+        }
+    }
+    let text = format!("{best_ratio:.2} × the relay at best (wanted: 1.5 at most)");
+    if fixture.backend == Backend::Sim || best_ratio <= 1.5 { Ok(text) } else { Err(text) }
+}
+
+fn ping(
+    fixture: &Fixture,
+    rounds: u64,
+    which: Which,
+    shared: bool,
+    options: &KernelQpOptions,
+) -> Result<f64, String> {
+    let [first, second] = awake(fixture, which);
+    let second = if shared { first.clone() } else { second };
+    let ends = fixture.connected([first, second], options.clone());
+    let ended = fixture.gpu.alloc(16).unwrap();
+    ended.write(0, &[0xff; 16]).unwrap();
+    let streams = [(); 2].map(|()| fixture.gpu.stream().unwrap());
+    let kernel = fixture.kernel("calls_ping");
+    let start = Instant::now();
+    for (side, end) in ends.iter().enumerate().rev() {
+        let at = ended.address().raw() + side as u64 * 8;
+        end.start(&streams[side], &kernel, 1, &[side as u64, rounds, at]);
+    }
+    for stream in &streams {
+        stream.synchronize(SOON).map_err(|why| why.to_string())?;
+    }
+    let time = start.elapsed();
+    for end in &ends {
+        end.qp.check().map_err(|why| why.to_string())?;
+        if end.word() != rounds {
+            return Err(format!("a word ends at {} instead of {rounds}", end.word()));
+        }
+    }
+    Ok(time.as_secs_f64() * 1e6 / rounds as f64)
+}
+
+fn relay(fixture: &Fixture, rounds: u64) -> Result<f64, String> {
+    let gpu = &fixture.gpu;
+    let (bells, words) = (gpu.alloc_pinned(8192).unwrap(), gpu.alloc(8192 + 16).unwrap());
+    bells.host_bytes().unwrap().fill(0, 8192, &[0]).unwrap();
+    words.write(0, &[0; 8208]).unwrap();
+    let window = match words.window() {
+        Ok(window) => window,
+        Err(why) => return Err(format!("no window: {why}")),
+    };
+    let stop = AtomicBool::new(false);
+    let kernel = fixture.kernel("calls_relay");
+    let streams = [(); 2].map(|()| gpu.stream().unwrap());
+    let region = words.whole().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (bells, mut last) = (bells.host_bytes().unwrap(), [0; 2]);
+            while !stop.load(Ordering::Relaxed) {
+                for (side, last) in last.iter_mut().enumerate() {
+                    let bell = bells.load_u64(side as u64 * 4096).unwrap();
+                    if bell != *last {
+                        *last = bell;
+                        let value = bells.load_u64(side as u64 * 4096 + 64).unwrap();
+                        window.write((1 - side as u64) * 4096, &value.to_le_bytes()).unwrap();
+                    }
+                }
+                std::hint::spin_loop();
+            }
+        });
+        let start = Instant::now();
+        for side in [1, 0_u64] {
+            let launch = Launch::new(&kernel).value(side).value(rounds);
+            let launch =
+                launch.value(bells.address().raw() + side * 4096).keep(&bells.whole().unwrap());
+            let launch = launch.value(words.address().raw() + side * 4096).keep(&region);
+            let launch = launch.value(SOON.as_nanos() as u64 / 2);
+            let launch = launch.value(words.address().raw() + 8192 + side * 8);
+            // SAFETY: the kernel touches the bells and words that the launch keeps.
+            unsafe { streams[side as usize].launch(launch) }.unwrap();
+        }
+        let done = streams.iter().try_for_each(|stream| stream.synchronize(SOON));
+        let time = start.elapsed();
+        stop.store(true, Ordering::Relaxed);
+        done.map_err(|why| why.to_string())?;
+        Ok(time.as_secs_f64() * 1e6 / rounds as f64)
+    })
+}
+
+fn storm(fixture: &Fixture) -> Result<String, String> {
+    storm_in(fixture, 0)
+}
+
+fn storm_by_warps(fixture: &Fixture) -> Result<String, String> {
+    if fixture.backend == Backend::Sim {
+        return Ok("skipped: the simulated GPU has no warps".into());
+    }
+    storm_in(fixture, 1)
+}
+
+/// A million operations by 1024 threads that share 8 queue pairs: none is lost, none comes twice.
+fn storm_in(fixture: &Fixture, mode: u64) -> Result<String, String> {
+    const PAIRS: usize = 8;
+    let (grid, threads, rounds) = match fixture.backend {
+        Backend::Cuda => (8, 128, 489),
+        Backend::Sim => (16, 1, 100),
+    };
+    let contexts = awake(fixture, Which::Loopback);
+    let ends: Vec<[End; 2]> =
+        (0..PAIRS).map(|_| fixture.connected(contexts.clone(), deep(fixture))).collect();
+    let table = fixture.gpu.alloc(4096).unwrap();
+    table.write(0, &[0; 4096]).unwrap();
+    for (number, [a, _]) in ends.iter().enumerate() {
+        let at = number as u64 * 8;
+        table.write(at, &a.qp.handle().raw().to_le_bytes()).unwrap();
+        table.write(1024 + at, &a.list.address().raw().to_le_bytes()).unwrap();
+    }
+    let stream = fixture.gpu.stream().unwrap();
+    let mut launch = Launch::new(&fixture.kernel("calls_storm")).grid(grid).threads(threads);
+    for offset in [0, 1024] {
+        launch = launch.region(&table.region(offset, 1024).unwrap());
+    }
+    launch = launch.value(PAIRS as u64).value(rounds).value(mode);
+    launch = launch.region(&table.region(2048, 8).unwrap());
+    let start = Instant::now();
+    // SAFETY: the kernel touches the handles and lists in the table, whose ends outlive the stream's work.
+    unsafe { stream.launch(launch) }.unwrap();
+    stream.synchronize(SOON * 3).map_err(|why| why.to_string())?;
+    let time = start.elapsed();
+    let mut wrong = [0; 8];
+    table.read(2048, &mut wrong).unwrap();
+    let all = u64::from(grid * threads);
+    let added: u64 = ends.iter().map(|[_, b]| b.word()).sum();
+    let posted: u64 = ends.iter().map(|[a, _]| a.qp.progress().unwrap().posted).sum();
+    let at = |end: &End, thread: u64| end.read64(thread * 8);
+    let placed = ends
+        .iter()
+        .map(|[_, b]| (0..all).filter(|thread| at(b, *thread) == rounds).count())
+        .sum::<usize>();
+    let rate = posted as f64 / time.as_secs_f64() / 1e6;
+    let text = format!(
+        "{posted} operations by {all} threads over {PAIRS} queue pairs in {time:.2?}, {rate:.2} M/s"
+    );
+    if u64::from_le_bytes(wrong) == 0
+        && added == all * rounds
+        && placed as u64 == all
+        && posted == 2 * all * rounds
+    {
+        return Ok(text);
+    }
+    let why = ends.iter().find_map(|[a, _]| a.qp.check().err());
+    Err(format!(
+        "{text}; {} failed, {added} added, {placed} placed; {why:?}",
+        u64::from_le_bytes(wrong)
+    ))
+}
+
+/// Two graphs that answer each other, 10 000 times.
+fn graphs(fixture: &Fixture) -> Result<String, String> {
+    let rounds = fewer(fixture, 10_000, 500);
+    let [a, b] = fixture.connected(awake(fixture, Which::Loopback), deep(fixture));
+    let [out, back] = [(); 2].map(|()| fixture.gpu.stream().unwrap());
+    let word = |end: &End| end.memory.word64(WORD).unwrap();
+    let at_a = SignalWait::new(&word(&a), 0, 1).unwrap();
+    let at_b = SignalWait::new(&word(&b), 0, 1).unwrap();
+    let ping = out.capture(|stream| {
+        a.qp.put_signal_on(stream, b.mr.remote(0), a.mr.sge(0, 1024), b.mr.remote(WORD), 1)?;
+        a.qp.wait_signal_on(stream, &at_a)
+    });
+    let pong = back.capture(|stream| {
+        b.qp.wait_signal_on(stream, &at_b)?;
+        b.qp.put_signal_on(stream, a.mr.remote(4096), b.mr.sge(0, 1024), a.mr.remote(WORD), 1)
+    });
+    let (ping, pong) = (ping.map_err(|why| why.to_string())?, pong.map_err(|why| why.to_string())?);
+    let sent = bytes(1024, 9);
+    a.memory.write(0, &sent).unwrap();
+    let start = Instant::now();
+    for _ in 0..rounds {
+        out.replay(&ping).map_err(|why| why.to_string())?;
+        back.replay(&pong).map_err(|why| why.to_string())?;
+    }
+    for stream in [&out, &back] {
+        stream.synchronize(SOON * 3).map_err(|why| why.to_string())?;
+    }
+    let time = start.elapsed();
+    a.qp.check().and(b.qp.check()).map_err(|why| why.to_string())?;
+    if (a.word(), b.word()) != (rounds, rounds) || a.read(4096, 1024) != sent {
+        return Err(format!("the words end at {} and {} of {rounds}", a.word(), b.word()));
+    }
+    let each = time.as_secs_f64() * 1e6 / rounds as f64;
+    Ok(format!("{rounds} replays of two graphs that answer each other, {each:.1} µs each"))
+}
+
+/// What the two processes tell each other.
+type Words = (Offer, [u64; 4]);
+
+fn introduce(end: &End) -> Words {
+    let (there, word) = (end.mr.remote(0), end.mr.remote(WORD));
+    (end.qp.offer(), [there.address, there.rkey.into(), word.address, word.rkey.into()])
+}
+
+fn meet(end: &End, exchange: &mut Exchange) -> warpwire::Result<()> {
+    let (offer, [there, rkey, word, word_rkey]): Words = exchange.swap(&introduce(end))?;
+    end.qp.connect(&offer)?;
+    end.describe(
+        Remote { address: there, rkey: rkey as u32 },
+        Remote { address: word, rkey: word_rkey as u32 },
+    );
+    Ok(())
+}
+
+fn alone(fixture: &Fixture) -> End {
+    let link = Shm::bind("127.0.0.1:0".parse().unwrap(), shm::Options::default()).unwrap();
+    let drive = Drive::Thread { spin: Duration::from_millis(50), core: None };
+    let context = Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() }).unwrap();
+    End::new(context, &fixture.gpu, deep(fixture))
+}
+
+/// Every call, from a kernel of this process to one of another, which share the GPU by turns.
+fn processes(fixture: &Fixture) -> Result<String, String> {
+    let listener = TcpListener::bind("127.0.0.1:0").map_err(|why| why.to_string())?;
+    let address = listener.local_addr().map_err(|why| why.to_string())?.to_string();
+    let mut child = Command::new(std::env::current_exe().map_err(|why| why.to_string())?)
+        .args(["child", &fixture.gpu.label(), &address])
+        .stdout(Stdio::inherit())
+        .spawn()
+        .map_err(|why| why.to_string())?;
+    let outcome = active_process(fixture, &listener);
+    if outcome.is_err() {
+        let _ = child.kill();
+    }
+    let status = child.wait().map_err(|why| why.to_string())?;
+    let text = outcome.map_err(|why| why.to_string())?;
+    if status.success() { Ok(text) } else { Err(format!("the other process: {status}")) }
+}
+
+fn active_process(fixture: &Fixture, listener: &TcpListener) -> warpwire::Result<String> {
+    let mut exchange = Exchange::accept(listener, SOON)?;
+    let a = alone(fixture);
+    meet(&a, &mut exchange)?;
+    a.memory.write(0, &bytes(8192, 1))?;
+    exchange.swap(&"its kernel has begun".to_owned())?;
+    let (stream, start) = (fixture.gpu.stream()?, Instant::now());
+    a.start(&stream, &fixture.kernel("calls_active"), 256, &[2]);
+    stream.synchronize(SOON)?;
+    let time = start.elapsed();
+    let findings: [i64; 15] = a.findings();
+    exchange.swap(&"ours is done".to_owned())?;
+    exchange.swap(&"both have looked".to_owned())?;
+    a.qp.check()?;
+    assert_eq!(findings, [0, 0, 0, 0, 0, 5, 0, 12, 0, 0, 0, 0, 0, -0x101, -0x105]);
+    assert_eq!(a.read(16384, 4096), bytes(4096, 2));
+    Ok(format!("every call, by a block of 256 threads, verified by both, in {time:.2?}"))
+}
+
+fn child(label: &str, address: &str) -> ExitCode {
+    let run = || -> warpwire::Result<()> {
+        let gpu = mem::open(label)?;
+        let fixture = Fixture::new(gpu.info().backend, Which::Loopback);
+        let mut exchange = Exchange::connect(address, SOON)?;
+        let b = alone(&fixture);
+        b.memory.write(16384, &bytes(4096, 2))?;
+        meet(&b, &mut exchange)?;
+        let stream = fixture.gpu.stream()?;
+        b.start(&stream, &fixture.kernel("calls_passive"), 32, &[1]);
+        exchange.swap(&"ours has begun".to_owned())?;
+        stream.synchronize(SOON)?;
+        exchange.swap(&"its kernel is done".to_owned())?;
+        let imm = |length: i64, imm: i64| length << 32 | 1 << 31 | imm;
+        assert_eq!(b.findings(), [0, 0, 100 << 32, 0, imm(50, 77), 0, imm(16, 88)]);
+        assert_eq!((b.word(), b.read(16, 4080)), (99, bytes(8192, 1)[16..4096].to_vec()));
+        assert!(b.memory.len() > LEN);
+        b.qp.check()?;
+        exchange.swap(&"both have looked".to_owned()).map(drop)
+    };
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(why) => {
+            println!("the other process: {why}");
+            ExitCode::FAILURE
+        }
+    }
+}

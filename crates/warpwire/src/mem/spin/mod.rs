@@ -1,0 +1,59 @@
+//! A kernel that computes nothing for a given time, to stand for one that computes something.
+
+use std::time::{Duration, Instant};
+
+use super::device::Device;
+use super::program::{Kernel, Launch, Program};
+use super::sim::{Block, Fault};
+use super::stream::Stream;
+use crate::error::{Error, Kind, Result};
+
+const SPIN: &str = "spin";
+/// No longer than this: the device does nothing else meanwhile.
+const LONGEST: Duration = Duration::from_secs(10);
+
+/// The kernel, loaded onto a device.
+///
+/// ```
+/// use std::time::{Duration, Instant};
+/// use warpwire::mem::{sim::{Sim, SimConfig}, spin::Spin};
+/// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+/// let (spin, stream) = (Spin::load(&gpu).unwrap(), gpu.stream().unwrap());
+/// let start = Instant::now();
+/// spin.start(&stream, Duration::from_millis(2)).unwrap();
+/// stream.synchronize(Duration::from_secs(5)).unwrap();
+/// assert!(start.elapsed() >= Duration::from_millis(2));
+/// assert!(spin.start(&stream, Duration::from_secs(3600)).is_err());
+/// ```
+#[derive(Clone, Debug)]
+pub struct Spin(Kernel);
+
+impl Spin {
+    /// Loads the kernel.
+    pub fn load(device: &Device) -> Result<Self> {
+        let program =
+            Program::new("spin").ptx(include_str!("spin.ptx")).block(SPIN, |block| turn(block));
+        Ok(Self(device.load(&program)?.kernel(SPIN)?))
+    }
+
+    /// Keeps the stream busy for so long, ten seconds at most.
+    pub fn start(&self, stream: &Stream, time: Duration) -> Result<()> {
+        if time > LONGEST {
+            return Err(Error::new(Kind::InvalidArgument, format!("compute for {time:?}"))
+                .on(stream.label())
+                .why(format!("{LONGEST:?} is the longest")));
+        }
+        start(stream, Launch::new(&self.0).value(time.as_nanos() as u64))
+    }
+}
+
+#[allow(unsafe_code)]
+fn start(stream: &Stream, launch: Launch) -> Result<()> {
+    // SAFETY: the kernel touches no memory.
+    unsafe { stream.launch(launch) }
+}
+
+fn turn(block: &Block<'_>) -> std::result::Result<(), Fault> {
+    let (start, time) = (Instant::now(), Duration::from_nanos(block.value(0)?));
+    block.spin_until(|| Ok(start.elapsed() >= time))
+}

@@ -1,0 +1,218 @@
+//! What comes in: messages find those who wait for them, or wait themselves.
+
+use super::buffer::{self, Part};
+use super::entries::What;
+use super::header::{HEADER, Header, Kind as Message, RANGE, Range};
+use super::peer::{Source, Unexpected, Urgent};
+use super::state::{RECEIVE, State, id_of};
+use crate::error::{Error, Kind, Result};
+use crate::mr::Access;
+use crate::verbs::{Completion, CompletionKind, ReceiveRequest};
+
+impl State {
+    pub(super) fn arrived(&mut self, rank: usize, slot: u32, completion: &Completion) {
+        let mut bytes = [0; HEADER];
+        let read = self.area.slots.bytes().read(self.area.slot_at(rank, slot), &mut bytes);
+        let header = read.ok().and_then(|()| Header::parse(&bytes));
+        let sensible = matches!(completion.kind, CompletionKind::Receive);
+        let Some(header) = header.filter(|header| sensible && header.fits(completion.len.into()))
+        else {
+            let error = Error::new(Kind::Malformed, format!("understand rank {rank}"));
+            self.lose(rank, error.why(format!("rank {rank} sends what is no message")));
+            return;
+        };
+        let peer = &mut self.peers[rank];
+        let most = peer.hello.as_ref().map_or(0, |hello| hello.receives);
+        peer.credits = peer.credits.saturating_add(header.credits).min(most);
+        let Header { channel, tag, len, id, ranges, .. } = header;
+        match header.kind {
+            Message::Eager => {
+                self.take(rank, Unexpected { channel, tag, len, from: Source::Slot(slot) });
+            }
+            Message::Rendezvous => {
+                let from = Source::Sender { slot, ranges, id };
+                self.take(rank, Unexpected { channel, tag, len, from });
+            }
+            Message::Done => {
+                self.repost(rank, slot, false);
+                self.fetched(rank, id);
+            }
+            Message::Credit => self.repost(rank, slot, false),
+        }
+    }
+
+    /// The peer has fetched a message of ours.
+    pub(super) fn fetched(&mut self, rank: usize, id: u64) {
+        let Some(index) = self.entries.by_id(id) else { return };
+        let entry = self.entries.get(index);
+        let is_fetched = entry.what == What::Send && !entry.remote.is_empty();
+        if !is_fetched || entry.peer != rank || entry.settled {
+            return; // it makes things up
+        }
+        entry.settled = true;
+        self.peers[rank].unfetched -= 1;
+        self.conclude(index);
+    }
+
+    /// A message came: to whoever waits for it, or to those that nobody waits for.
+    pub(super) fn take(&mut self, rank: usize, message: Unexpected) {
+        let entries = &mut self.entries;
+        let wants = |index: &u32| {
+            let entry = entries.get(*index);
+            entry.channel == message.channel && entry.wants.takes(message.tag)
+        };
+        match self.peers[rank].receives.iter().position(wants) {
+            Some(at) => {
+                let index = self.peers[rank].receives.remove(at).unwrap_or_default();
+                self.deliver(rank, index, message);
+            }
+            None => self.peers[rank].unexpected.push_back(message),
+        }
+    }
+
+    /// Gives a message to a receive.
+    pub(super) fn deliver(&mut self, rank: usize, index: u32, message: Unexpected) {
+        let Unexpected { tag, len, from, .. } = message;
+        let entry = self.entries.get(index);
+        (entry.tag, entry.arrived) = (tag, len);
+        let room = entry.total;
+        if len > room {
+            entry.failure = Some(truncated(rank, len, room));
+        }
+        let fits = len <= room;
+        match from {
+            Source::Slot(slot) => {
+                let copied = if fits { self.copy_out(rank, slot, index, len) } else { Ok(()) };
+                self.repost(rank, slot, true);
+                self.received(index, copied);
+            }
+            Source::Kept(bytes) => {
+                let parts = &self.entries.get(index).parts;
+                let copied = if fits { buffer::scatter(parts, &bytes) } else { Ok(()) };
+                self.received(index, copied);
+            }
+            Source::Own(sender) => {
+                let copied = if fits { self.copy_own(index, sender, len) } else { Ok(()) };
+                self.received(index, copied);
+                let entry = self.entries.get(sender);
+                entry.settled = true;
+                self.conclude(sender);
+            }
+            Source::Sender { slot, ranges, id } => {
+                let known = self.read_ranges(rank, slot, index, ranges, len);
+                self.repost(rank, slot, true);
+                self.fetch(rank, index, id, known && fits);
+            }
+        }
+    }
+
+    /// The whole message is in its place.
+    pub(super) fn received(&mut self, index: u32, copied: Result<()>) {
+        let entry = self.entries.get(index);
+        (entry.posted, entry.settled) = (entry.arrived, true);
+        if let Err(why) = copied {
+            entry.failure = Some(why);
+        }
+        self.conclude(index);
+    }
+
+    pub(super) fn copy_out(&mut self, rank: usize, slot: u32, index: u32, len: u64) -> Result<()> {
+        let at = self.area.slot_at(rank, slot) + HEADER as u64;
+        let bytes = self.area.slots.bytes();
+        let parts = &self.entries.get(index).parts;
+        // One part of host memory: one copy.
+        if let [part] = &parts[..]
+            && len > 0
+        {
+            let span = part.buffer.span(Access::LOCAL_WRITE, part.offset, len)?;
+            if let Some(host) = span.host_bytes() {
+                return host.copy_from(0, &bytes, at, len);
+            }
+        }
+        let whole = &mut self.scratch[..len as usize];
+        bytes.read(at, whole)?;
+        buffer::scatter(parts, whole)
+    }
+
+    /// A message of this rank to itself.
+    pub(super) fn copy_own(&mut self, index: u32, sender: u32, len: u64) -> Result<()> {
+        let to: Vec<Part> = self.entries.get(index).parts.clone();
+        let from: Vec<Part> = self.entries.get(sender).parts.clone();
+        buffer::copy(&to, &from, len)
+    }
+
+    /// Reads where a message lies; false if it makes no sense.
+    pub(super) fn read_ranges(
+        &mut self,
+        rank: usize,
+        slot: u32,
+        index: u32,
+        ranges: u8,
+        len: u64,
+    ) -> bool {
+        let at = self.area.slot_at(rank, slot) + HEADER as u64;
+        let entry = self.entries.get(index);
+        let mut sum = 0u64;
+        for number in 0..u64::from(ranges) {
+            let mut bytes = [0; RANGE];
+            let place = at + number * RANGE as u64;
+            if self.area.slots.bytes().read(place, &mut bytes).is_err() {
+                return false;
+            }
+            let range = Range::parse(&bytes);
+            sum = sum.saturating_add(range.len);
+            entry.remote.push(range);
+        }
+        sum == len
+    }
+
+    pub(super) fn fetch(&mut self, rank: usize, index: u32, id: u64, good: bool) {
+        let broken = self.broken(rank);
+        let entry = self.entries.get(index);
+        entry.sender_id = id;
+        if broken.is_some() {
+            entry.failure = broken;
+        }
+        if good && entry.failure.is_none() {
+            self.peers[rank].urgent.push_back(Urgent::Fetch(index));
+        } else {
+            if entry.failure.is_none() {
+                let error = Error::new(Kind::Malformed, format!("receive from rank {rank}"));
+                entry.failure = Some(error.why(format!(
+                    "rank {rank} tells of ranges that are not as long as the message"
+                )));
+            }
+            // The sender is done with it, whatever became of it here.
+            self.peers[rank].urgent.push_back(Urgent::Done(id));
+            self.conclude(index);
+        }
+        self.pump(rank);
+    }
+
+    /// A receive is free again. `credit`: it came with a message that took one.
+    pub(super) fn repost(&mut self, rank: usize, slot: u32, credit: bool) {
+        if self.peers[rank].is_broken {
+            return;
+        }
+        match self.post_receive(rank, slot) {
+            Ok(()) if credit => self.peers[rank].owed += 1,
+            Ok(()) => {}
+            Err(why) => self.lose(rank, why),
+        }
+    }
+
+    /// Posts a receive for messages.
+    pub(super) fn post_receive(&mut self, rank: usize, slot: u32) -> Result<()> {
+        let at = self.area.slot_at(rank, slot);
+        let data = [self.area.slots_mr.sge(at, self.area.slot as u32)];
+        let Some(qp) = &self.peers[rank].qp else { return Ok(()) };
+        qp.post_receive(&[ReceiveRequest { id: id_of(RECEIVE, rank, slot), data: &data }])
+    }
+}
+
+#[cold]
+fn truncated(rank: usize, len: u64, room: u64) -> Error {
+    Error::new(Kind::OutOfRange, format!("receive from rank {rank}"))
+        .why(format!("the message has {len} bytes, and there is room for {room}"))
+        .fix("receive into at least as much memory")
+}

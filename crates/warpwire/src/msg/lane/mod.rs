@@ -1,0 +1,403 @@
+//! Lanes: messages that streams and kernels of a device send and wait for.
+//!
+//! The CPU matches nothing here. Beside the connection that the CPU's messages use, a lane has one of its own to each
+//! rank. A receive is posted by the CPU, and names the memory that the next message of that rank goes to; messages and
+//! receives meet in the order in which they were posted, without tags. A message that comes before its receive waits at
+//! its sender. So a stream needs to know only that *its* receive has ended, which is a word in memory.
+//!
+//! | | by the CPU, now | on a stream | later | several at once |
+//! |---|---|---|---|---|
+//! | send | | [`Lane::send_on`] | [`Lane::prepare_send`] | [`Batch::send`] |
+//! | receive | [`Lane::receive`] | | | |
+//! | wait for it | [`LaneRequest::wait`] | [`Lane::wait_on`], [`Lane::wait_all_on`] | | [`Batch::wait`] |
+//! | put, get | | [`Lane::put_on`], [`Lane::put_signal_on`], [`Lane::get_on`] | [`Lane::prepare_put`] | [`Batch::put`] |
+//! | words | | [`Lane::wait_word_on`] | | [`Batch::wait_word`], [`Batch::write_word`] |
+//! | ready to receive | | [`Lane::send_ready_on`], [`Lane::wait_ready_on`] | | |
+//! | all together | | [`Lane::barrier_on`] | | |
+//!
+//! Kernels of the program, and graphs, use the queue pair of [`Lane::kernel`]: with
+//! [`Window::remote`](super::Window::remote) and [`Part::sge`](super::Part::sge) it has all that the calls of `verbs.cuh`
+//! and those of [`KernelQp`](crate::stream::KernelQp) ask for.
+
+mod batch;
+mod on;
+mod track;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+pub use batch::Batch;
+pub use on::PreparedWork;
+pub use track::LaneRequest;
+
+use super::buffer::{Buffer, Part};
+use super::comm::Comm;
+use super::header::MOST_PARTS;
+use super::shared::Shared;
+use super::state::OnLost;
+use crate::error::{Error, Kind, Result};
+use crate::mem::{Allocation, Condition, Device, Word};
+use crate::stream::kernel::Kernels;
+use crate::stream::{KernelQp, KernelQpOptions, StreamQp, StreamQpOptions};
+use crate::verbs::{Change, Offer, QpOptions, Remote, State};
+use track::Track;
+
+/// How a lane is made.
+#[derive(Clone, Debug)]
+pub struct LaneOptions {
+    /// How many sends, and how many receives, with each rank may be under way: a power of two.
+    pub depth: u32,
+    /// How long a stream may wait before the connection counts as failed.
+    pub patience: Duration,
+    /// Whether there are queue pairs for kernels and graphs too.
+    pub kernels: bool,
+}
+
+impl Default for LaneOptions {
+    fn default() -> Self {
+        Self { depth: 256, patience: Duration::from_secs(30), kernels: true }
+    }
+}
+
+/// Connections to all ranks for streams and kernels of one device. Clones are the same lane.
+///
+/// ```
+/// use std::time::Duration;
+/// use warpwire::link::Hub;
+/// use warpwire::mem::sim::{Sim, SimConfig};
+/// use warpwire::msg::{Comm, CommOptions, LaneOptions, Wire};
+///
+/// const SOON: Duration = Duration::from_secs(20);
+/// let options = CommOptions { wire: Wire::Hub(Hub::new()), ..CommOptions::for_streams() };
+/// std::thread::scope(|scope| {
+///     for comm in Comm::local_with(2, &options)? {
+///         scope.spawn(move || -> warpwire::Result<()> {
+///             let gpu = Sim::start(SimConfig::default())?.device(0)?;
+///             let lane = comm.lane(&gpu, LaneOptions::default())?;
+///             let stream = gpu.stream()?;
+///             let (mine, theirs) = (gpu.alloc(4096)?.whole()?, gpu.alloc(4096)?.whole()?);
+///             let (out, into) = (comm.register(mine.clone())?, comm.register(theirs)?);
+///             let other = 1 - comm.rank();
+///             let receive = lane.receive(other, &into)?;
+///             stream.fill(&mine, 0x5a)?; // a kernel would do
+///             lane.send_on(&stream, other, &out)?;
+///             lane.wait_on(&stream, &receive)?;
+///             stream.synchronize(SOON)?; // only now does the CPU wait
+///             lane.check()?;
+///             comm.finish(SOON)
+///         });
+///     }
+///     Ok::<(), warpwire::Error>(())
+/// })?;
+/// # Ok::<(), warpwire::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Lane(Arc<Inner>);
+
+struct Inner {
+    shared: Arc<Shared>,
+    device: Device,
+    /// By rank; nothing at our own place.
+    peers: Vec<Option<LanePeer>>,
+    /// Words that peers write: how often each is ready, and the steps of barriers.
+    table: Allocation,
+    _registered: Buffer,
+    turns: Mutex<Turns>,
+    waits: Mutex<Vec<WordWait>>,
+}
+
+struct LanePeer {
+    stream: StreamQp,
+    kernel: Option<KernelQp>,
+    track: Mutex<Track>,
+    /// Where its table begins.
+    table: Remote,
+}
+
+/// How often things were done.
+struct Turns {
+    /// We told that rank that we are ready.
+    told: Vec<u32>,
+    /// We waited until that rank was.
+    awaited: Vec<u32>,
+    barriers: u32,
+}
+
+/// A word that a stream waits for.
+struct WordWait {
+    word: Word,
+    condition: Condition,
+    value: u64,
+    /// Who writes it; any rank if nothing.
+    writer: Option<usize>,
+}
+
+/// The steps of a barrier of the most ranks.
+const STEPS: usize = 10;
+
+/// What ranks tell each other.
+#[derive(Serialize, Deserialize)]
+struct Invitation {
+    stream: Offer,
+    kernel: Option<Offer>,
+    table: (u64, u32),
+}
+
+/// An invitation's room in a message.
+const INVITATION: usize = 1024;
+
+impl std::fmt::Debug for Lane {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Lane({}, {} ranks)", self.0.device.label(), self.0.peers.len())
+    }
+}
+
+impl Comm {
+    /// Connects streams and kernels of a device to all ranks: every rank does so, in the same order among all that ranks
+    /// do together.
+    ///
+    /// # Errors
+    /// If the communicator was not made [for streams](super::CommOptions::for_streams), or the device's streams cannot
+    /// write and wait for words.
+    pub fn lane(&self, device: &Device, options: LaneOptions) -> Result<Lane> {
+        let (size, own) = (self.size(), self.rank());
+        let table = device.alloc_pinned((size + STEPS) as u64 * 4)?;
+        table.host_bytes()?.fill(0, table.len(), &[0])?;
+        let registered = self.register(table.whole()?)?;
+        let kernels = match options.kernels {
+            true => Some(Kernels::load(device)?),
+            false => None,
+        };
+        let mut peers = Vec::new();
+        let mut told = vec![0; size * INVITATION];
+        for rank in 0..size {
+            if rank == own {
+                peers.push(None);
+                continue;
+            }
+            let peer = self.lane_peer(device, &options, kernels.clone())?;
+            let invitation = Invitation {
+                stream: peer.stream.offer(),
+                kernel: peer.kernel.as_ref().map(KernelQp::offer),
+                table: registered.remote(0),
+            };
+            let text = serde_json::to_vec(&invitation).unwrap_or_default();
+            let place = &mut told[rank * INVITATION..(rank + 1) * INVITATION];
+            place[..text.len()].copy_from_slice(&text);
+            peers.push(Some(peer));
+        }
+        let heard = self.scatter_all(&told, INVITATION)?;
+        for (rank, peer) in peers.iter_mut().enumerate() {
+            let Some(peer) = peer else { continue };
+            accept(peer, rank, &heard[rank * INVITATION..(rank + 1) * INVITATION])?;
+        }
+        // Nobody sends to a queue pair that is not connected.
+        self.barrier(self.shared.options.timeout)?;
+        let turns = Turns { told: vec![0; size], awaited: vec![0; size], barriers: 0 };
+        let inner = Arc::new(Inner {
+            shared: self.shared.clone(),
+            device: device.clone(),
+            peers,
+            table,
+            _registered: registered,
+            turns: Mutex::new(turns),
+            waits: Mutex::new(Vec::new()),
+        });
+        let mut state = self.shared.state.lock();
+        let weak = Arc::downgrade(&inner);
+        state.hooks.push(weak);
+        let lost: Vec<usize> = (0..size).filter(|rank| state.peers[*rank].end.is_some()).collect();
+        drop(state);
+        lost.into_iter().for_each(|rank| inner.lost(rank));
+        Ok(Lane(inner))
+    }
+
+    fn lane_peer(
+        &self,
+        device: &Device,
+        options: &LaneOptions,
+        kernels: Option<Kernels>,
+    ) -> Result<LanePeer> {
+        // As those of the CPU's messages: who dies is told of otherwise.
+        let connection = QpOptions { timeout: 18, retry_count: 7, ..QpOptions::default() };
+        let (context, pd) = (&self.shared.context, &self.shared.pd);
+        let queues = StreamQpOptions {
+            qp: QpOptions {
+                send_depth: options.depth,
+                receive_depth: options.depth,
+                send_ranges: MOST_PARTS as u32,
+                receive_ranges: MOST_PARTS as u32,
+                ..connection.clone()
+            },
+            waits: options.depth * 2,
+            patience: Some(options.patience),
+            ..StreamQpOptions::default()
+        };
+        let advice = |error: Error| match error.kind() {
+            Kind::InvalidArgument => {
+                error.fix("make the communicator with CommOptions::for_streams")
+            }
+            _ => error,
+        };
+        let stream = StreamQp::create(context, pd, device, queues).map_err(advice)?;
+        let kernel = match kernels {
+            Some(kernels) => {
+                let options = KernelQpOptions {
+                    send_depth: options.depth.next_power_of_two(),
+                    receive_depth: options.depth.next_power_of_two(),
+                    patience: options.patience,
+                    kernels: Some(kernels),
+                    connection,
+                    ..KernelQpOptions::default()
+                };
+                Some(KernelQp::create(context, pd, device, options)?)
+            }
+            None => None,
+        };
+        let track = Mutex::new(Track::new(options.depth));
+        Ok(LanePeer { stream, kernel, track, table: Remote { address: 0, rkey: 0 } })
+    }
+}
+
+/// Connects to what a rank has told of.
+fn accept(peer: &mut LanePeer, rank: usize, text: &[u8]) -> Result<()> {
+    let what = || format!("connect streams to rank {rank}");
+    let end = text.iter().position(|byte| *byte == 0).unwrap_or(text.len());
+    let theirs: Invitation = serde_json::from_slice(&text[..end])
+        .map_err(|why| Error::new(Kind::Malformed, what()).why(why.to_string()))?;
+    peer.stream.connect(&theirs.stream).map_err(|why| why.during(what()))?;
+    match (&peer.kernel, &theirs.kernel) {
+        (Some(kernel), Some(offer)) => kernel.connect(offer)?,
+        (None, None) => {}
+        _ => {
+            let error = Error::new(Kind::InvalidArgument, what());
+            return Err(error.why("one side has queue pairs for kernels, the other has not"));
+        }
+    }
+    peer.table = Remote { address: theirs.table.0, rkey: theirs.table.1 };
+    Ok(())
+}
+
+impl Lane {
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// The queue pair to a rank that kernels and graphs use.
+    pub fn kernel(&self, rank: usize) -> Result<&KernelQp> {
+        let peer = self.0.peer(rank, "reach")?;
+        peer.kernel.as_ref().ok_or_else(|| {
+            let error = Error::new(Kind::Unsupported, format!("reach rank {rank} from kernels"));
+            error.why("the lane was made without them").fix("set LaneOptions::kernels")
+        })
+    }
+
+    /// The queue pair to a rank that streams use. Work that is posted there beside the lane's calls must be waited for
+    /// there too.
+    pub fn stream_qp(&self, rank: usize) -> Result<&StreamQp> {
+        Ok(&self.0.peer(rank, "reach")?.stream)
+    }
+
+    /// An error if a connection of the lane has failed, with the cause: streams go on when what they wait for fails, so
+    /// whoever has synchronized one asks this.
+    pub fn check(&self) -> Result<()> {
+        for rank in 0..self.0.peers.len() {
+            if let Some(why) = self.failure(rank) {
+                return Err(why);
+            }
+        }
+        Ok(())
+    }
+
+    /// Why the connections to a rank have failed, if they have.
+    pub fn failure(&self, rank: usize) -> Option<Error> {
+        let peer = self.0.peers.get(rank)?.as_ref()?;
+        let of_stream = peer.stream.failure().map(|failure| failure.error.clone());
+        let of_kernel = peer.kernel.as_ref().and_then(|kernel| kernel.check().err());
+        let of_peer = || self.0.shared.state.lock().peers[rank].end.clone();
+        // The rank's own end says more than what its connection died of.
+        let failed = of_stream.or(of_kernel)?;
+        Some(of_peer().unwrap_or_else(|| failed.during(format!("reach rank {rank} from streams"))))
+    }
+
+    /// Takes completions, so that there is room for more. Other calls do so when they need to.
+    pub fn progress(&self) -> Result<()> {
+        self.0.peers.iter().flatten().try_for_each(|peer| peer.track.lock().take(&peer.stream))
+    }
+}
+
+impl Inner {
+    fn peer(&self, rank: usize, verb: &str) -> Result<&LanePeer> {
+        self.shared.check_rank(rank, verb)?;
+        self.peers[rank].as_ref().ok_or_else(|| {
+            Error::new(Kind::Unsupported, format!("{verb} rank {rank}"))
+                .why("a lane does not lead back to its own rank")
+                .fix("copy by the stream itself")
+        })
+    }
+
+    fn check_parts(&self, parts: &[Part], verb: &str, rank: usize) -> Result<()> {
+        let wrong = |why: String| {
+            Err(Error::new(Kind::InvalidArgument, format!("{verb} rank {rank}")).why(why))
+        };
+        if parts.len() > MOST_PARTS {
+            return wrong(format!("it has {} parts, and may have {MOST_PARTS}", parts.len()));
+        }
+        if parts.iter().any(|part| !part.buffer.is_of(&self.shared.pd)) {
+            return wrong("the buffer was registered with another communicator".to_owned());
+        }
+        let total: u64 = parts.iter().map(|part| part.len).sum();
+        if total > 1 << 30 {
+            return wrong(format!("{total} bytes are more than a message of a stream has, 1 GiB"));
+        }
+        Ok(())
+    }
+}
+
+impl OnLost for Inner {
+    /// Whoever waits for that rank goes on.
+    fn lost(&self, rank: usize) {
+        let Some(Some(peer)) = self.peers.get(rank) else { return };
+        peer.stream.abort();
+        if let Some(kernel) = &peer.kernel {
+            kernel.close();
+            let _ = kernel.qp().modify(&Change::to(State::Err));
+        }
+        let mut waits = self.waits.lock();
+        for wait in waits.iter().filter(|wait| wait.writer.is_none_or(|writer| writer == rank)) {
+            wait.release();
+        }
+        waits.retain(|wait| wait.writer.is_some_and(|writer| writer != rank));
+    }
+
+    fn is_busy(&self) -> bool {
+        let busy = |peer: &LanePeer| {
+            let mut track = peer.track.lock();
+            track.take(&peer.stream).is_ok() && track.is_busy() && peer.stream.failure().is_none()
+        };
+        self.peers.iter().flatten().any(busy)
+    }
+}
+
+impl WordWait {
+    /// Whether the word satisfies the condition.
+    fn is_over(&self) -> bool {
+        let seen = self.word.load();
+        seen.map_or(true, |seen| self.condition.holds(self.word.width(), seen, self.value))
+    }
+
+    /// Gives the word a value that satisfies the condition.
+    fn release(&self) {
+        if !self.is_over() {
+            let value = match self.condition {
+                Condition::Nor => 0,
+                _ => self.value,
+            };
+            let _ = self.word.store(value);
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! What goes out: headers, transfers and words, as far as credits and the send queue let them.
+
+use super::buffer::Part;
+use super::entries::{Notice, What};
+use super::header::{Channel, HEADER, Header, Kind as Message, MOST_PARTS, RANGE, Range};
+use super::peer::{CONTROL_WORK, HeaderUse, MOST_FETCHED, USER_WORK, Urgent};
+use super::state::{FETCHED, HEADER_SENT, LOOSE, MOVED, State, id_of};
+use crate::error::{Error, Kind, Result};
+use crate::verbs::{Op, Remote, Request, Sge};
+
+/// Transfers are cut into pieces of this length, so that none holds up all others for long.
+const PIECE: u64 = 8 << 20;
+
+const NOTHING: Sge = Sge { address: 0, len: 0, lkey: 0 };
+
+impl State {
+    /// Posts what can be posted to a peer.
+    pub(super) fn pump(&mut self, rank: usize) {
+        if self.peers[rank].qp.is_none() || self.peers[rank].is_broken {
+            return;
+        }
+        if let Err(why) = self.try_pump(rank) {
+            self.lose(rank, why);
+        }
+    }
+
+    pub(super) fn try_pump(&mut self, rank: usize) -> Result<()> {
+        while let Some(&urgent) = self.peers[rank].urgent.front()
+            && self.peers[rank].control_work < CONTROL_WORK
+        {
+            match urgent {
+                Urgent::Done(id) => {
+                    let header = plain(Message::Done, id);
+                    self.post_header(rank, HeaderUse::Control, header, &[])?;
+                }
+                Urgent::Fetch(index) => {
+                    if !self.transfer(rank, index, FETCHED)? {
+                        break;
+                    }
+                    self.entries.get(index).settled = true;
+                    self.conclude(index);
+                }
+            }
+            self.peers[rank].urgent.pop_front();
+        }
+        while let Some(&index) = self.peers[rank].outbox.front()
+            && self.peers[rank].user_work < USER_WORK
+        {
+            let went = match self.entries.get(index).what {
+                What::Send => self.post_message(rank, index)?,
+                _ => self.transfer(rank, index, MOVED)? && self.post_notice(rank, index)?,
+            };
+            if !went {
+                break;
+            }
+            self.peers[rank].outbox.pop_front();
+            self.conclude(index);
+        }
+        let most = self.area.receives;
+        if self.peers[rank].owed >= most / 4 {
+            self.return_credits(rank)?;
+        }
+        Ok(())
+    }
+
+    /// Tells a peer alone what is owed to it.
+    pub(super) fn return_credits(&mut self, rank: usize) -> Result<()> {
+        let peer = &self.peers[rank];
+        // Two that are under way are enough: they tell of more than a few.
+        if peer.owed > 0 && peer.control_work < CONTROL_WORK && !peer.headers.is_empty() {
+            self.post_header(rank, HeaderUse::Control, plain(Message::Credit, 0), &[])?;
+        }
+        Ok(())
+    }
+
+    /// Before a sleep: nobody shall wait for credits that are there.
+    pub(super) fn return_all_credits(&mut self) {
+        for rank in 0..self.peers.len() {
+            if self.peers[rank].owed > 0
+                && !self.peers[rank].is_broken
+                && let Err(why) = self.return_credits(rank)
+            {
+                self.lose(rank, why);
+            }
+        }
+    }
+
+    /// Posts a message, or false if it must wait.
+    pub(super) fn post_message(&mut self, rank: usize, index: u32) -> Result<bool> {
+        let id = self.entries.id(index);
+        let entry = self.entries.get(index);
+        let (channel, tag, len) = (entry.channel, entry.tag, entry.total);
+        let peer = &mut self.peers[rank];
+        let eager = len <= peer.eager();
+        if peer.credits == 0 || peer.headers.is_empty() {
+            return Ok(false);
+        }
+        if !eager && peer.unfetched == MOST_FETCHED {
+            return Ok(false);
+        }
+        peer.credits -= 1;
+        entry.in_flight += 1;
+        entry.posted = len.max(1);
+        let header = |kind, ranges| Header { kind, channel, ranges, credits: 0, tag, len, id };
+        if eager {
+            let mut data = [NOTHING; MOST_PARTS];
+            let mut count = 0;
+            for part in entry.parts.iter().filter(|part| part.len > 0) {
+                data[count] = part.buffer.sge(part.offset, part.len as u32);
+                count += 1;
+            }
+            let header = header(Message::Eager, 0);
+            self.post_header(rank, HeaderUse::Eager(index), header, &data[..count])?;
+            return Ok(true);
+        }
+        peer.unfetched += 1;
+        let mut ranges = 0;
+        entry.remote.clear();
+        for part in entry.parts.iter().filter(|part| part.len > 0) {
+            let (address, rkey) = part.buffer.remote(part.offset);
+            entry.remote.push(Range { address, len: part.len, rkey });
+            ranges += 1;
+        }
+        let header = header(Message::Rendezvous, ranges);
+        self.post_header(rank, HeaderUse::Rendezvous(index), header, &[])?;
+        Ok(true)
+    }
+
+    pub(super) fn post_header(
+        &mut self,
+        rank: usize,
+        used: HeaderUse,
+        mut header: Header,
+        body: &[Sge],
+    ) -> Result<()> {
+        let peer = &mut self.peers[rank];
+        let Some(place) = peer.headers.pop() else {
+            return Err(Error::new(Kind::Busy, "post a header").why("all places are taken"));
+        };
+        peer.header_uses[place as usize] = used;
+        header.credits = std::mem::take(&mut peer.owed);
+        match used {
+            HeaderUse::Control => peer.control_work += 1,
+            _ => peer.user_work += 1,
+        }
+        let at = self.area.header_at(rank, place);
+        let bytes = self.area.headers.bytes();
+        bytes.write(at, &header.encode())?;
+        let mut len = HEADER as u64;
+        if let HeaderUse::Rendezvous(index) = used {
+            for range in &self.entries.get(index).remote {
+                bytes.write(at + len, &range.encode())?;
+                len += RANGE as u64;
+            }
+        }
+        let mut data = [NOTHING; MOST_PARTS + 1];
+        data[0] = self.area.headers_mr.sge(at, len as u32);
+        data[1..=body.len()].copy_from_slice(body);
+        let id = id_of(HEADER_SENT, rank, place);
+        let request = Request::new(id, Op::Send).with(&data[..=body.len()]);
+        match &self.peers[rank].qp {
+            Some(qp) => qp.post_send(&[request]),
+            None => Ok(()),
+        }
+    }
+
+    /// Posts pieces of a transfer; true if there are no more.
+    pub(super) fn transfer(&mut self, rank: usize, index: u32, kind: u64) -> Result<bool> {
+        loop {
+            let peer = &mut self.peers[rank];
+            let room = match kind {
+                FETCHED => peer.control_work < CONTROL_WORK,
+                _ => peer.user_work < USER_WORK,
+            };
+            let entry = self.entries.get(index);
+            let total = match entry.what {
+                What::Receive => entry.arrived,
+                _ => entry.total,
+            };
+            if entry.posted == total {
+                return Ok(true);
+            }
+            if !room {
+                return Ok(false);
+            }
+            let Some((sge, remote)) = piece(&entry.parts, &entry.remote, entry.posted, total)
+            else {
+                let error = Error::new(Kind::Malformed, entry.name());
+                return Err(error.why("the ranges end before the message"));
+            };
+            let op = match entry.what {
+                What::Put => Op::Write(remote),
+                _ => Op::Read(remote),
+            };
+            entry.posted += u64::from(sge.len);
+            entry.in_flight += 1;
+            match kind {
+                FETCHED => peer.control_work += 1,
+                _ => peer.user_work += 1,
+            }
+            if let Some(qp) = &peer.qp {
+                qp.post_send(&[Request::new(id_of(kind, rank, index), op).with(&[sge])])?;
+            }
+        }
+    }
+
+    /// Posts the change of a word that follows a put.
+    pub(super) fn post_notice(&mut self, rank: usize, index: u32) -> Result<bool> {
+        let Some((notice, address, rkey)) = self.entries.get(index).notice else { return Ok(true) };
+        if self.peers[rank].user_work == USER_WORK {
+            return Ok(false);
+        }
+        let entry = self.entries.get(index);
+        entry.notice = None;
+        entry.in_flight += 1;
+        self.peers[rank].user_work += 1;
+        self.change_word(rank, id_of(MOVED, rank, index), notice, Remote { address, rkey })?;
+        Ok(true)
+    }
+
+    pub(super) fn change_word(
+        &mut self,
+        rank: usize,
+        id: u64,
+        notice: Notice,
+        at: Remote,
+    ) -> Result<()> {
+        let Some(qp) = &self.peers[rank].qp else { return Ok(()) };
+        match notice {
+            Notice::Write(bytes, len) => {
+                let bytes = &bytes[..usize::from(len)];
+                qp.post_send(&[Request::new(id, Op::Write(at)).inline(bytes)])
+            }
+            Notice::Atomic(atomic) => {
+                let width = atomic.width().bytes() as u32;
+                let before = [self.area.headers_mr.sge(self.area.headers.len() - 64, width)];
+                qp.post_send(&[Request::new(id, Op::Atomic(at, atomic)).with(&before)])
+            }
+        }
+    }
+
+    /// Writes a word of a peer's table, now: it passes messages that wait for credits. False if the send queue has no
+    /// room.
+    pub(super) fn write_word(&mut self, rank: usize, value: u64, at: Remote) -> Result<bool> {
+        let peer = &mut self.peers[rank];
+        if let Some(why) = &peer.end {
+            return Err(why.clone().during(format!("write to rank {rank}")));
+        }
+        if peer.user_work == USER_WORK {
+            return Ok(false);
+        }
+        peer.user_work += 1;
+        let notice = Notice::Write(value.to_le_bytes(), 8);
+        self.change_word(rank, id_of(LOOSE, rank, 0), notice, at)?;
+        Ok(true)
+    }
+}
+
+fn plain(kind: Message, id: u64) -> Header {
+    Header { kind, channel: Channel::User, ranges: 0, credits: 0, tag: 0, len: 0, id }
+}
+
+/// The next piece of a transfer of which `done` bytes are posted.
+fn piece(parts: &[Part], ranges: &[Range], done: u64, total: u64) -> Option<(Sge, Remote)> {
+    let (mut skip, mut local) = (done, None);
+    for part in parts {
+        if skip < part.len {
+            local = Some((part, skip));
+            break;
+        }
+        skip -= part.len;
+    }
+    let (mut skip, mut remote) = (done, None);
+    for range in ranges {
+        if skip < range.len {
+            remote = Some((range, skip));
+            break;
+        }
+        skip -= range.len;
+    }
+    let ((part, at), (range, begin)) = (local?, remote?);
+    let len = (part.len - at).min(range.len - begin).min(total - done).min(PIECE);
+    let address = range.address.wrapping_add(begin);
+    let remote = Remote { address, rkey: range.rkey };
+    Some((part.buffer.sge(part.offset + at, len as u32), remote))
+}

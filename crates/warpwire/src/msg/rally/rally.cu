@@ -1,0 +1,33 @@
+// Messages to and fro between kernels of two ranks, and a kernel that only takes time. Their twins for the simulated
+// GPU stand in mod.rs.
+#include <warpwire/verbs.cuh>
+
+using namespace warpwire;
+
+static __device__ void take_time(u64 nanoseconds) {
+    if (nanoseconds == 0) return;
+    for (u64 start = detail::clock_ns(); detail::clock_ns() - start < nanoseconds;) {
+    }
+}
+
+extern "C" __global__ void rally_compute(u64 nanoseconds) { take_time(nanoseconds); }
+
+// One thread. Rank 0 serves: it puts `length` bytes and adds one to the other's word, then waits for its own word to have
+// gone one further than `start` with each round. The other answers. How it ended comes to `report`.
+extern "C" __global__ void rally_play(u64 qp, u64 report, u64 to, u64 rkey, u64 from, u64 lkey, u64 length, u64 word,
+                                      u64 word_rkey, u64 own, u64 start, u64 rounds, u64 serves, u64 compute,
+                                      u64 timeout) {
+    Qp &pair = *(Qp *)qp;
+    Status status = kOk;
+    for (u64 round = 1; round <= rounds && status == kOk; round++) {
+        if (!serves) status = wait_signal((const u64 *)own, Condition::AtLeast, start + round, timeout);
+        if (status != kOk) break;
+        take_time(compute);
+        Ticket ticket = put_signal(pair, Remote{to, (u32)rkey}, Local{from, (u32)lkey}, length,
+                                   Remote{word, (u32)word_rkey}, 1, Thread{}, timeout);
+        status = ticket.status;
+        if (serves && status == kOk) status = wait_signal((const u64 *)own, Condition::AtLeast, start + round, timeout);
+    }
+    if (status == kOk) status = quiet(pair, timeout);
+    if (status != kOk) detail::replace((u64 *)report, 0, 1ull << 63 | (u32)status);
+}

@@ -1,0 +1,293 @@
+//! What all handles of a communicator share, and how its threads wait.
+
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::buffer::{Buffer, Part};
+use super::comm::CommOptions;
+use super::entries::What;
+use super::header::{Channel, MOST_PARTS};
+use super::place::Place;
+use super::request::Request;
+use super::state::State;
+use crate::error::{Error, Kind, Result};
+use crate::verbs::exchange::Exchange;
+use crate::verbs::{Context, Cq, Pd, Signal};
+
+/// For so long a waiter looks by itself before it sleeps.
+const SPIN: Duration = Duration::from_micros(50);
+/// The longest sleep between two looks at words, which wake nobody.
+const LONGEST_NAP: Duration = Duration::from_micros(500);
+
+pub(super) struct Shared {
+    pub place: Place,
+    pub options: CommOptions,
+    pub context: Context,
+    pub pd: Pd,
+    pub cq: Cq,
+    pub state: Mutex<State>,
+    /// Followers sleep here.
+    pub woken: Condvar,
+    /// Wakes the thread that sleeps on the descriptors: something happened that is no completion.
+    pub alarm: Signal,
+    /// The connections on which ranks tell that they leave; nothing at our own place.
+    pub links: Vec<Option<Mutex<Exchange>>>,
+    /// A word per rank: how often it said that it is ready.
+    pub table: Buffer,
+    /// How often each rank's readiness was used up.
+    pub consumed: Mutex<Vec<u64>>,
+    /// How often we told each that we are ready.
+    pub told: Mutex<Vec<u64>>,
+    /// Counts what all ranks do together, so that one round's messages are not taken for another's.
+    pub round: Mutex<u32>,
+}
+
+impl Shared {
+    /// Waits until `ready` gives something; `None` when the time is over. One of those who wait sleeps on the
+    /// descriptors, and wakes the others.
+    pub fn wait_until<T>(
+        &self,
+        timeout: Duration,
+        mut ready: impl FnMut(&mut State) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let start = Instant::now();
+        let mut state = self.state.lock();
+        loop {
+            if let Some(found) = ready(&mut state) {
+                self.wake_followers(&state);
+                return Ok(Some(found));
+            }
+            self.step(&mut state)?;
+            if let Some(found) = ready(&mut state) {
+                self.wake_followers(&state);
+                return Ok(Some(found));
+            }
+            let waited = start.elapsed();
+            if waited >= timeout {
+                self.wake_followers(&state);
+                return Ok(None);
+            }
+            if waited < SPIN {
+                MutexGuard::unlocked(&mut state, std::hint::spin_loop);
+            } else {
+                self.sleep(&mut state, timeout - waited)?;
+            }
+        }
+    }
+
+    /// Makes progress, and wakes those whose requests ended by it.
+    pub fn step(&self, state: &mut State) -> Result<()> {
+        let ended = state.entries.ended;
+        let made = state.progress(&self.cq);
+        self.tell_ended(state, ended);
+        made
+    }
+
+    /// Wakes those who sleep, if requests have ended since `before` of them had. The one who leads sleeps until a
+    /// completion comes; the one that was meant for it may have been taken here.
+    pub fn tell_ended(&self, state: &State, before: u64) {
+        if state.entries.ended != before {
+            if state.leads {
+                self.alarm.raise();
+            }
+            self.wake_followers(state);
+        }
+    }
+
+    /// Somebody else may lead, or have its request done.
+    fn wake_followers(&self, state: &State) {
+        if state.followers > 0 {
+            self.woken.notify_all();
+        }
+    }
+
+    fn sleep(&self, state: &mut MutexGuard<'_, State>, timeout: Duration) -> Result<()> {
+        state.return_all_credits();
+        if state.leads {
+            state.followers += 1;
+            self.woken.wait_for(state, timeout);
+            state.followers -= 1;
+            return Ok(());
+        }
+        state.leads = true;
+        let woken = MutexGuard::unlocked(state, || self.sleep_on_descriptors(timeout));
+        state.leads = false;
+        woken
+    }
+
+    fn sleep_on_descriptors(&self, timeout: Duration) -> Result<()> {
+        // If a completion is there already, arming raises the signal.
+        self.cq.arm(false)?;
+        let mut fds =
+            [PollFd::new(&self.cq, PollFlags::IN), PollFd::new(&self.alarm, PollFlags::IN)];
+        let timeout = Timespec {
+            tv_sec: timeout.as_secs().min(1 << 30) as i64,
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
+        let slept = poll(&mut fds, Some(&timeout));
+        let [completion, alarm] = [0, 1].map(|index| !fds[index].revents().is_empty());
+        if completion {
+            self.cq.take_event();
+        }
+        if alarm {
+            self.alarm.take();
+        }
+        match slept {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(why) => Err(Error::os("wait for a message", &why.into())),
+        }
+    }
+
+    /// Waits for something that is not told: memory that peers write. `look` tells what it found; it is asked less
+    /// and less often.
+    pub fn look_until<T>(
+        &self,
+        timeout: Duration,
+        mut look: impl FnMut(&mut State) -> Result<Option<T>>,
+    ) -> Result<Option<T>> {
+        let start = Instant::now();
+        loop {
+            {
+                let mut state = self.state.lock();
+                self.step(&mut state)?;
+                if let Some(found) = look(&mut state)? {
+                    return Ok(Some(found));
+                }
+                if start.elapsed() > SPIN {
+                    state.return_all_credits();
+                }
+            }
+            let waited = start.elapsed();
+            if waited >= timeout {
+                return Ok(None);
+            }
+            match waited > SPIN {
+                true => std::thread::sleep((waited / 16).min(LONGEST_NAP)),
+                false => std::hint::spin_loop(),
+            }
+        }
+    }
+
+    /// Something happened that those who sleep must see.
+    pub fn wake_all(&self) {
+        self.alarm.raise();
+        self.woken.notify_all();
+    }
+
+    /// Whether there is such a rank.
+    pub fn check_rank(&self, rank: usize, what: &str) -> Result<()> {
+        let size = self.place.size;
+        if rank < size {
+            return Ok(());
+        }
+        let error = Error::new(Kind::InvalidArgument, format!("{what} rank {rank}"));
+        Err(error.why(format!("there are {size} ranks, from 0 on")))
+    }
+
+    fn check_parts(&self, parts: &[Part], what: &str, rank: usize) -> Result<()> {
+        let wrong = |why: String, fix: &'static str| {
+            let error = Error::new(Kind::InvalidArgument, format!("{what} rank {rank}"));
+            Err(error.why(why).fix(fix))
+        };
+        if parts.len() > MOST_PARTS {
+            let why = format!("it has {} parts", parts.len());
+            return wrong(why, "use at most 15");
+        }
+        if parts.iter().any(|part| !part.buffer.is_of(&self.pd)) {
+            let why = "the buffer was registered with another communicator".to_owned();
+            return wrong(why, "register it with this one");
+        }
+        Ok(())
+    }
+
+    /// Makes a place for a request, and has `begin` put it on its way.
+    pub fn start(
+        self: &std::sync::Arc<Self>,
+        what: What,
+        rank: usize,
+        parts: &[Part],
+        begin: impl FnOnce(&mut State, u32),
+    ) -> Result<Request> {
+        let verb = match what {
+            What::Send | What::Free => "send to",
+            What::Receive => "receive from",
+            What::Put => "put to",
+            What::Get => "get from",
+        };
+        self.check_rank(rank, verb)?;
+        self.check_parts(parts, verb, rank)?;
+        let mut state = self.state.lock();
+        let peer = &state.peers[rank];
+        if what != What::Receive
+            && let Some(why) = &peer.end
+        {
+            return Err(why.clone().during(format!("{verb} rank {rank}")));
+        }
+        let waiting = match what {
+            What::Receive => peer.receives.len(),
+            _ if rank == self.place.rank => peer.unexpected.len(),
+            _ => peer.outbox.len(),
+        };
+        if waiting >= state.queue as usize {
+            // What has ended may have made room.
+            self.step(&mut state)?;
+            state.return_all_credits();
+            return Err(busy(verb, rank, waiting));
+        }
+        let Some(index) = state.entries.add(what, rank, parts) else {
+            return Err(busy(verb, rank, self.options.requests as usize));
+        };
+        let ended = state.entries.ended;
+        begin(&mut state, index);
+        self.tell_ended(&state, ended);
+        let generation = state.entries.generation(index);
+        drop(state);
+        Ok(Request::new(self.clone(), index, generation))
+    }
+
+    /// Sends on a channel.
+    pub fn send_on(
+        self: &std::sync::Arc<Self>,
+        channel: Channel,
+        to: usize,
+        tag: u32,
+        parts: &[Part],
+    ) -> Result<Request> {
+        self.start(What::Send, to, parts, |state, index| {
+            let entry = state.entries.get(index);
+            (entry.channel, entry.tag) = (channel, tag);
+            state.send(to, index);
+        })
+    }
+
+    /// Receives on a channel.
+    pub fn receive_on(
+        self: &std::sync::Arc<Self>,
+        channel: Channel,
+        from: usize,
+        wants: super::entries::Match,
+        parts: &[Part],
+    ) -> Result<Request> {
+        self.start(What::Receive, from, parts, |state, index| {
+            let entry = state.entries.get(index);
+            (entry.channel, entry.wants) = (channel, wants);
+            state.receive(from, index);
+        })
+    }
+}
+
+impl AsFd for Shared {
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.cq.as_fd()
+    }
+}
+
+#[cold]
+fn busy(verb: &str, rank: usize, waiting: usize) -> Error {
+    Error::new(Kind::Busy, format!("{verb} rank {rank}"))
+        .why(format!("{waiting} requests wait already"))
+        .fix("wait for some of them first")
+}

@@ -1,0 +1,332 @@
+//! The protocol: what is posted, and what becomes of completions. All of it under one lock, and driven by whoever
+//! waits.
+
+use std::sync::Weak;
+
+use super::entries::{Entries, What};
+use super::header::HEADER;
+use super::peer::{Area, HeaderUse, Peer, Source, Unexpected, Urgent};
+use super::request::Outcome;
+use crate::error::{Error, Kind, Result};
+use crate::verbs::{Change, Completion, Cq, State as QpState, Status};
+
+/// What a completion belongs to: the upper byte of its number.
+pub(super) const RECEIVE: u64 = 1 << 56;
+pub(super) const HEADER_SENT: u64 = 2 << 56;
+pub(super) const FETCHED: u64 = 3 << 56;
+pub(super) const MOVED: u64 = 4 << 56;
+/// A word of the program that belongs to no request.
+pub(super) const LOOSE: u64 = 5 << 56;
+
+/// Who must know at once that a rank is lost.
+pub(super) trait OnLost: Send + Sync {
+    /// That one is. The caller holds the communicator's lock.
+    fn lost(&self, rank: usize);
+
+    /// Whether something that was posted is still under way to ranks that are there.
+    fn is_busy(&self) -> bool;
+}
+
+/// Everything that is under way.
+pub(super) struct State {
+    pub rank: usize,
+    pub entries: Entries,
+    pub peers: Vec<Peer>,
+    pub area: Area,
+    /// The longest message to this rank itself that is kept until it is asked for.
+    pub eager: u64,
+    /// How many messages to this rank itself are kept.
+    pub most_kept: u32,
+    /// How many requests to a peer may wait.
+    pub queue: u32,
+    /// A thread sleeps on the descriptors, for all.
+    pub leads: bool,
+    /// Others sleep until it wakes them.
+    pub followers: u32,
+    pub scratch: Vec<u8>,
+    /// Lanes, while they are there.
+    pub hooks: Vec<Weak<dyn OnLost>>,
+}
+
+impl State {
+    pub fn new(rank: usize, peers: Vec<Peer>, area: Area, requests: u32, queue: u32) -> Self {
+        let eager = area.slot - HEADER as u64;
+        let most_kept = area.receives;
+        Self {
+            rank,
+            entries: Entries::new(requests),
+            peers,
+            eager,
+            most_kept,
+            queue,
+            leads: false,
+            followers: 0,
+            scratch: vec![0; area.slot as usize],
+            area,
+            hooks: Vec::new(),
+        }
+    }
+
+    /// Takes completions, and posts what they make possible.
+    pub fn progress(&mut self, cq: &Cq) -> Result<()> {
+        let mut some = [Completion::EMPTY; 32];
+        loop {
+            let count = cq.poll(&mut some)?;
+            for completion in &some[..count] {
+                self.completed(completion);
+            }
+            if count < some.len() {
+                return Ok(());
+            }
+        }
+    }
+
+    pub(super) fn completed(&mut self, completion: &Completion) {
+        let rank = (completion.id >> 32 & 0xff_ffff) as usize;
+        let value = completion.id as u32;
+        let failed = !completion.is_success();
+        if failed && !self.peers[rank].is_broken {
+            self.lose(rank, status_error(rank, completion.status));
+        }
+        match completion.id & (0xff << 56) {
+            RECEIVE if failed => {}
+            RECEIVE => self.arrived(rank, value, completion),
+            HEADER_SENT => self.header_sent(rank, value),
+            FETCHED => {
+                self.peers[rank].control_work -= 1;
+                self.moved(rank, value);
+            }
+            MOVED => {
+                self.peers[rank].user_work -= 1;
+                self.moved(rank, value);
+            }
+            LOOSE => self.peers[rank].user_work -= 1,
+            _ => {}
+        }
+        self.pump(rank);
+    }
+
+    /// A piece of a transfer is done, or given back.
+    pub(super) fn moved(&mut self, rank: usize, index: u32) {
+        let broken = self.broken(rank);
+        let entry = self.entries.get(index);
+        entry.in_flight -= 1;
+        if broken.is_some() && entry.failure.is_none() {
+            entry.failure = broken;
+        }
+        self.conclude(index);
+    }
+
+    pub(super) fn broken(&self, rank: usize) -> Option<Error> {
+        let peer = &self.peers[rank];
+        peer.end.clone().filter(|_| peer.is_broken)
+    }
+
+    /// Ends a request if nothing of it is under way any more.
+    pub(super) fn conclude(&mut self, index: u32) {
+        let entry = self.entries.get(index);
+        if entry.in_flight > 0 || entry.outcome.is_some() {
+            return;
+        }
+        if let Some(failure) = entry.failure.take() {
+            let error = failure.during(entry.name());
+            self.entries.finish(index, Err(error));
+            return;
+        }
+        let (peer, tag) = (entry.peer, entry.tag);
+        let len = match entry.what {
+            What::Receive => entry.arrived,
+            _ => entry.total,
+        };
+        let complete = match entry.what {
+            What::Free => return,
+            What::Send => entry.settled,
+            What::Receive => entry.posted == entry.arrived && entry.settled,
+            What::Put | What::Get => entry.posted == entry.total && entry.notice.is_none(),
+        };
+        if !complete {
+            return;
+        }
+        if entry.what == What::Receive && !entry.remote.is_empty() {
+            let id = entry.sender_id;
+            self.peers[peer].urgent.push_back(Urgent::Done(id));
+        }
+        self.entries.finish(index, Ok(Outcome { peer, tag, len }));
+    }
+
+    pub(super) fn header_sent(&mut self, rank: usize, place: u32) {
+        let broken = self.broken(rank);
+        let peer = &mut self.peers[rank];
+        let used = std::mem::replace(&mut peer.header_uses[place as usize], HeaderUse::Nothing);
+        peer.headers.push(place);
+        match used {
+            HeaderUse::Control => peer.control_work -= 1,
+            _ => peer.user_work -= 1,
+        }
+        if let HeaderUse::Eager(index) | HeaderUse::Rendezvous(index) = used {
+            let entry = self.entries.get(index);
+            entry.in_flight -= 1;
+            if broken.is_some() && entry.failure.is_none() {
+                entry.failure = broken;
+            }
+            entry.settled |= matches!(used, HeaderUse::Eager(_));
+            self.conclude(index);
+        }
+    }
+
+    /// A request to send has its place: on its way.
+    pub fn send(&mut self, rank: usize, index: u32) {
+        if rank == self.rank {
+            return self.send_own(index);
+        }
+        self.peers[rank].outbox.push_back(index);
+        self.pump(rank);
+    }
+
+    pub(super) fn send_own(&mut self, index: u32) {
+        let rank = self.rank;
+        let kept = |message: &&Unexpected| matches!(message.from, Source::Kept(_));
+        let kept = self.peers[rank].unexpected.iter().filter(kept).count();
+        let entry = self.entries.get(index);
+        let (channel, tag, len) = (entry.channel, entry.tag, entry.total);
+        let mut from = Source::Own(index);
+        if len <= self.eager && kept < self.most_kept as usize {
+            let mut bytes = vec![0; len as usize].into_boxed_slice();
+            let mut at = 0;
+            let mut copied = Ok(());
+            for part in &entry.parts {
+                let end = at + part.len as usize;
+                copied = copied.and_then(|()| part.buffer.read(part.offset, &mut bytes[at..end]));
+                at = end;
+            }
+            if let Err(why) = copied {
+                entry.failure = Some(why);
+                return self.conclude(index);
+            }
+            entry.settled = true;
+            self.conclude(index);
+            from = Source::Kept(bytes);
+        }
+        self.take(rank, Unexpected { channel, tag, len, from });
+    }
+
+    /// A request to receive has its place: it takes what came before, or waits.
+    pub fn receive(&mut self, rank: usize, index: u32) {
+        let (channel, wants) = {
+            let entry = self.entries.get(index);
+            (entry.channel, entry.wants)
+        };
+        let fits = |message: &Unexpected| message.channel == channel && wants.takes(message.tag);
+        let peer = &mut self.peers[rank];
+        match peer.unexpected.iter().position(fits) {
+            Some(at) => {
+                if let Some(message) = peer.unexpected.remove(at) {
+                    self.deliver(rank, index, message);
+                }
+                self.pump(rank);
+            }
+            None => match &peer.end {
+                Some(why) => {
+                    self.entries.get(index).failure = Some(why.clone());
+                    self.conclude(index);
+                }
+                None => peer.receives.push_back(index),
+            },
+        }
+    }
+
+    /// A receive that nobody waits for any more; false if a message has been matched to it.
+    pub fn cancel(&mut self, index: u32) -> bool {
+        let rank = self.entries.get(index).peer;
+        let waiting = self.peers[rank].receives.iter().position(|known| *known == index);
+        waiting.and_then(|at| self.peers[rank].receives.remove(at)).is_some()
+    }
+
+    /// Nothing more comes from a peer, for this reason; what is under way may still end well.
+    pub fn leave(&mut self, rank: usize, why: Error) {
+        if self.peers[rank].end.is_some() {
+            return;
+        }
+        self.peers[rank].end = Some(why.clone());
+        self.peers[rank].has_left = true;
+        self.tell_hooks(rank);
+        self.peers[rank].receives.clear();
+        self.peers[rank].outbox.clear();
+        let open: Vec<u32> = self.entries.open_of(rank).collect();
+        for index in open {
+            let entry = self.entries.get(index);
+            let posted = entry.in_flight > 0 && entry.posted >= entry.total;
+            let goes_on = match entry.what {
+                What::Receive => !entry.remote.is_empty(),
+                What::Send => posted && entry.remote.is_empty(),
+                _ => posted && entry.notice.is_none(),
+            };
+            if !goes_on {
+                entry.failure.get_or_insert(why.clone());
+                self.conclude(index);
+            }
+        }
+    }
+
+    /// A peer died, or its connection failed: everything with it ends, with this cause.
+    pub fn lose(&mut self, rank: usize, why: Error) {
+        let peer = &mut self.peers[rank];
+        if peer.is_broken || rank == self.rank {
+            return;
+        }
+        let why = peer.end.get_or_insert(why).clone();
+        let told = peer.has_left;
+        peer.is_broken = true;
+        peer.receives.clear();
+        peer.outbox.clear();
+        peer.urgent.clear();
+        if let Some(qp) = &peer.qp {
+            // All work comes back, and with it everybody who waits for it.
+            let _ = qp.modify(&Change::to(QpState::Err));
+        }
+        let open: Vec<u32> = self.entries.open_of(rank).collect();
+        for index in open {
+            self.entries.get(index).failure.get_or_insert(why.clone());
+            self.conclude(index);
+        }
+        if !told {
+            self.tell_hooks(rank);
+        }
+    }
+
+    fn tell_hooks(&mut self, rank: usize) {
+        self.hooks.retain(|hook| hook.strong_count() > 0);
+        self.hooks.iter().filter_map(Weak::upgrade).for_each(|hook| hook.lost(rank));
+    }
+
+    /// Whether the device has work of ours for ranks that can still be reached.
+    pub fn is_busy(&self) -> bool {
+        let busy = |peer: &Peer| {
+            let work = peer.user_work + peer.control_work;
+            !peer.is_broken && (work > 0 || !peer.urgent.is_empty())
+        };
+        let mut hooks = self.hooks.iter().filter_map(Weak::upgrade);
+        self.peers.iter().any(busy) || hooks.any(|hook| hook.is_busy())
+    }
+}
+
+pub(super) fn id_of(kind: u64, rank: usize, value: u32) -> u64 {
+    kind | (rank as u64) << 32 | u64::from(value)
+}
+
+#[cold]
+fn status_error(rank: usize, status: Status) -> Error {
+    let error = Error::new(Kind::PeerLost, format!("reach rank {rank}"));
+    match status {
+        Status::RetryExceeded => {
+            error.why(format!("rank {rank} does not answer")).fix("see whether its machine lives")
+        }
+        Status::RemoteAccess => error
+            .why(format!("rank {rank} refuses access to its memory"))
+            .fix("close windows together, not alone"),
+        Status::LocalProtection => {
+            error.why("memory of ours under a transfer is gone").fix("keep it until the end")
+        }
+        other => error.why(format!("the connection to rank {rank} has failed: {other:?}")),
+    }
+}

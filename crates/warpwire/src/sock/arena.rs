@@ -1,0 +1,112 @@
+//! Where rings lie: pieces of one area, in powers of two.
+
+use std::collections::BTreeSet;
+
+/// The smallest piece.
+pub(super) const SMALLEST: u64 = 4096;
+
+/// Hands out pieces of an area and takes them back. A piece begins at a multiple of its length.
+pub(super) struct Arena {
+    /// Free pieces of `SMALLEST << n` bytes, by where they begin.
+    free: Vec<BTreeSet<u64>>,
+}
+
+/// The length of the piece that holds so many bytes.
+pub(super) fn rounded(len: u64) -> Option<u64> {
+    len.max(SMALLEST).checked_next_power_of_two()
+}
+
+fn order(len: u64) -> usize {
+    (len / SMALLEST).trailing_zeros() as usize
+}
+
+impl Arena {
+    /// An area of so many bytes, a multiple of the smallest piece.
+    pub(super) fn new(len: u64) -> Self {
+        let mut arena = Self { free: Vec::new() };
+        let mut at = 0;
+        while len - at >= SMALLEST {
+            // The largest piece that may begin here and does not pass the end.
+            let aligned = if at == 0 { u64::MAX } else { 1 << at.trailing_zeros() };
+            let fits = 1 << (len - at).ilog2();
+            let piece = fits.min(aligned);
+            arena.put(at, order(piece));
+            at += piece;
+        }
+        arena
+    }
+
+    /// A piece of `len` bytes, which is what [`rounded`] gives; `None` if there is none.
+    pub(super) fn take(&mut self, len: u64) -> Option<u64> {
+        let wanted = order(len);
+        let found = (wanted..self.free.len()).find(|order| !self.free[*order].is_empty())?;
+        let at = self.free[found].pop_first()?;
+        for smaller in wanted..found {
+            self.put(at + (SMALLEST << smaller), smaller);
+        }
+        Some(at)
+    }
+
+    /// Takes a piece back.
+    pub(super) fn give(&mut self, mut at: u64, len: u64) {
+        let mut order = order(len);
+        while self.free.get_mut(order).is_some_and(|free| free.remove(&(at ^ SMALLEST << order))) {
+            at &= !(SMALLEST << order);
+            order += 1;
+        }
+        self.put(at, order);
+    }
+
+    fn put(&mut self, at: u64, order: usize) {
+        if self.free.len() <= order {
+            self.free.resize_with(order + 1, BTreeSet::new);
+        }
+        self.free[order].insert(at);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn an_area_is_used_up_and_comes_back_whole() {
+        let mut arena = Arena::new(7 * SMALLEST);
+        let mut pieces: Vec<_> = std::iter::from_fn(|| arena.take(SMALLEST)).collect();
+        pieces.sort_unstable();
+        assert_eq!(pieces, (0..7).map(|n| n * SMALLEST).collect::<Vec<_>>());
+        for piece in pieces {
+            arena.give(piece, SMALLEST);
+        }
+        assert_eq!(arena.take(4 * SMALLEST), Some(0));
+        assert_eq!(arena.take(4 * SMALLEST), None, "three remain");
+        assert_eq!(arena.take(2 * SMALLEST), Some(4 * SMALLEST));
+    }
+
+    #[test]
+    fn lengths_are_rounded_up() {
+        assert_eq!(rounded(1), Some(4096));
+        assert_eq!(rounded(4097), Some(8192));
+        assert_eq!(rounded(u64::MAX), None);
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_never_overlap(steps in proptest::collection::vec((0u32..5, any::<bool>()), 1..200)) {
+            let mut arena = Arena::new(64 * SMALLEST);
+            let mut held: Vec<(u64, u64)> = Vec::new();
+            for (order, give) in steps {
+                let len = SMALLEST << order;
+                if give && !held.is_empty() {
+                    let (at, len) = held.swap_remove(order as usize % held.len());
+                    arena.give(at, len);
+                } else if let Some(at) = arena.take(len) {
+                    prop_assert!(at % len == 0 && at + len <= 64 * SMALLEST);
+                    prop_assert!(held.iter().all(|(other, theirs)| at + len <= *other || other + theirs <= at));
+                    held.push((at, len));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,484 @@
+// A key-value server inside a kernel, speaking RESP (the protocol of Redis). Each block is a worker with connections of its
+// own; the store lies in device memory and is shared by all. Its twin for the simulated GPU stands in worker.rs and
+// store.rs; the layout, in mod.rs.
+//
+// Rank 0 of a block decides; the block copies. What comes from the network is never believed: lengths are compared with
+// limits before anything is waited for, and whoever breaks a limit is told so and closed.
+#include <warpwire/sock.cuh>
+
+using namespace warpwire;
+using namespace warpwire::sock;
+
+namespace {
+
+// As in mod.rs.
+struct Setup {
+    u64 table, slots, locks, bucket_mask, slot_size, most_value, connections, connection_size;
+    u64 in_size, out_size, per_worker, workers, patience, control, most_clients, counts;
+    Address address;
+    u64 more;
+};
+struct Control {  // in pinned memory: stop is the host's, the others the kernel's
+    u64 stop, listener, failed;
+    Address name;
+};
+struct Counts {  // in device memory
+    u64 clients, keys, commands, refused, closed;
+};
+struct Slot {
+    u32 used, hash, key_length, value_length;
+};
+struct Connection {
+    int socket;
+    u32 in_length, out_at, out_length, closing, unused;
+    u64 since;  // when something began that is not finished: half a command, or output that nobody takes
+};
+static_assert(sizeof(Setup) == 160 && sizeof(Control) == 48 && sizeof(Slot) == 16 && sizeof(Connection) == 32, "as in mod.rs");
+
+constexpr u32 kSlotsPerBucket = 16, kMostKey = 112, kMostArguments = 64;
+constexpr u64 kNap = 50ull * 1000 * 1000;
+
+struct Command {
+    u32 count, used;
+    u32 at[kMostArguments], length[kMostArguments];
+};
+
+WARPWIRE_FN void count(u64 *word, u64 by) {
+#if WARPWIRE_CUDA
+    atomicAdd(word, by);
+#else
+    __atomic_fetch_add(word, by, __ATOMIC_RELAXED);
+#endif
+}
+
+WARPWIRE_FN Counts *counts_of(const Setup &setup) { return reinterpret_cast<Counts *>(setup.counts); }
+WARPWIRE_FN u8 *in_of(const Setup &, Connection *c) { return reinterpret_cast<u8 *>(c + 1); }
+WARPWIRE_FN u8 *out_of(const Setup &setup, Connection *c) { return in_of(setup, c) + setup.in_size; }
+WARPWIRE_FN u8 *key_of(Slot *slot) { return reinterpret_cast<u8 *>(slot + 1); }
+WARPWIRE_FN u8 *value_of(Slot *slot) { return key_of(slot) + kMostKey; }
+
+// ------------------------------------------------------------------------------------------------------------------
+// RESP
+
+enum Parsed : int { kMore = 0, kWhole = 1, kBadCount = -1, kBadLength = -2, kBadType = -3 };
+
+// A decimal number up to "\r\n". The place behind it; 0 if it is not all there, ~0 if it is none.
+WARPWIRE_CALL u32 number(const u8 *bytes, u32 at, u32 end, i64 *value) {
+    bool negative = at < end && bytes[at] == '-';
+    u32 begin = at + negative;
+    i64 sum = 0;
+    for (at = begin; at < end && bytes[at] != '\r'; at++) {
+        if (bytes[at] < '0' || bytes[at] > '9' || at - begin > 9) return ~0u;
+        sum = sum * 10 + (bytes[at] - '0');
+    }
+    if (at + 1 >= end) return at - begin > 10 ? ~0u : 0;
+    if (at == begin || bytes[at + 1] != '\n') return ~0u;
+    *value = negative ? -sum : sum;
+    return at + 2;
+}
+
+// Words on one line, as people type them.
+WARPWIRE_CALL int parse_line(const u8 *bytes, u32 end, u32 most, Command *command) {
+    u32 at = 0;
+    command->count = 0;
+    while (at < end && bytes[at] != '\n') {
+        bool space = bytes[at] == ' ' || bytes[at] == '\r';
+        bool begins = !space && (at == 0 || bytes[at - 1] == ' ');
+        if (begins && command->count == kMostArguments) return kBadCount;
+        if (begins) command->at[command->count] = at, command->length[command->count++] = 0;
+        if (!space) command->length[command->count - 1]++;
+        at++;
+    }
+    command->used = at + 1;
+    return at < end ? kWhole : end >= most ? kBadLength : kMore;
+}
+
+WARPWIRE_CALL int parse(const u8 *bytes, u32 end, u32 most_argument, u32 most, Command *command) {
+    if (end == 0) return kMore;
+    if (bytes[0] != '*') return parse_line(bytes, end, most, command);
+    i64 value = 0;
+    u32 at = number(bytes, 1, end, &value);
+    if (at == ~0u || (at && (value < 0 || value > kMostArguments))) return kBadCount;
+    if (!at) return kMore;
+    command->count = static_cast<u32>(value);
+    for (u32 i = 0; i < command->count; i++) {
+        if (at >= end) return kMore;
+        if (bytes[at] != '$') return kBadType;
+        at = number(bytes, at + 1, end, &value);
+        if (at == ~0u || (at && (value < 0 || value > most_argument))) return kBadLength;
+        if (!at) return kMore;
+        command->at[i] = at, command->length[i] = static_cast<u32>(value);
+        if (at + value + 2 > most) return kBadLength;
+        if (at + value + 2 > end) return kMore;
+        if (bytes[at + value] != '\r' || bytes[at + value + 1] != '\n') return kBadLength;
+        at += static_cast<u32>(value) + 2;
+    }
+    command->used = at;
+    return kWhole;
+}
+
+WARPWIRE_CALL bool is(const u8 *bytes, u32 length, const char *name) {
+    u32 i = 0;
+    for (; i < length && name[i]; i++)
+        if ((bytes[i] & 0xdf) != name[i]) return false;
+    return i == length && !name[i];
+}
+
+// Appends to the output; rank 0 alone.
+struct Writer {
+    u8 *bytes;
+    u32 length;
+    WARPWIRE_CALL void text(const char *words) {
+        while (*words) bytes[length++] = static_cast<u8>(*words++);
+    }
+    WARPWIRE_CALL void decimal(i64 value) {
+        u8 digits[20];
+        u32 n = 0;
+        u64 rest = value < 0 ? 0 - static_cast<u64>(value) : static_cast<u64>(value);
+        do digits[n++] = static_cast<u8>('0' + rest % 10), rest /= 10;
+        while (rest);
+        if (value < 0) bytes[length++] = '-';
+        while (n) bytes[length++] = digits[--n];
+    }
+    WARPWIRE_CALL void integer(i64 value) { text(":"), decimal(value), text("\r\n"); }
+    WARPWIRE_CALL void head(char sort, i64 value) { bytes[length++] = static_cast<u8>(sort), decimal(value), text("\r\n"); }
+};
+
+// ------------------------------------------------------------------------------------------------------------------
+// The store: buckets of slots, a lock for each
+
+WARPWIRE_CALL u32 hash_of(const u8 *key, u32 length) {
+    u32 hash = 2166136261u;
+    for (u32 i = 0; i < length; i++) hash = (hash ^ key[i]) * 16777619u;
+    return hash ^ hash >> 15;
+}
+
+WARPWIRE_FN Slot *slot_at(const Setup &setup, u32 hash, u32 i) {
+    u64 bucket = hash & setup.bucket_mask;
+    return reinterpret_cast<Slot *>(setup.slots + (bucket * kSlotsPerBucket + i) * setup.slot_size);
+}
+WARPWIRE_CALL void lock(const Setup &setup, u32 hash) {
+    u32 *word = reinterpret_cast<u32 *>(setup.locks) + (hash & setup.bucket_mask);
+    while (sock::detail::replace(word, 0, 1) != 0) sock::detail::step_back();
+}
+WARPWIRE_CALL void unlock(const Setup &setup, u32 hash) {
+    sock::detail::store_gpu(reinterpret_cast<u32 *>(setup.locks) + (hash & setup.bucket_mask), 0u);
+}
+
+// The key's slot, or a free one if `make`, or none. With the bucket's lock held.
+WARPWIRE_CALL Slot *slot_of(const Setup &setup, const u8 *key, u32 length, u32 hash, bool make) {
+    Slot *vacant = nullptr;
+    for (u32 i = 0; i < kSlotsPerBucket; i++) {
+        Slot *slot = slot_at(setup, hash, i);
+        if (!slot->used) {
+            if (!vacant) vacant = slot;
+            continue;
+        }
+        if (slot->hash != hash || slot->key_length != length) continue;
+        u32 same = 0;
+        while (same < length && key_of(slot)[same] == key[same]) same++;
+        if (same == length) return slot;
+    }
+    return make ? vacant : nullptr;
+}
+
+WARPWIRE_CALL void take_slot(const Setup &setup, Slot *slot, const u8 *key, u32 length, u32 hash) {
+    if (slot->used) return;
+    slot->used = 1, slot->hash = hash, slot->key_length = length;
+    for (u32 i = 0; i < length; i++) key_of(slot)[i] = key[i];
+    count(&counts_of(setup)->keys, 1);
+}
+
+WARPWIRE_CALL void set(const Setup &setup, const u8 *key, u32 key_length, const u8 *value, u32 length, Writer *out) {
+    u32 hash = hash_of(key, key_length);
+    lock(setup, hash);
+    Slot *slot = slot_of(setup, key, key_length, hash, true);
+    if (slot) {
+        take_slot(setup, slot, key, key_length, hash);
+        for (u32 i = 0; i < length; i++) value_of(slot)[i] = value[i];
+        slot->value_length = length;
+    }
+    unlock(setup, hash);
+    out->text(slot ? "+OK\r\n" : "-OOM the store has no room for this key\r\n");
+}
+
+WARPWIRE_CALL void get(const Setup &setup, const u8 *key, u32 key_length, Writer *out) {
+    u32 hash = hash_of(key, key_length);
+    lock(setup, hash);
+    Slot *slot = slot_of(setup, key, key_length, hash, false);
+    if (slot) {
+        out->head('$', slot->value_length);
+        for (u32 i = 0; i < slot->value_length; i++) out->bytes[out->length++] = value_of(slot)[i];
+        out->text("\r\n");
+    } else {
+        out->text("$-1\r\n");
+    }
+    unlock(setup, hash);
+}
+
+WARPWIRE_CALL u32 drop(const Setup &setup, const u8 *key, u32 key_length, bool really) {
+    u32 hash = hash_of(key, key_length);
+    lock(setup, hash);
+    Slot *slot = slot_of(setup, key, key_length, hash, false);
+    if (slot && really) slot->used = 0, count(&counts_of(setup)->keys, ~0ull);
+    unlock(setup, hash);
+    return slot != nullptr;
+}
+
+// A whole number of 64 bits in decimal; false if it is none.
+WARPWIRE_CALL bool whole(const u8 *bytes, u32 length, i64 *value) {
+    bool negative = length && bytes[0] == '-';
+    if (length == negative || length > 18u + negative) return false;
+    i64 sum = 0;
+    for (u32 i = negative; i < length; i++) {
+        if (bytes[i] < '0' || bytes[i] > '9') return false;
+        sum = sum * 10 + (bytes[i] - '0');
+    }
+    *value = negative ? -sum : sum;
+    return true;
+}
+
+WARPWIRE_CALL void add(const Setup &setup, const u8 *key, u32 key_length, i64 by, Writer *out) {
+    u32 hash = hash_of(key, key_length);
+    lock(setup, hash);
+    Slot *slot = slot_of(setup, key, key_length, hash, true);
+    i64 value = 0;
+    bool good = slot && (!slot->used || whole(value_of(slot), slot->value_length, &value));
+    if (good) {
+        take_slot(setup, slot, key, key_length, hash);
+        value += by;
+        Writer digits = {value_of(slot), 0};
+        digits.decimal(value);
+        slot->value_length = digits.length;
+    }
+    unlock(setup, hash);
+    if (good) out->integer(value);
+    else out->text(slot ? "-ERR value is not an integer or out of range\r\n" : "-OOM the store has no room for this key\r\n");
+}
+
+// ------------------------------------------------------------------------------------------------------------------
+// Commands
+
+// What a reply may take at most.
+WARPWIRE_FN u64 reply_room(const Setup &setup, const Command &command) {
+    return (setup.most_value + 32) * (command.count > 1 ? command.count : 1) + 128;
+}
+
+// Executes a command; rank 0 alone. True if the connection ends after it.
+WARPWIRE_CALL bool execute(const Setup &setup, const u8 *in, const Command &command, Writer *out) {
+    if (command.count == 0) return false;
+    const u8 *name = in + command.at[0], *first = in + command.at[1];
+    u32 length = command.length[0], first_length = command.count > 1 ? command.length[1] : 0;
+    auto named = [&](const char *word) { return is(name, length, word); };
+    bool keyed = named("GET") || named("SET") || named("DEL") || named("INCR") || named("DECR") || named("MGET") || named("EXISTS");
+    if (keyed && command.count < (named("SET") ? 3u : 2u)) {
+        out->text("-ERR wrong number of arguments\r\n");
+        return false;
+    }
+    for (u32 i = 1; keyed && i < command.count && !(named("SET") && i > 1); i++) {
+        if (command.length[i] <= kMostKey) continue;
+        out->text("-ERR the key is too long\r\n");
+        return false;
+    }
+    if (named("GET")) get(setup, first, first_length, out);
+    else if (named("SET") && command.count > 3) out->text("-ERR syntax error\r\n");
+    else if (named("SET") && command.length[2] > setup.most_value) out->text("-ERR the value is too long\r\n");
+    else if (named("SET")) set(setup, first, first_length, in + command.at[2], command.length[2], out);
+    else if (named("INCR") || named("DECR")) add(setup, first, first_length, named("INCR") ? 1 : -1, out);
+    else if (named("DEL") || named("EXISTS")) {
+        i64 found = 0;
+        for (u32 i = 1; i < command.count; i++) found += drop(setup, in + command.at[i], command.length[i], named("DEL"));
+        out->integer(found);
+    } else if (named("MGET")) {
+        out->head('*', command.count - 1);
+        for (u32 i = 1; i < command.count; i++) get(setup, in + command.at[i], command.length[i], out);
+    } else if ((named("PING") && command.count > 1) || (named("ECHO") && command.count == 2)) {
+        out->head('$', first_length);
+        for (u32 i = 0; i < first_length; i++) out->bytes[out->length++] = first[i];
+        out->text("\r\n");
+    } else if (named("PING")) out->text("+PONG\r\n");
+    else if (named("DBSIZE")) out->integer(static_cast<i64>(sock::detail::load_gpu(&counts_of(setup)->keys)));
+    else if (named("SELECT") || named("CLIENT") || named("QUIT")) out->text("+OK\r\n");
+    else if (named("COMMAND") || named("CONFIG")) out->text("*0\r\n");
+    else out->text("-ERR unknown command\r\n");
+    return named("QUIT");
+}
+
+WARPWIRE_CALL const char *complaint(int parsed) {
+    if (parsed == kBadCount) return "-ERR Protocol error: invalid multibulk length\r\n";
+    if (parsed == kBadType) return "-ERR Protocol error: expected '$'\r\n";
+    return "-ERR Protocol error: invalid bulk length\r\n";
+}
+
+// Executes what came in whole; rank 0 alone.
+WARPWIRE_CALL void digest(const Setup &setup, Connection *c) {
+    u8 *in = in_of(setup, c);
+    Command command;
+    Writer out = {out_of(setup, c), c->out_length};
+    u32 done = 0, most_argument = static_cast<u32>(setup.most_value > kMostKey ? setup.most_value : kMostKey);
+    u64 executed = 0;
+    while (!c->closing) {
+        int parsed = parse(in + done, c->in_length - done, most_argument, static_cast<u32>(setup.in_size), &command);
+        if (parsed == kMore) break;
+        if (parsed != kWhole) {
+            if (out.length + 128 > setup.out_size) break;
+            out.text(complaint(parsed));
+            c->closing = 1;
+            count(&counts_of(setup)->refused, 1);
+            break;
+        }
+        u64 needs = reply_room(setup, command);
+        if (needs > setup.out_size) {
+            if (out.length + 128 > setup.out_size) break;
+            out.text("-ERR too many keys\r\n");
+        } else {
+            if (out.length + needs > setup.out_size) break;  // first what is there must go
+            c->closing = execute(setup, in + done, command, &out);
+        }
+        executed++;
+        done += command.used;
+    }
+    if (executed) count(&counts_of(setup)->commands, executed);
+    for (u32 i = done; done && i < c->in_length; i++) in[i - done] = in[i];
+    c->in_length -= done, c->out_length = out.length;
+}
+
+// ------------------------------------------------------------------------------------------------------------------
+// Workers
+
+template <class Group> WARPWIRE_FN u32 field(Group group, const u32 *word) { return static_cast<u32>(group.share(*word)); }
+
+// Sends what is in the output; false if the connection is done with.
+template <class Group> WARPWIRE_CALL bool flush(const Table &table, const Setup &setup, Connection *c, Group group) {
+    u32 at = field(group, &c->out_at), length = field(group, &c->out_length);
+    if (at < length) {
+        i64 sent = send(table, c->socket, out_of(setup, c) + at, length - at, group);
+        if (sent < 0 && sent != -kEagain) return false;
+        at += sent > 0 ? static_cast<u32>(sent) : 0;
+    }
+    group.sync();
+    bool empty = at == length;
+    if (group.rank() == 0) c->out_at = empty ? 0 : at, c->out_length = empty ? 0 : length;
+    group.sync();
+    return !(empty && field(group, &c->closing));
+}
+
+// Takes what came, and answers it; false if the connection is done with.
+template <class Group> WARPWIRE_CALL bool converse(const Table &table, const Setup &setup, Connection *c, bool readable, Group group) {
+    u64 now = group.rank() == 0 ? sock::detail::clock_ns() : 0;
+    u32 have = field(group, &c->in_length);
+    if (readable && have < setup.in_size && !field(group, &c->out_length)) {
+        i64 count = recv(table, c->socket, in_of(setup, c) + have, setup.in_size - have, group);
+        if (count == 0 || (count < 0 && count != -kEagain)) return false;
+        if (group.rank() == 0 && count > 0) c->in_length = have + static_cast<u32>(count);
+    }
+    if (group.rank() == 0) digest(setup, c);
+    group.sync();
+    if (!flush(table, setup, c, group)) return false;
+    bool late = false;
+    if (group.rank() == 0) {
+        bool busy = c->in_length || c->out_length;
+        if (!busy) c->since = 0;
+        else if (!c->since) c->since = now;
+        late = busy && now - c->since > setup.patience;
+    }
+    return !group.any(late);
+}
+
+// The listener, made by the first worker, and waited for by the others.
+template <class Group> WARPWIRE_CALL int open_listener(const Table &table, const Setup &setup, u32 worker, Group group) {
+    Control *control = reinterpret_cast<Control *>(setup.control);
+    if (worker == 0) {
+        int listener = sock::socket(table, static_cast<Family>(setup.address.family), kStream, group);
+        i64 failed = listener < 0 ? listener : bind(table, listener, setup.address, group);
+        if (!failed) failed = listen(table, listener, 1024, group);
+        if (!failed) failed = sock::set(table, listener, kNonBlocking, 1, group);
+        Address name = no_address();
+        if (!failed) failed = local_name(table, listener, &name, group);
+        group.sync();
+        if (group.rank() == 0) {
+            control->name = name;
+            sock::detail::fence_system();
+            if (failed) sock::detail::store_system(&control->failed, static_cast<u64>(-failed));
+            else sock::detail::store_system(&control->listener, static_cast<u64>(listener) + 1);
+        }
+        return failed ? -1 : listener;
+    }
+    u64 listener = 0;
+    if (group.rank() == 0)
+        while (!(listener = sock::detail::load_system(&control->listener)) && !sock::detail::load_system(&control->failed) &&
+               !sock::detail::load_system(&control->stop))
+            sock::detail::step_back();
+    return static_cast<int>(group.share(listener)) - 1;
+}
+
+template <class Group> WARPWIRE_CALL void greet(const Table &table, const Setup &setup, int socket, Connection *c, bool welcome, Group group) {
+    static const char kFull[] = "-ERR max number of clients reached\r\n";
+    sock::set(table, socket, kNonBlocking, 1, group);
+    if (!welcome) {
+        u8 text[sizeof kFull];
+        for (u32 i = 0; i < sizeof kFull; i++) text[i] = static_cast<u8>(kFull[i]);
+        if (group.rank() == 0) send(table, socket, text, sizeof kFull - 1, Thread());
+        close(table, socket, group);
+        return;
+    }
+    if (group.rank() == 0) *c = Connection{socket, 0, 0, 0, 0, 0, 0}, count(&counts_of(setup)->clients, 1);
+    group.sync();
+}
+
+template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, Group group) {
+    const Table &table = *reinterpret_cast<const Table *>(setup.table);
+    Control *control = reinterpret_cast<Control *>(setup.control);
+    Polled *list = reinterpret_cast<Polled *>(setup.connections) + worker * (setup.per_worker + 1);
+    u64 lists = (setup.workers * (setup.per_worker + 1) * sizeof(Polled) + 15) / 16 * 16;
+    u8 *connections = reinterpret_cast<u8 *>(setup.connections + lists) + worker * setup.per_worker * setup.connection_size;
+    auto at = [&](u32 i) { return reinterpret_cast<Connection *>(connections + i * setup.connection_size); };
+    int listener = open_listener(table, setup, worker, group);
+    if (listener < 0) return;
+    u32 mine = 0;
+    for (;;) {
+        u64 clients = group.share(group.rank() == 0 ? sock::detail::load_gpu(&counts_of(setup)->clients) : 0);
+        if (group.share(group.rank() == 0 ? sock::detail::load_system(&control->stop) : 0)) break;
+        // Whoever has no more than his share takes the next; all of them turn away what is too much.
+        bool full = clients >= setup.most_clients, takes = full || (mine < setup.per_worker && mine * setup.workers <= clients);
+        group.sync();
+        for (u32 i = group.rank(); i < mine; i += group.size()) list[i] = Polled{at(i)->socket, at(i)->out_length ? kOut : kIn, 0};
+        if (group.rank() == 0) list[mine] = Polled{listener, kIn, 0};
+        i64 found = poll(table, list, mine + takes, takes ? kNap : kNap / 10, group);
+        if (found < 0) return;
+        bool arrived = takes && group.share(list[mine].found) != 0;
+        for (u32 i = mine; i-- > 0;) {
+            u32 events = static_cast<u32>(group.share(list[i].found));
+            Connection *c = at(i);
+            bool open = events ? converse(table, setup, c, events & ~static_cast<u32>(kOut), group) : true;
+            bool late = false;
+            if (!events && group.rank() == 0) late = c->since && sock::detail::clock_ns() - c->since > setup.patience;
+            if (open && !group.any(late)) continue;
+            close(table, c->socket, group);
+            group.sync();
+            if (group.rank() == 0) count(&counts_of(setup)->clients, ~0ull), count(&counts_of(setup)->closed, 1);
+            mine--;
+            if (i != mine) {
+                // The last one takes the place of the one that went, and its list entry with it.
+                sock::detail::copy<false>(group, reinterpret_cast<u8 *>(c), reinterpret_cast<u8 *>(at(mine)), setup.connection_size);
+                if (group.rank() == 0) list[i] = list[mine];
+            }
+            group.sync();
+        }
+        if (!arrived) continue;
+        int socket = accept(table, listener, nullptr, group);
+        if (socket < 0) continue;
+        greet(table, setup, socket, at(mine), !full, group);
+        mine += !full;
+    }
+    for (u32 i = 0; i < mine; i++) close(table, at(i)->socket, group);
+    if (worker == 0) close(table, listener, group);
+}
+
+}  // namespace
+
+#if WARPWIRE_CUDA
+extern "C" __global__ void kv_server(u64 setup) { serve(*reinterpret_cast<const Setup *>(setup), blockIdx.x, Block()); }
+#else
+extern "C" void kv_server_thread(u64 setup, u64 worker) { serve(*reinterpret_cast<const Setup *>(setup), static_cast<u32>(worker), Block()); }
+#endif

@@ -1,0 +1,160 @@
+//! The store as the simulated GPU's workers use it: buckets of slots in device memory, a lock for each bucket.
+
+use super::{MOST_KEY, SLOTS_PER_BUCKET, Setup, counts, slot};
+use crate::mem::DeviceAddr;
+use crate::mem::sim::{Block, Fault};
+
+type Result<T> = std::result::Result<T, Fault>;
+
+/// The store, for one block.
+pub(super) struct Store<'a> {
+    pub(super) block: &'a Block<'a>,
+    pub(super) setup: &'a Setup,
+}
+
+fn at(address: u64) -> DeviceAddr {
+    DeviceAddr::new(address)
+}
+
+/// The same as in kv.cu.
+fn hash_of(key: &[u8]) -> u32 {
+    let hash = key
+        .iter()
+        .fold(2_166_136_261_u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(16_777_619));
+    hash ^ hash >> 15
+}
+
+impl Store<'_> {
+    /// Does something with the key's bucket locked.
+    fn locked<T>(&self, hash: u32, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let lock = at(self.setup.locks + (u64::from(hash) & self.setup.bucket_mask) * 4);
+        self.block.spin_until(|| Ok(self.block.compare_exchange_u32(lock, 0, 1)? == 0))?;
+        let outcome = work();
+        self.block.store_u32(lock, 0)?;
+        outcome
+    }
+
+    fn word(&self, slot: u64, word: u64) -> Result<u32> {
+        self.block.load_u32(at(slot + word))
+    }
+
+    /// The key's slot, or a free one if `make`.
+    fn find(&self, key: &[u8], hash: u32, make: bool) -> Result<Option<u64>> {
+        let bucket = u64::from(hash) & self.setup.bucket_mask;
+        let mut vacant = None;
+        for number in 0..SLOTS_PER_BUCKET {
+            let place =
+                self.setup.slots + (bucket * SLOTS_PER_BUCKET + number) * self.setup.slot_size;
+            if self.word(place, slot::USED)? == 0 {
+                vacant = vacant.or(Some(place));
+                continue;
+            }
+            let same_head = self.word(place, slot::HASH)? == hash
+                && self.word(place, slot::KEY_LENGTH)? as usize == key.len();
+            let mut found = [0; MOST_KEY as usize];
+            if same_head {
+                self.block.read(at(place + slot::KEY), &mut found[..key.len()])?;
+            }
+            if same_head && found[..key.len()] == *key {
+                return Ok(Some(place));
+            }
+        }
+        Ok(vacant.filter(|_| make))
+    }
+
+    /// Makes a free slot the key's.
+    fn take(&self, place: u64, key: &[u8], hash: u32) -> Result<()> {
+        if self.word(place, slot::USED)? != 0 {
+            return Ok(());
+        }
+        self.block.store_u32(at(place + slot::USED), 1)?;
+        self.block.store_u32(at(place + slot::HASH), hash)?;
+        self.block.store_u32(at(place + slot::KEY_LENGTH), key.len() as u32)?;
+        self.block.write(at(place + slot::KEY), key)?;
+        self.count(counts::KEYS, 1)
+    }
+
+    fn put(&self, place: u64, value: &[u8]) -> Result<()> {
+        self.block.write(at(place + slot::KEY + MOST_KEY), value)?;
+        self.block.store_u32(at(place + slot::VALUE_LENGTH), value.len() as u32)
+    }
+
+    fn value(&self, place: u64) -> Result<Vec<u8>> {
+        let mut value = vec![0; self.word(place, slot::VALUE_LENGTH)? as usize];
+        self.block.read(at(place + slot::KEY + MOST_KEY), &mut value)?;
+        Ok(value)
+    }
+
+    /// False if there is no room.
+    pub(super) fn set(&self, key: &[u8], value: &[u8]) -> Result<bool> {
+        let hash = hash_of(key);
+        self.locked(hash, || {
+            let Some(place) = self.find(key, hash, true)? else { return Ok(false) };
+            self.take(place, key, hash)?;
+            self.put(place, value)?;
+            Ok(true)
+        })
+    }
+
+    pub(super) fn get(&self, key: &[u8]) -> Result<Option<Vec<u8>>> {
+        let hash = hash_of(key);
+        self.locked(hash, || {
+            self.find(key, hash, false)?.map(|place| self.value(place)).transpose()
+        })
+    }
+
+    /// Whether the key is there; if `really`, it is not any more.
+    pub(super) fn drop_key(&self, key: &[u8], really: bool) -> Result<bool> {
+        let hash = hash_of(key);
+        self.locked(hash, || {
+            let found = self.find(key, hash, false)?;
+            if let Some(place) = found.filter(|_| really) {
+                self.block.store_u32(at(place + slot::USED), 0)?;
+                self.count(counts::KEYS, u64::MAX)?;
+            }
+            Ok(found.is_some())
+        })
+    }
+
+    /// Adds to a number: the sum, or what to say instead.
+    pub(super) fn add(
+        &self,
+        key: &[u8],
+        by: i64,
+    ) -> Result<std::result::Result<i64, &'static str>> {
+        let hash = hash_of(key);
+        self.locked(hash, || {
+            let Some(place) = self.find(key, hash, true)? else {
+                return Ok(Err("-OOM the store has no room for this key\r\n"));
+            };
+            let before = match self.word(place, slot::USED)? {
+                0 => Some(0),
+                _ => whole(&self.value(place)?),
+            };
+            let Some(before) = before else {
+                return Ok(Err("-ERR value is not an integer or out of range\r\n"));
+            };
+            self.take(place, key, hash)?;
+            self.put(place, (before + by).to_string().as_bytes())?;
+            Ok(Ok(before + by))
+        })
+    }
+
+    /// Adds to a counter.
+    pub(super) fn count(&self, counter: u64, by: u64) -> Result<()> {
+        self.block.fetch_add_u64(at(self.setup.counts + counter), by).map(|_| ())
+    }
+
+    pub(super) fn counter(&self, counter: u64) -> Result<u64> {
+        self.block.load_u64(at(self.setup.counts + counter))
+    }
+}
+
+/// A whole number of at most 18 digits.
+fn whole(text: &[u8]) -> Option<i64> {
+    let digits = text.strip_prefix(b"-").unwrap_or(text);
+    if digits.is_empty() || digits.len() > 18 || !digits.iter().all(u8::is_ascii_digit) {
+        return None;
+    }
+    std::str::from_utf8(text).ok()?.parse().ok()
+}

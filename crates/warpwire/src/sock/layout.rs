@@ -1,0 +1,384 @@
+//! What the host and the kernels of a GPU share, byte by byte. `include/warpwire/sock.cuh` has the same, and a test
+//! compares the two.
+//!
+//! Three areas of memory, by who writes them:
+//!
+//! | area | written by | lies in | holds |
+//! |---|---|---|---|
+//! | host side | the host | device memory behind a window; pinned without one | [`table`], [`pulse`], replies, [`inbox`] lines, receive rings |
+//! | kernel side | kernels | pinned memory | requests, [`outbox`] words, send rings |
+//! | desks | kernels | device memory | the ticket of requests, turns, [`desk`] lines |
+//!
+//! So nobody reads across PCIe: each side looks at memory that is near, and what crosses are stores.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
+
+/// The version of all this, which headers compare.
+pub const VERSION: u32 = 1;
+
+/// The table: where everything is. A kernel gets its address, and nothing else.
+pub mod table {
+    /// The layout's version: 32 bits.
+    pub const VERSION: u64 = 0;
+    /// How many sockets there are: 32 bits.
+    pub const SOCKETS: u64 = 4;
+    /// How many requests fit at a time, a power of two: 32 bits.
+    pub const SLOTS: u64 = 8;
+    /// After how many milliseconds without a beat the host counts as dead: 32 bits.
+    pub const SILENCE: u64 = 12;
+    /// Address of the inbox lines.
+    pub const INBOX: u64 = 16;
+    /// Address of the outbox words.
+    pub const OUTBOX: u64 = 24;
+    /// Address of the desks.
+    pub const DESKS: u64 = 32;
+    /// Address of the requests.
+    pub const REQUESTS: u64 = 40;
+    /// Address of the replies.
+    pub const REPLIES: u64 = 48;
+    /// Address of the turns, 64 bits for each request.
+    pub const TURNS: u64 = 56;
+    /// Address of the ticket, 64 bits.
+    pub const TICKET: u64 = 64;
+    /// Address of the pulse.
+    pub const PULSE: u64 = 72;
+    /// How long it is.
+    pub const LEN: u64 = 128;
+}
+
+/// The pulse: whether the host lives.
+pub mod pulse {
+    /// Grows while the host lives: 64 bits.
+    pub const BEAT: u64 = 0;
+    /// 1 when the host has ended: 32 bits.
+    pub const CLOSED: u64 = 8;
+    /// How long it is.
+    pub const LEN: u64 = 128;
+}
+
+/// One socket's line of the host side.
+pub mod inbox {
+    /// [`state`](super::state): 64 bits.
+    pub const STATE: u64 = 0;
+    /// Bytes that the host has put into the receive ring, ever.
+    pub const RECEIVED: u64 = 8;
+    /// Bytes that the host has taken from the send ring, ever.
+    pub const TAKEN: u64 = 16;
+    /// Address of the receive ring.
+    pub const RECEIVE_RING: u64 = 24;
+    /// Address of the send ring.
+    pub const SEND_RING: u64 = 32;
+    /// Its size, a power of two: 32 bits.
+    pub const RECEIVE_SIZE: u64 = 40;
+    /// The send ring's: 32 bits.
+    pub const SEND_SIZE: u64 = 44;
+    /// How long it is.
+    pub const LEN: u64 = 64;
+}
+
+/// One socket's word of the kernel side: the lower halves of two counters. The host compares it with what it saw last,
+/// so it is the doorbell too.
+pub mod outbox {
+    /// Bytes put into the send ring: 32 bits.
+    pub const SENT: u64 = 0;
+    /// Bytes taken from the receive ring: 32 bits.
+    pub const CONSUMED: u64 = 4;
+    /// How long it is.
+    pub const LEN: u64 = 8;
+}
+
+/// One socket's line that only kernels use.
+pub mod desk {
+    /// The generation of the handle that is open; 0 when it was closed: 32 bits.
+    pub const GENERATION: u64 = 0;
+    /// [`NON_BLOCKING`] and what was shut down: 32 bits.
+    pub const FLAGS: u64 = 4;
+    /// Bytes put into the send ring, ever.
+    pub const SENT: u64 = 8;
+    /// Bytes taken from the receive ring, ever.
+    pub const CONSUMED: u64 = 16;
+    /// Who sends: [`FREE`] and so on, 32 bits.
+    pub const SEND_LOCK: u64 = 24;
+    /// Who receives: 32 bits.
+    pub const RECEIVE_LOCK: u64 = 28;
+    /// How long sending and connecting may wait, in nanoseconds; 0 is for ever.
+    pub const SEND_TIMEOUT: u64 = 32;
+    /// How long receiving and accepting may wait.
+    pub const RECEIVE_TIMEOUT: u64 = 40;
+    /// How long it is.
+    pub const LEN: u64 = 64;
+
+    /// Flag: calls do not wait.
+    pub const NON_BLOCKING: u32 = 1;
+    /// Flag: nothing more is sent.
+    pub const SHUT_SEND: u32 = 2;
+    /// Flag: nothing more is received.
+    pub const SHUT_RECEIVE: u32 = 4;
+
+    /// A lock that nobody has.
+    pub const FREE: u32 = 0;
+    /// Somebody copies.
+    pub const COPYING: u32 = 1;
+    /// A span is out: reserved, or borrowed.
+    pub const SPAN: u32 = 2;
+    /// The socket is closed.
+    pub const GONE: u32 = 3;
+}
+
+/// The state of a socket, as the host tells it.
+pub mod state {
+    /// The generation of the handle: 0 for nobody's.
+    pub const GENERATION: u64 = 0xffff;
+    /// Where the errno of receiving stands.
+    pub const RECEIVE_ERROR: u32 = 16;
+    /// Where the errno of sending stands.
+    pub const SEND_ERROR: u32 = 24;
+    /// Records, not a stream.
+    pub const DATAGRAM: u64 = 1 << 32;
+    /// It accepts.
+    pub const LISTENING: u64 = 1 << 33;
+    /// A connection is being made.
+    pub const CONNECTING: u64 = 1 << 34;
+    /// There is a peer.
+    pub const CONNECTED: u64 = 1 << 35;
+    /// Nothing comes after what has been received.
+    pub const RECEIVE_END: u64 = 1 << 36;
+    /// Nothing more is taken.
+    pub const SEND_END: u64 = 1 << 37;
+}
+
+/// A request of a kernel.
+pub mod request {
+    /// Its ticket plus one, written last.
+    pub const NUMBER: u64 = 0;
+    /// [`Op`](super::Op): 32 bits.
+    pub const OP: u64 = 8;
+    /// The handle: 32 bits.
+    pub const HANDLE: u64 = 12;
+    /// What the operation wants beside it.
+    pub const VALUE: u64 = 16;
+    /// An option's number: 32 bits.
+    pub const OPTION: u64 = 24;
+    /// An address, of [`ADDRESS_LEN`](super::ADDRESS_LEN) bytes.
+    pub const ADDRESS: u64 = 32;
+    /// How long it is.
+    pub const LEN: u64 = 64;
+}
+
+/// The host's answer to a request.
+pub mod reply {
+    /// The request's number, written last.
+    pub const NUMBER: u64 = 0;
+    /// What the call returns: 0 or more, or the negative of an errno.
+    pub const RESULT: u64 = 8;
+    /// An address.
+    pub const ADDRESS: u64 = 16;
+    /// How long it is.
+    pub const LEN: u64 = 64;
+}
+
+/// What stands before each datagram, and is all of an accepted connection. Records begin at multiples of their length.
+pub mod record {
+    /// Datagram: its length; connection: its handle. 32 bits.
+    pub const VALUE: u64 = 0;
+    /// Datagram: an errno in place of bytes, or 0. 32 bits.
+    pub const ERROR: u64 = 4;
+    /// Whose it is, or whose it shall be.
+    pub const ADDRESS: u64 = 8;
+    /// How long it is.
+    pub const LEN: u64 = 32;
+}
+
+/// What a request asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Op {
+    /// A new socket: the value is the family (4 or 6) and, 8 bits further up, the kind (1 stream, 2 datagram).
+    Socket = 1,
+    /// Give it an address.
+    Bind,
+    /// Accept connections; the value is how many may wait.
+    Listen,
+    /// Connect to an address.
+    Connect,
+    /// End a direction: 0 receiving, 1 sending, 2 both.
+    Shutdown,
+    /// Let go of it.
+    Close,
+    /// Set an option.
+    SetOption,
+    /// What an option is.
+    GetOption,
+    /// Its own address.
+    LocalName,
+    /// Its peer's address.
+    PeerName,
+}
+
+impl Op {
+    /// The operation of that number.
+    pub fn from_raw(number: u32) -> Option<Self> {
+        use Op::{
+            Bind, Close, Connect, GetOption, Listen, LocalName, PeerName, SetOption, Shutdown,
+            Socket,
+        };
+        let all = [
+            Socket, Bind, Listen, Connect, Shutdown, Close, SetOption, GetOption, LocalName,
+            PeerName,
+        ];
+        all.into_iter().find(|op| *op as u32 == number)
+    }
+}
+
+/// What can be set on a socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Setting {
+    /// Calls that would wait return EAGAIN: 0 or 1.
+    NonBlocking = 1,
+    /// How long sending and connecting wait, in nanoseconds; 0 is for ever.
+    SendTimeout,
+    /// How long receiving and accepting wait.
+    ReceiveTimeout,
+    /// Bytes of the send ring: set before connecting, or before a datagram socket is used.
+    SendBuffer,
+    /// Bytes of the receive ring.
+    ReceiveBuffer,
+    /// Send small pieces at once: 0 or 1; on unless told otherwise.
+    NoDelay,
+    /// 0: closing resets the connection and throws away what is not sent. Below 0, the default: it is sent first.
+    Linger,
+    /// The errno that ended it, or 0. To read only.
+    Error,
+    /// A listener may take an address of which old connections remain: 0 or 1; on unless told otherwise.
+    ReuseAddress,
+    /// Ask silent peers whether they live: 0 or 1.
+    KeepAlive,
+    /// Datagrams may go to broadcast addresses: 0 or 1.
+    Broadcast,
+    /// A socket of IPv6 leaves IPv4 alone: 0 or 1.
+    OnlyV6,
+}
+
+impl Setting {
+    /// The setting of that number.
+    pub fn from_raw(number: u32) -> Option<Self> {
+        use Setting::{
+            Broadcast, Error, KeepAlive, Linger, NoDelay, NonBlocking, OnlyV6, ReceiveBuffer,
+            ReceiveTimeout, ReuseAddress, SendBuffer, SendTimeout,
+        };
+        let all = [
+            NonBlocking,
+            SendTimeout,
+            ReceiveTimeout,
+            SendBuffer,
+            ReceiveBuffer,
+            NoDelay,
+            Linger,
+            Error,
+            ReuseAddress,
+            KeepAlive,
+            Broadcast,
+            OnlyV6,
+        ];
+        all.into_iter().find(|setting| *setting as u32 == number)
+    }
+}
+
+/// Bits of `poll`, as Linux has them.
+pub mod events {
+    /// Something can be received or accepted, or the end of the stream was reached.
+    pub const IN: u16 = 0x1;
+    /// Something can be sent.
+    pub const OUT: u16 = 0x4;
+    /// It failed. Told unasked.
+    pub const ERR: u16 = 0x8;
+    /// Both directions have ended. Told unasked.
+    pub const HUP: u16 = 0x10;
+    /// No such socket. Told unasked.
+    pub const NVAL: u16 = 0x20;
+    /// The peer has ended its direction.
+    pub const RDHUP: u16 = 0x2000;
+}
+
+/// A handle is its socket's place, and the generation above it.
+pub const fn handle(index: u16, generation: u16) -> i32 {
+    (generation as i32) << 16 | index as i32
+}
+
+/// The place and the generation that a handle names.
+pub const fn parts(handle: i32) -> (u16, u16) {
+    ((handle & 0xffff) as u16, (handle >> 16) as u16)
+}
+
+/// How long an address is: family (16 bits: 4, 6, or 0 for none), port (16 bits), scope (32 bits), 16 bytes.
+pub const ADDRESS_LEN: usize = 24;
+
+/// Writes an address as kernels read it.
+pub fn address_bytes(address: Option<SocketAddr>) -> [u8; ADDRESS_LEN] {
+    let mut bytes = [0; ADDRESS_LEN];
+    let Some(address) = address else { return bytes };
+    bytes[2..4].copy_from_slice(&address.port().to_le_bytes());
+    match address {
+        SocketAddr::V4(v4) => {
+            bytes[0] = 4;
+            bytes[8..12].copy_from_slice(&v4.ip().octets());
+        }
+        SocketAddr::V6(v6) => {
+            bytes[0] = 6;
+            bytes[4..8].copy_from_slice(&v6.scope_id().to_le_bytes());
+            bytes[8..24].copy_from_slice(&v6.ip().octets());
+        }
+    }
+    bytes
+}
+
+/// Reads an address. `None` if its family is neither 4 nor 6.
+pub fn address_from(bytes: &[u8; ADDRESS_LEN]) -> Option<SocketAddr> {
+    let port = u16::from_le_bytes([bytes[2], bytes[3]]);
+    match u16::from_le_bytes([bytes[0], bytes[1]]) {
+        4 => {
+            let ip = Ipv4Addr::new(bytes[8], bytes[9], bytes[10], bytes[11]);
+            Some(SocketAddr::new(IpAddr::V4(ip), port))
+        }
+        6 => {
+            let mut ip = [0; 16];
+            ip.copy_from_slice(&bytes[8..]);
+            let scope = u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
+            Some(SocketAddr::V6(SocketAddrV6::new(Ipv6Addr::from(ip), port, 0, scope)))
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_come_back() {
+        for text in ["127.0.0.1:80", "[::1]:65535", "[fe80::1%3]:9", "0.0.0.0:0"] {
+            let address: SocketAddr = text.parse().unwrap();
+            assert_eq!(address_from(&address_bytes(Some(address))), Some(address));
+        }
+        assert_eq!(address_from(&address_bytes(None)), None);
+        let mut strange = address_bytes(Some("1.2.3.4:5".parse().unwrap()));
+        strange[0] = 5;
+        assert_eq!(address_from(&strange), None);
+    }
+
+    #[test]
+    fn handles_are_never_negative() {
+        assert_eq!(parts(handle(7, 9)), (7, 9));
+        assert!(handle(u16::MAX, 0x7fff) > 0);
+    }
+
+    #[test]
+    fn unknown_numbers_are_nothing() {
+        assert_eq!(Op::from_raw(Op::PeerName as u32), Some(Op::PeerName));
+        assert_eq!(Op::from_raw(0), None);
+        assert_eq!(Op::from_raw(11), None);
+        assert_eq!(Setting::from_raw(Setting::OnlyV6 as u32), Some(Setting::OnlyV6));
+        assert_eq!(Setting::from_raw(99), None);
+    }
+}

@@ -1,0 +1,309 @@
+//! Sockets for kernels: a threadblock connects, accepts, sends and receives as a process does.
+//!
+//! A [`SockHost`] serves the kernels of one GPU. They get the address of its table and use the calls of
+//! `include/warpwire/sock.cuh`; block functions of the simulated GPU use [`device`], which is the same in Rust.
+//! Behind a socket is an ordinary one of the operating system, TCP or UDP, IPv4 or IPv6: peers are whoever speaks those.
+//!
+//! # How bytes go
+//! Each socket has two rings with 64-bit counters. What a kernel sends it stores into pinned host memory; what it
+//! receives the host stores into device memory, through a [window](crate::mem::Window). Both look at memory that is
+//! near, and no call of the data path asks the host for anything. See [`layout`].
+//!
+//! # How calls end
+//! Every call that waits returns when its time is over, when the peer closes or resets, when the socket is closed by
+//! another block, and when the host is gone: at once if a [`SockHost`] is dropped, after
+//! [`silence`](SockOptions::silence) if its thread dies (`ECONNABORTED` both).
+//!
+//! ```
+//! use std::io::{Read, Write};
+//! use std::net::TcpListener;
+//! use std::time::Duration;
+//! use warpwire::mem::{Launch, Program, sim::{Sim, SimConfig}};
+//! use warpwire::sock::{SockHost, SockOptions, device::Sockets};
+//! # use warpwire::sock::device::{Family, Kind};
+//! let server = TcpListener::bind("127.0.0.1:0").unwrap();
+//! let address = server.local_addr().unwrap();
+//! let program = Program::new("greeter").block("greet", move |block| {
+//!     let sockets = Sockets::open(block, block.address(0)?)?;
+//!     let socket = sockets.socket(Family::V4, Kind::Stream)?;
+//!     sockets.connect(socket, address)?;
+//!     sockets.send(socket, b"hello from a kernel")?;
+//!     Ok(sockets.close(socket)?)
+//! });
+//! let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+//! let host = SockHost::start(&gpu, SockOptions::default()).unwrap();
+//! let (module, stream) = (gpu.load(&program).unwrap(), gpu.stream().unwrap());
+//! let launch = Launch::new(&module.kernel("greet").unwrap()).value(host.table());
+//! // SAFETY: the kernel uses the sockets' memory, which `host` keeps until after the kernel's end.
+//! unsafe { stream.launch(launch) }.unwrap();
+//! let mut text = String::new();
+//! server.accept().unwrap().0.read_to_string(&mut text).unwrap();
+//! assert_eq!(text, "hello from a kernel");
+//! stream.synchronize(Duration::from_secs(10)).unwrap();
+//! ```
+
+mod agent;
+mod arena;
+mod datagrams;
+pub mod device;
+mod ground;
+pub mod kv;
+pub mod layout;
+pub mod programs;
+mod requests;
+mod socket;
+mod transfer;
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rustix::event::{EventfdFlags, eventfd};
+use serde::Serialize;
+
+use crate::error::{Error, Kind, Result};
+use crate::mem::{Allocation, Device, MemoryKind};
+use agent::{Agent, Counters, Ending};
+use ground::Ground;
+
+/// Where the memory lies that the host writes and kernels watch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Place {
+    /// Device memory if the CPU has a window onto it, else pinned memory.
+    #[default]
+    Auto,
+    /// Pinned memory: kernels look at it across the bus.
+    Pinned,
+    /// Host memory by host addresses: not kernels but threads of this process use the sockets, by the same header
+    /// compiled as C++.
+    Threads,
+}
+
+/// How many sockets, how large, how patient.
+///
+/// ```
+/// use warpwire::sock::SockOptions;
+/// let many = SockOptions { sockets: 8192, ring: 16 << 10, ..SockOptions::default() }.fitted();
+/// assert_eq!(many.arena, 8192 * (16 << 10));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SockOptions {
+    /// How many sockets may be open at a time: at most 65 535.
+    pub sockets: u32,
+    /// Bytes of a ring, unless a socket asks for another size.
+    pub ring: u64,
+    /// Bytes for all rings of one direction.
+    pub arena: u64,
+    /// How many requests of kernels may be under way at a time, a power of two.
+    pub requests: u32,
+    /// After how long without a sign of life the host counts as dead.
+    pub silence: Duration,
+    /// How long the host's thread spins after the last work before it naps.
+    pub spin: Duration,
+    /// Where the memory lies that kernels watch.
+    pub place: Place,
+}
+
+impl Default for SockOptions {
+    fn default() -> Self {
+        Self {
+            sockets: 1024,
+            ring: 64 << 10,
+            arena: 64 << 20,
+            requests: 256,
+            silence: Duration::from_secs(3),
+            spin: Duration::from_micros(50),
+            place: Place::Auto,
+        }
+    }
+}
+
+impl SockOptions {
+    /// The same, with room for the rings of all sockets.
+    #[must_use]
+    pub fn fitted(mut self) -> Self {
+        let ring = arena::rounded(self.ring).unwrap_or(self.ring);
+        self.arena = u64::from(self.sockets).saturating_mul(ring);
+        self
+    }
+
+    fn check(&self) -> Result<()> {
+        let refuse = |why: String, fix: &'static str| {
+            Err(Error::new(Kind::InvalidArgument, "serve sockets").why(why).fix(fix))
+        };
+        if !(1..=65_535).contains(&self.sockets) {
+            return refuse(
+                format!("{} sockets were asked for", self.sockets),
+                "ask for 1 to 65535",
+            );
+        }
+        if !self.requests.is_power_of_two() || self.requests > 1 << 16 {
+            let why = format!("{} requests at a time were asked for", self.requests);
+            return refuse(why, "ask for a power of two up to 65536");
+        }
+        if !self.arena.is_multiple_of(arena::SMALLEST) || self.arena == 0 || self.arena > 1 << 36 {
+            let why = format!("{} bytes for rings were asked for", self.arena);
+            return refuse(why, "ask for a multiple of 4096 up to 64 GiB");
+        }
+        // The lower halves of counters must tell full from empty.
+        if self.ring == 0 || self.ring > 1 << 30 || self.ring > self.arena {
+            let why = format!("rings of {} bytes were asked for", self.ring);
+            return refuse(why, "ask for 4096 bytes to 1 GiB, and no more than there is for all");
+        }
+        if self.silence < Duration::from_millis(100) {
+            let why = format!("it would count as dead after {:?}", self.silence);
+            return refuse(why, "give it 100 ms or more: it shows every 20 ms that it lives");
+        }
+        Ok(())
+    }
+}
+
+/// What a [`SockHost`] has done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct SockStats {
+    /// Sockets that are open now.
+    pub open: u64,
+    /// Requests answered.
+    pub requests: u64,
+    /// Connections accepted.
+    pub accepted: u64,
+    /// Connections made.
+    pub connected: u64,
+    /// Bytes that came from peers.
+    pub received: u64,
+    /// Bytes that went to peers.
+    pub sent: u64,
+    /// Datagrams that fit into no ring.
+    pub dropped: u64,
+    /// Sockets that were reset because a kernel wrote nonsense.
+    pub misused: u64,
+}
+
+/// Serves the sockets of one GPU's kernels. Dropping it ends them: calls under way return `ECONNABORTED`.
+pub struct SockHost {
+    device: Device,
+    place: Place,
+    ground: Arc<Ground>,
+    counters: Arc<Counters>,
+    ending: Arc<Ending>,
+    wake: OwnedFd,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl SockHost {
+    /// Lays out memory that the device's kernels reach, and starts the thread that serves them.
+    pub fn start(device: &Device, options: SockOptions) -> Result<Self> {
+        options.check()?;
+        let on = |error: Error| error.during("serve sockets").on(device.label());
+        let ground = Arc::new(Ground::lay(device, &options).map_err(on)?);
+        let (counters, ending) = (Arc::<Counters>::default(), Arc::<Ending>::default());
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|errno| Error::os("make an eventfd", &errno.into()))?;
+        let agent = Agent::new(ground.clone(), options, &wake, counters.clone(), ending.clone())?;
+        let thread = std::thread::Builder::new()
+            .name(format!("sock {}", device.label()))
+            .spawn(move || agent.run())
+            .map_err(|error| Error::os("start the thread that serves sockets", &error))?;
+        let thread = Mutex::new(Some(thread));
+        Ok(Self {
+            device: device.clone(),
+            place: options.place,
+            ground,
+            counters,
+            ending,
+            wake,
+            thread,
+        })
+    }
+
+    /// What kernels get: the address of the table. It is valid while this lives.
+    pub fn table(&self) -> u64 {
+        self.ground.table()
+    }
+
+    /// The device whose kernels it serves.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Memory for a program that uses the sockets: the device's, or the host's for threads.
+    fn alloc(&self, len: u64) -> Result<Allocation> {
+        match self.place {
+            Place::Threads => self.device.alloc_pinned(len),
+            Place::Auto | Place::Pinned => self.device.alloc_kind(len, MemoryKind::Vmm),
+        }
+    }
+
+    /// Where such a program finds memory.
+    fn address_of(&self, memory: &Allocation) -> Result<u64> {
+        match self.place {
+            Place::Threads => Ok(memory.host_bytes()?.address()),
+            Place::Auto | Place::Pinned => Ok(memory.address().raw()),
+        }
+    }
+
+    /// Why kernels watch pinned memory instead of their own; `None` if they watch their own.
+    pub fn why_pinned(&self) -> Option<&str> {
+        self.ground.why_pinned.as_deref()
+    }
+
+    /// What it has done.
+    pub fn stats(&self) -> SockStats {
+        let of = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+        SockStats {
+            open: of(&self.counters.open),
+            requests: of(&self.counters.requests),
+            accepted: of(&self.counters.accepted),
+            connected: of(&self.counters.connected),
+            received: of(&self.counters.received),
+            sent: of(&self.counters.sent),
+            dropped: of(&self.counters.dropped),
+            misused: of(&self.counters.misused),
+        }
+    }
+
+    /// Ends the service: connections are closed, and every call of a kernel returns `ECONNABORTED`. The memory stays
+    /// until this is dropped.
+    pub fn stop(&self) {
+        self.ending.stop.store(true, Ordering::Release);
+        // A full counter wakes as well.
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+        if let Some(thread) = self.thread.lock().take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread that served sockets had panicked");
+        }
+    }
+
+    /// Lets the thread die without a word, as a crash of it would. For tests of what kernels make of that.
+    #[doc(hidden)]
+    pub fn vanish(&self) {
+        self.ending.vanish.store(true, Ordering::Release);
+        self.stop();
+    }
+}
+
+impl SockHost {
+    /// Writes nonsense where a kernel says how much it has sent. For tests of what comes of that.
+    #[doc(hidden)]
+    pub fn spoil(&self, index: u16) {
+        if let Err(error) = self.ground.spoil_outbox(index) {
+            tracing::error!(%error, "nothing was spoilt");
+        }
+    }
+}
+
+impl Drop for SockHost {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl std::fmt::Debug for SockHost {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "SockHost({})", self.device.label())
+    }
+}

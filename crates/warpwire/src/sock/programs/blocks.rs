@@ -1,0 +1,217 @@
+//! The programs for the simulated GPU: the twins of programs.cu.
+
+use std::time::Instant;
+
+use rustix::io::Errno;
+
+use super::{Setup, control};
+use crate::mem::DeviceAddr;
+use crate::mem::sim::{Block, Fault};
+use crate::sock::device::{Failure, Family, How, Kind, Outcome, Setting, Sock, Sockets};
+use crate::sock::layout::{address_bytes, address_from};
+
+struct Actor<'a> {
+    block: &'a Block<'a>,
+    setup: Setup,
+    sockets: Sockets<'a>,
+}
+
+impl<'a> Actor<'a> {
+    fn new(block: &'a Block<'a>) -> Result<Self, Fault> {
+        let setup = Setup::read(block, block.address(0)?)?;
+        let sockets = Sockets::open(block, DeviceAddr::new(setup.table))?;
+        Ok(Self { block, setup, sockets })
+    }
+
+    fn control(&self, word: u64) -> DeviceAddr {
+        DeviceAddr::new(self.setup.control + word)
+    }
+
+    fn stopped(&self) -> Result<bool, Fault> {
+        Ok(self.block.load_u64(self.control(control::STOP))? != 0)
+    }
+
+    fn stream(&self) -> Outcome<(Sock, std::net::SocketAddr)> {
+        let address = address_from(&self.setup.address).ok_or(Errno::AFNOSUPPORT)?;
+        let family = if address.is_ipv6() { Family::V6 } else { Family::V4 };
+        Ok((self.sockets.socket(family, Kind::Stream)?, address))
+    }
+
+    fn open_listener(&self) -> Outcome<Sock> {
+        let (listener, address) = self.stream()?;
+        self.sockets.bind(listener, address)?;
+        self.sockets.listen(listener, 256)?;
+        self.sockets.set(listener, Setting::ReceiveTimeout, self.setup.timeout as i64)?;
+        let name = address_bytes(Some(self.sockets.local_name(listener)?));
+        self.block.write(self.control(control::NAME), &name)?;
+        Ok(listener)
+    }
+
+    /// The listener: made by the first worker, and waited for by the others.
+    fn listener(&self) -> Result<Option<Sock>, Fault> {
+        if self.block.index() == 0 {
+            return match self.open_listener() {
+                Ok(listener) => {
+                    let shown = listener.raw() as u64 + 1;
+                    self.block.store_u64(self.control(control::LISTENER), shown)?;
+                    Ok(Some(listener))
+                }
+                Err(failure) => self.failed(failure).map(|()| None),
+            };
+        }
+        let mut listener = 0;
+        self.block.spin_until(|| {
+            listener = self.block.load_u64(self.control(control::LISTENER))?;
+            let failed = self.block.load_u64(self.control(control::FAILED))?;
+            Ok(listener != 0 || failed != 0 || self.stopped()?)
+        })?;
+        Ok((listener != 0).then(|| Sock::from_raw(listener as i32 - 1)))
+    }
+
+    fn failed(&self, failure: Failure) -> Result<(), Fault> {
+        match failure {
+            Failure::Errno(errno) => {
+                self.block.store_u64(self.control(control::FAILED), errno.raw_os_error() as u64)
+            }
+            Failure::Fault(fault) => Err(fault),
+        }
+    }
+
+    fn serve_one(&self, peer: Sock) -> Outcome<()> {
+        if self.setup.mode == super::Mode::Http as u64 {
+            self.sockets.set(peer, Setting::ReceiveTimeout, 5_000_000_000)?;
+            return self.answer_http(peer);
+        }
+        self.sockets.set(peer, Setting::ReceiveTimeout, self.setup.timeout as i64)?;
+        let mut buffer = vec![0; self.setup.buffer_size as usize];
+        loop {
+            let count = match self.sockets.recv(peer, &mut buffer) {
+                Err(Failure::Errno(Errno::TIMEDOUT)) if !self.stopped()? => continue,
+                outcome => outcome?,
+            };
+            if count == 0 {
+                return Ok(());
+            }
+            if self.setup.mode == super::Mode::Echo as u64 {
+                self.sockets.send(peer, &buffer[..count])?;
+            }
+        }
+    }
+
+    /// Reads a request up to its empty line, then answers it.
+    fn answer_http(&self, peer: Sock) -> Outcome<()> {
+        let mut request = vec![0; self.setup.buffer_size as usize / 2];
+        let mut have = 0;
+        let is_whole = |bytes: &[u8]| bytes.windows(4).any(|part| part == b"\r\n\r\n");
+        while have < request.len() && !is_whole(&request[..have]) {
+            match self.sockets.recv(peer, &mut request[have..])? {
+                0 => return Ok(()),
+                count => have += count,
+            }
+        }
+        let status = match is_whole(&request[..have]) {
+            true => "200 OK\r\nContent-Type: text/plain",
+            false => "431 Request Header Fields Too Large",
+        };
+        let body = "hello from a kernel\n";
+        let answer = format!(
+            "HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        self.sockets.send(peer, answer.as_bytes()).map(|_| ())
+    }
+
+    fn measure(&self, peer: Sock, bytes: &mut u64) -> Outcome<()> {
+        use super::Mode;
+        let setup = &self.setup;
+        let is = |mode: Mode| setup.mode == mode as u64;
+        if is(Mode::Talk) {
+            return self.talk(peer, bytes);
+        }
+        let mut buffer = vec![0; setup.size as usize];
+        for _ in 0..setup.rounds {
+            if is(Mode::Ping) || is(Mode::Push) {
+                // From and to device memory, as a kernel would.
+                self.block.read(DeviceAddr::new(setup.buffers), &mut buffer)?;
+                *bytes += self.sockets.send(peer, &buffer)? as u64;
+            }
+            if is(Mode::Ping) || is(Mode::Pull) {
+                if self.sockets.recv_all(peer, &mut buffer)? < buffer.len() {
+                    return Err(Errno::PIPE.into());
+                }
+                self.block.write(DeviceAddr::new(setup.buffers), &buffer)?;
+                *bytes += if is(Mode::Pull) { setup.size } else { 0 };
+            }
+        }
+        if is(Mode::Push) {
+            self.sockets.shutdown(peer, How::Send)?;
+            if self.sockets.recv_all(peer, &mut [0])? != 1 {
+                return Err(Errno::PIPE.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks, and takes whatever is answered until the peer closes.
+    fn talk(&self, peer: Sock, bytes: &mut u64) -> Outcome<()> {
+        let mut buffer = vec![0; self.setup.buffer_size as usize];
+        let question = &mut buffer[..self.setup.size as usize];
+        self.block.read(DeviceAddr::new(self.setup.buffers), question)?;
+        self.sockets.send(peer, question)?;
+        let count = self.sockets.recv_all(peer, &mut buffer)?;
+        self.block.write(DeviceAddr::new(self.setup.buffers), &buffer[..count])?;
+        *bytes = count as u64;
+        Ok(())
+    }
+
+    fn client(&self, nanoseconds: &mut u64, bytes: &mut u64) -> Outcome<()> {
+        let (peer, address) = self.stream()?;
+        self.sockets.set(peer, Setting::ReceiveTimeout, self.setup.timeout as i64)?;
+        self.sockets.set(peer, Setting::SendTimeout, self.setup.timeout as i64)?;
+        let outcome = self.sockets.connect(peer, address).and_then(|()| {
+            let begun = Instant::now();
+            let outcome = self.measure(peer, bytes);
+            *nanoseconds = begun.elapsed().as_nanos() as u64;
+            outcome
+        });
+        self.sockets.close(peer)?;
+        outcome
+    }
+}
+
+pub(super) fn serve_block(block: &Block<'_>) -> Result<(), Fault> {
+    let actor = Actor::new(block)?;
+    let Some(listener) = actor.listener()? else { return Ok(()) };
+    while !actor.stopped()? {
+        let peer = match actor.sockets.accept(listener) {
+            Ok((peer, _)) => peer,
+            Err(Failure::Errno(Errno::TIMEDOUT | Errno::AGAIN)) => continue,
+            Err(Failure::Errno(_)) => return Ok(()),
+            Err(Failure::Fault(fault)) => return Err(fault),
+        };
+        // However a conversation ends, the next one begins.
+        for outcome in [actor.serve_one(peer), actor.sockets.close(peer)] {
+            if let Err(Failure::Fault(fault)) = outcome {
+                return Err(fault);
+            }
+        }
+    }
+    if block.index() == 0
+        && let Err(Failure::Fault(fault)) = actor.sockets.close(listener)
+    {
+        return Err(fault);
+    }
+    Ok(())
+}
+
+pub(super) fn client_block(block: &Block<'_>) -> Result<(), Fault> {
+    let actor = Actor::new(block)?;
+    let (mut nanoseconds, mut bytes) = (0, 0);
+    let outcome = actor.client(&mut nanoseconds, &mut bytes);
+    block.store_u64(actor.control(control::NANOSECONDS), nanoseconds)?;
+    block.store_u64(actor.control(control::BYTES), bytes)?;
+    if let Err(failure) = outcome {
+        actor.failed(failure)?;
+    }
+    block.store_u64(actor.control(control::DONE), 1)
+}

@@ -1,0 +1,362 @@
+//! Small programs that use sockets inside kernels: a [`Server`] that echoes, throws away or answers HTTP, and a
+//! [`Client`] that measures. They show how such kernels are written, and the command `warpwire sock` is made of them.
+
+mod blocks;
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use super::SockHost;
+use super::layout::{ADDRESS_LEN, address_bytes, address_from};
+use crate::error::{Error, Kind, Result};
+use crate::mem::sim::{Block, Fault};
+use crate::mem::{Allocation, DeviceAddr, Kernel, Launch, MemoryKind, Program, Region, Stream};
+
+const SERVE: &str = "sock_serve";
+const CLIENT: &str = "sock_client";
+const THREADS: u32 = 256;
+/// How long it takes at most to start and to stop.
+const SOON: Duration = Duration::from_secs(20);
+/// How often a server looks whether it shall stop.
+const GLANCE: Duration = Duration::from_millis(50);
+
+/// What a server does with what comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Service {
+    /// Sends it back.
+    Echo = 0,
+    /// Throws it away.
+    Sink = 1,
+    /// Answers HTTP.
+    Http = 2,
+}
+
+/// What a client does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// Sends and waits until as much has come back, round by round.
+    Ping = 3,
+    /// Sends all rounds, ends its direction, and waits for one byte.
+    Push = 4,
+    /// Receives all rounds.
+    Pull = 5,
+}
+
+/// Modes by number, as kernels know them.
+#[derive(Clone, Copy)]
+enum Mode {
+    Echo = 0,
+    Http = 2,
+    Ping = 3,
+    Push = 4,
+    Pull = 5,
+    Talk = 6,
+}
+
+mod control {
+    pub(super) const STOP: u64 = 0;
+    pub(super) const LISTENER: u64 = 8;
+    pub(super) const FAILED: u64 = 16;
+    pub(super) const NANOSECONDS: u64 = 24;
+    pub(super) const BYTES: u64 = 32;
+    pub(super) const DONE: u64 = 40;
+    pub(super) const NAME: u64 = 56;
+    pub(super) const LEN: u64 = 80;
+}
+
+/// What kernels read. The same as in programs.cu.
+#[derive(Clone, Copy, Debug, Default)]
+struct Setup {
+    table: u64,
+    control: u64,
+    buffers: u64,
+    buffer_size: u64,
+    mode: u64,
+    size: u64,
+    rounds: u64,
+    timeout: u64,
+    address: [u8; ADDRESS_LEN],
+}
+
+const SETUP_LEN: usize = 88;
+
+impl Setup {
+    fn words(&mut self) -> [&mut u64; 8] {
+        [
+            &mut self.table,
+            &mut self.control,
+            &mut self.buffers,
+            &mut self.buffer_size,
+            &mut self.mode,
+            &mut self.size,
+            &mut self.rounds,
+            &mut self.timeout,
+        ]
+    }
+
+    fn bytes(mut self) -> [u8; SETUP_LEN] {
+        let address = self.address;
+        let mut bytes = [0; SETUP_LEN];
+        for (word, into) in self.words().iter().zip(bytes.chunks_exact_mut(8)) {
+            into.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes[64..].copy_from_slice(&address);
+        bytes
+    }
+
+    fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, Fault> {
+        let mut setup = Self::default();
+        let base = at.raw();
+        for (number, word) in setup.words().into_iter().enumerate() {
+            *word = block.load_u64(DeviceAddr::new(base + number as u64 * 8))?;
+        }
+        block.read(DeviceAddr::new(base + 64), &mut setup.address)?;
+        Ok(setup)
+    }
+}
+
+/// The kernels, loaded onto a device. Load them before anything runs there that does not end by itself.
+#[derive(Clone, Debug)]
+pub struct Programs {
+    serve: Kernel,
+    client: Kernel,
+}
+
+impl Programs {
+    /// Loads the kernels onto the device whose sockets `host` serves.
+    pub fn load(host: &SockHost) -> Result<Self> {
+        let program = Program::new("socket programs")
+            .ptx(include_str!("programs.ptx"))
+            .block(SERVE, blocks::serve_block)
+            .block(CLIENT, blocks::client_block);
+        let module = host.device().load(&program)?;
+        Ok(Self { serve: module.kernel(SERVE)?, client: module.kernel(CLIENT)? })
+    }
+
+    /// Starts a server of so many blocks, each with one client at a time, and returns when it listens.
+    ///
+    /// ```
+    /// use std::io::{Read, Write};
+    /// use warpwire::mem::sim::{Sim, SimConfig};
+    /// use warpwire::sock::{SockHost, SockOptions, programs::{Programs, Service}};
+    /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+    /// let host = SockHost::start(&gpu, SockOptions::default()).unwrap();
+    /// let programs = Programs::load(&host).unwrap();
+    /// let server = programs.serve(&host, Service::Echo, ([127, 0, 0, 1], 0).into(), 2).unwrap();
+    /// let mut client = std::net::TcpStream::connect(server.address()).unwrap();
+    /// client.write_all(b"hello").unwrap();
+    /// let mut back = [0; 5];
+    /// client.read_exact(&mut back).unwrap();
+    /// assert_eq!(&back, b"hello");
+    /// ```
+    pub fn serve<'a>(
+        &self,
+        host: &'a SockHost,
+        service: Service,
+        address: SocketAddr,
+        workers: u32,
+    ) -> Result<Server<'a>> {
+        if workers == 0 || workers > 256 {
+            return Err(Error::new(Kind::InvalidArgument, "start a server")
+                .why(format!("{workers} blocks were asked for"))
+                .fix("ask for 1 to 256"));
+        }
+        let stage = Stage::new(host, 64 << 10, u64::from(workers))?;
+        let setup = Setup {
+            mode: service as u64,
+            timeout: GLANCE.as_nanos() as u64,
+            address: address_bytes(Some(address)),
+            ..stage.setup()
+        };
+        stage.launch(&self.serve, workers, setup)?;
+        let mut server = Server { stage, address };
+        server.address = server.await_listener()?;
+        Ok(server)
+    }
+
+    /// Connects to a server and does `rounds` of work with messages of `size` bytes.
+    pub fn client(
+        &self,
+        host: &SockHost,
+        work: Work,
+        server: SocketAddr,
+        size: u64,
+        rounds: u64,
+        timeout: Duration,
+    ) -> Result<Measured> {
+        if size == 0 || rounds == 0 {
+            return Err(Error::new(Kind::InvalidArgument, "run a client")
+                .why("no bytes or no rounds were asked for"));
+        }
+        let stage = Stage::new(host, size, 1)?;
+        let setup = Setup {
+            mode: work as u64,
+            size,
+            rounds,
+            timeout: timeout.as_nanos() as u64,
+            address: address_bytes(Some(server)),
+            ..stage.setup()
+        };
+        stage.run(&self.client, setup, server, timeout)
+    }
+
+    /// Connects to a server, asks, and gives what was answered until the server closed: at most `most` bytes.
+    pub fn talk(
+        &self,
+        host: &SockHost,
+        server: SocketAddr,
+        question: &[u8],
+        most: u64,
+        timeout: Duration,
+    ) -> Result<Vec<u8>> {
+        let stage = Stage::new(host, most.max(question.len() as u64).max(1), 1)?;
+        stage.buffers.write(0, question)?;
+        let setup = Setup {
+            mode: Mode::Talk as u64,
+            size: question.len() as u64,
+            rounds: 1,
+            timeout: timeout.as_nanos() as u64,
+            address: address_bytes(Some(server)),
+            ..stage.setup()
+        };
+        let measured = stage.run(&self.client, setup, server, timeout)?;
+        let mut answer = vec![0; measured.bytes as usize];
+        stage.buffers.read(0, &mut answer)?;
+        Ok(answer)
+    }
+}
+
+/// How long a client took, by the clock of its kernel, for how many bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Measured {
+    /// From the first byte to the last.
+    pub time: Duration,
+    /// Bytes that it sent, or received if it only does that.
+    pub bytes: u64,
+}
+
+/// Memory and a stream for a program.
+struct Stage<'a> {
+    host: &'a SockHost,
+    stream: Stream,
+    control: Allocation,
+    buffers: Allocation,
+    setup: Allocation,
+    buffer_size: u64,
+}
+
+impl<'a> Stage<'a> {
+    fn new(host: &'a SockHost, buffer_size: u64, buffers: u64) -> Result<Self> {
+        let device = host.device();
+        let control = device.alloc_pinned(control::LEN)?;
+        control.write(0, &[0; control::LEN as usize])?;
+        let buffer_size = buffer_size.next_multiple_of(16);
+        Ok(Self {
+            host,
+            stream: device.stream()?,
+            control,
+            buffers: device.alloc_kind(buffers * buffer_size, MemoryKind::Vmm)?,
+            setup: device.alloc_kind(SETUP_LEN as u64, MemoryKind::Vmm)?,
+            buffer_size,
+        })
+    }
+
+    fn setup(&self) -> Setup {
+        Setup {
+            table: self.host.table(),
+            control: self.control.address().raw(),
+            buffers: self.buffers.address().raw(),
+            buffer_size: self.buffer_size,
+            ..Setup::default()
+        }
+    }
+
+    /// Runs a client to its end.
+    fn run(
+        &self,
+        kernel: &Kernel,
+        setup: Setup,
+        server: SocketAddr,
+        timeout: Duration,
+    ) -> Result<Measured> {
+        self.launch(kernel, 1, setup)?;
+        // Each round may take as long as a call may wait, but together they have an end.
+        self.stream.synchronize(timeout * 4 + SOON)?;
+        let bytes = self.control.host_bytes()?;
+        match bytes.load_u64(control::FAILED)? as i32 {
+            0 => Ok(Measured {
+                time: Duration::from_nanos(bytes.load_u64(control::NANOSECONDS)?),
+                bytes: bytes.load_u64(control::BYTES)?,
+            }),
+            errno => {
+                let what = format!("talk to {server} from a kernel");
+                let why = std::io::Error::from_raw_os_error(errno);
+                Err(Error::os(what, &why).on(self.host.device().label()))
+            }
+        }
+    }
+
+    #[allow(unsafe_code)]
+    fn launch(&self, kernel: &Kernel, grid: u32, setup: Setup) -> Result<()> {
+        self.setup.write(0, &setup.bytes())?;
+        let whole: Region = self.setup.whole()?;
+        let launch = Launch::new(kernel).grid(grid).threads(THREADS).region(&whole);
+        // SAFETY: the kernel uses the memory that its setup names: this stage's, which waits for the kernel before it goes,
+        // and the sockets', which the borrow of the host keeps.
+        unsafe { self.stream.launch(launch) }
+    }
+}
+
+impl Drop for Stage<'_> {
+    fn drop(&mut self) {
+        let stop = self.control.host_bytes().and_then(|bytes| bytes.store_u64(control::STOP, 1));
+        if let Err(error) = stop.and_then(|()| self.stream.synchronize(SOON)) {
+            tracing::warn!(%error, "a program of sockets did not end");
+        }
+    }
+}
+
+/// A server at work. Dropping it ends it.
+pub struct Server<'a> {
+    stage: Stage<'a>,
+    address: SocketAddr,
+}
+
+impl Server<'_> {
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    fn await_listener(&self) -> Result<SocketAddr> {
+        let begun = Instant::now();
+        let bytes = self.stage.control.host_bytes()?;
+        let failed = |why: String| {
+            Error::new(Kind::Unavailable, format!("listen at {}", self.address))
+                .on(self.stage.host.device().label())
+                .why(why)
+        };
+        loop {
+            if bytes.load_u64(control::LISTENER)? != 0 {
+                let mut name = [0; ADDRESS_LEN];
+                bytes.read(control::NAME, &mut name)?;
+                return Ok(address_from(&name).unwrap_or(self.address));
+            }
+            let errno = bytes.load_u64(control::FAILED)? as i32;
+            if errno != 0 {
+                let why = std::io::Error::from_raw_os_error(errno).to_string();
+                return Err(failed(why).fix("choose an address that is this machine's and free"));
+            }
+            if begun.elapsed() > SOON {
+                return Err(failed(format!("the kernel did not start in {SOON:?}")));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl std::fmt::Debug for Server<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Server({} on {})", self.address, self.stage.host.device().label())
+    }
+}

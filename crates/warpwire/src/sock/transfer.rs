@@ -1,0 +1,247 @@
+//! Bytes between rings and the operating system's sockets: streams and listeners.
+
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, Shutdown, SocketFlags, sockopt};
+
+use super::agent::{Agent, LAST_WORDS, PIECE};
+use super::layout::{address_bytes, inbox, record, state};
+use super::socket::Sort;
+use crate::error::Result;
+
+/// Connections accepted before it is another socket's turn.
+const ACCEPTS: u32 = 64;
+
+impl Agent {
+    /// Does a piece of what a socket has to do; true if more may be left.
+    pub(super) fn serve(&mut self, index: u16) -> Result<bool> {
+        let socket = &self.sockets[usize::from(index)];
+        if !socket.open {
+            return Ok(false);
+        }
+        match socket.sort {
+            Sort::Listener => self.accept_some(index),
+            Sort::Datagram => self.serve_datagrams(index),
+            Sort::Stream => self.serve_stream(index),
+        }
+    }
+
+    fn serve_stream(&mut self, index: u16) -> Result<bool> {
+        if self.sockets[usize::from(index)].has(state::CONNECTING) {
+            self.finish_connecting(index)?;
+        }
+        if !self.is_connected(index) {
+            return Ok(false);
+        }
+        let more = self.send_some(index)? | self.receive_some(index)?;
+        self.finish(index)?;
+        Ok(more && self.sockets[usize::from(index)].open)
+    }
+
+    /// A connection that was being made stands, or has failed.
+    fn finish_connecting(&mut self, index: u16) -> Result<()> {
+        let socket = &mut self.sockets[usize::from(index)];
+        let Some(fd) = &socket.fd else { return Ok(()) };
+        if !socket.writable {
+            return Ok(());
+        }
+        match sockopt::socket_error(fd) {
+            // A descriptor that was just made may be told of as hung up, before anything was tried.
+            Ok(Ok(())) if rustix::net::getpeername(fd).is_err() => {
+                socket.writable = false;
+                return Ok(());
+            }
+            Ok(Ok(())) => {
+                socket.flags = socket.flags & !state::CONNECTING | state::CONNECTED;
+                (socket.readable, socket.writable) = (true, true);
+                self.counters.connected.fetch_add(1, Ordering::Relaxed);
+            }
+            Ok(Err(errno)) | Err(errno) => {
+                socket.fail(Some(errno), Some(errno));
+                self.drop_descriptor(index);
+            }
+        }
+        self.tell_state(index)
+    }
+
+    /// From the send ring to the peer.
+    fn send_some(&mut self, index: u16) -> Result<bool> {
+        let socket = &mut self.sockets[usize::from(index)];
+        let (unsent, ring, at) = (socket.unsent(), socket.send_ring, socket.taken);
+        let Some(fd) = socket.fd.as_ref().filter(|_| socket.writable && unsent > 0) else {
+            return Ok(false);
+        };
+        let piece = &mut self.bounce[..(unsent as usize).min(PIECE)];
+        self.ground.fetch(ring, at, piece)?;
+        match rustix::net::send(fd, piece, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            Ok(count) => {
+                socket.taken += count as u64;
+                // Whoever takes bytes is given time for the rest.
+                if socket.closing.is_some() {
+                    socket.closing = Some(std::time::Instant::now() + LAST_WORDS);
+                }
+                self.counters.sent.fetch_add(count as u64, Ordering::Relaxed);
+                let (taken, more) = (socket.taken, socket.unsent() > 0);
+                self.ground.tell(index, inbox::TAKEN, taken)?;
+                Ok(more)
+            }
+            Err(Errno::AGAIN | Errno::INTR) => {
+                socket.writable = false;
+                Ok(false)
+            }
+            Err(errno) => {
+                // What came before the failure is still received.
+                socket.fail(None, Some(errno));
+                socket.taken = socket.sent;
+                socket.readable = true;
+                self.tell_state(index)?;
+                Ok(true)
+            }
+        }
+    }
+
+    /// From the peer to the receive ring.
+    fn receive_some(&mut self, index: u16) -> Result<bool> {
+        let socket = &mut self.sockets[usize::from(index)];
+        let wanted = (socket.room() as usize).min(PIECE);
+        let (ended, closing) = (socket.has(state::RECEIVE_END), socket.closing.is_some());
+        let may = socket.readable && wanted > 0 && !ended && !closing;
+        let Some(fd) = socket.fd.as_ref().filter(|_| may) else { return Ok(false) };
+        match rustix::net::recv(fd, &mut self.bounce[..wanted], RecvFlags::DONTWAIT) {
+            Ok((0, _)) => {
+                socket.flags |= state::RECEIVE_END;
+                self.tell_state(index)?;
+                Ok(false)
+            }
+            Ok((count, _)) => {
+                self.ground.put(socket.receive_ring, socket.received, &self.bounce[..count])?;
+                socket.received += count as u64;
+                // A short read has emptied the queue, unless its end comes next.
+                socket.readable = count == wanted || socket.end_seen;
+                self.counters.received.fetch_add(count as u64, Ordering::Relaxed);
+                let (received, more) = (socket.received, socket.readable && socket.room() > 0);
+                self.ground.tell(index, inbox::RECEIVED, received)?;
+                Ok(more)
+            }
+            Err(Errno::AGAIN | Errno::INTR) => {
+                socket.readable = false;
+                Ok(false)
+            }
+            Err(errno) => {
+                socket.fail(Some(errno), Some(errno));
+                socket.taken = socket.sent;
+                self.drop_descriptor(index);
+                self.tell_state(index)?;
+                Ok(false)
+            }
+        }
+    }
+
+    /// Ends what was to end once the send ring is empty.
+    pub(super) fn finish(&mut self, index: u16) -> Result<()> {
+        let socket = &mut self.sockets[usize::from(index)];
+        let done = socket.unsent() == 0 || socket.has(state::SEND_END) || socket.fd.is_none();
+        if socket.closing.is_some() && (done || socket.wishes.abort) {
+            return self.vacate(index);
+        }
+        if socket.shut_send && done && !socket.has(state::SEND_END) {
+            if let Some(fd) = &socket.fd {
+                // It fails if the peer is gone, of which receiving tells.
+                let _ = rustix::net::shutdown(fd, Shutdown::Write);
+            }
+            socket.flags |= state::SEND_END;
+            self.tell_state(index)?;
+        }
+        Ok(())
+    }
+
+    /// Takes connections that wait at a listener.
+    fn accept_some(&mut self, index: u16) -> Result<bool> {
+        self.forget_taken(index);
+        for _ in 0..ACCEPTS {
+            let socket = &self.sockets[usize::from(index)];
+            let may = socket.readable && socket.room() >= record::LEN && socket.closing.is_none();
+            let Some(fd) = socket.fd.as_ref().filter(|_| may) else { return Ok(false) };
+            if self.vacant.is_empty() {
+                self.look_again_at(index);
+                return Ok(false);
+            }
+            let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+            match rustix::net::acceptfrom_with(fd, flags) {
+                Ok((connection, peer)) => {
+                    let peer = peer.and_then(|peer| SocketAddr::try_from(peer).ok());
+                    if !self.adopt(index, connection, peer)? {
+                        self.look_again_at(index);
+                        return Ok(false);
+                    }
+                }
+                Err(Errno::AGAIN) => {
+                    self.sockets[usize::from(index)].readable = false;
+                    return Ok(false);
+                }
+                // One that went away while it waited is nobody's business.
+                Err(Errno::INTR | Errno::CONNABORTED | Errno::PROTO) => {}
+                Err(errno) => {
+                    // No descriptors or no memory: later.
+                    tracing::warn!(%errno, "a connection could not be accepted");
+                    self.look_again_at(index);
+                    return Ok(false);
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// Connections that kernels have taken are theirs.
+    pub(super) fn forget_taken(&mut self, index: u16) {
+        let socket = &mut self.sockets[usize::from(index)];
+        let left = ((socket.received - socket.consumed) / record::LEN) as usize;
+        while socket.waiting.len() > left {
+            socket.waiting.pop_front();
+        }
+    }
+
+    /// Makes a socket of an accepted connection, and hands it to whoever accepts next. False if it had to be let go.
+    fn adopt(
+        &mut self,
+        listener: u16,
+        connection: OwnedFd,
+        peer: Option<SocketAddr>,
+    ) -> Result<bool> {
+        let Some(index) = self.take_place()? else { return Ok(false) };
+        let (wishes, v6) =
+            (self.sockets[usize::from(listener)].wishes, self.sockets[usize::from(listener)].v6);
+        let socket = &mut self.sockets[usize::from(index)];
+        (socket.wishes, socket.v6) = (wishes, v6);
+        if wishes.no_delay {
+            // It costs speed where it cannot be set, and nothing else.
+            let _ = sockopt::set_tcp_nodelay(&connection, true);
+        }
+        socket.fd = Some(connection);
+        (socket.readable, socket.writable) = (true, true);
+        socket.flags = state::CONNECTED;
+        if let Err(errno) = self.give_rings(index).and_then(|()| self.watch(index)) {
+            tracing::warn!(%errno, "an accepted connection got no rings, and was reset");
+            self.sockets[usize::from(index)].wishes.abort = true;
+            self.vacate(index)?;
+            return Ok(false);
+        }
+        self.tell_line(index)?;
+        let mut entry = [0; record::LEN as usize];
+        let handle = self.sockets[usize::from(index)].handle(index);
+        entry[..4].copy_from_slice(&handle.to_le_bytes());
+        entry[record::ADDRESS as usize..].copy_from_slice(&address_bytes(peer));
+        let socket = &mut self.sockets[usize::from(listener)];
+        self.ground.put(socket.receive_ring, socket.received, &entry)?;
+        socket.received += record::LEN;
+        socket.waiting.push_back(index);
+        let received = socket.received;
+        self.ground.tell(listener, inbox::RECEIVED, received)?;
+        self.counters.accepted.fetch_add(1, Ordering::Relaxed);
+        self.queue(index);
+        Ok(true)
+    }
+}

@@ -1,0 +1,242 @@
+//! Several operations of several queue pairs, put on a stream at once.
+
+use std::sync::Arc;
+
+use parking_lot::MutexGuard;
+
+use super::StreamQp;
+use super::prepared::{Prepared, PreparedWait, check_stream};
+use super::queue::{Posted, Shared, State};
+use super::ticket::Ticket;
+use super::waits::Sign;
+use crate::error::{Error, Kind, Result};
+use crate::mem::{Condition, MemOp, Region, Stream, Word};
+use crate::verbs::Request;
+
+/// Up to so many bytes are written as words, which go to the device with the rest.
+const AS_WORDS: u64 = 64;
+
+#[derive(Debug)]
+enum Element {
+    Send(Prepared),
+    Wait(PreparedWait),
+    Word(MemOp),
+}
+
+impl Element {
+    fn shared(&self) -> Option<&Arc<Shared>> {
+        match self {
+            Self::Send(work) => Some(&work.shared),
+            Self::Wait(wait) => Some(&wait.shared),
+            Self::Word(_) => None,
+        }
+    }
+
+    /// Whether the stream may stand still there.
+    fn waits(&self) -> bool {
+        matches!(self, Self::Wait(_) | Self::Word(MemOp::Wait { .. }))
+    }
+}
+
+/// Operations for one stream that go to it in one submission: all of them, or none.
+///
+/// After [`post`](Self::post) it is empty and can be filled again. Dropped, nothing of it has happened.
+#[derive(Debug)]
+#[must_use = "nothing happens until it is posted"]
+pub struct Descriptors {
+    stream: Stream,
+    elements: Vec<Element>,
+    ops: Vec<MemOp>,
+}
+
+impl Descriptors {
+    /// An empty list for that stream.
+    pub fn on(stream: &Stream) -> Self {
+        Self { stream: stream.clone(), elements: Vec::new(), ops: Vec::new() }
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.elements.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.elements.is_empty()
+    }
+
+    /// Adds a request, which is prepared now; returns what it is called.
+    pub fn send(&mut self, qp: &StreamQp, request: &Request<'_>) -> Result<Ticket> {
+        self.send_prepared(qp.prepare(request)?)
+    }
+
+    /// Adds a request that was prepared before.
+    pub fn send_prepared(&mut self, work: Prepared) -> Result<Ticket> {
+        check_stream(&work.shared, &self.stream)?;
+        let ticket = work.ticket();
+        self.elements.push(Element::Send(work));
+        Ok(ticket)
+    }
+
+    /// Adds a wait for the end of a request, which is posted already or earlier in this list.
+    pub fn wait_send(&mut self, qp: &StreamQp, ticket: Ticket) -> Result<()> {
+        self.wait_prepared(qp.prepare_wait(ticket)?)
+    }
+
+    /// Adds a wait for the next receive; returns which that is.
+    pub fn wait_receive(&mut self, qp: &StreamQp) -> Result<Ticket> {
+        let wait = qp.prepare_wait_receive()?;
+        let ticket = wait.ticket();
+        self.wait_prepared(wait)?;
+        Ok(ticket)
+    }
+
+    /// Adds a wait that was prepared before.
+    pub fn wait_prepared(&mut self, wait: PreparedWait) -> Result<()> {
+        check_stream(&wait.shared, &self.stream)?;
+        self.elements.push(Element::Wait(wait));
+        Ok(())
+    }
+
+    /// Adds a wait until a word satisfies a condition.
+    pub fn wait_value(&mut self, word: &Word, condition: Condition, value: u64) -> Result<()> {
+        self.word(MemOp::Wait { word: word.clone(), condition, value })
+    }
+
+    /// Adds a write of a word.
+    pub fn write_value(&mut self, word: &Word, value: u64) -> Result<()> {
+        self.word(MemOp::Write { word: word.clone(), value })
+    }
+
+    /// Adds a write of bytes. They are taken now: the caller may change them as soon as this returns.
+    pub fn write_memory(&mut self, to: &Region, bytes: &[u8]) -> Result<()> {
+        if to.len() != bytes.len() as u64 {
+            let what = format!("write {} bytes to {} bytes", bytes.len(), to.len());
+            let error = Error::new(Kind::InvalidArgument, what).on(self.stream.label());
+            return Err(error.why("the lengths differ"));
+        }
+        let in_words =
+            to.len() <= AS_WORDS && to.len().is_multiple_of(4) && to.address().is_aligned_to(4);
+        if !in_words {
+            let from = self.stream.stage(bytes)?;
+            return self.word(MemOp::Copy { to: to.clone(), from });
+        }
+        for (at, value) in bytes.as_chunks::<4>().0.iter().enumerate() {
+            let word = to.allocation().word32(to.offset() + 4 * at as u64)?;
+            self.write_value(&word, u32::from_le_bytes(*value).into())?;
+        }
+        Ok(())
+    }
+
+    fn word(&mut self, op: MemOp) -> Result<()> {
+        self.stream.check(&op)?;
+        self.elements.push(Element::Word(op));
+        Ok(())
+    }
+
+    /// Puts all of it on the stream, in one submission.
+    ///
+    /// # Errors
+    /// As for [`Prepared::post`] and [`PreparedWait::post`], of any element. Then nothing is on the stream, requests
+    /// are given up as if they had been dropped, and the list is empty.
+    pub fn post(&mut self) -> Result<()> {
+        let mut elements = std::mem::take(&mut self.elements);
+        let mut ops = std::mem::take(&mut self.ops);
+        let posted = submit(&self.stream, &mut elements, &mut ops);
+        elements.clear(); // what was not posted is given up here
+        ops.clear();
+        (self.elements, self.ops) = (elements, ops);
+        posted
+    }
+}
+
+/// A queue pair of the list, held while it is posted.
+struct Held<'a> {
+    shared: &'a Arc<Shared>,
+    state: MutexGuard<'a, State>,
+    before: Posted,
+}
+
+fn submit(stream: &Stream, elements: &mut [Element], ops: &mut Vec<MemOp>) -> Result<()> {
+    if elements.is_empty() {
+        return Ok(());
+    }
+    let mut pairs: Vec<_> = elements.iter().filter_map(Element::shared).cloned().collect();
+    // In one order everywhere, so that two lists with the same queue pairs never hold each other up.
+    pairs.sort_unstable_by_key(Arc::as_ptr);
+    pairs.dedup_by_key(|pair| Arc::as_ptr(pair));
+    let mut held: Vec<_> = pairs
+        .iter()
+        .map(|shared| {
+            let state = shared.state.lock();
+            Held { shared, before: state.posted(), state }
+        })
+        .collect();
+    let posted = plan(stream, elements, &mut held, ops).and_then(|()| stream.batch(ops));
+    if posted.is_err() {
+        for held in &mut held {
+            held.state.unpost_to(held.before);
+        }
+    }
+    for element in elements {
+        match element {
+            Element::Send(work) => work.is_posted = posted.is_ok(),
+            Element::Wait(wait) => {
+                wait.is_posted = posted.is_ok();
+                if posted.is_err()
+                    && let Some(held) = find(&mut held, &wait.shared)
+                {
+                    held.state.unpost_wait(wait.slot);
+                }
+            }
+            Element::Word(_) => {}
+        }
+    }
+    posted
+}
+
+fn find<'h, 'a>(held: &'h mut [Held<'a>], shared: &Arc<Shared>) -> Option<&'h mut Held<'a>> {
+    held.iter_mut().find(|held| Arc::ptr_eq(held.shared, shared))
+}
+
+/// What the stream does for each element, in order.
+fn plan(
+    stream: &Stream,
+    elements: &[Element],
+    held: &mut [Held<'_>],
+    ops: &mut Vec<MemOp>,
+) -> Result<()> {
+    for (at, element) in elements.iter().enumerate() {
+        match element {
+            Element::Word(op) => ops.push(op.clone()),
+            Element::Send(work) => {
+                if let Some(Held { shared, state, .. }) = find(held, &work.shared) {
+                    shared.post(state, work.ticket.number, stream, ops)?;
+                }
+            }
+            Element::Wait(wait) => {
+                if let Some(Held { shared, state, .. }) = find(held, &wait.shared) {
+                    let signs = signs_of(elements, at, wait);
+                    shared.post_wait(state, wait.ticket, wait.slot, stream, signs, ops)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What tells that the stream came to a wait, and passed it: a ring of the same queue pair just before or after, or words
+/// of its own.
+fn signs_of(elements: &[Element], at: usize, wait: &PreparedWait) -> [Sign; 2] {
+    let sign_of = |element: &Element| match element {
+        Element::Send(work) if Arc::ptr_eq(&work.shared, &wait.shared) => {
+            Some(Sign::Ring(work.ticket.number))
+        }
+        _ => None,
+    };
+    let mut before = elements[..at].iter().rev().take_while(|element| !element.waits());
+    let arrived = before.find_map(sign_of).unwrap_or(Sign::Word);
+    let mut after = elements[at + 1..].iter().take_while(|element| !element.waits());
+    let passed = after.find_map(sign_of).unwrap_or(Sign::Word);
+    [arrived, passed]
+}

@@ -1,0 +1,244 @@
+//! The queues of a real ConnectX: where rdma-core says that they lie, and what a stream does to them.
+//!
+//! The operations are those of the software HCA's queues: the same words with the same values. Two things differ. The
+//! doorbell is a register, in a page of the NIC that CUDA must be allowed to map
+//! ([`Device::register_host`](crate::mem::Device::register_host)); and it must be rung, after the record.
+
+use super::doors::{Arrived, Ringing};
+use crate::error::{Error, Kind, Result};
+use crate::mem::{Allocation, MemOp};
+use crate::mlx5::{BLOCK, Record};
+
+/// A queue pair, as `mlx5dv_init_obj` describes it: addresses of this process.
+///
+/// ```
+/// use warpwire::stream::Mlx5Qp;
+/// let mut image = [0; Mlx5Qp::IMAGE];
+/// image[..8].copy_from_slice(&0x7f00_0000_1000_u64.to_le_bytes()); // the doorbell record
+/// image[8..16].copy_from_slice(&0x7f00_0010_0000_u64.to_le_bytes()); // the send queue
+/// image[16..20].copy_from_slice(&128_u32.to_le_bytes());
+/// image[20..24].copy_from_slice(&64_u32.to_le_bytes());
+/// image[40..48].copy_from_slice(&0x7f00_0020_0800_u64.to_le_bytes()); // the register
+/// let qp = Mlx5Qp::parse(0x123, &image)?;
+/// assert_eq!((qp.record, qp.blocks), (0x7f00_0000_1000, 128));
+/// assert_eq!(qp.doorbell_page(4096), (0x7f00_0020_0000, 0x800));
+/// # Ok::<(), warpwire::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mlx5Qp {
+    /// Its number.
+    pub qpn: u32,
+    /// The doorbell record.
+    pub record: u64,
+    /// The send queue.
+    pub send: u64,
+    /// How many blocks it has.
+    pub blocks: u32,
+    /// The doorbell register.
+    pub doorbell: u64,
+}
+
+impl Mlx5Qp {
+    /// How long `struct mlx5dv_qp` is.
+    pub const IMAGE: usize = 96;
+
+    /// Reads the structure, of a machine with little-endian words.
+    ///
+    /// # Errors
+    /// [`Kind::Malformed`] if it describes no send queue that a stream could drive.
+    pub fn parse(qpn: u32, image: &[u8; Self::IMAGE]) -> Result<Self> {
+        let wrong = |why: String| {
+            Err(Error::new(Kind::Malformed, format!("use the queues of queue pair {qpn:#x}"))
+                .why(why)
+                .fix("fill the structure with mlx5dv_init_obj"))
+        };
+        let (blocks, stride) = (word32(image, 16), word32(image, 20));
+        if !blocks.is_power_of_two() || stride as usize != BLOCK {
+            return wrong(format!("it has {blocks} blocks of {stride} bytes"));
+        }
+        let qp = Self {
+            qpn,
+            record: word64(image, 0),
+            send: word64(image, 8),
+            blocks,
+            doorbell: word64(image, 40),
+        };
+        if [qp.record, qp.send, qp.doorbell].contains(&0) {
+            return wrong("an address is null".to_owned());
+        }
+        if qp.record % 8 != 0 || qp.doorbell % 8 != 0 {
+            return wrong("the record or the doorbell is not aligned to 8 bytes".to_owned());
+        }
+        Ok(qp)
+    }
+
+    /// The page with the register, and where it lies in that: what CUDA is asked to map as I/O memory.
+    pub fn doorbell_page(&self, page: u64) -> (u64, u64) {
+        (self.doorbell - self.doorbell % page, self.doorbell % page)
+    }
+
+    /// What a stream does to ring up to that block: the record first, then the register. `record` is the memory with
+    /// the record at its offset, `page` the registered page.
+    ///
+    /// # Errors
+    /// If the words do not lie in that memory.
+    pub fn ring(
+        &self,
+        (record, record_offset): (&Allocation, u64),
+        (page, register_offset): (&Allocation, u64),
+        producer: u16,
+    ) -> Result<[MemOp; 2]> {
+        let ringing = Ringing::next(self.qpn, producer);
+        let word = record.word32(record_offset + Record::SEND as u64)?;
+        let register = page.word64(register_offset)?;
+        Ok([
+            MemOp::Write { word, value: ringing.record.into() },
+            MemOp::Write { word: register, value: ringing.doorbell },
+        ])
+    }
+}
+
+/// A completion queue, as `mlx5dv_init_obj` describes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mlx5Cq {
+    /// Its number.
+    pub cqn: u32,
+    /// Its entries.
+    pub buffer: u64,
+    /// How many.
+    pub entries: u32,
+    /// Its record.
+    pub record: u64,
+}
+
+impl Mlx5Cq {
+    /// How long `struct mlx5dv_cq` is.
+    pub const IMAGE: usize = 48;
+
+    /// Reads the structure.
+    ///
+    /// # Errors
+    /// [`Kind::Malformed`] if its entries are none that a stream could watch.
+    pub fn parse(image: &[u8; Self::IMAGE]) -> Result<Self> {
+        let cq = Self {
+            buffer: word64(image, 0),
+            record: word64(image, 8),
+            entries: word32(image, 16),
+            cqn: word32(image, 32),
+        };
+        let size = word32(image, 20);
+        if !cq.entries.is_power_of_two() || size != 64 || cq.buffer == 0 || cq.record == 0 {
+            let why = format!("it has {} entries of {size} bytes", cq.entries);
+            return Err(Error::new(Kind::Malformed, format!("watch completion queue {}", cq.cqn))
+                .why(why)
+                .fix(
+                    "make it with entries of 64 bytes, and fill the structure with mlx5dv_init_obj",
+                ));
+        }
+        Ok(cq)
+    }
+
+    /// What a stream does to wait for its `number`-th completion, in the memory that its entries lie in.
+    pub fn wait(&self, memory: &Allocation, number: u64, has_nor: bool) -> Result<MemOp> {
+        let Arrived { offset, condition, value } =
+            Arrived::of(number, self.entries.into(), has_nor);
+        Ok(MemOp::Wait { word: memory.word32(offset)?, condition, value: value.into() })
+    }
+}
+
+fn word32(image: &[u8], at: usize) -> u32 {
+    let bytes = image.get(at..).and_then(|rest| rest.first_chunk());
+    bytes.map_or(0, |bytes| u32::from_le_bytes(*bytes))
+}
+
+fn word64(image: &[u8], at: usize) -> u64 {
+    let bytes = image.get(at..).and_then(|rest| rest.first_chunk());
+    bytes.map_or(0, |bytes| u64::from_le_bytes(*bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mem::Condition;
+    use crate::mem::sim::{Sim, SimConfig};
+
+    fn qp_image() -> [u8; Mlx5Qp::IMAGE] {
+        let mut image = [0; Mlx5Qp::IMAGE];
+        let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, &0x7f00_0000_1040_u64.to_le_bytes());
+        put(8, &0x7f00_0010_0000_u64.to_le_bytes());
+        put(16, &256_u32.to_le_bytes());
+        put(20, &64_u32.to_le_bytes());
+        put(40, &0x7f00_0020_0a00_u64.to_le_bytes());
+        put(48, &256_u32.to_le_bytes());
+        image
+    }
+
+    /// A fetch-and-add at block 6 of queue pair 0x123, recorded: the record says 7, the doorbell 00000700 00012300.
+    #[test]
+    fn a_stream_rings_as_recorded() {
+        let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+        let qp = Mlx5Qp::parse(0x123, &qp_image()).unwrap();
+        assert_eq!((qp.blocks, qp.send), (256, 0x7f00_0010_0000));
+        assert_eq!(qp.doorbell_page(4096), (0x7f00_0020_0000, 0xa00));
+        let (host, page) = (gpu.alloc_pinned(4096).unwrap(), gpu.alloc_pinned(4096).unwrap());
+        for memory in [&host, &page] {
+            memory.write(0, &[0; 4096]).unwrap();
+        }
+        let ops = qp.ring((&host, 0x40), (&page, 0xa00), 7).unwrap();
+        let stream = gpu.stream().unwrap();
+        stream.batch(&ops).unwrap();
+        stream.synchronize(std::time::Duration::from_secs(5)).unwrap();
+        let (mut record, mut register) = ([0; 8], [0; 8]);
+        host.read(0x40, &mut record).unwrap();
+        page.read(0xa00, &mut register).unwrap();
+        assert_eq!(record, [0, 0, 0, 0, 0, 0, 0, 7]);
+        assert_eq!(register, [0, 0, 7, 0, 0, 1, 0x23, 0]);
+        assert!(
+            matches!(&ops[0], MemOp::Write { word, .. } if word.address() == host.word32(0x44).unwrap().address())
+        );
+        assert!(qp.ring((&host, 4096), (&page, 0), 7).is_err());
+    }
+
+    #[test]
+    fn a_stream_waits_as_recorded() {
+        let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+        let memory = gpu.alloc_pinned(256 * 64).unwrap();
+        let mut image = [0; Mlx5Cq::IMAGE];
+        image[..8].copy_from_slice(&0x7f00_0030_0000_u64.to_le_bytes());
+        image[8..16].copy_from_slice(&0x7f00_0000_1080_u64.to_le_bytes());
+        image[16..20].copy_from_slice(&256_u32.to_le_bytes());
+        image[20..24].copy_from_slice(&64_u32.to_le_bytes());
+        image[32..36].copy_from_slice(&9_u32.to_le_bytes());
+        let cq = Mlx5Cq::parse(&image).unwrap();
+        assert_eq!((cq.cqn, cq.entries), (9, 256));
+        for (number, wanted) in [(3, Condition::Nor), (259, Condition::And), (515, Condition::Nor)]
+        {
+            let MemOp::Wait { word, condition, value } = cq.wait(&memory, number, true).unwrap()
+            else {
+                panic!("it waits")
+            };
+            assert_eq!(word.region().offset(), 3 * 64 + 60);
+            assert_eq!(condition, wanted);
+            assert_eq!(value, if wanted == Condition::And { 0x0100_0000 } else { 0xfeff_ffff });
+        }
+        image[20] = 128;
+        assert!(Mlx5Cq::parse(&image).unwrap_err().to_string().contains("128 bytes"));
+    }
+
+    #[test]
+    fn what_is_no_queue_pair_is_refused() {
+        for (at, bytes, named) in [
+            (16, [3, 0, 0, 0, 64, 0, 0, 0], "3 blocks"),
+            (16, [0, 1, 0, 0, 32, 0, 0, 0], "32 bytes"),
+            (0, [0; 8], "null"),
+            (40, [0; 8], "null"),
+            (40, [4, 0, 0, 0, 1, 0, 0, 0], "aligned"),
+        ] {
+            let mut image = qp_image();
+            image[at..at + 8].copy_from_slice(&bytes);
+            let error = Mlx5Qp::parse(1, &image).unwrap_err();
+            assert!(error.to_string().contains(named), "{error}");
+        }
+    }
+}

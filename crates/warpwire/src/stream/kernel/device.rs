@@ -1,0 +1,682 @@
+//! The calls of `verbs.cuh` for block functions of the simulated GPU: the same handle, the same queues, the same steps.
+//!
+//! A block function is one thread, so that there are no groups here. What each call promises stands in the header.
+
+use std::time::{Duration, Instant};
+
+use super::ended::Ended;
+use super::layout::{self, Constants, NO_FAILURE, field, side};
+use crate::mem::sim::{Block, Fault};
+use crate::mem::{Condition, DeviceAddr, Width};
+use crate::mlx5::{
+    Atomic, BLOCK, Builder, Doorbell, Opcode, Receive, Record, Scratch, Status, Tail, owner_bit,
+};
+use crate::verbs::Remote;
+
+/// The most bytes in one entry.
+pub const MOST_BYTES: u64 = 1 << 30;
+/// The most bytes of a [`Qp::put_inline`].
+pub const MOST_INLINE: usize = 28;
+/// How long a thread waits for others to fill the entries before its own.
+const TURN_PATIENCE: Duration = Duration::from_secs(10);
+
+type Faulty<T> = std::result::Result<T, Fault>;
+
+/// Memory of our own, as it was registered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Local {
+    /// The address, in the registration's addresses.
+    pub address: u64,
+    /// The registration's key.
+    pub lkey: u32,
+}
+
+/// Names posted work. One that failed to be posted says why, and waiting for it says the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ticket {
+    /// Its number.
+    pub number: u64,
+    /// How posting ended.
+    pub ended: Ended,
+}
+
+/// A message that came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Arrival {
+    /// How long it is.
+    pub length: u32,
+    /// The number that came beside it.
+    pub imm: Option<u32>,
+}
+
+/// A queue pair in the hands of a block function.
+pub struct Qp<'b> {
+    block: &'b Block<'b>,
+    handle: u64,
+    constants: Constants,
+}
+
+/// What one entry asks for.
+#[derive(Clone, Copy)]
+enum Work<'a> {
+    Write(Remote, Local, u32),
+    WriteImm(Remote, Local, u32, u32),
+    Inline(Remote, &'a [u8]),
+    Read(Local, Remote, u32),
+    Send(Local, u32),
+    SendImm(Local, u32, u32),
+    Add(Remote, u64, Local),
+    Swap(Remote, [u64; 2], Local),
+}
+
+impl<'b> Qp<'b> {
+    /// The queue pair whose handle lies at that address.
+    ///
+    /// # Errors
+    /// If no handle of this version is there.
+    pub fn open(block: &'b Block<'b>, handle: DeviceAddr) -> Faulty<Self> {
+        let base = handle.raw();
+        let wide = |at| block.load_u64(DeviceAddr::new(base.wrapping_add(at)));
+        let narrow = |at| block.load_u32(DeviceAddr::new(base.wrapping_add(at)));
+        if narrow(field::VERSION)? != layout::VERSION {
+            return Err(Fault::new(format!("no queue pair's handle lies at {handle}")));
+        }
+        let constants = Constants {
+            send_queue: wide(field::SEND_QUEUE)?,
+            receive_queue: wide(field::RECEIVE_QUEUE)?,
+            record: wide(field::RECORD)?,
+            doorbell: wide(field::DOORBELL)?,
+            send_cq: wide(field::SEND_CQ)?,
+            receive_cq: wide(field::RECEIVE_CQ)?,
+            sink: wide(field::SINK)?,
+            send_mask: narrow(field::SEND_MASK)?,
+            receive_mask: narrow(field::RECEIVE_MASK)?,
+            number: narrow(field::NUMBER)?,
+            receive_stride: narrow(field::RECEIVE_STRIDE)?,
+            sink_lkey: narrow(field::SINK_LKEY)?,
+            flags: narrow(field::FLAGS)?,
+        };
+        Ok(Self { block, handle: base, constants })
+    }
+
+    /// Writes `len` bytes to the peer's memory.
+    pub fn put(&self, to: Remote, from: Local, len: u64, timeout: Duration) -> Faulty<Ticket> {
+        self.pieces(to, from, len, timeout, Work::Write, |to, from, len| {
+            vec![Work::Write(to, from, len)]
+        })
+    }
+
+    /// Writes, then completes a receive of the peer with `imm`.
+    pub fn put_imm(
+        &self,
+        to: Remote,
+        from: Local,
+        len: u64,
+        imm: u32,
+        timeout: Duration,
+    ) -> Faulty<Ticket> {
+        let last = |to, from, len| vec![Work::WriteImm(to, from, len, imm)];
+        self.pieces(to, from, len, timeout, Work::Write, last)
+    }
+
+    /// Writes, then adds to a 64-bit word of the peer. The ticket is the addition's.
+    pub fn put_signal(
+        &self,
+        to: Remote,
+        from: Local,
+        len: u64,
+        (word, add): (Remote, u64),
+        timeout: Duration,
+    ) -> Faulty<Ticket> {
+        let then = Work::Add(word, add, self.sink());
+        let last = |to, from, len| vec![Work::Write(to, from, len), then];
+        self.pieces(to, from, len, timeout, Work::Write, last)
+    }
+
+    /// Writes at most [`MOST_INLINE`] bytes, which are copied when it is posted.
+    pub fn put_inline(&self, to: Remote, bytes: &[u8], timeout: Duration) -> Faulty<Ticket> {
+        match bytes.len() {
+            ..=MOST_INLINE => self.post(&[Work::Inline(to, bytes)], timeout),
+            _ => Ok(refused(Ended::TooLong)),
+        }
+    }
+
+    /// Reads `len` bytes of the peer's memory.
+    pub fn get(&self, to: Local, from: Remote, len: u64, timeout: Duration) -> Faulty<Ticket> {
+        let piece = |from, to, len| Work::Read(to, from, len);
+        self.pieces(from, to, len, timeout, piece, |from, to, len| vec![Work::Read(to, from, len)])
+    }
+
+    /// Sends a message of at most [`MOST_BYTES`] bytes into a receive of the peer, with a number beside it or without.
+    pub fn send(
+        &self,
+        from: Local,
+        len: u64,
+        imm: Option<u32>,
+        timeout: Duration,
+    ) -> Faulty<Ticket> {
+        if len > MOST_BYTES {
+            return Ok(refused(Ended::TooLong));
+        }
+        let work = match imm {
+            None => Work::Send(from, len as u32),
+            Some(imm) => Work::SendImm(from, len as u32, imm),
+        };
+        self.post(&[work], timeout)
+    }
+
+    /// Adds to a 64-bit word of the peer; what was there before comes to `result`, or nowhere.
+    pub fn fetch_add(
+        &self,
+        word: Remote,
+        add: u64,
+        result: Option<Local>,
+        timeout: Duration,
+    ) -> Faulty<Ticket> {
+        self.post(&[Work::Add(word, add, result.unwrap_or(self.sink()))], timeout)
+    }
+
+    /// Puts `desired` in place of `expected`; what was there before comes to `result`, or nowhere.
+    pub fn compare_swap(
+        &self,
+        word: Remote,
+        [expected, desired]: [u64; 2],
+        result: Option<Local>,
+        timeout: Duration,
+    ) -> Faulty<Ticket> {
+        let result = result.unwrap_or(self.sink());
+        self.post(&[Work::Swap(word, [expected, desired], result)], timeout)
+    }
+
+    /// Gives memory for a message of at most `len` bytes.
+    pub fn post_receive(&self, into: Local, len: u32, timeout: Duration) -> Faulty<Ticket> {
+        if u64::from(len) > MOST_BYTES {
+            return Ok(refused(Ended::TooLong));
+        }
+        let side = self.receives();
+        let number = match side.reserve(1, timeout)? {
+            Ok(number) => number,
+            Err(ended) => return Ok(refused(ended)),
+        };
+        let stride = u64::from(self.constants.receive_stride);
+        let mut entry = vec![0; stride as usize];
+        if Receive::write(&mut entry, &[(len, into.lkey, into.address)]).is_none() {
+            return Err(Fault::new("a receive does not fit into its entry"));
+        }
+        let at = self.constants.receive_queue + (number & (side.depth - 1)) * stride;
+        self.block.write(DeviceAddr::new(at), &entry)?;
+        if let Err(ended) = side.wait_for_turn(number)? {
+            return Ok(refused(ended));
+        }
+        let posted = u32::from_ne_bytes(Record::word((number + 1) as u16));
+        self.block.store_u32(DeviceAddr::new(self.constants.record), posted)?;
+        side.store(side::PUBLISHED, (number + 1) << 1)?;
+        Ok(Ticket { number, ended: Ended::Ok })
+    }
+
+    /// Waits until the operation is complete.
+    pub fn wait(&self, ticket: Ticket, timeout: Duration) -> Faulty<Ended> {
+        self.sends().wait(ticket, timeout)
+    }
+
+    /// Waits until everything that was posted before is complete. A failure is told by its cause.
+    pub fn quiet(&self, timeout: Duration) -> Faulty<Ended> {
+        let side = self.sends();
+        let Some(number) = side.filled()?.checked_sub(1) else { return Ok(Ended::Ok) };
+        let ended = side.wait(Ticket { number, ended: Ended::Ok }, timeout)?;
+        Ok(match side.load(side::FAILURE)? {
+            failure if ended.is_failure() && failure != NO_FAILURE => cause(failure),
+            _ => ended,
+        })
+    }
+
+    /// Waits for the message that a receive was posted for.
+    pub fn wait_receive(
+        &self,
+        ticket: Ticket,
+        timeout: Duration,
+    ) -> Faulty<std::result::Result<Arrival, Ended>> {
+        let side = self.receives();
+        let ended = side.wait(ticket, timeout)?;
+        if !ended.is_ok() {
+            return Ok(Err(ended));
+        }
+        let seen = side.look(ticket.number)?;
+        let arrival = side.arrival(ticket.number)?;
+        // Its place is used again once the receive a lap later is posted.
+        let is_late = side.load(side::RESERVED)? > ticket.number + side.depth;
+        Ok(if is_late || seen != Some(Ended::Ok) { Err(Ended::TooLate) } else { Ok(arrival) })
+    }
+
+    /// Waits for the next message that nobody has taken by this call; says which receive it came into.
+    pub fn next_receive(
+        &self,
+        timeout: Duration,
+    ) -> Faulty<std::result::Result<(u64, Arrival), Ended>> {
+        let side = self.receives();
+        let found = side.until(timeout, || {
+            let number = side.load(side::TAKEN)?;
+            let ended = Ended::Ok;
+            let found = self.wait_receive(Ticket { number, ended }, Duration::ZERO)?;
+            let take = |result| {
+                let mine = side.replace(side::TAKEN, number, number + 1)?;
+                Ok(mine.then_some(result))
+            };
+            match found {
+                Err(Ended::NotYet | Ended::BadTicket) => Ok(None),
+                Err(Ended::TooLate) => take(Err(Ended::TooLate)),
+                // Failures stay where they are, for everybody who asks.
+                Err(failed) => Ok(Some(Err(failed))),
+                Ok(arrival) => take(Ok((number, arrival))),
+            }
+        })?;
+        Ok(found.and_then(|result| result))
+    }
+
+    fn sends(&self) -> Side<'_> {
+        let Constants { send_cq: completions, send_mask, .. } = self.constants;
+        let (base, depth) = (self.handle.wrapping_add(layout::SEND), u64::from(send_mask) + 1);
+        Side { block: self.block, base, completions, depth }
+    }
+
+    fn receives(&self) -> Side<'_> {
+        let Constants { receive_cq: completions, receive_mask, .. } = self.constants;
+        let (base, depth) =
+            (self.handle.wrapping_add(layout::RECEIVE), u64::from(receive_mask) + 1);
+        Side { block: self.block, base, completions, depth }
+    }
+
+    fn sink(&self) -> Local {
+        Local { address: self.constants.sink, lkey: self.constants.sink_lkey }
+    }
+
+    /// A transfer in pieces that an entry can carry.
+    fn pieces<'w>(
+        &self,
+        mut there: Remote,
+        mut here: Local,
+        mut len: u64,
+        timeout: Duration,
+        piece: impl Fn(Remote, Local, u32) -> Work<'w>,
+        last: impl Fn(Remote, Local, u32) -> Vec<Work<'w>>,
+    ) -> Faulty<Ticket> {
+        while len > MOST_BYTES {
+            let ticket = self.post(&[piece(there, here, MOST_BYTES as u32)], timeout)?;
+            if !ticket.ended.is_ok() {
+                return Ok(ticket);
+            }
+            there.address = there.address.wrapping_add(MOST_BYTES);
+            here.address = here.address.wrapping_add(MOST_BYTES);
+            len -= MOST_BYTES;
+        }
+        self.post(&last(there, here, len as u32), timeout)
+    }
+
+    fn post(&self, works: &[Work<'_>], timeout: Duration) -> Faulty<Ticket> {
+        let side = self.sends();
+        let count = works.len() as u64;
+        let first = match side.reserve(count, timeout)? {
+            Ok(first) => first,
+            Err(ended) => return Ok(refused(ended)),
+        };
+        let mut scratch = Scratch::default();
+        for (number, work) in (first..).zip(works) {
+            let image = work.build(&mut scratch, number as u16, self.constants.number);
+            let image = image.map_err(|full| Fault::new(full.to_string()))?;
+            let place = (number & (side.depth - 1)) * BLOCK as u64;
+            self.block.write(DeviceAddr::new(self.constants.send_queue + place), image.bytes())?;
+        }
+        let ended = self.publish(&side, first, count)?;
+        Ok(Ticket { number: first + count - 1, ended })
+    }
+
+    /// Tells the consumer of entries that are filled. One thread rings for all that are ready.
+    fn publish(&self, side: &Side<'_>, first: u64, count: u64) -> Faulty<Ended> {
+        let mut until = first + count;
+        match side.join(first, until)? {
+            Ok(true) => {}
+            Ok(false) => return Ok(Ended::Ok),
+            Err(ended) => return Ok(ended),
+        }
+        loop {
+            self.ring(until)?;
+            let seen = side.swap_if(side::PUBLISHED, until << 1 | 1, until << 1)?;
+            if seen == until << 1 | 1 {
+                return Ok(Ended::Ok);
+            }
+            until = seen >> 1;
+        }
+    }
+
+    fn ring(&self, until: u64) -> Faulty<()> {
+        let Constants { record, doorbell, number, flags, .. } = self.constants;
+        let index = until as u16;
+        if flags & layout::RECORD_FIRST != 0 {
+            let at = DeviceAddr::new(record + Record::SEND as u64);
+            self.block.store_u32(at, u32::from_ne_bytes(Record::word(index)))?;
+        }
+        let bell = u64::from_ne_bytes(Doorbell::next(number, index));
+        self.block.store_u64(DeviceAddr::new(doorbell), bell)
+    }
+}
+
+/// Waits until a word of the block's own memory satisfies the condition.
+pub fn wait_signal(
+    block: &Block<'_>,
+    word: DeviceAddr,
+    width: Width,
+    condition: Condition,
+    value: u64,
+    timeout: Duration,
+) -> Faulty<Ended> {
+    let waited = until(block, timeout, || {
+        let seen = match width {
+            Width::Bits32 => u64::from(block.load_u32(word)?),
+            Width::Bits64 => block.load_u64(word)?,
+        };
+        Ok(condition.holds(width, seen, value).then_some(Ok(())))
+    })?;
+    Ok(waited.map_or_else(|ended| ended, |()| Ended::Ok))
+}
+
+fn refused(ended: Ended) -> Ticket {
+    Ticket { number: 0, ended }
+}
+
+/// What a recorded failure says of the one that failed.
+fn cause(failure: u64) -> Ended {
+    Ended::Failed(Status::from_syndrome(failure as u8))
+}
+
+/// Asks until there is an answer; a first `Err` ends it too.
+fn until<T>(
+    block: &Block<'_>,
+    timeout: Duration,
+    mut ask: impl FnMut() -> Faulty<Option<std::result::Result<T, Ended>>>,
+) -> Faulty<std::result::Result<T, Ended>> {
+    let (start, mut answer) = (Instant::now(), None);
+    block.spin_until(|| {
+        answer = ask()?;
+        if answer.is_none() && timeout.is_zero() {
+            answer = Some(Err(Ended::NotYet));
+        } else if answer.is_none() && start.elapsed() >= timeout {
+            answer = Some(Err(Ended::Timeout));
+        }
+        Ok(answer.is_some())
+    })?;
+    Ok(answer.unwrap_or(Err(Ended::Timeout)))
+}
+
+/// The counters and completions of one queue.
+struct Side<'b> {
+    block: &'b Block<'b>,
+    base: u64,
+    completions: u64,
+    depth: u64,
+}
+
+impl Side<'_> {
+    fn at(&self, offset: u64) -> DeviceAddr {
+        DeviceAddr::new(self.base.wrapping_add(offset))
+    }
+
+    fn load(&self, counter: u64) -> Faulty<u64> {
+        self.block.load_u64(self.at(counter))
+    }
+
+    fn store(&self, counter: u64, value: u64) -> Faulty<()> {
+        self.block.store_u64(self.at(counter), value)
+    }
+
+    fn swap_if(&self, counter: u64, old: u64, new: u64) -> Faulty<u64> {
+        self.block.compare_exchange_u64(self.at(counter), old, new)
+    }
+
+    fn replace(&self, counter: u64, old: u64, new: u64) -> Faulty<bool> {
+        Ok(self.swap_if(counter, old, new)? == old)
+    }
+
+    /// How many entries are filled, without a gap.
+    fn filled(&self) -> Faulty<u64> {
+        Ok(self.load(side::PUBLISHED)? >> 1)
+    }
+
+    /// As the function of that name, and ends when the queue pair is closed.
+    fn until<T>(
+        &self,
+        timeout: Duration,
+        mut ask: impl FnMut() -> Faulty<Option<T>>,
+    ) -> Faulty<std::result::Result<T, Ended>> {
+        until(self.block, timeout, || {
+            if let Some(answer) = ask()? {
+                return Ok(Some(Ok(answer)));
+            }
+            let closed = self.block.load_u32(self.at(side::CLOSED))?;
+            Ok((closed != 0).then(|| Err(Ended::from_code((closed as i32).wrapping_neg()))))
+        })
+    }
+
+    fn cqe(&self, number: u64, offset: u64) -> Faulty<[u8; 4]> {
+        let at = self.completions + (number & (self.depth - 1)) * BLOCK as u64 + offset;
+        Ok(self.block.load_u32(DeviceAddr::new(at))?.to_ne_bytes())
+    }
+
+    /// How `number` ended, if its completion lies in its place. Whoever asks must make sure that it is not a later
+    /// one's, which `completed` tells.
+    fn look(&self, number: u64) -> Faulty<Option<Ended>> {
+        let tail = Tail::parse(self.cqe(number, 60)?);
+        if !tail.is_owned(owner_bit(number, self.depth)) || tail.counter != number as u16 {
+            return Ok(None);
+        }
+        Ok(Some(match tail.is_error() {
+            true => Ended::Failed(Status::from_syndrome(self.cqe(number, 52)?[3])),
+            false => Ended::Ok,
+        }))
+    }
+
+    fn arrival(&self, number: u64) -> Faulty<Arrival> {
+        // The two completions that bear a number: of a write with one, and of a message with one.
+        let has_imm = matches!(Tail::parse(self.cqe(number, 60)?).code, 1 | 3);
+        let imm = u32::from_be_bytes(self.cqe(number, 36)?);
+        let length = u32::from_be_bytes(self.cqe(number, 44)?);
+        Ok(Arrival { length, imm: has_imm.then_some(imm) })
+    }
+
+    /// How one ended of which `completed` says that it has.
+    fn outcome(&self, number: u64) -> Faulty<Ended> {
+        let failure = self.load(side::FAILURE)?;
+        Ok(match number.cmp(&(failure >> 8)) {
+            _ if failure == NO_FAILURE => Ended::Ok,
+            std::cmp::Ordering::Less => Ended::Ok,
+            std::cmp::Ordering::Equal => cause(failure),
+            std::cmp::Ordering::Greater => Ended::Failed(Status::Flushed),
+        })
+    }
+
+    /// The completion of `number` tells of a failure: finds the first that failed, which alone has the cause.
+    fn note_failure(&self, number: u64) -> Faulty<()> {
+        for _ in 0..64 {
+            let mut at = self.load(side::COMPLETED)?;
+            if self.load(side::FAILURE)? != NO_FAILURE || at > number {
+                return Ok(());
+            }
+            let mut found = Some(Ended::Ok);
+            while at <= number {
+                found = self.look(at)?;
+                if found != Some(Ended::Ok) {
+                    break;
+                }
+                at += 1;
+            }
+            if let Some(Ended::Failed(status)) = found {
+                return self.lower(side::FAILURE, at << 8 | u64::from(status.syndrome()));
+            }
+        }
+        self.lower(side::FAILURE, number << 8 | 0xff)
+    }
+
+    fn lower(&self, counter: u64, value: u64) -> Faulty<()> {
+        loop {
+            let seen = self.load(counter)?;
+            if seen <= value || self.replace(counter, seen, value)? {
+                return Ok(());
+            }
+        }
+    }
+
+    fn raise(&self, counter: u64, value: u64) -> Faulty<()> {
+        loop {
+            let seen = self.load(counter)?;
+            if seen >= value || self.replace(counter, seen, value)? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Whether everything up to `number` is complete; if so, lets everybody know.
+    fn pass(&self, number: u64) -> Faulty<bool> {
+        let Some(found) = self.look(number)? else { return Ok(false) };
+        if self.load(side::COMPLETED)? > number {
+            return Ok(true);
+        }
+        if found.is_failure() {
+            self.note_failure(number)?;
+        }
+        self.raise(side::COMPLETED, number + 1)?;
+        Ok(true)
+    }
+
+    /// Takes entries in a row, waiting for room. Nothing is taken if it fails.
+    fn reserve(&self, count: u64, timeout: Duration) -> Faulty<std::result::Result<u64, Ended>> {
+        if count > self.depth {
+            return Ok(Err(Ended::TooMany));
+        }
+        let taken = self.until(timeout, || {
+            loop {
+                let first = self.load(side::RESERVED)?;
+                let completed = self.load(side::COMPLETED)?;
+                if self.load(side::FAILURE)? != NO_FAILURE {
+                    return Ok(Some(Err(Ended::Failed(Status::Flushed))));
+                }
+                let closed = self.block.load_u32(self.at(side::CLOSED))?;
+                if closed != 0 {
+                    return Ok(None); // which is told next
+                }
+                let needed = (first + count).saturating_sub(self.depth);
+                if needed <= completed {
+                    if self.replace(side::RESERVED, first, first + count)? {
+                        return Ok(Some(Ok(first)));
+                    }
+                } else if !self.pass(needed - 1)? {
+                    return Ok(None);
+                }
+            }
+        })?;
+        Ok(taken.and_then(|result| result))
+    }
+
+    /// Makes entries that are filled part of what is published, when those before them are. Says whether this thread
+    /// must ring; if not, the one that rings now will do it, since it looks again before it stops.
+    fn join(&self, first: u64, end: u64) -> Faulty<std::result::Result<bool, Ended>> {
+        let joined = until(self.block, TURN_PATIENCE, || {
+            for rings in [true, false] {
+                let wanted = first << 1 | u64::from(!rings);
+                if self.replace(side::PUBLISHED, wanted, end << 1 | 1)? {
+                    return Ok(Some(Ok(rings)));
+                }
+            }
+            Ok(None)
+        })?;
+        self.or_stuck(joined)
+    }
+
+    /// Waits until the entries before `first` are filled.
+    fn wait_for_turn(&self, first: u64) -> Faulty<std::result::Result<(), Ended>> {
+        let turn = until(self.block, TURN_PATIENCE, || {
+            Ok((self.load(side::PUBLISHED)? == first << 1).then_some(Ok(())))
+        })?;
+        self.or_stuck(turn)
+    }
+
+    /// A turn that did not come ends the queue: the entry that is missing will stay so.
+    fn or_stuck<T>(
+        &self,
+        turn: std::result::Result<T, Ended>,
+    ) -> Faulty<std::result::Result<T, Ended>> {
+        if turn.is_err() {
+            self.block.store_u32(self.at(side::CLOSED), Ended::Stuck.code().unsigned_abs())?;
+        }
+        Ok(turn.map_err(|_| Ended::Stuck))
+    }
+
+    fn wait(&self, ticket: Ticket, timeout: Duration) -> Faulty<Ended> {
+        let Ticket { number, ended } = ticket;
+        if !ended.is_ok() {
+            return Ok(ended);
+        }
+        if number >= self.filled()? {
+            return Ok(Ended::BadTicket);
+        }
+        let waited = self.until(timeout, || {
+            if self.load(side::COMPLETED)? > number {
+                return self.outcome(number).map(Some);
+            }
+            let Some(found) = self.look(number)? else { return Ok(None) };
+            // Only if `completed` has not passed it is this its own completion, and not one a lap or two later.
+            if self.load(side::COMPLETED)? > number {
+                return self.outcome(number).map(Some);
+            }
+            if found.is_failure() {
+                self.note_failure(number)?;
+            }
+            Ok(Some(found))
+        })?;
+        Ok(waited.unwrap_or_else(|ended| ended))
+    }
+}
+
+impl Work<'_> {
+    fn build<'s>(
+        &self,
+        scratch: &'s mut Scratch,
+        index: u16,
+        qpn: u32,
+    ) -> std::result::Result<crate::mlx5::Image<'s>, crate::mlx5::Full> {
+        let opcode = match self {
+            Self::Write(..) | Self::Inline(..) => Opcode::RdmaWrite,
+            Self::WriteImm(..) => Opcode::RdmaWriteImm,
+            Self::Read(..) => Opcode::RdmaRead,
+            Self::Send(..) => Opcode::Send,
+            Self::SendImm(..) => Opcode::SendImm,
+            Self::Add(..) => Opcode::FetchAdd,
+            Self::Swap(..) => Opcode::CompareSwap,
+        };
+        let entry = Builder::new(scratch, opcode, index, qpn).signaled();
+        let entry = match *self {
+            Self::Write(to, from, len) => {
+                entry.remote(to.address, to.rkey).data(len, from.lkey, from.address)
+            }
+            Self::WriteImm(to, from, len, imm) => {
+                let entry = entry.imm(imm.to_be_bytes()).remote(to.address, to.rkey);
+                entry.data(len, from.lkey, from.address)
+            }
+            Self::Inline(to, bytes) => entry.remote(to.address, to.rkey).inline(bytes),
+            Self::Read(to, from, len) => {
+                entry.remote(from.address, from.rkey).data(len, to.lkey, to.address)
+            }
+            Self::Send(from, len) => entry.data(len, from.lkey, from.address),
+            Self::SendImm(from, len, imm) => {
+                entry.imm(imm.to_be_bytes()).data(len, from.lkey, from.address)
+            }
+            Self::Add(word, add, result) => entry
+                .remote(word.address, word.rkey)
+                .atomic(&Atomic::FetchAdd { add })
+                .data(8, result.lkey, result.address),
+            Self::Swap(word, [compare, swap], result) => entry
+                .remote(word.address, word.rkey)
+                .atomic(&Atomic::CompareSwap { compare, swap })
+                .data(8, result.lkey, result.address),
+        };
+        entry.finish()
+    }
+}

@@ -1,0 +1,93 @@
+// Kernels of one thread that a stream runs, and a graph replays: each run posts or waits anew. Their twins for the
+// simulated GPU stand in kernels.rs. A failure ends the kernel, so that the stream goes on, and is kept for the host.
+#include <warpwire/verbs.cuh>
+
+using namespace warpwire;
+
+// Which kernel reports; `KERNELS` in kernels.rs has the names in this order.
+enum Reporter : u64 {
+    kPut,
+    kPutImm,
+    kPutSignal,
+    kGet,
+    kSendMessage,
+    kAtomic,
+    kWait,
+    kPostReceive,
+    kReceive,
+    kWaitSignal
+};
+
+static __device__ void report(u64 at, Reporter who, Status status) {
+    if (status == kOk) return;
+    // Only the first is kept: the rest follow from it.
+    detail::swap_if((u64 *)at, 0, 1ull << 63 | who << 32 | (u32)status);
+    detail::system_fence();
+}
+
+extern "C" __global__ void stream_put(u64 qp, u64 at, u64 to, u64 rkey, u64 from, u64 lkey, u64 length, u64 timeout) {
+    Ticket ticket = put(*(Qp *)qp, Remote{to, (u32)rkey}, Local{from, (u32)lkey}, length, Thread{}, timeout);
+    report(at, kPut, ticket.status);
+}
+
+extern "C" __global__ void stream_put_imm(u64 qp, u64 at, u64 to, u64 rkey, u64 from, u64 lkey, u64 length, u64 imm, u64 timeout) {
+    Ticket ticket = put_imm(*(Qp *)qp, Remote{to, (u32)rkey}, Local{from, (u32)lkey}, length, (u32)imm, Thread{}, timeout);
+    report(at, kPutImm, ticket.status);
+}
+
+extern "C" __global__ void stream_put_signal(u64 qp, u64 at, u64 to, u64 rkey, u64 from, u64 lkey, u64 length, u64 word,
+                                             u64 word_rkey, u64 add, u64 timeout) {
+    Ticket ticket = put_signal(*(Qp *)qp, Remote{to, (u32)rkey}, Local{from, (u32)lkey}, length,
+                               Remote{word, (u32)word_rkey}, add, Thread{}, timeout);
+    report(at, kPutSignal, ticket.status);
+}
+
+extern "C" __global__ void stream_get(u64 qp, u64 at, u64 to, u64 lkey, u64 from, u64 rkey, u64 length, u64 timeout) {
+    Ticket ticket = get(*(Qp *)qp, Local{to, (u32)lkey}, Remote{from, (u32)rkey}, length, Thread{}, timeout);
+    report(at, kGet, ticket.status);
+}
+
+extern "C" __global__ void stream_send(u64 qp, u64 at, u64 from, u64 lkey, u64 length, u64 has_imm, u64 imm, u64 timeout) {
+    Local memory{from, (u32)lkey};
+    Ticket ticket = has_imm ? send_imm(*(Qp *)qp, memory, length, (u32)imm, Thread{}, timeout)
+                            : send(*(Qp *)qp, memory, length, Thread{}, timeout);
+    report(at, kSendMessage, ticket.status);
+}
+
+// Adds `first`, or puts `second` in place of `first`. A result that nobody wants has key 0x100, which names nothing.
+extern "C" __global__ void stream_atomic(u64 qp, u64 at, u64 word, u64 rkey, u64 swaps, u64 first, u64 second, u64 result,
+                                         u64 lkey, u64 timeout) {
+    Qp &pair = *(Qp *)qp;
+    Remote there{word, (u32)rkey};
+    Local here = lkey == 0x100 ? Local{pair.sink, pair.sink_lkey} : Local{result, (u32)lkey};
+    Ticket ticket = swaps ? compare_swap(pair, there, first, second, here, Thread{}, timeout)
+                          : fetch_add(pair, there, first, here, Thread{}, timeout);
+    report(at, kAtomic, ticket.status);
+}
+
+extern "C" __global__ void stream_wait(u64 qp, u64 at, u64 timeout) { report(at, kWait, quiet(*(Qp *)qp, timeout)); }
+
+extern "C" __global__ void stream_post_receive(u64 qp, u64 at, u64 into, u64 lkey, u64 length, u64 timeout) {
+    report(at, kPostReceive, post_receive(*(Qp *)qp, Local{into, (u32)lkey}, (u32)length, Thread{}, timeout).status);
+}
+
+// What came is told at `arrival`, if that is not 0: length, number beside it, whether there is one, status.
+extern "C" __global__ void stream_receive(u64 qp, u64 at, u64 arrival, u64 timeout) {
+    Arrival found = {0, 0, 0};
+    u64 number;
+    Status status = next_receive(*(Qp *)qp, &found, &number, timeout);
+    if (arrival) {
+        u32 *words = (u32 *)arrival;
+        words[0] = found.length, words[1] = found.imm, words[2] = found.has_imm, words[3] = (u32)status;
+    }
+    report(at, kReceive, status);
+}
+
+// Each run waits for a value that is `step` further than the last one's; `counter` remembers it.
+extern "C" __global__ void stream_wait_signal(u64 at, u64 word, u64 width, u64 counter, u64 step, u64 timeout) {
+    u64 wanted = *(u64 *)counter + step;
+    *(u64 *)counter = wanted;
+    Status status = width == 4 ? wait_signal((const u32 *)word, Condition::AtLeast, (u32)wanted, timeout)
+                               : wait_signal((const u64 *)word, Condition::AtLeast, wanted, timeout);
+    report(at, kWaitSignal, status);
+}

@@ -1,0 +1,637 @@
+//! The state of a queue pair that streams drive: what was prepared, posted, completed, passed.
+//!
+//! # What always holds
+//! 1. Every request makes one completion, in order: the `n`-th request's is the `n`-th of the send queue. Receives alike.
+//! 2. `released <= read <= promised <= released + entries`, for either queue: no completion is ever written over one
+//!    that the CPU has not read or that a stream may look at.
+//! 3. A stream waits only for a completion whose place holds the lap before it, or nothing: what 2 says.
+//! 4. Requests are rung for in their order: a stream that posts after another one waits for its ring.
+//! 5. What is waited for is posted: some stream or the CPU rings for it, or has.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::doors::{Arrived, Doors, Tails};
+use super::failure::{Failure, Waiter};
+use super::ticket::{Ticket, side};
+use super::waits::{Sign, Waits};
+use crate::error::{Error, Kind, Result};
+use crate::hca::CQE_LEN;
+use crate::mem::{self, MemOp, Stream};
+use crate::mlx5::{Outcome, Queue, Status};
+use crate::verbs::{Change, Completion, Cq, Qp, ReceiveRequest, Request, State as QpState};
+
+/// How long after a failure a device may take to flush before streams are released without it.
+const FLUSH_TIME: Duration = Duration::from_millis(500);
+
+/// A queue pair and its queues, for handles, prepared work and the watchdog.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub qp: Qp,
+    pub cqs: [Cq; 2],
+    pub tails: [Tails; 2],
+    pub doors: Doors,
+    pub device: mem::Device,
+    /// Streams flush what NICs wrote when they have waited.
+    pub flushes: bool,
+    pub patience: Option<Duration>,
+    pub state: Mutex<State>,
+    failed: AtomicBool,
+    failure: Mutex<Option<Arc<Failure>>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Prepared,
+    Posted,
+    /// It was given up: it does nothing, and completes in its turn.
+    Cancelled,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    first: u64,
+    end: u64,
+    stage: Stage,
+}
+
+/// One of the two queues.
+#[derive(Debug)]
+struct Side {
+    /// How many completions there will be, of what is posted or prepared.
+    promised: u64,
+    read: u64,
+    released: u64,
+    /// How many waits there are for each, and what the program called it, by place.
+    waiters: Box<[u32]>,
+    ids: Box<[u64]>,
+}
+
+impl Side {
+    fn new(entries: u32) -> Self {
+        let count = entries as usize;
+        let (waiters, ids) = (vec![0; count].into(), vec![0; count].into());
+        Self { promised: 0, read: 0, released: 0, waiters, ids }
+    }
+
+    fn place(&self, number: u64) -> usize {
+        (number & (self.waiters.len() as u64 - 1)) as usize
+    }
+
+    fn has_room_for(&self, count: usize) -> bool {
+        self.promised - self.released + count as u64 <= self.waiters.len() as u64
+    }
+}
+
+/// How far the send queue is posted.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Posted {
+    /// Requests before this one are posted, or given up.
+    pub requests: u64,
+    /// The last of them that is posted.
+    pub last: Option<u64>,
+    /// Somebody rings, or has rung, up to this block.
+    pub blocks: u64,
+    /// The stream that does; the CPU if none.
+    pub by: Option<u64>,
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    sides: [Side; 2],
+    entries: Box<[Entry]>,
+    posted: Posted,
+    /// The receive that [`StreamQp::wait_receive`](super::StreamQp::wait_receive) waits for next.
+    next_receive: u64,
+    waits: Waits,
+    failed_at: Option<Instant>,
+    /// Waits were ended without the device: what lies in the queues is not all its own.
+    is_gone: bool,
+    /// Kept for its room.
+    pub scratch: Vec<MemOp>,
+}
+
+impl State {
+    pub(super) fn new(waits: Waits, entries: [u32; 2]) -> Self {
+        let nothing = Entry { first: 0, end: 0, stage: Stage::Cancelled };
+        Self {
+            sides: entries.map(Side::new),
+            entries: vec![nothing; entries[0] as usize].into(),
+            posted: Posted { requests: 0, last: None, blocks: 0, by: None },
+            next_receive: 0,
+            waits,
+            failed_at: None,
+            is_gone: false,
+            scratch: Vec::with_capacity(8),
+        }
+    }
+
+    fn entry(&mut self, number: u64) -> &mut Entry {
+        &mut self.entries[(number & (self.entries.len() as u64 - 1)) as usize]
+    }
+
+    /// How far the send queue is posted, to come back to if a stream takes nothing.
+    pub(super) fn posted(&self) -> Posted {
+        self.posted
+    }
+
+    pub(super) fn unpost_to(&mut self, to: Posted) {
+        for number in to.requests..self.posted.requests {
+            let entry = self.entry(number);
+            if entry.stage == Stage::Posted {
+                entry.stage = Stage::Prepared;
+            }
+        }
+        self.posted = to;
+    }
+
+    pub(super) fn unpost_wait(&mut self, slot: Option<u32>) {
+        if let Some(slot) = slot {
+            self.waits.unpost(slot);
+        }
+    }
+}
+
+impl Shared {
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn new(
+        qp: Qp,
+        cqs: [Cq; 2],
+        tails: [Tails; 2],
+        doors: Doors,
+        device: mem::Device,
+        patience: Option<Duration>,
+        state: State,
+    ) -> Self {
+        let flushes = device.capabilities().flush_remote_writes.is_yes();
+        let (failed, failure) = (AtomicBool::new(false), Mutex::new(None));
+        let state = Mutex::new(state);
+        let shared =
+            Self { qp, cqs, tails, doors, device, flushes, patience, state, failed, failure };
+        for queue in [Queue::Send, Queue::Receive] {
+            for number in 0..shared.tails[side(queue)].entries() {
+                shared.clear(queue, number);
+            }
+        }
+        shared
+    }
+
+    pub(super) fn ticket(&self, queue: Queue, number: u64) -> Ticket {
+        Ticket { qpn: self.qp.number(), queue, number }
+    }
+
+    /// Makes a completion's place tell apart whether it has been written.
+    fn clear(&self, queue: Queue, number: u64) {
+        if let Some((at, value)) = self.tails[side(queue)].clearing(number) {
+            let _ = self.cqs[side(queue)].memory().bytes().store_u32(at, value);
+        }
+    }
+
+    fn is_there(&self, state: &State, ticket: Ticket) -> bool {
+        let queue = side(ticket.queue);
+        ticket.number < state.sides[queue].read || self.cqs[queue].is_there(ticket.number)
+    }
+
+    /// Writes a request into the queue without telling anybody.
+    pub(super) fn prepare(&self, state: &mut State, request: &Request<'_>) -> Result<Ticket> {
+        self.check_failure()?;
+        if !state.sides[0].has_room_for(1) {
+            self.catch_up(state);
+            if !state.sides[0].has_room_for(1) {
+                return Err(self.no_room("post work"));
+            }
+        }
+        let request = Request { signaled: true, ..*request };
+        let blocks = self.qp.prepare(&request)?;
+        let number = state.sides[0].promised;
+        state.sides[0].promised += 1;
+        let place = state.sides[0].place(number);
+        state.sides[0].ids[place] = request.id;
+        *state.entry(number) =
+            Entry { first: blocks.start, end: blocks.end, stage: Stage::Prepared };
+        Ok(self.ticket(Queue::Send, number))
+    }
+
+    /// Gives a request up that was not posted.
+    pub(super) fn cancel(&self, state: &mut State, number: u64) {
+        let entry = state.entry(number);
+        if entry.stage != Stage::Prepared {
+            return;
+        }
+        entry.stage = Stage::Cancelled;
+        let blocks = entry.first..entry.end;
+        self.qp.blank(blocks);
+        // Those at the end were never there.
+        while state.sides[0].promised > state.posted.requests {
+            let last = state.sides[0].promised - 1;
+            let Entry { first, stage, .. } = *state.entry(last);
+            if stage != Stage::Cancelled {
+                return;
+            }
+            self.qp.take_back(first);
+            state.sides[0].promised = last;
+        }
+    }
+
+    /// Notes that this request is posted by that stream, or by the CPU; returns the block up to which it rings.
+    fn advance(&self, state: &mut State, number: u64, by: Option<u64>) -> Result<u64> {
+        self.check_failure()?;
+        for earlier in state.posted.requests..number {
+            if state.entry(earlier).stage == Stage::Prepared {
+                let (ticket, first) =
+                    (self.ticket(Queue::Send, number), self.ticket(Queue::Send, earlier));
+                return Err(out_of_order(ticket, first));
+            }
+        }
+        let entry = state.entry(number);
+        entry.stage = Stage::Posted;
+        let blocks = entry.end;
+        state.posted = Posted { requests: number + 1, last: Some(number), blocks, by };
+        Ok(blocks)
+    }
+
+    /// Posts a request on a stream: adds what the stream does to `ops`.
+    pub(super) fn post(
+        &self,
+        state: &mut State,
+        number: u64,
+        stream: &Stream,
+        ops: &mut Vec<MemOp>,
+    ) -> Result<()> {
+        let before = state.posted;
+        let blocks = self.advance(state, number, Some(stream.number()))?;
+        if before.by != Some(stream.number())
+            && let Some(last) = before.last
+            && !self.doors.is_rung(last)
+        {
+            self.doors.await_turn(last, ops);
+        }
+        self.doors.ring(number, blocks, ops);
+        Ok(())
+    }
+
+    /// Posts a request from the CPU.
+    pub(super) fn post_now(&self, state: &mut State, number: u64) -> Result<()> {
+        if state.posted.last.is_some_and(|last| !self.doors.is_rung(last)) {
+            let ticket = self.ticket(Queue::Send, number);
+            return Err(Error::new(Kind::Busy, format!("post {ticket} from the CPU"))
+                .why("a stream has not come to an earlier request yet")
+                .fix("post it on that stream, or wait for it"));
+        }
+        let blocks = self.advance(state, number, None)?;
+        self.qp.ring_up_to(blocks);
+        self.doors.end_turn(number);
+        Ok(())
+    }
+
+    /// Posts receives; returns the first.
+    pub(super) fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<Ticket> {
+        let state = &mut *self.state.lock();
+        self.check_failure()?;
+        if !state.sides[1].has_room_for(requests.len()) {
+            self.catch_up(state);
+            if !state.sides[1].has_room_for(requests.len()) {
+                return Err(self.no_room("post a receive"));
+            }
+        }
+        self.qp.post_receive(requests)?;
+        let side = &mut state.sides[1];
+        let first = side.promised;
+        for request in requests {
+            let place = side.place(side.promised);
+            side.ids[place] = request.id;
+            side.promised += 1;
+        }
+        Ok(self.ticket(Queue::Receive, first))
+    }
+
+    /// Prepares the wait for a completion; no slot if it is over.
+    pub(super) fn prepare_wait(&self, state: &mut State, ticket: Ticket) -> Result<Option<u32>> {
+        if ticket.qpn != self.qp.number() {
+            let why = format!("this is queue pair {:#x}", self.qp.number());
+            return Err(Error::new(Kind::InvalidArgument, format!("wait for {ticket}")).why(why));
+        }
+        let queue = side(ticket.queue);
+        if ticket.number >= state.sides[queue].promised {
+            return Err(never_posted(ticket));
+        }
+        if ticket.number < state.sides[queue].released {
+            return Ok(None);
+        }
+        let slot = match state.waits.enter(ticket) {
+            Ok(slot) => slot,
+            Err(_) => {
+                self.catch_up(state);
+                state.waits.enter(ticket)?
+            }
+        };
+        let place = state.sides[queue].place(ticket.number);
+        state.sides[queue].waiters[place] += 1;
+        Ok(Some(slot))
+    }
+
+    /// Prepares the wait for the next receive that nobody has waited for in this way.
+    pub(super) fn prepare_next(&self, state: &mut State) -> Result<(Ticket, Option<u32>)> {
+        let ticket = self.ticket(Queue::Receive, state.next_receive);
+        let slot = self.prepare_wait(state, ticket)?;
+        state.next_receive += 1;
+        Ok((ticket, slot))
+    }
+
+    /// Gives a wait up that was not posted.
+    pub(super) fn cancel_wait(
+        &self,
+        state: &mut State,
+        ticket: Ticket,
+        slot: Option<u32>,
+        next: bool,
+    ) {
+        if let Some(slot) = slot {
+            state.waits.leave(slot);
+            self.leave(state, ticket);
+        }
+        if next && state.next_receive == ticket.number + 1 {
+            state.next_receive -= 1;
+        }
+    }
+
+    fn leave(&self, state: &mut State, ticket: Ticket) {
+        let side = &mut state.sides[side(ticket.queue)];
+        let place = side.place(ticket.number);
+        side.waiters[place] = side.waiters[place].saturating_sub(1);
+    }
+
+    /// Posts a wait on a stream: adds what the stream does to `ops`. The signs say what tells that it came to the wait,
+    /// and that it passed it.
+    pub(super) fn post_wait(
+        &self,
+        state: &mut State,
+        ticket: Ticket,
+        slot: Option<u32>,
+        stream: &Stream,
+        [arrived, passed]: [Sign; 2],
+        ops: &mut Vec<MemOp>,
+    ) -> Result<()> {
+        if ticket.queue == Queue::Send {
+            let is_cancelled =
+                slot.is_some() && state.entry(ticket.number).stage == Stage::Cancelled;
+            if ticket.number >= state.posted.requests || is_cancelled {
+                return Err(never_posted(ticket));
+            }
+        }
+        let arrived = if self.patience.is_some() { arrived } else { Sign::Unknown };
+        if let Some(slot) = slot {
+            let [before, after] = state.waits.post(slot, stream.number(), arrived, passed);
+            ops.extend(before);
+            ops.push(self.tails[side(ticket.queue)].wait(ticket.number));
+            if self.flushes {
+                ops.push(MemOp::Flush);
+            }
+            ops.extend(after);
+        } else if self.flushes {
+            ops.push(MemOp::Flush);
+        }
+        Ok(())
+    }
+
+    /// Takes completions: requests first, then receives.
+    pub(super) fn poll(&self, into: &mut [Completion]) -> Result<usize> {
+        let state = &mut *self.state.lock();
+        if state.is_gone {
+            return Ok(0);
+        }
+        let mut count = self.take(state, Queue::Send, into)?;
+        count += self.take(state, Queue::Receive, &mut into[count..])?;
+        self.catch_up(state);
+        Ok(count)
+    }
+
+    fn take(&self, state: &mut State, queue: Queue, into: &mut [Completion]) -> Result<usize> {
+        let found = self.cqs[side(queue)].poll(into)?;
+        let mut kept = 0;
+        for at in 0..found {
+            let number = state.sides[side(queue)].read;
+            state.sides[side(queue)].read += 1;
+            let completion = into[at];
+            if queue == Queue::Send && state.entry(number).stage == Stage::Cancelled {
+                continue;
+            }
+            if !completion.is_success() {
+                self.note_failure(state, self.ticket(queue, number), completion.status);
+            }
+            into[kept] = completion;
+            kept += 1;
+        }
+        Ok(kept)
+    }
+
+    /// Lets go of waits that streams have passed, and gives places back to the device that nobody looks at any more.
+    pub(super) fn catch_up(&self, state: &mut State) {
+        let State { waits, sides, .. } = state;
+        waits.reap(&self.doors, |ticket| {
+            let side = &mut sides[side(ticket.queue)];
+            let place = side.place(ticket.number);
+            side.waiters[place] = side.waiters[place].saturating_sub(1);
+        });
+        for queue in [Queue::Send, Queue::Receive] {
+            let at = side(queue);
+            let before = state.sides[at].released;
+            while state.sides[at].released < state.sides[at].read
+                && state.sides[at].waiters[state.sides[at].place(state.sides[at].released)] == 0
+            {
+                let next_lap = state.sides[at].released + self.tails[at].entries();
+                self.clear(queue, next_lap);
+                state.sides[at].released += 1;
+            }
+            if state.sides[at].released != before {
+                self.cqs[at].give_back(state.sides[at].released);
+            }
+        }
+    }
+
+    // --- failures ---
+
+    /// Nothing, or the failure as an error.
+    #[inline]
+    pub(super) fn check_failure(&self) -> Result<()> {
+        if !self.failed.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        match &*self.failure.lock() {
+            Some(failure) => Err(failure.error.clone()),
+            None => Ok(()),
+        }
+    }
+
+    /// Why it failed, if it did; looks for it.
+    pub(super) fn failure(&self) -> Option<Arc<Failure>> {
+        if !self.failed.load(Ordering::Acquire) {
+            self.look_for_failure(&mut self.state.lock());
+        }
+        self.failure.lock().clone()
+    }
+
+    /// Looks among completions that nobody has read for the one that failed.
+    #[cold]
+    fn look_for_failure(&self, state: &mut State) {
+        if !matches!(self.qp.state(), Ok(QpState::Err | QpState::Sqe)) {
+            return;
+        }
+        match self.find_failed(state) {
+            Some((ticket, status)) => self.blame(state, ticket, status),
+            None => {
+                let waiters = self.waiters(state);
+                let why = "the device ended it: the peer did what it may not, or a queue was lost";
+                self.fail(state, Failure::of_end(why, waiters));
+            }
+        }
+    }
+
+    /// The first failure among completions that nobody has read. What was flushed came after what failed, maybe in the
+    /// other queue.
+    fn find_failed(&self, state: &State) -> Option<(Ticket, Status)> {
+        let mut first: Option<(Ticket, Status)> = None;
+        for queue in [Queue::Send, Queue::Receive] {
+            let mut ahead = 0;
+            while let Some(cqe) = self.cqs[side(queue)].peek(ahead) {
+                if let Outcome::Failed { status, .. } = cqe.outcome
+                    && first.is_none_or(|(_, known)| known == Status::Flushed && status != known)
+                {
+                    let number = state.sides[side(queue)].read + ahead;
+                    first = Some((self.ticket(queue, number), status));
+                }
+                ahead += 1;
+            }
+        }
+        first
+    }
+
+    fn waiters(&self, state: &State) -> Vec<Waiter> {
+        state.waits.waiters(&self.device.label(), |ticket| self.is_there(state, ticket))
+    }
+
+    #[cold]
+    fn note_failure(&self, state: &mut State, ticket: Ticket, status: Status) {
+        if self.failed.load(Ordering::Acquire) {
+            return;
+        }
+        let (ticket, status) = match self.find_failed(state) {
+            Some((cause, found)) if status == Status::Flushed && found != status => (cause, found),
+            _ => (ticket, status),
+        };
+        self.blame(state, ticket, status);
+    }
+
+    /// Fails it because of that work.
+    #[cold]
+    fn blame(&self, state: &mut State, ticket: Ticket, status: Status) {
+        let side = &state.sides[side(ticket.queue)];
+        let id = side.ids[side.place(ticket.number)];
+        let waiters = self.waiters(state);
+        self.fail(state, Failure::of(ticket, id, status, waiters));
+    }
+
+    /// Fails it: the first cause stays; everything that was posted comes back, and whoever waits goes on.
+    #[cold]
+    pub(super) fn fail(&self, state: &mut State, failure: Failure) {
+        {
+            let mut known = self.failure.lock();
+            if known.is_some() {
+                return;
+            }
+            tracing::debug!(%failure, "a queue pair of streams has failed");
+            *known = Some(Arc::new(failure));
+        }
+        self.failed.store(true, Ordering::Release);
+        state.failed_at = Some(Instant::now());
+        self.flush(state);
+    }
+
+    /// Has the device give everything back that was posted, also what streams have not rung for.
+    fn flush(&self, state: &State) {
+        // It may be in that state already, or beyond all states.
+        let _ = self.qp.modify(&Change::to(QpState::Err));
+        self.qp.ring_up_to(state.posted.blocks);
+        self.doors.end_turns(state.posted.requests);
+    }
+
+    pub(super) fn end(&self, why: &'static str) {
+        let state = &mut *self.state.lock();
+        let waiters = self.waiters(state);
+        self.fail(state, Failure::of_end(why, waiters));
+    }
+
+    /// The watchdog's look.
+    pub(super) fn look_after(&self, now: Instant) {
+        let state = &mut *self.state.lock();
+        self.catch_up(state);
+        if !self.failed.load(Ordering::Acquire) {
+            self.look_for_failure(state);
+        }
+        let posted: Vec<_> = state.waits.posted().collect();
+        let mut lost_patience = false;
+        for (slot, ticket) in posted {
+            let there = self.is_there(state, ticket);
+            let since = state.waits.note(slot, &self.doors, there, now);
+            let waited = since.map(|since| now.saturating_duration_since(since));
+            lost_patience |= self.patience.is_some_and(|most| waited.is_some_and(|w| w >= most));
+        }
+        if lost_patience && !self.failed.load(Ordering::Acquire) {
+            let waiters = self.waiters(state);
+            let patience = self.patience.unwrap_or_default();
+            self.fail(state, Failure::of_patience(patience, waiters));
+        }
+        // A device that does not even flush is gone; its streams are not.
+        if state.failed_at.is_some_and(|at| now.saturating_duration_since(at) >= FLUSH_TIME) {
+            self.release_all(state);
+        }
+    }
+
+    /// Ends all waits without the device.
+    fn release_all(&self, state: &mut State) {
+        for (_, ticket) in state.waits.posted() {
+            if self.is_there(state, ticket) {
+                continue;
+            }
+            let at = side(ticket.queue);
+            let entries = self.tails[at].entries();
+            let place = (ticket.number & (entries - 1)) * CQE_LEN + 60;
+            let word = Arrived::forged(ticket.queue, ticket.number, entries);
+            let _ = self.cqs[at].memory().bytes().store_u32(place, word);
+        }
+        state.is_gone = true;
+    }
+
+    #[cold]
+    fn no_room(&self, what: &'static str) -> Error {
+        Error::new(Kind::Busy, what)
+            .on(format!("queue pair {:#x}", self.qp.number()))
+            .why("completions have not been taken, or streams have not passed them")
+            .fix("call poll, let streams go on, or make it with room for more completions")
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let state = &mut *self.state.lock();
+        self.flush(state);
+        self.release_all(state);
+    }
+}
+
+#[cold]
+fn out_of_order(ticket: Ticket, first: Ticket) -> Error {
+    Error::new(Kind::InvalidArgument, format!("post {ticket}"))
+        .why(format!("{first} was prepared before it and is not posted"))
+        .fix("post in the order of preparation, or drop the earlier one")
+}
+
+#[cold]
+fn never_posted(ticket: Ticket) -> Error {
+    Error::new(Kind::InvalidArgument, format!("wait for {ticket}"))
+        .why("it has not been posted: the stream might wait for ever")
+        .fix("post it first, or in the same batch before the wait")
+}

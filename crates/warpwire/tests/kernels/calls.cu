@@ -1,0 +1,81 @@
+// Kernels of the suite: every call of verbs.cuh, its failures, and many threads at once. Their twins for the simulated GPU
+// stand in calls.rs. What a kernel finds out goes to words that the host reads.
+#include "calls.hpp"
+
+extern "C" __global__ void calls_active(u64 qp, u64 words, u64 mode) {
+    if (mode == 0)
+        act(*(Qp *)qp, (u64 *)words, Thread{});
+    else if (mode == 1)
+        act(*(Qp *)qp, (u64 *)words, Warp{});
+    else
+        act(*(Qp *)qp, (u64 *)words, Block{});
+}
+
+extern "C" __global__ void calls_passive(u64 qp, u64 words, u64 mode) {
+    if (mode == 0)
+        answer(*(Qp *)qp, (u64 *)words, Thread{});
+    else if (mode == 1)
+        answer(*(Qp *)qp, (u64 *)words, Warp{});
+    else
+        answer(*(Qp *)qp, (u64 *)words, Block{});
+}
+
+extern "C" __global__ void calls_fail(u64 qp, u64 words) { fail(*(Qp *)qp, (u64 *)words); }
+
+extern "C" __global__ void calls_one(u64 qp, u64 words) { one(*(Qp *)qp, (u64 *)words); }
+
+// Threads on shared queue pairs. Each round of a thread writes the round to the thread's own place and adds 1 to a counter of
+// the peer, alone or (mode 1) with its whole warp; every 16th round it waits. What fails is counted in `wrong`.
+// handles, words: one of each for every queue pair.
+extern "C" __global__ void calls_storm(u64 handles, u64 lists, u64 pairs, u64 rounds, u64 mode, u64 wrong) {
+    u64 thread = blockIdx.x * (u64)blockDim.x + threadIdx.x;
+    u64 which = thread / 32 % pairs, failures = 0;
+    Qp &qp = *((Qp **)handles)[which];
+    const u64 *words = ((u64 **)lists)[which];
+    u64 timeout = words[kAtTimeout];
+    Remote place{words[kAtThere] + thread * 8, (u32)words[kAtThereKey]}, word{words[kAtWord], (u32)words[kAtWordKey]};
+    for (u64 round = 1; round <= rounds; round++) {
+        Ticket wrote, added;
+        if (mode == 0) {
+            wrote = put_inline(qp, place, &round, 8, Thread{}, timeout);
+            added = signal(qp, word, 1, Thread{}, timeout);
+        } else {
+            wrote = put_inline(qp, place, &round, 8, each(Warp{}), timeout);
+            added = signal(qp, word, 1, each(Warp{}), timeout);
+        }
+        failures += wrote.status != kOk;
+        failures += added.status != kOk;
+        if (round % 16 == 0 || round == rounds) failures += wait(qp, added, timeout) != kOk;
+    }
+    if (failures) atomicAdd_system((u64 *)wrong, failures);
+}
+
+// Side 0 writes i to the peer's word, which side 1 answers, for each i up to `rounds`. Says at `ended` how it ended.
+extern "C" __global__ void calls_ping(u64 qp, u64 list, u64 side, u64 rounds, u64 ended) {
+    const u64 *words = (const u64 *)list;
+    u64 timeout = words[kAtTimeout];
+    const u64 *mine = (const u64 *)words[kAtOwnWord];
+    Remote word{words[kAtWord], (u32)words[kAtWordKey]};
+    Status status = kOk;
+    for (u64 i = 1; i <= rounds && status == kOk; i++) {
+        if (side == 1) status = wait_signal(mine, Condition::AtLeast, i, timeout);
+        if (status == kOk) status = put_inline(*(Qp *)qp, word, &i, 8, Thread{}, timeout).status;
+        if (side == 0 && status == kOk) status = wait_signal(mine, Condition::AtLeast, i, timeout);
+    }
+    *(u64 *)ended = (u32)status;
+}
+
+// The same with nothing but words: an entry of two words and a doorbell in pinned memory, which a thread of the CPU carries to
+// the other side's word.
+extern "C" __global__ void calls_relay(u64 side, u64 rounds, u64 bell, u64 word, u64 timeout, u64 ended) {
+    const u64 *mine = (const u64 *)word;
+    Status status = kOk;
+    for (u64 i = 1; i <= rounds && status == kOk; i++) {
+        if (side == 1) status = wait_signal(mine, Condition::AtLeast, i, timeout);
+        ((volatile u64 *)bell)[8] = i, ((volatile u64 *)bell)[9] = i;
+        __threadfence_system();
+        *(volatile u64 *)bell = i;
+        if (side == 0 && status == kOk) status = wait_signal(mine, Condition::AtLeast, i, timeout);
+    }
+    *(u64 *)ended = (u32)status;
+}

@@ -1,0 +1,57 @@
+// The header's own code on CPU threads, as a library for the suite: the software HCA consumes what they post.
+#include "../header/model.hpp"
+#include "calls.hpp"
+
+extern "C" {
+
+// Sizes and places, to compare with those of Rust.
+void cpu_layout(u64 *out) {
+    u64 all[] = {sizeof(Qp), sizeof(Side), __builtin_offsetof(Qp, send_queue), __builtin_offsetof(Qp, receive_queue),
+                 __builtin_offsetof(Qp, record), __builtin_offsetof(Qp, doorbell), __builtin_offsetof(Qp, send_cq),
+                 __builtin_offsetof(Qp, receive_cq), __builtin_offsetof(Qp, sink), __builtin_offsetof(Qp, send_mask),
+                 __builtin_offsetof(Qp, receive_mask), __builtin_offsetof(Qp, number), __builtin_offsetof(Qp, receive_stride),
+                 __builtin_offsetof(Qp, sink_lkey), __builtin_offsetof(Qp, flags), __builtin_offsetof(Qp, version),
+                 __builtin_offsetof(Qp, send), __builtin_offsetof(Qp, receive), __builtin_offsetof(Side, reserved),
+                 __builtin_offsetof(Side, published), __builtin_offsetof(Side, completed), __builtin_offsetof(Side, failure),
+                 __builtin_offsetof(Side, closed), __builtin_offsetof(Side, taken), kVersion, kNoFailure, kAlone,
+                 kRecordFirst};
+    std::memcpy(out, all, sizeof all);
+}
+
+// What a status is called.
+const char *cpu_name(int status) { return name(static_cast<Status>(status)); }
+
+void cpu_active(Qp *qp, u64 *words) { act(*qp, words, Thread{}); }
+void cpu_passive(Qp *qp, u64 *words) { answer(*qp, words, Thread{}); }
+void cpu_fail(Qp *qp, u64 *words) { fail(*qp, words); }
+void cpu_one(Qp *qp, u64 *words) { one(*qp, words); }
+
+// The same calls by groups of threads; each thread has a list of its own to read, and the first one's is the one that counts.
+void cpu_active_by_group(Qp *qp, u64 *words, u32 members) {
+    model::Crew crew(members);
+    model::in_parallel(members, [&](u32 number) { act(*qp, words, model::Member{&crew, number}); });
+}
+
+// As calls_storm: so many threads, in groups of four that post together if `together`. Gives how much failed.
+u64 cpu_storm(Qp **qps, u64 **lists, u64 pairs, u32 threads, u64 rounds, u64 together) {
+    std::atomic<u64> failures{0};
+    std::vector<std::unique_ptr<model::Crew>> crews;
+    for (u32 number = 0; number < threads / 4; number++) crews.push_back(std::make_unique<model::Crew>(4));
+    model::in_parallel(threads, [&](u32 thread) {
+        u64 which = thread / 4 % pairs;
+        Qp &qp = *qps[which];
+        const u64 *words = lists[which];
+        u64 timeout = words[kAtTimeout];
+        model::Member me{crews[thread / 4].get(), thread % 4};
+        Remote place{words[kAtThere] + thread * 8, static_cast<u32>(words[kAtThereKey])};
+        Remote word{words[kAtWord], static_cast<u32>(words[kAtWordKey])};
+        for (u64 round = 1; round <= rounds; round++) {
+            Ticket wrote = together ? put_inline(qp, place, &round, 8, each(me), timeout) : put_inline(qp, place, &round, 8, Thread{}, timeout);
+            Ticket added = together ? signal(qp, word, 1, each(me), timeout) : signal(qp, word, 1, Thread{}, timeout);
+            failures += (wrote.status != kOk) + (added.status != kOk);
+            if (round % 16 == 0 || round == rounds) failures += wait(qp, added, timeout) != kOk;
+        }
+    });
+    return failures;
+}
+}

@@ -1,0 +1,300 @@
+//! The header's own code, on CPU threads, with the software HCA behind its queues: `cpu.cpp`, built by g++ as the suite
+//! starts. Without g++ a line `skipped: why` is printed; `WARPWIRE_REQUIRE=g++` makes that a failure.
+#![allow(unsafe_code)] // calling a C library is
+
+use std::ffi::{CStr, c_char, c_int};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::time::Instant;
+
+use libloading::{Library, Symbol};
+use libtest_mimic::{Failed, Trial};
+use warpwire::mr::HostMemory;
+use warpwire::stream::kernel::{Ended, layout};
+use warpwire::stream::{KernelQp, KernelQpOptions};
+use warpwire::verbs::{Access, Context, Mr, Status};
+
+use crate::calls::at;
+use crate::fixture::{LEN, SOON, WORD, Which, bytes, contexts, impatient};
+
+type OnOne = unsafe extern "C" fn(u64, *mut u64);
+type Case = (&'static str, fn(&Library, Which));
+
+const CASES: [Case; 6] = [
+    ("every_call_moves_what_it_says", every_call),
+    ("groups_of_threads_make_every_call", every_call_by_groups),
+    ("a_failure_is_told_by_its_cause", failure),
+    ("a_peer_that_is_gone_is_an_error_soon", dead_peer),
+    ("many_threads_lose_nothing", storm),
+    ("threads_that_post_together_lose_nothing", storm_together),
+];
+
+pub fn trials() -> Vec<Trial> {
+    if std::env::var_os("CARGO_MANIFEST_DIR").is_none() {
+        eprintln!("skipped: the header on CPU threads (no sources here)");
+        return Vec::new();
+    }
+    if let Err(why) = library() {
+        eprintln!("skipped: the header on CPU threads ({why})");
+        let fail = || Err(Failed::from("WARPWIRE_REQUIRE asks for g++"));
+        return match crate::required("g++") {
+            true => vec![Trial::test("cpu::header", fail)],
+            false => Vec::new(),
+        };
+    }
+    let mut trials = vec![Trial::test("cpu::layout_and_names_agree", || {
+        agree(library()?);
+        Ok(())
+    })];
+    for (which, link) in [(Which::Loopback, "loopback"), (Which::Shm, "shm")] {
+        for (name, run) in CASES {
+            trials.push(Trial::test(format!("cpu::{link}::{name}"), move || {
+                run(library()?, which);
+                Ok(())
+            }));
+        }
+    }
+    trials
+}
+
+/// The library, built once.
+fn library() -> Result<&'static Library, String> {
+    static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
+    LIBRARY.get_or_init(|| build().and_then(load)).as_ref().map_err(Clone::clone)
+}
+
+fn build() -> Result<PathBuf, String> {
+    let crate_root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libkernel_header.so");
+    let mut compiler = Command::new("g++");
+    compiler.args(["-std=c++17", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-O1", "-g"]);
+    compiler.args(["-pthread", "-shared", "-fPIC"]);
+    compiler.arg(format!("-I{}", crate_root.join("../../include").display()));
+    compiler.arg(crate_root.join("tests/kernels/cpu.cpp")).arg("-o").arg(&out);
+    let built = compiler.output().map_err(|why| format!("g++ does not run: {why}"))?;
+    match built.status.success() {
+        true => Ok(out),
+        // That is no reason to skip anything.
+        false => panic!("{}", String::from_utf8_lossy(&built.stderr)),
+    }
+}
+
+fn load(path: PathBuf) -> Result<Library, String> {
+    // SAFETY: the library was just built from cpu.cpp, which runs nothing when it is loaded.
+    unsafe { Library::new(path) }.map_err(|why| why.to_string())
+}
+
+fn symbol<'l, T>(library: &'l Library, name: &str) -> Symbol<'l, T> {
+    // SAFETY: the callers name functions of cpu.cpp by their types there.
+    unsafe { library.get(name.as_bytes()) }.unwrap()
+}
+
+fn agree(library: &Library) {
+    let layout = symbol::<unsafe extern "C" fn(*mut u64)>(library, "cpu_layout");
+    let mut found = [0; 28];
+    // SAFETY: the function writes 28 numbers.
+    unsafe { layout(found.as_mut_ptr()) };
+    use layout::{field, side};
+    let wanted = [
+        layout::LEN,
+        side::LEN,
+        field::SEND_QUEUE,
+        field::RECEIVE_QUEUE,
+        field::RECORD,
+        field::DOORBELL,
+        field::SEND_CQ,
+        field::RECEIVE_CQ,
+        field::SINK,
+        field::SEND_MASK,
+        field::RECEIVE_MASK,
+        field::NUMBER,
+        field::RECEIVE_STRIDE,
+        field::SINK_LKEY,
+        field::FLAGS,
+        field::VERSION,
+        layout::SEND,
+        layout::RECEIVE,
+        side::RESERVED,
+        side::PUBLISHED,
+        side::COMPLETED,
+        side::FAILURE,
+        side::CLOSED,
+        side::TAKEN,
+        layout::VERSION.into(),
+        layout::NO_FAILURE,
+        layout::ALONE.into(),
+        layout::RECORD_FIRST.into(),
+    ];
+    assert_eq!(found, wanted);
+    let name = symbol::<unsafe extern "C" fn(c_int) -> *const c_char>(library, "cpu_name");
+    for code in -0x110..=3 {
+        // SAFETY: it gives a string that is part of the library.
+        let found = unsafe { CStr::from_ptr(name(code)) };
+        let ended = Ended::from_code(code);
+        if code != -6 {
+            // There are no memory windows for kernels.
+            assert_eq!(found.to_str().unwrap(), ended.to_string(), "{code}");
+        }
+    }
+}
+
+/// One end, with host memory.
+struct End {
+    qp: KernelQp,
+    memory: HostMemory,
+    mr: Mr,
+    list: Vec<u64>,
+}
+
+impl End {
+    fn new(context: &Context, options: KernelQpOptions) -> Self {
+        let pd = context.pd();
+        let qp = KernelQp::create_for_cpu(context, &pd, options).unwrap();
+        let memory = HostMemory::new(LEN + 4096).unwrap();
+        let mr = context.register(&pd, memory.clone(), Access::ALL).unwrap();
+        Self { qp, memory, mr, list: vec![0; 64] }
+    }
+
+    fn describe(&mut self, there: warpwire::verbs::Remote, word: warpwire::verbs::Remote) {
+        for (place, value) in [
+            (at::HERE, self.mr.iova()),
+            (at::HERE_KEY, self.mr.lkey().into()),
+            (at::THERE, there.address),
+            (at::THERE_KEY, there.rkey.into()),
+            (at::WORD, word.address),
+            (at::WORD_KEY, word.rkey.into()),
+            // Memory of the host is registered under its own address.
+            (at::OWN_WORD, self.mr.iova() + WORD),
+            (at::TIMEOUT, SOON.as_nanos() as u64),
+            (at::BAD_KEY, u64::from(there.rkey ^ 0x100)),
+        ] {
+            self.list[place as usize] = value;
+        }
+    }
+
+    fn findings(&self) -> &[u64] {
+        &self.list[at::FINDINGS as usize..]
+    }
+
+    fn ended(&self, number: usize) -> Ended {
+        Ended::from_code(self.findings()[number] as i32)
+    }
+
+    fn word(&self) -> u64 {
+        self.memory.bytes().load_u64(WORD).unwrap()
+    }
+
+    fn read(&self, at: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.memory.bytes().read(at, &mut bytes).unwrap();
+        bytes
+    }
+}
+
+fn ends(which: Which, options: &KernelQpOptions) -> [End; 2] {
+    let contexts = contexts(which);
+    let [mut a, mut b] = contexts.each_ref().map(|context| End::new(context, options.clone()));
+    a.qp.connect(&b.qp.offer()).unwrap();
+    b.qp.connect(&a.qp.offer()).unwrap();
+    a.describe(b.mr.remote(0), b.mr.remote(WORD));
+    b.describe(a.mr.remote(0), a.mr.remote(WORD));
+    [a, b]
+}
+
+fn small() -> KernelQpOptions {
+    KernelQpOptions { send_depth: 8, receive_depth: 4, ..KernelQpOptions::default() }
+}
+
+fn call(library: &Library, name: &str, end: &mut End) {
+    let function = symbol::<OnOne>(library, name);
+    // SAFETY: the handle lives as long as the end, the list has room for all that is found out.
+    unsafe { function(end.qp.handle().raw(), end.list.as_mut_ptr()) };
+}
+
+fn every_call_with(which: Which, library: &Library, act: impl Fn(&mut End) + Sync) {
+    let [mut a, mut b] = ends(which, &small());
+    let (sent, fetched) = (bytes(4096, 1), bytes(4096, 2));
+    a.memory.bytes().write(0, &sent).unwrap();
+    b.memory.bytes().write(16384, &fetched).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| call(library, "cpu_passive", &mut b));
+        act(&mut a);
+    });
+    let too_long = i64::from(Ended::TooLong.code()) as u64;
+    let bad_ticket = i64::from(Ended::BadTicket.code()) as u64;
+    let wanted = [0, 0, 0, 0, 0, 5, 0, 12, 0, 0, 0, 0, 0, too_long, bad_ticket];
+    assert_eq!(a.findings()[..15], wanted);
+    let imm = |length: u64, imm: u64| length << 32 | 1 << 31 | imm;
+    assert_eq!(b.findings()[..7], [0, 0, 100 << 32, 0, imm(50, 77), 0, imm(16, 88)]);
+    assert_eq!(b.word(), 99);
+    let later = a.read(0, 100);
+    assert_eq!((b.read(8192, 64), b.read(16, 4080)), (sent[..64].to_vec(), sent[16..].to_vec()));
+    assert_eq!(b.read(4096, 8), 0x1122_3344_5566_7788_u64.to_le_bytes());
+    assert_eq!((a.read(16384, 4096), b.read(32768, 100)), (fetched, later));
+    a.qp.check().unwrap();
+    assert_eq!(a.qp.progress().unwrap().posted, 11);
+}
+
+fn every_call(library: &Library, which: Which) {
+    every_call_with(which, library, |end| call(library, "cpu_active", end));
+}
+
+fn every_call_by_groups(library: &Library, which: Which) {
+    let act = symbol::<unsafe extern "C" fn(u64, *mut u64, u32)>(library, "cpu_active_by_group");
+    every_call_with(which, library, |end| {
+        // SAFETY: as in `call`.
+        unsafe { act(end.qp.handle().raw(), end.list.as_mut_ptr(), 4) };
+    });
+}
+
+fn failure(library: &Library, which: Which) {
+    let [mut a, b] = ends(which, &small());
+    call(library, "cpu_fail", &mut a);
+    let (denied, flushed) = (Ended::Failed(Status::RemoteAccess), Ended::Failed(Status::Flushed));
+    let found: Vec<_> = (0..5).map(|number| a.ended(number)).collect();
+    assert_eq!(found, [flushed, denied, Ended::Ok, denied, flushed]);
+    assert_eq!(b.memory.bytes().load_u64(0).unwrap(), 1);
+    let error = a.qp.check().unwrap_err().to_string();
+    assert!(error.contains("remote access"), "{error}");
+}
+
+fn dead_peer(library: &Library, which: Which) {
+    let options = KernelQpOptions { connection: impatient(), ..small() };
+    let [mut a, b] = ends(which, &options);
+    drop(b);
+    let start = Instant::now();
+    call(library, "cpu_one", &mut a);
+    assert!(start.elapsed() < SOON / 2, "{:?}", start.elapsed());
+    assert_eq!((a.ended(0), a.ended(1)), (Ended::Ok, Ended::Failed(Status::RetryExceeded)));
+}
+
+fn storm(library: &Library, which: Which) {
+    storm_with(library, which, false, 9000); // the 16 bits on the wire run over
+}
+
+fn storm_together(library: &Library, which: Which) {
+    storm_with(library, which, true, 1000);
+}
+
+fn storm_with(library: &Library, which: Which, together: bool, rounds: u64) {
+    type Storm = unsafe extern "C" fn(*const u64, *const u64, u64, u32, u64, u64) -> u64;
+    const THREADS: u32 = 8;
+    let mut pairs: Vec<[End; 2]> =
+        (0..2).map(|_| ends(which, &KernelQpOptions { send_depth: 256, ..small() })).collect();
+    let handles: Vec<u64> = pairs.iter().map(|[a, _]| a.qp.handle().raw()).collect();
+    let lists: Vec<u64> =
+        pairs.iter_mut().map(|[a, _]| a.list.as_mut_ptr().addr() as u64).collect();
+    let storm = symbol::<Storm>(library, "cpu_storm");
+    let (handle, list, count) = (handles.as_ptr(), lists.as_ptr(), pairs.len() as u64);
+    // SAFETY: the function reads so many handles and lists, which outlive it.
+    let wrong = unsafe { storm(handle, list, count, THREADS, rounds, together.into()) };
+    assert_eq!(wrong, 0, "{:?}", pairs[0][0].qp.check());
+    for (number, [a, b]) in pairs.iter().enumerate() {
+        assert_eq!(b.word(), rounds * u64::from(THREADS) / 2);
+        assert_eq!(a.qp.progress().unwrap().posted, rounds * u64::from(THREADS));
+        for thread in (0..u64::from(THREADS)).filter(|thread| thread / 4 % 2 == number as u64) {
+            assert_eq!(b.memory.bytes().load_u64(thread * 8).unwrap(), rounds);
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! What a case gets to work with: a GPU, two devices on a link, a queue pair for kernels on each.
+#![allow(unsafe_code)] // launching is unsafe; each use says why it is right
+
+use std::time::Duration;
+
+use warpwire::hca::HcaOptions;
+use warpwire::link::{Hub, Link, Shm, shm};
+use warpwire::mem::sim::{Sim, SimConfig};
+use warpwire::mem::{Allocation, Backend, Device, Kernel, Launch, Module, Stream, cuda};
+use warpwire::stream::kernel::Kernels;
+use warpwire::stream::{KernelQp, KernelQpOptions};
+use warpwire::verbs::{Access, Context, Drive, Mr, Pd, QpOptions, Remote};
+
+use crate::calls::{self, at};
+
+/// Longer than anything takes that works.
+pub const SOON: Duration = Duration::from_secs(40);
+/// How much memory each end has.
+pub const LEN: u64 = 64 << 10;
+/// Where the word lies that the peer adds to, behind that memory.
+pub const WORD: u64 = LEN;
+
+pub struct Case {
+    pub name: &'static str,
+    pub run: fn(&Fixture),
+}
+
+/// Lists the functions as cases under their own names.
+macro_rules! cases {
+    ($($name:ident),* $(,)?) => {
+        pub const CASES: &[crate::fixture::Case] =
+            &[$(crate::fixture::Case { name: stringify!($name), run: $name }),*];
+    };
+}
+pub(crate) use cases;
+
+/// The links that cases run over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    Loopback,
+    Shm,
+}
+
+impl Which {
+    pub fn ends(self) -> [Box<dyn Link>; 2] {
+        let hub = Hub::new();
+        [1, 2].map(|n| match self {
+            Self::Loopback => {
+                let address = format!("10.0.0.{n}:4791").parse().unwrap();
+                Box::new(hub.endpoint(address).unwrap()) as Box<dyn Link>
+            }
+            Self::Shm => {
+                let options = shm::Options { attend: 1, ..shm::Options::default() };
+                Box::new(Shm::bind("127.0.0.1:0".parse().unwrap(), options).unwrap())
+            }
+        })
+    }
+}
+
+/// The drive that kernels need.
+pub fn threaded() -> HcaOptions {
+    let drive = Drive::Thread { spin: Duration::from_millis(1), core: None };
+    HcaOptions { drive, ..HcaOptions::default() }
+}
+
+pub fn contexts(which: Which) -> [Context; 2] {
+    which.ends().map(|link| Context::open_with(link, threaded()).unwrap())
+}
+
+pub struct Fixture {
+    pub which: Which,
+    pub backend: Backend,
+    pub gpu: Device,
+    pub second: Option<Device>,
+    pub kernels: Kernels,
+    module: Module,
+    _sim: Option<Sim>,
+}
+
+impl Fixture {
+    pub fn new(backend: Backend, which: Which) -> Self {
+        let (gpu, second, sim) = match backend {
+            Backend::Sim => {
+                let config = SimConfig { memory: 1 << 30, ..SimConfig::default() };
+                let sim = Sim::start(config).unwrap();
+                (sim.device(0).unwrap(), sim.device(1).ok(), Some(sim))
+            }
+            Backend::Cuda => (cuda::device(0).unwrap(), None, None),
+        };
+        let module = gpu.load(&calls::program()).unwrap();
+        let kernels = Kernels::load(&gpu).unwrap();
+        Self { which, backend, gpu, second, kernels, module, _sim: sim }
+    }
+
+    pub fn kernel(&self, name: &str) -> Kernel {
+        self.module.kernel(name).unwrap()
+    }
+
+    pub fn options(&self) -> KernelQpOptions {
+        KernelQpOptions {
+            send_depth: 16,
+            receive_depth: 8,
+            kernels: Some(self.kernels.clone()),
+            patience: SOON,
+            ..KernelQpOptions::default()
+        }
+    }
+
+    /// Two ends that are connected.
+    pub fn ends(&self) -> [End; 2] {
+        self.ends_with(self.options())
+    }
+
+    pub fn ends_with(&self, options: KernelQpOptions) -> [End; 2] {
+        self.connected(contexts(self.which), options)
+    }
+
+    /// The same between these contexts, which may be one.
+    pub fn connected(&self, contexts: [Context; 2], options: KernelQpOptions) -> [End; 2] {
+        let ends = contexts.map(|context| End::new(context, &self.gpu, options.clone()));
+        let [a, b] = &ends;
+        a.qp.connect(&b.qp.offer()).unwrap();
+        b.qp.connect(&a.qp.offer()).unwrap();
+        a.describe(b.mr.remote(0), b.mr.remote(WORD));
+        b.describe(a.mr.remote(0), a.mr.remote(WORD));
+        ends
+    }
+}
+
+/// One end: a context with a queue pair for kernels and memory of the GPU.
+pub struct End {
+    pub qp: KernelQp,
+    pub memory: Allocation,
+    pub mr: Mr,
+    /// What kernels are told, and where they put what they found out.
+    pub list: Allocation,
+    pub _pd: Pd,
+    pub _context: Context,
+}
+
+impl End {
+    pub fn new(context: Context, gpu: &Device, options: KernelQpOptions) -> Self {
+        let pd = context.pd();
+        let qp = KernelQp::create(&context, &pd, gpu, options).unwrap();
+        let memory = gpu.alloc(LEN + 4096).unwrap();
+        memory.write(0, &vec![0; memory.len() as usize]).unwrap();
+        let mr = context.register(&pd, memory.whole().unwrap(), Access::ALL).unwrap();
+        let list = gpu.alloc(4096).unwrap();
+        list.write(0, &[0; 4096]).unwrap();
+        Self { qp, memory, mr, list, _pd: pd, _context: context }
+    }
+
+    /// Fills in the list of words.
+    pub fn describe(&self, there: Remote, word: Remote) {
+        for (place, value) in [
+            (at::HERE, self.mr.iova()),
+            (at::HERE_KEY, self.mr.lkey().into()),
+            (at::THERE, there.address),
+            (at::THERE_KEY, there.rkey.into()),
+            (at::WORD, word.address),
+            (at::WORD_KEY, word.rkey.into()),
+            (at::OWN_WORD, self.memory.address().raw() + WORD),
+            (at::TIMEOUT, SOON.as_nanos() as u64),
+            (at::BAD_KEY, u64::from(there.rkey ^ 0x100)),
+        ] {
+            self.tell(place, value);
+        }
+    }
+
+    pub fn tell(&self, place: u64, value: u64) {
+        self.list.write(place * 8, &value.to_le_bytes()).unwrap();
+    }
+
+    pub fn findings<const N: usize>(&self) -> [i64; N] {
+        let mut words = [0; N];
+        for (number, word) in words.iter_mut().enumerate() {
+            let mut bytes = [0; 8];
+            self.list.read((at::FINDINGS + number as u64) * 8, &mut bytes).unwrap();
+            *word = i64::from_le_bytes(bytes);
+        }
+        words
+    }
+
+    pub fn word(&self) -> u64 {
+        self.read64(WORD)
+    }
+
+    pub fn read64(&self, at: u64) -> u64 {
+        let mut bytes = [0; 8];
+        self.memory.read(at, &mut bytes).unwrap();
+        u64::from_le_bytes(bytes)
+    }
+
+    pub fn read(&self, at: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.memory.read(at, &mut bytes).unwrap();
+        bytes
+    }
+
+    /// Starts one of the suite's kernels on the handle and the list, with these arguments behind them.
+    pub fn start(&self, stream: &Stream, kernel: &Kernel, threads: u32, args: &[u64]) {
+        let launch = self.qp.pass(Launch::new(kernel).threads(threads)).unwrap();
+        let launch = launch.region(&self.list.whole().unwrap());
+        let launch = args.iter().fold(launch, |launch, value| launch.value(*value));
+        // SAFETY: the suite's kernels touch the handle, the list and the memory that the list names; the case keeps
+        // the ends until the stream is done.
+        unsafe { stream.launch(launch.keep(&self.memory.whole().unwrap())) }.unwrap();
+    }
+}
+
+/// A connection that gives up soon.
+pub fn impatient() -> QpOptions {
+    QpOptions { timeout: 8, retry_count: 1, ..QpOptions::default() }
+}
+
+/// Bytes that say where they are.
+pub fn bytes(len: usize, seed: u8) -> Vec<u8> {
+    (0..len).map(|at| (at as u8).wrapping_mul(31) ^ (at >> 8) as u8 ^ seed).collect()
+}

@@ -1,0 +1,117 @@
+//! What all ranks do together.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use warpwire::error::Kind;
+use warpwire::msg::{Element, Reduce};
+
+use crate::fixture::{A_MOMENT, Fixture, PLACES, SOON, buffer, cases, pattern, read, same};
+
+cases!(CASES: barriers_hold, broadcasts, reductions, wrong_use);
+
+fn barriers_hold(fixture: &Fixture) {
+    for size in [1, 2, 3, 8] {
+        let here = AtomicUsize::new(0);
+        fixture.ranks(size, |comm| {
+            for round in 1..=20 {
+                here.fetch_add(1, Ordering::SeqCst);
+                comm.barrier(SOON).unwrap();
+                // All have come this far, and nobody further than the next time.
+                let count = here.load(Ordering::SeqCst);
+                assert!((round * size..=(round + 1) * size).contains(&count), "{count}");
+            }
+            comm.finish(SOON).unwrap();
+        });
+    }
+}
+
+fn broadcasts(fixture: &Fixture) {
+    for size in [1, 2, 3, 5, 8] {
+        fixture.ranks(size, |comm| {
+            for (root, len) in
+                (0..size).flat_map(|root| [0, 1, 9000, 300_000].map(|len| (root, len)))
+            {
+                for place in PLACES {
+                    let memory = buffer(&comm, place, 300_001);
+                    if comm.rank() == root {
+                        memory.write(1, &pattern(len as u64, len)).unwrap();
+                    }
+                    comm.broadcast(root, memory.part(1, len as u64).unwrap(), SOON).unwrap();
+                    same(&read(&memory, 1, len), &pattern(len as u64, len), "a broadcast");
+                }
+            }
+            comm.finish(SOON).unwrap();
+        });
+    }
+}
+
+fn reductions(fixture: &Fixture) {
+    for size in [1, 2, 3, 7] {
+        fixture.ranks(size, |comm| {
+            let rank = comm.rank();
+            let count = 5000;
+            let memory = comm.alloc(count as u64 * 8).unwrap();
+            let whole = |memory: &warpwire::msg::Buffer| read(memory, 0, count * 8);
+            let numbers: Vec<u8> =
+                (0..count).flat_map(|i| ((i + rank) as f64 * 0.5).to_le_bytes()).collect();
+            memory.write(0, &numbers).unwrap();
+            comm.all_reduce(&memory, Element::F64, Reduce::Sum, SOON).unwrap();
+            for (i, word) in whole(&memory).chunks_exact(8).enumerate() {
+                let sum: f64 = (0..size).map(|rank| (i + rank) as f64 * 0.5).sum();
+                assert_eq!(f64::from_le_bytes(word.try_into().unwrap()), sum, "element {i}");
+            }
+            let each = |element: Element, reduce: Reduce, mine: i64| -> i64 {
+                memory.write(0, &mine.to_le_bytes()).unwrap();
+                let part = memory.part(0, element.bytes()).unwrap();
+                comm.all_reduce(part, element, reduce, SOON).unwrap();
+                i64::from_le_bytes(read(&memory, 0, 8).try_into().unwrap())
+            };
+            let last = size as i64 - 1;
+            assert_eq!(each(Element::I64, Reduce::Min, -(rank as i64)), -last);
+            assert_eq!(each(Element::I64, Reduce::Max, rank as i64), last);
+            assert_eq!(each(Element::U64, Reduce::Sum, 1 << 40), (size as i64) << 40);
+            assert_eq!(each(Element::I32, Reduce::Max, rank as i64), last);
+            let wrapped = each(Element::I32, Reduce::Sum, i64::from(i32::MAX as u32)) as i32;
+            assert_eq!(wrapped, i32::MAX.wrapping_mul(size as i32));
+            let float = i64::from((rank as f32 - 1.0).to_bits());
+            assert_eq!(f32::from_bits(each(Element::F32, Reduce::Min, float) as u32), -1.0);
+            // More than one chunk.
+            let big = comm.alloc(9 << 20).unwrap();
+            big.write(0, &vec![1; 9 << 20]).unwrap();
+            comm.all_reduce(&big, Element::U64, Reduce::Sum, SOON).unwrap();
+            let word = 0x0101_0101_0101_0101u64.wrapping_mul(size as u64).to_le_bytes();
+            assert!(read(&big, 0, 9 << 20).chunks_exact(8).all(|found| found == word));
+            comm.finish(SOON).unwrap();
+        });
+    }
+}
+
+fn wrong_use(fixture: &Fixture) {
+    fixture.ranks(2, |comm| {
+        let memory = comm.alloc(100).unwrap();
+        let odd = comm.all_reduce(memory.part(0, 7).unwrap(), Element::F32, Reduce::Sum, SOON);
+        assert_eq!(odd.unwrap_err().kind(), &Kind::InvalidArgument);
+        assert!(comm.broadcast(2, &memory, SOON).is_err());
+        comm.barrier(SOON).unwrap();
+        // Who comes alone does not wait for ever.
+        if comm.rank() == 0 {
+            let late = comm.barrier(A_MOMENT).unwrap_err();
+            assert_eq!(late.kind(), &Kind::Timeout, "{late}");
+            comm.send_ready(1, SOON).unwrap();
+        } else {
+            comm.wait_ready(0, SOON).unwrap();
+            comm.barrier(SOON).unwrap();
+        }
+        // Lengths that differ are told.
+        let len = 10 + comm.rank() as u64;
+        let outcome = comm.broadcast(0, memory.part(0, len).unwrap(), SOON);
+        match comm.rank() {
+            0 => outcome.unwrap(),
+            _ => {
+                let error = outcome.unwrap_err().to_string();
+                assert!(error.contains("rank 0 has 10 bytes, this one 11"), "{error}");
+            }
+        }
+        comm.finish(SOON).unwrap();
+    });
+}

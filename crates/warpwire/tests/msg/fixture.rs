@@ -1,0 +1,135 @@
+//! What a case gets: ranks as threads, over a link, and memory of several sorts.
+
+use std::time::Duration;
+
+use warpwire::link::Hub;
+use warpwire::mem::Device;
+use warpwire::mem::sim::{Sim, SimConfig};
+use warpwire::msg::{Buffer, Comm, CommOptions, Wire};
+
+/// Longer than anything takes that works.
+pub const SOON: Duration = Duration::from_secs(30);
+/// Long enough to be sure that something does not happen.
+pub const A_MOMENT: Duration = Duration::from_millis(50);
+
+pub struct Case {
+    pub name: &'static str,
+    pub run: fn(&Fixture),
+}
+
+/// Lists the functions as cases under their own names.
+macro_rules! cases {
+    ($list:ident: $($name:ident),* $(,)?) => {
+        pub const $list: &[crate::fixture::Case] =
+            &[$(crate::fixture::Case { name: stringify!($name), run: $name }),*];
+    };
+}
+pub(crate) use cases;
+
+/// The links that cases run over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    Hub,
+    Udp,
+    Shm,
+    Auto,
+}
+
+impl Which {
+    pub const ALL: [(Self, &'static str); 4] =
+        [(Self::Hub, "hub"), (Self::Udp, "udp"), (Self::Shm, "shm"), (Self::Auto, "auto")];
+}
+
+pub struct Fixture {
+    pub which: Which,
+}
+
+/// Where the memory of a message is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    Host,
+    Device,
+}
+
+pub const PLACES: [Place; 2] = [Place::Host, Place::Device];
+
+impl Fixture {
+    pub fn new(which: Which) -> Self {
+        Self { which }
+    }
+
+    pub fn options(&self) -> CommOptions {
+        let wire = match self.which {
+            Which::Hub => Wire::Hub(Hub::new()),
+            Which::Udp => Wire::Udp,
+            Which::Shm => Wire::Shm,
+            Which::Auto => Wire::Auto,
+        };
+        CommOptions { wire, timeout: SOON, ..CommOptions::default() }
+    }
+
+    /// Runs it as so many ranks.
+    pub fn ranks(&self, size: usize, run: impl Fn(Comm) + Sync) {
+        self.ranks_with(size, &self.options(), run);
+    }
+
+    pub fn ranks_with(&self, size: usize, options: &CommOptions, run: impl Fn(Comm) + Sync) {
+        let comms = Comm::local_with(size, options).unwrap();
+        std::thread::scope(|scope| {
+            let threads: Vec<_> =
+                comms.into_iter().map(|comm| (comm.rank(), scope.spawn(|| run(comm)))).collect();
+            let mut failed = Vec::new();
+            for (rank, thread) in threads {
+                if thread.join().is_err() {
+                    failed.push(rank);
+                }
+            }
+            assert!(failed.is_empty(), "ranks {failed:?} failed");
+        });
+    }
+}
+
+/// A simulated GPU of one's own.
+pub fn gpu() -> Device {
+    let config = SimConfig { memory: 1 << 30, ..SimConfig::default() };
+    Sim::start(config).unwrap().device(0).unwrap()
+}
+
+/// A buffer of that sort.
+pub fn buffer(comm: &Comm, place: Place, len: u64) -> Buffer {
+    match place {
+        Place::Host => comm.alloc(len).unwrap(),
+        Place::Device => comm.register(gpu().alloc(len).unwrap().whole().unwrap()).unwrap(),
+    }
+}
+
+/// Bytes that tell themselves from others.
+pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    let mut bytes = Vec::with_capacity(len + 8);
+    while bytes.len() < len {
+        bytes.extend(next().to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+pub fn read(buffer: &Buffer, offset: u64, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    buffer.read(offset, &mut bytes).unwrap();
+    bytes
+}
+
+/// Compares without printing megabytes.
+pub fn same(found: &[u8], wanted: &[u8], what: &str) {
+    assert_eq!(found.len(), wanted.len(), "{what}");
+    if let Some(at) = found.iter().zip(wanted).position(|(a, b)| a != b) {
+        panic!("{what}: byte {at} of {} is {:#x}, not {:#x}", found.len(), found[at], wanted[at]);
+    }
+}

@@ -1,0 +1,513 @@
+//! Messages that streams and kernels send and wait for.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use warpwire::error::Kind;
+use warpwire::mem::{Condition, Device, Stream};
+use warpwire::msg::rally::{Rally, Side};
+use warpwire::msg::{Buffer, Comm, CommOptions, Lane, LaneOptions, Signal, Writer};
+use warpwire::stream::kernel::SignalWait;
+
+use crate::fixture::{A_MOMENT, Fixture, SOON, cases, gpu, pattern, read, same};
+
+cases!(CASES: streams_exchange_all_sizes, prepared_and_batched, messages_keep_their_order, streams_put_get_and_signal,
+    handshakes_and_barriers, graphs_replay_messages, kernels_play_a_rally, a_lost_rank_releases_streams,
+    a_rank_that_leaves_releases_streams);
+cases!(ONCE: lanes_check_their_arguments, lanes_push_back, one_stream_waits_for_many, compute_takes_time);
+
+/// A rank with a GPU of its own.
+struct End {
+    comm: Comm,
+    gpu: Device,
+    stream: Stream,
+    lane: Lane,
+}
+
+impl End {
+    fn new(comm: Comm) -> Self {
+        let gpu = gpu();
+        let lane = comm.lane(&gpu, LaneOptions::default()).unwrap();
+        let stream = gpu.stream().unwrap();
+        Self { comm, gpu, stream, lane }
+    }
+
+    fn other(&self) -> usize {
+        1 - self.comm.rank()
+    }
+
+    fn memory(&self, len: u64) -> Buffer {
+        self.comm.register(self.gpu.alloc(len).unwrap().whole().unwrap()).unwrap()
+    }
+
+    fn done(&self) {
+        self.stream.synchronize(SOON).unwrap();
+        self.lane.check().unwrap();
+    }
+}
+
+fn ends(fixture: &Fixture, size: usize, run: impl Fn(End) + Sync) {
+    let options = CommOptions { drive: CommOptions::for_streams().drive, ..fixture.options() };
+    fixture.ranks_with(size, &options, |comm| run(End::new(comm)));
+}
+
+fn streams_exchange_all_sizes(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        let (out, into) = (end.memory(3 << 20), end.memory(3 << 20));
+        for len in [0, 1, 4096, 100_000, (2 << 20) + 5] {
+            let seed = |rank: usize| (rank + len) as u64;
+            out.write(3, &pattern(seed(end.comm.rank()), len)).unwrap();
+            let receive =
+                end.lane.receive(end.other(), into.part(1, len as u64 + 7).unwrap()).unwrap();
+            let part = out.part(3, len as u64).unwrap();
+            let send = end.lane.send_on(&end.stream, end.other(), part).unwrap();
+            end.lane.wait_on(&end.stream, &receive).unwrap();
+            end.lane.wait_all_on(&end.stream, &[send.clone(), receive.clone()]).unwrap();
+            end.done();
+            same(&read(&into, 1, len), &pattern(seed(end.other()), len), &format!("{len} bytes"));
+            // The CPU may ask too.
+            assert_eq!(receive.wait(SOON).unwrap().len, len as u64);
+            assert_eq!(send.wait(SOON).unwrap().peer, end.other());
+        }
+        // Several parts into several others.
+        let seed = |rank: usize| 900 + rank as u64;
+        out.write(0, &pattern(seed(end.comm.rank()), 30_000)).unwrap();
+        let parts = [into.part(50_000, 9_999).unwrap(), into.part(0, 20_001).unwrap()];
+        let receive = end.lane.receivev(end.other(), &parts).unwrap();
+        let parts =
+            [out.part(0, 1).unwrap(), out.part(1, 0).unwrap(), out.part(1, 29_999).unwrap()];
+        let _send = end.lane.sendv_on(&end.stream, end.other(), &parts).unwrap();
+        end.lane.wait_on(&end.stream, &receive).unwrap();
+        end.done();
+        let mut came = read(&into, 50_000, 9_999);
+        came.extend(read(&into, 0, 20_001));
+        same(&came, &pattern(seed(end.other()), 30_000), "parts");
+        end.comm.finish(SOON).unwrap();
+    });
+}
+
+fn prepared_and_batched(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        let (out, into) = (end.memory(4096), end.memory(4096));
+        let word = end.gpu.alloc(8).unwrap();
+        word.write(0, &[0; 8]).unwrap();
+        let word = word.word32(0).unwrap();
+        for round in 0..20u64 {
+            let seed = |rank: usize| round * 2 + rank as u64;
+            let receives: Vec<_> = (0..3)
+                .map(|at| {
+                    end.lane.receive(end.other(), into.part(at * 1000, 1000).unwrap()).unwrap()
+                })
+                .collect();
+            let prepare =
+                |at: u64| end.lane.prepare_send(end.other(), out.part(at * 1000, 1000).unwrap());
+            let first = prepare(0).unwrap();
+            // One that is dropped was never there.
+            drop(prepare(2).unwrap());
+            out.write(0, &pattern(seed(end.comm.rank()), 3000)).unwrap();
+            let _first = first.post(&end.stream).unwrap();
+            let mut batch = end.lane.batch(&end.stream);
+            let later = prepare(1).unwrap();
+            let _second = batch.prepared(later).unwrap();
+            let third = batch.send(end.other(), out.part(2000, 1000).unwrap()).unwrap();
+            batch.wait(&third).unwrap();
+            receives.iter().for_each(|receive| batch.wait(receive).unwrap());
+            batch.write_word(&word, round + 1).unwrap();
+            let reached = (Condition::Equal, round + 1);
+            batch.wait_word(&word, reached, Writer::Rank(end.other())).unwrap();
+            assert!(batch.len() >= 8, "{batch:?}");
+            batch.post().unwrap();
+            assert!(batch.is_empty());
+            end.done();
+            same(&read(&into, 0, 3000), &pattern(seed(end.other()), 3000), "batched");
+            end.comm.barrier(SOON).unwrap();
+        }
+        end.comm.finish(SOON).unwrap();
+    });
+}
+
+fn messages_keep_their_order(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        const COUNT: u64 = 400;
+        let memory = end.memory(COUNT * 8);
+        let numbers: Vec<u8> = (0..COUNT).flat_map(u64::to_le_bytes).collect();
+        let part = |number: u64| memory.part(number * 8, 8).unwrap();
+        if end.comm.rank() == 0 {
+            memory.write(0, &numbers).unwrap();
+            for number in 0..COUNT {
+                // Nobody waits on the CPU, but for room.
+                let start = Instant::now();
+                while let Err(busy) = end.lane.send_on(&end.stream, 1, part(number)).map(drop) {
+                    assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
+                    assert!(start.elapsed() < SOON, "number {number} finds no room");
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+            }
+        } else {
+            memory.write(0, &vec![0xff; COUNT as usize * 8]).unwrap();
+            for number in 0..COUNT {
+                let start = Instant::now();
+                let receive = loop {
+                    match end.lane.receive(0, part(number)) {
+                        Ok(receive) => break receive,
+                        Err(busy) => assert_eq!(busy.kind(), &Kind::Busy, "{busy}"),
+                    }
+                    assert!(start.elapsed() < SOON, "number {number} finds no room");
+                    std::thread::sleep(Duration::from_micros(100));
+                };
+                while let Err(busy) = end.lane.wait_on(&end.stream, &receive) {
+                    assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
+                    assert!(start.elapsed() < SOON);
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+            }
+        }
+        end.done();
+        if end.comm.rank() == 1 {
+            same(&read(&memory, 0, COUNT as usize * 8), &numbers, "numbers");
+        }
+        end.comm.finish(SOON).unwrap();
+    });
+}
+
+fn streams_put_get_and_signal(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        let device = end.gpu.alloc(64 << 10).unwrap();
+        device.write(0, &[0; 64]).unwrap();
+        let exposed = end.comm.register(device.whole().unwrap()).unwrap();
+        let (mine, back) = (end.memory(64 << 10), end.memory(64 << 10));
+        let window = end.comm.window(&exposed).unwrap();
+        let other = end.other();
+        for round in 1..=20u64 {
+            let len = 1000 + round as usize * 999;
+            mine.write(0, &pattern(round, len)).unwrap();
+            let part = mine.part(0, len as u64).unwrap();
+            let (offset, width) = if round % 2 == 0 { (8, 8) } else { (16, 4) };
+            let signal = match width {
+                8 => Signal::Set64(round),
+                _ => Signal::Set32(round as u32),
+            };
+            let at = (&window, other, 64);
+            let put = end.lane.put_signal_on(&end.stream, at, part, (offset, signal)).unwrap();
+            let word = match width {
+                8 => device.word64(offset).unwrap(),
+                _ => device.word32(offset).unwrap(),
+            };
+            let wanted = (Condition::Equal, round);
+            end.lane.wait_word_on(&end.stream, &word, wanted, Writer::Rank(other)).unwrap();
+            end.lane.wait_on(&end.stream, &put).unwrap();
+            end.done();
+            same(&read(&exposed, 64, len), &pattern(round, len), "put before its signal");
+            end.comm.barrier(SOON).unwrap();
+            let into = back.part(0, len as u64).unwrap();
+            let get = end.lane.get_on(&end.stream, (&window, other, 64), into).unwrap();
+            end.lane.wait_on(&end.stream, &get).unwrap();
+            end.done();
+            same(&read(&back, 0, len), &pattern(round, len), "fetched");
+            end.comm.barrier(SOON).unwrap();
+        }
+        let plain =
+            end.lane.prepare_put((&window, other, 30_000), mine.part(0, 100).unwrap()).unwrap();
+        plain.post(&end.stream).unwrap().wait(SOON).unwrap();
+        let beyond =
+            end.lane.put_on(&end.stream, (&window, other, 65_000), mine.part(0, 1000).unwrap());
+        assert_eq!(beyond.unwrap_err().kind(), &Kind::OutOfRange);
+        let part = || mine.part(0, 8).unwrap();
+        let signal = |word, signal| {
+            end.lane
+                .put_signal_on(&end.stream, (&window, other, 64), part(), (word, signal))
+                .unwrap_err()
+        };
+        assert_eq!(signal(9, Signal::Set64(1)).kind(), &Kind::Misaligned);
+        assert_eq!(signal(8, Signal::Add64(1)).kind(), &Kind::Unsupported);
+        end.comm.barrier(SOON).unwrap();
+        end.comm.finish(SOON).unwrap();
+    });
+}
+
+fn handshakes_and_barriers(fixture: &Fixture) {
+    let here = AtomicU64::new(0);
+    ends(fixture, 3, |end| {
+        let (rank, size) = (end.comm.rank(), end.comm.size());
+        for round in 1..=10u64 {
+            for to in (0..size).filter(|to| *to != rank) {
+                end.lane.send_ready_on(&end.stream, to).unwrap();
+            }
+            for from in (0..size).filter(|from| *from != rank) {
+                end.lane.wait_ready_on(&end.stream, from).unwrap();
+            }
+            end.done();
+            here.fetch_add(1, Ordering::SeqCst);
+            end.lane.barrier_on(&end.stream).unwrap();
+            end.done();
+            // All were here before anybody went on.
+            let count = here.load(Ordering::SeqCst);
+            assert!((round * 3..=round * 3 + 3).contains(&count), "round {round}: {count}");
+        }
+        end.comm.barrier(SOON).unwrap();
+        end.comm.finish(SOON).unwrap();
+    });
+}
+
+fn graphs_replay_messages(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        const LEN: u64 = 4096;
+        const ROUNDS: u64 = 200;
+        let device = end.gpu.alloc(LEN + 64).unwrap();
+        device.write(0, &[0; 64]).unwrap();
+        let exposed = end.comm.register(device.whole().unwrap()).unwrap();
+        let mine = end.memory(LEN);
+        mine.write(0, &pattern(end.comm.rank() as u64, LEN as usize)).unwrap();
+        let window = end.comm.window(&exposed).unwrap();
+        let other = end.other();
+        let kernel = end.lane.kernel(other).unwrap();
+        let to = window.remote(other, 64, LEN).unwrap();
+        let word = window.word(other, 0, 8).unwrap();
+        let wait = SignalWait::new(&device.word64(0).unwrap(), 0, 1).unwrap();
+        let part = mine.whole().sge().unwrap();
+        let graph = end
+            .stream
+            .capture(|stream| {
+                kernel.put_signal_on(stream, to, part, word, 1)?;
+                kernel.wait_signal_on(stream, &wait)
+            })
+            .unwrap();
+        for _ in 0..ROUNDS {
+            end.stream.replay(&graph).unwrap();
+        }
+        end.done();
+        assert_eq!(device.word64(0).unwrap().load().unwrap(), ROUNDS);
+        same(&read(&exposed, 64, LEN as usize), &pattern(other as u64, LEN as usize), "replayed");
+        end.comm.barrier(SOON).unwrap();
+        end.comm.finish(SOON).unwrap();
+    });
+}
+
+fn kernels_play_a_rally(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        const LEN: u64 = 1000;
+        let rally = Rally::load(&end.gpu).unwrap();
+        let device = end.gpu.alloc(LEN + 64).unwrap();
+        device.write(0, &[0; 64]).unwrap();
+        let exposed = end.comm.register(device.whole().unwrap()).unwrap();
+        let mine = end.memory(LEN);
+        mine.write(0, &pattern(end.comm.rank() as u64 + 5, LEN as usize)).unwrap();
+        let window = end.comm.window(&exposed).unwrap();
+        let other = end.other();
+        let own = device.word64(0).unwrap();
+        let mut start = 0;
+        for rounds in [1, 50, 100] {
+            let side = Side {
+                qp: end.lane.kernel(other).unwrap(),
+                to: window.remote(other, 64, LEN).unwrap(),
+                from: mine.whole().sge().unwrap(),
+                signal: window.word(other, 0, 8).unwrap(),
+                own: &own,
+                start,
+                serves: end.comm.rank() == 0,
+            };
+            rally.play(&end.stream, &side, rounds, Duration::ZERO, SOON).unwrap();
+            end.done();
+            rally.check().unwrap();
+            start += rounds;
+            assert_eq!(own.load().unwrap(), start);
+            end.comm.barrier(SOON).unwrap();
+        }
+        same(&read(&exposed, 64, LEN as usize), &pattern(other as u64 + 5, LEN as usize), "rally");
+        // Nobody answers: it gives up in its time.
+        if end.comm.rank() == 0 {
+            let side = Side {
+                qp: end.lane.kernel(other).unwrap(),
+                to: window.remote(other, 64, LEN).unwrap(),
+                from: mine.whole().sge().unwrap(),
+                signal: window.word(other, 0, 8).unwrap(),
+                own: &own,
+                start,
+                serves: true,
+            };
+            rally.play(&end.stream, &side, 1, Duration::ZERO, A_MOMENT).unwrap();
+            end.stream.synchronize(SOON).unwrap();
+            let error = rally.check().unwrap_err();
+            assert!(error.to_string().contains("time"), "{error}");
+        }
+        end.comm.barrier(SOON).unwrap();
+        end.comm.finish(SOON).unwrap();
+    });
+}
+
+/// A rank goes while others' streams wait for it in every way.
+fn releases(fixture: &Fixture, go: impl Fn(&Comm) + Sync, text: &str) {
+    ends(fixture, 3, |end| {
+        let into = end.memory(64);
+        end.comm.barrier(SOON).unwrap();
+        if end.comm.rank() == 1 {
+            std::thread::sleep(A_MOMENT);
+            return go(&end.comm);
+        }
+        let streams: Vec<Stream> = (0..4).map(|_| end.gpu.stream().unwrap()).collect();
+        let receive = end.lane.receive(1, &into).unwrap();
+        end.lane.wait_on(&streams[0], &receive).unwrap();
+        end.lane.wait_ready_on(&streams[1], 1).unwrap();
+        end.lane.barrier_on(&streams[2]).unwrap();
+        let word = end.gpu.alloc(8).unwrap();
+        word.write(0, &[0; 8]).unwrap();
+        let wanted = (Condition::Equal, 77);
+        end.lane
+            .wait_word_on(&streams[3], &word.word32(0).unwrap(), wanted, Writer::Rank(1))
+            .unwrap();
+        let start = Instant::now();
+        for stream in &streams {
+            stream.synchronize(SOON).unwrap();
+        }
+        assert!(start.elapsed() < SOON / 3, "{:?}", start.elapsed());
+        for error in [
+            end.lane.check().unwrap_err(),
+            receive.wait(SOON).unwrap_err(),
+            end.lane.send_on(&streams[0], 1, &into).unwrap_err(),
+            end.lane.receive(1, &into).unwrap_err(),
+            end.lane.wait_ready_on(&streams[0], 1).unwrap_err(),
+        ] {
+            assert!(error.to_string().contains(text), "{error}");
+        }
+        // The lane to the rank that lives works.
+        let other = 2 - end.comm.rank();
+        let receive = end.lane.receive(other, &into).unwrap();
+        let _send = end.lane.send_on(&streams[0], other, &into).unwrap();
+        end.lane.wait_on(&streams[0], &receive).unwrap();
+        streams[0].synchronize(SOON).unwrap();
+        receive.wait(SOON).unwrap();
+        let _ = end.comm.finish(SOON);
+    });
+}
+
+fn a_lost_rank_releases_streams(fixture: &Fixture) {
+    releases(fixture, |comm| comm.abort("out of luck"), "rank 1 gave up: out of luck");
+}
+
+fn a_rank_that_leaves_releases_streams(fixture: &Fixture) {
+    releases(fixture, |_| {}, "rank 1 has left");
+}
+
+fn lanes_check_their_arguments(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        let memory = end.memory(100);
+        let own = end.comm.rank();
+        assert_eq!(end.lane.receive(own, &memory).unwrap_err().kind(), &Kind::Unsupported);
+        assert_eq!(
+            end.lane.send_on(&end.stream, 2, &memory).unwrap_err().kind(),
+            &Kind::InvalidArgument
+        );
+        let many = vec![memory.part(0, 1).unwrap(); 16];
+        assert!(end.lane.sendv_on(&end.stream, end.other(), &many).is_err());
+        assert!(end.lane.receivev(end.other(), &many).is_err());
+        let stranger = Comm::local(1).unwrap().remove(0);
+        let theirs = stranger.alloc(8).unwrap();
+        let error = end.lane.send_on(&end.stream, end.other(), &theirs).unwrap_err();
+        assert!(error.to_string().contains("another communicator"), "{error}");
+        // Streams of another device do not reach it.
+        let elsewhere = gpu().stream().unwrap();
+        assert!(end.lane.send_on(&elsewhere, end.other(), &memory).is_err());
+        // A communicator that no thread drives.
+        let lazy = Comm::local(1).unwrap().remove(0);
+        assert!(
+            lazy.lane(&end.gpu, LaneOptions::default()).is_ok(),
+            "alone it needs no queue pair"
+        );
+        end.comm.barrier(SOON).unwrap();
+        end.comm.finish(SOON).unwrap();
+    });
+    fixture.ranks(2, |comm| {
+        let error = comm.lane(&gpu(), LaneOptions::default()).unwrap_err();
+        assert!(error.to_string().contains("CommOptions::for_streams"), "{error}");
+    });
+    // Without kernels there is none to ask for.
+    let options = CommOptions { drive: CommOptions::for_streams().drive, ..fixture.options() };
+    fixture.ranks_with(2, &options, |comm| {
+        let plain = LaneOptions { kernels: false, ..LaneOptions::default() };
+        let lane = comm.lane(&gpu(), plain).unwrap();
+        assert_eq!(lane.kernel(1 - comm.rank()).unwrap_err().kind(), &Kind::Unsupported);
+        comm.finish(SOON).unwrap();
+    });
+}
+
+fn lanes_push_back(fixture: &Fixture) {
+    let options = CommOptions { drive: CommOptions::for_streams().drive, ..fixture.options() };
+    fixture.ranks_with(2, &options, |comm| {
+        let gpu = gpu();
+        let lane = comm.lane(&gpu, LaneOptions { depth: 8, ..LaneOptions::default() }).unwrap();
+        let stream = gpu.stream().unwrap();
+        let memory = comm.register(gpu.alloc(64).unwrap().whole().unwrap()).unwrap();
+        let other = 1 - comm.rank();
+        if comm.rank() == 0 {
+            // The other has no receives: what is sent waits, and in the end there is no room.
+            let mut sends = Vec::new();
+            let busy = loop {
+                match lane.send_on(&stream, other, &memory) {
+                    Ok(send) => sends.push(send),
+                    Err(error) => break error,
+                }
+                assert!(sends.len() < 1000);
+            };
+            assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
+            assert!(sends.len() >= 8, "{}", sends.len());
+            // The stream itself is not held up by that.
+            stream.synchronize(SOON).unwrap();
+            comm.send(1, 0, &memory, SOON).unwrap();
+            let count = sends.len() as u64;
+            let number = comm.alloc(8).unwrap();
+            number.write(0, &count.to_le_bytes()).unwrap();
+            comm.send(1, 1, &number, SOON).unwrap();
+            for send in sends {
+                send.wait(SOON).unwrap();
+            }
+        } else {
+            let number = comm.alloc(64).unwrap();
+            comm.recv(0, 0, &memory, SOON).unwrap();
+            comm.recv(0, 1, &number, SOON).unwrap();
+            let count = u64::from_le_bytes(read(&number, 0, 8).try_into().unwrap());
+            for _ in 0..count {
+                assert_eq!(lane.receive(0, &memory).unwrap().wait(SOON).unwrap().len, 64);
+            }
+        }
+        comm.barrier(SOON).unwrap();
+        comm.finish(SOON).unwrap();
+    });
+}
+
+fn one_stream_waits_for_many(fixture: &Fixture) {
+    ends(fixture, 5, |end| {
+        let (rank, size) = (end.comm.rank(), end.comm.size());
+        let memory = end.memory(size as u64 * 8);
+        let number = end.memory(8);
+        number.write(0, &(rank as u64 * 11).to_le_bytes()).unwrap();
+        for _ in 0..20 {
+            let receives: Vec<_> = (0..size)
+                .filter(|from| *from != rank)
+                .map(|from| {
+                    end.lane.receive(from, memory.part(from as u64 * 8, 8).unwrap()).unwrap()
+                })
+                .collect();
+            for to in (0..size).filter(|to| *to != rank) {
+                let _send = end.lane.send_on(&end.stream, to, &number).unwrap();
+            }
+            end.lane.wait_all_on(&end.stream, &receives).unwrap();
+            end.done();
+            for from in (0..size).filter(|from| *from != rank) {
+                let came = read(&memory, from as u64 * 8, 8);
+                assert_eq!(u64::from_le_bytes(came.try_into().unwrap()), from as u64 * 11);
+            }
+        }
+        end.comm.barrier(SOON).unwrap();
+        end.comm.finish(SOON).unwrap();
+    });
+}
+
+fn compute_takes_time(_: &Fixture) {
+    let gpu = gpu();
+    let (rally, stream) = (Rally::load(&gpu).unwrap(), gpu.stream().unwrap());
+    let start = Instant::now();
+    rally.compute(&stream, Duration::from_millis(30)).unwrap();
+    stream.synchronize(SOON).unwrap();
+    assert!(start.elapsed() >= Duration::from_millis(30), "{:?}", start.elapsed());
+    rally.check().unwrap();
+}

@@ -1,0 +1,507 @@
+//! Send and receive.
+
+use std::time::{Duration, Instant};
+
+use warpwire::error::Kind;
+use warpwire::msg::{Comm, CommOptions, Match, Part, wait_all, wait_any};
+
+use crate::fixture::{A_MOMENT, Fixture, PLACES, SOON, buffer, cases, pattern, read, same};
+
+cases!(CASES: all_sizes_and_places, order_is_kept, tags_choose, unexpected_messages_wait, vectors,
+    to_itself, back_pressure, a_message_that_is_too_long, dropped_requests, random_traffic);
+cases!(ONCE: arguments_are_checked, waiting_for_any, several_threads_of_a_rank, a_gigabyte, timeouts);
+
+/// Around the limits of headers, slots and pieces.
+const SIZES: [usize; 10] = [0, 1, 7, 64, 4096, 8191, 8192, 8193, 100_000, (8 << 20) + 3];
+
+fn all_sizes_and_places(fixture: &Fixture) {
+    fixture.ranks(2, |comm| {
+        let other = 1 - comm.rank();
+        for (from, to) in PLACES.iter().flat_map(|from| PLACES.map(|to| (*from, to))) {
+            let out = buffer(&comm, from, 9 << 20);
+            let into = buffer(&comm, to, 9 << 20);
+            for (tag, size) in SIZES.into_iter().enumerate() {
+                let seed = |rank: usize| (rank * 100 + tag) as u64;
+                out.write(3, &pattern(seed(comm.rank()), size)).unwrap();
+                let part = out.part(3, size as u64).unwrap();
+                let mut receive =
+                    comm.irecv(other, tag as u32, into.part(5, size as u64 + 9).unwrap()).unwrap();
+                let mut send = comm.isend(other, tag as u32, part).unwrap();
+                let outcome = receive.wait(SOON).unwrap();
+                assert_eq!((outcome.peer, outcome.tag), (other, tag as u32));
+                assert_eq!(outcome.len, size as u64);
+                send.wait(SOON).unwrap();
+                let what = format!("{from:?} to {to:?}, {size} bytes");
+                same(&read(&into, 5, size), &pattern(seed(other), size), &what);
+            }
+        }
+        comm.finish(SOON).unwrap();
+    });
+}
+
+fn order_is_kept(fixture: &Fixture) {
+    fixture.ranks(2, |comm| {
+        const COUNT: u64 = 300;
+        let memory = comm.alloc(64 << 10).unwrap();
+        if comm.rank() == 0 {
+            for number in 0..COUNT {
+                // Short and long ones must not overtake each other.
+                let len = if number % 3 == 0 { 20_000 } else { 8 };
+                memory.write(0, &number.to_le_bytes()).unwrap();
+                comm.send(1, 7, memory.part(0, len).unwrap(), SOON).unwrap();
+            }
+        } else {
+            for number in 0..COUNT {
+                comm.recv(0, 7, &memory, SOON).unwrap();
+                assert_eq!(read(&memory, 0, 8), number.to_le_bytes());
+            }
+        }
+        comm.finish(SOON).unwrap();
+    });
+}
+
+fn tags_choose(fixture: &Fixture) {
+    fixture.ranks(2, |comm| {
+        let memory = comm.alloc(64 << 10).unwrap();
+        if comm.rank() == 0 {
+            // The long one is fetched only when it is asked for: it has memory of its own.
+            let long = comm.alloc(30_000).unwrap();
+            long.write(0, &[7]).unwrap();
+            let mut requests = Vec::new();
+            for tag in [5, 6, 7, 6] {
+                if tag == 7 {
+                    requests.push(comm.isend(1, 7, &long).unwrap());
+                } else {
+                    memory.write(0, &[tag as u8]).unwrap();
+                    comm.send(1, tag, memory.part(0, 1).unwrap(), SOON).unwrap();
+                }
+            }
+            comm.barrier(SOON).unwrap();
+            wait_all(&mut requests, SOON).unwrap();
+        } else {
+            comm.barrier(SOON).unwrap();
+            let take = |tag: Match| {
+                let outcome = comm.recv(0, tag, &memory, SOON).unwrap();
+                (outcome.tag, outcome.len, read(&memory, 0, 1)[0])
+            };
+            assert_eq!(take(7.into()), (7, 30_000, 7));
+            assert_eq!(take(6.into()), (6, 1, 6));
+            assert_eq!(take(Match::Any), (5, 1, 5));
+            assert_eq!(take(Match::Any), (6, 1, 6));
+        }
+        comm.finish(SOON).unwrap();
+    });
+}
+
+fn unexpected_messages_wait(fixture: &Fixture) {
+    fixture.ranks(2, |comm| {
+        let memory = comm.alloc(1 << 20).unwrap();
+        if comm.rank() == 0 {
+            memory.write(0, &pattern(9, 1 << 20)).unwrap();
+            let mut sends: Vec<_> = (0..40u64)
+                .map(|number| comm.isend(1, 1, memory.part(number, number * 500).unwrap()).unwrap())
+                .collect();
+            comm.barrier(SOON).unwrap();
+            wait_all(&mut sends, SOON).unwrap();
+        } else {
+            // All that can come has come before anything is asked for.
+            comm.barrier(SOON).unwrap();
+            let wanted = pattern(9, 1 << 20);
+            for number in 0..40usize {
+                let outcome = comm.recv(0, 1, &memory, SOON).unwrap();
+                assert_eq!(outcome.len as usize, number * 500);
+                let bytes = read(&memory, 0, number * 500);
+                same(&bytes, &wanted[number..number + number * 500], "an early message");
+            }
+        }
+        comm.finish(SOON).unwrap();
+    });
+}
+
+fn vectors(fixture: &Fixture) {
+    fixture.ranks(2, |comm| {
+        let other = 1 - comm.rank();
+        for (place, len) in PLACES.iter().flat_map(|place| [(*place, 300), (*place, 40_000)]) {
+            let out = buffer(&comm, place, 1 << 20);
+            let into = buffer(&comm, place, 1 << 20);
+            let whole = pattern(len, 15 * len as usize);
+            // Parts in backward order, with an empty one among them.
+            let cut = |memory: &warpwire::msg::Buffer, lens: &[u64]| -> Vec<Part> {
+                let mut at = 1 << 20;
+                let mut part = |len: &u64| {
+                    at -= len + 3;
+                    memory.part(at, *len).unwrap()
+                };
+                lens.iter().map(&mut part).collect()
+            };
+            let lens: Vec<u64> = (0..15).map(|n| if n == 4 { 0 } else { len - n }).collect();
+            let parts = cut(&out, &lens);
+            let mut at = 0;
+            for part in &parts {
+                let end = at + part.len() as usize;
+                out.write(part.offset(), &whole[at..end]).unwrap();
+                at = end;
+            }
+            let halves = cut(&into, &[at as u64 / 3, at as u64 / 2, at as u64]);
+            let mut receive = comm.irecvv(other, 0, &halves).unwrap();
+            let mut send = comm.isendv(other, 0, &parts).unwrap();
+            assert_eq!(receive.wait(SOON).unwrap().len, at as u64);
+            send.wait(SOON).unwrap();
+            let mut came = Vec::new();
+            for half in &halves {
+                came.extend(read(&into, half.offset(), half.len() as usize));
+            }
+            same(&came[..at], &whole[..at], "a vector");
+        }
+        let one = comm.alloc(16).unwrap();
+        let many = vec![one.whole(); 16];
+        let refused = comm.isendv(other, 0, &many).unwrap_err();
+        assert_eq!(refused.kind(), &Kind::InvalidArgument, "{refused}");
+        assert!(comm.irecvv(other, 0, &many).is_err());
+        comm.finish(SOON).unwrap();
+    });
+}
+
+fn to_itself(fixture: &Fixture) {
+    fixture.ranks(1, |comm| {
+        let (out, into) = (comm.alloc(1 << 20).unwrap(), comm.alloc(1 << 20).unwrap());
+        out.write(0, &pattern(1, 1 << 20)).unwrap();
+        for len in [0, 1, 5000, 1 << 20] {
+            // A short one is kept; a long one waits for its receive.
+            let mut send = comm.isend(0, 3, out.part(0, len).unwrap()).unwrap();
+            assert_eq!(send.test().unwrap().is_some(), len <= 8192, "{len}");
+            let outcome = comm.recv(0, 3, &into, SOON).unwrap();
+            assert_eq!((outcome.peer, outcome.len), (0, len));
+            send.wait(SOON).unwrap();
+            same(&read(&into, 0, len as usize), &pattern(1, 1 << 20)[..len as usize], "own");
+            // And the other way round.
+            let mut receive = comm.irecv(0, Match::Any, &into).unwrap();
+            assert_eq!(receive.test().unwrap(), None);
+            comm.send(0, 4, out.part(0, len).unwrap(), SOON).unwrap();
+            assert_eq!(receive.wait(SOON).unwrap().tag, 4);
+        }
+        let short = into.part(0, 10).unwrap();
+        comm.send(0, 5, out.part(0, 11).unwrap(), SOON).unwrap();
+        assert_eq!(comm.recv(0, 5, short, SOON).unwrap_err().kind(), &Kind::OutOfRange);
+    });
+}
+
+fn back_pressure(fixture: &Fixture) {
+    let options = CommOptions { receives: 8, queue: 16, ..fixture.options() };
+    fixture.ranks_with(2, &options, |comm| {
+        let memory = comm.alloc(4096).unwrap();
+        if comm.rank() == 0 {
+            let mut sends = Vec::new();
+            let busy = loop {
+                match comm.isend(1, 0, memory.part(0, 100).unwrap()) {
+                    Ok(send) => sends.push(send),
+                    Err(error) => break error,
+                }
+            };
+            assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
+            // Eight at the peer, sixteen here; those at the peer are done.
+            assert_eq!(sends.len(), 24);
+            sends[7].wait(SOON).unwrap();
+            let waits = sends[8].wait(A_MOMENT).unwrap_err();
+            assert_eq!(waits.kind(), &Kind::Timeout, "{waits}");
+            comm.send_ready(1, SOON).unwrap();
+            wait_all(&mut sends, SOON).unwrap();
+        } else {
+            comm.wait_ready(0, SOON).unwrap();
+            for _ in 0..24 {
+                assert_eq!(comm.recv(0, 0, &memory, SOON).unwrap().len, 100);
+            }
+            // Receives have a bound too.
+            let mut receives = Vec::new();
+            let busy = loop {
+                match comm.irecv(0, 1, &memory) {
+                    Ok(receive) => receives.push(receive),
+                    Err(error) => break error,
+                }
+            };
+            assert_eq!((receives.len(), busy.kind()), (16, &Kind::Busy));
+        }
+        comm.barrier(SOON).unwrap();
+        comm.finish(SOON).unwrap();
+    });
+}
+
+fn a_message_that_is_too_long(fixture: &Fixture) {
+    fixture.ranks(2, |comm| {
+        let memory = comm.alloc(1 << 20).unwrap();
+        for len in [100, 100_000] {
+            if comm.rank() == 0 {
+                // Its sender notices nothing, and the next message is whole.
+                comm.send(1, 0, memory.part(0, len).unwrap(), SOON).unwrap();
+                comm.send(1, 0, memory.part(0, len - 1).unwrap(), SOON).unwrap();
+            } else {
+                let room = || memory.part(0, len - 1).unwrap();
+                let error = comm.recv(0, 0, room(), SOON).unwrap_err();
+                assert_eq!(error.kind(), &Kind::OutOfRange);
+                let text = error.to_string();
+                assert!(text.contains(&format!("{len} bytes")), "{text}");
+                assert!(text.contains(&format!("room for {}", len - 1)), "{text}");
+                assert_eq!(comm.recv(0, 0, room(), SOON).unwrap().len, len - 1);
+            }
+        }
+        comm.finish(SOON).unwrap();
+    });
+}
+
+fn dropped_requests(fixture: &Fixture) {
+    fixture.ranks(2, |comm| {
+        let other = 1 - comm.rank();
+        let memory = comm.alloc(1 << 20).unwrap();
+        for len in [10, 500_000] {
+            // A receive that is dropped before a message comes takes none.
+            drop(comm.irecv(other, 0, &memory).unwrap());
+            comm.barrier(SOON).unwrap();
+            // A send that is dropped goes on, and keeps its memory.
+            let mine = comm.alloc(len).unwrap();
+            mine.write(0, &pattern(len, len as usize)).unwrap();
+            drop(comm.isend(other, 0, &mine).unwrap());
+            drop(mine);
+            assert_eq!(comm.recv(other, 0, &memory, SOON).unwrap().len, len);
+            same(&read(&memory, 0, len as usize), &pattern(len, len as usize), "of a dropped send");
+            comm.barrier(SOON).unwrap();
+        }
+        // A receive that is dropped while its message is fetched harms nobody.
+        for round in 0..20 {
+            let mut send = comm.isend(other, 1, &memory).unwrap();
+            let target = comm.alloc(1 << 20).unwrap();
+            let mut receive = comm.irecv(other, 1, &target).unwrap();
+            if round % 2 == 0 {
+                let _ = receive.test();
+            }
+            comm.barrier(SOON).unwrap();
+            let _ = receive.test();
+            drop(receive);
+            drop(target);
+            // It may have been cancelled before the message came: then somebody else takes it.
+            let mut rest = comm.irecv(other, 1, &memory).unwrap();
+            let start = Instant::now();
+            while send.test().unwrap().is_none() && start.elapsed() < SOON {
+                let _ = rest.test().unwrap();
+            }
+            send.wait(Duration::ZERO).unwrap();
+            comm.barrier(SOON).unwrap();
+        }
+        comm.finish(SOON).unwrap();
+    });
+}
+
+/// Any sizes in any order, with receives that come early and late: every byte is compared.
+fn random_traffic(fixture: &Fixture) {
+    let seed = std::env::var("WARPWIRE_SEED").ok().and_then(|text| text.parse().ok());
+    for seed in seed.map_or(1..4, |seed: u64| seed..seed + 1) {
+        for size in [2, 3, 5] {
+            fixture.ranks(size, |comm| {
+                exchange(&comm, seed);
+                comm.finish(SOON).unwrap();
+            });
+        }
+    }
+}
+
+/// The messages from one rank to another, which both know: tag and length.
+fn plan(seed: u64, from: usize, to: usize) -> Vec<(u32, usize)> {
+    let bytes = pattern(seed << 16 | (from << 8 | to) as u64, 60 * 8);
+    let words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap()));
+    let message = |word: u64| {
+        let len = match word % 5 {
+            0 => 0,
+            1 => word >> 8 & 0xff,
+            2 | 3 => word >> 8 & 0x3fff,
+            _ => word >> 8 & 0x3_ffff,
+        };
+        ((word >> 40 & 3) as u32, len as usize)
+    };
+    words.map(message).collect()
+}
+
+/// Sends and receives all that the plans of this seed say.
+pub fn exchange(comm: &Comm, seed: u64) {
+    let (rank, size) = (comm.rank(), comm.size());
+    let mut requests = Vec::new();
+    let mut checks = Vec::new();
+    let dice = pattern(seed ^ (rank as u64) << 40, 4096);
+    let mut at = 0;
+    let mut roll = |sides: u8| {
+        at = (at + 1) % dice.len();
+        dice[at] % sides
+    };
+    let others: Vec<usize> = (0..size).collect();
+    let mut sends: Vec<_> =
+        others.iter().map(|to| plan(seed, rank, *to).into_iter().enumerate()).collect();
+    // Receives are posted by tag, in any order of tags; within a tag, messages come in order.
+    let mut receives: Vec<Vec<Vec<(usize, usize)>>> = Vec::new();
+    for from in &others {
+        let mut by_tag = vec![Vec::new(); 4];
+        for (number, (tag, len)) in plan(seed, *from, rank).into_iter().enumerate() {
+            by_tag[tag as usize].push((number, len));
+        }
+        by_tag.iter_mut().for_each(|list| list.reverse());
+        receives.push(by_tag);
+    }
+    let name =
+        |from: usize, to: usize, number: usize| (from * 64 + to) as u64 * 1000 + number as u64;
+    let start = Instant::now();
+    loop {
+        assert!(start.elapsed() < SOON * 2, "seed {seed}: rank {rank} does not end");
+        let peer = usize::from(roll(size as u8));
+        if roll(2) == 0 {
+            if let Some((number, (tag, len))) = sends[peer].next() {
+                let memory = comm.alloc(len.max(1) as u64).unwrap();
+                memory.write(0, &pattern(name(rank, peer, number), len)).unwrap();
+                requests.push(comm.isend(peer, tag, memory.part(0, len as u64).unwrap()).unwrap());
+            }
+        } else {
+            let tag = usize::from(roll(4));
+            if let Some((number, len)) = receives[peer][tag].pop() {
+                let memory = comm.alloc(len as u64 + 1).unwrap();
+                let request = comm.irecv(peer, tag as u32, &memory).unwrap();
+                checks.push((request, memory, peer, number, len));
+            }
+        }
+        if roll(8) == 0 {
+            comm.progress().unwrap();
+        }
+        let left = receives.iter().flatten().map(Vec::len).sum::<usize>();
+        if left == 0 && sends.iter().all(|list| list.len() == 0) {
+            break;
+        }
+    }
+    for (mut request, memory, peer, number, len) in checks {
+        assert_eq!(request.wait(SOON).unwrap().len as usize, len, "seed {seed}");
+        let wanted = pattern(name(peer, rank, number), len);
+        same(&read(&memory, 0, len), &wanted, &format!("seed {seed}: {peer} to {rank}, {number}"));
+    }
+    wait_all(&mut requests, SOON).unwrap();
+}
+
+fn arguments_are_checked(fixture: &Fixture) {
+    fixture.ranks(2, |comm| {
+        let memory = comm.alloc(100).unwrap();
+        let no_rank = comm.isend(2, 0, &memory).unwrap_err();
+        assert_eq!(no_rank.kind(), &Kind::InvalidArgument);
+        assert!(no_rank.to_string().contains("there are 2 ranks"), "{no_rank}");
+        assert!(comm.irecv(2, 0, &memory).is_err());
+        for (offset, len) in [(0, 101), (101, 0), (100, 1), (u64::MAX, 1), (1, u64::MAX)] {
+            let error = memory.part(offset, len).unwrap_err();
+            assert_eq!(error.kind(), &Kind::OutOfRange, "{offset} {len}");
+        }
+        assert!(memory.part(100, 0).unwrap().is_empty());
+        assert!(memory.write(99, &[0; 2]).is_err() && memory.read(99, &mut [0; 2]).is_err());
+        // Memory of another communicator.
+        let stranger = Comm::local(1).unwrap().remove(0);
+        let theirs = stranger.alloc(10).unwrap();
+        let error = comm.isend(1, 0, &theirs).unwrap_err();
+        assert!(error.to_string().contains("another communicator"), "{error}");
+        for options in [
+            CommOptions { eager: 2 << 20, ..fixture.options() },
+            CommOptions { receives: 1, ..fixture.options() },
+            CommOptions { requests: 0, ..fixture.options() },
+            CommOptions { queue: 0, ..fixture.options() },
+        ] {
+            let error = Comm::local_with(1, &options).unwrap_err();
+            assert_eq!(error.kind(), &Kind::InvalidArgument);
+        }
+        comm.finish(SOON).unwrap();
+    });
+}
+
+fn waiting_for_any(fixture: &Fixture) {
+    fixture.ranks(3, |comm| {
+        let memory = comm.alloc(300).unwrap();
+        let part = |rank: usize| memory.part(rank as u64 * 100, 100).unwrap();
+        if comm.rank() == 0 {
+            let mut requests =
+                vec![comm.irecv(1, 0, part(1)).unwrap(), comm.irecv(2, 0, part(2)).unwrap()];
+            let none = wait_any(&mut requests, A_MOMENT).unwrap_err();
+            assert_eq!(none.kind(), &Kind::Timeout);
+            comm.send_ready(2, SOON).unwrap();
+            let (index, outcome) = wait_any(&mut requests, SOON).unwrap();
+            assert_eq!((index, outcome.unwrap().peer), (1, 2));
+            drop(requests.remove(1));
+            comm.send_ready(1, SOON).unwrap();
+            let (index, outcome) = wait_any(&mut requests, SOON).unwrap();
+            assert_eq!((index, outcome.unwrap().peer), (0, 1));
+            assert_eq!(wait_any(&mut [], SOON).unwrap_err().kind(), &Kind::InvalidArgument);
+        } else {
+            comm.wait_ready(0, SOON).unwrap();
+            comm.send(0, 0, part(0), SOON).unwrap();
+        }
+        comm.finish(SOON).unwrap();
+    });
+}
+
+fn several_threads_of_a_rank(fixture: &Fixture) {
+    fixture.ranks(2, |comm| {
+        let other = 1 - comm.rank();
+        std::thread::scope(|scope| {
+            for tag in 0..4u32 {
+                let comm = &comm;
+                scope.spawn(move || {
+                    let memory = comm.alloc(64 << 10).unwrap();
+                    for round in 0..100u64 {
+                        let len = 1 + (round * 997 + u64::from(tag)) % 20_000;
+                        memory.write(0, &pattern(round, len as usize)).unwrap();
+                        let into = memory.part(32 << 10, 32 << 10).unwrap();
+                        let mut receive = comm.irecv(other, tag, into).unwrap();
+                        comm.send(other, tag, memory.part(0, len).unwrap(), SOON).unwrap();
+                        assert_eq!(receive.wait(SOON).unwrap().len, len);
+                        let came = read(&memory, 32 << 10, len as usize);
+                        same(&came, &pattern(round, len as usize), "of a thread");
+                    }
+                });
+            }
+        });
+        comm.finish(SOON).unwrap();
+    });
+}
+
+fn a_gigabyte(fixture: &Fixture) {
+    fixture.ranks(2, |comm| {
+        const LEN: u64 = 1 << 30;
+        let memory = comm.alloc(LEN).unwrap();
+        if comm.rank() == 0 {
+            for at in [0, LEN / 2 + 12345, LEN - 4096] {
+                memory.write(at, &pattern(at, 4096)).unwrap();
+            }
+            comm.send(1, 0, &memory, SOON * 4).unwrap();
+        } else {
+            assert_eq!(comm.recv(0, 0, &memory, SOON * 4).unwrap().len, LEN);
+            for at in [0, LEN / 2 + 12345, LEN - 4096] {
+                same(&read(&memory, at, 4096), &pattern(at, 4096), "a gigabyte");
+            }
+        }
+        comm.finish(SOON).unwrap();
+    });
+}
+
+fn timeouts(fixture: &Fixture) {
+    fixture.ranks(2, |comm| {
+        let memory = comm.alloc(100).unwrap();
+        if comm.rank() == 0 {
+            let start = Instant::now();
+            let mut receive = comm.irecv(1, 0, &memory).unwrap();
+            let error = receive.wait(A_MOMENT).unwrap_err();
+            assert_eq!(error.kind(), &Kind::Timeout);
+            assert!(error.to_string().contains("receive from rank 1"), "{error}");
+            assert!(start.elapsed() >= A_MOMENT && start.elapsed() < SOON);
+            comm.send_ready(1, SOON).unwrap();
+            // It went on.
+            assert_eq!(receive.wait(SOON).unwrap().len, 100);
+            assert_eq!(receive.wait(Duration::ZERO).unwrap().len, 100);
+        } else {
+            assert!(!comm.test_ready(0).unwrap());
+            comm.wait_ready(0, SOON).unwrap();
+            comm.send(0, 0, &memory, SOON).unwrap();
+            // Nobody else comes to an early end.
+            let late = comm.recv(0, 9, &memory, A_MOMENT).unwrap_err();
+            assert_eq!(late.kind(), &Kind::Timeout);
+        }
+        comm.barrier(SOON).unwrap();
+        comm.finish(SOON).unwrap();
+    });
+}

@@ -1,0 +1,193 @@
+// Puppets: blocks, or threads, that run the commands of a test. puppet.rs says what each means.
+#include <warpwire/sock.cuh>
+
+using namespace warpwire;
+using namespace warpwire::sock;
+
+namespace {
+
+enum Do : u64 {
+    kDoSocket = 1, kDoBind, kDoListen, kDoAccept, kDoConnect, kDoSend, kDoRecv, kDoSendTo, kDoRecvFrom, kDoPoll, kDoShutdown,
+    kDoClose, kDoSet, kDoGet, kDoLocalName, kDoPeerName, kDoBorrow, kDoGiveBack, kDoReserve, kDoCommit, kDoStreamOut,
+    kDoStreamIn, kDoEcho, kDoEchoMany, kDoStop,
+};
+
+struct Mailbox {
+    u64 number, done, op, args[7], result, second;
+    Address address, found;
+};
+static_assert(sizeof(Mailbox) == 144, "as in puppet.rs");
+
+WARPWIRE_FN u64 pattern_word(u64 seed, u64 index) {
+    u64 z = seed + (index + 1) * 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+WARPWIRE_FN u8 pattern_byte(u64 seed, u64 at) { return static_cast<u8>(pattern_word(seed, at / 8) >> (at % 8 * 8)); }
+WARPWIRE_FN u64 scramble(u64 &state) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return state;
+}
+
+template <class Group> WARPWIRE_CALL i64 stream_out(const Table &table, int socket, u64 seed, u64 total, u64 most, u8 *buffer, Group group) {
+    u64 random = seed | 1, done = 0;
+    while (done < total) {
+        u64 piece = warpwire::sock::detail::least(1 + scramble(random) % most, total - done);
+        group.sync();
+        for (u64 i = group.rank(); i < piece; i += group.size()) buffer[i] = pattern_byte(seed, done + i);
+        i64 sent = send(table, socket, buffer, piece, group);
+        if (sent < 0) return sent;
+        done += static_cast<u64>(sent);
+    }
+    return static_cast<i64>(done);
+}
+
+template <class Group> WARPWIRE_CALL i64 stream_in(const Table &table, int socket, u64 seed, u64 total, u64 most, u8 *buffer, Group group) {
+    u64 random = seed | 1, done = 0;
+    while (done < total) {
+        u64 piece = warpwire::sock::detail::least(1 + scramble(random) % most, total - done);
+        i64 count = recv(table, socket, buffer, piece, group);
+        if (count < 0) return count;
+        if (count == 0) break;
+        bool wrong = false;
+        for (u64 i = group.rank(); i < static_cast<u64>(count); i += group.size()) wrong |= buffer[i] != pattern_byte(seed, done + i);
+        if (group.any(wrong)) return -kEilseq;
+        done += static_cast<u64>(count);
+    }
+    return static_cast<i64>(done);
+}
+
+template <class Group> WARPWIRE_CALL i64 echo(const Table &table, int socket, u8 *buffer, Group group) {
+    i64 total = 0;
+    for (;;) {
+        i64 count = recv(table, socket, buffer, 4096, group);
+        if (count <= 0) return count < 0 ? count : total;
+        i64 sent = send(table, socket, buffer, static_cast<u64>(count), group);
+        if (sent < 0) return sent;
+        total += sent;
+    }
+}
+
+// Handles stand at the beginning of the buffer; behind them there is room for the list and for bytes.
+template <class Group> WARPWIRE_CALL i64 echo_many(const Table &table, u64 count, u8 *buffer, Group group) {
+    const int *handles = reinterpret_cast<const int *>(buffer);
+    Polled *list = reinterpret_cast<Polled *>(buffer + (64 << 10));
+    u8 *bytes = buffer + (256 << 10);
+    for (u64 i = group.rank(); i < count; i += group.size()) list[i] = Polled{handles[i], kIn, 0};
+    u64 open = count;
+    i64 total = 0;
+    while (open) {
+        i64 found = poll(table, list, static_cast<u32>(open), kForEver, group);
+        if (found < 0) return found;
+        for (u64 i = 0; i < open;) {
+            group.sync();
+            Polled entry = list[i];
+            group.sync();
+            if (!entry.found) {
+                i++;
+                continue;
+            }
+            i64 got = recv(table, entry.socket, bytes, 4096, group);
+            if (got < 0) return got;
+            if (got > 0) {
+                total += send(table, entry.socket, bytes, static_cast<u64>(got), group);
+                i++;
+                continue;
+            }
+            close(table, entry.socket, group);
+            open--;
+            if (group.rank() == 0) list[i] = list[open];
+        }
+    }
+    return total;
+}
+
+template <class Group> WARPWIRE_FN Span show_or_fill(const Table &table, u64 op, int socket, u64 most, u8 *here, Group group) {
+    Span span = op == kDoBorrow ? borrow(table, socket, most, group) : reserve(table, socket, most, group);
+    u8 *bytes = static_cast<u8 *>(span.bytes);
+    for (i64 i = group.rank(); i < span.length; i += group.size()) {
+        if (op == kDoBorrow) here[i] = bytes[i];
+        else bytes[i] = here[i];
+    }
+    group.sync();
+    return span;
+}
+
+// One command, by all of the group. Rank 0 writes what was found.
+template <class Group> WARPWIRE_FN i64 run(const Table &table, Mailbox *mail, u8 *buffer, Address to, Group group) {
+    u64 op = mail->op;
+    const u64 *args = mail->args;
+    int socket = static_cast<int>(static_cast<u32>(args[0]));
+    u8 *here = buffer + args[1];
+    switch (op) {
+    case kDoSocket: return sock::socket(table, args[0] == 6 ? kIpv6 : kIpv4, args[1] == 2 ? kDatagram : kStream, group);
+    case kDoBind: return bind(table, socket, to, group);
+    case kDoListen: return listen(table, socket, static_cast<u32>(args[1]), group);
+    case kDoAccept: return accept(table, socket, &mail->found, group);
+    case kDoConnect: return connect(table, socket, to, group);
+    case kDoSend: return send(table, socket, here, args[2], group);
+    case kDoRecv: return recv(table, socket, here, args[2], group);
+    case kDoSendTo: return to.family ? send_to(table, socket, here, args[2], to, group) : send(table, socket, here, args[2], group);
+    case kDoRecvFrom: return recv_from(table, socket, here, args[2], &mail->found, group);
+    case kDoPoll: return poll(table, reinterpret_cast<Polled *>(buffer), static_cast<u32>(args[1]), args[2], group);
+    case kDoShutdown: return shutdown(table, socket, static_cast<How>(args[1]), group);
+    case kDoClose: return close(table, socket, group);
+    case kDoSet: return set(table, socket, static_cast<Option>(args[1]), static_cast<i64>(args[2]), group);
+    case kDoGet: return get(table, socket, static_cast<Option>(args[1]), group);
+    case kDoLocalName: return local_name(table, socket, &mail->found, group);
+    case kDoPeerName: return peer_name(table, socket, &mail->found, group);
+    case kDoBorrow:
+    case kDoReserve: {
+        Span span = show_or_fill(table, op, socket, args[2], here, group);
+        if (group.rank() == 0) mail->second = reinterpret_cast<u64>(span.bytes);
+        return span.length;
+    }
+    case kDoGiveBack: return give_back(table, socket, args[2], group);
+    case kDoCommit: return commit(table, socket, args[2], group);
+    case kDoStreamOut: return stream_out(table, socket, args[1], args[2], args[3], buffer, group);
+    case kDoStreamIn: return stream_in(table, socket, args[1], args[2], args[3], buffer, group);
+    case kDoEcho: return echo(table, socket, buffer, group);
+    case kDoEchoMany: return echo_many(table, args[1], buffer, group);
+    }
+    return -kEnosys;
+}
+
+template <class Group> WARPWIRE_FN void serve(const Table &table, Mailbox *mail, u8 *buffer, Group group) {
+    using namespace warpwire::sock::detail;
+    for (u64 last = 0;;) {
+        u64 number = 0;
+        if (group.rank() == 0)
+            while ((number = load_system(&mail->number)) == last) step_back();
+        last = group.share(number);
+        bool stop = group.share(group.rank() == 0 ? load_system(&mail->op) : 0) == kDoStop;
+        i64 result = 0;
+        if (!stop) {
+            Address to = mail->address;
+            result = run(table, mail, buffer, to, group);
+        }
+        group.sync();
+        if (group.rank() == 0) {
+            mail->result = static_cast<u64>(result);
+            fence_system();
+            store_system(&mail->done, last);
+        }
+        if (stop) return;
+    }
+}
+
+}  // namespace
+
+#if WARPWIRE_CUDA
+extern "C" __global__ void puppet(u64 table, u64 mailboxes, u64 buffers) {
+    Mailbox *mail = reinterpret_cast<Mailbox *>(mailboxes + blockIdx.x * 256ull);
+    u8 *buffer = reinterpret_cast<u8 *>(buffers + blockIdx.x * (1ull << 20));
+    serve(*reinterpret_cast<const Table *>(table), mail, buffer, Block());
+}
+#else
+extern "C" void puppet_thread(u64 table, u64 mailbox, u64 buffer) {
+    serve(*reinterpret_cast<const Table *>(table), reinterpret_cast<Mailbox *>(mailbox), reinterpret_cast<u8 *>(buffer), Block());
+}
+#endif

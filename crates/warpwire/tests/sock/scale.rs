@@ -1,0 +1,159 @@
+//! Many sockets, many connections at once, and places used over and over.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::Duration;
+
+use warpwire::sock::SockOptions;
+
+use crate::puppet::{Do, SOON};
+use crate::world::{STREAM, World, cases, loopbacks, until};
+
+cases!(
+    a_thousand_sockets_echo,
+    an_accept_storm,
+    blocks_share_a_listener,
+    places_are_used_again,
+    more_connections_than_places,
+    the_host_rests,
+);
+
+fn a_thousand_sockets_echo(world: &World) {
+    let options = SockOptions { sockets: 1100, ring: 4096, ..world.options() }.fitted();
+    let stage = world.stage_with(1, options);
+    let puppet = stage.first();
+    let (listener, name) = puppet.listener(loopbacks()[0], 2000);
+    let mut peers = Vec::new();
+    let mut handles = Vec::new();
+    for _ in 0..1000 {
+        peers.push(TcpStream::connect(name).unwrap());
+        handles.extend((puppet.expect(Do::Accept, &[listener], None) as u32).to_le_bytes());
+    }
+    assert_eq!(stage.host.stats().open, 1001);
+    puppet.put(0, &handles);
+    puppet.start(Do::EchoMany, &[0, 1000], None);
+    for (number, peer) in peers.iter_mut().enumerate() {
+        peer.set_read_timeout(Some(SOON)).unwrap();
+        peer.write_all(&(number as u64).to_le_bytes()).unwrap();
+    }
+    for (number, mut peer) in peers.into_iter().enumerate() {
+        let mut back = [0; 8];
+        peer.read_exact(&mut back).unwrap();
+        assert_eq!(u64::from_le_bytes(back), number as u64);
+    }
+    assert_eq!(puppet.finish().result, 8000);
+    until("all are closed", || stage.host.stats().open == 1);
+}
+
+fn an_accept_storm(world: &World) {
+    let options = SockOptions { sockets: 600, ring: 4096, ..world.options() }.fitted();
+    let stage = world.stage_with(1, options);
+    let puppet = stage.first();
+    let (listener, name) = puppet.listener(loopbacks()[0], 1024);
+    let storm: Vec<_> = (0..4)
+        .map(|_| {
+            std::thread::spawn(move || -> Vec<TcpStream> {
+                (0..125).map(|_| TcpStream::connect(name).unwrap()).collect()
+            })
+        })
+        .collect();
+    let peers: Vec<_> = storm.into_iter().flat_map(|storm| storm.join().unwrap()).collect();
+    let mut seen = std::collections::HashSet::new();
+    for _ in 0..500 {
+        let answer = puppet.call(Do::Accept, &[listener], None);
+        assert!(answer.result > 0, "{answer:?}");
+        assert!(seen.insert(answer.address.unwrap()), "each once");
+        puppet.expect(Do::Close, &[answer.result as u64], None);
+    }
+    for mut peer in peers {
+        assert!(seen.contains(&peer.local_addr().unwrap()));
+        assert_eq!(peer.read(&mut [0]).unwrap(), 0, "closed in order");
+    }
+}
+
+fn blocks_share_a_listener(world: &World) {
+    let stage = world.stage(4);
+    let (listener, name) = stage.first().listener(loopbacks()[1], 64);
+    for round in 0..5 {
+        for puppet in &stage.puppets {
+            puppet.start(Do::Accept, &[listener], None);
+        }
+        let mut peers: Vec<_> = (0..4).map(|_| TcpStream::connect(name).unwrap()).collect();
+        let handles: Vec<_> = stage.puppets.iter().map(|puppet| puppet.finish()).collect();
+        for (puppet, accepted) in stage.puppets.iter().zip(&handles) {
+            assert!(accepted.result > 0, "{accepted:?}");
+            let peer = peers
+                .iter_mut()
+                .find(|peer| Some(peer.local_addr().unwrap()) == accepted.address)
+                .unwrap();
+            let text = format!("round {round}");
+            assert_eq!(puppet.send(accepted.result as u64, text.as_bytes()), text.len() as i64);
+            let mut back = vec![0; text.len()];
+            peer.read_exact(&mut back).unwrap();
+            assert_eq!(back, text.as_bytes());
+            puppet.expect(Do::Close, &[accepted.result as u64], None);
+        }
+    }
+}
+
+fn places_are_used_again(world: &World) {
+    let options = SockOptions { sockets: 3, arena: 1 << 20, ..world.options() };
+    let stage = world.stage_with(1, options);
+    let puppet = stage.first();
+    let mut handles = std::collections::HashSet::new();
+    for round in 0..200_u32 {
+        let (socket, mut peer) = puppet.connected(loopbacks()[round as usize % 2]);
+        assert!(handles.insert(socket), "a handle is never the same");
+        assert_eq!(puppet.send(socket, &round.to_le_bytes()), 4);
+        puppet.expect(Do::Close, &[socket], None);
+        let mut bytes = Vec::new();
+        peer.read_to_end(&mut bytes).unwrap();
+        assert_eq!(bytes, round.to_le_bytes());
+    }
+    until("all are closed", || stage.host.stats().open == 0);
+}
+
+fn more_connections_than_places(world: &World) {
+    let options = SockOptions { sockets: 4, arena: 1 << 20, ..world.options() };
+    let stage = world.stage_with(1, options);
+    let puppet = stage.first();
+    let (listener, name) = puppet.listener(loopbacks()[0], 64);
+    // The system keeps those for which there is no place; they come when one is free.
+    let peers: Vec<_> = (0..12).map(|_| TcpStream::connect(name).unwrap()).collect();
+    for _ in 0..12 {
+        let accepted = puppet.expect(Do::Accept, &[listener], None) as u64;
+        assert_eq!(puppet.send(accepted, b"welcome"), 7);
+        puppet.expect(Do::Close, &[accepted], None);
+    }
+    for mut peer in peers {
+        let mut text = String::new();
+        peer.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "welcome");
+    }
+    let spare = puppet.socket(loopbacks()[0], STREAM);
+    puppet.expect(Do::Close, &[spare], None);
+}
+
+fn the_host_rests(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    let (_listener, _) = puppet.listener(loopbacks()[0], 16);
+    let cpu = || thread_time(&format!("sock {}", stage.host.device().label()));
+    std::thread::sleep(Duration::from_millis(200));
+    let Some(before) = cpu() else { return };
+    std::thread::sleep(Duration::from_millis(500));
+    let used = cpu().unwrap_or(before).saturating_sub(before);
+    // Other cases run beside this one and have threads of the same name, so only the quietest is looked at.
+    assert!(used < 150_000_000, "{used} ns of 500 ms at rest");
+}
+
+/// The least time that a thread of that name in this process has run for, in nanoseconds.
+fn thread_time(name: &str) -> Option<u64> {
+    let tasks = std::fs::read_dir("/proc/self/task").ok()?;
+    let times = tasks.flatten().filter_map(|task| {
+        let comm = std::fs::read_to_string(task.path().join("comm")).ok()?;
+        let stat = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
+        (comm.trim() == name).then(|| stat.split_whitespace().next()?.parse().ok()).flatten()
+    });
+    times.min()
+}

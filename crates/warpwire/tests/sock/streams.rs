@@ -1,0 +1,305 @@
+//! Bytes both ways, in pieces of every size; ends and time-outs.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use warpwire::mem::pattern;
+use warpwire::sock::SockOptions;
+use warpwire::sock::device::Setting;
+
+use crate::puppet::{Do, scramble};
+use crate::world::{STREAM, World, cases, errno, loopbacks};
+
+cases!(
+    one_byte_there_and_back,
+    accepted_and_connected_are_alike,
+    random_pieces_both_ways_at_once,
+    small_rings_carry_megabytes,
+    an_ordered_end_is_zero,
+    half_closed_by_the_kernel,
+    half_closed_by_the_peer,
+    receiving_is_shut_down,
+    sending_after_shutdown_is_a_broken_pipe,
+    what_was_sent_goes_after_close,
+    calls_that_may_not_wait,
+    calls_that_may_wait_for_a_while,
+    connecting_without_waiting,
+    two_kernels_talk,
+);
+
+fn one_byte_there_and_back(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    for at in loopbacks() {
+        let (socket, mut peer) = puppet.connected(at);
+        assert_eq!(puppet.send(socket, b"a"), 1);
+        let mut byte = [0];
+        peer.read_exact(&mut byte).unwrap();
+        assert_eq!(&byte, b"a");
+        peer.write_all(b"b").unwrap();
+        assert_eq!(puppet.recv(socket, 10).unwrap(), b"b");
+        assert_eq!(puppet.send(socket, b""), 0);
+        puppet.expect(Do::Close, &[socket], None);
+    }
+}
+
+fn accepted_and_connected_are_alike(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    for at in loopbacks() {
+        for (socket, mut peer) in [puppet.connected(at), puppet.accepted(at)] {
+            puppet.start(Do::Echo, &[socket], None);
+            let mut random = 7;
+            for size in [1_usize, 63, 64, 65, 4095, 4096, 4097, 65_536, 65_537, 200_000] {
+                let sent: Vec<u8> = (0..size).map(|_| scramble(&mut random) as u8).collect();
+                let mut writer = peer.try_clone().unwrap();
+                let copy = sent.clone();
+                let writing = std::thread::spawn(move || writer.write_all(&copy).unwrap());
+                let mut back = vec![0; size];
+                peer.read_exact(&mut back).unwrap();
+                writing.join().unwrap();
+                assert!(sent == back, "{size} bytes came back otherwise");
+            }
+            peer.shutdown(Shutdown::Write).unwrap();
+            let echoed = puppet.finish().result;
+            assert_eq!(echoed, 1 + 63 + 64 + 65 + 4095 + 4096 + 4097 + 65_536 + 65_537 + 200_000);
+            puppet.expect(Do::Close, &[socket], None);
+        }
+    }
+}
+
+/// The test's end of a stream in both directions: sends one pattern, compares another.
+fn exchange(mut peer: TcpStream, sends: u64, expects: u64, total: usize) {
+    let mut writer = peer.try_clone().unwrap();
+    let writing = std::thread::spawn(move || {
+        let (mut bytes, mut random, mut done) = (vec![0; total], 99, 0);
+        pattern::fill_bytes(&mut bytes, sends, 0);
+        while done < total {
+            let piece = (1 + scramble(&mut random) as usize % 100_000).min(total - done);
+            writer.write_all(&bytes[done..done + piece]).unwrap();
+            done += piece;
+        }
+    });
+    let mut found = vec![0; total];
+    let mut wanted = vec![0; total];
+    peer.read_exact(&mut found).unwrap();
+    pattern::fill_bytes(&mut wanted, expects, 0);
+    let wrong = wanted.iter().zip(&found).position(|(a, b)| a != b);
+    assert_eq!(wrong, None, "of {total} bytes");
+    writing.join().unwrap();
+}
+
+fn both_ways(world: &World, options: SockOptions, totals: &[usize], most: u64) {
+    let stage = world.stage_with(2, options);
+    let (sender, receiver) = (&stage.puppets[0], &stage.puppets[1]);
+    for (number, total) in totals.iter().enumerate() {
+        let at = loopbacks()[number % 2];
+        let (socket, peer) = sender.connected(at);
+        // Two blocks use the two directions of one socket at the same time.
+        sender.start(Do::StreamOut, &[socket, 11, *total as u64, most], None);
+        receiver.start(Do::StreamIn, &[socket, 12, *total as u64, most], None);
+        exchange(peer, 12, 11, *total);
+        assert_eq!(sender.finish().result, *total as i64);
+        assert_eq!(receiver.finish().result, *total as i64, "or -84: a byte differs");
+        sender.expect(Do::Close, &[socket], None);
+    }
+}
+
+fn random_pieces_both_ways_at_once(world: &World) {
+    let totals = [1, 2, 100, 65_535, 65_537, 1 << 20, 16 << 20];
+    both_ways(world, SockOptions { sockets: 16, ..world.options() }, &totals, 50_000);
+}
+
+fn small_rings_carry_megabytes(world: &World) {
+    let options = SockOptions { sockets: 16, ring: 4096, arena: 1 << 20, ..world.options() };
+    both_ways(world, options, &[1_000_000, 300_001], 9_000);
+}
+
+fn an_ordered_end_is_zero(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    let (socket, mut peer) = puppet.accepted(loopbacks()[0]);
+    peer.write_all(b"last words").unwrap();
+    drop(peer);
+    assert_eq!(puppet.recv(socket, 4).unwrap(), b"last");
+    assert_eq!(puppet.recv(socket, 100).unwrap(), b" words");
+    assert_eq!(puppet.recv(socket, 100).unwrap(), b"");
+    assert_eq!(puppet.recv(socket, 100).unwrap(), b"", "and stays so");
+}
+
+fn half_closed_by_the_kernel(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    for at in loopbacks() {
+        let (socket, mut peer) = puppet.connected(at);
+        assert_eq!(puppet.send(socket, b"question"), 8);
+        puppet.expect(Do::Shutdown, &[socket, 1], None);
+        let mut text = String::new();
+        peer.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "question");
+        peer.write_all(b"answer").unwrap();
+        assert_eq!(puppet.recv(socket, 100).unwrap(), b"answer");
+        puppet.expect(Do::Close, &[socket], None);
+    }
+}
+
+fn half_closed_by_the_peer(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    let (socket, mut peer) = puppet.connected(loopbacks()[1]);
+    peer.write_all(b"question").unwrap();
+    peer.shutdown(Shutdown::Write).unwrap();
+    assert_eq!(puppet.recv(socket, 100).unwrap(), b"question");
+    assert_eq!(puppet.recv(socket, 100).unwrap(), b"");
+    assert_eq!(puppet.send(socket, b"answer"), 6);
+    puppet.expect(Do::Close, &[socket], None);
+    let mut text = String::new();
+    peer.read_to_string(&mut text).unwrap();
+    assert_eq!(text, "answer");
+}
+
+fn receiving_is_shut_down(world: &World) {
+    let stage = world.stage(2);
+    let (puppet, other) = (&stage.puppets[0], &stage.puppets[1]);
+    let (socket, mut peer) = puppet.connected(loopbacks()[0]);
+    // A call that waits already ends too.
+    puppet.start(Do::Recv, &[socket, 0, 10], None);
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(!puppet.is_done());
+    other.expect(Do::Shutdown, &[socket, 0], None);
+    assert_eq!(puppet.finish().result, 0);
+    assert_eq!(puppet.send(socket, b"still sends"), 11);
+    let mut text = [0; 11];
+    peer.read_exact(&mut text).unwrap();
+    assert_eq!(puppet.call(Do::Shutdown, &[socket, 2], None).result, 0);
+    assert_eq!(peer.read(&mut text).unwrap(), 0);
+}
+
+fn sending_after_shutdown_is_a_broken_pipe(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    let (socket, _peer) = puppet.connected(loopbacks()[0]);
+    puppet.expect(Do::Shutdown, &[socket, 1], None);
+    assert_eq!(puppet.send(socket, b"x"), errno(Errno::PIPE));
+}
+
+fn what_was_sent_goes_after_close(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    let (socket, mut peer) = puppet.accepted(loopbacks()[0]);
+    // More than the ring and the operating system's buffers hold: the kernel is done before the peer begins.
+    let total = 400_000_u64;
+    puppet.expect(Do::StreamOut, &[socket, 5, total, 60_000], None);
+    puppet.expect(Do::Close, &[socket], None);
+    std::thread::sleep(Duration::from_millis(30));
+    let mut found = Vec::new();
+    peer.read_to_end(&mut found).unwrap();
+    let mut wanted = vec![0; total as usize];
+    pattern::fill_bytes(&mut wanted, 5, 0);
+    assert!(found == wanted, "{} of {total} bytes came", found.len());
+}
+
+fn calls_that_may_not_wait(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    let at = loopbacks()[0];
+    let (socket, mut peer) = puppet.connected(at);
+    let again = errno(Errno::AGAIN);
+    puppet.expect(Do::Set, &[socket, Setting::NonBlocking as u64, 1], None);
+    assert_eq!(puppet.recv(socket, 10), Err(again));
+    peer.write_all(b"now").unwrap();
+    crate::world::until("it comes", || puppet.recv(socket, 10).is_ok_and(|bytes| bytes == b"now"));
+    // The peer takes nothing: at some time nothing fits any more, after a part did.
+    let piece = vec![7; 60_000];
+    let (mut total, mut partial) = (0, false);
+    loop {
+        match puppet.send(socket, &piece) {
+            sent if sent == again => break,
+            sent => {
+                assert!(sent > 0, "errno {}", -sent);
+                partial |= sent < 60_000;
+                total += sent as usize;
+            }
+        }
+        assert!(total < 1 << 30);
+    }
+    assert!(partial, "a part of a piece was taken");
+    // The operating system may take a little more after that, so look again: nothing is lost.
+    puppet.expect(Do::Shutdown, &[socket, 1], None);
+    let mut found = Vec::new();
+    peer.read_to_end(&mut found).unwrap();
+    assert_eq!(found.len(), total);
+    let (listener, name) = puppet.listener(at, 4);
+    puppet.expect(Do::Set, &[listener, Setting::NonBlocking as u64, 1], None);
+    assert_eq!(puppet.call(Do::Accept, &[listener], None).result, again);
+    // And back.
+    puppet.expect(Do::Set, &[listener, Setting::NonBlocking as u64, 0], None);
+    puppet.start(Do::Accept, &[listener], None);
+    std::thread::sleep(Duration::from_millis(10));
+    assert!(!puppet.is_done(), "it waits again");
+    let _late = std::net::TcpStream::connect(name).unwrap();
+    assert!(puppet.finish().result > 0);
+}
+
+fn calls_that_may_wait_for_a_while(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    let at = loopbacks()[0];
+    let (socket, peer) = puppet.connected(at);
+    let limit = Duration::from_millis(60);
+    let nanos = limit.as_nanos() as u64;
+    let late = errno(Errno::TIMEDOUT);
+    puppet.expect(Do::Set, &[socket, Setting::ReceiveTimeout as u64, nanos], None);
+    let start = Instant::now();
+    assert_eq!(puppet.recv(socket, 1), Err(late));
+    assert!(start.elapsed() >= limit && start.elapsed() < limit * 40, "{:?}", start.elapsed());
+    puppet.expect(Do::Set, &[socket, Setting::SendTimeout as u64, nanos], None);
+    let piece = vec![1; 600_000];
+    let mut results = (0..1000).map(|_| puppet.send(socket, &piece));
+    let stopped = results.find(|sent| *sent < 600_000).unwrap();
+    assert!(stopped == late || stopped > 0, "a part, or nothing");
+    crate::world::until("nothing goes", || puppet.send(socket, &piece[..1000]) == late);
+    let (listener, _) = puppet.listener(at, 4);
+    puppet.expect(Do::Set, &[listener, Setting::ReceiveTimeout as u64, nanos], None);
+    assert_eq!(puppet.call(Do::Accept, &[listener], None).result, late);
+    drop(peer);
+}
+
+fn connecting_without_waiting(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    let at = loopbacks()[0];
+    let server = std::net::TcpListener::bind(at).unwrap();
+    let name = server.local_addr().unwrap();
+    let socket = puppet.socket(at, STREAM);
+    puppet.expect(Do::Set, &[socket, Setting::NonBlocking as u64, 1], None);
+    let begun = puppet.call(Do::Connect, &[socket], Some(name)).result;
+    assert!(begun == 0 || begun == errno(Errno::INPROGRESS), "{begun}");
+    let again = puppet.call(Do::Connect, &[socket], Some(name)).result;
+    assert!([Errno::ISCONN, Errno::ALREADY].map(errno).contains(&again), "{again}");
+    let mut peer = server.accept().unwrap().0;
+    crate::world::until("it stands", || puppet.send(socket, b"!") == 1);
+    let mut byte = [0];
+    peer.read_exact(&mut byte).unwrap();
+}
+
+fn two_kernels_talk(world: &World) {
+    let stage = world.stage(2);
+    let (server, client) = (&stage.puppets[0], &stage.puppets[1]);
+    for at in loopbacks() {
+        let (listener, name) = server.listener(at, 4);
+        server.start(Do::Accept, &[listener], None);
+        let socket = client.socket(at, STREAM);
+        client.expect(Do::Connect, &[socket], Some(name));
+        let accepted = server.finish().result as u64;
+        server.start(Do::StreamIn, &[accepted, 3, 3_000_000, 30_000], None);
+        client.expect(Do::StreamOut, &[socket, 3, 3_000_000, 70_000], None);
+        assert_eq!(server.finish().result, 3_000_000);
+        client.expect(Do::Close, &[socket], None);
+        assert_eq!(server.recv(accepted, 1).unwrap(), b"");
+        server.expect(Do::Close, &[accepted], None);
+        server.expect(Do::Close, &[listener], None);
+    }
+}

@@ -1,0 +1,364 @@
+//! What a case gets to work with: a GPU with sockets, puppets, and peers that are ordinary sockets of this process.
+#![allow(unsafe_code)] // launching is unsafe, and so is calling the header's code; each use says why it is right
+
+use std::fmt;
+use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::path::PathBuf;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use warpwire::mem::sim::{Sim, SimConfig};
+use warpwire::mem::{Allocation, Device, Launch, Module, Program, Stream, cuda};
+use warpwire::sock::kv::{KvOptions, KvServer};
+use warpwire::sock::{Place, SockHost, SockOptions};
+
+use crate::puppet::{self, Do, Puppet, SOON};
+
+pub struct Case {
+    pub name: &'static str,
+    pub run: fn(&World),
+}
+
+/// Lists the functions as cases under their own names.
+macro_rules! cases {
+    ($($name:ident),* $(,)?) => {
+        pub const CASES: &[crate::world::Case] =
+            &[$(crate::world::Case { name: stringify!($name), run: $name }),*];
+    };
+}
+pub(crate) use cases;
+
+/// Who makes the calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    Sim,
+    SimPinned,
+    Threads,
+    Cuda,
+    CudaPinned,
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Sim => "sim",
+            Self::SimPinned => "sim-pinned",
+            Self::Threads => "threads",
+            Self::Cuda => "cuda",
+            Self::CudaPinned => "cuda-pinned",
+        })
+    }
+}
+
+pub struct World {
+    pub way: Way,
+    pub gpu: Device,
+    _sim: Option<Sim>,
+}
+
+impl World {
+    pub fn new(way: Way) -> Self {
+        match way {
+            Way::Cuda | Way::CudaPinned => Self { way, gpu: cuda::device(0).unwrap(), _sim: None },
+            Way::Sim | Way::SimPinned | Way::Threads => {
+                let sim =
+                    Sim::start(SimConfig { memory: 4 << 30, ..SimConfig::default() }).unwrap();
+                Self { way, gpu: sim.device(0).unwrap(), _sim: Some(sim) }
+            }
+        }
+    }
+
+    /// The options of this way.
+    pub fn options(&self) -> SockOptions {
+        let place = match self.way {
+            Way::Sim | Way::Cuda => Place::Auto,
+            Way::SimPinned | Way::CudaPinned => Place::Pinned,
+            Way::Threads => Place::Threads,
+        };
+        SockOptions { place, ..SockOptions::default() }
+    }
+
+    /// Sockets with few places, and so many puppets.
+    pub fn stage(&self, puppets: u64) -> Stage {
+        let options = SockOptions { sockets: 64, arena: 16 << 20, ..self.options() };
+        self.stage_with(puppets, options)
+    }
+
+    pub fn stage_with(&self, puppets: u64, options: SockOptions) -> Stage {
+        let host = SockHost::start(&self.gpu, options).unwrap();
+        let memory = Puppet::memory(&self.gpu, puppets);
+        let made = |index| Puppet::new(&memory.0, &memory.1, index);
+        let actors = (0..puppets).map(made).collect();
+        let play = match self.way {
+            Way::Threads => Play::on_threads(&host, &memory, puppets),
+            _ => Play::on_device(&self.gpu, &host, &memory, puppets),
+        };
+        Stage { puppets: actors, play: Some(play), host, memory }
+    }
+}
+
+impl World {
+    /// A key-value server with these options, run by this way.
+    pub fn kv<'a>(&self, host: &'a SockHost, options: KvOptions) -> KvServer<'a> {
+        if self.way != Way::Threads {
+            return KvServer::start(host, options).unwrap();
+        }
+        let library = compiled().as_ref().unwrap();
+        // SAFETY: the library was built from kv.cu, where the function has this type.
+        let run: libloading::Symbol<'_, unsafe extern "C" fn(u64, u64)> =
+            unsafe { library.get(b"kv_server_thread\0") }.unwrap();
+        let run = *run;
+        // SAFETY: the server gives the address of its setup, and keeps that and what it names until the worker has ended.
+        let work = move |setup, worker| unsafe { run(setup, worker) };
+        KvServer::start_on_threads(host, options, work).unwrap()
+    }
+}
+
+/// Sockets, and puppets that use them.
+pub struct Stage {
+    pub puppets: Vec<Puppet>,
+    play: Option<Play>,
+    pub host: SockHost,
+    memory: (Allocation, Allocation),
+}
+
+impl Stage {
+    pub fn first(&self) -> &Puppet {
+        &self.puppets[0]
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // A puppet that hangs must not hang the test: calls end when the host does.
+            self.host.stop();
+        }
+        for puppet in &self.puppets {
+            let start = Instant::now();
+            while !puppet.is_done() && start.elapsed() < SOON {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            puppet.start(Do::Stop, &[], None);
+        }
+        let ended = self.play.take().map(Play::end);
+        if !std::thread::panicking() {
+            ended.unwrap().unwrap();
+        }
+        let _ = &self.memory;
+    }
+}
+
+/// Puppets at work.
+enum Play {
+    Device(Stream, #[allow(dead_code)] Module),
+    Threads(Vec<std::thread::JoinHandle<()>>),
+}
+
+impl Play {
+    fn on_device(
+        gpu: &Device,
+        host: &SockHost,
+        memory: &(Allocation, Allocation),
+        puppets: u64,
+    ) -> Self {
+        let program = Program::new("puppets")
+            .ptx(include_str!("puppet.ptx"))
+            .block("puppet", puppet::puppet_block);
+        let module = gpu.load(&program).unwrap();
+        let stream = gpu.stream().unwrap();
+        let launch = Launch::new(&module.kernel("puppet").unwrap())
+            .grid(puppets as u32)
+            .threads(128)
+            .value(host.table())
+            .region(&memory.0.whole().unwrap())
+            .region(&memory.1.whole().unwrap());
+        // SAFETY: the kernel uses its mailboxes and buffers, which the launch keeps, and the sockets' memory, which the
+        // stage keeps until the kernel has ended.
+        unsafe { stream.launch(launch) }.unwrap();
+        Self::Device(stream, module)
+    }
+
+    fn on_threads(host: &SockHost, memory: &(Allocation, Allocation), puppets: u64) -> Self {
+        let library = compiled().as_ref().unwrap();
+        let base = |memory: &Allocation| {
+            // The view begins where the memory does.
+            let bytes = memory.host_bytes().unwrap();
+            host_address(&bytes)
+        };
+        let (table, mailboxes, buffers) = (host.table(), base(&memory.0), base(&memory.1));
+        let start = |index: u64| {
+            // SAFETY: the library was built from puppet.cu, where the function has this type.
+            let run: libloading::Symbol<'_, unsafe extern "C" fn(u64, u64, u64)> =
+                unsafe { library.get(b"puppet_thread\0") }.unwrap();
+            let run = *run;
+            let (mailbox, buffer) =
+                (mailboxes + index * puppet::MAILBOX, buffers + index * puppet::BUFFER);
+            std::thread::spawn(move || {
+                // SAFETY: the addresses are those of the sockets' table, a mailbox and a buffer, which the stage keeps
+                // until this thread has ended.
+                unsafe { run(table, mailbox, buffer) }
+            })
+        };
+        Self::Threads((0..puppets).map(start).collect())
+    }
+
+    fn end(self) -> Result<(), String> {
+        match self {
+            Self::Device(stream, _) => stream.synchronize(SOON).map_err(|error| error.to_string()),
+            Self::Threads(threads) => {
+                let ended: Vec<_> =
+                    threads.into_iter().map(std::thread::JoinHandle::join).collect();
+                match ended.iter().all(Result::is_ok) {
+                    true => Ok(()),
+                    false => Err("a puppet's thread panicked".into()),
+                }
+            }
+        }
+    }
+}
+
+/// Where the CPU finds pinned memory.
+fn host_address(bytes: &warpwire::mem::SharedBytes<'_>) -> u64 {
+    bytes.address()
+}
+
+static LIBRARY: OnceLock<Result<libloading::Library, String>> = OnceLock::new();
+
+fn compiled() -> &'static Result<libloading::Library, String> {
+    LIBRARY.get_or_init(build_library)
+}
+
+/// Builds the header, with puppets around it, as a library for threads.
+pub fn compile_for_threads() -> Result<(), String> {
+    compiled().as_ref().map(|_| ()).map_err(Clone::clone)
+}
+
+fn build_library() -> Result<libloading::Library, String> {
+    let root = PathBuf::from(option_env!("CARGO_MANIFEST_DIR").unwrap_or("."));
+    let sources = ["tests/sock/puppet.cu", "src/sock/kv/kv.cu"].map(|path| root.join(path));
+    if !sources[0].exists() {
+        return Err("the sources are not here".into());
+    }
+    let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
+    let library = folder.path().join("libpuppet.so");
+    // What tools/sock-sanitizers asks for. Its preloaded runtime is not for the compiler.
+    let more = std::env::var("WARPWIRE_SOCK_CXXFLAGS").unwrap_or_default();
+    let built = std::process::Command::new("g++")
+        .env_remove("LD_PRELOAD")
+        .args(more.split_whitespace())
+        .args(["-x", "c++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC"])
+        .args(["-shared", "-pthread", "-I"])
+        .arg(root.join("../../include"))
+        .args(sources)
+        .arg("-o")
+        .arg(&library)
+        .output()
+        .map_err(|error| format!("g++ did not run: {error}"))?;
+    if !built.status.success() {
+        panic!("puppet.cu is no C++:\n{}", String::from_utf8_lossy(&built.stderr));
+    }
+    // SAFETY: the library has no initializers, and nothing unloads it.
+    unsafe { libloading::Library::new(&library) }.map_err(|error| error.to_string())
+}
+
+/// The two families, by an address that any port of this machine has.
+pub fn loopbacks() -> [SocketAddr; 2] {
+    [SocketAddr::from(([127, 0, 0, 1], 0)), "[::1]:0".parse().unwrap()]
+}
+
+/// 4 or 6.
+pub fn family(address: SocketAddr) -> u64 {
+    if address.is_ipv6() { 6 } else { 4 }
+}
+
+pub const STREAM: u64 = 1;
+pub const DATAGRAM: u64 = 2;
+
+/// The negative of an errno, as calls return it.
+pub fn errno(errno: rustix::io::Errno) -> i64 {
+    -i64::from(errno.raw_os_error())
+}
+
+/// Calls that must work, by name.
+impl Puppet {
+    pub fn expect(&self, what: Do, args: &[u64], address: Option<SocketAddr>) -> i64 {
+        let answer = self.call(what, args, address);
+        assert!(answer.result >= 0, "{what:?} {args:?}: errno {}", -answer.result);
+        answer.result
+    }
+
+    pub fn socket(&self, at: SocketAddr, kind: u64) -> u64 {
+        self.expect(Do::Socket, &[family(at), kind], None) as u64
+    }
+
+    /// A listener at a port of its own, and its address.
+    pub fn listener(&self, at: SocketAddr, backlog: u64) -> (u64, SocketAddr) {
+        let socket = self.socket(at, STREAM);
+        self.expect(Do::Bind, &[socket], Some(at));
+        self.expect(Do::Listen, &[socket, backlog], None);
+        let name = self.call(Do::LocalName, &[socket], None).address.unwrap();
+        (socket, name)
+    }
+
+    pub fn send(&self, socket: u64, bytes: &[u8]) -> i64 {
+        self.put(0, bytes);
+        self.call(Do::Send, &[socket, 0, bytes.len() as u64], None).result
+    }
+
+    pub fn recv(&self, socket: u64, most: usize) -> Result<Vec<u8>, i64> {
+        let answer = self.call(Do::Recv, &[socket, 0, most as u64], None);
+        if answer.result < 0 {
+            Err(answer.result)
+        } else {
+            Ok(self.show(0, answer.result as usize))
+        }
+    }
+
+    /// A puppet's stream and the test's own end of it. The puppet connects.
+    pub fn connected(&self, at: SocketAddr) -> (u64, TcpStream) {
+        let server = TcpListener::bind(at).unwrap();
+        let socket = self.socket(at, STREAM);
+        self.expect(Do::Connect, &[socket], Some(server.local_addr().unwrap()));
+        let peer = server.accept().unwrap().0;
+        peer.set_read_timeout(Some(SOON)).unwrap();
+        peer.set_nodelay(true).unwrap();
+        (socket, peer)
+    }
+
+    /// The same, the puppet accepting.
+    pub fn accepted(&self, at: SocketAddr) -> (u64, TcpStream) {
+        let (listener, name) = self.listener(at, 8);
+        let peer = TcpStream::connect(name).unwrap();
+        peer.set_read_timeout(Some(SOON)).unwrap();
+        peer.set_nodelay(true).unwrap();
+        let answer = self.call(Do::Accept, &[listener], None);
+        assert!(answer.result >= 0, "{answer:?}");
+        assert_eq!(answer.address, Some(peer.local_addr().unwrap()));
+        self.expect(Do::Close, &[listener], None);
+        (answer.result as u64, peer)
+    }
+}
+
+/// A datagram socket of the test's own.
+pub fn udp(at: SocketAddr) -> UdpSocket {
+    let socket = UdpSocket::bind(at).unwrap();
+    socket.set_read_timeout(Some(SOON)).unwrap();
+    socket
+}
+
+/// Waits until it is so.
+pub fn until(what: &str, mut ask: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !ask() {
+        assert!(start.elapsed() < SOON, "never: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+impl Stage {
+    /// Writes nonsense where a kernel says how much it has sent.
+    pub fn spoil(&self, socket: u64) {
+        self.host.spoil((socket & 0xffff) as u16);
+    }
+}

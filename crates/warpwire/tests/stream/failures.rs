@@ -1,0 +1,199 @@
+//! What goes wrong releases every stream, and says why.
+
+use std::time::{Duration, Instant};
+
+use warpwire::error::Kind;
+use warpwire::mem::Condition;
+use warpwire::stream::{Descriptors, StreamQpOptions};
+use warpwire::verbs::{Op, QpOptions, Remote, Request, Status};
+
+use crate::fixture::*;
+
+cases![CASES:
+    an_error_completion_releases_the_stream,
+    what_was_posted_behind_a_failure_comes_back,
+    a_peer_that_is_gone_wakes_those_who_send,
+    a_peer_that_is_silent_wakes_those_who_receive,
+    patience_begins_when_the_stream_comes_to_the_wait,
+    streams_that_wait_for_each_other_are_released,
+    a_queue_pair_that_is_dropped_releases_its_streams,
+    a_queue_pair_that_is_ended_releases_its_streams,
+];
+
+fn an_error_completion_releases_the_stream(fixture: &Fixture) {
+    let world = fixture.world();
+    let [a, b] = fixture.pair(&world);
+    let (near, far) = (fixture.memory(&world.a, 64), fixture.memory(&world.b, 64));
+    let (stream, other) = (fixture.stream(), fixture.stream());
+    post_receives(&b, &far, 1, 8);
+    b.wait_receive(&other).unwrap();
+    let nowhere = Remote { address: 0x10, rkey: 0x00de_ad00 };
+    let request = Request::new(77, Op::Write(nowhere));
+    let ticket = a.queue(&stream, &request.with(&[near.sge(0, 8)])).unwrap();
+    a.wait_send(&stream, ticket).unwrap();
+    sync(&stream);
+    let failure = a.failure().expect("the write failed");
+    assert_eq!(failure.status, Some(Status::RemoteAccess), "{failure}");
+    assert_eq!((failure.id, failure.ticket), (Some(77), Some(ticket)));
+    // The peer fails as well, and whoever waits there goes on.
+    sync(&other);
+    assert!(b.failure().is_some());
+    // Nothing more is taken, and the reason is the same.
+    let refused = a.queue(&stream, &nop(1)).unwrap_err();
+    assert_eq!(refused.to_string(), failure.error.to_string());
+    // The completion is there to be taken.
+    let done = next(&a);
+    assert_eq!((done.id, done.status), (77, Status::RemoteAccess));
+    // Waits for what has ended are still over at once.
+    a.wait_send(&stream, ticket).unwrap();
+    sync(&stream);
+}
+
+fn what_was_posted_behind_a_failure_comes_back(fixture: &Fixture) {
+    let world = fixture.world();
+    let [a, _b] = fixture.pair(&world);
+    let near = fixture.memory(&world.a, 64);
+    let streams = [fixture.stream(), fixture.stream(), fixture.stream()];
+    let gate = fixture.word64();
+    let nowhere = Remote { address: 0x10, rkey: 0x00de_ad00 };
+    let bad = Request::new(1, Op::Write(nowhere));
+    a.queue(&streams[0], &bad.with(&[near.sge(0, 8)])).unwrap();
+    // The second stream has not come to its request when the first one fails.
+    streams[1].wait_value(&gate, Condition::AtLeast, 1).unwrap();
+    let late = a.queue(&streams[1], &nop(2)).unwrap();
+    let last = a.queue(&streams[2], &nop(3)).unwrap();
+    a.wait_send(&streams[0], late).unwrap();
+    a.wait_send(&streams[2], last).unwrap();
+    sync(&streams[0]);
+    let failure = a.failure().unwrap();
+    assert_eq!(failure.id, Some(1), "{failure}");
+    gate.store(1).unwrap();
+    streams.iter().for_each(sync);
+    let all: Vec<_> = (0..3).map(|_| next(&a)).map(|done| (done.id, done.status)).collect();
+    let flushed = Status::Flushed;
+    assert_eq!(all, [(1, Status::RemoteAccess), (2, flushed), (3, flushed)]);
+}
+
+fn quick() -> QpOptions {
+    // 4.096 µs · 2^10, three times.
+    QpOptions { timeout: 10, retry_count: 2, ..QpOptions::default() }
+}
+
+fn a_peer_that_is_gone_wakes_those_who_send(fixture: &Fixture) {
+    let world = fixture.world();
+    let options = StreamQpOptions { qp: quick(), ..fixture.options() };
+    let [a, b] = fixture.pair_with(&world, &options);
+    let near = fixture.memory(&world.a, 64);
+    post_receives(&a, &near, 2, 8);
+    drop((b, world.b));
+    let streams = [fixture.stream(), fixture.stream(), fixture.stream()];
+    let ticket = a.queue(&streams[0], &Request::new(5, Op::Send).inline(&[1; 8])).unwrap();
+    a.wait_send(&streams[0], ticket).unwrap();
+    a.wait_send(&streams[1], ticket).unwrap();
+    a.wait_receive(&streams[2]).unwrap();
+    streams.iter().for_each(sync);
+    let failure = a.failure().unwrap();
+    assert_eq!(failure.status, Some(Status::RetryExceeded), "{failure}");
+    assert_eq!(failure.id, Some(5));
+    assert!(failure.to_string().contains("peer"), "{failure}");
+}
+
+fn a_peer_that_is_silent_wakes_those_who_receive(fixture: &Fixture) {
+    let world = fixture.world();
+    let patience = Duration::from_millis(200);
+    let options = StreamQpOptions { patience: Some(patience), ..fixture.options() };
+    let [a, b] = fixture.pair_with(&world, &options);
+    let near = fixture.memory(&world.a, 64);
+    post_receives(&a, &near, 2, 8);
+    drop((b, world.b));
+    let streams = [fixture.stream(), fixture.stream()];
+    let start = Instant::now();
+    a.wait_receive(&streams[0]).unwrap();
+    let second = a.wait_receive(&streams[1]).unwrap();
+    streams.iter().for_each(sync);
+    assert!(start.elapsed() >= patience, "{:?}", start.elapsed());
+    let failure = a.failure().unwrap();
+    assert_eq!(failure.error.kind(), &Kind::Timeout, "{failure}");
+    assert_eq!(failure.waiters.len(), 2, "{failure}");
+    let waiter = failure.waiters.iter().find(|waiter| waiter.ticket == second).unwrap();
+    assert_eq!(waiter.stream, streams[1].label());
+    assert!(waiter.waited.is_some_and(|waited| waited >= patience / 2), "{failure}");
+    for _ in 0..2 {
+        assert_eq!(next(&a).status, Status::Flushed);
+    }
+}
+
+fn patience_begins_when_the_stream_comes_to_the_wait(fixture: &Fixture) {
+    let world = fixture.world();
+    let patience = Duration::from_millis(400);
+    let options = StreamQpOptions { patience: Some(patience), ..fixture.options() };
+    let [a, b] = fixture.pair_with(&world, &options);
+    let near = fixture.memory(&world.a, 64);
+    post_receives(&a, &near, 1, 8);
+    let (stream, gate) = (fixture.stream(), fixture.word64());
+    stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
+    a.wait_receive(&stream).unwrap();
+    // Far beyond all patience, but elsewhere.
+    std::thread::sleep(patience * 2);
+    assert!(a.failure().is_none());
+    gate.store(1).unwrap();
+    expect_blocked(&stream);
+    b.post_now(&Request::new(1, Op::Send).inline(&[1; 8])).unwrap();
+    sync(&stream);
+    assert!(a.failure().is_none());
+}
+
+fn streams_that_wait_for_each_other_are_released(fixture: &Fixture) {
+    let world = fixture.world();
+    let patience = Duration::from_millis(200);
+    let options = StreamQpOptions { patience: Some(patience), ..fixture.options() };
+    let [a, _b] = fixture.pair_with(&world, &options);
+    let (first, second, gate) = (fixture.stream(), fixture.stream(), fixture.word64());
+    // The first waits for a request of the second, which waits for what the first does after that.
+    second.wait_value(&gate, Condition::AtLeast, 1).unwrap();
+    let ticket = a.queue(&second, &nop(1)).unwrap();
+    let mut list = Descriptors::on(&first);
+    list.wait_send(&a, ticket).unwrap();
+    list.write_value(&gate, 1).unwrap();
+    list.post().unwrap();
+    sync(&first);
+    sync(&second);
+    let failure = a.failure().unwrap();
+    assert_eq!(failure.error.kind(), &Kind::Timeout, "{failure}");
+    assert_eq!(failure.waiters[0].stream, first.label());
+}
+
+fn a_queue_pair_that_is_dropped_releases_its_streams(fixture: &Fixture) {
+    let world = fixture.world();
+    let [a, _b] = fixture.pair(&world);
+    let near = fixture.memory(&world.a, 64);
+    post_receives(&a, &near, 2, 8);
+    let (waiting, later, gate) = (fixture.stream(), fixture.stream(), fixture.word64());
+    a.wait_receive(&waiting).unwrap();
+    later.wait_value(&gate, Condition::AtLeast, 1).unwrap();
+    let ticket = a.queue(&later, &nop(1)).unwrap();
+    a.wait_send(&later, ticket).unwrap();
+    a.wait_receive(&later).unwrap();
+    expect_blocked(&waiting);
+    drop(a);
+    sync(&waiting);
+    // This one comes to it when nobody is there any more.
+    gate.store(1).unwrap();
+    sync(&later);
+}
+
+fn a_queue_pair_that_is_ended_releases_its_streams(fixture: &Fixture) {
+    let world = fixture.world();
+    let [a, _b] = fixture.pair(&world);
+    let near = fixture.memory(&world.a, 64);
+    post_receives(&a, &near, 1, 8);
+    let stream = fixture.stream();
+    let ticket = a.wait_receive(&stream).unwrap();
+    expect_blocked(&stream);
+    a.abort();
+    sync(&stream);
+    let failure = a.failure().unwrap();
+    assert!(failure.to_string().contains("program ended it"), "{failure}");
+    assert_eq!(failure.waiters[0].ticket, ticket);
+    a.abort();
+}

@@ -1,0 +1,127 @@
+//! Full queues are told, and nothing is lost by them.
+
+use warpwire::error::Kind;
+use warpwire::mem::Condition;
+use warpwire::stream::StreamQpOptions;
+use warpwire::verbs::{Completion, QpOptions, ReceiveRequest};
+
+use crate::fixture::*;
+
+cases![ONCE:
+    a_full_send_queue_says_so,
+    completions_that_nobody_takes_hold_work_up,
+    streams_that_lag_behind_hold_work_up,
+    too_many_waits_are_told,
+    receives_are_held_up_as_well,
+];
+
+fn a_full_send_queue_says_so(fixture: &Fixture) {
+    let world = fixture.world();
+    let qp = QpOptions { send_depth: 8, ..QpOptions::default() };
+    let [a, _b] = fixture.pair_with(&world, &StreamQpOptions { qp, ..fixture.options() });
+    let (stream, gate) = (fixture.stream(), fixture.word64());
+    stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
+    let mut count = 0;
+    let busy = loop {
+        match a.queue(&stream, &nop(count)) {
+            Ok(_) => count += 1,
+            Err(error) => break error,
+        }
+        assert!(count < 1000);
+    };
+    assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
+    assert!(count >= 8, "{count}");
+    assert_eq!(a.poll(&mut [Completion::EMPTY; 4]).unwrap(), 0);
+    gate.store(1).unwrap();
+    for id in 0..count {
+        assert_eq!(next(&a).id, id);
+    }
+    a.queue(&stream, &nop(count)).unwrap();
+    assert_eq!(next(&a).id, count);
+}
+
+fn completions_that_nobody_takes_hold_work_up(fixture: &Fixture) {
+    let world = fixture.world();
+    let qp = QpOptions { send_depth: 8, ..QpOptions::default() };
+    let [a, _b] = fixture.pair_with(&world, &StreamQpOptions { qp, ..fixture.options() });
+    let stream = fixture.stream();
+    let mut count = 0;
+    while let Ok(ticket) = a.queue(&stream, &nop(count)) {
+        a.wait_send(&stream, ticket).unwrap();
+        sync(&stream);
+        count += 1;
+        assert!(count < 1000);
+    }
+    for id in 0..count {
+        assert_eq!(next(&a).id, id);
+    }
+    a.queue(&stream, &nop(7)).unwrap();
+    assert_eq!(next(&a).id, 7);
+}
+
+/// The CPU takes completions that a stream has not looked at yet: their places are not given back before.
+fn streams_that_lag_behind_hold_work_up(fixture: &Fixture) {
+    let world = fixture.world();
+    let qp = QpOptions { send_depth: 4, ..QpOptions::default() };
+    let [a, _b] = fixture.pair_with(&world, &StreamQpOptions { qp, ..fixture.options() });
+    let (stream, slow, gate) = (fixture.stream(), fixture.stream(), fixture.word64());
+    slow.wait_value(&gate, Condition::AtLeast, 1).unwrap();
+    let first = a.queue(&stream, &nop(0)).unwrap();
+    a.wait_send(&slow, first).unwrap();
+    assert_eq!(next(&a).id, 0);
+    // The ring of completions is as long as it is: one lap, and no further.
+    let mut count = 1;
+    let busy = loop {
+        match a.queue(&stream, &nop(count)) {
+            Ok(_) => assert_eq!(next(&a).id, count),
+            Err(error) => break error,
+        }
+        count += 1;
+        assert!(count < 1000);
+    };
+    assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
+    assert_eq!(count, 8, "twice the depth");
+    gate.store(1).unwrap();
+    sync(&slow);
+    for id in count..1000 {
+        a.queue(&stream, &nop(id)).unwrap();
+        assert_eq!(next(&a).id, id);
+    }
+}
+
+fn too_many_waits_are_told(fixture: &Fixture) {
+    let world = fixture.world();
+    let [a, b] = fixture.pair_with(&world, &StreamQpOptions { waits: 3, ..fixture.options() });
+    let far = fixture.memory(&world.b, 64);
+    post_receives(&b, &far, 5, 8);
+    let stream = fixture.stream();
+    for _ in 0..3 {
+        b.wait_receive(&stream).unwrap();
+    }
+    let busy = b.wait_receive(&stream).unwrap_err();
+    assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
+    let send = |id| warpwire::verbs::Request::new(id, warpwire::verbs::Op::Send);
+    for id in 0..3 {
+        a.post_now(&send(id).inline(&[1; 8])).unwrap();
+    }
+    sync(&stream);
+    // The refused one is the next.
+    assert_eq!(b.wait_receive(&stream).unwrap().number(), 3);
+    a.post_now(&send(3).inline(&[1; 8])).unwrap();
+    sync(&stream);
+}
+
+fn receives_are_held_up_as_well(fixture: &Fixture) {
+    let world = fixture.world();
+    let qp = QpOptions { receive_depth: 4, ..QpOptions::default() };
+    let [_a, b] = fixture.pair_with(&world, &StreamQpOptions { qp, ..fixture.options() });
+    let far = fixture.memory(&world.b, 64);
+    let data = [far.sge(0, 8)];
+    let many = [ReceiveRequest { id: 1, data: &data }; 5];
+    let busy = b.post_receive(&many).unwrap_err();
+    assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
+    let first = b.post_receive(&many[..4]).unwrap();
+    assert_eq!(first.number(), 0, "of those that were refused none was posted");
+    let busy = b.post_receive(&many[..1]).unwrap_err();
+    assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
+}

@@ -1,0 +1,128 @@
+//! What must be refused, with a reason.
+
+use warpwire::Error;
+use warpwire::error::Kind;
+use warpwire::hca::HcaOptions;
+use warpwire::stream::{StreamQp, StreamQpOptions};
+use warpwire::verbs::{Drive, Op, Request, Service, SrqOptions};
+
+use crate::fixture::*;
+
+cases![ONCE:
+    options_that_make_no_sense_are_refused,
+    a_context_without_a_thread_is_refused,
+    waits_that_would_never_end_are_refused,
+    work_out_of_turn_is_refused,
+    streams_of_other_devices_and_captures_are_refused,
+];
+
+fn expect(kind: Kind, word: &str, error: &Error) {
+    assert_eq!(error.kind(), &kind, "{error}");
+    assert!(error.to_string().contains(word), "{word:?} in {error}");
+    assert!(error.advice().is_some(), "advice in {error}");
+}
+
+fn options_that_make_no_sense_are_refused(fixture: &Fixture) {
+    let world = fixture.world();
+    let create = |change: &dyn Fn(&mut StreamQpOptions)| {
+        let mut options = fixture.options();
+        change(&mut options);
+        let made = StreamQp::create(&world.a.context, &world.a.pd, &fixture.gpu, options);
+        made.expect_err("it makes no sense")
+    };
+    let wrong = Kind::InvalidArgument;
+    expect(wrong.clone(), "connections", &create(&|o| o.qp.service = Service::Ud));
+    let srq = world.a.context.create_srq(&world.a.pd, SrqOptions::default()).unwrap();
+    expect(wrong.clone(), "connections", &create(&|o| o.qp.srq = Some(srq.clone())));
+    expect(wrong.clone(), "waits", &create(&|o| o.waits = 0));
+    expect(wrong.clone(), "waits", &create(&|o| o.waits = u32::MAX));
+    expect(wrong.clone(), "deeper", &create(&|o| o.qp.send_depth = 1 << 15));
+    expect(wrong.clone(), "deeper", &create(&|o| o.qp.receive_depth = u32::MAX));
+    expect(wrong.clone(), "blocks", &create(&|o| (o.qp.send_depth, o.qp.inline) = (1 << 14, 500)));
+    let memory = warpwire::hca::QueueMemory::host(1 << 20).unwrap();
+    expect(wrong, "memory", &create(&|o| o.qp.memory = Some(memory.clone())));
+}
+
+fn a_context_without_a_thread_is_refused(fixture: &Fixture) {
+    for drive in [Drive::Guarded, Drive::Inline] {
+        let [link, _other] = fixture.links();
+        let end = End::open(link, HcaOptions { drive, ..HcaOptions::default() });
+        let made = StreamQp::create(&end.context, &end.pd, &fixture.gpu, fixture.options());
+        expect(Kind::InvalidArgument, "Drive::Thread", &made.unwrap_err());
+    }
+}
+
+fn waits_that_would_never_end_are_refused(fixture: &Fixture) {
+    let world = fixture.world();
+    let [a, b] = fixture.pair(&world);
+    let far = fixture.memory(&world.b, 64);
+    let stream = fixture.stream();
+    // A receive that was never posted; the next one that is posted is the one that was refused.
+    for _ in 0..3 {
+        expect(Kind::InvalidArgument, "posted", &b.wait_receive(&stream).unwrap_err());
+    }
+    post_receives(&b, &far, 1, 8);
+    assert_eq!(b.wait_receive(&stream).unwrap().number(), 0);
+    expect(Kind::InvalidArgument, "posted", &b.wait_receive(&stream).unwrap_err());
+    a.post_now(&Request::new(1, Op::Send).inline(&[1; 8])).unwrap();
+    sync(&stream);
+    // A request that is prepared only.
+    let work = a.prepare(&nop(2)).unwrap();
+    expect(Kind::InvalidArgument, "posted", &a.wait_send(&stream, work.ticket()).unwrap_err());
+    let after = work.ticket().after(1);
+    expect(Kind::InvalidArgument, "posted", &a.wait_send(&stream, after).unwrap_err());
+    // A ticket of somebody else.
+    let ticket = a.post_now(&nop(3)).unwrap_err();
+    assert_eq!(ticket.kind(), &Kind::InvalidArgument);
+    let ticket = work.post_now().unwrap();
+    let error = b.wait_send(&stream, ticket).unwrap_err();
+    assert_eq!(error.kind(), &Kind::InvalidArgument, "{error}");
+    assert!(error.to_string().contains(&format!("{:#x}", a.number())), "{error}");
+    sync(&stream);
+}
+
+fn work_out_of_turn_is_refused(fixture: &Fixture) {
+    let world = fixture.world();
+    let [a, _b] = fixture.pair(&world);
+    let stream = fixture.stream();
+    let first = a.prepare(&nop(1)).unwrap();
+    let second = a.prepare(&nop(2)).unwrap();
+    let error = second.post(&stream).unwrap_err();
+    expect(Kind::InvalidArgument, "prepared before", &error);
+    // That one is gone; the first is as it was.
+    first.post(&stream).unwrap();
+    assert_eq!(next(&a).id, 1);
+    // Before it is connected, nothing is taken.
+    let options = fixture.options();
+    let alone = StreamQp::create(&world.a.context, &world.a.pd, &fixture.gpu, options).unwrap();
+    expect(Kind::InvalidArgument, "RTS", &alone.prepare(&nop(1)).unwrap_err());
+    // What makes no sense to verbs makes none here, and holds nothing up.
+    let long = vec![0; 2000];
+    a.prepare(&Request::new(3, Op::Send).inline(&long)).unwrap_err();
+    a.queue(&stream, &nop(4)).unwrap();
+    assert_eq!(next(&a).id, 4);
+}
+
+fn streams_of_other_devices_and_captures_are_refused(fixture: &Fixture) {
+    let world = fixture.world();
+    let [a, b] = fixture.pair(&world);
+    let far = fixture.memory(&world.b, 64);
+    post_receives(&b, &far, 1, 8);
+    if let Some(other) = fixture.other_gpu() {
+        let stream = other.stream().unwrap();
+        expect(Kind::InvalidArgument, "sim:0", &a.queue(&stream, &nop(1)).unwrap_err());
+        expect(Kind::InvalidArgument, "sim:0", &b.wait_receive(&stream).unwrap_err());
+    }
+    let stream = fixture.stream();
+    let graph = stream.capture(|stream| {
+        expect(Kind::Unsupported, "replay", &a.queue(stream, &nop(1)).unwrap_err());
+        expect(Kind::Unsupported, "replay", &b.wait_receive(stream).unwrap_err());
+        Ok(())
+    });
+    assert!(graph.unwrap().is_empty());
+    a.queue(&stream, &nop(2)).unwrap();
+    assert_eq!(next(&a).id, 2);
+    assert_eq!(b.wait_receive(&stream).unwrap().number(), 0);
+    a.post_now(&Request::new(1, Op::Send).inline(&[1; 8])).unwrap();
+    sync(&stream);
+}

@@ -1,0 +1,242 @@
+//! Many operations of all sorts, over many streams and queue pairs, in order.
+//!
+//! One thread queues; each operation has places of its own in memory, and what depends on what points back in that one
+//! sequence, so that nothing waits in a circle. A consumer on another stream copies what arrived right after its wait:
+//! had the wait ended too early, the copy would hold nothing.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use warpwire::error::Kind;
+use warpwire::mem::Stream;
+use warpwire::stream::{Descriptors, StreamQp, StreamQpOptions};
+use warpwire::verbs::{Atomic, Completion, Op, QpOptions, ReceiveRequest, Request};
+
+use crate::fixture::*;
+
+cases![ONCE: a_hundred_thousand_operations_come_in_order];
+
+const PAIRS: usize = 16;
+const STREAMS: usize = 8;
+const SLOT: u64 = 8;
+
+/// One end of a connection, and what it still has to hear of.
+struct Party {
+    qp: StreamQp,
+    sends: VecDeque<u64>,
+    receives: VecDeque<u64>,
+    /// How many fetch-and-adds it has made.
+    added: u64,
+}
+
+impl Party {
+    fn new(qp: StreamQp) -> Self {
+        Self { qp, sends: VecDeque::new(), receives: VecDeque::new(), added: 0 }
+    }
+
+    /// Takes what has ended, and sees that it ended in order, and well.
+    fn hear(&mut self) -> usize {
+        let mut some = [Completion::EMPTY; 32];
+        let count = self.qp.poll(&mut some).unwrap();
+        for done in &some[..count] {
+            assert!(done.is_success(), "{done:?}: {:?}", self.qp.failure());
+            let queue = if done.is_receive() { &mut self.receives } else { &mut self.sends };
+            assert_eq!(queue.pop_front(), Some(done.id), "in order");
+        }
+        count
+    }
+}
+
+struct Storm<'f> {
+    parties: Vec<Party>,
+    streams: Vec<Stream>,
+    /// By end: where messages and fetched values land, and what the peer writes and counts in.
+    slots: [Patch; 2],
+    counters: [Patch; 2],
+    /// What consumers copied.
+    log: Patch,
+    expected: Vec<u64>,
+    random: u64,
+    fixture: &'f Fixture,
+}
+
+impl Storm<'_> {
+    fn any(&mut self, below: u64) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random % below
+    }
+
+    /// Tries until there is room; completions are taken meanwhile.
+    fn insist<T>(&mut self, mut attempt: impl FnMut(&mut Self) -> warpwire::Result<T>) -> T {
+        let start = Instant::now();
+        loop {
+            match attempt(self) {
+                Ok(done) => return done,
+                Err(busy) if busy.kind() == &Kind::Busy => {
+                    let heard: usize = self.parties.iter_mut().map(Party::hear).sum();
+                    if heard == 0 {
+                        std::thread::sleep(Duration::from_micros(100));
+                    }
+                    let blocked: Vec<_> = self.streams.iter().map(Stream::blocked_on).collect();
+                    assert!(start.elapsed() < SOON, "no room in time: {busy}; {blocked:?}");
+                }
+                Err(other) => panic!("{other}"),
+            }
+        }
+    }
+
+    /// A consumer: copies an operation's slot to the log, on that stream.
+    fn consume(&mut self, stream: usize, end: usize, number: u64, value: u64) {
+        let from = self.slots[end].memory.region(number * SLOT, SLOT).unwrap();
+        let to = self.log.memory.region(number * SLOT, SLOT).unwrap();
+        self.streams[stream].copy(&to, &from).unwrap();
+        self.expected.push(value);
+    }
+
+    fn step(&mut self, number: u64) {
+        let who = self.any(2 * PAIRS as u64) as usize;
+        let (pair, end) = (who / 2, who % 2);
+        let [from, to] = [self.any(STREAMS as u64) as usize, self.any(STREAMS as u64) as usize];
+        if self.any(10) == 0 {
+            // Somebody changes his mind.
+            let idle = self.insist(|storm| storm.parties[who].qp.prepare(&nop(u64::MAX)));
+            drop(idle);
+        }
+        match self.any(4) {
+            0 => self.message(number, who, from, to),
+            1 => self.write_and_read(number, who, from, to),
+            2 => self.fetch_and_add(number, who, from, to),
+            _ => self.list(number, pair, end, from),
+        }
+    }
+
+    fn receive(&mut self, number: u64, who: usize) {
+        let range = self.slots[who % 2].sge(number * SLOT, SLOT as u32);
+        self.insist(|storm| {
+            let request = ReceiveRequest { id: number, data: &[range] };
+            storm.parties[who].qp.post_receive(&[request])
+        });
+        self.parties[who].receives.push_back(number);
+    }
+
+    /// From one stream to another.
+    fn message(&mut self, number: u64, who: usize, from: usize, to: usize) {
+        let peer = who ^ 1;
+        self.receive(number, peer);
+        let bytes = (number + 1).to_le_bytes();
+        self.insist(|storm| {
+            let request = Request::new(number, Op::Send).inline(&bytes);
+            storm.parties[who].qp.queue(&storm.streams[from], &request)
+        });
+        self.parties[who].sends.push_back(number);
+        self.insist(|storm| storm.parties[peer].qp.wait_receive(&storm.streams[to]));
+        self.consume(to, peer % 2, number, number + 1);
+    }
+
+    /// Writes to the peer, and reads it back: in the order of the queue pair, over two streams.
+    fn write_and_read(&mut self, number: u64, who: usize, from: usize, to: usize) {
+        let (end, peer) = (who % 2, (who % 2) ^ 1);
+        let bytes = (number + 1).to_le_bytes();
+        let there = self.slots[peer].mr.remote(number * SLOT);
+        self.insist(|storm| {
+            let request = Request::new(number, Op::Write(there)).inline(&bytes);
+            storm.parties[who].qp.queue(&storm.streams[from], &request)
+        });
+        self.parties[who].sends.push_back(number);
+        let range = self.slots[end].sge(number * SLOT, SLOT as u32);
+        let ticket = self.insist(|storm| {
+            let data = [range];
+            let request = Request::new(number, Op::Read(there)).with(&data);
+            storm.parties[who].qp.queue(&storm.streams[to], &request)
+        });
+        self.parties[who].sends.push_back(number);
+        self.insist(|storm| storm.parties[who].qp.wait_send(&storm.streams[from], ticket));
+        self.consume(from, end, number, number + 1);
+    }
+
+    /// What it fetches says how many came before.
+    fn fetch_and_add(&mut self, number: u64, who: usize, from: usize, to: usize) {
+        let (end, peer) = (who % 2, (who % 2) ^ 1);
+        let counter = self.counters[peer].mr.remote(who as u64 * SLOT);
+        let range = self.slots[end].sge(number * SLOT, SLOT as u32);
+        let ticket = self.insist(|storm| {
+            let data = [range];
+            let add = Op::Atomic(counter, Atomic::FetchAdd { add: 1 });
+            let work = storm.parties[who].qp.prepare(&Request::new(number, add).with(&data))?;
+            work.post(&storm.streams[from])
+        });
+        self.parties[who].sends.push_back(number);
+        self.insist(|storm| storm.parties[who].qp.wait_send(&storm.streams[to], ticket));
+        let before = self.parties[who].added;
+        self.parties[who].added += 1;
+        self.consume(to, end, number, before);
+    }
+
+    /// There and back in one list of one stream.
+    fn list(&mut self, number: u64, pair: usize, end: usize, on: usize) {
+        let [who, peer] = [pair * 2 + end, pair * 2 + (end ^ 1)];
+        self.receive(number, peer);
+        let bytes = (number + 1).to_le_bytes();
+        self.insist(|storm| {
+            let mut list = Descriptors::on(&storm.streams[on]);
+            let request = Request::new(number, Op::Send).inline(&bytes);
+            let ticket = list.send(&storm.parties[who].qp, &request)?;
+            list.wait_receive(&storm.parties[peer].qp)?;
+            list.wait_send(&storm.parties[who].qp, ticket)?;
+            list.post()
+        });
+        self.parties[who].sends.push_back(number);
+        self.consume(on, peer % 2, number, number + 1);
+    }
+
+    /// Everything ends, and was right.
+    fn check(&mut self) {
+        self.streams.iter().for_each(sync);
+        let start = Instant::now();
+        while self.parties.iter().any(|party| !party.sends.is_empty() || !party.receives.is_empty())
+        {
+            for party in &mut self.parties {
+                party.hear();
+            }
+            assert!(start.elapsed() < SOON, "everything ends");
+        }
+        let log = self.log.read(0, self.expected.len() * SLOT as usize);
+        for (number, (found, wanted)) in log.chunks(SLOT as usize).zip(&self.expected).enumerate() {
+            assert_eq!(found, wanted.to_le_bytes(), "operation {number}");
+        }
+        for (who, party) in self.parties.iter().enumerate() {
+            assert_eq!(self.counters[(who % 2) ^ 1].word(who as u64 * SLOT), party.added);
+            assert!(party.qp.failure().is_none());
+        }
+        assert!(self.fixture.gpu.memory_usage().is_ok());
+    }
+}
+
+fn a_hundred_thousand_operations_come_in_order(fixture: &Fixture) {
+    let factor = std::env::var("WARPWIRE_STORM").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
+    let count: u64 = 100_000 * factor;
+    let world = fixture.world();
+    let qp = QpOptions { send_depth: 32, receive_depth: 32, ..QpOptions::default() };
+    let options = StreamQpOptions { qp, ..fixture.options() };
+    let mut parties = Vec::new();
+    for _ in 0..PAIRS {
+        parties.extend(fixture.pair_with(&world, &options).map(Party::new));
+    }
+    let ends = [&world.a, &world.b];
+    let mut storm = Storm {
+        parties,
+        streams: (0..STREAMS).map(|_| fixture.stream()).collect(),
+        slots: ends.map(|end| fixture.memory(end, count * SLOT)),
+        counters: ends.map(|end| fixture.memory(end, 2 * PAIRS as u64 * SLOT)),
+        log: fixture.memory(&world.a, count * SLOT),
+        expected: Vec::with_capacity(count as usize),
+        random: 0x9e37_79b9_7f4a_7c15,
+        fixture,
+    };
+    for number in 0..count {
+        storm.step(number);
+    }
+    storm.check();
+}

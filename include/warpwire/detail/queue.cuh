@@ -1,0 +1,375 @@
+// How work gets into a queue, and how its end is seen. Part of verbs.cuh, which includes it.
+#ifndef WARPWIRE_DETAIL_QUEUE_CUH
+#define WARPWIRE_DETAIL_QUEUE_CUH
+
+namespace warpwire {
+namespace detail {
+
+// How long a wait still lasts. The clock is not read before it has waited for a moment.
+class Deadline {
+  public:
+    WARPWIRE_FN explicit Deadline(u64 limit) : limit_(limit), start_(0), looks_(0) {}
+    WARPWIRE_FN bool is_over() {
+        if (limit_ == 0) return true;
+        if (++looks_ % 16 != 0 || limit_ == kForEver) return false;
+        u64 now = clock_ns();
+        if (start_ == 0) start_ = now;
+        return now - start_ >= limit_;
+    }
+    WARPWIRE_FN Status status() const { return limit_ == 0 ? kNotYet : kTimeout; }
+    // Whether to stop waiting on this side, and why: kOk to go on. What changes seldom is looked at now and then.
+    WARPWIRE_FN Status stop(const Side &side) {
+        bool over = is_over();
+        u32 closed = over || looks_ % 16 == 1 ? load_closed(&side.closed) : 0;
+        if (closed) return static_cast<Status>(-static_cast<int>(closed));
+        return over ? status() : kOk;
+    }
+
+  private:
+    u64 limit_, start_;
+    u32 looks_;
+};
+
+// The parts of a queue that posting and waiting need, for either side.
+struct Queue {
+    Side *side;
+    u64 completions;
+    u32 depth, flags;
+};
+WARPWIRE_FN Queue sends(Qp &qp) { return Queue{&qp.send, qp.send_cq, qp.send_mask + 1, qp.flags}; }
+WARPWIRE_FN Queue receives(Qp &qp) { return Queue{&qp.receive, qp.receive_cq, qp.receive_mask + 1, qp.flags}; }
+
+// How many entries are filled, without a gap.
+WARPWIRE_FN u64 filled(const Side &side) { return load_acquire(&side.published) >> 1; }
+
+// Whether the completion of `number` lies in its place: kOk or its failure, and kNotYet if it does not. Whoever asks must
+// make sure that it is not a later one's, which `completed` tells.
+WARPWIRE_FN Status look(const Queue &queue, u64 number, Arrival *arrival = nullptr) {
+    u64 at = queue.completions + (number & (queue.depth - 1)) * 64;
+    u32 tail = system_load(reinterpret_cast<const u32 *>(at + 60));
+    u32 code = tail >> 28, owner = tail >> 24 & 1, counter = (tail & 0xff) << 8 | (tail >> 8 & 0xff);
+    if (code == 15 || owner != ((number & queue.depth) != 0) || counter != (number & 0xffff)) return kNotYet;
+    if (code == 13 || code == 14) {
+        u32 word = system_load(reinterpret_cast<const u32 *>(at + 52));
+        u32 syndrome = word >> 24;
+        return static_cast<Status>(-static_cast<int>(syndrome == 0 ? 0xff : syndrome));
+    }
+    if (arrival) {
+        arrival->length = big_endian(system_load(reinterpret_cast<const u32 *>(at + 44)));
+        arrival->has_imm = code == 1 || code == 3;
+        arrival->imm = arrival->has_imm ? big_endian(system_load(reinterpret_cast<const u32 *>(at + 36))) : 0;
+    }
+    return kOk;
+}
+
+// How one ended of which `completed` says that it has.
+WARPWIRE_FN Status outcome(const Side &side, u64 number) {
+    u64 failure = load_acquire(&side.failure);
+    if (failure == kNoFailure || number < failure >> 8) return kOk;
+    if (number > failure >> 8) return kFlushed;
+    return static_cast<Status>(-static_cast<int>(failure & 0xff));
+}
+
+// The completion of `number` tells of a failure: finds the first that failed, which alone has the cause. All before it are
+// done, since completions come in order, and none of their places has been used again if `completed` has not passed them.
+WARPWIRE_CALL void note_failure(const Queue &queue, u64 number) {
+    for (u32 tries = 0; tries < 64; tries++) {
+        u64 at = load_acquire(&queue.side->completed);
+        if (load_acquire(&queue.side->failure) != kNoFailure || at > number) return;
+        Status found = kOk;
+        while (at <= number && (found = look(queue, at)) == kOk) at++;
+        if (found < 0) {
+            lower_to(&queue.side->failure, at << 8 | static_cast<u32>(-found));
+            return;
+        }
+    }
+    // No consumer that keeps the order gets here; a failure must be known all the same.
+    lower_to(&queue.side->failure, number << 8 | 0xff);
+}
+
+// Whether everything up to `number` is complete; if so, lets everybody know.
+WARPWIRE_FN bool pass(const Queue &queue, u64 number) {
+    Status found = look(queue, number);
+    if (found == kNotYet) return false;
+    if (load_acquire(&queue.side->completed) > number) return true;
+    if (found < 0) note_failure(queue, number);
+    raise_to(&queue.side->completed, number + 1);
+    return true;
+}
+
+// Takes `count` entries in a row, waiting for room. Nothing is taken if it fails.
+WARPWIRE_CALL Status reserve(const Queue &queue, u32 count, u64 timeout, u64 *first) {
+    Side &side = *queue.side;
+    if (count > queue.depth) return kTooMany;
+    Deadline deadline(timeout);
+    for (;;) {
+        // All at once, and the one that others' work hangs on last: loads that follow it wait for it.
+        u64 at = load_relaxed(&side.reserved), failure = load_relaxed(&side.failure);
+        u32 closed = load_closed(&side.closed);
+        u64 completed = load_acquire(&side.completed);
+        if (failure != kNoFailure) return kFlushed;
+        if (closed) return static_cast<Status>(-static_cast<int>(closed));
+        if (static_cast<long long>(at + count - completed) <= static_cast<long long>(queue.depth)) {
+            *first = at;
+            if (queue.flags & kAlone) {
+                store_behind_fence(&side.reserved, at + count);
+                return kOk;
+            }
+            if (swap_if(&side.reserved, at, at + count) == at) return kOk;
+            step_back();
+            continue;  // another thread was quicker: somebody always gets on
+        }
+        // Half a lap at once if it can be, so that few have to look.
+        u64 needed = at + count - queue.depth, far = needed + queue.depth / 2;
+        if (far <= filled(side) && pass(queue, far - 1)) continue;
+        if (pass(queue, needed - 1)) continue;
+        if (deadline.is_over()) return deadline.status();
+        step_back();
+    }
+}
+
+// Waits until the entries before `first` are filled, and nobody rings.
+WARPWIRE_FN Status wait_for_turn(Side &side, u64 first) {
+    Deadline deadline(WARPWIRE_TURN_PATIENCE);
+    while (load_acquire(&side.published) != first << 1) {
+        if (deadline.is_over()) {
+            store_closed(&side.closed, -kStuck);
+            return kStuck;
+        }
+        step_back();
+    }
+    return kOk;
+}
+
+WARPWIRE_FN void ring(Qp &qp, u64 until) {
+    u32 index = static_cast<u32>(until) & 0xffff;
+    if (qp.flags & kRecordFirst) {
+        system_store(reinterpret_cast<u32 *>(qp.record + 4), big_endian(index));
+        system_fence();
+    }
+    u64 bell = static_cast<u64>(big_endian(qp.number << 8)) << 32 | big_endian(index << 8);
+    system_store(reinterpret_cast<u64 *>(qp.doorbell), bell);
+}
+
+// Makes `count` entries from `first` on, which are filled, part of what is published, when those before them are. Says
+// whether this thread must ring; if not, the one that rings now will do it, since it looks again before it stops.
+WARPWIRE_FN Status join(Side &side, u64 first, u32 count, bool *rings) {
+    const u64 rests = first << 1, ringing = rests | 1, mine = (first + count) << 1 | 1;
+    Deadline deadline(WARPWIRE_TURN_PATIENCE);
+    for (u64 wanted = rests;;) {
+        u64 seen = swap_if(&side.published, wanted, mine);
+        *rings = wanted == rests;
+        if (seen == wanted) return kOk;
+        while (seen >> 1 != first) {
+            if (deadline.is_over()) {
+                store_closed(&side.closed, -kStuck);
+                return kStuck;
+            }
+            step_back();
+            seen = load_acquire(&side.published);
+        }
+        wanted = seen == ringing ? ringing : rests;
+    }
+}
+
+// Tells the consumer of entries that are filled. One thread rings for all that are ready.
+WARPWIRE_CALL Status publish(Qp &qp, u64 first, u32 count) {
+    Side &side = qp.send;
+    u64 until = first + count;
+    system_fence();
+    if (qp.flags & kAlone) {
+        ring(qp, until);
+        store_behind_fence(&side.published, until << 1);
+        return kOk;
+    }
+    bool rings;
+    Status joined = join(side, first, count, &rings);
+    if (joined != kOk || !rings) return joined;
+    for (;;) {
+        ring(qp, until);
+        u64 seen = swap_if(&side.published, until << 1 | 1, until << 1);
+        if (seen == (until << 1 | 1)) return kOk;
+        until = seen >> 1;
+        system_fence();  // entries of others
+    }
+}
+
+// An entry: segments of 16 bytes, the first of which is complete when its number is known.
+struct Entry {
+    u32 words[16];
+    u32 opcode, segments;
+};
+
+enum Opcode : u32 {
+    kNop = 0x00,
+    kSend = 0x0a,
+    kSendImm = 0x0b,
+    kWrite = 0x08,
+    kWriteImm = 0x09,
+    kRead = 0x10,
+    kCompareSwap = 0x11,
+    kFetchAdd = 0x12,
+};
+
+WARPWIRE_FN Entry entry(u32 opcode, u32 imm = 0) {
+    Entry e = {};
+    e.opcode = opcode;
+    e.segments = 1;
+    e.words[2] = 0x08000000u;  // byte 11: a completion, always
+    e.words[3] = big_endian(imm);
+    return e;
+}
+WARPWIRE_FN void add_segment(Entry &e, u32 a, u32 b, u32 c, u32 d) {
+    u32 *words = &e.words[4 * e.segments++];
+    words[0] = a, words[1] = b, words[2] = c, words[3] = d;
+}
+WARPWIRE_FN u32 high(u64 v) { return big_endian(static_cast<u32>(v >> 32)); }
+WARPWIRE_FN u32 low(u64 v) { return big_endian(static_cast<u32>(v)); }
+WARPWIRE_FN void add_remote(Entry &e, Remote at) { add_segment(e, high(at.address), low(at.address), big_endian(at.rkey), 0); }
+// Consumers take a length of 0 for 2 GiB: a range of no bytes is left out.
+WARPWIRE_FN void add_local(Entry &e, Local at, u32 length) {
+    if (length) add_segment(e, big_endian(length), big_endian(at.lkey), high(at.address), low(at.address));
+}
+WARPWIRE_FN void add_operands(Entry &e, u64 first, u64 second) { add_segment(e, high(first), low(first), high(second), low(second)); }
+
+WARPWIRE_FN void write_entry(const Qp &qp, u64 number, const Entry &e) {
+    u64 at = qp.send_queue + (number & qp.send_mask) * 64;
+    u32 index = static_cast<u32>(number) & 0xffff;
+    store_segment(at, big_endian(index << 8 | e.opcode), big_endian(qp.number << 8 | e.segments), e.words[2], e.words[3]);
+    // Unrolled by hand, so that the words stay in registers.
+    if (e.segments > 1) store_segment(at + 16, e.words[4], e.words[5], e.words[6], e.words[7]);
+    if (e.segments > 2) store_segment(at + 32, e.words[8], e.words[9], e.words[10], e.words[11]);
+    if (e.segments > 3) store_segment(at + 48, e.words[12], e.words[13], e.words[14], e.words[15]);
+}
+
+WARPWIRE_FN Ticket refused(Status why) { return Ticket{0, why}; }
+
+// One operation of one or two entries, by one thread.
+WARPWIRE_FN Ticket post_alone(Qp &qp, const Entry &a, const Entry *b, u64 timeout) {
+    u64 first;
+    u32 count = b ? 2 : 1;
+    Status status = reserve(sends(qp), count, timeout, &first);
+    if (status != kOk) return refused(status);
+    write_entry(qp, first, a);
+    if (b) write_entry(qp, first + 1, *b);
+    return Ticket{first + count - 1, publish(qp, first, count)};
+}
+
+// The same for a group: what any of its threads wrote goes along, since they meet first.
+template <class Group> WARPWIRE_FN Ticket post(Qp &qp, const Entry &a, const Entry *b, Group group, u64 timeout) {
+    Ticket ticket = refused(kOk);
+    group.sync();
+    if (group.rank() == 0) ticket = post_alone(qp, a, b, timeout);
+    ticket.number = group.share(ticket.number);
+    ticket.status = static_cast<Status>(static_cast<int>(group.share(static_cast<u64>(ticket.status))));
+    return ticket;
+}
+
+// One operation by each thread of the group, reserved and rung together.
+template <class Group> WARPWIRE_FN Ticket post(Qp &qp, const Entry &a, const Entry *b, Each<Group> each, u64 timeout) {
+    Group group = each.group;
+    u32 per = b ? 2 : 1, count = per * group.size();
+    u64 first = 0;
+    Status status = kOk;
+    if (group.rank() == 0) status = reserve(sends(qp), count, timeout, &first);
+    first = group.share(first);
+    status = static_cast<Status>(static_cast<int>(group.share(static_cast<u64>(status))));
+    if (status != kOk) return refused(status);
+    u64 number = first + per * group.rank();
+    write_entry(qp, number, a);
+    if (b) write_entry(qp, number + 1, *b);
+    group.sync();
+    if (group.rank() == 0) status = publish(qp, first, count);
+    status = static_cast<Status>(static_cast<int>(group.share(static_cast<u64>(status))));
+    return Ticket{number + per - 1, status};
+}
+
+// An operation that may be impossible: then nothing is posted. Threads that post together must all take part, or the others
+// would wait for them: those who cannot post what they should post nothing's entry.
+template <class Group>
+WARPWIRE_FN Ticket post_if(bool fits, Qp &qp, const Entry &a, const Entry *b, Group group, u64 timeout) {
+    return fits ? post(qp, a, b, group, timeout) : refused(kTooLong);
+}
+template <class Group>
+WARPWIRE_FN Ticket post_if(bool fits, Qp &qp, const Entry &a, const Entry *b, Each<Group> each, u64 timeout) {
+    Entry first = fits ? a : entry(kNop), second = b && fits ? *b : entry(kNop);
+    Ticket ticket = post(qp, first, b ? &second : nullptr, each, timeout);
+    if (!fits && ticket.status == kOk) ticket.status = kTooLong;
+    return ticket;
+}
+
+// A transfer in pieces that an entry can carry; the last has the operation, the others are `piece`.
+template <class Group>
+WARPWIRE_FN Ticket transfer(Qp &qp, u32 piece, u32 last, u32 imm, Remote there, Local here, u64 length, const Entry *then,
+                            Group group, u64 timeout) {
+    while (length > kMostBytes) {
+        Entry e = entry(piece);
+        add_remote(e, there);
+        add_local(e, here, static_cast<u32>(kMostBytes));
+        Ticket ticket = post(qp, e, nullptr, group, timeout);
+        if (ticket.status != kOk) return ticket;
+        there.address += kMostBytes, here.address += kMostBytes, length -= kMostBytes;
+    }
+    Entry e = entry(last, imm);
+    add_remote(e, there);
+    add_local(e, here, static_cast<u32>(length));
+    return post(qp, e, then, group, timeout);
+}
+// Threads that post together must post alike: nothing is cut then.
+template <class Group>
+WARPWIRE_FN Ticket transfer(Qp &qp, u32, u32 last, u32 imm, Remote there, Local here, u64 length, const Entry *then,
+                            Each<Group> each, u64 timeout) {
+    Entry e = entry(last, imm);
+    add_remote(e, there);
+    add_local(e, here, static_cast<u32>(length));
+    return post_if(length <= kMostBytes, qp, e, then, each, timeout);
+}
+
+WARPWIRE_FN Entry atomic_entry(u32 opcode, Remote word, u64 first, u64 second, Local result) {
+    Entry e = entry(opcode);
+    add_remote(e, word);
+    add_operands(e, first, second);
+    add_local(e, result, 8);
+    return e;
+}
+
+template <class Group> WARPWIRE_FN Status shared(Group group, Status mine) {
+    return static_cast<Status>(static_cast<int>(group.share(static_cast<u64>(mine))));
+}
+
+WARPWIRE_CALL Status wait_alone(const Queue &queue, Ticket ticket, u64 timeout) {
+    Side &side = *queue.side;
+    if (ticket.status != kOk) return ticket.status;
+    if (ticket.number >= filled(side)) return kBadTicket;
+    Deadline deadline(timeout);
+    for (;;) {
+        if (load_acquire(&side.completed) > ticket.number) return outcome(side, ticket.number);
+        Status found = look(queue, ticket.number);
+        if (found != kNotYet) {
+            // Only if `completed` has not passed it is this its own completion, and not one a lap or two later.
+            if (load_acquire(&side.completed) > ticket.number) return outcome(side, ticket.number);
+            if (found < 0) note_failure(queue, ticket.number);
+            return found;
+        }
+        Status stop = deadline.stop(side);
+        if (stop != kOk) return stop;
+        look_again();
+    }
+}
+
+WARPWIRE_CALL Status wait_receive_alone(Qp &qp, Ticket ticket, Arrival *arrival, u64 timeout) {
+    Queue queue = receives(qp);
+    Status status = wait_alone(queue, ticket, timeout);
+    if (status != kOk) return status;
+    Arrival found = {0, 0, 0};
+    Status seen = look(queue, ticket.number, &found);
+    // Its place is used again once the receive a lap later is posted.
+    if (load_acquire(&queue.side->reserved) > ticket.number + queue.depth || seen != kOk) return kTooLate;
+    *arrival = found;
+    return kOk;
+}
+
+}  // namespace detail
+}  // namespace warpwire
+
+#endif

@@ -1,0 +1,167 @@
+// Words that others change, for CUDA and for the host. Part of verbs.cuh, which includes it.
+//
+// Counters are seen by the threads of one GPU; queues, doorbells and signals by the whole system.
+#ifndef WARPWIRE_DETAIL_WORDS_CUH
+#define WARPWIRE_DETAIL_WORDS_CUH
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define WARPWIRE_CUDA 1
+#define WARPWIRE_FN __device__ inline
+#define WARPWIRE_CALL __device__ __noinline__ inline  // long, and used by every call: once in a kernel is enough
+#else
+#define WARPWIRE_CUDA 0
+#define WARPWIRE_FN inline
+#define WARPWIRE_CALL inline
+#include <chrono>
+#include <thread>
+#endif
+
+namespace warpwire {
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "the handle is made of words of these sizes");
+
+namespace detail {
+
+#if WARPWIRE_CUDA
+WARPWIRE_FN u64 load_relaxed(const u64 *p) {
+    u64 v;
+    asm volatile("ld.relaxed.gpu.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+WARPWIRE_FN u64 load_acquire(const u64 *p) {
+    u64 v;
+    asm volatile("ld.acquire.gpu.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+// The host writes this one.
+WARPWIRE_FN u32 load_closed(const u32 *p) {
+    u32 v;
+    asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+WARPWIRE_FN void store_closed(u32 *p, u32 v) {
+    asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+// For a value that only its present owner changes, behind a fence that was just made.
+WARPWIRE_FN void store_behind_fence(u64 *p, u64 v) {
+    asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+// Puts `next` in place of `old`, and gives what was there.
+WARPWIRE_FN u64 swap_if(u64 *p, u64 old, u64 next) {
+    u64 seen;
+    asm volatile("atom.acq_rel.gpu.cas.b64 %0, [%1], %2, %3;" : "=l"(seen) : "l"(p), "l"(old), "l"(next) : "memory");
+    return seen;
+}
+WARPWIRE_FN void raise_to(u64 *p, u64 v) {
+    asm volatile("fence.acq_rel.gpu;\n\tred.relaxed.gpu.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+WARPWIRE_FN void lower_to(u64 *p, u64 v) {
+    asm volatile("fence.acq_rel.gpu;\n\tred.relaxed.gpu.min.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+// Queues, doorbells and signals: others than this GPU read and write them.
+WARPWIRE_FN u32 system_load(const u32 *p) {
+    u32 v;
+    asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+WARPWIRE_FN u64 system_load(const u64 *p) {
+    u64 v;
+    asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+WARPWIRE_FN void system_fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+// Behind a system_fence.
+WARPWIRE_FN void system_store(u32 *p, u32 v) { asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+WARPWIRE_FN void system_store(u64 *p, u64 v) { asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+WARPWIRE_FN void store_segment(u64 at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+WARPWIRE_FN u32 big_endian(u32 v) { return __byte_perm(v, 0, 0x0123); }
+WARPWIRE_FN u64 clock_ns() {
+    u64 v;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
+    return v;
+}
+// Lets others go first, where threads compete.
+WARPWIRE_FN void step_back() { __nanosleep(64); }
+// Between two looks at a word that somebody outside will write.
+WARPWIRE_FN void look_again() {}
+#else
+// Tests let threads change places here.
+#ifndef WARPWIRE_STEP
+#define WARPWIRE_STEP()
+#endif
+inline u64 load_relaxed(const u64 *p) {
+    WARPWIRE_STEP();
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+inline u64 load_acquire(const u64 *p) {
+    WARPWIRE_STEP();
+    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+inline u32 load_closed(const u32 *p) {
+    WARPWIRE_STEP();
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+inline void store_closed(u32 *p, u32 v) {
+    WARPWIRE_STEP();
+    __atomic_store_n(p, v, __ATOMIC_RELAXED);
+}
+inline void store_behind_fence(u64 *p, u64 v) {
+    WARPWIRE_STEP();
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+inline u64 swap_if(u64 *p, u64 old, u64 next) {
+    WARPWIRE_STEP();
+    __atomic_compare_exchange_n(p, &old, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    return old;
+}
+inline void raise_to(u64 *p, u64 v) {
+    WARPWIRE_STEP();
+    u64 seen = __atomic_load_n(p, __ATOMIC_RELAXED);
+    while (seen < v && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+    }
+}
+inline void lower_to(u64 *p, u64 v) {
+    WARPWIRE_STEP();
+    u64 seen = __atomic_load_n(p, __ATOMIC_RELAXED);
+    while (seen > v && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+    }
+}
+inline u32 system_load(const u32 *p) {
+    WARPWIRE_STEP();
+    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+inline u64 system_load(const u64 *p) {
+    WARPWIRE_STEP();
+    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+inline void system_fence() {}  // the stores below are releases
+inline void system_store(u32 *p, u32 v) {
+    WARPWIRE_STEP();
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+inline void system_store(u64 *p, u64 v) {
+    WARPWIRE_STEP();
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+inline void store_segment(u64 at, u32 a, u32 b, u32 c, u32 d) {
+    u32 *p = reinterpret_cast<u32 *>(at);
+    p[0] = a, p[1] = b, p[2] = c, p[3] = d;
+}
+inline u32 big_endian(u32 v) { return __builtin_bswap32(v); }
+inline u64 clock_ns() {
+    auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+}
+inline void step_back() { std::this_thread::yield(); }
+inline void look_again() { std::this_thread::yield(); }
+#endif
+
+}  // namespace detail
+}  // namespace warpwire
+
+#endif

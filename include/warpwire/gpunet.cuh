@@ -1,0 +1,192 @@
+// GPUnet's names over <warpwire/sock.cuh>, so that a kernel written for it compiles with its include changed.
+//
+// What differs for the better: an end of stream is 0, a reset or a dead host a negative errno, and gpoll is not ended by
+// what was not asked for. What must be done once: the host writes the table's address (`SockHost::table`) into
+// `warpwire_gpunet_table` before the kernel starts, or the kernel calls gpunet_use(table) first, in each module.
+//
+// Stream calls are those of a block: all threads call together. single_thread_* are for one thread. Between
+// BEGIN_SINGLE_THREAD_PART and END_SINGLE_THREAD_PART one thread of the block runs, and the others wait.
+#ifndef WARPWIRE_GPUNET_CUH
+#define WARPWIRE_GPUNET_CUH
+
+#include <warpwire/sock.cuh>
+
+#if WARPWIRE_CUDA
+#define WARPWIRE_GPUNET_GLOBAL static __device__
+#else
+#define WARPWIRE_GPUNET_GLOBAL static
+#endif
+
+// The table, as a number: a host sets it by name (cuModuleGetGlobal), a kernel by gpunet_use.
+WARPWIRE_GPUNET_GLOBAL unsigned long long warpwire_gpunet_table;
+
+WARPWIRE_FN const warpwire::sock::Table &gpunet_table() {
+    return *reinterpret_cast<const warpwire::sock::Table *>(warpwire_gpunet_table);
+}
+WARPWIRE_FN void gpunet_use(unsigned long long table) { warpwire_gpunet_table = table; }
+
+// ------------------------------------------------------------------------------------------------------------------
+// Addresses, as C has them. NVRTC has no system headers; where those are there, their types are used.
+
+#if !WARPWIRE_CUDA || defined(_NETINET_IN_H)
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#else
+#ifndef AF_INET
+#define AF_INET 2
+#endif
+#ifndef AF_INET6
+#define AF_INET6 10
+#endif
+#ifndef SOCK_STREAM
+#define SOCK_STREAM 1
+#define SOCK_DGRAM 2
+#endif
+#ifndef POLLIN
+#define POLLIN 0x1
+#define POLLOUT 0x4
+#define POLLERR 0x8
+#define POLLHUP 0x10
+#define POLLNVAL 0x20
+#endif
+struct in_addr {
+    unsigned int s_addr;
+};
+struct sockaddr {
+    unsigned short sa_family;
+    char sa_data[14];
+};
+struct sockaddr_in {
+    unsigned short sin_family, sin_port;  // the port with its high byte first
+    in_addr sin_addr;
+    unsigned char sin_zero[8];
+};
+#endif
+
+WARPWIRE_FN warpwire::sock::Address gpunet_address(const sockaddr_in *from) {
+    unsigned short port = static_cast<unsigned short>(from->sin_port >> 8 | from->sin_port << 8);
+    unsigned int ip = from->sin_addr.s_addr;  // the first byte of the address is the lowest here
+    return warpwire::sock::ipv4(static_cast<unsigned char>(ip), static_cast<unsigned char>(ip >> 8),
+                                static_cast<unsigned char>(ip >> 16), static_cast<unsigned char>(ip >> 24), port);
+}
+WARPWIRE_FN void gpunet_name(sockaddr_in *into, const warpwire::sock::Address &from) {
+    into->sin_family = AF_INET;
+    into->sin_port = static_cast<unsigned short>(from.port >> 8 | from.port << 8);
+    into->sin_addr.s_addr = from.ip[0] | from.ip[1] << 8 | from.ip[2] << 16 | static_cast<unsigned int>(from.ip[3]) << 24;
+}
+
+// ------------------------------------------------------------------------------------------------------------------
+// One thread of the block
+
+#if WARPWIRE_CUDA
+#define GPUNET_IS_FIRST (threadIdx.x + threadIdx.y + threadIdx.z == 0)
+#define GPUNET_SYNC __syncthreads()
+#else
+#define GPUNET_IS_FIRST true
+#define GPUNET_SYNC (void)0
+#endif
+#define BEGIN_SINGLE_THREAD_PART GPUNET_SYNC; if (GPUNET_IS_FIRST) {
+#define END_SINGLE_THREAD_PART } GPUNET_SYNC;
+#define BEGIN_SINGLE_THREAD BEGIN_SINGLE_THREAD_PART
+#define END_SINGLE_THREAD END_SINGLE_THREAD_PART
+
+// ------------------------------------------------------------------------------------------------------------------
+// Streams
+
+// A socket of IPv4; its kind alone counts.
+WARPWIRE_FN int gsocket(int, int kind, int) {
+    using namespace warpwire::sock;
+    return warpwire::sock::socket(gpunet_table(), kIpv4, kind == SOCK_DGRAM ? kDatagram : kStream);
+}
+
+// Connects a new stream; by all threads of the block.
+WARPWIRE_FN int gconnect_in(const sockaddr_in *to) {
+    using namespace warpwire::sock;
+    int made = warpwire::sock::socket(gpunet_table(), kIpv4, kStream);
+    if (made < 0) return made;
+    int result = warpwire::sock::connect(gpunet_table(), made, gpunet_address(to));
+    if (result == 0) return made;
+    warpwire::sock::close(gpunet_table(), made);
+    return result;
+}
+WARPWIRE_FN int gconnect_bounce_in(const sockaddr_in *to) { return gconnect_in(to); }
+// Names the peer of a datagram socket.
+WARPWIRE_FN int gconnect_in(int sock, const sockaddr_in *to) { return warpwire::sock::connect(gpunet_table(), sock, gpunet_address(to)); }
+
+// Binds and listens; by one thread.
+WARPWIRE_FN int single_thread_gbind_in(const sockaddr_in *at) {
+    using namespace warpwire::sock;
+    int made = warpwire::sock::socket(gpunet_table(), kIpv4, kStream, warpwire::Thread());
+    if (made < 0) return made;
+    int result = warpwire::sock::bind(gpunet_table(), made, gpunet_address(at), warpwire::Thread());
+    if (result == 0) result = warpwire::sock::listen(gpunet_table(), made, 256, warpwire::Thread());
+    if (result == 0) return made;
+    warpwire::sock::close(gpunet_table(), made, warpwire::Thread());
+    return result;
+}
+WARPWIRE_FN int single_thread_gbind_bounce_in(const sockaddr_in *at) { return single_thread_gbind_in(at); }
+WARPWIRE_FN int single_thread_gbind(const sockaddr *at, unsigned long) {
+    if (at->sa_family != AF_INET) return -warpwire::sock::kEafnosupport;
+    return single_thread_gbind_in(reinterpret_cast<const sockaddr_in *>(at));
+}
+
+WARPWIRE_FN int gaccept(int listener) { return warpwire::sock::accept(gpunet_table(), listener); }
+// Takes a connection if one waits, else -11; for listeners that one block uses.
+WARPWIRE_FN int gaccept_nb(int listener) {
+    warpwire::sock::Polled one = {listener, warpwire::sock::kIn, 0};
+    if (warpwire::sock::poll(gpunet_table(), &one, 1, 0, warpwire::Thread()) == 0) one.socket = -warpwire::sock::kEagain;
+    // Every thread of the block must come to the same answer: the first one's.
+    int ready = static_cast<int>(static_cast<long long>(warpwire::Block().share(static_cast<unsigned long long>(static_cast<long long>(one.socket)))));
+    return ready < 0 ? ready : warpwire::sock::accept(gpunet_table(), listener);
+}
+
+WARPWIRE_FN int gsend(int sock, const void *bytes, unsigned long long length) {
+    return static_cast<int>(warpwire::sock::send(gpunet_table(), sock, bytes, length));
+}
+WARPWIRE_FN int grecv(int sock, void *into, unsigned long long length) {
+    return static_cast<int>(warpwire::sock::recv(gpunet_table(), sock, into, length));
+}
+WARPWIRE_FN int single_thread_gshutdown(int sock, int how) {
+    return warpwire::sock::shutdown(gpunet_table(), sock, static_cast<warpwire::sock::How>(how), warpwire::Thread());
+}
+WARPWIRE_FN int single_thread_gclose(int sock) { return warpwire::sock::close(gpunet_table(), sock, warpwire::Thread()); }
+WARPWIRE_FN int gshutdown(int sock, int how) {
+    return warpwire::sock::shutdown(gpunet_table(), sock, static_cast<warpwire::sock::How>(how));
+}
+WARPWIRE_FN int gclose(int sock) { return warpwire::sock::close(gpunet_table(), sock); }
+
+// Whether calls wait; if not, those that would return -11.
+WARPWIRE_FN int gsetsock_block(int sock, bool block) {
+    return warpwire::sock::set(gpunet_table(), sock, warpwire::sock::kNonBlocking, !block);
+}
+WARPWIRE_FN bool ggetsock_block(int sock) { return warpwire::sock::get(gpunet_table(), sock, warpwire::sock::kNonBlocking) == 0; }
+
+// ------------------------------------------------------------------------------------------------------------------
+// Datagrams
+
+WARPWIRE_FN int gsendto(int sock, const void *bytes, unsigned long long length, const sockaddr_in *to) {
+    return static_cast<int>(warpwire::sock::send_to(gpunet_table(), sock, bytes, length, gpunet_address(to)));
+}
+WARPWIRE_FN int grecvfrom(int sock, void *into, unsigned long long length, sockaddr_in *from) {
+    warpwire::sock::Address name = warpwire::sock::no_address();
+    int count = static_cast<int>(warpwire::sock::recv_from(gpunet_table(), sock, into, length, &name));
+    if (from && count >= 0 && GPUNET_IS_FIRST) gpunet_name(from, name);
+    GPUNET_SYNC;
+    return count;
+}
+
+// ------------------------------------------------------------------------------------------------------------------
+// Poll: in memory that all threads of the block see. The time is in nanoseconds, below 0 for ever.
+
+struct gpollfd {
+    int fd;
+    short events, revents;
+};
+WARPWIRE_FN int gpoll(gpollfd *list, unsigned count, long long nanoseconds) {
+    static_assert(sizeof(gpollfd) == sizeof(warpwire::sock::Polled), "the same, by other names");
+    unsigned long long limit = nanoseconds < 0 ? warpwire::kForEver : static_cast<unsigned long long>(nanoseconds);
+    return warpwire::sock::poll(gpunet_table(), reinterpret_cast<warpwire::sock::Polled *>(list), count, limit);
+}
+
+#endif

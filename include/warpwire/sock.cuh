@@ -1,0 +1,358 @@
+// Sockets for kernels: a threadblock connects, accepts, sends and receives as a process does.
+//
+// The host serves them (`SockHost` in Rust) and passes the address of its table to the kernel. This header is CUDA (nvcc, or
+// NVRTC without any other header), and C++17 for CPU threads (g++, clang++): the same code.
+//
+//   #include <warpwire/sock.cuh>
+//
+//   __global__ void echo(const warpwire::sock::Table *table) {
+//       using namespace warpwire::sock;
+//       __shared__ char buffer[4096];
+//       int listener = socket(*table, kIpv4, kStream);
+//       if (listener < 0 || bind(*table, listener, ipv4(0, 0, 0, 0, 7)) < 0 || listen(*table, listener, 16) < 0) return;
+//       for (;;) {
+//           int peer = accept(*table, listener);                 // all threads of the block call together
+//           if (peer < 0) return;                                // -ECONNABORTED when the host has ended
+//           long long count;
+//           while ((count = recv(*table, peer, buffer, sizeof buffer)) > 0) send(*table, peer, buffer, count);
+//           close(*table, peer);
+//       }
+//   }
+//
+// Results. 0 or more, a count of bytes or a handle; below 0 the negative of an errno (kEagain and so on, Linux's numbers):
+//   kEagain     the socket is non-blocking, and the call would have to wait
+//   kEtimedout  it waited for as long as it may, or the peer did not answer
+//   kEconnaborted   the host is gone
+//   kEbadf      no such socket, or no longer: handles of closed sockets are never mistaken for later ones
+//   kEbusy      close: a span of it is out
+// Streams. recv gives what is there, at most as much as asked for, and 0 at the end. send of a blocking socket sends
+//   everything, unless it fails or its time ends when a part has gone: then that part is the result.
+// Datagrams. send_to and recv_from carry one datagram; what does not fit into the buffer is lost.
+// Groups. The last argument says who calls: Block{}, the default, all threads of the block together with the same
+//   arguments; Warp{}, all lanes of a warp; Thread{}, this thread alone. What is returned, all get.
+// Sharing. Any number of groups may use one socket. Each direction is used by one at a time; others wait, or get kEagain.
+//   A send that is longer than the ring may be mixed with another's.
+// Waiting. Every call that waits ends: with its time-out (kSendTimeout, kReceiveTimeout), when the peer closes or resets,
+//   when another group closes the socket, when the host goes.
+// Without a copy. borrow shows received bytes where they lie, give_back says how many are done with; reserve gives a piece
+//   of the send ring to be filled, commit sends from its beginning. A span ends at the ring's end, so it may be short.
+#ifndef WARPWIRE_SOCK_CUH
+#define WARPWIRE_SOCK_CUH
+
+#include <warpwire/group.cuh>
+
+namespace warpwire {
+namespace sock {
+
+enum Errno : int {
+    kEintr = 4, kEbadf = 9, kEagain = 11, kEbusy = 16, kEinval = 22, kEmfile = 24, kEpipe = 32, kEnosys = 38,
+    kEilseq = 84, kEdestaddrreq = 89, kEmsgsize = 90, kEnoprotoopt = 92, kEopnotsupp = 95, kEafnosupport = 97,
+    kEaddrinuse = 98, kEaddrnotavail = 99, kEnetunreach = 101, kEconnaborted = 103, kEconnreset = 104, kEnobufs = 105,
+    kEisconn = 106, kEnotconn = 107, kEtimedout = 110, kEconnrefused = 111, kEhostunreach = 113, kEalready = 114,
+    kEinprogress = 115,
+};
+
+enum Family : int { kIpv4 = 4, kIpv6 = 6 };
+enum Kind : int { kStream = 1, kDatagram = 2 };
+enum How : int { kShutReceive = 0, kShutSend = 1, kShutBoth = 2 };
+
+// Settings; the numbers are those of `layout.rs`, which says what each means.
+enum Option : u32 {
+    kNonBlocking = 1, kSendTimeout, kReceiveTimeout, kSendBuffer, kReceiveBuffer, kNoDelay, kLinger, kError,
+    kReuseAddress, kKeepAlive, kBroadcast, kOnlyV6,
+};
+
+// What poll asks for and finds.
+enum Events : u16 { kIn = 0x1, kOut = 0x4, kErr = 0x8, kHup = 0x10, kNval = 0x20, kRdhup = 0x2000 };
+
+// An address: ports are ordinary numbers, the first byte of an IP address is the one that is written first.
+struct Address {
+    u16 family;  // kIpv4, kIpv6, or 0 for none
+    u16 port;
+    u32 scope;
+    u8 ip[16];
+};
+
+struct Polled {
+    int socket;
+    u16 events;
+    u16 found;  // what was asked for, and kErr, kHup, kNval unasked
+};
+
+// A piece of a ring that the caller has for itself until it gives it back.
+struct Span {
+    void *bytes;
+    i64 length;  // 0: the end of the stream; below 0: why there is none
+};
+
+WARPWIRE_FN Address no_address() { return Address{0, 0, 0, {0}}; }
+WARPWIRE_FN Address ipv4(u8 a, u8 b, u8 c, u8 d, u16 port) {
+    return Address{kIpv4, port, 0, {a, b, c, d, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}};
+}
+// By the eight groups of its text: ipv6(0, 0, 0, 0, 0, 0, 0, 1, port) is ::1.
+WARPWIRE_FN Address ipv6(u16 a, u16 b, u16 c, u16 d, u16 e, u16 f, u16 g, u16 h, u16 port) {
+    u16 groups[8] = {a, b, c, d, e, f, g, h};
+    Address address = Address{kIpv6, port, 0, {0}};
+    for (int i = 0; i < 8; i++) address.ip[2 * i] = static_cast<u8>(groups[i] >> 8), address.ip[2 * i + 1] = static_cast<u8>(groups[i]);
+    return address;
+}
+
+// ------------------------------------------------------------------------------------------------------------------
+// What is shared with the host. `layout.rs` has the same.
+
+constexpr u32 kVersion = 1;
+
+struct Table {
+    u32 version, sockets, slots, silence_ms;
+    u64 inbox, outbox, desks, requests, replies, turns, ticket, pulse;
+    u64 unused[6];
+};
+struct Pulse {
+    u64 beat;
+    u32 closed, unused;
+};
+struct Inbox {  // written by the host
+    u64 state, received, taken, receive_ring, send_ring;
+    u32 receive_size, send_size;
+    u64 unused[2];
+};
+struct Outbox {  // written by kernels, for the host
+    u32 sent, consumed;
+};
+struct Desk {  // of kernels only
+    u32 generation, flags;
+    u64 sent, consumed;
+    u32 send_lock, receive_lock;
+    u64 send_timeout, receive_timeout;
+    u64 unused[2];
+};
+struct Request {
+    u64 number;
+    u32 op;
+    int handle;
+    u64 value;
+    u32 option, unused;
+    Address address;
+    u64 more;
+};
+struct Reply {
+    u64 number;
+    i64 result;
+    Address address;
+    u64 unused[3];
+};
+struct Record {  // before a datagram, and all of an accepted connection
+    u32 value, error;
+    Address address;
+};
+static_assert(sizeof(Address) == 24 && sizeof(Table) == 128 && sizeof(Inbox) == 64 && sizeof(Outbox) == 8, "as in layout.rs");
+static_assert(sizeof(Desk) == 64 && sizeof(Request) == 64 && sizeof(Reply) == 64 && sizeof(Record) == 32, "as in layout.rs");
+static_assert(sizeof(Polled) == 8, "as in the tests");
+
+}  // namespace sock
+}  // namespace warpwire
+
+#include <warpwire/detail/sock.cuh>
+
+namespace warpwire {
+namespace sock {
+
+// ------------------------------------------------------------------------------------------------------------------
+// Making, naming, connecting, closing
+
+template <class Group = Block> WARPWIRE_FN int socket(const Table &table, Family family, Kind kind, Group group = Group()) {
+    i64 made = 0;
+    if (group.rank() == 0) {
+        made = detail::ask(table, detail::kSocket, 0, static_cast<u64>(family) | static_cast<u64>(kind) << 8, 0, no_address(), nullptr);
+        if (made >= 0) detail::take_desk(table, static_cast<int>(made));
+    }
+    return detail::shared(group, made);
+}
+
+// Gives it an address of its own; port 0 lets the system choose (local_name tells which).
+template <class Group = Block> WARPWIRE_FN int bind(const Table &table, int socket, Address address, Group group = Group()) {
+    return detail::ask_about(table, detail::kBind, socket, 0, 0, address, nullptr, group);
+}
+
+// Up to `backlog` connections wait for accept.
+template <class Group = Block> WARPWIRE_FN int listen(const Table &table, int socket, u32 backlog, Group group = Group()) {
+    return detail::ask_about(table, detail::kListen, socket, backlog, 0, no_address(), nullptr, group);
+}
+
+// Takes a connection that waits, or waits for one; `from`, if given, is set to the peer's address.
+template <class Group = Block> WARPWIRE_FN int accept(const Table &table, int listener, Address *from = nullptr, Group group = Group()) {
+    i64 made = 0;
+    group.sync();
+    if (group.rank() == 0) made = detail::accept_alone(table, listener, from);
+    return detail::shared(group, made);
+}
+
+// Connects a stream, or names the peer of a datagram socket. A non-blocking stream returns -kEinprogress.
+template <class Group = Block> WARPWIRE_FN int connect(const Table &table, int socket, Address to, Group group = Group()) {
+    i64 result = 0;
+    if (group.rank() == 0) result = detail::connect_alone(table, socket, to);
+    return detail::shared(group, result);
+}
+
+// Ends a direction. What was sent before still goes.
+template <class Group = Block> WARPWIRE_FN int shutdown(const Table &table, int socket, How how, Group group = Group()) {
+    i64 result = 0;
+    group.sync();
+    if (group.rank() == 0) result = detail::shutdown_alone(table, socket, how);
+    return detail::shared(group, result);
+}
+
+// Lets go of it. What was sent still goes; calls of other groups on it return -kEbadf.
+template <class Group = Block> WARPWIRE_FN int close(const Table &table, int socket, Group group = Group()) {
+    i64 result = 0;
+    group.sync();
+    if (group.rank() == 0) result = detail::close_alone(table, socket);
+    return detail::shared(group, result);
+}
+
+template <class Group = Block> WARPWIRE_FN int set(const Table &table, int socket, Option option, i64 value, Group group = Group()) {
+    i64 result = 0;
+    group.sync();
+    if (group.rank() == 0) result = detail::set_alone(table, socket, option, value);
+    return detail::shared(group, result);
+}
+
+// The value, or the negative of an errno: settings whose values may be negative (kLinger) are told apart by close range:
+// -1 is the only such value, and no call of this sort fails with EPERM.
+template <class Group = Block> WARPWIRE_FN i64 get(const Table &table, int socket, Option option, Group group = Group()) {
+    i64 result = 0;
+    group.sync();
+    if (group.rank() == 0) result = detail::get_alone(table, socket, option);
+    return static_cast<i64>(group.share(static_cast<u64>(result)));
+}
+
+template <class Group = Block> WARPWIRE_FN int local_name(const Table &table, int socket, Address *name, Group group = Group()) {
+    return detail::ask_about(table, detail::kLocalName, socket, 0, 0, no_address(), name, group);
+}
+template <class Group = Block> WARPWIRE_FN int peer_name(const Table &table, int socket, Address *name, Group group = Group()) {
+    return detail::ask_about(table, detail::kPeerName, socket, 0, 0, no_address(), name, group);
+}
+
+// ------------------------------------------------------------------------------------------------------------------
+// Sending and receiving
+
+template <class Group = Block> WARPWIRE_FN i64 send(const Table &table, int socket, const void *bytes, u64 length, Group group = Group()) {
+    u64 done = 0;
+    group.sync();  // what any thread of the group wrote is sent
+    for (;;) {
+        detail::Turn turn = detail::Turn();
+        if (group.rank() == 0) turn = detail::begin_send(table, socket, length - done, nullptr);
+        turn = detail::shared(group, turn);
+        if (turn.result < 0) return done ? static_cast<i64>(done) : turn.result;
+        if (turn.advance) {
+            detail::copy_in(group, turn, static_cast<const u8 *>(bytes) + done);
+            group.sync();
+            if (group.rank() == 0) detail::end_send(table, socket, turn);
+        }
+        done += static_cast<u64>(turn.result);
+        if (done >= length) return static_cast<i64>(done);
+    }
+}
+
+// One datagram, to an address.
+template <class Group = Block>
+WARPWIRE_FN i64 send_to(const Table &table, int socket, const void *bytes, u64 length, Address to, Group group = Group()) {
+    group.sync();
+    detail::Turn turn = detail::Turn();
+    if (group.rank() == 0) turn = detail::begin_send(table, socket, length, &to);
+    turn = detail::shared(group, turn);
+    if (turn.result < 0) return turn.result;
+    detail::copy_in(group, turn, static_cast<const u8 *>(bytes));
+    group.sync();
+    if (group.rank() == 0) detail::end_send(table, socket, turn);
+    return turn.result;
+}
+
+// What is there, or waits for something; 0 is the end. `from`, if given, is set to the sender of a datagram.
+template <class Group = Block>
+WARPWIRE_FN i64 recv_from(const Table &table, int socket, void *into, u64 length, Address *from, Group group = Group()) {
+    detail::Turn turn = detail::Turn();
+    group.sync();  // nobody reads `into` any more
+    if (group.rank() == 0) turn = detail::begin_receive(table, socket, length, from);
+    turn = detail::shared(group, turn);
+    if (!turn.advance) return turn.result;
+    if (turn.result > 0) detail::copy_out(group, turn, static_cast<u8 *>(into));
+    group.sync();
+    if (group.rank() == 0) detail::end_receive(table, socket, turn);
+    return turn.result;
+}
+template <class Group = Block> WARPWIRE_FN i64 recv(const Table &table, int socket, void *into, u64 length, Group group = Group()) {
+    return recv_from(table, socket, into, length, nullptr, group);
+}
+
+// Receives until `into` is full, the stream ends or fails; how much came.
+template <class Group = Block> WARPWIRE_FN i64 recv_all(const Table &table, int socket, void *into, u64 length, Group group = Group()) {
+    u64 done = 0;
+    while (done < length) {
+        i64 count = recv(table, socket, static_cast<u8 *>(into) + done, length - done, group);
+        if (count <= 0) return done ? static_cast<i64>(done) : count;
+        done += static_cast<u64>(count);
+    }
+    return static_cast<i64>(done);
+}
+
+// Borrows bytes that were received, at most `most`, where they lie.
+template <class Group = Block> WARPWIRE_FN Span borrow(const Table &table, int socket, u64 most, Group group = Group()) {
+    Span span = {nullptr, 0};
+    group.sync();
+    if (group.rank() == 0) span = detail::borrow_alone(table, socket, most);
+    return detail::shared(group, span);
+}
+// The first `used` bytes are done with; the others come again.
+template <class Group = Block> WARPWIRE_FN int give_back(const Table &table, int socket, u64 used, Group group = Group()) {
+    i64 result = 0;
+    group.sync();
+    if (group.rank() == 0) result = detail::give_back_alone(table, socket, used);
+    return detail::shared(group, result);
+}
+// A piece of the send ring, at most `most` bytes, to be filled.
+template <class Group = Block> WARPWIRE_FN Span reserve(const Table &table, int socket, u64 most, Group group = Group()) {
+    Span span = {nullptr, 0};
+    group.sync();
+    if (group.rank() == 0) span = detail::reserve_alone(table, socket, most);
+    return detail::shared(group, span);
+}
+// Sends its first `filled` bytes; 0 only ends the reservation.
+template <class Group = Block> WARPWIRE_FN int commit(const Table &table, int socket, u64 filled, Group group = Group()) {
+    i64 result = 0;
+    group.sync();
+    if (group.rank() == 0) result = detail::commit_alone(table, socket, filled);
+    return detail::shared(group, result);
+}
+
+// Waits until there is something to tell of one of them, or the time (in nanoseconds; kForEver) is over, and returns of
+// how many there is. What was not asked for ends no wait. The list is in memory that all of the group see.
+template <class Group = Block>
+WARPWIRE_FN int poll(const Table &table, Polled *list, u32 count, u64 timeout, Group group = Group()) {
+    detail::Waiter waiter(timeout);
+    for (;;) {
+        bool mine = false;
+        group.sync();
+        for (u32 i = group.rank(); i < count; i += group.size()) {
+            u32 found = detail::ready(table, list[i].socket) & (list[i].events | kErr | kHup | kNval);
+            list[i].found = static_cast<u16>(found);
+            mine |= found != 0;
+        }
+        if (group.any(mine)) break;
+        i64 stop = 0;
+        if (group.rank() == 0) stop = waiter.step(table);
+        stop = detail::shared(group, stop);
+        if (stop == -kEagain || stop == -kEtimedout) return 0;
+        if (stop) return static_cast<int>(stop);
+    }
+    i64 ready = 0;
+    group.sync();
+    if (group.rank() == 0)
+        for (u32 i = 0; i < count; i++) ready += list[i].found != 0;
+    return detail::shared(group, ready);
+}
+
+}  // namespace sock
+}  // namespace warpwire
+
+#endif

@@ -1,0 +1,447 @@
+// Verbs for kernels: a running kernel posts work to a queue pair and waits for it, without the CPU.
+//
+// The host makes the queue pair (`KernelQp` in Rust) and passes its handle, an address, to the kernel. This header is
+// CUDA (nvcc, or NVRTC without any other header), and C++17 for CPU threads (g++, clang++): the same code.
+//
+//   #include <warpwire/verbs.cuh>
+//
+//   __global__ void halo(warpwire::Qp *qp, unsigned long long mine, unsigned lkey,
+//                        unsigned long long theirs, unsigned rkey, unsigned long long *arrived) {
+//       using namespace warpwire;
+//       fill_border((float *)mine);                                   // all threads of the block
+//       // The block's border goes to the neighbour; when it is there, the neighbour's word grows by one.
+//       Ticket sent = put_signal(*qp, Remote{theirs, rkey}, Local{mine, lkey}, 4096,
+//                                Remote{theirs + 4096, rkey}, 1, Block{});
+//       // The neighbour's border has come when our own word has grown.
+//       Status came = wait_signal(arrived, Condition::AtLeast, 1ull, 1000000000, Block{});
+//       if (came != kOk || wait(*qp, sent, kPatience, Block{}) != kOk) return;  // the host learns why: KernelQp::status
+//       use_border();
+//   }
+//
+// Posting. put, put_inline, put_imm, put_signal, get, send, send_imm, fetch_add, compare_swap and signal give a Ticket.
+//   Any number of threads may use one queue pair at a time. If it is full they wait for room, as long as they say.
+//   Work of one queue pair begins in the order of its tickets, and writes and atomics of it reach the peer in that order.
+//   One entry carries at most 1 GiB; longer puts and gets are cut into several.
+// Waiting. wait, test, quiet; wait_receive, test_receive, next_receive; wait_signal. A time-out is in nanoseconds: 0 looks
+//   once, kForEver has no end. Nothing waits for ever unless asked to.
+// Status. 0 is success. Above 0: not yet, or no longer. Below 0: failed. After a first failure everything that was posted
+//   later comes back with kFlushed, and posting fails at once; the host must make or connect the queue pair anew.
+// Groups. The last argument but the time-out says who calls. Thread{}: this thread, for itself. Warp{} (all 32 lanes) and
+//   Block{}: all threads together, with the same arguments, for one operation; it carries what any of them wrote
+//   before. each(Warp{}), each(Block{}): all threads together, one operation each, with one reservation and
+//   one doorbell for all of them.
+// Memory order. What a thread (or its group) wrote before it posts is what is sent. What arrived before a wait succeeded is
+//   seen after it, by all threads of the waiting group. A signal says that the put before it is complete.
+//
+// A queue pair that the host made with `alone` is quicker, and for one thread (or one group) that posts at a time; waiting is
+// free to all.
+//
+// How it works: every entry is one block of 64 bytes and makes one completion, so that an operation's number is also the
+// place of its entry and of its completion. A place is used again only when its completion was seen and `completed` says
+// so: a late waiter looks there first, and cannot mistake a later completion for its own.
+#ifndef WARPWIRE_VERBS_CUH
+#define WARPWIRE_VERBS_CUH
+
+#include <warpwire/detail/words.cuh>
+
+namespace warpwire {
+
+// How an operation or a wait ended. Failures of work are the negative of the completion's syndrome.
+enum Status : int {
+    kOk = 0,
+    kNotYet = 1,   // looked once, and it was not there
+    kTimeout = 2,  // waited, and it did not come
+    kLocalLength = -0x01,
+    kLocalOperation = -0x02,
+    kLocalProtection = -0x04,
+    kFlushed = -0x05,  // never begun: something before it failed
+    kBadResponse = -0x10,
+    kLocalAccess = -0x11,
+    kRemoteInvalidRequest = -0x12,
+    kRemoteAccess = -0x13,
+    kRemoteOperation = -0x14,
+    kRetryExceeded = -0x15,     // the peer does not answer
+    kRnrRetryExceeded = -0x16,  // the peer posted no receive
+    kRemoteAbort = -0x22,
+    kClosed = -0x100,   // the host ended the queue pair
+    kTooLong = -0x101,  // more bytes than one entry carries
+    kTooMany = -0x102,  // more entries at once than the queue has
+    kTooLate = -0x103,  // the message came; its length was overwritten, as later receives were posted
+    kStuck = -0x104,    // a thread that had reserved an entry before did not fill it
+    kBadTicket = -0x105,  // nobody has posted that
+};
+
+WARPWIRE_FN const char *name(Status status) {
+    switch (status) {
+    case kOk: return "ok";
+    case kNotYet: return "not yet";
+    case kTimeout: return "timed out";
+    case kLocalLength: return "local length error";
+    case kLocalOperation: return "local QP operation error";
+    case kLocalProtection: return "local protection error";
+    case kFlushed: return "work request flushed";
+    case kBadResponse: return "bad response";
+    case kLocalAccess: return "local access error";
+    case kRemoteInvalidRequest: return "remote invalid request";
+    case kRemoteAccess: return "remote access error";
+    case kRemoteOperation: return "remote operation error";
+    case kRetryExceeded: return "transport retry counter exceeded";
+    case kRnrRetryExceeded: return "receiver-not-ready retry counter exceeded";
+    case kRemoteAbort: return "remote aborted";
+    case kClosed: return "the queue pair was closed";
+    case kTooLong: return "too many bytes for one entry";
+    case kTooMany: return "more entries than the queue has";
+    case kTooLate: return "waited too late for its length";
+    case kStuck: return "an earlier entry was reserved and never filled";
+    case kBadTicket: return "no such operation was posted";
+    }
+    return "general error";
+}
+
+constexpr u64 kForEver = ~0ull;
+constexpr u64 kPatience = 10ull * 1000 * 1000 * 1000;  // the default time-out: ten seconds
+constexpr u64 kMostBytes = 1ull << 30;                 // in one entry
+constexpr u32 kMostInline = 28;                        // bytes of a put_inline
+#ifndef WARPWIRE_TURN_PATIENCE
+#define WARPWIRE_TURN_PATIENCE kPatience  // how long a thread waits for others to fill the entries before its own
+#endif
+
+// Memory of our own, as it was registered, and memory of the peer.
+struct Local {
+    u64 address;
+    u32 lkey;
+};
+struct Remote {
+    u64 address;
+    u32 rkey;
+};
+
+// Names posted work. One that failed to be posted says why, and waiting for it says the same.
+struct Ticket {
+    u64 number;
+    Status status;
+};
+
+// A message that came.
+struct Arrival {
+    u32 length;
+    u32 imm;      // meaningful if has_imm
+    u32 has_imm;  // 1 if four bytes came beside it
+};
+
+// What a word is compared by. AtLeast counts on a circle: the signed difference is not negative.
+enum class Condition : u32 { AtLeast = 0, Equal = 1, And = 2, Nor = 3 };
+
+// ------------------------------------------------------------------------------------------------------------------
+// The handle. `layout.rs` has the same, and both sides check sizes and places.
+
+constexpr u32 kVersion = 1;
+constexpr u32 kRecordFirst = 1;  // flag: the consumer wants the doorbell record before the doorbell (ConnectX does)
+constexpr u32 kAlone = 2;        // flag: one thread posts at a time, as the host was promised
+constexpr u64 kNoFailure = ~0ull;
+
+// The counters of one queue; each line of 128 bytes is written by another sort of thread.
+struct Side {
+    alignas(128) u64 reserved;  // entries given to threads
+    alignas(128) u64 published; // twice the entries that are filled, without a gap; one more while a thread rings
+    alignas(128) u64 completed; // entries whose completion was seen, without a gap
+    u64 failure;                // the first that failed: number << 8 | syndrome; kNoFailure before
+    u32 closed;                 // the host, or a thread that gives up, sets it to end all waits: -Status
+    alignas(128) u64 taken;     // receives that next_receive has handed out
+};
+
+struct Qp {
+    u64 send_queue;     // blocks of 64 bytes
+    u64 receive_queue;  // entries of receive_stride bytes
+    u64 record;         // the doorbell record
+    u64 doorbell;
+    u64 send_cq;
+    u64 receive_cq;
+    u64 sink;  // 8 bytes for results that nobody wants
+    u32 send_mask;     // entries of the send queue, and of its completion queue, less one
+    u32 receive_mask;  // likewise
+    u32 number;
+    u32 receive_stride;
+    u32 sink_lkey;
+    u32 flags;
+    u32 version;
+    u32 unused[11];
+    Side send;
+    Side receive;
+};
+
+static_assert(sizeof(Side) == 512 && alignof(Side) == 128 && sizeof(Qp) == 1152, "as in layout.rs");
+#ifndef __CUDACC_RTC__  // which has no offsetof
+static_assert(__builtin_offsetof(Side, published) == 128 && __builtin_offsetof(Side, completed) == 256 &&
+                  __builtin_offsetof(Side, failure) == 264 && __builtin_offsetof(Side, closed) == 272 &&
+                  __builtin_offsetof(Side, taken) == 384 && __builtin_offsetof(Qp, send_mask) == 56 &&
+                  __builtin_offsetof(Qp, version) == 80 && __builtin_offsetof(Qp, send) == 128 &&
+                  __builtin_offsetof(Qp, receive) == 640,
+              "as in layout.rs");
+#endif
+
+// ------------------------------------------------------------------------------------------------------------------
+// Groups. Any type with these four functions is one.
+
+// This thread alone.
+struct Thread {
+    WARPWIRE_FN u32 rank() const { return 0; }
+    WARPWIRE_FN u32 size() const { return 1; }
+    WARPWIRE_FN void sync() const {}
+    WARPWIRE_FN u64 share(u64 mine) const { return mine; }  // what rank 0 has
+};
+
+#if WARPWIRE_CUDA
+// All 32 lanes of a warp.
+struct Warp {
+    WARPWIRE_FN u32 rank() const {
+        u32 lane;
+        asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+        return lane;
+    }
+    WARPWIRE_FN u32 size() const { return 32; }
+    WARPWIRE_FN void sync() const { __syncwarp(); }
+    WARPWIRE_FN u64 share(u64 mine) const {
+        __syncwarp();  // shuffling orders no memory
+        return __shfl_sync(0xffffffffu, mine, 0);
+    }
+};
+
+// All threads of a block.
+struct Block {
+    WARPWIRE_FN u32 rank() const { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
+    WARPWIRE_FN u32 size() const { return blockDim.x * blockDim.y * blockDim.z; }
+    WARPWIRE_FN void sync() const { __syncthreads(); }
+    WARPWIRE_FN u64 share(u64 mine) const {
+        __shared__ u64 shared;
+        if (rank() == 0) shared = mine;
+        __syncthreads();
+        u64 given = shared;
+        __syncthreads();
+        return given;
+    }
+};
+#endif
+
+// The threads of a group, each for itself, but posting together.
+template <class Group> struct Each {
+    Group group;
+};
+template <class Group> WARPWIRE_FN Each<Group> each(Group group) { return Each<Group>{group}; }
+
+}  // namespace warpwire
+
+#include <warpwire/detail/queue.cuh>
+
+namespace warpwire {
+
+// ------------------------------------------------------------------------------------------------------------------
+// Posting
+
+// Writes `length` bytes to the peer's memory.
+template <class Group = Thread>
+WARPWIRE_FN Ticket put(Qp &qp, Remote to, Local from, u64 length, Group group = Group(), u64 timeout = kPatience) {
+    return detail::transfer(qp, detail::kWrite, detail::kWrite, 0, to, from, length, nullptr, group, timeout);
+}
+
+// Writes, then completes a receive of the peer with `imm`.
+template <class Group = Thread>
+WARPWIRE_FN Ticket put_imm(Qp &qp, Remote to, Local from, u64 length, u32 imm, Group group = Group(), u64 timeout = kPatience) {
+    return detail::transfer(qp, detail::kWrite, detail::kWriteImm, imm, to, from, length, nullptr, group, timeout);
+}
+
+// Writes, then adds to a 64-bit word of the peer: who sees the word has the data. The ticket is the addition's.
+template <class Group = Thread>
+WARPWIRE_FN Ticket put_signal(Qp &qp, Remote to, Local from, u64 length, Remote word, u64 add, Group group = Group(),
+                              u64 timeout = kPatience) {
+    detail::Entry then = detail::atomic_entry(detail::kFetchAdd, word, add, 0, Local{qp.sink, qp.sink_lkey});
+    return detail::transfer(qp, detail::kWrite, detail::kWrite, 0, to, from, length, &then, group, timeout);
+}
+
+// Writes at most kMostInline bytes, which are copied from anywhere (registers, shared memory) when it is posted.
+template <class Group = Thread>
+WARPWIRE_FN Ticket put_inline(Qp &qp, Remote to, const void *bytes, u32 length, Group group = Group(), u64 timeout = kPatience) {
+    detail::Entry e = detail::entry(detail::kWrite);
+    detail::add_remote(e, to);
+    u32 words[8] = {detail::big_endian(0x80000000u | length)};
+    for (u32 i = 0; i < kMostInline; i++)
+        if (i < length && length <= kMostInline) words[1 + i / 4] |= static_cast<u32>(static_cast<const u8 *>(bytes)[i]) << (8 * (i % 4));
+    detail::add_segment(e, words[0], words[1], words[2], words[3]);
+    if (length > 12) detail::add_segment(e, words[4], words[5], words[6], words[7]);
+    return detail::post_if(length <= kMostInline, qp, e, nullptr, group, timeout);
+}
+
+// Reads `length` bytes of the peer's memory.
+template <class Group = Thread>
+WARPWIRE_FN Ticket get(Qp &qp, Local to, Remote from, u64 length, Group group = Group(), u64 timeout = kPatience) {
+    return detail::transfer(qp, detail::kRead, detail::kRead, 0, from, to, length, nullptr, group, timeout);
+}
+
+// Sends a message of at most kMostBytes bytes into a receive of the peer.
+template <class Group = Thread>
+WARPWIRE_FN Ticket send(Qp &qp, Local from, u64 length, Group group = Group(), u64 timeout = kPatience) {
+    detail::Entry e = detail::entry(detail::kSend);
+    detail::add_local(e, from, static_cast<u32>(length));
+    return detail::post_if(length <= kMostBytes, qp, e, nullptr, group, timeout);
+}
+
+// The same with four bytes beside it, which the peer's kernel gets as the same number.
+template <class Group = Thread>
+WARPWIRE_FN Ticket send_imm(Qp &qp, Local from, u64 length, u32 imm, Group group = Group(), u64 timeout = kPatience) {
+    detail::Entry e = detail::entry(detail::kSendImm, imm);
+    detail::add_local(e, from, static_cast<u32>(length));
+    return detail::post_if(length <= kMostBytes, qp, e, nullptr, group, timeout);
+}
+
+// Adds to a 64-bit word of the peer; what was there before comes to `result`, 8 bytes.
+template <class Group = Thread>
+WARPWIRE_FN Ticket fetch_add(Qp &qp, Remote word, u64 add, Local result, Group group = Group(), u64 timeout = kPatience) {
+    return detail::post(qp, detail::atomic_entry(detail::kFetchAdd, word, add, 0, result), nullptr, group, timeout);
+}
+
+// The same for those who do not care what was there.
+template <class Group = Thread>
+WARPWIRE_FN Ticket signal(Qp &qp, Remote word, u64 add, Group group = Group(), u64 timeout = kPatience) {
+    return fetch_add(qp, word, add, Local{qp.sink, qp.sink_lkey}, group, timeout);
+}
+
+// Puts `desired` in place of `expected`; what was there before comes to `result`, 8 bytes.
+template <class Group = Thread>
+WARPWIRE_FN Ticket compare_swap(Qp &qp, Remote word, u64 expected, u64 desired, Local result, Group group = Group(),
+                                u64 timeout = kPatience) {
+    return detail::post(qp, detail::atomic_entry(detail::kCompareSwap, word, desired, expected, result), nullptr, group,
+                        timeout);
+}
+
+// Gives memory for a message of at most `length` bytes. Messages come in the order of these tickets.
+template <class Group = Thread>
+WARPWIRE_FN Ticket post_receive(Qp &qp, Local into, u32 length, Group group = Group(), u64 timeout = kPatience) {
+    if (length > kMostBytes) return detail::refused(kTooLong);
+    Ticket ticket = detail::refused(kOk);
+    group.sync();
+    if (group.rank() == 0) {
+        Side &side = qp.receive;
+        ticket.status = detail::reserve(detail::receives(qp), 1, timeout, &ticket.number);
+        if (ticket.status == kOk) {
+            u64 at = qp.receive_queue + (ticket.number & qp.receive_mask) * qp.receive_stride;
+            u32 key = length ? into.lkey : 0x100;  // no bytes under the key of nothing end the list
+            detail::store_segment(at, detail::big_endian(length), detail::big_endian(key), detail::high(into.address),
+                                  detail::low(into.address));
+            if (qp.receive_stride > 16) detail::store_segment(at + 16, 0, detail::big_endian(0x100), 0, 0);
+            ticket.status = detail::wait_for_turn(side, ticket.number);
+        }
+        if (ticket.status == kOk) {
+            detail::system_fence();
+            u32 posted = static_cast<u32>(ticket.number + 1) & 0xffff;
+            detail::system_store(reinterpret_cast<u32 *>(qp.record), detail::big_endian(posted));
+            detail::store_behind_fence(&side.published, (ticket.number + 1) << 1);
+        }
+    }
+    ticket.number = group.share(ticket.number);
+    ticket.status = detail::shared(group, ticket.status);
+    return ticket;
+}
+
+// ------------------------------------------------------------------------------------------------------------------
+// Waiting
+
+// Waits until the operation is complete: its data has been sent and acknowledged, or what it fetched is here.
+template <class Group = Thread>
+WARPWIRE_FN Status wait(Qp &qp, Ticket ticket, u64 timeout = kPatience, Group group = Group()) {
+    Status status = kOk;
+    if (group.rank() == 0) status = detail::wait_alone(detail::sends(qp), ticket, timeout);
+    return detail::shared(group, status);
+}
+// With posting by each(…): every thread waits for its own.
+template <class Group> WARPWIRE_FN Status wait(Qp &qp, Ticket ticket, u64 timeout, Each<Group>) {
+    return detail::wait_alone(detail::sends(qp), ticket, timeout);
+}
+
+// Looks once: kOk, kNotYet, or how it failed.
+template <class Group = Thread> WARPWIRE_FN Status test(Qp &qp, Ticket ticket, Group group = Group()) {
+    return wait(qp, ticket, 0, group);
+}
+
+// Waits until everything that was posted before, by whomever, is complete. A failure is told by its cause.
+template <class Group = Thread> WARPWIRE_FN Status quiet(Qp &qp, u64 timeout = kPatience, Group group = Group()) {
+    Status status = kOk;
+    group.sync();
+    if (group.rank() == 0) {
+        u64 until = detail::filled(qp.send);
+        if (until) status = detail::wait_alone(detail::sends(qp), Ticket{until - 1, kOk}, timeout);
+        u64 failure = detail::load_acquire(&qp.send.failure);
+        if (status < 0 && failure != kNoFailure) status = static_cast<Status>(-static_cast<int>(failure & 0xff));
+    }
+    return detail::shared(group, status);
+}
+
+// Waits for the message that a receive was posted for. Its length is known until the receive one lap of the queue later
+// is posted; who waits after that gets kTooLate.
+template <class Group = Thread>
+WARPWIRE_FN Status wait_receive(Qp &qp, Ticket ticket, Arrival *arrival, u64 timeout = kPatience, Group group = Group()) {
+    Arrival found = {0, 0, 0};
+    Status status = kOk;
+    if (group.rank() == 0) status = detail::wait_receive_alone(qp, ticket, &found, timeout);
+    arrival->length = static_cast<u32>(group.share(found.length));
+    arrival->imm = static_cast<u32>(group.share(found.imm));
+    arrival->has_imm = static_cast<u32>(group.share(found.has_imm));
+    return detail::shared(group, status);
+}
+
+template <class Group = Thread>
+WARPWIRE_FN Status test_receive(Qp &qp, Ticket ticket, Arrival *arrival, Group group = Group()) {
+    return wait_receive(qp, ticket, arrival, 0, group);
+}
+
+// Waits for the next message that nobody has taken by this call; `number` says which receive it came into. Waiting for
+// a receive that is yet to be posted is not an error here.
+WARPWIRE_CALL Status next_receive(Qp &qp, Arrival *arrival, u64 *number, u64 timeout = kPatience) {
+    detail::Deadline deadline(timeout);
+    for (;;) {
+        u64 next = detail::load_acquire(&qp.receive.taken);
+        Status status = detail::wait_receive_alone(qp, Ticket{next, kOk}, arrival, 0);
+        if (status != kNotYet && status != kBadTicket) {
+            // Failures stay where they are, for everybody who asks.
+            if (status < 0 && status != kTooLate) return status;
+            if (detail::swap_if(&qp.receive.taken, next, next + 1) != next) continue;
+            *number = next;
+            return status;
+        }
+        Status stop = deadline.stop(qp.receive);
+        if (stop != kOk) return stop;
+        detail::look_again();
+    }
+}
+
+// Whether a word that holds `seen` satisfies the condition.
+template <class Word> WARPWIRE_FN bool holds(Condition condition, Word seen, Word value) {
+    switch (condition) {
+    case Condition::AtLeast: return static_cast<Word>(seen - value) >> (8 * sizeof(Word) - 1) == 0;
+    case Condition::Equal: return seen == value;
+    case Condition::And: return (seen & value) != 0;
+    case Condition::Nor: return static_cast<Word>(~(seen | value)) != 0;
+    }
+    return false;
+}
+
+// Waits until a word of our own memory, 32 or 64 bits, satisfies the condition.
+template <class Word, class Group = Thread>
+WARPWIRE_FN Status wait_signal(const Word *word, Condition condition, Word value, u64 timeout = kPatience, Group group = Group()) {
+    static_assert(sizeof(Word) == 4 || sizeof(Word) == 8, "signals have 32 or 64 bits");
+    Status status = kOk;
+    if (group.rank() == 0) {
+        detail::Deadline deadline(timeout);
+        while (!holds(condition, detail::system_load(word), value)) {
+            if (deadline.is_over()) {
+                status = deadline.status();
+                break;
+            }
+            detail::look_again();
+        }
+    }
+    return detail::shared(group, status);
+}
+
+}  // namespace warpwire
+
+#endif
