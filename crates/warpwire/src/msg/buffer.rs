@@ -98,7 +98,7 @@ impl Buffer {
 
     /// The word at an offset that is inside and aligned.
     pub(super) fn load(&self, width: Width, offset: u64) -> Result<u64> {
-        let len = u64::from(width.bytes());
+        let len = width.bytes();
         let span = self.span(Access::NONE, offset, len)?;
         if let Some(bytes) = span.host_bytes() {
             return match width {
@@ -141,7 +141,7 @@ impl Buffer {
 
     /// Whether a word of that width lies inside, where a word may lie.
     pub(super) fn check_word(&self, width: Width, offset: u64) -> Result<()> {
-        let len = u64::from(width.bytes());
+        let len = width.bytes();
         self.part(offset, len)?;
         if !self.0.mr.iova().wrapping_add(offset).is_multiple_of(len) {
             let what = format!("use the word at offset {offset}");

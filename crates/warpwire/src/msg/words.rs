@@ -29,7 +29,7 @@ impl Writer {
                 let others =
                     || state.peers.iter().enumerate().filter(|(rank, _)| *rank != state.rank);
                 let all = others().count() > 0 && others().all(|(_, peer)| peer.end.is_some());
-                let last = others().last().filter(|_| all).map(|(_, peer)| peer);
+                let last = others().next_back().filter(|_| all).map(|(_, peer)| peer);
                 broken.or(last).and_then(|peer| peer.end.clone())
             }
         }
