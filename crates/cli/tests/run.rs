@@ -166,6 +166,11 @@ fn mp_measures_and_verifies() {
             assert!(names.iter().any(|name| name.ends_with(mode)), "{test}: {names:?}");
         }
     }
+    let words = ["mp", "pingpong", "-s", "64", "-n", "10", "--mem", "sim:0", "--threads", "--json"];
+    let output = warpwire(&words).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["rows"][0]["figures"].as_array().unwrap().len(), 4);
     let table = warpwire(&["mp", "putget", "-s", "64", "-n", "5"]).output().unwrap();
     let out = text(&table.stdout);
     assert!(out.contains("put cpu") && out.contains("get cpu"), "{out}");
@@ -181,7 +186,7 @@ fn mp_refuses_what_makes_no_sense() {
     ] {
         assert_eq!(warpwire(wrong).output().unwrap().status.code(), Some(2), "{wrong:?}");
     }
-    for wrong in [&["-m", "stream"][..], &["--kernel", "5us"]] {
+    for wrong in [&["-m", "stream"][..], &["--kernel", "5us"], &["--threads", "-m", "graph"]] {
         let output = warpwire(&[&["mp", "pingpong"], wrong].concat()).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{wrong:?}");
         assert!(text(&output.stderr).contains("give --mem sim:0"), "{}", text(&output.stderr));

@@ -52,6 +52,10 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "LINK", value_parser = ["auto", "udp", "shm"])]
     link: Option<String>,
 
+    /// Both ranks as threads of this process: their kernels run at the same time, where processes share a GPU in turns
+    #[arg(long)]
+    threads: bool,
+
     /// How long to wait for the other rank, and for each message
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = duration)]
     timeout: Duration,
@@ -66,6 +70,7 @@ Examples:
   warpwire mp pingpong                         half round trips, two ranks on this machine
   warpwire mp sendrecv --mem cuda:0 -s 1MiB    both send at once
   warpwire mp pingpong --mem sim:0 --kernel 20us -m cpu,stream
+  warpwire mp pingpong --mem cuda:0 --threads  all modes, both ranks in one process
   warpwire run -n 2 --link udp -- warpwire mp putget
   torchrun --nproc-per-node 2 --no-python warpwire mp pingpong";
 
@@ -157,6 +162,7 @@ impl Arguments {
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
     let place = Place::from_env().map_err(|error| error.to_string())?;
     output::ended(match place.launcher {
+        Launcher::Nobody if arguments.threads => be_both(arguments),
         Launcher::Nobody => start(arguments),
         _ => be_rank(arguments, place),
     })
@@ -177,13 +183,25 @@ fn start(arguments: &Arguments) -> Result<ExitCode, Failure> {
     })
 }
 
-fn be_rank(arguments: &Arguments, place: Place) -> Result<ExitCode, Failure> {
+/// Two ranks in this process.
+fn be_both(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let comms = Comm::local_with(2, &options(arguments)?)?;
+    std::thread::scope(|scope| {
+        let rank = |comm| scope.spawn(move || measure_or_abort(arguments, &{ comm }));
+        let ranks: Vec<_> = comms.into_iter().map(rank).collect();
+        let lost = |_| Err(Failure::Broken("a rank panicked".to_owned()));
+        let mut outcomes: Vec<_> =
+            ranks.into_iter().map(|rank| rank.join().unwrap_or_else(lost)).collect();
+        // The one that failed by itself says more than the other, which lost it.
+        let own = outcomes.iter().position(|outcome| matches!(outcome, Err(Failure::Usage(_))));
+        let failed = own.or_else(|| outcomes.iter().position(Result::is_err));
+        outcomes.swap_remove(failed.unwrap_or(0))
+    })
+}
+
+fn options(arguments: &Arguments) -> Result<CommOptions, Failure> {
     if arguments.drives() && arguments.mem == MemoryChoice::Host {
         let message = "streams and kernels need a device; give --mem sim:0 or cuda:0".to_owned();
-        return Err(Failure::Usage(message));
-    }
-    if place.size != 2 {
-        let message = format!("mp needs two ranks, and there are {}", place.size);
         return Err(Failure::Usage(message));
     }
     let mut options = CommOptions { timeout: arguments.timeout, ..CommOptions::from_env()? };
@@ -193,8 +211,20 @@ fn be_rank(arguments: &Arguments, place: Place) -> Result<ExitCode, Failure> {
     if let Some(link) = &arguments.link {
         options.wire = link.parse()?;
     }
-    let comm = Comm::open(place, options)?;
-    let outcome = measure_all(arguments, &comm);
+    Ok(options)
+}
+
+fn be_rank(arguments: &Arguments, place: Place) -> Result<ExitCode, Failure> {
+    let options = options(arguments)?;
+    if place.size != 2 {
+        let message = format!("mp needs two ranks, and there are {}", place.size);
+        return Err(Failure::Usage(message));
+    }
+    measure_or_abort(arguments, &Comm::open(place, options)?)
+}
+
+fn measure_or_abort(arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Failure> {
+    let outcome = measure_all(arguments, comm);
     if let Err(Failure::Broken(why) | Failure::Usage(why)) = &outcome {
         comm.abort(why.clone());
     }

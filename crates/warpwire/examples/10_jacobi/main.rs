@@ -6,7 +6,7 @@
 //! $ cargo run --release --example 10_jacobi                                    # two ranks as threads, simulated GPU
 //! $ warpwire run -n 4 -- target/release/examples/10_jacobi 1024 500 cuda:0     # size, steps, device
 //! ```
-#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
 mod kernel;
 mod solver;
