@@ -43,11 +43,12 @@ struct Command {
     u32 at[kMostArguments], length[kMostArguments];
 };
 
-WARPWIRE_FN void count(u64 *word, u64 by) {
+// Adds, and gives what was there before.
+WARPWIRE_FN u64 count(u64 *word, u64 by) {
 #if WARPWIRE_CUDA
-    atomicAdd(word, by);
+    return atomicAdd(word, by);
 #else
-    __atomic_fetch_add(word, by, __ATOMIC_RELAXED);
+    return __atomic_fetch_add(word, by, __ATOMIC_RELAXED);
 #endif
 }
 
@@ -412,18 +413,25 @@ template <class Group> WARPWIRE_CALL int open_listener(const Table &table, const
     return static_cast<int>(group.share(listener)) - 1;
 }
 
-template <class Group> WARPWIRE_CALL void greet(const Table &table, const Setup &setup, int socket, Connection *c, bool welcome, Group group) {
+// Takes a client, or turns it away if there are too many, or no place for it here; 1 if it was taken.
+template <class Group> WARPWIRE_CALL u32 greet(const Table &table, const Setup &setup, int socket, Connection *c, Group group) {
     static const char kFull[] = "-ERR max number of clients reached\r\n";
     sock::set(table, socket, kNonBlocking, 1, group);
-    if (!welcome) {
+    bool welcome = false;
+    if (c && group.rank() == 0) {
+        welcome = count(&counts_of(setup)->clients, 1) < setup.most_clients;
+        if (!welcome) count(&counts_of(setup)->clients, ~0ull);
+    }
+    if (!group.any(welcome)) {
         u8 text[sizeof kFull];
         for (u32 i = 0; i < sizeof kFull; i++) text[i] = static_cast<u8>(kFull[i]);
         if (group.rank() == 0) send(table, socket, text, sizeof kFull - 1, Thread());
         close(table, socket, group);
-        return;
+        return 0;
     }
-    if (group.rank() == 0) *c = Connection{socket, 0, 0, 0, 0, 0, 0}, count(&counts_of(setup)->clients, 1);
+    if (group.rank() == 0) *c = Connection{socket, 0, 0, 0, 0, 0, 0};
     group.sync();
+    return 1;
 }
 
 template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, Group group) {
@@ -468,8 +476,7 @@ template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, 
         if (!arrived) continue;
         int socket = accept(table, listener, nullptr, group);
         if (socket < 0) continue;
-        greet(table, setup, socket, at(mine), !full, group);
-        mine += !full;
+        mine += greet(table, setup, socket, mine < setup.per_worker ? at(mine) : nullptr, group);
     }
     for (u32 i = 0; i < mine; i++) close(table, at(i)->socket, group);
     if (worker == 0) close(table, listener, group);

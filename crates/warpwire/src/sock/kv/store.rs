@@ -71,7 +71,8 @@ impl Store<'_> {
         self.block.store_u32(at(place + slot::HASH), hash)?;
         self.block.store_u32(at(place + slot::KEY_LENGTH), key.len() as u32)?;
         self.block.write(at(place + slot::KEY), key)?;
-        self.count(counts::KEYS, 1)
+        self.count(counts::KEYS, 1)?;
+        Ok(())
     }
 
     fn put(&self, place: u64, value: &[u8]) -> Result<()> {
@@ -140,9 +141,9 @@ impl Store<'_> {
         })
     }
 
-    /// Adds to a counter.
-    pub(super) fn count(&self, counter: u64, by: u64) -> Result<()> {
-        self.block.fetch_add_u64(at(self.setup.counts + counter), by).map(|_| ())
+    /// Adds to a counter, and gives what it was before.
+    pub(super) fn count(&self, counter: u64, by: u64) -> Result<u64> {
+        self.block.fetch_add_u64(at(self.setup.counts + counter), by)
     }
 
     pub(super) fn counter(&self, counter: u64) -> Result<u64> {

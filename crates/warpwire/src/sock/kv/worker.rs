@@ -115,7 +115,7 @@ impl Worker<'_> {
                 }
             }
             if arrived {
-                self.take(listener, full)?;
+                self.take(listener)?;
             }
         }
         while !self.connections.is_empty() {
@@ -134,20 +134,23 @@ impl Worker<'_> {
         self.sockets.close(connection.socket)
     }
 
-    /// Takes a connection that waits, if another worker was not faster.
-    fn take(&mut self, listener: Sock, full: bool) -> Outcome<()> {
+    /// Takes a connection that waits, if another worker was not faster; turns it away if there are too many, or no place
+    /// for it here.
+    fn take(&mut self, listener: Sock) -> Outcome<()> {
         let socket = match self.sockets.accept(listener) {
             Ok((socket, _)) => socket,
             Err(Failure::Errno(rustix::io::Errno::AGAIN)) => return Ok(()),
             Err(failure) => return Err(failure),
         };
         self.sockets.set(socket, Setting::NonBlocking, 1)?;
-        if full {
+        let has_place = (self.connections.len() as u64) < self.setup.per_worker;
+        let before = self.store.count(counts::CLIENTS, 1)?;
+        if !has_place || before >= self.setup.most_clients {
+            self.store.count(counts::CLIENTS, u64::MAX)?;
             // It may be gone already.
             let _ = self.sockets.send(socket, b"-ERR max number of clients reached\r\n");
             return self.sockets.close(socket);
         }
-        self.store.count(counts::CLIENTS, 1)?;
         self.connections.push(Connection {
             socket,
             input: Vec::new(),
