@@ -315,6 +315,21 @@ fn eight_gpu_server_with_its_ports_down() {
 }
 
 #[test]
+fn streams_ring_nics_where_the_gpu_may_map_them() {
+    let machine = Machine::recorded("eight-gpu-server");
+    expect(&machine.report(), "streams ring NICs", Status::Pass, "expected for mlx5_0");
+    machine.write("/proc/driver/nvidia/params", "RegistryDwords: \"\"\n");
+    expect(&machine.report(), "streams ring NICs", Status::Warn, "PeerMappingOverride=1");
+    let narrow = std::fs::read_to_string(machine.root().join("probes.json")).unwrap();
+    let wide = "\"stream_mem_ops_64_bit\": true";
+    assert!(narrow.contains(wide), "{narrow}");
+    machine.write("/probes.json", &narrow.replace(wide, "\"stream_mem_ops_64_bit\": false"));
+    expect(&machine.report(), "streams ring NICs", Status::Fail, "64 bits");
+    let report = Machine::recorded("h200-no-nic").report();
+    expect(&report, "streams ring NICs", Status::Skip, "no ConnectX");
+}
+
+#[test]
 fn eight_gpu_server_without_libibverbs() {
     let machine = Machine::recorded("eight-gpu-server");
     machine.remove("/usr");

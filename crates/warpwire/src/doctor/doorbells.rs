@@ -4,10 +4,11 @@ use super::{Check, Evidence, Group, rdma, some_of};
 
 const GROUP: Group = Group::RdmaDevices;
 const NAME: &str = "streams ring NICs";
-const DRIVER: &str = "mlx5_core";
+const DRIVER: &str = "mlx5";
 
 pub(super) fn checks(evidence: &Evidence) -> Vec<Check> {
-    let is_connectx = |driver: &Option<String>| driver.as_deref() == Some(DRIVER);
+    let is_connectx =
+        |driver: &Option<String>| driver.as_deref().is_some_and(|name| name.starts_with(DRIVER));
     let usable = rdma::usable_hardware(evidence);
     let names: Vec<_> = usable
         .iter()
