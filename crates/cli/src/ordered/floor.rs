@@ -19,12 +19,12 @@ struct Side {
 }
 
 impl Side {
-    fn new(device: &Device) -> Result<Self, Failure> {
+    fn new(device: &Device, pinned: bool) -> Result<Self, Failure> {
         let bell = device.alloc_pinned(64)?.word64(0)?;
         let memory = device.alloc(4096)?;
         let (answer, window) = match memory.window() {
-            Ok(window) => (memory.word64(0)?, Some(window)),
-            Err(_) => (device.alloc_pinned(64)?.word64(0)?, None),
+            Ok(window) if !pinned => (memory.word64(0)?, Some(window)),
+            _ => (device.alloc_pinned(64)?.word64(0)?, None),
         };
         bell.store(0)?;
         answer.store(0)?;
@@ -39,17 +39,18 @@ impl Side {
     }
 }
 
-/// The round trip of the streams of a device, with a thread between them.
+/// The round trip of the streams of a device, with a thread between them: the best of several tries, with words in pinned
+/// memory and in the device's own. Which of them streams see sooner differs from machine to machine.
 pub(super) fn measure(device: &Device) -> Result<Duration, Failure> {
     let mut best = Duration::MAX;
-    for _ in 0..5 {
-        best = best.min(once(device)?);
+    for at in 0..10 {
+        best = best.min(once(device, at % 2 == 0)?);
     }
     Ok(best)
 }
 
-fn once(device: &Device) -> Result<Duration, Failure> {
-    let sides = [Side::new(device)?, Side::new(device)?];
+fn once(device: &Device, pinned: bool) -> Result<Duration, Failure> {
+    let sides = [Side::new(device, pinned)?, Side::new(device, pinned)?];
     let gate = device.alloc_pinned(64)?.word64(0)?;
     gate.store(0)?;
     let streams = [device.stream()?, device.stream()?];

@@ -331,7 +331,11 @@ fn check(context: &Context, device: &mem::Device, options: &StreamQpOptions) -> 
             .why(why)
     };
     device.capabilities().stream_mem_ops.require("ring from streams", device.info())?;
-    if !matches!(context.hca().drive(), Drive::Thread { .. }) {
+    let Some(hca) = context.soft() else {
+        return Err(wrong("its context is a device of the machine's own".into())
+            .fix("open a software HCA: Context::open_with, with Drive::Thread"));
+    };
+    if !matches!(hca.drive(), Drive::Thread { .. }) {
         return Err(wrong("a stream's ring wakes nobody, and no thread drives the context".into())
             .fix("open the context with Drive::Thread"));
     }

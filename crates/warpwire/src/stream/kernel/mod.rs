@@ -422,7 +422,11 @@ fn wrong(why: String) -> Error {
 
 /// Whether one can be made so.
 fn check(context: &Context, options: &KernelQpOptions) -> Result<()> {
-    if !matches!(context.hca().drive(), Drive::Thread { .. }) {
+    let Some(hca) = context.soft() else {
+        return Err(wrong("its context is a device of the machine's own".into())
+            .fix("open a software HCA: Context::open_with, with Drive::Thread"));
+    };
+    if !matches!(hca.drive(), Drive::Thread { .. }) {
         return Err(wrong(
             "no thread of its own drives the context, and a kernel's doorbell wakes nobody".into(),
         )

@@ -3,8 +3,8 @@
 //! computes sends by itself, and waits before it reads (`kernel`). All give the same bits as one rank alone.
 //!
 //! ```console
-//! $ cargo run --release --example 10_jacobi                                    # two ranks as threads, simulated GPU
-//! $ warpwire run -n 4 -- target/release/examples/10_jacobi 1024 500 cuda:0     # size, steps, device
+//! $ cargo run --release --example 11_jacobi                                    # two ranks as threads, simulated GPU
+//! $ warpwire run -n 4 -- target/release/examples/11_jacobi 1024 500 cuda:0     # size, steps, device
 //! ```
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
