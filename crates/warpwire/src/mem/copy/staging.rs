@@ -6,7 +6,7 @@ use std::str::FromStr;
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
-/// The environment variable that sets the parts: `half=512KiB,step=128KiB,small=8KiB,reads=32KiB`; what is left out
+/// The environment variable that sets the parts: `half=1MiB,step=512KiB,small=16KiB,reads=32KiB`; what is left out
 /// stays as it is.
 pub const STAGING_VARIABLE: &str = "WARPWIRE_STAGING";
 
@@ -14,8 +14,8 @@ pub const STAGING_VARIABLE: &str = "WARPWIRE_STAGING";
 ///
 /// ```
 /// use warpwire::mem::copy::Staging;
-/// let staging: Staging = "half=1MiB,step=256KiB".parse()?;
-/// assert_eq!((staging.half, staging.small), (1 << 20, Staging::default().small));
+/// let staging: Staging = "half=2MiB,step=256KiB".parse()?;
+/// assert_eq!((staging.half, staging.small), (2 << 20, Staging::default().small));
 /// assert!("step=2MiB".parse::<Staging>().unwrap_err().to_string().contains("half"));
 /// # Ok::<(), warpwire::Error>(())
 /// ```
@@ -33,7 +33,7 @@ pub struct Staging {
 
 impl Default for Staging {
     fn default() -> Self {
-        Self { half: 512 << 10, step: 128 << 10, small: 8 << 10, reads: 32 << 10 }
+        Self { half: 1 << 20, step: 512 << 10, small: 16 << 10, reads: 1 }
     }
 }
 
@@ -109,7 +109,7 @@ fn malformed(why: String) -> Error {
     Error::new(Kind::Malformed, "read the sizes of staging")
         .on(STAGING_VARIABLE)
         .why(why)
-        .fix("write sizes like half=512KiB,step=128KiB,small=8KiB,reads=32KiB")
+        .fix("write sizes like half=1MiB,step=512KiB,small=16KiB,reads=32KiB")
 }
 
 #[cfg(test)]
@@ -136,8 +136,8 @@ mod tests {
             ("half=0", "4KiB to 64MiB"),
             ("half=1GiB", "4KiB to 64MiB"),
             ("step=0", "step"),
-            ("step=1MiB", "does not fit"),
-            ("small=1MiB", "small"),
+            ("step=2MiB", "does not fit"),
+            ("small=2MiB", "small"),
             ("speed=1", "speed"),
             ("half=much", "much"),
         ] {
