@@ -165,6 +165,11 @@ impl Leaves {
         if std::mem::replace(&mut *self.said.lock(), true) {
             return;
         }
+        // An answer to what came last goes out with a later step; whoever waits for it would take our leaving for a loss.
+        const LAST_STEPS: u32 = 8;
+        for _ in 0..LAST_STEPS {
+            let _ = self.shared.context.hca().poll();
+        }
         let word = Word::Bye { why };
         for link in self.shared.links.iter().flatten() {
             // Who does not hear it sees the connection end.

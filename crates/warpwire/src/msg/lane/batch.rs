@@ -65,7 +65,7 @@ impl Batch {
     /// Adds a wait for the end of a request, which may stand earlier in this list.
     pub fn wait(&mut self, request: &LaneRequest) -> Result<()> {
         let qp = self.lane.stream_qp(request.rank)?;
-        self.list.wait_send(qp, request.ticket)
+        self.list.wait_for(qp, request.ticket)
     }
 
     /// Adds a wait for a word, which that rank writes.
