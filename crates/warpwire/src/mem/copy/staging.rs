@@ -124,9 +124,10 @@ mod tests {
         assert_eq!(staging, wanted);
         assert_eq!(staging.to_string().parse::<Staging>().unwrap(), wanted);
         assert_eq!("".parse::<Staging>().unwrap(), Staging::default());
-        assert_eq!(Staging::default().fetch(256 << 10), 128 << 10);
-        assert_eq!(Staging::default().fetch(8 << 20), 512 << 10);
-        assert_eq!(Staging::default().fetch(2 << 20), 512 << 10);
+        let staging = Staging { half: 512 << 10, step: 128 << 10, ..Staging::default() };
+        assert_eq!(staging.fetch(256 << 10), 128 << 10);
+        assert_eq!(staging.fetch(8 << 20), 512 << 10);
+        assert_eq!(staging.fetch(2 << 20), 512 << 10);
     }
 
     #[test]
