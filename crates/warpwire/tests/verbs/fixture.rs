@@ -540,7 +540,7 @@ pub fn connect(one: &Qp, two: &Qp) {
 
 /// Options for failures that should not take long.
 pub fn impatient() -> QpOptions {
-    QpOptions { timeout: 8, retry_count: 3, rnr_retry: 2, ..QpOptions::default() }
+    QpOptions { timeout: 11, retry_count: 3, rnr_retry: 2, ..QpOptions::default() }
 }
 
 /// Small numbers that look random, from a seed.
