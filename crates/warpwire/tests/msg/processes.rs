@@ -215,8 +215,10 @@ fn end_otherwise(comm: Comm, task: &str) {
     let memory = comm.alloc(64).unwrap();
     comm.barrier(SOON).unwrap();
     if comm.rank() == VICTIM {
-        // What was sent before is delivered.
+        // What was sent before is delivered. The others are given the time to come out of the barrier: who ends right behind it
+        // may take those along who are still inside.
         comm.send(0, 0, &memory, SOON).unwrap();
+        std::thread::sleep(Duration::from_millis(300));
         match task {
             "panic" => panic!("on purpose"),
             "abort" => comm.abort("no more memory"),
