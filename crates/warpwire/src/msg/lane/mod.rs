@@ -17,7 +17,7 @@
 //!
 //! Kernels of the program, and graphs, use the queue pair of [`Lane::kernel`]: with
 //! [`Window::remote`](super::Window::remote) and [`Part::sge`](super::Part::sge) it has all that the calls of `verbs.cuh`
-//! and those of [`KernelQp`](crate::stream::KernelQp) ask for.
+//! and those of [`KernelQp`] ask for.
 
 mod batch;
 mod on;

@@ -1,5 +1,5 @@
 //! Small programs that use sockets inside kernels: a [`Server`] that echoes, throws away or answers HTTP, and a
-//! [`Client`] that measures. They show how such kernels are written, and the command `warpwire sock` is made of them.
+//! client that measures. They show how such kernels are written, and the command `warpwire sock` is made of them.
 
 mod blocks;
 
