@@ -180,8 +180,8 @@ fn main() -> ExitCode {
 /// Runs a case, unless it finds that this backend cannot.
 fn run(name: &str, case: &Case, which: Which) {
     let start = std::time::Instant::now();
-    let two_worlds = case.name == "nobody_is_ready" && which.has_device() && which != Which::Device;
-    if two_worlds {
+    let two_worlds = matches!(case.name, "nobody_is_ready" | "guards_and_threads_move_bytes");
+    if two_worlds && which.has_device() && which != Which::Device {
         return eprintln!("skipped: {name}: it opens two worlds, and there is one port 4791");
     }
     if case.name == "many_share_receives" && which == Which::SoftToDevice {
