@@ -173,7 +173,14 @@ fn beside(drive: Drive) -> Context {
     let words = std::env::var(BESIDE).unwrap();
     let (_, address) = words.split_once(',').expect("a namespace and an address");
     let address = (address.parse::<std::net::IpAddr>().unwrap(), 4791).into();
-    let link = Udp::bind(address, udp::Options::default()).unwrap();
+    // There is one such port, and the thread of a context before may not have let go of it yet.
+    let start = Instant::now();
+    let link = loop {
+        match Udp::bind(address, udp::Options::default()) {
+            Err(_) if start.elapsed() < SOON / 4 => std::thread::sleep(Duration::from_millis(5)),
+            bound => break bound.unwrap(),
+        }
+    };
     Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() }).unwrap()
 }
 
