@@ -45,7 +45,7 @@ step tools/wire-oracles
 step tools/rxe-lab test
 step tools/fuzz
 step tools/instructions
-step cargo run --quiet --release -- demo
-step cargo run --quiet --release -p warpwire --example 01_move
-step cargo run --quiet --release -- doctor
+step cargo run --quiet -- demo
+step cargo run --quiet -p warpwire --example 01_move
+step cargo run --quiet -- doctor
 printf '\nall checks passed\n'
