@@ -36,6 +36,7 @@
 //! # Ok::<(), warpwire::Error>(())
 //! ```
 
+mod address;
 pub mod auto;
 mod crc;
 pub mod fault;
@@ -55,6 +56,7 @@ use std::time::Duration;
 
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN, LONGEST_HEADERS};
 
+pub use address::{ADDRESS_LEN, address_bytes, address_from};
 pub use auto::Auto;
 pub use crc::Simd;
 pub use fault::Fault;

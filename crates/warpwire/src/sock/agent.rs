@@ -210,11 +210,12 @@ impl Agent {
             return Ok(false);
         }
         tracing::warn!(index, "a kernel wrote a counter that cannot be; its socket is reset");
-        self.counters.misused.fetch_add(1, Ordering::Relaxed);
         socket.fail(Some(Errno::INVAL), Some(Errno::INVAL));
         socket.wishes.abort = true;
         self.drop_descriptor(index);
         self.tell_state(index)?;
+        // Who sees it counted finds the kernel told.
+        self.counters.misused.fetch_add(1, Ordering::Release);
         Ok(true)
     }
 

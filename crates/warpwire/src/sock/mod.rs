@@ -51,6 +51,7 @@ pub mod kv;
 pub mod layout;
 pub mod programs;
 mod requests;
+mod serving;
 mod socket;
 mod transfer;
 

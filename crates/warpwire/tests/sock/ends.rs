@@ -218,7 +218,7 @@ fn a_peer_dies_before_it_is_accepted(world: &World) {
 fn a_kernel_that_lies_harms_itself_only(world: &World) {
     let stage = world.stage(1);
     let puppet = stage.first();
-    let (victim, _) = puppet.connected(loopbacks()[0]);
+    let (victim, _peer) = puppet.connected(loopbacks()[0]);
     let (bystander, mut peer) = puppet.connected(loopbacks()[0]);
     // More bytes than the ring has, by a commit that the library would refuse.
     stage.spoil(victim);

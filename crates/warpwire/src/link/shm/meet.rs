@@ -17,6 +17,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
+use super::super::{address_bytes, address_from};
 use super::ring::SIZES;
 use super::sys;
 
@@ -167,7 +168,7 @@ fn parse(bytes: &[u8], files: Vec<OwnedFd>) -> Heard {
     let mut size = [0; 8];
     size.copy_from_slice(&bytes[16..24]);
     let ring = usize::try_from(u64::from_le_bytes(size)).unwrap_or(0);
-    let addresses = (address_of(&bytes[24..48]), address_of(&bytes[48..72]));
+    let addresses = (address_at(bytes, 24), address_at(bytes, 48));
     let ((Some(from), Some(to)), Ok(files)) = (addresses, <[OwnedFd; 2]>::try_from(files)) else {
         return Heard::Nonsense;
     };
@@ -177,37 +178,9 @@ fn parse(bytes: &[u8], files: Vec<OwnedFd>) -> Heard {
     Heard::Hello(Hello { from, to, ring, reaches: bytes[12] != 0 }, files)
 }
 
-fn address_bytes(address: SocketAddr) -> [u8; 24] {
-    let mut bytes = [0; 24];
-    bytes[2..4].copy_from_slice(&address.port().to_le_bytes());
-    match address {
-        SocketAddr::V4(v4) => {
-            bytes[0] = 4;
-            bytes[8..12].copy_from_slice(&v4.ip().octets());
-        }
-        SocketAddr::V6(v6) => {
-            bytes[0] = 6;
-            bytes[4..8].copy_from_slice(&v6.scope_id().to_le_bytes());
-            bytes[8..24].copy_from_slice(&v6.ip().octets());
-        }
-    }
-    bytes
-}
-
-fn address_of(bytes: &[u8]) -> Option<SocketAddr> {
-    let port = u16::from_le_bytes(*bytes.get(2..)?.first_chunk()?);
-    match bytes.first()? {
-        4 => {
-            let ip: [u8; 4] = *bytes.get(8..)?.first_chunk()?;
-            Some(SocketAddr::new(ip.into(), port))
-        }
-        6 => {
-            let scope = u32::from_le_bytes(*bytes.get(4..)?.first_chunk()?);
-            let ip: [u8; 16] = *bytes.get(8..)?.first_chunk()?;
-            Some(SocketAddrV6::new(ip.into(), port, 0, scope).into())
-        }
-        _ => None,
-    }
+/// The address in the hello at that byte.
+fn address_at(hello: &[u8], at: usize) -> Option<SocketAddr> {
+    address_from(hello.get(at..)?.first_chunk()?)
 }
 
 /// Takes up the next connection that waits.

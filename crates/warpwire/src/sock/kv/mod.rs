@@ -15,13 +15,14 @@ mod worker;
 
 use std::net::SocketAddr;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde::Serialize;
 
 use super::SockHost;
-use super::layout::{ADDRESS_LEN, address_bytes, address_from};
+use super::layout::{ADDRESS_LEN, address_bytes};
+use super::serving::{SOON, await_listener};
 use crate::error::{Error, Kind, Result};
 use crate::mem::sim::{Block, Fault};
 use crate::mem::{Allocation, DeviceAddr, Launch, Program, Stream};
@@ -32,8 +33,6 @@ const MOST_KEY: u64 = 112;
 /// What a connection has beside its buffers, and its entry in the list of those that are polled.
 const CONNECTION: u64 = 32;
 const POLLED: u64 = 8;
-/// How long it takes at most to start and to stop.
-const SOON: Duration = Duration::from_secs(20);
 
 /// Words of a slot.
 mod slot {
@@ -46,9 +45,7 @@ mod slot {
 
 /// Words in pinned memory, for the host and the kernel.
 mod control {
-    pub(super) const STOP: u64 = 0;
-    pub(super) const LISTENER: u64 = 8;
-    pub(super) const FAILED: u64 = 16;
+    pub(super) use crate::sock::serving::{FAILED, LISTENER, STOP};
     pub(super) const NAME: u64 = 24;
     pub(super) const LEN: u64 = 48;
 }
@@ -319,34 +316,8 @@ impl<'a> KvServer<'a> {
 
     fn begun(host: &'a SockHost, play: Play, memory: Memory, address: SocketAddr) -> Result<Self> {
         let mut server = Self { host, play, address, memory };
-        server.address = server.await_listener()?;
+        server.address = await_listener(host, &server.memory.control, control::NAME, address)?;
         Ok(server)
-    }
-
-    fn await_listener(&self) -> Result<SocketAddr> {
-        let begun = Instant::now();
-        let bytes = self.memory.control.host_bytes()?;
-        let failed = |why: String| {
-            Error::new(Kind::Unavailable, format!("listen at {}", self.address))
-                .on(self.host.device().label())
-                .why(why)
-        };
-        loop {
-            if bytes.load_u64(control::LISTENER)? != 0 {
-                let mut name = [0; ADDRESS_LEN];
-                bytes.read(control::NAME, &mut name)?;
-                return Ok(address_from(&name).unwrap_or(self.address));
-            }
-            let errno = bytes.load_u64(control::FAILED)? as i32;
-            if errno != 0 {
-                let why = std::io::Error::from_raw_os_error(errno).to_string();
-                return Err(failed(why).fix("choose an address that is this machine's and free"));
-            }
-            if begun.elapsed() > SOON {
-                return Err(failed(format!("the kernel did not start in {SOON:?}")));
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
     }
 
     /// Where it listens.

@@ -4,10 +4,11 @@
 mod blocks;
 
 use std::net::SocketAddr;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::SockHost;
-use super::layout::{ADDRESS_LEN, address_bytes, address_from};
+use super::layout::{ADDRESS_LEN, address_bytes};
+use super::serving::{SOON, await_listener};
 use crate::error::{Error, Kind, Result};
 use crate::mem::sim::{Block, Fault};
 use crate::mem::{Allocation, DeviceAddr, Kernel, Launch, MemoryKind, Program, Region, Stream};
@@ -15,8 +16,6 @@ use crate::mem::{Allocation, DeviceAddr, Kernel, Launch, MemoryKind, Program, Re
 const SERVE: &str = "sock_serve";
 const CLIENT: &str = "sock_client";
 const THREADS: u32 = 256;
-/// How long it takes at most to start and to stop.
-const SOON: Duration = Duration::from_secs(20);
 /// How often a server looks whether it shall stop.
 const GLANCE: Duration = Duration::from_millis(50);
 
@@ -54,9 +53,7 @@ enum Mode {
 }
 
 mod control {
-    pub(super) const STOP: u64 = 0;
-    pub(super) const LISTENER: u64 = 8;
-    pub(super) const FAILED: u64 = 16;
+    pub(super) use crate::sock::serving::{FAILED, LISTENER, STOP};
     pub(super) const NANOSECONDS: u64 = 24;
     pub(super) const BYTES: u64 = 32;
     pub(super) const DONE: u64 = 40;
@@ -169,9 +166,8 @@ impl Programs {
             ..stage.setup()
         };
         stage.launch(&self.serve, workers, setup)?;
-        let mut server = Server { stage, address };
-        server.address = server.await_listener()?;
-        Ok(server)
+        let address = await_listener(host, &stage.control, control::NAME, address)?;
+        Ok(Server { stage, address })
     }
 
     /// Connects to a server and does `rounds` of work with messages of `size` bytes.
@@ -326,32 +322,6 @@ impl Server<'_> {
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
-    }
-
-    fn await_listener(&self) -> Result<SocketAddr> {
-        let begun = Instant::now();
-        let bytes = self.stage.control.host_bytes()?;
-        let failed = |why: String| {
-            Error::new(Kind::Unavailable, format!("listen at {}", self.address))
-                .on(self.stage.host.device().label())
-                .why(why)
-        };
-        loop {
-            if bytes.load_u64(control::LISTENER)? != 0 {
-                let mut name = [0; ADDRESS_LEN];
-                bytes.read(control::NAME, &mut name)?;
-                return Ok(address_from(&name).unwrap_or(self.address));
-            }
-            let errno = bytes.load_u64(control::FAILED)? as i32;
-            if errno != 0 {
-                let why = std::io::Error::from_raw_os_error(errno).to_string();
-                return Err(failed(why).fix("choose an address that is this machine's and free"));
-            }
-            if begun.elapsed() > SOON {
-                return Err(failed(format!("the kernel did not start in {SOON:?}")));
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
     }
 }
 
