@@ -54,6 +54,7 @@ mod requests;
 mod serving;
 mod socket;
 mod transfer;
+pub mod warp;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
