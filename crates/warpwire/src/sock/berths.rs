@@ -19,6 +19,8 @@ pub(super) struct Berths {
     queues_at: u64,
     queues_len: u64,
     watched: QueueMemory,
+    /// A window does not keep the memory that it shows.
+    _watched_memory: Allocation,
     watched_at: u64,
     watched_len: u64,
     _berths: Allocation,
@@ -67,6 +69,7 @@ impl Berths {
             queues: QueueMemory::pinned(queues)?,
             queues_len,
             watched_at: at(&watched_memory)?,
+            _watched_memory: watched_memory,
             watched,
             watched_len,
             berths_at: at(&berths)?,
@@ -122,7 +125,6 @@ impl Berths {
         qp: &LaidQp,
         theirs: &Hello,
         send_key: u32,
-        report_at: u32,
     ) -> Result<()> {
         let mut line = [0; wire::LEN as usize];
         let constants = qp.constants().encode();
@@ -145,7 +147,6 @@ impl Berths {
             (peer::TAKEN_KEY, theirs.taken.rkey),
             (peer::RING_SIZE, theirs.ring_size as u32),
             (peer::SEND_KEY, send_key),
-            (peer::REPORT_AT, report_at),
         ] {
             put(at, &word.to_le_bytes());
         }

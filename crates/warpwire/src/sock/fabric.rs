@@ -127,8 +127,7 @@ impl Moored {
     /// Connects to the peer, and tells kernels of it. From now on it may write.
     pub(super) fn meet(&self, berths: &Berths, theirs: &Hello) -> Result<()> {
         self.qp.qp().connect(&theirs.offer)?;
-        let report_at = (self.receive.len() / 4) as u32;
-        berths.tell(self.berth, &self.qp, theirs, self.send.lkey(), report_at)
+        berths.tell(self.berth, &self.qp, theirs, self.send.lkey())
     }
 
     /// Whether everything that a kernel says it has posted has ended.

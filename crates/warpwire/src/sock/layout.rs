@@ -205,8 +205,6 @@ pub mod peer {
     pub const RING_SIZE: u64 = 36;
     /// The key of our own send ring.
     pub const SEND_KEY: u64 = 40;
-    /// The peer is told of so many bytes that were taken.
-    pub const REPORT_AT: u64 = 44;
     /// How long it is.
     pub const LEN: u64 = 64;
 }

@@ -311,11 +311,7 @@ impl Agent {
     }
 
     /// The peer has said hello: connects the queue pair.
-    fn meet(
-        &mut self,
-        index: u16,
-        theirs: &super::warp::Hello,
-    ) -> std::result::Result<(), Errno> {
+    fn meet(&mut self, index: u16, theirs: &super::warp::Hello) -> std::result::Result<(), Errno> {
         let socket = &mut self.sockets[usize::from(index)];
         // A piece of our ring must not wrap in the peer's where it does not in ours.
         socket.send_window = socket.send_ring.1.min(theirs.ring_size);
@@ -410,15 +406,17 @@ impl Agent {
     /// Ends a connection that cannot go on, with that errno here and a reset there. One that no kernel knows just goes.
     pub(super) fn part(&mut self, index: u16, errno: Errno) -> Result<()> {
         let socket = &mut self.sockets[usize::from(index)];
+        // While the two meet, a peer may still read why not.
+        let stands = socket.has(state::CONNECTED);
         if let Some((listener, _)) = socket.warp.parent.take() {
-            socket.wishes.abort = true;
+            socket.wishes.abort = stands;
             if let Ok(listener) = self.find(listener) {
                 self.sockets[usize::from(listener)].warp.expected -= 1;
             }
             return self.vacate(index);
         }
         socket.fail(Some(errno), Some(errno));
-        let before = std::mem::replace(&mut socket.wishes.abort, true);
+        let before = std::mem::replace(&mut socket.wishes.abort, stands);
         self.drop_descriptor(index);
         self.sockets[usize::from(index)].wishes.abort = before;
         self.tell_state(index)?;
@@ -450,7 +448,7 @@ impl Agent {
     /// Lets a closed socket go when everything has landed.
     pub(super) fn finish_warp(&mut self, index: u16) -> Result<()> {
         let socket = &self.sockets[usize::from(index)];
-        if !socket.open || socket.closing.is_none() {
+        if !(socket.open && socket.is_warp) || socket.closing.is_none() {
             return Ok(());
         }
         let Warp { moored, is_left, posted, .. } = &socket.warp;
@@ -480,10 +478,13 @@ impl Agent {
             return Ok(());
         }
         tracing::debug!(index, ?failure, "a queue pair has failed");
-        self.part(index, match failure {
-            Some(Status::RetryExceeded) => Errno::TIMEDOUT,
-            _ => Errno::CONNRESET,
-        })
+        self.part(
+            index,
+            match failure {
+                Some(Status::RetryExceeded) => Errno::TIMEDOUT,
+                _ => Errno::CONNRESET,
+            },
+        )
     }
 }
 

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use super::wait::Patience;
 use super::{Failure, Outcome, Place, Seen, Sockets, at, desk, inbox, state};
-use crate::sock::layout::{Op, berth, peer, wire};
+use crate::sock::layout::{berth, peer, wire};
 use crate::sock::warp::ENDED;
 use crate::stream::kernel::device::{Local, Qp, Work};
 use crate::stream::kernel::layout as handle;
@@ -90,11 +90,7 @@ impl Sockets<'_> {
     /// Tells the peer what was taken, if that is worth it, or if it is to know in any case.
     pub(super) fn report(&self, place: Place, consumed: u64, in_any_case: bool) -> Outcome<()> {
         let reported = self.block.load_u64(at(place.desk + desk::REPORTED))?;
-        let wire = self.block.load_u64(at(place.inbox + inbox::WIRE))?;
-        let least = match in_any_case {
-            true => 1,
-            false => self.block.load_u32(at(wire + wire::PEER + peer::REPORT_AT))?.into(),
-        };
+        let least = if in_any_case { 1 } else { self.receive_ring(place)?.1 / 4 };
         if consumed - reported < least {
             return Ok(());
         }
@@ -172,6 +168,8 @@ impl Sockets<'_> {
         works.push(Work::Inline(word, &value));
         let posted = self.wait(Patience::For(POSTING), || {
             Ok(match qp.post(&works, Duration::ZERO)?.ended {
+                // A queue pair that was taken away ends nothing any more.
+                Ended::NotYet if self.has_failed(place)? => Some(Some(Errno::CONNRESET)),
                 Ended::NotYet => None,
                 Ended::Ok => Some(None),
                 _ => Some(Some(Errno::CONNRESET)),
@@ -181,6 +179,11 @@ impl Sockets<'_> {
             Err(Failure::Errno(Errno::TIMEDOUT)) => Ok(Some(Errno::TIMEDOUT)),
             posted => posted,
         }
+    }
+
+    fn has_failed(&self, place: Place) -> Outcome<bool> {
+        let state = self.block.load_u64(at(place.inbox + inbox::STATE))?;
+        Ok(state >> state::SEND_ERROR & 0xff != 0)
     }
 
     /// The queue pair and the peer, from the berth, which is made when it is first needed.
