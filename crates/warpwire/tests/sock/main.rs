@@ -14,6 +14,7 @@ mod puppet;
 mod scale;
 mod spans;
 mod streams;
+mod warp;
 mod world;
 
 use std::process::ExitCode;
@@ -52,6 +53,7 @@ fn main() -> ExitCode {
         spans::CASES,
         ends::CASES,
         scale::CASES,
+        warp::CASES,
         keys::CASES,
     ];
     let trial = |way: Way, case: &'static Case| {
