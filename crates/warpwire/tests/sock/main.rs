@@ -12,6 +12,7 @@ mod keys;
 mod polling;
 mod puppet;
 mod scale;
+mod similar;
 mod spans;
 mod streams;
 mod warp;
@@ -55,6 +56,7 @@ fn main() -> ExitCode {
         scale::CASES,
         warp::CASES,
         keys::CASES,
+        similar::CASES,
     ];
     let trial = |way: Way, case: &'static Case| {
         Trial::test(format!("{way}::{}", case.name), move || {
