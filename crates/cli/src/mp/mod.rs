@@ -58,6 +58,10 @@ pub(crate) struct Arguments {
     #[arg(long)]
     threads: bool,
 
+    /// Do not measure the floors
+    #[arg(long)]
+    no_floors: bool,
+
     /// How long to wait for the other rank, and for each message
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = duration)]
     timeout: Duration,
@@ -251,8 +255,10 @@ fn measure_all(arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Failure> 
     let speaks = comm.rank() == 0;
     let screen = Screen::new(arguments.json || !speaks);
     let mut report = Report::new(arguments.test, comm, &end)?;
-    screen.working("the floors");
-    report.floors = end.floors()?;
+    if !arguments.no_floors {
+        screen.working("the floors");
+        report.floors = end.floors()?;
+    }
     screen.say(&report.head(&arguments.columns()))?;
     for size in sizes {
         screen.working(format!("{:?}: {size} bytes", arguments.test));
