@@ -18,7 +18,9 @@ mod mixtures;
 mod operations;
 mod processes;
 mod queues;
+mod refusals;
 mod scale;
+mod staged;
 mod states;
 mod strange;
 
@@ -55,11 +57,19 @@ const ONCE: &[&[Case]] = &[
     garbage::ONCE,
     datagrams::ONCE,
     apart::ONCE,
+    refusals::ONCE,
 ];
 
 /// Cases for which the link does not matter, and that a device of the machine can run too.
-const ON_DEVICES: &[&[Case]] =
-    &[devices::CASES, failures::ONCE, queues::ONCE, events::ONCE, states::ONCE];
+const ON_DEVICES: &[&[Case]] = &[
+    devices::CASES,
+    staged::CASES,
+    refusals::CASES,
+    failures::ONCE,
+    queues::ONCE,
+    events::ONCE,
+    states::ONCE,
+];
 
 /// What devices of the machine cannot be asked for, and why.
 const NOT_ON_DEVICES: &[(&str, &[&str])] = &[
@@ -139,6 +149,9 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     if let Some(ended) = apart::run_if_asked() {
+        return ended;
+    }
+    if let Some(ended) = refusals::run_if_asked() {
         return ended;
     }
     fixture::move_beside();
