@@ -27,9 +27,22 @@
 //!    these rules.
 //!
 //! Words are little-endian, and aligned, so that each lands whole.
+//!
+//! # In CPU programs
+//! [`Listener`] and [`Stream`] are used as those of [`std::net`] are; [`Net`] is for programs that have a device of their own.
+//! A call that waits looks by itself for 50 µs, then sleeps; one thread watches for all who sleep, and naps for a 64th of the
+//! time for which nothing happened, at most 4 ms.
 
+mod end;
 mod flow;
 mod handshake;
+mod listener;
+mod net;
+mod service;
+mod stream;
 
 pub use flow::{ENDED, Incoming, Outgoing};
 pub use handshake::{Handshake, Hello, LARGEST_RING, LONGEST_LINE, SMALLEST_RING, Spot, VERSION};
+pub use listener::{Incoming as Connections, Listener};
+pub use net::{Net, WarpOptions};
+pub use stream::Stream;
