@@ -55,8 +55,9 @@ WARPWIRE_FN i64 available(const Table &table, const Found &found, u64 *state) {
 
 // Free bytes of the send ring, or why there are none: the peer lies.
 WARPWIRE_FN i64 room(const Table &table, const Found &found, u64 state) {
-    u64 size = load_system(&found.inbox->send_size), outstanding = load_gpu(&found.desk->sent) - load_system(&found.inbox->taken);
-    if (outstanding > size && is_warp(state)) return give_up(table, found, kEproto);
+    u64 size = load_system(&found.inbox->send_size), taken = load_system(&found.inbox->taken);
+    u64 sent = load_gpu(&found.desk->sent), outstanding = sent - taken;
+    if (is_warp(state) && (taken > sent || outstanding > size)) return give_up(table, found, kEproto);
     return static_cast<i64>(size - outstanding);
 }
 

@@ -348,6 +348,10 @@ impl Agent {
             }
             Setting::Error | Setting::SendBuffer | Setting::ReceiveBuffer => Err(Errno::NOPROTOOPT),
         };
+        if setting == Setting::Linger {
+            // Kernels of the family `warp` must know whether they tell the peer of an end.
+            self.tell_state(index)?;
+        }
         Ok(done.map(|()| (0, None)))
     }
 

@@ -297,6 +297,7 @@ pub fn family(address: SocketAddr) -> u64 {
 pub const STREAM: u64 = 1;
 pub const DATAGRAM: u64 = 2;
 pub const WARP_STREAM: u64 = 3;
+pub const WARP_DATAGRAM: u64 = 4;
 
 /// The negative of an errno, as calls return it.
 pub fn errno(errno: rustix::io::Errno) -> i64 {

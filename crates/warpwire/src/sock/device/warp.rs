@@ -42,8 +42,9 @@ impl Sockets<'_> {
 
     /// What the send ring holds, by what the peer says.
     pub(super) fn outstanding(&self, place: Place, seen: &Seen, size: u64) -> Outcome<u64> {
-        let outstanding = self.sent(place)?.wrapping_sub(seen.taken);
-        if seen.is_warp() && outstanding > size {
+        let sent = self.sent(place)?;
+        let outstanding = sent.wrapping_sub(seen.taken);
+        if seen.is_warp() && (seen.taken > sent || outstanding > size) {
             return Err(self.give_up(place, Errno::PROTO)?);
         }
         Ok(outstanding)
