@@ -55,6 +55,7 @@ mod meeting;
 pub mod programs;
 mod requests;
 mod serving;
+pub mod similarity;
 mod socket;
 mod transfer;
 pub mod warp;

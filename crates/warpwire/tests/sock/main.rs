@@ -13,6 +13,7 @@ mod peer;
 mod polling;
 mod puppet;
 mod scale;
+mod similar;
 mod spans;
 mod streams;
 mod warp;
@@ -56,6 +57,7 @@ fn main() -> ExitCode {
         ends::CASES,
         scale::CASES,
         keys::CASES,
+        similar::CASES,
     ];
     let of_streams = [
         control::CASES,

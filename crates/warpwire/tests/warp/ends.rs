@@ -5,7 +5,7 @@ use std::net::Shutdown;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use warpwire::sock::warp::WarpOptions;
+use warpwire::sock::warp::NetOptions;
 
 use crate::world::{SOON, Way, World, byte, cases, check_all, send_all, soon};
 
@@ -34,7 +34,7 @@ pub fn play(role: &str) {
         println!("{}", crate::streams::rest(way));
         return;
     }
-    let net = way.net(WarpOptions::default());
+    let net = way.net(NetOptions::default());
     let listener = net.listen("127.0.0.1:0").unwrap();
     println!("{}", listener.local_addr().unwrap());
     let (mut stream, _) = listener.accept().unwrap();

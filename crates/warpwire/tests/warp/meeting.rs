@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use warpwire::link::{Link, Shm, Udp, shm, udp};
 use warpwire::mr::HostMemory;
-use warpwire::sock::warp::{ENDED, Handshake, Hello, Spot, Stream, WarpOptions};
+use warpwire::sock::warp::{ENDED, Handshake, Hello, NetOptions, Spot, Stream};
 use warpwire::verbs::{Access, Context, Cq, Mr, Op, Qp, QpOptions, Remote, Request};
 
 use crate::world::{SOON, Way, World, cases};
@@ -60,7 +60,7 @@ fn whoever_speaks_otherwise_is_put_out_with_the_reason(world: &World) {
 
 fn slow_ones_are_put_out_and_harm_no_other(world: &World) {
     let patience = Duration::from_millis(300);
-    let world = World::with(world.way, WarpOptions { patience, ..WarpOptions::default() });
+    let world = World::with(world.way, NetOptions { patience, ..NetOptions::default() });
     let listener = world.listen();
     let begun = Instant::now();
     let mut slow: Vec<TcpStream> =
@@ -83,7 +83,7 @@ fn slow_ones_are_put_out_and_harm_no_other(world: &World) {
 }
 
 fn more_guests_than_there_are_places(world: &World) {
-    let options = WarpOptions { meeting: 8, backlog: 4, ..WarpOptions::default() };
+    let options = NetOptions { meeting: 8, backlog: 4, ..NetOptions::default() };
     let world = World::with(world.way, options);
     let listener = world.listen();
     let flood: Vec<TcpStream> =

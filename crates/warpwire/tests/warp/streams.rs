@@ -4,7 +4,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
-use warpwire::sock::warp::WarpOptions;
+use warpwire::sock::warp::NetOptions;
 
 use crate::world::{SOON, Way, World, cases, check_all, send_all};
 
@@ -40,12 +40,12 @@ fn all_sizes_in_random_pieces_both_ways_at_once(world: &World) {
 
 fn small_rings_and_unequal_ones(world: &World) {
     for (ring, stage) in [(4096, 4096), (4096, 65_536), (65_536, 4096)] {
-        let options = WarpOptions { ring, stage, ..WarpOptions::default() };
+        let options = NetOptions { ring, stage, ..NetOptions::default() };
         let small = World { here: world.way.net(options), ..World::new(world.way) };
         both_ways(&small, 300_001, 9000);
     }
     for (ring, stage) in [(5000, 4096), (4096, 2048), (1 << 31, 4096)] {
-        let options = WarpOptions { ring, stage, ..WarpOptions::default() };
+        let options = NetOptions { ring, stage, ..NetOptions::default() };
         let error = warpwire::sock::warp::Net::new(options).unwrap_err();
         assert!(error.to_string().contains("power of two"), "{error}");
     }
@@ -91,7 +91,7 @@ fn a_ping_pong_of_small_messages(world: &World) {
 }
 
 fn a_thousand_connections(world: &World) {
-    let options = WarpOptions { ring: 4096, stage: 4096, ..WarpOptions::default() };
+    let options = NetOptions { ring: 4096, stage: 4096, ..NetOptions::default() };
     let world = World::with(world.way, options);
     let listener = world.listen();
     let address = listener.local_addr().unwrap();

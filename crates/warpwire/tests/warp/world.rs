@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use warpwire::link::{Link, Shm, Udp, shm, udp};
-use warpwire::sock::warp::{Listener, Net, Stream, WarpOptions};
+use warpwire::sock::warp::{Listener, Net, NetOptions, Stream};
 use warpwire::verbs::Context;
 
 /// Longer than anything takes that works.
@@ -35,7 +35,7 @@ pub enum Way {
 impl Way {
     pub const ALL: [Self; 3] = [Self::Udp, Self::Shm, Self::ByAddress];
 
-    pub fn net(self, options: WarpOptions) -> Net {
+    pub fn net(self, options: NetOptions) -> Net {
         let any = "127.0.0.1:0".parse().unwrap();
         let link: Box<dyn Link> = match self {
             Self::Udp => Box::new(Udp::bind(any, udp::Options::default()).unwrap()),
@@ -54,10 +54,10 @@ pub struct World {
 
 impl World {
     pub fn new(way: Way) -> Self {
-        Self::with(way, WarpOptions::default())
+        Self::with(way, NetOptions::default())
     }
 
-    pub fn with(way: Way, options: WarpOptions) -> Self {
+    pub fn with(way: Way, options: NetOptions) -> Self {
         Self { way, here: way.net(options), there: way.net(options) }
     }
 

@@ -17,7 +17,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::flow::{ENDED, Incoming, Outgoing};
 use super::handshake::{Hello, Spot};
-use super::net::{Inner, WarpOptions};
+use super::net::{Inner, NetOptions};
 use crate::error::{Error, Kind, Result};
 use crate::mr::{HostMemory, Memory};
 use crate::verbs::{Access, Completion, Context, Cq, Mr, Op, Qp, QpOptions, Request, Sge, Signal};
@@ -73,7 +73,7 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    pub(super) fn new(context: &Context, options: &WarpOptions) -> Result<Self> {
+    pub(super) fn new(context: &Context, options: &NetOptions) -> Result<Self> {
         let pd = context.pd();
         let cq = context.create_cq(MOST_POSTS as u32 * 2)?;
         let queue = QpOptions {

@@ -44,5 +44,5 @@ mod stream;
 pub use flow::{ENDED, Incoming, Outgoing};
 pub use handshake::{Handshake, Hello, LARGEST_RING, LONGEST_LINE, SMALLEST_RING, Spot, VERSION};
 pub use listener::{Incoming as Connections, Listener};
-pub use net::{Net, WarpOptions};
+pub use net::{Net, NetOptions};
 pub use stream::Stream;

@@ -20,7 +20,7 @@ use crate::verbs::{Context, Signal};
 
 /// How large, and how patient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WarpOptions {
+pub struct NetOptions {
     /// Bytes of a receive ring: a power of two from 4096 to 1 GiB.
     pub ring: u64,
     /// Bytes that wait to land at the peer: a power of two from 4096 to 1 GiB.
@@ -33,7 +33,7 @@ pub struct WarpOptions {
     pub meeting: usize,
 }
 
-impl Default for WarpOptions {
+impl Default for NetOptions {
     fn default() -> Self {
         Self {
             ring: 256 << 10,
@@ -45,7 +45,7 @@ impl Default for WarpOptions {
     }
 }
 
-impl WarpOptions {
+impl NetOptions {
     fn check(&self) -> Result<()> {
         let wrong = |why: String, fix: &'static str| {
             Err(Error::new(Kind::InvalidArgument, "use warp sockets").why(why).fix(fix))
@@ -70,10 +70,10 @@ impl WarpOptions {
 /// ```
 /// use std::io::{Read, Write};
 /// use warpwire::link::{Udp, udp};
-/// use warpwire::sock::warp::{Net, WarpOptions};
+/// use warpwire::sock::warp::{Net, NetOptions};
 /// use warpwire::verbs::Context;
 /// let context = Context::open(Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default())?)?;
-/// let net = Net::over(&context, WarpOptions::default())?;
+/// let net = Net::over(&context, NetOptions::default())?;
 /// let listener = net.listen("127.0.0.1:0")?;
 /// let mut client = net.connect(listener.local_addr()?)?;
 /// client.write_all(b"hello")?;
@@ -90,7 +90,7 @@ pub struct Net(pub(super) Arc<Inner>);
 pub(super) struct Inner {
     desk: Arc<Desk>,
     devices: Devices,
-    pub(super) options: WarpOptions,
+    pub(super) options: NetOptions,
     next: AtomicU64,
 }
 
@@ -101,13 +101,13 @@ enum Devices {
 
 impl Net {
     /// Over that device, which may be hardware: both ends must reach each other through it.
-    pub fn over(context: &Context, options: WarpOptions) -> Result<Self> {
+    pub fn over(context: &Context, options: NetOptions) -> Result<Self> {
         Self::start(Devices::One(context.clone()), options)
     }
 
     /// Over software HCAs that are opened as they are needed, one for each address of this machine: through shared memory
     /// to peers on this machine, over UDP to others.
-    pub fn new(options: WarpOptions) -> Result<Self> {
+    pub fn new(options: NetOptions) -> Result<Self> {
         Self::start(Devices::ByAddress(Mutex::default()), options)
     }
 
@@ -117,12 +117,12 @@ impl Net {
         if let Some(net) = SHARED.get() {
             return Ok(net.clone());
         }
-        let net = Self::new(WarpOptions::default())?;
+        let net = Self::new(NetOptions::default())?;
         // Another thread may have been faster; then ours ends.
         Ok(SHARED.get_or_init(|| net).clone())
     }
 
-    fn start(devices: Devices, options: WarpOptions) -> Result<Self> {
+    fn start(devices: Devices, options: NetOptions) -> Result<Self> {
         options.check()?;
         let desk = Arc::new(Desk::new()?);
         Service::start(desk.clone())?;
