@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use warpwire::sock::similarity::{
-    HEAD, Over, SimilarOptions, SimilarServer, ask, query_bytes, random_vectors, search,
+    HEAD, Over, Questions, SimilarOptions, SimilarServer, ask, query_bytes, random_vectors, search,
 };
 use warpwire::sock::{SockHost, SockOptions, warp};
 
@@ -16,6 +16,8 @@ cases!(
     answers_are_those_of_a_cpu,
     many_clients_at_once,
     answers_over_rdma,
+    kernels_ask_a_kernel,
+    kernels_that_ask_in_vain,
     ties_and_more_than_there_are,
     wrong_queries_close_their_connection_only,
     half_a_query_is_not_waited_for_for_ever,
@@ -102,6 +104,52 @@ fn answers_over_rdma(world: &World) {
     assert_eq!(ask(&streams[1], 2, &query).unwrap(), search(&vectors, &query, 2));
     drop(streams);
     until("all have gone", || server.stats().unwrap().closed == 3);
+}
+
+/// Questions of a kernel, with patience.
+fn questions(server: SocketAddr, over: Over, vectors: &[f32]) -> Questions<'_> {
+    Questions { server, over, k: 6, vectors, dimension: 20, timeout: SOON }
+}
+
+fn kernels_ask_a_kernel(world: &World) {
+    // Each has a host of its own, as on two GPUs.
+    let (here, there) = (host(world), host(world));
+    let vectors = random_vectors(8, 900, 20);
+    let queries = random_vectors(9, 15, 20);
+    for over in [Over::Inet, Over::Warp] {
+        let server = world.similar(&there, &vectors, 20, SimilarOptions { over, ..small() });
+        let asked = questions(server.address(), over, &queries);
+        let found = world.ask_from_kernel(&here, &asked).unwrap();
+        assert_eq!(found.len(), 15);
+        for (query, found) in queries.chunks_exact(20).zip(found) {
+            assert_eq!(found, search(&vectors, query, 6), "{over:?}");
+        }
+    }
+}
+
+fn kernels_that_ask_in_vain(world: &World) {
+    let (here, there) = (host(world), host(world));
+    let vectors = random_vectors(8, 90, 20);
+    let server = world.similar(&there, &vectors, 20, SimilarOptions { most_k: 5, ..small() });
+    let queries = random_vectors(9, 3, 20);
+    let asked = questions(server.address(), Over::Inet, &queries);
+    let refused = world.ask_from_kernel(&here, &asked).unwrap_err();
+    assert!(refused.to_string().contains("or too many"), "{refused}");
+    let none = Questions { k: 0, ..asked };
+    assert!(world.ask_from_kernel(&here, &none).is_err());
+    let deserted = std::net::TcpListener::bind(ANYWHERE).unwrap().local_addr().unwrap();
+    for over in [Over::Inet, Over::Warp] {
+        let asked = questions(deserted, over, &queries);
+        let error = world.ask_from_kernel(&here, &asked).unwrap_err();
+        assert!(error.to_string().contains("refused"), "{error}");
+    }
+    // One that takes the query and says nothing.
+    let mute = std::net::TcpListener::bind(ANYWHERE).unwrap();
+    let at = mute.local_addr().unwrap();
+    let brief =
+        Questions { timeout: Duration::from_millis(100), ..questions(at, Over::Inet, &queries) };
+    let error = world.ask_from_kernel(&here, &brief).unwrap_err();
+    assert!(error.to_string().contains("timed out"), "{error}");
 }
 
 fn ties_and_more_than_there_are(world: &World) {

@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mem::{Allocation, Device, Launch, Module, Program, Stream, cuda};
 use warpwire::sock::kv::{KvOptions, KvServer};
-use warpwire::sock::similarity::{SimilarOptions, SimilarServer};
+use warpwire::sock::similarity::{
+    Match, Questions, SimilarOptions, SimilarServer, ask_from_kernel, ask_from_thread,
+};
 use warpwire::sock::{Place, SockHost, SockOptions};
 
 use crate::peer::{Family, Peer};
@@ -124,6 +126,20 @@ impl World {
         }
         let work = worker(b"similarity_server_thread\0");
         SimilarServer::start_on_threads(host, vectors, dimension, options, work).unwrap()
+    }
+}
+
+impl World {
+    /// What a kernel of this way finds when it asks.
+    pub fn ask_from_kernel(
+        &self,
+        host: &SockHost,
+        asked: &Questions<'_>,
+    ) -> warpwire::Result<Vec<Vec<Match>>> {
+        match self.way {
+            Way::Threads => ask_from_thread(host, asked, worker(b"similarity_client_thread\0")),
+            _ => ask_from_kernel(host, asked),
+        }
     }
 }
 

@@ -48,16 +48,18 @@ use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::units;
 use grant::{Offer, Peer};
 use incoming::{Incoming, number, watch};
-use meet::Hello;
+use meet::{Hello, Standing};
 use ring::{NoRoom, Writer};
 use sys::{Control, Own};
 
 /// How many packets go with one flush.
 const BATCH: u64 = 256;
-/// Ports that are given to links that ask for any.
+/// Ports that are given to links that ask for any, where the kernel has none to give because the address is not this machine's.
 const ANY_PORTS: std::ops::RangeInclusive<u16> = 0xc000..=0xffff;
 /// How long until a peer that is gone is looked for again.
 const RETRY: Duration = Duration::from_millis(10);
+/// So many free UDP ports are tried whose name somebody has who chose it.
+const PORTS_TRIED: usize = 64;
 /// A sender that finds a ring full looks again after this.
 const LOOK_AGAIN: Duration = Duration::from_micros(20);
 /// After so many packets in a row without room, whether the peer still lives is asked.
@@ -84,6 +86,9 @@ const MOST_SEALED: usize = 65_507;
 /// ```
 pub struct Shm {
     local: SocketAddr,
+    standing: Standing,
+    /// The UDP port of the same number, held while the link lives, if the number was ours to choose.
+    _port: Option<OwnedFd>,
     options: Options,
     /// Everything that may wake us: the listener, connections both ways, the receiving side's own event.
     poll: OwnedFd,
@@ -166,21 +171,41 @@ impl Drop for Outgoing {
 }
 
 impl Shm {
-    /// Listens for peers under `address`; port 0 stands for any that is free. The address is a name and need not be
+    /// Listens for peers under `address`; port 0 stands for any that is free, for UDP too. The address is a name and need not be
     /// one of this machine's; an unspecified one (`0.0.0.0`, `::`) is met under every address with its port.
     ///
     /// # Errors
     /// `Busy` if another process has that name.
     pub fn bind(address: SocketAddr, options: Options) -> Result<Self> {
-        let options = options.rounded();
         let failed = |source: io::Error| bind_error(address, &source);
-        let (listener, local) = listen(address).map_err(failed)?;
+        let (listener, local, port) = listen(address).map_err(failed)?;
+        Self::listening(listener, local, options, Standing::Alone, port)
+    }
+
+    /// Listens beside a UDP socket that has this address.
+    pub(super) fn bind_beside_udp(address: SocketAddr, options: Options) -> Result<Self> {
+        let listener = meet::listen(address, Standing::BesideUdp)
+            .map_err(|source| bind_error(address, &source))?;
+        Self::listening(listener, address, options, Standing::BesideUdp, None)
+    }
+
+    fn listening(
+        listener: OwnedFd,
+        local: SocketAddr,
+        options: Options,
+        standing: Standing,
+        port: Option<OwnedFd>,
+    ) -> Result<Self> {
+        let options = options.rounded();
+        let failed = |source: io::Error| bind_error(local, &source);
         let poll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|code| failed(code.into()))?;
         let incoming =
             Incoming::new(&poll, listener, local, &options).map_err(|code| failed(code.into()))?;
         Ok(Self {
             local,
+            standing,
+            _port: port,
             options,
             poll,
             flows: Flows::new(),
@@ -254,7 +279,7 @@ impl Shm {
 
     /// Connects to the peer, and gives it a new ring.
     fn meet(&self, from: SocketAddr, peer: SocketAddr) -> io::Result<(Arc<Peer>, Writer)> {
-        let socket = meet::connect(peer)?;
+        let socket = meet::connect(peer, self.standing)?;
         if !meet::is_trusted(socket.as_fd())? {
             return Err(Errno::PERM.into());
         }
@@ -544,10 +569,18 @@ impl Link for Shm {
     }
 }
 
-/// Listens under the address, or under any free port of it.
-fn listen(address: SocketAddr) -> io::Result<(OwnedFd, SocketAddr)> {
+/// Listens under the address, or under any free port of it, which is then held for UDP too.
+fn listen(address: SocketAddr) -> io::Result<(OwnedFd, SocketAddr, Option<OwnedFd>)> {
     if address.port() != 0 {
-        return Ok((meet::listen(address)?, address));
+        return Ok((meet::listen(address, Standing::Alone)?, address, None));
+    }
+    for _ in 0..PORTS_TRIED {
+        let Some((port, address)) = meet::hold_port(address.ip()) else { break };
+        match meet::listen(address, Standing::Alone) {
+            Ok(listener) => return Ok((listener, address, Some(port))),
+            Err(source) if source.kind() == io::ErrorKind::AddrInUse => {}
+            Err(source) => return Err(source),
+        }
     }
     // Processes begin at different ports, so that they rarely try one that is taken.
     let (first, count) = (*ANY_PORTS.start(), ANY_PORTS.len() as u32);
@@ -555,8 +588,8 @@ fn listen(address: SocketAddr) -> io::Result<(OwnedFd, SocketAddr)> {
     for step in 0..count {
         let port = first + ((start + step) % count) as u16;
         let address = SocketAddr::new(address.ip(), port);
-        match meet::listen(address) {
-            Ok(listener) => return Ok((listener, address)),
+        match meet::listen(address, Standing::Alone) {
+            Ok(listener) => return Ok((listener, address, None)),
             Err(source) if source.kind() == io::ErrorKind::AddrInUse => {}
             Err(source) => return Err(source),
         }

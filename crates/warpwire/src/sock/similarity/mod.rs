@@ -15,6 +15,7 @@
 //! Any status but [`Found`](Status::Found) comes without matches, and closes the connection. Whoever sends half a query and then
 //! nothing for [`patience`](SimilarOptions::patience), or takes no answers for as long, is closed. Nobody else notices.
 
+mod client;
 mod wire;
 mod worker;
 
@@ -30,9 +31,11 @@ use super::serving::{CONTROL_LEN, NAME, Play, await_listener};
 use crate::error::{Error, Kind, Result};
 use crate::mem::sim::{Block, Fault};
 use crate::mem::{Allocation, DeviceAddr, Launch, Program, Stream};
+pub use client::{Questions, ask_from_kernel, ask_from_thread};
 pub use wire::{HEAD, MAGIC, MATCH, Match, Status, ask, query_bytes, random_vectors, search};
 
 const KERNEL: &str = "similarity_server";
+const CLIENT_KERNEL: &str = "similarity_client";
 /// Threads of a worker's block, and how many vectors each looks at between two rounds of choosing.
 const THREADS: u32 = 256;
 const VECTORS_PER_THREAD: u64 = 8;
@@ -59,6 +62,29 @@ pub enum Over {
     Inet,
     /// RDMA: kernels, and CPU programs with [`warp::Stream`](super::warp::Stream).
     Warp,
+}
+
+impl Over {
+    fn kind(self) -> device::Kind {
+        match self {
+            Self::Inet => device::Kind::Stream,
+            Self::Warp => device::Kind::WarpStream,
+        }
+    }
+}
+
+/// The kind of sockets that a setup's number means.
+fn kind_of(number: u64) -> device::Kind {
+    let warp = device::Kind::WarpStream;
+    if number == warp as u64 { warp } else { device::Kind::Stream }
+}
+
+/// The kernels of both sides.
+fn program() -> Program {
+    Program::new("similarity")
+        .ptx(include_str!("similarity.ptx"))
+        .block(KERNEL, worker::similarity_block)
+        .block(CLIENT_KERNEL, client::client_block)
 }
 
 /// How large the server is.
@@ -257,10 +283,7 @@ impl Memory {
             control: host.address_of(&control)?,
             most_clients: u64::from(o.clients),
             counts: host.address_of(&counts)?,
-            kind: match o.over {
-                Over::Inet => device::Kind::Stream as u64,
-                Over::Warp => device::Kind::WarpStream as u64,
-            },
+            kind: o.over.kind() as u64,
             desks: host.address_of(&desks)?,
             desk_size,
             address: address_bytes(Some(o.address)),
@@ -294,10 +317,7 @@ impl<'a> SimilarServer<'a> {
     ) -> Result<Self> {
         options.check()?;
         let device = host.device();
-        let program = Program::new("similarity server")
-            .ptx(include_str!("similarity.ptx"))
-            .block(KERNEL, worker::similarity_block);
-        let kernel = device.load(&program)?.kernel(KERNEL)?;
+        let kernel = device.load(&program())?.kernel(KERNEL)?;
         let memory = Memory::lay(host, vectors, dimension, &options)?;
         let stream = device.stream()?;
         let setup = memory.setup.whole()?;

@@ -280,11 +280,56 @@ template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, 
     if (worker == 0) close(table, listener, group);
 }
 
+// ------------------------------------------------------------------------------------------------------------------
+// A client: it asks one query after the other, and leaves the answers where the host looks
+
+// As in client.rs.
+struct Client {
+    u64 table, kind, queries, query_size, answers, answer_size, count, result, timeout;
+    Address server;
+};
+static_assert(sizeof(Client) == 96, "as in client.rs");
+constexpr i64 kEproto = 71;
+
+// Asks one; 0, or below it why not.
+template <class Group> WARPWIRE_CALL i64 ask(const Table &table, const Client &client, int socket, u64 number, Group group) {
+    i64 sent = send(table, socket, reinterpret_cast<const u8 *>(client.queries + number * client.query_size), client.query_size, group);
+    if (sent < 0) return sent;
+    Head *head = reinterpret_cast<Head *>(client.answers + number * client.answer_size);
+    i64 got = recv_all(table, socket, head, sizeof(Head), group);
+    if (got != static_cast<i64>(sizeof(Head))) return got < 0 ? got : -kEconnreset;
+    group.sync();
+    bool strange = head->magic != kMagic || head->word != kFound || head->count > (client.answer_size - sizeof(Head)) / sizeof(Match);
+    if (group.any(strange)) return -kEproto;
+    u64 rest = group.share(head->count) * sizeof(Match);
+    got = recv_all(table, socket, head + 1, rest, group);
+    return got == static_cast<i64>(rest) ? 0 : got < 0 ? got : -kEconnreset;
+}
+
+template <class Group> WARPWIRE_CALL void ask_all(const Client &client, Group group) {
+    const Table &table = *reinterpret_cast<const Table *>(client.table);
+    int socket = sock::socket(table, static_cast<Family>(client.server.family), static_cast<Kind>(client.kind), group);
+    i64 failed = socket < 0 ? socket : sock::set(table, socket, kReceiveTimeout, static_cast<i64>(client.timeout), group);
+    if (!failed) failed = sock::set(table, socket, kSendTimeout, static_cast<i64>(client.timeout), group);
+    if (!failed) failed = connect(table, socket, client.server, group);
+    u64 done = 0;
+    while (!failed && done < client.count)
+        if (!(failed = ask(table, client, socket, done, group))) done++;
+    if (socket >= 0) close(table, socket, group);
+    if (group.rank() == 0) {
+        u64 *result = reinterpret_cast<u64 *>(client.result);
+        sock::detail::store_system(&result[0], done);
+        sock::detail::store_system(&result[1], static_cast<u64>(-failed));
+    }
+}
+
 }  // namespace
 
 #if WARPWIRE_CUDA
+extern "C" __global__ void similarity_client(u64 client) { ask_all(*reinterpret_cast<const Client *>(client), Block()); }
 extern "C" __global__ void similarity_server(u64 setup) { serve(*reinterpret_cast<const Setup *>(setup), blockIdx.x, Block()); }
 #else
+extern "C" void similarity_client_thread(u64 client, u64) { ask_all(*reinterpret_cast<const Client *>(client), Block()); }
 extern "C" void similarity_server_thread(u64 setup, u64 worker) {
     serve(*reinterpret_cast<const Setup *>(setup), static_cast<u32>(worker), Block());
 }

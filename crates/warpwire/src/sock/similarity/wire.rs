@@ -116,6 +116,18 @@ pub(super) fn judge(head: &[u8], dimension: u64, most_k: u64) -> std::result::Re
 /// reason; else as the connection fails.
 pub fn ask(mut server: impl Read + Write, k: u32, vector: &[f32]) -> io::Result<Vec<Match>> {
     server.write_all(&query_bytes(k, vector))?;
+    take_answer(&mut server, k)
+}
+
+/// How many matches follow a head, if it is one of matches, and no more than so many.
+pub(super) fn matches_of(head: &[u8], most: usize) -> Option<usize> {
+    let [magic, status, count, _] = words(head);
+    let count = count as usize;
+    (magic == MAGIC && status == Status::Found as u32 && count <= most).then_some(count)
+}
+
+/// Hears an answer.
+pub(super) fn take_answer(server: &mut impl Read, k: u32) -> io::Result<Vec<Match>> {
     let mut head = [0; HEAD];
     server.read_exact(&mut head)?;
     let [magic, status, count, _] = words(&head);

@@ -6,7 +6,7 @@ use super::wire::{Best, HEAD, MATCH, Match, Status, head_bytes, judge};
 use super::{Setup, counts};
 use crate::mem::DeviceAddr;
 use crate::mem::sim::{Block, Fault};
-use crate::sock::device::{Failure, Kind, Outcome, Polled, Setting, Sock, Sockets};
+use crate::sock::device::{Failure, Outcome, Polled, Setting, Sock, Sockets};
 use crate::sock::layout::events;
 use crate::sock::serving::{self, STOP};
 
@@ -49,7 +49,7 @@ impl Worker<'_> {
 
     fn serve(&mut self) -> Outcome<()> {
         let Setup { control, address, .. } = self.setup;
-        let kind = if self.setup.kind == 3 { Kind::WarpStream } else { Kind::Stream };
+        let kind = super::kind_of(self.setup.kind);
         let listener = serving::listener(self.block, &self.sockets, *control, address, kind)?;
         let Some(listener) = listener else { return Ok(()) };
         while self.block.load_u64(DeviceAddr::new(control + STOP))? == 0 {

@@ -75,7 +75,8 @@ pub(super) struct Parts {
 impl Parts {
     pub(super) fn new(context: &Context, options: &NetOptions) -> Result<Self> {
         let pd = context.pd();
-        let cq = context.create_cq(MOST_POSTS as u32 * 2)?;
+        // When a queue pair fails, each of its entries ends, signaled or not.
+        let cq = context.create_cq(MOST_POSTS as u32 * ENTRIES)?;
         let queue = QpOptions {
             send_depth: MOST_POSTS as u32 * ENTRIES,
             receive_depth: 1,

@@ -115,7 +115,13 @@ impl Stream {
     }
 
     /// Whether calls return [`WouldBlock`](io::ErrorKind::WouldBlock) instead of waiting.
+    ///
+    /// # Errors
+    /// If there is no descriptor left to tell of readiness by.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
+        if nonblocking {
+            self.0.end.signal().map_err(io_error)?;
+        }
         self.0.nonblocking.store(nonblocking, Ordering::Relaxed);
         Ok(())
     }
@@ -240,7 +246,8 @@ impl Write for Stream {
 
 impl AsFd for Stream {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // Where no descriptor can be made, that of the TCP connection is one at least, which tells of the end.
+        // A stream that does not block has the first. Where it does and none can be made, the TCP connection's tells of the
+        // end at least.
         match self.0.end.signal() {
             Ok(signal) => signal.as_fd(),
             Err(_) => self.0.end.tcp.as_fd(),

@@ -1,0 +1,231 @@
+//! A kernel as the client of a similarity server: it asks one query after the other.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use rustix::io::Errno;
+
+use super::wire::{HEAD, MATCH, Match, query_bytes, take_answer};
+use super::{CLIENT_KERNEL, Over, program, start};
+use crate::error::{Error, Kind, Result};
+use crate::mem::sim::{Block, Fault};
+use crate::mem::{Allocation, DeviceAddr, Launch};
+use crate::sock::SockHost;
+use crate::sock::device::{Failure, Family, Outcome, Setting, Sock, Sockets};
+use crate::sock::layout::{ADDRESS_LEN, address_bytes, address_from};
+
+const THREADS: u32 = 128;
+const WORDS: usize = 9;
+const SETUP_LEN: usize = WORDS * 8 + ADDRESS_LEN;
+/// Where the kernel says how many were answered, and the errno if it failed.
+const DONE: u64 = 0;
+const FAILED: u64 = 8;
+const RESULT_LEN: u64 = 16;
+/// How long the kernel's start and end may take beside its waits.
+const SOON: Duration = Duration::from_secs(20);
+
+/// What the kernel reads. The same as in similarity.cu.
+#[derive(Clone, Copy, Debug, Default)]
+struct Setup {
+    table: u64,
+    kind: u64,
+    queries: u64,
+    query_size: u64,
+    answers: u64,
+    answer_size: u64,
+    count: u64,
+    result: u64,
+    timeout: u64,
+    server: [u8; ADDRESS_LEN],
+}
+
+impl Setup {
+    fn words(&mut self) -> [&mut u64; WORDS] {
+        [
+            &mut self.table,
+            &mut self.kind,
+            &mut self.queries,
+            &mut self.query_size,
+            &mut self.answers,
+            &mut self.answer_size,
+            &mut self.count,
+            &mut self.result,
+            &mut self.timeout,
+        ]
+    }
+
+    fn bytes(mut self) -> [u8; SETUP_LEN] {
+        let server = self.server;
+        let mut bytes = [0; SETUP_LEN];
+        for (word, into) in self.words().iter().zip(bytes.chunks_exact_mut(8)) {
+            into.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes[WORDS * 8..].copy_from_slice(&server);
+        bytes
+    }
+
+    fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, Fault> {
+        let mut setup = Self::default();
+        for (number, word) in setup.words().into_iter().enumerate() {
+            *word = block.load_u64(DeviceAddr::new(at.raw() + number as u64 * 8))?;
+        }
+        block.read(DeviceAddr::new(at.raw() + WORDS as u64 * 8), &mut setup.server)?;
+        Ok(setup)
+    }
+}
+
+/// A client's memory.
+struct Ground {
+    setup: Allocation,
+    result: Allocation,
+    answers: Allocation,
+    answer_size: u64,
+    _queries: Allocation,
+}
+
+/// What a kernel shall ask.
+#[derive(Clone, Copy, Debug)]
+pub struct Questions<'a> {
+    /// The server.
+    pub server: SocketAddr,
+    /// Its family.
+    pub over: Over,
+    /// How many matches for each query.
+    pub k: u32,
+    /// The queries, one behind the other.
+    pub vectors: &'a [f32],
+    /// Components of each.
+    pub dimension: u32,
+    /// How long to wait for the server each time.
+    pub timeout: Duration,
+}
+
+impl Ground {
+    fn lay(host: &SockHost, asked: &Questions<'_>) -> Result<(Self, u64)> {
+        if asked.k == 0 || asked.k > 4096 {
+            let why = format!("{} matches", asked.k);
+            let error = Error::new(Kind::InvalidArgument, "ask from a kernel").why(why);
+            return Err(error.fix("ask for 1 to 4096"));
+        }
+        let count = super::wire::check_vectors(asked.vectors, asked.dimension)?;
+        let each = asked.vectors.chunks_exact(asked.dimension as usize);
+        let bytes: Vec<u8> = each.flat_map(|one| query_bytes(asked.k, one)).collect();
+        let answer_size = (HEAD + asked.k as usize * MATCH) as u64;
+        let queries = host.alloc(bytes.len() as u64)?;
+        let (answers, setup) = (host.alloc(count * answer_size)?, host.alloc(SETUP_LEN as u64)?);
+        let result = host.device().alloc_pinned(RESULT_LEN)?;
+        queries.write(0, &bytes)?;
+        result.write(0, &[0; RESULT_LEN as usize])?;
+        let told = Setup {
+            table: host.table(),
+            kind: asked.over.kind() as u64,
+            queries: host.address_of(&queries)?,
+            query_size: bytes.len() as u64 / count,
+            answers: host.address_of(&answers)?,
+            answer_size,
+            count,
+            result: host.address_of(&result)?,
+            timeout: asked.timeout.as_nanos() as u64,
+            server: address_bytes(Some(asked.server)),
+        };
+        setup.write(0, &told.bytes())?;
+        Ok((Self { setup, result, answers, answer_size, _queries: queries }, count))
+    }
+
+    /// What the kernel found, or why it stopped.
+    fn harvest(&self, asked: &Questions<'_>, count: u64) -> Result<Vec<Vec<Match>>> {
+        let result = self.result.host_bytes()?;
+        let (done, errno) = (result.load_u64(DONE)?, result.load_u64(FAILED)? as i32);
+        let about = || format!("ask {} from a kernel", asked.server);
+        let mut found = Vec::new();
+        let mut bytes = vec![0; self.answer_size as usize];
+        // The one at which it stopped may have the server's reason.
+        let last = if errno == Errno::PROTO.raw_os_error() { done + 1 } else { done };
+        for number in 0..last.min(count) {
+            self.answers.read(number * self.answer_size, &mut bytes)?;
+            let answer = take_answer(&mut &bytes[..], asked.k);
+            found
+                .push(answer.map_err(|error| {
+                    Error::new(Kind::Malformed, about()).why(error.to_string())
+                })?);
+        }
+        if errno != 0 || found.len() as u64 != count {
+            let why = std::io::Error::from_raw_os_error(errno).to_string();
+            let error = Error::new(Kind::Os(errno), about()).why(why);
+            return Err(error.fix("check that a similarity server of that family listens there"));
+        }
+        Ok(found)
+    }
+}
+
+/// Lets a kernel of the host's device ask a server, and returns what it found for each query.
+///
+/// # Errors
+/// If the server cannot be reached, refuses a query, or does not answer in time.
+pub fn ask_from_kernel(host: &SockHost, asked: &Questions<'_>) -> Result<Vec<Vec<Match>>> {
+    let kernel = host.device().load(&program())?.kernel(CLIENT_KERNEL)?;
+    let (ground, count) = Ground::lay(host, asked)?;
+    let stream = host.device().stream()?;
+    let setup = ground.setup.whole()?;
+    start(&stream, Launch::new(&kernel).threads(THREADS).region(&setup))?;
+    let waits = asked.timeout.saturating_mul(u32::try_from(count + 2).unwrap_or(u32::MAX));
+    stream.synchronize(waits.saturating_add(SOON))?;
+    ground.harvest(asked, count)
+}
+
+/// The same, by a thread of a host for [`Place::Threads`](crate::sock::Place::Threads): for tests of similarity.cu as C++.
+#[doc(hidden)]
+pub fn ask_from_thread(
+    host: &SockHost,
+    asked: &Questions<'_>,
+    run: impl FnOnce(u64, u64),
+) -> Result<Vec<Vec<Match>>> {
+    let (ground, count) = Ground::lay(host, asked)?;
+    run(host.address_of(&ground.setup)?, 0);
+    ground.harvest(asked, count)
+}
+
+/// The client, as a block function: the twin of similarity.cu.
+pub(super) fn client_block(block: &Block<'_>) -> std::result::Result<(), Fault> {
+    let setup = Setup::read(block, block.address(0)?)?;
+    let sockets = Sockets::open(block, DeviceAddr::new(setup.table))?;
+    let mut done = 0;
+    let errno = match ask_all(block, &sockets, &setup, &mut done) {
+        Ok(()) => 0,
+        Err(Failure::Errno(errno)) => errno.raw_os_error() as u64,
+        Err(Failure::Fault(fault)) => return Err(fault),
+    };
+    block.store_u64(DeviceAddr::new(setup.result + DONE), done)?;
+    block.store_u64(DeviceAddr::new(setup.result + FAILED), errno)
+}
+
+fn ask_all(block: &Block<'_>, sockets: &Sockets<'_>, s: &Setup, done: &mut u64) -> Outcome<()> {
+    let server = address_from(&s.server).ok_or(Errno::AFNOSUPPORT)?;
+    let family = if server.is_ipv6() { Family::V6 } else { Family::V4 };
+    let socket = sockets.socket(family, super::kind_of(s.kind))?;
+    sockets.set(socket, Setting::ReceiveTimeout, s.timeout as i64)?;
+    sockets.set(socket, Setting::SendTimeout, s.timeout as i64)?;
+    let mut outcome = sockets.connect(socket, server);
+    while outcome.is_ok() && *done < s.count {
+        outcome = ask_one(block, sockets, s, socket, *done);
+        *done += u64::from(outcome.is_ok());
+    }
+    sockets.close(socket)?;
+    outcome
+}
+
+fn ask_one(b: &Block<'_>, sockets: &Sockets<'_>, s: &Setup, to: Sock, number: u64) -> Outcome<()> {
+    let mut query = vec![0; s.query_size as usize];
+    b.read(DeviceAddr::new(s.queries + number * s.query_size), &mut query)?;
+    sockets.send(to, &query)?;
+    let mut answer = vec![0; s.answer_size as usize];
+    let whole = |got: usize, len: usize| if got == len { Ok(()) } else { Err(Errno::CONNRESET) };
+    whole(sockets.recv_all(to, &mut answer[..HEAD])?, HEAD)?;
+    let place = DeviceAddr::new(s.answers + number * s.answer_size);
+    b.write(place, &answer[..HEAD])?;
+    let most = (answer.len() - HEAD) / MATCH;
+    let count = super::wire::matches_of(&answer[..HEAD], most).ok_or(Errno::PROTO)?;
+    let rest = &mut answer[HEAD..HEAD + count * MATCH];
+    whole(sockets.recv_all(to, rest)?, count * MATCH)?;
+    Ok(b.write(place, &answer)?)
+}
