@@ -107,8 +107,8 @@ constexpr u32 kVersion = 2;
 
 struct Table {
     u32 version, sockets, slots, silence_ms;
-    u64 inbox, outbox, desks, requests, replies, turns, ticket, pulse;
-    u64 unused[6];
+    u64 inbox, outbox, desks, requests, replies, turns, ticket, pulse, berths;
+    u64 unused[5];
 };
 struct Pulse {
     u64 beat;
@@ -117,7 +117,8 @@ struct Pulse {
 struct Inbox {  // written by the host; `received` and `taken` of the family `warp` by the peer's device
     u64 state, received, taken, receive_ring, send_ring;
     u32 receive_size, send_size;
-    u64 wire, berth;
+    u64 wire;
+    u32 report_at, unused;
 };
 struct Outbox {  // written by kernels, for the host
     u32 sent, consumed;
@@ -127,7 +128,7 @@ struct Desk {  // of kernels only
     u64 sent, consumed;
     u32 send_lock, receive_lock;
     u64 send_timeout, receive_timeout, reported;
-    u32 post_lock, unused;
+    u32 post_lock, berth;
 };
 struct Request {
     u64 number;
@@ -333,7 +334,7 @@ template <class Group = Block> WARPWIRE_FN int commit(const Table &table, int so
 template <class Group = Block>
 WARPWIRE_FN int poll(const Table &table, Polled *list, u32 count, u64 timeout, Group group = Group()) {
     detail::Waiter waiter(timeout);
-    for (u32 looks = 1;; looks++) {
+    for (;;) {
         bool mine = false;
         group.sync();
         for (u32 i = group.rank(); i < count; i += group.size()) {
@@ -342,8 +343,6 @@ WARPWIRE_FN int poll(const Table &table, Polled *list, u32 count, u64 timeout, G
             mine |= found != 0;
         }
         if (group.any(mine)) break;
-        if (looks == detail::kIdleLooks || timeout == 0)
-            for (u32 i = group.rank(); i < count; i += group.size()) detail::report_at_rest(table, detail::find(table, list[i].socket));
         i64 stop = 0;
         if (group.rank() == 0) stop = waiter.step(table);
         stop = detail::shared(group, stop);

@@ -19,8 +19,14 @@ fuzz_target!(|bytes: &[u8]| {
         gid: 0,
     };
     let spot = |address| Spot { address, rkey: 1 };
-    let mine =
-        Hello { offer, ring: spot(4096), ring_size: 4096, received: spot(8), taken: spot(16) };
+    let mine = Hello {
+        offer,
+        ring: spot(4096),
+        ring_size: 4096,
+        received: spot(8),
+        taken: spot(16),
+        window: None,
+    };
     let mut end = Handshake::new(&mine).expect("a hello in order");
     end.sent(usize::MAX);
     let mut failed = false;

@@ -153,6 +153,7 @@ WARPWIRE_CALL void take_desk(const Table &table, int socket) {
     store_gpu(&desk->flags, load_system(&found.inbox->state) & kIsWarp ? kFlagWarp : 0u);
     store_gpu(&desk->reported, 0ull);
     store_gpu(&desk->post_lock, kFree);
+    store_gpu(&desk->berth, 0u);
     store_gpu(&desk->sent, 0ull);
     store_gpu(&desk->consumed, 0ull);
     store_gpu(&desk->send_timeout, 0ull);
@@ -437,13 +438,13 @@ WARPWIRE_FN void tell_consumed(const Found &found, u64 consumed) {
     fence_system();
     store_system(&found.outbox->consumed, static_cast<u32>(consumed));
 }
-WARPWIRE_FN void publish_consumed(const Table &table, const Found &found, u64 consumed, u64 size) {
+WARPWIRE_FN void publish_consumed(const Table &table, const Found &found, u64 consumed) {
     if (!(load_gpu(&found.desk->flags) & kFlagWarp)) {
         tell_consumed(found, consumed);
         return;
     }
     store_gpu(&found.desk->consumed, consumed);
-    report(table, found, consumed, size / 4);
+    report(table, found, consumed);
 }
 
 WARPWIRE_CALL void end_send(const Table &table, int socket, const Turn &turn) {
@@ -453,7 +454,7 @@ WARPWIRE_CALL void end_send(const Table &table, int socket, const Turn &turn) {
 }
 WARPWIRE_CALL void end_receive(const Table &table, int socket, const Turn &turn) {
     Found found = find(table, socket);
-    publish_consumed(table, found, load_gpu(&found.desk->consumed) + turn.advance, turn.size);
+    publish_consumed(table, found, load_gpu(&found.desk->consumed) + turn.advance);
     store_gpu(&found.desk->receive_lock, kFree);
 }
 
@@ -472,9 +473,8 @@ WARPWIRE_FN i64 readable(const Table &table, const Found &found) {
 // Waits for something to receive, and takes the lock: how much there is, 0 at the end (without the lock), or why not.
 WARPWIRE_CALL i64 lock_readable(const Table &table, const Found &found) {
     if (!found.generation || !look(found)) return -kEbadf;
-    u64 limit = patience(found, &found.desk->receive_timeout);
-    Waiter waiter(limit);
-    for (u32 looks = 1;; looks++) {
+    Waiter waiter(patience(found, &found.desk->receive_timeout));
+    for (;;) {
         i64 waiting = readable(table, found);
         if (waiting <= 0 && waiting != -kEagain) return waiting;
         i64 locked = waiting > 0 ? try_lock(found, &found.desk->receive_lock) : 0;
@@ -484,8 +484,6 @@ WARPWIRE_CALL i64 lock_readable(const Table &table, const Found &found) {
             waiting = available(table, found, &state);
             if (waiting > 0) return waiting;
             store_gpu(&found.desk->receive_lock, kFree);
-        } else if (waiting <= 0 && (looks == kIdleLooks || !limit)) {
-            report_at_rest(table, found);
         }
         if (i64 stop = waiter.step(table)) return stop;
     }
@@ -576,7 +574,7 @@ WARPWIRE_CALL i64 give_back_alone(const Table &table, int socket, u64 used) {
     u64 consumed = load_gpu(&found.desk->consumed);
     u64 state = look(found);
     if (used > received(found, &state) - consumed) return -kEinval;
-    publish_consumed(table, found, consumed + used, load_system(&found.inbox->receive_size));
+    publish_consumed(table, found, consumed + used);
     store_gpu(&found.desk->receive_lock, kFree);
     return 0;
 }

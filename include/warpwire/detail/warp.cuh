@@ -11,13 +11,12 @@ namespace detail {
 
 constexpr u64 kEnded = 1ull << 63;                              // in `received`: no more will come
 constexpr u64 kPosting = 10ull * 1000 * 1000 * 1000;            // how long posting waits for others, and for room
-constexpr u32 kIdleLooks = 64;                                  // at an empty ring, before the peer is told of all that was taken
-constexpr u32 kFlagBoarded = 16, kFlagEnded = 32;                // flags of a desk
+constexpr u32 kFlagEnded = 16;                                  // flag of a desk: the peer was told of the end
 
 // Where the peer may be written to.
 struct Peer {
     u64 ring, received, taken;
-    u32 ring_key, received_key, taken_key, ring_size, send_key, unused;
+    u32 ring_key, received_key, taken_key, ring_size, send_key, berth;
     u64 more[2];
 };
 struct Wire {  // written by the host
@@ -62,7 +61,9 @@ WARPWIRE_FN i64 room(const Table &table, const Found &found, u64 state) {
 }
 
 // Makes the berth, when it is first needed.
-WARPWIRE_CALL void board(const Found &found, Berth *berth, const Wire *wire) {
+WARPWIRE_CALL Berth *board(const Table &table, const Found &found, const Wire *wire) {
+    u32 number = load_system(&wire->peer.berth);
+    Berth *berth = reinterpret_cast<Berth *>(table.berths) + number;
     u64 *words = reinterpret_cast<u64 *>(berth);
     for (u32 i = 0; i < 16; i++) words[i] = load_system(&wire->constants[i]);
     for (u32 i = 16; i < sizeof(Qp) / 8; i++) words[i] = 0;
@@ -70,7 +71,13 @@ WARPWIRE_CALL void board(const Found &found, Berth *berth, const Wire *wire) {
     u64 *kept = reinterpret_cast<u64 *>(&berth->peer);
     for (u32 i = 0; i < sizeof(Peer) / 8; i++) kept[i] = load_system(said + i);
     berth->qp.send.failure = berth->qp.receive.failure = kNoFailure;
-    change_flags(found.desk, 0, kFlagBoarded);
+    store_gpu(&found.desk->berth, number + 1);
+    return berth;
+}
+// The berth, if it is made.
+WARPWIRE_FN Berth *berth_of(const Table &table, const Found &found) {
+    u32 number = load_gpu(&found.desk->berth);
+    return number ? reinterpret_cast<Berth *>(table.berths) + (number - 1) : nullptr;
 }
 
 // Takes so many entries, with the lock for posting held; null if that cannot be, and then the connection has ended.
@@ -79,10 +86,10 @@ WARPWIRE_CALL Berth *begin_post(const Table &table, const Found &found, u32 coun
     while (replace(&found.desk->post_lock, kFree, kCopying) != kFree)
         if (turn.step(table)) return nullptr;
     i64 why = kEnotconn;
-    Berth *berth = reinterpret_cast<Berth *>(load_system(&found.inbox->berth));
-    const Wire *wire = reinterpret_cast<const Wire *>(load_system(&found.inbox->wire));
-    if (berth && wire) {
-        if (!(load_gpu(&found.desk->flags) & kFlagBoarded)) board(found, berth, wire);
+    Berth *berth = berth_of(table, found);
+    if (!berth)
+        if (const Wire *wire = reinterpret_cast<const Wire *>(load_system(&found.inbox->wire))) berth = board(table, found, wire);
+    if (berth) {
         Waiter waiter(kPosting);
         for (;;) {
             Status status = warpwire::detail::reserve(warpwire::detail::sends(berth->qp), count, 0, first);
@@ -145,25 +152,15 @@ WARPWIRE_CALL void post_end(const Table &table, const Found &found) {
     end_post(found, berth, first, 1);
 }
 
-// Tells the peer what was taken, if so much is unknown to it.
-WARPWIRE_CALL void report(const Table &table, const Found &found, u64 consumed, u64 at_least) {
-    if (consumed - load_gpu(&found.desk->reported) < at_least) return;
+// Tells the peer what was taken, if that is worth it.
+WARPWIRE_CALL void report(const Table &table, const Found &found, u64 consumed) {
+    if (consumed - load_gpu(&found.desk->reported) < load_system(&found.inbox->report_at)) return;
     store_gpu(&found.desk->reported, consumed);
     u64 first;
     Berth *berth = begin_post(table, found, 1, &first);
     if (!berth) return;
     write_word(berth, first, berth->peer.taken, berth->peer.taken_key, consumed);
     end_post(found, berth, first, 1);
-}
-
-// The caller waits with an empty ring: the peer is told of all that was taken. It may wait for that, having a smaller ring.
-WARPWIRE_CALL void report_at_rest(const Table &table, const Found &found) {
-    u64 state = look(found);
-    if (!is_warp(state) || !(state & kConnected) || state & (kSendEnd | kReceiveEnd)) return;
-    if (load_gpu(&found.desk->consumed) == load_gpu(&found.desk->reported)) return;
-    if (try_lock(found, &found.desk->receive_lock) <= 0) return;
-    report(table, found, load_gpu(&found.desk->consumed), 1);
-    store_gpu(&found.desk->receive_lock, kFree);
 }
 
 // Tells the peer that no more will come, once those who copy now are done. A span that is out is not waited for.
@@ -180,8 +177,8 @@ WARPWIRE_CALL void end_sending(const Table &table, const Found &found) {
 WARPWIRE_CALL u64 end_both(const Table &table, const Found &found, u64 state) {
     if (!is_warp(state) || !(state & kConnected)) return 0;
     if (!(state & kResets) && !send_error(state)) post_end(table, found);
-    if (!(load_gpu(&found.desk->flags) & kFlagBoarded)) return 0;
-    return warpwire::detail::filled(reinterpret_cast<Berth *>(load_system(&found.inbox->berth))->qp.send);
+    Berth *berth = berth_of(table, found);
+    return berth ? warpwire::detail::filled(berth->qp.send) : 0;
 }
 
 }  // namespace detail

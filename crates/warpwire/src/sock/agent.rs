@@ -18,6 +18,7 @@ use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
 
+use super::SockOptions;
 use super::arena::{self, Arena};
 use super::berths::Berths;
 use super::fabric::{Fabric, Shores};
@@ -25,8 +26,8 @@ use super::ground::Ground;
 use super::layout::{inbox, parts, state};
 use super::meeting::{CRADLE, Nursery};
 use super::socket::{Ring, Socket};
-use super::{SockOptions, WarpOptions};
 use crate::error::{Error, Result};
+use crate::verbs::Context;
 
 /// Bytes moved for a socket before it is another's turn. A datagram fits.
 pub(super) const PIECE: usize = 128 << 10;
@@ -101,7 +102,7 @@ impl Agent {
     pub(super) fn new(
         ground: Arc<Ground>,
         options: SockOptions,
-        (berths, warp): (Option<Berths>, WarpOptions),
+        (berths, context): (Option<Berths>, Option<Context>),
         wake: &OwnedFd,
         counters: Arc<Counters>,
         ending: Arc<Ending>,
@@ -116,7 +117,7 @@ impl Agent {
             vacant: (0..places).collect(),
             used_up_to: 0,
             berths,
-            fabric: Fabric::new(warp),
+            fabric: Fabric::new(context),
             nursery: Nursery::default(),
             receive_arena,
             send_arena,
@@ -426,7 +427,7 @@ impl Agent {
         let socket = &self.sockets[usize::from(index)];
         let rings = self.ground.ring_addresses(socket.receive_ring.0, socket.send_ring.0);
         let moored = socket.warp.moored.as_ref().zip(self.berths.as_ref());
-        let wire = moored.map_or((0, 0), |(moored, berths)| berths.addresses(moored.berth));
+        let wire = moored.map_or(0, |(moored, berths)| berths.wire_at(moored.berth));
         self.ground.tell_all(index, &socket.line(rings, wire))
     }
 

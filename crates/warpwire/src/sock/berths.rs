@@ -112,10 +112,14 @@ impl Berths {
         )
     }
 
-    /// Where kernels find a wire line and a berth.
-    pub(super) fn addresses(&self, berth: u32) -> (u64, u64) {
-        let berth = u64::from(berth);
-        (self.watched_at + berth * self.watched_len, self.berths_at + berth * berth::LEN)
+    /// Where kernels find a berth's wire line.
+    pub(super) fn wire_at(&self, berth: u32) -> u64 {
+        self.watched_at + u64::from(berth) * self.watched_len
+    }
+
+    /// Where they find berths.
+    pub(super) fn berths_at(&self) -> u64 {
+        self.berths_at
     }
 
     /// Tells kernels how to post, and where the peer may be written to.
@@ -147,6 +151,7 @@ impl Berths {
             (peer::TAKEN_KEY, theirs.taken.rkey),
             (peer::RING_SIZE, theirs.ring_size as u32),
             (peer::SEND_KEY, send_key),
+            (peer::BERTH, berth),
         ] {
             put(at, &word.to_le_bytes());
         }

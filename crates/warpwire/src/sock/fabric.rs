@@ -21,14 +21,6 @@ const SPIN: Duration = Duration::from_micros(100);
 /// known at once, by its TCP connection.
 const TIMEOUT: u8 = 16;
 
-/// How the family `warp` reaches the network.
-#[derive(Clone, Debug, Default)]
-pub struct WarpOptions {
-    /// The device for all connections, driven by a thread of its own ([`Drive::Thread`]). By default a software HCA is opened
-    /// for each address of this machine that a connection uses, when it is first used: on shared memory and UDP.
-    pub context: Option<Context>,
-}
-
 /// Open devices, by the address that they are bound to.
 pub(super) struct Fabric {
     given: Option<Context>,
@@ -36,8 +28,8 @@ pub(super) struct Fabric {
 }
 
 impl Fabric {
-    pub(super) fn new(options: WarpOptions) -> Self {
-        Self { given: options.context, opened: Vec::new() }
+    pub(super) fn new(given: Option<Context>) -> Self {
+        Self { given, opened: Vec::new() }
     }
 
     /// The device for connections from that address of ours.
@@ -121,6 +113,7 @@ impl Moored {
             ring_size: self.receive.len(),
             received: spot(&self.words, 0),
             taken: spot(&self.words, 8),
+            window: Some(self.send.len()),
         }
     }
 

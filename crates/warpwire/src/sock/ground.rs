@@ -66,7 +66,7 @@ impl Places {
 }
 
 impl Ground {
-    pub(super) fn lay(device: &Device, options: &SockOptions) -> Result<Self> {
+    pub(super) fn lay(device: &Device, options: &SockOptions, berths_at: u64) -> Result<Self> {
         let (sockets, slots) = (options.sockets, options.requests);
         let places = Places::new(u64::from(sockets), u64::from(slots));
         let kernel_side = device.alloc_pinned(places.send_rings + options.arena)?;
@@ -104,7 +104,8 @@ impl Ground {
             kernel_side_at,
         };
         ground.clear()?;
-        ground.write_table(options, [desks_base, desks_base + turns, desks_base + desks_at])?;
+        let desks = [desks_base, desks_base + turns, desks_base + desks_at];
+        ground.write_table(options, desks, berths_at)?;
         Ok(ground)
     }
 
@@ -114,7 +115,7 @@ impl Ground {
         self.kernel_side.host_bytes()?.write(0, &vec![0; self.places.send_rings as usize])
     }
 
-    fn write_table(&self, options: &SockOptions, desks: [u64; 3]) -> Result<()> {
+    fn write_table(&self, options: &SockOptions, desks: [u64; 3], berths_at: u64) -> Result<()> {
         let [ticket, turns, desks] = desks;
         let mut bytes = [0; table::LEN as usize];
         let mut word = |at: u64, value: &[u8]| {
@@ -138,6 +139,7 @@ impl Ground {
             (table::TURNS, turns),
             (table::TICKET, ticket),
             (table::PULSE, self.host_side_at + self.places.pulse),
+            (table::BERTHS, berths_at),
         ] {
             word(at, &value.to_le_bytes());
         }

@@ -54,6 +54,8 @@ pub mod table {
     pub const TICKET: u64 = 64;
     /// Address of the pulse.
     pub const PULSE: u64 = 72;
+    /// Address of the [`berth`](super::berth)s.
+    pub const BERTHS: u64 = 80;
     /// How long it is.
     pub const LEN: u64 = 128;
 }
@@ -86,8 +88,8 @@ pub mod inbox {
     pub const SEND_SIZE: u64 = 44;
     /// Family `warp`: address of its [`wire`](super::wire) line; 0 before there is one.
     pub const WIRE: u64 = 48;
-    /// Family `warp`: address of its [`berth`](super::berth).
-    pub const BERTH: u64 = 56;
+    /// Family `warp`: when so many bytes were taken that the peer does not know of, it is told: 32 bits.
+    pub const REPORT_AT: u64 = 56;
     /// How long it is.
     pub const LEN: u64 = 64;
 }
@@ -125,6 +127,8 @@ pub mod desk {
     pub const REPORTED: u64 = 48;
     /// Family `warp`: who posts: [`FREE`] or [`COPYING`], 32 bits.
     pub const POST_LOCK: u64 = 56;
+    /// Family `warp`: the number of its [`berth`](super::berth) plus one, once that is made: 32 bits.
+    pub const BERTH: u64 = 60;
     /// How long it is.
     pub const LEN: u64 = 64;
 
@@ -136,10 +140,8 @@ pub mod desk {
     pub const SHUT_RECEIVE: u32 = 4;
     /// Flag: a socket of the family `warp`.
     pub const WARP: u32 = 8;
-    /// Flag: its berth is made.
-    pub const BOARDED: u32 = 16;
     /// Flag: the peer was told that no more will come.
-    pub const ENDED: u32 = 32;
+    pub const ENDED: u32 = 16;
 
     /// A lock that nobody has.
     pub const FREE: u32 = 0;
@@ -205,6 +207,8 @@ pub mod peer {
     pub const RING_SIZE: u64 = 36;
     /// The key of our own send ring.
     pub const SEND_KEY: u64 = 40;
+    /// The number of the berth.
+    pub const BERTH: u64 = 44;
     /// How long it is.
     pub const LEN: u64 = 64;
 }

@@ -315,6 +315,7 @@ impl Agent {
         let socket = &mut self.sockets[usize::from(index)];
         // A piece of our ring must not wrap in the peer's where it does not in ours.
         socket.send_window = socket.send_ring.1.min(theirs.ring_size);
+        socket.peer_window = theirs.window.unwrap_or(u64::MAX);
         let (Some(moored), Some(berths)) = (&socket.warp.moored, &self.berths) else {
             return Err(Errno::NOBUFS);
         };

@@ -72,9 +72,9 @@ use serde::Serialize;
 
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Allocation, Device, MemoryKind};
+use crate::verbs::Context;
 use agent::{Agent, Counters, Ending};
 use berths::Berths;
-pub use fabric::WarpOptions;
 use ground::Ground;
 
 /// Where the memory lies that the host writes and kernels watch.
@@ -208,19 +208,28 @@ pub struct SockHost {
 impl SockHost {
     /// Lays out memory that the device's kernels reach, and starts the thread that serves them.
     pub fn start(device: &Device, options: SockOptions) -> Result<Self> {
-        Self::start_with(device, options, WarpOptions::default())
+        Self::start_with(device, options, None)
     }
 
-    /// The same, with a word on how the family `warp` reaches the network.
-    pub fn start_with(device: &Device, options: SockOptions, warp: WarpOptions) -> Result<Self> {
+    /// The same, with this RDMA device for all connections of the family `warp`. It must be driven by a thread of its own
+    /// ([`Drive::Thread`](crate::verbs::Drive::Thread)): kernels ring its doorbells.
+    ///
+    /// By default a software HCA is opened for each address of this machine that a connection uses, when it is first used: on
+    /// shared memory and UDP.
+    pub fn start_on(device: &Device, options: SockOptions, context: &Context) -> Result<Self> {
+        Self::start_with(device, options, Some(context.clone()))
+    }
+
+    fn start_with(device: &Device, options: SockOptions, context: Option<Context>) -> Result<Self> {
         options.check()?;
         let on = |error: Error| error.during("serve sockets").on(device.label());
-        let ground = Arc::new(Ground::lay(device, &options).map_err(on)?);
         let berths = Berths::lay(device, &options).map_err(on)?;
+        let berths_at = berths.as_ref().map_or(0, Berths::berths_at);
+        let ground = Arc::new(Ground::lay(device, &options, berths_at).map_err(on)?);
         let (counters, ending) = (Arc::<Counters>::default(), Arc::<Ending>::default());
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| Error::os("make an eventfd", &errno.into()))?;
-        let warp = (berths, warp);
+        let warp = (berths, context);
         let agent =
             Agent::new(ground.clone(), options, warp, &wake, counters.clone(), ending.clone())?;
         let thread = std::thread::Builder::new()

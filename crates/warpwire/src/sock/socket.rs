@@ -49,6 +49,8 @@ pub(super) struct Socket {
     pub(super) send_ring: Ring,
     /// Family `warp`: how much of the send ring is used, so that it fits into the peer's.
     pub(super) send_window: u64,
+    /// Family `warp`: how much the peer has on its way at most.
+    pub(super) peer_window: u64,
     pub(super) received: u64,
     pub(super) consumed: u64,
     pub(super) sent: u64,
@@ -82,6 +84,7 @@ impl Socket {
             is_warp: false,
             warp: Warp::default(),
             send_window: 0,
+            peer_window: u64::MAX,
             fd: None,
             flags: 0,
             wishes: Wishes {
@@ -175,12 +178,8 @@ impl Socket {
         true
     }
 
-    /// The line that kernels see, given where its rings are, its wire line and its berth.
-    pub(super) fn line(
-        &self,
-        rings: (u64, u64),
-        (wire, berth): (u64, u64),
-    ) -> [u8; inbox::LEN as usize] {
+    /// The line that kernels see, given where its rings are, and its wire line.
+    pub(super) fn line(&self, rings: (u64, u64), wire: u64) -> [u8; inbox::LEN as usize] {
         let mut line = [0; inbox::LEN as usize];
         let mut put = |at: u64, bytes: &[u8]| {
             line[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
@@ -194,7 +193,8 @@ impl Socket {
         let send_size = if self.is_warp { self.send_window } else { self.send_ring.1 };
         put(inbox::SEND_SIZE, &(send_size as u32).to_le_bytes());
         put(inbox::WIRE, &wire.to_le_bytes());
-        put(inbox::BERTH, &berth.to_le_bytes());
+        let report_at = (self.receive_ring.1.min(self.peer_window) / 4).max(1);
+        put(inbox::REPORT_AT, &(report_at as u32).to_le_bytes());
         line
     }
 }

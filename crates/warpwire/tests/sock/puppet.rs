@@ -322,6 +322,7 @@ pub struct Puppet {
     buffers: Allocation,
     index: u64,
     number: std::cell::Cell<u64>,
+    pub family: crate::peer::Family,
 }
 
 /// What came of a command.
@@ -340,9 +341,14 @@ impl Puppet {
         (mailboxes, gpu.alloc_pinned(count * BUFFER).unwrap())
     }
 
-    pub fn new(mailboxes: &Allocation, buffers: &Allocation, index: u64) -> Self {
+    pub fn new(
+        mailboxes: &Allocation,
+        buffers: &Allocation,
+        index: u64,
+        family: crate::peer::Family,
+    ) -> Self {
         let number = std::cell::Cell::new(0);
-        Self { mailboxes: mailboxes.clone(), buffers: buffers.clone(), index, number }
+        Self { mailboxes: mailboxes.clone(), buffers: buffers.clone(), index, number, family }
     }
 
     /// Tells it what to do, and does not wait.

@@ -404,6 +404,7 @@ impl Rogue {
             ring_size: Self::RING,
             received: spot(Self::RING),
             taken: spot(Self::RING + 8),
+            window: None,
         };
         let mut handshake = Handshake::new(&hello).unwrap();
         let mut tcp_side = &tcp;

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)] // launching is unsafe, and so is calling the header's code; each use says why it is right
 
 use std::fmt;
-use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{SocketAddr, UdpSocket};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -13,6 +13,7 @@ use warpwire::sock::kv::{KvOptions, KvServer};
 use warpwire::sock::similarity::{SimilarOptions, SimilarServer};
 use warpwire::sock::{Place, SockHost, SockOptions};
 
+use crate::peer::{Family, Peer};
 use crate::puppet::{self, Do, Puppet, SOON};
 
 pub struct Case {
@@ -53,18 +54,21 @@ impl fmt::Display for Way {
 
 pub struct World {
     pub way: Way,
+    pub family: Family,
     pub gpu: Device,
     _sim: Option<Sim>,
 }
 
 impl World {
-    pub fn new(way: Way) -> Self {
+    pub fn new(way: Way, family: Family) -> Self {
         match way {
-            Way::Cuda | Way::CudaPinned => Self { way, gpu: cuda::device(0).unwrap(), _sim: None },
+            Way::Cuda | Way::CudaPinned => {
+                Self { way, family, gpu: cuda::device(0).unwrap(), _sim: None }
+            }
             Way::Sim | Way::SimPinned | Way::Threads => {
                 let sim =
                     Sim::start(SimConfig { memory: 4 << 30, ..SimConfig::default() }).unwrap();
-                Self { way, gpu: sim.device(0).unwrap(), _sim: Some(sim) }
+                Self { way, family, gpu: sim.device(0).unwrap(), _sim: Some(sim) }
             }
         }
     }
@@ -88,7 +92,7 @@ impl World {
     pub fn stage_with(&self, puppets: u64, options: SockOptions) -> Stage {
         let host = SockHost::start(&self.gpu, options).unwrap();
         let memory = Puppet::memory(&self.gpu, puppets);
-        let made = |index| Puppet::new(&memory.0, &memory.1, index);
+        let made = |index| Puppet::new(&memory.0, &memory.1, index, self.family);
         let actors = (0..puppets).map(made).collect();
         let play = match self.way {
             Way::Threads => Play::on_threads(&host, &memory, puppets),
@@ -312,8 +316,13 @@ impl Puppet {
         answer.result
     }
 
+    /// That kind in the family of the case.
+    pub fn kind(&self, kind: u64) -> u64 {
+        if kind == STREAM && self.family == Family::Warp { WARP_STREAM } else { kind }
+    }
+
     pub fn socket(&self, at: SocketAddr, kind: u64) -> u64 {
-        self.expect(Do::Socket, &[family(at), kind], None) as u64
+        self.expect(Do::Socket, &[family(at), self.kind(kind)], None) as u64
     }
 
     /// A listener at a port of its own, and its address.
@@ -340,25 +349,20 @@ impl Puppet {
     }
 
     /// A puppet's stream and the test's own end of it. The puppet connects.
-    pub fn connected(&self, at: SocketAddr) -> (u64, TcpStream) {
-        let server = TcpListener::bind(at).unwrap();
+    pub fn connected(&self, at: SocketAddr) -> (u64, Peer) {
+        let server = self.family.serve(at);
         let socket = self.socket(at, STREAM);
-        self.expect(Do::Connect, &[socket], Some(server.local_addr().unwrap()));
-        let peer = server.accept().unwrap().0;
-        peer.set_read_timeout(Some(SOON)).unwrap();
-        peer.set_nodelay(true).unwrap();
-        (socket, peer)
+        self.expect(Do::Connect, &[socket], Some(server.local_addr()));
+        (socket, server.accept())
     }
 
     /// The same, the puppet accepting.
-    pub fn accepted(&self, at: SocketAddr) -> (u64, TcpStream) {
+    pub fn accepted(&self, at: SocketAddr) -> (u64, Peer) {
         let (listener, name) = self.listener(at, 8);
-        let peer = TcpStream::connect(name).unwrap();
-        peer.set_read_timeout(Some(SOON)).unwrap();
-        peer.set_nodelay(true).unwrap();
+        let peer = self.family.dial(name);
         let answer = self.call(Do::Accept, &[listener], None);
         assert!(answer.result >= 0, "{answer:?}");
-        assert_eq!(answer.address, Some(peer.local_addr().unwrap()));
+        assert_eq!(answer.address, Some(peer.local_addr()));
         self.expect(Do::Close, &[listener], None);
         (answer.result as u64, peer)
     }

@@ -165,6 +165,7 @@ impl Liar {
             ring_size: 4096,
             received: spot(0),
             taken: spot(8),
+            window: Some(4096),
         };
         let mut handshake = Handshake::new(&hello).unwrap();
         let tcp = TcpStream::connect(listener.local_addr().unwrap()).unwrap();

@@ -143,6 +143,7 @@ pub struct Sockets<'a> {
     turns: u64,
     ticket: u64,
     pulse: u64,
+    berths: u64,
 }
 
 fn at(address: u64) -> DeviceAddr {
@@ -217,6 +218,7 @@ impl<'a> Sockets<'a> {
             turns: word(table::TURNS)?,
             ticket: word(table::TICKET)?,
             pulse: word(table::PULSE)?,
+            berths: word(table::BERTHS)?,
         })
     }
 
@@ -312,7 +314,7 @@ impl<'a> Sockets<'a> {
     fn publish_consumed(&self, place: Place, consumed: u64) -> Outcome<()> {
         if self.is_warp(place)? {
             self.block.store_u64(at(place.desk + desk::CONSUMED), consumed)?;
-            return self.report(place, consumed, false);
+            return self.report(place, consumed);
         }
         self.tell_consumed(place, consumed)
     }

@@ -35,7 +35,6 @@ impl Sockets<'_> {
             Some(limit) => Patience::For(limit),
             None => Patience::Ever,
         };
-        let mut looks = 0;
         let outcome = self.wait(patience, || {
             let mut count = 0;
             for entry in list.iter_mut() {
@@ -43,34 +42,12 @@ impl Sockets<'_> {
                 entry.found = self.ready(entry.socket)? & (entry.events | always);
                 count += usize::from(entry.found != 0);
             }
-            if count == 0 {
-                self.report_all_at_rest(list, patience, &mut looks)?;
-            }
             Ok((count > 0).then_some(count))
         });
         match outcome {
             Err(Failure::Errno(Errno::AGAIN | Errno::TIMEDOUT)) => Ok(0),
             outcome => outcome,
         }
-    }
-
-    /// Peers may wait for being told of what was taken, while this waits for them.
-    fn report_all_at_rest(
-        &self,
-        list: &[Polled],
-        patience: Patience,
-        looks: &mut u32,
-    ) -> Outcome<()> {
-        let before = *looks;
-        for entry in list.iter().filter(|entry| entry.events & events::IN != 0) {
-            *looks = before;
-            match self.report_at_rest(self.place(entry.socket)?, patience, looks) {
-                Err(Failure::Fault(fault)) => return Err(fault.into()),
-                // It has ended, as the next look finds.
-                Ok(()) | Err(Failure::Errno(_)) => {}
-            }
-        }
-        Ok(())
     }
 
     /// Everything that there is to tell of a socket.

@@ -20,12 +20,8 @@ impl Sockets<'_> {
         if self.look(place)?.has(state::DATAGRAM) {
             return Err(Errno::OPNOTSUPP.into());
         }
-        let (patience, mut looks) = (self.patience(place, desk::RECEIVE_TIMEOUT)?, 0);
-        self.wait(patience, || {
-            let Some(available) = self.readable(place)? else {
-                self.report_at_rest(place, patience, &mut looks)?;
-                return Ok(None);
-            };
+        self.wait(self.patience(place, desk::RECEIVE_TIMEOUT)?, || {
+            let Some(available) = self.readable(place)? else { return Ok(None) };
             if available == 0 {
                 return Ok(Some(Span { address: DeviceAddr::new(0), len: 0 }));
             }

@@ -120,12 +120,8 @@ impl Sockets<'_> {
         if into.is_empty() {
             return Ok(0);
         }
-        let (patience, mut looks) = (self.patience(place, desk::RECEIVE_TIMEOUT)?, 0);
-        self.wait(patience, || {
-            let Some(available) = self.readable(place)? else {
-                self.report_at_rest(place, patience, &mut looks)?;
-                return Ok(None);
-            };
+        self.wait(self.patience(place, desk::RECEIVE_TIMEOUT)?, || {
+            let Some(available) = self.readable(place)? else { return Ok(None) };
             if available == 0 {
                 return Ok(Some(0));
             }

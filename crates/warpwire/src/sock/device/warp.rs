@@ -18,8 +18,6 @@ use crate::verbs::Remote;
 
 /// How long posting may take: it waits for another block that posts, and for the device to take what was posted before.
 const POSTING: Duration = Duration::from_secs(10);
-/// How often an empty ring is looked at before the peer is told of everything that was taken.
-const IDLE_LOOKS: u32 = 64;
 
 /// What the peer said of itself.
 struct Peer {
@@ -88,51 +86,29 @@ impl Sockets<'_> {
         self.post(place, |peer| (Vec::new(), peer.received, sent | ENDED))
     }
 
-    /// Tells the peer what was taken, if that is worth it, or if it is to know in any case.
-    pub(super) fn report(&self, place: Place, consumed: u64, in_any_case: bool) -> Outcome<()> {
+    /// Tells the peer what was taken, if that is worth it.
+    pub(super) fn report(&self, place: Place, consumed: u64) -> Outcome<()> {
         let reported = self.block.load_u64(at(place.desk + desk::REPORTED))?;
-        let least = if in_any_case { 1 } else { self.receive_ring(place)?.1 / 4 };
-        if consumed - reported < least {
+        let least = self.block.load_u32(at(place.inbox + inbox::REPORT_AT))?;
+        if consumed - reported < u64::from(least) {
             return Ok(());
         }
         self.block.store_u64(at(place.desk + desk::REPORTED), consumed)?;
         self.post(place, |peer| (Vec::new(), peer.taken, consumed))
     }
 
-    /// A block waits with an empty ring: before long the peer is told of everything that was taken, since it may wait
-    /// for that, having a smaller ring.
-    pub(super) fn report_at_rest(
-        &self,
-        place: Place,
-        patience: Patience,
-        looks: &mut u32,
-    ) -> Outcome<()> {
-        *looks += 1;
-        if *looks != IDLE_LOOKS && !matches!(patience, Patience::None) {
-            return Ok(());
-        }
-        let seen = self.look(place)?;
-        if !seen.is_warp()
-            || !seen.has(state::CONNECTED)
-            || seen.has(state::SEND_END | state::RECEIVE_END)
-            || self.try_lock(place, desk::RECEIVE_LOCK)?.is_none()
-        {
-            return Ok(());
-        }
-        self.locked(place, desk::RECEIVE_LOCK, || {
-            let consumed = self.consumed(place)?;
-            self.report(place, consumed, true)
-        })
-    }
-
     /// How many operations were posted.
     pub(super) fn posted(&self, place: Place) -> Outcome<u64> {
-        let flags = self.block.load_u32(at(place.desk + desk::FLAGS))?;
-        if flags & desk::BOARDED == 0 {
-            return Ok(0);
+        match self.berth(place)? {
+            Some(berth) => Ok(Qp::open(self.block, at(berth + berth::HANDLE))?.posted()?),
+            None => Ok(0),
         }
-        let berth = self.block.load_u64(at(place.inbox + inbox::BERTH))?;
-        Ok(Qp::open(self.block, at(berth + berth::HANDLE))?.posted()?)
+    }
+
+    /// Its berth, if that is made.
+    fn berth(&self, place: Place) -> Outcome<Option<u64>> {
+        let number = self.block.load_u32(at(place.desk + desk::BERTH))?;
+        Ok(number.checked_sub(1).map(|number| self.berths + u64::from(number) * berth::LEN))
     }
 
     /// Posts spans of the send ring, and then a word, with one doorbell. What cannot be posted ends the connection, of
@@ -189,26 +165,13 @@ impl Sockets<'_> {
 
     /// The queue pair and the peer, from the berth, which is made when it is first needed.
     fn board(&self, place: Place) -> Outcome<Option<(Qp<'_>, Peer)>> {
-        let berth = self.block.load_u64(at(place.inbox + inbox::BERTH))?;
-        let flags = self.block.load_u32(at(place.desk + desk::FLAGS))?;
-        if flags & desk::BOARDED == 0 {
-            let wire = self.block.load_u64(at(place.inbox + inbox::WIRE))?;
-            if wire == 0 || berth == 0 {
-                return Ok(None);
-            }
-            let mut line = [0; wire::LEN as usize];
-            self.block.read(at(wire), &mut line)?;
-            let mut made = vec![0; berth::LEN as usize];
-            let (constants, said) = line.split_at(wire::PEER as usize);
-            made[..constants.len()].copy_from_slice(constants);
-            made[berth::PEER as usize..][..said.len()].copy_from_slice(said);
-            for side in [handle::SEND, handle::RECEIVE] {
-                let failure = (side + handle::side::FAILURE) as usize;
-                made[failure..failure + 8].copy_from_slice(&NO_FAILURE.to_le_bytes());
-            }
-            self.block.write(at(berth), &made)?;
-            self.change_flags(place, |before| before | desk::BOARDED)?;
-        }
+        let berth = match self.berth(place)? {
+            Some(berth) => berth,
+            None => match self.block.load_u64(at(place.inbox + inbox::WIRE))? {
+                0 => return Ok(None),
+                wire => self.make_berth(place, wire)?,
+            },
+        };
         let wide = |offset: u64| self.block.load_u64(at(berth + berth::PEER + offset));
         let narrow = |offset: u64| self.block.load_u32(at(berth + berth::PEER + offset));
         let peer = Peer {
@@ -219,5 +182,23 @@ impl Sockets<'_> {
             send_key: narrow(peer::SEND_KEY)?,
         };
         Ok(Some((Qp::open(self.block, at(berth + berth::HANDLE))?, peer)))
+    }
+
+    fn make_berth(&self, place: Place, wire: u64) -> Outcome<u64> {
+        let mut line = [0; wire::LEN as usize];
+        self.block.read(at(wire), &mut line)?;
+        let mut made = vec![0; berth::LEN as usize];
+        let (constants, said) = line.split_at(wire::PEER as usize);
+        made[..constants.len()].copy_from_slice(constants);
+        made[berth::PEER as usize..][..said.len()].copy_from_slice(said);
+        for side in [handle::SEND, handle::RECEIVE] {
+            let failure = (side + handle::side::FAILURE) as usize;
+            made[failure..failure + 8].copy_from_slice(&NO_FAILURE.to_le_bytes());
+        }
+        let number = self.block.load_u32(at(wire + wire::PEER + peer::BERTH))?;
+        let berth = self.berths + u64::from(number) * berth::LEN;
+        self.block.write(at(berth), &made)?;
+        self.block.store_u32(at(place.desk + desk::BERTH), number + 1)?;
+        Ok(berth)
     }
 }

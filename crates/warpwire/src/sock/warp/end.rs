@@ -111,6 +111,8 @@ impl Parts {
             ring_size: self.ring,
             received: spot(RECEIVED),
             taken: spot(TAKEN),
+            // What has landed is not kept here.
+            window: None,
         }
     }
 
@@ -160,7 +162,7 @@ impl End {
         let addresses = (tcp.local_addr()?, tcp.peer_addr()?);
         let number = net.number();
         Ok(Self {
-            incoming: Mutex::new(Incoming::new(parts.ring)),
+            incoming: Mutex::new(Incoming::from_window(parts.ring, peer.window)),
             outgoing: Mutex::new(Outgoing::new(peer.ring_size)),
             parts,
             peer,

@@ -12,13 +12,21 @@ pub struct Incoming {
     received: u64,
     consumed: u64,
     reported: u64,
+    /// So much that the peer does not know of is told.
+    report_at: u64,
     ended: bool,
 }
 
 impl Incoming {
     /// Nothing has come into a ring of that size, a power of two.
     pub fn new(size: u64) -> Self {
-        Self { size, received: 0, consumed: 0, reported: 0, ended: false }
+        Self { size, received: 0, consumed: 0, reported: 0, report_at: size / 4, ended: false }
+    }
+
+    /// The same, from a peer that never has more than so much on its way or unread: it is told earlier.
+    pub fn from_window(size: u64, window: Option<u64>) -> Self {
+        let report_at = (window.unwrap_or(size).min(size) / 4).max(1);
+        Self { report_at, ..Self::new(size) }
     }
 
     /// Hears the landing word `received`.
@@ -68,11 +76,11 @@ impl Incoming {
     }
 
     /// So many bytes, of those that wait, were read. Returns what to write to the peer's word `taken`, if it is time: when
-    /// a quarter of the ring is free that the peer does not know of.
+    /// a quarter of the ring, or of what the peer can use of it, is free that the peer does not know of.
     #[inline]
     pub fn consume(&mut self, count: u64) -> Option<u64> {
         self.consumed += count.min(self.waiting());
-        let is_time = self.consumed - self.reported >= self.size / 4 && !self.ended;
+        let is_time = self.consumed - self.reported >= self.report_at && !self.ended;
         is_time.then(|| self.report())
     }
 
@@ -210,6 +218,16 @@ mod tests {
         assert_eq!(to.consume(1023), None);
         assert_eq!(to.consume(1023), Some(3070));
         assert_eq!(to.consume(u64::MAX), Some(4096), "no more than there is");
+        let mut to = Incoming::from_window(1 << 20, Some(4096));
+        to.hear(4096).unwrap();
+        assert_eq!(
+            (to.consume(1000), to.consume(24)),
+            (None, Some(1024)),
+            "a quarter of what it uses"
+        );
+        let mut to = Incoming::from_window(4096, Some(1 << 20));
+        to.hear(4096).unwrap();
+        assert_eq!((to.consume(1000), to.consume(24)), (None, Some(1024)));
     }
 
     #[test]

@@ -46,6 +46,10 @@ pub struct Hello {
     pub received: Spot,
     /// The landing word that counts what the peer has taken of ours: 64 bits, aligned.
     pub taken: Spot,
+    /// The most bytes that it has on their way or unread at the peer, a power of two: it may be less than the peer's ring
+    /// holds, and the peer tells more often of what it has read. Left out by ends that can fill any ring.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub window: Option<u64>,
 }
 
 impl Hello {
@@ -58,6 +62,10 @@ impl Hello {
         if !size.is_power_of_two() || !(SMALLEST_RING..=LARGEST_RING).contains(&size) {
             let why = format!("its ring has {size} bytes");
             return wrong(why, "use a power of two from 4096 bytes to 1 GiB");
+        }
+        if self.window.is_some_and(|window| !window.is_power_of_two()) {
+            let why = format!("it sends {} bytes at a time", self.window.unwrap_or(0));
+            return wrong(why, "use a power of two, or leave it out");
         }
         if self.ring.address.checked_add(size).is_none() {
             let why = format!("its ring at {:#x} passes the last address", self.ring.address);
@@ -110,7 +118,7 @@ enum Words {
 /// # fn hello(qpn: u32) -> Hello {
 /// #     let offer = Offer { address: "10.0.0.1:4791".parse().unwrap(), qpn, psn: 1, mtu: 1024, max_rd_atomic: 1, lid: 0, gid: 0 };
 /// #     let spot = |address| Spot { address, rkey: 7 };
-/// #     Hello { offer, ring: spot(0x1000), ring_size: 4096, received: spot(8), taken: spot(16) }
+/// #     Hello { offer, ring: spot(0x1000), ring_size: 4096, received: spot(8), taken: spot(16), window: None }
 /// # }
 /// let (mut a, mut b) = (Handshake::new(&hello(1))?, Handshake::new(&hello(2))?);
 /// while !(a.is_done() && b.is_done()) {
@@ -311,6 +319,7 @@ mod tests {
             ring_size: 4096,
             received: spot(0x7fff_ffff_fff8),
             taken: spot(16),
+            window: Some(8192),
         }
     }
 
@@ -354,6 +363,8 @@ mod tests {
         type Spoil = fn(&mut serde_json::Value);
         let cases: &[(&str, Spoil)] = &[
             ("its ring has 4097 bytes", |h| h["ring_size"] = 4097.into()),
+            ("it sends 0 bytes", |h| h["window"] = 0.into()),
+            ("it sends 24 bytes", |h| h["window"] = 24.into()),
             ("its ring has 0 bytes", |h| h["ring_size"] = 0.into()),
             ("its ring has 2147483648 bytes", |h| h["ring_size"] = (1_u64 << 31).into()),
             ("passes the last address", |h| h["ring"]["address"] = (u64::MAX - 4).into()),

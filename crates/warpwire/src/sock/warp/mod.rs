@@ -17,7 +17,7 @@
 //! 1. A sender may have `size` bytes in the peer's ring: `sent - taken <= size`. It writes a span (two writes if it wraps),
 //!    then the word `received`, all in one queue pair, whose order is that of the arrivals.
 //! 2. A receiver looks at its own memory. When it has read a quarter of the ring that the peer does not know of, it writes
-//!    the peer's `taken`.
+//!    the peer's `taken`; a quarter of the peer's [`window`](Hello::window) if that is less.
 //! 3. `shutdown` of the sending direction writes `received` once more, with the top bit. The other direction goes on.
 //! 4. `close` ends the sending direction in the same way, waits until that has landed, then closes the TCP connection. The
 //!    peer reads what is left, then the end; what it sends from then on is lost, and it is told `EPIPE`.
