@@ -6,6 +6,7 @@ mod measure;
 mod peer;
 mod plain;
 mod serve;
+mod similar;
 
 use std::process::ExitCode;
 
@@ -34,6 +35,7 @@ Examples:
   warpwire sock serve --bind 127.0.0.1:7000           a kernel that echoes; try: nc 127.0.0.1 7000
   warpwire sock serve --service http --bind 127.0.0.1:8080    try: curl http://127.0.0.1:8080/
   warpwire sock kv --bind 127.0.0.1:6379              a key-value server; try: redis-cli, redis-benchmark -t set,get
+  warpwire sock similar --bind 127.0.0.1:7001         a similarity server; try: warpwire sock similar --connect 127.0.0.1:7001
   warpwire sock connect 127.0.0.1:8080 --send 'GET / HTTP/1.0\\r\\n\\r\\n'    a kernel as the client of any server
   warpwire sock load 127.0.0.1:6379 -P 16             a load for it, or for any server that speaks RESP
   warpwire sock echo                                  a kernel echoes random bytes, and they are compared
@@ -45,6 +47,7 @@ Examples:
 enum Tool {
     Serve(serve::Serve),
     Kv(serve::Kv),
+    Similar(similar::Arguments),
     Connect(serve::Connect),
     Echo(echo::Arguments),
     Load(load::Arguments),
@@ -106,6 +109,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
     output::ended(match &arguments.tool {
         Tool::Serve(arguments) => arguments.run(),
         Tool::Kv(arguments) => arguments.run(),
+        Tool::Similar(arguments) => arguments.run(),
         Tool::Connect(arguments) => arguments.run(),
         Tool::Echo(arguments) => arguments.run(),
         Tool::Load(arguments) => arguments.run(),

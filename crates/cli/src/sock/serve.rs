@@ -59,7 +59,12 @@ struct ServeReport {
 }
 
 /// Says where it listens, at once: scripts read that line.
-fn announce(json: bool, heading: &str, what: &str, address: SocketAddr) -> Result<(), Failure> {
+pub(super) fn announce(
+    json: bool,
+    heading: &str,
+    what: &str,
+    address: SocketAddr,
+) -> Result<(), Failure> {
     let line = format!("{what} listens at {address}\n");
     if json {
         // Standard output is for the report.
@@ -69,7 +74,7 @@ fn announce(json: bool, heading: &str, what: &str, address: SocketAddr) -> Resul
     output::print(&format!("{heading}{line}")).map_err(Failure::Broken)
 }
 
-fn wait(seconds: Option<u64>) {
+pub(super) fn wait(seconds: Option<u64>) {
     let begun = Instant::now();
     while seconds.is_none_or(|limit| begun.elapsed() < Duration::from_secs(limit)) {
         std::thread::sleep(GLANCE);
