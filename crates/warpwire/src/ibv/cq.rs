@@ -142,7 +142,10 @@ impl Queue {
             }
             let count = count.min(wanted);
             // SAFETY: so many were written, at least with zeros.
-            let found = unsafe { std::slice::from_raw_parts(first, count) };
+            let found = unsafe { std::slice::from_raw_parts_mut(first, count) };
+            if !context.stages.awaits_nothing() {
+                found.iter_mut().for_each(|wc| context.stages.ended(wc));
+            }
             filled += translate(
                 found,
                 &context.ids.reader(),

@@ -13,6 +13,7 @@ use super::event;
 use super::explain::{Attempt, explain};
 use super::ids::Shelf;
 use super::library::{Library, Raw, call, check, end, function, make};
+use super::staging::Stages;
 use super::sys;
 use crate::error::{Error, Kind, Result};
 use crate::host::{Access, System};
@@ -273,6 +274,8 @@ pub(super) struct Opened {
     pub(super) invalidated_flags: u32,
     /// What programs call their work.
     pub(super) ids: Shelf,
+    /// Memory that goes through other.
+    pub(super) stages: Stages,
 }
 
 impl Drop for Opened {
@@ -316,6 +319,7 @@ impl Context {
             device,
             invalidated_flags,
             ids: Shelf::default(),
+            stages: Stages::default(),
         }));
         event::never_block(context.async_fd())?;
         Ok(context)

@@ -5,6 +5,7 @@
 //! ring of the program's own numbers to look. The same rings tell how full a queue is, whatever the provider counts,
 //! and completions of queues that are gone or were reset lead nowhere.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -60,6 +61,22 @@ impl Number {
             counter: word as u32,
         })
     }
+}
+
+/// Which side work with that number is of.
+pub(super) fn side_of(number: u64) -> Option<Side> {
+    Number::decode(number).map(|number| number.side)
+}
+
+/// All numbers of the queue that this one is of.
+pub(super) fn all_of_queue(number: u64) -> Range<u64> {
+    let first = number & !u64::from(u32::MAX);
+    first..first + (1 << 32)
+}
+
+/// Whether the first of two numbers of one queue was given before the other, or is the same. Counters go round.
+pub(super) fn is_not_after(number: u64, other: u64) -> bool {
+    (other as u32).wrapping_sub(number as u32) < 1 << 31
 }
 
 /// The rings of all queues of a device.
@@ -177,6 +194,12 @@ impl Book {
             lane.posted.store(0, Ordering::Relaxed);
             lane.ended.store(0, Ordering::Relaxed);
         }
+    }
+
+    /// All numbers that its work may have, until it is reset.
+    pub(super) fn numbers(&self) -> [Range<u64>; 3] {
+        let sides = [Side::Send, Side::Receive, Side::Shared];
+        sides.map(|side| all_of_queue(self.stamp(side).encode()))
     }
 
     fn stamp(&self, side: Side) -> Number {
@@ -352,6 +375,24 @@ mod tests {
             assert_eq!(Number::decode(number.encode()), Some(number));
         }
         assert_eq!(Number::decode(u64::MAX), None);
+    }
+
+    #[test]
+    fn numbers_of_a_queue_are_told_from_others() {
+        let shelf = Shelf::default();
+        let [one, two] = [(); 2].map(|()| shelf.add_pair([4, 4], true).unwrap());
+        let first = one.name_sends().name(1);
+        let other = two.name_sends().name(1);
+        assert!(one.numbers().iter().any(|numbers| numbers.contains(&first)));
+        assert!(!one.numbers().iter().any(|numbers| numbers.contains(&other)));
+        assert!(all_of_queue(first).contains(&(first + 7)) && side_of(first) == Some(Side::Send));
+        assert!(is_not_after(first, first) && is_not_after(first, first + 1));
+        assert!(!is_not_after(first + 1, first));
+        let last = all_of_queue(first).end - 1;
+        assert!(is_not_after(last, first) && !is_not_after(first, last));
+        let before = one.numbers();
+        one.reset();
+        assert!(one.numbers().iter().zip(&before).all(|(now, then)| now.start >= then.end));
     }
 
     #[test]

@@ -7,9 +7,11 @@ use std::sync::Arc;
 use super::device::{Context, Opened};
 use super::explain::{Attempt, explain, last_errno};
 use super::library::{Raw, end, function, made, make};
+use super::staging::Stage;
 use super::{address, sys};
 use crate::error::{Error, Kind, Result};
 use crate::host::System;
+use crate::mem::Region;
 use crate::mr::{Access, DmaBufRange, HostMemory};
 use crate::work::{Remote, Sge};
 
@@ -40,11 +42,17 @@ pub struct Mr {
     pd: Arc<Domain>,
     /// Memory that this registration keeps.
     _memory: Option<HostMemory>,
+    /// It stands in for memory that the device cannot reach.
+    is_staged: bool,
 }
 
 impl Drop for Mr {
     fn drop(&mut self) {
+        let lkey = self.lkey();
         end!(self.pd.context.library, dereg_mr(self.raw.ptr()));
+        if self.is_staged {
+            self.pd.context.stages.remove(lkey);
+        }
     }
 }
 
@@ -117,7 +125,7 @@ impl Pd {
         })?;
         let zero_based = access.contains(Access::ZERO_BASED);
         let iova = if zero_based { 0 } else { iova.unwrap_or(address) };
-        Ok(Mr { raw, iova, len, access, pd: self.0.clone(), _memory: None })
+        Ok(Mr { raw, iova, len, access, pd: self.0.clone(), _memory: None, is_staged: false })
     }
 
     /// Registers a range of a dma-buf: memory of a GPU, say. Work finds its first byte at `iova`, or at the range's
@@ -143,7 +151,33 @@ impl Pd {
         // SAFETY: a domain that lives, and a descriptor that the kernel checks and keeps what it names.
         let raw = unsafe { register(domain.raw.ptr(), offset, size, iova, fd.as_raw_fd(), flags) };
         let raw = made(raw, attempt)?;
-        Ok(Mr { raw, iova, len, access, pd: self.0.clone(), _memory: None })
+        Ok(Mr { raw, iova, len, access, pd: self.0.clone(), _memory: None, is_staged: false })
+    }
+
+    /// Registers memory of a GPU that the device cannot reach: through pinned memory, which is as long. What is sent is
+    /// copied as it is posted, what arrives before its completion is taken. Registration and copies keep the memory.
+    ///
+    /// # Errors
+    /// [`Kind::Unsupported`] if peers should have rights: nobody would copy what they write and read by themselves.
+    pub fn register_staged(
+        &self,
+        memory: &Region,
+        iova: Option<u64>,
+        access: Access,
+    ) -> Result<Mr> {
+        access.check()?;
+        let begins = match access.contains(Access::ZERO_BASED) {
+            true => 0,
+            false => iova.unwrap_or(memory.address().raw()),
+        };
+        let stage = Stage::new(memory, begins, access)?;
+        let (address, len) = (stage.address()?, memory.len());
+        let iova = Some(begins).filter(|_| !access.contains(Access::ZERO_BASED));
+        // SAFETY: pinned memory that is shared with a device anyhow; the table keeps it until the registration has ended.
+        let mut mr = unsafe { self.register_address(address, len, iova, access) }?;
+        self.0.context.stages.add(mr.lkey(), stage);
+        mr.is_staged = true;
+        Ok(mr)
     }
 
     /// Makes ready to send datagrams along that route.

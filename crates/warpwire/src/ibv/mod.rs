@@ -50,6 +50,7 @@ mod memory;
 mod post;
 mod qp;
 mod srq;
+mod staging;
 mod sys;
 
 pub use address::{AddressHandle, Hardware, Route};

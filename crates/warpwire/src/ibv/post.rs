@@ -7,6 +7,7 @@ use super::address::{AddressHandle, Handle, Hardware};
 use super::explain::{Attempt, explain, last_errno};
 use super::ids::{CHUNK, Naming};
 use super::memory::Pd;
+use super::staging::Stages;
 use super::sys;
 use crate::error::{Error, Kind, Result};
 use crate::mlx5::Atomic;
@@ -120,6 +121,13 @@ impl Sending<'_> {
             // SAFETY: both are entries that were written.
             unsafe { (*first.add(index - 1)).next = first.add(index) };
         }
+        let stages = &self.pd.0.context.stages;
+        // SAFETY: the caller's promise, and nobody else has the entries.
+        let entries = || unsafe { std::slice::from_raw_parts(first, count) };
+        if !stages.is_empty() {
+            // SAFETY: the caller's promise.
+            unsafe { stage(stages, entries()) }?;
+        }
         let mut bad = std::ptr::null_mut();
         // SAFETY: a queue pair that lives, and a chain of entries that lives. The provider reads ranges and inline
         // bytes before it returns.
@@ -128,7 +136,9 @@ impl Sending<'_> {
             return Ok(());
         }
         let before = (0..count).find(|index| std::ptr::eq(first.wrapping_add(*index), bad));
-        Err(failed(before.unwrap_or(0), code, Attempt::PostSend))
+        let before = before.unwrap_or(0);
+        entries()[before..].iter().for_each(|entry| stages.cancel(entry.wr_id));
+        Err(failed(before, code, Attempt::PostSend))
     }
 
     #[inline]
@@ -212,6 +222,28 @@ impl Sending<'_> {
             (service, _) => Err(wrong_service(service, true, plain)),
         }
     }
+}
+
+/// Copies what work sends to where the device finds it, and notes what it will write. If that cannot be, none of it is
+/// posted.
+///
+/// # Safety
+/// What the entries point to lives.
+#[cold]
+unsafe fn stage(stages: &Stages, entries: &[sys::SendWr]) -> std::result::Result<(), PostError> {
+    for (index, entry) in entries.iter().enumerate() {
+        let has_ranges = entry.num_sge > 0 && entry.send_flags & sys::SEND_INLINE == 0;
+        let ranges: &[Sge] = match has_ranges {
+            // SAFETY: so many ranges are there, as the caller says.
+            true => unsafe { std::slice::from_raw_parts(entry.sg_list, entry.num_sge as usize) },
+            false => &[],
+        };
+        if let Err(error) = stages.prepare(entry.wr_id, entry.opcode, ranges) {
+            entries[..=index].iter().for_each(|entry| stages.cancel(entry.wr_id));
+            return Err(PostError { posted: 0, error: error.during("post work on staged memory") });
+        }
+    }
+    Ok(())
 }
 
 /// What to do, as the library has it.
@@ -348,7 +380,7 @@ impl Gathered {
 pub(super) fn receive(
     requests: &[ReceiveRequest<'_>],
     ranges: u32,
-    naming: &mut impl Naming,
+    (naming, stages): (&mut impl Naming, &Stages),
     post: impl Fn(*mut sys::RecvWr, *mut *mut sys::RecvWr) -> i32,
 ) -> std::result::Result<(), PostError> {
     let mut done = 0;
@@ -360,8 +392,12 @@ pub(super) fn receive(
                 refused = Some(error);
                 break;
             }
+            let wr_id = naming.name(request.id);
+            if !stages.is_empty() {
+                stages.expect(wr_id, request.data);
+            }
             entry.write(sys::RecvWr {
-                wr_id: naming.name(request.id),
+                wr_id,
                 next: std::ptr::null_mut(),
                 sg_list: request.data.as_ptr().cast_mut(),
                 num_sge: request.data.len() as i32,
@@ -379,7 +415,11 @@ pub(super) fn receive(
             let code = post(first, &mut bad);
             if code != 0 {
                 let before = (0..good).find(|index| std::ptr::eq(first.wrapping_add(*index), bad));
-                posted = Err(failed(before.unwrap_or(0), code, Attempt::PostReceive));
+                let before = before.unwrap_or(0);
+                // SAFETY: those entries were written.
+                let refused = (before..good).map(|index| unsafe { (*first.add(index)).wr_id });
+                refused.for_each(|number| stages.cancel(number));
+                posted = Err(failed(before, code, Attempt::PostReceive));
             }
         }
         naming.posted(posted.as_ref().map_or_else(|error| error.posted, |()| good));

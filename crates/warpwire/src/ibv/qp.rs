@@ -126,6 +126,7 @@ impl Drop for Pair {
     fn drop(&mut self) {
         self.forget_completions();
         end!(self.pd.0.context.library, destroy_qp(self.raw.ptr()));
+        self.pd.0.context.stages.forget(self.book.numbers());
         // What came in between is found on no shelf.
         self.pd.0.context.ids.remove(&self.book);
     }
@@ -373,6 +374,7 @@ impl Qp {
         done.map_err(|error| self.why_not(error, change, route.as_ref()))?;
         if change.to == State::Reset {
             pair.forget_completions();
+            pair.pd.0.context.stages.forget(pair.book.numbers());
             pair.book.reset();
             pair.psn.store(any_psn(self.number()), Ordering::Relaxed);
         }
@@ -491,7 +493,8 @@ impl Qp {
         naming: &mut impl Naming,
     ) -> std::result::Result<(), PostError> {
         let pair = &*self.0;
-        post::receive(requests, pair.room.receive_ranges, naming, |first, bad| {
+        let stages = &pair.pd.0.context.stages;
+        post::receive(requests, pair.room.receive_ranges, (naming, stages), |first, bad| {
             // SAFETY: a queue pair that lives, and a chain of entries that lives until the call returns.
             unsafe { (pair.post_receive)(pair.raw.ptr(), first, bad) }
         })

@@ -28,6 +28,7 @@ pub(super) struct Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         end!(self.pd.context.library, destroy_srq(self.raw.ptr()));
+        self.pd.context.stages.forget(self.book.numbers());
         self.pd.context.ids.remove(&self.book);
     }
 }
@@ -96,7 +97,8 @@ impl Srq {
         naming: &mut impl Naming,
     ) -> std::result::Result<(), PostError> {
         let shared = &*self.0;
-        receive(requests, shared.ranges, naming, |first, bad| {
+        let stages = &shared.pd.context.stages;
+        receive(requests, shared.ranges, (naming, stages), |first, bad| {
             // SAFETY: a queue that lives, and a chain of entries that lives until the call returns.
             unsafe { (shared.post)(shared.raw.ptr(), first, bad) }
         })

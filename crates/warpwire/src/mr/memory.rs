@@ -216,6 +216,11 @@ impl Memory {
         matches!(&self.what, What::Device { how, .. } if how.no_window)
     }
 
+    /// Whether it is to go through pinned memory.
+    pub(crate) fn is_staged(&self) -> bool {
+        matches!(&self.what, What::Device { how, .. } if how.staged)
+    }
+
     /// Whether it is memory of this process, at its address.
     pub(crate) fn is_host(&self) -> bool {
         matches!(&self.what, What::Host { .. } | What::OnDemand(_))

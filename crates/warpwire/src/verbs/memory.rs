@@ -301,8 +301,7 @@ fn check(memory: &Memory, iova: Option<u64>, access: Access) -> Result<()> {
     }
 }
 
-/// Memory of a GPU: by dma-buf, by its address, by its window. What is left is to stage it, which is the program's
-/// affair on hardware.
+/// Memory of a GPU: by dma-buf, by its address, by its window, and else through pinned memory.
 fn device_memory(
     domain: &ibv::Pd,
     memory: &Memory,
@@ -313,8 +312,13 @@ fn device_memory(
     let (address, len) = (region.address().raw(), region.len());
     let begins = Some(iova.unwrap_or(address)).filter(|_| !access.contains(Access::ZERO_BASED));
     let (allocation, offset) = (region.allocation(), region.offset());
-    let pin = allocation.pin()?;
     let mut why = Vec::new();
+    if memory.is_staged() {
+        why.push("staged: it was asked for".into());
+        let mr = domain.register_staged(region, begins, access)?;
+        return Ok((mr, Path::Staged, why, Kept::default()));
+    }
+    let pin = allocation.pin()?;
     let by_buffer = allocation
         .export_dmabuf(offset, len)
         .and_then(|buffer| Ok((domain.register_dmabuf((&buffer).into(), begins, access)?, buffer)));
@@ -351,7 +355,16 @@ fn device_memory(
             Err(error) => why.push(format!("no window: {}", error.reason())),
         }
     }
-    Err(unreachable_memory(len, &why))
+    match domain.register_staged(region, begins, access) {
+        Ok(mr) => {
+            why.push("staged: what is left, through pinned memory that is as long".into());
+            Ok((mr, Path::Staged, why, Kept::default()))
+        }
+        Err(error) => {
+            why.push(format!("not staged: {}", error.reason()));
+            Err(unreachable_memory(len, &why))
+        }
+    }
 }
 
 #[cold]
@@ -359,8 +372,9 @@ fn unreachable_memory(len: u64, why: &[String]) -> Error {
     Error::new(Kind::Unsupported, format!("register {} of device memory", units::bytes(len)))
         .why(format!("the RDMA device cannot reach it ({})", why.join("; ")))
         .fix(
-            "`modprobe nvidia-peermem`, or a kernel and driver with dma-buf support; else copy it through pinned host \
-             memory, or use the software HCA, which stages by itself",
+            "`modprobe nvidia-peermem`, or a kernel and driver with dma-buf support; else register it for this side \
+             alone (local-write or nothing), which is staged, and have peers send, or let peers reach pinned host memory; \
+             or use the software HCA, which stages for peers too",
         )
 }
 

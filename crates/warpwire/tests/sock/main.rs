@@ -12,8 +12,10 @@ mod keys;
 mod polling;
 mod puppet;
 mod scale;
+mod similar;
 mod spans;
 mod streams;
+mod warp;
 mod world;
 
 use std::process::ExitCode;
@@ -52,7 +54,9 @@ fn main() -> ExitCode {
         spans::CASES,
         ends::CASES,
         scale::CASES,
+        warp::CASES,
         keys::CASES,
+        similar::CASES,
     ];
     let trial = |way: Way, case: &'static Case| {
         Trial::test(format!("{way}::{}", case.name), move || {

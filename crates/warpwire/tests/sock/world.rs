@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mem::{Allocation, Device, Launch, Module, Program, Stream, cuda};
 use warpwire::sock::kv::{KvOptions, KvServer};
+use warpwire::sock::similarity::{SimilarOptions, SimilarServer};
 use warpwire::sock::{Place, SockHost, SockOptions};
 
 use crate::puppet::{self, Do, Puppet, SOON};
@@ -103,15 +104,34 @@ impl World {
         if self.way != Way::Threads {
             return KvServer::start(host, options).unwrap();
         }
-        let library = compiled().as_ref().unwrap();
-        // SAFETY: the library was built from kv.cu, where the function has this type.
-        let run: libloading::Symbol<'_, unsafe extern "C" fn(u64, u64)> =
-            unsafe { library.get(b"kv_server_thread\0") }.unwrap();
-        let run = *run;
-        // SAFETY: the server gives the address of its setup, and keeps that and what it names until the worker has ended.
-        let work = move |setup, worker| unsafe { run(setup, worker) };
-        KvServer::start_on_threads(host, options, work).unwrap()
+        KvServer::start_on_threads(host, options, worker(b"kv_server_thread\0")).unwrap()
     }
+
+    /// A similarity server with these vectors and options, run by this way.
+    pub fn similar<'a>(
+        &self,
+        host: &'a SockHost,
+        vectors: &[f32],
+        dimension: u32,
+        options: SimilarOptions,
+    ) -> SimilarServer<'a> {
+        if self.way != Way::Threads {
+            return SimilarServer::start(host, vectors, dimension, options).unwrap();
+        }
+        let work = worker(b"similarity_server_thread\0");
+        SimilarServer::start_on_threads(host, vectors, dimension, options, work).unwrap()
+    }
+}
+
+/// A server's worker as C++: it gets the address of the setup, and its number.
+fn worker(name: &[u8]) -> impl Fn(u64, u64) + Clone + Send + 'static {
+    let library = compiled().as_ref().unwrap();
+    // SAFETY: the library was built from the servers' sources, where their functions have this type.
+    let run: libloading::Symbol<'_, unsafe extern "C" fn(u64, u64)> =
+        unsafe { library.get(name) }.unwrap();
+    let run = *run;
+    // SAFETY: the server gives the address of its setup, and keeps that and what it names until the worker has ended.
+    move |setup, worker| unsafe { run(setup, worker) }
 }
 
 /// Sockets, and puppets that use them.
@@ -236,7 +256,9 @@ pub fn compile_for_threads() -> Result<(), String> {
 
 fn build_library() -> Result<libloading::Library, String> {
     let root = PathBuf::from(option_env!("CARGO_MANIFEST_DIR").unwrap_or("."));
-    let sources = ["tests/sock/puppet.cu", "src/sock/kv/kv.cu"].map(|path| root.join(path));
+    let sources =
+        ["tests/sock/puppet.cu", "src/sock/kv/kv.cu", "src/sock/similarity/similarity.cu"]
+            .map(|path| root.join(path));
     if !sources[0].exists() {
         return Err("the sources are not here".into());
     }
@@ -274,6 +296,8 @@ pub fn family(address: SocketAddr) -> u64 {
 
 pub const STREAM: u64 = 1;
 pub const DATAGRAM: u64 = 2;
+pub const WARP_STREAM: u64 = 3;
+pub const WARP_DATAGRAM: u64 = 4;
 
 /// The negative of an errno, as calls return it.
 pub fn errno(errno: rustix::io::Errno) -> i64 {

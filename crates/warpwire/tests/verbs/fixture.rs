@@ -299,7 +299,7 @@ impl Fixture {
                     Ok(mr) => Patch { store: Store::Device(memory), mr },
                     Err(refused) if end.is_device() => {
                         assert!(kind != Kind::Window, "{refused}");
-                        self.instead(end, refused, len, access)
+                        self.instead(end, kind, refused, (len, access))
                     }
                     Err(refused) => panic!("{refused}"),
                 }
@@ -307,10 +307,21 @@ impl Fixture {
         }
     }
 
-    /// Where a device cannot reach memory it says so, with the way out: memory of the host.
-    fn instead(&self, end: &End, refused: warpwire::Error, len: u64, access: Access) -> Patch {
+    /// What goes through other memory is not for peers: it says so, with the way out, which is memory of the host.
+    fn instead(
+        &self,
+        end: &End,
+        kind: Kind,
+        refused: warpwire::Error,
+        (len, access): (u64, Access),
+    ) -> Patch {
         let text = refused.to_string();
-        for part in ["no dma-buf", "no peer memory", "without one", "pinned host memory"] {
+        assert!(access.is_remote(), "{text}");
+        let ways: &[&str] = match kind {
+            Kind::Staged => &[],
+            _ => &["no dma-buf", "no peer memory", "without one"],
+        };
+        for part in ways.iter().chain(&["nobody would copy for them", "pinned host memory"]) {
             assert!(text.contains(part), "{text}");
         }
         self.memory(end, Kind::Host, len, access)

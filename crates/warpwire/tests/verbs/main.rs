@@ -18,7 +18,9 @@ mod mixtures;
 mod operations;
 mod processes;
 mod queues;
+mod refusals;
 mod scale;
+mod staged;
 mod states;
 mod strange;
 
@@ -55,11 +57,19 @@ const ONCE: &[&[Case]] = &[
     garbage::ONCE,
     datagrams::ONCE,
     apart::ONCE,
+    refusals::ONCE,
 ];
 
 /// Cases for which the link does not matter, and that a device of the machine can run too.
-const ON_DEVICES: &[&[Case]] =
-    &[devices::CASES, failures::ONCE, queues::ONCE, events::ONCE, states::ONCE];
+const ON_DEVICES: &[&[Case]] = &[
+    devices::CASES,
+    staged::CASES,
+    refusals::CASES,
+    failures::ONCE,
+    queues::ONCE,
+    events::ONCE,
+    states::ONCE,
+];
 
 /// What devices of the machine cannot be asked for, and why.
 const NOT_ON_DEVICES: &[(&str, &[&str])] = &[
@@ -141,6 +151,9 @@ fn main() -> ExitCode {
     if let Some(ended) = apart::run_if_asked() {
         return ended;
     }
+    if let Some(ended) = refusals::run_if_asked() {
+        return ended;
+    }
     fixture::move_beside();
     let mut arguments = Arguments::from_args();
     let mut trials = Vec::new();
@@ -183,10 +196,6 @@ fn run(name: &str, case: &Case, which: Which) {
     let two_worlds = matches!(case.name, "nobody_is_ready" | "guards_and_threads_move_bytes");
     if two_worlds && which.has_device() && which != Which::Device {
         return eprintln!("skipped: {name}: it opens two worlds, and there is one port 4791");
-    }
-    if case.name == "many_share_receives" && which == Which::SoftToDevice {
-        let why = "it was seen to come to a standstill, which is not understood yet";
-        return eprintln!("skipped: {name}: {why}");
     }
     if let Some(why) = not_on_devices(case.name).filter(|_| which.has_device()) {
         return eprintln!("skipped: {name}: {why}");

@@ -35,6 +35,7 @@ impl Sockets<'_> {
             Some(limit) => Patience::For(limit),
             None => Patience::Ever,
         };
+        let mut looks = 0;
         let outcome = self.wait(patience, || {
             let mut count = 0;
             for entry in list.iter_mut() {
@@ -42,12 +43,34 @@ impl Sockets<'_> {
                 entry.found = self.ready(entry.socket)? & (entry.events | always);
                 count += usize::from(entry.found != 0);
             }
+            if count == 0 {
+                self.report_all_at_rest(list, patience, &mut looks)?;
+            }
             Ok((count > 0).then_some(count))
         });
         match outcome {
             Err(Failure::Errno(Errno::AGAIN | Errno::TIMEDOUT)) => Ok(0),
             outcome => outcome,
         }
+    }
+
+    /// Peers may wait for being told of what was taken, while this waits for them.
+    fn report_all_at_rest(
+        &self,
+        list: &[Polled],
+        patience: Patience,
+        looks: &mut u32,
+    ) -> Outcome<()> {
+        let before = *looks;
+        for entry in list.iter().filter(|entry| entry.events & events::IN != 0) {
+            *looks = before;
+            match self.report_at_rest(self.place(entry.socket)?, patience, looks) {
+                Err(Failure::Fault(fault)) => return Err(fault.into()),
+                // It has ended, as the next look finds.
+                Ok(()) | Err(Failure::Errno(_)) => {}
+            }
+        }
+        Ok(())
     }
 
     /// Everything that there is to tell of a socket.
@@ -60,7 +83,15 @@ impl Sockets<'_> {
         };
         let mut found = 0;
         let (no_more, no_send) = (seen.has(state::RECEIVE_END), seen.has(state::SEND_END));
-        if seen.received != self.consumed(place)? || no_more {
+        let (available, room) = match (self.available(place, &seen), self.room(place, &seen)) {
+            (Ok(available), Ok(room)) => (available, room),
+            (Err(Failure::Fault(fault)), _) | (_, Err(Failure::Fault(fault))) => {
+                return Err(fault.into());
+            }
+            // The peer lies, and the socket has ended for that.
+            _ => return Ok(events::ERR | events::IN | events::OUT | events::HUP),
+        };
+        if available != 0 || no_more {
             found |= events::IN;
         }
         if no_more {
@@ -74,7 +105,7 @@ impl Sockets<'_> {
         }
         let least = if seen.has(state::DATAGRAM) { 2 * record::LEN } else { 1 };
         let may_send = seen.has(state::CONNECTED | state::DATAGRAM);
-        if may_send && !no_send && self.room(place, &seen)? >= least {
+        if may_send && !no_send && room >= least {
             found |= events::OUT;
         }
         Ok(found)

@@ -55,6 +55,7 @@
 pub mod device;
 mod ended;
 mod kernels;
+mod laid;
 pub mod layout;
 mod on;
 mod place;
@@ -64,12 +65,12 @@ use std::time::Duration;
 
 pub use ended::Ended;
 pub use kernels::Kernels;
+pub(crate) use laid::LaidQp;
 pub use on::SignalWait;
 
 use crate::error::{Error, Kind, Result};
-use crate::hca::Layout;
 use crate::mem::{Device, DeviceAddr, Launch};
-use crate::mlx5::{self, MOST_BLOCKS, Status};
+use crate::mlx5::{MOST_BLOCKS, Status};
 use crate::mr::HostMemory;
 use crate::verbs::{
     Access, Context, Cq, CqOptions, Drive, Mr, Offer, Pd, Qp, QpOptions, Service, State,
@@ -240,38 +241,20 @@ impl KernelQp {
         };
         let (send_cq, send_cqes) = queue(send_depth)?;
         let (receive_cq, receive_cqes) = queue(receive_depth)?;
-        // Two blocks for each request, of which every entry here takes one.
-        let mut connection = QpOptions {
-            send_depth: send_depth / 2,
-            receive_depth,
-            send_ranges: 1,
-            receive_ranges: 1,
-            inline: device::MOST_INLINE as u32,
-            signal_all: true,
-            watched: true,
-            ..connection
-        };
+        let mut connection = laid::connection(send_depth, receive_depth, connection);
         let queues = place.queues(Qp::memory_for(&connection)?)?;
         connection.memory = Some(queues.queue()?);
         let qp = context.create_qp(pd, &send_cq, &receive_cq, connection)?;
         let sink = context.register(pd, HostMemory::new(8)?, Access::LOCAL_WRITE)?;
-        let (_, Layout { receive, send, record, doorbell }) = qp.queues();
-        let base = queues.address()?.raw();
-        let constants = Constants {
-            send_queue: base + send,
-            receive_queue: base + receive,
-            record: base + record,
-            doorbell: base + doorbell,
-            send_cq: send_cqes.address()?.raw(),
-            receive_cq: receive_cqes.address()?.raw(),
-            sink: sink.iova(),
-            send_mask: send_depth - 1,
-            receive_mask: receive_depth - 1,
-            number: qp.number(),
-            receive_stride: mlx5::SEGMENT as u32,
-            sink_lkey: sink.lkey(),
-            flags: if alone { layout::ALONE } else { 0 },
-        };
+        let completions = [send_cqes.address()?.raw(), receive_cqes.address()?.raw()];
+        let constants = laid::constants(
+            &qp,
+            queues.address()?.raw(),
+            completions,
+            [send_depth, receive_depth],
+            (sink.iova(), sink.lkey()),
+            alone,
+        );
         let handle = place.handle(layout::TOTAL)?;
         handle.write(0, &constants.encode())?;
         Ok(Self(Arc::new(Inner {
