@@ -45,7 +45,12 @@ struct Two {
 
 impl Two {
     fn new(world: &World, puppets: u64, options: SockOptions) -> Self {
-        Self { here: world.stage_with(puppets, options), there: world.stage_with(puppets, options) }
+        Self::with(world, puppets, [options; 2])
+    }
+
+    fn with(world: &World, puppets: u64, options: [SockOptions; 2]) -> Self {
+        let [here, there] = world.stages(puppets, options);
+        Self { here, there }
     }
 
     fn small(world: &World, puppets: u64) -> Self {
@@ -108,10 +113,7 @@ fn random_pieces_between_kernels(world: &World) {
 
 fn rings_of_different_sizes(world: &World) {
     let large = SockOptions { sockets: 16, ring: 256 << 10, arena: 16 << 20, ..world.options() };
-    let two = Two {
-        here: world.stage_with(2, SockOptions { ring: 4096, ..large }),
-        there: world.stage_with(2, large),
-    };
+    let two = Two::with(world, 2, [SockOptions { ring: 4096, ..large }, large]);
     let total = 1_000_003;
     let (socket, accepted) = two.connected(loopbacks()[0]);
     // The small one can have 4096 bytes on their way, much less than the large one tells of by itself.
@@ -350,10 +352,9 @@ fn servers_that_are_no_warp_sockets(world: &World) {
 
 fn the_family_is_limited(world: &World) {
     let small = SockOptions { sockets: 16, arena: 2 << 20, ..world.options() };
-    let two = Two {
-        here: world.stage_with(1, SockOptions { warp_sockets: 2, ..small }),
-        there: world.stage_with(1, small),
-    };
+    let [few, none] = [2, 0].map(|warp_sockets| SockOptions { warp_sockets, ..small });
+    let [here, there, none] = world.stages(1, [few, small, none]);
+    let two = Two { here, there };
     let (client, server) = (two.here.first(), two.there.first());
     let refused = client.call(Do::Socket, &[4, WARP_DATAGRAM], None).result;
     assert_eq!(refused, errno(Errno::OPNOTSUPP), "there are no datagrams of the family");
@@ -367,7 +368,6 @@ fn the_family_is_limited(world: &World) {
     client.expect(Do::Close, &[first], None);
     until("its queue pair is free", || two.here.host.stats().open == 2);
     client.expect(Do::Connect, &[third], Some(name));
-    let none = world.stage_with(1, SockOptions { warp_sockets: 0, ..small });
     let off = none.first().call(Do::Socket, &[4, WARP_STREAM], None).result;
     assert_eq!(off, errno(Errno::OPNOTSUPP), "the family is switched off");
 }
