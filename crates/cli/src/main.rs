@@ -4,6 +4,7 @@ mod copy;
 mod demo;
 mod devices;
 mod doctor;
+mod floor;
 mod mp;
 mod ordered;
 mod output;

@@ -157,7 +157,11 @@ fn demo_prints_json_and_takes_devices() {
     let outcome: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(outcome["verified"], true);
     assert_eq!(outcome["devices"], serde_json::json!(["sim:1", "sim:0"]));
-    assert_eq!(outcome["stages"].as_array().unwrap().len(), 8);
+    let stages = outcome["stages"].as_array().unwrap();
+    assert_eq!(stages.len(), 10);
+    let messages: Vec<_> = stages[8..].iter().map(|s| s["what"].as_str().unwrap()).collect();
+    assert_eq!(messages, ["message ordered by a stream", "message posted from a kernel"]);
+    assert!(stages[8..].iter().all(|s| s["to"] == "sim:1, a process away"), "{stages:?}");
     let window = outcome["stages"]
         .as_array()
         .unwrap()

@@ -36,7 +36,7 @@ fn sanity_checks_everything() {
     let text = text(&["sanity"]);
     assert!(text.contains(">>> SUCCESS"), "{text}");
     let checks = json(&["sanity"])["checks"].as_array().unwrap().clone();
-    assert!(checks.len() >= 6 && checks.iter().all(|check| check["why_not"].is_null()));
+    assert!(checks.len() >= 9 && checks.iter().all(|check| check["why_not"].is_null()));
 }
 
 #[test]
@@ -50,12 +50,19 @@ fn latency_shows_each_way_and_the_floor() {
             assert_eq!(row["verified"], true);
             let modes = row["modes"].as_array().unwrap();
             let names: Vec<_> = modes.iter().map(|mode| mode["mode"].as_str().unwrap()).collect();
-            assert_eq!(names, ["cpu", "stream"]);
+            assert_eq!(names, ["cpu", "stream", "graph", "kernel"]);
             modes.iter().for_each(|mode| assert_positive(&mode["plain"]["median_us"]));
         }
-        assert_positive(&report["floor_us"]);
-        assert_positive(&report["ratio"]);
+        ["stream_us", "kernel_us"].iter().for_each(|name| assert_positive(&report["floors"][name]));
+        let ratios = report["ratios"].as_array().unwrap();
+        let modes: Vec<_> = ratios.iter().map(|ratio| ratio["mode"].as_str().unwrap()).collect();
+        assert_eq!(modes, ["stream", "graph", "kernel"]);
+        ratios.iter().for_each(|ratio| assert_positive(&ratio["ratio"]));
     }
+    let report = json(&[&SHORT[..], &["-m", "kernel,cpu", "--processes"]].concat());
+    let modes = report["rows"][1]["modes"].as_array().unwrap();
+    let names: Vec<_> = modes.iter().map(|mode| mode["mode"].as_str().unwrap()).collect();
+    assert_eq!(names, ["cpu", "kernel"]);
 }
 
 #[test]
@@ -74,8 +81,9 @@ fn latency_with_a_kernel_is_longer_by_it() {
 fn poll_shows_words_in_both_memories() {
     let report = json(&["poll", "-n", "100"]);
     let rows = report["rows"].as_array().unwrap();
-    let words: Vec<_> = rows.iter().map(|row| row["word"].as_str().unwrap()).collect();
-    assert_eq!(words, ["pinned", "device"]);
+    let name = |row: &Value| format!("{} {}", row["by"], row["word"]).replace('"', "");
+    let words: Vec<_> = rows.iter().map(name).collect();
+    assert_eq!(words, ["stream pinned", "stream device", "kernel pinned", "kernel device"]);
     rows.iter().for_each(|row| assert_positive(&row["median_us"]));
 }
 
@@ -86,6 +94,7 @@ fn what_makes_no_sense_is_refused() {
         (&["latency", "--link", "pigeon"], "pigeon"),
         (&["latency", "--compute", "1h"], "1h"),
         (&["latency", "-b", "0"], "0"),
+        (&["latency", "-m", "cpu,pigeon"], "pigeon"),
         (&["poll", "-n", "0"], "zero"),
     ] {
         let output = run(arguments);

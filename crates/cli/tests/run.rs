@@ -165,6 +165,13 @@ fn mp_measures_and_verifies() {
         for mode in ["cpu", "stream", "graph", "kernel", "stream+kernel", "kernel+kernel"] {
             assert!(names.iter().any(|name| name.ends_with(mode)), "{test}: {names:?}");
         }
+        let columns = if test == "putget" { 16 } else { 8 };
+        assert_eq!(names.len(), columns, "{test}: {names:?}");
+        assert_eq!(names.contains(&"get kernel+kernel"), test == "putget");
+        // Only round trips have a floor to compare with.
+        assert!(report["floors"]["kernel_us"].as_f64().unwrap() > 0.0, "{report}");
+        let ratios = report["ratios"].as_array().unwrap();
+        assert_eq!(ratios.len(), if test == "pingpong" { 3 } else { 0 }, "{ratios:?}");
     }
     let words = ["mp", "pingpong", "-s", "64", "-n", "10", "--mem", "sim:0", "--threads", "--json"];
     let output = warpwire(&words).output().unwrap();
@@ -174,6 +181,7 @@ fn mp_measures_and_verifies() {
     let table = warpwire(&["mp", "putget", "-s", "64", "-n", "5"]).output().unwrap();
     let out = text(&table.stdout);
     assert!(out.contains("put cpu") && out.contains("get cpu"), "{out}");
+    assert!(!out.contains("floors"), "no device, no floor: {out}");
 }
 
 #[test]

@@ -105,6 +105,40 @@ fn a_load_compares_every_answer() {
 }
 
 #[test]
+fn similar_vectors_are_found_in_both_families() {
+    let vectors = ["--vectors", "400", "--dimension", "24", "-k", "5"];
+    for family in ["inet", "warp"] {
+        let server = Server::start(&[&["similar", "--family", family][..], &vectors].concat());
+        let ask = |more: &[&str]| {
+            let client = ["similar", "--connect", server.address.as_str(), "--family", family];
+            run(&[&client[..], &vectors, &["-n", "60", "-c", "3", "--json"], more].concat())
+        };
+        let good = ask(&[]);
+        assert!(good.status.success(), "{}", text(&good.stderr));
+        let report: Value = serde_json::from_slice(&good.stdout).unwrap();
+        assert_eq!((&report["wrong"], &report["queries"]), (&0.into(), &60.into()), "{report}");
+        // Who expects other vectors finds out, and who asks for too many is told.
+        let other = ask(&["--seed", "2"]);
+        assert_eq!(other.status.code(), Some(1), "{}", text(&other.stdout));
+        let many = run(&[
+            "similar",
+            "--connect",
+            &server.address,
+            "--family",
+            family,
+            "--vectors",
+            "400",
+            "--dimension",
+            "24",
+            "-k",
+            "6",
+        ]);
+        assert_eq!(many.status.code(), Some(1));
+        assert!(text(&many.stderr).contains("too many"), "{}", text(&many.stderr));
+    }
+}
+
+#[test]
 fn a_kernel_answers_http() {
     let server = Server::start(&["serve", "--service", "http"]);
     let ask = |question: &[u8]| {
@@ -154,6 +188,8 @@ fn what_cannot_be_is_told() {
         &["connect", "127.0.0.1:1", "-d", "sim:0", "--send", "\\q"],
         &["serve", "-d", "sim:9"],
         &["lat", "-s", "0"],
+        &["similar", "--dimension", "0"],
+        &["similar", "--vectors", "4000000000", "--dimension", "1000"],
     ] {
         assert_eq!(run(wrong).status.code(), Some(2), "{wrong:?}");
     }

@@ -41,6 +41,7 @@ const UNSAFE_FENCE: &[&str] = &[
     "verbs/memory.rs",
     "sock/kv/mod.rs",
     "sock/programs/mod.rs",
+    "sock/similarity/mod.rs",
     "verbs/queues.rs",
     "verbs/mod.rs",
     "msg/rally/mod.rs",

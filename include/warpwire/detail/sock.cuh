@@ -7,14 +7,14 @@ namespace warpwire {
 namespace sock {
 namespace detail {
 
-enum Op : u32 { kSocket = 1, kBind, kListen, kConnect, kShutdown, kClose, kSetOption, kGetOption, kLocalName, kPeerName };
+enum Op : u32 { kSocket = 1, kBind, kListen, kConnect, kShutdown, kClose, kSetOption, kGetOption, kLocalName, kPeerName, kFail };
 
 constexpr u32 kFree = 0, kCopying = 1, kSpan = 2, kGone = 3;                        // locks
-constexpr u32 kFlagNonBlocking = 1, kFlagShutSend = 2, kFlagShutReceive = 4;        // flags of a desk
+constexpr u32 kFlagNonBlocking = 1, kFlagShutSend = 2, kFlagShutReceive = 4, kFlagWarp = 8;  // flags of a desk
 constexpr u64 kGeneration = 0xffff;                                                 // of a state
 constexpr u32 kReceiveErrorAt = 16, kSendErrorAt = 24;
 constexpr u64 kIsDatagram = 1ull << 32, kListening = 1ull << 33, kConnecting = 1ull << 34, kConnected = 1ull << 35;
-constexpr u64 kReceiveEnd = 1ull << 36, kSendEnd = 1ull << 37;
+constexpr u64 kReceiveEnd = 1ull << 36, kSendEnd = 1ull << 37, kIsWarp = 1ull << 38, kResets = 1ull << 39;
 constexpr u64 kLongestDatagram = 65507;
 constexpr u64 kLastCall = 10ull * 1000 * 1000 * 1000;  // how long close waits for calls of other groups
 
@@ -120,13 +120,14 @@ struct Found {
     Outbox *outbox;
     Desk *desk;
     u32 generation;  // 0: there is no such socket
+    int handle;
 };
 
 WARPWIRE_FN Found find(const Table &table, int socket) {
     u32 index = static_cast<u32>(socket) & 0xffff, generation = static_cast<u32>(socket) >> 16;
-    if (socket < 0 || index >= table.sockets || generation == 0) return Found{nullptr, nullptr, nullptr, 0};
+    if (socket < 0 || index >= table.sockets || generation == 0) return Found{nullptr, nullptr, nullptr, 0, socket};
     return Found{reinterpret_cast<Inbox *>(table.inbox) + index, reinterpret_cast<Outbox *>(table.outbox) + index,
-                 reinterpret_cast<Desk *>(table.desks) + index, generation};
+                 reinterpret_cast<Desk *>(table.desks) + index, generation, socket};
 }
 
 // Its state, or 0 if the handle is not open any more. Counters that are read later are not older than the state.
@@ -146,9 +147,13 @@ WARPWIRE_FN u64 patience(const Found &found, const u64 *timeout) {
 }
 
 WARPWIRE_CALL void take_desk(const Table &table, int socket) {
-    Desk *desk = find(table, socket).desk;
+    Found found = find(table, socket);
+    Desk *desk = found.desk;
     if (!desk) return;
-    store_gpu(&desk->flags, 0u);
+    store_gpu(&desk->flags, load_system(&found.inbox->state) & kIsWarp ? kFlagWarp : 0u);
+    store_gpu(&desk->reported, 0ull);
+    store_gpu(&desk->post_lock, kFree);
+    store_gpu(&desk->berth, 0u);
     store_gpu(&desk->sent, 0ull);
     store_gpu(&desk->consumed, 0ull);
     store_gpu(&desk->send_timeout, 0ull);
@@ -220,6 +225,16 @@ WARPWIRE_FN int ask_about(const Table &table, Op op, int socket, u64 value, u32 
     return shared(group, result);
 }
 
+}  // namespace detail
+}  // namespace sock
+}  // namespace warpwire
+
+#include <warpwire/detail/warp.cuh>
+
+namespace warpwire {
+namespace sock {
+namespace detail {
+
 WARPWIRE_CALL i64 connect_alone(const Table &table, int socket, Address to) {
     Found found = find(table, socket);
     if (!look(found)) return -kEbadf;
@@ -240,13 +255,15 @@ WARPWIRE_CALL i64 shutdown_alone(const Table &table, int socket, How how) {
     if (!look(found)) return -kEbadf;
     i64 result = ask(table, kShutdown, socket, static_cast<u64>(how), 0, no_address(), nullptr);
     if (result < 0) return result;
+    if (how != kShutReceive && load_gpu(&found.desk->flags) & kFlagWarp) end_sending(table, found);
     change_flags(found.desk, 0, (how != kShutSend ? kFlagShutReceive : 0) | (how != kShutReceive ? kFlagShutSend : 0));
     return 0;
 }
 
 WARPWIRE_CALL i64 close_alone(const Table &table, int socket) {
     Found found = find(table, socket);
-    if (!look(found)) return -kEbadf;
+    u64 state = look(found);
+    if (!state) return -kEbadf;
     u32 *locks[2] = {&found.desk->send_lock, &found.desk->receive_lock};
     for (u32 *lock : locks)
         if (load_gpu(lock) == kSpan) return -kEbusy;
@@ -257,7 +274,7 @@ WARPWIRE_CALL i64 close_alone(const Table &table, int socket) {
         while (replace(lock, kFree, kGone) != kFree)
             if (i64 stop = waiter.step(table)) return stop;
     }
-    return ask(table, kClose, socket, 0, 0, no_address(), nullptr);
+    return ask(table, kClose, socket, end_both(table, found, state), 0, no_address(), nullptr);
 }
 
 WARPWIRE_CALL i64 set_alone(const Table &table, int socket, Option option, i64 value) {
@@ -360,10 +377,6 @@ template <class Group> WARPWIRE_FN void copy_out(Group group, const Turn &turn, 
     copy<true>(group, into + first, reinterpret_cast<const u8 *>(turn.ring), length - first);
 }
 
-WARPWIRE_FN u64 room(const Found &found) {
-    return load_system(&found.inbox->send_size) - (load_gpu(&found.desk->sent) - load_system(&found.inbox->taken));
-}
-
 // Why nothing can be sent on a socket in that state, or 0.
 WARPWIRE_FN i64 may_send(const Found &found, u64 state) {
     if (!state) return -kEbadf;
@@ -388,10 +401,13 @@ WARPWIRE_CALL Turn begin_send(const Table &table, int socket, u64 length, const 
         if (i64 error = may_send(found, state)) return Turn{error, 0, 0, 0, 0};
         if (!(state & kConnecting) && !datagram && length == 0) return Turn{0, 0, 0, 0, 0};
         i64 locked = 0;
-        if (!(state & kConnecting) && room(found) >= needs) locked = try_lock(found, &found.desk->send_lock);
+        i64 free = state & kConnecting ? 0 : room(table, found, state);
+        if (free < 0) return Turn{free, 0, 0, 0, 0};
+        if (!(state & kConnecting) && static_cast<u64>(free) >= needs) locked = try_lock(found, &found.desk->send_lock);
         if (locked < 0) return Turn{locked, 0, 0, 0, 0};
         if (locked) {
-            u64 fits = room(found), sent = load_gpu(&found.desk->sent), ring = load_system(&found.inbox->send_ring);
+            free = room(table, found, state);
+            u64 fits = free < 0 ? 0 : static_cast<u64>(free), sent = load_gpu(&found.desk->sent), ring = load_system(&found.inbox->send_ring);
             size = load_system(&found.inbox->send_size);
             if (fits >= needs && datagram) {
                 Record *record = reinterpret_cast<Record *>(ring + (sent & (size - 1)));
@@ -406,34 +422,48 @@ WARPWIRE_CALL Turn begin_send(const Table &table, int socket, u64 length, const 
     }
 }
 
-WARPWIRE_FN void publish_sent(const Found &found, u64 sent) {
+// To the host, or to the peer by writing it there.
+WARPWIRE_FN void publish_sent(const Table &table, const Found &found, u64 count) {
+    u64 before = load_gpu(&found.desk->sent), sent = before + count;
     store_gpu(&found.desk->sent, sent);
+    if (load_gpu(&found.desk->flags) & kFlagWarp) {
+        post_sent(table, found, before, sent);
+        return;
+    }
     fence_system();
     store_system(&found.outbox->sent, static_cast<u32>(sent));
 }
-WARPWIRE_FN void publish_consumed(const Found &found, u64 consumed) {
+WARPWIRE_FN void tell_consumed(const Found &found, u64 consumed) {
     store_gpu(&found.desk->consumed, consumed);
     fence_system();
     store_system(&found.outbox->consumed, static_cast<u32>(consumed));
 }
+WARPWIRE_FN void publish_consumed(const Table &table, const Found &found, u64 consumed) {
+    if (!(load_gpu(&found.desk->flags) & kFlagWarp)) {
+        tell_consumed(found, consumed);
+        return;
+    }
+    store_gpu(&found.desk->consumed, consumed);
+    report(table, found, consumed);
+}
 
 WARPWIRE_CALL void end_send(const Table &table, int socket, const Turn &turn) {
     Found found = find(table, socket);
-    publish_sent(found, load_gpu(&found.desk->sent) + turn.advance);
+    publish_sent(table, found, turn.advance);
     store_gpu(&found.desk->send_lock, kFree);
 }
 WARPWIRE_CALL void end_receive(const Table &table, int socket, const Turn &turn) {
     Found found = find(table, socket);
-    publish_consumed(found, load_gpu(&found.desk->consumed) + turn.advance);
+    publish_consumed(table, found, load_gpu(&found.desk->consumed) + turn.advance);
     store_gpu(&found.desk->receive_lock, kFree);
 }
 
 // More than 0: so much can be received. 0: the end. -kEagain: nothing yet. Else why never.
-WARPWIRE_FN i64 readable(const Found &found) {
+WARPWIRE_FN i64 readable(const Table &table, const Found &found) {
     u64 state = look(found);
     if (!state) return -kEbadf;
-    u64 available = load_system(&found.inbox->received) - load_gpu(&found.desk->consumed);
-    if (available) return static_cast<i64>(available);
+    i64 waiting = available(table, found, &state);
+    if (waiting) return waiting;
     if (load_gpu(&found.desk->flags) & kFlagShutReceive) return 0;
     if (receive_error(state)) return -receive_error(state);
     if (state & kReceiveEnd) return 0;
@@ -445,13 +475,14 @@ WARPWIRE_CALL i64 lock_readable(const Table &table, const Found &found) {
     if (!found.generation || !look(found)) return -kEbadf;
     Waiter waiter(patience(found, &found.desk->receive_timeout));
     for (;;) {
-        i64 available = readable(found);
-        if (available <= 0 && available != -kEagain) return available;
-        i64 locked = available > 0 ? try_lock(found, &found.desk->receive_lock) : 0;
+        i64 waiting = readable(table, found);
+        if (waiting <= 0 && waiting != -kEagain) return waiting;
+        i64 locked = waiting > 0 ? try_lock(found, &found.desk->receive_lock) : 0;
         if (locked < 0) return locked;
         if (locked) {
-            available = static_cast<i64>(load_system(&found.inbox->received) - load_gpu(&found.desk->consumed));
-            if (available > 0) return available;
+            u64 state = look(found);
+            waiting = available(table, found, &state);
+            if (waiting > 0) return waiting;
             store_gpu(&found.desk->receive_lock, kFree);
         }
         if (i64 stop = waiter.step(table)) return stop;
@@ -504,7 +535,7 @@ WARPWIRE_CALL i64 accept_alone(const Table &table, int listener, Address *from) 
             Record record;
             if (received != consumed) {
                 read_record(found, consumed, &record);
-                publish_consumed(found, consumed + sizeof(Record));
+                tell_consumed(found, consumed + sizeof(Record));
             }
             store_gpu(&found.desk->receive_lock, kFree);
             if (received != consumed) {
@@ -541,8 +572,9 @@ WARPWIRE_CALL i64 give_back_alone(const Table &table, int socket, u64 used) {
     if (!look(found)) return -kEbadf;
     if (load_gpu(&found.desk->receive_lock) != kSpan) return -kEinval;
     u64 consumed = load_gpu(&found.desk->consumed);
-    if (used > load_system(&found.inbox->received) - consumed) return -kEinval;
-    publish_consumed(found, consumed + used);
+    u64 state = look(found);
+    if (used > received(found, &state) - consumed) return -kEinval;
+    publish_consumed(table, found, consumed + used);
     store_gpu(&found.desk->receive_lock, kFree);
     return 0;
 }
@@ -564,8 +596,13 @@ WARPWIRE_CALL i64 commit_alone(const Table &table, int socket, u64 filled) {
     Found found = find(table, socket);
     if (!look(found)) return -kEbadf;
     if (load_gpu(&found.desk->send_lock) != kSpan) return -kEinval;
-    if (filled > room(found)) return -kEinval;
-    if (filled) publish_sent(found, load_gpu(&found.desk->sent) + filled);
+    i64 free = room(table, found, load_system(&found.inbox->state));
+    if (free < 0 || load_gpu(&found.desk->flags) & kFlagEnded) {  // what the peer was told is not changed
+        store_gpu(&found.desk->send_lock, kFree);
+        return free < 0 ? free : -kEpipe;
+    }
+    if (filled > static_cast<u64>(free)) return -kEinval;
+    if (filled) publish_sent(table, found, filled);
     store_gpu(&found.desk->send_lock, kFree);
     return 0;
 }
@@ -578,13 +615,15 @@ WARPWIRE_CALL u32 ready(const Table &table, int socket) {
     u64 state = look(found);
     if (!state) return kNval;
     u32 events = 0;
+    i64 waiting = available(table, found, &state), free = room(table, found, state);
+    if (waiting < 0 || free < 0) return kErr | kIn | kOut | kHup;  // the peer lies, and the socket has ended for that
     bool no_more = state & kReceiveEnd, no_send = state & kSendEnd;
-    if (load_system(&found.inbox->received) != load_gpu(&found.desk->consumed) || no_more) events |= kIn;
+    if (waiting || no_more) events |= kIn;
     if (no_more) events |= kRdhup;
     if (receive_error(state) || send_error(state)) events |= kErr | kOut;
     if (no_more && no_send) events |= kHup;
     u64 needs = state & kIsDatagram ? 2 * sizeof(Record) : 1;
-    if (state & (kConnected | kIsDatagram) && !no_send && room(found) >= needs) events |= kOut;
+    if (state & (kConnected | kIsDatagram) && !no_send && static_cast<u64>(free) >= needs) events |= kOut;
     return events;
 }
 

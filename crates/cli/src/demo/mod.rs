@@ -1,6 +1,7 @@
 //! `warpwire demo`
 
 mod memory;
+mod messages;
 mod network;
 mod table;
 
@@ -18,7 +19,8 @@ use crate::output;
 ///
 /// Finds the GPUs of this machine, says which it uses and why, and moves memory between two of them and
 /// the host through streams: filled by a kernel, copied, checked by the device and by the CPU. Then memory
-/// of a GPU of this process is written to that of another process, by RDMA over the software HCA. Where
+/// of a GPU of this process is written to that of another process, by RDMA over the software HCA, and two processes send
+/// each other messages that a stream orders and that a kernel posts. Where
 /// there is no CUDA, two simulated GPUs stand in. Takes a few seconds.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
@@ -142,6 +144,8 @@ pub(crate) fn run(arguments: &Arguments) -> std::result::Result<ExitCode, String
     let stages = memory::stages(&ends, arguments.size, &spinner).map(|mut stages| {
         spinner.set_message("network");
         stages.push(network::stage(&ends, arguments.size));
+        spinner.set_message("messages");
+        stages.extend(messages::stages(&ends[0], arguments.size));
         stages
     });
     spinner.finish_and_clear();

@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 use warpwire::mem::pattern::fill_bytes;
 use warpwire::msg::{Buffer, Comm, Part, Window};
 
-use super::modes::{Driven, Exchange};
+use super::modes::{Driven, Exchange, What};
 use super::table::Figure;
 use super::{Mode, Test};
+use crate::floor::Floors;
 use crate::output::Failure;
 use crate::perf::memory::{MemoryChoice, device};
 
@@ -64,13 +65,21 @@ impl<'a> End<'a> {
             match (mode, test) {
                 (Mode::Cpu, Test::Pingpong | Test::Sendrecv) => self.exchange(size)?,
                 (Mode::Cpu, Test::Putget) => self.put(size)?,
-                (mode, test) => drop(self.by_device(test, mode, size, Duration::ZERO, 1)?),
+                (mode, test) => {
+                    self.by_device(test.rounds()[0], mode, size, Duration::ZERO, 1)?;
+                }
             }
             self.comm.barrier(self.timeout)?;
             self.compare(&self.into, size, seed(self.other()))?;
-            if (mode, test) == (Mode::Cpu, Test::Putget) {
+            if test == Test::Putget {
                 // What the other has in its window is what we put there.
-                self.get(size)?;
+                self.fill(&self.back, size, !seed(0))?;
+                match mode {
+                    Mode::Cpu => self.get(size)?,
+                    _ => {
+                        self.by_device(What::Get, mode, size, Duration::ZERO, 1)?;
+                    }
+                }
                 self.compare(&self.back, size, seed(self.comm.rank()))?;
                 self.comm.barrier(self.timeout)?;
             }
@@ -78,10 +87,18 @@ impl<'a> End<'a> {
         Ok(())
     }
 
+    /// What round trips take here without any HCA, if a device sends or waits. The other rank waits meanwhile.
+    pub(super) fn floors(&self) -> Result<Option<Floors>, Failure> {
+        match (&self.driven, self.comm.rank()) {
+            (Some(driven), 0) => Floors::measure(driven.borrow().stream.device()).map(Some),
+            _ => Ok(None),
+        }
+    }
+
     /// So many rounds in a mode of the device; how long they took.
     fn by_device(
         &self,
-        test: Test,
+        what: What,
         mode: Mode,
         size: u64,
         compute: Duration,
@@ -93,8 +110,8 @@ impl<'a> End<'a> {
             return Err(Failure::Usage(message));
         };
         let (comm, window) = (self.comm, &self.window);
-        let (out, into, both) = (&self.out, &self.into, test != Test::Pingpong);
-        let ends = Exchange { comm, out, into, window, size, compute, both };
+        let (out, into, back) = (&self.out, &self.into, &self.back);
+        let ends = Exchange { comm, out, into, back, window, size, compute, what };
         driven.borrow_mut().renew()?;
         // The words are read before anybody adds to them.
         comm.barrier(self.timeout)?;
@@ -198,12 +215,20 @@ impl<'a> End<'a> {
             Figure { name, microseconds, gigabytes_per_second }
         };
         if mode != Mode::Cpu {
-            let what = if test == Test::Putget { "put" } else { "" };
-            self.by_device(test, mode, size, compute, (count / 10).clamp(1, 20))?;
-            self.comm.barrier(self.timeout)?;
-            let took = self.by_device(test, mode, size, compute, count)?;
-            self.comm.barrier(self.timeout)?;
-            return Ok(vec![figure(what, took / count)]);
+            let mut figures = Vec::new();
+            for what in test.rounds() {
+                self.by_device(*what, mode, size, compute, (count / 10).clamp(1, 20))?;
+                self.comm.barrier(self.timeout)?;
+                let took = self.by_device(*what, mode, size, compute, count)?;
+                self.comm.barrier(self.timeout)?;
+                let name = match what {
+                    What::InTurn | What::AtOnce => "",
+                    What::Put => "put",
+                    What::Get => "get",
+                };
+                figures.push(figure(name, took / count));
+            }
+            return Ok(figures);
         }
         match test {
             Test::Pingpong => Ok(vec![figure("", self.time(count, &|| self.ping(size, compute))?)]),

@@ -15,13 +15,15 @@ use crate::output::{self, Failure, Screen};
 use crate::perf::memory::MemoryChoice;
 use crate::run::{self, Job};
 use measure::End;
+use modes::What;
 use table::Report;
 
 /// Measure messages between two ranks
 ///
 /// Started by itself it starts two ranks on this machine; started by a launcher (warpwire run, torchrun, mpirun, srun)
-/// it is one of two. What arrives is compared with what was sent, before and after each row is timed; a difference is
-/// an error.
+/// it is one of two. What arrives is compared with what was sent, before each figure is taken; a difference is an error.
+/// Where a device sends, the floors are measured in the same run: what round trips of two streams, and of two kernels, take
+/// with a thread in between and no HCA.
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
@@ -56,11 +58,15 @@ pub(crate) struct Arguments {
     #[arg(long)]
     threads: bool,
 
+    /// Do not measure the floors
+    #[arg(long)]
+    no_floors: bool,
+
     /// How long to wait for the other rank, and for each message
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = duration)]
     timeout: Duration,
 
-    /// Print JSON: {"test": …, "path": …, "rows": [{"size": …, "iterations": …, "figures": […], "verified": …}]}
+    /// Print JSON: {"test": …, "path": …, "rows": [{"size": …, "figures": […], "verified": …}], "floors": …, "ratios": […]}
     #[arg(long)]
     json: bool,
 }
@@ -83,6 +89,17 @@ pub(crate) enum Test {
     Putget,
     /// Both ranks send and receive at once
     Sendrecv,
+}
+
+impl Test {
+    /// What is measured of it, one column for each.
+    fn rounds(self) -> &'static [What] {
+        match self {
+            Self::Pingpong => &[What::InTurn],
+            Self::Sendrecv => &[What::AtOnce],
+            Self::Putget => &[What::Put, What::Get],
+        }
+    }
 }
 
 /// Who sends and waits.
@@ -238,6 +255,10 @@ fn measure_all(arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Failure> 
     let speaks = comm.rank() == 0;
     let screen = Screen::new(arguments.json || !speaks);
     let mut report = Report::new(arguments.test, comm, &end)?;
+    if !arguments.no_floors {
+        screen.working("the floors");
+        report.floors = end.floors()?;
+    }
     screen.say(&report.head(&arguments.columns()))?;
     for size in sizes {
         screen.working(format!("{:?}: {size} bytes", arguments.test));
@@ -250,6 +271,7 @@ fn measure_all(arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Failure> 
         screen.say(&row.render())?;
         report.rows.push(row);
     }
+    screen.say(&report.compare())?;
     comm.finish(arguments.timeout)?;
     match speaks {
         true if arguments.json => screen.finish(&report)?,

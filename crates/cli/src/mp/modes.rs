@@ -3,8 +3,9 @@
 use std::time::{Duration, Instant};
 
 use warpwire::mem::{Allocation, Device, Graph, Stream, Word};
-use warpwire::msg::rally::{Rally, Side};
+use warpwire::msg::rally::{Move, Rally, Side};
 use warpwire::msg::{Buffer, Comm, Lane, LaneOptions, Part, Window};
+use warpwire::stream::KernelQp;
 use warpwire::stream::kernel::SignalWait;
 
 use crate::output::Failure;
@@ -24,17 +25,31 @@ pub(super) struct Driven {
     timeout: Duration,
 }
 
+/// What one round is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum What {
+    /// One answers the other.
+    InTurn,
+    /// Both send, then wait.
+    AtOnce,
+    /// Both write to the other's window, and wait until it is there.
+    Put,
+    /// Both read from it.
+    Get,
+}
+
 /// What is sent where.
 pub(super) struct Exchange<'a> {
     pub(super) comm: &'a Comm,
     pub(super) out: &'a Buffer,
     pub(super) into: &'a Buffer,
+    /// What is read from the other's window.
+    pub(super) back: &'a Buffer,
     pub(super) window: &'a Window,
     pub(super) size: u64,
     /// How long the kernel before each message computes.
     pub(super) compute: Duration,
-    /// Whether both send before they wait, or one answers the other.
-    pub(super) both: bool,
+    pub(super) what: What,
 }
 
 impl Exchange<'_> {
@@ -44,11 +59,23 @@ impl Exchange<'_> {
 
     /// Whether this side sends before it waits.
     fn begins(&self) -> bool {
-        self.both || self.comm.rank() == 0
+        self.what != What::InTurn || self.comm.rank() == 0
     }
 
     fn parts(&self) -> Result<(Part, Part), Failure> {
         Ok((self.out.part(0, self.size)?, self.into.part(0, self.size)?))
+    }
+
+    /// What moves between the other's window and our own memory; none if messages do.
+    fn moves<'q>(&self, qp: &'q KernelQp) -> Result<Option<Move<'q>>, Failure> {
+        let own = match self.what {
+            What::Put => self.out,
+            What::Get => self.back,
+            What::InTurn | What::AtOnce => return Ok(None),
+        };
+        let there = self.window.remote(self.other(), 0, self.size)?;
+        let here = own.part(0, self.size)?.sge()?;
+        Ok(Some(Move { qp, there, here, reads: self.what == What::Get }))
     }
 }
 
@@ -100,6 +127,15 @@ impl Driven {
 
     fn stream_round(&self, ends: &Exchange<'_>) -> Result<(), Failure> {
         let (out, into) = ends.parts()?;
+        let at = (ends.window, ends.other(), 0);
+        if let What::Put | What::Get = ends.what {
+            self.compute(ends.compute)?;
+            let moved = match ends.what {
+                What::Put => self.lane.put_on(&self.stream, at, out)?,
+                _ => self.lane.get_on(&self.stream, at, ends.back.part(0, ends.size)?)?,
+            };
+            return Ok(self.lane.wait_on(&self.stream, &moved)?);
+        }
         let receive = self.lane.receive(ends.other(), into)?;
         if !ends.begins() {
             self.lane.wait_on(&self.stream, &receive)?;
@@ -112,14 +148,25 @@ impl Driven {
         Ok(())
     }
 
-    /// One round as a graph: a put with a signal, and the wait for the other's.
+    /// One round as a graph: a put with a signal, and the wait for the other's; or a put or a get, and the wait for it.
     fn graph(&self, ends: &Exchange<'_>) -> Result<Graph, Failure> {
         let other = ends.other();
         let kernel = self.lane.kernel(other)?;
         let to = ends.window.remote(other, 0, ends.size)?;
         let word = self.word_window.word(other, 0, 8)?;
         let from = ends.parts()?.0.sge()?;
+        let moves = ends.moves(kernel)?;
         let graph = self.stream.capture(|stream| {
+            if let Some(Move { there, here, reads, .. }) = moves {
+                if !ends.compute.is_zero() {
+                    self.rally.compute(stream, ends.compute)?;
+                }
+                match reads {
+                    true => kernel.get_on(stream, here, there)?,
+                    false => kernel.put_on(stream, there, here)?,
+                }
+                return kernel.wait_on(stream);
+            }
             if !ends.begins() {
                 kernel.wait_signal_on(stream, &self.wait)?;
             }
@@ -167,7 +214,14 @@ impl Driven {
         // Both have read their words before one is changed.
         ends.comm.barrier(self.timeout)?;
         let start = Instant::now();
-        self.rally.play(&self.stream, &side, count.into(), ends.compute, self.timeout)?;
+        match ends.moves(side.qp)? {
+            None => {
+                self.rally.play(&self.stream, &side, count.into(), ends.compute, self.timeout)?;
+            }
+            Some(what) => {
+                self.rally.shift(&self.stream, &what, count.into(), ends.compute, self.timeout)?;
+            }
+        }
         self.finish()?;
         let took = start.elapsed();
         // The graphs' wait goes on from where the word is now.

@@ -7,6 +7,7 @@ use warpwire::msg::Comm;
 
 use super::measure::End;
 use super::{Mode, Test};
+use crate::floor::{self, Floors, Ratio};
 use crate::output::Failure;
 
 /// One column of a row.
@@ -34,6 +35,10 @@ pub(super) struct Report {
     /// How the memory is reached.
     memory: String,
     pub(super) rows: Vec<Row>,
+    /// Round trips without any HCA; none if the CPU alone sends.
+    pub(super) floors: Option<Floors>,
+    /// Round trips of the smallest message, to the floors.
+    ratios: Vec<Ratio>,
 }
 
 impl Report {
@@ -45,7 +50,8 @@ impl Report {
         };
         let path = comm.path(1 - comm.rank())?.to_string();
         let memory = end.out.registration().path().to_string();
-        Ok(Self { test, ranks: comm.size(), path, memory, rows: Vec::new() })
+        let (rows, ratios) = (Vec::new(), Vec::new());
+        Ok(Self { test, ranks: comm.size(), path, memory, rows, floors: None, ratios })
     }
 
     pub(super) fn head(&self, columns: &[(Mode, Duration)]) -> String {
@@ -57,9 +63,8 @@ impl Report {
         let name = |(mode, compute): &(Mode, Duration)| {
             let kernel = if compute.is_zero() { "" } else { "+kernel" };
             let name = format!("{}{kernel}", mode.name());
-            match (self.test, mode) {
-                ("putget", Mode::Cpu) => vec![format!("put {name}"), format!("get {name}")],
-                ("putget", _) => vec![format!("put {name}")],
+            match self.test {
+                "putget" => vec![format!("put {name}"), format!("get {name}")],
                 _ => vec![name],
             }
         };
@@ -74,6 +79,18 @@ impl Report {
         );
         names.iter().for_each(|name| head += &format!(" {name:>20}"));
         head + "\n"
+    }
+
+    /// Sets the smallest round trips beside the floors, and says so.
+    pub(super) fn compare(&mut self) -> String {
+        let Some(floors) = self.floors else { return String::new() };
+        let least = self.rows.iter().min_by_key(|row| row.size);
+        let (Some(least), "pingpong") = (least, self.test) else { return floors.line() };
+        // The figures are of one way.
+        let round_trips =
+            least.figures.iter().map(|one| (one.name.as_str(), 2.0 * one.microseconds));
+        self.ratios = floor::ratios(&floors, round_trips);
+        floors.line() + &floor::ratio_line(least.size, &self.ratios)
     }
 }
 

@@ -1,4 +1,4 @@
-//! One side of a ping-pong: a device, a context with a thread, a queue pair that streams drive, memory.
+//! One side of a ping-pong: a device, a context with a thread, queue pairs that streams and kernels drive, memory.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -8,10 +8,11 @@ use warpwire::mem::{Allocation, Backend, Device, Stream, Word, pattern, spin::Sp
 use warpwire::stream::{CqMemory, StreamQp, StreamQpOptions, Ticket};
 use warpwire::verbs::exchange::Exchange;
 use warpwire::verbs::{
-    Access, Completion, Context, Drive, Mr, Offer, Op, QpOptions, ReceiveRequest, Request,
+    Access, Completion, Context, Drive, Mr, Offer, Op, QpOptions, ReceiveRequest, Request, Sge,
 };
 
 use super::Failure;
+use super::posted::Posted;
 use crate::perf::links;
 
 /// No round takes as long.
@@ -40,6 +41,7 @@ pub(super) struct Job {
 pub(super) struct End {
     pub(super) role: Role,
     pub(super) qp: StreamQp,
+    pub(super) posted: Posted,
     pub(super) stream: Stream,
     pub(super) spin: Spin,
     /// Opened to let the first message go.
@@ -105,13 +107,16 @@ impl End {
         pattern::fill_bytes(&mut bytes, 7, 0);
         outgoing.write(0, &bytes)?;
         let out = context.register(&pd, outgoing.whole()?, Access::LOCAL_WRITE)?;
-        let into = context.register(&pd, incoming.whole()?, Access::LOCAL_WRITE)?;
+        let written = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        let into = context.register(&pd, incoming.whole()?, written)?;
         let peer: Offer = exchange.swap(&qp.offer())?;
         qp.connect(&peer)?;
+        let posted = Posted::open(device, (&context, &pd), &into, exchange)?;
         let gate = device.alloc_pinned(64)?.word64(0)?;
         Ok(Self {
             role,
             qp,
+            posted,
             stream: device.stream()?,
             spin: Spin::load(device)?,
             gate,
@@ -162,6 +167,17 @@ impl End {
         }
         let data = [self.out.sge(0, job.size as u32)];
         Ok(act(&send.with(&data))?)
+    }
+
+    /// The memory of a message, for kernels.
+    pub(super) fn data(&self, job: &Job) -> Sge {
+        self.out.sge(0, job.size as u32)
+    }
+
+    /// Forgets what arrived before: what is compared next must have come since.
+    pub(super) fn forget(&self, job: &Job) -> Result<(), Failure> {
+        self.incoming.write(0, &vec![0; job.size as usize])?;
+        Ok(self.log.write(0, &vec![0; job.rounds as usize * 8])?)
     }
 
     /// Copies the number that the message bears to the log, on the stream.

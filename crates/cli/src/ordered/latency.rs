@@ -13,22 +13,24 @@ use warpwire::units;
 use warpwire::verbs::exchange::Exchange;
 
 use super::end::{End, INLINE, Job, Plan, Role};
-use super::modes::MODES;
-use super::{Failure, Screen, floor};
+use super::modes::{MODES, Mode};
+use super::{Failure, Screen};
 use crate::copy::clock::{Series, Times, figure};
 use crate::copy::target::{DeviceChoice, iterations, size};
+use crate::floor::{self, Floors, Ratio};
 use crate::output::print;
 use crate::perf::links;
 
-/// Round trips between two ends: driven by the CPU, and by streams
+/// Round trips between two ends: driven by the CPU, by streams, by graphs and by kernels
 ///
 /// Two ends send each other messages in turn. In the mode `cpu` the CPU waits for its kernel, posts, and polls for the
-/// answer; in the mode `stream` everything is put on the stream beforehand, and the CPU does nothing. With --compute
-/// each end runs a kernel of that length before each message, and both ways are shown. Messages of up to 64 bytes are
-/// copied into the request, as perftest does; longer ones are read from the GPU's memory, and all land there.
+/// answer; in the mode `stream` everything is put on the stream beforehand, and the CPU does nothing; `graph` replays a
+/// graph of one round, whose nodes post by themselves; `kernel` is one kernel that plays all rounds. With --compute
+/// each end computes for that long before each message, and both ways are shown. Messages of up to 64 bytes are
+/// copied into the request by `cpu` and `stream`, as perftest does; others are read from the GPU's memory, and all land there.
 ///
-/// The floor is what two streams need with a thread that passes words between them, and no HCA at all: measured in
-/// the same run.
+/// The floors are what two streams, and two kernels, need with a thread that passes words between them, and no HCA at
+/// all: measured in the same run. Kernels of two processes share a GPU in turns: with --processes their mode waits for turns.
 #[derive(Args)]
 pub(super) struct Arguments {
     #[command(flatten)]
@@ -37,6 +39,10 @@ pub(super) struct Arguments {
     /// Bytes in a message; several with commas [default: 8,64,1KiB,4KiB,64KiB]
     #[arg(short = 's', long, value_name = "SIZES", value_delimiter = ',', value_parser = size)]
     size: Vec<u64>,
+
+    /// Who sends and waits, each a column of its own; all if not given
+    #[arg(short = 'm', long, value_name = "MODES", value_delimiter = ',', value_parser = MODES.map(|mode| mode.name))]
+    mode: Vec<String>,
 
     /// Round trips to time, for each size and way
     #[arg(short = 'n', long, value_name = "N", default_value = "1000", value_parser = iterations)]
@@ -66,7 +72,7 @@ pub(super) struct Arguments {
     #[arg(long)]
     processes: bool,
 
-    /// Print JSON: {"device": …, "rows": […], "floor_us": …, "ratio": …}
+    /// Print JSON: {"device": …, "rows": […], "floors": {"stream_us": …, "kernel_us": …}, "ratios": […]}
     #[arg(long)]
     json: bool,
 
@@ -115,9 +121,9 @@ struct Report {
     processes: bool,
     compute_us: Option<f64>,
     rows: Vec<Row>,
-    floor_us: f64,
-    /// The stream's round trip of the smallest message, to the floor.
-    ratio: f64,
+    floors: Floors,
+    /// Round trips of the smallest message, to the floors.
+    ratios: Vec<Ratio>,
 }
 
 /// What the ends say to each other beside their offers: that they are as far.
@@ -133,6 +139,13 @@ impl Arguments {
             true => vec![8, 64, 1 << 10, 4 << 10, 64 << 10],
             false => self.size.clone(),
         }
+    }
+
+    /// The ways that were asked for, in their own order.
+    fn modes(&self) -> impl Iterator<Item = &'static Mode> {
+        let asked =
+            |mode: &&Mode| self.mode.is_empty() || self.mode.iter().any(|one| one == mode.name);
+        MODES.iter().filter(asked)
     }
 
     fn plan(&self) -> Plan<'_> {
@@ -172,21 +185,19 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     }
     let screen = Screen::new(arguments.json);
     screen.say(&heading(arguments, &device, no_cuda.as_deref()))?;
-    screen.working("the floor");
-    let floor = floor::measure(&device)?;
+    screen.working("the floors");
+    let floors = Floors::measure(&device)?;
     let rows = match arguments.processes {
         true => between_processes(arguments, &device, &screen)?,
         false => in_one_process(arguments, &device, &screen)?,
     };
-    let floor_us = floor.as_secs_f64() * 1e6;
-    let least = rows.iter().min_by_key(|row| row.bytes);
-    let stream = least.and_then(|row| row.modes.iter().find(|figures| figures.mode == "stream"));
-    let ratio = stream.map_or(f64::NAN, |figures| figures.plain.median_us / floor_us);
-    screen.say(&format!(
-        "# floor: {} us, two streams and a thread between them; stream to floor: {}\n",
-        figure(floor_us),
-        figure(ratio)
-    ))?;
+    screen.say(&floors.line())?;
+    let mut ratios = Vec::new();
+    if let Some(least) = rows.iter().min_by_key(|row| row.bytes) {
+        let figures = least.modes.iter().map(|figures| (figures.mode, figures.plain.median_us));
+        ratios = floor::ratios(&floors, figures);
+        screen.say(&floor::ratio_line(least.bytes, &ratios))?;
+    }
     screen.finish(&Report {
         device: device.label(),
         simulated: device.info().backend == Backend::Sim,
@@ -194,8 +205,8 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         processes: arguments.processes,
         compute_us: arguments.compute.map(|time| time.as_secs_f64() * 1e6),
         rows,
-        floor_us,
-        ratio,
+        floors,
+        ratios,
     })?;
     Ok(ExitCode::SUCCESS)
 }
@@ -214,9 +225,9 @@ fn heading(arguments: &Arguments, device: &Device, no_cuda: Option<&str>) -> Str
     if let Some(why) = no_cuda {
         text += &format!("# simulated: {why}; the figures say nothing about a GPU\n");
     }
-    text += "# round trips in microseconds, median; i: in the request itself\n";
+    text += "# round trips in microseconds, median; i: cpu and stream copy it into the request\n";
     let mut columns = format!("{:>10} ", "bytes");
-    for mode in &MODES {
+    for mode in arguments.modes() {
         columns += &format!("{:>12}", mode.name);
         if let Some(compute) = arguments.compute {
             columns += &format!("{:>16}", format!("+{compute:?}"));
@@ -281,6 +292,7 @@ fn between_processes(
         .args(["--size", &sizes.join(","), "--link", &arguments.link])
         .args(["--iterations", &arguments.iterations.to_string()])
         .args(["--batch", &arguments.batch.to_string()])
+        .args(arguments.mode.iter().map(|mode| format!("--mode={mode}")))
         .args(cq.map(|cq| format!("--cq={}", cq.get_name())))
         .args(compute)
         .args(arguments.no_patience.then_some("--no-patience"))
@@ -336,12 +348,12 @@ fn play_all(
     for size in arguments.sizes() {
         let inline = size <= INLINE;
         let mut modes = Vec::new();
-        for (index, mode) in MODES.iter().enumerate() {
+        for mode in arguments.modes() {
             tell(None, format!("{}, {size} bytes", mode.name))?;
             let mut play = |compute, stamped| {
                 let job =
                     Job { size, rounds: u64::from(arguments.batch), compute, inline, stamped };
-                one_batch(&end, index, &job, exchange)
+                one_batch(&end, mode, &job, exchange)
             };
             play(Duration::ZERO, true)?; // what arrives is looked at first
             let mut series = |compute| -> Result<Times, Failure> {
@@ -364,18 +376,24 @@ fn play_all(
 
 fn one_batch(
     end: &End,
-    mode: usize,
+    mode: &Mode,
     job: &Job,
     exchange: &mut Exchange,
 ) -> Result<Duration, Failure> {
-    end.post_receives(job)?;
+    if mode.receives {
+        end.post_receives(job)?;
+    }
+    if job.stamped {
+        end.forget(job)?;
+        exchange.swap(&Here(0))?;
+    }
     let mut met = 0;
     let mut meet = || -> Result<(), Failure> {
         met += 1;
         exchange.swap(&Here(met))?;
         Ok(())
     };
-    let took = (MODES[mode].play)(end, job, &mut meet)?;
+    let took = (mode.play)(end, job, &mut meet)?;
     if job.stamped {
         end.verify(job)?;
     }

@@ -1,10 +1,10 @@
 //! `warpwire async`: work and waits that a stream orders, checked and measured.
 
 mod end;
-mod floor;
 mod latency;
 mod modes;
 mod poll;
+mod posted;
 mod sanity;
 
 use std::process::ExitCode;
@@ -28,11 +28,11 @@ pub(crate) struct Arguments {
 const EXAMPLES: &str = "\
 Examples:
   warpwire async sanity                       is the order kept, and does nothing hang? (gds_sanity)
-  warpwire async latency                      round trips: the CPU, or the stream (gds_kernel_loopback_latency)
+  warpwire async latency                      round trips: the CPU, streams, graphs, kernels (gds_kernel_loopback_latency)
   warpwire async latency --processes          the same between two processes (gds_kernel_latency)
   warpwire async latency --compute 20us       with a kernel of that length on either side
   warpwire async poll                         how fast a stream sees a word (gds_poll_lat)
-  warpwire async latency --json | jq .ratio";
+  warpwire async latency --json | jq .ratios";
 
 #[derive(Subcommand)]
 enum Tool {

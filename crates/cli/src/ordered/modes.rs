@@ -8,17 +8,25 @@ use warpwire::stream::Descriptors;
 use super::Failure;
 use super::end::{End, Job, PATIENCE, Role, stamp};
 
-/// One way: plays the rounds of a job, and tells how long they took. Receives are posted; `meet` waits for the other
-/// side to be as far.
+/// One way: plays the rounds of a job, and tells how long they took. `meet` waits for the other side to be as far.
 pub(super) struct Mode {
     pub(super) name: &'static str,
+    /// It sends messages into receives, which are posted; others put, and add to a word.
+    pub(super) receives: bool,
     pub(super) play: fn(&End, &Job, Meet<'_>) -> Result<Duration, Failure>,
 }
 
 pub(super) type Meet<'a> = &'a mut dyn FnMut() -> Result<(), Failure>;
 
-pub(super) const MODES: [Mode; 2] =
-    [Mode { name: "cpu", play: by_cpu }, Mode { name: "stream", play: by_stream }];
+pub(super) const MODES: [Mode; 4] = [
+    Mode { name: "cpu", receives: true, play: by_cpu },
+    Mode { name: "stream", receives: true, play: by_stream },
+    Mode { name: "graph", receives: false, play: by_graph },
+    Mode { name: "kernel", receives: false, play: by_kernel },
+];
+
+/// So many replays are put on a stream that waits at a gate: a stream that is full holds up whoever fills it.
+const REPLAYS_AHEAD: u64 = 256;
 
 /// The CPU waits for the kernel, sends, and waits for the answer.
 fn by_cpu(end: &End, job: &Job, meet: Meet<'_>) -> Result<Duration, Failure> {
@@ -107,4 +115,70 @@ fn queue_receive(end: &End, job: &Job, round: u64, list: &mut Descriptors) -> Re
         end.note(round)?;
     }
     Ok(())
+}
+
+/// A graph of one round, replayed for each.
+fn by_graph(end: &End, job: &Job, meet: Meet<'_>) -> Result<Duration, Failure> {
+    let before = end.posted.before()?;
+    let graph = end.posted.graph(&end.stream, (end.role, job), end.data(job), &before)?;
+    let replay = |count: u64| (0..count).try_for_each(|_| Ok(end.stream.replay(&graph)?));
+    by_device(
+        end,
+        job,
+        meet,
+        &|rounds| {
+            let ahead = rounds.min(REPLAYS_AHEAD);
+            replay(ahead)?;
+            if job.stamped {
+                end.posted.quiet_on(&end.stream)?;
+            }
+            Ok(rounds - ahead)
+        },
+        &replay,
+    )
+}
+
+/// One kernel that plays all rounds.
+fn by_kernel(end: &End, job: &Job, meet: Meet<'_>) -> Result<Duration, Failure> {
+    let play = |rounds| {
+        let before = end.posted.before()?;
+        let time = (rounds, job.compute);
+        end.posted.play(&end.stream, end.role, end.data(job), &before, time)?;
+        Ok(0)
+    };
+    by_device(end, job, meet, &play, &|_| Ok(()))
+}
+
+/// All rounds at once; or one by one, each with its number, which the CPU writes and reads. `begin` puts rounds on the stream before
+/// both sides have met, so that nobody has added to a word yet, and tells how many are left for `go_on`.
+fn by_device(
+    end: &End,
+    job: &Job,
+    meet: Meet<'_>,
+    begin: &dyn Fn(u64) -> Result<u64, Failure>,
+    go_on: &dyn Fn(u64) -> Result<(), Failure>,
+) -> Result<Duration, Failure> {
+    let mut play = |rounds| {
+        end.gate.store(0)?;
+        if end.role == Role::Ping {
+            end.stream.wait_value(&end.gate, Condition::AtLeast, 1)?;
+        }
+        let left = begin(rounds)?;
+        meet()?;
+        let start = Instant::now();
+        end.gate.store(1)?;
+        go_on(left)?;
+        end.finish_stream()?;
+        end.posted.check()?;
+        Ok(start.elapsed())
+    };
+    if !job.stamped {
+        return play(job.rounds);
+    }
+    for round in 0..job.rounds {
+        end.stamp_now(round)?;
+        play(1)?;
+        end.note_now(round)?;
+    }
+    Ok(Duration::ZERO)
 }

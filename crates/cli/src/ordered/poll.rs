@@ -5,17 +5,18 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::Serialize;
-use warpwire::mem::{Backend, Condition, Device, MemOp, Window, Word};
+use warpwire::mem::{Allocation, Backend, Condition, Device, MemOp, Stream, Window, Word};
+use warpwire::msg::rally::{Baton, Rally};
 
 use super::end::PATIENCE;
 use super::{Failure, Screen};
 use crate::copy::clock::{Series, Times, figure};
 use crate::copy::target::{DeviceChoice, iterations};
 
-/// How fast a stream sees a word change
+/// How fast a stream, and a kernel, sees a word change
 ///
 /// A stream waits for a word, and then writes another, in pinned memory; the CPU changes the first, and looks at the
-/// second. The first lies in pinned memory, or in the GPU's memory behind a CPU window.
+/// second. The first lies in pinned memory, or in the GPU's memory behind a CPU window. Then a running kernel does the same.
 #[derive(Args)]
 pub(super) struct Arguments {
     #[command(flatten)]
@@ -25,17 +26,18 @@ pub(super) struct Arguments {
     #[arg(short = 'n', long, value_name = "N", default_value = "2000", value_parser = iterations)]
     iterations: u32,
 
-    /// Microseconds for which the stream has waited when the word changes
+    /// Microseconds for which the stream or kernel has waited when the word changes
     #[arg(short = 'w', long, value_name = "MICROSECONDS", default_value = "0", value_parser = clap::value_parser!(u64).range(..=100_000))]
     sleep: u64,
 
-    /// Print JSON: {"device": …, "rows": [{"word": "pinned", …}]}
+    /// Print JSON: {"device": …, "rows": [{"by": "stream", "word": "pinned", …}]}
     #[arg(long)]
     json: bool,
 }
 
 #[derive(Serialize)]
 struct Row {
+    by: &'static str,
     word: &'static str,
     #[serde(flatten)]
     times: Times,
@@ -51,7 +53,7 @@ struct Report {
     missing: Vec<String>,
 }
 
-/// How many waits are on the stream at once.
+/// How many waits are on the stream, or in a kernel, at once.
 const BATCH: u32 = 50;
 
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
@@ -61,7 +63,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     if let Some(why) = no_cuda {
         screen.say(&format!("# simulated: {why}; the figures say nothing about a GPU\n"))?;
     }
-    screen.say(&format!("{:<12}{:>16}{:>16}\n", "word", "average us", "median us"))?;
+    screen.say(&format!("{:<10}{:<12}{:>16}{:>16}\n", "by", "word", "average us", "median us"))?;
     let (mut rows, mut missing) = (Vec::new(), Vec::new());
     let pinned = device.alloc_pinned(64)?.word64(0)?;
     let memory = device.alloc(4096)?;
@@ -70,15 +72,18 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Ok(window) => ways.push(("device", memory.word64(0)?, Some(window))),
         Err(why) => missing.push(format!("device: {why}")),
     }
-    for (name, word, window) in ways {
-        screen.working(format!("a word in {name} memory"));
-        let times = measure(&device, arguments, &word, window.as_ref())?;
-        screen.say(&format!(
-            "{name:<12}{:>16}{:>16}\n",
-            figure(times.mean_us),
-            figure(times.median_us)
-        ))?;
-        rows.push(Row { word: name, times });
+    for by in [By::Stream, By::Kernel(Rally::load(&device)?)] {
+        for (name, word, window) in &ways {
+            screen.working(format!("a word in {name} memory, by a {}", by.name()));
+            let times = measure(&device, arguments, &by, (word, window.as_ref()))?;
+            screen.say(&format!(
+                "{:<10}{name:<12}{:>16}{:>16}\n",
+                by.name(),
+                figure(times.mean_us),
+                figure(times.median_us)
+            ))?;
+            rows.push(Row { by: by.name(), word: name, times });
+        }
     }
     for why in &missing {
         screen.say(&format!("# not measured: {why}\n"))?;
@@ -89,29 +94,71 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Who waits.
+enum By {
+    Stream,
+    Kernel(Rally),
+}
+
+impl By {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Stream => "stream",
+            Self::Kernel(_) => "kernel",
+        }
+    }
+
+    /// Has the stream, or a kernel on it, wait for 1, 2, … in the word, and answer each in the other memory.
+    fn wait(
+        &self,
+        stream: &Stream,
+        word: &Word,
+        answers: &Allocation,
+        count: u64,
+    ) -> Result<(), Failure> {
+        match self {
+            Self::Stream => {
+                let answer = answers.word64(0)?;
+                let round = |value| {
+                    let (word, condition) = (word.clone(), Condition::AtLeast);
+                    let answer = MemOp::Write { word: answer.clone(), value };
+                    [MemOp::Wait { word, condition, value }, answer]
+                };
+                let ops: Vec<MemOp> = (1..=count).flat_map(round).collect();
+                Ok(stream.batch(&ops)?)
+            }
+            Self::Kernel(rally) => {
+                let baton = Baton { bell: &answers.whole()?, own: word, serves: false };
+                Ok(rally.relay(stream, &baton, count, PATIENCE)?)
+            }
+        }
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        match self {
+            Self::Stream => Ok(()),
+            Self::Kernel(rally) => Ok(rally.check()?),
+        }
+    }
+}
+
 fn measure(
     device: &Device,
     arguments: &Arguments,
-    word: &Word,
-    window: Option<&Window>,
+    by: &By,
+    (word, window): (&Word, Option<&Window>),
 ) -> Result<Times, Failure> {
-    let answer = device.alloc_pinned(64)?.word64(0)?;
-    let stream = device.stream()?;
-    word.store(0)?;
-    answer.store(0)?;
+    let answers = device.alloc_pinned(128)?;
+    let (answer, stream) = (answers.word64(0)?, device.stream()?);
     let mut series = Series::default();
-    let mut round = 0;
-    while round < u64::from(arguments.iterations) {
-        let until = (round + u64::from(BATCH)).min(arguments.iterations.into());
-        let ops: Vec<MemOp> = (round + 1..=until)
-            .flat_map(|value| {
-                let wait = MemOp::Wait { word: word.clone(), condition: Condition::AtLeast, value };
-                [wait, MemOp::Write { word: answer.clone(), value }]
-            })
-            .collect();
-        stream.batch(&ops)?;
+    let mut left = arguments.iterations;
+    while left > 0 {
+        let count = left.min(BATCH);
+        word.store(0)?;
+        answer.store(0)?;
+        by.wait(&stream, word, &answers, count.into())?;
         std::thread::sleep(Duration::from_micros(200));
-        for value in round + 1..=until {
+        for value in 1..=u64::from(count) {
             pause(Duration::from_micros(arguments.sleep));
             let start = Instant::now();
             match window {
@@ -121,14 +168,15 @@ fn measure(
             while answer.load()? < value {
                 if start.elapsed() > PATIENCE {
                     let why = format!("no answer to {value} in {PATIENCE:?}");
-                    return Err(Failure::Broken(format!("cannot watch a stream: {why}")));
+                    return Err(Failure::Broken(format!("cannot watch a {}: {why}", by.name())));
                 }
             }
             series.add(start.elapsed(), 1);
         }
-        round = until;
+        stream.synchronize(PATIENCE)?;
+        by.check()?;
+        left -= count;
     }
-    stream.synchronize(PATIENCE)?;
     Ok(series.times())
 }
 

@@ -8,7 +8,9 @@ use serde::Serialize;
 use warpwire::hca::HcaOptions;
 use warpwire::link::Hub;
 use warpwire::mem::{Backend, Condition, Device, Stream, Word, pattern::Pattern};
-use warpwire::stream::{Descriptors, StreamQp, StreamQpOptions};
+use warpwire::msg::rally::{Move, Rally, Side};
+use warpwire::stream::kernel::SignalWait;
+use warpwire::stream::{Descriptors, KernelQp, KernelQpOptions, StreamQp, StreamQpOptions};
 use warpwire::verbs::{
     Access, Context, Drive, Mr, Op, Pd, ReceiveRequest, Remote, Request, Status,
 };
@@ -32,13 +34,16 @@ pub(super) struct Arguments {
 
 type Check = fn(&Place) -> Result<(), Failure>;
 
-const CHECKS: [(&str, Check); 6] = [
+const CHECKS: [(&str, Check); 9] = [
     ("a chain of waits and writes runs in order", chain),
     ("all four conditions hold and release", conditions),
     ("a message carries what the kernel before it wrote", message),
     ("a thousand messages arrive in order", thousand),
     ("work that fails releases the stream, with its cause", failure),
     ("a silent peer releases the stream in time", silence),
+    ("a graph that is replayed posts new work each time", graphs),
+    ("kernels post and hear by themselves", kernels),
+    ("a kernel whose work fails ends, with its cause", kernel_failure),
 ];
 
 #[derive(Serialize)]
@@ -112,6 +117,17 @@ impl Place {
         qps[0].connect(&qps[1].offer())?;
         qps[1].connect(&qps[0].offer())?;
         Ok(Self { device: device.clone(), ends, qps })
+    }
+
+    /// Two more that are connected, for kernels.
+    fn for_kernels(&self) -> Result<[KernelQp; 2], Failure> {
+        let make = |(context, pd): &(Context, Pd)| {
+            KernelQp::create(context, pd, &self.device, KernelQpOptions::default())
+        };
+        let qps = [make(&self.ends[0])?, make(&self.ends[1])?];
+        qps[0].connect(&qps[1].offer())?;
+        qps[1].connect(&qps[0].offer())?;
+        Ok(qps)
     }
 
     fn stream(&self) -> Result<Stream, Failure> {
@@ -252,5 +268,85 @@ fn silence(place: &Place) -> Result<(), Failure> {
     stream.synchronize(PATIENCE)?;
     expect(a.failure().is_some_and(|failure| failure.waiters.len() == 1), || {
         "nobody says who waited".to_owned()
+    })
+}
+
+/// Where the data of kernels lies, behind the word that the peer adds to.
+const DATA: u64 = 64;
+
+fn graphs(place: &Place) -> Result<(), Failure> {
+    const REPLAYS: u64 = 100;
+    let [a, b] = place.for_kernels()?;
+    let ((from, source), (to, target)) = (place.memory(0)?, place.memory(1)?);
+    let (sender, receiver) = (place.stream()?, place.stream()?);
+    let word = to.word64(0)?;
+    let wait = SignalWait::new(&word, 0, 1)?;
+    let send = sender.capture(|stream| {
+        let (there, here) = (target.remote(DATA), source.sge(DATA, 8));
+        a.put_signal_on(stream, there, here, target.remote(0), 1)?;
+        a.wait_on(stream)
+    })?;
+    let receive = receiver.capture(|stream| b.wait_signal_on(stream, &wait))?;
+    for number in 1..=REPLAYS {
+        from.write(DATA, &number.to_le_bytes())?;
+        receiver.replay(&receive)?;
+        sender.replay(&send)?;
+        receiver.synchronize(PATIENCE)?;
+        let mut found = [0; 8];
+        to.read(DATA, &mut found)?;
+        expect(found == number.to_le_bytes(), || format!("replay {number} brought {found:?}"))?;
+        sender.synchronize(PATIENCE)?;
+    }
+    a.check()?;
+    b.check()?;
+    let count = word.load()?;
+    expect(count == REPLAYS, || format!("{count} signals of {REPLAYS} replays"))
+}
+
+fn kernels(place: &Place) -> Result<(), Failure> {
+    const ROUNDS: u64 = 100;
+    let qps = place.for_kernels()?;
+    let memories = [place.memory(0)?, place.memory(1)?];
+    let (rally, streams) = (Rally::load(&place.device)?, [place.stream()?, place.stream()?]);
+    for (at, byte) in [(0, 0xa0), (1, 0xb0)] {
+        memories[at].0.write(LEN / 2, &[byte; 256])?;
+    }
+    for at in [1, 0] {
+        let ((memory, mine), (_, theirs)) = (&memories[at], &memories[at ^ 1]);
+        let side = Side {
+            qp: &qps[at],
+            to: theirs.remote(DATA),
+            from: mine.sge(LEN / 2, 256),
+            signal: theirs.remote(0),
+            own: &memory.word64(0)?,
+            start: 0,
+            serves: at == 0,
+        };
+        rally.play(&streams[at], &side, ROUNDS, Duration::ZERO, PATIENCE)?;
+    }
+    streams.iter().try_for_each(|stream| stream.synchronize(PATIENCE))?;
+    rally.check()?;
+    for (at, byte) in [(0, 0xb0), (1, 0xa0)] {
+        let (memory, mut found) = (&memories[at].0, [0; 256]);
+        memory.read(DATA, &mut found)?;
+        expect(found == [byte; 256], || format!("what kernel {at} got is wrong"))?;
+        let rounds = memory.word64(0)?.load()?;
+        expect(rounds == ROUNDS, || format!("{rounds} signals in {ROUNDS} rounds"))?;
+    }
+    Ok(())
+}
+
+fn kernel_failure(place: &Place) -> Result<(), Failure> {
+    let [qp, _peer] = &place.for_kernels()?;
+    let (_memory, source) = place.memory(0)?;
+    let (rally, stream) = (Rally::load(&place.device)?, place.stream()?);
+    let there = Remote { address: 0x10, rkey: 0x00de_ad00 };
+    let work = Move { qp, there, here: source.sge(0, 8), reads: false };
+    rally.shift(&stream, &work, 1, Duration::ZERO, PATIENCE)?;
+    stream.synchronize(PATIENCE)?;
+    let failure = qp.progress()?.failure;
+    expect(rally.check().is_err(), || "the kernel ended well".to_owned())?;
+    expect(failure.is_some_and(|(_, status)| status == Status::RemoteAccess), || {
+        format!("the cause is {failure:?}")
     })
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use warpwire::sock::kv::{KvOptions, KvServer, KvStats};
-use warpwire::sock::programs::{Programs, Service};
+use warpwire::sock::programs::Service;
 use warpwire::sock::{SockOptions, SockStats};
 
 use super::{Ground, heading};
@@ -59,7 +59,12 @@ struct ServeReport {
 }
 
 /// Says where it listens, at once: scripts read that line.
-fn announce(json: bool, heading: &str, what: &str, address: SocketAddr) -> Result<(), Failure> {
+pub(super) fn announce(
+    json: bool,
+    heading: &str,
+    what: &str,
+    address: SocketAddr,
+) -> Result<(), Failure> {
     let line = format!("{what} listens at {address}\n");
     if json {
         // Standard output is for the report.
@@ -69,7 +74,7 @@ fn announce(json: bool, heading: &str, what: &str, address: SocketAddr) -> Resul
     output::print(&format!("{heading}{line}")).map_err(Failure::Broken)
 }
 
-fn wait(seconds: Option<u64>) {
+pub(super) fn wait(seconds: Option<u64>) {
     let begun = Instant::now();
     while seconds.is_none_or(|limit| begun.elapsed() < Duration::from_secs(limit)) {
         std::thread::sleep(GLANCE);
@@ -79,7 +84,7 @@ fn wait(seconds: Option<u64>) {
 impl Serve {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
         let (host, no_cuda) = self.ground.open(SockOptions::default())?;
-        let programs = Programs::load(&host)?;
+        let programs = self.ground.programs(&host)?;
         let (service, name) = match self.service {
             What::Echo => (Service::Echo, "an echo kernel"),
             What::Sink => (Service::Sink, "a kernel that throws away"),
@@ -96,7 +101,7 @@ impl Serve {
             print_json(&ServeReport { address, sockets }).map_err(Failure::Broken)?;
         } else {
             let text = format!(
-                "{} connections, {} bytes in, {} bytes out\n",
+                "{} connections, {} bytes in, {} bytes out through the host\n",
                 sockets.accepted, sockets.received, sockets.sent
             );
             output::print(&text).map_err(Failure::Broken)?;
@@ -253,7 +258,7 @@ impl Connect {
             }
         };
         let (host, _) = self.ground.open(SockOptions::default())?;
-        let programs = Programs::load(&host)?;
+        let programs = self.ground.programs(&host)?;
         let timeout = Duration::from_secs(self.timeout.max(1));
         let answer = programs.talk(&host, server, &question, self.most, timeout)?;
         std::io::stdout()

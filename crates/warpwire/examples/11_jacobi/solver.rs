@@ -182,6 +182,12 @@ impl<'a> Solver<'a> {
                 Mode::Kernel => {}
             }
         }
+        if mode == Mode::Kernel {
+            // Nobody waits for the rows of the last step: they must not come when others have begun anew.
+            for rank in [self.up(), self.down()].into_iter().flatten() {
+                self.lane.kernel(rank)?.wait_on(&self.stream)?;
+            }
+        }
         self.stream.synchronize(SOON)?;
         self.lane.check()?;
         let report = self.words.word64(24)?.load()?;

@@ -118,7 +118,11 @@ impl QueueMemory {
     /// Whether stores are combined and kept, so that those that follow may overtake them: a window does that.
     #[inline]
     pub(super) fn combines_stores(&self) -> bool {
-        matches!(&*self.0, Place::Window(_))
+        match &*self.0 {
+            Place::Window(_) => true,
+            Place::Part(whole, ..) => whole.combines_stores(),
+            _ => false,
+        }
     }
 
     /// Puts what was stored on its way, where stores are combined and kept; elsewhere it is there already.

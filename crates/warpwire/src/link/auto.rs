@@ -1,7 +1,8 @@
 //! Shared memory where the peer is on this machine, UDP elsewhere: one address, and each flow takes the better way.
 //!
 //! A flow goes through shared memory if the peer's address is one of this machine's, a process listens there under
-//! that address, and it is this user's or root's. Otherwise it goes through UDP, and
+//! that address, and it is this user's or root's. A link that has UDP too is found before one that only has the same
+//! name: a port of one is not a port of the other. Otherwise it goes through UDP, and
 //! [`flow_path`](crate::link::Link::flow_path) says why. The choice is made when the flow is opened, and stays: packets
 //! of one flow do not overtake each other on two ways. Each direction is chosen by its own sender.
 
@@ -76,7 +77,7 @@ impl Auto {
     /// If the UDP socket cannot be bound.
     pub fn bind(address: SocketAddr, udp: udp::Options, shm: shm::Options) -> Result<Self> {
         let udp = Udp::bind(address, udp)?;
-        let shm = Shm::bind(udp.local(), shm).map_err(|source| source.to_string());
+        let shm = Shm::bind_beside_udp(udp.local(), shm).map_err(|source| source.to_string());
         let watched = || -> rustix::io::Result<OwnedFd> {
             let poll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
             let links = [udp.wait_fd(), shm.as_ref().ok().and_then(Link::wait_fd)];
@@ -337,7 +338,7 @@ mod tests {
     fn without_shared_memory_udp_does_it_alone() {
         let free = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
         let address = free.local();
-        let _taken = Shm::bind(address, shm::Options::default()).unwrap();
+        let _taken = Shm::bind_beside_udp(address, shm::Options::default()).unwrap();
         drop(free);
         let mut one =
             Auto::bind(address, udp::Options::default(), shm::Options::default()).unwrap();
@@ -349,5 +350,68 @@ mod tests {
         send(&mut one, flow, 64, 1);
         one.flush().unwrap();
         assert_eq!(receive(&mut two, 1).len(), 1);
+    }
+
+    #[test]
+    fn a_link_of_the_same_name_without_udp_is_not_taken_for_the_peer() {
+        let (mut one, mut two) = (bind(), bind());
+        let mut stranger = Shm::bind(two.local(), shm::Options::default()).unwrap();
+        let flow = one.open(two.local(), 0).unwrap();
+        assert_eq!(one.flow_path(flow).kind, Kind::Shm);
+        send(&mut one, flow, 64, 1);
+        one.flush().unwrap();
+        assert_eq!(receive(&mut two, 1).len(), 1);
+        assert_eq!(stranger.receive(&mut |_| ()).unwrap(), 0);
+        // Nor when the peer has gone: its packets are lost until one of its sort comes back.
+        let address = two.local();
+        drop(two);
+        let start = std::time::Instant::now();
+        while one.counters().drops.no_peer < 100 {
+            send(&mut one, flow, 64, 1);
+            one.flush().unwrap();
+            one.receive(&mut |_| ()).unwrap();
+            std::thread::sleep(Duration::from_micros(500));
+            assert!(start.elapsed() < Duration::from_secs(20), "{:?}", one.counters());
+        }
+        assert_eq!(stranger.receive(&mut |_| ()).unwrap(), 0);
+        let mut back =
+            Auto::bind(address, udp::Options::default(), shm::Options::default()).unwrap();
+        while back.receive(&mut |_| ()).unwrap() == 0 {
+            send(&mut one, flow, 64, 1);
+            one.flush().unwrap();
+            assert!(start.elapsed() < Duration::from_secs(20), "{:?}", one.counters());
+        }
+        // The other way round: who was there first does not matter.
+        let free = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
+        let address = free.local();
+        drop(free);
+        let mut stranger = Shm::bind(address, shm::Options::default()).unwrap();
+        let mut three =
+            Auto::bind(address, udp::Options::default(), shm::Options::default()).unwrap();
+        let flow = one.open(three.local(), 0).unwrap();
+        send(&mut one, flow, 64, 2);
+        one.flush().unwrap();
+        assert_eq!(receive(&mut three, 1).len(), 1);
+        assert_eq!(stranger.receive(&mut |_| ()).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_link_alone_and_one_beside_udp_meet() {
+        let (mut auto, any) = (bind(), "127.0.0.1:0".parse().unwrap());
+        let mut alone = Shm::bind(any, shm::Options::default()).unwrap();
+        let (there, back) =
+            (auto.open(alone.local(), 0).unwrap(), alone.open(auto.local(), 0).unwrap());
+        assert_eq!(auto.flow_path(there).kind, Kind::Shm);
+        send(&mut auto, there, 64, 1);
+        auto.flush().unwrap();
+        assert_eq!(receive(&mut alone, 1).len(), 1);
+        send(&mut alone, back, 64, 2);
+        alone.flush().unwrap();
+        assert_eq!(receive(&mut auto, 1).len(), 1);
+        // A port that memory has is no longer free for UDP.
+        Udp::bind(alone.local(), udp::Options::default()).err().unwrap();
+        let freed = alone.local();
+        drop(alone);
+        Udp::bind(freed, udp::Options::default()).unwrap();
     }
 }

@@ -20,10 +20,14 @@ use rustix::io::Errno;
 
 use super::SockOptions;
 use super::arena::{self, Arena};
+use super::berths::Berths;
+use super::fabric::{Fabric, Shores};
 use super::ground::Ground;
 use super::layout::{inbox, parts, state};
+use super::meeting::{CRADLE, Nursery};
 use super::socket::{Ring, Socket};
 use crate::error::{Error, Result};
+use crate::verbs::Context;
 
 /// Bytes moved for a socket before it is another's turn. A datagram fits.
 pub(super) const PIECE: usize = 128 << 10;
@@ -45,6 +49,8 @@ pub(super) const LAST_WORDS: Duration = Duration::from_secs(60);
 const WAKE: u64 = u64::MAX;
 /// How often those are looked at who wait for something that nobody announces.
 const RETRY: Duration = Duration::from_millis(10);
+/// How often queue pairs are asked whether they still work.
+const CHECK: Duration = Duration::from_millis(100);
 
 /// What the agent has done, for whoever asks.
 #[derive(Debug, Default)]
@@ -74,7 +80,10 @@ pub(super) struct Agent {
     /// Places that nobody has, the one that was left longest ago first.
     pub(super) vacant: VecDeque<u16>,
     /// No place from here on was ever used.
-    used_up_to: u16,
+    pub(super) used_up_to: u16,
+    pub(super) berths: Option<Berths>,
+    pub(super) fabric: Fabric,
+    pub(super) nursery: Nursery,
     pub(super) receive_arena: Arena,
     pub(super) send_arena: Arena,
     poll: OwnedFd,
@@ -93,6 +102,7 @@ impl Agent {
     pub(super) fn new(
         ground: Arc<Ground>,
         options: SockOptions,
+        (berths, context): (Option<Berths>, Option<Context>),
         wake: &OwnedFd,
         counters: Arc<Counters>,
         ending: Arc<Ending>,
@@ -106,6 +116,9 @@ impl Agent {
             sockets: (0..places).map(|_| Socket::vacant()).collect(),
             vacant: (0..places).collect(),
             used_up_to: 0,
+            berths,
+            fabric: Fabric::new(context),
+            nursery: Nursery::default(),
             receive_arena,
             send_arena,
             poll,
@@ -130,6 +143,14 @@ impl Agent {
         if let Err(error) = outcome {
             tracing::error!(%error, "sockets of kernels are not served any more");
         }
+        // Peers of connections that nobody closed are not told of an end, but of a death.
+        for index in 0..self.used_up_to {
+            if self.sockets[usize::from(index)].is_warp {
+                self.sockets[usize::from(index)].wishes.abort = true;
+                self.drop_descriptor(index);
+                self.unmoor(index);
+            }
+        }
         // If that fails, kernels find that the beat has stopped.
         if let Err(error) = self.ground.close() {
             tracing::error!(%error, "kernels could not be told that their sockets end");
@@ -137,8 +158,9 @@ impl Agent {
     }
 
     fn serve_all(&mut self) -> Result<()> {
-        let (mut last_work, mut last_beat, mut last_retry) =
-            (Instant::now(), Instant::now(), Instant::now());
+        let start = Instant::now();
+        let (mut last_work, mut last_beat, mut last_retry, mut last_check) =
+            (start, start, start, start);
         self.ground.beat(1)?;
         while !self.ending.stop.load(Ordering::Acquire) {
             let mut worked = false;
@@ -160,9 +182,13 @@ impl Agent {
                 self.beat += 1;
                 self.ground.beat(self.beat + 1)?;
             }
-            if now - last_retry >= RETRY && !self.waiting.is_empty() {
+            if now - last_retry >= RETRY && !(self.waiting.is_empty() && self.nursery.is_empty()) {
                 last_retry = now;
                 self.retry(now)?;
+            }
+            if now - last_check >= CHECK && self.berths.is_some() {
+                last_check = now;
+                self.check_queue_pairs()?;
             }
         }
         Ok(())
@@ -213,6 +239,7 @@ impl Agent {
         socket.fail(Some(Errno::INVAL), Some(Errno::INVAL));
         socket.wishes.abort = true;
         self.drop_descriptor(index);
+        self.unmoor(index);
         self.tell_state(index)?;
         // Who sees it counted finds the kernel told.
         self.counters.misused.fetch_add(1, Ordering::Release);
@@ -256,6 +283,11 @@ impl Agent {
             if data == WAKE {
                 continue;
             }
+            if data & CRADLE != 0 {
+                self.hear_cradle(data & !CRADLE)?;
+                worked = true;
+                continue;
+            }
             let (index, generation) = parts(data as i32);
             let Some(socket) = self.sockets.get_mut(usize::from(index)) else { continue };
             if socket.generation != generation || socket.fd.is_none() {
@@ -271,6 +303,25 @@ impl Agent {
             worked = true;
         }
         Ok(worked)
+    }
+
+    /// Watches a descriptor.
+    pub(super) fn watch_descriptor(
+        &self,
+        fd: &OwnedFd,
+        data: u64,
+    ) -> std::result::Result<(), Errno> {
+        let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
+        epoll::add(&self.poll, fd, EventData::new_u64(data), flags)
+    }
+
+    /// Watches a descriptor as a socket's that was watched as something else.
+    pub(super) fn watch_anew(&mut self, index: u16) -> std::result::Result<(), Errno> {
+        let socket = &self.sockets[usize::from(index)];
+        if let Some(fd) = &socket.fd {
+            epoll::delete(&self.poll, fd)?;
+        }
+        self.watch(index)
     }
 
     /// Watches a socket's descriptor, if it is not watched already.
@@ -295,6 +346,7 @@ impl Agent {
 
     /// Looks after those that wait for something that nobody announces.
     fn retry(&mut self, now: Instant) -> Result<()> {
+        self.rock(now)?;
         let waiting = std::mem::take(&mut self.waiting);
         for index in waiting {
             let socket = &mut self.sockets[usize::from(index)];
@@ -304,7 +356,10 @@ impl Agent {
                 socket.wishes.abort = true;
                 self.vacate(index)?;
             } else if socket.closing.is_some() {
-                self.look_again_at(index);
+                self.finish_warp(index)?;
+                if self.sockets[usize::from(index)].closing.is_some() {
+                    self.look_again_at(index);
+                }
             } else {
                 self.queue(index);
             }
@@ -348,6 +403,12 @@ impl Agent {
         Ok(())
     }
 
+    /// What a device may reach of a socket.
+    pub(super) fn shores(&self, index: u16) -> Result<Shores> {
+        let socket = &self.sockets[usize::from(index)];
+        self.ground.shores(index, socket.receive_ring, socket.send_ring)
+    }
+
     /// Takes the rings back.
     pub(super) fn take_rings(&mut self, index: u16) {
         let socket = &mut self.sockets[usize::from(index)];
@@ -365,7 +426,9 @@ impl Agent {
     pub(super) fn tell_line(&self, index: u16) -> Result<()> {
         let socket = &self.sockets[usize::from(index)];
         let rings = self.ground.ring_addresses(socket.receive_ring.0, socket.send_ring.0);
-        self.ground.tell_all(index, &socket.line(rings))
+        let moored = socket.warp.moored.as_ref().zip(self.berths.as_ref());
+        let wire = moored.map_or(0, |(moored, berths)| berths.wire_at(moored.berth));
+        self.ground.tell_all(index, &socket.line(rings, wire))
     }
 
     /// Tells kernels its state.
@@ -389,8 +452,14 @@ impl Agent {
 
     /// Lets go of a place: its kernel has closed it, or never knew of it.
     pub(super) fn vacate(&mut self, index: u16) -> Result<()> {
+        // In this order: a peer that is left in good order must not see its work fail before it sees the end.
         self.drop_descriptor(index);
+        self.unmoor(index);
         self.take_rings(index);
+        let handle = self.sockets[usize::from(index)].handle(index);
+        if self.sockets[usize::from(index)].is_warp {
+            self.nursery.forget(handle);
+        }
         let socket = &mut self.sockets[usize::from(index)];
         socket.open = false;
         socket.closing = None;

@@ -1,7 +1,9 @@
 //! The memory that the host and the kernels share, and where in it everything lies.
 
 use super::arena::{self, Arena};
+use super::fabric::Shores;
 use super::layout::{desk, inbox, outbox, pulse, reply, request, table};
+use super::socket::Ring;
 use super::{Place, SockOptions, layout};
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Allocation, Device, MemoryKind, Window};
@@ -20,8 +22,8 @@ enum HostSide {
 /// All of it.
 pub(super) struct Ground {
     host_side: HostSide,
-    /// Keeps the device memory behind a window.
-    _device_memory: Option<Allocation>,
+    /// The device memory behind a window.
+    device_memory: Option<Allocation>,
     /// Why there is none.
     pub(super) why_pinned: Option<String>,
     kernel_side: Allocation,
@@ -64,7 +66,7 @@ impl Places {
 }
 
 impl Ground {
-    pub(super) fn lay(device: &Device, options: &SockOptions) -> Result<Self> {
+    pub(super) fn lay(device: &Device, options: &SockOptions, berths_at: u64) -> Result<Self> {
         let (sockets, slots) = (options.sockets, options.requests);
         let places = Places::new(u64::from(sockets), u64::from(slots));
         let kernel_side = device.alloc_pinned(places.send_rings + options.arena)?;
@@ -91,7 +93,7 @@ impl Ground {
         let (kernel_side_at, desks_base) = (at(&kernel_side)?, at(&desks)?);
         let ground = Self {
             host_side,
-            _device_memory: device_memory,
+            device_memory,
             why_pinned,
             kernel_side,
             _desks: desks,
@@ -102,7 +104,8 @@ impl Ground {
             kernel_side_at,
         };
         ground.clear()?;
-        ground.write_table(options, [desks_base, desks_base + turns, desks_base + desks_at])?;
+        let desks = [desks_base, desks_base + turns, desks_base + desks_at];
+        ground.write_table(options, desks, berths_at)?;
         Ok(ground)
     }
 
@@ -112,7 +115,7 @@ impl Ground {
         self.kernel_side.host_bytes()?.write(0, &vec![0; self.places.send_rings as usize])
     }
 
-    fn write_table(&self, options: &SockOptions, desks: [u64; 3]) -> Result<()> {
+    fn write_table(&self, options: &SockOptions, desks: [u64; 3], berths_at: u64) -> Result<()> {
         let [ticket, turns, desks] = desks;
         let mut bytes = [0; table::LEN as usize];
         let mut word = |at: u64, value: &[u8]| {
@@ -136,6 +139,7 @@ impl Ground {
             (table::TURNS, turns),
             (table::TICKET, ticket),
             (table::PULSE, self.host_side_at + self.places.pulse),
+            (table::BERTHS, berths_at),
         ] {
             word(at, &value.to_le_bytes());
         }
@@ -231,6 +235,37 @@ impl Ground {
     pub(super) fn spoil_outbox(&self, index: u16) -> Result<()> {
         let at = self.places.outbox + u64::from(index) * outbox::LEN;
         self.kernel_side.host_bytes()?.store_u64(at, u64::MAX / 3)
+    }
+
+    /// What the peer's device, or the host, has written into a socket's word `RECEIVED`.
+    pub(super) fn received(&self, index: u16) -> Result<u64> {
+        let at = self.places.inbox + u64::from(index) * inbox::LEN + inbox::RECEIVED;
+        match &self.host_side {
+            HostSide::Near(window) => {
+                let mut word = [0; 8];
+                window.read(at, &mut word)?;
+                Ok(u64::from_le_bytes(word))
+            }
+            HostSide::Far(memory) => memory.host_bytes()?.load_u64(at),
+        }
+    }
+
+    /// What a device may reach of a socket: its rings, and the words `RECEIVED` and `TAKEN`.
+    pub(super) fn shores(&self, index: u16, receive: Ring, send: Ring) -> Result<Shores> {
+        let host_side = match (&self.host_side, &self.device_memory) {
+            (HostSide::Far(memory), _) | (HostSide::Near(_), Some(memory)) => memory,
+            (HostSide::Near(_), None) => {
+                return Err(Error::new(Kind::Unsupported, "register a socket's rings"));
+            }
+        };
+        let words = self.places.inbox + u64::from(index) * inbox::LEN + inbox::RECEIVED;
+        let receive_at = self.places.receive_rings + receive.0;
+        let send_at = self.places.send_rings + send.0;
+        Ok(Shores {
+            send: (self.kernel_side.region(send_at, send.1)?, self.kernel_side_at + send_at),
+            receive: (host_side.region(receive_at, receive.1)?, self.host_side_at + receive_at),
+            words: (host_side.region(words, 16)?, self.host_side_at + words),
+        })
     }
 
     /// Whether request `number` is there.

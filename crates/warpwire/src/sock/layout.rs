@@ -10,6 +10,15 @@
 //! | desks | kernels | device memory | the ticket of requests, turns, [`desk`] lines |
 //!
 //! So nobody reads across PCIe: each side looks at memory that is near, and what crosses are stores.
+//!
+//! Sockets of the family `warp` have the same lines and rings. Of their inbox, the peer's device writes `RECEIVED` and `TAKEN`; their
+//! kernels post by themselves, and need three areas more, one piece of each for every such socket:
+//!
+//! | area | written by | lies in | holds |
+//! |---|---|---|---|
+//! | queues | kernels | pinned memory | entries of the send queue, its doorbell |
+//! | watched | the host, the device | device memory behind a window; pinned without one | [`wire`] lines, completions |
+//! | berths | kernels | device memory | the queue pair's [handle](crate::stream::kernel::layout), and what its [`peer`] said |
 
 use std::net::SocketAddr;
 
@@ -17,7 +26,7 @@ use crate::link;
 pub use crate::link::{ADDRESS_LEN, address_from};
 
 /// The version of all this, which headers compare.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// The table: where everything is. A kernel gets its address, and nothing else.
 pub mod table {
@@ -45,6 +54,8 @@ pub mod table {
     pub const TICKET: u64 = 64;
     /// Address of the pulse.
     pub const PULSE: u64 = 72;
+    /// Address of the [`berth`](super::berth)s.
+    pub const BERTHS: u64 = 80;
     /// How long it is.
     pub const LEN: u64 = 128;
 }
@@ -75,6 +86,10 @@ pub mod inbox {
     pub const RECEIVE_SIZE: u64 = 40;
     /// The send ring's: 32 bits.
     pub const SEND_SIZE: u64 = 44;
+    /// Family `warp`: address of its [`wire`](super::wire) line; 0 before there is one.
+    pub const WIRE: u64 = 48;
+    /// Family `warp`: when so many bytes were taken that the peer does not know of, it is told: 32 bits.
+    pub const REPORT_AT: u64 = 56;
     /// How long it is.
     pub const LEN: u64 = 64;
 }
@@ -108,6 +123,12 @@ pub mod desk {
     pub const SEND_TIMEOUT: u64 = 32;
     /// How long receiving and accepting may wait.
     pub const RECEIVE_TIMEOUT: u64 = 40;
+    /// Family `warp`: bytes of which the peer knows that they were taken from the receive ring.
+    pub const REPORTED: u64 = 48;
+    /// Family `warp`: who posts: [`FREE`] or [`COPYING`], 32 bits.
+    pub const POST_LOCK: u64 = 56;
+    /// Family `warp`: the number of its [`berth`](super::berth) plus one, once that is made: 32 bits.
+    pub const BERTH: u64 = 60;
     /// How long it is.
     pub const LEN: u64 = 64;
 
@@ -117,6 +138,10 @@ pub mod desk {
     pub const SHUT_SEND: u32 = 2;
     /// Flag: nothing more is received.
     pub const SHUT_RECEIVE: u32 = 4;
+    /// Flag: a socket of the family `warp`.
+    pub const WARP: u32 = 8;
+    /// Flag: the peer was told that no more will come.
+    pub const ENDED: u32 = 16;
 
     /// A lock that nobody has.
     pub const FREE: u32 = 0;
@@ -148,6 +173,55 @@ pub mod state {
     pub const RECEIVE_END: u64 = 1 << 36;
     /// Nothing more is taken.
     pub const SEND_END: u64 = 1 << 37;
+    /// Of the family `warp`.
+    pub const WARP: u64 = 1 << 38;
+    /// Closing it resets the connection.
+    pub const RESETS: u64 = 1 << 39;
+}
+
+/// What a kernel needs to post by itself, as the host tells it.
+pub mod wire {
+    /// The part of the queue pair's handle that never changes.
+    pub const CONSTANTS: u64 = 0;
+    /// What the [`peer`](super::peer) said.
+    pub const PEER: u64 = 128;
+    /// How long it is.
+    pub const LEN: u64 = 192;
+}
+
+/// Where the peer may be written to, and how: part of a [`wire`] line, and of a [`berth`].
+pub mod peer {
+    /// Address of its receive ring.
+    pub const RING: u64 = 0;
+    /// Address of its word `received`.
+    pub const RECEIVED: u64 = 8;
+    /// Address of its word `taken`.
+    pub const TAKEN: u64 = 16;
+    /// The ring's key: 32 bits, as all that follow.
+    pub const RING_KEY: u64 = 24;
+    /// The key of the word `received`.
+    pub const RECEIVED_KEY: u64 = 28;
+    /// The key of the word `taken`.
+    pub const TAKEN_KEY: u64 = 32;
+    /// The ring's size, a power of two, and a multiple of our send ring's.
+    pub const RING_SIZE: u64 = 36;
+    /// The key of our own send ring.
+    pub const SEND_KEY: u64 = 40;
+    /// The number of the berth.
+    pub const BERTH: u64 = 44;
+    /// How long it is.
+    pub const LEN: u64 = 64;
+}
+
+/// A queue pair as kernels keep it.
+pub mod berth {
+    /// Its handle.
+    pub const HANDLE: u64 = 0;
+    /// What the [`peer`](super::peer) said.
+    pub const PEER: u64 = crate::stream::kernel::layout::LEN;
+    /// How long it is.
+    pub const LEN: u64 = 1280;
+    const _: () = assert!(PEER + super::peer::LEN <= LEN);
 }
 
 /// A request of a kernel.
@@ -196,7 +270,8 @@ pub mod record {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Op {
-    /// A new socket: the value is the family (4 or 6) and, 8 bits further up, the kind (1 stream, 2 datagram).
+    /// A new socket: the value is the version of IP (4 or 6) and, 8 bits further up, the kind (1 stream, 2 datagram; 3 and 4
+    /// the same of the family `warp`).
     Socket = 1,
     /// Give it an address.
     Bind,
@@ -206,7 +281,7 @@ pub enum Op {
     Connect,
     /// End a direction: 0 receiving, 1 sending, 2 both.
     Shutdown,
-    /// Let go of it.
+    /// Let go of it. Family `warp`: the value is how many operations its kernels have posted.
     Close,
     /// Set an option.
     SetOption,
@@ -216,18 +291,20 @@ pub enum Op {
     LocalName,
     /// Its peer's address.
     PeerName,
+    /// Family `warp`: its kernel gives the connection up, and the value is the errno: the peer lies, or cannot be reached.
+    Fail,
 }
 
 impl Op {
     /// The operation of that number.
     pub fn from_raw(number: u32) -> Option<Self> {
         use Op::{
-            Bind, Close, Connect, GetOption, Listen, LocalName, PeerName, SetOption, Shutdown,
-            Socket,
+            Bind, Close, Connect, Fail, GetOption, Listen, LocalName, PeerName, SetOption,
+            Shutdown, Socket,
         };
         let all = [
             Socket, Bind, Listen, Connect, Shutdown, Close, SetOption, GetOption, LocalName,
-            PeerName,
+            PeerName, Fail,
         ];
         all.into_iter().find(|op| *op as u32 == number)
     }
@@ -340,7 +417,7 @@ mod tests {
     fn unknown_numbers_are_nothing() {
         assert_eq!(Op::from_raw(Op::PeerName as u32), Some(Op::PeerName));
         assert_eq!(Op::from_raw(0), None);
-        assert_eq!(Op::from_raw(11), None);
+        assert_eq!(Op::from_raw(12), None);
         assert_eq!(Setting::from_raw(Setting::OnlyV6 as u32), Some(Setting::OnlyV6));
         assert_eq!(Setting::from_raw(99), None);
     }

@@ -44,16 +44,21 @@
 
 mod agent;
 mod arena;
+mod berths;
 mod datagrams;
 pub mod device;
+mod fabric;
 mod ground;
 pub mod kv;
 pub mod layout;
+mod meeting;
 pub mod programs;
 mod requests;
 mod serving;
+pub mod similarity;
 mod socket;
 mod transfer;
+pub mod warp;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -67,7 +72,9 @@ use serde::Serialize;
 
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Allocation, Device, MemoryKind};
+use crate::verbs::Context;
 use agent::{Agent, Counters, Ending};
+use berths::Berths;
 use ground::Ground;
 
 /// Where the memory lies that the host writes and kernels watch.
@@ -94,6 +101,9 @@ pub enum Place {
 pub struct SockOptions {
     /// How many sockets may be open at a time: at most 65 535.
     pub sockets: u32,
+    /// How many of them may be connections of the family `warp`. Each takes some 11 KiB for its queue pair, and none are
+    /// given away later; 0 switches the family off.
+    pub warp_sockets: u32,
     /// Bytes of a ring, unless a socket asks for another size.
     pub ring: u64,
     /// Bytes for all rings of one direction.
@@ -112,6 +122,7 @@ impl Default for SockOptions {
     fn default() -> Self {
         Self {
             sockets: 1024,
+            warp_sockets: 1024,
             ring: 64 << 10,
             arena: 64 << 20,
             requests: 256,
@@ -197,13 +208,30 @@ pub struct SockHost {
 impl SockHost {
     /// Lays out memory that the device's kernels reach, and starts the thread that serves them.
     pub fn start(device: &Device, options: SockOptions) -> Result<Self> {
+        Self::start_with(device, options, None)
+    }
+
+    /// The same, with this RDMA device for all connections of the family `warp`. It must be driven by a thread of its own
+    /// ([`Drive::Thread`](crate::verbs::Drive::Thread)): kernels ring its doorbells.
+    ///
+    /// By default a software HCA is opened for each address of this machine that a connection uses, when it is first used: on
+    /// shared memory and UDP.
+    pub fn start_on(device: &Device, options: SockOptions, context: &Context) -> Result<Self> {
+        Self::start_with(device, options, Some(context.clone()))
+    }
+
+    fn start_with(device: &Device, options: SockOptions, context: Option<Context>) -> Result<Self> {
         options.check()?;
         let on = |error: Error| error.during("serve sockets").on(device.label());
-        let ground = Arc::new(Ground::lay(device, &options).map_err(on)?);
+        let berths = Berths::lay(device, &options).map_err(on)?;
+        let berths_at = berths.as_ref().map_or(0, Berths::berths_at);
+        let ground = Arc::new(Ground::lay(device, &options, berths_at).map_err(on)?);
         let (counters, ending) = (Arc::<Counters>::default(), Arc::<Ending>::default());
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| Error::os("make an eventfd", &errno.into()))?;
-        let agent = Agent::new(ground.clone(), options, &wake, counters.clone(), ending.clone())?;
+        let warp = (berths, context);
+        let agent =
+            Agent::new(ground.clone(), options, warp, &wake, counters.clone(), ending.clone())?;
         let thread = std::thread::Builder::new()
             .name(format!("sock {}", device.label()))
             .spawn(move || agent.run())

@@ -92,11 +92,12 @@ impl Agent {
             Op::Listen => self.listen(index, request.value),
             Op::Connect => self.connect(index, request.address),
             Op::Shutdown => self.shut_down(index, request.value),
-            Op::Close => self.close(index),
+            Op::Close => self.close(index, request.value),
             Op::SetOption => self.set(index, request.option, request.value as i64),
             Op::GetOption => Ok(self.get(index, request.option)),
             Op::LocalName => Ok(self.name(index, |fd| rustix::net::getsockname(fd).map(Some))),
             Op::PeerName => Ok(self.name(index, |fd| rustix::net::getpeername(fd))),
+            Op::Fail => self.give_up(index, request.value).map(|_| DONE),
         }
     }
 
@@ -106,9 +107,12 @@ impl Agent {
             6 => true,
             _ => return Ok(Err(Errno::AFNOSUPPORT)),
         };
-        let sort = match value >> 8 {
-            1 => Sort::Stream,
-            2 => Sort::Datagram,
+        let (sort, is_warp) = match value >> 8 {
+            1 => (Sort::Stream, false),
+            2 => (Sort::Datagram, false),
+            3 if self.berths.is_some() => (Sort::Stream, true),
+            // Streams of that family are switched off, or it is a datagram of it.
+            3 | 4 => return Ok(Err(Errno::OPNOTSUPP)),
             _ => return Ok(Err(Errno::INVAL)),
         };
         let fd = match new_descriptor(v6, sort) {
@@ -118,6 +122,7 @@ impl Agent {
         let Some(index) = self.take_place()? else { return Ok(Err(Errno::MFILE)) };
         let socket = &mut self.sockets[usize::from(index)];
         (socket.v6, socket.sort, socket.fd) = (v6, sort, Some(fd));
+        socket.is_warp = is_warp;
         if sort == Sort::Datagram {
             socket.flags |= state::DATAGRAM;
             socket.writable = true;
@@ -201,6 +206,11 @@ impl Agent {
         });
         let socket = self.socket(index);
         match outcome {
+            // TCP stands, and the ends have still to meet.
+            Ok(()) if socket.is_warp => {
+                socket.flags |= state::CONNECTING;
+                (socket.readable, socket.writable) = (true, true);
+            }
             Ok(()) => {
                 socket.flags |= state::CONNECTED;
                 (socket.readable, socket.writable) = (true, true);
@@ -239,6 +249,7 @@ impl Agent {
             // It failed before; with another descriptor it may succeed.
             socket.fd = Some(new_descriptor(socket.v6, Sort::Stream)?);
             (socket.flags, socket.watched, socket.end_seen) = (0, false, false);
+            socket.send_window = 0;
         }
         self.give_rings(index)
     }
@@ -252,11 +263,17 @@ impl Agent {
             return Ok(Err(Errno::NOTCONN));
         }
         if how != 1 {
-            if let Some(fd) = &socket.fd {
+            if let Some(fd) = socket.fd.as_ref().filter(|_| !socket.is_warp) {
                 // What still comes is acknowledged and thrown away by the operating system.
                 let _ = rustix::net::shutdown(fd, Shutdown::Read);
             }
             socket.flags |= state::RECEIVE_END;
+        }
+        if socket.is_warp {
+            // Its kernel tells the peer.
+            socket.flags |= if how != 0 { state::SEND_END } else { 0 };
+            self.tell_state(index)?;
+            return Ok(DONE);
         }
         if how != 0 {
             socket.shut_send = true;
@@ -266,10 +283,18 @@ impl Agent {
         Ok(DONE)
     }
 
-    fn close(&mut self, index: u16) -> Result<Outcome> {
+    fn close(&mut self, index: u16, posted: u64) -> Result<Outcome> {
         self.forget_taken(index);
         let socket = self.socket(index);
         socket.closing = Some(Instant::now() + LAST_WORDS);
+        if socket.is_warp && socket.sort == Sort::Stream && socket.has(state::CONNECTED) {
+            socket.warp.posted = posted;
+            self.finish_warp(index)?;
+            if self.sockets[usize::from(index)].closing.is_some() {
+                self.look_again_at(index);
+            }
+            return Ok(DONE);
+        }
         let sends_on = socket.sort != Sort::Listener
             && socket.fd.is_some()
             && socket.unsent() > 0
@@ -323,6 +348,10 @@ impl Agent {
             }
             Setting::Error | Setting::SendBuffer | Setting::ReceiveBuffer => Err(Errno::NOPROTOOPT),
         };
+        if setting == Setting::Linger {
+            // Kernels of the family `warp` must know whether they tell the peer of an end.
+            self.tell_state(index)?;
+        }
         Ok(done.map(|()| (0, None)))
     }
 

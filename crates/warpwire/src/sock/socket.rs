@@ -7,6 +7,7 @@ use std::time::Instant;
 use rustix::io::Errno;
 
 use super::layout::{handle, inbox, state};
+use super::meeting::Warp;
 
 /// What a socket is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,12 +38,19 @@ pub(super) struct Socket {
     pub(super) open: bool,
     pub(super) sort: Sort,
     pub(super) v6: bool,
+    /// Of the family `warp`, and what it has for that.
+    pub(super) is_warp: bool,
+    pub(super) warp: Warp,
     pub(super) fd: Option<OwnedFd>,
     /// The flags and errnos of the state word.
     pub(super) flags: u64,
     pub(super) wishes: Wishes,
     pub(super) receive_ring: Ring,
     pub(super) send_ring: Ring,
+    /// Family `warp`: how much of the send ring is used, so that it fits into the peer's.
+    pub(super) send_window: u64,
+    /// Family `warp`: how much the peer has on its way at most.
+    pub(super) peer_window: u64,
     pub(super) received: u64,
     pub(super) consumed: u64,
     pub(super) sent: u64,
@@ -73,6 +81,10 @@ impl Socket {
             open: false,
             sort: Sort::Stream,
             v6: false,
+            is_warp: false,
+            warp: Warp::default(),
+            send_window: 0,
+            peer_window: u64::MAX,
             fd: None,
             flags: 0,
             wishes: Wishes {
@@ -102,7 +114,15 @@ impl Socket {
 
     /// The state word.
     pub(super) fn state(&self) -> u64 {
-        if self.open { self.flags | u64::from(self.generation) } else { 0 }
+        if !self.open {
+            return 0;
+        }
+        let mut state = self.flags | u64::from(self.generation);
+        if self.is_warp {
+            state |= state::WARP;
+            state |= if self.wishes.abort { state::RESETS } else { 0 };
+        }
+        state
     }
 
     pub(super) fn handle(&self, index: u16) -> i32 {
@@ -158,8 +178,8 @@ impl Socket {
         true
     }
 
-    /// The line that kernels see, given where its rings are.
-    pub(super) fn line(&self, rings: (u64, u64)) -> [u8; inbox::LEN as usize] {
+    /// The line that kernels see, given where its rings are, and its wire line.
+    pub(super) fn line(&self, rings: (u64, u64), wire: u64) -> [u8; inbox::LEN as usize] {
         let mut line = [0; inbox::LEN as usize];
         let mut put = |at: u64, bytes: &[u8]| {
             line[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
@@ -170,7 +190,11 @@ impl Socket {
         put(inbox::RECEIVE_RING, &rings.0.to_le_bytes());
         put(inbox::SEND_RING, &rings.1.to_le_bytes());
         put(inbox::RECEIVE_SIZE, &(self.receive_ring.1 as u32).to_le_bytes());
-        put(inbox::SEND_SIZE, &(self.send_ring.1 as u32).to_le_bytes());
+        let send_size = if self.is_warp { self.send_window } else { self.send_ring.1 };
+        put(inbox::SEND_SIZE, &(send_size as u32).to_le_bytes());
+        put(inbox::WIRE, &wire.to_le_bytes());
+        let report_at = (self.receive_ring.1.min(self.peer_window) / 4).max(1);
+        put(inbox::REPORT_AT, &(report_at as u32).to_le_bytes());
         line
     }
 }

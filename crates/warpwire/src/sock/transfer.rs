@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, SocketFlags, sockopt};
 
 use super::agent::{Agent, LAST_WORDS, PIECE};
-use super::layout::{address_bytes, inbox, record, state};
+use super::layout::{inbox, record, state};
 use super::socket::Sort;
 use crate::error::Result;
 
@@ -25,6 +25,7 @@ impl Agent {
         match socket.sort {
             Sort::Listener => self.accept_some(index),
             Sort::Datagram => self.serve_datagrams(index),
+            Sort::Stream if socket.is_warp => self.serve_warp(index),
             Sort::Stream => self.serve_stream(index),
         }
     }
@@ -42,7 +43,7 @@ impl Agent {
     }
 
     /// A connection that was being made stands, or has failed.
-    fn finish_connecting(&mut self, index: u16) -> Result<()> {
+    pub(super) fn finish_connecting(&mut self, index: u16) -> Result<()> {
         let socket = &mut self.sockets[usize::from(index)];
         let Some(fd) = &socket.fd else { return Ok(()) };
         if !socket.writable {
@@ -53,6 +54,10 @@ impl Agent {
             Ok(Ok(())) if rustix::net::getpeername(fd).is_err() => {
                 socket.writable = false;
                 return Ok(());
+            }
+            Ok(Ok(())) if socket.is_warp => {
+                socket.readable = true;
+                return self.begin_meeting(index, &[]);
             }
             Ok(Ok(())) => {
                 socket.flags = socket.flags & !state::CONNECTING | state::CONNECTED;
@@ -165,7 +170,9 @@ impl Agent {
             let socket = &self.sockets[usize::from(index)];
             let may = socket.readable && socket.room() >= record::LEN && socket.closing.is_none();
             let Some(fd) = socket.fd.as_ref().filter(|_| may) else { return Ok(false) };
-            if self.vacant.is_empty() {
+            let is_warp = socket.is_warp;
+            // Those of the family `warp` need a place when they have spoken.
+            if self.vacant.is_empty() && !is_warp {
                 self.look_again_at(index);
                 return Ok(false);
             }
@@ -173,7 +180,9 @@ impl Agent {
             match rustix::net::acceptfrom_with(fd, flags) {
                 Ok((connection, peer)) => {
                     let peer = peer.and_then(|peer| SocketAddr::try_from(peer).ok());
-                    if !self.adopt(index, connection, peer)? {
+                    if is_warp {
+                        self.lay_down(index, connection, peer);
+                    } else if !self.adopt(index, connection, peer)? {
                         self.look_again_at(index);
                         return Ok(false);
                     }
@@ -230,18 +239,7 @@ impl Agent {
             return Ok(false);
         }
         self.tell_line(index)?;
-        let mut entry = [0; record::LEN as usize];
-        let handle = self.sockets[usize::from(index)].handle(index);
-        entry[..4].copy_from_slice(&handle.to_le_bytes());
-        entry[record::ADDRESS as usize..].copy_from_slice(&address_bytes(peer));
-        let socket = &mut self.sockets[usize::from(listener)];
-        self.ground.put(socket.receive_ring, socket.received, &entry)?;
-        socket.received += record::LEN;
-        socket.waiting.push_back(index);
-        let received = socket.received;
-        self.ground.tell(listener, inbox::RECEIVED, received)?;
-        self.counters.accepted.fetch_add(1, Ordering::Relaxed);
-        self.queue(index);
+        self.announce(listener, index, peer)?;
         Ok(true)
     }
 }

@@ -52,6 +52,33 @@ struct Line<T> {
     words: T,
 }
 
+/// Words as a line of this language, with its end.
+pub(crate) fn line_of<T: Serialize>(words: &T) -> Result<String> {
+    let line = Line { warpwire: VERSION, words };
+    let mut text = serde_json::to_string(&line)
+        .map_err(|why| Error::new(Kind::InvalidArgument, "tell the peer").why(why.to_string()))?;
+    text.push('\n');
+    Ok(text)
+}
+
+/// The words of a line.
+pub(crate) fn words_of<T: DeserializeOwned>(line: &[u8]) -> Result<T> {
+    let what = "hear a peer";
+    let line: Line<serde_json::Value> = serde_json::from_slice(line).map_err(|why| {
+        let error = Error::new(Kind::Malformed, what).why(format!("not our language: {why}"));
+        error.fix("check that the other end is warpwire, and the port")
+    })?;
+    if line.warpwire != VERSION {
+        let why = format!("it speaks version {}, we speak {VERSION}", line.warpwire);
+        let error = Error::new(Kind::Unsupported, what).why(why);
+        return Err(error.fix("use one version on both ends"));
+    }
+    serde_json::from_value(line.words).map_err(|why| {
+        let error = Error::new(Kind::Malformed, what).why(format!("not what was expected: {why}"));
+        error.fix("use one version, and the same command, on both ends")
+    })
+}
+
 /// A conversation between two ends, before and beside their queue pairs.
 #[derive(Debug)]
 pub struct Exchange {
@@ -144,12 +171,7 @@ impl Exchange {
 
     /// Tells the peer something.
     pub fn tell<T: Serialize>(&mut self, words: &T) -> Result<()> {
-        let line = Line { warpwire: VERSION, words };
-        let mut text = serde_json::to_string(&line).map_err(|why| {
-            Error::new(Kind::InvalidArgument, "tell the peer").why(why.to_string())
-        })?;
-        text.push('\n');
-        let sent = self.reader.get_mut().write_all(text.as_bytes());
+        let sent = self.reader.get_mut().write_all(line_of(words)?.as_bytes());
         sent.map_err(|why| Error::os(format!("tell {}", self.peer), &why))
     }
 
@@ -178,21 +200,7 @@ impl Exchange {
             let error = Error::new(Kind::Freed, what()).why("it has hung up");
             return Err(error.fix("look at what the other end printed"));
         }
-        let line: Line<serde_json::Value> = serde_json::from_slice(&text).map_err(|why| {
-            let error = Error::new(Kind::Malformed, what()).why(format!("not our language: {why}"));
-            error.fix("check that the other end is warpwire, and the port")
-        })?;
-        if line.warpwire != VERSION {
-            let why = format!("it speaks version {}, we speak {VERSION}", line.warpwire);
-            return Err(Error::new(Kind::Unsupported, what())
-                .why(why)
-                .fix("use one version on both ends"));
-        }
-        serde_json::from_value(line.words).map_err(|why| {
-            let error =
-                Error::new(Kind::Malformed, what()).why(format!("not what was expected: {why}"));
-            error.fix("use one version, and the same command, on both ends")
-        })
+        words_of(&text).map_err(|error| error.during(what()))
     }
 
     /// Tells and hears: both ends do it at the same point.

@@ -5,16 +5,18 @@ use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
 use warpwire::mem::{Condition, Device, Stream};
-use warpwire::msg::rally::{Rally, Side};
+use warpwire::msg::rally::{Baton, Move, Rally, Side};
 use warpwire::msg::{Buffer, Comm, CommOptions, Lane, LaneOptions, Signal, Writer};
 use warpwire::stream::kernel::SignalWait;
+use warpwire::verbs::Remote;
 
 use crate::fixture::{A_MOMENT, Fixture, SOON, cases, gpu, pattern, read, same};
 
 cases!(CASES: streams_exchange_all_sizes, prepared_and_batched, messages_keep_their_order, streams_put_get_and_signal,
-    handshakes_and_barriers, graphs_replay_messages, kernels_play_a_rally, a_lost_rank_releases_streams,
+    handshakes_and_barriers, graphs_replay_messages, kernels_play_a_rally, kernels_put_and_get, a_lost_rank_releases_streams,
     a_rank_that_leaves_releases_streams);
-cases!(ONCE: lanes_check_their_arguments, lanes_push_back, one_stream_waits_for_many, compute_takes_time);
+cases!(ONCE: lanes_check_their_arguments, lanes_push_back, one_stream_waits_for_many, compute_takes_time,
+    kernels_pass_words_without_an_hca);
 
 /// A rank with a GPU of its own.
 struct End {
@@ -500,6 +502,83 @@ fn one_stream_waits_for_many(fixture: &Fixture) {
         end.comm.barrier(SOON).unwrap();
         end.comm.finish(SOON).unwrap();
     });
+}
+
+fn kernels_put_and_get(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        const LEN: u64 = 5000;
+        let rally = Rally::load(&end.gpu).unwrap();
+        let (mine, exposed, back) = (end.memory(LEN), end.memory(LEN), end.memory(LEN));
+        let window = end.comm.window(&exposed).unwrap();
+        let (rank, other) = (end.comm.rank() as u64, end.other());
+        mine.write(0, &pattern(rank, LEN as usize)).unwrap();
+        let (qp, there) = (end.lane.kernel(other).unwrap(), window.remote(other, 0, LEN).unwrap());
+        let put = Move { qp, there, here: mine.whole().sge().unwrap(), reads: false };
+        rally.shift(&end.stream, &put, 20, Duration::ZERO, SOON).unwrap();
+        end.done();
+        rally.check().unwrap();
+        end.comm.barrier(SOON).unwrap();
+        same(&read(&exposed, 0, LEN as usize), &pattern(other as u64, LEN as usize), "put");
+        let get = Move { here: back.whole().sge().unwrap(), reads: true, ..put };
+        rally.shift(&end.stream, &get, 20, Duration::ZERO, SOON).unwrap();
+        end.done();
+        rally.check().unwrap();
+        same(&read(&back, 0, LEN as usize), &pattern(rank, LEN as usize), "got back");
+        end.comm.barrier(SOON).unwrap();
+        // A place that is not the other's: it ends with the cause. The failure ends the connection on both sides.
+        if rank == 0 {
+            let nowhere = Move { there: Remote { rkey: !there.rkey, ..there }, ..get };
+            rally.shift(&end.stream, &nowhere, 1, Duration::ZERO, SOON).unwrap();
+            end.stream.synchronize(SOON).unwrap();
+            let error = rally.check().unwrap_err();
+            assert!(error.to_string().contains("access"), "{error}");
+        }
+        end.comm.barrier(SOON).unwrap();
+        end.comm.finish(SOON).unwrap();
+    });
+}
+
+fn kernels_pass_words_without_an_hca(_: &Fixture) {
+    const ROUNDS: u64 = 40;
+    let gpu = gpu();
+    let (rally, stream) = (Rally::load(&gpu).unwrap(), gpu.stream().unwrap());
+    let (bells, own) = (gpu.alloc_pinned(128).unwrap(), gpu.alloc_pinned(8).unwrap());
+    let (bell, value) = (bells.word64(0).unwrap(), bells.word64(64).unwrap());
+    let (whole, word) = (bells.whole().unwrap(), own.word64(0).unwrap());
+    for serves in [true, false] {
+        bell.store(0).unwrap();
+        word.store(0).unwrap();
+        let baton = Baton { bell: &whole, own: &word, serves };
+        rally.relay(&stream, &baton, ROUNDS, SOON).unwrap();
+        for round in 1..=ROUNDS {
+            if !serves {
+                assert_eq!(bell.load().unwrap(), round - 1, "nothing was passed to it");
+                word.store(round).unwrap();
+            }
+            let start = Instant::now();
+            while bell.load().unwrap() != round {
+                assert!(start.elapsed() < SOON, "round {round}");
+            }
+            assert_eq!(value.load().unwrap(), round);
+            if serves {
+                word.store(round).unwrap();
+            }
+        }
+        stream.synchronize(SOON).unwrap();
+        rally.check().unwrap();
+    }
+    let short = bells.region(0, 64).unwrap();
+    let error = rally.relay(&stream, &Baton { bell: &short, own: &word, serves: true }, 1, SOON);
+    assert!(error.unwrap_err().to_string().contains("its bell has 64 bytes"));
+    let narrow = own.word32(0).unwrap();
+    let error = rally.relay(&stream, &Baton { bell: &whole, own: &narrow, serves: true }, 1, SOON);
+    assert!(error.unwrap_err().to_string().contains("32 bits"));
+    // Nobody passes anything on: it gives up in its time.
+    word.store(0).unwrap();
+    let baton = Baton { bell: &whole, own: &word, serves: true };
+    rally.relay(&stream, &baton, 1, A_MOMENT).unwrap();
+    stream.synchronize(SOON).unwrap();
+    assert!(rally.check().unwrap_err().to_string().contains("time"));
 }
 
 fn compute_takes_time(_: &Fixture) {

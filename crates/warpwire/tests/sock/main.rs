@@ -1,6 +1,6 @@
 //! One suite of sockets for every way to call them.
 //!
-//! Each case runs with puppets on the simulated GPU (its receive rings behind a window, then in pinned memory), with the
+//! Each case runs for both families, with peers of the same in this process; and with puppets on the simulated GPU (its receive rings behind a window, then in pinned memory), with the
 //! header compiled as C++ for threads where there is a compiler, and with the header as CUDA where there is a GPU.
 //! What is absent prints `skipped: why`, and `WARPWIRE_REQUIRE=cuda` makes it a failure.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
@@ -9,17 +9,21 @@ mod control;
 mod datagrams;
 mod ends;
 mod keys;
+mod peer;
 mod polling;
 mod puppet;
 mod scale;
+mod similar;
 mod spans;
 mod streams;
+mod warp;
 mod world;
 
 use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Trial};
 
+use peer::Family;
 use world::{Case, Way, World};
 
 fn main() -> ExitCode {
@@ -53,14 +57,32 @@ fn main() -> ExitCode {
         ends::CASES,
         scale::CASES,
         keys::CASES,
+        similar::CASES,
     ];
-    let trial = |way: Way, case: &'static Case| {
-        Trial::test(format!("{way}::{}", case.name), move || {
-            (case.run)(&World::new(way));
+    let of_streams = [
+        control::CASES,
+        streams::CASES,
+        polling::CASES,
+        spans::CASES,
+        ends::CASES,
+        scale::CASES,
+        warp::CASES,
+    ];
+    let trial = |way: Way, family: Family, case: &'static Case| {
+        let name = match family {
+            Family::Inet => format!("{way}::{}", case.name),
+            Family::Warp => format!("{way}::warp::{}", case.name),
+        };
+        Trial::test(name, move || {
+            (case.run)(&World::new(way, family));
             Ok(())
         })
     };
-    let cases = || rooms.iter().flat_map(|room| room.iter());
-    let trials = ways.into_iter().flat_map(|way| cases().map(move |case| trial(way, case)));
-    libtest_mimic::run(&arguments, trials.collect()).exit_code()
+    let mut trials = Vec::new();
+    for way in ways {
+        trials.extend(rooms.iter().copied().flatten().map(|case| trial(way, Family::Inet, case)));
+        let warp = of_streams.iter().copied().flatten();
+        trials.extend(warp.map(|case| trial(way, Family::Warp, case)));
+    }
+    libtest_mimic::run(&arguments, trials).exit_code()
 }

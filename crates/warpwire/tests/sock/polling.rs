@@ -1,10 +1,9 @@
 //! Poll: only what was asked for ends a wait.
 
 use std::io::{Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
-use rustix::net::sockopt;
 use warpwire::sock::device::Setting;
 use warpwire::sock::layout::events;
 
@@ -72,7 +71,7 @@ fn input_is_told(world: &World) {
     assert_eq!(poll(puppet, &[(socket, events::IN)], FOREVER), (1, vec![events::IN]));
     assert_eq!(puppet.recv(socket, 3).unwrap(), b"xyz");
     assert_eq!(poll(puppet, &[(socket, events::IN)], 0), (0, vec![0]));
-    peer.shutdown(Shutdown::Write).unwrap();
+    peer.shutdown(Shutdown::Write);
     let both = events::IN | events::RDHUP;
     assert_eq!(poll(puppet, &[(socket, both)], FOREVER), (1, vec![both]));
     assert_eq!(puppet.recv(socket, 3).unwrap(), b"");
@@ -83,7 +82,7 @@ fn a_listener_is_readable(world: &World) {
     let puppet = stage.first();
     let (listener, name) = puppet.listener(loopbacks()[0], 4);
     assert_eq!(poll(puppet, &[(listener, events::IN | events::OUT)], 0), (0, vec![0]));
-    let _peer = TcpStream::connect(name).unwrap();
+    let _peer = world.family.dial(name);
     assert_eq!(poll(puppet, &[(listener, events::IN)], FOREVER), (1, vec![events::IN]));
     assert!(puppet.call(Do::Accept, &[listener], None).result > 0);
     assert_eq!(poll(puppet, &[(listener, events::IN)], 0), (0, vec![0]));
@@ -109,7 +108,7 @@ fn a_full_ring_is_not_writable(world: &World) {
     let mut sink = vec![0; 8 << 20];
     let mut taken = 0;
     // All of it may be read before the kernel has looked.
-    peer.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+    peer.set_read_timeout(Duration::from_millis(100));
     while !puppet.is_done() {
         taken += peer.read(&mut sink).unwrap_or(0);
     }
@@ -124,8 +123,7 @@ fn ends_and_errors_are_told_unasked(world: &World) {
     start(puppet, &[(socket, 0)], FOREVER);
     std::thread::sleep(Duration::from_millis(10));
     assert!(!puppet.is_done());
-    sockopt::set_socket_linger(&peer, Some(Duration::ZERO)).unwrap();
-    drop(peer);
+    peer.reset();
     assert_eq!(puppet.finish().result, 1);
     assert_eq!(found(puppet, 1), [events::ERR | events::HUP]);
 }
@@ -158,11 +156,11 @@ fn one_of_many(world: &World) {
 fn a_connection_becomes_writable(world: &World) {
     let stage = world.stage(1);
     let puppet = stage.first();
-    let server = std::net::TcpListener::bind(loopbacks()[0]).unwrap();
+    let server = world.family.serve(loopbacks()[0]);
     let socket = puppet.socket(loopbacks()[0], STREAM);
     assert_eq!(poll(puppet, &[(socket, events::OUT)], 0), (0, vec![0]), "not before");
     puppet.expect(Do::Set, &[socket, Setting::NonBlocking as u64, 1], None);
-    puppet.call(Do::Connect, &[socket], Some(server.local_addr().unwrap()));
+    puppet.call(Do::Connect, &[socket], Some(server.local_addr()));
     assert_eq!(poll(puppet, &[(socket, events::OUT)], FOREVER), (1, vec![events::OUT]));
     assert_eq!(puppet.call(Do::Get, &[socket, Setting::Error as u64], None).result, 0);
     // And one that fails.

@@ -123,7 +123,7 @@ template <class Group> WARPWIRE_FN i64 run(const Table &table, Mailbox *mail, u8
     int socket = static_cast<int>(static_cast<u32>(args[0]));
     u8 *here = buffer + args[1];
     switch (op) {
-    case kDoSocket: return sock::socket(table, args[0] == 6 ? kIpv6 : kIpv4, args[1] == 2 ? kDatagram : kStream, group);
+    case kDoSocket: return sock::socket(table, args[0] == 6 ? kIpv6 : kIpv4, static_cast<Kind>(args[1]), group);
     case kDoBind: return bind(table, socket, to, group);
     case kDoListen: return listen(table, socket, static_cast<u32>(args[1]), group);
     case kDoAccept: return accept(table, socket, &mail->found, group);

@@ -100,7 +100,11 @@ pub fn puppet_block(block: &Block<'_>) -> Result<(), Fault> {
         let (result, second, found) = match one.run(op, args, address_from(&address)) {
             Ok(outcome) => outcome,
             Err(Failure::Errno(errno)) => (-i64::from(errno.raw_os_error()), 0, None),
-            Err(Failure::Fault(fault)) => return Err(fault),
+            Err(Failure::Fault(fault)) => {
+                // A puppet that faulted is silent from now on.
+                eprintln!("puppet {} faulted: {fault:?}", block.index());
+                return Err(fault);
+            }
         };
         block.write(at(mailbox + mail::FOUND), &address_bytes(found))?;
         block.store_u64(at(mailbox + mail::SECOND), second)?;
@@ -127,7 +131,12 @@ impl One<'_> {
         let is = |wanted: Do| op == wanted as u64;
         if is(Do::Socket) {
             let family = if args[0] == 6 { Family::V6 } else { Family::V4 };
-            let kind = if args[1] == 2 { Kind::Datagram } else { Kind::Stream };
+            let kind = match args[1] {
+                2 => Kind::Datagram,
+                3 => Kind::WarpStream,
+                4 => Kind::WarpDatagram,
+                _ => Kind::Stream,
+            };
             return sockets.socket(family, kind).map(|made| (i64::from(made.raw()), 0, None));
         } else if is(Do::Bind) {
             return sockets.bind(socket, to).map(nothing);
@@ -313,6 +322,7 @@ pub struct Puppet {
     buffers: Allocation,
     index: u64,
     number: std::cell::Cell<u64>,
+    pub family: crate::peer::Family,
 }
 
 /// What came of a command.
@@ -331,9 +341,14 @@ impl Puppet {
         (mailboxes, gpu.alloc_pinned(count * BUFFER).unwrap())
     }
 
-    pub fn new(mailboxes: &Allocation, buffers: &Allocation, index: u64) -> Self {
+    pub fn new(
+        mailboxes: &Allocation,
+        buffers: &Allocation,
+        index: u64,
+        family: crate::peer::Family,
+    ) -> Self {
         let number = std::cell::Cell::new(0);
-        Self { mailboxes: mailboxes.clone(), buffers: buffers.clone(), index, number }
+        Self { mailboxes: mailboxes.clone(), buffers: buffers.clone(), index, number, family }
     }
 
     /// Tells it what to do, and does not wait.

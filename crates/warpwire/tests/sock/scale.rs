@@ -1,12 +1,12 @@
 //! Many sockets, many connections at once, and places used over and over.
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
 use std::time::Duration;
 
 use warpwire::sock::SockOptions;
 
-use crate::puppet::{Do, SOON};
+use crate::peer::Peer;
+use crate::puppet::Do;
 use crate::world::{STREAM, World, cases, loopbacks, until};
 
 cases!(
@@ -26,14 +26,13 @@ fn a_thousand_sockets_echo(world: &World) {
     let mut peers = Vec::new();
     let mut handles = Vec::new();
     for _ in 0..1000 {
-        peers.push(TcpStream::connect(name).unwrap());
+        peers.push(world.family.dial(name));
         handles.extend((puppet.expect(Do::Accept, &[listener], None) as u32).to_le_bytes());
     }
     assert_eq!(stage.host.stats().open, 1001);
     puppet.put(0, &handles);
     puppet.start(Do::EchoMany, &[0, 1000], None);
     for (number, peer) in peers.iter_mut().enumerate() {
-        peer.set_read_timeout(Some(SOON)).unwrap();
         peer.write_all(&(number as u64).to_le_bytes()).unwrap();
     }
     for (number, mut peer) in peers.into_iter().enumerate() {
@@ -50,10 +49,11 @@ fn an_accept_storm(world: &World) {
     let stage = world.stage_with(1, options);
     let puppet = stage.first();
     let (listener, name) = puppet.listener(loopbacks()[0], 1024);
+    let family = world.family;
     let storm: Vec<_> = (0..4)
         .map(|_| {
-            std::thread::spawn(move || -> Vec<TcpStream> {
-                (0..125).map(|_| TcpStream::connect(name).unwrap()).collect()
+            std::thread::spawn(move || -> Vec<Peer> {
+                (0..125).map(|_| family.dial(name)).collect()
             })
         })
         .collect();
@@ -66,7 +66,7 @@ fn an_accept_storm(world: &World) {
         puppet.expect(Do::Close, &[answer.result as u64], None);
     }
     for mut peer in peers {
-        assert!(seen.contains(&peer.local_addr().unwrap()));
+        assert!(seen.contains(&peer.local_addr()));
         assert_eq!(peer.read(&mut [0]).unwrap(), 0, "closed in order");
     }
 }
@@ -78,14 +78,12 @@ fn blocks_share_a_listener(world: &World) {
         for puppet in &stage.puppets {
             puppet.start(Do::Accept, &[listener], None);
         }
-        let mut peers: Vec<_> = (0..4).map(|_| TcpStream::connect(name).unwrap()).collect();
+        let mut peers: Vec<_> = (0..4).map(|_| world.family.dial(name)).collect();
         let handles: Vec<_> = stage.puppets.iter().map(|puppet| puppet.finish()).collect();
         for (puppet, accepted) in stage.puppets.iter().zip(&handles) {
             assert!(accepted.result > 0, "{accepted:?}");
-            let peer = peers
-                .iter_mut()
-                .find(|peer| Some(peer.local_addr().unwrap()) == accepted.address)
-                .unwrap();
+            let peer =
+                peers.iter_mut().find(|peer| Some(peer.local_addr()) == accepted.address).unwrap();
             let text = format!("round {round}");
             assert_eq!(puppet.send(accepted.result as u64, text.as_bytes()), text.len() as i64);
             let mut back = vec![0; text.len()];
@@ -118,14 +116,16 @@ fn more_connections_than_places(world: &World) {
     let stage = world.stage_with(1, options);
     let puppet = stage.first();
     let (listener, name) = puppet.listener(loopbacks()[0], 64);
-    // The system keeps those for which there is no place; they come when one is free.
-    let peers: Vec<_> = (0..12).map(|_| TcpStream::connect(name).unwrap()).collect();
+    // Those for which there is no place are kept waiting; they come when one is free.
+    let family = world.family;
+    let peers: Vec<_> = (0..12).map(|_| std::thread::spawn(move || family.dial(name))).collect();
     for _ in 0..12 {
         let accepted = puppet.expect(Do::Accept, &[listener], None) as u64;
         assert_eq!(puppet.send(accepted, b"welcome"), 7);
         puppet.expect(Do::Close, &[accepted], None);
     }
-    for mut peer in peers {
+    for peer in peers {
+        let mut peer = peer.join().unwrap();
         let mut text = String::new();
         peer.read_to_string(&mut text).unwrap();
         assert_eq!(text, "welcome");

@@ -2,16 +2,18 @@
 #![allow(unsafe_code)] // launching is unsafe, and so is calling the header's code; each use says why it is right
 
 use std::fmt;
-use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{SocketAddr, UdpSocket};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use warpwire::mem::sim::{Sim, SimConfig};
-use warpwire::mem::{Allocation, Device, Launch, Module, Program, Stream, cuda};
+use warpwire::mem::{Allocation, Device, Kernel, Launch, Program, Stream, cuda};
 use warpwire::sock::kv::{KvOptions, KvServer};
+use warpwire::sock::similarity::{SimilarOptions, SimilarServer};
 use warpwire::sock::{Place, SockHost, SockOptions};
 
+use crate::peer::{Family, Peer};
 use crate::puppet::{self, Do, Puppet, SOON};
 
 pub struct Case {
@@ -52,18 +54,21 @@ impl fmt::Display for Way {
 
 pub struct World {
     pub way: Way,
+    pub family: Family,
     pub gpu: Device,
     _sim: Option<Sim>,
 }
 
 impl World {
-    pub fn new(way: Way) -> Self {
+    pub fn new(way: Way, family: Family) -> Self {
         match way {
-            Way::Cuda | Way::CudaPinned => Self { way, gpu: cuda::device(0).unwrap(), _sim: None },
+            Way::Cuda | Way::CudaPinned => {
+                Self { way, family, gpu: cuda::device(0).unwrap(), _sim: None }
+            }
             Way::Sim | Way::SimPinned | Way::Threads => {
                 let sim =
                     Sim::start(SimConfig { memory: 4 << 30, ..SimConfig::default() }).unwrap();
-                Self { way, gpu: sim.device(0).unwrap(), _sim: Some(sim) }
+                Self { way, family, gpu: sim.device(0).unwrap(), _sim: Some(sim) }
             }
         }
     }
@@ -85,15 +90,38 @@ impl World {
     }
 
     pub fn stage_with(&self, puppets: u64, options: SockOptions) -> Stage {
-        let host = SockHost::start(&self.gpu, options).unwrap();
-        let memory = Puppet::memory(&self.gpu, puppets);
-        let made = |index| Puppet::new(&memory.0, &memory.1, index);
-        let actors = (0..puppets).map(made).collect();
-        let play = match self.way {
-            Way::Threads => Play::on_threads(&host, &memory, puppets),
-            _ => Play::on_device(&self.gpu, &host, &memory, puppets),
-        };
-        Stage { puppets: actors, play: Some(play), host, memory }
+        let [stage] = self.stages(puppets, [options]);
+        stage
+    }
+
+    /// Several at a time. All is loaded and laid out before the first puppet begins: a GPU whose kernels wait for us
+    /// loads nothing more.
+    pub fn stages<const N: usize>(&self, puppets: u64, options: [SockOptions; N]) -> [Stage; N] {
+        let ready = options.map(|options| {
+            let host = SockHost::start(&self.gpu, options).unwrap();
+            (host, Puppet::memory(&self.gpu, puppets), self.script())
+        });
+        ready.map(|(host, memory, script)| {
+            let made = |index| Puppet::new(&memory.0, &memory.1, index, self.family);
+            let actors = (0..puppets).map(made).collect();
+            let play = match script {
+                None => Play::on_threads(&host, &memory, puppets),
+                Some(script) => Play::on_device(script, &host, &memory, puppets),
+            };
+            Stage { puppets: actors, play: Some(play), host, memory }
+        })
+    }
+
+    /// The puppets' kernel, and where it will run; none for threads.
+    fn script(&self) -> Option<(Kernel, Stream)> {
+        if self.way == Way::Threads {
+            return None;
+        }
+        let program = Program::new("puppets")
+            .ptx(include_str!("puppet.ptx"))
+            .block("puppet", puppet::puppet_block);
+        let kernel = self.gpu.load(&program).unwrap().kernel("puppet").unwrap();
+        Some((kernel, self.gpu.stream().unwrap()))
     }
 }
 
@@ -103,15 +131,34 @@ impl World {
         if self.way != Way::Threads {
             return KvServer::start(host, options).unwrap();
         }
-        let library = compiled().as_ref().unwrap();
-        // SAFETY: the library was built from kv.cu, where the function has this type.
-        let run: libloading::Symbol<'_, unsafe extern "C" fn(u64, u64)> =
-            unsafe { library.get(b"kv_server_thread\0") }.unwrap();
-        let run = *run;
-        // SAFETY: the server gives the address of its setup, and keeps that and what it names until the worker has ended.
-        let work = move |setup, worker| unsafe { run(setup, worker) };
-        KvServer::start_on_threads(host, options, work).unwrap()
+        KvServer::start_on_threads(host, options, worker(b"kv_server_thread\0")).unwrap()
     }
+
+    /// A similarity server with these vectors and options, run by this way.
+    pub fn similar<'a>(
+        &self,
+        host: &'a SockHost,
+        vectors: &[f32],
+        dimension: u32,
+        options: SimilarOptions,
+    ) -> SimilarServer<'a> {
+        if self.way != Way::Threads {
+            return SimilarServer::start(host, vectors, dimension, options).unwrap();
+        }
+        let work = worker(b"similarity_server_thread\0");
+        SimilarServer::start_on_threads(host, vectors, dimension, options, work).unwrap()
+    }
+}
+
+/// A server's worker as C++: it gets the address of the setup, and its number.
+fn worker(name: &[u8]) -> impl Fn(u64, u64) + Clone + Send + 'static {
+    let library = compiled().as_ref().unwrap();
+    // SAFETY: the library was built from the servers' sources, where their functions have this type.
+    let run: libloading::Symbol<'_, unsafe extern "C" fn(u64, u64)> =
+        unsafe { library.get(name) }.unwrap();
+    let run = *run;
+    // SAFETY: the server gives the address of its setup, and keeps that and what it names until the worker has ended.
+    move |setup, worker| unsafe { run(setup, worker) }
 }
 
 /// Sockets, and puppets that use them.
@@ -151,23 +198,18 @@ impl Drop for Stage {
 
 /// Puppets at work.
 enum Play {
-    Device(Stream, #[allow(dead_code)] Module),
+    Device(Stream),
     Threads(Vec<std::thread::JoinHandle<()>>),
 }
 
 impl Play {
     fn on_device(
-        gpu: &Device,
+        (kernel, stream): (Kernel, Stream),
         host: &SockHost,
         memory: &(Allocation, Allocation),
         puppets: u64,
     ) -> Self {
-        let program = Program::new("puppets")
-            .ptx(include_str!("puppet.ptx"))
-            .block("puppet", puppet::puppet_block);
-        let module = gpu.load(&program).unwrap();
-        let stream = gpu.stream().unwrap();
-        let launch = Launch::new(&module.kernel("puppet").unwrap())
+        let launch = Launch::new(&kernel)
             .grid(puppets as u32)
             .threads(128)
             .value(host.table())
@@ -176,7 +218,7 @@ impl Play {
         // SAFETY: the kernel uses its mailboxes and buffers, which the launch keeps, and the sockets' memory, which the
         // stage keeps until the kernel has ended.
         unsafe { stream.launch(launch) }.unwrap();
-        Self::Device(stream, module)
+        Self::Device(stream)
     }
 
     fn on_threads(host: &SockHost, memory: &(Allocation, Allocation), puppets: u64) -> Self {
@@ -205,7 +247,7 @@ impl Play {
 
     fn end(self) -> Result<(), String> {
         match self {
-            Self::Device(stream, _) => stream.synchronize(SOON).map_err(|error| error.to_string()),
+            Self::Device(stream) => stream.synchronize(SOON).map_err(|error| error.to_string()),
             Self::Threads(threads) => {
                 let ended: Vec<_> =
                     threads.into_iter().map(std::thread::JoinHandle::join).collect();
@@ -236,7 +278,9 @@ pub fn compile_for_threads() -> Result<(), String> {
 
 fn build_library() -> Result<libloading::Library, String> {
     let root = PathBuf::from(option_env!("CARGO_MANIFEST_DIR").unwrap_or("."));
-    let sources = ["tests/sock/puppet.cu", "src/sock/kv/kv.cu"].map(|path| root.join(path));
+    let sources =
+        ["tests/sock/puppet.cu", "src/sock/kv/kv.cu", "src/sock/similarity/similarity.cu"]
+            .map(|path| root.join(path));
     if !sources[0].exists() {
         return Err("the sources are not here".into());
     }
@@ -274,6 +318,8 @@ pub fn family(address: SocketAddr) -> u64 {
 
 pub const STREAM: u64 = 1;
 pub const DATAGRAM: u64 = 2;
+pub const WARP_STREAM: u64 = 3;
+pub const WARP_DATAGRAM: u64 = 4;
 
 /// The negative of an errno, as calls return it.
 pub fn errno(errno: rustix::io::Errno) -> i64 {
@@ -288,8 +334,13 @@ impl Puppet {
         answer.result
     }
 
+    /// That kind in the family of the case.
+    pub fn kind(&self, kind: u64) -> u64 {
+        if kind == STREAM && self.family == Family::Warp { WARP_STREAM } else { kind }
+    }
+
     pub fn socket(&self, at: SocketAddr, kind: u64) -> u64 {
-        self.expect(Do::Socket, &[family(at), kind], None) as u64
+        self.expect(Do::Socket, &[family(at), self.kind(kind)], None) as u64
     }
 
     /// A listener at a port of its own, and its address.
@@ -316,25 +367,20 @@ impl Puppet {
     }
 
     /// A puppet's stream and the test's own end of it. The puppet connects.
-    pub fn connected(&self, at: SocketAddr) -> (u64, TcpStream) {
-        let server = TcpListener::bind(at).unwrap();
+    pub fn connected(&self, at: SocketAddr) -> (u64, Peer) {
+        let server = self.family.serve(at);
         let socket = self.socket(at, STREAM);
-        self.expect(Do::Connect, &[socket], Some(server.local_addr().unwrap()));
-        let peer = server.accept().unwrap().0;
-        peer.set_read_timeout(Some(SOON)).unwrap();
-        peer.set_nodelay(true).unwrap();
-        (socket, peer)
+        self.expect(Do::Connect, &[socket], Some(server.local_addr()));
+        (socket, server.accept())
     }
 
     /// The same, the puppet accepting.
-    pub fn accepted(&self, at: SocketAddr) -> (u64, TcpStream) {
+    pub fn accepted(&self, at: SocketAddr) -> (u64, Peer) {
         let (listener, name) = self.listener(at, 8);
-        let peer = TcpStream::connect(name).unwrap();
-        peer.set_read_timeout(Some(SOON)).unwrap();
-        peer.set_nodelay(true).unwrap();
+        let peer = self.family.dial(name);
         let answer = self.call(Do::Accept, &[listener], None);
         assert!(answer.result >= 0, "{answer:?}");
-        assert_eq!(answer.address, Some(peer.local_addr().unwrap()));
+        assert_eq!(answer.address, Some(peer.local_addr()));
         self.expect(Do::Close, &[listener], None);
         (answer.result as u64, peer)
     }

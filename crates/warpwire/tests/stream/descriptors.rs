@@ -153,7 +153,7 @@ fn a_failing_element_leaves_nothing_behind(fixture: &Fixture) {
     let ticket = a.queue(&stream, &Request::new(2, write).inline(&[2; 8])).unwrap();
     a.wait_send(&stream, ticket).unwrap();
     sync(&stream);
-    assert_eq!((next(&a).id, far.read(0, 8)), (2, vec![2; 8]));
+    assert_eq!((done(&a), far.read(0, 8)), (2, vec![2; 8]));
     // A stream that has failed takes nothing, and the queue pair works on.
     if fixture.other_gpu().is_some() {
         let broken = fixture.stream();
@@ -165,7 +165,7 @@ fn a_failing_element_leaves_nothing_behind(fixture: &Fixture) {
         assert_eq!(list.post().unwrap_err().kind(), &Kind::StreamFailed);
         a.queue(&broken, &Request::new(4, write).inline(&[4; 8])).unwrap_err();
         a.queue(&stream, &Request::new(5, write).inline(&[5; 8])).unwrap();
-        assert_eq!((next(&a).id, far.read(0, 8)), (5, vec![5; 8]));
+        assert_eq!((done(&a), far.read(0, 8)), (5, vec![5; 8]));
     }
 }
 
@@ -233,5 +233,5 @@ fn a_wait_may_follow_its_request_in_the_list(fixture: &Fixture) {
     list.wait_send(&a, ticket).unwrap();
     list.post().unwrap();
     sync(&stream);
-    assert_eq!(next(&a).id, 2);
+    assert_eq!(done(&a), 2);
 }

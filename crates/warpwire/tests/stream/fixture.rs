@@ -239,6 +239,13 @@ pub fn next(qp: &StreamQp) -> Completion {
     completion.unwrap_or_else(|| panic!("a completion of {:#x} in time", qp.number()))
 }
 
+/// The name of the next piece of work that ended, with success: waits end for failures too, and what failed has moved nothing.
+pub fn done(qp: &StreamQp) -> u64 {
+    let completion = next(qp);
+    assert!(completion.is_success(), "{completion:?}: {:?}", qp.failure());
+    completion.id
+}
+
 pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {

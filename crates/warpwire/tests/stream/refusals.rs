@@ -98,7 +98,7 @@ fn work_out_of_turn_is_refused(fixture: &Fixture) {
     expect(Kind::InvalidArgument, "prepared before", &error);
     // That one is gone; the first is as it was.
     first.post(&stream).unwrap();
-    assert_eq!(next(&a).id, 1);
+    assert_eq!(done(&a), 1);
     // Before it is connected, nothing is taken.
     let options = fixture.options();
     let alone = StreamQp::create(&world.a.context, &world.a.pd, &fixture.gpu, options).unwrap();
@@ -107,7 +107,7 @@ fn work_out_of_turn_is_refused(fixture: &Fixture) {
     let long = vec![0; 2000];
     a.prepare(&Request::new(3, Op::Send).inline(&long)).unwrap_err();
     a.queue(&stream, &nop(4)).unwrap();
-    assert_eq!(next(&a).id, 4);
+    assert_eq!(done(&a), 4);
 }
 
 fn streams_of_other_devices_and_captures_are_refused(fixture: &Fixture) {
@@ -128,7 +128,7 @@ fn streams_of_other_devices_and_captures_are_refused(fixture: &Fixture) {
     });
     assert!(graph.unwrap().is_empty());
     a.queue(&stream, &nop(2)).unwrap();
-    assert_eq!(next(&a).id, 2);
+    assert_eq!(done(&a), 2);
     assert_eq!(b.wait_receive(&stream).unwrap().number(), 0);
     a.post_now(&Request::new(1, Op::Send).inline(&[1; 8])).unwrap();
     sync(&stream);

@@ -29,9 +29,31 @@ const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 /// Connections that wait to be taken up; the kernel may allow fewer.
 const BACKLOG: i32 = 1024;
 
-fn name(address: SocketAddr) -> io::Result<SocketAddrUnix> {
-    let text = format!("warpwire shm {VERSION} {}", plain(address));
-    Ok(SocketAddrUnix::new_abstract_name(text.as_bytes())?)
+/// What an address belongs to. A UDP socket may have the same address as a link of somebody else that has no UDP: the two
+/// know nothing of each other. So a link that stands beside a UDP socket has another sort of name, which nobody else can have taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Standing {
+    Alone,
+    BesideUdp,
+}
+
+impl Standing {
+    fn name(self, address: SocketAddr) -> io::Result<SocketAddrUnix> {
+        let sort = match self {
+            Self::Alone => "shm",
+            Self::BesideUdp => "auto",
+        };
+        let text = format!("warpwire {sort} {VERSION} {}", plain(address));
+        Ok(SocketAddrUnix::new_abstract_name(text.as_bytes())?)
+    }
+
+    /// In which order names are tried: first the peer that is as we are.
+    pub(super) fn order(self) -> [Self; 2] {
+        match self {
+            Self::Alone => [Self::Alone, Self::BesideUdp],
+            Self::BesideUdp => [Self::BesideUdp, Self::Alone],
+        }
+    }
 }
 
 /// Without the flow label, which does not belong to an address.
@@ -43,26 +65,44 @@ fn plain(address: SocketAddr) -> SocketAddr {
 }
 
 /// A socket that peers of this address connect to.
-pub(super) fn listen(address: SocketAddr) -> io::Result<OwnedFd> {
+pub(super) fn listen(address: SocketAddr, standing: Standing) -> io::Result<OwnedFd> {
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)?;
-    rustix::net::bind(&socket, &name(address)?)?;
+    rustix::net::bind(&socket, &standing.name(address)?)?;
     rustix::net::listen(&socket, BACKLOG)?;
     Ok(socket)
 }
 
-/// Connects to whoever has this address, or all addresses of its port.
-pub(super) fn connect(peer: SocketAddr) -> io::Result<OwnedFd> {
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)?;
-    let mut met = rustix::net::connect(&socket, &name(peer)?);
-    if met == Err(Errno::CONNREFUSED) {
-        let every: IpAddr = match peer {
-            SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-            SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-        };
-        met = rustix::net::connect(&socket, &name(SocketAddr::new(every, peer.port()))?);
+/// Holds a free UDP port of the address, so that nobody with UDP gets the name that is made of it; none if the address is not
+/// this machine's. Nobody reads the socket, and it keeps next to nothing of what strangers send.
+pub(super) fn hold_port(ip: IpAddr) -> Option<(OwnedFd, SocketAddr)> {
+    let family = if ip.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let socket = rustix::net::socket_with(family, SocketType::DGRAM, FLAGS, None).ok()?;
+    if ip.is_ipv6() {
+        rustix::net::sockopt::set_ipv6_v6only(&socket, true).ok()?;
     }
-    met?;
-    Ok(socket)
+    rustix::net::sockopt::set_socket_recv_buffer_size(&socket, 0).ok()?;
+    rustix::net::bind(&socket, &SocketAddr::new(ip, 0)).ok()?;
+    let address = SocketAddr::try_from(rustix::net::getsockname(&socket).ok()?).ok()?;
+    Some((socket, plain(address)))
+}
+
+/// Connects to whoever has this address, or all addresses of its port, with one of those names; tells which.
+pub(super) fn connect(peer: SocketAddr, names: &[Standing]) -> io::Result<(OwnedFd, Standing)> {
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)?;
+    let every: IpAddr = match peer {
+        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    for standing in names {
+        for address in [peer, SocketAddr::new(every, peer.port())] {
+            match rustix::net::connect(&socket, &standing.name(address)?) {
+                Ok(()) => return Ok((socket, *standing)),
+                Err(Errno::CONNREFUSED) => {}
+                Err(code) => return Err(code.into()),
+            }
+        }
+    }
+    Err(Errno::CONNREFUSED.into())
 }
 
 /// Whether the process at the other end may share memory with us: our own user's, or root's.

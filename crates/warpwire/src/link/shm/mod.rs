@@ -48,16 +48,18 @@ use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::units;
 use grant::{Offer, Peer};
 use incoming::{Incoming, number, watch};
-use meet::Hello;
+use meet::{Hello, Standing};
 use ring::{NoRoom, Writer};
 use sys::{Control, Own};
 
 /// How many packets go with one flush.
 const BATCH: u64 = 256;
-/// Ports that are given to links that ask for any.
+/// Ports that are given to links that ask for any, where the kernel has none to give because the address is not this machine's.
 const ANY_PORTS: std::ops::RangeInclusive<u16> = 0xc000..=0xffff;
 /// How long until a peer that is gone is looked for again.
 const RETRY: Duration = Duration::from_millis(10);
+/// So many free UDP ports are tried whose name somebody has who chose it.
+const PORTS_TRIED: usize = 64;
 /// A sender that finds a ring full looks again after this.
 const LOOK_AGAIN: Duration = Duration::from_micros(20);
 /// After so many packets in a row without room, whether the peer still lives is asked.
@@ -84,6 +86,9 @@ const MOST_SEALED: usize = 65_507;
 /// ```
 pub struct Shm {
     local: SocketAddr,
+    standing: Standing,
+    /// The UDP port of the same number, held while the link lives, if the number was ours to choose.
+    _port: Option<OwnedFd>,
     options: Options,
     /// Everything that may wake us: the listener, connections both ways, the receiving side's own event.
     poll: OwnedFd,
@@ -139,6 +144,8 @@ struct Reserved {
 struct Outgoing {
     peer: SocketAddr,
     from: SocketAddr,
+    /// The sort of name that it was found under, and is looked for again if it goes.
+    standing: Standing,
     met: Arc<Peer>,
     writer: Writer,
     /// How many flows use it.
@@ -166,21 +173,41 @@ impl Drop for Outgoing {
 }
 
 impl Shm {
-    /// Listens for peers under `address`; port 0 stands for any that is free. The address is a name and need not be
+    /// Listens for peers under `address`; port 0 stands for any that is free, for UDP too. The address is a name and need not be
     /// one of this machine's; an unspecified one (`0.0.0.0`, `::`) is met under every address with its port.
     ///
     /// # Errors
     /// `Busy` if another process has that name.
     pub fn bind(address: SocketAddr, options: Options) -> Result<Self> {
-        let options = options.rounded();
         let failed = |source: io::Error| bind_error(address, &source);
-        let (listener, local) = listen(address).map_err(failed)?;
+        let (listener, local, port) = listen(address).map_err(failed)?;
+        Self::listening(listener, local, options, Standing::Alone, port)
+    }
+
+    /// Listens beside a UDP socket that has this address.
+    pub(super) fn bind_beside_udp(address: SocketAddr, options: Options) -> Result<Self> {
+        let listener = meet::listen(address, Standing::BesideUdp)
+            .map_err(|source| bind_error(address, &source))?;
+        Self::listening(listener, address, options, Standing::BesideUdp, None)
+    }
+
+    fn listening(
+        listener: OwnedFd,
+        local: SocketAddr,
+        options: Options,
+        standing: Standing,
+        port: Option<OwnedFd>,
+    ) -> Result<Self> {
+        let options = options.rounded();
+        let failed = |source: io::Error| bind_error(local, &source);
         let poll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|code| failed(code.into()))?;
         let incoming =
             Incoming::new(&poll, listener, local, &options).map_err(|code| failed(code.into()))?;
         Ok(Self {
             local,
+            standing,
+            _port: port,
             options,
             poll,
             flows: Flows::new(),
@@ -223,11 +250,13 @@ impl Shm {
             return Ok(at);
         }
         let from = self.source(peer);
-        let (met, writer) =
-            self.meet(from, peer).map_err(|source| self.open_error(peer, &source))?;
+        let (standing, met, writer) = self
+            .meet(from, peer, &self.standing.order())
+            .map_err(|source| self.open_error(peer, &source))?;
         let made = Outgoing {
             peer,
             from,
+            standing,
             met,
             writer,
             flows: 0,
@@ -253,8 +282,13 @@ impl Shm {
     }
 
     /// Connects to the peer, and gives it a new ring.
-    fn meet(&self, from: SocketAddr, peer: SocketAddr) -> io::Result<(Arc<Peer>, Writer)> {
-        let socket = meet::connect(peer)?;
+    fn meet(
+        &self,
+        from: SocketAddr,
+        peer: SocketAddr,
+        names: &[Standing],
+    ) -> io::Result<(Standing, Arc<Peer>, Writer)> {
+        let (socket, standing) = meet::connect(peer, names)?;
         if !meet::is_trusted(socket.as_fd())? {
             return Err(Errno::PERM.into());
         }
@@ -264,7 +298,8 @@ impl Shm {
         Hello { from, to: peer, ring: size, reaches }.say(&socket, &ring, &page)?;
         // What it offers comes from there, and its end.
         watch(&self.poll, &socket, EventFlags::IN | EventFlags::RDHUP)?;
-        Ok((Peer::new(from, socket, &page)?, Writer::new(memory, control, size)))
+        let writer = Writer::new(memory, control, size);
+        Ok((standing, Peer::new(from, socket, &page)?, writer))
     }
 
     /// Sees to the sockets.
@@ -297,11 +332,11 @@ impl Shm {
             if !known.gone.get() {
                 continue;
             }
-            let met =
-                if known.retry <= now { self.meet(known.from, known.peer).ok() } else { None };
+            let again = || self.meet(known.from, known.peer, &[known.standing]).ok();
+            let met = if known.retry <= now { again() } else { None };
             let Some(known) = &mut self.outgoing[at] else { continue };
             match met {
-                Some((met, writer)) => {
+                Some((_, met, writer)) => {
                     let _ = epoll::delete(&self.poll, &known.met.socket);
                     (known.met, known.writer) = (met, writer);
                     known.gone.set(false);
@@ -544,10 +579,18 @@ impl Link for Shm {
     }
 }
 
-/// Listens under the address, or under any free port of it.
-fn listen(address: SocketAddr) -> io::Result<(OwnedFd, SocketAddr)> {
+/// Listens under the address, or under any free port of it, which is then held for UDP too.
+fn listen(address: SocketAddr) -> io::Result<(OwnedFd, SocketAddr, Option<OwnedFd>)> {
     if address.port() != 0 {
-        return Ok((meet::listen(address)?, address));
+        return Ok((meet::listen(address, Standing::Alone)?, address, None));
+    }
+    for _ in 0..PORTS_TRIED {
+        let Some((port, address)) = meet::hold_port(address.ip()) else { break };
+        match meet::listen(address, Standing::Alone) {
+            Ok(listener) => return Ok((listener, address, Some(port))),
+            Err(source) if source.kind() == io::ErrorKind::AddrInUse => {}
+            Err(source) => return Err(source),
+        }
     }
     // Processes begin at different ports, so that they rarely try one that is taken.
     let (first, count) = (*ANY_PORTS.start(), ANY_PORTS.len() as u32);
@@ -555,8 +598,8 @@ fn listen(address: SocketAddr) -> io::Result<(OwnedFd, SocketAddr)> {
     for step in 0..count {
         let port = first + ((start + step) % count) as u16;
         let address = SocketAddr::new(address.ip(), port);
-        match meet::listen(address) {
-            Ok(listener) => return Ok((listener, address)),
+        match meet::listen(address, Standing::Alone) {
+            Ok(listener) => return Ok((listener, address, None)),
             Err(source) if source.kind() == io::ErrorKind::AddrInUse => {}
             Err(source) => return Err(source),
         }

@@ -1,11 +1,13 @@
-//! Kernels of two ranks that send to and fro by themselves, and a kernel that only takes time: for measurements, and as an
-//! example of kernels that use a [lane](super::lane).
+//! Kernels of two ranks that send to and fro by themselves, one that puts or gets, one that passes words on without any HCA, and one
+//! that only takes time: for measurements, and as an example of kernels that use a [lane](super::lane).
 
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Kind, Result};
 use crate::mem::sim::{Block, Fault};
-use crate::mem::{Allocation, Condition, Device, Kernel, Launch, Program, Stream, Width, Word};
+use crate::mem::{
+    Allocation, Condition, Device, DeviceAddr, Kernel, Launch, Program, Region, Stream, Width, Word,
+};
 use crate::stream::KernelQp;
 use crate::stream::kernel::Ended;
 use crate::stream::kernel::device::{Local, Qp, wait_signal};
@@ -13,12 +15,16 @@ use crate::verbs::{Remote, Sge};
 
 const COMPUTE: &str = "rally_compute";
 const PLAY: &str = "rally_play";
+const MOVE: &str = "rally_move";
+const RELAY: &str = "rally_relay";
 
 /// The kernels, loaded onto a device.
 #[derive(Clone, Debug)]
 pub struct Rally {
     compute: Kernel,
     play: Kernel,
+    shift: Kernel,
+    relay: Kernel,
     /// How the first that failed ended.
     report: Allocation,
 }
@@ -42,17 +48,49 @@ pub struct Side<'a> {
     pub serves: bool,
 }
 
+/// What a kernel moves between its own memory and the other's, again and again.
+#[derive(Clone, Debug)]
+pub struct Move<'a> {
+    /// The queue pair to the other rank.
+    pub qp: &'a KernelQp,
+    /// The other's memory.
+    pub there: Remote,
+    /// Ours.
+    pub here: Sge,
+    /// Whether the other's memory is read, or written.
+    pub reads: bool,
+}
+
+/// One side of a relay of words, without any queue.
+#[derive(Clone, Debug)]
+pub struct Baton<'a> {
+    /// Pinned memory, 72 bytes at least: the bell at its beginning, the value that it tells of 64 bytes behind.
+    pub bell: &'a Region,
+    /// Our own word, 64 bits: whoever passes the value on writes it there.
+    pub own: &'a Word,
+    /// Whether this side begins.
+    pub serves: bool,
+}
+
 impl Rally {
     /// Loads the kernels.
     pub fn load(device: &Device) -> Result<Self> {
         let program = Program::new("rally")
             .ptx(include_str!("rally.ptx"))
             .block(COMPUTE, |block| take_time(block, block.value(0)?))
-            .block(PLAY, play);
+            .block(PLAY, play)
+            .block(MOVE, shift)
+            .block(RELAY, relay);
         let module = device.load(&program)?;
         let report = device.alloc_pinned(8)?;
         report.host_bytes()?.store_u64(0, 0)?;
-        Ok(Self { compute: module.kernel(COMPUTE)?, play: module.kernel(PLAY)?, report })
+        Ok(Self {
+            compute: module.kernel(COMPUTE)?,
+            play: module.kernel(PLAY)?,
+            shift: module.kernel(MOVE)?,
+            relay: module.kernel(RELAY)?,
+            report,
+        })
     }
 
     /// A kernel that does nothing for so long.
@@ -70,10 +108,7 @@ impl Rally {
         compute: Duration,
         patience: Duration,
     ) -> Result<()> {
-        if side.own.width() != Width::Bits64 {
-            let error = Error::new(Kind::InvalidArgument, "play a rally").on(stream.label());
-            return Err(error.why("its word has 32 bits").fix("use a word of 64 bits"));
-        }
+        check_word(side.own, stream)?;
         let launch = side
             .qp
             .pass(Launch::new(&self.play))?
@@ -94,6 +129,55 @@ impl Rally {
         start(stream, launch)
     }
 
+    /// A kernel that puts or gets so many times, and waits for each.
+    pub fn shift(
+        &self,
+        stream: &Stream,
+        what: &Move<'_>,
+        rounds: u64,
+        compute: Duration,
+        patience: Duration,
+    ) -> Result<()> {
+        let launch = what
+            .qp
+            .pass(Launch::new(&self.shift))?
+            .region(&self.report.whole()?)
+            .value(what.there.address)
+            .value(what.there.rkey.into())
+            .value(what.here.address)
+            .value(what.here.lkey.into())
+            .value(what.here.len.into())
+            .value(what.reads.into())
+            .value(rounds)
+            .value(nanos(compute))
+            .value(nanos(patience));
+        start(stream, launch)
+    }
+
+    /// A kernel that passes words to and fro with whoever reads its bell: the floor of what kernels can do.
+    pub fn relay(
+        &self,
+        stream: &Stream,
+        baton: &Baton<'_>,
+        rounds: u64,
+        patience: Duration,
+    ) -> Result<()> {
+        check_word(baton.own, stream)?;
+        if baton.bell.len() < BELL_LEN {
+            let why = format!("its bell has {} bytes", baton.bell.len());
+            let error = Error::new(Kind::InvalidArgument, "play a rally").on(stream.label());
+            return Err(error.why(why).fix(format!("give it {BELL_LEN} bytes of pinned memory")));
+        }
+        let launch = Launch::new(&self.relay)
+            .region(&self.report.whole()?)
+            .region(baton.bell)
+            .region(baton.own.region())
+            .value(rounds)
+            .value(baton.serves.into())
+            .value(nanos(patience));
+        start(stream, launch)
+    }
+
     /// An error if a rally did not end well: ask when its stream has been synchronized.
     pub fn check(&self) -> Result<()> {
         match self.report.host_bytes()?.load_u64(0)? {
@@ -104,9 +188,20 @@ impl Rally {
     }
 }
 
+/// The bell, and the value on a line of its own.
+const BELL_LEN: u64 = 72;
+
+fn check_word(word: &Word, stream: &Stream) -> Result<()> {
+    if word.width() == Width::Bits64 {
+        return Ok(());
+    }
+    let error = Error::new(Kind::InvalidArgument, "play a rally").on(stream.label());
+    Err(error.why("its word has 32 bits").fix("use a word of 64 bits"))
+}
+
 #[allow(unsafe_code)]
 fn start(stream: &Stream, launch: Launch) -> Result<()> {
-    // SAFETY: the kernels touch the handle and the queues that it names, the report and the word, all of which the launch
+    // SAFETY: the kernels touch the handle and the queues that it names, the report, the bell and the word, all of which the launch
     // keeps alive. Data is named by keys, and looked up by the engine.
     unsafe { stream.launch(launch) }
 }
@@ -155,9 +250,60 @@ fn play(block: &Block<'_>) -> std::result::Result<(), Fault> {
     if ended.is_ok() {
         ended = qp.quiet(timeout)?;
     }
+    tell(block, 1, ended)
+}
+
+/// Puts how a kernel ended into the report, which is that argument, unless it ended well or another was first.
+fn tell(block: &Block<'_>, report: usize, ended: Ended) -> std::result::Result<(), Fault> {
     if !ended.is_ok() {
-        let report = 1 << 63 | u64::from(ended.code() as u32);
-        block.compare_exchange_u64(block.address(1)?, 0, report)?;
+        let code = 1 << 63 | u64::from(ended.code() as u32);
+        block.compare_exchange_u64(block.address(report)?, 0, code)?;
     }
     Ok(())
+}
+
+fn shift(block: &Block<'_>) -> std::result::Result<(), Fault> {
+    let qp = Qp::open(block, block.address(0)?)?;
+    let there = Remote { address: block.value(2)?, rkey: block.value(3)? as u32 };
+    let here = Local { address: block.value(4)?, lkey: block.value(5)? as u32 };
+    let (len, reads, rounds) = (block.value(6)?, block.value(7)? != 0, block.value(8)?);
+    let (compute, timeout) = (block.value(9)?, Duration::from_nanos(block.value(10)?));
+    let mut ended = Ended::Ok;
+    for _ in 0..rounds {
+        take_time(block, compute)?;
+        let ticket = match reads {
+            true => qp.get(here, there, len, timeout)?,
+            false => qp.put(there, here, len, timeout)?,
+        };
+        ended = if ticket.ended.is_ok() { qp.wait(ticket, timeout)? } else { ticket.ended };
+        if !ended.is_ok() {
+            break;
+        }
+    }
+    tell(block, 1, ended)
+}
+
+fn relay(block: &Block<'_>) -> std::result::Result<(), Fault> {
+    let (bell, own) = (block.address(1)?, block.address(2)?);
+    let (rounds, serves) = (block.value(3)?, block.value(4)? != 0);
+    let timeout = Duration::from_nanos(block.value(5)?);
+    let value = DeviceAddr::new(bell.raw() + 64);
+    let came = |round| wait_signal(block, own, Width::Bits64, Condition::AtLeast, round, timeout);
+    let mut ended = Ended::Ok;
+    for round in 1..=rounds {
+        if !serves {
+            ended = came(round)?;
+        }
+        if ended.is_ok() {
+            block.store_u64(value, round)?;
+            block.store_u64(bell, round)?;
+        }
+        if serves {
+            ended = came(round)?;
+        }
+        if !ended.is_ok() {
+            break;
+        }
+    }
+    tell(block, 0, ended)
 }

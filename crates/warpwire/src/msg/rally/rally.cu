@@ -31,3 +31,34 @@ extern "C" __global__ void rally_play(u64 qp, u64 report, u64 to, u64 rkey, u64 
     if (status == kOk) status = quiet(pair, timeout);
     if (status != kOk) detail::swap_if((u64 *)report, 0, 1ull << 63 | (u32)status);
 }
+
+// One thread. So many puts, or gets, each waited for before the next.
+extern "C" __global__ void rally_move(u64 qp, u64 report, u64 there, u64 rkey, u64 here, u64 lkey, u64 length, u64 reads,
+                                      u64 rounds, u64 compute, u64 timeout) {
+    Qp &pair = *(Qp *)qp;
+    Status status = kOk;
+    for (u64 round = 0; round < rounds && status == kOk; round++) {
+        take_time(compute);
+        Remote remote{there, (u32)rkey};
+        Local local{here, (u32)lkey};
+        Ticket ticket = reads ? get(pair, local, remote, length, Thread{}, timeout)
+                              : put(pair, remote, local, length, Thread{}, timeout);
+        status = ticket.status == kOk ? wait(pair, ticket, timeout) : ticket.status;
+    }
+    if (status != kOk) detail::swap_if((u64 *)report, 0, 1ull << 63 | (u32)status);
+}
+
+// One thread, and no queue pair: a value and a bell in memory of the host, for whoever passes them on, and a word of our own
+// that the answer comes to.
+extern "C" __global__ void rally_relay(u64 report, u64 bell, u64 own, u64 rounds, u64 serves, u64 timeout) {
+    Status status = kOk;
+    for (u64 round = 1; round <= rounds && status == kOk; round++) {
+        if (!serves) status = wait_signal((const u64 *)own, Condition::AtLeast, round, timeout);
+        if (status != kOk) break;
+        ((volatile u64 *)bell)[8] = round;
+        __threadfence_system();
+        *(volatile u64 *)bell = round;
+        if (serves) status = wait_signal((const u64 *)own, Condition::AtLeast, round, timeout);
+    }
+    if (status != kOk) detail::swap_if((u64 *)report, 0, 1ull << 63 | (u32)status);
+}

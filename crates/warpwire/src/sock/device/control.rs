@@ -66,6 +66,9 @@ impl Sockets<'_> {
     pub fn shutdown(&self, socket: Sock, how: How) -> Outcome<()> {
         let place = self.place(socket)?;
         self.ask_about(socket, Op::Shutdown, Asked { value: how as u64, ..Asked::default() })?;
+        if how != How::Receive && self.is_warp(place)? {
+            self.end_sending(place)?;
+        }
         let flags = match how {
             How::Receive => desk::SHUT_RECEIVE,
             How::Send => desk::SHUT_SEND,
@@ -78,7 +81,7 @@ impl Sockets<'_> {
     /// `EBUSY` while a span of it is out.
     pub fn close(&self, socket: Sock) -> Outcome<()> {
         let place = self.place(socket)?;
-        self.look(place)?;
+        let seen = self.look(place)?;
         let locks = [desk::SEND_LOCK, desk::RECEIVE_LOCK];
         for lock in locks {
             if self.block.load_u32(at(place.desk + lock))? == desk::SPAN {
@@ -98,7 +101,35 @@ impl Sockets<'_> {
                 Ok((before == desk::FREE).then_some(()))
             })?;
         }
-        self.ask(Op::Close, &Asked { handle: socket.raw(), ..Asked::default() })?;
+        let mut value = 0;
+        if seen.is_warp() && seen.has(state::CONNECTED) {
+            if !seen.has(state::RESETS) && seen.send_error().is_none() {
+                self.post_end(place)?;
+            }
+            value = self.posted(place)?;
+        }
+        self.ask(Op::Close, &Asked { handle: socket.raw(), value, ..Asked::default() })?;
+        Ok(())
+    }
+
+    /// Tells the peer that no more will come, once those who copy now are done. A span that is out is not waited for.
+    fn end_sending(&self, place: Place) -> Outcome<()> {
+        let word = at(place.desk + desk::SEND_LOCK);
+        let locked = self.wait(Patience::For(LAST_CALL), || {
+            let before = self.block.compare_exchange_u32(word, desk::FREE, desk::COPYING)?;
+            Ok((before != desk::COPYING).then_some(before == desk::FREE))
+        })?;
+        let ended = self.post_end(place);
+        if locked {
+            self.unlock(place, desk::SEND_LOCK)?;
+        }
+        ended
+    }
+
+    /// Gives a connection up.
+    pub(super) fn fail(&self, handle: i32, why: Errno) -> Outcome<()> {
+        let value = why.raw_os_error() as u64;
+        self.ask(Op::Fail, &Asked { handle, value, ..Asked::default() })?;
         Ok(())
     }
 
@@ -156,7 +187,7 @@ impl Sockets<'_> {
         name.ok_or(Errno::NOTCONN.into())
     }
 
-    fn change_flags(&self, place: Place, change: impl Fn(u32) -> u32) -> Outcome<()> {
+    pub(super) fn change_flags(&self, place: Place, change: impl Fn(u32) -> u32) -> Outcome<()> {
         let word = at(place.desk + desk::FLAGS);
         loop {
             let before = self.block.load_u32(word)?;

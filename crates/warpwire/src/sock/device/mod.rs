@@ -13,6 +13,7 @@ mod poll;
 mod span;
 mod stream;
 mod wait;
+mod warp;
 
 use std::fmt;
 
@@ -20,6 +21,7 @@ use rustix::io::Errno;
 
 pub use super::layout::Setting;
 use super::layout::{self, desk, inbox, outbox, state, table};
+use super::warp::ENDED;
 use crate::mem::DeviceAddr;
 use crate::mem::sim::{Block, Fault};
 
@@ -94,6 +96,10 @@ pub enum Kind {
     Stream = 1,
     /// Datagrams: UDP.
     Datagram = 2,
+    /// A stream of bytes of the family `warp`: RDMA between the two ends' rings.
+    WarpStream = 3,
+    /// Datagrams of the family `warp`: not there yet, `EOPNOTSUPP`.
+    WarpDatagram = 4,
 }
 
 /// Which direction ends.
@@ -137,6 +143,7 @@ pub struct Sockets<'a> {
     turns: u64,
     ticket: u64,
     pulse: u64,
+    berths: u64,
 }
 
 fn at(address: u64) -> DeviceAddr {
@@ -146,6 +153,7 @@ fn at(address: u64) -> DeviceAddr {
 /// A socket's lines, found by its handle.
 #[derive(Clone, Copy)]
 struct Place {
+    handle: i32,
     generation: u16,
     inbox: u64,
     outbox: u64,
@@ -164,6 +172,11 @@ struct Seen {
 impl Seen {
     fn has(&self, flag: u64) -> bool {
         self.state & flag != 0
+    }
+
+    /// Whether it is a stream of the family `warp`, whose counters the peer writes.
+    fn is_warp(&self) -> bool {
+        self.state & (state::WARP | state::LISTENING) == state::WARP
     }
 
     fn receive_error(&self) -> Option<Errno> {
@@ -205,6 +218,7 @@ impl<'a> Sockets<'a> {
             turns: word(table::TURNS)?,
             ticket: word(table::TICKET)?,
             pulse: word(table::PULSE)?,
+            berths: word(table::BERTHS)?,
         })
     }
 
@@ -215,6 +229,7 @@ impl<'a> Sockets<'a> {
         }
         let number = u64::from(index);
         Ok(Place {
+            handle: socket.0,
             generation,
             inbox: self.inbox + number * inbox::LEN,
             outbox: self.outbox + number * outbox::LEN,
@@ -230,12 +245,18 @@ impl<'a> Sockets<'a> {
         if u64::from(open) != generation || state & state::GENERATION != generation {
             return Err(Errno::BADF.into());
         }
-        Ok(Seen {
+        let mut seen = Seen {
             state,
             received: self.block.load_u64(at(place.inbox + inbox::RECEIVED))?,
             taken: self.block.load_u64(at(place.inbox + inbox::TAKEN))?,
             flags: self.block.load_u32(at(place.desk + desk::FLAGS))?,
-        })
+        };
+        // The peer itself says that it ends.
+        if seen.is_warp() && seen.received & ENDED != 0 {
+            seen.received &= !ENDED;
+            seen.state |= state::RECEIVE_END;
+        }
+        Ok(seen)
     }
 
     /// The ring of a direction: its address and its size.
@@ -275,14 +296,31 @@ impl<'a> Sockets<'a> {
         Ok(())
     }
 
-    /// Says what was sent: on the desk, and to the host.
+    /// Says what was sent: on the desk, and to the host, or to the peer by writing it there.
     fn publish_sent(&self, place: Place, sent: u64) -> Outcome<()> {
+        let before = self.sent(place)?;
         self.block.store_u64(at(place.desk + desk::SENT), sent)?;
+        if self.is_warp(place)? {
+            return self.post_sent(place, before, sent);
+        }
         Ok(self.block.store_u32(at(place.outbox + outbox::SENT), sent as u32)?)
     }
 
-    /// Says what was consumed.
+    fn is_warp(&self, place: Place) -> Outcome<bool> {
+        Ok(self.block.load_u32(at(place.desk + desk::FLAGS))? & desk::WARP != 0)
+    }
+
+    /// Says what was consumed of a stream or of datagrams: to the host, or to the peer.
     fn publish_consumed(&self, place: Place, consumed: u64) -> Outcome<()> {
+        if self.is_warp(place)? {
+            self.block.store_u64(at(place.desk + desk::CONSUMED), consumed)?;
+            return self.report(place, consumed);
+        }
+        self.tell_consumed(place, consumed)
+    }
+
+    /// Tells the host what was consumed.
+    fn tell_consumed(&self, place: Place, consumed: u64) -> Outcome<()> {
         self.block.store_u64(at(place.desk + desk::CONSUMED), consumed)?;
         Ok(self.block.store_u32(at(place.outbox + outbox::CONSUMED), consumed as u32)?)
     }
@@ -298,7 +336,9 @@ impl<'a> Sockets<'a> {
     /// Makes the desk of a socket that this block alone knows.
     fn take_desk(&self, place: Place) -> Outcome<()> {
         self.block.write(at(place.desk + 8), &[0; desk::LEN as usize - 8])?;
-        self.block.store_u32(at(place.desk + desk::FLAGS), 0)?;
+        let state = self.block.load_u64(at(place.inbox + inbox::STATE))?;
+        let flags = if state & state::WARP != 0 { desk::WARP } else { 0 };
+        self.block.store_u32(at(place.desk + desk::FLAGS), flags)?;
         Ok(self.block.store_u32(at(place.desk + desk::GENERATION), u32::from(place.generation))?)
     }
 }

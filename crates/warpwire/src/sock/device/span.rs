@@ -30,7 +30,14 @@ impl Sockets<'_> {
             }
             let (begin, size) = self.receive_ring(place)?;
             let consumed = self.consumed(place)?;
-            let available = self.look(place)?.received - consumed;
+            let looked = self.look(place).and_then(|seen| self.available(place, &seen));
+            let available = match looked {
+                Ok(available) => available,
+                Err(failure) => {
+                    self.unlock(place, desk::RECEIVE_LOCK)?;
+                    return Err(failure);
+                }
+            };
             let from = consumed & (size - 1);
             let len = available.min(size - from).min(most);
             if len == 0 {
@@ -45,10 +52,10 @@ impl Sockets<'_> {
     /// Gives a borrowed span back: its first `used` bytes are done with, the others come again.
     pub fn give_back(&self, socket: Sock, used: u64) -> Outcome<()> {
         let place = self.place(socket)?;
-        let received = self.look(place)?.received;
+        let seen = self.look(place)?;
         self.check_span(place.desk + desk::RECEIVE_LOCK)?;
         let consumed = self.consumed(place)?;
-        if used > received - consumed {
+        if used > seen.received.wrapping_sub(consumed) {
             return Err(Errno::INVAL.into());
         }
         self.publish_consumed(place, consumed + used)?;
@@ -89,6 +96,11 @@ impl Sockets<'_> {
         self.check_span(place.desk + desk::SEND_LOCK)?;
         if filled > self.room(place, &seen)? {
             return Err(Errno::INVAL.into());
+        }
+        // What the peer was told is not changed.
+        if seen.is_warp() && seen.flags & desk::ENDED != 0 {
+            self.unlock(place, desk::SEND_LOCK)?;
+            return Err(Errno::PIPE.into());
         }
         if filled > 0 {
             self.publish_sent(place, self.sent(place)? + filled)?;

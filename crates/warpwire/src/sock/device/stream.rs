@@ -32,7 +32,7 @@ impl Sockets<'_> {
                     return Ok(None);
                 }
                 self.copy_out(self.receive_ring(place)?, consumed, &mut entry)?;
-                self.publish_consumed(place, consumed + record::LEN)?;
+                self.tell_consumed(place, consumed + record::LEN)?;
                 Ok(Some(()))
             })
         })?;
@@ -106,7 +106,8 @@ impl Sockets<'_> {
 
     /// Free bytes of the send ring.
     pub(super) fn room(&self, place: Place, seen: &Seen) -> Outcome<u64> {
-        Ok(self.send_ring(place)?.1 - (self.sent(place)? - seen.taken))
+        let size = self.send_ring(place)?.1;
+        Ok(size - self.outstanding(place, seen, size)?)
     }
 
     /// Receives what is there, at most as much as `into` holds, or waits for something. 0 is the end of the stream. A
@@ -130,7 +131,7 @@ impl Sockets<'_> {
             self.locked(place, desk::RECEIVE_LOCK, || {
                 let seen = self.look(place)?;
                 let consumed = self.consumed(place)?;
-                let count = into.len().min((seen.received - consumed) as usize);
+                let count = into.len().min(self.available(place, &seen)? as usize);
                 if count == 0 {
                     return Ok(None);
                 }
@@ -158,7 +159,7 @@ impl Sockets<'_> {
     /// How much can be received; 0 at the end of the stream, `None` if nothing is there yet.
     pub(super) fn readable(&self, place: Place) -> Outcome<Option<u64>> {
         let seen = self.look(place)?;
-        let available = seen.received - self.consumed(place)?;
+        let available = self.available(place, &seen)?;
         if seen.flags & desk::SHUT_RECEIVE != 0 && available == 0 {
             return Ok(Some(0));
         }

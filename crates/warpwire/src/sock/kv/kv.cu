@@ -6,8 +6,11 @@
 // limits before anything is waited for, and whoever breaks a limit is told so and closed.
 #include <warpwire/sock.cuh>
 
+#include "../serving.cuh"
+
 using namespace warpwire;
 using namespace warpwire::sock;
+using namespace serving;
 
 namespace {
 
@@ -17,10 +20,6 @@ struct Setup {
     u64 in_size, out_size, per_worker, workers, patience, control, most_clients, counts;
     Address address;
     u64 more;
-};
-struct Control {  // in pinned memory: stop is the host's, the others the kernel's
-    u64 stop, listener, failed;
-    Address name;
 };
 struct Counts {  // in device memory
     u64 clients, keys, commands, refused, closed;
@@ -33,7 +32,7 @@ struct Connection {
     u32 in_length, out_at, out_length, closing, unused;
     u64 since;  // when something began that is not finished: half a command, or output that nobody takes
 };
-static_assert(sizeof(Setup) == 160 && sizeof(Control) == 48 && sizeof(Slot) == 16 && sizeof(Connection) == 32, "as in mod.rs");
+static_assert(sizeof(Setup) == 160 && sizeof(Slot) == 16 && sizeof(Connection) == 32, "as in mod.rs");
 
 constexpr u32 kSlotsPerBucket = 16, kMostKey = 112, kMostArguments = 64;
 constexpr u64 kNap = 50ull * 1000 * 1000;
@@ -42,15 +41,6 @@ struct Command {
     u32 count, used;
     u32 at[kMostArguments], length[kMostArguments];
 };
-
-// Adds, and gives what was there before.
-WARPWIRE_FN u64 count(u64 *word, u64 by) {
-#if WARPWIRE_CUDA
-    return atomicAdd(word, by);
-#else
-    return __atomic_fetch_add(word, by, __ATOMIC_RELAXED);
-#endif
-}
 
 WARPWIRE_FN Counts *counts_of(const Setup &setup) { return reinterpret_cast<Counts *>(setup.counts); }
 WARPWIRE_FN u8 *in_of(const Setup &, Connection *c) { return reinterpret_cast<u8 *>(c + 1); }
@@ -386,33 +376,6 @@ template <class Group> WARPWIRE_CALL bool converse(const Table &table, const Set
     return !group.any(late);
 }
 
-// The listener, made by the first worker, and waited for by the others.
-template <class Group> WARPWIRE_CALL int open_listener(const Table &table, const Setup &setup, u32 worker, Group group) {
-    Control *control = reinterpret_cast<Control *>(setup.control);
-    if (worker == 0) {
-        int listener = sock::socket(table, static_cast<Family>(setup.address.family), kStream, group);
-        i64 failed = listener < 0 ? listener : bind(table, listener, setup.address, group);
-        if (!failed) failed = listen(table, listener, 1024, group);
-        if (!failed) failed = sock::set(table, listener, kNonBlocking, 1, group);
-        Address name = no_address();
-        if (!failed) failed = local_name(table, listener, &name, group);
-        group.sync();
-        if (group.rank() == 0) {
-            control->name = name;
-            sock::detail::fence_system();
-            if (failed) sock::detail::store_system(&control->failed, static_cast<u64>(-failed));
-            else sock::detail::store_system(&control->listener, static_cast<u64>(listener) + 1);
-        }
-        return failed ? -1 : listener;
-    }
-    u64 listener = 0;
-    if (group.rank() == 0)
-        while (!(listener = sock::detail::load_system(&control->listener)) && !sock::detail::load_system(&control->failed) &&
-               !sock::detail::load_system(&control->stop))
-            sock::detail::step_back();
-    return static_cast<int>(group.share(listener)) - 1;
-}
-
 // Takes a client, or turns it away if there are too many, or no place for it here; 1 if it was taken.
 template <class Group> WARPWIRE_CALL u32 greet(const Table &table, const Setup &setup, int socket, Connection *c, Group group) {
     static const char kFull[] = "-ERR max number of clients reached\r\n";
@@ -441,7 +404,7 @@ template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, 
     u64 lists = (setup.workers * (setup.per_worker + 1) * sizeof(Polled) + 15) / 16 * 16;
     u8 *connections = reinterpret_cast<u8 *>(setup.connections + lists) + worker * setup.per_worker * setup.connection_size;
     auto at = [&](u32 i) { return reinterpret_cast<Connection *>(connections + i * setup.connection_size); };
-    int listener = open_listener(table, setup, worker, group);
+    int listener = open_listener(table, control, setup.address, kStream, worker, group);
     if (listener < 0) return;
     u32 mine = 0;
     for (;;) {

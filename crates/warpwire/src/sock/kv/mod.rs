@@ -14,15 +14,13 @@ mod store;
 mod worker;
 
 use std::net::SocketAddr;
-use std::thread::JoinHandle;
 use std::time::Duration;
 
-use parking_lot::Mutex;
 use serde::Serialize;
 
 use super::SockHost;
 use super::layout::{ADDRESS_LEN, address_bytes};
-use super::serving::{SOON, await_listener};
+use super::serving::{Play, SOON, await_listener};
 use crate::error::{Error, Kind, Result};
 use crate::mem::sim::{Block, Fault};
 use crate::mem::{Allocation, DeviceAddr, Launch, Program, Stream};
@@ -45,9 +43,7 @@ mod slot {
 
 /// Words in pinned memory, for the host and the kernel.
 mod control {
-    pub(super) use crate::sock::serving::{FAILED, LISTENER, STOP};
-    pub(super) const NAME: u64 = 24;
-    pub(super) const LEN: u64 = 48;
+    pub(super) use crate::sock::serving::{CONTROL_LEN as LEN, NAME, STOP};
 }
 
 /// Counters in device memory.
@@ -220,12 +216,6 @@ pub struct KvServer<'a> {
     memory: Memory,
 }
 
-/// The workers at work.
-enum Play {
-    Kernel(Stream),
-    Threads(Mutex<Vec<JoinHandle<()>>>),
-}
-
 /// All memory of a server.
 struct Memory {
     setup: Allocation,
@@ -306,11 +296,7 @@ impl<'a> KvServer<'a> {
         options.check()?;
         let memory = Memory::lay(host, &options)?;
         let setup = host.address_of(&memory.setup)?;
-        let workers = (0..u64::from(options.workers)).map(|worker| {
-            let run = run.clone();
-            std::thread::spawn(move || run(setup, worker))
-        });
-        let play = Play::Threads(Mutex::new(workers.collect()));
+        let play = Play::on_threads(options.workers, setup, run);
         Self::begun(host, play, memory, options.address)
     }
 
@@ -345,17 +331,7 @@ impl<'a> KvServer<'a> {
 
     /// Ends it: connections are closed, and the kernel returns.
     pub fn stop(&self) -> Result<()> {
-        self.memory.control.host_bytes()?.store_u64(control::STOP, 1)?;
-        match &self.play {
-            Play::Kernel(stream) => stream.synchronize(SOON),
-            Play::Threads(threads) => {
-                for thread in std::mem::take(&mut *threads.lock()) {
-                    let stopped = || Error::new(Kind::Unavailable, "end a key-value server");
-                    thread.join().map_err(|_| stopped().why("a worker panicked"))?;
-                }
-                Ok(())
-            }
-        }
+        self.play.stop(&self.memory.control)
     }
 }
 

@@ -7,8 +7,9 @@ use super::store::Store;
 use super::{MOST_KEY, Setup, control, counts};
 use crate::mem::DeviceAddr;
 use crate::mem::sim::{Block, Fault};
-use crate::sock::device::{Failure, Family, Kind, Outcome, Polled, Setting, Sock, Sockets};
-use crate::sock::layout::{address_bytes, address_from, events};
+use crate::sock::device::{Failure, Kind, Outcome, Polled, Setting, Sock, Sockets};
+use crate::sock::layout::events;
+use crate::sock::serving;
 
 const NAP: Duration = Duration::from_millis(50);
 
@@ -51,47 +52,11 @@ impl Worker<'_> {
         DeviceAddr::new(self.setup.control + word)
     }
 
-    /// The listener: made by the first worker, and waited for by the others.
-    fn listener(&self) -> Outcome<Option<Sock>> {
-        if self.block.index() == 0 {
-            return match self.open_listener() {
-                Ok(listener) => {
-                    let shown = listener.raw() as u64 + 1;
-                    self.block.store_u64(self.control(control::LISTENER), shown)?;
-                    Ok(Some(listener))
-                }
-                Err(Failure::Errno(errno)) => {
-                    let shown = errno.raw_os_error() as u64;
-                    self.block.store_u64(self.control(control::FAILED), shown)?;
-                    Ok(None)
-                }
-                Err(fault) => Err(fault),
-            };
-        }
-        let mut listener = 0;
-        self.block.spin_until(|| {
-            listener = self.block.load_u64(self.control(control::LISTENER))?;
-            let failed = self.block.load_u64(self.control(control::FAILED))?;
-            let stop = self.block.load_u64(self.control(control::STOP))?;
-            Ok(listener != 0 || failed != 0 || stop != 0)
-        })?;
-        Ok((listener != 0).then(|| Sock::from_raw(listener as i32 - 1)))
-    }
-
-    fn open_listener(&self) -> Outcome<Sock> {
-        let address = address_from(&self.setup.address).ok_or(rustix::io::Errno::AFNOSUPPORT)?;
-        let family = if address.is_ipv6() { Family::V6 } else { Family::V4 };
-        let listener = self.sockets.socket(family, Kind::Stream)?;
-        self.sockets.bind(listener, address)?;
-        self.sockets.listen(listener, 1024)?;
-        self.sockets.set(listener, Setting::NonBlocking, 1)?;
-        let name = address_bytes(Some(self.sockets.local_name(listener)?));
-        self.block.write(self.control(control::NAME), &name)?;
-        Ok(listener)
-    }
-
     fn serve(&mut self) -> Outcome<()> {
-        let Some(listener) = self.listener()? else { return Ok(()) };
+        let Setup { control, address, .. } = self.setup;
+        let listener =
+            serving::listener(self.block, &self.sockets, *control, address, Kind::Stream)?;
+        let Some(listener) = listener else { return Ok(()) };
         while self.block.load_u64(self.control(control::STOP))? == 0 {
             let (mine, clients) =
                 (self.connections.len() as u64, self.store.counter(counts::CLIENTS)?);

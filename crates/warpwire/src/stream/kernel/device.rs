@@ -58,7 +58,7 @@ pub struct Qp<'b> {
 
 /// What one entry asks for.
 #[derive(Clone, Copy)]
-enum Work<'a> {
+pub(crate) enum Work<'a> {
     Write(Remote, Local, u32),
     WriteImm(Remote, Local, u32, u32),
     Inline(Remote, &'a [u8]),
@@ -273,6 +273,11 @@ impl<'b> Qp<'b> {
         Ok(found.and_then(|result| result))
     }
 
+    /// How many operations were posted.
+    pub(crate) fn posted(&self) -> Faulty<u64> {
+        self.sends().filled()
+    }
+
     fn sends(&self) -> Side<'_> {
         let Constants { send_cq: completions, send_mask, .. } = self.constants;
         let (base, depth) = (self.handle.wrapping_add(layout::SEND), u64::from(send_mask) + 1);
@@ -312,7 +317,8 @@ impl<'b> Qp<'b> {
         self.post(&last(there, here, len as u32), timeout)
     }
 
-    fn post(&self, works: &[Work<'_>], timeout: Duration) -> Faulty<Ticket> {
+    /// Posts work with one doorbell. The ticket is the last one's.
+    pub(crate) fn post(&self, works: &[Work<'_>], timeout: Duration) -> Faulty<Ticket> {
         let side = self.sends();
         let count = works.len() as u64;
         let first = match side.reserve(count, timeout)? {

@@ -56,6 +56,7 @@ pub mod device;
 mod ended;
 mod hardware;
 mod kernels;
+mod laid;
 pub mod layout;
 mod on;
 mod place;
@@ -65,12 +66,12 @@ use std::time::Duration;
 
 pub use ended::Ended;
 pub use kernels::Kernels;
+pub(crate) use laid::LaidQp;
 pub use on::SignalWait;
 
 use crate::error::{Error, Kind, Result};
-use crate::hca::Layout;
 use crate::mem::{Device, DeviceAddr, Launch};
-use crate::mlx5::{self, MOST_BLOCKS, Status};
+use crate::mlx5::{MOST_BLOCKS, Status};
 use crate::mr::HostMemory;
 use crate::verbs::{
     Access, Context, Cq, CqOptions, Drive, Mr, Offer, Pd, Qp, QpOptions, Service, State,
@@ -232,17 +233,7 @@ impl KernelQp {
         check(context, &options)?;
         let KernelQpOptions { send_depth, receive_depth, alone, patience, connection, .. } =
             options;
-        // Two blocks for each request, of which every entry here takes one.
-        let connection = QpOptions {
-            send_depth: send_depth / 2,
-            receive_depth,
-            send_ranges: 1,
-            receive_ranges: 1,
-            inline: device::MOST_INLINE as u32,
-            signal_all: true,
-            watched: true,
-            ..connection
-        };
+        let connection = laid::connection(send_depth, receive_depth, connection);
         let depths = [send_depth, receive_depth];
         let Parts { qp, cqs, reached, mut constants } = match context.soft() {
             Some(_) => soft_parts(context, pd, place, connection, depths)?,
@@ -426,23 +417,8 @@ fn soft_parts(
     let queues = place.queues(Qp::memory_for(&connection)?)?;
     connection.memory = Some(queues.queue()?);
     let qp = context.create_qp(pd, &send_cq, &receive_cq, connection)?;
-    let (_, Layout { receive, send, record, doorbell }) = qp.queues();
-    let base = queues.address()?.raw();
-    let constants = Constants {
-        send_queue: base + send,
-        receive_queue: base + receive,
-        record: base + record,
-        doorbell: base + doorbell,
-        send_cq: send_cqes.address()?.raw(),
-        receive_cq: receive_cqes.address()?.raw(),
-        sink: 0,
-        send_mask: depths[0] - 1,
-        receive_mask: depths[1] - 1,
-        number: qp.number(),
-        receive_stride: mlx5::SEGMENT as u32,
-        sink_lkey: 0,
-        flags: 0,
-    };
+    let completions = [send_cqes.address()?.raw(), receive_cqes.address()?.raw()];
+    let constants = laid::constants(&qp, queues.address()?.raw(), completions, depths);
     let reached = vec![queues, send_cqes, receive_cqes];
     Ok(Parts { qp, cqs: [send_cq, receive_cq], reached, constants })
 }

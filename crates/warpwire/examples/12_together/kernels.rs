@@ -1,0 +1,67 @@
+//! The kernels between messages, and their twins for the simulated GPU.
+
+use warpwire::Result;
+use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::{Device, DeviceAddr, Kernel, Launch, Program, Region, Stream};
+
+const FILL: &str = "together_fill";
+const ADD: &str = "together_add";
+const THREADS: u32 = 256;
+
+#[derive(Clone)]
+pub struct Kernels {
+    fill: Kernel,
+    add: Kernel,
+}
+
+impl Kernels {
+    pub fn load(device: &Device) -> Result<Self> {
+        let program = Program::new("together")
+            .ptx(include_str!("together.ptx"))
+            .block(FILL, fill)
+            .block(ADD, add);
+        let module = device.load(&program)?;
+        Ok(Self { fill: module.kernel(FILL)?, add: module.kernel(ADD)? })
+    }
+
+    /// Numbers from `first` on, `step` apart.
+    pub fn fill(&self, stream: &Stream, to: &Region, first: u64, step: u64) -> Result<()> {
+        let count = to.len() / 8;
+        let launch = Launch::new(&self.fill).region(to).value(count).value(first).value(step);
+        start(stream, launch)
+    }
+
+    /// Adds numbers to others, each to its own.
+    pub fn add(&self, stream: &Stream, to: &Region, from: &Region) -> Result<()> {
+        assert_eq!(to.len(), from.len());
+        let launch = Launch::new(&self.add).region(to).region(from).value(to.len() / 8);
+        start(stream, launch)
+    }
+}
+
+fn start(stream: &Stream, launch: Launch) -> Result<()> {
+    // SAFETY: the kernels touch as many numbers as the regions have, which the launch keeps.
+    unsafe { stream.launch(launch.threads(THREADS)) }
+}
+
+type Faulty<T> = std::result::Result<T, Fault>;
+
+fn fill(block: &Block<'_>) -> Faulty<()> {
+    let (to, count) = (block.value(0)?, block.value(1)?);
+    let (first, step) = (block.value(2)?, block.value(3)?);
+    for index in 0..count {
+        let number = first.wrapping_add(index.wrapping_mul(step));
+        block.store_u64(DeviceAddr::new(to + index * 8), number)?;
+    }
+    Ok(())
+}
+
+fn add(block: &Block<'_>) -> Faulty<()> {
+    let (to, from, count) = (block.value(0)?, block.value(1)?, block.value(2)?);
+    for index in 0..count {
+        let (to, from) = (DeviceAddr::new(to + index * 8), DeviceAddr::new(from + index * 8));
+        let sum = block.load_u64(to)?.wrapping_add(block.load_u64(from)?);
+        block.store_u64(to, sum)?;
+    }
+    Ok(())
+}

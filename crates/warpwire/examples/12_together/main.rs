@@ -1,0 +1,235 @@
+//! Broadcast, all-reduce and barrier on a stream, composed of a lane's messages: the CPU names memory and fills the stream, and waits
+//! once, at the end. In each round another rank draws numbers and broadcasts them, every rank adds its own, and all sum up.
+//!
+//! ```console
+//! $ cargo run --release --example 12_together                                 # four ranks as threads, simulated GPU
+//! $ warpwire run -n 4 -- target/release/examples/12_together 4096 16 cuda:0   # numbers, rounds, device
+//! ```
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, unsafe_code)]
+
+mod kernels;
+
+use std::time::{Duration, Instant};
+
+use warpwire::error::Kind;
+use warpwire::link::Hub;
+use warpwire::mem::{Allocation, Stream};
+use warpwire::msg::{Buffer, Comm, CommOptions, Lane, LaneOptions, Launcher, Place, Wire};
+use warpwire::{Result, mem};
+
+use kernels::Kernels;
+
+const SOON: Duration = Duration::from_secs(60);
+const RANKS: usize = 4;
+
+/// What to do.
+#[derive(Clone)]
+struct Task {
+    /// Numbers of each rank, a multiple of how many ranks there are.
+    count: u64,
+    rounds: u64,
+    device: String,
+}
+
+fn main() -> Result<()> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let number = |at: usize, default: u64| {
+        words.get(at).map_or(default, |word| word.parse().expect("a number"))
+    };
+    let device = words.get(2).cloned().unwrap_or_else(|| "sim:0".to_owned());
+    let task = Task { count: number(0, 1000), rounds: number(1, 16), device };
+    let place = Place::from_env()?;
+    let mut options = CommOptions { timeout: SOON, ..CommOptions::for_streams() };
+    if place.launcher != Launcher::Nobody {
+        options.wire = CommOptions::from_env()?.wire;
+        return all_rounds(&Comm::open(place, options)?, &task);
+    }
+    let each = |act: fn(&Comm, &Task) -> Result<()>| -> Result<()> {
+        let wire = Wire::Hub(Hub::new());
+        let comms = Comm::local_with(RANKS, &CommOptions { wire, ..options.clone() })?;
+        std::thread::scope(|scope| {
+            let start = |comm| scope.spawn(|| act(&{ comm }, &task));
+            let ranks: Vec<_> = comms.into_iter().map(start).collect();
+            ranks.into_iter().try_for_each(|rank| rank.join().expect("a rank"))
+        })
+    };
+    each(all_rounds)?;
+    each(one_goes)
+}
+
+/// A rank with its numbers on a device.
+struct Rank<'a> {
+    comm: &'a Comm,
+    lane: Lane,
+    stream: Stream,
+    kernels: Kernels,
+    /// The numbers that are broadcast and summed up, and those of this rank alone.
+    memory: Allocation,
+    mine: Allocation,
+    numbers: Buffer,
+    /// What comes in while sums are made: a place for each step.
+    arrivals: Allocation,
+    arriving: Buffer,
+    /// The sums of each round.
+    log: Allocation,
+}
+
+impl<'a> Rank<'a> {
+    fn new(comm: &'a Comm, task: &Task) -> Result<Self> {
+        let device = mem::open(&task.device)?;
+        let (bytes, ranks) = (task.count * 8, comm.size() as u64);
+        assert!(task.count.is_multiple_of(ranks), "{} numbers, {ranks} ranks", task.count);
+        let (memory, mine) = (device.alloc(bytes)?, device.alloc(bytes)?);
+        let arrivals = device.alloc(bytes)?;
+        Ok(Self {
+            comm,
+            lane: comm.lane(&device, LaneOptions::default())?,
+            stream: device.stream()?,
+            kernels: Kernels::load(&device)?,
+            numbers: comm.register(memory.whole()?)?,
+            arriving: comm.register(arrivals.whole()?)?,
+            log: device.alloc(bytes * task.rounds)?,
+            memory,
+            mine,
+            arrivals,
+        })
+    }
+
+    /// All ranks get what the root's stream has in its numbers by then. A tree: who has them passes them on.
+    ///
+    /// A receive may be filled as soon as it is posted; that nobody is ahead by more than a round is the barrier's doing.
+    fn broadcast_on(&self, root: usize) -> Result<()> {
+        let (size, rank) = (self.comm.size(), self.comm.rank());
+        let place = (rank + size - root) % size;
+        let mut sends = Vec::new();
+        let mut distance = 1;
+        while distance < size {
+            let (to, from) = ((rank + distance) % size, (rank + size - distance) % size);
+            if place < distance && place + distance < size {
+                sends.push(self.lane.send_on(&self.stream, to, self.numbers.whole())?);
+            } else if (distance..2 * distance).contains(&place) {
+                let receive = self.lane.receive(from, self.numbers.whole())?;
+                self.lane.wait_on(&self.stream, &receive)?;
+            }
+            distance *= 2;
+        }
+        // What was sent may be written to again.
+        self.lane.wait_all_on(&self.stream, &sends)
+    }
+
+    /// Every rank's numbers become the sums over all ranks. A ring: first each part goes round and grows, then the sums go round.
+    ///
+    /// A sum comes back to a part only after all have added to it, ours among them, which has therefore been read.
+    fn all_reduce_on(&self) -> Result<()> {
+        let (size, rank) = (self.comm.size(), self.comm.rank());
+        let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
+        let bytes = self.memory.len() / size as u64;
+        let at = |part: usize| (part % size) as u64 * bytes;
+        let mut sends = Vec::new();
+        for step in 0..size - 1 {
+            let (goes, comes) = (at(rank + size - step), at(rank + 2 * size - step - 1));
+            let place = step as u64 * bytes;
+            let receive = self.lane.receive(before, self.arriving.part(place, bytes)?)?;
+            sends.push(self.lane.send_on(&self.stream, next, self.numbers.part(goes, bytes)?)?);
+            self.lane.wait_on(&self.stream, &receive)?;
+            let (sum, arrived) =
+                (self.memory.region(comes, bytes)?, self.arrivals.region(place, bytes)?);
+            self.kernels.add(&self.stream, &sum, &arrived)?;
+        }
+        for step in 0..size - 1 {
+            let (goes, comes) = (at(rank + size + 1 - step), at(rank + size - step));
+            let receive = self.lane.receive(before, self.numbers.part(comes, bytes)?)?;
+            sends.push(self.lane.send_on(&self.stream, next, self.numbers.part(goes, bytes)?)?);
+            self.lane.wait_on(&self.stream, &receive)?;
+        }
+        self.lane.wait_all_on(&self.stream, &sends)
+    }
+
+    /// One round, put on the stream: no part of it is waited for here.
+    fn round_on(&self, round: u64) -> Result<()> {
+        let (size, rank) = (self.comm.size(), self.comm.rank());
+        let root = round as usize % size;
+        let numbers = self.memory.whole()?;
+        if rank == root {
+            self.kernels.fill(&self.stream, &numbers, drawn(round, 0), DRAWN_STEP)?;
+        }
+        self.broadcast_on(root)?;
+        let own = rank as u64 + 1;
+        self.kernels.fill(&self.stream, &self.mine.whole()?, own, own)?;
+        self.kernels.add(&self.stream, &numbers, &self.mine.whole()?)?;
+        self.all_reduce_on()?;
+        let log = self.log.region(round * numbers.len(), numbers.len())?;
+        self.stream.copy(&log, &numbers)?;
+        // Nobody broadcasts into numbers that another has not copied yet.
+        self.lane.barrier_on(&self.stream)
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.stream.synchronize(SOON)?;
+        self.lane.check()
+    }
+}
+
+const DRAWN_STEP: u64 = 0x9e37_79b9;
+
+/// What the root of a round draws.
+fn drawn(round: u64, index: u64) -> u64 {
+    (round + 1).wrapping_mul(1_000_003).wrapping_add(index.wrapping_mul(DRAWN_STEP))
+}
+
+fn all_rounds(comm: &Comm, task: &Task) -> Result<()> {
+    let rank = Rank::new(comm, task)?;
+    let start = Instant::now();
+    for round in 0..task.rounds {
+        rank.round_on(round)?;
+        // Requests have a bound: the CPU lets the stream catch up now and then.
+        if round % 8 == 7 {
+            rank.finish()?;
+            rank.lane.progress()?;
+        }
+    }
+    rank.finish()?;
+    let took = start.elapsed();
+    let mut found = vec![0; rank.log.len() as usize];
+    rank.log.read(0, &mut found)?;
+    let ranks = comm.size() as u64;
+    let own: u64 = (1..=ranks).sum();
+    for (place, found) in (0..).zip(found.chunks(8)) {
+        let (round, index) = (place / task.count, place % task.count);
+        let wanted =
+            drawn(round, index).wrapping_mul(ranks).wrapping_add(own.wrapping_mul(index + 1));
+        let found = u64::from_le_bytes(found.try_into().unwrap());
+        assert_eq!(found, wanted, "round {round}, number {index}, rank {}", comm.rank());
+    }
+    comm.barrier(SOON)?;
+    if comm.rank() == 0 {
+        println!(
+            "{} ranks, {} rounds of {} numbers: broadcast, all-reduce, barrier on the stream: {:.1} us a round; every sum is right",
+            comm.size(),
+            task.rounds,
+            task.count,
+            took.as_secs_f64() * 1e6 / task.rounds as f64
+        );
+    }
+    comm.finish(SOON)
+}
+
+/// The last rank leaves before a round: the streams of the others are released, and told why.
+fn one_goes(comm: &Comm, task: &Task) -> Result<()> {
+    let rank = Rank::new(comm, task)?;
+    comm.barrier(SOON)?;
+    let last = comm.size() - 1;
+    if comm.rank() == last {
+        comm.abort("no more numbers");
+        return Ok(());
+    }
+    let outcome = rank.round_on(0).and_then(|()| rank.finish());
+    let error = outcome.expect_err("a round without the last rank");
+    assert_eq!(error.kind(), &Kind::PeerLost, "{error}");
+    if comm.rank() == 0 {
+        println!("rank {last} goes: {error}");
+    }
+    // Nobody leaves before all have seen it.
+    std::thread::sleep(Duration::from_millis(200));
+    Ok(())
+}

@@ -1,0 +1,291 @@
+// A similarity server inside a kernel: clients send a vector, and get the most similar of those in device memory. Each block
+// is a worker with connections of its own. Its twin for the simulated GPU stands in worker.rs; the layout, in mod.rs; what is
+// said, in wire.rs.
+//
+// Rank 0 of a block decides; the block copies and searches. What comes from the network is never believed: a query's head is
+// compared with what the server has before the rest is waited for, and whoever is wrong is told so and closed.
+#include <warpwire/sock.cuh>
+
+#include "../serving.cuh"
+
+using namespace warpwire;
+using namespace warpwire::sock;
+using namespace serving;
+
+namespace {
+
+// As in mod.rs.
+struct Setup {
+    u64 table, vectors, vector_count, dimension, most_k, connections, connection_size, in_size;
+    u64 per_worker, workers, patience, control, most_clients, counts, kind, desks, desk_size;
+    Address address;
+};
+struct Counts {  // in device memory
+    u64 clients, queries, refused, closed;
+};
+struct Connection {
+    int socket;
+    u32 in_length, out_at, out_length, closing, unused;
+    u64 since;  // when something began that is not finished: half a query, or an answer that nobody takes
+};
+struct Match {
+    u32 id;
+    float score;
+};
+struct Head {
+    u32 magic, word, count, zero;  // of a query: k, dimension; of an answer: status, matches
+};
+struct Desk {  // a worker's own; behind it lie the best so far, then candidates
+    u32 found, kept;
+    u64 unused;
+};
+static_assert(sizeof(Setup) == 160 && sizeof(Connection) == 32 && sizeof(Match) == 8 && sizeof(Head) == 16 && sizeof(Desk) == 16,
+              "as in mod.rs");
+
+constexpr u32 kMagic = 0x4d495357, kVectorsPerThread = 8;
+constexpr u64 kNap = 50ull * 1000 * 1000;
+enum Status : u32 { kFound = 0, kNoQuery = 1, kWrongDimension = 2, kWrongCount = 3, kNotFinite = 4, kFull = 5 };
+enum Verdict : u64 { kMore = 0, kWhole = 1, kRefused = 2 };
+
+WARPWIRE_FN Counts *counts_of(const Setup &setup) { return reinterpret_cast<Counts *>(setup.counts); }
+WARPWIRE_FN u8 *in_of(Connection *c) { return reinterpret_cast<u8 *>(c + 1); }
+WARPWIRE_FN u8 *out_of(const Setup &setup, Connection *c) { return in_of(c) + setup.in_size; }
+WARPWIRE_FN const float *query_of(Connection *c) { return reinterpret_cast<const float *>(in_of(c) + sizeof(Head)); }
+
+// The product added with one rounding, as the twin does.
+WARPWIRE_FN float multiply_add(float a, float b, float sum) {
+#if WARPWIRE_CUDA
+    return __fmaf_rn(a, b, sum);
+#else
+    return __builtin_fmaf(a, b, sum);
+#endif
+}
+WARPWIRE_FN u32 take_number(u32 *word) {
+#if WARPWIRE_CUDA
+    return atomicAdd(word, 1u);
+#else
+    return (*word)++;
+#endif
+}
+WARPWIRE_FN bool is_finite(float value) { return value - value == 0.0f; }
+
+// What is no number beats nothing.
+WARPWIRE_FN bool beats(Match a, Match b) { return a.score > b.score || (a.score == b.score && a.id < b.id); }
+
+// ------------------------------------------------------------------------------------------------------------------
+// The search
+
+// Puts candidates among the best; rank 0 alone. The first rounds have many; then few beat the last of the best.
+WARPWIRE_CALL void choose(Desk *desk, Match *best, const Match *candidates, u32 k) {
+    u32 kept = desk->kept, found = desk->found;
+    for (u32 i = 0; i < found; i++) {
+        Match one = candidates[i];
+        if (kept == k && !beats(one, best[k - 1])) continue;
+        u32 at = kept < k ? kept++ : k - 1;
+        for (; at > 0 && beats(one, best[at - 1]); at--) best[at] = best[at - 1];
+        best[at] = one;
+    }
+    desk->kept = kept, desk->found = 0;
+}
+
+// Finds the best k, and leaves them on the worker's desk; how many they are.
+template <class Group> WARPWIRE_CALL u32 search(const Setup &setup, Desk *desk, const float *query, u32 k, Group group) {
+    Match *best = reinterpret_cast<Match *>(desk + 1);
+    u64 count = setup.vector_count, dimension = setup.dimension;
+    Match *candidates = best + (setup.most_k < count ? setup.most_k : count);
+    const float *vectors = reinterpret_cast<const float *>(setup.vectors);
+    if (k > count) k = static_cast<u32>(count);
+    if (group.rank() == 0) desk->found = 0, desk->kept = 0;
+    group.sync();
+    u64 round = static_cast<u64>(group.size()) * kVectorsPerThread;
+    for (u64 first = 0; first < count; first += round) {
+        bool full = desk->kept == k;
+        Match bar = full ? best[k - 1] : Match{0, 0};
+        for (u32 i = 0; i < kVectorsPerThread; i++) {
+            u64 id = first + static_cast<u64>(i) * group.size() + group.rank();
+            if (id >= count) break;
+            Match one = {static_cast<u32>(id), 0.0f};
+            for (u64 part = 0; part < dimension; part++) one.score = multiply_add(query[part], vectors[part * count + id], one.score);
+            if (full ? beats(one, bar) : one.score == one.score) candidates[take_number(&desk->found)] = one;
+        }
+        group.sync();
+        if (group.rank() == 0 && desk->found) choose(desk, best, candidates, k);
+        group.sync();
+    }
+    return desk->kept;
+}
+
+// ------------------------------------------------------------------------------------------------------------------
+// Connections
+
+template <class Group> WARPWIRE_FN u32 field(Group group, const u32 *word) { return static_cast<u32>(group.share(*word)); }
+
+WARPWIRE_CALL void put_head(const Setup &setup, Connection *c, u32 status, u32 count) {
+    *reinterpret_cast<Head *>(out_of(setup, c)) = Head{kMagic, status, count, 0};
+    c->out_length = static_cast<u32>(sizeof(Head) + count * sizeof(Match));
+    c->in_length = 0;
+}
+
+WARPWIRE_CALL void refuse(const Setup &setup, Connection *c, u32 status) {
+    put_head(setup, c, status, 0);
+    c->closing = 1;
+    count(&counts_of(setup)->refused, 1);
+}
+
+// Whether a query is there; rank 0 alone.
+WARPWIRE_CALL u64 judge(const Setup &setup, Connection *c) {
+    if (c->in_length < sizeof(Head)) return kMore;
+    Head head = *reinterpret_cast<const Head *>(in_of(c));
+    u32 status = head.magic != kMagic || head.zero         ? kNoQuery
+                 : head.count != setup.dimension           ? kWrongDimension
+                 : head.word == 0 || head.word > setup.most_k ? kWrongCount
+                                                           : kFound;
+    if (status != kFound) {
+        refuse(setup, c, status);
+        return kRefused;
+    }
+    return c->in_length < setup.in_size ? kMore : kWhole;
+}
+
+// Answers what has come in whole.
+template <class Group> WARPWIRE_CALL void answer(const Setup &setup, Desk *desk, Connection *c, Group group) {
+    u64 verdict = group.share(group.rank() == 0 ? judge(setup, c) : 0);
+    if (verdict != kWhole) return;
+    const float *query = query_of(c);
+    bool wrong = false;
+    for (u64 part = group.rank(); part < setup.dimension; part += group.size()) wrong |= !is_finite(query[part]);
+    if (group.any(wrong)) {
+        if (group.rank() == 0) refuse(setup, c, kNotFinite);
+        group.sync();
+        return;
+    }
+    u32 k = static_cast<u32>(group.share(reinterpret_cast<const Head *>(in_of(c))->word));
+    u32 kept = search(setup, desk, query, k, group);
+    const Match *best = reinterpret_cast<const Match *>(desk + 1);
+    Match *out = reinterpret_cast<Match *>(out_of(setup, c) + sizeof(Head));
+    for (u32 i = group.rank(); i < kept; i += group.size()) out[i] = best[i];
+    if (group.rank() == 0) {
+        put_head(setup, c, kFound, kept);
+        count(&counts_of(setup)->queries, 1);
+    }
+    group.sync();
+}
+
+// Sends what is in the output; false if the connection is done with.
+template <class Group> WARPWIRE_CALL bool flush(const Table &table, const Setup &setup, Connection *c, Group group) {
+    u32 at = field(group, &c->out_at), length = field(group, &c->out_length);
+    if (at < length) {
+        i64 sent = send(table, c->socket, out_of(setup, c) + at, length - at, group);
+        if (sent < 0 && sent != -kEagain) return false;
+        at += sent > 0 ? static_cast<u32>(sent) : 0;
+    }
+    group.sync();
+    bool empty = at == length;
+    if (group.rank() == 0) c->out_at = empty ? 0 : at, c->out_length = empty ? 0 : length;
+    group.sync();
+    return !(empty && field(group, &c->closing));
+}
+
+// Takes what came, and answers it; false if the connection is done with.
+template <class Group>
+WARPWIRE_CALL bool converse(const Table &table, const Setup &setup, Desk *desk, Connection *c, bool readable, Group group) {
+    u64 now = group.rank() == 0 ? sock::detail::clock_ns() : 0;
+    u32 have = field(group, &c->in_length);
+    if (readable && !field(group, &c->out_length)) {
+        i64 got = recv(table, c->socket, in_of(c) + have, setup.in_size - have, group);
+        if (got == 0 || (got < 0 && got != -kEagain)) return false;
+        if (group.rank() == 0 && got > 0) c->in_length = have + static_cast<u32>(got);
+        group.sync();
+        answer(setup, desk, c, group);
+    }
+    if (!flush(table, setup, c, group)) return false;
+    bool late = false;
+    if (group.rank() == 0) {
+        bool busy = c->in_length || c->out_length;
+        if (!busy) c->since = 0;
+        else if (!c->since) c->since = now;
+        late = busy && now - c->since > setup.patience;
+    }
+    return !group.any(late);
+}
+
+// Takes a client, or turns it away if there are too many, or no place for it here; 1 if it was taken.
+template <class Group> WARPWIRE_CALL u32 greet(const Table &table, const Setup &setup, int socket, Connection *c, Group group) {
+    sock::set(table, socket, kNonBlocking, 1, group);
+    bool welcome = false;
+    if (c && group.rank() == 0) {
+        welcome = count(&counts_of(setup)->clients, 1) < setup.most_clients;
+        if (!welcome) count(&counts_of(setup)->clients, ~0ull);
+    }
+    if (!group.any(welcome)) {
+        Head full = {kMagic, kFull, 0, 0};
+        if (group.rank() == 0) send(table, socket, &full, sizeof full, Thread());
+        close(table, socket, group);
+        return 0;
+    }
+    if (group.rank() == 0) *c = Connection{socket, 0, 0, 0, 0, 0, 0};
+    group.sync();
+    return 1;
+}
+
+// ------------------------------------------------------------------------------------------------------------------
+// Workers
+
+template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, Group group) {
+    const Table &table = *reinterpret_cast<const Table *>(setup.table);
+    Control *control = reinterpret_cast<Control *>(setup.control);
+    Desk *desk = reinterpret_cast<Desk *>(setup.desks + worker * setup.desk_size);
+    Polled *list = reinterpret_cast<Polled *>(setup.connections) + worker * (setup.per_worker + 1);
+    u64 lists = (setup.workers * (setup.per_worker + 1) * sizeof(Polled) + 15) / 16 * 16;
+    u8 *connections = reinterpret_cast<u8 *>(setup.connections + lists) + worker * setup.per_worker * setup.connection_size;
+    auto at = [&](u32 i) { return reinterpret_cast<Connection *>(connections + i * setup.connection_size); };
+    int listener = open_listener(table, control, setup.address, static_cast<Kind>(setup.kind), worker, group);
+    if (listener < 0) return;
+    u32 mine = 0;
+    for (;;) {
+        u64 clients = group.share(group.rank() == 0 ? sock::detail::load_gpu(&counts_of(setup)->clients) : 0);
+        if (group.share(group.rank() == 0 ? sock::detail::load_system(&control->stop) : 0)) break;
+        // Whoever has no more than his share takes the next; all of them turn away what is too much.
+        bool full = clients >= setup.most_clients, takes = full || (mine < setup.per_worker && mine * setup.workers <= clients);
+        group.sync();
+        for (u32 i = group.rank(); i < mine; i += group.size()) list[i] = Polled{at(i)->socket, at(i)->out_length ? kOut : kIn, 0};
+        if (group.rank() == 0) list[mine] = Polled{listener, kIn, 0};
+        i64 found = poll(table, list, mine + takes, takes ? kNap : kNap / 10, group);
+        if (found < 0) return;
+        bool arrived = takes && group.share(list[mine].found) != 0;
+        for (u32 i = mine; i-- > 0;) {
+            u32 events = static_cast<u32>(group.share(list[i].found));
+            Connection *c = at(i);
+            bool open = events ? converse(table, setup, desk, c, events & ~static_cast<u32>(kOut), group) : true;
+            bool late = false;
+            if (!events && group.rank() == 0) late = c->since && sock::detail::clock_ns() - c->since > setup.patience;
+            if (open && !group.any(late)) continue;
+            close(table, c->socket, group);
+            group.sync();
+            if (group.rank() == 0) count(&counts_of(setup)->clients, ~0ull), count(&counts_of(setup)->closed, 1);
+            mine--;
+            if (i != mine) {
+                // The last one takes the place of the one that went, and its list entry with it.
+                sock::detail::copy<false>(group, reinterpret_cast<u8 *>(c), reinterpret_cast<u8 *>(at(mine)), setup.connection_size);
+                if (group.rank() == 0) list[i] = list[mine];
+            }
+            group.sync();
+        }
+        if (!arrived) continue;
+        int socket = accept(table, listener, nullptr, group);
+        if (socket < 0) continue;
+        mine += greet(table, setup, socket, mine < setup.per_worker ? at(mine) : nullptr, group);
+    }
+    for (u32 i = 0; i < mine; i++) close(table, at(i)->socket, group);
+    if (worker == 0) close(table, listener, group);
+}
+
+}  // namespace
+
+#if WARPWIRE_CUDA
+extern "C" __global__ void similarity_server(u64 setup) { serve(*reinterpret_cast<const Setup *>(setup), blockIdx.x, Block()); }
+#else
+extern "C" void similarity_server_thread(u64 setup, u64 worker) {
+    serve(*reinterpret_cast<const Setup *>(setup), static_cast<u32>(worker), Block());
+}
+#endif

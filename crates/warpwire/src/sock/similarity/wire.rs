@@ -1,0 +1,295 @@
+//! What clients say and hear, as bytes; and the search itself, done by a CPU, to compare with.
+
+use std::io::{self, Read, Write};
+
+use crate::error::{Error, Kind, Result};
+
+/// What queries and answers begin with: the letters `WSIM`.
+pub const MAGIC: u32 = u32::from_le_bytes(*b"WSIM");
+/// The length of the head of a query, and of an answer: four words of 32 bits.
+pub const HEAD: usize = 16;
+/// The length of one match in an answer.
+pub const MATCH: usize = 8;
+
+/// How a query was answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Status {
+    /// Matches follow.
+    Found = 0,
+    /// The query did not begin with [`MAGIC`], or its last word was not 0.
+    NoQuery = 1,
+    /// Its vector has another dimension than the server's.
+    WrongDimension = 2,
+    /// It asks for no matches, or for more than the server gives.
+    WrongCount = 3,
+    /// A component of its vector is infinite or no number.
+    NotFinite = 4,
+    /// There are too many clients.
+    Full = 5,
+}
+
+impl Status {
+    const ALL: [Self; 6] = [
+        Self::Found,
+        Self::NoQuery,
+        Self::WrongDimension,
+        Self::WrongCount,
+        Self::NotFinite,
+        Self::Full,
+    ];
+
+    fn why(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Found => ("", ""),
+            Self::NoQuery => ("the server took it for no query", "use the client of its version"),
+            Self::WrongDimension => {
+                ("the server's vectors have another dimension", "ask with vectors as it has them")
+            }
+            Self::WrongCount => {
+                ("it asks for no matches, or too many", "ask for 1 to the server's limit")
+            }
+            Self::NotFinite => {
+                ("a component is infinite or no number", "ask with finite components")
+            }
+            Self::Full => ("the server has too many clients", "try again later"),
+        }
+    }
+}
+
+/// A vector that was found.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Match {
+    /// Which: its place among the server's vectors.
+    pub id: u32,
+    /// The inner product of its components with the query's.
+    pub score: f32,
+}
+
+impl Match {
+    /// Whether it comes before the other: a higher score, or the same and a lower place. What is no number comes never.
+    pub(super) fn beats(&self, other: &Self) -> bool {
+        self.score > other.score || self.score == other.score && self.id < other.id
+    }
+}
+
+/// A query's bytes: [`MAGIC`], how many matches, the dimension, 0, then the components; all little-endian words of 32 bits.
+pub fn query_bytes(k: u32, vector: &[f32]) -> Vec<u8> {
+    let head = [MAGIC, k, vector.len() as u32, 0];
+    let words = head.into_iter().map(u32::to_le_bytes);
+    words.chain(vector.iter().map(|part| part.to_le_bytes())).flatten().collect()
+}
+
+/// What the head of an answer says: the status, and how many matches follow.
+pub(super) fn head_bytes(status: Status, count: u32) -> [u8; HEAD] {
+    let mut bytes = [0; HEAD];
+    for (into, word) in bytes.chunks_exact_mut(4).zip([MAGIC, status as u32, count, 0]) {
+        into.copy_from_slice(&word.to_le_bytes());
+    }
+    bytes
+}
+
+fn words<const N: usize>(bytes: &[u8]) -> [u32; N] {
+    let mut all = bytes.chunks_exact(4).map(|word| {
+        let mut value = [0; 4];
+        value.copy_from_slice(word);
+        u32::from_le_bytes(value)
+    });
+    std::array::from_fn(|_| all.next().unwrap_or(0))
+}
+
+/// Whether the head of a query is in order.
+pub(super) fn judge(head: &[u8], dimension: u64, most_k: u64) -> std::result::Result<u32, Status> {
+    let [magic, k, found, zero] = words(head);
+    match () {
+        () if magic != MAGIC || zero != 0 => Err(Status::NoQuery),
+        () if u64::from(found) != dimension => Err(Status::WrongDimension),
+        () if k == 0 || u64::from(k) > most_k => Err(Status::WrongCount),
+        () => Ok(k),
+    }
+}
+
+/// Asks a server over a connection, whatever it is made of, and hears the matches, the best first.
+///
+/// # Errors
+/// If the server refuses the query, or what it says makes no sense ([`InvalidData`](io::ErrorKind::InvalidData)), with the
+/// reason; else as the connection fails.
+pub fn ask(mut server: impl Read + Write, k: u32, vector: &[f32]) -> io::Result<Vec<Match>> {
+    server.write_all(&query_bytes(k, vector))?;
+    let mut head = [0; HEAD];
+    server.read_exact(&mut head)?;
+    let [magic, status, count, _] = words(&head);
+    let wrong = |why: String, fix: &'static str| {
+        let error = Error::new(Kind::Malformed, "ask for similar vectors").why(why).fix(fix);
+        io::Error::new(io::ErrorKind::InvalidData, error)
+    };
+    let known = Status::ALL.into_iter().find(|known| *known as u32 == status);
+    match known {
+        Some(Status::Found) if magic == MAGIC && count <= k => {}
+        Some(refused) if magic == MAGIC && refused != Status::Found => {
+            let (why, fix) = refused.why();
+            return Err(wrong(why.to_owned(), fix));
+        }
+        _ => {
+            let why = format!("the answer begins with {magic:#x}, {status}, {count}");
+            return Err(wrong(why, "check that a similarity server is at the other end"));
+        }
+    }
+    let mut bytes = vec![0; count as usize * MATCH];
+    server.read_exact(&mut bytes)?;
+    let one = |bytes: &[u8]| {
+        let [id, score] = words(bytes);
+        Match { id, score: f32::from_bits(score) }
+    };
+    Ok(bytes.chunks_exact(MATCH).map(one).collect())
+}
+
+/// The best matches among vectors that lie one behind the other, found by this CPU: to the bit what kernels find, which add
+/// products in the same order.
+///
+/// ```
+/// use warpwire::sock::similarity::search;
+/// let vectors = [1.0, 0.0, 0.0, 1.0, 0.6, 0.8];
+/// let found = search(&vectors, &[0.0, 2.0], 2);
+/// assert_eq!(found.iter().map(|best| best.id).collect::<Vec<_>>(), [1, 2]);
+/// assert_eq!(found[0].score, 2.0);
+/// ```
+pub fn search(vectors: &[f32], query: &[f32], k: u32) -> Vec<Match> {
+    let mut best = Best::new(k as usize);
+    for (id, vector) in vectors.chunks_exact(query.len().max(1)).enumerate() {
+        let product = |sum: f32, (a, b): (&f32, &f32)| a.mul_add(*b, sum);
+        let score = query.iter().zip(vector).fold(0.0, product);
+        best.offer(Match { id: id as u32, score });
+    }
+    best.list
+}
+
+/// The best so far, in order.
+pub(super) struct Best {
+    pub(super) list: Vec<Match>,
+    most: usize,
+}
+
+impl Best {
+    pub(super) fn new(most: usize) -> Self {
+        Self { list: Vec::with_capacity(most.min(4096)), most }
+    }
+
+    #[inline]
+    pub(super) fn offer(&mut self, one: Match) {
+        let full = self.list.len() >= self.most;
+        let beaten = self.list.last().is_some_and(|last| !one.beats(last));
+        if one.score.is_nan() || full && beaten {
+            return;
+        }
+        if full {
+            self.list.pop();
+        }
+        let place = self.list.partition_point(|other| other.beats(&one));
+        self.list.insert(place, one);
+    }
+}
+
+/// So many vectors of that dimension, their components between -1 and 1: the same for the same seed, everywhere.
+pub fn random_vectors(seed: u64, count: u64, dimension: u32) -> Vec<f32> {
+    let total = count as usize * dimension as usize;
+    let value = |at: usize| {
+        let mut word = (at as u64 ^ seed << 40).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        for (shift, factor) in [(30, 0xbf58_476d_1ce4_e5b9_u64), (27, 0x94d0_49bb_1331_11eb)] {
+            word = (word ^ word >> shift).wrapping_mul(factor);
+        }
+        // 24 bits are a float's.
+        ((word ^ word >> 31) >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..total).map(value).collect()
+}
+
+/// What is wrong with vectors that a server shall serve, if something is.
+pub(super) fn check_vectors(vectors: &[f32], dimension: u32) -> Result<u64> {
+    let wrong = |why: String, fix: &'static str| {
+        Err(Error::new(Kind::InvalidArgument, "serve vectors").why(why).fix(fix))
+    };
+    if !(1..=16_384).contains(&dimension) {
+        return wrong(format!("they have {dimension} components"), "use 1 to 16384 components");
+    }
+    let count = vectors.len() / dimension as usize;
+    if count == 0 || !vectors.len().is_multiple_of(dimension as usize) {
+        let why = format!("{} numbers are no vectors of {dimension}", vectors.len());
+        return wrong(why, "give all components of one vector or more");
+    }
+    if u32::try_from(count).is_err() {
+        return wrong(format!("there are {count}"), "serve fewer than 2^32");
+    }
+    match vectors.iter().position(|part| !part.is_finite()) {
+        Some(at) => {
+            let why =
+                format!("vector {} has a component that is not finite", at / dimension as usize);
+            wrong(why, "leave it out")
+        }
+        None => Ok(count as u64),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_best_are_kept_in_order_and_ties_go_to_the_first() {
+        let mut best = Best::new(3);
+        for (id, score) in [(4, 1.0), (1, 1.0), (9, 5.0), (2, f32::NAN), (3, -1.0), (0, 1.0)] {
+            best.offer(Match { id, score });
+        }
+        let found: Vec<_> = best.list.iter().map(|one| (one.id, one.score)).collect();
+        assert_eq!(found, [(9, 5.0), (0, 1.0), (1, 1.0)]);
+    }
+
+    #[test]
+    fn heads_that_are_wrong_are_named() {
+        let good = query_bytes(3, &[1.0, 2.0]);
+        assert_eq!(judge(&good[..HEAD], 2, 10), Ok(3));
+        assert_eq!(judge(&good[..HEAD], 3, 10), Err(Status::WrongDimension));
+        assert_eq!(judge(&good[..HEAD], 2, 2), Err(Status::WrongCount));
+        assert_eq!(judge(&query_bytes(0, &[1.0, 2.0])[..HEAD], 2, 2), Err(Status::WrongCount));
+        assert_eq!(judge(b"GET / HTTP/1.1\r\n", 2, 2), Err(Status::NoQuery));
+    }
+
+    #[test]
+    fn answers_that_make_no_sense_are_errors() {
+        struct Said(io::Cursor<Vec<u8>>);
+        impl Read for Said {
+            fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+                self.0.read(into)
+            }
+        }
+        impl Write for Said {
+            fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+                Ok(from.len())
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let ask_of = |bytes: &[u8]| ask(Said(io::Cursor::new(bytes.to_vec())), 2, &[1.0]);
+        let refused = ask_of(&head_bytes(Status::Full, 0)).unwrap_err();
+        assert!(refused.to_string().contains("too many clients"), "{refused}");
+        let huge = ask_of(&head_bytes(Status::Found, 3)).unwrap_err();
+        assert_eq!(huge.kind(), io::ErrorKind::InvalidData, "more than was asked for");
+        assert_eq!(ask_of(b"+PONG\r\n").unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        assert!(ask_of(b"220 mail.example ESMTP\r\n").is_err());
+        assert_eq!(ask_of(&head_bytes(Status::Found, 0)).unwrap(), []);
+    }
+
+    #[test]
+    fn random_vectors_are_the_same_everywhere() {
+        let vectors = random_vectors(7, 100, 3);
+        assert_eq!(vectors.len(), 300);
+        assert!(vectors.iter().all(|part| (-1.0..1.0).contains(part)));
+        assert_eq!(vectors, random_vectors(7, 100, 3));
+        assert_ne!(vectors, random_vectors(8, 100, 3));
+        assert_eq!(check_vectors(&vectors, 3).unwrap(), 100);
+        for (wrong, dimension) in [(&vectors[..2], 3), (&vectors[..], 0), (&[f32::NAN][..], 1)] {
+            check_vectors(wrong, dimension).unwrap_err();
+        }
+    }
+}

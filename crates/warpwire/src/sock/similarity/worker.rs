@@ -1,0 +1,222 @@
+//! The workers of the simulated GPU: the twin of similarity.cu.
+
+use std::time::{Duration, Instant};
+
+use super::wire::{Best, HEAD, MATCH, Match, Status, head_bytes, judge};
+use super::{Setup, counts};
+use crate::mem::DeviceAddr;
+use crate::mem::sim::{Block, Fault};
+use crate::sock::device::{Failure, Kind, Outcome, Polled, Setting, Sock, Sockets};
+use crate::sock::layout::events;
+use crate::sock::serving::{self, STOP};
+
+const NAP: Duration = Duration::from_millis(50);
+/// How many vectors are looked at together.
+const TILE: usize = 1024;
+
+struct Connection {
+    socket: Sock,
+    input: Vec<u8>,
+    output: Vec<u8>,
+    closing: bool,
+    /// When something began that is not finished: half a query, or an answer that nobody takes.
+    since: Option<Instant>,
+}
+
+struct Worker<'a> {
+    block: &'a Block<'a>,
+    setup: &'a Setup,
+    sockets: Sockets<'a>,
+    connections: Vec<Connection>,
+}
+
+/// One worker, as a block function.
+pub(super) fn similarity_block(block: &Block<'_>) -> Result<(), Fault> {
+    let setup = Setup::read(block, block.address(0)?)?;
+    let sockets = Sockets::open(block, DeviceAddr::new(setup.table))?;
+    let mut worker = Worker { block, setup: &setup, sockets, connections: Vec::new() };
+    match worker.serve() {
+        // The host has ended, and so does this.
+        Ok(()) | Err(Failure::Errno(_)) => Ok(()),
+        Err(Failure::Fault(fault)) => Err(fault),
+    }
+}
+
+impl Worker<'_> {
+    fn count(&self, counter: u64, by: u64) -> Outcome<u64> {
+        Ok(self.block.fetch_add_u64(DeviceAddr::new(self.setup.counts + counter), by)?)
+    }
+
+    fn serve(&mut self) -> Outcome<()> {
+        let Setup { control, address, .. } = self.setup;
+        let kind = if self.setup.kind == 3 { Kind::WarpStream } else { Kind::Stream };
+        let listener = serving::listener(self.block, &self.sockets, *control, address, kind)?;
+        let Some(listener) = listener else { return Ok(()) };
+        while self.block.load_u64(DeviceAddr::new(control + STOP))? == 0 {
+            let (mine, clients) = (self.connections.len() as u64, self.count(counts::CLIENTS, 0)?);
+            // Whoever has no more than his share takes the next; all of them turn away what is too much.
+            let full = clients >= self.setup.most_clients;
+            let takes =
+                full || mine < self.setup.per_worker && mine * self.setup.workers <= clients;
+            let wanted = |connection: &Connection| {
+                let waits = if connection.output.is_empty() { events::IN } else { events::OUT };
+                Polled::new(connection.socket, waits)
+            };
+            let mut list: Vec<_> = self.connections.iter().map(wanted).collect();
+            if takes {
+                list.push(Polled::new(listener, events::IN));
+            }
+            self.sockets.poll(&mut list, Some(if takes { NAP } else { NAP / 10 }))?;
+            let arrived = takes && list.pop().is_some_and(|polled| polled.found != 0);
+            for (index, polled) in list.iter().enumerate().rev() {
+                if !self.converse(index, polled.found)? {
+                    self.hang_up(index)?;
+                }
+            }
+            if arrived {
+                self.take(listener)?;
+            }
+        }
+        while !self.connections.is_empty() {
+            self.hang_up(0)?;
+        }
+        if self.block.index() == 0 {
+            self.sockets.close(listener)?;
+        }
+        Ok(())
+    }
+
+    fn hang_up(&mut self, index: usize) -> Outcome<()> {
+        let connection = self.connections.swap_remove(index);
+        self.count(counts::CLIENTS, u64::MAX)?;
+        self.count(counts::CLOSED, 1)?;
+        self.sockets.close(connection.socket)
+    }
+
+    /// Takes a connection that waits, if another worker was not faster; turns it away if there are too many.
+    fn take(&mut self, listener: Sock) -> Outcome<()> {
+        let socket = match self.sockets.accept(listener) {
+            Ok((socket, _)) => socket,
+            Err(Failure::Errno(rustix::io::Errno::AGAIN)) => return Ok(()),
+            Err(failure) => return Err(failure),
+        };
+        self.sockets.set(socket, Setting::NonBlocking, 1)?;
+        let has_place = (self.connections.len() as u64) < self.setup.per_worker;
+        let before = self.count(counts::CLIENTS, 1)?;
+        if !has_place || before >= self.setup.most_clients {
+            self.count(counts::CLIENTS, u64::MAX)?;
+            // It may be gone already.
+            let _ = self.sockets.send(socket, &head_bytes(Status::Full, 0));
+            return self.sockets.close(socket);
+        }
+        self.connections.push(Connection {
+            socket,
+            input: Vec::new(),
+            output: Vec::new(),
+            closing: false,
+            since: None,
+        });
+        Ok(())
+    }
+
+    /// Takes what came, and answers it; false if the connection is done with.
+    fn converse(&mut self, index: usize, found: u16) -> Outcome<bool> {
+        let patience = Duration::from_nanos(self.setup.patience);
+        let (worker, size) = (&*self, self.setup.in_size as usize);
+        let connection = &worker.connections[index];
+        if found == 0 {
+            return Ok(connection.since.is_none_or(|since| since.elapsed() <= patience));
+        }
+        let (socket, have) = (connection.socket, connection.input.len());
+        let mut answer = None;
+        if found & !events::OUT != 0 && connection.output.is_empty() {
+            let mut more = vec![0; size - have];
+            let got = match self.sockets.recv(socket, &mut more) {
+                Ok(0) => return Ok(false),
+                Ok(got) => got,
+                Err(Failure::Errno(rustix::io::Errno::AGAIN)) => 0,
+                Err(Failure::Errno(_)) => return Ok(false),
+                Err(fault) => return Err(fault),
+            };
+            self.connections[index].input.extend(&more[..got]);
+            answer = self.answer(&self.connections[index].input)?;
+        }
+        let connection = &mut self.connections[index];
+        if let Some((bytes, closing)) = answer {
+            connection.output.extend(bytes);
+            connection.closing = closing;
+            connection.input.clear();
+        }
+        if !connection.output.is_empty() {
+            match self.sockets.send(connection.socket, &connection.output) {
+                Ok(sent) => drop(connection.output.drain(..sent)),
+                Err(Failure::Errno(rustix::io::Errno::AGAIN)) => {}
+                Err(Failure::Errno(_)) => return Ok(false),
+                Err(fault) => return Err(fault),
+            }
+        }
+        let busy = !connection.input.is_empty() || !connection.output.is_empty();
+        connection.since = busy.then(|| connection.since.unwrap_or_else(Instant::now));
+        let late = connection.since.is_some_and(|since| since.elapsed() > patience);
+        let said = connection.output.is_empty() && connection.closing;
+        Ok(!late && !said)
+    }
+
+    /// What to say to what has come, and whether that is the last; `None` if more must come.
+    fn answer(&self, input: &[u8]) -> Outcome<Option<(Vec<u8>, bool)>> {
+        if input.len() < HEAD {
+            return Ok(None);
+        }
+        let (head, rest) = input.split_at(HEAD);
+        let k = match judge(head, self.setup.dimension, self.setup.most_k) {
+            Ok(k) => k,
+            Err(status) => return self.refuse(status),
+        };
+        if input.len() < self.setup.in_size as usize {
+            return Ok(None);
+        }
+        let query = floats(rest);
+        if query.iter().any(|part| !part.is_finite()) {
+            return self.refuse(Status::NotFinite);
+        }
+        let found = self.search(&query, k)?;
+        self.count(counts::QUERIES, 1)?;
+        let mut bytes = Vec::with_capacity(HEAD + found.len() * MATCH);
+        bytes.extend(head_bytes(Status::Found, found.len() as u32));
+        for one in found {
+            bytes.extend(one.id.to_le_bytes());
+            bytes.extend(one.score.to_le_bytes());
+        }
+        Ok(Some((bytes, false)))
+    }
+
+    fn refuse(&self, status: Status) -> Outcome<Option<(Vec<u8>, bool)>> {
+        self.count(counts::REFUSED, 1)?;
+        Ok(Some((head_bytes(status, 0).to_vec(), true)))
+    }
+
+    fn search(&self, query: &[f32], k: u32) -> Outcome<Vec<Match>> {
+        let (count, mut best) = (self.setup.vector_count, Best::new(k as usize));
+        let mut bytes = [0; TILE * 4];
+        for first in (0..count).step_by(TILE) {
+            let tile = TILE.min((count - first) as usize);
+            let mut scores = [0.0_f32; TILE];
+            for (component, part) in query.iter().enumerate() {
+                // One component of all vectors lies together.
+                let at = self.setup.vectors + (component as u64 * count + first) * 4;
+                self.block.read(DeviceAddr::new(at), &mut bytes[..tile * 4])?;
+                for (score, word) in scores.iter_mut().zip(bytes[..tile * 4].as_chunks::<4>().0) {
+                    *score = part.mul_add(f32::from_le_bytes(*word), *score);
+                }
+            }
+            for (at, score) in scores[..tile].iter().enumerate() {
+                best.offer(Match { id: (first + at as u64) as u32, score: *score });
+            }
+        }
+        Ok(best.list)
+    }
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks::<4>().0.iter().map(|word| f32::from_le_bytes(*word)).collect()
+}

@@ -1,0 +1,617 @@
+//! One end of a connection that a CPU program has: its memory, its queue pair, and what waits.
+//!
+//! What always holds:
+//! 1. Each post is signaled once, by its last entry, and has at most [`ENTRIES`] entries; no more than [`MOST_POSTS`] are
+//!    under way. So neither queue is ever full.
+//! 2. Bytes are staged until their post has completed, which is when they have landed.
+//! 3. Places are kept free among the posts: for a report always, and one more for the end of the stream.
+//! 4. Flags are read before landing words: what had landed when a flag was raised is seen.
+
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::flow::{ENDED, Incoming, Outgoing};
+use super::handshake::{Hello, Spot};
+use super::net::{Inner, NetOptions};
+use crate::error::{Error, Kind, Result};
+use crate::mr::{HostMemory, Memory};
+use crate::verbs::{Access, Completion, Context, Cq, Mr, Op, Qp, QpOptions, Request, Sge, Signal};
+
+/// Where the landing words lie, a line each, and the ring behind them.
+const RECEIVED: u64 = 0;
+const TAKEN: u64 = 64;
+const RING: u64 = 4096;
+/// The most entries of a post: a span that goes around both rings, and the word.
+const ENTRIES: u32 = 4;
+const MOST_POSTS: u64 = 64;
+/// What the completion of a report or of an end bears; that of bytes bears how many were ever sent.
+const REPORT: u64 = 1 << 62;
+const END: u64 = 1 << 63;
+/// How long a call looks by itself before it sleeps.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// What a call waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum For {
+    Reading,
+    Writing,
+}
+
+impl For {
+    const BOTH: [Self; 2] = [Self::Reading, Self::Writing];
+
+    fn bit(self) -> u8 {
+        1 << self as u8
+    }
+}
+
+/// What has befallen a connection.
+mod flag {
+    /// Its TCP connection has ended.
+    pub(super) const HUNG_UP: u32 = 1;
+    /// It was reset: by us, or because work failed.
+    pub(super) const FAILED: u32 = 2;
+    /// We read no more.
+    pub(super) const DEAF: u32 = 4;
+}
+
+/// What an end needs before it knows its peer.
+pub(super) struct Parts {
+    qp: Qp,
+    cq: Cq,
+    /// The words and the ring, which the peer writes; the staged bytes, which only we do.
+    far: Mr,
+    near: Mr,
+    memory: HostMemory,
+    ring: u64,
+    stage: u64,
+}
+
+impl Parts {
+    pub(super) fn new(context: &Context, options: &NetOptions) -> Result<Self> {
+        let pd = context.pd();
+        let cq = context.create_cq(MOST_POSTS as u32 * 2)?;
+        let queue = QpOptions {
+            send_depth: MOST_POSTS as u32 * ENTRIES,
+            receive_depth: 1,
+            send_ranges: 1,
+            receive_ranges: 1,
+            inline: 8,
+            signal_all: false,
+            access: warpwire_proto::qp::Access::REMOTE_WRITE,
+            // A busy machine may keep a peer from answering for a while.
+            timeout: 16,
+            max_rd_atomic: 1,
+            ..QpOptions::default()
+        };
+        let qp = context.create_qp(&pd, &cq, &cq, queue)?;
+        let (ring, stage) = (options.ring, options.stage);
+        let memory = HostMemory::new(RING + ring + stage)?;
+        let part = |at, len| Memory::from(memory.clone()).part(at, len);
+        let theirs = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        let far = context.register(&pd, part(0, RING + ring)?, theirs)?;
+        let near = context.register(&pd, part(RING + ring, stage)?, Access::LOCAL_WRITE)?;
+        Ok(Self { qp, cq, far, near, memory, ring, stage })
+    }
+
+    /// What the peer is told.
+    pub(super) fn hello(&self) -> Hello {
+        let spot = |offset| {
+            let place = self.far.remote(offset);
+            Spot { address: place.address, rkey: place.rkey }
+        };
+        Hello {
+            offer: self.qp.offer(),
+            ring: spot(RING),
+            ring_size: self.ring,
+            received: spot(RECEIVED),
+            taken: spot(TAKEN),
+            // What has landed is not kept here.
+            window: None,
+        }
+    }
+
+    /// Connects the queue pair: the peer may write from now on.
+    pub(super) fn meet(&self, peer: &Hello) -> Result<()> {
+        self.qp.connect(&peer.offer)
+    }
+}
+
+/// An end that is connected.
+pub(super) struct End {
+    parts: Parts,
+    peer: Hello,
+    pub(super) tcp: TcpStream,
+    pub(super) addresses: (SocketAddr, SocketAddr),
+    pub(super) net: Arc<Inner>,
+    incoming: Mutex<Incoming>,
+    outgoing: Mutex<Outgoing>,
+    flags: AtomicU32,
+    why: OnceLock<Error>,
+    /// For those who look without the locks: bytes read, sent, and landed at the peer.
+    consumed: AtomicU64,
+    sent: AtomicU64,
+    landed: AtomicU64,
+    posted: AtomicU64,
+    completed: AtomicU64,
+    /// A report that found no place; 0 is none.
+    to_report: AtomicU64,
+    end_landed: AtomicBool,
+    waiters: [AtomicU32; 2],
+    lock: Mutex<()>,
+    woken: Condvar,
+    signal: OnceLock<Signal>,
+    armed: AtomicU8,
+    /// It stands on the list of those that are watched.
+    pub(super) listed: AtomicBool,
+    number: u64,
+}
+
+impl End {
+    pub(super) fn new(
+        parts: Parts,
+        peer: Hello,
+        tcp: TcpStream,
+        net: Arc<Inner>,
+    ) -> io::Result<Self> {
+        let addresses = (tcp.local_addr()?, tcp.peer_addr()?);
+        let number = net.number();
+        Ok(Self {
+            incoming: Mutex::new(Incoming::from_window(parts.ring, peer.window)),
+            outgoing: Mutex::new(Outgoing::new(peer.ring_size)),
+            parts,
+            peer,
+            tcp,
+            addresses,
+            net,
+            flags: AtomicU32::new(0),
+            why: OnceLock::new(),
+            consumed: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            landed: AtomicU64::new(0),
+            posted: AtomicU64::new(0),
+            completed: AtomicU64::new(0),
+            to_report: AtomicU64::new(0),
+            end_landed: AtomicBool::new(false),
+            waiters: [AtomicU32::new(0), AtomicU32::new(0)],
+            lock: Mutex::new(()),
+            woken: Condvar::new(),
+            signal: OnceLock::new(),
+            armed: AtomicU8::new(0),
+            listed: AtomicBool::new(false),
+            number,
+        })
+    }
+
+    /// What its events are known by.
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Which way its bytes take, and why.
+    pub(super) fn path(&self) -> Result<crate::link::Path> {
+        self.parts.qp.path()
+    }
+
+    /// A landing word, as the peer wrote it.
+    #[inline]
+    fn word(&self, at: u64) -> u64 {
+        // The words lie inside, and are aligned.
+        self.parts.memory.bytes().load_u64(at).map_or(0, u64::from_le)
+    }
+
+    fn has(&self, flags: u32) -> bool {
+        self.flags.load(Ordering::Acquire) & flags != 0
+    }
+
+    /// Reads what has come; `None` if that is nothing yet.
+    pub(super) fn try_read(&self, into: &mut [u8]) -> io::Result<Option<usize>> {
+        let mut incoming = self.incoming.lock();
+        let flags = self.flags.load(Ordering::Acquire);
+        if into.is_empty() || flags & flag::DEAF != 0 {
+            return Ok(Some(0));
+        }
+        if let Err(lie) = incoming.hear(self.word(RECEIVED)) {
+            return Err(self.reset(lie));
+        }
+        let mut count = 0;
+        while count < into.len() && incoming.waiting() > 0 {
+            let (place, piece) = incoming.piece();
+            let piece = (piece as usize).min(into.len() - count);
+            let read = self.parts.memory.bytes();
+            read.read_cached(RING + place, &mut into[count..count + piece]).map_err(io_error)?;
+            count += piece;
+            if let Some(taken) = incoming.consume(piece as u64) {
+                self.to_report.store(taken, Ordering::Relaxed);
+            }
+        }
+        if count > 0 {
+            let consumed = self.consumed.load(Ordering::Relaxed) + count as u64;
+            self.consumed.store(consumed, Ordering::Release);
+            self.report();
+            return Ok(Some(count));
+        }
+        match incoming.is_at_end() {
+            true => Ok(Some(0)),
+            false if flags & (flag::HUNG_UP | flag::FAILED) != 0 => Err(self.lost("read")),
+            false => Ok(None),
+        }
+    }
+
+    /// Tells the peer how much was read, if there is a report to make and a place for it.
+    fn report(&self) {
+        let taken = self.to_report.load(Ordering::Relaxed);
+        if taken == 0 || self.has(flag::FAILED | flag::HUNG_UP) || !self.has_place(2) {
+            return;
+        }
+        let word = taken.to_le_bytes();
+        let request = Request::new(REPORT, Op::Write(self.peer.taken.plus(0))).inline(&word);
+        if self.post(&[request]).is_ok() {
+            // A newer one may have come meanwhile; it stays.
+            let (order, fail) = (Ordering::Relaxed, Ordering::Relaxed);
+            let _ = self.to_report.compare_exchange(taken, 0, order, fail);
+        }
+    }
+
+    /// Sends what there is room for; `None` if that is nothing now.
+    pub(super) fn try_write(&self, from: &[u8]) -> io::Result<Option<usize>> {
+        let mut outgoing = self.outgoing.lock();
+        if outgoing.has_ended() {
+            return Err(ended_by_us());
+        }
+        if self.has(flag::HUNG_UP | flag::FAILED) {
+            return Err(self.lost("write"));
+        }
+        if from.is_empty() {
+            return Ok(Some(0));
+        }
+        if let Err(lie) = outgoing.hear(self.word(TAKEN)) {
+            return Err(self.reset(lie));
+        }
+        let staged = outgoing.sent() - self.landed.load(Ordering::Acquire);
+        if self.in_flight() >= MOST_POSTS / 4 || staged * 2 > self.parts.stage {
+            self.drain();
+        }
+        let free = self.parts.stage - (outgoing.sent() - self.landed.load(Ordering::Acquire));
+        let count = outgoing.room().min(free).min(from.len() as u64);
+        if count == 0 || !self.has_place(3) {
+            return Ok(None);
+        }
+        self.send(&mut outgoing, &from[..count as usize])?;
+        Ok(Some(count as usize))
+    }
+
+    /// Stages bytes, for which there is room, and posts them with the new count.
+    fn send(&self, outgoing: &mut Outgoing, bytes: &[u8]) -> io::Result<()> {
+        let mut spans = [Sge { address: 0, len: 0, lkey: 0 }; ENTRIES as usize - 1];
+        let mut targets = [self.peer.ring.plus(0); ENTRIES as usize - 1];
+        let (mut done, mut count) = (0, 0);
+        while done < bytes.len() && count < spans.len() {
+            let at = outgoing.sent() & (self.parts.stage - 1);
+            let (place, fits) = outgoing.piece();
+            let piece = fits.min(self.parts.stage - at).min((bytes.len() - done) as u64);
+            let base = RING + self.parts.ring;
+            let stage = self.parts.memory.bytes();
+            let part = &bytes[done..done + piece as usize];
+            stage.write_cached(base + at, part).map_err(io_error)?;
+            spans[count] = self.parts.near.sge(at, piece as u32);
+            targets[count] = self.peer.ring.plus(place);
+            outgoing.wrote(piece);
+            done += piece as usize;
+            count += 1;
+        }
+        let word = outgoing.word().to_le_bytes();
+        let last = Request::new(outgoing.sent(), Op::Write(self.peer.received.plus(0)));
+        let mut requests = [last.inline(&word); ENTRIES as usize];
+        for at in 0..count {
+            let span = std::slice::from_ref(&spans[at]);
+            requests[at] = Request::new(0, Op::Write(targets[at])).with(span).unsignaled();
+        }
+        self.sent.store(outgoing.sent(), Ordering::Release);
+        self.post(&requests[..=count]).map_err(|error| self.reset(error))
+    }
+
+    /// Ends the sending direction.
+    pub(super) fn end(&self) {
+        let mut outgoing = self.outgoing.lock();
+        if outgoing.has_ended() {
+            return;
+        }
+        outgoing.end();
+        if self.has(flag::HUNG_UP | flag::FAILED) {
+            return;
+        }
+        if !self.has_place(1) {
+            self.drain();
+        }
+        let word = outgoing.word().to_le_bytes();
+        let request = Request::new(END, Op::Write(self.peer.received.plus(0))).inline(&word);
+        if let Err(error) = self.post(&[request]) {
+            self.reset(error);
+        }
+    }
+
+    /// Ends the receiving direction, for us.
+    pub(super) fn deafen(&self) {
+        self.flags.fetch_or(flag::DEAF, Ordering::AcqRel);
+        self.wake();
+    }
+
+    fn post(&self, requests: &[Request<'_>]) -> Result<()> {
+        self.posted.fetch_add(1, Ordering::AcqRel);
+        self.parts.qp.post_send(requests).inspect_err(|_| {
+            self.posted.fetch_sub(1, Ordering::AcqRel);
+        })
+    }
+
+    fn in_flight(&self) -> u64 {
+        let completed = self.completed.load(Ordering::Acquire);
+        self.posted.load(Ordering::Acquire).saturating_sub(completed)
+    }
+
+    /// Whether one more post leaves so many places among all, less one: see rule 3.
+    fn has_place(&self, kept: u64) -> bool {
+        // Two threads may look at the same time, and both post.
+        if self.in_flight() + 2 * kept > MOST_POSTS {
+            self.drain();
+        }
+        self.in_flight() + 2 * kept <= MOST_POSTS
+    }
+
+    /// Takes completions, and has the device make a step.
+    pub(super) fn drain(&self) {
+        let mut some = [Completion::EMPTY; 16];
+        loop {
+            let count = match self.parts.cq.poll(&mut some) {
+                Ok(count) => count,
+                Err(error) => return drop(self.reset(error)),
+            };
+            for completion in &some[..count] {
+                self.completed.fetch_add(1, Ordering::AcqRel);
+                match completion.id {
+                    _ if !completion.is_success() => self.work_failed(completion),
+                    REPORT => {}
+                    END => self.end_landed.store(true, Ordering::Release),
+                    sent => drop(self.landed.fetch_max(sent, Ordering::AcqRel)),
+                }
+            }
+            if count < some.len() {
+                return;
+            }
+        }
+    }
+
+    #[cold]
+    fn work_failed(&self, completion: &Completion) {
+        // After the peer's end that only means that it is gone.
+        let why = format!("the work that carries bytes ended with {}", completion.status);
+        let error = Error::new(Kind::PeerLost, "reach the peer").why(why);
+        self.fail(error.fix("look at what became of the peer, and of the way to it"));
+    }
+
+    fn fail(&self, error: Error) {
+        let _ = self.why.set(error);
+        self.flags.fetch_or(flag::FAILED, Ordering::AcqRel);
+        self.wake();
+    }
+
+    /// Resets the connection: the peer sees its TCP connection reset.
+    #[cold]
+    pub(super) fn reset(&self, error: Error) -> io::Error {
+        tracing::debug!(peer = %self.addresses.1, %error, "a connection is reset");
+        self.fail(error);
+        // Where it cannot be set the peer sees it end without the end of the stream, which means the same.
+        let _ = rustix::net::sockopt::set_socket_linger(&self.tcp, Some(Duration::ZERO));
+        let _ = self.tcp.shutdown(std::net::Shutdown::Both);
+        self.lost("use a connection")
+    }
+
+    /// The TCP connection has ended, or the peer spoke where nothing is to be said.
+    pub(super) fn hung_up(&self, spoke: bool) {
+        if spoke {
+            let error = Error::new(Kind::Malformed, "use a connection");
+            drop(self.reset(error.why("the peer spoke on the TCP connection")));
+        }
+        self.flags.fetch_or(flag::HUNG_UP, Ordering::AcqRel);
+        self.wake();
+    }
+
+    /// Why a call on a lost connection fails.
+    #[cold]
+    fn lost(&self, what: &'static str) -> io::Error {
+        let has_ended = self.word(RECEIVED) & ENDED != 0;
+        let (kind, why) = match self.why.get() {
+            Some(error) if !has_ended || *error.kind() != Kind::PeerLost => {
+                (io::ErrorKind::ConnectionReset, error.reason().to_owned())
+            }
+            _ if has_ended => (io::ErrorKind::BrokenPipe, "the peer has closed it".to_owned()),
+            _ => {
+                let why = "the peer died, or reset it: the TCP connection ended before the stream";
+                (io::ErrorKind::ConnectionReset, why.to_owned())
+            }
+        };
+        let error = Error::new(Kind::PeerLost, what).on(self.addresses.1.to_string()).why(why);
+        io::Error::new(kind, error.fix("connect anew"))
+    }
+
+    /// Whether a call would not wait. Without locks: it may say yes too often, never too seldom.
+    fn is_ready(&self, what: For) -> bool {
+        if self.has(flag::HUNG_UP | flag::FAILED) {
+            return true;
+        }
+        match what {
+            For::Reading if self.has(flag::DEAF) => true,
+            For::Reading => {
+                let word = self.word(RECEIVED);
+                word & ENDED != 0 || word != self.consumed.load(Ordering::Acquire)
+            }
+            For::Writing => {
+                let sent = self.sent.load(Ordering::Acquire);
+                let there = sent.wrapping_sub(self.word(TAKEN)) < self.peer.ring_size;
+                let here = sent - self.landed.load(Ordering::Acquire) < self.parts.stage;
+                there && here && self.in_flight() + 6 <= MOST_POSTS
+            }
+        }
+    }
+
+    /// Waits until a call may go on, or the time is over; tells whether it may.
+    pub(super) fn wait(&self, what: For, until: Option<Instant>) -> bool {
+        let begun = Instant::now();
+        while begun.elapsed() < SPIN {
+            self.drain();
+            if self.is_ready(what) {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        let waiters = &self.waiters[what as usize];
+        waiters.fetch_add(1, Ordering::SeqCst);
+        let mut guard = self.lock.lock();
+        let mut ready = self.is_ready(what);
+        while !ready {
+            self.net.watch(self);
+            let over = match until {
+                None => {
+                    self.woken.wait(&mut guard);
+                    false
+                }
+                Some(until) => self.woken.wait_until(&mut guard, until).timed_out(),
+            };
+            ready = self.is_ready(what);
+            if over {
+                break;
+            }
+        }
+        drop(guard);
+        waiters.fetch_sub(1, Ordering::SeqCst);
+        ready
+    }
+
+    /// Wakes everybody who waits.
+    pub(super) fn wake(&self) {
+        drop(self.lock.lock());
+        self.woken.notify_all();
+        if let Some(signal) = self.signal.get() {
+            signal.raise();
+        }
+    }
+
+    /// A call would have waited: the descriptor is raised when it would not.
+    pub(super) fn arm(&self, what: For) {
+        self.armed.fetch_or(what.bit(), Ordering::SeqCst);
+        let Some(signal) = self.signal.get() else { return };
+        signal.take();
+        if self.is_armed_and_ready() {
+            signal.raise();
+        } else {
+            self.net.watch(self);
+        }
+    }
+
+    /// A call of that sort is made: nobody waits for it any more.
+    pub(super) fn disarm(&self, what: For) {
+        if self.armed.load(Ordering::Relaxed) & what.bit() != 0 {
+            self.armed.fetch_and(!what.bit(), Ordering::SeqCst);
+        }
+    }
+
+    fn is_armed_and_ready(&self) -> bool {
+        let armed = self.armed.load(Ordering::SeqCst);
+        For::BOTH.into_iter().any(|what| armed & what.bit() != 0 && self.is_ready(what))
+    }
+
+    /// The descriptor of readiness. It begins raised.
+    pub(super) fn signal(&self) -> Result<&Signal> {
+        if self.signal.get().is_none() {
+            let signal = Signal::new()?;
+            signal.raise();
+            let _ = self.signal.set(signal);
+        }
+        // It was set just now, by this thread or by another.
+        self.signal.get().ok_or_else(|| Error::new(Kind::Busy, "make a descriptor"))
+    }
+
+    /// Looks on behalf of those who sleep: tells whether something happened, and whether somebody still waits.
+    pub(super) fn look(&self) -> (bool, bool) {
+        if self.in_flight() > 0 {
+            self.drain();
+        }
+        self.report();
+        let sleeps = |what: For| self.waiters[what as usize].load(Ordering::SeqCst) > 0;
+        let mut happened = false;
+        if For::BOTH.into_iter().any(|what| sleeps(what) && self.is_ready(what)) {
+            drop(self.lock.lock());
+            self.woken.notify_all();
+            happened = true;
+        }
+        let signal = self.signal.get();
+        let raised = signal.is_some() && self.is_armed_and_ready();
+        if let Some(signal) = signal.filter(|_| raised) {
+            signal.raise();
+            happened = true;
+        }
+        (happened, self.is_waited_for())
+    }
+
+    /// Whether somebody waits for it, who must be told.
+    pub(super) fn is_waited_for(&self) -> bool {
+        let sleeps = self.waiters.iter().any(|count| count.load(Ordering::SeqCst) > 0);
+        let armed = self.signal.get().is_some() && self.armed.load(Ordering::SeqCst) != 0;
+        let owes = self.to_report.load(Ordering::Relaxed) != 0;
+        sleeps
+            || armed && !self.is_armed_and_ready()
+            || owes && !self.has(flag::FAILED | flag::HUNG_UP)
+    }
+
+    /// Nobody has it any more: nobody waits.
+    pub(super) fn abandon(&self) {
+        self.armed.store(0, Ordering::SeqCst);
+        self.to_report.store(0, Ordering::Relaxed);
+    }
+
+    /// Ends the TCP connection.
+    pub(super) fn hang_up(&self) {
+        let _ = self.tcp.shutdown(std::net::Shutdown::Both);
+    }
+
+    /// Whether nothing is left to do for a connection that nobody has any more.
+    pub(super) fn is_over(&self) -> bool {
+        self.drain();
+        self.end_landed.load(Ordering::Acquire) || self.has(flag::FAILED | flag::HUNG_UP)
+    }
+}
+
+impl std::fmt::Debug for End {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} to {}", self.addresses.0, self.addresses.1)
+    }
+}
+
+#[cold]
+fn ended_by_us() -> io::Error {
+    let error = Error::new(Kind::Freed, "write").why("the sending direction was shut down");
+    io::Error::new(io::ErrorKind::BrokenPipe, error.fix("write before the shutdown"))
+}
+
+/// An error of the house as one of the standard library.
+#[cold]
+pub(super) fn io_error(error: Error) -> io::Error {
+    let kind = match error.kind() {
+        Kind::Os(errno) => io::Error::from_raw_os_error(*errno).kind(),
+        Kind::InvalidArgument | Kind::OutOfRange | Kind::Misaligned => io::ErrorKind::InvalidInput,
+        Kind::Malformed => io::ErrorKind::InvalidData,
+        Kind::OutOfMemory => io::ErrorKind::OutOfMemory,
+        Kind::Timeout => io::ErrorKind::TimedOut,
+        Kind::Unsupported => io::ErrorKind::Unsupported,
+        Kind::PermissionDenied => io::ErrorKind::PermissionDenied,
+        Kind::PeerLost => io::ErrorKind::ConnectionReset,
+        Kind::Freed => io::ErrorKind::NotConnected,
+        _ => io::ErrorKind::Other,
+    };
+    io::Error::new(kind, error)
+}

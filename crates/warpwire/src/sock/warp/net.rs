@@ -1,0 +1,314 @@
+//! What CPU programs' sockets share: devices by address, and the thread that watches.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::end::{End, Parts, io_error};
+use super::handshake::{Handshake, LARGEST_RING, SMALLEST_RING};
+use super::listener::Listener;
+use super::service::{Command, Desk, Service};
+use super::stream::Stream;
+use crate::error::{Error, Kind, Result};
+use crate::link::{Auto, shm, udp};
+use crate::verbs::{Context, Signal};
+
+/// How large, and how patient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NetOptions {
+    /// Bytes of a receive ring: a power of two from 4096 to 1 GiB.
+    pub ring: u64,
+    /// Bytes that wait to land at the peer: a power of two from 4096 to 1 GiB.
+    pub stage: u64,
+    /// How long a peer may take to say what it must when a connection begins.
+    pub patience: Duration,
+    /// How many connections of a listener may wait to be accepted.
+    pub backlog: usize,
+    /// How many may be in the middle of meeting; one more ends that of the oldest, if it has had 100 ms.
+    pub meeting: usize,
+}
+
+impl Default for NetOptions {
+    fn default() -> Self {
+        Self {
+            ring: 256 << 10,
+            stage: 256 << 10,
+            patience: Duration::from_secs(5),
+            backlog: 1024,
+            meeting: 256,
+        }
+    }
+}
+
+impl NetOptions {
+    fn check(&self) -> Result<()> {
+        let wrong = |why: String, fix: &'static str| {
+            Err(Error::new(Kind::InvalidArgument, "use warp sockets").why(why).fix(fix))
+        };
+        for size in [self.ring, self.stage] {
+            if !size.is_power_of_two() || !(SMALLEST_RING..=LARGEST_RING).contains(&size) {
+                let why = format!("a ring of {size} bytes was asked for");
+                return wrong(why, "ask for a power of two from 4096 to 1 GiB");
+            }
+        }
+        if self.backlog == 0 || self.meeting == 0 || self.patience.is_zero() {
+            let why = format!("{self:?} lets nobody in");
+            return wrong(why, "leave room for one connection and some time for it");
+        }
+        Ok(())
+    }
+}
+
+/// Where sockets of this process are at home: a device, or one for each address of this machine, and a thread that watches
+/// for those who sleep. Clones are the same.
+///
+/// ```
+/// use std::io::{Read, Write};
+/// use warpwire::link::{Udp, udp};
+/// use warpwire::sock::warp::{Net, NetOptions};
+/// use warpwire::verbs::Context;
+/// let context = Context::open(Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default())?)?;
+/// let net = Net::over(&context, NetOptions::default())?;
+/// let listener = net.listen("127.0.0.1:0")?;
+/// let mut client = net.connect(listener.local_addr()?)?;
+/// client.write_all(b"hello")?;
+/// drop(client);
+/// let mut text = String::new();
+/// listener.accept()?.0.read_to_string(&mut text)?;
+/// assert_eq!(text, "hello");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Net(pub(super) Arc<Inner>);
+
+/// Ends the thread when nobody has sockets any more.
+pub(super) struct Inner {
+    desk: Arc<Desk>,
+    devices: Devices,
+    pub(super) options: NetOptions,
+    next: AtomicU64,
+}
+
+enum Devices {
+    One(Context),
+    ByAddress(Mutex<HashMap<IpAddr, Context>>),
+}
+
+impl Net {
+    /// Over that device, which may be hardware: both ends must reach each other through it.
+    pub fn over(context: &Context, options: NetOptions) -> Result<Self> {
+        Self::start(Devices::One(context.clone()), options)
+    }
+
+    /// Over software HCAs that are opened as they are needed, one for each address of this machine: through shared memory
+    /// to peers on this machine, over UDP to others.
+    pub fn new(options: NetOptions) -> Result<Self> {
+        Self::start(Devices::ByAddress(Mutex::default()), options)
+    }
+
+    /// The one that this process shares, with the defaults.
+    pub fn shared() -> Result<Self> {
+        static SHARED: OnceLock<Net> = OnceLock::new();
+        if let Some(net) = SHARED.get() {
+            return Ok(net.clone());
+        }
+        let net = Self::new(NetOptions::default())?;
+        // Another thread may have been faster; then ours ends.
+        Ok(SHARED.get_or_init(|| net).clone())
+    }
+
+    fn start(devices: Devices, options: NetOptions) -> Result<Self> {
+        options.check()?;
+        let desk = Arc::new(Desk::new()?);
+        Service::start(desk.clone())?;
+        // 0 is the thread's own event.
+        Ok(Self(Arc::new(Inner { desk, devices, options, next: AtomicU64::new(1) })))
+    }
+
+    /// Connects to a listener, at the first of the addresses that answers.
+    pub fn connect(&self, address: impl std::net::ToSocketAddrs) -> io::Result<Stream> {
+        let tcp = TcpStream::connect(address)?;
+        self.meet(tcp, Instant::now() + self.0.options.patience)
+    }
+
+    /// Connects to a listener in that time, meeting included.
+    pub fn connect_timeout(&self, address: &SocketAddr, timeout: Duration) -> io::Result<Stream> {
+        let deadline = Instant::now() + timeout;
+        let tcp = TcpStream::connect_timeout(address, timeout)?;
+        self.meet(tcp, deadline.min(Instant::now() + self.0.options.patience))
+    }
+
+    /// Listens; port 0 stands for any that is free.
+    pub fn listen(&self, address: impl std::net::ToSocketAddrs) -> io::Result<Listener> {
+        Listener::new(&self.0, address)
+    }
+
+    fn meet(&self, tcp: TcpStream, deadline: Instant) -> io::Result<Stream> {
+        prepare(&tcp)?;
+        let peer = tcp.peer_addr()?;
+        let mut meeting = self.0.begin(tcp).map_err(io_error)?;
+        loop {
+            if meeting.go_on()? {
+                return Ok(Stream::new(self.0.welcome(meeting)?));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let error = Error::new(Kind::Timeout, format!("connect to {peer}"))
+                    .why("the peer took the TCP connection and did not say hello in time")
+                    .fix("check that a warp socket listens there");
+                return Err(io_error(error));
+            }
+            // Our words are short, and fit the buffers: only the peer's must be waited for.
+            Signal::wait_for(&meeting.tcp, left.min(Duration::from_millis(100)))
+                .map_err(io_error)?;
+        }
+    }
+}
+
+impl Inner {
+    /// A number that no other socket of this net has.
+    pub(super) fn number(&self) -> u64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Has the thread watch an end for those who wait.
+    pub(super) fn watch(&self, end: &End) {
+        if !end.listed.swap(true, Ordering::SeqCst) {
+            self.tell(Command::Watch(end.number()));
+        }
+    }
+
+    pub(super) fn tell(&self, command: Command) {
+        self.desk.tell(command);
+    }
+
+    /// The device for connections that have this address here.
+    fn device(&self, local: IpAddr) -> Result<Context> {
+        let by_address = match &self.devices {
+            Devices::One(context) => return Ok(context.clone()),
+            Devices::ByAddress(map) => map,
+        };
+        let local = local.to_canonical();
+        let mut map = by_address.lock();
+        if let Some(context) = map.get(&local) {
+            return Ok(context.clone());
+        }
+        let (udp, shm) = (udp::Options::from_env()?, shm::Options::from_env()?);
+        let context = Context::open(Auto::bind((local, 0).into(), udp, shm)?)?;
+        map.insert(local, context.clone());
+        Ok(context)
+    }
+
+    /// Begins to meet the peer at the other end of a connection.
+    pub(super) fn begin(self: &Arc<Self>, tcp: TcpStream) -> Result<Meeting> {
+        let local = tcp.local_addr().map_err(|why| Error::os("ask for our address", &why))?;
+        let parts = Parts::new(&self.device(local.ip())?, &self.options)?;
+        let handshake = Handshake::new(&parts.hello())?;
+        Ok(Meeting { tcp, parts, handshake })
+    }
+
+    /// A connection, of two that have met.
+    pub(super) fn welcome(self: &Arc<Self>, meeting: Meeting) -> io::Result<Arc<End>> {
+        let Meeting { tcp, parts, handshake } = meeting;
+        let peer = *handshake.peer().ok_or(io::ErrorKind::NotConnected)?;
+        let end = Arc::new(End::new(parts, peer, tcp, self.clone())?);
+        self.tell(Command::Add(Arc::downgrade(&end)));
+        Ok(end)
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.tell(Command::Stop);
+    }
+}
+
+impl std::fmt::Debug for Inner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &self.devices {
+            Devices::One(context) => write!(f, "over {}", context.path()),
+            Devices::ByAddress(_) => f.write_str("over a device for each address"),
+        }
+    }
+}
+
+/// Two ends that are about to know each other.
+pub(super) struct Meeting {
+    pub(super) tcp: TcpStream,
+    parts: Parts,
+    handshake: Handshake,
+}
+
+impl Meeting {
+    /// Takes what came, sends what can be sent; tells whether the ends have met. Never blocks.
+    pub(super) fn go_on(&mut self) -> io::Result<bool> {
+        let mut bytes = [0; 512];
+        loop {
+            let heard = self.go_on_with(&mut bytes);
+            let sent = self.send();
+            if heard? {
+                sent?;
+                return Ok(self.handshake.is_done());
+            }
+            sent?;
+            if self.handshake.is_done() {
+                return Ok(true);
+            }
+        }
+    }
+
+    /// Takes one piece of what came; tells whether there was none.
+    fn go_on_with(&mut self, bytes: &mut [u8]) -> io::Result<bool> {
+        use std::io::Read;
+        match self.tcp.read(bytes) {
+            Ok(0) => {
+                let error = Error::new(Kind::PeerLost, "meet a peer").why("it has hung up");
+                return Err(io_error(error.fix("check that a warp socket is at the other end")));
+            }
+            Ok(count) => self.handshake.take(&bytes[..count]).map_err(io_error)?,
+            Err(why) if why.kind() == io::ErrorKind::WouldBlock => return Ok(true),
+            Err(why) if why.kind() == io::ErrorKind::Interrupted => {}
+            Err(why) => return Err(why),
+        }
+        if let Some(peer) = self.handshake.peer()
+            && !self.handshake.has_met()
+        {
+            if let Err(error) = self.parts.meet(peer) {
+                self.handshake.refuse(&error);
+                return Err(io_error(error));
+            }
+            self.handshake.met();
+        }
+        Ok(false)
+    }
+
+    fn send(&mut self) -> io::Result<()> {
+        use std::io::Write;
+        while !self.handshake.to_send().is_empty() {
+            match self.tcp.write(self.handshake.to_send()) {
+                Ok(count) => self.handshake.sent(count),
+                Err(why) if why.kind() == io::ErrorKind::WouldBlock => break,
+                Err(why) if why.kind() == io::ErrorKind::Interrupted => {}
+                Err(why) => return Err(why),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// How the TCP connection beside a stream is set: words at once, and a peer whose machine has gone is noticed.
+pub(super) fn prepare(tcp: &TcpStream) -> io::Result<()> {
+    use rustix::net::sockopt;
+    tcp.set_nonblocking(true)?;
+    tcp.set_nodelay(true)?;
+    sockopt::set_socket_keepalive(tcp, true)?;
+    sockopt::set_tcp_keepidle(tcp, Duration::from_secs(10))?;
+    sockopt::set_tcp_keepintvl(tcp, Duration::from_secs(5))?;
+    sockopt::set_tcp_keepcnt(tcp, 4)?;
+    Ok(())
+}

@@ -1,0 +1,276 @@
+//! Streams of CPU programs.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, SocketAddr, ToSocketAddrs};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::end::{End, For, io_error};
+use super::net::Net;
+use super::service::Command;
+use crate::error::{Error, Kind};
+
+/// How long a stream that is dropped waits for its last bytes to land, if it is not non-blocking. The rest goes on behind.
+const LINGER: Duration = Duration::from_millis(200);
+
+/// A connection of the family `warp`: bytes go straight from memory to memory.
+///
+/// It is used as [`std::net::TcpStream`] is; `&Stream` reads and writes too, so that one thread may read while another
+/// writes, and [`try_clone`](Self::try_clone) gives another handle to the same connection. When the last is dropped the peer
+/// reads what is left, then the end.
+///
+/// # Readiness
+/// For async runtimes: [`set_nonblocking`](Self::set_nonblocking), then watch the descriptor ([`AsFd`]) for *reading*,
+/// whatever you wait for. It is readable, by level and by edge, when a call that returned
+/// [`WouldBlock`](io::ErrorKind::WouldBlock) may go on, in either direction, and stays so until that call is made again; so try
+/// both directions that you wait for. It begins readable: try first, then wait. Nothing is to be read from it.
+///
+/// ```
+/// use std::io::{Read, Write};
+/// use warpwire::sock::warp::{Listener, Stream};
+/// let listener = Listener::bind("127.0.0.1:0")?;
+/// let mut client = Stream::connect(listener.local_addr()?)?;
+/// let (mut server, _) = listener.accept()?;
+/// client.write_all(b"ping")?;
+/// client.shutdown(std::net::Shutdown::Write)?;
+/// let mut text = String::new();
+/// server.read_to_string(&mut text)?;
+/// assert_eq!(text, "ping");
+/// # Ok::<(), std::io::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Stream(Arc<Handle>);
+
+#[derive(Debug)]
+struct Handle {
+    end: Arc<End>,
+    nonblocking: AtomicBool,
+    /// Nanoseconds; 0 is for ever.
+    read_timeout: AtomicU64,
+    write_timeout: AtomicU64,
+    /// It was reset, and says nothing more.
+    silent: AtomicBool,
+}
+
+impl Stream {
+    pub(super) fn new(end: Arc<End>) -> Self {
+        Self(Arc::new(Handle {
+            end,
+            nonblocking: AtomicBool::new(false),
+            read_timeout: AtomicU64::new(0),
+            write_timeout: AtomicU64::new(0),
+            silent: AtomicBool::new(false),
+        }))
+    }
+
+    /// Connects to a listener, with what this process shares: [`Net::shared`].
+    pub fn connect(address: impl ToSocketAddrs) -> io::Result<Self> {
+        Net::shared().map_err(io_error)?.connect(address)
+    }
+
+    /// Connects to a listener in that time.
+    pub fn connect_timeout(address: &SocketAddr, timeout: Duration) -> io::Result<Self> {
+        Net::shared().map_err(io_error)?.connect_timeout(address, timeout)
+    }
+
+    /// Another handle to the same connection, with the same settings.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self(self.0.clone()))
+    }
+
+    /// Ends a direction, or both. The peer reads what was sent, then the end.
+    pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+        if matches!(how, Shutdown::Write | Shutdown::Both) {
+            self.0.end.end();
+        }
+        if matches!(how, Shutdown::Read | Shutdown::Both) {
+            self.0.end.deafen();
+        }
+        Ok(())
+    }
+
+    /// Ends the connection without the end of the stream: the peer's calls, and ours, fail with
+    /// [`ConnectionReset`](io::ErrorKind::ConnectionReset).
+    pub fn reset(&self) {
+        self.0.silent.store(true, Ordering::Release);
+        let error = Error::new(Kind::PeerLost, "use a connection").why("it was reset by us");
+        drop(self.0.end.reset(error));
+    }
+
+    /// The peer's address.
+    pub fn peer_addr(&self) -> io::Result<SocketAddr> {
+        Ok(self.0.end.addresses.1)
+    }
+
+    /// Our own.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        Ok(self.0.end.addresses.0)
+    }
+
+    /// Which way its bytes take, and why.
+    pub fn path(&self) -> crate::Result<crate::link::Path> {
+        self.0.end.path()
+    }
+
+    /// Whether calls return [`WouldBlock`](io::ErrorKind::WouldBlock) instead of waiting.
+    pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
+        self.0.nonblocking.store(nonblocking, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// How long reading may wait before it fails with [`TimedOut`](io::ErrorKind::TimedOut); `None` is for ever.
+    ///
+    /// # Errors
+    /// If it is zero.
+    pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        store(&self.0.read_timeout, timeout)
+    }
+
+    /// How long writing may wait, as above.
+    ///
+    /// # Errors
+    /// If it is zero.
+    pub fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        store(&self.0.write_timeout, timeout)
+    }
+
+    /// How long reading may wait.
+    pub fn read_timeout(&self) -> io::Result<Option<Duration>> {
+        Ok(load(&self.0.read_timeout))
+    }
+
+    /// How long writing may wait.
+    pub fn write_timeout(&self) -> io::Result<Option<Duration>> {
+        Ok(load(&self.0.write_timeout))
+    }
+
+    fn until_done<T>(
+        &self,
+        what: For,
+        mut call: impl FnMut(&End) -> io::Result<Option<T>>,
+    ) -> io::Result<T> {
+        let end = &*self.0.end;
+        end.disarm(what);
+        if let Some(done) = call(end)? {
+            return Ok(done);
+        }
+        if self.0.nonblocking.load(Ordering::Relaxed) {
+            end.arm(what);
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        let timeout = match what {
+            For::Reading => load(&self.0.read_timeout),
+            For::Writing => load(&self.0.write_timeout),
+        };
+        let until = timeout.map(|timeout| Instant::now() + timeout);
+        loop {
+            let ready = end.wait(what, until);
+            if let Some(done) = call(end)? {
+                return Ok(done);
+            }
+            if !ready {
+                return Err(over(what, timeout, end));
+            }
+        }
+    }
+}
+
+#[cold]
+fn over(what: For, timeout: Option<Duration>, end: &End) -> io::Error {
+    let (call, why) = match what {
+        For::Reading => ("read", "the peer sent nothing"),
+        For::Writing => ("write", "the peer took nothing"),
+    };
+    let why = format!("{why} in {:?}", timeout.unwrap_or_default());
+    let error = Error::new(Kind::Timeout, call).on(format!("{end:?}")).why(why);
+    io::Error::new(io::ErrorKind::TimedOut, error.fix("try again, or give it more time"))
+}
+
+fn store(place: &AtomicU64, timeout: Option<Duration>) -> io::Result<()> {
+    if timeout.is_some_and(|timeout| timeout.is_zero()) {
+        let error = Error::new(Kind::InvalidArgument, "set a timeout").why("it is zero");
+        return Err(io_error(error.fix("use set_nonblocking, or None to wait for ever")));
+    }
+    let nanos = timeout.map_or(0, |timeout| u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX));
+    place.store(nanos, Ordering::Relaxed);
+    Ok(())
+}
+
+fn load(place: &AtomicU64) -> Option<Duration> {
+    match place.load(Ordering::Relaxed) {
+        0 => None,
+        nanos => Some(Duration::from_nanos(nanos)),
+    }
+}
+
+impl Read for &Stream {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.until_done(For::Reading, |end| end.try_read(into))
+    }
+}
+
+impl Write for &Stream {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        self.until_done(For::Writing, |end| end.try_write(from))
+    }
+
+    /// Does nothing: what was written is on its way.
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Read for Stream {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        (&*self).read(into)
+    }
+}
+
+impl Write for Stream {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        (&*self).write(from)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // Where no descriptor can be made, that of the TCP connection is one at least, which tells of the end.
+        match self.0.end.signal() {
+            Ok(signal) => signal.as_fd(),
+            Err(_) => self.0.end.tcp.as_fd(),
+        }
+    }
+}
+
+impl AsRawFd for Stream {
+    fn as_raw_fd(&self) -> RawFd {
+        self.as_fd().as_raw_fd()
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        let end = &self.end;
+        end.abandon();
+        if self.silent.load(Ordering::Acquire) {
+            return;
+        }
+        end.end();
+        let begun = Instant::now();
+        let linger = if self.nonblocking.load(Ordering::Relaxed) { Duration::ZERO } else { LINGER };
+        while !end.is_over() {
+            if begun.elapsed() >= linger {
+                end.net.tell(Command::Close(end.clone()));
+                return;
+            }
+            std::thread::yield_now();
+        }
+        end.hang_up();
+    }
+}

@@ -1,0 +1,220 @@
+//! Bytes arrive, all of them, in order.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::time::{Duration, Instant};
+
+use warpwire::sock::warp::NetOptions;
+
+use crate::world::{SOON, Way, World, cases, check_all, send_all};
+
+cases!(
+    all_sizes_in_random_pieces_both_ways_at_once,
+    small_rings_and_unequal_ones,
+    half_close_leaves_the_other_direction,
+    a_ping_pong_of_small_messages,
+    a_thousand_connections,
+    an_accept_storm,
+    times_that_are_over,
+    names_and_paths,
+    rest_is_cheap,
+);
+
+fn both_ways(world: &World, len: usize, largest: usize) {
+    let (here, there) = world.pair();
+    std::thread::scope(|scope| {
+        scope.spawn(|| send_all(&here, 1, len, largest));
+        scope.spawn(|| send_all(&there, 2, len, largest));
+        scope.spawn(|| check_all(&there, 1, len, largest));
+        check_all(&here, 2, len, largest);
+    });
+}
+
+fn all_sizes_in_random_pieces_both_ways_at_once(world: &World) {
+    for (len, largest) in [(0, 1), (1, 1), (2, 7), (4095, 100), (65_537, 5000)] {
+        both_ways(world, len, largest);
+    }
+    both_ways(world, 1 << 20, 100_000);
+    both_ways(world, 16 << 20, 700_000);
+}
+
+fn small_rings_and_unequal_ones(world: &World) {
+    for (ring, stage) in [(4096, 4096), (4096, 65_536), (65_536, 4096)] {
+        let options = NetOptions { ring, stage, ..NetOptions::default() };
+        let small = World { here: world.way.net(options), ..World::new(world.way) };
+        both_ways(&small, 300_001, 9000);
+    }
+    for (ring, stage) in [(5000, 4096), (4096, 2048), (1 << 31, 4096)] {
+        let options = NetOptions { ring, stage, ..NetOptions::default() };
+        let error = warpwire::sock::warp::Net::new(options).unwrap_err();
+        assert!(error.to_string().contains("power of two"), "{error}");
+    }
+}
+
+fn half_close_leaves_the_other_direction(world: &World) {
+    let (mut here, mut there) = world.pair();
+    here.write_all(b"question").unwrap();
+    here.shutdown(Shutdown::Write).unwrap();
+    assert_eq!(here.write(b"more").unwrap_err().kind(), ErrorKind::BrokenPipe);
+    let mut text = String::new();
+    there.read_to_string(&mut text).unwrap();
+    assert_eq!((text.as_str(), there.read(&mut [0]).unwrap()), ("question", 0));
+    there.write_all(b"answer").unwrap();
+    drop(there);
+    let mut text = String::new();
+    here.read_to_string(&mut text).unwrap();
+    assert_eq!((text.as_str(), here.read(&mut [0]).unwrap()), ("answer", 0), "for ever");
+    let (here, mut there) = world.pair();
+    here.shutdown(Shutdown::Read).unwrap();
+    assert_eq!((&here).read(&mut [0]).unwrap(), 0);
+    there.write_all(b"unheard").unwrap();
+}
+
+fn a_ping_pong_of_small_messages(world: &World) {
+    let (mut here, mut there) = world.pair();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut message = [0; 64];
+            while there.read_exact(&mut message).is_ok() {
+                there.write_all(&message).unwrap();
+            }
+        });
+        for round in 0_u64..2000 {
+            let message = [round as u8; 64];
+            here.write_all(&message).unwrap();
+            let mut back = [0; 64];
+            here.read_exact(&mut back).unwrap();
+            assert_eq!(back, message);
+        }
+        drop(here);
+    });
+}
+
+fn a_thousand_connections(world: &World) {
+    let options = NetOptions { ring: 4096, stage: 4096, ..NetOptions::default() };
+    let world = World::with(world.way, options);
+    let listener = world.listen();
+    let address = listener.local_addr().unwrap();
+    let pairs: Vec<_> = (0..1000)
+        .map(|_| {
+            let here = world.here.connect(address).unwrap();
+            (here, listener.accept().unwrap().0)
+        })
+        .collect();
+    for (number, (here, _)) in pairs.iter().enumerate() {
+        (&mut &*here).write_all(&(number as u32).to_le_bytes()).unwrap();
+    }
+    for (number, (_, there)) in pairs.iter().enumerate().rev() {
+        let mut found = [0; 4];
+        (&mut &*there).read_exact(&mut found).unwrap();
+        assert_eq!(u32::from_le_bytes(found), number as u32);
+        (&mut &*there).write_all(&found).unwrap();
+    }
+    for (number, (here, there)) in pairs.into_iter().enumerate() {
+        let mut found = [0; 4];
+        (&mut &here).read_exact(&mut found).unwrap();
+        assert_eq!(u32::from_le_bytes(found), number as u32);
+        drop(here);
+        assert_eq!((&mut &there).read(&mut found).unwrap(), 0, "the end, and no reset");
+    }
+}
+
+fn an_accept_storm(world: &World) {
+    const THREADS: usize = 8;
+    const EACH: usize = 40;
+    let listener = world.listen();
+    let address = listener.local_addr().unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let here = &world.here;
+            scope.spawn(move || {
+                for round in 0..EACH {
+                    let mut stream = here.connect(address).unwrap();
+                    stream.set_read_timeout(Some(SOON)).unwrap();
+                    let word = ((thread * EACH + round) as u64).to_le_bytes();
+                    stream.write_all(&word).unwrap();
+                    let mut back = [0; 8];
+                    stream.read_exact(&mut back).unwrap();
+                    assert_eq!(back, word);
+                }
+            });
+        }
+        let mut seen = std::collections::HashSet::new();
+        for stream in listener.incoming().take(THREADS * EACH) {
+            let mut stream = stream.unwrap();
+            let mut word = [0; 8];
+            stream.read_exact(&mut word).unwrap();
+            stream.write_all(&word).unwrap();
+            assert!(seen.insert(word), "each once");
+        }
+    });
+}
+
+fn times_that_are_over(world: &World) {
+    let (mut here, there) = world.pair();
+    let brief = Duration::from_millis(30);
+    here.set_read_timeout(Some(brief)).unwrap();
+    here.set_write_timeout(Some(brief)).unwrap();
+    assert_eq!(here.read_timeout().unwrap(), Some(brief));
+    let begun = Instant::now();
+    let error = here.read(&mut [0]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TimedOut);
+    assert!(error.to_string().contains("sent nothing in 30ms"), "{error}");
+    assert!(begun.elapsed() >= brief && begun.elapsed() < SOON);
+    let mut sent = 0;
+    let error = loop {
+        match here.write(&[7; 50_000]) {
+            Ok(count) => sent += count,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!((error.kind(), sent), (ErrorKind::TimedOut, 256 << 10), "the peer's ring is full");
+    // What was sent is there, and the connection goes on.
+    let mut bytes = vec![0; sent];
+    (&mut &there).read_exact(&mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 7));
+    here.write_all(b"on").unwrap();
+    assert_eq!(
+        here.set_read_timeout(Some(Duration::ZERO)).unwrap_err().kind(),
+        ErrorKind::InvalidInput
+    );
+}
+
+fn names_and_paths(world: &World) {
+    let (here, there) = world.pair();
+    assert_eq!(here.peer_addr().unwrap(), there.local_addr().unwrap());
+    assert_eq!(here.local_addr().unwrap(), there.peer_addr().unwrap());
+    let kind = here.path().unwrap().kind;
+    let expected = if world.way == Way::Udp { "udp" } else { "shm" };
+    assert_eq!(kind.to_string(), expected);
+}
+
+/// Processor time of all threads of this process so far.
+fn processor_time() -> Duration {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let nanos = tasks.map(|task| {
+        let text = std::fs::read_to_string(task.path().join("schedstat")).unwrap_or_default();
+        text.split(' ').next().and_then(|word| word.parse::<u64>().ok()).unwrap_or(0)
+    });
+    Duration::from_nanos(nanos.sum())
+}
+
+fn rest_is_cheap(world: &World) {
+    // Other cases run beside this one: it plays in a process of its own.
+    let spent = crate::ends::spent_at_rest(world.way);
+    assert!(spent < 0.03, "{:.1} % of a processor at rest", spent * 100.0);
+}
+
+/// In that process: somebody waits for a byte that does not come for a while.
+pub fn rest(way: Way) -> f64 {
+    let world = World::new(way);
+    let (mut here, mut there) = world.pair();
+    let reader = std::thread::spawn(move || here.read(&mut [0]).unwrap());
+    std::thread::sleep(Duration::from_millis(300));
+    let (before, begun) = (processor_time(), Instant::now());
+    std::thread::sleep(Duration::from_secs(1));
+    let share = (processor_time() - before).as_secs_f64() / begun.elapsed().as_secs_f64();
+    there.write_all(b"x").unwrap();
+    assert_eq!(reader.join().unwrap(), 1);
+    share
+}

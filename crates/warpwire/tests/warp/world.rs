@@ -1,0 +1,141 @@
+//! What a case gets: two nets that reach each other.
+
+use std::io::{Read, Write};
+use std::time::{Duration, Instant};
+
+use warpwire::link::{Link, Shm, Udp, shm, udp};
+use warpwire::sock::warp::{Listener, Net, NetOptions, Stream};
+use warpwire::verbs::Context;
+
+/// Longer than anything takes that works.
+pub const SOON: Duration = Duration::from_secs(30);
+
+pub struct Case {
+    pub name: &'static str,
+    pub run: fn(&World),
+}
+
+/// Lists the functions as cases under their own names.
+macro_rules! cases {
+    ($($name:ident),* $(,)?) => {
+        pub const CASES: &[crate::world::Case] =
+            &[$(crate::world::Case { name: stringify!($name), run: $name }),*];
+    };
+}
+pub(crate) use cases;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    Udp,
+    Shm,
+    /// Devices that are opened by address, as those that a process shares.
+    ByAddress,
+}
+
+impl Way {
+    pub const ALL: [Self; 3] = [Self::Udp, Self::Shm, Self::ByAddress];
+
+    pub fn net(self, options: NetOptions) -> Net {
+        let any = "127.0.0.1:0".parse().unwrap();
+        let link: Box<dyn Link> = match self {
+            Self::Udp => Box::new(Udp::bind(any, udp::Options::default()).unwrap()),
+            Self::Shm => Box::new(Shm::bind(any, shm::Options::default()).unwrap()),
+            Self::ByAddress => return Net::new(options).unwrap(),
+        };
+        Net::over(&Context::open(link).unwrap(), options).unwrap()
+    }
+}
+
+pub struct World {
+    pub way: Way,
+    pub here: Net,
+    pub there: Net,
+}
+
+impl World {
+    pub fn new(way: Way) -> Self {
+        Self::with(way, NetOptions::default())
+    }
+
+    pub fn with(way: Way, options: NetOptions) -> Self {
+        Self { way, here: way.net(options), there: way.net(options) }
+    }
+
+    pub fn listen(&self) -> Listener {
+        self.there.listen("127.0.0.1:0").unwrap()
+    }
+
+    /// A connection: here, and there.
+    pub fn pair(&self) -> (Stream, Stream) {
+        let listener = self.listen();
+        let here = self.here.connect(listener.local_addr().unwrap()).unwrap();
+        let (there, peer) = listener.accept().unwrap();
+        assert_eq!(peer, here.local_addr().unwrap());
+        for end in [&here, &there] {
+            end.set_read_timeout(Some(SOON)).unwrap();
+            end.set_write_timeout(Some(SOON)).unwrap();
+        }
+        (here, there)
+    }
+}
+
+/// Small random numbers, from a seed.
+pub struct Dice(u64);
+
+impl Dice {
+    pub fn new(seed: u64) -> Self {
+        Self(seed | 1)
+    }
+
+    pub fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % limit as u64) as usize
+    }
+}
+
+/// Byte `at` of the stream with that seed.
+pub fn byte(seed: u64, at: usize) -> u8 {
+    let word = (at as u64 / 8 + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    word.to_le_bytes()[at % 8]
+}
+
+/// Writes a stream of that length in random pieces, then its end.
+pub fn send_all(mut to: &Stream, seed: u64, len: usize, largest: usize) {
+    let bytes: Vec<u8> = (0..len).map(|at| byte(seed, at)).collect();
+    let (mut dice, mut done) = (Dice::new(seed), 0);
+    while done < len {
+        let piece = (1 + dice.below(largest)).min(len - done);
+        to.write_all(&bytes[done..done + piece]).unwrap();
+        done += piece;
+    }
+    to.shutdown(std::net::Shutdown::Write).unwrap();
+}
+
+/// Reads a stream in random pieces up to its end, and compares it.
+pub fn check_all(mut from: &Stream, seed: u64, len: usize, largest: usize) {
+    let (mut dice, mut done) = (Dice::new(!seed), 0);
+    let mut buffer = vec![0; largest];
+    loop {
+        let piece = 1 + dice.below(largest);
+        let count = from.read(&mut buffer[..piece]).unwrap();
+        for (at, found) in buffer[..count].iter().enumerate() {
+            assert_eq!(*found, byte(seed, done + at), "byte {} of {len}", done + at);
+        }
+        done += count;
+        if count == 0 {
+            break;
+        }
+    }
+    assert_eq!(done, len);
+}
+
+/// Waits until something holds.
+pub fn soon(what: &str, mut holds: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !holds() {
+        assert!(begun.elapsed() < SOON, "{what} did not come to pass");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
