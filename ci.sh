@@ -47,5 +47,6 @@ step tools/fuzz
 step tools/instructions
 step cargo run --quiet -- demo
 step cargo run --quiet -p warpwire --example 01_move
+step cargo run --quiet -p warpwire --example 12_together
 step cargo run --quiet -- doctor
 printf '\nall checks passed\n'

@@ -2,7 +2,8 @@
 //
 // What differs for the better: an end of stream is 0, a reset or a dead host a negative errno, and gpoll is not ended by
 // what was not asked for. What must be done once: the host writes the table's address (`SockHost::table`) into
-// `warpwire_gpunet_table` before the kernel starts, or the kernel calls gpunet_use(table) first, in each module.
+// `warpwire_gpunet_table` before the kernel starts, or the kernel calls gpunet_use(table) first, in each module. With
+// gpunet_use(table, warpwire::sock::kWarpStream) streams are RDMA, to kernels and to programs of this library.
 //
 // Stream calls are those of a block: all threads call together. single_thread_* are for one thread. Between
 // BEGIN_SINGLE_THREAD_PART and END_SINGLE_THREAD_PART one thread of the block runs, and the others wait.
@@ -23,7 +24,15 @@ WARPWIRE_GPUNET_GLOBAL unsigned long long warpwire_gpunet_table;
 WARPWIRE_FN const warpwire::sock::Table &gpunet_table() {
     return *reinterpret_cast<const warpwire::sock::Table *>(warpwire_gpunet_table);
 }
-WARPWIRE_FN void gpunet_use(unsigned long long table) { warpwire_gpunet_table = table; }
+
+// What streams are: kStream, TCP through the host; or kWarpStream, RDMA, as GPUnet's own are.
+WARPWIRE_GPUNET_GLOBAL unsigned warpwire_gpunet_kind = warpwire::sock::kStream;
+
+WARPWIRE_FN warpwire::sock::Kind gpunet_kind() { return static_cast<warpwire::sock::Kind>(warpwire_gpunet_kind); }
+WARPWIRE_FN void gpunet_use(unsigned long long table, warpwire::sock::Kind kind = warpwire::sock::kStream) {
+    warpwire_gpunet_table = table;
+    warpwire_gpunet_kind = kind;
+}
 
 // ------------------------------------------------------------------------------------------------------------------
 // Addresses, as C has them. NVRTC has no system headers; where those are there, their types are used.
@@ -97,13 +106,13 @@ WARPWIRE_FN void gpunet_name(sockaddr_in *into, const warpwire::sock::Address &f
 // A socket of IPv4; its kind alone counts.
 WARPWIRE_FN int gsocket(int, int kind, int) {
     using namespace warpwire::sock;
-    return warpwire::sock::socket(gpunet_table(), kIpv4, kind == SOCK_DGRAM ? kDatagram : kStream);
+    return warpwire::sock::socket(gpunet_table(), kIpv4, kind == SOCK_DGRAM ? kDatagram : gpunet_kind());
 }
 
 // Connects a new stream; by all threads of the block.
 WARPWIRE_FN int gconnect_in(const sockaddr_in *to) {
     using namespace warpwire::sock;
-    int made = warpwire::sock::socket(gpunet_table(), kIpv4, kStream);
+    int made = warpwire::sock::socket(gpunet_table(), kIpv4, gpunet_kind());
     if (made < 0) return made;
     int result = warpwire::sock::connect(gpunet_table(), made, gpunet_address(to));
     if (result == 0) return made;
@@ -117,7 +126,7 @@ WARPWIRE_FN int gconnect_in(int sock, const sockaddr_in *to) { return warpwire::
 // Binds and listens; by one thread.
 WARPWIRE_FN int single_thread_gbind_in(const sockaddr_in *at) {
     using namespace warpwire::sock;
-    int made = warpwire::sock::socket(gpunet_table(), kIpv4, kStream, warpwire::Thread());
+    int made = warpwire::sock::socket(gpunet_table(), kIpv4, gpunet_kind(), warpwire::Thread());
     if (made < 0) return made;
     int result = warpwire::sock::bind(gpunet_table(), made, gpunet_address(at), warpwire::Thread());
     if (result == 0) result = warpwire::sock::listen(gpunet_table(), made, 256, warpwire::Thread());

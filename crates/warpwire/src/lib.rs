@@ -7,7 +7,7 @@
 //!
 //! ```text
 //! doctor    what this machine can do, what stops it, the fix; topology
-//! sock      sockets for kernels: TCP and UDP through the host
+//! sock      sockets for kernels: TCP and UDP through the host, or RDMA rings by themselves
 //! msg       ranks and messages: launchers, send and receive, windows, collectives
 //! stream    verbs that a stream orders, or that a running kernel posts by itself
 //! verbs     one API for RDMA devices: contexts, memory, queue pairs, completions

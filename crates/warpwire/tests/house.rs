@@ -35,6 +35,7 @@ const UNSAFE_FENCE: &[&str] = &[
     "mr/registry.rs",
     "mr/sync.rs",
     "mr/unmaps.rs",
+    "stream/hardware.rs",
     "stream/kernel/on.rs",
     "mem/mod.rs",
     "verbs/memory.rs",

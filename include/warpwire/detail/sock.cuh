@@ -423,11 +423,11 @@ WARPWIRE_CALL Turn begin_send(const Table &table, int socket, u64 length, const 
 }
 
 // To the host, or to the peer by writing it there.
-WARPWIRE_FN void publish_sent(const Table &table, const Found &found, u64 count) {
+WARPWIRE_FN void publish_sent(const Table &table, const Found &found, u64 ring, u64 size, u64 count) {
     u64 before = load_gpu(&found.desk->sent), sent = before + count;
     store_gpu(&found.desk->sent, sent);
     if (load_gpu(&found.desk->flags) & kFlagWarp) {
-        post_sent(table, found, before, sent);
+        post_sent(table, found, ring, size, before, sent);
         return;
     }
     fence_system();
@@ -449,7 +449,7 @@ WARPWIRE_FN void publish_consumed(const Table &table, const Found &found, u64 co
 
 WARPWIRE_CALL void end_send(const Table &table, int socket, const Turn &turn) {
     Found found = find(table, socket);
-    publish_sent(table, found, turn.advance);
+    publish_sent(table, found, turn.ring, turn.size, turn.advance);
     store_gpu(&found.desk->send_lock, kFree);
 }
 WARPWIRE_CALL void end_receive(const Table &table, int socket, const Turn &turn) {
@@ -602,7 +602,7 @@ WARPWIRE_CALL i64 commit_alone(const Table &table, int socket, u64 filled) {
         return free < 0 ? free : -kEpipe;
     }
     if (filled > static_cast<u64>(free)) return -kEinval;
-    if (filled) publish_sent(table, found, filled);
+    if (filled) publish_sent(table, found, load_system(&found.inbox->send_ring), load_system(&found.inbox->send_size), filled);
     store_gpu(&found.desk->send_lock, kFree);
     return 0;
 }

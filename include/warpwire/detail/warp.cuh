@@ -128,8 +128,8 @@ WARPWIRE_FN void write_word(Berth *berth, u64 number, u64 at, u32 key, u64 value
 }
 
 // Sends what the ring holds from one counter to another, and says so.
-WARPWIRE_CALL void post_sent(const Table &table, const Found &found, u64 from, u64 to) {
-    u64 ring = load_system(&found.inbox->send_ring), size = load_system(&found.inbox->send_size), first;
+WARPWIRE_CALL void post_sent(const Table &table, const Found &found, u64 ring, u64 size, u64 from, u64 to) {
+    u64 first;
     // The peer's ring is a multiple of ours: it ends where ours does, or not at all.
     u64 turn = least(to, (from | (size - 1)) + 1);
     u32 count = turn < to ? 3 : 2;

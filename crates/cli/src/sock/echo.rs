@@ -9,9 +9,9 @@ use clap::Args;
 use serde::Serialize;
 use warpwire::mem::pattern;
 use warpwire::sock::SockOptions;
-use warpwire::sock::programs::{Programs, Service};
+use warpwire::sock::programs::Service;
 
-use super::{Ground, heading, peer};
+use super::{Ground, heading};
 use crate::copy::target::size;
 use crate::output::{Failure, Screen};
 
@@ -43,10 +43,10 @@ impl Arguments {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
         let screen = Screen::new(self.json);
         let (host, no_cuda) = self.ground.open(SockOptions::default())?;
-        let programs = Programs::load(&host)?;
+        let programs = self.ground.programs(&host)?;
         screen.say(&heading("echo", &host, no_cuda.as_deref()))?;
         let server = programs.serve(&host, Service::Echo, ([127, 0, 0, 1], 0).into(), 1)?;
-        let stream = peer::connect(server.address())?;
+        let stream = self.ground.family.connect(server.address())?;
         let broken = |error: std::io::Error| Failure::Broken(format!("the echo failed: {error}"));
         let (mut messages, mut bytes, mut wrong) = (0, 0, 0);
         let begun = Instant::now();

@@ -4,15 +4,15 @@ use std::io::{Read, Write};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use serde::Serialize;
-use warpwire::mem::cuda::DriverCopies;
-use warpwire::mem::{Allocation, Backend};
-use warpwire::sock::programs::{Programs, Work};
+use warpwire::mem::Device;
+use warpwire::sock::programs::{Programs, Service, Work};
 use warpwire::sock::{SockHost, SockOptions};
 use warpwire::units;
 
-use super::peer::{self, Peer, Role};
+use super::peer::{self, Family, Peer, Role};
+use super::plain::Plain;
 use super::{Ground, heading};
 use crate::copy::target::{iterations, size};
 use crate::output::{Failure, Screen};
@@ -21,41 +21,53 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// Spinning costs a core, and is what latency is measured with.
 const SPIN: Duration = Duration::from_millis(5);
 
-/// The device memory that both ways begin and end in, and how the driver copies it.
-struct Plain {
-    memory: Allocation,
-    driver: Option<DriverCopies>,
+/// Who is at the other end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Other {
+    /// A thread of this process
+    Cpu,
+    /// A kernel of the same device, with a host of its own
+    Kernel,
 }
 
-impl Plain {
-    fn new(host: &SockHost, len: u64) -> Result<Self, Failure> {
-        let info = host.device().info();
-        let driver = match info.backend {
-            Backend::Cuda => Some(DriverCopies::on(info.ordinal)?),
-            Backend::Sim => None,
-        };
-        Ok(Self { memory: host.device().alloc(len)?, driver })
+impl Other {
+    /// The other end's device, where the CPU stands in for a kernel.
+    fn device(self, host: &SockHost) -> Option<Device> {
+        (self == Self::Kernel).then(|| host.device().clone())
     }
+}
 
-    fn read(&self, into: &mut [u8]) -> Result<(), Failure> {
-        match &self.driver {
-            Some(driver) => driver.read(&self.memory, 0, into)?,
-            None => self.memory.read(0, into)?,
+/// A kernel's work with a kernel or a thread at the other end.
+fn by_kernel(
+    ground: &Ground,
+    (host, programs): (&SockHost, &Programs),
+    other: Other,
+    options: SockOptions,
+    (work, role): (Work, Role),
+    (size, rounds): (u64, u64),
+) -> Result<Duration, Failure> {
+    let client = |server| programs.client(host, work, server, size, rounds, TIMEOUT * 4);
+    match other {
+        Other::Cpu => {
+            let peer = Peer::start(ground.family, role, size as usize, None)?;
+            let done = client(peer.address)?;
+            peer.finish()?;
+            Ok(done.time)
         }
-        Ok(())
-    }
-
-    fn write(&self, from: &[u8]) -> Result<(), Failure> {
-        match &self.driver {
-            Some(driver) => driver.write(&self.memory, 0, from)?,
-            None => self.memory.write(0, from)?,
+        Other::Kernel => {
+            let there = ground.serve(host.device(), options)?;
+            let service = if work == Work::Push { Service::Sink } else { Service::Echo };
+            let server = programs.serve(&there, service, ([127, 0, 0, 1], 0).into(), 1)?;
+            Ok(client(server.address())?.time)
         }
-        Ok(())
     }
+}
 
-    fn finish(&self) -> Result<(), Failure> {
-        self.driver.as_ref().map_or(Ok(()), DriverCopies::finish)?;
-        Ok(())
+fn name(family: Family) -> &'static str {
+    match family {
+        Family::Inet => "inet",
+        Family::Warp => "warp",
     }
 }
 
@@ -63,7 +75,7 @@ fn io(error: std::io::Error) -> Failure {
     Failure::Broken(format!("the CPU's socket failed: {error}"))
 }
 
-/// Measure a round trip of a message from device memory to a CPU echo and back
+/// Measure a round trip of a message from device memory to an echo and back
 #[derive(Args)]
 pub(super) struct Lat {
     #[command(flatten)]
@@ -72,6 +84,10 @@ pub(super) struct Lat {
     /// Bytes of a message
     #[arg(short = 's', long, value_name = "SIZE", default_value = "64", value_parser = size)]
     size: u64,
+
+    /// Who echoes; if it is a kernel, the CPU's way copies at both ends
+    #[arg(long, value_enum, default_value = "cpu")]
+    peer: Other,
 
     /// How many round trips
     #[arg(short = 'n', long, value_name = "N", default_value = "2000", value_parser = iterations)]
@@ -85,6 +101,8 @@ pub(super) struct Lat {
 #[derive(Serialize)]
 struct LatReport {
     device: String,
+    family: &'static str,
+    peer: Other,
     size: u64,
     rounds: u32,
     /// Round trips of a kernel's socket.
@@ -99,16 +117,14 @@ impl Lat {
         let screen = Screen::new(self.json);
         let options = SockOptions { sockets: 16, spin: SPIN, ..SockOptions::default() };
         let (host, no_cuda) = self.ground.open(options)?;
-        let programs = Programs::load(&host)?;
+        let programs = self.ground.programs(&host)?;
         screen.say(&heading("lat", &host, no_cuda.as_deref()))?;
         screen.working("a kernel's socket");
         let rounds = u64::from(self.iters);
-        let kernel = |rounds: u64| -> Result<Duration, Failure> {
-            let echo = Peer::start(Role::Echo, self.size as usize)?;
-            let done =
-                programs.client(&host, Work::Ping, echo.address, self.size, rounds, TIMEOUT)?;
-            echo.finish()?;
-            Ok(done.time)
+        let kernel = |rounds: u64| {
+            let what = (Work::Ping, Role::Echo);
+            let by = (&host, &programs);
+            by_kernel(&self.ground, by, self.peer, options, what, (self.size, rounds))
         };
         kernel(rounds.min(100))?;
         let by_kernel = kernel(rounds)?;
@@ -118,6 +134,8 @@ impl Lat {
         let each = |time: Duration| time.as_secs_f64() * 1e6 / f64::from(self.iters);
         let report = LatReport {
             device: host.device().label(),
+            family: name(self.ground.family),
+            peer: self.peer,
             size: self.size,
             rounds: self.iters,
             kernel_us: each(by_kernel),
@@ -141,8 +159,9 @@ impl Lat {
 
     /// The same by the CPU: out of device memory, to the peer and back, into device memory.
     fn by_cpu(&self, host: &SockHost, rounds: u64) -> Result<Duration, Failure> {
-        let echo = Peer::start(Role::Echo, self.size as usize)?;
-        let plain = Plain::new(host, self.size)?;
+        let device = self.peer.device(host);
+        let echo = Peer::start(Family::Inet, Role::Echo, self.size as usize, device)?;
+        let plain = Plain::new(host.device(), self.size)?;
         let mut buffer = vec![0; self.size as usize];
         let mut stream = peer::connect(echo.address)?;
         let begun = Instant::now();
@@ -160,7 +179,7 @@ impl Lat {
     }
 }
 
-/// Measure a stream from device memory to a CPU, and the other way
+/// Measure a stream from device memory to a CPU and the other way, or to a kernel
 #[derive(Args)]
 pub(super) struct Bw {
     #[command(flatten)]
@@ -169,6 +188,10 @@ pub(super) struct Bw {
     /// Bytes of a message
     #[arg(short = 's', long, value_name = "SIZE", default_value = "64KiB", value_parser = size)]
     size: u64,
+
+    /// Who is at the other end; if it is a kernel, the CPU's way copies at both ends
+    #[arg(long, value_enum, default_value = "cpu")]
+    peer: Other,
 
     /// How many bytes in all
     #[arg(short = 't', long, value_name = "SIZE", default_value = "256MiB", value_parser = size)]
@@ -182,6 +205,8 @@ pub(super) struct Bw {
 #[derive(Serialize)]
 struct BwReport {
     device: String,
+    family: &'static str,
+    peer: Other,
     size: u64,
     total: u64,
     rows: Vec<BwRow>,
@@ -201,24 +226,27 @@ impl Bw {
         let ring = 1 << 20;
         let options = SockOptions { sockets: 16, ring, spin: SPIN, ..SockOptions::default() };
         let (host, no_cuda) = self.ground.open(options)?;
-        let programs = Programs::load(&host)?;
+        let programs = self.ground.programs(&host)?;
         screen.say(&heading("bw", &host, no_cuda.as_deref()))?;
         let rounds = self.total.div_ceil(self.size);
         let total = rounds * self.size;
         let rate = |time: Duration| total as f64 / 1e6 / time.as_secs_f64();
         let mut rows = Vec::new();
-        for (direction, work) in [("to the CPU", Work::Push), ("from the CPU", Work::Pull)] {
+        let directions: &[(&'static str, Work)] = match self.peer {
+            Other::Cpu => &[("to the CPU", Work::Push), ("from the CPU", Work::Pull)],
+            Other::Kernel => &[("to a kernel", Work::Push)],
+        };
+        for (direction, work) in directions.iter().copied() {
             screen.working(format!("{direction}, a kernel's socket"));
             let role = || if work == Work::Push { Role::Sink } else { Role::Source(total) };
-            let peer = Peer::start(role(), self.size as usize)?;
-            let done =
-                programs.client(&host, work, peer.address, self.size, rounds, TIMEOUT * 4)?;
-            peer.finish()?;
+            let (by, what) = ((&host, &programs), (work, role()));
+            let time = by_kernel(&self.ground, by, self.peer, options, what, (self.size, rounds))?;
             screen.working(format!("{direction}, a CPU's socket"));
-            let peer = Peer::start(role(), self.size as usize)?;
+            let device = self.peer.device(&host);
+            let peer = Peer::start(Family::Inet, role(), self.size as usize, device)?;
             let by_cpu = self.by_cpu(&host, work, &peer, rounds)?;
             peer.finish()?;
-            let (kernel_mb_s, cpu_mb_s) = (rate(done.time), rate(by_cpu));
+            let (kernel_mb_s, cpu_mb_s) = (rate(time), rate(by_cpu));
             let ratio = kernel_mb_s / cpu_mb_s;
             rows.push(BwRow { direction, kernel_mb_s, cpu_mb_s, ratio });
         }
@@ -233,7 +261,15 @@ impl Bw {
             );
         }
         screen.say(&text)?;
-        screen.finish(&BwReport { device: host.device().label(), size: self.size, total, rows })?;
+        let report = BwReport {
+            device: host.device().label(),
+            family: name(self.ground.family),
+            peer: self.peer,
+            size: self.size,
+            total,
+            rows,
+        };
+        screen.finish(&report)?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -244,7 +280,7 @@ impl Bw {
         peer: &Peer,
         rounds: u64,
     ) -> Result<Duration, Failure> {
-        let plain = Plain::new(host, self.size)?;
+        let plain = Plain::new(host.device(), self.size)?;
         let mut buffer = vec![0; self.size as usize];
         let mut stream = peer::connect(peer.address)?;
         let begun = Instant::now();

@@ -4,6 +4,7 @@ mod echo;
 mod load;
 mod measure;
 mod peer;
+mod plain;
 mod serve;
 mod similar;
 
@@ -11,15 +12,17 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 use warpwire::mem::{Backend, Device};
+use warpwire::sock::programs::Programs;
 use warpwire::sock::{Place, SockHost, SockOptions};
 
 use crate::copy::target::DeviceChoice;
 use crate::output::{self, Failure};
+use peer::Family;
 
 /// Use sockets inside kernels
 ///
-/// A kernel listens, accepts, connects, sends and receives by itself; the other end is any TCP program. Where there is no
-/// CUDA, a simulated GPU stands in: its figures say nothing about a GPU.
+/// A kernel listens, accepts, connects, sends and receives by itself; the other end is any TCP program, or with
+/// `--family warp` another kernel or a program of this library, by RDMA. Where there is no CUDA, a simulated GPU stands in: its figures say nothing about a GPU.
 #[derive(Args)]
 #[command(arg_required_else_help = true, after_help = EXAMPLES)]
 pub(crate) struct Arguments {
@@ -37,7 +40,8 @@ Examples:
   warpwire sock load 127.0.0.1:6379 -P 16             a load for it, or for any server that speaks RESP
   warpwire sock echo                                  a kernel echoes random bytes, and they are compared
   warpwire sock lat -s 64                             a round trip, beside a CPU's socket with cuMemcpy
-  warpwire sock bw -s 64KiB --json";
+  warpwire sock bw -s 64KiB --json
+  warpwire sock lat --family warp --peer kernel       from a kernel to another and back, by RDMA";
 
 #[derive(Subcommand)]
 enum Tool {
@@ -60,13 +64,27 @@ struct Ground {
     /// Let kernels watch pinned host memory, even where the CPU could write to theirs
     #[arg(long)]
     pinned: bool,
+
+    /// Which sockets
+    #[arg(long, value_enum, default_value = "inet")]
+    family: Family,
 }
 
 impl Ground {
     fn open(&self, options: SockOptions) -> Result<(SockHost, Option<String>), Failure> {
         let (device, no_cuda) = self.device.open()?;
+        Ok((self.serve(&device, options)?, no_cuda))
+    }
+
+    /// Sockets for kernels of that device.
+    fn serve(&self, device: &Device, options: SockOptions) -> Result<SockHost, Failure> {
         let place = if self.pinned { Place::Pinned } else { options.place };
-        Ok((SockHost::start(&device, SockOptions { place, ..options })?, no_cuda))
+        Ok(SockHost::start(device, SockOptions { place, ..options })?)
+    }
+
+    /// The kernels of this family.
+    fn programs(&self, host: &SockHost) -> Result<Programs, Failure> {
+        Ok(Programs::load(host)?.over(self.family.kind()))
     }
 }
 

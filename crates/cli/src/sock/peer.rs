@@ -1,10 +1,91 @@
-//! The other end: ordinary sockets of the CPU.
+//! The other end: sockets of the CPU, of either family.
 
-use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::thread::JoinHandle;
 
+use clap::ValueEnum;
+use warpwire::mem::Device;
+use warpwire::sock::device::Kind;
+use warpwire::sock::warp;
+
+use super::plain::{self, Plain};
 use crate::output::Failure;
+
+/// Which sockets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Family {
+    /// TCP through the host: peers are any programs
+    Inet,
+    /// RDMA between the ends' rings: peers are kernels and programs of this library
+    Warp,
+}
+
+impl Family {
+    pub(super) fn kind(self) -> Kind {
+        match self {
+            Self::Inet => Kind::Stream,
+            Self::Warp => Kind::WarpStream,
+        }
+    }
+
+    /// A connection of the CPU's own to a peer.
+    pub(super) fn connect(self, address: SocketAddr) -> Result<Connection, Failure> {
+        let connected = match self {
+            Self::Inet => tcp(address).map(Connection::Tcp),
+            Self::Warp => warp::Stream::connect(address).map(Connection::Warp),
+        };
+        connected.map_err(|error| Failure::Broken(format!("cannot connect to {address}: {error}")))
+    }
+}
+
+fn tcp(address: SocketAddr) -> io::Result<TcpStream> {
+    let stream = TcpStream::connect(address)?;
+    stream.set_nodelay(true)?;
+    Ok(stream)
+}
+
+/// A connection by TCP alone.
+pub(super) fn connect(address: SocketAddr) -> Result<TcpStream, Failure> {
+    tcp(address).map_err(|error| Failure::Broken(format!("cannot connect to {address}: {error}")))
+}
+
+/// A connection of the CPU's.
+pub(super) enum Connection {
+    Tcp(TcpStream),
+    Warp(warp::Stream),
+}
+
+impl Connection {
+    pub(super) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.shutdown(how),
+            Self::Warp(stream) => stream.shutdown(how),
+        }
+    }
+}
+
+impl Read for &Connection {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Connection::Tcp(stream) => (&mut &*stream).read(into),
+            Connection::Warp(stream) => (&mut &*stream).read(into),
+        }
+    }
+}
+
+impl Write for &Connection {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        match self {
+            Connection::Tcp(stream) => (&mut &*stream).write(from),
+            Connection::Warp(stream) => (&mut &*stream).write(from),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
 
 /// What the other end does with its one connection.
 #[derive(Clone, Copy)]
@@ -17,18 +98,57 @@ pub(super) enum Role {
     Source(u64),
 }
 
+enum Listener {
+    Tcp(TcpListener),
+    Warp(warp::Listener),
+}
+
+impl Listener {
+    fn bind(family: Family) -> io::Result<(Self, SocketAddr)> {
+        let any = "127.0.0.1:0";
+        match family {
+            Family::Inet => {
+                let listener = TcpListener::bind(any)?;
+                let address = listener.local_addr()?;
+                Ok((Self::Tcp(listener), address))
+            }
+            Family::Warp => {
+                let listener = warp::Listener::bind(any)?;
+                let address = listener.local_addr()?;
+                Ok((Self::Warp(listener), address))
+            }
+        }
+    }
+
+    fn accept(&self) -> io::Result<Connection> {
+        match self {
+            Self::Tcp(listener) => {
+                let (stream, _) = listener.accept()?;
+                stream.set_nodelay(true)?;
+                Ok(Connection::Tcp(stream))
+            }
+            Self::Warp(listener) => Ok(Connection::Warp(listener.accept()?.0)),
+        }
+    }
+}
+
 /// A peer on the loopback interface, in a thread.
 pub(super) struct Peer {
     pub(super) address: SocketAddr,
-    thread: JoinHandle<std::io::Result<()>>,
+    thread: JoinHandle<io::Result<()>>,
 }
 
 impl Peer {
-    pub(super) fn start(role: Role, piece: usize) -> Result<Self, Failure> {
-        let broken = |error: std::io::Error| Failure::Broken(format!("cannot listen: {error}"));
-        let listener = TcpListener::bind("127.0.0.1:0").map_err(broken)?;
-        let address = listener.local_addr().map_err(broken)?;
-        let thread = std::thread::spawn(move || serve(&listener, role, piece));
+    /// Starts one. With device memory, everything that comes is copied there, and everything that goes comes from there.
+    pub(super) fn start(
+        family: Family,
+        role: Role,
+        piece: usize,
+        device: Option<Device>,
+    ) -> Result<Self, Failure> {
+        let broken = |error: io::Error| Failure::Broken(format!("cannot listen: {error}"));
+        let (listener, address) = Listener::bind(family).map_err(broken)?;
+        let thread = std::thread::spawn(move || serve(&listener, role, piece, device));
         Ok(Self { address, thread })
     }
 
@@ -41,21 +161,37 @@ impl Peer {
     }
 }
 
-fn serve(listener: &TcpListener, role: Role, piece: usize) -> std::io::Result<()> {
-    let (mut stream, _) = listener.accept()?;
-    stream.set_nodelay(true)?;
+fn serve(listener: &Listener, role: Role, piece: usize, device: Option<Device>) -> io::Result<()> {
+    // The driver's copies belong to the thread that makes them.
+    let device = device.map(|device| Plain::new(&device, piece.max(4096) as u64));
+    let device = device.transpose().map_err(plain::other)?;
+    let device = device.as_ref();
+    let connection = listener.accept()?;
+    let mut stream = &connection;
     let mut buffer = vec![0; piece.max(4096)];
+    let taken = |bytes: &[u8]| device.map_or(Ok(()), |device| device.take(bytes));
     match role {
         Role::Echo => loop {
             match stream.read(&mut buffer) {
                 Ok(0) => return Ok(()),
-                Ok(count) => stream.write_all(&buffer[..count])?,
+                Ok(count) => {
+                    taken(&buffer[..count])?;
+                    if let Some(device) = device {
+                        device.give(&mut buffer[..count])?;
+                    }
+                    stream.write_all(&buffer[..count])?;
+                }
                 Err(error) if error.kind() == ErrorKind::ConnectionReset => return Ok(()),
                 Err(error) => return Err(error),
             }
         },
         Role::Sink => {
-            while stream.read(&mut buffer)? > 0 {}
+            loop {
+                match stream.read(&mut buffer)? {
+                    0 => break,
+                    count => taken(&buffer[..count])?,
+                }
+            }
             stream.write_all(&[1])
         }
         Role::Source(total) => {
@@ -70,13 +206,4 @@ fn serve(listener: &TcpListener, role: Role, piece: usize) -> std::io::Result<()
             Ok(())
         }
     }
-}
-
-/// A connection of the CPU's own to a peer.
-pub(super) fn connect(address: SocketAddr) -> Result<TcpStream, Failure> {
-    let stream = TcpStream::connect(address).and_then(|stream| {
-        stream.set_nodelay(true)?;
-        Ok(stream)
-    });
-    stream.map_err(|error| Failure::Broken(format!("cannot connect to {address}: {error}")))
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use warpwire::sock::kv::{KvOptions, KvServer, KvStats};
-use warpwire::sock::programs::{Programs, Service};
+use warpwire::sock::programs::Service;
 use warpwire::sock::{SockOptions, SockStats};
 
 use super::{Ground, heading};
@@ -84,7 +84,7 @@ pub(super) fn wait(seconds: Option<u64>) {
 impl Serve {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
         let (host, no_cuda) = self.ground.open(SockOptions::default())?;
-        let programs = Programs::load(&host)?;
+        let programs = self.ground.programs(&host)?;
         let (service, name) = match self.service {
             What::Echo => (Service::Echo, "an echo kernel"),
             What::Sink => (Service::Sink, "a kernel that throws away"),
@@ -101,7 +101,7 @@ impl Serve {
             print_json(&ServeReport { address, sockets }).map_err(Failure::Broken)?;
         } else {
             let text = format!(
-                "{} connections, {} bytes in, {} bytes out\n",
+                "{} connections, {} bytes in, {} bytes out through the host\n",
                 sockets.accepted, sockets.received, sockets.sent
             );
             output::print(&text).map_err(Failure::Broken)?;
@@ -258,7 +258,7 @@ impl Connect {
             }
         };
         let (host, _) = self.ground.open(SockOptions::default())?;
-        let programs = Programs::load(&host)?;
+        let programs = self.ground.programs(&host)?;
         let timeout = Duration::from_secs(self.timeout.max(1));
         let answer = programs.talk(&host, server, &question, self.most, timeout)?;
         std::io::stdout()

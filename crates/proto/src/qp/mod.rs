@@ -561,6 +561,13 @@ impl Qp {
         requester.deadline.min(resume).min(self.pace.opens_at(now))
     }
 
+    /// The link had no room for a packet of this queue pair. Tries are spent while that lasts, as if packets were lost.
+    pub fn held_up(&mut self, now: Instant) {
+        if self.state == State::Rts {
+            self.requester.held_up(now, &self.asking);
+        }
+    }
+
     /// Time has passed.
     pub fn handle_timeout(&mut self, now: Instant) {
         if matches!(self.state, State::Rts | State::Sqd)

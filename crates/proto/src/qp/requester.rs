@@ -325,6 +325,14 @@ impl Requester {
         self.deadline = timeout.map_or(Instant::NEVER, |timeout| now + timeout);
     }
 
+    /// There is something to send, and no room for it on the link: the timer runs as if it had been sent, so that a peer who
+    /// takes nothing any more is not waited for without end.
+    pub(super) fn held_up(&mut self, now: Instant, terms: &Terms) {
+        if self.deadline == Instant::NEVER && self.has_work() && self.resume <= now {
+            self.deadline = terms.timeout.map_or(Instant::NEVER, |timeout| now + timeout);
+        }
+    }
+
     /// Sends again from the first number without an answer.
     pub(super) fn go_back(&mut self) {
         self.next = self.unacked;

@@ -61,6 +61,49 @@ fn without_a_timeout_nobody_gives_up() {
 }
 
 #[test]
+fn a_link_without_room_spends_tries_as_silence_does() {
+    let mut pair = Pair::with(Terms { retry_count: 2, ..Terms::default() });
+    let patience = pair.terms.patience();
+    pair.ends[A].qp.held_up(pair.now);
+    assert_eq!(pair.next_deadline(), Instant::NEVER, "there is nothing to send");
+    pair.post(A, 0, Op::Send, 4 * MTU);
+    pair.post(A, 1, Op::Send, 10);
+    // Nothing was ever sent; how often it is told does not matter.
+    for tries in 0..3 {
+        assert_eq!(pair.ends[A].sent, [], "after {tries} tries");
+        let start = pair.now;
+        pair.ends[A].qp.held_up(pair.now);
+        pair.wait(patience / 2);
+        pair.ends[A].qp.held_up(pair.now);
+        assert_eq!(pair.next_deadline(), start + patience);
+        pair.go_to(pair.next_deadline());
+    }
+    assert_eq!(pair.ends[A].sent, [(0, Status::RetryExceeded), (1, Flushed)]);
+    pair.ends[A].qp.held_up(pair.now);
+    assert_eq!(pair.next_deadline(), Instant::NEVER, "it has failed");
+}
+
+#[test]
+fn room_that_comes_in_time_costs_nothing() {
+    let mut pair = Pair::with(Terms { retry_count: 1, ..Terms::default() });
+    let patience = pair.terms.patience();
+    pair.post(A, 0, Op::Send, 4 * MTU);
+    pair.ends[A].qp.held_up(pair.now);
+    pair.wait(patience * 3 / 4);
+    assert_eq!(psns(&pair.send_all(A)), [0x100, 0x101, 0x102, 0x103]);
+    pair.tell_ack(0x101, Syndrome::ACK).unwrap();
+    assert_eq!(pair.next_deadline(), pair.now + patience);
+    pair.tell_ack(0x103, Syndrome::ACK).unwrap();
+    assert_eq!(pair.next_deadline(), Instant::NEVER);
+    assert_eq!(pair.ends[A].sent, [(0, Success)]);
+    // Who has no time-out waits as long as it takes.
+    let mut pair = Pair::with(Terms { timeout: 0, ..Terms::default() });
+    pair.post(A, 0, Op::Send, 10);
+    pair.ends[A].qp.held_up(pair.now);
+    assert_eq!(pair.next_deadline(), Instant::NEVER);
+}
+
+#[test]
 fn progress_restarts_the_timer_and_gives_all_tries_back() {
     let mut pair = Pair::with(Terms { retry_count: 1, ..Terms::default() });
     let patience = pair.terms.patience();

@@ -78,7 +78,7 @@ impl<'a> Rank<'a> {
     fn new(comm: &'a Comm, task: &Task) -> Result<Self> {
         let device = mem::open(&task.device)?;
         let (bytes, ranks) = (task.count * 8, comm.size() as u64);
-        assert!(task.count % ranks == 0, "{} numbers, {ranks} ranks", task.count);
+        assert!(task.count.is_multiple_of(ranks), "{} numbers, {ranks} ranks", task.count);
         let (memory, mine) = (device.alloc(bytes)?, device.alloc(bytes)?);
         let arrivals = device.alloc(bytes)?;
         Ok(Self {

@@ -206,12 +206,12 @@ impl Engine {
                 Turn::More => self.core.requeue(index),
                 Turn::LinkFull => {
                     let left = self.link.flush()?;
+                    self.core.requeue(index);
+                    // Nobody has room; the next in the list is the first to try again, and learns of it then.
                     if left.waiting > 0 {
-                        self.core.active.push_front(index);
                         return Ok(sent);
                     }
-                    // It may be its own peer who has no room: others do not wait for that.
-                    self.core.requeue(index);
+                    // Or its own peer has none: others do not wait for that.
                 }
             }
         }
@@ -237,7 +237,10 @@ impl Engine {
             }
             match self.link.reserve(flow, room.min(self.link.largest())) {
                 Ok(_) => {}
-                Err(crate::link::Refused::Full) => break Turn::LinkFull,
+                Err(crate::link::Refused::Full) => {
+                    qp.held_up(now);
+                    break Turn::LinkFull;
+                }
                 Err(_) => {
                     totals.lose(Lost::NoFlow);
                     break Turn::Done;

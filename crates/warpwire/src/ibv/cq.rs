@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::device::{Context, Opened};
+use super::direct::create_overwritten;
 use super::event;
 use super::explain::{Attempt, explain, last_errno};
 use super::ids::{CHUNK, Reader, Side};
-use super::library::{Raw, check, end, function, make};
+use super::library::{Raw, check, end, function, made, make};
 use super::sys;
 use crate::error::{Error, Kind, Result};
 use crate::mlx5::{Opcode, Status};
@@ -175,15 +176,34 @@ fn translate(found: &[sys::Wc], ids: &Reader<'_>, flags: u32, into: &mut [Comple
 impl Context {
     /// Makes a completion queue with room for at least so many completions.
     pub fn create_cq(&self, entries: u32) -> Result<Cq> {
+        self.create_cq_by(|channel| {
+            let (library, raw) = (self.0.library, self.0.raw.ptr());
+            let size = i32::try_from(entries).unwrap_or(i32::MAX);
+            let nothing = std::ptr::null_mut();
+            make!(library, Attempt::CreateCq(entries), create_cq(raw, size, nothing, channel, 0))
+        })
+    }
+
+    /// Makes one of an mlx5 device that is written over when it is full: for who counts by himself, and reads it in place.
+    ///
+    /// # Errors
+    /// As for [`Qp::direct`](super::Qp::direct).
+    pub fn create_overwritten_cq(&self, entries: u32) -> Result<Cq> {
+        self.create_cq_by(|channel| {
+            made(create_overwritten(&self.0, entries, channel)?, Attempt::CreateCq(entries))
+        })
+    }
+
+    fn create_cq_by(
+        &self,
+        create: impl FnOnce(*mut sys::CompChannel) -> Result<Raw<sys::Cq>>,
+    ) -> Result<Cq> {
         let context = self.0.clone();
         let (library, raw) = (context.library, context.raw.ptr());
-        let size = i32::try_from(entries).unwrap_or(i32::MAX);
         let channel = make!(library, Attempt::Events, create_comp_channel(raw))?;
         let channel = Channel { raw: channel, context: context.clone() };
         event::never_block(channel.as_fd())?;
-        let nothing = std::ptr::null_mut();
-        let attempt = Attempt::CreateCq(entries);
-        let cq = make!(library, attempt, create_cq(raw, size, nothing, channel.raw.ptr(), 0))?;
+        let cq = create(channel.raw.ptr())?;
         // SAFETY: an open device; its operations do not change once it is open.
         let ops = unsafe { &(*raw).ops };
         let (Some(poll), Some(notify)) = (ops.poll_cq, ops.req_notify_cq) else {
@@ -325,8 +345,8 @@ impl Cq {
         }
     }
 
-    pub(super) fn device(&self) -> &super::Device {
-        &self.0.channel.context.device
+    pub(super) fn context(&self) -> &Opened {
+        &self.0.channel.context
     }
 
     pub(super) fn is_of(&self, context: &Opened) -> bool {

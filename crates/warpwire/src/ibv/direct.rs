@@ -10,12 +10,16 @@ use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 
 use super::cq::Cq;
+use super::device::Opened;
+use super::memory::Domain;
 use super::qp::Qp;
 use super::sys;
 use crate::error::{Error, Kind, Result};
 use crate::mlx5::{BLOCK, MOST_BLOCKS};
 
 const LIBRARY: &str = "libmlx5.so.1";
+/// Names another file than that.
+const VARIABLE: &str = "WARPWIRE_MLX5";
 const SYMBOL: &str = "mlx5dv_init_obj";
 const INSTALL: &str = "install the mlx5 provider of rdma-core (Debian, Ubuntu: `sudo apt install ibverbs-providers`; \
      Fedora, RHEL: `sudo dnf install libibverbs`)";
@@ -231,12 +235,12 @@ impl Qp {
     /// If the device is no mlx5 one, or libmlx5 is not installed.
     pub fn direct(&self) -> Result<DirectQp> {
         let context = self.pd().context();
-        check_driver(context.device().driver.as_deref(), &context.device().name)?;
+        check_device(&context.0)?;
         // SAFETY: numbers and pointers, for which zero is a value.
         let (mut object, mut dv): (DvObject, DvQp) = unsafe { std::mem::zeroed() };
         object.qp = (self.raw(), &mut dv);
         // SAFETY: an object of the library's, which lives, and room for what is told of it.
-        check(unsafe { init_object()?(&mut object, OBJECT_QP) })?;
+        check(unsafe { (library()?.init)(&mut object, OBJECT_QP) })?;
         DirectQp::of(&dv, self.number(), &(Arc::new(self.clone()) as _))
     }
 }
@@ -247,13 +251,12 @@ impl Cq {
     /// # Errors
     /// As for [`Qp::direct`].
     pub fn direct(&self) -> Result<DirectCq> {
-        let device = self.device();
-        check_driver(device.driver.as_deref(), &device.name)?;
+        check_device(self.context())?;
         // SAFETY: numbers and pointers, for which zero is a value.
         let (mut object, mut dv): (DvObject, DvCq) = unsafe { std::mem::zeroed() };
         object.cq = (self.0.raw.ptr(), &mut dv);
         // SAFETY: an object of the library's, which lives, and room for what is told of it.
-        check(unsafe { init_object()?(&mut object, OBJECT_CQ) })?;
+        check(unsafe { (library()?.init)(&mut object, OBJECT_CQ) })?;
         DirectCq::of(&dv, &(Arc::new(self.clone()) as _))
     }
 }
@@ -265,33 +268,181 @@ fn check(code: c_int) -> Result<()> {
     }
 }
 
-/// Other drivers' objects are not libmlx5's to look into.
+/// Other drivers' objects are not libmlx5's to look into. Where the kernel does not say whose a device is, the library does.
+fn check_device(context: &Opened) -> Result<()> {
+    let device = &context.device;
+    if device.driver.is_none() {
+        let is_supported = library()?.is_supported;
+        // SAFETY: an open device, whose entry lives as long as it.
+        if unsafe { is_supported((*context.raw.ptr()).device) } {
+            return Ok(());
+        }
+    }
+    check_driver(device.driver.as_deref(), &device.name)
+}
+
 fn check_driver(driver: Option<&str>, name: &str) -> Result<()> {
     match driver {
-        Some("mlx5") => Ok(()),
+        Some("mlx5" | "mlx5_core") => Ok(()),
         driver => Err(Error::new(Kind::Unsupported, "find the queues of an RDMA device")
             .on(name.to_owned())
-            .why(format!("its driver is {}, and not mlx5", driver.unwrap_or("not known")))
-            .fix("post through libibverbs, or use the software HCA, which has ConnectX's queues")),
+            .why(format!("no direct queues: its driver is {}, and not mlx5", driver.unwrap_or("not known")))
+            .fix("use a ConnectX NIC, or the software HCA, which has the same queues; or post through libibverbs, from the CPU")),
     }
 }
 
-fn init_object() -> Result<InitObject> {
-    static LOADED: OnceLock<Result<(InitObject, libloading::Library)>> = OnceLock::new();
-    LOADED.get_or_init(|| load(LIBRARY)).as_ref().map(|(init, _)| *init).map_err(Clone::clone)
+/// `struct ibv_cq_init_attr_ex`.
+#[repr(C)]
+struct CqInit {
+    cqe: u32,
+    cq_context: *mut u8,
+    channel: *mut sys::CompChannel,
+    comp_vector: u32,
+    wc_flags: u64,
+    comp_mask: u32,
+    flags: u32,
+    parent_domain: *mut sys::Pd,
 }
 
-fn load(name: &str) -> Result<(InitObject, libloading::Library)> {
+/// `struct mlx5dv_cq_init_attr`.
+#[derive(Default)]
+#[repr(C)]
+struct DvCqInit {
+    comp_mask: u64,
+    compression: u8,
+    flags: u32,
+    cqe_size: u16,
+}
+
+const _: () = assert!(size_of::<CqInit>() == 56 && size_of::<DvCqInit>() == 24);
+
+const HAS_FLAGS: u32 = 1;
+const IGNORE_OVERRUN: u32 = 1 << 1;
+
+/// Makes a completion queue that is written over when it is full, for who counts by himself; null if that cannot be.
+pub(super) fn create_overwritten(
+    context: &Opened,
+    entries: u32,
+    channel: *mut sys::CompChannel,
+) -> Result<*mut sys::Cq> {
+    check_device(context)?;
+    let create = library()?.create_cq;
+    let mut init = CqInit {
+        cqe: entries,
+        cq_context: std::ptr::null_mut(),
+        channel,
+        comp_vector: 0,
+        wc_flags: 0,
+        comp_mask: HAS_FLAGS,
+        flags: IGNORE_OVERRUN,
+        parent_domain: std::ptr::null_mut(),
+    };
+    // SAFETY: an open device, and structures that live until the call returns. What is made begins as any other queue.
+    Ok(unsafe { create(context.raw.ptr(), &mut init, &mut DvCqInit::default()) })
+}
+
+/// `struct ibv_qp_init_attr_ex`.
+#[repr(C)]
+struct QpInit {
+    qp_context: *mut u8,
+    send_cq: *mut sys::Cq,
+    recv_cq: *mut sys::Cq,
+    srq: *mut sys::Srq,
+    cap: sys::QpCap,
+    qp_type: c_int,
+    sq_sig_all: c_int,
+    comp_mask: u32,
+    pd: *mut sys::Pd,
+    /// What is not asked for.
+    others: [u64; 8],
+}
+
+/// `struct mlx5dv_qp_init_attr`, and room for what later releases have at its end.
+#[repr(C)]
+struct DvQpInit {
+    comp_mask: u64,
+    create_flags: u32,
+    others: [u64; 14],
+}
+
+const _: () = {
+    assert!(size_of::<QpInit>() == 136 && std::mem::offset_of!(QpInit, comp_mask) == 60);
+    assert!(std::mem::offset_of!(DvQpInit, create_flags) == 8);
+};
+
+const HAS_PD: u32 = 1;
+const HAS_CREATE_FLAGS: u64 = 1;
+const DISABLE_SCATTER_TO_CQE: u32 = 1 << 3;
+
+/// Makes a queue pair for who posts and polls by himself: small messages do not come within completions, where he would
+/// not look for them. Null if it cannot be.
+pub(super) fn create_unscattered(pd: &Domain, init: &mut sys::QpInitAttr) -> Result<*mut sys::Qp> {
+    check_device(&pd.context)?;
+    let create = library()?.create_qp;
+    let mut whole = QpInit {
+        qp_context: std::ptr::null_mut(),
+        send_cq: init.send_cq,
+        recv_cq: init.recv_cq,
+        srq: init.srq,
+        cap: init.cap,
+        qp_type: init.qp_type,
+        sq_sig_all: init.sq_sig_all,
+        comp_mask: HAS_PD,
+        pd: pd.raw.ptr(),
+        others: [0; 8],
+    };
+    let mut dv = DvQpInit {
+        comp_mask: HAS_CREATE_FLAGS,
+        create_flags: DISABLE_SCATTER_TO_CQE,
+        others: [0; 14],
+    };
+    // SAFETY: an open device with its objects, and structures that live until the call returns.
+    let made = unsafe { create(pd.context.raw.ptr(), &mut whole, &mut dv) };
+    init.cap = whole.cap;
+    Ok(made)
+}
+
+type CreateQp = unsafe extern "C" fn(*mut sys::Context, *mut QpInit, *mut DvQpInit) -> *mut sys::Qp;
+type IsSupported = unsafe extern "C" fn(*mut sys::Device) -> bool;
+type CreateCq = unsafe extern "C" fn(*mut sys::Context, *mut CqInit, *mut DvCqInit) -> *mut sys::Cq;
+
+/// What is used of libmlx5.
+struct Mlx5 {
+    init: InitObject,
+    is_supported: IsSupported,
+    create_cq: CreateCq,
+    create_qp: CreateQp,
+    _library: libloading::Library,
+}
+
+fn library() -> Result<&'static Mlx5> {
+    static LOADED: OnceLock<Result<Mlx5>> = OnceLock::new();
+    let load = || match std::env::var(VARIABLE) {
+        Ok(name) if !name.is_empty() => load(&name),
+        _ => load(LIBRARY),
+    };
+    LOADED.get_or_init(load).as_ref().map_err(Clone::clone)
+}
+
+fn load(name: &str) -> Result<Mlx5> {
     let failed = |why: String| {
         Error::new(Kind::Unavailable, "find the queues of an mlx5 device").why(why).fix(INSTALL)
     };
     // SAFETY: loading the library runs its initialisers, which have no conditions.
     let library = unsafe { libloading::Library::new(name) };
     let library = library.map_err(|_| failed(format!("{name} is not installed")))?;
-    // SAFETY: the signature is the one that infiniband/mlx5dv.h declares.
-    let init = unsafe { library.get::<InitObject>(SYMBOL.as_bytes()) };
-    let init = *init.map_err(|_| failed(format!("{name} has no symbol {SYMBOL}")))?;
-    Ok((init, library))
+    let missing = |symbol: &str| failed(format!("{name} has no symbol {symbol}"));
+    // SAFETY: the signatures are those that infiniband/mlx5dv.h declares.
+    unsafe {
+        let init = *library.get::<InitObject>(SYMBOL.as_bytes()).map_err(|_| missing(SYMBOL))?;
+        let symbol = "mlx5dv_is_supported";
+        let is_supported = *library.get(symbol.as_bytes()).map_err(|_| missing(symbol))?;
+        let symbol = "mlx5dv_create_cq";
+        let create_cq = *library.get(symbol.as_bytes()).map_err(|_| missing(symbol))?;
+        let symbol = "mlx5dv_create_qp";
+        let create_qp = *library.get(symbol.as_bytes()).map_err(|_| missing(symbol))?;
+        Ok(Mlx5 { init, is_supported, create_cq, create_qp, _library: library })
+    }
 }
 
 /// A queue pair as libmlx5 would tell of it, in memory of the caller's: for tests without such a device.
@@ -330,9 +481,9 @@ mod tests {
         let text = check_driver(Some("rxe"), "rxe0").unwrap_err().to_string();
         assert!(text.contains("its driver is rxe") && text.contains("software HCA"), "{text}");
         assert!(check_driver(None, "x").unwrap_err().to_string().contains("not known"));
-        let text = load("libmlx5-that-is-not-there.so.1").unwrap_err().to_string();
+        let text = load("libmlx5-that-is-not-there.so.1").err().unwrap().to_string();
         assert!(text.contains("not installed") && text.contains("ibverbs-providers"), "{text}");
-        let text = load("libc.so.6").unwrap_err().to_string();
+        let text = load("libc.so.6").err().unwrap().to_string();
         assert!(text.contains("no symbol mlx5dv_init_obj"), "{text}");
     }
 
@@ -361,7 +512,12 @@ mod tests {
             printf(\"%zu %zu %zu %zu \", offsetof(struct mlx5dv_qp, sq), offsetof(struct mlx5dv_qp, rq),\n\
             offsetof(struct mlx5dv_qp, bf), offsetof(struct mlx5dv_qp, sqn));\n\
             printf(\"%zu %zu %zu \", offsetof(struct mlx5dv_cq, dbrec), offsetof(struct mlx5dv_cq, cqe_size), offsetof(struct mlx5dv_cq, cqn));\n\
-            printf(\"%zu %d %d\", offsetof(struct mlx5dv_obj, cq), MLX5DV_OBJ_QP, MLX5DV_OBJ_CQ); return 0; }\n";
+            printf(\"%zu %d %d \", offsetof(struct mlx5dv_obj, cq), MLX5DV_OBJ_QP, MLX5DV_OBJ_CQ);\n\
+            printf(\"%zu %zu \", sizeof(struct ibv_cq_init_attr_ex), sizeof(struct mlx5dv_cq_init_attr));\n\
+            printf(\"%zu %d %d\", offsetof(struct ibv_cq_init_attr_ex, flags), IBV_CQ_INIT_ATTR_MASK_FLAGS, IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN);\n\
+            printf(\" %zu %zu %d\", sizeof(struct ibv_qp_init_attr_ex), offsetof(struct ibv_qp_init_attr_ex, comp_mask), IBV_QP_INIT_ATTR_PD);\n\
+            printf(\" %zu %d %d\", offsetof(struct mlx5dv_qp_init_attr, create_flags), MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS, MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE);\n\
+            return 0; }\n";
         std::fs::write(&source, text).unwrap();
         let Ok(compiled) =
             std::process::Command::new("cc").arg(&source).arg("-o").arg(&binary).output()
@@ -372,7 +528,7 @@ mod tests {
         assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
         let told = std::process::Command::new(&binary).output().unwrap();
         let told = String::from_utf8(told.stdout).unwrap();
-        assert_eq!(told, "96 48 112 8 24 40 84 8 20 32 16 1 2");
+        assert_eq!(told, "96 48 112 8 24 40 84 8 20 32 16 1 2 56 24 44 1 2 136 60 1 8 1 8");
     }
 
     #[test]

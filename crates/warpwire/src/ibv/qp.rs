@@ -11,9 +11,10 @@ use warpwire_proto::qp::{self as protocol, Change, Mtu, Service, State};
 use super::address::{Hardware, Route};
 use super::cq::{Cq, lacks};
 use super::device::{PortState, mtu_of};
+use super::direct::create_unscattered;
 use super::explain::Attempt;
 use super::ids::{Book, InOrder, Naming};
-use super::library::{Raw, call, end, make};
+use super::library::{Raw, call, end, made, make};
 use super::memory::Pd;
 use super::post::{self, Gathered, PostError, Room, Sending};
 use super::srq::Srq;
@@ -59,6 +60,9 @@ pub struct QpOptions {
     pub min_rnr_timer: u8,
     /// How many reads and atomics may be outstanding, in either direction.
     pub max_rd_atomic: u8,
+    /// Its queues will be written and read past the provider, of an mlx5 device: see [`Qp::direct`]. Small messages then
+    /// never come within completions.
+    pub past_provider: bool,
 }
 
 impl Default for QpOptions {
@@ -81,6 +85,7 @@ impl Default for QpOptions {
             rnr_retry: 7,
             min_rnr_timer: 1,
             max_rd_atomic: 16,
+            past_provider: false,
         }
     }
 }
@@ -190,7 +195,10 @@ impl Pd {
             qp_type: qp_type as i32,
             sq_sig_all: i32::from(options.signal_all),
         };
-        let raw = make!(context.library, Attempt::CreateQp, create_qp(pd.raw.ptr(), &mut init))?;
+        let raw = match options.past_provider {
+            true => made(create_unscattered(pd, &mut init)?, Attempt::CreateQp),
+            false => make!(context.library, Attempt::CreateQp, create_qp(pd.raw.ptr(), &mut init)),
+        }?;
         let room = Room {
             service: options.service,
             send_ranges: init.cap.max_send_sge,

@@ -362,6 +362,25 @@ mod tests {
         one.flush().unwrap();
         assert_eq!(receive(&mut two, 1).len(), 1);
         assert_eq!(stranger.receive(&mut |_| ()).unwrap(), 0);
+        // Nor when the peer has gone: its packets are lost until one of its sort comes back.
+        let address = two.local();
+        drop(two);
+        let start = std::time::Instant::now();
+        while one.counters().drops.no_peer < 100 {
+            send(&mut one, flow, 64, 1);
+            one.flush().unwrap();
+            one.receive(&mut |_| ()).unwrap();
+            std::thread::sleep(Duration::from_micros(500));
+            assert!(start.elapsed() < Duration::from_secs(20), "{:?}", one.counters());
+        }
+        assert_eq!(stranger.receive(&mut |_| ()).unwrap(), 0);
+        let mut back =
+            Auto::bind(address, udp::Options::default(), shm::Options::default()).unwrap();
+        while back.receive(&mut |_| ()).unwrap() == 0 {
+            send(&mut one, flow, 64, 1);
+            one.flush().unwrap();
+            assert!(start.elapsed() < Duration::from_secs(20), "{:?}", one.counters());
+        }
         // The other way round: who was there first does not matter.
         let free = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
         let address = free.local();

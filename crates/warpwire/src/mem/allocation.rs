@@ -98,10 +98,10 @@ impl Pin {
 }
 
 /// An allocation that may be freed meanwhile.
-pub(super) struct WeakAllocation(std::sync::Weak<Shared>);
+pub(crate) struct WeakAllocation(std::sync::Weak<Shared>);
 
 impl WeakAllocation {
-    pub(super) fn upgrade(&self) -> Option<Allocation> {
+    pub(crate) fn upgrade(&self) -> Option<Allocation> {
         let shared = self.0.upgrade().filter(|shared| !shared.users.is_closed())?;
         Some(Allocation { shared })
     }
@@ -314,7 +314,7 @@ impl Allocation {
         self.shared.memory.clone().pin()
     }
 
-    pub(super) fn downgrade(&self) -> WeakAllocation {
+    pub(crate) fn downgrade(&self) -> WeakAllocation {
         WeakAllocation(Arc::downgrade(&self.shared))
     }
 

@@ -17,6 +17,9 @@ use super::share::{DmaBuf, DmaBufRoute, IpcHandle};
 use super::window::{Mapped, WindowPath};
 use crate::error::{Error, Kind, Result};
 
+/// Keeps memory mapped that a device was let reach.
+pub type HostOwner = Arc<dyn std::any::Any + Send + Sync>;
+
 /// A device. Everything made by it holds it, so that it goes last.
 pub trait DeviceBackend: Send + Sync + 'static {
     /// What it is.
@@ -29,12 +32,14 @@ pub trait DeviceBackend: Send + Sync + 'static {
     fn allocate(self: Arc<Self>, len: u64, kind: MemoryKind) -> Result<Arc<dyn MemoryBackend>>;
     /// Memory that somebody else allocated; `address + len` does not overflow.
     fn borrow(self: Arc<Self>, address: DeviceAddr, len: u64) -> Result<Arc<dyn MemoryBackend>>;
-    /// Memory that somebody else mapped for the CPU; `io` if it is registers of another device.
+    /// Memory that somebody else mapped for the CPU, and that `owner` keeps mapped; `io` if it is registers of another
+    /// device.
     fn register_host(
         self: Arc<Self>,
         _base: NonNull<u8>,
         _len: u64,
         _io: bool,
+        _owner: HostOwner,
     ) -> Result<Arc<dyn MemoryBackend>> {
         Err(Error::new(Kind::Unsupported, "let streams reach host memory")
             .why("this device reaches memory that it allocated itself")

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::address::DeviceAddr;
 use super::allocation::{Allocation, MemoryKind};
-use super::backend::DeviceBackend;
+use super::backend::{DeviceBackend, HostOwner};
 use super::program::{Module, Program};
 use super::share::IpcHandle;
 use super::stream::{Event, Stream};
@@ -230,14 +230,15 @@ impl Device {
     /// As the driver has it; for registers with what it takes to be allowed.
     ///
     /// # Safety
-    /// The range is mapped, and stays so while the memory, its regions, and work that uses them exist. Nobody forms
-    /// references to it. Writing to registers does what that device does.
+    /// The range is mapped, and stays so as long as `owner` lives, which the memory, its regions, and work that uses them
+    /// keep. Nobody forms references to it. Writing to registers does what that device does.
     #[allow(unsafe_code)]
     pub unsafe fn register_host(
         &self,
         base: NonNull<u8>,
         len: u64,
         io: bool,
+        owner: HostOwner,
     ) -> Result<Allocation> {
         if len == 0 || (base.as_ptr() as u64).checked_add(len).is_none() {
             return Err(Error::new(
@@ -247,7 +248,7 @@ impl Device {
             .on(self.label())
             .why("the range is empty or passes the end of the address space"));
         }
-        let memory = self.backend.clone().register_host(base, len, io)?;
+        let memory = self.backend.clone().register_host(base, len, io, owner)?;
         Ok(Allocation::new(self.clone(), memory))
     }
 

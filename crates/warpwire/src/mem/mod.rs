@@ -46,6 +46,7 @@ mod window;
 
 pub use address::DeviceAddr;
 pub use agent::Agent;
+pub(crate) use allocation::WeakAllocation;
 pub use allocation::{
     Allocation, Listener, MemoryEvent, MemoryKind, Piece, Pin, Region, Watch, Width, Word,
 };

@@ -6,6 +6,7 @@ use super::warp::Hello;
 use super::{Place, SockOptions};
 use crate::error::Result;
 use crate::hca::QueueMemory;
+use crate::mem::copy::Plan;
 use crate::mem::{Allocation, Device, MemoryKind};
 use crate::stream::kernel::LaidQp;
 use crate::verbs::{Context, Pd, QpOptions};
@@ -46,6 +47,8 @@ impl Berths {
         let queues = device.alloc_pinned(count * queues_len)?;
         let near = match is_near {
             true => {
+                // How the device's memory is copied best is measured now, if nobody knows: later a kernel may be in the way.
+                Plan::for_device(device)?;
                 let memory = device.alloc_kind(count * watched_len, MemoryKind::Vmm)?;
                 memory.window().ok().map(|window| (memory, QueueMemory::window(window)))
             }

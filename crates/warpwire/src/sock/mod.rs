@@ -2,12 +2,15 @@
 //!
 //! A [`SockHost`] serves the kernels of one GPU. They get the address of its table and use the calls of
 //! `include/warpwire/sock.cuh`; block functions of the simulated GPU use [`device`], which is the same in Rust.
-//! Behind a socket is an ordinary one of the operating system, TCP or UDP, IPv4 or IPv6: peers are whoever speaks those.
+//! Behind a socket of the family `inet` is an ordinary one of the operating system, TCP or UDP, IPv4 or IPv6: peers are
+//! whoever speaks those. In the family [`warp`] kernels write into each other's rings by RDMA, and into those of CPU
+//! programs; the host only brings them together.
 //!
 //! # How bytes go
 //! Each socket has two rings with 64-bit counters. What a kernel sends it stores into pinned host memory; what it
 //! receives the host stores into device memory, through a [window](crate::mem::Window). Both look at memory that is
-//! near, and no call of the data path asks the host for anything. See [`layout`].
+//! near, and no call of the data path asks the host for anything. In the family `warp` the kernel posts a write of what it
+//! has sent to a queue pair of its own, and the peer's device does what the host does in the other. See [`layout`].
 //!
 //! # How calls end
 //! Every call that waits returns when its time is over, when the peer closes or resets, when the socket is closed by

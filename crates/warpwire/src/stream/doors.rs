@@ -182,8 +182,13 @@ pub(super) struct Tails {
 }
 
 impl Tails {
-    pub(super) fn new(memory: &Allocation, entries: u32, has_nor: bool) -> Result<Self> {
-        let word = |place| memory.word32(u64::from(place) * CQE_LEN + 60);
+    /// Of a queue with so many entries, which begins at that place of memory.
+    pub(super) fn new(
+        (memory, begin): (&Allocation, u64),
+        entries: u32,
+        has_nor: bool,
+    ) -> Result<Self> {
+        let word = |place| memory.word32(begin + u64::from(place) * CQE_LEN + 60);
         let words = (0..entries).map(word).collect::<Result<_>>()?;
         Ok(Self { words, has_nor })
     }

@@ -1,13 +1,102 @@
-//! The queues of a real ConnectX: where rdma-core says that they lie, and what a stream does to them.
+//! The queues of a real ConnectX: where rdma-core says that they lie, how a device is let reach them, and what a stream does
+//! to them.
 //!
 //! The operations are those of the software HCA's queues: the same words with the same values. Two things differ. The
 //! doorbell is a register, in a page of the NIC that CUDA must be allowed to map
 //! ([`Device::register_host`](crate::mem::Device::register_host)); and it must be rung, after the record.
 
-use super::doors::{Arrived, Ringing};
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::doors::{Arrived, Ringing, Tails};
+use super::{Parts, check_blocks};
 use crate::error::{Error, Kind, Result};
-use crate::mem::{Allocation, MemOp};
+use crate::hca::QueueMemory;
+use crate::mem::{Allocation, Device, MemOp, WeakAllocation};
 use crate::mlx5::{BLOCK, Record};
+use crate::verbs::{Context, Cq, CqOptions, Pd, QpOptions};
+
+/// A queue pair of an mlx5 device, which streams of that device reach.
+pub(super) fn parts(
+    context: &Context,
+    pd: &Pd,
+    device: &Device,
+    wanted: QpOptions,
+    entries: [u32; 2],
+) -> Result<Parts> {
+    let failed = |error: Error| error.during("make a queue pair for streams");
+    let make = |entries: u32| {
+        // mlx5 makes one more than it is asked for, and rounds up.
+        let options = CqOptions { entries: entries - 1, held: true, ..CqOptions::default() };
+        context.create_cq_with(options).map_err(failed)
+    };
+    let cqs = [make(entries[0])?, make(entries[1])?];
+    let qp = context.create_qp(pd, &cqs[0], &cqs[1], wanted).map_err(failed)?;
+    let queues = qp.direct_queues()?;
+    check_blocks(queues.send_blocks.into(), device)?;
+    let has_nor = device.capabilities().stream_wait_nor.is_yes();
+    let tails = |cq: &Cq| {
+        let (memory, begin) = reach(device, cq.memory(), false)?;
+        Tails::new((&memory, begin), cq.entries(), has_nor)
+    };
+    let tails = [tails(&cqs[0])?, tails(&cqs[1])?];
+    let (record, at) = reach(device, &queues.record, false)?;
+    let record = record.word32(at + Record::SEND as u64)?;
+    let (page, at) = reach(device, &queues.doorbell, true)?;
+    let doorbell = Some(page.word64(at)?);
+    Ok(Parts { qp, cqs, tails, record, doorbell })
+}
+
+/// Pages that a device was let reach: the driver takes each once, and queue pairs share them.
+static REACHED: Mutex<Vec<Reached>> = Mutex::new(Vec::new());
+
+struct Reached {
+    device: Device,
+    pages: Range<u64>,
+    io: bool,
+    memory: WeakAllocation,
+}
+
+/// Lets a device reach queues that a provider has mapped, with the pages around them; tells where they begin there. The
+/// queues stay as long as anybody uses any of these pages.
+pub(super) fn reach(device: &Device, memory: &QueueMemory, io: bool) -> Result<(Allocation, u64)> {
+    let (bytes, page) = (memory.bytes(), rustix::param::page_size() as u64);
+    let (start, len) = (bytes.address(), bytes.len());
+    let first = start - start % page;
+    let pages = first..(start + len).next_multiple_of(page);
+    let mut known = REACHED.lock();
+    known.retain(|reached| reached.memory.upgrade().is_some());
+    let holds = |reached: &&Reached| {
+        let inside = reached.pages.start <= pages.start && pages.end <= reached.pages.end;
+        inside && reached.io == io && reached.device == *device
+    };
+    let shared = known.iter().find(holds);
+    if let Some((memory, reached)) = shared.and_then(|found| Some((found.memory.upgrade()?, found)))
+    {
+        return Ok((memory, start - reached.pages.start));
+    }
+    let base = NonNull::new(std::ptr::with_exposed_provenance_mut(first as usize));
+    let base = base.ok_or_else(|| Error::new(Kind::Malformed, "let a device reach a queue"))?;
+    let register = |io: bool| {
+        let owner = Arc::new(memory.clone());
+        // SAFETY: whole pages around queues that their provider has mapped, and that the owner keeps; they are shared with a
+        // device, so that nobody has references to them. What is written to registers are doorbells.
+        unsafe { device.register_host(base, pages.end - pages.start, io, owner) }
+    };
+    // A NIC that is software has its register in ordinary memory, which drivers do not take for registers.
+    let memory = match register(io) {
+        Err(why) if io => register(false).map_err(|_| why),
+        registered => registered,
+    }?;
+    let (weak, device) = (memory.downgrade(), device.clone());
+    known.push(Reached { device, pages, io, memory: weak });
+    Ok((memory, start - first))
+}
 
 /// A queue pair, as `mlx5dv_init_obj` describes it: addresses of this process.
 ///

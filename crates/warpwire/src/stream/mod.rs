@@ -84,7 +84,7 @@ pub use ticket::Ticket;
 
 use crate::error::{Error, Kind, Result};
 use crate::hca::QueueMemory;
-use crate::mem::{self, Allocation, Stream};
+use crate::mem::{self, Allocation, Stream, Word};
 use crate::mlx5::{BLOCK, MOST_BLOCKS, Record};
 use crate::verbs::{
     Completion, Context, Cq, CqOptions, Drive, Offer, Pd, Qp, QpOptions, ReceiveRequest, Request,
@@ -146,9 +146,14 @@ pub struct StreamQp(Arc<Shared>);
 impl StreamQp {
     /// Makes one whose queues lie where that device's streams reach them.
     ///
+    /// On an mlx5 device of the machine its queues lie where their provider has put them, and that device is let reach them:
+    /// also the page with the NIC's doorbell, which streams ring after the record. Where completions lie is then not ours to
+    /// choose.
+    ///
     /// # Errors
     /// [`Kind::InvalidArgument`] if nobody drives the context when a stream rings, or the options make no sense;
-    /// [`Kind::Unsupported`] if the device's streams cannot write and wait for words.
+    /// [`Kind::Unsupported`] if the device's streams cannot write and wait for words, or the context is hardware that is
+    /// not mlx5: nobody tells where its queues lie.
     pub fn create(
         context: &Context,
         pd: &Pd,
@@ -158,36 +163,23 @@ impl StreamQp {
         check(context, device, &options)?;
         let StreamQpOptions { qp: wanted, completions, waits, cq_memory, ring, patience } = options;
         let entries = |depth: u32| completions.unwrap_or(0).max(depth * 2).next_power_of_two();
-        let (sends, send_memory) =
-            make_cq(context, device, entries(wanted.send_depth.max(1)), cq_memory)?;
-        let (receives, receive_memory) =
-            make_cq(context, device, entries(wanted.receive_depth.max(1)), cq_memory)?;
-        let mut wanted = QpOptions { watched: true, signal_all: true, ..wanted };
-        let memory = device.alloc_pinned(Qp::memory_for(&wanted)?)?;
-        wanted.memory = Some(QueueMemory::pinned(memory.clone())?);
-        let qp = context.create_qp(pd, &sends, &receives, wanted)?;
-        let (_, layout) = qp.queues();
-        check_blocks((layout.record - layout.send) / BLOCK as u64, device)?;
-        let has_nor = device.capabilities().stream_wait_nor.is_yes();
-        let tails = [
-            Tails::new(&send_memory, sends.entries(), has_nor)?,
-            Tails::new(&receive_memory, receives.entries(), has_nor)?,
-        ];
+        let entries = [wanted.send_depth, wanted.receive_depth].map(|depth| entries(depth.max(1)));
+        let wanted = QpOptions { watched: true, signal_all: true, ..wanted };
+        let Parts { qp, cqs, tails, record, doorbell } = match context.soft() {
+            Some(_) => soft_parts(context, pd, device, wanted, (entries, cq_memory, ring))?,
+            None => hardware::parts(context, pd, device, wanted, entries)?,
+        };
+        let [sends, receives] = cqs.each_ref().map(Cq::entries);
         let for_waits = u64::from(waits) * WORDS_LEN;
-        let words = device.alloc_pinned(for_waits + u64::from(sends.entries()) * 4)?;
+        let words = device.alloc_pinned(for_waits + u64::from(sends) * 4)?;
         words.host_bytes()?.fill(0, words.len(), &[0])?;
-        let turns = (0..sends.entries()).map(|at| words.word32(for_waits + u64::from(at) * 4));
+        let turns = (0..sends).map(|at| words.word32(for_waits + u64::from(at) * 4));
         let turns = turns.collect::<Result<_>>()?;
         let number = qp.number();
-        let record = memory.word32(layout.record + Record::SEND as u64)?;
-        let doorbell = match ring {
-            Ring::Record => None,
-            Ring::RecordAndDoorbell => Some(memory.word64(layout.doorbell)?),
-        };
         let doors = Doors::new(number, record, doorbell, turns);
         let waits = Waits::new(&words, waits, number)?;
-        let state = State::new(waits, [sends.entries(), receives.entries()]);
-        let (cqs, device) = ([sends, receives], device.clone());
+        let state = State::new(waits, [sends, receives]);
+        let device = device.clone();
         let shared = Arc::new(Shared::new(qp, cqs, tails, doors, device, patience, state));
         watchdog::look_after(&shared)?;
         Ok(Self(shared))
@@ -331,11 +323,7 @@ fn check(context: &Context, device: &mem::Device, options: &StreamQpOptions) -> 
             .why(why)
     };
     device.capabilities().stream_mem_ops.require("ring from streams", device.info())?;
-    let Some(hca) = context.soft() else {
-        return Err(wrong("its context is a device of the machine's own".into())
-            .fix("open a software HCA: Context::open_with, with Drive::Thread"));
-    };
-    if !matches!(hca.drive(), Drive::Thread { .. }) {
+    if context.soft().is_some_and(|hca| !matches!(hca.drive(), Drive::Thread { .. })) {
         return Err(wrong("a stream's ring wakes nobody, and no thread drives the context".into())
             .fix("open the context with Drive::Thread"));
     }
@@ -356,6 +344,44 @@ fn check(context: &Context, device: &mem::Device, options: &StreamQpOptions) -> 
             .fix("ask for a smaller depth"));
     }
     Ok(())
+}
+
+/// A queue pair that a stream reaches.
+struct Parts {
+    qp: Qp,
+    cqs: [Cq; 2],
+    tails: [Tails; 2],
+    /// The doorbell record's send word.
+    record: Word,
+    doorbell: Option<Word>,
+}
+
+/// A queue pair of the software HCA, in memory of the device.
+fn soft_parts(
+    context: &Context,
+    pd: &Pd,
+    device: &mem::Device,
+    mut wanted: QpOptions,
+    (entries, cq_memory, ring): ([u32; 2], CqMemory, Ring),
+) -> Result<Parts> {
+    let (sends, send_memory) = make_cq(context, device, entries[0], cq_memory)?;
+    let (receives, receive_memory) = make_cq(context, device, entries[1], cq_memory)?;
+    let memory = device.alloc_pinned(Qp::memory_for(&wanted)?)?;
+    wanted.memory = Some(QueueMemory::pinned(memory.clone())?);
+    let qp = context.create_qp(pd, &sends, &receives, wanted)?;
+    let (_, layout) = qp.queues();
+    check_blocks((layout.record - layout.send) / BLOCK as u64, device)?;
+    let has_nor = device.capabilities().stream_wait_nor.is_yes();
+    let tails = [
+        Tails::new((&send_memory, 0), sends.entries(), has_nor)?,
+        Tails::new((&receive_memory, 0), receives.entries(), has_nor)?,
+    ];
+    let record = memory.word32(layout.record + Record::SEND as u64)?;
+    let doorbell = match ring {
+        Ring::Record => None,
+        Ring::RecordAndDoorbell => Some(memory.word64(layout.doorbell)?),
+    };
+    Ok(Parts { qp, cqs: [sends, receives], tails, record, doorbell })
 }
 
 /// What the doorbell record says must be told from what it said a lap before, and half of its numbers is enough for that.

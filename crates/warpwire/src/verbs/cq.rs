@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use rustix::event::epoll;
 
 use super::hardware::Hardware;
+use super::in_place::{InPlaceCq, no_events};
 use super::qp::Core;
 use super::{Context, Device};
 use crate::error::{Error, Kind, Result};
@@ -26,10 +27,10 @@ pub struct CqOptions {
     pub memory: Option<QueueMemory>,
     /// Every completion goes to the first entry; for pollers that look at its counter alone.
     pub collapsed: bool,
-    /// Completions that were not read are overwritten.
+    /// Completions that were not read are overwritten. Of hardware, mlx5 devices alone can, and it is as with `held`.
     pub ignore_overrun: bool,
     /// Completions that were read stay where they are until [`Cq::give_back`]: a stream or a kernel may look at them
-    /// still.
+    /// still. Of hardware, mlx5 devices alone can: such a queue is read past its provider, and makes no events.
     pub held: bool,
 }
 
@@ -141,11 +142,19 @@ impl Cq {
         }
     }
 
-    /// Its memory, for those who read it themselves. Of hardware it is nothing.
+    /// Its memory, for those who read it themselves. Of hardware it is nothing, unless it is held.
     pub fn memory(&self) -> &QueueMemory {
         match &self.0.arm {
             Arm::Soft(soft) => &soft.memory,
-            Arm::Hard(hard) => &hard.nothing,
+            Arm::Hard(hard) => hard.in_place.as_ref().map_or(&hard.nothing, |queue| &queue.entries),
+        }
+    }
+
+    /// The queue, of hardware that is read past its provider.
+    pub(super) fn in_place(&self) -> Option<&InPlaceCq> {
+        match &self.0.arm {
+            Arm::Soft(_) => None,
+            Arm::Hard(hard) => hard.in_place.as_ref(),
         }
     }
 
@@ -166,7 +175,8 @@ impl Cq {
     pub fn poll(&self, into: &mut [Completion]) -> Result<usize> {
         let soft = match &self.0.arm {
             Arm::Soft(soft) => soft,
-            Arm::Hard(hard) => return hard.cq.poll(into),
+            Arm::Hard(Hard { in_place: None, cq, .. }) => return cq.poll(into),
+            Arm::Hard(Hard { in_place: Some(queue), .. }) => return Ok(queue.poll(into)),
         };
         let found = soft.take(into);
         if found > 0 || into.is_empty() {
@@ -193,17 +203,18 @@ impl Cq {
     /// Gives the places of the first so many completions of a queue that is [held](CqOptions::held) back to the
     /// device. More than were read are not given.
     pub fn give_back(&self, count: u64) {
-        if let Arm::Soft(soft) = &self.0.arm {
-            soft.give_back(count);
+        match &self.0.arm {
+            Arm::Soft(soft) => soft.give_back(count),
+            Arm::Hard(hard) => drop(hard.in_place.as_ref().map(|queue| queue.give_back(count))),
         }
     }
 
     /// The completion that lies so many behind the next, if it is there; it stays unread. What a queue pair called
-    /// the work is not asked for. Hardware's are not looked at.
+    /// the work is not asked for. Of hardware, those that are held are looked at.
     pub(crate) fn peek(&self, ahead: u64) -> Option<Cqe> {
         match &self.0.arm {
             Arm::Soft(soft) => soft.peek(ahead),
-            Arm::Hard(_) => None,
+            Arm::Hard(hard) => hard.in_place.as_ref()?.peek(ahead),
         }
     }
 
@@ -212,7 +223,7 @@ impl Cq {
     pub(crate) fn is_there(&self, number: u64) -> bool {
         match &self.0.arm {
             Arm::Soft(soft) => soft.is_there(number),
-            Arm::Hard(_) => false,
+            Arm::Hard(hard) => hard.in_place.as_ref().is_some_and(|queue| queue.is_there(number)),
         }
     }
 
@@ -451,7 +462,7 @@ impl Soft {
 #[inline]
 fn complete(core: &Core, cqe: &Cqe) -> Completion {
     let id = match is_of_send(cqe) {
-        true => core.send_ended(cqe.counter),
+        true => core.ledger.send_ended(cqe.counter),
         false => core.receive_ended(cqe.counter),
     };
     Completion::of(cqe, id)
@@ -469,21 +480,25 @@ struct Hard {
     already: Signal,
     /// Readable when that is raised, or the device's own event has come.
     either: OwnedFd,
-    /// How many it was asked to have room for.
+    /// How many it has room for.
     entries: u32,
     nothing: QueueMemory,
+    /// Where it is read, if that is past the provider.
+    in_place: Option<InPlaceCq>,
 }
 
 impl Hard {
     fn create(hardware: &Hardware, options: &CqOptions) -> Result<Self> {
-        let peculiar = options.collapsed || options.ignore_overrun || options.held;
-        if options.memory.is_some() || peculiar {
+        if options.memory.is_some() || options.collapsed {
             return Err(Error::new(Kind::Unsupported, "make a completion queue")
                 .on(hardware.context.device().name.clone())
-                .why("libibverbs chooses its memory, and has no collapsed, overwritten or held queues")
+                .why("libibverbs chooses its memory, and has no collapsed queues")
                 .fix("leave these options out, or use the software HCA"));
         }
-        let cq = hardware.context.create_cq(options.entries)?;
+        let cq = match options.ignore_overrun {
+            true => hardware.context.create_overwritten_cq(options.entries)?,
+            false => hardware.context.create_cq(options.entries)?,
+        };
         let already = Signal::new()?;
         let failed = |why: rustix::io::Errno| Error::os("make an event descriptor", &why.into());
         let either = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
@@ -491,10 +506,16 @@ impl Hard {
             let data = epoll::EventData::new_u64(0);
             epoll::add(&either, fd, data, epoll::EventFlags::IN).map_err(failed)?;
         }
-        Ok(Self { cq, already, either, entries: options.entries, nothing: QueueMemory::nothing() })
+        let in_place = options.held || options.ignore_overrun;
+        let in_place = in_place.then(|| cq.direct().map(InPlaceCq::new)).transpose()?;
+        let entries = in_place.as_ref().map_or(options.entries, |queue| queue.count);
+        Ok(Self { cq, already, either, entries, nothing: QueueMemory::nothing(), in_place })
     }
 
     fn arm(&self, solicited_only: bool) -> Result<()> {
+        if self.in_place.is_some() {
+            return Err(no_events());
+        }
         self.cq.arm(solicited_only)?;
         if self.cq.is_waiting()? {
             self.already.raise();

@@ -1,15 +1,19 @@
 //! Queue pairs of hardware.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use warpwire_proto::qp::{Change, Mtu, State};
 
 use super::exchange::Offer;
 use super::hardware::{Endpoint, Hardware};
+use super::in_place::{InPlace, Writing};
 use super::post::{Request, too_early};
+use super::queues::Queues;
 use super::{Context, Cq, Pd, QpOptions, Srq};
 use crate::error::{Error, Kind, Result};
 use crate::hca::QueueMemory;
+use crate::work::ReceiveRequest;
 use crate::{ibv, link};
 
 /// A queue pair of hardware.
@@ -20,6 +24,8 @@ pub(super) struct Hard {
     /// It has come to `RTS`, or has failed: work may be posted.
     takes_work: AtomicBool,
     pub(super) nothing: QueueMemory,
+    /// Where it is posted to, if that is past the provider.
+    pub(super) in_place: Option<Arc<InPlace>>,
     name: String,
 }
 
@@ -69,10 +75,12 @@ impl Hard {
                 rnr_retry: options.rnr_retry,
                 min_rnr_timer: options.min_rnr_timer,
                 max_rd_atomic: options.max_rd_atomic,
+                past_provider: options.watched || cqs.iter().any(|cq| cq.in_place().is_some()),
             },
         )?;
+        let in_place = in_place(&qp, cqs, options.watched)?;
         let (takes_work, nothing) = (AtomicBool::new(false), QueueMemory::nothing());
-        Ok(Self { qp, end, takes_work, nothing, name })
+        Ok(Self { qp, end, takes_work, nothing, in_place, name })
     }
 
     pub(super) fn path(&self) -> link::Path {
@@ -125,6 +133,9 @@ impl Hard {
             self.takes_work.store(false, Ordering::Relaxed);
         }
         self.qp.modify(change, route)?;
+        if let Some(pair) = self.in_place.as_ref().filter(|_| change.to == State::Reset) {
+            pair.reset();
+        }
         let takes_work = !matches!(change.to, State::Reset | State::Init | State::Rtr);
         self.takes_work.store(takes_work, Ordering::Relaxed);
         Ok(())
@@ -132,7 +143,7 @@ impl Hard {
 
     /// Whether work may be posted: providers take it in any state, and do nothing with it.
     #[inline]
-    fn check_state(&self) -> Result<()> {
+    pub(super) fn check_state(&self) -> Result<()> {
         if self.takes_work.load(Ordering::Relaxed) {
             return Ok(());
         }
@@ -154,29 +165,77 @@ impl Hard {
             return Ok(());
         }
         self.check_state()?;
-        self.qp.post_all(requests)
+        let Some(pair) = &self.in_place else { return self.qp.post_all(requests) };
+        let mut writing = pair.begin();
+        requests.iter().try_for_each(|request| writing.push(request))?;
+        writing.post();
+        Ok(())
+    }
+
+    /// Posts receives, all of them or none.
+    #[inline]
+    pub(super) fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
+        match &self.in_place {
+            Some(pair) => pair.post_receive(requests),
+            None => self.qp.post_all_receives(requests),
+        }
     }
 
     pub(super) fn batch(&self) -> HardBatch<'_> {
-        HardBatch { hard: self, batch: self.qp.batch() }
+        let batch = match &self.in_place {
+            Some(pair) => Gathering::InPlace(pair.begin()),
+            None => Gathering::Provider(self.qp.batch()),
+        };
+        HardBatch { hard: self, batch }
     }
+}
+
+/// The queues of a queue pair that streams or kernels will ring for.
+fn in_place(qp: &ibv::Qp, cqs: &[Cq; 2], watched: bool) -> Result<Option<Arc<InPlace>>> {
+    let held = cqs.each_ref().map(Cq::in_place);
+    if !watched && held.iter().all(Option::is_none) {
+        return Ok(None);
+    }
+    let [Some(sends), Some(receives)] = held else {
+        return Err(Error::new(Kind::InvalidArgument, "make a queue pair that is watched")
+            .why("its completion queues are the provider's")
+            .fix("make them with CqOptions::held, and the queue pair with QpOptions::watched"));
+    };
+    let pair = Arc::new(InPlace::new(Queues::of_hardware(qp.direct()?)));
+    sends.attach(&pair);
+    if !std::ptr::eq(sends, receives) {
+        receives.attach(&pair);
+    }
+    Ok(Some(pair))
 }
 
 /// Work for hardware that is being put together.
 #[derive(Debug)]
 pub(super) struct HardBatch<'q> {
     hard: &'q Hard,
-    batch: ibv::Batch<'q>,
+    batch: Gathering<'q>,
+}
+
+#[derive(Debug)]
+enum Gathering<'q> {
+    Provider(ibv::Batch<'q>),
+    InPlace(Writing<'q>),
 }
 
 impl HardBatch<'_> {
     pub(super) fn push(&mut self, request: &Request<'_>) -> Result<()> {
         self.hard.check_state()?;
-        self.batch.push(request)
+        match &mut self.batch {
+            Gathering::Provider(batch) => batch.push(request),
+            Gathering::InPlace(writing) => writing.push(request),
+        }
     }
 
     pub(super) fn post(self) {
-        self.batch.post_or_end();
+        match self.batch {
+            Gathering::Provider(batch) => batch.post_or_end(),
+            Gathering::InPlace(writing) => writing.post(),
+        }
     }
 }
 

@@ -47,6 +47,8 @@ mod datagram;
 pub mod exchange;
 mod hard;
 mod hardware;
+mod in_place;
+mod ledger;
 mod memory;
 mod post;
 mod prepare;

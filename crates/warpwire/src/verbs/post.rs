@@ -13,8 +13,8 @@ use super::{Service, State};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{AtOnce, Express};
 use crate::mlx5::{
-    AddressVector, Atomic, BLOCK, Builder, Data, Doorbell, Full, Image, Opcode, Piece, Record,
-    Scratch,
+    AddressVector, Atomic, BLOCK, Builder, Data, Doorbell, Full, Image, MOST_SEGMENTS, Opcode,
+    Piece, Record, SEGMENT, Scratch,
 };
 use crate::work::{Fence, Op, Remote, Sge};
 
@@ -206,11 +206,11 @@ impl<'q> Filling<'q> {
             }
         }
         request.check(core)?;
-        let used = self.next - core.freed.load(Ordering::Acquire);
+        let used = self.next - core.ledger.freed.load(Ordering::Acquire);
         let blocks = put(core, &mut self.state.scratch, request, (self.next, used))?;
         let place = self.next & (u64::from(core.blocks) - 1);
-        core.send_ids[place as usize].store(request.id, Ordering::Relaxed);
-        core.send_sizes[place as usize].store(blocks as u8, Ordering::Relaxed);
+        core.ledger.send_ids[place as usize].store(request.id, Ordering::Relaxed);
+        core.ledger.send_sizes[place as usize].store(blocks as u8, Ordering::Relaxed);
         self.next += blocks;
         Ok(())
     }
@@ -220,7 +220,7 @@ impl<'q> Filling<'q> {
     #[inline]
     pub(super) fn at_once(&mut self, requests: &[Request<'_>]) -> usize {
         let core = self.core;
-        let used = self.state.producer - core.freed.load(Ordering::Acquire);
+        let used = self.state.producer - core.ledger.freed.load(Ordering::Acquire);
         let most = requests.len() as u64 * Request::SIMPLE_BLOCKS;
         let has_room = match requests {
             [_] => used < u64::from(core.blocks),
@@ -262,12 +262,12 @@ impl<'q> Filling<'q> {
         let block = self.state.producer;
         // Before the completion, which another thread may take.
         let place = (block & (u64::from(core.blocks) - 1)) as usize;
-        core.send_ids[place].store(request.id, Ordering::Relaxed);
-        core.send_sizes[place].store(1, Ordering::Relaxed);
-        core.posted.store(block + 1, Ordering::Release);
+        core.ledger.send_ids[place].store(request.id, Ordering::Relaxed);
+        core.ledger.send_sizes[place].store(1, Ordering::Relaxed);
+        core.ledger.posted.store(block + 1, Ordering::Release);
         let remote = crate::mlx5::Remote { address, rkey };
         if !express.write(&AtOnce { block, remote, payload, signaled: request.signaled }) {
-            core.posted.store(block, Ordering::Release);
+            core.ledger.posted.store(block, Ordering::Release);
             return false;
         }
         self.next = block + 1;
@@ -278,7 +278,7 @@ impl<'q> Filling<'q> {
     /// Leaves the work in the queue without telling the device; returns the blocks that it takes. Somebody else rings.
     pub(super) fn keep(mut self) -> Range<u64> {
         let first = std::mem::replace(&mut self.state.producer, self.next);
-        self.core.posted.store(self.next, Ordering::Release);
+        self.core.ledger.posted.store(self.next, Ordering::Release);
         first..self.next
     }
 
@@ -289,7 +289,7 @@ impl<'q> Filling<'q> {
         }
         self.state.producer = self.next;
         let core = self.core;
-        core.posted.store(self.next, Ordering::Release);
+        core.ledger.posted.store(self.next, Ordering::Release);
         tell(core, self.next);
         drop(self.state);
         core.hca.ring(core.number);
@@ -319,6 +319,21 @@ pub(super) fn put<Q: Places>(
         bytes.write(begin, tail)?;
     }
     Ok(blocks)
+}
+
+/// Makes the entry in these blocks do nothing, and complete in its turn.
+pub(super) fn blank<Q: Places>(queues: &Q, scratch: &mut Scratch, blocks: Range<u64>) {
+    let nothing = Builder::new(scratch, Opcode::Nop, blocks.start as u16, queues.number());
+    let Ok(image) = nothing.signaled().finish() else { return };
+    let mut control = [0; SEGMENT];
+    control.copy_from_slice(image.bytes());
+    // As many blocks as before: others may lie behind it.
+    let per_block = (BLOCK / SEGMENT) as u64;
+    let segments = ((blocks.end - blocks.start) * per_block).min(MOST_SEGMENTS as u64);
+    control[7] = segments as u8;
+    let place = blocks.start & (u64::from(queues.blocks()) - 1);
+    let (bytes, begin) = queues.send();
+    let _ = bytes.write(begin + place * BLOCK as u64, &control);
 }
 
 /// Record and doorbell: up to where the queue is filled.

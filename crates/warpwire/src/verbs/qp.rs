@@ -1,7 +1,7 @@
 //! Queue pairs, as programs use them.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use parking_lot::Mutex;
 use warpwire_proto::qp as protocol;
@@ -9,6 +9,8 @@ use warpwire_proto::{Psn, qp::Change};
 
 use super::exchange::Offer;
 use super::hard::{Hard, same_device};
+use super::in_place::InPlace;
+use super::ledger::Ledger;
 use super::post::{Batch, Filling, Request, SendState};
 use super::queues::{Places, Queues};
 use super::{Context, Cq, Device, Mtu, Path, Pd, Service, Srq, State};
@@ -44,7 +46,8 @@ pub struct QpOptions {
     /// Memory of another sort than the host's for its queues: at least [`Qp::memory_for`] these options. Not for hardware.
     pub memory: Option<QueueMemory>,
     /// A stream or a kernel will ring its doorbell. A thread of the device that has gone to sleep sees it within a 32nd
-    /// of the time for which nothing happened: 50 µs to 4 ms. Hardware needs no such word.
+    /// of the time for which nothing happened: 50 µs to 4 ms. Of an mlx5 device it is posted to past its provider, and needs
+    /// completion queues that are [held](super::CqOptions::held).
     pub watched: bool,
     /// The most payload in a packet; by default the largest that the link carries and the peer offers.
     pub mtu: Option<Mtu>,
@@ -177,17 +180,8 @@ pub(crate) struct Core {
     pub layout: Layout,
     pub blocks: u32,
     pub send: Mutex<SendState>,
-    /// What the program called the work, and how many blocks it takes, by its first block.
-    pub send_ids: Box<[AtomicU64]>,
-    pub send_sizes: Box<[AtomicU8]>,
-    /// The block up to which the device was told of work, counted without end.
-    pub posted: AtomicU64,
-    /// The block up to which the send queue is free again, counted without end.
-    pub freed: AtomicU64,
+    pub ledger: Ledger,
     pub receive: Mutex<()>,
-    pub receive_ids: Box<[AtomicU64]>,
-    pub receives_posted: AtomicU32,
-    pub receives_ended: AtomicU32,
     pub stride: u32,
     srq: Option<Srq>,
 }
@@ -219,13 +213,18 @@ impl Places for Core {
     fn doorbell(&self) -> (SharedBytes<'_>, u64) {
         (self.memory.bytes(), self.layout.doorbell)
     }
+
+    #[inline]
+    fn receive(&self) -> (SharedBytes<'_>, u64, u32) {
+        (self.memory.bytes(), self.layout.receive, self.stride)
+    }
 }
 
 impl Core {
     /// Its queues, each by itself.
     fn queues(&self) -> Queues {
         let Layout { receive, send, record, doorbell } = self.layout;
-        let entries = if self.srq.is_some() { 0 } else { self.receive_ids.len() as u32 };
+        let entries = if self.srq.is_some() { 0 } else { self.ledger.receive_ids.len() as u32 };
         let receives = u64::from(entries) * u64::from(self.stride);
         Queues {
             number: self.number,
@@ -239,48 +238,19 @@ impl Core {
         }
     }
 
-    /// Work ended: everything up to it is free again. Returns what the program called it.
-    pub(super) fn send_ended(&self, counter: u16) -> u64 {
-        let freed = self.freed.load(Ordering::Relaxed);
-        let block = freed + u64::from(counter.wrapping_sub(freed as u16));
-        let place = (block & u64::from(self.blocks - 1)) as usize;
-        let size = self.send_sizes[place].load(Ordering::Relaxed);
-        let id = self.send_ids[place].load(Ordering::Relaxed);
-        // Others may fill the queue by themselves, and anything may lie in a completion: what was not posted here
-        // frees nothing here.
-        let posted = self.posted.load(Ordering::Acquire);
-        if block < posted {
-            // A completion may name a block in the middle of an entry, with the size of an older one.
-            self.freed.store((block + u64::from(size)).min(posted), Ordering::Release);
-        }
-        id
-    }
-
     /// A receive ended. Returns what the program called it.
     pub(super) fn receive_ended(&self, counter: u16) -> u64 {
-        if let Some(srq) = &self.srq {
-            return srq.ended(counter);
+        match &self.srq {
+            Some(srq) => srq.ended(counter),
+            None => self.ledger.receive_ended(counter),
         }
-        let place = usize::from(counter) & (self.receive_ids.len() - 1);
-        let id = self.receive_ids[place].load(Ordering::Relaxed);
-        let ended = self.receives_ended.load(Ordering::Relaxed);
-        // As above.
-        if ended != self.receives_posted.load(Ordering::Acquire) {
-            self.receives_ended.store(ended.wrapping_add(1), Ordering::Release);
-        }
-        id
     }
 
     fn forget(&self) -> Result<()> {
         let mut send = self.send.lock();
         let _receive = self.receive.lock();
         send.producer = 0;
-        for word in [&self.posted, &self.freed] {
-            word.store(0, Ordering::Relaxed);
-        }
-        for word in [&self.receives_posted, &self.receives_ended] {
-            word.store(0, Ordering::Relaxed);
-        }
+        self.ledger.clear();
         let bytes = self.memory.bytes();
         bytes.store_u64(self.layout.record, 0)?;
         bytes.store_u64(self.layout.doorbell, 0)?;
@@ -374,6 +344,7 @@ impl Qp {
     pub fn direct_queues(&self) -> Result<Queues> {
         match &self.0.pair {
             Pair::Soft(soft) => Ok(soft.core.queues()),
+            Pair::Hard(Hard { in_place: Some(pair), .. }) => Ok(pair.queues.clone()),
             Pair::Hard(hard) => Ok(Queues::of_hardware(hard.qp.direct()?)),
         }
     }
@@ -508,6 +479,22 @@ impl Qp {
         }
     }
 
+    /// Its queues, of hardware that is posted to past its provider.
+    pub(super) fn in_place(&self) -> Option<&InPlace> {
+        match &self.0.pair {
+            Pair::Soft(_) => None,
+            Pair::Hard(hard) => hard.in_place.as_deref(),
+        }
+    }
+
+    /// Whether hardware takes work now; the software HCA is asked as it is posted.
+    pub(super) fn check_hardware_state(&self) -> Result<()> {
+        match &self.0.pair {
+            Pair::Soft(_) => Ok(()),
+            Pair::Hard(hard) => hard.check_state(),
+        }
+    }
+
     /// Begins a batch of work. It holds the send queue until it is posted or dropped.
     #[inline]
     pub fn batch(&self) -> Batch<'_> {
@@ -539,7 +526,7 @@ impl Qp {
     pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
         let core = match &self.0.pair {
             Pair::Soft(soft) => &soft.core,
-            Pair::Hard(hard) => return hard.qp.post_all_receives(requests),
+            Pair::Hard(hard) => return hard.post_receive(requests),
         };
         if core.srq.is_some() {
             let error = Error::new(Kind::InvalidArgument, "post a receive");
@@ -581,7 +568,6 @@ impl Soft {
             options: options.tuning,
             datagrams,
         })?;
-        let words = |count: u32| (0..count).map(|_| AtomicU64::new(0)).collect();
         let core = Arc::new(Core {
             number,
             service: options.service,
@@ -591,14 +577,8 @@ impl Soft {
             layout,
             blocks,
             send: Mutex::new(SendState::default()),
-            send_ids: words(blocks),
-            send_sizes: (0..blocks).map(|_| AtomicU8::new(0)).collect(),
-            posted: AtomicU64::new(0),
-            freed: AtomicU64::new(0),
+            ledger: Ledger::new(blocks, receives),
             receive: Mutex::new(()),
-            receive_ids: words(receives),
-            receives_posted: AtomicU32::new(0),
-            receives_ended: AtomicU32::new(0),
             stride,
             srq: options.srq.clone(),
         });

@@ -22,6 +22,8 @@ pub(super) trait Places {
     fn record(&self) -> (SharedBytes<'_>, u64);
     /// The same of the doorbell.
     fn doorbell(&self) -> (SharedBytes<'_>, u64);
+    /// The same of the receive queue, and how long its entries are.
+    fn receive(&self) -> (SharedBytes<'_>, u64, u32);
 }
 
 /// Earlier stores are seen by a device before later ones, and go out now.
@@ -68,12 +70,14 @@ impl Queues {
         Self::of_hardware(direct)
     }
 
+    pub(super) fn memory(mapped: Mapped) -> QueueMemory {
+        let (base, len) = (mapped.base(), mapped.len());
+        // SAFETY: it is mapped as long as its owner lives, which goes along, and is shared memory.
+        unsafe { QueueMemory::mapped(base, len, std::sync::Arc::new(mapped)) }
+    }
+
     pub(super) fn of_hardware(direct: DirectQp) -> Self {
-        let memory = |mapped: Mapped| {
-            let (base, len) = (mapped.base(), mapped.len());
-            // SAFETY: it is mapped as long as its owner lives, which goes along, and is shared memory.
-            unsafe { QueueMemory::mapped(base, len, std::sync::Arc::new(mapped)) }
-        };
+        let memory = Self::memory;
         let DirectQp { number, send_blocks, receive_entries, receive_stride, .. } = direct;
         Self {
             number,
@@ -109,6 +113,11 @@ impl Places for Queues {
 
     fn doorbell(&self) -> (SharedBytes<'_>, u64) {
         (self.doorbell.bytes(), 0)
+    }
+
+    fn receive(&self) -> (SharedBytes<'_>, u64, u32) {
+        let bytes = self.receive.as_ref().map_or_else(SharedBytes::empty, QueueMemory::bytes);
+        (bytes, 0, self.receive_stride)
     }
 }
 

@@ -2,7 +2,9 @@
 
 use std::sync::atomic::Ordering;
 
+use super::ledger::Ledger;
 use super::qp::Core;
+use super::queues::Places;
 use crate::error::{Error, Kind, Result};
 use crate::mlx5::{self, Record};
 use crate::work::ReceiveRequest;
@@ -24,31 +26,41 @@ impl ReceiveRequest<'_> {
 /// Posts receives to a queue pair's own queue, all or none.
 pub(super) fn post(core: &Core, requests: &[ReceiveRequest<'_>]) -> Result<()> {
     let _only = core.receive.lock();
-    let posted = core.receives_posted.load(Ordering::Relaxed);
-    let entries = core.receive_ids.len() as u32;
-    let waiting = posted.wrapping_sub(core.receives_ended.load(Ordering::Acquire));
+    fill(core, &core.ledger, requests)?;
+    // A queue pair that has failed gives them back at once; one that works looks when a message comes.
+    core.hca.ring(core.number);
+    Ok(())
+}
+
+/// Writes receives, and tells the device of them by the record. Nobody else does so meanwhile.
+pub(super) fn fill<Q: Places>(
+    queues: &Q,
+    ledger: &Ledger,
+    requests: &[ReceiveRequest<'_>],
+) -> Result<()> {
+    let posted = ledger.receives_posted.load(Ordering::Relaxed);
+    let entries = ledger.receive_ids.len() as u32;
+    let waiting = posted.wrapping_sub(ledger.receives_ended.load(Ordering::Acquire));
     if waiting as usize + requests.len() > entries as usize {
-        return Err(full(core.number));
+        return Err(full(queues.number()));
     }
-    let bytes = core.memory.bytes();
+    let (bytes, begin, stride) = queues.receive();
     let mut next = posted;
     for request in requests {
         let mut entry = [0; MOST_RANGES * 16];
-        let stride = core.stride as usize;
+        let stride = (stride as usize).min(entry.len());
         let (ranges, count) = request.ranges();
         let fits = ranges.get(..count).and_then(|r| mlx5::Receive::write(&mut entry[..stride], r));
         fits.ok_or_else(|| too_many(request, stride / 16))?;
         let place = next & (entries - 1);
-        bytes.write(core.layout.receive + u64::from(place) * stride as u64, &entry[..stride])?;
-        core.receive_ids[place as usize].store(request.id, Ordering::Relaxed);
+        bytes.write(begin + u64::from(place) * stride as u64, &entry[..stride])?;
+        ledger.receive_ids[place as usize].store(request.id, Ordering::Relaxed);
         next = next.wrapping_add(1);
     }
-    core.receives_posted.store(next, Ordering::Release);
+    ledger.receives_posted.store(next, Ordering::Release);
     let word = u32::from_ne_bytes(Record::word(next as u16));
-    bytes.store_u32(core.layout.record + Record::RECEIVE as u64, word)?;
-    // A queue pair that has failed gives them back at once; one that works looks when a message comes.
-    core.hca.ring(core.number);
-    Ok(())
+    let (record, at) = queues.record();
+    record.store_u32(at + Record::RECEIVE as u64, word)
 }
 
 #[cold]

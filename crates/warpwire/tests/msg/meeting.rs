@@ -1,10 +1,11 @@
 //! Ranks that meet, and that do not.
 
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rustix::net::{AddressFamily, SocketType};
 use warpwire::error::Kind;
 use warpwire::msg::{Comm, CommOptions, Launcher, Master, Place};
 use warpwire::{Error, Result};
@@ -111,7 +112,11 @@ fn a_port_that_is_taken(_: &Fixture) {
 }
 
 fn nobody_at_the_address(_: &Fixture) {
-    let address = free();
+    // Bound, and nobody listens: a port that is merely free may be taken by another case meanwhile.
+    let held = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    rustix::net::bind(&held, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+    let address = rustix::net::getsockname(&held).unwrap();
+    let address = SocketAddr::try_from(address).unwrap().to_string();
     let start = Instant::now();
     let error = fails(open(place(1, 2, &address, ""), SHORT));
     assert!(error.to_string().contains(&address), "{error}");

@@ -1,5 +1,5 @@
 // Puppets: blocks, or threads, that run the commands of a test. puppet.rs says what each means.
-#include <warpwire/sock.cuh>
+#include <warpwire/gpunet.cuh>
 
 using namespace warpwire;
 using namespace warpwire::sock;
@@ -9,7 +9,7 @@ namespace {
 enum Do : u64 {
     kDoSocket = 1, kDoBind, kDoListen, kDoAccept, kDoConnect, kDoSend, kDoRecv, kDoSendTo, kDoRecvFrom, kDoPoll, kDoShutdown,
     kDoClose, kDoSet, kDoGet, kDoLocalName, kDoPeerName, kDoBorrow, kDoGiveBack, kDoReserve, kDoCommit, kDoStreamOut,
-    kDoStreamIn, kDoEcho, kDoEchoMany, kDoStop,
+    kDoStreamIn, kDoEcho, kDoEchoMany, kDoStop, kDoGpunet,
 };
 
 struct Mailbox {
@@ -116,6 +116,32 @@ template <class Group> WARPWIRE_FN Span show_or_fill(const Table &table, u64 op,
     return span;
 }
 
+// A client as programs for GPUnet have it: message after message there and back, by a block; the last is compared.
+WARPWIRE_CALL i64 gpunet_client(const Table &table, Kind kind, Address to, u64 messages, u64 size, u8 *buffer) {
+    BEGIN_SINGLE_THREAD_PART
+    gpunet_use(reinterpret_cast<u64>(&table), kind);
+    END_SINGLE_THREAD_PART
+    sockaddr_in there;
+    gpunet_name(&there, to);
+    int sock = gconnect_in(&there);
+    i64 result = sock < 0 ? sock : 0;
+    Block block;
+    for (u64 i = 0; i < messages && result >= 0; i++) {
+        for (u64 at = block.rank(); at < size; at += block.size()) buffer[at] = pattern_byte(i, at);
+        int sent = 0, came = 0, count = 0;
+        while (sent < static_cast<int>(size) && (count = gsend(sock, buffer + sent, size - static_cast<u64>(sent))) > 0) sent += count;
+        for (u64 at = block.rank(); at < size; at += block.size()) buffer[at] = 0;
+        while (count > 0 && came < static_cast<int>(size) && (count = grecv(sock, buffer + came, size - static_cast<u64>(came))) > 0) came += count;
+        bool wrong = came != static_cast<int>(size);
+        for (u64 at = block.rank(); at < size; at += block.size()) wrong |= buffer[at] != pattern_byte(i, at);
+        result = count < 0 ? count : block.any(wrong) ? -kEilseq : result + came;
+    }
+    BEGIN_SINGLE_THREAD_PART
+    if (sock >= 0) single_thread_gclose(sock);
+    END_SINGLE_THREAD_PART
+    return result;
+}
+
 // One command, by all of the group. Rank 0 writes what was found.
 template <class Group> WARPWIRE_FN i64 run(const Table &table, Mailbox *mail, u8 *buffer, Address to, Group group) {
     u64 op = mail->op;
@@ -150,6 +176,7 @@ template <class Group> WARPWIRE_FN i64 run(const Table &table, Mailbox *mail, u8
     case kDoStreamOut: return stream_out(table, socket, args[1], args[2], args[3], buffer, group);
     case kDoStreamIn: return stream_in(table, socket, args[1], args[2], args[3], buffer, group);
     case kDoEcho: return echo(table, socket, buffer, group);
+    case kDoGpunet: return gpunet_client(table, static_cast<Kind>(args[0]), to, args[1], args[2], buffer);
     case kDoEchoMany: return echo_many(table, args[1], buffer, group);
     }
     return -kEnosys;

@@ -64,6 +64,8 @@ pub enum Do {
     /// The same on many sockets at once, by poll, until all have ended.
     EchoMany,
     Stop,
+    /// Sends so many messages to an echo and compares what comes back: by GPUnet's names, where the header has them.
+    Gpunet,
 }
 
 /// A number that looks random: the pieces of streams.
@@ -219,6 +221,8 @@ impl One<'_> {
             return self.stream_in(socket, args[1], args[2], args[3]);
         } else if is(Do::Echo) {
             return self.echo(socket);
+        } else if is(Do::Gpunet) {
+            return self.echo_client(args, address);
         } else if is(Do::EchoMany) {
             return self.echo_many(args[1]);
         } else {
@@ -286,6 +290,25 @@ impl One<'_> {
             }
             total += self.sockets.send(socket, &bytes[..count])? as i64;
         }
+    }
+
+    /// What the header's puppet does by GPUnet's names.
+    fn echo_client(&self, args: [u64; 5], to: Option<SocketAddr>) -> Outcome<Done> {
+        let kind = if args[0] == Kind::WarpStream as u64 { Kind::WarpStream } else { Kind::Stream };
+        let socket = self.sockets.socket(Family::V4, kind)?;
+        self.sockets.connect(socket, to.ok_or(rustix::io::Errno::DESTADDRREQ)?)?;
+        let (mut bytes, mut back) = (vec![0; args[2] as usize], vec![0; args[2] as usize]);
+        let mut total = 0;
+        for message in 0..args[1] {
+            pattern::fill_bytes(&mut bytes, message, 0);
+            self.sockets.send(socket, &bytes)?;
+            total += self.sockets.recv_all(socket, &mut back)?;
+            if bytes != back {
+                return Ok((MISMATCH, total as u64, None));
+            }
+        }
+        self.sockets.close(socket)?;
+        Ok((total as i64, 0, None))
     }
 
     fn echo_many(&self, count: u64) -> Outcome<Done> {

@@ -28,6 +28,7 @@ cases!(
     calls_that_may_wait_for_a_while,
     connecting_without_waiting,
     two_kernels_talk,
+    gpunets_echo_client,
 );
 
 fn one_byte_there_and_back(world: &World) {
@@ -284,6 +285,23 @@ fn connecting_without_waiting(world: &World) {
     crate::world::until("it stands", || puppet.send(socket, b"!") == 1);
     let mut byte = [0];
     peer.read_exact(&mut byte).unwrap();
+}
+
+fn gpunets_echo_client(world: &World) {
+    // A module has one table for all its blocks; threads of this process share theirs.
+    static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let stage = world.stage(2);
+    let (server, client) = (&stage.puppets[0], &stage.puppets[1]);
+    let (listener, name) = server.listener(loopbacks()[0], 4);
+    client.start(Do::Gpunet, &[client.kind(STREAM), 20, 65_537], Some(name));
+    let accepted = server.expect(Do::Accept, &[listener], None) as u64;
+    assert_eq!(server.call(Do::Echo, &[accepted], None).result, 20 * 65_537);
+    assert_eq!(client.finish().result, 20 * 65_537, "or -84: a byte differs");
+    // And where nobody listens any more.
+    server.expect(Do::Close, &[listener], None);
+    let refused = client.call(Do::Gpunet, &[client.kind(STREAM), 1, 8], Some(name)).result;
+    assert_eq!(refused, errno(Errno::CONNREFUSED));
 }
 
 fn two_kernels_talk(world: &World) {

@@ -12,7 +12,7 @@ use warpwire::mr::HostMemory;
 use warpwire::sock::device::Setting;
 use warpwire::sock::warp::{ENDED, Handshake, Hello, Spot};
 use warpwire::sock::{SockHost, SockOptions};
-use warpwire::verbs::{Access, Context, Cq, Mr, Op, Qp, QpOptions, Remote, Request};
+use warpwire::verbs::{Access, Context, Cq, Drive, Mr, Op, Qp, QpOptions, Remote, Request};
 
 use crate::puppet::{Do, Puppet};
 use crate::world::{Stage, WARP_DATAGRAM, WARP_STREAM, World, cases, errno, loopbacks, until};
@@ -34,6 +34,7 @@ cases!(
     the_family_is_limited,
     peers_that_lie_are_found_out,
     peers_reach_nothing_else,
+    a_device_that_does_not_answer,
 );
 
 /// Two hosts with puppets.
@@ -44,7 +45,12 @@ struct Two {
 
 impl Two {
     fn new(world: &World, puppets: u64, options: SockOptions) -> Self {
-        Self { here: world.stage_with(puppets, options), there: world.stage_with(puppets, options) }
+        Self::with(world, puppets, [options; 2])
+    }
+
+    fn with(world: &World, puppets: u64, options: [SockOptions; 2]) -> Self {
+        let [here, there] = world.stages(puppets, options);
+        Self { here, there }
     }
 
     fn small(world: &World, puppets: u64) -> Self {
@@ -107,10 +113,7 @@ fn random_pieces_between_kernels(world: &World) {
 
 fn rings_of_different_sizes(world: &World) {
     let large = SockOptions { sockets: 16, ring: 256 << 10, arena: 16 << 20, ..world.options() };
-    let two = Two {
-        here: world.stage_with(2, SockOptions { ring: 4096, ..large }),
-        there: world.stage_with(2, large),
-    };
+    let two = Two::with(world, 2, [SockOptions { ring: 4096, ..large }, large]);
     let total = 1_000_003;
     let (socket, accepted) = two.connected(loopbacks()[0]);
     // The small one can have 4096 bytes on their way, much less than the large one tells of by itself.
@@ -349,10 +352,9 @@ fn servers_that_are_no_warp_sockets(world: &World) {
 
 fn the_family_is_limited(world: &World) {
     let small = SockOptions { sockets: 16, arena: 2 << 20, ..world.options() };
-    let two = Two {
-        here: world.stage_with(1, SockOptions { warp_sockets: 2, ..small }),
-        there: world.stage_with(1, small),
-    };
+    let [few, none] = [2, 0].map(|warp_sockets| SockOptions { warp_sockets, ..small });
+    let [here, there, none] = world.stages(1, [few, small, none]);
+    let two = Two { here, there };
     let (client, server) = (two.here.first(), two.there.first());
     let refused = client.call(Do::Socket, &[4, WARP_DATAGRAM], None).result;
     assert_eq!(refused, errno(Errno::OPNOTSUPP), "there are no datagrams of the family");
@@ -366,7 +368,6 @@ fn the_family_is_limited(world: &World) {
     client.expect(Do::Close, &[first], None);
     until("its queue pair is free", || two.here.host.stats().open == 2);
     client.expect(Do::Connect, &[third], Some(name));
-    let none = world.stage_with(1, SockOptions { warp_sockets: 0, ..small });
     let off = none.first().call(Do::Socket, &[4, WARP_STREAM], None).result;
     assert_eq!(off, errno(Errno::OPNOTSUPP), "the family is switched off");
 }
@@ -386,10 +387,14 @@ impl Rogue {
 
     /// Connects to a warp listener.
     fn connect(name: SocketAddr) -> Self {
+        Self::with(name, HcaOptions::default())
+    }
+
+    fn with(name: SocketAddr, options: HcaOptions) -> Self {
         let tcp = TcpStream::connect(name).unwrap();
         let any = SocketAddr::new(name.ip(), 0);
         let link = Auto::bind(any, udp::Options::default(), shm::Options::default()).unwrap();
-        let context = Context::open_with(link, HcaOptions::default()).unwrap();
+        let context = Context::open_with(link, options).unwrap();
         let (pd, cq) = (context.pd(), context.create_cq(64).unwrap());
         let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();
         let all = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
@@ -526,4 +531,24 @@ fn peers_reach_nothing_else(world: &World) {
     }
     assert_eq!(two.here.first().send(socket, b"fine"), 4);
     assert_eq!(server.recv(accepted, 10).unwrap(), b"fine");
+}
+
+fn a_device_that_does_not_answer(world: &World) {
+    let two = Two::small(world, 2);
+    let [server, other] = &two.there.puppets[..] else { panic!("two puppets") };
+    let (listener, name, (socket, accepted)) = with_bystanders(&two);
+    // Nobody drives it, as if its network were cut. Its TCP connection stands.
+    let rogue = Rogue::with(name, HcaOptions { drive: Drive::Inline, direct: false });
+    let victim = server.expect(Do::Accept, &[listener], None) as u64;
+    let start = Instant::now();
+    server.start(Do::Recv, &[victim, 0, 10], None);
+    assert_eq!(other.send(victim, b"hello?"), 6, "it is on its way");
+    assert_eq!(server.finish().result, errno(Errno::TIMEDOUT), "what waits is released");
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    assert_eq!(other.send(victim, b"hello?"), errno(Errno::TIMEDOUT));
+    server.expect(Do::Close, &[victim], None);
+    assert_eq!(two.here.first().send(socket, b"fine"), 4);
+    assert_eq!(server.recv(accepted, 10).unwrap(), b"fine");
+    until("its place is free", || two.there.host.stats().open == 2);
+    drop(rogue);
 }

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use warpwire::mem::sim::{Sim, SimConfig};
-use warpwire::mem::{Allocation, Device, Launch, Module, Program, Stream, cuda};
+use warpwire::mem::{Allocation, Device, Kernel, Launch, Program, Stream, cuda};
 use warpwire::sock::kv::{KvOptions, KvServer};
 use warpwire::sock::similarity::{
     Match, Questions, SimilarOptions, SimilarServer, ask_from_kernel, ask_from_thread,
@@ -92,15 +92,38 @@ impl World {
     }
 
     pub fn stage_with(&self, puppets: u64, options: SockOptions) -> Stage {
-        let host = SockHost::start(&self.gpu, options).unwrap();
-        let memory = Puppet::memory(&self.gpu, puppets);
-        let made = |index| Puppet::new(&memory.0, &memory.1, index, self.family);
-        let actors = (0..puppets).map(made).collect();
-        let play = match self.way {
-            Way::Threads => Play::on_threads(&host, &memory, puppets),
-            _ => Play::on_device(&self.gpu, &host, &memory, puppets),
-        };
-        Stage { puppets: actors, play: Some(play), host, memory }
+        let [stage] = self.stages(puppets, [options]);
+        stage
+    }
+
+    /// Several at a time. All is loaded and laid out before the first puppet begins: a GPU whose kernels wait for us
+    /// loads nothing more.
+    pub fn stages<const N: usize>(&self, puppets: u64, options: [SockOptions; N]) -> [Stage; N] {
+        let ready = options.map(|options| {
+            let host = SockHost::start(&self.gpu, options).unwrap();
+            (host, Puppet::memory(&self.gpu, puppets), self.script())
+        });
+        ready.map(|(host, memory, script)| {
+            let made = |index| Puppet::new(&memory.0, &memory.1, index, self.family);
+            let actors = (0..puppets).map(made).collect();
+            let play = match script {
+                None => Play::on_threads(&host, &memory, puppets),
+                Some(script) => Play::on_device(script, &host, &memory, puppets),
+            };
+            Stage { puppets: actors, play: Some(play), host, memory }
+        })
+    }
+
+    /// The puppets' kernel, and where it will run; none for threads.
+    fn script(&self) -> Option<(Kernel, Stream)> {
+        if self.way == Way::Threads {
+            return None;
+        }
+        let program = Program::new("puppets")
+            .ptx(include_str!("puppet.ptx"))
+            .block("puppet", puppet::puppet_block);
+        let kernel = self.gpu.load(&program).unwrap().kernel("puppet").unwrap();
+        Some((kernel, self.gpu.stream().unwrap()))
     }
 }
 
@@ -191,23 +214,18 @@ impl Drop for Stage {
 
 /// Puppets at work.
 enum Play {
-    Device(Stream, #[allow(dead_code)] Module),
+    Device(Stream),
     Threads(Vec<std::thread::JoinHandle<()>>),
 }
 
 impl Play {
     fn on_device(
-        gpu: &Device,
+        (kernel, stream): (Kernel, Stream),
         host: &SockHost,
         memory: &(Allocation, Allocation),
         puppets: u64,
     ) -> Self {
-        let program = Program::new("puppets")
-            .ptx(include_str!("puppet.ptx"))
-            .block("puppet", puppet::puppet_block);
-        let module = gpu.load(&program).unwrap();
-        let stream = gpu.stream().unwrap();
-        let launch = Launch::new(&module.kernel("puppet").unwrap())
+        let launch = Launch::new(&kernel)
             .grid(puppets as u32)
             .threads(128)
             .value(host.table())
@@ -216,7 +234,7 @@ impl Play {
         // SAFETY: the kernel uses its mailboxes and buffers, which the launch keeps, and the sockets' memory, which the
         // stage keeps until the kernel has ended.
         unsafe { stream.launch(launch) }.unwrap();
-        Self::Device(stream, module)
+        Self::Device(stream)
     }
 
     fn on_threads(host: &SockHost, memory: &(Allocation, Allocation), puppets: u64) -> Self {
@@ -245,7 +263,7 @@ impl Play {
 
     fn end(self) -> Result<(), String> {
         match self {
-            Self::Device(stream, _) => stream.synchronize(SOON).map_err(|error| error.to_string()),
+            Self::Device(stream) => stream.synchronize(SOON).map_err(|error| error.to_string()),
             Self::Threads(threads) => {
                 let ended: Vec<_> =
                     threads.into_iter().map(std::thread::JoinHandle::join).collect();

@@ -41,7 +41,9 @@ impl End {
         let options = HcaOptions { drive: Drive::Guarded, ..which.options(Drive::Guarded) };
         let context = Context::open_with(link, options).unwrap();
         let (pd, cq) = (context.pd(), context.create_cq(64).unwrap());
-        let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();
+        // A second for an answer, rather than 67 ms.
+        let patient = QpOptions { timeout: 18, ..QpOptions::default() };
+        let qp = context.create_qp(&pd, &cq, &cq, patient).unwrap();
         Self { context, pd, cq, qp }
     }
 }

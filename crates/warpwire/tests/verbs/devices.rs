@@ -3,15 +3,17 @@
 use warpwire::error::Kind as ErrorKind;
 use warpwire::link::{Hub, Kind as LinkKind};
 use warpwire::mr::{HostMemory, Memory, Path};
+use warpwire::stream::{KernelQp, KernelQpOptions, StreamQp, StreamQpOptions};
 use warpwire::verbs::{
-    Access, Attach, Change, Completion, CompletionKind, Context, DeviceOptions, DmaBufRange, Mtu,
-    Offer, Op, QpOptions, ReceiveRequest, Request, State, Status, devices,
+    Access, Attach, Change, Completion, CompletionKind, Context, CqOptions, DeviceOptions,
+    DmaBufRange, Mtu, Offer, Op, QpOptions, ReceiveRequest, Request, State, Status, devices,
 };
 
 use crate::fixture::{End, Fixture, Which, cases, same, skip};
 
 cases!(CASES: names_ports_and_addresses_that_are_not_there, nobody_is_at_the_address, queues_of_different_sorts,
-    ways_to_device_memory, dma_bufs_of_ones_own, batches, one_completion_queue_for_both_sides, it_says_what_it_is);
+    ways_to_device_memory, dma_bufs_of_ones_own, batches, one_completion_queue_for_both_sides, it_says_what_it_is,
+    no_queues_for_streams_and_kernels);
 
 /// An end that is a device.
 fn device(fixture: &Fixture) -> End {
@@ -40,6 +42,28 @@ fn it_says_what_it_is(fixture: &Fixture) {
     let refused = qp.direct_queues().unwrap_err().to_string();
     assert!(refused.contains("its driver is rxe"), "{refused}");
     assert_eq!(qp.stats().unwrap_err().kind(), &ErrorKind::Unsupported);
+}
+
+/// Streams and kernels fill queues in ConnectX's format, which rxe has not.
+fn no_queues_for_streams_and_kernels(fixture: &Fixture) {
+    let end = device(fixture);
+    let (context, pd, gpu) = (&end.context, &end.pd, &fixture.gpu());
+    let streams = StreamQp::create(context, pd, gpu, StreamQpOptions::default()).map(drop);
+    let kernels = KernelQp::create(context, pd, gpu, KernelQpOptions::default()).map(drop);
+    let held = CqOptions { held: true, ..CqOptions::default() };
+    let queue = context.create_cq_with(held).map(drop);
+    for (refused, what) in [
+        (streams, "make a queue pair for streams"),
+        (kernels, "make a queue pair for kernels"),
+        (queue, "find the queues"),
+    ] {
+        let refused = refused.unwrap_err();
+        assert_eq!(refused.kind(), &ErrorKind::Unsupported, "{refused}");
+        let text = refused.to_string();
+        for part in [what, "no direct queues: its driver is rxe, and not mlx5", "ConnectX NIC"] {
+            assert!(text.contains(part), "no {part}: {text}");
+        }
+    }
 }
 
 fn names_ports_and_addresses_that_are_not_there(fixture: &Fixture) {

@@ -10,11 +10,12 @@ use warpwire::verbs::{
 use warpwire_proto::qp::Access as QpAccess;
 
 use crate::fixture::{
-    End, Fixture, Joined, KINDS, Kind, Patch, Side, World, cases, connect, impatient, same,
+    A_MOMENT, End, Fixture, Joined, KINDS, Kind, Patch, Side, World, cases, connect, impatient,
+    same, skip,
 };
 
 cases!(CASES: local_memory_that_may_not_be_read, remote_memory_that_may_not_be_used,
-    flags_of_the_queue_pair, receives_that_do_not_fit, answers_without_a_place, nobody_answers,
+    flags_of_the_queue_pair, receives_that_do_not_fit, answers_without_a_place, nobody_answers, a_peer_that_takes_nothing,
     nobody_is_ready, a_failure_flushes_in_order, a_failure_in_the_middle_of_a_message,
     after_a_reset_it_works_again, registrations_that_end_under_traffic);
 cases!(ONCE: atomics_that_are_not_aligned, unread_completions_of_a_former_life, freed_memory_under_a_registration,
@@ -302,6 +303,33 @@ fn nobody_answers(fixture: &Fixture) {
     }
     assert_eq!(alone(&end, &side).status, Status::RetryExceeded);
     assert_eq!(alone(&end, &side).status, Status::Flushed);
+}
+
+/// The peer lives, and its device stands still: what lies between the two fills up, and nobody waits for ever.
+fn a_peer_that_takes_nothing(fixture: &Fixture) {
+    const LEN: u32 = 1 << 20;
+    const COUNT: u64 = 32;
+    if fixture.which.has_device() {
+        skip("a device answers by itself");
+    }
+    let world = fixture.world();
+    let [first, second] = [(); 2].map(|()| world.join(impatient()));
+    let near = fixture.host(&world.a, LEN.into());
+    for id in 0..COUNT {
+        let data = [near.mr.sge(0, LEN)];
+        first.a.qp.post_send(&[Request::new(id, Op::Send).with(&data)]).unwrap();
+    }
+    for id in 0..COUNT {
+        let completion = alone(&world.a, &first.a);
+        let wanted = if id == 0 { Status::RetryExceeded } else { Status::Flushed };
+        assert_eq!((completion.id, completion.status), (id, wanted));
+    }
+    // Another queue pair finds no room at all.
+    second.a.qp.post_send(&[Request::new(1, Op::Send)]).unwrap();
+    assert_eq!(alone(&world.a, &second.a).status, Status::RetryExceeded);
+    // Once it goes on, so does everybody else.
+    world.drive_for(A_MOMENT);
+    world.works(&world.join(QpOptions::default()));
 }
 
 fn lost(end: &End, reason: &str) -> u64 {

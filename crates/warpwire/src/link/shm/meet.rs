@@ -48,7 +48,7 @@ impl Standing {
     }
 
     /// In which order names are tried: first the peer that is as we are.
-    fn order(self) -> [Self; 2] {
+    pub(super) fn order(self) -> [Self; 2] {
         match self {
             Self::Alone => [Self::Alone, Self::BesideUdp],
             Self::BesideUdp => [Self::BesideUdp, Self::Alone],
@@ -86,23 +86,23 @@ pub(super) fn hold_port(ip: IpAddr) -> Option<(OwnedFd, SocketAddr)> {
     Some((socket, plain(address)))
 }
 
-/// Connects to whoever has this address, or all addresses of its port.
-pub(super) fn connect(peer: SocketAddr, standing: Standing) -> io::Result<OwnedFd> {
+/// Connects to whoever has this address, or all addresses of its port, with one of those names; tells which.
+pub(super) fn connect(peer: SocketAddr, names: &[Standing]) -> io::Result<(OwnedFd, Standing)> {
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)?;
     let every: IpAddr = match peer {
         SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
         SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
-    let mut met = Err(Errno::CONNREFUSED);
-    for standing in standing.order() {
+    for standing in names {
         for address in [peer, SocketAddr::new(every, peer.port())] {
-            if met == Err(Errno::CONNREFUSED) {
-                met = rustix::net::connect(&socket, &standing.name(address)?);
+            match rustix::net::connect(&socket, &standing.name(address)?) {
+                Ok(()) => return Ok((socket, *standing)),
+                Err(Errno::CONNREFUSED) => {}
+                Err(code) => return Err(code.into()),
             }
         }
     }
-    met?;
-    Ok(socket)
+    Err(Errno::CONNREFUSED.into())
 }
 
 /// Whether the process at the other end may share memory with us: our own user's, or root's.

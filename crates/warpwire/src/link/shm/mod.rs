@@ -144,6 +144,8 @@ struct Reserved {
 struct Outgoing {
     peer: SocketAddr,
     from: SocketAddr,
+    /// The sort of name that it was found under, and is looked for again if it goes.
+    standing: Standing,
     met: Arc<Peer>,
     writer: Writer,
     /// How many flows use it.
@@ -248,11 +250,13 @@ impl Shm {
             return Ok(at);
         }
         let from = self.source(peer);
-        let (met, writer) =
-            self.meet(from, peer).map_err(|source| self.open_error(peer, &source))?;
+        let (standing, met, writer) = self
+            .meet(from, peer, &self.standing.order())
+            .map_err(|source| self.open_error(peer, &source))?;
         let made = Outgoing {
             peer,
             from,
+            standing,
             met,
             writer,
             flows: 0,
@@ -278,8 +282,13 @@ impl Shm {
     }
 
     /// Connects to the peer, and gives it a new ring.
-    fn meet(&self, from: SocketAddr, peer: SocketAddr) -> io::Result<(Arc<Peer>, Writer)> {
-        let socket = meet::connect(peer, self.standing)?;
+    fn meet(
+        &self,
+        from: SocketAddr,
+        peer: SocketAddr,
+        names: &[Standing],
+    ) -> io::Result<(Standing, Arc<Peer>, Writer)> {
+        let (socket, standing) = meet::connect(peer, names)?;
         if !meet::is_trusted(socket.as_fd())? {
             return Err(Errno::PERM.into());
         }
@@ -289,7 +298,8 @@ impl Shm {
         Hello { from, to: peer, ring: size, reaches }.say(&socket, &ring, &page)?;
         // What it offers comes from there, and its end.
         watch(&self.poll, &socket, EventFlags::IN | EventFlags::RDHUP)?;
-        Ok((Peer::new(from, socket, &page)?, Writer::new(memory, control, size)))
+        let writer = Writer::new(memory, control, size);
+        Ok((standing, Peer::new(from, socket, &page)?, writer))
     }
 
     /// Sees to the sockets.
@@ -322,11 +332,11 @@ impl Shm {
             if !known.gone.get() {
                 continue;
             }
-            let met =
-                if known.retry <= now { self.meet(known.from, known.peer).ok() } else { None };
+            let again = || self.meet(known.from, known.peer, &[known.standing]).ok();
+            let met = if known.retry <= now { again() } else { None };
             let Some(known) = &mut self.outgoing[at] else { continue };
             match met {
-                Some((met, writer)) => {
+                Some((_, met, writer)) => {
                     let _ = epoll::delete(&self.poll, &known.met.socket);
                     (known.met, known.writer) = (met, writer);
                     known.gone.set(false);

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use super::super::address::DeviceAddr;
 use super::super::allocation::MemoryKind;
 use super::super::backend::{
-    DeviceBackend, EventBackend, MemoryBackend, ModuleBackend, StreamBackend,
+    DeviceBackend, EventBackend, HostOwner, MemoryBackend, ModuleBackend, StreamBackend,
 };
 use super::super::device::{Backend, Capabilities, Capability, DeviceInfo, MemoryUsage};
 use super::super::program::Program;
@@ -208,8 +208,9 @@ impl DeviceBackend for CudaDevice {
         base: NonNull<u8>,
         len: u64,
         io: bool,
+        owner: HostOwner,
     ) -> Result<Arc<dyn MemoryBackend>> {
-        Ok(Arc::new(memory::register_host(self, base, len, io)?))
+        Ok(Arc::new(memory::register_host(self, (base, len), io, owner)?))
     }
 
     fn open_ipc(self: Arc<Self>, handle: &IpcHandle) -> Result<Arc<dyn MemoryBackend>> {

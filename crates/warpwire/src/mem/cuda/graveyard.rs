@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 
+use super::super::backend::HostOwner;
 use super::device::CudaDevice;
 use super::driver::{Driver, call};
 use super::stream::{Core, InFlight};
@@ -27,7 +28,8 @@ use crate::error::Kind;
 pub(super) enum Remains {
     Memory(Address),
     Pinned(HostPointer),
-    Registered(HostPointer),
+    /// With what keeps it mapped.
+    Registered(HostPointer, Option<HostOwner>),
     Imported(Address),
     Module(ModuleHandle),
 }
@@ -153,7 +155,9 @@ impl Graveyard {
             let outcome = match remains {
                 Remains::Memory(address) => call!(driver, memory_free(address)),
                 Remains::Pinned(pointer) => call!(driver, host_free(pointer.0)),
-                Remains::Registered(pointer) => call!(driver, host_unregister(pointer.0)),
+                Remains::Registered(pointer, _owner) => {
+                    call!(driver, host_unregister(pointer.0))
+                }
                 Remains::Imported(address) => call!(driver, ipc_close(address)),
                 Remains::Module(module) => call!(driver, module_unload(module)),
             };

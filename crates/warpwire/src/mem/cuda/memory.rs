@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 use super::super::address::DeviceAddr;
 use super::super::allocation::{Listener, MemoryKind, Watch};
-use super::super::backend::{DeviceBackend, MemoryBackend};
+use super::super::backend::{DeviceBackend, HostOwner, MemoryBackend};
 use super::super::bytes::SharedBytes;
 use super::super::share::{DmaBuf, DmaBufRoute, IpcHandle};
 use super::super::window::{Mapped, WindowPath};
@@ -30,6 +30,8 @@ pub(super) struct CudaMemory {
     pub(super) origin: Origin,
     /// The descriptor behind an inter-process handle: it lives as long as the memory does.
     pub(super) exported: Mutex<Option<OwnedFd>>,
+    /// What keeps registered memory mapped.
+    owner: Option<HostOwner>,
 }
 
 /// Where memory came from, which is how it goes back.
@@ -70,7 +72,7 @@ pub(super) struct VmmPiece {
 impl CudaMemory {
     pub(super) fn new(device: Arc<CudaDevice>, address: u64, len: u64, origin: Origin) -> Self {
         let address = DeviceAddr::new(address);
-        Self { device, address, len, origin, exported: Mutex::new(None) }
+        Self { device, address, len, origin, exported: Mutex::new(None), owner: None }
     }
 
     fn pinned_bytes(&self) -> Option<SharedBytes<'_>> {
@@ -201,9 +203,9 @@ fn allocate_pinned(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
 /// Lets the device reach memory that somebody else mapped for the CPU.
 pub(super) fn register_host(
     device: Arc<CudaDevice>,
-    base: NonNull<u8>,
-    len: u64,
+    (base, len): (NonNull<u8>, u64),
     io: bool,
+    owner: HostOwner,
 ) -> Result<CudaMemory> {
     let current = device.enter()?;
     let driver = device.driver;
@@ -216,7 +218,9 @@ pub(super) fn register_host(
         })
         .map_err(|error| explain_register(&device, error, len, io))?;
     drop(current);
-    Ok(CudaMemory::new(device, address, len, Origin::Registered { base, io }))
+    let mut memory = CudaMemory::new(device, address, len, Origin::Registered { base, io });
+    memory.owner = Some(owner);
+    Ok(memory)
 }
 
 #[cold]
@@ -519,7 +523,9 @@ impl Drop for CudaMemory {
         if let Origin::Registered { base, .. } = self.origin {
             let _current = self.device.enter();
             let pointer = HostPointer(base.as_ptr().cast());
-            self.device.graveyard.bury(&self.device, Remains::Registered(pointer));
+            self.device
+                .graveyard
+                .bury(&self.device, Remains::Registered(pointer, self.owner.take()));
         }
     }
 }

@@ -1,5 +1,6 @@
 //! One simulated GPU.
 
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -9,7 +10,8 @@ use parking_lot::Mutex;
 use super::super::address::DeviceAddr;
 use super::super::allocation::MemoryKind;
 use super::super::backend::{
-    DeviceBackend, EventBackend, KernelBackend, MemoryBackend, ModuleBackend, StreamBackend,
+    DeviceBackend, EventBackend, HostOwner, KernelBackend, MemoryBackend, ModuleBackend,
+    StreamBackend,
 };
 use super::super::device::{Backend, Capabilities, Capability, DeviceInfo, MemoryUsage};
 use super::super::program::{BlockFn, Program};
@@ -298,6 +300,17 @@ impl DeviceBackend for SimDevice {
             return failure(format!("the memory is of {}", owner.device().label()));
         }
         Ok(Arc::new(Borrowed { device: self, address, len }))
+    }
+
+    fn register_host(
+        self: Arc<Self>,
+        base: NonNull<u8>,
+        len: u64,
+        _io: bool,
+        owner: HostOwner,
+    ) -> Result<Arc<dyn MemoryBackend>> {
+        self.check_alive()?;
+        Ok(SimMemory::register(self, (base, len), owner)?)
     }
 
     fn open_ipc(self: Arc<Self>, handle: &IpcHandle) -> Result<Arc<dyn MemoryBackend>> {

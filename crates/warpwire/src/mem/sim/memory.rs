@@ -17,7 +17,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
 use super::super::address::DeviceAddr;
 use super::super::allocation::{Listener, MemoryEvent, MemoryKind, Pin, Watch};
-use super::super::backend::MemoryBackend;
+use super::super::backend::{HostOwner, MemoryBackend};
 use super::super::bytes::SharedBytes;
 use super::super::device::Backend;
 use super::super::share::{DmaBuf, DmaBufRoute, IpcHandle};
@@ -34,9 +34,9 @@ const MOVING: u64 = u64::MAX;
 /// The size of simulated memory is final.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// A memfd and its mapping.
+/// A memfd and its mapping, or memory of somebody else's.
 pub(super) struct Backing {
-    file: OwnedFd,
+    file: std::result::Result<OwnedFd, HostOwner>,
     base: NonNull<u8>,
     len: usize,
 }
@@ -65,7 +65,7 @@ impl Backing {
         let base = base.map_err(|e| memfd_error(e, len))?;
         let base =
             NonNull::new(base.cast()).ok_or_else(|| memfd_error(rustix::io::Errno::NOMEM, len))?;
-        Ok(Self { file, base, len: size })
+        Ok(Self { file: Ok(file), base, len: size })
     }
 
     fn bytes(&self) -> SharedBytes<'_> {
@@ -78,8 +78,9 @@ impl Backing {
     fn written(&self) -> Vec<(u64, u64)> {
         let mut ranges = Vec::new();
         let mut at = 0;
-        while let Ok(start) = seek(&self.file, SeekFrom::Data(at)) {
-            let end = seek(&self.file, SeekFrom::Hole(start)).unwrap_or(self.len as u64);
+        let Ok(file) = &self.file else { return ranges };
+        while let Ok(start) = seek(file, SeekFrom::Data(at)) {
+            let end = seek(file, SeekFrom::Hole(start)).unwrap_or(self.len as u64);
             ranges.push((start, end - start));
             at = end;
         }
@@ -102,6 +103,9 @@ impl Backing {
 
 impl Drop for Backing {
     fn drop(&mut self) {
+        if self.file.is_err() {
+            return; // its owner unmaps it
+        }
         // SAFETY: mapped by `map` with this base and length, and no view outlives this value.
         let unmapped = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
         if let Err(error) = unmapped {
@@ -136,6 +140,17 @@ impl SimMemory {
         device.reserve(len, kind)?;
         let made = Backing::create(len, "warpwire-sim").inspect_err(|_| device.release(len, kind));
         Self::place(device, made?, len, kind)
+    }
+
+    /// Memory that somebody else mapped for the CPU.
+    pub(super) fn register(
+        device: Arc<SimDevice>,
+        (base, len): (NonNull<u8>, u64),
+        owner: HostOwner,
+    ) -> Result<Arc<Self>> {
+        device.reserve(len, MemoryKind::Pinned)?;
+        let made = Backing { file: Err(owner), base, len: len as usize };
+        Self::place(device, made, len, MemoryKind::Pinned)
     }
 
     fn place(
@@ -369,12 +384,20 @@ impl MemoryBackend for SimMemory {
 
 impl SimMemory {
     fn with_file<R>(&self, use_it: impl FnOnce(std::os::fd::BorrowedFd<'_>) -> R) -> Result<R> {
+        let (held, file);
         if let Some(pinned) = &self.pinned {
-            return Ok(use_it(pinned.file.as_fd()));
+            file = &pinned.file;
+        } else {
+            held = self.backing.read();
+            file = &held.as_ref().ok_or_else(|| self.gone())?.file;
         }
-        let backing = self.backing.read();
-        let backing = backing.as_ref().ok_or_else(|| self.gone())?;
-        Ok(use_it(backing.file.as_fd()))
+        match file {
+            Ok(file) => Ok(use_it(file.as_fd())),
+            Err(_) => Err(Error::new(Kind::Unsupported, "share memory")
+                .on(self.device.label())
+                .why("it is the host's, which this device was let reach")
+                .fix("share it by its owner's means")),
+        }
     }
 }
 

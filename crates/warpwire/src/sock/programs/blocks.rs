@@ -34,7 +34,9 @@ impl<'a> Actor<'a> {
     fn stream(&self) -> Outcome<(Sock, std::net::SocketAddr)> {
         let address = address_from(&self.setup.address).ok_or(Errno::AFNOSUPPORT)?;
         let family = if address.is_ipv6() { Family::V6 } else { Family::V4 };
-        Ok((self.sockets.socket(family, Kind::Stream)?, address))
+        let warp = self.setup.kind == Kind::WarpStream as u64;
+        let kind = if warp { Kind::WarpStream } else { Kind::Stream };
+        Ok((self.sockets.socket(family, kind)?, address))
     }
 
     fn open_listener(&self) -> Outcome<Sock> {
@@ -90,6 +92,9 @@ impl<'a> Actor<'a> {
                 outcome => outcome?,
             };
             if count == 0 {
+                if self.setup.mode == super::Service::Sink as u64 {
+                    self.sockets.send(peer, &[1])?;
+                }
                 return Ok(());
             }
             if self.setup.mode == super::Mode::Echo as u64 {

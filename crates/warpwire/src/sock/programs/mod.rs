@@ -7,6 +7,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use super::SockHost;
+use super::device::Kind as Streams;
 use super::layout::{ADDRESS_LEN, address_bytes};
 use super::serving::{SOON, await_listener};
 use crate::error::{Error, Kind, Result};
@@ -24,7 +25,7 @@ const GLANCE: Duration = Duration::from_millis(50);
 pub enum Service {
     /// Sends it back.
     Echo = 0,
-    /// Throws it away.
+    /// Throws it away, and sends a byte at the end.
     Sink = 1,
     /// Answers HTTP.
     Http = 2,
@@ -72,13 +73,14 @@ struct Setup {
     size: u64,
     rounds: u64,
     timeout: u64,
+    kind: u64,
     address: [u8; ADDRESS_LEN],
 }
 
-const SETUP_LEN: usize = 88;
+const SETUP_LEN: usize = 96;
 
 impl Setup {
-    fn words(&mut self) -> [&mut u64; 8] {
+    fn words(&mut self) -> [&mut u64; 9] {
         [
             &mut self.table,
             &mut self.control,
@@ -88,6 +90,7 @@ impl Setup {
             &mut self.size,
             &mut self.rounds,
             &mut self.timeout,
+            &mut self.kind,
         ]
     }
 
@@ -97,7 +100,7 @@ impl Setup {
         for (word, into) in self.words().iter().zip(bytes.chunks_exact_mut(8)) {
             into.copy_from_slice(&word.to_le_bytes());
         }
-        bytes[64..].copy_from_slice(&address);
+        bytes[72..].copy_from_slice(&address);
         bytes
     }
 
@@ -107,7 +110,7 @@ impl Setup {
         for (number, word) in setup.words().into_iter().enumerate() {
             *word = block.load_u64(DeviceAddr::new(base + number as u64 * 8))?;
         }
-        block.read(DeviceAddr::new(base + 64), &mut setup.address)?;
+        block.read(DeviceAddr::new(base + 72), &mut setup.address)?;
         Ok(setup)
     }
 }
@@ -117,6 +120,7 @@ impl Setup {
 pub struct Programs {
     serve: Kernel,
     client: Kernel,
+    kind: Streams,
 }
 
 impl Programs {
@@ -127,7 +131,17 @@ impl Programs {
             .block(SERVE, blocks::serve_block)
             .block(CLIENT, blocks::client_block);
         let module = host.device().load(&program)?;
-        Ok(Self { serve: module.kernel(SERVE)?, client: module.kernel(CLIENT)? })
+        Ok(Self {
+            serve: module.kernel(SERVE)?,
+            client: module.kernel(CLIENT)?,
+            kind: Streams::Stream,
+        })
+    }
+
+    /// The same, with streams of that kind: [`WarpStream`](Streams::WarpStream) for the family `warp`.
+    #[must_use]
+    pub fn over(&self, kind: Streams) -> Self {
+        Self { kind, ..self.clone() }
     }
 
     /// Starts a server of so many blocks, each with one client at a time, and returns when it listens.
@@ -163,6 +177,7 @@ impl Programs {
             mode: service as u64,
             timeout: GLANCE.as_nanos() as u64,
             address: address_bytes(Some(address)),
+            kind: self.kind as u64,
             ..stage.setup()
         };
         stage.launch(&self.serve, workers, setup)?;
@@ -191,6 +206,7 @@ impl Programs {
             rounds,
             timeout: timeout.as_nanos() as u64,
             address: address_bytes(Some(server)),
+            kind: self.kind as u64,
             ..stage.setup()
         };
         stage.run(&self.client, setup, server, timeout)
@@ -213,6 +229,7 @@ impl Programs {
             rounds: 1,
             timeout: timeout.as_nanos() as u64,
             address: address_bytes(Some(server)),
+            kind: self.kind as u64,
             ..stage.setup()
         };
         let measured = stage.run(&self.client, setup, server, timeout)?;

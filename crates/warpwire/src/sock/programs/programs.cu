@@ -9,14 +9,14 @@ namespace {
 
 // As in mod.rs.
 struct Setup {
-    u64 table, control, buffers, buffer_size, mode, size, rounds, timeout;
+    u64 table, control, buffers, buffer_size, mode, size, rounds, timeout, kind;
     Address address;
 };
 struct Control {  // in pinned memory: stop is the host's, the others the kernel's
     u64 stop, listener, failed, nanoseconds, bytes, connections, unused;
     Address name;
 };
-static_assert(sizeof(Setup) == 88 && sizeof(Control) == 80, "as in mod.rs");
+static_assert(sizeof(Setup) == 96 && sizeof(Control) == 80, "as in mod.rs");
 
 enum Mode : u64 { kEcho = 0, kSink = 1, kHttp = 2, kPing = 3, kPush = 4, kPull = 5, kTalk = 6 };
 
@@ -35,7 +35,7 @@ template <class Group> WARPWIRE_CALL int open_listener(const Table &table, const
                 sock::detail::step_back();
         return static_cast<int>(group.share(listener)) - 1;
     }
-    int listener = sock::socket(table, static_cast<Family>(setup.address.family), kStream, group);
+    int listener = sock::socket(table, static_cast<Family>(setup.address.family), static_cast<Kind>(setup.kind), group);
     i64 failed = listener < 0 ? listener : bind(table, listener, setup.address, group);
     if (!failed) failed = listen(table, listener, 256, group);
     if (!failed) failed = set(table, listener, kReceiveTimeout, static_cast<i64>(setup.timeout), group);
@@ -90,6 +90,7 @@ template <class Group> WARPWIRE_CALL u64 serve_one(const Table &table, const Set
     for (;;) {
         i64 count = recv(table, peer, buffer, setup.buffer_size, group);
         if (count == -kEtimedout && !stopped(control, group)) continue;
+        if (count == 0 && setup.mode == kSink) send(table, peer, buffer, 1, group);
         if (count <= 0) return total;
         total += static_cast<u64>(count);
         if (setup.mode == kEcho && send(table, peer, buffer, static_cast<u64>(count), group) < 0) return total;
@@ -148,7 +149,7 @@ template <class Group> WARPWIRE_CALL void run_client(const Setup &setup, Group g
     Control *control = reinterpret_cast<Control *>(setup.control);
     u8 *buffer = reinterpret_cast<u8 *>(setup.buffers);
     u64 bytes = 0, begun = 0, ended = 0;
-    int peer = sock::socket(table, static_cast<Family>(setup.address.family), kStream, group);
+    int peer = sock::socket(table, static_cast<Family>(setup.address.family), static_cast<Kind>(setup.kind), group);
     i64 result = peer;
     if (peer >= 0) result = set(table, peer, kReceiveTimeout, static_cast<i64>(setup.timeout), group);
     if (result >= 0) result = set(table, peer, kSendTimeout, static_cast<i64>(setup.timeout), group);

@@ -6,7 +6,7 @@ use crate::mlx5::{self, BLOCK, Status, Tail, owner_bit};
 use crate::verbs::{Context, Cq, CqOptions, Pd, Qp, QpOptions};
 
 use super::layout::{self, Constants};
-use super::{KernelQpOptions, check, device};
+use super::{KernelQpOptions, check, device, wrong};
 
 /// Memory of queues, and where kernels find it.
 pub(crate) type Found = (QueueMemory, u64);
@@ -43,8 +43,6 @@ pub(super) fn constants(
     queues: u64,
     completions: [u64; 2],
     depths: [u32; 2],
-    sink: (u64, u32),
-    alone: bool,
 ) -> Constants {
     let (_, Layout { receive, send, record, doorbell }) = qp.queues();
     Constants {
@@ -54,13 +52,13 @@ pub(super) fn constants(
         doorbell: queues + doorbell,
         send_cq: completions[0],
         receive_cq: completions[1],
-        sink: sink.0,
+        sink: 0,
         send_mask: depths[0] - 1,
         receive_mask: depths[1] - 1,
         number: qp.number(),
         receive_stride: mlx5::SEGMENT as u32,
-        sink_lkey: sink.1,
-        flags: if alone { layout::ALONE } else { 0 },
+        sink_lkey: 0,
+        flags: 0,
     }
 }
 
@@ -87,6 +85,10 @@ impl LaidQp {
             ..KernelQpOptions::default()
         };
         check(context, &options)?;
+        if context.soft().is_none() {
+            let why = "an RDMA device lays out its queues by itself";
+            return Err(wrong(why.into()).fix("open the software HCA for it"));
+        }
         let cq = context.create_cq_with(CqOptions {
             entries: depth,
             memory: Some(completions.0.clone()),
@@ -98,7 +100,8 @@ impl LaidQp {
         // Nothing is ever received by a message, so that one queue does for both.
         let qp = context.create_qp(pd, &cq, &cq, connection)?;
         let at = completions.1;
-        let constants = constants(&qp, queues.1, [at, at], [depth, 1], (0, 0), true);
+        let mut constants = constants(&qp, queues.1, [at, at], [depth, 1]);
+        constants.flags |= layout::ALONE;
         Ok(Self { qp, _cq: cq, constants, completions: completions.0, depth })
     }
 

@@ -54,6 +54,7 @@
 
 pub mod device;
 mod ended;
+mod hardware;
 mod kernels;
 mod laid;
 pub mod layout;
@@ -189,8 +190,12 @@ impl KernelQp {
     /// The send queue, its doorbell and the receive queue lie in pinned memory, completions where
     /// [`KernelQpOptions::completions`] says, the handle and its counters in device memory.
     ///
+    /// On an mlx5 device of the machine, all of them but the handle lie where its provider has put them, and the device is
+    /// let reach them: also the page with the NIC's doorbell.
+    ///
     /// # Errors
-    /// If the context is not driven by a thread of its own ([`Drive::Thread`]): doorbells that a kernel rings wake nobody.
+    /// If the context is not driven by a thread of its own ([`Drive::Thread`]): doorbells that a kernel rings wake nobody. If it
+    /// is hardware that is not mlx5, whose queues nobody tells of, or makes queues of other lengths.
     pub fn create(
         context: &Context,
         pd: &Pd,
@@ -228,44 +233,26 @@ impl KernelQp {
         check(context, &options)?;
         let KernelQpOptions { send_depth, receive_depth, alone, patience, connection, .. } =
             options;
-        let queue = |entries| -> Result<(Cq, Memory)> {
-            let memory = place.completions(Cq::memory_for(entries))?;
-            let queue = memory.queue()?;
-            let options = CqOptions {
-                entries,
-                memory: Some(queue),
-                ignore_overrun: true,
-                ..CqOptions::default()
-            };
-            Ok((context.create_cq_with(options)?, memory))
+        let connection = laid::connection(send_depth, receive_depth, connection);
+        let depths = [send_depth, receive_depth];
+        let Parts { qp, cqs, reached, mut constants } = match context.soft() {
+            Some(_) => soft_parts(context, pd, place, connection, depths)?,
+            None => hardware::parts(context, pd, place, connection, depths)?,
         };
-        let (send_cq, send_cqes) = queue(send_depth)?;
-        let (receive_cq, receive_cqes) = queue(receive_depth)?;
-        let mut connection = laid::connection(send_depth, receive_depth, connection);
-        let queues = place.queues(Qp::memory_for(&connection)?)?;
-        connection.memory = Some(queues.queue()?);
-        let qp = context.create_qp(pd, &send_cq, &receive_cq, connection)?;
         let sink = context.register(pd, HostMemory::new(8)?, Access::LOCAL_WRITE)?;
-        let completions = [send_cqes.address()?.raw(), receive_cqes.address()?.raw()];
-        let constants = laid::constants(
-            &qp,
-            queues.address()?.raw(),
-            completions,
-            [send_depth, receive_depth],
-            (sink.iova(), sink.lkey()),
-            alone,
-        );
+        (constants.sink, constants.sink_lkey) = (sink.iova(), sink.lkey());
+        constants.flags |= if alone { layout::ALONE } else { 0 };
         let handle = place.handle(layout::TOTAL)?;
         handle.write(0, &constants.encode())?;
         Ok(Self(Arc::new(Inner {
             handle,
-            reached: vec![queues, send_cqes, receive_cqes],
+            reached,
             kernels,
             patience,
             context: context.clone(),
             constants,
             qp,
-            _cqs: [send_cq, receive_cq],
+            _cqs: cqs,
             _sink: sink,
         })))
     }
@@ -398,6 +385,44 @@ impl KernelQp {
     }
 }
 
+/// A queue pair that kernels reach, and what they must know of it but for its sink.
+struct Parts {
+    qp: Qp,
+    cqs: [Cq; 2],
+    reached: Vec<Memory>,
+    constants: Constants,
+}
+
+/// A queue pair of the software HCA.
+fn soft_parts(
+    context: &Context,
+    pd: &Pd,
+    place: &Place,
+    mut connection: QpOptions,
+    depths: [u32; 2],
+) -> Result<Parts> {
+    let queue = |entries| -> Result<(Cq, Memory)> {
+        let memory = place.completions(Cq::memory_for(entries))?;
+        let queue = memory.queue()?;
+        let options = CqOptions {
+            entries,
+            memory: Some(queue),
+            ignore_overrun: true,
+            ..CqOptions::default()
+        };
+        Ok((context.create_cq_with(options)?, memory))
+    };
+    let (send_cq, send_cqes) = queue(depths[0])?;
+    let (receive_cq, receive_cqes) = queue(depths[1])?;
+    let queues = place.queues(Qp::memory_for(&connection)?)?;
+    connection.memory = Some(queues.queue()?);
+    let qp = context.create_qp(pd, &send_cq, &receive_cq, connection)?;
+    let completions = [send_cqes.address()?.raw(), receive_cqes.address()?.raw()];
+    let constants = laid::constants(&qp, queues.address()?.raw(), completions, depths);
+    let reached = vec![queues, send_cqes, receive_cqes];
+    Ok(Parts { qp, cqs: [send_cq, receive_cq], reached, constants })
+}
+
 #[cold]
 fn wrong(why: String) -> Error {
     Error::new(Kind::InvalidArgument, "make a queue pair for kernels").why(why)
@@ -405,11 +430,7 @@ fn wrong(why: String) -> Error {
 
 /// Whether one can be made so.
 fn check(context: &Context, options: &KernelQpOptions) -> Result<()> {
-    let Some(hca) = context.soft() else {
-        return Err(wrong("its context is a device of the machine's own".into())
-            .fix("open a software HCA: Context::open_with, with Drive::Thread"));
-    };
-    if !matches!(hca.drive(), Drive::Thread { .. }) {
+    if context.soft().is_some_and(|hca| !matches!(hca.drive(), Drive::Thread { .. })) {
         return Err(wrong(
             "no thread of its own drives the context, and a kernel's doorbell wakes nobody".into(),
         )

@@ -1,0 +1,69 @@
+//! Queue pairs of mlx5 devices, for kernels: where their providers have put them.
+
+use super::layout::{self, Constants};
+use super::place::{Memory, Place};
+use super::{Parts, wrong};
+use crate::error::{Error, Result};
+use crate::hca::QueueMemory;
+use crate::stream::hardware::reach;
+use crate::verbs::{Context, CqOptions, Pd, QpOptions};
+
+/// Makes a queue pair whose places kernels count as the header does: as many completions as blocks, and as many as receives.
+pub(super) fn parts(
+    context: &Context,
+    pd: &Pd,
+    place: &Place,
+    connection: QpOptions,
+    depths: [u32; 2],
+) -> Result<Parts> {
+    let failed = |error: Error| error.during("make a queue pair for kernels");
+    let queue = |depth: u32| {
+        // mlx5 makes one more than it is asked for, and rounds up.
+        let entries = (depth - 1).max(1);
+        let options = CqOptions { entries, ignore_overrun: true, ..CqOptions::default() };
+        context.create_cq_with(options).map_err(failed)
+    };
+    let cqs = [queue(depths[0])?, queue(depths[1])?];
+    let qp = context.create_qp(pd, &cqs[0], &cqs[1], connection).map_err(failed)?;
+    let queues = qp.direct_queues()?;
+    let made = [[queues.send_blocks, cqs[0].entries()], [queues.receive_entries, cqs[1].entries()]];
+    for (name, asked, made) in
+        [("send_depth", depths[0], made[0]), ("receive_depth", depths[1], made[1])]
+    {
+        if made != [asked; 2] {
+            let [places, completions] = made;
+            let why = format!(
+                "with {name} {asked} the device has {places} places and {completions} completions"
+            );
+            return Err(wrong(why)
+                .fix(format!("use the same for all three: try {}", places.max(completions))));
+        }
+    }
+    let Some(receive) = &queues.receive else {
+        return Err(wrong("the device gave it no receive queue".into()));
+    };
+    let mut reached = Vec::new();
+    let mut at = |memory: &QueueMemory, io: bool| -> Result<u64> {
+        let Place::Device(device, _) = place else { return Ok(memory.bytes().address()) };
+        let (pages, offset) = reach(device, memory, io)?;
+        let address = pages.address().raw() + offset;
+        reached.push(Memory::Pinned(pages));
+        Ok(address)
+    };
+    let constants = Constants {
+        send_queue: at(&queues.send, false)?,
+        receive_queue: at(receive, false)?,
+        record: at(&queues.record, false)?,
+        doorbell: at(&queues.doorbell, true)?,
+        send_cq: at(cqs[0].memory(), false)?,
+        receive_cq: at(cqs[1].memory(), false)?,
+        sink: 0,
+        send_mask: depths[0] - 1,
+        receive_mask: depths[1] - 1,
+        number: qp.number(),
+        receive_stride: queues.receive_stride,
+        sink_lkey: 0,
+        flags: layout::RECORD_FIRST,
+    };
+    Ok(Parts { qp, cqs, reached, constants })
+}

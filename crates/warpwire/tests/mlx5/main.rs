@@ -1,0 +1,298 @@
+//! Streams, kernels and the CPU on the queues of a ConnectX, which is a stand-in: `nic.c` is libibverbs and libmlx5 in one, with
+//! a thread that does what its queues say. Nothing here goes through a provider's post or poll; it stops the test if it does.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, unsafe_code)]
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use warpwire::error::Kind;
+use warpwire::mem::sim::{Sim, SimConfig};
+use warpwire::mem::{Device, Stream};
+use warpwire::mr::HostMemory;
+use warpwire::stream::{KernelQp, KernelQpOptions, StreamQp, StreamQpOptions};
+use warpwire::verbs::{
+    Access, Completion, Context, CqOptions, Mr, Op, Pd, QpOptions, ReceiveRequest, Remote, Request,
+    State, Status,
+};
+
+/// Names the stand-in where it was compiled elsewhere.
+const NIC: &str = "WARPWIRE_TEST_NIC";
+/// Names a GPU: `cuda:0`. With it, one case at a time.
+const GPU: &str = "WARPWIRE_TEST_GPU";
+const SOON: Duration = Duration::from_secs(20);
+
+/// The stand-in, compiled once; `None` where that cannot be, which is told.
+fn stand_in() -> Option<&'static PathBuf> {
+    static MADE: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let made = MADE.get_or_init(|| {
+        if let Some(library) = std::env::var_os(NIC) {
+            return Some(announce(library.into()));
+        }
+        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+        let (source, library) = (
+            concat!(env!("CARGO_MANIFEST_DIR"), "/tests/mlx5/nic.c"),
+            folder.join(format!("nic-{}.so", std::process::id())),
+        );
+        if !std::path::Path::new("/usr/include/infiniband/mlx5dv.h").exists() {
+            eprintln!("skipped: no infiniband/mlx5dv.h (Debian: libibverbs-dev)");
+            return None;
+        }
+        let flags =
+            ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"];
+        let output = Command::new("cc").args(flags).arg("-o").arg(&library).arg(source).output();
+        let Ok(output) = output else {
+            eprintln!("skipped: no C compiler");
+            return None;
+        };
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Some(announce(library))
+    });
+    made.as_ref()
+}
+
+/// Has the stand-in take the libraries' place.
+fn announce(library: PathBuf) -> PathBuf {
+    for variable in ["WARPWIRE_IBVERBS", "WARPWIRE_MLX5"] {
+        // SAFETY: every case comes here first, and waits for the one that does it.
+        unsafe { std::env::set_var(variable, &library) };
+    }
+    library
+}
+
+/// The GPU whose streams and kernels ring: a simulated one, or the one that the environment names.
+fn gpu() -> Device {
+    match std::env::var(GPU) {
+        Ok(label) => warpwire::mem::open(&label).unwrap(),
+        Err(_) => Sim::start(SimConfig::default()).unwrap().device(0).unwrap(),
+    }
+}
+
+struct Bench {
+    gpu: Device,
+    context: Context,
+    pd: Pd,
+    memory: HostMemory,
+    mr: Mr,
+}
+
+/// A device of that name, and a simulated GPU; `None` where there is no stand-in.
+fn bench(name: &str) -> Option<Bench> {
+    stand_in()?;
+    let gpu = gpu();
+    let context = Context::open_device(name).unwrap();
+    let pd = context.pd();
+    let memory = HostMemory::new(1 << 16).unwrap();
+    let mr = context.register(&pd, memory.clone(), Access::ALL).unwrap();
+    Some(Bench { gpu, context, pd, memory, mr })
+}
+
+impl Bench {
+    fn stream_pair(&self) -> [StreamQp; 2] {
+        let qp = QpOptions { send_depth: 4, receive_depth: 8, ..QpOptions::default() };
+        let patience = Some(Duration::from_secs(10));
+        let options = StreamQpOptions { qp, patience, ..StreamQpOptions::default() };
+        let [a, b] = [(); 2].map(|()| {
+            StreamQp::create(&self.context, &self.pd, &self.gpu, options.clone()).unwrap()
+        });
+        a.connect(&b.offer()).unwrap();
+        b.connect(&a.offer()).unwrap();
+        [a, b]
+    }
+
+    fn put(&self, at: u64, bytes: &[u8]) {
+        self.memory.bytes().write(at, bytes).unwrap();
+    }
+
+    fn get(&self, at: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.memory.bytes().read(at, &mut bytes).unwrap();
+        bytes
+    }
+}
+
+fn finish(streams: &[&Stream]) {
+    streams.iter().for_each(|stream| stream.synchronize(SOON).unwrap());
+}
+
+fn take(qp: &StreamQp) -> Completion {
+    qp.next(SOON).unwrap().expect("a completion comes soon")
+}
+
+/// Messages from stream to stream, for many laps of every queue.
+#[test]
+fn streams_ring_the_register_and_watch_the_queue() {
+    let Some(bench) = bench("nic_0") else { return };
+    let [a, b] = bench.stream_pair();
+    assert_eq!(a.qp().path().unwrap().local.to_string(), "10.0.0.7:4791");
+    let [sender, receiver] = [(); 2].map(|()| bench.gpu.stream().unwrap());
+    for round in 0..100_u64 {
+        let into = [bench.mr.sge(4096, 100), bench.mr.sge(8192, 1000)];
+        b.post_receive(&[ReceiveRequest { id: round, data: &into }]).unwrap();
+        b.wait_receive(&receiver).unwrap();
+        let sent: Vec<u8> = (0..300).map(|n| (n as u64 * 7 + round) as u8).collect();
+        bench.put(0, &sent);
+        let from = [bench.mr.sge(0, 300)];
+        let ticket = a.queue(&sender, &Request::new(1000 + round, Op::Send).with(&from)).unwrap();
+        let target = bench.mr.remote(16_384);
+        a.queue(&sender, &Request::new(2000 + round, Op::Write(target)).inline(&sent[..20]))
+            .unwrap();
+        a.wait_send(&sender, ticket.after(1)).unwrap();
+        finish(&[&sender, &receiver]);
+        assert_eq!(bench.get(4096, 100), sent[..100]);
+        assert_eq!(bench.get(8192, 200), sent[100..]);
+        assert_eq!(bench.get(16_384, 20), sent[..20]);
+        let ids = [take(&a), take(&a), take(&b)].map(|done| (done.id, done.status));
+        let wanted = [1000 + round, 2000 + round, round].map(|id| (id, Status::Success));
+        assert_eq!(ids, wanted);
+    }
+    assert!(a.failure().is_none() && b.failure().is_none());
+}
+
+/// What was prepared and given up does nothing, between others; the CPU posts the same way.
+#[test]
+fn prepared_work_and_the_cpu() {
+    let Some(bench) = bench("nic_0") else { return };
+    let [a, _b] = bench.stream_pair();
+    let stream = bench.gpu.stream().unwrap();
+    let write =
+        |id, at, byte: &'static [u8]| Request::new(id, Op::Write(bench.mr.remote(at))).inline(byte);
+    let first = a.prepare(&write(1, 0, b"a")).unwrap();
+    let dropped = a.prepare(&write(2, 1, b"b")).unwrap();
+    let last = a.prepare(&write(3, 2, b"c")).unwrap();
+    drop(dropped);
+    first.post(&stream).unwrap();
+    let last = last.post(&stream).unwrap();
+    a.wait_send(&stream, last).unwrap();
+    finish(&[&stream]);
+    assert_eq!(bench.get(0, 3), b"a\0c");
+    assert_eq!([take(&a).id, take(&a).id], [1, 3]);
+    a.post_now(&write(4, 1, b"d")).unwrap();
+    assert_eq!((take(&a).id, bench.get(0, 3)), (4, b"adc".to_vec()));
+}
+
+/// A failure ends the waits, and says what it was.
+#[test]
+fn failures_release_streams() {
+    let Some(bench) = bench("nic_0") else { return };
+    let [a, b] = bench.stream_pair();
+    let stream = bench.gpu.stream().unwrap();
+    let nowhere = Remote { address: 0x1000, rkey: 0xbad };
+    b.post_receive(&[ReceiveRequest { id: 9, data: &[] }]).unwrap();
+    a.queue(&stream, &Request::new(7, Op::Write(nowhere)).inline(b"x")).unwrap();
+    let last = a.queue(&stream, &Request::new(8, Op::Send)).unwrap();
+    a.wait_send(&stream, last).unwrap();
+    finish(&[&stream]);
+    let [first, second] = [take(&a), take(&a)];
+    assert_eq!((first.id, first.status), (7, Status::RemoteAccess));
+    assert_eq!((second.id, second.status), (8, Status::Flushed));
+    let failure = a.failure().expect("it has failed").to_string();
+    assert!(failure.contains("remote access"), "{failure}");
+    assert!(a.prepare(&Request::new(9, Op::Send)).is_err());
+    // Ending the other gives its receive back.
+    b.abort();
+    assert_eq!((take(&b).id, b.qp().state().unwrap()), (9, State::Err));
+}
+
+/// Kernels of the simulated GPU drive it by the handle, on and on.
+#[test]
+fn kernels_drive_it_by_themselves() {
+    let Some(bench) = bench("nic_0") else { return };
+    let options = KernelQpOptions { send_depth: 8, receive_depth: 4, ..KernelQpOptions::default() };
+    let make = || KernelQp::create(&bench.context, &bench.pd, &bench.gpu, options.clone()).unwrap();
+    let (qp, peer) = (make(), make());
+    qp.connect(&peer.offer()).unwrap();
+    peer.connect(&qp.offer()).unwrap();
+    let stream = bench.gpu.stream().unwrap();
+    bench.put(0, &[1; 64]);
+    let graph = stream
+        .capture(|stream| {
+            qp.put_on(stream, bench.mr.remote(4096), bench.mr.sge(0, 64))?;
+            qp.put_on(stream, bench.mr.remote(8192), bench.mr.sge(0, 64))?;
+            qp.wait_on(stream)
+        })
+        .unwrap();
+    for round in 0..50 {
+        bench.put(0, &[round; 64]);
+        stream.replay(&graph).unwrap();
+        finish(&[&stream]);
+        qp.check().unwrap();
+        assert_eq!((bench.get(4096, 64), bench.get(8192, 64)), (vec![round; 64], vec![round; 64]));
+    }
+    assert_eq!(qp.progress().unwrap().posted, 100);
+}
+
+/// Verbs of the CPU on a queue pair that is posted to in place.
+#[test]
+fn the_cpu_posts_and_polls_in_place() {
+    let Some(bench) = bench("nic_0") else { return };
+    let held = || CqOptions { entries: 15, held: true, ..CqOptions::default() };
+    let make = || {
+        let [sends, receives] = [(); 2].map(|()| bench.context.create_cq_with(held()).unwrap());
+        let options = QpOptions { watched: true, send_depth: 4, ..QpOptions::default() };
+        let qp = bench.context.create_qp(&bench.pd, &sends, &receives, options).unwrap();
+        (qp, sends, receives)
+    };
+    let ((a, sends, _), (b, _, receives)) = (make(), make());
+    let early = a.post_send(&[Request::new(1, Op::Send)]).unwrap_err();
+    assert!(early.to_string().contains("takes work from RTS on"), "{early}");
+    a.connect(&b.offer()).unwrap();
+    b.connect(&a.offer()).unwrap();
+    let next = |cq: &warpwire::verbs::Cq| {
+        let (mut one, start) = ([Completion::EMPTY], std::time::Instant::now());
+        while cq.poll(&mut one).unwrap() == 0 {
+            assert!(start.elapsed() < SOON, "a completion");
+            std::thread::yield_now();
+        }
+        one[0]
+    };
+    for round in 0..40_u64 {
+        b.post_receive(&[ReceiveRequest { id: round, data: &[bench.mr.sge(512, 64)] }]).unwrap();
+        let mut batch = a.batch();
+        batch.push(&Request::new(2 * round, Op::Nop)).unwrap();
+        batch.push(&Request::new(2 * round + 1, Op::Send).inline(&[round as u8; 5])).unwrap();
+        batch.post();
+        assert_eq!([next(&sends).id, next(&sends).id], [2 * round, 2 * round + 1]);
+        let done = next(&receives);
+        assert_eq!((done.id, done.len, done.status), (round, 5, Status::Success));
+        assert_eq!(bench.get(512, 5), [round as u8; 5]);
+        sends.give_back(2 * round + 2);
+        receives.give_back(round + 1);
+    }
+    let full = a.post_send(&[Request::new(0, Op::Nop); 60]).unwrap_err();
+    assert_eq!(full.kind(), &Kind::Busy);
+    assert!(sends.arm(false).unwrap_err().to_string().contains("poll it"));
+}
+
+/// What cannot be says so.
+#[test]
+fn what_is_no_connectx_or_makes_no_sense_is_refused() {
+    let Some(bench) = bench("nic_0") else { return };
+    let plain = bench.context.create_cq(4).unwrap();
+    let watched = QpOptions { watched: true, ..QpOptions::default() };
+    let refused = bench.context.create_qp(&bench.pd, &plain, &plain, watched).unwrap_err();
+    assert!(refused.to_string().contains("CqOptions::held"), "{refused}");
+    // 48 bytes inline take two blocks for each of so many requests, which is no power of two.
+    let odd = QpOptions { send_depth: 3, ..QpOptions::default() };
+    let options = StreamQpOptions { qp: odd, ..StreamQpOptions::default() };
+    assert!(StreamQp::create(&bench.context, &bench.pd, &bench.gpu, options).is_ok());
+    let options = KernelQpOptions { receive_depth: 1, ..KernelQpOptions::default() };
+    let refused = KernelQp::create(&bench.context, &bench.pd, &bench.gpu, options).unwrap_err();
+    assert!(refused.to_string().contains("receive_depth 1"), "{refused}");
+    assert!(refused.to_string().contains("try 2"), "{refused}");
+    drop(bench);
+    let other = self::bench("other_0").unwrap();
+    let (context, pd, gpu) = (&other.context, &other.pd, &other.gpu);
+    let streams = StreamQp::create(context, pd, gpu, StreamQpOptions::default()).unwrap_err();
+    let kernels = KernelQp::create(context, pd, gpu, KernelQpOptions::default()).unwrap_err();
+    for (refused, what) in [(streams, "for streams"), (kernels, "for kernels")] {
+        assert_eq!(refused.kind(), &Kind::Unsupported);
+        let text = refused.to_string();
+        for part in
+            [what, "no direct queues: its driver is not known, and not mlx5", "software HCA"]
+        {
+            assert!(text.contains(part), "no {part}: {text}");
+        }
+    }
+}
