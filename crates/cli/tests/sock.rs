@@ -117,6 +117,8 @@ fn similar_vectors_are_found_in_both_families() {
         assert!(good.status.success(), "{}", text(&good.stderr));
         let report: Value = serde_json::from_slice(&good.stdout).unwrap();
         assert_eq!((&report["wrong"], &report["queries"]), (&0.into(), &60.into()), "{report}");
+        let kernel = ask(&["--from-kernel", "-d", "sim:0"]);
+        assert!(kernel.status.success(), "{}", text(&kernel.stderr));
         // Who expects other vectors finds out, and who asks for too many is told.
         let other = ask(&["--seed", "2"]);
         assert_eq!(other.status.code(), Some(1), "{}", text(&other.stdout));
@@ -189,6 +191,8 @@ fn what_cannot_be_is_told() {
         &["serve", "-d", "sim:9"],
         &["lat", "-s", "0"],
         &["similar", "--dimension", "0"],
+        &["kv", "-d", "sim:0", "--family", "warp"],
+        &["similar", "--from-kernel"],
         &["similar", "--vectors", "4000000000", "--dimension", "1000"],
     ] {
         assert_eq!(run(wrong).status.code(), Some(2), "{wrong:?}");

@@ -5,13 +5,15 @@ use std::net::{SocketAddr, TcpStream};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde::Serialize;
 use warpwire::sock::similarity::{
-    Over, SimilarOptions, SimilarServer, SimilarStats, ask, random_vectors, search,
+    Over, Questions, SimilarOptions, SimilarServer, SimilarStats, ask, ask_from_kernel,
+    random_vectors, search,
 };
 use warpwire::sock::{SockOptions, SockStats, warp};
 
+use super::peer::Family;
 use super::serve::{announce, wait};
 use super::{Ground, heading};
 use crate::copy::target::iterations;
@@ -21,14 +23,6 @@ use crate::output::{self, Failure, Screen, print_json};
 const PATIENCE: Duration = Duration::from_secs(30);
 /// What queries are made from; vectors have smaller seeds.
 const QUERIES: u64 = 1 << 20;
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Family {
-    /// TCP
-    Inet,
-    /// RDMA
-    Warp,
-}
 
 /// Serve similar vectors from a kernel, or ask such a server (--connect)
 ///
@@ -52,9 +46,9 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "ADDRESS:PORT")]
     connect: Option<SocketAddr>,
 
-    /// How clients reach the kernel
-    #[arg(long, value_enum, default_value = "inet")]
-    family: Family,
+    /// Ask from a kernel of the device instead: one client, one query after the other
+    #[arg(long, requires = "connect")]
+    from_kernel: bool,
 
     /// How many vectors
     #[arg(long, value_name = "N", default_value = "10000", value_parser = iterations)]
@@ -105,8 +99,11 @@ struct ClientReport {
     clients: u32,
     queries: u64,
     per_second: f64,
-    p50_us: f64,
-    p99_us: f64,
+    /// By a clock of the CPU's: a kernel tells its whole time alone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    p50_us: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    p99_us: Option<f64>,
     wrong: u64,
 }
 
@@ -123,9 +120,75 @@ impl Arguments {
             )));
         }
         match self.connect {
+            Some(server) if self.from_kernel => self.ask_from_kernel(server),
             Some(server) => self.ask(server),
             None => self.serve(),
         }
+    }
+
+    fn over(&self) -> Over {
+        match self.ground.family {
+            Family::Inet => Over::Inet,
+            Family::Warp => Over::Warp,
+        }
+    }
+
+    fn ask_from_kernel(&self, server: SocketAddr) -> Result<ExitCode, Failure> {
+        let (host, _) = self.ground.open(SockOptions::default())?;
+        let vectors: Vec<f32> = (0..u64::from(self.queries))
+            .flat_map(|number| random_vectors(QUERIES + number, 1, self.dimension))
+            .collect();
+        let asked = Questions {
+            server,
+            over: self.over(),
+            k: self.matches,
+            vectors: &vectors,
+            dimension: self.dimension,
+            timeout: PATIENCE,
+        };
+        let begun = Instant::now();
+        let found = ask_from_kernel(&host, &asked)?;
+        let seconds = begun.elapsed().as_secs_f64();
+        let made = self.made();
+        let each = vectors.chunks_exact(self.dimension as usize);
+        let wrong =
+            each.zip(&found).filter(|(query, found)| search(&made, query, self.matches) != **found);
+        let (queries, wrong) = (found.len() as u64, wrong.count() as u64);
+        let per_second = queries as f64 / seconds;
+        self.tell(&ClientReport {
+            clients: 1,
+            queries,
+            per_second,
+            p50_us: None,
+            p99_us: None,
+            wrong,
+        })
+    }
+
+    /// Prints what clients have seen.
+    fn tell(&self, report: &ClientReport) -> Result<ExitCode, Failure> {
+        let screen = Screen::new(self.json);
+        let time = |time: Option<f64>| time.map_or("-".to_owned(), |us| format!("{us:.1} us"));
+        let head = format!(
+            "# {} vectors of {}, {} matches, {} clients\n",
+            self.vectors, self.dimension, self.matches, report.clients
+        );
+        let rows = format!(
+            "{:>10}  {:>12}  {:>12}  {:>12}  {:>6}\n{:>10}  {:>12.0}  {:>12}  {:>12}  {:>6}\n",
+            "queries",
+            "per second",
+            "p50",
+            "p99",
+            "wrong",
+            report.queries,
+            report.per_second,
+            time(report.p50_us),
+            time(report.p99_us),
+            report.wrong
+        );
+        screen.say(&(head + &rows))?;
+        screen.finish(report)?;
+        Ok(if report.wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 
     fn made(&self) -> Vec<f32> {
@@ -137,12 +200,8 @@ impl Arguments {
         let sockets = (self.clients.saturating_add(64)).min(65_535);
         let options = SockOptions { sockets, ..SockOptions::default() }.fitted();
         let (host, no_cuda) = self.ground.open(options)?;
-        let over = match self.family {
-            Family::Inet => Over::Inet,
-            Family::Warp => Over::Warp,
-        };
         let options = SimilarOptions {
-            over,
+            over: self.over(),
             workers: self.workers,
             clients: self.clients,
             most_k: self.matches,
@@ -168,7 +227,7 @@ impl Arguments {
     }
 
     fn open(&self, server: SocketAddr) -> std::io::Result<Box<dyn Either>> {
-        match self.family {
+        match self.ground.family {
             Family::Inet => {
                 let stream = TcpStream::connect(server)?;
                 stream.set_nodelay(true)?;
@@ -205,11 +264,9 @@ impl Arguments {
     fn ask(&self, server: SocketAddr) -> Result<ExitCode, Failure> {
         let failed =
             |error: std::io::Error| Failure::Broken(format!("cannot ask {server}: {error}"));
-        let screen = Screen::new(self.json);
         let (vectors, share) = (self.made(), u64::from(self.queries.div_ceil(self.clients)));
         let streams: Result<Vec<_>, _> = (0..self.clients).map(|_| self.open(server)).collect();
         let streams = streams.map_err(failed)?;
-        screen.working("asking");
         let outcomes: Vec<_> = std::thread::scope(|scope| {
             let vectors = &vectors;
             let start = |(number, stream)| {
@@ -232,14 +289,7 @@ impl Arguments {
         // Comparing is no part of it.
         let per_second = times.len() as f64 / busiest.as_secs_f64();
         let (clients, queries) = (self.clients, times.len() as u64);
-        let report =
-            ClientReport { clients, queries, per_second, p50_us: at(50), p99_us: at(99), wrong };
-        screen.say(&format!(
-            "# {} vectors of {}, {} matches, {} clients\n{:>10}  {:>12}  {:>12}  {:>12}  {:>6}\n{:>10}  {:>12.0}  {:>9.1} us  {:>9.1} us  {:>6}\n",
-            self.vectors, self.dimension, self.matches, clients, "queries", "per second", "p50", "p99", "wrong",
-            queries, report.per_second, report.p50_us, report.p99_us, wrong
-        ))?;
-        screen.finish(&report)?;
-        Ok(if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        let (p50_us, p99_us) = (Some(at(50)), Some(at(99)));
+        self.tell(&ClientReport { clients, queries, per_second, p50_us, p99_us, wrong })
     }
 }

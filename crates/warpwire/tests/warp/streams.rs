@@ -90,12 +90,28 @@ fn a_ping_pong_of_small_messages(world: &World) {
     });
 }
 
+/// So many connections, or as many as this process may have descriptors for.
+fn descriptors_for(many: u64) -> u64 {
+    /// Of both ends of a connection, with room for the cases beside.
+    const EACH: u64 = 16;
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    setrlimit(Resource::Nofile, limit).unwrap();
+    let fit = limit.maximum.map_or(many, |most| most / EACH);
+    if fit < many {
+        eprintln!("skipped: {} of {many} connections (too few descriptors)", many - fit);
+    }
+    fit.min(many)
+}
+
 fn a_thousand_connections(world: &World) {
     let options = NetOptions { ring: 4096, stage: 4096, ..NetOptions::default() };
     let world = World::with(world.way, options);
     let listener = world.listen();
     let address = listener.local_addr().unwrap();
-    let pairs: Vec<_> = (0..1000)
+    let many = descriptors_for(1000);
+    let pairs: Vec<_> = (0..many)
         .map(|_| {
             let here = world.here.connect(address).unwrap();
             (here, listener.accept().unwrap().0)
