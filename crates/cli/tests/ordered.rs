@@ -42,7 +42,12 @@ fn sanity_checks_everything() {
 #[test]
 fn latency_shows_each_way_and_the_floor() {
     const SHORT: [&str; 7] = ["latency", "-s", "8,4096", "-n", "20", "-b", "10"];
-    for more in [&[][..], &["--processes", "--cq", "device"], &["--link", "udp", "--no-patience"]] {
+    for more in [
+        &[][..],
+        &["--one-engine"],
+        &["--processes", "--cq", "device"],
+        &["--link", "udp", "--no-patience"],
+    ] {
         let report = json(&[&SHORT, more].concat());
         let rows = report["rows"].as_array().unwrap();
         assert_eq!(rows.len(), 2, "{more:?}");
@@ -94,6 +99,7 @@ fn what_makes_no_sense_is_refused() {
         (&["latency", "--link", "pigeon"], "pigeon"),
         (&["latency", "--compute", "1h"], "1h"),
         (&["latency", "-b", "0"], "0"),
+        (&["latency", "--processes", "--one-engine"], "--one-engine"),
         (&["latency", "-m", "cpu,pigeon"], "pigeon"),
         (&["poll", "-n", "0"], "zero"),
     ] {

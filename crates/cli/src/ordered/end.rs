@@ -1,6 +1,7 @@
 //! One side of a ping-pong: a device, a context with a thread, queue pairs that streams and kernels drive, memory.
 
 use std::cell::Cell;
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use warpwire::hca::HcaOptions;
@@ -62,10 +63,24 @@ pub(super) struct End {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Plan<'a> {
     pub(super) link: &'a str,
+    /// The engine of both ends, where they share one.
+    pub(super) shared: Option<&'a Context>,
     pub(super) largest: u64,
     pub(super) rounds: u64,
     pub(super) cq_memory: CqMemory,
     pub(super) patience: bool,
+}
+
+/// A context with a thread that looks at doorbells all the time.
+pub(super) fn engine(device: &Device, link: &str, address: IpAddr) -> Result<Context, Failure> {
+    let (link, _) = links::make(link, address, None, None)?;
+    // The simulated GPU's streams want processors too.
+    let spin = match device.info().backend {
+        Backend::Cuda => Duration::from_millis(200),
+        Backend::Sim => Duration::from_micros(50),
+    };
+    let drive = Drive::Thread { spin, core: None };
+    Ok(Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() })?)
 }
 
 impl End {
@@ -75,14 +90,10 @@ impl End {
         plan: &Plan<'_>,
         exchange: &mut Exchange,
     ) -> Result<Self, Failure> {
-        let (link, _) = links::make(plan.link, exchange.local()?.ip(), None, None)?;
-        // The simulated GPU's streams want processors too.
-        let spin = match device.info().backend {
-            Backend::Cuda => Duration::from_millis(200),
-            Backend::Sim => Duration::from_micros(50),
+        let context = match plan.shared {
+            Some(context) => context.clone(),
+            None => engine(device, plan.link, exchange.local()?.ip())?,
         };
-        let drive = Drive::Thread { spin, core: None };
-        let context = Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() })?;
         let pd = context.pd();
         let depth = (plan.rounds as u32).max(16) * 2;
         // A second for an answer: a busy machine is no dead peer.

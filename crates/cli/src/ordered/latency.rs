@@ -10,9 +10,10 @@ use serde::{Deserialize, Serialize};
 use warpwire::mem::{Backend, Device};
 use warpwire::stream::CqMemory;
 use warpwire::units;
+use warpwire::verbs::Context;
 use warpwire::verbs::exchange::Exchange;
 
-use super::end::{End, INLINE, Job, Plan, Role};
+use super::end::{End, INLINE, Job, Plan, Role, engine};
 use super::modes::{MODES, Mode};
 use super::{Failure, Screen};
 use crate::copy::clock::{Series, Times, figure};
@@ -69,8 +70,12 @@ pub(super) struct Arguments {
     no_patience: bool,
 
     /// The other end is another process, instead of another context in this one
-    #[arg(long)]
+    #[arg(long, conflicts_with = "one_engine")]
     processes: bool,
+
+    /// Both ends are queue pairs of one context: one thread passes messages on, as one does in the floors
+    #[arg(long)]
+    one_engine: bool,
 
     /// Print JSON: {"device": …, "rows": […], "floors": {"stream_us": …, "kernel_us": …}, "ratios": […]}
     #[arg(long)]
@@ -119,6 +124,7 @@ struct Report {
     simulated: bool,
     link: String,
     processes: bool,
+    one_engine: bool,
     compute_us: Option<f64>,
     rows: Vec<Row>,
     floors: Floors,
@@ -148,9 +154,10 @@ impl Arguments {
         MODES.iter().filter(asked)
     }
 
-    fn plan(&self) -> Plan<'_> {
+    fn plan<'a>(&'a self, shared: Option<&'a Context>) -> Plan<'a> {
         Plan {
             link: &self.link,
+            shared,
             largest: self.sizes().into_iter().max().unwrap_or(8),
             rounds: u64::from(self.batch),
             cq_memory: match self.cq {
@@ -180,7 +187,8 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         let port = listener.local_addr().map_or(0, |address| address.port());
         print(&format!("{port}\n")).map_err(Failure::Broken)?;
         let mut exchange = Exchange::accept(&listener, PATIENCE)?;
-        play_all(Role::Pong, &device, arguments, &mut exchange, &mut |_, _| Ok(()))?;
+        let plan = arguments.plan(None);
+        play_all(Role::Pong, &device, arguments, &plan, &mut exchange, &mut |_, _| Ok(()))?;
         return Ok(ExitCode::SUCCESS);
     }
     let screen = Screen::new(arguments.json);
@@ -203,6 +211,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         simulated: device.info().backend == Backend::Sim,
         link: arguments.link.clone(),
         processes: arguments.processes,
+        one_engine: arguments.one_engine,
         compute_us: arguments.compute.map(|time| time.as_secs_f64() * 1e6),
         rows,
         floors,
@@ -212,9 +221,10 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 }
 
 fn heading(arguments: &Arguments, device: &Device, no_cuda: Option<&str>) -> String {
-    let ends = match arguments.processes {
-        true => "two processes",
-        false => "two contexts of one process",
+    let ends = match (arguments.processes, arguments.one_engine) {
+        (true, _) => "two processes",
+        (false, true) => "one context with both ends",
+        (false, false) => "two contexts of one process",
     };
     let mut text = format!(
         "# Warpwire async latency: {} ({}), {ends}, link {}\n",
@@ -250,12 +260,17 @@ fn in_one_process(
     let address = listener
         .local_addr()
         .map_err(|why| Failure::Broken(format!("cannot ask for an address: {why}")))?;
+    let shared = match arguments.one_engine {
+        true => Some(engine(device, &arguments.link, address.ip())?),
+        false => None,
+    };
+    let plan = arguments.plan(shared.as_ref());
     std::thread::scope(|scope| {
         let other = scope.spawn(|| {
             let mut exchange = Exchange::accept(&listener, PATIENCE)?;
-            play_all(Role::Pong, device, arguments, &mut exchange, &mut |_, _| Ok(()))
+            play_all(Role::Pong, device, arguments, &plan, &mut exchange, &mut |_, _| Ok(()))
         });
-        let mine = client(arguments, device, address.port(), screen);
+        let mine = client(arguments, device, &plan, address.port(), screen);
         let theirs = other
             .join()
             .unwrap_or_else(|_| Err(Failure::Broken("the other end panicked".to_owned())));
@@ -308,7 +323,7 @@ fn between_processes(
     let port = line.trim().parse().map_err(|_| {
         Failure::Broken("the other end did not start; what it said stands above".to_owned())
     })?;
-    let rows = client(arguments, device, port, screen)?;
+    let rows = client(arguments, device, &arguments.plan(None), port, screen)?;
     match other.0.wait() {
         Ok(status) if !status.success() => {
             Err(Failure::Broken(format!("the other end ended with {status}")))
@@ -320,11 +335,12 @@ fn between_processes(
 fn client(
     arguments: &Arguments,
     device: &Device,
+    plan: &Plan<'_>,
     port: u16,
     screen: &Screen,
 ) -> Result<Vec<Row>, Failure> {
     let mut exchange = Exchange::connect(("127.0.0.1", port), PATIENCE)?;
-    play_all(Role::Ping, device, arguments, &mut exchange, &mut |row, working| {
+    play_all(Role::Ping, device, arguments, plan, &mut exchange, &mut |row, working| {
         match row {
             Some(row) => screen.say(&render(row))?,
             None => screen.working(working),
@@ -340,10 +356,11 @@ fn play_all(
     role: Role,
     device: &Device,
     arguments: &Arguments,
+    plan: &Plan<'_>,
     exchange: &mut Exchange,
     tell: Tell<'_>,
 ) -> Result<Vec<Row>, Failure> {
-    let end = End::open(role, device, &arguments.plan(), exchange)?;
+    let end = End::open(role, device, plan, exchange)?;
     let mut rows = Vec::new();
     for size in arguments.sizes() {
         let inline = size <= INLINE;

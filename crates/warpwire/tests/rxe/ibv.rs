@@ -70,8 +70,26 @@ fn verbs_suite(bench: &Bench, beside: &str, filter: &str) {
     // A virtual cable hands runs of packets over unsegmented, and rxe then sees other identifications than were sent.
     let segment = "/usr/bin/ip -n soft link set soft1 gso_max_segs 1";
     let beside = format!("WARPWIRE_VERBS_BESIDE=soft,{beside}");
+    let beside = format!("{beside} WARPWIRE_VERBS_RECORDS={RECORDS}");
     let suite_of_verbs = format!("WARPWIRE_VERBS_DEVICE=rxe2 {beside} /job/verbs-suite {filter}");
-    suite(bench, &format!("{segment}; {suite_of_verbs}"));
+    suite(bench, &format!("mkdir -p {RECORDS}; {segment}; {suite_of_verbs}"));
+}
+
+/// Where cases that fail leave their packets in the guest: they do not pass through its network card.
+const RECORDS: &str = "/tmp/records";
+
+/// Brings the packets of cases that failed out of the guest.
+fn fetch_records(bench: &Bench) {
+    let names = bench.start(&format!("ls {RECORDS} 2>/dev/null; true")).end();
+    for name in names.lines().take(5) {
+        let listener = std::net::TcpListener::bind((bench.ours(), 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let file = format!("{RECORDS}/{name}");
+        let sent = bench.start(&format!("nc {} {port} < {file}; rm {file}", bench.ours()));
+        let mut kept = std::fs::File::create(bench.log(name)).unwrap();
+        std::io::copy(&mut listener.accept().unwrap().0, &mut kept).unwrap();
+        sent.end();
+    }
 }
 
 /// The command between two processes by the device, and what it says of a device that is not there.
@@ -90,6 +108,9 @@ fn perf_between_devices(bench: &Bench) {
 
 fn suite(bench: &Bench, command: &str) {
     let (status, text) = bench.start(command).outcome();
+    if status != 0 {
+        fetch_records(bench);
+    }
     assert_eq!(status, 0, "{text}");
     let summary = text.lines().find(|line| line.starts_with("test result: ok.")).unwrap_or(&text);
     assert!(summary.contains(" 0 failed") && !summary.contains(" 0 passed"), "{text}");

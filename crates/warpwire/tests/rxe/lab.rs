@@ -91,6 +91,11 @@ impl Bench {
         free.into_iter().find(|path| !path.exists()).unwrap()
     }
 
+    /// A file beside the guest's console.
+    pub fn log(&self, name: &str) -> PathBuf {
+        self.lab.logs.with_file_name(name)
+    }
+
     /// A shell in the guest.
     pub fn shell(&self) -> Shell {
         let stream = TcpStream::connect_timeout(&self.lab.shell, SOON).unwrap();

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use warpwire::hca::HcaOptions;
 use warpwire::link::fault::Plan;
-use warpwire::link::{Auto, Fault, Hub, Link, Shm, Udp, shm, udp};
+use warpwire::link::{Auto, Capture, Fault, Hub, Link, Shm, Tap, Udp, shm, udp};
 use warpwire::mem::sim::{Control, Sim, SimConfig};
 use warpwire::mem::{Allocation, Device, pattern};
 use warpwire::mr::{HostMemory, Memory};
@@ -57,6 +57,9 @@ pub enum Which {
 const DEVICE: &str = "WARPWIRE_VERBS_DEVICE";
 /// Where the software HCA reaches that device from: a network namespace, and an address in it (`soft,10.79.0.2`).
 const BESIDE: &str = "WARPWIRE_VERBS_BESIDE";
+
+/// A folder for what the software HCA beside a device sent and received in cases that failed.
+const RECORDS: &str = "WARPWIRE_VERBS_RECORDS";
 
 /// Why a case does not run on a backend.
 pub struct Skipped(pub String);
@@ -181,7 +184,28 @@ fn beside(drive: Drive) -> Context {
             bound => break bound.unwrap(),
         }
     };
-    Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() }).unwrap()
+    let options = HcaOptions { drive, ..HcaOptions::default() };
+    match recording() {
+        Some(path) => {
+            let capture = Capture::create(&path).unwrap();
+            Context::open_with(Tap::new(link, &capture), options).unwrap()
+        }
+        None => Context::open_with(link, options).unwrap(),
+    }
+}
+
+/// Where the packets of the case that runs are recorded, if anybody wants them.
+fn recording() -> Option<std::path::PathBuf> {
+    Some(std::path::PathBuf::from(std::env::var_os(RECORDS)?).join("running.pcap"))
+}
+
+/// The case has ended: what it recorded is kept under its name if it failed.
+pub fn end_recording(name: &str, failed: bool) {
+    let Some(path) = recording() else { return };
+    let _ = match failed {
+        true => std::fs::rename(&path, path.with_file_name(name.replace("::", "-") + ".pcap")),
+        false => std::fs::remove_file(&path),
+    };
 }
 
 /// Takes this thread, and all that it starts, into the network from which the software HCA reaches the device. The kernel

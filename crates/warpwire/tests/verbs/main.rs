@@ -201,7 +201,10 @@ fn run(name: &str, case: &Case, which: Which) {
         return eprintln!("skipped: {name}: {why}");
     }
     let run = std::panic::AssertUnwindSafe(|| (case.run)(&Fixture::new(which)));
-    let Err(payload) = std::panic::catch_unwind(run) else {
+    let ended = std::panic::catch_unwind(run);
+    let failed = ended.as_ref().is_err_and(|payload| !payload.is::<fixture::Skipped>());
+    fixture::end_recording(name, failed);
+    let Err(payload) = ended else {
         if which.has_device() {
             eprint!("{:.1} s ", start.elapsed().as_secs_f64());
         }

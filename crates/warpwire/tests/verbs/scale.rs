@@ -159,12 +159,22 @@ fn strangers_are_dropped(fixture: &Fixture) {
     assert!(valid > 100);
     // On a busy machine they take their time.
     let hca = world.b.context.hca();
-    world.until("packets that are dropped", || hca.link_counters().drops.icrc >= 200);
+    let lost = |name| {
+        let stats = world.b.context.stats();
+        stats.lost.iter().find(|(reason, _)| *reason == name).unwrap().1
+    };
+    let passed = || lost("stranger") + lost("malformed");
+    world.until("packets that are dropped", || hca.link_counters().drops.icrc + passed() >= 400);
     world.drive_for(Duration::from_millis(20));
-    let (dropped, stats) = (world.b.context.hca().link_counters().drops, world.b.context.stats());
-    let lost = |name| stats.lost.iter().find(|(reason, _)| *reason == name).unwrap().1;
-    assert_eq!(dropped.icrc, 200, "{dropped:?}");
-    assert_eq!((lost("stranger"), lost("malformed")), (valid, 200 - valid), "{stats:?}");
+    // A sum of an unknown sender is checked in 16 of its bits: one in 65536 is right by chance, and such a packet is dropped later.
+    let by_chance = passed() - 200;
+    assert!(by_chance <= 2, "{by_chance} wrong sums were taken for right ones");
+    assert_eq!(hca.link_counters().drops.icrc, 200 - by_chance, "{:?}", hca.link_counters().drops);
+    assert!(
+        (valid..=valid + by_chance).contains(&lost("stranger")),
+        "{:?}",
+        world.b.context.stats()
+    );
     assert_eq!(joined.b.qp.state().unwrap(), State::Rts);
     same(&far.read(0, 4096), &[0; 4096], "memory that strangers reach for");
     world.works(&joined);
