@@ -191,9 +191,42 @@ fn what_cannot_be_is_told() {
         &["serve", "-d", "sim:9"],
         &["lat", "-s", "0"],
         &["similar", "--dimension", "0"],
+        &["kv", "-d", "sim:0", "--family", "warp"],
         &["similar", "--from-kernel"],
         &["similar", "--vectors", "4000000000", "--dimension", "1000"],
     ] {
         assert_eq!(run(wrong).status.code(), Some(2), "{wrong:?}");
     }
+}
+
+#[test]
+fn warp_sockets_are_echoed_and_measured() {
+    let warp = ["-d", "sim:0", "--family", "warp", "--json"];
+    let with = |arguments: &[&str]| json(&[arguments, &warp].concat());
+    let report = with(&["echo", "-s", "64KiB"]);
+    assert_eq!((&report["wrong"], &report["messages"]), (&0.into(), &51.into()));
+    for peer in ["cpu", "kernel"] {
+        let lat = with(&["lat", "-n", "20", "--peer", peer]);
+        assert_eq!((lat["family"].as_str(), lat["peer"].as_str()), (Some("warp"), Some(peer)));
+        assert!(lat["kernel_us"].as_f64().unwrap() > 0.0);
+        let bw = with(&["bw", "-t", "4MiB", "--peer", peer]);
+        assert!(bw["rows"][0]["kernel_mb_s"].as_f64().unwrap() > 0.0);
+    }
+}
+
+#[test]
+fn a_kernel_talks_to_a_kernel_of_another_process() {
+    let server = Server::start(&["serve", "--family", "warp"]);
+    let ask = |family: &str| {
+        let options =
+            ["--family", family, "-d", "sim:0", "--timeout", "2", "--send", "hello there\\n"];
+        run(&[&["connect", &server.address][..], &options].concat())
+    };
+    // The echo goes on until its client ends: what came by then is the answer, or the time is over.
+    let stranger = ask("inet");
+    assert!(!text(&stranger.stdout).contains("hello there"), "TCP alone does not do");
+    assert!(server.connect().write_all(b"nonsense\n").is_ok());
+    let friend = ask("warp");
+    let said = text(&friend.stdout) + &text(&friend.stderr);
+    assert!(said.contains("hello there") || said.contains("timed out"), "{said}");
 }

@@ -11,6 +11,7 @@ use warpwire::sock::kv::{KvOptions, KvServer, KvStats};
 use warpwire::sock::programs::Service;
 use warpwire::sock::{SockOptions, SockStats};
 
+use super::peer::Family;
 use super::{Ground, heading};
 use crate::copy::target::size;
 use crate::output::{self, Failure, print_json};
@@ -160,6 +161,11 @@ struct KvReport {
 
 impl Kv {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
+        if self.ground.family == Family::Warp {
+            return Err(Failure::Usage(
+                "cannot serve keys by RDMA: its clients speak TCP; leave out --family".to_owned(),
+            ));
+        }
         // Those that are turned away need places too.
         let sockets = (self.clients.saturating_add(64)).min(65_535);
         let ring = 16 << 10;

@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde::Serialize;
 use warpwire::sock::similarity::{
     Over, Questions, SimilarOptions, SimilarServer, SimilarStats, ask, ask_from_kernel,
@@ -13,6 +13,7 @@ use warpwire::sock::similarity::{
 };
 use warpwire::sock::{SockOptions, SockStats, warp};
 
+use super::peer::Family;
 use super::serve::{announce, wait};
 use super::{Ground, heading};
 use crate::copy::target::iterations;
@@ -22,14 +23,6 @@ use crate::output::{self, Failure, Screen, print_json};
 const PATIENCE: Duration = Duration::from_secs(30);
 /// What queries are made from; vectors have smaller seeds.
 const QUERIES: u64 = 1 << 20;
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Family {
-    /// TCP
-    Inet,
-    /// RDMA
-    Warp,
-}
 
 /// Serve similar vectors from a kernel, or ask such a server (--connect)
 ///
@@ -56,10 +49,6 @@ pub(super) struct Arguments {
     /// Ask from a kernel of the device instead: one client, one query after the other
     #[arg(long, requires = "connect")]
     from_kernel: bool,
-
-    /// How clients reach the kernel
-    #[arg(long, value_enum, default_value = "inet")]
-    family: Family,
 
     /// How many vectors
     #[arg(long, value_name = "N", default_value = "10000", value_parser = iterations)]
@@ -138,7 +127,7 @@ impl Arguments {
     }
 
     fn over(&self) -> Over {
-        match self.family {
+        match self.ground.family {
             Family::Inet => Over::Inet,
             Family::Warp => Over::Warp,
         }
@@ -238,7 +227,7 @@ impl Arguments {
     }
 
     fn open(&self, server: SocketAddr) -> std::io::Result<Box<dyn Either>> {
-        match self.family {
+        match self.ground.family {
             Family::Inet => {
                 let stream = TcpStream::connect(server)?;
                 stream.set_nodelay(true)?;

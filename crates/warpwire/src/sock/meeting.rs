@@ -505,7 +505,8 @@ fn say(handshake: &mut Handshake, fd: &OwnedFd) -> std::result::Result<(), Errno
 
 /// What kernels are told of a peer that cannot be met.
 fn refusal(error: &Error) -> Errno {
-    tracing::warn!(%error, "a peer could not be met");
+    // Anybody may knock.
+    tracing::info!(%error, "a peer could not be met");
     match error.kind() {
         Kind::PeerLost => Errno::CONNREFUSED,
         _ => Errno::PROTO,
