@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde::Serialize;
 use warpwire::sock::similarity::{
-    Over, Questions, SimilarOptions, SimilarServer, SimilarStats, ask, ask_from_kernel,
+    KernelClient, Over, Questions, SimilarOptions, SimilarServer, SimilarStats, ask,
     random_vectors, search,
 };
 use warpwire::sock::{SockOptions, SockStats, warp};
@@ -146,8 +146,9 @@ impl Arguments {
             dimension: self.dimension,
             timeout: PATIENCE,
         };
+        let client = KernelClient::load(&host)?;
         let begun = Instant::now();
-        let found = ask_from_kernel(&host, &asked)?;
+        let found = client.ask(&asked)?;
         let seconds = begun.elapsed().as_secs_f64();
         let made = self.made();
         let each = vectors.chunks_exact(self.dimension as usize);

@@ -11,7 +11,7 @@ use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mem::{Allocation, Device, Kernel, Launch, Program, Stream, cuda};
 use warpwire::sock::kv::{KvOptions, KvServer};
 use warpwire::sock::similarity::{
-    Match, Questions, SimilarOptions, SimilarServer, ask_from_kernel, ask_from_thread,
+    KernelClient, Match, Questions, SimilarOptions, SimilarServer, ask_from_thread,
 };
 use warpwire::sock::{Place, SockHost, SockOptions};
 
@@ -153,15 +153,28 @@ impl World {
 }
 
 impl World {
-    /// What a kernel of this way finds when it asks.
-    pub fn ask_from_kernel(
-        &self,
-        host: &SockHost,
-        asked: &Questions<'_>,
-    ) -> warpwire::Result<Vec<Vec<Match>>> {
+    /// A client of similarity servers inside a kernel; to be made before a server runs.
+    pub fn asker<'a>(&self, host: &'a SockHost) -> Asker<'a> {
         match self.way {
-            Way::Threads => ask_from_thread(host, asked, worker(b"similarity_client_thread\0")),
-            _ => ask_from_kernel(host, asked),
+            Way::Threads => Asker::Thread(host),
+            _ => Asker::Kernel(KernelClient::load(host).unwrap()),
+        }
+    }
+}
+
+/// A client of similarity servers, in a kernel or in a thread.
+pub enum Asker<'a> {
+    Kernel(KernelClient<'a>),
+    Thread(&'a SockHost),
+}
+
+impl Asker<'_> {
+    pub fn ask(&self, asked: &Questions<'_>) -> warpwire::Result<Vec<Vec<Match>>> {
+        match self {
+            Self::Kernel(client) => client.ask(asked),
+            Self::Thread(host) => {
+                ask_from_thread(host, asked, worker(b"similarity_client_thread\0"))
+            }
         }
     }
 }

@@ -9,7 +9,7 @@ use super::wire::{HEAD, MATCH, Match, query_bytes, take_answer};
 use super::{CLIENT_KERNEL, Over, program, start};
 use crate::error::{Error, Kind, Result};
 use crate::mem::sim::{Block, Fault};
-use crate::mem::{Allocation, DeviceAddr, Launch};
+use crate::mem::{Allocation, DeviceAddr, Kernel, Launch};
 use crate::sock::SockHost;
 use crate::sock::device::{Failure, Family, Outcome, Setting, Sock, Sockets};
 use crate::sock::layout::{ADDRESS_LEN, address_bytes, address_from};
@@ -158,22 +158,50 @@ impl Ground {
     }
 }
 
-/// Lets a kernel of the host's device ask a server, and returns what it found for each query.
+/// A kernel that asks, loaded and ready.
 ///
-/// # Errors
-/// If the server cannot be reached, refuses a query, or does not answer in time.
-pub fn ask_from_kernel(host: &SockHost, asked: &Questions<'_>) -> Result<Vec<Vec<Match>>> {
-    let kernel = host.device().load(&program())?.kernel(CLIENT_KERNEL)?;
-    let (ground, count) = Ground::lay(host, asked)?;
-    let stream = host.device().stream()?;
-    let setup = ground.setup.whole()?;
-    start(&stream, Launch::new(&kernel).threads(THREADS).region(&setup))?;
-    let waits = asked.timeout.saturating_mul(u32::try_from(count + 2).unwrap_or(u32::MAX));
-    stream.synchronize(waits.saturating_add(SOON))?;
-    ground.harvest(asked, count)
+/// ```no_run
+/// # fn example(here: &warpwire::sock::SockHost, there: &warpwire::sock::SockHost) -> warpwire::Result<()> {
+/// use std::time::Duration;
+/// use warpwire::sock::similarity::{KernelClient, Over, Questions, SimilarOptions, SimilarServer};
+/// let client = KernelClient::load(here)?; // a GPU loads nothing while a server runs on it
+/// let server = SimilarServer::start(there, &[1.0, 2.0], 1, SimilarOptions::default())?;
+/// let (server, timeout) = (server.address(), Duration::from_secs(1));
+/// client.ask(&Questions { server, over: Over::Inet, k: 1, vectors: &[1.0], dimension: 1, timeout })?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct KernelClient<'a> {
+    host: &'a SockHost,
+    kernel: Kernel,
 }
 
-/// The same, by a thread of a host for [`Place::Threads`](crate::sock::Place::Threads): for tests of similarity.cu as C++.
+impl<'a> KernelClient<'a> {
+    /// Loads it on the host's device.
+    ///
+    /// # Errors
+    /// [`Kind::Busy`] if kernels that wait run on the device.
+    pub fn load(host: &'a SockHost) -> Result<Self> {
+        let kernel = host.device().load(&program())?.kernel(CLIENT_KERNEL)?;
+        Ok(Self { host, kernel })
+    }
+
+    /// Asks a server, and returns what it found for each query.
+    ///
+    /// # Errors
+    /// If the server cannot be reached, refuses a query, or does not answer in time.
+    pub fn ask(&self, asked: &Questions<'_>) -> Result<Vec<Vec<Match>>> {
+        let (ground, count) = Ground::lay(self.host, asked)?;
+        let stream = self.host.device().stream()?;
+        let setup = ground.setup.whole()?;
+        start(&stream, Launch::new(&self.kernel).threads(THREADS).region(&setup))?;
+        let waits = asked.timeout.saturating_mul(u32::try_from(count + 2).unwrap_or(u32::MAX));
+        stream.synchronize(waits.saturating_add(SOON))?;
+        ground.harvest(asked, count)
+    }
+}
+
+/// Asks by a thread of a host for [`Place::Threads`](crate::sock::Place::Threads): for tests of similarity.cu as C++.
 #[doc(hidden)]
 pub fn ask_from_thread(
     host: &SockHost,

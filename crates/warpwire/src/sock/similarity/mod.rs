@@ -31,7 +31,7 @@ use super::serving::{CONTROL_LEN, NAME, Play, await_listener};
 use crate::error::{Error, Kind, Result};
 use crate::mem::sim::{Block, Fault};
 use crate::mem::{Allocation, DeviceAddr, Launch, Program, Stream};
-pub use client::{Questions, ask_from_kernel, ask_from_thread};
+pub use client::{KernelClient, Questions, ask_from_thread};
 pub use wire::{HEAD, MAGIC, MATCH, Match, Status, ask, query_bytes, random_vectors, search};
 
 const KERNEL: &str = "similarity_server";
