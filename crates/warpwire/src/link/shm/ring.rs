@@ -387,7 +387,10 @@ mod tests {
                     got.extend(take(&mut reader).unwrap());
                 }
             }
-            got.extend(take(&mut reader).unwrap());
+            // One look may leave some: who has waited for a packet gets that one first.
+            while !reader.is_empty() {
+                got.extend(take(&mut reader).unwrap());
+            }
             prop_assert_eq!(sent, got);
         }
 
