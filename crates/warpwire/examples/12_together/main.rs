@@ -81,7 +81,7 @@ impl<'a> Rank<'a> {
         assert!(task.count.is_multiple_of(ranks), "{} numbers, {ranks} ranks", task.count);
         let (memory, mine) = (device.alloc(bytes)?, device.alloc(bytes)?);
         let arrivals = device.alloc(bytes)?;
-        Ok(Self {
+        let ready = Self {
             comm,
             lane: comm.lane(&device, LaneOptions::default())?,
             stream: device.stream()?,
@@ -92,7 +92,10 @@ impl<'a> Rank<'a> {
             memory,
             mine,
             arrivals,
-        })
+        };
+        // A GPU whose streams wait for others loads no kernels: nobody begins before all have loaded theirs.
+        comm.barrier(SOON)?;
+        Ok(ready)
     }
 
     /// All ranks get what the root's stream has in its numbers by then. A tree: who has them passes them on.
@@ -217,7 +220,6 @@ fn all_rounds(comm: &Comm, task: &Task) -> Result<()> {
 /// The last rank leaves before a round: the streams of the others are released, and told why.
 fn one_goes(comm: &Comm, task: &Task) -> Result<()> {
     let rank = Rank::new(comm, task)?;
-    comm.barrier(SOON)?;
     let last = comm.size() - 1;
     if comm.rank() == last {
         comm.abort("no more numbers");

@@ -165,7 +165,8 @@ impl Ground {
 /// use std::time::Duration;
 /// use warpwire::sock::similarity::{KernelClient, Over, Questions, SimilarOptions, SimilarServer};
 /// let client = KernelClient::load(here)?; // a GPU loads nothing while a server runs on it
-/// let server = SimilarServer::start(there, &[1.0, 2.0], 1, SimilarOptions::default())?;
+/// let options = SimilarOptions::at("127.0.0.1:0".parse().unwrap());
+/// let server = SimilarServer::start(there, &[1.0, 2.0], 1, options)?;
 /// let (server, timeout) = (server.address(), Duration::from_secs(1));
 /// client.ask(&Questions { server, over: Over::Inet, k: 1, vectors: &[1.0], dimension: 1, timeout })?;
 /// # Ok(())
