@@ -8,6 +8,7 @@
 mod control;
 mod datagrams;
 mod ends;
+mod gpunet;
 mod keys;
 mod peer;
 mod polling;
@@ -58,6 +59,7 @@ fn main() -> ExitCode {
         polling::CASES,
         spans::CASES,
         ends::CASES,
+        gpunet::CASES,
         scale::CASES,
         keys::CASES,
         similar::CASES,
@@ -68,6 +70,7 @@ fn main() -> ExitCode {
         polling::CASES,
         spans::CASES,
         ends::CASES,
+        gpunet::CASES,
         scale::CASES,
         warp::CASES,
     ];
