@@ -260,6 +260,14 @@ WARPWIRE_CALL i64 shutdown_alone(const Table &table, int socket, How how) {
     return 0;
 }
 
+// What was sent and read, for the host to count: where a request has an address.
+WARPWIRE_FN Address bytes_so_far(const Found &found) {
+    Address bytes = no_address();
+    u64 sent = load_gpu(&found.desk->sent), consumed = load_gpu(&found.desk->consumed);
+    for (u32 i = 0; i < 8; i++) bytes.ip[i] = static_cast<u8>(sent >> (8 * i)), bytes.ip[8 + i] = static_cast<u8>(consumed >> (8 * i));
+    return bytes;
+}
+
 WARPWIRE_CALL i64 close_alone(const Table &table, int socket) {
     Found found = find(table, socket);
     u64 state = look(found);
@@ -274,7 +282,7 @@ WARPWIRE_CALL i64 close_alone(const Table &table, int socket) {
         while (replace(lock, kFree, kGone) != kFree)
             if (i64 stop = waiter.step(table)) return stop;
     }
-    return ask(table, kClose, socket, end_both(table, found, state), 0, no_address(), nullptr);
+    return ask(table, kClose, socket, end_both(table, found, state), 0, bytes_so_far(found), nullptr);
 }
 
 WARPWIRE_CALL i64 set_alone(const Table &table, int socket, Option option, i64 value) {

@@ -35,6 +35,7 @@ cases!(
     peers_that_lie_are_found_out,
     peers_reach_nothing_else,
     a_device_that_does_not_answer,
+    bytes_are_counted,
 );
 
 /// Two hosts with puppets.
@@ -551,4 +552,54 @@ fn a_device_that_does_not_answer(world: &World) {
     assert_eq!(server.recv(accepted, 10).unwrap(), b"fine");
     until("its place is free", || two.there.host.stats().open == 2);
     drop(rogue);
+}
+
+fn bytes_are_counted(world: &World) {
+    let two = Two::small(world, 2);
+    let counted = || {
+        [&two.here, &two.there].map(|stage| {
+            let stats = stage.host.stats();
+            assert_eq!((stats.received, stats.sent), (0, 0), "nothing went through the host");
+            (stats.warp_sent, stats.warp_received)
+        })
+    };
+    let (client, server) = (two.here.first(), two.there.first());
+    let (socket, accepted) = two.connected(loopbacks()[0]);
+    assert_eq!(counted(), [(0, 0); 2]);
+    assert_eq!(client.send(socket, b"twelve bytes"), 12);
+    assert_eq!(server.recv(accepted, 5).unwrap().len(), 5);
+    assert_eq!(counted(), [(12, 0), (0, 5)], "while it stands, and as far as they were read");
+    server.expect(Do::Close, &[accepted], None);
+    assert_eq!(counted(), [(12, 0), (0, 5)], "when one end is closed");
+    client.expect(Do::Close, &[socket], None);
+    assert_eq!(counted(), [(12, 0), (0, 5)], "and when both are");
+
+    // The places are used again; one is never accepted.
+    let (listener, name) = listen(server, loopbacks()[0], 8);
+    let socket = client.socket(name, WARP_STREAM);
+    client.expect(Do::Connect, &[socket], Some(name));
+    assert_eq!(client.send(socket, b"nobody reads it"), 15);
+    assert_eq!(counted(), [(27, 0), (0, 5)]);
+    server.expect(Do::Close, &[listener], None);
+    client.expect(Do::Close, &[socket], None);
+    assert_eq!(counted(), [(27, 0), (0, 5)]);
+
+    // More than 32 bits count is tried elsewhere; here more than rings hold, both ways, and a reset in the end.
+    let (socket, accepted) = two.connected(loopbacks()[1]);
+    let total = 3_000_000;
+    two.here.puppets[1].start(Do::StreamIn, &[socket, 2, total, 9_000], None);
+    two.there.puppets[1].start(Do::StreamIn, &[accepted, 1, total, 9_000], None);
+    server.start(Do::StreamOut, &[accepted, 2, total, 70_000], None);
+    client.expect(Do::StreamOut, &[socket, 1, total, 70_000], None);
+    server.finish();
+    for stage in [&two.here, &two.there] {
+        assert_eq!(stage.puppets[1].finish().result, total as i64);
+    }
+    assert_eq!(counted(), [(total + 27, total), (total, total + 5)]);
+    client.expect(Do::Set, &[socket, Setting::Linger as u64, 0], None);
+    client.expect(Do::Close, &[socket], None);
+    assert_eq!(server.recv(accepted, 1), Err(errno(Errno::CONNRESET)));
+    assert_eq!(counted(), [(total + 27, total), (total, total + 5)]);
+    two.there.host.stop();
+    assert_eq!(counted(), [(total + 27, total), (total, total + 5)], "after its end, too");
 }

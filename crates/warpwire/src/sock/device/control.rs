@@ -19,6 +19,8 @@ struct Asked {
     value: u64,
     option: u32,
     address: Option<SocketAddr>,
+    /// Of a close: what was sent and read.
+    bytes: Option<(u64, u64)>,
 }
 
 impl Sockets<'_> {
@@ -108,7 +110,8 @@ impl Sockets<'_> {
             }
             value = self.posted(place)?;
         }
-        self.ask(Op::Close, &Asked { handle: socket.raw(), value, ..Asked::default() })?;
+        let bytes = Some((self.sent(place)?, self.consumed(place)?));
+        self.ask(Op::Close, &Asked { handle: socket.raw(), value, bytes, ..Asked::default() })?;
         Ok(())
     }
 
@@ -219,6 +222,10 @@ impl Sockets<'_> {
         put(request::VALUE, &asked.value.to_le_bytes());
         put(request::OPTION, &asked.option.to_le_bytes());
         put(request::ADDRESS, &address_bytes(asked.address));
+        if let Some((sent, consumed)) = asked.bytes {
+            put(request::SENT, &sent.to_le_bytes());
+            put(request::CONSUMED, &consumed.to_le_bytes());
+        }
         let base = self.requests + slot * request::LEN;
         self.block.write(at(base + 8), &bytes[8..])?;
         self.block.store_u64(at(base + request::NUMBER), ticket + 1)?;
