@@ -711,23 +711,33 @@ WARPWIRE_CALL i64 commit_alone(const Table &table, int socket, u64 filled) {
 
 // ------------------------------------------------------------------------------------------------------------------
 
-// Everything that there is to tell of a socket. What the peer says of its counters is judged by who has the lock.
+// How full the rings seem to be: hints, since other groups use them meanwhile. What a peer says is judged by who has the lock.
+struct Levels {
+    u64 waiting, free;
+    bool ended;
+};
+WARPWIRE_FN Levels levels(const Found &found, const Sight &sight) {
+    const Inbox *inbox = found.inbox;
+    u64 sends = peek_system(&inbox->send_size), receives = peek_system(&inbox->receive_size), taken = peek_system(&inbox->taken);
+    u64 word = load_system(&inbox->received), ended = is_warp(sight.state) ? word & kEnded : 0;
+    return Levels{least((word ^ ended) - sight.consumed, receives), least(sends - (sight.sent - taken), sends), ended != 0};
+}
+
+// Everything that there is to tell of a socket.
 WARPWIRE_CALL u32 ready(const Table &table, int socket) {
     Found found = find(table, socket);
     Sight sight = see(found, &Desk::receive_timeout);
     u64 state = sight.state;
     if (!state) return kNval;
     u32 events = 0;
-    u64 size = peek_system(&found.inbox->send_size), taken = peek_system(&found.inbox->taken);
-    u64 received = load_system(&found.inbox->received), ended = is_warp(state) ? received & kEnded : 0;
-    u64 free = size - (sight.sent - taken);
-    bool no_more = ended || state & kReceiveEnd, no_send = state & kSendEnd;
-    if ((received ^ ended) != sight.consumed || no_more) events |= kIn;
+    Levels level = levels(found, sight);
+    bool no_more = level.ended || state & kReceiveEnd, no_send = state & kSendEnd;
+    if (level.waiting || no_more) events |= kIn;
     if (no_more) events |= kRdhup;
     if (receive_error(state) || send_error(state)) events |= kErr | kOut;
     if (no_more && no_send) events |= kHup;
     u64 needs = state & kIsDatagram ? 2 * sizeof(Record) : 1;
-    if (state & (kConnected | kIsDatagram) && !no_send && free >= needs) events |= kOut;
+    if (state & (kConnected | kIsDatagram) && !no_send && level.free >= needs) events |= kOut;
     return events;
 }
 
