@@ -210,11 +210,11 @@ WARPWIRE_FN void gpunet_look(gpollfd *entry) {
     entry->revents = static_cast<short>(ready(gpunet_table(), entry->fd) & asked);
     entry->rbytes = entry->wbytes = 0;
     Found found = find(gpunet_table(), entry->fd);
-    warpwire::u64 state = look(found);
-    if (!(state & kConnected)) return;
-    warpwire::i64 waiting = available(gpunet_table(), found, &state), free = room(gpunet_table(), found, state);
-    if (waiting > 0) entry->rbytes = static_cast<unsigned>(waiting);
-    if (free > 0 && !(state & kSendEnd)) entry->wbytes = static_cast<unsigned>(free);
+    Sight sight = see(found, &warpwire::sock::Desk::receive_timeout);
+    if (!(sight.state & kConnected)) return;
+    Levels level = levels(found, sight);
+    entry->rbytes = static_cast<unsigned>(level.waiting);
+    if (!(sight.state & kSendEnd)) entry->wbytes = static_cast<unsigned>(level.free);
 }
 
 WARPWIRE_FN int gpoll(gpollfd *list, unsigned long count, long long nanoseconds) {
