@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, sockopt};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use super::agent::{Agent, LAST_WORDS};
 use super::arena;
@@ -272,10 +272,8 @@ impl Agent {
             return Ok(Err(Errno::NOTCONN));
         }
         if how != 1 {
-            if let Some(fd) = socket.fd.as_ref().filter(|_| !socket.is_warp) {
-                // What still comes is acknowledged and thrown away by the operating system.
-                let _ = rustix::net::shutdown(fd, Shutdown::Read);
-            }
+            // The peer must not wait for a reader that is not there: what still comes is thrown away.
+            socket.deaf = !socket.is_warp && !socket.has(state::RECEIVE_END);
             socket.flags |= state::RECEIVE_END;
         }
         if socket.is_warp {
@@ -289,6 +287,7 @@ impl Agent {
         }
         self.tell_state(index)?;
         self.finish(index)?;
+        self.queue(index);
         Ok(DONE)
     }
 

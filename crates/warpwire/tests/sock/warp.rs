@@ -36,6 +36,8 @@ cases!(
     peers_reach_nothing_else,
     a_device_that_does_not_answer,
     bytes_are_counted,
+    a_peer_that_reads_no_more_breaks_the_pipe,
+    a_kernel_that_reads_no_more_breaks_the_pipe,
 );
 
 /// Two hosts with puppets.
@@ -602,4 +604,68 @@ fn bytes_are_counted(world: &World) {
     assert_eq!(counted(), [(total + 27, total), (total, total + 5)]);
     two.there.host.stop();
     assert_eq!(counted(), [(total + 27, total), (total, total + 5)], "after its end, too");
+}
+
+/// A CPU program that has shut down: the kernel that waits for room, and whoever comes later, are told.
+fn a_peer_that_reads_no_more_breaks_the_pipe(world: &World) {
+    let stage = world.stage(2);
+    let (puppet, other) = (&stage.puppets[0], &stage.puppets[1]);
+    let (socket, mut peer) = puppet.connected(loopbacks()[0]);
+    puppet.start(Do::StreamOut, &[socket, 1, 1 << 30, 100_000], None);
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!puppet.is_done());
+    peer.shutdown(std::net::Shutdown::Read);
+    assert_eq!(puppet.finish().result, errno(Errno::PIPE));
+    assert_eq!(puppet.send(socket, b"x"), errno(Errno::PIPE), "and stays so");
+    assert_eq!(puppet.call(Do::Reserve, &[socket, 0, 10], None).result, errno(Errno::PIPE));
+    other.put(0, &(socket as u32).to_le_bytes());
+    other.put(4, &[4, 0, 0, 0]);
+    assert_eq!(other.call(Do::Poll, &[0, 1, u64::MAX], None).result, 1, "sending would not wait");
+    // It still talks.
+    peer.write_all(b"I am no listener").unwrap();
+    assert_eq!(puppet.recv(socket, 100).unwrap(), b"I am no listener");
+    puppet.expect(Do::Close, &[socket], None);
+
+    // A span that is out when it happens.
+    let (socket, peer) = puppet.accepted(loopbacks()[1]);
+    puppet.expect(Do::Reserve, &[socket, 0, 10], None);
+    peer.shutdown(std::net::Shutdown::Read);
+    let mut told = 0;
+    until("it has landed", || {
+        told = puppet.call(Do::Commit, &[socket, 0, 10], None).result;
+        if told == 0 {
+            told = puppet.call(Do::Reserve, &[socket, 0, 10], None).result;
+        }
+        told < 0
+    });
+    assert_eq!(told, errno(Errno::PIPE));
+    puppet.expect(Do::Close, &[socket], None);
+    until("both are gone", || stage.host.stats().open == 0);
+}
+
+/// Between kernels, with a span that is out.
+fn a_kernel_that_reads_no_more_breaks_the_pipe(world: &World) {
+    let two = Two::small(world, 1);
+    let (client, server) = (two.here.first(), two.there.first());
+    for span in [false, true] {
+        let (socket, accepted) = two.connected(loopbacks()[0]);
+        client.start(Do::StreamOut, &[socket, 1, 1 << 30, 100_000], None);
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!client.is_done());
+        if span {
+            server.expect(Do::Borrow, &[accepted, 0, 10], None);
+        }
+        server.expect(Do::Shutdown, &[accepted, 0], None);
+        if span {
+            server.expect(Do::GiveBack, &[accepted, 0, 1], None);
+        }
+        assert_eq!(client.finish().result, errno(Errno::PIPE), "span: {span}");
+        assert_eq!(server.send(accepted, b"heard enough"), 12);
+        assert_eq!(client.recv(socket, 100).unwrap(), b"heard enough");
+        client.expect(Do::Close, &[socket], None);
+        server.expect(Do::Close, &[accepted], None);
+        until("all is given back", || {
+            [&two.here, &two.there].iter().all(|stage| stage.host.stats().open == 0)
+        });
+    }
 }

@@ -76,7 +76,11 @@ impl Sockets<'_> {
             How::Send => desk::SHUT_SEND,
             How::Both => desk::SHUT_RECEIVE | desk::SHUT_SEND,
         };
-        self.change_flags(place, |before| before | flags)
+        self.change_flags(place, |before| before | flags)?;
+        if how != How::Send && self.is_warp(place)? {
+            self.end_receiving(place)?;
+        }
+        Ok(())
     }
 
     /// Lets go of a socket. What was sent still goes, in the background; calls of other blocks on it return `EBADF`.
@@ -127,6 +131,22 @@ impl Sockets<'_> {
             self.unlock(place, desk::SEND_LOCK)?;
         }
         ended
+    }
+
+    /// Tells the peer that no more will be read, once those who copy now are done; the desk says so already. Who has a span
+    /// tells it with that.
+    fn end_receiving(&self, place: Place) -> Outcome<()> {
+        let word = at(place.desk + desk::RECEIVE_LOCK);
+        let locked = self.wait(Patience::For(LAST_CALL), || {
+            let before = self.block.compare_exchange_u32(word, desk::FREE, desk::COPYING)?;
+            Ok((before != desk::COPYING).then_some(before == desk::FREE))
+        })?;
+        match locked {
+            true => {
+                self.locked(place, desk::RECEIVE_LOCK, || self.report(place, self.consumed(place)?))
+            }
+            false => Ok(()),
+        }
     }
 
     /// Gives a connection up.
