@@ -97,26 +97,30 @@ WARPWIRE_FN u64 clock_ns() {
 }
 WARPWIRE_FN void step_back() { __nanosleep(32); }
 #else
-inline u64 load_system(const u64 *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-inline u32 load_system(const u32 *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+// Tests let threads change places before each of these (WARPWIRE_STEP).
+inline void step_before() { WARPWIRE_STEP(); }
+inline u64 load_system(const u64 *p) { return step_before(), __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline u32 load_system(const u32 *p) { return step_before(), __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void fence_system() {}  // the stores below are releases
-inline void store_system(u64 *p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-inline void store_system(u32 *p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-inline u64 load_gpu(const u64 *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-inline u32 load_gpu(const u32 *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-inline void store_gpu(u64 *p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-inline void store_gpu(u32 *p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-inline u64 peek_system(const u64 *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
-inline u32 peek_system(const u32 *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
-inline u64 peek_gpu(const u64 *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
-inline u32 peek_gpu(const u32 *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
-inline void put_gpu(u64 *p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+inline void store_system(u64 *p, u64 v) { step_before(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void store_system(u32 *p, u32 v) { step_before(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline u64 load_gpu(const u64 *p) { return step_before(), __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline u32 load_gpu(const u32 *p) { return step_before(), __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline void store_gpu(u64 *p, u64 v) { step_before(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void store_gpu(u32 *p, u32 v) { step_before(), __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline u64 peek_system(const u64 *p) { return step_before(), __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline u32 peek_system(const u32 *p) { return step_before(), __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline u64 peek_gpu(const u64 *p) { return step_before(), __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline u32 peek_gpu(const u32 *p) { return step_before(), __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline void put_gpu(u64 *p, u64 v) { step_before(), __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline u32 take(u32 *lock) {
+    step_before();
     u32 seen = kFree;
     __atomic_compare_exchange_n(lock, &seen, kCopying, false, __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE);
     return seen;
 }
 inline u32 replace(u32 *p, u32 old, u32 next) {
+    step_before();
     __atomic_compare_exchange_n(p, &old, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     return old;
 }

@@ -440,5 +440,5 @@ int main(int count, char **names) {
         std::printf("ok\n");
         ran++;
     }
-    if (ran == 0) return std::fprintf(stderr, "no case has such a name\n"), 1;
+    return ran ? 0 : 2;
 }

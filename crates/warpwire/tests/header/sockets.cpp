@@ -1,0 +1,331 @@
+// Tests of sock.cuh on CPU threads, with a small host in the place of the agent: it answers requests, and carries bytes between
+// the two sockets of a pair. All of it is C++, so that the sanitizer of threads can judge locks, rings and requests.
+// tools/header-tests builds it with sanitizers and runs it; an argument names the cases to run.
+#include <sched.h>
+// Now and then a thread loses its turn where it matters.
+inline void lose_turn() {
+    static thread_local unsigned state = static_cast<unsigned>(reinterpret_cast<unsigned long long>(&state) >> 12);
+    state = state * 1664525 + 1013904223;
+    if (state >> 28 == 0) sched_yield();
+}
+#define WARPWIRE_STEP() lose_turn()
+#include <warpwire/sock.cuh>
+
+#include "model.hpp"
+
+using namespace warpwire;
+using namespace warpwire::sock;
+
+namespace {
+
+constexpr u64 kRing = 4096;
+constexpr u32 kPlaces = 64;
+
+// What the agent does, less the network. Socket 2n and 2n + 1 are a pair; the last one is a listener.
+class Host {
+  public:
+    explicit Host(u32 slots) : slots_(slots) {
+        table = Table();
+        table.version = sock::kVersion, table.sockets = kPlaces, table.slots = slots, table.silence_ms = 60000;
+        table.inbox = at(inbox_), table.outbox = at(outbox_), table.desks = at(desks_), table.ticket = at(&ticket_), table.pulse = at(&pulse_);
+        requests_.resize(slots), replies_.resize(slots), turns_.resize(slots);
+        table.requests = at(requests_.data()), table.replies = at(replies_.data()), table.turns = at(turns_.data());
+        rings_.resize(2 * kPlaces * kRing);
+        thread_ = std::thread([this] { serve(); });
+    }
+    ~Host() {
+        stop_.store(true, std::memory_order_release);
+        thread_.join();
+    }
+
+    // A stream whose peer is the next one.
+    std::pair<int, int> streams() {
+        CHECK_EQ(sock::socket(table, kIpv4, kStream, Thread()) & 1, 0);
+        return {handle(used_ - 2), handle(used_ - 1)};
+    }
+
+    Table table;
+    std::atomic<u32> closed{0};
+
+  private:
+    template <class T> static u64 at(T *p) { return reinterpret_cast<u64>(p); }
+    int handle(u32 place) const { return static_cast<int>(generation_[place] << 16 | place); }
+
+    void serve() {
+        for (u64 beat = 1; !stop_.load(std::memory_order_acquire); beat++) {
+            sock::detail::store_system(&pulse_.beat, beat);
+            answer();
+            for (u32 place = 0; place < kPlaces; place++) carry(place);
+            sched_yield();
+        }
+    }
+
+    void answer() {
+        Request *request = &requests_[next_ % slots_];
+        if (sock::detail::load_system(&request->number) != next_ + 1) return;
+        i64 result = 0;
+        u32 place = static_cast<u32>(request->handle) & 0xffff;
+        if (request->op == sock::detail::kSocket) result = open_pair();
+        else if (request->op == sock::detail::kListen) listen(place);
+        else if (request->op == sock::detail::kClose) close(place);
+        Reply *reply = &replies_[next_ % slots_];
+        sock::detail::store_system(reinterpret_cast<u64 *>(&reply->result), static_cast<u64>(result));
+        sock::detail::store_system(&reply->number, ++next_);
+    }
+
+    // Two sockets that are connected; the first one's handle is given, the second is the test's to take.
+    i64 open_pair() {
+        u32 place = 0;
+        while (place < kPlaces && (open_[place] || open_[place + 1])) place += 2;
+        if (place == kPlaces) return -kEmfile;
+        for (u32 one : {place, place + 1}) {
+            generation_[one] = generation_[one] % 0x7fff + 1, open_[one] = true;
+            sent_[one] = consumed_[one] = received_[one] = taken_[one] = 0;
+            sock::detail::store_system(&outbox_[one].sent, 0u), sock::detail::store_system(&outbox_[one].consumed, 0u);
+            Inbox *inbox = &inbox_[one];
+            sock::detail::store_system(&inbox->received, 0ull), sock::detail::store_system(&inbox->taken, 0ull);
+            sock::detail::store_system(&inbox->receive_ring, at(&rings_[2 * one * kRing])), sock::detail::store_system(&inbox->send_ring, at(&rings_[(2 * one + 1) * kRing]));
+            sock::detail::store_system(&inbox->receive_size, static_cast<u32>(kRing)), sock::detail::store_system(&inbox->send_size, static_cast<u32>(kRing));
+            sock::detail::store_system(&inbox->state, generation_[one] | sock::detail::kConnected);
+        }
+        used_ = place + 2;
+        return handle(place);
+    }
+
+    // Its peer becomes a stock of connections: each record is a handle that nobody else has.
+    void listen(u32 place) {
+        for (u32 i = 0; i < kRing / sizeof(Record); i++) {
+            Record record = {i + 1, 0, no_address()};
+            std::memcpy(&rings_[2 * place * kRing + i * sizeof(Record)], &record, sizeof record);
+        }
+        received_[place] = kRing;
+        sock::detail::store_system(&inbox_[place].state, generation_[place] | sock::detail::kListening);
+        sock::detail::store_system(&inbox_[place].received, received_[place]);
+    }
+
+    void close(u32 place) {
+        open_[place] = false;
+        sock::detail::store_system(&inbox_[place].state, 0ull);
+        u32 peer = place ^ 1;
+        if (open_[peer]) sock::detail::store_system(&inbox_[peer].state, generation_[peer] | sock::detail::kConnected | sock::detail::kReceiveEnd);
+        closed++;
+    }
+
+    // What a kernel has sent goes into the peer's ring, as far as there is room.
+    void carry(u32 from) {
+        u32 to = from ^ 1;
+        if (!open_[from] || !open_[to]) return;
+        sent_[from] += sock::detail::load_system(&outbox_[from].sent) - static_cast<u32>(sent_[from]);
+        consumed_[to] += sock::detail::load_system(&outbox_[to].consumed) - static_cast<u32>(consumed_[to]);
+        u64 count = sock::detail::least(sent_[from] - taken_[from], kRing - (received_[to] - consumed_[to]));
+        if (!count) return;
+        const u8 *source = &rings_[(2 * from + 1) * kRing];
+        for (u64 i = 0; i < count; i++) rings_[2 * to * kRing + (received_[to] + i) % kRing] = source[(taken_[from] + i) % kRing];
+        received_[to] += count, taken_[from] += count;
+        sock::detail::store_system(&inbox_[to].received, received_[to]);
+        sock::detail::store_system(&inbox_[from].taken, taken_[from]);
+    }
+
+    u32 slots_, used_ = 0;  // written by serve, read by who has its reply
+    u64 next_ = 0, ticket_ = 0;
+    Pulse pulse_ = {};
+    Inbox inbox_[kPlaces] = {};
+    Outbox outbox_[kPlaces] = {};
+    Desk desks_[kPlaces] = {};
+    std::vector<Request> requests_;
+    std::vector<Reply> replies_;
+    std::vector<u64> turns_;
+    std::vector<u8> rings_;
+    u32 generation_[kPlaces] = {};
+    bool open_[kPlaces + 1] = {};
+    u64 sent_[kPlaces] = {}, consumed_[kPlaces] = {}, received_[kPlaces] = {}, taken_[kPlaces] = {};
+    std::atomic<bool> stop_{false};
+    std::thread thread_;
+};
+
+void together(std::vector<std::thread> &threads) {
+    for (std::thread &thread : threads) thread.join();
+    threads.clear();
+}
+
+// A pair with both desks taken, and a time after which a receiver looks up.
+struct Pair {
+    Host host;
+    int ends[2];
+    explicit Pair(u32 slots = 8) : host(slots) {
+        auto [one, other] = host.streams();
+        sock::detail::take_desk(host.table, other);
+        ends[0] = one, ends[1] = other;
+        for (int end : ends) CHECK_EQ(sock::set(host.table, end, kReceiveTimeout, 2000000, Thread()), 0);
+    }
+};
+
+// Several threads send words into one socket and several take them out of its peer, both ways at once. Words stay whole, since a
+// ring is a multiple of them; each comes once.
+void groups_share_both_ends_of_a_stream() {
+    constexpr u32 kThreads = 3, kWords = 6000;
+    Pair pair;
+    const Table &table = pair.host.table;
+    std::atomic<u64> sums[2] = {{0}, {0}};
+    std::atomic<u32> counts[2] = {{0}, {0}};
+    std::vector<std::thread> threads;
+    for (u32 way = 0; way < 2; way++) {
+        int from = pair.ends[way], to = pair.ends[1 - way];
+        for (u32 t = 0; t < kThreads; t++) {
+            threads.emplace_back([&, from, t] {
+                for (u64 i = t; i < kWords; i += kThreads) CHECK_EQ(sock::send(table, from, &i, sizeof i, Thread()), 8);
+            });
+            threads.emplace_back([&, to, way] {
+                u64 word;
+                while (counts[way].load() < kWords) {
+                    i64 got = sock::recv(table, to, &word, sizeof word, Thread());
+                    CHECK(got == 8 || got == -kEtimedout, "%lld", got);
+                    if (got == 8) sums[way] += word, counts[way]++;
+                }
+            });
+        }
+    }
+    together(threads);
+    for (auto &sum : sums) CHECK_EQ(sum.load(), static_cast<u64>(kWords) * (kWords - 1) / 2);
+}
+
+// Spans of both rings, by two threads on each side; what is reserved and given back unused comes again.
+void spans_are_one_at_a_time() {
+    constexpr u32 kWords = 3000;
+    Pair pair;
+    const Table &table = pair.host.table;
+    std::atomic<u32> next{0}, came{0};
+    std::atomic<u64> sum{0};
+    std::vector<std::thread> threads;
+    for (u32 t = 0; t < 2; t++) {
+        threads.emplace_back([&] {
+            for (;;) {
+                Span span = sock::reserve(table, pair.ends[0], 64, Thread());
+                CHECK(span.length >= 8, "%lld", span.length);
+                u32 i = next++;
+                u64 word = i, filled = i < kWords ? sizeof word : 0;
+                std::memcpy(span.bytes, &word, filled);
+                CHECK_EQ(sock::commit(table, pair.ends[0], filled, Thread()), 0);
+                if (!filled) return;
+            }
+        });
+        threads.emplace_back([&, t] {
+            while (came.load() < kWords) {
+                Span span = sock::borrow(table, pair.ends[1], 24, Thread());
+                if (span.length == -kEtimedout) continue;
+                CHECK(span.length >= 8, "%lld", span.length);
+                u64 word;
+                std::memcpy(&word, span.bytes, sizeof word);
+                bool back = (word + t) % 7 == 0 && came.load() + 64 < kWords;  // nothing of it is used
+                if (!back) sum += word, came++;
+                CHECK_EQ(sock::give_back(table, pair.ends[1], back ? 0 : 8, Thread()), 0);
+            }
+        });
+    }
+    together(threads);
+    CHECK_EQ(sum.load(), static_cast<u64>(kWords) * (kWords - 1) / 2);
+}
+
+// More threads than places for requests, and handles that are used again.
+void requests_take_turns() {
+    constexpr u32 kThreads = 5, kRounds = 150;
+    Host host(2);
+    std::vector<std::thread> threads;
+    for (u32 t = 0; t < kThreads; t++)
+        threads.emplace_back([&] {
+            for (u32 i = 0; i < kRounds; i++) {
+                int made = sock::socket(host.table, kIpv4, kStream, Thread()), other = made + 1;
+                CHECK(made >= 0, "%d", made);
+                // Its peer has the same number of predecessors, and is this thread's as well.
+                sock::detail::take_desk(host.table, other);
+                CHECK_EQ(sock::send(host.table, made, &i, sizeof i, Thread()), 4);
+                u32 word = 0;
+                CHECK_EQ(sock::recv_all(host.table, other, &word, sizeof word, Thread()), 4);
+                CHECK_EQ(word, i);
+                CHECK_EQ(sock::close(host.table, other, Thread()), 0);
+                CHECK_EQ(sock::recv(host.table, made, &word, sizeof word, Thread()), 0);
+                CHECK_EQ(sock::close(host.table, made, Thread()), 0);
+                CHECK_EQ(sock::close(host.table, made, Thread()), -kEbadf);
+            }
+        });
+    together(threads);
+    CHECK_EQ(host.closed.load(), 2 * kThreads * kRounds);
+}
+
+// Each connection that waits at a listener is taken by one.
+void accepting_gives_each_connection_once() {
+    Host host(4);
+    int listener = host.streams().first;
+    CHECK_EQ(sock::listen(host.table, listener, 8, Thread()), 0);
+    CHECK_EQ(sock::set(host.table, listener, kReceiveTimeout, 20000000, Thread()), 0);
+    std::atomic<u32> taken{0};
+    std::atomic<u64> sum{0};
+    std::vector<std::thread> threads;
+    for (u32 t = 0; t < 4; t++)
+        threads.emplace_back([&] {
+            for (;;) {
+                int made = sock::accept(host.table, listener, nullptr, Thread());
+                if (made == -kEtimedout) return;
+                CHECK(made > 0, "%d", made);
+                sum += static_cast<u64>(made), taken++;
+            }
+        });
+    together(threads);
+    constexpr u64 kAll = kRing / sizeof(Record);
+    CHECK_EQ(taken.load(), kAll);
+    CHECK_EQ(sum.load(), kAll * (kAll + 1) / 2);
+}
+
+// A socket is closed under threads that send, receive and poll: each call ends, and none touches what comes after it.
+void closing_ends_the_calls_of_others() {
+    for (u32 round = 0; round < 30; round++) {
+        Pair pair;
+        const Table &table = pair.host.table;
+        int socket = pair.ends[0];
+        CHECK_EQ(sock::set(table, socket, kReceiveTimeout, 0, Thread()), 0);
+        std::vector<std::thread> threads;
+        threads.emplace_back([&] {
+            u8 bytes[512] = {};
+            for (i64 sent = 0; sent >= 0;) sent = sock::send(table, socket, bytes, sizeof bytes, Thread());
+        });
+        threads.emplace_back([&] {
+            u8 bytes[64];
+            CHECK_EQ(sock::recv(table, socket, bytes, sizeof bytes, Thread()), -kEbadf);
+        });
+        threads.emplace_back([&] {
+            Polled polled = {socket, kIn, 0};
+            CHECK_EQ(sock::poll(table, &polled, 1, kForEver, Thread()), 1);
+            CHECK_EQ(polled.found, kNval);
+        });
+        std::this_thread::sleep_for(std::chrono::milliseconds(round % 4));
+        CHECK_EQ(sock::close(table, socket, Thread()), 0);
+        together(threads);
+    }
+}
+
+struct Case {
+    const char *name;
+    void (*run)();
+};
+#define CASE(function) {#function, function}
+const Case kCases[] = {
+    CASE(groups_share_both_ends_of_a_stream), CASE(spans_are_one_at_a_time), CASE(requests_take_turns),
+    CASE(accepting_gives_each_connection_once), CASE(closing_ends_the_calls_of_others),
+};
+
+}  // namespace
+
+int main(int count, char **names) {
+    int ran = 0;
+    for (const Case &one : kCases) {
+        bool wanted = count == 1;
+        for (int i = 1; i < count; i++) wanted |= std::strstr(one.name, names[i]) != nullptr;
+        if (!wanted) continue;
+        std::printf("%s ... ", one.name);
+        std::fflush(stdout);
+        one.run();
+        std::printf("ok\n");
+        ran++;
+    }
+    return ran ? 0 : 2;
+}
