@@ -10,7 +10,7 @@ use warpwire::hca::HcaOptions;
 use warpwire::link::{Auto, shm, udp};
 use warpwire::mr::HostMemory;
 use warpwire::sock::device::Setting;
-use warpwire::sock::warp::{ENDED, Handshake, Hello, Spot};
+use warpwire::sock::warp::{DEAF, ENDED, Handshake, Hello, Spot};
 use warpwire::sock::{SockHost, SockOptions};
 use warpwire::verbs::{Access, Context, Cq, Drive, Mr, Op, Qp, QpOptions, Remote, Request};
 
@@ -491,7 +491,7 @@ fn peers_that_lie_are_found_out(world: &World) {
     assert_eq!(server.recv(victim, 10), Err(errno(Errno::PROTO)));
     server.expect(Do::Close, &[victim], None);
     // More was taken than sent.
-    for lie in [6, u64::MAX, 1 << 40] {
+    for lie in [6, u64::MAX, 1 << 40, DEAF | 6] {
         let (rogue, victim) = meet();
         assert_eq!(server.send(victim, b"hello"), 5);
         rogue.says_taken(lie);
