@@ -234,7 +234,7 @@ impl End {
         if count > 0 {
             let consumed = self.consumed.load(Ordering::Relaxed) + count as u64;
             self.consumed.store(consumed, Ordering::Release);
-            self.report();
+            self.report(&incoming);
             return Ok(Some(count));
         }
         match incoming.is_at_end() {
@@ -244,8 +244,9 @@ impl End {
         }
     }
 
-    /// Tells the peer how much was read, if there is a report to make and a place for it.
-    fn report(&self) {
+    /// Tells the peer how much was read, if there is a report to make and a place for it. Only who has the lock of what comes
+    /// may: an older report that lands after a newer one would take room away that the peer was given.
+    fn report(&self, _incoming: &Incoming) {
         let taken = self.to_report.load(Ordering::Relaxed);
         if taken == 0 || self.has(flag::FAILED | flag::HUNG_UP) || !self.has_place(2) {
             return;
@@ -542,7 +543,10 @@ impl End {
         if self.in_flight() > 0 {
             self.drain();
         }
-        self.report();
+        // Who reads now reports by itself.
+        if let Some(incoming) = self.incoming.try_lock() {
+            self.report(&incoming);
+        }
         let sleeps = |what: For| self.waiters[what as usize].load(Ordering::SeqCst) > 0;
         let mut happened = false;
         if For::BOTH.into_iter().any(|what| sleeps(what) && self.is_ready(what)) {
