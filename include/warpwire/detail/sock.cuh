@@ -15,7 +15,6 @@ constexpr u64 kGeneration = 0xffff;                                             
 constexpr u32 kReceiveErrorAt = 16, kSendErrorAt = 24;
 constexpr u64 kIsDatagram = 1ull << 32, kListening = 1ull << 33, kConnecting = 1ull << 34, kConnected = 1ull << 35;
 constexpr u64 kReceiveEnd = 1ull << 36, kSendEnd = 1ull << 37, kIsWarp = 1ull << 38, kResets = 1ull << 39;
-constexpr u64 kLongestDatagram = 65507;
 constexpr u64 kLastCall = 10ull * 1000 * 1000 * 1000;  // how long close waits for calls of other groups
 
 // ------------------------------------------------------------------------------------------------------------------
@@ -394,7 +393,7 @@ WARPWIRE_CALL Turn begin_send(const Table &table, int socket, u64 length, const 
     u64 size = load_system(&found.inbox->send_size), needs = datagram ? footprint(length) : least(length, 1);
     if (to && !datagram) return Turn{-kEisconn, 0, 0, 0, 0};
     if (datagram && !to && !(state & kConnected)) return Turn{-kEdestaddrreq, 0, 0, 0, 0};
-    if (datagram && (length > kLongestDatagram || needs > size)) return Turn{-kEmsgsize, 0, 0, 0, 0};
+    if (datagram && (length > load_system(&found.inbox->longest) || needs > size)) return Turn{-kEmsgsize, 0, 0, 0, 0};
     Waiter waiter(patience(found, &found.desk->send_timeout));
     for (;;) {
         state = look(found);

@@ -55,6 +55,7 @@ mod ground;
 pub mod kv;
 pub mod layout;
 mod meeting;
+mod offices;
 pub mod programs;
 mod requests;
 mod serving;
@@ -191,7 +192,7 @@ pub struct SockStats {
     pub received: u64,
     /// Bytes that went to peers.
     pub sent: u64,
-    /// Datagrams that fit into no ring.
+    /// Datagrams that were lost here: they fit into no ring, or (family `warp`) nobody has the name that they were for, or too many waited.
     pub dropped: u64,
     /// Sockets that were reset because a kernel wrote nonsense.
     pub misused: u64,
