@@ -74,7 +74,11 @@ impl Posts {
         });
         self.leaving.retain(|(post, until)| {
             post.look(now);
-            !post.is_over() && now < *until
+            let stays = !post.is_over() && now < *until;
+            if !stays {
+                post.close();
+            }
+            stays
         });
     }
 

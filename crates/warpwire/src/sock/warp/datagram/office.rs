@@ -86,7 +86,8 @@ struct Parked {
 }
 
 pub(crate) struct Office {
-    name: UdpSocket,
+    /// None when it is closed.
+    name: Option<UdpSocket>,
     is_v6: bool,
     /// Our name; port 0 before there is one.
     local: SocketAddr,
@@ -120,7 +121,7 @@ impl Office {
         let poll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         epoll::add(&poll, &name, EventData::new_u64(NAME), EventFlags::IN)?;
         let mut office = Self {
-            name,
+            name: Some(name),
             is_v6: local.is_ipv6(),
             local,
             peer: None,
@@ -141,15 +142,29 @@ impl Office {
         Ok(office)
     }
 
+    fn name(&self) -> Outcome<&UdpSocket> {
+        self.name.as_ref().ok_or(Errno::BADF)
+    }
+
+    /// Gives up its name and all else, whoever may still look at it.
+    pub(crate) fn close(&mut self) {
+        self.count_missed();
+        self.name = None;
+        self.docks.clear();
+        self.knocks.clear();
+        self.parked.clear();
+        self.names = Resolver::new();
+    }
+
     /// Gives it a name; port 0 is any that is free.
     pub(crate) fn bind(&mut self, at: SocketAddr, devices: &mut dyn Devices) -> Outcome<()> {
-        rustix::net::bind(&self.name, &at)?;
+        rustix::net::bind(self.name()?, &at)?;
         self.settle(devices)
     }
 
     /// Learns the name; one with an address has its queue pair at once, so that who binds hears of what is wrong.
     fn settle(&mut self, devices: &mut dyn Devices) -> Outcome<()> {
-        self.local = self.name.local_addr().map_err(|why| os_errno(&why))?;
+        self.local = self.name()?.local_addr().map_err(|why| os_errno(&why))?;
         if self.local.port() != 0 && !self.local.ip().is_unspecified() {
             self.dock_at(self.local, devices)?;
         }
@@ -424,7 +439,8 @@ impl Office {
         // One byte more than words have: what is longer is none.
         let mut bytes = [0; WORDS_LEN + 1];
         for _ in 0..WORDS_AT_ONCE {
-            let Ok((count, from)) = self.name.recv_from(&mut bytes) else { return };
+            let Ok(heard) = self.name().map(|name| name.recv_from(&mut bytes)) else { return };
+            let Ok((count, from)) = heard else { return };
             let Ok(Words::Question { nonce, asked }) = Words::read(&bytes[..count]) else {
                 self.tally.strange += 1;
                 continue;
@@ -433,7 +449,7 @@ impl Office {
                 Some(card) => {
                     let words = Words::Answer { nonce, asked, card };
                     // Who hears nothing asks again.
-                    let _ = self.name.send_to(&words.bytes(), from);
+                    let _ = self.name().map(|name| name.send_to(&words.bytes(), from));
                 }
                 None => self.tally.strange += 1,
             }

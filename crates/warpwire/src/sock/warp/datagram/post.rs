@@ -173,6 +173,11 @@ impl Post {
         self.state.lock().office.is_idle()
     }
 
+    /// Ends it: its name is free from now on, though the thread may be about to look at it.
+    pub(in crate::sock::warp) fn close(&self) {
+        self.state.lock().office.close();
+    }
+
     /// Nobody has it any more: nobody waits.
     pub(super) fn abandon(&self) {
         self.state.lock().armed = 0;

@@ -263,6 +263,7 @@ impl Drop for Handle {
             }
             std::thread::yield_now();
         }
+        post.close();
     }
 }
 
