@@ -1,9 +1,10 @@
 // GPUnet's names over <warpwire/sock.cuh>, so that a kernel written for it compiles with its include changed.
 //
 // What differs for the better: an end of stream is 0, a reset or a dead host a negative errno, and gpoll is not ended by
-// what was not asked for. What must be done once: the host writes the table's address (`SockHost::table`) into
-// `warpwire_gpunet_table` before the kernel starts, or the kernel calls gpunet_use(table) first, in each module. With
-// gpunet_use(table, warpwire::sock::kWarpStream) streams are RDMA, to kernels and to programs of this library.
+// what was not asked for. (A loop that receives until it has all must therefore end at 0 too: GPUnet's never saw it.)
+// What must be done once: the host calls `SockHost::use_gpunet` with the loaded module before the kernel starts, and the
+// kernel stays as it is; or the kernel calls gpunet_use(table) first, in each module. With kWarpStream streams are RDMA, to
+// kernels and to programs of this library.
 //
 // Stream calls are those of a block: all threads call together. single_thread_* are for one thread. Between
 // BEGIN_SINGLE_THREAD_PART and END_SINGLE_THREAD_PART one thread of the block runs, and the others wait.
@@ -18,7 +19,9 @@
 #define WARPWIRE_GPUNET_GLOBAL static
 #endif
 
-// The table, as a number: a host sets it by name (cuModuleGetGlobal), a kernel by gpunet_use.
+typedef unsigned char uchar;  // what GPUnet's programs have their buffers of
+
+// The table, as a number: a host sets it by name, a kernel by gpunet_use.
 WARPWIRE_GPUNET_GLOBAL unsigned long long warpwire_gpunet_table;
 
 WARPWIRE_FN const warpwire::sock::Table &gpunet_table() {
@@ -37,9 +40,10 @@ WARPWIRE_FN void gpunet_use(unsigned long long table, warpwire::sock::Kind kind 
 // ------------------------------------------------------------------------------------------------------------------
 // Addresses, as C has them. NVRTC has no system headers; where those are there, their types are used.
 
-#if !WARPWIRE_CUDA || defined(_NETINET_IN_H)
+#if !defined(__CUDACC_RTC__)
 #include <netinet/in.h>
 #include <poll.h>
+#include <stdio.h>
 #include <sys/socket.h>
 #else
 #ifndef AF_INET
@@ -51,6 +55,11 @@ WARPWIRE_FN void gpunet_use(unsigned long long table, warpwire::sock::Kind kind 
 #ifndef SOCK_STREAM
 #define SOCK_STREAM 1
 #define SOCK_DGRAM 2
+#endif
+#ifndef SHUT_RDWR
+#define SHUT_RD 0
+#define SHUT_WR 1
+#define SHUT_RDWR 2
 #endif
 #ifndef POLLIN
 #define POLLIN 0x1
@@ -120,6 +129,7 @@ WARPWIRE_FN int gconnect_in(const sockaddr_in *to) {
     return result;
 }
 WARPWIRE_FN int gconnect_bounce_in(const sockaddr_in *to) { return gconnect_in(to); }
+WARPWIRE_FN int gconnect_ib(const sockaddr_in *to) { return gconnect_in(to); }
 // Names the peer of a datagram socket.
 WARPWIRE_FN int gconnect_in(int sock, const sockaddr_in *to) { return warpwire::sock::connect(gpunet_table(), sock, gpunet_address(to)); }
 
@@ -156,7 +166,7 @@ WARPWIRE_FN int gsend(int sock, const void *bytes, unsigned long long length) {
 WARPWIRE_FN int grecv(int sock, void *into, unsigned long long length) {
     return static_cast<int>(warpwire::sock::recv(gpunet_table(), sock, into, length));
 }
-WARPWIRE_FN int single_thread_gshutdown(int sock, int how) {
+WARPWIRE_FN int single_thread_gshutdown(int sock, int how = SHUT_RDWR) {
     return warpwire::sock::shutdown(gpunet_table(), sock, static_cast<warpwire::sock::How>(how), warpwire::Thread());
 }
 WARPWIRE_FN int single_thread_gclose(int sock) { return warpwire::sock::close(gpunet_table(), sock, warpwire::Thread()); }
@@ -191,11 +201,65 @@ WARPWIRE_FN int grecvfrom(int sock, void *into, unsigned long long length, socka
 struct gpollfd {
     int fd;
     short events, revents;
+    unsigned rbytes, wbytes;  // set: how much waits to be received, and how much could be sent
 };
-WARPWIRE_FN int gpoll(gpollfd *list, unsigned count, long long nanoseconds) {
-    static_assert(sizeof(gpollfd) == sizeof(warpwire::sock::Polled), "the same, by other names");
-    unsigned long long limit = nanoseconds < 0 ? warpwire::kForEver : static_cast<unsigned long long>(nanoseconds);
-    return warpwire::sock::poll(gpunet_table(), reinterpret_cast<warpwire::sock::Polled *>(list), count, limit);
+
+WARPWIRE_FN void gpunet_look(gpollfd *entry) {
+    using namespace warpwire::sock::detail;
+    unsigned asked = static_cast<unsigned short>(entry->events) | warpwire::sock::kErr | warpwire::sock::kHup | warpwire::sock::kNval;
+    entry->revents = static_cast<short>(ready(gpunet_table(), entry->fd) & asked);
+    entry->rbytes = entry->wbytes = 0;
+    Found found = find(gpunet_table(), entry->fd);
+    Sight sight = see(found, &warpwire::sock::Desk::receive_timeout);
+    if (!(sight.state & kConnected)) return;
+    Levels level = levels(found, sight);
+    entry->rbytes = static_cast<unsigned>(level.waiting);
+    if (!(sight.state & kSendEnd)) entry->wbytes = static_cast<unsigned>(level.free);
 }
+
+WARPWIRE_FN int gpoll(gpollfd *list, unsigned long count, long long nanoseconds) {
+    warpwire::Block block;
+    warpwire::sock::detail::Waiter waiter(nanoseconds < 0 ? warpwire::kForEver : static_cast<warpwire::u64>(nanoseconds));
+    for (;;) {
+        bool mine = false;
+        block.sync();
+        for (unsigned long i = block.rank(); i < count; i += block.size()) {
+            gpunet_look(&list[i]);
+            mine |= list[i].revents != 0;
+        }
+        if (block.any(mine)) break;
+        warpwire::i64 stop = 0;
+        if (block.rank() == 0) stop = waiter.step(gpunet_table());
+        stop = warpwire::sock::detail::shared(block, stop);
+        if (stop == -warpwire::sock::kEagain || stop == -warpwire::sock::kEtimedout) return 0;
+        if (stop) return static_cast<int>(stop);
+    }
+    warpwire::i64 told = 0;
+    block.sync();
+    if (block.rank() == 0)
+        for (unsigned long i = 0; i < count; i++) told += list[i].revents != 0;
+    return warpwire::sock::detail::shared(block, told);
+}
+
+// ------------------------------------------------------------------------------------------------------------------
+// What its samples use besides
+
+struct gtimeval {
+    long tv_sec, tv_usec;
+};
+// The device's clock, by every thread of the block: for differences.
+WARPWIRE_FN void ggettimeofday(gtimeval *into) {
+    unsigned long long now = warpwire::Block().share(warpwire::sock::detail::clock_ns());
+    if (GPUNET_IS_FIRST) into->tv_sec = static_cast<long>(now / 1000000000), into->tv_usec = static_cast<long>(now % 1000000000 / 1000);
+    GPUNET_SYNC;
+}
+// c = a - b
+WARPWIRE_FN void gtimersub(const gtimeval *a, const gtimeval *b, gtimeval *c) {
+    long micros = a->tv_usec - b->tv_usec;
+    c->tv_sec = a->tv_sec - b->tv_sec - (micros < 0 ? 1 : 0);
+    c->tv_usec = micros < 0 ? micros + 1000000 : micros;
+}
+// A line with four numbers, by one thread. What the text does not name is not shown.
+WARPWIRE_FN void gprintf4_single(const char *text, int a, int b, int c, int d) { printf(text, a, b, c, d); }
 
 #endif

@@ -243,16 +243,18 @@ template <class Group = Block> WARPWIRE_FN int peer_name(const Table &table, int
 
 template <class Group = Block> WARPWIRE_FN i64 send(const Table &table, int socket, const void *bytes, u64 length, Group group = Group()) {
     u64 done = 0;
+    detail::Found found = detail::find(table, socket);
     group.sync();  // what any thread of the group wrote is sent
     for (;;) {
         detail::Turn turn = detail::Turn();
-        if (group.rank() == 0) turn = detail::begin_send(table, socket, length - done, nullptr);
+        detail::Held held;
+        if (group.rank() == 0) turn = detail::begin_send(table, found, length - done, nullptr, &held);
         turn = detail::shared(group, turn);
         if (turn.result < 0) return done ? static_cast<i64>(done) : turn.result;
         if (turn.advance) {
             detail::copy_in(group, turn, static_cast<const u8 *>(bytes) + done);
             group.sync();
-            if (group.rank() == 0) detail::end_send(table, socket, turn);
+            if (group.rank() == 0) detail::end_send(table, found, held, turn);
         }
         done += static_cast<u64>(turn.result);
         if (done >= length) return static_cast<i64>(done);
@@ -262,28 +264,32 @@ template <class Group = Block> WARPWIRE_FN i64 send(const Table &table, int sock
 // One datagram, to an address.
 template <class Group = Block>
 WARPWIRE_FN i64 send_to(const Table &table, int socket, const void *bytes, u64 length, Address to, Group group = Group()) {
-    group.sync();
+    detail::Found found = detail::find(table, socket);
     detail::Turn turn = detail::Turn();
-    if (group.rank() == 0) turn = detail::begin_send(table, socket, length, &to);
+    detail::Held held;
+    group.sync();
+    if (group.rank() == 0) turn = detail::begin_send(table, found, length, &to, &held);
     turn = detail::shared(group, turn);
     if (turn.result < 0) return turn.result;
     detail::copy_in(group, turn, static_cast<const u8 *>(bytes));
     group.sync();
-    if (group.rank() == 0) detail::end_send(table, socket, turn);
+    if (group.rank() == 0) detail::end_send(table, found, held, turn);
     return turn.result;
 }
 
 // What is there, or waits for something; 0 is the end. `from`, if given, is set to the sender of a datagram.
 template <class Group = Block>
 WARPWIRE_FN i64 recv_from(const Table &table, int socket, void *into, u64 length, Address *from, Group group = Group()) {
+    detail::Found found = detail::find(table, socket);
     detail::Turn turn = detail::Turn();
+    detail::Held held;
     group.sync();  // nobody reads `into` any more
-    if (group.rank() == 0) turn = detail::begin_receive(table, socket, length, from);
+    if (group.rank() == 0) turn = detail::begin_receive(table, found, length, from, &held);
     turn = detail::shared(group, turn);
     if (!turn.advance) return turn.result;
     if (turn.result > 0) detail::copy_out(group, turn, static_cast<u8 *>(into));
     group.sync();
-    if (group.rank() == 0) detail::end_receive(table, socket, turn);
+    if (group.rank() == 0) detail::end_receive(table, found, held, turn);
     return turn.result;
 }
 template <class Group = Block> WARPWIRE_FN i64 recv(const Table &table, int socket, void *into, u64 length, Group group = Group()) {

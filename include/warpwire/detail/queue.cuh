@@ -97,30 +97,37 @@ WARPWIRE_FN bool pass(const Queue &queue, u64 number) {
     return true;
 }
 
-// Takes `count` entries in a row, waiting for room. Nothing is taken if it fails.
-WARPWIRE_CALL Status reserve(const Queue &queue, u32 count, u64 timeout, u64 *first) {
+// Takes `count` entries in a row if there is room for them now, else kNotYet; *first is where they are, or would be.
+WARPWIRE_FN Status reserve_at_once(const Queue &queue, u32 count, u64 *first) {
     Side &side = *queue.side;
-    if (count > queue.depth) return kTooMany;
-    Deadline deadline(timeout);
     for (;;) {
         // All at once, and the one that others' work hangs on last: loads that follow it wait for it.
         u64 at = load_relaxed(&side.reserved), failure = load_relaxed(&side.failure);
         u32 closed = load_closed(&side.closed);
         u64 completed = load_acquire(&side.completed);
+        *first = at;
         if (failure != kNoFailure) return kFlushed;
         if (closed) return static_cast<Status>(-static_cast<int>(closed));
-        if (static_cast<long long>(at + count - completed) <= static_cast<long long>(queue.depth)) {
-            *first = at;
-            if (queue.flags & kAlone) {
-                store_behind_fence(&side.reserved, at + count);
-                return kOk;
-            }
-            if (swap_if(&side.reserved, at, at + count) == at) return kOk;
-            step_back();
-            continue;  // another thread was quicker: somebody always gets on
+        if (static_cast<long long>(at + count - completed) > static_cast<long long>(queue.depth)) return kNotYet;
+        if (queue.flags & kAlone) {
+            store_behind_fence(&side.reserved, at + count);
+            return kOk;
         }
+        if (swap_if(&side.reserved, at, at + count) == at) return kOk;
+        step_back();  // another thread was quicker: somebody always gets on
+    }
+}
+
+// The same, waiting for room. Nothing is taken if it fails.
+WARPWIRE_CALL Status reserve(const Queue &queue, u32 count, u64 timeout, u64 *first) {
+    Side &side = *queue.side;
+    if (count > queue.depth) return kTooMany;
+    Deadline deadline(timeout);
+    for (;;) {
+        Status status = reserve_at_once(queue, count, first);
+        if (status != kNotYet) return status;
         // Half a lap at once if it can be, so that few have to look.
-        u64 needed = at + count - queue.depth, far = needed + queue.depth / 2;
+        u64 needed = *first + count - queue.depth, far = needed + queue.depth / 2;
         if (far <= filled(side) && pass(queue, far - 1)) continue;
         if (pass(queue, needed - 1)) continue;
         if (deadline.is_over()) return deadline.status();
@@ -141,7 +148,14 @@ WARPWIRE_FN Status wait_for_turn(Side &side, u64 first) {
     return kOk;
 }
 
-WARPWIRE_FN void ring(Qp &qp, u64 until) {
+// What posting needs of a queue pair, which never changes: loaded once, before a fence would keep loads waiting.
+struct Poster {
+    u64 send_queue, record, doorbell;
+    u32 send_mask, number, flags;
+};
+WARPWIRE_FN Poster poster(const Qp &qp) { return Poster{qp.send_queue, qp.record, qp.doorbell, qp.send_mask, qp.number, qp.flags}; }
+
+WARPWIRE_FN void ring(const Poster &qp, u64 until) {
     u32 index = static_cast<u32>(until) & 0xffff;
     if (qp.flags & kRecordFirst) {
         system_store(reinterpret_cast<u32 *>(qp.record + 4), big_endian(index));
@@ -149,6 +163,13 @@ WARPWIRE_FN void ring(Qp &qp, u64 until) {
     }
     u64 bell = static_cast<u64>(big_endian(qp.number << 8)) << 32 | big_endian(index << 8);
     system_store(reinterpret_cast<u64 *>(qp.doorbell), bell);
+}
+
+// Tells the consumer of everything before `until`, where one thread posts at a time.
+WARPWIRE_FN void publish_alone(Qp &qp, const Poster &poster, u64 until) {
+    system_fence();
+    ring(poster, until);
+    store_behind_fence(&qp.send.published, until << 1);
 }
 
 // Makes `count` entries from `first` on, which are filled, part of what is published, when those before them are. Says
@@ -176,17 +197,17 @@ WARPWIRE_FN Status join(Side &side, u64 first, u32 count, bool *rings) {
 WARPWIRE_CALL Status publish(Qp &qp, u64 first, u32 count) {
     Side &side = qp.send;
     u64 until = first + count;
-    system_fence();
-    if (qp.flags & kAlone) {
-        ring(qp, until);
-        store_behind_fence(&side.published, until << 1);
+    Poster post = poster(qp);
+    if (post.flags & kAlone) {
+        publish_alone(qp, post, until);
         return kOk;
     }
+    system_fence();
     bool rings;
     Status joined = join(side, first, count, &rings);
     if (joined != kOk || !rings) return joined;
     for (;;) {
-        ring(qp, until);
+        ring(post, until);
         u64 seen = swap_if(&side.published, until << 1 | 1, until << 1);
         if (seen == (until << 1 | 1)) return kOk;
         until = seen >> 1;
@@ -232,7 +253,7 @@ WARPWIRE_FN void add_local(Entry &e, Local at, u32 length) {
 }
 WARPWIRE_FN void add_operands(Entry &e, u64 first, u64 second) { add_segment(e, high(first), low(first), high(second), low(second)); }
 
-WARPWIRE_FN void write_entry(const Qp &qp, u64 number, const Entry &e) {
+WARPWIRE_FN void write_entry(const Poster &qp, u64 number, const Entry &e) {
     u64 at = qp.send_queue + (number & qp.send_mask) * 64;
     u32 index = static_cast<u32>(number) & 0xffff;
     store_segment(at, big_endian(index << 8 | e.opcode), big_endian(qp.number << 8 | e.segments), e.words[2], e.words[3]);
@@ -250,8 +271,9 @@ WARPWIRE_FN Ticket post_alone(Qp &qp, const Entry &a, const Entry *b, u64 timeou
     u32 count = b ? 2 : 1;
     Status status = reserve(sends(qp), count, timeout, &first);
     if (status != kOk) return refused(status);
-    write_entry(qp, first, a);
-    if (b) write_entry(qp, first + 1, *b);
+    Poster post = poster(qp);
+    write_entry(post, first, a);
+    if (b) write_entry(post, first + 1, *b);
     return Ticket{first + count - 1, publish(qp, first, count)};
 }
 
@@ -276,8 +298,9 @@ template <class Group> WARPWIRE_FN Ticket post(Qp &qp, const Entry &a, const Ent
     status = static_cast<Status>(static_cast<int>(group.share(static_cast<u64>(status))));
     if (status != kOk) return refused(status);
     u64 number = first + per * group.rank();
-    write_entry(qp, number, a);
-    if (b) write_entry(qp, number + 1, *b);
+    Poster post = poster(qp);
+    write_entry(post, number, a);
+    if (b) write_entry(post, number + 1, *b);
     group.sync();
     if (group.rank() == 0) status = publish(qp, first, count);
     status = static_cast<Status>(static_cast<int>(group.share(static_cast<u64>(status))));

@@ -15,10 +15,14 @@ constexpr u64 kGeneration = 0xffff;                                             
 constexpr u32 kReceiveErrorAt = 16, kSendErrorAt = 24;
 constexpr u64 kIsDatagram = 1ull << 32, kListening = 1ull << 33, kConnecting = 1ull << 34, kConnected = 1ull << 35;
 constexpr u64 kReceiveEnd = 1ull << 36, kSendEnd = 1ull << 37, kIsWarp = 1ull << 38, kResets = 1ull << 39;
+constexpr u32 kQuickLooks = 16;                        // at one word, before all others are looked at
 constexpr u64 kLastCall = 10ull * 1000 * 1000 * 1000;  // how long close waits for calls of other groups
 
 // ------------------------------------------------------------------------------------------------------------------
 // Words that others change: the host (system), or other threads of this GPU (gpu).
+//
+// A load waits for the memory behind the caches, and what follows a `load_` waits for it; several `peek_`s in a row wait once.
+// So a call peeks at everything that needs no order among itself, then loads the one word that the next step hangs on.
 
 #if WARPWIRE_CUDA
 WARPWIRE_FN u64 load_system(const u64 *p) {
@@ -47,6 +51,34 @@ WARPWIRE_FN u32 load_gpu(const u32 *p) {
 }
 WARPWIRE_FN void store_gpu(u64 *p, u64 v) { asm volatile("st.release.gpu.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 WARPWIRE_FN void store_gpu(u32 *p, u32 v) { asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+WARPWIRE_FN u64 peek_system(const u64 *p) {
+    u64 v;
+    asm volatile("ld.relaxed.sys.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+WARPWIRE_FN u32 peek_system(const u32 *p) {
+    u32 v;
+    asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+WARPWIRE_FN u64 peek_gpu(const u64 *p) {
+    u64 v;
+    asm volatile("ld.relaxed.gpu.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+WARPWIRE_FN u32 peek_gpu(const u32 *p) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+// For who holds a lock: the next holder sees it, since freeing the lock comes behind it.
+WARPWIRE_FN void put_gpu(u64 *p, u64 v) { asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+// Takes a lock if it is free, and gives what it was.
+WARPWIRE_FN u32 take(u32 *lock) {
+    u32 seen;
+    asm volatile("atom.acquire.gpu.cas.b32 %0, [%1], 0, 1;" : "=r"(seen) : "l"(lock) : "memory");
+    return seen;
+}
 WARPWIRE_FN u32 replace(u32 *p, u32 old, u32 next) {
     u32 seen;
     asm volatile("atom.acq_rel.gpu.cas.b32 %0, [%1], %2, %3;" : "=r"(seen) : "l"(p), "r"(old), "r"(next) : "memory");
@@ -73,6 +105,16 @@ inline u64 load_gpu(const u64 *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 inline u32 load_gpu(const u32 *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_gpu(u64 *p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline void store_gpu(u32 *p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline u64 peek_system(const u64 *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline u32 peek_system(const u32 *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline u64 peek_gpu(const u64 *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline u32 peek_gpu(const u32 *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline void put_gpu(u64 *p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+inline u32 take(u32 *lock) {
+    u32 seen = kFree;
+    __atomic_compare_exchange_n(lock, &seen, kCopying, false, __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE);
+    return seen;
+}
 inline u32 replace(u32 *p, u32 old, u32 next) {
     __atomic_compare_exchange_n(p, &old, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     return old;
@@ -96,7 +138,7 @@ class Waiter {
     WARPWIRE_CALL i64 step(const Table &table) {
         if (limit_ == 0) return -kEagain;
         step_back();
-        if (++looks_ % 32 != 1) return 0;
+        if (++looks_ % 32 != 0) return 0;
         const Pulse *pulse = reinterpret_cast<const Pulse *>(table.pulse);
         if (load_system(&pulse->closed)) return -kEconnaborted;
         u64 now = clock_ns(), beat = load_system(&pulse->beat);
@@ -123,10 +165,11 @@ struct Found {
 };
 
 WARPWIRE_FN Found find(const Table &table, int socket) {
-    u32 index = static_cast<u32>(socket) & 0xffff, generation = static_cast<u32>(socket) >> 16;
-    if (socket < 0 || index >= table.sockets || generation == 0) return Found{nullptr, nullptr, nullptr, 0, socket};
-    return Found{reinterpret_cast<Inbox *>(table.inbox) + index, reinterpret_cast<Outbox *>(table.outbox) + index,
-                 reinterpret_cast<Desk *>(table.desks) + index, generation, socket};
+    u32 index = static_cast<u32>(socket) & 0xffff, generation = static_cast<u32>(socket) >> 16, sockets = table.sockets;
+    u64 inbox = table.inbox, outbox = table.outbox, desks = table.desks;  // all at once
+    if (socket < 0 || index >= sockets || generation == 0) return Found{nullptr, nullptr, nullptr, 0, socket};
+    return Found{reinterpret_cast<Inbox *>(inbox) + index, reinterpret_cast<Outbox *>(outbox) + index,
+                 reinterpret_cast<Desk *>(desks) + index, generation, socket};
 }
 
 // Its state, or 0 if the handle is not open any more. Counters that are read later are not older than the state.
@@ -139,10 +182,25 @@ WARPWIRE_FN u64 look(const Found &found) {
 WARPWIRE_FN i64 receive_error(u64 state) { return static_cast<i64>(state >> kReceiveErrorAt & 0xff); }
 WARPWIRE_FN i64 send_error(u64 state) { return static_cast<i64>(state >> kSendErrorAt & 0xff); }
 
+WARPWIRE_FN u64 patience(u32 flags, u64 timeout) { return flags & kFlagNonBlocking ? 0 : timeout ? timeout : kForEver; }
 WARPWIRE_FN u64 patience(const Found &found, const u64 *timeout) {
-    if (load_gpu(&found.desk->flags) & kFlagNonBlocking) return 0;
-    u64 limit = load_gpu(timeout);
-    return limit ? limit : kForEver;
+    u32 flags = peek_gpu(&found.desk->flags);
+    return patience(flags, load_gpu(timeout));
+}
+
+// All that a call wants to know of a socket before it has a lock: hints, but for the state, which is as in `look`.
+struct Sight {
+    u64 state, sent, consumed, patience;
+    u32 flags;
+};
+WARPWIRE_FN Sight see(const Found &found, u64 Desk::*timeout) {
+    if (!found.generation) return Sight{0, 0, 0, 0, 0};
+    const Desk *desk = found.desk;
+    u32 generation = peek_gpu(&desk->generation), flags = peek_gpu(&desk->flags);
+    u64 sent = peek_gpu(&desk->sent), consumed = peek_gpu(&desk->consumed), limit = peek_gpu(&(desk->*timeout));
+    u64 state = load_system(&found.inbox->state);
+    bool open = generation == found.generation && (state & kGeneration) == generation;
+    return Sight{open ? state : 0, sent, consumed, patience(flags, limit), flags};
 }
 
 WARPWIRE_CALL void take_desk(const Table &table, int socket) {
@@ -162,12 +220,28 @@ WARPWIRE_CALL void take_desk(const Table &table, int socket) {
     store_gpu(&desk->generation, static_cast<u32>(socket) >> 16);
 }
 
+// What a call knows of a direction whose lock it has.
+struct Held {
+    u64 ours, theirs;    // the counter that only the holder changes, and the other end's
+    u64 ring, size;
+    u64 reported;        // of receiving in the family `warp`
+    u32 report_at, flags, berth;
+};
+
+// Free bytes of the send ring; more than its size if the peer lies.
+WARPWIRE_FN u64 free_of(const Held &held, u64 size) { return held.theirs > held.ours ? ~0ull : size - (held.ours - held.theirs); }
+
 // 1: the lock is ours. 0: another has it. Below 0: the socket is closed, or another by now.
-WARPWIRE_FN i64 try_lock(const Found &found, u32 *lock) {
-    u32 before = replace(lock, kFree, kCopying);
+WARPWIRE_FN i64 hold(const Found &found, u32 *lock, const u64 *ours, const u64 *theirs, Held *held) {
+    u32 before = take(lock);
     if (before == kGone) return -kEbadf;
     if (before != kFree) return 0;
-    if (load_gpu(&found.desk->generation) == found.generation) return 1;
+    const Desk *desk = found.desk;
+    u32 generation = peek_gpu(&desk->generation);
+    held->ours = peek_gpu(ours), held->reported = peek_gpu(&desk->reported);
+    held->flags = peek_gpu(&desk->flags), held->berth = peek_gpu(&desk->berth);
+    held->theirs = load_system(theirs);
+    if (generation == found.generation) return 1;
     store_gpu(lock, kFree);
     return -kEbadf;
 }
@@ -311,20 +385,32 @@ struct Turn {
     u64 at;       // counter of the first byte
     u64 advance;  // what the counter grows by
 };
+WARPWIRE_FN Turn no_turn(i64 result) { return Turn{result, 0, 0, 0, 0}; }
+
+// Gives all of a group what its first thread has.
+template <class Group, u32 kCount> WARPWIRE_FN void share_all(Group group, u64 (&words)[kCount]) {
+    for (u32 i = 0; i < kCount; i++) words[i] = group.share(words[i]);
+}
+#if WARPWIRE_CUDA
+template <u32 kCount> WARPWIRE_FN void share_all(Block group, u64 (&words)[kCount]) {
+    __shared__ u64 given[kCount];
+    if (group.rank() == 0)
+        for (u32 i = 0; i < kCount; i++) given[i] = words[i];
+    group.sync();
+    for (u32 i = 0; i < kCount; i++) words[i] = given[i];
+    group.sync();
+}
+#endif
 
 template <class Group> WARPWIRE_FN Turn shared(Group group, Turn mine) {
-    Turn all;
-    all.result = static_cast<i64>(group.share(static_cast<u64>(mine.result)));
-    all.advance = group.share(mine.advance);
-    if (!all.advance) return Turn{all.result, 0, 0, 0, 0};
-    all.ring = group.share(mine.ring), all.size = group.share(mine.size), all.at = group.share(mine.at);
-    return all;
+    u64 words[5] = {static_cast<u64>(mine.result), mine.ring, mine.size, mine.at, mine.advance};
+    share_all(group, words);
+    return Turn{static_cast<i64>(words[0]), words[1], words[2], words[3], words[4]};
 }
 template <class Group> WARPWIRE_FN Span shared(Group group, Span mine) {
-    Span all;
-    all.bytes = reinterpret_cast<void *>(group.share(reinterpret_cast<u64>(mine.bytes)));
-    all.length = static_cast<i64>(group.share(static_cast<u64>(mine.length)));
-    return all;
+    u64 words[2] = {reinterpret_cast<u64>(mine.bytes), static_cast<u64>(mine.length)};
+    share_all(group, words);
+    return Span{reinterpret_cast<void *>(words[0]), static_cast<i64>(words[1])};
 }
 
 #if WARPWIRE_CUDA
@@ -376,174 +462,177 @@ template <class Group> WARPWIRE_FN void copy_out(Group group, const Turn &turn, 
     copy<true>(group, into + first, reinterpret_cast<const u8 *>(turn.ring), length - first);
 }
 
-// Why nothing can be sent on a socket in that state, or 0.
-WARPWIRE_FN i64 may_send(const Found &found, u64 state) {
+// Why nothing can be sent on a socket, or 0.
+WARPWIRE_FN i64 may_send(const Sight &sight) {
+    u64 state = sight.state;
     if (!state) return -kEbadf;
     if (send_error(state)) return -send_error(state);
-    if (state & kSendEnd || load_gpu(&found.desk->flags) & kFlagShutSend) return -kEpipe;
+    if (state & kSendEnd || sight.flags & kFlagShutSend) return -kEpipe;
     return state & (kConnected | kConnecting | kIsDatagram) ? 0 : -kEnotconn;
 }
 
 // Waits for room, and takes the lock. A record that says to whom is written before a datagram.
-WARPWIRE_CALL Turn begin_send(const Table &table, int socket, u64 length, const Address *to) {
-    Found found = find(table, socket);
-    u64 state = look(found);
-    if (!state) return Turn{-kEbadf, 0, 0, 0, 0};
-    bool datagram = state & kIsDatagram;
-    u64 size = load_system(&found.inbox->send_size), needs = datagram ? footprint(length) : least(length, 1);
-    if (to && !datagram) return Turn{-kEisconn, 0, 0, 0, 0};
-    if (datagram && !to && !(state & kConnected)) return Turn{-kEdestaddrreq, 0, 0, 0, 0};
-    if (datagram && (length > load_system(&found.inbox->longest) || needs > size)) return Turn{-kEmsgsize, 0, 0, 0, 0};
-    Waiter waiter(patience(found, &found.desk->send_timeout));
-    for (;;) {
-        state = look(found);
-        if (i64 error = may_send(found, state)) return Turn{error, 0, 0, 0, 0};
-        if (!(state & kConnecting) && !datagram && length == 0) return Turn{0, 0, 0, 0, 0};
+WARPWIRE_CALL Turn begin_send(const Table &table, const Found &found, u64 length, const Address *to, Held *held) {
+    Sight sight = see(found, &Desk::send_timeout);
+    if (!sight.state) return no_turn(-kEbadf);
+    bool datagram = sight.state & kIsDatagram;
+    if (to && !datagram) return no_turn(-kEisconn);
+    if (datagram && !to && !(sight.state & kConnected)) return no_turn(-kEdestaddrreq);
+    u64 needs = datagram ? footprint(length) : least(length, 1);
+    for (Waiter waiter(sight.patience);;) {
+        u64 ring = peek_system(&found.inbox->send_ring), size = peek_system(&found.inbox->send_size);
+        u64 taken = load_system(&found.inbox->taken);
+        if (i64 error = may_send(sight)) return no_turn(error);
+        if (datagram && (length > peek_system(&found.inbox->longest) || needs > size)) return no_turn(-kEmsgsize);
+        bool ready = !(sight.state & kConnecting);
+        if (ready && needs == 0) return no_turn(0);
         i64 locked = 0;
-        i64 free = state & kConnecting ? 0 : room(table, found, state);
-        if (free < 0) return Turn{free, 0, 0, 0, 0};
-        if (!(state & kConnecting) && static_cast<u64>(free) >= needs) locked = try_lock(found, &found.desk->send_lock);
-        if (locked < 0) return Turn{locked, 0, 0, 0, 0};
+        if (ready && size - (sight.sent - taken) >= needs)
+            locked = hold(found, &found.desk->send_lock, &found.desk->sent, &found.inbox->taken, held);
+        if (locked < 0) return no_turn(locked);
         if (locked) {
-            free = room(table, found, state);
-            u64 fits = free < 0 ? 0 : static_cast<u64>(free), sent = load_gpu(&found.desk->sent), ring = load_system(&found.inbox->send_ring);
-            size = load_system(&found.inbox->send_size);
-            if (fits >= needs && datagram) {
+            u64 sent = held->ours, free = free_of(*held, size);
+            if (free <= size && free >= needs) {
+                if (!datagram) return Turn{static_cast<i64>(least(length, free)), ring, size, sent, least(length, free)};
                 Record *record = reinterpret_cast<Record *>(ring + (sent & (size - 1)));
                 record->value = static_cast<u32>(length), record->error = 0;
                 record->address = to ? *to : no_address();
                 return Turn{static_cast<i64>(length), ring, size, sent + sizeof(Record), needs};
             }
-            if (fits >= needs) return Turn{static_cast<i64>(least(length, fits)), ring, size, sent, least(length, fits)};
             store_gpu(&found.desk->send_lock, kFree);
+            if (free > size) return no_turn(give_up(table, found, kEproto));  // the peer lies
         }
-        if (i64 stop = waiter.step(table)) return Turn{stop, 0, 0, 0, 0};
+        if (i64 stop = waiter.step(table)) return no_turn(stop);
+        sight = see(found, &Desk::send_timeout);
     }
 }
 
 // To the host, or to the peer by writing it there.
-WARPWIRE_FN void publish_sent(const Table &table, const Found &found, u64 ring, u64 size, u64 count) {
-    u64 before = load_gpu(&found.desk->sent), sent = before + count;
-    store_gpu(&found.desk->sent, sent);
-    if (load_gpu(&found.desk->flags) & kFlagWarp) {
-        post_sent(table, found, ring, size, before, sent);
+WARPWIRE_FN void publish_sent(const Table &table, const Found &found, const Held &held, u64 ring, u64 size, u64 sent) {
+    put_gpu(&found.desk->sent, sent);
+    if (held.flags & kFlagWarp) {
+        post_sent(table, found, held.berth, ring, size, held.ours, sent);
         return;
     }
     fence_system();
     store_system(&found.outbox->sent, static_cast<u32>(sent));
 }
 WARPWIRE_FN void tell_consumed(const Found &found, u64 consumed) {
-    store_gpu(&found.desk->consumed, consumed);
+    put_gpu(&found.desk->consumed, consumed);
     fence_system();
     store_system(&found.outbox->consumed, static_cast<u32>(consumed));
 }
-WARPWIRE_FN void publish_consumed(const Table &table, const Found &found, u64 consumed) {
-    if (!(load_gpu(&found.desk->flags) & kFlagWarp)) {
+WARPWIRE_FN void publish_consumed(const Table &table, const Found &found, const Held &held, u64 consumed) {
+    if (!(held.flags & kFlagWarp)) {
         tell_consumed(found, consumed);
         return;
     }
-    store_gpu(&found.desk->consumed, consumed);
-    report(table, found, consumed);
+    put_gpu(&found.desk->consumed, consumed);
+    if (consumed - held.reported >= held.report_at) report(table, found, held.berth, consumed);
 }
 
-WARPWIRE_CALL void end_send(const Table &table, int socket, const Turn &turn) {
-    Found found = find(table, socket);
-    publish_sent(table, found, turn.ring, turn.size, turn.advance);
+WARPWIRE_CALL void end_send(const Table &table, const Found &found, const Held &held, const Turn &turn) {
+    publish_sent(table, found, held, turn.ring, turn.size, held.ours + turn.advance);
     store_gpu(&found.desk->send_lock, kFree);
 }
-WARPWIRE_CALL void end_receive(const Table &table, int socket, const Turn &turn) {
-    Found found = find(table, socket);
-    publish_consumed(table, found, load_gpu(&found.desk->consumed) + turn.advance);
+WARPWIRE_CALL void end_receive(const Table &table, const Found &found, const Held &held, const Turn &turn) {
+    publish_consumed(table, found, held, held.ours + turn.advance);
     store_gpu(&found.desk->receive_lock, kFree);
 }
 
-// More than 0: so much can be received. 0: the end. -kEagain: nothing yet. Else why never.
-WARPWIRE_FN i64 readable(const Table &table, const Found &found) {
-    u64 state = look(found);
-    if (!state) return -kEbadf;
-    i64 waiting = available(table, found, &state);
-    if (waiting) return waiting;
-    if (load_gpu(&found.desk->flags) & kFlagShutReceive) return 0;
+// Why nothing will come on a socket whose ring is empty: 0 at the end. -kEagain: something may.
+WARPWIRE_FN i64 why_empty(const Sight &sight, bool ended) {
+    u64 state = sight.state;
+    if (sight.flags & kFlagShutReceive) return 0;
     if (receive_error(state)) return -receive_error(state);
-    if (state & kReceiveEnd) return 0;
+    if (ended || state & kReceiveEnd) return 0;
     return state & (kConnected | kConnecting | kIsDatagram) ? -kEagain : -kEnotconn;
 }
 
 // Waits for something to receive, and takes the lock: how much there is, 0 at the end (without the lock), or why not.
-WARPWIRE_CALL i64 lock_readable(const Table &table, const Found &found) {
-    if (!found.generation || !look(found)) return -kEbadf;
-    Waiter waiter(patience(found, &found.desk->receive_timeout));
-    for (;;) {
-        i64 waiting = readable(table, found);
-        if (waiting <= 0 && waiting != -kEagain) return waiting;
-        i64 locked = waiting > 0 ? try_lock(found, &found.desk->receive_lock) : 0;
-        if (locked < 0) return locked;
-        if (locked) {
-            u64 state = look(found);
-            waiting = available(table, found, &state);
-            if (waiting > 0) return waiting;
-            store_gpu(&found.desk->receive_lock, kFree);
+WARPWIRE_CALL i64 lock_readable(const Table &table, const Found &found, const Sight &first, Held *held) {
+    Sight sight = first;
+    for (Waiter waiter(sight.patience);;) {
+        if (!sight.state) return -kEbadf;
+        const Inbox *inbox = found.inbox;
+        u64 ended = is_warp(sight.state) ? kEnded : 0;
+        held->ring = peek_system(&inbox->receive_ring), held->size = peek_system(&inbox->receive_size);
+        held->report_at = peek_system(&inbox->report_at);
+        u64 word = load_system(&inbox->received);
+        if ((word & ~ended) != sight.consumed) {
+            i64 locked = hold(found, &found.desk->receive_lock, &found.desk->consumed, &inbox->received, held);
+            if (locked < 0) return locked;
+            if (locked) {
+                u64 waiting = (held->theirs & ~ended) - held->ours;
+                if (waiting && (!ended || waiting <= held->size)) return static_cast<i64>(waiting);
+                store_gpu(&found.desk->receive_lock, kFree);
+                if (waiting) return give_up(table, found, kEproto);  // the peer lies
+            }
+        } else {
+            i64 why = why_empty(sight, word & ended);
+            if (why != -kEagain) return why;
+            // What is waited for comes by this word alone; all else changes seldom.
+            for (u32 i = 0; i < kQuickLooks && sight.patience; i++)
+                if (load_system(&inbox->received) != word) break;
         }
         if (i64 stop = waiter.step(table)) return stop;
+        sight = see(found, &Desk::receive_timeout);
     }
 }
 
-WARPWIRE_CALL void read_record(const Found &found, u64 at, Record *into) {
-    u64 ring = load_system(&found.inbox->receive_ring), size = load_system(&found.inbox->receive_size);
-    Turn turn = {sizeof(Record), ring, size, at, 0};
-    copy_out(Thread(), turn, reinterpret_cast<u8 *>(into));
+WARPWIRE_CALL void read_record(const Held &held, Record *into) {
+    copy_out(Thread(), Turn{sizeof(Record), held.ring, held.size, held.ours, 0}, reinterpret_cast<u8 *>(into));
 }
 
-WARPWIRE_CALL Turn begin_receive(const Table &table, int socket, u64 length, Address *from) {
-    Found found = find(table, socket);
-    u64 state = look(found);
-    if (!state) return Turn{-kEbadf, 0, 0, 0, 0};
-    bool datagram = state & kIsDatagram;
-    if (!datagram && length == 0) return Turn{0, 0, 0, 0, 0};
-    if (state & kListening) return Turn{-kEnotconn, 0, 0, 0, 0};
-    i64 available = lock_readable(table, found);
-    if (available <= 0) return Turn{available, 0, 0, 0, 0};
-    u64 ring = load_system(&found.inbox->receive_ring), size = load_system(&found.inbox->receive_size);
-    u64 at = load_gpu(&found.desk->consumed);
+WARPWIRE_CALL Turn begin_receive(const Table &table, const Found &found, u64 length, Address *from, Held *held) {
+    Sight sight = see(found, &Desk::receive_timeout);
+    if (!sight.state) return no_turn(-kEbadf);
+    bool datagram = sight.state & kIsDatagram;
+    if (!datagram && length == 0) return no_turn(0);
+    if (sight.state & kListening) return no_turn(-kEnotconn);
+    i64 available = lock_readable(table, found, sight, held);
+    if (available <= 0) return no_turn(available);
     if (!datagram) {
         u64 count = least(length, static_cast<u64>(available));
-        return Turn{static_cast<i64>(count), ring, size, at, count};
+        return Turn{static_cast<i64>(count), held->ring, held->size, held->ours, count};
     }
     Record record;
-    read_record(found, at, &record);
+    read_record(*held, &record);
     if (from) *from = record.address;
     i64 result = record.error ? -static_cast<i64>(record.error) : static_cast<i64>(least(length, record.value));
-    return Turn{result, ring, size, at + sizeof(Record), footprint(record.value)};
+    return Turn{result, held->ring, held->size, held->ours + sizeof(Record), footprint(record.value)};
 }
 
 WARPWIRE_CALL i64 accept_alone(const Table &table, int listener, Address *from) {
     Found found = find(table, listener);
-    u64 state = look(found);
-    if (!state) return -kEbadf;
-    if (!(state & kListening)) return -kEinval;
-    Waiter waiter(patience(found, &found.desk->receive_timeout));
-    for (;;) {
-        state = look(found);
-        if (!state) return -kEbadf;
-        if (receive_error(state)) return -receive_error(state);
-        u64 received = load_system(&found.inbox->received), consumed = load_gpu(&found.desk->consumed);
-        i64 locked = received != consumed ? try_lock(found, &found.desk->receive_lock) : 0;
+    Sight sight = see(found, &Desk::receive_timeout);
+    if (!sight.state) return -kEbadf;
+    if (!(sight.state & kListening)) return -kEinval;
+    for (Waiter waiter(sight.patience);;) {
+        if (!sight.state) return -kEbadf;
+        if (receive_error(sight.state)) return -receive_error(sight.state);
+        Held held;
+        held.ring = peek_system(&found.inbox->receive_ring), held.size = peek_system(&found.inbox->receive_size);
+        i64 locked = 0;
+        if (load_system(&found.inbox->received) != sight.consumed)
+            locked = hold(found, &found.desk->receive_lock, &found.desk->consumed, &found.inbox->received, &held);
         if (locked < 0) return locked;
         if (locked) {
-            consumed = load_gpu(&found.desk->consumed);  // another group may have been faster
             Record record;
-            if (received != consumed) {
-                read_record(found, consumed, &record);
-                tell_consumed(found, consumed + sizeof(Record));
+            bool some = held.theirs != held.ours;  // another group may have been faster
+            if (some) {
+                read_record(held, &record);
+                tell_consumed(found, held.ours + sizeof(Record));
             }
             store_gpu(&found.desk->receive_lock, kFree);
-            if (received != consumed) {
+            if (some) {
                 take_desk(table, static_cast<int>(record.value));
                 if (from) *from = record.address;
                 return record.value;
             }
         }
         if (i64 stop = waiter.step(table)) return stop;
+        sight = see(found, &Desk::receive_timeout);
     }
 }
 
@@ -554,26 +643,36 @@ WARPWIRE_FN Span no_span(i64 why) { return Span{nullptr, why}; }
 
 WARPWIRE_CALL Span borrow_alone(const Table &table, int socket, u64 most) {
     Found found = find(table, socket);
-    u64 state = look(found);
-    if (!state) return no_span(-kEbadf);
-    if (state & kIsDatagram) return no_span(-kEopnotsupp);
-    if (state & kListening) return no_span(-kEnotconn);
-    i64 available = lock_readable(table, found);
+    Sight sight = see(found, &Desk::receive_timeout);
+    if (!sight.state) return no_span(-kEbadf);
+    if (sight.state & kIsDatagram) return no_span(-kEopnotsupp);
+    if (sight.state & kListening) return no_span(-kEnotconn);
+    Held held;
+    i64 available = lock_readable(table, found, sight, &held);
     if (available <= 0) return no_span(available);
-    u64 size = load_system(&found.inbox->receive_size), place = load_gpu(&found.desk->consumed) & (size - 1);
-    u64 length = least(least(static_cast<u64>(available), size - place), most);
+    u64 place = held.ours & (held.size - 1), length = least(least(static_cast<u64>(available), held.size - place), most);
     store_gpu(&found.desk->receive_lock, length ? kSpan : kFree);
-    return Span{reinterpret_cast<void *>(load_system(&found.inbox->receive_ring) + place), static_cast<i64>(length)};
+    return Span{reinterpret_cast<void *>(held.ring + place), static_cast<i64>(length)};
+}
+
+// What is known of a direction whose span is out, for the one who has it.
+WARPWIRE_FN Held held_span(const Found &found, const u64 *ours, const u64 *theirs) {
+    Held held;
+    held.ours = peek_gpu(ours), held.reported = peek_gpu(&found.desk->reported);
+    held.flags = peek_gpu(&found.desk->flags), held.berth = peek_gpu(&found.desk->berth);
+    held.report_at = peek_system(&found.inbox->report_at);
+    held.theirs = load_system(theirs);
+    return held;
 }
 
 WARPWIRE_CALL i64 give_back_alone(const Table &table, int socket, u64 used) {
     Found found = find(table, socket);
-    if (!look(found)) return -kEbadf;
-    if (load_gpu(&found.desk->receive_lock) != kSpan) return -kEinval;
-    u64 consumed = load_gpu(&found.desk->consumed);
     u64 state = look(found);
-    if (used > received(found, &state) - consumed) return -kEinval;
-    publish_consumed(table, found, consumed + used);
+    if (!state) return -kEbadf;
+    if (load_gpu(&found.desk->receive_lock) != kSpan) return -kEinval;
+    Held held = held_span(found, &found.desk->consumed, &found.inbox->received);
+    if (used > (held.theirs & ~(is_warp(state) ? kEnded : 0)) - held.ours) return -kEinval;
+    publish_consumed(table, found, held, held.ours + used);
     store_gpu(&found.desk->receive_lock, kFree);
     return 0;
 }
@@ -584,7 +683,8 @@ WARPWIRE_CALL Span reserve_alone(const Table &table, int socket, u64 most) {
     if (!state) return no_span(-kEbadf);
     if (state & kIsDatagram) return no_span(-kEopnotsupp);
     if (most == 0) return no_span(-kEinval);
-    Turn turn = begin_send(table, socket, most, nullptr);
+    Held held;
+    Turn turn = begin_send(table, found, most, nullptr, &held);
     if (turn.result <= 0) return no_span(turn.result);
     u64 place = turn.at & (turn.size - 1);
     store_gpu(&found.desk->send_lock, kSpan);
@@ -595,34 +695,48 @@ WARPWIRE_CALL i64 commit_alone(const Table &table, int socket, u64 filled) {
     Found found = find(table, socket);
     if (!look(found)) return -kEbadf;
     if (load_gpu(&found.desk->send_lock) != kSpan) return -kEinval;
-    i64 free = room(table, found, load_system(&found.inbox->state));
-    if (free < 0 || load_gpu(&found.desk->flags) & kFlagEnded) {  // what the peer was told is not changed
+    u64 ring = peek_system(&found.inbox->send_ring), size = peek_system(&found.inbox->send_size);
+    Held held = held_span(found, &found.desk->sent, &found.inbox->taken);
+    u64 free = free_of(held, size);
+    if (free > size || held.flags & kFlagEnded) {  // the peer lies; or it was told of the end, which is not taken back
         store_gpu(&found.desk->send_lock, kFree);
-        return free < 0 ? free : -kEpipe;
+        return free > size ? give_up(table, found, kEproto) : -kEpipe;
     }
-    if (filled > static_cast<u64>(free)) return -kEinval;
-    if (filled) publish_sent(table, found, load_system(&found.inbox->send_ring), load_system(&found.inbox->send_size), filled);
+    if (filled > free) return -kEinval;
+    if (filled) publish_sent(table, found, held, ring, size, held.ours + filled);
     store_gpu(&found.desk->send_lock, kFree);
     return 0;
 }
 
 // ------------------------------------------------------------------------------------------------------------------
 
+// How full the rings seem to be: hints, since other groups use them meanwhile. What a peer says is judged by who has the lock.
+struct Levels {
+    u64 waiting, free;
+    bool ended;
+};
+WARPWIRE_FN Levels levels(const Found &found, const Sight &sight) {
+    const Inbox *inbox = found.inbox;
+    u64 sends = peek_system(&inbox->send_size), receives = peek_system(&inbox->receive_size), taken = peek_system(&inbox->taken);
+    u64 word = load_system(&inbox->received), ended = is_warp(sight.state) ? word & kEnded : 0;
+    return Levels{least((word ^ ended) - sight.consumed, receives), least(sends - (sight.sent - taken), sends), ended != 0};
+}
+
 // Everything that there is to tell of a socket.
 WARPWIRE_CALL u32 ready(const Table &table, int socket) {
     Found found = find(table, socket);
-    u64 state = look(found);
+    Sight sight = see(found, &Desk::receive_timeout);
+    u64 state = sight.state;
     if (!state) return kNval;
     u32 events = 0;
-    i64 waiting = available(table, found, &state), free = room(table, found, state);
-    if (waiting < 0 || free < 0) return kErr | kIn | kOut | kHup;  // the peer lies, and the socket has ended for that
-    bool no_more = state & kReceiveEnd, no_send = state & kSendEnd;
-    if (waiting || no_more) events |= kIn;
+    Levels level = levels(found, sight);
+    bool no_more = level.ended || state & kReceiveEnd, no_send = state & kSendEnd;
+    if (level.waiting || no_more) events |= kIn;
     if (no_more) events |= kRdhup;
     if (receive_error(state) || send_error(state)) events |= kErr | kOut;
     if (no_more && no_send) events |= kHup;
     u64 needs = state & kIsDatagram ? 2 * sizeof(Record) : 1;
-    if (state & (kConnected | kIsDatagram) && !no_send && static_cast<u64>(free) >= needs) events |= kOut;
+    if (state & (kConnected | kIsDatagram) && !no_send && level.free >= needs) events |= kOut;
     return events;
 }
 

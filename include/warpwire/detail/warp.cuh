@@ -37,29 +37,6 @@ WARPWIRE_CALL i64 give_up(const Table &table, const Found &found, i64 why) {
     return told == -kEconnaborted ? told : -why;
 }
 
-// Bytes that came, by a state that was looked at before; the peer's word about the end becomes part of that.
-WARPWIRE_FN u64 received(const Found &found, u64 *state) {
-    u64 word = load_system(&found.inbox->received);
-    if (!is_warp(*state) || !(word & kEnded)) return word;
-    *state |= kReceiveEnd;
-    return word & ~kEnded;
-}
-
-// Bytes that wait in the ring, or why there will be none: the peer lies.
-WARPWIRE_FN i64 available(const Table &table, const Found &found, u64 *state) {
-    u64 waiting = received(found, state) - load_gpu(&found.desk->consumed);
-    if (waiting && is_warp(*state) && waiting > load_system(&found.inbox->receive_size)) return give_up(table, found, kEproto);
-    return static_cast<i64>(waiting);
-}
-
-// Free bytes of the send ring, or why there are none: the peer lies.
-WARPWIRE_FN i64 room(const Table &table, const Found &found, u64 state) {
-    u64 size = load_system(&found.inbox->send_size), taken = load_system(&found.inbox->taken);
-    u64 sent = load_gpu(&found.desk->sent), outstanding = sent - taken;
-    if (is_warp(state) && (taken > sent || outstanding > size)) return give_up(table, found, kEproto);
-    return static_cast<i64>(size - outstanding);
-}
-
 // Makes the berth, when it is first needed.
 WARPWIRE_CALL Berth *board(const Table &table, const Found &found, const Wire *wire) {
     u32 number = load_system(&wire->peer.berth);
@@ -80,11 +57,16 @@ WARPWIRE_FN Berth *berth_of(const Table &table, const Found &found) {
     return number ? reinterpret_cast<Berth *>(table.berths) + (number - 1) : nullptr;
 }
 
-// Takes so many entries, with the lock for posting held; null if that cannot be, and then the connection has ended.
-WARPWIRE_CALL Berth *begin_post(const Table &table, const Found &found, u32 count, u64 *first) {
-    Waiter turn(kPosting);
-    while (replace(&found.desk->post_lock, kFree, kCopying) != kFree)
-        if (turn.step(table)) return nullptr;
+// What posting needs, when the lock for it is held and so many entries are taken.
+struct Post {
+    Berth *berth;  // null if it cannot be, and then the connection has ended
+    u64 first;
+    warpwire::detail::Poster poster;
+    Peer peer;
+};
+
+// The same where it takes longer: the berth is not made, or there is no room. The lock is held.
+WARPWIRE_CALL Post begin_slow_post(const Table &table, const Found &found, u32 count) {
     i64 why = kEnotconn;
     Berth *berth = berth_of(table, found);
     if (!berth)
@@ -92,8 +74,9 @@ WARPWIRE_CALL Berth *begin_post(const Table &table, const Found &found, u32 coun
     if (berth) {
         Waiter waiter(kPosting);
         for (;;) {
-            Status status = warpwire::detail::reserve(warpwire::detail::sends(berth->qp), count, 0, first);
-            if (status == kOk) return berth;
+            u64 first;
+            Status status = warpwire::detail::reserve(warpwire::detail::sends(berth->qp), count, 0, &first);
+            if (status == kOk) return Post{berth, first, warpwire::detail::poster(berth->qp), berth->peer};
             why = kEconnreset;
             if (status != kNotYet || send_error(load_system(&found.inbox->state))) break;
             if (i64 stop = waiter.step(table)) {
@@ -104,63 +87,73 @@ WARPWIRE_CALL Berth *begin_post(const Table &table, const Found &found, u32 coun
     }
     store_gpu(&found.desk->post_lock, kFree);
     give_up(table, found, why);
-    return nullptr;
+    return Post{nullptr, 0, {}, {}};
+}
+
+// Takes the lock for posting and so many entries. `berth` is the desk's word as it was seen before.
+WARPWIRE_FN Post begin_post(const Table &table, const Found &found, u32 berth, u32 count) {
+    Waiter turn(kPosting);
+    while (take(&found.desk->post_lock) != kFree)
+        if (turn.step(table)) return Post{nullptr, 0, {}, {}};
+    if (berth) {
+        Post post;
+        post.berth = reinterpret_cast<Berth *>(table.berths) + (berth - 1);
+        post.poster = warpwire::detail::poster(post.berth->qp), post.peer = post.berth->peer;
+        if (warpwire::detail::reserve_at_once(warpwire::detail::sends(post.berth->qp), count, &post.first) == kOk) return post;
+    }
+    return begin_slow_post(table, found, count);
 }
 
 // Rings for what was filled.
-WARPWIRE_FN void end_post(const Found &found, Berth *berth, u64 first, u32 count) {
-    warpwire::detail::publish(berth->qp, first, count);
+WARPWIRE_FN void end_post(const Found &found, const Post &post, u32 count) {
+    warpwire::detail::publish_alone(post.berth->qp, post.poster, post.first + count);
     store_gpu(&found.desk->post_lock, kFree);
 }
 
-WARPWIRE_FN void write_span(Berth *berth, u64 number, u64 ring, u64 size, u64 from, u64 to) {
-    const Peer &peer = berth->peer;
+WARPWIRE_FN void write_span(const Post &post, u64 number, u64 ring, u64 size, u64 from, u64 to) {
+    const Peer &peer = post.peer;
     warpwire::detail::Entry e = warpwire::detail::entry(warpwire::detail::kWrite);
     warpwire::detail::add_remote(e, Remote{peer.ring + (from & (peer.ring_size - 1)), peer.ring_key});
     warpwire::detail::add_local(e, Local{ring + (from & (size - 1)), peer.send_key}, static_cast<u32>(to - from));
-    warpwire::detail::write_entry(berth->qp, number, e);
+    warpwire::detail::write_entry(post.poster, number, e);
 }
-WARPWIRE_FN void write_word(Berth *berth, u64 number, u64 at, u32 key, u64 value) {
+WARPWIRE_FN void write_word(const Post &post, u64 number, u64 at, u32 key, u64 value) {
     warpwire::detail::Entry e = warpwire::detail::entry(warpwire::detail::kWrite);
     warpwire::detail::add_remote(e, Remote{at, key});
     warpwire::detail::add_segment(e, warpwire::detail::big_endian(0x80000000u | 8), static_cast<u32>(value), static_cast<u32>(value >> 32), 0);
-    warpwire::detail::write_entry(berth->qp, number, e);
+    warpwire::detail::write_entry(post.poster, number, e);
 }
 
 // Sends what the ring holds from one counter to another, and says so.
-WARPWIRE_CALL void post_sent(const Table &table, const Found &found, u64 ring, u64 size, u64 from, u64 to) {
-    u64 first;
+WARPWIRE_CALL void post_sent(const Table &table, const Found &found, u32 berth, u64 ring, u64 size, u64 from, u64 to) {
     // The peer's ring is a multiple of ours: it ends where ours does, or not at all.
     u64 turn = least(to, (from | (size - 1)) + 1);
     u32 count = turn < to ? 3 : 2;
-    Berth *berth = begin_post(table, found, count, &first);
-    if (!berth) return;
-    write_span(berth, first, ring, size, from, turn);
-    if (turn < to) write_span(berth, first + 1, ring, size, turn, to);
-    write_word(berth, first + count - 1, berth->peer.received, berth->peer.received_key, to);
-    end_post(found, berth, first, count);
+    Post post = begin_post(table, found, berth, count);
+    if (!post.berth) return;
+    write_span(post, post.first, ring, size, from, turn);
+    if (turn < to) write_span(post, post.first + 1, ring, size, turn, to);
+    write_word(post, post.first + count - 1, post.peer.received, post.peer.received_key, to);
+    end_post(found, post, count);
 }
 
 // Says that no more will come.
 WARPWIRE_CALL void post_end(const Table &table, const Found &found) {
     if (load_gpu(&found.desk->flags) & kFlagEnded) return;
     change_flags(found.desk, 0, kFlagEnded);
-    u64 first;
-    Berth *berth = begin_post(table, found, 1, &first);
-    if (!berth) return;
-    write_word(berth, first, berth->peer.received, berth->peer.received_key, load_gpu(&found.desk->sent) | kEnded);
-    end_post(found, berth, first, 1);
+    Post post = begin_post(table, found, load_gpu(&found.desk->berth), 1);
+    if (!post.berth) return;
+    write_word(post, post.first, post.peer.received, post.peer.received_key, load_gpu(&found.desk->sent) | kEnded);
+    end_post(found, post, 1);
 }
 
-// Tells the peer what was taken, if that is worth it.
-WARPWIRE_CALL void report(const Table &table, const Found &found, u64 consumed) {
-    if (consumed - load_gpu(&found.desk->reported) < load_system(&found.inbox->report_at)) return;
-    store_gpu(&found.desk->reported, consumed);
-    u64 first;
-    Berth *berth = begin_post(table, found, 1, &first);
-    if (!berth) return;
-    write_word(berth, first, berth->peer.taken, berth->peer.taken_key, consumed);
-    end_post(found, berth, first, 1);
+// Tells the peer what was taken, by who holds the lock for receiving.
+WARPWIRE_CALL void report(const Table &table, const Found &found, u32 berth, u64 consumed) {
+    put_gpu(&found.desk->reported, consumed);
+    Post post = begin_post(table, found, berth, 1);
+    if (!post.berth) return;
+    write_word(post, post.first, post.peer.taken, post.peer.taken_key, consumed);
+    end_post(found, post, 1);
 }
 
 // Tells the peer that no more will come, once those who copy now are done. A span that is out is not waited for.

@@ -139,6 +139,8 @@ pub trait GraphBackend: Send + Sync + std::any::Any {
 pub trait ModuleBackend: Send + Sync {
     /// The kernel of that name.
     fn kernel(self: Arc<Self>, name: &str) -> Result<Arc<dyn KernelBackend>>;
+    /// Sets the variable of that name, all of its bytes.
+    fn set(&self, variable: &str, bytes: &[u8]) -> Result<()>;
 }
 
 /// A kernel.

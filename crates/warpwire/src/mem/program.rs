@@ -111,6 +111,12 @@ impl Module {
         let backend = self.backend.clone().kernel(name)?;
         Ok(Kernel { device: self.device.clone(), backend })
     }
+
+    /// Sets a variable of the program (`__device__`), all of its bytes, by the name that it has in the PTX. To be done
+    /// before a kernel that reads it starts. Block functions of the simulated GPU have no variables: `Unsupported`.
+    pub fn set(&self, variable: &str, bytes: &[u8]) -> Result<()> {
+        self.backend.set(variable, bytes)
+    }
 }
 
 impl fmt::Debug for Module {
@@ -179,7 +185,7 @@ impl Launch {
         self
     }
 
-    /// The next argument: a 64-bit integer. (Kernels for this interface take 64-bit parameters only.)
+    /// The next argument: an integer, for a parameter of 64 bits, or of 32 if it fits. (Kernels for this interface take no others.)
     #[must_use]
     pub fn value(mut self, value: u64) -> Self {
         self.args.push(value);

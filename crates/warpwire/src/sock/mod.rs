@@ -51,6 +51,7 @@ mod berths;
 mod datagrams;
 pub mod device;
 mod fabric;
+mod gpunet;
 mod ground;
 pub mod kv;
 pub mod layout;

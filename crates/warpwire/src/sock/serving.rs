@@ -11,8 +11,8 @@ use super::SockHost;
 use super::device::{self, Failure, Family, Outcome, Setting, Sock, Sockets};
 use super::layout::{ADDRESS_LEN, address_bytes, address_from};
 use crate::error::{Error, Kind, Result};
-use crate::mem::sim::Block;
-use crate::mem::{Allocation, DeviceAddr, Stream};
+use crate::mem::sim::{Block, Fault};
+use crate::mem::{Allocation, DeviceAddr, Kernel, Launch, Stream};
 
 /// Where the host asks it to end, where it puts its listener, and where the errno if it failed. What else lies in its control
 /// words is the program's own.
@@ -59,31 +59,88 @@ pub(super) fn await_listener(
 }
 
 /// Workers at work.
-pub(super) enum Play {
+enum Play {
     Kernel(Stream),
     Threads(Mutex<Vec<JoinHandle<()>>>),
 }
 
-impl Play {
-    /// Workers as threads: `run` gets the setup's address and the worker's number.
-    pub(super) fn on_threads(
+/// The memory of a server whose workers have a setup to read, words of control, and counts.
+pub(super) struct Memory {
+    pub(super) setup: Allocation,
+    pub(super) control: Allocation,
+    pub(super) counts: Allocation,
+    /// What else the setup names.
+    pub(super) _others: [Allocation; 3],
+}
+
+/// A server at work. Dropping it ends it.
+pub(super) struct Server<'a> {
+    host: &'a SockHost,
+    play: Play,
+    address: SocketAddr,
+    memory: Memory,
+}
+
+impl<'a> Server<'a> {
+    /// Starts blocks of so many threads, which get the setup, and returns when they listen.
+    pub(super) fn start(
+        host: &'a SockHost,
+        kernel: &Kernel,
+        (workers, threads): (u32, u32),
+        memory: Memory,
+        asked: SocketAddr,
+    ) -> Result<Self> {
+        let stream = host.device().stream()?;
+        let setup = memory.setup.whole()?;
+        let launch = Launch::new(kernel).grid(workers).threads(threads).region(&setup);
+        start(&stream, launch)?;
+        Self::begun(host, Play::Kernel(stream), memory, asked)
+    }
+
+    /// Starts workers as threads: `run` gets the setup's address and the worker's number.
+    pub(super) fn start_on_threads(
+        host: &'a SockHost,
         workers: u32,
-        setup: u64,
+        memory: Memory,
+        asked: SocketAddr,
         run: impl Fn(u64, u64) + Clone + Send + 'static,
-    ) -> Self {
+    ) -> Result<Self> {
+        let setup = host.address_of(&memory.setup)?;
         let workers = (0..u64::from(workers)).map(|worker| {
             let run = run.clone();
             std::thread::spawn(move || run(setup, worker))
         });
-        Self::Threads(Mutex::new(workers.collect()))
+        let play = Play::Threads(Mutex::new(workers.collect()));
+        Self::begun(host, play, memory, asked)
     }
 
-    /// Asks them to end, and waits until they have.
-    pub(super) fn stop(&self, control: &Allocation) -> Result<()> {
-        control.host_bytes()?.store_u64(STOP, 1)?;
-        match self {
-            Self::Kernel(stream) => stream.synchronize(SOON),
-            Self::Threads(threads) => {
+    fn begun(host: &'a SockHost, play: Play, memory: Memory, asked: SocketAddr) -> Result<Self> {
+        let mut server = Self { host, play, address: asked, memory };
+        server.address = await_listener(host, &server.memory.control, NAME, asked)?;
+        Ok(server)
+    }
+
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The first words of its counts.
+    pub(super) fn counts<const WORDS: usize>(&self) -> Result<[u64; WORDS]> {
+        let mut counts = [0; WORDS];
+        for (at, count) in (0..).step_by(8).zip(&mut counts) {
+            let mut bytes = [0; 8];
+            self.memory.counts.read(at, &mut bytes)?;
+            *count = u64::from_le_bytes(bytes);
+        }
+        Ok(counts)
+    }
+
+    /// Asks workers to end, and waits until they have.
+    pub(super) fn stop(&self) -> Result<()> {
+        self.memory.control.host_bytes()?.store_u64(STOP, 1)?;
+        match &self.play {
+            Play::Kernel(stream) => stream.synchronize(SOON),
+            Play::Threads(threads) => {
                 for thread in std::mem::take(&mut *threads.lock()) {
                     let stopped = || Error::new(Kind::Unavailable, "end a server");
                     thread.join().map_err(|_| stopped().why("a worker panicked"))?;
@@ -92,6 +149,65 @@ impl Play {
             }
         }
     }
+}
+
+impl Drop for Server<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.stop() {
+            tracing::warn!(%error, at = %self.address, "a server inside a kernel did not end");
+        }
+    }
+}
+
+impl std::fmt::Debug for Server<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} on {}", self.address, self.host.device().label())
+    }
+}
+
+#[allow(unsafe_code)]
+pub(super) fn start(stream: &Stream, launch: Launch) -> Result<()> {
+    // SAFETY: the kernel uses the memory that its setup names, which the server keeps until the kernel has ended, and the
+    // sockets' memory, which the server's borrow of the host keeps.
+    unsafe { stream.launch(launch) }
+}
+
+/// How many workers and clients a server may have; `what` is being done.
+pub(super) fn check_numbers(what: &'static str, workers: u32, clients: u32) -> Result<()> {
+    let refuse = |why: String, fix: &'static str| {
+        Err(Error::new(Kind::InvalidArgument, what).why(why).fix(fix))
+    };
+    if workers == 0 || workers > 256 {
+        return refuse(format!("{workers} workers"), "ask for 1 to 256");
+    }
+    if clients == 0 || clients > 60_000 {
+        return refuse(format!("{clients} clients"), "ask for 1 to 60000");
+    }
+    Ok(())
+}
+
+/// What kernels read of a server: words, then the address.
+pub(super) fn setup_bytes<const WORDS: usize>(
+    words: [&mut u64; WORDS],
+    address: &[u8; ADDRESS_LEN],
+) -> Vec<u8> {
+    let mut bytes: Vec<u8> = words.into_iter().flat_map(|word| word.to_le_bytes()).collect();
+    bytes.extend(address);
+    bytes
+}
+
+/// Reads what [`setup_bytes`] wrote.
+pub(super) fn read_setup<const WORDS: usize>(
+    block: &Block<'_>,
+    at: DeviceAddr,
+    words: [&mut u64; WORDS],
+) -> std::result::Result<[u8; ADDRESS_LEN], Fault> {
+    for (number, word) in words.into_iter().enumerate() {
+        *word = block.load_u64(DeviceAddr::new(at.raw() + number as u64 * 8))?;
+    }
+    let mut address = [0; ADDRESS_LEN];
+    block.read(DeviceAddr::new(at.raw() + WORDS as u64 * 8), &mut address)?;
+    Ok(address)
 }
 
 /// The listener of a server's workers: made by the first, and waited for by the others; `None` if there is none.

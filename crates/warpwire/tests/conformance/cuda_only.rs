@@ -17,6 +17,7 @@ cases![
     windows_show_whole_pages_around_small_memory,
     bad_ptx_shows_the_compilers_log,
     a_wrong_number_of_arguments_is_refused,
+    variables_of_a_program_are_set,
     loading_code_while_a_stream_waits_is_refused,
     loaded_kernels_start_while_a_stream_waits,
     the_context_is_left_as_it_was,
@@ -231,10 +232,43 @@ fn a_wrong_number_of_arguments_is_refused(f: &Fixture) {
         let error = unsafe { stream.launch(launch) }.unwrap_err();
         assert!(error.to_string().contains("takes 3"), "{error}");
     }
-    let narrow =
-        ".version 8.2\n.target sm_70\n.address_size 64\n.visible .entry k(.param .u32 x){ret;}\n";
-    let error = f.gpu.load(&Program::new("narrow").ptx(narrow)).unwrap().kernel("k").unwrap_err();
-    assert!(error.to_string().contains("64-bit"), "{error}");
+    let taking = |parameter: &str| {
+        let text = format!(
+            ".version 8.2\n.target sm_70\n.address_size 64\n.visible .entry k(.param {parameter}){{ret;}}\n"
+        );
+        f.gpu.load(&Program::new("narrow").ptx(text)).unwrap().kernel("k")
+    };
+    for parameter in [".u16 x", ".align 8 .b8 x[16]"] {
+        let error = taking(parameter).unwrap_err();
+        assert!(error.to_string().contains("32 and 64 bits"), "{error}");
+    }
+    let narrow = taking(".u32 x").unwrap();
+    // SAFETY: the kernel does nothing.
+    unsafe { stream.launch(Launch::new(&narrow).value(0xffff_ffff)) }.unwrap();
+    stream.synchronize(SOON).unwrap();
+    // SAFETY: refused before it starts.
+    let error = unsafe { stream.launch(Launch::new(&narrow).value(1 << 32)) }.unwrap_err();
+    assert!(error.to_string().contains("has 32 bits"), "{error}");
+}
+
+fn variables_of_a_program_are_set(f: &Fixture) {
+    let text = ".version 8.2\n.target sm_70\n.address_size 64\n.global .u64 word;\n\
+        .visible .entry show(.param .u64 to) {\n.reg .u64 %a, %b;\nld.param.u64 %a, [to];\n\
+        ld.global.u64 %b, [word];\nst.global.u64 [%a], %b;\nret;\n}\n";
+    let module = f.gpu.load(&Program::new("variable").ptx(text)).unwrap();
+    let (kernel, stream) = (module.kernel("show").unwrap(), f.gpu.stream().unwrap());
+    let shown = f.gpu.alloc_pinned(8).unwrap();
+    for value in [7_u64, u64::MAX] {
+        module.set("word", &value.to_le_bytes()).unwrap();
+        // SAFETY: the kernel writes the one word that it is given.
+        unsafe { stream.launch(Launch::new(&kernel).region(&shown.whole().unwrap())) }.unwrap();
+        stream.synchronize(SOON).unwrap();
+        assert_eq!(shown.word64(0).unwrap().load().unwrap(), value);
+    }
+    for (name, bytes) in [("word", 4), ("words", 8), ("show", 8), ("wo\0rd", 8)] {
+        let error = module.set(name, &vec![0; bytes]).unwrap_err();
+        assert_eq!(error.kind(), &Kind::InvalidArgument, "{error}");
+    }
 }
 
 /// Holds a stream up until the word is set.

@@ -32,6 +32,7 @@ cases![
     watches_may_own_watches,
     memory_files_cannot_be_cut_short,
     memory_can_be_freed_after_so_many_operations,
+    block_functions_have_no_variables,
 ];
 
 fn moved_memory_keeps_its_contents_and_tells(f: &Fixture) {
@@ -317,4 +318,10 @@ fn memory_can_be_freed_after_so_many_operations(_: &Fixture) {
     }
     let error = stream.synchronize(SOON).unwrap_err();
     assert_eq!(error.kind(), &Kind::Freed, "{error}");
+}
+
+fn block_functions_have_no_variables(f: &Fixture) {
+    let error = f.gpu.load(&kernels::program()).unwrap().set("word", &[0; 8]).unwrap_err();
+    assert_eq!(error.kind(), &Kind::Unsupported, "{error}");
+    assert!(error.to_string().contains("capture"), "{error}");
 }

@@ -22,9 +22,13 @@ WARPWIRE_FN long long every_gpunet_call(const sockaddr_in *there, sockaddr_in *f
     long long sum = gconnect_bounce_in(there) + gconnect_in(three, there) + single_thread_gbind_bounce_in(there);
     sum += single_thread_gbind(reinterpret_cast<const sockaddr *>(there), sizeof *there) + gaccept(two) + gaccept_nb(two);
     sum += gsend(one, bytes, 5) + grecv(one, bytes, 5) + gsendto(three, bytes, 5, there) + grecvfrom(three, bytes, 5, from);
+    gtimeval now, then, between;
+    ggettimeofday(&now), ggettimeofday(&then), gtimersub(&then, &now, &between);
+    sum += gconnect_ib(there) + between.tv_usec + static_cast<long long>(list->rbytes) + list->wbytes;
     sum += gpoll(list, 1, -1) + gsetsock_block(one, false) + ggetsock_block(one) + gshutdown(one, 1) + gclose(one);
     BEGIN_SINGLE_THREAD_PART
-    sum += single_thread_gshutdown(two, 2) + single_thread_gclose(two);
+    gprintf4_single("%d sockets\n", 3, 0, 0, 0);
+    sum += single_thread_gshutdown(one) + single_thread_gshutdown(two, SHUT_RDWR) + single_thread_gclose(two);
     END_SINGLE_THREAD_PART
     return sum;
 }

@@ -8,7 +8,9 @@
 mod control;
 mod datagrams;
 mod ends;
+mod gpunet;
 mod keys;
+mod killed;
 mod mail;
 mod peer;
 mod polling;
@@ -28,6 +30,10 @@ use peer::Family;
 use world::{Case, Way, World};
 
 fn main() -> ExitCode {
+    if let Some(role) = std::env::var_os(killed::ROLE) {
+        killed::play(&role.to_string_lossy());
+        return ExitCode::SUCCESS;
+    }
     let mut arguments = Arguments::from_args();
     // A thousand warp sockets in one case have reset a connection of the case beside it (`blocks_share_a_listener`, two runs of
     // eight): until it is known why, cases run one after the other unless told otherwise.
@@ -59,6 +65,8 @@ fn main() -> ExitCode {
         polling::CASES,
         spans::CASES,
         ends::CASES,
+        gpunet::CASES,
+        killed::CASES,
         scale::CASES,
         keys::CASES,
         similar::CASES,
@@ -71,8 +79,11 @@ fn main() -> ExitCode {
         polling::CASES,
         spans::CASES,
         ends::CASES,
+        gpunet::CASES,
+        killed::CASES,
         scale::CASES,
         warp::CASES,
+        killed::of_warp::CASES,
     ];
     let trial = |way: Way, family: Family, case: &'static Case| {
         let name = match family {

@@ -25,7 +25,7 @@ cases!(
 const FOREVER: u64 = u64::MAX;
 
 /// Polls; what was found of each, after how many were ready.
-fn poll(puppet: &Puppet, list: &[(u64, u16)], timeout: u64) -> (i64, Vec<u16>) {
+pub fn poll(puppet: &Puppet, list: &[(u64, u16)], timeout: u64) -> (i64, Vec<u16>) {
     start(puppet, list, timeout);
     let ready = puppet.finish().result;
     (ready, found(puppet, list.len()))

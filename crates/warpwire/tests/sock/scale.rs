@@ -13,6 +13,7 @@ cases!(
     a_thousand_sockets_echo,
     an_accept_storm,
     blocks_share_a_listener,
+    blocks_share_a_stream,
     places_are_used_again,
     more_connections_than_places,
     the_host_rests,
@@ -92,6 +93,39 @@ fn blocks_share_a_listener(world: &World) {
             puppet.expect(Do::Close, &[accepted.result as u64], None);
         }
     }
+}
+
+/// Whose counters move while others look at them, which must not pass for a peer's lie.
+fn blocks_share_a_stream(world: &World) {
+    let options = SockOptions { ring: 4096, ..world.options() };
+    let stage = world.stage_with(4, options);
+    let (socket, mut peer) = stage.first().connected(loopbacks()[0]);
+    for puppet in &stage.puppets {
+        puppet.start(Do::Echo, &[socket], None);
+    }
+    let bytes: Vec<u8> = (0..1_000_000_u32).map(|i| (i % 251) as u8).collect();
+    let mut writer = peer.try_clone();
+    let said = bytes.clone();
+    let writing = std::thread::spawn(move || {
+        for piece in said.chunks(777) {
+            writer.write_all(piece).unwrap();
+        }
+        writer.shutdown(std::net::Shutdown::Write);
+    });
+    let mut back = vec![0; bytes.len()];
+    peer.read_exact(&mut back).unwrap();
+    writing.join().unwrap();
+    // Pieces change places, no byte is lost or doubled.
+    let tally = |bytes: &[u8]| {
+        let mut counts = [0; 256];
+        bytes.iter().for_each(|byte| counts[usize::from(*byte)] += 1);
+        counts
+    };
+    assert_eq!(tally(&back), tally(&bytes));
+    let echoed: i64 = stage.puppets.iter().map(|puppet| puppet.finish().result).sum();
+    assert_eq!(echoed, bytes.len() as i64);
+    stage.first().expect(Do::Close, &[socket], None);
+    assert_eq!(peer.read(&mut [0]).unwrap(), 0);
 }
 
 fn places_are_used_again(world: &World) {

@@ -181,13 +181,19 @@ impl Asker<'_> {
 
 /// A server's worker as C++: it gets the address of the setup, and its number.
 fn worker(name: &[u8]) -> impl Fn(u64, u64) + Clone + Send + 'static {
-    let library = compiled().as_ref().unwrap();
     // SAFETY: the library was built from the servers' sources, where their functions have this type.
-    let run: libloading::Symbol<'_, unsafe extern "C" fn(u64, u64)> =
-        unsafe { library.get(name) }.unwrap();
-    let run = *run;
+    let run = unsafe { symbol::<unsafe extern "C" fn(u64, u64)>(name) };
     // SAFETY: the server gives the address of its setup, and keeps that and what it names until the worker has ended.
     move |setup, worker| unsafe { run(setup, worker) }
+}
+
+/// A function of what was compiled as C++.
+///
+/// # Safety
+/// It must have that type there.
+pub unsafe fn symbol<F: Copy>(name: &[u8]) -> F {
+    // SAFETY: as promised by the caller; nothing unloads the library.
+    unsafe { *compiled().as_ref().unwrap().get::<F>(name).unwrap() }
 }
 
 /// Sockets, and puppets that use them.
@@ -251,7 +257,6 @@ impl Play {
     }
 
     fn on_threads(host: &SockHost, memory: &(Allocation, Allocation), puppets: u64) -> Self {
-        let library = compiled().as_ref().unwrap();
         let base = |memory: &Allocation| {
             // The view begins where the memory does.
             let bytes = memory.host_bytes().unwrap();
@@ -260,9 +265,7 @@ impl Play {
         let (table, mailboxes, buffers) = (host.table(), base(&memory.0), base(&memory.1));
         let start = |index: u64| {
             // SAFETY: the library was built from puppet.cu, where the function has this type.
-            let run: libloading::Symbol<'_, unsafe extern "C" fn(u64, u64, u64)> =
-                unsafe { library.get(b"puppet_thread\0") }.unwrap();
-            let run = *run;
+            let run = unsafe { symbol::<unsafe extern "C" fn(u64, u64, u64)>(b"puppet_thread\0") };
             let (mailbox, buffer) =
                 (mailboxes + index * puppet::MAILBOX, buffers + index * puppet::BUFFER);
             std::thread::spawn(move || {
@@ -307,9 +310,13 @@ pub fn compile_for_threads() -> Result<(), String> {
 
 fn build_library() -> Result<libloading::Library, String> {
     let root = PathBuf::from(option_env!("CARGO_MANIFEST_DIR").unwrap_or("."));
-    let sources =
-        ["tests/sock/puppet.cu", "src/sock/kv/kv.cu", "src/sock/similarity/similarity.cu"]
-            .map(|path| root.join(path));
+    let sources = [
+        "tests/sock/puppet.cu",
+        "tests/sock/echo_client_threads.cpp",
+        "src/sock/kv/kv.cu",
+        "src/sock/similarity/similarity.cu",
+    ]
+    .map(|path| root.join(path));
     if !sources[0].exists() {
         return Err("the sources are not here".into());
     }

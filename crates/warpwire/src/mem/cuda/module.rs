@@ -84,6 +84,31 @@ impl ModuleBackend for CudaModule {
             _module: self.clone(),
         }))
     }
+
+    fn set(&self, variable: &str, bytes: &[u8]) -> Result<()> {
+        let what = || format!("set {variable:?} of program {:?}", self.program);
+        let refuse = |why: String| {
+            Err(Error::new(Kind::InvalidArgument, what()).on(self.device.label()).why(why))
+        };
+        let Ok(symbol) = CString::new(variable) else {
+            return refuse("the name holds a zero byte".into());
+        };
+        let _current = self.device.enter()?;
+        let (driver, handle, mut size) = (self.device.driver, self.handle, 0);
+        // The driver may load now what it has put off.
+        let found = self.device.graveyard.while_idle(driver, PATIENCE, || {
+            get!(driver, 0, module_global(&mut size, handle, symbol.as_ptr()))
+        });
+        let Ok(address) = found.ok_or_else(|| busy(what(), &self.device))? else {
+            return refuse("the program has no variable of that name".into());
+        };
+        if size != bytes.len() {
+            return refuse(format!("it has {size} bytes and was given {}", bytes.len()));
+        }
+        self.device
+            .copy_beside(address, bytes.as_ptr() as u64, bytes.len())
+            .map_err(|error| self.device.blame(what())(error))
+    }
 }
 
 impl CudaModule {
@@ -98,25 +123,29 @@ impl CudaModule {
         get!(driver, 0, function_attribute(sys::FUNCTION_REGISTERS, function)).map(|_| ())
     }
 
-    /// How many parameters the kernel takes, all of 64 bits; `None` on drivers that do not tell
+    /// The sizes of the kernel's parameters, 4 or 8 bytes each; `None` on drivers that do not tell
     /// (before CUDA 12.4).
-    fn parameters(&self, name: &str, function: Function) -> Result<Option<usize>> {
+    fn parameters(&self, name: &str, function: Function) -> Result<Option<Vec<usize>>> {
         let driver = self.device.driver;
         if driver.functions.function_parameter.is_none() {
             return Ok(None);
         }
-        let (mut count, mut offset, mut size) = (0, 0, 0);
+        let (mut sizes, mut offset, mut size) = (Vec::new(), 0, 0);
         // The driver refuses the first number that is no parameter.
-        while call!(driver, function_parameter(function, count, &mut offset, &mut size)).is_ok() {
-            if size != size_of::<u64>() {
+        while call!(driver, function_parameter(function, sizes.len(), &mut offset, &mut size))
+            .is_ok()
+        {
+            if size != size_of::<u64>() && size != size_of::<u32>() {
                 let what = format!("use kernel {name:?}");
-                let why =
-                    format!("its parameter {count} has {size} bytes; only 64-bit ones are passed");
+                let number = sizes.len();
+                let why = format!(
+                    "its parameter {number} has {size} bytes; only those of 32 and 64 bits are passed"
+                );
                 return Err(Error::new(Kind::Unsupported, what).on(self.device.label()).why(why));
             }
-            count += 1;
+            sizes.push(size);
         }
-        Ok(Some(count))
+        Ok(Some(sizes))
     }
 }
 
@@ -130,21 +159,32 @@ impl Drop for CudaModule {
 pub(super) struct CudaKernel {
     name: String,
     pub(super) function: Function,
-    parameters: Option<usize>,
+    parameters: Option<Vec<usize>>,
     /// The code stays loaded while a kernel of it is known.
     _module: Arc<CudaModule>,
 }
 
 impl CudaKernel {
-    /// Refuses a wrong number of arguments: the driver would read past them.
-    pub(super) fn check_arguments(&self, given: usize) -> Result<()> {
-        match self.parameters {
-            Some(wanted) if wanted != given => {
-                let what = format!("launch kernel {:?}", self.name);
-                let why = format!("it takes {wanted} arguments and was given {given}");
-                Err(Error::new(Kind::InvalidArgument, what).why(why))
+    /// Refuses a wrong number of arguments, past which the driver would read, and one that is too large for its
+    /// parameter, of which it would read a part.
+    pub(super) fn check_arguments(&self, given: &[u64]) -> Result<()> {
+        let Some(wanted) = &self.parameters else { return Ok(()) };
+        let refuse = |why: String| {
+            let what = format!("launch kernel {:?}", self.name);
+            Err(Error::new(Kind::InvalidArgument, what).why(why))
+        };
+        if wanted.len() != given.len() {
+            let (wanted, given) = (wanted.len(), given.len());
+            return refuse(format!("it takes {wanted} arguments and was given {given}"));
+        }
+        let narrow = |(size, value): (&usize, &u64)| {
+            *size == size_of::<u32>() && u32::try_from(*value).is_err()
+        };
+        match wanted.iter().zip(given).position(narrow) {
+            Some(number) => {
+                refuse(format!("its parameter {number} has 32 bits; {} is more", given[number]))
             }
-            _ => Ok(()),
+            None => Ok(()),
         }
     }
 }

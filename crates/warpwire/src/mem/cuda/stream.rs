@@ -229,7 +229,7 @@ impl Core {
     fn issue_launch(&self, launch: &Launch) -> Result<()> {
         let kernel: &dyn Any = &**launch.kernel.backend();
         let kernel = kernel.downcast_ref::<CudaKernel>().ok_or_else(foreign)?;
-        kernel.check_arguments(launch.args.len())?;
+        kernel.check_arguments(&launch.args)?;
         // The driver reads the arguments through these pointers before the call returns.
         let mut args: Vec<*mut c_void> =
             launch.args.iter().map(|arg| std::ptr::from_ref(arg).cast_mut().cast()).collect();

@@ -308,6 +308,7 @@ functions! {
     module_load = "cuModuleLoadDataEx"(*mut ModuleHandle, *const c_void, c_uint, *mut c_int, *mut *mut c_void);
     module_unload = "cuModuleUnload"(ModuleHandle);
     module_function = "cuModuleGetFunction"(*mut Function, ModuleHandle, *const c_char);
+    module_global = "cuModuleGetGlobal_v2"(*mut Address, *mut usize, ModuleHandle, *const c_char);
     function_load = "cuFuncLoad"(Function);
     function_attribute = "cuFuncGetAttribute"(*mut c_int, c_int, Function);
     function_parameter = "cuFuncGetParamInfo"(Function, usize, *mut usize, *mut usize);

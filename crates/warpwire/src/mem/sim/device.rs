@@ -350,6 +350,14 @@ impl ModuleBackend for SimModule {
         };
         Ok(Arc::new(SimKernel { name: name.to_string(), run: run.clone() }))
     }
+
+    fn set(&self, variable: &str, _: &[u8]) -> Result<()> {
+        let what = format!("set {variable:?} of program {:?}", self.program.name());
+        Err(Error::new(Kind::Unsupported, what)
+            .on(self.device.label())
+            .why("block functions have no variables on the device")
+            .fix("let the function capture the value, or pass it as an argument"))
+    }
 }
 
 pub(super) struct SimKernel {

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 
 use rustix::io::Errno;
 
+use super::stream::Ready;
 use super::{Outcome, Sock, Sockets, at, desk, state};
 use crate::sock::layout::{ADDRESS_LEN, address_bytes, address_from, inbox, record};
 
@@ -32,12 +33,13 @@ impl Sockets<'_> {
             if seen.has(state::SEND_END) || seen.flags & desk::SHUT_SEND != 0 {
                 return Err(Errno::PIPE.into());
             }
-            if self.room(place, &seen)? < takes || self.try_lock(place, desk::SEND_LOCK)?.is_none()
+            if !self.seems_free(place, &seen, takes)?
+                || self.try_lock(place, desk::SEND_LOCK)?.is_none()
             {
                 return Ok(None);
             }
             self.locked(place, desk::SEND_LOCK, || {
-                if self.room(place, &seen)? < takes {
+                if self.room(place)? < takes {
                     return Ok(None);
                 }
                 let sent = self.sent(place)?;
@@ -62,8 +64,8 @@ impl Sockets<'_> {
         self.wait(self.patience(place, desk::RECEIVE_TIMEOUT)?, || {
             match self.readable(place)? {
                 None => return Ok(None),
-                Some(0) => return Ok(Some((0, None))),
-                Some(_) => {}
+                Some(Ready::End) => return Ok(Some((0, None))),
+                Some(Ready::Some) => {}
             }
             if self.try_lock(place, desk::RECEIVE_LOCK)?.is_none() {
                 return Ok(None);

@@ -60,15 +60,8 @@ impl Sockets<'_> {
         };
         let mut found = 0;
         let (no_more, no_send) = (seen.has(state::RECEIVE_END), seen.has(state::SEND_END));
-        let (available, room) = match (self.available(place, &seen), self.room(place, &seen)) {
-            (Ok(available), Ok(room)) => (available, room),
-            (Err(Failure::Fault(fault)), _) | (_, Err(Failure::Fault(fault))) => {
-                return Err(fault.into());
-            }
-            // The peer lies, and the socket has ended for that.
-            _ => return Ok(events::ERR | events::IN | events::OUT | events::HUP),
-        };
-        if available != 0 || no_more {
+        // What the peer says of its counters is judged by who has the lock.
+        if seen.received != self.consumed(place)? || no_more {
             found |= events::IN;
         }
         if no_more {
@@ -82,7 +75,7 @@ impl Sockets<'_> {
         }
         let least = if seen.has(state::DATAGRAM) { 2 * record::LEN } else { 1 };
         let may_send = seen.has(state::CONNECTED | state::DATAGRAM);
-        if may_send && !no_send && room >= least {
+        if may_send && !no_send && self.seems_free(place, &seen, least)? {
             found |= events::OUT;
         }
         Ok(found)

@@ -1,5 +1,6 @@
 //! Without a copy: spans of the rings themselves.
 
+use super::stream::Ready;
 use super::{DeviceAddr, Outcome, Sock, Sockets, at, desk, state};
 use rustix::io::Errno;
 
@@ -21,9 +22,10 @@ impl Sockets<'_> {
             return Err(Errno::OPNOTSUPP.into());
         }
         self.wait(self.patience(place, desk::RECEIVE_TIMEOUT)?, || {
-            let Some(available) = self.readable(place)? else { return Ok(None) };
-            if available == 0 {
-                return Ok(Some(Span { address: DeviceAddr::new(0), len: 0 }));
+            match self.readable(place)? {
+                None => return Ok(None),
+                Some(Ready::End) => return Ok(Some(Span { address: DeviceAddr::new(0), len: 0 })),
+                Some(Ready::Some) => {}
             }
             if self.try_lock(place, desk::RECEIVE_LOCK)?.is_none() {
                 return Ok(None);
@@ -72,14 +74,21 @@ impl Sockets<'_> {
         self.wait(self.patience(place, desk::SEND_TIMEOUT)?, || {
             let seen = self.may_send(place)?;
             if seen.has(state::CONNECTING)
-                || self.room(place, &seen)? == 0
+                || !self.seems_free(place, &seen, 1)?
                 || self.try_lock(place, desk::SEND_LOCK)?.is_none()
             {
                 return Ok(None);
             }
             let (begin, size) = self.send_ring(place)?;
             let from = self.sent(place)? & (size - 1);
-            let len = self.room(place, &seen)?.min(size - from).min(most);
+            let room = match self.room(place) {
+                Ok(room) => room,
+                Err(failure) => {
+                    self.unlock(place, desk::SEND_LOCK)?;
+                    return Err(failure);
+                }
+            };
+            let len = room.min(size - from).min(most);
             if len == 0 {
                 self.unlock(place, desk::SEND_LOCK)?;
                 return Ok(None);
@@ -94,7 +103,7 @@ impl Sockets<'_> {
         let place = self.place(socket)?;
         let seen = self.look(place)?;
         self.check_span(place.desk + desk::SEND_LOCK)?;
-        if filled > self.room(place, &seen)? {
+        if filled > self.room(place)? {
             return Err(Errno::INVAL.into());
         }
         // What the peer was told is not changed.

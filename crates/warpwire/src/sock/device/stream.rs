@@ -7,6 +7,13 @@ use rustix::io::Errno;
 use super::{Outcome, Place, Seen, Sock, Sockets, desk, state};
 use crate::sock::layout::{ADDRESS_LEN, address_from, record};
 
+/// What one can receive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ready {
+    Some,
+    End,
+}
+
 impl Sockets<'_> {
     /// Takes a connection that waits at a listener, or waits for one.
     pub fn accept(&self, listener: Sock) -> Outcome<(Sock, Option<SocketAddr>)> {
@@ -74,11 +81,11 @@ impl Sockets<'_> {
         if bytes.is_empty() {
             return Ok(Some(0));
         }
-        if self.room(place, &seen)? == 0 || self.try_lock(place, desk::SEND_LOCK)?.is_none() {
+        if !self.seems_free(place, &seen, 1)? || self.try_lock(place, desk::SEND_LOCK)?.is_none() {
             return Ok(None);
         }
         self.locked(place, desk::SEND_LOCK, || {
-            let count = bytes.len().min(self.room(place, &seen)? as usize);
+            let count = bytes.len().min(self.room(place)? as usize);
             if count == 0 {
                 return Ok(None);
             }
@@ -104,10 +111,17 @@ impl Sockets<'_> {
         Ok(seen)
     }
 
-    /// Free bytes of the send ring.
-    pub(super) fn room(&self, place: Place, seen: &Seen) -> Outcome<u64> {
+    /// Free bytes of the send ring, for who holds the lock.
+    pub(super) fn room(&self, place: Place) -> Outcome<u64> {
+        let seen = self.look(place)?;
         let size = self.send_ring(place)?.1;
-        Ok(size - self.outstanding(place, seen, size)?)
+        Ok(size - self.outstanding(place, &seen, size)?)
+    }
+
+    /// Whether the send ring seems to have room for so much. It is a hint: other blocks send meanwhile, and a peer may lie.
+    pub(super) fn seems_free(&self, place: Place, seen: &Seen, needs: u64) -> Outcome<bool> {
+        let outstanding = self.sent(place)?.wrapping_sub(seen.taken);
+        Ok(self.send_ring(place)?.1.wrapping_sub(outstanding) >= needs)
     }
 
     /// Receives what is there, at most as much as `into` holds, or waits for something. 0 is the end of the stream. A
@@ -121,9 +135,10 @@ impl Sockets<'_> {
             return Ok(0);
         }
         self.wait(self.patience(place, desk::RECEIVE_TIMEOUT)?, || {
-            let Some(available) = self.readable(place)? else { return Ok(None) };
-            if available == 0 {
-                return Ok(Some(0));
+            match self.readable(place)? {
+                None => return Ok(None),
+                Some(Ready::End) => return Ok(Some(0)),
+                Some(Ready::Some) => {}
             }
             if self.try_lock(place, desk::RECEIVE_LOCK)?.is_none() {
                 return Ok(None);
@@ -156,21 +171,20 @@ impl Sockets<'_> {
         Ok(done)
     }
 
-    /// How much can be received; 0 at the end of the stream, `None` if nothing is there yet.
-    pub(super) fn readable(&self, place: Place) -> Outcome<Option<u64>> {
+    /// Whether something seems to be there, or the end; `None` if nothing is there yet.
+    pub(super) fn readable(&self, place: Place) -> Outcome<Option<Ready>> {
         let seen = self.look(place)?;
-        let available = self.available(place, &seen)?;
-        if seen.flags & desk::SHUT_RECEIVE != 0 && available == 0 {
-            return Ok(Some(0));
+        if seen.received != self.consumed(place)? {
+            return Ok(Some(Ready::Some));
         }
-        if available > 0 {
-            return Ok(Some(available));
+        if seen.flags & desk::SHUT_RECEIVE != 0 {
+            return Ok(Some(Ready::End));
         }
         if let Some(errno) = seen.receive_error() {
             return Err(errno.into());
         }
         if seen.has(state::RECEIVE_END) {
-            return Ok(Some(0));
+            return Ok(Some(Ready::End));
         }
         if !seen.has(state::CONNECTED | state::CONNECTING | state::DATAGRAM) {
             return Err(Errno::NOTCONN.into());

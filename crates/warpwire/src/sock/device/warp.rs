@@ -29,7 +29,8 @@ struct Peer {
 }
 
 impl Sockets<'_> {
-    /// What there is to receive, by what the peer says. A lie ends the connection.
+    /// What there is to receive, by what the peer says, for who holds the lock: without it, another block moves our own
+    /// counter meanwhile, and the truth looks like a lie. A lie ends the connection.
     pub(super) fn available(&self, place: Place, seen: &Seen) -> Outcome<u64> {
         let available = seen.received.wrapping_sub(self.consumed(place)?);
         if seen.is_warp() && available > self.receive_ring(place)?.1 {
@@ -38,7 +39,7 @@ impl Sockets<'_> {
         Ok(available)
     }
 
-    /// What the send ring holds, by what the peer says.
+    /// What the send ring holds, by what the peer says, for who holds the lock.
     pub(super) fn outstanding(&self, place: Place, seen: &Seen, size: u64) -> Outcome<u64> {
         let sent = self.sent(place)?;
         let outstanding = sent.wrapping_sub(seen.taken);

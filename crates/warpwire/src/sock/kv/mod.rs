@@ -20,12 +20,14 @@ use serde::Serialize;
 
 use super::SockHost;
 use super::layout::{ADDRESS_LEN, address_bytes};
-use super::serving::{Play, SOON, await_listener};
+use super::serving::{Memory, SOON, Server, check_numbers, read_setup, setup_bytes};
 use crate::error::{Error, Kind, Result};
 use crate::mem::sim::{Block, Fault};
-use crate::mem::{Allocation, DeviceAddr, Launch, Program, Stream};
+use crate::mem::{DeviceAddr, Program};
 
 const KERNEL: &str = "kv_server";
+/// Threads of a worker's block.
+const THREADS: u32 = 64;
 const SLOTS_PER_BUCKET: u64 = 16;
 const MOST_KEY: u64 = 112;
 /// What a connection has beside its buffers, and its entry in the list of those that are polled.
@@ -43,7 +45,7 @@ mod slot {
 
 /// Words in pinned memory, for the host and the kernel.
 mod control {
-    pub(super) use crate::sock::serving::{CONTROL_LEN as LEN, NAME, STOP};
+    pub(super) use crate::sock::serving::{CONTROL_LEN as LEN, STOP};
 }
 
 /// Counters in device memory.
@@ -87,15 +89,10 @@ impl KvOptions {
     }
 
     fn check(&self) -> Result<()> {
+        check_numbers("start a key-value server", self.workers, self.clients)?;
         let refuse = |why: String, fix: &'static str| {
             Err(Error::new(Kind::InvalidArgument, "start a key-value server").why(why).fix(fix))
         };
-        if self.workers == 0 || self.workers > 256 {
-            return refuse(format!("{} workers", self.workers), "ask for 1 to 256");
-        }
-        if self.clients == 0 || self.clients > 60_000 {
-            return refuse(format!("{} clients", self.clients), "ask for 1 to 60000");
-        }
         if !self.buckets.is_power_of_two() || self.buckets > 1 << 24 {
             return refuse(
                 format!("{} buckets", self.buckets),
@@ -156,23 +153,14 @@ impl Setup {
         ]
     }
 
-    fn bytes(mut self) -> [u8; SETUP_LEN] {
+    fn bytes(mut self) -> Vec<u8> {
         let address = self.address;
-        let mut bytes = [0; SETUP_LEN];
-        for (word, into) in self.words().iter().zip(bytes.chunks_exact_mut(8)) {
-            into.copy_from_slice(&word.to_le_bytes());
-        }
-        bytes[128..128 + ADDRESS_LEN].copy_from_slice(&address);
-        bytes
+        setup_bytes(self.words(), &address)
     }
 
     fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, Fault> {
         let mut setup = Self::default();
-        let base = at.raw();
-        for (number, word) in setup.words().into_iter().enumerate() {
-            *word = block.load_u64(DeviceAddr::new(base + number as u64 * 8))?;
-        }
-        block.read(DeviceAddr::new(base + 128), &mut setup.address)?;
+        setup.address = read_setup(block, at, setup.words())?;
         Ok(setup)
     }
 }
@@ -210,62 +198,49 @@ pub struct KvStats {
 /// assert_eq!(answers, "+OK\r\n$4\r\nblue\r\n+OK\r\n");
 /// ```
 pub struct KvServer<'a> {
-    host: &'a SockHost,
-    play: Play,
-    address: SocketAddr,
-    memory: Memory,
+    serving: Server<'a>,
 }
 
-/// All memory of a server.
-struct Memory {
-    setup: Allocation,
-    control: Allocation,
-    counts: Allocation,
-    _others: [Allocation; 3],
-}
-
-impl Memory {
-    fn lay(host: &SockHost, options: &KvOptions) -> Result<Self> {
-        let slot_size = slot::KEY + MOST_KEY + options.most_value;
-        let per_worker = u64::from(options.clients.div_ceil(options.workers)) + 1;
-        let in_size = (options.most_value * 2 + 4096).next_multiple_of(4096);
-        let out_size = (options.most_value * 16 + 8192).next_multiple_of(4096);
-        let connection_size = CONNECTION + in_size + out_size;
-        let workers = u64::from(options.workers);
-        let slots = host.alloc(options.buckets * SLOTS_PER_BUCKET * slot_size)?;
-        let locks = host.alloc(options.buckets * 4)?;
-        let lists = (workers * (per_worker + 1) * POLLED).next_multiple_of(16);
-        let connections = host.alloc(lists + workers * per_worker * connection_size)?;
-        let (counts, setup) = (host.alloc(counts::LEN)?, host.alloc(SETUP_LEN as u64)?);
-        let (control, stream) =
-            (host.device().alloc_pinned(control::LEN)?, host.device().stream()?);
-        for memory in [&slots, &locks, &counts] {
-            stream.fill(&memory.whole()?, 0)?;
-        }
-        stream.synchronize(SOON)?;
-        control.write(0, &[0; control::LEN as usize])?;
-        let told = Setup {
-            table: host.table(),
-            slots: host.address_of(&slots)?,
-            locks: host.address_of(&locks)?,
-            bucket_mask: options.buckets - 1,
-            slot_size,
-            most_value: options.most_value,
-            connections: host.address_of(&connections)?,
-            connection_size,
-            in_size,
-            out_size,
-            per_worker,
-            workers,
-            patience: options.patience.as_nanos() as u64,
-            control: host.address_of(&control)?,
-            most_clients: u64::from(options.clients),
-            counts: host.address_of(&counts)?,
-            address: address_bytes(Some(options.address)),
-        };
-        setup.write(0, &told.bytes())?;
-        Ok(Self { setup, control, counts, _others: [slots, locks, connections] })
+/// Lays out all memory of a server.
+fn lay(host: &SockHost, options: &KvOptions) -> Result<Memory> {
+    let slot_size = slot::KEY + MOST_KEY + options.most_value;
+    let per_worker = u64::from(options.clients.div_ceil(options.workers)) + 1;
+    let in_size = (options.most_value * 2 + 4096).next_multiple_of(4096);
+    let out_size = (options.most_value * 16 + 8192).next_multiple_of(4096);
+    let connection_size = CONNECTION + in_size + out_size;
+    let workers = u64::from(options.workers);
+    let slots = host.alloc(options.buckets * SLOTS_PER_BUCKET * slot_size)?;
+    let locks = host.alloc(options.buckets * 4)?;
+    let lists = (workers * (per_worker + 1) * POLLED).next_multiple_of(16);
+    let connections = host.alloc(lists + workers * per_worker * connection_size)?;
+    let (counts, setup) = (host.alloc(counts::LEN)?, host.alloc(SETUP_LEN as u64)?);
+    let (control, stream) = (host.device().alloc_pinned(control::LEN)?, host.device().stream()?);
+    for memory in [&slots, &locks, &counts] {
+        stream.fill(&memory.whole()?, 0)?;
     }
+    stream.synchronize(SOON)?;
+    control.write(0, &[0; control::LEN as usize])?;
+    let told = Setup {
+        table: host.table(),
+        slots: host.address_of(&slots)?,
+        locks: host.address_of(&locks)?,
+        bucket_mask: options.buckets - 1,
+        slot_size,
+        most_value: options.most_value,
+        connections: host.address_of(&connections)?,
+        connection_size,
+        in_size,
+        out_size,
+        per_worker,
+        workers,
+        patience: options.patience.as_nanos() as u64,
+        control: host.address_of(&control)?,
+        most_clients: u64::from(options.clients),
+        counts: host.address_of(&counts)?,
+        address: address_bytes(Some(options.address)),
+    };
+    setup.write(0, &told.bytes())?;
+    Ok(Memory { setup, control, counts, _others: [slots, locks, connections] })
 }
 
 impl<'a> KvServer<'a> {
@@ -277,12 +252,10 @@ impl<'a> KvServer<'a> {
             .ptx(include_str!("kv.ptx"))
             .block(KERNEL, worker::kv_block);
         let kernel = device.load(&program)?.kernel(KERNEL)?;
-        let memory = Memory::lay(host, &options)?;
-        let stream = device.stream()?;
-        let setup = memory.setup.whole()?;
-        let launch = Launch::new(&kernel).grid(options.workers).threads(64).region(&setup);
-        start(&stream, launch)?;
-        Self::begun(host, Play::Kernel(stream), memory, options.address)
+        let memory = lay(host, &options)?;
+        let blocks = (options.workers, THREADS);
+        let serving = Server::start(host, &kernel, blocks, memory, options.address)?;
+        Ok(Self { serving })
     }
 
     /// Starts workers as threads of a host for [`Place::Threads`](super::Place::Threads): `run` gets the setup's address
@@ -294,64 +267,31 @@ impl<'a> KvServer<'a> {
         run: impl Fn(u64, u64) + Clone + Send + 'static,
     ) -> Result<Self> {
         options.check()?;
-        let memory = Memory::lay(host, &options)?;
-        let setup = host.address_of(&memory.setup)?;
-        let play = Play::on_threads(options.workers, setup, run);
-        Self::begun(host, play, memory, options.address)
-    }
-
-    fn begun(host: &'a SockHost, play: Play, memory: Memory, address: SocketAddr) -> Result<Self> {
-        let mut server = Self { host, play, address, memory };
-        server.address = await_listener(host, &server.memory.control, control::NAME, address)?;
-        Ok(server)
+        let memory = lay(host, &options)?;
+        let (workers, asked) = (options.workers, options.address);
+        let serving = Server::start_on_threads(host, workers, memory, asked, run)?;
+        Ok(Self { serving })
     }
 
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
-        self.address
+        self.serving.address()
     }
 
     /// What it has done.
     pub fn stats(&self) -> Result<KvStats> {
-        let mut bytes = [0; counts::LEN as usize];
-        self.memory.counts.read(0, &mut bytes)?;
-        let word = |at: u64| {
-            let mut word = [0; 8];
-            word.copy_from_slice(&bytes[at as usize..at as usize + 8]);
-            u64::from_le_bytes(word)
-        };
-        Ok(KvStats {
-            clients: word(counts::CLIENTS),
-            keys: word(counts::KEYS),
-            commands: word(counts::COMMANDS),
-            refused: word(counts::REFUSED),
-            closed: word(counts::CLOSED),
-        })
+        let [clients, keys, commands, refused, closed] = self.serving.counts()?;
+        Ok(KvStats { clients, keys, commands, refused, closed })
     }
 
     /// Ends it: connections are closed, and the kernel returns.
     pub fn stop(&self) -> Result<()> {
-        self.play.stop(&self.memory.control)
-    }
-}
-
-impl Drop for KvServer<'_> {
-    fn drop(&mut self) {
-        if let Err(error) = self.stop() {
-            tracing::warn!(%error, "a key-value server did not end");
-        }
+        self.serving.stop()
     }
 }
 
 impl std::fmt::Debug for KvServer<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "KvServer({} on {})", self.address, self.host.device().label())
+        write!(f, "KvServer({:?})", self.serving)
     }
-}
-
-#[allow(unsafe_code)]
-fn start(stream: &Stream, launch: Launch) -> Result<()> {
-    // SAFETY: the kernel uses the memory that its setup names, which the server keeps until the kernel has ended, and the
-    // sockets' memory, which the server's borrow of the host keeps.
-    unsafe { stream.launch(launch) }
 }

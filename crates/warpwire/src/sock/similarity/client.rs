@@ -6,13 +6,14 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use super::wire::{HEAD, MATCH, Match, query_bytes, take_answer};
-use super::{CLIENT_KERNEL, Over, program, start};
+use super::{CLIENT_KERNEL, Over, program};
 use crate::error::{Error, Kind, Result};
 use crate::mem::sim::{Block, Fault};
 use crate::mem::{Allocation, DeviceAddr, Kernel, Launch};
 use crate::sock::SockHost;
 use crate::sock::device::{Failure, Family, Outcome, Setting, Sock, Sockets};
 use crate::sock::layout::{ADDRESS_LEN, address_bytes, address_from};
+use crate::sock::serving::start;
 
 const THREADS: u32 = 128;
 const WORDS: usize = 9;

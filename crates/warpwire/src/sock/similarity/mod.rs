@@ -27,10 +27,10 @@ use serde::Serialize;
 use super::SockHost;
 use super::device;
 use super::layout::{ADDRESS_LEN, address_bytes};
-use super::serving::{CONTROL_LEN, NAME, Play, await_listener};
+use super::serving::{CONTROL_LEN, Memory, Server, check_numbers, read_setup, setup_bytes};
 use crate::error::{Error, Kind, Result};
 use crate::mem::sim::{Block, Fault};
-use crate::mem::{Allocation, DeviceAddr, Launch, Program, Stream};
+use crate::mem::{Allocation, DeviceAddr, Program};
 pub use client::{KernelClient, Questions, ask_from_thread};
 pub use wire::{HEAD, MAGIC, MATCH, Match, Status, ask, query_bytes, random_vectors, search};
 
@@ -118,15 +118,10 @@ impl SimilarOptions {
     }
 
     fn check(&self) -> Result<()> {
+        check_numbers("start a similarity server", self.workers, self.clients)?;
         let refuse = |why: String, fix: &'static str| {
             Err(Error::new(Kind::InvalidArgument, "start a similarity server").why(why).fix(fix))
         };
-        if self.workers == 0 || self.workers > 256 {
-            return refuse(format!("{} workers", self.workers), "ask for 1 to 256");
-        }
-        if self.clients == 0 || self.clients > 60_000 {
-            return refuse(format!("{} clients", self.clients), "ask for 1 to 60000");
-        }
         if self.most_k == 0 || self.most_k > 4096 {
             return refuse(format!("{} matches", self.most_k), "ask for 1 to 4096");
         }
@@ -183,23 +178,14 @@ impl Setup {
         ]
     }
 
-    fn bytes(mut self) -> [u8; SETUP_LEN] {
+    fn bytes(mut self) -> Vec<u8> {
         let address = self.address;
-        let mut bytes = [0; SETUP_LEN];
-        for (word, into) in self.words().iter().zip(bytes.chunks_exact_mut(8)) {
-            into.copy_from_slice(&word.to_le_bytes());
-        }
-        bytes[SETUP_WORDS * 8..].copy_from_slice(&address);
-        bytes
+        setup_bytes(self.words(), &address)
     }
 
     fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, Fault> {
         let mut setup = Self::default();
-        let base = at.raw();
-        for (number, word) in setup.words().into_iter().enumerate() {
-            *word = block.load_u64(DeviceAddr::new(base + number as u64 * 8))?;
-        }
-        block.read(DeviceAddr::new(base + SETUP_WORDS as u64 * 8), &mut setup.address)?;
+        setup.address = read_setup(block, at, setup.words())?;
         Ok(setup)
     }
 }
@@ -234,63 +220,51 @@ pub struct SimilarStats {
 /// assert_eq!(ask(&client, 5, &query).unwrap(), search(&vectors, &query, 5));
 /// ```
 pub struct SimilarServer<'a> {
-    host: &'a SockHost,
-    play: Play,
-    address: SocketAddr,
-    memory: Memory,
+    serving: Server<'a>,
 }
 
-/// All memory of a server.
-struct Memory {
-    setup: Allocation,
-    control: Allocation,
-    counts: Allocation,
-    _others: [Allocation; 3],
-}
-
-impl Memory {
-    fn lay(host: &SockHost, vectors: &[f32], dimension: u32, o: &SimilarOptions) -> Result<Self> {
-        let count = wire::check_vectors(vectors, dimension)?;
-        let most_k = u64::from(o.most_k).min(count);
-        let per_worker = u64::from(o.clients.div_ceil(o.workers)) + 1;
-        let in_size = HEAD as u64 + u64::from(dimension) * 4;
-        let out_size = HEAD as u64 + most_k * MATCH as u64;
-        let connection_size = (CONNECTION + in_size + out_size).next_multiple_of(16);
-        let workers = u64::from(o.workers);
-        let candidates = u64::from(THREADS) * VECTORS_PER_THREAD;
-        let desk_size = (DESK + (most_k + candidates) * MATCH as u64).next_multiple_of(128);
-        let lists = (workers * (per_worker + 1) * POLLED).next_multiple_of(16);
-        let stored = host.alloc(vectors.len() as u64 * 4)?;
-        let connections = host.alloc(lists + workers * per_worker * connection_size)?;
-        let desks = host.alloc(workers * desk_size)?;
-        let (counts, setup) = (host.alloc(counts::LEN)?, host.alloc(SETUP_LEN as u64)?);
-        let control = host.device().alloc_pinned(CONTROL_LEN)?;
-        counts.write(0, &[0; counts::LEN as usize])?;
-        control.write(0, &[0; CONTROL_LEN as usize])?;
-        store(&stored, vectors, dimension as usize)?;
-        let told = Setup {
-            table: host.table(),
-            vectors: host.address_of(&stored)?,
-            vector_count: count,
-            dimension: u64::from(dimension),
-            most_k: u64::from(o.most_k),
-            connections: host.address_of(&connections)?,
-            connection_size,
-            in_size,
-            per_worker,
-            workers,
-            patience: o.patience.as_nanos() as u64,
-            control: host.address_of(&control)?,
-            most_clients: u64::from(o.clients),
-            counts: host.address_of(&counts)?,
-            kind: o.over.kind() as u64,
-            desks: host.address_of(&desks)?,
-            desk_size,
-            address: address_bytes(Some(o.address)),
-        };
-        setup.write(0, &told.bytes())?;
-        Ok(Self { setup, control, counts, _others: [stored, connections, desks] })
-    }
+/// Lays out all memory of a server.
+fn lay(host: &SockHost, vectors: &[f32], dimension: u32, o: &SimilarOptions) -> Result<Memory> {
+    let count = wire::check_vectors(vectors, dimension)?;
+    let most_k = u64::from(o.most_k).min(count);
+    let per_worker = u64::from(o.clients.div_ceil(o.workers)) + 1;
+    let in_size = HEAD as u64 + u64::from(dimension) * 4;
+    let out_size = HEAD as u64 + most_k * MATCH as u64;
+    let connection_size = (CONNECTION + in_size + out_size).next_multiple_of(16);
+    let workers = u64::from(o.workers);
+    let candidates = u64::from(THREADS) * VECTORS_PER_THREAD;
+    let desk_size = (DESK + (most_k + candidates) * MATCH as u64).next_multiple_of(128);
+    let lists = (workers * (per_worker + 1) * POLLED).next_multiple_of(16);
+    let stored = host.alloc(vectors.len() as u64 * 4)?;
+    let connections = host.alloc(lists + workers * per_worker * connection_size)?;
+    let desks = host.alloc(workers * desk_size)?;
+    let (counts, setup) = (host.alloc(counts::LEN)?, host.alloc(SETUP_LEN as u64)?);
+    let control = host.device().alloc_pinned(CONTROL_LEN)?;
+    counts.write(0, &[0; counts::LEN as usize])?;
+    control.write(0, &[0; CONTROL_LEN as usize])?;
+    store(&stored, vectors, dimension as usize)?;
+    let told = Setup {
+        table: host.table(),
+        vectors: host.address_of(&stored)?,
+        vector_count: count,
+        dimension: u64::from(dimension),
+        most_k: u64::from(o.most_k),
+        connections: host.address_of(&connections)?,
+        connection_size,
+        in_size,
+        per_worker,
+        workers,
+        patience: o.patience.as_nanos() as u64,
+        control: host.address_of(&control)?,
+        most_clients: u64::from(o.clients),
+        counts: host.address_of(&counts)?,
+        kind: o.over.kind() as u64,
+        desks: host.address_of(&desks)?,
+        desk_size,
+        address: address_bytes(Some(o.address)),
+    };
+    setup.write(0, &told.bytes())?;
+    Ok(Memory { setup, control, counts, _others: [stored, connections, desks] })
 }
 
 /// Stores vectors so that one component of all lies together: neighbouring threads read neighbouring words.
@@ -318,12 +292,10 @@ impl<'a> SimilarServer<'a> {
         options.check()?;
         let device = host.device();
         let kernel = device.load(&program())?.kernel(KERNEL)?;
-        let memory = Memory::lay(host, vectors, dimension, &options)?;
-        let stream = device.stream()?;
-        let setup = memory.setup.whole()?;
-        let launch = Launch::new(&kernel).grid(options.workers).threads(THREADS).region(&setup);
-        start(&stream, launch)?;
-        Self::begun(host, Play::Kernel(stream), memory, options.address)
+        let memory = lay(host, vectors, dimension, &options)?;
+        let blocks = (options.workers, THREADS);
+        let serving = Server::start(host, &kernel, blocks, memory, options.address)?;
+        Ok(Self { serving })
     }
 
     /// Starts workers as threads of a host for [`Place::Threads`](super::Place::Threads): `run` gets the setup's address
@@ -337,63 +309,31 @@ impl<'a> SimilarServer<'a> {
         run: impl Fn(u64, u64) + Clone + Send + 'static,
     ) -> Result<Self> {
         options.check()?;
-        let memory = Memory::lay(host, vectors, dimension, &options)?;
-        let setup = host.address_of(&memory.setup)?;
-        let play = Play::on_threads(options.workers, setup, run);
-        Self::begun(host, play, memory, options.address)
-    }
-
-    fn begun(host: &'a SockHost, play: Play, memory: Memory, address: SocketAddr) -> Result<Self> {
-        let mut server = Self { host, play, address, memory };
-        server.address = await_listener(host, &server.memory.control, NAME, address)?;
-        Ok(server)
+        let memory = lay(host, vectors, dimension, &options)?;
+        let (workers, asked) = (options.workers, options.address);
+        let serving = Server::start_on_threads(host, workers, memory, asked, run)?;
+        Ok(Self { serving })
     }
 
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
-        self.address
+        self.serving.address()
     }
 
     /// What it has done.
     pub fn stats(&self) -> Result<SimilarStats> {
-        let mut bytes = [0; counts::LEN as usize];
-        self.memory.counts.read(0, &mut bytes)?;
-        let word = |at: u64| {
-            let mut word = [0; 8];
-            word.copy_from_slice(&bytes[at as usize..at as usize + 8]);
-            u64::from_le_bytes(word)
-        };
-        Ok(SimilarStats {
-            clients: word(counts::CLIENTS),
-            queries: word(counts::QUERIES),
-            refused: word(counts::REFUSED),
-            closed: word(counts::CLOSED),
-        })
+        let [clients, queries, refused, closed] = self.serving.counts()?;
+        Ok(SimilarStats { clients, queries, refused, closed })
     }
 
     /// Ends it: connections are closed, and the kernel returns.
     pub fn stop(&self) -> Result<()> {
-        self.play.stop(&self.memory.control)
-    }
-}
-
-impl Drop for SimilarServer<'_> {
-    fn drop(&mut self) {
-        if let Err(error) = self.stop() {
-            tracing::warn!(%error, on = self.host.device().label(), "a similarity server did not end");
-        }
+        self.serving.stop()
     }
 }
 
 impl std::fmt::Debug for SimilarServer<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "SimilarServer({} on {})", self.address, self.host.device().label())
+        write!(f, "SimilarServer({:?})", self.serving)
     }
-}
-
-#[allow(unsafe_code)]
-fn start(stream: &Stream, launch: Launch) -> Result<()> {
-    // SAFETY: the kernel uses the memory that its setup names, which the server keeps until the kernel has ended, and the
-    // sockets' memory, which the server's borrow of the host keeps.
-    unsafe { stream.launch(launch) }
 }

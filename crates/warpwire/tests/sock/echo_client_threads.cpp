@@ -1,0 +1,14 @@
+// The client for GPUnet as C++ on a thread: what CUDA's words mean to one that is alone in its block.
+#include <assert.h>
+
+#define __global__ static
+#define __shared__ static thread_local
+static void __syncthreads() {}
+
+#include "echo_client.cu"
+
+extern "C" void echo_client_thread(unsigned long long table, unsigned long long kind, unsigned long long server,
+                                   unsigned long long outcome, unsigned long long messages) {
+    gpunet_use(table, static_cast<warpwire::sock::Kind>(kind));
+    echo_client(reinterpret_cast<sockaddr_in *>(server), reinterpret_cast<Outcome *>(outcome), static_cast<int>(messages));
+}
