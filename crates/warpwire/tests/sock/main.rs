@@ -11,6 +11,7 @@ mod ends;
 mod gpunet;
 mod keys;
 mod killed;
+mod mail;
 mod peer;
 mod polling;
 mod puppet;
@@ -67,9 +68,11 @@ fn main() -> ExitCode {
         keys::CASES,
         similar::CASES,
     ];
-    let of_streams = [
+    let of_warp = [
         control::CASES,
         streams::CASES,
+        datagrams::CASES,
+        mail::CASES,
         polling::CASES,
         spans::CASES,
         ends::CASES,
@@ -92,7 +95,7 @@ fn main() -> ExitCode {
     let mut trials = Vec::new();
     for way in ways {
         trials.extend(rooms.iter().copied().flatten().map(|case| trial(way, Family::Inet, case)));
-        let warp = of_streams.iter().copied().flatten();
+        let warp = of_warp.iter().copied().flatten();
         trials.extend(warp.map(|case| trial(way, Family::Warp, case)));
     }
     libtest_mimic::run(&arguments, trials).exit_code()

@@ -8,7 +8,7 @@ use warpwire::sock::device::Setting;
 use warpwire::sock::layout::events;
 
 use crate::puppet::{Do, Puppet};
-use crate::world::{DATAGRAM, Deserted, STREAM, World, cases, loopbacks, udp};
+use crate::world::{DATAGRAM, Deserted, STREAM, World, cases, loopbacks};
 
 cases!(
     send_space_ends_no_wait_for_input,
@@ -182,6 +182,7 @@ fn datagrams_are_polled_too(world: &World) {
     let name = puppet.call(Do::LocalName, &[socket], None).address.unwrap();
     let both = events::IN | events::OUT;
     assert_eq!(poll(puppet, &[(socket, both)], FOREVER), (1, vec![events::OUT]));
-    udp(at).send_to(b"x", name).unwrap();
+    let peer = world.family.mail(at);
+    peer.send_to(b"x", name);
     assert_eq!(poll(puppet, &[(socket, events::IN)], FOREVER), (1, vec![events::IN]));
 }

@@ -3,7 +3,7 @@
 
 use rustix::net::{AddressFamily, SocketType};
 use std::fmt;
-use std::net::{SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -390,7 +390,11 @@ impl Puppet {
 
     /// That kind in the family of the case.
     pub fn kind(&self, kind: u64) -> u64 {
-        if kind == STREAM && self.family == Family::Warp { WARP_STREAM } else { kind }
+        match (self.family, kind) {
+            (Family::Warp, STREAM) => WARP_STREAM,
+            (Family::Warp, DATAGRAM) => WARP_DATAGRAM,
+            _ => kind,
+        }
     }
 
     pub fn socket(&self, at: SocketAddr, kind: u64) -> u64 {
@@ -438,13 +442,6 @@ impl Puppet {
         self.expect(Do::Close, &[listener], None);
         (answer.result as u64, peer)
     }
-}
-
-/// A datagram socket of the test's own.
-pub fn udp(at: SocketAddr) -> UdpSocket {
-    let socket = UdpSocket::bind(at).unwrap();
-    socket.set_read_timeout(Some(SOON)).unwrap();
-    socket
 }
 
 /// Waits until it is so.
