@@ -82,7 +82,8 @@ fn long_payloads_of_any_length_and_place(fixture: &Fixture) {
             // The same as a message.
             let data = [far.mr.sge(64, len)];
             joined.b.qp.post_receive(&[ReceiveRequest { id, data: &data }]).unwrap();
-            let request = Request::new(id, Op::SendImm([7; 4])).with(&[near.mr.sge(from, len)]);
+            let data = [near.mr.sge(from, len)];
+            let request = Request::new(id, Op::SendImm([7; 4])).with(&data);
             joined.a.qp.post_send(&[request]).unwrap();
             world.done(&joined.a.sends, id);
             assert_eq!(world.done(&joined.b.receives, id).len, len);
