@@ -29,7 +29,8 @@
 //   everything, unless it fails or its time ends when a part has gone: then that part is the result.
 // Datagrams. send_to and recv_from carry one datagram; what does not fit into the buffer is lost.
 // Families. kStream and kDatagram are TCP and UDP, to any peer. kWarpStream is a stream between kernels, and CPU programs that
-//   use the library: the sender writes into the peer's ring by RDMA, without the host. All calls are the same for both.
+//   use the library: the sender writes into the peer's ring by RDMA, without the host. kWarpDatagram is datagrams by RDMA between the
+//   same, as UDP's but shorter (4088 bytes at most), which the host passes on. All calls are the same for both.
 // Groups. The last argument says who calls: Block{}, the default, all threads of the block together with the same
 //   arguments; Warp{}, all lanes of a warp; Thread{}, this thread alone. What is returned, all get.
 // Sharing. Any number of groups may use one socket. Each direction is used by one at a time; others wait, or get kEagain.
@@ -103,7 +104,7 @@ WARPWIRE_FN Address ipv6(u16 a, u16 b, u16 c, u16 d, u16 e, u16 f, u16 g, u16 h,
 // ------------------------------------------------------------------------------------------------------------------
 // What is shared with the host. `layout.rs` has the same.
 
-constexpr u32 kVersion = 2;
+constexpr u32 kVersion = 3;
 
 struct Table {
     u32 version, sockets, slots, silence_ms;
@@ -118,7 +119,7 @@ struct Inbox {  // written by the host; `received` and `taken` of the family `wa
     u64 state, received, taken, receive_ring, send_ring;
     u32 receive_size, send_size;
     u64 wire;
-    u32 report_at, unused;
+    u32 report_at, longest;
 };
 struct Outbox {  // written by kernels, for the host
     u32 sent, consumed;

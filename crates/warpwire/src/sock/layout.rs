@@ -26,7 +26,7 @@ use crate::link;
 pub use crate::link::{ADDRESS_LEN, address_from};
 
 /// The version of all this, which headers compare.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// The table: where everything is. A kernel gets its address, and nothing else.
 pub mod table {
@@ -90,6 +90,8 @@ pub mod inbox {
     pub const WIRE: u64 = 48;
     /// Family `warp`: when so many bytes were taken that the peer does not know of, it is told: 32 bits.
     pub const REPORT_AT: u64 = 56;
+    /// The longest datagram that can be sent: 32 bits.
+    pub const LONGEST: u64 = 60;
     /// How long it is.
     pub const LEN: u64 = 64;
 }

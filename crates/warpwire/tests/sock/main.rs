@@ -11,6 +11,7 @@ mod ends;
 mod gpunet;
 mod keys;
 mod killed;
+mod mail;
 mod peer;
 mod polling;
 mod puppet;
@@ -34,9 +35,6 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let mut arguments = Arguments::from_args();
-    // A thousand warp sockets in one case have reset a connection of the case beside it (`blocks_share_a_listener`, two runs of
-    // eight): until it is known why, cases run one after the other unless told otherwise.
-    arguments.test_threads.get_or_insert(1);
     let mut ways = vec![Way::Sim, Way::SimPinned];
     match world::compile_for_threads() {
         Ok(()) => ways.push(Way::Threads),
@@ -70,9 +68,11 @@ fn main() -> ExitCode {
         keys::CASES,
         similar::CASES,
     ];
-    let of_streams = [
+    let of_warp = [
         control::CASES,
         streams::CASES,
+        datagrams::CASES,
+        mail::CASES,
         polling::CASES,
         spans::CASES,
         ends::CASES,
@@ -95,7 +95,7 @@ fn main() -> ExitCode {
     let mut trials = Vec::new();
     for way in ways {
         trials.extend(rooms.iter().copied().flatten().map(|case| trial(way, Family::Inet, case)));
-        let warp = of_streams.iter().copied().flatten();
+        let warp = of_warp.iter().copied().flatten();
         trials.extend(warp.map(|case| trial(way, Family::Warp, case)));
     }
     libtest_mimic::run(&arguments, trials).exit_code()

@@ -1,8 +1,10 @@
 //! What a case gets to work with: a GPU with sockets, puppets, and peers that are ordinary sockets of this process.
 #![allow(unsafe_code)] // launching is unsafe, and so is calling the header's code; each use says why it is right
 
+use rustix::net::{AddressFamily, SocketType};
 use std::fmt;
-use std::net::{SocketAddr, UdpSocket};
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -342,6 +344,22 @@ fn build_library() -> Result<libloading::Library, String> {
     unsafe { libloading::Library::new(&library) }.map_err(|error| error.to_string())
 }
 
+/// An address at which nobody listens, held so that nobody begins to.
+pub struct Deserted {
+    pub name: SocketAddr,
+    _held: OwnedFd,
+}
+
+impl Deserted {
+    pub fn at(at: SocketAddr) -> Self {
+        let family = if at.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let held = rustix::net::socket(family, SocketType::STREAM, None).unwrap();
+        rustix::net::bind(&held, &at).unwrap();
+        let name = rustix::net::getsockname(&held).unwrap().try_into().unwrap();
+        Self { name, _held: held }
+    }
+}
+
 /// The two families, by an address that any port of this machine has.
 pub fn loopbacks() -> [SocketAddr; 2] {
     [SocketAddr::from(([127, 0, 0, 1], 0)), "[::1]:0".parse().unwrap()]
@@ -372,7 +390,11 @@ impl Puppet {
 
     /// That kind in the family of the case.
     pub fn kind(&self, kind: u64) -> u64 {
-        if kind == STREAM && self.family == Family::Warp { WARP_STREAM } else { kind }
+        match (self.family, kind) {
+            (Family::Warp, STREAM) => WARP_STREAM,
+            (Family::Warp, DATAGRAM) => WARP_DATAGRAM,
+            _ => kind,
+        }
     }
 
     pub fn socket(&self, at: SocketAddr, kind: u64) -> u64 {
@@ -420,13 +442,6 @@ impl Puppet {
         self.expect(Do::Close, &[listener], None);
         (answer.result as u64, peer)
     }
-}
-
-/// A datagram socket of the test's own.
-pub fn udp(at: SocketAddr) -> UdpSocket {
-    let socket = UdpSocket::bind(at).unwrap();
-    socket.set_read_timeout(Some(SOON)).unwrap();
-    socket
 }
 
 /// Waits until it is so.

@@ -1,6 +1,7 @@
 //! One suite of CPU programs' sockets of the family `warp`, over every link.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
+mod datagrams;
 mod ends;
 mod meeting;
 mod readiness;
@@ -19,7 +20,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let arguments = Arguments::from_args();
-    let rooms = [streams::CASES, ends::CASES, readiness::CASES, meeting::CASES];
+    let rooms = [streams::CASES, ends::CASES, readiness::CASES, meeting::CASES, datagrams::CASES];
     let trial = |way: Way, case: &'static Case| {
         Trial::test(format!("{way:?}::{}", case.name), move || {
             (case.run)(&World::new(way));

@@ -19,19 +19,19 @@ cases!(
     a_listener_in_an_event_loop,
 );
 
-struct Poll(std::os::fd::OwnedFd);
+pub struct Poll(std::os::fd::OwnedFd);
 
 impl Poll {
-    fn new() -> Self {
+    pub fn new() -> Self {
         Self(epoll::create(epoll::CreateFlags::CLOEXEC).unwrap())
     }
 
-    fn add(&self, what: &impl AsFd, number: u64, edge: bool) {
+    pub fn add(&self, what: &impl AsFd, number: u64, edge: bool) {
         let flags = if edge { EventFlags::IN | EventFlags::ET } else { EventFlags::IN };
         epoll::add(&self.0, what.as_fd(), EventData::new_u64(number), flags).unwrap();
     }
 
-    fn wait(&self, time: Duration) -> Vec<u64> {
+    pub fn wait(&self, time: Duration) -> Vec<u64> {
         let mut room = [MaybeUninit::<epoll::Event>::uninit(); 64];
         let timeout =
             Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };

@@ -43,9 +43,9 @@ pub(super) enum For {
 }
 
 impl For {
-    const BOTH: [Self; 2] = [Self::Reading, Self::Writing];
+    pub(super) const BOTH: [Self; 2] = [Self::Reading, Self::Writing];
 
-    fn bit(self) -> u8 {
+    pub(super) fn bit(self) -> u8 {
         1 << self as u8
     }
 }
