@@ -40,7 +40,8 @@ WARPWIRE_CALL i64 give_up(const Table &table, const Found &found, i64 why) {
 
 // Why nothing fits into the peer's ring, for who holds the lock: it reads no more, or it lies.
 WARPWIRE_CALL i64 no_room(const Table &table, const Found &found, const Held &held) {
-    return held.theirs & kDeaf ? -kEpipe : give_up(table, found, kEproto);
+    bool deaf = held.theirs & kDeaf && (held.theirs & ~kDeaf) <= held.ours;
+    return deaf ? -kEpipe : give_up(table, found, kEproto);
 }
 
 // Makes the berth, when it is first needed.

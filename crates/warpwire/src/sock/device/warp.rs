@@ -42,12 +42,14 @@ impl Sockets<'_> {
     /// What the send ring holds, by what the peer says, for who holds the lock.
     pub(super) fn outstanding(&self, place: Place, seen: &Seen, size: u64) -> Outcome<u64> {
         let sent = self.sent(place)?;
-        let outstanding = sent.wrapping_sub(seen.taken);
-        if seen.is_warp() && seen.taken & DEAF != 0 {
-            return Err(Errno::PIPE.into());
-        }
-        if seen.is_warp() && (seen.taken > sent || outstanding > size) {
+        let is_deaf = seen.is_warp() && seen.taken & DEAF != 0;
+        let taken = if is_deaf { seen.taken & !DEAF } else { seen.taken };
+        let outstanding = sent.wrapping_sub(taken);
+        if seen.is_warp() && (taken > sent || outstanding > size) {
             return Err(self.give_up(place, Errno::PROTO)?);
+        }
+        if is_deaf {
+            return Err(Errno::PIPE.into());
         }
         Ok(outstanding)
     }
