@@ -89,7 +89,8 @@ impl Mtu {
 
     /// How many packets a message of `len` bytes takes: at least one.
     pub(crate) fn packets(self, len: u32) -> u32 {
-        len.div_ceil(self.0).max(1)
+        // Most messages have one.
+        if len <= self.0 { 1 } else { len.div_ceil(self.0) }
     }
 
     /// The offset of the packet with that index.

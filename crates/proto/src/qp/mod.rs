@@ -196,6 +196,7 @@ impl Qp {
                 timeout: None,
                 max_rd_atomic: 0,
                 window: options.window,
+                long_window: options.window,
                 read_chunk: options.read_chunk,
             },
             answering: responder::Terms {
@@ -301,6 +302,7 @@ impl Qp {
             set(terms_mtu, change.mtu);
         }
         let longest = self.asking.mtu.bytes();
+        self.asking.long_window = requester::as_many_bytes(self.options.window, longest);
         self.asking.read_chunk = requester::as_many_bytes(self.options.read_chunk, longest);
         for destination in [&mut self.asking.destination, &mut self.answering.destination] {
             set(destination, change.destination);

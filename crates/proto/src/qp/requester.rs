@@ -37,21 +37,24 @@ pub(super) struct Terms {
     /// How long to wait for an answer; `None` for ever.
     pub timeout: Option<Duration>,
     pub max_rd_atomic: u32,
-    /// How many packets of the longest sort that RoCE knows may be unanswered.
+    /// How many packets may be unanswered.
     pub window: u32,
+    /// How many of the longest.
+    pub long_window: u32,
     /// How many packets one read request may ask for.
     pub read_chunk: u32,
 }
 
 impl Terms {
-    /// How many packets may be unanswered when one of a message of that length is sent: fewer of those that are longer than RoCE's.
-    /// What lies between two ends fills buffers by its bytes.
-    #[inline]
-    fn window_for(&self, len: u32) -> u32 {
-        match len {
-            0..=LONGEST_OF_ROCE => self.window,
-            _ => as_many_bytes(self.window, len.min(self.mtu.bytes())),
-        }
+    /// Whether so many unanswered packets are all that there may be when one of a message of that length is sent: fewer of those that are
+    /// longer than RoCE's. What lies between two ends fills buffers by its bytes.
+    #[inline(always)] // most of the time it is one comparison
+    fn fill_window(&self, packets: u32, len: u32) -> bool {
+        packets >= self.long_window && self.fill_shorter(packets, len)
+    }
+
+    fn fill_shorter(&self, packets: u32, len: u32) -> bool {
+        packets >= as_many_bytes(self.window, len.min(self.mtu.bytes()))
     }
 }
 
@@ -285,10 +288,11 @@ impl Requester {
         let is_last_open = self.current == self.tail;
         let entry = self.entry_mut(self.current);
         let awaits_data = entry.work.op.awaits_data();
-        let window = terms.window_for(entry.work.len);
         // What goes again has been counted once: a limit that was lowered since must not hold it up.
         let is_new = next == unsent;
-        if in_flight >= window || awaits_data && is_new && reading >= terms.max_rd_atomic {
+        if terms.fill_window(in_flight, entry.work.len)
+            || awaits_data && is_new && reading >= terms.max_rd_atomic
+        {
             let never = awaits_data && terms.max_rd_atomic == 0 && is_last_open;
             return if never { Err(Status::LocalOperation) } else { Ok(false) };
         }
@@ -323,10 +327,10 @@ impl Requester {
         stats.resent += u64::from(!is_new);
         self.since_request += 1;
         // Ask at the end of a message, before the window closes, now and then in between, and at once when
-        // sending again: the answer may only have been lost.
+        // sending again: the answer may only have been lost. A message of several packets has the longest.
         headers.ack_request = is_last
-            || in_flight + piece.numbers >= window
-            || self.since_request * 4 >= window
+            || in_flight + piece.numbers >= terms.long_window
+            || self.since_request * 4 >= terms.long_window
             || !is_new && next == self.unacked;
         self.next = next.add(piece.numbers);
         if self.next.distance_from(unsent) > 0 {
