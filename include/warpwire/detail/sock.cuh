@@ -330,7 +330,16 @@ WARPWIRE_CALL i64 shutdown_alone(const Table &table, int socket, How how) {
     if (result < 0) return result;
     if (how != kShutReceive && load_gpu(&found.desk->flags) & kFlagWarp) end_sending(table, found);
     change_flags(found.desk, 0, (how != kShutSend ? kFlagShutReceive : 0) | (how != kShutReceive ? kFlagShutSend : 0));
+    if (how != kShutSend && load_gpu(&found.desk->flags) & kFlagWarp) end_receiving(table, found);
     return 0;
+}
+
+// What was sent and read, for the host to count: where a request has an address.
+WARPWIRE_FN Address bytes_so_far(const Found &found) {
+    Address bytes = no_address();
+    u64 sent = load_gpu(&found.desk->sent), consumed = load_gpu(&found.desk->consumed);
+    for (u32 i = 0; i < 8; i++) bytes.ip[i] = static_cast<u8>(sent >> (8 * i)), bytes.ip[8 + i] = static_cast<u8>(consumed >> (8 * i));
+    return bytes;
 }
 
 WARPWIRE_CALL i64 close_alone(const Table &table, int socket) {
@@ -347,7 +356,7 @@ WARPWIRE_CALL i64 close_alone(const Table &table, int socket) {
         while (replace(lock, kFree, kGone) != kFree)
             if (i64 stop = waiter.step(table)) return stop;
     }
-    return ask(table, kClose, socket, end_both(table, found, state), 0, no_address(), nullptr);
+    return ask(table, kClose, socket, end_both(table, found, state), 0, bytes_so_far(found), nullptr);
 }
 
 WARPWIRE_CALL i64 set_alone(const Table &table, int socket, Option option, i64 value) {
@@ -500,7 +509,7 @@ WARPWIRE_CALL Turn begin_send(const Table &table, const Found &found, u64 length
                 return Turn{static_cast<i64>(length), ring, size, sent + sizeof(Record), needs};
             }
             store_gpu(&found.desk->send_lock, kFree);
-            if (free > size) return no_turn(give_up(table, found, kEproto));  // the peer lies
+            if (free > size) return no_turn(no_room(table, found, *held));
         }
         if (i64 stop = waiter.step(table)) return no_turn(stop);
         sight = see(found, &Desk::send_timeout);
@@ -528,7 +537,7 @@ WARPWIRE_FN void publish_consumed(const Table &table, const Found &found, const 
         return;
     }
     put_gpu(&found.desk->consumed, consumed);
-    if (consumed - held.reported >= held.report_at) report(table, found, held.berth, consumed);
+    if (consumed - held.reported >= held.report_at || held.flags & kFlagShutReceive) report(table, found, held.berth, consumed);
 }
 
 WARPWIRE_CALL void end_send(const Table &table, const Found &found, const Held &held, const Turn &turn) {
@@ -698,9 +707,9 @@ WARPWIRE_CALL i64 commit_alone(const Table &table, int socket, u64 filled) {
     u64 ring = peek_system(&found.inbox->send_ring), size = peek_system(&found.inbox->send_size);
     Held held = held_span(found, &found.desk->sent, &found.inbox->taken);
     u64 free = free_of(held, size);
-    if (free > size || held.flags & kFlagEnded) {  // the peer lies; or it was told of the end, which is not taken back
+    if (free > size || held.flags & kFlagEnded) {  // the peer reads no more, or lies; or it was told of the end, which is not taken back
         store_gpu(&found.desk->send_lock, kFree);
-        return free > size ? give_up(table, found, kEproto) : -kEpipe;
+        return free > size ? no_room(table, found, held) : -kEpipe;
     }
     if (filled > free) return -kEinval;
     if (filled) publish_sent(table, found, held, ring, size, held.ours + filled);

@@ -10,6 +10,7 @@ namespace sock {
 namespace detail {
 
 constexpr u64 kEnded = 1ull << 63;                              // in `received`: no more will come
+constexpr u64 kDeaf = 1ull << 63;                               // in `taken`: no more will be read
 constexpr u64 kPosting = 10ull * 1000 * 1000 * 1000;            // how long posting waits for others, and for room
 constexpr u32 kFlagEnded = 16;                                  // flag of a desk: the peer was told of the end
 
@@ -35,6 +36,12 @@ WARPWIRE_FN bool is_warp(u64 state) { return (state & (kIsWarp | kListening)) ==
 WARPWIRE_CALL i64 give_up(const Table &table, const Found &found, i64 why) {
     i64 told = ask(table, kFail, found.handle, static_cast<u64>(why), 0, no_address(), nullptr);
     return told == -kEconnaborted ? told : -why;
+}
+
+// Why nothing fits into the peer's ring, for who holds the lock: it reads no more, or it lies.
+WARPWIRE_CALL i64 no_room(const Table &table, const Found &found, const Held &held) {
+    bool deaf = held.theirs & kDeaf && (held.theirs & ~kDeaf) <= held.ours;
+    return deaf ? -kEpipe : give_up(table, found, kEproto);
 }
 
 // Makes the berth, when it is first needed.
@@ -152,7 +159,8 @@ WARPWIRE_CALL void report(const Table &table, const Found &found, u32 berth, u64
     put_gpu(&found.desk->reported, consumed);
     Post post = begin_post(table, found, berth, 1);
     if (!post.berth) return;
-    write_word(post, post.first, post.peer.taken, post.peer.taken_key, consumed);
+    u64 deaf = load_gpu(&found.desk->flags) & kFlagShutReceive ? kDeaf : 0;
+    write_word(post, post.first, post.peer.taken, post.peer.taken_key, consumed | deaf);
     end_post(found, post, 1);
 }
 
@@ -164,6 +172,18 @@ WARPWIRE_CALL void end_sending(const Table &table, const Found &found) {
         if (waiter.step(table)) return;
     post_end(table, found);
     if (before == kFree) store_gpu(&found.desk->send_lock, kFree);
+}
+
+// Tells the peer that no more will be read, once those who copy now are done; the desk says so already. Who has a span tells it
+// with that.
+WARPWIRE_CALL void end_receiving(const Table &table, const Found &found) {
+    Waiter waiter(kLastCall);
+    u32 before;
+    while ((before = replace(&found.desk->receive_lock, kFree, kCopying)) == kCopying)
+        if (waiter.step(table)) return;
+    if (before != kFree) return;
+    report(table, found, load_gpu(&found.desk->berth), load_gpu(&found.desk->consumed));
+    store_gpu(&found.desk->receive_lock, kFree);
 }
 
 // What close does before it asks the host: how many operations were posted.

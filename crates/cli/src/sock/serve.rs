@@ -82,6 +82,17 @@ pub(super) fn wait(seconds: Option<u64>) {
     }
 }
 
+/// How many bytes went which way.
+pub(super) fn traffic(sockets: &SockStats) -> String {
+    let mut text =
+        format!("{} bytes in, {} bytes out through the host", sockets.received, sockets.sent);
+    if sockets.warp_received + sockets.warp_sent > 0 {
+        let more = format!(", {} in, {} out by RDMA", sockets.warp_received, sockets.warp_sent);
+        text.push_str(&more);
+    }
+    text
+}
+
 impl Serve {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
         let (host, no_cuda) = self.ground.open(SockOptions::default())?;
@@ -101,10 +112,7 @@ impl Serve {
         if self.json {
             print_json(&ServeReport { address, sockets }).map_err(Failure::Broken)?;
         } else {
-            let text = format!(
-                "{} connections, {} bytes in, {} bytes out through the host\n",
-                sockets.accepted, sockets.received, sockets.sent
-            );
+            let text = format!("{} connections, {}\n", sockets.accepted, traffic(&sockets));
             output::print(&text).map_err(Failure::Broken)?;
         }
         Ok(ExitCode::SUCCESS)
@@ -190,8 +198,12 @@ impl Kv {
             print_json(&KvReport { address, store, sockets }).map_err(Failure::Broken)?;
         } else {
             let text = format!(
-                "{} commands, {} keys, {} connections, {} refused\n",
-                store.commands, store.keys, sockets.accepted, store.refused
+                "{} commands, {} keys, {} connections, {} refused, {}\n",
+                store.commands,
+                store.keys,
+                sockets.accepted,
+                store.refused,
+                traffic(&sockets)
             );
             output::print(&text).map_err(Failure::Broken)?;
         }

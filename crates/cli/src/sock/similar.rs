@@ -14,7 +14,7 @@ use warpwire::sock::similarity::{
 use warpwire::sock::{SockOptions, SockStats, warp};
 
 use super::peer::Family;
-use super::serve::{announce, wait};
+use super::serve::{announce, traffic, wait};
 use super::{Ground, heading};
 use crate::copy::target::iterations;
 use crate::output::{self, Failure, Screen, print_json};
@@ -219,8 +219,11 @@ impl Arguments {
             print_json(&ServerReport { address, similar, sockets }).map_err(Failure::Broken)?;
         } else {
             let text = format!(
-                "{} queries, {} connections, {} refused\n",
-                similar.queries, sockets.accepted, similar.refused
+                "{} queries, {} connections, {} refused, {}\n",
+                similar.queries,
+                sockets.accepted,
+                similar.refused,
+                traffic(&sockets)
             );
             output::print(&text).map_err(Failure::Broken)?;
         }

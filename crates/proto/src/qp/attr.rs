@@ -49,6 +49,9 @@ pub enum Service {
     Ud,
 }
 
+/// The longest that two of our own ends may agree on.
+const MOST_BETWEEN_OURS: u32 = 1 << 20;
+
 /// The most payload in a packet; both ends of a connection use the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Mtu(u32);
@@ -57,8 +60,8 @@ impl Mtu {
     /// The sizes that RoCE knows, smallest first. Their verbs codes are 1 to 5.
     pub const ALL: [Self; 5] = [Self(256), Self(512), Self(1024), Self(2048), Self(4096)];
 
-    /// That size in bytes: a power of two from 256 to 4096; beyond it, to 2^20, only between our own ends
-    /// (through shared memory, where no Ethernet frame sets a limit).
+    /// That size in bytes: a power of two from 256 to 4096; beyond it, a multiple of 4096 to 2^20, only between our own
+    /// ends (within one machine, where no Ethernet frame sets a limit).
     ///
     /// ```
     /// use warpwire_proto::qp::Mtu;
@@ -66,10 +69,10 @@ impl Mtu {
     /// assert_eq!(Mtu::new(1500), None);
     /// ```
     pub const fn new(bytes: u32) -> Option<Self> {
-        if bytes.is_power_of_two() && bytes >= 256 && bytes <= 1 << 20 {
-            Some(Self(bytes))
-        } else {
-            None
+        match bytes {
+            256..=4096 if bytes.is_power_of_two() => Some(Self(bytes)),
+            4097..=MOST_BETWEEN_OURS if bytes.is_multiple_of(4096) => Some(Self(bytes)),
+            _ => None,
         }
     }
 
@@ -86,13 +89,12 @@ impl Mtu {
 
     /// How many packets a message of `len` bytes takes: at least one.
     pub(crate) fn packets(self, len: u32) -> u32 {
-        let shift = self.0.trailing_zeros();
-        ((u64::from(len) + u64::from(self.0) - 1) >> shift).max(1) as u32
+        len.div_ceil(self.0).max(1)
     }
 
     /// The offset of the packet with that index.
     pub(crate) fn offset(self, index: u32) -> u32 {
-        index << self.0.trailing_zeros()
+        index.wrapping_mul(self.0)
     }
 }
 
@@ -481,3 +483,32 @@ impl fmt::Display for Refused {
 }
 
 impl core::error::Error for Refused {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lengths_beyond_roce_are_whole_pages() {
+        for bytes in [256, 512, 1024, 2048, 4096, 8192, 12_288, 61_440, 65_536, 1 << 20] {
+            assert_eq!(Mtu::new(bytes).map(Mtu::bytes), Some(bytes));
+        }
+        for bytes in [0, 128, 257, 768, 1500, 4095, 5000, 9000, 61_441, (1 << 20) + 4096, u32::MAX]
+        {
+            assert_eq!(Mtu::new(bytes), None, "{bytes}");
+        }
+    }
+
+    #[test]
+    fn messages_are_cut_into_whole_packets() {
+        for mtu in [256, 4096, 61_440, 1 << 20].map(|bytes| Mtu::new(bytes).unwrap()) {
+            let bytes = mtu.bytes();
+            for (len, packets) in [(0, 1), (1, 1), (bytes, 1), (bytes + 1, 2), (7 * bytes, 7)] {
+                assert_eq!(mtu.packets(len), packets, "{len} by {bytes}");
+            }
+            let longest = 1_u32 << 31;
+            let last = mtu.offset(mtu.packets(longest) - 1);
+            assert!(last < longest && longest - last <= bytes, "{bytes}");
+        }
+    }
+}

@@ -167,12 +167,6 @@ pub struct Qp {
     last_cnp: Option<Instant>,
 }
 
-/// So many packets of RoCE's longest, as packets of that length: what lies between two ends fills buffers by its bytes.
-fn as_many_bytes(packets: u32, mtu: Mtu) -> u32 {
-    let [.., longest] = Mtu::ALL;
-    (packets / (mtu.bytes() / longest.bytes()).max(1)).max(1)
-}
-
 /// Whether the peer spoke before we were told to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Established {
@@ -306,8 +300,8 @@ impl Qp {
         for terms_mtu in [&mut self.asking.mtu, &mut self.answering.mtu] {
             set(terms_mtu, change.mtu);
         }
-        self.asking.window = as_many_bytes(self.options.window, self.asking.mtu);
-        self.asking.read_chunk = as_many_bytes(self.options.read_chunk, self.asking.mtu);
+        let longest = self.asking.mtu.bytes();
+        self.asking.read_chunk = requester::as_many_bytes(self.options.read_chunk, longest);
         for destination in [&mut self.asking.destination, &mut self.answering.destination] {
             set(destination, change.destination);
         }

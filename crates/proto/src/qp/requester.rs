@@ -37,10 +37,33 @@ pub(super) struct Terms {
     /// How long to wait for an answer; `None` for ever.
     pub timeout: Option<Duration>,
     pub max_rd_atomic: u32,
-    /// How many packets may be unanswered.
+    /// How many packets of the longest sort that RoCE knows may be unanswered.
     pub window: u32,
     /// How many packets one read request may ask for.
     pub read_chunk: u32,
+}
+
+impl Terms {
+    /// How many packets may be unanswered when one of a message of that length is sent: fewer of those that are longer than RoCE's.
+    /// What lies between two ends fills buffers by its bytes.
+    #[inline]
+    fn window_for(&self, len: u32) -> u32 {
+        match len {
+            0..=LONGEST_OF_ROCE => self.window,
+            _ => as_many_bytes(self.window, len.min(self.mtu.bytes())),
+        }
+    }
+}
+
+/// The longest payload of a packet that RoCE knows.
+const LONGEST_OF_ROCE: u32 = 4096;
+
+/// So many packets of RoCE's longest, as packets of that length: at least one.
+pub(super) fn as_many_bytes(packets: u32, len: u32) -> u32 {
+    match len {
+        0..=LONGEST_OF_ROCE => packets,
+        _ => (packets / len.div_ceil(LONGEST_OF_ROCE)).max(1),
+    }
 }
 
 /// Work in the ring, with the sequence numbers that it was given when it was begun.
@@ -262,9 +285,10 @@ impl Requester {
         let is_last_open = self.current == self.tail;
         let entry = self.entry_mut(self.current);
         let awaits_data = entry.work.op.awaits_data();
+        let window = terms.window_for(entry.work.len);
         // What goes again has been counted once: a limit that was lowered since must not hold it up.
         let is_new = next == unsent;
-        if in_flight >= terms.window || awaits_data && is_new && reading >= terms.max_rd_atomic {
+        if in_flight >= window || awaits_data && is_new && reading >= terms.max_rd_atomic {
             let never = awaits_data && terms.max_rd_atomic == 0 && is_last_open;
             return if never { Err(Status::LocalOperation) } else { Ok(false) };
         }
@@ -301,8 +325,8 @@ impl Requester {
         // Ask at the end of a message, before the window closes, now and then in between, and at once when
         // sending again: the answer may only have been lost.
         headers.ack_request = is_last
-            || in_flight + piece.numbers >= terms.window
-            || self.since_request * 4 >= terms.window
+            || in_flight + piece.numbers >= window
+            || self.since_request * 4 >= window
             || !is_new && next == self.unacked;
         self.next = next.add(piece.numbers);
         if self.next.distance_from(unsent) > 0 {

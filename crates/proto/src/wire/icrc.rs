@@ -122,10 +122,27 @@ impl Cover {
     /// The ICRC of `packet`, which runs from the base header through the place of its ICRC, when its IP header
     /// carries this identification (IPv6 has none). `None` if it is shorter than those two, or longer than IP
     /// allows.
+    #[inline]
     pub fn icrc<C: Crc32>(&mut self, identification: u16, packet: &[u8]) -> Option<u32> {
         let covered = packet.get(..packet.len().checked_sub(ICRC_LEN)?)?;
-        let (base, rest) = covered.split_at_checked(BTH_LEN)?;
-        let udp_len = u16::try_from(packet.len() + UDP_LEN).ok()?;
+        self.begin::<C>(identification, packet.len(), covered)
+    }
+
+    /// The state after `head`, the beginning of a packet of `len` bytes: at least its base header. The rest goes in with
+    /// [`Crc32::update`], as in [`begin`]; for packets that do not lie in one piece. `None` as for [`Cover::icrc`].
+    ///
+    /// ```
+    /// use warpwire_proto::wire::icrc::{Cover, Crc32, Portable};
+    /// let mut cover = Cover::new("192.0.2.2:4791".parse().unwrap(), "192.0.2.1:4791".parse().unwrap());
+    /// let packet = [7; 100];
+    /// let state = cover.begin::<Portable>(0, 100, &packet[..28]).unwrap();
+    /// assert_eq!(Some(Portable::update(state, &packet[28..96])), cover.icrc::<Portable>(0, &packet));
+    /// assert_eq!(cover.begin::<Portable>(0, 100, &packet[..11]), None);
+    /// ```
+    #[inline]
+    pub fn begin<C: Crc32>(&mut self, identification: u16, len: usize, head: &[u8]) -> Option<u32> {
+        let (base, rest) = head.split_at_checked(BTH_LEN)?;
+        let udp_len = u16::try_from(len + UDP_LEN).ok()?;
         let (ip, at) = (self.ip_len, self.ip_len + UDP_LEN);
         if ip == IPV6_LEN {
             self.masked[4..6].copy_from_slice(&udp_len.to_be_bytes());

@@ -233,3 +233,22 @@ fn a_read_where_none_may_be_outstanding_ends() {
     pair.post(A, 0, Op::Read(PLACE), 10);
     pair.run();
 }
+
+#[test]
+fn long_packets_are_fewer_in_the_window() {
+    let pages = |count: u32| count * 4096;
+    let terms = || Terms { mtu: pages(15), ..with_options(Options::default()) };
+    for (len, packets) in [(8, 128), (4096, 128), (4097, 128), (pages(4), 64), (pages(15), 17)] {
+        let mut pair = Pair::with(terms());
+        (0..128).for_each(|id| pair.post(A, id, Op::Write(PLACE), len));
+        let sent = pair.send_all(A);
+        assert_eq!(sent.len(), packets, "messages of {len} bytes");
+        assert!(sent.iter().all(|packet| packet.headers.ack_request));
+    }
+    // Short ones do not wait for room that long ones need, nor the other way round for good.
+    let mut pair = Pair::with(terms());
+    pair.post(A, 0, Op::Write(PLACE), 40 * pages(15));
+    (1..60).for_each(|id| pair.post(A, id, Op::Write(PLACE), 8));
+    pair.post(A, 60, Op::Write(PLACE), 40 * pages(15));
+    pair.assert_all_succeed(61);
+}

@@ -32,7 +32,7 @@ use super::ring::{NOT_THERE_YET, SharedRing};
 use super::rung::Rung;
 use super::stats::{Lost, Totals};
 use crate::error::Result;
-use crate::link::{Frame, Link, Offer};
+use crate::link::{FlowId, Frame, Link, Offer, WORTH_LENDING};
 use crate::mr::{Denied, Registry};
 use datagram::Destinations;
 
@@ -252,6 +252,13 @@ impl Engine {
             }
             let len = packet.payload.map_or(0, |payload| payload.len as usize);
             let wire_len = packet.headers.wire_len(len);
+            if len >= WORTH_LENDING
+                && lend(&mut *self.link, flow, side, registry, &packet).is_some()
+            {
+                count += 1;
+                bytes += wire_len;
+                continue;
+            }
             let Ok(slot) = self.link.reserve(flow, wire_len) else {
                 totals.lose(Lost::TooLong);
                 continue;
@@ -297,6 +304,24 @@ enum Turn {
 
 /// The most that stands around a payload: a write's headers with immediate, and the ICRC. An MTU needs no pad.
 pub(super) const LONGEST_AROUND: usize = BTH_LEN + 20 + ICRC_LEN;
+
+/// Sends a packet with its payload where that lies, if it is one piece of the host's memory, and the link can do that.
+#[inline(never)]
+fn lend(
+    link: &mut dyn Link,
+    flow: FlowId,
+    side: &super::pair::Side,
+    registry: &Registry,
+    packet: &Transmit,
+) -> Option<()> {
+    let Payload { from, len } = packet.payload?;
+    // Held while the link works on it: the memory stays.
+    let span = side.single_span(registry, from, len)?;
+    let bytes = span.host_bytes()?;
+    let slot = link.reserve(flow, packet.headers.wire_len(len as usize)).ok()?;
+    let headers = packet.headers.emit(slot, len as usize)?;
+    link.commit_lent(headers, &bytes).then_some(())
+}
 
 fn gather(
     side: &mut super::pair::Side,

@@ -470,6 +470,23 @@ impl Side {
         })
     }
 
+    /// The memory of a packet's payload, if it is one range, and that may be used.
+    pub(super) fn single_span<'a>(
+        &self,
+        registry: &'a Registry,
+        from: qp::Source,
+        len: u32,
+    ) -> Option<Span<'a>> {
+        let (key, need, address) = match from {
+            qp::Source::Work { id, offset } => {
+                let data = self.underway(id).single?;
+                (data.lkey, Access::NONE, data.address.wrapping_add(u64::from(offset)))
+            }
+            qp::Source::Remote { at, .. } => (at.key, Access::REMOTE_READ, at.address),
+        };
+        registry.resolve(key, self.pd, need, address, u64::from(len)).ok()
+    }
+
     /// Copies what a peer reads to `into`; the request asks for `left` bytes from there on.
     pub(super) fn gather_for_peer(
         &mut self,

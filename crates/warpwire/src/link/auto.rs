@@ -20,6 +20,7 @@ use super::{
     shm, udp,
 };
 use crate::error::{Error, Result};
+use crate::mem::SharedBytes;
 
 /// While packets come through shared memory, the UDP socket, which costs a system call to look at, is looked at once
 /// in so many calls at least.
@@ -209,6 +210,14 @@ impl Link for Auto {
         match (self.last, &mut self.shm) {
             (Way::Shm, Ok(shm)) => shm.commit_spoiled(spoil),
             _ => self.udp.commit_spoiled(spoil),
+        }
+    }
+
+    #[inline]
+    fn commit_lent(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
+        match (self.last, &mut self.shm) {
+            (Way::Shm, Ok(shm)) => shm.commit_lent(headers, payload),
+            _ => self.udp.commit_lent(headers, payload),
         }
     }
 

@@ -68,11 +68,15 @@ pub use shm::grant::{Offer, Peer};
 pub use udp::Udp;
 
 use crate::error::{Error, Kind as ErrorKind, Result};
+use crate::mem::SharedBytes;
 
 /// The shortest packet: a base header and an ICRC.
 pub const SHORTEST: usize = BTH_LEN + ICRC_LEN;
 /// The longest packet that RoCEv2 knows: 4096 bytes of payload behind the longest headers.
 pub const LONGEST: usize = LONGEST_HEADERS + 4096 + ICRC_LEN;
+
+/// From this length on, a payload is better lent than copied: a packet that is lent goes by a system call of its own.
+pub const WORTH_LENDING: usize = 16 << 10;
 
 /// A way for packets in and out.
 ///
@@ -136,6 +140,19 @@ pub trait Link: Send {
     /// [`Fault`] damages must be found by the receiver's check, and the seal lies below it.
     fn commit_spoiled(&mut self, spoil: Spoil) -> Option<Frame<'_>>;
 
+    /// Sends the packet that was reserved, at once and behind all that was committed before, with a payload that stays where
+    /// it lies: the caller has filled the headers, which end where the payload would begin, and the pad. That spares the copy into the packet, and is
+    /// worth it for long payloads ([`WORTH_LENDING`]). The link is done with the memory when this returns.
+    ///
+    /// `false` is no failure, and most links say nothing else: the packet is still reserved. Fill in the payload and
+    /// [`commit`](Link::commit) it, which also waits where there is no room.
+    ///
+    /// The payload is looked at once: if somebody changes it meanwhile, some mixture goes out, as from a copy.
+    fn commit_lent(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
+        let _ = (headers, payload);
+        false
+    }
+
     /// Hands over what was committed. What cannot go now is kept, and the return value says how much; what can never
     /// go is dropped and counted.
     ///
@@ -143,7 +160,7 @@ pub trait Link: Send {
     /// If the link is beyond repair. A network that says "wait" is not an error.
     fn flush(&mut self) -> Result<Flushed>;
 
-    /// Takes up to a batch of packets, and returns how many were delivered. Each has the right ICRC; others were
+    /// Takes up to a batch of packets, and returns how many were delivered. Each has the right ICRC, or needs none; others were
     /// dropped and counted. Their other headers are unchecked, and anyone may have sent them.
     ///
     /// # Errors
@@ -159,7 +176,7 @@ pub trait Link: Send {
         None
     }
 
-    /// Asks a link that leaves the ICRC out, because its packets stay in memory, to put it in. [`Fault`] asks.
+    /// Asks a link that leaves the ICRC out, because its packets stay in memory or on this machine, to put it in. [`Fault`] asks.
     fn always_seal(&mut self) {}
 
     /// Lets peers of this machine reach memory by themselves, past the link, and prepares to do so at theirs. To be called before
@@ -219,6 +236,10 @@ impl<L: Link + ?Sized> Link for Box<L> {
         (**self).commit_spoiled(spoil)
     }
 
+    fn commit_lent(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
+        (**self).commit_lent(headers, payload)
+    }
+
     fn flush(&mut self) -> Result<Flushed> {
         (**self).flush()
     }
@@ -265,7 +286,7 @@ pub struct Frame<'a> {
     pub marked: bool,
     /// The IPv4 identification that the ICRC covers: known when sending, found when receiving.
     pub identification: u16,
-    /// Whether the last four bytes are an ICRC; packets that stay in memory go without.
+    /// Whether the last four bytes are an ICRC; packets that stay in memory, or on this machine, may go without.
     pub sealed: bool,
 }
 
@@ -386,6 +407,8 @@ pub struct Counters {
     pub received_bytes: u64,
     /// Those of them that came joined with others, by the kernel's receive offload.
     pub joined: u64,
+    /// Packets sent whose payload was lent: the kernel took it from where it lay.
+    pub lent: u64,
     /// System calls that moved packets, both ways.
     pub calls: u64,
     /// Packets lost in this link, by reason.
@@ -421,6 +444,7 @@ impl std::ops::Add for Counters {
             received: self.received + other.received,
             received_bytes: self.received_bytes + other.received_bytes,
             joined: self.joined + other.joined,
+            lent: self.lent + other.lent,
             calls: self.calls + other.calls,
             drops: Drops {
                 icrc: self.drops.icrc + other.drops.icrc,

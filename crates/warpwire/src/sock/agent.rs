@@ -24,6 +24,7 @@ use super::berths::Berths;
 use super::fabric::{Fabric, Shores};
 use super::ground::Ground;
 use super::layout::{inbox, parts, state};
+use super::ledger::Ledger;
 use super::meeting::{CRADLE, Nursery};
 use super::socket::{Ring, Socket};
 use crate::error::{Error, Result};
@@ -63,6 +64,8 @@ pub(super) struct Counters {
     pub(super) sent: AtomicU64,
     pub(super) dropped: AtomicU64,
     pub(super) misused: AtomicU64,
+    /// Bytes of the family `warp`.
+    pub(super) warp: Ledger,
 }
 
 /// How the agent is told to end.
@@ -461,6 +464,7 @@ impl Agent {
         let handle = self.sockets[usize::from(index)].handle(index);
         if self.sockets[usize::from(index)].is_warp {
             self.nursery.forget(handle);
+            self.counters.warp.close(index, self.sockets[usize::from(index)].generation, None);
         }
         let socket = &mut self.sockets[usize::from(index)];
         socket.open = false;

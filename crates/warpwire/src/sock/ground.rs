@@ -27,7 +27,9 @@ pub(super) struct Ground {
     /// Why there is none.
     pub(super) why_pinned: Option<String>,
     kernel_side: Allocation,
-    _desks: Allocation,
+    desks: Allocation,
+    /// Where the desks begin there.
+    desks_at: u64,
     pub(super) sockets: u32,
     pub(super) slots: u32,
     places: Places,
@@ -96,7 +98,8 @@ impl Ground {
             device_memory,
             why_pinned,
             kernel_side,
-            _desks: desks,
+            desks,
+            desks_at,
             sockets,
             slots,
             places,
@@ -223,6 +226,13 @@ impl Ground {
     pub(super) fn outbox(&self, index: u16) -> Result<u64> {
         let at = self.places.outbox + u64::from(index) * outbox::LEN;
         self.kernel_side.host_bytes()?.load_u64(at)
+    }
+
+    /// The first so many desks, as kernels have them.
+    pub(super) fn desks(&self, count: usize) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; count * desk::LEN as usize];
+        self.desks.read(self.desks_at, &mut bytes)?;
+        Ok(bytes)
     }
 
     /// A new socket has sent and consumed nothing.

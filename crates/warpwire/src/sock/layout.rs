@@ -240,6 +240,10 @@ pub mod request {
     pub const OPTION: u64 = 24;
     /// An address: family (16 bits: 4, 6, or 0 for none), port (16 bits), scope (32 bits), 16 bytes.
     pub const ADDRESS: u64 = 32;
+    /// Of a `Close`, where no address is: bytes sent, ever. It counts in the family `warp`.
+    pub const SENT: u64 = 40;
+    /// Of a `Close`: bytes taken from the receive ring, ever.
+    pub const CONSUMED: u64 = 48;
     /// How long it is.
     pub const LEN: u64 = 64;
 }

@@ -343,6 +343,7 @@ impl Agent {
         let socket = &mut self.sockets[usize::from(index)];
         (socket.warp.handshake, socket.warp.deadline) = (None, None);
         socket.flags = socket.flags & !state::CONNECTING | state::CONNECTED;
+        self.counters.warp.open(index, socket.generation);
         self.tell_state(index)?;
         let parent = self.sockets[usize::from(index)].warp.parent.take();
         let Some((listener, peer)) = parent else {

@@ -55,6 +55,7 @@ mod gpunet;
 mod ground;
 pub mod kv;
 pub mod layout;
+mod ledger;
 mod meeting;
 mod offices;
 pub mod programs;
@@ -189,10 +190,14 @@ pub struct SockStats {
     pub accepted: u64,
     /// Connections made.
     pub connected: u64,
-    /// Bytes that came from peers.
+    /// Bytes that came from peers through the host: of the family `inet`.
     pub received: u64,
-    /// Bytes that went to peers.
+    /// Bytes that went to peers through the host.
     pub sent: u64,
+    /// Bytes of the family `warp` that kernels have read.
+    pub warp_received: u64,
+    /// Bytes of the family `warp` that kernels have sent.
+    pub warp_sent: u64,
     /// Datagrams that were lost here: they fit into no ring, or (family `warp`) nobody has the name that they were for, or too many waited.
     pub dropped: u64,
     /// Sockets that were reset because a kernel wrote nonsense.
@@ -284,8 +289,14 @@ impl SockHost {
         self.ground.why_pinned.as_deref()
     }
 
-    /// What it has done.
+    /// What it has done. Bytes of the family `warp` pass it by: while connections stand, their counters are read from device memory.
     pub fn stats(&self) -> SockStats {
+        let warp = self.counters.warp.count(|count| {
+            self.ground.desks(count).unwrap_or_else(|error| {
+                tracing::warn!(%error, "bytes of the family `warp` could not be counted");
+                Vec::new()
+            })
+        });
         let of = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         SockStats {
             open: of(&self.counters.open),
@@ -294,6 +305,8 @@ impl SockHost {
             connected: of(&self.counters.connected),
             received: of(&self.counters.received),
             sent: of(&self.counters.sent),
+            warp_received: warp.received,
+            warp_sent: warp.sent,
             dropped: of(&self.counters.dropped),
             misused: of(&self.counters.misused),
         }

@@ -6,13 +6,14 @@ use std::time::Instant;
 
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, sockopt};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use super::agent::{Agent, LAST_WORDS};
 use super::arena;
 use super::layout::{
     ADDRESS_LEN, Op, Setting, address_bytes, address_from, record, request, state,
 };
+use super::ledger::Bytes;
 use super::socket::{Socket, Sort};
 use crate::error::Result;
 
@@ -32,6 +33,8 @@ struct Request {
     value: u64,
     option: u32,
     address: Option<SocketAddr>,
+    /// What a kernel that closes has sent and read.
+    bytes: Bytes,
 }
 
 impl Request {
@@ -41,15 +44,17 @@ impl Request {
             word.copy_from_slice(&bytes[at as usize..at as usize + 4]);
             u32::from_le_bytes(word)
         };
+        let wide = |at: u64| u64::from(word(at + 4)) << 32 | u64::from(word(at));
         let mut address = [0; ADDRESS_LEN];
         let at = request::ADDRESS as usize;
         address.copy_from_slice(&bytes[at..at + ADDRESS_LEN]);
         Self {
             op: word(request::OP),
             handle: word(request::HANDLE) as i32,
-            value: u64::from(word(request::VALUE + 4)) << 32 | u64::from(word(request::VALUE)),
+            value: wide(request::VALUE),
             option: word(request::OPTION),
             address: address_from(&address),
+            bytes: Bytes { sent: wide(request::SENT), received: wide(request::CONSUMED) },
         }
     }
 }
@@ -92,7 +97,11 @@ impl Agent {
             Op::Listen => self.listen(index, request.value),
             Op::Connect => self.connect(index, request.address),
             Op::Shutdown => self.shut_down(index, request.value),
-            Op::Close => self.close(index, request.value),
+            Op::Close => {
+                let generation = self.socket(index).generation;
+                self.counters.warp.close(index, generation, Some(request.bytes));
+                self.close(index, request.value)
+            }
             Op::SetOption => self.set(index, request.option, request.value as i64),
             Op::GetOption => Ok(self.get(index, request.option)),
             Op::LocalName => Ok(self.name(index, |fd| rustix::net::getsockname(fd).map(Some))),
@@ -274,11 +283,10 @@ impl Agent {
             return Ok(Err(Errno::NOTCONN));
         }
         if how != 1 {
+            // The peer must not wait for a reader that is not there: what still comes is thrown away. Datagrams of `warp` are
+            // dropped when their ring is full, and nobody waits.
             let is_warp = socket.is_warp || socket.office.is_some();
-            if let Some(fd) = socket.fd.as_ref().filter(|_| !is_warp) {
-                // What still comes is acknowledged and thrown away by the operating system.
-                let _ = rustix::net::shutdown(fd, Shutdown::Read);
-            }
+            socket.deaf = !is_warp && !socket.has(state::RECEIVE_END);
             socket.flags |= state::RECEIVE_END;
         }
         if socket.is_warp {
@@ -292,6 +300,7 @@ impl Agent {
         }
         self.tell_state(index)?;
         self.finish(index)?;
+        self.queue(index);
         Ok(DONE)
     }
 

@@ -72,6 +72,8 @@ pub(super) struct Socket {
     pub(super) listed: bool,
     /// Its descriptor is among those that are watched.
     pub(super) watched: bool,
+    /// Its kernel reads no more: what comes is thrown away.
+    pub(super) deaf: bool,
     /// Sending ends when the ring is empty.
     pub(super) shut_send: bool,
     /// Closed by its kernel; it goes when the ring is empty, or at that time.
@@ -113,6 +115,7 @@ impl Socket {
             queued: false,
             listed: false,
             watched: false,
+            deaf: false,
             shut_send: false,
             closing: None,
             waiting: VecDeque::new(),

@@ -112,16 +112,18 @@ impl Agent {
     /// From the peer to the receive ring.
     fn receive_some(&mut self, index: u16) -> Result<bool> {
         let socket = &mut self.sockets[usize::from(index)];
-        let wanted = (socket.room() as usize).min(PIECE);
-        let (ended, closing) = (socket.has(state::RECEIVE_END), socket.closing.is_some());
-        let may = socket.readable && wanted > 0 && !ended && !closing;
+        let wanted = if socket.deaf { PIECE } else { (socket.room() as usize).min(PIECE) };
+        let ended = socket.has(state::RECEIVE_END) && !socket.deaf;
+        let may = socket.readable && wanted > 0 && !ended && socket.closing.is_none();
         let Some(fd) = socket.fd.as_ref().filter(|_| may) else { return Ok(false) };
         match rustix::net::recv(fd, &mut self.bounce[..wanted], RecvFlags::DONTWAIT) {
             Ok((0, _)) => {
                 socket.flags |= state::RECEIVE_END;
+                socket.deaf = false;
                 self.tell_state(index)?;
                 Ok(false)
             }
+            Ok(_) if socket.deaf => Ok(true),
             Ok((count, _)) => {
                 self.ground.put(socket.receive_ring, socket.received, &self.bounce[..count])?;
                 socket.received += count as u64;

@@ -294,7 +294,7 @@ impl Context {
             link::Kind::Udp | link::Kind::Auto => self.path().local.ip().is_loopback(),
             link::Kind::Hardware => false,
         };
-        let beyond = [16 << 10, 32 << 10, 64 << 10].into_iter();
+        let beyond = [16 << 10, 32 << 10, 60 << 10, 64 << 10].into_iter();
         let beyond = beyond.filter_map(Mtu::new).filter(|_| stays);
         let all: Vec<Mtu> = Mtu::ALL.into_iter().chain(beyond).collect();
         all.iter().rev().find(fits).copied().unwrap_or(Mtu::ALL[0])

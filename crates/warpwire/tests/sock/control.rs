@@ -8,7 +8,7 @@ use warpwire::sock::SockOptions;
 use warpwire::sock::device::Setting;
 
 use crate::puppet::Do;
-use crate::world::{DATAGRAM, STREAM, World, cases, errno, loopbacks, until};
+use crate::world::{DATAGRAM, Deserted, STREAM, World, cases, errno, loopbacks, until};
 
 cases!(
     names_are_told,
@@ -61,17 +61,13 @@ fn an_address_in_use_is_refused(world: &World) {
     }
 }
 
-/// An address that somebody had a moment ago.
-fn deserted(at: SocketAddr) -> SocketAddr {
-    TcpListener::bind(at).unwrap().local_addr().unwrap()
-}
-
 fn nobody_listens(world: &World) {
     let stage = world.stage(1);
     let puppet = stage.first();
     for at in loopbacks() {
         let socket = puppet.socket(at, STREAM);
-        let answer = puppet.call(Do::Connect, &[socket], Some(deserted(at)));
+        let deserted = Deserted::at(at);
+        let answer = puppet.call(Do::Connect, &[socket], Some(deserted.name));
         assert_eq!(answer.result, errno(Errno::CONNREFUSED));
         assert_eq!(puppet.call(Do::Get, &[socket, Setting::Error as u64], None).result, 111);
         assert_eq!(puppet.send(socket, b"x"), errno(Errno::CONNREFUSED));
@@ -213,7 +209,8 @@ fn connecting_again_after_a_refusal(world: &World) {
     let puppet = stage.first();
     let at = loopbacks()[0];
     let socket = puppet.socket(at, STREAM);
-    let refused = puppet.call(Do::Connect, &[socket], Some(deserted(at)));
+    let deserted = Deserted::at(at);
+    let refused = puppet.call(Do::Connect, &[socket], Some(deserted.name));
     assert_eq!(refused.result, errno(Errno::CONNREFUSED));
     let server = world.family.serve(at);
     puppet.expect(Do::Connect, &[socket], Some(server.local_addr()));

@@ -15,7 +15,7 @@ use warpwire::sock::{SockHost, SockOptions};
 
 use crate::peer::{Family, Peer};
 use crate::puppet::SOON;
-use crate::world::{Way, World, cases, errno, symbol, until};
+use crate::world::{Deserted, Way, World, cases, errno, symbol, until};
 
 cases!(a_client_written_for_gpunet, its_server_resets_and_closes, a_program_must_be_one_for_gpunet);
 
@@ -185,9 +185,11 @@ fn a_client_written_for_gpunet(world: &World) {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let client = Client::new(world);
     // It tries until somebody listens.
-    let at = world.family.serve(SocketAddr::from(([127, 0, 0, 1], 0))).local_addr();
+    let deserted = Deserted::at(([127, 0, 0, 1], 0).into());
+    let at = deserted.name;
     let outcome = client.run(at, 40, || {
         until("it was refused", || client.host.stats().requests > 6);
+        drop(deserted);
         let server = world.family.serve(at);
         assert_eq!(echo(server.accept()), 40 * MESSAGE);
     });

@@ -13,6 +13,7 @@ use crate::world::{World, cases, until};
 cases!(
     commands_are_answered,
     keys_of_many_clients,
+    a_key_that_everybody_counts_at,
     a_pipeline_in_pieces,
     values_of_every_length,
     a_full_store_says_so,
@@ -150,6 +151,67 @@ fn keys_of_many_clients(world: &World) {
     let mut last = client(&server);
     ask(&mut last, &command(&[b"GET", b"together"]), b"$3\r\n240\r\n");
     ask(&mut last, &command(&[b"DBSIZE"]), b":241\r\n");
+}
+
+/// Everybody counts at one key, while others look at it, and set and delete its neighbours.
+fn a_key_that_everybody_counts_at(world: &World) {
+    let host = host(world);
+    // One bucket: all keys have one lock.
+    let server = world.kv(&host, KvOptions { workers: 4, buckets: 1, ..small() });
+    let answer = |stream: &mut TcpStream, words: &[&[u8]]| {
+        stream.write_all(&command(words)).unwrap();
+        let mut line = Vec::new();
+        while !line.ends_with(b"\r\n") {
+            let mut byte = [0];
+            stream.read_exact(&mut byte).unwrap();
+            line.push(byte[0]);
+        }
+        String::from_utf8(line).unwrap()
+    };
+    let number = |line: String| line.trim_start_matches(':').trim().parse::<i64>().unwrap();
+    let clients: Vec<_> = (0..8).map(|_| client(&server)).collect();
+    std::thread::scope(|scope| {
+        for (who, mut stream) in clients.into_iter().enumerate() {
+            scope.spawn(move || {
+                let (mut last, key) = (0, format!("own {who}"));
+                for _ in 0..40 {
+                    if who < 6 {
+                        // What one client counts never goes back.
+                        let now = number(answer(&mut stream, &[b"INCR", b"hot"]));
+                        assert!(now > last, "{now} after {last}");
+                        last = now;
+                    } else {
+                        assert_eq!(answer(&mut stream, &[b"SET", key.as_bytes(), b"7"]), "+OK\r\n");
+                        assert_eq!(answer(&mut stream, &[b"INCR", key.as_bytes()]), ":8\r\n");
+                        assert_eq!(answer(&mut stream, &[b"DEL", key.as_bytes()]), ":1\r\n");
+                    }
+                }
+            });
+        }
+    });
+    let mut last = client(&server);
+    ask(&mut last, &command(&[b"GET", b"hot"]), b"$3\r\n240\r\n");
+    ask(&mut last, &command(&[b"DBSIZE"]), b":1\r\n");
+    // Text and numbers become each other.
+    let cases: [(&[&[u8]], &str); 11] = [
+        (&[b"SET", b"hot", b"-5"], "+OK\r\n"),
+        (&[b"GET", b"hot"], "$2\r\n-5\r\n"),
+        (&[b"INCR", b"hot"], ":-4\r\n"),
+        (&[b"MGET", b"hot", b"cold"], "*2\r\n$2\r\n-4\r\n$-1\r\n"),
+        (&[b"SET", b"hot", b"four"], "+OK\r\n"),
+        (&[b"INCR", b"hot"], "-ERR value is not an integer or out of range\r\n"),
+        (&[b"GET", b"hot"], "$4\r\nfour\r\n"),
+        (&[b"SET", b"hot", b"999999999999999998"], "+OK\r\n"),
+        (&[b"INCR", b"hot"], ":999999999999999999\r\n"),
+        (&[b"INCR", b"hot"], ":1000000000000000000\r\n"),
+        (&[b"INCR", b"hot"], "-ERR value is not an integer or out of range\r\n"),
+    ];
+    for (words, answer) in cases {
+        ask(&mut last, &command(words), answer.as_bytes());
+    }
+    ask(&mut last, &command(&[b"GET", b"hot"]), b"$19\r\n1000000000000000000\r\n");
+    ask(&mut last, &command(&[b"DEL", b"hot"]), b":1\r\n");
+    ask(&mut last, &command(&[b"INCR", b"hot"]), b":1\r\n");
 }
 
 fn a_pipeline_in_pieces(world: &World) {

@@ -35,9 +35,6 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let mut arguments = Arguments::from_args();
-    // A thousand warp sockets in one case have reset a connection of the case beside it (`blocks_share_a_listener`, two runs of
-    // eight): until it is known why, cases run one after the other unless told otherwise.
-    arguments.test_threads.get_or_insert(1);
     let mut ways = vec![Way::Sim, Way::SimPinned];
     match world::compile_for_threads() {
         Ok(()) => ways.push(Way::Threads),

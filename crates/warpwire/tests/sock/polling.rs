@@ -8,7 +8,7 @@ use warpwire::sock::device::Setting;
 use warpwire::sock::layout::events;
 
 use crate::puppet::{Do, Puppet};
-use crate::world::{DATAGRAM, STREAM, World, cases, loopbacks};
+use crate::world::{DATAGRAM, Deserted, STREAM, World, cases, loopbacks};
 
 cases!(
     send_space_ends_no_wait_for_input,
@@ -164,10 +164,10 @@ fn a_connection_becomes_writable(world: &World) {
     assert_eq!(poll(puppet, &[(socket, events::OUT)], FOREVER), (1, vec![events::OUT]));
     assert_eq!(puppet.call(Do::Get, &[socket, Setting::Error as u64], None).result, 0);
     // And one that fails.
-    let deserted = std::net::TcpListener::bind(loopbacks()[0]).unwrap().local_addr().unwrap();
+    let deserted = Deserted::at(loopbacks()[0]);
     let other = puppet.socket(loopbacks()[0], STREAM);
     puppet.expect(Do::Set, &[other, Setting::NonBlocking as u64, 1], None);
-    puppet.call(Do::Connect, &[other], Some(deserted));
+    puppet.call(Do::Connect, &[other], Some(deserted.name));
     let (ready, found) = poll(puppet, &[(other, events::OUT)], FOREVER);
     assert_eq!((ready, found[0] & events::ERR), (1, events::ERR));
     assert_eq!(puppet.call(Do::Get, &[other, Setting::Error as u64], None).result, 111);

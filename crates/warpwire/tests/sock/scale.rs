@@ -14,6 +14,7 @@ cases!(
     an_accept_storm,
     blocks_share_a_listener,
     blocks_share_a_stream,
+    blocks_share_a_storm,
     places_are_used_again,
     more_connections_than_places,
     the_host_rests,
@@ -126,6 +127,35 @@ fn blocks_share_a_stream(world: &World) {
     assert_eq!(echoed, bytes.len() as i64);
     stage.first().expect(Do::Close, &[socket], None);
     assert_eq!(peer.read(&mut [0]).unwrap(), 0);
+}
+
+/// Who finds a connection gone that it saw must not take one that is not there.
+fn blocks_share_a_storm(world: &World) {
+    let options = SockOptions { sockets: 250, ring: 4096, ..world.options() }.fitted();
+    let stage = world.stage_with(4, options);
+    let (listener, name) = stage.first().listener(loopbacks()[0], 256);
+    let family = world.family;
+    let storm: Vec<_> = (0..2)
+        .map(|_| {
+            std::thread::spawn(move || -> Vec<Peer> {
+                (0..100).map(|_| family.dial(name)).collect()
+            })
+        })
+        .collect();
+    let mut seen = std::collections::HashSet::new();
+    for _ in 0..50 {
+        for puppet in &stage.puppets {
+            puppet.start(Do::Accept, &[listener], None);
+        }
+        for puppet in &stage.puppets {
+            let accepted = puppet.finish();
+            assert!(accepted.result > 0, "{accepted:?}");
+            assert!(seen.insert(accepted.address.unwrap()), "each once");
+        }
+    }
+    let peers: Vec<_> = storm.into_iter().flat_map(|storm| storm.join().unwrap()).collect();
+    assert!(peers.iter().all(|peer| seen.contains(&peer.local_addr())));
+    assert_eq!(stage.host.stats().misused, 0);
 }
 
 fn places_are_used_again(world: &World) {

@@ -10,7 +10,7 @@ use warpwire::sock::similarity::{
 use warpwire::sock::{SockHost, SockOptions, warp};
 
 use crate::puppet::SOON;
-use crate::world::{World, cases, until};
+use crate::world::{Deserted, World, cases, until};
 
 cases!(
     answers_are_those_of_a_cpu,
@@ -139,9 +139,9 @@ fn kernels_that_ask_in_vain(world: &World) {
     assert!(refused.to_string().contains("or too many"), "{refused}");
     let none = Questions { k: 0, ..asked };
     assert!(asker.ask(&none).is_err());
-    let deserted = std::net::TcpListener::bind(ANYWHERE).unwrap().local_addr().unwrap();
+    let deserted = Deserted::at(ANYWHERE);
     for over in [Over::Inet, Over::Warp] {
-        let asked = questions(deserted, over, &queries);
+        let asked = questions(deserted.name, over, &queries);
         let error = asker.ask(&asked).unwrap_err();
         assert!(error.to_string().contains("refused"), "{error}");
     }

@@ -22,6 +22,7 @@ cases!(
     half_closed_by_the_kernel,
     half_closed_by_the_peer,
     receiving_is_shut_down,
+    nobody_waits_for_one_who_reads_no_more,
     sending_after_shutdown_is_a_broken_pipe,
     what_was_sent_goes_after_close,
     calls_that_may_not_wait,
@@ -177,6 +178,41 @@ fn receiving_is_shut_down(world: &World) {
     peer.read_exact(&mut text).unwrap();
     assert_eq!(puppet.call(Do::Shutdown, &[socket, 2], None).result, 0);
     assert_eq!(peer.read(&mut text).unwrap(), 0);
+}
+
+fn nobody_waits_for_one_who_reads_no_more(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    let (socket, peer) = puppet.connected(loopbacks()[0]);
+    let mut writer = peer.try_clone();
+    std::thread::scope(|scope| {
+        // More than fits anywhere: it waits.
+        let writing =
+            scope.spawn(move || (0..400).try_for_each(|_| writer.write_all(&[7; 100_000])));
+        std::thread::sleep(Duration::from_millis(80));
+        assert!(!writing.is_finished());
+        // What had come is still there, and a span of it stays as it is.
+        assert_eq!(puppet.recv(socket, 3).unwrap(), [7; 3]);
+        puppet.expect(Do::Borrow, &[socket, 0, 100], None);
+        puppet.expect(Do::Shutdown, &[socket, 0], None);
+        puppet.expect(Do::GiveBack, &[socket, 0, 100], None);
+        let wrote = writing.join().unwrap().map_err(|error| error.kind());
+        match world.family {
+            // TCP's sender is not told; its bytes are thrown away.
+            Family::Inet => assert_eq!(wrote, Ok(())),
+            Family::Warp => assert_eq!(wrote, Err(std::io::ErrorKind::BrokenPipe)),
+        }
+    });
+    // The other direction goes on, and ends in good order.
+    let mut peer = peer;
+    assert_eq!(puppet.send(socket, b"all is well"), 11);
+    let mut text = [0; 11];
+    peer.read_exact(&mut text).unwrap();
+    puppet.expect(Do::Close, &[socket], None);
+    // TCP resets who sent what nobody has read.
+    let end = peer.read(&mut text).map_err(|error| error.kind());
+    let resets = world.family == Family::Inet && end == Err(std::io::ErrorKind::ConnectionReset);
+    assert!(end == Ok(0) || resets, "{end:?}");
 }
 
 fn sending_after_shutdown_is_a_broken_pipe(world: &World) {

@@ -35,6 +35,9 @@ cases!(
     peers_that_lie_are_found_out,
     peers_reach_nothing_else,
     a_device_that_does_not_answer,
+    bytes_are_counted,
+    a_peer_that_reads_no_more_breaks_the_pipe,
+    a_kernel_that_reads_no_more_breaks_the_pipe,
 );
 
 /// Two hosts with puppets.
@@ -551,4 +554,118 @@ fn a_device_that_does_not_answer(world: &World) {
     assert_eq!(server.recv(accepted, 10).unwrap(), b"fine");
     until("its place is free", || two.there.host.stats().open == 2);
     drop(rogue);
+}
+
+fn bytes_are_counted(world: &World) {
+    let two = Two::small(world, 2);
+    let counted = || {
+        [&two.here, &two.there].map(|stage| {
+            let stats = stage.host.stats();
+            assert_eq!((stats.received, stats.sent), (0, 0), "nothing went through the host");
+            (stats.warp_sent, stats.warp_received)
+        })
+    };
+    let (client, server) = (two.here.first(), two.there.first());
+    let (socket, accepted) = two.connected(loopbacks()[0]);
+    assert_eq!(counted(), [(0, 0); 2]);
+    assert_eq!(client.send(socket, b"twelve bytes"), 12);
+    assert_eq!(server.recv(accepted, 5).unwrap().len(), 5);
+    assert_eq!(counted(), [(12, 0), (0, 5)], "while it stands, and as far as they were read");
+    server.expect(Do::Close, &[accepted], None);
+    assert_eq!(counted(), [(12, 0), (0, 5)], "when one end is closed");
+    client.expect(Do::Close, &[socket], None);
+    assert_eq!(counted(), [(12, 0), (0, 5)], "and when both are");
+
+    // The places are used again; one is never accepted.
+    let (listener, name) = listen(server, loopbacks()[0], 8);
+    let socket = client.socket(name, WARP_STREAM);
+    client.expect(Do::Connect, &[socket], Some(name));
+    assert_eq!(client.send(socket, b"nobody reads it"), 15);
+    assert_eq!(counted(), [(27, 0), (0, 5)]);
+    server.expect(Do::Close, &[listener], None);
+    client.expect(Do::Close, &[socket], None);
+    assert_eq!(counted(), [(27, 0), (0, 5)]);
+
+    // More than 32 bits count is tried elsewhere; here more than rings hold, both ways, and a reset in the end.
+    let (socket, accepted) = two.connected(loopbacks()[1]);
+    let total = 3_000_000;
+    two.here.puppets[1].start(Do::StreamIn, &[socket, 2, total, 9_000], None);
+    two.there.puppets[1].start(Do::StreamIn, &[accepted, 1, total, 9_000], None);
+    server.start(Do::StreamOut, &[accepted, 2, total, 70_000], None);
+    client.expect(Do::StreamOut, &[socket, 1, total, 70_000], None);
+    server.finish();
+    for stage in [&two.here, &two.there] {
+        assert_eq!(stage.puppets[1].finish().result, total as i64);
+    }
+    assert_eq!(counted(), [(total + 27, total), (total, total + 5)]);
+    client.expect(Do::Set, &[socket, Setting::Linger as u64, 0], None);
+    client.expect(Do::Close, &[socket], None);
+    assert_eq!(server.recv(accepted, 1), Err(errno(Errno::CONNRESET)));
+    assert_eq!(counted(), [(total + 27, total), (total, total + 5)]);
+    two.there.host.stop();
+    assert_eq!(counted(), [(total + 27, total), (total, total + 5)], "after its end, too");
+}
+
+/// A CPU program that has shut down: the kernel that waits for room, and whoever comes later, are told.
+fn a_peer_that_reads_no_more_breaks_the_pipe(world: &World) {
+    let stage = world.stage(2);
+    let (puppet, other) = (&stage.puppets[0], &stage.puppets[1]);
+    let (socket, mut peer) = puppet.connected(loopbacks()[0]);
+    puppet.start(Do::StreamOut, &[socket, 1, 1 << 30, 100_000], None);
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!puppet.is_done());
+    peer.shutdown(std::net::Shutdown::Read);
+    assert_eq!(puppet.finish().result, errno(Errno::PIPE));
+    assert_eq!(puppet.send(socket, b"x"), errno(Errno::PIPE), "and stays so");
+    assert_eq!(puppet.call(Do::Reserve, &[socket, 0, 10], None).result, errno(Errno::PIPE));
+    other.put(0, &(socket as u32).to_le_bytes());
+    other.put(4, &[4, 0, 0, 0]);
+    assert_eq!(other.call(Do::Poll, &[0, 1, u64::MAX], None).result, 1, "sending would not wait");
+    // It still talks.
+    peer.write_all(b"I am no listener").unwrap();
+    assert_eq!(puppet.recv(socket, 100).unwrap(), b"I am no listener");
+    puppet.expect(Do::Close, &[socket], None);
+
+    // A span that is out when it happens.
+    let (socket, peer) = puppet.accepted(loopbacks()[1]);
+    puppet.expect(Do::Reserve, &[socket, 0, 10], None);
+    peer.shutdown(std::net::Shutdown::Read);
+    let mut told = 0;
+    until("it has landed", || {
+        told = puppet.call(Do::Commit, &[socket, 0, 10], None).result;
+        if told == 0 {
+            told = puppet.call(Do::Reserve, &[socket, 0, 10], None).result;
+        }
+        told < 0
+    });
+    assert_eq!(told, errno(Errno::PIPE));
+    puppet.expect(Do::Close, &[socket], None);
+    until("both are gone", || stage.host.stats().open == 0);
+}
+
+/// Between kernels, with a span that is out.
+fn a_kernel_that_reads_no_more_breaks_the_pipe(world: &World) {
+    let two = Two::small(world, 1);
+    let (client, server) = (two.here.first(), two.there.first());
+    for span in [false, true] {
+        let (socket, accepted) = two.connected(loopbacks()[0]);
+        client.start(Do::StreamOut, &[socket, 1, 1 << 30, 100_000], None);
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!client.is_done());
+        if span {
+            server.expect(Do::Borrow, &[accepted, 0, 10], None);
+        }
+        server.expect(Do::Shutdown, &[accepted, 0], None);
+        if span {
+            server.expect(Do::GiveBack, &[accepted, 0, 1], None);
+        }
+        assert_eq!(client.finish().result, errno(Errno::PIPE), "span: {span}");
+        assert_eq!(server.send(accepted, b"heard enough"), 12);
+        assert_eq!(client.recv(socket, 100).unwrap(), b"heard enough");
+        client.expect(Do::Close, &[socket], None);
+        server.expect(Do::Close, &[accepted], None);
+        until("all is given back", || {
+            [&two.here, &two.there].iter().all(|stage| stage.host.stats().open == 0)
+        });
+    }
 }

@@ -1,8 +1,10 @@
 //! What a case gets to work with: a GPU with sockets, puppets, and peers that are ordinary sockets of this process.
 #![allow(unsafe_code)] // launching is unsafe, and so is calling the header's code; each use says why it is right
 
+use rustix::net::{AddressFamily, SocketType};
 use std::fmt;
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -340,6 +342,22 @@ fn build_library() -> Result<libloading::Library, String> {
     }
     // SAFETY: the library has no initializers, and nothing unloads it.
     unsafe { libloading::Library::new(&library) }.map_err(|error| error.to_string())
+}
+
+/// An address at which nobody listens, held so that nobody begins to.
+pub struct Deserted {
+    pub name: SocketAddr,
+    _held: OwnedFd,
+}
+
+impl Deserted {
+    pub fn at(at: SocketAddr) -> Self {
+        let family = if at.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let held = rustix::net::socket(family, SocketType::STREAM, None).unwrap();
+        rustix::net::bind(&held, &at).unwrap();
+        let name = rustix::net::getsockname(&held).unwrap().try_into().unwrap();
+        Self { name, _held: held }
+    }
 }
 
 /// The two families, by an address that any port of this machine has.

@@ -14,6 +14,7 @@ mod events;
 mod failures;
 mod fixture;
 mod garbage;
+mod lent;
 mod mixtures;
 mod operations;
 mod processes;
@@ -33,6 +34,7 @@ use fixture::{Case, Fixture, Which};
 /// Cases that every link runs.
 const EVERYWHERE: &[&[Case]] = &[
     operations::CASES,
+    lent::CASES,
     direct::CASES,
     failures::CASES,
     queues::CASES,

@@ -20,6 +20,7 @@ cases!(
     a_peer_process_that_is_killed,
     another_process_as_the_peer,
     sleepers_are_woken_by_a_reset,
+    a_reader_that_shuts_down_is_a_broken_pipe,
 );
 
 fn way_of(text: &str) -> Way {
@@ -200,4 +201,35 @@ fn a_dropped_listener_refuses(world: &World) {
     soon("a refusal", || world.here.connect(address).is_err());
     let error = world.here.connect(address).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
+}
+
+fn a_reader_that_shuts_down_is_a_broken_pipe(world: &World) {
+    let (mut here, mut there) = world.pair();
+    there.write_all(b"before").unwrap();
+    let mut writer = here.try_clone().unwrap();
+    std::thread::scope(|scope| {
+        let blocked = scope.spawn(move || {
+            loop {
+                if let Err(error) = writer.write(&[1; 100_000]) {
+                    return error;
+                }
+            }
+        });
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!blocked.is_finished(), "nobody reads");
+        let begun = Instant::now();
+        there.shutdown(Shutdown::Read).unwrap();
+        let error = blocked.join().unwrap();
+        assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+        assert_eq!(error.kind(), ErrorKind::BrokenPipe, "{error}");
+        assert!(error.to_string().contains("receiving"), "{error}");
+    });
+    assert_eq!(there.read(&mut [0; 8]).unwrap(), 0);
+    // The other direction goes on, and one that does not block is told as well.
+    there.write_all(b" and after").unwrap();
+    let mut words = [0; 16];
+    here.read_exact(&mut words).unwrap();
+    assert_eq!(&words, b"before and after");
+    here.set_nonblocking(true).unwrap();
+    assert_eq!(here.write(b"x").unwrap_err().kind(), ErrorKind::BrokenPipe);
 }

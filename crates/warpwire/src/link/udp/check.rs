@@ -14,6 +14,7 @@ use std::net::{IpAddr, SocketAddr};
 use warpwire_proto::wire::icrc::{Cover, Identify};
 use warpwire_proto::wire::packet::ICRC_LEN;
 
+use super::home;
 use crate::link::Simd;
 
 /// Linux cuts at most this many packets out of one buffer.
@@ -42,29 +43,39 @@ struct Sender {
 
 pub(super) struct Checker {
     port: u16,
+    /// All senders are of this machine.
+    at_home: bool,
     senders: Vec<Option<Sender>>,
     lengths: Vec<Identify>,
 }
 
 impl Checker {
-    /// For packets that come to this port.
-    pub(super) fn new(port: u16) -> Self {
+    /// For packets that come to this address.
+    pub(super) fn new(local: SocketAddr) -> Self {
         Self {
-            port,
+            port: local.port(),
+            at_home: local.ip().is_loopback(),
             senders: vec![None; SENDERS],
             lengths: (0..LENGTHS).map(Identify::new).collect(),
         }
     }
 
+    /// Whether it is a packet of this machine that goes without an ICRC: see `home.rs`.
+    #[inline]
+    pub(super) fn is_unsealed(&mut self, from: SocketAddr, to: IpAddr, packet: &[u8]) -> bool {
+        home::is_long(packet.len()) && self.at_home && self.has_short_sum(from, to, packet)
+    }
+
+    fn has_short_sum(&mut self, from: SocketAddr, to: IpAddr, packet: &[u8]) -> bool {
+        let Some(sender) = sender(&mut self.senders, self.port, from, to) else { return false };
+        let sum = home::short_sum(&mut sender.cover, packet.len(), packet);
+        from.ip().is_loopback() && sum.is_some() && sum == carried(packet)
+    }
+
     /// The identification that makes the packet's ICRC right; `None` if none does.
     pub(super) fn check(&mut self, from: SocketAddr, to: IpAddr, packet: &[u8]) -> Option<u16> {
-        let carried = packet.last_chunk::<ICRC_LEN>().map(|bytes| u32::from_le_bytes(*bytes))?;
-        let place = self.senders.get_mut(place_of(from))?;
-        if !place.as_ref().is_some_and(|known| known.from == from && known.to == to) {
-            let cover = Cover::new(from, SocketAddr::new(to, self.port));
-            *place = Some(Sender { from, to, cover, last: 0, step: 0, large: 0, fresh: true });
-        }
-        let sender = place.as_mut()?;
+        let carried = carried(packet)?;
+        let sender = sender(&mut self.senders, self.port, from, to)?;
         let guess = sender.last.wrapping_add(sender.step);
         let computed = sender.cover.icrc::<Simd>(guess, packet)?;
         if computed == carried {
@@ -96,6 +107,27 @@ impl Checker {
         sender.last = found;
         Some(found)
     }
+}
+
+#[inline]
+fn carried(packet: &[u8]) -> Option<u32> {
+    packet.last_chunk::<ICRC_LEN>().map(|bytes| u32::from_le_bytes(*bytes))
+}
+
+/// What is known of a sender, or the place for it.
+#[inline]
+fn sender(
+    senders: &mut [Option<Sender>],
+    port: u16,
+    from: SocketAddr,
+    to: IpAddr,
+) -> Option<&mut Sender> {
+    let place = senders.get_mut(place_of(from))?;
+    if !place.as_ref().is_some_and(|known| known.from == from && known.to == to) {
+        let cover = Cover::new(from, SocketAddr::new(to, port));
+        *place = Some(Sender { from, to, cover, last: 0, step: 0, large: 0, fresh: true });
+    }
+    place.as_mut()
 }
 
 /// Whether the base header has the version and the partition that every packet has: 20 bits that chance would have to
@@ -134,13 +166,17 @@ mod tests {
         "192.0.2.1:50000".parse().unwrap()
     }
 
+    fn here() -> SocketAddr {
+        SocketAddr::new(to(), 4791)
+    }
+
     fn to() -> IpAddr {
         "192.0.2.2".parse().unwrap()
     }
 
     #[test]
     fn small_identifications_are_found_in_any_order() {
-        let mut checker = Checker::new(4791);
+        let mut checker = Checker::new(here());
         for id in [0, 0, 1, 2, 3, 0, 1, 2, 0, 0, 17, 127, 0] {
             for len in [16, 60, 1064, 4140] {
                 assert_eq!(checker.check(from(), to(), &sealed(id, len)), Some(id));
@@ -150,7 +186,7 @@ mod tests {
 
     #[test]
     fn a_counting_sender_costs_one_computation() {
-        let mut checker = Checker::new(4791);
+        let mut checker = Checker::new(here());
         for id in 0..100 {
             assert_eq!(checker.check(from(), to(), &sealed(id, 100)), Some(id));
         }
@@ -161,7 +197,7 @@ mod tests {
     #[test]
     fn the_first_packet_of_a_sender_may_have_any_identification() {
         // rxe tells of a refusal once. Were it dropped, the requester would wait in vain.
-        let mut checker = Checker::new(4791);
+        let mut checker = Checker::new(here());
         for id in [0xabcd, 0xabcf, 0x1234, 9, 0x8000] {
             assert_eq!(checker.check(from(), to(), &sealed(id, 100)), Some(id), "{id:#x}");
         }
@@ -169,7 +205,7 @@ mod tests {
 
     #[test]
     fn a_stranger_does_not_pass_by_chance() {
-        let mut checker = Checker::new(4791);
+        let mut checker = Checker::new(here());
         let mut packet = sealed(0xabcd, 100);
         packet[2] = 0x12;
         let mut cover = Cover::new(from(), SocketAddr::new(to(), 4791));
@@ -180,7 +216,7 @@ mod tests {
 
     #[test]
     fn a_sender_that_began_small_must_prove_large_ones() {
-        let mut checker = Checker::new(4791);
+        let mut checker = Checker::new(here());
         let ids = [0, 0xabcd, 5, 0xabce, 0xabcf, 0x1234];
         let found = ids.map(|id| checker.check(from(), to(), &sealed(id, 100)));
         assert_eq!(found, [Some(0), None, Some(5), None, Some(0xabcf), Some(0x1234)]);
@@ -188,7 +224,7 @@ mod tests {
 
     #[test]
     fn a_sender_that_counts_slowly_out_of_the_small_ones_is_followed() {
-        let mut checker = Checker::new(4791);
+        let mut checker = Checker::new(here());
         for id in (3..1000).step_by(7) {
             assert_eq!(checker.check(from(), to(), &sealed(id, 100)), Some(id));
         }
@@ -196,7 +232,7 @@ mod tests {
 
     #[test]
     fn damage_is_found_whatever_the_sender_did_before() {
-        let mut checker = Checker::new(4791);
+        let mut checker = Checker::new(here());
         for id in [0, 0xabcd, 0xabce, 0xabcf, 0xabd0] {
             let _ = checker.check(from(), to(), &sealed(id, 200));
         }
@@ -211,9 +247,38 @@ mod tests {
 
     #[test]
     fn packets_that_are_too_short_are_no_packets() {
-        let mut checker = Checker::new(4791);
+        let mut checker = Checker::new(here());
         for len in 0..16 {
             assert_eq!(checker.check(from(), to(), &[0; 16][..len]), None);
         }
+    }
+
+    #[test]
+    fn a_short_sum_counts_for_long_packets_of_this_machine_only() {
+        let home: SocketAddr = "127.0.0.1:4791".parse().unwrap();
+        let short = |from: SocketAddr, to: SocketAddr, len: usize| {
+            let mut packet = vec![0x5a; len];
+            let (head, tail) = packet.split_at_mut(12);
+            home::put_short_sum(&mut Cover::new(from, to), len, head, tail).unwrap();
+            packet
+        };
+        let mut checker = Checker::new(home);
+        let long = short(home, home, 5000);
+        assert!(checker.is_unsealed(home, home.ip(), &long));
+        assert_eq!(checker.check(home, home.ip(), &long), None, "it is no ICRC");
+        for at in (0..12).chain([4996, 4999]).filter(|at| *at != 4) {
+            let mut damaged = long.clone();
+            damaged[at] ^= 1;
+            assert!(!checker.is_unsealed(home, home.ip(), &damaged), "byte {at}");
+        }
+        assert!(!checker.is_unsealed(home, home.ip(), &long[..4996]), "cut");
+        assert!(!checker.is_unsealed("127.0.0.2:4791".parse().unwrap(), home.ip(), &long), "whose");
+        assert!(!checker.is_unsealed(home, home.ip(), &short(home, home, 1000)), "short ones");
+        assert!(
+            !checker.is_unsealed(from(), home.ip(), &short(from(), home, 5000)),
+            "from outside"
+        );
+        let mut outside = Checker::new(here());
+        assert!(!outside.is_unsealed(from(), to(), &short(from(), here(), 5000)), "elsewhere");
     }
 }

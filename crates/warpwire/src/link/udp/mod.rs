@@ -11,6 +11,8 @@
 //! checksums, and does not send a run again that a route refused: here it is sealed anew and goes packet by packet.
 
 mod check;
+mod home;
+mod lend;
 mod options;
 mod send;
 mod sys;
@@ -31,6 +33,7 @@ use super::flows::{FlowId, Flows};
 use super::{Counters, Flushed, Frame, Kind, Link, Path, Refused, SHORTEST, Spoil};
 use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::host::System;
+use crate::mem::SharedBytes;
 use crate::units;
 use check::Checker;
 use send::{Batch, Flow};
@@ -131,6 +134,7 @@ impl Udp {
         let carried = carried.saturating_sub(headers).max(SHORTEST);
         let largest = options.longest_on(local.ip()).min(carried);
         let calls = if options.mmsg { Calls::Batched } else { Calls::Single };
+        let stays = local.ip().is_loopback() && !options.seal;
         // One byte more than the longest packet: what is longer shows.
         let (count, size) = match found.gro {
             Ok(()) => (MESSAGES.0, JOINED),
@@ -138,7 +142,7 @@ impl Udp {
         };
         Ok(Self {
             largest,
-            batch: Batch::new(largest, found.gso.is_ok(), calls),
+            batch: Batch::new(largest, found.gso.is_ok(), stays, calls),
             flows: Flows::new(),
             incoming: Incoming {
                 headers: Headers::new(count),
@@ -147,7 +151,7 @@ impl Udp {
                 calls,
                 streak: 0,
             },
-            checker: Checker::new(local.port()),
+            checker: Checker::new(local),
             counters: Counters::default(),
             socket,
             local,
@@ -204,7 +208,9 @@ impl Udp {
                 counters.drops.short += 1;
             } else if packet.len() > self.largest {
                 counters.drops.long += 1;
-            } else if let Some(identification) = checker.check(message.from, to, packet) {
+            } else if let Some((identification, sealed)) =
+                checked(checker, message.from, to, packet)
+            {
                 delivered += 1;
                 counters.received += 1;
                 counters.received_bytes += packet.len() as u64;
@@ -215,7 +221,7 @@ impl Udp {
                     bytes: packet,
                     marked: message.traffic_class & ECN_MASK == ECN_MARKED,
                     identification,
-                    sealed: true,
+                    sealed,
                 });
             } else {
                 counters.drops.icrc += 1;
@@ -225,9 +231,26 @@ impl Udp {
     }
 }
 
+/// The identification of a packet that is right, and whether that is by its ICRC.
+#[inline]
+fn checked(
+    checker: &mut Checker,
+    from: SocketAddr,
+    to: IpAddr,
+    packet: &[u8],
+) -> Option<(u16, bool)> {
+    if checker.is_unsealed(from, to, packet) {
+        return Some((0, false));
+    }
+    checker.check(from, to, packet).map(|identification| (identification, true))
+}
+
 impl Link for Udp {
     fn path(&self) -> Path {
-        let why = self.found.describe(&self.offloads(), self.local, self.largest);
+        let mut why = self.found.describe(&self.offloads(), self.local, self.largest);
+        if self.batch.stays && home::is_long(self.largest) {
+            why += "; long packets without ICRC (they stay on this machine)";
+        }
         Path { kind: Kind::Udp, local: self.local, why }
     }
 
@@ -289,6 +312,13 @@ impl Link for Udp {
         self.batch.commit(flow, spoil)
     }
 
+    fn commit_lent(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
+        let Some(flow) = self.batch.reserved().and_then(|id| self.flows.get_mut(id)) else {
+            return false;
+        };
+        self.batch.lend(flow, self.socket.as_fd(), &mut self.counters, headers, payload)
+    }
+
     fn flush(&mut self) -> Result<Flushed> {
         Ok(self.batch.flush(self.socket.as_fd(), &mut self.counters))
     }
@@ -321,6 +351,10 @@ impl Link for Udp {
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.socket.as_fd())
+    }
+
+    fn always_seal(&mut self) {
+        self.batch.stays = false;
     }
 
     /// The count of packets that found the socket's buffer full is asked of the kernel here, and not per packet.

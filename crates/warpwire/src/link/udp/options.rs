@@ -13,9 +13,12 @@ use crate::units;
 /// The environment variable that [`Options::from_env`] reads.
 pub const VARIABLE: &str = "WARPWIRE_UDP";
 
-/// The longest packet on a loopback address unless somebody says otherwise: 32 KiB of payload. No wire sets a limit there,
+/// The longest packet on a loopback address unless somebody says otherwise: 60 KiB of payload. No wire sets a limit there,
 /// and packets cost by their number. Peers that offer less get less.
-pub const AT_HOME: usize = LONGEST_HEADERS + (32 << 10) + ICRC_LEN;
+///
+/// IP allows four KiB more. But the kernel keeps a packet in at most 17 pieces, which are single pages where memory has fallen to pieces:
+/// whole pages of payload fit even then.
+pub const AT_HOME: usize = LONGEST_HEADERS + (60 << 10) + ICRC_LEN;
 
 /// The most that UDP over IPv4 carries.
 pub(super) const MOST: usize = 65_507;
@@ -40,6 +43,8 @@ pub struct Options {
     pub mmsg: bool,
     /// No UDP checksum on packets sent: the ICRC covers more. The kernel does not combine this with segmentation.
     pub no_checksum: bool,
+    /// An ICRC over all of each packet, also over those that are longer than RoCE's and stay on this machine.
+    pub seal: bool,
     /// The socket's buffers, in bytes each way.
     pub buffer: usize,
     /// The longest packet, from the base header through the ICRC; less where the interface carries less. `None` stands
@@ -50,7 +55,15 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { gso: true, gro: true, mmsg: true, no_checksum: true, buffer: 8 << 20, largest: None }
+        Self {
+            gso: true,
+            gro: true,
+            mmsg: true,
+            no_checksum: true,
+            seal: false,
+            buffer: 8 << 20,
+            largest: None,
+        }
     }
 }
 
@@ -83,6 +96,7 @@ impl FromStr for Options {
                 "gro" => &mut options.gro,
                 "mmsg" => &mut options.mmsg,
                 "nocheck" => &mut options.no_checksum,
+                "seal" => &mut options.seal,
                 "buffer" => {
                     options.buffer = units::parse_bytes(value)?.clamp(4096, 1 << 30) as usize;
                     continue;
@@ -113,9 +127,10 @@ impl FromStr for Options {
 impl fmt::Display for Options {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let word = |on: bool| if on { "on" } else { "off" };
-        let Self { gso, gro, mmsg, no_checksum, buffer, largest } = *self;
+        let Self { gso, gro, mmsg, no_checksum, seal, buffer, largest } = *self;
         let (gso, gro, mmsg, nocheck) = (word(gso), word(gro), word(mmsg), word(no_checksum));
-        write!(f, "gso={gso},gro={gro},mmsg={mmsg},nocheck={nocheck},buffer={buffer},largest=")?;
+        write!(f, "gso={gso},gro={gro},mmsg={mmsg},nocheck={nocheck},seal={},", word(seal))?;
+        write!(f, "buffer={buffer},largest=")?;
         match largest {
             Some(largest) => write!(f, "{largest}"),
             None => f.write_str("auto"),
@@ -127,7 +142,7 @@ impl fmt::Display for Options {
 fn malformed(part: &str, why: &'static str) -> Error {
     Error::new(Kind::Malformed, format!("read {part:?} as an option of the UDP link"))
         .why(why)
-        .fix("write gso=off, gro=off, mmsg=off, nocheck=off, buffer=4MiB or largest=1064, with commas between them")
+        .fix("write gso=off, gro=off, mmsg=off, nocheck=off, seal=on, buffer=4MiB or largest=1064, with commas between them")
 }
 
 #[cfg(test)]
@@ -139,6 +154,7 @@ mod tests {
         let odd = Options {
             gso: false,
             mmsg: false,
+            seal: true,
             buffer: 5000,
             largest: Some(100),
             ..Options::default()

@@ -9,8 +9,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 
 use warpwire_proto::wire::icrc::Cover;
-use warpwire_proto::wire::packet::ICRC_LEN;
+use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 
+use super::home;
 use super::sys::{Calls, Headers, Name, Outgoing};
 use crate::link::flows::FlowId;
 use crate::link::{Counters, Flushed, Frame, Simd, Spoil};
@@ -48,22 +49,24 @@ struct Run {
 }
 
 pub(super) struct Batch {
-    buffer: Box<[u8]>,
+    pub(super) buffer: Box<[u8]>,
     /// Where the next packet goes.
-    end: usize,
+    pub(super) end: usize,
     packets: usize,
     runs: Vec<Run>,
     /// Runs that have been handed over.
     sent: usize,
     headers: Headers,
-    reserved: Option<(FlowId, usize)>,
+    pub(super) reserved: Option<(FlowId, usize)>,
     /// Whether runs may have more than one packet.
     pub gso: bool,
+    /// Long packets go without an ICRC: they stay on this machine.
+    pub stays: bool,
     pub calls: Calls,
 }
 
 impl Batch {
-    pub(super) fn new(largest: usize, gso: bool, calls: Calls) -> Self {
+    pub(super) fn new(largest: usize, gso: bool, stays: bool, calls: Calls) -> Self {
         Self {
             buffer: vec![0; PACKETS * largest].into_boxed_slice(),
             end: 0,
@@ -73,6 +76,7 @@ impl Batch {
             headers: Headers::new(PACKETS),
             reserved: None,
             gso,
+            stays,
             calls,
         }
     }
@@ -109,7 +113,13 @@ impl Batch {
         let number = run.as_ref().map_or(0, |run| run.packets as u16);
 
         let packet = self.buffer.get_mut(self.end..self.end + len)?;
-        seal(packet, &mut flow.cover, number);
+        let sealed = !(self.stays && home::is_long(len));
+        if sealed {
+            seal(packet, &mut flow.cover, number);
+        } else {
+            let (head, tail) = packet.split_at_mut_checked(BTH_LEN)?;
+            home::put_short_sum(&mut flow.cover, len, head, tail)?;
+        }
         let kept = spoil.apply(packet);
         let start = self.end;
         self.end += kept;
@@ -138,14 +148,29 @@ impl Batch {
             bytes: self.buffer.get(start..self.end)?,
             marked: false,
             identification: if flow.to.is_ipv4() { number } else { 0 },
-            sealed: true,
+            sealed,
         })
     }
 
-    /// Hands over what it can.
+    /// Hands over what it can, and forgets a reservation.
     pub(super) fn flush(&mut self, socket: BorrowedFd<'_>, counters: &mut Counters) -> Flushed {
-        let mut flushed = Flushed::default();
         self.reserved = None;
+        let flushed = self.hand_over(socket, counters);
+        if flushed.waiting == 0 {
+            self.clear();
+        }
+        flushed
+    }
+
+    /// Begins anew: nothing waits.
+    pub(super) fn clear(&mut self) {
+        self.runs.clear();
+        (self.sent, self.end, self.packets) = (0, 0, 0);
+    }
+
+    /// Hands over what it can, and leaves everything where it is: a reserved packet too.
+    pub(super) fn hand_over(&mut self, socket: BorrowedFd<'_>, counters: &mut Counters) -> Flushed {
+        let mut flushed = Flushed::default();
         while self.sent < self.runs.len() {
             let buffer = &self.buffer;
             let outgoing = self.runs[self.sent..].iter().map(|run| Outgoing {
@@ -176,10 +201,6 @@ impl Batch {
             }
         }
         flushed.waiting = self.runs[self.sent..].iter().map(|run| run.packets).sum();
-        if flushed.waiting == 0 {
-            self.runs.clear();
-            (self.sent, self.end, self.packets) = (0, 0, 0);
-        }
         flushed
     }
 
@@ -216,7 +237,7 @@ impl Batch {
             for number in 0..run.packets {
                 let end = (start + run.segment).min(run.end);
                 let Some(packet) = self.buffer.get_mut(start..end) else { continue };
-                // Damage done on purpose stays: only what was right is sealed anew.
+                // Damage done on purpose stays: only what was right is sealed anew. So does a short sum, which knows no numbers.
                 if icrc_of(packet) == cover.icrc::<Simd>(number as u16, packet) {
                     seal(packet, &mut cover, 0);
                 }

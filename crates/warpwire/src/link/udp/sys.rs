@@ -12,6 +12,8 @@ use std::ptr;
 
 use libc::{c_int, c_void, cmsghdr, iovec, mmsghdr, sockaddr_in, sockaddr_in6, sockaddr_storage};
 
+use crate::mem::SharedBytes;
+
 /// Room for the control messages of one packet or run: segment size, traffic class, the address; with what the
 /// kernel may add unasked.
 const CONTROL: usize = 128;
@@ -221,6 +223,43 @@ pub(super) struct Outgoing<'a> {
     pub source: Option<IpAddr>,
 }
 
+/// A packet in three parts, of which others may change the middle one.
+pub(super) struct Parts<'a> {
+    pub to: &'a Name,
+    /// The source address, where the socket has several.
+    pub source: Option<IpAddr>,
+    pub head: &'a [u8],
+    pub payload: &'a SharedBytes<'a>,
+    pub tail: &'a [u8],
+}
+
+/// Sends one packet.
+pub(super) fn send_parts(socket: BorrowedFd<'_>, parts: &Parts<'_>) -> io::Result<()> {
+    let Parts { to, source, head, payload, tail } = *parts;
+    let slice =
+        |bytes: &[u8]| iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    // A view is of memory that is there, so that its length is one.
+    let middle =
+        iovec { iov_base: payload.base().as_ptr().cast(), iov_len: payload.len() as usize };
+    let mut slices = [slice(head), middle, slice(tail)];
+    let mut control = Control([0; CONTROL]);
+    // SAFETY: all zeros are a valid header: no name, no buffers, no control bytes.
+    let mut header: libc::msghdr = unsafe { zeroed() };
+    header.msg_name = (&raw const to.storage).cast_mut().cast();
+    header.msg_namelen = to.len;
+    header.msg_iov = slices.as_mut_ptr();
+    header.msg_iovlen = slices.len();
+    header.msg_controllen =
+        fill_control(&mut control, &Outgoing { to, bytes: head, segment: 0, source });
+    header.msg_control = control.0.as_mut_ptr().cast();
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    // SAFETY: the header points at parts that the borrows keep alive, each with its length. The kernel only reads them, and copes with
+    // a middle one that others change: it makes no promises about memory of programs.
+    let sent =
+        unsafe { libc::syscall(libc::SYS_sendmsg, socket.as_raw_fd(), &raw const header, flags) };
+    whole(sent).map(drop)
+}
+
 /// How many messages go with one system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Calls {
@@ -287,9 +326,10 @@ impl Headers {
         }
         let (fd, flags) = (socket.as_raw_fd(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
         if let (Calls::Single, Some(message)) = (calls, self.messages.first()) {
+            let header = &raw const message.msg_hdr;
             // SAFETY: as below, for the first header alone.
-            let sent = unsafe { libc::sendmsg(fd, &raw const message.msg_hdr, flags) };
-            return if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(count) };
+            let sent = unsafe { libc::syscall(libc::SYS_sendmsg, fd, header, flags) };
+            return whole(sent).map(|_| count);
         }
         // SAFETY: the headers point at names and bytes that `'a` keeps alive, which the kernel only reads, and at
         // slices and control bytes of `self`; their number is the count.
@@ -323,9 +363,10 @@ impl Headers {
         }
         let (fd, flags) = (socket.as_raw_fd(), libc::MSG_DONTWAIT);
         let received = if let (Calls::Single, Some(message)) = (calls, self.messages.first_mut()) {
+            let header = &raw mut message.msg_hdr;
             // SAFETY: as below, for the first header alone.
-            let len = unsafe { libc::recvmsg(fd, &raw mut message.msg_hdr, flags) };
-            message.msg_len = u32::try_from(len).map_err(|_| io::Error::last_os_error())?;
+            let len = unsafe { libc::syscall(libc::SYS_recvmsg, fd, header, flags) };
+            message.msg_len = whole(len)?;
             1
         } else {
             let messages = self.messages.as_mut_ptr();
@@ -440,6 +481,13 @@ fn read_control(mut control: &[u8], received: &mut Received) {
         }
         control = control.get(len.next_multiple_of(size_of::<usize>())..).unwrap_or_default();
     }
+}
+
+/// What a system call returned. The calls for single messages are made past the C library, whose own look whether the thread is being
+/// cancelled: no thread here is, and the looks are a part of the time of a small message.
+#[inline]
+fn whole(result: libc::c_long) -> io::Result<u32> {
+    u32::try_from(result).map_err(|_| io::Error::last_os_error())
 }
 
 fn check(result: c_int) -> io::Result<c_int> {

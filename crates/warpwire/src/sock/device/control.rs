@@ -19,6 +19,8 @@ struct Asked {
     value: u64,
     option: u32,
     address: Option<SocketAddr>,
+    /// Of a close: what was sent and read.
+    bytes: Option<(u64, u64)>,
 }
 
 impl Sockets<'_> {
@@ -74,7 +76,11 @@ impl Sockets<'_> {
             How::Send => desk::SHUT_SEND,
             How::Both => desk::SHUT_RECEIVE | desk::SHUT_SEND,
         };
-        self.change_flags(place, |before| before | flags)
+        self.change_flags(place, |before| before | flags)?;
+        if how != How::Send && self.is_warp(place)? {
+            self.end_receiving(place)?;
+        }
+        Ok(())
     }
 
     /// Lets go of a socket. What was sent still goes, in the background; calls of other blocks on it return `EBADF`.
@@ -108,7 +114,8 @@ impl Sockets<'_> {
             }
             value = self.posted(place)?;
         }
-        self.ask(Op::Close, &Asked { handle: socket.raw(), value, ..Asked::default() })?;
+        let bytes = Some((self.sent(place)?, self.consumed(place)?));
+        self.ask(Op::Close, &Asked { handle: socket.raw(), value, bytes, ..Asked::default() })?;
         Ok(())
     }
 
@@ -124,6 +131,22 @@ impl Sockets<'_> {
             self.unlock(place, desk::SEND_LOCK)?;
         }
         ended
+    }
+
+    /// Tells the peer that no more will be read, once those who copy now are done; the desk says so already. Who has a span
+    /// tells it with that.
+    fn end_receiving(&self, place: Place) -> Outcome<()> {
+        let word = at(place.desk + desk::RECEIVE_LOCK);
+        let locked = self.wait(Patience::For(LAST_CALL), || {
+            let before = self.block.compare_exchange_u32(word, desk::FREE, desk::COPYING)?;
+            Ok((before != desk::COPYING).then_some(before == desk::FREE))
+        })?;
+        match locked {
+            true => {
+                self.locked(place, desk::RECEIVE_LOCK, || self.report(place, self.consumed(place)?))
+            }
+            false => Ok(()),
+        }
     }
 
     /// Gives a connection up.
@@ -219,6 +242,10 @@ impl Sockets<'_> {
         put(request::VALUE, &asked.value.to_le_bytes());
         put(request::OPTION, &asked.option.to_le_bytes());
         put(request::ADDRESS, &address_bytes(asked.address));
+        if let Some((sent, consumed)) = asked.bytes {
+            put(request::SENT, &sent.to_le_bytes());
+            put(request::CONSUMED, &consumed.to_le_bytes());
+        }
         let base = self.requests + slot * request::LEN;
         self.block.write(at(base + 8), &bytes[8..])?;
         self.block.store_u64(at(base + request::NUMBER), ticket + 1)?;

@@ -103,7 +103,15 @@ impl Sockets<'_> {
         let place = self.place(socket)?;
         let seen = self.look(place)?;
         self.check_span(place.desk + desk::SEND_LOCK)?;
-        if filled > self.room(place)? {
+        let room = match self.room(place) {
+            Ok(room) => room,
+            // The peer reads no more, or lies: nothing will be sent.
+            Err(failure) => {
+                self.unlock(place, desk::SEND_LOCK)?;
+                return Err(failure);
+            }
+        };
+        if filled > room {
             return Err(Errno::INVAL.into());
         }
         // What the peer was told is not changed.

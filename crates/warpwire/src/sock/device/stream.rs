@@ -33,8 +33,8 @@ impl Sockets<'_> {
                 return Ok(None);
             }
             self.locked(place, desk::RECEIVE_LOCK, || {
-                // Another block may have been faster.
-                let consumed = self.consumed(place)?;
+                // Another block may have been faster, and may have taken more than there was before.
+                let (seen, consumed) = (self.look(place)?, self.consumed(place)?);
                 if seen.received == consumed {
                     return Ok(None);
                 }

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use super::wait::Patience;
 use super::{Failure, Outcome, Place, Seen, Sockets, at, desk, inbox, state};
 use crate::sock::layout::{berth, peer, wire};
-use crate::sock::warp::ENDED;
+use crate::sock::warp::{DEAF, ENDED};
 use crate::stream::kernel::device::{Local, Qp, Work};
 use crate::stream::kernel::layout as handle;
 use crate::stream::kernel::{Ended, layout::NO_FAILURE};
@@ -42,9 +42,14 @@ impl Sockets<'_> {
     /// What the send ring holds, by what the peer says, for who holds the lock.
     pub(super) fn outstanding(&self, place: Place, seen: &Seen, size: u64) -> Outcome<u64> {
         let sent = self.sent(place)?;
-        let outstanding = sent.wrapping_sub(seen.taken);
-        if seen.is_warp() && (seen.taken > sent || outstanding > size) {
+        let is_deaf = seen.is_warp() && seen.taken & DEAF != 0;
+        let taken = if is_deaf { seen.taken & !DEAF } else { seen.taken };
+        let outstanding = sent.wrapping_sub(taken);
+        if seen.is_warp() && (taken > sent || outstanding > size) {
             return Err(self.give_up(place, Errno::PROTO)?);
+        }
+        if is_deaf {
+            return Err(Errno::PIPE.into());
         }
         Ok(outstanding)
     }
@@ -91,11 +96,13 @@ impl Sockets<'_> {
     pub(super) fn report(&self, place: Place, consumed: u64) -> Outcome<()> {
         let reported = self.block.load_u64(at(place.desk + desk::REPORTED))?;
         let least = self.block.load_u32(at(place.inbox + inbox::REPORT_AT))?;
-        if consumed - reported < u64::from(least) {
+        let is_deaf = self.block.load_u32(at(place.desk + desk::FLAGS))? & desk::SHUT_RECEIVE != 0;
+        if consumed - reported < u64::from(least) && !is_deaf {
             return Ok(());
         }
         self.block.store_u64(at(place.desk + desk::REPORTED), consumed)?;
-        self.post(place, |peer| (Vec::new(), peer.taken, consumed))
+        let word = consumed | if is_deaf { DEAF } else { 0 };
+        self.post(place, |peer| (Vec::new(), peer.taken, word))
     }
 
     /// How many operations were posted.

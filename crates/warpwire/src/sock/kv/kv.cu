@@ -25,7 +25,7 @@ struct Counts {  // in device memory
     u64 clients, keys, commands, refused, closed;
 };
 struct Slot {
-    u32 used, hash, key_length, value_length;
+    u32 used, hash, key_length, value_length;  // used: kVacant, kText, kNumber
 };
 struct Connection {
     int socket;
@@ -35,6 +35,8 @@ struct Connection {
 static_assert(sizeof(Setup) == 160 && sizeof(Slot) == 16 && sizeof(Connection) == 32, "as in mod.rs");
 
 constexpr u32 kSlotsPerBucket = 16, kMostKey = 112, kMostArguments = 64;
+constexpr u32 kVacant = 0, kText = 1, kNumber = 2;
+constexpr i64 kMostNumber = 999999999999999999;  // what may still be added to, on both sides of 0
 constexpr u64 kNap = 50ull * 1000 * 1000;
 
 struct Command {
@@ -47,6 +49,8 @@ WARPWIRE_FN u8 *in_of(const Setup &, Connection *c) { return reinterpret_cast<u8
 WARPWIRE_FN u8 *out_of(const Setup &setup, Connection *c) { return in_of(setup, c) + setup.in_size; }
 WARPWIRE_FN u8 *key_of(Slot *slot) { return reinterpret_cast<u8 *>(slot + 1); }
 WARPWIRE_FN u8 *value_of(Slot *slot) { return key_of(slot) + kMostKey; }
+// Of a slot that is kNumber: a word instead of text.
+WARPWIRE_FN u64 *number_of(Slot *slot) { return reinterpret_cast<u64 *>(value_of(slot)); }
 
 // ------------------------------------------------------------------------------------------------------------------
 // RESP
@@ -136,7 +140,8 @@ struct Writer {
 };
 
 // ------------------------------------------------------------------------------------------------------------------
-// The store: buckets of slots, a lock for each
+// The store: buckets of slots, a lock for each. Those who change nothing but numbers are readers: numbers are added to by
+// atomics, so that all who count at one key do so at the same time.
 
 WARPWIRE_CALL u32 hash_of(const u8 *key, u32 length) {
     u32 hash = 2166136261u;
@@ -148,15 +153,45 @@ WARPWIRE_FN Slot *slot_at(const Setup &setup, u32 hash, u32 i) {
     u64 bucket = hash & setup.bucket_mask;
     return reinterpret_cast<Slot *>(setup.slots + (bucket * kSlotsPerBucket + i) * setup.slot_size);
 }
-WARPWIRE_CALL void lock(const Setup &setup, u32 hash) {
-    u32 *word = reinterpret_cast<u32 *>(setup.locks) + (hash & setup.bucket_mask);
-    while (sock::detail::replace(word, 0, 1) != 0) sock::detail::step_back();
-}
-WARPWIRE_CALL void unlock(const Setup &setup, u32 hash) {
-    sock::detail::store_gpu(reinterpret_cast<u32 *>(setup.locks) + (hash & setup.bucket_mask), 0u);
-}
 
-// The key's slot, or a free one if `make`, or none. With the bucket's lock held.
+// A lock: kReader for each who reads, and one bit for who writes, or is the next to. Who waits only looks.
+constexpr u32 kWriter = 1, kReader = 2;
+
+#if WARPWIRE_CUDA
+WARPWIRE_FN u32 add_to(u32 *word, u32 by) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(by) : "memory");
+    return before;
+}
+WARPWIRE_FN u32 set_bit(u32 *word, u32 bit) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.or.b32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(bit) : "memory");
+    return before;
+}
+#else
+inline u32 add_to(u32 *word, u32 by) { return __atomic_fetch_add(word, by, __ATOMIC_ACQ_REL); }
+inline u32 set_bit(u32 *word, u32 bit) { return __atomic_fetch_or(word, bit, __ATOMIC_ACQ_REL); }
+#endif
+
+WARPWIRE_FN u32 *lock_of(const Setup &setup, u32 hash) { return reinterpret_cast<u32 *>(setup.locks) + (hash & setup.bucket_mask); }
+WARPWIRE_CALL void begin_reading(const Setup &setup, u32 hash) {
+    u32 *lock = lock_of(setup, hash);
+    while (add_to(lock, kReader) & kWriter) {
+        add_to(lock, 0 - kReader);
+        while (sock::detail::load_gpu(lock) & kWriter) sock::detail::step_back();
+    }
+}
+WARPWIRE_CALL void begin_writing(const Setup &setup, u32 hash) {
+    u32 *lock = lock_of(setup, hash);
+    while (set_bit(lock, kWriter) & kWriter)
+        while (sock::detail::load_gpu(lock) & kWriter) sock::detail::step_back();
+    // From here on nobody begins to read.
+    while (sock::detail::load_gpu(lock) != kWriter) sock::detail::step_back();
+}
+WARPWIRE_FN void end_reading(const Setup &setup, u32 hash) { add_to(lock_of(setup, hash), 0 - kReader); }
+WARPWIRE_FN void end_writing(const Setup &setup, u32 hash) { add_to(lock_of(setup, hash), 0 - kWriter); }
+
+// The key's slot, or a free one if `make`, or none. By who reads, or writes if `make`.
 WARPWIRE_CALL Slot *slot_of(const Setup &setup, const u8 *key, u32 length, u32 hash, bool make) {
     Slot *vacant = nullptr;
     for (u32 i = 0; i < kSlotsPerBucket; i++) {
@@ -175,44 +210,59 @@ WARPWIRE_CALL Slot *slot_of(const Setup &setup, const u8 *key, u32 length, u32 h
 
 WARPWIRE_CALL void take_slot(const Setup &setup, Slot *slot, const u8 *key, u32 length, u32 hash) {
     if (slot->used) return;
-    slot->used = 1, slot->hash = hash, slot->key_length = length;
+    slot->used = kText, slot->hash = hash, slot->key_length = length;
     for (u32 i = 0; i < length; i++) key_of(slot)[i] = key[i];
     count(&counts_of(setup)->keys, 1);
 }
 
 WARPWIRE_CALL void set(const Setup &setup, const u8 *key, u32 key_length, const u8 *value, u32 length, Writer *out) {
     u32 hash = hash_of(key, key_length);
-    lock(setup, hash);
+    begin_writing(setup, hash);
     Slot *slot = slot_of(setup, key, key_length, hash, true);
     if (slot) {
         take_slot(setup, slot, key, key_length, hash);
         for (u32 i = 0; i < length; i++) value_of(slot)[i] = value[i];
-        slot->value_length = length;
+        slot->used = kText, slot->value_length = length;
     }
-    unlock(setup, hash);
+    end_writing(setup, hash);
     out->text(slot ? "+OK\r\n" : "-OOM the store has no room for this key\r\n");
 }
 
 WARPWIRE_CALL void get(const Setup &setup, const u8 *key, u32 key_length, Writer *out) {
     u32 hash = hash_of(key, key_length);
-    lock(setup, hash);
+    begin_reading(setup, hash);
     Slot *slot = slot_of(setup, key, key_length, hash, false);
-    if (slot) {
+    if (slot && slot->used == kNumber) {
+        u8 text[20];
+        Writer digits = {text, 0};
+        digits.decimal(static_cast<i64>(sock::detail::load_gpu(number_of(slot))));
+        out->head('$', digits.length);
+        for (u32 i = 0; i < digits.length; i++) out->bytes[out->length++] = text[i];
+        out->text("\r\n");
+    } else if (slot) {
         out->head('$', slot->value_length);
         for (u32 i = 0; i < slot->value_length; i++) out->bytes[out->length++] = value_of(slot)[i];
         out->text("\r\n");
     } else {
         out->text("$-1\r\n");
     }
-    unlock(setup, hash);
+    end_reading(setup, hash);
 }
 
-WARPWIRE_CALL u32 drop(const Setup &setup, const u8 *key, u32 key_length, bool really) {
+WARPWIRE_CALL u32 exists(const Setup &setup, const u8 *key, u32 key_length) {
     u32 hash = hash_of(key, key_length);
-    lock(setup, hash);
+    begin_reading(setup, hash);
     Slot *slot = slot_of(setup, key, key_length, hash, false);
-    if (slot && really) slot->used = 0, count(&counts_of(setup)->keys, ~0ull);
-    unlock(setup, hash);
+    end_reading(setup, hash);
+    return slot != nullptr;
+}
+
+WARPWIRE_CALL u32 drop(const Setup &setup, const u8 *key, u32 key_length) {
+    u32 hash = hash_of(key, key_length);
+    begin_writing(setup, hash);
+    Slot *slot = slot_of(setup, key, key_length, hash, false);
+    if (slot) slot->used = kVacant, count(&counts_of(setup)->keys, ~0ull);
+    end_writing(setup, hash);
     return slot != nullptr;
 }
 
@@ -229,20 +279,36 @@ WARPWIRE_CALL bool whole(const u8 *bytes, u32 length, i64 *value) {
     return true;
 }
 
+// Adds to a number, by who reads or writes; false if it is too large for that.
+WARPWIRE_CALL bool add_to_number(Slot *slot, i64 by, i64 *sum) {
+    i64 before = static_cast<i64>(count(number_of(slot), static_cast<u64>(by)));
+    *sum = before + by;
+    if (before <= kMostNumber && before >= -kMostNumber) return true;
+    count(number_of(slot), static_cast<u64>(-by));
+    return false;
+}
+
 WARPWIRE_CALL void add(const Setup &setup, const u8 *key, u32 key_length, i64 by, Writer *out) {
     u32 hash = hash_of(key, key_length);
-    lock(setup, hash);
-    Slot *slot = slot_of(setup, key, key_length, hash, true);
     i64 value = 0;
-    bool good = slot && (!slot->used || whole(value_of(slot), slot->value_length, &value));
-    if (good) {
-        take_slot(setup, slot, key, key_length, hash);
-        value += by;
-        Writer digits = {value_of(slot), 0};
-        digits.decimal(value);
-        slot->value_length = digits.length;
+    begin_reading(setup, hash);
+    Slot *slot = slot_of(setup, key, key_length, hash, false);
+    bool is_number = slot && slot->used == kNumber, good = is_number && add_to_number(slot, by, &value);
+    end_reading(setup, hash);
+    if (!is_number) {
+        // It is made one, if it can be.
+        begin_writing(setup, hash);
+        slot = slot_of(setup, key, key_length, hash, true);
+        is_number = slot && slot->used == kNumber;  // another was faster
+        good = slot && (is_number || !slot->used || whole(value_of(slot), slot->value_length, &value));
+        if (good && !is_number) {
+            take_slot(setup, slot, key, key_length, hash);
+            sock::detail::store_gpu(number_of(slot), static_cast<u64>(value));
+            slot->used = kNumber;
+        }
+        if (good) good = add_to_number(slot, by, &value);
+        end_writing(setup, hash);
     }
-    unlock(setup, hash);
     if (good) out->integer(value);
     else out->text(slot ? "-ERR value is not an integer or out of range\r\n" : "-OOM the store has no room for this key\r\n");
 }
@@ -278,7 +344,10 @@ WARPWIRE_CALL bool execute(const Setup &setup, const u8 *in, const Command &comm
     else if (named("INCR") || named("DECR")) add(setup, first, first_length, named("INCR") ? 1 : -1, out);
     else if (named("DEL") || named("EXISTS")) {
         i64 found = 0;
-        for (u32 i = 1; i < command.count; i++) found += drop(setup, in + command.at[i], command.length[i], named("DEL"));
+        for (u32 i = 1; i < command.count; i++) {
+            const u8 *key = in + command.at[i];
+            found += named("DEL") ? drop(setup, key, command.length[i]) : exists(setup, key, command.length[i]);
+        }
         out->integer(found);
     } else if (named("MGET")) {
         out->head('*', command.count - 1);

@@ -34,8 +34,12 @@ const MOST_KEY: u64 = 112;
 const CONNECTION: u64 = 32;
 const POLLED: u64 = 8;
 
-/// Words of a slot.
+/// Words of a slot, and what is in it.
 mod slot {
+    pub(super) const VACANT: u32 = 0;
+    pub(super) const TEXT: u32 = 1;
+    /// A number, as a word where text would be.
+    pub(super) const NUMBER: u32 = 2;
     pub(super) const USED: u64 = 0;
     pub(super) const HASH: u64 = 4;
     pub(super) const KEY_LENGTH: u64 = 8;

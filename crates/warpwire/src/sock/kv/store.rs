@@ -1,10 +1,18 @@
-//! The store as the simulated GPU's workers use it: buckets of slots in device memory, a lock for each bucket.
+//! The store as the simulated GPU's workers use it: buckets of slots in device memory, a lock for each bucket. Those who change
+//! nothing but numbers are readers: numbers are added to by atomics, so that all who count at one key do so at the same time.
 
 use super::{MOST_KEY, SLOTS_PER_BUCKET, Setup, counts, slot};
 use crate::mem::DeviceAddr;
 use crate::mem::sim::{Block, Fault};
 
 type Result<T> = std::result::Result<T, Fault>;
+
+/// A lock: [`READER`] for each who reads, and one bit for who writes, or is the next to.
+const WRITER: u32 = 1;
+const READER: u32 = 2;
+/// What may still be added to, on both sides of 0.
+const MOST_NUMBER: i64 = 999_999_999_999_999_999;
+const NO_NUMBER: &str = "-ERR value is not an integer or out of range\r\n";
 
 /// The store, for one block.
 pub(super) struct Store<'a> {
@@ -16,6 +24,11 @@ fn at(address: u64) -> DeviceAddr {
     DeviceAddr::new(address)
 }
 
+/// Where a number lies, instead of text.
+fn number_of(place: u64) -> DeviceAddr {
+    at(place + slot::KEY + MOST_KEY)
+}
+
 /// The same as in kv.cu.
 fn hash_of(key: &[u8]) -> u32 {
     let hash = key
@@ -25,12 +38,38 @@ fn hash_of(key: &[u8]) -> u32 {
 }
 
 impl Store<'_> {
-    /// Does something with the key's bucket locked.
-    fn locked<T>(&self, hash: u32, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let lock = at(self.setup.locks + (u64::from(hash) & self.setup.bucket_mask) * 4);
-        self.block.spin_until(|| Ok(self.block.compare_exchange_u32(lock, 0, 1)? == 0))?;
+    fn lock_of(&self, hash: u32) -> DeviceAddr {
+        at(self.setup.locks + (u64::from(hash) & self.setup.bucket_mask) * 4)
+    }
+
+    /// Does something while nobody writes to the key's bucket.
+    fn reading<T>(&self, hash: u32, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let (lock, block) = (self.lock_of(hash), self.block);
+        block.spin_until(|| {
+            if block.fetch_add_u32(lock, READER)? & WRITER == 0 {
+                return Ok(true);
+            }
+            block.fetch_add_u32(lock, READER.wrapping_neg())?;
+            block.spin_until(|| Ok(block.load_u32(lock)? & WRITER == 0))?;
+            Ok(false)
+        })?;
         let outcome = work();
-        self.block.store_u32(lock, 0)?;
+        block.fetch_add_u32(lock, READER.wrapping_neg())?;
+        outcome
+    }
+
+    /// Does something while nobody else uses the key's bucket.
+    fn writing<T>(&self, hash: u32, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let (lock, block) = (self.lock_of(hash), self.block);
+        block.spin_until(|| {
+            let before = block.load_u32(lock)?;
+            let next = before | WRITER;
+            Ok(before & WRITER == 0 && block.compare_exchange_u32(lock, before, next)? == before)
+        })?;
+        // From here on nobody begins to read.
+        block.spin_until(|| Ok(block.load_u32(lock)? == WRITER))?;
+        let outcome = work();
+        block.fetch_add_u32(lock, WRITER.wrapping_neg())?;
         outcome
     }
 
@@ -67,7 +106,7 @@ impl Store<'_> {
         if self.word(place, slot::USED)? != 0 {
             return Ok(());
         }
-        self.block.store_u32(at(place + slot::USED), 1)?;
+        self.block.store_u32(at(place + slot::USED), slot::TEXT)?;
         self.block.store_u32(at(place + slot::HASH), hash)?;
         self.block.store_u32(at(place + slot::KEY_LENGTH), key.len() as u32)?;
         self.block.write(at(place + slot::KEY), key)?;
@@ -75,12 +114,11 @@ impl Store<'_> {
         Ok(())
     }
 
-    fn put(&self, place: u64, value: &[u8]) -> Result<()> {
-        self.block.write(at(place + slot::KEY + MOST_KEY), value)?;
-        self.block.store_u32(at(place + slot::VALUE_LENGTH), value.len() as u32)
-    }
-
     fn value(&self, place: u64) -> Result<Vec<u8>> {
+        if self.word(place, slot::USED)? == slot::NUMBER {
+            let number = self.block.load_u64(number_of(place))? as i64;
+            return Ok(number.to_string().into_bytes());
+        }
         let mut value = vec![0; self.word(place, slot::VALUE_LENGTH)? as usize];
         self.block.read(at(place + slot::KEY + MOST_KEY), &mut value)?;
         Ok(value)
@@ -89,28 +127,36 @@ impl Store<'_> {
     /// False if there is no room.
     pub(super) fn set(&self, key: &[u8], value: &[u8]) -> Result<bool> {
         let hash = hash_of(key);
-        self.locked(hash, || {
+        self.writing(hash, || {
             let Some(place) = self.find(key, hash, true)? else { return Ok(false) };
             self.take(place, key, hash)?;
-            self.put(place, value)?;
+            self.block.write(at(place + slot::KEY + MOST_KEY), value)?;
+            self.block.store_u32(at(place + slot::VALUE_LENGTH), value.len() as u32)?;
+            self.block.store_u32(at(place + slot::USED), slot::TEXT)?;
             Ok(true)
         })
     }
 
     pub(super) fn get(&self, key: &[u8]) -> Result<Option<Vec<u8>>> {
         let hash = hash_of(key);
-        self.locked(hash, || {
+        self.reading(hash, || {
             self.find(key, hash, false)?.map(|place| self.value(place)).transpose()
         })
     }
 
-    /// Whether the key is there; if `really`, it is not any more.
-    pub(super) fn drop_key(&self, key: &[u8], really: bool) -> Result<bool> {
+    /// Whether the key is there.
+    pub(super) fn exists(&self, key: &[u8]) -> Result<bool> {
         let hash = hash_of(key);
-        self.locked(hash, || {
+        self.reading(hash, || Ok(self.find(key, hash, false)?.is_some()))
+    }
+
+    /// Whether the key was there; it is not any more.
+    pub(super) fn drop_key(&self, key: &[u8]) -> Result<bool> {
+        let hash = hash_of(key);
+        self.writing(hash, || {
             let found = self.find(key, hash, false)?;
-            if let Some(place) = found.filter(|_| really) {
-                self.block.store_u32(at(place + slot::USED), 0)?;
+            if let Some(place) = found {
+                self.block.store_u32(at(place + slot::USED), slot::VACANT)?;
                 self.count(counts::KEYS, u64::MAX)?;
             }
             Ok(found.is_some())
@@ -124,21 +170,41 @@ impl Store<'_> {
         by: i64,
     ) -> Result<std::result::Result<i64, &'static str>> {
         let hash = hash_of(key);
-        self.locked(hash, || {
+        let added = self.reading(hash, || match self.find(key, hash, false)? {
+            Some(place) if self.word(place, slot::USED)? == slot::NUMBER => {
+                self.add_to_number(place, by).map(Some)
+            }
+            _ => Ok(None),
+        })?;
+        if let Some(sum) = added {
+            return Ok(sum);
+        }
+        // It is made a number, if it can be.
+        self.writing(hash, || {
             let Some(place) = self.find(key, hash, true)? else {
                 return Ok(Err("-OOM the store has no room for this key\r\n"));
             };
-            let before = match self.word(place, slot::USED)? {
-                0 => Some(0),
-                _ => whole(&self.value(place)?),
-            };
-            let Some(before) = before else {
-                return Ok(Err("-ERR value is not an integer or out of range\r\n"));
-            };
-            self.take(place, key, hash)?;
-            self.put(place, (before + by).to_string().as_bytes())?;
-            Ok(Ok(before + by))
+            let used = self.word(place, slot::USED)?;
+            if used != slot::NUMBER {
+                let before =
+                    if used == slot::VACANT { Some(0) } else { whole(&self.value(place)?) };
+                let Some(before) = before else { return Ok(Err(NO_NUMBER)) };
+                self.take(place, key, hash)?;
+                self.block.store_u64(number_of(place), before as u64)?;
+                self.block.store_u32(at(place + slot::USED), slot::NUMBER)?;
+            }
+            self.add_to_number(place, by)
         })
+    }
+
+    /// The same for what is a number already, by who reads or writes.
+    fn add_to_number(&self, place: u64, by: i64) -> Result<std::result::Result<i64, &'static str>> {
+        let before = self.block.fetch_add_u64(number_of(place), by as u64)? as i64;
+        if (-MOST_NUMBER..=MOST_NUMBER).contains(&before) {
+            return Ok(Ok(before + by));
+        }
+        self.block.fetch_add_u64(number_of(place), by.wrapping_neg() as u64)?;
+        Ok(Err(NO_NUMBER))
     }
 
     /// Adds to a counter, and gives what it was before.

@@ -244,7 +244,10 @@ fn execute(store: &Store<'_>, words: &[&[u8]], out: &mut Vec<u8>) -> Outcome<boo
         (b"DEL" | b"EXISTS", keys) => {
             let mut found = 0;
             for key in keys {
-                found += i64::from(store.drop_key(key, name == b"DEL")?);
+                found += i64::from(match name == b"DEL" {
+                    true => store.drop_key(key)?,
+                    false => store.exists(key)?,
+                });
             }
             resp::put_number(out, found);
         }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::flow::{ENDED, Incoming, Outgoing};
+use super::flow::{DEAF, ENDED, Incoming, Outgoing};
 use super::handshake::{Hello, Spot};
 use super::net::{Inner, NetOptions};
 use crate::error::{Error, Kind, Result};
@@ -142,6 +142,8 @@ pub(super) struct End {
     completed: AtomicU64,
     /// A report that found no place; 0 is none.
     to_report: AtomicU64,
+    /// Who reports: the word of an older report must not land after that of a newer.
+    reporting: Mutex<()>,
     end_landed: AtomicBool,
     waiters: [AtomicU32; 2],
     lock: Mutex<()>,
@@ -178,6 +180,7 @@ impl End {
             posted: AtomicU64::new(0),
             completed: AtomicU64::new(0),
             to_report: AtomicU64::new(0),
+            reporting: Mutex::new(()),
             end_landed: AtomicBool::new(false),
             waiters: [AtomicU32::new(0), AtomicU32::new(0)],
             lock: Mutex::new(()),
@@ -246,6 +249,10 @@ impl End {
 
     /// Tells the peer how much was read, if there is a report to make and a place for it.
     fn report(&self) {
+        if self.to_report.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        let _turn = self.reporting.lock();
         let taken = self.to_report.load(Ordering::Relaxed);
         if taken == 0 || self.has(flag::FAILED | flag::HUNG_UP) || !self.has_place(2) {
             return;
@@ -273,6 +280,9 @@ impl End {
         }
         if let Err(lie) = outgoing.hear(self.word(TAKEN)) {
             return Err(self.reset(lie));
+        }
+        if outgoing.is_deaf() {
+            return Err(unheard(self.addresses.1));
         }
         let staged = outgoing.sent() - self.landed.load(Ordering::Acquire);
         if self.in_flight() >= MOST_POSTS / 4 || staged * 2 > self.parts.stage {
@@ -337,9 +347,17 @@ impl End {
         }
     }
 
-    /// Ends the receiving direction, for us.
+    /// Ends the receiving direction: nobody reads here any more, and the peer need not wait for that.
     pub(super) fn deafen(&self) {
+        let incoming = self.incoming.lock();
         self.flags.fetch_or(flag::DEAF, Ordering::AcqRel);
+        let consumed = self.consumed.load(Ordering::Relaxed);
+        self.to_report.store(consumed | DEAF, Ordering::Relaxed);
+        drop(incoming);
+        self.report();
+        if self.to_report.load(Ordering::Relaxed) != 0 {
+            self.net.watch(self);
+        }
         self.wake();
     }
 
@@ -452,8 +470,11 @@ impl End {
                 word & ENDED != 0 || word != self.consumed.load(Ordering::Acquire)
             }
             For::Writing => {
-                let sent = self.sent.load(Ordering::Acquire);
-                let there = sent.wrapping_sub(self.word(TAKEN)) < self.peer.ring_size;
+                let (sent, taken) = (self.sent.load(Ordering::Acquire), self.word(TAKEN));
+                if taken & DEAF != 0 {
+                    return true;
+                }
+                let there = sent.wrapping_sub(taken) < self.peer.ring_size;
                 let here = sent - self.landed.load(Ordering::Acquire) < self.parts.stage;
                 there && here && self.in_flight() + 6 <= MOST_POSTS
             }
@@ -591,6 +612,13 @@ impl std::fmt::Debug for End {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} to {}", self.addresses.0, self.addresses.1)
     }
+}
+
+#[cold]
+fn unheard(peer: SocketAddr) -> io::Error {
+    let error = Error::new(Kind::PeerLost, "write").on(peer.to_string());
+    let error = error.why("the peer has shut down its receiving direction");
+    io::Error::new(io::ErrorKind::BrokenPipe, error.fix("read what it still sends, and close"))
 }
 
 #[cold]

@@ -5,6 +5,9 @@ use crate::error::{Error, Kind, Result};
 /// The top bit of the landing word `received`: the stream has ended, and the other bits are its whole length.
 pub const ENDED: u64 = 1 << 63;
 
+/// The top bit of the landing word `taken`: the receiver has shut down, and reads no more.
+pub const DEAF: u64 = 1 << 63;
+
 /// What comes: our ring, and what the peer says of it.
 #[derive(Clone, Copy, Debug)]
 pub struct Incoming {
@@ -109,29 +112,37 @@ pub struct Outgoing {
     sent: u64,
     taken: u64,
     ended: bool,
+    deaf: bool,
 }
 
 impl Outgoing {
     /// Nothing has been written into the peer's ring of that size, a power of two.
     pub fn new(size: u64) -> Self {
-        Self { size, sent: 0, taken: 0, ended: false }
+        Self { size, sent: 0, taken: 0, ended: false, deaf: false }
     }
 
     /// Hears the landing word `taken`.
     ///
     /// # Errors
-    /// [`Kind::Malformed`] if the peer lies: it claims to have taken more than was sent, or less than before.
+    /// [`Kind::Malformed`] if the peer lies: it claims to have taken more than was sent, or less than before, or to read again.
     #[inline]
     pub fn hear(&mut self, word: u64) -> Result<()> {
-        if word < self.taken || word > self.sent {
+        let (count, deaf) = (word & !DEAF, word & DEAF != 0);
+        if count < self.taken || count > self.sent || self.deaf && !deaf {
             let Self { sent, taken, .. } = self;
             let why = format!("the peer claims to have read {word:#x} of {sent}, after {taken}");
             return Err(Error::new(Kind::Malformed, "send")
                 .why(why)
                 .fix("look for the fault in the peer; the connection is reset"));
         }
-        self.taken = word;
+        (self.taken, self.deaf) = (count, deaf);
         Ok(())
+    }
+
+    /// Whether the peer reads no more.
+    #[inline]
+    pub fn is_deaf(&self) -> bool {
+        self.deaf
     }
 
     /// How many bytes the peer's ring has room for.
@@ -245,9 +256,15 @@ mod tests {
         let mut from = Outgoing::new(4096);
         from.wrote(10);
         from.hear(4).unwrap();
-        for lie in [11, 3, u64::MAX] {
+        for lie in [11, 3, u64::MAX, DEAF | 3, DEAF | 11] {
             from.hear(lie).expect_err("a lie");
         }
         assert_eq!(from.room(), 4090);
+        assert!(!from.is_deaf());
+        from.hear(DEAF | 5).unwrap();
+        assert!(from.is_deaf());
+        for lie in [5, 10, DEAF | 4] {
+            from.hear(lie).expect_err("after it went deaf");
+        }
     }
 }

@@ -12,13 +12,14 @@
 //! |---|---|---|
 //! | ring | a power of two of bytes | the sender: byte `n` of the stream lies at `n mod size` |
 //! | `received` | 64 bits: bytes ever written into the ring; the top bit ([`ENDED`]): no more will come | the sender, after the bytes |
-//! | `taken` | 64 bits: bytes ever read from the *peer's* ring | the receiver at the other end |
+//! | `taken` | 64 bits: bytes ever read from the *peer's* ring; the top bit ([`DEAF`]): no more will be read | the receiver at the other end |
 //!
 //! 1. A sender may have `size` bytes in the peer's ring: `sent - taken <= size`. It writes a span (two writes if it wraps),
 //!    then the word `received`, all in one queue pair, whose order is that of the arrivals.
 //! 2. A receiver looks at its own memory. When it has read a quarter of the ring that the peer does not know of, it writes
 //!    the peer's `taken`; a quarter of the peer's [`window`](Hello::window) if that is less.
-//! 3. `shutdown` of the sending direction writes `received` once more, with the top bit. The other direction goes on.
+//! 3. `shutdown` of the sending direction writes `received` once more, with the top bit. The other direction goes on. `shutdown`
+//!    of the receiving direction writes the peer's `taken` with its top bit: a sender there is told `EPIPE`, and none waits for room.
 //! 4. `close` ends the sending direction in the same way, waits until that has landed, then closes the TCP connection. The
 //!    peer reads what is left, then the end; what it sends from then on is lost, and it is told `EPIPE`.
 //! 5. A TCP connection that ends before the top bit was seen is a death: the peer reads what has come, then `ECONNRESET`.
@@ -64,7 +65,7 @@ pub use datagram::{
     LONGEST_DATAGRAM, Resolver, Strange, WORDS_LEN, Words,
 };
 pub(in crate::sock) use datagram::{Devices, Office};
-pub use flow::{ENDED, Incoming, Outgoing};
+pub use flow::{DEAF, ENDED, Incoming, Outgoing};
 pub use handshake::{Handshake, Hello, LARGEST_RING, LONGEST_LINE, SMALLEST_RING, Spot, VERSION};
 pub use listener::{Incoming as Connections, Listener};
 pub use net::{Net, NetOptions};

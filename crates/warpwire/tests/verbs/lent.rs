@@ -1,0 +1,204 @@
+//! Long payloads, which a UDP link sends from where they lie: any length and place, and memory that changes or goes away under way.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use warpwire::mr::HostMemory;
+use warpwire::verbs::{Completion, Op, QpOptions, ReceiveRequest, Request, Status};
+
+use crate::fixture::{
+    ALL, Dice, End, Fixture, Joined, Kind, Patch, Which, World, cases, impatient, same,
+};
+
+cases!(
+    CASES:
+    long_payloads_of_any_length_and_place,
+    lists_of_long_ranges,
+    a_payload_that_changes_under_way,
+    memory_that_is_taken_back_under_way,
+);
+
+const ROOM: u64 = 1 << 19;
+/// Around what is worth lending, and around one and two packets of the longest sort.
+const LENGTHS: [u32; 12] = [
+    16_383,
+    16_384,
+    16_385,
+    20_002,
+    32_768,
+    61_439,
+    61_440,
+    61_441,
+    61_440 + 16_383,
+    61_440 + 16_387,
+    122_880,
+    400_003,
+];
+
+/// How many packets went with a payload that was lent; nothing where there is no such link.
+fn lent(end: &End) -> u64 {
+    end.context.soft().map_or(0, |hca| hca.link_counters().lent)
+}
+
+fn has_udp(fixture: &Fixture) -> bool {
+    matches!(fixture.which, Which::Udp4 | Which::Udp6)
+}
+
+struct Field {
+    world: World,
+    joined: Joined,
+    near: Patch,
+    far: Patch,
+}
+
+impl Field {
+    fn new(fixture: &Fixture, kind: Kind) -> Self {
+        let world = fixture.world();
+        let joined = world.join(QpOptions::default());
+        let near = fixture.memory(&world.a, kind, ROOM, ALL);
+        let far = fixture.memory(&world.b, kind, ROOM, ALL);
+        Self { world, joined, near, far }
+    }
+
+    fn write(&self, id: u64, data: &[warpwire::verbs::Sge], to: u64) {
+        let request = Request::new(id, Op::Write(self.far.mr.remote(to))).with(data);
+        self.joined.a.qp.post_send(&[request]).unwrap();
+        self.world.done(&self.joined.a.sends, id);
+    }
+}
+
+fn long_payloads_of_any_length_and_place(fixture: &Fixture) {
+    for kind in [Kind::Host, Kind::Window] {
+        let field = Field::new(fixture, kind);
+        let Field { world, joined, near, far } = &field;
+        for (n, len) in LENGTHS.into_iter().enumerate() {
+            let (id, from, to) = (n as u64, n as u64 * 7 % 67, 64 + n as u64 * 5 % 61);
+            let wanted = near.pattern(from, len as usize, id);
+            far.write(0, &vec![0xee; len as usize + 256]);
+            field.write(id, &[near.mr.sge(from, len)], to);
+            let found = far.read(0, len as usize + 256);
+            let (to, end) = (to as usize, to as usize + len as usize);
+            same(&found[to..end], &wanted, "a write");
+            assert!(found[..to].iter().chain(&found[end..]).all(|byte| *byte == 0xee), "{len}");
+            // The same as a message.
+            let data = [far.mr.sge(64, len)];
+            joined.b.qp.post_receive(&[ReceiveRequest { id, data: &data }]).unwrap();
+            let data = [near.mr.sge(from, len)];
+            let request = Request::new(id, Op::SendImm([7; 4])).with(&data);
+            joined.a.qp.post_send(&[request]).unwrap();
+            world.done(&joined.a.sends, id);
+            assert_eq!(world.done(&joined.b.receives, id).len, len);
+            same(&far.read(64, len as usize), &wanted, "a message");
+        }
+        assert_eq!(lent(&world.b), 0, "acknowledgements have no payload");
+        for (n, len) in LENGTHS.into_iter().enumerate() {
+            let (id, from, to) = (n as u64, n as u64 * 7 % 67, 64 + n as u64 * 5 % 61);
+            let wanted = far.pattern(from, len as usize, 50 + id);
+            let data = [near.mr.sge(to, len)];
+            let request = Request::new(id, Op::Read(far.mr.remote(from))).with(&data);
+            joined.a.qp.post_send(&[request]).unwrap();
+            world.done(&joined.a.sends, id);
+            same(&near.read(to, len as usize), &wanted, "a read");
+        }
+        let expected = has_udp(fixture) && kind == Kind::Host;
+        assert_eq!((lent(&world.a) > 0, lent(&world.b) > 0), (expected, expected), "{kind:?}");
+    }
+}
+
+fn lists_of_long_ranges(fixture: &Fixture) {
+    let field = Field::new(fixture, Kind::Host);
+    let Field { near, far, .. } = &field;
+    let bytes = near.pattern(0, ROOM as usize, 3);
+    let mut dice = Dice::new(5);
+    for id in 0..10 {
+        let ranges: [(u64, u32); 3] =
+            std::array::from_fn(|_| (dice.below(300_000), 1 + dice.below(70_000) as u32));
+        let wanted: Vec<u8> = ranges
+            .iter()
+            .flat_map(|(at, len)| &bytes[*at as usize..*at as usize + *len as usize])
+            .copied()
+            .collect();
+        field.write(id, &ranges.map(|(at, len)| near.mr.sge(at, len)), 11);
+        same(&far.read(11, wanted.len()), &wanted, "a list of ranges");
+    }
+}
+
+/// A program that changes what is under way gets some mixture of what it wrote, and no failure.
+fn a_payload_that_changes_under_way(fixture: &Fixture) {
+    const LEN: u32 = 300_000;
+    let world = fixture.world();
+    let joined = world.join(QpOptions::default());
+    let memory = HostMemory::new(u64::from(LEN)).unwrap();
+    let mr = world.a.context.register(&world.a.pd, memory.clone(), ALL).unwrap();
+    let far = fixture.host(&world.b, u64::from(LEN));
+    let fill = |value: u8| memory.bytes().write(0, &vec![value; LEN as usize]).unwrap();
+    let write = |id| {
+        let data = [mr.sge(0, LEN)];
+        let request = Request::new(id, Op::Write(far.mr.remote(0))).with(&data);
+        joined.a.qp.post_send(&[request]).unwrap();
+        world.done(&joined.a.sends, id);
+    };
+    let over = AtomicBool::new(false);
+    fill(1);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for value in (1..=3).cycle().take_while(|_| !over.load(Ordering::Relaxed)) {
+                fill(value);
+            }
+        });
+        for id in 0..30 {
+            write(id);
+            let found = far.read(0, LEN as usize);
+            assert!(found.iter().all(|value| (1..=3).contains(value)), "bytes that nobody wrote");
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    fill(9);
+    write(99);
+    same(&far.read(0, LEN as usize), &[9; LEN as usize], "what rests");
+}
+
+/// Once a registration has ended, no byte of its memory goes out.
+fn memory_that_is_taken_back_under_way(fixture: &Fixture) {
+    const LEN: u32 = 300_000;
+    const ROUNDS: u32 = 15;
+    let (world, mut dice) = (fixture.world(), Dice::new(11));
+    let far = fixture.host(&world.b, u64::from(LEN));
+    let memory = HostMemory::new(u64::from(LEN)).unwrap();
+    let (mut failed, mut ended) = (0, 0);
+    for round in 0..ROUNDS {
+        let joined = world.join(impatient());
+        memory.bytes().write(0, &vec![1; LEN as usize]).unwrap();
+        far.write(0, &vec![0; LEN as usize]);
+        let mr = world.a.context.register(&world.a.pd, memory.clone(), ALL).unwrap();
+        let data = [mr.sge(0, LEN)];
+        for id in 0..4 {
+            let request = Request::new(id, Op::Write(far.mr.remote(0))).with(&data);
+            joined.a.qp.post_send(&[request]).unwrap();
+        }
+        // Some steps, then the memory is somebody else's.
+        let steps = if round == 0 { 0 } else { dice.below(12) };
+        std::thread::scope(|scope| {
+            let taker = scope.spawn(|| {
+                mr.deregister();
+                memory.bytes().write(0, &vec![0xdd; LEN as usize]).unwrap();
+            });
+            (0..steps).for_each(|_| world.step());
+            taker.join().unwrap();
+        });
+        let mut four = [Completion::EMPTY; 4];
+        let mut got = 0;
+        world.until("all ended", || {
+            got += joined.a.sends.poll(&mut four[got..]).unwrap();
+            got == 4
+        });
+        let success = |done: &&Completion| done.status == Status::Success;
+        ended += four.iter().filter(success).count();
+        failed += 4 - four.iter().filter(success).count();
+        let found = far.read(0, LEN as usize);
+        assert!(found.iter().all(|value| *value <= 1), "round {round}: it was read after its end");
+    }
+    // Where there are no packets, work is over when it is posted.
+    if !fixture.which.is_direct() && !fixture.which.has_device() {
+        assert!(failed > 0, "{ended} ended well");
+    }
+}
