@@ -32,8 +32,10 @@ const MOST_POSTS: u64 = 64;
 /// What the completion of a report or of an end bears; that of bytes bears how many were ever sent.
 const REPORT: u64 = 1 << 62;
 const END: u64 = 1 << 63;
-/// How long a call looks by itself before it sleeps.
+/// How long a call looks by itself before it sleeps; and how long where the wait before it was over by then, as in a stream that
+/// flows: being woken takes as long.
 const SPIN: Duration = Duration::from_micros(50);
+const LONG_SPIN: Duration = Duration::from_micros(400);
 
 /// What a call waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,6 +148,8 @@ pub(super) struct End {
     reporting: Mutex<()>,
     end_landed: AtomicBool,
     waiters: [AtomicU32; 2],
+    /// Whether the last wait, of either sort, was a short one.
+    is_brisk: [AtomicBool; 2],
     lock: Mutex<()>,
     woken: Condvar,
     signal: OnceLock<Signal>,
@@ -183,6 +187,7 @@ impl End {
             reporting: Mutex::new(()),
             end_landed: AtomicBool::new(false),
             waiters: [AtomicU32::new(0), AtomicU32::new(0)],
+            is_brisk: [AtomicBool::new(false), AtomicBool::new(false)],
             lock: Mutex::new(()),
             woken: Condvar::new(),
             signal: OnceLock::new(),
@@ -484,13 +489,22 @@ impl End {
     /// Waits until a call may go on, or the time is over; tells whether it may.
     pub(super) fn wait(&self, what: For, until: Option<Instant>) -> bool {
         let begun = Instant::now();
-        while begun.elapsed() < SPIN {
+        let is_brisk = &self.is_brisk[what as usize];
+        let spin = if is_brisk.load(Ordering::Relaxed) { LONG_SPIN } else { SPIN };
+        while begun.elapsed() < spin {
             self.drain();
             if self.is_ready(what) {
                 return true;
             }
             std::hint::spin_loop();
         }
+        let ready = self.sleep(what, until);
+        is_brisk.store(begun.elapsed() < LONG_SPIN, Ordering::Relaxed);
+        ready
+    }
+
+    /// The rest of waiting: somebody else looks meanwhile.
+    fn sleep(&self, what: For, until: Option<Instant>) -> bool {
         let waiters = &self.waiters[what as usize];
         waiters.fetch_add(1, Ordering::SeqCst);
         let mut guard = self.lock.lock();
