@@ -69,6 +69,8 @@ enum Place {
     Device { memory: Allocation, window: Option<Window> },
 }
 
+/// Host memory from this length on has large pages, as peers' programs have it.
+const LARGE: u64 = 1 << 20;
 /// What is compared at a time.
 const CHUNK: usize = 1 << 20;
 
@@ -82,7 +84,10 @@ impl Buffer {
     ) -> warpwire::Result<Self> {
         match device {
             None => {
-                let memory = HostMemory::new(len)?;
+                let memory = match len >= LARGE {
+                    true => HostMemory::in_large_pages(len)?,
+                    false => HostMemory::new(len)?,
+                };
                 let range = DmaBufRange { fd: memory.as_fd(), offset: 0, len };
                 let mr = match by {
                     Registered::Dmabuf => {

@@ -1,6 +1,7 @@
 //! Host memory: our own, and ranges that a caller vouches for.
 #![allow(unsafe_code)]
 
+use std::ffi::c_void;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -10,7 +11,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rustix::fs::{
     MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
 };
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use rustix::param::page_size;
 
 use super::memory::Memory;
 use crate::error::{Error, Kind, Result};
@@ -18,6 +21,9 @@ use crate::mem::{Region, SharedBytes};
 
 /// The size of shared memory is final: who cut it short would kill those who have it mapped.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// How long the larger pages are that processors have beside those of 4 KiB.
+const LARGE_PAGE: usize = 2 << 20;
 
 /// Host memory in whole pages that another process can map too. Clones are the same memory.
 ///
@@ -60,6 +66,27 @@ impl HostMemory {
         ftruncate(&file, len).map_err(|e| failure(e, len))?;
         fcntl_add_seals(&file, SEALS).map_err(|e| failure(e, len))?;
         Self::map(file, len, true)
+    }
+
+    /// Zeros in pages of 2 MiB, where the system has some left and knows how (Linux 6.1); in ordinary ones elsewhere. Long copies
+    /// then need fewer of the processor's translations, and do not clash with themselves in its caches. The length is
+    /// rounded up to whole such pages, all of which take memory at once.
+    ///
+    /// ```
+    /// let memory = warpwire::mr::HostMemory::in_large_pages(1 << 20).unwrap();
+    /// assert_eq!(memory.len(), 2 << 20);
+    /// ```
+    pub fn in_large_pages(len: u64) -> Result<Self> {
+        let rounded = len.checked_next_multiple_of(LARGE_PAGE as u64).unwrap_or(len);
+        let memory = Self::new(rounded)?;
+        let (base, size) = (memory.0.base.as_ptr().cast(), memory.0.len);
+        // SAFETY: the range is ours, and neither call changes what its bytes are.
+        let collapsed = unsafe {
+            madvise(base, size, Advice::LinuxPopulateWrite).is_ok()
+                && libc::madvise(base, size, libc::MADV_COLLAPSE) == 0
+        };
+        tracing::debug!(bytes = size, collapsed, "host memory in large pages");
+        Ok(memory)
     }
 
     /// The memory of another process, by the descriptor that [`HostMemory`] gives there.
@@ -109,15 +136,11 @@ impl HostMemory {
 
     fn map(file: OwnedFd, len: u64, writable: bool) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        let size = usize::try_from(len).map_err(|_| failure(rustix::io::Errno::NOMEM, len))?;
+        let size = usize::try_from(len).map_err(|_| failure(Errno::NOMEM, len))?;
         let mut protection = ProtFlags::READ;
         protection.set(ProtFlags::WRITE, writable);
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
-        let base =
-            unsafe { mmap(std::ptr::null_mut(), size, protection, MapFlags::SHARED, &file, 0) };
-        let base = base.map_err(|e| failure(e, len))?;
-        let base =
-            NonNull::new(base.cast()).ok_or_else(|| failure(rustix::io::Errno::NOMEM, len))?;
+        let base = map_aligned(&file, size, protection).map_err(|e| failure(e, len))?;
+        let base = NonNull::new(base.cast()).ok_or_else(|| failure(Errno::NOMEM, len))?;
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         Ok(Self(Arc::new(Mapping { file, base, len: size, number })))
     }
@@ -166,7 +189,41 @@ impl Drop for Mapping {
     }
 }
 
-fn failure(error: rustix::io::Errno, len: u64) -> Error {
+/// Maps a file at an address of the kernel's choice; one at which large pages can be, if it is long enough for them.
+fn map_aligned(
+    file: &OwnedFd,
+    size: usize,
+    protection: ProtFlags,
+) -> std::result::Result<*mut c_void, Errno> {
+    let none = std::ptr::null_mut();
+    if size < LARGE_PAGE {
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+        return unsafe { mmap(none, size, protection, MapFlags::SHARED, file, 0) };
+    }
+    let used = size.checked_next_multiple_of(page_size()).ok_or(Errno::NOMEM)?;
+    let room = used.checked_add(LARGE_PAGE).ok_or(Errno::NOMEM)?;
+    // SAFETY: as above; then what is mapped over, and what is unmapped beside it, lies in that new mapping, which nobody else
+    // knows of.
+    unsafe {
+        let begin = mmap_anonymous(none, room, ProtFlags::empty(), MapFlags::PRIVATE)?;
+        let at = begin.map_addr(|at| at.next_multiple_of(LARGE_PAGE));
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        let mapped = mmap(at, size, protection, flags, file, 0);
+        if mapped.is_err() {
+            munmap(begin, room)?;
+            return mapped;
+        }
+        let before = at.addr() - begin.addr();
+        for (from, len) in [(begin, before), (at.byte_add(used), room - used - before)] {
+            if len > 0 {
+                munmap(from, len)?;
+            }
+        }
+        mapped
+    }
+}
+
+fn failure(error: Errno, len: u64) -> Error {
     Error::os(format!("back {len} bytes of host memory with a memfd"), &error.into())
 }
 
@@ -289,6 +346,21 @@ mod tests {
     use crate::mem::sim::{Sim, SimConfig};
     use crate::mr::{Access, Denied, Registry};
     use std::sync::atomic::{AtomicU64, Ordering};
+
+    #[test]
+    fn memory_in_large_pages_is_memory() {
+        let memory = HostMemory::in_large_pages((3 << 20) + 1).unwrap();
+        assert_eq!(memory.len(), 4 << 20);
+        assert!(memory.address().is_multiple_of(2 << 20), "large pages could be mapped there");
+        memory.bytes().write((4 << 20) - 4, b"last").unwrap();
+        let same = HostMemory::open(memory.as_fd().try_clone_to_owned().unwrap()).unwrap();
+        let mut back = [1; 8];
+        same.bytes().read((4 << 20) - 8, &mut back).unwrap();
+        assert_eq!(&back, b"\0\0\0\0last");
+        for len in [0, u64::MAX] {
+            HostMemory::in_large_pages(len).unwrap_err();
+        }
+    }
 
     #[test]
     fn raw_memory_is_reached_while_its_owner_uses_it() {
