@@ -41,7 +41,11 @@ struct Server {
 
 impl Server {
     fn start(arguments: &[&str]) -> Self {
-        let arguments = [arguments, &["-d", "sim:0", "--bind", "127.0.0.1:0"]].concat();
+        Self::start_by(&[arguments, &["-d", "sim:0"]].concat())
+    }
+
+    fn start_by(arguments: &[&str]) -> Self {
+        let arguments = [arguments, &["--bind", "127.0.0.1:0"]].concat();
         let mut child = warpwire(&arguments).stdout(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let mut told = lines.map_while(Result::ok).filter(|line| line.contains("listens at"));
@@ -211,6 +215,42 @@ fn warp_sockets_are_echoed_and_measured() {
         assert!(lat["kernel_us"].as_f64().unwrap() > 0.0);
         let bw = with(&["bw", "-t", "4MiB", "--peer", peer]);
         assert!(bw["rows"][0]["kernel_mb_s"].as_f64().unwrap() > 0.0);
+    }
+}
+
+#[test]
+fn cpu_programs_have_both_families() {
+    for family in ["inet", "warp"] {
+        let with = |arguments: &[&str]| {
+            json(&[arguments, &["--cpu", "--family", family, "--json"]].concat())
+        };
+        let report = with(&["echo", "-s", "64KiB"]);
+        assert_eq!((&report["wrong"], &report["device"]), (&0.into(), &"cpu".into()));
+        for measured in [with(&["lat", "-n", "200"]), with(&["bw", "-t", "4MiB"])] {
+            assert_eq!(measured["family"].as_str(), Some(family));
+            assert!(measured["rows"][0]["value"].as_f64().unwrap() > 0.0);
+        }
+        let server = Server::start_by(&["serve", "--cpu", "--family", family]);
+        let ask =
+            ["connect", &server.address, "--cpu", "--family", family, "--send", "hello there"];
+        assert_eq!(text(&run(&ask).stdout), "hello there");
+        // A kernel is the client of such a server as of any other.
+        let ask = ["connect", &server.address, "-d", "sim:0", "--family", family, "--timeout", "1"];
+        assert!(
+            run(&[&ask[..], &["--send", "x"]].concat()).status.code().is_some_and(|code| code < 2)
+        );
+        let again = run(&["serve", "--cpu", "--family", family, "--bind", &server.address]);
+        assert!(text(&again.stderr).contains("cannot listen at"), "the address is taken");
+    }
+    let stranger = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let refused = run(&["connect", &stranger, "--cpu", "--family", "warp"]);
+    assert!(text(&refused.stderr).contains("cannot connect to"), "{}", text(&refused.stderr));
+    for wrong in [
+        &["lat", "--cpu", "-d", "sim:0"][..],
+        &["lat", "--cpu", "--peer", "kernel"],
+        &["serve", "--cpu", "--service", "http"],
+    ] {
+        assert_eq!(run(wrong).status.code(), Some(2), "{wrong:?}");
     }
 }
 

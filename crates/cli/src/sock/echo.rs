@@ -1,7 +1,7 @@
 //! Bytes of every size through a kernel and back, compared.
 
 use std::io::{Read, Write};
-use std::net::Shutdown;
+use std::net::{Shutdown, SocketAddr};
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -11,6 +11,8 @@ use warpwire::mem::pattern;
 use warpwire::sock::SockOptions;
 use warpwire::sock::programs::Service;
 
+use super::cpu::This;
+use super::peer::{Peer, Role};
 use super::{Ground, heading};
 use crate::copy::target::size;
 use crate::output::{Failure, Screen};
@@ -20,6 +22,9 @@ use crate::output::{Failure, Screen};
 pub(super) struct Arguments {
     #[command(flatten)]
     ground: Ground,
+
+    #[command(flatten)]
+    this: This,
 
     /// The largest message; all powers of two up to it, and one byte more and less
     #[arg(short = 's', long, value_name = "SIZE", default_value = "4MiB", value_parser = size)]
@@ -42,11 +47,27 @@ struct Report {
 impl Arguments {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
         let screen = Screen::new(self.json);
+        if self.this.cpu {
+            screen.say("# sock echo by a thread of the CPU\n")?;
+            let server = Peer::start(self.ground.family, Role::Echo, 64 << 10, None)?;
+            let ended = self.compare(screen, server.address, "cpu".to_owned());
+            return server.finish().and(ended);
+        }
         let (host, no_cuda) = self.ground.open(SockOptions::default())?;
         let programs = self.ground.programs(&host)?;
         screen.say(&heading("echo", &host, no_cuda.as_deref()))?;
         let server = programs.serve(&host, Service::Echo, ([127, 0, 0, 1], 0).into(), 1)?;
-        let stream = self.ground.family.connect(server.address())?;
+        self.compare(screen, server.address(), host.device().label())
+    }
+
+    /// Sends messages of all sizes to an echo, and compares.
+    fn compare(
+        &self,
+        screen: Screen,
+        server: SocketAddr,
+        device: String,
+    ) -> Result<ExitCode, Failure> {
+        let stream = self.ground.family.connect(server)?;
         let broken = |error: std::io::Error| Failure::Broken(format!("the echo failed: {error}"));
         let (mut messages, mut bytes, mut wrong) = (0, 0, 0);
         let begun = Instant::now();
@@ -70,14 +91,8 @@ impl Arguments {
             }
         }
         stream.shutdown(Shutdown::Both).map_err(broken)?;
-        let report = Report {
-            device: host.device().label(),
-            messages,
-            bytes,
-            wrong,
-            seconds: begun.elapsed().as_secs_f64(),
-        };
-        drop(server);
+        let seconds = begun.elapsed().as_secs_f64();
+        let report = Report { device, messages, bytes, wrong, seconds };
         screen.say(&format!("{messages} messages, {bytes} bytes, {wrong} wrong\n"))?;
         screen.finish(&report)?;
         Ok(if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })

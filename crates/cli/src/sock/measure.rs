@@ -11,6 +11,7 @@ use warpwire::sock::programs::{Programs, Service, Work};
 use warpwire::sock::{SockHost, SockOptions};
 use warpwire::units;
 
+use super::cpu::{self, This, broken};
 use super::peer::{self, Family, Peer, Role};
 use super::plain::Plain;
 use super::{Ground, heading};
@@ -64,15 +65,16 @@ fn by_kernel(
     }
 }
 
-fn name(family: Family) -> &'static str {
-    match family {
-        Family::Inet => "inet",
-        Family::Warp => "warp",
+/// `--cpu` and a kernel at the other end: which of the two is meant?
+fn check_cpu(peer: Other) -> Result<(), Failure> {
+    match peer {
+        Other::Cpu => Ok(()),
+        Other::Kernel => Err(Failure::Usage(
+            "cannot measure --cpu with --peer kernel: leave out --cpu, and the kernel is at this end and the CPU at the other, \
+             or leave out --peer"
+                .to_owned(),
+        )),
     }
-}
-
-fn io(error: std::io::Error) -> Failure {
-    Failure::Broken(format!("the CPU's socket failed: {error}"))
 }
 
 /// Measure a round trip of a message from device memory to an echo and back
@@ -84,6 +86,9 @@ pub(super) struct Lat {
     /// Bytes of a message
     #[arg(short = 's', long, value_name = "SIZE", default_value = "64", value_parser = size)]
     size: u64,
+
+    #[command(flatten)]
+    this: This,
 
     /// Who echoes; if it is a kernel, the CPU's way copies at both ends
     #[arg(long, value_enum, default_value = "cpu")]
@@ -114,6 +119,10 @@ struct LatReport {
 
 impl Lat {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
+        if self.this.cpu {
+            check_cpu(self.peer)?;
+            return cpu::lat(self.ground.family, self.size, self.iters, self.json);
+        }
         let screen = Screen::new(self.json);
         let options = SockOptions { sockets: 16, spin: SPIN, ..SockOptions::default() };
         let (host, no_cuda) = self.ground.open(options)?;
@@ -134,7 +143,7 @@ impl Lat {
         let each = |time: Duration| time.as_secs_f64() * 1e6 / f64::from(self.iters);
         let report = LatReport {
             device: host.device().label(),
-            family: name(self.ground.family),
+            family: self.ground.family.name(),
             peer: self.peer,
             size: self.size,
             rounds: self.iters,
@@ -167,8 +176,8 @@ impl Lat {
         let begun = Instant::now();
         for _ in 0..rounds {
             plain.read(&mut buffer)?;
-            stream.write_all(&buffer).map_err(io)?;
-            stream.read_exact(&mut buffer).map_err(io)?;
+            stream.write_all(&buffer).map_err(broken)?;
+            stream.read_exact(&mut buffer).map_err(broken)?;
             plain.write(&buffer)?;
             plain.finish()?;
         }
@@ -188,6 +197,9 @@ pub(super) struct Bw {
     /// Bytes of a message
     #[arg(short = 's', long, value_name = "SIZE", default_value = "64KiB", value_parser = size)]
     size: u64,
+
+    #[command(flatten)]
+    this: This,
 
     /// Who is at the other end; if it is a kernel, the CPU's way copies at both ends
     #[arg(long, value_enum, default_value = "cpu")]
@@ -222,6 +234,10 @@ struct BwRow {
 
 impl Bw {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
+        if self.this.cpu {
+            check_cpu(self.peer)?;
+            return cpu::bw(self.ground.family, self.size, self.total, self.json);
+        }
         let screen = Screen::new(self.json);
         let ring = 1 << 20;
         let options = SockOptions { sockets: 16, ring, spin: SPIN, ..SockOptions::default() };
@@ -263,7 +279,7 @@ impl Bw {
         screen.say(&text)?;
         let report = BwReport {
             device: host.device().label(),
-            family: name(self.ground.family),
+            family: self.ground.family.name(),
             peer: self.peer,
             size: self.size,
             total,
@@ -287,16 +303,16 @@ impl Bw {
         for _ in 0..rounds {
             if work == Work::Push {
                 plain.read(&mut buffer)?;
-                stream.write_all(&buffer).map_err(io)?;
+                stream.write_all(&buffer).map_err(broken)?;
             } else {
-                stream.read_exact(&mut buffer).map_err(io)?;
+                stream.read_exact(&mut buffer).map_err(broken)?;
                 plain.write(&buffer)?;
             }
         }
         plain.finish()?;
         if work == Work::Push {
-            stream.shutdown(std::net::Shutdown::Write).map_err(io)?;
-            stream.read_exact(&mut buffer[..1]).map_err(io)?;
+            stream.shutdown(std::net::Shutdown::Write).map_err(broken)?;
+            stream.read_exact(&mut buffer[..1]).map_err(broken)?;
         }
         Ok(begun.elapsed())
     }

@@ -1,5 +1,6 @@
 //! `warpwire sock`: sockets inside kernels, to serve with, to talk with, and to measure.
 
+mod cpu;
 mod echo;
 mod load;
 mod measure;
@@ -41,7 +42,8 @@ Examples:
   warpwire sock echo                                  a kernel echoes random bytes, and they are compared
   warpwire sock lat -s 64                             a round trip, beside a CPU's socket with cuMemcpy
   warpwire sock bw -s 64KiB --json
-  warpwire sock lat --family warp --peer kernel       from a kernel to another and back, by RDMA";
+  warpwire sock lat --family warp --peer kernel       from a kernel to another and back, by RDMA
+  warpwire sock lat --family warp --cpu               from a CPU program to another, beside TCP";
 
 #[derive(Subcommand)]
 enum Tool {

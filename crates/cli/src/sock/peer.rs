@@ -2,7 +2,9 @@
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::OnceLock;
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use clap::ValueEnum;
 use warpwire::mem::Device;
@@ -29,14 +31,31 @@ impl Family {
         }
     }
 
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Inet => "inet",
+            Self::Warp => "warp",
+        }
+    }
+
     /// A connection of the CPU's own to a peer.
     pub(super) fn connect(self, address: SocketAddr) -> Result<Connection, Failure> {
         let connected = match self {
             Self::Inet => tcp(address).map(Connection::Tcp),
-            Self::Warp => warp::Stream::connect(address).map(Connection::Warp),
+            Self::Warp => another_net()?.connect(address).map(Connection::Warp),
         };
         connected.map_err(|error| Failure::Broken(format!("cannot connect to {address}: {error}")))
     }
+}
+
+/// What those who connect share. Those who listen here have another, as if they were another program.
+fn another_net() -> Result<warp::Net, Failure> {
+    static NET: OnceLock<warp::Net> = OnceLock::new();
+    if let Some(net) = NET.get() {
+        return Ok(net.clone());
+    }
+    let net = warp::Net::new(warp::NetOptions::default())?;
+    Ok(NET.get_or_init(|| net).clone())
 }
 
 fn tcp(address: SocketAddr) -> io::Result<TcpStream> {
@@ -57,6 +76,19 @@ pub(super) enum Connection {
 }
 
 impl Connection {
+    /// How long each call may take.
+    pub(super) fn set_timeout(&self, timeout: Duration) -> io::Result<()> {
+        let timeout = Some(timeout);
+        match self {
+            Self::Tcp(stream) => {
+                stream.set_read_timeout(timeout).and_then(|()| stream.set_write_timeout(timeout))
+            }
+            Self::Warp(stream) => {
+                stream.set_read_timeout(timeout).and_then(|()| stream.set_write_timeout(timeout))
+            }
+        }
+    }
+
     pub(super) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => stream.shutdown(how),
@@ -98,29 +130,28 @@ pub(super) enum Role {
     Source(u64),
 }
 
-enum Listener {
+pub(super) enum Listener {
     Tcp(TcpListener),
     Warp(warp::Listener),
 }
 
 impl Listener {
-    fn bind(family: Family) -> io::Result<(Self, SocketAddr)> {
-        let any = "127.0.0.1:0";
+    pub(super) fn bind(family: Family, at: SocketAddr) -> io::Result<(Self, SocketAddr)> {
         match family {
             Family::Inet => {
-                let listener = TcpListener::bind(any)?;
+                let listener = TcpListener::bind(at)?;
                 let address = listener.local_addr()?;
                 Ok((Self::Tcp(listener), address))
             }
             Family::Warp => {
-                let listener = warp::Listener::bind(any)?;
+                let listener = warp::Listener::bind(at)?;
                 let address = listener.local_addr()?;
                 Ok((Self::Warp(listener), address))
             }
         }
     }
 
-    fn accept(&self) -> io::Result<Connection> {
+    pub(super) fn accept(&self) -> io::Result<Connection> {
         match self {
             Self::Tcp(listener) => {
                 let (stream, _) = listener.accept()?;
@@ -147,7 +178,8 @@ impl Peer {
         device: Option<Device>,
     ) -> Result<Self, Failure> {
         let broken = |error: io::Error| Failure::Broken(format!("cannot listen: {error}"));
-        let (listener, address) = Listener::bind(family).map_err(broken)?;
+        let any = ([127, 0, 0, 1], 0).into();
+        let (listener, address) = Listener::bind(family, any).map_err(broken)?;
         let thread = std::thread::spawn(move || serve(&listener, role, piece, device));
         Ok(Self { address, thread })
     }

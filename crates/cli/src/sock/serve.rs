@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
@@ -11,6 +12,7 @@ use warpwire::sock::kv::{KvOptions, KvServer, KvStats};
 use warpwire::sock::programs::Service;
 use warpwire::sock::{SockOptions, SockStats};
 
+use super::cpu::{self, This};
 use super::peer::Family;
 use super::{Ground, heading};
 use crate::copy::target::size;
@@ -35,6 +37,9 @@ pub(super) struct Serve {
     /// Where to listen; port 0 lets the system choose
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7000")]
     bind: SocketAddr,
+
+    #[command(flatten)]
+    this: This,
 
     /// What to do with what comes
     #[arg(long, value_enum, default_value = "echo")]
@@ -94,7 +99,45 @@ pub(super) fn traffic(sockets: &SockStats) -> String {
 }
 
 impl Serve {
+    /// The same by threads of the CPU.
+    fn run_on_cpu(&self) -> Result<ExitCode, Failure> {
+        let (echoes, name) = match self.service {
+            What::Echo => (true, "an echo of the CPU's"),
+            What::Sink => (false, "a CPU that throws away"),
+            What::Http => {
+                return Err(Failure::Usage(
+                    "cannot answer HTTP by the CPU: that is a kernel's; leave out --cpu".to_owned(),
+                ));
+            }
+        };
+        let (address, served) = cpu::serve(self.ground.family, self.bind, echoes)?;
+        announce(self.json, "# sock serve by threads of the CPU\n", name, address)?;
+        wait(self.seconds);
+        let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let sockets = SockStats {
+            accepted: of(&served.connections),
+            received: of(&served.received),
+            sent: of(&served.sent),
+            ..SockStats::default()
+        };
+        self.report(address, sockets)
+    }
+
+    fn report(&self, address: SocketAddr, sockets: SockStats) -> Result<ExitCode, Failure> {
+        if self.json {
+            let address = address.to_string();
+            print_json(&ServeReport { address, sockets }).map_err(Failure::Broken)?;
+        } else {
+            let text = format!("{} connections, {}\n", sockets.accepted, traffic(&sockets));
+            output::print(&text).map_err(Failure::Broken)?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
+        if self.this.cpu {
+            return self.run_on_cpu();
+        }
         let (host, no_cuda) = self.ground.open(SockOptions::default())?;
         let programs = self.ground.programs(&host)?;
         let (service, name) = match self.service {
@@ -106,16 +149,9 @@ impl Serve {
         let head = heading("serve", &host, no_cuda.as_deref());
         announce(self.json, &head, name, server.address())?;
         wait(self.seconds);
-        let address = server.address().to_string();
+        let address = server.address();
         drop(server);
-        let sockets = host.stats();
-        if self.json {
-            print_json(&ServeReport { address, sockets }).map_err(Failure::Broken)?;
-        } else {
-            let text = format!("{} connections, {}\n", sockets.accepted, traffic(&sockets));
-            output::print(&text).map_err(Failure::Broken)?;
-        }
-        Ok(ExitCode::SUCCESS)
+        self.report(address, host.stats())
     }
 }
 
@@ -221,6 +257,9 @@ pub(super) struct Connect {
     #[arg(value_name = "HOST:PORT")]
     server: String,
 
+    #[command(flatten)]
+    this: This,
+
     /// What to send; \r, \n, \t and \\ are understood
     #[arg(long, value_name = "TEXT", default_value = "")]
     send: String,
@@ -275,10 +314,14 @@ impl Connect {
                 )));
             }
         };
-        let (host, _) = self.ground.open(SockOptions::default())?;
-        let programs = self.ground.programs(&host)?;
         let timeout = Duration::from_secs(self.timeout.max(1));
-        let answer = programs.talk(&host, server, &question, self.most, timeout)?;
+        let answer = if self.this.cpu {
+            cpu::talk(self.ground.family, server, &question, self.most, timeout)?
+        } else {
+            let (host, _) = self.ground.open(SockOptions::default())?;
+            let programs = self.ground.programs(&host)?;
+            programs.talk(&host, server, &question, self.most, timeout)?
+        };
         std::io::stdout()
             .write_all(&answer)
             .map_err(|error| Failure::Broken(format!("cannot write the answer: {error}")))?;

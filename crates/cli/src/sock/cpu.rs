@@ -1,0 +1,213 @@
+//! Neither end is a kernel: the same by sockets of CPU programs, of either family.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, SocketAddr};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use serde::Serialize;
+use warpwire::mem::pattern;
+use warpwire::units;
+
+use super::peer::{Connection, Family, Listener, Peer, Role};
+use crate::output::{Failure, Screen};
+
+/// Who is at this end.
+#[derive(Args)]
+pub(super) struct This {
+    /// Let a CPU program be at this end, too: no kernel, no device
+    #[arg(long, conflicts_with_all = ["device", "pinned"])]
+    pub(super) cpu: bool,
+}
+
+pub(super) fn broken(error: io::Error) -> Failure {
+    Failure::Broken(format!("the CPU's socket failed: {error}"))
+}
+
+/// A measurement in one family, beside TCP by the same program in the same run.
+#[derive(Serialize)]
+struct Report {
+    family: &'static str,
+    size: u64,
+    rows: Vec<Row>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    what: &'static str,
+    value: f64,
+    tcp: f64,
+    unit: &'static str,
+    ratio: f64,
+}
+
+fn tell(screen: Screen, tool: &str, report: &Report) -> Result<ExitCode, Failure> {
+    let family = report.family;
+    let mut text = format!(
+        "# sock {tool} between two threads of the CPU, {} messages\n{:<14}  {:>14}  {:>14}  {:>6}\n",
+        units::bytes(report.size),
+        "",
+        family,
+        "TCP",
+        "ratio"
+    );
+    for Row { what, value, tcp, unit, ratio } in &report.rows {
+        let cell = |value: f64| format!("{value:.2} {unit}");
+        text += &format!("{what:<14}  {:>14}  {:>14}  {ratio:>6.2}\n", cell(*value), cell(*tcp));
+    }
+    screen.say(&text)?;
+    screen.finish(report)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A round trip to an echo; every answer is compared.
+pub(super) fn lat(family: Family, size: u64, rounds: u32, json: bool) -> Result<ExitCode, Failure> {
+    let screen = Screen::new(json);
+    let each = |family: Family| -> Result<f64, Failure> {
+        screen.working(format!("{} round trips, {}", rounds, family.name()));
+        ping(family, size, rounds.min(100))?;
+        Ok(ping(family, size, rounds)?.as_secs_f64() * 1e6 / f64::from(rounds))
+    };
+    let (value, tcp) = (each(family)?, each(Family::Inet)?);
+    let row = Row { what: "to and fro", value, tcp, unit: "us", ratio: value / tcp };
+    tell(screen, "lat", &Report { family: family.name(), size, rows: vec![row] })
+}
+
+fn ping(family: Family, size: u64, rounds: u32) -> Result<Duration, Failure> {
+    let echo = Peer::start(family, Role::Echo, size as usize, None)?;
+    let connection = family.connect(echo.address)?;
+    let mut stream = &connection;
+    let (mut sent, mut back) = (vec![0; size as usize], vec![0; size as usize]);
+    pattern::fill_bytes(&mut sent, size, 0);
+    let begun = Instant::now();
+    for round in 0..rounds {
+        sent[0] = round as u8;
+        stream.write_all(&sent).map_err(broken)?;
+        stream.read_exact(&mut back).map_err(broken)?;
+        if sent != back {
+            return Err(Failure::Broken(format!("round trip {round} brought other bytes back")));
+        }
+    }
+    let time = begun.elapsed();
+    connection.shutdown(Shutdown::Both).map_err(broken)?;
+    drop(connection);
+    echo.finish()?;
+    Ok(time)
+}
+
+/// A stream in either direction.
+pub(super) fn bw(family: Family, size: u64, total: u64, json: bool) -> Result<ExitCode, Failure> {
+    let screen = Screen::new(json);
+    let rounds = total.div_ceil(size);
+    let mut rows = Vec::new();
+    for (what, sends) in [("to the peer", true), ("from the peer", false)] {
+        let rate = |family: Family| -> Result<f64, Failure> {
+            screen.working(format!("{what}, {}", family.name()));
+            let time = pour(family, size, rounds, sends)?;
+            Ok((rounds * size) as f64 / 1e6 / time.as_secs_f64())
+        };
+        let (value, tcp) = (rate(family)?, rate(Family::Inet)?);
+        rows.push(Row { what, value, tcp, unit: "MB/s", ratio: value / tcp });
+    }
+    tell(screen, "bw", &Report { family: family.name(), size, rows })
+}
+
+fn pour(family: Family, size: u64, rounds: u64, sends: bool) -> Result<Duration, Failure> {
+    let role = if sends { Role::Sink } else { Role::Source(rounds * size) };
+    let peer = Peer::start(family, role, size as usize, None)?;
+    let connection = family.connect(peer.address)?;
+    let mut stream = &connection;
+    let mut buffer = vec![0; size as usize];
+    let begun = Instant::now();
+    for _ in 0..rounds {
+        match sends {
+            true => stream.write_all(&buffer),
+            false => stream.read_exact(&mut buffer),
+        }
+        .map_err(broken)?;
+    }
+    if sends {
+        connection.shutdown(Shutdown::Write).map_err(broken)?;
+        stream.read_exact(&mut buffer[..1]).map_err(broken)?;
+    }
+    let time = begun.elapsed();
+    drop(connection);
+    peer.finish()?;
+    Ok(time)
+}
+
+/// What a server of the CPU has done.
+#[derive(Default)]
+pub(super) struct Served {
+    pub(super) connections: AtomicU64,
+    pub(super) received: AtomicU64,
+    pub(super) sent: AtomicU64,
+}
+
+/// Serves, a thread for each client, until the process ends; returns where, and what it does.
+pub(super) fn serve(
+    family: Family,
+    bind: SocketAddr,
+    echoes: bool,
+) -> Result<(SocketAddr, Arc<Served>), Failure> {
+    let listening = Listener::bind(family, bind);
+    let (listener, address) = listening.map_err(|error| {
+        Failure::Usage(format!(
+            "cannot listen at {bind}: {error}; choose an address that is this machine's and free"
+        ))
+    })?;
+    let served = Arc::new(Served::default());
+    let counts = served.clone();
+    std::thread::spawn(move || {
+        loop {
+            let Ok(connection) = listener.accept() else {
+                // No descriptors, or a client that is gone: others may come.
+                std::thread::sleep(Duration::from_millis(10));
+                continue;
+            };
+            let counts = counts.clone();
+            std::thread::spawn(move || client(&connection, echoes, &counts));
+        }
+    });
+    Ok((address, served))
+}
+
+/// Serves one client; what it does wrong, or how it goes, is its own affair.
+fn client(connection: &Connection, echoes: bool, counts: &Served) {
+    counts.connections.fetch_add(1, Ordering::Relaxed);
+    let mut stream = connection;
+    let mut buffer = vec![0; 64 << 10];
+    while let Ok(count @ 1..) = stream.read(&mut buffer) {
+        counts.received.fetch_add(count as u64, Ordering::Relaxed);
+        if echoes {
+            if stream.write_all(&buffer[..count]).is_err() {
+                return;
+            }
+            counts.sent.fetch_add(count as u64, Ordering::Relaxed);
+        }
+    }
+    if !echoes {
+        let _ = stream.write_all(&[1]);
+    }
+}
+
+/// Connects, asks, says that no more will come, and gives what was answered: at most `most` bytes.
+pub(super) fn talk(
+    family: Family,
+    server: SocketAddr,
+    question: &[u8],
+    most: u64,
+    timeout: Duration,
+) -> Result<Vec<u8>, Failure> {
+    let connection = family.connect(server)?;
+    connection.set_timeout(timeout).map_err(broken)?;
+    let mut stream = &connection;
+    stream.write_all(question).map_err(broken)?;
+    connection.shutdown(Shutdown::Write).map_err(broken)?;
+    let mut answer = Vec::new();
+    stream.take(most).read_to_end(&mut answer).map_err(broken)?;
+    Ok(answer)
+}
