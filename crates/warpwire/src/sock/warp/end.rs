@@ -52,6 +52,9 @@ impl For {
     }
 }
 
+/// Beside the bits of what a descriptor is armed for: it was raised for it.
+const TOLD: u8 = 1 << 7;
+
 /// What has befallen a connection.
 mod flag {
     /// Its TCP connection has ended.
@@ -539,14 +542,28 @@ impl End {
 
     /// A call would have waited: the descriptor is raised when it would not.
     pub(super) fn arm(&self, what: For) {
-        self.armed.fetch_or(what.bit(), Ordering::SeqCst);
-        let Some(signal) = self.signal.get() else { return };
-        signal.take();
-        if self.is_armed_and_ready() {
-            signal.raise();
-        } else {
+        // First, so that whoever raises it from now on is seen.
+        if let Some(signal) = self.signal.get() {
+            signal.take();
+        }
+        let rearmed = |before: u8| Some((before | what.bit()) & !TOLD);
+        let _ = self.armed.fetch_update(Ordering::SeqCst, Ordering::SeqCst, rearmed);
+        if !self.tell_if_ready() {
             self.net.watch(self);
         }
+    }
+
+    /// Raises the descriptor if a call that it is armed for may go on, once for each time it was armed.
+    fn tell_if_ready(&self) -> bool {
+        let armed = self.armed.load(Ordering::SeqCst);
+        let is_ready = |what: For| armed & what.bit() != 0 && self.is_ready(what);
+        let Some(signal) = self.signal.get().filter(|_| armed & TOLD == 0) else { return false };
+        if !For::BOTH.into_iter().any(is_ready) {
+            return false;
+        }
+        self.armed.fetch_or(TOLD, Ordering::SeqCst);
+        signal.raise();
+        true
     }
 
     /// A call of that sort is made: nobody waits for it any more.
@@ -554,11 +571,6 @@ impl End {
         if self.armed.load(Ordering::Relaxed) & what.bit() != 0 {
             self.armed.fetch_and(!what.bit(), Ordering::SeqCst);
         }
-    }
-
-    fn is_armed_and_ready(&self) -> bool {
-        let armed = self.armed.load(Ordering::SeqCst);
-        For::BOTH.into_iter().any(|what| armed & what.bit() != 0 && self.is_ready(what))
     }
 
     /// The descriptor of readiness. It begins raised.
@@ -585,23 +597,18 @@ impl End {
             self.woken.notify_all();
             happened = true;
         }
-        let signal = self.signal.get();
-        let raised = signal.is_some() && self.is_armed_and_ready();
-        if let Some(signal) = signal.filter(|_| raised) {
-            signal.raise();
-            happened = true;
-        }
+        happened |= self.tell_if_ready();
         (happened, self.is_waited_for())
     }
 
     /// Whether somebody waits for it, who must be told.
     pub(super) fn is_waited_for(&self) -> bool {
         let sleeps = self.waiters.iter().any(|count| count.load(Ordering::SeqCst) > 0);
-        let armed = self.signal.get().is_some() && self.armed.load(Ordering::SeqCst) != 0;
+        // It is looked at until it is told: what became true after a look is found by the next.
+        let armed = self.armed.load(Ordering::SeqCst);
+        let armed = self.signal.get().is_some() && armed != 0 && armed & TOLD == 0;
         let owes = self.to_report.load(Ordering::Relaxed) != 0;
-        sleeps
-            || armed && !self.is_armed_and_ready()
-            || owes && !self.has(flag::FAILED | flag::HUNG_UP)
+        sleeps || armed || owes && !self.has(flag::FAILED | flag::HUNG_UP)
     }
 
     /// Nobody has it any more: nobody waits.
