@@ -29,6 +29,7 @@ use super::pair::Pair;
 use super::partner::Partners;
 use crate::link::Offer;
 use crate::link::shm::grant::Content;
+use crate::mem::copy::expect_store;
 use crate::mlx5::{self, Piece};
 use crate::mr::{Access, Export, Watch};
 
@@ -83,6 +84,30 @@ fn rights(access: qp::Access, reads: bool) -> u64 {
     held.fold(0, |bits, (_, right, _)| bits | u64::from(right.bits()))
 }
 
+/// Where the memory of a key was found the last time. A peer that waits for a word looks at it all the time, and so has
+/// its line; fetching that takes as long as everything that is to be made sure of before the store, and may go on meanwhile.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Aim {
+    key: u32,
+    /// What is to be added to the peer's address.
+    shift: u64,
+}
+
+impl Aim {
+    #[inline]
+    pub(super) fn new(remote: &mlx5::Remote, mapped_at: u64) -> Self {
+        Self { key: remote.rkey, shift: mapped_at.wrapping_sub(remote.address) }
+    }
+
+    /// A write to `remote` is about to be tried. The memory may be gone: this is only a hint.
+    #[inline]
+    fn expect(&self, remote: &mlx5::Remote) {
+        if self.key == remote.rkey {
+            expect_store(remote.address.wrapping_add(self.shift));
+        }
+    }
+}
+
 /// What a queue pair says and knows about operations without packets.
 #[derive(Debug)]
 pub(super) struct Reach {
@@ -101,6 +126,8 @@ pub(super) struct Reach {
     pub opening: u64,
     pub pd: u64,
     pub may: u64,
+    /// Where its last write went.
+    pub aim: Aim,
     /// Work that waits, or is done in part.
     pub held: Option<WireWork>,
     pub done: u32,
@@ -120,6 +147,7 @@ impl Reach {
             opening: 0,
             pd: 0,
             may: 0,
+            aim: Aim::default(),
             held: None,
             done: 0,
             gave_way: 0,
@@ -216,6 +244,7 @@ impl Core {
         let Core { pairs, partners, registry, .. } = self;
         let Some(Some(pair)) = pairs.get_mut(index as usize) else { return false };
         let Pair { qp, side, reach, wait, watched, .. } = &mut **pair;
+        reach.aim.expect(&write.remote);
         let Some(qp) = qp.connection() else { return false };
         let is_next = side.ring.is_at(write.block) && qp.outstanding() == 0;
         let waits = wait.is_some() || reach.held.is_some() || *watched;

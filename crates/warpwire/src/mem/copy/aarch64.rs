@@ -19,6 +19,15 @@ pub(super) fn store_fence() {
     unsafe { asm!("dmb oshst", options(nostack, preserves_flags)) };
 }
 
+/// Asks for a line to store to.
+#[inline]
+pub(super) fn expect_store(address: u64) {
+    // SAFETY: a hint: it accesses nothing, and no address makes it fail.
+    unsafe {
+        asm!("prfm pstl1keep, [{}]", in(reg) address, options(nostack, preserves_flags, readonly));
+    }
+}
+
 /// Keeps loads before it, from device memory too, ahead of accesses after it.
 pub(super) fn load_fence() {
     // SAFETY: it only orders memory accesses.

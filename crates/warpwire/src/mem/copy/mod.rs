@@ -280,6 +280,18 @@ pub(crate) fn store_fence() {
     std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
 }
 
+/// Says that the line with this address will be stored to soon, so that the processor may fetch it from the cache that has
+/// it meanwhile. A hint, for any number: where no memory is, nothing happens.
+#[inline]
+pub(crate) fn expect_store(address: u64) {
+    #[cfg(target_arch = "x86_64")]
+    x86::expect_store(address);
+    #[cfg(target_arch = "aarch64")]
+    aarch64::expect_store(address);
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    let _ = address;
+}
+
 /// Keeps loads that follow from being served with what the device held before this call: needed between
 /// a word that says "ready" and what it speaks of, where both are read through a window.
 pub(crate) fn load_fence() {

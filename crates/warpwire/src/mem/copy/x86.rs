@@ -77,6 +77,14 @@ pub(super) fn store_fence() {
     unsafe { asm!("sfence", options(nostack, preserves_flags)) };
 }
 
+/// Asks for a line to store to. Assembly, as the intrinsic becomes a request to read it where the compiler is not told
+/// of a younger processor; whatever runs a 64-bit system of today has the instruction.
+#[inline]
+pub(super) fn expect_store(address: u64) {
+    // SAFETY: a hint: it accesses nothing, and no address makes it fail.
+    unsafe { asm!("prefetchw [{}]", in(reg) address, options(nostack, preserves_flags, readonly)) };
+}
+
 /// Discards what streaming loads have buffered, and waits for loads and stores before it. LFENCE would
 /// not do the former.
 pub(super) fn load_fence() {
