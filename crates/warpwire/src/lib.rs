@@ -17,6 +17,7 @@
 //! host      the machine as files: PCI, NUMA, drivers, NICs, limits
 //! work      requests, completions, news: the words that every device shares
 //! mlx5      ConnectX's queue formats: work queue entries, completions, doorbells, as bytes
+//! sync      barriers that one side pays for, and what stands on them: doors, a lock with a usual owner
 //! ```
 
 pub mod doctor;
@@ -31,6 +32,7 @@ pub mod mr;
 pub mod msg;
 pub mod sock;
 pub mod stream;
+mod sync;
 pub mod units;
 pub mod verbs;
 pub mod work;

@@ -166,6 +166,8 @@ impl<'a> Player<'a> {
                 if by_memory && self.end.incoming.byte(self.size - 1)? == wanted {
                     return Ok(true);
                 }
+                // The peer wants the line that is looked at here.
+                std::hint::spin_loop();
             }
             let (found, received) = self.poll(watch)?;
             if received {

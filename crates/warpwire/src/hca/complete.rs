@@ -3,7 +3,7 @@
 use warpwire_proto::qp::{Carried, Completion, Receipt, Status as WireStatus};
 
 use super::pair::Pair;
-use crate::mlx5::{Arrival, Completions, Cqe, Opcode, Outcome, Queue, Status};
+use crate::mlx5::{Arrival, Completions, Cqe, Opcode, Outcome, Queue, Sent, Status};
 
 /// The status as verbs have it.
 pub(super) fn status(status: WireStatus) -> Status {
@@ -31,8 +31,9 @@ fn cqe(pair: &Pair, outcome: Outcome, counter: u16) -> Cqe {
 
 /// The completion of a write that was done as it was posted.
 #[inline]
-pub(super) fn written(pair: &Pair, block: u64) -> Cqe {
-    cqe(pair, Outcome::Sent { opcode: Opcode::RdmaWrite, bytes: 0 }, block as u16)
+pub(super) fn written(pair: &Pair, block: u64) -> Sent {
+    let (qpn, user_index) = (pair.qp.number(), pair.user_index);
+    Sent { opcode: Opcode::RdmaWrite, bytes: 0, qpn, user_index, counter: block as u16 }
 }
 
 /// The completion of posted work; none if it succeeded and nobody wants to know.

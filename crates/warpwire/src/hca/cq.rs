@@ -1,12 +1,12 @@
 //! Completion queues: written by the engine, read by whoever polls.
 
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
 
 use super::event::Signal;
 use super::memory::QueueMemory;
 use crate::mem::copy::store_fence;
-use crate::mlx5::{Arm, Cqe, owner_bit};
+use crate::mlx5::{Arm, Cqe, Sent, owner_bit};
+use crate::sync::barrier;
 
 /// How large a completion is.
 pub const CQE_LEN: u64 = 64;
@@ -55,16 +55,32 @@ impl CompletionRing {
         self.produced
     }
 
-    /// Writes a completion: body first, then the word that tells of it.
-    #[inline]
+    /// Writes a completion.
     pub(super) fn push(&mut self, cqe: &Cqe) -> Result<(), Overrun> {
+        let is_error = matches!(cqe.outcome, crate::mlx5::Outcome::Failed { .. });
+        self.write(cqe.solicited || is_error, |owner| cqe.encode_words(owner))
+    }
+
+    /// Writes the completion of work that has succeeded.
+    #[inline]
+    pub(super) fn push_sent(&mut self, sent: &Sent) -> Result<(), Overrun> {
+        self.write(false, |owner| sent.encode_words(owner))
+    }
+
+    /// Body first, then the word that tells of it.
+    #[inline]
+    fn write(
+        &mut self,
+        solicited: bool,
+        encode: impl FnOnce(bool) -> [u64; 8],
+    ) -> Result<(), Overrun> {
         let entries = u64::from(self.spec.entries);
         if !self.spec.ignore_overrun && !self.spec.collapsed && self.is_full() {
             // Told once: the queue takes no more.
             let first = !std::mem::replace(&mut self.overrun, true);
             return if first { Err(Overrun) } else { Ok(()) };
         }
-        let words = cqe.encode_words(owner_bit(self.produced, entries));
+        let words = encode(owner_bit(self.produced, entries));
         let place = if self.spec.collapsed { 0 } else { self.produced & (entries - 1) };
         // It is there as long as the memory is; when that is gone there is nobody to tell.
         let (bytes, at) = (self.spec.memory.bytes(), place * CQE_LEN);
@@ -80,8 +96,7 @@ impl CompletionRing {
             bytes.store_line(at, &words);
         }
         self.produced += 1;
-        let is_error = matches!(cqe.outcome, crate::mlx5::Outcome::Failed { .. });
-        self.wake(cqe.solicited || is_error);
+        self.wake(solicited);
         Ok(())
     }
 
@@ -109,7 +124,7 @@ impl CompletionRing {
     fn wake(&mut self, solicited: bool) {
         let Some(signal) = &self.spec.signal else { return };
         // The completion must be seen by whoever arms after this looks, or its arming by this.
-        fence(Ordering::SeqCst);
+        barrier::light();
         let word = self.spec.memory.bytes().load_u32(self.spec.record + 4).unwrap_or(0);
         let arm = Arm::parse(word.to_ne_bytes());
         if word != self.fired && (solicited || !arm.solicited_only) {

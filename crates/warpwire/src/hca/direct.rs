@@ -17,10 +17,9 @@
 //!    one turn at most.
 
 use std::net::SocketAddr;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use parking_lot::MutexGuard;
 use warpwire_proto::qp::{self, Change, State, Work as WireWork};
 
 use super::complete;
@@ -32,9 +31,12 @@ use crate::link::shm::grant::Content;
 use crate::mem::copy::expect_store;
 use crate::mlx5::{self, Piece};
 use crate::mr::{Access, Export, Watch};
+use crate::sync::Guard;
 
 /// How many bytes one turn of a queue pair moves.
 pub(super) const TURN: u32 = 256 << 10;
+/// How many turns a poster makes at most before it goes on.
+pub(super) const MOST_TURNS: u32 = 8;
 
 /// Rows of queue pairs come first, then those of keys.
 pub(super) const FIRST_KEY: u32 = 1 << 16;
@@ -84,28 +86,14 @@ fn rights(access: qp::Access, reads: bool) -> u64 {
     held.fold(0, |bits, (_, right, _)| bits | u64::from(right.bits()))
 }
 
-/// Where the memory of a key was found the last time. A peer that waits for a word looks at it all the time, and so has
-/// its line; fetching that takes as long as everything that is to be made sure of before the store, and may go on meanwhile.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Aim {
-    key: u32,
-    /// What is to be added to the peer's address.
-    shift: u64,
-}
-
-impl Aim {
-    #[inline]
-    pub(super) fn new(remote: &mlx5::Remote, mapped_at: u64) -> Self {
-        Self { key: remote.rkey, shift: mapped_at.wrapping_sub(remote.address) }
-    }
-
-    /// A write to `remote` is about to be tried. The memory may be gone: this is only a hint.
-    #[inline]
-    fn expect(&self, remote: &mlx5::Remote) {
-        if self.key == remote.rkey {
-            expect_store(remote.address.wrapping_add(self.shift));
-        }
-    }
+/// What a turn has left of posted work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Left {
+    Nothing,
+    /// More of the same.
+    ForTurns,
+    /// What is not for the poster to do.
+    ForSteps,
 }
 
 /// What a queue pair says and knows about operations without packets.
@@ -126,8 +114,6 @@ pub(super) struct Reach {
     pub opening: u64,
     pub pd: u64,
     pub may: u64,
-    /// Where its last write went.
-    pub aim: Aim,
     /// Work that waits, or is done in part.
     pub held: Option<WireWork>,
     pub done: u32,
@@ -147,7 +133,6 @@ impl Reach {
             opening: 0,
             pd: 0,
             may: 0,
-            aim: Aim::default(),
             held: None,
             done: 0,
             gave_way: 0,
@@ -220,22 +205,26 @@ impl Pair {
 }
 
 impl Core {
-    /// Does what was just posted, as far as that needs no packets; true if nothing is left for a step. The time is that of
-    /// the last step: what depends on it is left to the next one.
-    pub(super) fn do_at_once(&mut self, index: u32) -> bool {
-        let Some(Some(pair)) = self.pairs.get(index as usize) else { return false };
+    /// Does what was posted, as far as that needs no packets, for one turn. The time is that of the last step: what depends on
+    /// it is left to the next one.
+    pub(super) fn do_at_once(&mut self, index: u32) -> Left {
+        let Some(Some(pair)) = self.pairs.get(index as usize) else { return Left::ForSteps };
         if pair.reach.partner.is_none()
             || pair.qp.state() != State::Rts
             || pair.qp.outstanding() > 0
         {
-            return false;
+            return Left::ForSteps;
         }
         let done = self.totals.direct_operations;
         self.look_at(self.last, index);
-        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return false };
+        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return Left::ForSteps };
         pair.side.ring.forget_waiting();
-        let nothing_left = !pair.active && pair.wait.is_none() && pair.reach.held.is_none();
-        nothing_left && self.totals.direct_operations != done
+        let is_empty = !pair.active && pair.wait.is_none() && pair.reach.held.is_none();
+        match self.totals.direct_operations != done {
+            true if is_empty => Left::Nothing,
+            true => Left::ForTurns,
+            false => Left::ForSteps,
+        }
     }
 
     /// Does a write that has no entry, if nothing is in its way; else it must be posted like any other.
@@ -244,7 +233,6 @@ impl Core {
         let Core { pairs, partners, registry, .. } = self;
         let Some(Some(pair)) = pairs.get_mut(index as usize) else { return false };
         let Pair { qp, side, reach, wait, watched, .. } = &mut **pair;
-        reach.aim.expect(&write.remote);
         let Some(qp) = qp.connection() else { return false };
         let is_next = side.ring.is_at(write.block) && qp.outstanding() == 0;
         let waits = wait.is_some() || reach.held.is_some() || *watched;
@@ -259,8 +247,8 @@ impl Core {
         self.totals.direct_operations += 1;
         self.totals.direct_bytes += u64::from(len);
         if pair.signal_all || write.signaled {
-            let (cqe, cqn) = (complete::written(pair, write.block), pair.send_cq);
-            self.push_at_once(cqn, &cqe);
+            let (sent, cqn) = (complete::written(pair, write.block), pair.send_cq);
+            self.push_at_once(cqn, &sent);
         }
         true
     }
@@ -338,7 +326,7 @@ impl Engine {
 
 /// The device, held for writes that are done here and now. See [`Hca::express`](super::Hca::express).
 pub struct Express<'a> {
-    pub(super) engine: MutexGuard<'a, Engine>,
+    pub(super) engine: Guard<'a, Engine>,
     pub(super) index: u32,
     /// So many bytes may still be moved before others have their turn.
     pub(super) left: u32,
@@ -359,6 +347,31 @@ impl Express<'_> {
     }
 }
 
+/// Where a queue pair's last such write found the memory of its key. A peer that waits for a word looks at it all the time,
+/// and so has its line; to fetch that takes longer than all that is to be made sure of before the store, and goes on meanwhile.
+#[derive(Debug, Default)]
+pub struct Aim {
+    key: AtomicU32,
+    /// What is to be added to the peer's address.
+    shift: AtomicU64,
+}
+
+impl Aim {
+    /// A write to `remote` is about to be tried. That the memory may be another by now, or gone, does no harm: it is a hint.
+    #[inline]
+    pub fn expect(&self, remote: &mlx5::Remote) {
+        if self.key.load(Ordering::Relaxed) == remote.rkey {
+            expect_store(remote.address.wrapping_add(self.shift.load(Ordering::Relaxed)));
+        }
+    }
+
+    #[inline]
+    pub(super) fn take(&self, remote: &mlx5::Remote, mapped_at: u64) {
+        self.key.store(remote.rkey, Ordering::Relaxed);
+        self.shift.store(mapped_at.wrapping_sub(remote.address), Ordering::Relaxed);
+    }
+}
+
 /// A write that its poster hands over without an entry in the queue, to be done now or not at all.
 pub struct AtOnce<'a> {
     /// The block of the send queue that its entry would begin with, counted without end.
@@ -369,6 +382,8 @@ pub struct AtOnce<'a> {
     pub payload: Piece<'a>,
     /// Whether success makes a completion.
     pub signaled: bool,
+    /// Keeps where it went.
+    pub aim: &'a Aim,
 }
 
 impl AtOnce<'_> {

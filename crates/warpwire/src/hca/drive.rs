@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::Shared;
 use super::event::{Signal, wait_any};
 use crate::error::{Error, Result};
+use crate::sync::barrier;
 
 /// Who drives an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -65,7 +66,7 @@ impl Sleeper {
     #[inline]
     pub(super) fn wake(&self) {
         // The work must be seen by a thread that falls asleep after this looks, or its sleep by this.
-        std::sync::atomic::fence(Ordering::SeqCst);
+        barrier::light();
         if self.asleep.load(Ordering::Relaxed) {
             self.signal.raise();
         }
@@ -171,6 +172,7 @@ impl Thread {
     /// Sleeps until a packet comes, somebody rings, or a timer is due.
     fn sleep(&mut self, mut shared: Arc<Shared>) {
         self.sleeper.asleep.store(true, Ordering::SeqCst);
+        barrier::heavy();
         loop {
             // Once more, now that everybody knows: what came in between is seen here, or wakes us.
             if !shared.step().is_ok_and(|progress| progress.is_idle()) {

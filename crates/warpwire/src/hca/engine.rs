@@ -462,10 +462,10 @@ impl Core {
 
     /// The same, of a write into mapped host memory, whose stores nothing holds back.
     #[inline]
-    pub(super) fn push_at_once(&mut self, cqn: u32, cqe: &crate::mlx5::Cqe) {
+    pub(super) fn push_at_once(&mut self, cqn: u32, sent: &crate::mlx5::Sent) {
         let Some(Some(cq)) = self.cqs.get_mut(cqn as usize) else { return };
         self.totals.completions += 1;
-        if cq.push(cqe).is_err() {
+        if cq.push_sent(sent).is_err() {
             self.lose_cq(cqn);
         }
     }

@@ -22,62 +22,76 @@ use crate::mr::HostMemory;
 /// assert_eq!(memory.bytes().load_u32(0)?, 7);
 /// # Ok::<(), warpwire::Error>(())
 /// ```
-#[derive(Clone, Debug)]
-pub struct QueueMemory(Arc<Place>);
+#[derive(Clone)]
+pub struct QueueMemory {
+    place: Arc<Place>,
+    /// Where the CPU finds it, for as long as the place is there; posting and polling look nowhere else.
+    base: NonNull<u8>,
+    len: usize,
+    /// Whether stores are combined and kept, so that those that follow may overtake them: a window does that.
+    combines_stores: bool,
+}
 
 enum Place {
     Nothing,
     /// A part of other memory.
-    Part(QueueMemory, u64, u64),
+    Part(QueueMemory, u64),
     /// What a driver has mapped.
-    Mapped {
-        base: NonNull<u8>,
-        len: usize,
-        _owner: Arc<dyn Any + Send + Sync>,
-    },
+    Mapped(#[allow(dead_code)] Arc<dyn Any + Send + Sync>), // kept, not looked at
     Host(HostMemory),
     Pinned(Allocation),
     Window(Window),
 }
 
 // SAFETY: every sort may be used from any thread; what a driver has mapped is shared memory, seen through SharedBytes only.
-unsafe impl Send for Place {}
+unsafe impl Send for QueueMemory {}
 // SAFETY: as above.
-unsafe impl Sync for Place {}
+unsafe impl Sync for QueueMemory {}
 
-impl fmt::Debug for Place {
+impl fmt::Debug for QueueMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Nothing => f.write_str("Nothing"),
-            Self::Part(whole, offset, len) => write!(f, "{len} bytes at {offset} of {whole:?}"),
-            Self::Mapped { base, len, .. } => write!(f, "Mapped({len} bytes at {base:p})"),
-            Self::Host(memory) => write!(f, "{memory:?}"),
-            Self::Pinned(memory) => write!(f, "{memory:?}"),
-            Self::Window(window) => write!(f, "{window:?}"),
+        let Self { base, len, .. } = self;
+        match &*self.place {
+            Place::Nothing => f.write_str("Nothing"),
+            Place::Part(whole, offset) => write!(f, "{len} bytes at {offset} of {whole:?}"),
+            Place::Mapped(_) => write!(f, "Mapped({len} bytes at {base:p})"),
+            Place::Host(memory) => write!(f, "{memory:?}"),
+            Place::Pinned(memory) => write!(f, "{memory:?}"),
+            Place::Window(window) => write!(f, "{window:?}"),
         }
     }
 }
 
 impl QueueMemory {
+    /// Memory whose bytes are there as long as the place is.
+    fn new(place: Place, bytes: (NonNull<u8>, usize), combines_stores: bool) -> Self {
+        let (base, len) = bytes;
+        Self { place: Arc::new(place), base, len, combines_stores }
+    }
+
     /// Ordinary host memory.
     pub fn host(len: u64) -> Result<Self> {
-        Ok(Self(Arc::new(Place::Host(HostMemory::new(len)?))))
+        let memory = HostMemory::new(len)?;
+        let found = found(memory.bytes());
+        Ok(Self::new(Place::Host(memory), found, false))
     }
 
     /// Pinned host memory that a device reaches as well; the allocation must be of that kind.
     pub fn pinned(memory: Allocation) -> Result<Self> {
-        memory.host_bytes()?;
-        Ok(Self(Arc::new(Place::Pinned(memory))))
+        let found = found(memory.host_bytes()?);
+        Ok(Self::new(Place::Pinned(memory), found, false))
     }
 
     /// Device memory, through the CPU's window onto it.
     pub fn window(window: Window) -> Self {
-        Self(Arc::new(Place::Window(window)))
+        let found = found(window.bytes());
+        Self::new(Place::Window(window), found, true)
     }
 
     /// A part of it.
     pub(crate) fn part(&self, offset: u64, len: u64) -> Self {
-        Self(Arc::new(Place::Part(self.clone(), offset, len)))
+        let found = found(self.bytes().part_or_empty(offset, len));
+        Self::new(Place::Part(self.clone(), offset), found, self.combines_stores)
     }
 
     /// Memory that a driver has mapped.
@@ -89,40 +103,26 @@ impl QueueMemory {
         len: u64,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Self {
-        Self(Arc::new(Place::Mapped { base, len: len as usize, _owner: owner }))
+        Self::new(Place::Mapped(owner), (base, len as usize), false)
     }
 
     /// No memory at all: every access is out of range.
     pub(crate) fn nothing() -> Self {
-        Self(Arc::new(Place::Nothing))
+        Self::new(Place::Nothing, found(SharedBytes::empty()), false)
     }
 
     /// The bytes, as the CPU sees them.
     #[inline]
     pub fn bytes(&self) -> SharedBytes<'_> {
-        match &*self.0 {
-            Place::Nothing => SharedBytes::empty(),
-            Place::Part(whole, offset, len) => whole.bytes().part_or_empty(*offset, *len),
-            // SAFETY: mapped as long as this lives, as was promised when it was made.
-            Place::Mapped { base, len, .. } => unsafe { SharedBytes::new(*base, *len) },
-            Place::Host(memory) => memory.bytes(),
-            // It was tried when this was made; memory that was freed since is kept mapped by the handle.
-            Place::Pinned(memory) => match memory.host_bytes() {
-                Ok(bytes) => bytes,
-                Err(_) => SharedBytes::empty(),
-            },
-            Place::Window(window) => window.bytes(),
-        }
+        // SAFETY: the place keeps them mapped as long as this lives: its own memory, or a driver's by its promise. What was freed
+        // elsewhere is kept mapped by the handle.
+        unsafe { SharedBytes::new(self.base, self.len) }
     }
 
-    /// Whether stores are combined and kept, so that those that follow may overtake them: a window does that.
+    /// Whether stores are combined and kept, so that those that follow may overtake them.
     #[inline]
     pub(super) fn combines_stores(&self) -> bool {
-        match &*self.0 {
-            Place::Window(_) => true,
-            Place::Part(whole, ..) => whole.combines_stores(),
-            _ => false,
-        }
+        self.combines_stores
     }
 
     /// Puts what was stored on its way, where stores are combined and kept; elsewhere it is there already.
@@ -135,13 +135,18 @@ impl QueueMemory {
 
     /// Where a device finds it, if one does.
     pub fn device_address(&self) -> Option<DeviceAddr> {
-        match &*self.0 {
-            Place::Nothing | Place::Mapped { .. } | Place::Host(_) => None,
-            Place::Part(whole, offset, _) => {
+        match &*self.place {
+            Place::Nothing | Place::Mapped(_) | Place::Host(_) => None,
+            Place::Part(whole, offset) => {
                 whole.device_address().map(|at| DeviceAddr::new(at.raw() + offset))
             }
             Place::Pinned(memory) => Some(memory.address()),
             Place::Window(window) => Some(window.address()),
         }
     }
+}
+
+/// Where a view lies, for those who keep its memory alive.
+fn found(bytes: SharedBytes<'_>) -> (NonNull<u8>, usize) {
+    (bytes.base(), bytes.len() as usize)
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{self, Op, State, Work as WireWork};
 
-use super::direct::{Aim, AtOnce, FIRST_KEY, Reach, row_of, words};
+use super::direct::{AtOnce, FIRST_KEY, Reach, row_of, words};
 use super::engine::place_of;
 use super::pair::{Pair, Side, from_wire};
 use super::stats::Indirect;
@@ -176,7 +176,7 @@ impl Partners {
             piece => There { memory, at }.put(&theirs, at, piece, 0, len, pd, registry).is_ok(),
         };
         drop(visit);
-        reach.aim = Aim::new(&write.remote, theirs.address().wrapping_add(at));
+        write.aim.take(&write.remote, theirs.address().wrapping_add(at));
         reach.gave_way = 0;
         moved
     }

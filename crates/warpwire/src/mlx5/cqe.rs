@@ -218,6 +218,60 @@ impl Encoded {
     }
 }
 
+/// What most completions say: posted work has succeeded. Small enough to stay in registers on its way.
+///
+/// ```
+/// use warpwire::mlx5::{Cqe, Opcode, Outcome, Sent};
+/// let sent = Sent { opcode: Opcode::RdmaWrite, bytes: 0, qpn: 7, user_index: 1, counter: 3 };
+/// let cqe = Cqe::parse_words(&sent.encode_words(true)).unwrap();
+/// assert_eq!((cqe.qpn, cqe.counter), (7, 3));
+/// assert_eq!(Sent::parse_words(&cqe.encode_words(true)), Some(sent));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sent {
+    /// What it was.
+    pub opcode: Opcode,
+    /// How many bytes it fetched, if that is what it does.
+    pub bytes: u32,
+    /// The queue pair.
+    pub qpn: u32,
+    /// What its maker calls it.
+    pub user_index: u32,
+    /// The block of the send queue that its entry begins with, as its writer counts.
+    pub counter: u16,
+}
+
+impl Sent {
+    /// The words of its completion; see [`Cqe::encode_words`].
+    #[inline]
+    pub fn encode_words(&self, owner: bool) -> [u64; 8] {
+        let opcode_qpn = (u32::from(self.opcode.code()) << 24) | (self.qpn & 0xff_ffff);
+        let own = (code::REQUESTER << 4) | u8::from(owner);
+        let tail = u32::from(self.counter) << 16 | u32::from(own);
+        let user_index = u64::from(self.user_index & 0xff_ffff) << 32;
+        let last = u64::from(opcode_qpn) << 32 | u64::from(tail);
+        [0, 0, 0, 0, user_index, self.bytes.into(), 0, last].map(u64::to_be)
+    }
+
+    /// Reads it from a completion; nothing, if that says something else or more.
+    #[inline]
+    pub fn parse_words(words: &[u64; 8]) -> Option<Self> {
+        let [_, _, _, _, user_index, count, _, last] = *words;
+        let last = u64::from_be(last);
+        // Neither solicited nor of another format.
+        if last as u8 >> 1 != code::REQUESTER << 3 {
+            return None;
+        }
+        Some(Self {
+            opcode: Opcode::from_code((last >> 56) as u8),
+            bytes: u64::from_be(count) as u32,
+            qpn: (last >> 32) as u32 & 0xff_ffff,
+            user_index: (u64::from_be(user_index) >> 32) as u32 & 0xff_ffff,
+            counter: (last >> 16) as u16,
+        })
+    }
+}
+
 impl Cqe {
     /// The bytes, with the owner bit of the lap that they are written in.
     pub fn encode(&self, owner: bool) -> Encoded {
@@ -261,15 +315,13 @@ impl Cqe {
     /// [`Cqe::encode`] otherwise, and faster for what is most common.
     #[inline]
     pub fn encode_words(&self, owner: bool) -> [u64; 8] {
-        let Outcome::Sent { opcode, bytes } = self.outcome else {
+        let Self { outcome: Outcome::Sent { opcode, bytes }, solicited: false, .. } = *self else {
             return self.encode_rare(owner);
         };
-        let opcode_qpn = (u32::from(opcode.code()) << 24) | (self.qpn & 0xff_ffff);
-        let own = (code::REQUESTER << 4) | (u8::from(self.solicited) << 1) | u8::from(owner);
-        let tail = u32::from(self.counter) << 16 | u32::from(own);
-        let user_index = u64::from(self.user_index & 0xff_ffff) << 32;
-        let last = u64::from(opcode_qpn) << 32 | u64::from(tail);
-        [0, 0, 0, 0, user_index, bytes.into(), self.timestamp, last].map(u64::to_be)
+        let Self { qpn, user_index, counter, timestamp, .. } = *self;
+        let mut words = Sent { opcode, bytes, qpn, user_index, counter }.encode_words(owner);
+        words[6] = timestamp.to_be();
+        words
     }
 
     #[cold]
@@ -281,20 +333,12 @@ impl Cqe {
     /// As [`Cqe::parse`], from the words that [`Cqe::encode_words`] gives.
     #[inline]
     pub fn parse_words(words: &[u64; 8]) -> Result<Self, Unreadable> {
-        let [.., user_index, count, timestamp, last] = words.map(u64::from_be);
-        let own = last as u8;
-        if own >> 2 != code::REQUESTER << 2 {
+        let Some(Sent { opcode, bytes, qpn, user_index, counter }) = Sent::parse_words(words)
+        else {
             return Self::parse_rare(words);
-        }
-        let opcode = Opcode::from_code((last >> 56) as u8);
-        Ok(Self {
-            outcome: Outcome::Sent { opcode, bytes: count as u32 },
-            qpn: (last >> 32) as u32 & 0xff_ffff,
-            user_index: (user_index >> 32) as u32 & 0xff_ffff,
-            counter: (last >> 16) as u16,
-            solicited: own & 2 != 0,
-            timestamp,
-        })
+        };
+        let (outcome, timestamp) = (Outcome::Sent { opcode, bytes }, u64::from_be(words[6]));
+        Ok(Self { outcome, qpn, user_index, counter, solicited: false, timestamp })
     }
 
     #[cold]

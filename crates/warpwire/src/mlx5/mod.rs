@@ -39,8 +39,8 @@ pub use address::{ADDRESS_SEGMENTS, AddressVector, gid_address};
 pub use atomic::{Atomic, AtomicWidth};
 pub use builder::{Builder, Full, Image, Scratch, send_queue_blocks};
 pub use cqe::{
-    Arrival, Cqe, EMPTY, Encoded, Origin, Outcome, Queue, Tail, Unreadable, collapsed_is_done,
-    collapsed_latest, owner_bit,
+    Arrival, Cqe, EMPTY, Encoded, Origin, Outcome, Queue, Sent, Tail, Unreadable,
+    collapsed_is_done, collapsed_latest, owner_bit,
 };
 pub use doorbell::{Arm, Doorbell, Producer, Record, producer};
 pub use opcode::Opcode;

@@ -95,6 +95,7 @@ impl Opcode {
     }
 
     /// Its number.
+    #[inline]
     pub fn code(self) -> u8 {
         match self {
             Self::Unknown(code) => code,

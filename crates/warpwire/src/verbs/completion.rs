@@ -2,10 +2,18 @@
 
 use std::net::SocketAddr;
 
-use crate::mlx5::{Arrival, Cqe, Outcome, Queue, Status, gid_address};
+use crate::mlx5::{Arrival, Cqe, Outcome, Queue, Sent, Status, gid_address};
 use crate::work::{Completion, CompletionKind, Sender};
 
 impl Completion {
+    /// The end of posted work that has succeeded.
+    #[inline]
+    pub(super) fn sent(sent: &Sent, id: u64) -> Self {
+        let Sent { opcode, bytes: len, qpn, .. } = *sent;
+        let (status, kind) = (Status::Success, CompletionKind::Send(opcode));
+        Self { id, status, kind, len, qpn, solicited: false, sender: None, vendor_error: 0 }
+    }
+
     #[inline]
     pub(super) fn of(cqe: &Cqe, id: u64) -> Self {
         let (status, kind, len) = match cqe.outcome {

@@ -2,10 +2,9 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
 use rustix::event::epoll;
 
 use super::hardware::Hardware;
@@ -15,7 +14,8 @@ use super::{Context, Device};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{CQE_LEN, CqSpec, QueueMemory, Signal};
 use crate::ibv;
-use crate::mlx5::{Arm as Armed, Cqe, EMPTY, Outcome, Queue, Tail, owner_bit};
+use crate::mlx5::{Arm as Armed, Cqe, EMPTY, Outcome, Queue, Sent, Tail, owner_bit};
+use crate::sync::{Biased, barrier};
 use crate::work::Completion;
 
 /// How a completion queue is made.
@@ -69,7 +69,7 @@ struct Soft {
     /// Places are given back by [`Cq::give_back`] alone.
     held: bool,
     signal: Arc<Signal>,
-    reader: Mutex<Reader>,
+    reader: Biased<Reader>,
 }
 
 #[derive(Debug)]
@@ -126,7 +126,7 @@ impl Cq {
             ignore_overrun: options.ignore_overrun,
             signal: Some(signal.clone()),
         })?;
-        let reader = Mutex::new(Reader { consumed: 0, last: None, sequence: 1 });
+        let reader = Biased::new(Reader { consumed: 0, last: None, sequence: 1 });
         let device = context.0.clone();
         let overwritten = options.collapsed || options.ignore_overrun;
         let held = options.held;
@@ -314,23 +314,41 @@ impl AsFd for Cq {
 impl Soft {
     /// The queue pair that a completion is of; none if it had the place of another that is there now.
     #[inline]
-    fn core_of<'a>(&self, reader: &'a mut Reader, cqe: &Cqe) -> Option<&'a Core> {
-        let is_last = reader
-            .last
-            .as_ref()
-            .is_some_and(|(index, core)| *index == cqe.user_index && core.number == cqe.qpn);
+    fn core_of<'a>(&self, reader: &'a mut Reader, qpn: u32, index: u32) -> Option<&'a Core> {
+        let is_last =
+            reader.last.as_ref().is_some_and(|(last, core)| *last == index && core.number == qpn);
         if !is_last {
-            self.look_up(reader, cqe);
+            self.look_up(reader, qpn, index);
         }
         reader.last.as_ref().map(|(_, core)| &**core)
     }
 
     #[inline(never)]
-    fn look_up(&self, reader: &mut Reader, cqe: &Cqe) {
+    fn look_up(&self, reader: &mut Reader, qpn: u32, index: u32) {
         let pairs = self.device.pairs.lock();
-        let core = pairs.get(cqe.user_index as usize).and_then(Option::as_ref);
-        let core = core.filter(|core| core.number == cqe.qpn);
-        reader.last = core.map(|core| (cqe.user_index, core.clone()));
+        let core = pairs.get(index as usize).and_then(Option::as_ref);
+        let core = core.filter(|core| core.number == qpn);
+        reader.last = core.map(|core| (index, core.clone()));
+    }
+
+    /// Puts down what a completion says, in the words of the program; false if its queue pair is gone.
+    #[inline]
+    fn read(&self, reader: &mut Reader, entry: &[u64; 8], into: &mut Completion) -> bool {
+        let Some(sent) = Sent::parse_words(entry) else {
+            return self.read_rare(reader, entry, into);
+        };
+        let Some(core) = self.core_of(reader, sent.qpn, sent.user_index) else { return false };
+        *into = Completion::sent(&sent, core.ledger.send_ended(sent.counter));
+        true
+    }
+
+    #[inline(never)]
+    fn read_rare(&self, reader: &mut Reader, entry: &[u64; 8], into: &mut Completion) -> bool {
+        // What is no completion was not written by the device; it is passed over.
+        let Ok(cqe) = Cqe::parse_words(entry) else { return false };
+        let Some(core) = self.core_of(reader, cqe.qpn, cqe.user_index) else { return false };
+        *into = complete(core, &cqe);
+        true
     }
 
     /// Tells the device which entries are free.
@@ -358,13 +376,7 @@ impl Soft {
             }
             let Some(entry) = bytes.load_line(at) else { break };
             reader.consumed += 1;
-            // What is no completion was not written by the device; it is passed over.
-            if let Ok(cqe) = Cqe::parse_words(&entry)
-                && let Some(core) = shared.core_of(&mut reader, &cqe)
-            {
-                into[count] = complete(core, &cqe);
-                count += 1;
-            }
+            count += usize::from(shared.read(&mut reader, &entry, &mut into[count]));
         }
         if reader.consumed != before && !shared.held {
             shared.tell_consumed(reader.consumed);
@@ -442,7 +454,7 @@ impl Soft {
         let bytes = shared.memory.bytes();
         bytes.store_u32(entries * CQE_LEN + 4, u32::from_ne_bytes(arm.word()))?;
         // The device sees the arming, or this sees its completion.
-        fence(Ordering::SeqCst);
+        barrier::heavy();
         let at = (reader.consumed & (entries - 1)) * CQE_LEN;
         let tail = Tail::parse(bytes.load_u32(at + 60)?.to_ne_bytes());
         if tail.is_owned(owner_bit(reader.consumed, entries)) {

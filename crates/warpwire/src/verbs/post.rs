@@ -3,8 +3,6 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use parking_lot::MutexGuard;
-
 use super::datagram::{AddressHandle, Destination};
 use super::hard::{Hard, HardBatch};
 use super::qp::Core;
@@ -13,9 +11,10 @@ use super::{Service, State};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{AtOnce, Express};
 use crate::mlx5::{
-    AddressVector, Atomic, BLOCK, Builder, Data, Doorbell, Full, Image, MOST_SEGMENTS, Opcode,
-    Piece, Record, SEGMENT, Scratch,
+    self, AddressVector, Atomic, BLOCK, Builder, Data, Doorbell, Full, Image, MOST_SEGMENTS,
+    Opcode, Piece, Record, SEGMENT, Scratch,
 };
+use crate::sync::Guard;
 use crate::work::{Fence, Op, Remote, Sge};
 
 /// Work to post: [`work::Request`](crate::work::Request) with this room's addresses.
@@ -84,8 +83,8 @@ impl Request<'_> {
         }
         entry = match self.fence {
             Fence::None => entry,
-            Fence::Reads => entry.fence(crate::mlx5::Fence::ReadsAndAtomics),
-            Fence::All => entry.fence(crate::mlx5::Fence::Strong),
+            Fence::Reads => entry.fence(mlx5::Fence::ReadsAndAtomics),
+            Fence::All => entry.fence(mlx5::Fence::Strong),
         };
         entry = match self.op {
             Op::SendImm(imm) => entry.imm(imm),
@@ -181,11 +180,20 @@ impl<'q> Batch<'q> {
 /// Work that is being put into a send queue of the software HCA.
 pub(super) struct Filling<'q> {
     core: &'q Core,
-    state: MutexGuard<'q, SendState>,
+    state: Guard<'q, SendState>,
     next: u64,
 }
 
 impl<'q> Filling<'q> {
+    /// Begins with that work in mind, if there is any.
+    #[inline]
+    pub(super) fn with(core: &'q Core, requests: &[Request<'_>]) -> Self {
+        if let Some(Request { op: Op::Write(Remote { address, rkey }), .. }) = requests.first() {
+            core.aim.expect(&mlx5::Remote { address: *address, rkey: *rkey });
+        }
+        Self::new(core)
+    }
+
     #[inline]
     pub(super) fn new(core: &'q Core) -> Self {
         let state = core.send.lock();
@@ -265,8 +273,9 @@ impl<'q> Filling<'q> {
         core.ledger.send_ids[place].store(request.id, Ordering::Relaxed);
         core.ledger.send_sizes[place].store(1, Ordering::Relaxed);
         core.ledger.posted.store(block + 1, Ordering::Release);
-        let remote = crate::mlx5::Remote { address, rkey };
-        if !express.write(&AtOnce { block, remote, payload, signaled: request.signaled }) {
+        let remote = mlx5::Remote { address, rkey };
+        let (signaled, aim) = (request.signaled, &core.aim);
+        if !express.write(&AtOnce { block, remote, payload, signaled, aim }) {
             core.ledger.posted.store(block, Ordering::Release);
             return false;
         }

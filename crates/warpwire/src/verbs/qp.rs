@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use parking_lot::Mutex;
 use warpwire_proto::qp as protocol;
 use warpwire_proto::{Psn, qp::Change};
 
@@ -15,9 +14,10 @@ use super::post::{Batch, Filling, Request, SendState};
 use super::queues::{Places, Queues};
 use super::{Context, Cq, Device, Mtu, Path, Pd, Service, Srq, State};
 use crate::error::{Error, Kind, Result};
-use crate::hca::{Layout, QpSpec, QueueMemory};
+use crate::hca::{Aim, Layout, QpSpec, QueueMemory};
 use crate::mem::SharedBytes;
 use crate::mlx5::{self, BLOCK};
+use crate::sync::Biased;
 use crate::work::ReceiveRequest;
 
 /// How a queue pair is made and connected.
@@ -179,9 +179,11 @@ pub(crate) struct Core {
     pub memory: QueueMemory,
     pub layout: Layout,
     pub blocks: u32,
-    pub send: Mutex<SendState>,
+    pub send: Biased<SendState>,
     pub ledger: Ledger,
-    pub receive: Mutex<()>,
+    /// Where its writes go.
+    pub aim: Aim,
+    pub receive: Biased<()>,
     pub stride: u32,
     srq: Option<Srq>,
 }
@@ -513,7 +515,7 @@ impl Qp {
             Pair::Soft(soft) => &soft.core,
             Pair::Hard(hard) => return hard.post(requests),
         };
-        let mut batch = Filling::new(core);
+        let mut batch = Filling::with(core, requests);
         let done = batch.at_once(requests);
         for request in &requests[done..] {
             batch.push(request)?;
@@ -576,9 +578,10 @@ impl Soft {
             memory,
             layout,
             blocks,
-            send: Mutex::new(SendState::default()),
+            send: Biased::new(SendState::default()),
             ledger: Ledger::new(blocks, receives),
-            receive: Mutex::new(()),
+            aim: Aim::default(),
+            receive: Biased::new(()),
             stride,
             srq: options.srq.clone(),
         });

@@ -6,7 +6,7 @@
 //! speak of travel over the connection's socket when a peer first asks for one; a table with thousands of rows costs nothing before that.
 //!
 //! A visit needs two rows (who comes, and what is touched). [`Peer::visit`] says where it goes, and then looks whether both
-//! are still open; [`Offer::close`] shuts a row, and then waits for those inside: see `door.rs`. A peer that is
+//! are still open; [`Offer::close`] shuts a row, and then waits for those inside: see `sync/door.rs`. A peer that is
 //! killed inside is not waited for: its socket and its process tell. One that is stopped inside is.
 //!
 //! # What a peer is trusted with
@@ -17,20 +17,21 @@
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence, fence};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::door;
 use super::meet::{self, Letter};
 use super::sys::{Control, Table, Theirs};
+use super::visit;
 use crate::error::{Error, Result};
+use crate::sync::{barrier, door};
 
 /// How many rows a table has.
-pub const ROWS: usize = 1 << door::ROW_BITS;
+pub const ROWS: usize = 1 << visit::ROW_BITS;
 /// What a row says, beside whether it is open.
 pub type Content = [u64; 7];
 
@@ -46,6 +47,10 @@ const LOOKS: u32 = 512;
 const WANTED: u8 = 2;
 const TABLE_IS: u8 = 3;
 const FILE_IS: u8 = 4;
+
+/// Said with the table: before its owner looks who is inside, it raises a barrier in all processes, so that visitors need no
+/// fence. One of a build that does not know this says nothing.
+const RAISES_BARRIERS: u32 = 1;
 
 /// Finds the file of a key; none if there is none to be given.
 pub type FileOf = dyn Fn(u32) -> Option<OwnedFd> + Send + Sync;
@@ -80,7 +85,8 @@ impl Guest {
 
     fn wait_out(&self, row: u32) {
         let mut looks = 0_u32;
-        door::wait_out(self.control.visitor(), row, || {
+        let needs_row = |name| visit::needs(name, row);
+        door::wait_out(self.control.visitor(), needs_row, || {
             looks = looks.saturating_add(1);
             match looks {
                 0..SPINS => std::hint::spin_loop(),
@@ -131,9 +137,12 @@ impl Offer {
         if state.load(Ordering::Relaxed) == 0 {
             return;
         }
-        door::shut(state);
+        door::shut(state, || fence(Ordering::SeqCst));
         // Who is not in the list yet gets the table later, and finds the row shut.
         let guests = self.guests.lock().clone();
+        if !guests.is_empty() {
+            barrier::heavy_everywhere();
+        }
         for guest in guests {
             guest.wait_out(row as u32);
         }
@@ -167,7 +176,8 @@ impl Offer {
         });
         self.guests.lock().push(guest.clone());
         let seat = Seat { offer: self.clone(), guest };
-        let letter = Letter { about: TABLE_IS, key: 0, word: TABLE as u64 };
+        let key = if barrier::is_ready_everywhere() { RAISES_BARRIERS } else { 0 };
+        let letter = Letter { about: TABLE_IS, key, word: TABLE as u64 };
         if letter.post(socket, Some(self.file.as_fd())) {
             return Ok(seat);
         }
@@ -233,6 +243,8 @@ pub struct Peer {
     pub(super) socket: OwnedFd,
     control: Control,
     table: OnceLock<Theirs>,
+    /// The owner raises barriers before it looks who is inside, and they reach us.
+    needs_no_fence: AtomicBool,
     gone: AtomicBool,
     /// There are answers.
     news: AtomicBool,
@@ -273,6 +285,7 @@ impl Peer {
             socket,
             control: Control::open(page)?,
             table: OnceLock::new(),
+            needs_no_fence: AtomicBool::new(false),
             gone: AtomicBool::new(false),
             news: AtomicBool::new(false),
             answers: Mutex::default(),
@@ -309,6 +322,8 @@ impl Peer {
         meet::read(&self.socket, |letter, file| match (letter.about, file) {
             (TABLE_IS, Some(file)) if letter.word == TABLE as u64 => {
                 if let Ok(table) = Theirs::open(&file, TABLE) {
+                    let light = letter.key == RAISES_BARRIERS && barrier::is_ready_everywhere();
+                    self.needs_no_fence.store(light, Ordering::Relaxed);
                     let _ = self.table.set(table);
                 }
             }
@@ -369,7 +384,17 @@ impl Peer {
             let words = rows.map(|row| table.word(row as usize * WORDS * 8, Ordering::SeqCst));
             words == openings && !openings.contains(&0)
         };
-        if !door::enter(self.control.visitor(), door::name(number, rows), is_open) {
+        let name = visit::name(number, rows);
+        let announce = |visitor: &AtomicU64| match self.needs_no_fence.load(Ordering::Relaxed) {
+            true => {
+                visitor.store(name, Ordering::Release);
+                compiler_fence(Ordering::SeqCst);
+            }
+            // Between the owner's fence and loads of this ordering that follow, such a store is as good as a fence, and
+            // costs half as much.
+            false => visitor.store(name, Ordering::SeqCst),
+        };
+        if !door::enter(self.control.visitor(), announce, is_open) {
             return None;
         }
         self.visits.store(number, Ordering::Relaxed);

@@ -18,7 +18,6 @@
 //! they are on every other link, rather than refused: the queue pair above has its own timer, and when a process takes
 //! up the same address again, the flow reaches it without anyone's doing.
 
-mod door;
 pub mod grant;
 mod incoming;
 mod meet;
@@ -27,6 +26,7 @@ mod ring;
 mod sys;
 #[cfg(test)]
 mod tests;
+mod visit;
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -45,6 +45,7 @@ pub use options::{Options, VARIABLE};
 use super::flows::{FlowId, Flows};
 use super::{Counters, Flushed, Frame, Kind, Link, Path, Refused, SHORTEST, Simd, Spoil};
 use crate::error::{Error, Kind as ErrorKind, Result};
+use crate::sync::barrier;
 use crate::units;
 use grant::{Offer, Peer};
 use incoming::{Incoming, number, watch};
@@ -199,6 +200,8 @@ impl Shm {
         port: Option<OwnedFd>,
     ) -> Result<Self> {
         let options = options.rounded();
+        // Asked for now, as it may take milliseconds: peers that come find it done.
+        barrier::prepare_everywhere();
         let failed = |source: io::Error| bind_error(local, &source);
         let poll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|code| failed(code.into()))?;

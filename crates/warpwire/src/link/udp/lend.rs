@@ -62,6 +62,7 @@ fn around(packet: &mut [u8], headers: usize, payload: u64) -> Option<(&mut [u8],
 
 #[cfg(test)]
 mod tests {
+    use std::net::{TcpListener, TcpStream};
     use std::os::fd::AsFd;
 
     use super::*;
@@ -147,17 +148,24 @@ mod tests {
     }
 
     /// A socket that says "not now", as a UDP socket does whose network is slow.
-    fn full_socket() -> (std::net::TcpStream, std::net::TcpStream) {
+    fn full_socket() -> (TcpStream, TcpStream) {
         use std::io::Write;
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut full = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut full = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let other_end = listener.accept().unwrap().0;
         full.set_nonblocking(true).unwrap();
+        // Of a size that the kernel does not change by itself.
+        rustix::net::sockopt::set_socket_send_buffer_size(&full, 1 << 16).unwrap();
         // The other end reads nothing; what the kernel still moves between its buffers must have come to rest.
-        for _ in 0..20 {
-            while full.write(&[0; 1 << 16]).is_ok() {}
+        let mut quiet = 0;
+        while quiet < 10 {
+            quiet += 1;
+            while full.write(&[0; 1 << 10]).is_ok() {
+                quiet = 0;
+            }
             std::thread::sleep(std::time::Duration::from_millis(2));
         }
-        (full, listener.accept().unwrap().0)
+        (full, other_end)
     }
 
     #[test]
