@@ -186,7 +186,10 @@ impl Hca {
             Engine::new(Box::new(link), registry.clone(), news.clone(), rung.clone(), alone, offer);
         let reaches = engine.core.reaches.clone();
         let shared = Arc::new(Shared {
-            engine: Biased::new(engine),
+            engine: match options.drive {
+                Drive::Thread { .. } => Biased::unowned(engine),
+                Drive::Guarded | Drive::Inline => Biased::new(engine),
+            },
             registry,
             news,
             rung,

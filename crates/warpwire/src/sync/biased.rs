@@ -54,7 +54,16 @@ unsafe impl<T: Send> Sync for Biased<T> {}
 impl<T> Biased<T> {
     pub(crate) fn new(value: T) -> Self {
         prepare();
-        let turns = Turns { last: 0, streak: 0, needed: FIRST_STREAK, seats: [0; SEATS] };
+        Self::with_seats(value, [0; SEATS])
+    }
+
+    /// A lock that nobody ever owns: for what a thread of its own uses all the time, which others disturb all the time.
+    pub(crate) fn unowned(value: T) -> Self {
+        Self::with_seats(value, [u64::MAX; SEATS])
+    }
+
+    fn with_seats(value: T, seats: [u64; SEATS]) -> Self {
+        let turns = Turns { last: 0, streak: 0, needed: FIRST_STREAK, seats };
         Self {
             owner: AtomicU64::new(0),
             inside: std::array::from_fn(|_| AtomicU64::new(0)),

@@ -54,6 +54,16 @@ fn a_few_threads_may_be_owners_and_the_rest_share() {
 }
 
 #[test]
+fn what_is_never_owned_is_a_lock_all_the_same() {
+    let lock = Biased::unowned(0);
+    (0..2 * LONGEST_STREAK).for_each(|_| *lock.lock() += 1);
+    assert!(!is_owned(&lock));
+    let held = lock.lock();
+    assert!(lock.try_lock().is_none());
+    assert_eq!(*held, 2 * LONGEST_STREAK);
+}
+
+#[test]
 fn nobody_comes_in_while_the_owner_is_inside() {
     let lock = Arc::new(Biased::new(0));
     own(&lock);
