@@ -47,6 +47,10 @@ const NAP: Duration = Duration::from_millis(1);
 pub(super) struct Sleeper {
     signal: Signal,
     asleep: AtomicBool,
+    /// A guard stays away, as somebody polls.
+    napping: AtomicBool,
+    /// Somebody who polled is about to sleep.
+    called: AtomicBool,
     stop: AtomicBool,
     /// Steps that were driven by pollers.
     pub(super) inline_steps: AtomicU64,
@@ -57,6 +61,8 @@ impl Sleeper {
         Ok(Self {
             signal: Signal::new()?,
             asleep: AtomicBool::new(false),
+            napping: AtomicBool::new(false),
+            called: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             inline_steps: AtomicU64::new(0),
         })
@@ -79,6 +85,23 @@ impl Sleeper {
         if self.asleep.load(Ordering::Relaxed) {
             self.signal.raise();
         }
+    }
+
+    /// Somebody who may have polled is about to sleep: a guard that stays away because of that comes at once.
+    pub(super) fn call(&self) {
+        self.called.store(true, Ordering::SeqCst);
+        if self.napping.load(Ordering::SeqCst) {
+            self.signal.raise();
+        }
+    }
+
+    fn nap(&self) {
+        self.napping.store(true, Ordering::SeqCst);
+        if !self.called.load(Ordering::SeqCst) {
+            let _ = wait_any(&[self.signal.as_fd()], NAP);
+        }
+        self.napping.store(false, Ordering::SeqCst);
+        self.signal.take();
     }
 
     pub(super) fn stop(&self) {
@@ -143,9 +166,10 @@ impl Thread {
         while !self.sleeper.stop.load(Ordering::Acquire) {
             let Some(shared) = self.shared.upgrade() else { return };
             let steps = self.sleeper.inline_steps.load(Ordering::Relaxed);
-            if self.guards && std::mem::replace(&mut self.seen, steps) != steps {
+            let called = self.sleeper.called.swap(false, Ordering::SeqCst);
+            if self.guards && std::mem::replace(&mut self.seen, steps) != steps && !called {
                 drop(shared);
-                std::thread::sleep(NAP);
+                self.sleeper.nap();
                 continue;
             }
             match shared.step() {

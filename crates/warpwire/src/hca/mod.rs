@@ -394,6 +394,11 @@ impl Hca {
         Some(Express { engine, index: engine::place_of(qpn), left: direct::TURN })
     }
 
+    /// To be called by who is about to sleep until something completes: whoever drives the engine otherwise does so at once.
+    pub fn hand_over(&self) {
+        self.0.sleeper.call();
+    }
+
     /// Tells the engine that a doorbell was rung. Rings that nobody tells of are seen only on queue pairs that are
     /// [watched](QpSpec::watched).
     #[inline]

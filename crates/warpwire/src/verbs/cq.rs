@@ -460,6 +460,8 @@ impl Soft {
         if tail.is_owned(owner_bit(reader.consumed, entries)) {
             shared.signal.raise();
         }
+        // Whoever arms is done with polling, as far as we know.
+        shared.device.hca.hand_over();
         Ok(())
     }
 

@@ -11,10 +11,10 @@ use warpwire::verbs::{
     Change, Completion, Cq, Drive, Op, QpOptions, ReceiveRequest, Request, State, Status,
 };
 
-use crate::fixture::{Fixture, Joined, Kind, SOON, World, cases, connect, same};
+use crate::fixture::{Fixture, Joined, Kind, SOON, Side, World, cases, connect, same};
 
 cases!(CASES: sleepers_are_woken, guards_and_threads_move_bytes, ping_pong_without_lost_wakeups,
-    several_sleep_on_one_queue);
+    several_sleep_on_one_queue, who_polls_and_then_sleeps_is_served_soon);
 cases!(ONCE: armed_before_or_after, solicited_only, the_file_descriptor, waits_and_late_entries_on_a_thread,
     an_idle_device_sleeps, a_doorbell_that_wakes_nobody);
 
@@ -236,6 +236,51 @@ fn ping_pong_without_lost_wakeups(fixture: &Fixture) {
             }
         });
     }
+}
+
+/// A guard stays away while somebody polls; whoever goes to sleep after that must not wait for it to look again.
+fn who_polls_and_then_sleeps_is_served_soon(fixture: &Fixture) {
+    const ROUNDS: usize = 40;
+    let world = fixture.driven(Drive::Guarded);
+    let joined = world.join(QpOptions::default());
+    let Joined { a, b } = &joined;
+    for side in [a, b] {
+        for id in 0..16 {
+            side.qp.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
+        }
+    }
+    let next = |cq: &Cq| assert!(cq.next(SOON).unwrap().unwrap().is_success());
+    let send = |side: &Side| {
+        side.qp.post_send(&[Request::new(0, Op::Send)]).unwrap();
+        next(&side.sends);
+    };
+    let take = |side: &Side| {
+        next(&side.receives);
+        side.qp.post_receive(&[ReceiveRequest { id: 0, data: &[] }]).unwrap();
+    };
+    let mut times = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..ROUNDS {
+                take(b);
+                // Longer than the other polls.
+                std::thread::sleep(Duration::from_micros(200));
+                send(b);
+            }
+        });
+        let rounds = (0..ROUNDS).map(|_| {
+            let start = Instant::now();
+            send(a);
+            take(a);
+            start.elapsed()
+        });
+        rounds.collect::<Vec<_>>()
+    });
+    times.sort_unstable();
+    let quarter = times[ROUNDS / 4];
+    assert!(
+        quarter < Duration::from_micros(900),
+        "a quarter of the rounds took more than {quarter:?}"
+    );
 }
 
 /// A thread that has gone to sleep sees that a wait is over, and does not wait for ever for an entry that is torn.
