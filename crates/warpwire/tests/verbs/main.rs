@@ -131,6 +131,10 @@ const NOT_ON_DEVICES: &[(&str, &[&str])] = &[
     ),
     ("a driver has the last word about attributes", &["attributes_that_do_not_belong"]),
     (
+        "it is about our own device's time, and processors are emulated there",
+        &["who_polls_and_then_sleeps_is_served_soon"],
+    ),
+    (
         "counters of 16 bits are ConnectX's, and many rounds take long where processors are emulated",
         &[
             "indices_wrap_at_sixteen_bits",
