@@ -3,20 +3,9 @@
 
 use std::cell::UnsafeCell;
 
+pub(super) use crate::sync::pause;
 pub(super) use parking_lot::Mutex;
 pub(super) use std::sync::atomic::{AtomicU64, Ordering};
-
-/// How often a waiter looks before it lets others run.
-const SPINS: u32 = 64;
-
-/// Waits a little, for the `looks`th time.
-pub(super) fn pause(looks: u32) {
-    if looks < SPINS {
-        std::hint::spin_loop();
-    } else {
-        std::thread::yield_now();
-    }
-}
 
 /// A value that is shared for a while and then taken by one: who calls says when.
 pub(super) struct Content<T>(UnsafeCell<Option<T>>);

@@ -12,3 +12,4 @@ pub(crate) mod door;
 mod parts;
 
 pub(crate) use biased::{Biased, Guard};
+pub(crate) use parts::pause;

@@ -18,7 +18,7 @@ pub(super) const LONGEST_STREAK: u32 = 4096;
 const SPINS: u32 = 64;
 
 /// Waits a little, for the `looks`th time.
-pub(super) fn pause(looks: u32) {
+pub(crate) fn pause(looks: u32) {
     if looks < SPINS {
         std::hint::spin_loop();
     } else {
