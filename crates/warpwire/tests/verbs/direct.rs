@@ -20,7 +20,7 @@ cases!(CASES: direct_where_it_can_be, direct_work_keeps_its_order, direct_data_i
     direct_atomics_count_with_the_others, direct_failures_are_the_protocols, direct_ends_with_the_registration,
     direct_ends_with_the_queue_pair, direct_over_a_thousand_registrations, direct_registrations_end_under_traffic,
     direct_leaves_other_memory_to_packets, direct_begins_anew_with_the_next_connection,
-    direct_writes_lap_the_queue_with_entries_between);
+    direct_writes_lap_the_queue_with_entries_between, direct_work_that_fell_behind_is_caught_up_with);
 
 /// Two connected ends with memory, and operations until the peer's memory is mapped.
 struct Field {
@@ -102,6 +102,30 @@ fn direct_where_it_can_be(fixture: &Fixture) {
         world.done(&joined.b.receives, 9);
     }
     world.works(joined);
+}
+
+/// More than one turn's worth is done as it is posted, so that the queue is empty again and what follows needs no entry.
+fn direct_work_that_fell_behind_is_caught_up_with(fixture: &Fixture) {
+    const EACH: u64 = 64 << 10;
+    let field = Field::new(fixture, QpOptions::default());
+    let Field { world, joined, near, far } = &field;
+    let data = [near.mr.sge(0, EACH as u32)];
+    near.write(0, &[7; EACH as usize]);
+    let before = operations(&world.a);
+    let mut batch = joined.a.qp.batch();
+    for place in 0..8 {
+        let request = Request::new(place, Op::Write(far.mr.remote(place * EACH)));
+        batch.push(&request.with(&data)).unwrap();
+    }
+    batch.post();
+    // Nobody has polled.
+    if fixture.which.is_direct() {
+        assert_eq!(operations(&world.a) - before, 8);
+    }
+    for place in 0..8 {
+        world.done(&joined.a.sends, place);
+        assert_eq!(far.word(place * EACH + EACH - 8), u64::from_ne_bytes([7; 8]));
+    }
 }
 
 fn direct_work_keeps_its_order(fixture: &Fixture) {

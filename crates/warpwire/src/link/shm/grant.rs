@@ -401,3 +401,59 @@ impl Peer {
         Some(Visit(self, bytes))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    use super::*;
+
+    /// A peer of an offer that says this with its table; the owner's end of the socket stays open with it.
+    fn peer(offer: &Arc<Offer>, said: u32) -> (Arc<Peer>, Arc<OwnedFd>) {
+        let kind = SocketType::SEQPACKET;
+        let (theirs, ours) =
+            socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
+        let (_, page) = Control::new().unwrap();
+        let peer = Peer::new(([127, 0, 0, 1], 1).into(), ours, &page).unwrap();
+        let (control, socket) = (Control::open(&page).unwrap(), Arc::new(theirs));
+        let guest = Guest { control, socket: socket.clone(), process: None };
+        offer.guests.lock().push(Arc::new(guest));
+        let letter = Letter { about: TABLE_IS, key: said, word: TABLE as u64 };
+        assert!(letter.post(&socket, Some(offer.file.as_fd())));
+        assert!(peer.attend() && peer.offers());
+        (peer, socket)
+    }
+
+    /// Visitors do without a fence exactly where the owner has promised barriers; whatever it said, a row that is taken back is
+    /// empty and stays so.
+    #[test]
+    fn owners_of_every_build_get_their_memory_back() {
+        let ready = barrier::is_ready_everywhere();
+        for (said, light) in [(0, false), (RAISES_BARRIERS, ready), (7, false), (u32::MAX, false)] {
+            let offer = Offer::new(Box::new(|_| None)).unwrap();
+            let (peer, _socket) = peer(&offer, said);
+            assert_eq!(peer.needs_no_fence.load(Ordering::Relaxed), light, "said {said}");
+            assert!(offer.open(3, &[0; 7]) && offer.open(9, &[0; 7]));
+            let openings = [peer.opening(3), peer.opening(9)];
+            let taken_back = AtomicBool::new(false);
+            let visits = std::thread::scope(|scope| {
+                let visitor = scope.spawn(|| {
+                    let mut visits = 0_u64;
+                    while let Some(_inside) = peer.visit([3, 9], openings, 8) {
+                        assert!(!taken_back.load(Ordering::SeqCst), "inside what was taken back");
+                        visits += 1;
+                    }
+                    visits
+                });
+                while offer.visits()[0] < 1000 {
+                    std::thread::yield_now();
+                }
+                offer.close(9);
+                taken_back.store(true, Ordering::SeqCst);
+                visitor.join().unwrap()
+            });
+            assert!(visits >= 1000);
+            assert!(peer.visit([3, 9], openings, 8).is_none(), "it is shut");
+        }
+    }
+}
