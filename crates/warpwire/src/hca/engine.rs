@@ -24,7 +24,7 @@ use super::complete;
 use super::cq::CompletionRing;
 use super::direct::TURN;
 use super::event::{AsyncEvent, News};
-use super::host::View;
+use super::host::{Body, View};
 use super::pair::{Pair, Receives, Took};
 use super::partner::Partners;
 use super::protocol::Protocol;
@@ -32,7 +32,7 @@ use super::ring::{NOT_THERE_YET, SharedRing};
 use super::rung::Rung;
 use super::stats::{Lost, Totals};
 use crate::error::Result;
-use crate::link::{FlowId, Frame, Link, Offer, WORTH_LENDING};
+use crate::link::{Arrival, FlowId, Frame, Link, Offer, Rest, Unread, WORTH_LENDING};
 use crate::mr::{Denied, Registry};
 use datagram::Destinations;
 
@@ -172,7 +172,12 @@ impl Engine {
         core.run_timers(now);
         let mut sent = self.transmit(now)?;
         let core = &mut self.core;
-        let received = self.link.receive(&mut |frame| core.arrive(now, &frame))?;
+        let received = self.link.receive_unread(&mut |arrival| match arrival {
+            Arrival::Read(frame) => core.arrive(now, &frame, None),
+            Arrival::Unread(Unread { head, len, rest }) => {
+                core.arrive(now, &head, Some((rest, len)))
+            }
+        })?;
         // Nothing is acknowledged that is not in its place.
         core.settle();
         if received > 0 && self.answers_at_once {
@@ -246,7 +251,7 @@ impl Engine {
                     break Turn::Done;
                 }
             }
-            let mut view = View { side, registry, srqs, payload: &[] };
+            let mut view = View { side, registry, srqs, payload: Body::NONE };
             if !qp.transmit_into(now, &mut view, &mut packet) {
                 break Turn::Done;
             }
@@ -338,7 +343,8 @@ fn gather(
 }
 
 impl Core {
-    fn arrive(&mut self, now: Instant, frame: &Frame<'_>) {
+    /// A packet came; or its beginning, and the link has the rest of it: so many bytes in all.
+    fn arrive(&mut self, now: Instant, frame: &Frame<'_>, rest: Option<(&mut dyn Rest, usize)>) {
         let transport = match Transport::new_checked(frame.bytes) {
             Ok(transport) => transport,
             Err(_) => return self.totals.lose(Lost::Malformed),
@@ -352,7 +358,14 @@ impl Core {
             return totals.lose(Lost::NoQueuePair);
         };
         let Pair { qp: Protocol::Connected(qp), side, .. } = &mut **pair else {
-            return self.arrive_datagram(now, index, &transport, frame);
+            let Some((rest, _)) = rest else {
+                return self.arrive_datagram(now, index, &transport, frame);
+            };
+            // A route goes with it, to the same place: it is read first.
+            if let Some(bytes) = rest.read() {
+                self.arrive(now, &Frame { bytes, ..*frame }, None);
+            }
+            return;
         };
         if !qp.path().is_some_and(|path| is_from(path.peer, frame.from)) {
             return totals.lose(Lost::Stranger);
@@ -360,8 +373,15 @@ impl Core {
         totals.packets_received += 1;
         let headers = transport.headers();
         let payload = transport.payload();
+        let (payload, payload_len) = match rest {
+            None => (Body::Here(payload), payload.len()),
+            Some((rest, len)) => {
+                let unread = len.saturating_sub(frame.bytes.len());
+                (Body::Unread { rest, headers: headers.len() }, payload.len() + unread)
+            }
+        };
         let arrived =
-            Arrived { headers: &headers, payload_len: payload.len() as u32, marked: frame.marked };
+            Arrived { headers: &headers, payload_len: payload_len as u32, marked: frame.marked };
         let mut view = View { side, registry, srqs, payload };
         // Counted by the queue pair itself.
         let _ = qp.handle_packet(now, &arrived, &mut view);

@@ -4,6 +4,7 @@ use warpwire_proto::qp::{self, Host, Receive, Remote, Source, Target, Verdict};
 
 use super::pair::{Side, from_wire};
 use super::ring::SharedRing;
+use crate::link::Rest;
 use crate::mr::{Access, Denied, Registry};
 
 /// What a queue pair sees of the engine.
@@ -12,7 +13,22 @@ pub(super) struct View<'a> {
     pub registry: &'a Registry,
     pub srqs: &'a mut [Option<SharedRing>],
     /// The payload of the packet at hand.
-    pub payload: &'a [u8],
+    pub payload: Body<'a>,
+}
+
+/// A packet's payload.
+pub(super) enum Body<'a> {
+    Here(&'a [u8]),
+    /// The link has it still, behind so many bytes of headers.
+    Unread {
+        rest: &'a mut dyn Rest,
+        headers: usize,
+    },
+}
+
+impl Body<'_> {
+    /// That of packets that have none, or have it yet to be fetched.
+    pub(super) const NONE: Self = Self::Here(&[]);
 }
 
 impl View<'_> {
@@ -34,6 +50,44 @@ impl View<'_> {
         let found = self.registry.resolve(at.key, self.side.pd, need, at.address, u64::from(len));
         found.map(drop)
     }
+
+    #[inline]
+    fn put(&self, to: Target, payload: &[u8]) -> Result<(), Denied> {
+        match to {
+            Target::Remote(at) => {
+                let (pd, need, len) = (self.side.pd, Access::REMOTE_WRITE, payload.len() as u64);
+                let span = self.registry.resolve(at.key, pd, need, at.address, len)?;
+                self.side.put(&span, payload)
+            }
+            Target::Receive { id, offset } => {
+                self.side.place_received(self.registry, id, offset, payload)
+            }
+            Target::Response { id, offset } => {
+                self.side.scatter(self.registry, id, offset, payload)
+            }
+            // Datagrams come to queue pairs of another sort.
+            Target::Route { .. } => Err(Denied::Range),
+        }
+    }
+
+    /// Lets the link put the payload where it belongs, if that is one piece of the host's memory; else it is copied there, as others are.
+    #[inline(never)]
+    fn place_unread(&mut self, to: Target, len: u32) -> Verdict {
+        let payload = std::mem::replace(&mut self.payload, Body::NONE);
+        let Body::Unread { rest, headers } = payload else { return Verdict::Refused };
+        // Held while the link works on it: the memory stays.
+        let span = self.side.target_span(self.registry, to, len);
+        if let Some(bytes) = span.as_ref().and_then(|span| span.host_bytes()) {
+            // What was not right is as if it had not come; but the protocol has begun with it.
+            return if rest.read_into(headers, &bytes) { Verdict::Yes } else { Verdict::NotNow };
+        }
+        drop(span);
+        let Some(packet) = rest.read() else { return Verdict::NotNow };
+        let end = headers + len as usize;
+        let outcome = packet.get(headers..end).ok_or(Denied::Range);
+        let outcome = outcome.and_then(|payload| self.put(to, payload));
+        self.verdict(outcome)
+    }
 }
 
 impl Host for View<'_> {
@@ -52,22 +106,9 @@ impl Host for View<'_> {
     }
 
     fn place(&mut self, to: Target, len: u32) -> Verdict {
-        let Some(payload) = self.payload.get(..len as usize) else { return Verdict::Refused };
-        let outcome = match to {
-            Target::Remote(at) => {
-                let (pd, need) = (self.side.pd, Access::REMOTE_WRITE);
-                let span = self.registry.resolve(at.key, pd, need, at.address, u64::from(len));
-                span.and_then(|span| self.side.put(&span, payload))
-            }
-            Target::Receive { id, offset } => {
-                self.side.place_received(self.registry, id, offset, payload)
-            }
-            Target::Response { id, offset } => {
-                self.side.scatter(self.registry, id, offset, payload)
-            }
-            // Datagrams come to queue pairs of another sort.
-            Target::Route { .. } => Err(Denied::Range),
-        };
+        let Body::Here(payload) = self.payload else { return self.place_unread(to, len) };
+        let Some(payload) = payload.get(..len as usize) else { return Verdict::Refused };
+        let outcome = self.put(to, payload);
         self.verdict(outcome)
     }
 

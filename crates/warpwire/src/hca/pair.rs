@@ -487,6 +487,30 @@ impl Side {
         registry.resolve(key, self.pd, need, address, u64::from(len)).ok()
     }
 
+    /// The memory that a packet's payload goes to, if it is one range, and that may be used.
+    pub(super) fn target_span<'a>(
+        &self,
+        registry: &'a Registry,
+        to: qp::Target,
+        len: u32,
+    ) -> Option<Span<'a>> {
+        let (key, need, address) = match to {
+            qp::Target::Remote(at) => (at.key, Access::REMOTE_WRITE, at.address),
+            qp::Target::Response { id, offset } => {
+                let data = self.underway(id).single?;
+                (data.lkey, Access::LOCAL_WRITE, data.address.wrapping_add(u64::from(offset)))
+            }
+            qp::Target::Receive { id, offset } => {
+                let data = self.single_receive(id)?;
+                // What does not fit into it is the usual way's to refuse.
+                data.len.checked_sub(offset)?.checked_sub(len)?;
+                (data.lkey, Access::LOCAL_WRITE, data.address.wrapping_add(u64::from(offset)))
+            }
+            qp::Target::Route { .. } => return None,
+        };
+        registry.resolve(key, self.pd, need, address, u64::from(len)).ok()
+    }
+
     /// Copies what a peer reads to `into`; the request asks for `left` bytes from there on.
     pub(super) fn gather_for_peer(
         &mut self,
@@ -594,6 +618,18 @@ impl Side {
         Some(qp::Receive { id: u64::from(taken.counter), capacity })
     }
 
+    fn receive_in_use(&self, id: u64) -> Option<mlx5::Receive<'_>> {
+        let taken = self.in_use.iter().flatten().find(|taken| u64::from(taken.counter) == id)?;
+        mlx5::Receive::parse(&taken.entry[..taken.len.min(LONGEST_RECEIVE)]).ok()
+    }
+
+    /// The only piece of memory of a receive in use, if it has one.
+    fn single_receive(&self, id: u64) -> Option<Data> {
+        let receive = self.receive_in_use(id)?;
+        let mut pieces = receive.segments();
+        pieces.next().filter(|_| pieces.next().is_none())
+    }
+
     /// Copies a message's bytes into the receive that it uses.
     pub(super) fn place_received(
         &self,
@@ -602,10 +638,7 @@ impl Side {
         offset: u32,
         from: &[u8],
     ) -> Result<(), Denied> {
-        let taken = self.in_use.iter().flatten().find(|taken| u64::from(taken.counter) == id);
-        let taken = taken.ok_or(Denied::Range)?;
-        let entry = &taken.entry[..taken.len.min(LONGEST_RECEIVE)];
-        let receive = mlx5::Receive::parse(entry).map_err(|_| Denied::Range)?;
+        let receive = self.receive_in_use(id).ok_or(Denied::Range)?;
         let pieces = receive.segments().map(|data| (u64::from(data.len), data));
         let mut done = 0;
         walk_pieces(pieces, offset, from.len() as u32, &mut |data, skip, len| {

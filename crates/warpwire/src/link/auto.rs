@@ -16,8 +16,8 @@ use rustix::event::epoll::{self, EventData, EventFlags};
 
 use super::flows::{FlowId, Flows};
 use super::{
-    Counters, Flushed, Frame, Kind, Link, Offer, Path, Peer, Refused, Shm, Spoil, Udp, check_peer,
-    shm, udp,
+    Arrival, Counters, Flushed, Frame, Kind, Link, Offer, Path, Peer, Refused, Shm, Spoil, Udp,
+    check_peer, shm, udp,
 };
 use crate::error::{Error, Result};
 use crate::mem::SharedBytes;
@@ -133,6 +133,29 @@ impl Auto {
         }
         true
     }
+
+    /// Takes what came through memory; tells how much, and whether to look at UDP, too.
+    #[inline]
+    fn receive_by_shm(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<(usize, bool)> {
+        let (mut delivered, mut senders) = (0, 0);
+        if let Ok(shm) = &mut self.shm {
+            delivered = shm.receive(take)?;
+            senders = shm.senders();
+        }
+        let looks = self.looks_at_udp() || self.slept.get() || senders == 0;
+        if looks {
+            self.slept.set(false);
+        }
+        Ok((delivered, looks))
+    }
+
+    /// UDP brought so much, which is returned: that says when to look again.
+    #[inline]
+    fn looked_at_udp(&mut self, more: usize) -> usize {
+        self.between = if more > 0 { 1 } else { (self.between * 2).min(SELDOM) };
+        self.until = self.between - 1;
+        more
+    }
 }
 
 impl Link for Auto {
@@ -234,20 +257,22 @@ impl Link for Auto {
 
     #[inline]
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
-        let mut delivered = 0;
-        let mut senders = 0;
-        if let Ok(shm) = &mut self.shm {
-            delivered += shm.receive(take)?;
-            senders = shm.senders();
-        }
-        if !self.looks_at_udp() && !self.slept.get() && senders > 0 {
+        let (delivered, looks) = self.receive_by_shm(take)?;
+        if !looks {
             return Ok(delivered);
         }
-        self.slept.set(false);
         let more = self.udp.receive(take)?;
-        self.between = if more > 0 { 1 } else { (self.between * 2).min(SELDOM) };
-        self.until = self.between - 1;
-        Ok(delivered + more)
+        Ok(delivered + self.looked_at_udp(more))
+    }
+
+    #[inline]
+    fn receive_unread(&mut self, take: &mut dyn FnMut(Arrival<'_>)) -> Result<usize> {
+        let (delivered, looks) = self.receive_by_shm(&mut |frame| take(Arrival::Read(frame)))?;
+        if !looks {
+            return Ok(delivered);
+        }
+        let more = self.udp.receive_unread(take)?;
+        Ok(delivered + self.looked_at_udp(more))
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {

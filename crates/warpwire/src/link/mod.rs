@@ -167,6 +167,15 @@ pub trait Link: Send {
     /// If the link is beyond repair.
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize>;
 
+    /// As [`receive`](Link::receive), but payloads of long packets may be left where they are until they are asked for: whoever knows where
+    /// one belongs has it put there at once, which spares a copy. Most links hand over everything as it is.
+    ///
+    /// # Errors
+    /// If the link is beyond repair.
+    fn receive_unread(&mut self, take: &mut dyn FnMut(Arrival<'_>)) -> Result<usize> {
+        self.receive(&mut |frame| take(Arrival::Read(frame)))
+    }
+
     /// A file descriptor that is readable when there is something to receive. To be asked for anew before each wait:
     /// the loopback link signals only when somebody asked.
     fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
@@ -248,6 +257,10 @@ impl<L: Link + ?Sized> Link for Box<L> {
         (**self).receive(take)
     }
 
+    fn receive_unread(&mut self, take: &mut dyn FnMut(Arrival<'_>)) -> Result<usize> {
+        (**self).receive_unread(take)
+    }
+
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         (**self).wait_fd()
     }
@@ -288,6 +301,34 @@ pub struct Frame<'a> {
     pub identification: u16,
     /// Whether the last four bytes are an ICRC; packets that stay in memory, or on this machine, may go without.
     pub sealed: bool,
+}
+
+/// What [`Link::receive_unread`] delivers.
+pub enum Arrival<'a> {
+    /// A packet.
+    Read(Frame<'a>),
+    /// The beginning of one.
+    Unread(Unread<'a>),
+}
+
+/// A packet that has been read as far as its headers go. It is gone when whoever it was handed to is done with it.
+pub struct Unread<'a> {
+    /// The packet, as far as it has been read: all of its headers, and more.
+    pub head: Frame<'a>,
+    /// How long it is in truth, from the base header through the ICRC.
+    pub len: usize,
+    /// Where the link keeps it.
+    pub rest: &'a mut dyn Rest,
+}
+
+/// A packet that a link still has. It can be had once, in one of these ways.
+pub trait Rest {
+    /// All of it, as [`Link::receive`] would have delivered it. `None` if it was not right: it has been dropped and counted.
+    fn read(&mut self) -> Option<&[u8]>;
+
+    /// Puts its payload, which stands behind `headers` bytes and is as long as `into`, there; the last bytes become visible last. If it fails, the packet
+    /// was not right, and has been dropped and counted: there is anything in that memory then.
+    fn read_into(&mut self, headers: usize, into: &SharedBytes<'_>) -> bool;
 }
 
 /// Why a packet has no room.
@@ -409,6 +450,8 @@ pub struct Counters {
     pub joined: u64,
     /// Packets sent whose payload was lent: the kernel took it from where it lay.
     pub lent: u64,
+    /// Packets received whose payload the kernel put where it belongs.
+    pub placed: u64,
     /// System calls that moved packets, both ways.
     pub calls: u64,
     /// Packets lost in this link, by reason.
@@ -445,6 +488,7 @@ impl std::ops::Add for Counters {
             received_bytes: self.received_bytes + other.received_bytes,
             joined: self.joined + other.joined,
             lent: self.lent + other.lent,
+            placed: self.placed + other.placed,
             calls: self.calls + other.calls,
             drops: Drops {
                 icrc: self.drops.icrc + other.drops.icrc,

@@ -1,4 +1,5 @@
-//! Long payloads, which a UDP link sends from where they lie: any length and place, and memory that changes or goes away under way.
+//! Long payloads, which a UDP link sends from where they lie and puts where they belong: any length and place, and memory that changes or goes away
+//! under way.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -13,6 +14,8 @@ cases!(
     CASES:
     long_payloads_of_any_length_and_place,
     lists_of_long_ranges,
+    long_payloads_into_lists_of_ranges,
+    long_payloads_for_memory_that_is_not_there,
     a_payload_that_changes_under_way,
     memory_that_is_taken_back_under_way,
 );
@@ -37,6 +40,11 @@ const LENGTHS: [u32; 12] = [
 /// How many packets went with a payload that was lent; nothing where there is no such link.
 fn lent(end: &End) -> u64 {
     end.context.soft().map_or(0, |hca| hca.link_counters().lent)
+}
+
+/// How many packets came whose payload the kernel put in its place.
+fn placed(end: &End) -> u64 {
+    end.context.soft().map_or(0, |hca| hca.link_counters().placed)
 }
 
 fn has_udp(fixture: &Fixture) -> bool {
@@ -89,7 +97,7 @@ fn long_payloads_of_any_length_and_place(fixture: &Fixture) {
             assert_eq!(world.done(&joined.b.receives, id).len, len);
             same(&far.read(64, len as usize), &wanted, "a message");
         }
-        assert_eq!(lent(&world.b), 0, "acknowledgements have no payload");
+        assert_eq!((lent(&world.b), placed(&world.a)), (0, 0), "acknowledgements have no payload");
         for (n, len) in LENGTHS.into_iter().enumerate() {
             let (id, from, to) = (n as u64, n as u64 * 7 % 67, 64 + n as u64 * 5 % 61);
             let wanted = far.pattern(from, len as usize, 50 + id);
@@ -100,7 +108,9 @@ fn long_payloads_of_any_length_and_place(fixture: &Fixture) {
             same(&near.read(to, len as usize), &wanted, "a read");
         }
         let expected = has_udp(fixture) && kind == Kind::Host;
-        assert_eq!((lent(&world.a) > 0, lent(&world.b) > 0), (expected, expected), "{kind:?}");
+        for of in [lent, placed] {
+            assert_eq!((of(&world.a) > 0, of(&world.b) > 0), (expected, expected), "{kind:?}");
+        }
     }
 }
 
@@ -119,6 +129,76 @@ fn lists_of_long_ranges(fixture: &Fixture) {
             .collect();
         field.write(id, &ranges.map(|(at, len)| near.mr.sge(at, len)), 11);
         same(&far.read(11, wanted.len()), &wanted, "a list of ranges");
+    }
+}
+
+fn long_payloads_into_lists_of_ranges(fixture: &Fixture) {
+    let world = fixture.world();
+    let joined =
+        world.join(QpOptions { send_ranges: 3, receive_ranges: 3, ..QpOptions::default() });
+    let near = fixture.host(&world.a, ROOM);
+    let far = fixture.host(&world.b, ROOM);
+    // One after another, with a byte between them that nobody may touch.
+    const RANGES: [(u64, u32); 3] = [(3, 50_000), (50_004, 70_001), (120_006, 130_000)];
+    const LEN: u32 = 50_000 + 70_001 + 130_000;
+    let scattered = |found: Vec<u8>, wanted: &[u8]| {
+        let mut rest = wanted;
+        for (at, len) in RANGES {
+            let (part, next) = rest.split_at(len as usize);
+            same(&found[at as usize..at as usize + len as usize], part, "a range");
+            assert_eq!((found[at as usize - 1], found[at as usize + len as usize]), (0xee, 0xee));
+            rest = next;
+        }
+    };
+    for id in 0..4 {
+        let wanted = near.pattern(id, LEN as usize, id);
+        far.write(0, &vec![0xee; ROOM as usize]);
+        let data = RANGES.map(|(at, len)| far.mr.sge(at, len));
+        joined.b.qp.post_receive(&[ReceiveRequest { id, data: &data }]).unwrap();
+        let data = [near.mr.sge(id, LEN)];
+        joined.a.qp.post_send(&[Request::new(id, Op::Send).with(&data)]).unwrap();
+        world.done(&joined.a.sends, id);
+        assert_eq!(world.done(&joined.b.receives, id).len, LEN);
+        scattered(far.read(0, ROOM as usize), &wanted);
+
+        let wanted = far.pattern(id, LEN as usize, 9 + id);
+        near.write(0, &vec![0xee; ROOM as usize]);
+        let data = RANGES.map(|(at, len)| near.mr.sge(at, len));
+        let request = Request::new(id, Op::Read(far.mr.remote(id))).with(&data);
+        joined.a.qp.post_send(&[request]).unwrap();
+        world.done(&joined.a.sends, id);
+        scattered(near.read(0, ROOM as usize), &wanted);
+    }
+}
+
+/// A peer that names what it may not write to is told so when long packets are what it sends, and no byte is changed.
+fn long_payloads_for_memory_that_is_not_there(fixture: &Fixture) {
+    const LEN: u32 = 200_000;
+    let world = fixture.world();
+    let near = fixture.host(&world.a, u64::from(LEN));
+    let far = fixture.host(&world.b, u64::from(LEN));
+    far.write(0, &vec![0xee; LEN as usize]);
+    let remote = |at: u64, wrong_key: bool| {
+        let mut remote = far.mr.remote(0);
+        remote.address += at;
+        remote.rkey ^= u32::from(wrong_key) << 8;
+        remote
+    };
+    for (id, to) in
+        [remote(0, true), remote(1, false), remote(1 << 40, false)].into_iter().enumerate()
+    {
+        let joined = world.join(impatient());
+        // One that is right makes such packets known to the peer.
+        let (id, half) = (id as u64, [near.mr.sge(0, LEN / 2)]);
+        let right = Request::new(id, Op::Write(far.mr.remote(0))).with(&half);
+        joined.a.qp.post_send(&[right]).unwrap();
+        world.done(&joined.a.sends, id);
+        let before = far.read(0, LEN as usize);
+        let data = [near.mr.sge(0, LEN)];
+        near.pattern(0, LEN as usize, 40 + id);
+        joined.a.qp.post_send(&[Request::new(7, Op::Write(to)).with(&data)]).unwrap();
+        world.failed(&joined.a.sends, 7, Status::RemoteAccess);
+        same(&far.read(0, LEN as usize), &before, "what was not to be written");
     }
 }
 

@@ -11,7 +11,7 @@ use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 
 use super::{BUDGET, BUDGET_BYTES, Core, Engine, Turn, gather};
 use crate::error::{Error, Kind, Result};
-use crate::hca::host::View;
+use crate::hca::host::{Body, View};
 use crate::hca::pair::Pair;
 use crate::hca::protocol::{DatagramView, Protocol};
 use crate::hca::stats::Lost;
@@ -113,7 +113,7 @@ impl Engine {
                     Ok(slot)
                 }
             };
-            let view = View { side, registry, srqs, payload: &[] };
+            let view = View { side, registry, srqs, payload: Body::NONE };
             let Some(packet) = ud.poll_transmit(&mut DatagramView { view, frame: None }) else {
                 break Turn::Done;
             };
@@ -169,7 +169,7 @@ impl Core {
         let payload_len = payload.len() as u32;
         let arrived = Arrived { headers: &headers, payload_len, marked: frame.marked };
         datagrams.from = frame.from;
-        let view = View { side, registry, srqs, payload };
+        let view = View { side, registry, srqs, payload: Body::Here(payload) };
         let mut view = DatagramView { view, frame: Some(frame) };
         // Counted by the queue pair itself.
         let _ = datagrams.ud.handle_packet(&arrived, &mut view);

@@ -39,6 +39,8 @@ struct Sender {
     large: u8,
     /// None of its packets was right so far.
     fresh: bool,
+    /// Its last long packet went without an ICRC.
+    unsealed: bool,
 }
 
 pub(super) struct Checker {
@@ -69,7 +71,30 @@ impl Checker {
     fn has_short_sum(&mut self, from: SocketAddr, to: IpAddr, packet: &[u8]) -> bool {
         let Some(sender) = sender(&mut self.senders, self.port, from, to) else { return false };
         let sum = home::short_sum(&mut sender.cover, packet.len(), packet);
-        from.ip().is_loopback() && sum.is_some() && sum == carried(packet)
+        sender.unsealed = from.ip().is_loopback() && sum.is_some() && sum == carried(packet);
+        sender.unsealed
+    }
+
+    /// Whether a packet of that length, of which only the beginning is known, will most likely be one of those.
+    #[inline]
+    pub(super) fn seems_unsealed(&self, from: SocketAddr, to: IpAddr, len: usize) -> bool {
+        let known = self.senders.get(place_of(from)).and_then(Option::as_ref);
+        let of_sender = |known: &Sender| known.unsealed && known.from == from && known.to == to;
+        home::is_long(len) && self.at_home && known.is_some_and(of_sender)
+    }
+
+    /// The same as [`is_unsealed`](Checker::is_unsealed), of a packet in two parts.
+    pub(super) fn parts_are_unsealed(
+        &mut self,
+        from: SocketAddr,
+        to: IpAddr,
+        len: usize,
+        head: &[u8],
+        tail: &[u8],
+    ) -> bool {
+        let Some(sender) = sender(&mut self.senders, self.port, from, to) else { return false };
+        let sum = home::short_sum(&mut sender.cover, len, head);
+        sum.is_some() && sum == carried(tail)
     }
 
     /// The identification that makes the packet's ICRC right; `None` if none does.
@@ -125,7 +150,16 @@ fn sender(
     let place = senders.get_mut(place_of(from))?;
     if !place.as_ref().is_some_and(|known| known.from == from && known.to == to) {
         let cover = Cover::new(from, SocketAddr::new(to, port));
-        *place = Some(Sender { from, to, cover, last: 0, step: 0, large: 0, fresh: true });
+        *place = Some(Sender {
+            from,
+            to,
+            cover,
+            last: 0,
+            step: 0,
+            large: 0,
+            fresh: true,
+            unsealed: false,
+        });
     }
     place.as_mut()
 }

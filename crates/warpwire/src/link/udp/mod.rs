@@ -18,6 +18,7 @@ mod send;
 mod sys;
 #[cfg(test)]
 mod tests;
+mod unread;
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -25,12 +26,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use warpwire_proto::wire::UDP_PORT;
 use warpwire_proto::wire::icrc::Cover;
-use warpwire_proto::wire::ip::{ECN_CAPABLE, ECN_MARKED, ECN_MASK};
+use warpwire_proto::wire::ip::ECN_CAPABLE;
 
 pub use options::{AT_HOME, Options, VARIABLE};
 
 use super::flows::{FlowId, Flows};
-use super::{Counters, Flushed, Frame, Kind, Link, Path, Refused, SHORTEST, Spoil};
+use super::{Arrival, Counters, Flushed, Frame, Kind, Link, Path, Refused, SHORTEST, Spoil};
 use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::host::System;
 use crate::mem::SharedBytes;
@@ -97,6 +98,8 @@ struct Incoming {
     calls: Calls,
     /// How many calls in a row brought something; more may be there.
     streak: u8,
+    /// So many of the packets to come may be long, and of those that are read when it is known where they belong.
+    long_ones: u8,
 }
 
 /// What was asked for, and what the kernel gave.
@@ -150,6 +153,7 @@ impl Udp {
                 size,
                 calls,
                 streak: 0,
+                long_ones: 0,
             },
             checker: Checker::new(local),
             counters: Counters::default(),
@@ -212,6 +216,9 @@ impl Udp {
                 checked(checker, message.from, to, packet)
             {
                 delivered += 1;
+                if !sealed {
+                    incoming.long_ones = unread::EXPECTED;
+                }
                 counters.received += 1;
                 counters.received_bytes += packet.len() as u64;
                 counters.joined += u64::from(segment < bytes.len());
@@ -219,7 +226,7 @@ impl Udp {
                     from: message.from,
                     to: SocketAddr::new(to, self.local.port()),
                     bytes: packet,
-                    marked: message.traffic_class & ECN_MASK == ECN_MARKED,
+                    marked: message.is_marked(),
                     identification,
                     sealed,
                 });
@@ -228,6 +235,38 @@ impl Udp {
             }
         }
         delivered
+    }
+}
+
+impl Udp {
+    /// Takes what one such call brings.
+    fn receive_by(&mut self, now: Calls, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
+        let Incoming { headers, buffer, size, streak, .. } = &mut self.incoming;
+        self.counters.calls += 1;
+        let received = headers.receive(self.socket.as_fd(), buffer, *size, now);
+        *streak = match (&received, now) {
+            (Ok(_), Calls::Single) => streak.saturating_add(1),
+            (Ok(2..), Calls::Batched) => *streak,
+            _ => 0,
+        };
+        match received {
+            Ok(count) => Ok((0..count).map(|at| self.deliver(at, take)).sum()),
+            Err(source) => self.nothing_came(&source, now).map(|()| 0),
+        }
+    }
+
+    /// A call for packets failed: most of the time because there are none.
+    fn nothing_came(&mut self, source: &io::Error, calls: Calls) -> Result<()> {
+        match source.raw_os_error() {
+            Some(libc::EAGAIN | libc::EINTR) => Ok(()),
+            // A complaint about a packet sent earlier, for whom it may concern.
+            Some(libc::ECONNREFUSED | libc::EHOSTUNREACH | libc::ENETUNREACH) => Ok(()),
+            Some(libc::ENOSYS) if calls == Calls::Batched => {
+                self.incoming.calls = Calls::Single;
+                Ok(())
+            }
+            _ => Err(Error::os("receive packets", source).on(format!("udp {}", self.local))),
+        }
     }
 }
 
@@ -324,29 +363,17 @@ impl Link for Udp {
     }
 
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
-        let Incoming { headers, buffer, size, calls, streak } = &mut self.incoming;
-        self.counters.calls += 1;
         // Who waits for one packet, and looks often, is served faster by the call for one.
-        let now = if *streak < STREAK { Calls::Single } else { *calls };
-        let received = headers.receive(self.socket.as_fd(), buffer, *size, now);
-        *streak = match (&received, now) {
-            (Ok(_), Calls::Single) => streak.saturating_add(1),
-            (Ok(2..), Calls::Batched) => *streak,
-            _ => 0,
-        };
-        match received {
-            Ok(count) => Ok((0..count).map(|at| self.deliver(at, take)).sum()),
-            Err(source) => match source.raw_os_error() {
-                Some(libc::EAGAIN | libc::EINTR) => Ok(0),
-                // A complaint about a packet sent earlier, for whom it may concern.
-                Some(libc::ECONNREFUSED | libc::EHOSTUNREACH | libc::ENETUNREACH) => Ok(0),
-                Some(libc::ENOSYS) if now == Calls::Batched => {
-                    *calls = Calls::Single;
-                    Ok(0)
-                }
-                _ => Err(Error::os("receive packets", &source).on(format!("udp {}", self.local))),
-            },
+        let Incoming { streak, calls, .. } = self.incoming;
+        self.receive_by(if streak < STREAK { Calls::Single } else { calls }, take)
+    }
+
+    #[inline]
+    fn receive_unread(&mut self, take: &mut dyn FnMut(Arrival<'_>)) -> Result<usize> {
+        if self.incoming.long_ones > 0 {
+            return self.receive_singly(take);
         }
+        self.receive(&mut |frame| take(Arrival::Read(frame)))
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {

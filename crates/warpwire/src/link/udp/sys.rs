@@ -11,6 +11,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
 
 use libc::{c_int, c_void, cmsghdr, iovec, mmsghdr, sockaddr_in, sockaddr_in6, sockaddr_storage};
+use warpwire_proto::wire::ip::{ECN_MARKED, ECN_MASK};
 
 use crate::mem::SharedBytes;
 
@@ -260,6 +261,13 @@ pub(super) fn send_parts(socket: BorrowedFd<'_>, parts: &Parts<'_>) -> io::Resul
     whole(sent).map(drop)
 }
 
+/// Throws away the next message.
+pub(super) fn discard(socket: BorrowedFd<'_>) {
+    let flags = libc::MSG_DONTWAIT | libc::MSG_TRUNC;
+    // SAFETY: there is no room for a single byte, and none is written.
+    let _ = unsafe { libc::recv(socket.as_raw_fd(), ptr::null_mut(), 0, flags) };
+}
+
 /// How many messages go with one system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Calls {
@@ -380,6 +388,60 @@ impl Headers {
         Ok(received)
     }
 
+    /// Looks at the next message, which stays where it is; `false` if there is none. What came with it is that of message 0; its length
+    /// is its own, however much of it there is room for.
+    pub(super) fn peek(&mut self, socket: BorrowedFd<'_>, head: &mut [u8]) -> io::Result<()> {
+        let slices = &mut [iovec { iov_base: head.as_mut_ptr().cast(), iov_len: head.len() }];
+        // SAFETY: the slice is that of `head`, which is borrowed mutably.
+        unsafe { self.receive_one(socket, slices, libc::MSG_PEEK | libc::MSG_TRUNC) }
+    }
+
+    /// Receives one message into three parts, one after another. What came with it is that of message 0.
+    pub(super) fn receive_parts(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        head: &mut [u8],
+        middle: &SharedBytes<'_>,
+        tail: &mut [u8],
+    ) -> io::Result<()> {
+        let slice =
+            |bytes: &mut [u8]| iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+        let shared =
+            iovec { iov_base: middle.base().as_ptr().cast(), iov_len: middle.len() as usize };
+        let slices = &mut [slice(head), shared, slice(tail)];
+        // SAFETY: two slices are those of bytes that are borrowed mutably. That between them is of memory that the view keeps, and that others
+        // may use at the same time: the kernel makes no promises about memory of programs, and needs none.
+        unsafe { self.receive_one(socket, slices, 0) }
+    }
+
+    /// # Safety
+    /// The slices are valid for writes through this call, and nobody has references into them.
+    unsafe fn receive_one(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        slices: &mut [iovec],
+        flags: c_int,
+    ) -> io::Result<()> {
+        let first = (self.messages.first_mut(), self.names.first_mut(), self.controls.first_mut());
+        let (Some(message), Some(name), Some(control)) = first else {
+            return Err(io::Error::other("there is no room for a message"));
+        };
+        let header = &mut message.msg_hdr;
+        header.msg_name = (&raw mut name.storage).cast();
+        header.msg_namelen = size_of::<sockaddr_storage>() as u32;
+        header.msg_iov = slices.as_mut_ptr();
+        header.msg_iovlen = slices.len();
+        header.msg_control = control.0.as_mut_ptr().cast();
+        header.msg_controllen = CONTROL;
+        header.msg_flags = 0;
+        let (fd, flags) = (socket.as_raw_fd(), flags | libc::MSG_DONTWAIT);
+        // SAFETY: the header points at parts of `self`, and at the slices, each with its length.
+        let len = unsafe { libc::syscall(libc::SYS_recvmsg, fd, &raw mut *header, flags) };
+        message.msg_len = whole(len)?;
+        name.len = message.msg_hdr.msg_namelen;
+        Ok(())
+    }
+
     /// What came with message `at` of the last receive; `None` if it has no sender that could be named.
     pub(super) fn received(&self, at: usize) -> Option<Received> {
         let (message, name) = (self.messages.get(at)?, self.names.get(at)?);
@@ -410,6 +472,13 @@ pub(super) struct Received {
     pub to: Option<IpAddr>,
     /// It was longer than its buffer.
     pub cut: bool,
+}
+
+impl Received {
+    /// A switch marked it.
+    pub(super) fn is_marked(&self) -> bool {
+        self.traffic_class & ECN_MASK == ECN_MARKED
+    }
 }
 
 const HEADER: usize = size_of::<cmsghdr>();

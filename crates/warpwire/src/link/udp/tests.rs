@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use warpwire_proto::wire::{Extension, Headers as WireHeaders, Opcode, Packet};
 
+use warpwire_proto::wire::ip::{ECN_MARKED, ECN_MASK};
+
 use super::*;
 use crate::link::LONGEST;
 use crate::link::tests::{fill, receive, send};
