@@ -4,6 +4,7 @@
 //! ```console
 //! $ cargo run --release -p warpwire --example 08_direct            # 8 bytes, a million times
 //! $ cargo run --release -p warpwire --example 08_direct 65536 20000
+//! $ cargo run --release -p warpwire --example 08_direct 65536 20000 64   # to 64 bytes into a page, from a page's beginning
 //! $ valgrind --tool=callgrind target/release/examples/08_direct 8 100000
 //! ```
 #![allow(missing_docs)]
@@ -20,6 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut words = std::env::args().skip(1);
     let size: u32 = words.next().map_or(Ok(8), |word| word.parse())?;
     let count: u64 = words.next().map_or(Ok(1_000_000), |word| word.parse())?;
+    let ahead: u64 = words.next().map_or(Ok(0), |word| word.parse())?;
     let open = || -> Result<Context, warpwire::Error> {
         let link = Shm::bind(([127, 0, 0, 1], 0).into(), shm::Options::default())?;
         Context::open_with(link, HcaOptions { drive: Drive::Inline, ..HcaOptions::default() })
@@ -33,10 +35,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     peer.connect(&qp.offer())?;
     let rights = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
     let from = near.register(&pd, HostMemory::new(size.max(8).into())?, rights)?;
-    let to = far.register(&their_pd, HostMemory::new(size.max(8).into())?, rights)?;
+    let room = ahead + u64::from(size.max(8));
+    let to = far.register(&their_pd, HostMemory::new(room)?, rights)?;
 
     let (bytes, range) = ([7; 64], [from.sge(0, size)]);
-    let request = Request::new(1, Op::Write(to.remote(0)));
+    let request = Request::new(1, Op::Write(to.remote(ahead)));
     let request = match size {
         0..=64 => request.inline(&bytes[..size as usize]),
         _ => request.with(&range),
@@ -61,7 +64,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let each = start.elapsed().as_nanos() as f64 / count as f64;
     let direct = near.stats().direct.operations - before;
-    println!("{size} bytes: {each:.1} ns from post to completion, {direct} of {count} direct");
+    let rate = f64::from(size) / each;
+    println!(
+        "{size} bytes: {each:.1} ns from post to completion ({rate:.2} GB/s), {direct} of {count} direct"
+    );
     println!("{}", qp.path()?);
     Ok(())
 }

@@ -34,9 +34,9 @@ use crate::mr::{Access, Export, Watch};
 use crate::sync::Guard;
 
 /// How many bytes one turn of a queue pair moves.
-pub(super) const TURN: u32 = 256 << 10;
+pub(super) const TURN: u32 = 1 << 20;
 /// How many turns a poster makes at most before it goes on.
-pub(super) const MOST_TURNS: u32 = 8;
+pub(super) const MOST_TURNS: u32 = 2;
 
 /// Rows of queue pairs come first, then those of keys.
 pub(super) const FIRST_KEY: u32 = 1 << 16;

@@ -24,6 +24,7 @@ use crate::error::{Error, Kind, Result};
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;
+mod cached;
 mod copier;
 mod plan;
 mod scalar;
@@ -33,6 +34,7 @@ mod tests;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+pub(crate) use cached::cached;
 pub use copier::Copier;
 pub use plan::{Direction, Plan, Sample, VARIABLE, Way};
 pub use staging::{STAGING_VARIABLE, Staging};
@@ -202,70 +204,6 @@ pub(crate) unsafe fn load(routine: Routine, host: *mut u8, device: *const u8, le
             #[cfg(target_arch = "aarch64")]
             Routine::Neon => copy::<aarch64::Load<64>>(host, device, len, address),
             _ => copy::<scalar::Load<scalar::Widest>>(host, device, len, address),
-        }
-    }
-}
-
-/// From this length on, the processor's own string move is faster than loads and stores of ours, where it has a fast one:
-/// it need not read what it overwrites. At 4 KiB it is 1.6 times as fast as AVX-512, at 1 MiB 1.3 times.
-const STRING_FROM: usize = 2048;
-/// What is left to ordinary stores behind a string move, whose own stores may become visible in any order: who waits for
-/// the last byte finds all others in their places.
-const LEFT_FOR_LAST: usize = 64;
-
-/// Copies `len` bytes between places of the host's own, cached memory, one of which others may access
-/// meanwhile: `memcpy`, where the compiler can see nothing. The last bytes become visible last.
-///
-/// # Safety
-/// `to` is valid for writes and `from` for reads of `len` bytes, and the two do not overlap.
-pub(crate) unsafe fn cached(to: *mut u8, from: *const u8, len: usize) {
-    static ROUTINE: OnceLock<(Routine, usize)> = OnceLock::new();
-    let &(routine, string_from) = ROUTINE.get_or_init(|| {
-        let string_from = if has_string_move() { STRING_FROM } else { usize::MAX };
-        (Routine::for_loads(), string_from)
-    });
-    let body = if len < string_from { 0 } else { len - LEFT_FOR_LAST };
-    // SAFETY: the caller's promise, for two parts that follow each other; the routine was found available.
-    unsafe {
-        if body > 0 {
-            string_move(to, from, body);
-        }
-        cached_by(routine, to.add(body), from.add(body), len - body);
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-use x86::{has_string_move, string_move};
-
-#[cfg(not(target_arch = "x86_64"))]
-fn has_string_move() -> bool {
-    false
-}
-
-/// # Safety
-/// Never called.
-#[cfg(not(target_arch = "x86_64"))]
-unsafe fn string_move(_: *mut u8, _: *const u8, _: usize) {}
-
-/// The same with the registers of a given routine.
-///
-/// # Safety
-/// As for [`cached`], and `routine` is available.
-#[inline]
-unsafe fn cached_by(routine: Routine, to: *mut u8, from: *const u8, len: usize) {
-    // SAFETY: the caller's promise; each arm's instructions belong to the routine that is available. Stores
-    // are aligned, loads need not be.
-    unsafe {
-        match routine {
-            #[cfg(target_arch = "x86_64")]
-            Routine::Avx512 => copy::<x86::Plain<64>>(to, from, len, to.addr()),
-            #[cfg(target_arch = "x86_64")]
-            Routine::Avx2 => copy::<x86::Plain<32>>(to, from, len, to.addr()),
-            #[cfg(target_arch = "x86_64")]
-            Routine::Sse41 => copy::<x86::Plain<16>>(to, from, len, to.addr()),
-            #[cfg(target_arch = "aarch64")]
-            Routine::Neon => copy::<aarch64::Load<64>>(to, from, len, from.addr()),
-            _ => copy::<scalar::Store<scalar::Widest>>(to, from, len, to.addr()),
         }
     }
 }

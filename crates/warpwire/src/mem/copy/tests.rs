@@ -78,7 +78,7 @@ fn both_ways(routine: Routine, device_at: usize, host_at: usize, data: &[u8], ro
     room.expect(host_at, data, &case);
 
     // SAFETY: as above.
-    unsafe { cached_by(routine, room.at(host_at), device.at(device_at), len) };
+    unsafe { cached::rising_by(routine, room.at(host_at), device.at(device_at), len) };
     room.expect(host_at, data, &case);
 
     // SAFETY: as above.
