@@ -171,7 +171,8 @@ mod tests {
     use super::*;
     use crate::link::udp::Options;
     use crate::link::{FlowId, LONGEST, Link, Spoil};
-    use crate::mr::HostMemory;
+    use crate::mem::Allocation;
+    use crate::mem::sim::{Sim, SimConfig};
 
     const HEADERS: usize = 28;
 
@@ -186,6 +187,11 @@ mod tests {
         send(&mut one, flow, 20_000, 0, Spoil::No);
         assert_eq!(receive(&mut two, 1, &mut leave), [(true, HEADERS + 20_000)], "not known yet");
         Some((one, two, flow))
+    }
+
+    fn memory(len: u64) -> Allocation {
+        let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
+        gpu.alloc_pinned(len).unwrap()
     }
 
     fn payload(len: usize, seed: u8) -> Vec<u8> {
@@ -227,25 +233,25 @@ mod tests {
     fn payloads_are_put_where_they_belong_and_nowhere_else() {
         for address in ["127.0.0.1:0", "[::1]:0"] {
             let Some((mut one, mut two, flow)) = links(address) else { continue };
-            let memory = HostMemory::new(1 << 17).unwrap();
+            let memory = memory(1 << 17);
             let longest = one.largest() - HEADERS - ICRC_LEN;
             let lengths = [4200, 5001, 5002, 5003, 8192, 30_001, longest - 1, longest];
             for (seed, len) in lengths.into_iter().enumerate() {
                 for offset in [64, 65, 4095] {
                     let seed = seed as u8;
-                    memory.bytes().write(0, &[0xee; 1 << 17]).unwrap();
+                    memory.host_bytes().unwrap().write(0, &[0xee; 1 << 17]).unwrap();
                     send(&mut one, flow, len, seed, Spoil::No);
                     let came = receive(&mut two, 1, &mut |unread| {
                         assert_eq!((unread.head.from, unread.head.sealed), (one.local(), false));
                         assert_eq!(unread.head.bytes[..HEADERS], [seed; HEADERS]);
-                        let into = memory.bytes().part(offset, len as u64).unwrap();
+                        let into = memory.host_bytes().unwrap().part(offset, len as u64).unwrap();
                         assert!(unread.rest.read_into(HEADERS, &into), "{address} {len} {offset}");
                         assert!(!unread.rest.read_into(HEADERS, &into), "it is there once");
                         assert!(unread.rest.read().is_none(), "it is there once");
                     });
                     assert_eq!(came, [(false, HEADERS + len.next_multiple_of(4))]);
                     let mut found = vec![0; 1 << 17];
-                    memory.bytes().read(0, &mut found).unwrap();
+                    memory.host_bytes().unwrap().read(0, &mut found).unwrap();
                     let (start, end) = (offset as usize, offset as usize + len);
                     assert!(found[start..end] == payload(len, seed), "{address} {len} {offset}");
                     let others = found[..start].iter().chain(&found[end..]);
@@ -288,13 +294,13 @@ mod tests {
     #[test]
     fn what_is_not_right_is_dropped_and_counted() {
         let Some((mut one, mut two, flow)) = links("127.0.0.1:0") else { return };
-        let memory = HostMemory::new(1 << 16).unwrap();
-        let into = memory.bytes().part(0, 20_000).unwrap();
+        let memory = memory(1 << 16);
+        let into = memory.host_bytes().unwrap().part(0, 20_000).unwrap();
         let last = (HEADERS + 20_000 + ICRC_LEN) as u32 * 8 - 1;
         let mut dropped = 0;
         for bit in [0, 95, last - 31, last] {
             for whole in [false, true] {
-                memory.bytes().write(19_936, &[0xee; 64]).unwrap();
+                memory.host_bytes().unwrap().write(19_936, &[0xee; 64]).unwrap();
                 send(&mut one, flow, 20_000, 1, Spoil::Flip(bit));
                 receive(&mut two, 1, &mut |unread| match whole {
                     false => assert!(!unread.rest.read_into(HEADERS, &into), "bit {bit}"),
@@ -302,7 +308,7 @@ mod tests {
                 });
                 dropped += 1;
                 let mut end = [0; 64];
-                memory.bytes().read(19_936, &mut end).unwrap();
+                memory.host_bytes().unwrap().read(19_936, &mut end).unwrap();
                 assert_eq!(end, [0xee; 64], "whoever waits for the last byte has seen nothing");
             }
             // One that is right makes the next expected again.
@@ -315,7 +321,7 @@ mod tests {
         {
             send(&mut one, flow, 20_000, 1, Spoil::No);
             receive(&mut two, 1, &mut |unread| {
-                let into = memory.bytes().part(0, len).unwrap();
+                let into = memory.host_bytes().unwrap().part(0, len).unwrap();
                 assert!(!unread.rest.read_into(headers, &into), "{headers} and {len}");
             });
             dropped += 1;
