@@ -304,6 +304,27 @@ pub struct Frame<'a> {
 }
 
 /// What [`Link::receive_unread`] delivers.
+///
+/// ```
+/// use warpwire::link::{Arrival, Link, Udp, udp::Options};
+/// let mut alice = Udp::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
+/// let mut bob = Udp::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
+/// let to_bob = alice.open(bob.local(), 0)?;
+/// for _ in 0..2 {
+///     alice.reserve(to_bob, 20_000).unwrap().fill(7);
+///     alice.commit();
+///     alice.flush()?;
+/// }
+/// let mut lengths = Vec::new();
+/// while lengths.len() < 2 {
+///     bob.receive_unread(&mut |arrival| match arrival {
+///         Arrival::Read(frame) => lengths.push(frame.bytes.len()),
+///         Arrival::Unread(packet) => lengths.extend(packet.rest.read().map(<[u8]>::len)),
+///     })?;
+/// }
+/// assert_eq!(lengths, [20_000, 20_000]);
+/// # Ok::<(), warpwire::Error>(())
+/// ```
 pub enum Arrival<'a> {
     /// A packet.
     Read(Frame<'a>),

@@ -388,7 +388,7 @@ impl Headers {
         Ok(received)
     }
 
-    /// Looks at the next message, which stays where it is; `false` if there is none. What came with it is that of message 0; its length
+    /// Looks at the next message, which stays where it is; that there is none is an error. What came with it is that of message 0; its length
     /// is its own, however much of it there is room for.
     pub(super) fn peek(&mut self, socket: BorrowedFd<'_>, head: &mut [u8]) -> io::Result<()> {
         let slices = &mut [iovec { iov_base: head.as_mut_ptr().cast(), iov_len: head.len() }];
