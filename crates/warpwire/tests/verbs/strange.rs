@@ -2,16 +2,23 @@
 
 use std::time::Instant;
 
-use warpwire::link::{FlowId, Link};
+use warpwire::link::{FlowId, Link, Spoil};
 use warpwire::verbs::{
     Atomic, Change, Completion, Drive, Offer, Op, QpOptions, Request, State, Status,
 };
 use warpwire_proto::Psn;
-use warpwire_proto::wire::{Aeth, Extension, Headers, Opcode, Syndrome, Transport};
+use warpwire_proto::wire::{Aeth, Extension, Headers, Opcode, Reth, Syndrome, Transport};
 
-use crate::fixture::{Dice, End, Fixture, Patch, SOON, Side, cases, same};
+use crate::fixture::{Dice, End, Fixture, Patch, SOON, Side, Which, cases, same};
 
-cases!(CASES: answers_that_make_no_sense, refusals_of_a_peer, answers_to_nothing, random_answers);
+cases!(
+    CASES:
+    answers_that_make_no_sense,
+    refusals_of_a_peer,
+    answers_to_nothing,
+    long_packets_that_are_not_right,
+    random_answers,
+);
 
 const NUMBER: u32 = 0x77;
 const LEN: u32 = 2048;
@@ -198,6 +205,56 @@ fn answers_to_nothing(fixture: &Fixture) {
     assert!(stage.next().is_success() && stage.next().is_success());
 }
 
+/// One that is damaged on its way is as if it had not come, and the next one that is right is taken.
+fn long_packets_that_are_not_right(fixture: &Fixture) {
+    const LONG: usize = 20_000;
+    if !matches!(fixture.which, Which::Udp4 | Which::Udp6) {
+        println!("skipped: packets through memory are neither damaged nor summed");
+        return;
+    }
+    let mut stage = Stage::new(fixture);
+    stage.side.qp.modify(&Change::to(State::Reset)).unwrap();
+    let mtu = 60 << 10;
+    let address = stage.link.local();
+    let offer = Offer { address, qpn: NUMBER, psn: 5, mtu, max_rd_atomic: 4, lid: 0, gid: 0 };
+    stage.side.qp.connect(&offer).unwrap();
+    let far = fixture.host(&stage.end, LONG as u64);
+    let to = far.mr.remote(0);
+    let reth = Reth { address: to.address, rkey: to.rkey, len: LONG as u32 };
+    let last = (28 + LONG as u32 + 4) * 8 - 1;
+    let mut write = |psn: u32, value: u8, spoil: Spoil| {
+        let (number, reth) = (stage.side.qp.number(), Extension::Reth(reth));
+        let headers = Headers::new(Opcode::WriteOnly, number, Psn::new(psn), reth);
+        let slot = stage.link.reserve(stage.flow, headers.wire_len(LONG)).unwrap();
+        let at = headers.emit(slot, LONG).unwrap();
+        slot[at..at + LONG].fill(value);
+        stage.link.commit_spoiled(spoil);
+        stage.link.flush().unwrap();
+        let (start, before) = (Instant::now(), stage.side.qp.stats().unwrap().packets_received);
+        let dropped = || stage.end.context.hca().link_counters().drops.icrc;
+        let dropped_before = dropped();
+        // Packets that the link drops are not the queue pair's, unless it had begun with them.
+        while stage.side.qp.stats().unwrap().packets_received == before
+            && dropped() == dropped_before
+        {
+            stage.end.context.hca().poll().unwrap();
+            assert!(start.elapsed() < SOON, "it does not come");
+        }
+        (far.read(LONG as u64 - 64, 64), dropped() - dropped_before)
+    };
+    for (psn, value) in [(5, 1), (6, 2)] {
+        assert_eq!(write(psn, value, Spoil::No), (vec![value; 64], 0));
+    }
+    for psn in 7..10 {
+        let (good, bad) = (psn as u8, 0xbb);
+        let (end, dropped) = write(psn, bad, Spoil::Flip(last - psn));
+        assert!(!end.contains(&bad) && dropped == 1, "{psn}: {dropped} dropped");
+        assert_eq!(write(psn, good, Spoil::No), (vec![good; 64], 0));
+        same(&far.read(0, LONG), &[good; LONG], "what was right");
+    }
+    assert_eq!(stage.side.qp.state().unwrap(), State::Rts);
+}
+
 /// Any answer, any request of its own: work ends with success or a status, and nothing but its memory changes.
 fn random_answers(fixture: &Fixture) {
     let mut stage = Stage::new(fixture);
@@ -210,7 +267,10 @@ fn random_answers(fixture: &Fixture) {
         for _ in 0..1 + dice.below(4) {
             let number = stage.side.qp.number();
             let opcode = opcodes[dice.below(opcodes.len() as u64) as usize];
-            let len = 16 + dice.below(300) as usize * 4;
+            // Where there are long ones, some are, which are not read before it is known what they are.
+            let longest = stage.link.largest().min(20_000) as u64;
+            let most = if dice.below(3) == 0 { longest } else { 1216 };
+            let len = 16 + dice.below((most - 16) / 4) as usize * 4;
             let slot = stage.link.reserve(stage.flow, len).unwrap();
             slot.iter_mut().for_each(|byte| *byte = dice.draw() as u8);
             let near = psn.add(dice.below(5) as u32).value().wrapping_sub(2);

@@ -65,26 +65,12 @@ impl Checker {
     /// Whether it is a packet of this machine that goes without an ICRC: see `home.rs`.
     #[inline]
     pub(super) fn is_unsealed(&mut self, from: SocketAddr, to: IpAddr, packet: &[u8]) -> bool {
-        home::is_long(packet.len()) && self.at_home && self.has_short_sum(from, to, packet)
+        let len = packet.len();
+        home::is_long(len) && self.at_home && self.has_short_sum(from, to, len, packet, packet)
     }
 
-    fn has_short_sum(&mut self, from: SocketAddr, to: IpAddr, packet: &[u8]) -> bool {
-        let Some(sender) = sender(&mut self.senders, self.port, from, to) else { return false };
-        let sum = home::short_sum(&mut sender.cover, packet.len(), packet);
-        sender.unsealed = from.ip().is_loopback() && sum.is_some() && sum == carried(packet);
-        sender.unsealed
-    }
-
-    /// Whether a packet of that length, of which only the beginning is known, will most likely be one of those.
-    #[inline]
-    pub(super) fn seems_unsealed(&self, from: SocketAddr, to: IpAddr, len: usize) -> bool {
-        let known = self.senders.get(place_of(from)).and_then(Option::as_ref);
-        let of_sender = |known: &Sender| known.unsealed && known.from == from && known.to == to;
-        home::is_long(len) && self.at_home && known.is_some_and(of_sender)
-    }
-
-    /// The same as [`is_unsealed`](Checker::is_unsealed), of a packet in two parts.
-    pub(super) fn parts_are_unsealed(
+    /// Whether a long packet of this machine, of which these are the beginning and the end, has the sum that stands in the place of an ICRC.
+    pub(super) fn has_short_sum(
         &mut self,
         from: SocketAddr,
         to: IpAddr,
@@ -94,7 +80,16 @@ impl Checker {
     ) -> bool {
         let Some(sender) = sender(&mut self.senders, self.port, from, to) else { return false };
         let sum = home::short_sum(&mut sender.cover, len, head);
-        sum.is_some() && sum == carried(tail)
+        sender.unsealed = from.ip().is_loopback() && sum.is_some() && sum == carried(tail);
+        sender.unsealed
+    }
+
+    /// Whether a packet of that length, of which only the beginning is known, will most likely be one of those.
+    #[inline]
+    pub(super) fn seems_unsealed(&self, from: SocketAddr, to: IpAddr, len: usize) -> bool {
+        let known = self.senders.get(place_of(from)).and_then(Option::as_ref);
+        let of_sender = |known: &Sender| known.unsealed && known.from == from && known.to == to;
+        home::is_long(len) && self.at_home && known.is_some_and(of_sender)
     }
 
     /// The identification that makes the packet's ICRC right; `None` if none does.

@@ -236,9 +236,7 @@ impl Udp {
         }
         delivered
     }
-}
 
-impl Udp {
     /// Takes what one such call brings.
     fn receive_by(&mut self, now: Calls, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
         let Incoming { headers, buffer, size, streak, .. } = &mut self.incoming;

@@ -151,7 +151,7 @@ impl Waiting<'_> {
         incoming.received(0).filter(|message| is_same(message, &self.message))?;
         let from = self.message.from;
         let right = self.head.starts_with(head)
-            && self.checker.parts_are_unsealed(from, self.to, len, head, tail);
+            && self.checker.has_short_sum(from, self.to, len, head, tail);
         if !right {
             return None;
         }
@@ -310,10 +310,10 @@ mod tests {
                 let mut end = [0; 64];
                 memory.host_bytes().unwrap().read(19_936, &mut end).unwrap();
                 assert_eq!(end, [0xee; 64], "whoever waits for the last byte has seen nothing");
+                // The next is read at once, as one that may be sealed is; then they are expected again.
+                send(&mut one, flow, 20_000, 1, Spoil::No);
+                assert_eq!(receive(&mut two, 1, &mut leave), [(true, HEADERS + 20_000)]);
             }
-            // One that is right makes the next expected again.
-            send(&mut one, flow, 20_000, 1, Spoil::No);
-            receive(&mut two, 1, &mut leave);
         }
         // Lengths that the packet does not have.
         for (headers, len) in
