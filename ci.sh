@@ -1,53 +1,165 @@
 #!/usr/bin/env bash
-# All checks of the project. Runs on any Linux with cargo; as root on Debian it installs what else it needs.
+# The checks of the project. They run on any Linux with cargo; as root on Debian what else they need is installed.
 #
-#   ./ci.sh                          what a change must pass
-#   WARPWIRE_REQUIRE=cuda,ptx,scapy,tshark,fuzz,valgrind,rxe,g++ ./ci.sh    what is absent is then a failure
+#   cargo test              the inner loop: every suite on one backend
+#   ./ci.sh                 what a change must pass: every suite on every backend, and the judgement of other software
+#   ./ci.sh full            everything, and longer: for a night, or before a release
+#   ./ci.sh list            the steps, and which of the two runs them
+#   ./ci.sh step NAME...    single steps; `full` before them gives them the effort of ./ci.sh full
+#
+# What is absent is said in a line `skipped: why`; WARPWIRE_REQUIRE names what must not be:
+#   WARPWIRE_REQUIRE=cuda,ptx,scapy,tshark,fuzz,valgrind,rxe,g++,mlx5dv,clients,sanitizers,msrv,no-std ./ci.sh
 set -euo pipefail
 cd "$(dirname "$0")"
+
+# name | loops | what it does
+STEPS="
+format     | change full | rustfmt on all sources
+lints      | change full | clippy on all targets, warnings are errors
+build      | change full | the tests, the examples and the command, once for all steps behind it
+tests      | change full | unit tests, layering, protocol seeds, the command, code blocks of the docs, every suite on every backend
+docs       | change full | rustdoc without warnings
+ptx        | change full | the PTX in the tree is what its sources give; headers compile for Volta and Hopper
+headers    | change full | the headers for kernels as C++ on CPU threads, under sanitizers
+wire       | change full | scapy and tshark judge a packet of every kind
+clients    | change full | redis-cli, redis-benchmark, nc, curl and Python talk to sockets inside kernels
+lab        | change full | Linux soft-RoCE in a guest: its core cases; all of them in ./ci.sh full
+fuzz       | change full | each target for some seconds; for five minutes in ./ci.sh full
+demo       | change full | the README's first command, doctor, and the examples
+sanitizers | full        | the suite of sockets with the headers under ASan and UBSan
+counts     | full        | machine instructions per packet, held to their ceilings
+msrv       | full        | the oldest Rust that Cargo.toml promises, where it is installed
+no-std     | full        | the protocol crate for a target without std, where it is installed
+package    | full        | what would be published builds by itself
+"
+
+missing() { # missing DEBIAN-PACKAGE...: installs what is not there, if that is possible
+  local package absent=()
+  for package in "$@"; do
+    dpkg -s "$package" >/dev/null 2>&1 || absent+=("$package")
+  done
+  [ ${#absent[@]} = 0 ] && return 0
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${absent[@]}"; } \
+      >/dev/null 2>&1 && return 0
+  fi
+  echo "missing: ${absent[*]} (on Debian: sudo apt-get install ${absent[*]})" >&2
+  return 1
+}
 
 need() { # need COMMAND DEBIAN-PACKAGE...
   command -v "$1" >/dev/null && return
   shift
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@" >/dev/null
-  else
-    echo "missing: install $* (on Debian: sudo apt-get install $*)" >&2
-    exit 1
-  fi
+  missing "$@"
 }
 
-want() { (need "$@" 2>/dev/null) || true; } # whoever uses it says what it skips
+required() { case ",${WARPWIRE_REQUIRE-}," in *",$1,"*) ;; *) return 1 ;; esac; }
 
-step() { printf '\n== %s\n' "$*"; "$@"; }
+skip() { # skip NAME WHY
+  echo "skipped: $1 ($2)"
+  ! required "$1"
+}
 
-export PATH="$PATH:$HOME/.cargo/bin"
-if ! command -v cargo >/dev/null; then
-  echo "missing: cargo 1.88 or newer, with rustfmt and clippy; see https://rustup.rs" >&2
-  exit 1
+bin() { echo "${CARGO_TARGET_DIR:-target}/debug/$1"; }
+
+step_format() {
+  cargo fmt --all -- --check
+  cargo fmt --manifest-path fuzz/Cargo.toml -- --check
+}
+step_lints() { cargo clippy --workspace --all-targets --quiet -- -D warnings; }
+# All steps name the whole workspace: cargo then unifies features in one way, and builds nothing twice.
+step_build() { cargo test --workspace --no-run --quiet; }
+step_tests() { cargo test --workspace --quiet; }
+step_docs() { RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --quiet; }
+step_ptx() { tools/ptx --check; }
+step_headers() { tools/header-tests; }
+step_wire() {
+  command -v tshark >/dev/null || missing tshark || true # tools/wire-oracles says what it skips
+  tools/wire-oracles
+}
+step_clients() { WARPWIRE=$(bin warpwire) tools/sock-clients; }
+step_lab() { tools/rxe-lab test; }
+step_fuzz() { if [ "$WARPWIRE_EFFORT" = full ]; then tools/fuzz all 300; else tools/fuzz; fi; }
+step_demo() {
+  "$(bin warpwire)" demo
+  "$(bin warpwire)" doctor
+  "$(bin examples/01_move)"
+  "$(bin examples/12_together)"
+}
+step_sanitizers() { tools/sock-sanitizers; }
+step_counts() { tools/instructions; }
+step_msrv() {
+  local version
+  version=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+  if ! cargo "+$version" --version >/dev/null 2>&1; then
+    skip msrv "no toolchain $version; rustup toolchain install $version"
+    return
+  fi
+  cargo "+$version" check --workspace --all-targets --quiet --target-dir target/msrv
+}
+step_no-std() {
+  local target=thumbv7em-none-eabi
+  if [ ! -d "$(rustc --print sysroot)/lib/rustlib/$target" ]; then
+    skip no-std "no target $target; rustup target add $target"
+    return
+  fi
+  cargo build -p warpwire-proto --target $target --quiet
+}
+step_package() { cargo package --workspace --exclude warpwire-testkit --allow-dirty --quiet; }
+
+prepare() {
+  export PATH="$PATH:$HOME/.cargo/bin" INSTA_UPDATE=no
+  if ! command -v cargo >/dev/null; then
+    echo "missing: cargo 1.88 or newer, with rustfmt and clippy; see https://rustup.rs" >&2
+    exit 1
+  fi
+  need cc gcc libc6-dev
+  need python3 python3 python3-pip
+  # What tests use if it is there: a compiler for the headers, the header of a ConnectX's queues.
+  command -v g++ >/dev/null || missing g++ || true
+  [ -e /usr/include/infiniband/mlx5dv.h ] || missing libibverbs-dev || true
+}
+
+names() { # names LOOP
+  echo "$STEPS" | awk -F'|' -v loop="$1" '$2 ~ loop { gsub(/ /, "", $1); print $1 }'
+}
+
+run() { # run NAME...
+  local name start status begun=$SECONDS times=()
+  prepare
+  for name in "$@"; do
+    if ! names . | grep -qx "$name"; then
+      echo "no step is called $name; ./ci.sh list" >&2
+      exit 2
+    fi
+  done
+  for name in "$@"; do
+    printf '\n== %s\n' "$name"
+    start=$SECONDS
+    # Not as a condition: bash would then let a step go on after a command that failed.
+    set +e
+    (set -e; "step_$name")
+    status=$?
+    set -e
+    if [ $status != 0 ]; then
+      printf '\nfailed: %s, after %d s; again with: ./ci.sh step %s\n' "$name" $((SECONDS - start)) "$name"
+      exit 1
+    fi
+    times+=("$name $((SECONDS - start))")
+    printf '== %s: %d s\n' "$name" $((SECONDS - start))
+  done
+  printf '\nall checks passed in %d s: %s\n' $((SECONDS - begun)) "$(IFS=,; echo "${times[*]}" | sed 's/,/, /g')"
+}
+
+export WARPWIRE_EFFORT=change
+if [ "${1-}" = full ]; then
+  export WARPWIRE_EFFORT=full
+  shift
+  set -- "${@:-all}"
 fi
-need cc gcc libc6-dev
-need python3 python3 python3-pip
-
-export INSTA_UPDATE=no
-step cargo fmt --all -- --check
-step cargo fmt --manifest-path fuzz/Cargo.toml -- --check
-step cargo clippy --workspace --all-targets --quiet -- -D warnings
-step cargo test --workspace --quiet
-RUSTDOCFLAGS=-Dwarnings step cargo doc --workspace --no-deps --quiet
-step tools/ptx --check
-want g++ g++
-step tools/header-tests
-step tools/sock-judges
-step tools/sock-sanitizers
-want tshark tshark
-step tools/wire-oracles
-step tools/rxe-lab test
-step tools/fuzz
-step tools/instructions
-step cargo run --quiet -- demo
-# As the tests' build left them: asked for by their package, they would be built once more.
-step "${CARGO_TARGET_DIR:-target}"/debug/examples/01_move
-step "${CARGO_TARGET_DIR:-target}"/debug/examples/12_together
-step cargo run --quiet -- doctor
-printf '\nall checks passed\n'
+case "${1-}" in
+  "" | all) run $(names "$WARPWIRE_EFFORT") ;;
+  list) echo "$STEPS" | sed '/^$/d' ;;
+  step) shift; run "$@" ;;
+  *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2 ;;
+esac

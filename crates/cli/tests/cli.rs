@@ -1,31 +1,15 @@
 //! The built binary, run as a user runs it.
 
-// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
-#![allow(clippy::unwrap_used)]
-
-use std::process::{Command, Output, Stdio};
+use std::process::{Output, Stdio};
 
 #[path = "../../warpwire/tests/support/mod.rs"]
 mod support;
 
+use crate::{stderr, stdout, warpwire};
 use support::Machine;
-
-fn warpwire() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_warpwire"));
-    command.env_remove("WARPWIRE_LOG").env_remove("NO_COLOR");
-    command
-}
 
 fn run(arguments: &[&str]) -> Output {
     warpwire().args(arguments).output().unwrap()
-}
-
-fn stdout(output: &Output) -> String {
-    String::from_utf8(output.stdout.clone()).unwrap()
-}
-
-fn stderr(output: &Output) -> String {
-    String::from_utf8(output.stderr.clone()).unwrap()
 }
 
 #[test]

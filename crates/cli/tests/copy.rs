@@ -1,30 +1,18 @@
 //! `warpwire copy`, run as a user runs it, on the simulated GPU.
 
-// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
-#![allow(clippy::unwrap_used)]
-
-use std::process::{Command, Output};
+use std::process::Output;
 
 use serde_json::Value;
+
+use crate::{stderr, stdout};
 
 fn run(arguments: &[&str]) -> Output {
     run_with(arguments, &[])
 }
 
 fn run_with(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_warpwire"));
-    for variable in ["WARPWIRE_LOG", "WARPWIRE_SIM", "WARPWIRE_WINDOW", "WARPWIRE_COPY"] {
-        command.env_remove(variable);
-    }
+    let mut command = crate::warpwire();
     command.arg("copy").args(arguments).envs(environment.iter().copied()).output().unwrap()
-}
-
-fn stdout(output: &Output) -> String {
-    String::from_utf8(output.stdout.clone()).unwrap()
-}
-
-fn stderr(output: &Output) -> String {
-    String::from_utf8(output.stderr.clone()).unwrap()
 }
 
 /// What it printed, if it ended well.

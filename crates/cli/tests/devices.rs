@@ -1,29 +1,16 @@
 //! `warpwire devices`, run as a user runs it.
 
-// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
-#![allow(clippy::unwrap_used)]
+use std::process::Output;
 
-use std::process::{Command, Output};
+use crate::{stderr, stdout};
 
 fn run(arguments: &[&str], library: Option<&str>) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_warpwire"));
-    command
-        .arg("devices")
-        .args(arguments)
-        .env_remove("WARPWIRE_LOG")
-        .env_remove("WARPWIRE_IBVERBS");
+    let mut command = crate::warpwire();
+    command.arg("devices").args(arguments);
     if let Some(library) = library {
         command.env("WARPWIRE_IBVERBS", library);
     }
     command.output().unwrap()
-}
-
-fn stdout(output: &Output) -> String {
-    String::from_utf8(output.stdout.clone()).unwrap()
-}
-
-fn stderr(output: &Output) -> String {
-    String::from_utf8(output.stderr.clone()).unwrap()
 }
 
 const MISSING: &str = "libibverbs-that-is-not-there.so.1";

@@ -1,17 +1,11 @@
 //! `warpwire async`, run as a user runs it, on the simulated GPU.
 
-// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
-#![allow(clippy::unwrap_used)]
-
-use std::process::{Command, Output};
+use std::process::Output;
 
 use serde_json::Value;
 
 fn run(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_warpwire"));
-    for variable in ["WARPWIRE_LOG", "WARPWIRE_SIM", "WARPWIRE_WINDOW", "WARPWIRE_COPY"] {
-        command.env_remove(variable);
-    }
+    let mut command = crate::warpwire();
     command.arg("async").args(arguments).args(["-d", "sim:0"]).output().unwrap()
 }
 

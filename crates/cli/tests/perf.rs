@@ -1,33 +1,21 @@
 //! `warpwire perf` and `warpwire stat`, run as a user runs them, on the loopback interface.
 
-// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
-#![allow(clippy::unwrap_used)]
-
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+use crate::{stderr, stdout};
+
 fn warpwire(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_warpwire"));
-    for variable in ["WARPWIRE_LOG", "WARPWIRE_SIM", "WARPWIRE_STAT", "WARPWIRE_UDP", "COLUMNS"] {
-        command.env_remove(variable);
-    }
+    let mut command = crate::warpwire();
     command.args(arguments);
     command
 }
 
 fn run(arguments: &[&str]) -> Output {
     warpwire(arguments).output().unwrap()
-}
-
-fn stdout(output: &Output) -> String {
-    String::from_utf8(output.stdout.clone()).unwrap()
-}
-
-fn stderr(output: &Output) -> String {
-    String::from_utf8(output.stderr.clone()).unwrap()
 }
 
 /// What `perf` printed, if it ended well.

@@ -1,18 +1,12 @@
 //! `warpwire pingpong`, run as a user runs it: both ends on the loopback interface.
 
-// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
-#![allow(clippy::unwrap_used)]
-
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 
 use serde_json::Value;
 
 fn warpwire(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_warpwire"));
-    for variable in ["WARPWIRE_LOG", "WARPWIRE_SIM", "WARPWIRE_STAT", "WARPWIRE_UDP", "COLUMNS"] {
-        command.env_remove(variable);
-    }
+    let mut command = crate::warpwire();
     command.arg("pingpong").args(arguments);
     command
 }

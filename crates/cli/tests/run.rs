@@ -1,8 +1,5 @@
 //! `warpwire run` and `warpwire mp`, run as a user runs them.
 
-// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
-#![allow(clippy::unwrap_used)]
-
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output, Stdio};
@@ -11,13 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 fn warpwire(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_warpwire"));
-    for (variable, _) in std::env::vars() {
-        let launchers = ["WARPWIRE_", "RANK", "WORLD_SIZE", "OMPI_", "PMI_", "SLURM_", "MASTER_"];
-        if launchers.iter().any(|prefix| variable.starts_with(prefix)) {
-            command.env_remove(variable);
-        }
-    }
+    let mut command = crate::warpwire();
     command.args(arguments);
     command
 }

@@ -1,8 +1,5 @@
 //! `warpwire sock`, run as a user runs it, on the simulated GPU.
 
-// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
-#![allow(clippy::unwrap_used)]
-
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Output, Stdio};
@@ -11,10 +8,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 fn warpwire(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_warpwire"));
-    for variable in ["WARPWIRE_LOG", "WARPWIRE_SIM", "WARPWIRE_WINDOW", "COLUMNS"] {
-        command.env_remove(variable);
-    }
+    let mut command = crate::warpwire();
     command.arg("sock").args(arguments);
     command
 }

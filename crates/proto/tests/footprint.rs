@@ -1,5 +1,4 @@
 //! What a queue pair takes.
-#![allow(clippy::unwrap_used)]
 
 use warpwire_proto::qp::{Mtu, Options, Qp, Ud};
 

@@ -1,5 +1,4 @@
 //! Defects that a reading of the queue pair found, one test each: they stay mended.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use warpwire_proto::qp::*;
 use warpwire_proto::wire::{

@@ -1,5 +1,4 @@
 //! Packets: known vectors, round trips, and bytes that are no packets.
-#![allow(clippy::unwrap_used)]
 
 use std::net::IpAddr;
 

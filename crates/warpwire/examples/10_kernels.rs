@@ -8,12 +8,12 @@
 //! ```
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, unsafe_code)]
 
-#[allow(dead_code)]
-#[path = "../tests/kernels/calls.rs"]
-mod calls;
-#[allow(dead_code, unused_imports, unused_macros)]
-#[path = "../tests/kernels/fixture.rs"]
-mod fixture;
+#[path = "../tests/kernels"]
+#[allow(dead_code)] // it is the tests' own
+mod kernels {
+    pub mod calls;
+    pub mod fixture;
+}
 
 use std::net::TcpListener;
 use std::process::{Command, ExitCode, Stdio};
@@ -28,7 +28,7 @@ use warpwire::stream::kernel::SignalWait;
 use warpwire::verbs::exchange::Exchange;
 use warpwire::verbs::{Context, Drive, Offer, Remote};
 
-use fixture::{End, Fixture, LEN, SOON, WORD, Which, bytes};
+use kernels::fixture::{End, Fixture, LEN, WORD, Which, bytes, soon};
 
 type Part = fn(&Fixture) -> Result<String, String>;
 
@@ -139,7 +139,7 @@ fn ping(
         end.start(&streams[side], &kernel, 1, &[side as u64, rounds, at]);
     }
     for stream in &streams {
-        stream.synchronize(SOON).map_err(|why| why.to_string())?;
+        stream.synchronize(soon()).map_err(|why| why.to_string())?;
     }
     let time = start.elapsed();
     for end in &ends {
@@ -185,12 +185,12 @@ fn relay(fixture: &Fixture, rounds: u64) -> Result<f64, String> {
             let launch =
                 launch.value(bells.address().raw() + side * 4096).keep(&bells.whole().unwrap());
             let launch = launch.value(words.address().raw() + side * 4096).keep(&region);
-            let launch = launch.value(SOON.as_nanos() as u64 / 2);
+            let launch = launch.value(soon().as_nanos() as u64 / 2);
             let launch = launch.value(words.address().raw() + 8192 + side * 8);
             // SAFETY: the kernel touches the bells and words that the launch keeps.
             unsafe { streams[side as usize].launch(launch) }.unwrap();
         }
-        let done = streams.iter().try_for_each(|stream| stream.synchronize(SOON));
+        let done = streams.iter().try_for_each(|stream| stream.synchronize(soon()));
         let time = start.elapsed();
         stop.store(true, Ordering::Relaxed);
         done.map_err(|why| why.to_string())?;
@@ -236,7 +236,7 @@ fn storm_in(fixture: &Fixture, mode: u64) -> Result<String, String> {
     let start = Instant::now();
     // SAFETY: the kernel touches the handles and lists in the table, whose ends outlive the stream's work.
     unsafe { stream.launch(launch) }.unwrap();
-    stream.synchronize(SOON * 3).map_err(|why| why.to_string())?;
+    stream.synchronize(soon() * 3).map_err(|why| why.to_string())?;
     let time = start.elapsed();
     let mut wrong = [0; 8];
     table.read(2048, &mut wrong).unwrap();
@@ -291,7 +291,7 @@ fn graphs(fixture: &Fixture) -> Result<String, String> {
         back.replay(&pong).map_err(|why| why.to_string())?;
     }
     for stream in [&out, &back] {
-        stream.synchronize(SOON * 3).map_err(|why| why.to_string())?;
+        stream.synchronize(soon() * 3).map_err(|why| why.to_string())?;
     }
     let time = start.elapsed();
     a.qp.check().and(b.qp.check()).map_err(|why| why.to_string())?;
@@ -346,14 +346,14 @@ fn processes(fixture: &Fixture) -> Result<String, String> {
 }
 
 fn active_process(fixture: &Fixture, listener: &TcpListener) -> warpwire::Result<String> {
-    let mut exchange = Exchange::accept(listener, SOON)?;
+    let mut exchange = Exchange::accept(listener, soon())?;
     let a = alone(fixture);
     meet(&a, &mut exchange)?;
     a.memory.write(0, &bytes(8192, 1))?;
     exchange.swap(&"its kernel has begun".to_owned())?;
     let (stream, start) = (fixture.gpu.stream()?, Instant::now());
     a.start(&stream, &fixture.kernel("calls_active"), 256, &[2]);
-    stream.synchronize(SOON)?;
+    stream.synchronize(soon())?;
     let time = start.elapsed();
     let findings: [i64; 15] = a.findings();
     exchange.swap(&"ours is done".to_owned())?;
@@ -368,14 +368,14 @@ fn child(label: &str, address: &str) -> ExitCode {
     let run = || -> warpwire::Result<()> {
         let gpu = mem::open(label)?;
         let fixture = Fixture::new(gpu.info().backend, Which::Loopback);
-        let mut exchange = Exchange::connect(address, SOON)?;
+        let mut exchange = Exchange::connect(address, soon())?;
         let b = alone(&fixture);
         b.memory.write(16384, &bytes(4096, 2))?;
         meet(&b, &mut exchange)?;
         let stream = fixture.gpu.stream()?;
         b.start(&stream, &fixture.kernel("calls_passive"), 32, &[1]);
         exchange.swap(&"ours has begun".to_owned())?;
-        stream.synchronize(SOON)?;
+        stream.synchronize(soon())?;
         exchange.swap(&"its kernel is done".to_owned())?;
         let imm = |length: i64, imm: i64| length << 32 | 1 << 31 | imm;
         assert_eq!(b.findings(), [0, 0, 100 << 32, 0, imm(50, 77), 0, imm(16, 88)]);

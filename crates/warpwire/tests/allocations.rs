@@ -1,12 +1,13 @@
 //! After warm-up nothing is allocated for a post, a packet or a poll, however the memory was named.
 //!
-//! In a binary of its own: it counts every allocation of the process.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
-#![allow(unsafe_code)] // an allocator is
+//! One case at a time: they count every allocation of the process.
+#![allow(unsafe_code)] // registering by address is
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicU64, Ordering};
+#[path = "../../proto/benches/pump/mod.rs"]
+mod pump;
 
+use pump::{Pump, WORK, len_of};
+use testkit::{Collector, CountingAllocator, Suite, cases};
 use warpwire::hca::HcaOptions;
 use warpwire::link::{Hub, Link, Shm, shm};
 use warpwire::mem::sim::{Sim, SimConfig};
@@ -17,32 +18,14 @@ use warpwire::verbs::{
     QpOptions, ReceiveRequest, Request, Service, Srq, SrqOptions,
 };
 
-struct Counting;
+pub const SUITE: Suite = Suite { name: "allocations", env: &[], collect, role: |_| {} };
 
-static COUNT: AtomicU64 = AtomicU64::new(0);
+cases!(CASES: nothing_is_allocated_on_the_way, no_packet_allocates, the_counter_counts);
 
-// SAFETY: every call goes to the system's allocator as it came.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        COUNT.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: as it came.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: as it came.
-        unsafe { System.dealloc(at, layout) }
-    }
-
-    unsafe fn realloc(&self, at: *mut u8, layout: Layout, len: usize) -> *mut u8 {
-        COUNT.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: as it came.
-        unsafe { System.realloc(at, layout, len) }
-    }
+fn collect(suite: &mut Collector) {
+    suite.one_at_a_time();
+    suite.add("", CASES, |case| (case.run)(&()));
 }
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 /// How the memory at both ends was registered.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -211,7 +194,6 @@ impl Datagrams {
 }
 
 /// By packets, and without; one after the other, as the count is the process's.
-#[test]
 fn nothing_is_allocated_on_the_way() {
     for sort in [
         Sort::Handle,
@@ -247,11 +229,11 @@ fn rounds(pair: &Pair, sort: Sort, least_packets: u64, least_direct: u64) {
     for _ in 0..50 {
         pair.round();
     }
-    let before = COUNT.load(Ordering::Relaxed);
+    let before = CountingAllocator::of_process();
     for _ in 0..200 {
         pair.round();
     }
-    let allocated = COUNT.load(Ordering::Relaxed) - before;
+    let allocated = CountingAllocator::of_process() - before;
     let packets = pair.contexts[0].stats().pairs.packets_sent;
     assert!(packets > least_packets, "{packets} packets");
     let direct = pair.contexts[0].stats().direct;
@@ -264,11 +246,11 @@ fn datagram_rounds() {
     for _ in 0..50 {
         datagrams.round();
     }
-    let before = COUNT.load(Ordering::Relaxed);
+    let before = CountingAllocator::of_process();
     for _ in 0..200 {
         datagrams.round();
     }
-    let allocated = COUNT.load(Ordering::Relaxed) - before;
+    let allocated = CountingAllocator::of_process() - before;
     assert_eq!(datagrams.context.stats().pairs.packets_sent, 5000);
     assert_eq!(allocated, 0, "allocations in 200 rounds of datagrams");
 }
@@ -285,9 +267,27 @@ fn socket_rounds() {
         assert_eq!(here.recv_from(&mut bytes).unwrap(), (10, to));
     };
     let least = (0..20).map(|_| {
-        let before = COUNT.load(Ordering::Relaxed);
+        let before = CountingAllocator::of_process();
         (0..100).for_each(|_| round());
-        COUNT.load(Ordering::Relaxed) - before
+        CountingAllocator::of_process() - before
     });
     assert_eq!(least.min(), Some(0), "allocations in 100 rounds of datagram sockets");
+}
+
+/// Invariant 5 of the protocol: once connected, a queue pair allocates nothing, whatever work goes through it. It stands
+/// here because an allocator is unsafe code, of which the protocol crate has none.
+fn no_packet_allocates() {
+    for (name, op, packets) in WORK {
+        let mut pump = Pump::new(1024, 64);
+        let before = CountingAllocator::of_thread();
+        pump.run(op, len_of(op, packets, 1024), 10_000);
+        assert_eq!(CountingAllocator::of_thread() - before, 0, "{name}");
+    }
+}
+
+fn the_counter_counts() {
+    let before = [CountingAllocator::of_thread(), CountingAllocator::of_process()];
+    drop(std::hint::black_box(Box::new(7)));
+    let after = [CountingAllocator::of_thread(), CountingAllocator::of_process()];
+    assert!(after[0] > before[0] && after[1] > before[1]);
 }

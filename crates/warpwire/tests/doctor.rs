@@ -4,9 +4,7 @@
 // Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
-mod support;
-
-use support::{MACHINES, Machine};
+use crate::support::{MACHINES, Machine};
 use warpwire::doctor::{Answer, Check, Evidence, Report, Status};
 
 /// The check of this name.

@@ -3,8 +3,8 @@
 use warpwire_proto::qp::{Discard, Op, Status};
 use warpwire_proto::wire::{Nak, Opcode, Syndrome};
 
-use crate::host::{Call, Done};
-use crate::pair::{A, ADD, B, MTU, PLACE, Pair, Terms, opcodes, psns};
+use crate::directed::host::{Call, Done};
+use crate::directed::pair::{A, ADD, B, MTU, PLACE, Pair, Terms, opcodes, psns};
 
 use Status::Success;
 

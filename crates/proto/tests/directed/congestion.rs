@@ -6,7 +6,7 @@ use warpwire_proto::qp::{Arrived, CUT_INTERVAL, Op, Options, RAISE_INTERVAL, Tra
 use warpwire_proto::wire::{Extension, Opcode};
 use warpwire_proto::{Instant, Psn};
 
-use crate::pair::{A, B, MTU, NUMBERS, PLACE, Pair, Terms};
+use crate::directed::pair::{A, B, MTU, NUMBERS, PLACE, Pair, Terms};
 
 /// A byte in a nanosecond.
 const LINE: u64 = 1_000_000_000;

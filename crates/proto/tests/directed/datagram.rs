@@ -8,8 +8,8 @@ use warpwire_proto::qp::{
 };
 use warpwire_proto::wire::{Deth, Extension, Headers, Opcode};
 
-use crate::host::{Call, Done, Script};
-use crate::pair::MTU;
+use crate::directed::host::{Call, Done, Script};
+use crate::directed::pair::MTU;
 
 const QKEY: u32 = 0x1234;
 
@@ -211,7 +211,8 @@ fn packets_of_other_services_and_partitions_are_dropped() {
     let send = Headers::new(Opcode::SendOnly, 9, Psn::new(0), Extension::None);
     let arrived = Arrived { headers: &send, payload_len: 1, marked: false };
     assert_eq!(receiver.handle_packet(&arrived, &mut host), Err(Discard::Service));
-    let foreign = crate::pair::edited(&on_its_way(QKEY, 1), |headers| headers.partition = 0x1234);
+    let foreign =
+        crate::directed::pair::edited(&on_its_way(QKEY, 1), |headers| headers.partition = 0x1234);
     assert_eq!(arrive(&mut receiver, &foreign, &mut host), Err(Discard::Partition));
 }
 

@@ -4,8 +4,8 @@ use warpwire_proto::Psn;
 use warpwire_proto::qp::{Discard, Op, Status, Transmit};
 use warpwire_proto::wire::{Extension, Opcode, Reth, Syndrome};
 
-use crate::host::Call;
-use crate::pair::{
+use crate::directed::host::Call;
+use crate::directed::pair::{
     A, ADD, B, MTU, PLACE, Pair, Terms, aeth, edited, one_of_each, opcodes, psn, psns,
 };
 

@@ -7,8 +7,8 @@ use warpwire_proto::qp::{
 };
 use warpwire_proto::wire::{Aeth, Extension, Nak, Opcode, Syndrome};
 
-use crate::host::{Call, Done};
-use crate::pair::{A, ADD, B, MTU, PLACE, Pair, Terms, syndrome};
+use crate::directed::host::{Call, Done};
+use crate::directed::pair::{A, ADD, B, MTU, PLACE, Pair, Terms, syndrome};
 
 use Status::{Flushed, Success};
 

@@ -5,8 +5,8 @@ use warpwire_proto::qp::Verdict::{NotNow, Refused, Yes};
 use warpwire_proto::qp::{Discard, Op, State, Status};
 use warpwire_proto::wire::{Nak, Syndrome};
 
-use crate::host::Call;
-use crate::pair::{A, B, MTU, PLACE, Pair, Terms, one_of_each, psn, psns, syndrome};
+use crate::directed::host::Call;
+use crate::directed::pair::{A, B, MTU, PLACE, Pair, Terms, one_of_each, psn, psns, syndrome};
 
 use Call::{
     Execute, FetchRemote, FetchWork, Invalidate, MayAccess, PlaceReceive, PlaceRemote,
@@ -51,7 +51,9 @@ fn run_with(op: Op, len: u32, (end, call): (usize, Call), yes: usize, times: usi
 
 /// The bytes before an invalidation that must wait may be placed again; the key goes once.
 fn check_invalidated(pair: &Pair, packets: usize) {
-    let is_key = |done: &&crate::host::Done| matches!(done, crate::host::Done::Invalidated(_));
+    let is_key = |done: &&crate::directed::host::Done| {
+        matches!(done, crate::directed::host::Done::Invalidated(_))
+    };
     assert_eq!(pair.ends[B].host.done.iter().filter(is_key).count(), 3);
     assert!(pair.ends[B].host.done.len() >= 3 * (packets + 1));
 }

@@ -6,8 +6,8 @@ use warpwire_proto::qp::{
 use warpwire_proto::wire::{Aeth, Deth, Extension, Headers, Opcode, Syndrome};
 use warpwire_proto::{Instant, Psn};
 
-use crate::host::Script;
-use crate::pair::{A, ADD, B, MTU, NUMBERS, PLACE, Pair, Terms, edited, one_of_each};
+use crate::directed::host::Script;
+use crate::directed::pair::{A, ADD, B, MTU, NUMBERS, PLACE, Pair, Terms, edited, one_of_each};
 
 use Status::{Flushed, Success};
 
@@ -112,7 +112,9 @@ fn reset_forgets_everything_and_the_pair_can_be_brought_up_again() {
 #[test]
 fn a_failed_pair_can_be_brought_up_again() {
     let mut pair = Pair::new();
-    pair.ends[B].host.answer(crate::host::Call::MayAccess, [warpwire_proto::qp::Verdict::Refused]);
+    pair.ends[B]
+        .host
+        .answer(crate::directed::host::Call::MayAccess, [warpwire_proto::qp::Verdict::Refused]);
     pair.post(A, 0, Op::Write(PLACE), 10);
     pair.exchange();
     let terms = pair.terms;

@@ -4,7 +4,7 @@ use warpwire_proto::Psn;
 use warpwire_proto::qp::{Discard, Op, Status, Transmit};
 use warpwire_proto::wire::{Nak, Opcode, Syndrome};
 
-use crate::pair::{
+use crate::directed::pair::{
     A, ADD, B, MTU, PLACE, Pair, Terms, aeth, edited, one_of_each, opcodes, psn, syndrome,
 };
 
@@ -139,7 +139,7 @@ fn every_operation_survives_the_loss_of_any_packet_at_the_end_of_the_numbers() {
             }
             pair.assert_all_succeed(1);
             let once = u32::from(matches!(op, Op::Atomic(..)));
-            assert_eq!(pair.ends[B].host.times_asked(crate::host::Call::Execute), once);
+            assert_eq!(pair.ends[B].host.times_asked(crate::directed::host::Call::Execute), once);
         }
     }
 }

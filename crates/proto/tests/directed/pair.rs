@@ -10,7 +10,7 @@ use warpwire_proto::qp::{
 use warpwire_proto::wire::{Aeth, Extension, Headers, Nak, Opcode, Syndrome};
 use warpwire_proto::{Instant, Psn};
 
-use crate::host::Script;
+use crate::directed::host::Script;
 
 /// The end that asks, in most tests, and the end that answers.
 pub const A: usize = 0;

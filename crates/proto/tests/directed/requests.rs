@@ -3,8 +3,8 @@
 use warpwire_proto::qp::{Discard, Notice, Op, State, Status};
 use warpwire_proto::wire::{AtomicEth, Extension, Nak, Opcode, Reth, Syndrome};
 
-use crate::host::Call;
-use crate::pair::{A, ADD, B, MTU, PLACE, Pair, Terms, edited, syndrome};
+use crate::directed::host::Call;
+use crate::directed::pair::{A, ADD, B, MTU, PLACE, Pair, Terms, edited, syndrome};
 
 /// A message that is coming in when the next request comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

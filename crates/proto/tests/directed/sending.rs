@@ -3,7 +3,7 @@
 use warpwire_proto::qp::{Fence, Op, Options, PostError, Work};
 use warpwire_proto::wire::{Extension, Opcode, Syndrome};
 
-use crate::pair::{A, ADD, B, MTU, PLACE, Pair, Terms, one_of_each, opcodes, psns};
+use crate::directed::pair::{A, ADD, B, MTU, PLACE, Pair, Terms, one_of_each, opcodes, psns};
 
 fn with_options(options: Options) -> Terms {
     Terms { options, ..Terms::default() }

@@ -4,7 +4,7 @@ use warpwire_proto::Psn;
 use warpwire_proto::qp::attr::Attributes as Set;
 use warpwire_proto::qp::{Change, Mtu, Options, Path, Qp, Refused, Service, State, Ud};
 
-use crate::pair::{A, Terms};
+use crate::directed::pair::{A, Terms};
 
 use Service::{Rc, Ud as Dgram};
 use State::{Err as Error, Init, Reset, Rtr, Rts, Sqd, Sqe};
@@ -181,7 +181,7 @@ impl Either {
             qp.modify(&change(from, *to, required)).unwrap();
         }
         if let (Self::Ud(ud), Sqe) = (&mut qp, state) {
-            crate::datagram::break_send_queue(ud);
+            crate::directed::datagram::break_send_queue(ud);
         }
         assert_eq!(qp.state(), state);
         Some(qp)

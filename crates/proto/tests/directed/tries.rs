@@ -6,7 +6,7 @@ use warpwire_proto::Instant;
 use warpwire_proto::qp::{Discard, Op, State, Status};
 use warpwire_proto::wire::{Nak, Syndrome};
 
-use crate::pair::{A, ADD, B, MTU, PLACE, Pair, Terms, one_of_each, psn, psns, syndrome};
+use crate::directed::pair::{A, ADD, B, MTU, PLACE, Pair, Terms, one_of_each, psn, psns, syndrome};
 
 use Status::{Flushed, Success};
 

@@ -10,10 +10,10 @@ use warpwire_proto::wire::{
 };
 use warpwire_proto::{Instant, Psn};
 
-use crate::link::Faults;
-use crate::net::{Happening, Net, Terms, address, number};
-use crate::plan::{Mix, add_work};
-use crate::random::Random;
+use crate::sim::link::Faults;
+use crate::sim::net::{Happening, Net, Terms, address, number};
+use crate::sim::plan::{Mix, add_work};
+use crate::sim::random::Random;
 
 fn small() -> Terms {
     let options = Options { send_depth: 4, window: 16, ..Options::default() };
@@ -73,7 +73,7 @@ fn any_headers(random: &mut Random, destination: u32) -> Headers {
     // Near the numbers in use, so that some are taken for real.
     let psn = Psn::new(random.pick(&[0x10, 0x20]) + random.below(64) as u32);
     let reth = Reth {
-        address: crate::node::BASE + random.below(4096),
+        address: crate::sim::node::BASE + random.below(4096),
         rkey: 0x1000 + random.below(3) as u32,
         len: random.below(3000) as u32,
     };

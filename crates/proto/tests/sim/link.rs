@@ -1,6 +1,6 @@
 //! A virtual link: what becomes of a packet between two nodes.
 
-use crate::random::Random;
+use crate::sim::random::Random;
 use core::time::Duration;
 use warpwire_proto::Instant;
 

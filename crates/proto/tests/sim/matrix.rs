@@ -6,9 +6,9 @@ use std::fmt::Write as _;
 
 use warpwire_proto::qp::{Fence, Options, Status};
 
-use crate::link::Faults;
-use crate::net::{Net, Terms};
-use crate::plan::{Mix, add_work};
+use crate::sim::link::Faults;
+use crate::sim::net::{Net, Terms};
+use crate::sim::plan::{Mix, add_work};
 
 const LOSSES: [u32; 4] = [0, 10, 50, 200];
 const MESSAGES: usize = 96;

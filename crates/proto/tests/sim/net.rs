@@ -14,9 +14,9 @@ use warpwire_proto::wire::icrc::Portable;
 use warpwire_proto::wire::{IpRepr, Packet, UDP_PORT, UdpRepr, packet};
 use warpwire_proto::{Psn, wire::ip};
 
-use crate::link::{Faults, Link};
-use crate::node::{App, Buffer, Memory, Node, Side, View, fetch, takes_receive};
-use crate::random::{Random, bytes_of};
+use crate::sim::link::{Faults, Link};
+use crate::sim::node::{App, Buffer, Memory, Node, Side, View, fetch, takes_receive};
+use crate::sim::random::{Random, bytes_of};
 
 /// How two queue pairs are connected.
 #[derive(Clone, Copy, Debug)]

@@ -6,7 +6,7 @@ use warpwire_proto::qp::{
     Access, Atomic, Fence, Host, Op, Qp, Receive, Remote, Source, Status, Target, Verdict, Work,
 };
 
-use crate::random::{Random, byte_of, bytes_of};
+use crate::sim::random::{Random, byte_of, bytes_of};
 
 /// Memory that peers may reach. Keys are 0x1000 + the index of the side that may use them.
 #[derive(Debug, Default)]

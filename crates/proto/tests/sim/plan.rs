@@ -4,10 +4,10 @@ use core::time::Duration;
 
 use warpwire_proto::qp::{Atomic, Fence, Op, Options, Remote, Width, Work};
 
-use crate::link::Faults;
-use crate::net::{Happening, Net, Terms};
-use crate::node::Planned;
-use crate::random::{Random, mix};
+use crate::sim::link::Faults;
+use crate::sim::net::{Happening, Net, Terms};
+use crate::sim::node::Planned;
+use crate::sim::random::{Random, mix};
 
 /// What work there is to choose from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +29,7 @@ pub fn add_work(net: &mut Net, at: (usize, usize), count: usize, longest: u32, w
     // Counters that every side of the peer's node may share.
     let counter = match net.nodes[peer_node].memory.bytes.len() {
         0 => net.nodes[peer_node].memory.range(64, 1),
-        _ => crate::node::BASE,
+        _ => crate::sim::node::BASE,
     };
     for _ in 0..count {
         let id = net.side(node, side).app.plan.len() as u64;
@@ -77,7 +77,7 @@ pub fn add_work(net: &mut Net, at: (usize, usize), count: usize, longest: u32, w
             }
             _ => (Op::Local, 0),
         };
-        let solicited = random.chance(200) && crate::node::takes_receive(&op);
+        let solicited = random.chance(200) && crate::sim::node::takes_receive(&op);
         let fence = random.pick(&[Fence::Reads, Fence::All]);
         let fence = if random.chance(100) { fence } else { Fence::None };
         let work = Work { fence, solicited, ..Work::new(id, op, len) };

@@ -21,8 +21,10 @@ pub(super) const LOOSE: u64 = 5 << 56;
 /// How a rank was lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Loss {
-    /// It said that it leaves, and still answers; all that it sent is there.
+    /// It said that it leaves; all that it sent before is there.
     pub left: bool,
+    /// Its connections are gone: it does not acknowledge any more.
+    pub broken: bool,
     /// It was the last.
     pub all: bool,
 }
@@ -258,7 +260,7 @@ impl State {
         }
         self.peers[rank].end = Some(why.clone());
         self.peers[rank].has_left = true;
-        self.tell_hooks(rank, true);
+        self.tell_hooks(rank);
         self.peers[rank].receives.clear();
         self.peers[rank].outbox.clear();
         let open: Vec<u32> = self.entries.open_of(rank).collect();
@@ -297,14 +299,21 @@ impl State {
             self.entries.get(index).failure.get_or_insert(why.clone());
             self.conclude(index);
         }
-        self.tell_hooks(rank, false);
+        self.tell_hooks(rank);
     }
 
-    fn tell_hooks(&mut self, rank: usize, left: bool) {
+    /// How a rank was lost, if it was.
+    pub fn loss(&self, rank: usize) -> Option<Loss> {
+        let Peer { end, has_left, is_broken, .. } = &self.peers[rank];
+        end.as_ref()?;
+        let mut others = self.peers.iter().enumerate().filter(|(other, _)| *other != self.rank);
+        let all = others.all(|(_, peer)| peer.end.is_some());
+        Some(Loss { left: *has_left, broken: *is_broken, all })
+    }
+
+    fn tell_hooks(&mut self, rank: usize) {
         self.hooks.retain(|hook| hook.strong_count() > 0);
-        let others = self.peers.iter().enumerate().filter(|(other, _)| *other != self.rank);
-        let all = others.clone().all(|(_, peer)| peer.end.is_some());
-        let loss = Loss { left, all };
+        let Some(loss) = self.loss(rank) else { return };
         self.hooks.iter().filter_map(Weak::upgrade).for_each(|hook| hook.lost(rank, loss));
     }
 

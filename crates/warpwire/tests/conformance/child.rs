@@ -1,15 +1,13 @@
 //! Work for a second process: the test binary starts itself with a task in its environment.
 #![allow(unsafe_code)] // fork
 
-use std::panic::catch_unwind;
-use std::process::{Command, ExitCode, Output};
+use std::process::Output;
 
+use testkit::Role;
 use warpwire::mem::Backend;
 
-use crate::fixture::Fixture;
-use crate::{program, sharing, sim_only};
-
-const VARIABLE: &str = "WARPWIRE_TEST_CHILD";
+use crate::conformance::fixture::Fixture;
+use crate::conformance::{program, sharing, sim_only};
 
 pub enum Task {
     OpenIpc(Backend, Vec<u8>),
@@ -34,9 +32,8 @@ impl Task {
             Self::Discover => "discover".into(),
             Self::ForkWithWindow(backend) => format!("fork {backend}"),
         };
-        let program = std::env::current_exe().unwrap();
-        let mut command = Command::new(program);
-        command.env(VARIABLE, text).envs(environment.iter().copied());
+        let mut command = Role::new("conformance", text).command();
+        command.envs(environment.iter().copied());
         Ended(command.output().unwrap())
     }
 }
@@ -49,14 +46,8 @@ impl Ended {
     }
 }
 
-/// In a child: does its task and says how it ended.
-pub fn run_if_asked() -> Option<ExitCode> {
-    let task = std::env::var(VARIABLE).ok()?;
-    let ended = catch_unwind(|| run(&task));
-    Some(if ended.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-fn run(task: &str) {
+/// In a child: does its task.
+pub fn run(task: &str) {
     let mut words = task.split(' ');
     let name = words.next().unwrap();
     if name == "discover" {

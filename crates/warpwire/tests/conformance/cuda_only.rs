@@ -7,9 +7,10 @@ use libloading::Library;
 use warpwire::error::Kind;
 use warpwire::mem::{Condition, DeviceAddr, Launch, MemoryKind, Program, Stream, Word};
 
-use crate::fixture::{Fixture, SOON, borrow, cases, expect_pattern, put_pattern};
+use crate::conformance::fixture::{Fixture, borrow, expect_pattern, put_pattern, soon};
+use testkit::cases;
 
-cases![
+cases!(Fixture; CASES:
     memory_of_another_library_can_be_borrowed,
     memory_that_is_not_the_devices_is_named,
     managed_memory_is_copied_but_has_no_window,
@@ -22,7 +23,7 @@ cases![
     loaded_kernels_start_while_a_stream_waits,
     the_context_is_left_as_it_was,
     handles_do_not_open_in_their_own_process,
-];
+);
 
 /// Another user of the driver in this process.
 struct Stranger {
@@ -127,7 +128,7 @@ fn memory_of_another_library_can_be_borrowed(f: &Fixture) {
     let copy = f.gpu.alloc(10_001).unwrap();
     let stream = f.gpu.stream().unwrap();
     stream.copy(&copy.whole().unwrap(), &part.whole().unwrap()).unwrap();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     expect_pattern(&copy, 3);
     let exported = part.export_dmabuf(0, 10_001).unwrap();
     assert_eq!(exported.offset(), (address + 777) % 4096);
@@ -224,7 +225,8 @@ fn a_wrong_number_of_arguments_is_refused(f: &Fixture) {
         );
         return;
     }
-    let kernel = f.gpu.load(&crate::kernels::program()).unwrap().kernel("answer").unwrap();
+    let kernel =
+        f.gpu.load(&crate::conformance::kernels::program()).unwrap().kernel("answer").unwrap();
     let stream = f.gpu.stream().unwrap();
     for given in [0, 2, 4] {
         let launch = (0..given).fold(Launch::new(&kernel), |launch, _| launch.value(0));
@@ -245,7 +247,7 @@ fn a_wrong_number_of_arguments_is_refused(f: &Fixture) {
     let narrow = taking(".u32 x").unwrap();
     // SAFETY: the kernel does nothing.
     unsafe { stream.launch(Launch::new(&narrow).value(0xffff_ffff)) }.unwrap();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     // SAFETY: refused before it starts.
     let error = unsafe { stream.launch(Launch::new(&narrow).value(1 << 32)) }.unwrap_err();
     assert!(error.to_string().contains("has 32 bits"), "{error}");
@@ -262,7 +264,7 @@ fn variables_of_a_program_are_set(f: &Fixture) {
         module.set("word", &value.to_le_bytes()).unwrap();
         // SAFETY: the kernel writes the one word that it is given.
         unsafe { stream.launch(Launch::new(&kernel).region(&shown.whole().unwrap())) }.unwrap();
-        stream.synchronize(SOON).unwrap();
+        stream.synchronize(soon()).unwrap();
         assert_eq!(shown.word64(0).unwrap().load().unwrap(), value);
     }
     for (name, bytes) in [("word", 4), ("words", 8), ("show", 8), ("wo\0rd", 8)] {
@@ -282,24 +284,25 @@ fn gated_stream(f: &Fixture) -> (Stream, Word) {
 
 fn loading_code_while_a_stream_waits_is_refused(f: &Fixture) {
     let (stream, gate) = gated_stream(f);
-    let error = f.gpu.load(&crate::kernels::program()).unwrap_err();
+    let error = f.gpu.load(&crate::conformance::kernels::program()).unwrap_err();
     assert_eq!(error.kind(), &Kind::Busy, "{error}");
     gate.store(1).unwrap();
-    stream.synchronize(SOON).unwrap();
-    f.gpu.load(&crate::kernels::program()).unwrap();
+    stream.synchronize(soon()).unwrap();
+    f.gpu.load(&crate::conformance::kernels::program()).unwrap();
 }
 
 fn loaded_kernels_start_while_a_stream_waits(f: &Fixture) {
-    let kernel = f.gpu.load(&crate::kernels::program()).unwrap().kernel("meet").unwrap();
+    let kernel =
+        f.gpu.load(&crate::conformance::kernels::program()).unwrap().kernel("meet").unwrap();
     let (waiting, gate) = gated_stream(f);
     let (stream, memory) = (f.gpu.stream().unwrap(), f.gpu.alloc(8).unwrap());
     memory.write(0, &[0; 8]).unwrap();
     // SAFETY: the kernel touches the one word that it is given.
     unsafe { stream.launch(Launch::new(&kernel).region(&memory.whole().unwrap())) }.unwrap();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     assert!(!waiting.is_idle().unwrap());
     gate.store(1).unwrap();
-    waiting.synchronize(SOON).unwrap();
+    waiting.synchronize(soon()).unwrap();
 }
 
 fn the_context_is_left_as_it_was(f: &Fixture) {
@@ -310,7 +313,7 @@ fn the_context_is_left_as_it_was(f: &Fixture) {
             let memory = f.gpu.alloc(4096).unwrap();
             let stream = f.gpu.stream().unwrap();
             stream.fill(&memory.whole().unwrap(), 1).unwrap();
-            stream.synchronize(SOON).unwrap();
+            stream.synchronize(soon()).unwrap();
             drop((memory, stream));
             assert!(stranger.current().is_null(), "and is left with none");
         });

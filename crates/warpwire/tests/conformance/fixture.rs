@@ -11,23 +11,11 @@ use warpwire::mem::{
 };
 
 /// Longer than anything takes that works.
-pub const SOON: Duration = Duration::from_secs(20);
+pub fn soon() -> Duration {
+    testkit::deadline(Duration::from_secs(20))
+}
 /// Long enough to be sure that something does not happen.
 pub const A_MOMENT: Duration = Duration::from_millis(30);
-
-pub struct Case {
-    pub name: &'static str,
-    pub run: fn(&Fixture),
-}
-
-/// Lists the functions as cases under their own names.
-macro_rules! cases {
-    ($($name:ident),* $(,)?) => {
-        pub const CASES: &[crate::fixture::Case] =
-            &[$(crate::fixture::Case { name: stringify!($name), run: $name }),*];
-    };
-}
-pub(crate) use cases;
 
 pub struct Fixture {
     pub backend: Backend,
@@ -76,7 +64,7 @@ impl Fixture {
     pub fn check_nothing_left(&self) {
         let Some(sim) = &self.sim else { return };
         for ordinal in 0..2 {
-            if let Err(live) = sim.control(ordinal).unwrap().wait_empty(SOON) {
+            if let Err(live) = sim.control(ordinal).unwrap().wait_empty(soon()) {
                 panic!("sim:{ordinal} still holds {live:?}");
             }
         }

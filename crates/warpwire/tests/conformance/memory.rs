@@ -3,9 +3,10 @@
 use warpwire::error::Kind;
 use warpwire::mem::{Capability, DeviceAddr, MemoryKind};
 
-use crate::fixture::{A_MOMENT, Fixture, SOON, borrow, cases, expect_pattern, put_pattern};
+use crate::conformance::fixture::{A_MOMENT, Fixture, borrow, expect_pattern, put_pattern, soon};
+use testkit::cases;
 
-cases![
+cases!(Fixture; CASES:
     device_describes_itself,
     missing_capabilities_have_reasons,
     every_kind_holds_what_is_written,
@@ -23,7 +24,7 @@ cases![
     many_threads_at_once,
     memory_comes_back,
     views_of_pinned_memory_outlive_a_free,
-];
+);
 
 fn device_describes_itself(f: &Fixture) {
     let info = f.gpu.info();
@@ -171,7 +172,7 @@ fn memory_in_use_is_not_freed(f: &Fixture) {
     stream.fill(&memory.whole().unwrap(), 1).unwrap();
     assert_eq!(memory.free().unwrap_err().kind(), &Kind::Busy);
     gate.store(1).unwrap();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     memory.free().unwrap();
 }
 
@@ -192,7 +193,7 @@ fn foreign_memory_can_be_borrowed(f: &Fixture) {
 
     let stream = f.gpu.stream().unwrap();
     stream.fill(&part.whole().unwrap(), 0x44).unwrap();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     owner.read(12_345, &mut seen[..777]).unwrap();
     assert!(seen[..777].iter().all(|byte| *byte == 0x44));
 
@@ -233,7 +234,7 @@ fn pinned_memory_is_seen_by_both_sides(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     stream.copy(&device.region(5, 13).unwrap(), &pinned.region(100, 13).unwrap()).unwrap();
     stream.copy(&pinned.region(200, 13).unwrap(), &device.region(5, 13).unwrap()).unwrap();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     let mut back = [0; 13];
     bytes.read(200, &mut back).unwrap();
     assert_eq!(&back, b"from the host");
@@ -253,7 +254,7 @@ fn dropping_memory_never_waits_for_a_stream(f: &Fixture) {
     }
     assert!(!stream.is_idle().unwrap(), "dropping must not have waited for the stream");
     gate.store(1).unwrap();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
 }
 
 fn many_threads_at_once(f: &Fixture) {
@@ -267,7 +268,7 @@ fn many_threads_at_once(f: &Fixture) {
                     let (from, to) = (gpu.alloc(len).unwrap(), gpu.alloc(len).unwrap());
                     put_pattern(&from, thread);
                     stream.copy(&to.whole().unwrap(), &from.whole().unwrap()).unwrap();
-                    stream.synchronize(SOON).unwrap();
+                    stream.synchronize(soon()).unwrap();
                     expect_pattern(&to, thread);
                 }
             });

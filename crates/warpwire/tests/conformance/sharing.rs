@@ -5,16 +5,17 @@ use std::os::fd::AsFd;
 use warpwire::error::Kind;
 use warpwire::mem::{Backend, IpcHandle, MemoryKind};
 
-use crate::child::Task;
-use crate::fixture::{Fixture, cases, expect_pattern, put_pattern};
+use crate::conformance::child::Task;
+use crate::conformance::fixture::{Fixture, expect_pattern, put_pattern};
+use testkit::cases;
 
-cases![
+cases!(Fixture; CASES:
     another_process_opens_memory,
     stale_handles_are_refused,
     handles_of_another_backend_are_refused,
     dmabufs_name_the_right_pages,
     wrong_dmabuf_ranges_are_refused,
-];
+);
 
 fn another_process_opens_memory(f: &Fixture) {
     for kind in f.device_kinds() {
@@ -44,7 +45,7 @@ pub fn open_ipc(f: &Fixture, bytes: &[u8]) {
     let stream = f.gpu.stream().unwrap();
     let copy = f.gpu.alloc(memory.len()).unwrap();
     stream.copy(&copy.whole().unwrap(), &memory.whole().unwrap()).unwrap();
-    stream.synchronize(crate::fixture::SOON).unwrap();
+    stream.synchronize(crate::conformance::fixture::soon()).unwrap();
     expect_pattern(&copy, 2);
     memory.free().unwrap();
     assert_eq!(memory.whole().unwrap_err().kind(), &Kind::Freed);

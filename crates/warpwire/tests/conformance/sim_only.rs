@@ -10,11 +10,12 @@ use warpwire::error::Kind;
 use warpwire::mem::sim::{Nth, OpKind, POISON, Sim, SimConfig};
 use warpwire::mem::{Condition, Launch, MemoryEvent, Program};
 
-use crate::child::Task;
-use crate::fixture::{Fixture, SOON, borrow, cases, expect_pattern, put_pattern};
-use crate::kernels;
+use crate::conformance::child::Task;
+use crate::conformance::fixture::{Fixture, borrow, expect_pattern, put_pattern, soon};
+use crate::conformance::kernels;
+use testkit::cases;
 
-cases![
+cases!(Fixture; CASES:
     moved_memory_keeps_its_contents_and_tells,
     old_places_are_poisoned,
     memory_moves_under_running_work,
@@ -33,7 +34,7 @@ cases![
     memory_files_cannot_be_cut_short,
     memory_can_be_freed_after_so_many_operations,
     block_functions_have_no_variables,
-];
+);
 
 fn moved_memory_keeps_its_contents_and_tells(f: &Fixture) {
     let memory = f.gpu.alloc(100_000).unwrap();
@@ -83,7 +84,7 @@ fn memory_moves_under_running_work(_: &Fixture) {
         streams[1].copy(&other.whole().unwrap(), &a.whole().unwrap()).unwrap();
     }
     for stream in &streams {
-        stream.synchronize(SOON).unwrap();
+        stream.synchronize(soon()).unwrap();
     }
     expect_pattern(&a, 9);
     expect_pattern(&b, 9);
@@ -104,10 +105,10 @@ fn memory_freed_under_users_is_an_error(f: &Fixture) {
     // A copy that was on its way fails its stream, and only that.
     let stream = f.gpu.stream().unwrap();
     stream.copy(&other.whole().unwrap(), &memory.whole().unwrap()).unwrap();
-    assert_eq!(stream.synchronize(SOON).unwrap_err().kind(), &Kind::Freed);
+    assert_eq!(stream.synchronize(soon()).unwrap_err().kind(), &Kind::Freed);
     let stream = f.gpu.stream().unwrap();
     stream.fill(&other.whole().unwrap(), 1).unwrap();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
 }
 
 fn the_nth_operation_fails(f: &Fixture) {
@@ -116,10 +117,10 @@ fn the_nth_operation_fails(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     for _ in 0..2 {
         stream.fill(&memory.whole().unwrap(), 1).unwrap();
-        stream.synchronize(SOON).unwrap();
+        stream.synchronize(soon()).unwrap();
     }
     stream.fill(&memory.whole().unwrap(), 1).unwrap();
-    let error = stream.synchronize(SOON).unwrap_err();
+    let error = stream.synchronize(soon()).unwrap_err();
     assert!(error.to_string().contains("copy:3"), "{error}");
     f.gpu.stream().unwrap().fill(&memory.whole().unwrap(), 1).unwrap();
 
@@ -130,7 +131,7 @@ fn the_nth_operation_fails(f: &Fixture) {
     f.control().fail(Nth { kind: OpKind::Mem, number: 1 });
     let stream = f.gpu.stream().unwrap();
     stream.write_value(&memory.word32(0).unwrap(), 1).unwrap();
-    assert!(stream.synchronize(SOON).is_err());
+    assert!(stream.synchronize(soon()).is_err());
 }
 
 fn a_failed_stream_drops_what_was_queued(f: &Fixture) {
@@ -145,7 +146,7 @@ fn a_failed_stream_drops_what_was_queued(f: &Fixture) {
     stream.fill(&memory.whole().unwrap(), 1).unwrap();
     stream.write_value(&flag, 1).unwrap();
     gate.store(1).unwrap();
-    let first = stream.synchronize(SOON).unwrap_err();
+    let first = stream.synchronize(soon()).unwrap_err();
     for _ in 0..3 {
         let later = stream.write_value(&flag, 1).unwrap_err();
         assert_eq!(later.to_string(), first.to_string(), "the first failure stays");
@@ -166,8 +167,8 @@ fn a_failure_reaches_those_who_wait_for_it(f: &Fixture) {
     second.await_event(&event).unwrap();
     f.control().fail(Nth { kind: OpKind::Copy, number: 1 });
     gate.store(1).unwrap();
-    assert!(first.synchronize(SOON).is_err());
-    assert!(second.synchronize(SOON).is_err(), "the event never comes");
+    assert!(first.synchronize(soon()).is_err());
+    assert!(second.synchronize(soon()).is_err(), "the event never comes");
     assert!(event.is_reached().is_err());
 }
 
@@ -180,7 +181,7 @@ fn slow_copies_are_slow(f: &Fixture) {
         stream.fill(&memory.whole().unwrap(), 1).unwrap();
     }
     assert!(start.elapsed() < Duration::from_millis(150), "queueing does not wait");
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     assert!(start.elapsed() >= Duration::from_millis(200));
 }
 
@@ -198,13 +199,13 @@ fn a_dead_device_ends_all_work(_: &Fixture) {
     unsafe { running.launch(launch) }.unwrap();
     control.kill();
     for stream in [&waiting, &running] {
-        let error = stream.synchronize(SOON).unwrap_err();
+        let error = stream.synchronize(soon()).unwrap_err();
         assert!(error.to_string().contains("die"), "{error}");
     }
     assert_eq!(gpu.alloc(64).unwrap_err().kind(), &Kind::DeviceLost);
     assert_eq!(gpu.stream().unwrap_err().kind(), &Kind::DeviceLost);
     drop((waiting, running, ask, answer, words));
-    control.wait_empty(SOON).unwrap();
+    control.wait_empty(soon()).unwrap();
     // The other device lives.
     sim.device(1).unwrap().alloc(64).unwrap();
 }
@@ -226,7 +227,7 @@ fn kernels_with_faults_fail_their_stream(f: &Fixture) {
         let kernel = module.kernel(name).unwrap();
         // SAFETY: these kernels touch no memory.
         unsafe { stream.launch(Launch::new(&kernel).grid(8)) }.unwrap();
-        let error = stream.synchronize(SOON).unwrap_err();
+        let error = stream.synchronize(soon()).unwrap_err();
         assert!(error.to_string().contains(says), "{error}");
         assert!(error.to_string().contains(name), "{error}");
     }
@@ -275,7 +276,7 @@ fn a_fault_ends_the_whole_grid(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     // SAFETY: the kernel touches no memory.
     unsafe { stream.launch(Launch::new(&kernel).grid(4)) }.unwrap();
-    let error = stream.synchronize(SOON).unwrap_err();
+    let error = stream.synchronize(soon()).unwrap_err();
     assert!(error.to_string().contains("had enough"), "{error}");
 }
 
@@ -286,10 +287,10 @@ fn a_panicking_listener_fails_the_stream(_: &Fixture) {
     let _watch = memory.watch(Arc::new(|_| panic!("on purpose: a listener that panics"))).unwrap();
     let stream = gpu.stream().unwrap();
     stream.fill(&memory.whole().unwrap(), 1).unwrap();
-    let error = stream.synchronize(SOON).unwrap_err();
+    let error = stream.synchronize(soon()).unwrap_err();
     assert!(error.to_string().contains("panicked"), "{error}");
     drop((stream, _watch, memory));
-    sim.control(0).unwrap().wait_empty(SOON).unwrap();
+    sim.control(0).unwrap().wait_empty(soon()).unwrap();
 }
 
 fn watches_may_own_watches(f: &Fixture) {
@@ -316,7 +317,7 @@ fn memory_can_be_freed_after_so_many_operations(_: &Fixture) {
     for _ in 0..4 {
         stream.fill(&memory.whole().unwrap(), 1).unwrap();
     }
-    let error = stream.synchronize(SOON).unwrap_err();
+    let error = stream.synchronize(soon()).unwrap_err();
     assert_eq!(error.kind(), &Kind::Freed, "{error}");
 }
 

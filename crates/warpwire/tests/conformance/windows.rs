@@ -6,10 +6,11 @@ use warpwire::error::Kind;
 use warpwire::mem::copy::{Copier, Direction, Plan, Routine, Way};
 use warpwire::mem::{Agent, Backend, DeviceAddr, MemoryKind, WindowOptions, WindowPath, pattern};
 
-use crate::child::Task;
-use crate::fixture::{Fixture, SOON, borrow, cases, expect_pattern, put_pattern};
+use crate::conformance::child::Task;
+use crate::conformance::fixture::{Fixture, borrow, expect_pattern, put_pattern, soon};
+use testkit::cases;
 
-cases![
+cases!(Fixture; CASES:
     every_kind_of_device_memory_has_a_window,
     small_neighbours_have_windows_of_their_own,
     any_range_of_borrowed_memory_has_a_window,
@@ -29,7 +30,7 @@ cases![
     an_agent_that_fell_asleep_wakes_up,
     copiers_are_exact_by_every_way,
     plans_are_measured_quickly,
-];
+);
 
 fn every_kind_of_device_memory_has_a_window(f: &Fixture) {
     for kind in f.device_kinds() {
@@ -172,23 +173,30 @@ fn single_words_go_through_windows(f: &Fixture) {
 }
 
 fn a_running_kernel_sees_what_the_cpu_writes(f: &Fixture) {
-    let kernel = f.gpu.load(&crate::kernels::program()).unwrap().kernel("answer").unwrap();
+    let kernel =
+        f.gpu.load(&crate::conformance::kernels::program()).unwrap().kernel("answer").unwrap();
     let ask = f.gpu.alloc(8).unwrap();
     ask.write(0, &[0; 8]).unwrap();
     let (window, answer) = (ask.window().unwrap(), f.gpu.alloc_pinned(8).unwrap());
     let answer = answer.word64(0).unwrap();
     answer.store(0).unwrap();
     let stream = f.gpu.stream().unwrap();
-    crate::fixture::launch_answer(&stream, &kernel, &ask.whole().unwrap(), answer.region(), 200);
+    crate::conformance::fixture::launch_answer(
+        &stream,
+        &kernel,
+        &ask.whole().unwrap(),
+        answer.region(),
+        200,
+    );
     for round in 1..=200_u64 {
         window.write(0, &round.to_le_bytes()).unwrap();
         let start = std::time::Instant::now();
         while answer.load().unwrap() < round {
-            assert!(start.elapsed() < SOON, "no answer to {round}");
+            assert!(start.elapsed() < soon(), "no answer to {round}");
             std::hint::spin_loop();
         }
     }
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
 }
 
 fn freed_memory_stays_readable_through_a_window(f: &Fixture) {

@@ -1,36 +1,11 @@
 //! Nothing is allocated for a post or a poll.
-#![allow(unsafe_code)] // an allocator is
-
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use warpwire::ibv::{Completion, Op, ReceiveRequest, Request};
 
-use crate::cases;
-use crate::world::World;
+use crate::ibv::world::World;
+use testkit::{CountingAllocator, cases};
 
-cases!(posting_and_polling);
-
-struct Counting;
-
-static COUNT: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: every call goes to the system's allocator as it came.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        COUNT.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: as it came.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: as it came.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
+cases!(CASES: posting_and_polling);
 
 fn posting_and_polling() {
     const COUNT_EACH: usize = 40;
@@ -39,7 +14,7 @@ fn posting_and_polling() {
     let receives = [ReceiveRequest { id: 1, data: &to }; COUNT_EACH];
     let sends = [Request::new(2, Op::Send).with(&from); COUNT_EACH];
     let mut found = [Completion::EMPTY; 16];
-    let before = COUNT.load(Ordering::Relaxed);
+    let before = CountingAllocator::of_process();
     world.b.qp.post_receive(&receives).unwrap();
     world.a.qp.post_send(&sends).unwrap();
     let mut ended = 0;
@@ -52,8 +27,8 @@ fn posting_and_polling() {
         world.a.cq.arm(false).unwrap();
         std::thread::yield_now();
     }
-    assert_eq!(COUNT.load(Ordering::Relaxed), before, "allocations");
+    assert_eq!(CountingAllocator::of_process(), before, "allocations");
     // The counter counts.
     let boxed = std::hint::black_box(vec![1_u8; 100]);
-    assert!(COUNT.load(Ordering::Relaxed) > before, "{}", boxed.len());
+    assert!(CountingAllocator::of_process() > before, "{}", boxed.len());
 }

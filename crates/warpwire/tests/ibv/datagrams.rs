@@ -4,10 +4,10 @@ use warpwire::error::Kind;
 use warpwire::ibv::{CompletionKind, Op, QpOptions, Request, Route};
 use warpwire_proto::qp::Service;
 
-use crate::cases;
-use crate::world::World;
+use crate::ibv::world::World;
+use testkit::cases;
 
-cases!(messages, wrong_keys_are_dropped, only_messages_with_an_address);
+cases!(CASES: messages, wrong_keys_are_dropped, only_messages_with_an_address);
 
 const KEY: u32 = 0x1234;
 /// What stands before a datagram.

@@ -5,10 +5,10 @@ use warpwire::ibv::{Context, Op, QpOptions, Remote, Request, Route, Sge, explain
 use warpwire::mlx5::{Atomic, AtomicWidth, Status};
 use warpwire_proto::qp::{Change, Mtu, Path, State};
 
-use crate::cases;
-use crate::world::{Side, World, device_name};
+use crate::ibv::world::{Side, World, device_name};
+use testkit::cases;
 
-cases!(
+cases!(CASES:
     a_wrong_remote_key,
     a_wrong_local_key,
     out_of_range,

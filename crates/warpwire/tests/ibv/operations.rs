@@ -3,10 +3,10 @@
 use warpwire::ibv::{CompletionKind, Fence, Op, QpOptions, Request};
 use warpwire::mlx5::{Atomic, Opcode};
 
-use crate::cases;
-use crate::world::World;
+use crate::ibv::world::World;
+use testkit::cases;
 
-cases!(
+cases!(CASES:
     writes,
     reads,
     sends,
@@ -16,7 +16,7 @@ cases!(
     fences,
     unsignaled_work,
     long_batches,
-    several_ranges
+    several_ranges,
 );
 
 const SIZES: [usize; 12] = [0, 1, 3, 255, 256, 1023, 1024, 1025, 4097, 65_536, 65_541, 1 << 20];
@@ -114,7 +114,7 @@ fn inline_data() {
     let world = World::with(|options| QpOptions { inline: 128, ..options });
     assert!(world.a.qp.inline_room() >= 128);
     for len in [0, 1, 64, 128] {
-        let mut bytes = crate::world::pattern(len as u64, len);
+        let mut bytes = crate::ibv::world::pattern(len as u64, len);
         world.b.receive(1, 0, 200);
         world.a.post(Request::new(2, Op::Send).inline(&bytes));
         // They were copied: what happens to them now does not matter.

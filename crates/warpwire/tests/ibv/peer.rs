@@ -4,7 +4,6 @@
 //! with either at the other end. Memory windows are not among its verbs.
 
 use std::io::BufRead;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use warpwire::ibv::{
@@ -16,7 +15,7 @@ use warpwire::mr::{Access, HostMemory};
 use warpwire_proto::Psn;
 use warpwire_proto::qp::{Change, Mtu, State};
 
-use crate::world::pattern;
+use crate::ibv::world::pattern;
 
 type Answer = Result<String, String>;
 
@@ -30,7 +29,7 @@ struct Peer {
     gid_index: u8,
 }
 
-pub fn serve(device: &str) -> ExitCode {
+pub fn serve(device: &str) {
     let opened = Context::open(device).and_then(|context| {
         let (pd, cq) = (context.create_pd()?, context.create_cq(1024)?);
         Ok(Peer { context, pd, cq, srq: None, qps: vec![], memories: vec![], gid_index: 0 })
@@ -39,7 +38,7 @@ pub fn serve(device: &str) -> ExitCode {
         Ok(peer) => peer,
         Err(error) => {
             println!("error {error}");
-            return ExitCode::FAILURE;
+            std::process::exit(1);
         }
     };
     println!("ok ready");
@@ -52,7 +51,6 @@ pub fn serve(device: &str) -> ExitCode {
             Err(why) => println!("error {why}"),
         }
     }
-    ExitCode::SUCCESS
 }
 
 fn number(words: &[&str], at: usize) -> u64 {

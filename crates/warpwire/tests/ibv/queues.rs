@@ -4,15 +4,15 @@ use std::time::Duration;
 
 use warpwire::ibv::{AsyncEvent, Op, QpOptions, ReceiveRequest, Request};
 
-use crate::cases;
-use crate::world::{SOON, World};
+use crate::ibv::world::{World, soon};
+use testkit::cases;
 
-cases!(
+cases!(CASES:
     shared_receives,
     a_shared_queue_that_runs_low,
     completion_events,
     solicited_events,
-    parents_outlive_children
+    parents_outlive_children,
 );
 
 fn shared_receives() {
@@ -77,7 +77,7 @@ fn a_shared_queue_that_runs_low() {
             Some(other) => eprintln!("also: {other:?}"),
             None => std::thread::sleep(Duration::from_millis(5)),
         }
-        assert!(start.elapsed() < SOON, "no event");
+        assert!(start.elapsed() < soon(), "no event");
     }
 }
 
@@ -89,7 +89,7 @@ fn completion_events() {
     assert!(!world.b.cq.wait(short).unwrap(), "nothing came");
     world.b.receive(1, 0, 64);
     world.a.post(Request::new(2, Op::Send).inline(b"wake"));
-    assert!(world.b.cq.wait(SOON).unwrap());
+    assert!(world.b.cq.wait(soon()).unwrap());
     world.b.done(1);
     world.a.done(2);
     // One arming, one event.
@@ -109,7 +109,7 @@ fn solicited_events() {
     world.a.done(10);
     assert!(!world.b.cq.wait(short).unwrap());
     world.a.post(Request::new(11, Op::Send).inline(b"wake").solicited());
-    assert!(world.b.cq.wait(SOON).unwrap());
+    assert!(world.b.cq.wait(soon()).unwrap());
     world.a.done(11);
     world.b.done(0);
     world.b.done(1);
@@ -125,7 +125,7 @@ fn parents_outlive_children() {
     a.post(Request::new(2, Op::Send).inline(b"hello"));
     a.done(2);
     b.done(1);
-    let crate::world::Side { qp, cq, memory, mr } = a;
+    let crate::ibv::world::Side { qp, cq, memory, mr } = a;
     drop(cq);
     drop(memory);
     // The registration keeps its memory, and the queue pair its completion queue.

@@ -2,16 +2,16 @@
 
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
-use std::process::{Command, ExitCode};
+use std::process::Command;
 
 use warpwire::error::Kind;
 use warpwire::ibv::{Context, GidKind, LinkLayer, Op, PortState, Request, Transport, devices};
 use warpwire::mr::{Access, DmaBufRange, HostMemory};
 
-use crate::cases;
-use crate::world::{World, device_name};
+use crate::ibv::world::{World, device_name};
+use testkit::{Role, cases};
 
-cases!(
+cases!(CASES:
     the_device_is_listed,
     it_says_what_it_can_do,
     its_port_is_active,
@@ -112,7 +112,7 @@ fn memory_at_an_address_of_its_own() {
     world.a.done(1);
     let mut found = vec![0; 5000];
     memory.bytes().read(100, &mut found).unwrap();
-    assert_eq!(found, crate::world::pattern(4, 5000));
+    assert_eq!(found, crate::ibv::world::pattern(4, 5000));
 }
 
 fn relaxed_ordering() {
@@ -168,10 +168,9 @@ fn users_who_may_not() {
     let device =
         devices().unwrap().into_iter().find(|device| device.name == device_name()).unwrap();
     let run = || {
-        let program = std::env::current_exe().unwrap();
-        let command = format!("ulimit -l 64; exec {} try {}", program.display(), device.name);
-        let output =
-            Command::new("sh").args(["-c", &command]).uid(65_534).gid(65_534).output().unwrap();
+        let role = Role::new("ibv", format!("try {}", device.name));
+        let mut command = role.command_after("ulimit -l 64");
+        let output = command.uid(65_534).gid(65_534).output().unwrap();
         String::from_utf8(output.stdout).unwrap()
     };
     assert!(shell(&format!("chmod 600 {}", device.node)));
@@ -190,7 +189,7 @@ fn users_who_may_not() {
 }
 
 /// What the case above runs as another user: opens, registers, and prints what came of it.
-pub fn try_as_this_user(names: &[String]) -> ExitCode {
+pub fn try_as_this_user(names: &[&str]) {
     let outcome = names.iter().try_for_each(|name| {
         let context = Context::open(name)?;
         let memory = HostMemory::new(1 << 20)?;
@@ -200,5 +199,4 @@ pub fn try_as_this_user(names: &[String]) -> ExitCode {
         Ok(()) => println!("it works"),
         Err(error) => println!("{error:?}"),
     }
-    ExitCode::SUCCESS
 }

@@ -13,7 +13,9 @@ use warpwire::mr::{Access, HostMemory};
 pub const DEVICE: &str = "WARPWIRE_IBV_DEVICE";
 
 /// Longer than anything takes that works, in a guest that is emulated on a busy machine.
-pub const SOON: Duration = Duration::from_secs(30);
+pub fn soon() -> Duration {
+    testkit::deadline(Duration::from_secs(30))
+}
 
 pub const MEMORY: u64 = (1 << 20) + 8192;
 
@@ -27,7 +29,7 @@ pub fn gid_index(context: &Context) -> u8 {
     loop {
         let gids = context.gids().unwrap();
         let global = gids.iter().find(|gid| gid.kind == GidKind::RoceV2 && gid.address.is_ipv4());
-        if let Some(gid) = global.or(gids.first().filter(|_| start.elapsed() > SOON / 10)) {
+        if let Some(gid) = global.or(gids.first().filter(|_| start.elapsed() > soon() / 10)) {
             return u8::try_from(gid.index).unwrap();
         }
         std::thread::sleep(Duration::from_millis(50));
@@ -125,7 +127,7 @@ impl Side {
     }
 
     pub fn next(&self) -> Completion {
-        self.cq.next(SOON).unwrap().expect("a completion comes soon")
+        self.cq.next(soon()).unwrap().expect("a completion comes soon")
     }
 
     pub fn quiet(&self) {

@@ -9,53 +9,40 @@ use std::sync::OnceLock;
 use std::time::Instant;
 
 use libloading::{Library, Symbol};
-use libtest_mimic::{Failed, Trial};
+use testkit::{Collector, cases};
 use warpwire::mr::HostMemory;
 use warpwire::stream::kernel::{Ended, layout};
 use warpwire::stream::{KernelQp, KernelQpOptions};
 use warpwire::verbs::{Access, Context, Mr, Status};
 
-use crate::calls::at;
-use crate::fixture::{LEN, SOON, WORD, Which, bytes, contexts, impatient};
+use crate::kernels::calls::at;
+use crate::kernels::fixture::{LEN, WORD, Which, bytes, contexts, impatient, soon};
 
 type OnOne = unsafe extern "C" fn(u64, *mut u64);
-type Case = (&'static str, fn(&Library, Which));
+/// The library, and the link below it.
+pub struct OnCpu {
+    library: &'static Library,
+    which: Which,
+}
 
-const CASES: [Case; 6] = [
-    ("every_call_moves_what_it_says", every_call),
-    ("groups_of_threads_make_every_call", every_call_by_groups),
-    ("a_failure_is_told_by_its_cause", failure),
-    ("a_peer_that_is_gone_is_an_error_soon", dead_peer),
-    ("many_threads_lose_nothing", storm),
-    ("threads_that_post_together_lose_nothing", storm_together),
-];
+cases!(OnCpu; ONCE: layout_and_names_agree);
+cases!(OnCpu; CASES:
+    every_call_moves_what_it_says,
+    groups_of_threads_make_every_call,
+    a_failure_is_told_by_its_cause,
+    a_peer_that_is_gone_is_an_error_soon,
+    many_threads_lose_nothing,
+    threads_that_post_together_lose_nothing,
+);
 
-pub fn trials() -> Vec<Trial> {
-    if std::env::var_os("CARGO_MANIFEST_DIR").is_none() {
-        eprintln!("skipped: the header on CPU threads (no sources here)");
-        return Vec::new();
+pub fn collect(suite: &mut Collector) {
+    let sources = std::env::var_os("CARGO_MANIFEST_DIR").ok_or("no sources here".to_owned());
+    let Some(library) = suite.backend("g++", sources.and_then(|_| library())) else { return };
+    suite.add("cpu", ONCE, |case| (case.run)(&OnCpu { library, which: Which::Loopback }));
+    for (which, link) in Which::ALL {
+        suite
+            .add(&format!("cpu::{link}"), CASES, move |case| (case.run)(&OnCpu { library, which }));
     }
-    if let Err(why) = library() {
-        eprintln!("skipped: the header on CPU threads ({why})");
-        let fail = || Err(Failed::from("WARPWIRE_REQUIRE asks for g++"));
-        return match crate::required("g++") {
-            true => vec![Trial::test("cpu::header", fail)],
-            false => Vec::new(),
-        };
-    }
-    let mut trials = vec![Trial::test("cpu::layout_and_names_agree", || {
-        agree(library()?);
-        Ok(())
-    })];
-    for (which, link) in [(Which::Loopback, "loopback"), (Which::Shm, "shm")] {
-        for (name, run) in CASES {
-            trials.push(Trial::test(format!("cpu::{link}::{name}"), move || {
-                run(library()?, which);
-                Ok(())
-            }));
-        }
-    }
-    trials
 }
 
 /// The library, built once.
@@ -90,7 +77,7 @@ fn symbol<'l, T>(library: &'l Library, name: &str) -> Symbol<'l, T> {
     unsafe { library.get(name.as_bytes()) }.unwrap()
 }
 
-fn agree(library: &Library) {
+fn layout_and_names_agree(&OnCpu { library, .. }: &OnCpu) {
     let layout = symbol::<unsafe extern "C" fn(*mut u64)>(library, "cpu_layout");
     let mut found = [0; 28];
     // SAFETY: the function writes 28 numbers.
@@ -166,7 +153,7 @@ impl End {
             (at::WORD_KEY, word.rkey.into()),
             // Memory of the host is registered under its own address.
             (at::OWN_WORD, self.mr.iova() + WORD),
-            (at::TIMEOUT, SOON.as_nanos() as u64),
+            (at::TIMEOUT, soon().as_nanos() as u64),
             (at::BAD_KEY, u64::from(there.rkey ^ 0x100)),
         ] {
             self.list[place as usize] = value;
@@ -236,11 +223,11 @@ fn every_call_with(which: Which, library: &Library, act: impl Fn(&mut End) + Syn
     assert_eq!(a.qp.progress().unwrap().posted, 11);
 }
 
-fn every_call(library: &Library, which: Which) {
+fn every_call_moves_what_it_says(&OnCpu { library, which }: &OnCpu) {
     every_call_with(which, library, |end| call(library, "cpu_active", end));
 }
 
-fn every_call_by_groups(library: &Library, which: Which) {
+fn groups_of_threads_make_every_call(&OnCpu { library, which }: &OnCpu) {
     let act = symbol::<unsafe extern "C" fn(u64, *mut u64, u32)>(library, "cpu_active_by_group");
     every_call_with(which, library, |end| {
         // SAFETY: as in `call`.
@@ -248,7 +235,7 @@ fn every_call_by_groups(library: &Library, which: Which) {
     });
 }
 
-fn failure(library: &Library, which: Which) {
+fn a_failure_is_told_by_its_cause(&OnCpu { library, which }: &OnCpu) {
     let [mut a, b] = ends(which, &small());
     call(library, "cpu_fail", &mut a);
     let (denied, flushed) = (Ended::Failed(Status::RemoteAccess), Ended::Failed(Status::Flushed));
@@ -259,21 +246,21 @@ fn failure(library: &Library, which: Which) {
     assert!(error.contains("remote access"), "{error}");
 }
 
-fn dead_peer(library: &Library, which: Which) {
+fn a_peer_that_is_gone_is_an_error_soon(&OnCpu { library, which }: &OnCpu) {
     let options = KernelQpOptions { connection: impatient(), ..small() };
     let [mut a, b] = ends(which, &options);
     drop(b);
     let start = Instant::now();
     call(library, "cpu_one", &mut a);
-    assert!(start.elapsed() < SOON / 2, "{:?}", start.elapsed());
+    assert!(start.elapsed() < soon() / 2, "{:?}", start.elapsed());
     assert_eq!((a.ended(0), a.ended(1)), (Ended::Ok, Ended::Failed(Status::RetryExceeded)));
 }
 
-fn storm(library: &Library, which: Which) {
+fn many_threads_lose_nothing(&OnCpu { library, which }: &OnCpu) {
     storm_with(library, which, false, 9000); // the 16 bits on the wire run over
 }
 
-fn storm_together(library: &Library, which: Which) {
+fn threads_that_post_together_lose_nothing(&OnCpu { library, which }: &OnCpu) {
     storm_with(library, which, true, 1000);
 }
 

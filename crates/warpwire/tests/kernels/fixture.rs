@@ -11,28 +11,16 @@ use warpwire::stream::kernel::Kernels;
 use warpwire::stream::{KernelQp, KernelQpOptions};
 use warpwire::verbs::{Access, Context, Drive, Mr, Pd, QpOptions, Remote};
 
-use crate::calls::{self, at};
+use crate::kernels::calls::{self, at};
 
 /// Longer than anything takes that works.
-pub const SOON: Duration = Duration::from_secs(40);
+pub fn soon() -> Duration {
+    testkit::deadline(Duration::from_secs(40))
+}
 /// How much memory each end has.
 pub const LEN: u64 = 64 << 10;
 /// Where the word lies that the peer adds to, behind that memory.
 pub const WORD: u64 = LEN;
-
-pub struct Case {
-    pub name: &'static str,
-    pub run: fn(&Fixture),
-}
-
-/// Lists the functions as cases under their own names.
-macro_rules! cases {
-    ($($name:ident),* $(,)?) => {
-        pub const CASES: &[crate::fixture::Case] =
-            &[$(crate::fixture::Case { name: stringify!($name), run: $name }),*];
-    };
-}
-pub(crate) use cases;
 
 /// The links that cases run over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +30,8 @@ pub enum Which {
 }
 
 impl Which {
+    pub const ALL: [(Self, &'static str); 2] = [(Self::Loopback, "loopback"), (Self::Shm, "shm")];
+
     pub fn ends(self) -> [Box<dyn Link>; 2] {
         let hub = Hub::new();
         [1, 2].map(|n| match self {
@@ -103,7 +93,7 @@ impl Fixture {
             send_depth: 16,
             receive_depth: 8,
             kernels: Some(self.kernels.clone()),
-            patience: SOON,
+            patience: soon(),
             ..KernelQpOptions::default()
         }
     }
@@ -162,7 +152,7 @@ impl End {
             (at::WORD, word.address),
             (at::WORD_KEY, word.rkey.into()),
             (at::OWN_WORD, self.memory.address().raw() + WORD),
-            (at::TIMEOUT, SOON.as_nanos() as u64),
+            (at::TIMEOUT, soon().as_nanos() as u64),
             (at::BAD_KEY, u64::from(there.rkey ^ 0x100)),
         ] {
             self.tell(place, value);

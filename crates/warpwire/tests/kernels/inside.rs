@@ -8,10 +8,11 @@ use warpwire::stream::KernelQpOptions;
 use warpwire::stream::kernel::{Completions, Ended};
 use warpwire::verbs::Status;
 
-use crate::calls::at;
-use crate::fixture::{Fixture, SOON, WORD, bytes, cases, impatient};
+use crate::kernels::calls::at;
+use crate::kernels::fixture::{Fixture, WORD, bytes, impatient, soon};
+use testkit::cases;
 
-cases!(
+cases!(Fixture; CASES:
     every_call_moves_what_it_says,
     completions_in_pinned_memory,
     the_smallest_queues,
@@ -40,7 +41,7 @@ fn every_call(fixture: &Fixture, options: KernelQpOptions) {
         b.start(&streams[1], &fixture.kernel("calls_passive"), threads, &[mode]);
         a.start(&streams[0], &fixture.kernel("calls_active"), threads, &[mode]);
         for stream in &streams {
-            stream.synchronize(SOON).unwrap();
+            stream.synchronize(soon()).unwrap();
         }
         let wanted = [
             OK,
@@ -97,7 +98,7 @@ fn a_failure_is_told_by_its_cause(fixture: &Fixture) {
     let [a, b] = fixture.ends();
     let stream = fixture.gpu.stream().unwrap();
     a.start(&stream, &fixture.kernel("calls_fail"), 1, &[]);
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     let (denied, flushed) = (Ended::Failed(Status::RemoteAccess), Ended::Failed(Status::Flushed));
     let [third, second, first, quiet, later, receive] = a.findings();
     assert_eq!(
@@ -120,49 +121,49 @@ fn a_peer_that_is_gone_is_an_error_soon(fixture: &Fixture) {
     let stream = fixture.gpu.stream().unwrap();
     let start = Instant::now();
     a.start(&stream, &fixture.kernel("calls_one"), 1, &[]);
-    stream.synchronize(SOON).unwrap();
-    assert!(start.elapsed() < SOON / 2, "{:?}", start.elapsed());
+    stream.synchronize(soon()).unwrap();
+    assert!(start.elapsed() < soon() / 2, "{:?}", start.elapsed());
     assert_eq!(a.findings(), [OK, code(Ended::Failed(Status::RetryExceeded))]);
     let error = a.qp.check().unwrap_err().to_string();
     assert!(error.contains("operation 0") && error.contains("peer"), "{error}");
 }
 
 fn work_that_is_not_connected_times_out_and_begins_when_it_is(fixture: &Fixture) {
-    let [context, other] = crate::fixture::contexts(fixture.which);
-    let a = crate::fixture::End::new(context, &fixture.gpu, fixture.options());
-    let b = crate::fixture::End::new(other, &fixture.gpu, fixture.options());
+    let [context, other] = crate::kernels::fixture::contexts(fixture.which);
+    let a = crate::kernels::fixture::End::new(context, &fixture.gpu, fixture.options());
+    let b = crate::kernels::fixture::End::new(other, &fixture.gpu, fixture.options());
     a.describe(b.mr.remote(0), b.mr.remote(WORD));
     a.memory.write(0, &77_u64.to_le_bytes()).unwrap();
     a.tell(at::TIMEOUT, 20_000_000);
     let stream = fixture.gpu.stream().unwrap();
     let kernel = fixture.kernel("calls_one");
     a.start(&stream, &kernel, 1, &[]);
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     assert_eq!(a.findings(), [OK, code(Ended::Timeout)]);
     a.tell(at::TIMEOUT, 0);
     a.start(&stream, &kernel, 1, &[]);
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     assert_eq!(a.findings(), [OK, code(Ended::NotYet)]);
     a.qp.connect(&b.qp.offer()).unwrap();
     b.qp.connect(&a.qp.offer()).unwrap();
-    a.tell(at::TIMEOUT, SOON.as_nanos() as u64);
+    a.tell(at::TIMEOUT, soon().as_nanos() as u64);
     a.start(&stream, &kernel, 1, &[]);
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     assert_eq!(a.findings(), [OK, OK]);
     assert_eq!(b.read64(0), 77);
 }
 
 fn closing_ends_waits(fixture: &Fixture) {
-    let [context, other] = crate::fixture::contexts(fixture.which);
-    let a = crate::fixture::End::new(context, &fixture.gpu, fixture.options());
-    let b = crate::fixture::End::new(other, &fixture.gpu, fixture.options());
+    let [context, other] = crate::kernels::fixture::contexts(fixture.which);
+    let a = crate::kernels::fixture::End::new(context, &fixture.gpu, fixture.options());
+    let b = crate::kernels::fixture::End::new(other, &fixture.gpu, fixture.options());
     a.describe(b.mr.remote(0), b.mr.remote(WORD));
     let stream = fixture.gpu.stream().unwrap();
     a.start(&stream, &fixture.kernel("calls_one"), 1, &[]); // connected to nobody
     std::thread::sleep(Duration::from_millis(20));
     assert!(!stream.is_idle().unwrap());
     a.qp.close();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     assert_eq!(a.findings(), [OK, code(Ended::Closed)]);
     let error = a.qp.check().unwrap_err().to_string();
     assert!(error.contains("closed"), "{error}");
@@ -196,7 +197,7 @@ fn many_threads_lose_nothing(fixture: &Fixture) {
         launch = launch.region(&table.region(2048, 8).unwrap());
         // SAFETY: the kernel touches the handles and lists in the table, whose ends outlive the stream's work.
         unsafe { stream.launch(launch) }.unwrap();
-        stream.synchronize(SOON * 3).unwrap();
+        stream.synchronize(soon() * 3).unwrap();
         let mut wrong = [0; 8];
         table.read(2048, &mut wrong).unwrap();
         assert_eq!(u64::from_le_bytes(wrong), 0, "{:?}", ends[0][0].qp.check());
@@ -219,7 +220,7 @@ fn kernels_keep_what_they_use(fixture: &Fixture) {
     let list = b.list.clone();
     b.start(&stream, &fixture.kernel("calls_passive"), 1, &[0]); // for messages that never come
     drop((a, b));
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     let mut first = [0; 8];
     list.read(at::FINDINGS * 8, &mut first).unwrap();
     assert_eq!(i64::from_le_bytes(first), code(Ended::Timeout));

@@ -6,9 +6,10 @@ use warpwire::stream::kernel::{Kernels, SignalWait};
 use warpwire::stream::{KernelQp, KernelQpOptions};
 use warpwire::verbs::{Context, Drive, QpOptions, Service, SrqOptions};
 
-use crate::fixture::{Fixture, SOON, WORD, cases, contexts};
+use crate::kernels::fixture::{Fixture, WORD, contexts, soon};
+use testkit::cases;
 
-cases!(
+cases!(Fixture; CASES:
     a_context_without_a_thread_is_refused,
     depths_that_are_no_queues_are_refused,
     datagrams_and_shared_receives_are_refused,
@@ -84,7 +85,7 @@ fn results_without_room_are_refused(fixture: &Fixture) {
         let error = a.qp.receive_on(&stream, Some(&region)).unwrap_err();
         assert!(error.to_string().contains("16 bytes"), "{error}");
     }
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     assert_eq!(a.qp.progress().unwrap().posted, 0);
 }
 

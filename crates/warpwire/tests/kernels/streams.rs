@@ -8,9 +8,10 @@ use warpwire::stream::KernelQpOptions;
 use warpwire::stream::kernel::{Ended, SignalWait};
 use warpwire::verbs::{Remote, Status};
 
-use crate::fixture::{Fixture, SOON, WORD, bytes, cases, impatient};
+use crate::kernels::fixture::{Fixture, WORD, bytes, impatient, soon};
+use testkit::cases;
 
-cases!(
+cases!(Fixture; CASES:
     every_call_from_a_stream,
     graphs_replay_as_new_work,
     graphs_of_messages_replay,
@@ -47,8 +48,8 @@ fn every_call_from_a_stream(fixture: &Fixture) {
     a.qp.send_imm_on(&out, a.mr.sge(0, 50), 77).unwrap();
     a.qp.put_imm_on(&out, b.mr.remote(12288), a.mr.sge(0, 16), 88).unwrap();
     a.qp.wait_on(&out).unwrap();
-    out.synchronize(SOON).unwrap();
-    back.synchronize(SOON).unwrap();
+    out.synchronize(soon()).unwrap();
+    back.synchronize(soon()).unwrap();
     a.qp.check().unwrap();
     b.qp.check().unwrap();
     assert_eq!((b.read(0, 4096), b.read(8192, 64)), (sent.clone(), sent[..64].to_vec()));
@@ -71,7 +72,7 @@ fn rounds(fixture: &Fixture) -> u64 {
 fn graphs_replay_as_new_work(fixture: &Fixture) {
     let [a, b] = fixture.ends();
     let [out, back] = [fixture.gpu.stream().unwrap(), fixture.gpu.stream().unwrap()];
-    let own = |end: &crate::fixture::End| end.memory.word64(WORD).unwrap();
+    let own = |end: &crate::kernels::fixture::End| end.memory.word64(WORD).unwrap();
     let (at_b, at_a) =
         (SignalWait::new(&own(&b), 0, 3).unwrap(), SignalWait::new(&own(&a), 0, 1).unwrap());
     // There and back, so that neither side runs ahead.
@@ -91,8 +92,8 @@ fn graphs_replay_as_new_work(fixture: &Fixture) {
         out.replay(&ping).unwrap();
         back.replay(&pong).unwrap();
     }
-    out.synchronize(SOON * 6).unwrap();
-    back.synchronize(SOON).unwrap();
+    out.synchronize(soon() * 6).unwrap();
+    back.synchronize(soon()).unwrap();
     a.qp.check().unwrap();
     b.qp.check().unwrap();
     assert_eq!((b.word(), a.word()), (3 * rounds, rounds));
@@ -119,8 +120,8 @@ fn graphs_of_messages_replay(fixture: &Fixture) {
         back.replay(&receive).unwrap();
         out.replay(&send).unwrap();
     }
-    out.synchronize(SOON * 3).unwrap();
-    back.synchronize(SOON * 3).unwrap();
+    out.synchronize(soon() * 3).unwrap();
+    back.synchronize(soon() * 3).unwrap();
     a.qp.check().unwrap();
     b.qp.check().unwrap();
     assert_eq!(a.qp.progress().unwrap().posted, rounds);
@@ -139,8 +140,8 @@ fn signals_of_32_bits_wrap(fixture: &Fixture) {
         b.qp.wait_signal_on(&back, &signal).unwrap();
         assert!(back.synchronize(Duration::from_millis(5)).is_err());
         a.qp.put_on(&out, b.mr.remote(WORD), a.mr.sge(0, 4)).unwrap();
-        back.synchronize(SOON).unwrap();
-        out.synchronize(SOON).unwrap();
+        back.synchronize(soon()).unwrap();
+        out.synchronize(soon()).unwrap();
     }
     b.qp.check().unwrap();
 }
@@ -153,7 +154,7 @@ fn a_failure_releases_the_stream_and_is_kept(fixture: &Fixture) {
     a.qp.put_on(&stream, good, a.mr.sge(0, 8)).unwrap();
     a.qp.put_on(&stream, bad, a.mr.sge(0, 8)).unwrap();
     a.qp.wait_on(&stream).unwrap();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     let progress = a.qp.progress().unwrap();
     assert_eq!(progress.failure, Some((1, Status::RemoteAccess)));
     assert_eq!(
@@ -165,7 +166,7 @@ fn a_failure_releases_the_stream_and_is_kept(fixture: &Fixture) {
     // Later work ends at once, and the first cause stays.
     a.qp.put_on(&stream, good, a.mr.sge(0, 8)).unwrap();
     a.qp.wait_on(&stream).unwrap();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     assert_eq!(a.qp.progress().unwrap().stream_failure, progress.stream_failure);
 }
 
@@ -175,13 +176,13 @@ fn a_time_out_releases_the_stream_and_is_kept(fixture: &Fixture) {
     let stream = fixture.gpu.stream().unwrap();
     let signal = SignalWait::new(&b.memory.word64(WORD).unwrap(), 0, 1).unwrap();
     b.qp.wait_signal_on(&stream, &signal).unwrap();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     let error = b.qp.check().unwrap_err();
     assert_eq!(error.kind(), &Kind::Timeout, "{error}");
     assert!(error.to_string().contains("wait for a signal"), "{error}");
     let receive = a.qp.receive_on(&stream, None);
     receive.unwrap();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     assert_eq!(
         a.qp.progress().unwrap().stream_failure,
         Some(("wait for a message", Ended::Timeout))
@@ -199,8 +200,8 @@ fn a_dead_peer_releases_the_stream(fixture: &Fixture) {
         a.qp.put_on(&stream, remote, a.mr.sge(0, 8)).unwrap();
     }
     a.qp.wait_on(&stream).unwrap();
-    stream.synchronize(SOON).unwrap();
-    assert!(start.elapsed() < SOON / 2, "{:?}", start.elapsed());
+    stream.synchronize(soon()).unwrap();
+    assert!(start.elapsed() < soon() / 2, "{:?}", start.elapsed());
     assert_eq!(a.qp.progress().unwrap().failure, Some((0, Status::RetryExceeded)));
 }
 
@@ -216,7 +217,7 @@ fn many_streams_share_a_queue_pair(fixture: &Fixture) {
     }
     for stream in &streams {
         a.qp.wait_on(stream).unwrap();
-        stream.synchronize(SOON).unwrap();
+        stream.synchronize(soon()).unwrap();
     }
     a.qp.check().unwrap();
     assert_eq!(b.word(), (STREAMS * EACH) as u64);

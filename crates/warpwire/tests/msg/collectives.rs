@@ -5,9 +5,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use warpwire::error::Kind;
 use warpwire::msg::{Element, Reduce};
 
-use crate::fixture::{A_MOMENT, Fixture, PLACES, SOON, buffer, cases, pattern, read, same};
+use crate::msg::fixture::{A_MOMENT, Fixture, PLACES, buffer, pattern, read, same, soon};
+use testkit::cases;
 
-cases!(CASES: barriers_hold, broadcasts, reductions, wrong_use);
+cases!(Fixture; CASES: barriers_hold, broadcasts, reductions, wrong_use);
 
 fn barriers_hold(fixture: &Fixture) {
     for size in [1, 2, 3, 8] {
@@ -15,12 +16,12 @@ fn barriers_hold(fixture: &Fixture) {
         fixture.ranks(size, |comm| {
             for round in 1..=20 {
                 here.fetch_add(1, Ordering::SeqCst);
-                comm.barrier(SOON).unwrap();
+                comm.barrier(soon()).unwrap();
                 // All have come this far, and nobody further than the next time.
                 let count = here.load(Ordering::SeqCst);
                 assert!((round * size..=(round + 1) * size).contains(&count), "{count}");
             }
-            comm.finish(SOON).unwrap();
+            comm.finish(soon()).unwrap();
         });
     }
 }
@@ -36,11 +37,11 @@ fn broadcasts(fixture: &Fixture) {
                     if comm.rank() == root {
                         memory.write(1, &pattern(len as u64, len)).unwrap();
                     }
-                    comm.broadcast(root, memory.part(1, len as u64).unwrap(), SOON).unwrap();
+                    comm.broadcast(root, memory.part(1, len as u64).unwrap(), soon()).unwrap();
                     same(&read(&memory, 1, len), &pattern(len as u64, len), "a broadcast");
                 }
             }
-            comm.finish(SOON).unwrap();
+            comm.finish(soon()).unwrap();
         });
     }
 }
@@ -55,7 +56,7 @@ fn reductions(fixture: &Fixture) {
             let numbers: Vec<u8> =
                 (0..count).flat_map(|i| ((i + rank) as f64 * 0.5).to_le_bytes()).collect();
             memory.write(0, &numbers).unwrap();
-            comm.all_reduce(&memory, Element::F64, Reduce::Sum, SOON).unwrap();
+            comm.all_reduce(&memory, Element::F64, Reduce::Sum, soon()).unwrap();
             for (i, word) in whole(&memory).chunks_exact(8).enumerate() {
                 let sum: f64 = (0..size).map(|rank| (i + rank) as f64 * 0.5).sum();
                 assert_eq!(f64::from_le_bytes(word.try_into().unwrap()), sum, "element {i}");
@@ -63,7 +64,7 @@ fn reductions(fixture: &Fixture) {
             let each = |element: Element, reduce: Reduce, mine: i64| -> i64 {
                 memory.write(0, &mine.to_le_bytes()).unwrap();
                 let part = memory.part(0, element.bytes()).unwrap();
-                comm.all_reduce(part, element, reduce, SOON).unwrap();
+                comm.all_reduce(part, element, reduce, soon()).unwrap();
                 i64::from_le_bytes(read(&memory, 0, 8).try_into().unwrap())
             };
             let last = size as i64 - 1;
@@ -78,10 +79,10 @@ fn reductions(fixture: &Fixture) {
             // More than one chunk.
             let big = comm.alloc(9 << 20).unwrap();
             big.write(0, &vec![1; 9 << 20]).unwrap();
-            comm.all_reduce(&big, Element::U64, Reduce::Sum, SOON).unwrap();
+            comm.all_reduce(&big, Element::U64, Reduce::Sum, soon()).unwrap();
             let word = 0x0101_0101_0101_0101u64.wrapping_mul(size as u64).to_le_bytes();
             assert!(read(&big, 0, 9 << 20).chunks_exact(8).all(|found| found == word));
-            comm.finish(SOON).unwrap();
+            comm.finish(soon()).unwrap();
         });
     }
 }
@@ -89,22 +90,22 @@ fn reductions(fixture: &Fixture) {
 fn wrong_use(fixture: &Fixture) {
     fixture.ranks(2, |comm| {
         let memory = comm.alloc(100).unwrap();
-        let odd = comm.all_reduce(memory.part(0, 7).unwrap(), Element::F32, Reduce::Sum, SOON);
+        let odd = comm.all_reduce(memory.part(0, 7).unwrap(), Element::F32, Reduce::Sum, soon());
         assert_eq!(odd.unwrap_err().kind(), &Kind::InvalidArgument);
-        assert!(comm.broadcast(2, &memory, SOON).is_err());
-        comm.barrier(SOON).unwrap();
+        assert!(comm.broadcast(2, &memory, soon()).is_err());
+        comm.barrier(soon()).unwrap();
         // Who comes alone does not wait for ever.
         if comm.rank() == 0 {
             let late = comm.barrier(A_MOMENT).unwrap_err();
             assert_eq!(late.kind(), &Kind::Timeout, "{late}");
-            comm.send_ready(1, SOON).unwrap();
+            comm.send_ready(1, soon()).unwrap();
         } else {
-            comm.wait_ready(0, SOON).unwrap();
-            comm.barrier(SOON).unwrap();
+            comm.wait_ready(0, soon()).unwrap();
+            comm.barrier(soon()).unwrap();
         }
         // Lengths that differ are told.
         let len = 10 + comm.rank() as u64;
-        let outcome = comm.broadcast(0, memory.part(0, len).unwrap(), SOON);
+        let outcome = comm.broadcast(0, memory.part(0, len).unwrap(), soon());
         match comm.rank() {
             0 => outcome.unwrap(),
             _ => {
@@ -112,6 +113,6 @@ fn wrong_use(fixture: &Fixture) {
                 assert!(error.contains("rank 0 has 10 bytes, this one 11"), "{error}");
             }
         }
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }

@@ -8,23 +8,11 @@ use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::msg::{Buffer, Comm, CommOptions, Wire};
 
 /// Longer than anything takes that works.
-pub const SOON: Duration = Duration::from_secs(30);
+pub fn soon() -> Duration {
+    testkit::deadline(Duration::from_secs(30))
+}
 /// Long enough to be sure that something does not happen.
 pub const A_MOMENT: Duration = Duration::from_millis(50);
-
-pub struct Case {
-    pub name: &'static str,
-    pub run: fn(&Fixture),
-}
-
-/// Lists the functions as cases under their own names.
-macro_rules! cases {
-    ($list:ident: $($name:ident),* $(,)?) => {
-        pub const $list: &[crate::fixture::Case] =
-            &[$(crate::fixture::Case { name: stringify!($name), run: $name }),*];
-    };
-}
-pub(crate) use cases;
 
 /// The links that cases run over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +53,7 @@ impl Fixture {
             Which::Shm => Wire::Shm,
             Which::Auto => Wire::Auto,
         };
-        CommOptions { wire, timeout: SOON, ..CommOptions::default() }
+        CommOptions { wire, timeout: soon(), ..CommOptions::default() }
     }
 
     /// Runs it as so many ranks.

@@ -1,6 +1,6 @@
 //! Messages that streams and kernels send and wait for.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
@@ -10,13 +10,29 @@ use warpwire::msg::{Buffer, Comm, CommOptions, Lane, LaneOptions, Signal, Writer
 use warpwire::stream::kernel::SignalWait;
 use warpwire::verbs::Remote;
 
-use crate::fixture::{A_MOMENT, Fixture, SOON, cases, gpu, pattern, read, same};
+use crate::msg::fixture::{A_MOMENT, Fixture, gpu, pattern, read, same, soon};
+use testkit::cases;
 
-cases!(CASES: streams_exchange_all_sizes, prepared_and_batched, messages_keep_their_order, streams_put_get_and_signal,
-    handshakes_and_barriers, graphs_replay_messages, kernels_play_a_rally, kernels_put_and_get, a_lost_rank_releases_streams,
-    a_rank_that_leaves_releases_streams);
-cases!(ONCE: lanes_check_their_arguments, lanes_push_back, one_stream_waits_for_many, compute_takes_time,
-    kernels_pass_words_without_an_hca);
+cases!(Fixture; CASES:
+    streams_exchange_all_sizes,
+    prepared_and_batched,
+    messages_keep_their_order,
+    streams_put_get_and_signal,
+    handshakes_and_barriers,
+    graphs_replay_messages,
+    kernels_play_a_rally,
+    kernels_put_and_get,
+    a_lost_rank_releases_streams,
+    a_rank_that_leaves_releases_streams,
+    a_rank_that_leaves_is_no_failure,
+);
+cases!(Fixture; ONCE:
+    lanes_check_their_arguments,
+    lanes_push_back,
+    one_stream_waits_for_many,
+    compute_takes_time,
+    kernels_pass_words_without_an_hca,
+);
 
 /// A rank with a GPU of its own.
 struct End {
@@ -43,7 +59,7 @@ impl End {
     }
 
     fn done(&self) {
-        self.stream.synchronize(SOON).unwrap();
+        self.stream.synchronize(soon()).unwrap();
         self.lane.check().unwrap();
     }
 }
@@ -68,8 +84,8 @@ fn streams_exchange_all_sizes(fixture: &Fixture) {
             end.done();
             same(&read(&into, 1, len), &pattern(seed(end.other()), len), &format!("{len} bytes"));
             // The CPU may ask too.
-            assert_eq!(receive.wait(SOON).unwrap().len, len as u64);
-            assert_eq!(send.wait(SOON).unwrap().peer, end.other());
+            assert_eq!(receive.wait(soon()).unwrap().len, len as u64);
+            assert_eq!(send.wait(soon()).unwrap().peer, end.other());
         }
         // Several parts into several others.
         let seed = |rank: usize| 900 + rank as u64;
@@ -84,7 +100,7 @@ fn streams_exchange_all_sizes(fixture: &Fixture) {
         let mut came = read(&into, 50_000, 9_999);
         came.extend(read(&into, 0, 20_001));
         same(&came, &pattern(seed(end.other()), 30_000), "parts");
-        end.comm.finish(SOON).unwrap();
+        end.comm.finish(soon()).unwrap();
     });
 }
 
@@ -122,9 +138,9 @@ fn prepared_and_batched(fixture: &Fixture) {
             assert!(batch.is_empty());
             end.done();
             same(&read(&into, 0, 3000), &pattern(seed(end.other()), 3000), "batched");
-            end.comm.barrier(SOON).unwrap();
+            end.comm.barrier(soon()).unwrap();
         }
-        end.comm.finish(SOON).unwrap();
+        end.comm.finish(soon()).unwrap();
     });
 }
 
@@ -141,7 +157,7 @@ fn messages_keep_their_order(fixture: &Fixture) {
                 let start = Instant::now();
                 while let Err(busy) = end.lane.send_on(&end.stream, 1, part(number)).map(drop) {
                     assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
-                    assert!(start.elapsed() < SOON, "number {number} finds no room");
+                    assert!(start.elapsed() < soon(), "number {number} finds no room");
                     std::thread::sleep(Duration::from_micros(100));
                 }
             }
@@ -154,12 +170,12 @@ fn messages_keep_their_order(fixture: &Fixture) {
                         Ok(receive) => break receive,
                         Err(busy) => assert_eq!(busy.kind(), &Kind::Busy, "{busy}"),
                     }
-                    assert!(start.elapsed() < SOON, "number {number} finds no room");
+                    assert!(start.elapsed() < soon(), "number {number} finds no room");
                     std::thread::sleep(Duration::from_micros(100));
                 };
                 while let Err(busy) = end.lane.wait_on(&end.stream, &receive) {
                     assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
-                    assert!(start.elapsed() < SOON);
+                    assert!(start.elapsed() < soon());
                     std::thread::sleep(Duration::from_micros(100));
                 }
             }
@@ -168,7 +184,7 @@ fn messages_keep_their_order(fixture: &Fixture) {
         if end.comm.rank() == 1 {
             same(&read(&memory, 0, COUNT as usize * 8), &numbers, "numbers");
         }
-        end.comm.finish(SOON).unwrap();
+        end.comm.finish(soon()).unwrap();
     });
 }
 
@@ -200,17 +216,17 @@ fn streams_put_get_and_signal(fixture: &Fixture) {
             end.lane.wait_on(&end.stream, &put).unwrap();
             end.done();
             same(&read(&exposed, 64, len), &pattern(round, len), "put before its signal");
-            end.comm.barrier(SOON).unwrap();
+            end.comm.barrier(soon()).unwrap();
             let into = back.part(0, len as u64).unwrap();
             let get = end.lane.get_on(&end.stream, (&window, other, 64), into).unwrap();
             end.lane.wait_on(&end.stream, &get).unwrap();
             end.done();
             same(&read(&back, 0, len), &pattern(round, len), "fetched");
-            end.comm.barrier(SOON).unwrap();
+            end.comm.barrier(soon()).unwrap();
         }
         let plain =
             end.lane.prepare_put((&window, other, 30_000), mine.part(0, 100).unwrap()).unwrap();
-        plain.post(&end.stream).unwrap().wait(SOON).unwrap();
+        plain.post(&end.stream).unwrap().wait(soon()).unwrap();
         let beyond =
             end.lane.put_on(&end.stream, (&window, other, 65_000), mine.part(0, 1000).unwrap());
         assert_eq!(beyond.unwrap_err().kind(), &Kind::OutOfRange);
@@ -222,8 +238,8 @@ fn streams_put_get_and_signal(fixture: &Fixture) {
         };
         assert_eq!(signal(9, Signal::Set64(1)).kind(), &Kind::Misaligned);
         assert_eq!(signal(8, Signal::Add64(1)).kind(), &Kind::Unsupported);
-        end.comm.barrier(SOON).unwrap();
-        end.comm.finish(SOON).unwrap();
+        end.comm.barrier(soon()).unwrap();
+        end.comm.finish(soon()).unwrap();
     });
 }
 
@@ -246,8 +262,8 @@ fn handshakes_and_barriers(fixture: &Fixture) {
             let count = here.load(Ordering::SeqCst);
             assert!((round * 3..=round * 3 + 3).contains(&count), "round {round}: {count}");
         }
-        end.comm.barrier(SOON).unwrap();
-        end.comm.finish(SOON).unwrap();
+        end.comm.barrier(soon()).unwrap();
+        end.comm.finish(soon()).unwrap();
     });
 }
 
@@ -280,8 +296,8 @@ fn graphs_replay_messages(fixture: &Fixture) {
         end.done();
         assert_eq!(device.word64(0).unwrap().load().unwrap(), ROUNDS);
         same(&read(&exposed, 64, LEN as usize), &pattern(other as u64, LEN as usize), "replayed");
-        end.comm.barrier(SOON).unwrap();
-        end.comm.finish(SOON).unwrap();
+        end.comm.barrier(soon()).unwrap();
+        end.comm.finish(soon()).unwrap();
     });
 }
 
@@ -308,12 +324,12 @@ fn kernels_play_a_rally(fixture: &Fixture) {
                 start,
                 serves: end.comm.rank() == 0,
             };
-            rally.play(&end.stream, &side, rounds, Duration::ZERO, SOON).unwrap();
+            rally.play(&end.stream, &side, rounds, Duration::ZERO, soon()).unwrap();
             end.done();
             rally.check().unwrap();
             start += rounds;
             assert_eq!(own.load().unwrap(), start);
-            end.comm.barrier(SOON).unwrap();
+            end.comm.barrier(soon()).unwrap();
         }
         same(&read(&exposed, 64, LEN as usize), &pattern(other as u64 + 5, LEN as usize), "rally");
         // Nobody answers: it gives up in its time.
@@ -328,12 +344,12 @@ fn kernels_play_a_rally(fixture: &Fixture) {
                 serves: true,
             };
             rally.play(&end.stream, &side, 1, Duration::ZERO, A_MOMENT).unwrap();
-            end.stream.synchronize(SOON).unwrap();
+            end.stream.synchronize(soon()).unwrap();
             let error = rally.check().unwrap_err();
             assert!(error.to_string().contains("time"), "{error}");
         }
-        end.comm.barrier(SOON).unwrap();
-        end.comm.finish(SOON).unwrap();
+        end.comm.barrier(soon()).unwrap();
+        end.comm.finish(soon()).unwrap();
     });
 }
 
@@ -341,7 +357,7 @@ fn kernels_play_a_rally(fixture: &Fixture) {
 fn releases(fixture: &Fixture, go: impl Fn(&Comm) + Sync, text: &str) {
     ends(fixture, 3, |end| {
         let into = end.memory(64);
-        end.comm.barrier(SOON).unwrap();
+        end.comm.barrier(soon()).unwrap();
         if end.comm.rank() == 1 {
             std::thread::sleep(A_MOMENT);
             return go(&end.comm);
@@ -359,12 +375,12 @@ fn releases(fixture: &Fixture, go: impl Fn(&Comm) + Sync, text: &str) {
             .unwrap();
         let start = Instant::now();
         for stream in &streams {
-            stream.synchronize(SOON).unwrap();
+            stream.synchronize(soon()).unwrap();
         }
-        assert!(start.elapsed() < SOON / 3, "{:?}", start.elapsed());
+        assert!(start.elapsed() < soon() / 3, "{:?}", start.elapsed());
         for error in [
             end.lane.check().unwrap_err(),
-            receive.wait(SOON).unwrap_err(),
+            receive.wait(soon()).unwrap_err(),
             end.lane.send_on(&streams[0], 1, &into).unwrap_err(),
             end.lane.receive(1, &into).unwrap_err(),
             end.lane.wait_ready_on(&streams[0], 1).unwrap_err(),
@@ -376,9 +392,9 @@ fn releases(fixture: &Fixture, go: impl Fn(&Comm) + Sync, text: &str) {
         let receive = end.lane.receive(other, &into).unwrap();
         let _send = end.lane.send_on(&streams[0], other, &into).unwrap();
         end.lane.wait_on(&streams[0], &receive).unwrap();
-        streams[0].synchronize(SOON).unwrap();
-        receive.wait(SOON).unwrap();
-        let _ = end.comm.finish(SOON);
+        streams[0].synchronize(soon()).unwrap();
+        receive.wait(soon()).unwrap();
+        let _ = end.comm.finish(soon());
     });
 }
 
@@ -388,6 +404,25 @@ fn a_lost_rank_releases_streams(fixture: &Fixture) {
 
 fn a_rank_that_leaves_releases_streams(fixture: &Fixture) {
     releases(fixture, |_| {}, "rank 1 has left");
+}
+
+/// Asked while the others leave, a lane never calls that a failure.
+fn a_rank_that_leaves_is_no_failure(fixture: &Fixture) {
+    for _ in 0..10 {
+        ends(fixture, 4, |end| {
+            let left = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    while !left.load(Ordering::Relaxed) {
+                        end.lane.check().unwrap();
+                    }
+                });
+                let ended = end.comm.finish(soon());
+                left.store(true, Ordering::Relaxed);
+                ended.unwrap();
+            });
+        });
+    }
 }
 
 fn lanes_check_their_arguments(fixture: &Fixture) {
@@ -415,8 +450,8 @@ fn lanes_check_their_arguments(fixture: &Fixture) {
             lazy.lane(&end.gpu, LaneOptions::default()).is_ok(),
             "alone it needs no queue pair"
         );
-        end.comm.barrier(SOON).unwrap();
-        end.comm.finish(SOON).unwrap();
+        end.comm.barrier(soon()).unwrap();
+        end.comm.finish(soon()).unwrap();
     });
     fixture.ranks(2, |comm| {
         let error = comm.lane(&gpu(), LaneOptions::default()).unwrap_err();
@@ -428,7 +463,7 @@ fn lanes_check_their_arguments(fixture: &Fixture) {
         let plain = LaneOptions { kernels: false, ..LaneOptions::default() };
         let lane = comm.lane(&gpu(), plain).unwrap();
         assert_eq!(lane.kernel(1 - comm.rank()).unwrap_err().kind(), &Kind::Unsupported);
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -453,26 +488,26 @@ fn lanes_push_back(fixture: &Fixture) {
             assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
             assert!(sends.len() >= 8, "{}", sends.len());
             // The stream itself is not held up by that.
-            stream.synchronize(SOON).unwrap();
-            comm.send(1, 0, &memory, SOON).unwrap();
+            stream.synchronize(soon()).unwrap();
+            comm.send(1, 0, &memory, soon()).unwrap();
             let count = sends.len() as u64;
             let number = comm.alloc(8).unwrap();
             number.write(0, &count.to_le_bytes()).unwrap();
-            comm.send(1, 1, &number, SOON).unwrap();
+            comm.send(1, 1, &number, soon()).unwrap();
             for send in sends {
-                send.wait(SOON).unwrap();
+                send.wait(soon()).unwrap();
             }
         } else {
             let number = comm.alloc(64).unwrap();
-            comm.recv(0, 0, &memory, SOON).unwrap();
-            comm.recv(0, 1, &number, SOON).unwrap();
+            comm.recv(0, 0, &memory, soon()).unwrap();
+            comm.recv(0, 1, &number, soon()).unwrap();
             let count = u64::from_le_bytes(read(&number, 0, 8).try_into().unwrap());
             for _ in 0..count {
-                assert_eq!(lane.receive(0, &memory).unwrap().wait(SOON).unwrap().len, 64);
+                assert_eq!(lane.receive(0, &memory).unwrap().wait(soon()).unwrap().len, 64);
             }
         }
-        comm.barrier(SOON).unwrap();
-        comm.finish(SOON).unwrap();
+        comm.barrier(soon()).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -499,8 +534,8 @@ fn one_stream_waits_for_many(fixture: &Fixture) {
                 assert_eq!(u64::from_le_bytes(came.try_into().unwrap()), from as u64 * 11);
             }
         }
-        end.comm.barrier(SOON).unwrap();
-        end.comm.finish(SOON).unwrap();
+        end.comm.barrier(soon()).unwrap();
+        end.comm.finish(soon()).unwrap();
     });
 }
 
@@ -514,27 +549,27 @@ fn kernels_put_and_get(fixture: &Fixture) {
         mine.write(0, &pattern(rank, LEN as usize)).unwrap();
         let (qp, there) = (end.lane.kernel(other).unwrap(), window.remote(other, 0, LEN).unwrap());
         let put = Move { qp, there, here: mine.whole().sge().unwrap(), reads: false };
-        rally.shift(&end.stream, &put, 20, Duration::ZERO, SOON).unwrap();
+        rally.shift(&end.stream, &put, 20, Duration::ZERO, soon()).unwrap();
         end.done();
         rally.check().unwrap();
-        end.comm.barrier(SOON).unwrap();
+        end.comm.barrier(soon()).unwrap();
         same(&read(&exposed, 0, LEN as usize), &pattern(other as u64, LEN as usize), "put");
         let get = Move { here: back.whole().sge().unwrap(), reads: true, ..put };
-        rally.shift(&end.stream, &get, 20, Duration::ZERO, SOON).unwrap();
+        rally.shift(&end.stream, &get, 20, Duration::ZERO, soon()).unwrap();
         end.done();
         rally.check().unwrap();
         same(&read(&back, 0, LEN as usize), &pattern(rank, LEN as usize), "got back");
-        end.comm.barrier(SOON).unwrap();
+        end.comm.barrier(soon()).unwrap();
         // A place that is not the other's: it ends with the cause. The failure ends the connection on both sides.
         if rank == 0 {
             let nowhere = Move { there: Remote { rkey: !there.rkey, ..there }, ..get };
-            rally.shift(&end.stream, &nowhere, 1, Duration::ZERO, SOON).unwrap();
-            end.stream.synchronize(SOON).unwrap();
+            rally.shift(&end.stream, &nowhere, 1, Duration::ZERO, soon()).unwrap();
+            end.stream.synchronize(soon()).unwrap();
             let error = rally.check().unwrap_err();
             assert!(error.to_string().contains("access"), "{error}");
         }
-        end.comm.barrier(SOON).unwrap();
-        end.comm.finish(SOON).unwrap();
+        end.comm.barrier(soon()).unwrap();
+        end.comm.finish(soon()).unwrap();
     });
 }
 
@@ -549,7 +584,7 @@ fn kernels_pass_words_without_an_hca(_: &Fixture) {
         bell.store(0).unwrap();
         word.store(0).unwrap();
         let baton = Baton { bell: &whole, own: &word, serves };
-        rally.relay(&stream, &baton, ROUNDS, SOON).unwrap();
+        rally.relay(&stream, &baton, ROUNDS, soon()).unwrap();
         for round in 1..=ROUNDS {
             if !serves {
                 assert_eq!(bell.load().unwrap(), round - 1, "nothing was passed to it");
@@ -557,27 +592,28 @@ fn kernels_pass_words_without_an_hca(_: &Fixture) {
             }
             let start = Instant::now();
             while bell.load().unwrap() != round {
-                assert!(start.elapsed() < SOON, "round {round}");
+                assert!(start.elapsed() < soon(), "round {round}");
             }
             assert_eq!(value.load().unwrap(), round);
             if serves {
                 word.store(round).unwrap();
             }
         }
-        stream.synchronize(SOON).unwrap();
+        stream.synchronize(soon()).unwrap();
         rally.check().unwrap();
     }
     let short = bells.region(0, 64).unwrap();
-    let error = rally.relay(&stream, &Baton { bell: &short, own: &word, serves: true }, 1, SOON);
+    let error = rally.relay(&stream, &Baton { bell: &short, own: &word, serves: true }, 1, soon());
     assert!(error.unwrap_err().to_string().contains("its bell has 64 bytes"));
     let narrow = own.word32(0).unwrap();
-    let error = rally.relay(&stream, &Baton { bell: &whole, own: &narrow, serves: true }, 1, SOON);
+    let error =
+        rally.relay(&stream, &Baton { bell: &whole, own: &narrow, serves: true }, 1, soon());
     assert!(error.unwrap_err().to_string().contains("32 bits"));
     // Nobody passes anything on: it gives up in its time.
     word.store(0).unwrap();
     let baton = Baton { bell: &whole, own: &word, serves: true };
     rally.relay(&stream, &baton, 1, A_MOMENT).unwrap();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     assert!(rally.check().unwrap_err().to_string().contains("time"));
 }
 
@@ -586,7 +622,7 @@ fn compute_takes_time(_: &Fixture) {
     let (rally, stream) = (Rally::load(&gpu).unwrap(), gpu.stream().unwrap());
     let start = Instant::now();
     rally.compute(&stream, Duration::from_millis(30)).unwrap();
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
     assert!(start.elapsed() >= Duration::from_millis(30), "{:?}", start.elapsed());
     rally.check().unwrap();
 }

@@ -10,11 +10,22 @@ use warpwire::error::Kind;
 use warpwire::msg::{Comm, CommOptions, Launcher, Master, Place};
 use warpwire::{Error, Result};
 
-use crate::fixture::{Fixture, SOON, cases};
+use crate::msg::fixture::{Fixture, soon};
+use testkit::cases;
 
-cases!(ONCE: one_rank_alone, a_rank_that_is_missing, a_wrong_token, a_wrong_size, two_of_one_rank,
-    a_port_that_is_taken, nobody_at_the_address, another_version, strangers_at_the_door, a_rank_that_goes_early,
-    the_file_goes);
+cases!(Fixture; ONCE:
+    one_rank_alone,
+    a_rank_that_is_missing,
+    a_wrong_token,
+    a_wrong_size,
+    two_of_one_rank,
+    a_port_that_is_taken,
+    nobody_at_the_address,
+    another_version,
+    strangers_at_the_door,
+    a_rank_that_goes_early,
+    the_file_goes,
+);
 
 const SHORT: Duration = Duration::from_millis(700);
 
@@ -45,10 +56,10 @@ fn fails(thread: JoinHandle<Result<Comm>>) -> Error {
 }
 
 fn one_rank_alone(_: &Fixture) {
-    let comm = open(place(0, 1, "127.0.0.1:0", ""), SOON).join().unwrap().unwrap();
+    let comm = open(place(0, 1, "127.0.0.1:0", ""), soon()).join().unwrap().unwrap();
     assert_eq!((comm.rank(), comm.size()), (0, 1));
-    comm.barrier(SOON).unwrap();
-    comm.finish(SOON).unwrap();
+    comm.barrier(soon()).unwrap();
+    comm.finish(soon()).unwrap();
     let none = Comm::open(place(1, 1, "127.0.0.1:0", ""), CommOptions::default()).unwrap_err();
     assert_eq!(none.kind(), &Kind::InvalidArgument);
 }
@@ -77,8 +88,8 @@ fn a_wrong_token(_: &Fixture) {
 
 fn a_wrong_size(_: &Fixture) {
     let address = free();
-    let host = open(place(0, 2, &address, ""), SOON);
-    let error = fails(open(place(1, 3, &address, ""), SOON));
+    let host = open(place(0, 2, &address, ""), soon());
+    let error = fails(open(place(1, 3, &address, ""), soon()));
     assert!(error.to_string().contains("it counts 3 ranks, rank 0 counts 2"), "{error}");
     // Contradictions are no strangers: the host gives up at once.
     let error = fails(host);
@@ -87,8 +98,8 @@ fn a_wrong_size(_: &Fixture) {
 
 fn two_of_one_rank(_: &Fixture) {
     let address = free();
-    let host = open(place(0, 3, &address, ""), SOON);
-    let twins = [0; 2].map(|_| open(place(1, 3, &address, ""), SOON));
+    let host = open(place(0, 3, &address, ""), soon());
+    let twins = [0; 2].map(|_| open(place(1, 3, &address, ""), soon()));
     for thread in twins.into_iter().chain([host]) {
         let error = fails(thread).to_string();
         assert!(error.contains("two processes say that they are rank 1"), "{error}");
@@ -130,11 +141,11 @@ fn say(address: &str, line: &str) -> String {
     let mut stream = loop {
         match TcpStream::connect(address) {
             Ok(stream) => break stream,
-            Err(_) if start.elapsed() < SOON => std::thread::sleep(Duration::from_millis(5)),
+            Err(_) if start.elapsed() < soon() => std::thread::sleep(Duration::from_millis(5)),
             Err(why) => panic!("{why}"),
         }
     };
-    stream.set_read_timeout(Some(SOON)).unwrap();
+    stream.set_read_timeout(Some(soon())).unwrap();
     stream.write_all(line.as_bytes()).unwrap();
     let mut answer = String::new();
     let _ = stream.read_to_string(&mut answer);
@@ -143,7 +154,7 @@ fn say(address: &str, line: &str) -> String {
 
 fn another_version(_: &Fixture) {
     let address = free();
-    let host = open(place(0, 2, &address, "t"), SOON);
+    let host = open(place(0, 2, &address, "t"), soon());
     let join = r#"{"warpwire":1,"words":{"Join":{"version":99,"token":"t","rank":1,"size":2,"listens":"127.0.0.1:1"}}}"#;
     let answer = say(&address, &format!("{join}\n"));
     for text in [answer, fails(host).to_string()] {
@@ -153,7 +164,7 @@ fn another_version(_: &Fixture) {
 
 fn strangers_at_the_door(_: &Fixture) {
     let address = free();
-    let host = open(place(0, 2, &address, "t"), SOON);
+    let host = open(place(0, 2, &address, "t"), soon());
     assert_eq!(say(&address, "GET / HTTP/1.1\r\n\r\n"), "");
     assert_eq!(say(&address, "{\"warpwire\":7,\"words\":1}\n"), "");
     let answer = say(&address, "{\"warpwire\":1,\"words\":\"Ready\"}\n");
@@ -162,18 +173,18 @@ fn strangers_at_the_door(_: &Fixture) {
     assert!(say(&address, &format!("{wrong}\n")).contains("token"));
     // One that says nothing at all holds nobody up.
     let silent = TcpStream::connect(&address).unwrap();
-    let other = open(place(1, 2, &address, "t"), SOON);
+    let other = open(place(1, 2, &address, "t"), soon());
     let (host, other) = (host.join().unwrap().unwrap(), other.join().unwrap().unwrap());
     drop(silent);
     std::thread::scope(|scope| {
-        scope.spawn(|| host.barrier(SOON).unwrap());
-        other.barrier(SOON).unwrap();
+        scope.spawn(|| host.barrier(soon()).unwrap());
+        other.barrier(soon()).unwrap();
     });
 }
 
 fn a_rank_that_goes_early(_: &Fixture) {
     let address = free();
-    let host = open(place(0, 3, &address, "t"), SOON);
+    let host = open(place(0, 3, &address, "t"), soon());
     let join = r#"{"warpwire":1,"words":{"Join":{"version":1,"token":"t","rank":1,"size":3,"listens":"127.0.0.1:1"}}}"#;
     // It joins and is gone again.
     let start = Instant::now();
@@ -188,7 +199,7 @@ fn a_rank_that_goes_early(_: &Fixture) {
     drop(stream);
     let error = fails(host).to_string();
     assert!(error.contains("meet rank 1") && error.contains("went before all"), "{error}");
-    assert!(start.elapsed() < SOON / 2);
+    assert!(start.elapsed() < soon() / 2);
 }
 
 fn the_file_goes(_: &Fixture) {
@@ -201,9 +212,9 @@ fn the_file_goes(_: &Fixture) {
     };
     // A file of an earlier job, at whose address nobody is.
     std::fs::write(&path, format!("{}\n", free())).unwrap();
-    let second = open(at(1), SOON);
+    let second = open(at(1), soon());
     std::thread::sleep(Duration::from_millis(50));
-    let ranks = [open(at(0), SOON), second].map(|rank| rank.join().unwrap().unwrap());
+    let ranks = [open(at(0), soon()), second].map(|rank| rank.join().unwrap().unwrap());
     assert!(!path.exists());
     drop(ranks);
     let nowhere = Place { master: Master::File("/no/such/folder/x".into()), ..at(0) };

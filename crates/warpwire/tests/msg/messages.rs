@@ -5,11 +5,28 @@ use std::time::{Duration, Instant};
 use warpwire::error::Kind;
 use warpwire::msg::{Comm, CommOptions, Match, Part, wait_all, wait_any};
 
-use crate::fixture::{A_MOMENT, Fixture, PLACES, SOON, buffer, cases, pattern, read, same};
+use crate::msg::fixture::{A_MOMENT, Fixture, PLACES, buffer, pattern, read, same, soon};
+use testkit::cases;
 
-cases!(CASES: all_sizes_and_places, order_is_kept, tags_choose, unexpected_messages_wait, vectors,
-    to_itself, back_pressure, a_message_that_is_too_long, dropped_requests, random_traffic);
-cases!(ONCE: arguments_are_checked, waiting_for_any, several_threads_of_a_rank, a_gigabyte, timeouts);
+cases!(Fixture; CASES:
+    all_sizes_and_places,
+    order_is_kept,
+    tags_choose,
+    unexpected_messages_wait,
+    vectors,
+    to_itself,
+    back_pressure,
+    a_message_that_is_too_long,
+    dropped_requests,
+    random_traffic,
+);
+cases!(Fixture; ONCE:
+    arguments_are_checked,
+    waiting_for_any,
+    several_threads_of_a_rank,
+    a_gigabyte,
+    timeouts,
+);
 
 /// Around the limits of headers, slots and pieces.
 const SIZES: [usize; 10] = [0, 1, 7, 64, 4096, 8191, 8192, 8193, 100_000, (8 << 20) + 3];
@@ -27,15 +44,15 @@ fn all_sizes_and_places(fixture: &Fixture) {
                 let mut receive =
                     comm.irecv(other, tag as u32, into.part(5, size as u64 + 9).unwrap()).unwrap();
                 let mut send = comm.isend(other, tag as u32, part).unwrap();
-                let outcome = receive.wait(SOON).unwrap();
+                let outcome = receive.wait(soon()).unwrap();
                 assert_eq!((outcome.peer, outcome.tag), (other, tag as u32));
                 assert_eq!(outcome.len, size as u64);
-                send.wait(SOON).unwrap();
+                send.wait(soon()).unwrap();
                 let what = format!("{from:?} to {to:?}, {size} bytes");
                 same(&read(&into, 5, size), &pattern(seed(other), size), &what);
             }
         }
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -48,15 +65,15 @@ fn order_is_kept(fixture: &Fixture) {
                 // Short and long ones must not overtake each other.
                 let len = if number % 3 == 0 { 20_000 } else { 8 };
                 memory.write(0, &number.to_le_bytes()).unwrap();
-                comm.send(1, 7, memory.part(0, len).unwrap(), SOON).unwrap();
+                comm.send(1, 7, memory.part(0, len).unwrap(), soon()).unwrap();
             }
         } else {
             for number in 0..COUNT {
-                comm.recv(0, 7, &memory, SOON).unwrap();
+                comm.recv(0, 7, &memory, soon()).unwrap();
                 assert_eq!(read(&memory, 0, 8), number.to_le_bytes());
             }
         }
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -73,15 +90,15 @@ fn tags_choose(fixture: &Fixture) {
                     requests.push(comm.isend(1, 7, &long).unwrap());
                 } else {
                     memory.write(0, &[tag as u8]).unwrap();
-                    comm.send(1, tag, memory.part(0, 1).unwrap(), SOON).unwrap();
+                    comm.send(1, tag, memory.part(0, 1).unwrap(), soon()).unwrap();
                 }
             }
-            comm.barrier(SOON).unwrap();
-            wait_all(&mut requests, SOON).unwrap();
+            comm.barrier(soon()).unwrap();
+            wait_all(&mut requests, soon()).unwrap();
         } else {
-            comm.barrier(SOON).unwrap();
+            comm.barrier(soon()).unwrap();
             let take = |tag: Match| {
-                let outcome = comm.recv(0, tag, &memory, SOON).unwrap();
+                let outcome = comm.recv(0, tag, &memory, soon()).unwrap();
                 (outcome.tag, outcome.len, read(&memory, 0, 1)[0])
             };
             assert_eq!(take(7.into()), (7, 30_000, 7));
@@ -89,7 +106,7 @@ fn tags_choose(fixture: &Fixture) {
             assert_eq!(take(Match::Any), (5, 1, 5));
             assert_eq!(take(Match::Any), (6, 1, 6));
         }
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -101,20 +118,20 @@ fn unexpected_messages_wait(fixture: &Fixture) {
             let mut sends: Vec<_> = (0..40u64)
                 .map(|number| comm.isend(1, 1, memory.part(number, number * 500).unwrap()).unwrap())
                 .collect();
-            comm.barrier(SOON).unwrap();
-            wait_all(&mut sends, SOON).unwrap();
+            comm.barrier(soon()).unwrap();
+            wait_all(&mut sends, soon()).unwrap();
         } else {
             // All that can come has come before anything is asked for.
-            comm.barrier(SOON).unwrap();
+            comm.barrier(soon()).unwrap();
             let wanted = pattern(9, 1 << 20);
             for number in 0..40usize {
-                let outcome = comm.recv(0, 1, &memory, SOON).unwrap();
+                let outcome = comm.recv(0, 1, &memory, soon()).unwrap();
                 assert_eq!(outcome.len as usize, number * 500);
                 let bytes = read(&memory, 0, number * 500);
                 same(&bytes, &wanted[number..number + number * 500], "an early message");
             }
         }
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -145,8 +162,8 @@ fn vectors(fixture: &Fixture) {
             let halves = cut(&into, &[at as u64 / 3, at as u64 / 2, at as u64]);
             let mut receive = comm.irecvv(other, 0, &halves).unwrap();
             let mut send = comm.isendv(other, 0, &parts).unwrap();
-            assert_eq!(receive.wait(SOON).unwrap().len, at as u64);
-            send.wait(SOON).unwrap();
+            assert_eq!(receive.wait(soon()).unwrap().len, at as u64);
+            send.wait(soon()).unwrap();
             let mut came = Vec::new();
             for half in &halves {
                 came.extend(read(&into, half.offset(), half.len() as usize));
@@ -158,7 +175,7 @@ fn vectors(fixture: &Fixture) {
         let refused = comm.isendv(other, 0, &many).unwrap_err();
         assert_eq!(refused.kind(), &Kind::InvalidArgument, "{refused}");
         assert!(comm.irecvv(other, 0, &many).is_err());
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -170,19 +187,19 @@ fn to_itself(fixture: &Fixture) {
             // A short one is kept; a long one waits for its receive.
             let mut send = comm.isend(0, 3, out.part(0, len).unwrap()).unwrap();
             assert_eq!(send.test().unwrap().is_some(), len <= 8192, "{len}");
-            let outcome = comm.recv(0, 3, &into, SOON).unwrap();
+            let outcome = comm.recv(0, 3, &into, soon()).unwrap();
             assert_eq!((outcome.peer, outcome.len), (0, len));
-            send.wait(SOON).unwrap();
+            send.wait(soon()).unwrap();
             same(&read(&into, 0, len as usize), &pattern(1, 1 << 20)[..len as usize], "own");
             // And the other way round.
             let mut receive = comm.irecv(0, Match::Any, &into).unwrap();
             assert_eq!(receive.test().unwrap(), None);
-            comm.send(0, 4, out.part(0, len).unwrap(), SOON).unwrap();
-            assert_eq!(receive.wait(SOON).unwrap().tag, 4);
+            comm.send(0, 4, out.part(0, len).unwrap(), soon()).unwrap();
+            assert_eq!(receive.wait(soon()).unwrap().tag, 4);
         }
         let short = into.part(0, 10).unwrap();
-        comm.send(0, 5, out.part(0, 11).unwrap(), SOON).unwrap();
-        assert_eq!(comm.recv(0, 5, short, SOON).unwrap_err().kind(), &Kind::OutOfRange);
+        comm.send(0, 5, out.part(0, 11).unwrap(), soon()).unwrap();
+        assert_eq!(comm.recv(0, 5, short, soon()).unwrap_err().kind(), &Kind::OutOfRange);
     });
 }
 
@@ -201,15 +218,15 @@ fn back_pressure(fixture: &Fixture) {
             assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
             // Eight at the peer, sixteen here; those at the peer are done.
             assert_eq!(sends.len(), 24);
-            sends[7].wait(SOON).unwrap();
+            sends[7].wait(soon()).unwrap();
             let waits = sends[8].wait(A_MOMENT).unwrap_err();
             assert_eq!(waits.kind(), &Kind::Timeout, "{waits}");
-            comm.send_ready(1, SOON).unwrap();
-            wait_all(&mut sends, SOON).unwrap();
+            comm.send_ready(1, soon()).unwrap();
+            wait_all(&mut sends, soon()).unwrap();
         } else {
-            comm.wait_ready(0, SOON).unwrap();
+            comm.wait_ready(0, soon()).unwrap();
             for _ in 0..24 {
-                assert_eq!(comm.recv(0, 0, &memory, SOON).unwrap().len, 100);
+                assert_eq!(comm.recv(0, 0, &memory, soon()).unwrap().len, 100);
             }
             // Receives have a bound too.
             let mut receives = Vec::new();
@@ -221,8 +238,8 @@ fn back_pressure(fixture: &Fixture) {
             };
             assert_eq!((receives.len(), busy.kind()), (16, &Kind::Busy));
         }
-        comm.barrier(SOON).unwrap();
-        comm.finish(SOON).unwrap();
+        comm.barrier(soon()).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -232,19 +249,19 @@ fn a_message_that_is_too_long(fixture: &Fixture) {
         for len in [100, 100_000] {
             if comm.rank() == 0 {
                 // Its sender notices nothing, and the next message is whole.
-                comm.send(1, 0, memory.part(0, len).unwrap(), SOON).unwrap();
-                comm.send(1, 0, memory.part(0, len - 1).unwrap(), SOON).unwrap();
+                comm.send(1, 0, memory.part(0, len).unwrap(), soon()).unwrap();
+                comm.send(1, 0, memory.part(0, len - 1).unwrap(), soon()).unwrap();
             } else {
                 let room = || memory.part(0, len - 1).unwrap();
-                let error = comm.recv(0, 0, room(), SOON).unwrap_err();
+                let error = comm.recv(0, 0, room(), soon()).unwrap_err();
                 assert_eq!(error.kind(), &Kind::OutOfRange);
                 let text = error.to_string();
                 assert!(text.contains(&format!("{len} bytes")), "{text}");
                 assert!(text.contains(&format!("room for {}", len - 1)), "{text}");
-                assert_eq!(comm.recv(0, 0, room(), SOON).unwrap().len, len - 1);
+                assert_eq!(comm.recv(0, 0, room(), soon()).unwrap().len, len - 1);
             }
         }
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -255,15 +272,15 @@ fn dropped_requests(fixture: &Fixture) {
         for len in [10, 500_000] {
             // A receive that is dropped before a message comes takes none.
             drop(comm.irecv(other, 0, &memory).unwrap());
-            comm.barrier(SOON).unwrap();
+            comm.barrier(soon()).unwrap();
             // A send that is dropped goes on, and keeps its memory.
             let mine = comm.alloc(len).unwrap();
             mine.write(0, &pattern(len, len as usize)).unwrap();
             drop(comm.isend(other, 0, &mine).unwrap());
             drop(mine);
-            assert_eq!(comm.recv(other, 0, &memory, SOON).unwrap().len, len);
+            assert_eq!(comm.recv(other, 0, &memory, soon()).unwrap().len, len);
             same(&read(&memory, 0, len as usize), &pattern(len, len as usize), "of a dropped send");
-            comm.barrier(SOON).unwrap();
+            comm.barrier(soon()).unwrap();
         }
         // A receive that is dropped while its message is fetched harms nobody.
         for round in 0..20 {
@@ -273,20 +290,20 @@ fn dropped_requests(fixture: &Fixture) {
             if round % 2 == 0 {
                 let _ = receive.test();
             }
-            comm.barrier(SOON).unwrap();
+            comm.barrier(soon()).unwrap();
             let _ = receive.test();
             drop(receive);
             drop(target);
             // It may have been cancelled before the message came: then somebody else takes it.
             let mut rest = comm.irecv(other, 1, &memory).unwrap();
             let start = Instant::now();
-            while send.test().unwrap().is_none() && start.elapsed() < SOON {
+            while send.test().unwrap().is_none() && start.elapsed() < soon() {
                 let _ = rest.test().unwrap();
             }
             send.wait(Duration::ZERO).unwrap();
-            comm.barrier(SOON).unwrap();
+            comm.barrier(soon()).unwrap();
         }
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -297,7 +314,7 @@ fn random_traffic(fixture: &Fixture) {
         for size in [2, 3, 5] {
             fixture.ranks(size, |comm| {
                 exchange(&comm, seed);
-                comm.finish(SOON).unwrap();
+                comm.finish(soon()).unwrap();
             });
         }
     }
@@ -347,7 +364,7 @@ pub fn exchange(comm: &Comm, seed: u64) {
         |from: usize, to: usize, number: usize| (from * 64 + to) as u64 * 1000 + number as u64;
     let start = Instant::now();
     loop {
-        assert!(start.elapsed() < SOON * 2, "seed {seed}: rank {rank} does not end");
+        assert!(start.elapsed() < soon() * 2, "seed {seed}: rank {rank} does not end");
         let peer = usize::from(roll(size as u8));
         if roll(2) == 0 {
             if let Some((number, (tag, len))) = sends[peer].next() {
@@ -372,11 +389,11 @@ pub fn exchange(comm: &Comm, seed: u64) {
         }
     }
     for (mut request, memory, peer, number, len) in checks {
-        assert_eq!(request.wait(SOON).unwrap().len as usize, len, "seed {seed}");
+        assert_eq!(request.wait(soon()).unwrap().len as usize, len, "seed {seed}");
         let wanted = pattern(name(peer, rank, number), len);
         same(&read(&memory, 0, len), &wanted, &format!("seed {seed}: {peer} to {rank}, {number}"));
     }
-    wait_all(&mut requests, SOON).unwrap();
+    wait_all(&mut requests, soon()).unwrap();
 }
 
 fn arguments_are_checked(fixture: &Fixture) {
@@ -406,7 +423,7 @@ fn arguments_are_checked(fixture: &Fixture) {
             let error = Comm::local_with(1, &options).unwrap_err();
             assert_eq!(error.kind(), &Kind::InvalidArgument);
         }
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -419,19 +436,19 @@ fn waiting_for_any(fixture: &Fixture) {
                 vec![comm.irecv(1, 0, part(1)).unwrap(), comm.irecv(2, 0, part(2)).unwrap()];
             let none = wait_any(&mut requests, A_MOMENT).unwrap_err();
             assert_eq!(none.kind(), &Kind::Timeout);
-            comm.send_ready(2, SOON).unwrap();
-            let (index, outcome) = wait_any(&mut requests, SOON).unwrap();
+            comm.send_ready(2, soon()).unwrap();
+            let (index, outcome) = wait_any(&mut requests, soon()).unwrap();
             assert_eq!((index, outcome.unwrap().peer), (1, 2));
             drop(requests.remove(1));
-            comm.send_ready(1, SOON).unwrap();
-            let (index, outcome) = wait_any(&mut requests, SOON).unwrap();
+            comm.send_ready(1, soon()).unwrap();
+            let (index, outcome) = wait_any(&mut requests, soon()).unwrap();
             assert_eq!((index, outcome.unwrap().peer), (0, 1));
-            assert_eq!(wait_any(&mut [], SOON).unwrap_err().kind(), &Kind::InvalidArgument);
+            assert_eq!(wait_any(&mut [], soon()).unwrap_err().kind(), &Kind::InvalidArgument);
         } else {
-            comm.wait_ready(0, SOON).unwrap();
-            comm.send(0, 0, part(0), SOON).unwrap();
+            comm.wait_ready(0, soon()).unwrap();
+            comm.send(0, 0, part(0), soon()).unwrap();
         }
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -448,15 +465,15 @@ fn several_threads_of_a_rank(fixture: &Fixture) {
                         memory.write(0, &pattern(round, len as usize)).unwrap();
                         let into = memory.part(32 << 10, 32 << 10).unwrap();
                         let mut receive = comm.irecv(other, tag, into).unwrap();
-                        comm.send(other, tag, memory.part(0, len).unwrap(), SOON).unwrap();
-                        assert_eq!(receive.wait(SOON).unwrap().len, len);
+                        comm.send(other, tag, memory.part(0, len).unwrap(), soon()).unwrap();
+                        assert_eq!(receive.wait(soon()).unwrap().len, len);
                         let came = read(&memory, 32 << 10, len as usize);
                         same(&came, &pattern(round, len as usize), "of a thread");
                     }
                 });
             }
         });
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -468,14 +485,14 @@ fn a_gigabyte(fixture: &Fixture) {
             for at in [0, LEN / 2 + 12345, LEN - 4096] {
                 memory.write(at, &pattern(at, 4096)).unwrap();
             }
-            comm.send(1, 0, &memory, SOON * 4).unwrap();
+            comm.send(1, 0, &memory, soon() * 4).unwrap();
         } else {
-            assert_eq!(comm.recv(0, 0, &memory, SOON * 4).unwrap().len, LEN);
+            assert_eq!(comm.recv(0, 0, &memory, soon() * 4).unwrap().len, LEN);
             for at in [0, LEN / 2 + 12345, LEN - 4096] {
                 same(&read(&memory, at, 4096), &pattern(at, 4096), "a gigabyte");
             }
         }
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -488,20 +505,20 @@ fn timeouts(fixture: &Fixture) {
             let error = receive.wait(A_MOMENT).unwrap_err();
             assert_eq!(error.kind(), &Kind::Timeout);
             assert!(error.to_string().contains("receive from rank 1"), "{error}");
-            assert!(start.elapsed() >= A_MOMENT && start.elapsed() < SOON);
-            comm.send_ready(1, SOON).unwrap();
+            assert!(start.elapsed() >= A_MOMENT && start.elapsed() < soon());
+            comm.send_ready(1, soon()).unwrap();
             // It went on.
-            assert_eq!(receive.wait(SOON).unwrap().len, 100);
+            assert_eq!(receive.wait(soon()).unwrap().len, 100);
             assert_eq!(receive.wait(Duration::ZERO).unwrap().len, 100);
         } else {
             assert!(!comm.test_ready(0).unwrap());
-            comm.wait_ready(0, SOON).unwrap();
-            comm.send(0, 0, &memory, SOON).unwrap();
+            comm.wait_ready(0, soon()).unwrap();
+            comm.send(0, 0, &memory, soon()).unwrap();
             // Nobody else comes to an early end.
             let late = comm.recv(0, 9, &memory, A_MOMENT).unwrap_err();
             assert_eq!(late.kind(), &Kind::Timeout);
         }
-        comm.barrier(SOON).unwrap();
-        comm.finish(SOON).unwrap();
+        comm.barrier(soon()).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }

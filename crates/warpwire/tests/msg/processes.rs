@@ -1,10 +1,10 @@
 //! Ranks that are processes, and that die.
 //!
-//! The ranks are this same program, told by [`VARIABLE`] what to do. A rank that is to die says `now` on its standard
+//! The ranks are this same program, told by their role what to do. A rank that is to die says `now` on its standard
 //! output at the moment in question; the others say what they saw.
 
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -12,13 +12,22 @@ use warpwire::Error;
 use warpwire::mem::Condition;
 use warpwire::msg::{Comm, Writer};
 
-use crate::fixture::{Fixture, SOON, Which, cases};
+use crate::msg::fixture::{Fixture, Which, soon};
+use testkit::{Role, cases};
 
-cases!(CASES: processes_exchange, killed_while_others_receive, killed_in_a_long_message, killed_before_a_barrier,
-    killed_while_others_watch_a_word, killed_and_then_sent_to, one_that_panics, one_that_gives_up, one_that_leaves,
-    one_that_is_stopped, all_at_rest_sleep);
-
-pub const VARIABLE: &str = "WARPWIRE_MSG_RANK";
+cases!(Fixture; CASES:
+    processes_exchange,
+    killed_while_others_receive,
+    killed_in_a_long_message,
+    killed_before_a_barrier,
+    killed_while_others_watch_a_word,
+    killed_and_then_sent_to,
+    one_that_panics,
+    one_that_gives_up,
+    one_that_leaves,
+    one_that_is_stopped,
+    all_at_rest_sleep,
+);
 
 /// Who is killed.
 const VICTIM: usize = 1;
@@ -51,13 +60,12 @@ impl Job {
             Which::Auto => "auto",
         };
         let start = |rank: usize| {
-            Command::new(std::env::current_exe().unwrap())
-                .env(VARIABLE, task)
+            Role::new("msg", task)
+                .command()
                 .env("WARPWIRE_RANK", rank.to_string())
                 .env("WARPWIRE_SIZE", size.to_string())
                 .env("WARPWIRE_MASTER", format!("file:{}", folder.path().join("a").display()))
                 .env("WARPWIRE_LINK", link)
-                .env("RUST_BACKTRACE", "0")
                 .stdin(Stdio::null())
                 .stdout(Stdio::piped())
                 .spawn()
@@ -86,7 +94,7 @@ impl Job {
             if let Some(status) = self.children[rank].try_wait().unwrap() {
                 return status;
             }
-            assert!(start.elapsed() < SOON * 2, "rank {rank} does not end");
+            assert!(start.elapsed() < soon() * 2, "rank {rank} does not end");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -123,20 +131,20 @@ pub fn live(task: &str) {
         "exchange" => exchange(&comm),
         "receive" => suffer(&comm, |comm| {
             let memory = comm.alloc(64).unwrap();
-            comm.recv(VICTIM, 0, &memory, SOON).map(drop)
+            comm.recv(VICTIM, 0, &memory, soon()).map(drop)
         }),
         "long" => long_message(&comm),
-        "barrier" => suffer(&comm, |comm| comm.barrier(SOON)),
+        "barrier" => suffer(&comm, |comm| comm.barrier(soon())),
         "word" => suffer(&comm, |comm| {
             let memory = comm.alloc(64).unwrap();
             let writer = if comm.rank() == 0 { Writer::Anyone } else { Writer::Rank(VICTIM) };
-            comm.wait64(&memory, 0, (Condition::Equal, 1), writer, SOON)
+            comm.wait64(&memory, 0, (Condition::Equal, 1), writer, soon())
         }),
         "send" => suffer(&comm, |comm| {
             // Until it is known, messages go as far as there is room.
             let memory = comm.alloc(64).unwrap();
             loop {
-                comm.send(VICTIM, 0, &memory, SOON)?;
+                comm.send(VICTIM, 0, &memory, soon())?;
             }
         }),
         "panic" | "abort" | "leave" => end_otherwise(comm, task),
@@ -159,10 +167,10 @@ fn lost(error: &Error) {
 
 /// The victim waits to be killed; the others do something that will fail.
 fn suffer(comm: &Comm, run: impl Fn(&Comm) -> warpwire::Result<()>) {
-    comm.barrier(SOON).unwrap();
+    comm.barrier(soon()).unwrap();
     if comm.rank() == VICTIM {
         say("now");
-        std::thread::sleep(SOON * 4);
+        std::thread::sleep(soon() * 4);
         return;
     }
     let error = run(comm).unwrap_err();
@@ -173,17 +181,17 @@ fn suffer(comm: &Comm, run: impl Fn(&Comm) -> warpwire::Result<()>) {
     let memory = comm.alloc(100).unwrap();
     for other in others {
         let mut receive = comm.irecv(other, 9, memory.part(50, 50).unwrap()).unwrap();
-        comm.send(other, 9, memory.part(0, 50).unwrap(), SOON).unwrap();
-        receive.wait(SOON).unwrap();
+        comm.send(other, 9, memory.part(0, 50).unwrap(), soon()).unwrap();
+        receive.wait(soon()).unwrap();
     }
-    let together = comm.finish(SOON).unwrap_err();
+    let together = comm.finish(soon()).unwrap_err();
     assert!(together.to_string().contains("rank 1"), "{together}");
 }
 
 fn long_message(comm: &Comm) {
     const LEN: u64 = 256 << 20;
     let memory = comm.alloc(LEN).unwrap();
-    comm.barrier(SOON).unwrap();
+    comm.barrier(soon()).unwrap();
     if comm.rank() == VICTIM {
         // It sends to one, and receives from the other; it is killed on the way.
         let _send = comm.isend(0, 0, &memory).unwrap();
@@ -196,8 +204,8 @@ fn long_message(comm: &Comm) {
     let again = || -> warpwire::Result<()> {
         loop {
             match comm.rank() {
-                0 => comm.recv(VICTIM, 0, &memory, SOON)?,
-                _ => comm.send(VICTIM, 0, &memory, SOON)?,
+                0 => comm.recv(VICTIM, 0, &memory, soon())?,
+                _ => comm.send(VICTIM, 0, &memory, soon())?,
             };
         }
     };
@@ -206,18 +214,18 @@ fn long_message(comm: &Comm) {
 
 fn exchange(comm: &Comm) {
     for seed in 0..3 {
-        crate::messages::exchange(comm, seed);
+        crate::msg::messages::exchange(comm, seed);
     }
-    comm.finish(SOON).unwrap();
+    comm.finish(soon()).unwrap();
 }
 
 fn end_otherwise(comm: Comm, task: &str) {
     let memory = comm.alloc(64).unwrap();
-    comm.barrier(SOON).unwrap();
+    comm.barrier(soon()).unwrap();
     if comm.rank() == VICTIM {
         // What was sent before is delivered. The others are given the time to come out of the barrier: who ends right behind it
         // may take those along who are still inside.
-        comm.send(0, 0, &memory, SOON).unwrap();
+        comm.send(0, 0, &memory, soon()).unwrap();
         std::thread::sleep(Duration::from_millis(300));
         match task {
             "panic" => panic!("on purpose"),
@@ -230,34 +238,34 @@ fn end_otherwise(comm: Comm, task: &str) {
         while comm.lost(VICTIM).is_none() {
             std::thread::sleep(Duration::from_millis(1));
         }
-        assert_eq!(comm.recv(VICTIM, 0, &memory, SOON).unwrap().len, 64);
+        assert_eq!(comm.recv(VICTIM, 0, &memory, soon()).unwrap().len, 64);
     }
-    lost(&comm.recv(VICTIM, 0, &memory, SOON).unwrap_err());
-    lost(&comm.send(VICTIM, 0, &memory, SOON).unwrap_err());
+    lost(&comm.recv(VICTIM, 0, &memory, soon()).unwrap_err());
+    lost(&comm.send(VICTIM, 0, &memory, soon()).unwrap_err());
 }
 
 fn stopped(comm: &Comm) {
-    comm.barrier(SOON).unwrap();
+    comm.barrier(soon()).unwrap();
     if comm.rank() == VICTIM {
         say("now");
     }
     let memory = comm.alloc(64).unwrap();
     for _ in 0..200 {
-        comm.barrier(SOON).unwrap();
+        comm.barrier(soon()).unwrap();
         let other = (comm.rank() + 1) % comm.size();
         let before = (comm.rank() + comm.size() - 1) % comm.size();
         let mut receive = comm.irecv(before, 0, memory.part(0, 32).unwrap()).unwrap();
-        comm.send(other, 0, memory.part(32, 32).unwrap(), SOON).unwrap();
-        receive.wait(SOON).unwrap();
+        comm.send(other, 0, memory.part(32, 32).unwrap(), soon()).unwrap();
+        receive.wait(soon()).unwrap();
         std::thread::sleep(Duration::from_millis(1));
     }
-    comm.finish(SOON).unwrap();
+    comm.finish(soon()).unwrap();
 }
 
 /// Waits for a message that comes after a while, and says how much of a core that took.
 fn rest(comm: &Comm) {
     let memory = comm.alloc(64).unwrap();
-    comm.barrier(SOON).unwrap();
+    comm.barrier(soon()).unwrap();
     let used = || {
         let text = std::fs::read_to_string("/proc/self/schedstat").unwrap();
         let own: u64 = text.split(' ').next().unwrap().parse().unwrap();
@@ -270,15 +278,15 @@ fn rest(comm: &Comm) {
     };
     let (start, before) = (Instant::now(), used());
     if comm.rank() == 0 {
-        comm.recv(1, 0, &memory, SOON).unwrap();
+        comm.recv(1, 0, &memory, soon()).unwrap();
         let part = (used() - before) as f64 / start.elapsed().as_nanos() as f64;
         say(&format!("rest: {:.3} %", part * 100.0));
         assert!(part < 0.02, "{:.2} % of a core while nothing happens", part * 100.0);
     } else {
         std::thread::sleep(Duration::from_secs(2));
-        comm.send(0, 0, &memory, SOON).unwrap();
+        comm.send(0, 0, &memory, soon()).unwrap();
     }
-    comm.finish(SOON).unwrap();
+    comm.finish(soon()).unwrap();
 }
 
 fn processes_exchange(fixture: &Fixture) {

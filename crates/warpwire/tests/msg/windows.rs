@@ -6,10 +6,17 @@ use warpwire::error::Kind;
 use warpwire::mem::Condition;
 use warpwire::msg::{Signal, Writer, wait_all};
 
-use crate::fixture::{A_MOMENT, Fixture, PLACES, SOON, buffer, cases, pattern, read, same};
+use crate::msg::fixture::{A_MOMENT, Fixture, PLACES, buffer, pattern, read, same, soon};
+use testkit::cases;
 
-cases!(CASES: put_and_get, ranges_are_checked_whole, signals_come_after_their_data,
-    every_condition_means_what_it_says, the_handshake, windows_of_several_lengths);
+cases!(Fixture; CASES:
+    put_and_get,
+    ranges_are_checked_whole,
+    signals_come_after_their_data,
+    every_condition_means_what_it_says,
+    the_handshake,
+    windows_of_several_lengths,
+);
 
 const SIZES: [usize; 7] = [0, 1, 8, 63, 5000, 70_000, (16 << 20) + 1];
 
@@ -28,8 +35,8 @@ fn put_and_get(fixture: &Fixture) {
                     let seed = |rank: usize| (rank * 10 + step) as u64 + len as u64;
                     mine.write(1, &pattern(seed(rank), len)).unwrap();
                     let part = mine.part(1, len as u64).unwrap();
-                    assert_eq!(window.put(to, 77, part).unwrap().wait(SOON).unwrap().peer, to);
-                    comm.barrier(SOON).unwrap();
+                    assert_eq!(window.put(to, 77, part).unwrap().wait(soon()).unwrap().peer, to);
+                    comm.barrier(soon()).unwrap();
                     let what = format!("{place:?}: {len} bytes from {from} to {rank}");
                     same(&read(&exposed, 77, len), &pattern(seed(from), len), &what);
                     // What was put there can be fetched back, in two parts.
@@ -38,16 +45,16 @@ fn put_and_get(fixture: &Fixture) {
                         mine.part(20 << 20, half).unwrap(),
                         mine.part(31 << 20, len as u64 - half).unwrap(),
                     ];
-                    window.getv(to, 77, &parts).unwrap().wait(SOON).unwrap();
+                    window.getv(to, 77, &parts).unwrap().wait(soon()).unwrap();
                     let mut back = read(&mine, 20 << 20, half as usize);
                     back.extend(read(&mine, 31 << 20, len - half as usize));
                     same(&back, &pattern(seed(rank), len), "fetched back");
-                    comm.barrier(SOON).unwrap();
+                    comm.barrier(soon()).unwrap();
                 }
             }
-            window.close(SOON).unwrap();
+            window.close(soon()).unwrap();
         }
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -73,10 +80,10 @@ fn ranges_are_checked_whole(fixture: &Fixture) {
         assert_eq!(signal(6, Signal::Set32(1)).unwrap_err().kind(), &Kind::Misaligned);
         assert_eq!(window.put(2, 0, part(1)).unwrap_err().kind(), &Kind::InvalidArgument);
         // The connection has not suffered.
-        window.put(other, 0, part(500)).unwrap().wait(SOON).unwrap();
-        window.put(other, 500, part(0)).unwrap().wait(SOON).unwrap();
-        window.close(SOON).unwrap();
-        comm.finish(SOON).unwrap();
+        window.put(other, 0, part(500)).unwrap().wait(soon()).unwrap();
+        window.put(other, 500, part(0)).unwrap().wait(soon()).unwrap();
+        window.close(soon()).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -99,13 +106,13 @@ fn signals_come_after_their_data(fixture: &Fixture) {
                 };
                 let mut put = window.put_signal(other, 64, part, 8, signal).unwrap();
                 let from = Writer::Rank(other);
-                comm.wait64(&exposed, 8, (Condition::Equal, round), from, SOON).unwrap();
+                comm.wait64(&exposed, 8, (Condition::Equal, round), from, soon()).unwrap();
                 same(&read(&exposed, 64, LEN), &pattern(round, LEN), "before its signal");
-                put.wait(SOON).unwrap();
-                comm.barrier(SOON).unwrap();
+                put.wait(soon()).unwrap();
+                comm.barrier(soon()).unwrap();
             }
-            window.close(SOON).unwrap();
-            comm.finish(SOON).unwrap();
+            window.close(soon()).unwrap();
+            comm.finish(soon()).unwrap();
         });
     }
 }
@@ -143,8 +150,8 @@ fn every_condition_means_what_it_says(fixture: &Fixture) {
         assert_eq!(wrong(4).kind(), &Kind::Misaligned);
         assert_eq!(wrong(64).kind(), &Kind::OutOfRange);
         assert!(comm.wait32(&memory, 0, (Equal, 0), Writer::Rank(2), A_MOMENT).is_err());
-        comm.barrier(SOON).unwrap();
-        comm.finish(SOON).unwrap();
+        comm.barrier(soon()).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -154,24 +161,24 @@ fn the_handshake(fixture: &Fixture) {
         for round in 0..50 {
             for to in 0..size {
                 for _ in 0..round % 3 {
-                    comm.send_ready(to, SOON).unwrap();
+                    comm.send_ready(to, soon()).unwrap();
                 }
             }
             for from in 0..size {
                 for _ in 0..round % 3 {
-                    comm.wait_ready(from, SOON).unwrap();
+                    comm.wait_ready(from, soon()).unwrap();
                 }
             }
         }
-        comm.barrier(SOON).unwrap();
+        comm.barrier(soon()).unwrap();
         for from in 0..size {
             // Each was taken once.
             assert!(!comm.test_ready(from).unwrap(), "rank {rank} from {from}");
         }
-        comm.barrier(SOON).unwrap();
-        assert_eq!(comm.send_ready(4, SOON).unwrap_err().kind(), &Kind::InvalidArgument);
-        assert_eq!(comm.wait_ready(4, SOON).unwrap_err().kind(), &Kind::InvalidArgument);
-        comm.finish(SOON).unwrap();
+        comm.barrier(soon()).unwrap();
+        assert_eq!(comm.send_ready(4, soon()).unwrap_err().kind(), &Kind::InvalidArgument);
+        assert_eq!(comm.wait_ready(4, soon()).unwrap_err().kind(), &Kind::InvalidArgument);
+        comm.finish(soon()).unwrap();
     });
 }
 
@@ -195,14 +202,14 @@ fn windows_of_several_lengths(fixture: &Fixture) {
                 windows[index].put(to, at, source.part(0, 300).unwrap()).unwrap()
             })
             .collect();
-        wait_all(&mut puts, SOON).unwrap();
-        comm.barrier(SOON).unwrap();
+        wait_all(&mut puts, soon()).unwrap();
+        comm.barrier(soon()).unwrap();
         if rank > 0 {
             for (index, from) in (0..3).flat_map(|index| [0, 1, 2].map(|from| (index, from))) {
                 let at = index * 3000 + from * 300;
                 assert_eq!(read(&memory, at, 300), [from as u8 + 1; 300]);
             }
         }
-        comm.finish(SOON).unwrap();
+        comm.finish(soon()).unwrap();
     });
 }

@@ -2,25 +2,24 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, Stdio};
 
+use testkit::Role;
 use warpwire::mem;
 use warpwire::mr::HostMemory;
 
-const VARIABLE: &str = "WARPWIRE_TEST_CHILD";
 pub const FILL: u8 = 0x6b;
 
 /// In a child: shows a descriptor, and waits until it may end.
-pub fn run_if_asked() -> Option<ExitCode> {
-    let what = std::env::var(VARIABLE).ok()?;
-    if what == "soak" {
-        crate::soak::run();
-        return Some(ExitCode::SUCCESS);
+pub fn live(what: &str) {
+    match what {
+        "soak" => crate::registration::soak::run(),
+        "descriptors" => crate::registration::staged::run_short_of_descriptors(),
+        memory => export_until_end(memory),
     }
-    if what == "descriptors" {
-        crate::staged::run_short_of_descriptors();
-        return Some(ExitCode::SUCCESS);
-    }
+}
+
+fn export_until_end(what: &str) {
     let fd: OwnedFd;
     let _keep: Box<dyn std::any::Any> = if what == "sim" {
         let memory = mem::open("sim:0").unwrap().alloc(4096).unwrap();
@@ -37,13 +36,12 @@ pub fn run_if_asked() -> Option<ExitCode> {
     std::io::stdout().flush().unwrap();
     let mut end = [0];
     let _ = std::io::stdin().read(&mut end);
-    Some(ExitCode::SUCCESS)
 }
 
 /// Runs something in a process of its own, and gives back what it said.
 pub fn run(what: &str) -> String {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    let ended = command.env(VARIABLE, what).stderr(Stdio::inherit()).output().unwrap();
+    let mut command = Role::new("registration", what).command();
+    let ended = command.stderr(Stdio::inherit()).output().unwrap();
     let told = String::from_utf8_lossy(&ended.stdout).into_owned();
     assert!(ended.status.success(), "it ended with {}: {told}", ended.status);
     told
@@ -53,8 +51,8 @@ pub struct Other(Child);
 
 /// Starts a process with memory, and gets its descriptor.
 pub fn export(what: &str) -> (OwnedFd, Other) {
-    let mut child = Command::new(std::env::current_exe().unwrap())
-        .env(VARIABLE, what)
+    let mut child = Role::new("registration", what)
+        .command()
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()

@@ -16,10 +16,11 @@ use warpwire::mr::{
 use warpwire::verbs::{Access, Memory};
 use warpwire::{Error, Result};
 
-use crate::fixture::{Dice, SOON};
-use crate::stage::{Stage, cases, refused};
+use crate::registration::stage::{Stage, refused};
+use crate::verbs::fixture::{Dice, soon};
+use testkit::cases;
 
-cases!(
+cases!(Stage; CASES:
     each_step_once_and_in_order,
     a_step_that_fails_undoes_those_before_bad_flow,
     what_is_refused_later_is_undone_bad_flow,
@@ -30,7 +31,7 @@ cases!(
     calls_from_inside_a_step,
     races_of_taking_back_and_ending,
     many_registrations_of_one_memory,
-    a_client_that_outlives_its_registry
+    a_client_that_outlives_its_registry,
 );
 
 /// Addresses that only the client knows.
@@ -250,7 +251,7 @@ pub fn in_time(what: &str, run: impl FnOnce() + Send + 'static) {
         run();
         let _ = done.send(());
     });
-    match ended.recv_timeout(SOON) {
+    match ended.recv_timeout(soon()) {
         Err(std::sync::mpsc::RecvTimeoutError::Timeout) => panic!("{what} hangs"),
         _ => thread.join().unwrap_or_else(|why| std::panic::resume_unwind(why)),
     }

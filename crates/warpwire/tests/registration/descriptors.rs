@@ -11,11 +11,12 @@ use warpwire::mr::HostMemory;
 use warpwire::verbs::{Access, Attach, DmaBufRange, Mr, Op, QpOptions, Remote, Request};
 use warpwire::{Error, Result};
 
-use crate::child;
-use crate::fixture::{End, World, same};
-use crate::stage::{Buffer, Sort, Stage, cases, refused};
+use crate::registration::child;
+use crate::registration::stage::{Buffer, Sort, Stage, refused};
+use crate::verbs::fixture::{End, World, same};
+use testkit::cases;
 
-cases!(
+cases!(Stage; CASES:
     descriptors_of_other_things_bad_flow,
     memfds_that_may_change_bad_flow,
     ranges_of_a_buffer_bad_flow,
@@ -28,7 +29,7 @@ cases!(
     memory_is_kept_by_its_importers,
     simulated_memory_of_another_process_bad_flow,
     a_memfd_of_another_process,
-    offsets_are_free
+    offsets_are_free,
 );
 
 const RIGHTS: Access = Access::ALL;

@@ -5,10 +5,11 @@ use warpwire::verbs::{
     Access, Change, Drive, Op, QpOptions, ReceiveRequest, Request, State, Status,
 };
 
-use crate::fixture::{Dice, Joined, World, connect, same};
-use crate::stage::{Buffer, SORTS, Sort, Stage, cases, refused};
+use crate::registration::stage::{Buffer, SORTS, Sort, Stage, refused};
+use crate::verbs::fixture::{Dice, Joined, World, connect, same};
+use testkit::cases;
 
-cases!(
+cases!(Stage; CASES:
     ending_with_work_in_flight_bad_flow,
     memory_freed_under_work_bad_flow,
     a_receive_whose_memory_ended_bad_flow,
@@ -16,7 +17,7 @@ cases!(
     a_late_copy_of_a_read_harms_nobody,
     a_requester_that_was_held_up_harms_nobody,
     memory_that_its_registration_keeps,
-    nothing_is_left_of_many
+    nothing_is_left_of_many,
 );
 
 const LEN: u64 = 1 << 18;
@@ -189,9 +190,9 @@ fn nothing_is_left_of_many(stage: &Stage) {
         assert!(registry.is_empty() && !world.a.pd.is_in_use());
     };
     round(20);
-    stage.control().wait_empty(crate::fixture::SOON).unwrap();
+    stage.control().wait_empty(crate::verbs::fixture::soon()).unwrap();
     round(100);
-    stage.control().wait_empty(crate::fixture::SOON).unwrap();
+    stage.control().wait_empty(crate::verbs::fixture::soon()).unwrap();
 }
 
 /// A network may repeat a request, and a requester may ask twice. Who has got his data may end the registration: a copy
@@ -226,7 +227,7 @@ fn a_requester_that_was_held_up_harms_nobody(stage: &Stage) {
         let far = Buffer::new(stage, &world.b, Sort::HostHandle, LEN, 0);
         let (op, data) = (Op::Read(far.mr().remote(0)), [near.mr().sge(0, 20_000)]);
         joined.a.qp.post_send(&[Request::new(round, op).with(&data)]).unwrap();
-        let stepped = |end: &crate::fixture::End| end.context.hca().poll().unwrap();
+        let stepped = |end: &crate::verbs::fixture::End| end.context.hca().poll().unwrap();
         stepped(&world.a);
         while stepped(&world.b).sent == 0 {}
         std::thread::sleep(std::time::Duration::from_millis(10));

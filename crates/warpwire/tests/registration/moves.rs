@@ -7,15 +7,16 @@ use warpwire::error::Kind;
 use warpwire::mem::sim::POISON;
 use warpwire::verbs::{Atomic, Drive, Op, QpOptions, ReceiveRequest, Request};
 
-use crate::fixture::{Dice, Joined, World, same};
-use crate::stage::{Buffer, SORTS, Sort, Stage, cases, refused};
+use crate::registration::stage::{Buffer, SORTS, Sort, Stage, refused};
+use crate::verbs::fixture::{Dice, Joined, World, same};
+use testkit::cases;
 
-cases!(
+cases!(Stage; CASES:
     pinned_memory_does_not_move_bad_flow,
     memory_is_found_where_it_moved_to,
     memory_moves_under_traffic_in_both_roles,
     memory_moves_from_another_thread,
-    prefetch_finds_it_beforehand
+    prefetch_finds_it_beforehand,
 );
 
 fn moving() -> impl Iterator<Item = Sort> {
@@ -77,10 +78,10 @@ fn memory_is_found_where_it_moved_to(stage: &Stage) {
         let near = Buffer::new(stage, &world.a, Sort::HostHandle, 40_000, 0);
         let far = Buffer::new(stage, &world.b, sort, 40_000, 3);
         for round in 0..5 {
-            crate::sorts::exchange(&world, &joined, &near, &far, round);
+            crate::registration::sorts::exchange(&world, &joined, &near, &far, round);
             stage.control().relocate(far.allocation()).unwrap();
-            crate::sorts::exchange(&world, &joined, &near, &far, 100 + round);
-            crate::sorts::exchange(&world, &joined, &near, &far, 200 + round);
+            crate::registration::sorts::exchange(&world, &joined, &near, &far, 100 + round);
+            crate::registration::sorts::exchange(&world, &joined, &near, &far, 200 + round);
         }
         let faults = far.mr().faults();
         assert_eq!(faults.lost, 5, "{sort:?}: {faults:?}");
@@ -107,12 +108,12 @@ fn prefetch_finds_it_beforehand(stage: &Stage) {
         assert_eq!(twice.mr().faults(), Default::default());
         drop((first, twice));
         far.mr().prefetch(0, 40_000).unwrap();
-        crate::sorts::exchange(&world, &joined, &near, &far, 7);
+        crate::registration::sorts::exchange(&world, &joined, &near, &far, 7);
         let faults = far.mr().faults();
         assert_eq!((faults.faults, faults.prefetched), (0, 1), "{sort:?}: {faults:?}");
         stage.control().relocate(far.allocation()).unwrap();
         far.mr().prefetch_later(100, 1).unwrap();
-        crate::sorts::exchange(&world, &joined, &near, &far, 8);
+        crate::registration::sorts::exchange(&world, &joined, &near, &far, 8);
         assert_eq!(far.mr().faults().refused, 0);
         for (offset, len) in [(0, 0), (0, 40_001), (40_000, 1), (u64::MAX, 2)] {
             let error = refused(far.mr().prefetch(offset, len), &["40000 bytes"]);

@@ -11,10 +11,11 @@ use warpwire::error::Kind;
 use warpwire::mr::Path;
 use warpwire::verbs::{Access, Change, Mr, Op, QpOptions, ReceiveRequest, Request, State, Status};
 
-use crate::fixture::{Dice, End, Joined, World, connect, same};
-use crate::stage::{Buffer, Pages, Sort, Stage, cases, refused};
+use crate::registration::stage::{Buffer, Pages, Sort, Stage, refused};
+use crate::verbs::fixture::{Dice, End, Joined, World, connect, same};
+use testkit::cases;
 
-cases!(
+cases!(Stage; CASES:
     memory_of_a_file,
     pages_come_when_they_are_needed,
     unmapped_under_traffic_bad_flow,
@@ -26,7 +27,7 @@ cases!(
     prefetch_and_its_counters,
     a_huge_range_costs_nothing,
     many_queue_pairs_fault_one_page,
-    atomics_bad_flow
+    atomics_bad_flow,
 );
 
 const PAGE: usize = 4096;
@@ -379,7 +380,7 @@ fn prefetch_and_its_counters(stage: &Stage) {
     far.prefetch_later(3 << 20, 1 << 20).unwrap();
     let start = Instant::now();
     while far.faults().prefetched < 32 {
-        assert!(start.elapsed() < crate::fixture::SOON);
+        assert!(start.elapsed() < crate::verbs::fixture::soon());
         std::thread::yield_now();
     }
     assert_eq!(resident(&pages, len), 512);
@@ -389,7 +390,7 @@ fn prefetch_and_its_counters(stage: &Stage) {
     refused(far.prefetch(0, 64), &["prefetch", "not there"]);
     far.prefetch_later(0, 64).unwrap();
     while far.faults().refused < gone + 2 {
-        assert!(start.elapsed() < crate::fixture::SOON);
+        assert!(start.elapsed() < crate::verbs::fixture::soon());
         std::thread::yield_now();
     }
     // Memory that is always there has nothing to prefetch.

@@ -12,10 +12,11 @@ use warpwire::{Error, Result};
 
 use parking_lot::Mutex;
 
-use crate::fixture::{Dice, End, Joined, World, connect, same};
-use crate::stage::{Buffer, Reached, Sort, Stage, cases};
+use crate::registration::stage::{Buffer, Reached, Sort, Stage};
+use crate::verbs::fixture::{Dice, End, Joined, World, connect, same};
+use testkit::cases;
 
-cases!(
+cases!(Stage; CASES:
     traffic_with_memory_of_a_client,
     memory_that_is_away_for_a_while,
     memory_that_goes_away_in_the_middle,

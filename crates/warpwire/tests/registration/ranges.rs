@@ -8,10 +8,11 @@ use warpwire::error::Kind;
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::verbs::{Access, Mr, Op, QpOptions, Request, Status};
 
-use crate::fixture::End;
-use crate::stage::{Buffer, Pages, Sort, Stage, cases, refused};
+use crate::registration::stage::{Buffer, Pages, Sort, Stage, refused};
+use crate::verbs::fixture::End;
+use testkit::cases;
 
-cases!(
+cases!(Stage; CASES:
     addresses_of_nobody_bad_flow,
     lengths_that_cannot_be_bad_flow,
     half_mapped_ranges_bad_flow,
@@ -20,7 +21,7 @@ cases!(
     simulated_memory_that_was_freed_bad_flow,
     memory_of_other_devices,
     memory_of_a_killed_device_bad_flow,
-    keys_are_not_used_again_at_once_bad_flow
+    keys_are_not_used_again_at_once_bad_flow,
 );
 
 const PAGE: usize = 4096;
@@ -126,7 +127,7 @@ fn many_mappings_are_one_range(stage: &Stage) {
     world.done(&joined.a.sends, 1);
     let mut found = vec![0; len];
     pages.read(1, &mut found);
-    crate::fixture::same(&found, &wanted, "a write over many mappings");
+    crate::verbs::fixture::same(&found, &wanted, "a write over many mappings");
 }
 
 fn simulated_memory_that_was_freed_bad_flow(stage: &Stage) {
@@ -163,13 +164,13 @@ fn memory_of_other_devices(stage: &Stage) {
         world.done(&joined.a.sends, 1);
         let mut found = [0; 100];
         memories[n].read(7, &mut found).unwrap();
-        crate::fixture::same(&found, &wanted, "memory of another device");
+        crate::verbs::fixture::same(&found, &wanted, "memory of another device");
     }
     // Strings of one device do not move another's memory.
     refused(stage.control().relocate(&memories[1]), &["no live memory"]);
     drop(mrs);
     drop(memories);
-    other.control(0).unwrap().wait_empty(crate::fixture::SOON).unwrap();
+    other.control(0).unwrap().wait_empty(crate::verbs::fixture::soon()).unwrap();
 }
 
 fn memory_of_a_killed_device_bad_flow(stage: &Stage) {
@@ -196,7 +197,7 @@ fn memory_of_a_killed_device_bad_flow(stage: &Stage) {
     }
     // What was registered before, and is reached through the device, fails the work; nobody hangs.
     for op in [Op::Write(slow.remote(0)), Op::Read(slow.remote(0))] {
-        let joined = world.join(crate::fixture::impatient());
+        let joined = world.join(crate::verbs::fixture::impatient());
         let data = [near.mr().sge(0, 64)];
         joined.a.qp.post_send(&[Request::new(1, op).with(&data)]).unwrap();
         let done = world.next(&joined.a.sends);

@@ -4,17 +4,18 @@ use warpwire::error::Kind;
 use warpwire::mr::{Named, Path};
 use warpwire::verbs::{Access, Atomic, Op, QpOptions, ReceiveRequest, Remote, Request, Status};
 
-use crate::fixture::{Joined, Which, World, same};
-use crate::stage::{Buffer, SORTS, Sort, Stage, cases, refused};
+use crate::registration::stage::{Buffer, SORTS, Sort, Stage, refused};
+use crate::verbs::fixture::{Joined, Which, World, same};
+use testkit::cases;
 
-cases!(
+cases!(Stage; CASES:
     every_sort_is_read_and_written,
     every_sort_says_what_it_is,
     a_place_of_choice_is_where_work_finds_it,
     rights_that_were_not_given_bad_flow,
     ranges_outside_bad_flow,
     rights_that_no_registration_gives_bad_flow,
-    another_domain_bad_flow
+    another_domain_bad_flow,
 );
 
 const LEN: u64 = 40_000;
@@ -255,7 +256,7 @@ fn another_domain_bad_flow(stage: &Stage) {
     let world = stage.fixture.world();
     let near = Buffer::new(stage, &world.a, Sort::HostHandle, 4096, 0);
     let stranger =
-        crate::fixture::End { context: world.b.context.clone(), pd: world.b.context.pd() };
+        crate::verbs::fixture::End { context: world.b.context.clone(), pd: world.b.context.pd() };
     for sort in SORTS {
         let far = Buffer::new(stage, &stranger, sort, 4096, 0);
         let data = [near.mr().sge(0, 64)];

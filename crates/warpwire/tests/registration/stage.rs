@@ -13,21 +13,7 @@ use warpwire::mr::{Denied, HostMemory, Reach};
 use warpwire::verbs::{Access, Attach, DmaBufRange, Memory, Mr};
 use warpwire::{Error, Result};
 
-use crate::fixture::{End, Fixture, SOON, Which};
-
-pub struct Case {
-    pub name: &'static str,
-    pub run: fn(&Stage),
-}
-
-/// Lists the functions as cases under their own names.
-macro_rules! cases {
-    ($($name:ident),* $(,)?) => {
-        pub const CASES: &[crate::stage::Case] =
-            &[$(crate::stage::Case { name: stringify!($name), run: $name }),*];
-    };
-}
-pub(crate) use cases;
+use crate::verbs::fixture::{End, Fixture, Which, soon};
 
 pub struct Stage {
     pub fixture: Fixture,
@@ -53,7 +39,7 @@ impl Stage {
     pub fn check_nothing_left(&self) {
         for ordinal in 0..2 {
             let control = self.fixture.sim().control(ordinal).unwrap();
-            if let Err(live) = control.wait_empty(SOON) {
+            if let Err(live) = control.wait_empty(soon()) {
                 panic!("sim:{ordinal} still holds {live:?}");
             }
         }

@@ -13,18 +13,19 @@ use warpwire::mr::{End as Ended, Invalidate, Path, PeerClient, PeerPages, Persis
 use warpwire::verbs::{Access, Atomic, Memory, Mr, Op, QpOptions, Request, Status};
 use warpwire::{Error, Result, error::Kind};
 
-use crate::child;
-use crate::fixture::{End, Fixture, Which, same};
-use crate::stage::{Stage, cases, refused};
+use crate::registration::child;
+use crate::registration::stage::{Stage, refused};
+use crate::verbs::fixture::{End, Fixture, Which, same};
+use testkit::cases;
 
-cases!(
+cases!(Stage; CASES:
     parts_of_every_size,
     parts_that_make_no_sense_bad_flow,
     freed_by_the_stream_that_carries_writes_bad_flow,
     freed_by_the_stream_that_an_atomic_waits_for_bad_flow,
     what_was_placed_is_there_when_memory_is_taken_back,
     a_loss_is_told_to_who_asks_bad_flow,
-    a_lack_of_descriptors_is_waited_for
+    a_lack_of_descriptors_is_waited_for,
 );
 
 /// Far less than a wait for a device takes when nobody ends it.

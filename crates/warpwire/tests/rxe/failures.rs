@@ -6,11 +6,12 @@ use warpwire::verbs::{
     Access, AsyncEvent, Atomic, Op, ReceiveRequest, Remote, Request, State, Status,
 };
 
-use crate::lab::{Bench, cases};
-use crate::peer::{ERROR_STATE, LOCAL_AND_REMOTE_READ, Post};
-use crate::world::{Terms, World};
+use crate::rxe::lab::Bench;
+use crate::rxe::peer::{ERROR_STATE, LOCAL_AND_REMOTE_READ, Post};
+use crate::rxe::world::{Terms, World};
+use testkit::cases;
 
-cases!(
+cases!(Bench; CASES:
     we_use_a_wrong_key,
     they_use_a_wrong_key,
     we_lack_the_right,

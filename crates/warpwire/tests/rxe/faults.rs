@@ -3,11 +3,12 @@
 use warpwire::verbs::{Atomic, Op, Request};
 use warpwire_proto::qp::{Discard, Stats};
 
-use crate::lab::{Bench, Family, cases};
-use crate::peer::Post;
-use crate::world::{Terms, World};
+use crate::rxe::lab::{Bench, Family};
+use crate::rxe::peer::Post;
+use crate::rxe::world::{Terms, World};
+use testkit::cases;
 
-cases!(
+cases!(Bench; CASES:
     lost_packets,
     doubled_packets,
     reordered_arrivals,

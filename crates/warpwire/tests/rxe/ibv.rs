@@ -1,9 +1,10 @@
 //! `warpwire::ibv` in the guest: by itself on rxe, and against our software HCA here.
 
-use crate::lab::{Bench, Case, cases};
-use crate::{failures, operations, queues};
+use crate::rxe::lab::Bench;
+use crate::rxe::{failures, operations, queues};
+use testkit::{Case, cases};
 
-cases!(
+cases!(Bench; CASES:
     two_queue_pairs_of_one_device,
     devices_are_listed,
     the_suite_of_verbs_on_rxe,
@@ -34,7 +35,7 @@ const BOTH_WAYS: [&str; 17] = [
     "events",
 ];
 
-pub fn both_ways() -> Vec<&'static Case> {
+pub fn both_ways() -> Vec<&'static Case<Bench>> {
     let all = || operations::CASES.iter().chain(failures::CASES).chain(queues::CASES);
     let found: Vec<_> = all().filter(|case| BOTH_WAYS.contains(&case.name)).collect();
     assert_eq!(found.len(), BOTH_WAYS.len(), "a case has another name now");
@@ -43,7 +44,7 @@ pub fn both_ways() -> Vec<&'static Case> {
 
 /// `tests/ibv`, as a whole: every operation, events, datagrams, what is refused.
 fn two_queue_pairs_of_one_device(bench: &Bench) {
-    suite(bench, "WARPWIRE_IBV_DEVICE=rxe0 /job/ibv-suite");
+    suite(bench, "WARPWIRE_IBV_DEVICE=rxe0 WARPWIRE_TEST_SUITE=ibv /job/suites");
 }
 
 /// `tests/verbs` on the device: both ends are contexts of it.
@@ -70,8 +71,8 @@ fn verbs_suite(bench: &Bench, beside: &str, filter: &str) {
     // A virtual cable hands runs of packets over unsegmented, and rxe then sees other identifications than were sent.
     let segment = "/usr/bin/ip -n soft link set soft1 gso_max_segs 1";
     let beside = format!("WARPWIRE_VERBS_BESIDE=soft,{beside}");
-    let beside = format!("{beside} WARPWIRE_VERBS_RECORDS={RECORDS}");
-    let suite_of_verbs = format!("WARPWIRE_VERBS_DEVICE=rxe2 {beside} /job/verbs-suite {filter}");
+    let beside = format!("{beside} WARPWIRE_VERBS_RECORDS={RECORDS} WARPWIRE_TEST_SUITE=verbs");
+    let suite_of_verbs = format!("WARPWIRE_VERBS_DEVICE=rxe2 {beside} /job/suites {filter}");
     suite(bench, &format!("mkdir -p {RECORDS}; {segment}; {suite_of_verbs}"));
 }
 

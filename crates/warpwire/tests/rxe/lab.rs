@@ -6,21 +6,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 /// Longer than anything takes that works, in a guest that is emulated on a busy machine.
-pub const SOON: Duration = Duration::from_secs(30);
-
-pub struct Case {
-    pub name: &'static str,
-    pub run: fn(&Bench),
+pub fn soon() -> Duration {
+    testkit::deadline(Duration::from_secs(30))
 }
-
-/// Lists the functions as cases under their own names.
-macro_rules! cases {
-    ($($name:ident),* $(,)?) => {
-        pub const CASES: &[crate::lab::Case] =
-            &[$(crate::lab::Case { name: stringify!($name), run: $name }),*];
-    };
-}
-pub(crate) use cases;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
@@ -47,7 +35,7 @@ impl Lab {
 
     /// A place for one case.
     pub fn bench(&'static self, family: Family, case: String) -> Bench {
-        Bench { lab: self, family, case, peer: "/job/verbs-peer" }
+        Bench { lab: self, family, case, peer: "/job/verbs-peer rxe0" }
     }
 }
 
@@ -98,9 +86,9 @@ impl Bench {
 
     /// A shell in the guest.
     pub fn shell(&self) -> Shell {
-        let stream = TcpStream::connect_timeout(&self.lab.shell, SOON).unwrap();
+        let stream = TcpStream::connect_timeout(&self.lab.shell, soon()).unwrap();
         stream.set_nodelay(true).unwrap();
-        stream.set_read_timeout(Some(SOON * 2)).unwrap();
+        stream.set_read_timeout(Some(soon() * 2)).unwrap();
         Shell { reader: BufReader::new(stream) }
     }
 

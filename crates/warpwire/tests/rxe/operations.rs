@@ -2,11 +2,12 @@
 
 use warpwire::verbs::{Access, Atomic, CompletionKind, Fence, Op, Remote, Request, Status};
 
-use crate::lab::{Bench, cases};
-use crate::peer::{ALL_ACCESS, FENCE, INLINE, Post, WINDOWS};
-use crate::world::{Terms, World};
+use crate::rxe::lab::Bench;
+use crate::rxe::peer::{ALL_ACCESS, FENCE, INLINE, Post, WINDOWS};
+use crate::rxe::world::{Terms, World};
+use testkit::cases;
 
-cases!(
+cases!(Bench; CASES:
     we_write,
     they_write,
     we_read,

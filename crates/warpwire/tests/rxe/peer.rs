@@ -3,8 +3,8 @@
 
 use warpwire::verbs::{Remote, Status};
 
-use crate::lab::{Bench, SOON, Shell, gid};
-use crate::world::Terms;
+use crate::rxe::lab::{Bench, Shell, gid, soon};
+use crate::rxe::world::Terms;
 
 /// What `ibv_reg_mr` may be asked for.
 pub const ALL_ACCESS: u32 = 15;
@@ -81,7 +81,7 @@ impl<'a> Post<'a> {
 impl Peer {
     pub fn start(bench: &Bench) -> Self {
         let mut shell = bench.shell();
-        shell.say(&format!("exec {} rxe0 2>&1", bench.peer));
+        shell.say(&format!("exec {} 2>&1", bench.peer));
         let mut peer = Self { shell };
         assert_eq!(peer.hear(), "ok ready");
         peer.ok(&format!("gid {}", gid(bench.theirs())));
@@ -164,7 +164,7 @@ impl Peer {
 
     /// The next completion, if one comes soon.
     pub fn next(&mut self) -> FarCompletion {
-        let words = self.ok(&format!("poll {}", SOON.as_millis()));
+        let words = self.ok(&format!("poll {}", soon().as_millis()));
         FarCompletion { id: words[0], status: words[1], len: words[3], imm: words[4] }
     }
 

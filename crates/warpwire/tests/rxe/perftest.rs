@@ -11,10 +11,11 @@ use std::time::Instant;
 use warpwire::link::udp;
 use warpwire::verbs::{Atomic, Mtu, Offer, Op, Qp, ReceiveRequest, Remote, Request};
 
-use crate::lab::{Bench, Family, Running, SOON, cases, gid};
-use crate::world::{Ours, Terms};
+use crate::rxe::lab::{Bench, Family, Running, gid, soon};
+use crate::rxe::world::{Ours, Terms};
+use testkit::cases;
 
-cases!(
+cases!(Bench; CASES:
     we_write_to_ib_write_bw,
     ib_write_bw_writes_to_us,
     we_read_from_ib_read_bw,
@@ -62,7 +63,7 @@ impl Talk {
         let stream = loop {
             match TcpStream::connect((four, PORT)) {
                 Ok(stream) => break stream,
-                Err(why) if start.elapsed() > SOON => panic!("{why}"),
+                Err(why) if start.elapsed() > soon() => panic!("{why}"),
                 Err(_) => std::thread::sleep(std::time::Duration::from_millis(20)),
             }
         };
@@ -70,7 +71,7 @@ impl Talk {
     }
 
     fn over(stream: TcpStream, is_client: bool) -> Self {
-        stream.set_read_timeout(Some(SOON)).unwrap();
+        stream.set_read_timeout(Some(soon())).unwrap();
         stream.set_nodelay(true).unwrap();
         Self { stream, is_client }
     }

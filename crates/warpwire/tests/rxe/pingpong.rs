@@ -4,14 +4,15 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use crate::lab::{Bench, Family, cases};
+use crate::rxe::lab::{Bench, Family};
+use testkit::cases;
 
-cases!(
+cases!(Bench; CASES:
     we_are_the_client,
     we_are_the_server,
     memory_of_a_gpu,
     a_faulty_wire,
-    a_peer_with_another_size
+    a_peer_with_another_size,
 );
 
 const COUNT: &str = "30";

@@ -4,11 +4,12 @@ use std::time::Duration;
 
 use warpwire::verbs::{Op, ReceiveRequest, Request};
 
-use crate::lab::{Bench, SOON, cases};
-use crate::peer::{Post, SOLICITED};
-use crate::world::{Terms, World};
+use crate::rxe::lab::{Bench, soon};
+use crate::rxe::peer::{Post, SOLICITED};
+use crate::rxe::world::{Terms, World};
+use testkit::cases;
 
-cases!(several_queue_pairs, our_shared_receives, their_shared_receives, events);
+cases!(Bench; CASES: several_queue_pairs, our_shared_receives, their_shared_receives, events);
 
 const COUNT: usize = 8;
 
@@ -142,7 +143,7 @@ fn events(bench: &Bench) {
     assert!(!world.cq.wait(Duration::from_millis(100)).unwrap());
     world.peer.post(&far, Post { flags: SOLICITED, ..Post::new(21, "send").from(0, 6) });
     world.peer.done(21);
-    assert!(world.cq.wait(SOON).unwrap());
+    assert!(world.cq.wait(soon()).unwrap());
     assert!(!world.done(0).solicited);
     assert!(world.done(1).solicited);
 }

@@ -13,8 +13,8 @@ use warpwire::verbs::{
 };
 use warpwire_proto::Psn;
 
-use crate::lab::{Bench, SOON};
-use crate::peer::{ALL_ACCESS, Far, Peer};
+use crate::rxe::lab::{Bench, soon};
+use crate::rxe::peer::{ALL_ACCESS, Far, Peer};
 
 /// How two ends are connected.
 #[derive(Clone, Debug)]
@@ -143,7 +143,7 @@ impl Ours {
     }
 
     pub fn next(&self) -> Completion {
-        self.cq.next(SOON).unwrap().expect("a completion comes soon")
+        self.cq.next(soon()).unwrap().expect("a completion comes soon")
     }
 
     /// The next completion must be a success of that work.
@@ -234,7 +234,7 @@ impl World {
     pub fn state_becomes(&self, state: State) {
         let start = Instant::now();
         while self.qp().state().unwrap() != state {
-            assert!(start.elapsed() < SOON, "it is in {}", self.qp().state().unwrap());
+            assert!(start.elapsed() < soon(), "it is in {}", self.qp().state().unwrap());
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
     }
@@ -257,7 +257,7 @@ fn udp_link(address: SocketAddr) -> Udp {
     loop {
         match Udp::bind(address, udp::Options::default()) {
             Ok(link) => return link,
-            Err(why) if start.elapsed() > SOON => panic!("{why}"),
+            Err(why) if start.elapsed() > soon() => panic!("{why}"),
             Err(_) => std::thread::sleep(std::time::Duration::from_millis(20)),
         }
     }

@@ -7,10 +7,11 @@ use rustix::io::Errno;
 use warpwire::sock::SockOptions;
 use warpwire::sock::device::Setting;
 
-use crate::puppet::Do;
-use crate::world::{DATAGRAM, Deserted, STREAM, World, cases, errno, loopbacks, until};
+use crate::sock::puppet::Do;
+use crate::sock::world::{DATAGRAM, Deserted, STREAM, World, errno, loopbacks, until};
+use testkit::cases;
 
-cases!(
+cases!(World; CASES:
     names_are_told,
     an_address_in_use_is_refused,
     nobody_listens,

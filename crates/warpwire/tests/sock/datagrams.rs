@@ -6,10 +6,11 @@ use std::time::Duration;
 use rustix::io::Errno;
 use warpwire::sock::device::Setting;
 
-use crate::puppet::{Do, Puppet, scramble};
-use crate::world::{DATAGRAM, STREAM, World, cases, errno, loopbacks, until};
+use crate::sock::puppet::{Do, Puppet, scramble};
+use crate::sock::world::{DATAGRAM, STREAM, World, errno, loopbacks, until};
+use testkit::cases;
 
-cases!(
+cases!(World; CASES:
     datagrams_of_every_size,
     datagrams_keep_their_bounds,
     a_peer_that_is_named,

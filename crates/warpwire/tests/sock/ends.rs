@@ -8,12 +8,13 @@ use warpwire::sock::SockOptions;
 use warpwire::sock::device::Setting;
 use warpwire::sock::layout::events;
 
-use crate::peer::Peer;
-use crate::polling::poll;
-use crate::puppet::{Do, Puppet};
-use crate::world::{STREAM, Stage, World, cases, errno, loopbacks, until};
+use crate::sock::peer::Peer;
+use crate::sock::polling::poll;
+use crate::sock::puppet::{Do, Puppet};
+use crate::sock::world::{STREAM, Stage, World, errno, loopbacks, until};
+use testkit::cases;
 
-cases!(
+cases!(World; CASES:
     a_reset_reaches_a_waiting_receiver,
     a_reset_reaches_a_waiting_sender,
     what_came_before_a_reset_is_received,

@@ -13,11 +13,16 @@ use warpwire::mem::{Allocation, DeviceAddr, Kernel, Launch, Program, Stream};
 use warpwire::sock::device::{self, Failure, Kind, Sockets};
 use warpwire::sock::{SockHost, SockOptions};
 
-use crate::peer::{Family, Peer};
-use crate::puppet::SOON;
-use crate::world::{Deserted, Way, World, cases, errno, symbol, until};
+use crate::sock::peer::{Family, Peer};
+use crate::sock::puppet::soon;
+use crate::sock::world::{Deserted, Way, World, errno, symbol, until};
+use testkit::cases;
 
-cases!(a_client_written_for_gpunet, its_server_resets_and_closes, a_program_must_be_one_for_gpunet);
+cases!(World; CASES:
+    a_client_written_for_gpunet,
+    its_server_resets_and_closes,
+    a_program_must_be_one_for_gpunet,
+);
 
 /// `MESSAGE_SIZE` there.
 const MESSAGE: usize = 6000;
@@ -81,7 +86,7 @@ impl Client {
                 // client keeps until the kernel has ended.
                 unsafe { stream.launch(launch) }.unwrap();
                 meanwhile();
-                stream.synchronize(SOON).unwrap();
+                stream.synchronize(soon()).unwrap();
             }
         }
         let mut outcome = [0; 8];

@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 use warpwire::sock::kv::{KvOptions, KvServer};
 use warpwire::sock::{SockHost, SockOptions};
 
-use crate::puppet::SOON;
-use crate::world::{World, cases, until};
+use crate::sock::puppet::soon;
+use crate::sock::world::{World, until};
+use testkit::cases;
 
-cases!(
+cases!(World; CASES:
     commands_are_answered,
     keys_of_many_clients,
     a_key_that_everybody_counts_at,
@@ -40,7 +41,7 @@ fn small() -> KvOptions {
 
 fn client(server: &KvServer<'_>) -> TcpStream {
     let stream = TcpStream::connect(server.address()).unwrap();
-    stream.set_read_timeout(Some(SOON)).unwrap();
+    stream.set_read_timeout(Some(soon())).unwrap();
     stream.set_nodelay(true).unwrap();
     stream
 }
@@ -294,7 +295,7 @@ fn nonsense_closes_its_connection_only(world: &World) {
     let mut bad = client(&server);
     let mut random = 5;
     let noise: Vec<u8> =
-        (0..20_000).map(|_| crate::puppet::scramble(&mut random) as u8 | 0x80).collect();
+        (0..20_000).map(|_| crate::sock::puppet::scramble(&mut random) as u8 | 0x80).collect();
     let _ = bad.write_all(&noise);
     let _ = bad.shutdown(Shutdown::Write);
     rest(&mut bad);
@@ -334,7 +335,7 @@ fn half_a_command_is_not_waited_for_for_ever(world: &World) {
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(rest(&mut slow), "");
-    assert!(begun.elapsed() >= patience && begun.elapsed() < SOON / 3, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() >= patience && begun.elapsed() < soon() / 3, "{:?}", begun.elapsed());
     ask(&mut idle, &command(&[b"PING"]), b"+PONG\r\n");
 }
 
@@ -398,7 +399,7 @@ fn bad_options_and_addresses(world: &World) {
         let error = KvServer::start(&host, bad).unwrap_err();
         assert_eq!(error.kind(), &warpwire::error::Kind::InvalidArgument, "{error}");
     }
-    if world.way == crate::world::Way::Threads {
+    if world.way == crate::sock::world::Way::Threads {
         return; // its kernels are not for such a host
     }
     let taken = std::net::TcpListener::bind(ANYWHERE).unwrap();

@@ -4,21 +4,22 @@
 //! What ends a connection of TCP is what the operating system says for a dead process: an end, or a reset if bytes had come that
 //! it never read. In the family `warp` a death is a reset.
 
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Stdio;
+use std::time::Duration;
 
 use rustix::io::Errno;
 use warpwire::mem::pattern;
 use warpwire::sock::SockOptions;
 use warpwire::sock::layout::events;
 
-use crate::peer::{Family, Peer};
-use crate::puppet::{Do, Puppet, SOON};
-use crate::world::{STREAM, Stage, Way, World, cases, errno, loopbacks, until};
+use crate::sock::peer::{Family, Peer};
+use crate::sock::puppet::{Do, Puppet, soon};
+use crate::sock::world::{STREAM, Stage, Way, World, errno, loopbacks, until};
+use testkit::{Process, Role, cases};
 
-cases!(
+cases!(World; CASES:
     killed_under_every_waiting_call,
     killed_while_it_sends,
     killed_while_the_kernel_sends,
@@ -29,12 +30,10 @@ cases!(
 
 /// Those of a handshake, which only one family has.
 pub mod of_warp {
-    use super::{killed_before_it_answers, killed_before_it_has_said_hello};
-    crate::world::cases!(killed_before_it_answers, killed_before_it_has_said_hello);
+    use super::{World, killed_before_it_answers, killed_before_it_has_said_hello};
+    testkit::cases!(World; CASES: killed_before_it_answers, killed_before_it_has_said_hello);
 }
 
-/// Names the part that a process of this suite plays.
-pub const ROLE: &str = "WARPWIRE_SOCK_ROLE";
 /// A death is known by then, on a busy machine too.
 const BOUND: Duration = Duration::from_secs(5);
 
@@ -93,7 +92,7 @@ fn host(way: &str, family: Family) {
 }
 
 fn hang() {
-    std::thread::sleep(SOON);
+    std::thread::sleep(soon());
 }
 
 fn stream_for_ever(peer: &mut Peer) {
@@ -105,46 +104,13 @@ fn stream_for_ever(peer: &mut Peer) {
 }
 
 /// A process that plays a part; it does not outlive this.
-struct Player {
-    process: Child,
-    said: BufReader<std::process::ChildStdout>,
+fn start(role: &str) -> Process {
+    Process::start(Role::new("sock", role).command().stdout(Stdio::piped()))
 }
 
-impl Player {
-    fn start(role: &str) -> Self {
-        let mut process = Command::new(std::env::current_exe().unwrap())
-            .env(ROLE, role)
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let said = BufReader::new(process.stdout.take().unwrap());
-        Self { process, said }
-    }
-
-    /// One that has so many connections to a kernel.
-    fn call(family: Family, to: SocketAddr, count: usize, manner: &str) -> Self {
-        Self::start(&format!("call {family:?} {to} {count} {manner}"))
-    }
-
-    fn line(&mut self) -> String {
-        let mut line = String::new();
-        self.said.read_line(&mut line).unwrap();
-        line.trim().to_owned()
-    }
-
-    /// Kills it, and tells when.
-    fn kill(&mut self) -> Instant {
-        self.process.kill().unwrap();
-        self.process.wait().unwrap();
-        Instant::now()
-    }
-}
-
-impl Drop for Player {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
+/// One that has so many connections to a kernel.
+fn call(family: Family, to: SocketAddr, count: usize, manner: &str) -> Process {
+    start(&format!("call {family:?} {to} {count} {manner}"))
 }
 
 /// A stage with just enough of everything that a leak of a few places is found, and a connection that must go on.
@@ -169,10 +135,10 @@ impl Scene {
     }
 
     /// A listener's connections with a process of that manner.
-    fn called(&self, at: SocketAddr, count: usize, manner: &str) -> (Player, Vec<u64>) {
+    fn called(&self, at: SocketAddr, count: usize, manner: &str) -> (Process, Vec<u64>) {
         let puppet = self.stage.first();
         let (listener, name) = puppet.listener(at, 8);
-        let mut player = Player::call(self.family, name, count, manner);
+        let mut player = call(self.family, name, count, manner);
         let accept = |_| puppet.expect(Do::Accept, &[listener], None) as u64;
         let sockets = (0..count).map(accept).collect();
         assert_eq!(player.line(), "ready");
@@ -296,7 +262,7 @@ fn killed_before_it_is_accepted(world: &World) {
     let (listener, name) = puppet.listener(loopbacks()[0], 8);
     for round in 1..3 {
         let before = scene.stage.host.stats().accepted;
-        let mut player = Player::call(scene.family, name, 4, "greet");
+        let mut player = call(scene.family, name, 4, "greet");
         assert_eq!(player.line(), "ready");
         until("all four wait", || scene.stage.host.stats().accepted == before + 4);
         if scene.family == Family::Warp {
@@ -321,7 +287,7 @@ fn killed_before_it_is_accepted(world: &World) {
 fn killed_before_it_answers(world: &World) {
     let mut scene = Scene::new(world);
     for _ in 0..3 {
-        let mut player = Player::start("answer");
+        let mut player = start("answer");
         let address: SocketAddr = player.line().parse().unwrap();
         let puppet = scene.stage.first();
         let socket = puppet.socket(address, STREAM);
@@ -344,7 +310,7 @@ fn killed_before_it_has_said_hello(world: &World) {
     let (listener, name) = puppet.listener(loopbacks()[0], 8);
     for _ in 0..3 {
         puppet.start(Do::Accept, &[listener], None);
-        let mut player = Player::start(&format!("knock {name}"));
+        let mut player = start(&format!("knock {name}"));
         assert_eq!(player.line(), "ready");
         player.kill();
         std::thread::sleep(Duration::from_millis(20));
@@ -360,8 +326,8 @@ fn killed_before_it_has_said_hello(world: &World) {
 }
 
 /// A process with a kernel that accepts connections; and its address.
-fn other_host(world: &World) -> (Player, SocketAddr) {
-    let mut player = Player::start(&format!("host {} {:?}", world.way, world.family));
+fn other_host(world: &World) -> (Process, SocketAddr) {
+    let mut player = start(&format!("host {} {:?}", world.way, world.family));
     let address = player.line().parse().unwrap();
     (player, address)
 }

@@ -7,11 +7,12 @@ use rustix::io::Errno;
 use warpwire::sock::device::Setting;
 use warpwire::sock::warp::{Card, Datagram, WORDS_LEN, Words};
 
-use crate::puppet::{Do, Puppet, SOON};
-use crate::warp::Two;
-use crate::world::{DATAGRAM, World, cases, errno, loopbacks, until};
+use crate::sock::puppet::{Do, Puppet, soon};
+use crate::sock::warp::Two;
+use crate::sock::world::{DATAGRAM, World, errno, loopbacks, until};
+use testkit::cases;
 
-cases!(
+cases!(World; CASES:
     between_two_kernels,
     any_address_will_do,
     a_name_without_an_address,
@@ -210,7 +211,7 @@ fn strange_words_harm_nobody(world: &World) {
     {
         assert_eq!(ask(&udp, strange, name), None, "{strange:?}");
     }
-    udp.set_read_timeout(Some(SOON)).unwrap();
+    udp.set_read_timeout(Some(soon())).unwrap();
     match ask(&udp, &good.bytes(), name) {
         Some(Words::Answer { nonce, asked, card }) => {
             assert_eq!((nonce, asked, card.longest), (5, name, 4088));
@@ -231,7 +232,7 @@ fn answers_that_nobody_asked_for(world: &World) {
     let (liar, real) = (UdpSocket::bind(at).unwrap(), world.family.mail(at));
     let name = liar.local_addr().unwrap();
     let asking = Words::Question { nonce: 1, asked: real.local_addr() };
-    liar.set_read_timeout(Some(SOON)).unwrap();
+    liar.set_read_timeout(Some(soon())).unwrap();
     let Some(Words::Answer { card, .. }) = ask(&liar, &asking.bytes(), real.local_addr()) else {
         panic!("no answer");
     };

@@ -7,7 +7,7 @@ use std::time::Duration;
 use rustix::net::sockopt;
 use warpwire::sock::warp;
 
-use crate::puppet::SOON;
+use crate::sock::puppet::soon;
 
 /// Which sockets a case uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,12 +41,12 @@ impl Family {
         match self {
             Self::Inet => {
                 let socket = UdpSocket::bind(at).unwrap();
-                socket.set_read_timeout(Some(SOON)).unwrap();
+                socket.set_read_timeout(Some(soon())).unwrap();
                 Mail::Udp(socket)
             }
             Self::Warp => {
                 let socket = warp::Datagram::bind(at).unwrap();
-                socket.set_read_timeout(Some(SOON)).unwrap();
+                socket.set_read_timeout(Some(soon())).unwrap();
                 Mail::Warp(socket)
             }
         }
@@ -123,7 +123,7 @@ impl Peer {
         if let Self::Tcp(peer) = &self {
             peer.set_nodelay(true).unwrap();
         }
-        self.set_read_timeout(SOON);
+        self.set_read_timeout(soon());
         self
     }
 

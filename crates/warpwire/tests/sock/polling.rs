@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 use warpwire::sock::device::Setting;
 use warpwire::sock::layout::events;
 
-use crate::puppet::{Do, Puppet};
-use crate::world::{DATAGRAM, Deserted, STREAM, World, cases, loopbacks};
+use crate::sock::puppet::{Do, Puppet};
+use crate::sock::world::{DATAGRAM, Deserted, STREAM, World, loopbacks};
+use testkit::cases;
 
-cases!(
+cases!(World; CASES:
     send_space_ends_no_wait_for_input,
     input_is_told,
     a_listener_is_readable,

@@ -13,7 +13,9 @@ use warpwire::sock::device::{Failure, Family, How, Kind, Outcome, Polled, Settin
 use warpwire::sock::layout::{ADDRESS_LEN, address_bytes, address_from, events};
 
 /// Longer than anything takes that works.
-pub const SOON: Duration = Duration::from_secs(60);
+pub fn soon() -> Duration {
+    testkit::deadline(Duration::from_secs(60))
+}
 /// What a puppet's buffer holds.
 pub const BUFFER: u64 = 1 << 20;
 /// A mailbox.
@@ -345,7 +347,7 @@ pub struct Puppet {
     buffers: Allocation,
     index: u64,
     number: std::cell::Cell<u64>,
-    pub family: crate::peer::Family,
+    pub family: crate::sock::peer::Family,
 }
 
 /// What came of a command.
@@ -368,7 +370,7 @@ impl Puppet {
         mailboxes: &Allocation,
         buffers: &Allocation,
         index: u64,
-        family: crate::peer::Family,
+        family: crate::sock::peer::Family,
     ) -> Self {
         let number = std::cell::Cell::new(0);
         Self { mailboxes: mailboxes.clone(), buffers: buffers.clone(), index, number, family }
@@ -397,7 +399,7 @@ impl Puppet {
     pub fn finish(&self) -> Answer {
         let start = Instant::now();
         while !self.is_done() {
-            assert!(start.elapsed() < SOON, "puppet {} hangs", self.index);
+            assert!(start.elapsed() < soon(), "puppet {} hangs", self.index);
             std::thread::sleep(Duration::from_micros(20));
         }
         let bytes = self.mailboxes.host_bytes().unwrap();

@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use warpwire::sock::SockOptions;
 
-use crate::peer::Peer;
-use crate::puppet::Do;
-use crate::world::{STREAM, World, cases, loopbacks, until};
+use crate::sock::peer::Peer;
+use crate::sock::puppet::Do;
+use crate::sock::world::{STREAM, World, loopbacks, until};
+use testkit::cases;
 
-cases!(
+cases!(World; CASES:
     a_thousand_sockets_echo,
     an_accept_storm,
     blocks_share_a_listener,

@@ -9,10 +9,11 @@ use warpwire::sock::similarity::{
 };
 use warpwire::sock::{SockHost, SockOptions, warp};
 
-use crate::puppet::SOON;
-use crate::world::{Deserted, World, cases, until};
+use crate::sock::puppet::soon;
+use crate::sock::world::{Deserted, World, until};
+use testkit::cases;
 
-cases!(
+cases!(World; CASES:
     answers_are_those_of_a_cpu,
     many_clients_at_once,
     answers_over_rdma,
@@ -39,7 +40,7 @@ fn small() -> SimilarOptions {
 
 fn client(server: &SimilarServer<'_>) -> TcpStream {
     let stream = TcpStream::connect(server.address()).unwrap();
-    stream.set_read_timeout(Some(SOON)).unwrap();
+    stream.set_read_timeout(Some(soon())).unwrap();
     stream.set_nodelay(true).unwrap();
     stream
 }
@@ -91,7 +92,7 @@ fn answers_over_rdma(world: &World) {
     let net = warp::Net::new(warp::NetOptions::default()).unwrap();
     let streams: Vec<_> = (0..3).map(|_| net.connect(server.address()).unwrap()).collect();
     for (number, stream) in streams.iter().enumerate() {
-        stream.set_read_timeout(Some(SOON)).unwrap();
+        stream.set_read_timeout(Some(soon())).unwrap();
         for round in 0..10 {
             let query = random_vectors(number as u64 * 50 + round, 1, 48);
             assert_eq!(ask(stream, 9, &query).unwrap(), search(&vectors, &query, 9));
@@ -108,7 +109,7 @@ fn answers_over_rdma(world: &World) {
 
 /// Questions of a kernel, with patience.
 fn questions(server: SocketAddr, over: Over, vectors: &[f32]) -> Questions<'_> {
-    Questions { server, over, k: 6, vectors, dimension: 20, timeout: SOON }
+    Questions { server, over, k: 6, vectors, dimension: 20, timeout: soon() }
 }
 
 fn kernels_ask_a_kernel(world: &World) {
@@ -235,7 +236,7 @@ fn half_a_query_is_not_waited_for_for_ever(world: &World) {
         let mut said = Vec::new();
         let _ = stream.read_to_end(&mut said);
         assert!(said.is_empty() && begun.elapsed() >= patience / 2);
-        assert!(begun.elapsed() < SOON);
+        assert!(begun.elapsed() < soon());
         ask(&bystander, 1, &[1.0; 4]).unwrap();
     }
 }
@@ -272,7 +273,7 @@ fn bad_vectors_and_options(world: &World) {
     assert!(refused(&[1.0], 1, huge).contains("5000 matches"));
     let other = std::net::TcpListener::bind(ANYWHERE).unwrap();
     let taken = SimilarOptions { address: other.local_addr().unwrap(), ..small() };
-    if world.way != crate::world::Way::Threads {
+    if world.way != crate::sock::world::Way::Threads {
         let error = SimilarServer::start(&host, &[1.0], 1, taken).unwrap_err();
         assert!(error.to_string().contains("in use"), "{error}");
     }

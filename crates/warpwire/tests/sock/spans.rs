@@ -6,11 +6,12 @@ use std::time::Duration;
 use rustix::io::Errno;
 use warpwire::sock::device::Setting;
 
-use crate::peer::Family;
-use crate::puppet::Do;
-use crate::world::{World, cases, errno, loopbacks, until};
+use crate::sock::peer::Family;
+use crate::sock::puppet::Do;
+use crate::sock::world::{World, errno, loopbacks, until};
+use testkit::cases;
 
-cases!(
+cases!(World; CASES:
     a_borrowed_span_shows_what_came,
     a_part_is_given_back,
     a_reserved_span_is_sent,

@@ -9,11 +9,12 @@ use warpwire::mem::pattern;
 use warpwire::sock::SockOptions;
 use warpwire::sock::device::Setting;
 
-use crate::peer::{Family, Peer};
-use crate::puppet::{Do, scramble};
-use crate::world::{STREAM, World, cases, errno, loopbacks};
+use crate::sock::peer::{Family, Peer};
+use crate::sock::puppet::{Do, scramble};
+use crate::sock::world::{STREAM, World, errno, loopbacks};
+use testkit::cases;
 
-cases!(
+cases!(World; CASES:
     one_byte_there_and_back,
     accepted_and_connected_are_alike,
     random_pieces_both_ways_at_once,
@@ -248,7 +249,9 @@ fn calls_that_may_not_wait(world: &World) {
     puppet.expect(Do::Set, &[socket, Setting::NonBlocking as u64, 1], None);
     assert_eq!(puppet.recv(socket, 10), Err(again));
     peer.write_all(b"now").unwrap();
-    crate::world::until("it comes", || puppet.recv(socket, 10).is_ok_and(|bytes| bytes == b"now"));
+    crate::sock::world::until("it comes", || {
+        puppet.recv(socket, 10).is_ok_and(|bytes| bytes == b"now")
+    });
     // The peer takes nothing: at some time nothing fits any more, after a part did.
     let piece = vec![7; 60_000];
     let (mut total, mut partial) = (0, false);
@@ -298,7 +301,7 @@ fn calls_that_may_wait_for_a_while(world: &World) {
     let mut results = (0..1000).map(|_| puppet.send(socket, &piece));
     let stopped = results.find(|sent| *sent < 600_000).unwrap();
     assert!(stopped == late || stopped > 0, "a part, or nothing");
-    crate::world::until("nothing goes", || puppet.send(socket, &piece[..1000]) == late);
+    crate::sock::world::until("nothing goes", || puppet.send(socket, &piece[..1000]) == late);
     let (listener, _) = puppet.listener(at, 4);
     puppet.expect(Do::Set, &[listener, Setting::ReceiveTimeout as u64, nanos], None);
     assert_eq!(puppet.call(Do::Accept, &[listener], None).result, late);
@@ -318,7 +321,7 @@ fn connecting_without_waiting(world: &World) {
     let again = puppet.call(Do::Connect, &[socket], Some(name)).result;
     assert!([Errno::ISCONN, Errno::ALREADY].map(errno).contains(&again), "{again}");
     let mut peer = server.accept();
-    crate::world::until("it stands", || puppet.send(socket, b"!") == 1);
+    crate::sock::world::until("it stands", || puppet.send(socket, b"!") == 1);
     let mut byte = [0];
     peer.read_exact(&mut byte).unwrap();
 }

@@ -14,10 +14,11 @@ use warpwire::sock::warp::{DEAF, ENDED, Handshake, Hello, Spot};
 use warpwire::sock::{SockHost, SockOptions};
 use warpwire::verbs::{Access, Context, Cq, Drive, Mr, Op, Qp, QpOptions, Remote, Request};
 
-use crate::puppet::{Do, Puppet};
-use crate::world::{Stage, WARP_DATAGRAM, WARP_STREAM, World, cases, errno, loopbacks, until};
+use crate::sock::puppet::{Do, Puppet};
+use crate::sock::world::{Stage, WARP_DATAGRAM, WARP_STREAM, World, errno, loopbacks, until};
+use testkit::cases;
 
-cases!(
+cases!(World; CASES:
     one_byte_each_way,
     random_pieces_between_kernels,
     rings_of_different_sizes,

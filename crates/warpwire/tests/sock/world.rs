@@ -17,22 +17,8 @@ use warpwire::sock::similarity::{
 };
 use warpwire::sock::{Place, SockHost, SockOptions};
 
-use crate::peer::{Family, Peer};
-use crate::puppet::{self, Do, Puppet, SOON};
-
-pub struct Case {
-    pub name: &'static str,
-    pub run: fn(&World),
-}
-
-/// Lists the functions as cases under their own names.
-macro_rules! cases {
-    ($($name:ident),* $(,)?) => {
-        pub const CASES: &[crate::world::Case] =
-            &[$(crate::world::Case { name: stringify!($name), run: $name }),*];
-    };
-}
-pub(crate) use cases;
+use crate::sock::peer::{Family, Peer};
+use crate::sock::puppet::{self, Do, Puppet, soon};
 
 /// Who makes the calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -220,7 +206,7 @@ impl Drop for Stage {
         }
         for puppet in &self.puppets {
             let start = Instant::now();
-            while !puppet.is_done() && start.elapsed() < SOON {
+            while !puppet.is_done() && start.elapsed() < soon() {
                 std::thread::sleep(Duration::from_millis(1));
             }
             puppet.start(Do::Stop, &[], None);
@@ -281,7 +267,7 @@ impl Play {
 
     fn end(self) -> Result<(), String> {
         match self {
-            Self::Device(stream) => stream.synchronize(SOON).map_err(|error| error.to_string()),
+            Self::Device(stream) => stream.synchronize(soon()).map_err(|error| error.to_string()),
             Self::Threads(threads) => {
                 let ended: Vec<_> =
                     threads.into_iter().map(std::thread::JoinHandle::join).collect();
@@ -448,7 +434,7 @@ impl Puppet {
 pub fn until(what: &str, mut ask: impl FnMut() -> bool) {
     let start = Instant::now();
     while !ask() {
-        assert!(start.elapsed() < SOON, "never: {what}");
+        assert!(start.elapsed() < soon(), "never: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

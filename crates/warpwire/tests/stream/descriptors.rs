@@ -5,9 +5,10 @@ use warpwire::mem::{Condition, Width, Word};
 use warpwire::stream::Descriptors;
 use warpwire::verbs::{Op, ReceiveRequest, Request};
 
-use crate::fixture::*;
+use crate::stream::fixture::*;
+use testkit::cases;
 
-cases![CASES:
+cases!(Fixture; CASES:
     a_list_does_everything_in_order,
     the_four_conditions_mean_what_they_say,
     bytes_are_taken_when_they_are_given,
@@ -15,7 +16,7 @@ cases![CASES:
     a_list_that_is_dropped_never_was,
     two_queue_pairs_play_ping_pong_in_lists,
     a_wait_may_follow_its_request_in_the_list,
-];
+);
 
 fn a_list_does_everything_in_order(fixture: &Fixture) {
     let world = fixture.world();

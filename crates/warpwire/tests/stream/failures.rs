@@ -7,9 +7,10 @@ use warpwire::mem::Condition;
 use warpwire::stream::{Descriptors, StreamQpOptions};
 use warpwire::verbs::{Op, QpOptions, Remote, Request, Status};
 
-use crate::fixture::*;
+use crate::stream::fixture::*;
+use testkit::cases;
 
-cases![CASES:
+cases!(Fixture; CASES:
     an_error_completion_releases_the_stream,
     what_was_posted_behind_a_failure_comes_back,
     a_peer_that_is_gone_wakes_those_who_send,
@@ -18,7 +19,7 @@ cases![CASES:
     streams_that_wait_for_each_other_are_released,
     a_queue_pair_that_is_dropped_releases_its_streams,
     a_queue_pair_that_is_ended_releases_its_streams,
-];
+);
 
 fn an_error_completion_releases_the_stream(fixture: &Fixture) {
     let world = fixture.world();

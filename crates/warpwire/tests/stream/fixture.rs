@@ -10,23 +10,11 @@ use warpwire::stream::{CqMemory, Ring, StreamQp, StreamQpOptions};
 use warpwire::verbs::{Access, Completion, Context, Drive, Mr, Pd, ReceiveRequest, Request, Sge};
 
 /// Longer than anything takes that works.
-pub const SOON: Duration = Duration::from_secs(30);
+pub fn soon() -> Duration {
+    testkit::deadline(Duration::from_secs(30))
+}
 /// Long enough to be sure that something does not happen.
 pub const A_MOMENT: Duration = Duration::from_millis(30);
-
-pub struct Case {
-    pub name: &'static str,
-    pub run: fn(&Fixture),
-}
-
-/// Lists the functions as cases under their own names.
-macro_rules! cases {
-    ($list:ident: $($name:ident),* $(,)?) => {
-        pub const $list: &[crate::fixture::Case] =
-            &[$(crate::fixture::Case { name: stringify!($name), run: $name }),*];
-    };
-}
-pub(crate) use cases;
 
 /// How queue pairs are made, and what the device can do.
 #[derive(Clone, Copy, Debug)]
@@ -150,7 +138,7 @@ impl Fixture {
     /// The simulator counts: after every case, nothing may be left.
     pub fn check_nothing_left(&self) {
         let Some(sim) = &self.sim else { return };
-        if let Err(live) = sim.control(0).unwrap().wait_empty(SOON) {
+        if let Err(live) = sim.control(0).unwrap().wait_empty(soon()) {
             panic!("it still holds {live:?}");
         }
     }
@@ -225,7 +213,7 @@ pub fn post_receives(qp: &StreamQp, patch: &Patch, count: u64, len: u32) {
 }
 
 pub fn sync(stream: &Stream) {
-    stream.synchronize(SOON).unwrap();
+    stream.synchronize(soon()).unwrap();
 }
 
 /// Asserts that the stream does not come to its end for a while.
@@ -235,7 +223,7 @@ pub fn expect_blocked(stream: &Stream) {
 }
 
 pub fn next(qp: &StreamQp) -> Completion {
-    let completion = qp.next(SOON).unwrap();
+    let completion = qp.next(soon()).unwrap();
     completion.unwrap_or_else(|| panic!("a completion of {:#x} in time", qp.number()))
 }
 
@@ -249,7 +237,7 @@ pub fn done(qp: &StreamQp) -> u64 {
 pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
-        assert!(start.elapsed() < SOON, "it did not come to this: {what}");
+        assert!(start.elapsed() < soon(), "it did not come to this: {what}");
         std::thread::sleep(Duration::from_micros(50));
     }
 }

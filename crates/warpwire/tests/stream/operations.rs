@@ -5,9 +5,10 @@ use warpwire::mem::{Condition, pattern::Pattern};
 use warpwire::stream::{Descriptors, StreamQpOptions};
 use warpwire::verbs::{Atomic, Completion, CompletionKind, Op, QpOptions, ReceiveRequest, Request};
 
-use crate::fixture::*;
+use crate::stream::fixture::*;
+use testkit::cases;
 
-cases![CASES:
+cases!(Fixture; CASES:
     a_queued_send_carries_what_the_kernel_wrote,
     every_operation_can_be_queued,
     nothing_goes_before_it_is_posted,
@@ -20,7 +21,7 @@ cases![CASES:
     what_has_ended_holds_nobody_up,
     waits_are_prepared_and_posted_apart,
     rings_go_round_many_times,
-];
+);
 
 fn a_queued_send_carries_what_the_kernel_wrote(fixture: &Fixture) {
     const LEN: u32 = 16 << 10;

@@ -5,15 +5,16 @@ use warpwire::mem::Condition;
 use warpwire::stream::StreamQpOptions;
 use warpwire::verbs::{Completion, QpOptions, ReceiveRequest};
 
-use crate::fixture::*;
+use crate::stream::fixture::*;
+use testkit::cases;
 
-cases![ONCE:
+cases!(Fixture; ONCE:
     a_full_send_queue_says_so,
     completions_that_nobody_takes_hold_work_up,
     streams_that_lag_behind_hold_work_up,
     too_many_waits_are_told,
     receives_are_held_up_as_well,
-];
+);
 
 fn a_full_send_queue_says_so(fixture: &Fixture) {
     let world = fixture.world();

@@ -1,7 +1,6 @@
 //! A peer in another process, which is killed.
 
 use std::net::TcpListener;
-use std::process::{Child, Command};
 
 use warpwire::hca::HcaOptions;
 use warpwire::link::{Link, Shm, Udp, shm, udp};
@@ -10,12 +9,10 @@ use warpwire::stream::{StreamQp, StreamQpOptions};
 use warpwire::verbs::exchange::Exchange;
 use warpwire::verbs::{Access, Context, Offer, Op, QpOptions, ReceiveRequest, Request, Status};
 
-use crate::fixture::*;
+use crate::stream::fixture::*;
+use testkit::{Process, Role, cases};
 
-cases![ONCE: a_peer_that_is_killed_wakes_everybody];
-
-/// Says that this process is the peer, which link it takes, and where to ask for the rest.
-pub const VARIABLE: &str = "WARPWIRE_STREAM_PEER";
+cases!(Fixture; ONCE: a_peer_that_is_killed_wakes_everybody);
 
 fn link(name: &str) -> Box<dyn Link> {
     let anywhere = "127.0.0.1:0".parse().unwrap();
@@ -25,10 +22,10 @@ fn link(name: &str) -> Box<dyn Link> {
     }
 }
 
-/// The peer: takes messages until it is killed.
+/// The peer: takes messages until it is killed. It is told the link, and the port where to ask for the rest.
 pub fn live(words: &str) {
     let (name, port) = words.split_once(':').unwrap();
-    let mut exchange = Exchange::connect(("127.0.0.1", port.parse().unwrap()), SOON).unwrap();
+    let mut exchange = Exchange::connect(("127.0.0.1", port.parse().unwrap()), soon()).unwrap();
     let context = Context::open_with(link(name), HcaOptions::default()).unwrap();
     let (pd, cq) = (context.pd(), context.create_cq(64).unwrap());
     let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();
@@ -39,28 +36,15 @@ pub fn live(words: &str) {
         qp.post_receive(&[ReceiveRequest { id, data: &[mr.sge(0, 8)] }]).unwrap();
     }
     let _: u64 = exchange.swap(&1_u64).unwrap();
-    std::thread::sleep(SOON);
-}
-
-/// The peer's process. It ends with this.
-struct Peer(Child);
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+    std::thread::sleep(soon());
 }
 
 fn a_peer_that_is_killed_wakes_everybody(fixture: &Fixture) {
     for name in ["udp", "shm"] {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let child = Command::new(std::env::current_exe().unwrap())
-            .env(VARIABLE, format!("{name}:{port}"))
-            .spawn();
-        let peer = Peer(child.unwrap());
-        let mut exchange = Exchange::accept(&listener, SOON).unwrap();
+        let peer = Process::start(&mut Role::new("stream", format!("{name}:{port}")).command());
+        let mut exchange = Exchange::accept(&listener, soon()).unwrap();
         let end = End::open(link(name), thread());
         // 4.096 µs · 2^12, four times.
         let qp = QpOptions { timeout: 12, retry_count: 3, ..QpOptions::default() };

@@ -6,15 +6,16 @@ use warpwire::hca::HcaOptions;
 use warpwire::stream::{StreamQp, StreamQpOptions, Ticket};
 use warpwire::verbs::{Drive, Op, ReceiveRequest, Request, Service, SrqOptions};
 
-use crate::fixture::*;
+use crate::stream::fixture::*;
+use testkit::cases;
 
-cases![ONCE:
+cases!(Fixture; ONCE:
     options_that_make_no_sense_are_refused,
     a_context_without_a_thread_is_refused,
     waits_that_would_never_end_are_refused,
     work_out_of_turn_is_refused,
     streams_of_other_devices_and_captures_are_refused,
-];
+);
 
 fn expect(kind: Kind, word: &str, error: &Error) {
     assert_eq!(error.kind(), &kind, "{error}");

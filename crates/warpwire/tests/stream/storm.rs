@@ -12,9 +12,10 @@ use warpwire::mem::Stream;
 use warpwire::stream::{Descriptors, StreamQp, StreamQpOptions};
 use warpwire::verbs::{Atomic, Completion, Op, QpOptions, ReceiveRequest, Request};
 
-use crate::fixture::*;
+use crate::stream::fixture::*;
+use testkit::{Effort, cases};
 
-cases![ONCE: a_hundred_thousand_operations_come_in_order];
+cases!(Fixture; ONCE: thousands_of_operations_come_in_order);
 
 const PAIRS: usize = 16;
 const STREAMS: usize = 8;
@@ -80,7 +81,7 @@ impl Storm<'_> {
                         std::thread::sleep(Duration::from_micros(100));
                     }
                     let blocked: Vec<_> = self.streams.iter().map(Stream::blocked_on).collect();
-                    assert!(start.elapsed() < SOON, "no room in time: {busy}; {blocked:?}");
+                    assert!(start.elapsed() < soon(), "no room in time: {busy}; {blocked:?}");
                 }
                 Err(other) => panic!("{other}"),
             }
@@ -200,7 +201,7 @@ impl Storm<'_> {
             for party in &mut self.parties {
                 party.hear();
             }
-            assert!(start.elapsed() < SOON, "everything ends");
+            assert!(start.elapsed() < soon(), "everything ends");
         }
         let log = self.log.read(0, self.expected.len() * SLOT as usize);
         for (number, (found, wanted)) in log.chunks(SLOT as usize).zip(&self.expected).enumerate() {
@@ -214,9 +215,8 @@ impl Storm<'_> {
     }
 }
 
-fn a_hundred_thousand_operations_come_in_order(fixture: &Fixture) {
-    let factor = std::env::var("WARPWIRE_STORM").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
-    let count: u64 = 100_000 * factor;
+fn thousands_of_operations_come_in_order(fixture: &Fixture) {
+    let count = Effort::pick("WARPWIRE_STREAM_STORM", [10_000, 100_000, 1_000_000]);
     let world = fixture.world();
     let qp = QpOptions { send_depth: 32, receive_depth: 32, ..QpOptions::default() };
     let options = StreamQpOptions { qp, ..fixture.options() };

@@ -4,7 +4,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
-use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
+use std::process::{Child, ChildStdin, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -17,14 +17,17 @@ use warpwire::verbs::{
     Access, Completion, Context, Cq, Drive, Offer, Op, Pd, Qp, QpOptions, Remote, Request,
 };
 
-use crate::fixture::{Fixture, SOON, Which, cases};
+use crate::verbs::fixture::{Fixture, Which, soon};
+use testkit::{Role, cases};
 
-cases!(CASES: a_peer_process_writes_until_the_registration_ends, a_peer_process_is_killed_inside,
-    a_peer_process_is_stopped_inside);
+cases!(Fixture; CASES:
+    a_peer_process_writes_until_the_registration_ends,
+    a_peer_process_is_killed_inside,
+    a_peer_process_is_stopped_inside,
+);
 
-cases!(ONCE: a_visitor_is_waited_for_while_it_lives);
+cases!(Fixture; ONCE: a_visitor_is_waited_for_while_it_lives);
 
-const VARIABLE: &str = "WARPWIRE_TEST_PEER";
 const LEN: usize = 1 << 20;
 
 /// A device with a queue pair that is patient with a peer under load.
@@ -49,12 +52,15 @@ impl End {
 }
 
 /// In a peer: writes into memory that it is told of until the writes fail.
-pub fn run_if_asked() -> Option<ExitCode> {
-    let name = std::env::var(VARIABLE).ok()?;
-    if let Some(owner) = name.strip_prefix("visit ") {
-        visit(owner.parse().unwrap());
-        return Some(ExitCode::SUCCESS);
+pub fn run(name: &str) {
+    match name.strip_prefix("visit ") {
+        Some(owner) => visit(owner.parse().unwrap()),
+        // Its parent may hang up at any time.
+        None => drop(write_without_end(name)),
     }
+}
+
+fn write_without_end(name: &str) -> Option<()> {
     let (which, _) = Which::LINKS.into_iter().find(|(_, known)| *known == name)?;
     let mut lines = std::io::stdin().lines().map_while(Result::ok);
     let end = End::open(which);
@@ -85,7 +91,7 @@ pub fn run_if_asked() -> Option<ExitCode> {
     }
     // A failed queue pair ends this peer.
     say("failed");
-    Some(ExitCode::SUCCESS)
+    Some(())
 }
 
 fn say(line: &str) {
@@ -103,8 +109,8 @@ struct Started {
 }
 
 fn start(role: &str) -> Started {
-    let mut child = Command::new(std::env::current_exe().unwrap())
-        .env(VARIABLE, role)
+    let mut child = Role::new("verbs", format!("apart {role}"))
+        .command()
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
@@ -128,7 +134,7 @@ impl Drop for Started {
 
 impl Started {
     fn hear(&self) -> String {
-        self.lines.recv_timeout(SOON).expect("the peer says something")
+        self.lines.recv_timeout(soon()).expect("the peer says something")
     }
 
     fn signal(&self, signal: Signal) {
@@ -189,7 +195,7 @@ fn a_peer_process_writes_until_the_registration_ends(fixture: &Fixture) {
         // Whoever polls or not: it fails at the peer, by the protocol.
         let start = Instant::now();
         while peer.process.lines.try_recv().as_deref() != Ok("failed") {
-            assert!(start.elapsed() < SOON, "the peer's writes go on");
+            assert!(start.elapsed() < soon(), "the peer's writes go on");
             std::thread::sleep(Duration::from_millis(1));
         }
         assert!(peer.end.context.next_event().is_some(), "an access error is told here too");
@@ -207,7 +213,7 @@ fn a_peer_process_is_killed_inside(fixture: &Fixture) {
         peer.process.signal(Signal::KILL);
         let start = Instant::now();
         drop(mr);
-        assert!(start.elapsed() < SOON, "a dead peer is waited for");
+        assert!(start.elapsed() < soon(), "a dead peer is waited for");
         rests(&memory, "by a peer that was killed");
         peer.process.child.wait().unwrap();
     }
@@ -233,7 +239,7 @@ fn a_peer_process_is_stopped_inside(fixture: &Fixture) {
             // It was inside and is waited for, or it was not. In either case it cannot write afterwards.
             let at_once = told.recv_timeout(Duration::from_millis(50)).is_ok();
             peer.process.signal(Signal::CONT);
-            assert!(at_once || told.recv_timeout(SOON).is_ok(), "it is waited for in vain");
+            assert!(at_once || told.recv_timeout(soon()).is_ok(), "it is waited for in vain");
         });
         rests(&memory, "by a peer that goes on");
     }
@@ -284,7 +290,7 @@ fn a_visitor_is_waited_for_while_it_lives(_: &Fixture) {
             writeln!(child.input, "go").unwrap();
             assert!(told.recv_timeout(Duration::from_millis(100)).is_err(), "it is inside still");
             child.signal(if killed { Signal::KILL } else { Signal::CONT });
-            told.recv_timeout(SOON).expect("nobody is inside");
+            told.recv_timeout(soon()).expect("nobody is inside");
         });
         assert_eq!(offer.visits(), if killed { [0, 0] } else { [1, 8] });
         drop(child);
@@ -292,7 +298,7 @@ fn a_visitor_is_waited_for_while_it_lives(_: &Fixture) {
         let start = Instant::now();
         while offer.guests() > 0 {
             link.receive(&mut |_| ()).unwrap();
-            assert!(start.elapsed() < SOON);
+            assert!(start.elapsed() < soon());
         }
         assert_eq!(offer.visits()[0], u64::from(!killed));
     }

@@ -7,12 +7,23 @@ use warpwire::verbs::{
     Atomic, Change, Completion, Drive, Op, QpOptions, ReceiveRequest, Request, State, Status,
 };
 
-use crate::fixture::{
-    Dice, End, Fixture, Joined, KINDS, Kind, Patch, World, cases, connect, impatient, same,
+use crate::verbs::fixture::{
+    Dice, End, Fixture, Joined, KINDS, Kind, Patch, World, connect, impatient, same,
 };
+use testkit::{Effort, cases, for_each_seed};
 
-cases!(CASES: mixed_traffic_over_a_bad_network, a_peer_that_vanishes, a_device_that_vanishes, a_storm);
-cases!(ONCE: many_seeds, an_engine_that_stalls, a_network_that_is_cut_and_healed, threads_over_a_bad_network);
+cases!(Fixture; CASES:
+    mixed_traffic_over_a_bad_network,
+    a_peer_that_vanishes,
+    a_device_that_vanishes,
+    a_storm,
+);
+cases!(Fixture; ONCE:
+    many_seeds,
+    an_engine_that_stalls,
+    a_network_that_is_cut_and_healed,
+    threads_over_a_bad_network,
+);
 
 const PLAN: &str = "loss=5%,reorder=5%,dup=5%,corrupt=2%,cut=1%";
 
@@ -39,8 +50,8 @@ impl Traffic {
 
     fn with(fixture: &Fixture, world: &World, kind: Kind, seed: u64, options: QpOptions) -> Self {
         let joined = world.join(options);
-        let near = fixture.memory(&world.a, kind, 4 * PART, crate::fixture::ALL);
-        let far = fixture.memory(&world.b, kind, 4 * PART, crate::fixture::ALL);
+        let near = fixture.memory(&world.a, kind, 4 * PART, crate::verbs::fixture::ALL);
+        let far = fixture.memory(&world.b, kind, 4 * PART, crate::verbs::fixture::ALL);
         Self { joined, near, far, added: 0, dice: Dice::new(seed) }
     }
 
@@ -134,13 +145,11 @@ struct Round {
     failed: Option<Status>,
 }
 
-/// Packets that a storm takes, at least; `WARPWIRE_STORM` says another number.
-const STORM: u64 = 5000;
-
 /// Many connections over a network that loses, repeats, turns round and damages packets, while either device stands still
 /// at times and connections are reset in the middle of their work.
 fn a_storm(fixture: &Fixture) {
-    let goal = std::env::var("WARPWIRE_STORM").map_or(STORM, |count| count.parse().unwrap());
+    // Packets that it takes, at least.
+    let goal = Effort::pick("WARPWIRE_STORM", [500, 5000, 200_000]);
     let seed = std::env::var("WARPWIRE_SEED").map_or(42, |seed| seed.parse().unwrap());
     println!("{:?}: a storm of {goal} packets lost, seed {seed}", fixture.which);
     let world = fixture.faulty(PLAN, seed, Drive::Inline);
@@ -179,7 +188,7 @@ fn a_storm(fixture: &Fixture) {
             (over, last) = (over + 1, std::time::Instant::now());
             *round = traffic.begin();
         }
-        assert!(last.elapsed() < crate::fixture::SOON, "it hangs: seed {seed}");
+        assert!(last.elapsed() < crate::verbs::fixture::soon(), "it hangs: seed {seed}");
         if std::time::Instant::now() < next {
             continue;
         }
@@ -227,7 +236,8 @@ fn a_device_that_vanishes(fixture: &Fixture) {
         let write = Request::new(3, Op::Write(near.mr.remote(4 << 20))).with(&back);
         theirs.b.qp.post_send(&[write]).unwrap();
         let begun = || {
-            let received = |side: &crate::fixture::Side| side.qp.stats().unwrap().packets_received;
+            let received =
+                |side: &crate::verbs::fixture::Side| side.qp.stats().unwrap().packets_received;
             received(&ours.b) > 0 && received(&theirs.a) > 0
         };
         pair.until("transfers that have begun", begun);
@@ -258,7 +268,8 @@ fn mixed_traffic_over_a_bad_network(fixture: &Fixture) {
 
 /// Each seed is another network. `WARPWIRE_SEED` runs that one alone.
 fn many_seeds(fixture: &Fixture) {
-    crate::garbage::for_seeds(1000..1060, |seed| {
+    let seeds = Effort::pick("WARPWIRE_SEEDS", [10, 60, 1000]);
+    for_each_seed(1000..1000 + seeds, |seed| {
         let world = fixture.faulty(PLAN, seed, Drive::Inline);
         let mut several: Vec<_> =
             (0..3).map(|n| Traffic::new(fixture, &world, Kind::Host, seed ^ n)).collect();
@@ -349,7 +360,12 @@ fn threads_over_a_bad_network(fixture: &Fixture) {
                     let data = [near.mr.sge(0, 100_000)];
                     let write = Request::new(round, Op::Write(far.mr.remote(n))).with(&data);
                     joined.a.qp.post_send(&[write]).unwrap();
-                    let done = joined.a.sends.next(crate::fixture::SOON).unwrap().expect("it ends");
+                    let done = joined
+                        .a
+                        .sends
+                        .next(crate::verbs::fixture::soon())
+                        .unwrap()
+                        .expect("it ends");
                     assert!(
                         done.is_success(),
                         "{done:?} {:?} {:?}",

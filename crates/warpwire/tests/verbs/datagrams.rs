@@ -12,14 +12,34 @@ use warpwire::verbs::{
 use warpwire_proto::Psn;
 use warpwire_proto::wire::{Deth, Extension, Headers, Opcode as WireOpcode};
 
-use crate::fixture::{Dice, End, Fixture, KINDS, Kind, Patch, Side, Which, World, cases, same};
+use crate::verbs::fixture::{Dice, End, Fixture, KINDS, Kind, Patch, Side, Which, World, same};
+use testkit::{cases, for_each_seed};
 
-cases!(CASES: messages_of_every_length, answers_go_to_the_sender, many_peers_in_one_batch,
-    keys_that_do_not_fit, nobody_waits_for_it, longer_than_a_packet, a_shared_receive_queue,
-    beside_connections, a_receiver_that_stands_still, a_long_series, anything_from_the_network, datagrams_over_a_bad_network);
-cases!(ONCE: what_needs_a_connection, addresses_that_cannot_be, requests_without_sense, local_memory_that_is_wrong,
-    entries_that_name_nobody, a_failure_flushes, waits_and_nops_in_order, states_of_a_datagram_queue_pair,
-    random_entries_of_datagrams);
+cases!(Fixture; CASES:
+    messages_of_every_length,
+    answers_go_to_the_sender,
+    many_peers_in_one_batch,
+    keys_that_do_not_fit,
+    nobody_waits_for_it,
+    longer_than_a_packet,
+    a_shared_receive_queue,
+    beside_connections,
+    a_receiver_that_stands_still,
+    a_long_series,
+    anything_from_the_network,
+    datagrams_over_a_bad_network,
+);
+cases!(Fixture; ONCE:
+    what_needs_a_connection,
+    addresses_that_cannot_be,
+    requests_without_sense,
+    local_memory_that_is_wrong,
+    entries_that_name_nobody,
+    a_failure_flushes,
+    waits_and_nops_in_order,
+    states_of_a_datagram_queue_pair,
+    random_entries_of_datagrams,
+);
 
 const QKEY: u32 = 0x1234;
 /// The route before a message.
@@ -57,8 +77,8 @@ impl Talk {
 
     fn with(fixture: &Fixture, world: World, kind: Kind) -> Self {
         let [a, b] = [&world.a, &world.b].map(|end| ready(&world, end, QKEY));
-        let [near, far] =
-            [&world.a, &world.b].map(|end| fixture.memory(end, kind, 1 << 17, crate::fixture::ALL));
+        let [near, far] = [&world.a, &world.b]
+            .map(|end| fixture.memory(end, kind, 1 << 17, crate::verbs::fixture::ALL));
         let to_b = world.a.context.address_handle(address(&world.b)).unwrap();
         Self { world, a, b, near, far, to_b }
     }
@@ -354,7 +374,7 @@ fn beside_connections(fixture: &Fixture) {
     talk.world.until("a datagram to a connection", || strange() == 1);
     talk.world.works(&joined);
     // And a connection whose peer is a datagram queue pair gets no answer.
-    let lost = talk.world.side(&talk.world.a, crate::fixture::impatient());
+    let lost = talk.world.side(&talk.world.a, crate::verbs::fixture::impatient());
     lost.qp.connect(&talk.b.qp.offer()).unwrap();
     lost.qp.post_send(&[Request::new(2, Op::Send)]).unwrap();
     talk.world.failed(&lost.sends, 2, Status::RetryExceeded);
@@ -732,7 +752,7 @@ fn states_of_a_datagram_queue_pair(fixture: &Fixture) {
 fn random_entries_of_datagrams(fixture: &Fixture) {
     let talk = Talk::new(fixture);
     let peer = address(&talk.world.b);
-    crate::garbage::for_seeds(0..1500, |seed| {
+    for_each_seed(crate::verbs::garbage::seeds(1500), |seed| {
         let mut dice = Dice::new(seed);
         let mut entry = vec![0; 64 * (1 + dice.below(3) as usize)];
         entry.iter_mut().for_each(|byte| *byte = dice.draw() as u8);

@@ -9,11 +9,20 @@ use warpwire::verbs::{
     DmaBufRange, Mtu, Offer, Op, QpOptions, ReceiveRequest, Request, State, Status, devices,
 };
 
-use crate::fixture::{End, Fixture, Which, cases, same, skip};
+use crate::verbs::fixture::{End, Fixture, Which, same};
+use testkit::{cases, skip};
 
-cases!(CASES: names_ports_and_addresses_that_are_not_there, nobody_is_at_the_address, queues_of_different_sorts,
-    ways_to_device_memory, dma_bufs_of_ones_own, batches, one_completion_queue_for_both_sides, it_says_what_it_is,
-    no_queues_for_streams_and_kernels);
+cases!(Fixture; CASES:
+    names_ports_and_addresses_that_are_not_there,
+    nobody_is_at_the_address,
+    queues_of_different_sorts,
+    ways_to_device_memory,
+    dma_bufs_of_ones_own,
+    batches,
+    one_completion_queue_for_both_sides,
+    it_says_what_it_is,
+    no_queues_for_streams_and_kernels,
+);
 
 /// An end that is a device.
 fn device(fixture: &Fixture) -> End {
@@ -199,7 +208,7 @@ fn one_completion_queue_for_both_sides(fixture: &Fixture) {
     let cq = world.a.context.create_cq(16).unwrap();
     let qp = world.a.context.create_qp(&world.a.pd, &cq, &cq, QpOptions::default()).unwrap();
     let peer = world.side(&world.b, QpOptions::default());
-    crate::fixture::connect(&qp, &peer.qp);
+    crate::verbs::fixture::connect(&qp, &peer.qp);
     qp.post_receive(&[ReceiveRequest { id: 7, data: &[] }]).unwrap();
     qp.modify(&Change::to(State::Err)).unwrap();
     qp.post_send(&[Request::new(7, Op::Send)]).unwrap();

@@ -12,15 +12,26 @@ use warpwire::verbs::{
 };
 use warpwire_proto::qp::Access as QpAccess;
 
-use crate::fixture::{
-    End, Fixture, Joined, Kind, Patch, SOON, Which, World, cases, connect, impatient, same,
+use crate::verbs::fixture::{
+    End, Fixture, Joined, Kind, Patch, Which, World, connect, impatient, same, soon,
 };
+use testkit::cases;
 
-cases!(CASES: direct_where_it_can_be, direct_work_keeps_its_order, direct_data_is_right_at_every_size,
-    direct_atomics_count_with_the_others, direct_failures_are_the_protocols, direct_ends_with_the_registration,
-    direct_ends_with_the_queue_pair, direct_over_a_thousand_registrations, direct_registrations_end_under_traffic,
-    direct_leaves_other_memory_to_packets, direct_begins_anew_with_the_next_connection,
-    direct_writes_lap_the_queue_with_entries_between, direct_work_that_fell_behind_is_caught_up_with);
+cases!(Fixture; CASES:
+    direct_where_it_can_be,
+    direct_work_keeps_its_order,
+    direct_data_is_right_at_every_size,
+    direct_atomics_count_with_the_others,
+    direct_failures_are_the_protocols,
+    direct_ends_with_the_registration,
+    direct_ends_with_the_queue_pair,
+    direct_over_a_thousand_registrations,
+    direct_registrations_end_under_traffic,
+    direct_leaves_other_memory_to_packets,
+    direct_begins_anew_with_the_next_connection,
+    direct_writes_lap_the_queue_with_entries_between,
+    direct_work_that_fell_behind_is_caught_up_with,
+);
 
 /// Two connected ends with memory, and operations until the peer's memory is mapped.
 struct Field {
@@ -55,7 +66,7 @@ impl Field {
             }
             let path = self.joined.a.qp.path().unwrap();
             let stats = self.world.a.context.stats().direct;
-            assert!(start.elapsed() < SOON, "never direct: {path}; {stats:?}");
+            assert!(start.elapsed() < soon(), "never direct: {path}; {stats:?}");
         }
     }
 

@@ -11,12 +11,24 @@ use warpwire::verbs::{
     Change, Completion, Cq, Drive, Op, QpOptions, ReceiveRequest, Request, State, Status,
 };
 
-use crate::fixture::{Fixture, Joined, Kind, SOON, Side, World, cases, connect, same};
+use crate::verbs::fixture::{Fixture, Joined, Kind, Side, World, connect, same, soon};
+use testkit::cases;
 
-cases!(CASES: sleepers_are_woken, guards_and_threads_move_bytes, ping_pong_without_lost_wakeups,
-    several_sleep_on_one_queue, who_polls_and_then_sleeps_is_served_soon);
-cases!(ONCE: armed_before_or_after, solicited_only, the_file_descriptor, waits_and_late_entries_on_a_thread,
-    an_idle_device_sleeps, a_doorbell_that_wakes_nobody);
+cases!(Fixture; CASES:
+    sleepers_are_woken,
+    guards_and_threads_move_bytes,
+    ping_pong_without_lost_wakeups,
+    several_sleep_on_one_queue,
+    who_polls_and_then_sleeps_is_served_soon,
+);
+cases!(Fixture; ONCE:
+    armed_before_or_after,
+    solicited_only,
+    the_file_descriptor,
+    waits_and_late_entries_on_a_thread,
+    an_idle_device_sleeps,
+    a_doorbell_that_wakes_nobody,
+);
 
 /// A stream rings a device that has been at rest: it is seen, soon enough.
 fn a_doorbell_that_wakes_nobody(fixture: &Fixture) {
@@ -36,7 +48,7 @@ fn a_doorbell_that_wakes_nobody(fixture: &Fixture) {
         let doorbell = u64::from_ne_bytes(Doorbell::next(number, block + 1));
         bytes.store_u64(layout.doorbell, doorbell).unwrap();
         let start = Instant::now();
-        assert!(side.sends.wait(SOON).unwrap(), "nobody saw it");
+        assert!(side.sends.wait(soon()).unwrap(), "nobody saw it");
         // Once a second a thread at rest makes a step in any case.
         assert!(start.elapsed() < Duration::from_millis(500), "{:?}", start.elapsed());
         assert_eq!(drain(&side.sends), 1);
@@ -105,7 +117,7 @@ fn solicited_only(fixture: &Fixture) {
     assert!(readable(cq) && cq.take_event());
     let (first, second) = (world.next(cq), world.next(cq));
     assert_eq!((first.solicited, second.solicited), (false, !world.b.is_device()));
-    let far = fixture.memory(&world.b, Kind::Host, 4096, crate::fixture::ALL);
+    let far = fixture.memory(&world.b, Kind::Host, 4096, crate::verbs::fixture::ALL);
     cq.arm(true).unwrap();
     send(Request::new(3, Op::WriteImm(far.mr.remote(0), [0; 4])).inline(b"x"));
     assert!(!readable(cq));
@@ -132,7 +144,7 @@ fn the_file_descriptor(fixture: &Fixture) {
     let wait = Timespec { tv_sec: 10, tv_nsec: 0 };
     assert_eq!(poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&wait)).unwrap(), 1);
     assert!(cq.take_event());
-    assert_eq!(cq.next(SOON).unwrap().unwrap().id, 3);
+    assert_eq!(cq.next(soon()).unwrap().unwrap().id, 3);
     // News have one too; rxe has none of this sort.
     if world.b.is_device() {
         return assert!(!readable(world.b.context.events()));
@@ -146,7 +158,7 @@ fn the_file_descriptor(fixture: &Fixture) {
         .post_send(&[Request::new(1, Op::Write(warpwire::verbs::Remote { address: 0, rkey: 0 }))
             .inline(b"x")])
         .unwrap();
-    assert!(events.wait(SOON).unwrap());
+    assert!(events.wait(soon()).unwrap());
     assert_eq!(world.b.news().len(), 1);
     assert!(!readable(events));
 }
@@ -159,13 +171,14 @@ fn sleepers_are_woken(fixture: &Fixture) {
         joined.b.qp.post_receive(&[ReceiveRequest { id: 9, data: &[] }]).unwrap();
         let start = Instant::now();
         std::thread::scope(|scope| {
-            let sleeper = scope.spawn(|| joined.b.receives.next(SOON).unwrap().expect("it comes"));
+            let sleeper =
+                scope.spawn(|| joined.b.receives.next(soon()).unwrap().expect("it comes"));
             std::thread::sleep(Duration::from_millis(30));
             joined.a.qp.post_send(&[Request::new(1, Op::Send)]).unwrap();
             assert_eq!(sleeper.join().unwrap().id, 9);
         });
         assert!(start.elapsed() < Duration::from_millis(500), "{drive:?}: {:?}", start.elapsed());
-        assert_eq!(joined.a.sends.next(SOON).unwrap().unwrap().id, 1);
+        assert_eq!(joined.a.sends.next(soon()).unwrap().unwrap().id, 1);
         assert!(joined.a.sends.next(Duration::from_millis(5)).unwrap().is_none());
     }
 }
@@ -187,7 +200,7 @@ fn guards_and_threads_move_bytes(fixture: &Fixture) {
         let read = Request::new(2, Op::Read(far.mr.remote(5))).with(&range);
         joined.a.qp.post_send(&[write, read]).unwrap();
         for id in 1..=2 {
-            let done = joined.a.sends.next(SOON).unwrap().expect("it ends");
+            let done = joined.a.sends.next(soon()).unwrap().expect("it ends");
             assert_eq!((done.id, done.is_success()), (id, true), "{drive:?}");
         }
         same(&far.read(5, len), &wanted, "a write with nobody polling there");
@@ -249,7 +262,7 @@ fn who_polls_and_then_sleeps_is_served_soon(fixture: &Fixture) {
             side.qp.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
         }
     }
-    let next = |cq: &Cq| assert!(cq.next(SOON).unwrap().unwrap().is_success());
+    let next = |cq: &Cq| assert!(cq.next(soon()).unwrap().unwrap().is_success());
     let send = |side: &Side| {
         side.qp.post_send(&[Request::new(0, Op::Send)]).unwrap();
         next(&side.sends);
@@ -295,7 +308,7 @@ fn waits_and_late_entries_on_a_thread(fixture: &Fixture) {
     std::thread::sleep(Duration::from_millis(20));
     let start = Instant::now();
     all[5].a.qp.post_send(&[Request::new(1, Op::Nop)]).unwrap();
-    let done = all[0].a.sends.next(SOON).unwrap().expect("the chain ends");
+    let done = all[0].a.sends.next(soon()).unwrap().expect("the chain ends");
     assert!(done.is_success());
     assert!(start.elapsed() < Duration::from_millis(300), "{:?}", start.elapsed());
     // The doorbell promises an entry that never comes.
@@ -305,8 +318,8 @@ fn waits_and_late_entries_on_a_thread(fixture: &Fixture) {
     memory.bytes().store_u64(layout.doorbell, u64::from_ne_bytes(doorbell)).unwrap();
     let start = Instant::now();
     world.a.context.hca().ring(qp.number());
-    all[5].a.sends.next(SOON).unwrap().expect("the first one's");
-    let done = all[5].a.sends.next(SOON).unwrap().expect("an end");
+    all[5].a.sends.next(soon()).unwrap().expect("the first one's");
+    let done = all[5].a.sends.next(soon()).unwrap().expect("an end");
     assert_eq!(done.status, Status::LocalQpOperation);
     assert!(start.elapsed() < Duration::from_millis(300), "{:?}", start.elapsed());
 }
@@ -354,7 +367,7 @@ fn several_sleep_on_one_queue(fixture: &Fixture) {
             let two = [Request::new(0, Op::Send).unsignaled(), Request::new(1, Op::Send)];
             joined.a.qp.post_send(&two).unwrap();
             for _ in 0..2 {
-                joined.a.sends.next(SOON).unwrap().expect("it ends");
+                joined.a.sends.next(soon()).unwrap().expect("it ends");
             }
             if round % 4 == 0 {
                 std::thread::sleep(Duration::from_micros(300)); // all are asleep

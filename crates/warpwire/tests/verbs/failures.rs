@@ -9,17 +9,31 @@ use warpwire::verbs::{
 };
 use warpwire_proto::qp::Access as QpAccess;
 
-use crate::fixture::{
-    A_MOMENT, End, Fixture, Joined, KINDS, Kind, Patch, Side, World, cases, connect, impatient,
-    same, skip,
+use crate::verbs::fixture::{
+    A_MOMENT, End, Fixture, Joined, KINDS, Kind, Patch, Side, World, connect, impatient, same,
 };
+use testkit::{cases, skip};
 
-cases!(CASES: local_memory_that_may_not_be_read, remote_memory_that_may_not_be_used,
-    flags_of_the_queue_pair, receives_that_do_not_fit, answers_without_a_place, nobody_answers, a_peer_that_takes_nothing,
-    nobody_is_ready, a_failure_flushes_in_order, a_failure_in_the_middle_of_a_message,
-    after_a_reset_it_works_again, registrations_that_end_under_traffic);
-cases!(ONCE: atomics_that_are_not_aligned, unread_completions_of_a_former_life, freed_memory_under_a_registration,
-    zero_bytes_need_no_key);
+cases!(Fixture; CASES:
+    local_memory_that_may_not_be_read,
+    remote_memory_that_may_not_be_used,
+    flags_of_the_queue_pair,
+    receives_that_do_not_fit,
+    answers_without_a_place,
+    nobody_answers,
+    a_peer_that_takes_nothing,
+    nobody_is_ready,
+    a_failure_flushes_in_order,
+    a_failure_in_the_middle_of_a_message,
+    after_a_reset_it_works_again,
+    registrations_that_end_under_traffic,
+);
+cases!(Fixture; ONCE:
+    atomics_that_are_not_aligned,
+    unread_completions_of_a_former_life,
+    freed_memory_under_a_registration,
+    zero_bytes_need_no_key,
+);
 
 /// A connection on trial, and one of the same devices that must not suffer.
 struct Trial {
@@ -342,7 +356,7 @@ fn alone(end: &End, side: &Side) -> Completion {
     let start = std::time::Instant::now();
     while side.sends.poll(&mut one).unwrap() == 0 {
         end.context.hca().poll().unwrap();
-        assert!(start.elapsed() < crate::fixture::SOON);
+        assert!(start.elapsed() < crate::verbs::fixture::soon());
     }
     one[0]
 }
@@ -457,8 +471,8 @@ fn registrations_that_end_under_traffic(fixture: &Fixture) {
         // Small packets, so that some are always left to send.
         let options = QpOptions { mtu: Mtu::new(1024), ..QpOptions::default() };
         let trial = Trial::new(fixture, options);
-        let near = fixture.memory(&trial.world.a, kind, 1 << 20, crate::fixture::ALL);
-        let far = fixture.memory(&trial.world.b, kind, 1 << 20, crate::fixture::ALL);
+        let near = fixture.memory(&trial.world.a, kind, 1 << 20, crate::verbs::fixture::ALL);
+        let far = fixture.memory(&trial.world.b, kind, 1 << 20, crate::verbs::fixture::ALL);
         let range = [near.mr.sge(0, 1 << 20)];
         let writes = round % 2 == 0;
         let at = far.mr.remote(0);
@@ -525,8 +539,8 @@ fn unread_completions_of_a_former_life(fixture: &Fixture) {
 fn freed_memory_under_a_registration(fixture: &Fixture) {
     for kind in [Kind::Window, Kind::Engine, Kind::Staged] {
         let trial = Trial::new(fixture, QpOptions::default());
-        let far = fixture.memory(&trial.world.b, kind, 1 << 16, crate::fixture::ALL);
-        let near = fixture.memory(&trial.world.a, kind, 1 << 16, crate::fixture::ALL);
+        let far = fixture.memory(&trial.world.b, kind, 1 << 16, crate::verbs::fixture::ALL);
+        let near = fixture.memory(&trial.world.a, kind, 1 << 16, crate::verbs::fixture::ALL);
         let range = [trial.near.mr.sge(0, 1 << 15)];
         fixture.control().free_under_users(far.allocation()).unwrap();
         for op in [Op::Write(far.mr.remote(0)), Op::Read(far.mr.remote(0))] {

@@ -15,26 +15,14 @@ use warpwire::verbs::{
 };
 
 /// Longer than anything takes that works.
-pub const SOON: Duration = Duration::from_secs(20);
+pub fn soon() -> Duration {
+    testkit::deadline(Duration::from_secs(20))
+}
 /// Long enough to be sure that something does not happen.
 pub const A_MOMENT: Duration = Duration::from_millis(20);
 
 /// What local and remote use may do: everything.
 pub const ALL: Access = Access::ALL;
-
-pub struct Case {
-    pub name: &'static str,
-    pub run: fn(&Fixture),
-}
-
-/// Lists the functions as cases under their own names.
-macro_rules! cases {
-    ($list:ident: $($name:ident),* $(,)?) => {
-        pub const $list: &[crate::fixture::Case] =
-            &[$(crate::fixture::Case { name: stringify!($name), run: $name }),*];
-    };
-}
-pub(crate) use cases;
 
 /// The links that cases run over. A new one is a line here and a line in [`Which::crowd`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,14 +48,6 @@ const BESIDE: &str = "WARPWIRE_VERBS_BESIDE";
 
 /// A folder for what the software HCA beside a device sent and received in cases that failed.
 const RECORDS: &str = "WARPWIRE_VERBS_RECORDS";
-
-/// Why a case does not run on a backend.
-pub struct Skipped(pub String);
-
-/// Leaves a case that a backend cannot run.
-pub fn skip(why: &str) -> ! {
-    std::panic::resume_unwind(Box::new(Skipped(why.to_owned())))
-}
 
 impl Which {
     pub const LINKS: [(Self, &'static str); 7] = [
@@ -117,7 +97,7 @@ impl Which {
     /// So many links that reach each other.
     pub fn crowd(self, count: u8) -> warpwire::Result<Vec<Box<dyn Link>>> {
         if self.has_device() {
-            skip("it is about links, and this is an RDMA device");
+            testkit::skip("it is about links, and this is an RDMA device");
         }
         let hub = Hub::new();
         let make = |n| match self {
@@ -156,7 +136,7 @@ fn device() -> warpwire::Result<Context> {
     loop {
         let context = Context::open_device(&name)?;
         let local = context.path().local;
-        if local.port() != 0 && !six && local.is_ipv4() || start.elapsed() > SOON / 4 {
+        if local.port() != 0 && !six && local.is_ipv4() || start.elapsed() > soon() / 4 {
             return Ok(context);
         }
         let is_six = |gid: &&warpwire::ibv::Gid| match gid.address {
@@ -180,7 +160,7 @@ fn beside(drive: Drive) -> Context {
     let start = Instant::now();
     let link = loop {
         match Udp::bind(address, udp::Options::default()) {
-            Err(_) if start.elapsed() < SOON / 4 => std::thread::sleep(Duration::from_millis(5)),
+            Err(_) if start.elapsed() < soon() / 4 => std::thread::sleep(Duration::from_millis(5)),
             bound => break bound.unwrap(),
         }
     };
@@ -484,7 +464,7 @@ impl World {
         while !is_so() {
             self.step();
             let late = || [&self.a, &self.b].map(|end| end.context.stats());
-            assert!(start.elapsed() < SOON, "it did not come to this: {what} {:#?}", late());
+            assert!(start.elapsed() < soon(), "it did not come to this: {what} {:#?}", late());
         }
     }
 

@@ -1,7 +1,5 @@
 //! Anything at all in queues, records and doorbells: errors, but never a crash, a hang, or harm to others.
 
-use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
 use warpwire::mlx5::{Atomic, AtomicWidth, Builder, Opcode, Record, Scratch};
@@ -9,23 +7,22 @@ use warpwire::verbs::{
     Change, Completion, Op, Qp, QpOptions, ReceiveRequest, Request, SrqOptions, State,
 };
 
-use crate::fixture::{Dice, Fixture, Joined, Patch, SOON, Side, World, cases, connect, same};
+use crate::verbs::fixture::{Dice, Fixture, Joined, Patch, Side, World, connect, same, soon};
+use testkit::{Effort, cases, for_each_seed};
 
-cases!(ONCE: random_entries, mutated_entries, random_doorbells_and_records, random_receives,
-    random_links_of_shared_receives, random_completions, queues_that_change_while_they_are_read);
+cases!(Fixture; ONCE:
+    random_entries,
+    mutated_entries,
+    random_doorbells_and_records,
+    random_receives,
+    random_links_of_shared_receives,
+    random_completions,
+    queues_that_change_while_they_are_read,
+);
 
-/// Runs each seed, or the one in `WARPWIRE_SEED` alone; says which it was that failed.
-pub fn for_seeds(seeds: Range<u64>, run: impl Fn(u64)) {
-    let only = std::env::var("WARPWIRE_SEED").ok().map(|seed| seed.parse().unwrap());
-    let seeds = only.map_or(seeds, |seed: u64| seed..seed + 1);
-    for seed in seeds {
-        if let Err(why) = catch_unwind(AssertUnwindSafe(|| run(seed))) {
-            eprintln!(
-                "seed {seed} failed: replay it with WARPWIRE_SEED={seed} and the case's name"
-            );
-            resume_unwind(why);
-        }
-    }
+/// Seeds of a case: a tenth of them in the inner loop, ten times as many in `./ci.sh full`.
+pub fn seeds(change: u64) -> std::ops::Range<u64> {
+    0..Effort::pick("WARPWIRE_SEEDS", [change / 10, change, change * 10])
 }
 
 /// A connection to be abused, one beside it that must not suffer, and memory whose guards must not change.
@@ -46,7 +43,8 @@ impl Abuse {
         let [near, far] = [&world.a, &world.b].map(|end| fixture.host(end, 4096));
         // Registered under another domain: no key of the victim's opens it.
         let secret = [&world.a, &world.b].map(|end| {
-            let other = crate::fixture::End { context: end.context.clone(), pd: end.context.pd() };
+            let other =
+                crate::verbs::fixture::End { context: end.context.clone(), pd: end.context.pd() };
             fixture.host(&other, 4096)
         });
         Self { world, victim, bystander, near, far, secret }
@@ -107,7 +105,7 @@ fn put(world: &World, side: &Side, index: u16, bytes: &[u8]) {
 /// Pure noise, in which the index and the size of the first entry are right: it would never be looked at else.
 fn random_entries(fixture: &Fixture) {
     let abuse = Abuse::new(fixture, options());
-    for_seeds(0..3000, |seed| {
+    for_each_seed(seeds(3000), |seed| {
         let mut dice = Dice::new(seed);
         let mut entry = vec![0; 64 * (1 + dice.below(4) as usize)];
         entry.iter_mut().for_each(|byte| *byte = dice.draw() as u8);
@@ -174,7 +172,7 @@ fn mutated_entries(fixture: &Fixture) {
     let abuse = Abuse::new(fixture, options());
     let mut scratch = Scratch::default();
     let scratch = std::cell::RefCell::new(&mut scratch);
-    for_seeds(0..4000, |seed| {
+    for_each_seed(seeds(4000), |seed| {
         let mut dice = Dice::new(seed);
         let mut entry = right_entry(&abuse, &mut dice, &mut scratch.borrow_mut(), 0);
         for _ in 0..1 + dice.below(3) {
@@ -199,7 +197,7 @@ fn mutated_entries(fixture: &Fixture) {
         let mut ended = abuse.settle();
         while ended == 0 && !silent {
             ended += abuse.settle();
-            assert!(start.elapsed() < SOON, "seed {seed}: nothing came of {entry:02x?}");
+            assert!(start.elapsed() < soon(), "seed {seed}: nothing came of {entry:02x?}");
         }
         abuse.afterwards();
     });
@@ -207,7 +205,7 @@ fn mutated_entries(fixture: &Fixture) {
 
 fn random_doorbells_and_records(fixture: &Fixture) {
     let abuse = Abuse::new(fixture, QpOptions { watched: true, ..options() });
-    for_seeds(0..3000, |seed| {
+    for_each_seed(seeds(3000), |seed| {
         let mut dice = Dice::new(seed);
         let (memory, layout) = abuse.victim.a.qp.queues();
         for _ in 0..6 {
@@ -232,7 +230,7 @@ fn random_doorbells_and_records(fixture: &Fixture) {
 
 fn random_receives(fixture: &Fixture) {
     let abuse = Abuse::new(fixture, QpOptions { receive_ranges: 4, ..options() });
-    for_seeds(0..3000, |seed| {
+    for_each_seed(seeds(3000), |seed| {
         let mut dice = Dice::new(seed);
         let (memory, layout) = abuse.victim.b.qp.queues();
         let mut entries = [0; 256];
@@ -270,7 +268,7 @@ fn random_links_of_shared_receives(fixture: &Fixture) {
     let bystander = world.join(QpOptions::default());
     let hca = world.b.context.hca();
     let near = fixture.host(&world.a, 4096);
-    for_seeds(0..1000, |seed| {
+    for_each_seed(seeds(1000), |seed| {
         let mut dice = Dice::new(seed);
         let memory = QueueMemory::host(16 * 64 + 64).unwrap();
         let mut noise = vec![0; 16 * 64];
@@ -333,7 +331,7 @@ fn random_completions(fixture: &Fixture) {
     let world = fixture.world();
     let bystander = world.join(QpOptions::default());
     let srq = world.a.context.create_srq(&world.a.pd, SrqOptions { depth: 7, ranges: 1 }).unwrap();
-    for_seeds(0..1500, |seed| {
+    for_each_seed(seeds(1500), |seed| {
         let mut dice = Dice::new(seed);
         let srq = (seed % 2 == 0).then(|| srq.clone());
         let joined = world.join_with(QpOptions { srq, ..options() }, options());

@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{Completion, Op, QpOptions, ReceiveRequest, Request, Status};
 
-use crate::fixture::{
-    ALL, Dice, End, Fixture, Joined, Kind, Patch, Which, World, cases, impatient, same,
+use crate::verbs::fixture::{
+    ALL, Dice, End, Fixture, Joined, Kind, Patch, Which, World, impatient, same,
 };
+use testkit::cases;
 
-cases!(
-    CASES:
+cases!(Fixture; CASES:
     long_payloads_of_any_length_and_place,
     lists_of_long_ranges,
     long_payloads_into_lists_of_ranges,

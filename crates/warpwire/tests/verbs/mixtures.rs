@@ -8,10 +8,16 @@ use warpwire::verbs::{
     Atomic, Completion, Drive, Mtu, Op, QpOptions, ReceiveRequest, Request, Status,
 };
 
-use crate::fixture::{Fixture, Kind, SOON, cases, connect, same};
+use crate::verbs::fixture::{Fixture, Kind, connect, same, soon};
+use testkit::cases;
 
-cases!(CASES: a_device_talks_to_itself, many_answers_outstanding, both_directions_at_once, threads_share_a_queue_pair);
-cases!(ONCE: memory_that_moves, one_turn_each);
+cases!(Fixture; CASES:
+    a_device_talks_to_itself,
+    many_answers_outstanding,
+    both_directions_at_once,
+    threads_share_a_queue_pair,
+);
+cases!(Fixture; ONCE: memory_that_moves, one_turn_each);
 
 /// Two queue pairs of one device, and one that is its own peer.
 fn a_device_talks_to_itself(fixture: &Fixture) {
@@ -133,7 +139,7 @@ fn threads_share_a_queue_pair(fixture: &Fixture) {
                 left.fetch_sub(1, Ordering::Relaxed);
             }
             world.b.context.hca().poll().unwrap();
-            assert!(start.elapsed() < SOON);
+            assert!(start.elapsed() < soon());
         };
         std::thread::scope(|scope| {
             for n in 0..4 {
@@ -167,8 +173,8 @@ fn memory_that_moves(fixture: &Fixture) {
     for kind in [Kind::Window, Kind::Engine, Kind::Staged] {
         let world = fixture.world();
         let joined = world.join(QpOptions::default());
-        let near = fixture.memory(&world.a, kind, 1 << 20, crate::fixture::ALL);
-        let far = fixture.memory(&world.b, kind, 1 << 20, crate::fixture::ALL);
+        let near = fixture.memory(&world.a, kind, 1 << 20, crate::verbs::fixture::ALL);
+        let far = fixture.memory(&world.b, kind, 1 << 20, crate::verbs::fixture::ALL);
         for round in 0..6u64 {
             let len = 900_000 + round as u32;
             let wanted = near.pattern(0, len as usize, round);
@@ -188,7 +194,7 @@ fn memory_that_moves(fixture: &Fixture) {
                     assert_eq!(one[0].status, Status::Success);
                     done += 1;
                 }
-                assert!(start.elapsed() < SOON);
+                assert!(start.elapsed() < soon());
             }
             same(&far.read(round, len as usize), &wanted, "a write to memory that moves");
             same(&near.read(0, len as usize), &wanted, "a read into memory that moves");

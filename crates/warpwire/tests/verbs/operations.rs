@@ -6,12 +6,26 @@ use warpwire::verbs::{
 };
 use warpwire::verbs::{Mtu, Status};
 
-use crate::fixture::{Fixture, Joined, KINDS, Kind, Patch, World, cases, same};
+use crate::verbs::fixture::{Fixture, Joined, KINDS, Kind, Patch, World, same};
+use testkit::cases;
 
-cases!(CASES: writes_arrive, reads_arrive, messages_arrive, large_transfers, every_mtu, ranges_are_joined,
-    inline_up_to_the_limit, immediates_and_invalidation, atomics_of_every_sort, masked_atomics,
-    local_work, waiting_for_another_queue, entries_wrap_in_the_ring, fences_keep_order,
-    atomics_under_contention);
+cases!(Fixture; CASES:
+    writes_arrive,
+    reads_arrive,
+    messages_arrive,
+    large_transfers,
+    every_mtu,
+    ranges_are_joined,
+    inline_up_to_the_limit,
+    immediates_and_invalidation,
+    atomics_of_every_sort,
+    masked_atomics,
+    local_work,
+    waiting_for_another_queue,
+    entries_wrap_in_the_ring,
+    fences_keep_order,
+    atomics_under_contention,
+);
 
 const SIZES: [usize; 18] =
     [0, 1, 2, 3, 4, 63, 64, 65, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 65535];
@@ -29,8 +43,8 @@ impl Field {
     fn new(fixture: &Fixture, kind: Kind, len: u64, options: QpOptions) -> Self {
         let world = fixture.world();
         let joined = world.join(options);
-        let near = fixture.memory(&world.a, kind, len, crate::fixture::ALL);
-        let far = fixture.memory(&world.b, kind, len, crate::fixture::ALL);
+        let near = fixture.memory(&world.a, kind, len, crate::verbs::fixture::ALL);
+        let far = fixture.memory(&world.b, kind, len, crate::verbs::fixture::ALL);
         Self { world, joined, near, far }
     }
 
@@ -444,7 +458,7 @@ fn atomics_under_contention(fixture: &Fixture) {
     const EACH: u64 = 100;
     for kind in [Kind::Host, Kind::Window] {
         let world = fixture.world();
-        let far = fixture.memory(&world.b, kind, 4096, crate::fixture::ALL);
+        let far = fixture.memory(&world.b, kind, 4096, crate::verbs::fixture::ALL);
         let near = fixture.host(&world.a, 8 * EACH * 8);
         let all: Vec<_> = (0..8).map(|_| world.join(QpOptions::default())).collect();
         for (n, joined) in all.iter().enumerate() {

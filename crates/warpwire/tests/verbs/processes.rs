@@ -1,10 +1,10 @@
 //! Peers that are processes of their own: killed, stopped, idle.
 //!
-//! The other process is this same program, told by [`VARIABLE`] to be a peer. It ends with the conversation over TCP
+//! The other process is this same program, in the role of a peer. It ends with the conversation over TCP
 //! that its parent holds, so that none is left behind.
 
 use std::net::TcpListener;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -14,13 +14,16 @@ use warpwire::verbs::{
     Change, Completion, Drive, Offer, Op, Qp, QpOptions, Remote, Request, State, Status,
 };
 
-use crate::fixture::{End, Fixture, Patch, SOON, Side, Which, cases, same};
+use crate::verbs::fixture::{End, Fixture, Patch, Side, Which, same, soon};
+use testkit::{Process, Role, cases};
 
-cases!(CASES: a_process_that_is_killed, a_process_that_is_killed_while_it_writes, a_process_that_is_stopped,
-    idle_processes_sleep);
+cases!(Fixture; CASES:
+    a_process_that_is_killed,
+    a_process_that_is_killed_while_it_writes,
+    a_process_that_is_stopped,
+    idle_processes_sleep,
+);
 
-/// Says to be a peer: the name of the link, the port of the conversation, and whether its doorbells are watched.
-pub const VARIABLE: &str = "WARPWIRE_VERBS_PEER";
 /// How much memory a peer lends.
 const LEN: u64 = 4 << 20;
 /// How many queue pairs it has.
@@ -53,12 +56,13 @@ fn hasty() -> QpOptions {
     QpOptions { timeout: 15, retry_count: 3, ..QpOptions::default() }
 }
 
-/// A peer's whole life.
+/// A peer's whole life: the name of the link, the port of the conversation, and whether its doorbells are watched.
 pub fn live(words: &str) {
     let [name, port, watched] = words.split(' ').collect::<Vec<_>>().try_into().unwrap();
     let watched = watched == "watched";
     let which = Which::LINKS.into_iter().find(|(_, known)| *known == name).unwrap().0;
-    let mut parent = Exchange::connect(("127.0.0.1", port.parse::<u16>().unwrap()), SOON).unwrap();
+    let mut parent =
+        Exchange::connect(("127.0.0.1", port.parse::<u16>().unwrap()), soon()).unwrap();
     let link = which.crowd(1).unwrap().remove(0);
     let drive = match watched {
         false => Drive::Guarded,
@@ -81,7 +85,7 @@ pub fn live(words: &str) {
         loop {
             let write = Request::new(1, Op::Write(Remote { address, rkey })).with(&data);
             sides[0].qp.post_send(&[write]).unwrap();
-            if !sides[0].sends.next(SOON).unwrap().is_some_and(|done| done.is_success()) {
+            if !sides[0].sends.next(soon()).unwrap().is_some_and(|done| done.is_success()) {
                 return;
             }
         }
@@ -103,17 +107,9 @@ fn side(end: &End, options: QpOptions) -> Side {
 
 /// Another process, and what it told.
 struct Peer {
-    child: Child,
+    process: Process,
     talk: Exchange,
     hello: Hello,
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        // It may be stopped; either way it goes.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 impl Peer {
@@ -125,14 +121,11 @@ impl Peer {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let name = Which::LINKS.into_iter().find(|(known, _)| *known == which).unwrap().1;
         let port = listener.local_addr().unwrap().port();
-        let child = Command::new(std::env::current_exe().unwrap())
-            .env(VARIABLE, format!("{name} {port} {doorbells}"))
-            .stdin(Stdio::null())
-            .spawn()
-            .unwrap();
-        let mut talk = Exchange::accept(&listener, SOON).unwrap();
+        let role = Role::new("verbs", format!("peer {name} {port} {doorbells}"));
+        let process = Process::start(role.command().stdin(Stdio::null()));
+        let mut talk = Exchange::accept(&listener, soon()).unwrap();
         let hello = talk.hear().unwrap();
-        Self { child, talk, hello }
+        Self { process, talk, hello }
     }
 
     /// Tells it what to do, and whom to connect to.
@@ -156,12 +149,12 @@ impl Peer {
     }
 
     fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).unwrap();
+        kill_process(Pid::from_child(&self.process.child), signal).unwrap();
     }
 }
 
 fn next(side: &Side) -> Completion {
-    side.sends.next(SOON).unwrap().expect("it ends")
+    side.sends.next(soon()).unwrap().expect("it ends")
 }
 
 /// What is written to a peer is read back.
@@ -236,7 +229,7 @@ fn expect_one_failure(side: &Side, from: u64, more: impl Fn()) {
     assert!(ends.iter().all(|(id, done)| done.id == *id), "in order: {ends:?}");
     let start = Instant::now();
     while ends.iter().all(|(_, done)| done.is_success()) {
-        assert!(start.elapsed() < SOON, "nobody notices");
+        assert!(start.elapsed() < soon(), "nobody notices");
         more();
         ends = vec![(99, next(side))];
     }
@@ -258,7 +251,7 @@ fn a_process_that_is_killed_while_it_writes(fixture: &Fixture) {
     let came =
         || ours.qp.stats().unwrap().bytes_received + end.context.stats().direct.bytes_by_peers;
     while came() < 2 * LEN {
-        assert!(start.elapsed() < SOON, "{:?}", ours.qp.stats());
+        assert!(start.elapsed() < soon(), "{:?}", ours.qp.stats());
         std::thread::sleep(Duration::from_millis(1));
     }
     drop(doomed);
@@ -328,14 +321,14 @@ fn idle_processes_sleep(fixture: &Fixture) {
         peer.task(offers, None, waits);
     }
     std::thread::sleep(Duration::from_millis(500));
-    let before = peers.each_ref().map(|peer| used(&peer.child));
+    let before = peers.each_ref().map(|peer| used(&peer.process.child));
     let start = Instant::now();
     std::thread::sleep(Duration::from_secs(4));
     let shares: Vec<_> = peers
         .iter()
         .zip(before)
         .map(|(peer, before)| {
-            (used(&peer.child) - before).as_secs_f64() / start.elapsed().as_secs_f64()
+            (used(&peer.process.child) - before).as_secs_f64() / start.elapsed().as_secs_f64()
         })
         .collect();
     println!("idle, as shares of a core: {shares:.5?}");

@@ -10,14 +10,30 @@ use warpwire::verbs::{
     Remote, Request, SrqOptions, State, Status,
 };
 
-use crate::fixture::{Fixture, Joined, SOON, Side, World, cases, connect, same};
+use crate::verbs::fixture::{Fixture, Joined, Side, World, connect, same, soon};
+use testkit::cases;
 
-cases!(CASES: unsignaled_chains, a_full_ring_is_busy, receive_queues_wrap, many_share_receives,
-    two_queue_pairs_on_one_completion_queue);
-cases!(ONCE: indices_wrap_at_sixteen_bits, receive_counters_wrap_at_sixteen_bits, limits_of_shared_receives,
-    shared_receives_outlive_their_users, a_shared_receive_in_use, the_last_receive_is_told, an_overrun_fails_its_users,
-    overruns_that_nobody_minds, a_collapsed_queue, queues_in_device_memory, entries_of_other_writers,
-    only_the_first_error);
+cases!(Fixture; CASES:
+    unsignaled_chains,
+    a_full_ring_is_busy,
+    receive_queues_wrap,
+    many_share_receives,
+    two_queue_pairs_on_one_completion_queue,
+);
+cases!(Fixture; ONCE:
+    indices_wrap_at_sixteen_bits,
+    receive_counters_wrap_at_sixteen_bits,
+    limits_of_shared_receives,
+    shared_receives_outlive_their_users,
+    a_shared_receive_in_use,
+    the_last_receive_is_told,
+    an_overrun_fails_its_users,
+    overruns_that_nobody_minds,
+    a_collapsed_queue,
+    queues_in_device_memory,
+    entries_of_other_writers,
+    only_the_first_error,
+);
 
 fn unsignaled_chains(fixture: &Fixture) {
     let world = fixture.world();
@@ -173,7 +189,7 @@ fn many_share_receives(fixture: &Fixture) {
     let (mut sent, mut received) = (0, 0);
     let start = std::time::Instant::now();
     while received < 600 {
-        assert!(start.elapsed() < SOON * 3, "{received} of {sent} have come");
+        assert!(start.elapsed() < soon() * 3, "{received} of {sent} have come");
         while sent < 600 && sent < received + 40 {
             let len = 1 + (sent * 397) % 10_000;
             let request = Request::new(sent as u64, Op::Send);

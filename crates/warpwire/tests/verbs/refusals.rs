@@ -4,30 +4,27 @@
 
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
-use std::process::{Command, ExitCode};
+use std::process::Command;
 
 use warpwire::error::Kind as ErrorKind;
 use warpwire::mr::{HostMemory, Memory};
 use warpwire::verbs::{Access, Attach, Context, DeviceOptions, DmaBufRange, QpOptions};
 
-use crate::fixture::{End, Fixture, Which, cases, skip};
+use crate::verbs::fixture::{End, Fixture, Which};
+use testkit::{Role, cases, skip};
 
-cases!(CASES: users_who_may_not, releases_that_are_too_old, a_port_that_is_down);
-cases!(ONCE: libraries_that_are_not_there);
+cases!(Fixture; CASES: users_who_may_not, releases_that_are_too_old, a_port_that_is_down);
+cases!(Fixture; ONCE: libraries_that_are_not_there);
 
 /// Where another library is named.
 const LIBRARY: &str = "WARPWIRE_IBVERBS";
-/// What such a process tries: the name of a device.
-const TRY: &str = "WARPWIRE_VERBS_TRY";
 
-/// Tries, if this process was started for it, and tells what came of it.
-pub fn run_if_asked() -> Option<ExitCode> {
-    let name = std::env::var(TRY).ok()?;
-    match attempt(&name) {
+/// In a process of its own: tries to use the device of that name, and prints what came of it.
+pub fn run(name: &str) {
+    match attempt(name) {
         Ok(told) => println!("it works: {told}"),
         Err(error) => println!("{error:?}"),
     }
-    Some(ExitCode::SUCCESS)
 }
 
 /// Opens, makes queues, registers memory of the host and of a GPU; tells how that is reached, and what becomes of a dma-buf.
@@ -47,9 +44,7 @@ fn attempt(name: &str) -> warpwire::Result<String> {
 }
 
 fn trying(name: &str) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.env(TRY, name);
-    command
+    Role::new("verbs", format!("try {name}")).command()
 }
 
 fn told(command: &mut Command) -> String {
@@ -85,12 +80,8 @@ fn device(fixture: &Fixture) -> (End, String) {
 fn users_who_may_not(fixture: &Fixture) {
     let (end, name) = device(fixture);
     let node = end.context.device().unwrap().device().node.clone();
-    let program = std::env::current_exe().unwrap();
-    let run = || {
-        let limited = format!("ulimit -l 64; exec {}", program.display());
-        let mut command = Command::new("sh");
-        told(command.args(["-c", &limited]).env(TRY, &name).uid(65_534).gid(65_534))
-    };
+    let role = Role::new("verbs", format!("try {name}"));
+    let run = || told(role.command_after("ulimit -l 64").uid(65_534).gid(65_534));
     assert!(shell(&format!("chmod 600 {node}")));
     let closed = run();
     assert!(shell(&format!("chmod 666 {node}")));

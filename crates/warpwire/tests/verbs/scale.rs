@@ -7,10 +7,11 @@ use warpwire::link::{Link, SHORTEST, Udp, udp};
 use warpwire::verbs::{Completion, Op, QpOptions, ReceiveRequest, Request, SrqOptions, State};
 use warpwire_proto::wire::packet::Transport;
 
-use crate::fixture::{Dice, Fixture, Which, cases, connect, same};
+use crate::verbs::fixture::{Dice, Fixture, Which, connect, same};
+use testkit::cases;
 
-cases!(CASES: a_thousand_queue_pairs, strangers_are_dropped);
-cases!(ONCE: nothing_is_left_over, numbers_are_not_used_again_at_once);
+cases!(Fixture; CASES: a_thousand_queue_pairs, strangers_are_dropped);
+cases!(Fixture; ONCE: nothing_is_left_over, numbers_are_not_used_again_at_once);
 
 fn a_thousand_queue_pairs(fixture: &Fixture) {
     const PAIRS: usize = 1000;
@@ -66,7 +67,7 @@ fn nothing_is_left_over(fixture: &Fixture) {
     const ALONE: &str = "WARPWIRE_TEST_ALONE";
     if std::env::var_os(ALONE).is_none() {
         let ran = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "loopback::nothing_is_left_over", "--test-threads=1"])
+            .args(["--exact", "verbs::loopback::nothing_is_left_over", "--test-threads=1"])
             .env(ALONE, "1")
             .output()
             .unwrap();

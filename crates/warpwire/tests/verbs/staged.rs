@@ -9,10 +9,19 @@ use warpwire::verbs::{
     SrqOptions, State, Status,
 };
 
-use crate::fixture::{End, Fixture, Kind, Patch, cases, connect, same};
+use crate::verbs::fixture::{End, Fixture, Kind, Patch, connect, same};
+use testkit::cases;
 
-cases!(CASES: staged_messages, staged_batches, staged_reads_and_atomics, staged_work_without_completions,
-    staged_receives_are_shared, staged_memory_is_left_alone, staged_work_that_fails, staged_memory_is_not_for_peers);
+cases!(Fixture; CASES:
+    staged_messages,
+    staged_batches,
+    staged_reads_and_atomics,
+    staged_work_without_completions,
+    staged_receives_are_shared,
+    staged_memory_is_left_alone,
+    staged_work_that_fails,
+    staged_memory_is_not_for_peers,
+);
 
 const LEN: u64 = 128 << 10;
 

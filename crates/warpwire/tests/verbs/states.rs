@@ -9,11 +9,21 @@ use warpwire::verbs::{
 };
 use warpwire_proto::qp::Access as QpAccess;
 
-use crate::fixture::{Fixture, World, cases, same};
+use crate::verbs::fixture::{Fixture, World, same};
+use testkit::cases;
 
-cases!(ONCE: wrong_steps_change_nothing, attributes_that_do_not_belong, a_refused_reset_changes_nothing,
-    an_mtu_beyond_the_link, peers_of_different_mtus, work_before_its_time, the_queue_is_drained,
-    sizes_that_cannot_be, receives_before_the_connection, access_can_change);
+cases!(Fixture; ONCE:
+    wrong_steps_change_nothing,
+    attributes_that_do_not_belong,
+    a_refused_reset_changes_nothing,
+    an_mtu_beyond_the_link,
+    peers_of_different_mtus,
+    work_before_its_time,
+    the_queue_is_drained,
+    sizes_that_cannot_be,
+    receives_before_the_connection,
+    access_can_change,
+);
 
 const STATES: [State; 5] = [State::Reset, State::Init, State::Rtr, State::Rts, State::Err];
 
@@ -303,7 +313,7 @@ fn access_can_change(fixture: &Fixture) {
     );
     let far = fixture.memory(
         &world.b,
-        crate::fixture::Kind::Host,
+        crate::verbs::fixture::Kind::Host,
         64,
         Access::LOCAL_WRITE | Access::REMOTE_WRITE,
     );

@@ -9,10 +9,10 @@ use warpwire::verbs::{
 use warpwire_proto::Psn;
 use warpwire_proto::wire::{Aeth, Extension, Headers, Opcode, Reth, Syndrome, Transport};
 
-use crate::fixture::{Dice, End, Fixture, Patch, SOON, Side, Which, cases, same};
+use crate::verbs::fixture::{Dice, End, Fixture, Patch, Side, Which, same, soon};
+use testkit::cases;
 
-cases!(
-    CASES:
+cases!(Fixture; CASES:
     answers_that_make_no_sense,
     refusals_of_a_peer,
     answers_to_nothing,
@@ -86,7 +86,7 @@ impl Stage {
                 seen += 1;
             };
             self.link.receive(&mut take).unwrap();
-            assert!(start.elapsed() < SOON, "no request");
+            assert!(start.elapsed() < soon(), "no request");
         }
         last.unwrap()
     }
@@ -105,7 +105,7 @@ impl Stage {
         let start = Instant::now();
         while self.side.sends.poll(&mut one).unwrap() == 0 {
             self.link.receive(&mut |_| {}).unwrap();
-            assert!(start.elapsed() < SOON, "it does not end: {:?}", self.side.qp.stats());
+            assert!(start.elapsed() < soon(), "it does not end: {:?}", self.side.qp.stats());
         }
         one[0]
     }
@@ -238,7 +238,7 @@ fn long_packets_that_are_not_right(fixture: &Fixture) {
             && dropped() == dropped_before
         {
             stage.end.context.hca().poll().unwrap();
-            assert!(start.elapsed() < SOON, "it does not come");
+            assert!(start.elapsed() < soon(), "it does not come");
         }
         (far.read(LONG as u64 - 64, 64), dropped() - dropped_before)
     };

@@ -10,10 +10,11 @@ use warpwire::sock::warp::{
 };
 use warpwire::verbs::{Access, Context, Mtu, Op, QpOptions, Request, Service};
 
-use crate::readiness::Poll;
-use crate::world::{SOON, Way, World, byte, cases, soon};
+use crate::warp::readiness::Poll;
+use crate::warp::world::{Way, World, byte, soon};
+use testkit::{cases, until};
 
-cases!(
+cases!(World; CASES:
     datagrams_of_every_size,
     too_long_a_datagram,
     both_versions_of_ip,
@@ -40,8 +41,8 @@ cases!(
 const ANY: &str = "127.0.0.1:0";
 
 fn patient(socket: Datagram) -> Datagram {
-    socket.set_read_timeout(Some(SOON)).unwrap();
-    socket.set_write_timeout(Some(SOON)).unwrap();
+    socket.set_read_timeout(Some(soon())).unwrap();
+    socket.set_write_timeout(Some(soon())).unwrap();
     socket
 }
 
@@ -130,7 +131,7 @@ fn a_peer_that_is_named(world: &World) {
     let mut bytes = [0; 20];
     assert_eq!(here.recv_from(&mut bytes).unwrap(), (6, name(&there)));
     assert_eq!(&bytes[..6], b"a peer");
-    soon("the stranger is counted", || {
+    until("the stranger is counted", || {
         here.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
         here.recv(&mut bytes).unwrap_err();
         here.stats().strange == 1
@@ -149,7 +150,7 @@ fn a_name_that_nobody_has(world: &World) {
     assert_eq!(here.stats().dropped, 1);
     here.connect(deserted).unwrap();
     here.send(b"hello?").unwrap();
-    soon("the next call that sends is told", || {
+    until("the next call that sends is told", || {
         here.send(b"hello?").is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused)
     });
 }
@@ -182,7 +183,7 @@ fn a_peer_begins_anew(world: &World) {
     let at = name(&there);
     for _ in 0..2 {
         there.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
-        soon("it is found", || {
+        until("it is found", || {
             // It may be refused while nobody has the name.
             let _ = here.send_to(b"hello", at);
             there.recv(&mut [0; 9]).is_ok()
@@ -230,7 +231,7 @@ fn ask(udp: &UdpSocket, words: &[u8], at: SocketAddr) -> Option<Words> {
 /// How a socket is reached.
 fn card(of: SocketAddr) -> Card {
     let udp = UdpSocket::bind(ANY).unwrap();
-    udp.set_read_timeout(Some(SOON)).unwrap();
+    udp.set_read_timeout(Some(soon())).unwrap();
     match ask(&udp, &Words::Question { nonce: 3, asked: of }.bytes(), of) {
         Some(Words::Answer { nonce: 3, asked, card }) if asked == of => card,
         other => panic!("{other:?}"),
@@ -276,7 +277,7 @@ fn questions_of_strangers(world: &World) {
 fn answers_of_liars(world: &World) {
     let (here, real) = pair(world);
     let liar = UdpSocket::bind(ANY).unwrap();
-    liar.set_read_timeout(Some(SOON)).unwrap();
+    liar.set_read_timeout(Some(soon())).unwrap();
     let at = liar.local_addr().unwrap();
     let card = card(name(&real));
     here.send_to(b"hello", at).unwrap();
@@ -299,7 +300,7 @@ fn answers_of_liars(world: &World) {
     UdpSocket::bind(ANY).unwrap().send_to(&right.bytes(), from).unwrap();
     let (count, _) = liar.recv_from(&mut bytes).unwrap();
     assert_eq!(Words::read(&bytes[..count]), Ok(Words::Question { nonce, asked }), "asked again");
-    soon("the lies are counted", || here.stats().strange == 4);
+    until("the lies are counted", || here.stats().strange == 4);
     liar.send_to(&right.bytes(), from).unwrap();
     assert_eq!(real.recv_from(&mut bytes).unwrap(), (5, name(&here)));
 }
@@ -337,7 +338,7 @@ fn rogue(world: &World, to: SocketAddr, wrong_key: bool, bytes: &[u8]) {
     let range = [mr.sge(0, bytes.len() as u32)];
     let request = Request::new(1, Op::Send).with(&range).to(&handle, card.qpn, qkey);
     qp.post_send(&[request]).unwrap();
-    assert!(cq.next(SOON).unwrap().unwrap().is_success());
+    assert!(cq.next(soon()).unwrap().unwrap().is_success());
     // It leaves by the next step at the latest.
     for _ in 0..10 {
         cq.poll(&mut [warpwire::verbs::Completion::EMPTY]).unwrap();
@@ -353,18 +354,18 @@ fn datagrams_of_rogues(world: &World) {
         [&b""[..], b"short", b"neither a header nor anything"].iter().enumerate()
     {
         rogue(world, name(&there), false, bytes);
-        soon("it is counted", || {
+        until("it is counted", || {
             there.recv(&mut [0; 9]).unwrap_err();
             there.stats().strange == strange as u64 + 1
         });
     }
     rogue(world, name(&there), false, &long);
-    soon("it is dropped", || there.stats().dropped == 1);
+    until("it is dropped", || there.stats().dropped == 1);
     rogue(world, name(&there), true, &good);
     there.recv(&mut [0; 9]).unwrap_err();
     // One who keeps the rules is heard, whoever he is: his address is that of his packets.
     rogue(world, name(&there), false, &good);
-    there.set_read_timeout(Some(SOON)).unwrap();
+    there.set_read_timeout(Some(soon())).unwrap();
     let mut bytes = [0; 20];
     let (count, from) = there.recv_from(&mut bytes).unwrap();
     assert_eq!((&bytes[..count], from), (&b"good"[..], ([127, 0, 0, 1], 77).into()));
@@ -396,7 +397,7 @@ fn a_flood_is_received_or_counted(world: &World) {
         _ => assert_eq!(received + to.dropped, COUNT, "{to:?}"),
     }
     here.send_to(b"and on", name(&there)).unwrap();
-    there.set_read_timeout(Some(SOON)).unwrap();
+    there.set_read_timeout(Some(soon())).unwrap();
     assert_eq!(there.recv(&mut bytes).unwrap(), 6);
 }
 
@@ -455,7 +456,7 @@ fn datagrams_that_would_block(world: &World) {
     };
     assert_eq!((error.kind(), waiting), (ErrorKind::WouldBlock, 64));
     here.send_to(b"hello!", name(&there)).unwrap();
-    soon("it comes", || there.recv(&mut [0; 9]).is_ok());
+    until("it comes", || there.recv(&mut [0; 9]).is_ok());
 }
 
 fn a_descriptor_tells_of_datagrams(world: &World) {
@@ -465,12 +466,12 @@ fn a_descriptor_tells_of_datagrams(world: &World) {
         there.set_nonblocking(true).unwrap();
         let poll = Poll::new();
         poll.add(&there, 7, edge);
-        assert_eq!(poll.wait(SOON), [7], "it begins ready");
+        assert_eq!(poll.wait(soon()), [7], "it begins ready");
         for _ in 0..3 {
             assert_eq!(there.recv(&mut [0; 9]).unwrap_err().kind(), ErrorKind::WouldBlock);
             assert_eq!(poll.wait(A_MOMENT), [0; 0], "nothing has come");
             here.send_to(b"news", name(&there)).unwrap();
-            assert_eq!(poll.wait(SOON), [7]);
+            assert_eq!(poll.wait(soon()), [7]);
             assert_eq!(there.recv(&mut [0; 9]).unwrap(), 4);
         }
     }
@@ -481,11 +482,11 @@ fn a_descriptor_tells_of_failures(world: &World) {
     here.set_nonblocking(true).unwrap();
     let poll = Poll::new();
     poll.add(&here, 1, true);
-    poll.wait(SOON);
+    poll.wait(soon());
     let silent = UdpSocket::bind(ANY).unwrap();
     while here.send_to(b"hello?", silent.local_addr().unwrap()).is_ok() {}
     assert_eq!(poll.wait(Duration::from_millis(30)), [0; 0], "no room yet");
-    assert_eq!(poll.wait(SOON), [1]);
+    assert_eq!(poll.wait(soon()), [1]);
     let error = here.send_to(b"hello?", silent.local_addr().unwrap()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::HostUnreachable);
     assert!(here.send_to(b"hello?", silent.local_addr().unwrap()).is_ok(), "there is room again");
@@ -530,5 +531,5 @@ fn dropped_while_it_asks(world: &World) {
     let begun = Instant::now();
     drop(here);
     assert!(begun.elapsed() < Duration::from_millis(900), "dropping waits for nobody");
-    soon("its name is free", || world.here.datagram(at).is_ok());
+    until("its name is free", || world.here.datagram(at).is_ok());
 }

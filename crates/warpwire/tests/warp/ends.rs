@@ -1,18 +1,16 @@
 //! How connections end, by will and by death; and peers that lie.
 
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
-use std::process::{Child, Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use warpwire::sock::warp::NetOptions;
 
-use crate::world::{SOON, Way, World, byte, cases, check_all, send_all, soon};
+use crate::warp::world::{Way, World, byte, check_all, send_all, soon};
+use testkit::{Process, Role, cases, until};
 
-/// Names the part that a process of this suite plays.
-pub const ROLE: &str = "WARPWIRE_WARP_ROLE";
-
-cases!(
+cases!(World; CASES:
     a_reset_reaches_both_directions,
     a_peer_that_closes_is_a_broken_pipe,
     a_dropped_stream_still_delivers,
@@ -32,7 +30,7 @@ pub fn play(role: &str) {
     let (role, way) = role.rsplit_once(' ').unwrap();
     let way = way_of(way);
     if role == "rest" {
-        println!("{}", crate::streams::rest(way));
+        println!("{}", crate::warp::streams::rest(way));
         return;
     }
     let net = way.net(NetOptions::default());
@@ -48,66 +46,41 @@ pub fn play(role: &str) {
         }
         "say and hang" => {
             stream.write_all(b"last words").unwrap();
-            std::thread::sleep(SOON);
+            std::thread::sleep(soon());
         }
         other => panic!("no part is called {other}"),
     }
 }
 
 /// A process that plays a part; it does not outlive this.
-struct Player {
-    process: Child,
-    said: BufReader<std::process::ChildStdout>,
-}
-
-impl Player {
-    fn start(role: &str, way: Way) -> Self {
-        let mut process = Command::new(std::env::current_exe().unwrap())
-            .env(ROLE, format!("{role} {way:?}"))
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let said = BufReader::new(process.stdout.take().unwrap());
-        Self { process, said }
-    }
-
-    fn line(&mut self) -> String {
-        let mut line = String::new();
-        self.said.read_line(&mut line).unwrap();
-        line.trim().to_owned()
-    }
-}
-
-impl Drop for Player {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
+fn start(role: &str, way: Way) -> Process {
+    let role = Role::new("warp", format!("{role} {way:?}"));
+    Process::start(role.command().stdout(Stdio::piped()))
 }
 
 /// The share of a processor that a process takes whose one reader waits.
 pub fn spent_at_rest(way: Way) -> f64 {
-    Player::start("rest", way).line().parse().unwrap()
+    start("rest", way).line().parse().unwrap()
 }
 
 fn another_process_as_the_peer(world: &World) {
-    let mut player = Player::start("echo", world.way);
+    let mut player = start("echo", world.way);
     let address = player.line();
     let stream = world.here.connect(address.as_str()).unwrap();
-    stream.set_read_timeout(Some(SOON)).unwrap();
+    stream.set_read_timeout(Some(soon())).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| send_all(&stream, 5, 3_000_000, 200_000));
         check_all(&stream, 5, 3_000_000, 200_000);
     });
     drop(stream);
-    assert!(player.process.wait().unwrap().success());
+    assert!(player.wait().success());
 }
 
 fn a_peer_process_that_is_killed(world: &World) {
-    let mut player = Player::start("say and hang", world.way);
+    let mut player = start("say and hang", world.way);
     let address = player.line();
     let mut stream = world.here.connect(address.as_str()).unwrap();
-    stream.set_read_timeout(Some(SOON)).unwrap();
+    stream.set_read_timeout(Some(soon())).unwrap();
     let mut words = [0; 4];
     stream.read_exact(&mut words).unwrap();
     let mut writer = stream.try_clone().unwrap();
@@ -121,8 +94,7 @@ fn a_peer_process_that_is_killed(world: &World) {
             }
         });
         std::thread::sleep(Duration::from_millis(100));
-        player.process.kill().unwrap();
-        let begun = Instant::now();
+        let begun = player.kill();
         let mut rest = Vec::new();
         let error = stream.read_to_end(&mut rest).unwrap_err();
         assert_eq!((rest.as_slice(), error.kind()), (&b" words"[..], ErrorKind::ConnectionReset));
@@ -170,7 +142,7 @@ fn a_peer_that_closes_is_a_broken_pipe(world: &World) {
     drop(there);
     assert_eq!(here.read(&mut [0]).unwrap(), 0);
     let mut found = None;
-    soon("an error", || {
+    until("an error", || {
         found = here.write(b"x").err();
         found.is_some()
     });
@@ -195,10 +167,10 @@ fn a_dropped_listener_refuses(world: &World) {
     let listener = world.listen();
     let address = listener.local_addr().unwrap();
     let mut orphan = world.here.connect(address).unwrap();
-    orphan.set_read_timeout(Some(SOON)).unwrap();
+    orphan.set_read_timeout(Some(soon())).unwrap();
     drop(listener);
     assert_eq!(orphan.read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
-    soon("a refusal", || world.here.connect(address).is_err());
+    until("a refusal", || world.here.connect(address).is_err());
     let error = world.here.connect(address).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
 }

@@ -9,9 +9,10 @@ use warpwire::mr::HostMemory;
 use warpwire::sock::warp::{ENDED, Handshake, Hello, NetOptions, Spot, Stream};
 use warpwire::verbs::{Access, Context, Cq, Mr, Op, Qp, QpOptions, Remote, Request};
 
-use crate::world::{SOON, Way, World, cases};
+use crate::warp::world::{Way, World, soon};
+use testkit::cases;
 
-cases!(
+cases!(World; CASES:
     whoever_speaks_otherwise_is_put_out_with_the_reason,
     slow_ones_are_put_out_and_harm_no_other,
     more_guests_than_there_are_places,
@@ -48,7 +49,7 @@ fn whoever_speaks_otherwise_is_put_out_with_the_reason(world: &World) {
         ("{\"warpwire\":1,\"words\":\"ready\"}\n".to_owned(), "before its hello"),
     ] {
         let mut tcp = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        tcp.set_read_timeout(Some(SOON)).unwrap();
+        tcp.set_read_timeout(Some(soon())).unwrap();
         tcp.write_all(said.as_bytes()).unwrap();
         let mut heard = String::new();
         // A reset may take the last words away.
@@ -74,12 +75,12 @@ fn slow_ones_are_put_out_and_harm_no_other(world: &World) {
         std::thread::sleep(Duration::from_millis(20));
     }
     for mut tcp in slow {
-        tcp.set_read_timeout(Some(SOON)).unwrap();
+        tcp.set_read_timeout(Some(soon())).unwrap();
         let mut heard = Vec::new();
         // Our hello, then the end.
         let _ = tcp.read_to_end(&mut heard);
     }
-    assert!(begun.elapsed() >= Duration::from_millis(250) && begun.elapsed() < SOON);
+    assert!(begun.elapsed() >= Duration::from_millis(250) && begun.elapsed() < soon());
 }
 
 fn more_guests_than_there_are_places(world: &World) {
@@ -111,7 +112,7 @@ fn a_server_that_says_nothing(world: &World) {
     let error = world.here.connect_timeout(&mute.local_addr().unwrap(), brief).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TimedOut);
     assert!(error.to_string().contains("did not say hello"), "{error}");
-    assert!(begun.elapsed() >= brief && begun.elapsed() < SOON);
+    assert!(begun.elapsed() >= brief && begun.elapsed() < soon());
 }
 
 fn a_server_that_is_no_warp_socket(world: &World) {
@@ -191,20 +192,20 @@ impl Liar {
         }
         let peer = *handshake.peer().unwrap();
         let (stream, _) = listener.accept().unwrap();
-        stream.set_read_timeout(Some(SOON)).unwrap();
-        stream.set_write_timeout(Some(SOON)).unwrap();
+        stream.set_read_timeout(Some(soon())).unwrap();
+        stream.set_write_timeout(Some(soon())).unwrap();
         (Self { tcp, qp, cq, peer, _memory: memory }, stream)
     }
 
     fn write(&self, at: Remote, value: u64) -> bool {
         let word = value.to_le_bytes();
         self.qp.post_send(&[Request::new(1, Op::Write(at)).inline(&word)]).unwrap();
-        self.cq.next(SOON).unwrap().unwrap().is_success()
+        self.cq.next(soon()).unwrap().unwrap().is_success()
     }
 
     /// Whether the other side has ended the TCP connection.
     fn is_put_out(&mut self) -> bool {
-        self.tcp.set_read_timeout(Some(SOON)).unwrap();
+        self.tcp.set_read_timeout(Some(soon())).unwrap();
         !matches!(self.tcp.read(&mut [0]), Ok(1..))
     }
 }

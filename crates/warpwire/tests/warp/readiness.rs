@@ -8,9 +8,10 @@ use std::time::Duration;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
 
-use crate::world::{SOON, World, byte, cases};
+use crate::warp::world::{World, byte, soon};
+use testkit::cases;
 
-cases!(
+cases!(World; CASES:
     calls_that_would_block_say_so,
     the_descriptor_tells_of_bytes_and_of_the_end,
     the_descriptor_tells_of_room,
@@ -68,17 +69,17 @@ fn the_descriptor_tells_of_bytes_and_of_the_end(world: &World) {
         here.set_nonblocking(true).unwrap();
         let poll = Poll::new();
         poll.add(&here, 7, edge);
-        assert_eq!(poll.wait(SOON), [7], "it begins ready");
+        assert_eq!(poll.wait(soon()), [7], "it begins ready");
         assert_eq!(here.read(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock);
         assert_eq!(poll.wait(A_MOMENT), [0; 0], "nothing has come, and room is not asked for");
         there.write_all(b"ab").unwrap();
-        assert_eq!(poll.wait(SOON), [7]);
+        assert_eq!(poll.wait(soon()), [7]);
         let mut two = [0; 2];
         here.read_exact(&mut two).unwrap();
         assert_eq!(here.read(&mut two).unwrap_err().kind(), ErrorKind::WouldBlock);
         assert_eq!(poll.wait(A_MOMENT), [0; 0]);
         drop(there);
-        assert_eq!(poll.wait(SOON), [7]);
+        assert_eq!(poll.wait(soon()), [7]);
         assert_eq!(here.read(&mut two).unwrap(), 0);
     }
 }
@@ -108,7 +109,7 @@ fn the_descriptor_tells_of_room(world: &World) {
     assert_eq!(poll.wait(A_MOMENT), [0; 0], "no room");
     let mut bytes = vec![0; sent];
     there.read_exact(&mut bytes).unwrap();
-    assert_eq!(poll.wait(SOON), [1]);
+    assert_eq!(poll.wait(soon()), [1]);
     assert!((&mut &here).write(b"x").is_ok());
 }
 
@@ -119,10 +120,10 @@ fn one_direction_does_not_swallow_the_others_news(world: &World) {
     poll.add(&here, 1, false);
     assert_eq!((&here).read(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock);
     there.write_all(b"news").unwrap();
-    assert_eq!(poll.wait(SOON), [1]);
+    assert_eq!(poll.wait(soon()), [1]);
     // The writer takes the event away, and the reader must get it all the same.
     fill(&here);
-    assert_eq!(poll.wait(SOON), [1]);
+    assert_eq!(poll.wait(soon()), [1]);
     let mut news = [0; 4];
     (&mut &here).read_exact(&mut news).unwrap();
     assert_eq!(&news, b"news");
@@ -138,10 +139,10 @@ fn an_event_loop_echoes_many(world: &World) {
             let here = &world.here;
             scope.spawn(move || {
                 let stream = here.connect(address).unwrap();
-                stream.set_read_timeout(Some(SOON)).unwrap();
+                stream.set_read_timeout(Some(soon())).unwrap();
                 std::thread::scope(|both| {
-                    both.spawn(|| crate::world::send_all(&stream, number, LEN, 30_000));
-                    crate::world::check_all(&stream, number, LEN, 30_000);
+                    both.spawn(|| crate::warp::world::send_all(&stream, number, LEN, 30_000));
+                    crate::warp::world::check_all(&stream, number, LEN, 30_000);
                 });
             });
         }
@@ -167,7 +168,7 @@ fn echo(listener: &warpwire::sock::warp::Listener, many: usize) {
     }
     let mut left = many;
     while left > 0 {
-        let events = poll.wait(SOON);
+        let events = poll.wait(soon());
         assert!(!events.is_empty(), "{left} are left");
         for number in events {
             let client = &mut clients[number as usize];
@@ -213,7 +214,7 @@ fn a_listener_in_an_event_loop(world: &World) {
     let address = listener.local_addr().unwrap();
     for _ in 0..3 {
         let _here = world.here.connect(address).unwrap();
-        assert_eq!(poll.wait(SOON), [5]);
+        assert_eq!(poll.wait(soon()), [5]);
         listener.accept().unwrap();
         assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
         assert_eq!(poll.wait(A_MOMENT), [0; 0]);

@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use warpwire::sock::warp::NetOptions;
 
-use crate::world::{SOON, Way, World, cases, check_all, send_all};
+use crate::warp::world::{Way, World, check_all, send_all, soon};
+use testkit::cases;
 
-cases!(
+cases!(World; CASES:
     all_sizes_in_random_pieces_both_ways_at_once,
     small_rings_and_unequal_ones,
     half_close_leaves_the_other_direction,
@@ -146,7 +147,7 @@ fn an_accept_storm(world: &World) {
             scope.spawn(move || {
                 for round in 0..EACH {
                     let mut stream = here.connect(address).unwrap();
-                    stream.set_read_timeout(Some(SOON)).unwrap();
+                    stream.set_read_timeout(Some(soon())).unwrap();
                     let word = ((thread * EACH + round) as u64).to_le_bytes();
                     stream.write_all(&word).unwrap();
                     let mut back = [0; 8];
@@ -176,7 +177,7 @@ fn times_that_are_over(world: &World) {
     let error = here.read(&mut [0]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TimedOut);
     assert!(error.to_string().contains("sent nothing in 30ms"), "{error}");
-    assert!(begun.elapsed() >= brief && begun.elapsed() < SOON);
+    assert!(begun.elapsed() >= brief && begun.elapsed() < soon());
     let mut sent = 0;
     let error = loop {
         match here.write(&[7; 50_000]) {
@@ -217,7 +218,7 @@ fn processor_time() -> Duration {
 
 fn rest_is_cheap(world: &World) {
     // Other cases run beside this one: it plays in a process of its own.
-    let spent = crate::ends::spent_at_rest(world.way);
+    let spent = crate::warp::ends::spent_at_rest(world.way);
     assert!(spent < 0.03, "{:.1} % of a processor at rest", spent * 100.0);
 }
 

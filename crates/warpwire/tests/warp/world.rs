@@ -1,28 +1,16 @@
 //! What a case gets: two nets that reach each other.
 
 use std::io::{Read, Write};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use warpwire::link::{Link, Shm, Udp, shm, udp};
 use warpwire::sock::warp::{Listener, Net, NetOptions, Stream};
 use warpwire::verbs::Context;
 
 /// Longer than anything takes that works.
-pub const SOON: Duration = Duration::from_secs(30);
-
-pub struct Case {
-    pub name: &'static str,
-    pub run: fn(&World),
+pub fn soon() -> Duration {
+    testkit::deadline(Duration::from_secs(30))
 }
-
-/// Lists the functions as cases under their own names.
-macro_rules! cases {
-    ($($name:ident),* $(,)?) => {
-        pub const CASES: &[crate::world::Case] =
-            &[$(crate::world::Case { name: stringify!($name), run: $name }),*];
-    };
-}
-pub(crate) use cases;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
@@ -72,8 +60,8 @@ impl World {
         let (there, peer) = listener.accept().unwrap();
         assert_eq!(peer, here.local_addr().unwrap());
         for end in [&here, &there] {
-            end.set_read_timeout(Some(SOON)).unwrap();
-            end.set_write_timeout(Some(SOON)).unwrap();
+            end.set_read_timeout(Some(soon())).unwrap();
+            end.set_write_timeout(Some(soon())).unwrap();
         }
         (here, there)
     }
@@ -129,13 +117,4 @@ pub fn check_all(mut from: &Stream, seed: u64, len: usize, largest: usize) {
         }
     }
     assert_eq!(done, len);
-}
-
-/// Waits until something holds.
-pub fn soon(what: &str, mut holds: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !holds() {
-        assert!(begun.elapsed() < SOON, "{what} did not come to pass");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }

@@ -209,10 +209,10 @@ impl Comm {
         let mut state = self.shared.state.lock();
         let weak = Arc::downgrade(&inner);
         state.hooks.push(weak);
-        let lost: Vec<usize> = (0..size).filter(|rank| state.peers[*rank].end.is_some()).collect();
+        // Ranks may have gone before this was there to be told.
+        let lost: Vec<_> = (0..size).filter_map(|rank| Some((rank, state.loss(rank)?))).collect();
         drop(state);
-        let loss = Loss { left: false, all: false };
-        lost.into_iter().for_each(|rank| inner.lost(rank, loss));
+        lost.into_iter().for_each(|(rank, loss)| inner.lost(rank, loss));
         Ok(Lane(inner))
     }
 
@@ -317,14 +317,16 @@ impl Lane {
     /// Why the connections to a rank have failed, if they have.
     pub fn failure(&self, rank: usize) -> Option<Error> {
         let peer = self.0.peers.get(rank)?.as_ref()?;
-        let (end, broken) = {
-            let state = self.0.shared.state.lock();
-            (state.peers[rank].end.clone(), state.peers[rank].is_broken)
-        };
         let of_stream = peer.stream.failure().map(|failure| failure.error.clone());
-        // Kernels are shut out when a rank leaves; those that waited then have reported it.
-        let closed = |error: &Error| error.kind() == &Kind::Freed && end.is_some() && !broken;
         let of_kernel = peer.kernel.as_ref().and_then(|kernel| kernel.check().err());
+        // Last, because a rank's end is noted before its connections are shut: read first, it could
+        // be missing for a connection that is found shut a moment later.
+        let (end, has_left) = {
+            let state = self.0.shared.state.lock();
+            (state.peers[rank].end.clone(), state.peers[rank].has_left)
+        };
+        // Kernels are shut out when a rank leaves; those that waited then have reported it.
+        let closed = |error: &Error| error.kind() == &Kind::Freed && has_left;
         let failed = of_stream.or(of_kernel.filter(|error| !closed(error)))?;
         // The rank's own end says more than what its connection died of.
         Some(end.unwrap_or_else(|| failed.during(format!("reach rank {rank} from streams"))))
@@ -382,14 +384,17 @@ impl OnLost for Inner {
         waits.retain(|wait| !concerned(wait));
         drop(waits);
         let mut track = peer.track.lock();
-        let awaits = track.take(&peer.stream).is_err() || track.awaits_messages();
+        let pending = track.take(&peer.stream).is_err()
+            || track.awaits_messages()
+            || loss.broken && track.is_busy();
         drop(track);
-        if released || awaits || !loss.left {
+        // A rank that has left and owes nothing is no failure, also when its connections end.
+        if released || pending || !loss.left {
             peer.stream.abort();
         }
         if let Some(kernel) = &peer.kernel {
             kernel.close();
-            if !loss.left {
+            if loss.broken {
                 let _ = kernel.qp().modify(&Change::to(State::Err));
             }
         }

@@ -1,12 +1,12 @@
 //! Streams, kernels and the CPU on the queues of a ConnectX, which is a stand-in: `nic.c` is libibverbs and libmlx5 in one, with
 //! a thread that does what its queues say. Nothing here goes through a provider's post or poll; it stops the test if it does.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, unsafe_code)]
+#![allow(unsafe_code)] // the environment is changed
 
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::OnceLock;
 use std::time::Duration;
 
+use testkit::{Collector, Suite, cases};
 use warpwire::error::Kind;
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mem::{Device, Stream};
@@ -21,41 +21,55 @@ use warpwire::verbs::{
 const NIC: &str = "WARPWIRE_TEST_NIC";
 /// Names a GPU: `cuda:0`. With it, one case at a time.
 const GPU: &str = "WARPWIRE_TEST_GPU";
-const SOON: Duration = Duration::from_secs(20);
+fn soon() -> Duration {
+    testkit::deadline(Duration::from_secs(20))
+}
 
-/// The stand-in, compiled once; `None` where that cannot be, which is told.
-fn stand_in() -> Option<&'static PathBuf> {
-    static MADE: OnceLock<Option<PathBuf>> = OnceLock::new();
-    let made = MADE.get_or_init(|| {
-        if let Some(library) = std::env::var_os(NIC) {
-            return Some(announce(library.into()));
-        }
-        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
-        let (source, library) = (
-            concat!(env!("CARGO_MANIFEST_DIR"), "/tests/mlx5/nic.c"),
-            folder.join(format!("nic-{}.so", std::process::id())),
-        );
-        if !std::path::Path::new("/usr/include/infiniband/mlx5dv.h").exists() {
-            eprintln!("skipped: no infiniband/mlx5dv.h (Debian: libibverbs-dev)");
-            return None;
-        }
-        let flags =
-            ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"];
-        let output = Command::new("cc").args(flags).arg("-o").arg(&library).arg(source).output();
-        let Ok(output) = output else {
-            eprintln!("skipped: no C compiler");
-            return None;
-        };
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        Some(announce(library))
-    });
-    made.as_ref()
+pub const SUITE: Suite = Suite { name: "mlx5", env: &[], collect, role: |_| {} };
+
+cases!(CASES:
+    streams_ring_the_register_and_watch_the_queue,
+    prepared_work_and_the_cpu,
+    failures_release_streams,
+    kernels_drive_it_by_themselves,
+    the_cpu_posts_and_polls_in_place,
+    what_is_no_connectx_or_makes_no_sense_is_refused,
+);
+
+fn collect(suite: &mut Collector) {
+    if suite.backend("mlx5dv", stand_in()).is_some() {
+        suite.add("", CASES, |case| (case.run)(&()));
+    }
+    if std::env::var_os(GPU).is_some() {
+        suite.one_at_a_time();
+    }
+}
+
+/// The stand-in, compiled, and in the libraries' place.
+fn stand_in() -> Result<PathBuf, String> {
+    if let Some(library) = std::env::var_os(NIC) {
+        return Ok(announce(library.into()));
+    }
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    let (source, library) = (
+        concat!(env!("CARGO_MANIFEST_DIR"), "/tests/mlx5/nic.c"),
+        folder.join(format!("nic-{}.so", std::process::id())),
+    );
+    if !std::path::Path::new("/usr/include/infiniband/mlx5dv.h").exists() {
+        return Err("no infiniband/mlx5dv.h (Debian: libibverbs-dev)".into());
+    }
+    let flags =
+        ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"];
+    let output = Command::new("cc").args(flags).arg("-o").arg(&library).arg(source).output();
+    let output = output.map_err(|why| format!("no C compiler: {why}"))?;
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Ok(announce(library))
 }
 
 /// Has the stand-in take the libraries' place.
 fn announce(library: PathBuf) -> PathBuf {
     for variable in ["WARPWIRE_IBVERBS", "WARPWIRE_MLX5"] {
-        // SAFETY: every case comes here first, and waits for the one that does it.
+        // SAFETY: this process has no other thread yet.
         unsafe { std::env::set_var(variable, &library) };
     }
     library
@@ -77,15 +91,14 @@ struct Bench {
     mr: Mr,
 }
 
-/// A device of that name, and a simulated GPU; `None` where there is no stand-in.
-fn bench(name: &str) -> Option<Bench> {
-    stand_in()?;
+/// A device of that name, and a simulated GPU.
+fn bench(name: &str) -> Bench {
     let gpu = gpu();
     let context = Context::open_device(name).unwrap();
     let pd = context.pd();
     let memory = HostMemory::new(1 << 16).unwrap();
     let mr = context.register(&pd, memory.clone(), Access::ALL).unwrap();
-    Some(Bench { gpu, context, pd, memory, mr })
+    Bench { gpu, context, pd, memory, mr }
 }
 
 impl Bench {
@@ -113,17 +126,16 @@ impl Bench {
 }
 
 fn finish(streams: &[&Stream]) {
-    streams.iter().for_each(|stream| stream.synchronize(SOON).unwrap());
+    streams.iter().for_each(|stream| stream.synchronize(soon()).unwrap());
 }
 
 fn take(qp: &StreamQp) -> Completion {
-    qp.next(SOON).unwrap().expect("a completion comes soon")
+    qp.next(soon()).unwrap().expect("a completion comes soon")
 }
 
 /// Messages from stream to stream, for many laps of every queue.
-#[test]
 fn streams_ring_the_register_and_watch_the_queue() {
-    let Some(bench) = bench("nic_0") else { return };
+    let bench = bench("nic_0");
     let [a, b] = bench.stream_pair();
     assert_eq!(a.qp().path().unwrap().local.to_string(), "10.0.0.7:4791");
     let [sender, receiver] = [(); 2].map(|()| bench.gpu.stream().unwrap());
@@ -151,9 +163,8 @@ fn streams_ring_the_register_and_watch_the_queue() {
 }
 
 /// What was prepared and given up does nothing, between others; the CPU posts the same way.
-#[test]
 fn prepared_work_and_the_cpu() {
-    let Some(bench) = bench("nic_0") else { return };
+    let bench = bench("nic_0");
     let [a, _b] = bench.stream_pair();
     let stream = bench.gpu.stream().unwrap();
     let write =
@@ -173,9 +184,8 @@ fn prepared_work_and_the_cpu() {
 }
 
 /// A failure ends the waits, and says what it was.
-#[test]
 fn failures_release_streams() {
-    let Some(bench) = bench("nic_0") else { return };
+    let bench = bench("nic_0");
     let [a, b] = bench.stream_pair();
     let stream = bench.gpu.stream().unwrap();
     let nowhere = Remote { address: 0x1000, rkey: 0xbad };
@@ -196,9 +206,8 @@ fn failures_release_streams() {
 }
 
 /// Kernels of the simulated GPU drive it by the handle, on and on.
-#[test]
 fn kernels_drive_it_by_themselves() {
-    let Some(bench) = bench("nic_0") else { return };
+    let bench = bench("nic_0");
     let options = KernelQpOptions { send_depth: 8, receive_depth: 4, ..KernelQpOptions::default() };
     let make = || KernelQp::create(&bench.context, &bench.pd, &bench.gpu, options.clone()).unwrap();
     let (qp, peer) = (make(), make());
@@ -224,9 +233,8 @@ fn kernels_drive_it_by_themselves() {
 }
 
 /// Verbs of the CPU on a queue pair that is posted to in place.
-#[test]
 fn the_cpu_posts_and_polls_in_place() {
-    let Some(bench) = bench("nic_0") else { return };
+    let bench = bench("nic_0");
     let held = || CqOptions { entries: 15, held: true, ..CqOptions::default() };
     let make = || {
         let [sends, receives] = [(); 2].map(|()| bench.context.create_cq_with(held()).unwrap());
@@ -242,7 +250,7 @@ fn the_cpu_posts_and_polls_in_place() {
     let next = |cq: &warpwire::verbs::Cq| {
         let (mut one, start) = ([Completion::EMPTY], std::time::Instant::now());
         while cq.poll(&mut one).unwrap() == 0 {
-            assert!(start.elapsed() < SOON, "a completion");
+            assert!(start.elapsed() < soon(), "a completion");
             std::thread::yield_now();
         }
         one[0]
@@ -266,9 +274,8 @@ fn the_cpu_posts_and_polls_in_place() {
 }
 
 /// What cannot be says so.
-#[test]
 fn what_is_no_connectx_or_makes_no_sense_is_refused() {
-    let Some(bench) = bench("nic_0") else { return };
+    let bench = bench("nic_0");
     let plain = bench.context.create_cq(4).unwrap();
     let watched = QpOptions { watched: true, ..QpOptions::default() };
     let refused = bench.context.create_qp(&bench.pd, &plain, &plain, watched).unwrap_err();
@@ -282,7 +289,7 @@ fn what_is_no_connectx_or_makes_no_sense_is_refused() {
     assert!(refused.to_string().contains("receive_depth 1"), "{refused}");
     assert!(refused.to_string().contains("try 2"), "{refused}");
     drop(bench);
-    let other = self::bench("other_0").unwrap();
+    let other = self::bench("other_0");
     let (context, pd, gpu) = (&other.context, &other.pd, &other.gpu);
     let streams = StreamQp::create(context, pd, gpu, StreamQpOptions::default()).unwrap_err();
     let kernels = KernelQp::create(context, pd, gpu, KernelQpOptions::default()).unwrap_err();

@@ -3,8 +3,6 @@
 //! `tools/rxe-lab test` boots the guest and runs this there where the guest can be reached; run by itself it has
 //! nothing to talk to, and says so. In the guest, `tools/rxe/verbs-peer.c` does what a case asks for, verb by verb.
 //! Each case leaves a capture, which the laboratory judges.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
-
 mod failures;
 mod faults;
 mod ibv;
@@ -16,13 +14,13 @@ mod pingpong;
 mod queues;
 mod world;
 
-use std::process::ExitCode;
+use testkit::{Case, Collector, Suite};
 
-use libtest_mimic::{Arguments, Trial};
+use lab::{Bench, Family, Lab};
 
-use lab::{Bench, Case, Family, Lab};
+pub const SUITE: Suite = Suite { name: "rxe", env: &[], collect, role: |_| {} };
 
-const CASES: &[&[Case]] = &[
+const CASES: &[&[Case<Bench>]] = &[
     operations::CASES,
     queues::CASES,
     failures::CASES,
@@ -31,36 +29,30 @@ const CASES: &[&[Case]] = &[
     perftest::CASES,
 ];
 
-fn main() -> ExitCode {
-    let mut arguments = Arguments::from_args();
+fn collect(suite: &mut Collector) {
     let Some(lab) = Lab::from_env() else {
         // The laboratory knows whether it must be there; here it never is.
-        eprintln!("skipped: rxe (`tools/rxe-lab test` runs these cases against a guest)");
-        return ExitCode::SUCCESS;
+        return eprintln!("skipped: rxe (`tools/rxe-lab test` runs these cases against a guest)");
     };
     // There is one RoCE port, and one guest.
-    arguments.test_threads = Some(1);
+    suite.one_at_a_time();
     let lab: &'static Lab = Box::leak(Box::new(lab));
-    let mut trials = Vec::new();
-    let mut add = |family, prefix: &str, case: &'static Case, peer| {
-        let name = format!("{prefix}::{}", case.name);
-        trials.push(Trial::test(name.clone(), move || {
+    let run = |family, prefix: &'static str, peer| {
+        move |case: &'static Case<Bench>| {
             let start = std::time::Instant::now();
+            let name = format!("{prefix}::{}", case.name);
             (case.run)(&Bench { peer, ..lab.bench(family, name) });
             eprint!("{:.1} s ", start.elapsed().as_secs_f64());
-            Ok(())
-        }));
+        }
     };
     for (family, name) in [(Family::V4, "ipv4"), (Family::V6, "ipv6")] {
-        for case in CASES.iter().flat_map(|room| room.iter()) {
-            add(family, name, case, "/job/verbs-peer");
+        for cases in CASES {
+            suite.add(name, cases, run(family, name, "/job/verbs-peer rxe0"));
         }
     }
-    for case in ibv::CASES {
-        add(Family::V4, "ibv", case, "");
-    }
+    suite.add("ibv", ibv::CASES, run(Family::V4, "ibv", ""));
     for case in ibv::both_ways() {
-        add(Family::V4, "ibv", case, "/job/ibv-suite peer");
+        let peer = "env WARPWIRE_TEST_ROLE=\"ibv peer rxe0\" /job/suites";
+        suite.add("ibv", std::slice::from_ref(case), run(Family::V4, "ibv", peer));
     }
-    libtest_mimic::run(&arguments, trials).exit_code()
 }

@@ -1,6 +1,5 @@
 //! The queue pair one situation at a time: two of them, a scripted host, packets passed by hand. Each test's
 //! name says what must happen; the invariants are numbered in `warpwire_proto::qp`.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod answers;
 mod congestion;

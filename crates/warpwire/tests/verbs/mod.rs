@@ -3,8 +3,6 @@
 //! Each case runs over each link that is there; where one is absent, a line `skipped: why` is printed, and
 //! `WARPWIRE_REQUIRE` with the link's name in it makes it a failure. Cases that are about the device alone run over
 //! the loopback link only.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
-
 mod apart;
 mod chaos;
 mod datagrams;
@@ -12,7 +10,7 @@ mod devices;
 mod direct;
 mod events;
 mod failures;
-mod fixture;
+pub mod fixture;
 mod garbage;
 mod lent;
 mod mixtures;
@@ -25,14 +23,14 @@ mod staged;
 mod states;
 mod strange;
 
-use std::process::ExitCode;
+use testkit::{Case, Collector, Effort, Suite};
 
-use libtest_mimic::{Arguments, Trial};
+use fixture::{Fixture, Which};
 
-use fixture::{Case, Fixture, Which};
+pub const SUITE: Suite = Suite { name: "verbs", env: &[], collect, role };
 
 /// Cases that every link runs.
-const EVERYWHERE: &[&[Case]] = &[
+const EVERYWHERE: &[&[Case<Fixture>]] = &[
     operations::CASES,
     lent::CASES,
     direct::CASES,
@@ -46,9 +44,9 @@ const EVERYWHERE: &[&[Case]] = &[
     strange::CASES,
 ];
 /// Cases with a process on either side.
-const BETWEEN_PROCESSES: &[&[Case]] = &[processes::CASES, apart::CASES];
+const BETWEEN_PROCESSES: &[&[Case<Fixture>]] = &[processes::CASES, apart::CASES];
 /// Cases for which the link does not matter.
-const ONCE: &[&[Case]] = &[
+const ONCE: &[&[Case<Fixture>]] = &[
     failures::ONCE,
     queues::ONCE,
     events::ONCE,
@@ -63,7 +61,7 @@ const ONCE: &[&[Case]] = &[
 ];
 
 /// Cases for which the link does not matter, and that a device of the machine can run too.
-const ON_DEVICES: &[&[Case]] = &[
+const ON_DEVICES: &[&[Case<Fixture>]] = &[
     devices::CASES,
     staged::CASES,
     refusals::CASES,
@@ -149,80 +147,63 @@ fn not_on_devices(name: &str) -> Option<&'static str> {
     NOT_ON_DEVICES.iter().find(|(_, names)| names.contains(&name)).map(|(why, _)| *why)
 }
 
-fn main() -> ExitCode {
-    if let Ok(words) = std::env::var(processes::VARIABLE) {
-        processes::live(&words);
-        return ExitCode::SUCCESS;
+/// What a process of this suite does, by the first of its words.
+fn role(words: &str) {
+    let (kind, words) = words.split_once(' ').unwrap_or((words, ""));
+    match kind {
+        "peer" => processes::live(words),
+        "apart" => apart::run(words),
+        "try" => refusals::run(words),
+        other => panic!("no role is called {other:?}"),
     }
-    if let Some(ended) = apart::run_if_asked() {
-        return ended;
-    }
-    if let Some(ended) = refusals::run_if_asked() {
-        return ended;
-    }
+}
+
+fn collect(suite: &mut Collector) {
     fixture::move_beside();
-    let mut arguments = Arguments::from_args();
-    let mut trials = Vec::new();
     for (which, name) in Which::all() {
-        if let Some(why) = which.missing() {
-            // To stderr: test runners read the list of tests from stdout.
-            eprintln!("skipped: {name}: {why}");
-            if required(name) {
-                eprintln!("failed: WARPWIRE_REQUIRE asks for {name}");
-                return ExitCode::FAILURE;
-            }
+        let quick = which == Which::Loopback || which.has_device();
+        if suite.effort() == Effort::Quick && !quick {
+            continue;
+        }
+        if suite.backend(name, which.missing().map_or(Ok(()), Err)).is_none() {
             continue;
         }
         let special = match which {
             Which::Loopback => ONCE,
             which if which.has_device() => {
-                // There is one RoCE port.
-                arguments.test_threads = Some(1);
+                suite.one_at_a_time(); // there is one RoCE port
                 ON_DEVICES
             }
             _ => BETWEEN_PROCESSES,
         };
-        let rooms = EVERYWHERE.iter().chain(special);
-        // How peers of one machine do without packets is no affair of devices.
-        let skipped = |room: &&&[Case]| which.has_device() && room[0].name == direct::CASES[0].name;
-        for case in rooms.filter(|room| !skipped(room)).flat_map(|room| room.iter()) {
-            let name = format!("{name}::{}", case.name);
-            trials.push(Trial::test(name.clone(), move || {
-                run(&name, case, which);
-                Ok(())
-            }));
+        for cases in EVERYWHERE.iter().chain(special) {
+            // How peers of one machine do without packets is no affair of devices.
+            if which.has_device() && cases[0].name == direct::CASES[0].name {
+                continue;
+            }
+            suite.add(name, cases, move |case| run(name, case, which));
         }
     }
-    libtest_mimic::run(&arguments, trials).exit_code()
 }
 
-/// Runs a case, unless it finds that this backend cannot.
-fn run(name: &str, case: &Case, which: Which) {
+/// Runs a case, unless it cannot run on this backend.
+fn run(backend: &str, case: &Case<Fixture>, which: Which) {
     let start = std::time::Instant::now();
     let two_worlds = matches!(case.name, "nobody_is_ready" | "guards_and_threads_move_bytes");
     if two_worlds && which.has_device() && which != Which::Device {
-        return eprintln!("skipped: {name}: it opens two worlds, and there is one port 4791");
+        testkit::skip("it opens two worlds, and there is one port 4791");
     }
     if let Some(why) = not_on_devices(case.name).filter(|_| which.has_device()) {
-        return eprintln!("skipped: {name}: {why}");
+        testkit::skip(why);
     }
     let run = std::panic::AssertUnwindSafe(|| (case.run)(&Fixture::new(which)));
     let ended = std::panic::catch_unwind(run);
-    let failed = ended.as_ref().is_err_and(|payload| !payload.is::<fixture::Skipped>());
-    fixture::end_recording(name, failed);
-    let Err(payload) = ended else {
-        if which.has_device() {
-            eprint!("{:.1} s ", start.elapsed().as_secs_f64());
-        }
-        return;
-    };
-    match payload.downcast::<fixture::Skipped>() {
-        Ok(skipped) => eprintln!("skipped: {name}: {}", skipped.0),
-        Err(payload) => std::panic::resume_unwind(payload),
+    let failed = ended.as_ref().is_err_and(|payload| !testkit::is_skip(payload.as_ref()));
+    fixture::end_recording(&format!("{backend}::{}", case.name), failed);
+    if let Err(payload) = ended {
+        std::panic::resume_unwind(payload);
     }
-}
-
-fn required(link: &str) -> bool {
-    let list = std::env::var("WARPWIRE_REQUIRE").unwrap_or_default();
-    list.split(',').any(|name| name.trim() == link)
+    if which.has_device() {
+        eprint!("{:.1} s ", start.elapsed().as_secs_f64());
+    }
 }

@@ -1,0 +1,46 @@
+//! The built command, run as a user runs it.
+
+// Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
+#![allow(clippy::unwrap_used)]
+
+mod cli;
+mod copy;
+mod devices;
+mod ordered;
+mod perf;
+mod pingpong;
+mod run;
+mod sock;
+
+use std::process::{Command, Output};
+
+/// The command, without what this process's environment would tell it.
+fn warpwire() -> Command {
+    const PREFIXES: [&str; 9] = [
+        "WARPWIRE_",
+        "RANK",
+        "WORLD_SIZE",
+        "OMPI_",
+        "PMI_",
+        "SLURM_",
+        "MASTER_",
+        "NO_COLOR",
+        "COLUMNS",
+    ];
+    let mut command = Command::new(env!("CARGO_BIN_EXE_warpwire"));
+    for (variable, _) in std::env::vars_os() {
+        let name = variable.to_string_lossy();
+        if PREFIXES.iter().any(|prefix| name.starts_with(prefix)) {
+            command.env_remove(variable);
+        }
+    }
+    command
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}

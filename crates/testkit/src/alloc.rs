@@ -1,0 +1,74 @@
+//! Counting allocations.
+#![allow(unsafe_code)] // an allocator is unsafe to write
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+static PROCESS: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    static THREAD: Cell<u64> = const { Cell::new(0) };
+}
+
+/// The system's allocator with counters. A test binary that counts has
+/// `#[global_allocator] static ALLOCATOR: CountingAllocator = CountingAllocator;`.
+pub struct CountingAllocator;
+
+impl CountingAllocator {
+    /// Allocations of the calling thread so far.
+    pub fn of_thread() -> u64 {
+        THREAD.with(Cell::get)
+    }
+
+    /// Allocations of the whole process so far. Use it in a process that runs one test at a time.
+    pub fn of_process() -> u64 {
+        PROCESS.load(Ordering::Relaxed)
+    }
+
+    fn count() {
+        PROCESS.fetch_add(1, Ordering::Relaxed);
+        // A thread that is being torn down has no counter any more.
+        let _ = THREAD.try_with(|count| count.set(count.get() + 1));
+    }
+}
+
+// SAFETY: every call is passed on unchanged; counting allocates nothing.
+unsafe impl GlobalAlloc for CountingAllocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        Self::count();
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.dealloc(at, layout) }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, len: usize) -> *mut u8 {
+        Self::count();
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.realloc(at, layout, len) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::CountingAllocator;
+
+    #[global_allocator]
+    static ALLOCATOR: CountingAllocator = CountingAllocator;
+
+    #[test]
+    fn allocations_are_counted_per_thread_and_per_process() {
+        let (thread, process) = (CountingAllocator::of_thread(), CountingAllocator::of_process());
+        let mut bytes = std::hint::black_box(vec![1_u8; 100]);
+        bytes.reserve_exact(1000);
+        assert_eq!(CountingAllocator::of_thread() - thread, 2);
+        std::thread::spawn(|| drop(std::hint::black_box(vec![1_u8; 100]))).join().unwrap();
+        assert!(
+            CountingAllocator::of_process() - process > CountingAllocator::of_thread() - thread
+        );
+    }
+}

@@ -1,0 +1,203 @@
+//! Suites: lists of cases, run on every backend that is present.
+
+use std::fmt::Display;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+
+use crate::process::Role;
+use crate::requirement::{Skipped, required};
+use crate::{Effort, clock};
+
+/// Names the suite that a process runs; without it, it starts one process for each.
+const VARIABLE: &str = "WARPWIRE_TEST_SUITE";
+
+/// One behaviour, to be tried on backends whose fixture is an `F`.
+pub struct Case<F: 'static> {
+    /// The function's name.
+    pub name: &'static str,
+    /// The least effort at which it runs.
+    pub effort: Effort,
+    /// The test: it panics if the behaviour is not there.
+    pub run: fn(&F),
+}
+
+/// Lists functions as cases under their own names.
+///
+/// ```ignore
+/// cases!(Fixture; CASES: writes, reads; change: a_storm; full: a_long_storm);
+/// ```
+///
+/// makes `pub const CASES: &[Case<Fixture>]`; `cases!(CASES: a, b)` is for functions without a
+/// fixture. Those behind `change:` and `full:` run from that
+/// [`Effort`] on.
+#[macro_export]
+macro_rules! cases {
+    ($list:ident: $($name:ident),* $(,)?) => {
+        pub const $list: &[$crate::Case<()>] = &[$($crate::Case {
+            name: stringify!($name), effort: $crate::Effort::Quick, run: |()| $name(),
+        },)*];
+    };
+    ($fixture:ty; $list:ident: $($quick:ident),* $(,)?
+     $(; change: $($change:ident),* $(,)?)? $(; full: $($full:ident),* $(,)?)?) => {
+        pub const $list: &[$crate::Case<$fixture>] = &[
+            $($crate::Case {
+                name: stringify!($quick), effort: $crate::Effort::Quick, run: $quick,
+            },)*
+            $($($crate::Case {
+                name: stringify!($change), effort: $crate::Effort::Change, run: $change,
+            },)*)?
+            $($($crate::Case {
+                name: stringify!($full), effort: $crate::Effort::Full, run: $full,
+            },)*)?
+        ];
+    };
+}
+
+/// A group of cases with a process of its own.
+pub struct Suite {
+    /// The first part of its cases' names.
+    pub name: &'static str,
+    /// Variables that must be set before the process starts; what is set already stays.
+    pub env: &'static [(&'static str, &'static str)],
+    /// Finds the backends that are present, and adds the cases for each.
+    pub collect: fn(&mut Collector),
+    /// What a [`Role`] of this suite does.
+    pub role: fn(&str),
+}
+
+/// Takes the cases of one suite.
+pub struct Collector {
+    suite: &'static str,
+    effort: Effort,
+    trials: Vec<Trial>,
+    serial: bool,
+}
+
+impl Collector {
+    /// The effort of this run.
+    pub fn effort(&self) -> Effort {
+        self.effort
+    }
+
+    /// Has cases run one after the other: they share something that only one can have.
+    pub fn one_at_a_time(&mut self) {
+        self.serial = true;
+    }
+
+    /// A backend, if it is present. If not, that is said; if it is required, a case fails.
+    pub fn backend<T>(&mut self, name: &str, found: Result<T, impl Display>) -> Option<T> {
+        let why = match found {
+            Ok(backend) => return Some(backend),
+            Err(why) => why.to_string(),
+        };
+        // To stderr: test runners read the list of tests from stdout.
+        eprintln!("skipped: {}: {name}: {why}", self.suite);
+        if required(name) {
+            let text = format!("WARPWIRE_REQUIRE asks for {name}: {why}");
+            let fail = move || Err(Failed::from(text));
+            self.trials.push(Trial::test(format!("{}::{name}::is_present", self.suite), fail));
+        }
+        None
+    }
+
+    /// Adds those cases that this effort wants. Their names are `SUITE::PREFIX::CASE`; `run` makes
+    /// the fixture and calls the case.
+    pub fn add<F>(
+        &mut self,
+        prefix: &str,
+        cases: &'static [Case<F>],
+        run: impl Fn(&'static Case<F>) + Clone + Send + 'static,
+    ) {
+        for case in cases.iter().filter(|case| case.effort <= self.effort) {
+            let name = match prefix {
+                "" => format!("{}::{}", self.suite, case.name),
+                prefix => format!("{}::{prefix}::{}", self.suite, case.name),
+            };
+            let (run, called) = (run.clone(), name.clone());
+            self.trials.push(Trial::test(name, move || {
+                run_one(&called, || run(case));
+                Ok(())
+            }));
+        }
+    }
+}
+
+/// Runs a case, unless it finds that it cannot. `WARPWIRE_TIMES=0.5` prints the time of each case
+/// that takes half a second or more.
+fn run_one(name: &str, run: impl FnOnce()) {
+    let start = Instant::now();
+    let ended = catch_unwind(AssertUnwindSafe(run));
+    let threshold = std::env::var("WARPWIRE_TIMES").ok().and_then(|text| text.parse().ok());
+    if threshold.is_some_and(|least| start.elapsed() >= Duration::from_secs_f64(least)) {
+        eprintln!("{:6.2} s  {name}", start.elapsed().as_secs_f64());
+    }
+    match ended.map_err(|payload| payload.downcast::<Skipped>()) {
+        Ok(()) => {}
+        Err(Ok(skipped)) => eprintln!("skipped: {name}: {}", skipped.0),
+        Err(Err(payload)) => resume_unwind(payload),
+    }
+}
+
+/// The `main` of a test binary: runs each suite in a process of its own, so that what one changes
+/// (environment, descriptors, hooks, a crash) no other one meets.
+pub fn run(suites: &[Suite]) -> ExitCode {
+    let find = |name: &str| {
+        let found = suites.iter().find(|suite| suite.name == name);
+        found.unwrap_or_else(|| panic!("no suite is called {name:?}"))
+    };
+    if let Some((suite, words)) = Role::of_this_process() {
+        (find(&suite).role)(&words);
+        return ExitCode::SUCCESS;
+    }
+    let arguments = Arguments::from_args();
+    if let Ok(name) = std::env::var(VARIABLE) {
+        return run_suite(find(&name), arguments);
+    }
+    let mut failed = Vec::new();
+    for suite in suites.iter().filter(|suite| may_match(&arguments, suites, suite.name)) {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let (slowdown, value) = clock::inherit();
+        command.args(std::env::args_os().skip(1)).env(VARIABLE, suite.name).env(slowdown, value);
+        let unset = suite.env.iter().filter(|(variable, _)| std::env::var_os(variable).is_none());
+        let status = command.envs(unset.copied()).status().unwrap();
+        if !status.success() {
+            failed.push(format!("{} ({status})", suite.name));
+        }
+    }
+    if failed.is_empty() {
+        return ExitCode::SUCCESS;
+    }
+    eprintln!("failed suites: {}", failed.join(", "));
+    ExitCode::FAILURE
+}
+
+fn run_suite(suite: &Suite, mut arguments: Arguments) -> ExitCode {
+    let (effort, trials) = (Effort::current(), Vec::new());
+    let mut collector = Collector { suite: suite.name, effort, trials, serial: false };
+    (suite.collect)(&mut collector);
+    let Collector { trials, serial, .. } = collector;
+    let matches = |name: &str| match &arguments.filter {
+        Some(filter) if arguments.exact => name == filter,
+        Some(filter) => name.contains(filter.as_str()),
+        None => true,
+    };
+    if !arguments.list && !trials.iter().any(|trial| matches(trial.name())) {
+        return ExitCode::SUCCESS; // another suite's filter
+    }
+    if serial {
+        arguments.test_threads = Some(1);
+    }
+    libtest_mimic::run(&arguments, trials).exit_code()
+}
+
+/// Whether a suite can have cases that the command line asks for: `verbs::udp4` is for one alone.
+fn may_match(arguments: &Arguments, suites: &[Suite], suite: &str) -> bool {
+    let filter = arguments.filter.as_deref().unwrap_or_default();
+    match filter.split_once("::") {
+        Some((first, _)) if suites.iter().any(|known| known.name == first) => first == suite,
+        _ => true,
+    }
+}

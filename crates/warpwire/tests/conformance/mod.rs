@@ -1,0 +1,57 @@
+//! One suite for every backend: devices, memory, streams, events, graphs, kernels, sharing.
+//!
+//! Each case runs on the simulated GPU and on CUDA if it is there; where a backend is absent, a line
+//! `skipped: why` is printed, and `WARPWIRE_REQUIRE=cuda` makes it a failure.
+mod child;
+mod cuda_only;
+mod fixture;
+mod kernels;
+mod memory;
+mod program;
+mod sharing;
+mod sim_only;
+mod streams;
+mod windows;
+
+use testkit::{Case, Collector, Suite};
+use warpwire::mem::Backend;
+
+use fixture::Fixture;
+
+pub const SUITE: Suite = Suite { name: "conformance", env: &[], collect, role: child::run };
+
+const EVERYWHERE: &[&[Case<Fixture>]] =
+    &[memory::CASES, streams::CASES, program::CASES, sharing::CASES, windows::CASES];
+
+fn collect(suite: &mut Collector) {
+    hush_panics_on_purpose();
+    add(suite, Backend::Sim, sim_only::CASES);
+    if suite.backend("cuda", warpwire::mem::cuda::devices()).is_some() {
+        add(suite, Backend::Cuda, cuda_only::CASES);
+        // All cases share the process's one CUDA context, in which some calls wait for all streams:
+        // a case that holds a stream up would hold up the others.
+        suite.one_at_a_time();
+    }
+}
+
+fn add(suite: &mut Collector, backend: Backend, special: &'static [Case<Fixture>]) {
+    for cases in EVERYWHERE.iter().chain([&special]) {
+        suite.add(&backend.to_string(), cases, move |case| {
+            let fixture = Fixture::new(backend);
+            (case.run)(&fixture);
+            fixture.check_nothing_left();
+        });
+    }
+}
+
+/// Some cases panic on purpose, where it must be caught; their noise would drown real failures.
+fn hush_panics_on_purpose() {
+    let loud = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        let payload = info.payload();
+        let text = payload.downcast_ref::<&str>().copied().unwrap_or_default();
+        if !text.starts_with("on purpose") {
+            loud(info);
+        }
+    }));
+}

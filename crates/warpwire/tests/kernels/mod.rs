@@ -1,0 +1,44 @@
+//! Queue pairs for kernels: calls from inside kernels, and from streams, over the software HCA.
+//!
+//! Each case runs on the simulated GPU and on CUDA if it is there; where it is absent, a line `skipped: why` is printed,
+//! and `WARPWIRE_REQUIRE=cuda` makes it a failure. `cpu` has the header's own code on CPU threads.
+mod calls;
+mod cpu;
+mod fixture;
+mod inside;
+mod refusals;
+mod streams;
+
+use testkit::{Case, Collector, Effort, Suite};
+use warpwire::mem::Backend;
+
+use fixture::{Fixture, Which};
+
+pub const SUITE: Suite = Suite { name: "kernels", env: &[], collect, role: |_| {} };
+
+const CASES: &[&[Case<Fixture>]] = &[inside::CASES, streams::CASES, refusals::CASES];
+
+fn collect(suite: &mut Collector) {
+    if suite.effort() > Effort::Quick {
+        cpu::collect(suite);
+    }
+    add(suite, Backend::Sim);
+    if suite.backend("cuda", warpwire::mem::cuda::devices()).is_some() {
+        add(suite, Backend::Cuda);
+        // All cases share the process's one CUDA context: see the conformance suite.
+        suite.one_at_a_time();
+    }
+}
+
+fn add(suite: &mut Collector, backend: Backend) {
+    for (which, link) in Which::ALL {
+        if suite.effort() == Effort::Quick && which != Which::Loopback {
+            continue;
+        }
+        for cases in CASES {
+            suite.add(&format!("{backend}::{link}"), cases, move |case| {
+                (case.run)(&Fixture::new(backend, which));
+            });
+        }
+    }
+}
