@@ -3,6 +3,7 @@
 use std::process::Output;
 
 use serde_json::Value;
+use testkit::Effort;
 
 fn run(arguments: &[&str]) -> Output {
     let mut command = crate::warpwire();
@@ -27,8 +28,10 @@ fn assert_positive(value: &Value) {
 
 #[test]
 fn sanity_checks_everything() {
-    let text = text(&["sanity"]);
-    assert!(text.contains(">>> SUCCESS"), "{text}");
+    if Effort::current() > Effort::Quick {
+        let text = text(&["sanity"]);
+        assert!(text.contains(">>> SUCCESS"), "{text}");
+    }
     let checks = json(&["sanity"])["checks"].as_array().unwrap().clone();
     assert!(checks.len() >= 9 && checks.iter().all(|check| check["why_not"].is_null()));
 }
@@ -36,12 +39,13 @@ fn sanity_checks_everything() {
 #[test]
 fn latency_shows_each_way_and_the_floor() {
     const SHORT: [&str; 7] = ["latency", "-s", "8,4096", "-n", "20", "-b", "10"];
-    for more in [
+    let ways = [
         &[][..],
         &["--one-engine"],
         &["--processes", "--cq", "device"],
         &["--link", "udp", "--no-patience"],
-    ] {
+    ];
+    for more in ways.into_iter().take(Effort::choose([1, 4, 4])) {
         let report = json(&[&SHORT, more].concat());
         let rows = report["rows"].as_array().unwrap();
         assert_eq!(rows.len(), 2, "{more:?}");

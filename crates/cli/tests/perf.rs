@@ -219,10 +219,12 @@ fn a_peer_that_vanishes_is_named() {
 
 #[test]
 fn stat_shows_a_running_process() {
-    let command = ["perf", "write", "bw", "--local", "-D", "4", "-s", "64K"];
+    // Long enough to be looked at, on a busy machine too.
+    let seconds = testkit::deadline(Duration::from_secs(2)).as_secs().to_string();
+    let command = ["perf", "write", "bw", "--local", "-D", &seconds, "-s", "64K"];
     let mut client = warpwire(&command).stdout(Stdio::null()).spawn().unwrap();
     let pid = client.id().to_string();
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + testkit::deadline(Duration::from_secs(10));
     let line = loop {
         let output = run(&["stat", &pid, "--json", "-i", "0.2", "-c", "1"]);
         let text = stdout(&output);

@@ -6,6 +6,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
+use testkit::Effort;
 
 fn warpwire(arguments: &[&str]) -> Command {
     let mut command = crate::warpwire();
@@ -146,7 +147,7 @@ fn mp_measures_and_verifies() {
         }
     }
     // All modes, with a kernel and without.
-    for test in ["pingpong", "putget", "sendrecv"] {
+    for test in ["pingpong", "putget", "sendrecv"].into_iter().take(Effort::choose([1, 3, 3])) {
         let words = ["mp", test, "-s", "8,20000", "-n", "20", "--mem", "sim:0", "--kernel", "20us"];
         let output = warpwire(&[&words[..], &["--json"]].concat()).output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{test}: {}", text(&output.stderr));

@@ -22,12 +22,17 @@ impl Effort {
         }
     }
 
+    /// The value for this run: `[quick, change, full]`.
+    pub fn choose<T: Copy>(values: [T; 3]) -> T {
+        values[Self::current() as usize]
+    }
+
     /// The value for this run: `[quick, change, full]`. A variable of the environment wins: a
     /// number in `WARPWIRE_SEEDS`, say.
     pub fn pick(variable: &str, values: [u64; 3]) -> u64 {
         match std::env::var(variable) {
             Ok(text) => text.parse().unwrap_or_else(|_| panic!("{variable}={text}: not a number")),
-            Err(_) => values[Self::current() as usize],
+            Err(_) => Self::choose(values),
         }
     }
 }

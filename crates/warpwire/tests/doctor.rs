@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use crate::support::{MACHINES, Machine};
+use testkit::Effort;
 use warpwire::doctor::{Answer, Check, Evidence, Report, Status};
 
 /// The check of this name.
@@ -466,7 +467,7 @@ fn no_spoilt_file_stops_a_report() {
         let mut seen = std::collections::HashSet::new();
         files.retain(|file| !file.ends_with("probes.json") && seen.insert(shape(file)));
         assert!(files.len() > 10, "{name} has few files");
-        for file in files {
+        for file in files.into_iter().step_by(Effort::choose([5, 1, 1])) {
             let survives = || {
                 let report = machine.report();
                 assert_eq!(report.verdicts.len(), 7, "{name}: {}", file.display());

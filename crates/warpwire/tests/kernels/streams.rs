@@ -3,13 +3,12 @@
 use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
-use warpwire::mem::Backend;
 use warpwire::stream::KernelQpOptions;
 use warpwire::stream::kernel::{Ended, SignalWait};
 use warpwire::verbs::{Remote, Status};
 
 use crate::kernels::fixture::{Fixture, WORD, bytes, impatient, soon};
-use testkit::cases;
+use testkit::{Effort, cases};
 
 cases!(Fixture; CASES:
     every_call_from_a_stream,
@@ -63,10 +62,8 @@ fn every_call_from_a_stream(fixture: &Fixture) {
 }
 
 /// How often graphs are replayed.
-fn rounds(fixture: &Fixture) -> u64 {
-    match fixture.backend {
-        Backend::Sim | Backend::Cuda => 10_000,
-    }
+fn rounds() -> u64 {
+    Effort::choose([1000, 10_000, 100_000])
 }
 
 fn graphs_replay_as_new_work(fixture: &Fixture) {
@@ -87,7 +84,7 @@ fn graphs_replay_as_new_work(fixture: &Fixture) {
     let (ping, pong) = (ping.unwrap(), pong.unwrap());
     assert_eq!((ping.len(), pong.len()), (2, 2));
     a.memory.write(0, &0xabcd_u64.to_le_bytes()).unwrap();
-    let rounds = rounds(fixture);
+    let rounds = rounds();
     for _ in 0..rounds {
         out.replay(&ping).unwrap();
         back.replay(&pong).unwrap();
@@ -106,7 +103,7 @@ fn graphs_replay_as_new_work(fixture: &Fixture) {
 fn graphs_of_messages_replay(fixture: &Fixture) {
     let [a, b] = fixture.ends();
     let [out, back] = [fixture.gpu.stream().unwrap(), fixture.gpu.stream().unwrap()];
-    let rounds = rounds(fixture) / 10;
+    let rounds = rounds() / 10;
     let send = out.capture(|stream| {
         a.qp.send_imm_on(stream, a.mr.sge(0, 16), 5)?;
         a.qp.wait_on(stream)

@@ -7,11 +7,12 @@ use testkit::{Case, cases};
 cases!(Bench; CASES:
     two_queue_pairs_of_one_device,
     devices_are_listed,
-    the_suite_of_verbs_on_rxe,
     the_suite_of_verbs_between_us_and_rxe,
+    perf_between_devices;
+    full:
+    the_suite_of_verbs_on_rxe,
     the_suite_of_verbs_between_rxe_and_us,
     between_us_and_rxe_by_ipv6,
-    perf_between_devices,
 );
 
 /// Cases of the other rooms that are held once more, with our own verbs at the other end.
@@ -49,7 +50,7 @@ fn two_queue_pairs_of_one_device(bench: &Bench) {
 
 /// `tests/verbs` on the device: both ends are contexts of it.
 fn the_suite_of_verbs_on_rxe(bench: &Bench) {
-    verbs_suite(bench, "10.79.0.2", "devices::");
+    verbs_suite(bench, "10.79.0.2", "::devices::");
 }
 
 /// `tests/verbs` once more, with the software HCA at one end, in a network of its own in the guest.

@@ -14,7 +14,7 @@ mod pingpong;
 mod queues;
 mod world;
 
-use testkit::{Case, Collector, Suite};
+use testkit::{Case, Collector, Effort, Suite};
 
 use lab::{Bench, Family, Lab};
 
@@ -46,7 +46,9 @@ fn collect(suite: &mut Collector) {
         }
     };
     for (family, name) in [(Family::V4, "ipv4"), (Family::V6, "ipv6")] {
-        for cases in CASES {
+        // The other family's packets differ in their headers alone: for a change, the operations do.
+        let core = suite.effort() < Effort::Full && family == Family::V6;
+        for cases in if core { &CASES[..1] } else { CASES } {
             suite.add(name, cases, run(family, name, "/job/verbs-peer rxe0"));
         }
     }
