@@ -1,9 +1,7 @@
 //! Deadlines for tests, on machines of any speed and load.
 
-use std::sync::OnceLock;
+use std::sync::{OnceLock, mpsc};
 use std::time::{Duration, Instant};
-
-use rustix::time::{ClockId, clock_gettime};
 
 /// Children inherit what their parent measured.
 const VARIABLE: &str = "WARPWIRE_SLOWDOWN";
@@ -18,7 +16,7 @@ pub fn slowdown() -> f64 {
     static MEASURED: OnceLock<f64> = OnceLock::new();
     *MEASURED.get_or_init(|| {
         let inherited = std::env::var(VARIABLE).ok().and_then(|text| text.parse().ok());
-        inherited.unwrap_or_else(|| measure().0).max(1.0)
+        inherited.unwrap_or_else(measure).max(1.0)
     })
 }
 
@@ -27,37 +25,52 @@ pub(crate) fn inherit() -> (&'static str, String) {
     (VARIABLE, slowdown().to_string())
 }
 
-/// Whether this process now gets all the CPU time that it asks for. A test that judges times calls
-/// it before and after, and does not judge if either says no.
-pub fn is_idle() -> bool {
-    measure().1 < 1.25
+/// How long a sleeping thread takes to answer another one here and now: the lower quartile of 40
+/// rounds. A test that judges wake-ups compares with it, and does not judge where it is long: then
+/// other processes have the cores.
+pub fn wakeup_time() -> Duration {
+    const ROUNDS: usize = 40;
+    let ((to, from), (back, answers)) = (mpsc::channel::<()>(), mpsc::channel());
+    let answering = std::thread::spawn(move || {
+        for () in from {
+            std::thread::sleep(Duration::from_micros(200));
+            let _ = back.send(());
+        }
+    });
+    let mut times: Vec<Duration> = (0..ROUNDS)
+        .map(|_| {
+            let start = Instant::now();
+            to.send(()).unwrap();
+            answers.recv().unwrap();
+            start.elapsed().saturating_sub(Duration::from_micros(200))
+        })
+        .collect();
+    drop(to);
+    answering.join().unwrap();
+    times.sort_unstable();
+    times[ROUNDS / 4]
 }
 
-/// Slowdown in all, and the part of it that other processes cause.
-fn measure() -> (f64, f64) {
+fn measure() -> f64 {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let times = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..cores).map(|_| scope.spawn(time_loop)).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
     });
-    let reference = REFERENCE.as_secs_f64() * ITERATIONS as f64;
-    times.into_iter().fold((1.0, 1.0), |(total, stolen), (wall, cpu): (Duration, Duration)| {
-        let (wall, cpu) = (wall.as_secs_f64(), cpu.as_secs_f64().max(1e-6));
-        (f64::max(total, wall / reference), f64::max(stolen, wall / cpu))
-    })
+    let longest = times.into_iter().max().unwrap_or_default();
+    longest.as_secs_f64() / (REFERENCE.as_secs_f64() * ITERATIONS as f64)
 }
 
-/// Wall-clock and CPU time of the loop on this thread.
-fn time_loop() -> (Duration, Duration) {
-    let cpu = || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default();
-    let (start, cpu_before, mut word) = (Instant::now(), cpu(), 1_u64);
+/// Wall-clock time of the loop on this thread.
+fn time_loop() -> Duration {
+    let (start, mut word) = (Instant::now(), 1_u64);
     for _ in 0..ITERATIONS {
         word ^= word << 13;
         word ^= word >> 7;
         word ^= word << 17;
     }
     std::hint::black_box(word);
-    (start.elapsed(), cpu() - cpu_before)
+    start.elapsed()
 }
 
 /// `time`, as it would be on an idle machine, for this one: the limit after which a test calls a

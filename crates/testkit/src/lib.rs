@@ -23,7 +23,7 @@ mod requirement;
 mod suite;
 
 pub use alloc::CountingAllocator;
-pub use clock::{deadline, is_idle, slowdown, until};
+pub use clock::{deadline, slowdown, until, wakeup_time};
 pub use effort::Effort;
 pub use process::{Process, Role, free_port};
 pub use random::{Rng, assert_same, for_each_seed};

@@ -39,6 +39,9 @@ use datagram::Destinations;
 /// How many packets a queue pair may send before another has its turn, and how many bytes.
 const BUDGET: usize = 32;
 const BUDGET_BYTES: usize = 128 << 10;
+/// As many packets in one step: the link may hold more, and timers wait for these, but not for ever.
+const MORE_MAY_WAIT: usize = 32;
+const MOST_POSTPONED: u32 = 16;
 /// How soon to come back to memory that was not there.
 const COME_BACK: Duration = Duration::from_micros(20);
 
@@ -66,6 +69,8 @@ pub(super) struct Core {
     /// Queue pairs that may have something to send, in turn.
     active: VecDeque<u32>,
     timers: BinaryHeap<Reverse<(Instant, u32)>>,
+    /// Steps in a row in which timers were not looked at.
+    postponed: u32,
     /// Those whose doorbells are rung by others than our CPU.
     watched: Vec<u32>,
     pub news: Arc<News>,
@@ -138,6 +143,7 @@ impl Engine {
             destinations: Destinations::default(),
             active: VecDeque::new(),
             timers: BinaryHeap::new(),
+            postponed: 0,
             watched: Vec::new(),
             news,
             rung,
@@ -159,7 +165,7 @@ impl Engine {
         &*self.link
     }
 
-    /// One step: doorbells, timers, out, in. What just came in is answered in the next: whoever waits for it sees it
+    /// One step: doorbells, out, in, timers. What just came in is answered in the next: whoever waits for it sees it
     /// first, and what he has to say to it goes out together with its acknowledgement.
     pub(super) fn step(&mut self, now: Instant) -> Result<Progress> {
         if self.core.parted {
@@ -169,7 +175,6 @@ impl Engine {
         core.last = now;
         let (told, direct) = (core.totals.completions, core.totals.direct_operations);
         core.look_at_doorbells(now);
-        core.run_timers(now);
         let mut sent = self.transmit(now)?;
         let core = &mut self.core;
         let received = self.link.receive_unread(&mut |arrival| match arrival {
@@ -180,6 +185,14 @@ impl Engine {
         })?;
         // Nothing is acknowledged that is not in its place.
         core.settle();
+        // Timers last: an engine that did not run for a while finds answers in its link, and takes them
+        // before it calls them missing.
+        if received < MORE_MAY_WAIT || core.postponed == MOST_POSTPONED {
+            core.postponed = 0;
+            core.run_timers(now);
+        } else {
+            core.postponed += 1;
+        }
         if received > 0 && self.answers_at_once {
             sent += self.transmit(now)?;
         }

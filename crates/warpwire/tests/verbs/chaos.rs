@@ -21,6 +21,7 @@ cases!(Fixture; CASES:
 cases!(Fixture; ONCE:
     many_seeds,
     an_engine_that_stalls,
+    an_engine_that_wakes_up_late,
     a_network_that_is_cut_and_healed,
     threads_over_a_bad_network,
 );
@@ -277,6 +278,29 @@ fn many_seeds(fixture: &Fixture) {
             several.iter_mut().for_each(|traffic| traffic.round(&world));
         }
     });
+}
+
+/// An engine that gets no processor for longer than an answer may take finds the answer in its link: nothing is missing.
+fn an_engine_that_wakes_up_late(fixture: &Fixture) {
+    let world = fixture.world();
+    let (near, far) = (fixture.host(&world.a, 64), fixture.host(&world.b, 64));
+    // 0.26 ms, and not a second try.
+    let hasty = QpOptions { timeout: 6, retry_count: 0, ..QpOptions::default() };
+    let joined = world.join(hasty);
+    for id in 0..20 {
+        let data = [near.mr.sge(0, 64)];
+        let op = if id % 2 == 0 { Op::Write(far.mr.remote(0)) } else { Op::Read(far.mr.remote(0)) };
+        joined.a.qp.post_send(&[Request::new(id, op).with(&data)]).unwrap();
+        let hca = |end: &End| end.context.soft().unwrap().poll().unwrap();
+        hca(&world.a);
+        for _ in 0..3 {
+            hca(&world.b);
+        }
+        std::thread::sleep(Duration::from_millis(1));
+        hca(&world.a);
+        world.done(&joined.a.sends, id);
+    }
+    assert_eq!(joined.a.qp.stats().unwrap().timeouts, 0);
 }
 
 /// The peer's device ends in the middle of a transfer: that fails in time, and other connections go on.

@@ -254,6 +254,8 @@ fn ping_pong_without_lost_wakeups(fixture: &Fixture) {
 /// A guard stays away while somebody polls; whoever goes to sleep after that must not wait for it to look again.
 fn who_polls_and_then_sleeps_is_served_soon(fixture: &Fixture) {
     const ROUNDS: usize = 40;
+    /// A guard that is not called comes after 2 ms.
+    const LIMIT: Duration = Duration::from_micros(1500);
     let world = fixture.driven(Drive::Guarded);
     let joined = world.join(QpOptions::default());
     let Joined { a, b } = &joined;
@@ -290,10 +292,11 @@ fn who_polls_and_then_sleeps_is_served_soon(fixture: &Fixture) {
     });
     times.sort_unstable();
     let quarter = times[ROUNDS / 4];
-    assert!(
-        quarter < Duration::from_micros(1500),
-        "a quarter of the rounds took more than {quarter:?}"
-    );
+    let any_thread = testkit::wakeup_time();
+    if quarter >= LIMIT && any_thread > LIMIT / 4 {
+        testkit::skip(&format!("the machine is busy: any thread wakes up after {any_thread:?}"));
+    }
+    assert!(quarter < LIMIT, "a quarter of the rounds took more than {quarter:?}");
 }
 
 /// A thread that has gone to sleep sees that a wait is over, and does not wait for ever for an entry that is torn.
