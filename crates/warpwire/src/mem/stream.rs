@@ -468,22 +468,27 @@ fn poll_until(timeout: Duration, mut ask: impl FnMut() -> Result<bool>) -> Resul
 #[derive(Default)]
 pub(super) struct Pause {
     taken: u32,
+    /// When spinning was over.
+    since: Option<Instant>,
 }
 
 impl Pause {
     const SPINS: u32 = 64;
-    const YIELDS: u32 = 512;
-    const SLEEP: Duration = Duration::from_micros(50);
+    /// Yields are counted in time: beside busy processes each of them can cost a time slice, and a
+    /// thread that sleeps gets the processor back sooner.
+    const YIELDING: Duration = Duration::from_micros(100);
+    const SLEEP: Duration = Duration::from_micros(20);
 
     pub(super) fn take(&mut self) {
         if self.taken < Self::SPINS {
-            std::hint::spin_loop();
-        } else if self.taken < Self::YIELDS {
+            self.taken += 1;
+            return std::hint::spin_loop();
+        }
+        if self.since.get_or_insert_with(Instant::now).elapsed() < Self::YIELDING {
             std::thread::yield_now();
         } else {
             std::thread::sleep(Self::SLEEP);
         }
-        self.taken = self.taken.saturating_add(1);
     }
 }
 

@@ -3,10 +3,10 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use super::super::address::DeviceAddr;
 use super::super::bytes::SharedBytes;
+use super::super::stream::Pause;
 use super::device::SimDevice;
 use super::memory::space;
 use crate::error::{Error, Result};
@@ -134,7 +134,7 @@ impl<'a> Block<'a> {
         &self,
         mut ask: impl FnMut() -> std::result::Result<bool, Fault>,
     ) -> std::result::Result<(), Fault> {
-        let mut rounds = 0_u32;
+        let mut pause = Pause::default();
         while !ask()? {
             if self.device.is_dead() {
                 return Err(Fault::new("the device died under the kernel"));
@@ -142,12 +142,7 @@ impl<'a> Block<'a> {
             if self.faulted.load(Ordering::Acquire) {
                 return Err(Fault::new("another block of the grid faulted"));
             }
-            rounds = rounds.saturating_add(1);
-            if rounds > 1000 {
-                std::thread::sleep(Duration::from_micros(20));
-            } else {
-                std::thread::yield_now();
-            }
+            pause.take();
         }
         Ok(())
     }
