@@ -476,7 +476,7 @@ impl Pause {
     const SPINS: u32 = 64;
     /// Yields are counted in time: beside busy processes each of them can cost a time slice, and a
     /// thread that sleeps gets the processor back sooner.
-    const YIELDING: Duration = Duration::from_micros(100);
+    const YIELDING: Duration = Duration::from_micros(500);
     const SLEEP: Duration = Duration::from_micros(20);
 
     pub(super) fn take(&mut self) {

@@ -16,6 +16,7 @@ cases!(World; CASES:
     blocks_share_a_listener,
     blocks_share_a_stream,
     blocks_share_a_storm,
+    blocks_that_stumble_share_a_storm,
     places_are_used_again,
     more_connections_than_places,
     the_host_rests,
@@ -132,6 +133,17 @@ fn blocks_share_a_stream(world: &World) {
 
 /// Who finds a connection gone that it saw must not take one that is not there.
 fn blocks_share_a_storm(world: &World) {
+    accept_a_storm(world);
+}
+
+/// The same with blocks that stand still between a look and what they do about it.
+fn blocks_that_stumble_share_a_storm(world: &World) {
+    for _ in 0..8 {
+        accept_a_storm(&world.stumbling(Duration::from_millis(1)));
+    }
+}
+
+fn accept_a_storm(world: &World) {
     let options = SockOptions { sockets: 250, ring: 4096, ..world.options() }.fitted();
     let stage = world.stage_with(4, options);
     let (listener, name) = stage.first().listener(loopbacks()[0], 256);

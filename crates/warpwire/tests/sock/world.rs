@@ -55,11 +55,21 @@ impl World {
             Way::Cuda | Way::CudaPinned => {
                 Self { way, family, gpu: cuda::device(0).unwrap(), _sim: None }
             }
-            Way::Sim | Way::SimPinned | Way::Threads => {
-                let sim =
-                    Sim::start(SimConfig { memory: 4 << 30, ..SimConfig::default() }).unwrap();
-                Self { way, family, gpu: sim.device(0).unwrap(), _sim: Some(sim) }
-            }
+            Way::Sim | Way::SimPinned | Way::Threads => Self::on_sim(way, family, Duration::ZERO),
+        }
+    }
+
+    fn on_sim(way: Way, family: Family, jitter: Duration) -> Self {
+        let config = SimConfig { memory: 4 << 30, jitter, ..SimConfig::default() };
+        let sim = Sim::start(config).unwrap();
+        Self { way, family, gpu: sim.device(0).unwrap(), _sim: Some(sim) }
+    }
+
+    /// The same, with kernels that stand still at random: only simulated ones do.
+    pub fn stumbling(&self, jitter: Duration) -> Self {
+        match self.way {
+            Way::Sim | Way::SimPinned => Self::on_sim(self.way, self.family, jitter),
+            _ => testkit::skip("only the simulated GPU stumbles"),
         }
     }
 

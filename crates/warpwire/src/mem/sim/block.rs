@@ -153,6 +153,7 @@ impl<'a> Block<'a> {
         len: u64,
         access: impl FnOnce(SharedBytes<'_>) -> Result<R>,
     ) -> std::result::Result<R, Fault> {
+        self.device.stumble();
         let Some((memory, offset)) = space().find(at, len) else {
             let index = self.index;
             return Err(Fault(format!(

@@ -66,6 +66,9 @@ pub struct SimConfig {
     pub memory: u64,
     /// A pause before each copy or fill (`copy_delay=50us`).
     pub copy_delay: Duration,
+    /// Kernels stand still for up to so long before one memory access in 16, chosen at random
+    /// (`jitter=200us`): interleavings that are rare otherwise become common, and with them races.
+    pub jitter: Duration,
     /// Fail the n-th operation of a sort (`fail=copy:3`), once.
     pub fail: Option<Nth>,
     /// Move the memory that it touched after every so many stream operations (`move_every=100`).
@@ -82,6 +85,7 @@ impl Default for SimConfig {
             gpus: 2,
             memory: 4 << 30,
             copy_delay: Duration::ZERO,
+            jitter: Duration::ZERO,
             fail: None,
             move_every: None,
             free_at: None,
@@ -107,6 +111,7 @@ impl SimConfig {
             "gpus" => self.gpus = whole_number(key, value)?,
             "memory" => self.memory = units::parse_bytes(value)?,
             "copy_delay" => self.copy_delay = units::parse_duration(value)?,
+            "jitter" => self.jitter = units::parse_duration(value)?,
             "fail" => self.fail = Some(value.parse()?),
             "move_every" => self.move_every = Some(whole_number(key, value)?),
             "free_at" => self.free_at = Some(whole_number(key, value)?),
@@ -189,7 +194,7 @@ fn bad_setting(why: impl Into<String>) -> Error {
     Error::new(Kind::Malformed, "set up the simulated GPU")
         .on(VARIABLE)
         .why(why.into())
-        .fix("write settings like gpus=2,memory=4GiB,copy_delay=50us,fail=copy:3,move_every=100,free_at=500,nor=off (fail takes any, alloc, copy, mem or launch)")
+        .fix("write settings like gpus=2,memory=4GiB,copy_delay=50us,jitter=200us,fail=copy:3,move_every=100,free_at=500,nor=off (fail takes any, alloc, copy, mem or launch)")
 }
 
 #[cfg(test)]
@@ -198,13 +203,13 @@ mod tests {
 
     #[test]
     fn every_setting_reads() {
-        let text =
-            " gpus=8, memory=1GiB,copy_delay=2ms,fail=launch:7,move_every=10,free_at=3,nor=off, ";
+        let text = " gpus=8, memory=1GiB,copy_delay=2ms,jitter=9us,fail=launch:7,move_every=10,free_at=3,nor=off, ";
         let config: SimConfig = text.parse().unwrap();
         let expected = SimConfig {
             gpus: 8,
             memory: 1 << 30,
             copy_delay: Duration::from_millis(2),
+            jitter: Duration::from_micros(9),
             fail: Some(Nth { kind: OpKind::Launch, number: 7 }),
             move_every: Some(10),
             free_at: Some(3),
@@ -229,6 +234,7 @@ mod tests {
             ("fail=nap:1", "nap:1"),
             ("move_every=0", "count from 1"),
             ("copy_delay=5", "5"),
+            ("jitter=much", "much"),
             ("nor=maybe", "maybe"),
         ] {
             let error = text.parse::<SimConfig>().unwrap_err();

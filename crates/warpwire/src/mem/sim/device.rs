@@ -1,5 +1,6 @@
 //! One simulated GPU.
 
+use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -58,6 +59,7 @@ struct Mischief {
 
 pub(super) struct SimDevice {
     info: DeviceInfo,
+    jitter: Duration,
     capabilities: Capabilities,
     counters: Counters,
     mischief: Mutex<Mischief>,
@@ -108,6 +110,7 @@ impl SimDevice {
         };
         Self {
             info,
+            jitter: config.jitter,
             capabilities,
             counters: Counters::default(),
             mischief: Mutex::new(mischief),
@@ -219,6 +222,24 @@ impl SimDevice {
         }
         if frees {
             let _ = memory.remove_under_users();
+        }
+    }
+
+    /// Has the calling kernel stand still at times: see `SimConfig::jitter`.
+    pub(super) fn stumble(&self) {
+        thread_local!(static RANDOM: Cell<u64> = const { Cell::new(0) });
+        if self.jitter.is_zero() {
+            return;
+        }
+        let random = RANDOM.with(|word| {
+            // A thread begins with a number of its own: where its stack lies.
+            let seed = if word.get() == 0 { std::ptr::from_ref(&word) as u64 } else { word.get() };
+            let next = seed.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+            word.set(next);
+            next >> 32
+        });
+        if random % 16 == 0 {
+            std::thread::sleep(self.jitter.mul_f64((random >> 4) as f64 / f64::from(1 << 28)));
         }
     }
 
