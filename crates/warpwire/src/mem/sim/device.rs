@@ -238,7 +238,7 @@ impl SimDevice {
             word.set(next);
             next >> 32
         });
-        if random % 16 == 0 {
+        if random.is_multiple_of(16) {
             std::thread::sleep(self.jitter.mul_f64((random >> 4) as f64 / f64::from(1 << 28)));
         }
     }
