@@ -122,12 +122,15 @@ prepare() {
   [ -e /usr/include/infiniband/mlx5dv.h ] || missing libibverbs-dev || true
 }
 
-# What the later steps install, while the first ones compile: packages, compilers for PTX, the guest.
+# What the later steps need, while the first ones compile: packages, a compiler for PTX, the guest; then, in time that tests
+# leave over, the targets for fuzzing.
 fetch() {
   missing tshark redis-tools netcat-openbsd curl || true
   tools/rxe-lab image || true
   tools/ptx --fetch || true
   tools/wire-oracles --fetch || true
+  touch "$1"
+  nice -n 19 tools/fuzz --build || true
 }
 
 names() { # names LOOP
@@ -143,15 +146,21 @@ run() { # run NAME...
       exit 2
     fi
   done
-  local fetching=
+  local fetching= fetched
   if [ $# -gt 8 ]; then
-    fetch >/dev/null 2>&1 &
+    fetched=$(mktemp -u)
+    fetch "$fetched" >/dev/null 2>&1 &
     fetching=$!
+    # Whatever ends this ends that.
+    trap 'kill $(pgrep -P '$fetching') '$fetching' 2>/dev/null; rm -f '$fetched EXIT
   fi
   for name in "$@"; do
     printf '\n== %s\n' "$name"
     # Two at a time would wait for apt's lock, or write the same files.
-    case $name in ptx | wire | clients | lab) [ -z "$fetching" ] || { wait "$fetching"; fetching=; } ;; esac
+    case $name in
+      ptx | wire | clients | lab) while [ -n "$fetching" ] && [ ! -e "$fetched" ] && kill -0 "$fetching" 2>/dev/null; do sleep 1; done ;;
+      fuzz) [ -z "$fetching" ] || wait "$fetching" || true ;;
+    esac
     start=$SECONDS
     # Not as a condition: bash would then let a step go on after a command that failed.
     set +e

@@ -63,7 +63,7 @@ fn every_call_from_a_stream(fixture: &Fixture) {
 
 /// How often graphs are replayed.
 fn rounds() -> u64 {
-    Effort::choose([1000, 10_000, 100_000])
+    Effort::choose([1000, 3000, 100_000])
 }
 
 fn graphs_replay_as_new_work(fixture: &Fixture) {
