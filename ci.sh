@@ -122,44 +122,48 @@ prepare() {
   [ -e /usr/include/infiniband/mlx5dv.h ] || missing libibverbs-dev || true
 }
 
-# What the later steps need, while the first ones compile: packages, a compiler for PTX, the guest; then, in time that tests
-# leave over, the targets for fuzzing.
+# What the later steps install, while the first ones compile: packages, a compiler for PTX, the guest.
 fetch() {
   missing tshark redis-tools netcat-openbsd curl || true
   tools/rxe-lab image || true
   tools/ptx --fetch || true
   tools/wire-oracles --fetch || true
-  touch "$1"
-  nice -n 19 tools/fuzz --build || true
 }
 
 names() { # names LOOP
   echo "$STEPS" | awk -F'|' -v loop="$1" '$2 ~ loop { gsub(/ /, "", $1); print $1 }'
 }
 
+stop() { # stop PID: a session that was started with setsid, if it still runs
+  [ -z "$1" ] || kill -- "-$1" 2>/dev/null || true
+}
+
 run() { # run NAME...
-  local name start status begun=$SECONDS times=()
+  local name start status begun=$SECONDS times=() all= fetching=
+  building=
   prepare
   for name in "$@"; do
-    if ! names . | grep -qx "$name"; then
-      echo "no step is called $name; ./ci.sh list" >&2
-      exit 2
-    fi
+    case " $(names . | tr '\n' ' ') " in
+      *" $name "*) ;;
+      *) echo "no step is called $name; ./ci.sh list" >&2; exit 2 ;;
+    esac
   done
-  local fetching= fetched
-  if [ $# -gt 8 ]; then
-    fetched=$(mktemp -u)
-    fetch "$fetched" >/dev/null 2>&1 &
+  [ $# -le 8 ] || all=1
+  # What ends this ends what it has started.
+  trap 'stop "$building"; kill $(jobs -p) 2>/dev/null || true' EXIT
+  if [ "$all" ]; then
+    fetch >/dev/null 2>&1 &
     fetching=$!
-    # Whatever ends this ends that.
-    trap 'kill $(pgrep -P '$fetching') '$fetching' 2>/dev/null; rm -f '$fetched EXIT
   fi
   for name in "$@"; do
     printf '\n== %s\n' "$name"
-    # Two at a time would wait for apt's lock, or write the same files.
     case $name in
-      ptx | wire | clients | lab) while [ -n "$fetching" ] && [ ! -e "$fetched" ] && kill -0 "$fetching" 2>/dev/null; do sleep 1; done ;;
-      fuzz) [ -z "$fetching" ] || wait "$fetching" || true ;;
+      # Tests leave processor time over.
+      tests) if [ "$all" ]; then setsid nice -n 19 tools/fuzz --build >/dev/null 2>&1 & building=$!; fi ;;
+      # Two at a time would wait for apt's lock, or write the same files.
+      ptx | wire | clients | lab) if [ "$fetching" ]; then wait "$fetching" || true; fetching=; fi ;;
+      # On a busy machine nothing was left over for it: then the step builds by itself.
+      fuzz) stop "$building"; building= ;;
     esac
     start=$SECONDS
     # Not as a condition: bash would then let a step go on after a command that failed.
