@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+pub use testkit::assert_same as same;
 use warpwire::link::Hub;
 use warpwire::mem::Device;
 use warpwire::mem::sim::{Sim, SimConfig};
@@ -112,12 +113,4 @@ pub fn read(buffer: &Buffer, offset: u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     buffer.read(offset, &mut bytes).unwrap();
     bytes
-}
-
-/// Compares without printing megabytes.
-pub fn same(found: &[u8], wanted: &[u8], what: &str) {
-    assert_eq!(found.len(), wanted.len(), "{what}");
-    if let Some(at) = found.iter().zip(wanted).position(|(a, b)| a != b) {
-        panic!("{what}: byte {at} of {} is {:#x}, not {:#x}", found.len(), found[at], wanted[at]);
-    }
 }

@@ -17,7 +17,7 @@ use warpwire::verbs::{Access, Memory};
 use warpwire::{Error, Result};
 
 use crate::registration::stage::{Stage, refused};
-use crate::verbs::fixture::{Dice, soon};
+use crate::verbs::fixture::{Rng, soon};
 use testkit::cases;
 
 cases!(Stage; CASES:
@@ -557,16 +557,16 @@ fn races_of_taking_back_and_ending(_: &Stage) {
                 taker.invalidate(id);
             }
         });
-        let mut dice = Dice::new(7);
+        let mut rng = Rng::new(7);
         for _ in 0..6000 {
             let mr = register(&registry, &pd, 64, 4096, Access::ALL).unwrap();
             *current.lock() = Some((mr.rkey(), mr.iova()));
             let id = client.last();
             ask.send(id).unwrap();
-            for _ in 0..dice.below(200) {
+            for _ in 0..rng.below(200) {
                 std::hint::spin_loop();
             }
-            if dice.below(8) == 0 {
+            if rng.below(8) == 0 {
                 std::thread::yield_now();
             }
             mr.deregister();

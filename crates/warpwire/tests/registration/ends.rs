@@ -6,7 +6,7 @@ use warpwire::verbs::{
 };
 
 use crate::registration::stage::{Buffer, SORTS, Sort, Stage, refused};
-use crate::verbs::fixture::{Dice, Joined, World, connect, same};
+use crate::verbs::fixture::{Joined, Rng, World, connect, same};
 use testkit::cases;
 
 cases!(Stage; CASES:
@@ -34,7 +34,7 @@ fn revive(world: &World, joined: &Joined) {
 fn ending_with_work_in_flight_bad_flow(stage: &Stage) {
     let world = stage.fixture.world();
     let joined = world.join(QpOptions::default());
-    let mut dice = Dice::new(3);
+    let mut rng = Rng::new(3);
     let mut failures = 0;
     for sort in SORTS {
         for round in 0..8u64 {
@@ -51,7 +51,7 @@ fn ending_with_work_in_flight_bad_flow(stage: &Stage) {
             };
             let data = [near.sge(0, LEN as u32)];
             joined.a.qp.post_send(&[Request::new(1, op).with(&data)]).unwrap();
-            (0..dice.below(10)).for_each(|_| world.step());
+            (0..rng.below(10)).for_each(|_| world.step());
             drop(ending.mr.take());
             // Nobody uses it any more: what is written now stays, and nobody sees it.
             ending.write(0, &[0xde; LEN as usize]);
@@ -72,7 +72,7 @@ fn ending_with_work_in_flight_bad_flow(stage: &Stage) {
 fn memory_freed_under_work_bad_flow(stage: &Stage) {
     let world = stage.fixture.world();
     let joined = world.join(QpOptions::default());
-    let mut dice = Dice::new(4);
+    let mut rng = Rng::new(4);
     let mut failures = 0;
     for sort in SORTS.into_iter().filter(|sort| sort.is_device()) {
         for round in 0..12u64 {
@@ -89,7 +89,7 @@ fn memory_freed_under_work_bad_flow(stage: &Stage) {
                 Op::Read(far.remote(0))
             };
             joined.a.qp.post_send(&[Request::new(1, op).with(&data)]).unwrap();
-            (0..dice.below(10)).for_each(|_| world.step());
+            (0..rng.below(10)).for_each(|_| world.step());
             stage.control().free_under_users(doomed.allocation()).unwrap();
             let done = world.next(&joined.a.sends);
             let protection = if ours { Status::LocalProtection } else { Status::RemoteAccess };

@@ -8,7 +8,7 @@ use warpwire::mem::sim::POISON;
 use warpwire::verbs::{Atomic, Drive, Op, QpOptions, ReceiveRequest, Request};
 
 use crate::registration::stage::{Buffer, SORTS, Sort, Stage, refused};
-use crate::verbs::fixture::{Dice, Joined, World, same};
+use crate::verbs::fixture::{Joined, Rng, World, same};
 use testkit::cases;
 
 cases!(Stage; CASES:
@@ -159,7 +159,7 @@ fn check_all(near: &Buffer, far: &Buffer, wanted: &[u8], added: u64) {
 
 /// Between any two steps of the engines, either end moves.
 fn memory_moves_under_traffic_in_both_roles(stage: &Stage) {
-    let mut dice = Dice::new(21);
+    let mut rng = Rng::new(21);
     for near in moving() {
         for far in moving() {
             let world = stage.fixture.world();
@@ -170,8 +170,8 @@ fn memory_moves_under_traffic_in_both_roles(stage: &Stage) {
                 let wanted = near.pattern(3, 17_003, round);
                 post_all(&joined, &near, &far);
                 for _ in 0..12 {
-                    (0..dice.below(4)).for_each(|_| world.step());
-                    let which = if dice.below(2) == 0 { &near } else { &far };
+                    (0..rng.below(4)).for_each(|_| world.step());
+                    let which = if rng.below(2) == 0 { &near } else { &far };
                     stage.control().relocate(which.allocation()).unwrap();
                 }
                 (1..=4).for_each(|id| {

@@ -12,7 +12,7 @@ use warpwire::mr::Path;
 use warpwire::verbs::{Access, Change, Mr, Op, QpOptions, ReceiveRequest, Request, State, Status};
 
 use crate::registration::stage::{Buffer, Pages, Sort, Stage, refused};
-use crate::verbs::fixture::{Dice, End, Joined, World, connect, same};
+use crate::verbs::fixture::{End, Joined, Rng, World, connect, same};
 use testkit::cases;
 
 cases!(Stage; CASES:
@@ -164,7 +164,7 @@ fn unmapped_under_traffic_bad_flow(stage: &Stage) {
     // It is found out when it is used, and not when a timer runs out: there is none.
     let joined = world.join(QpOptions { timeout: 0, ..QpOptions::default() });
     let bystander = world.join(QpOptions::default());
-    let mut dice = Dice::new(5);
+    let mut rng = Rng::new(5);
     let (len, mut failures) = (1 << 18, 0);
     for round in 0..48u64 {
         let ours = round % 2 == 0;
@@ -186,8 +186,8 @@ fn unmapped_under_traffic_bad_flow(stage: &Stage) {
         joined.b.qp.post_receive(&[ReceiveRequest { id: 2, data: &room }]).unwrap();
         let data = [near.sge(0, len as u32)];
         joined.a.qp.post_send(&[Request::new(1, op).with(&data)]).unwrap();
-        (0..dice.below(12)).for_each(|_| world.step());
-        let from = dice.below(60) as usize * PAGE;
+        (0..rng.below(12)).for_each(|_| world.step());
+        let from = rng.below(60) as usize * PAGE;
         pages.unmap(from, len - from);
         let done = world.next(&joined.a.sends);
         let protection = match (ours, op) {

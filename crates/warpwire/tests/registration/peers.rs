@@ -13,7 +13,7 @@ use warpwire::{Error, Result};
 use parking_lot::Mutex;
 
 use crate::registration::stage::{Buffer, Reached, Sort, Stage};
-use crate::verbs::fixture::{Dice, End, Joined, World, connect, same};
+use crate::verbs::fixture::{End, Joined, Rng, World, connect, same};
 use testkit::cases;
 
 cases!(Stage; CASES:
@@ -330,7 +330,7 @@ fn memory_that_goes_between_the_look_and_the_copy(stage: &Stage) {
 
 /// The client takes its memory back in the middle of transfers, at many places, on either side.
 fn memory_taken_back_under_traffic_bad_flow(stage: &Stage) {
-    let mut dice = Dice::new(11);
+    let mut rng = Rng::new(11);
     let mut seen = [0; 2];
     for round in 0..120u64 {
         let world = stage.fixture.world();
@@ -347,7 +347,7 @@ fn memory_taken_back_under_traffic_bad_flow(stage: &Stage) {
             _ => Op::Read(far.remote(0)),
         };
         joined.a.qp.post_send(&[Request::new(1, op).with(&data)]).unwrap();
-        (0..dice.below(14)).for_each(|_| world.step());
+        (0..rng.below(14)).for_each(|_| world.step());
         let handle = client.handles.lock().pop().unwrap();
         handle.invalidate();
         // From now on the memory is the client's alone.

@@ -19,7 +19,7 @@ use warpwire::verbs::{
 
 use crate::registration::child;
 use crate::registration::stage::{Buffer, Sort, Stage, Store};
-use crate::verbs::fixture::{Dice, Joined, Which, World, connect, soon};
+use crate::verbs::fixture::{Joined, Rng, Which, World, connect, soon};
 use testkit::{Effort, cases};
 
 cases!(Stage; CASES: ; change: soak);
@@ -114,12 +114,12 @@ fn one_seed(seed: u64, tally: &Tally) {
     {
         let world = stage.fixture.faulty(PLAN, seed, Drive::Inline);
         let registries = [&world.a, &world.b].map(|end| end.context.hca().registry().clone());
-        let mut dice = Dice::new(seed);
-        let mut lanes: Vec<_> = (0..LANES).map(|_| Lane::new(&stage, &world, &mut dice)).collect();
+        let mut rng = Rng::new(seed);
+        let mut lanes: Vec<_> = (0..LANES).map(|_| Lane::new(&stage, &world, &mut rng)).collect();
         // In every third seed a thread of its own moves what there is; else the moves come between steps.
         let mover = seed.is_multiple_of(3).then(|| Mover::start(stage.control()));
         for _ in 0..ROUNDS {
-            round(&stage, &world, &mut lanes, &mut dice, mover.as_ref(), tally);
+            round(&stage, &world, &mut lanes, &mut rng, mover.as_ref(), tally);
         }
         tally.moves.fetch_add(mover.map_or(0, Mover::stop), Ordering::Relaxed);
         drop(lanes);
@@ -133,7 +133,7 @@ fn round(
     stage: &Stage,
     world: &World,
     lanes: &mut [Lane],
-    dice: &mut Dice,
+    rng: &mut Rng,
     mover: Option<&Mover>,
     tally: &Tally,
 ) {
@@ -142,7 +142,7 @@ fn round(
         *mover.list.lock() = movable.filter_map(End::movable).collect();
     }
     for lane in lanes.iter_mut() {
-        lane.post(dice);
+        lane.post(rng);
         tally.batches.fetch_add(1, Ordering::Relaxed);
         tally.work.fetch_add(lane.batch.len() as u64, Ordering::Relaxed);
     }
@@ -159,15 +159,15 @@ fn round(
             panic!("a batch does not end {stats:#?}");
         }
         world.step();
-        let lane = dice.below(LANES) as usize;
+        let lane = rng.below(LANES) as usize;
         let lane = &mut lanes[lane];
-        match dice.below(40) {
-            0 if !lane.is_over() && lane.freed.is_none() && dice.below(4) == 0 => {
-                lane.free(&stage.control(), dice);
+        match rng.below(40) {
+            0 if !lane.is_over() && lane.freed.is_none() && rng.below(4) == 0 => {
+                lane.free(&stage.control(), rng);
                 tally.frees.fetch_add(u64::from(lane.freed.is_some()), Ordering::Relaxed);
             }
             1..=9 if mover.is_none() => {
-                let end = if dice.below(2) == 0 { &lane.near } else { &lane.far };
+                let end = if rng.below(2) == 0 { &lane.near } else { &lane.far };
                 if let Some(memory) = end.movable().filter(|_| lane.freed.is_none()) {
                     stage.control().relocate(&memory).unwrap();
                     tally.moves.fetch_add(1, Ordering::Relaxed);
@@ -182,9 +182,9 @@ fn round(
     }
     for lane in lanes {
         lane.check();
-        if lane.failed() || lane.freed.is_some() || dice.below(12) == 0 {
+        if lane.failed() || lane.freed.is_some() || rng.below(12) == 0 {
             tally.failures.fetch_add(u64::from(lane.failed()), Ordering::Relaxed);
-            lane.renew(stage, world, dice);
+            lane.renew(stage, world, rng);
         }
     }
 }
@@ -196,11 +196,11 @@ struct End {
 }
 
 impl End {
-    fn new(stage: &Stage, end: &crate::verbs::fixture::End, far: bool, dice: &mut Dice) -> Self {
+    fn new(stage: &Stage, end: &crate::verbs::fixture::End, far: bool, rng: &mut Rng) -> Self {
         let sorts = SORTS.iter().filter(|sort| !far || sort.has_atomics());
         let sorts: Vec<_> = sorts.copied().collect();
-        let sort = sorts[dice.below(sorts.len() as u64) as usize];
-        let skew = if far { 8 * dice.below(500) } else { dice.below(4000) };
+        let sort = sorts[rng.below(sorts.len() as u64) as usize];
+        let skew = if far { 8 * rng.below(500) } else { rng.below(4000) };
         Self { buffer: Buffer::new(stage, end, sort, LEN, skew), model: vec![0; LEN as usize] }
     }
 
@@ -239,38 +239,38 @@ struct Lane {
 }
 
 impl Lane {
-    fn new(stage: &Stage, world: &World, dice: &mut Dice) -> Self {
+    fn new(stage: &Stage, world: &World, rng: &mut Rng) -> Self {
         let options =
             QpOptions { timeout: 10, mtu: Some(Mtu::new(1024).unwrap()), ..QpOptions::default() };
         let joined = world.join(options);
-        let near = End::new(stage, &world.a, false, dice);
-        let far = End::new(stage, &world.b, true, dice);
+        let near = End::new(stage, &world.a, false, rng);
+        let far = End::new(stage, &world.b, true, rng);
         let (batch, done) = (Vec::new(), Vec::new());
         Self { joined, near, far, batch, done, received: 0, freed: None }
     }
 
     /// New data, and a batch of work on it. Reads come last: nothing says what they see of writes behind them.
-    fn post(&mut self, dice: &mut Dice) {
-        let at = dice.below(ROOM - 2000);
-        let fresh: Vec<u8> = (0..2000).map(|_| dice.below(u64::from(POISON)) as u8).collect();
+    fn post(&mut self, rng: &mut Rng) {
+        let at = rng.below(ROOM - 2000);
+        let fresh: Vec<u8> = (0..2000).map(|_| rng.below(u64::from(POISON)) as u8).collect();
         self.near.buffer.write(at, &fresh);
         self.near.model[at as usize..][..2000].copy_from_slice(&fresh);
         (self.batch, self.done, self.received) = (Vec::new(), Vec::new(), 0);
-        for _ in 0..1 + dice.below(4) {
-            let len = 1 + dice.below(ROOM / 2);
-            let (from, to) = (dice.below(ROOM - len), dice.below(ROOM - len));
-            self.batch.push(match dice.below(3) {
+        for _ in 0..1 + rng.below(4) {
+            let len = 1 + rng.below(ROOM / 2);
+            let (from, to) = (rng.below(ROOM - len), rng.below(ROOM - len));
+            self.batch.push(match rng.below(3) {
                 0 => Task::Write { from, to, len },
                 1 => Task::Send { from, to: ROOM + to, len },
                 _ => {
-                    let (word, result) = (WORDS + 8 * dice.below(8), WORDS + 8 * dice.below(8));
-                    Task::Add { word, result, add: 1 + dice.below(1000) }
+                    let (word, result) = (WORDS + 8 * rng.below(8), WORDS + 8 * rng.below(8));
+                    Task::Add { word, result, add: 1 + rng.below(1000) }
                 }
             });
         }
-        if dice.below(2) == 0 {
-            let len = 1 + dice.below(ROOM / 2);
-            let (from, to) = (dice.below(2 * ROOM - len), ROOM + dice.below(ROOM - len));
+        if rng.below(2) == 0 {
+            let len = 1 + rng.below(ROOM / 2);
+            let (from, to) = (rng.below(2 * ROOM - len), ROOM + rng.below(ROOM - len));
             self.batch.push(Task::Read { from, to, len });
         }
         let (near, far) = (self.near.buffer.mr(), self.far.buffer.mr());
@@ -320,8 +320,8 @@ impl Lane {
     }
 
     /// Takes the memory of either end away.
-    fn free(&mut self, control: &Control, dice: &mut Dice) {
-        let side = if dice.below(2) == 0 { Side::Near } else { Side::Far };
+    fn free(&mut self, control: &Control, rng: &mut Rng) {
+        let side = if rng.below(2) == 0 { Side::Near } else { Side::Far };
         let end = if side == Side::Near { &self.near } else { &self.far };
         if !end.freeable() {
             return;
@@ -415,17 +415,17 @@ impl Lane {
     }
 
     /// New buffers in the place of those that went, and the connection from its beginning.
-    fn renew(&mut self, stage: &Stage, world: &World, dice: &mut Dice) {
+    fn renew(&mut self, stage: &Stage, world: &World, rng: &mut Rng) {
         for side in [&self.joined.a, &self.joined.b] {
             side.qp.modify(&Change::to(State::Reset)).unwrap();
         }
         // The survivor of a free stays, with what it holds.
         let freed = self.freed.take();
         if freed != Some(Side::Far) {
-            self.near = End::new(stage, &world.a, false, dice);
+            self.near = End::new(stage, &world.a, false, rng);
         }
         if freed != Some(Side::Near) {
-            self.far = End::new(stage, &world.b, true, dice);
+            self.far = End::new(stage, &world.b, true, rng);
         }
         connect(&self.joined.a.qp, &self.joined.b.qp);
         let mut some = [Completion::EMPTY; 16];

@@ -8,7 +8,7 @@ use warpwire::verbs::{
 };
 
 use crate::verbs::fixture::{
-    Dice, End, Fixture, Joined, KINDS, Kind, Patch, World, connect, impatient, same,
+    End, Fixture, Joined, KINDS, Kind, Patch, Rng, World, connect, impatient, same,
 };
 use testkit::{Effort, cases, for_each_seed};
 
@@ -39,7 +39,7 @@ struct Traffic {
     near: Patch,
     far: Patch,
     added: u64,
-    dice: Dice,
+    rng: Rng,
 }
 
 const PART: u64 = 32_768;
@@ -53,7 +53,7 @@ impl Traffic {
         let joined = world.join(options);
         let near = fixture.memory(&world.a, kind, 4 * PART, crate::verbs::fixture::ALL);
         let far = fixture.memory(&world.b, kind, 4 * PART, crate::verbs::fixture::ALL);
-        Self { joined, near, far, added: 0, dice: Dice::new(seed) }
+        Self { joined, near, far, added: 0, rng: Rng::new(seed) }
     }
 
     /// A write, a read back, a message and a count, all at once; then everything is looked at.
@@ -64,10 +64,10 @@ impl Traffic {
     }
 
     fn begin(&mut self) -> Round {
-        let Self { joined, near, far, dice, .. } = self;
-        let len = 1 + dice.below(PART - 100) as usize;
-        let shift = dice.below(64);
-        let wanted = near.pattern(shift, len, dice.draw());
+        let Self { joined, near, far, rng, .. } = self;
+        let len = 1 + rng.below(PART - 100) as usize;
+        let shift = rng.below(64);
+        let wanted = near.pattern(shift, len, rng.next_u64());
         near.write(PART, &vec![0; len]);
         far.write(2 * PART, &vec![0; len]);
         joined
@@ -78,7 +78,7 @@ impl Traffic {
         let from = [near.mr.sge(shift, len as u32)];
         let back = [near.mr.sge(PART, len as u32)];
         let before = [near.mr.sge(3 * PART, 8)];
-        let add = dice.draw() >> 32;
+        let add = rng.next_u64() >> 32;
         joined
             .a
             .qp
@@ -154,7 +154,7 @@ fn a_storm(fixture: &Fixture) {
     let seed = std::env::var("WARPWIRE_SEED").map_or(42, |seed| seed.parse().unwrap());
     println!("{:?}: a storm of {goal} packets lost, seed {seed}", fixture.which);
     let world = fixture.faulty(PLAN, seed, Drive::Inline);
-    let mut dice = Dice::new(seed);
+    let mut rng = Rng::new(seed);
     // So long a wait for answers that a busy machine, with twelve connections' packets in its queues, is no silent peer.
     let options = QpOptions { timeout: 12, ..patient() };
     let mut all: Vec<_> = (0..12)
@@ -193,17 +193,17 @@ fn a_storm(fixture: &Fixture) {
         if std::time::Instant::now() < next {
             continue;
         }
-        match dice.below(4) {
+        match rng.below(4) {
             0 => stall(&world.a),
             1 => stall(&world.b),
             _ => {
-                let which = dice.below(12) as usize;
+                let which = rng.below(12) as usize;
                 all[which].again();
                 rounds[which] = all[which].begin();
             }
         }
         // Not so soon that standing still alone would cost all tries.
-        next = std::time::Instant::now() + Duration::from_millis(20 + dice.below(100));
+        next = std::time::Instant::now() + Duration::from_millis(20 + rng.below(100));
     }
     assert!(given_up <= 2 + over / 500, "{given_up} of {over} rounds were given up");
     assert_eq!(world.b.context.hca().registry().len(), registered);

@@ -12,7 +12,7 @@ use warpwire::verbs::{
 use warpwire_proto::Psn;
 use warpwire_proto::wire::{Deth, Extension, Headers, Opcode as WireOpcode};
 
-use crate::verbs::fixture::{Dice, End, Fixture, KINDS, Kind, Patch, Side, Which, World, same};
+use crate::verbs::fixture::{End, Fixture, KINDS, Kind, Patch, Rng, Side, Which, World, same};
 use testkit::{cases, for_each_seed};
 
 cases!(Fixture; CASES:
@@ -452,13 +452,13 @@ fn anything_from_the_network(fixture: &Fixture) {
     talk.world.works(&bystander);
     let flow = stranger.open(address(&talk.world.b), 0).unwrap();
     let number = talk.b.qp.number();
-    let mut dice = Dice::new(11);
+    let mut rng = Rng::new(11);
     let mut right = 0;
     for round in 0..400u64 {
-        let data = [talk.far.mr.sge(0, 200 + dice.below(200) as u32)];
+        let data = [talk.far.mr.sge(0, 200 + rng.below(200) as u32)];
         // Full of those that nobody used, at times.
         let _ = talk.b.qp.post_receive(&[ReceiveRequest { id: round, data: &data }]);
-        right += u64::from(send_something(&mut *stranger, flow, number, round, &mut dice));
+        right += u64::from(send_something(&mut *stranger, flow, number, round, &mut rng));
         stranger.flush().unwrap();
         talk.world.step();
         let mut done = [Completion::EMPTY; 16];
@@ -468,7 +468,7 @@ fn anything_from_the_network(fixture: &Fixture) {
             done[..count].iter().all(|one| one.is_success() && one.sender.unwrap().address != ours)
         );
     }
-    assert!(right > 50, "the dice have six sides");
+    assert!(right > 50, "the rng have six sides");
     let all = || talk.b.qp.stats().unwrap().packets_received >= right;
     talk.world.until("those that were right", all);
     assert_eq!(talk.b.qp.state().unwrap(), State::Rts);
@@ -484,12 +484,12 @@ fn send_something(
     flow: warpwire::link::FlowId,
     number: u32,
     round: u64,
-    dice: &mut Dice,
+    rng: &mut Rng,
 ) -> bool {
-    let payload = dice.below(300) as usize;
+    let payload = rng.below(300) as usize;
     let deth = Deth {
-        qkey: if dice.below(3) == 0 { dice.draw() as u32 } else { QKEY },
-        source_qp: dice.draw() as u32 & 0xff_ffff,
+        qkey: if rng.below(3) == 0 { rng.next_u64() as u32 } else { QKEY },
+        source_qp: rng.next_u64() as u32 & 0xff_ffff,
     };
     let opcodes = [
         (WireOpcode::UdSendOnly, Extension::Deth(deth)),
@@ -497,15 +497,15 @@ fn send_something(
         (WireOpcode::SendOnly, Extension::None),
         (WireOpcode::SendOnlyImm, Extension::Imm(3)),
     ];
-    let (opcode, extension) = opcodes[dice.below(4) as usize];
+    let (opcode, extension) = opcodes[rng.below(4) as usize];
     let mut headers = Headers::new(opcode, number, Psn::new(round as u32), extension);
-    if dice.below(8) == 0 {
-        headers.partition = dice.draw() as u16;
+    if rng.below(8) == 0 {
+        headers.partition = rng.next_u64() as u16;
     }
     let len = headers.wire_len(payload);
-    let noise = dice.below(3) == 0;
+    let noise = rng.below(3) == 0;
     let Ok(slot) = link.reserve(flow, len) else { return false };
-    slot.iter_mut().for_each(|byte| *byte = dice.draw() as u8);
+    slot.iter_mut().for_each(|byte| *byte = rng.next_u64() as u8);
     if noise {
         // Sometimes for this queue pair, so that it is looked at further.
         slot[5..8].copy_from_slice(&number.to_be_bytes()[1..]);
@@ -753,14 +753,14 @@ fn random_entries_of_datagrams(fixture: &Fixture) {
     let talk = Talk::new(fixture);
     let peer = address(&talk.world.b);
     for_each_seed(crate::verbs::garbage::seeds(1500), |seed| {
-        let mut dice = Dice::new(seed);
-        let mut entry = vec![0; 64 * (1 + dice.below(3) as usize)];
-        entry.iter_mut().for_each(|byte| *byte = dice.draw() as u8);
+        let mut rng = Rng::new(seed);
+        let mut entry = vec![0; 64 * (1 + rng.below(3) as usize)];
+        entry.iter_mut().for_each(|byte| *byte = rng.next_u64() as u8);
         entry[1..3].copy_from_slice(&[0, 0]);
         let codes = [0, 8, 0xa, 0xa, 0xa, 0xb, 0xb, 0xf, 0x10, 0x23];
-        entry[3] = codes[dice.below(codes.len() as u64) as usize];
-        entry[7] = 1 + dice.below(entry.len() as u64 / 16) as u8;
-        if dice.below(2) == 0 {
+        entry[3] = codes[rng.below(codes.len() as u64) as usize];
+        entry[7] = 1 + rng.below(entry.len() as u64 / 16) as u8;
+        if rng.below(2) == 0 {
             // An address that leads somewhere.
             let to = AddressVector::new(peer, talk.b.qp.number(), QKEY).encode();
             entry[16..64].copy_from_slice(&to);

@@ -3,6 +3,7 @@
 use std::cell::OnceCell;
 use std::time::{Duration, Instant};
 
+pub use testkit::{Rng, assert_same as same};
 use warpwire::hca::HcaOptions;
 use warpwire::link::fault::Plan;
 use warpwire::link::{Auto, Capture, Fault, Hub, Link, Shm, Tap, Udp, shm, udp};
@@ -385,13 +386,6 @@ impl Patch {
     }
 }
 
-/// Asserts that bytes are the same, and says where they are not.
-pub fn same(found: &[u8], wanted: &[u8], what: &str) {
-    assert_eq!(found.len(), wanted.len(), "length of {what}");
-    let wrong = found.iter().zip(wanted).position(|(a, b)| a != b);
-    assert_eq!(wrong, None, "first wrong byte of {what}");
-}
-
 /// A device with a protection domain.
 #[derive(Clone)]
 pub struct End {
@@ -565,24 +559,4 @@ pub fn connect(one: &Qp, two: &Qp) {
 /// Options for failures that should not take long.
 pub fn impatient() -> QpOptions {
     QpOptions { timeout: 11, retry_count: 3, rnr_retry: 2, ..QpOptions::default() }
-}
-
-/// Small numbers that look random, from a seed.
-pub struct Dice(u64);
-
-impl Dice {
-    pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    pub fn draw(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    pub fn below(&mut self, bound: u64) -> u64 {
-        (self.draw() >> 16) % bound.max(1)
-    }
 }

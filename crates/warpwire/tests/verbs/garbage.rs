@@ -7,7 +7,7 @@ use warpwire::verbs::{
     Change, Completion, Op, Qp, QpOptions, ReceiveRequest, Request, SrqOptions, State,
 };
 
-use crate::verbs::fixture::{Dice, Fixture, Joined, Patch, Side, World, connect, same, soon};
+use crate::verbs::fixture::{Fixture, Joined, Patch, Rng, Side, World, connect, same, soon};
 use testkit::{Effort, cases, for_each_seed};
 
 cases!(Fixture; ONCE:
@@ -106,15 +106,15 @@ fn put(world: &World, side: &Side, index: u16, bytes: &[u8]) {
 fn random_entries(fixture: &Fixture) {
     let abuse = Abuse::new(fixture, options());
     for_each_seed(seeds(3000), |seed| {
-        let mut dice = Dice::new(seed);
-        let mut entry = vec![0; 64 * (1 + dice.below(4) as usize)];
-        entry.iter_mut().for_each(|byte| *byte = dice.draw() as u8);
+        let mut rng = Rng::new(seed);
+        let mut entry = vec![0; 64 * (1 + rng.below(4) as usize)];
+        entry.iter_mut().for_each(|byte| *byte = rng.next_u64() as u8);
         let index = 0u16;
         entry[1..3].copy_from_slice(&index.to_be_bytes());
         if seed % 4 != 0 {
             let codes = [0, 1, 8, 9, 0xa, 0xb, 0xf, 0x10, 0x11, 0x12, 0x14, 0x15, 0x23, 0x25];
-            entry[3] = codes[dice.below(codes.len() as u64) as usize];
-            entry[7] = 1 + dice.below(entry.len() as u64 / 16) as u8;
+            entry[3] = codes[rng.below(codes.len() as u64) as usize];
+            entry[7] = 1 + rng.below(entry.len() as u64 / 16) as u8;
         }
         // What is not there within a millisecond is an error: the rest of the noise, mostly.
         put(&abuse.world, &abuse.victim.a, index, &entry);
@@ -128,7 +128,7 @@ fn random_entries(fixture: &Fixture) {
 }
 
 /// A right entry of every sort.
-fn right_entry(abuse: &Abuse, dice: &mut Dice, scratch: &mut Scratch, index: u16) -> Vec<u8> {
+fn right_entry(abuse: &Abuse, rng: &mut Rng, scratch: &mut Scratch, index: u16) -> Vec<u8> {
     let (near, far) = (&abuse.near.mr, &abuse.far.mr);
     let number = abuse.victim.a.qp.number();
     let build = |scratch: &mut Scratch, opcode, with: &dyn Fn(Builder<'_>) -> Option<Vec<u8>>| {
@@ -138,7 +138,7 @@ fn right_entry(abuse: &Abuse, dice: &mut Dice, scratch: &mut Scratch, index: u16
         b.data(100, near.lkey(), near.iova()).finish().ok().map(|i| i.bytes().to_vec())
     };
     let remote = far.remote(64);
-    match dice.below(8) {
+    match rng.below(8) {
         0 => build(scratch, Opcode::Send, &|b| data(b)),
         1 => build(scratch, Opcode::SendInvalidate, &|b| data(b.invalidate(far.rkey() ^ 1))),
         2 => build(scratch, Opcode::RdmaWrite, &|b| data(b.remote(remote.address, remote.rkey))),
@@ -173,15 +173,15 @@ fn mutated_entries(fixture: &Fixture) {
     let mut scratch = Scratch::default();
     let scratch = std::cell::RefCell::new(&mut scratch);
     for_each_seed(seeds(4000), |seed| {
-        let mut dice = Dice::new(seed);
-        let mut entry = right_entry(&abuse, &mut dice, &mut scratch.borrow_mut(), 0);
-        for _ in 0..1 + dice.below(3) {
+        let mut rng = Rng::new(seed);
+        let mut entry = right_entry(&abuse, &mut rng, &mut scratch.borrow_mut(), 0);
+        for _ in 0..1 + rng.below(3) {
             // Not the index: an entry with another is not there yet.
-            let at = 3 + dice.below(entry.len() as u64 - 3) as usize;
-            if dice.below(2) == 0 {
-                entry[at] ^= 1 << dice.below(8);
+            let at = 3 + rng.below(entry.len() as u64 - 3) as usize;
+            if rng.below(2) == 0 {
+                entry[at] ^= 1 << rng.below(8);
             } else {
-                entry[at] = [0, 0xff, 0x80, dice.draw() as u8][dice.below(4) as usize];
+                entry[at] = [0, 0xff, 0x80, rng.next_u64() as u8][rng.below(4) as usize];
             }
         }
         abuse
@@ -206,15 +206,15 @@ fn mutated_entries(fixture: &Fixture) {
 fn random_doorbells_and_records(fixture: &Fixture) {
     let abuse = Abuse::new(fixture, QpOptions { watched: true, ..options() });
     for_each_seed(seeds(3000), |seed| {
-        let mut dice = Dice::new(seed);
+        let mut rng = Rng::new(seed);
         let (memory, layout) = abuse.victim.a.qp.queues();
         for _ in 0..6 {
             let places = [layout.record, layout.doorbell, layout.doorbell + 256];
-            let at = places[dice.below(3) as usize];
-            let value = match dice.below(3) {
-                0 => dice.draw(),
-                1 => u64::from_be(dice.below(40) << 40),
-                _ => u64::from_be(dice.below(40)),
+            let at = places[rng.below(3) as usize];
+            let value = match rng.below(3) {
+                0 => rng.next_u64(),
+                1 => u64::from_be(rng.below(40) << 40),
+                _ => u64::from_be(rng.below(40)),
             };
             memory.bytes().store_u64(at, value).unwrap();
             abuse.world.step();
@@ -231,16 +231,16 @@ fn random_doorbells_and_records(fixture: &Fixture) {
 fn random_receives(fixture: &Fixture) {
     let abuse = Abuse::new(fixture, QpOptions { receive_ranges: 4, ..options() });
     for_each_seed(seeds(3000), |seed| {
-        let mut dice = Dice::new(seed);
+        let mut rng = Rng::new(seed);
         let (memory, layout) = abuse.victim.b.qp.queues();
         let mut entries = [0; 256];
-        entries.iter_mut().for_each(|byte| *byte = dice.draw() as u8);
+        entries.iter_mut().for_each(|byte| *byte = rng.next_u64() as u8);
         for segment in 0..16 {
-            match dice.below(4) {
+            match rng.below(4) {
                 0 => entries[segment * 16..][..16]
                     .copy_from_slice(&[0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
                 1 => {
-                    let range = abuse.far.mr.sge(dice.below(4000), dice.below(200) as u32);
+                    let range = abuse.far.mr.sge(rng.below(4000), rng.below(200) as u32);
                     entries[segment * 16..][..4].copy_from_slice(&range.len.to_be_bytes());
                     entries[segment * 16 + 4..][..4].copy_from_slice(&range.lkey.to_be_bytes());
                     entries[segment * 16 + 8..][..8].copy_from_slice(&range.address.to_be_bytes());
@@ -249,10 +249,10 @@ fn random_receives(fixture: &Fixture) {
             }
         }
         memory.bytes().write(layout.receive, &entries).unwrap();
-        let count = [1, 2, 4, dice.draw() as u16][dice.below(4) as usize];
+        let count = [1, 2, 4, rng.next_u64() as u16][rng.below(4) as usize];
         memory.bytes().store_u32(layout.record, u32::from_ne_bytes(Record::word(count))).unwrap();
         for id in 0..3 {
-            let data = [abuse.near.mr.sge(0, dice.below(500) as u32)];
+            let data = [abuse.near.mr.sge(0, rng.below(500) as u32)];
             abuse.victim.a.qp.post_send(&[Request::new(id, Op::Send).with(&data)]).unwrap();
         }
         abuse.settle();
@@ -269,18 +269,18 @@ fn random_links_of_shared_receives(fixture: &Fixture) {
     let hca = world.b.context.hca();
     let near = fixture.host(&world.a, 4096);
     for_each_seed(seeds(1000), |seed| {
-        let mut dice = Dice::new(seed);
+        let mut rng = Rng::new(seed);
         let memory = QueueMemory::host(16 * 64 + 64).unwrap();
         let mut noise = vec![0; 16 * 64];
-        noise.iter_mut().for_each(|byte| *byte = dice.draw() as u8);
+        noise.iter_mut().for_each(|byte| *byte = rng.next_u64() as u8);
         for entry in noise.chunks_mut(64) {
-            entry[16] &= 0x7f & dice.draw() as u8;
-            if dice.below(2) == 0 {
+            entry[16] &= 0x7f & rng.next_u64() as u8;
+            if rng.below(2) == 0 {
                 entry[16..32].copy_from_slice(&[0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
             }
         }
         memory.bytes().write(0, &noise).unwrap();
-        let count = Record::word([3, 16, 17, dice.draw() as u16][dice.below(4) as usize]);
+        let count = Record::word([3, 16, 17, rng.next_u64() as u16][rng.below(4) as usize]);
         memory.bytes().store_u32(1024, u32::from_ne_bytes(count)).unwrap();
         let srq =
             hca.create_srq(SrqSpec { memory, entries: 16, stride: 64, record: 1024 }).unwrap();
@@ -316,7 +316,7 @@ fn random_links_of_shared_receives(fixture: &Fixture) {
         offer.qpn = number;
         side.qp.connect(&offer).unwrap();
         for id in 0..8 {
-            let data = [near.mr.sge(0, dice.below(3) as u32)];
+            let data = [near.mr.sge(0, rng.below(3) as u32)];
             side.qp.post_send(&[Request::new(id, Op::Send).with(&data)]).unwrap();
         }
         (0..30).for_each(|_| world.step());
@@ -332,22 +332,22 @@ fn random_completions(fixture: &Fixture) {
     let bystander = world.join(QpOptions::default());
     let srq = world.a.context.create_srq(&world.a.pd, SrqOptions { depth: 7, ranges: 1 }).unwrap();
     for_each_seed(seeds(1500), |seed| {
-        let mut dice = Dice::new(seed);
+        let mut rng = Rng::new(seed);
         let srq = (seed % 2 == 0).then(|| srq.clone());
         let joined = world.join_with(QpOptions { srq, ..options() }, options());
         let cq = &joined.a.sends;
         let bytes = cq.memory().bytes();
         for place in 0..bytes.len() / 8 {
-            if dice.below(3) == 0 {
-                bytes.store_u64(place * 8, dice.draw()).unwrap();
+            if rng.below(3) == 0 {
+                bytes.store_u64(place * 8, rng.next_u64()).unwrap();
             }
         }
         // Some that could be: of this queue pair, with the right owner.
         for place in 0..8 {
             bytes.store_u32(place * 64 + 32, 0).unwrap();
             bytes.store_u32(place * 64 + 56, u32::from_be(joined.a.qp.number())).unwrap();
-            let code = [0, 2, 13, 14][dice.below(4) as usize];
-            let tail = [dice.draw() as u8, dice.draw() as u8, 0, code << 4];
+            let code = [0, 2, 13, 14][rng.below(4) as usize];
+            let tail = [rng.next_u64() as u8, rng.next_u64() as u8, 0, code << 4];
             bytes.store_u32(place * 64 + 60, u32::from_ne_bytes(tail)).unwrap();
         }
         let mut done = [Completion::EMPTY; 16];
@@ -355,7 +355,7 @@ fn random_completions(fixture: &Fixture) {
             let _ = joined.a.qp.post_send(&[Request::new(id, Op::Nop)]);
             let _ = cq.poll(&mut done).unwrap();
             cq.arm(id % 2 == 0).unwrap();
-            bytes.store_u32(bytes.len() - 64, dice.draw() as u32).unwrap();
+            bytes.store_u32(bytes.len() - 64, rng.next_u64() as u32).unwrap();
         }
         drop(joined);
         world.works(&bystander);
@@ -367,18 +367,18 @@ fn queues_that_change_while_they_are_read(fixture: &Fixture) {
     let abuse = Abuse::new(fixture, QpOptions { watched: true, ..options() });
     let stop = std::sync::atomic::AtomicBool::new(false);
     let scribble = |qp: &Qp, seed: u64| {
-        let mut dice = Dice::new(seed);
+        let mut rng = Rng::new(seed);
         let (memory, layout) = qp.queues();
         let bytes = memory.bytes();
         while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-            let at = dice.below((bytes.len() - layout.receive) / 8) * 8;
-            let value = if dice.below(4) == 0 {
-                dice.draw()
+            let at = rng.below((bytes.len() - layout.receive) / 8) * 8;
+            let value = if rng.below(4) == 0 {
+                rng.next_u64()
             } else {
-                dice.below(64) << (8 * dice.below(8))
+                rng.below(64) << (8 * rng.below(8))
             };
             bytes.store_u64(at, value).unwrap();
-            bytes.store_u64(layout.doorbell, u64::from_be(dice.below(64) << 40)).unwrap();
+            bytes.store_u64(layout.doorbell, u64::from_be(rng.below(64) << 40)).unwrap();
         }
     };
     std::thread::scope(|scope| {

@@ -7,7 +7,7 @@ use warpwire::mr::HostMemory;
 use warpwire::verbs::{Completion, Op, QpOptions, ReceiveRequest, Request, Status};
 
 use crate::verbs::fixture::{
-    ALL, Dice, End, Fixture, Joined, Kind, Patch, Which, World, impatient, same,
+    ALL, End, Fixture, Joined, Kind, Patch, Rng, Which, World, impatient, same,
 };
 use testkit::cases;
 
@@ -118,10 +118,10 @@ fn lists_of_long_ranges(fixture: &Fixture) {
     let field = Field::new(fixture, Kind::Host);
     let Field { near, far, .. } = &field;
     let bytes = near.pattern(0, ROOM as usize, 3);
-    let mut dice = Dice::new(5);
+    let mut rng = Rng::new(5);
     for id in 0..10 {
         let ranges: [(u64, u32); 3] =
-            std::array::from_fn(|_| (dice.below(300_000), 1 + dice.below(70_000) as u32));
+            std::array::from_fn(|_| (rng.below(300_000), 1 + rng.below(70_000) as u32));
         let wanted: Vec<u8> = ranges
             .iter()
             .flat_map(|(at, len)| &bytes[*at as usize..*at as usize + *len as usize])
@@ -241,7 +241,7 @@ fn a_payload_that_changes_under_way(fixture: &Fixture) {
 fn memory_that_is_taken_back_under_way(fixture: &Fixture) {
     const LEN: u32 = 300_000;
     const ROUNDS: u32 = 15;
-    let (world, mut dice) = (fixture.world(), Dice::new(11));
+    let (world, mut rng) = (fixture.world(), Rng::new(11));
     let far = fixture.host(&world.b, u64::from(LEN));
     let memory = HostMemory::new(u64::from(LEN)).unwrap();
     let (mut failed, mut ended) = (0, 0);
@@ -256,7 +256,7 @@ fn memory_that_is_taken_back_under_way(fixture: &Fixture) {
             joined.a.qp.post_send(&[request]).unwrap();
         }
         // Some steps, then the memory is somebody else's.
-        let steps = if round == 0 { 0 } else { dice.below(12) };
+        let steps = if round == 0 { 0 } else { rng.below(12) };
         std::thread::scope(|scope| {
             let taker = scope.spawn(|| {
                 mr.deregister();

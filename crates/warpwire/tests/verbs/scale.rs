@@ -7,7 +7,7 @@ use warpwire::link::{Link, SHORTEST, Udp, udp};
 use warpwire::verbs::{Completion, Op, QpOptions, ReceiveRequest, Request, SrqOptions, State};
 use warpwire_proto::wire::packet::Transport;
 
-use crate::verbs::fixture::{Dice, Fixture, Which, connect, same};
+use crate::verbs::fixture::{Fixture, Rng, Which, connect, same};
 use testkit::cases;
 
 cases!(Fixture; CASES: a_thousand_queue_pairs, strangers_are_dropped);
@@ -134,10 +134,10 @@ fn strangers_are_dropped(fixture: &Fixture) {
     world.works(&joined);
     let target = world.b.context.path().local;
     let number = joined.b.qp.number();
-    let mut dice = Dice::new(5);
+    let mut rng = Rng::new(5);
     let mut packet = |n: usize| {
         let mut packet = vec![0; SHORTEST + 16 + n % 64 * 4];
-        packet.iter_mut().for_each(|byte| *byte = dice.draw() as u8);
+        packet.iter_mut().for_each(|byte| *byte = rng.next_u64() as u8);
         packet[0] = [0x0a, 0x04, 0x0c, 0x11, 0x13, 0x06][n % 6]; // WRITE, SEND, READ, ACK, CAS, WRITE FIRST
         packet[1] = 0;
         packet[2..4].copy_from_slice(&[0xff, 0xff]);

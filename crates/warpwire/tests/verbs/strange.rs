@@ -9,7 +9,7 @@ use warpwire::verbs::{
 use warpwire_proto::Psn;
 use warpwire_proto::wire::{Aeth, Extension, Headers, Opcode, Reth, Syndrome, Transport};
 
-use crate::verbs::fixture::{Dice, End, Fixture, Patch, Side, Which, same, soon};
+use crate::verbs::fixture::{End, Fixture, Patch, Rng, Side, Which, same, soon};
 use testkit::cases;
 
 cases!(Fixture; CASES:
@@ -259,21 +259,21 @@ fn long_packets_that_are_not_right(fixture: &Fixture) {
 fn random_answers(fixture: &Fixture) {
     let mut stage = Stage::new(fixture);
     stage.near.write(0, &[0x11; 8192]);
-    let mut dice = Dice::new(77);
+    let mut rng = Rng::new(77);
     let opcodes: Vec<_> = Opcode::all().collect();
     for round in 0..200 {
         let asked = [Asked::Write, Asked::Read, Asked::Atomic][round % 3];
         let psn = stage.ask(asked);
-        for _ in 0..1 + dice.below(4) {
+        for _ in 0..1 + rng.below(4) {
             let number = stage.side.qp.number();
-            let opcode = opcodes[dice.below(opcodes.len() as u64) as usize];
+            let opcode = opcodes[rng.below(opcodes.len() as u64) as usize];
             // Where there are long ones, some are, which are not read before it is known what they are.
             let longest = stage.link.largest().min(20_000) as u64;
-            let most = if dice.below(3) == 0 { longest } else { 1216 };
-            let len = 16 + dice.below((most - 16) / 4) as usize * 4;
+            let most = if rng.below(3) == 0 { longest } else { 1216 };
+            let len = 16 + rng.below((most - 16) / 4) as usize * 4;
             let slot = stage.link.reserve(stage.flow, len).unwrap();
-            slot.iter_mut().for_each(|byte| *byte = dice.draw() as u8);
-            let near = psn.add(dice.below(5) as u32).value().wrapping_sub(2);
+            slot.iter_mut().for_each(|byte| *byte = rng.next_u64() as u8);
+            let near = psn.add(rng.below(5) as u32).value().wrapping_sub(2);
             slot[0] = opcode.byte();
             slot[1] &= 0x40;
             slot[2..4].copy_from_slice(&[0xff, 0xff]);
