@@ -49,7 +49,8 @@ impl Which {
 
 /// The drive that kernels need.
 pub fn threaded() -> HcaOptions {
-    let drive = Drive::Thread { spin: Duration::from_millis(1), core: None };
+    // Longer, and engines take the time of those that they wait for where cores are few.
+    let drive = Drive::Thread { spin: Duration::from_micros(50), core: None };
     HcaOptions { drive, ..HcaOptions::default() }
 }
 
