@@ -12,7 +12,7 @@ const REFERENCE: Duration = Duration::from_nanos(2);
 /// How much longer than on an idle machine of our own a thread takes here for the same work: 1 or
 /// more. Measured once per process tree with all cores busy (some 20 ms of CPU time per core):
 /// other processes count by the wall-clock time that they take away, an emulator by its speed.
-pub fn slowdown() -> f64 {
+fn slowdown() -> f64 {
     static MEASURED: OnceLock<f64> = OnceLock::new();
     *MEASURED.get_or_init(|| {
         let inherited = std::env::var(VARIABLE).ok().and_then(|text| text.parse().ok());

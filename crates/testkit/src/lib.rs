@@ -4,12 +4,11 @@
 //! |---|---|
 //! | one list of cases, run on every backend that is present | [`Suite`], [`Collector`], [`cases!`] |
 //! | how much a run should try: the inner loop, a change, everything | [`Effort`] |
-//! | something absent: `skipped: why`, or a failure if it was asked for | [`skipped`], [`required`], [`skip`] |
+//! | something absent: `skipped: why`, or a failure if required | [`Collector::backend`], [`skip`] |
 //! | a deadline that holds on a busy machine too | [`deadline`], [`until`] |
 //! | seeds, one of which can be replayed | [`for_each_seed`], [`Rng`] |
 //! | a second process that runs part of a test | [`Role`], [`Process`] |
 //! | allocations of a thread, or of the process | [`CountingAllocator`] |
-//! | a port that no other process of the machine has | [`free_port`] |
 //!
 //! Everything here may panic: it runs inside tests.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
@@ -23,9 +22,9 @@ mod requirement;
 mod suite;
 
 pub use alloc::CountingAllocator;
-pub use clock::{deadline, slowdown, until, wakeup_time};
+pub use clock::{deadline, until, wakeup_time};
 pub use effort::Effort;
-pub use process::{Process, Role, free_port};
+pub use process::{Process, Role};
 pub use random::{Rng, assert_same, for_each_seed};
-pub use requirement::{is_skip, required, skip, skipped};
+pub use requirement::{is_skip, skip};
 pub use suite::{Case, Collector, Suite, run};

@@ -1,7 +1,6 @@
 //! Tests with more than one process.
 
 use std::io::{BufRead, BufReader};
-use std::net::{Ipv4Addr, TcpListener};
 use std::process::{Child, ChildStdout, Command, ExitStatus};
 use std::time::Instant;
 
@@ -99,13 +98,6 @@ impl Drop for Process {
     }
 }
 
-/// A TCP port of the loopback address that nothing listened on a moment ago. For programs that must
-/// be told one; whatever can bind port 0 itself should.
-pub fn free_port() -> u16 {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    listener.local_addr().unwrap().port()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -117,11 +109,5 @@ mod tests {
         assert!(std::path::Path::new(&folder).exists());
         drop(process);
         assert!(!std::path::Path::new(&folder).exists());
-    }
-
-    #[test]
-    fn free_ports_can_be_bound() {
-        let port = free_port();
-        assert!(TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok());
     }
 }

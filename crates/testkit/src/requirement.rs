@@ -1,16 +1,9 @@
 //! What a machine lacks: said in a line, or a failure where `WARPWIRE_REQUIRE` asks for it.
 
 /// Whether `WARPWIRE_REQUIRE` (a comma-separated list) names this.
-pub fn required(name: &str) -> bool {
+pub(crate) fn required(name: &str) -> bool {
     let list = std::env::var("WARPWIRE_REQUIRE").unwrap_or_default();
     list.split(',').any(|entry| entry.trim() == name)
-}
-
-/// Says that something is absent. Panics if it is required.
-pub fn skipped(name: &str, why: &str) {
-    // To stderr: test runners read the list of tests from stdout.
-    eprintln!("skipped: {name}: {why}");
-    assert!(!required(name), "WARPWIRE_REQUIRE asks for {name}: {why}");
 }
 
 /// The panic payload of [`skip`].

@@ -39,7 +39,8 @@ use datagram::Destinations;
 /// How many packets a queue pair may send before another has its turn, and how many bytes.
 const BUDGET: usize = 32;
 const BUDGET_BYTES: usize = 128 << 10;
-/// As many packets in one step: the link may hold more, and timers wait for these, but not for ever.
+/// As many packets in one step: the link may hold more, and timers wait for these, for at most
+/// [`MOST_POSTPONED`] steps.
 const MORE_MAY_WAIT: usize = 32;
 const MOST_POSTPONED: u32 = 16;
 /// How soon to come back to memory that was not there.
@@ -185,8 +186,8 @@ impl Engine {
         })?;
         // Nothing is acknowledged that is not in its place.
         core.settle();
-        // Timers last: an engine that did not run for a while finds answers in its link, and takes them
-        // before it calls them missing.
+        // Timers last: after a pause, answers that lie in the link are taken before they are called
+        // missing (no spurious retransmission).
         if received < MORE_MAY_WAIT || core.postponed == MOST_POSTPONED {
             core.postponed = 0;
             core.run_timers(now);
