@@ -128,11 +128,24 @@ inline u64 clock_ns() {
     auto now = std::chrono::steady_clock::now().time_since_epoch();
     return static_cast<u64>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
 }
-// Beside busy processes a yield can cost a time slice; a thread that sleeps gets its processor back sooner.
+// A thread that waits on the CPU. Beside busy processes each yield costs a time slice, while a thread that sleeps keeps
+// its claim to the processor: yields end with the first slow one, and sleeps grow with the wait.
 inline void step_back() {
+    constexpr u64 kSameWait = 2000000, kSlowYield = 100000, kMinSleep = 20000, kMaxSleep = 1000000;
+    thread_local u64 last = 0, since = 0;
+    thread_local bool contended = false;
     const u64 before = clock_ns();
-    std::this_thread::yield();
-    if (clock_ns() - before > 500000) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    if (before - last > kSameWait) since = before, contended = false;
+    if (!contended) {
+        std::this_thread::yield();
+        last = clock_ns();
+        contended = last - before > kSlowYield || last - since > kMaxSleep;
+        return;
+    }
+    u64 sleep = (before - since) / 8;
+    sleep = sleep < kMinSleep ? kMinSleep : sleep > kMaxSleep ? kMaxSleep : sleep;
+    std::this_thread::sleep_for(std::chrono::nanoseconds(sleep));
+    last = clock_ns();
 }
 #endif
 

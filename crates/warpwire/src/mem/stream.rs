@@ -12,6 +12,7 @@ use super::op::{Condition, HostCall, MemOp, Op, PendingWait};
 use super::program::Launch;
 use super::staging::Staging;
 use crate::error::{Error, Kind, Result};
+use crate::sync::Backoff;
 
 /// An ordered queue of work on a device. Clones are the same stream.
 ///
@@ -452,7 +453,7 @@ impl fmt::Debug for Graph {
 /// Asks until the answer is yes, first eagerly, then with growing pauses; false when time is up.
 fn poll_until(timeout: Duration, mut ask: impl FnMut() -> Result<bool>) -> Result<bool> {
     let start = Instant::now();
-    let mut pause = Pause::default();
+    let mut backoff = Backoff::default();
     loop {
         if ask()? {
             return Ok(true);
@@ -460,35 +461,7 @@ fn poll_until(timeout: Duration, mut ask: impl FnMut() -> Result<bool>) -> Resul
         if start.elapsed() >= timeout {
             return Ok(false);
         }
-        pause.take();
-    }
-}
-
-/// Waiting politely: spin while the answer is likely near, then yield, then sleep.
-#[derive(Default)]
-pub(super) struct Pause {
-    taken: u32,
-    /// When spinning was over.
-    since: Option<Instant>,
-}
-
-impl Pause {
-    const SPINS: u32 = 64;
-    /// Yields are counted in time: beside busy processes each of them can cost a time slice, and a
-    /// thread that sleeps gets the processor back sooner.
-    const YIELDING: Duration = Duration::from_micros(500);
-    const SLEEP: Duration = Duration::from_micros(20);
-
-    pub(super) fn take(&mut self) {
-        if self.taken < Self::SPINS {
-            self.taken += 1;
-            return std::hint::spin_loop();
-        }
-        if self.since.get_or_insert_with(Instant::now).elapsed() < Self::YIELDING {
-            std::thread::yield_now();
-        } else {
-            std::thread::sleep(Self::SLEEP);
-        }
+        backoff.snooze();
     }
 }
 

@@ -22,7 +22,7 @@ use crate::error::{Error, Kind, Result};
 use crate::mlx5::Status;
 
 /// How long two ends may take to meet.
-const MEETING: Duration = Duration::from_secs(5);
+const MEETING: Duration = Duration::from_secs(10);
 /// How many accepted connections may be silent at a time; the one that has been so for the longest goes first.
 const MOST_SILENT: usize = 1024;
 /// Marks descriptors of the nursery among events.

@@ -4,76 +4,134 @@
 //! What both sides of a pair do is as if each had a fence of the strongest sort. Where the kernel cannot do that, or
 //! may not by a filter on system calls, each has one.
 
-use std::sync::OnceLock;
-use std::sync::atomic::{Ordering, compiler_fence, fence};
+use std::sync::atomic::{AtomicU8, Ordering, compiler_fence, fence};
+use std::sync::{Condvar, Mutex, Once, PoisonError};
 use std::time::Duration;
 
 use rustix::thread::{MembarrierCommand as Command, membarrier};
 
-/// Among the threads of this process.
-static WITHIN: OnceLock<bool> = OnceLock::new();
-/// Among all processes that have asked for it.
-static EVERYWHERE: OnceLock<bool> = OnceLock::new();
+/// What is known of one kind of barrier. It changes once, from `UNKNOWN`.
+const UNKNOWN: u8 = 0;
+const READY: u8 = 1;
+const REFUSED: u8 = 2;
 
-/// Whether the kernel has taken this process in. The first call with several threads takes some milliseconds.
-fn is_ready(known: &OnceLock<bool>, register: Command, raise: Command) -> bool {
-    *known.get_or_init(|| membarrier(register).and_then(|()| membarrier(raise)).is_ok())
+/// How long a device that is opened waits for the kernel. To register a process with several threads
+/// takes the kernel an RCU grace period: 10 ms on an idle machine, seconds on one whose processors
+/// are all busy. Whoever does not wait that long uses fences until it is done.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// Among the threads of this process.
+static WITHIN: Registration =
+    Registration::new(Command::RegisterPrivateExpedited, Command::PrivateExpedited);
+/// Among all processes that have asked for it.
+static EVERYWHERE: Registration =
+    Registration::new(Command::RegisterGlobalExpedited, Command::GlobalExpedited);
+
+/// The registration of this process for one kind of barrier.
+struct Registration {
+    state: AtomicU8,
+    register: Command,
+    raise: Command,
+    started: Once,
+    done: (Mutex<()>, Condvar),
 }
 
-fn is_ready_within() -> bool {
-    is_ready(&WITHIN, Command::RegisterPrivateExpedited, Command::PrivateExpedited)
+impl Registration {
+    const fn new(register: Command, raise: Command) -> Self {
+        let (state, started) = (AtomicU8::new(UNKNOWN), Once::new());
+        Self { state, register, raise, started, done: (Mutex::new(()), Condvar::new()) }
+    }
+
+    /// Acquire: a light side that finds it ready sees what heavy sides did that found it unknown.
+    #[inline]
+    fn is_ready(&self) -> bool {
+        self.state.load(Ordering::Acquire) == READY
+    }
+
+    /// Asks the kernel, in a thread of its own unless that is quick, and waits a while for the answer.
+    fn prepare(&'static self) {
+        if self.state.load(Ordering::Acquire) != UNKNOWN {
+            return;
+        }
+        self.started.call_once(|| {
+            // The kernel need not wait for the threads of a process that has only one.
+            let start = || std::thread::Builder::new().spawn(|| self.ask());
+            if is_single_threaded() || start().is_err() {
+                self.ask();
+            }
+        });
+        let is_unknown = |_: &mut ()| self.state.load(Ordering::Acquire) == UNKNOWN;
+        let guard = self.done.0.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.done.1.wait_timeout_while(guard, PATIENCE, is_unknown));
+    }
+
+    fn ask(&self) {
+        let answer = membarrier(self.register).and_then(|()| membarrier(self.raise));
+        let state = if answer.is_ok() { READY } else { REFUSED };
+        let guard = self.done.0.lock();
+        // SeqCst: of a heavy side's fence and this, one is first.
+        self.state.store(state, Ordering::SeqCst);
+        self.done.1.notify_all();
+        drop(guard);
+    }
+
+    /// Raises a barrier where light sides may rely on it. What worked once works, unless a filter on
+    /// system calls came since, or this is the child of the process that asked.
+    fn raise(&self) {
+        // One that does not find it ready has its fence before the state changes, and a light side
+        // that finds it ready looks after that: it sees what the heavy side did.
+        if self.state.load(Ordering::SeqCst) != READY {
+            return;
+        }
+        let again = || membarrier(self.register).and_then(|()| membarrier(self.raise));
+        if membarrier(self.raise).or_else(|_| again()).is_err() {
+            // No processor keeps a store to itself for so long, with all the interrupts that fall into it.
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+fn is_single_threaded() -> bool {
+    std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
 }
 
 /// Whether this process may be the light side, and the heavy one, of pairs with others: [`heavy_everywhere`].
 pub(crate) fn is_ready_everywhere() -> bool {
-    is_ready(&EVERYWHERE, Command::RegisterGlobalExpedited, Command::GlobalExpedited)
+    EVERYWHERE.is_ready()
 }
 
-/// Makes the light side light from now on; till then it is a fence.
+/// Makes the light side light before long; till then it is a fence.
 pub(crate) fn prepare() {
-    is_ready_within();
+    WITHIN.prepare();
 }
 
 /// Has the kernel take this process in beforehand.
 pub(crate) fn prepare_everywhere() {
-    is_ready_everywhere();
+    EVERYWHERE.prepare();
 }
 
 /// The side that happens all the time.
 #[inline]
 pub(crate) fn light() {
-    match WITHIN.get() {
-        Some(true) => compiler_fence(Ordering::SeqCst),
-        _ => fence(Ordering::SeqCst),
+    if WITHIN.is_ready() {
+        compiler_fence(Ordering::SeqCst);
+    } else {
+        fence(Ordering::SeqCst);
     }
 }
 
 /// The side that happens now and then: microseconds.
 #[cold]
 pub(crate) fn heavy() {
-    // Others may be light because it worked once.
     fence(Ordering::SeqCst);
-    if is_ready_within() {
-        raise(Command::RegisterPrivateExpedited, Command::PrivateExpedited);
-    }
+    WITHIN.raise();
 }
 
 /// The heavy side for those in other processes that are light because they were told that this comes.
 #[cold]
 pub(crate) fn heavy_everywhere() {
     fence(Ordering::SeqCst);
-    if is_ready_everywhere() {
-        raise(Command::RegisterGlobalExpedited, Command::GlobalExpedited);
-    }
-}
-
-/// What worked once works, unless a filter on system calls came since, or this is the child of the process that asked.
-fn raise(register: Command, raise: Command) {
-    let again = || membarrier(register).and_then(|()| membarrier(raise));
-    if membarrier(raise).or_else(|_| again()).is_err() {
-        // No processor keeps a store to itself for so long, with all the interrupts that fall into it.
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    EVERYWHERE.raise();
 }
 
 #[cfg(test)]
@@ -112,12 +170,27 @@ mod tests {
         }
     }
 
+    /// A process that could not register uses fences, and a second call does not ask again.
+    #[test]
+    fn a_registration_that_the_kernel_refuses_is_known_soon() {
+        static REGISTRATION: Registration =
+            Registration::new(Command::PrivateExpeditedRseq, Command::PrivateExpeditedSyncCore);
+        REGISTRATION.state.store(REFUSED, Ordering::SeqCst);
+        let start = std::time::Instant::now();
+        REGISTRATION.prepare();
+        REGISTRATION.raise();
+        assert!(!REGISTRATION.is_ready());
+        assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
+    }
+
     /// A filter on system calls may come when others are light already.
     #[test]
     fn a_barrier_that_the_kernel_refuses_ends_all_the_same() {
         let refused = Command::PrivateExpeditedRseq;
         assert!(membarrier(refused).is_err(), "nobody has asked for it");
-        raise(refused, refused);
+        let registration = Registration::new(refused, refused);
+        registration.state.store(READY, Ordering::SeqCst);
+        registration.raise();
         heavy_everywhere();
     }
 }

@@ -4,6 +4,7 @@
 //! as everything else that a short operation does. Linux lets one side pay for both ([`barrier`]). On that stand the
 //! [`door`], by which memory is taken back from those who reach it, and a [lock](Biased) that costs its usual owner two stores.
 
+pub(crate) mod backoff;
 pub(crate) mod barrier;
 mod biased;
 #[cfg(test)]
@@ -11,5 +12,5 @@ mod biased_tests;
 pub(crate) mod door;
 mod parts;
 
+pub(crate) use backoff::{Backoff, pause};
 pub(crate) use biased::{Biased, Guard};
-pub(crate) use parts::pause;

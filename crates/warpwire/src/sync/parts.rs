@@ -6,6 +6,7 @@ use std::cell::{Cell, UnsafeCell};
 use parking_lot::RawMutex;
 use parking_lot::lock_api::RawMutex as _;
 
+pub(super) use super::backoff::pause;
 pub(super) use super::barrier::{heavy, light, prepare};
 pub(super) use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -13,18 +14,6 @@ pub(super) use std::sync::atomic::{AtomicU64, Ordering};
 /// lost in what it saved.
 pub(super) const FIRST_STREAK: u32 = 64;
 pub(super) const LONGEST_STREAK: u32 = 4096;
-
-/// How often a waiter looks before it lets others run.
-const SPINS: u32 = 64;
-
-/// Waits a little, for the `looks`th time.
-pub(crate) fn pause(looks: u32) {
-    if looks < SPINS {
-        std::hint::spin_loop();
-    } else {
-        std::thread::yield_now();
-    }
-}
 
 /// A number of this thread's own, never zero.
 #[inline]

@@ -32,7 +32,9 @@ cases!(Fixture; CASES:
 /// Who is killed.
 const VICTIM: usize = 1;
 /// How soon the others must know.
-const BOUND: Duration = Duration::from_secs(5);
+fn bound() -> Duration {
+    testkit::deadline(Duration::from_secs(5))
+}
 
 /// Processes that end with this.
 struct Job {
@@ -117,7 +119,7 @@ fn kill_in(fixture: &Fixture, size: usize, task: &str) {
         let line = job.line(rank);
         assert!(line.starts_with("lost: "), "{task}: rank {rank} says {line:?}");
         assert!(line.contains("rank 1 has ended without a word"), "{task}: rank {rank}: {line}");
-        assert!(killed.elapsed() < BOUND, "{task}: after {:?}", killed.elapsed());
+        assert!(killed.elapsed() < bound(), "{task}: after {:?}", killed.elapsed());
     }
     for rank in (0..size).filter(|rank| *rank != VICTIM) {
         assert!(job.wait(rank).success(), "{task}: rank {rank}");

@@ -35,7 +35,9 @@ pub mod of_warp {
 }
 
 /// A death is known by then, on a busy machine too.
-const BOUND: Duration = Duration::from_secs(5);
+fn bound() -> Duration {
+    testkit::deadline(Duration::from_secs(5))
+}
 
 /// What a process of the suite does, until it is killed.
 pub fn play(role: &str) {
@@ -193,7 +195,7 @@ fn killed_under_every_waiting_call(world: &World) {
         assert_eq!(receiver.finish().result, scene.death());
         assert_eq!(poller.finish().result, 1);
         assert_eq!(borrower.finish().result, scene.death());
-        assert!(killed.elapsed() < BOUND, "{:?}", killed.elapsed());
+        assert!(killed.elapsed() < bound(), "{:?}", killed.elapsed());
         let found = poller.show(6, 2);
         let found = u16::from_le_bytes([found[0], found[1]]);
         let told = if scene.family == Family::Warp { events::ERR | events::HUP } else { 0 };
@@ -220,7 +222,7 @@ fn killed_while_it_sends(world: &World) {
         assert!(!puppet.is_done());
         let killed = player.kill();
         let result = puppet.finish().result;
-        assert!(killed.elapsed() < BOUND, "{:?}", killed.elapsed());
+        assert!(killed.elapsed() < bound(), "{:?}", killed.elapsed());
         match scene.family {
             Family::Warp => assert_eq!(result, errno(Errno::CONNRESET)),
             Family::Inet => assert!(result > 0, "an end, and no byte wrong: {result}"),
@@ -242,7 +244,7 @@ fn killed_while_the_kernel_sends(world: &World) {
         assert!(!sender.is_done(), "nobody takes anything");
         let killed = player.kill();
         let result = sender.finish().result;
-        assert!(killed.elapsed() < BOUND, "{:?}", killed.elapsed());
+        assert!(killed.elapsed() < bound(), "{:?}", killed.elapsed());
         let broken = [errno(Errno::CONNRESET), errno(Errno::PIPE)];
         assert!(broken.contains(&result), "{result}");
         // What is filled now goes nowhere, in one way or another, and the span is over.
@@ -276,7 +278,7 @@ fn killed_before_it_is_accepted(world: &World) {
             assert_eq!(end, scene.death());
             puppet.expect(Do::Close, &[socket], None);
         }
-        assert!(killed.elapsed() < BOUND, "{:?}", killed.elapsed());
+        assert!(killed.elapsed() < bound(), "{:?}", killed.elapsed());
         until("the four are gone", || scene.stage.host.stats().open == 2);
     }
     puppet.expect(Do::Close, &[listener], None);
@@ -297,7 +299,7 @@ fn killed_before_it_answers(world: &World) {
         assert!(!puppet.is_done(), "they have not met");
         let killed = player.kill();
         assert_eq!(puppet.finish().result, errno(Errno::CONNRESET));
-        assert!(killed.elapsed() < BOUND, "{:?}", killed.elapsed());
+        assert!(killed.elapsed() < bound(), "{:?}", killed.elapsed());
         puppet.expect(Do::Close, &[socket], None);
         scene.goes_on();
     }
@@ -356,7 +358,7 @@ fn the_process_of_a_host_is_killed(world: &World) {
         assert!(!reading.is_finished() && !writing.is_finished(), "both wait");
         let killed = player.kill();
         let (read, wrote) = (reading.join().unwrap(), writing.join().unwrap());
-        assert!(killed.elapsed() < BOUND, "{:?}", killed.elapsed());
+        assert!(killed.elapsed() < bound(), "{:?}", killed.elapsed());
         match world.family {
             Family::Warp => assert_eq!(
                 (read, wrote),
@@ -394,7 +396,7 @@ fn the_process_of_another_kernel_is_killed(world: &World) {
     assert!(!receiver.is_done() && !sender.is_done(), "both wait");
     let killed = player.kill();
     let (received, sent) = (receiver.finish().result, sender.finish().result);
-    assert!(killed.elapsed() < BOUND, "{:?}", killed.elapsed());
+    assert!(killed.elapsed() < bound(), "{:?}", killed.elapsed());
     assert_eq!(received, scene.death());
     assert!([errno(Errno::CONNRESET), errno(Errno::PIPE)].contains(&sent), "{sent}");
     for (puppet, socket) in [receiver, sender].into_iter().zip(sockets) {

@@ -19,7 +19,6 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence, fence};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -28,7 +27,7 @@ use super::meet::{self, Letter};
 use super::sys::{Control, Table, Theirs};
 use super::visit;
 use crate::error::{Error, Result};
-use crate::sync::{barrier, door};
+use crate::sync::{Backoff, barrier, door};
 
 /// How many rows a table has.
 pub const ROWS: usize = 1 << visit::ROW_BITS;
@@ -39,9 +38,8 @@ const WORDS: usize = 8;
 const TABLE: usize = ROWS * WORDS * 8;
 const NOT_AT_ALL: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-/// How often an owner looks for the end of a visit before it lets others run, and before it asks whether the visitor lives.
-const SPINS: u32 = 64;
-const LOOKS: u32 = 512;
+/// How often an owner looks for the end of a visit before it asks whether the visitor lives.
+const LOOKS: u32 = 96;
 
 /// What letters are about: the file of a key is wanted; here is the table; here is the file, or there is none.
 const WANTED: u8 = 2;
@@ -84,15 +82,11 @@ impl Guest {
     }
 
     fn wait_out(&self, row: u32) {
-        let mut looks = 0_u32;
+        let (mut looks, mut backoff) = (0_u32, Backoff::default());
         let needs_row = |name| visit::needs(name, row);
         door::wait_out(self.control.visitor(), needs_row, || {
             looks = looks.saturating_add(1);
-            match looks {
-                0..SPINS => std::hint::spin_loop(),
-                SPINS..LOOKS => std::thread::yield_now(),
-                _ => std::thread::sleep(Duration::from_micros(100)),
-            }
+            backoff.snooze();
             looks < LOOKS || !self.is_gone()
         });
     }

@@ -17,6 +17,7 @@ use super::sim::{Block, Fault};
 use super::stream::Stream;
 use super::window::Window;
 use crate::error::{Error, Kind, Result};
+use crate::sync::Backoff;
 
 const KERNEL: &str = "copy_agent";
 const THREADS: u32 = 1024;
@@ -135,6 +136,7 @@ impl Agent {
 
     fn await_answer(&self, number: u64) -> Result<()> {
         let start = Instant::now();
+        let mut backoff = Backoff::default();
         loop {
             for _ in 0..LOOKS {
                 if self.done.load()? == number {
@@ -151,7 +153,7 @@ impl Agent {
                     .on(self.device.label())
                     .why(format!("no answer in {DEADLINE:?}")));
             }
-            std::thread::yield_now();
+            backoff.snooze();
         }
     }
 

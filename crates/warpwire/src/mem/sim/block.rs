@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::super::address::DeviceAddr;
 use super::super::bytes::SharedBytes;
-use super::super::stream::Pause;
 use super::device::SimDevice;
 use super::memory::space;
 use crate::error::{Error, Result};
+use crate::sync::Backoff;
 
 /// Why a kernel ended early. It fails the stream that the kernel ran on.
 #[derive(Clone, Debug)]
@@ -134,7 +134,7 @@ impl<'a> Block<'a> {
         &self,
         mut ask: impl FnMut() -> std::result::Result<bool, Fault>,
     ) -> std::result::Result<(), Fault> {
-        let mut pause = Pause::default();
+        let mut backoff = Backoff::default();
         while !ask()? {
             if self.device.is_dead() {
                 return Err(Fault::new("the device died under the kernel"));
@@ -142,7 +142,7 @@ impl<'a> Block<'a> {
             if self.faulted.load(Ordering::Acquire) {
                 return Err(Fault::new("another block of the grid faulted"));
             }
-            pause.take();
+            backoff.snooze();
         }
         Ok(())
     }

@@ -10,13 +10,13 @@ use parking_lot::{Mutex, RwLock};
 use super::super::allocation::{Region, Width, Word};
 use super::super::op::{Condition, MemOp, Op};
 use super::super::program::Launch;
-use super::super::stream::Pause;
 use super::block::{Block, Fault};
 use super::config::OpKind;
 use super::device::SimKernel;
 use super::memory::{SimMemory, space};
 use super::stream::{Core, Entry, SimGraph};
 use crate::error::{Error, Kind, Result};
+use crate::sync::Backoff;
 
 /// How many blocks run at once, each on a thread of its own.
 pub(super) const MOST_BLOCKS: u32 = 512;
@@ -133,10 +133,10 @@ impl<'a> Runner<'a> {
     }
 
     fn wait_until(&self, mut ask: impl FnMut() -> Result<bool>) -> Result<()> {
-        let mut pause = Pause::default();
+        let mut backoff = Backoff::default();
         while !ask()? {
             self.stream.device.check_alive()?;
-            pause.take();
+            backoff.snooze();
         }
         Ok(())
     }

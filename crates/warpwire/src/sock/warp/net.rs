@@ -40,7 +40,7 @@ impl Default for NetOptions {
         Self {
             ring: 256 << 10,
             stage: 256 << 10,
-            patience: Duration::from_secs(5),
+            patience: Duration::from_secs(10),
             backlog: 1024,
             meeting: 256,
         }

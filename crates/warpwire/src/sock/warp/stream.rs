@@ -11,6 +11,7 @@ use super::end::{End, For, io_error};
 use super::net::Net;
 use super::service::Command;
 use crate::error::{Error, Kind};
+use crate::sync::Backoff;
 
 /// How long a stream that is dropped waits for its last bytes to land, if it is not non-blocking. The rest goes on behind.
 const LINGER: Duration = Duration::from_millis(200);
@@ -269,14 +270,14 @@ impl Drop for Handle {
             return;
         }
         end.end();
-        let begun = Instant::now();
+        let (begun, mut backoff) = (Instant::now(), Backoff::default());
         let linger = if self.nonblocking.load(Ordering::Relaxed) { Duration::ZERO } else { LINGER };
         while !end.is_over() {
             if begun.elapsed() >= linger {
                 end.net.tell(Command::Close(end.clone()));
                 return;
             }
-            std::thread::yield_now();
+            backoff.snooze();
         }
         end.hang_up();
     }
