@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use warpwire::doctor::{Evidence, Report, registrations_to_text, try_registrations};
 use warpwire::host::System;
+use warpwire_doctor::{Evidence, Report, registrations_to_text, try_registrations};
 
 use crate::output;
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use warpwire::doctor::Topology;
+use warpwire_doctor::Topology;
 
 use crate::{doctor::system_at, output};
 

@@ -2,7 +2,7 @@
 
 use std::process::{Output, Stdio};
 
-#[path = "../../warpwire/tests/support/mod.rs"]
+#[path = "../../doctor/tests/support/mod.rs"]
 mod support;
 
 use crate::{stderr, stdout, warpwire};

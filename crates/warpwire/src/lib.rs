@@ -6,7 +6,6 @@
 //! holds every `use` to it. `error` and `units` belong to everyone.
 //!
 //! ```text
-//! doctor    what this machine can do, what stops it, the fix; topology
 //! sock      sockets for kernels: TCP and UDP through the host, or RDMA rings by themselves
 //! msg       ranks and messages: launchers, send and receive, windows, collectives
 //! stream    verbs that a stream orders, or that a running kernel posts by itself
@@ -20,7 +19,6 @@
 //! sync      barriers that one side pays for, and what stands on them: doors, a lock with a usual owner
 //! ```
 
-pub mod doctor;
 pub mod error;
 pub mod hca;
 pub mod host;

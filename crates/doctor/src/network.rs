@@ -1,8 +1,8 @@
 //! Plain networking, which the software HCA runs over.
 
 use super::{Check, Evidence, Group, Outcome};
-use crate::host::{NetInterface, System};
-use crate::units;
+use warpwire::host::{NetInterface, System};
+use warpwire::units;
 
 const GROUP: Group = Group::Network;
 

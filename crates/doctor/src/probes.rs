@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::{probe_cuda, probe_host};
-use crate::error::{Error, Kind, Result};
-use crate::host::{PciAddress, System};
+use warpwire::error::{Error, Kind, Result};
+use warpwire::host::{PciAddress, System};
 
 /// Where a recorded machine keeps its probes.
 const RECORDED: &str = "/probes.json";

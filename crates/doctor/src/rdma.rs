@@ -1,7 +1,7 @@
 //! RDMA hardware: what it is, whether it is up, and whether this user may open it.
 
 use super::{Check, Evidence, Group, some_of};
-use crate::host::{Access, RdmaDevice, RdmaPort, System};
+use warpwire::host::{Access, RdmaDevice, RdmaPort, System};
 
 const GROUP: Group = Group::RdmaDevices;
 

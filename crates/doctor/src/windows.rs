@@ -2,8 +2,8 @@
 
 use super::gpu::gpu_nodes;
 use super::{Check, CudaDeviceProbe, Evidence, Group, Outcome};
-use crate::host::{Access, PciDevice, System};
-use crate::units;
+use warpwire::host::{Access, PciDevice, System};
+use warpwire::units;
 
 const GROUP: Group = Group::CpuWindows;
 

@@ -4,9 +4,11 @@
 // Helpers of tests may stop a test; clippy only knows that of functions marked as tests.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
-use crate::support::{MACHINES, Machine};
+mod support;
+
+use support::{MACHINES, Machine};
 use testkit::Effort;
-use warpwire::doctor::{Answer, Check, Evidence, Report, Status};
+use warpwire_doctor::{Answer, Check, Evidence, Report, Status};
 
 /// The check of this name.
 fn check<'a>(report: &'a Report, name: &str) -> &'a Check {

@@ -26,8 +26,8 @@ use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
-use warpwire::doctor::{Evidence, Report, Topology};
 use warpwire::host::System;
+use warpwire_doctor::{Evidence, Report, Topology};
 
 /// Every recorded machine.
 #[allow(dead_code)] // not every test binary goes through them all
@@ -51,7 +51,7 @@ impl Machine {
     /// Unpacks `tests/machines/NAME.machine`.
     pub(crate) fn recorded(name: &str) -> Self {
         let file = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("../warpwire/tests/machines")
+            .join("../doctor/tests/machines")
             .join(format!("{name}.machine"));
         let text = fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
         Self::unpack(&text)

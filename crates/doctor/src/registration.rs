@@ -2,7 +2,7 @@
 
 use super::rdma::usable_hardware;
 use super::{BestNic, Check, CudaDeviceProbe, Distance, Evidence, Group, Outcome};
-use crate::host::System;
+use warpwire::host::System;
 
 const GROUP: Group = Group::Registration;
 

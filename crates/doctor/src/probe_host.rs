@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{Outcome, UdpProbe};
-use crate::error::{Error, Kind, Result};
-use crate::link::udp::Options;
-use crate::link::{FlowId, Link, Udp};
+use warpwire::error::{Error, Kind, Result};
+use warpwire::link::udp::Options;
+use warpwire::link::{FlowId, Link, Udp};
 
 const SEGMENT: usize = 1000;
 const SEGMENTS: usize = 8;

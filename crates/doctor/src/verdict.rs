@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::registration::{self, Path};
 use super::windows::{self, resource_manager};
 use super::{CudaDeviceProbe, Evidence, Outcome, rdma, some_of};
-use crate::host::Access;
+use warpwire::host::Access;
 
 pub(super) const GPU: &str = "GPU";
 pub(super) const SIMULATED_GPU: &str = "simulated GPU";

@@ -1,7 +1,7 @@
 //! The GPU, its driver, and what CUDA offers.
 
 use super::{Check, Evidence, Group, Outcome, some_of};
-use crate::host::{Access, System};
+use warpwire::host::{Access, System};
 
 const GROUP: Group = Group::Gpu;
 
@@ -179,7 +179,7 @@ fn devices(evidence: &Evidence) -> Vec<Check> {
         let name = format!("cuda:{} memory", device.ordinal);
         checks.push(match &device.alloc_64k {
             Outcome::Worked => {
-                let size = crate::units::bytes(device.total_memory);
+                let size = warpwire::units::bytes(device.total_memory);
                 GROUP.pass(name, format!("{}, {size}: allocated 64 KiB", device.name))
             }
             Outcome::NotTried { why } => GROUP.skip(name, format!("not tried: {why}")),

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use crate::error::{Error, Kind, Result};
-use crate::link::Hub;
-use crate::mem::{self, Allocation, MemoryKind};
-use crate::mr::HostMemory;
-use crate::verbs::{
+use warpwire::error::{Error, Kind, Result};
+use warpwire::link::Hub;
+use warpwire::mem::{self, Allocation, MemoryKind};
+use warpwire::mr::HostMemory;
+use warpwire::verbs::{
     Access, Attach, Context, Cq, DmaBufRange, Memory, Mr, Op, Pd, Qp, QpOptions, Request,
 };
 
@@ -96,7 +96,7 @@ enum Subject {
 /// registered: from one software HCA to another of this process. Takes a second or so.
 ///
 /// ```
-/// use warpwire::doctor::{TrialOutcome, try_registrations};
+/// use warpwire_doctor::{TrialOutcome, try_registrations};
 /// let trials = try_registrations()?;
 /// let host = trials.iter().find(|trial| trial.memory == "host" && trial.by == "address").unwrap();
 /// assert!(matches!(host.outcome, TrialOutcome::Works { .. }));
@@ -170,7 +170,7 @@ impl Bench {
         let address = match subject {
             Subject::Host(memory) => memory.address(),
             Subject::Device(memory) => match memory.host_bytes() {
-                Ok(bytes) => bytes.base().as_ptr().addr() as u64,
+                Ok(bytes) => bytes.address(),
                 Err(_) => memory.address().raw(),
             },
         };

@@ -2,8 +2,8 @@
 
 use super::rdma::usable_hardware;
 use super::{Check, Evidence, Group, some_of};
-use crate::host::{Acs, Iommu, Limit, PciAddress, System};
-use crate::units;
+use warpwire::host::{Acs, Iommu, Limit, PciAddress, System};
+use warpwire::units;
 
 const GROUP: Group = Group::Host;
 

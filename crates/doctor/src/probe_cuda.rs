@@ -2,8 +2,8 @@
 
 use super::probes::{CudaAttributes, CudaDeviceProbe};
 use super::{CudaProbe, Outcome};
-use crate::error::{Kind, Result};
-use crate::mem::{Allocation, Device, DmaBuf, Window, cuda};
+use warpwire::error::{Kind, Result};
+use warpwire::mem::{Allocation, Device, DmaBuf, Window, cuda};
 
 /// Enough to be real, too little to disturb anybody.
 const LITTLE: u64 = 64 << 10;

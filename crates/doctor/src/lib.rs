@@ -5,12 +5,15 @@
 //! that was neither read nor tried.
 //!
 //! ```
-//! use warpwire::doctor::{Evidence, Report};
 //! use warpwire::host::System;
+//! use warpwire_doctor::{Evidence, Report};
 //! let report = Report::of(&Evidence::gather(System::live())?);
 //! println!("{}", report.to_text(false));
 //! # Ok::<(), warpwire::Error>(())
 //! ```
+//!
+//! `trial.rs` alone has unsafe code: it registers addresses that it vouches for.
+#![deny(unsafe_code)]
 
 mod doorbells;
 mod gpu;
@@ -34,8 +37,8 @@ pub use topo::{BestNic, CpuNode, Distance, Topology, TopologyGpu, TopologyNic};
 pub use trial::{Trial, TrialOutcome, registrations_to_text, try_registrations};
 pub use verdict::{Answer, Verdict};
 
-use crate::error::Result;
-use crate::host::{PciDevice, RdmaDevice, System};
+use warpwire::error::Result;
+use warpwire::host::{PciDevice, RdmaDevice, System};
 
 /// All that a report rests on: the machine's files, and what happened when things were tried.
 #[derive(Clone, Debug)]
@@ -57,7 +60,9 @@ impl Evidence {
     /// If a recorded machine's `probes.json` cannot be understood.
     pub fn gather(system: System) -> Result<Self> {
         let probes = if system.is_live() { Probes::run() } else { Probes::recorded(&system)? };
-        tracing::debug!(live = system.is_live(), ?probes, "evidence gathered");
+        let live = system.is_live();
+        // Named as a module of the library, as in `WARPWIRE_LOG=warpwire::doctor=debug`.
+        tracing::debug!(target: "warpwire::doctor", live, ?probes, "evidence gathered");
         Ok(Self {
             gpus: system.nvidia_gpus(),
             rdma: system.rdma_devices(),

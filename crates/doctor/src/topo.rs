@@ -5,7 +5,7 @@ use std::fmt;
 use serde::Serialize;
 
 use super::printable;
-use crate::host::{PciAddress, PciDevice, System};
+use warpwire::host::{PciAddress, PciDevice, System};
 
 /// What lies between two PCI functions; nearer is less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -98,7 +98,8 @@ pub struct BestNic {
 /// A machine's GPUs, NICs and processors, and the distances between them.
 ///
 /// ```
-/// use warpwire::{doctor::Topology, host::System};
+/// use warpwire::host::System;
+/// use warpwire_doctor::Topology;
 /// let topology = Topology::read(&System::live());
 /// println!("{topology}");
 /// ```
