@@ -19,7 +19,7 @@ lints      | change full | clippy on all targets, warnings are errors
 build      | change full | the tests, the examples and the command, once for all steps behind it
 tests      | change full | unit tests, layering, protocol seeds, the command, code blocks of the docs, every suite on every backend
 docs       | change full | rustdoc without warnings
-ptx        | change full | the PTX in the tree is what its sources give; headers compile for Volta and Hopper
+ptx        | change full | the PTX in git is what its sources give; kernels of tests compile; headers, for Volta and Hopper
 headers    | change full | the headers for kernels as C++ on CPU threads, under sanitizers
 wire       | change full | scapy and tshark judge a packet of every kind
 clients    | change full | redis-cli, redis-benchmark, nc, curl and Python talk to sockets inside kernels

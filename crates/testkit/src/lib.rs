@@ -8,6 +8,7 @@
 //! | a deadline that holds on a busy machine too | [`deadline`], [`until`] |
 //! | seeds, one of which can be replayed | [`for_each_seed`], [`Rng`] |
 //! | a second process that runs part of a test | [`Role`], [`Process`] |
+//! | device code that only tests have | [`ptx()`] |
 //! | allocations of a thread, or of the process | [`CountingAllocator`] |
 //!
 //! Everything here may panic: it runs inside tests.
@@ -17,6 +18,7 @@ mod alloc;
 mod clock;
 mod effort;
 mod process;
+mod ptx;
 mod random;
 mod requirement;
 mod suite;
@@ -25,6 +27,7 @@ pub use alloc::CountingAllocator;
 pub use clock::{deadline, until, wakeup_time};
 pub use effort::Effort;
 pub use process::{Process, Role};
+pub use ptx::ptx;
 pub use random::{Rng, assert_same, for_each_seed};
 pub use requirement::{is_skip, skip};
 pub use suite::{Case, Collector, Suite, run};

@@ -14,6 +14,8 @@ mod kernels {
     pub mod calls;
     pub mod fixture;
 }
+#[path = "../tests/ptx.rs"]
+mod ptx;
 
 use std::net::TcpListener;
 use std::process::{Command, ExitCode, Stdio};
@@ -56,6 +58,12 @@ fn main() -> ExitCode {
         }
     };
     println!("{} ({})", gpu.label(), gpu.info().name);
+    if gpu.info().backend == Backend::Cuda
+        && let Err(why) = ptx::cuda_with(&[kernels::calls::PTX])
+    {
+        println!("skipped: {why}");
+        return ExitCode::SUCCESS;
+    }
     let mut failed = false;
     for (name, run) in PARTS {
         if args.get(1).is_some_and(|only| !name.starts_with(only)) {

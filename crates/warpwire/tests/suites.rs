@@ -26,6 +26,7 @@ mod ibv;
 mod kernels;
 mod mlx5;
 mod msg;
+mod ptx;
 mod registration;
 mod rxe;
 mod sock;

@@ -8,6 +8,7 @@ use warpwire::error::Kind;
 use warpwire::mem::{Condition, DeviceAddr, Launch, MemoryKind, Program, Stream, Word};
 
 use crate::conformance::fixture::{Fixture, borrow, expect_pattern, put_pattern, soon};
+use crate::conformance::kernels;
 use testkit::cases;
 
 cases!(Fixture; CASES:
@@ -225,8 +226,7 @@ fn a_wrong_number_of_arguments_is_refused(f: &Fixture) {
         );
         return;
     }
-    let kernel =
-        f.gpu.load(&crate::conformance::kernels::program()).unwrap().kernel("answer").unwrap();
+    let kernel = kernels::load(&f.gpu).unwrap().kernel("answer").unwrap();
     let stream = f.gpu.stream().unwrap();
     for given in [0, 2, 4] {
         let launch = (0..given).fold(Launch::new(&kernel), |launch, _| launch.value(0));
@@ -284,16 +284,15 @@ fn gated_stream(f: &Fixture) -> (Stream, Word) {
 
 fn loading_code_while_a_stream_waits_is_refused(f: &Fixture) {
     let (stream, gate) = gated_stream(f);
-    let error = f.gpu.load(&crate::conformance::kernels::program()).unwrap_err();
+    let error = kernels::load(&f.gpu).unwrap_err();
     assert_eq!(error.kind(), &Kind::Busy, "{error}");
     gate.store(1).unwrap();
     stream.synchronize(soon()).unwrap();
-    f.gpu.load(&crate::conformance::kernels::program()).unwrap();
+    kernels::load(&f.gpu).unwrap();
 }
 
 fn loaded_kernels_start_while_a_stream_waits(f: &Fixture) {
-    let kernel =
-        f.gpu.load(&crate::conformance::kernels::program()).unwrap().kernel("meet").unwrap();
+    let kernel = kernels::load(&f.gpu).unwrap().kernel("meet").unwrap();
     let (waiting, gate) = gated_stream(f);
     let (stream, memory) = (f.gpu.stream().unwrap(), f.gpu.alloc(8).unwrap());
     memory.write(0, &[0; 8]).unwrap();

@@ -1,10 +1,15 @@
-//! The suite's kernels: PTX from kernels.cu, and their twins for the simulated GPU.
+//! The suite's kernels: kernels.cu, and their twins for the simulated GPU.
 
-use warpwire::mem::Program;
+use warpwire::Result;
+use warpwire::mem::{Device, Module, Program};
 
-pub fn program() -> Program {
-    Program::new("conformance kernels")
-        .ptx(include_str!("kernels.ptx"))
+use crate::ptx;
+
+/// Whose PTX CUDA loads.
+pub const PTX: &str = "conformance/kernels";
+
+pub fn load(gpu: &Device) -> Result<Module> {
+    let program = Program::new("conformance kernels")
         .block("meet", |block| {
             let arrived = block.address(0)?;
             block.fetch_add_u64(arrived, 1)?;
@@ -18,5 +23,6 @@ pub fn program() -> Program {
             }
             Ok(())
         })
-        .block("trespass", |block| block.store_u64(block.address(0)?, 1))
+        .block("trespass", |block| block.store_u64(block.address(0)?, 1));
+    ptx::load(gpu, PTX, program)
 }

@@ -16,6 +16,7 @@ mod windows;
 use testkit::{Case, Collector, Suite};
 use warpwire::mem::Backend;
 
+use crate::ptx;
 use fixture::Fixture;
 
 pub const SUITE: Suite = Suite { name: "conformance", env: &[], collect, role: child::run };
@@ -26,7 +27,7 @@ const EVERYWHERE: &[&[Case<Fixture>]] =
 fn collect(suite: &mut Collector) {
     hush_panics_on_purpose();
     add(suite, Backend::Sim, sim_only::CASES);
-    if suite.backend("cuda", warpwire::mem::cuda::devices()).is_some() {
+    if suite.backend("cuda", ptx::cuda_with(&[kernels::PTX])).is_some() {
         add(suite, Backend::Cuda, cuda_only::CASES);
         // All cases share the process's one CUDA context, in which some calls wait for all streams:
         // a case that holds a stream up would hold up the others.

@@ -58,7 +58,7 @@ fn kernels_notice_a_wrong_byte(f: &Fixture) {
 }
 
 fn all_blocks_are_resident(f: &Fixture) {
-    let module = f.gpu.load(&kernels::program()).unwrap();
+    let module = kernels::load(&f.gpu).unwrap();
     let kernel = module.kernel("meet").unwrap();
     assert_eq!(kernel.name(), "meet");
     let memory = f.gpu.alloc(8).unwrap();
@@ -73,7 +73,7 @@ fn all_blocks_are_resident(f: &Fixture) {
 }
 
 fn kernels_talk_with_the_host_while_they_run(f: &Fixture) {
-    let kernel = f.gpu.load(&kernels::program()).unwrap().kernel("answer").unwrap();
+    let kernel = kernels::load(&f.gpu).unwrap().kernel("answer").unwrap();
     let pinned = f.gpu.alloc_pinned(128).unwrap();
     let (ask, answer) = (pinned.word64(0).unwrap(), pinned.word64(64).unwrap());
     ask.store(0).unwrap();
@@ -117,7 +117,7 @@ fn kernels_are_captured_into_graphs(f: &Fixture) {
 }
 
 fn unknown_kernels_and_empty_grids_are_refused(f: &Fixture) {
-    let module = f.gpu.load(&kernels::program()).unwrap();
+    let module = kernels::load(&f.gpu).unwrap();
     for name in ["dance", "", "me\0et"] {
         let error = module.kernel(name).unwrap_err();
         assert_eq!(error.kind(), &Kind::InvalidArgument, "{error}");
@@ -144,7 +144,7 @@ fn programs_without_the_right_form_are_refused(f: &Fixture) {
 
 fn a_kernel_of_another_device_is_refused(f: &Fixture) {
     let Some(other) = f.other() else { return };
-    let kernel = f.gpu.load(&kernels::program()).unwrap().kernel("meet").unwrap();
+    let kernel = kernels::load(&f.gpu).unwrap().kernel("meet").unwrap();
     let stream = other.stream().unwrap();
     // SAFETY: refused before it starts.
     let error = unsafe { stream.launch(Launch::new(&kernel)) }.unwrap_err();
@@ -162,7 +162,7 @@ pub fn trespass(f: &Fixture) {
     agent.copy(&host.whole().unwrap(), &device.whole().unwrap()).unwrap();
     // Loading code waits for the agent; it sleeps soon.
     std::thread::sleep(std::time::Duration::from_millis(1500));
-    let kernel = f.gpu.load(&kernels::program()).unwrap().kernel("trespass").unwrap();
+    let kernel = kernels::load(&f.gpu).unwrap().kernel("trespass").unwrap();
     let stream = f.gpu.stream().unwrap();
     // SAFETY: not right, on purpose: the address is no memory, which the device must notice.
     unsafe { stream.launch(Launch::new(&kernel).value(0x10_0000_0000)) }.unwrap();

@@ -192,7 +192,7 @@ fn a_dead_device_ends_all_work(_: &Fixture) {
     words.write(0, &[0; 64]).unwrap();
     let (waiting, running) = (gpu.stream().unwrap(), gpu.stream().unwrap());
     waiting.wait_value(&words.word64(0).unwrap(), Condition::AtLeast, 1).unwrap();
-    let kernel = gpu.load(&kernels::program()).unwrap().kernel("answer").unwrap();
+    let kernel = kernels::load(&gpu).unwrap().kernel("answer").unwrap();
     let (ask, answer) = (words.word64(8).unwrap(), words.word64(16).unwrap());
     let launch = Launch::new(&kernel).region(ask.region()).region(answer.region()).value(1);
     // SAFETY: the kernel touches the two words that it is given.
@@ -322,7 +322,7 @@ fn memory_can_be_freed_after_so_many_operations(_: &Fixture) {
 }
 
 fn block_functions_have_no_variables(f: &Fixture) {
-    let error = f.gpu.load(&kernels::program()).unwrap().set("word", &[0; 8]).unwrap_err();
+    let error = kernels::load(&f.gpu).unwrap().set("word", &[0; 8]).unwrap_err();
     assert_eq!(error.kind(), &Kind::Unsupported, "{error}");
     assert!(error.to_string().contains("capture"), "{error}");
 }

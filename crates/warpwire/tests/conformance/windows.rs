@@ -8,6 +8,7 @@ use warpwire::mem::{Agent, Backend, DeviceAddr, MemoryKind, WindowOptions, Windo
 
 use crate::conformance::child::Task;
 use crate::conformance::fixture::{Fixture, borrow, expect_pattern, put_pattern, soon};
+use crate::conformance::kernels;
 use testkit::cases;
 
 cases!(Fixture; CASES:
@@ -173,8 +174,7 @@ fn single_words_go_through_windows(f: &Fixture) {
 }
 
 fn a_running_kernel_sees_what_the_cpu_writes(f: &Fixture) {
-    let kernel =
-        f.gpu.load(&crate::conformance::kernels::program()).unwrap().kernel("answer").unwrap();
+    let kernel = kernels::load(&f.gpu).unwrap().kernel("answer").unwrap();
     let ask = f.gpu.alloc(8).unwrap();
     ask.write(0, &[0; 8]).unwrap();
     let (window, answer) = (ask.window().unwrap(), f.gpu.alloc_pinned(8).unwrap());

@@ -1,12 +1,14 @@
-//! The suite's kernels: PTX from calls.cu, and their twins for the simulated GPU.
+//! The suite's kernels: calls.cu, and their twins for the simulated GPU.
 
 use std::time::Duration;
 
 use warpwire::mem::sim::{Block, Fault};
-use warpwire::mem::{Condition, DeviceAddr, Program, Width};
+use warpwire::mem::{Condition, Device, DeviceAddr, Module, Program, Width};
 use warpwire::stream::kernel::Ended;
 use warpwire::stream::kernel::device::{Local, Qp, Ticket, wait_signal};
 use warpwire::verbs::Remote;
+
+use crate::ptx;
 
 /// Places in the list of words that a kernel gets.
 pub mod at {
@@ -24,6 +26,9 @@ pub mod at {
 
 type Faulty<T> = Result<T, Fault>;
 
+/// Whose PTX CUDA loads.
+pub const PTX: &str = "kernels/calls";
+
 /// The kernels of the program.
 pub const NAMES: [&str; 7] = [
     "calls_active",
@@ -35,16 +40,16 @@ pub const NAMES: [&str; 7] = [
     "calls_relay",
 ];
 
-pub fn program() -> Program {
-    Program::new("calls")
-        .ptx(include_str!("calls.ptx"))
+pub fn load(gpu: &Device) -> warpwire::Result<Module> {
+    let program = Program::new("calls")
         .block("calls_active", active)
         .block("calls_passive", passive)
         .block("calls_fail", fail)
         .block("calls_one", one)
         .block("calls_storm", storm)
         .block("calls_ping", ping)
-        .block("calls_relay", relay)
+        .block("calls_relay", relay);
+    ptx::load(gpu, PTX, program)
 }
 
 /// The list of words that a kernel gets.

@@ -78,7 +78,7 @@ impl Fixture {
             }
             Backend::Cuda => (cuda::device(0).unwrap(), None, None),
         };
-        let module = gpu.load(&calls::program()).unwrap();
+        let module = calls::load(&gpu).unwrap();
         // All of them now: CUDA looks none up while streams are at work.
         let found = calls::NAMES.map(|name| (name, module.kernel(name).unwrap()));
         let kernels = Kernels::load(&gpu).unwrap();

@@ -12,6 +12,7 @@ mod streams;
 use testkit::{Case, Collector, Effort, Suite};
 use warpwire::mem::Backend;
 
+use crate::ptx;
 use fixture::{Fixture, Which};
 
 pub const SUITE: Suite = Suite { name: "kernels", env: &[], collect, role: |_| {} };
@@ -23,7 +24,7 @@ fn collect(suite: &mut Collector) {
         cpu::collect(suite);
     }
     add(suite, Backend::Sim);
-    if suite.backend("cuda", warpwire::mem::cuda::devices()).is_some() {
+    if suite.backend("cuda", ptx::cuda_with(&[calls::PTX])).is_some() {
         add(suite, Backend::Cuda);
         // All cases share the process's one CUDA context: see the conformance suite.
         suite.one_at_a_time();

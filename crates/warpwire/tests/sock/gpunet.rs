@@ -9,10 +9,11 @@ use std::time::Duration;
 use rustix::io::Errno;
 use warpwire::error;
 use warpwire::mem::sim::{Block, Fault};
-use warpwire::mem::{Allocation, DeviceAddr, Kernel, Launch, Program, Stream};
+use warpwire::mem::{Allocation, DeviceAddr, Kernel, Launch, Module, Program, Stream};
 use warpwire::sock::device::{self, Failure, Kind, Sockets};
 use warpwire::sock::{SockHost, SockOptions};
 
+use crate::ptx;
 use crate::sock::peer::{Family, Peer};
 use crate::sock::puppet::soon;
 use crate::sock::world::{Deserted, Way, World, errno, symbol, until};
@@ -24,6 +25,8 @@ cases!(World; CASES:
     a_program_must_be_one_for_gpunet,
 );
 
+/// Whose PTX CUDA loads.
+pub const PTX: &str = "sock/echo_client";
 /// `MESSAGE_SIZE` there.
 const MESSAGE: usize = 6000;
 /// The kernel's name, as the compiler makes it: nothing in the program says that it is C's.
@@ -48,10 +51,10 @@ fn kind(world: &World) -> Kind {
     }
 }
 
-fn program(table: u64, kind: Kind) -> Program {
-    Program::new("echo client")
-        .ptx(include_str!("echo_client.ptx"))
-        .block(KERNEL, move |block| echo_client_block(block, table, kind))
+fn load(world: &World, table: u64, kind: Kind) -> Module {
+    let program = Program::new("echo client")
+        .block(KERNEL, move |block| echo_client_block(block, table, kind));
+    ptx::load(&world.gpu, PTX, program).unwrap()
 }
 
 impl Client {
@@ -60,7 +63,7 @@ impl Client {
         let host = SockHost::start(&world.gpu, options).unwrap();
         let kind = kind(world);
         let way = (world.way != Way::Threads).then(|| {
-            let module = world.gpu.load(&program(host.table(), kind)).unwrap();
+            let module = load(world, host.table(), kind);
             if matches!(world.way, Way::Cuda | Way::CudaPinned) {
                 host.use_gpunet(&module, kind).unwrap();
             }
@@ -231,7 +234,7 @@ fn a_program_must_be_one_for_gpunet(world: &World) {
         return; // no host sets variables there
     }
     let client = Client::new(world);
-    let module = world.gpu.load(&program(client.host.table(), client.kind)).unwrap();
+    let module = load(world, client.host.table(), client.kind);
     let error = client.host.use_gpunet(&module, Kind::Datagram).unwrap_err();
     assert!(error.to_string().contains("Kind::WarpStream"), "{error}");
     let other = Program::new("other")

@@ -22,6 +22,7 @@ mod world;
 
 use testkit::{Case, Collector, Effort, Suite};
 
+use crate::ptx;
 use peer::Family;
 use world::{Way, World};
 
@@ -48,7 +49,7 @@ fn collect(suite: &mut Collector) {
         ways.push(Way::SimPinned);
         ways.extend(suite.backend("g++", world::compile_for_threads()).map(|()| Way::Threads));
     }
-    if suite.backend("cuda", warpwire::mem::cuda::devices()).is_some() {
+    if suite.backend("cuda", ptx::cuda_with(&[puppet::PTX, gpunet::PTX])).is_some() {
         ways.extend([Way::Cuda, Way::CudaPinned]);
         // All cases share the process's one context, in which some calls wait for all streams.
         suite.one_at_a_time();

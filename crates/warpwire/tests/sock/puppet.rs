@@ -16,6 +16,8 @@ use warpwire::sock::layout::{ADDRESS_LEN, address_bytes, address_from, events};
 pub fn soon() -> Duration {
     testkit::deadline(Duration::from_secs(60))
 }
+/// Whose PTX CUDA loads.
+pub const PTX: &str = "sock/puppet";
 /// What a puppet's buffer holds.
 pub const BUFFER: u64 = 1 << 20;
 /// A mailbox.

@@ -17,6 +17,7 @@ use warpwire::sock::similarity::{
 };
 use warpwire::sock::{Place, SockHost, SockOptions};
 
+use crate::ptx;
 use crate::sock::peer::{Family, Peer};
 use crate::sock::puppet::{self, Do, Puppet, soon};
 
@@ -117,10 +118,9 @@ impl World {
         if self.way == Way::Threads {
             return None;
         }
-        let program = Program::new("puppets")
-            .ptx(include_str!("puppet.ptx"))
-            .block("puppet", puppet::puppet_block);
-        let kernel = self.gpu.load(&program).unwrap().kernel("puppet").unwrap();
+        let program = Program::new("puppets").block("puppet", puppet::puppet_block);
+        let module = ptx::load(&self.gpu, puppet::PTX, program).unwrap();
+        let kernel = module.kernel("puppet").unwrap();
         Some((kernel, self.gpu.stream().unwrap()))
     }
 }
