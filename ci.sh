@@ -105,7 +105,10 @@ step_no-std() {
   fi
   cargo build -p warpwire-proto --target $target --quiet
 }
-step_package() { cargo package --workspace --exclude warpwire-testkit --allow-dirty --quiet; }
+# The other crates are `publish = false`.
+step_package() {
+  cargo package -p warpwire-proto -p warpwire -p warpwire-gdrapi --allow-dirty --quiet
+}
 
 prepare() {
   export PATH="$PATH:$HOME/.cargo/bin" INSTA_UPDATE=no

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use warpwire::mem::{Allocation, Backend, Condition, Device, MemOp, Stream, Window, Word};
-use warpwire::msg::rally::{Baton, Rally};
+use warpwire_apps::pingpong_kernels::{PingPongKernels, Relay};
 
 use crate::copy::clock::figure;
 use crate::output::Failure;
@@ -32,7 +32,7 @@ impl Floors {
     /// The best of several tries, with words in pinned memory and in the device's own. Which of them streams and kernels see
     /// sooner differs from machine to machine.
     pub(crate) fn measure(device: &Device) -> Result<Self, Failure> {
-        let rally = Rally::load(device)?;
+        let kernels = PingPongKernels::load(device)?;
         let mut best = [Duration::MAX; 2];
         let tries = match device.info().backend {
             Backend::Cuda => TRIES,
@@ -41,7 +41,7 @@ impl Floors {
         for at in 0..tries {
             let pinned = at % 2 == 0;
             best[0] = best[0].min(between_streams(device, pinned)?);
-            best[1] = best[1].min(between_kernels(device, &rally, pinned)?);
+            best[1] = best[1].min(between_kernels(device, &kernels, pinned)?);
         }
         let [stream_us, kernel_us] = best.map(|time| time.as_secs_f64() * 1e6);
         Ok(Self { stream_us, kernel_us })
@@ -149,7 +149,11 @@ fn between_streams(device: &Device, pinned: bool) -> Result<Duration, Failure> {
     Ok(gated(device, &sides, |side| side.bell.load(), began)? / ROUNDS as u32)
 }
 
-fn between_kernels(device: &Device, rally: &Rally, pinned: bool) -> Result<Duration, Failure> {
+fn between_kernels(
+    device: &Device,
+    kernels: &PingPongKernels,
+    pinned: bool,
+) -> Result<Duration, Failure> {
     let sides = [Side::new(device, pinned)?, Side::new(device, pinned)?];
     let rounds = match device.info().backend {
         Backend::Cuda => KERNEL_ROUNDS,
@@ -158,13 +162,13 @@ fn between_kernels(device: &Device, rally: &Rally, pinned: bool) -> Result<Durat
     let began = |streams: &[Stream; 2]| -> Result<(), Failure> {
         for at in [1, 0] {
             let Side { bells, answer, .. } = &sides[at];
-            let baton = Baton { bell: &bells.whole()?, own: answer, serves: at == 0 };
-            rally.relay(&streams[at], &baton, rounds, PATIENCE)?;
+            let relay = Relay { bell: &bells.whole()?, own: answer, serves: at == 0 };
+            kernels.relay(&streams[at], &relay, rounds, PATIENCE)?;
         }
         Ok(())
     };
     let took = gated(device, &sides, |side| side.value.load(), began)?;
-    rally.check()?;
+    kernels.check()?;
     Ok(took / rounds as u32)
 }
 

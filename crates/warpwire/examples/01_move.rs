@@ -7,7 +7,8 @@
 use std::time::Duration;
 
 use warpwire::Result;
-use warpwire::mem::{self, pattern};
+use warpwire::mem;
+use warpwire_apps::pattern;
 
 fn main() -> Result<()> {
     let found = mem::discover();

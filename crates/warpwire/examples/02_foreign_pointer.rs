@@ -10,7 +10,8 @@
 use std::time::Duration;
 
 use warpwire::Result;
-use warpwire::mem::{Allocation, DeviceAddr, cuda, pattern, pattern::Pattern};
+use warpwire::mem::{Allocation, DeviceAddr, cuda};
+use warpwire_apps::pattern::{self, Pattern};
 
 /// Fills `len` bytes of device memory at `address` with the pattern of `seed`, by a kernel on a stream of
 /// its own. Returns 0, or -1 and says why on standard error.

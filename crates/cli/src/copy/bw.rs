@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::Args;
 use serde::Serialize;
 use warpwire::mem::copy::{Copier, Direction, Way};
-use warpwire::mem::pattern;
+use warpwire_apps::pattern;
 
 use super::clock::{Series, figure};
 use super::target::{Bench, Setting, Target, iterations, size};

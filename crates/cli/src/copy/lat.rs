@@ -6,8 +6,9 @@ use std::sync::Arc;
 use clap::Args;
 use serde::Serialize;
 use warpwire::mem::copy::{Copier, Direction, Plan, Routine, Way};
-use warpwire::mem::{Agent, Allocation, Region, pattern};
+use warpwire::mem::{Agent, Allocation, Region};
 use warpwire::units;
+use warpwire_apps::pattern;
 
 use super::clock::{Series, Times, figure};
 use super::target::{Bench, Setting, Target, iterations};

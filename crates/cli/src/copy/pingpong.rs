@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::Serialize;
-use warpwire::mem::{Allocation, Window, Word, pingpong::PingPong};
+use warpwire::mem::{Allocation, Window, Word};
+use warpwire_apps::pingpong::PingPong;
 
 use super::clock::{Series, Times, figure};
 use super::target::{Bench, Setting, Target, iterations};

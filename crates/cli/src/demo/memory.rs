@@ -4,9 +4,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::ProgressBar;
 use warpwire::Result;
-use warpwire::mem::{
-    Allocation, Condition, Device, Stream, Word, pattern::Pattern, pattern::fill_bytes,
-};
+use warpwire::mem::{Allocation, Condition, Device, Stream, Word};
+use warpwire_apps::pattern::{Pattern, fill_bytes};
 
 use super::Stage;
 

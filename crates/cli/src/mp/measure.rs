@@ -3,8 +3,8 @@
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
-use warpwire::mem::pattern::fill_bytes;
 use warpwire::msg::{Buffer, Comm, Part, Window};
+use warpwire_apps::pattern::fill_bytes;
 
 use super::modes::{Driven, Exchange, What};
 use super::table::Figure;
@@ -133,7 +133,7 @@ impl<'a> End<'a> {
             return Err(Failure::Usage(message));
         };
         let driven = driven.borrow();
-        driven.rally.compute(&driven.stream, time)?;
+        driven.kernels.compute(&driven.stream, time)?;
         Ok(driven.stream.synchronize(self.timeout)?)
     }
 

@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 use warpwire::mem::{Allocation, Device, Graph, Stream, Word};
-use warpwire::msg::rally::{Move, Rally, Side};
 use warpwire::msg::{Buffer, Comm, Lane, LaneOptions, Part, Window};
 use warpwire::stream::KernelQp;
 use warpwire::stream::kernel::SignalWait;
+use warpwire_apps::pingpong_kernels::{Move, PingPongKernels, Side};
 
 use crate::output::Failure;
 
@@ -17,7 +17,7 @@ const ROUNDS_AHEAD: u32 = 16;
 pub(super) struct Driven {
     lane: Lane,
     pub(super) stream: Stream,
-    pub(super) rally: Rally,
+    pub(super) kernels: PingPongKernels,
     /// A word that the other adds to, and the window that it lies in.
     words: Allocation,
     word_window: Window,
@@ -87,8 +87,8 @@ impl Driven {
         words.write(0, &[0; 64])?;
         let word_window = comm.window(&comm.register(words.whole()?)?)?;
         let wait = SignalWait::new(&words.word64(0)?, 0, 1)?;
-        let rally = Rally::load(device)?;
-        Ok(Self { lane, stream: device.stream()?, rally, words, word_window, wait, timeout })
+        let kernels = PingPongKernels::load(device)?;
+        Ok(Self { lane, stream: device.stream()?, kernels, words, word_window, wait, timeout })
     }
 
     fn own(&self) -> Result<Word, Failure> {
@@ -99,13 +99,13 @@ impl Driven {
     fn finish(&self) -> Result<(), Failure> {
         self.stream.synchronize(self.timeout)?;
         self.lane.check()?;
-        Ok(self.rally.check()?)
+        Ok(self.kernels.check()?)
     }
 
     fn compute(&self, time: Duration) -> Result<(), Failure> {
         match time.is_zero() {
             true => Ok(()),
-            false => Ok(self.rally.compute(&self.stream, time)?),
+            false => Ok(self.kernels.compute(&self.stream, time)?),
         }
     }
 
@@ -159,7 +159,7 @@ impl Driven {
         let graph = self.stream.capture(|stream| {
             if let Some(Move { there, here, reads, .. }) = moves {
                 if !ends.compute.is_zero() {
-                    self.rally.compute(stream, ends.compute)?;
+                    self.kernels.compute(stream, ends.compute)?;
                 }
                 match reads {
                     true => kernel.get_on(stream, here, there)?,
@@ -171,7 +171,7 @@ impl Driven {
                 kernel.wait_signal_on(stream, &self.wait)?;
             }
             if !ends.compute.is_zero() {
-                self.rally.compute(stream, ends.compute)?;
+                self.kernels.compute(stream, ends.compute)?;
             }
             kernel.put_signal_on(stream, to, from, word, 1)?;
             if ends.begins() {
@@ -216,10 +216,16 @@ impl Driven {
         let start = Instant::now();
         match ends.moves(side.qp)? {
             None => {
-                self.rally.play(&self.stream, &side, count.into(), ends.compute, self.timeout)?;
+                self.kernels.play(&self.stream, &side, count.into(), ends.compute, self.timeout)?;
             }
             Some(what) => {
-                self.rally.shift(&self.stream, &what, count.into(), ends.compute, self.timeout)?;
+                self.kernels.shift(
+                    &self.stream,
+                    &what,
+                    count.into(),
+                    ends.compute,
+                    self.timeout,
+                )?;
             }
         }
         self.finish()?;

@@ -5,12 +5,13 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use warpwire::hca::HcaOptions;
-use warpwire::mem::{Allocation, Backend, Device, Stream, Word, pattern, spin::Spin};
+use warpwire::mem::{Allocation, Backend, Device, Stream, Word};
 use warpwire::stream::{CqMemory, StreamQp, StreamQpOptions, Ticket};
 use warpwire::verbs::exchange::Exchange;
 use warpwire::verbs::{
     Access, Completion, Context, Drive, Mr, Offer, Op, QpOptions, ReceiveRequest, Request, Sge,
 };
+use warpwire_apps::{pattern, spin::Spin};
 
 use super::Failure;
 use super::posted::Posted;

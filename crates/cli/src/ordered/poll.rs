@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde::Serialize;
 use warpwire::mem::{Allocation, Backend, Condition, Device, MemOp, Stream, Window, Word};
-use warpwire::msg::rally::{Baton, Rally};
+use warpwire_apps::pingpong_kernels::{PingPongKernels, Relay};
 
 use super::end::PATIENCE;
 use super::{Failure, Screen};
@@ -72,7 +72,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Ok(window) => ways.push(("device", memory.word64(0)?, Some(window))),
         Err(why) => missing.push(format!("device: {why}")),
     }
-    for by in [By::Stream, By::Kernel(Rally::load(&device)?)] {
+    for by in [By::Stream, By::Kernel(PingPongKernels::load(&device)?)] {
         for (name, word, window) in &ways {
             screen.working(format!("a word in {name} memory, by a {}", by.name()));
             let times = measure(&device, arguments, &by, (word, window.as_ref()))?;
@@ -97,7 +97,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 /// Who waits.
 enum By {
     Stream,
-    Kernel(Rally),
+    Kernel(PingPongKernels),
 }
 
 impl By {
@@ -127,9 +127,9 @@ impl By {
                 let ops: Vec<MemOp> = (1..=count).flat_map(round).collect();
                 Ok(stream.batch(&ops)?)
             }
-            Self::Kernel(rally) => {
-                let baton = Baton { bell: &answers.whole()?, own: word, serves: false };
-                Ok(rally.relay(stream, &baton, count, PATIENCE)?)
+            Self::Kernel(kernels) => {
+                let relay = Relay { bell: &answers.whole()?, own: word, serves: false };
+                Ok(kernels.relay(stream, &relay, count, PATIENCE)?)
             }
         }
     }
@@ -137,7 +137,7 @@ impl By {
     fn check(&self) -> Result<(), Failure> {
         match self {
             Self::Stream => Ok(()),
-            Self::Kernel(rally) => Ok(rally.check()?),
+            Self::Kernel(kernels) => Ok(kernels.check()?),
         }
     }
 }

@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use warpwire::mem::{Allocation, Device, Graph, Stream, Word};
-use warpwire::msg::rally::{Rally, Side};
 use warpwire::stream::kernel::SignalWait;
 use warpwire::stream::{KernelQp, KernelQpOptions};
 use warpwire::verbs::exchange::Exchange;
 use warpwire::verbs::{Access, Context, Mr, Offer, Pd, QpOptions, Remote, Sge};
+use warpwire_apps::pingpong_kernels::{PingPongKernels, Side};
 
 use super::Failure;
 use super::end::{Job, PATIENCE, Role};
@@ -24,7 +24,7 @@ struct Where {
 /// A queue pair that kernels post to.
 pub(super) struct Posted {
     qp: KernelQp,
-    rally: Rally,
+    kernels: PingPongKernels,
     /// The peer's memory, and its word.
     to: Remote,
     signal: Remote,
@@ -63,8 +63,8 @@ impl Posted {
         qp.connect(&theirs.qp)?;
         let remote = |(address, rkey)| Remote { address, rkey };
         let (to, signal) = (remote(theirs.memory), remote(theirs.word));
-        let rally = Rally::load(device)?;
-        Ok(Self { qp, rally, to, signal, words, _word: word })
+        let kernels = PingPongKernels::load(device)?;
+        Ok(Self { qp, kernels, to, signal, words, _word: word })
     }
 
     /// What our word is now: to be asked before the peer adds to it.
@@ -88,7 +88,7 @@ impl Posted {
                 self.qp.wait_signal_on(stream, &wait)?;
             }
             if !job.compute.is_zero() {
-                self.rally.compute(stream, job.compute)?;
+                self.kernels.compute(stream, job.compute)?;
             }
             self.qp.put_signal_on(stream, self.to, from, self.signal, 1)?;
             if role == Role::Ping {
@@ -115,12 +115,12 @@ impl Posted {
     ) -> Result<(), Failure> {
         let (to, signal, serves) = (self.to, self.signal, role == Role::Ping);
         let side = Side { qp: &self.qp, to, from, signal, own, start: *start, serves };
-        Ok(self.rally.play(stream, &side, rounds, compute, PATIENCE)?)
+        Ok(self.kernels.play(stream, &side, rounds, compute, PATIENCE)?)
     }
 
     /// Sees that nothing failed, when the stream is done.
     pub(super) fn check(&self) -> Result<(), Failure> {
-        self.rally.check()?;
+        self.kernels.check()?;
         Ok(self.qp.check()?)
     }
 }

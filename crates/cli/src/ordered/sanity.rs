@@ -7,13 +7,14 @@ use clap::Args;
 use serde::Serialize;
 use warpwire::hca::HcaOptions;
 use warpwire::link::Hub;
-use warpwire::mem::{Backend, Condition, Device, Stream, Word, pattern::Pattern};
-use warpwire::msg::rally::{Move, Rally, Side};
+use warpwire::mem::{Backend, Condition, Device, Stream, Word};
 use warpwire::stream::kernel::SignalWait;
 use warpwire::stream::{Descriptors, KernelQp, KernelQpOptions, StreamQp, StreamQpOptions};
 use warpwire::verbs::{
     Access, Context, Drive, Mr, Op, Pd, ReceiveRequest, Remote, Request, Status,
 };
+use warpwire_apps::pattern::Pattern;
+use warpwire_apps::pingpong_kernels::{Move, PingPongKernels, Side};
 
 use super::end::PATIENCE;
 use super::{Failure, Screen};
@@ -307,7 +308,8 @@ fn kernels(place: &Place) -> Result<(), Failure> {
     const ROUNDS: u64 = 100;
     let qps = place.for_kernels()?;
     let memories = [place.memory(0)?, place.memory(1)?];
-    let (rally, streams) = (Rally::load(&place.device)?, [place.stream()?, place.stream()?]);
+    let (kernels, streams) =
+        (PingPongKernels::load(&place.device)?, [place.stream()?, place.stream()?]);
     for (at, byte) in [(0, 0xa0), (1, 0xb0)] {
         memories[at].0.write(LEN / 2, &[byte; 256])?;
     }
@@ -322,10 +324,10 @@ fn kernels(place: &Place) -> Result<(), Failure> {
             start: 0,
             serves: at == 0,
         };
-        rally.play(&streams[at], &side, ROUNDS, Duration::ZERO, PATIENCE)?;
+        kernels.play(&streams[at], &side, ROUNDS, Duration::ZERO, PATIENCE)?;
     }
     streams.iter().try_for_each(|stream| stream.synchronize(PATIENCE))?;
-    rally.check()?;
+    kernels.check()?;
     for (at, byte) in [(0, 0xb0), (1, 0xa0)] {
         let (memory, mut found) = (&memories[at].0, [0; 256]);
         memory.read(DATA, &mut found)?;
@@ -339,13 +341,13 @@ fn kernels(place: &Place) -> Result<(), Failure> {
 fn kernel_failure(place: &Place) -> Result<(), Failure> {
     let [qp, _peer] = &place.for_kernels()?;
     let (_memory, source) = place.memory(0)?;
-    let (rally, stream) = (Rally::load(&place.device)?, place.stream()?);
+    let (kernels, stream) = (PingPongKernels::load(&place.device)?, place.stream()?);
     let there = Remote { address: 0x10, rkey: 0x00de_ad00 };
     let work = Move { qp, there, here: source.sge(0, 8), reads: false };
-    rally.shift(&stream, &work, 1, Duration::ZERO, PATIENCE)?;
+    kernels.shift(&stream, &work, 1, Duration::ZERO, PATIENCE)?;
     stream.synchronize(PATIENCE)?;
     let failure = qp.progress()?.failure;
-    expect(rally.check().is_err(), || "the kernel ended well".to_owned())?;
+    expect(kernels.check().is_err(), || "the kernel ended well".to_owned())?;
     expect(failure.is_some_and(|(_, status)| status == Status::RemoteAccess), || {
         format!("the cause is {failure:?}")
     })

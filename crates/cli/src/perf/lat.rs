@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use warpwire::mem::pattern::fill_bytes;
 use warpwire::verbs::{Atomic, Completion, Op, Request};
+use warpwire_apps::pattern::fill_bytes;
 
 use super::bw::give_back;
 use super::end::{End, INLINE, failed};

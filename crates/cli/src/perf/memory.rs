@@ -4,10 +4,10 @@ use std::os::fd::AsFd;
 use std::str::FromStr;
 
 use clap::ValueEnum;
-use warpwire::mem::pattern::fill_bytes;
 use warpwire::mem::{self, Allocation, Device, Window};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{Access, Attach, Context, DmaBufRange, Memory, Mr, Pd};
+use warpwire_apps::pattern::fill_bytes;
 
 /// How memory is registered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::Serialize;
-use warpwire::mem::pattern;
 use warpwire::units;
+use warpwire_apps::pattern;
 
 use super::peer::{Connection, Family, Listener, Peer, Role};
 use crate::output::{Failure, Screen};

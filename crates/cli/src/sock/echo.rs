@@ -7,9 +7,9 @@ use std::time::Instant;
 
 use clap::Args;
 use serde::Serialize;
-use warpwire::mem::pattern;
 use warpwire::sock::SockOptions;
-use warpwire::sock::programs::Service;
+use warpwire_apps::pattern;
+use warpwire_apps::programs::Service;
 
 use super::cpu::This;
 use super::peer::{Peer, Role};

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use warpwire::mem::Device;
-use warpwire::sock::programs::{Programs, Service, Work};
 use warpwire::sock::{SockHost, SockOptions};
 use warpwire::units;
+use warpwire_apps::programs::{Programs, Service, Work};
 
 use super::cpu::{self, This, broken};
 use super::peer::{self, Family, Peer, Role};

@@ -13,8 +13,8 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 use warpwire::mem::{Backend, Device};
-use warpwire::sock::programs::Programs;
 use warpwire::sock::{Place, SockHost, SockOptions};
+use warpwire_apps::programs::Programs;
 
 use crate::copy::target::DeviceChoice;
 use crate::output::{self, Failure};

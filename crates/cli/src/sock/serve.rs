@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
-use warpwire::sock::kv::{KvOptions, KvServer, KvStats};
-use warpwire::sock::programs::Service;
 use warpwire::sock::{SockOptions, SockStats};
+use warpwire_apps::kv::{KvOptions, KvServer, KvStats};
+use warpwire_apps::programs::Service;
 
 use super::cpu::{self, This};
 use super::peer::Family;

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::Serialize;
-use warpwire::sock::similarity::{
+use warpwire::sock::{SockOptions, SockStats, warp};
+use warpwire_apps::similarity::{
     KernelClient, Over, Questions, SimilarOptions, SimilarServer, SimilarStats, ask,
     random_vectors, search,
 };
-use warpwire::sock::{SockOptions, SockStats, warp};
 
 use super::peer::Family;
 use super::serve::{announce, traffic, wait};

@@ -63,7 +63,6 @@ pub mod lane;
 mod outgoing;
 mod peer;
 mod place;
-pub mod rally;
 mod rendezvous;
 mod request;
 mod shared;

@@ -53,15 +53,11 @@ pub mod device;
 mod fabric;
 mod gpunet;
 mod ground;
-pub mod kv;
 pub mod layout;
 mod ledger;
 mod meeting;
 mod offices;
-pub mod programs;
 mod requests;
-mod serving;
-pub mod similarity;
 mod socket;
 mod transfer;
 pub mod warp;
@@ -268,16 +264,18 @@ impl SockHost {
         &self.device
     }
 
-    /// Memory for a program that uses the sockets: the device's, or the host's for threads.
-    fn alloc(&self, len: u64) -> Result<Allocation> {
+    /// Memory for a program that uses the sockets: the device's (of the kind
+    /// [`Vmm`](MemoryKind::Vmm)), or pinned memory of the host for [`Place::Threads`].
+    pub fn alloc(&self, len: u64) -> Result<Allocation> {
         match self.place {
             Place::Threads => self.device.alloc_pinned(len),
             Place::Auto | Place::Pinned => self.device.alloc_kind(len, MemoryKind::Vmm),
         }
     }
 
-    /// Where such a program finds memory.
-    fn address_of(&self, memory: &Allocation) -> Result<u64> {
+    /// The address at which such a program finds `memory`: the device's, or the CPU's for
+    /// [`Place::Threads`], which fails for memory that the CPU has no address for.
+    pub fn address_of(&self, memory: &Allocation) -> Result<u64> {
         match self.place {
             Place::Threads => Ok(memory.host_bytes()?.address()),
             Place::Auto | Place::Pinned => Ok(memory.address().raw()),

@@ -7,8 +7,8 @@ use warpwire::Result;
 use warpwire::mem::sim::{Control, Sim, SimConfig};
 use warpwire::mem::{
     Allocation, Backend, Device, DeviceAddr, Kernel, Launch, MemoryKind, Region, Stream, cuda,
-    pattern,
 };
+use warpwire_apps::pattern;
 
 /// Longer than anything takes that works.
 pub fn soon() -> Duration {

@@ -2,8 +2,8 @@
 #![allow(unsafe_code)] // launching is unsafe; each launch says why it is right
 
 use warpwire::error::Kind;
-use warpwire::mem::pattern::Pattern;
 use warpwire::mem::{Agent, Condition, Launch, Program};
+use warpwire_apps::pattern::Pattern;
 
 use crate::conformance::fixture::{Fixture, expect_pattern, put_pattern, soon};
 use crate::conformance::{child, kernels};

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use warpwire::error::Kind;
 use warpwire::mem::copy::{Copier, Direction, Plan, Routine, Way};
-use warpwire::mem::{Agent, Backend, DeviceAddr, MemoryKind, WindowOptions, WindowPath, pattern};
+use warpwire::mem::{Agent, Backend, DeviceAddr, MemoryKind, WindowOptions, WindowPath};
+use warpwire_apps::pattern;
 
 use crate::conformance::child::Task;
 use crate::conformance::fixture::{Fixture, borrow, expect_pattern, put_pattern, soon};

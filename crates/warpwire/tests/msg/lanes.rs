@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
 use warpwire::mem::{Condition, Device, Stream};
-use warpwire::msg::rally::{Baton, Move, Rally, Side};
 use warpwire::msg::{Buffer, Comm, CommOptions, Lane, LaneOptions, Signal, Writer};
 use warpwire::stream::kernel::SignalWait;
 use warpwire::verbs::Remote;
+use warpwire_apps::pingpong_kernels::{Move, PingPongKernels, Relay, Side};
 
 use crate::msg::fixture::{A_MOMENT, Fixture, gpu, pattern, read, same, soon};
 use testkit::cases;
@@ -20,7 +20,7 @@ cases!(Fixture; CASES:
     streams_put_get_and_signal,
     handshakes_and_barriers,
     graphs_replay_messages,
-    kernels_play_a_rally,
+    kernels_play_ping_pong,
     kernels_put_and_get,
     a_lost_rank_releases_streams,
     a_rank_that_leaves_releases_streams,
@@ -301,10 +301,10 @@ fn graphs_replay_messages(fixture: &Fixture) {
     });
 }
 
-fn kernels_play_a_rally(fixture: &Fixture) {
+fn kernels_play_ping_pong(fixture: &Fixture) {
     ends(fixture, 2, |end| {
         const LEN: u64 = 1000;
-        let rally = Rally::load(&end.gpu).unwrap();
+        let kernels = PingPongKernels::load(&end.gpu).unwrap();
         let device = end.gpu.alloc(LEN + 64).unwrap();
         device.write(0, &[0; 64]).unwrap();
         let exposed = end.comm.register(device.whole().unwrap()).unwrap();
@@ -324,14 +324,18 @@ fn kernels_play_a_rally(fixture: &Fixture) {
                 start,
                 serves: end.comm.rank() == 0,
             };
-            rally.play(&end.stream, &side, rounds, Duration::ZERO, soon()).unwrap();
+            kernels.play(&end.stream, &side, rounds, Duration::ZERO, soon()).unwrap();
             end.done();
-            rally.check().unwrap();
+            kernels.check().unwrap();
             start += rounds;
             assert_eq!(own.load().unwrap(), start);
             end.comm.barrier(soon()).unwrap();
         }
-        same(&read(&exposed, 64, LEN as usize), &pattern(other as u64 + 5, LEN as usize), "rally");
+        same(
+            &read(&exposed, 64, LEN as usize),
+            &pattern(other as u64 + 5, LEN as usize),
+            "ping-pong",
+        );
         // Nobody answers: it gives up in its time.
         if end.comm.rank() == 0 {
             let side = Side {
@@ -343,9 +347,9 @@ fn kernels_play_a_rally(fixture: &Fixture) {
                 start,
                 serves: true,
             };
-            rally.play(&end.stream, &side, 1, Duration::ZERO, A_MOMENT).unwrap();
+            kernels.play(&end.stream, &side, 1, Duration::ZERO, A_MOMENT).unwrap();
             end.stream.synchronize(soon()).unwrap();
-            let error = rally.check().unwrap_err();
+            let error = kernels.check().unwrap_err();
             assert!(error.to_string().contains("time"), "{error}");
         }
         end.comm.barrier(soon()).unwrap();
@@ -542,30 +546,30 @@ fn one_stream_waits_for_many(fixture: &Fixture) {
 fn kernels_put_and_get(fixture: &Fixture) {
     ends(fixture, 2, |end| {
         const LEN: u64 = 5000;
-        let rally = Rally::load(&end.gpu).unwrap();
+        let kernels = PingPongKernels::load(&end.gpu).unwrap();
         let (mine, exposed, back) = (end.memory(LEN), end.memory(LEN), end.memory(LEN));
         let window = end.comm.window(&exposed).unwrap();
         let (rank, other) = (end.comm.rank() as u64, end.other());
         mine.write(0, &pattern(rank, LEN as usize)).unwrap();
         let (qp, there) = (end.lane.kernel(other).unwrap(), window.remote(other, 0, LEN).unwrap());
         let put = Move { qp, there, here: mine.whole().sge().unwrap(), reads: false };
-        rally.shift(&end.stream, &put, 20, Duration::ZERO, soon()).unwrap();
+        kernels.shift(&end.stream, &put, 20, Duration::ZERO, soon()).unwrap();
         end.done();
-        rally.check().unwrap();
+        kernels.check().unwrap();
         end.comm.barrier(soon()).unwrap();
         same(&read(&exposed, 0, LEN as usize), &pattern(other as u64, LEN as usize), "put");
         let get = Move { here: back.whole().sge().unwrap(), reads: true, ..put };
-        rally.shift(&end.stream, &get, 20, Duration::ZERO, soon()).unwrap();
+        kernels.shift(&end.stream, &get, 20, Duration::ZERO, soon()).unwrap();
         end.done();
-        rally.check().unwrap();
+        kernels.check().unwrap();
         same(&read(&back, 0, LEN as usize), &pattern(rank, LEN as usize), "got back");
         end.comm.barrier(soon()).unwrap();
         // A place that is not the other's: it ends with the cause. The failure ends the connection on both sides.
         if rank == 0 {
             let nowhere = Move { there: Remote { rkey: !there.rkey, ..there }, ..get };
-            rally.shift(&end.stream, &nowhere, 1, Duration::ZERO, soon()).unwrap();
+            kernels.shift(&end.stream, &nowhere, 1, Duration::ZERO, soon()).unwrap();
             end.stream.synchronize(soon()).unwrap();
-            let error = rally.check().unwrap_err();
+            let error = kernels.check().unwrap_err();
             assert!(error.to_string().contains("access"), "{error}");
         }
         end.comm.barrier(soon()).unwrap();
@@ -576,15 +580,15 @@ fn kernels_put_and_get(fixture: &Fixture) {
 fn kernels_pass_words_without_an_hca(_: &Fixture) {
     const ROUNDS: u64 = 40;
     let gpu = gpu();
-    let (rally, stream) = (Rally::load(&gpu).unwrap(), gpu.stream().unwrap());
+    let (kernels, stream) = (PingPongKernels::load(&gpu).unwrap(), gpu.stream().unwrap());
     let (bells, own) = (gpu.alloc_pinned(128).unwrap(), gpu.alloc_pinned(8).unwrap());
     let (bell, value) = (bells.word64(0).unwrap(), bells.word64(64).unwrap());
     let (whole, word) = (bells.whole().unwrap(), own.word64(0).unwrap());
     for serves in [true, false] {
         bell.store(0).unwrap();
         word.store(0).unwrap();
-        let baton = Baton { bell: &whole, own: &word, serves };
-        rally.relay(&stream, &baton, ROUNDS, soon()).unwrap();
+        let relay = Relay { bell: &whole, own: &word, serves };
+        kernels.relay(&stream, &relay, ROUNDS, soon()).unwrap();
         for round in 1..=ROUNDS {
             if !serves {
                 assert_eq!(bell.load().unwrap(), round - 1, "nothing was passed to it");
@@ -600,29 +604,30 @@ fn kernels_pass_words_without_an_hca(_: &Fixture) {
             }
         }
         stream.synchronize(soon()).unwrap();
-        rally.check().unwrap();
+        kernels.check().unwrap();
     }
     let short = bells.region(0, 64).unwrap();
-    let error = rally.relay(&stream, &Baton { bell: &short, own: &word, serves: true }, 1, soon());
+    let error =
+        kernels.relay(&stream, &Relay { bell: &short, own: &word, serves: true }, 1, soon());
     assert!(error.unwrap_err().to_string().contains("its bell has 64 bytes"));
     let narrow = own.word32(0).unwrap();
     let error =
-        rally.relay(&stream, &Baton { bell: &whole, own: &narrow, serves: true }, 1, soon());
+        kernels.relay(&stream, &Relay { bell: &whole, own: &narrow, serves: true }, 1, soon());
     assert!(error.unwrap_err().to_string().contains("32 bits"));
     // Nobody passes anything on: it gives up in its time.
     word.store(0).unwrap();
-    let baton = Baton { bell: &whole, own: &word, serves: true };
-    rally.relay(&stream, &baton, 1, A_MOMENT).unwrap();
+    let relay = Relay { bell: &whole, own: &word, serves: true };
+    kernels.relay(&stream, &relay, 1, A_MOMENT).unwrap();
     stream.synchronize(soon()).unwrap();
-    assert!(rally.check().unwrap_err().to_string().contains("time"));
+    assert!(kernels.check().unwrap_err().to_string().contains("time"));
 }
 
 fn compute_takes_time(_: &Fixture) {
     let gpu = gpu();
-    let (rally, stream) = (Rally::load(&gpu).unwrap(), gpu.stream().unwrap());
+    let (kernels, stream) = (PingPongKernels::load(&gpu).unwrap(), gpu.stream().unwrap());
     let start = Instant::now();
-    rally.compute(&stream, Duration::from_millis(30)).unwrap();
+    kernels.compute(&stream, Duration::from_millis(30)).unwrap();
     stream.synchronize(soon()).unwrap();
     assert!(start.elapsed() >= Duration::from_millis(30), "{:?}", start.elapsed());
-    rally.check().unwrap();
+    kernels.check().unwrap();
 }

@@ -90,7 +90,7 @@ fn memory_of_a_file(stage: &Stage) {
     let world = stage.fixture.world();
     let joined = world.join(QpOptions::default());
     let mut bytes = vec![0; 1 << 20];
-    warpwire::mem::pattern::fill_bytes(&mut bytes, 5, 0);
+    warpwire_apps::pattern::fill_bytes(&mut bytes, 5, 0);
     let mapped = Mapped::new(&bytes, ProtFlags::READ | ProtFlags::WRITE);
     let far = on_demand(&world.b, mapped.address() + 1, (1 << 20) - 1);
     assert_eq!(far.path(), Path::OnDemand);

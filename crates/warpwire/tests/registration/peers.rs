@@ -90,7 +90,7 @@ fn traffic_with_memory_of_a_client(stage: &Stage) {
         let (near_mr, _one) = offer(&world.a, near.clone());
         let (far_mr, _two) = offer(&world.b, far.clone());
         let mut wanted = vec![0; 100_001];
-        warpwire::mem::pattern::fill_bytes(&mut wanted, 77, 0);
+        warpwire_apps::pattern::fill_bytes(&mut wanted, 77, 0);
         near.set(3, &wanted);
         let (from, back) = ([near_mr.sge(3, 100_001)], [near_mr.sge(120_005, 100_001)]);
         let room = [far_mr.sge(120_001, 100_001)];
@@ -133,7 +133,7 @@ fn memory_that_is_away_for_a_while(stage: &Stage) {
         let (near_mr, _one) = offer(&world.a, near.clone());
         let (far_mr, _two) = offer(&world.b, far.clone());
         let mut wanted = vec![0; 50_000];
-        warpwire::mem::pattern::fill_bytes(&mut wanted, 5, 0);
+        warpwire_apps::pattern::fill_bytes(&mut wanted, 5, 0);
         near.set(0, &wanted);
         let (from, back, word) =
             ([near_mr.sge(0, 50_000)], [near_mr.sge(60_000, 50_000)], [near_mr.sge(255_000, 8)]);
@@ -187,7 +187,7 @@ fn memory_that_goes_away_in_the_middle(stage: &Stage) {
         let (near_mr, _one) = offer(&world.a, near.clone());
         let (far_mr, _two) = offer(&world.b, far.clone());
         let mut wanted = vec![0; LEN];
-        warpwire::mem::pattern::fill_bytes(&mut wanted, round, 0);
+        warpwire_apps::pattern::fill_bytes(&mut wanted, round, 0);
         let is_read = round % 2 == 0;
         if is_read {
             far.set(0, &wanted)
@@ -299,7 +299,7 @@ fn memory_that_goes_between_the_look_and_the_copy(stage: &Stage) {
         let (near_mr, _one) = offer(&world.a, fickle(0));
         let (far_mr, _two) = offer(&world.b, fickle(1));
         let mut wanted = vec![0; 50_000];
-        warpwire::mem::pattern::fill_bytes(&mut wanted, every, 0);
+        warpwire_apps::pattern::fill_bytes(&mut wanted, every, 0);
         memories[0].set(0, &wanted);
         let (from, back, word) =
             ([near_mr.sge(0, 50_000)], [near_mr.sge(60_000, 50_000)], [near_mr.sge(255_000, 8)]);

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use warpwire::mem::sim::Control;
-use warpwire::mem::{Allocation, Device, pattern};
+use warpwire::mem::{Allocation, Device};
 use warpwire::mlx5::Atomic;
 use warpwire::mr::{Denied, HostMemory, Reach};
 use warpwire::verbs::{Access, Attach, DmaBufRange, Memory, Mr};
 use warpwire::{Error, Result};
+use warpwire_apps::pattern;
 
 use crate::verbs::fixture::{End, Fixture, Which, soon};
 

@@ -56,7 +56,7 @@ fn parts_of_every_size(stage: &Stage) {
         assert_eq!((mine.path(), theirs.path()), (Path::Staged, Path::Staged));
         for len in [1u64, 8, 4096, 9000, 100_000, 1_500_000] {
             let mut wanted = vec![0; len as usize];
-            warpwire::mem::pattern::fill_bytes(&mut wanted, seed as u64 ^ len, 0);
+            warpwire_apps::pattern::fill_bytes(&mut wanted, seed as u64 ^ len, 0);
             near.write(3, &wanted).unwrap();
             let (from, back) = ([mine.sge(3, len as u32)], [mine.sge(2_000_001, len as u32)]);
             let requests = [

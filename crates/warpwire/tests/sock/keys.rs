@@ -4,8 +4,8 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use warpwire::sock::kv::{KvOptions, KvServer};
 use warpwire::sock::{SockHost, SockOptions};
+use warpwire_apps::kv::{KvOptions, KvServer};
 
 use crate::sock::puppet::soon;
 use crate::sock::world::{World, until};

@@ -10,9 +10,9 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use rustix::io::Errno;
-use warpwire::mem::pattern;
 use warpwire::sock::SockOptions;
 use warpwire::sock::layout::events;
+use warpwire_apps::pattern;
 
 use crate::sock::peer::{Family, Peer};
 use crate::sock::puppet::{Do, Puppet, soon};

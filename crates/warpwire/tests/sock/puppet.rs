@@ -8,9 +8,10 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use warpwire::mem::sim::{Block, Fault};
-use warpwire::mem::{Allocation, Device, DeviceAddr, pattern};
+use warpwire::mem::{Allocation, Device, DeviceAddr};
 use warpwire::sock::device::{Failure, Family, How, Kind, Outcome, Polled, Setting, Sock, Sockets};
 use warpwire::sock::layout::{ADDRESS_LEN, address_bytes, address_from, events};
+use warpwire_apps::pattern;
 
 /// Longer than anything takes that works.
 pub fn soon() -> Duration {

@@ -4,10 +4,10 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use warpwire::sock::similarity::{
+use warpwire::sock::{SockHost, SockOptions, warp};
+use warpwire_apps::similarity::{
     HEAD, Over, Questions, SimilarOptions, SimilarServer, ask, query_bytes, random_vectors, search,
 };
-use warpwire::sock::{SockHost, SockOptions, warp};
 
 use crate::sock::puppet::soon;
 use crate::sock::world::{Deserted, World, until};
@@ -160,7 +160,7 @@ fn ties_and_more_than_there_are(world: &World) {
     let vectors = [1.0, 2.0, 1.0, 0.0, 2.0, -1.0];
     let server = world.similar(&host, &vectors, 1, small());
     let stream = client(&server);
-    let ids = |found: Vec<warpwire::sock::similarity::Match>| -> Vec<u32> {
+    let ids = |found: Vec<warpwire_apps::similarity::Match>| -> Vec<u32> {
         found.into_iter().map(|one| one.id).collect()
     };
     assert_eq!(ids(ask(&stream, 100, &[1.0]).unwrap()), [1, 4, 0, 2, 3, 5]);

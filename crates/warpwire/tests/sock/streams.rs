@@ -5,9 +5,9 @@ use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use warpwire::mem::pattern;
 use warpwire::sock::SockOptions;
 use warpwire::sock::device::Setting;
+use warpwire_apps::pattern;
 
 use crate::sock::peer::{Family, Peer};
 use crate::sock::puppet::{Do, scramble};

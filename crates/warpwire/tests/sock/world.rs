@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mem::{Allocation, Device, Kernel, Launch, Program, Stream, cuda};
-use warpwire::sock::kv::{KvOptions, KvServer};
-use warpwire::sock::similarity::{
+use warpwire::sock::{Place, SockHost, SockOptions};
+use warpwire_apps::kv::{KvOptions, KvServer};
+use warpwire_apps::similarity::{
     KernelClient, Match, Questions, SimilarOptions, SimilarServer, ask_from_thread,
 };
-use warpwire::sock::{Place, SockHost, SockOptions};
 
 use crate::ptx;
 use crate::sock::peer::{Family, Peer};
@@ -311,8 +311,8 @@ fn build_library() -> Result<libloading::Library, String> {
     let sources = [
         "tests/sock/puppet.cu",
         "tests/sock/echo_client_threads.cpp",
-        "src/sock/kv/kv.cu",
-        "src/sock/similarity/similarity.cu",
+        "../apps/src/kv/kv.cu",
+        "../apps/src/similarity/similarity.cu",
     ]
     .map(|path| root.join(path));
     if !sources[0].exists() {

@@ -27,7 +27,7 @@ fn a_list_does_everything_in_order(fixture: &Fixture) {
     post_receives(&b, &far, 1, 1024);
 
     let mut wanted = vec![0; 1024];
-    warpwire::mem::pattern::fill_bytes(&mut wanted, 3, 0);
+    warpwire_apps::pattern::fill_bytes(&mut wanted, 3, 0);
     let mut list = Descriptors::on(&sender);
     list.wait_value(&gate, Condition::Equal, 7).unwrap();
     list.write_memory(&near.memory.region(0, 1024).unwrap(), &wanted).unwrap();

@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 use warpwire::hca::HcaOptions;
 use warpwire::link::{Hub, Link, Shm, shm};
 use warpwire::mem::sim::{Sim, SimConfig};
-use warpwire::mem::{Allocation, Backend, Device, Stream, Word, cuda, pattern};
+use warpwire::mem::{Allocation, Backend, Device, Stream, Word, cuda};
 use warpwire::stream::{CqMemory, Ring, StreamQp, StreamQpOptions};
 use warpwire::verbs::{Access, Completion, Context, Drive, Mr, Pd, ReceiveRequest, Request, Sge};
+use warpwire_apps::pattern;
 
 /// Longer than anything takes that works.
 pub fn soon() -> Duration {

@@ -1,9 +1,10 @@
 //! Every call, doing what it says.
 
 use warpwire::error::Kind;
-use warpwire::mem::{Condition, pattern::Pattern};
+use warpwire::mem::Condition;
 use warpwire::stream::{Descriptors, StreamQpOptions};
 use warpwire::verbs::{Atomic, Completion, CompletionKind, Op, QpOptions, ReceiveRequest, Request};
+use warpwire_apps::pattern::Pattern;
 
 use crate::stream::fixture::*;
 use testkit::cases;

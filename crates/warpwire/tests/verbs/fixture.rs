@@ -8,12 +8,13 @@ use warpwire::hca::HcaOptions;
 use warpwire::link::fault::Plan;
 use warpwire::link::{Auto, Capture, Fault, Hub, Link, Shm, Tap, Udp, shm, udp};
 use warpwire::mem::sim::{Control, Sim, SimConfig};
-use warpwire::mem::{Allocation, Device, pattern};
+use warpwire::mem::{Allocation, Device};
 use warpwire::mr::{HostMemory, Memory};
 use warpwire::verbs::{
     Access, AsyncEvent, Completion, Context, Cq, DeviceOptions, Drive, Mr, Pd, Qp, QpOptions,
     ReceiveRequest, Request, Status,
 };
+use warpwire_apps::pattern;
 
 /// Longer than anything takes that works.
 pub fn soon() -> Duration {

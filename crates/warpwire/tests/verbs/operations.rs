@@ -243,7 +243,7 @@ fn inline_up_to_the_limit(fixture: &Fixture) {
     let field = Field::new(fixture, Kind::Host, 1 << 16, options);
     let mut bytes = [0; 1000];
     for len in [0usize, 1, 11, 12, 13, 27, 28, 29, 44, 45, 60, 61, 200, 899, 900] {
-        warpwire::mem::pattern::fill_bytes(&mut bytes, len as u64, 0);
+        warpwire_apps::pattern::fill_bytes(&mut bytes, len as u64, 0);
         guard(&field.far, 128, len);
         let remote = field.far.mr.remote(128);
         let request = Request::new(1, Op::Write(remote)).inline(&bytes[..len]);
@@ -427,7 +427,7 @@ fn entries_wrap_in_the_ring(fixture: &Fixture) {
     let mut bytes = [0; 150];
     for round in 0..300 {
         let len = 1 + (round * 37) % 150;
-        warpwire::mem::pattern::fill_bytes(&mut bytes[..len], round as u64, 0);
+        warpwire_apps::pattern::fill_bytes(&mut bytes[..len], round as u64, 0);
         guard(&field.far, 64, len);
         let request = Request::new(round as u64, Op::Write(field.far.mr.remote(64)));
         field.send(request.inline(&bytes[..len]));

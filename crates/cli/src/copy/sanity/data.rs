@@ -4,8 +4,10 @@ use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
 use warpwire::mem::copy::{Copier, Direction, Routine};
-use warpwire::mem::{
-    Allocation, MappingType, WindowOptions, pattern, pattern::Pattern, pingpong::PingPong,
+use warpwire::mem::{Allocation, MappingType, WindowOptions};
+use warpwire_apps::{
+    pattern::{self, Pattern},
+    pingpong::PingPong,
 };
 
 use super::{Checked, Subject, Trouble, ensure};

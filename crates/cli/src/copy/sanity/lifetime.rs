@@ -2,7 +2,8 @@
 
 use std::thread;
 
-use warpwire::mem::{MemoryKind, WindowOptions, pattern};
+use warpwire::mem::{MemoryKind, WindowOptions};
+use warpwire_apps::pattern;
 
 use super::data::bytes;
 use super::{Checked, Subject, Trouble, ensure};

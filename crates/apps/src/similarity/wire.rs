@@ -2,7 +2,7 @@
 
 use std::io::{self, Read, Write};
 
-use crate::error::{Error, Kind, Result};
+use warpwire::error::{Error, Kind, Result};
 
 /// What queries and answers begin with: the letters `WSIM`.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"WSIM");
@@ -160,7 +160,7 @@ pub(super) fn take_answer(server: &mut impl Read, k: u32) -> io::Result<Vec<Matc
 /// products in the same order.
 ///
 /// ```
-/// use warpwire::sock::similarity::search;
+/// use warpwire_apps::similarity::search;
 /// let vectors = [1.0, 0.0, 0.0, 1.0, 0.6, 0.8];
 /// let found = search(&vectors, &[0.0, 2.0], 2);
 /// assert_eq!(found.iter().map(|best| best.id).collect::<Vec<_>>(), [1, 2]);

@@ -2,14 +2,15 @@
 
 use std::time::{Duration, Instant};
 
+use warpwire::mem::DeviceAddr;
+use warpwire::mem::sim::{Block, Fault};
+use warpwire::sock::device::{Failure, Kind, Outcome, Polled, Setting, Sock, Sockets};
+use warpwire::sock::layout::events;
+
 use super::resp::{self, MOST_ARGUMENTS, Parsed};
 use super::store::Store;
 use super::{MOST_KEY, Setup, control, counts};
-use crate::mem::DeviceAddr;
-use crate::mem::sim::{Block, Fault};
-use crate::sock::device::{Failure, Kind, Outcome, Polled, Setting, Sock, Sockets};
-use crate::sock::layout::events;
-use crate::sock::serving;
+use crate::serving;
 
 const NAP: Duration = Duration::from_millis(50);
 

@@ -2,13 +2,14 @@
 
 use std::time::{Duration, Instant};
 
+use warpwire::mem::DeviceAddr;
+use warpwire::mem::sim::{Block, Fault};
+use warpwire::sock::device::{Failure, Outcome, Polled, Setting, Sock, Sockets};
+use warpwire::sock::layout::events;
+
 use super::wire::{Best, HEAD, MATCH, Match, Status, head_bytes, judge};
 use super::{Setup, counts};
-use crate::mem::DeviceAddr;
-use crate::mem::sim::{Block, Fault};
-use crate::sock::device::{Failure, Outcome, Polled, Setting, Sock, Sockets};
-use crate::sock::layout::events;
-use crate::sock::serving::{self, STOP};
+use crate::serving::{self, STOP};
 
 const NAP: Duration = Duration::from_millis(50);
 /// How many vectors are looked at together.

@@ -2,11 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::device::Device;
-use super::program::{Kernel, Launch, Program};
-use super::sim::{Block, Fault};
-use super::stream::Stream;
-use crate::error::{Error, Kind, Result};
+use warpwire::error::{Error, Kind, Result};
+use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::{Device, Kernel, Launch, Program, Stream};
 
 const SPIN: &str = "spin";
 /// No longer than this: the device does nothing else meanwhile.
@@ -16,7 +14,8 @@ const LONGEST: Duration = Duration::from_secs(10);
 ///
 /// ```
 /// use std::time::{Duration, Instant};
-/// use warpwire::mem::{sim::{Sim, SimConfig}, spin::Spin};
+/// use warpwire::mem::sim::{Sim, SimConfig};
+/// use warpwire_apps::spin::Spin;
 /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
 /// let (spin, stream) = (Spin::load(&gpu).unwrap(), gpu.stream().unwrap());
 /// let start = Instant::now();

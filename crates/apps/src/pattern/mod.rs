@@ -2,12 +2,9 @@
 //!
 //! With it, benchmarks and demonstrations verify what they moved without carrying it to the CPU.
 
-use super::allocation::{Region, Word};
-use super::device::Device;
-use super::program::{Kernel, Launch, Program};
-use super::sim::{Block, Fault};
-use super::stream::Stream;
-use crate::error::{Error, Kind, Result};
+use warpwire::error::{Error, Kind, Result};
+use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::{Backend, Device, Kernel, Launch, Program, Region, Stream, Word};
 
 const FILL: &str = "pattern_fill";
 const CHECK: &str = "pattern_check";
@@ -16,7 +13,8 @@ const CHECK: &str = "pattern_check";
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpwire::mem::{pattern::Pattern, sim::{Sim, SimConfig}};
+/// use warpwire::mem::sim::{Sim, SimConfig};
+/// use warpwire_apps::pattern::Pattern;
 /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
 /// let (memory, wrong) = (gpu.alloc(10_001).unwrap(), gpu.alloc_pinned(8).unwrap());
 /// let (pattern, stream) = (Pattern::load(&gpu).unwrap(), gpu.stream().unwrap());
@@ -72,8 +70,8 @@ fn prepare(kernel: &Kernel, region: &Region, seed: u64) -> Result<Launch> {
     // Enough blocks to fill a large GPU, and no more than the work needs; the simulator's blocks are
     // threads of the host, so it gets few.
     let most = match kernel.device().info().backend {
-        super::Backend::Cuda => 1024,
-        super::Backend::Sim => 2,
+        Backend::Cuda => 1024,
+        Backend::Sim => 2,
     };
     let grid = region.len().div_ceil(8 * u64::from(threads)).clamp(1, most);
     Ok(Launch::new(kernel)

@@ -1,5 +1,5 @@
-// Messages to and fro between kernels of two ranks, and a kernel that only takes time. Their twins for the simulated
-// GPU stand in mod.rs.
+// Ping-pong between kernels of two ranks, puts and gets, a relay without an HCA, and a kernel that
+// only takes time. mod.rs has their twins for the simulated GPU.
 #include <warpwire/verbs.cuh>
 
 using namespace warpwire;
@@ -10,31 +10,35 @@ static __device__ void take_time(u64 nanoseconds) {
     }
 }
 
-extern "C" __global__ void rally_compute(u64 nanoseconds) { take_time(nanoseconds); }
+extern "C" __global__ void pingpong_compute(u64 nanoseconds) { take_time(nanoseconds); }
 
-// One thread. Rank 0 serves: it puts `length` bytes and adds one to the other's word, then waits for its own word to have
-// gone one further than `start` with each round. The other answers. How it ended comes to `report`.
-extern "C" __global__ void rally_play(u64 qp, u64 report, u64 to, u64 rkey, u64 from, u64 lkey, u64 length, u64 word,
-                                      u64 word_rkey, u64 own, u64 start, u64 rounds, u64 serves, u64 compute,
-                                      u64 timeout) {
+// One thread. The side that serves puts `length` bytes and adds one to the other's word, then waits
+// for its own word to reach `start` plus the number of the round. The other side answers. A failure
+// goes to `report`.
+extern "C" __global__ void pingpong_play(u64 qp, u64 report, u64 to, u64 rkey, u64 from, u64 lkey,
+                                         u64 length, u64 word, u64 word_rkey, u64 own, u64 start,
+                                         u64 rounds, u64 serves, u64 compute, u64 timeout) {
     Qp &pair = *(Qp *)qp;
     Status status = kOk;
     for (u64 round = 1; round <= rounds && status == kOk; round++) {
-        if (!serves) status = wait_signal((const u64 *)own, Condition::AtLeast, start + round, timeout);
+        if (!serves)
+            status = wait_signal((const u64 *)own, Condition::AtLeast, start + round, timeout);
         if (status != kOk) break;
         take_time(compute);
         Ticket ticket = put_signal(pair, Remote{to, (u32)rkey}, Local{from, (u32)lkey}, length,
                                    Remote{word, (u32)word_rkey}, 1, Thread{}, timeout);
         status = ticket.status;
-        if (serves && status == kOk) status = wait_signal((const u64 *)own, Condition::AtLeast, start + round, timeout);
+        if (serves && status == kOk)
+            status = wait_signal((const u64 *)own, Condition::AtLeast, start + round, timeout);
     }
     if (status == kOk) status = quiet(pair, timeout);
     if (status != kOk) detail::swap_if((u64 *)report, 0, 1ull << 63 | (u32)status);
 }
 
-// One thread. So many puts, or gets, each waited for before the next.
-extern "C" __global__ void rally_move(u64 qp, u64 report, u64 there, u64 rkey, u64 here, u64 lkey, u64 length, u64 reads,
-                                      u64 rounds, u64 compute, u64 timeout) {
+// One thread. `rounds` puts, or gets, each waited for before the next.
+extern "C" __global__ void pingpong_move(u64 qp, u64 report, u64 there, u64 rkey, u64 here,
+                                         u64 lkey, u64 length, u64 reads, u64 rounds, u64 compute,
+                                         u64 timeout) {
     Qp &pair = *(Qp *)qp;
     Status status = kOk;
     for (u64 round = 0; round < rounds && status == kOk; round++) {
@@ -48,9 +52,10 @@ extern "C" __global__ void rally_move(u64 qp, u64 report, u64 there, u64 rkey, u
     if (status != kOk) detail::swap_if((u64 *)report, 0, 1ull << 63 | (u32)status);
 }
 
-// One thread, and no queue pair: a value and a bell in memory of the host, for whoever passes them on, and a word of our own
-// that the answer comes to.
-extern "C" __global__ void rally_relay(u64 report, u64 bell, u64 own, u64 rounds, u64 serves, u64 timeout) {
+// One thread, and no queue pair: a value and a doorbell in host memory, which a thread of the host
+// forwards, and a word of our own that the answer comes to.
+extern "C" __global__ void pingpong_relay(u64 report, u64 bell, u64 own, u64 rounds, u64 serves,
+                                          u64 timeout) {
     Status status = kOk;
     for (u64 round = 1; round <= rounds && status == kOk; round++) {
         if (!serves) status = wait_signal((const u64 *)own, Condition::AtLeast, round, timeout);

@@ -1,35 +1,40 @@
-//! Kernels of two ranks that send to and fro by themselves, one that puts or gets, one that passes words on without any HCA, and one
-//! that only takes time: for measurements, and as an example of kernels that use a [lane](super::lane).
+//! Ping-pong between kernels of two ranks, a kernel that puts or gets, one that relays words
+//! without an HCA, and one that only takes time: for measurements, and as an example of kernels
+//! that use a [lane](warpwire::msg::lane).
+//!
+//! [`pingpong`](crate::pingpong) is the other measurement: a kernel that answers the CPU.
 
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Kind, Result};
-use crate::mem::sim::{Block, Fault};
-use crate::mem::{
+use warpwire::error::{Error, Kind, Result};
+use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::{
     Allocation, Condition, Device, DeviceAddr, Kernel, Launch, Program, Region, Stream, Width, Word,
 };
-use crate::stream::KernelQp;
-use crate::stream::kernel::Ended;
-use crate::stream::kernel::device::{Local, Qp, wait_signal};
-use crate::verbs::{Remote, Sge};
+use warpwire::stream::KernelQp;
+use warpwire::stream::kernel::Ended;
+use warpwire::stream::kernel::device::{Local, Qp, wait_signal};
+use warpwire::verbs::{Remote, Sge};
 
-const COMPUTE: &str = "rally_compute";
-const PLAY: &str = "rally_play";
-const MOVE: &str = "rally_move";
-const RELAY: &str = "rally_relay";
+const COMPUTE: &str = "pingpong_compute";
+const PLAY: &str = "pingpong_play";
+const MOVE: &str = "pingpong_move";
+const RELAY: &str = "pingpong_relay";
+/// What a failure happened during, as errors say it.
+const WHAT: &str = "run a ping-pong of kernels";
 
 /// The kernels, loaded onto a device.
 #[derive(Clone, Debug)]
-pub struct Rally {
+pub struct PingPongKernels {
     compute: Kernel,
     play: Kernel,
     shift: Kernel,
     relay: Kernel,
-    /// How the first that failed ended.
+    /// How the first kernel that failed ended, or 0.
     report: Allocation,
 }
 
-/// What one side of a rally sends, and where it looks.
+/// What one side of a ping-pong sends, and where it looks.
 #[derive(Clone, Debug)]
 pub struct Side<'a> {
     /// The queue pair to the other rank.
@@ -63,20 +68,21 @@ pub struct Move<'a> {
 
 /// One side of a relay of words, without any queue.
 #[derive(Clone, Debug)]
-pub struct Baton<'a> {
-    /// Pinned memory, 72 bytes at least: the bell at its beginning, the value that it tells of 64 bytes behind.
+pub struct Relay<'a> {
+    /// Pinned memory, 72 bytes at least: the doorbell at offset 0, the value that it announces at
+    /// offset 64, on a cache line of its own.
     pub bell: &'a Region,
-    /// Our own word, 64 bits: whoever passes the value on writes it there.
+    /// Our own word, 64 bits: the thread that forwards the value writes it there.
     pub own: &'a Word,
     /// Whether this side begins.
     pub serves: bool,
 }
 
-impl Rally {
+impl PingPongKernels {
     /// Loads the kernels.
     pub fn load(device: &Device) -> Result<Self> {
-        let program = Program::new("rally")
-            .ptx(include_str!("rally.ptx"))
+        let program = Program::new("ping-pong of kernels")
+            .ptx(include_str!("pingpong_kernels.ptx"))
             .block(COMPUTE, |block| take_time(block, block.value(0)?))
             .block(PLAY, play)
             .block(MOVE, shift)
@@ -93,13 +99,13 @@ impl Rally {
         })
     }
 
-    /// A kernel that does nothing for so long.
+    /// A kernel that does nothing for `time`, to stand for one that computes.
     pub fn compute(&self, stream: &Stream, time: Duration) -> Result<()> {
         start(stream, Launch::new(&self.compute).value(nanos(time)))
     }
 
-    /// A kernel that plays so many rounds, each with so much time for computing, and gives up when it has waited for
-    /// `patience`.
+    /// A kernel that plays `rounds` rounds, each with `compute` for computing, and gives up when
+    /// one wait lasts longer than `patience`.
     pub fn play(
         &self,
         stream: &Stream,
@@ -129,7 +135,7 @@ impl Rally {
         start(stream, launch)
     }
 
-    /// A kernel that puts or gets so many times, and waits for each.
+    /// A kernel that puts or gets `rounds` times, and waits for each before the next.
     pub fn shift(
         &self,
         stream: &Stream,
@@ -154,55 +160,57 @@ impl Rally {
         start(stream, launch)
     }
 
-    /// A kernel that passes words to and fro with whoever reads its bell: the floor of what kernels can do.
+    /// A kernel that exchanges words with the thread that reads its doorbell: the baseline of what
+    /// kernels can do, a relay without HCA.
     pub fn relay(
         &self,
         stream: &Stream,
-        baton: &Baton<'_>,
+        relay: &Relay<'_>,
         rounds: u64,
         patience: Duration,
     ) -> Result<()> {
-        check_word(baton.own, stream)?;
-        if baton.bell.len() < BELL_LEN {
-            let why = format!("its bell has {} bytes", baton.bell.len());
-            let error = Error::new(Kind::InvalidArgument, "play a rally").on(stream.label());
+        check_word(relay.own, stream)?;
+        if relay.bell.len() < BELL_LEN {
+            let why = format!("its bell has {} bytes", relay.bell.len());
+            let error = Error::new(Kind::InvalidArgument, WHAT).on(stream.label());
             return Err(error.why(why).fix(format!("give it {BELL_LEN} bytes of pinned memory")));
         }
         let launch = Launch::new(&self.relay)
             .region(&self.report.whole()?)
-            .region(baton.bell)
-            .region(baton.own.region())
+            .region(relay.bell)
+            .region(relay.own.region())
             .value(rounds)
-            .value(baton.serves.into())
+            .value(relay.serves.into())
             .value(nanos(patience));
         start(stream, launch)
     }
 
-    /// An error if a rally did not end well: ask when its stream has been synchronized.
+    /// An error if one of these kernels failed: ask when their stream has been synchronized.
     pub fn check(&self) -> Result<()> {
         match self.report.host_bytes()?.load_u64(0)? {
             0 => Ok(()),
-            word => Err(Error::new(Kind::StreamFailed, "play a rally")
+            word => Err(Error::new(Kind::StreamFailed, WHAT)
                 .why(Ended::from_code(word as u32 as i32).to_string())),
         }
     }
 }
 
-/// The bell, and the value on a line of its own.
+/// Bytes of the doorbell's line, and of the value behind it.
 const BELL_LEN: u64 = 72;
 
 fn check_word(word: &Word, stream: &Stream) -> Result<()> {
     if word.width() == Width::Bits64 {
         return Ok(());
     }
-    let error = Error::new(Kind::InvalidArgument, "play a rally").on(stream.label());
+    let error = Error::new(Kind::InvalidArgument, WHAT).on(stream.label());
     Err(error.why("its word has 32 bits").fix("use a word of 64 bits"))
 }
 
 #[allow(unsafe_code)]
 fn start(stream: &Stream, launch: Launch) -> Result<()> {
-    // SAFETY: the kernels touch the handle and the queues that it names, the report, the bell and the word, all of which the launch
-    // keeps alive. Data is named by keys, and looked up by the engine.
+    // SAFETY: the kernels touch the handle and the queues that it names, the report, the doorbell
+    // and the word, all of which the launch keeps alive. Data is named by keys, and looked up by
+    // the engine.
     unsafe { stream.launch(launch) }
 }
 
@@ -253,7 +261,8 @@ fn play(block: &Block<'_>) -> std::result::Result<(), Fault> {
     tell(block, 1, ended)
 }
 
-/// Puts how a kernel ended into the report, which is that argument, unless it ended well or another was first.
+/// Puts how a kernel ended into the report, which is argument number `report`, unless it ended well
+/// or another kernel had failed before.
 fn tell(block: &Block<'_>, report: usize, ended: Ended) -> std::result::Result<(), Fault> {
     if !ended.is_ok() {
         let code = 1 << 63 | u64::from(ended.code() as u32);

@@ -1,9 +1,10 @@
 //! The store as the simulated GPU's workers use it: buckets of slots in device memory, a lock for each bucket. Those who change
 //! nothing but numbers are readers: numbers are added to by atomics, so that all who count at one key do so at the same time.
 
+use warpwire::mem::DeviceAddr;
+use warpwire::mem::sim::{Block, Fault};
+
 use super::{MOST_KEY, SLOTS_PER_BUCKET, Setup, counts, slot};
-use crate::mem::DeviceAddr;
-use crate::mem::sim::{Block, Fault};
 
 type Result<T> = std::result::Result<T, Fault>;
 

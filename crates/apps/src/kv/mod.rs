@@ -17,13 +17,13 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use serde::Serialize;
+use warpwire::error::{Error, Kind, Result};
+use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::{DeviceAddr, Program};
+use warpwire::sock::SockHost;
+use warpwire::sock::layout::{ADDRESS_LEN, address_bytes};
 
-use super::SockHost;
-use super::layout::{ADDRESS_LEN, address_bytes};
-use super::serving::{Memory, SOON, Server, check_numbers, read_setup, setup_bytes};
-use crate::error::{Error, Kind, Result};
-use crate::mem::sim::{Block, Fault};
-use crate::mem::{DeviceAddr, Program};
+use crate::serving::{Memory, SOON, Server, check_numbers, read_setup, setup_bytes};
 
 const KERNEL: &str = "kv_server";
 /// Threads of a worker's block.
@@ -49,7 +49,7 @@ mod slot {
 
 /// Words in pinned memory, for the host and the kernel.
 mod control {
-    pub(super) use crate::sock::serving::{CONTROL_LEN as LEN, STOP};
+    pub(super) use crate::serving::{CONTROL_LEN as LEN, STOP};
 }
 
 /// Counters in device memory.
@@ -190,7 +190,8 @@ pub struct KvStats {
 /// use std::io::{Read, Write};
 /// use std::net::TcpStream;
 /// use warpwire::mem::sim::{Sim, SimConfig};
-/// use warpwire::sock::{SockHost, SockOptions, kv::{KvOptions, KvServer}};
+/// use warpwire::sock::{SockHost, SockOptions};
+/// use warpwire_apps::kv::{KvOptions, KvServer};
 /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
 /// let host = SockHost::start(&gpu, SockOptions::default()).unwrap();
 /// let options = KvOptions { buckets: 64, ..KvOptions::at(([127, 0, 0, 1], 0).into()) };
@@ -262,8 +263,9 @@ impl<'a> KvServer<'a> {
         Ok(Self { serving })
     }
 
-    /// Starts workers as threads of a host for [`Place::Threads`](super::Place::Threads): `run` gets the setup's address
-    /// and the worker's number. For tests of kv.cu as C++.
+    /// Starts workers as threads of a host for
+    /// [`Place::Threads`](warpwire::sock::Place::Threads): `run` gets the setup's address and the
+    /// worker's number. For tests of kv.cu as C++.
     #[doc(hidden)]
     pub fn start_on_threads(
         host: &'a SockHost,

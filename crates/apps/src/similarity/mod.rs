@@ -23,14 +23,14 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use serde::Serialize;
+use warpwire::error::{Error, Kind, Result};
+use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::{Allocation, DeviceAddr, Program};
+use warpwire::sock::SockHost;
+use warpwire::sock::device;
+use warpwire::sock::layout::{ADDRESS_LEN, address_bytes};
 
-use super::SockHost;
-use super::device;
-use super::layout::{ADDRESS_LEN, address_bytes};
-use super::serving::{CONTROL_LEN, Memory, Server, check_numbers, read_setup, setup_bytes};
-use crate::error::{Error, Kind, Result};
-use crate::mem::sim::{Block, Fault};
-use crate::mem::{Allocation, DeviceAddr, Program};
+use crate::serving::{CONTROL_LEN, Memory, Server, check_numbers, read_setup, setup_bytes};
 pub use client::{KernelClient, Questions, ask_from_thread};
 pub use wire::{HEAD, MAGIC, MATCH, Match, Status, ask, query_bytes, random_vectors, search};
 
@@ -60,7 +60,7 @@ pub enum Over {
     /// TCP: any program.
     #[default]
     Inet,
-    /// RDMA: kernels, and CPU programs with [`warp::Stream`](super::warp::Stream).
+    /// RDMA: kernels, and CPU programs with [`warp::Stream`](warpwire::sock::warp::Stream).
     Warp,
 }
 
@@ -209,7 +209,7 @@ pub struct SimilarStats {
 /// use std::net::TcpStream;
 /// use warpwire::mem::sim::{Sim, SimConfig};
 /// use warpwire::sock::{SockHost, SockOptions};
-/// use warpwire::sock::similarity::{SimilarOptions, SimilarServer, ask, random_vectors, search};
+/// use warpwire_apps::similarity::{SimilarOptions, SimilarServer, ask, random_vectors, search};
 /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
 /// let host = SockHost::start(&gpu, SockOptions::default()).unwrap();
 /// let vectors = random_vectors(1, 1000, 16);
@@ -298,8 +298,9 @@ impl<'a> SimilarServer<'a> {
         Ok(Self { serving })
     }
 
-    /// Starts workers as threads of a host for [`Place::Threads`](super::Place::Threads): `run` gets the setup's address
-    /// and the worker's number. For tests of similarity.cu as C++.
+    /// Starts workers as threads of a host for
+    /// [`Place::Threads`](warpwire::sock::Place::Threads): `run` gets the setup's address and the
+    /// worker's number. For tests of similarity.cu as C++.
     #[doc(hidden)]
     pub fn start_on_threads(
         host: &'a SockHost,

@@ -6,13 +6,14 @@ mod blocks;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use super::SockHost;
-use super::device::Kind as Streams;
-use super::layout::{ADDRESS_LEN, address_bytes};
-use super::serving::{SOON, await_listener};
-use crate::error::{Error, Kind, Result};
-use crate::mem::sim::{Block, Fault};
-use crate::mem::{Allocation, DeviceAddr, Kernel, Launch, MemoryKind, Program, Region, Stream};
+use warpwire::error::{Error, Kind, Result};
+use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::{Allocation, DeviceAddr, Kernel, Launch, MemoryKind, Program, Region, Stream};
+use warpwire::sock::SockHost;
+use warpwire::sock::device::Kind as Streams;
+use warpwire::sock::layout::{ADDRESS_LEN, address_bytes};
+
+use crate::serving::{SOON, await_listener};
 
 const SERVE: &str = "sock_serve";
 const CLIENT: &str = "sock_client";
@@ -54,7 +55,7 @@ enum Mode {
 }
 
 mod control {
-    pub(super) use crate::sock::serving::{FAILED, LISTENER, STOP};
+    pub(super) use crate::serving::{FAILED, LISTENER, STOP};
     pub(super) const NANOSECONDS: u64 = 24;
     pub(super) const BYTES: u64 = 32;
     pub(super) const DONE: u64 = 40;
@@ -149,7 +150,8 @@ impl Programs {
     /// ```
     /// use std::io::{Read, Write};
     /// use warpwire::mem::sim::{Sim, SimConfig};
-    /// use warpwire::sock::{SockHost, SockOptions, programs::{Programs, Service}};
+    /// use warpwire::sock::{SockHost, SockOptions};
+    /// use warpwire_apps::programs::{Programs, Service};
     /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
     /// let host = SockHost::start(&gpu, SockOptions::default()).unwrap();
     /// let programs = Programs::load(&host).unwrap();

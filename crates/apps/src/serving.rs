@@ -6,13 +6,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-
-use super::SockHost;
-use super::device::{self, Failure, Family, Outcome, Setting, Sock, Sockets};
-use super::layout::{ADDRESS_LEN, address_bytes, address_from};
-use crate::error::{Error, Kind, Result};
-use crate::mem::sim::{Block, Fault};
-use crate::mem::{Allocation, DeviceAddr, Kernel, Launch, Stream};
+use warpwire::error::{Error, Kind, Result};
+use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::{Allocation, DeviceAddr, Kernel, Launch, Stream};
+use warpwire::sock::SockHost;
+use warpwire::sock::device::{self, Failure, Family, Outcome, Setting, Sock, Sockets};
+use warpwire::sock::layout::{ADDRESS_LEN, address_bytes, address_from};
 
 /// Where the host asks it to end, where it puts its listener, and where the errno if it failed. What else lies in its control
 /// words is the program's own.

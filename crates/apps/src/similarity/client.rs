@@ -4,16 +4,16 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use rustix::io::Errno;
+use warpwire::error::{Error, Kind, Result};
+use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::{Allocation, DeviceAddr, Kernel, Launch};
+use warpwire::sock::SockHost;
+use warpwire::sock::device::{Failure, Family, Outcome, Setting, Sock, Sockets};
+use warpwire::sock::layout::{ADDRESS_LEN, address_bytes, address_from};
 
 use super::wire::{HEAD, MATCH, Match, query_bytes, take_answer};
 use super::{CLIENT_KERNEL, Over, program};
-use crate::error::{Error, Kind, Result};
-use crate::mem::sim::{Block, Fault};
-use crate::mem::{Allocation, DeviceAddr, Kernel, Launch};
-use crate::sock::SockHost;
-use crate::sock::device::{Failure, Family, Outcome, Setting, Sock, Sockets};
-use crate::sock::layout::{ADDRESS_LEN, address_bytes, address_from};
-use crate::sock::serving::start;
+use crate::serving::start;
 
 const THREADS: u32 = 128;
 const WORDS: usize = 9;
@@ -164,7 +164,7 @@ impl Ground {
 /// ```no_run
 /// # fn example(here: &warpwire::sock::SockHost, there: &warpwire::sock::SockHost) -> warpwire::Result<()> {
 /// use std::time::Duration;
-/// use warpwire::sock::similarity::{KernelClient, Over, Questions, SimilarOptions, SimilarServer};
+/// use warpwire_apps::similarity::{KernelClient, Over, Questions, SimilarOptions, SimilarServer};
 /// let client = KernelClient::load(here)?; // a GPU loads nothing while a server runs on it
 /// let options = SimilarOptions::at("127.0.0.1:0".parse().unwrap());
 /// let server = SimilarServer::start(there, &[1.0, 2.0], 1, options)?;
@@ -203,7 +203,8 @@ impl<'a> KernelClient<'a> {
     }
 }
 
-/// Asks by a thread of a host for [`Place::Threads`](crate::sock::Place::Threads): for tests of similarity.cu as C++.
+/// Asks by a thread of a host for [`Place::Threads`](warpwire::sock::Place::Threads): for tests of
+/// similarity.cu as C++.
 #[doc(hidden)]
 pub fn ask_from_thread(
     host: &SockHost,

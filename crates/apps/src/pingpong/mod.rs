@@ -2,13 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::address::DeviceAddr;
-use super::allocation::{Width, Word};
-use super::device::Device;
-use super::program::{Kernel, Launch, Program};
-use super::sim::{Block, Fault};
-use super::stream::Stream;
-use crate::error::{Error, Kind, Result};
+use warpwire::error::{Error, Kind, Result};
+use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::{Device, DeviceAddr, Kernel, Launch, Program, Stream, Width, Word};
 
 const NARROW: &str = "pingpong_32";
 const WIDE: &str = "pingpong_64";
@@ -19,7 +15,8 @@ const PATIENCE_CYCLES: u64 = 20_000_000_000;
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpwire::mem::{pingpong::PingPong, sim::{Sim, SimConfig}};
+/// use warpwire::mem::sim::{Sim, SimConfig};
+/// use warpwire_apps::pingpong::PingPong;
 /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
 /// let (memory, pinned) = (gpu.alloc(8).unwrap(), gpu.alloc_pinned(8).unwrap());
 /// let (ask, answer) = (memory.word64(0).unwrap(), pinned.word64(0).unwrap());
@@ -118,7 +115,7 @@ fn answer_each(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mem::sim::{Sim, SimConfig};
+    use warpwire::mem::sim::{Sim, SimConfig};
 
     #[test]
     fn words_that_do_not_fit_are_refused() {

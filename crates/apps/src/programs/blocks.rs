@@ -3,12 +3,12 @@
 use std::time::Instant;
 
 use rustix::io::Errno;
+use warpwire::mem::DeviceAddr;
+use warpwire::mem::sim::{Block, Fault};
+use warpwire::sock::device::{Failure, Family, How, Kind, Outcome, Setting, Sock, Sockets};
+use warpwire::sock::layout::{address_bytes, address_from};
 
 use super::{Setup, control};
-use crate::mem::DeviceAddr;
-use crate::mem::sim::{Block, Fault};
-use crate::sock::device::{Failure, Family, How, Kind, Outcome, Setting, Sock, Sockets};
-use crate::sock::layout::{address_bytes, address_from};
 
 struct Actor<'a> {
     block: &'a Block<'a>,
