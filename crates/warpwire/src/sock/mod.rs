@@ -57,7 +57,6 @@ pub mod kv;
 pub mod layout;
 mod ledger;
 mod meeting;
-mod offices;
 pub mod programs;
 mod requests;
 mod serving;
@@ -198,7 +197,7 @@ pub struct SockStats {
     pub warp_received: u64,
     /// Bytes of the family `warp` that kernels have sent.
     pub warp_sent: u64,
-    /// Datagrams that were lost here: they fit into no ring, or (family `warp`) nobody has the name that they were for, or too many waited.
+    /// Datagrams that were lost here: they fit into no ring.
     pub dropped: u64,
     /// Sockets that were reset because a kernel wrote nonsense.
     pub misused: u64,
