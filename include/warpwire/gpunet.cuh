@@ -182,7 +182,7 @@ WARPWIRE_FN int gsetsock_block(int sock, bool block) {
 WARPWIRE_FN bool ggetsock_block(int sock) { return warpwire::sock::get(gpunet_table(), sock, warpwire::sock::kNonBlocking) == 0; }
 
 // ------------------------------------------------------------------------------------------------------------------
-// Datagrams
+// Datagrams: UDP's, whatever streams are
 
 WARPWIRE_FN int gsendto(int sock, const void *bytes, unsigned long long length, const sockaddr_in *to) {
     return static_cast<int>(warpwire::sock::send_to(gpunet_table(), sock, bytes, length, gpunet_address(to)));

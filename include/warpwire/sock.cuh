@@ -28,9 +28,9 @@
 // Streams. recv gives what is there, at most as much as asked for, and 0 at the end. send of a blocking socket sends
 //   everything, unless it fails or its time ends when a part has gone: then that part is the result.
 // Datagrams. send_to and recv_from carry one datagram; what does not fit into the buffer is lost.
-// Families. kStream and kDatagram are TCP and UDP, to any peer. kWarpStream is a stream between kernels, and CPU programs that
-//   use the library: the sender writes into the peer's ring by RDMA, without the host. kWarpDatagram is datagrams by RDMA between the
-//   same, as UDP's but shorter (4088 bytes at most), which the host passes on. All calls are the same for both.
+// Families. kStream and kDatagram are TCP and UDP, to any peer. kWarpStream is a stream between kernels, and CPU
+//   programs that use the library: the sender writes into the peer's ring by RDMA, without the host. All calls are the
+//   same for both. There are no datagrams by RDMA: `socket` refuses every other kind with kEsocktnosupport.
 // Groups. The last argument says who calls: Block{}, the default, all threads of the block together with the same
 //   arguments; Warp{}, all lanes of a warp; Thread{}, this thread alone. What is returned, all get.
 // Sharing. Any number of groups may use one socket. Each direction is used by one at a time; others wait, or get kEagain.
@@ -49,15 +49,15 @@ namespace sock {
 
 enum Errno : int {
     kEintr = 4, kEbadf = 9, kEagain = 11, kEbusy = 16, kEinval = 22, kEmfile = 24, kEpipe = 32, kEnosys = 38,
-    kEproto = 71, kEilseq = 84, kEdestaddrreq = 89, kEmsgsize = 90, kEnoprotoopt = 92, kEopnotsupp = 95, kEafnosupport = 97,
-    kEaddrinuse = 98, kEaddrnotavail = 99, kEnetunreach = 101, kEconnaborted = 103, kEconnreset = 104, kEnobufs = 105,
-    kEisconn = 106, kEnotconn = 107, kEtimedout = 110, kEconnrefused = 111, kEhostunreach = 113, kEalready = 114,
-    kEinprogress = 115,
+    kEproto = 71, kEilseq = 84, kEdestaddrreq = 89, kEmsgsize = 90, kEnoprotoopt = 92, kEsocktnosupport = 94,
+    kEopnotsupp = 95, kEafnosupport = 97, kEaddrinuse = 98, kEaddrnotavail = 99, kEnetunreach = 101,
+    kEconnaborted = 103, kEconnreset = 104, kEnobufs = 105, kEisconn = 106, kEnotconn = 107,
+    kEtimedout = 110, kEconnrefused = 111, kEhostunreach = 113, kEalready = 114, kEinprogress = 115,
 };
 
 enum Family : int { kIpv4 = 4, kIpv6 = 6 };
-// Streams and datagrams of TCP and UDP through the host; and of the family `warp`, RDMA between the two ends' rings.
-enum Kind : int { kStream = 1, kDatagram = 2, kWarpStream = 3, kWarpDatagram = 4 };
+// Streams of TCP and datagrams of UDP, through the host; streams of the family `warp`, RDMA between the two ends' rings.
+enum Kind : int { kStream = 1, kDatagram = 2, kWarpStream = 3 };
 enum How : int { kShutReceive = 0, kShutSend = 1, kShutBoth = 2 };
 
 // Settings; the numbers are those of `layout.rs`, which says what each means.
@@ -104,7 +104,7 @@ WARPWIRE_FN Address ipv6(u16 a, u16 b, u16 c, u16 d, u16 e, u16 f, u16 g, u16 h,
 // ------------------------------------------------------------------------------------------------------------------
 // What is shared with the host. `layout.rs` has the same.
 
-constexpr u32 kVersion = 3;
+constexpr u32 kVersion = 4;
 
 struct Table {
     u32 version, sockets, slots, silence_ms;
@@ -119,7 +119,7 @@ struct Inbox {  // written by the host; `received` and `taken` of the family `wa
     u64 state, received, taken, receive_ring, send_ring;
     u32 receive_size, send_size;
     u64 wire;
-    u32 report_at, longest;
+    u32 report_at, unused;
 };
 struct Outbox {  // written by kernels, for the host
     u32 sent, consumed;

@@ -12,7 +12,6 @@ use warpwire::hca::HcaOptions;
 use warpwire::link::{Hub, Link, Shm, shm};
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mr::HostMemory;
-use warpwire::sock::warp::Datagram;
 use warpwire::verbs::{
     Access, AddressHandle, Atomic, Attach, Completion, Context, Cq, Drive, Mr, Op, Pd, Qp,
     QpOptions, ReceiveRequest, Request, Service, Srq, SrqOptions,
@@ -222,7 +221,6 @@ fn nothing_is_allocated_on_the_way() {
         1000,
     );
     datagram_rounds();
-    socket_rounds();
 }
 
 fn rounds(pair: &Pair, sort: Sort, least_packets: u64, least_direct: u64) {
@@ -253,25 +251,6 @@ fn datagram_rounds() {
     let allocated = CountingAllocator::of_process() - before;
     assert_eq!(datagrams.context.stats().pairs.packets_sent, 5000);
     assert_eq!(allocated, 0, "allocations in 200 rounds of datagrams");
-}
-
-/// Datagram sockets, to names that are known. Now and then a name is asked for again, which may allocate; between that nothing does.
-fn socket_rounds() {
-    let [here, there] = [0; 2].map(|_| Datagram::bind("127.0.0.1:0").unwrap());
-    let [to, back] = [&there, &here].map(|socket| socket.local_addr().unwrap());
-    let round = || {
-        let mut bytes = [7; 1000];
-        here.send_to(&bytes, to).unwrap();
-        assert_eq!(there.recv_from(&mut bytes).unwrap(), (1000, back));
-        there.send_to(&bytes[..10], back).unwrap();
-        assert_eq!(here.recv_from(&mut bytes).unwrap(), (10, to));
-    };
-    let least = (0..20).map(|_| {
-        let before = CountingAllocator::of_process();
-        (0..100).for_each(|_| round());
-        CountingAllocator::of_process() - before
-    });
-    assert_eq!(least.min(), Some(0), "allocations in 100 rounds of datagram sockets");
 }
 
 /// Invariant 5 of the protocol: once connected, a queue pair allocates nothing, whatever work goes through it. It stands

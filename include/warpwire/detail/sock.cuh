@@ -15,6 +15,7 @@ constexpr u64 kGeneration = 0xffff;                                             
 constexpr u32 kReceiveErrorAt = 16, kSendErrorAt = 24;
 constexpr u64 kIsDatagram = 1ull << 32, kListening = 1ull << 33, kConnecting = 1ull << 34, kConnected = 1ull << 35;
 constexpr u64 kReceiveEnd = 1ull << 36, kSendEnd = 1ull << 37, kIsWarp = 1ull << 38, kResets = 1ull << 39;
+constexpr u64 kLongestDatagram = 65507;                // what UDP carries over IPv4
 constexpr u32 kQuickLooks = 16;                        // at one word, before all others are looked at
 constexpr u64 kLastCall = 10ull * 1000 * 1000 * 1000;  // how long close waits for calls of other groups
 
@@ -514,7 +515,7 @@ WARPWIRE_CALL Turn begin_send(const Table &table, const Found &found, u64 length
         u64 ring = peek_system(&found.inbox->send_ring), size = peek_system(&found.inbox->send_size);
         u64 taken = load_system(&found.inbox->taken);
         if (i64 error = may_send(sight)) return no_turn(error);
-        if (datagram && (length > peek_system(&found.inbox->longest) || needs > size)) return no_turn(-kEmsgsize);
+        if (datagram && (length > kLongestDatagram || needs > size)) return no_turn(-kEmsgsize);
         bool ready = !(sight.state & kConnecting);
         if (ready && needs == 0) return no_turn(0);
         i64 locked = 0;

@@ -9,7 +9,7 @@
 
 use std::collections::VecDeque;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -332,7 +332,6 @@ impl Agent {
         let socket = &mut self.sockets[usize::from(index)];
         let data = socket.handle(index) as u64;
         let Some(fd) = socket.fd.as_ref().filter(|_| !socket.watched) else { return Ok(()) };
-        let fd = socket.office.as_ref().map_or(fd.as_fd(), |office| office.as_fd());
         let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
         epoll::add(&self.poll, fd, EventData::new_u64(data), flags)?;
         socket.watched = true;
@@ -359,7 +358,7 @@ impl Agent {
                 // Its peer takes nothing: the rest is lost, and the peer is told by a reset.
                 socket.wishes.abort = true;
                 self.vacate(index)?;
-            } else if socket.closing.is_some() && socket.office.is_none() {
+            } else if socket.closing.is_some() {
                 self.finish_warp(index)?;
                 if self.sockets[usize::from(index)].closing.is_some() {
                     self.look_again_at(index);
@@ -442,7 +441,6 @@ impl Agent {
 
     /// Closes the descriptor, by a reset if that is wanted.
     pub(super) fn drop_descriptor(&mut self, index: u16) {
-        self.close_office(index);
         let socket = &mut self.sockets[usize::from(index)];
         if let Some(fd) = socket.fd.take()
             && socket.wishes.abort

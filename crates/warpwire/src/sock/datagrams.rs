@@ -12,19 +12,12 @@ use super::layout::{ADDRESS_LEN, address_bytes, address_from, inbox, record, sta
 use crate::error::Result;
 
 /// The longest datagram that UDP carries.
-pub(super) const LONGEST: u64 = 65_535;
+const LONGEST: u64 = 65_535;
 /// Datagrams moved in each direction before it is another socket's turn.
-pub(super) const AT_ONCE: u32 = 16;
-
-/// A datagram that a kernel has sent; its bytes lie in the bounce buffer.
-pub(super) struct Outgoing {
-    pub(super) len: u64,
-    /// Nobody is named: the peer.
-    pub(super) to: Option<SocketAddr>,
-}
+const AT_ONCE: u32 = 16;
 
 /// How much of a ring a datagram takes.
-pub(super) const fn footprint(len: u64) -> u64 {
+const fn footprint(len: u64) -> u64 {
     (record::LEN + len).next_multiple_of(record::LEN)
 }
 
@@ -39,14 +32,13 @@ impl Agent {
         Ok((more_out || more_in) && self.sockets[usize::from(index)].open)
     }
 
-    /// Fetches the next datagram that a kernel has sent into the bounce buffer: its length, and whom it is for.
-    pub(super) fn fetch_datagram(&mut self, index: u16) -> Result<Option<Outgoing>> {
+    fn send_datagram(&mut self, index: u16) -> Result<bool> {
         let socket = &mut self.sockets[usize::from(index)];
         let unsent = socket.unsent();
         let (ring, at) = (socket.send_ring, socket.taken);
-        if unsent == 0 || socket.fd.is_none() {
-            return Ok(None);
-        }
+        let Some(fd) = socket.fd.as_ref().filter(|_| socket.writable && unsent > 0) else {
+            return Ok(false);
+        };
         let mut header = [0; record::LEN as usize];
         self.ground.fetch(ring, at, &mut header)?;
         let len = u64::from(u32::from_le_bytes([header[0], header[1], header[2], header[3]]));
@@ -57,23 +49,25 @@ impl Agent {
             self.counters.misused.fetch_add(1, Ordering::Relaxed);
             self.drop_descriptor(index);
             self.tell_state(index)?;
-            return Ok(None);
+            return Ok(false);
         }
         let bytes = &mut self.bounce[..len as usize];
         self.ground.fetch(ring, at + record::LEN, bytes)?;
         let mut address = [0; ADDRESS_LEN];
         address.copy_from_slice(&header[record::ADDRESS as usize..]);
-        Ok(Some(Outgoing { len, to: address_from(&address) }))
-    }
-
-    /// A datagram has left the ring, perhaps for nowhere.
-    pub(super) fn datagram_taken(
-        &mut self,
-        index: u16,
-        len: u64,
-        failed: Option<Errno>,
-    ) -> Result<bool> {
-        let socket = &mut self.sockets[usize::from(index)];
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        let outcome = match address_from(&address) {
+            Some(to) => rustix::net::sendto(fd, bytes, flags, &to),
+            None => rustix::net::send(fd, bytes, flags),
+        };
+        let failed = match outcome {
+            Ok(_) => None,
+            Err(Errno::AGAIN | Errno::INTR) => {
+                socket.writable = false;
+                return Ok(false);
+            }
+            Err(errno) => Some(errno),
+        };
         socket.taken += footprint(len);
         let taken = socket.taken;
         self.ground.tell(index, inbox::TAKEN, taken)?;
@@ -81,29 +75,6 @@ impl Agent {
         match failed {
             Some(errno) => self.tell_error(index, errno),
             None => Ok(true),
-        }
-    }
-
-    fn send_datagram(&mut self, index: u16) -> Result<bool> {
-        if !self.sockets[usize::from(index)].writable {
-            return Ok(false);
-        }
-        let Some(Outgoing { len, to }) = self.fetch_datagram(index)? else { return Ok(false) };
-        let socket = &mut self.sockets[usize::from(index)];
-        let Some(fd) = socket.fd.as_ref() else { return Ok(false) };
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        let bytes = &self.bounce[..len as usize];
-        let outcome = match to {
-            Some(to) => rustix::net::sendto(fd, bytes, flags, &to),
-            None => rustix::net::send(fd, bytes, flags),
-        };
-        match outcome {
-            Ok(_) => self.datagram_taken(index, len, None),
-            Err(Errno::AGAIN | Errno::INTR) => {
-                socket.writable = false;
-                Ok(false)
-            }
-            Err(errno) => self.datagram_taken(index, len, Some(errno)),
         }
     }
 
@@ -150,7 +121,7 @@ impl Agent {
     }
 
     /// Puts a record, and the bytes that lie in the bounce buffer.
-    pub(super) fn put_datagram(
+    fn put_datagram(
         &mut self,
         index: u16,
         len: usize,
@@ -172,7 +143,7 @@ impl Agent {
 
     /// Tells a kernel of an errno that does not end the socket: a port that nobody listens at, say. Where there is no
     /// room it is not told.
-    pub(super) fn tell_error(&mut self, index: u16, errno: Errno) -> Result<bool> {
+    fn tell_error(&mut self, index: u16, errno: Errno) -> Result<bool> {
         if self.sockets[usize::from(index)].room() >= record::LEN {
             self.put_datagram(index, 0, errno.raw_os_error() as u32, None)?;
         }

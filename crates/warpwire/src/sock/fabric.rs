@@ -6,7 +6,7 @@ use std::time::Duration;
 use warpwire_proto::qp::Access as QpAccess;
 
 use super::berths::Berths;
-use super::warp::{Devices, Hello, Spot};
+use super::warp::{Hello, Spot};
 use crate::error::Result;
 use crate::hca::HcaOptions;
 use crate::link::{Auto, shm, udp};
@@ -50,12 +50,6 @@ impl Fabric {
         let context = Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() })?;
         self.opened.push((local, context.clone()));
         Ok(context)
-    }
-}
-
-impl Devices for Fabric {
-    fn device(&mut self, local: SocketAddr) -> Result<Context> {
-        self.context(local)
     }
 }
 

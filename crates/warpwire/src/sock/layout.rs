@@ -26,7 +26,7 @@ use crate::link;
 pub use crate::link::{ADDRESS_LEN, address_from};
 
 /// The version of all this, which headers compare.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// The table: where everything is. A kernel gets its address, and nothing else.
 pub mod table {
@@ -90,8 +90,6 @@ pub mod inbox {
     pub const WIRE: u64 = 48;
     /// Family `warp`: when so many bytes were taken that the peer does not know of, it is told: 32 bits.
     pub const REPORT_AT: u64 = 56;
-    /// The longest datagram that can be sent: 32 bits.
-    pub const LONGEST: u64 = 60;
     /// How long it is.
     pub const LEN: u64 = 64;
 }
@@ -276,8 +274,8 @@ pub mod record {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Op {
-    /// A new socket: the value is the version of IP (4 or 6) and, 8 bits further up, the kind (1 stream, 2 datagram; 3 and 4
-    /// the same of the family `warp`).
+    /// A new socket: the value is the version of IP (4 or 6) and, 8 bits further up, the kind (1 a stream, 2 datagrams, 3 a
+    /// stream of the family `warp`). `ESOCKTNOSUPPORT` for any other kind.
     Socket = 1,
     /// Give it an address.
     Bind,

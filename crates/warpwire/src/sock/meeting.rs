@@ -464,7 +464,6 @@ impl Agent {
     pub(super) fn check_queue_pairs(&mut self) -> Result<()> {
         for index in 0..self.used_up_to {
             self.check_queue_pair(index)?;
-            self.count_dropped(index, true);
         }
         Ok(())
     }

@@ -56,7 +56,6 @@ mod ground;
 pub mod layout;
 mod ledger;
 mod meeting;
-mod offices;
 mod requests;
 mod socket;
 mod transfer;
@@ -194,7 +193,7 @@ pub struct SockStats {
     pub warp_received: u64,
     /// Bytes of the family `warp` that kernels have sent.
     pub warp_sent: u64,
-    /// Datagrams that were lost here: they fit into no ring, or (family `warp`) nobody has the name that they were for, or too many waited.
+    /// Datagrams that were lost here: they fit into no ring.
     pub dropped: u64,
     /// Sockets that were reset because a kernel wrote nonsense.
     pub misused: u64,

@@ -18,9 +18,9 @@ use super::socket::{Socket, Sort};
 use crate::error::Result;
 
 /// What comes of a request: a number of 0 or more, perhaps an address, or an errno.
-pub(super) type Outcome = std::result::Result<(i64, Option<SocketAddr>), Errno>;
+type Outcome = std::result::Result<(i64, Option<SocketAddr>), Errno>;
 
-pub(super) const DONE: Outcome = Ok((0, None));
+const DONE: Outcome = Ok((0, None));
 /// The most connections that may wait at a listener.
 const LONGEST_QUEUE: u64 = 4096;
 /// Requests answered before sockets are looked at again.
@@ -105,7 +105,6 @@ impl Agent {
             Op::SetOption => self.set(index, request.option, request.value as i64),
             Op::GetOption => Ok(self.get(index, request.option)),
             Op::LocalName => Ok(self.name(index, |fd| rustix::net::getsockname(fd).map(Some))),
-            Op::PeerName if self.socket(index).office.is_some() => Ok(self.office_peer(index)),
             Op::PeerName => Ok(self.name(index, |fd| rustix::net::getpeername(fd))),
             Op::Fail => self.give_up(index, request.value).map(|_| DONE),
         }
@@ -121,10 +120,9 @@ impl Agent {
             1 => (Sort::Stream, false),
             2 => (Sort::Datagram, false),
             3 if self.berths.is_some() => (Sort::Stream, true),
-            4 if self.berths.is_some() => (Sort::Datagram, true),
             // That family is switched off.
-            3 | 4 => return Ok(Err(Errno::OPNOTSUPP)),
-            _ => return Ok(Err(Errno::INVAL)),
+            3 => return Ok(Err(Errno::OPNOTSUPP)),
+            _ => return Ok(Err(Errno::SOCKTNOSUPPORT)),
         };
         let fd = match new_descriptor(v6, sort) {
             Ok(fd) => fd,
@@ -133,14 +131,11 @@ impl Agent {
         let Some(index) = self.take_place()? else { return Ok(Err(Errno::MFILE)) };
         let socket = &mut self.sockets[usize::from(index)];
         (socket.v6, socket.sort, socket.fd) = (v6, sort, Some(fd));
-        // Of datagrams only the host knows of which family they are.
-        socket.is_warp = is_warp && sort == Sort::Stream;
+        socket.is_warp = is_warp;
         if sort == Sort::Datagram {
             socket.flags |= state::DATAGRAM;
             socket.writable = true;
-            let office = if is_warp { self.open_office(index) } else { Ok(()) };
-            let ready = office.and_then(|()| self.give_rings(index));
-            if let Err(errno) = ready.and_then(|()| self.watch(index)) {
+            if let Err(errno) = self.give_rings(index).and_then(|()| self.watch(index)) {
                 self.vacate(index)?;
                 return Ok(Err(errno));
             }
@@ -154,7 +149,7 @@ impl Agent {
     }
 
     /// The descriptor, and the address if it is of the socket's family.
-    pub(super) fn with_address(
+    fn with_address(
         &self,
         index: u16,
         address: Option<SocketAddr>,
@@ -169,9 +164,6 @@ impl Agent {
 
     fn bind(&mut self, index: u16, address: Option<SocketAddr>) -> Result<Outcome> {
         let socket = &self.sockets[usize::from(index)];
-        if socket.office.is_some() {
-            return self.bind_office(index, address);
-        }
         let reuse = socket.sort == Sort::Stream && socket.wishes.reuse_address;
         let outcome = self.with_address(index, address).and_then(|(fd, address)| {
             if reuse {
@@ -210,9 +202,6 @@ impl Agent {
     }
 
     fn connect(&mut self, index: u16, address: Option<SocketAddr>) -> Result<Outcome> {
-        if self.socket(index).office.is_some() {
-            return self.connect_office(index, address);
-        }
         if let Err(errno) = self.prepare_to_connect(index) {
             return Ok(Err(errno));
         }
@@ -283,10 +272,8 @@ impl Agent {
             return Ok(Err(Errno::NOTCONN));
         }
         if how != 1 {
-            // The peer must not wait for a reader that is not there: what still comes is thrown away. Datagrams of `warp` are
-            // dropped when their ring is full, and nobody waits.
-            let is_warp = socket.is_warp || socket.office.is_some();
-            socket.deaf = !is_warp && !socket.has(state::RECEIVE_END);
+            // The peer must not wait for a reader that is not there: what still comes is thrown away.
+            socket.deaf = !socket.is_warp && !socket.has(state::RECEIVE_END);
             socket.flags |= state::RECEIVE_END;
         }
         if socket.is_warp {
@@ -318,7 +305,7 @@ impl Agent {
         }
         let sends_on = socket.sort != Sort::Listener
             && socket.fd.is_some()
-            && (socket.unsent() > 0 || socket.is_sending())
+            && socket.unsent() > 0
             && (socket.has(state::CONNECTED) || socket.sort == Sort::Datagram);
         if !sends_on {
             self.vacate(index)?;

@@ -8,10 +8,6 @@ use rustix::io::Errno;
 
 use super::layout::{handle, inbox, state};
 use super::meeting::Warp;
-use super::warp::Office;
-
-/// The longest datagram that UDP carries over IPv4.
-const LONGEST_UDP: usize = 65_507;
 
 /// What a socket is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,8 +41,6 @@ pub(super) struct Socket {
     /// Of the family `warp`, and what it has for that.
     pub(super) is_warp: bool,
     pub(super) warp: Warp,
-    /// Datagrams of the family `warp`: all that they need.
-    pub(super) office: Option<Box<Office>>,
     pub(super) fd: Option<OwnedFd>,
     /// The flags and errnos of the state word.
     pub(super) flags: u64,
@@ -93,7 +87,6 @@ impl Socket {
             warp: Warp::default(),
             send_window: 0,
             peer_window: u64::MAX,
-            office: None,
             fd: None,
             flags: 0,
             wishes: Wishes {
@@ -171,11 +164,6 @@ impl Socket {
         self.sent - self.taken
     }
 
-    /// Whether datagrams that left the ring are still to be sent.
-    pub(super) fn is_sending(&mut self) -> bool {
-        self.office.as_mut().is_some_and(|office| !office.is_idle())
-    }
-
     /// Free bytes of the receive ring.
     pub(super) fn room(&self) -> u64 {
         self.receive_ring.1 - (self.received - self.consumed)
@@ -210,8 +198,6 @@ impl Socket {
         put(inbox::WIRE, &wire.to_le_bytes());
         let report_at = (self.receive_ring.1.min(self.peer_window) / 4).max(1);
         put(inbox::REPORT_AT, &(report_at as u32).to_le_bytes());
-        let longest = self.office.as_ref().map_or(LONGEST_UDP, |office| office.longest());
-        put(inbox::LONGEST, &(longest as u32).to_le_bytes());
         line
     }
 }

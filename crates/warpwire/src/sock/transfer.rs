@@ -24,7 +24,6 @@ impl Agent {
         }
         match socket.sort {
             Sort::Listener => self.accept_some(index),
-            Sort::Datagram if socket.office.is_some() => self.serve_office(index),
             Sort::Datagram => self.serve_datagrams(index),
             Sort::Stream if socket.is_warp => self.serve_warp(index),
             Sort::Stream => self.serve_stream(index),
@@ -151,13 +150,12 @@ impl Agent {
     /// Ends what was to end once the send ring is empty.
     pub(super) fn finish(&mut self, index: u16) -> Result<()> {
         let socket = &mut self.sockets[usize::from(index)];
-        let all_sent = socket.unsent() == 0 && !socket.is_sending();
-        let done = all_sent || socket.has(state::SEND_END) || socket.fd.is_none();
+        let done = socket.unsent() == 0 || socket.has(state::SEND_END) || socket.fd.is_none();
         if socket.closing.is_some() && (done || socket.wishes.abort) {
             return self.vacate(index);
         }
         if socket.shut_send && done && !socket.has(state::SEND_END) {
-            if let Some(fd) = socket.fd.as_ref().filter(|_| socket.office.is_none()) {
+            if let Some(fd) = &socket.fd {
                 // It fails if the peer is gone, of which receiving tells.
                 let _ = rustix::net::shutdown(fd, Shutdown::Write);
             }

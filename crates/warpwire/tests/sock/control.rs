@@ -8,7 +8,9 @@ use warpwire::sock::SockOptions;
 use warpwire::sock::device::Setting;
 
 use crate::sock::puppet::Do;
-use crate::sock::world::{DATAGRAM, Deserted, STREAM, World, errno, loopbacks, until};
+use crate::sock::world::{
+    DATAGRAM, Deserted, STREAM, WARP_DATAGRAM, WARP_STREAM, World, errno, loopbacks, until,
+};
 use testkit::cases;
 
 cases!(World; CASES:
@@ -21,6 +23,8 @@ cases!(World; CASES:
     settings_come_back,
     bad_settings_are_refused,
     bad_calls_are_refused,
+    streams_are_no_datagrams,
+    kinds_that_do_not_exist,
     connecting_again_after_a_refusal,
     options_that_make_no_sense,
 );
@@ -203,6 +207,36 @@ fn bad_calls_are_refused(world: &World) {
     let (listener, _) = puppet.listener(v4, 4);
     assert_eq!(puppet.call(Do::Connect, &[listener], Some(v4)).result, errno(Errno::OPNOTSUPP));
     assert_eq!(puppet.send(listener, b"x"), errno(Errno::NOTCONN));
+}
+
+fn streams_are_no_datagrams(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    let at = loopbacks()[0];
+    let stream = puppet.socket(at, STREAM);
+    let sent = puppet.call(Do::SendTo, &[stream, 0, 1], Some(at)).result;
+    assert_eq!(sent, errno(Errno::ISCONN));
+    let datagrams = puppet.socket(at, DATAGRAM);
+    for what in [Do::Borrow, Do::Reserve] {
+        assert_eq!(puppet.call(what, &[datagrams, 0, 1], None).result, errno(Errno::OPNOTSUPP));
+    }
+    assert_eq!(puppet.call(Do::Accept, &[datagrams], None).result, errno(Errno::INVAL));
+}
+
+/// Among them datagrams of the family `warp`.
+fn kinds_that_do_not_exist(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    for kind in [0, WARP_DATAGRAM, 5, 256, u64::from(u32::MAX >> 1)] {
+        for family in [4, 6] {
+            let refused = puppet.call(Do::Socket, &[family, kind], None).result;
+            assert_eq!(refused, errno(Errno::SOCKTNOSUPPORT), "kind {kind} of IPv{family}");
+        }
+    }
+    assert_eq!(stage.host.stats().open, 0, "a refusal takes no place");
+    for kind in [STREAM, DATAGRAM, WARP_STREAM] {
+        puppet.expect(Do::Socket, &[4, kind], None);
+    }
 }
 
 fn connecting_again_after_a_refusal(world: &World) {

@@ -1,13 +1,15 @@
-//! Datagrams: whole, with their sender, or refused.
+//! Datagrams of UDP: whole, with their sender, or refused.
 
 use std::net::UdpSocket;
 use std::time::Duration;
 
 use rustix::io::Errno;
 use warpwire::sock::device::Setting;
+use warpwire::sock::layout::events;
 
+use crate::sock::polling::{FOREVER, poll};
 use crate::sock::puppet::{Do, Puppet, scramble};
-use crate::sock::world::{DATAGRAM, STREAM, World, errno, loopbacks, until};
+use crate::sock::world::{DATAGRAM, World, errno, loopbacks, udp, until};
 use testkit::cases;
 
 cases!(World; CASES:
@@ -20,7 +22,10 @@ cases!(World; CASES:
     a_burst_is_taken_in_order,
     a_full_ring_leaves_datagrams_outside,
     a_datagram_that_never_fits_is_dropped,
-    streams_are_no_datagrams,
+    datagrams_are_polled_too,
+    between_two_kernels,
+    an_address_is_one_sockets,
+    what_was_sent_goes_after_close,
 );
 
 fn bound(puppet: &Puppet, at: std::net::SocketAddr) -> (u64, std::net::SocketAddr) {
@@ -35,21 +40,19 @@ fn datagrams_of_every_size(world: &World) {
     let puppet = stage.first();
     for at in loopbacks() {
         let (socket, name) = bound(puppet, at);
-        let peer = world.family.mail(at);
+        let peer = udp(at);
         let mut random = 3;
-        let longest = world.family.longest();
-        let sizes = [0_usize, 1, 31, 32, 33, 1000, 1472, 4088, 9000, 65_000, 65_507];
-        for size in sizes.into_iter().filter(|size| *size <= longest) {
+        for size in [0_usize, 1, 31, 32, 33, 1000, 1472, 4088, 9000, 65_000, 65_507] {
             let bytes: Vec<u8> = (0..size).map(|_| scramble(&mut random) as u8).collect();
-            peer.send_to(&bytes, name);
+            peer.send_to(&bytes, name).unwrap();
             let answer = puppet.call(Do::RecvFrom, &[socket, 0, 1 << 17], None);
             assert_eq!(answer.result, size as i64);
-            assert_eq!(answer.address, Some(peer.local_addr()));
+            assert_eq!(answer.address, Some(peer.local_addr().unwrap()));
             assert!(puppet.show(0, size) == bytes, "{size} bytes");
             let sent = puppet.call(Do::SendTo, &[socket, 0, size as u64], answer.address);
             assert_eq!(sent.result, size as i64);
             let mut back = vec![0; 70_000];
-            let (count, from) = peer.recv_from(&mut back);
+            let (count, from) = peer.recv_from(&mut back).unwrap();
             assert_eq!((count, from), (size, name));
             assert!(back[..size] == bytes, "{size} bytes back");
         }
@@ -61,9 +64,9 @@ fn datagrams_keep_their_bounds(world: &World) {
     let stage = world.stage(1);
     let puppet = stage.first();
     let (socket, name) = bound(puppet, loopbacks()[0]);
-    let peer = world.family.mail(loopbacks()[0]);
-    peer.send_to(b"first", name);
-    peer.send_to(b"second", name);
+    let peer = udp(loopbacks()[0]);
+    peer.send_to(b"first", name).unwrap();
+    peer.send_to(b"second", name).unwrap();
     // What does not fit is lost, and not given to the next.
     assert_eq!(puppet.recv(socket, 2).unwrap(), b"fi");
     assert_eq!(puppet.recv(socket, 100).unwrap(), b"second");
@@ -77,15 +80,15 @@ fn a_peer_that_is_named(world: &World) {
     let stage = world.stage(1);
     let puppet = stage.first();
     for at in loopbacks() {
-        let (peer, stranger) = (world.family.mail(at), world.family.mail(at));
+        let (peer, stranger) = (udp(at), udp(at));
         let socket = puppet.socket(at, DATAGRAM);
-        puppet.expect(Do::Connect, &[socket], Some(peer.local_addr()));
+        puppet.expect(Do::Connect, &[socket], Some(peer.local_addr().unwrap()));
         assert_eq!(puppet.send(socket, b"to my peer"), 10);
         let mut bytes = [0; 100];
-        let (count, name) = peer.recv_from(&mut bytes);
+        let (count, name) = peer.recv_from(&mut bytes).unwrap();
         assert_eq!(&bytes[..count], b"to my peer");
-        stranger.send_to(b"from a stranger", name);
-        peer.send_to(b"from the peer", name);
+        stranger.send_to(b"from a stranger", name).unwrap();
+        peer.send_to(b"from the peer", name).unwrap();
         assert_eq!(puppet.recv(socket, 100).unwrap(), b"from the peer");
         puppet.expect(Do::Close, &[socket], None);
     }
@@ -101,12 +104,11 @@ fn nobody_is_named(world: &World) {
 fn too_long_a_datagram(world: &World) {
     let stage = world.stage(1);
     let puppet = stage.first();
-    let peer = world.family.mail(loopbacks()[0]);
-    let name = peer.local_addr();
+    let peer = udp(loopbacks()[0]);
+    let name = peer.local_addr().unwrap();
     let (socket, _) = bound(puppet, loopbacks()[0]);
     let long = errno(Errno::MSGSIZE);
-    let more = world.family.longest() as u64 + 1;
-    assert_eq!(puppet.call(Do::SendTo, &[socket, 0, more], Some(name)).result, long);
+    assert_eq!(puppet.call(Do::SendTo, &[socket, 0, 65_508], Some(name)).result, long);
     let small = puppet.socket(loopbacks()[0], DATAGRAM);
     puppet.expect(Do::Set, &[small, Setting::SendBuffer as u64, 4096], None);
     assert_eq!(puppet.call(Do::SendTo, &[small, 0, 4065], Some(name)).result, long);
@@ -123,20 +125,20 @@ fn a_port_that_nobody_has(world: &World) {
     assert_eq!(puppet.send(socket, b"hello?"), 6);
     assert_eq!(puppet.recv(socket, 10), Err(errno(Errno::CONNREFUSED)));
     // It is told once, and the socket goes on.
-    let peer = world.family.mail(at);
-    puppet.expect(Do::Connect, &[socket], Some(peer.local_addr()));
+    let peer = udp(at);
+    puppet.expect(Do::Connect, &[socket], Some(peer.local_addr().unwrap()));
     assert_eq!(puppet.send(socket, b"hello!"), 6);
     let mut bytes = [0; 10];
-    assert_eq!(peer.recv_from(&mut bytes).0, 6);
+    assert_eq!(peer.recv(&mut bytes).unwrap(), 6);
 }
 
 fn a_burst_is_taken_in_order(world: &World) {
     let stage = world.stage(1);
     let puppet = stage.first();
     let (socket, name) = bound(puppet, loopbacks()[0]);
-    let peer = world.family.mail(loopbacks()[0]);
+    let peer = udp(loopbacks()[0]);
     for number in 0..100_u64 {
-        peer.send_to(&number.to_le_bytes(), name);
+        peer.send_to(&number.to_le_bytes(), name).unwrap();
     }
     for number in 0..100_u64 {
         assert_eq!(puppet.recv(socket, 100).unwrap(), number.to_le_bytes());
@@ -151,12 +153,12 @@ fn a_full_ring_leaves_datagrams_outside(world: &World) {
     puppet.expect(Do::Set, &[socket, Setting::ReceiveBuffer as u64, 4096], None);
     puppet.expect(Do::Bind, &[socket], Some(at));
     let name = puppet.call(Do::LocalName, &[socket], None).address.unwrap();
-    let peer = world.family.mail(at);
+    let peer = udp(at);
     for number in 0..20_u8 {
-        peer.send_to(&[number; 1500], name);
+        peer.send_to(&[number; 1500], name).unwrap();
     }
     std::thread::sleep(Duration::from_millis(20));
-    // Two fit; the others wait in the operating system's queue, or in the device's.
+    // Two fit; the others wait in the operating system's queue.
     for number in 0..20_u8 {
         assert_eq!(puppet.recv(socket, 2000).unwrap(), [number; 1500]);
     }
@@ -170,23 +172,66 @@ fn a_datagram_that_never_fits_is_dropped(world: &World) {
     puppet.expect(Do::Set, &[socket, Setting::ReceiveBuffer as u64, 4096], None);
     puppet.expect(Do::Bind, &[socket], Some(at));
     let name = puppet.call(Do::LocalName, &[socket], None).address.unwrap();
-    let peer = world.family.mail(at);
-    peer.send_to(&[1; 4070], name);
-    peer.send_to(b"small", name);
+    let peer = udp(at);
+    peer.send_to(&[1; 4070], name).unwrap();
+    peer.send_to(b"small", name).unwrap();
     assert_eq!(puppet.recv(socket, 100).unwrap(), b"small");
     until("it is counted", || stage.host.stats().dropped == 1);
 }
 
-fn streams_are_no_datagrams(world: &World) {
+fn datagrams_are_polled_too(world: &World) {
     let stage = world.stage(1);
     let puppet = stage.first();
-    let at = loopbacks()[0];
-    let stream = puppet.socket(at, STREAM);
-    let sent = puppet.call(Do::SendTo, &[stream, 0, 1], Some(at)).result;
-    assert_eq!(sent, errno(Errno::ISCONN));
-    let datagrams = puppet.socket(at, DATAGRAM);
-    for what in [Do::Borrow, Do::Reserve] {
-        assert_eq!(puppet.call(what, &[datagrams, 0, 1], None).result, errno(Errno::OPNOTSUPP));
+    let (socket, name) = bound(puppet, loopbacks()[0]);
+    let both = events::IN | events::OUT;
+    assert_eq!(poll(puppet, &[(socket, both)], FOREVER), (1, vec![events::OUT]));
+    udp(loopbacks()[0]).send_to(b"x", name).unwrap();
+    assert_eq!(poll(puppet, &[(socket, events::IN)], FOREVER), (1, vec![events::IN]));
+}
+
+fn between_two_kernels(world: &World) {
+    let stage = world.stage(2);
+    let (here, there) = (&stage.puppets[0], &stage.puppets[1]);
+    for at in loopbacks() {
+        let ((a, a_name), (b, b_name)) = (bound(here, at), bound(there, at));
+        for number in 0..20_u8 {
+            here.put(0, &[number; 100]);
+            assert_eq!(here.call(Do::SendTo, &[a, 0, 100], Some(b_name)).result, 100);
+            let answer = there.call(Do::RecvFrom, &[b, 0, 200], None);
+            assert_eq!((answer.result, answer.address), (100, Some(a_name)));
+            assert_eq!(there.show(0, 100), [number; 100]);
+        }
+        here.expect(Do::Connect, &[a], Some(b_name));
+        assert_eq!(here.call(Do::PeerName, &[a], None).address, Some(b_name));
+        assert_eq!(there.call(Do::PeerName, &[b], None).result, errno(Errno::NOTCONN));
+        here.expect(Do::Close, &[a], None);
+        there.expect(Do::Close, &[b], None);
     }
-    assert_eq!(puppet.call(Do::Accept, &[datagrams], None).result, errno(Errno::INVAL));
+}
+
+fn an_address_is_one_sockets(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    let (first, name) = bound(puppet, loopbacks()[0]);
+    let second = puppet.socket(name, DATAGRAM);
+    let bind = |at: &str| puppet.call(Do::Bind, &[second], Some(at.parse().unwrap())).result;
+    assert_eq!(bind(&name.to_string()), errno(Errno::ADDRINUSE));
+    assert_eq!(bind("192.0.2.1:0"), errno(Errno::ADDRNOTAVAIL));
+    puppet.expect(Do::Close, &[first], None);
+    assert_eq!(bind(&name.to_string()), 0);
+}
+
+fn what_was_sent_goes_after_close(world: &World) {
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    let peer = udp(loopbacks()[0]);
+    for number in 0..10_u8 {
+        let (socket, _) = bound(puppet, loopbacks()[0]);
+        puppet.put(0, &[number]);
+        puppet.expect(Do::SendTo, &[socket, 0, 1], Some(peer.local_addr().unwrap()));
+        puppet.expect(Do::Close, &[socket], None);
+        let mut bytes = [0; 10];
+        assert_eq!((peer.recv(&mut bytes).unwrap(), bytes[0]), (1, number));
+    }
+    until("all are free", || stage.host.stats().open == 0);
 }

@@ -15,14 +15,15 @@ use warpwire::sock::{SockHost, SockOptions};
 
 use crate::ptx;
 use crate::sock::peer::{Family, Peer};
-use crate::sock::puppet::soon;
-use crate::sock::world::{Deserted, Way, World, errno, symbol, until};
+use crate::sock::puppet::{Do, GPUNET, soon};
+use crate::sock::world::{Deserted, STREAM, Way, World, errno, loopbacks, symbol, udp, until};
 use testkit::cases;
 
 cases!(World; CASES:
     a_client_written_for_gpunet,
     its_server_resets_and_closes,
     a_program_must_be_one_for_gpunet,
+    its_datagrams_are_udps,
 );
 
 /// Whose PTX CUDA loads.
@@ -245,4 +246,25 @@ fn a_program_must_be_one_for_gpunet(world: &World) {
         Way::Sim | Way::SimPinned => assert_eq!(error.kind(), &error::Kind::Unsupported, "{error}"),
         _ => assert!(error.to_string().contains("gpunet.cuh"), "{error}"),
     }
+}
+
+/// Whatever its streams are.
+fn its_datagrams_are_udps(world: &World) {
+    const SIZE: usize = 6000;
+    let _alone = GPUNET.lock().unwrap_or_else(PoisonError::into_inner);
+    let stage = world.stage(1);
+    let puppet = stage.first();
+    let peer = udp(loopbacks()[0]);
+    let name = peer.local_addr().unwrap();
+    let kind = puppet.kind(STREAM);
+    puppet.start(Do::GpunetDatagrams, &[kind, 10, SIZE as u64], Some(name));
+    for _ in 0..10 {
+        let mut bytes = [0; SIZE + 1];
+        let (count, from) = peer.recv_from(&mut bytes).unwrap();
+        peer.send_to(&bytes[..count], from).unwrap();
+    }
+    assert_eq!(puppet.finish().result, 10 * SIZE as i64, "or -84: a byte differs");
+    let long = puppet.call(Do::GpunetDatagrams, &[kind, 1, 65_508], Some(name)).result;
+    assert_eq!(long, errno(Errno::MSGSIZE));
+    until("its sockets are free again", || stage.host.stats().open == 0);
 }

@@ -9,7 +9,6 @@ mod ends;
 mod gpunet;
 mod keys;
 mod killed;
-mod mail;
 mod peer;
 mod polling;
 mod puppet;
@@ -32,7 +31,6 @@ pub const SUITE: Suite = Suite { name: "sock", env: &[], collect, role: killed::
 const BOTH: &[&[Case<World>]] = &[
     control::CASES,
     streams::CASES,
-    datagrams::CASES,
     polling::CASES,
     spans::CASES,
     ends::CASES,
@@ -40,8 +38,8 @@ const BOTH: &[&[Case<World>]] = &[
     killed::CASES,
     scale::CASES,
 ];
-const INET: &[&[Case<World>]] = &[keys::CASES, similar::CASES];
-const WARP: &[&[Case<World>]] = &[mail::CASES, warp::CASES, killed::of_warp::CASES];
+const INET: &[&[Case<World>]] = &[datagrams::CASES, keys::CASES, similar::CASES];
+const WARP: &[&[Case<World>]] = &[warp::CASES, killed::of_warp::CASES];
 
 fn collect(suite: &mut Collector) {
     let mut ways = vec![Way::Sim];

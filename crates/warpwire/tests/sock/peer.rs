@@ -1,7 +1,7 @@
 //! The test's own end of a connection: an ordinary socket, or one of the family `warp` in this process.
 
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
 use rustix::net::sockopt;
@@ -31,62 +31,6 @@ impl Family {
         match self {
             Self::Inet => Server::Tcp(TcpListener::bind(at).unwrap()),
             Self::Warp => Server::Warp(warp::Listener::bind(at).unwrap()),
-        }
-    }
-}
-
-impl Family {
-    /// A datagram socket of the test's own.
-    pub fn mail(self, at: SocketAddr) -> Mail {
-        match self {
-            Self::Inet => {
-                let socket = UdpSocket::bind(at).unwrap();
-                socket.set_read_timeout(Some(soon())).unwrap();
-                Mail::Udp(socket)
-            }
-            Self::Warp => {
-                let socket = warp::Datagram::bind(at).unwrap();
-                socket.set_read_timeout(Some(soon())).unwrap();
-                Mail::Warp(socket)
-            }
-        }
-    }
-
-    /// The longest datagram.
-    pub fn longest(self) -> usize {
-        match self {
-            Self::Inet => 65_507,
-            Self::Warp => warp::LONGEST_DATAGRAM,
-        }
-    }
-}
-
-/// A datagram socket of the test's own.
-pub enum Mail {
-    Udp(UdpSocket),
-    Warp(warp::Datagram),
-}
-
-impl Mail {
-    pub fn local_addr(&self) -> SocketAddr {
-        match self {
-            Self::Udp(mail) => mail.local_addr().unwrap(),
-            Self::Warp(mail) => mail.local_addr().unwrap(),
-        }
-    }
-
-    pub fn send_to(&self, bytes: &[u8], to: SocketAddr) {
-        let sent = match self {
-            Self::Udp(mail) => mail.send_to(bytes, to).unwrap(),
-            Self::Warp(mail) => mail.send_to(bytes, to).unwrap(),
-        };
-        assert_eq!(sent, bytes.len());
-    }
-
-    pub fn recv_from(&self, into: &mut [u8]) -> (usize, SocketAddr) {
-        match self {
-            Self::Udp(mail) => mail.recv_from(into).unwrap(),
-            Self::Warp(mail) => mail.recv_from(into).unwrap(),
         }
     }
 }

@@ -8,7 +8,7 @@ use warpwire::sock::device::Setting;
 use warpwire::sock::layout::events;
 
 use crate::sock::puppet::{Do, Puppet};
-use crate::sock::world::{DATAGRAM, Deserted, STREAM, World, loopbacks};
+use crate::sock::world::{Deserted, STREAM, World, loopbacks};
 use testkit::cases;
 
 cases!(World; CASES:
@@ -20,10 +20,9 @@ cases!(World; CASES:
     a_bad_handle_is_told_unasked,
     one_of_many,
     a_connection_becomes_writable,
-    datagrams_are_polled_too,
 );
 
-const FOREVER: u64 = u64::MAX;
+pub const FOREVER: u64 = u64::MAX;
 
 /// Polls; what was found of each, after how many were ready.
 pub fn poll(puppet: &Puppet, list: &[(u64, u16)], timeout: u64) -> (i64, Vec<u16>) {
@@ -172,18 +171,4 @@ fn a_connection_becomes_writable(world: &World) {
     let (ready, found) = poll(puppet, &[(other, events::OUT)], FOREVER);
     assert_eq!((ready, found[0] & events::ERR), (1, events::ERR));
     assert_eq!(puppet.call(Do::Get, &[other, Setting::Error as u64], None).result, 111);
-}
-
-fn datagrams_are_polled_too(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let at = loopbacks()[0];
-    let socket = puppet.socket(at, DATAGRAM);
-    puppet.expect(Do::Bind, &[socket], Some(at));
-    let name = puppet.call(Do::LocalName, &[socket], None).address.unwrap();
-    let both = events::IN | events::OUT;
-    assert_eq!(poll(puppet, &[(socket, both)], FOREVER), (1, vec![events::OUT]));
-    let peer = world.family.mail(at);
-    peer.send_to(b"x", name);
-    assert_eq!(poll(puppet, &[(socket, events::IN)], FOREVER), (1, vec![events::IN]));
 }

@@ -9,7 +9,7 @@ namespace {
 enum Do : u64 {
     kDoSocket = 1, kDoBind, kDoListen, kDoAccept, kDoConnect, kDoSend, kDoRecv, kDoSendTo, kDoRecvFrom, kDoPoll, kDoShutdown,
     kDoClose, kDoSet, kDoGet, kDoLocalName, kDoPeerName, kDoBorrow, kDoGiveBack, kDoReserve, kDoCommit, kDoStreamOut,
-    kDoStreamIn, kDoEcho, kDoEchoMany, kDoStop, kDoGpunet,
+    kDoStreamIn, kDoEcho, kDoEchoMany, kDoStop, kDoGpunet, kDoGpunetDatagrams,
 };
 
 struct Mailbox {
@@ -142,6 +142,33 @@ WARPWIRE_CALL i64 gpunet_client(const Table &table, Kind kind, Address to, u64 m
     return result;
 }
 
+// The same by datagrams.
+WARPWIRE_CALL i64 gpunet_datagrams(const Table &table, Kind streams, Address to, u64 messages, u64 size, u8 *buffer) {
+    BEGIN_SINGLE_THREAD_PART
+    gpunet_use(reinterpret_cast<u64>(&table), streams);
+    END_SINGLE_THREAD_PART
+    sockaddr_in there, from;
+    gpunet_name(&there, to);
+    gpunet_name(&from, no_address());
+    int sock = gsocket(AF_INET, SOCK_DGRAM, 0);
+    i64 result = sock < 0 ? sock : 0;
+    Block block;
+    for (u64 i = 0; i < messages && result >= 0; i++) {
+        for (u64 at = block.rank(); at < size; at += block.size()) buffer[at] = pattern_byte(i, at);
+        int count = gsendto(sock, buffer, size, &there);
+        for (u64 at = block.rank(); at < size; at += block.size()) buffer[at] = 0;
+        if (count >= 0) count = grecvfrom(sock, buffer, size, &from);
+        bool stranger = from.sin_port != there.sin_port || from.sin_addr.s_addr != there.sin_addr.s_addr;
+        bool wrong = count != static_cast<int>(size) || (block.rank() == 0 && stranger);
+        for (u64 at = block.rank(); at < size; at += block.size()) wrong |= buffer[at] != pattern_byte(i, at);
+        result = count < 0 ? count : block.any(wrong) ? -kEilseq : result + count;
+    }
+    BEGIN_SINGLE_THREAD_PART
+    if (sock >= 0) single_thread_gclose(sock);
+    END_SINGLE_THREAD_PART
+    return result;
+}
+
 // One command, by all of the group. Rank 0 writes what was found.
 template <class Group> WARPWIRE_FN i64 run(const Table &table, Mailbox *mail, u8 *buffer, Address to, Group group) {
     u64 op = mail->op;
@@ -177,6 +204,7 @@ template <class Group> WARPWIRE_FN i64 run(const Table &table, Mailbox *mail, u8
     case kDoStreamIn: return stream_in(table, socket, args[1], args[2], args[3], buffer, group);
     case kDoEcho: return echo(table, socket, buffer, group);
     case kDoGpunet: return gpunet_client(table, static_cast<Kind>(args[0]), to, args[1], args[2], buffer);
+    case kDoGpunetDatagrams: return gpunet_datagrams(table, static_cast<Kind>(args[0]), to, args[1], args[2], buffer);
     case kDoEchoMany: return echo_many(table, args[1], buffer, group);
     }
     return -kEnosys;

@@ -5,6 +5,7 @@
 //! CUDA, or of the header as C++. `puppet.cu` has the same commands.
 
 use std::net::SocketAddr;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use warpwire::mem::sim::{Block, Fault};
@@ -71,7 +72,12 @@ pub enum Do {
     Stop,
     /// Sends so many messages to an echo and compares what comes back: by GPUnet's names, where the header has them.
     Gpunet,
+    /// The same by datagrams.
+    GpunetDatagrams,
 }
+
+/// The header as C++ has one table of GPUnet's for all threads of this process: one case at a time uses it.
+pub static GPUNET: Mutex<()> = Mutex::new(());
 
 /// A number that looks random: the pieces of streams.
 pub fn scramble(state: &mut u64) -> u64 {
@@ -138,13 +144,8 @@ impl One<'_> {
         let is = |wanted: Do| op == wanted as u64;
         if is(Do::Socket) {
             let family = if args[0] == 6 { Family::V6 } else { Family::V4 };
-            let kind = match args[1] {
-                2 => Kind::Datagram,
-                3 => Kind::WarpStream,
-                4 => Kind::WarpDatagram,
-                _ => Kind::Stream,
-            };
-            return sockets.socket(family, kind).map(|made| (i64::from(made.raw()), 0, None));
+            let made = sockets.socket_of_kind(family, args[1] as u32);
+            return made.map(|made| (i64::from(made.raw()), 0, None));
         } else if is(Do::Bind) {
             return sockets.bind(socket, to).map(nothing);
         } else if is(Do::Listen) {
@@ -228,6 +229,8 @@ impl One<'_> {
             return self.echo(socket);
         } else if is(Do::Gpunet) {
             return self.echo_client(args, address);
+        } else if is(Do::GpunetDatagrams) {
+            return self.datagram_client(args, address);
         } else if is(Do::EchoMany) {
             return self.echo_many(args[1]);
         } else {
@@ -314,6 +317,33 @@ impl One<'_> {
         }
         self.sockets.close(socket)?;
         Ok((total as i64, 0, None))
+    }
+
+    fn datagram_client(&self, args: [u64; 5], to: Option<SocketAddr>) -> Outcome<Done> {
+        let socket = self.sockets.socket(Family::V4, Kind::Datagram)?;
+        let talked = self.exchange_datagrams(socket, args[1], args[2] as usize, to);
+        self.sockets.close(socket)?;
+        talked.map(|total| (total, 0, None))
+    }
+
+    fn exchange_datagrams(
+        &self,
+        socket: Sock,
+        count: u64,
+        size: usize,
+        to: Option<SocketAddr>,
+    ) -> Outcome<i64> {
+        let (mut bytes, mut back, mut total) = (vec![0; size], vec![0; size], 0);
+        for message in 0..count {
+            pattern::fill_bytes(&mut bytes, message, 0);
+            self.sockets.send_to(socket, &bytes, to)?;
+            let (came, from) = self.sockets.recv_from(socket, &mut back)?;
+            if from != to || back != bytes {
+                return Ok(MISMATCH);
+            }
+            total += came as i64;
+        }
+        Ok(total)
     }
 
     fn echo_many(&self, count: u64) -> Outcome<Done> {

@@ -10,7 +10,7 @@ use warpwire::sock::device::Setting;
 use warpwire_apps::pattern;
 
 use crate::sock::peer::{Family, Peer};
-use crate::sock::puppet::{Do, scramble};
+use crate::sock::puppet::{Do, GPUNET, scramble};
 use crate::sock::world::{STREAM, World, errno, loopbacks};
 use testkit::cases;
 
@@ -327,9 +327,7 @@ fn connecting_without_waiting(world: &World) {
 }
 
 fn gpunets_echo_client(world: &World) {
-    // A module has one table for all its blocks; threads of this process share theirs.
-    static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _alone = GPUNET.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let stage = world.stage(2);
     let (server, client) = (&stage.puppets[0], &stage.puppets[1]);
     let (listener, name) = server.listener(loopbacks()[0], 4);

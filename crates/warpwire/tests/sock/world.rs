@@ -3,7 +3,7 @@
 
 use rustix::net::{AddressFamily, SocketType};
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -369,6 +369,7 @@ pub fn family(address: SocketAddr) -> u64 {
 pub const STREAM: u64 = 1;
 pub const DATAGRAM: u64 = 2;
 pub const WARP_STREAM: u64 = 3;
+/// There are none: asking for one is refused.
 pub const WARP_DATAGRAM: u64 = 4;
 
 /// The negative of an errno, as calls return it.
@@ -384,13 +385,9 @@ impl Puppet {
         answer.result
     }
 
-    /// That kind in the family of the case.
+    /// That kind in the family of the case; datagrams are always UDP's.
     pub fn kind(&self, kind: u64) -> u64 {
-        match (self.family, kind) {
-            (Family::Warp, STREAM) => WARP_STREAM,
-            (Family::Warp, DATAGRAM) => WARP_DATAGRAM,
-            _ => kind,
-        }
+        if kind == STREAM && self.family == Family::Warp { WARP_STREAM } else { kind }
     }
 
     pub fn socket(&self, at: SocketAddr, kind: u64) -> u64 {
@@ -438,6 +435,13 @@ impl Puppet {
         self.expect(Do::Close, &[listener], None);
         (answer.result as u64, peer)
     }
+}
+
+/// A datagram socket of the test's own.
+pub fn udp(at: SocketAddr) -> UdpSocket {
+    let socket = UdpSocket::bind(at).unwrap();
+    socket.set_read_timeout(Some(soon())).unwrap();
+    socket
 }
 
 /// Waits until it is so.

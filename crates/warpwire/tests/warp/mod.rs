@@ -1,5 +1,4 @@
 //! One suite of CPU programs' sockets of the family `warp`, over every link.
-mod datagrams;
 mod ends;
 mod meeting;
 mod readiness;
@@ -12,8 +11,7 @@ use world::{Way, World};
 
 pub const SUITE: Suite = Suite { name: "warp", env: &[], collect, role: ends::play };
 
-const CASES: &[&[Case<World>]] =
-    &[streams::CASES, ends::CASES, readiness::CASES, meeting::CASES, datagrams::CASES];
+const CASES: &[&[Case<World>]] = &[streams::CASES, ends::CASES, readiness::CASES, meeting::CASES];
 
 fn collect(suite: &mut Collector) {
     for way in Way::ALL {

@@ -20,19 +20,19 @@ cases!(World; CASES:
     a_listener_in_an_event_loop,
 );
 
-pub struct Poll(std::os::fd::OwnedFd);
+struct Poll(std::os::fd::OwnedFd);
 
 impl Poll {
-    pub fn new() -> Self {
+    fn new() -> Self {
         Self(epoll::create(epoll::CreateFlags::CLOEXEC).unwrap())
     }
 
-    pub fn add(&self, what: &impl AsFd, number: u64, edge: bool) {
+    fn add(&self, what: &impl AsFd, number: u64, edge: bool) {
         let flags = if edge { EventFlags::IN | EventFlags::ET } else { EventFlags::IN };
         epoll::add(&self.0, what.as_fd(), EventData::new_u64(number), flags).unwrap();
     }
 
-    pub fn wait(&self, time: Duration) -> Vec<u64> {
+    fn wait(&self, time: Duration) -> Vec<u64> {
         let mut room = [MaybeUninit::<epoll::Event>::uninit(); 64];
         let timeout =
             Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };

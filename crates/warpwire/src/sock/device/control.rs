@@ -26,7 +26,12 @@ struct Asked {
 impl Sockets<'_> {
     /// A new socket. `EMFILE` if there is no place for one.
     pub fn socket(&self, family: Family, kind: Kind) -> Outcome<Sock> {
-        let value = family as u64 | (kind as u64) << 8;
+        self.socket_of_kind(family, kind as u32)
+    }
+
+    /// The same by the number of a kind, which may be any, as in CUDA: `ESOCKTNOSUPPORT` if there is no such [`Kind`].
+    pub fn socket_of_kind(&self, family: Family, kind: u32) -> Outcome<Sock> {
+        let value = family as u64 | u64::from(kind) << 8;
         let (handle, _) = self.ask(Op::Socket, &Asked { value, ..Asked::default() })?;
         let socket = Sock(handle as i32);
         self.take_desk(self.place(socket)?)?;

@@ -5,8 +5,11 @@ use std::net::SocketAddr;
 use rustix::io::Errno;
 
 use super::stream::Ready;
-use super::{Outcome, Sock, Sockets, at, desk, state};
-use crate::sock::layout::{ADDRESS_LEN, address_bytes, address_from, inbox, record};
+use super::{Outcome, Sock, Sockets, desk, state};
+use crate::sock::layout::{ADDRESS_LEN, address_bytes, address_from, record};
+
+/// The longest datagram that UDP carries over IPv4.
+const LONGEST: usize = 65_507;
 
 impl Sockets<'_> {
     /// Sends one datagram to an address, or to the peer. `EMSGSIZE` if it fits into no datagram, or not into the ring.
@@ -21,8 +24,7 @@ impl Sockets<'_> {
         }
         let ring = self.send_ring(place)?;
         let takes = (record::LEN + bytes.len() as u64).next_multiple_of(record::LEN);
-        let longest = self.block.load_u32(at(place.inbox + inbox::LONGEST))?;
-        if bytes.len() as u64 > u64::from(longest) || takes > ring.1 {
+        if bytes.len() > LONGEST || takes > ring.1 {
             return Err(Errno::MSGSIZE.into());
         }
         self.wait(self.patience(place, desk::SEND_TIMEOUT)?, || {

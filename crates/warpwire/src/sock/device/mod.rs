@@ -98,8 +98,6 @@ pub enum Kind {
     Datagram = 2,
     /// A stream of bytes of the family `warp`: RDMA between the two ends' rings.
     WarpStream = 3,
-    /// Datagrams of the family `warp`: as those of UDP, up to what a packet carries (4088 bytes at most).
-    WarpDatagram = 4,
 }
 
 /// Which direction ends.

@@ -45,9 +45,9 @@ pub(super) enum For {
 }
 
 impl For {
-    pub(super) const BOTH: [Self; 2] = [Self::Reading, Self::Writing];
+    const BOTH: [Self; 2] = [Self::Reading, Self::Writing];
 
-    pub(super) fn bit(self) -> u8 {
+    fn bit(self) -> u8 {
         1 << self as u8
     }
 }

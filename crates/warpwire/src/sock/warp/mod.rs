@@ -1,6 +1,6 @@
-//! The family `warp`: streams and datagrams over RDMA. Ends are kernels and CPU programs, in any mixture.
+//! The family `warp`: streams over RDMA. Ends are kernels and CPU programs, in any mixture.
 //!
-//! # How two ends of a stream meet
+//! # How two ends meet
 //! Over a TCP connection: addresses, names and refusals are TCP's. Each end says [`Hello`]: its queue pair, and where the
 //! peer may write; then, when its queue pair is connected, that it is ready. [`Handshake`] is that conversation. Nobody
 //! writes before the other is ready. The TCP connection then stays open, and nobody says anything on it any more.
@@ -29,42 +29,19 @@
 //!
 //! Words are little-endian, and aligned, so that each lands whole.
 //!
-//! # Datagrams
-//! A datagram socket is two things: a UDP socket, which has the name (so that names are taken, found free and refused as UDP's are), and
-//! a datagram queue pair on the device that has the name's address. Over UDP goes nothing but a question and its answer, [`Words`]:
-//! who has this name, and how its queue pair is reached, a [`Card`].
-//!
-//! 1. Whoever sends to a name asks for it first, and again after 20, 40, 80 … ms; after a second it is given up (`EHOSTUNREACH`), and
-//!    at once if the operating system says that nobody is there (`ECONNREFUSED`). [`Resolver`] is this rule and the next.
-//! 2. An answer is believed for a second. After that the name is asked for again while datagrams go on as before, so that a peer that
-//!    began anew under its name is found; what was not confirmed for five seconds is not used.
-//! 3. An answer must come from the address that was asked, and repeat the question's nonce and address. It names a port and a queue pair
-//!    at *that* address, and so can send nobody's datagrams elsewhere; it is as long as the question, and so multiplies nothing.
-//! 4. Each datagram begins with a [`Header`]: the port that its sender is bound to. The sender's address is that of the packet, of which
-//!    the device tells, so that there is none to lie about. For the same reason a socket must be bound to its device's
-//!    address, or to any.
-//! 5. Nothing is repeated or acknowledged. What finds no room at the receiver is dropped there, and counted.
-//!
 //! # In CPU programs
-//! [`Listener`], [`Stream`] and [`Datagram`] are used as those of [`std::net`] are; [`Net`] is for programs that have a device of their own.
+//! [`Listener`] and [`Stream`] are used as those of [`std::net`] are; [`Net`] is for programs that have a device of their own.
 //! A call that waits looks by itself for 50 µs, then sleeps; one thread watches for all who sleep, and naps for a 64th of the
 //! time for which nothing happened, at most 4 ms.
 
-mod datagram;
 mod end;
 mod flow;
 mod handshake;
 mod listener;
 mod net;
-mod posts;
 mod service;
 mod stream;
 
-pub use datagram::{
-    Card, DATAGRAM_VERSION, Datagram, DatagramStats, Due, Found, HEADER_LEN, Header,
-    LONGEST_DATAGRAM, Resolver, Strange, WORDS_LEN, Words,
-};
-pub(in crate::sock) use datagram::{Devices, Office};
 pub use flow::{DEAF, ENDED, Incoming, Outgoing};
 pub use handshake::{Handshake, Hello, LARGEST_RING, LONGEST_LINE, SMALLEST_RING, Spot, VERSION};
 pub use listener::{Incoming as Connections, Listener};

@@ -3,13 +3,11 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
-use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use rustix::event::epoll::{self, EventData, EventFlags};
 
 use super::end::{End, Parts, io_error};
 use super::handshake::{Handshake, LARGEST_RING, SMALLEST_RING};
@@ -189,14 +187,8 @@ impl Inner {
         self.desk.tell(command);
     }
 
-    /// Has the thread watch a descriptor, whose events bear that number.
-    pub(super) fn watch_post(&self, what: &impl AsFd, number: u64) -> io::Result<()> {
-        epoll::add(&self.desk.poll, what, EventData::new_u64(number), EventFlags::IN)?;
-        Ok(())
-    }
-
     /// The device for connections that have this address here.
-    pub(super) fn device(&self, local: IpAddr) -> Result<Context> {
+    fn device(&self, local: IpAddr) -> Result<Context> {
         let by_address = match &self.devices {
             Devices::One(context) => return Ok(context.clone()),
             Devices::ByAddress(map) => map,

@@ -18,11 +18,9 @@ use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
 
-use super::datagram::Post;
 use super::end::End;
 use super::listener::Shared as Listening;
 use super::net::{Meeting, prepare};
-use super::posts::Posts;
 use crate::error::{Error, Result};
 use crate::verbs::Signal;
 
@@ -55,10 +53,6 @@ pub(super) enum Command {
     Deafen(u64),
     /// A listener that was full has room again.
     Accepted(u64),
-    /// A datagram socket is there; has something that will be due; is nobody's any more.
-    Post(Weak<Post>),
-    Mind(u64),
-    Leave(Arc<Post>),
     Stop,
 }
 
@@ -66,18 +60,11 @@ pub(super) enum Command {
 pub(super) struct Desk {
     commands: Mutex<Vec<Command>>,
     wake: Signal,
-    /// What the thread watches.
-    pub(super) poll: OwnedFd,
 }
 
 impl Desk {
     pub(super) fn new() -> Result<Self> {
-        let failed = |errno: Errno| Error::os("watch sockets", &errno.into());
-        let poll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
-        let wake = Signal::new()?;
-        let data = EventData::new_u64(WAKE);
-        epoll::add(&poll, wake.as_fd(), data, EventFlags::IN).map_err(failed)?;
-        Ok(Self { commands: Mutex::default(), wake, poll })
+        Ok(Self { commands: Mutex::default(), wake: Signal::new()? })
     }
 
     pub(super) fn tell(&self, command: Command) {
@@ -95,7 +82,7 @@ struct Guest {
 
 pub(super) struct Service {
     desk: Arc<Desk>,
-    posts: Posts,
+    poll: OwnedFd,
     ends: HashMap<u64, Weak<End>>,
     /// Those that somebody waits for.
     watched: Vec<Arc<End>>,
@@ -112,9 +99,13 @@ pub(super) struct Service {
 
 impl Service {
     pub(super) fn start(desk: Arc<Desk>) -> Result<()> {
+        let failed = |errno: Errno| Error::os("watch sockets", &errno.into());
+        let poll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
+        let wake = EventData::new_u64(WAKE);
+        epoll::add(&poll, desk.wake.as_fd(), wake, EventFlags::IN).map_err(failed)?;
         let service = Self {
             desk,
-            posts: Posts::default(),
+            poll,
             ends: HashMap::new(),
             watched: Vec::new(),
             closing: Vec::new(),
@@ -137,7 +128,6 @@ impl Service {
             worked |= self.look();
             let now = Instant::now();
             worked |= self.see_off(now);
-            self.posts.look(now);
             if worked {
                 last_work = now;
             }
@@ -159,13 +149,12 @@ impl Service {
 
     fn nap(&self, idle: Duration) -> Duration {
         let busy = !self.watched.is_empty() || !self.closing.is_empty();
-        let nap = match (busy, self.starved.is_empty()) {
+        match (busy, self.starved.is_empty()) {
             (true, _) => (idle / NAP_PART).clamp(SHORTEST_NAP, LONGEST_NAP),
             (false, true) if self.guests.is_empty() => REST * 16,
             (false, true) => REST,
             (false, false) => RETRY,
-        };
-        self.posts.nap().map_or(nap, |most| nap.min(most))
+        }
     }
 
     /// Does what it was told.
@@ -182,9 +171,6 @@ impl Service {
                 Command::Listen(listener) => self.listen(listener),
                 Command::Deafen(number) => self.deafen(number),
                 Command::Accepted(number) => self.let_in(number),
-                Command::Post(post) => self.posts.add(post),
-                Command::Mind(number) => self.posts.mind(number),
-                Command::Leave(post) => self.posts.leave(post),
                 Command::Stop => self.stopped = true,
             }
         }
@@ -200,8 +186,8 @@ impl Service {
         let flags = EventFlags::IN | EventFlags::RDHUP | EventFlags::ET;
         let data = EventData::new_u64(strong.number());
         // It may be in the set since it was a guest; under the guest's number, that is.
-        let watched = match epoll::add(&self.desk.poll, &strong.tcp, data, flags) {
-            Err(Errno::EXIST) => epoll::modify(&self.desk.poll, &strong.tcp, data, flags),
+        let watched = match epoll::add(&self.poll, &strong.tcp, data, flags) {
+            Err(Errno::EXIST) => epoll::modify(&self.poll, &strong.tcp, data, flags),
             other => other,
         };
         if let Err(errno) = watched {
@@ -244,7 +230,7 @@ impl Service {
         let mut room = [MaybeUninit::<epoll::Event>::uninit(); EVENTS];
         let (seconds, nanos) = (nap.as_secs() as i64, nap.subsec_nanos());
         let timeout = Timespec { tv_sec: seconds, tv_nsec: nanos.into() };
-        let events = match epoll::wait(&self.desk.poll, &mut room[..], Some(&timeout)) {
+        let events = match epoll::wait(&self.poll, &mut room[..], Some(&timeout)) {
             Ok((events, _)) => events,
             Err(Errno::INTR) => return Ok(false),
             Err(errno) => return Err(Error::os("watch sockets", &errno.into())),
@@ -253,7 +239,6 @@ impl Service {
         for event in events {
             match event.data.u64() {
                 WAKE => drop(self.desk.wake.take()),
-                number if self.posts.hear(number) => {}
                 number if self.guests.contains_key(&number) => self.go_on(number),
                 number if self.listeners.contains_key(&number) => self.let_in(number),
                 number => self.hear_of(number),
@@ -280,7 +265,7 @@ impl Service {
     fn listen(&mut self, listener: Arc<Listening>) {
         let flags = EventFlags::IN | EventFlags::ET;
         let data = EventData::new_u64(listener.number);
-        if let Err(errno) = epoll::add(&self.desk.poll, &listener.tcp, data, flags) {
+        if let Err(errno) = epoll::add(&self.poll, &listener.tcp, data, flags) {
             listener.fail(Error::os("watch a listener", &errno.into()));
             return;
         }
@@ -291,7 +276,7 @@ impl Service {
 
     fn deafen(&mut self, number: u64) {
         if let Some(listener) = self.listeners.remove(&number) {
-            let _ = epoll::delete(&self.desk.poll, &listener.tcp);
+            let _ = epoll::delete(&self.poll, &listener.tcp);
             self.guests.retain(|_, guest| guest.listener.number != number);
         }
     }
@@ -348,7 +333,7 @@ impl Service {
         let number = listener.net.number();
         let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
         let data = EventData::new_u64(number);
-        if let Err(errno) = epoll::add(&self.desk.poll, &meeting.tcp, data, flags) {
+        if let Err(errno) = epoll::add(&self.poll, &meeting.tcp, data, flags) {
             return tracing::warn!(%errno, "a connection is not taken");
         }
         let guest = Guest { meeting, listener: listener.clone(), since: Instant::now() };

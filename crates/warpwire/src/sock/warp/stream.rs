@@ -195,7 +195,7 @@ fn over(what: For, timeout: Option<Duration>, end: &End) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, error.fix("try again, or give it more time"))
 }
 
-pub(super) fn store(place: &AtomicU64, timeout: Option<Duration>) -> io::Result<()> {
+fn store(place: &AtomicU64, timeout: Option<Duration>) -> io::Result<()> {
     if timeout.is_some_and(|timeout| timeout.is_zero()) {
         let error = Error::new(Kind::InvalidArgument, "set a timeout").why("it is zero");
         return Err(io_error(error.fix("use set_nonblocking, or None to wait for ever")));
@@ -205,7 +205,7 @@ pub(super) fn store(place: &AtomicU64, timeout: Option<Duration>) -> io::Result<
     Ok(())
 }
 
-pub(super) fn load(place: &AtomicU64) -> Option<Duration> {
+fn load(place: &AtomicU64) -> Option<Duration> {
     match place.load(Ordering::Relaxed) {
         0 => None,
         nanos => Some(Duration::from_nanos(nanos)),
