@@ -31,8 +31,8 @@ WARPWIRE_FN const warpwire::sock::Table &gpunet_table() {
 // What streams are: kStream, TCP through the host; or kWarpStream, RDMA, as GPUnet's own are.
 WARPWIRE_GPUNET_GLOBAL unsigned warpwire_gpunet_kind = warpwire::sock::kStream;
 
-WARPWIRE_FN warpwire::sock::Kind gpunet_kind() { return static_cast<warpwire::sock::Kind>(warpwire_gpunet_kind); }
-WARPWIRE_FN void gpunet_use(unsigned long long table, warpwire::sock::Kind kind = warpwire::sock::kStream) {
+WARPWIRE_FN warpwire::sock::SocketKind gpunet_kind() { return static_cast<warpwire::sock::SocketKind>(warpwire_gpunet_kind); }
+WARPWIRE_FN void gpunet_use(unsigned long long table, warpwire::sock::SocketKind kind = warpwire::sock::kStream) {
     warpwire_gpunet_table = table;
     warpwire_gpunet_kind = kind;
 }
@@ -153,10 +153,10 @@ WARPWIRE_FN int single_thread_gbind(const sockaddr *at, unsigned long) {
 WARPWIRE_FN int gaccept(int listener) { return warpwire::sock::accept(gpunet_table(), listener); }
 // Takes a connection if one waits, else -11; for listeners that one block uses.
 WARPWIRE_FN int gaccept_nb(int listener) {
-    warpwire::sock::Polled one = {listener, warpwire::sock::kIn, 0};
+    warpwire::sock::PollEntry one = {listener, warpwire::sock::kIn, 0};
     if (warpwire::sock::poll(gpunet_table(), &one, 1, 0, warpwire::Thread()) == 0) one.socket = -warpwire::sock::kEagain;
     // Every thread of the block must come to the same answer: the first one's.
-    int ready = static_cast<int>(static_cast<long long>(warpwire::Block().share(static_cast<unsigned long long>(static_cast<long long>(one.socket)))));
+    int ready = static_cast<int>(static_cast<long long>(warpwire::Block().broadcast(static_cast<unsigned long long>(static_cast<long long>(one.socket)))));
     return ready < 0 ? ready : warpwire::sock::accept(gpunet_table(), listener);
 }
 
@@ -167,11 +167,11 @@ WARPWIRE_FN int grecv(int sock, void *into, unsigned long long length) {
     return static_cast<int>(warpwire::sock::recv(gpunet_table(), sock, into, length));
 }
 WARPWIRE_FN int single_thread_gshutdown(int sock, int how = SHUT_RDWR) {
-    return warpwire::sock::shutdown(gpunet_table(), sock, static_cast<warpwire::sock::How>(how), warpwire::Thread());
+    return warpwire::sock::shutdown(gpunet_table(), sock, static_cast<warpwire::sock::ShutdownHow>(how), warpwire::Thread());
 }
 WARPWIRE_FN int single_thread_gclose(int sock) { return warpwire::sock::close(gpunet_table(), sock, warpwire::Thread()); }
 WARPWIRE_FN int gshutdown(int sock, int how) {
-    return warpwire::sock::shutdown(gpunet_table(), sock, static_cast<warpwire::sock::How>(how));
+    return warpwire::sock::shutdown(gpunet_table(), sock, static_cast<warpwire::sock::ShutdownHow>(how));
 }
 WARPWIRE_FN int gclose(int sock) { return warpwire::sock::close(gpunet_table(), sock); }
 
@@ -204,41 +204,41 @@ struct gpollfd {
     unsigned rbytes, wbytes;  // set: how much waits to be received, and how much could be sent
 };
 
-WARPWIRE_FN void gpunet_look(gpollfd *entry) {
+WARPWIRE_FN void gpunet_poll_one(gpollfd *entry) {
     using namespace warpwire::sock::detail;
     unsigned asked = static_cast<unsigned short>(entry->events) | warpwire::sock::kErr | warpwire::sock::kHup | warpwire::sock::kNval;
     entry->revents = static_cast<short>(ready(gpunet_table(), entry->fd) & asked);
     entry->rbytes = entry->wbytes = 0;
-    Found found = find(gpunet_table(), entry->fd);
-    Sight sight = see(found, &warpwire::sock::Desk::receive_timeout);
-    if (!(sight.state & kConnected)) return;
-    Levels level = levels(found, sight);
+    SocketRef ref = find(gpunet_table(), entry->fd);
+    StateSnapshot snapshot = take_snapshot(ref, &warpwire::sock::DeviceSocketState::receive_timeout);
+    if (!(snapshot.state & kConnected)) return;
+    Levels level = levels(ref, snapshot);
     entry->rbytes = static_cast<unsigned>(level.waiting);
-    if (!(sight.state & kSendEnd)) entry->wbytes = static_cast<unsigned>(level.free);
+    if (!(snapshot.state & kSendEnd)) entry->wbytes = static_cast<unsigned>(level.free);
 }
 
 WARPWIRE_FN int gpoll(gpollfd *list, unsigned long count, long long nanoseconds) {
     warpwire::Block block;
-    warpwire::sock::detail::Waiter waiter(nanoseconds < 0 ? warpwire::kForEver : static_cast<warpwire::u64>(nanoseconds));
+    warpwire::sock::detail::Waiter waiter(nanoseconds < 0 ? warpwire::kNoTimeout : static_cast<warpwire::u64>(nanoseconds));
     for (;;) {
         bool mine = false;
         block.sync();
         for (unsigned long i = block.rank(); i < count; i += block.size()) {
-            gpunet_look(&list[i]);
+            gpunet_poll_one(&list[i]);
             mine |= list[i].revents != 0;
         }
         if (block.any(mine)) break;
         warpwire::i64 stop = 0;
         if (block.rank() == 0) stop = waiter.step(gpunet_table());
-        stop = warpwire::sock::detail::shared(block, stop);
+        stop = warpwire::sock::detail::broadcast(block, stop);
         if (stop == -warpwire::sock::kEagain || stop == -warpwire::sock::kEtimedout) return 0;
         if (stop) return static_cast<int>(stop);
     }
-    warpwire::i64 told = 0;
+    warpwire::i64 ready_count = 0;
     block.sync();
     if (block.rank() == 0)
-        for (unsigned long i = 0; i < count; i++) told += list[i].revents != 0;
-    return warpwire::sock::detail::shared(block, told);
+        for (unsigned long i = 0; i < count; i++) ready_count += list[i].revents != 0;
+    return warpwire::sock::detail::broadcast(block, ready_count);
 }
 
 // ------------------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ struct gtimeval {
 };
 // The device's clock, by every thread of the block: for differences.
 WARPWIRE_FN void ggettimeofday(gtimeval *into) {
-    unsigned long long now = warpwire::Block().share(warpwire::sock::detail::clock_ns());
+    unsigned long long now = warpwire::Block().broadcast(warpwire::sock::detail::clock_ns());
     if (GPUNET_IS_FIRST) into->tv_sec = static_cast<long>(now / 1000000000), into->tv_usec = static_cast<long>(now % 1000000000 / 1000);
     GPUNET_SYNC;
 }

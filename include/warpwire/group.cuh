@@ -24,14 +24,14 @@ typedef unsigned long long u64;
 typedef long long i64;
 static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "what is shared is made of words of these sizes");
 
-constexpr u64 kForEver = ~0ull;
+constexpr u64 kNoTimeout = ~0ull;
 
 // This thread, for itself.
 struct Thread {
     WARPWIRE_FN u32 rank() const { return 0; }
     WARPWIRE_FN u32 size() const { return 1; }
     WARPWIRE_FN void sync() const {}
-    WARPWIRE_FN u64 share(u64 mine) const { return mine; }  // what rank 0 has
+    WARPWIRE_FN u64 broadcast(u64 mine) const { return mine; }  // what rank 0 has
     WARPWIRE_FN bool any(bool mine) const { return mine; }
 };
 
@@ -45,7 +45,7 @@ struct Warp {
     }
     WARPWIRE_FN u32 size() const { return 32; }
     WARPWIRE_FN void sync() const { __syncwarp(); }
-    WARPWIRE_FN u64 share(u64 mine) const {
+    WARPWIRE_FN u64 broadcast(u64 mine) const {
         __syncwarp();  // shuffling orders no memory
         return __shfl_sync(0xffffffffu, mine, 0);
     }
@@ -57,7 +57,7 @@ struct Block {
     WARPWIRE_FN u32 rank() const { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
     WARPWIRE_FN u32 size() const { return blockDim.x * blockDim.y * blockDim.z; }
     WARPWIRE_FN void sync() const { __syncthreads(); }
-    WARPWIRE_FN u64 share(u64 mine) const {
+    WARPWIRE_FN u64 broadcast(u64 mine) const {
         __shared__ u64 shared;
         if (rank() == 0) shared = mine;
         __syncthreads();

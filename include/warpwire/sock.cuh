@@ -37,7 +37,7 @@
 //   A send that is longer than the ring may be mixed with another's.
 // Waiting. Every call that waits ends: with its time-out (kSendTimeout, kReceiveTimeout), when the peer closes or resets,
 //   when another group closes the socket, when the host goes.
-// Without a copy. borrow shows received bytes where they lie, give_back says how many are done with; reserve gives a piece
+// Without a copy. borrow shows received bytes where they lie, consume says how many are done with; reserve gives a piece
 //   of the send ring to be filled, commit sends from its beginning. A span ends at the ring's end, so it may be short.
 #ifndef WARPWIRE_SOCK_CUH
 #define WARPWIRE_SOCK_CUH
@@ -57,13 +57,13 @@ enum Errno : int {
 
 enum Family : int { kIpv4 = 4, kIpv6 = 6 };
 // Streams of TCP and datagrams of UDP, through the host; streams of the family `warp`, RDMA between the two ends' rings.
-enum Kind : int { kStream = 1, kDatagram = 2, kWarpStream = 3 };
-enum How : int { kShutReceive = 0, kShutSend = 1, kShutBoth = 2 };
+enum SocketKind : int { kStream = 1, kDatagram = 2, kWarpStream = 3 };
+enum ShutdownHow : int { kShutReceive = 0, kShutSend = 1, kShutBoth = 2 };
 
 // Settings; the numbers are those of `layout.rs`, which says what each means.
-enum Option : u32 {
+enum SockOption : u32 {
     kNonBlocking = 1, kSendTimeout, kReceiveTimeout, kSendBuffer, kReceiveBuffer, kNoDelay, kLinger, kError,
-    kReuseAddress, kKeepAlive, kBroadcast, kOnlyV6,
+    kReuseAddress, kKeepAlive, kBroadcast, kV6Only,
 };
 
 // What poll asks for and finds.
@@ -77,14 +77,14 @@ struct Address {
     u8 ip[16];
 };
 
-struct Polled {
+struct PollEntry {
     int socket;
     u16 events;
-    u16 found;  // what was asked for, and kErr, kHup, kNval unasked
+    u16 revents;  // what was asked for, and kErr, kHup, kNval unasked
 };
 
 // A piece of a ring that the caller has for itself until it gives it back.
-struct Span {
+struct RingSpan {
     void *bytes;
     i64 length;  // 0: the end of the stream; below 0: why there is none
 };
@@ -107,29 +107,29 @@ WARPWIRE_FN Address ipv6(u16 a, u16 b, u16 c, u16 d, u16 e, u16 f, u16 g, u16 h,
 constexpr u32 kVersion = 4;
 
 struct Table {
-    u32 version, sockets, slots, silence_ms;
-    u64 inbox, outbox, desks, requests, replies, turns, ticket, pulse, berths;
+    u32 version, sockets, slots, heartbeat_timeout_ms;
+    u64 host_state, device_counters, device_states, requests, replies, slot_laps, ticket, heartbeat, qp_slots;
     u64 unused[5];
 };
-struct Pulse {
-    u64 beat;
+struct Heartbeat {
+    u64 count;
     u32 closed, unused;
 };
-struct Inbox {  // written by the host; `received` and `taken` of the family `warp` by the peer's device
+struct HostSocketState {  // written by the host; `received` and `taken` of the family `warp` by the peer's device
     u64 state, received, taken, receive_ring, send_ring;
     u32 receive_size, send_size;
-    u64 wire;
+    u64 qp_descriptor;
     u32 report_at, unused;
 };
-struct Outbox {  // written by kernels, for the host
+struct DeviceCounters {  // written by kernels, for the host
     u32 sent, consumed;
 };
-struct Desk {  // of kernels only
+struct DeviceSocketState {  // of kernels only
     u32 generation, flags;
     u64 sent, consumed;
     u32 send_lock, receive_lock;
     u64 send_timeout, receive_timeout, reported;
-    u32 post_lock, berth;
+    u32 post_lock, qp_slot;
 };
 struct Request {
     u64 number;
@@ -150,9 +150,9 @@ struct Record {  // before a datagram, and all of an accepted connection
     u32 value, error;
     Address address;
 };
-static_assert(sizeof(Address) == 24 && sizeof(Table) == 128 && sizeof(Inbox) == 64 && sizeof(Outbox) == 8, "as in layout.rs");
-static_assert(sizeof(Desk) == 64 && sizeof(Request) == 64 && sizeof(Reply) == 64 && sizeof(Record) == 32, "as in layout.rs");
-static_assert(sizeof(Polled) == 8, "as in the tests");
+static_assert(sizeof(Address) == 24 && sizeof(Table) == 128 && sizeof(HostSocketState) == 64 && sizeof(DeviceCounters) == 8, "as in layout.rs");
+static_assert(sizeof(DeviceSocketState) == 64 && sizeof(Request) == 64 && sizeof(Reply) == 64 && sizeof(Record) == 32, "as in layout.rs");
+static_assert(sizeof(PollEntry) == 8, "as in the tests");
 
 }  // namespace sock
 }  // namespace warpwire
@@ -165,77 +165,77 @@ namespace sock {
 // ------------------------------------------------------------------------------------------------------------------
 // Making, naming, connecting, closing
 
-template <class Group = Block> WARPWIRE_FN int socket(const Table &table, Family family, Kind kind, Group group = Group()) {
+template <class Group = Block> WARPWIRE_FN int socket(const Table &table, Family family, SocketKind kind, Group group = Group()) {
     i64 made = 0;
     if (group.rank() == 0) {
-        made = detail::ask(table, detail::kSocket, 0, static_cast<u64>(family) | static_cast<u64>(kind) << 8, 0, no_address(), nullptr);
-        if (made >= 0) detail::take_desk(table, static_cast<int>(made));
+        made = detail::request_host(table, detail::kSocket, 0, static_cast<u64>(family) | static_cast<u64>(kind) << 8, 0, no_address(), nullptr);
+        if (made >= 0) detail::init_device_state(table, static_cast<int>(made));
     }
-    return detail::shared(group, made);
+    return detail::broadcast(group, made);
 }
 
 // Gives it an address of its own; port 0 lets the system choose (local_name tells which).
 template <class Group = Block> WARPWIRE_FN int bind(const Table &table, int socket, Address address, Group group = Group()) {
-    return detail::ask_about(table, detail::kBind, socket, 0, 0, address, nullptr, group);
+    return detail::request_for(table, detail::kBind, socket, 0, 0, address, nullptr, group);
 }
 
 // Up to `backlog` connections wait for accept.
 template <class Group = Block> WARPWIRE_FN int listen(const Table &table, int socket, u32 backlog, Group group = Group()) {
-    return detail::ask_about(table, detail::kListen, socket, backlog, 0, no_address(), nullptr, group);
+    return detail::request_for(table, detail::kListen, socket, backlog, 0, no_address(), nullptr, group);
 }
 
 // Takes a connection that waits, or waits for one; `from`, if given, is set to the peer's address.
 template <class Group = Block> WARPWIRE_FN int accept(const Table &table, int listener, Address *from = nullptr, Group group = Group()) {
     i64 made = 0;
     group.sync();
-    if (group.rank() == 0) made = detail::accept_alone(table, listener, from);
-    return detail::shared(group, made);
+    if (group.rank() == 0) made = detail::accept_thread(table, listener, from);
+    return detail::broadcast(group, made);
 }
 
 // Connects a stream, or names the peer of a datagram socket. A non-blocking stream returns -kEinprogress.
 template <class Group = Block> WARPWIRE_FN int connect(const Table &table, int socket, Address to, Group group = Group()) {
     i64 result = 0;
-    if (group.rank() == 0) result = detail::connect_alone(table, socket, to);
-    return detail::shared(group, result);
+    if (group.rank() == 0) result = detail::connect_thread(table, socket, to);
+    return detail::broadcast(group, result);
 }
 
 // Ends a direction. What was sent before still goes.
-template <class Group = Block> WARPWIRE_FN int shutdown(const Table &table, int socket, How how, Group group = Group()) {
+template <class Group = Block> WARPWIRE_FN int shutdown(const Table &table, int socket, ShutdownHow how, Group group = Group()) {
     i64 result = 0;
     group.sync();
-    if (group.rank() == 0) result = detail::shutdown_alone(table, socket, how);
-    return detail::shared(group, result);
+    if (group.rank() == 0) result = detail::shutdown_thread(table, socket, how);
+    return detail::broadcast(group, result);
 }
 
 // Lets go of it. What was sent still goes; calls of other groups on it return -kEbadf.
 template <class Group = Block> WARPWIRE_FN int close(const Table &table, int socket, Group group = Group()) {
     i64 result = 0;
     group.sync();
-    if (group.rank() == 0) result = detail::close_alone(table, socket);
-    return detail::shared(group, result);
+    if (group.rank() == 0) result = detail::close_thread(table, socket);
+    return detail::broadcast(group, result);
 }
 
-template <class Group = Block> WARPWIRE_FN int set(const Table &table, int socket, Option option, i64 value, Group group = Group()) {
+template <class Group = Block> WARPWIRE_FN int set(const Table &table, int socket, SockOption option, i64 value, Group group = Group()) {
     i64 result = 0;
     group.sync();
-    if (group.rank() == 0) result = detail::set_alone(table, socket, option, value);
-    return detail::shared(group, result);
+    if (group.rank() == 0) result = detail::set_thread(table, socket, option, value);
+    return detail::broadcast(group, result);
 }
 
 // The value, or the negative of an errno: settings whose values may be negative (kLinger) are told apart by close range:
 // -1 is the only such value, and no call of this sort fails with EPERM.
-template <class Group = Block> WARPWIRE_FN i64 get(const Table &table, int socket, Option option, Group group = Group()) {
+template <class Group = Block> WARPWIRE_FN i64 get(const Table &table, int socket, SockOption option, Group group = Group()) {
     i64 result = 0;
     group.sync();
-    if (group.rank() == 0) result = detail::get_alone(table, socket, option);
-    return static_cast<i64>(group.share(static_cast<u64>(result)));
+    if (group.rank() == 0) result = detail::get_thread(table, socket, option);
+    return static_cast<i64>(group.broadcast(static_cast<u64>(result)));
 }
 
 template <class Group = Block> WARPWIRE_FN int local_name(const Table &table, int socket, Address *name, Group group = Group()) {
-    return detail::ask_about(table, detail::kLocalName, socket, 0, 0, no_address(), name, group);
+    return detail::request_for(table, detail::kLocalName, socket, 0, 0, no_address(), name, group);
 }
 template <class Group = Block> WARPWIRE_FN int peer_name(const Table &table, int socket, Address *name, Group group = Group()) {
-    return detail::ask_about(table, detail::kPeerName, socket, 0, 0, no_address(), name, group);
+    return detail::request_for(table, detail::kPeerName, socket, 0, 0, no_address(), name, group);
 }
 
 // ------------------------------------------------------------------------------------------------------------------
@@ -243,20 +243,20 @@ template <class Group = Block> WARPWIRE_FN int peer_name(const Table &table, int
 
 template <class Group = Block> WARPWIRE_FN i64 send(const Table &table, int socket, const void *bytes, u64 length, Group group = Group()) {
     u64 done = 0;
-    detail::Found found = detail::find(table, socket);
+    detail::SocketRef ref = detail::find(table, socket);
     group.sync();  // what any thread of the group wrote is sent
     for (;;) {
-        detail::Turn turn = detail::Turn();
-        detail::Held held;
-        if (group.rank() == 0) turn = detail::begin_send(table, found, length - done, nullptr, &held);
-        turn = detail::shared(group, turn);
-        if (turn.result < 0) return done ? static_cast<i64>(done) : turn.result;
-        if (turn.advance) {
-            detail::copy_in(group, turn, static_cast<const u8 *>(bytes) + done);
+        detail::RingCopy ring_copy = detail::RingCopy();
+        detail::HeldRing held;
+        if (group.rank() == 0) ring_copy = detail::begin_send(table, ref, length - done, nullptr, &held);
+        ring_copy = detail::broadcast(group, ring_copy);
+        if (ring_copy.result < 0) return done ? static_cast<i64>(done) : ring_copy.result;
+        if (ring_copy.advance) {
+            detail::copy_in(group, ring_copy, static_cast<const u8 *>(bytes) + done);
             group.sync();
-            if (group.rank() == 0) detail::end_send(table, found, held, turn);
+            if (group.rank() == 0) detail::end_send(table, ref, held, ring_copy);
         }
-        done += static_cast<u64>(turn.result);
+        done += static_cast<u64>(ring_copy.result);
         if (done >= length) return static_cast<i64>(done);
     }
 }
@@ -264,33 +264,33 @@ template <class Group = Block> WARPWIRE_FN i64 send(const Table &table, int sock
 // One datagram, to an address.
 template <class Group = Block>
 WARPWIRE_FN i64 send_to(const Table &table, int socket, const void *bytes, u64 length, Address to, Group group = Group()) {
-    detail::Found found = detail::find(table, socket);
-    detail::Turn turn = detail::Turn();
-    detail::Held held;
+    detail::SocketRef ref = detail::find(table, socket);
+    detail::RingCopy ring_copy = detail::RingCopy();
+    detail::HeldRing held;
     group.sync();
-    if (group.rank() == 0) turn = detail::begin_send(table, found, length, &to, &held);
-    turn = detail::shared(group, turn);
-    if (turn.result < 0) return turn.result;
-    detail::copy_in(group, turn, static_cast<const u8 *>(bytes));
+    if (group.rank() == 0) ring_copy = detail::begin_send(table, ref, length, &to, &held);
+    ring_copy = detail::broadcast(group, ring_copy);
+    if (ring_copy.result < 0) return ring_copy.result;
+    detail::copy_in(group, ring_copy, static_cast<const u8 *>(bytes));
     group.sync();
-    if (group.rank() == 0) detail::end_send(table, found, held, turn);
-    return turn.result;
+    if (group.rank() == 0) detail::end_send(table, ref, held, ring_copy);
+    return ring_copy.result;
 }
 
 // What is there, or waits for something; 0 is the end. `from`, if given, is set to the sender of a datagram.
 template <class Group = Block>
 WARPWIRE_FN i64 recv_from(const Table &table, int socket, void *into, u64 length, Address *from, Group group = Group()) {
-    detail::Found found = detail::find(table, socket);
-    detail::Turn turn = detail::Turn();
-    detail::Held held;
+    detail::SocketRef ref = detail::find(table, socket);
+    detail::RingCopy ring_copy = detail::RingCopy();
+    detail::HeldRing held;
     group.sync();  // nobody reads `into` any more
-    if (group.rank() == 0) turn = detail::begin_receive(table, found, length, from, &held);
-    turn = detail::shared(group, turn);
-    if (!turn.advance) return turn.result;
-    if (turn.result > 0) detail::copy_out(group, turn, static_cast<u8 *>(into));
+    if (group.rank() == 0) ring_copy = detail::begin_receive(table, ref, length, from, &held);
+    ring_copy = detail::broadcast(group, ring_copy);
+    if (!ring_copy.advance) return ring_copy.result;
+    if (ring_copy.result > 0) detail::copy_out(group, ring_copy, static_cast<u8 *>(into));
     group.sync();
-    if (group.rank() == 0) detail::end_receive(table, found, held, turn);
-    return turn.result;
+    if (group.rank() == 0) detail::end_receive(table, ref, held, ring_copy);
+    return ring_copy.result;
 }
 template <class Group = Block> WARPWIRE_FN i64 recv(const Table &table, int socket, void *into, u64 length, Group group = Group()) {
     return recv_from(table, socket, into, length, nullptr, group);
@@ -307,60 +307,60 @@ template <class Group = Block> WARPWIRE_FN i64 recv_all(const Table &table, int 
     return static_cast<i64>(done);
 }
 
-// Borrows bytes that were received, at most `most`, where they lie.
-template <class Group = Block> WARPWIRE_FN Span borrow(const Table &table, int socket, u64 most, Group group = Group()) {
-    Span span = {nullptr, 0};
+// Borrows bytes that were received, at most `max_len`, where they lie.
+template <class Group = Block> WARPWIRE_FN RingSpan borrow(const Table &table, int socket, u64 max_len, Group group = Group()) {
+    RingSpan span = {nullptr, 0};
     group.sync();
-    if (group.rank() == 0) span = detail::borrow_alone(table, socket, most);
-    return detail::shared(group, span);
+    if (group.rank() == 0) span = detail::borrow_thread(table, socket, max_len);
+    return detail::broadcast(group, span);
 }
 // The first `used` bytes are done with; the others come again.
-template <class Group = Block> WARPWIRE_FN int give_back(const Table &table, int socket, u64 used, Group group = Group()) {
+template <class Group = Block> WARPWIRE_FN int consume(const Table &table, int socket, u64 used, Group group = Group()) {
     i64 result = 0;
     group.sync();
-    if (group.rank() == 0) result = detail::give_back_alone(table, socket, used);
-    return detail::shared(group, result);
+    if (group.rank() == 0) result = detail::consume_thread(table, socket, used);
+    return detail::broadcast(group, result);
 }
-// A piece of the send ring, at most `most` bytes, to be filled.
-template <class Group = Block> WARPWIRE_FN Span reserve(const Table &table, int socket, u64 most, Group group = Group()) {
-    Span span = {nullptr, 0};
+// A piece of the send ring, at most `max_len` bytes, to be filled.
+template <class Group = Block> WARPWIRE_FN RingSpan reserve(const Table &table, int socket, u64 max_len, Group group = Group()) {
+    RingSpan span = {nullptr, 0};
     group.sync();
-    if (group.rank() == 0) span = detail::reserve_alone(table, socket, most);
-    return detail::shared(group, span);
+    if (group.rank() == 0) span = detail::reserve_thread(table, socket, max_len);
+    return detail::broadcast(group, span);
 }
 // Sends its first `filled` bytes; 0 only ends the reservation.
 template <class Group = Block> WARPWIRE_FN int commit(const Table &table, int socket, u64 filled, Group group = Group()) {
     i64 result = 0;
     group.sync();
-    if (group.rank() == 0) result = detail::commit_alone(table, socket, filled);
-    return detail::shared(group, result);
+    if (group.rank() == 0) result = detail::commit_thread(table, socket, filled);
+    return detail::broadcast(group, result);
 }
 
-// Waits until there is something to tell of one of them, or the time (in nanoseconds; kForEver) is over, and returns of
+// Waits until there is something to tell of one of them, or the time (in nanoseconds; kNoTimeout) is over, and returns of
 // how many there is. What was not asked for ends no wait. The list is in memory that all of the group see.
 template <class Group = Block>
-WARPWIRE_FN int poll(const Table &table, Polled *list, u32 count, u64 timeout, Group group = Group()) {
+WARPWIRE_FN int poll(const Table &table, PollEntry *list, u32 count, u64 timeout, Group group = Group()) {
     detail::Waiter waiter(timeout);
     for (;;) {
         bool mine = false;
         group.sync();
         for (u32 i = group.rank(); i < count; i += group.size()) {
-            u32 found = detail::ready(table, list[i].socket) & (list[i].events | kErr | kHup | kNval);
-            list[i].found = static_cast<u16>(found);
-            mine |= found != 0;
+            u32 revents = detail::ready(table, list[i].socket) & (list[i].events | kErr | kHup | kNval);
+            list[i].revents = static_cast<u16>(revents);
+            mine |= revents != 0;
         }
         if (group.any(mine)) break;
         i64 stop = 0;
         if (group.rank() == 0) stop = waiter.step(table);
-        stop = detail::shared(group, stop);
+        stop = detail::broadcast(group, stop);
         if (stop == -kEagain || stop == -kEtimedout) return 0;
         if (stop) return static_cast<int>(stop);
     }
     i64 ready = 0;
     group.sync();
     if (group.rank() == 0)
-        for (u32 i = 0; i < count; i++) ready += list[i].found != 0;
-    return detail::shared(group, ready);
+        for (u32 i = 0; i < count; i++) ready += list[i].revents != 0;
+    return detail::broadcast(group, ready);
 }
 
 }  // namespace sock

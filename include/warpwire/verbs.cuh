@@ -14,7 +14,7 @@
 //                                Remote{theirs + 4096, rkey}, 1, Block{});
 //       // The neighbour's border has come when our own word has grown.
 //       Status came = wait_signal(arrived, Condition::AtLeast, 1ull, 1000000000, Block{});
-//       if (came != kOk || wait(*qp, sent, kPatience, Block{}) != kOk) return;  // the host learns why: KernelQp::status
+//       if (came != kOk || wait(*qp, sent, kDefaultTimeout, Block{}) != kOk) return;  // the host learns why: KernelQp::status
 //       use_border();
 //   }
 //
@@ -23,7 +23,7 @@
 //   Work of one queue pair begins in the order of its tickets, and writes and atomics of it reach the peer in that order.
 //   One entry carries at most 1 GiB; longer puts and gets are cut into several.
 // Waiting. wait, test, quiet; wait_receive, test_receive, next_receive; wait_signal. A time-out is in nanoseconds: 0 looks
-//   once, kForEver has no end. Nothing waits for ever unless asked to.
+//   once, kNoTimeout has no end. Nothing waits for ever unless asked to.
 // Status. 0 is success. Above 0: not yet, or no longer. Below 0: failed. After a first failure everything that was posted
 //   later comes back with kFlushed, and posting fails at once; the host must make or connect the queue pair anew.
 // Groups. The last argument but the time-out says who calls. Thread{}: this thread, for itself. Warp{} (all 32 lanes) and
@@ -33,7 +33,7 @@
 // Memory order. What a thread (or its group) wrote before it posts is what is sent. What arrived before a wait succeeded is
 //   seen after it, by all threads of the waiting group. A signal says that the put before it is complete.
 //
-// A queue pair that the host made with `alone` is quicker, and for one thread (or one group) that posts at a time; waiting is
+// A queue pair that the host made with `single_poster` is quicker, and for one thread (or one group) that posts at a time; waiting is
 // free to all.
 //
 // How it works: every entry is one block of 64 bytes and makes one completion, so that an operation's number is also the
@@ -49,7 +49,7 @@ namespace warpwire {
 // How an operation or a wait ended. Failures of work are the negative of the completion's syndrome.
 enum Status : int {
     kOk = 0,
-    kNotYet = 1,   // looked once, and it was not there
+    kNotReady = 1,   // looked once, and it was not there
     kTimeout = 2,  // waited, and it did not come
     kLocalLength = -0x01,
     kLocalOperation = -0x02,
@@ -74,7 +74,7 @@ enum Status : int {
 WARPWIRE_FN const char *name(Status status) {
     switch (status) {
     case kOk: return "ok";
-    case kNotYet: return "not yet";
+    case kNotReady: return "not yet";
     case kTimeout: return "timed out";
     case kLocalLength: return "local length error";
     case kLocalOperation: return "local QP operation error";
@@ -98,11 +98,11 @@ WARPWIRE_FN const char *name(Status status) {
     return "general error";
 }
 
-constexpr u64 kPatience = 10ull * 1000 * 1000 * 1000;  // the default time-out: ten seconds
-constexpr u64 kMostBytes = 1ull << 30;                 // in one entry
-constexpr u32 kMostInline = 28;                        // bytes of a put_inline
-#ifndef WARPWIRE_TURN_PATIENCE
-#define WARPWIRE_TURN_PATIENCE kPatience  // how long a thread waits for others to fill the entries before its own
+constexpr u64 kDefaultTimeout = 10ull * 1000 * 1000 * 1000;  // the default time-out: ten seconds
+constexpr u64 kMaxBytes = 1ull << 30;                 // in one entry
+constexpr u32 kMaxInline = 28;                        // bytes of a put_inline
+#ifndef WARPWIRE_FILL_TIMEOUT
+#define WARPWIRE_FILL_TIMEOUT kDefaultTimeout  // how long a thread waits for others to fill the entries before its own
 #endif
 
 // Memory of our own, as it was registered, and memory of the peer.
@@ -122,7 +122,7 @@ struct Ticket {
 };
 
 // A message that came.
-struct Arrival {
+struct ReceivedMessage {
     u32 length;
     u32 imm;      // meaningful if has_imm
     u32 has_imm;  // 1 if four bytes came beside it
@@ -135,12 +135,12 @@ enum class Condition : u32 { AtLeast = 0, Equal = 1, And = 2, Nor = 3 };
 // The handle. `layout.rs` has the same, and both sides check sizes and places.
 
 constexpr u32 kVersion = 1;
-constexpr u32 kRecordFirst = 1;  // flag: the consumer wants the doorbell record before the doorbell (ConnectX does)
-constexpr u32 kAlone = 2;        // flag: one thread posts at a time, as the host was promised
+constexpr u32 kDbrecFirst = 1;  // flag: the consumer wants the doorbell record before the doorbell (ConnectX does)
+constexpr u32 kSinglePoster = 2;        // flag: one thread posts at a time, as the host was promised
 constexpr u64 kNoFailure = ~0ull;
 
 // The counters of one queue; each line of 128 bytes is written by another sort of thread.
-struct Side {
+struct QueueCounters {
     alignas(128) u64 reserved;  // entries given to threads
     alignas(128) u64 published; // twice the entries that are filled, without a gap; one more while a thread rings
     alignas(128) u64 completed; // entries whose completion was seen, without a gap
@@ -152,7 +152,7 @@ struct Side {
 struct Qp {
     u64 send_queue;     // blocks of 64 bytes
     u64 receive_queue;  // entries of receive_stride bytes
-    u64 record;         // the doorbell record
+    u64 dbrec;         // the doorbell record
     u64 doorbell;
     u64 send_cq;
     u64 receive_cq;
@@ -165,15 +165,15 @@ struct Qp {
     u32 flags;
     u32 version;
     u32 unused[11];
-    Side send;
-    Side receive;
+    QueueCounters send;
+    QueueCounters receive;
 };
 
-static_assert(sizeof(Side) == 512 && alignof(Side) == 128 && sizeof(Qp) == 1152, "as in layout.rs");
+static_assert(sizeof(QueueCounters) == 512 && alignof(QueueCounters) == 128 && sizeof(Qp) == 1152, "as in layout.rs");
 #ifndef __CUDACC_RTC__  // which has no offsetof
-static_assert(__builtin_offsetof(Side, published) == 128 && __builtin_offsetof(Side, completed) == 256 &&
-                  __builtin_offsetof(Side, failure) == 264 && __builtin_offsetof(Side, closed) == 272 &&
-                  __builtin_offsetof(Side, taken) == 384 && __builtin_offsetof(Qp, send_mask) == 56 &&
+static_assert(__builtin_offsetof(QueueCounters, published) == 128 && __builtin_offsetof(QueueCounters, completed) == 256 &&
+                  __builtin_offsetof(QueueCounters, failure) == 264 && __builtin_offsetof(QueueCounters, closed) == 272 &&
+                  __builtin_offsetof(QueueCounters, taken) == 384 && __builtin_offsetof(Qp, send_mask) == 56 &&
                   __builtin_offsetof(Qp, version) == 80 && __builtin_offsetof(Qp, send) == 128 &&
                   __builtin_offsetof(Qp, receive) == 640,
               "as in layout.rs");
@@ -199,87 +199,87 @@ namespace warpwire {
 
 // Writes `length` bytes to the peer's memory.
 template <class Group = Thread>
-WARPWIRE_FN Ticket put(Qp &qp, Remote to, Local from, u64 length, Group group = Group(), u64 timeout = kPatience) {
+WARPWIRE_FN Ticket put(Qp &qp, Remote to, Local from, u64 length, Group group = Group(), u64 timeout = kDefaultTimeout) {
     return detail::transfer(qp, detail::kWrite, detail::kWrite, 0, to, from, length, nullptr, group, timeout);
 }
 
 // Writes, then completes a receive of the peer with `imm`.
 template <class Group = Thread>
-WARPWIRE_FN Ticket put_imm(Qp &qp, Remote to, Local from, u64 length, u32 imm, Group group = Group(), u64 timeout = kPatience) {
+WARPWIRE_FN Ticket put_imm(Qp &qp, Remote to, Local from, u64 length, u32 imm, Group group = Group(), u64 timeout = kDefaultTimeout) {
     return detail::transfer(qp, detail::kWrite, detail::kWriteImm, imm, to, from, length, nullptr, group, timeout);
 }
 
 // Writes, then adds to a 64-bit word of the peer: who sees the word has the data. The ticket is the addition's.
 template <class Group = Thread>
 WARPWIRE_FN Ticket put_signal(Qp &qp, Remote to, Local from, u64 length, Remote word, u64 add, Group group = Group(),
-                              u64 timeout = kPatience) {
+                              u64 timeout = kDefaultTimeout) {
     detail::Entry then = detail::atomic_entry(detail::kFetchAdd, word, add, 0, Local{qp.sink, qp.sink_lkey});
     return detail::transfer(qp, detail::kWrite, detail::kWrite, 0, to, from, length, &then, group, timeout);
 }
 
-// Writes at most kMostInline bytes, which are copied from anywhere (registers, shared memory) when it is posted.
+// Writes at most kMaxInline bytes, which are copied from anywhere (registers, shared memory) when it is posted.
 template <class Group = Thread>
-WARPWIRE_FN Ticket put_inline(Qp &qp, Remote to, const void *bytes, u32 length, Group group = Group(), u64 timeout = kPatience) {
+WARPWIRE_FN Ticket put_inline(Qp &qp, Remote to, const void *bytes, u32 length, Group group = Group(), u64 timeout = kDefaultTimeout) {
     detail::Entry e = detail::entry(detail::kWrite);
     detail::add_remote(e, to);
     u32 words[8] = {detail::big_endian(0x80000000u | length)};
-    for (u32 i = 0; i < kMostInline; i++)
-        if (i < length && length <= kMostInline) words[1 + i / 4] |= static_cast<u32>(static_cast<const u8 *>(bytes)[i]) << (8 * (i % 4));
+    for (u32 i = 0; i < kMaxInline; i++)
+        if (i < length && length <= kMaxInline) words[1 + i / 4] |= static_cast<u32>(static_cast<const u8 *>(bytes)[i]) << (8 * (i % 4));
     detail::add_segment(e, words[0], words[1], words[2], words[3]);
     if (length > 12) detail::add_segment(e, words[4], words[5], words[6], words[7]);
-    return detail::post_if(length <= kMostInline, qp, e, nullptr, group, timeout);
+    return detail::post_if(length <= kMaxInline, qp, e, nullptr, group, timeout);
 }
 
 // Reads `length` bytes of the peer's memory.
 template <class Group = Thread>
-WARPWIRE_FN Ticket get(Qp &qp, Local to, Remote from, u64 length, Group group = Group(), u64 timeout = kPatience) {
+WARPWIRE_FN Ticket get(Qp &qp, Local to, Remote from, u64 length, Group group = Group(), u64 timeout = kDefaultTimeout) {
     return detail::transfer(qp, detail::kRead, detail::kRead, 0, from, to, length, nullptr, group, timeout);
 }
 
-// Sends a message of at most kMostBytes bytes into a receive of the peer.
+// Sends a message of at most kMaxBytes bytes into a receive of the peer.
 template <class Group = Thread>
-WARPWIRE_FN Ticket send(Qp &qp, Local from, u64 length, Group group = Group(), u64 timeout = kPatience) {
+WARPWIRE_FN Ticket send(Qp &qp, Local from, u64 length, Group group = Group(), u64 timeout = kDefaultTimeout) {
     detail::Entry e = detail::entry(detail::kSend);
     detail::add_local(e, from, static_cast<u32>(length));
-    return detail::post_if(length <= kMostBytes, qp, e, nullptr, group, timeout);
+    return detail::post_if(length <= kMaxBytes, qp, e, nullptr, group, timeout);
 }
 
 // The same with four bytes beside it, which the peer's kernel gets as the same number.
 template <class Group = Thread>
-WARPWIRE_FN Ticket send_imm(Qp &qp, Local from, u64 length, u32 imm, Group group = Group(), u64 timeout = kPatience) {
+WARPWIRE_FN Ticket send_imm(Qp &qp, Local from, u64 length, u32 imm, Group group = Group(), u64 timeout = kDefaultTimeout) {
     detail::Entry e = detail::entry(detail::kSendImm, imm);
     detail::add_local(e, from, static_cast<u32>(length));
-    return detail::post_if(length <= kMostBytes, qp, e, nullptr, group, timeout);
+    return detail::post_if(length <= kMaxBytes, qp, e, nullptr, group, timeout);
 }
 
 // Adds to a 64-bit word of the peer; what was there before comes to `result`, 8 bytes.
 template <class Group = Thread>
-WARPWIRE_FN Ticket fetch_add(Qp &qp, Remote word, u64 add, Local result, Group group = Group(), u64 timeout = kPatience) {
+WARPWIRE_FN Ticket fetch_add(Qp &qp, Remote word, u64 add, Local result, Group group = Group(), u64 timeout = kDefaultTimeout) {
     return detail::post(qp, detail::atomic_entry(detail::kFetchAdd, word, add, 0, result), nullptr, group, timeout);
 }
 
 // The same for those who do not care what was there.
 template <class Group = Thread>
-WARPWIRE_FN Ticket signal(Qp &qp, Remote word, u64 add, Group group = Group(), u64 timeout = kPatience) {
+WARPWIRE_FN Ticket signal(Qp &qp, Remote word, u64 add, Group group = Group(), u64 timeout = kDefaultTimeout) {
     return fetch_add(qp, word, add, Local{qp.sink, qp.sink_lkey}, group, timeout);
 }
 
 // Puts `desired` in place of `expected`; what was there before comes to `result`, 8 bytes.
 template <class Group = Thread>
 WARPWIRE_FN Ticket compare_swap(Qp &qp, Remote word, u64 expected, u64 desired, Local result, Group group = Group(),
-                                u64 timeout = kPatience) {
+                                u64 timeout = kDefaultTimeout) {
     return detail::post(qp, detail::atomic_entry(detail::kCompareSwap, word, desired, expected, result), nullptr, group,
                         timeout);
 }
 
 // Gives memory for a message of at most `length` bytes. Messages come in the order of these tickets.
 template <class Group = Thread>
-WARPWIRE_FN Ticket post_receive(Qp &qp, Local into, u32 length, Group group = Group(), u64 timeout = kPatience) {
-    if (length > kMostBytes) return detail::refused(kTooLong);
+WARPWIRE_FN Ticket post_receive(Qp &qp, Local into, u32 length, Group group = Group(), u64 timeout = kDefaultTimeout) {
+    if (length > kMaxBytes) return detail::refused(kTooLong);
     Ticket ticket = detail::refused(kOk);
     group.sync();
     if (group.rank() == 0) {
-        Side &side = qp.receive;
+        QueueCounters &counters = qp.receive;
         ticket.status = detail::reserve(detail::receives(qp), 1, timeout, &ticket.number);
         if (ticket.status == kOk) {
             u64 at = qp.receive_queue + (ticket.number & qp.receive_mask) * qp.receive_stride;
@@ -287,17 +287,17 @@ WARPWIRE_FN Ticket post_receive(Qp &qp, Local into, u32 length, Group group = Gr
             detail::store_segment(at, detail::big_endian(length), detail::big_endian(key), detail::high(into.address),
                                   detail::low(into.address));
             if (qp.receive_stride > 16) detail::store_segment(at + 16, 0, detail::big_endian(0x100), 0, 0);
-            ticket.status = detail::wait_for_turn(side, ticket.number);
+            ticket.status = detail::wait_for_predecessors(counters, ticket.number);
         }
         if (ticket.status == kOk) {
             detail::system_fence();
             u32 posted = static_cast<u32>(ticket.number + 1) & 0xffff;
-            detail::system_store(reinterpret_cast<u32 *>(qp.record), detail::big_endian(posted));
-            detail::store_behind_fence(&side.published, (ticket.number + 1) << 1);
+            detail::system_store(reinterpret_cast<u32 *>(qp.dbrec), detail::big_endian(posted));
+            detail::store_after_fence(&counters.published, (ticket.number + 1) << 1);
         }
     }
-    ticket.number = group.share(ticket.number);
-    ticket.status = detail::shared(group, ticket.status);
+    ticket.number = group.broadcast(ticket.number);
+    ticket.status = detail::broadcast(group, ticket.status);
     return ticket;
 }
 
@@ -306,69 +306,69 @@ WARPWIRE_FN Ticket post_receive(Qp &qp, Local into, u32 length, Group group = Gr
 
 // Waits until the operation is complete: its data has been sent and acknowledged, or what it fetched is here.
 template <class Group = Thread>
-WARPWIRE_FN Status wait(Qp &qp, Ticket ticket, u64 timeout = kPatience, Group group = Group()) {
+WARPWIRE_FN Status wait(Qp &qp, Ticket ticket, u64 timeout = kDefaultTimeout, Group group = Group()) {
     Status status = kOk;
-    if (group.rank() == 0) status = detail::wait_alone(detail::sends(qp), ticket, timeout);
-    return detail::shared(group, status);
+    if (group.rank() == 0) status = detail::wait_thread(detail::sends(qp), ticket, timeout);
+    return detail::broadcast(group, status);
 }
 // With posting by each(…): every thread waits for its own.
 template <class Group> WARPWIRE_FN Status wait(Qp &qp, Ticket ticket, u64 timeout, Each<Group>) {
-    return detail::wait_alone(detail::sends(qp), ticket, timeout);
+    return detail::wait_thread(detail::sends(qp), ticket, timeout);
 }
 
-// Looks once: kOk, kNotYet, or how it failed.
+// Looks once: kOk, kNotReady, or how it failed.
 template <class Group = Thread> WARPWIRE_FN Status test(Qp &qp, Ticket ticket, Group group = Group()) {
     return wait(qp, ticket, 0, group);
 }
 
 // Waits until everything that was posted before, by whomever, is complete. A failure is told by its cause.
-template <class Group = Thread> WARPWIRE_FN Status quiet(Qp &qp, u64 timeout = kPatience, Group group = Group()) {
+template <class Group = Thread> WARPWIRE_FN Status quiet(Qp &qp, u64 timeout = kDefaultTimeout, Group group = Group()) {
     Status status = kOk;
     group.sync();
     if (group.rank() == 0) {
         u64 until = detail::filled(qp.send);
-        if (until) status = detail::wait_alone(detail::sends(qp), Ticket{until - 1, kOk}, timeout);
+        if (until) status = detail::wait_thread(detail::sends(qp), Ticket{until - 1, kOk}, timeout);
         u64 failure = detail::load_acquire(&qp.send.failure);
         if (status < 0 && failure != kNoFailure) status = static_cast<Status>(-static_cast<int>(failure & 0xff));
     }
-    return detail::shared(group, status);
+    return detail::broadcast(group, status);
 }
 
 // Waits for the message that a receive was posted for. Its length is known until the receive one lap of the queue later
 // is posted; who waits after that gets kTooLate.
 template <class Group = Thread>
-WARPWIRE_FN Status wait_receive(Qp &qp, Ticket ticket, Arrival *arrival, u64 timeout = kPatience, Group group = Group()) {
-    Arrival found = {0, 0, 0};
+WARPWIRE_FN Status wait_receive(Qp &qp, Ticket ticket, ReceivedMessage *message, u64 timeout = kDefaultTimeout, Group group = Group()) {
+    ReceivedMessage found = {0, 0, 0};
     Status status = kOk;
-    if (group.rank() == 0) status = detail::wait_receive_alone(qp, ticket, &found, timeout);
-    arrival->length = static_cast<u32>(group.share(found.length));
-    arrival->imm = static_cast<u32>(group.share(found.imm));
-    arrival->has_imm = static_cast<u32>(group.share(found.has_imm));
-    return detail::shared(group, status);
+    if (group.rank() == 0) status = detail::wait_receive_thread(qp, ticket, &found, timeout);
+    message->length = static_cast<u32>(group.broadcast(found.length));
+    message->imm = static_cast<u32>(group.broadcast(found.imm));
+    message->has_imm = static_cast<u32>(group.broadcast(found.has_imm));
+    return detail::broadcast(group, status);
 }
 
 template <class Group = Thread>
-WARPWIRE_FN Status test_receive(Qp &qp, Ticket ticket, Arrival *arrival, Group group = Group()) {
-    return wait_receive(qp, ticket, arrival, 0, group);
+WARPWIRE_FN Status test_receive(Qp &qp, Ticket ticket, ReceivedMessage *message, Group group = Group()) {
+    return wait_receive(qp, ticket, message, 0, group);
 }
 
 // Waits for the next message that nobody has taken by this call; `number` says which receive it came into. Waiting for
 // a receive that is yet to be posted is not an error here.
-WARPWIRE_CALL Status next_receive(Qp &qp, Arrival *arrival, u64 *number, u64 timeout = kPatience) {
+WARPWIRE_CALL Status next_receive(Qp &qp, ReceivedMessage *message, u64 *number, u64 timeout = kDefaultTimeout) {
     detail::Deadline deadline(timeout);
     for (;;) {
         u64 next = detail::load_acquire(&qp.receive.taken);
-        Status status = detail::wait_receive_alone(qp, Ticket{next, kOk}, arrival, 0);
-        if (status != kNotYet && status != kBadTicket) {
+        Status status = detail::wait_receive_thread(qp, Ticket{next, kOk}, message, 0);
+        if (status != kNotReady && status != kBadTicket) {
             // Failures stay where they are, for everybody who asks.
             if (status < 0 && status != kTooLate) return status;
-            if (detail::swap_if(&qp.receive.taken, next, next + 1) != next) continue;
+            if (detail::compare_exchange(&qp.receive.taken, next, next + 1) != next) continue;
             *number = next;
             return status;
         }
         Status stop = deadline.stop(qp.receive);
         if (stop != kOk) return stop;
-        detail::look_again();
+        detail::spin_pause();
     }
 }
 
@@ -385,20 +385,20 @@ template <class Word> WARPWIRE_FN bool holds(Condition condition, Word seen, Wor
 
 // Waits until a word of our own memory, 32 or 64 bits, satisfies the condition.
 template <class Word, class Group = Thread>
-WARPWIRE_FN Status wait_signal(const Word *word, Condition condition, Word value, u64 timeout = kPatience, Group group = Group()) {
+WARPWIRE_FN Status wait_signal(const Word *word, Condition condition, Word value, u64 timeout = kDefaultTimeout, Group group = Group()) {
     static_assert(sizeof(Word) == 4 || sizeof(Word) == 8, "signals have 32 or 64 bits");
     Status status = kOk;
     if (group.rank() == 0) {
         detail::Deadline deadline(timeout);
         while (!holds(condition, detail::system_load(word), value)) {
-            if (deadline.is_over()) {
+            if (deadline.has_expired()) {
                 status = deadline.status();
                 break;
             }
-            detail::look_again();
+            detail::spin_pause();
         }
     }
-    return detail::shared(group, status);
+    return detail::broadcast(group, status);
 }
 
 }  // namespace warpwire

@@ -27,7 +27,7 @@ WARPWIRE_FN u64 count(u64 *word, u64 by) {
 
 // The listener, made by the first worker, and waited for by the others; negative if there is none.
 template <class Group>
-WARPWIRE_CALL int open_listener(const Table &table, Control *control, const Address &address, Kind kind, u32 worker, Group group) {
+WARPWIRE_CALL int open_listener(const Table &table, Control *control, const Address &address, SocketKind kind, u32 worker, Group group) {
     if (worker == 0) {
         int listener = sock::socket(table, static_cast<Family>(address.family), kind, group);
         i64 failed = listener < 0 ? listener : bind(table, listener, address, group);
@@ -48,8 +48,8 @@ WARPWIRE_CALL int open_listener(const Table &table, Control *control, const Addr
     if (group.rank() == 0)
         while (!(listener = sock::detail::load_system(&control->listener)) && !sock::detail::load_system(&control->failed) &&
                !sock::detail::load_system(&control->stop))
-            sock::detail::step_back();
-    return static_cast<int>(group.share(listener)) - 1;
+            sock::detail::backoff();
+    return static_cast<int>(group.broadcast(listener)) - 1;
 }
 
 }  // namespace serving

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use warpwire::error::{Error, Kind, Result};
-use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::mem::{Allocation, DeviceAddr, Kernel, Launch, Stream};
 use warpwire::sock::SockHost;
-use warpwire::sock::device::{self, Failure, Family, Outcome, Setting, Sock, Sockets};
+use warpwire::sock::device::{self, Family, Sock, SockError, SockOption, SockResult, Sockets};
 use warpwire::sock::layout::{ADDRESS_LEN, address_bytes, address_from};
 
 /// Where the host asks it to end, where it puts its listener, and where the errno if it failed. What else lies in its control
@@ -200,7 +200,7 @@ pub(super) fn read_setup<const WORDS: usize>(
     block: &Block<'_>,
     at: DeviceAddr,
     words: [&mut u64; WORDS],
-) -> std::result::Result<[u8; ADDRESS_LEN], Fault> {
+) -> std::result::Result<[u8; ADDRESS_LEN], KernelFault> {
     for (number, word) in words.into_iter().enumerate() {
         *word = block.load_u64(DeviceAddr::new(at.raw() + number as u64 * 8))?;
     }
@@ -215,8 +215,8 @@ pub(super) fn listener(
     sockets: &Sockets<'_>,
     control: u64,
     address: &[u8; ADDRESS_LEN],
-    kind: device::Kind,
-) -> Outcome<Option<Sock>> {
+    kind: device::SocketKind,
+) -> SockResult<Option<Sock>> {
     let word = |at: u64| DeviceAddr::new(control + at);
     if block.index() != 0 {
         let mut listener = 0;
@@ -233,7 +233,7 @@ pub(super) fn listener(
             block.store_u64(word(LISTENER), listener.raw() as u64 + 1)?;
             Ok(Some(listener))
         }
-        Err(Failure::Errno(errno)) => {
+        Err(SockError::Errno(errno)) => {
             block.store_u64(word(FAILED), errno.raw_os_error() as u64)?;
             Ok(None)
         }
@@ -246,14 +246,14 @@ fn open_listener(
     sockets: &Sockets<'_>,
     name: DeviceAddr,
     address: &[u8; ADDRESS_LEN],
-    kind: device::Kind,
-) -> Outcome<Sock> {
+    kind: device::SocketKind,
+) -> SockResult<Sock> {
     let address = address_from(address).ok_or(rustix::io::Errno::AFNOSUPPORT)?;
     let family = if address.is_ipv6() { Family::V6 } else { Family::V4 };
     let listener = sockets.socket(family, kind)?;
     sockets.bind(listener, address)?;
     sockets.listen(listener, 1024)?;
-    sockets.set(listener, Setting::NonBlocking, 1)?;
+    sockets.set(listener, SockOption::NonBlocking, 1)?;
     block.write(name, &address_bytes(Some(sockets.local_name(listener)?)))?;
     Ok(listener)
 }

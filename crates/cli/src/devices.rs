@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::Args;
 use serde::Serialize;
 use warpwire::ibv::{
-    self, Context, Device, DeviceAttributes, Gid, GidKind, LinkLayer, Port, Transport,
+    self, Context, DeviceAttributes, Gid, GidKind, IbvDevice, LinkLayer, Port, Transport,
 };
 
 use crate::output::{self, Failure};
@@ -57,7 +57,7 @@ struct Report {
 #[derive(Serialize)]
 struct Listed {
     #[serde(flatten)]
-    device: Device,
+    device: IbvDevice,
     /// Why it cannot be opened.
     failed: Option<Reason>,
     attributes: Option<DeviceAttributes>,
@@ -96,7 +96,7 @@ impl Reason {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
-    output::ended(list(arguments))
+    output::exit_result(list(arguments))
 }
 
 fn list(arguments: &Arguments) -> Result<ExitCode, Failure> {
@@ -105,7 +105,7 @@ fn list(arguments: &Arguments) -> Result<ExitCode, Failure> {
         true => output::print_json(&report),
         false => output::print(&report.text(arguments.verbose)),
     };
-    printed.map_err(Failure::Broken)?;
+    printed.map_err(Failure::Runtime)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -190,7 +190,7 @@ impl Software {
 }
 
 impl Listed {
-    fn read(device: Device) -> Self {
+    fn read(device: IbvDevice) -> Self {
         match Self::open(&device) {
             Ok((attributes, ports)) => {
                 Self { device, failed: None, attributes: Some(attributes), ports }
@@ -202,7 +202,7 @@ impl Listed {
         }
     }
 
-    fn open(device: &Device) -> warpwire::Result<(DeviceAttributes, Vec<ListedPort>)> {
+    fn open(device: &IbvDevice) -> warpwire::Result<(DeviceAttributes, Vec<ListedPort>)> {
         let context = Context::open(&device.name)?;
         let attributes = context.attributes()?;
         let gids = context.gids()?;
@@ -215,7 +215,7 @@ impl Listed {
     }
 
     fn write(&self, text: &mut String, verbose: bool) -> std::fmt::Result {
-        let Device { name, guid, transport, driver, node } = &self.device;
+        let IbvDevice { name, guid, transport, driver, node } = &self.device;
         let driver = driver.as_deref().unwrap_or("unknown");
         let transport = match transport {
             Transport::InfiniBand => "InfiniBand",
@@ -275,7 +275,7 @@ mod tests {
     use warpwire::ibv::PortState;
 
     fn machine() -> Report {
-        let device = |name: &str, driver: &str| Device {
+        let device = |name: &str, driver: &str| IbvDevice {
             name: name.to_owned(),
             guid: "0c42:a103:00c3:5d8a".to_owned(),
             transport: Transport::InfiniBand,

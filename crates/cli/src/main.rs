@@ -1,10 +1,10 @@
 //! The `warpwire` command.
 
+mod baseline;
 mod copy;
 mod demo;
 mod devices;
 mod doctor;
-mod floor;
 mod mp;
 mod ordered;
 mod output;
@@ -101,14 +101,14 @@ fn start_log() -> Result<(), String> {
     let wanted = match std::env::var(LOG_VARIABLE) {
         Ok(text) if !text.trim().is_empty() => text,
         Ok(_) | Err(std::env::VarError::NotPresent) => "warn".to_owned(),
-        Err(std::env::VarError::NotUnicode(_)) => return Err(bad_log("its bytes are not UTF-8")),
+        Err(std::env::VarError::NotUnicode(_)) => return Err(log_error("its bytes are not UTF-8")),
     };
-    if let Some(word) = wanted.split(',').find(|word| is_stray(word.trim())) {
-        return Err(bad_log(&format!("{word:?} is neither a level nor a room")));
+    if let Some(word) = wanted.split(',').find(|word| is_unknown_directive(word.trim())) {
+        return Err(log_error(&format!("{word:?} is neither a level nor a room")));
     }
     let filter = EnvFilter::builder()
         .parse(&wanted)
-        .map_err(|source| bad_log(&format!("{wanted:?}: {source}")))?;
+        .map_err(|source| log_error(&format!("{wanted:?}: {source}")))?;
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
@@ -118,12 +118,12 @@ fn start_log() -> Result<(), String> {
 }
 
 /// A bare word that is no level would be taken for a module of that name, and silence everything.
-fn is_stray(word: &str) -> bool {
+fn is_unknown_directive(word: &str) -> bool {
     let is_level = word.parse::<tracing_subscriber::filter::LevelFilter>().is_ok();
     !word.is_empty() && !is_level && !word.contains(['=', '[']) && !word.starts_with("warpwire")
 }
 
-fn bad_log(why: &str) -> String {
+fn log_error(why: &str) -> String {
     format!(
         "cannot read {LOG_VARIABLE}: {why}; write a level (error, warn, info, debug, trace) or levels by room, \
          as in warn,warpwire::mem=debug"

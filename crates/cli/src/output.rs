@@ -47,37 +47,37 @@ pub(crate) enum Failure {
     /// What was asked for makes no sense on this machine: status 2.
     Usage(String),
     /// It makes sense, and did not work: status 1.
-    Broken(String),
+    Runtime(String),
 }
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self::Broken(error.to_string())
+        Self::Runtime(error.to_string())
     }
 }
 
 /// What is printed by way of text, as it comes, under a spinner; nothing for JSON.
-pub(crate) struct Screen {
+pub(crate) struct Reporter {
     json: bool,
     spinner: ProgressBar,
 }
 
-impl Screen {
+impl Reporter {
     pub(crate) fn new(json: bool) -> Self {
         Self { json, spinner: spinner() }
     }
 
     /// Says what is at work now.
-    pub(crate) fn working(&self, what: impl Into<String>) {
+    pub(crate) fn set_status(&self, what: impl Into<String>) {
         self.spinner.set_message(what.into());
     }
 
     /// Prints text that stays.
-    pub(crate) fn say(&self, text: &str) -> Result<(), Failure> {
+    pub(crate) fn print(&self, text: &str) -> Result<(), Failure> {
         if self.json {
             return Ok(());
         }
-        self.spinner.suspend(|| print(text)).map_err(Failure::Broken)
+        self.spinner.suspend(|| print(text)).map_err(Failure::Runtime)
     }
 
     /// Takes the spinner away, and prints the result if JSON was asked for.
@@ -86,22 +86,22 @@ impl Screen {
         if !self.json {
             return Ok(());
         }
-        print_json(result).map_err(Failure::Broken)
+        print_json(result).map_err(Failure::Runtime)
     }
 }
 
-impl Drop for Screen {
+impl Drop for Reporter {
     fn drop(&mut self) {
         self.spinner.finish_and_clear();
     }
 }
 
 /// The end of a tool, as the command's: what is broken is told here, a wrong use by whoever called.
-pub(crate) fn ended(outcome: Result<ExitCode, Failure>) -> Result<ExitCode, String> {
+pub(crate) fn exit_result(outcome: Result<ExitCode, Failure>) -> Result<ExitCode, String> {
     match outcome {
         Ok(code) => Ok(code),
         Err(Failure::Usage(message)) => Err(message),
-        Err(Failure::Broken(message)) => {
+        Err(Failure::Runtime(message)) => {
             // Nobody may be listening; the status still tells.
             let _ = writeln!(io::stderr(), "error: {message}");
             Ok(ExitCode::FAILURE)

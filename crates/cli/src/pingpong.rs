@@ -7,14 +7,16 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::Serialize;
-use warpwire::hca::Sum;
+use warpwire::hca::QpTotals;
 use warpwire::link::Capture;
-use warpwire::link::fault::Plan;
-use warpwire::verbs::exchange::{Exchange, Greeting};
-use warpwire::verbs::{Completion, Context, Cq, Mtu, Op, Qp, QpOptions, ReceiveRequest, Request};
+use warpwire::link::fault::FaultPlan;
+use warpwire::verbs::bootstrap::{Bootstrap, PingpongHandshake};
+use warpwire::verbs::{
+    Completion, Context, Cq, Mtu, Qp, QpOptions, ReceiveRequest, SendRequest, WrOp,
+};
 
-use crate::output::{self, Failure, Screen};
-use crate::perf::memory::{self, Buffer, MemoryChoice, Registered};
+use crate::output::{self, Failure, Reporter};
+use crate::perf::memory::{self, Buffer, MemoryChoice, RegisterBy};
 use crate::perf::{faults, links, mtu, seconds, size};
 
 /// Send messages to and fro with ibv_rc_pingpong
@@ -68,7 +70,7 @@ pub(crate) struct Arguments {
 
     /// Faults on this side's link, as in loss=5%,reorder=1%,seed=7
     #[arg(long, value_name = "FAULTS", value_parser = faults)]
-    fault: Option<Plan>,
+    fault: Option<FaultPlan>,
 
     /// Record this side's packets, for Wireshark
     #[arg(long, value_name = "FILE")]
@@ -97,7 +99,7 @@ Examples:
 
 /// How one end is known.
 #[derive(Serialize)]
-struct Side {
+struct AddressInfo {
     qpn: u32,
     psn: u32,
     gid: String,
@@ -107,8 +109,8 @@ struct Side {
 struct Report {
     role: &'static str,
     link: String,
-    local: Side,
-    remote: Side,
+    local: AddressInfo,
+    remote: AddressInfo,
     size: u64,
     mtu: u32,
     iterations: u32,
@@ -117,11 +119,11 @@ struct Report {
     usec_per_iteration: f64,
     /// Whether what came back was compared with what was sent.
     verified: bool,
-    counters: Sum,
+    counters: QpTotals,
 }
 
 /// This end, ready to be connected.
-struct End<'a> {
+struct Endpoint<'a> {
     arguments: &'a Arguments,
     is_client: bool,
     context: Context,
@@ -136,74 +138,75 @@ const RECEIVE: u64 = 1;
 const SEND: u64 = 2;
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
-    output::ended(play(arguments))
+    output::exit_result(run_pingpong(arguments))
 }
 
-fn play(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let screen = Screen::new(arguments.json);
-    let mut exchange = meet(arguments, &screen)?;
-    let end = End::new(arguments, exchange.local()?.ip())?;
-    let mine = Greeting::of(&end.qp.offer());
-    let connect = |theirs: &Greeting| end.qp.connect(&theirs.offer(arguments.mtu));
-    let theirs = if end.is_client {
-        let theirs = exchange.greet_as_client(&mine)?;
+fn run_pingpong(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let reporter = Reporter::new(arguments.json);
+    let mut bootstrap = connect_peer(arguments, &reporter)?;
+    let endpoint = Endpoint::new(arguments, bootstrap.local()?.ip())?;
+    let mine = PingpongHandshake::of(&endpoint.qp.endpoint());
+    let connect = |theirs: &PingpongHandshake| endpoint.qp.connect(&theirs.endpoint(arguments.mtu));
+    let theirs = if endpoint.is_client {
+        let theirs = bootstrap.handshake_as_client(&mine)?;
         connect(&theirs)?;
         theirs
     } else {
-        exchange.greet_as_server(&mine, connect)?
+        bootstrap.handshake_as_server(&mine, connect)?
     };
-    let [local, remote] = [mine, theirs].map(Side::of);
-    screen.say(&format!("  local address:  {local}\n  remote address: {remote}\n"))?;
-    screen.working("messages go to and fro");
-    let took = end.rally()?;
-    end.linger()?;
-    let report = end.report(took, local, remote);
-    screen.say(&report.to_string())?;
-    screen.finish(&report)?;
+    let [local, remote] = [mine, theirs].map(AddressInfo::of);
+    reporter.print(&format!("  local address:  {local}\n  remote address: {remote}\n"))?;
+    reporter.set_status("messages go to and fro");
+    let took = endpoint.ping_pong()?;
+    endpoint.linger()?;
+    let report = endpoint.report(took, local, remote);
+    reporter.print(&report.to_string())?;
+    reporter.finish(&report)?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// Finds the other end.
-fn meet(arguments: &Arguments, screen: &Screen) -> Result<Exchange, Failure> {
+fn connect_peer(arguments: &Arguments, reporter: &Reporter) -> Result<Bootstrap, Failure> {
     let timeout = Duration::from_secs_f64(arguments.timeout);
     if let Some(host) = &arguments.host {
-        screen.working(format!("connecting to {host}:{}", arguments.port));
-        return Ok(Exchange::connect((host.as_str(), arguments.port), timeout)?);
+        reporter.set_status(format!("connecting to {host}:{}", arguments.port));
+        return Ok(Bootstrap::connect((host.as_str(), arguments.port), timeout)?);
     }
     let address = SocketAddr::new(arguments.bind, arguments.port);
     let listener = TcpListener::bind(address).map_err(|why| {
         let fix = "give another port with -p, or an address of this machine with --bind";
-        Failure::Broken(format!("cannot listen on {address}: {why}; {fix}"))
+        Failure::Runtime(format!("cannot listen on {address}: {why}; {fix}"))
     })?;
     let address = listener.local_addr().unwrap_or(address);
-    screen.say(&format!("  waiting for a client on {address}\n"))?;
-    screen.working("waiting");
-    Ok(Exchange::accept(&listener, timeout)?)
+    reporter.print(&format!("  waiting for a client on {address}\n"))?;
+    reporter.set_status("waiting");
+    Ok(Bootstrap::accept(&listener, timeout)?)
 }
 
-impl<'a> End<'a> {
-    fn new(arguments: &'a Arguments, seen: IpAddr) -> Result<Self, Failure> {
-        let address = arguments.from.unwrap_or(seen).to_canonical();
+impl<'a> Endpoint<'a> {
+    fn new(arguments: &'a Arguments, local_ip: IpAddr) -> Result<Self, Failure> {
+        let address = arguments.from.unwrap_or(local_ip).to_canonical();
         let link = format!("udp:{}", SocketAddr::new(address, roce_port()));
-        let (link, capture) = links::make(&link, seen, arguments.fault, arguments.pcap.as_deref())?;
+        let (link, capture) =
+            links::make(&link, local_ip, arguments.fault, arguments.pcap.as_deref())?;
         let context = Context::open(link)?;
-        if arguments.mtu > context.largest_mtu().bytes() {
-            let largest = context.largest_mtu().bytes();
-            let fix = format!("give both ends -m {largest}, or raise the interface's MTU");
+        if arguments.mtu > context.max_mtu().bytes() {
+            let max_mtu = context.max_mtu().bytes();
+            let fix = format!("give both ends -m {max_mtu}, or raise the interface's MTU");
             let why = format!("packets of {} bytes do not fit the link", arguments.mtu);
-            return Err(Failure::Broken(format!("{why}: {}; {fix}", context.path())));
+            return Err(Failure::Runtime(format!("{why}: {}; {fix}", context.path())));
         }
         let pd = context.pd();
         let device = memory::device(&arguments.mem)
             .map_err(|error| Failure::Usage(format!("--mem {}: {error}", arguments.mem)))?;
         let buffer =
-            Buffer::new(&context, &pd, device.as_ref(), arguments.size, Registered::Handle)?;
+            Buffer::new(&context, &pd, device.as_ref(), arguments.size, RegisterBy::Handle)?;
         let cq = context.create_cq(arguments.rx_depth + 1)?;
         let options = QpOptions {
             send_depth: 1,
             receive_depth: arguments.rx_depth,
-            send_ranges: 1,
-            receive_ranges: 1,
+            max_send_sge: 1,
+            max_recv_sge: 1,
             mtu: Mtu::new(arguments.mtu),
             max_rd_atomic: 1,
             min_rnr_timer: 12,
@@ -211,11 +214,11 @@ impl<'a> End<'a> {
         };
         let qp = context.create_qp(&pd, &cq, &cq, options)?;
         // The peer's first message may come as soon as it can.
-        qp.modify(&qp.to_init())?;
+        qp.modify(&qp.init_attr())?;
         let is_client = arguments.host.is_some();
-        let end = Self { arguments, is_client, context, cq, qp, buffer, capture };
-        end.post_receives(arguments.rx_depth)?;
-        Ok(end)
+        let endpoint = Self { arguments, is_client, context, cq, qp, buffer, capture };
+        endpoint.post_receives(arguments.rx_depth)?;
+        Ok(endpoint)
     }
 
     fn post_receives(&self, count: u32) -> Result<(), Failure> {
@@ -232,33 +235,34 @@ impl<'a> End<'a> {
             self.buffer.fill(0, self.arguments.size, number.into())?;
         }
         let range = [self.buffer.mr.sge(0, self.arguments.size as u32)];
-        Ok(self.qp.post_send(&[Request::new(SEND, Op::Send).with(&range)])?)
+        Ok(self.qp.post_send(&[SendRequest::new(SEND, WrOp::Send).with(&range)])?)
     }
 
     /// All messages, to and fro. A send follows when the one before has ended, and a message came in.
-    fn rally(&self) -> Result<Duration, Failure> {
+    fn ping_pong(&self) -> Result<Duration, Failure> {
         let iters = self.arguments.iters;
-        let (mut sent, mut ended, mut received, mut waiting) = (0, 0, 0, self.arguments.rx_depth);
+        let (mut sent, mut exit_result, mut received, mut posted_receives) =
+            (0, 0, 0, self.arguments.rx_depth);
         let start = Instant::now();
         if self.is_client {
             self.send(sent)?;
             sent += 1;
         }
-        while received < iters || ended < iters {
+        while received < iters || exit_result < iters {
             let completion = self.next()?;
             if completion.id == SEND {
-                ended += 1;
+                exit_result += 1;
             } else {
                 self.check(&completion, received)?;
                 received += 1;
-                waiting -= 1;
-                if waiting <= 1 {
-                    self.post_receives(self.arguments.rx_depth - waiting)?;
-                    waiting = self.arguments.rx_depth;
+                posted_receives -= 1;
+                if posted_receives <= 1 {
+                    self.post_receives(self.arguments.rx_depth - posted_receives)?;
+                    posted_receives = self.arguments.rx_depth;
                 }
             }
             let answered = if self.is_client { received } else { received.saturating_sub(1) };
-            if sent < iters && sent == ended && sent == answered && received > 0 {
+            if sent < iters && sent == exit_result && sent == answered && received > 0 {
                 self.send(sent)?;
                 sent += 1;
             }
@@ -269,7 +273,7 @@ impl<'a> End<'a> {
     /// What came must be as long as it should, and to a client what it sent.
     fn check(&self, completion: &Completion, number: u32) -> Result<(), Failure> {
         let wrong = |what: String| {
-            Failure::Broken(format!(
+            Failure::Runtime(format!(
                 "message {number} is wrong: {what}; give both ends the same -s"
             ))
         };
@@ -280,7 +284,7 @@ impl<'a> End<'a> {
         if !self.is_client || self.arguments.no_verify {
             return Ok(());
         }
-        match self.buffer.first_wrong(0, self.arguments.size, number.into())? {
+        match self.buffer.first_mismatch(0, self.arguments.size, number.into())? {
             None => Ok(()),
             Some(at) => Err(wrong(format!("byte {at} is not the one that was sent"))),
         }
@@ -296,12 +300,12 @@ impl<'a> End<'a> {
         let Some(completion) = completion else {
             let (why, fix) = ("nothing came", "look at what the other end says");
             let seconds = timeout.as_secs_f64();
-            return Err(Failure::Broken(format!("{why} for {seconds} s; {fix}, and at its -g")));
+            return Err(Failure::Runtime(format!("{why} for {seconds} s; {fix}, and at its -g")));
         };
         if !completion.is_success() {
             let status = completion.status;
             let fix = "look whether both ends have the same -s and -m, and what the other says";
-            return Err(Failure::Broken(format!("a message failed: {status:?}; {fix}")));
+            return Err(Failure::Runtime(format!("a message failed: {status:?}; {fix}")));
         }
         Ok(completion)
     }
@@ -340,7 +344,7 @@ impl<'a> End<'a> {
         self.capture.as_ref().map_or(Ok(()), |capture| Ok(capture.finish()?))
     }
 
-    fn report(&self, took: Duration, local: Side, remote: Side) -> Report {
+    fn report(&self, took: Duration, local: AddressInfo, remote: AddressInfo) -> Report {
         let Arguments { size, mtu, iters, no_verify, .. } = *self.arguments;
         let seconds = took.as_secs_f64();
         Report {
@@ -365,13 +369,13 @@ fn roce_port() -> u16 {
     warpwire::link::udp::ADDRESS.port()
 }
 
-impl Side {
-    fn of(greeting: Greeting) -> Self {
-        Self { qpn: greeting.qpn, psn: greeting.psn, gid: greeting.gid.to_string() }
+impl AddressInfo {
+    fn of(handshake: PingpongHandshake) -> Self {
+        Self { qpn: handshake.qpn, psn: handshake.psn, gid: handshake.gid.to_string() }
     }
 }
 
-impl std::fmt::Display for Side {
+impl std::fmt::Display for AddressInfo {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { qpn, psn, gid } = self;
         write!(f, "QPN {qpn:#08x}, PSN {psn:#08x}, GID {gid}")

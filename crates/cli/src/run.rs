@@ -68,7 +68,7 @@ fn duration(text: &str) -> Result<Duration, String> {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
     if let Some(parent) = arguments.become_rank_of {
-        return Err(become_program(parent, &arguments.program));
+        return Err(exec_program(parent, &arguments.program));
     }
     let job = Job {
         ranks: arguments.ranks.into(),
@@ -77,11 +77,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
         link: arguments.link.clone(),
         program: arguments.program.clone(),
     };
-    crate::output::ended(launch(&job))
+    crate::output::exit_result(launch(&job))
 }
 
 /// Ends with whoever started it, and becomes the program. Returns only if that fails.
-fn become_program(parent: u32, program: &[OsString]) -> String {
+fn exec_program(parent: u32, program: &[OsString]) -> String {
     if let Err(why) = rustix::process::set_parent_process_death_signal(Some(Signal::KILL)) {
         return format!("cannot ask to end with the launcher: {why}");
     }
@@ -103,18 +103,18 @@ pub(crate) struct Job {
 }
 
 /// A folder for the address of rank 0. It goes with this.
-struct Folder(PathBuf);
+struct TempDir(PathBuf);
 
-impl Folder {
+impl TempDir {
     fn new() -> Result<Self, Failure> {
         let path = std::env::temp_dir().join(format!("warpwire-run-{}", token()?));
         let made = std::fs::DirBuilder::new().mode(0o700).create(&path);
-        made.map_err(|why| Failure::Broken(format!("cannot make {}: {why}", path.display())))?;
+        made.map_err(|why| Failure::Runtime(format!("cannot make {}: {why}", path.display())))?;
         Ok(Self(path))
     }
 }
 
-impl Drop for Folder {
+impl Drop for TempDir {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
@@ -124,7 +124,7 @@ impl Drop for Folder {
 fn token() -> Result<String, Failure> {
     let mut bytes = [0; 16];
     let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-    read.map_err(|why| Failure::Broken(format!("cannot read /dev/urandom: {why}")))?;
+    read.map_err(|why| Failure::Runtime(format!("cannot read /dev/urandom: {why}")))?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
@@ -132,12 +132,12 @@ fn token() -> Result<String, Failure> {
 struct Rank {
     child: Child,
     readers: Vec<JoinHandle<()>>,
-    ended: Option<ExitStatus>,
+    exit_status: Option<ExitStatus>,
 }
 
 impl Rank {
     fn signal(&self, signal: Signal) {
-        if self.ended.is_none() {
+        if self.exit_status.is_none() {
             // The group is its own: what it has started is reached too.
             let _ = kill_process_group(Pid::from_child(&self.child), signal);
         }
@@ -156,33 +156,34 @@ impl Drop for Rank {
 
 /// Starts the ranks, and waits for all of them.
 pub(crate) fn launch(job: &Job) -> Result<ExitCode, Failure> {
-    let broken = |what: &str, why: std::io::Error| Failure::Broken(format!("cannot {what}: {why}"));
+    let broken =
+        |what: &str, why: std::io::Error| Failure::Runtime(format!("cannot {what}: {why}"));
     let mut signals = Signals::new([SIGCHLD, SIGINT, SIGTERM, SIGHUP])
         .map_err(|why| broken("listen for signals", why))?;
-    let (tell, told) = channel();
+    let (signals_tx, signals_rx) = channel();
     let handle = signals.handle();
     let listener = std::thread::spawn(move || {
         for signal in signals.forever() {
-            if tell.send(signal).is_err() {
+            if signals_tx.send(signal).is_err() {
                 return;
             }
         }
     });
-    let folder = Folder::new()?;
+    let temp_dir = TempDir::new()?;
     let token = token()?;
     let mut ranks = Vec::new();
     for rank in 0..job.ranks {
-        let started = start(job, rank, &folder, &token);
+        let started = start(job, rank, &temp_dir, &token);
         ranks.push(started.map_err(|why| broken(&format!("start rank {rank}"), why))?);
     }
-    let outcome = attend(job, &mut ranks, &told);
+    let outcome = supervise(job, &mut ranks, &signals_rx);
     drop(ranks);
     handle.close();
     let _ = listener.join();
     Ok(outcome)
 }
 
-fn start(job: &Job, rank: usize, folder: &Folder, token: &str) -> std::io::Result<Rank> {
+fn start(job: &Job, rank: usize, temp_dir: &TempDir, token: &str) -> std::io::Result<Rank> {
     let mut command = Command::new(std::env::current_exe()?);
     command
         .args(["run", "--become-rank-of", &std::process::id().to_string(), "--"])
@@ -191,7 +192,7 @@ fn start(job: &Job, rank: usize, folder: &Folder, token: &str) -> std::io::Resul
         .env("WARPWIRE_SIZE", job.ranks.to_string())
         .env("WARPWIRE_LOCAL_RANK", rank.to_string())
         .env("WARPWIRE_LOCAL_SIZE", job.ranks.to_string())
-        .env("WARPWIRE_MASTER", format!("file:{}", folder.0.join("address").display()))
+        .env("WARPWIRE_MASTER", format!("file:{}", temp_dir.0.join("address").display()))
         .env("WARPWIRE_TOKEN", token)
         .envs(job.link.as_ref().map(|link| ("WARPWIRE_LINK", link)))
         .stdin(Stdio::null())
@@ -202,16 +203,16 @@ fn start(job: &Job, rank: usize, folder: &Folder, token: &str) -> std::io::Resul
     let mut child = command.spawn()?;
     let mut readers = Vec::new();
     if let Some(out) = child.stdout.take() {
-        readers.push(std::thread::spawn(move || pass_on(rank, out, std::io::stdout())));
+        readers.push(std::thread::spawn(move || forward_output(rank, out, std::io::stdout())));
     }
     if let Some(err) = child.stderr.take() {
-        readers.push(std::thread::spawn(move || pass_on(rank, err, std::io::stderr())));
+        readers.push(std::thread::spawn(move || forward_output(rank, err, std::io::stderr())));
     }
-    Ok(Rank { child, readers, ended: None })
+    Ok(Rank { child, readers, exit_status: None })
 }
 
 /// Passes lines on, whole, each with its rank.
-fn pass_on(rank: usize, from: impl Read, mut to: impl Write) {
+fn forward_output(rank: usize, from: impl Read, mut to: impl Write) {
     let mut from = BufReader::new(from);
     let mut line = Vec::new();
     loop {
@@ -232,42 +233,48 @@ fn pass_on(rank: usize, from: impl Read, mut to: impl Write) {
 }
 
 /// Waits until all have ended. One that fails ends the others.
-fn attend(job: &Job, ranks: &mut [Rank], told: &Receiver<i32>) -> ExitCode {
+fn supervise(job: &Job, ranks: &mut [Rank], signals_rx: &Receiver<i32>) -> ExitCode {
     /// Between asking and killing.
-    const LAST: Duration = Duration::from_secs(3);
+    const KILL_AFTER: Duration = Duration::from_secs(3);
     let mut first_failure: Option<(usize, ExitStatus)> = None;
     let mut interrupted = None;
-    let mut asked: Option<Instant> = None;
+    let mut terminating_since: Option<Instant> = None;
     let mut failed_at: Option<Instant> = None;
     loop {
         for (rank, process) in ranks.iter_mut().enumerate() {
-            if process.ended.is_some() {
+            if process.exit_status.is_some() {
                 continue;
             }
             let Ok(Some(status)) = process.child.try_wait() else { continue };
-            process.ended = Some(status);
-            if !status.success() && asked.is_none() {
-                let _ = writeln!(std::io::stderr(), "warpwire run: rank {rank} {}", ending(status));
+            process.exit_status = Some(status);
+            if !status.success() && terminating_since.is_none() {
+                let _ = writeln!(
+                    std::io::stderr(),
+                    "warpwire run: rank {rank} {}",
+                    describe_exit(status)
+                );
                 first_failure.get_or_insert((rank, status));
                 failed_at.get_or_insert_with(Instant::now);
             }
         }
-        if ranks.iter().all(|process| process.ended.is_some()) {
+        if ranks.iter().all(|process| process.exit_status.is_some()) {
             return exit_code(first_failure, interrupted);
         }
-        if asked.is_none() && failed_at.is_some_and(|since| since.elapsed() >= job.grace) {
+        if terminating_since.is_none()
+            && failed_at.is_some_and(|since| since.elapsed() >= job.grace)
+        {
             ranks.iter().for_each(|process| process.signal(Signal::TERM));
-            asked = Some(Instant::now());
+            terminating_since = Some(Instant::now());
         }
-        if asked.is_some_and(|since| since.elapsed() >= LAST) {
+        if terminating_since.is_some_and(|since| since.elapsed() >= KILL_AFTER) {
             ranks.iter().for_each(|process| process.signal(Signal::KILL));
         }
-        let patience = if failed_at.or(asked).is_some() { 20 } else { 1000 };
-        match told.recv_timeout(Duration::from_millis(patience)) {
+        let poll_ms = if failed_at.or(terminating_since).is_some() { 20 } else { 1000 };
+        match signals_rx.recv_timeout(Duration::from_millis(poll_ms)) {
             Ok(SIGCHLD) | Err(RecvTimeoutError::Timeout) => {}
             Ok(number) => {
                 interrupted.get_or_insert(number);
-                asked.get_or_insert_with(Instant::now);
+                terminating_since.get_or_insert_with(Instant::now);
                 let signal = Signal::from_named_raw(number).unwrap_or(Signal::TERM);
                 ranks.iter().for_each(|process| process.signal(signal));
             }
@@ -277,7 +284,7 @@ fn attend(job: &Job, ranks: &mut [Rank], told: &Receiver<i32>) -> ExitCode {
 }
 
 /// How a rank ended, in words.
-fn ending(status: ExitStatus) -> String {
+fn describe_exit(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("ended with status {code}"),
         (None, Some(signal)) => {
@@ -289,13 +296,13 @@ fn ending(status: ExitStatus) -> String {
 }
 
 fn exit_code(failure: Option<(usize, ExitStatus)>, interrupted: Option<i32>) -> ExitCode {
-    let of_signal = |signal: i32| ExitCode::from((128 + signal).clamp(1, 255) as u8);
+    let code_of_signal = |signal: i32| ExitCode::from((128 + signal).clamp(1, 255) as u8);
     match (interrupted, failure) {
-        (Some(signal), _) => of_signal(signal),
+        (Some(signal), _) => code_of_signal(signal),
         (None, None) => ExitCode::SUCCESS,
         (None, Some((_, status))) => match (status.code(), status.signal()) {
             (Some(code), _) => ExitCode::from(code.clamp(1, 255) as u8),
-            (None, signal) => of_signal(signal.unwrap_or(1)),
+            (None, signal) => code_of_signal(signal.unwrap_or(1)),
         },
     }
 }

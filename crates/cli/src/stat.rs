@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::Serialize;
-use warpwire::hca::publish::{self, Device, Published};
-use warpwire::hca::{Direct, Sum};
+use warpwire::hca::publish::{self, DeviceStats, ProcessStats};
+use warpwire::hca::{DirectStats, QpTotals};
 use warpwire::units;
 
 use crate::output::{self, Failure};
@@ -67,8 +67,8 @@ struct Line<'a> {
     device: u64,
     link: &'a str,
     queue_pairs: usize,
-    totals: &'a Sum,
-    direct: &'a Direct,
+    totals: &'a QpTotals,
+    direct: &'a DirectStats,
     completions: u64,
     lost: &'a BTreeMap<String, u64>,
     /// Nothing in the first look.
@@ -88,16 +88,16 @@ struct Rates {
 
 /// What was seen of a device, and when.
 #[derive(Clone, Copy)]
-struct Seen {
+struct Snapshot {
     when: Instant,
-    pairs: Sum,
+    pairs: QpTotals,
     completions: u64,
     direct: [u64; 2],
 }
 
-impl Seen {
-    fn of(device: &Device) -> Self {
-        let Direct { operations, bytes, .. } = device.direct;
+impl Snapshot {
+    fn of(device: &DeviceStats) -> Self {
+        let DirectStats { operations, bytes, .. } = device.direct;
         let (pairs, completions) = (device.pairs, device.completions);
         Self { when: Instant::now(), pairs, completions, direct: [operations, bytes] }
     }
@@ -119,7 +119,7 @@ impl Seen {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
-    output::ended(watch(arguments))
+    output::exit_result(run_loop(arguments))
 }
 
 /// Whom to ask.
@@ -129,7 +129,7 @@ fn choose(arguments: &Arguments) -> Result<Vec<u32>, Failure> {
     }
     let found = publish::processes()?;
     match found.as_slice() {
-        [] => Err(Failure::Broken(
+        [] => Err(Failure::Runtime(
             "no process publishes counters; start one that opens a device, as in warpwire perf write bw --local -D 60"
                 .to_owned(),
         )),
@@ -145,8 +145,8 @@ fn choose(arguments: &Arguments) -> Result<Vec<u32>, Failure> {
     }
 }
 
-fn watch(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let mut seen: BTreeMap<(u32, u64), Seen> = BTreeMap::new();
+fn run_loop(arguments: &Arguments) -> Result<ExitCode, Failure> {
+    let mut snapshots: BTreeMap<(u32, u64), Snapshot> = BTreeMap::new();
     let mut rounds = 0;
     loop {
         let pids = match choose(arguments) {
@@ -155,10 +155,10 @@ fn watch(arguments: &Arguments) -> Result<ExitCode, Failure> {
             Err(_) if rounds > 0 => return Ok(ExitCode::SUCCESS),
             Err(failure) => return Err(failure),
         };
-        let mut told = Vec::new();
+        let mut published = Vec::new();
         for pid in pids {
-            match publish::ask(pid) {
-                Ok(one) => told.push(one),
+            match publish::query(pid) {
+                Ok(one) => published.push(one),
                 Err(_) if rounds > 0 && !arguments.all => return Ok(ExitCode::SUCCESS),
                 Err(error) if arguments.all => {
                     tracing::info!(pid, %error, "passed over");
@@ -168,14 +168,14 @@ fn watch(arguments: &Arguments) -> Result<ExitCode, Failure> {
         }
         // The first look has nothing to compare with.
         if arguments.once || rounds > 0 {
-            show(arguments, &told, &seen, rounds)?;
+            print_lines(arguments, &published, &snapshots, rounds)?;
         }
         if arguments.once || arguments.count.is_some_and(|count| rounds >= count) {
             return Ok(ExitCode::SUCCESS);
         }
-        for process in &told {
+        for process in &published {
             for device in &process.devices {
-                seen.insert((process.pid, device.number), Seen::of(device));
+                snapshots.insert((process.pid, device.number), Snapshot::of(device));
             }
         }
         rounds += 1;
@@ -202,20 +202,20 @@ const HEADINGS: [&str; 14] = [
 /// A terminal's height: the head is shown again after so many rounds.
 const PAGE: u64 = 20;
 
-fn show(
+fn print_lines(
     arguments: &Arguments,
-    told: &[Published],
-    seen: &BTreeMap<(u32, u64), Seen>,
+    published: &[ProcessStats],
+    snapshots: &BTreeMap<(u32, u64), Snapshot>,
     round: u64,
 ) -> Result<(), Failure> {
     let mut text = String::new();
     if !arguments.json && (arguments.once || round % PAGE == 1) {
         text += &cells(HEADINGS.map(str::to_owned));
     }
-    for process in told {
+    for process in published {
         for device in &process.devices {
-            let before = seen.get(&(process.pid, device.number));
-            let per_second = before.map(|before| before.rates(&Seen::of(device)));
+            let before = snapshots.get(&(process.pid, device.number));
+            let per_second = before.map(|before| before.rates(&Snapshot::of(device)));
             let line = Line {
                 pid: process.pid,
                 program: &process.program,
@@ -231,12 +231,12 @@ fn show(
             text += &match arguments.json {
                 true => serde_json::to_string(&line)
                     .map(|line| line + "\n")
-                    .map_err(|why| Failure::Broken(format!("cannot write JSON: {why}")))?,
+                    .map_err(|why| Failure::Runtime(format!("cannot write JSON: {why}")))?,
                 false => row(&line),
             };
         }
     }
-    output::print(&text).map_err(Failure::Broken)
+    output::print(&text).map_err(Failure::Runtime)
 }
 
 fn row(line: &Line<'_>) -> String {

@@ -13,8 +13,8 @@ fn run(arguments: &[&str]) -> Output {
 /// What it printed, if it ended well.
 fn text(arguments: &[&str]) -> String {
     let output = run(arguments);
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {said}");
+    let stderr_text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {stderr_text}");
     String::from_utf8(output.stdout).unwrap()
 }
 
@@ -102,8 +102,8 @@ fn what_makes_no_sense_is_refused() {
         (&["poll", "-n", "0"], "zero"),
     ] {
         let output = run(arguments);
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {said}");
-        assert!(said.contains(named), "{arguments:?}: {said}");
+        let stderr_text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {stderr_text}");
+        assert!(stderr_text.contains(named), "{arguments:?}: {stderr_text}");
     }
 }

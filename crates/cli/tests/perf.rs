@@ -263,14 +263,14 @@ fn shared_memory_does_without_packets_unless_told_otherwise() {
 #[test]
 fn devices_that_are_not_there() {
     let perf = ["perf", "write", "bw", "--local", "--device", "mlx9_9"];
-    let told = |library: &str| {
+    let stderr_with = |library: &str| {
         let output = warpwire(&perf).env("WARPWIRE_IBVERBS", library).output().unwrap();
         assert_ne!(output.status.code(), Some(0));
         stderr(&output)
     };
-    let missing = told("libibverbs-that-is-not-there.so.1");
+    let missing = stderr_with("libibverbs-that-is-not-there.so.1");
     assert!(missing.contains("is not installed") && missing.contains("rdma-core"), "{missing}");
-    let old = told("libc.so.6");
+    let old = stderr_with("libc.so.6");
     assert!(old.contains("libc.so.6 has no symbol ibv_get_device_list"), "{old}");
     let together = run(&["perf", "write", "bw", "--local", "--device", "x", "--link", "udp"]);
     assert_eq!(together.status.code(), Some(2), "{}", stderr(&together));

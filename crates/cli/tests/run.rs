@@ -54,8 +54,9 @@ fn one_that_fails_ends_the_others() {
     assert_eq!(killed.status.code(), Some(137));
     assert!(text(&killed.stderr).contains("signal 9 (SIGKILL)"), "{}", text(&killed.stderr));
     // One that does not listen is killed in the end.
-    let deaf = "trap '' TERM; [ $WARPWIRE_RANK = 0 ] && exit 1; while :; do sleep 1; done";
-    let output = run(&["-n", "2", "--grace", "10ms", "--", "sh", "-c", deaf]);
+    let ignore_term_script =
+        "trap '' TERM; [ $WARPWIRE_RANK = 0 ] && exit 1; while :; do sleep 1; done";
+    let output = run(&["-n", "2", "--grace", "10ms", "--", "sh", "-c", ignore_term_script]);
     assert_eq!(output.status.code(), Some(1));
 }
 

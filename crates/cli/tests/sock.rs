@@ -42,8 +42,9 @@ impl Server {
         let arguments = [arguments, &["--bind", "127.0.0.1:0"]].concat();
         let mut child = warpwire(&arguments).stdout(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let mut told = lines.map_while(Result::ok).filter(|line| line.contains("listens at"));
-        let address = told.next().unwrap().rsplit(' ').next().unwrap().to_owned();
+        let mut listen_lines =
+            lines.map_while(Result::ok).filter(|line| line.contains("listens at"));
+        let address = listen_lines.next().unwrap().rsplit(' ').next().unwrap().to_owned();
         Self { child, address }
     }
 
@@ -174,8 +175,8 @@ fn a_kernel_is_a_client() {
 
 #[test]
 fn what_cannot_be_is_told() {
-    let deserted = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-    let refused = run(&["connect", &deserted, "-d", "sim:0"]);
+    let closed_port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let refused = run(&["connect", &closed_port, "-d", "sim:0"]);
     assert_eq!(refused.status.code(), Some(1));
     assert!(text(&refused.stderr).contains("Connection refused"), "{}", text(&refused.stderr));
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -261,6 +262,9 @@ fn a_kernel_talks_to_a_kernel_of_another_process() {
     assert!(!text(&stranger.stdout).contains("hello there"), "TCP alone does not do");
     assert!(server.connect().write_all(b"nonsense\n").is_ok());
     let friend = ask("warp");
-    let said = text(&friend.stdout) + &text(&friend.stderr);
-    assert!(said.contains("hello there") || said.contains("timed out"), "{said}");
+    let output_text = text(&friend.stdout) + &text(&friend.stderr);
+    assert!(
+        output_text.contains("hello there") || output_text.contains("timed out"),
+        "{output_text}"
+    );
 }

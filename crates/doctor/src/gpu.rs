@@ -1,7 +1,7 @@
 //! The GPU, its driver, and what CUDA offers.
 
 use super::{Check, Evidence, Group, Outcome, some_of};
-use warpwire::host::{Access, System};
+use warpwire::host::{FileAccess, System};
 
 const GROUP: Group = Group::Gpu;
 
@@ -100,7 +100,7 @@ fn device_nodes(system: &System) -> Vec<Check> {
         .map(|node| device_node(system, node))
         .collect();
     let nodes = gpu_nodes(system);
-    let open = nodes.iter().filter(|node| system.access(node) == Access::ReadWrite);
+    let open = nodes.iter().filter(|node| system.access(node) == FileAccess::ReadWrite);
     let open: Vec<String> = open.cloned().collect();
     if !open.is_empty() && open.len() < nodes.len() {
         // A container is commonly given some of the host's GPUs; the rest are none of its business.
@@ -119,13 +119,13 @@ fn device_nodes(system: &System) -> Vec<Check> {
 
 fn device_node(system: &System, node: &str) -> Check {
     match system.access(node) {
-        Access::ReadWrite => GROUP.pass(node, "this user may read and write it"),
-        Access::Missing => GROUP.fail(
+        FileAccess::ReadWrite => GROUP.pass(node, "this user may read and write it"),
+        FileAccess::Missing => GROUP.fail(
             node,
             "the device node does not exist",
             "`sudo nvidia-modprobe -u -c 0`, or start the container with `--gpus all`",
         ),
-        Access::Denied | Access::ReadOnly => GROUP.fail(
+        FileAccess::Denied | FileAccess::ReadOnly => GROUP.fail(
             node,
             "this user may not read and write it",
             format!("`sudo chmod 666 {node}`; to keep it: NVreg_DeviceFileMode=0666 for the nvidia module"),

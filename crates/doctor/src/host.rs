@@ -27,7 +27,7 @@ fn container(system: &System) -> Check {
             "container",
             format!(
                 "{} ({}): device nodes and limits are what the engine gives",
-                found.kind, found.sign
+                found.kind, found.evidence
             ),
         ),
         None => GROUP.pass("container", "no sign of one"),
@@ -41,7 +41,7 @@ fn virtual_machine(system: &System) -> Check {
             name,
             format!(
                 "yes, vendor {} ({}): PCIe distances are those that the hypervisor shows",
-                found.vendor, found.sign
+                found.vendor, found.evidence
             ),
         ),
         None => GROUP.pass(name, "no sign of one"),

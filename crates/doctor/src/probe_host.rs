@@ -59,9 +59,9 @@ fn try_udp() -> Result<UdpProbe> {
         Ok(()) if whole => Outcome::Worked,
         Ok(()) => Outcome::failed("the burst was sent and did not arrive whole"),
     };
-    let gro = match receiver.offloads().joining {
+    let gro = match receiver.offloads().coalescing {
         Err(why) => Outcome::failed(why),
-        Ok(()) if receiver.counters().joined > 0 => Outcome::Worked,
+        Ok(()) if receiver.counters().coalesced > 0 => Outcome::Worked,
         Ok(()) if gso != Outcome::Worked => {
             Outcome::not_tried("needs a segmented burst to receive")
         }

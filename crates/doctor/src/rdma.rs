@@ -1,7 +1,7 @@
 //! RDMA hardware: what it is, whether it is up, and whether this user may open it.
 
 use super::{Check, Evidence, Group, some_of};
-use warpwire::host::{Access, RdmaDevice, RdmaPort, System};
+use warpwire::host::{FileAccess, RdmaDevice, RdmaPort, System};
 
 const GROUP: Group = Group::RdmaDevices;
 
@@ -43,10 +43,10 @@ pub(super) fn obstacle(system: &System, device: &RdmaDevice) -> Option<String> {
         return Some(format!("{name} has no uverbs device"));
     };
     match system.access(node) {
-        Access::ReadWrite if device.is_active() => None,
-        Access::ReadWrite => Some(format!("no port of {name} is active")),
-        Access::Missing => Some(format!("{node} ({name}) is missing")),
-        Access::Denied | Access::ReadOnly => {
+        FileAccess::ReadWrite if device.is_active() => None,
+        FileAccess::ReadWrite => Some(format!("no port of {name} is active")),
+        FileAccess::Missing => Some(format!("{node} ({name}) is missing")),
+        FileAccess::Denied | FileAccess::ReadOnly => {
             Some(format!("{node} ({name}) is closed to this user"))
         }
     }
@@ -75,14 +75,14 @@ fn node(system: &System, device: &RdmaDevice) -> Check {
         );
     };
     match system.access(node) {
-        Access::ReadWrite => GROUP.pass(name, format!("{node} is open to this user")),
-        Access::Missing => GROUP.fail(
+        FileAccess::ReadWrite => GROUP.pass(name, format!("{node} is open to this user")),
+        FileAccess::Missing => GROUP.fail(
             name,
             format!("{node} does not exist, although the kernel has the device"),
             "start the container with `--device=/dev/infiniband` (Kubernetes: an RDMA device plugin); on a host, \
              `sudo modprobe ib_uverbs`",
         ),
-        Access::Denied | Access::ReadOnly => GROUP.fail(
+        FileAccess::Denied | FileAccess::ReadOnly => GROUP.fail(
             name,
             format!("this user may not read and write {node}"),
             format!("`sudo chmod 666 {node}`, or install rdma-core's udev rules"),
@@ -137,7 +137,7 @@ fn gids(device: &RdmaDevice, port: &RdmaPort, layer: &str) -> Check {
 fn dma_buf(device: &RdmaDevice) -> Check {
     let name = format!("{} dma-buf registration", device.name);
     let driver = device.driver.as_deref().unwrap_or("not known");
-    match device.registers_dma_buf() {
+    match device.supports_dma_buf_mr() {
         Some(true) => GROUP.pass(name, format!("the {driver} driver implements it; not tried here")),
         Some(false) if device.address.is_none() => GROUP.skip(
             name,
@@ -180,7 +180,7 @@ fn direct_queues(system: &System, device: &RdmaDevice) -> Check {
 fn on_demand_paging(device: &RdmaDevice) -> Check {
     let name = format!("{} on-demand paging", device.name);
     let driver = device.driver.as_deref().unwrap_or("not known");
-    match device.pages_on_demand() {
+    match device.supports_odp() {
         Some(true) => GROUP.pass(
             name,
             format!("the {driver} driver implements it; the firmware has the last word"),

@@ -42,7 +42,7 @@ pub(super) fn path(evidence: &Evidence) -> Path {
     let mut missing = dma_buf_obstacles(evidence);
     if missing.is_empty() {
         let devices = usable_hardware(evidence);
-        let able = devices.into_iter().filter(|d| d.registers_dma_buf() == Some(true));
+        let able = devices.into_iter().filter(|d| d.supports_dma_buf_mr() == Some(true));
         return Path::DmaBuf(able.map(|device| device.name.clone()).collect());
     }
     match peer_memory_module(&evidence.system) {
@@ -70,14 +70,14 @@ fn dma_buf_obstacles(evidence: &Evidence) -> Vec<String> {
         Some(kernel) => missing.push(format!("kernel {} is older than 5.12", kernel.release)),
         None => missing.push("the kernel's version is not known".to_owned()),
     }
-    match system.verbs_library().map(|library| library.registers_dma_buf()) {
+    match system.verbs_library().map(|library| library.supports_dma_buf_mr()) {
         Some(Some(true)) => {}
         Some(Some(false)) => missing.push("libibverbs has no ibv_reg_dmabuf_mr".to_owned()),
         Some(None) => missing.push("libibverbs's version is not known".to_owned()),
         None => missing.push("libibverbs.so.1 is not installed".to_owned()),
     }
     let hardware = usable_hardware(evidence);
-    if !hardware.iter().any(|device| device.registers_dma_buf() == Some(true)) {
+    if !hardware.iter().any(|device| device.supports_dma_buf_mr() == Some(true)) {
         missing.push("no usable RDMA device's driver takes dma-bufs".to_owned());
     }
     missing
@@ -174,7 +174,7 @@ fn verbs_library(evidence: &Evidence) -> Check {
         return GROUP.fail(name, why, fix);
     };
     let path = &library.path;
-    match (library.registers_dma_buf(), library.rdma_core) {
+    match (library.supports_dma_buf_mr(), library.rdma_core) {
         (Some(true), Some(release)) => GROUP.pass(
             name,
             format!("rdma-core {release} by its file name ({path}); ibv_reg_dmabuf_mr came with 34"),

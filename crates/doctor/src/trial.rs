@@ -12,7 +12,8 @@ use warpwire::link::Hub;
 use warpwire::mem::{self, Allocation, MemoryKind};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
-    Access, Attach, Context, Cq, DmaBufRange, Memory, Mr, Op, Pd, Qp, QpOptions, Request,
+    Access, AttachMode, Context, Cq, DmaBufRange, MemorySource, Mr, Pd, Qp, QpOptions, SendRequest,
+    WrOp,
 };
 
 /// How much memory is tried.
@@ -60,7 +61,7 @@ enum By {
     Handle,
     Address,
     OnDemand,
-    DmaBuf(Attach),
+    DmaBuf(AttachMode),
     Staged,
 }
 
@@ -69,8 +70,8 @@ impl By {
         Self::Handle,
         Self::Address,
         Self::OnDemand,
-        Self::DmaBuf(Attach::Static),
-        Self::DmaBuf(Attach::Dynamic),
+        Self::DmaBuf(AttachMode::Static),
+        Self::DmaBuf(AttachMode::Dynamic),
         Self::Staged,
     ];
 
@@ -79,8 +80,8 @@ impl By {
             Self::Handle => "handle",
             Self::Address => "address",
             Self::OnDemand => "address, on demand",
-            Self::DmaBuf(Attach::Static) => "dma-buf, pinned",
-            Self::DmaBuf(Attach::Dynamic) => "dma-buf, may move",
+            Self::DmaBuf(AttachMode::Static) => "dma-buf, pinned",
+            Self::DmaBuf(AttachMode::Dynamic) => "dma-buf, may move",
             Self::Staged => "handle, staged",
         }
     }
@@ -151,8 +152,8 @@ impl Bench {
         let (cq, far_cq) = (near.create_cq(16)?, far.create_cq(16)?);
         let qp = near.create_qp(&pd, &cq, &cq, QpOptions::default())?;
         let peer = far.create_qp(&far_pd, &far_cq, &far_cq, QpOptions::default())?;
-        qp.connect(&peer.offer())?;
-        peer.connect(&qp.offer())?;
+        qp.connect(&peer.endpoint())?;
+        peer.connect(&qp.endpoint())?;
         Ok(Self { near, far, pd, far_pd, cq, qp, _far: (far_cq, peer) })
     }
 
@@ -191,7 +192,7 @@ impl Bench {
             }
             (Subject::Host(memory), _) => context.register(pd, memory.clone(), rights),
             (Subject::Device(memory), By::Staged) => {
-                context.register(pd, Memory::from(memory.whole()?).staged(), rights)
+                context.register(pd, MemorySource::from(memory.whole()?).staged(), rights)
             }
             (Subject::Device(memory), _) => context.register(pd, memory.whole()?, rights),
         }
@@ -204,7 +205,7 @@ impl Bench {
         own.bytes().write(0, &sent)?;
         let local = self.near.register(&self.pd, own.clone(), Access::LOCAL_WRITE)?;
         let remote = mr.remote(AT);
-        self.finish(Request::new(1, Op::Write(remote)).with(&[local.sge(0, DATA as u32)]))?;
+        self.finish(SendRequest::new(1, WrOp::Write(remote)).with(&[local.sge(0, DATA as u32)]))?;
         let mut seen = vec![0; DATA];
         match subject {
             Subject::Host(memory) => memory.bytes().read(AT, &mut seen)?,
@@ -217,12 +218,12 @@ impl Bench {
             return Err(wrong("write to registered memory"));
         }
         let back = local.sge(DATA as u64, DATA as u32);
-        self.finish(Request::new(2, Op::Read(remote)).with(&[back]))?;
+        self.finish(SendRequest::new(2, WrOp::Read(remote)).with(&[back]))?;
         own.bytes().read(DATA as u64, &mut seen)?;
         if seen != sent { Err(wrong("read from registered memory")) } else { Ok(()) }
     }
 
-    fn finish(&self, request: Request<'_>) -> Result<()> {
+    fn finish(&self, request: SendRequest<'_>) -> Result<()> {
         self.qp.post_send(&[request])?;
         let failed = |why: String| Error::new(Kind::DeviceLost, "use registered memory").why(why);
         let done = self.cq.next(PATIENCE)?;

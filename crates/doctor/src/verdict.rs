@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::registration::{self, Path};
 use super::windows::{self, resource_manager};
 use super::{CudaDeviceProbe, Evidence, Outcome, rdma, some_of};
-use warpwire::host::Access;
+use warpwire::host::FileAccess;
 
 pub(super) const GPU: &str = "GPU";
 pub(super) const SIMULATED_GPU: &str = "simulated GPU";
@@ -145,7 +145,7 @@ fn cpu_windows(evidence: &Evidence) -> Verdict {
                 "expected, through the resource manager's map call: {nodes} are open to this user"
             ),
         ),
-        Err(_) if system.access("/dev/gdrdrv") == Access::ReadWrite => verdict(
+        Err(_) if system.access("/dev/gdrdrv") == FileAccess::ReadWrite => verdict(
             capability,
             Answer::Yes,
             "expected, through /dev/gdrdrv, which is open to this user",

@@ -2,7 +2,7 @@
 
 use super::gpu::gpu_nodes;
 use super::{Check, CudaDeviceProbe, Evidence, Group, Outcome};
-use warpwire::host::{Access, PciDevice, System};
+use warpwire::host::{FileAccess, PciDevice, System};
 use warpwire::units;
 
 const GROUP: Group = Group::CpuWindows;
@@ -112,11 +112,11 @@ fn dma_buf_mmap(evidence: &Evidence, device: &CudaDeviceProbe) -> Check {
 /// Whether the resource manager's nodes are open to this user; the reason, where they are not.
 pub(super) fn resource_manager(system: &System) -> Result<String, String> {
     let control = "/dev/nvidiactl";
-    if system.access(control) != Access::ReadWrite {
+    if system.access(control) != FileAccess::ReadWrite {
         return Err(format!("{control} is {}", describe(system.access(control))));
     }
     let nodes = gpu_nodes(system);
-    let open = nodes.iter().find(|node| system.access(node) == Access::ReadWrite);
+    let open = nodes.iter().find(|node| system.access(node) == FileAccess::ReadWrite);
     match (open, nodes.first()) {
         (Some(node), _) => Ok(format!("{control} and {node}")),
         (None, Some(node)) => Err(format!("{node} is {}", describe(system.access(node)))),
@@ -124,12 +124,12 @@ pub(super) fn resource_manager(system: &System) -> Result<String, String> {
     }
 }
 
-fn describe(access: Access) -> &'static str {
+fn describe(access: FileAccess) -> &'static str {
     match access {
-        Access::Missing => "missing",
-        Access::Denied => "closed to this user",
-        Access::ReadOnly => "read-only for this user",
-        Access::ReadWrite => "open to this user",
+        FileAccess::Missing => "missing",
+        FileAccess::Denied => "closed to this user",
+        FileAccess::ReadOnly => "read-only for this user",
+        FileAccess::ReadWrite => "open to this user",
     }
 }
 
@@ -158,12 +158,12 @@ fn gdrdrv(evidence: &Evidence) -> Check {
     let other_path = resource_manager(system).is_ok()
         || devices.iter().any(|device| device.dmabuf_mmap.worked() || device.window.worked());
     match system.access(name) {
-        Access::ReadWrite => GROUP.pass(name, "gdrcopy's kernel module is there and open to this user"),
+        FileAccess::ReadWrite => GROUP.pass(name, "gdrcopy's kernel module is there and open to this user"),
         found if other_path => {
             let found = describe(found);
             GROUP.skip(name, format!("gdrcopy's device node is {found}, and not needed: another path is open"))
         }
-        Access::Missing => GROUP.warn(
+        FileAccess::Missing => GROUP.warn(
             name,
             "gdrcopy's device node is missing, and no other path to a CPU window is open",
             "open the NVIDIA device nodes (see above), or install gdrdrv-dkms and `sudo modprobe gdrdrv`",

@@ -476,8 +476,8 @@ fn no_spoilt_file_stops_a_report() {
             };
             let whole = std::fs::read(&file).unwrap();
             let half = whole[..whole.len() / 2].to_vec();
-            for spoilt in [half, vec![0xff; 300], b"9999999999999999999999\n-1:0x".to_vec()] {
-                std::fs::write(&file, spoilt).unwrap();
+            for corrupted in [half, vec![0xff; 300], b"9999999999999999999999\n-1:0x".to_vec()] {
+                std::fs::write(&file, corrupted).unwrap();
                 survives();
             }
             std::fs::write(&file, whole).unwrap();

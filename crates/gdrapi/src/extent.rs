@@ -16,7 +16,7 @@ use warpwire::mem::{self, Allocation, Backend, Device, DeviceAddr, Window, Windo
 use crate::abi::GPU_PAGE;
 
 /// CUDA's allocations begin at multiples of this.
-const GRAIN: u64 = 256;
+const ALLOC_GRANULARITY: u64 = 256;
 
 /// A range of device addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,14 +53,14 @@ pub(crate) fn open(wanted: Span, simulator: bool) -> Result<(Window, Device), Er
             Err(refusal) => refusal,
         },
         Err(refusal) => {
-            let found = known(&device, anchor, wanted);
+            let found = mapped_extent(&device, anchor, wanted);
             // Small allocations share pages: then all of the pages are shown, as the module would.
             let around =
                 borrow(&device, found)?.window_around(DeviceAddr::new(wanted.start), wanted.len());
             if let Ok(window) = around {
                 return Ok((window, device));
             }
-            check_left_out(wanted, found, refusal)?;
+            check_gap_unowned(wanted, found, refusal)?;
             return Ok((window(&borrow(&device, found)?, &options)?, device));
         }
     };
@@ -76,14 +76,15 @@ pub(crate) fn open(wanted: Span, simulator: bool) -> Result<(Window, Device), Er
 /// The device, and the first address in the first page of the range that is memory.
 fn owner(wanted: Span, simulator: bool) -> Result<(Device, u64), Error> {
     let mut refusal = None;
-    let later = (wanted.start + 1).next_multiple_of(GRAIN)..wanted.end.min(wanted.start + GPU_PAGE);
-    for at in std::iter::once(wanted.start).chain(later.step_by(GRAIN as usize)) {
+    let later = (wanted.start + 1).next_multiple_of(ALLOC_GRANULARITY)
+        ..wanted.end.min(wanted.start + GPU_PAGE);
+    for at in std::iter::once(wanted.start).chain(later.step_by(ALLOC_GRANULARITY as usize)) {
         match mem::owner_of(DeviceAddr::new(at)) {
             Ok(device) if device.info().backend == Backend::Sim && !simulator => {
                 return Err(Error::new(Kind::NotDeviceMemory, "pin memory")
                     .on(device.label())
                     .why("it is simulated memory")
-                    .fix(format!("set {}=1", crate::sim::VARIABLE)));
+                    .fix(format!("set {}=1", crate::sim::ENV_VAR)));
             }
             Ok(device) => return Ok((device, at)),
             Err(error) if error.kind() == &Kind::NotDeviceMemory => {
@@ -112,7 +113,7 @@ fn window(memory: &Allocation, options: &WindowOptions) -> Result<Window, Error>
 
 /// The memory around `anchor` without a gap, inside `wanted`: found by halving, since a driver is quick to
 /// say whether a range is all memory, and does not say how far it goes.
-fn known(device: &Device, anchor: u64, wanted: Span) -> Span {
+fn mapped_extent(device: &Device, anchor: u64, wanted: Span) -> Span {
     let exists = |start, end| borrow(device, Span { start, end }).is_ok();
     let (mut from, mut good) = (wanted.start, anchor);
     while from < good {
@@ -129,12 +130,14 @@ fn known(device: &Device, anchor: u64, wanted: Span) -> Span {
 }
 
 /// Refuses to leave out more than a client's rounding explains, or what may be what it wanted.
-fn check_left_out(wanted: Span, found: Span, refusal: Error) -> Result<(), Error> {
+fn check_gap_unowned(wanted: Span, found: Span, refusal: Error) -> Result<(), Error> {
     if found.start - wanted.start >= GPU_PAGE || wanted.end - found.end > GPU_PAGE {
         return Err(refusal);
     }
-    let before = (wanted.start.next_multiple_of(GRAIN)..found.start).step_by(GRAIN as usize);
-    let behind = (found.end.next_multiple_of(GRAIN)..wanted.end).step_by(GRAIN as usize);
+    let before = (wanted.start.next_multiple_of(ALLOC_GRANULARITY)..found.start)
+        .step_by(ALLOC_GRANULARITY as usize);
+    let behind = (found.end.next_multiple_of(ALLOC_GRANULARITY)..wanted.end)
+        .step_by(ALLOC_GRANULARITY as usize);
     let other = before.chain(behind).find(|at| mem::owner_of(DeviceAddr::new(*at)).is_ok());
     match other {
         None => Ok(()),

@@ -27,20 +27,20 @@ pub(crate) struct Process {
     pub(crate) simulated: Mutex<BTreeMap<u64, Allocation>>,
 }
 
-type Word = AtomicPtr<Process>;
+type ProcessCell = AtomicPtr<Process>;
 
 const PAGE: usize = 4096;
 
 /// The page that children find empty.
-static CLEARED_BY_FORK: AtomicPtr<Word> = AtomicPtr::new(null_mut());
+static CLEARED_BY_FORK: AtomicPtr<ProcessCell> = AtomicPtr::new(null_mut());
 
 impl Process {
     /// This process's.
     pub(crate) fn get() -> &'static Self {
-        let word = word();
-        let known = word.load(Ordering::Acquire);
+        let process_cell = process_cell();
+        let current = process_cell.load(Ordering::Acquire);
         // SAFETY: what is stored there comes from Box::into_raw below and is never freed.
-        unsafe { known.as_ref() }.unwrap_or_else(|| start(word))
+        unsafe { current.as_ref() }.unwrap_or_else(|| start(process_cell))
     }
 
     fn new() -> Self {
@@ -55,24 +55,28 @@ impl Process {
 }
 
 /// The word that holds the pointer. No lock: it might be held at the moment of a fork.
-fn word() -> &'static Word {
-    let known = CLEARED_BY_FORK.load(Ordering::Acquire);
+fn process_cell() -> &'static ProcessCell {
+    let current = CLEARED_BY_FORK.load(Ordering::Acquire);
     // SAFETY: only pointers to mapped or leaked words are stored there, which stay for good.
-    unsafe { known.as_ref() }.unwrap_or_else(make_word)
+    unsafe { current.as_ref() }.unwrap_or_else(init_process_cell)
 }
 
 #[cold]
-fn make_word() -> &'static Word {
+fn init_process_cell() -> &'static ProcessCell {
     let page = map_page();
-    let word = page.map_or_else(
+    let process_cell = page.map_or_else(
         // Without memory for a page, go on without the protection.
-        || Box::into_raw(Box::new(Word::new(null_mut()))),
+        || Box::into_raw(Box::new(ProcessCell::new(null_mut()))),
         |page| page.as_ptr().cast(),
     );
-    let placed =
-        CLEARED_BY_FORK.compare_exchange(null_mut(), word, Ordering::AcqRel, Ordering::Acquire);
-    let word = match placed {
-        Ok(_) => word,
+    let installed = CLEARED_BY_FORK.compare_exchange(
+        null_mut(),
+        process_cell,
+        Ordering::AcqRel,
+        Ordering::Acquire,
+    );
+    let process_cell = match installed {
+        Ok(_) => process_cell,
         Err(earlier) => {
             if let Some(page) = page {
                 // SAFETY: mapped above and seen by nobody else.
@@ -82,7 +86,7 @@ fn make_word() -> &'static Word {
         }
     };
     // SAFETY: a zeroed page is a null AtomicPtr, aligned; it is never unmapped.
-    unsafe { &*word }
+    unsafe { &*process_cell }
 }
 
 fn map_page() -> Option<NonNull<u8>> {
@@ -97,9 +101,9 @@ fn map_page() -> Option<NonNull<u8>> {
 }
 
 #[cold]
-fn start(word: &'static Word) -> &'static Process {
+fn start(process_cell: &'static ProcessCell) -> &'static Process {
     let fresh = Box::into_raw(Box::new(Process::new()));
-    match word.compare_exchange(null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
+    match process_cell.compare_exchange(null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: just made, and never freed from here on.
         Ok(_) => unsafe { &*fresh },
         Err(earlier) => {

@@ -36,9 +36,9 @@ pub(crate) struct Pin {
     mapped: AtomicU64,
 }
 
-type Held<T> = MappedRwLockReadGuard<'static, T>;
+type ReadGuard<T> = MappedRwLockReadGuard<'static, T>;
 
-fn session(number: u64) -> Result<Held<Session>> {
+fn session(number: u64) -> Result<ReadGuard<Session>> {
     Process::get().sessions.get(number).ok_or_else(|| {
         log::line(
             Level::Error,
@@ -48,7 +48,7 @@ fn session(number: u64) -> Result<Held<Session>> {
     })
 }
 
-fn pinned(handle: u64) -> Result<Held<Pin>> {
+fn pinned(handle: u64) -> Result<ReadGuard<Pin>> {
     Process::get().pins.get(handle).ok_or_else(|| {
         log::line(Level::Error, || "no such memory handle in this process: was it unpinned?");
         libc::EINVAL
@@ -56,14 +56,14 @@ fn pinned(handle: u64) -> Result<Held<Pin>> {
 }
 
 /// The pin, if it is one of that session's.
-fn pin_of(number: u64, handle: u64) -> Result<Held<Pin>> {
+fn session_pin(number: u64, handle: u64) -> Result<ReadGuard<Pin>> {
     drop(session(number)?);
     let pin = pinned(handle)?;
-    if pin.session == number { Ok(pin) } else { Err(refuse("the handle is another session's")) }
+    if pin.session == number { Ok(pin) } else { Err(invalid("the handle is another session's")) }
 }
 
 #[cold]
-fn refuse(why: &str) -> errno::Errno {
+fn invalid(why: &str) -> errno::Errno {
     log::line(Level::Error, || why);
     libc::EINVAL
 }
@@ -106,7 +106,7 @@ fn check_paths() -> Result<()> {
 /// Ends a session: waits for the calls on it, then unpins all that it has.
 pub(crate) fn close(number: u64) -> Result<()> {
     let process = Process::get();
-    let ended = process.sessions.remove(number).ok_or_else(|| refuse("no such session"))?;
+    let ended = process.sessions.remove(number).ok_or_else(|| invalid("no such session"))?;
     for handle in std::mem::take(&mut *ended.pins.lock()) {
         drop(process.pins.remove(handle));
     }
@@ -118,13 +118,13 @@ pub(crate) fn pin(number: u64, address: u64, size: u64, flags: u32) -> Result<u6
     let session = session(number)?;
     match flags {
         pin::DEFAULT => {}
-        pin::FORCE_PCIE => return Err(refuse("pins that insist on PCIe are not offered")),
-        _ => return Err(refuse("unknown pin flags")),
+        pin::FORCE_PCIE => return Err(invalid("pins that insist on PCIe are not offered")),
+        _ => return Err(invalid("unknown pin flags")),
     }
     let wanted = Span::new(address, size);
     let pages = wanted.and_then(Span::pages);
     let Some((wanted, pages)) = wanted.zip(pages) else {
-        return Err(refuse("the range is empty or passes the end of the address space"));
+        return Err(invalid("the range is empty or passes the end of the address space"));
     };
     let opened = extent::open(wanted, session.simulator);
     let (window, device) = opened.map_err(|error| failed(&error))?;
@@ -144,29 +144,29 @@ pub(crate) fn pin(number: u64, address: u64, size: u64, flags: u32) -> Result<u6
 pub(crate) fn unpin(number: u64, handle: u64) -> Result<()> {
     let session = session(number)?;
     if !session.pins.lock().remove(&handle) {
-        return Err(refuse("the session has no such memory handle"));
+        return Err(invalid("the session has no such memory handle"));
     }
-    let gone = Process::get().pins.remove(handle);
-    log::line(Level::Debug, || format!("unpinned {:?}", gone.as_ref().map(|pin| &pin.window)));
+    let removed = Process::get().pins.remove(handle);
+    log::line(Level::Debug, || format!("unpinned {:?}", removed.as_ref().map(|pin| &pin.window)));
     Ok(())
 }
 
 /// Hands out the pointer that stands for the first address of the pin's pages.
 pub(crate) fn map(number: u64, handle: u64, size: u64, flags: c_int) -> Result<usize> {
-    let pin = pin_of(number, handle)?;
+    let pin = session_pin(number, handle)?;
     let wanted = match flags {
         map::DEFAULT => None,
         map::WRITE_COMBINING => Some(MappingType::WriteCombining),
         map::CACHED => Some(MappingType::Cached),
         map::DEVICE => Some(MappingType::Device),
-        _ => return Err(refuse("unknown map flags")),
+        _ => return Err(invalid("unknown map flags")),
     };
     if pin.mapped.load(Ordering::Acquire) != 0 {
         log::line(Level::Error, || "the memory is mapped already");
         return Err(libc::EAGAIN);
     }
     if size == 0 || size > pin.pages.len() {
-        return Err(refuse("the size to map is zero or more than was pinned"));
+        return Err(invalid("the size to map is zero or more than was pinned"));
     }
     if wanted.is_some_and(|wanted| wanted != pin.window.mapping()) {
         // gdrcopy's answer without its kernel module, where a type is fixed by the platform too.
@@ -174,8 +174,8 @@ pub(crate) fn map(number: u64, handle: u64, size: u64, flags: c_int) -> Result<u
         log::line(Level::Error, || format!("this platform maps device memory as {offered}"));
         return Err(libc::EINVAL);
     }
-    let reach = pin.reach(size);
-    let first = pin.mapped.compare_exchange(0, reach, Ordering::AcqRel, Ordering::Acquire);
+    let mapped_len = pin.mapped_len(size);
+    let first = pin.mapped.compare_exchange(0, mapped_len, Ordering::AcqRel, Ordering::Acquire);
     first.map_err(|_| libc::EAGAIN)?;
     log::line(Level::Debug, || format!("mapped {size} bytes of {:?}", pin.window));
     Ok(pin.base())
@@ -183,13 +183,13 @@ pub(crate) fn map(number: u64, handle: u64, size: u64, flags: c_int) -> Result<u
 
 /// Takes the pointer back.
 pub(crate) fn unmap(number: u64, handle: u64, base: usize, size: u64) -> Result<()> {
-    let pin = pin_of(number, handle)?;
+    let pin = session_pin(number, handle)?;
     let mapped = pin.mapped.load(Ordering::Acquire);
     if mapped == 0 {
-        return Err(refuse("the memory is not mapped"));
+        return Err(invalid("the memory is not mapped"));
     }
-    if base != pin.base() || size == 0 || pin.reach(size) > mapped {
-        return Err(refuse("that is not what was mapped"));
+    if base != pin.base() || size == 0 || pin.mapped_len(size) > mapped {
+        return Err(invalid("that is not what was mapped"));
     }
     // Of two threads that unmap, one does.
     let first = pin.mapped.compare_exchange(mapped, 0, Ordering::AcqRel, Ordering::Acquire);
@@ -198,18 +198,18 @@ pub(crate) fn unmap(number: u64, handle: u64, base: usize, size: u64) -> Result<
 
 /// What there is to know about a pin.
 pub(crate) fn info(number: u64, handle: u64) -> Result<InfoV2> {
-    Ok(pin_of(number, handle)?.info())
+    Ok(session_pin(number, handle)?.info())
 }
 
 /// Whether the owner's free took the memory away: it never does.
 pub(crate) fn callback_flag(number: u64, handle: u64) -> Result<c_int> {
-    pin_of(number, handle).map(|_| 0)
+    session_pin(number, handle).map(|_| 0)
 }
 
 /// What sort of library this is.
-pub(crate) fn attribute(number: u64, which: std::ffi::c_uint) -> Result<c_int> {
+pub(crate) fn attribute(number: u64, attr: std::ffi::c_uint) -> Result<c_int> {
     drop(session(number)?);
-    match which {
+    match attr {
         // Pinned memory outlives its free.
         attribute::USE_PERSISTENT_MAPPING => Ok(1),
         attribute::SUPPORT_PIN_FLAG_FORCE_PCIE => Ok(0),
@@ -218,7 +218,7 @@ pub(crate) fn attribute(number: u64, which: std::ffi::c_uint) -> Result<c_int> {
         // tests leave out those that copy the session's structure and hand its descriptor around.
         // Clients that do ask for the version, whatever this says (NCCL up to 2.30, NVSHMEM), get one.
         attribute::USING_DMA_BUF_MMAP => Ok(1),
-        _ => Err(refuse("unknown attribute")),
+        _ => Err(invalid("unknown attribute")),
     }
 }
 
@@ -239,15 +239,15 @@ pub(crate) fn copy(
     let pin = pinned(handle)?;
     let mapped = pin.mapped.load(Ordering::Acquire);
     if mapped == 0 {
-        return Err(refuse("the memory is not mapped"));
+        return Err(invalid("the memory is not mapped"));
     }
     if size == 0 {
         return Ok(());
     }
     let offset = pin.offset(pointer, size as u64, mapped);
-    let offset = offset.ok_or_else(|| refuse("the range is not inside the mapping"))?;
+    let offset = offset.ok_or_else(|| invalid("the range is not inside the mapping"))?;
     if host_is_null {
-        return Err(refuse("the host's side is a null pointer"));
+        return Err(invalid("the host's side is a null pointer"));
     }
     copy(&pin.window, offset).map_err(|error| failed(&error))
 }
@@ -262,7 +262,7 @@ impl Pin {
 
     /// How far from the base a mapping of `size` bytes goes: whole CPU pages, counted from the pinned address,
     /// so that clients need not add what that lies above its page.
-    fn reach(&self, size: u64) -> u64 {
+    fn mapped_len(&self, size: u64) -> u64 {
         const CPU_PAGE: u64 = 4096;
         let size = (self.wanted.start - self.pages.start).saturating_add(size);
         size.checked_next_multiple_of(CPU_PAGE).unwrap_or(u64::MAX).min(self.pages.len())

@@ -11,11 +11,11 @@ use crate::errno::{self, Result};
 use crate::process::Process;
 
 /// The environment variable that lets the library take simulated device addresses.
-pub const VARIABLE: &str = "WARPWIRE_GDRAPI_SIM";
+pub const ENV_VAR: &str = "WARPWIRE_GDRAPI_SIM";
 
 /// Whether simulated device addresses are taken.
 pub(crate) fn is_on() -> bool {
-    std::env::var_os(VARIABLE).is_some_and(|value| value == "1")
+    std::env::var_os(ENV_VAR).is_some_and(|value| value == "1")
 }
 
 fn allocate(size: u64) -> Result<u64> {

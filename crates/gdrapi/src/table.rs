@@ -58,7 +58,7 @@ impl<T> Table<T> {
                 None => return None,
             }
         };
-        let (chunk, offset) = place(index)?;
+        let (chunk, offset) = locate(index)?;
         let chunk = self.chunks[chunk].get_or_init(|| {
             let empty = || RwLock::new(Slot { generation: self.salt, value: None });
             std::iter::repeat_with(empty).take((FIRST as usize) << chunk).collect()
@@ -93,13 +93,13 @@ impl<T> Table<T> {
     }
 
     fn slot(&self, handle: u64) -> Option<&RwLock<Slot<T>>> {
-        let (chunk, offset) = place(handle as u32)?;
+        let (chunk, offset) = locate(handle as u32)?;
         self.chunks[chunk].get()?.get(offset)
     }
 }
 
 /// In which chunk a slot is, and where in it.
-fn place(index: u32) -> Option<(usize, usize)> {
+fn locate(index: u32) -> Option<(usize, usize)> {
     if index >= SLOTS {
         return None;
     }
@@ -114,14 +114,14 @@ mod tests {
 
     #[test]
     fn slots_follow_each_other_without_gaps() {
-        assert_eq!(place(0), Some((0, 0)));
-        assert_eq!(place(63), Some((0, 63)));
-        assert_eq!(place(64), Some((1, 0)));
-        assert_eq!(place(191), Some((1, 127)));
-        assert_eq!(place(192), Some((2, 0)));
-        assert_eq!(place(SLOTS - 1), Some((CHUNKS - 1, ((FIRST as usize) << (CHUNKS - 1)) - 1)));
-        assert_eq!(place(SLOTS), None);
-        assert_eq!(place(u32::MAX), None);
+        assert_eq!(locate(0), Some((0, 0)));
+        assert_eq!(locate(63), Some((0, 63)));
+        assert_eq!(locate(64), Some((1, 0)));
+        assert_eq!(locate(191), Some((1, 127)));
+        assert_eq!(locate(192), Some((2, 0)));
+        assert_eq!(locate(SLOTS - 1), Some((CHUNKS - 1, ((FIRST as usize) << (CHUNKS - 1)) - 1)));
+        assert_eq!(locate(SLOTS), None);
+        assert_eq!(locate(u32::MAX), None);
     }
 
     #[test]

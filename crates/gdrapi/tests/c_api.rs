@@ -34,9 +34,9 @@ fn root() -> PathBuf {
 
 /// The library that cargo has just built for this very test: beside the test's own binary.
 fn library() -> PathBuf {
-    let beside = std::env::current_exe().unwrap().with_file_name("libgdrapi.so");
-    assert!(beside.is_file(), "cargo built no {}", beside.display());
-    beside
+    let library_dir = std::env::current_exe().unwrap().with_file_name("libgdrapi.so");
+    assert!(library_dir.is_file(), "cargo built no {}", library_dir.display());
+    library_dir
 }
 
 /// A prefix with the library installed, made once.
@@ -85,8 +85,8 @@ fn run(mode: &str) -> Command {
 
 #[test]
 fn every_call_on_the_simulated_gpu() {
-    let said = ok(&mut run("sim"));
-    assert!(said.contains("sim: all good"), "{said}");
+    let output_text = ok(&mut run("sim"));
+    assert!(output_text.contains("sim: all good"), "{output_text}");
 }
 
 #[test]
@@ -96,8 +96,8 @@ fn every_call_on_cuda() {
         println!("skipped: no NVIDIA driver here");
         return;
     }
-    let said = ok(run("cuda").env_remove("WARPWIRE_GDRAPI_SIM"));
-    assert!(said.contains("cuda: all good"), "{said}");
+    let output_text = ok(run("cuda").env_remove("WARPWIRE_GDRAPI_SIM"));
+    assert!(output_text.contains("cuda: all good"), "{output_text}");
 }
 
 #[test]
@@ -112,16 +112,17 @@ fn no_session_without_a_gpu() {
 
 #[test]
 fn it_speaks_when_asked_to() {
-    let said = |command: &mut Command| {
+    let output_text = |command: &mut Command| {
         let output = command.output().unwrap();
         assert!(output.status.success());
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
-    assert_eq!(said(&mut run("sim")), "");
-    let errors = said(run("sim").env("GDRCOPY_ENABLE_LOGGING", "1"));
+    assert_eq!(output_text(&mut run("sim")), "");
+    let errors = output_text(run("sim").env("GDRCOPY_ENABLE_LOGGING", "1"));
     assert!(errors.contains("gdrapi (warpwire) error: the memory is mapped already"), "{errors}");
     assert!(!errors.contains("info: pinned"), "{errors}");
-    let all = said(run("sim").env("GDRCOPY_ENABLE_LOGGING", "1").env("GDRCOPY_LOG_LEVEL", "2"));
+    let all =
+        output_text(run("sim").env("GDRCOPY_ENABLE_LOGGING", "1").env("GDRCOPY_LOG_LEVEL", "2"));
     assert!(all.contains("info: pinned 1 bytes at"), "{all}");
     assert!(all.contains("by memfd"), "{all}");
 }

@@ -62,8 +62,8 @@ fn encode_headers(count: usize) {
     let transfer = transfer();
     let mut buffer = [0; 2048];
     for (headers, payload) in transfer.iter().cycle().take(count) {
-        let place = black_box(headers).emit(black_box(&mut buffer), black_box(*payload));
-        black_box(place);
+        let offset = black_box(headers).emit(black_box(&mut buffer), black_box(*payload));
+        black_box(offset);
     }
 }
 
@@ -85,6 +85,6 @@ fn decode_headers(count: usize) {
 /// Both ends of a connection: posting, sending, receiving, acknowledging, completing; everything but bytes.
 fn pump(row: usize, count: usize) {
     let (_, op, packets) = WORK[row];
-    let (there, back) = Pump::new(1024, 64).run(op, len_of(op, packets, 1024), count as u64);
-    black_box((there, back));
+    let (forward, reverse) = Pump::new(1024, 64).run(op, len_of(op, packets, 1024), count as u64);
+    black_box((forward, reverse));
 }

@@ -7,36 +7,36 @@ use warpwire_proto::wire::{
 use warpwire_proto::{Instant, Psn};
 
 /// Says yes, but for what a test sets.
-struct H {
+struct TestHost {
     receive: bool,
-    fetch: fn(Source) -> Verdict,
-    store: Verdict,
+    fetch: fn(Source) -> HostStatus,
+    store: HostStatus,
 }
-impl Default for H {
+impl Default for TestHost {
     fn default() -> Self {
-        Self { receive: true, fetch: |_| Verdict::Yes, store: Verdict::Yes }
+        Self { receive: true, fetch: |_| HostStatus::Ready, store: HostStatus::Ready }
     }
 }
-impl Host for H {
+impl Host for TestHost {
     fn take_receive(&mut self) -> Option<Receive> {
         self.receive.then_some(Receive { id: 1, capacity: 1 << 20 })
     }
-    fn may_access(&mut self, _: Access, at: Remote, _: u32) -> Verdict {
-        if at.key == 666 { Verdict::Refused } else { Verdict::Yes }
+    fn may_access(&mut self, _: Access, at: Remote, _: u32) -> HostStatus {
+        if at.key == 666 { HostStatus::Denied } else { HostStatus::Ready }
     }
-    fn place(&mut self, _: Target, _: u32) -> Verdict {
-        Verdict::Yes
+    fn place(&mut self, _: Target, _: u32) -> HostStatus {
+        HostStatus::Ready
     }
-    fn execute(&mut self, _: Remote, _: Atomic) -> Result<u64, Verdict> {
+    fn execute(&mut self, _: Remote, _: Atomic) -> Result<u64, HostStatus> {
         Ok(7)
     }
-    fn invalidate(&mut self, _: u32) -> Verdict {
-        Verdict::Yes
+    fn invalidate(&mut self, _: u32) -> HostStatus {
+        HostStatus::Ready
     }
-    fn store_result(&mut self, _: u64, _: u64) -> Verdict {
+    fn store_result(&mut self, _: u64, _: u64) -> HostStatus {
         self.store
     }
-    fn fetch(&mut self, from: Source, _: u32, _: usize) -> Verdict {
+    fn fetch(&mut self, from: Source, _: u32, _: usize) -> HostStatus {
         (self.fetch)(from)
     }
 }
@@ -45,50 +45,50 @@ fn t(micros: u64) -> Instant {
     Instant::from_nanos(micros * 1000)
 }
 
-fn up(options: Options, retry: u8, rnr: u8, rd: u8) -> Qp {
+fn connected_qp(options: Options, retry: u8, rnr: u8, rd: u8) -> Qp {
     let mut qp = Qp::new(0x11, options);
-    let path = Path {
+    let path = PathAttributes {
         peer: (std::net::Ipv4Addr::LOCALHOST, UDP_PORT).into(),
         traffic_class: 0,
         hop_limit: 64,
         flow_label: 0,
     };
-    qp.modify(&Change {
+    qp.modify(&QpAttributes {
         partition_index: Some(0),
         port: Some(1),
         access: Some(Access::ALL),
-        ..Change::to(State::Init)
+        ..QpAttributes::new(State::Init)
     })
     .unwrap();
-    qp.modify(&Change {
+    qp.modify(&QpAttributes {
         path: Some(path),
         mtu: Mtu::new(256),
         destination: Some(0x22),
         receive_psn: Some(Psn::new(0)),
         max_dest_rd_atomic: Some(4),
         min_rnr_timer: Some(1),
-        ..Change::to(State::Rtr)
+        ..QpAttributes::new(State::Rtr)
     })
     .unwrap();
-    qp.modify(&Change {
+    qp.modify(&QpAttributes {
         send_psn: Some(Psn::new(0)),
         timeout: Some(8),
         retry_count: Some(retry),
         rnr_retry: Some(rnr),
         max_rd_atomic: Some(rd),
-        ..Change::to(State::Rts)
+        ..QpAttributes::new(State::Rts)
     })
     .unwrap();
     qp
 }
 
 /// Headers that live as long as the test: there are few.
-fn packet(opcode: Opcode, psn: u32, extension: Extension, len: u32) -> Arrived<'static> {
+fn packet(opcode: Opcode, psn: u32, extension: Extension, len: u32) -> RxPacket<'static> {
     let headers =
         Headers { ack_request: true, ..Headers::new(opcode, 0x11, Psn::new(psn), extension) };
-    Arrived { headers: Box::leak(Box::new(headers)), payload_len: len, marked: false }
+    RxPacket { headers: Box::leak(Box::new(headers)), payload_len: len, marked: false }
 }
-fn ack(psn: u32, syndrome: Syndrome) -> Arrived<'static> {
+fn ack(psn: u32, syndrome: Syndrome) -> RxPacket<'static> {
     packet(Opcode::Acknowledge, psn, Extension::Aeth(Aeth { syndrome, msn: 0 }), 0)
 }
 fn reth(len: u32) -> Extension {
@@ -98,10 +98,10 @@ const AT: Remote = Remote { address: 0x1000, key: 1 };
 
 #[test]
 fn rnr_nak_with_progress_refills_before_it_judges() {
-    let mut qp = up(Options::default(), 7, 1, 4);
-    let mut h = H::default();
+    let mut qp = connected_qp(Options::default(), 7, 1, 4);
+    let mut h = TestHost::default();
     for id in 0..2 {
-        qp.post(Work::new(id, Op::Send, 8)).unwrap();
+        qp.post(SendWr::new(id, WrOp::Send, 8)).unwrap();
     }
     while qp.poll_transmit(t(0), &mut h).is_some() {}
     qp.handle_packet(t(1), &ack(0, Syndrome::RnrNak(1)), &mut h).unwrap(); // the one try
@@ -113,10 +113,10 @@ fn rnr_nak_with_progress_refills_before_it_judges() {
 
 #[test]
 fn sequence_nak_with_progress_refills_before_it_judges() {
-    let mut qp = up(Options::default(), 1, 7, 4);
-    let mut h = H::default();
+    let mut qp = connected_qp(Options::default(), 1, 7, 4);
+    let mut h = TestHost::default();
     for id in 0..3 {
-        qp.post(Work::new(id, Op::Send, 8)).unwrap();
+        qp.post(SendWr::new(id, WrOp::Send, 8)).unwrap();
     }
     while qp.poll_transmit(t(0), &mut h).is_some() {}
     let late = qp.poll_timeout(t(0));
@@ -128,9 +128,9 @@ fn sequence_nak_with_progress_refills_before_it_judges() {
 
 #[test]
 fn read_without_rd_atomic_ends() {
-    let mut qp = up(Options::default(), 7, 7, 0);
-    let mut h = H::default();
-    if qp.post(Work::new(0, Op::Read(AT), 8)).is_ok() {
+    let mut qp = connected_qp(Options::default(), 7, 7, 0);
+    let mut h = TestHost::default();
+    if qp.post(SendWr::new(0, WrOp::Read(AT), 8)).is_ok() {
         assert!(
             qp.poll_transmit(t(0), &mut h).is_some()
                 || qp.poll_event().is_some()
@@ -142,8 +142,9 @@ fn read_without_rd_atomic_ends() {
 
 #[test]
 fn last_words_behind_paced_read_data_have_a_wake_up() {
-    let mut qp = up(Options { line_rate: Some(1_000_000_000), ..Options::default() }, 7, 7, 4);
-    let mut h = H::default();
+    let mut qp =
+        connected_qp(Options { line_rate: Some(1_000_000_000), ..Options::default() }, 7, 7, 4);
+    let mut h = TestHost::default();
     qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 0, reth(1024), 0), &mut h).unwrap();
     let cnp = packet(Opcode::CongestionNotification, 0, Extension::Cnp, 0);
     qp.handle_packet(t(0), &cnp, &mut h).unwrap();
@@ -159,8 +160,8 @@ fn last_words_behind_paced_read_data_have_a_wake_up() {
 
 #[test]
 fn a_marked_cnp_begets_no_cnp() {
-    let mut qp = up(Options::default(), 7, 7, 4);
-    let mut h = H::default();
+    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut h = TestHost::default();
     let mut cnp = packet(Opcode::CongestionNotification, 0, Extension::Cnp, 0);
     cnp.marked = true;
     qp.handle_packet(t(100), &cnp, &mut h).unwrap();
@@ -169,8 +170,8 @@ fn a_marked_cnp_begets_no_cnp() {
 
 #[test]
 fn no_bare_ack_bears_the_number_of_a_read() {
-    let mut qp = up(Options::default(), 7, 7, 4);
-    let mut h = H::default();
+    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut h = TestHost::default();
     qp.handle_packet(t(0), &packet(Opcode::WriteOnly, 0, reth(8), 8), &mut h).unwrap();
     qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 1, reth(8), 0), &mut h).unwrap();
     while qp.poll_transmit(t(0), &mut h).is_some() {} // all lost
@@ -183,22 +184,25 @@ fn no_bare_ack_bears_the_number_of_a_read() {
 
 #[test]
 fn changing_max_dest_rd_atomic_in_sqd_keeps_promised_answers() {
-    let mut qp = up(Options::default(), 7, 7, 4);
-    let mut h = H::default();
+    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut h = TestHost::default();
     qp.handle_packet(t(0), &packet(Opcode::ReadRequest, 0, reth(8), 0), &mut h).unwrap();
-    qp.modify(&Change::to(State::Sqd)).unwrap();
-    if qp.modify(&Change { max_dest_rd_atomic: Some(8), ..Change::to(State::Sqd) }).is_ok() {
+    qp.modify(&QpAttributes::new(State::Sqd)).unwrap();
+    if qp
+        .modify(&QpAttributes { max_dest_rd_atomic: Some(8), ..QpAttributes::new(State::Sqd) })
+        .is_ok()
+    {
         let again = qp.handle_packet(t(1), &packet(Opcode::ReadRequest, 0, reth(8), 0), &mut h);
-        assert_eq!(again, Err(Discard::Duplicate));
+        assert_eq!(again, Err(DiscardReason::Duplicate));
         assert!(qp.poll_transmit(t(1), &mut h).is_some());
     }
 }
 
 #[test]
 fn an_atomic_result_without_a_page_pauses() {
-    let mut qp = up(Options::default(), 7, 7, 4);
-    let mut h = H { store: Verdict::NotNow, ..H::default() };
-    qp.post(Work::new(0, Op::Atomic(AT, Atomic::FetchAdd { add: 1 }), 8)).unwrap();
+    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut h = TestHost { store: HostStatus::Retry, ..TestHost::default() };
+    qp.post(SendWr::new(0, WrOp::Atomic(AT, Atomic::FetchAdd { add: 1 }), 8)).unwrap();
     assert!(qp.poll_transmit(t(0), &mut h).is_some());
     let result = Extension::AethAtomic(Aeth { syndrome: Syndrome::ACK, msn: 1 }, 5);
     let _ = qp.handle_packet(t(1), &packet(Opcode::AtomicAcknowledge, 0, result, 0), &mut h);
@@ -210,13 +214,13 @@ fn an_atomic_result_without_a_page_pauses() {
 
 #[test]
 fn our_own_page_fault_does_not_count_as_a_silent_peer() {
-    let mut qp = up(Options::default(), 0, 7, 4);
-    let stuck: fn(Source) -> Verdict = |from| match from {
-        Source::Work { offset, .. } if offset >= 512 => Verdict::NotNow,
-        _ => Verdict::Yes,
+    let mut qp = connected_qp(Options::default(), 0, 7, 4);
+    let stuck: fn(Source) -> HostStatus = |from| match from {
+        Source::SendWr { offset, .. } if offset >= 512 => HostStatus::Retry,
+        _ => HostStatus::Ready,
     };
-    let mut h = H { fetch: stuck, ..H::default() };
-    qp.post(Work::new(0, Op::Write(AT), 1024)).unwrap();
+    let mut h = TestHost { fetch: stuck, ..TestHost::default() };
+    qp.post(SendWr::new(0, WrOp::Write(AT), 1024)).unwrap();
     while let Some(sent) = qp.poll_transmit(t(0), &mut h) {
         assert!(!sent.headers.ack_request); // the peer has no reason to answer
     }
@@ -229,10 +233,10 @@ fn our_own_page_fault_does_not_count_as_a_silent_peer() {
 
 #[test]
 fn a_repeated_nak_does_not_cost_all_tries() {
-    let mut qp = up(Options::default(), 7, 7, 4);
-    let mut h = H::default();
+    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut h = TestHost::default();
     for id in 0..20 {
-        qp.post(Work::new(id, Op::Send, 8)).unwrap();
+        qp.post(SendWr::new(id, WrOp::Send, 8)).unwrap();
     }
     while qp.poll_transmit(t(0), &mut h).is_some() {}
     for turn in 0..8 {
@@ -245,8 +249,8 @@ fn a_repeated_nak_does_not_cost_all_tries() {
 
 #[test]
 fn an_atomic_with_payload_is_invalid() {
-    let mut qp = up(Options::default(), 7, 7, 4);
-    let mut h = H::default();
+    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut h = TestHost::default();
     let eth = Extension::Atomic(AtomicEth { address: 0x1000, rkey: 1, swap_or_add: 1, compare: 0 });
     qp.handle_packet(t(0), &packet(Opcode::FetchAdd, 0, eth, 64), &mut h).unwrap();
     assert_eq!(qp.state(), State::Err);
@@ -254,8 +258,8 @@ fn an_atomic_with_payload_is_invalid() {
 
 #[test]
 fn an_untaken_receipt_does_not_stop_writes() {
-    let mut qp = up(Options::default(), 7, 7, 4);
-    let mut h = H::default();
+    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut h = TestHost::default();
     qp.handle_packet(t(0), &packet(Opcode::SendOnly, 0, Extension::None, 8), &mut h).unwrap();
     let write = qp.handle_packet(t(0), &packet(Opcode::WriteOnly, 1, reth(8), 8), &mut h);
     assert_eq!(write, Ok(()), "a WRITE needs no place for a receipt");
@@ -263,8 +267,8 @@ fn an_untaken_receipt_does_not_stop_writes() {
 
 #[test]
 fn a_lost_packet_after_rnr_is_told() {
-    let mut qp = up(Options::default(), 7, 7, 4);
-    let mut h = H { receive: false, ..H::default() };
+    let mut qp = connected_qp(Options::default(), 7, 7, 4);
+    let mut h = TestHost { receive: false, ..TestHost::default() };
     let send = |psn| packet(Opcode::SendOnly, psn, Extension::None, 8);
     let _ = qp.handle_packet(t(0), &send(0), &mut h);
     assert!(qp.poll_transmit(t(0), &mut h).is_some()); // RNR NAK

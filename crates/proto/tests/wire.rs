@@ -43,7 +43,7 @@ fn check_vector(vector: &str, ip: IpRepr, headers: &Headers, payload: &[u8]) {
     let packet = Packet::new_checked(&vector).unwrap();
     assert_eq!(packet.transport().headers(), *headers);
     assert_eq!(packet.transport().payload(), payload);
-    assert!(packet.has_right_icrc::<Portable>());
+    assert!(packet.has_valid_icrc::<Portable>());
 }
 
 #[test]
@@ -117,21 +117,21 @@ fn packets_print_in_one_line() {
 fn what_is_wrong_is_named() {
     let headers = Headers::new(Opcode::SendOnly, 1, Psn::new(1), Extension::None);
     let good = built(ip("192.0.2.1", "192.0.2.2"), &headers, b"four");
-    let spoil = |at: usize, value: u8| {
+    let corrupt = |at: usize, value: u8| {
         let mut bytes = good.clone();
         bytes[at] = value;
         Packet::new_checked(&bytes).map(|_| ()).unwrap_err()
     };
-    assert_eq!(spoil(0, 0x46), Malformed::Ip); // options
-    assert_eq!(spoil(6, 0x20), Malformed::Ip); // a fragment
-    assert_eq!(spoil(9, 6), Malformed::Ip); // TCP
-    assert_eq!(spoil(25, 0xff), Malformed::Udp);
-    assert_eq!(spoil(28, 0x42), Malformed::Opcode);
-    assert_eq!(spoil(29, 0x01), Malformed::Version);
-    assert_eq!(spoil(28, 0x13), Malformed::Short); // an atomic's headers do not fit
+    assert_eq!(corrupt(0, 0x46), Malformed::Ip); // options
+    assert_eq!(corrupt(6, 0x20), Malformed::Ip); // a fragment
+    assert_eq!(corrupt(9, 6), Malformed::Ip); // TCP
+    assert_eq!(corrupt(25, 0xff), Malformed::Udp);
+    assert_eq!(corrupt(28, 0x42), Malformed::Opcode);
+    assert_eq!(corrupt(29, 0x01), Malformed::Version);
+    assert_eq!(corrupt(28, 0x13), Malformed::Short); // an atomic's headers do not fit
     let mut flipped = good.clone();
     flipped[42] ^= 1;
-    assert!(!Packet::new_checked(&flipped).unwrap().has_right_icrc::<Portable>());
+    assert!(!Packet::new_checked(&flipped).unwrap().has_valid_icrc::<Portable>());
     let mut headers = headers;
     assert_eq!(headers.emit(&mut [0; 19], 4), None, "too short a buffer");
     headers.extension = Extension::Imm(1);
@@ -146,7 +146,7 @@ fn addresses_of_two_versions_go_over_ipv6() {
         let packet = Packet::new_checked(&bytes).unwrap();
         assert_eq!(packet.ip().header_len(), 40);
         assert_eq!(packet.transport().payload(), b"four");
-        assert!(packet.has_right_icrc::<Portable>());
+        assert!(packet.has_valid_icrc::<Portable>());
     }
 }
 
@@ -244,7 +244,7 @@ proptest! {
         prop_assert_eq!(packet.transport().payload(), &payload[..]);
         prop_assert_eq!(packet.ip().source, ip.source);
         prop_assert_eq!(packet.ip().traffic_class, class);
-        prop_assert!(packet.has_right_icrc::<Portable>());
+        prop_assert!(packet.has_valid_icrc::<Portable>());
     }
 
     #[test]
@@ -254,7 +254,7 @@ proptest! {
             *byte = if first == 1 { 0x45 } else { 0x60 };
         }
         if let Ok(packet) = Packet::new_checked(&bytes) {
-            let _ = (packet.to_string(), packet.has_right_icrc::<Portable>());
+            let _ = (packet.to_string(), packet.has_valid_icrc::<Portable>());
         }
         if let Ok(transport) = Transport::new_checked(&bytes) {
             let _ = (transport.headers().to_string(), transport.payload(), transport.icrc());

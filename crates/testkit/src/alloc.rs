@@ -17,12 +17,12 @@ pub struct CountingAllocator;
 
 impl CountingAllocator {
     /// Allocations of the calling thread so far.
-    pub fn of_thread() -> u64 {
+    pub fn thread_allocations() -> u64 {
         THREAD.with(Cell::get)
     }
 
     /// Allocations of the whole process so far. Use it in a process that runs one test at a time.
-    pub fn of_process() -> u64 {
+    pub fn process_allocations() -> u64 {
         PROCESS.load(Ordering::Relaxed)
     }
 
@@ -62,13 +62,15 @@ mod tests {
 
     #[test]
     fn allocations_are_counted_per_thread_and_per_process() {
-        let (thread, process) = (CountingAllocator::of_thread(), CountingAllocator::of_process());
+        let (thread, process) =
+            (CountingAllocator::thread_allocations(), CountingAllocator::process_allocations());
         let mut bytes = std::hint::black_box(vec![1_u8; 100]);
         bytes.reserve_exact(1000);
-        assert_eq!(CountingAllocator::of_thread() - thread, 2);
+        assert_eq!(CountingAllocator::thread_allocations() - thread, 2);
         std::thread::spawn(|| drop(std::hint::black_box(vec![1_u8; 100]))).join().unwrap();
         assert!(
-            CountingAllocator::of_process() - process > CountingAllocator::of_thread() - thread
+            CountingAllocator::process_allocations() - process
+                > CountingAllocator::thread_allocations() - thread
         );
     }
 }

@@ -4,7 +4,7 @@ use std::sync::{OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
 /// Children inherit what their parent measured.
-const VARIABLE: &str = "WARPWIRE_SLOWDOWN";
+const ENV_VAR: &str = "WARPWIRE_SLOWDOWN";
 /// Iterations of the loop that is timed, and what one of them takes on an idle server CPU of 2020.
 const ITERATIONS: u64 = 10_000_000;
 const REFERENCE: Duration = Duration::from_nanos(2);
@@ -15,14 +15,14 @@ const REFERENCE: Duration = Duration::from_nanos(2);
 fn slowdown() -> f64 {
     static MEASURED: OnceLock<f64> = OnceLock::new();
     *MEASURED.get_or_init(|| {
-        let inherited = std::env::var(VARIABLE).ok().and_then(|text| text.parse().ok());
+        let inherited = std::env::var(ENV_VAR).ok().and_then(|text| text.parse().ok());
         inherited.unwrap_or_else(measure).max(1.0)
     })
 }
 
 /// The variable that tells a child process what was measured here.
 pub(crate) fn inherit() -> (&'static str, String) {
-    (VARIABLE, slowdown().to_string())
+    (ENV_VAR, slowdown().to_string())
 }
 
 /// How long a thread that spins for a moment and then sleeps takes to answer another one here and
@@ -41,8 +41,8 @@ pub fn wakeup_time() -> Duration {
             }
         }
     };
-    let ((to, from), (back, answers)) = (mpsc::channel::<()>(), mpsc::channel());
-    let answering = std::thread::spawn(move || {
+    let ((to, from), (back, from_echo)) = (mpsc::channel::<()>(), mpsc::channel());
+    let echo_thread = std::thread::spawn(move || {
         while wait(&from) {
             std::thread::sleep(Duration::from_micros(200));
             let _ = back.send(());
@@ -52,12 +52,12 @@ pub fn wakeup_time() -> Duration {
         .map(|_| {
             let start = Instant::now();
             to.send(()).unwrap();
-            wait(&answers);
+            wait(&from_echo);
             start.elapsed().saturating_sub(Duration::from_micros(200))
         })
         .collect();
     drop(to);
-    answering.join().unwrap();
+    echo_thread.join().unwrap();
     times.sort_unstable();
     times[ROUNDS / 4]
 }
@@ -68,8 +68,8 @@ fn measure() -> f64 {
         let threads: Vec<_> = (0..cores).map(|_| scope.spawn(time_loop)).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
     });
-    let longest = times.into_iter().max().unwrap_or_default();
-    longest.as_secs_f64() / (REFERENCE.as_secs_f64() * ITERATIONS as f64)
+    let slowest = times.into_iter().max().unwrap_or_default();
+    slowest.as_secs_f64() / (REFERENCE.as_secs_f64() * ITERATIONS as f64)
 }
 
 /// Wall-clock time of the loop on this thread.

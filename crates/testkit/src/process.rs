@@ -7,20 +7,20 @@ use std::time::Instant;
 use crate::clock::{self, until};
 
 /// Says what a child does: the suite, then words for its role.
-const VARIABLE: &str = "WARPWIRE_TEST_ROLE";
+const ENV_VAR: &str = "WARPWIRE_TEST_ROLE";
 
 /// Part of a test that runs in a process of its own: this same program, which
 /// [`run`](crate::run) hands over to the suite's `role` function.
 #[derive(Clone, Debug)]
 pub struct Role {
     suite: &'static str,
-    words: String,
+    args: String,
 }
 
 impl Role {
     /// Words for the role function of a suite.
-    pub fn new(suite: &'static str, words: impl Into<String>) -> Self {
-        Self { suite, words: words.into() }
+    pub fn new(suite: &'static str, args: impl Into<String>) -> Self {
+        Self { suite, args: args.into() }
     }
 
     /// The command that plays it.
@@ -28,7 +28,7 @@ impl Role {
         let mut command = Command::new(std::env::current_exe().unwrap());
         let (variable, slowdown) = clock::inherit();
         command
-            .env(VARIABLE, format!("{} {}", self.suite, self.words))
+            .env(ENV_VAR, format!("{} {}", self.suite, self.args))
             .env(variable, slowdown)
             .env("RUST_BACKTRACE", "0");
         command
@@ -44,10 +44,10 @@ impl Role {
     }
 
     /// The role that this process was started for: its suite and its words.
-    pub(crate) fn of_this_process() -> Option<(String, String)> {
-        let text = std::env::var(VARIABLE).ok()?;
-        let (suite, words) = text.split_once(' ').unwrap_or((&text, ""));
-        Some((suite.to_owned(), words.to_owned()))
+    pub(crate) fn current() -> Option<(String, String)> {
+        let text = std::env::var(ENV_VAR).ok()?;
+        let (suite, args) = text.split_once(' ').unwrap_or((&text, ""));
+        Some((suite.to_owned(), args.to_owned()))
     }
 }
 

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::{env, fs};
 
 /// Names the folder with the PTX.
-const VARIABLE: &str = "WARPWIRE_TEST_PTX";
+const ENV_VAR: &str = "WARPWIRE_TEST_PTX";
 const TOOL: &str = "tools/ptx";
 
 /// The PTX of `crates/warpwire/tests/NAME.cu`, or why there is none and what to do then.
@@ -35,7 +35,7 @@ impl Store {
             let folder = env::current_exe().ok()?.parent()?.join("ptx");
             folder.is_dir().then_some(folder)
         };
-        let carried = env::var_os(VARIABLE).map(PathBuf::from).or_else(staged);
+        let carried = env::var_os(ENV_VAR).map(PathBuf::from).or_else(staged);
         let folder = carried.clone().unwrap_or_else(|| root.join(".cache/ptx-tests"));
         Self { folder, carried: carried.is_some(), root }
     }

@@ -12,7 +12,7 @@ use crate::requirement::{Skipped, required};
 use crate::{Effort, clock};
 
 /// Names the suite that a process runs; without it, it starts one process for each.
-const VARIABLE: &str = "WARPWIRE_TEST_SUITE";
+const ENV_VAR: &str = "WARPWIRE_TEST_SUITE";
 
 /// One behaviour, to be tried on backends whose fixture is an `F`.
 pub struct Case<F: 'static> {
@@ -83,7 +83,7 @@ impl Collector {
     }
 
     /// Has cases run one after the other: they share something that only one can have.
-    pub fn one_at_a_time(&mut self) {
+    pub fn run_serially(&mut self) {
         self.serial = true;
     }
 
@@ -116,9 +116,9 @@ impl Collector {
                 "" => format!("{}::{}", self.suite, case.name),
                 prefix => format!("{}::{prefix}::{}", self.suite, case.name),
             };
-            let (run, called) = (run.clone(), name.clone());
+            let (run, trial_name) = (run.clone(), name.clone());
             self.trials.push(Trial::test(name, move || {
-                run_one(&called, || run(case));
+                run_one(&trial_name, || run(case));
                 Ok(())
             }));
         }
@@ -131,7 +131,9 @@ fn run_one(name: &str, run: impl FnOnce()) {
     let start = Instant::now();
     let ended = catch_unwind(AssertUnwindSafe(run));
     let threshold = std::env::var("WARPWIRE_TIMES").ok().and_then(|text| text.parse().ok());
-    if threshold.is_some_and(|least| start.elapsed() >= Duration::from_secs_f64(least)) {
+    if threshold
+        .is_some_and(|threshold_secs| start.elapsed() >= Duration::from_secs_f64(threshold_secs))
+    {
         eprintln!("{:6.2} s  {name}", start.elapsed().as_secs_f64());
     }
     match ended.map_err(|payload| payload.downcast::<Skipped>()) {
@@ -148,19 +150,19 @@ pub fn run(suites: &[Suite]) -> ExitCode {
         let found = suites.iter().find(|suite| suite.name == name);
         found.unwrap_or_else(|| panic!("no suite is called {name:?}"))
     };
-    if let Some((suite, words)) = Role::of_this_process() {
-        (find(&suite).role)(&words);
+    if let Some((suite, args)) = Role::current() {
+        (find(&suite).role)(&args);
         return ExitCode::SUCCESS;
     }
     let arguments = Arguments::from_args();
-    if let Ok(name) = std::env::var(VARIABLE) {
+    if let Ok(name) = std::env::var(ENV_VAR) {
         return run_suite(find(&name), arguments);
     }
     let mut failed = Vec::new();
     for suite in suites.iter().filter(|suite| may_match(&arguments, suites, suite.name)) {
         let mut command = Command::new(std::env::current_exe().unwrap());
         let (slowdown, value) = clock::inherit();
-        command.args(std::env::args_os().skip(1)).env(VARIABLE, suite.name).env(slowdown, value);
+        command.args(std::env::args_os().skip(1)).env(ENV_VAR, suite.name).env(slowdown, value);
         let unset = suite.env.iter().filter(|(variable, _)| std::env::var_os(variable).is_none());
         let status = command.envs(unset.copied()).status().unwrap();
         if !status.success() {

@@ -14,7 +14,7 @@ use warpwire::link::{FlowId, Hub, Link, Udp, udp};
 
 const BATCH: usize = 60;
 const RUNS: usize = 10;
-const LASTS: Duration = Duration::from_millis(40);
+const RUN_TIME: Duration = Duration::from_millis(40);
 
 fn main() -> warpwire::Result<()> {
     println!(
@@ -52,13 +52,13 @@ fn report(
     one: &mut dyn Link,
     two: &mut dyn Link,
 ) -> warpwire::Result<()> {
-    let forth = one.open(two.local(), 0)?;
-    let back = two.open(one.local(), 0)?;
+    let forward = one.open(two.local(), 0)?;
+    let reverse = two.open(one.local(), 0)?;
     let mut rate = 0.0;
     let mut round = Duration::MAX;
     for _ in 0..RUNS {
-        rate = stream(one, forth, two, len)?.max(rate);
-        round = round_trip(one, forth, two, back)?.min(round);
+        rate = stream(one, forward, two, len)?.max(rate);
+        round = round_trip(one, forward, two, reverse)?.min(round);
     }
     let base = *base.get_or_insert(rate);
     println!(
@@ -78,7 +78,7 @@ fn stream(
     len: usize,
 ) -> warpwire::Result<f64> {
     let (mut count, start) = (0, Instant::now());
-    while start.elapsed() < LASTS {
+    while start.elapsed() < RUN_TIME {
         for _ in 0..BATCH {
             put(one, flow, len);
         }
@@ -94,17 +94,17 @@ fn stream(
 
 fn round_trip(
     one: &mut dyn Link,
-    forth: FlowId,
+    forward: FlowId,
     two: &mut dyn Link,
-    back: FlowId,
+    reverse: FlowId,
 ) -> warpwire::Result<Duration> {
     const ROUNDS: u32 = 200;
     let start = Instant::now();
     for _ in 0..ROUNDS {
-        put(one, forth, 40);
+        put(one, forward, 40);
         one.flush()?;
         while two.receive(&mut |_| ())? == 0 {}
-        put(two, back, 20);
+        put(two, reverse, 20);
         two.flush()?;
         while one.receive(&mut |_| ())? == 0 {}
     }

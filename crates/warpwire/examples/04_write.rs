@@ -14,7 +14,7 @@ use std::time::Duration;
 use warpwire::link::{Udp, udp};
 use warpwire::mem;
 use warpwire::mr::HostMemory;
-use warpwire::verbs::{Access, Context, Op, QpOptions, Request};
+use warpwire::verbs::{Access, Context, QpOptions, SendRequest, WrOp};
 
 const MESSAGE: &[u8] = b"written by a peer, into the memory of a GPU";
 
@@ -47,15 +47,15 @@ fn main() -> warpwire::Result<()> {
     let (alice_cq, bob_cq) = (alice.create_cq(16)?, bob.create_cq(16)?);
     let alice_qp = alice.create_qp(&alice_pd, &alice_cq, &alice_cq, QpOptions::default())?;
     let bob_qp = bob.create_qp(&bob_pd, &bob_cq, &bob_cq, QpOptions::default())?;
-    alice_qp.connect(&bob_qp.offer())?;
-    bob_qp.connect(&alice_qp.offer())?;
+    alice_qp.connect(&bob_qp.endpoint())?;
+    bob_qp.connect(&alice_qp.endpoint())?;
 
     // What Alice must know of Bob's memory: an address and a key. This, too, Bob would send her.
-    let there = bob_mr.remote(0);
+    let remote = bob_mr.remote(0);
 
     // The write itself. 1 is a number of our own: the completion bears it.
     let from = [alice_mr.sge(0, MESSAGE.len() as u32)];
-    alice_qp.post_send(&[Request::new(1, Op::Write(there)).with(&from)])?;
+    alice_qp.post_send(&[SendRequest::new(1, WrOp::Write(remote)).with(&from)])?;
 
     // It has ended when its completion is there: then the bytes are in Bob's memory.
     let Some(done) = alice_cq.next(Duration::from_secs(5))? else {
@@ -73,8 +73,8 @@ fn main() -> warpwire::Result<()> {
     }
 
     // A peer that reaches too far is refused: its work fails, and nothing is written.
-    let beyond = bob_mr.remote(4096);
-    alice_qp.post_send(&[Request::new(2, Op::Write(beyond)).with(&from)])?;
+    let out_of_range = bob_mr.remote(4096);
+    alice_qp.post_send(&[SendRequest::new(2, WrOp::Write(out_of_range)).with(&from)])?;
     if let Some(done) = alice_cq.next(Duration::from_secs(5))? {
         println!(
             "completion {}: {:?}, as it should be: that is beyond Bob's memory",

@@ -14,10 +14,10 @@ use std::net::SocketAddr;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use warpwire::link::{Auto, FlowId, Link, Refused, Shm, Udp, shm, udp};
+use warpwire::link::{Auto, FlowId, Link, ReserveError, Shm, Udp, shm, udp};
 
 const RUNS: usize = 20;
-const LASTS: Duration = Duration::from_millis(30);
+const RUN_TIME: Duration = Duration::from_millis(30);
 
 // What the first byte of a packet asks for.
 const ECHO: u8 = 1;
@@ -27,9 +27,9 @@ const READY: u8 = 4;
 const QUIT: u8 = 5;
 
 fn main() -> warpwire::Result<()> {
-    let words: Vec<String> = std::env::args().skip(1).collect();
-    let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    match words[..] {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    match args[..] {
         ["peer", kind, options, address] => return serve(kind, options, address.parse().unwrap()),
         [kind, options] => measure(kind, options)?,
         [kind] => measure(kind, "")?,
@@ -44,7 +44,7 @@ fn main() -> warpwire::Result<()> {
 
 fn bind(kind: &str, options: &str) -> warpwire::Result<Box<dyn Link>> {
     let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
-    let plain = udp::Options { largest: Some(65_507), ..udp::Options::default() };
+    let plain = udp::Options { max_packet: Some(65_507), ..udp::Options::default() };
     Ok(match kind {
         "udp" => Box::new(Udp::bind(any, plain)?),
         "auto" => Box::new(Auto::bind(any, plain, options.parse::<shm::Options>()?)?),
@@ -62,11 +62,11 @@ fn serve(kind: &str, options: &str, peer: SocketAddr) -> warpwire::Result<()> {
     let (mut echo, mut taken, mut quit) = (None, 0_usize, false);
     let (mut idle, mut last) = (0_u32, Instant::now());
     while !quit {
-        let came = link.receive(&mut |frame| match frame.bytes[0] {
+        let received = link.receive(&mut |frame| match frame.bytes[0] {
             QUIT => quit = true,
-            sort => {
+            packet_kind => {
                 memory[..frame.bytes.len()].copy_from_slice(frame.bytes);
-                match sort {
+                match packet_kind {
                     ECHO => echo = Some(frame.bytes.len()),
                     _ => taken += 1,
                 }
@@ -81,7 +81,7 @@ fn serve(kind: &str, options: &str, peer: SocketAddr) -> warpwire::Result<()> {
             put(&mut *link, flow, &credit);
             taken = 0;
         }
-        if came > 0 {
+        if received > 0 {
             link.flush()?;
             idle = 0;
             continue;
@@ -122,7 +122,7 @@ fn measure_with(link: &mut dyn Link, child: &mut Child) -> warpwire::Result<()> 
     println!("{}", link.flow_path(flow));
     println!("{:>8} {:>14} {:>12} {:>8}", "bytes", "half trip", "packets/s", "GB/s");
     for len in [40, 64, 1024, 4096, 65_536] {
-        let len = len.min(link.largest_to(flow));
+        let len = len.min(link.max_packet_to(flow));
         let (mut half, mut rate) = (Duration::MAX, 0.0_f64);
         for _ in 0..RUNS {
             half = half.min(round_trip(link, flow, len)? / 2);
@@ -171,12 +171,12 @@ fn stream(
             }
             link.flush()?;
             sent += batch;
-            lasts = start.elapsed() < LASTS;
+            lasts = start.elapsed() < RUN_TIME;
         }
-        let came = link.receive(&mut |frame| {
+        let received = link.receive(&mut |frame| {
             taken += u64::from_le_bytes(*frame.bytes[8..].first_chunk().unwrap()) as usize;
         })?;
-        if came > 0 {
+        if received > 0 {
             last = Instant::now();
         } else if last.elapsed() > Duration::from_millis(200) {
             // UDP may lose packets, and with them their credit.
@@ -191,7 +191,7 @@ fn put(link: &mut dyn Link, flow: FlowId, packet: &[u8]) {
     loop {
         match link.reserve(flow, packet.len()) {
             Ok(room) => break room.copy_from_slice(packet),
-            Err(Refused::Full) => drop(link.flush()),
+            Err(ReserveError::Full) => drop(link.flush()),
             Err(other) => panic!("{other}"),
         }
     }

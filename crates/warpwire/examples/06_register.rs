@@ -13,7 +13,7 @@ use std::time::Duration;
 use warpwire::link::Hub;
 use warpwire::mem::{self, DeviceAddr};
 use warpwire::mr::HostMemory;
-use warpwire::verbs::{Access, Attach, Context, Cq, Mr, Op, Pd, Qp, QpOptions, Request};
+use warpwire::verbs::{Access, AttachMode, Context, Cq, Mr, Pd, Qp, QpOptions, SendRequest, WrOp};
 use warpwire::{Error, Result};
 
 /// Two devices of this process: the second has the tensors.
@@ -36,13 +36,13 @@ impl Pair {
         let cqs = [near.create_cq(16)?, far.create_cq(16)?];
         let qp = near.create_qp(&pds[0], &cqs[0], &cqs[0], QpOptions::default())?;
         let peer = far.create_qp(&pds[1], &cqs[1], &cqs[1], QpOptions::default())?;
-        qp.connect(&peer.offer())?;
-        peer.connect(&qp.offer())?;
+        qp.connect(&peer.endpoint())?;
+        peer.connect(&qp.endpoint())?;
         Ok(Self { near, far, pds, cqs, qps: [qp, peer] })
     }
 
     /// Does one thing to the peer's memory; `Some` is how it failed.
-    fn run(&self, request: Request<'_>) -> Result<Option<String>> {
+    fn run(&self, request: SendRequest<'_>) -> Result<Option<String>> {
         self.qps[0].post_send(&[request])?;
         let done = self.cqs[0].next(Duration::from_secs(10))?;
         Ok(match done {
@@ -53,37 +53,41 @@ impl Pair {
     }
 }
 
-/// Registers `len` bytes at `address`: by the address, by a dma-buf (`how` 1 pinned, 2 movable), or staged (3). Prints
+/// Registers `len` bytes at `address`: by the address, by a dma-buf (`kind` 1 pinned, 2 movable), or staged (3). Prints
 /// the path and why there is no better one. Returns a number for the functions below, or -1.
 #[unsafe(no_mangle)]
-pub extern "C" fn warpwire_register(address: u64, len: u64, how: i32) -> i64 {
-    report(register(address, len, how))
+pub extern "C" fn warpwire_register(address: u64, len: u64, kind: i32) -> i64 {
+    report(register(address, len, kind))
 }
 
-fn register(address: u64, len: u64, how: i32) -> Result<i64> {
+fn register(address: u64, len: u64, kind: i32) -> Result<i64> {
     let pair = Pair::connect()?;
     let (far, pd) = (&pair.far, &pair.pds[1]);
-    let place = DeviceAddr::new(address);
-    let mr = match how {
+    let device_addr = DeviceAddr::new(address);
+    let mr = match kind {
         // SAFETY: the caller says when the tensor goes; uses after that are found out, which is what it is about.
         0 => unsafe { far.register_address(pd, address, len, None, Access::ALL) }?,
         3 => {
             // SAFETY: as above.
-            let memory = unsafe { mem::owner_of(place)?.borrow(place, len) }?;
-            far.register(pd, warpwire::verbs::Memory::from(memory.whole()?).staged(), Access::ALL)?
+            let memory = unsafe { mem::owner_of(device_addr)?.borrow(device_addr, len) }?;
+            far.register(
+                pd,
+                warpwire::verbs::MemorySource::from(memory.whole()?).staged(),
+                Access::ALL,
+            )?
         }
         _ => {
             // SAFETY: as above.
-            let buffer = unsafe { mem::export_address(place, len) }?;
-            let attach = if how == 1 { Attach::Static } else { Attach::Dynamic };
+            let buffer = unsafe { mem::export_address(device_addr, len) }?;
+            let attach = if kind == 1 { AttachMode::Static } else { AttachMode::Dynamic };
             far.register_dmabuf(pd, (&buffer).into(), None, Access::ALL, attach)?
         }
     };
-    println!("  {} registered by {}", mr.path(), mr.named());
+    println!("  {} registered by {}", mr.path(), mr.registered_by());
     for why in mr.why() {
         println!("    {why}");
     }
-    let mut registered = REGISTERED.lock().map_err(|_| broken("a lock is poisoned"))?;
+    let mut registered = REGISTERED.lock().map_err(|_| verbs_error("a lock is poisoned"))?;
     registered.push((pair, mr));
     Ok(registered.len() as i64 - 1)
 }
@@ -96,14 +100,15 @@ pub extern "C" fn warpwire_check(number: i64, offset: u64, len: u32, value: u8) 
 }
 
 fn check(number: i64, offset: u64, len: u32, value: u8) -> Result<i64> {
-    let registered = REGISTERED.lock().map_err(|_| broken("a lock is poisoned"))?;
-    let (pair, mr) = registered.get(number as usize).ok_or_else(|| broken("no such number"))?;
-    let own = HostMemory::new(2 * u64::from(len))?;
-    own.bytes().fill(0, u64::from(len), &[value])?;
-    let local = pair.near.register(&pair.pds[0], own.clone(), Access::LOCAL_WRITE)?;
+    let registered = REGISTERED.lock().map_err(|_| verbs_error("a lock is poisoned"))?;
+    let (pair, mr) =
+        registered.get(number as usize).ok_or_else(|| verbs_error("no such number"))?;
+    let local_memory = HostMemory::new(2 * u64::from(len))?;
+    local_memory.bytes().fill(0, u64::from(len), &[value])?;
+    let local = pair.near.register(&pair.pds[0], local_memory.clone(), Access::LOCAL_WRITE)?;
     let remote = mr.remote(offset);
-    let write = Request::new(1, Op::Write(remote));
-    let read = Request::new(2, Op::Read(remote));
+    let write = SendRequest::new(1, WrOp::Write(remote));
+    let read = SendRequest::new(2, WrOp::Read(remote));
     for request in [write.with(&[local.sge(0, len)]), read.with(&[local.sge(u64::from(len), len)])]
     {
         if let Some(failed) = pair.run(request)? {
@@ -112,11 +117,11 @@ fn check(number: i64, offset: u64, len: u32, value: u8) -> Result<i64> {
         }
     }
     let mut back = vec![0; len as usize];
-    own.bytes().read(u64::from(len), &mut back)?;
+    local_memory.bytes().read(u64::from(len), &mut back)?;
     Ok(i64::from(back.iter().any(|byte| *byte != value)))
 }
 
-fn broken(why: &'static str) -> Error {
+fn verbs_error(why: &'static str) -> Error {
     Error::new(warpwire::error::Kind::InvalidArgument, "check a registration").why(why)
 }
 

@@ -10,47 +10,47 @@
 use std::time::Instant;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
-use warpwire::mr::{Access, Cache, CacheOptions, HostMemory, Mr, Registry};
+use warpwire::mr::{Access, CacheOptions, HostMemory, MrCache, Registry, SoftMr};
 use warpwire::{Result, units};
 
 const SIZES: [u64; 7] = [4 << 10, 64 << 10, 1 << 20, 64 << 20, 1 << 30, 8 << 30, 64 << 30];
 const ROUNDS: usize = 200;
 
 /// The best time of an act, in microseconds.
-fn best<T>(mut act: impl FnMut() -> Result<T>) -> Result<f64> {
-    let mut least = f64::INFINITY;
+fn best<T>(mut operation: impl FnMut() -> Result<T>) -> Result<f64> {
+    let mut fastest = f64::INFINITY;
     for _ in 0..ROUNDS {
         let start = Instant::now();
-        let made = act()?;
-        least = least.min(start.elapsed().as_secs_f64() * 1e6);
+        let made = operation()?;
+        fastest = fastest.min(start.elapsed().as_secs_f64() * 1e6);
         drop(made);
     }
-    Ok(least)
+    Ok(fastest)
 }
 
 fn main() -> Result<()> {
     let registry = Registry::new();
     let pd = registry.pd();
     let rights = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE;
-    let largest = SIZES[SIZES.len() - 1];
+    let max_len = SIZES[SIZES.len() - 1];
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
     let protection = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: a new mapping at an address of the kernel's choice; nobody touches it.
-    let base = unsafe { mmap_anonymous(std::ptr::null_mut(), largest as usize, protection, flags) }
+    let base = unsafe { mmap_anonymous(std::ptr::null_mut(), max_len as usize, protection, flags) }
         .map_err(|error| warpwire::Error::os("reserve 64 GiB of addresses", &error.into()))?;
     let at = base.addr() as u64;
-    let by = |len, access| -> Result<Mr> {
+    let by = |len, access| -> Result<SoftMr> {
         // SAFETY: mapped until the end of this function, and touched by nobody.
         unsafe { registry.register_address(&pd, at, len, None, access) }
     };
     let cache = |watch| {
-        Cache::new(
+        MrCache::new(
             &registry,
             &pd,
-            CacheOptions { watch, access: rights, most_bytes: u64::MAX, ..CacheOptions::default() },
+            CacheOptions { watch, access: rights, max_bytes: u64::MAX, ..CacheOptions::default() },
         )
     };
-    let (watched, asked) = (cache(true)?, cache(false)?);
+    let (watched, unwatched) = (cache(true)?, cache(false)?);
 
     println!(
         "{:>8} {:>10} {:>10} {:>10} {:>14} {:>14}",
@@ -59,7 +59,7 @@ fn main() -> Result<()> {
     let mut rows = Vec::new();
     for len in SIZES {
         let memory = HostMemory::new(len)?;
-        let hit = |cache: &Cache| {
+        let hit = |cache: &MrCache| {
             // SAFETY: as above.
             let get = || unsafe { cache.get(at, len) };
             get()?;
@@ -70,11 +70,11 @@ fn main() -> Result<()> {
             best(|| by(len, rights))?,
             best(|| by(len, rights | Access::ON_DEMAND))?,
             hit(&watched)?,
-            hit(&asked)?,
+            hit(&unwatched)?,
         ];
-        let [handle, address, demand, watched, asked] = row;
+        let [handle, address, demand, watched, unwatched] = row;
         println!(
-            "{:>8} {handle:>10.2} {address:>10.2} {demand:>10.2} {watched:>14.2} {asked:>14.2}",
+            "{:>8} {handle:>10.2} {address:>10.2} {demand:>10.2} {watched:>14.2} {unwatched:>14.2}",
             units::bytes(len)
         );
         rows.push(row);
@@ -82,8 +82,8 @@ fn main() -> Result<()> {
     let ratio = |column: usize| rows[rows.len() - 1][column] / rows[0][column];
     let ratios: Vec<_> = (0..5).map(|column| format!("{:.2}", ratio(column))).collect();
     println!("largest to smallest: {}", ratios.join(", "));
-    drop((watched, asked));
+    drop((watched, unwatched));
     // SAFETY: mapped above, and no registration of it is left.
-    unsafe { munmap(base, largest as usize) }
+    unsafe { munmap(base, max_len as usize) }
         .map_err(|error| warpwire::Error::os("unmap memory", &error.into()))
 }

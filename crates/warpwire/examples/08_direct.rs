@@ -15,7 +15,7 @@ use std::time::Instant;
 use warpwire::hca::HcaOptions;
 use warpwire::link::{Shm, shm};
 use warpwire::mr::HostMemory;
-use warpwire::verbs::{Access, Completion, Context, Drive, Op, QpOptions, Request};
+use warpwire::verbs::{Access, Completion, Context, ProgressMode, QpOptions, SendRequest, WrOp};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut words = std::env::args().skip(1);
@@ -24,22 +24,25 @@ fn main() -> Result<(), Box<dyn Error>> {
     let ahead: u64 = words.next().map_or(Ok(0), |word| word.parse())?;
     let open = || -> Result<Context, warpwire::Error> {
         let link = Shm::bind(([127, 0, 0, 1], 0).into(), shm::Options::default())?;
-        Context::open_with(link, HcaOptions { drive: Drive::Inline, ..HcaOptions::default() })
+        Context::open_with(
+            link,
+            HcaOptions { progress_mode: ProgressMode::Manual, ..HcaOptions::default() },
+        )
     };
     let (near, far) = (open()?, open()?);
     let (pd, their_pd) = (near.pd(), far.pd());
     let (cq, their_cq) = (near.create_cq(64)?, far.create_cq(64)?);
     let qp = near.create_qp(&pd, &cq, &cq, QpOptions::default())?;
     let peer = far.create_qp(&their_pd, &their_cq, &their_cq, QpOptions::default())?;
-    qp.connect(&peer.offer())?;
-    peer.connect(&qp.offer())?;
+    qp.connect(&peer.endpoint())?;
+    peer.connect(&qp.endpoint())?;
     let rights = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
     let from = near.register(&pd, HostMemory::new(size.max(8).into())?, rights)?;
     let room = ahead + u64::from(size.max(8));
     let to = far.register(&their_pd, HostMemory::new(room)?, rights)?;
 
     let (bytes, range) = ([7; 64], [from.sge(0, size)]);
-    let request = Request::new(1, Op::Write(to.remote(ahead)));
+    let request = SendRequest::new(1, WrOp::Write(to.remote(ahead)));
     let request = match size {
         0..=64 => request.inline(&bytes[..size as usize]),
         _ => request.with(&range),

@@ -16,21 +16,22 @@ use std::time::{Duration, Instant};
 
 use warpwire::hca::HcaOptions;
 use warpwire::link::Hub;
-use warpwire::mem::copy::Staging;
+use warpwire::mem::copy::StagingOptions;
 use warpwire::mem::{self, Device};
 use warpwire::verbs::{
-    Access, Completion, Context, Cq, Drive, Memory, Mr, Op, Qp, QpOptions, Request,
+    Access, Completion, Context, Cq, MemorySource, Mr, ProgressMode, Qp, QpOptions, SendRequest,
+    WrOp,
 };
 use warpwire::{Error, Result, error::Kind};
 
 const KIB: u64 = 1 << 10;
-const LONGEST: u64 = 4 << 20;
+const MAX_PART: u64 = 4 << 20;
 const ROUNDS: usize = 3;
 /// Messages under way at a time, where the rate counts.
 const DEPTH: u64 = 8;
 /// Less than this is no reason to change anything.
-const CLEARLY: f64 = 1.02;
-const PATIENCE: Duration = Duration::from_secs(20);
+const SIGNIFICANT_RATIO: f64 = 1.02;
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// What is measured: how many bytes, whether they are read, and how many messages are under way.
 #[derive(Clone, Copy)]
@@ -49,7 +50,7 @@ const LONG: [Load; 4] = [
     load("write 1 MiB", 1024 * KIB, false, DEPTH),
     load("read 1 MiB", 1024 * KIB, true, DEPTH),
     load("write 64 KiB", 64 * KIB, false, DEPTH),
-    load("write 4 MiB", LONGEST, false, 2),
+    load("write 4 MiB", MAX_PART, false, 2),
 ];
 const SHORT_WRITES: [Load; 4] = [
     load("write 8 B", 8, false, 1),
@@ -76,7 +77,7 @@ fn main() -> Result<()> {
             .why("it is not a number of seconds between 0.001 and 60")
             .fix("write for instance: 09_staging cuda:0 0.05")
     })?;
-    let now = Staging::from_env()?;
+    let now = StagingOptions::from_env()?;
     println!("{} ({}), now {now}", device.label(), device.info().name);
     let search = Search { device, time, now };
 
@@ -84,18 +85,20 @@ fn main() -> Result<()> {
     let steps = [16, 32, 64, 128, 256, 512].map(|step| step * KIB);
     let pairs = halves.into_iter().flat_map(|half| steps.map(|step| (half, step)));
     let parts = pairs.filter(|(half, step)| step <= half);
-    let parts = parts.map(|(half, step)| Staging { half, step, small: now.small.min(half), ..now });
+    let parts =
+        parts.map(|(half, step)| StagingOptions { half, step, small: now.small.min(half), ..now });
     let best = search.table("halves and steps", &LONG, parts.collect())?;
 
     let smalls = [0, 64, 1024, 4096, 8192, 16384, 32768, 65536].into_iter();
-    let smalls = smalls.filter(|small| *small <= best.half).map(|small| Staging { small, ..best });
+    let smalls =
+        smalls.filter(|small| *small <= best.half).map(|small| StagingOptions { small, ..best });
     let best = search.table("small writes", &SHORT_WRITES, smalls.collect())?;
 
     let reads = [1, 1024, 4096, 16384, 32768, 65536, 131_072].into_iter();
     let best = search.table(
         "reads",
         &SHORT_READS,
-        reads.map(|reads| Staging { reads, ..best }).collect(),
+        reads.map(|reads| StagingOptions { reads, ..best }).collect(),
     )?;
     println!("\nthe best: WARPWIRE_STAGING={best}");
     Ok(())
@@ -104,12 +107,17 @@ fn main() -> Result<()> {
 struct Search {
     device: Device,
     time: Duration,
-    now: Staging,
+    now: StagingOptions,
 }
 
 impl Search {
     /// Tries all of these, prints a line for each, and returns the best.
-    fn table(&self, title: &str, loads: &[Load], tried: Vec<Staging>) -> Result<Staging> {
+    fn table(
+        &self,
+        title: &str,
+        loads: &[Load],
+        tried: Vec<StagingOptions>,
+    ) -> Result<StagingOptions> {
         let mut all = vec![self.now];
         all.extend(tried.into_iter().filter(|staging| *staging != self.now));
         let mut rates = vec![vec![0.0_f64; loads.len()]; all.len()];
@@ -129,11 +137,11 @@ impl Search {
             let ratios: Vec<f64> = rate.iter().zip(&rates[0]).map(|(own, now)| own / now).collect();
             let product: f64 = ratios.iter().product();
             let mean = product.powf(1.0 / ratios.len() as f64);
-            let Staging { half, step, small, reads } = *staging;
+            let StagingOptions { half, step, small, reads } = *staging;
             print!("{half:>9} {step:>9} {small:>9} {reads:>9}");
             ratios.iter().for_each(|ratio| print!(" {ratio:>13.3}"));
             println!(" {mean:>7.3}");
-            if mean > best.0.max(CLEARLY) {
+            if mean > best.0.max(SIGNIFICANT_RATIO) {
                 best = (mean, *staging);
             }
         }
@@ -160,25 +168,25 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(device: &Device, staging: Staging) -> Result<Self> {
+    fn new(device: &Device, staging: StagingOptions) -> Result<Self> {
         let hub = Arc::new(Hub::new());
-        let open = |host: u8, drive| {
+        let open = |host: u8, progress_mode| {
             let address = ([10, 0, 0, host], 4791).into();
-            Context::open_with(hub.endpoint(address)?, HcaOptions { drive, direct: false })
+            Context::open_with(hub.endpoint(address)?, HcaOptions { progress_mode, direct: false })
         };
-        let spin = Drive::Thread { spin: Duration::from_millis(5), core: None };
-        let (ours, theirs) = (open(1, Drive::Inline)?, open(2, spin)?);
+        let spin = ProgressMode::Thread { spin: Duration::from_millis(5), core: None };
+        let (ours, theirs) = (open(1, ProgressMode::Manual)?, open(2, spin)?);
         let end = |context: &Context| {
             let pd = context.pd();
-            let memory = Memory::from(device.alloc(LONGEST)?.whole()?).staged_by(staging);
+            let memory = MemorySource::from(device.alloc(MAX_PART)?.whole()?).with_staging(staging);
             let mr = context.register(&pd, memory, Access::ALL)?;
             let cq = context.create_cq(64)?;
             let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default())?;
             Ok::<_, Error>((mr, cq, qp))
         };
         let ((near, cq, qp), (far, peer_cq, peer_qp)) = (end(&ours)?, end(&theirs)?);
-        qp.connect(&peer_qp.offer())?;
-        peer_qp.connect(&qp.offer())?;
+        qp.connect(&peer_qp.endpoint())?;
+        peer_qp.connect(&qp.endpoint())?;
         Ok(Self { near, far, qp, cq, _peer: (theirs, peer_qp, peer_cq) })
     }
 
@@ -186,12 +194,12 @@ impl Bench {
     fn rate(&self, load: Load, time: Duration) -> Result<f64> {
         let data = [self.near.sge(0, load.len as u32)];
         let remote = self.far.remote(0);
-        let op = if load.reads { Op::Read(remote) } else { Op::Write(remote) };
+        let op = if load.reads { WrOp::Read(remote) } else { WrOp::Write(remote) };
         let (mut posted, mut ended, mut warm) = (0, 0, 0);
         let mut start = Instant::now();
         loop {
             while posted - ended < load.depth {
-                self.qp.post_send(&[Request::new(posted, op).with(&data)])?;
+                self.qp.post_send(&[SendRequest::new(posted, op).with(&data)])?;
                 posted += 1;
             }
             self.wait(load.name)?;
@@ -229,9 +237,9 @@ impl Bench {
             }
             // Where there are fewer cores than work, the peer may wait for this one.
             std::thread::yield_now();
-            if start.elapsed() > PATIENCE {
+            if start.elapsed() > TIMEOUT {
                 return Err(Error::new(Kind::Timeout, format!("measure {name}"))
-                    .why(format!("no message ended in {PATIENCE:?}")));
+                    .why(format!("no message ended in {TIMEOUT:?}")));
             }
         }
     }

@@ -3,7 +3,7 @@
 //!
 //! ```console
 //! $ 10_kernels                 # cuda:0; prints a line for each part: PASS, FAIL or skipped, and figures
-//! $ 10_kernels sim:0           # the simulated GPU, with fewer rounds
+//! $ 10_kernels sim:0           # the simulated GPU, with scaled_rounds rounds
 //! $ 10_kernels cuda:0 latency  # one part alone
 //! ```
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs, unsafe_code)]
@@ -27,14 +27,14 @@ use warpwire::link::{Shm, shm};
 use warpwire::mem::{self, Backend, Launch};
 use warpwire::stream::KernelQpOptions;
 use warpwire::stream::kernel::SignalWait;
-use warpwire::verbs::exchange::Exchange;
-use warpwire::verbs::{Context, Drive, Offer, Remote};
+use warpwire::verbs::bootstrap::Bootstrap;
+use warpwire::verbs::{Context, ProgressMode, QpEndpoint, Remote};
 
-use kernels::fixture::{End, Fixture, LEN, WORD, Which, bytes, soon};
+use kernels::fixture::{Endpoint, Fixture, LEN, TestLink, WORD, bytes, test_timeout};
 
-type Part = fn(&Fixture) -> Result<String, String>;
+type BenchPart = fn(&Fixture) -> Result<String, String>;
 
-const PARTS: [(&str, Part); 5] = [
+const BENCH_PARTS: [(&str, BenchPart); 5] = [
     ("latency", latency),
     ("storm", storm),
     ("storm-by-warps", storm_by_warps),
@@ -65,11 +65,11 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let mut failed = false;
-    for (name, run) in PARTS {
+    for (name, run) in BENCH_PARTS {
         if args.get(1).is_some_and(|only| !name.starts_with(only)) {
             continue;
         }
-        let fixture = Fixture::new(gpu.info().backend, Which::Loopback);
+        let fixture = Fixture::new(gpu.info().backend, TestLink::Loopback);
         match run(&fixture) {
             Ok(text) => println!("PASS {name}: {text}"),
             Err(text) => {
@@ -81,44 +81,44 @@ fn main() -> ExitCode {
     if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
-fn fewer(fixture: &Fixture, on_cuda: u64, on_sim: u64) -> u64 {
+fn scaled_rounds(fixture: &Fixture, on_cuda: u64, on_sim: u64) -> u64 {
     if fixture.backend == Backend::Cuda { on_cuda } else { on_sim }
 }
 
 /// Engines that do not fall asleep while this runs.
-fn awake(fixture: &Fixture, which: Which) -> [Context; 2] {
+fn spinning_contexts(fixture: &Fixture, test_link: TestLink) -> [Context; 2] {
     // The simulated GPU needs the processors itself.
-    let spin = Duration::from_millis(fewer(fixture, 2000, 1));
-    let drive = Drive::Thread { spin, core: None };
-    which.ends().map(|link| {
-        Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() }).unwrap()
+    let spin = Duration::from_millis(scaled_rounds(fixture, 2000, 1));
+    let progress_mode = ProgressMode::Thread { spin, core: None };
+    test_link.ends().map(|link| {
+        Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() }).unwrap()
     })
 }
 
-fn deep(fixture: &Fixture) -> KernelQpOptions {
+fn deep_options(fixture: &Fixture) -> KernelQpOptions {
     KernelQpOptions { send_depth: 1024, ..fixture.options() }
 }
 
 /// A put's round trip between two kernels, beside that of a relay that is nothing but a thread which copies words.
 fn latency(fixture: &Fixture) -> Result<String, String> {
-    let rounds = fewer(fixture, 20_000, 50);
+    let rounds = scaled_rounds(fixture, 20_000, 50);
     let best = |times: [Result<f64, String>; 3]| -> Result<f64, String> {
         times.into_iter().try_fold(f64::MAX, |best, time| Ok(best.min(time?)))
     };
-    let floor = best([(); 3].map(|()| relay(fixture, rounds)))?;
-    println!("     relay of words, no HCA: {floor:.2} µs round trip");
+    let baseline = best([(); 3].map(|()| relay(fixture, rounds)))?;
+    println!("     relay of words, no HCA: {baseline:.2} µs round trip");
     let mut best_ratio = f64::MAX;
-    for (name, which, shared) in [
-        ("one engine", Which::Loopback, true),
-        ("two engines, loopback", Which::Loopback, false),
-        ("two engines, shm", Which::Shm, false),
+    for (name, test_link, shared) in [
+        ("one engine", TestLink::Loopback, true),
+        ("two engines, loopback", TestLink::Loopback, false),
+        ("two engines, shm", TestLink::Shm, false),
     ] {
-        for (alone, who) in [(true, "a thread alone"), (false, "as if shared")] {
-            let options = KernelQpOptions { alone, ..deep(fixture) };
-            let time = best([(); 3].map(|()| ping(fixture, rounds, which, shared, &options)))?;
-            let ratio = time / floor;
+        for (single_poster, poster_mode) in [(true, "a thread alone"), (false, "as if shared")] {
+            let options = KernelQpOptions { single_poster, ..deep_options(fixture) };
+            let time = best([(); 3].map(|()| ping(fixture, rounds, test_link, shared, &options)))?;
+            let ratio = time / baseline;
             println!(
-                "     put, wait: {name}, {who}: {time:.2} µs round trip, {ratio:.2} × the relay"
+                "     put, wait: {name}, {poster_mode}: {time:.2} µs round trip, {ratio:.2} × the relay"
             );
             best_ratio = best_ratio.min(ratio);
         }
@@ -130,11 +130,11 @@ fn latency(fixture: &Fixture) -> Result<String, String> {
 fn ping(
     fixture: &Fixture,
     rounds: u64,
-    which: Which,
+    test_link: TestLink,
     shared: bool,
     options: &KernelQpOptions,
 ) -> Result<f64, String> {
-    let [first, second] = awake(fixture, which);
+    let [first, second] = spinning_contexts(fixture, test_link);
     let second = if shared { first.clone() } else { second };
     let ends = fixture.connected([first, second], options.clone());
     let ended = fixture.gpu.alloc(16).unwrap();
@@ -147,7 +147,7 @@ fn ping(
         end.start(&streams[side], &kernel, 1, &[side as u64, rounds, at]);
     }
     for stream in &streams {
-        stream.synchronize(soon()).map_err(|why| why.to_string())?;
+        stream.synchronize(test_timeout()).map_err(|why| why.to_string())?;
     }
     let time = start.elapsed();
     for end in &ends {
@@ -161,8 +161,8 @@ fn ping(
 
 fn relay(fixture: &Fixture, rounds: u64) -> Result<f64, String> {
     let gpu = &fixture.gpu;
-    let (bells, words) = (gpu.alloc_pinned(8192).unwrap(), gpu.alloc(8192 + 16).unwrap());
-    bells.host_bytes().unwrap().fill(0, 8192, &[0]).unwrap();
+    let (doorbells, words) = (gpu.alloc_pinned(8192).unwrap(), gpu.alloc(8192 + 16).unwrap());
+    doorbells.host_bytes().unwrap().fill(0, 8192, &[0]).unwrap();
     words.write(0, &[0; 8208]).unwrap();
     let window = match words.window() {
         Ok(window) => window,
@@ -174,13 +174,13 @@ fn relay(fixture: &Fixture, rounds: u64) -> Result<f64, String> {
     let region = words.whole().unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let (bells, mut last) = (bells.host_bytes().unwrap(), [0; 2]);
+            let (doorbells, mut last) = (doorbells.host_bytes().unwrap(), [0; 2]);
             while !stop.load(Ordering::Relaxed) {
                 for (side, last) in last.iter_mut().enumerate() {
-                    let bell = bells.load_u64(side as u64 * 4096).unwrap();
+                    let bell = doorbells.load_u64(side as u64 * 4096).unwrap();
                     if bell != *last {
                         *last = bell;
-                        let value = bells.load_u64(side as u64 * 4096 + 64).unwrap();
+                        let value = doorbells.load_u64(side as u64 * 4096 + 64).unwrap();
                         window.write((1 - side as u64) * 4096, &value.to_le_bytes()).unwrap();
                     }
                 }
@@ -190,15 +190,16 @@ fn relay(fixture: &Fixture, rounds: u64) -> Result<f64, String> {
         let start = Instant::now();
         for side in [1, 0_u64] {
             let launch = Launch::new(&kernel).value(side).value(rounds);
-            let launch =
-                launch.value(bells.address().raw() + side * 4096).keep(&bells.whole().unwrap());
-            let launch = launch.value(words.address().raw() + side * 4096).keep(&region);
-            let launch = launch.value(soon().as_nanos() as u64 / 2);
+            let launch = launch
+                .value(doorbells.address().raw() + side * 4096)
+                .keep_alive(&doorbells.whole().unwrap());
+            let launch = launch.value(words.address().raw() + side * 4096).keep_alive(&region);
+            let launch = launch.value(test_timeout().as_nanos() as u64 / 2);
             let launch = launch.value(words.address().raw() + 8192 + side * 8);
             // SAFETY: the kernel touches the bells and words that the launch keeps.
             unsafe { streams[side as usize].launch(launch) }.unwrap();
         }
-        let done = streams.iter().try_for_each(|stream| stream.synchronize(soon()));
+        let done = streams.iter().try_for_each(|stream| stream.synchronize(test_timeout()));
         let time = start.elapsed();
         stop.store(true, Ordering::Relaxed);
         done.map_err(|why| why.to_string())?;
@@ -224,9 +225,9 @@ fn storm_in(fixture: &Fixture, mode: u64) -> Result<String, String> {
         Backend::Cuda => (8, 128, 489),
         Backend::Sim => (16, 1, 100),
     };
-    let contexts = awake(fixture, Which::Loopback);
-    let ends: Vec<[End; 2]> =
-        (0..PAIRS).map(|_| fixture.connected(contexts.clone(), deep(fixture))).collect();
+    let contexts = spinning_contexts(fixture, TestLink::Loopback);
+    let ends: Vec<[Endpoint; 2]> =
+        (0..PAIRS).map(|_| fixture.connected(contexts.clone(), deep_options(fixture))).collect();
     let table = fixture.gpu.alloc(4096).unwrap();
     table.write(0, &[0; 4096]).unwrap();
     for (number, [a, _]) in ends.iter().enumerate() {
@@ -244,14 +245,14 @@ fn storm_in(fixture: &Fixture, mode: u64) -> Result<String, String> {
     let start = Instant::now();
     // SAFETY: the kernel touches the handles and lists in the table, whose ends outlive the stream's work.
     unsafe { stream.launch(launch) }.unwrap();
-    stream.synchronize(soon() * 3).map_err(|why| why.to_string())?;
+    stream.synchronize(test_timeout() * 3).map_err(|why| why.to_string())?;
     let time = start.elapsed();
     let mut wrong = [0; 8];
     table.read(2048, &mut wrong).unwrap();
     let all = u64::from(grid * threads);
     let added: u64 = ends.iter().map(|[_, b]| b.word()).sum();
     let posted: u64 = ends.iter().map(|[a, _]| a.qp.progress().unwrap().posted).sum();
-    let at = |end: &End, thread: u64| end.read64(thread * 8);
+    let at = |end: &Endpoint, thread: u64| end.read64(thread * 8);
     let placed = ends
         .iter()
         .map(|[_, b]| (0..all).filter(|thread| at(b, *thread) == rounds).count())
@@ -276,19 +277,26 @@ fn storm_in(fixture: &Fixture, mode: u64) -> Result<String, String> {
 
 /// Two graphs that answer each other, 10 000 times.
 fn graphs(fixture: &Fixture) -> Result<String, String> {
-    let rounds = fewer(fixture, 10_000, 500);
-    let [a, b] = fixture.connected(awake(fixture, Which::Loopback), deep(fixture));
+    let rounds = scaled_rounds(fixture, 10_000, 500);
+    let [a, b] =
+        fixture.connected(spinning_contexts(fixture, TestLink::Loopback), deep_options(fixture));
     let [out, back] = [(); 2].map(|()| fixture.gpu.stream().unwrap());
-    let word = |end: &End| end.memory.word64(WORD).unwrap();
+    let word = |end: &Endpoint| end.memory.word64(WORD).unwrap();
     let at_a = SignalWait::new(&word(&a), 0, 1).unwrap();
     let at_b = SignalWait::new(&word(&b), 0, 1).unwrap();
     let ping = out.capture(|stream| {
-        a.qp.put_signal_on(stream, b.mr.remote(0), a.mr.sge(0, 1024), b.mr.remote(WORD), 1)?;
-        a.qp.wait_signal_on(stream, &at_a)
+        a.qp.put_signal_on_stream(stream, b.mr.remote(0), a.mr.sge(0, 1024), b.mr.remote(WORD), 1)?;
+        a.qp.wait_signal_on_stream(stream, &at_a)
     });
     let pong = back.capture(|stream| {
-        b.qp.wait_signal_on(stream, &at_b)?;
-        b.qp.put_signal_on(stream, a.mr.remote(4096), b.mr.sge(0, 1024), a.mr.remote(WORD), 1)
+        b.qp.wait_signal_on_stream(stream, &at_b)?;
+        b.qp.put_signal_on_stream(
+            stream,
+            a.mr.remote(4096),
+            b.mr.sge(0, 1024),
+            a.mr.remote(WORD),
+            1,
+        )
     });
     let (ping, pong) = (ping.map_err(|why| why.to_string())?, pong.map_err(|why| why.to_string())?);
     let sent = bytes(1024, 9);
@@ -299,7 +307,7 @@ fn graphs(fixture: &Fixture) -> Result<String, String> {
         back.replay(&pong).map_err(|why| why.to_string())?;
     }
     for stream in [&out, &back] {
-        stream.synchronize(soon() * 3).map_err(|why| why.to_string())?;
+        stream.synchronize(test_timeout() * 3).map_err(|why| why.to_string())?;
     }
     let time = start.elapsed();
     a.qp.check().and(b.qp.check()).map_err(|why| why.to_string())?;
@@ -311,28 +319,30 @@ fn graphs(fixture: &Fixture) -> Result<String, String> {
 }
 
 /// What the two processes tell each other.
-type Words = (Offer, [u64; 4]);
+type RemoteWords = (QpEndpoint, [u64; 4]);
 
-fn introduce(end: &End) -> Words {
+fn exchange_endpoints(end: &Endpoint) -> RemoteWords {
     let (there, word) = (end.mr.remote(0), end.mr.remote(WORD));
-    (end.qp.offer(), [there.address, there.rkey.into(), word.address, word.rkey.into()])
+    (end.qp.endpoint(), [there.address, there.rkey.into(), word.address, word.rkey.into()])
 }
 
-fn meet(end: &End, exchange: &mut Exchange) -> warpwire::Result<()> {
-    let (offer, [there, rkey, word, word_rkey]): Words = exchange.swap(&introduce(end))?;
-    end.qp.connect(&offer)?;
-    end.describe(
+fn connect_peer(end: &Endpoint, bootstrap: &mut Bootstrap) -> warpwire::Result<()> {
+    let (endpoint, [there, rkey, word, word_rkey]): RemoteWords =
+        bootstrap.swap(&exchange_endpoints(end))?;
+    end.qp.connect(&endpoint)?;
+    end.write_params(
         Remote { address: there, rkey: rkey as u32 },
         Remote { address: word, rkey: word_rkey as u32 },
     );
     Ok(())
 }
 
-fn alone(fixture: &Fixture) -> End {
+fn alone(fixture: &Fixture) -> Endpoint {
     let link = Shm::bind("127.0.0.1:0".parse().unwrap(), shm::Options::default()).unwrap();
-    let drive = Drive::Thread { spin: Duration::from_millis(50), core: None };
-    let context = Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() }).unwrap();
-    End::new(context, &fixture.gpu, deep(fixture))
+    let progress_mode = ProgressMode::Thread { spin: Duration::from_millis(50), core: None };
+    let context =
+        Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() }).unwrap();
+    Endpoint::new(context, &fixture.gpu, deep_options(fixture))
 }
 
 /// Every call, from a kernel of this process to one of another, which share the GPU by turns.
@@ -354,20 +364,20 @@ fn processes(fixture: &Fixture) -> Result<String, String> {
 }
 
 fn active_process(fixture: &Fixture, listener: &TcpListener) -> warpwire::Result<String> {
-    let mut exchange = Exchange::accept(listener, soon())?;
+    let mut bootstrap = Bootstrap::accept(listener, test_timeout())?;
     let a = alone(fixture);
-    meet(&a, &mut exchange)?;
+    connect_peer(&a, &mut bootstrap)?;
     a.memory.write(0, &bytes(8192, 1))?;
-    exchange.swap(&"its kernel has begun".to_owned())?;
+    bootstrap.swap(&"its kernel has begun".to_owned())?;
     let (stream, start) = (fixture.gpu.stream()?, Instant::now());
     a.start(&stream, &fixture.kernel("calls_active"), 256, &[2]);
-    stream.synchronize(soon())?;
+    stream.synchronize(test_timeout())?;
     let time = start.elapsed();
-    let findings: [i64; 15] = a.findings();
-    exchange.swap(&"ours is done".to_owned())?;
-    exchange.swap(&"both have looked".to_owned())?;
+    let results: [i64; 15] = a.results();
+    bootstrap.swap(&"ours is done".to_owned())?;
+    bootstrap.swap(&"both have looked".to_owned())?;
     a.qp.check()?;
-    assert_eq!(findings, [0, 0, 0, 0, 0, 5, 0, 12, 0, 0, 0, 0, 0, -0x101, -0x105]);
+    assert_eq!(results, [0, 0, 0, 0, 0, 5, 0, 12, 0, 0, 0, 0, 0, -0x101, -0x105]);
     assert_eq!(a.read(16384, 4096), bytes(4096, 2));
     Ok(format!("every call, by a block of 256 threads, verified by both, in {time:.2?}"))
 }
@@ -375,22 +385,22 @@ fn active_process(fixture: &Fixture, listener: &TcpListener) -> warpwire::Result
 fn child(label: &str, address: &str) -> ExitCode {
     let run = || -> warpwire::Result<()> {
         let gpu = mem::open(label)?;
-        let fixture = Fixture::new(gpu.info().backend, Which::Loopback);
-        let mut exchange = Exchange::connect(address, soon())?;
+        let fixture = Fixture::new(gpu.info().backend, TestLink::Loopback);
+        let mut bootstrap = Bootstrap::connect(address, test_timeout())?;
         let b = alone(&fixture);
         b.memory.write(16384, &bytes(4096, 2))?;
-        meet(&b, &mut exchange)?;
+        connect_peer(&b, &mut bootstrap)?;
         let stream = fixture.gpu.stream()?;
         b.start(&stream, &fixture.kernel("calls_passive"), 32, &[1]);
-        exchange.swap(&"ours has begun".to_owned())?;
-        stream.synchronize(soon())?;
-        exchange.swap(&"its kernel is done".to_owned())?;
+        bootstrap.swap(&"ours has begun".to_owned())?;
+        stream.synchronize(test_timeout())?;
+        bootstrap.swap(&"its kernel is done".to_owned())?;
         let imm = |length: i64, imm: i64| length << 32 | 1 << 31 | imm;
-        assert_eq!(b.findings(), [0, 0, 100 << 32, 0, imm(50, 77), 0, imm(16, 88)]);
+        assert_eq!(b.results(), [0, 0, 100 << 32, 0, imm(50, 77), 0, imm(16, 88)]);
         assert_eq!((b.word(), b.read(16, 4080)), (99, bytes(8192, 1)[16..4096].to_vec()));
         assert!(b.memory.len() > LEN);
         b.qp.check()?;
-        exchange.swap(&"both have looked".to_owned()).map(drop)
+        bootstrap.swap(&"both have looked".to_owned()).map(drop)
     };
     match run() {
         Ok(()) => ExitCode::SUCCESS,

@@ -143,18 +143,18 @@ impl Error {
     ///
     /// ```
     /// use warpwire::{Error, error::Kind};
-    /// assert!(Error::new(Kind::OutOfMemory, "open a window").passes());
-    /// assert!(!Error::new(Kind::Freed, "open a window").passes());
+    /// assert!(Error::new(Kind::OutOfMemory, "open a window").is_transient());
+    /// assert!(!Error::new(Kind::Freed, "open a window").is_transient());
     /// ```
-    pub fn passes(&self) -> bool {
+    pub fn is_transient(&self) -> bool {
         // Too many open files, here or in all; interrupted; for now.
-        const SHORT: [i32; 4] = [libc::EMFILE, libc::ENFILE, libc::EINTR, libc::EAGAIN];
+        const TRANSIENT_ERRNOS: [i32; 4] = [libc::EMFILE, libc::ENFILE, libc::EINTR, libc::EAGAIN];
         // CUDA: not ready, the system is not ready, the operating system failed a call.
-        const BUSY: [i32; 3] = [600, 802, 304];
+        const TRANSIENT_CUDA_RESULTS: [i32; 3] = [600, 802, 304];
         match self.kind() {
             Kind::OutOfMemory | Kind::Busy => true,
-            Kind::Os(errno) => SHORT.contains(errno),
-            Kind::Cuda(code) => BUSY.contains(code),
+            Kind::Os(errno) => TRANSIENT_ERRNOS.contains(errno),
+            Kind::Cuda(code) => TRANSIENT_CUDA_RESULTS.contains(code),
             _ => false,
         }
     }
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_are_not_known_leave_no_trace() {
+    fn unset_error_parts_are_not_printed() {
         let bare = Error::new(Kind::Busy, "free memory");
         assert_eq!(bare.to_string(), "cannot free memory");
     }

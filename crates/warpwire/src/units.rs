@@ -27,8 +27,8 @@ pub fn bytes(count: u64) -> String {
 /// use std::time::Duration;
 /// assert_eq!(warpwire::units::rate(2_000_000_000, Duration::from_secs(1)), "2.00 GB/s");
 /// ```
-pub fn rate(byte_count: u64, took: Duration) -> String {
-    let seconds = took.as_secs_f64().max(1e-9);
+pub fn rate(byte_count: u64, elapsed: Duration) -> String {
+    let seconds = elapsed.as_secs_f64().max(1e-9);
     format!("{:.2} GB/s", byte_count as f64 / seconds / 1e9)
 }
 

@@ -13,8 +13,8 @@ use warpwire::link::{Hub, Link, Shm, shm};
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
-    Access, AddressHandle, Atomic, Attach, Completion, Context, Cq, Drive, Mr, Op, Pd, Qp,
-    QpOptions, ReceiveRequest, Request, Service, Srq, SrqOptions,
+    Access, AddressHandle, Atomic, AttachMode, Completion, Context, Cq, Mr, Pd, ProgressMode, Qp,
+    QpOptions, ReceiveRequest, SendRequest, Service, Srq, SrqOptions, WrOp,
 };
 
 pub const SUITE: Suite = Suite { name: "allocations", env: &[], collect, role: |_| {} };
@@ -22,26 +22,26 @@ pub const SUITE: Suite = Suite { name: "allocations", env: &[], collect, role: |
 cases!(CASES: nothing_is_allocated_on_the_way, no_packet_allocates, the_counter_counts);
 
 fn collect(suite: &mut Collector) {
-    suite.one_at_a_time();
+    suite.run_serially();
     suite.add("", CASES, |case| (case.run)(&()));
 }
 
 /// How the memory at both ends was registered.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Sort {
+enum MemKind {
     Handle,
     Address,
     OnDemand,
     DeviceAddress,
-    DmaBuf(Attach),
+    DmaBuf(AttachMode),
 }
 
 /// What a registration by address needs to stay.
-type Keep = Box<dyn std::any::Any>;
+type KeepAlive = Box<dyn std::any::Any>;
 
 const LEN: u64 = 1 << 18;
 
-fn register(context: &Context, pd: &Pd, sort: Sort) -> (Mr, Keep) {
+fn register(context: &Context, pd: &Pd, mem_kind: MemKind) -> (Mr, KeepAlive) {
     let by_address = |address: u64, access| {
         // SAFETY: the memory is kept beside the registration, and only copied.
         unsafe { context.register_address(pd, address, LEN, None, access) }.unwrap()
@@ -51,18 +51,20 @@ fn register(context: &Context, pd: &Pd, sort: Sort) -> (Mr, Keep) {
         let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
         gpu.alloc(LEN).unwrap()
     };
-    match sort {
-        Sort::Handle => (context.register(pd, host.clone(), Access::ALL).unwrap(), Box::new(host)),
-        Sort::Address => (by_address(host.address(), Access::ALL), Box::new(host)),
-        Sort::OnDemand => {
+    match mem_kind {
+        MemKind::Handle => {
+            (context.register(pd, host.clone(), Access::ALL).unwrap(), Box::new(host))
+        }
+        MemKind::Address => (by_address(host.address(), Access::ALL), Box::new(host)),
+        MemKind::OnDemand => {
             let rights = Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE;
             (by_address(host.address(), rights | Access::ON_DEMAND), Box::new(host))
         }
-        Sort::DeviceAddress => {
+        MemKind::DeviceAddress => {
             let memory = device();
             (by_address(memory.address().raw(), Access::ALL), Box::new(memory))
         }
-        Sort::DmaBuf(attach) => {
+        MemKind::DmaBuf(attach) => {
             let memory = device();
             let buffer = memory.export_dmabuf(0, LEN).unwrap();
             let range = (&buffer).into();
@@ -81,12 +83,12 @@ struct Pair {
     srq: Srq,
     near: Mr,
     far: Mr,
-    sort: Sort,
-    _keep: [Keep; 2],
+    mem_kind: MemKind,
+    _keep: [KeepAlive; 2],
 }
 
 impl Pair {
-    fn new(sort: Sort, links: [Box<dyn Link>; 2]) -> Self {
+    fn new(mem_kind: MemKind, links: [Box<dyn Link>; 2]) -> Self {
         let contexts = links.map(|link| Context::open_with(link, inline()).unwrap());
         let pds = [contexts[0].pd(), contexts[1].pd()];
         let cqs = [&contexts[0], &contexts[1]].map(|context| context.create_cq(512).unwrap());
@@ -95,16 +97,16 @@ impl Pair {
             |n: usize, options| contexts[n].create_qp(&pds[n], &cqs[n], &cqs[n], options).unwrap();
         let connected = |options: QpOptions| {
             let pair = [qp(0, QpOptions::default()), qp(1, options)];
-            pair[0].connect(&pair[1].offer()).unwrap();
-            pair[1].connect(&pair[0].offer()).unwrap();
+            pair[0].connect(&pair[1].endpoint()).unwrap();
+            pair[1].connect(&pair[0].endpoint()).unwrap();
             pair
         };
         let own = connected(QpOptions::default());
         let shared = connected(QpOptions { srq: Some(srq.clone()), ..QpOptions::default() });
         let [(near, first), (far, second)] =
-            [0, 1].map(|n: usize| register(&contexts[n], &pds[n], sort));
+            [0, 1].map(|n: usize| register(&contexts[n], &pds[n], mem_kind));
         let _keep = [first, second];
-        Self { contexts, cqs, own, shared, srq, near, far, sort, _keep }
+        Self { contexts, cqs, own, shared, srq, near, far, mem_kind, _keep }
     }
 
     /// A piece of work of every sort, on both connections.
@@ -118,20 +120,20 @@ impl Pair {
         self.srq.post_receive(&[receive; 3]).unwrap();
         let at = self.far.remote(0);
         // The kernel, which copies memory on demand, has no atomics for that.
-        let word_op = match self.sort {
-            Sort::OnDemand => Op::Read(at),
-            _ => Op::Atomic(at, Atomic::FetchAdd { add: 1 }),
+        let word_op = match self.mem_kind {
+            MemKind::OnDemand => WrOp::Read(at),
+            _ => WrOp::Atomic(at, Atomic::FetchAdd { add: 1 }),
         };
         for qp in [&self.own[0], &self.shared[0]] {
             let work = [
-                Request::new(1, Op::Write(at)).with(&large),
-                Request::new(2, Op::Read(at)).with(&large),
-                Request::new(3, Op::Write(at)).inline(b"inline"),
-                Request::new(4, word_op).with(&word),
-                Request::new(5, Op::Send).with(&two),
-                Request::new(6, Op::SendImm([1; 4])).inline(b"more"),
-                Request::new(7, Op::WriteImm(at, [2; 4])).with(&word),
-                Request::new(8, Op::Nop),
+                SendRequest::new(1, WrOp::Write(at)).with(&large),
+                SendRequest::new(2, WrOp::Read(at)).with(&large),
+                SendRequest::new(3, WrOp::Write(at)).inline(b"inline"),
+                SendRequest::new(4, word_op).with(&word),
+                SendRequest::new(5, WrOp::Send).with(&two),
+                SendRequest::new(6, WrOp::SendImm([1; 4])).inline(b"more"),
+                SendRequest::new(7, WrOp::WriteImm(at, [2; 4])).with(&word),
+                SendRequest::new(8, WrOp::Nop),
             ];
             qp.post_send(&work).unwrap();
         }
@@ -148,7 +150,7 @@ impl Pair {
 }
 
 fn inline() -> HcaOptions {
-    HcaOptions { drive: Drive::Inline, ..HcaOptions::default() }
+    HcaOptions { progress_mode: ProgressMode::Manual, ..HcaOptions::default() }
 }
 
 /// A device that sends datagrams to itself, through a shared receive queue.
@@ -170,17 +172,17 @@ impl Datagrams {
         let options =
             QpOptions { service: Service::Ud, srq: Some(srq.clone()), ..QpOptions::default() };
         let qp = context.create_qp(&pd, &cq, &cq, options).unwrap();
-        qp.ready(7).unwrap();
+        qp.activate_ud(7).unwrap();
         let memory = HostMemory::new(1 << 18).unwrap();
         let memory = context.register(&pd, memory, Access::ALL).unwrap();
-        let to = context.address_handle(context.path().local).unwrap();
+        let to = context.create_address_handle(context.path().local).unwrap();
         Self { context, cq, qp, srq, memory, to }
     }
 
     fn round(&self) {
         let (room, data) = ([self.memory.sge(0, 2048)], [self.memory.sge(4096, 1000)]);
         self.srq.post_receive(&[ReceiveRequest { id: 1, data: &room }; 20]).unwrap();
-        let request = Request::new(2, Op::Send).to(&self.to, self.qp.number(), 7);
+        let request = SendRequest::new(2, WrOp::Send).to(&self.to, self.qp.number(), 7);
         self.qp.post_send(&[request.with(&data); 10]).unwrap();
         self.qp.post_send(&[request.inline(b"small"); 10]).unwrap();
         let (mut done, mut missing) = ([Completion::EMPTY; 16], 40);
@@ -194,49 +196,49 @@ impl Datagrams {
 
 /// By packets, and without; one after the other, as the count is the process's.
 fn nothing_is_allocated_on_the_way() {
-    for sort in [
-        Sort::Handle,
-        Sort::Address,
-        Sort::OnDemand,
-        Sort::DeviceAddress,
-        Sort::DmaBuf(Attach::Static),
-        Sort::DmaBuf(Attach::Dynamic),
+    for mem_kind in [
+        MemKind::Handle,
+        MemKind::Address,
+        MemKind::OnDemand,
+        MemKind::DeviceAddress,
+        MemKind::DmaBuf(AttachMode::Static),
+        MemKind::DmaBuf(AttachMode::Dynamic),
     ] {
         let hub = Hub::new();
         let end =
             |at: &str| -> Box<dyn Link> { Box::new(hub.endpoint(at.parse().unwrap()).unwrap()) };
-        let pair = Pair::new(sort, ["10.0.0.1:4791", "10.0.0.2:4791"].map(end));
-        rounds(&pair, sort, 10_000, 0);
-        if sort == Sort::DmaBuf(Attach::Dynamic) {
+        let pair = Pair::new(mem_kind, ["10.0.0.1:4791", "10.0.0.2:4791"].map(end));
+        rounds(&pair, mem_kind, 10_000, 0);
+        if mem_kind == MemKind::DmaBuf(AttachMode::Dynamic) {
             assert_eq!(pair.near.faults().faults, 1, "it is found once");
         }
     }
-    let options = shm::Options { attend: 8, ..shm::Options::default() };
+    let options = shm::Options { control_poll_interval: 8, ..shm::Options::default() };
     let bind =
         |at: &str| -> Box<dyn Link> { Box::new(Shm::bind(at.parse().unwrap(), options).unwrap()) };
     rounds(
-        &Pair::new(Sort::Handle, ["127.0.0.1:0", "127.0.0.1:0"].map(bind)),
-        Sort::Handle,
+        &Pair::new(MemKind::Handle, ["127.0.0.1:0", "127.0.0.1:0"].map(bind)),
+        MemKind::Handle,
         1000,
         1000,
     );
     datagram_rounds();
 }
 
-fn rounds(pair: &Pair, sort: Sort, least_packets: u64, least_direct: u64) {
+fn rounds(pair: &Pair, mem_kind: MemKind, min_packets: u64, min_direct: u64) {
     for _ in 0..50 {
         pair.round();
     }
-    let before = CountingAllocator::of_process();
+    let before = CountingAllocator::process_allocations();
     for _ in 0..200 {
         pair.round();
     }
-    let allocated = CountingAllocator::of_process() - before;
+    let allocated = CountingAllocator::process_allocations() - before;
     let packets = pair.contexts[0].stats().pairs.packets_sent;
-    assert!(packets > least_packets, "{packets} packets");
+    assert!(packets > min_packets, "{packets} packets");
     let direct = pair.contexts[0].stats().direct;
-    assert!(direct.operations >= least_direct, "{direct:?}");
-    assert_eq!(allocated, 0, "allocations in 200 rounds with {sort:?}");
+    assert!(direct.operations >= min_direct, "{direct:?}");
+    assert_eq!(allocated, 0, "allocations in 200 rounds with {mem_kind:?}");
 }
 
 fn datagram_rounds() {
@@ -244,11 +246,11 @@ fn datagram_rounds() {
     for _ in 0..50 {
         datagrams.round();
     }
-    let before = CountingAllocator::of_process();
+    let before = CountingAllocator::process_allocations();
     for _ in 0..200 {
         datagrams.round();
     }
-    let allocated = CountingAllocator::of_process() - before;
+    let allocated = CountingAllocator::process_allocations() - before;
     assert_eq!(datagrams.context.stats().pairs.packets_sent, 5000);
     assert_eq!(allocated, 0, "allocations in 200 rounds of datagrams");
 }
@@ -258,15 +260,16 @@ fn datagram_rounds() {
 fn no_packet_allocates() {
     for (name, op, packets) in WORK {
         let mut pump = Pump::new(1024, 64);
-        let before = CountingAllocator::of_thread();
+        let before = CountingAllocator::thread_allocations();
         pump.run(op, len_of(op, packets, 1024), 10_000);
-        assert_eq!(CountingAllocator::of_thread() - before, 0, "{name}");
+        assert_eq!(CountingAllocator::thread_allocations() - before, 0, "{name}");
     }
 }
 
 fn the_counter_counts() {
-    let before = [CountingAllocator::of_thread(), CountingAllocator::of_process()];
+    let before =
+        [CountingAllocator::thread_allocations(), CountingAllocator::process_allocations()];
     drop(std::hint::black_box(Box::new(7)));
-    let after = [CountingAllocator::of_thread(), CountingAllocator::of_process()];
+    let after = [CountingAllocator::thread_allocations(), CountingAllocator::process_allocations()];
     assert!(after[0] > before[0] && after[1] > before[1]);
 }

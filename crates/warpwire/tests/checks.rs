@@ -2,6 +2,6 @@
 //! runs in every order, queues written past the verbs.
 
 mod direct_queues;
-mod doors;
-mod house;
-mod races;
+mod layering;
+mod loom_registration;
+mod loom_sync;

@@ -10,7 +10,7 @@ use warpwire::ibv::{self, DirectQp};
 use warpwire::link::Hub;
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
-    Access, Atomic, Context, Op, Poster, QpOptions, Queues, Remote, Request, Sge,
+    Access, Atomic, Context, DirectQueues, Poster, QpOptions, Remote, SendRequest, Sge, WrOp,
 };
 
 const NUMBER: u32 = 0x123;
@@ -52,17 +52,17 @@ fn bytes(memory: &HostMemory, at: u64, len: usize) -> String {
 #[test]
 fn entries_are_those_that_connectx_takes() {
     let memory = HostMemory::new(64 << 10).unwrap();
-    let queues = Queues::recorded(recorded(&memory));
-    assert_eq!((queues.send_blocks, queues.receive_entries, queues.receive_stride), (64, 64, 32));
+    let queues = DirectQueues::recorded(recorded(&memory));
+    assert_eq!((queues.send_wqebbs, queues.receive_entries, queues.receive_stride), (64, 64, 32));
     let mut poster = Poster::new(queues, 5);
     let remote = |address| Remote { address, rkey: 0x1234 };
     let range = |address, len| [Sge { address, len, lkey: 0x5678 }];
     let from = range(0x7fee_0000_2000, 256);
-    let write = Request::new(1, Op::Write(remote(0x7f00_0000_1000))).with(&from);
+    let write = SendRequest::new(1, WrOp::Write(remote(0x7f00_0000_1000))).with(&from);
     let into = range(0x7fee_0000_3000, 8);
-    let add = Op::Atomic(remote(0x7f00_0000_2000), Atomic::FetchAdd { add: 7 });
+    let add = WrOp::Atomic(remote(0x7f00_0000_2000), Atomic::FetchAdd { add: 7 });
     assert_eq!(poster.push(&write).unwrap(), 5);
-    assert_eq!(poster.push(&Request::new(2, add).with(&into)).unwrap(), 6);
+    assert_eq!(poster.push(&SendRequest::new(2, add).with(&into)).unwrap(), 6);
     // The vectors of rdma-core: a write of 256 bytes at block 5, a fetch-and-add of 7 at block 6.
     assert_eq!(
         bytes(&memory, SEND + 5 * 64, 48),
@@ -84,8 +84,8 @@ fn entries_are_those_that_connectx_takes() {
 #[test]
 fn a_queue_that_is_full_says_so() {
     let memory = HostMemory::new(64 << 10).unwrap();
-    let mut poster = Poster::new(Queues::recorded(recorded(&memory)), 0);
-    let request = Request::new(1, Op::Nop);
+    let mut poster = Poster::new(DirectQueues::recorded(recorded(&memory)), 0);
+    let request = SendRequest::new(1, WrOp::Nop);
     for block in 0..u64::from(BLOCKS) {
         assert_eq!(poster.push(&request).unwrap(), block);
     }
@@ -93,7 +93,7 @@ fn a_queue_that_is_full_says_so() {
     poster.free_up_to(2);
     assert_eq!(poster.push(&request).unwrap(), u64::from(BLOCKS));
     assert_eq!(
-        poster.push(&Request::new(1, Op::Send).inline(&[0; 2000])).unwrap_err().kind(),
+        poster.push(&SendRequest::new(1, WrOp::Send).inline(&[0; 2000])).unwrap_err().kind(),
         &Kind::InvalidArgument
     );
 }
@@ -125,8 +125,8 @@ fn the_software_hca_takes_the_same_entries() {
     let (cq, their_cq) = (a.create_cq(16).unwrap(), b.create_cq(16).unwrap());
     let qp = a.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();
     let peer = b.create_qp(&there, &their_cq, &their_cq, QpOptions::default()).unwrap();
-    qp.connect(&peer.offer()).unwrap();
-    peer.connect(&qp.offer()).unwrap();
+    qp.connect(&peer.endpoint()).unwrap();
+    peer.connect(&qp.endpoint()).unwrap();
     let (from, to) = (HostMemory::new(4096).unwrap(), HostMemory::new(4096).unwrap());
     from.bytes().write(0, b"past the verbs").unwrap();
     let from = a.register(&pd, from, Access::LOCAL_WRITE).unwrap();
@@ -134,7 +134,7 @@ fn the_software_hca_takes_the_same_entries() {
     let mut poster = Poster::new(qp.direct_queues().unwrap(), 0);
     let range = [from.sge(0, 14)];
     for turn in 0..3 {
-        let write = Request::new(0, Op::Write(target.remote(turn * 100))).with(&range);
+        let write = SendRequest::new(0, WrOp::Write(target.remote(turn * 100))).with(&range);
         poster.push(&write).unwrap();
     }
     poster.ring();

@@ -4,12 +4,12 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use warpwire::sock::warp::{Handshake, Hello, LONGEST_LINE, Spot};
-use warpwire::verbs::Offer;
+use warpwire::sock::warp::{Handshake, Hello, MAX_LINE, RemoteAddr};
+use warpwire::verbs::QpEndpoint;
 
 fuzz_target!(|bytes: &[u8]| {
     let Some((&step, rest)) = bytes.split_first() else { return };
-    let offer = Offer {
+    let endpoint = QpEndpoint {
         address: "127.0.0.1:4791".parse().expect("an address"),
         qpn: 1,
         psn: 2,
@@ -18,28 +18,28 @@ fuzz_target!(|bytes: &[u8]| {
         lid: 0,
         gid: 0,
     };
-    let spot = |address| Spot { address, rkey: 1 };
+    let remote_addr = |address| RemoteAddr { address, rkey: 1 };
     let mine = Hello {
-        offer,
-        ring: spot(4096),
+        endpoint,
+        ring: remote_addr(4096),
         ring_size: 4096,
-        received: spot(8),
-        taken: spot(16),
+        received: remote_addr(8),
+        taken: remote_addr(16),
         window: None,
     };
-    let mut end = Handshake::new(&mine).expect("a hello in order");
-    end.sent(usize::MAX);
+    let mut handshake = Handshake::new(&mine).expect("a hello in order");
+    handshake.sent(usize::MAX);
     let mut failed = false;
     for piece in rest.chunks(usize::from(step).max(1)) {
-        let taken = end.take(piece);
+        let taken = handshake.take(piece);
         assert!(!failed || taken.is_err());
         failed |= taken.is_err();
-        if let Some(peer) = end.peer() {
+        if let Some(peer) = handshake.peer() {
             assert!(peer.check().is_ok());
-            end.met();
+            handshake.mark_ready();
         }
-        assert!(end.to_send().len() <= 2 * LONGEST_LINE);
-        end.sent(piece.len());
-        assert!(!(failed && end.is_done()));
+        assert!(handshake.to_send().len() <= 2 * MAX_LINE);
+        handshake.sent(piece.len());
+        assert!(!(failed && handshake.is_done()));
     }
 });

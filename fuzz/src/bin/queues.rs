@@ -12,31 +12,31 @@ use libfuzzer_sys::arbitrary::{Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use warpwire::hca::{HcaOptions, QueueMemory};
 use warpwire::link::Hub;
-use warpwire::mlx5::{AddressVector, Record};
+use warpwire::mlx5::{AddressVector, DoorbellRecord};
 use warpwire::mr::HostMemory;
 use warpwire::verbs::{
-    Access, AddressHandle, Change, Completion, Context, Cq, Drive, Mr, Op, Pd, Qp, QpOptions,
-    ReceiveRequest, Request, Service, Srq, SrqOptions, State,
+    Access, AddressHandle, QpAttributes, Completion, Context, Cq, ProgressMode, Mr, WrOp, Pd, Qp, QpOptions,
+    ReceiveRequest, SendRequest, Service, Srq, SrqOptions, State,
 };
 
 const QKEY: u32 = 7;
 const LEN: u64 = 4096;
 
 thread_local! {
-    static STAGE: RefCell<Option<Stage>> = const { RefCell::new(None) };
+    static HARNESS: RefCell<Option<Harness>> = const { RefCell::new(None) };
 }
 
 fuzz_target!(|bytes: &[u8]| {
-    STAGE.with_borrow_mut(|stage| {
-        let stage = stage.get_or_insert_with(Stage::new);
-        stage.begin();
+    HARNESS.with_borrow_mut(|harness| {
+        let harness = harness.get_or_insert_with(Harness::new);
+        harness.begin();
         // A script that ends in the middle of a store is still a script.
-        let _ = stage.play(&mut Unstructured::new(bytes));
-        stage.end();
+        let _ = harness.run_script(&mut Unstructured::new(bytes));
+        harness.end();
     });
 });
 
-struct End {
+struct Endpoint {
     context: Context,
     pd: Pd,
     mr: Mr,
@@ -44,10 +44,10 @@ struct End {
     secret: (HostMemory, Mr),
 }
 
-impl End {
+impl Endpoint {
     fn new(hub: &Hub, address: &str) -> Self {
         let link = hub.endpoint(address.parse().expect("an address")).expect("an endpoint");
-        let options = HcaOptions { drive: Drive::Inline, ..HcaOptions::default() };
+        let options = HcaOptions { progress_mode: ProgressMode::Manual, ..HcaOptions::default() };
         let context = Context::open_with(link, options).expect("a device");
         let (pd, other) = (context.pd(), context.pd());
         let register = |pd| {
@@ -66,26 +66,26 @@ impl End {
     }
 }
 
-struct Stage {
-    ends: [End; 2],
+struct Harness {
+    endpoints: [Endpoint; 2],
     /// Two that are connected, the second with shared receives; and two for datagrams.
-    abused: Vec<(Qp, Cq)>,
-    beside: [(Qp, Cq); 2],
+    victims: Vec<(Qp, Cq)>,
+    bystanders: [(Qp, Cq); 2],
     srq: Srq,
     handles: [AddressHandle; 2],
 }
 
 fn connect(pair: [&Qp; 2]) {
     let [one, two] = pair;
-    let offers = [one.offer(), two.offer()];
-    one.connect(&offers[1]).expect("a connection");
-    two.connect(&offers[0]).expect("a connection");
+    let endpoints = [one.endpoint(), two.endpoint()];
+    one.connect(&endpoints[1]).expect("a connection");
+    two.connect(&endpoints[0]).expect("a connection");
 }
 
-impl Stage {
+impl Harness {
     fn new() -> Self {
         let hub = Hub::new();
-        let ends = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| End::new(&hub, address));
+        let endpoints = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| Endpoint::new(&hub, address));
         let small = QpOptions {
             send_depth: 8,
             receive_depth: 8,
@@ -94,62 +94,62 @@ impl Stage {
             rnr_retry: 1,
             ..QpOptions::default()
         };
-        let srq = SrqOptions { depth: 7, ranges: 1 };
-        let srq = ends[1].context.create_srq(&ends[1].pd, srq).expect("a shared queue");
+        let srq = SrqOptions { depth: 7, max_sge: 1 };
+        let srq = endpoints[1].context.create_srq(&endpoints[1].pd, srq).expect("a shared queue");
         let shared = QpOptions { srq: Some(srq.clone()), ..small.clone() };
         let datagrams = QpOptions { service: Service::Ud, ..small.clone() };
-        let abused = vec![
-            ends[0].pair(small),
-            ends[1].pair(shared),
-            ends[0].pair(datagrams.clone()),
-            ends[1].pair(datagrams),
+        let victims = vec![
+            endpoints[0].pair(small),
+            endpoints[1].pair(shared),
+            endpoints[0].pair(datagrams.clone()),
+            endpoints[1].pair(datagrams),
         ];
-        let beside = [0, 1].map(|n| ends[n].pair(QpOptions::default()));
-        connect([&beside[0].0, &beside[1].0]);
+        let bystanders = [0, 1].map(|n| endpoints[n].pair(QpOptions::default()));
+        connect([&bystanders[0].0, &bystanders[1].0]);
         let handles = [0, 1].map(|n: usize| {
-            let peer = ends[1 - n].context.path().local;
-            ends[n].context.address_handle(peer).expect("a handle")
+            let peer = endpoints[1 - n].context.path().local;
+            endpoints[n].context.create_address_handle(peer).expect("a handle")
         });
-        Self { ends, abused, beside, srq, handles }
+        Self { endpoints, victims, bystanders, srq, handles }
     }
 
     /// All that is abused begins anew, with queues that are empty.
     fn begin(&self) {
-        for (qp, _) in &self.abused {
-            qp.modify(&Change::to(State::Reset)).expect("RESET");
+        for (qp, _) in &self.victims {
+            qp.modify(&QpAttributes::new(State::Reset)).expect("RESET");
             let (memory, layout) = qp.queues();
-            memory.bytes().fill(0, layout.record, &[0]).expect("the queues");
+            memory.bytes().fill(0, layout.dbrec, &[0]).expect("the queues");
         }
-        connect([&self.abused[0].0, &self.abused[1].0]);
-        for (qp, _) in &self.abused[2..] {
-            qp.ready(QKEY).expect("RTS");
+        connect([&self.victims[0].0, &self.victims[1].0]);
+        for (qp, _) in &self.victims[2..] {
+            qp.activate_ud(QKEY).expect("RTS");
         }
     }
 
     fn step(&self, count: u32) {
         let mut done = [Completion::EMPTY; 16];
         for _ in 0..count {
-            for end in &self.ends {
+            for end in &self.endpoints {
                 end.context.hca().poll().expect("a device that works");
             }
-            for (_, cq) in &self.abused {
+            for (_, cq) in &self.victims {
                 cq.poll(&mut done).expect("a queue that works");
             }
         }
     }
 
-    fn play(&self, script: &mut Unstructured<'_>) -> Result<()> {
+    fn run_script(&self, script: &mut Unstructured<'_>) -> Result<()> {
         let mut stores = 0;
         while !script.is_empty() && stores < 64 {
             stores += 1;
             let which = script.int_in_range(0..=3)?;
-            let qp = &self.abused[which].0;
+            let qp = &self.victims[which].0;
             let (memory, layout) = qp.queues();
             let bytes = memory.bytes();
             match script.int_in_range(0..=9)? {
                 0..=3 => self.entry(script, which)?,
                 4 => {
-                    let at = layout.record + 4 * script.int_in_range(0..=1)?;
+                    let at = layout.dbrec + 4 * script.int_in_range(0..=1)?;
                     let _ = bytes.store_u32(at, script.arbitrary()?);
                 }
                 5 => {
@@ -159,13 +159,13 @@ impl Stage {
                 6 => receive(script, memory, layout.receive, layout.send)?,
                 7 => self.post(script, which)?,
                 8 => {
-                    let cq = self.abused[which].1.memory().bytes();
+                    let cq = self.victims[which].1.memory().bytes();
                     let at = cq.len() - 64 + 4 * script.int_in_range(0..=1)?;
                     let _ = cq.store_u32(at, script.arbitrary()?);
                 }
                 _ => self.step(script.int_in_range(1..=6)?),
             }
-            self.ends[which % 2].context.hca().ring(qp.number());
+            self.endpoints[which % 2].context.hca().ring(qp.number());
         }
         self.step(4);
         Ok(())
@@ -177,46 +177,46 @@ impl Stage {
         let len = 16 * script.int_in_range(1..=16usize)?;
         script.fill_buffer(&mut entry[..len])?;
         let block: u16 = script.int_in_range(0..=20)?;
-        let (right, parts): (u8, u8) = (script.arbitrary()?, script.arbitrary()?);
-        if right & 1 != 0 {
+        let (valid_bits, seed_byte): (u8, u8) = (script.arbitrary()?, script.arbitrary()?);
+        if valid_bits & 1 != 0 {
             let codes = [0, 8, 9, 0xa, 0xb, 0xf, 0x10, 0x11, 0x12, 0x14, 0x15, 0x23, 1];
             entry[1..3].copy_from_slice(&block.to_be_bytes());
-            entry[3] = codes[usize::from(parts) % codes.len()];
+            entry[3] = codes[usize::from(seed_byte) % codes.len()];
             entry[7] = (len / 16) as u8;
         }
-        let (mine, theirs) = (&self.ends[which % 2].mr, &self.ends[1 - which % 2].mr);
-        let offset = u64::from(parts & 31) * 8;
-        if right & 2 != 0 {
+        let (mine, theirs) = (&self.endpoints[which % 2].mr, &self.endpoints[1 - which % 2].mr);
+        let offset = u64::from(seed_byte & 31) * 8;
+        if valid_bits & 2 != 0 {
             let remote = theirs.remote(offset);
             entry[16..24].copy_from_slice(&remote.address.to_be_bytes());
             entry[24..28].copy_from_slice(&remote.rkey.to_be_bytes());
         }
-        for at in (16..len).step_by(16).filter(|at| right >> (2 + at / 16 % 4) & 1 != 0) {
-            let data = mine.sge(offset, u32::from(parts) * 4);
+        for at in (16..len).step_by(16).filter(|at| valid_bits >> (2 + at / 16 % 4) & 1 != 0) {
+            let data = mine.sge(offset, u32::from(seed_byte) * 4);
             entry[at..at + 4].copy_from_slice(&data.len.to_be_bytes());
             entry[at + 4..at + 8].copy_from_slice(&data.lkey.to_be_bytes());
             entry[at + 8..at + 16].copy_from_slice(&data.address.to_be_bytes());
         }
-        if right & 0x80 != 0 && which >= 2 {
+        if valid_bits & 0x80 != 0 && which >= 2 {
             let to = &self.handles[which % 2];
-            let to = AddressVector::new(to.peer(), self.abused[5 - which].0.number(), QKEY);
+            let to = AddressVector::new(to.peer(), self.victims[5 - which].0.number(), QKEY);
             entry[16..64].copy_from_slice(&to.encode());
         }
-        let (memory, layout) = self.abused[which].0.queues();
-        let blocks = (layout.record - layout.send) / 64;
+        let (memory, layout) = self.victims[which].0.queues();
+        let blocks = (layout.dbrec - layout.send) / 64;
         for (n, part) in (0..).zip(entry[..len].chunks(64)) {
             let at = (u64::from(block) + n) % blocks * 64;
             let _ = memory.bytes().write(layout.send + at, part);
         }
         let end = block + len.div_ceil(64) as u16;
-        let word = u32::from_ne_bytes(Record::word(end));
-        let _ = memory.bytes().store_u32(layout.record + Record::SEND as u64, word);
+        let word = u32::from_ne_bytes(DoorbellRecord::word(end));
+        let _ = memory.bytes().store_u32(layout.dbrec + DoorbellRecord::SEND as u64, word);
         Ok(())
     }
 
     /// What a program posts that means well.
     fn post(&self, script: &mut Unstructured<'_>, which: usize) -> Result<()> {
-        let (qp, mr) = (&self.abused[which].0, &self.ends[which % 2].mr);
+        let (qp, mr) = (&self.victims[which].0, &self.endpoints[which % 2].mr);
         let data = [mr.sge(0, script.int_in_range(0..=512)?)];
         let receive = [ReceiveRequest { id: 1, data: &data }];
         // Full queues, failed queue pairs: as it comes.
@@ -224,11 +224,11 @@ impl Stage {
             1 => self.srq.post_receive(&receive),
             _ => qp.post_receive(&receive),
         };
-        let message = Request::new(1, Op::Send).with(&data);
+        let message = SendRequest::new(1, WrOp::Send).with(&data);
         let _ = match which {
             0 | 1 => qp.post_send(&[message]),
             _ => {
-                let peer = self.abused[5 - which].0.number();
+                let peer = self.victims[5 - which].0.number();
                 qp.post_send(&[message.to(&self.handles[which % 2], peer, QKEY)])
             }
         };
@@ -237,14 +237,14 @@ impl Stage {
 
     /// What must hold in the end.
     fn end(&self) {
-        for end in &self.ends {
+        for end in &self.endpoints {
             let mut bytes = [0; LEN as usize];
             end.secret.0.bytes().read(0, &mut bytes).expect("memory");
             assert!(bytes.iter().all(|byte| *byte == 0), "memory of another domain");
         }
-        let [(one, sends), (two, receives)] = &self.beside;
+        let [(one, sends), (two, receives)] = &self.bystanders;
         two.post_receive(&[ReceiveRequest { id: 4, data: &[] }]).expect("a receive");
-        one.post_send(&[Request::new(5, Op::Send)]).expect("a message");
+        one.post_send(&[SendRequest::new(5, WrOp::Send)]).expect("a message");
         for (cq, id) in [(sends, 5), (receives, 4)] {
             let (mut done, start) = ([Completion::EMPTY], Instant::now());
             while cq.poll(&mut done).expect("a queue that works") == 0 {
@@ -253,7 +253,7 @@ impl Stage {
             }
             assert!(done[0].is_success() && done[0].id == id, "{:?}", done[0]);
         }
-        while self.ends.iter().any(|end| end.context.next_event().is_some()) {}
+        while self.endpoints.iter().any(|end| end.context.next_event().is_some()) {}
     }
 }
 
@@ -262,8 +262,8 @@ fn receive(script: &mut Unstructured<'_>, memory: &QueueMemory, from: u64, end: 
     if end > from {
         let mut entry = [0; 32];
         script.fill_buffer(&mut entry)?;
-        let place = script.int_in_range(0..=7)?;
-        let _ = memory.bytes().write(from + place * 32 % (end - from), &entry);
+        let slot = script.int_in_range(0..=7)?;
+        let _ = memory.bytes().write(from + slot * 32 % (end - from), &entry);
     }
     Ok(())
 }

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use libfuzzer_sys::arbitrary::{Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 use warpwire_proto::wire::icrc::Portable;
-use warpwire_proto::wire::packet::{LONGEST_HEADERS, build};
+use warpwire_proto::wire::packet::{MAX_HEADERS_LEN, build};
 use warpwire_proto::wire::{
     Aeth, AtomicEth, Deth, Extension, Headers, IpRepr, MaskedAtomicEth, Opcode, Packet, Reth,
     Syndrome, Transport, UDP_PORT, UdpRepr, pcap,
@@ -15,18 +15,18 @@ use warpwire_proto::{Instant, Psn};
 
 fuzz_target!(|bytes: &[u8]| {
     if let Ok(transport) = Transport::new_checked(bytes) {
-        comes_back(&transport);
+        check_round_trip(&transport);
     }
     if let Ok(packet) = Packet::new_checked(bytes) {
-        comes_back(&packet.transport());
-        builds_again(&packet);
+        check_round_trip(&packet.transport());
+        check_rebuild(&packet);
     }
     // Too few bytes for headers: nothing to try.
     let _ = any_headers(bytes);
 });
 
 /// What was read, written again, reads the same.
-fn comes_back(transport: &Transport<'_>) {
+fn check_round_trip(transport: &Transport<'_>) {
     let (headers, payload) = (transport.headers(), transport.payload());
     assert_eq!(headers.opcode, transport.opcode());
     assert_eq!(headers.psn, transport.psn());
@@ -41,10 +41,10 @@ fn comes_back(transport: &Transport<'_>) {
 }
 
 /// A whole packet built from what one says reads the same and has the right ICRC; a bit changed, it has not.
-fn builds_again(packet: &Packet<'_>) {
+fn check_rebuild(packet: &Packet<'_>) {
     let (ip, udp, transport) = (packet.ip(), packet.udp(), packet.transport());
     let (headers, payload) = (transport.headers(), transport.payload());
-    let _ = (packet.to_string(), packet.has_right_icrc::<Portable>());
+    let _ = (packet.to_string(), packet.has_valid_icrc::<Portable>());
     let mut buffer = vec![0; 40 + 8 + headers.wire_len(payload.len())];
     // The pad that is written may be longer than the one that was read, and then too long.
     let Some(len) = build::<Portable>(&mut buffer, ip, udp, &headers, payload) else { return };
@@ -53,10 +53,10 @@ fn builds_again(packet: &Packet<'_>) {
     assert_eq!(again.transport().payload(), payload);
     assert_eq!((again.ip().source, again.ip().destination), (ip.source, ip.destination));
     assert_eq!(again.udp().source_port, udp.source_port);
-    assert!(again.has_right_icrc::<Portable>());
+    assert!(again.has_valid_icrc::<Portable>());
     buffer[len - 5] ^= 1; // in the payload, the pad or the last header
-    if let Ok(spoiled) = Packet::new_checked(&buffer[..len]) {
-        assert!(!spoiled.has_right_icrc::<Portable>());
+    if let Ok(corrupted) = Packet::new_checked(&buffer[..len]) {
+        assert!(!corrupted.has_valid_icrc::<Portable>());
     }
 }
 
@@ -75,22 +75,22 @@ fn any_headers(bytes: &[u8]) -> Result<()> {
         ..Headers::new(opcode, any.arbitrary::<u32>()? & 0xff_ffff, psn, Extension::None)
     };
     let (ip, udp) = any_addresses(&mut any)?;
-    let (payload, room) = (any.arbitrary::<usize>()?, any.int_in_range(0..=600)?);
+    let (payload, buffer_len) = (any.arbitrary::<usize>()?, any.int_in_range(0..=600)?);
     let _ = pcap::record_header(Instant::from_nanos(any.arbitrary()?), payload);
     let extensions = any_extensions(&mut any)?;
     let mut taken = 0;
     for extension in extensions {
         headers.extension = extension;
         let mut buffer = [0xee; 600];
-        if headers.emit(&mut buffer[..room], payload).is_some() {
-            assert!(headers.wire_len(payload) <= room);
+        if headers.emit(&mut buffer[..buffer_len], payload).is_some() {
+            assert!(headers.wire_len(payload) <= buffer_len);
         }
-        let (mut buffer, some) = ([0xee; LONGEST_HEADERS + 64], payload % 56);
+        let (mut buffer, some) = ([0xee; MAX_HEADERS_LEN + 64], payload % 56);
         if headers.emit(&mut buffer, some).is_some() {
             taken += 1;
             let view = Transport::new_checked(&buffer[..headers.wire_len(some)]);
             assert_eq!(view.expect("what was written can be read").headers(), headers);
-            whole(ip, udp, &headers, &buffer[..some]);
+            check_whole_packet(ip, udp, &headers, &buffer[..some]);
         }
     }
     // An opcode that is known takes its own extension and no other.
@@ -99,13 +99,13 @@ fn any_headers(bytes: &[u8]) -> Result<()> {
 }
 
 /// A packet of these parts reads as them.
-fn whole(ip: IpRepr, udp: UdpRepr, headers: &Headers, payload: &[u8]) {
+fn check_whole_packet(ip: IpRepr, udp: UdpRepr, headers: &Headers, payload: &[u8]) {
     let mut buffer = [0; 256];
     let len = build::<Portable>(&mut buffer, ip, udp, headers, payload).expect("there is room");
     let packet = Packet::new_checked(&buffer[..len]).expect("what was built can be read");
     assert_eq!(packet.transport().headers(), *headers);
     assert_eq!(packet.transport().payload(), payload);
-    assert!(packet.has_right_icrc::<Portable>());
+    assert!(packet.has_valid_icrc::<Portable>());
 }
 
 /// Addresses of either version, mixed ones too.

@@ -8,31 +8,31 @@ namespace detail {
 // How long a wait still lasts. The clock is not read before it has waited for a moment.
 class Deadline {
   public:
-    WARPWIRE_FN explicit Deadline(u64 limit) : limit_(limit), start_(0), looks_(0) {}
-    WARPWIRE_FN bool is_over() {
+    WARPWIRE_FN explicit Deadline(u64 limit) : limit_(limit), start_(0), polls_(0) {}
+    WARPWIRE_FN bool has_expired() {
         if (limit_ == 0) return true;
-        if (++looks_ % 16 != 0 || limit_ == kForEver) return false;
+        if (++polls_ % 16 != 0 || limit_ == kNoTimeout) return false;
         u64 now = clock_ns();
         if (start_ == 0) start_ = now;
         return now - start_ >= limit_;
     }
-    WARPWIRE_FN Status status() const { return limit_ == 0 ? kNotYet : kTimeout; }
+    WARPWIRE_FN Status status() const { return limit_ == 0 ? kNotReady : kTimeout; }
     // Whether to stop waiting on this side, and why: kOk to go on. What changes seldom is looked at now and then.
-    WARPWIRE_FN Status stop(const Side &side) {
-        bool over = is_over();
-        u32 closed = over || looks_ % 16 == 1 ? load_closed(&side.closed) : 0;
+    WARPWIRE_FN Status stop(const QueueCounters &counters) {
+        bool over = has_expired();
+        u32 closed = over || polls_ % 16 == 1 ? load_closed(&counters.closed) : 0;
         if (closed) return static_cast<Status>(-static_cast<int>(closed));
         return over ? status() : kOk;
     }
 
   private:
     u64 limit_, start_;
-    u32 looks_;
+    u32 polls_;
 };
 
 // The parts of a queue that posting and waiting need, for either side.
 struct Queue {
-    Side *side;
+    QueueCounters *counters;
     u64 completions;
     u32 depth, flags;
 };
@@ -40,31 +40,31 @@ WARPWIRE_FN Queue sends(Qp &qp) { return Queue{&qp.send, qp.send_cq, qp.send_mas
 WARPWIRE_FN Queue receives(Qp &qp) { return Queue{&qp.receive, qp.receive_cq, qp.receive_mask + 1, qp.flags}; }
 
 // How many entries are filled, without a gap.
-WARPWIRE_FN u64 filled(const Side &side) { return load_acquire(&side.published) >> 1; }
+WARPWIRE_FN u64 filled(const QueueCounters &counters) { return load_acquire(&counters.published) >> 1; }
 
-// Whether the completion of `number` lies in its place: kOk or its failure, and kNotYet if it does not. Whoever asks must
+// Whether the completion of `number` lies in its place: kOk or its failure, and kNotReady if it does not. Whoever asks must
 // make sure that it is not a later one's, which `completed` tells.
-WARPWIRE_FN Status look(const Queue &queue, u64 number, Arrival *arrival = nullptr) {
+WARPWIRE_FN Status poll_cqe(const Queue &queue, u64 number, ReceivedMessage *message = nullptr) {
     u64 at = queue.completions + (number & (queue.depth - 1)) * 64;
     u32 tail = system_load(reinterpret_cast<const u32 *>(at + 60));
     u32 code = tail >> 28, owner = tail >> 24 & 1, counter = (tail & 0xff) << 8 | (tail >> 8 & 0xff);
-    if (code == 15 || owner != ((number & queue.depth) != 0) || counter != (number & 0xffff)) return kNotYet;
+    if (code == 15 || owner != ((number & queue.depth) != 0) || counter != (number & 0xffff)) return kNotReady;
     if (code == 13 || code == 14) {
         u32 word = system_load(reinterpret_cast<const u32 *>(at + 52));
         u32 syndrome = word >> 24;
         return static_cast<Status>(-static_cast<int>(syndrome == 0 ? 0xff : syndrome));
     }
-    if (arrival) {
-        arrival->length = big_endian(system_load(reinterpret_cast<const u32 *>(at + 44)));
-        arrival->has_imm = code == 1 || code == 3;
-        arrival->imm = arrival->has_imm ? big_endian(system_load(reinterpret_cast<const u32 *>(at + 36))) : 0;
+    if (message) {
+        message->length = big_endian(system_load(reinterpret_cast<const u32 *>(at + 44)));
+        message->has_imm = code == 1 || code == 3;
+        message->imm = message->has_imm ? big_endian(system_load(reinterpret_cast<const u32 *>(at + 36))) : 0;
     }
     return kOk;
 }
 
 // How one ended of which `completed` says that it has.
-WARPWIRE_FN Status outcome(const Side &side, u64 number) {
-    u64 failure = load_acquire(&side.failure);
+WARPWIRE_FN Status outcome(const QueueCounters &counters, u64 number) {
+    u64 failure = load_acquire(&counters.failure);
     if (failure == kNoFailure || number < failure >> 8) return kOk;
     if (number > failure >> 8) return kFlushed;
     return static_cast<Status>(-static_cast<int>(failure & 0xff));
@@ -72,93 +72,93 @@ WARPWIRE_FN Status outcome(const Side &side, u64 number) {
 
 // The completion of `number` tells of a failure: finds the first that failed, which alone has the cause. All before it are
 // done, since completions come in order, and none of their places has been used again if `completed` has not passed them.
-WARPWIRE_CALL void note_failure(const Queue &queue, u64 number) {
+WARPWIRE_CALL void record_failure(const Queue &queue, u64 number) {
     for (u32 tries = 0; tries < 64; tries++) {
-        u64 at = load_acquire(&queue.side->completed);
-        if (load_acquire(&queue.side->failure) != kNoFailure || at > number) return;
+        u64 at = load_acquire(&queue.counters->completed);
+        if (load_acquire(&queue.counters->failure) != kNoFailure || at > number) return;
         Status found = kOk;
-        while (at <= number && (found = look(queue, at)) == kOk) at++;
+        while (at <= number && (found = poll_cqe(queue, at)) == kOk) at++;
         if (found < 0) {
-            lower_to(&queue.side->failure, at << 8 | static_cast<u32>(-found));
+            atomic_min(&queue.counters->failure, at << 8 | static_cast<u32>(-found));
             return;
         }
     }
     // No consumer that keeps the order gets here; a failure must be known all the same.
-    lower_to(&queue.side->failure, number << 8 | 0xff);
+    atomic_min(&queue.counters->failure, number << 8 | 0xff);
 }
 
 // Whether everything up to `number` is complete; if so, lets everybody know.
-WARPWIRE_FN bool pass(const Queue &queue, u64 number) {
-    Status found = look(queue, number);
-    if (found == kNotYet) return false;
-    if (load_acquire(&queue.side->completed) > number) return true;
-    if (found < 0) note_failure(queue, number);
-    raise_to(&queue.side->completed, number + 1);
+WARPWIRE_FN bool advance_completed(const Queue &queue, u64 number) {
+    Status found = poll_cqe(queue, number);
+    if (found == kNotReady) return false;
+    if (load_acquire(&queue.counters->completed) > number) return true;
+    if (found < 0) record_failure(queue, number);
+    atomic_max(&queue.counters->completed, number + 1);
     return true;
 }
 
-// Takes `count` entries in a row if there is room for them now, else kNotYet; *first is where they are, or would be.
-WARPWIRE_FN Status reserve_at_once(const Queue &queue, u32 count, u64 *first) {
-    Side &side = *queue.side;
+// Takes `count` entries in a row if there is room for them now, else kNotReady; *first is where they are, or would be.
+WARPWIRE_FN Status try_reserve(const Queue &queue, u32 count, u64 *first) {
+    QueueCounters &counters = *queue.counters;
     for (;;) {
         // All at once, and the one that others' work hangs on last: loads that follow it wait for it.
-        u64 at = load_relaxed(&side.reserved), failure = load_relaxed(&side.failure);
-        u32 closed = load_closed(&side.closed);
-        u64 completed = load_acquire(&side.completed);
+        u64 at = load_relaxed(&counters.reserved), failure = load_relaxed(&counters.failure);
+        u32 closed = load_closed(&counters.closed);
+        u64 completed = load_acquire(&counters.completed);
         *first = at;
         if (failure != kNoFailure) return kFlushed;
         if (closed) return static_cast<Status>(-static_cast<int>(closed));
-        if (static_cast<long long>(at + count - completed) > static_cast<long long>(queue.depth)) return kNotYet;
-        if (queue.flags & kAlone) {
-            store_behind_fence(&side.reserved, at + count);
+        if (static_cast<long long>(at + count - completed) > static_cast<long long>(queue.depth)) return kNotReady;
+        if (queue.flags & kSinglePoster) {
+            store_after_fence(&counters.reserved, at + count);
             return kOk;
         }
-        if (swap_if(&side.reserved, at, at + count) == at) return kOk;
-        step_back();  // another thread was quicker: somebody always gets on
+        if (compare_exchange(&counters.reserved, at, at + count) == at) return kOk;
+        backoff();  // another thread was quicker: somebody always gets on
     }
 }
 
 // The same, waiting for room. Nothing is taken if it fails.
 WARPWIRE_CALL Status reserve(const Queue &queue, u32 count, u64 timeout, u64 *first) {
-    Side &side = *queue.side;
+    QueueCounters &counters = *queue.counters;
     if (count > queue.depth) return kTooMany;
     Deadline deadline(timeout);
     for (;;) {
-        Status status = reserve_at_once(queue, count, first);
-        if (status != kNotYet) return status;
+        Status status = try_reserve(queue, count, first);
+        if (status != kNotReady) return status;
         // Half a lap at once if it can be, so that few have to look.
-        u64 needed = *first + count - queue.depth, far = needed + queue.depth / 2;
-        if (far <= filled(side) && pass(queue, far - 1)) continue;
-        if (pass(queue, needed - 1)) continue;
-        if (deadline.is_over()) return deadline.status();
-        step_back();
+        u64 needed = *first + count - queue.depth, half_lap = needed + queue.depth / 2;
+        if (half_lap <= filled(counters) && advance_completed(queue, half_lap - 1)) continue;
+        if (advance_completed(queue, needed - 1)) continue;
+        if (deadline.has_expired()) return deadline.status();
+        backoff();
     }
 }
 
 // Waits until the entries before `first` are filled, and nobody rings.
-WARPWIRE_FN Status wait_for_turn(Side &side, u64 first) {
-    Deadline deadline(WARPWIRE_TURN_PATIENCE);
-    while (load_acquire(&side.published) != first << 1) {
-        if (deadline.is_over()) {
-            store_closed(&side.closed, -kStuck);
+WARPWIRE_FN Status wait_for_predecessors(QueueCounters &counters, u64 first) {
+    Deadline deadline(WARPWIRE_FILL_TIMEOUT);
+    while (load_acquire(&counters.published) != first << 1) {
+        if (deadline.has_expired()) {
+            store_closed(&counters.closed, -kStuck);
             return kStuck;
         }
-        step_back();
+        backoff();
     }
     return kOk;
 }
 
 // What posting needs of a queue pair, which never changes: loaded once, before a fence would keep loads waiting.
 struct Poster {
-    u64 send_queue, record, doorbell;
+    u64 send_queue, dbrec, doorbell;
     u32 send_mask, number, flags;
 };
-WARPWIRE_FN Poster poster(const Qp &qp) { return Poster{qp.send_queue, qp.record, qp.doorbell, qp.send_mask, qp.number, qp.flags}; }
+WARPWIRE_FN Poster poster(const Qp &qp) { return Poster{qp.send_queue, qp.dbrec, qp.doorbell, qp.send_mask, qp.number, qp.flags}; }
 
-WARPWIRE_FN void ring(const Poster &qp, u64 until) {
+WARPWIRE_FN void ring_doorbell(const Poster &qp, u64 until) {
     u32 index = static_cast<u32>(until) & 0xffff;
-    if (qp.flags & kRecordFirst) {
-        system_store(reinterpret_cast<u32 *>(qp.record + 4), big_endian(index));
+    if (qp.flags & kDbrecFirst) {
+        system_store(reinterpret_cast<u32 *>(qp.dbrec + 4), big_endian(index));
         system_fence();
     }
     u64 bell = static_cast<u64>(big_endian(qp.number << 8)) << 32 | big_endian(index << 8);
@@ -166,28 +166,28 @@ WARPWIRE_FN void ring(const Poster &qp, u64 until) {
 }
 
 // Tells the consumer of everything before `until`, where one thread posts at a time.
-WARPWIRE_FN void publish_alone(Qp &qp, const Poster &poster, u64 until) {
+WARPWIRE_FN void publish_single_poster(Qp &qp, const Poster &poster, u64 until) {
     system_fence();
-    ring(poster, until);
-    store_behind_fence(&qp.send.published, until << 1);
+    ring_doorbell(poster, until);
+    store_after_fence(&qp.send.published, until << 1);
 }
 
 // Makes `count` entries from `first` on, which are filled, part of what is published, when those before them are. Says
 // whether this thread must ring; if not, the one that rings now will do it, since it looks again before it stops.
-WARPWIRE_FN Status join(Side &side, u64 first, u32 count, bool *rings) {
+WARPWIRE_FN Status publish_in_order(QueueCounters &counters, u64 first, u32 count, bool *rings) {
     const u64 rests = first << 1, ringing = rests | 1, mine = (first + count) << 1 | 1;
-    Deadline deadline(WARPWIRE_TURN_PATIENCE);
+    Deadline deadline(WARPWIRE_FILL_TIMEOUT);
     for (u64 wanted = rests;;) {
-        u64 seen = swap_if(&side.published, wanted, mine);
+        u64 seen = compare_exchange(&counters.published, wanted, mine);
         *rings = wanted == rests;
         if (seen == wanted) return kOk;
         while (seen >> 1 != first) {
-            if (deadline.is_over()) {
-                store_closed(&side.closed, -kStuck);
+            if (deadline.has_expired()) {
+                store_closed(&counters.closed, -kStuck);
                 return kStuck;
             }
-            step_back();
-            seen = load_acquire(&side.published);
+            backoff();
+            seen = load_acquire(&counters.published);
         }
         wanted = seen == ringing ? ringing : rests;
     }
@@ -195,20 +195,20 @@ WARPWIRE_FN Status join(Side &side, u64 first, u32 count, bool *rings) {
 
 // Tells the consumer of entries that are filled. One thread rings for all that are ready.
 WARPWIRE_CALL Status publish(Qp &qp, u64 first, u32 count) {
-    Side &side = qp.send;
+    QueueCounters &counters = qp.send;
     u64 until = first + count;
     Poster post = poster(qp);
-    if (post.flags & kAlone) {
-        publish_alone(qp, post, until);
+    if (post.flags & kSinglePoster) {
+        publish_single_poster(qp, post, until);
         return kOk;
     }
     system_fence();
     bool rings;
-    Status joined = join(side, first, count, &rings);
+    Status joined = publish_in_order(counters, first, count, &rings);
     if (joined != kOk || !rings) return joined;
     for (;;) {
-        ring(post, until);
-        u64 seen = swap_if(&side.published, until << 1 | 1, until << 1);
+        ring_doorbell(post, until);
+        u64 seen = compare_exchange(&counters.published, until << 1 | 1, until << 1);
         if (seen == (until << 1 | 1)) return kOk;
         until = seen >> 1;
         system_fence();  // entries of others
@@ -266,7 +266,7 @@ WARPWIRE_FN void write_entry(const Poster &qp, u64 number, const Entry &e) {
 WARPWIRE_FN Ticket refused(Status why) { return Ticket{0, why}; }
 
 // One operation of one or two entries, by one thread.
-WARPWIRE_FN Ticket post_alone(Qp &qp, const Entry &a, const Entry *b, u64 timeout) {
+WARPWIRE_FN Ticket post_thread(Qp &qp, const Entry &a, const Entry *b, u64 timeout) {
     u64 first;
     u32 count = b ? 2 : 1;
     Status status = reserve(sends(qp), count, timeout, &first);
@@ -281,9 +281,9 @@ WARPWIRE_FN Ticket post_alone(Qp &qp, const Entry &a, const Entry *b, u64 timeou
 template <class Group> WARPWIRE_FN Ticket post(Qp &qp, const Entry &a, const Entry *b, Group group, u64 timeout) {
     Ticket ticket = refused(kOk);
     group.sync();
-    if (group.rank() == 0) ticket = post_alone(qp, a, b, timeout);
-    ticket.number = group.share(ticket.number);
-    ticket.status = static_cast<Status>(static_cast<int>(group.share(static_cast<u64>(ticket.status))));
+    if (group.rank() == 0) ticket = post_thread(qp, a, b, timeout);
+    ticket.number = group.broadcast(ticket.number);
+    ticket.status = static_cast<Status>(static_cast<int>(group.broadcast(static_cast<u64>(ticket.status))));
     return ticket;
 }
 
@@ -294,8 +294,8 @@ template <class Group> WARPWIRE_FN Ticket post(Qp &qp, const Entry &a, const Ent
     u64 first = 0;
     Status status = kOk;
     if (group.rank() == 0) status = reserve(sends(qp), count, timeout, &first);
-    first = group.share(first);
-    status = static_cast<Status>(static_cast<int>(group.share(static_cast<u64>(status))));
+    first = group.broadcast(first);
+    status = static_cast<Status>(static_cast<int>(group.broadcast(static_cast<u64>(status))));
     if (status != kOk) return refused(status);
     u64 number = first + per * group.rank();
     Poster post = poster(qp);
@@ -303,7 +303,7 @@ template <class Group> WARPWIRE_FN Ticket post(Qp &qp, const Entry &a, const Ent
     if (b) write_entry(post, number + 1, *b);
     group.sync();
     if (group.rank() == 0) status = publish(qp, first, count);
-    status = static_cast<Status>(static_cast<int>(group.share(static_cast<u64>(status))));
+    status = static_cast<Status>(static_cast<int>(group.broadcast(static_cast<u64>(status))));
     return Ticket{number + per - 1, status};
 }
 
@@ -323,29 +323,29 @@ WARPWIRE_FN Ticket post_if(bool fits, Qp &qp, const Entry &a, const Entry *b, Ea
 
 // A transfer in pieces that an entry can carry; the last has the operation, the others are `piece`.
 template <class Group>
-WARPWIRE_FN Ticket transfer(Qp &qp, u32 piece, u32 last, u32 imm, Remote there, Local here, u64 length, const Entry *then,
+WARPWIRE_FN Ticket transfer(Qp &qp, u32 piece, u32 last, u32 imm, Remote remote, Local local, u64 length, const Entry *then,
                             Group group, u64 timeout) {
-    while (length > kMostBytes) {
+    while (length > kMaxBytes) {
         Entry e = entry(piece);
-        add_remote(e, there);
-        add_local(e, here, static_cast<u32>(kMostBytes));
+        add_remote(e, remote);
+        add_local(e, local, static_cast<u32>(kMaxBytes));
         Ticket ticket = post(qp, e, nullptr, group, timeout);
         if (ticket.status != kOk) return ticket;
-        there.address += kMostBytes, here.address += kMostBytes, length -= kMostBytes;
+        remote.address += kMaxBytes, local.address += kMaxBytes, length -= kMaxBytes;
     }
     Entry e = entry(last, imm);
-    add_remote(e, there);
-    add_local(e, here, static_cast<u32>(length));
+    add_remote(e, remote);
+    add_local(e, local, static_cast<u32>(length));
     return post(qp, e, then, group, timeout);
 }
 // Threads that post together must post alike: nothing is cut then.
 template <class Group>
-WARPWIRE_FN Ticket transfer(Qp &qp, u32, u32 last, u32 imm, Remote there, Local here, u64 length, const Entry *then,
+WARPWIRE_FN Ticket transfer(Qp &qp, u32, u32 last, u32 imm, Remote remote, Local local, u64 length, const Entry *then,
                             Each<Group> each, u64 timeout) {
     Entry e = entry(last, imm);
-    add_remote(e, there);
-    add_local(e, here, static_cast<u32>(length));
-    return post_if(length <= kMostBytes, qp, e, then, each, timeout);
+    add_remote(e, remote);
+    add_local(e, local, static_cast<u32>(length));
+    return post_if(length <= kMaxBytes, qp, e, then, each, timeout);
 }
 
 WARPWIRE_FN Entry atomic_entry(u32 opcode, Remote word, u64 first, u64 second, Local result) {
@@ -356,39 +356,39 @@ WARPWIRE_FN Entry atomic_entry(u32 opcode, Remote word, u64 first, u64 second, L
     return e;
 }
 
-template <class Group> WARPWIRE_FN Status shared(Group group, Status mine) {
-    return static_cast<Status>(static_cast<int>(group.share(static_cast<u64>(mine))));
+template <class Group> WARPWIRE_FN Status broadcast(Group group, Status mine) {
+    return static_cast<Status>(static_cast<int>(group.broadcast(static_cast<u64>(mine))));
 }
 
-WARPWIRE_CALL Status wait_alone(const Queue &queue, Ticket ticket, u64 timeout) {
-    Side &side = *queue.side;
+WARPWIRE_CALL Status wait_thread(const Queue &queue, Ticket ticket, u64 timeout) {
+    QueueCounters &counters = *queue.counters;
     if (ticket.status != kOk) return ticket.status;
-    if (ticket.number >= filled(side)) return kBadTicket;
+    if (ticket.number >= filled(counters)) return kBadTicket;
     Deadline deadline(timeout);
     for (;;) {
-        if (load_acquire(&side.completed) > ticket.number) return outcome(side, ticket.number);
-        Status found = look(queue, ticket.number);
-        if (found != kNotYet) {
+        if (load_acquire(&counters.completed) > ticket.number) return outcome(counters, ticket.number);
+        Status found = poll_cqe(queue, ticket.number);
+        if (found != kNotReady) {
             // Only if `completed` has not passed it is this its own completion, and not one a lap or two later.
-            if (load_acquire(&side.completed) > ticket.number) return outcome(side, ticket.number);
-            if (found < 0) note_failure(queue, ticket.number);
+            if (load_acquire(&counters.completed) > ticket.number) return outcome(counters, ticket.number);
+            if (found < 0) record_failure(queue, ticket.number);
             return found;
         }
-        Status stop = deadline.stop(side);
+        Status stop = deadline.stop(counters);
         if (stop != kOk) return stop;
-        look_again();
+        spin_pause();
     }
 }
 
-WARPWIRE_CALL Status wait_receive_alone(Qp &qp, Ticket ticket, Arrival *arrival, u64 timeout) {
+WARPWIRE_CALL Status wait_receive_thread(Qp &qp, Ticket ticket, ReceivedMessage *message, u64 timeout) {
     Queue queue = receives(qp);
-    Status status = wait_alone(queue, ticket, timeout);
+    Status status = wait_thread(queue, ticket, timeout);
     if (status != kOk) return status;
-    Arrival found = {0, 0, 0};
-    Status seen = look(queue, ticket.number, &found);
+    ReceivedMessage found = {0, 0, 0};
+    Status seen = poll_cqe(queue, ticket.number, &found);
     // Its place is used again once the receive a lap later is posted.
-    if (load_acquire(&queue.side->reserved) > ticket.number + queue.depth || seen != kOk) return kTooLate;
-    *arrival = found;
+    if (load_acquire(&queue.counters->reserved) > ticket.number + queue.depth || seen != kOk) return kTooLate;
+    *message = found;
     return kOk;
 }
 

@@ -31,19 +31,19 @@ WARPWIRE_FN void store_closed(u32 *p, u32 v) {
     asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 // For a value that only its present owner changes, behind a fence that was just made.
-WARPWIRE_FN void store_behind_fence(u64 *p, u64 v) {
+WARPWIRE_FN void store_after_fence(u64 *p, u64 v) {
     asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 // Puts `next` in place of `old`, and gives what was there.
-WARPWIRE_FN u64 swap_if(u64 *p, u64 old, u64 next) {
+WARPWIRE_FN u64 compare_exchange(u64 *p, u64 old, u64 next) {
     u64 seen;
     asm volatile("atom.acq_rel.gpu.cas.b64 %0, [%1], %2, %3;" : "=l"(seen) : "l"(p), "l"(old), "l"(next) : "memory");
     return seen;
 }
-WARPWIRE_FN void raise_to(u64 *p, u64 v) {
+WARPWIRE_FN void atomic_max(u64 *p, u64 v) {
     asm volatile("fence.acq_rel.gpu;\n\tred.relaxed.gpu.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
-WARPWIRE_FN void lower_to(u64 *p, u64 v) {
+WARPWIRE_FN void atomic_min(u64 *p, u64 v) {
     asm volatile("fence.acq_rel.gpu;\n\tred.relaxed.gpu.min.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 // Queues, doorbells and signals: others than this GPU read and write them.
@@ -71,66 +71,66 @@ WARPWIRE_FN u64 clock_ns() {
     return v;
 }
 // Lets others go first, where threads compete.
-WARPWIRE_FN void step_back() { __nanosleep(64); }
+WARPWIRE_FN void backoff() { __nanosleep(64); }
 // Between two looks at a word that somebody outside will write.
-WARPWIRE_FN void look_again() {}
+WARPWIRE_FN void spin_pause() {}
 #else
 // Tests let threads change places here.
-#ifndef WARPWIRE_STEP
-#define WARPWIRE_STEP()
+#ifndef WARPWIRE_YIELD_POINT
+#define WARPWIRE_YIELD_POINT()
 #endif
 inline u64 load_relaxed(const u64 *p) {
-    WARPWIRE_STEP();
+    WARPWIRE_YIELD_POINT();
     return __atomic_load_n(p, __ATOMIC_RELAXED);
 }
 inline u64 load_acquire(const u64 *p) {
-    WARPWIRE_STEP();
+    WARPWIRE_YIELD_POINT();
     return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
 inline u32 load_closed(const u32 *p) {
-    WARPWIRE_STEP();
+    WARPWIRE_YIELD_POINT();
     return __atomic_load_n(p, __ATOMIC_RELAXED);
 }
 inline void store_closed(u32 *p, u32 v) {
-    WARPWIRE_STEP();
+    WARPWIRE_YIELD_POINT();
     __atomic_store_n(p, v, __ATOMIC_RELAXED);
 }
-inline void store_behind_fence(u64 *p, u64 v) {
-    WARPWIRE_STEP();
+inline void store_after_fence(u64 *p, u64 v) {
+    WARPWIRE_YIELD_POINT();
     __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
-inline u64 swap_if(u64 *p, u64 old, u64 next) {
-    WARPWIRE_STEP();
+inline u64 compare_exchange(u64 *p, u64 old, u64 next) {
+    WARPWIRE_YIELD_POINT();
     __atomic_compare_exchange_n(p, &old, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     return old;
 }
-inline void raise_to(u64 *p, u64 v) {
-    WARPWIRE_STEP();
+inline void atomic_max(u64 *p, u64 v) {
+    WARPWIRE_YIELD_POINT();
     u64 seen = __atomic_load_n(p, __ATOMIC_RELAXED);
     while (seen < v && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
     }
 }
-inline void lower_to(u64 *p, u64 v) {
-    WARPWIRE_STEP();
+inline void atomic_min(u64 *p, u64 v) {
+    WARPWIRE_YIELD_POINT();
     u64 seen = __atomic_load_n(p, __ATOMIC_RELAXED);
     while (seen > v && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
     }
 }
 inline u32 system_load(const u32 *p) {
-    WARPWIRE_STEP();
+    WARPWIRE_YIELD_POINT();
     return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
 inline u64 system_load(const u64 *p) {
-    WARPWIRE_STEP();
+    WARPWIRE_YIELD_POINT();
     return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
 inline void system_fence() {}  // the stores below are releases
 inline void system_store(u32 *p, u32 v) {
-    WARPWIRE_STEP();
+    WARPWIRE_YIELD_POINT();
     __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
 inline void system_store(u64 *p, u64 v) {
-    WARPWIRE_STEP();
+    WARPWIRE_YIELD_POINT();
     __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
 inline void store_segment(u64 at, u32 a, u32 b, u32 c, u32 d) {
@@ -144,7 +144,7 @@ inline u64 clock_ns() {
 }
 // A thread that waits on the CPU. Beside busy processes each yield costs a time slice, while a thread that sleeps keeps
 // its claim to the processor: yields end with the first slow one, and sleeps grow with the wait.
-inline void step_back() {
+inline void backoff() {
     constexpr u64 kSameWait = 2000000, kSlowYield = 100000, kMinSleep = 20000, kMaxSleep = 1000000;
     thread_local u64 last = 0, since = 0;
     thread_local bool contended = false;
@@ -161,7 +161,7 @@ inline void step_back() {
     std::this_thread::sleep_for(std::chrono::nanoseconds(sleep));
     last = clock_ns();
 }
-inline void look_again() { step_back(); }
+inline void spin_pause() { backoff(); }
 #endif
 
 }  // namespace detail

@@ -178,15 +178,15 @@ WARPWIRE_CALL void begin_reading(const Setup &setup, u32 hash) {
     u32 *lock = lock_of(setup, hash);
     while (add_to(lock, kReader) & kWriter) {
         add_to(lock, 0 - kReader);
-        while (sock::detail::load_gpu(lock) & kWriter) sock::detail::step_back();
+        while (sock::detail::load_gpu(lock) & kWriter) sock::detail::backoff();
     }
 }
 WARPWIRE_CALL void begin_writing(const Setup &setup, u32 hash) {
     u32 *lock = lock_of(setup, hash);
     while (set_bit(lock, kWriter) & kWriter)
-        while (sock::detail::load_gpu(lock) & kWriter) sock::detail::step_back();
+        while (sock::detail::load_gpu(lock) & kWriter) sock::detail::backoff();
     // From here on nobody begins to read.
-    while (sock::detail::load_gpu(lock) != kWriter) sock::detail::step_back();
+    while (sock::detail::load_gpu(lock) != kWriter) sock::detail::backoff();
 }
 WARPWIRE_FN void end_reading(const Setup &setup, u32 hash) { add_to(lock_of(setup, hash), 0 - kReader); }
 WARPWIRE_FN void end_writing(const Setup &setup, u32 hash) { add_to(lock_of(setup, hash), 0 - kWriter); }
@@ -406,7 +406,7 @@ WARPWIRE_CALL void digest(const Setup &setup, Connection *c) {
 // ------------------------------------------------------------------------------------------------------------------
 // Workers
 
-template <class Group> WARPWIRE_FN u32 field(Group group, const u32 *word) { return static_cast<u32>(group.share(*word)); }
+template <class Group> WARPWIRE_FN u32 field(Group group, const u32 *word) { return static_cast<u32>(group.broadcast(*word)); }
 
 // Sends what is in the output; false if the connection is done with.
 template <class Group> WARPWIRE_CALL bool flush(const Table &table, const Setup &setup, Connection *c, Group group) {
@@ -469,26 +469,26 @@ template <class Group> WARPWIRE_CALL u32 greet(const Table &table, const Setup &
 template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, Group group) {
     const Table &table = *reinterpret_cast<const Table *>(setup.table);
     Control *control = reinterpret_cast<Control *>(setup.control);
-    Polled *list = reinterpret_cast<Polled *>(setup.connections) + worker * (setup.per_worker + 1);
-    u64 lists = (setup.workers * (setup.per_worker + 1) * sizeof(Polled) + 15) / 16 * 16;
+    PollEntry *list = reinterpret_cast<PollEntry *>(setup.connections) + worker * (setup.per_worker + 1);
+    u64 lists = (setup.workers * (setup.per_worker + 1) * sizeof(PollEntry) + 15) / 16 * 16;
     u8 *connections = reinterpret_cast<u8 *>(setup.connections + lists) + worker * setup.per_worker * setup.connection_size;
     auto at = [&](u32 i) { return reinterpret_cast<Connection *>(connections + i * setup.connection_size); };
     int listener = open_listener(table, control, setup.address, kStream, worker, group);
     if (listener < 0) return;
     u32 mine = 0;
     for (;;) {
-        u64 clients = group.share(group.rank() == 0 ? sock::detail::load_gpu(&counts_of(setup)->clients) : 0);
-        if (group.share(group.rank() == 0 ? sock::detail::load_system(&control->stop) : 0)) break;
+        u64 clients = group.broadcast(group.rank() == 0 ? sock::detail::load_gpu(&counts_of(setup)->clients) : 0);
+        if (group.broadcast(group.rank() == 0 ? sock::detail::load_system(&control->stop) : 0)) break;
         // Whoever has no more than his share takes the next; all of them turn away what is too much.
         bool full = clients >= setup.most_clients, takes = full || (mine < setup.per_worker && mine * setup.workers <= clients);
         group.sync();
-        for (u32 i = group.rank(); i < mine; i += group.size()) list[i] = Polled{at(i)->socket, at(i)->out_length ? kOut : kIn, 0};
-        if (group.rank() == 0) list[mine] = Polled{listener, kIn, 0};
+        for (u32 i = group.rank(); i < mine; i += group.size()) list[i] = PollEntry{at(i)->socket, at(i)->out_length ? kOut : kIn, 0};
+        if (group.rank() == 0) list[mine] = PollEntry{listener, kIn, 0};
         i64 found = poll(table, list, mine + takes, takes ? kNap : kNap / 10, group);
         if (found < 0) return;
-        bool arrived = takes && group.share(list[mine].found) != 0;
+        bool arrived = takes && group.broadcast(list[mine].revents) != 0;
         for (u32 i = mine; i-- > 0;) {
-            u32 events = static_cast<u32>(group.share(list[i].found));
+            u32 events = static_cast<u32>(group.broadcast(list[i].revents));
             Connection *c = at(i);
             bool open = events ? converse(table, setup, c, events & ~static_cast<u32>(kOut), group) : true;
             bool late = false;

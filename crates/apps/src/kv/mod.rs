@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 use warpwire::error::{Error, Kind, Result};
-use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::mem::{DeviceAddr, Program};
 use warpwire::sock::SockHost;
 use warpwire::sock::layout::{ADDRESS_LEN, address_bytes};
@@ -162,7 +162,7 @@ impl Setup {
         setup_bytes(self.words(), &address)
     }
 
-    fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, Fault> {
+    fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, KernelFault> {
         let mut setup = Self::default();
         setup.address = read_setup(block, at, setup.words())?;
         Ok(setup)

@@ -2,11 +2,11 @@
 //! nothing but numbers are readers: numbers are added to by atomics, so that all who count at one key do so at the same time.
 
 use warpwire::mem::DeviceAddr;
-use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::sim::{Block, KernelFault};
 
 use super::{MOST_KEY, SLOTS_PER_BUCKET, Setup, counts, slot};
 
-type Result<T> = std::result::Result<T, Fault>;
+type Result<T> = std::result::Result<T, KernelFault>;
 
 /// A lock: [`READER`] for each who reads, and one bit for who writes, or is the next to.
 const WRITER: u32 = 1;

@@ -3,8 +3,10 @@
 use std::time::{Duration, Instant};
 
 use warpwire::mem::DeviceAddr;
-use warpwire::mem::sim::{Block, Fault};
-use warpwire::sock::device::{Failure, Kind, Outcome, Polled, Setting, Sock, Sockets};
+use warpwire::mem::sim::{Block, KernelFault};
+use warpwire::sock::device::{
+    PollEntry, Sock, SockError, SockOption, SockResult, SocketKind, Sockets,
+};
 use warpwire::sock::layout::events;
 
 use super::resp::{self, MOST_ARGUMENTS, Parsed};
@@ -32,7 +34,7 @@ struct Worker<'a> {
 }
 
 /// One worker, as a block function.
-pub(super) fn kv_block(block: &Block<'_>) -> Result<(), Fault> {
+pub(super) fn kv_block(block: &Block<'_>) -> Result<(), KernelFault> {
     let setup = Setup::read(block, block.address(0)?)?;
     let mut worker = Worker {
         block,
@@ -43,8 +45,8 @@ pub(super) fn kv_block(block: &Block<'_>) -> Result<(), Fault> {
     };
     match worker.serve() {
         // The host has ended, and so does this.
-        Ok(()) | Err(Failure::Errno(_)) => Ok(()),
-        Err(Failure::Fault(fault)) => Err(fault),
+        Ok(()) | Err(SockError::Errno(_)) => Ok(()),
+        Err(SockError::KernelFault(fault)) => Err(fault),
     }
 }
 
@@ -53,10 +55,10 @@ impl Worker<'_> {
         DeviceAddr::new(self.setup.control + word)
     }
 
-    fn serve(&mut self) -> Outcome<()> {
+    fn serve(&mut self) -> SockResult<()> {
         let Setup { control, address, .. } = self.setup;
         let listener =
-            serving::listener(self.block, &self.sockets, *control, address, Kind::Stream)?;
+            serving::listener(self.block, &self.sockets, *control, address, SocketKind::Stream)?;
         let Some(listener) = listener else { return Ok(()) };
         while self.block.load_u64(self.control(control::STOP))? == 0 {
             let (mine, clients) =
@@ -67,16 +69,16 @@ impl Worker<'_> {
                 full || mine < self.setup.per_worker && mine * self.setup.workers <= clients;
             let wanted = |connection: &Connection| {
                 let waits = if connection.output.is_empty() { events::IN } else { events::OUT };
-                Polled::new(connection.socket, waits)
+                PollEntry::new(connection.socket, waits)
             };
             let mut list: Vec<_> = self.connections.iter().map(wanted).collect();
             if takes {
-                list.push(Polled::new(listener, events::IN));
+                list.push(PollEntry::new(listener, events::IN));
             }
             self.sockets.poll(&mut list, Some(if takes { NAP } else { NAP / 10 }))?;
-            let arrived = takes && list.pop().is_some_and(|polled| polled.found != 0);
+            let arrived = takes && list.pop().is_some_and(|polled| polled.revents != 0);
             for (index, polled) in list.iter().enumerate().rev() {
-                if !self.converse(index, polled.found)? {
+                if !self.converse(index, polled.revents)? {
                     self.hang_up(index)?;
                 }
             }
@@ -93,7 +95,7 @@ impl Worker<'_> {
         Ok(())
     }
 
-    fn hang_up(&mut self, index: usize) -> Outcome<()> {
+    fn hang_up(&mut self, index: usize) -> SockResult<()> {
         let connection = self.connections.swap_remove(index);
         self.store.count(counts::CLIENTS, u64::MAX)?;
         self.store.count(counts::CLOSED, 1)?;
@@ -102,13 +104,13 @@ impl Worker<'_> {
 
     /// Takes a connection that waits, if another worker was not faster; turns it away if there are too many, or no place
     /// for it here.
-    fn take(&mut self, listener: Sock) -> Outcome<()> {
+    fn take(&mut self, listener: Sock) -> SockResult<()> {
         let socket = match self.sockets.accept(listener) {
             Ok((socket, _)) => socket,
-            Err(Failure::Errno(rustix::io::Errno::AGAIN)) => return Ok(()),
+            Err(SockError::Errno(rustix::io::Errno::AGAIN)) => return Ok(()),
             Err(failure) => return Err(failure),
         };
-        self.sockets.set(socket, Setting::NonBlocking, 1)?;
+        self.sockets.set(socket, SockOption::NonBlocking, 1)?;
         let has_place = (self.connections.len() as u64) < self.setup.per_worker;
         let before = self.store.count(counts::CLIENTS, 1)?;
         if !has_place || before >= self.setup.most_clients {
@@ -128,7 +130,7 @@ impl Worker<'_> {
     }
 
     /// Takes what came, and answers it; false if the connection is done with.
-    fn converse(&mut self, index: usize, found: u16) -> Outcome<bool> {
+    fn converse(&mut self, index: usize, found: u16) -> SockResult<bool> {
         let setup = self.setup;
         let connection = &mut self.connections[index];
         let patience = Duration::from_nanos(setup.patience);
@@ -145,8 +147,8 @@ impl Worker<'_> {
             connection.input.truncate(have + *got.as_ref().unwrap_or(&0));
             match got {
                 Ok(0) => return Ok(false),
-                Ok(_) | Err(Failure::Errno(rustix::io::Errno::AGAIN)) => {}
-                Err(Failure::Errno(_)) => return Ok(false),
+                Ok(_) | Err(SockError::Errno(rustix::io::Errno::AGAIN)) => {}
+                Err(SockError::Errno(_)) => return Ok(false),
                 Err(fault) => return Err(fault),
             }
         }
@@ -154,8 +156,8 @@ impl Worker<'_> {
         if !connection.output.is_empty() {
             match self.sockets.send(connection.socket, &connection.output) {
                 Ok(sent) => drop(connection.output.drain(..sent)),
-                Err(Failure::Errno(rustix::io::Errno::AGAIN)) => {}
-                Err(Failure::Errno(_)) => return Ok(false),
+                Err(SockError::Errno(rustix::io::Errno::AGAIN)) => {}
+                Err(SockError::Errno(_)) => return Ok(false),
                 Err(fault) => return Err(fault),
             }
         }
@@ -168,7 +170,7 @@ impl Worker<'_> {
 }
 
 /// Executes what came in whole.
-fn digest(store: &Store<'_>, connection: &mut Connection) -> Outcome<()> {
+fn digest(store: &Store<'_>, connection: &mut Connection) -> SockResult<()> {
     let setup = store.setup;
     let (most_word, most) = (setup.most_value.max(MOST_KEY) as usize, setup.in_size as usize);
     let (mut done, mut executed) = (0, 0);
@@ -207,7 +209,7 @@ fn digest(store: &Store<'_>, connection: &mut Connection) -> Outcome<()> {
 }
 
 /// Executes a command; true if the connection ends after it.
-fn execute(store: &Store<'_>, words: &[&[u8]], out: &mut Vec<u8>) -> Outcome<bool> {
+fn execute(store: &Store<'_>, words: &[&[u8]], out: &mut Vec<u8>) -> SockResult<bool> {
     debug_assert!(words.len() <= MOST_ARGUMENTS);
     let Some((name, rest)) = words.split_first() else { return Ok(false) };
     let name = name.to_ascii_uppercase();

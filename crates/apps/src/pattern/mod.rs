@@ -3,7 +3,7 @@
 //! With it, benchmarks and demonstrations verify what they moved without carrying it to the CPU.
 
 use warpwire::error::{Error, Kind, Result};
-use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::mem::{Backend, Device, Kernel, Launch, Program, Region, Stream, Word};
 
 const FILL: &str = "pattern_fill";
@@ -108,8 +108,8 @@ pub fn fill_bytes(buffer: &mut [u8], seed: u64, at: u64) {
 /// The piece of work that falls to one block: its words, a page at a time.
 fn each_page(
     block: &Block<'_>,
-    mut page: impl FnMut(u64, usize) -> std::result::Result<(), Fault>,
-) -> std::result::Result<(), Fault> {
+    mut page: impl FnMut(u64, usize) -> std::result::Result<(), KernelFault>,
+) -> std::result::Result<(), KernelFault> {
     const PAGE: u64 = 4096;
     let len = block.value(1)?;
     let mut at = u64::from(block.index()) * PAGE;
@@ -120,23 +120,23 @@ fn each_page(
     Ok(())
 }
 
-fn fill_block(block: &Block<'_>) -> std::result::Result<(), Fault> {
+fn fill_block(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     let (address, seed) = (block.address(0)?, block.value(2)?);
     let mut buffer = [0; 4096];
     each_page(block, |at, len| {
         fill_bytes(&mut buffer[..len], seed, at);
-        let to = address.checked_add(at).ok_or_else(|| Fault::new("address overflow"))?;
+        let to = address.checked_add(at).ok_or_else(|| KernelFault::new("address overflow"))?;
         block.write(to, &buffer[..len])
     })
 }
 
-fn check_block(block: &Block<'_>) -> std::result::Result<(), Fault> {
+fn check_block(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     let (address, seed, wrong) = (block.address(0)?, block.value(2)?, block.address(3)?);
     let (mut wanted, mut found) = ([0; 4096], [0; 4096]);
     let mut differing = 0;
     each_page(block, |at, len| {
         fill_bytes(&mut wanted[..len], seed, at);
-        let from = address.checked_add(at).ok_or_else(|| Fault::new("address overflow"))?;
+        let from = address.checked_add(at).ok_or_else(|| KernelFault::new("address overflow"))?;
         block.read(from, &mut found[..len])?;
         let words = wanted[..len].chunks(8).zip(found[..len].chunks(8));
         differing += words.filter(|(wanted, found)| wanted != found).count() as u64;

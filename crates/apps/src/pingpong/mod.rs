@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use warpwire::error::{Error, Kind, Result};
-use warpwire::mem::sim::{Block, Fault};
-use warpwire::mem::{Device, DeviceAddr, Kernel, Launch, Program, Stream, Width, Word};
+use warpwire::mem::sim::{Block, KernelFault};
+use warpwire::mem::{Device, DeviceAddr, Kernel, Launch, Program, Stream, Word, WordWidth};
 
 const NARROW: &str = "pingpong_32";
 const WIDE: &str = "pingpong_64";
@@ -71,10 +71,10 @@ impl PingPong {
         if ask.address() == answer.address() {
             return failure("the two words are the same");
         }
-        if !ask.width().holds(rounds) {
+        if !ask.width().fits(rounds) {
             return failure("the words cannot count that far");
         }
-        let kernel = if ask.width() == Width::Bits32 { &self.narrow } else { &self.wide };
+        let kernel = if ask.width() == WordWidth::Bits32 { &self.narrow } else { &self.wide };
         let launch = Launch::new(kernel)
             .region(ask.region())
             .region(answer.region())
@@ -92,9 +92,9 @@ fn start(stream: &Stream, launch: Launch) -> Result<()> {
 
 fn answer_each(
     block: &Block<'_>,
-    load: impl Fn(DeviceAddr) -> std::result::Result<u64, Fault>,
-    store: impl Fn(DeviceAddr, u64) -> std::result::Result<(), Fault>,
-) -> std::result::Result<(), Fault> {
+    load: impl Fn(DeviceAddr) -> std::result::Result<u64, KernelFault>,
+    store: impl Fn(DeviceAddr, u64) -> std::result::Result<(), KernelFault>,
+) -> std::result::Result<(), KernelFault> {
     let (ask, answer, rounds) = (block.address(0)?, block.address(1)?, block.value(2)?);
     // Cycles of a clock of 2 GHz.
     let patience = Duration::from_nanos(block.value(3)? / 2);

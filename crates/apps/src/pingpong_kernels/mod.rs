@@ -7,13 +7,14 @@
 use std::time::{Duration, Instant};
 
 use warpwire::error::{Error, Kind, Result};
-use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::mem::{
-    Allocation, Condition, Device, DeviceAddr, Kernel, Launch, Program, Region, Stream, Width, Word,
+    Allocation, Condition, Device, DeviceAddr, Kernel, Launch, Program, Region, Stream, Word,
+    WordWidth,
 };
 use warpwire::stream::KernelQp;
-use warpwire::stream::kernel::Ended;
-use warpwire::stream::kernel::device::{Local, Qp, wait_signal};
+use warpwire::stream::kernel::KernelStatus;
+use warpwire::stream::kernel::device::{DeviceQp, Local, wait_signal};
 use warpwire::verbs::{Remote, Sge};
 
 const COMPUTE: &str = "pingpong_compute";
@@ -190,7 +191,7 @@ impl PingPongKernels {
         match self.report.host_bytes()?.load_u64(0)? {
             0 => Ok(()),
             word => Err(Error::new(Kind::StreamFailed, WHAT)
-                .why(Ended::from_code(word as u32 as i32).to_string())),
+                .why(KernelStatus::from_code(word as u32 as i32).to_string())),
         }
     }
 }
@@ -199,7 +200,7 @@ impl PingPongKernels {
 const BELL_LEN: u64 = 72;
 
 fn check_word(word: &Word, stream: &Stream) -> Result<()> {
-    if word.width() == Width::Bits64 {
+    if word.width() == WordWidth::Bits64 {
         return Ok(());
     }
     let error = Error::new(Kind::InvalidArgument, WHAT).on(stream.label());
@@ -218,7 +219,7 @@ fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-fn take_time(block: &Block<'_>, nanos: u64) -> std::result::Result<(), Fault> {
+fn take_time(block: &Block<'_>, nanos: u64) -> std::result::Result<(), KernelFault> {
     let (start, time) = (Instant::now(), Duration::from_nanos(nanos));
     match nanos {
         0 => Ok(()),
@@ -226,8 +227,8 @@ fn take_time(block: &Block<'_>, nanos: u64) -> std::result::Result<(), Fault> {
     }
 }
 
-fn play(block: &Block<'_>) -> std::result::Result<(), Fault> {
-    let qp = Qp::open(block, block.address(0)?)?;
+fn play(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
+    let qp = DeviceQp::open(block, block.address(0)?)?;
     let to = Remote { address: block.value(2)?, rkey: block.value(3)? as u32 };
     let from = Local { address: block.value(4)?, lkey: block.value(5)? as u32 };
     let len = block.value(6)?;
@@ -237,82 +238,87 @@ fn play(block: &Block<'_>) -> std::result::Result<(), Fault> {
     let timeout = Duration::from_nanos(block.value(14)?);
     let came = |round: u64| {
         let wanted = start.wrapping_add(round);
-        wait_signal(block, own, Width::Bits64, Condition::AtLeast, wanted, timeout)
+        wait_signal(block, own, WordWidth::Bits64, Condition::AtLeast, wanted, timeout)
     };
-    let mut ended = Ended::Ok;
+    let mut status = KernelStatus::Ok;
     for round in 1..=rounds {
         if !serves {
-            ended = came(round)?;
+            status = came(round)?;
         }
-        if ended.is_ok() {
+        if status.is_ok() {
             take_time(block, compute)?;
-            ended = qp.put_signal(to, from, len, (word, 1), timeout)?.ended;
+            status = qp.put_signal(to, from, len, (word, 1), timeout)?.status;
         }
-        if serves && ended.is_ok() {
-            ended = came(round)?;
+        if serves && status.is_ok() {
+            status = came(round)?;
         }
-        if !ended.is_ok() {
+        if !status.is_ok() {
             break;
         }
     }
-    if ended.is_ok() {
-        ended = qp.quiet(timeout)?;
+    if status.is_ok() {
+        status = qp.quiet(timeout)?;
     }
-    tell(block, 1, ended)
+    tell(block, 1, status)
 }
 
 /// Puts how a kernel ended into the report, which is argument number `report`, unless it ended well
 /// or another kernel had failed before.
-fn tell(block: &Block<'_>, report: usize, ended: Ended) -> std::result::Result<(), Fault> {
-    if !ended.is_ok() {
-        let code = 1 << 63 | u64::from(ended.code() as u32);
+fn tell(
+    block: &Block<'_>,
+    report: usize,
+    status: KernelStatus,
+) -> std::result::Result<(), KernelFault> {
+    if !status.is_ok() {
+        let code = 1 << 63 | u64::from(status.code() as u32);
         block.compare_exchange_u64(block.address(report)?, 0, code)?;
     }
     Ok(())
 }
 
-fn shift(block: &Block<'_>) -> std::result::Result<(), Fault> {
-    let qp = Qp::open(block, block.address(0)?)?;
+fn shift(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
+    let qp = DeviceQp::open(block, block.address(0)?)?;
     let there = Remote { address: block.value(2)?, rkey: block.value(3)? as u32 };
     let here = Local { address: block.value(4)?, lkey: block.value(5)? as u32 };
     let (len, reads, rounds) = (block.value(6)?, block.value(7)? != 0, block.value(8)?);
     let (compute, timeout) = (block.value(9)?, Duration::from_nanos(block.value(10)?));
-    let mut ended = Ended::Ok;
+    let mut status = KernelStatus::Ok;
     for _ in 0..rounds {
         take_time(block, compute)?;
         let ticket = match reads {
             true => qp.get(here, there, len, timeout)?,
             false => qp.put(there, here, len, timeout)?,
         };
-        ended = if ticket.ended.is_ok() { qp.wait(ticket, timeout)? } else { ticket.ended };
-        if !ended.is_ok() {
+        status = if ticket.status.is_ok() { qp.wait(ticket, timeout)? } else { ticket.status };
+        if !status.is_ok() {
             break;
         }
     }
-    tell(block, 1, ended)
+    tell(block, 1, status)
 }
 
-fn relay(block: &Block<'_>) -> std::result::Result<(), Fault> {
+fn relay(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     let (bell, own) = (block.address(1)?, block.address(2)?);
     let (rounds, serves) = (block.value(3)?, block.value(4)? != 0);
     let timeout = Duration::from_nanos(block.value(5)?);
     let value = DeviceAddr::new(bell.raw() + 64);
-    let came = |round| wait_signal(block, own, Width::Bits64, Condition::AtLeast, round, timeout);
-    let mut ended = Ended::Ok;
+    let came =
+        |round| wait_signal(block, own, WordWidth::Bits64, Condition::AtLeast, round, timeout);
+    let mut status = KernelStatus::Ok;
     for round in 1..=rounds {
         if !serves {
-            ended = came(round)?;
+            status = came(round)?;
         }
-        if ended.is_ok() {
+        if status.is_ok() {
             block.store_u64(value, round)?;
             block.store_u64(bell, round)?;
         }
         if serves {
-            ended = came(round)?;
+            status = came(round)?;
         }
-        if !ended.is_ok() {
+        if !status.is_ok() {
             break;
         }
     }
-    tell(block, 0, ended)
+    tell(block, 0, status)
 }

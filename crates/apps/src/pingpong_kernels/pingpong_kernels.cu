@@ -32,7 +32,7 @@ extern "C" __global__ void pingpong_play(u64 qp, u64 report, u64 to, u64 rkey, u
             status = wait_signal((const u64 *)own, Condition::AtLeast, start + round, timeout);
     }
     if (status == kOk) status = quiet(pair, timeout);
-    if (status != kOk) detail::swap_if((u64 *)report, 0, 1ull << 63 | (u32)status);
+    if (status != kOk) detail::compare_exchange((u64 *)report, 0, 1ull << 63 | (u32)status);
 }
 
 // One thread. `rounds` puts, or gets, each waited for before the next.
@@ -49,7 +49,7 @@ extern "C" __global__ void pingpong_move(u64 qp, u64 report, u64 there, u64 rkey
                               : put(pair, remote, local, length, Thread{}, timeout);
         status = ticket.status == kOk ? wait(pair, ticket, timeout) : ticket.status;
     }
-    if (status != kOk) detail::swap_if((u64 *)report, 0, 1ull << 63 | (u32)status);
+    if (status != kOk) detail::compare_exchange((u64 *)report, 0, 1ull << 63 | (u32)status);
 }
 
 // One thread, and no queue pair: a value and a doorbell in host memory, which a thread of the host
@@ -65,5 +65,5 @@ extern "C" __global__ void pingpong_relay(u64 report, u64 bell, u64 own, u64 rou
         *(volatile u64 *)bell = round;
         if (serves) status = wait_signal((const u64 *)own, Condition::AtLeast, round, timeout);
     }
-    if (status != kOk) detail::swap_if((u64 *)report, 0, 1ull << 63 | (u32)status);
+    if (status != kOk) detail::compare_exchange((u64 *)report, 0, 1ull << 63 | (u32)status);
 }

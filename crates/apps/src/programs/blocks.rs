@@ -4,8 +4,10 @@ use std::time::Instant;
 
 use rustix::io::Errno;
 use warpwire::mem::DeviceAddr;
-use warpwire::mem::sim::{Block, Fault};
-use warpwire::sock::device::{Failure, Family, How, Kind, Outcome, Setting, Sock, Sockets};
+use warpwire::mem::sim::{Block, KernelFault};
+use warpwire::sock::device::{
+    Family, ShutdownHow, Sock, SockError, SockOption, SockResult, SocketKind, Sockets,
+};
 use warpwire::sock::layout::{address_bytes, address_from};
 
 use super::{Setup, control};
@@ -17,7 +19,7 @@ struct Actor<'a> {
 }
 
 impl<'a> Actor<'a> {
-    fn new(block: &'a Block<'a>) -> Result<Self, Fault> {
+    fn new(block: &'a Block<'a>) -> Result<Self, KernelFault> {
         let setup = Setup::read(block, block.address(0)?)?;
         let sockets = Sockets::open(block, DeviceAddr::new(setup.table))?;
         Ok(Self { block, setup, sockets })
@@ -27,30 +29,30 @@ impl<'a> Actor<'a> {
         DeviceAddr::new(self.setup.control + word)
     }
 
-    fn stopped(&self) -> Result<bool, Fault> {
+    fn stopped(&self) -> Result<bool, KernelFault> {
         Ok(self.block.load_u64(self.control(control::STOP))? != 0)
     }
 
-    fn stream(&self) -> Outcome<(Sock, std::net::SocketAddr)> {
+    fn stream(&self) -> SockResult<(Sock, std::net::SocketAddr)> {
         let address = address_from(&self.setup.address).ok_or(Errno::AFNOSUPPORT)?;
         let family = if address.is_ipv6() { Family::V6 } else { Family::V4 };
-        let warp = self.setup.kind == Kind::WarpStream as u64;
-        let kind = if warp { Kind::WarpStream } else { Kind::Stream };
+        let warp = self.setup.kind == SocketKind::WarpStream as u64;
+        let kind = if warp { SocketKind::WarpStream } else { SocketKind::Stream };
         Ok((self.sockets.socket(family, kind)?, address))
     }
 
-    fn open_listener(&self) -> Outcome<Sock> {
+    fn open_listener(&self) -> SockResult<Sock> {
         let (listener, address) = self.stream()?;
         self.sockets.bind(listener, address)?;
         self.sockets.listen(listener, 256)?;
-        self.sockets.set(listener, Setting::ReceiveTimeout, self.setup.timeout as i64)?;
+        self.sockets.set(listener, SockOption::ReceiveTimeout, self.setup.timeout as i64)?;
         let name = address_bytes(Some(self.sockets.local_name(listener)?));
         self.block.write(self.control(control::NAME), &name)?;
         Ok(listener)
     }
 
     /// The listener: made by the first worker, and waited for by the others.
-    fn listener(&self) -> Result<Option<Sock>, Fault> {
+    fn listener(&self) -> Result<Option<Sock>, KernelFault> {
         if self.block.index() == 0 {
             return match self.open_listener() {
                 Ok(listener) => {
@@ -70,25 +72,25 @@ impl<'a> Actor<'a> {
         Ok((listener != 0).then(|| Sock::from_raw(listener as i32 - 1)))
     }
 
-    fn failed(&self, failure: Failure) -> Result<(), Fault> {
+    fn failed(&self, failure: SockError) -> Result<(), KernelFault> {
         match failure {
-            Failure::Errno(errno) => {
+            SockError::Errno(errno) => {
                 self.block.store_u64(self.control(control::FAILED), errno.raw_os_error() as u64)
             }
-            Failure::Fault(fault) => Err(fault),
+            SockError::KernelFault(fault) => Err(fault),
         }
     }
 
-    fn serve_one(&self, peer: Sock) -> Outcome<()> {
+    fn serve_one(&self, peer: Sock) -> SockResult<()> {
         if self.setup.mode == super::Mode::Http as u64 {
-            self.sockets.set(peer, Setting::ReceiveTimeout, 5_000_000_000)?;
+            self.sockets.set(peer, SockOption::ReceiveTimeout, 5_000_000_000)?;
             return self.answer_http(peer);
         }
-        self.sockets.set(peer, Setting::ReceiveTimeout, self.setup.timeout as i64)?;
+        self.sockets.set(peer, SockOption::ReceiveTimeout, self.setup.timeout as i64)?;
         let mut buffer = vec![0; self.setup.buffer_size as usize];
         loop {
             let count = match self.sockets.recv(peer, &mut buffer) {
-                Err(Failure::Errno(Errno::TIMEDOUT)) if !self.stopped()? => continue,
+                Err(SockError::Errno(Errno::TIMEDOUT)) if !self.stopped()? => continue,
                 outcome => outcome?,
             };
             if count == 0 {
@@ -104,7 +106,7 @@ impl<'a> Actor<'a> {
     }
 
     /// Reads a request up to its empty line, then answers it.
-    fn answer_http(&self, peer: Sock) -> Outcome<()> {
+    fn answer_http(&self, peer: Sock) -> SockResult<()> {
         let mut request = vec![0; self.setup.buffer_size as usize / 2];
         let mut have = 0;
         let is_whole = |bytes: &[u8]| bytes.windows(4).any(|part| part == b"\r\n\r\n");
@@ -126,7 +128,7 @@ impl<'a> Actor<'a> {
         self.sockets.send(peer, answer.as_bytes()).map(|_| ())
     }
 
-    fn measure(&self, peer: Sock, bytes: &mut u64) -> Outcome<()> {
+    fn measure(&self, peer: Sock, bytes: &mut u64) -> SockResult<()> {
         use super::Mode;
         let setup = &self.setup;
         let is = |mode: Mode| setup.mode == mode as u64;
@@ -149,7 +151,7 @@ impl<'a> Actor<'a> {
             }
         }
         if is(Mode::Push) {
-            self.sockets.shutdown(peer, How::Send)?;
+            self.sockets.shutdown(peer, ShutdownHow::Send)?;
             if self.sockets.recv_all(peer, &mut [0])? != 1 {
                 return Err(Errno::PIPE.into());
             }
@@ -158,7 +160,7 @@ impl<'a> Actor<'a> {
     }
 
     /// Asks, and takes whatever is answered until the peer closes.
-    fn talk(&self, peer: Sock, bytes: &mut u64) -> Outcome<()> {
+    fn talk(&self, peer: Sock, bytes: &mut u64) -> SockResult<()> {
         let mut buffer = vec![0; self.setup.buffer_size as usize];
         let question = &mut buffer[..self.setup.size as usize];
         self.block.read(DeviceAddr::new(self.setup.buffers), question)?;
@@ -169,10 +171,10 @@ impl<'a> Actor<'a> {
         Ok(())
     }
 
-    fn client(&self, nanoseconds: &mut u64, bytes: &mut u64) -> Outcome<()> {
+    fn client(&self, nanoseconds: &mut u64, bytes: &mut u64) -> SockResult<()> {
         let (peer, address) = self.stream()?;
-        self.sockets.set(peer, Setting::ReceiveTimeout, self.setup.timeout as i64)?;
-        self.sockets.set(peer, Setting::SendTimeout, self.setup.timeout as i64)?;
+        self.sockets.set(peer, SockOption::ReceiveTimeout, self.setup.timeout as i64)?;
+        self.sockets.set(peer, SockOption::SendTimeout, self.setup.timeout as i64)?;
         let outcome = self.sockets.connect(peer, address).and_then(|()| {
             let begun = Instant::now();
             let outcome = self.measure(peer, bytes);
@@ -184,32 +186,32 @@ impl<'a> Actor<'a> {
     }
 }
 
-pub(super) fn serve_block(block: &Block<'_>) -> Result<(), Fault> {
+pub(super) fn serve_block(block: &Block<'_>) -> Result<(), KernelFault> {
     let actor = Actor::new(block)?;
     let Some(listener) = actor.listener()? else { return Ok(()) };
     while !actor.stopped()? {
         let peer = match actor.sockets.accept(listener) {
             Ok((peer, _)) => peer,
-            Err(Failure::Errno(Errno::TIMEDOUT | Errno::AGAIN)) => continue,
-            Err(Failure::Errno(_)) => return Ok(()),
-            Err(Failure::Fault(fault)) => return Err(fault),
+            Err(SockError::Errno(Errno::TIMEDOUT | Errno::AGAIN)) => continue,
+            Err(SockError::Errno(_)) => return Ok(()),
+            Err(SockError::KernelFault(fault)) => return Err(fault),
         };
         // However a conversation ends, the next one begins.
         for outcome in [actor.serve_one(peer), actor.sockets.close(peer)] {
-            if let Err(Failure::Fault(fault)) = outcome {
+            if let Err(SockError::KernelFault(fault)) = outcome {
                 return Err(fault);
             }
         }
     }
     if block.index() == 0
-        && let Err(Failure::Fault(fault)) = actor.sockets.close(listener)
+        && let Err(SockError::KernelFault(fault)) = actor.sockets.close(listener)
     {
         return Err(fault);
     }
     Ok(())
 }
 
-pub(super) fn client_block(block: &Block<'_>) -> Result<(), Fault> {
+pub(super) fn client_block(block: &Block<'_>) -> Result<(), KernelFault> {
     let actor = Actor::new(block)?;
     let (mut nanoseconds, mut bytes) = (0, 0);
     let outcome = actor.client(&mut nanoseconds, &mut bytes);

@@ -7,10 +7,10 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use warpwire::error::{Error, Kind, Result};
-use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::mem::{Allocation, DeviceAddr, Kernel, Launch, MemoryKind, Program, Region, Stream};
 use warpwire::sock::SockHost;
-use warpwire::sock::device::Kind as Streams;
+use warpwire::sock::device::SocketKind as Streams;
 use warpwire::sock::layout::{ADDRESS_LEN, address_bytes};
 
 use crate::serving::{SOON, await_listener};
@@ -105,7 +105,7 @@ impl Setup {
         bytes
     }
 
-    fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, Fault> {
+    fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, KernelFault> {
         let mut setup = Self::default();
         let base = at.raw();
         for (number, word) in setup.words().into_iter().enumerate() {

@@ -32,10 +32,10 @@ template <class Group> WARPWIRE_CALL int open_listener(const Table &table, const
         if (group.rank() == 0)
             while (!(listener = sock::detail::load_system(&control->listener)) && !sock::detail::load_system(&control->failed) &&
                    !sock::detail::load_system(&control->stop))
-                sock::detail::step_back();
-        return static_cast<int>(group.share(listener)) - 1;
+                sock::detail::backoff();
+        return static_cast<int>(group.broadcast(listener)) - 1;
     }
-    int listener = sock::socket(table, static_cast<Family>(setup.address.family), static_cast<Kind>(setup.kind), group);
+    int listener = sock::socket(table, static_cast<Family>(setup.address.family), static_cast<SocketKind>(setup.kind), group);
     i64 failed = listener < 0 ? listener : bind(table, listener, setup.address, group);
     if (!failed) failed = listen(table, listener, 256, group);
     if (!failed) failed = set(table, listener, kReceiveTimeout, static_cast<i64>(setup.timeout), group);
@@ -49,7 +49,7 @@ template <class Group> WARPWIRE_CALL int open_listener(const Table &table, const
 }
 
 template <class Group> WARPWIRE_FN bool stopped(const Control *control, Group group) {
-    return group.share(group.rank() == 0 ? sock::detail::load_system(&control->stop) : 0) != 0;
+    return group.broadcast(group.rank() == 0 ? sock::detail::load_system(&control->stop) : 0) != 0;
 }
 
 // Reads a request up to its empty line, then answers it. The body says what was asked for.
@@ -75,7 +75,7 @@ template <class Group> WARPWIRE_CALL void answer_http(const Table &table, const 
         for (const char *text = "20\r\n\r\n"; *text; text++) out[length++] = static_cast<u8>(*text);
         while (*body) out[length++] = static_cast<u8>(*body++);
     }
-    send(table, peer, out, group.share(length), group);
+    send(table, peer, out, group.broadcast(length), group);
 }
 
 template <class Group> WARPWIRE_CALL u64 serve_one(const Table &table, const Setup &setup, int peer, u8 *buffer, Group group) {
@@ -149,7 +149,7 @@ template <class Group> WARPWIRE_CALL void run_client(const Setup &setup, Group g
     Control *control = reinterpret_cast<Control *>(setup.control);
     u8 *buffer = reinterpret_cast<u8 *>(setup.buffers);
     u64 bytes = 0, begun = 0, ended = 0;
-    int peer = sock::socket(table, static_cast<Family>(setup.address.family), static_cast<Kind>(setup.kind), group);
+    int peer = sock::socket(table, static_cast<Family>(setup.address.family), static_cast<SocketKind>(setup.kind), group);
     i64 result = peer;
     if (peer >= 0) result = set(table, peer, kReceiveTimeout, static_cast<i64>(setup.timeout), group);
     if (result >= 0) result = set(table, peer, kSendTimeout, static_cast<i64>(setup.timeout), group);

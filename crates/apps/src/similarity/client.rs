@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use warpwire::error::{Error, Kind, Result};
-use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::mem::{Allocation, DeviceAddr, Kernel, Launch};
 use warpwire::sock::SockHost;
-use warpwire::sock::device::{Failure, Family, Outcome, Setting, Sock, Sockets};
+use warpwire::sock::device::{Family, Sock, SockError, SockOption, SockResult, Sockets};
 use warpwire::sock::layout::{ADDRESS_LEN, address_bytes, address_from};
 
 use super::wire::{HEAD, MATCH, Match, query_bytes, take_answer};
@@ -65,7 +65,7 @@ impl Setup {
         bytes
     }
 
-    fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, Fault> {
+    fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, KernelFault> {
         let mut setup = Self::default();
         for (number, word) in setup.words().into_iter().enumerate() {
             *word = block.load_u64(DeviceAddr::new(at.raw() + number as u64 * 8))?;
@@ -217,25 +217,25 @@ pub fn ask_from_thread(
 }
 
 /// The client, as a block function: the twin of similarity.cu.
-pub(super) fn client_block(block: &Block<'_>) -> std::result::Result<(), Fault> {
+pub(super) fn client_block(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     let setup = Setup::read(block, block.address(0)?)?;
     let sockets = Sockets::open(block, DeviceAddr::new(setup.table))?;
     let mut done = 0;
     let errno = match ask_all(block, &sockets, &setup, &mut done) {
         Ok(()) => 0,
-        Err(Failure::Errno(errno)) => errno.raw_os_error() as u64,
-        Err(Failure::Fault(fault)) => return Err(fault),
+        Err(SockError::Errno(errno)) => errno.raw_os_error() as u64,
+        Err(SockError::KernelFault(fault)) => return Err(fault),
     };
     block.store_u64(DeviceAddr::new(setup.result + DONE), done)?;
     block.store_u64(DeviceAddr::new(setup.result + FAILED), errno)
 }
 
-fn ask_all(block: &Block<'_>, sockets: &Sockets<'_>, s: &Setup, done: &mut u64) -> Outcome<()> {
+fn ask_all(block: &Block<'_>, sockets: &Sockets<'_>, s: &Setup, done: &mut u64) -> SockResult<()> {
     let server = address_from(&s.server).ok_or(Errno::AFNOSUPPORT)?;
     let family = if server.is_ipv6() { Family::V6 } else { Family::V4 };
     let socket = sockets.socket(family, super::kind_of(s.kind))?;
-    sockets.set(socket, Setting::ReceiveTimeout, s.timeout as i64)?;
-    sockets.set(socket, Setting::SendTimeout, s.timeout as i64)?;
+    sockets.set(socket, SockOption::ReceiveTimeout, s.timeout as i64)?;
+    sockets.set(socket, SockOption::SendTimeout, s.timeout as i64)?;
     let mut outcome = sockets.connect(socket, server);
     while outcome.is_ok() && *done < s.count {
         outcome = ask_one(block, sockets, s, socket, *done);
@@ -245,7 +245,13 @@ fn ask_all(block: &Block<'_>, sockets: &Sockets<'_>, s: &Setup, done: &mut u64) 
     outcome
 }
 
-fn ask_one(b: &Block<'_>, sockets: &Sockets<'_>, s: &Setup, to: Sock, number: u64) -> Outcome<()> {
+fn ask_one(
+    b: &Block<'_>,
+    sockets: &Sockets<'_>,
+    s: &Setup,
+    to: Sock,
+    number: u64,
+) -> SockResult<()> {
     let mut query = vec![0; s.query_size as usize];
     b.read(DeviceAddr::new(s.queries + number * s.query_size), &mut query)?;
     sockets.send(to, &query)?;

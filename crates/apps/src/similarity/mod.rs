@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 use warpwire::error::{Error, Kind, Result};
-use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::mem::{Allocation, DeviceAddr, Program};
 use warpwire::sock::SockHost;
 use warpwire::sock::device;
@@ -60,23 +60,23 @@ pub enum Over {
     /// TCP: any program.
     #[default]
     Inet,
-    /// RDMA: kernels, and CPU programs with [`warp::Stream`](warpwire::sock::warp::Stream).
+    /// RDMA: kernels, and CPU programs with [`warp::WarpStream`](warpwire::sock::warp::WarpStream).
     Warp,
 }
 
 impl Over {
-    fn kind(self) -> device::Kind {
+    fn kind(self) -> device::SocketKind {
         match self {
-            Self::Inet => device::Kind::Stream,
-            Self::Warp => device::Kind::WarpStream,
+            Self::Inet => device::SocketKind::Stream,
+            Self::Warp => device::SocketKind::WarpStream,
         }
     }
 }
 
 /// The kind of sockets that a setup's number means.
-fn kind_of(number: u64) -> device::Kind {
-    let warp = device::Kind::WarpStream;
-    if number == warp as u64 { warp } else { device::Kind::Stream }
+fn kind_of(number: u64) -> device::SocketKind {
+    let warp = device::SocketKind::WarpStream;
+    if number == warp as u64 { warp } else { device::SocketKind::Stream }
 }
 
 /// The kernels of both sides.
@@ -183,7 +183,7 @@ impl Setup {
         setup_bytes(self.words(), &address)
     }
 
-    fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, Fault> {
+    fn read(block: &Block<'_>, at: DeviceAddr) -> std::result::Result<Self, KernelFault> {
         let mut setup = Self::default();
         setup.address = read_setup(block, at, setup.words())?;
         Ok(setup)

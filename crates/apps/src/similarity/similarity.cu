@@ -118,7 +118,7 @@ template <class Group> WARPWIRE_CALL u32 search(const Setup &setup, Desk *desk, 
 // ------------------------------------------------------------------------------------------------------------------
 // Connections
 
-template <class Group> WARPWIRE_FN u32 field(Group group, const u32 *word) { return static_cast<u32>(group.share(*word)); }
+template <class Group> WARPWIRE_FN u32 field(Group group, const u32 *word) { return static_cast<u32>(group.broadcast(*word)); }
 
 WARPWIRE_CALL void put_head(const Setup &setup, Connection *c, u32 status, u32 count) {
     *reinterpret_cast<Head *>(out_of(setup, c)) = Head{kMagic, status, count, 0};
@@ -149,7 +149,7 @@ WARPWIRE_CALL u64 judge(const Setup &setup, Connection *c) {
 
 // Answers what has come in whole.
 template <class Group> WARPWIRE_CALL void answer(const Setup &setup, Desk *desk, Connection *c, Group group) {
-    u64 verdict = group.share(group.rank() == 0 ? judge(setup, c) : 0);
+    u64 verdict = group.broadcast(group.rank() == 0 ? judge(setup, c) : 0);
     if (verdict != kWhole) return;
     const float *query = query_of(c);
     bool wrong = false;
@@ -159,7 +159,7 @@ template <class Group> WARPWIRE_CALL void answer(const Setup &setup, Desk *desk,
         group.sync();
         return;
     }
-    u32 k = static_cast<u32>(group.share(reinterpret_cast<const Head *>(in_of(c))->word));
+    u32 k = static_cast<u32>(group.broadcast(reinterpret_cast<const Head *>(in_of(c))->word));
     u32 kept = search(setup, desk, query, k, group);
     const Match *best = reinterpret_cast<const Match *>(desk + 1);
     Match *out = reinterpret_cast<Match *>(out_of(setup, c) + sizeof(Head));
@@ -235,26 +235,26 @@ template <class Group> WARPWIRE_CALL void serve(const Setup &setup, u32 worker, 
     const Table &table = *reinterpret_cast<const Table *>(setup.table);
     Control *control = reinterpret_cast<Control *>(setup.control);
     Desk *desk = reinterpret_cast<Desk *>(setup.desks + worker * setup.desk_size);
-    Polled *list = reinterpret_cast<Polled *>(setup.connections) + worker * (setup.per_worker + 1);
-    u64 lists = (setup.workers * (setup.per_worker + 1) * sizeof(Polled) + 15) / 16 * 16;
+    PollEntry *list = reinterpret_cast<PollEntry *>(setup.connections) + worker * (setup.per_worker + 1);
+    u64 lists = (setup.workers * (setup.per_worker + 1) * sizeof(PollEntry) + 15) / 16 * 16;
     u8 *connections = reinterpret_cast<u8 *>(setup.connections + lists) + worker * setup.per_worker * setup.connection_size;
     auto at = [&](u32 i) { return reinterpret_cast<Connection *>(connections + i * setup.connection_size); };
-    int listener = open_listener(table, control, setup.address, static_cast<Kind>(setup.kind), worker, group);
+    int listener = open_listener(table, control, setup.address, static_cast<SocketKind>(setup.kind), worker, group);
     if (listener < 0) return;
     u32 mine = 0;
     for (;;) {
-        u64 clients = group.share(group.rank() == 0 ? sock::detail::load_gpu(&counts_of(setup)->clients) : 0);
-        if (group.share(group.rank() == 0 ? sock::detail::load_system(&control->stop) : 0)) break;
+        u64 clients = group.broadcast(group.rank() == 0 ? sock::detail::load_gpu(&counts_of(setup)->clients) : 0);
+        if (group.broadcast(group.rank() == 0 ? sock::detail::load_system(&control->stop) : 0)) break;
         // Whoever has no more than his share takes the next; all of them turn away what is too much.
         bool full = clients >= setup.most_clients, takes = full || (mine < setup.per_worker && mine * setup.workers <= clients);
         group.sync();
-        for (u32 i = group.rank(); i < mine; i += group.size()) list[i] = Polled{at(i)->socket, at(i)->out_length ? kOut : kIn, 0};
-        if (group.rank() == 0) list[mine] = Polled{listener, kIn, 0};
+        for (u32 i = group.rank(); i < mine; i += group.size()) list[i] = PollEntry{at(i)->socket, at(i)->out_length ? kOut : kIn, 0};
+        if (group.rank() == 0) list[mine] = PollEntry{listener, kIn, 0};
         i64 found = poll(table, list, mine + takes, takes ? kNap : kNap / 10, group);
         if (found < 0) return;
-        bool arrived = takes && group.share(list[mine].found) != 0;
+        bool arrived = takes && group.broadcast(list[mine].revents) != 0;
         for (u32 i = mine; i-- > 0;) {
-            u32 events = static_cast<u32>(group.share(list[i].found));
+            u32 events = static_cast<u32>(group.broadcast(list[i].revents));
             Connection *c = at(i);
             bool open = events ? converse(table, setup, desk, c, events & ~static_cast<u32>(kOut), group) : true;
             bool late = false;
@@ -301,14 +301,14 @@ template <class Group> WARPWIRE_CALL i64 ask(const Table &table, const Client &c
     group.sync();
     bool strange = head->magic != kMagic || head->word != kFound || head->count > (client.answer_size - sizeof(Head)) / sizeof(Match);
     if (group.any(strange)) return -kEproto;
-    u64 rest = group.share(head->count) * sizeof(Match);
+    u64 rest = group.broadcast(head->count) * sizeof(Match);
     got = recv_all(table, socket, head + 1, rest, group);
     return got == static_cast<i64>(rest) ? 0 : got < 0 ? got : -kEconnreset;
 }
 
 template <class Group> WARPWIRE_CALL void ask_all(const Client &client, Group group) {
     const Table &table = *reinterpret_cast<const Table *>(client.table);
-    int socket = sock::socket(table, static_cast<Family>(client.server.family), static_cast<Kind>(client.kind), group);
+    int socket = sock::socket(table, static_cast<Family>(client.server.family), static_cast<SocketKind>(client.kind), group);
     i64 failed = socket < 0 ? socket : sock::set(table, socket, kReceiveTimeout, static_cast<i64>(client.timeout), group);
     if (!failed) failed = sock::set(table, socket, kSendTimeout, static_cast<i64>(client.timeout), group);
     if (!failed) failed = connect(table, socket, client.server, group);

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use warpwire::mem::DeviceAddr;
-use warpwire::mem::sim::{Block, Fault};
-use warpwire::sock::device::{Failure, Outcome, Polled, Setting, Sock, Sockets};
+use warpwire::mem::sim::{Block, KernelFault};
+use warpwire::sock::device::{PollEntry, Sock, SockError, SockOption, SockResult, Sockets};
 use warpwire::sock::layout::events;
 
 use super::wire::{Best, HEAD, MATCH, Match, Status, head_bytes, judge};
@@ -32,23 +32,23 @@ struct Worker<'a> {
 }
 
 /// One worker, as a block function.
-pub(super) fn similarity_block(block: &Block<'_>) -> Result<(), Fault> {
+pub(super) fn similarity_block(block: &Block<'_>) -> Result<(), KernelFault> {
     let setup = Setup::read(block, block.address(0)?)?;
     let sockets = Sockets::open(block, DeviceAddr::new(setup.table))?;
     let mut worker = Worker { block, setup: &setup, sockets, connections: Vec::new() };
     match worker.serve() {
         // The host has ended, and so does this.
-        Ok(()) | Err(Failure::Errno(_)) => Ok(()),
-        Err(Failure::Fault(fault)) => Err(fault),
+        Ok(()) | Err(SockError::Errno(_)) => Ok(()),
+        Err(SockError::KernelFault(fault)) => Err(fault),
     }
 }
 
 impl Worker<'_> {
-    fn count(&self, counter: u64, by: u64) -> Outcome<u64> {
+    fn count(&self, counter: u64, by: u64) -> SockResult<u64> {
         Ok(self.block.fetch_add_u64(DeviceAddr::new(self.setup.counts + counter), by)?)
     }
 
-    fn serve(&mut self) -> Outcome<()> {
+    fn serve(&mut self) -> SockResult<()> {
         let Setup { control, address, .. } = self.setup;
         let kind = super::kind_of(self.setup.kind);
         let listener = serving::listener(self.block, &self.sockets, *control, address, kind)?;
@@ -61,16 +61,16 @@ impl Worker<'_> {
                 full || mine < self.setup.per_worker && mine * self.setup.workers <= clients;
             let wanted = |connection: &Connection| {
                 let waits = if connection.output.is_empty() { events::IN } else { events::OUT };
-                Polled::new(connection.socket, waits)
+                PollEntry::new(connection.socket, waits)
             };
             let mut list: Vec<_> = self.connections.iter().map(wanted).collect();
             if takes {
-                list.push(Polled::new(listener, events::IN));
+                list.push(PollEntry::new(listener, events::IN));
             }
             self.sockets.poll(&mut list, Some(if takes { NAP } else { NAP / 10 }))?;
-            let arrived = takes && list.pop().is_some_and(|polled| polled.found != 0);
+            let arrived = takes && list.pop().is_some_and(|polled| polled.revents != 0);
             for (index, polled) in list.iter().enumerate().rev() {
-                if !self.converse(index, polled.found)? {
+                if !self.converse(index, polled.revents)? {
                     self.hang_up(index)?;
                 }
             }
@@ -87,7 +87,7 @@ impl Worker<'_> {
         Ok(())
     }
 
-    fn hang_up(&mut self, index: usize) -> Outcome<()> {
+    fn hang_up(&mut self, index: usize) -> SockResult<()> {
         let connection = self.connections.swap_remove(index);
         self.count(counts::CLIENTS, u64::MAX)?;
         self.count(counts::CLOSED, 1)?;
@@ -95,13 +95,13 @@ impl Worker<'_> {
     }
 
     /// Takes a connection that waits, if another worker was not faster; turns it away if there are too many.
-    fn take(&mut self, listener: Sock) -> Outcome<()> {
+    fn take(&mut self, listener: Sock) -> SockResult<()> {
         let socket = match self.sockets.accept(listener) {
             Ok((socket, _)) => socket,
-            Err(Failure::Errno(rustix::io::Errno::AGAIN)) => return Ok(()),
+            Err(SockError::Errno(rustix::io::Errno::AGAIN)) => return Ok(()),
             Err(failure) => return Err(failure),
         };
-        self.sockets.set(socket, Setting::NonBlocking, 1)?;
+        self.sockets.set(socket, SockOption::NonBlocking, 1)?;
         let has_place = (self.connections.len() as u64) < self.setup.per_worker;
         let before = self.count(counts::CLIENTS, 1)?;
         if !has_place || before >= self.setup.most_clients {
@@ -121,7 +121,7 @@ impl Worker<'_> {
     }
 
     /// Takes what came, and answers it; false if the connection is done with.
-    fn converse(&mut self, index: usize, found: u16) -> Outcome<bool> {
+    fn converse(&mut self, index: usize, found: u16) -> SockResult<bool> {
         let patience = Duration::from_nanos(self.setup.patience);
         let (worker, size) = (&*self, self.setup.in_size as usize);
         let connection = &worker.connections[index];
@@ -135,8 +135,8 @@ impl Worker<'_> {
             let got = match self.sockets.recv(socket, &mut more) {
                 Ok(0) => return Ok(false),
                 Ok(got) => got,
-                Err(Failure::Errno(rustix::io::Errno::AGAIN)) => 0,
-                Err(Failure::Errno(_)) => return Ok(false),
+                Err(SockError::Errno(rustix::io::Errno::AGAIN)) => 0,
+                Err(SockError::Errno(_)) => return Ok(false),
                 Err(fault) => return Err(fault),
             };
             self.connections[index].input.extend(&more[..got]);
@@ -151,8 +151,8 @@ impl Worker<'_> {
         if !connection.output.is_empty() {
             match self.sockets.send(connection.socket, &connection.output) {
                 Ok(sent) => drop(connection.output.drain(..sent)),
-                Err(Failure::Errno(rustix::io::Errno::AGAIN)) => {}
-                Err(Failure::Errno(_)) => return Ok(false),
+                Err(SockError::Errno(rustix::io::Errno::AGAIN)) => {}
+                Err(SockError::Errno(_)) => return Ok(false),
                 Err(fault) => return Err(fault),
             }
         }
@@ -164,7 +164,7 @@ impl Worker<'_> {
     }
 
     /// What to say to what has come, and whether that is the last; `None` if more must come.
-    fn answer(&self, input: &[u8]) -> Outcome<Option<(Vec<u8>, bool)>> {
+    fn answer(&self, input: &[u8]) -> SockResult<Option<(Vec<u8>, bool)>> {
         if input.len() < HEAD {
             return Ok(None);
         }
@@ -191,12 +191,12 @@ impl Worker<'_> {
         Ok(Some((bytes, false)))
     }
 
-    fn refuse(&self, status: Status) -> Outcome<Option<(Vec<u8>, bool)>> {
+    fn refuse(&self, status: Status) -> SockResult<Option<(Vec<u8>, bool)>> {
         self.count(counts::REFUSED, 1)?;
         Ok(Some((head_bytes(status, 0).to_vec(), true)))
     }
 
-    fn search(&self, query: &[f32], k: u32) -> Outcome<Vec<Match>> {
+    fn search(&self, query: &[f32], k: u32) -> SockResult<Vec<Match>> {
         let (count, mut best) = (self.setup.vector_count, Best::new(k as usize));
         let mut bytes = [0; TILE * 4];
         for first in (0..count).step_by(TILE) {

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use warpwire::error::{Error, Kind, Result};
-use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::mem::{Device, Kernel, Launch, Program, Stream};
 
 const SPIN: &str = "spin";
@@ -51,7 +51,7 @@ fn start(stream: &Stream, launch: Launch) -> Result<()> {
     unsafe { stream.launch(launch) }
 }
 
-fn turn(block: &Block<'_>) -> std::result::Result<(), Fault> {
+fn turn(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     let (start, time) = (Instant::now(), Duration::from_nanos(block.value(0)?));
     block.spin_until(|| Ok(start.elapsed() >= time))
 }

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::clock::{Bin, Series, Times, figure};
 use super::target::{Bench, Setting, Target, iterations, size};
-use super::{Failure, Screen};
+use super::{Failure, Reporter};
 
 /// Time to open and to close a window, by size
 ///
@@ -45,7 +45,7 @@ Examples:
   warpwire copy api --json | jq '.rows[] | [.size, .open.median_us]'";
 
 /// The smallest window of the table: the page of a GPU.
-const SMALLEST: u64 = 64 << 10;
+const MIN_SIZE: u64 = 64 << 10;
 
 #[derive(Serialize)]
 struct Outcome {
@@ -65,32 +65,32 @@ struct Row {
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let bench = arguments.target.open(arguments.size)?;
     let setting = bench.setting();
-    let screen = Screen::new(arguments.json);
-    screen.say(&setting.heading("api"))?;
+    let reporter = Reporter::new(arguments.json);
+    reporter.print(&setting.heading("api"))?;
     let first_us = bench.first_window.as_secs_f64() * 1e6;
     let first = figure(first_us);
-    screen.say(&format!("# first window of this process: {first} us\n"))?;
-    screen.say("# median us\n")?;
-    screen.say(&format!("{:>12} {:>10} {:>10}\n", "Size(B)", "open", "close"))?;
+    reporter.print(&format!("# first window of this process: {first} us\n"))?;
+    reporter.print("# median us\n")?;
+    reporter.print(&format!("{:>12} {:>10} {:>10}\n", "Size(B)", "open", "close"))?;
     let mut rows = Vec::new();
     for size in sizes(arguments.size) {
-        screen.working(format!("windows of {size} bytes"));
+        reporter.set_status(format!("windows of {size} bytes"));
         let row = measure(&bench, size, arguments)?;
         let (open, close) = (figure(row.open.median_us), figure(row.close.median_us));
-        screen.say(&format!("{size:>12} {open:>10} {close:>10}\n"))?;
+        reporter.print(&format!("{size:>12} {open:>10} {close:>10}\n"))?;
         rows.push(row);
     }
     if let Some(last) = rows.last() {
-        screen.say(&histogram(last))?;
+        reporter.print(&histogram(last))?;
     }
-    screen.finish(&Outcome { setting, first_us, rows })?;
+    reporter.finish(&Outcome { setting, first_us, rows })?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// Doubling up to the largest, which need not be a power of two.
-fn sizes(largest: u64) -> Vec<u64> {
-    let doubling = (0..).map(|step| SMALLEST << step).take_while(|size| *size < largest);
-    doubling.chain([largest]).collect()
+fn sizes(max_size: u64) -> Vec<u64> {
+    let doubling = (0..).map(|step| MIN_SIZE << step).take_while(|size| *size < max_size);
+    doubling.chain([max_size]).collect()
 }
 
 fn measure(bench: &Bench, size: u64, arguments: &Arguments) -> Result<Row, Failure> {

@@ -4,12 +4,12 @@ use std::process::ExitCode;
 
 use clap::Args;
 use serde::Serialize;
-use warpwire::mem::copy::{Copier, Direction, Way};
+use warpwire::mem::copy::{Copier, CopyDirection, CopyMethod};
 use warpwire_apps::pattern;
 
 use super::clock::{Series, figure};
 use super::target::{Bench, Setting, Target, iterations, size};
-use super::{Failure, Screen};
+use super::{Failure, Reporter};
 
 /// Bandwidth of copies of one size
 ///
@@ -54,7 +54,7 @@ Examples:
   warpwire copy bw --json | jq .write.window_gb_s";
 
 /// The host holds three times as much.
-const LARGEST: u64 = 4 << 30;
+const MAX_SIZE: u64 = 4 << 30;
 
 fn offset(text: &str) -> Result<u64, String> {
     warpwire::units::parse_bytes(text).map_err(|error| error.to_string())
@@ -74,7 +74,7 @@ struct Rates {
     window_gb_s: f64,
     engine_gb_s: f64,
     best_gb_s: f64,
-    best_way: Way,
+    best_way: CopyMethod,
     /// Window to engine.
     ratio: f64,
 }
@@ -89,26 +89,26 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         )));
     }
     let bench = arguments.target.open(arguments.size)?;
-    if bytes > LARGEST {
-        let most = warpwire::units::bytes(LARGEST);
+    if bytes > MAX_SIZE {
+        let max_text = warpwire::units::bytes(MAX_SIZE);
         return Err(Failure::Usage(format!(
-            "cannot copy {bytes} bytes at a time: write -c {most} or less"
+            "cannot copy {bytes} bytes at a time: write -c {max_text} or less"
         )));
     }
     let setting = bench.setting();
-    let screen = Screen::new(arguments.json);
-    screen.say(&setting.heading("bw"))?;
-    screen.say(&format!("# {bytes} bytes at offset {}\n", arguments.offset))?;
+    let reporter = Reporter::new(arguments.json);
+    reporter.print(&setting.heading("bw"))?;
+    reporter.print(&format!("# {bytes} bytes at offset {}\n", arguments.offset))?;
     let copier = Copier::new(&bench.memory)?;
     let mut host = vec![0; usize::try_from(bytes).unwrap_or(0)];
     let task = Task { bench: &bench, copier: &copier, offset: arguments.offset };
-    screen.working("writing");
-    let write = task.rates(Direction::Write, &mut host, arguments.writes)?;
-    screen.say(&line("write", &write))?;
-    screen.working("reading");
-    let read = task.rates(Direction::Read, &mut host, arguments.reads)?;
-    screen.say(&line("read", &read))?;
-    screen.finish(&Outcome { setting, bytes, write, read })?;
+    reporter.set_status("writing");
+    let write = task.rates(CopyDirection::Write, &mut host, arguments.writes)?;
+    reporter.print(&line("write", &write))?;
+    reporter.set_status("reading");
+    let read = task.rates(CopyDirection::Read, &mut host, arguments.reads)?;
+    reporter.print(&line("read", &read))?;
+    reporter.finish(&Outcome { setting, bytes, write, read })?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -129,43 +129,53 @@ struct Task<'a> {
 }
 
 impl Task<'_> {
-    fn rates(&self, direction: Direction, host: &mut [u8], times: u32) -> Result<Rates, Failure> {
+    fn rates(
+        &self,
+        direction: CopyDirection,
+        host: &mut [u8],
+        times: u32,
+    ) -> Result<Rates, Failure> {
         let bytes = host.len() as u64;
         let rate = |series: &Series| bytes as f64 / series.times().mean_us / 1e3;
         let mut rates = Vec::new();
-        for (seed, way) in ["window", "engine", "best"].into_iter().enumerate() {
+        for (seed, method) in ["window", "engine", "best"].into_iter().enumerate() {
             let (mut series, seed) = (Series::default(), seed as u64 + 1);
             self.prepare(direction, host, seed)?;
-            series.run(times, || self.copy(way, direction, host))?;
+            series.run(times, || self.copy(method, direction, host))?;
             if !self.is_right(direction, host, seed)? {
-                return Err(Failure::Broken(format!("wrong data after copies by {way}")));
+                return Err(Failure::Runtime(format!("wrong data after copies by {method}")));
             }
             rates.push(rate(&series));
         }
         let [window_gb_s, engine_gb_s, best_gb_s] = rates[..] else {
-            return Err(Failure::Broken("nothing was measured".to_owned()));
+            return Err(Failure::Runtime("nothing was measured".to_owned()));
         };
-        let best_way = self.copier.way(direction, bytes);
+        let best_way = self.copier.method(direction, bytes);
         let ratio = window_gb_s / engine_gb_s;
         Ok(Rates { window_gb_s, engine_gb_s, best_gb_s, best_way, ratio })
     }
 
-    fn copy(&self, way: &str, direction: Direction, host: &mut [u8]) -> warpwire::Result<()> {
+    fn copy(
+        &self,
+        method: &str,
+        direction: CopyDirection,
+        host: &mut [u8],
+    ) -> warpwire::Result<()> {
         let window = &self.bench.window;
-        match (way, direction) {
-            ("window", Direction::Write) => window.write(self.offset, host),
-            ("window", Direction::Read) => window.read(self.offset, host),
-            ("engine", Direction::Write) => self.bench.engine_write(self.offset, host),
-            ("engine", Direction::Read) => self.bench.engine_read(self.offset, host),
-            (_, Direction::Write) => self.copier.write(self.offset, host),
-            (_, Direction::Read) => self.copier.read(self.offset, host),
+        match (method, direction) {
+            ("window", CopyDirection::Write) => window.write(self.offset, host),
+            ("window", CopyDirection::Read) => window.read(self.offset, host),
+            ("engine", CopyDirection::Write) => self.bench.engine_write(self.offset, host),
+            ("engine", CopyDirection::Read) => self.bench.engine_read(self.offset, host),
+            (_, CopyDirection::Write) => self.copier.write(self.offset, host),
+            (_, CopyDirection::Read) => self.copier.read(self.offset, host),
         }
     }
 
     /// Puts the pattern where the copies begin.
-    fn prepare(&self, direction: Direction, host: &mut [u8], seed: u64) -> Result<(), Failure> {
+    fn prepare(&self, direction: CopyDirection, host: &mut [u8], seed: u64) -> Result<(), Failure> {
         pattern::fill_bytes(host, seed, 0);
-        if direction == Direction::Read {
+        if direction == CopyDirection::Read {
             self.bench.memory.write(self.offset, host)?;
             host.fill(0);
         }
@@ -173,10 +183,10 @@ impl Task<'_> {
     }
 
     /// Whether the pattern is where the copies end.
-    fn is_right(&self, direction: Direction, host: &[u8], seed: u64) -> Result<bool, Failure> {
+    fn is_right(&self, direction: CopyDirection, host: &[u8], seed: u64) -> Result<bool, Failure> {
         let mut wanted = vec![0; host.len()];
         pattern::fill_bytes(&mut wanted, seed, 0);
-        if direction == Direction::Read {
+        if direction == CopyDirection::Read {
             return Ok(host == wanted);
         }
         let mut found = vec![0; host.len()];

@@ -59,12 +59,13 @@ impl Series {
             return Ok(());
         }
         if each < GROUP {
-            return self.run_apart(times, act);
+            return self.run_spaced(times, act);
         }
-        let filling = |time: Duration| {
+        let calls_in = |time: Duration| {
             u32::try_from(time.as_nanos() / each.as_nanos().max(1)).unwrap_or(u32::MAX)
         };
-        let group = times.div_ceil(GROUPS).min(filling(BUDGET / GROUPS)).max(filling(GROUP)).max(1);
+        let group =
+            times.div_ceil(GROUPS).min(calls_in(BUDGET / GROUPS)).max(calls_in(GROUP)).max(1);
         let (start, mut done) = (Instant::now(), 0);
         while done < times && (done == 0 || start.elapsed() < BUDGET) {
             let count = group.min(times - done);
@@ -80,7 +81,7 @@ impl Series {
 
     /// Times short calls one by one, with pauses between them. Back to back they would queue up behind each
     /// other on the bus, and show its rate, not the time that a caller waits.
-    fn run_apart(&mut self, times: u32, mut act: impl FnMut() -> Result<()>) -> Result<()> {
+    fn run_spaced(&mut self, times: u32, mut act: impl FnMut() -> Result<()>) -> Result<()> {
         let clock = clock_cost();
         let start = Instant::now();
         for _ in 0..times {
@@ -121,15 +122,15 @@ impl Series {
     /// into each.
     pub(super) fn histogram(&self) -> Vec<Bin> {
         const BINS: usize = 10;
-        let least = self.groups.iter().copied().fold(f64::INFINITY, f64::min);
-        let most = self.groups.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let width = (most - least) / BINS as f64;
-        let edge = |bin: usize| least + width * bin as f64;
+        let shortest = self.groups.iter().copied().fold(f64::INFINITY, f64::min);
+        let longest = self.groups.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let width = (longest - shortest) / BINS as f64;
+        let edge = |bin: usize| shortest + width * bin as f64;
         let mut bins: Vec<Bin> = (0..BINS)
             .map(|bin| Bin { from_us: edge(bin), to_us: edge(bin + 1), count: 0 })
             .collect();
         for time in &self.groups {
-            let bin = ((time - least) / width.max(1e-12)) as usize;
+            let bin = ((time - shortest) / width.max(1e-12)) as usize;
             bins[bin.min(BINS - 1)].count += 1;
         }
         bins

@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use clap::Args;
 use serde::Serialize;
-use warpwire::mem::copy::{Copier, Direction, Plan, Routine, Way};
+use warpwire::mem::copy::{Copier, CopyDirection, CopyMethod, CopyPlan, Routine};
 use warpwire::mem::{Agent, Allocation, Region};
 use warpwire::units;
 use warpwire_apps::pattern;
 
 use super::clock::{Series, Times, figure};
 use super::target::{Bench, Setting, Target, iterations};
-use super::{Failure, Screen};
+use super::{Failure, Reporter};
 
 /// Time of copies of every size, both ways
 ///
@@ -71,18 +71,18 @@ Examples:
   warpwire copy lat -s 4KiB --routines           which instructions copy best
   warpwire copy lat --json | jq '[.rows[].ratio] | max'";
 
-const SMALLEST: u64 = 4;
-const LARGEST: u64 = 64 << 20;
+const MIN_SIZE: u64 = 4;
+const MAX_SIZE: u64 = 64 << 20;
 /// Where odd copies begin, on the device and on the host.
 const ODD: (u64, usize) = (13, 3);
 /// More than any processor's caches hold.
 const COLD: usize = 256 << 20;
 /// How often the columns of a row take turns.
-const TURNS: u32 = 3;
+const PASSES: u32 = 3;
 
 fn limit(text: &str) -> Result<u64, String> {
     let size = units::parse_bytes(text).map_err(|error| error.to_string())?;
-    if (SMALLEST..=LARGEST).contains(&size) {
+    if (MIN_SIZE..=MAX_SIZE).contains(&size) {
         return Ok(size);
     }
     Err("the largest size must be between 4 and 64MiB".to_owned())
@@ -100,7 +100,7 @@ struct Row {
     size: u64,
     odd: bool,
     /// The way that `best` took.
-    way: Way,
+    method: CopyMethod,
     cells: Vec<Cell>,
     ratio: f64,
 }
@@ -135,40 +135,40 @@ impl Column {
 }
 
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let room = arguments.size + 64;
-    let bench = arguments.target.open(room)?;
+    let buffer_len = arguments.size + 64;
+    let bench = arguments.target.open(buffer_len)?;
     let setting = bench.setting();
-    let screen = Screen::new(arguments.json);
-    screen.say(&setting.heading("lat"))?;
-    screen.working("starting");
-    let plan = Plan::for_device(&bench.device)?;
+    let reporter = Reporter::new(arguments.json);
+    reporter.print(&setting.heading("lat"))?;
+    reporter.set_status("starting");
+    let plan = CopyPlan::for_device(&bench.device)?;
     let agent = arguments.agent.then(|| Agent::start(&bench.device)).transpose()?;
     let columns = columns(arguments);
-    let lab = Lab {
+    let runner = Runner {
         copier: Copier::with(&bench.memory, plan, agent.clone())?,
-        pinned: agent.as_ref().map(|_| bench.device.alloc_pinned(room)).transpose()?,
+        pinned: agent.as_ref().map(|_| bench.device.alloc_pinned(buffer_len)).transpose()?,
         agent,
         bench: &bench,
     };
-    let room = if arguments.cold { COLD } else { 0 }.max(room as usize);
-    let mut host = Host { buffer: vec![0; room], at: 0, cold: arguments.cold };
-    screen.say(&heading(&columns))?;
+    let buffer_len = if arguments.cold { COLD } else { 0 }.max(buffer_len as usize);
+    let mut host = HostBuffer { buffer: vec![0; buffer_len], at: 0, cold: arguments.cold };
+    reporter.print(&heading(&columns))?;
     let mut rows = Vec::new();
-    for direction in [Direction::Write, Direction::Read] {
+    for direction in [CopyDirection::Write, CopyDirection::Read] {
         for odd in [false, true] {
             if odd && !arguments.odd {
                 continue;
             }
             for size in sizes(arguments.size) {
-                let spot = Spot { direction, size, odd };
-                screen.working(format!("{} {size}", spot.test()));
-                let row = lab.row(&spot, &columns, &mut host, arguments)?;
-                screen.say(&line(&row))?;
+                let point = TestPoint { direction, size, odd };
+                reporter.set_status(format!("{} {size}", point.test()));
+                let row = runner.row(&point, &columns, &mut host, arguments)?;
+                reporter.print(&line(&row))?;
                 rows.push(row);
             }
         }
     }
-    screen.finish(&Outcome { setting, rows })?;
+    reporter.finish(&Outcome { setting, rows })?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -186,9 +186,9 @@ fn columns(arguments: &Arguments) -> Vec<Column> {
 }
 
 /// Doubling from the smallest up to the largest, which need not be a power of two.
-fn sizes(largest: u64) -> Vec<u64> {
-    let doubling = (0..).map(|step| SMALLEST << step).take_while(|size| *size < largest);
-    doubling.chain([largest]).collect()
+fn sizes(max_size: u64) -> Vec<u64> {
+    let doubling = (0..).map(|step| MIN_SIZE << step).take_while(|size| *size < max_size);
+    doubling.chain([max_size]).collect()
 }
 
 fn heading(columns: &[Column]) -> String {
@@ -204,21 +204,21 @@ fn line(row: &Row) -> String {
     for Cell { times, .. } in &row.cells {
         text += &format!(" {:>10} {:>10}", figure(times.median_us), figure(times.min_us));
     }
-    text + &format!("  {:<6} {:>6}\n", row.way, figure(row.ratio))
+    text + &format!("  {:<6} {:>6}\n", row.method, figure(row.ratio))
 }
 
 /// One row's copy.
-struct Spot {
-    direction: Direction,
+struct TestPoint {
+    direction: CopyDirection,
     size: u64,
     odd: bool,
 }
 
-impl Spot {
+impl TestPoint {
     fn test(&self) -> String {
         let name = match self.direction {
-            Direction::Write => "copy_to_window",
-            Direction::Read => "copy_from_window",
+            CopyDirection::Write => "copy_to_window",
+            CopyDirection::Read => "copy_from_window",
         };
         if self.odd { format!("{name}_odd") } else { name.to_owned() }
     }
@@ -230,16 +230,16 @@ impl Spot {
 }
 
 /// The host's side of the copies.
-struct Host {
+struct HostBuffer {
     buffer: Vec<u8>,
     at: usize,
     cold: bool,
 }
 
-impl Host {
+impl HostBuffer {
     /// The next piece to copy from or to.
-    fn piece(&mut self, spot: &Spot) -> &mut [u8] {
-        let (len, shift) = (spot.size as usize, spot.offsets().1);
+    fn next_slice(&mut self, point: &TestPoint) -> &mut [u8] {
+        let (len, shift) = (point.size as usize, point.offsets().1);
         if self.cold {
             self.at = (self.at + len.next_multiple_of(4096)) % (self.buffer.len() - len - shift);
             self.at -= self.at % 64;
@@ -249,7 +249,7 @@ impl Host {
 }
 
 /// What a row needs of the devices.
-struct Lab<'a> {
+struct Runner<'a> {
     bench: &'a Bench,
     copier: Copier,
     agent: Option<Arc<Agent>>,
@@ -257,73 +257,75 @@ struct Lab<'a> {
     pinned: Option<Allocation>,
 }
 
-impl Lab<'_> {
+impl Runner<'_> {
     fn row(
         &self,
-        spot: &Spot,
+        point: &TestPoint,
         columns: &[Column],
-        host: &mut Host,
+        host: &mut HostBuffer,
         arguments: &Arguments,
     ) -> Result<Row, Failure> {
-        let times = match spot.direction {
-            Direction::Write => arguments.writes,
-            Direction::Read => arguments.reads,
+        let times = match point.direction {
+            CopyDirection::Write => arguments.writes,
+            CopyDirection::Read => arguments.reads,
         };
-        let regions = self.regions(spot)?;
+        let regions = self.regions(point)?;
         let mut all = vec![Series::default(); columns.len()];
-        for _ in 0..TURNS {
+        for _ in 0..PASSES {
             for (column, series) in columns.iter().zip(&mut all) {
-                let act = || self.copy(*column, spot, host.piece(spot), regions.as_ref());
-                series.run(times.div_ceil(TURNS), act)?;
+                let act = || self.copy(*column, point, host.next_slice(point), regions.as_ref());
+                series.run(times.div_ceil(PASSES), act)?;
             }
         }
-        self.verify(spot)?;
+        self.verify(point)?;
         let cells: Vec<Cell> = columns
             .iter()
             .zip(&all)
             .map(|(column, series)| Cell { column: column.name(), times: series.times() })
             .collect();
-        let rivals = columns.iter().zip(&cells).filter(|(column, _)| {
+        let others = columns.iter().zip(&cells).filter(|(column, _)| {
             matches!(column, Column::Window | Column::Routine(_) | Column::Engine)
         });
-        let rival = rivals.map(|(_, cell)| cell.times.median_us).fold(f64::INFINITY, f64::min);
+        let best_other = others.map(|(_, cell)| cell.times.median_us).fold(f64::INFINITY, f64::min);
         let best = cells.first().map_or(f64::NAN, |cell| cell.times.median_us);
-        let way = self.copier.way(spot.direction, spot.size);
-        let (test, size, odd) = (spot.test(), spot.size, spot.odd);
-        Ok(Row { test, size, odd, way, cells, ratio: best / rival })
+        let method = self.copier.method(point.direction, point.size);
+        let (test, size, odd) = (point.test(), point.size, point.odd);
+        Ok(Row { test, size, odd, method, cells, ratio: best / best_other })
     }
 
     /// The agent's two sides, device and host; both at the same distance from a multiple of 16.
-    fn regions(&self, spot: &Spot) -> Result<Option<(Region, Region)>, Failure> {
+    fn regions(&self, point: &TestPoint) -> Result<Option<(Region, Region)>, Failure> {
         let Some(pinned) = &self.pinned else { return Ok(None) };
-        let at = spot.offsets().0;
-        let device = self.bench.memory.region(at, spot.size)?;
-        Ok(Some((device, pinned.region(at, spot.size)?)))
+        let at = point.offsets().0;
+        let device = self.bench.memory.region(at, point.size)?;
+        Ok(Some((device, pinned.region(at, point.size)?)))
     }
 
     fn copy(
         &self,
         column: Column,
-        spot: &Spot,
+        point: &TestPoint,
         host: &mut [u8],
         regions: Option<&(Region, Region)>,
     ) -> warpwire::Result<()> {
         let window = &self.bench.window;
-        let at = spot.offsets().0;
-        match (column, spot.direction) {
-            (Column::Best, Direction::Write) => self.copier.write(at, host),
-            (Column::Best, Direction::Read) => self.copier.read(at, host),
-            (Column::Window, Direction::Write) => window.write(at, host),
-            (Column::Window, Direction::Read) => window.read(at, host),
-            (Column::Routine(routine), Direction::Write) => window.write_by(routine, at, host),
-            (Column::Routine(routine), Direction::Read) => window.read_by(routine, at, host),
-            (Column::Engine, Direction::Write) => self.bench.engine_write(at, host),
-            (Column::Engine, Direction::Read) => self.bench.engine_read(at, host),
+        let at = point.offsets().0;
+        match (column, point.direction) {
+            (Column::Best, CopyDirection::Write) => self.copier.write(at, host),
+            (Column::Best, CopyDirection::Read) => self.copier.read(at, host),
+            (Column::Window, CopyDirection::Write) => window.write(at, host),
+            (Column::Window, CopyDirection::Read) => window.read(at, host),
+            (Column::Routine(routine), CopyDirection::Write) => {
+                window.write_with(routine, at, host)
+            }
+            (Column::Routine(routine), CopyDirection::Read) => window.read_with(routine, at, host),
+            (Column::Engine, CopyDirection::Write) => self.bench.engine_write(at, host),
+            (Column::Engine, CopyDirection::Read) => self.bench.engine_read(at, host),
             (Column::Agent, direction) => match (&self.agent, regions, direction) {
-                (Some(agent), Some((device, pinned)), Direction::Write) => {
+                (Some(agent), Some((device, pinned)), CopyDirection::Write) => {
                     agent.copy(device, pinned)
                 }
-                (Some(agent), Some((device, pinned)), Direction::Read) => {
+                (Some(agent), Some((device, pinned)), CopyDirection::Read) => {
                     agent.copy(pinned, device)
                 }
                 _ => Ok(()),
@@ -332,18 +334,18 @@ impl Lab<'_> {
     }
 
     /// Has the best way move a pattern, and compares it with what the engine finds.
-    fn verify(&self, spot: &Spot) -> Result<(), Failure> {
-        let (at, len) = (spot.offsets().0, spot.size as usize);
+    fn verify(&self, point: &TestPoint) -> Result<(), Failure> {
+        let (at, len) = (point.offsets().0, point.size as usize);
         let (mut wanted, mut found) = (vec![0; len], vec![0; len]);
-        pattern::fill_bytes(&mut wanted, spot.size, 0);
+        pattern::fill_bytes(&mut wanted, point.size, 0);
         // The driver's last copy may still be on its way, and must not arrive after ours.
         self.bench.engine_finish()?;
-        match spot.direction {
-            Direction::Write => {
+        match point.direction {
+            CopyDirection::Write => {
                 self.copier.write(at, &wanted)?;
                 self.bench.memory.read(at, &mut found)?;
             }
-            Direction::Read => {
+            CopyDirection::Read => {
                 self.bench.memory.write(at, &wanted)?;
                 self.copier.read(at, &mut found)?;
             }
@@ -351,7 +353,7 @@ impl Lab<'_> {
         if found == wanted {
             return Ok(());
         }
-        Err(Failure::Broken(format!("wrong data: {} of {} bytes", spot.test(), spot.size)))
+        Err(Failure::Runtime(format!("wrong data: {} of {} bytes", point.test(), point.size)))
     }
 }
 
@@ -363,15 +365,15 @@ mod tests {
     fn sizes_double_up_to_the_largest() {
         assert_eq!(sizes(4), [4]);
         assert_eq!(sizes(33), [4, 8, 16, 32, 33]);
-        assert_eq!(sizes(LARGEST).last(), Some(&LARGEST));
+        assert_eq!(sizes(MAX_SIZE).last(), Some(&MAX_SIZE));
     }
 
     #[test]
     fn cold_pieces_stay_inside() {
-        let mut host = Host { buffer: vec![0; 100_000], at: 0, cold: true };
-        let spot = Spot { direction: Direction::Read, size: 9000, odd: true };
+        let mut host = HostBuffer { buffer: vec![0; 100_000], at: 0, cold: true };
+        let point = TestPoint { direction: CopyDirection::Read, size: 9000, odd: true };
         for _ in 0..200 {
-            assert_eq!(host.piece(&spot).len(), 9000);
+            assert_eq!(host.next_slice(&point).len(), 9000);
         }
     }
 }

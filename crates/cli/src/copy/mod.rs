@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 
-use crate::output::{self, Failure, Screen};
+use crate::output::{self, Failure, Reporter};
 
 /// Measure and check copies between the CPU and GPU memory
 ///
@@ -59,5 +59,5 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
         Tool::Plan(arguments) => plan::run(arguments),
         Tool::SanityChild(arguments) => sanity::run_child(arguments),
     };
-    output::ended(outcome)
+    output::exit_result(outcome)
 }

@@ -10,7 +10,7 @@ use warpwire_apps::pingpong::PingPong;
 
 use super::clock::{Series, Times, figure};
 use super::target::{Bench, Setting, Target, iterations};
-use super::{Failure, Screen};
+use super::{Failure, Reporter};
 
 /// Round trips CPU to GPU to CPU
 ///
@@ -47,9 +47,9 @@ Examples:
   warpwire copy pingpong --json | jq .ratio";
 
 /// No answer takes as long.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// How often the two ways take turns.
-const TURNS: u32 = 3;
+const PASSES: u32 = 3;
 
 fn width(text: &str) -> Result<u64, String> {
     match text {
@@ -72,36 +72,36 @@ struct Outcome {
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let bench = arguments.target.open(64)?;
     let setting = bench.setting();
-    let screen = Screen::new(arguments.json);
-    screen.say(&setting.heading("pingpong"))?;
-    screen.say(&format!("# words of {} bytes\n", arguments.size))?;
+    let reporter = Reporter::new(arguments.json);
+    reporter.print(&setting.heading("pingpong"))?;
+    reporter.print(&format!("# words of {} bytes\n", arguments.size))?;
     let kernel = PingPong::load(&bench.device)?;
     let (mut window, mut pinned) = (Series::default(), Series::default());
     let asked = bench.device.alloc_pinned(64)?;
-    for turn in 0..TURNS {
-        screen.working(format!("turn {} of {TURNS}", turn + 1));
-        let rounds = arguments.iterations.div_ceil(TURNS);
-        let go = |asked: Asked<'_>, series: &mut Series| {
-            trips(&bench, &kernel, &asked, arguments, rounds, series)
+    for pass in 0..PASSES {
+        reporter.set_status(format!("turn {} of {PASSES}", pass + 1));
+        let rounds = arguments.iterations.div_ceil(PASSES);
+        let go = |asked: PingTarget<'_>, series: &mut Series| {
+            round_trips(&bench, &kernel, &asked, arguments, rounds, series)
         };
-        go(Asked::Window(&bench.window, &bench.memory), &mut window)?;
-        go(Asked::Pinned(&asked), &mut pinned)?;
+        go(PingTarget::Window(&bench.window, &bench.memory), &mut window)?;
+        go(PingTarget::Pinned(&asked), &mut pinned)?;
     }
     let (window, pinned) = (window.times(), pinned.times());
     let ratio = window.median_us / pinned.median_us;
     for (name, times) in [("window", &window), ("pinned", &pinned)] {
         let (min, median) = (figure(times.min_us), figure(times.median_us));
-        screen.say(&format!(
+        reporter.print(&format!(
             "{name}: Round-trip latency per iteration is (min) {min}, (median) {median} us\n"
         ))?;
     }
-    screen.say(&format!("ratio:  {} (window to pinned, medians)\n", figure(ratio)))?;
-    screen.finish(&Outcome { setting, bytes: arguments.size, window, pinned, ratio })?;
+    reporter.print(&format!("ratio:  {} (window to pinned, medians)\n", figure(ratio)))?;
+    reporter.finish(&Outcome { setting, bytes: arguments.size, window, pinned, ratio })?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// Where the CPU asks.
-enum Asked<'a> {
+enum PingTarget<'a> {
     Window(&'a Window, &'a Allocation),
     Pinned(&'a Allocation),
 }
@@ -111,51 +111,53 @@ fn word(memory: &Allocation, bytes: u64) -> warpwire::Result<Word> {
 }
 
 /// Starts the kernel and asks it round by round; each round is one group of the series.
-fn trips(
+fn round_trips(
     bench: &Bench,
     kernel: &PingPong,
-    asked: &Asked<'_>,
+    asked: &PingTarget<'_>,
     arguments: &Arguments,
     rounds: u32,
     series: &mut Series,
 ) -> Result<(), Failure> {
     let bytes = arguments.size;
-    let (Asked::Window(_, memory) | Asked::Pinned(memory)) = asked;
-    let (ask, answer) = (word(memory, bytes)?, word(&bench.device.alloc_pinned(64)?, bytes)?);
-    ask.store(0)?;
-    answer.store(0)?;
+    let (PingTarget::Window(_, memory) | PingTarget::Pinned(memory)) = asked;
+    let (ping, pong) = (word(memory, bytes)?, word(&bench.device.alloc_pinned(64)?, bytes)?);
+    ping.store(0)?;
+    pong.store(0)?;
     let stream = bench.device.stream()?;
     let all = u64::from(arguments.warmup) + u64::from(rounds);
-    kernel.start(&stream, &ask, &answer, all)?;
+    kernel.start(&stream, &ping, &pong, all)?;
     let mut before = Instant::now();
     for round in 1..=all {
         match asked {
-            Asked::Window(window, _) => window.write(0, &round.to_le_bytes()[..bytes as usize])?,
-            Asked::Pinned(_) => ask.store(round)?,
+            PingTarget::Window(window, _) => {
+                window.write(0, &round.to_le_bytes()[..bytes as usize])?
+            }
+            PingTarget::Pinned(_) => ping.store(round)?,
         }
-        await_answer(&answer, round, before)?;
+        wait_for_pong(&pong, round, before)?;
         let now = Instant::now();
         if round > u64::from(arguments.warmup) {
             series.add(now - before, 1);
         }
         before = now;
     }
-    stream.synchronize(PATIENCE)?;
+    stream.synchronize(TIMEOUT)?;
     Ok(())
 }
 
-fn await_answer(answer: &Word, round: u64, asked: Instant) -> Result<(), Failure> {
-    const LOOKS: u32 = 100_000;
+fn wait_for_pong(pong: &Word, round: u64, asked: Instant) -> Result<(), Failure> {
+    const POLLS: u32 = 100_000;
     loop {
-        for _ in 0..LOOKS {
+        for _ in 0..POLLS {
             // No pause between the looks: it would be part of the time.
-            if answer.load()? >= round {
+            if pong.load()? >= round {
                 return Ok(());
             }
         }
-        if asked.elapsed() > PATIENCE {
-            return Err(Failure::Broken(format!(
-                "cannot play ping-pong: no answer to round {round} in {PATIENCE:?}"
+        if asked.elapsed() > TIMEOUT {
+            return Err(Failure::Runtime(format!(
+                "cannot play ping-pong: no answer to round {round} in {TIMEOUT:?}"
             )));
         }
         std::thread::yield_now();

@@ -4,10 +4,10 @@ use std::process::ExitCode;
 
 use clap::Args;
 use serde::Serialize;
-use warpwire::mem::copy::Plan;
+use warpwire::mem::copy::CopyPlan;
 
 use super::target::DeviceChoice;
-use super::{Failure, Screen};
+use super::{Failure, Reporter};
 
 /// Show which way a copy takes, by size and direction
 ///
@@ -35,27 +35,27 @@ Examples:
   WARPWIRE_COPY=write=64KiB,read=512 warpwire copy plan";
 
 #[derive(Serialize)]
-struct Shown<'a> {
+struct PlanReport<'a> {
     device: String,
-    plan: &'a Plan,
+    plan: &'a CopyPlan,
 }
 
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let (device, no_cuda) = arguments.device.open()?;
-    let screen = Screen::new(arguments.json);
-    screen.working("measuring");
+    let reporter = Reporter::new(arguments.json);
+    reporter.set_status("measuring");
     let plan = match arguments.recalibrate {
-        true => std::sync::Arc::new(Plan::recalibrate(&device)?),
-        false => Plan::for_device(&device).map_err(|error| match error.kind() {
+        true => std::sync::Arc::new(CopyPlan::recalibrate(&device)?),
+        false => CopyPlan::for_device(&device).map_err(|error| match error.kind() {
             warpwire::error::Kind::Malformed => Failure::Usage(error.to_string()),
             _ => error.into(),
         })?,
     };
-    screen.say(&format!("# copy plan of {} ({})\n", device.label(), device.info().name))?;
+    reporter.print(&format!("# copy plan of {} ({})\n", device.label(), device.info().name))?;
     if let Some(why) = no_cuda {
-        screen.say(&format!("# no CUDA device: {why}\n"))?;
+        reporter.print(&format!("# no CUDA device: {why}\n"))?;
     }
-    screen.say(&plan.to_string())?;
-    screen.finish(&Shown { device: device.label(), plan: &plan })?;
+    reporter.print(&plan.to_string())?;
+    reporter.finish(&PlanReport { device: device.label(), plan: &plan })?;
     Ok(ExitCode::SUCCESS)
 }

@@ -99,10 +99,10 @@ impl Target {
         let (device, no_cuda) = self.device.open()?;
         let total = device.info().total_memory;
         if len > total {
-            let (asked, total) = (units::bytes(len), units::bytes(total));
+            let (requested, total) = (units::bytes(len), units::bytes(total));
             let label = device.label();
             return Err(Failure::Usage(format!(
-                "cannot use {asked} on {label}: it has {total} in all; write a smaller size"
+                "cannot use {requested} on {label}: it has {total} in all; write a smaller size"
             )));
         }
         let memory = device.alloc_kind(len, self.alloc)?;

@@ -11,18 +11,22 @@ use super::Stage;
 
 const SEED: u64 = 0x5eed;
 /// Longer than any stage takes on a machine that works.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 /// How often a copy is repeated for its time.
 const COPIES: u32 = 8;
 /// What the CPU window is shown with.
-const VIEW: u64 = 64 << 10;
+const WINDOW_LEN: u64 = 64 << 10;
 const ROUND_TRIPS: u32 = 500;
 const REPLAYS: u32 = 200;
 
 /// Runs all stages, in order; each works on what the one before left.
-pub(super) fn stages(ends: &[Device; 2], size: u64, spinner: &ProgressBar) -> Result<Vec<Stage>> {
-    let [near, far] = ends;
-    let (near_end, far_end) = (End::new(near, size)?, End::new(far, size)?);
+pub(super) fn stages(
+    device_pair: &[Device; 2],
+    size: u64,
+    spinner: &ProgressBar,
+) -> Result<Vec<Stage>> {
+    let [near, far] = device_pair;
+    let (near_endpoint, far_endpoint) = (Endpoint::new(near, size)?, Endpoint::new(far, size)?);
     let pinned = near.alloc_pinned(size)?;
     let mut stages = Vec::new();
     let mut add = |what: &str, stage: &dyn Fn() -> Result<Stage>| -> Result<()> {
@@ -30,33 +34,33 @@ pub(super) fn stages(ends: &[Device; 2], size: u64, spinner: &ProgressBar) -> Re
         stages.push(stage()?);
         Ok(())
     };
-    add("fill", &|| near_end.fill())?;
-    add("device to device", &|| between(&near_end, &far_end))?;
-    add("device to host", &|| to_host(&near_end, &pinned))?;
-    add("host to device", &|| to_device(&pinned, &near_end))?;
-    add("CPU window", &|| window(&near_end))?;
+    add("fill", &|| near_endpoint.fill())?;
+    add("device to device", &|| between(&near_endpoint, &far_endpoint))?;
+    add("device to host", &|| to_host(&near_endpoint, &pinned))?;
+    add("host to device", &|| to_device(&pinned, &near_endpoint))?;
+    add("CPU window", &|| window(&near_endpoint))?;
     add("word round trip", &|| round_trips(near))?;
-    add("graph replay", &|| replays(&near_end))?;
+    add("graph replay", &|| replays(&near_endpoint))?;
     Ok(stages)
 }
 
 /// One end of the transfers: a device with a buffer, and the means to fill and to check it.
-struct End {
+struct Endpoint {
     device: Device,
     stream: Stream,
     memory: Allocation,
     pattern: Pattern,
-    wrong: Word,
+    mismatches: Word,
 }
 
-impl End {
+impl Endpoint {
     fn new(device: &Device, size: u64) -> Result<Self> {
         Ok(Self {
             device: device.clone(),
             stream: device.stream()?,
             memory: device.alloc(size)?,
             pattern: Pattern::load(device)?,
-            wrong: device.alloc_pinned(8)?.word64(0)?,
+            mismatches: device.alloc_pinned(8)?.word64(0)?,
         })
     }
 
@@ -70,32 +74,32 @@ impl End {
 
     /// Whether the device finds the pattern in its buffer.
     fn holds_pattern(&self) -> Result<bool> {
-        self.wrong.store(0)?;
-        self.pattern.check(&self.stream, &self.memory.whole()?, SEED, &self.wrong)?;
-        self.stream.synchronize(PATIENCE)?;
-        Ok(self.wrong.load()? == 0)
+        self.mismatches.store(0)?;
+        self.pattern.check(&self.stream, &self.memory.whole()?, SEED, &self.mismatches)?;
+        self.stream.synchronize(TIMEOUT)?;
+        Ok(self.mismatches.load()? == 0)
     }
 
     /// Wipes the buffer, so that what is found in it afterwards was put there afterwards.
-    fn wipe(&self) -> Result<()> {
+    fn clear(&self) -> Result<()> {
         self.stream.fill(&self.memory.whole()?, 0)?;
-        self.stream.synchronize(PATIENCE)
+        self.stream.synchronize(TIMEOUT)
     }
 
     /// The time that several runs of `queue` take in all, after one for warming up.
     fn repeat(&self, queue: impl Fn() -> Result<()>) -> Result<Duration> {
         queue()?;
-        self.stream.synchronize(PATIENCE)?;
+        self.stream.synchronize(TIMEOUT)?;
         let start = Instant::now();
         (0..COPIES).try_for_each(|_| queue())?;
-        self.stream.synchronize(PATIENCE)?;
+        self.stream.synchronize(TIMEOUT)?;
         Ok(start.elapsed())
     }
 }
 
-fn between(from: &End, to: &End) -> Result<Stage> {
+fn between(from: &Endpoint, to: &Endpoint) -> Result<Stage> {
     let stage = |what| Stage::new(what, from.device.label(), to.device.label(), to.memory.len());
-    to.wipe()?;
+    to.clear()?;
     let same_backend = from.device.info().backend == to.device.info().backend;
     if same_backend {
         let (target, source) = (to.memory.whole()?, from.memory.whole()?);
@@ -110,7 +114,7 @@ fn between(from: &End, to: &End) -> Result<Stage> {
     Ok(stage("device to device, staged").took(start.elapsed(), 1).checked(to.holds_pattern()?))
 }
 
-fn to_host(from: &End, pinned: &Allocation) -> Result<Stage> {
+fn to_host(from: &Endpoint, pinned: &Allocation) -> Result<Stage> {
     let (target, source) = (pinned.whole()?, from.memory.whole()?);
     let took = from.repeat(|| from.stream.copy(&target, &source))?;
     let verified = host_holds_pattern(pinned)?;
@@ -135,8 +139,8 @@ fn host_holds_pattern(pinned: &Allocation) -> Result<bool> {
     Ok(true)
 }
 
-fn to_device(pinned: &Allocation, to: &End) -> Result<Stage> {
-    to.wipe()?;
+fn to_device(pinned: &Allocation, to: &Endpoint) -> Result<Stage> {
+    to.clear()?;
     let (target, source) = (to.memory.whole()?, pinned.whole()?);
     let took = to.repeat(|| to.stream.copy(&target, &source))?;
     let stage = Stage::new("host to device", "pinned", to.device.label(), pinned.len());
@@ -145,26 +149,26 @@ fn to_device(pinned: &Allocation, to: &End) -> Result<Stage> {
 
 /// The CPU writes device memory with its own stores, the device checks it; the device writes, and the CPU
 /// reads it with its own loads.
-fn window(end: &End) -> Result<Stage> {
-    let memory = end.device.alloc(VIEW)?;
-    let stage = Stage::new("write through CPU window", "cpu", end.device.label(), VIEW);
+fn window(end: &Endpoint) -> Result<Stage> {
+    let memory = end.device.alloc(WINDOW_LEN)?;
+    let stage = Stage::new("write through CPU window", "cpu", end.device.label(), WINDOW_LEN);
     let window = match memory.window() {
         Ok(window) => window,
         Err(error) => return Ok(stage.skipped(error.reason())),
     };
-    let (mut sent, mut found) = (vec![0; VIEW as usize], vec![0; VIEW as usize]);
+    let (mut sent, mut found) = (vec![0; WINDOW_LEN as usize], vec![0; WINDOW_LEN as usize]);
     fill_bytes(&mut sent, SEED, 0);
     end.stream.fill(&memory.whole()?, 0)?;
-    end.stream.synchronize(PATIENCE)?;
+    end.stream.synchronize(TIMEOUT)?;
     let start = Instant::now();
     (0..COPIES).try_for_each(|_| window.write(0, &sent))?;
     window.flush();
     let took = start.elapsed();
-    end.wrong.store(0)?;
-    end.pattern.check(&end.stream, &memory.whole()?, SEED, &end.wrong)?;
+    end.mismatches.store(0)?;
+    end.pattern.check(&end.stream, &memory.whole()?, SEED, &end.mismatches)?;
     end.pattern.fill(&end.stream, &memory.whole()?, SEED + 1)?;
-    end.stream.synchronize(PATIENCE)?;
-    let arrived = end.wrong.load()? == 0;
+    end.stream.synchronize(TIMEOUT)?;
+    let arrived = end.mismatches.load()? == 0;
     window.read(0, &mut found)?;
     fill_bytes(&mut sent, SEED + 1, 0);
     Ok(stage.took(took, COPIES).checked(arrived && found == sent))
@@ -189,16 +193,16 @@ fn round_trips(device: &Device) -> Result<Stage> {
     }
     let start = Instant::now();
     gate.store(1)?;
-    first.synchronize(PATIENCE)?;
+    first.synchronize(TIMEOUT)?;
     let took = start.elapsed();
-    second.synchronize(PATIENCE)?;
+    second.synchronize(TIMEOUT)?;
     let verified = pong.load()? == u64::from(ROUND_TRIPS);
     let stage = Stage::new("word round trip", "stream", "stream", 8);
     Ok(stage.took(took, ROUND_TRIPS).checked(verified))
 }
 
 /// A captured fill, copy and word, replayed.
-fn replays(end: &End) -> Result<Stage> {
+fn replays(end: &Endpoint) -> Result<Stage> {
     let small = end.device.alloc(4096)?;
     let count = end.device.alloc_pinned(8)?.word64(0)?;
     count.store(0)?;
@@ -209,7 +213,7 @@ fn replays(end: &End) -> Result<Stage> {
     })?;
     let start = Instant::now();
     (0..REPLAYS).try_for_each(|_| end.stream.replay(&graph))?;
-    end.stream.synchronize(PATIENCE)?;
+    end.stream.synchronize(TIMEOUT)?;
     let took = start.elapsed();
     let (mut found, mut wanted) = (vec![0; 4096], vec![0; 4096]);
     small.read(0, &mut found)?;

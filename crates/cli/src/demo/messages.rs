@@ -11,7 +11,7 @@ use super::Stage;
 /// How many messages go to and fro. Kernels of two processes share a GPU in turns, some milliseconds each.
 const MESSAGES: u32 = 16;
 /// The longest message.
-const LARGEST: u64 = 64 << 10;
+const MAX_SIZE: u64 = 64 << 10;
 
 /// Who sends, for `mp` and for people.
 const MODES: [(&str, &str); 2] =
@@ -23,8 +23,8 @@ const RANKS: [&str; 5] =
 
 /// Messages between two processes with memory of the same device, ordered by streams and posted from kernels.
 pub(super) fn stages(device: &Device, size: u64) -> Vec<Stage> {
-    let (label, size) = (device.label(), size.min(LARGEST));
-    let outcome = rally(&label, size);
+    let (label, size) = (device.label(), size.min(MAX_SIZE));
+    let outcome = run_pingpong(&label, size);
     let stage = |(mode, what): (&str, &str)| {
         let stage = Stage::new(what, &label, format!("{label}, a process away"), size);
         match outcome.as_ref().map(|report| time_of(report, mode)) {
@@ -37,7 +37,7 @@ pub(super) fn stages(device: &Device, size: u64) -> Vec<Stage> {
 }
 
 /// Two ranks that compare what arrives: they fail if it is wrong.
-fn rally(label: &str, size: u64) -> Result<Value, String> {
+fn run_pingpong(label: &str, size: u64) -> Result<Value, String> {
     let cannot = |why: String| format!("cannot run two ranks: {why}");
     let program = std::env::current_exe().map_err(|why| cannot(why.to_string()))?;
     let modes = MODES.map(|(mode, _)| mode).join(",");
@@ -50,8 +50,9 @@ fn rally(label: &str, size: u64) -> Result<Value, String> {
     command.args(["--mem", label, "--mode", &modes, "--size", &size, "--iterations", &count]);
     let output = command.stdin(Stdio::null()).output().map_err(|why| cannot(why.to_string()))?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        let last = said.lines().find(|line| line.contains("error")).unwrap_or("it said nothing");
+        let stderr_text = String::from_utf8_lossy(&output.stderr);
+        let last =
+            stderr_text.lines().find(|line| line.contains("error")).unwrap_or("it said nothing");
         return Err(cannot(last.trim().to_owned()));
     }
     serde_json::from_slice(&output.stdout).map_err(|why| cannot(why.to_string()))

@@ -46,11 +46,11 @@ Examples:
   warpwire demo --json | jq .stages";
 
 /// A stage must be long enough to be timed and short enough for a demonstration.
-const LARGEST: u64 = 1 << 30;
+const MAX_SIZE: u64 = 1 << 30;
 
 fn size(text: &str) -> std::result::Result<u64, String> {
     let size = units::parse_bytes(text).map_err(|error| error.to_string())?;
-    if (4096..=LARGEST).contains(&size) {
+    if (4096..=MAX_SIZE).contains(&size) {
         return Ok(size);
     }
     Err("the size must be between 4KiB and 1GiB".to_owned())
@@ -109,7 +109,7 @@ impl Stage {
     }
 
     /// Whether nothing is wrong with it.
-    fn is_fine(&self) -> bool {
+    fn is_ok(&self) -> bool {
         self.verified || self.skipped.is_some()
     }
 
@@ -136,16 +136,16 @@ struct Missing {
 
 pub(crate) fn run(arguments: &Arguments) -> std::result::Result<ExitCode, String> {
     let found = mem::discover();
-    let ends = choose(&found, &arguments.devices).map_err(|error| error.to_string())?;
+    let device_pair = choose(&found, &arguments.devices).map_err(|error| error.to_string())?;
     if !arguments.json {
-        output::print(&introduction(&found, &ends))?;
+        output::print(&introduction(&found, &device_pair))?;
     }
     let spinner = output::spinner();
-    let stages = memory::stages(&ends, arguments.size, &spinner).map(|mut stages| {
+    let stages = memory::stages(&device_pair, arguments.size, &spinner).map(|mut stages| {
         spinner.set_message("network");
-        stages.push(network::stage(&ends, arguments.size));
+        stages.push(network::stage(&device_pair, arguments.size));
         spinner.set_message("messages");
-        stages.extend(messages::stages(&ends[0], arguments.size));
+        stages.extend(messages::stages(&device_pair[0], arguments.size));
         stages
     });
     spinner.finish_and_clear();
@@ -156,14 +156,14 @@ pub(crate) fn run(arguments: &Arguments) -> std::result::Result<ExitCode, String
             return Ok(ExitCode::FAILURE);
         }
     };
-    let verified = stages.iter().all(Stage::is_fine);
+    let verified = stages.iter().all(Stage::is_ok);
     if arguments.json {
         let missing = found.missing.iter().map(|(backend, error)| Missing {
             backend: *backend,
             why: error.reason().to_owned(),
             fix: error.advice().map(str::to_owned),
         });
-        let devices = ends.iter().map(Device::label).collect();
+        let devices = device_pair.iter().map(Device::label).collect();
         output::print_json(&Outcome { devices, missing: missing.collect(), stages, verified })?;
     } else {
         output::print(&table::render(&stages))?;
@@ -174,23 +174,23 @@ pub(crate) fn run(arguments: &Arguments) -> std::result::Result<ExitCode, String
 
 /// The two ends: those that were asked for, else the first two of the best backend; the same one twice
 /// if there is but one.
-fn choose(found: &Discovery, asked: &[String]) -> Result<[Device; 2]> {
-    let mut asked = asked.iter();
-    let first = match asked.next() {
+fn choose(found: &Discovery, requested: &[String]) -> Result<[Device; 2]> {
+    let mut requested = requested.iter();
+    let first = match requested.next() {
         Some(label) => mem::open(label)?,
         None => found.devices.first().cloned().map_or_else(|| mem::open("sim:0"), Ok)?,
     };
-    let second = match asked.next() {
+    let second = match requested.next() {
         Some(label) => mem::open(label)?,
         None => {
-            let mut others = found.of(first.info().backend).into_iter();
+            let mut others = found.devices_of(first.info().backend).into_iter();
             others.find(|other| *other != first).unwrap_or_else(|| first.clone())
         }
     };
     Ok([first, second])
 }
 
-fn introduction(found: &Discovery, ends: &[Device; 2]) -> String {
+fn introduction(found: &Discovery, device_pair: &[Device; 2]) -> String {
     let mut text = String::new();
     for device in &found.devices {
         let info = device.info();
@@ -200,7 +200,7 @@ fn introduction(found: &Discovery, ends: &[Device; 2]) -> String {
     for (backend, error) in &found.missing {
         text += &format!("absent   {backend:<8} {}\n", error.reason());
     }
-    let [first, second] = ends;
+    let [first, second] = device_pair;
     text += &match first == second {
         true => {
             format!("using    {} for both ends: it is the only one of its kind\n\n", first.label())

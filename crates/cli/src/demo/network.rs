@@ -10,14 +10,14 @@ const WRITES: u32 = 8;
 
 /// RDMA writes from the first device's memory to the second's, which belongs to another process, by UDP on the
 /// loopback interface.
-pub(super) fn stage(ends: &[Device; 2], size: u64) -> Stage {
-    let [from, to] = ends.each_ref().map(Device::label);
+pub(super) fn stage(device_pair: &[Device; 2], size: u64) -> Stage {
+    let [from, to] = device_pair.each_ref().map(Device::label);
     let there = format!("{to}, a process away");
-    match perf::pair(&from, &to, size, WRITES) {
-        Ok(brief) => {
-            let what = format!("RDMA write by {}, {}", brief.link, brief.path);
+    match perf::run_pair(&from, &to, size, WRITES) {
+        Ok(summary) => {
+            let what = format!("RDMA write by {}, {}", summary.link, summary.path);
             let stage = Stage::new(&what, from, there, size);
-            stage.took(brief.each * WRITES, WRITES).checked(brief.verified)
+            stage.took(summary.each * WRITES, WRITES).checked(summary.verified)
         }
         Err(why) => Stage::new("RDMA write by udp", from, there, size).failed(why),
     }

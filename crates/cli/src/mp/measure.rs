@@ -3,56 +3,58 @@
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
-use warpwire::msg::{Buffer, Comm, Part, Window};
+use warpwire::msg::{Buffer, BufferSlice, Comm, RmaWindow};
 use warpwire_apps::pattern::fill_bytes;
 
-use super::modes::{Driven, Exchange, What};
+use super::modes::{DeviceRunner, Transfer, TransferKind};
 use super::table::Figure;
 use super::{Mode, Test};
-use crate::floor::Floors;
+use crate::baseline::Baseline;
 use crate::output::Failure;
 use crate::perf::memory::{MemoryChoice, device};
 
 /// A rank with its memory: one half goes out, one comes in.
-pub(super) struct End<'a> {
+pub(super) struct Endpoint<'a> {
     comm: &'a Comm,
     pub(super) out: Buffer,
     into: Buffer,
     /// What is read from the other's window.
     back: Buffer,
-    window: Window,
-    driven: Option<RefCell<Driven>>,
+    window: RmaWindow,
+    device_runner: Option<RefCell<DeviceRunner>>,
     timeout: Duration,
 }
 
-impl<'a> End<'a> {
+impl<'a> Endpoint<'a> {
     pub(super) fn new(
         comm: &'a Comm,
         memory: &MemoryChoice,
-        longest: u64,
-        drives: bool,
+        max_size: u64,
+        needs_device: bool,
         timeout: Duration,
     ) -> Result<Self, Failure> {
         let device = device(memory)?;
         let make = || match &device {
-            None => comm.alloc(longest),
-            Some(device) => comm.register(device.alloc(longest)?.whole()?),
+            None => comm.alloc(max_size),
+            Some(device) => comm.register(device.alloc(max_size)?.whole()?),
         };
         let (out, into, back) = (make()?, make()?, make()?);
         let window = comm.window(&into)?;
-        let driven = match &device {
-            Some(device) if drives => Some(RefCell::new(Driven::new(comm, device, timeout)?)),
+        let device_runner = match &device {
+            Some(device) if needs_device => {
+                Some(RefCell::new(DeviceRunner::new(comm, device, timeout)?))
+            }
             _ => None,
         };
-        Ok(Self { comm, out, into, back, window, driven, timeout })
+        Ok(Self { comm, out, into, back, window, device_runner, timeout })
     }
 
     fn other(&self) -> usize {
         1 - self.comm.rank()
     }
 
-    fn parts(&self, size: u64) -> Result<(Part, Part), Failure> {
-        Ok((self.out.part(0, size)?, self.into.part(0, size)?))
+    fn slices(&self, size: u64) -> Result<(BufferSlice, BufferSlice), Failure> {
+        Ok((self.out.slice(0, size)?, self.into.slice(0, size)?))
     }
 
     /// Moves a few messages with other bytes each time, and compares all of them.
@@ -77,7 +79,7 @@ impl<'a> End<'a> {
                 match mode {
                     Mode::Cpu => self.get(size)?,
                     _ => {
-                        self.by_device(What::Get, mode, size, Duration::ZERO, 1)?;
+                        self.by_device(TransferKind::Get, mode, size, Duration::ZERO, 1)?;
                     }
                 }
                 self.compare(&self.back, size, seed(self.comm.rank()))?;
@@ -88,9 +90,11 @@ impl<'a> End<'a> {
     }
 
     /// What round trips take here without any HCA, if a device sends or waits. The other rank waits meanwhile.
-    pub(super) fn floors(&self) -> Result<Option<Floors>, Failure> {
-        match (&self.driven, self.comm.rank()) {
-            (Some(driven), 0) => Floors::measure(driven.borrow().stream.device()).map(Some),
+    pub(super) fn floors(&self) -> Result<Option<Baseline>, Failure> {
+        match (&self.device_runner, self.comm.rank()) {
+            (Some(device_runner), 0) => {
+                Baseline::measure(device_runner.borrow().stream.device()).map(Some)
+            }
             _ => Ok(None),
         }
     }
@@ -98,28 +102,28 @@ impl<'a> End<'a> {
     /// So many rounds in a mode of the device; how long they took.
     fn by_device(
         &self,
-        what: What,
+        what: TransferKind,
         mode: Mode,
         size: u64,
         compute: Duration,
         count: u32,
     ) -> Result<Duration, Failure> {
-        let Some(driven) = &self.driven else {
+        let Some(device_runner) = &self.device_runner else {
             let message =
                 format!("mode {} needs a device; give --mem sim:0 or cuda:0", mode.name());
             return Err(Failure::Usage(message));
         };
         let (comm, window) = (self.comm, &self.window);
         let (out, into, back) = (&self.out, &self.into, &self.back);
-        let ends = Exchange { comm, out, into, back, window, size, compute, what };
-        driven.borrow_mut().renew()?;
+        let transfer = Transfer { comm, out, into, back, window, size, compute, what };
+        device_runner.borrow_mut().rearm_signal()?;
         // The words are read before anybody adds to them.
         comm.barrier(self.timeout)?;
-        let driven = driven.borrow();
+        let device_runner = device_runner.borrow();
         match mode {
-            Mode::Cpu | Mode::Stream => driven.by_stream(&ends, count),
-            Mode::Graph => driven.by_graph(&ends, count),
-            Mode::Kernel => driven.by_kernel(&ends, count),
+            Mode::Cpu | Mode::Stream => device_runner.by_stream(&transfer, count),
+            Mode::Graph => device_runner.by_graph(&transfer, count),
+            Mode::Kernel => device_runner.by_kernel(&transfer, count),
         }
     }
 
@@ -128,13 +132,13 @@ impl<'a> End<'a> {
         if time.is_zero() {
             return Ok(());
         }
-        let Some(driven) = &self.driven else {
+        let Some(device_runner) = &self.device_runner else {
             let message = "a kernel needs a device; give --mem sim:0 or cuda:0".to_owned();
             return Err(Failure::Usage(message));
         };
-        let driven = driven.borrow();
-        driven.kernels.compute(&driven.stream, time)?;
-        Ok(driven.stream.synchronize(self.timeout)?)
+        let device_runner = device_runner.borrow();
+        device_runner.kernels.compute(&device_runner.stream, time)?;
+        Ok(device_runner.stream.synchronize(self.timeout)?)
     }
 
     fn fill(&self, buffer: &Buffer, size: u64, seed: u64) -> Result<(), Failure> {
@@ -152,14 +156,14 @@ impl<'a> End<'a> {
             Some(at) => {
                 let rank = self.comm.rank();
                 let what = format!("WRONG DATA at rank {rank}: byte {at} of {size}");
-                Err(Failure::Broken(what))
+                Err(Failure::Runtime(what))
             }
         }
     }
 
     /// Both send, both receive.
     fn exchange(&self, size: u64) -> Result<(), Failure> {
-        let (out, into) = self.parts(size)?;
+        let (out, into) = self.slices(size)?;
         let mut receive = self.comm.irecv(self.other(), 0, into)?;
         let mut send = self.comm.isend(self.other(), 0, out)?;
         receive.wait(self.timeout)?;
@@ -168,20 +172,20 @@ impl<'a> End<'a> {
     }
 
     fn put(&self, size: u64) -> Result<(), Failure> {
-        let (out, _) = self.parts(size)?;
+        let (out, _) = self.slices(size)?;
         self.window.put(self.other(), 0, out)?.wait(self.timeout)?;
         Ok(())
     }
 
     fn get(&self, size: u64) -> Result<(), Failure> {
-        let back = self.back.part(0, size)?;
+        let back = self.back.slice(0, size)?;
         self.window.get(self.other(), 0, back)?.wait(self.timeout)?;
         Ok(())
     }
 
     /// To and fro, once.
     fn ping(&self, size: u64, compute: Duration) -> Result<(), Failure> {
-        let (out, into) = self.parts(size)?;
+        let (out, into) = self.slices(size)?;
         let mut receive = self.comm.irecv(self.other(), 0, into)?;
         if self.comm.rank() == 0 {
             self.compute(compute)?;
@@ -222,9 +226,9 @@ impl<'a> End<'a> {
                 let took = self.by_device(*what, mode, size, compute, count)?;
                 self.comm.barrier(self.timeout)?;
                 let name = match what {
-                    What::InTurn | What::AtOnce => "",
-                    What::Put => "put",
-                    What::Get => "get",
+                    TransferKind::PingPong | TransferKind::Simultaneous => "",
+                    TransferKind::Put => "put",
+                    TransferKind::Get => "get",
                 };
                 figures.push(figure(name, took / count));
             }

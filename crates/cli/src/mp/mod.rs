@@ -8,14 +8,14 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use warpwire::msg::{Comm, CommOptions, Launcher, Place};
+use warpwire::msg::{Comm, CommOptions, Launcher, RankInfo};
 use warpwire::units;
 
-use crate::output::{self, Failure, Screen};
+use crate::output::{self, Failure, Reporter};
 use crate::perf::memory::MemoryChoice;
 use crate::run::{self, Job};
-use measure::End;
-use modes::What;
+use measure::Endpoint;
+use modes::TransferKind;
 use table::Report;
 
 /// Measure messages between two ranks
@@ -93,11 +93,11 @@ pub(crate) enum Test {
 
 impl Test {
     /// What is measured of it, one column for each.
-    fn rounds(self) -> &'static [What] {
+    fn rounds(self) -> &'static [TransferKind] {
         match self {
-            Self::Pingpong => &[What::InTurn],
-            Self::Sendrecv => &[What::AtOnce],
-            Self::Putget => &[What::Put, What::Get],
+            Self::Pingpong => &[TransferKind::PingPong],
+            Self::Sendrecv => &[TransferKind::Simultaneous],
+            Self::Putget => &[TransferKind::Put, TransferKind::Get],
         }
     }
 }
@@ -158,7 +158,7 @@ impl Arguments {
     }
 
     /// Whether a device sends, waits or computes.
-    fn drives(&self) -> bool {
+    fn needs_device(&self) -> bool {
         self.kernel.is_some() || self.modes().iter().any(|mode| *mode != Mode::Cpu)
     }
 
@@ -177,18 +177,18 @@ impl Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
-    let place = Place::from_env().map_err(|error| error.to_string())?;
-    output::ended(match place.launcher {
-        Launcher::Nobody if arguments.threads => be_both(arguments),
-        Launcher::Nobody => start(arguments),
-        _ => be_rank(arguments, place),
+    let rank_info = RankInfo::from_env().map_err(|error| error.to_string())?;
+    output::exit_result(match rank_info.launcher {
+        Launcher::Standalone if arguments.threads => run_both_ranks(arguments),
+        Launcher::Standalone => start(arguments),
+        _ => run_rank(arguments, rank_info),
     })
 }
 
 /// Starts this same command as two ranks.
 fn start(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let program = std::env::current_exe()
-        .map_err(|why| Failure::Broken(format!("cannot find this program: {why}")))?;
+        .map_err(|why| Failure::Runtime(format!("cannot find this program: {why}")))?;
     let words = std::env::args_os().skip(1);
     let program = std::iter::once(program.into_os_string()).chain(words).collect();
     run::launch(&Job {
@@ -201,14 +201,14 @@ fn start(arguments: &Arguments) -> Result<ExitCode, Failure> {
 }
 
 /// Two ranks in this process.
-fn be_both(arguments: &Arguments) -> Result<ExitCode, Failure> {
+fn run_both_ranks(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let comms = Comm::local_with(2, &options(arguments)?)?;
     std::thread::scope(|scope| {
         let rank = |comm| scope.spawn(move || measure_or_abort(arguments, &{ comm }));
         let ranks: Vec<_> = comms.into_iter().map(rank).collect();
-        let lost = |_| Err(Failure::Broken("a rank panicked".to_owned()));
+        let panicked = |_| Err(Failure::Runtime("a rank panicked".to_owned()));
         let mut outcomes: Vec<_> =
-            ranks.into_iter().map(|rank| rank.join().unwrap_or_else(lost)).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap_or_else(panicked)).collect();
         // The one that failed by itself says more than the other, which lost it.
         let own = outcomes.iter().position(|outcome| matches!(outcome, Err(Failure::Usage(_))));
         let failed = own.or_else(|| outcomes.iter().position(Result::is_err));
@@ -217,32 +217,32 @@ fn be_both(arguments: &Arguments) -> Result<ExitCode, Failure> {
 }
 
 fn options(arguments: &Arguments) -> Result<CommOptions, Failure> {
-    if arguments.drives() && arguments.mem == MemoryChoice::Host {
+    if arguments.needs_device() && arguments.mem == MemoryChoice::Host {
         let message = "streams and kernels need a device; give --mem sim:0 or cuda:0".to_owned();
         return Err(Failure::Usage(message));
     }
     let mut options = CommOptions { timeout: arguments.timeout, ..CommOptions::from_env()? };
-    if arguments.drives() {
-        options.drive = CommOptions::for_streams().drive;
+    if arguments.needs_device() {
+        options.progress_mode = CommOptions::for_streams().progress_mode;
     }
     if let Some(link) = &arguments.link {
-        options.wire = link.parse()?;
+        options.link = link.parse()?;
     }
     Ok(options)
 }
 
-fn be_rank(arguments: &Arguments, place: Place) -> Result<ExitCode, Failure> {
+fn run_rank(arguments: &Arguments, rank_info: RankInfo) -> Result<ExitCode, Failure> {
     let options = options(arguments)?;
-    if place.size != 2 {
-        let message = format!("mp needs two ranks, and there are {}", place.size);
+    if rank_info.size != 2 {
+        let message = format!("mp needs two ranks, and there are {}", rank_info.size);
         return Err(Failure::Usage(message));
     }
-    measure_or_abort(arguments, &Comm::open(place, options)?)
+    measure_or_abort(arguments, &Comm::open(rank_info, options)?)
 }
 
 fn measure_or_abort(arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Failure> {
     let outcome = measure_all(arguments, comm);
-    if let Err(Failure::Broken(why) | Failure::Usage(why)) = &outcome {
+    if let Err(Failure::Runtime(why) | Failure::Usage(why)) = &outcome {
         comm.abort(why.clone());
     }
     outcome
@@ -250,32 +250,39 @@ fn measure_or_abort(arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Fail
 
 fn measure_all(arguments: &Arguments, comm: &Comm) -> Result<ExitCode, Failure> {
     let sizes = arguments.sizes();
-    let longest = sizes.iter().copied().max().unwrap_or(1);
-    let end = End::new(comm, &arguments.mem, longest, arguments.drives(), arguments.timeout)?;
-    let speaks = comm.rank() == 0;
-    let screen = Screen::new(arguments.json || !speaks);
-    let mut report = Report::new(arguments.test, comm, &end)?;
+    let max_size = sizes.iter().copied().max().unwrap_or(1);
+    let endpoint =
+        Endpoint::new(comm, &arguments.mem, max_size, arguments.needs_device(), arguments.timeout)?;
+    let is_reporter = comm.rank() == 0;
+    let reporter = Reporter::new(arguments.json || !is_reporter);
+    let mut report = Report::new(arguments.test, comm, &endpoint)?;
     if !arguments.no_floors {
-        screen.working("the floors");
-        report.floors = end.floors()?;
+        reporter.set_status("the floors");
+        report.floors = endpoint.floors()?;
     }
-    screen.say(&report.head(&arguments.columns()))?;
+    reporter.print(&report.head(&arguments.columns()))?;
     for size in sizes {
-        screen.working(format!("{:?}: {size} bytes", arguments.test));
+        reporter.set_status(format!("{:?}: {size} bytes", arguments.test));
         let iterations = arguments.iterations(size);
         let mut row = table::Row { size, iterations, figures: Vec::new(), verified: true };
         for (mode, compute) in arguments.columns() {
-            end.verify(arguments.test, mode, size)?;
-            row.figures.extend(end.measure(arguments.test, mode, size, compute, iterations)?);
+            endpoint.verify(arguments.test, mode, size)?;
+            row.figures.extend(endpoint.measure(
+                arguments.test,
+                mode,
+                size,
+                compute,
+                iterations,
+            )?);
         }
-        screen.say(&row.render())?;
+        reporter.print(&row.render())?;
         report.rows.push(row);
     }
-    screen.say(&report.compare())?;
+    reporter.print(&report.compare())?;
     comm.finish(arguments.timeout)?;
-    match speaks {
-        true if arguments.json => screen.finish(&report)?,
-        _ => drop(screen),
+    match is_reporter {
+        true if arguments.json => reporter.finish(&report)?,
+        _ => drop(reporter),
     }
     Ok(ExitCode::SUCCESS)
 }

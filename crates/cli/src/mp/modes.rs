@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use warpwire::mem::{Allocation, Device, Graph, Stream, Word};
-use warpwire::msg::{Buffer, Comm, Lane, LaneOptions, Part, Window};
+use warpwire::msg::{Buffer, BufferSlice, ChannelOptions, Comm, DeviceChannel, RmaWindow};
 use warpwire::stream::KernelQp;
 use warpwire::stream::kernel::SignalWait;
 use warpwire_apps::pingpong_kernels::{Move, PingPongKernels, Side};
@@ -11,27 +11,27 @@ use warpwire_apps::pingpong_kernels::{Move, PingPongKernels, Side};
 use crate::output::Failure;
 
 /// A stream is given so many rounds before the CPU waits for it.
-const ROUNDS_AHEAD: u32 = 16;
+const ROUNDS_IN_FLIGHT: u32 = 16;
 
 /// A device's side of the measurement.
-pub(super) struct Driven {
-    lane: Lane,
+pub(super) struct DeviceRunner {
+    device_channel: DeviceChannel,
     pub(super) stream: Stream,
     pub(super) kernels: PingPongKernels,
     /// A word that the other adds to, and the window that it lies in.
     words: Allocation,
-    word_window: Window,
+    word_window: RmaWindow,
     wait: SignalWait,
     timeout: Duration,
 }
 
 /// What one round is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum What {
+pub(super) enum TransferKind {
     /// One answers the other.
-    InTurn,
+    PingPong,
     /// Both send, then wait.
-    AtOnce,
+    Simultaneous,
     /// Both write to the other's window, and wait until it is there.
     Put,
     /// Both read from it.
@@ -39,56 +39,64 @@ pub(super) enum What {
 }
 
 /// What is sent where.
-pub(super) struct Exchange<'a> {
+pub(super) struct Transfer<'a> {
     pub(super) comm: &'a Comm,
     pub(super) out: &'a Buffer,
     pub(super) into: &'a Buffer,
     /// What is read from the other's window.
     pub(super) back: &'a Buffer,
-    pub(super) window: &'a Window,
+    pub(super) window: &'a RmaWindow,
     pub(super) size: u64,
     /// How long the kernel before each message computes.
     pub(super) compute: Duration,
-    pub(super) what: What,
+    pub(super) what: TransferKind,
 }
 
-impl Exchange<'_> {
+impl Transfer<'_> {
     fn other(&self) -> usize {
         1 - self.comm.rank()
     }
 
     /// Whether this side sends before it waits.
-    fn begins(&self) -> bool {
-        self.what != What::InTurn || self.comm.rank() == 0
+    fn starts_round(&self) -> bool {
+        self.what != TransferKind::PingPong || self.comm.rank() == 0
     }
 
-    fn parts(&self) -> Result<(Part, Part), Failure> {
-        Ok((self.out.part(0, self.size)?, self.into.part(0, self.size)?))
+    fn slices(&self) -> Result<(BufferSlice, BufferSlice), Failure> {
+        Ok((self.out.slice(0, self.size)?, self.into.slice(0, self.size)?))
     }
 
     /// What moves between the other's window and our own memory; none if messages do.
     fn moves<'q>(&self, qp: &'q KernelQp) -> Result<Option<Move<'q>>, Failure> {
         let own = match self.what {
-            What::Put => self.out,
-            What::Get => self.back,
-            What::InTurn | What::AtOnce => return Ok(None),
+            TransferKind::Put => self.out,
+            TransferKind::Get => self.back,
+            TransferKind::PingPong | TransferKind::Simultaneous => return Ok(None),
         };
         let there = self.window.remote(self.other(), 0, self.size)?;
-        let here = own.part(0, self.size)?.sge()?;
-        Ok(Some(Move { qp, there, here, reads: self.what == What::Get }))
+        let here = own.slice(0, self.size)?.sge()?;
+        Ok(Some(Move { qp, there, here, reads: self.what == TransferKind::Get }))
     }
 }
 
-impl Driven {
+impl DeviceRunner {
     pub(super) fn new(comm: &Comm, device: &Device, timeout: Duration) -> Result<Self, Failure> {
-        let options = LaneOptions { patience: timeout, ..LaneOptions::default() };
-        let lane = comm.lane(device, options)?;
+        let options = ChannelOptions { wait_timeout: timeout, ..ChannelOptions::default() };
+        let device_channel = comm.device_channel(device, options)?;
         let words = device.alloc(64)?;
         words.write(0, &[0; 64])?;
         let word_window = comm.window(&comm.register(words.whole()?)?)?;
         let wait = SignalWait::new(&words.word64(0)?, 0, 1)?;
         let kernels = PingPongKernels::load(device)?;
-        Ok(Self { lane, stream: device.stream()?, kernels, words, word_window, wait, timeout })
+        Ok(Self {
+            device_channel,
+            stream: device.stream()?,
+            kernels,
+            words,
+            word_window,
+            wait,
+            timeout,
+        })
     }
 
     fn own(&self) -> Result<Word, Failure> {
@@ -98,7 +106,7 @@ impl Driven {
     /// Waits for the stream; what failed there is told.
     fn finish(&self) -> Result<(), Failure> {
         self.stream.synchronize(self.timeout)?;
-        self.lane.check()?;
+        self.device_channel.check()?;
         Ok(self.kernels.check()?)
     }
 
@@ -110,72 +118,80 @@ impl Driven {
     }
 
     /// The CPU posts receives and fills the stream; the stream sends and waits.
-    pub(super) fn by_stream(&self, ends: &Exchange<'_>, count: u32) -> Result<Duration, Failure> {
+    pub(super) fn by_stream(
+        &self,
+        transfer: &Transfer<'_>,
+        count: u32,
+    ) -> Result<Duration, Failure> {
         let start = Instant::now();
         let mut left = count;
         while left > 0 {
-            let now = left.min(ROUNDS_AHEAD);
+            let now = left.min(ROUNDS_IN_FLIGHT);
             for _ in 0..now {
-                self.stream_round(ends)?;
+                self.stream_round(transfer)?;
             }
             self.finish()?;
-            self.lane.progress()?;
+            self.device_channel.progress()?;
             left -= now;
         }
         Ok(start.elapsed())
     }
 
-    fn stream_round(&self, ends: &Exchange<'_>) -> Result<(), Failure> {
-        let (out, into) = ends.parts()?;
-        let at = (ends.window, ends.other(), 0);
-        if let What::Put | What::Get = ends.what {
-            self.compute(ends.compute)?;
-            let moved = match ends.what {
-                What::Put => self.lane.put_on(&self.stream, at, out)?,
-                _ => self.lane.get_on(&self.stream, at, ends.back.part(0, ends.size)?)?,
+    fn stream_round(&self, transfer: &Transfer<'_>) -> Result<(), Failure> {
+        let (out, into) = transfer.slices()?;
+        let at = (transfer.window, transfer.other(), 0);
+        if let TransferKind::Put | TransferKind::Get = transfer.what {
+            self.compute(transfer.compute)?;
+            let moved = match transfer.what {
+                TransferKind::Put => self.device_channel.put_on_stream(&self.stream, at, out)?,
+                _ => self.device_channel.get_on_stream(
+                    &self.stream,
+                    at,
+                    transfer.back.slice(0, transfer.size)?,
+                )?,
             };
-            return Ok(self.lane.wait_on(&self.stream, &moved)?);
+            return Ok(self.device_channel.wait_on_stream(&self.stream, &moved)?);
         }
-        let receive = self.lane.receive(ends.other(), into)?;
-        if !ends.begins() {
-            self.lane.wait_on(&self.stream, &receive)?;
+        let receive = self.device_channel.receive(transfer.other(), into)?;
+        if !transfer.starts_round() {
+            self.device_channel.wait_on_stream(&self.stream, &receive)?;
         }
-        self.compute(ends.compute)?;
-        let _send = self.lane.send_on(&self.stream, ends.other(), out)?;
-        if ends.begins() {
-            self.lane.wait_on(&self.stream, &receive)?;
+        self.compute(transfer.compute)?;
+        let _send = self.device_channel.send_on_stream(&self.stream, transfer.other(), out)?;
+        if transfer.starts_round() {
+            self.device_channel.wait_on_stream(&self.stream, &receive)?;
         }
         Ok(())
     }
 
     /// One round as a graph: a put with a signal, and the wait for the other's; or a put or a get, and the wait for it.
-    fn graph(&self, ends: &Exchange<'_>) -> Result<Graph, Failure> {
-        let other = ends.other();
-        let kernel = self.lane.kernel(other)?;
-        let to = ends.window.remote(other, 0, ends.size)?;
+    fn graph(&self, transfer: &Transfer<'_>) -> Result<Graph, Failure> {
+        let other = transfer.other();
+        let kernel = self.device_channel.kernel(other)?;
+        let to = transfer.window.remote(other, 0, transfer.size)?;
         let word = self.word_window.word(other, 0, 8)?;
-        let from = ends.parts()?.0.sge()?;
-        let moves = ends.moves(kernel)?;
+        let from = transfer.slices()?.0.sge()?;
+        let moves = transfer.moves(kernel)?;
         let graph = self.stream.capture(|stream| {
             if let Some(Move { there, here, reads, .. }) = moves {
-                if !ends.compute.is_zero() {
-                    self.kernels.compute(stream, ends.compute)?;
+                if !transfer.compute.is_zero() {
+                    self.kernels.compute(stream, transfer.compute)?;
                 }
                 match reads {
-                    true => kernel.get_on(stream, here, there)?,
-                    false => kernel.put_on(stream, there, here)?,
+                    true => kernel.get_on_stream(stream, here, there)?,
+                    false => kernel.put_on_stream(stream, there, here)?,
                 }
-                return kernel.wait_on(stream);
+                return kernel.wait_on_stream(stream);
             }
-            if !ends.begins() {
-                kernel.wait_signal_on(stream, &self.wait)?;
+            if !transfer.starts_round() {
+                kernel.wait_signal_on_stream(stream, &self.wait)?;
             }
-            if !ends.compute.is_zero() {
-                self.kernels.compute(stream, ends.compute)?;
+            if !transfer.compute.is_zero() {
+                self.kernels.compute(stream, transfer.compute)?;
             }
-            kernel.put_signal_on(stream, to, from, word, 1)?;
-            if ends.begins() {
-                kernel.wait_signal_on(stream, &self.wait)?;
+            kernel.put_signal_on_stream(stream, to, from, word, 1)?;
+            if transfer.starts_round() {
+                kernel.wait_signal_on_stream(stream, &self.wait)?;
             }
             Ok(())
         })?;
@@ -183,12 +199,16 @@ impl Driven {
     }
 
     /// A graph is replayed, once for each round.
-    pub(super) fn by_graph(&self, ends: &Exchange<'_>, count: u32) -> Result<Duration, Failure> {
-        let graph = self.graph(ends)?;
+    pub(super) fn by_graph(
+        &self,
+        transfer: &Transfer<'_>,
+        count: u32,
+    ) -> Result<Duration, Failure> {
+        let graph = self.graph(transfer)?;
         let start = Instant::now();
         let mut left = count;
         while left > 0 {
-            let now = left.min(ROUNDS_AHEAD);
+            let now = left.min(ROUNDS_IN_FLIGHT);
             for _ in 0..now {
                 self.stream.replay(&graph)?;
             }
@@ -199,31 +219,41 @@ impl Driven {
     }
 
     /// One kernel plays all rounds.
-    pub(super) fn by_kernel(&self, ends: &Exchange<'_>, count: u32) -> Result<Duration, Failure> {
-        let other = ends.other();
+    pub(super) fn by_kernel(
+        &self,
+        transfer: &Transfer<'_>,
+        count: u32,
+    ) -> Result<Duration, Failure> {
+        let other = transfer.other();
         let own = self.own()?;
         let side = Side {
-            qp: self.lane.kernel(other)?,
-            to: ends.window.remote(other, 0, ends.size)?,
-            from: ends.parts()?.0.sge()?,
+            qp: self.device_channel.kernel(other)?,
+            to: transfer.window.remote(other, 0, transfer.size)?,
+            from: transfer.slices()?.0.sge()?,
             signal: self.word_window.word(other, 0, 8)?,
             own: &own,
             start: own.load()?,
-            serves: ends.begins(),
+            serves: transfer.starts_round(),
         };
         // Both have read their words before one is changed.
-        ends.comm.barrier(self.timeout)?;
+        transfer.comm.barrier(self.timeout)?;
         let start = Instant::now();
-        match ends.moves(side.qp)? {
+        match transfer.moves(side.qp)? {
             None => {
-                self.kernels.play(&self.stream, &side, count.into(), ends.compute, self.timeout)?;
+                self.kernels.play(
+                    &self.stream,
+                    &side,
+                    count.into(),
+                    transfer.compute,
+                    self.timeout,
+                )?;
             }
             Some(what) => {
                 self.kernels.shift(
                     &self.stream,
                     &what,
                     count.into(),
-                    ends.compute,
+                    transfer.compute,
                     self.timeout,
                 )?;
             }
@@ -231,12 +261,12 @@ impl Driven {
         self.finish()?;
         let took = start.elapsed();
         // The graphs' wait goes on from where the word is now.
-        ends.comm.barrier(self.timeout)?;
+        transfer.comm.barrier(self.timeout)?;
         Ok(took)
     }
 
     /// The waits of graphs begin at what the word is now.
-    pub(super) fn renew(&mut self) -> Result<(), Failure> {
+    pub(super) fn rearm_signal(&mut self) -> Result<(), Failure> {
         let word = self.own()?;
         self.wait = SignalWait::new(&word, word.load()?, 1)?;
         Ok(())

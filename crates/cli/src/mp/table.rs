@@ -5,9 +5,9 @@ use std::time::Duration;
 use serde::Serialize;
 use warpwire::msg::Comm;
 
-use super::measure::End;
+use super::measure::Endpoint;
 use super::{Mode, Test};
-use crate::floor::{self, Floors, Ratio};
+use crate::baseline::{self, Baseline, Ratio};
 use crate::output::Failure;
 
 /// One column of a row.
@@ -36,20 +36,20 @@ pub(super) struct Report {
     memory: String,
     pub(super) rows: Vec<Row>,
     /// Round trips without any HCA; none if the CPU alone sends.
-    pub(super) floors: Option<Floors>,
+    pub(super) floors: Option<Baseline>,
     /// Round trips of the smallest message, to the floors.
     ratios: Vec<Ratio>,
 }
 
 impl Report {
-    pub(super) fn new(test: Test, comm: &Comm, end: &End<'_>) -> Result<Self, Failure> {
+    pub(super) fn new(test: Test, comm: &Comm, endpoint: &Endpoint<'_>) -> Result<Self, Failure> {
         let test = match test {
             Test::Pingpong => "pingpong",
             Test::Putget => "putget",
             Test::Sendrecv => "sendrecv",
         };
         let path = comm.path(1 - comm.rank())?.to_string();
-        let memory = end.out.registration().path().to_string();
+        let memory = endpoint.out.registration().path().to_string();
         let (rows, ratios) = (Vec::new(), Vec::new());
         Ok(Self { test, ranks: comm.size(), path, memory, rows, floors: None, ratios })
     }
@@ -84,13 +84,13 @@ impl Report {
     /// Sets the smallest round trips beside the floors, and says so.
     pub(super) fn compare(&mut self) -> String {
         let Some(floors) = self.floors else { return String::new() };
-        let least = self.rows.iter().min_by_key(|row| row.size);
-        let (Some(least), "pingpong") = (least, self.test) else { return floors.line() };
+        let smallest = self.rows.iter().min_by_key(|row| row.size);
+        let (Some(smallest), "pingpong") = (smallest, self.test) else { return floors.line() };
         // The figures are of one way.
         let round_trips =
-            least.figures.iter().map(|one| (one.name.as_str(), 2.0 * one.microseconds));
-        self.ratios = floor::ratios(&floors, round_trips);
-        floors.line() + &floor::ratio_line(least.size, &self.ratios)
+            smallest.figures.iter().map(|one| (one.name.as_str(), 2.0 * one.microseconds));
+        self.ratios = baseline::ratios(&floors, round_trips);
+        floors.line() + &baseline::ratio_line(smallest.size, &self.ratios)
     }
 }
 

@@ -11,14 +11,14 @@ use warpwire::mem::{Backend, Device};
 use warpwire::stream::CqMemory;
 use warpwire::units;
 use warpwire::verbs::Context;
-use warpwire::verbs::exchange::Exchange;
+use warpwire::verbs::bootstrap::Bootstrap;
 
-use super::end::{End, INLINE, Job, Plan, Role, engine};
+use super::endpoint::{Endpoint, INLINE, Job, Plan, Role, engine};
 use super::modes::{MODES, Mode};
-use super::{Failure, Screen};
+use super::{Failure, Reporter};
+use crate::baseline::{self, Baseline, Ratio};
 use crate::copy::clock::{Series, Times, figure};
 use crate::copy::target::{DeviceChoice, iterations, size};
-use crate::floor::{self, Floors, Ratio};
 use crate::output::print;
 use crate::perf::links;
 
@@ -127,17 +127,17 @@ struct Report {
     one_engine: bool,
     compute_us: Option<f64>,
     rows: Vec<Row>,
-    floors: Floors,
+    floors: Baseline,
     /// Round trips of the smallest message, to the floors.
     ratios: Vec<Ratio>,
 }
 
 /// What the ends say to each other beside their offers: that they are as far.
 #[derive(Serialize, Deserialize)]
-struct Here(u64);
+struct SyncPoint(u64);
 
 /// How long the ends wait for each other.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Arguments {
     fn sizes(&self) -> Vec<u64> {
@@ -149,22 +149,22 @@ impl Arguments {
 
     /// The ways that were asked for, in their own order.
     fn modes(&self) -> impl Iterator<Item = &'static Mode> {
-        let asked =
+        let requested =
             |mode: &&Mode| self.mode.is_empty() || self.mode.iter().any(|one| one == mode.name);
-        MODES.iter().filter(asked)
+        MODES.iter().filter(requested)
     }
 
     fn plan<'a>(&'a self, shared: Option<&'a Context>) -> Plan<'a> {
         Plan {
             link: &self.link,
             shared,
-            largest: self.sizes().into_iter().max().unwrap_or(8),
+            max_size: self.sizes().into_iter().max().unwrap_or(8),
             rounds: u64::from(self.batch),
             cq_memory: match self.cq {
                 Cq::Pinned => CqMemory::Pinned,
                 Cq::Device => CqMemory::Device,
             },
-            patience: !self.no_patience,
+            wait_timeout: !self.no_patience,
         }
     }
 
@@ -185,28 +185,28 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     if arguments.announce {
         let listener = listen()?;
         let port = listener.local_addr().map_or(0, |address| address.port());
-        print(&format!("{port}\n")).map_err(Failure::Broken)?;
-        let mut exchange = Exchange::accept(&listener, PATIENCE)?;
+        print(&format!("{port}\n")).map_err(Failure::Runtime)?;
+        let mut bootstrap = Bootstrap::accept(&listener, TIMEOUT)?;
         let plan = arguments.plan(None);
-        play_all(Role::Pong, &device, arguments, &plan, &mut exchange, &mut |_, _| Ok(()))?;
+        run_all(Role::Pong, &device, arguments, &plan, &mut bootstrap, &mut |_, _| Ok(()))?;
         return Ok(ExitCode::SUCCESS);
     }
-    let screen = Screen::new(arguments.json);
-    screen.say(&heading(arguments, &device, no_cuda.as_deref()))?;
-    screen.working("the floors");
-    let floors = Floors::measure(&device)?;
+    let reporter = Reporter::new(arguments.json);
+    reporter.print(&heading(arguments, &device, no_cuda.as_deref()))?;
+    reporter.set_status("the floors");
+    let floors = Baseline::measure(&device)?;
     let rows = match arguments.processes {
-        true => between_processes(arguments, &device, &screen)?,
-        false => in_one_process(arguments, &device, &screen)?,
+        true => between_processes(arguments, &device, &reporter)?,
+        false => in_one_process(arguments, &device, &reporter)?,
     };
-    screen.say(&floors.line())?;
+    reporter.print(&floors.line())?;
     let mut ratios = Vec::new();
-    if let Some(least) = rows.iter().min_by_key(|row| row.bytes) {
-        let figures = least.modes.iter().map(|figures| (figures.mode, figures.plain.median_us));
-        ratios = floor::ratios(&floors, figures);
-        screen.say(&floor::ratio_line(least.bytes, &ratios))?;
+    if let Some(smallest) = rows.iter().min_by_key(|row| row.bytes) {
+        let figures = smallest.modes.iter().map(|figures| (figures.mode, figures.plain.median_us));
+        ratios = baseline::ratios(&floors, figures);
+        reporter.print(&baseline::ratio_line(smallest.bytes, &ratios))?;
     }
-    screen.finish(&Report {
+    reporter.finish(&Report {
         device: device.label(),
         simulated: device.info().backend == Backend::Sim,
         link: arguments.link.clone(),
@@ -248,41 +248,41 @@ fn heading(arguments: &Arguments, device: &Device, no_cuda: Option<&str>) -> Str
 
 fn listen() -> Result<TcpListener, Failure> {
     TcpListener::bind("127.0.0.1:0")
-        .map_err(|why| Failure::Broken(format!("cannot listen on 127.0.0.1: {why}")))
+        .map_err(|why| Failure::Runtime(format!("cannot listen on 127.0.0.1: {why}")))
 }
 
 fn in_one_process(
     arguments: &Arguments,
     device: &Device,
-    screen: &Screen,
+    reporter: &Reporter,
 ) -> Result<Vec<Row>, Failure> {
     let listener = listen()?;
     let address = listener
         .local_addr()
-        .map_err(|why| Failure::Broken(format!("cannot ask for an address: {why}")))?;
+        .map_err(|why| Failure::Runtime(format!("cannot ask for an address: {why}")))?;
     let shared = match arguments.one_engine {
         true => Some(engine(device, &arguments.link, address.ip())?),
         false => None,
     };
     let plan = arguments.plan(shared.as_ref());
     std::thread::scope(|scope| {
-        let other = scope.spawn(|| {
-            let mut exchange = Exchange::accept(&listener, PATIENCE)?;
-            play_all(Role::Pong, device, arguments, &plan, &mut exchange, &mut |_, _| Ok(()))
+        let peer = scope.spawn(|| {
+            let mut bootstrap = Bootstrap::accept(&listener, TIMEOUT)?;
+            run_all(Role::Pong, device, arguments, &plan, &mut bootstrap, &mut |_, _| Ok(()))
         });
-        let mine = client(arguments, device, &plan, address.port(), screen);
-        let theirs = other
+        let mine = client(arguments, device, &plan, address.port(), reporter);
+        let theirs = peer
             .join()
-            .unwrap_or_else(|_| Err(Failure::Broken("the other end panicked".to_owned())));
+            .unwrap_or_else(|_| Err(Failure::Runtime("the other end panicked".to_owned())));
         let rows = mine?;
         theirs.map(|_| rows)
     })
 }
 
 /// The other process. It ends with this.
-struct Other(Child);
+struct PeerProcess(Child);
 
-impl Drop for Other {
+impl Drop for PeerProcess {
     fn drop(&mut self) {
         if !matches!(self.0.try_wait(), Ok(Some(_))) {
             let _ = self.0.kill();
@@ -294,10 +294,10 @@ impl Drop for Other {
 fn between_processes(
     arguments: &Arguments,
     device: &Device,
-    screen: &Screen,
+    reporter: &Reporter,
 ) -> Result<Vec<Row>, Failure> {
     let failed =
-        |why: std::io::Error| Failure::Broken(format!("cannot start the other end: {why}"));
+        |why: std::io::Error| Failure::Runtime(format!("cannot start the other end: {why}"));
     let sizes: Vec<_> = arguments.sizes().iter().map(u64::to_string).collect();
     let cq = clap::ValueEnum::to_possible_value(&arguments.cq);
     let compute = arguments.compute.map(|time| format!("--compute={}ns", time.as_nanos()));
@@ -315,18 +315,18 @@ fn between_processes(
         .stdout(Stdio::piped())
         .spawn()
         .map_err(failed)?;
-    let mut other = Other(child);
+    let mut peer = PeerProcess(child);
     let mut line = String::new();
-    if let Some(out) = other.0.stdout.take() {
+    if let Some(out) = peer.0.stdout.take() {
         BufReader::new(out).read_line(&mut line).map_err(failed)?;
     }
     let port = line.trim().parse().map_err(|_| {
-        Failure::Broken("the other end did not start; what it said stands above".to_owned())
+        Failure::Runtime("the other end did not start; what it said stands above".to_owned())
     })?;
-    let rows = client(arguments, device, &arguments.plan(None), port, screen)?;
-    match other.0.wait() {
+    let rows = client(arguments, device, &arguments.plan(None), port, reporter)?;
+    match peer.0.wait() {
         Ok(status) if !status.success() => {
-            Err(Failure::Broken(format!("the other end ended with {status}")))
+            Err(Failure::Runtime(format!("the other end ended with {status}")))
         }
         _ => Ok(rows),
     }
@@ -337,46 +337,46 @@ fn client(
     device: &Device,
     plan: &Plan<'_>,
     port: u16,
-    screen: &Screen,
+    reporter: &Reporter,
 ) -> Result<Vec<Row>, Failure> {
-    let mut exchange = Exchange::connect(("127.0.0.1", port), PATIENCE)?;
-    play_all(Role::Ping, device, arguments, plan, &mut exchange, &mut |row, working| {
+    let mut bootstrap = Bootstrap::connect(("127.0.0.1", port), TIMEOUT)?;
+    run_all(Role::Ping, device, arguments, plan, &mut bootstrap, &mut |row, set_status| {
         match row {
-            Some(row) => screen.say(&render(row))?,
-            None => screen.working(working),
+            Some(row) => reporter.print(&render(row))?,
+            None => reporter.set_status(set_status),
         }
         Ok(())
     })
 }
 
 /// Is told of each row when it is there, and before of what is at work.
-type Tell<'a> = &'a mut dyn FnMut(Option<&Row>, String) -> Result<(), Failure>;
+type ReportFn<'a> = &'a mut dyn FnMut(Option<&Row>, String) -> Result<(), Failure>;
 
-fn play_all(
+fn run_all(
     role: Role,
     device: &Device,
     arguments: &Arguments,
     plan: &Plan<'_>,
-    exchange: &mut Exchange,
-    tell: Tell<'_>,
+    bootstrap: &mut Bootstrap,
+    report: ReportFn<'_>,
 ) -> Result<Vec<Row>, Failure> {
-    let end = End::open(role, device, plan, exchange)?;
+    let endpoint = Endpoint::open(role, device, plan, bootstrap)?;
     let mut rows = Vec::new();
     for size in arguments.sizes() {
         let inline = size <= INLINE;
         let mut modes = Vec::new();
         for mode in arguments.modes() {
-            tell(None, format!("{}, {size} bytes", mode.name))?;
-            let mut play = |compute, stamped| {
+            report(None, format!("{}, {size} bytes", mode.name))?;
+            let mut run_rounds = |compute, stamped| {
                 let job =
                     Job { size, rounds: u64::from(arguments.batch), compute, inline, stamped };
-                one_batch(&end, mode, &job, exchange)
+                one_batch(&endpoint, mode, &job, bootstrap)
             };
-            play(Duration::ZERO, true)?; // what arrives is looked at first
+            run_rounds(Duration::ZERO, true)?; // what arrives is looked at first
             let mut series = |compute| -> Result<Times, Failure> {
                 let mut series = Series::default();
                 for _ in 0..arguments.iterations.div_ceil(arguments.batch) {
-                    series.add(play(compute, false)?, arguments.batch);
+                    series.add(run_rounds(compute, false)?, arguments.batch);
                 }
                 Ok(series.times())
             };
@@ -385,34 +385,34 @@ fn play_all(
             modes.push(Figures { mode: mode.name, plain, compute });
         }
         let row = Row { bytes: size, inline, modes, verified: true };
-        tell(Some(&row), String::new())?;
+        report(Some(&row), String::new())?;
         rows.push(row);
     }
     Ok(rows)
 }
 
 fn one_batch(
-    end: &End,
+    endpoint: &Endpoint,
     mode: &Mode,
     job: &Job,
-    exchange: &mut Exchange,
+    bootstrap: &mut Bootstrap,
 ) -> Result<Duration, Failure> {
     if mode.receives {
-        end.post_receives(job)?;
+        endpoint.post_receives(job)?;
     }
     if job.stamped {
-        end.forget(job)?;
-        exchange.swap(&Here(0))?;
+        endpoint.clear_log(job)?;
+        bootstrap.swap(&SyncPoint(0))?;
     }
-    let mut met = 0;
-    let mut meet = || -> Result<(), Failure> {
-        met += 1;
-        exchange.swap(&Here(met))?;
+    let mut barriers = 0;
+    let mut barrier = || -> Result<(), Failure> {
+        barriers += 1;
+        bootstrap.swap(&SyncPoint(barriers))?;
         Ok(())
     };
-    let took = (mode.play)(end, job, &mut meet)?;
+    let took = (mode.run_rounds)(endpoint, job, &mut barrier)?;
     if job.stamped {
-        end.verify(job)?;
+        endpoint.verify(job)?;
     }
     Ok(took)
 }

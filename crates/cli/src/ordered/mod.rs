@@ -1,17 +1,17 @@
 //! `warpwire async`: work and waits that a stream orders, checked and measured.
 
-mod end;
+mod endpoint;
+mod kernel_qp;
 mod latency;
 mod modes;
 mod poll;
-mod posted;
 mod sanity;
 
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 
-use crate::output::{self, Failure, Screen};
+use crate::output::{self, Failure, Reporter};
 
 /// Check and measure work that a GPU's streams order
 ///
@@ -47,5 +47,5 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
         Tool::Latency(arguments) => latency::run(arguments),
         Tool::Poll(arguments) => poll::run(arguments),
     };
-    output::ended(outcome)
+    output::exit_result(outcome)
 }

@@ -8,8 +8,8 @@ use serde::Serialize;
 use warpwire::mem::{Allocation, Backend, Condition, Device, MemOp, Stream, Window, Word};
 use warpwire_apps::pingpong_kernels::{PingPongKernels, Relay};
 
-use super::end::PATIENCE;
-use super::{Failure, Screen};
+use super::endpoint::TIMEOUT;
+use super::{Failure, Reporter};
 use crate::copy::clock::{Series, Times, figure};
 use crate::copy::target::{DeviceChoice, iterations};
 
@@ -58,25 +58,30 @@ const BATCH: u32 = 50;
 
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let (device, no_cuda) = arguments.device.open()?;
-    let screen = Screen::new(arguments.json);
-    screen.say(&format!("# Warpwire async poll: {} ({})\n", device.label(), device.info().name))?;
+    let reporter = Reporter::new(arguments.json);
+    reporter.print(&format!(
+        "# Warpwire async poll: {} ({})\n",
+        device.label(),
+        device.info().name
+    ))?;
     if let Some(why) = no_cuda {
-        screen.say(&format!("# simulated: {why}; the figures say nothing about a GPU\n"))?;
+        reporter.print(&format!("# simulated: {why}; the figures say nothing about a GPU\n"))?;
     }
-    screen.say(&format!("{:<10}{:<12}{:>16}{:>16}\n", "by", "word", "average us", "median us"))?;
+    reporter
+        .print(&format!("{:<10}{:<12}{:>16}{:>16}\n", "by", "word", "average us", "median us"))?;
     let (mut rows, mut missing) = (Vec::new(), Vec::new());
     let pinned = device.alloc_pinned(64)?.word64(0)?;
     let memory = device.alloc(4096)?;
-    let mut ways = vec![("pinned", pinned, None)];
+    let mut targets = vec![("pinned", pinned, None)];
     match memory.window() {
-        Ok(window) => ways.push(("device", memory.word64(0)?, Some(window))),
+        Ok(window) => targets.push(("device", memory.word64(0)?, Some(window))),
         Err(why) => missing.push(format!("device: {why}")),
     }
-    for by in [By::Stream, By::Kernel(PingPongKernels::load(&device)?)] {
-        for (name, word, window) in &ways {
-            screen.working(format!("a word in {name} memory, by a {}", by.name()));
+    for by in [Waiter::Stream, Waiter::Kernel(PingPongKernels::load(&device)?)] {
+        for (name, word, window) in &targets {
+            reporter.set_status(format!("a word in {name} memory, by a {}", by.name()));
             let times = measure(&device, arguments, &by, (word, window.as_ref()))?;
-            screen.say(&format!(
+            reporter.print(&format!(
                 "{:<10}{name:<12}{:>16}{:>16}\n",
                 by.name(),
                 figure(times.mean_us),
@@ -86,21 +91,21 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         }
     }
     for why in &missing {
-        screen.say(&format!("# not measured: {why}\n"))?;
+        reporter.print(&format!("# not measured: {why}\n"))?;
     }
     let simulated = device.info().backend == Backend::Sim;
     let (device, sleep_us) = (device.label(), arguments.sleep);
-    screen.finish(&Report { device, simulated, sleep_us, rows, missing })?;
+    reporter.finish(&Report { device, simulated, sleep_us, rows, missing })?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// Who waits.
-enum By {
+enum Waiter {
     Stream,
     Kernel(PingPongKernels),
 }
 
-impl By {
+impl Waiter {
     fn name(&self) -> &'static str {
         match self {
             Self::Stream => "stream",
@@ -129,7 +134,7 @@ impl By {
             }
             Self::Kernel(kernels) => {
                 let relay = Relay { bell: &answers.whole()?, own: word, serves: false };
-                Ok(kernels.relay(stream, &relay, count, PATIENCE)?)
+                Ok(kernels.relay(stream, &relay, count, TIMEOUT)?)
             }
         }
     }
@@ -145,7 +150,7 @@ impl By {
 fn measure(
     device: &Device,
     arguments: &Arguments,
-    by: &By,
+    by: &Waiter,
     (word, window): (&Word, Option<&Window>),
 ) -> Result<Times, Failure> {
     let answers = device.alloc_pinned(128)?;
@@ -166,14 +171,14 @@ fn measure(
                 None => word.store(value)?,
             }
             while answer.load()? < value {
-                if start.elapsed() > PATIENCE {
-                    let why = format!("no answer to {value} in {PATIENCE:?}");
-                    return Err(Failure::Broken(format!("cannot watch a {}: {why}", by.name())));
+                if start.elapsed() > TIMEOUT {
+                    let why = format!("no answer to {value} in {TIMEOUT:?}");
+                    return Err(Failure::Runtime(format!("cannot watch a {}: {why}", by.name())));
                 }
             }
             series.add(start.elapsed(), 1);
         }
-        stream.synchronize(PATIENCE)?;
+        stream.synchronize(TIMEOUT)?;
         by.check()?;
         left -= count;
     }

@@ -11,13 +11,13 @@ use warpwire::mem::{Backend, Condition, Device, Stream, Word};
 use warpwire::stream::kernel::SignalWait;
 use warpwire::stream::{Descriptors, KernelQp, KernelQpOptions, StreamQp, StreamQpOptions};
 use warpwire::verbs::{
-    Access, Context, Drive, Mr, Op, Pd, ReceiveRequest, Remote, Request, Status,
+    Access, Context, Mr, Pd, ProgressMode, ReceiveRequest, Remote, SendRequest, Status, WrOp,
 };
 use warpwire_apps::pattern::Pattern;
 use warpwire_apps::pingpong_kernels::{Move, PingPongKernels, Side};
 
-use super::end::PATIENCE;
-use super::{Failure, Screen};
+use super::endpoint::TIMEOUT;
+use super::{Failure, Reporter};
 use crate::copy::target::DeviceChoice;
 
 /// Is the order kept, and does nothing hang?
@@ -33,7 +33,7 @@ pub(super) struct Arguments {
     json: bool,
 }
 
-type Check = fn(&Place) -> Result<(), Failure>;
+type Check = fn(&Fixture) -> Result<(), Failure>;
 
 const CHECKS: [(&str, Check); 9] = [
     ("a chain of waits and writes runs in order", chain),
@@ -41,7 +41,7 @@ const CHECKS: [(&str, Check); 9] = [
     ("a message carries what the kernel before it wrote", message),
     ("a thousand messages arrive in order", thousand),
     ("work that fails releases the stream, with its cause", failure),
-    ("a silent peer releases the stream in time", silence),
+    ("a silent peer releases the stream in time", silent_peer),
     ("a graph that is replayed posts new work each time", graphs),
     ("kernels post and hear by themselves", kernels),
     ("a kernel whose work fails ends, with its cause", kernel_failure),
@@ -62,34 +62,34 @@ struct Report {
 
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let (device, no_cuda) = arguments.device.open()?;
-    let screen = Screen::new(arguments.json);
-    screen.say(&format!("# Warpwire async sanity: {}\n", device.label()))?;
+    let reporter = Reporter::new(arguments.json);
+    reporter.print(&format!("# Warpwire async sanity: {}\n", device.label()))?;
     if let Some(why) = no_cuda {
-        screen.say(&format!("# simulated: {why}\n"))?;
+        reporter.print(&format!("# simulated: {why}\n"))?;
     }
     let mut checks = Vec::new();
     for (name, check) in CHECKS {
-        screen.working(name);
-        let outcome = Place::new(&device).and_then(|place| check(&place));
-        let why_not = outcome.err().map(|(Failure::Usage(why) | Failure::Broken(why))| why);
+        reporter.set_status(name);
+        let outcome = Fixture::new(&device).and_then(|fixture| check(&fixture));
+        let why_not = outcome.err().map(|(Failure::Usage(why) | Failure::Runtime(why))| why);
         match &why_not {
-            None => screen.say(&format!("ok      {name}\n"))?,
-            Some(why) => screen.say(&format!("FAILED  {name}: {why}\n"))?,
+            None => reporter.print(&format!("ok      {name}\n"))?,
+            Some(why) => reporter.print(&format!("FAILED  {name}: {why}\n"))?,
         }
         checks.push(Outcome { name, why_not });
     }
     let failed = checks.iter().filter(|check| check.why_not.is_some()).count();
     match failed {
-        0 => screen.say(">>> SUCCESS\n")?,
-        _ => screen.say(&format!(">>> FAILURE: {failed} of {}\n", checks.len()))?,
+        0 => reporter.print(">>> SUCCESS\n")?,
+        _ => reporter.print(&format!(">>> FAILURE: {failed} of {}\n", checks.len()))?,
     }
     let simulated = device.info().backend == Backend::Sim;
-    screen.finish(&Report { device: device.label(), simulated, checks })?;
+    reporter.finish(&Report { device: device.label(), simulated, checks })?;
     Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// Two ends that are connected.
-struct Place {
+struct Fixture {
     device: Device,
     ends: [(Context, Pd); 2],
     qps: [StreamQp; 2],
@@ -97,26 +97,26 @@ struct Place {
 
 const LEN: u64 = 4096;
 
-impl Place {
+impl Fixture {
     fn new(device: &Device) -> Result<Self, Failure> {
         let hub = Hub::new();
-        let drive = Drive::Thread { spin: Duration::from_millis(1), core: None };
+        let progress_mode = ProgressMode::Thread { spin: Duration::from_millis(1), core: None };
         let open = |address: [u8; 4]| -> Result<(Context, Pd), Failure> {
             let link = hub.endpoint((address, 4791).into())?;
-            let options = HcaOptions { drive, ..HcaOptions::default() };
+            let options = HcaOptions { progress_mode, ..HcaOptions::default() };
             let context = Context::open_with(link, options)?;
             let pd = context.pd();
             Ok((context, pd))
         };
         let ends = [open([10, 0, 0, 1])?, open([10, 0, 0, 2])?];
-        let patience = Some(Duration::from_millis(500));
+        let wait_timeout = Some(Duration::from_millis(500));
         let make = |(context, pd): &(Context, Pd)| {
-            let options = StreamQpOptions { patience, ..StreamQpOptions::default() };
+            let options = StreamQpOptions { wait_timeout, ..StreamQpOptions::default() };
             StreamQp::create(context, pd, device, options)
         };
         let qps = [make(&ends[0])?, make(&ends[1])?];
-        qps[0].connect(&qps[1].offer())?;
-        qps[1].connect(&qps[0].offer())?;
+        qps[0].connect(&qps[1].endpoint())?;
+        qps[1].connect(&qps[0].endpoint())?;
         Ok(Self { device: device.clone(), ends, qps })
     }
 
@@ -126,8 +126,8 @@ impl Place {
             KernelQp::create(context, pd, &self.device, KernelQpOptions::default())
         };
         let qps = [make(&self.ends[0])?, make(&self.ends[1])?];
-        qps[0].connect(&qps[1].offer())?;
-        qps[1].connect(&qps[0].offer())?;
+        qps[0].connect(&qps[1].endpoint())?;
+        qps[1].connect(&qps[0].endpoint())?;
         Ok(qps)
     }
 
@@ -150,14 +150,14 @@ impl Place {
     }
 }
 
-fn expect(is_so: bool, what: impl FnOnce() -> String) -> Result<(), Failure> {
-    if is_so { Ok(()) } else { Err(Failure::Broken(what())) }
+fn expect(condition_holds: bool, what: impl FnOnce() -> String) -> Result<(), Failure> {
+    if condition_holds { Ok(()) } else { Err(Failure::Runtime(what())) }
 }
 
-fn chain(place: &Place) -> Result<(), Failure> {
-    let (first, second) = (place.stream()?, place.stream()?);
-    let [gate, middle, end] = [place.word()?, place.word()?, place.word()?];
-    let memory = place.device.alloc(LEN)?;
+fn chain(fixture: &Fixture) -> Result<(), Failure> {
+    let (first, second) = (fixture.stream()?, fixture.stream()?);
+    let [gate, middle, end] = [fixture.word()?, fixture.word()?, fixture.word()?];
+    let memory = fixture.device.alloc(LEN)?;
     let bytes = [0x5a; LEN as usize];
     let mut list = Descriptors::on(&second);
     list.wait_value(&middle, Condition::Equal, 7)?;
@@ -172,15 +172,15 @@ fn chain(place: &Place) -> Result<(), Failure> {
     std::thread::sleep(Duration::from_millis(5));
     expect(end.load()? == 0, || "the chain ran before its gate was open".to_owned())?;
     gate.store(1)?;
-    first.synchronize(PATIENCE)?;
+    first.synchronize(TIMEOUT)?;
     let mut found = [0; LEN as usize];
     memory.read(0, &mut found)?;
     expect(found == bytes, || "the bytes are not all there".to_owned())
 }
 
-fn conditions(place: &Place) -> Result<(), Failure> {
-    let stream = place.stream()?;
-    let has_nor = place.device.capabilities().stream_wait_nor.is_yes();
+fn conditions(fixture: &Fixture) -> Result<(), Failure> {
+    let stream = fixture.stream()?;
+    let has_nor = fixture.device.capabilities().stream_wait_nor.is_yes();
     for (condition, value, before, after) in [
         (Condition::AtLeast, 5, 4, 5),
         (Condition::Equal, 5, 6, 5),
@@ -190,47 +190,47 @@ fn conditions(place: &Place) -> Result<(), Failure> {
         if condition == Condition::Nor && !has_nor {
             continue;
         }
-        let word = place.word()?;
+        let word = fixture.word()?;
         word.store(before)?;
         stream.wait_value(&word, condition, value)?;
         std::thread::sleep(Duration::from_millis(5));
         expect(!stream.is_idle()?, || format!("{condition:?} let the stream go"))?;
         word.store(after)?;
-        stream.synchronize(PATIENCE)?;
+        stream.synchronize(TIMEOUT)?;
     }
     Ok(())
 }
 
-fn message(place: &Place) -> Result<(), Failure> {
-    let [a, b] = &place.qps;
-    let pattern = Pattern::load(&place.device)?;
-    let ((from, source), (to, target)) = (place.memory(0)?, place.memory(1)?);
-    let (sender, receiver, wrong) = (place.stream()?, place.stream()?, place.word()?);
+fn message(fixture: &Fixture) -> Result<(), Failure> {
+    let [a, b] = &fixture.qps;
+    let pattern = Pattern::load(&fixture.device)?;
+    let ((from, source), (to, target)) = (fixture.memory(0)?, fixture.memory(1)?);
+    let (sender, receiver, wrong) = (fixture.stream()?, fixture.stream()?, fixture.word()?);
     b.post_receive(&[ReceiveRequest { id: 1, data: &[target.sge(0, LEN as u32)] }])?;
     b.wait_receive(&receiver)?;
     pattern.check(&receiver, &to.whole()?, 3, &wrong)?;
     pattern.fill(&sender, &from.whole()?, 3)?;
-    a.queue(&sender, &Request::new(1, Op::Send).with(&[source.sge(0, LEN as u32)]))?;
-    receiver.synchronize(PATIENCE)?;
+    a.queue(&sender, &SendRequest::new(1, WrOp::Send).with(&[source.sge(0, LEN as u32)]))?;
+    receiver.synchronize(TIMEOUT)?;
     let wrong = wrong.load()?;
     expect(wrong == 0, || format!("{wrong} words of the message are wrong"))
 }
 
-fn thousand(place: &Place) -> Result<(), Failure> {
-    let [a, b] = &place.qps;
-    let (to, target) = place.memory(1)?;
-    let log = place.device.alloc(8000)?;
-    let (sender, receiver) = (place.stream()?, place.stream()?);
+fn thousand(fixture: &Fixture) -> Result<(), Failure> {
+    let [a, b] = &fixture.qps;
+    let (to, target) = fixture.memory(1)?;
+    let log = fixture.device.alloc(8000)?;
+    let (sender, receiver) = (fixture.stream()?, fixture.stream()?);
     for number in 0..1000_u64 {
         b.post_receive(&[ReceiveRequest { id: number, data: &[target.sge(0, 8)] }])?;
         b.wait_receive(&receiver)?;
         receiver.copy(&log.region(number * 8, 8)?, &to.region(0, 8)?)?;
         let bytes = (number + 1).to_le_bytes();
-        a.queue(&sender, &Request::new(number, Op::Send).inline(&bytes))?;
+        a.queue(&sender, &SendRequest::new(number, WrOp::Send).inline(&bytes))?;
         // The place of the message is used again by the next.
-        receiver.synchronize(PATIENCE)?;
+        receiver.synchronize(TIMEOUT)?;
         for (qp, what) in [(a, "request"), (b, "receive")] {
-            let done = qp.next(PATIENCE)?;
+            let done = qp.next(TIMEOUT)?;
             expect(done.is_some_and(|done| done.id == number && done.is_success()), || {
                 format!("{what} {number} ended as {done:?}")
             })?;
@@ -246,27 +246,27 @@ fn thousand(place: &Place) -> Result<(), Failure> {
     Ok(())
 }
 
-fn failure(place: &Place) -> Result<(), Failure> {
-    let [a, _] = &place.qps;
-    let (_memory, source) = place.memory(0)?;
-    let stream = place.stream()?;
+fn failure(fixture: &Fixture) -> Result<(), Failure> {
+    let [a, _] = &fixture.qps;
+    let (_memory, source) = fixture.memory(0)?;
+    let stream = fixture.stream()?;
     let nowhere = Remote { address: 0x10, rkey: 0x00de_ad00 };
-    let request = Request::new(5, Op::Write(nowhere));
+    let request = SendRequest::new(5, WrOp::Write(nowhere));
     let ticket = a.queue(&stream, &request.with(&[source.sge(0, 8)]))?;
     a.wait_send(&stream, ticket)?;
-    stream.synchronize(PATIENCE)?;
+    stream.synchronize(TIMEOUT)?;
     let failure = a.failure();
     let status = failure.as_ref().and_then(|failure| failure.status);
     expect(status == Some(Status::RemoteAccess), || format!("the cause is {failure:?}"))
 }
 
-fn silence(place: &Place) -> Result<(), Failure> {
-    let [a, _] = &place.qps;
-    let (_memory, target) = place.memory(0)?;
-    let stream = place.stream()?;
+fn silent_peer(fixture: &Fixture) -> Result<(), Failure> {
+    let [a, _] = &fixture.qps;
+    let (_memory, target) = fixture.memory(0)?;
+    let stream = fixture.stream()?;
     a.post_receive(&[ReceiveRequest { id: 1, data: &[target.sge(0, 8)] }])?;
     a.wait_receive(&stream)?;
-    stream.synchronize(PATIENCE)?;
+    stream.synchronize(TIMEOUT)?;
     expect(a.failure().is_some_and(|failure| failure.waiters.len() == 1), || {
         "nobody says who waited".to_owned()
     })
@@ -275,28 +275,28 @@ fn silence(place: &Place) -> Result<(), Failure> {
 /// Where the data of kernels lies, behind the word that the peer adds to.
 const DATA: u64 = 64;
 
-fn graphs(place: &Place) -> Result<(), Failure> {
+fn graphs(fixture: &Fixture) -> Result<(), Failure> {
     const REPLAYS: u64 = 100;
-    let [a, b] = place.for_kernels()?;
-    let ((from, source), (to, target)) = (place.memory(0)?, place.memory(1)?);
-    let (sender, receiver) = (place.stream()?, place.stream()?);
+    let [a, b] = fixture.for_kernels()?;
+    let ((from, source), (to, target)) = (fixture.memory(0)?, fixture.memory(1)?);
+    let (sender, receiver) = (fixture.stream()?, fixture.stream()?);
     let word = to.word64(0)?;
     let wait = SignalWait::new(&word, 0, 1)?;
     let send = sender.capture(|stream| {
         let (there, here) = (target.remote(DATA), source.sge(DATA, 8));
-        a.put_signal_on(stream, there, here, target.remote(0), 1)?;
-        a.wait_on(stream)
+        a.put_signal_on_stream(stream, there, here, target.remote(0), 1)?;
+        a.wait_on_stream(stream)
     })?;
-    let receive = receiver.capture(|stream| b.wait_signal_on(stream, &wait))?;
+    let receive = receiver.capture(|stream| b.wait_signal_on_stream(stream, &wait))?;
     for number in 1..=REPLAYS {
         from.write(DATA, &number.to_le_bytes())?;
         receiver.replay(&receive)?;
         sender.replay(&send)?;
-        receiver.synchronize(PATIENCE)?;
+        receiver.synchronize(TIMEOUT)?;
         let mut found = [0; 8];
         to.read(DATA, &mut found)?;
         expect(found == number.to_le_bytes(), || format!("replay {number} brought {found:?}"))?;
-        sender.synchronize(PATIENCE)?;
+        sender.synchronize(TIMEOUT)?;
     }
     a.check()?;
     b.check()?;
@@ -304,12 +304,12 @@ fn graphs(place: &Place) -> Result<(), Failure> {
     expect(count == REPLAYS, || format!("{count} signals of {REPLAYS} replays"))
 }
 
-fn kernels(place: &Place) -> Result<(), Failure> {
+fn kernels(fixture: &Fixture) -> Result<(), Failure> {
     const ROUNDS: u64 = 100;
-    let qps = place.for_kernels()?;
-    let memories = [place.memory(0)?, place.memory(1)?];
+    let qps = fixture.for_kernels()?;
+    let memories = [fixture.memory(0)?, fixture.memory(1)?];
     let (kernels, streams) =
-        (PingPongKernels::load(&place.device)?, [place.stream()?, place.stream()?]);
+        (PingPongKernels::load(&fixture.device)?, [fixture.stream()?, fixture.stream()?]);
     for (at, byte) in [(0, 0xa0), (1, 0xb0)] {
         memories[at].0.write(LEN / 2, &[byte; 256])?;
     }
@@ -324,9 +324,9 @@ fn kernels(place: &Place) -> Result<(), Failure> {
             start: 0,
             serves: at == 0,
         };
-        kernels.play(&streams[at], &side, ROUNDS, Duration::ZERO, PATIENCE)?;
+        kernels.play(&streams[at], &side, ROUNDS, Duration::ZERO, TIMEOUT)?;
     }
-    streams.iter().try_for_each(|stream| stream.synchronize(PATIENCE))?;
+    streams.iter().try_for_each(|stream| stream.synchronize(TIMEOUT))?;
     kernels.check()?;
     for (at, byte) in [(0, 0xb0), (1, 0xa0)] {
         let (memory, mut found) = (&memories[at].0, [0; 256]);
@@ -338,14 +338,14 @@ fn kernels(place: &Place) -> Result<(), Failure> {
     Ok(())
 }
 
-fn kernel_failure(place: &Place) -> Result<(), Failure> {
-    let [qp, _peer] = &place.for_kernels()?;
-    let (_memory, source) = place.memory(0)?;
-    let (kernels, stream) = (PingPongKernels::load(&place.device)?, place.stream()?);
+fn kernel_failure(fixture: &Fixture) -> Result<(), Failure> {
+    let [qp, _peer] = &fixture.for_kernels()?;
+    let (_memory, source) = fixture.memory(0)?;
+    let (kernels, stream) = (PingPongKernels::load(&fixture.device)?, fixture.stream()?);
     let there = Remote { address: 0x10, rkey: 0x00de_ad00 };
     let work = Move { qp, there, here: source.sge(0, 8), reads: false };
-    kernels.shift(&stream, &work, 1, Duration::ZERO, PATIENCE)?;
-    stream.synchronize(PATIENCE)?;
+    kernels.shift(&stream, &work, 1, Duration::ZERO, TIMEOUT)?;
+    stream.synchronize(TIMEOUT)?;
     let failure = qp.progress()?.failure;
     expect(kernels.check().is_err(), || "the kernel ended well".to_owned())?;
     expect(failure.is_some_and(|(_, status)| status == Status::RemoteAccess), || {

@@ -2,17 +2,17 @@
 
 use std::time::{Duration, Instant};
 
-use warpwire::verbs::{Atomic, Completion, Op, ReceiveRequest, Request};
+use warpwire::verbs::{Atomic, Completion, ReceiveRequest, SendRequest, WrOp};
 
-use super::end::{End, HARVEST, failed};
+use super::control::{Done, Watchdog};
+use super::endpoint::{Endpoint, POLL_BATCH, failed};
 use super::table::{Figures, Row};
 use super::test::Verb;
-use super::word::{Done, Watch};
 use crate::output::Failure;
 
 /// What may be under way or unsignaled in bytes, so that a run of large messages ends in time.
-const MOST_UNDER_WAY: u64 = 1 << 30;
-const MOST_UNSIGNALED: u64 = 16 << 20;
+const MAX_IN_FLIGHT: u64 = 1 << 30;
+const MAX_UNSIGNALED: u64 = 16 << 20;
 const WARM_UP: u64 = 64 << 20;
 /// And at least so long: memory of a peer on this machine is mapped when it is first used, and until then packets do it.
 const WARM_UP_TIME: Duration = Duration::from_millis(10);
@@ -27,59 +27,68 @@ struct Limit {
 }
 
 /// The client's side of a run.
-struct Pump<'a> {
-    end: &'a End,
+struct BwSender<'a> {
+    endpoint: &'a Endpoint,
     size: u64,
     depth: u64,
     /// One in so many is signaled.
-    every: u64,
+    signal_interval: u64,
     /// Messages posted, and ended, on each queue pair.
     posted: Vec<u64>,
-    ended: Vec<u64>,
+    completed: Vec<u64>,
 }
 
-pub(super) fn run(end: &End, size: u64, watch: &mut Watch<'_>) -> Result<Done, Failure> {
-    let depth = u64::from(end.test.depth).min((MOST_UNDER_WAY / size).max(2));
-    let every = (depth / 4).min(MOST_UNSIGNALED / size).max(1);
-    let none = vec![0; end.qps.len()];
-    let mut pump = Pump { end, size, depth, every, posted: none.clone(), ended: none };
+pub(super) fn run(
+    endpoint: &Endpoint,
+    size: u64,
+    watchdog: &mut Watchdog<'_>,
+) -> Result<Done, Failure> {
+    let depth = u64::from(endpoint.test.depth).min((MAX_IN_FLIGHT / size).max(2));
+    let signal_interval = (depth / 4).min(MAX_UNSIGNALED / size).max(1);
+    let none = vec![0; endpoint.qps.len()];
+    let mut sender =
+        BwSender { endpoint, size, depth, signal_interval, posted: none.clone(), completed: none };
     let some = depth.min((WARM_UP / size).max(1));
     let (mut warm_up, begin) = (0, Instant::now());
     while warm_up == 0 || begin.elapsed() < WARM_UP_TIME {
         warm_up += some;
-        pump.run(Limit { messages: warm_up, time: None }, watch)?;
+        sender.run(Limit { messages: warm_up, time: None }, watchdog)?;
     }
-    let before: u64 = pump.ended.iter().sum();
-    let time = end.test.seconds.map(Duration::from_secs_f64);
-    let messages = end.test.iterations(size).saturating_add(warm_up);
-    let (took, peak) = pump.run(Limit { messages, time }, watch)?;
-    let iterations = pump.ended.iter().sum::<u64>() - before;
+    let before: u64 = sender.completed.iter().sum();
+    let time = endpoint.test.seconds.map(Duration::from_secs_f64);
+    let messages = endpoint.test.iterations(size).saturating_add(warm_up);
+    let (took, peak) = sender.run(Limit { messages, time }, watchdog)?;
+    let iterations = sender.completed.iter().sum::<u64>() - before;
     let rate = iterations as f64 / took.as_secs_f64();
     let row = Row::new(size, iterations, Figures::bw(size, rate, peak.max(rate)));
-    Ok(Done { per_qp: pump.ended, row })
+    Ok(Done { per_qp: sender.completed, row })
 }
 
-impl Pump<'_> {
+impl BwSender<'_> {
     /// Posts and takes completions up to the limit; returns the time, and the most messages a second in any window.
-    fn run(&mut self, limit: Limit, watch: &mut Watch<'_>) -> Result<(Duration, f64), Failure> {
+    fn run(
+        &mut self,
+        limit: Limit,
+        watchdog: &mut Watchdog<'_>,
+    ) -> Result<(Duration, f64), Failure> {
         let start = Instant::now();
         let (mut window, mut in_window, mut peak) = (start, 0, 0.0_f64);
-        let mut over = false;
-        let mut completions = [Completion::EMPTY; HARVEST];
+        let mut stopped = false;
+        let mut completions = [Completion::EMPTY; POLL_BATCH];
         loop {
-            if !over {
+            if !stopped {
                 self.post_all(limit.messages)?;
             }
-            let found = self.end.cq.poll(&mut completions)?;
+            let found = self.endpoint.cq.poll(&mut completions)?;
             if found == 0 {
-                watch.silent()?;
+                watchdog.check_alive()?;
             }
             for completion in &completions[..found] {
                 if !completion.is_success() {
-                    return Err(failed(completion, &watch.peer.name));
+                    return Err(failed(completion, &watchdog.peer.name));
                 }
                 let (index, count) = ((completion.id >> 32) as usize, completion.id & 0xffff_ffff);
-                self.ended[index] += count;
+                self.completed[index] += count;
                 in_window += count;
             }
             if found > 0 && in_window >= self.depth && window.elapsed() >= WINDOW {
@@ -87,9 +96,9 @@ impl Pump<'_> {
                 peak = peak.max(in_window as f64 / (now - window).as_secs_f64());
                 (window, in_window) = (now, 0);
             }
-            over = over || limit.time.is_some_and(|time| start.elapsed() >= time);
-            let all_posted = over || self.posted.iter().all(|posted| *posted >= limit.messages);
-            if all_posted && self.posted == self.ended {
+            stopped = stopped || limit.time.is_some_and(|time| start.elapsed() >= time);
+            let all_posted = stopped || self.posted.iter().all(|posted| *posted >= limit.messages);
+            if all_posted && self.posted == self.completed {
                 return Ok((start.elapsed(), peak));
             }
         }
@@ -98,9 +107,9 @@ impl Pump<'_> {
     fn post_all(&mut self, messages: u64) -> Result<(), Failure> {
         for index in 0..self.posted.len() {
             loop {
-                let under_way = self.posted[index] - self.ended[index];
-                let count = self.every.min(messages.saturating_sub(self.posted[index]));
-                if count == 0 || under_way + count > self.depth.max(self.every) {
+                let in_flight = self.posted[index] - self.completed[index];
+                let count = self.signal_interval.min(messages.saturating_sub(self.posted[index]));
+                if count == 0 || in_flight + count > self.depth.max(self.signal_interval) {
                     break;
                 }
                 self.post(index, count)?;
@@ -111,26 +120,26 @@ impl Pump<'_> {
 
     /// Posts so many messages; the last one's completion stands for all.
     fn post(&mut self, index: usize, count: u64) -> Result<(), Failure> {
-        let end = self.end;
-        let (offset, remote) = (end.offset(index), end.remote(index));
-        let (op, memory) = match end.test.verb {
-            Verb::Write => (Op::Write(remote), &end.outgoing),
-            Verb::Send => (Op::Send, &end.outgoing),
-            Verb::Read => (Op::Read(remote), &end.incoming),
-            Verb::Atomic => (Op::Atomic(remote, Atomic::FetchAdd { add: 1 }), &end.incoming),
+        let endpoint = self.endpoint;
+        let (offset, remote) = (endpoint.offset(index), endpoint.remote(index));
+        let (op, memory) = match endpoint.test.verb {
+            Verb::Write => (WrOp::Write(remote), &endpoint.outgoing),
+            Verb::Send => (WrOp::Send, &endpoint.outgoing),
+            Verb::Read => (WrOp::Read(remote), &endpoint.incoming),
+            Verb::Atomic => (WrOp::Atomic(remote, Atomic::FetchAdd { add: 1 }), &endpoint.incoming),
         };
         let range = [memory.mr.sge(offset, self.size as u32)];
         let id = (index as u64) << 32 | count;
-        let last = Request::new(id, op).with(&range);
-        let mut requests = [last.unsignaled(); HARVEST];
+        let last = SendRequest::new(id, op).with(&range);
+        let mut requests = [last.unsignaled(); POLL_BATCH];
         let mut left = count as usize;
         while left > 0 {
-            let step = left.min(HARVEST);
+            let step = left.min(POLL_BATCH);
             left -= step;
             if left == 0 {
                 requests[step - 1] = last;
             }
-            end.qps[index].post_send(&requests[..step])?;
+            endpoint.qps[index].post_send(&requests[..step])?;
         }
         self.posted[index] += count;
         Ok(())
@@ -138,44 +147,53 @@ impl Pump<'_> {
 }
 
 /// Posts all receives of the server.
-pub(super) fn post_receives(end: &End, size: u64) -> Result<(), Failure> {
-    let count = end.test.receives(end.role);
-    for index in 0..end.qps.len() {
-        give_back(end, size, index, count)?;
+pub(super) fn post_receives(endpoint: &Endpoint, size: u64) -> Result<(), Failure> {
+    let count = endpoint.test.receives(endpoint.role);
+    for index in 0..endpoint.qps.len() {
+        repost_receives(endpoint, size, index, count)?;
     }
     Ok(())
 }
 
 /// Posts so many receives.
-pub(super) fn give_back(end: &End, size: u64, index: usize, count: u32) -> Result<(), Failure> {
-    let range = [end.incoming.mr.sge(end.offset(index), size as u32)];
-    let requests = [ReceiveRequest { id: index as u64, data: &range }; HARVEST];
+pub(super) fn repost_receives(
+    endpoint: &Endpoint,
+    size: u64,
+    index: usize,
+    count: u32,
+) -> Result<(), Failure> {
+    let range = [endpoint.incoming.mr.sge(endpoint.offset(index), size as u32)];
+    let requests = [ReceiveRequest { id: index as u64, data: &range }; POLL_BATCH];
     let mut left = count as usize;
     while left > 0 {
-        let step = left.min(HARVEST);
-        end.qps[index].post_receive(&requests[..step])?;
+        let step = left.min(POLL_BATCH);
+        endpoint.qps[index].post_receive(&requests[..step])?;
         left -= step;
     }
     Ok(())
 }
 
 /// The server's side: takes what comes until the client has said something.
-pub(super) fn serve(end: &End, size: u64, watch: &mut Watch<'_>) -> Result<(), Failure> {
-    let mut completions = [Completion::EMPTY; HARVEST];
-    let mut free = vec![0; end.qps.len()];
+pub(super) fn serve(
+    endpoint: &Endpoint,
+    size: u64,
+    watchdog: &mut Watchdog<'_>,
+) -> Result<(), Failure> {
+    let mut completions = [Completion::EMPTY; POLL_BATCH];
+    let mut free = vec![0; endpoint.qps.len()];
     loop {
-        let found = end.cq.poll(&mut completions)?;
-        if found == 0 && watch.idle()? {
+        let found = endpoint.cq.poll(&mut completions)?;
+        if found == 0 && watchdog.poll_idle()? {
             return Ok(());
         }
         for completion in &completions[..found] {
             if !completion.is_success() {
-                return Err(failed(completion, &watch.peer.name));
+                return Err(failed(completion, &watchdog.peer.name));
             }
             let index = completion.id as usize;
             free[index] += 1;
-            if free[index] == HARVEST as u32 {
-                give_back(end, size, index, std::mem::take(&mut free[index]))?;
+            if free[index] == POLL_BATCH as u32 {
+                repost_receives(endpoint, size, index, std::mem::take(&mut free[index]))?;
             }
         }
     }

@@ -2,85 +2,93 @@
 
 use std::time::{Duration, Instant};
 
-use warpwire::verbs::{Atomic, Completion, Op, Request};
+use warpwire::verbs::{Atomic, Completion, SendRequest, WrOp};
 use warpwire_apps::pattern::fill_bytes;
 
-use super::bw::give_back;
-use super::end::{End, INLINE, failed};
+use super::bw::repost_receives;
+use super::control::{Done, Watchdog};
+use super::endpoint::{Endpoint, INLINE, failed};
 use super::table::{Figures, Row};
 use super::test::Verb;
-use super::word::{Done, Watch};
 use crate::output::Failure;
 
 /// At least so many, and so long: two processes that spin may begin on one core, until the scheduler parts them.
 const WARM_UPS: u64 = 20;
 const WARM_UP: Duration = Duration::from_millis(50);
 /// More than these are counted, and not kept.
-const MOST_TIMES: usize = 1 << 24;
+const MAX_SAMPLES: usize = 1 << 24;
 
 /// After so many messages it is asked whether they come without packets; then memory is looked at so often in a row.
-const CHOICE: u64 = 256;
-const LOOKS: u32 = 256;
+const ADAPT_INTERVAL: u64 = 256;
+const POLLS: u32 = 256;
 
 /// What both sides of a ping-pong do.
-struct Player<'a> {
-    end: &'a End,
+struct PingPong<'a> {
+    endpoint: &'a Endpoint,
     size: u64,
     /// What goes into the entry itself, where it is small and the host's.
-    small: Option<[u8; INLINE as usize]>,
+    inline_data: Option<[u8; INLINE as usize]>,
     /// Work whose end has not been seen.
-    under_way: u64,
+    in_flight: u64,
     /// How often memory is looked at before the device is driven.
-    looks: u32,
-    seen: u64,
+    polls: u32,
+    direct_seen: u64,
 }
 
-pub(super) fn run(end: &End, size: u64, watch: &mut Watch<'_>) -> Result<Done, Failure> {
-    let mut player = Player::new(end, size)?;
-    let time = end.test.seconds.map(Duration::from_secs_f64);
-    let iterations = end.test.iterations(size);
-    let share = if end.test.answers() { 2 } else { 1 };
+pub(super) fn run(
+    endpoint: &Endpoint,
+    size: u64,
+    watchdog: &mut Watchdog<'_>,
+) -> Result<Done, Failure> {
+    let mut ping_pong = PingPong::new(endpoint, size)?;
+    let time = endpoint.test.seconds.map(Duration::from_secs_f64);
+    let iterations = endpoint.test.iterations(size);
+    let share = if endpoint.test.is_ping_pong() { 2 } else { 1 };
     let mut times: Vec<u32> = Vec::with_capacity(iterations.min(1 << 20) as usize);
     let (mut count, begin) = (0, Instant::now());
     while count < WARM_UPS || begin.elapsed() < WARM_UP {
-        player.ping(count, watch)?;
+        ping_pong.ping(count, watchdog)?;
         count += 1;
-        player.choose(count);
+        ping_pong.adapt_polling(count);
     }
     let (begin, mut done) = (Instant::now(), 0);
     // From one post to the next is a round. The clock is looked at behind each post, while the message is under way,
     // so that it does not count as a part of the message.
-    player.post(count)?;
+    ping_pong.post(count)?;
     let mut before = Instant::now();
     while done < iterations && !time.is_some_and(|time| done > 0 && before - begin >= time) {
-        player.arrive(count, watch)?;
+        ping_pong.wait_arrival(count, watchdog)?;
         (count, done) = (count + 1, done + 1);
-        player.post(count)?;
+        ping_pong.post(count)?;
         let now = Instant::now();
-        if times.len() < MOST_TIMES {
+        if times.len() < MAX_SAMPLES {
             let took = (now - before).as_nanos() / share;
             times.push(u32::try_from(took).unwrap_or(u32::MAX));
         }
         before = now;
     }
-    player.arrive(count, watch)?;
+    ping_pong.wait_arrival(count, watchdog)?;
     count += 1;
-    player.drain(watch)?;
+    ping_pong.drain(watchdog)?;
     let row = Row::new(size, done, Figures::lat(&mut times));
     Ok(Done { per_qp: vec![count], row })
 }
 
 /// The server's side: answers until the client has said something.
-pub(super) fn serve(end: &End, size: u64, watch: &mut Watch<'_>) -> Result<(), Failure> {
-    let mut player = Player::new(end, size)?;
+pub(super) fn serve(
+    endpoint: &Endpoint,
+    size: u64,
+    watchdog: &mut Watchdog<'_>,
+) -> Result<(), Failure> {
+    let mut ping_pong = PingPong::new(endpoint, size)?;
     let mut count = 0;
-    while player.wait(count, watch, true)? {
-        player.post(count)?;
+    while ping_pong.wait(count, watchdog, true)? {
+        ping_pong.post(count)?;
         count += 1;
-        player.choose(count);
+        ping_pong.adapt_polling(count);
     }
     // The client has all answers; their completions may be on the way.
-    player.drain_quietly(watch)
+    ping_pong.drain_quietly(watchdog)
 }
 
 /// The last byte of the message with that number: never zero, and never that of the one before.
@@ -88,134 +96,143 @@ fn marker(number: u64) -> u8 {
     (number % 255) as u8 + 1
 }
 
-impl<'a> Player<'a> {
-    fn new(end: &'a End, size: u64) -> Result<Self, Failure> {
-        let fits = size <= u64::from(INLINE) && end.test.answers() && end.outgoing.is_host();
-        let small = fits.then(|| {
+impl<'a> PingPong<'a> {
+    fn new(endpoint: &'a Endpoint, size: u64) -> Result<Self, Failure> {
+        let fits = size <= u64::from(INLINE)
+            && endpoint.test.is_ping_pong()
+            && endpoint.outgoing.is_host();
+        let inline_data = fits.then(|| {
             let mut bytes = [0; INLINE as usize];
-            fill_bytes(&mut bytes[..size as usize], end.seed(size, 0), 0);
+            fill_bytes(&mut bytes[..size as usize], endpoint.seed(size, 0), 0);
             bytes
         });
-        Ok(Self { end, size, small, under_way: 0, looks: 1, seen: 0 })
+        Ok(Self { endpoint, size, inline_data, in_flight: 0, polls: 1, direct_seen: 0 })
     }
 
     /// Where messages come without packets, nothing need be driven for them to come: most looks go to memory alone.
     #[inline]
-    fn choose(&mut self, count: u64) {
-        if count.is_multiple_of(CHOICE) && self.end.test.verb == Verb::Write {
-            let seen = self.end.context.stats().direct.by_peers;
-            let comes = seen.wrapping_sub(std::mem::replace(&mut self.seen, seen)) >= CHOICE / 2;
-            self.looks = if comes { LOOKS } else { 1 };
+    fn adapt_polling(&mut self, count: u64) {
+        if count.is_multiple_of(ADAPT_INTERVAL) && self.endpoint.test.verb == Verb::Write {
+            let direct_seen = self.endpoint.context.stats().direct.by_peers;
+            let mostly_direct = direct_seen
+                .wrapping_sub(std::mem::replace(&mut self.direct_seen, direct_seen))
+                >= ADAPT_INTERVAL / 2;
+            self.polls = if mostly_direct { POLLS } else { 1 };
         }
     }
 
     /// One message there, and whatever tells that it arrived.
-    fn ping(&mut self, number: u64, watch: &mut Watch<'_>) -> Result<(), Failure> {
+    fn ping(&mut self, number: u64, watchdog: &mut Watchdog<'_>) -> Result<(), Failure> {
         self.post(number)?;
-        self.arrive(number, watch)
+        self.wait_arrival(number, watchdog)
     }
 
     /// Waits for what tells that the message with that number has arrived.
-    fn arrive(&mut self, number: u64, watch: &mut Watch<'_>) -> Result<(), Failure> {
-        match self.end.test.verb {
-            Verb::Write | Verb::Send => self.wait(number, watch, false).map(drop),
-            Verb::Read | Verb::Atomic => self.drain(watch),
+    fn wait_arrival(&mut self, number: u64, watchdog: &mut Watchdog<'_>) -> Result<(), Failure> {
+        match self.endpoint.test.verb {
+            Verb::Write | Verb::Send => self.wait(number, watchdog, false).map(drop),
+            Verb::Read | Verb::Atomic => self.drain(watchdog),
         }
     }
 
     /// Posts the message with that number.
     fn post(&mut self, number: u64) -> Result<(), Failure> {
-        let end = self.end;
-        let remote = end.remote(0);
-        let (op, memory) = match end.test.verb {
-            Verb::Write => (Op::Write(remote), &end.outgoing),
-            Verb::Send => (Op::Send, &end.outgoing),
-            Verb::Read => (Op::Read(remote), &end.incoming),
-            Verb::Atomic => (Op::Atomic(remote, Atomic::FetchAdd { add: 1 }), &end.incoming),
+        let endpoint = self.endpoint;
+        let remote = endpoint.remote(0);
+        let (op, memory) = match endpoint.test.verb {
+            Verb::Write => (WrOp::Write(remote), &endpoint.outgoing),
+            Verb::Send => (WrOp::Send, &endpoint.outgoing),
+            Verb::Read => (WrOp::Read(remote), &endpoint.incoming),
+            Verb::Atomic => (WrOp::Atomic(remote, Atomic::FetchAdd { add: 1 }), &endpoint.incoming),
         };
-        let marked = end.test.verb == Verb::Write;
-        let request = Request::new(number, op);
-        if let Some(small) = &mut self.small {
-            let bytes = &mut small[..self.size as usize];
+        let marked = endpoint.test.verb == Verb::Write;
+        let request = SendRequest::new(number, op);
+        if let Some(inline_data) = &mut self.inline_data {
+            let bytes = &mut inline_data[..self.size as usize];
             if marked {
                 bytes[self.size as usize - 1] = marker(number);
             }
-            end.qps[0].post_send(&[request.inline(bytes)])?;
+            endpoint.qps[0].post_send(&[request.inline(bytes)])?;
         } else {
             if marked {
-                end.outgoing.set_byte(self.size - 1, marker(number))?;
+                endpoint.outgoing.set_byte(self.size - 1, marker(number))?;
             }
             let range = [memory.mr.sge(0, self.size as u32)];
-            end.qps[0].post_send(&[request.with(&range)])?;
+            endpoint.qps[0].post_send(&[request.with(&range)])?;
         }
-        self.under_way += 1;
+        self.in_flight += 1;
         Ok(())
     }
 
     /// Spins until the message with that number is here: true; or, if that `may_end`, until the peer says something
     /// else: false.
-    fn wait(&mut self, number: u64, watch: &mut Watch<'_>, may_end: bool) -> Result<bool, Failure> {
-        let by_memory = self.end.test.verb == Verb::Write;
+    fn wait(
+        &mut self,
+        number: u64,
+        watchdog: &mut Watchdog<'_>,
+        may_end: bool,
+    ) -> Result<bool, Failure> {
+        let by_memory = self.endpoint.test.verb == Verb::Write;
         let wanted = marker(number);
-        if self.looks > 1 && self.under_way > 0 {
+        if self.polls > 1 && self.in_flight > 0 {
             // Done already, most likely, and there is time for it now.
-            self.poll(watch)?;
+            self.poll(watchdog)?;
         }
         loop {
-            for _ in 0..self.looks {
-                if by_memory && self.end.incoming.byte(self.size - 1)? == wanted {
+            for _ in 0..self.polls {
+                if by_memory && self.endpoint.incoming.byte(self.size - 1)? == wanted {
                     return Ok(true);
                 }
                 // The peer wants the line that is looked at here.
                 std::hint::spin_loop();
             }
-            let (found, received) = self.poll(watch)?;
+            let (found, received) = self.poll(watchdog)?;
             if received {
                 return Ok(true);
             }
-            if !found && may_end && watch.idle()? {
+            if !found && may_end && watchdog.poll_idle()? {
                 return Ok(false);
             }
             if !found && !may_end {
-                watch.silent()?;
+                watchdog.check_alive()?;
             }
         }
     }
 
     /// Takes one completion, if there is one; tells whether there was, and whether it was a receive.
     #[inline]
-    fn poll(&mut self, watch: &Watch<'_>) -> Result<(bool, bool), Failure> {
+    fn poll(&mut self, watchdog: &Watchdog<'_>) -> Result<(bool, bool), Failure> {
         let mut one = [Completion::EMPTY];
-        if self.end.cq.poll(&mut one)? == 0 {
+        if self.endpoint.cq.poll(&mut one)? == 0 {
             return Ok((false, false));
         }
         let [completion] = one;
         if !completion.is_success() {
-            return Err(failed(&completion, &watch.peer.name));
+            return Err(failed(&completion, &watchdog.peer.name));
         }
         let received = completion.is_receive();
         match received {
-            true => give_back(self.end, self.size, 0, 1)?,
-            false => self.under_way -= 1,
+            true => repost_receives(self.endpoint, self.size, 0, 1)?,
+            false => self.in_flight -= 1,
         }
         Ok((true, received))
     }
 
     /// Waits for the end of all work.
-    fn drain(&mut self, watch: &mut Watch<'_>) -> Result<(), Failure> {
-        while self.under_way > 0 {
-            if !self.poll(watch)?.0 {
-                watch.silent()?;
+    fn drain(&mut self, watchdog: &mut Watchdog<'_>) -> Result<(), Failure> {
+        while self.in_flight > 0 {
+            if !self.poll(watchdog)?.0 {
+                watchdog.check_alive()?;
             }
         }
         Ok(())
     }
 
-    /// As [`Player::drain`], when the peer's next word is waiting to be heard.
-    fn drain_quietly(&mut self, watch: &Watch<'_>) -> Result<(), Failure> {
+    /// As [`PingPong::drain`], when the peer's next word is waiting to be heard.
+    fn drain_quietly(&mut self, watchdog: &Watchdog<'_>) -> Result<(), Failure> {
         let start = Instant::now();
-        while self.under_way > 0 && start.elapsed() < Duration::from_secs(1) {
-            self.poll(watch)?;
+        while self.in_flight > 0 && start.elapsed() < Duration::from_secs(1) {
+            self.poll(watchdog)?;
         }
         Ok(())
     }

@@ -3,8 +3,8 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 
-use warpwire::link::fault::Plan;
-use warpwire::link::{Auto, Capture, Fault, Link, Shm, Tap, Udp, shm, udp};
+use warpwire::link::fault::FaultPlan;
+use warpwire::link::{Auto, Capture, FaultInjector, Link, Shm, Tap, Udp, shm, udp};
 
 use crate::output::Failure;
 
@@ -43,20 +43,20 @@ fn parse(text: &str) -> Result<Choice, String> {
     })
 }
 
-/// Makes it. `seen` is the address at which the peer sees this machine.
+/// Makes it. `local_ip` is the address at which the peer sees this machine.
 pub(crate) fn make(
     text: &str,
-    seen: IpAddr,
-    faults: Option<Plan>,
+    local_ip: IpAddr,
+    faults: Option<FaultPlan>,
     pcap: Option<&Path>,
 ) -> Result<(Box<dyn Link>, Option<Capture>), Failure> {
-    let or_seen = |address: Option<SocketAddr>| address.unwrap_or(SocketAddr::new(seen, 0));
+    let or_local = |address: Option<SocketAddr>| address.unwrap_or(SocketAddr::new(local_ip, 0));
     let link: Box<dyn Link> = match parse(text).map_err(Failure::Usage)? {
-        Choice::Udp(address) => Box::new(Udp::bind(or_seen(address), udp::Options::from_env()?)?),
-        Choice::Shm(address) => Box::new(Shm::bind(or_seen(address), shm::Options::from_env()?)?),
+        Choice::Udp(address) => Box::new(Udp::bind(or_local(address), udp::Options::from_env()?)?),
+        Choice::Shm(address) => Box::new(Shm::bind(or_local(address), shm::Options::from_env()?)?),
         Choice::Auto(address) => {
             let (udp, shm) = (udp::Options::from_env()?, shm::Options::from_env()?);
-            Box::new(Auto::bind(or_seen(address), udp, shm)?)
+            Box::new(Auto::bind(or_local(address), udp, shm)?)
         }
     };
     let capture = pcap.map(Capture::create).transpose()?;
@@ -65,7 +65,7 @@ pub(crate) fn make(
         None => link,
     };
     let link = match faults {
-        Some(plan) => Box::new(Fault::new(link, plan)),
+        Some(plan) => Box::new(FaultInjector::new(link, plan)),
         None => link,
     };
     Ok((link, capture))

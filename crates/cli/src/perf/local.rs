@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use super::table::{Figures, Report};
 use super::test::Test;
 use super::{Arguments, MemoryChoice, session};
-use crate::output::{Failure, Screen};
+use crate::output::{Failure, Reporter};
 
 /// The server's process. It ends with this.
 struct Server {
@@ -25,9 +25,9 @@ impl Drop for Server {
 }
 
 fn start(test: &Test, memory: &MemoryChoice, arguments: &Arguments) -> Result<Server, Failure> {
-    let failed = |why: std::io::Error| Failure::Broken(format!("cannot start the server: {why}"));
+    let failed = |why: std::io::Error| Failure::Runtime(format!("cannot start the server: {why}"));
     let program = std::env::current_exe().map_err(failed)?;
-    let drive = clap::ValueEnum::to_possible_value(&arguments.drive);
+    let progress = clap::ValueEnum::to_possible_value(&arguments.progress);
     let reg = clap::ValueEnum::to_possible_value(&arguments.reg);
     let mut command = Command::new(program);
     command
@@ -43,7 +43,7 @@ fn start(test: &Test, memory: &MemoryChoice, arguments: &Arguments) -> Result<Se
         Some(name) => command.args(["--device", name]),
         None => command
             .args(["--link", &arguments.link])
-            .args(drive.map(|drive| format!("--drive={}", drive.get_name()))),
+            .args(progress.map(|mode| format!("--progress={}", mode.get_name()))),
     };
     let child = command.spawn().map_err(failed)?;
     let mut server = Server { child, port: 0 };
@@ -55,7 +55,7 @@ fn start(test: &Test, memory: &MemoryChoice, arguments: &Arguments) -> Result<Se
         std::thread::spawn(move || std::io::copy(&mut out, &mut std::io::sink()));
     }
     server.port = line.trim().parse().map_err(|_| {
-        Failure::Broken("the server did not start; what it said stands above".to_owned())
+        Failure::Runtime("the server did not start; what it said stands above".to_owned())
     })?;
     Ok(server)
 }
@@ -63,23 +63,23 @@ fn start(test: &Test, memory: &MemoryChoice, arguments: &Arguments) -> Result<Se
 pub(super) fn client(
     test: Test,
     arguments: &Arguments,
-    screen: &Screen,
+    reporter: &Reporter,
 ) -> Result<Report, Failure> {
     let memory = arguments.peer_mem.as_ref().unwrap_or(&arguments.mem);
     let server = start(&test, memory, arguments)?;
-    let report = session::client(("127.0.0.1", server.port), test, arguments, screen)?;
+    let report = session::client(("127.0.0.1", server.port), test, arguments, reporter)?;
     let mut server = server;
     let status = server.child.wait();
     match status {
         Ok(status) if !status.success() => {
-            Err(Failure::Broken(format!("the server ended with {status}")))
+            Err(Failure::Runtime(format!("the server ended with {status}")))
         }
         _ => Ok(report),
     }
 }
 
-/// What [`pair`] found out.
-pub(crate) struct Brief {
+/// What [`run_pair`] found out.
+pub(crate) struct Summary {
     /// The time of one write.
     pub(crate) each: std::time::Duration,
     pub(crate) link: String,
@@ -89,7 +89,7 @@ pub(crate) struct Brief {
 }
 
 /// Writes memory of a device of this process to memory of a device of another one, `count` times; by udp.
-pub(crate) fn pair(from: &str, to: &str, size: u64, count: u32) -> Result<Brief, String> {
+pub(crate) fn run_pair(from: &str, to: &str, size: u64, count: u32) -> Result<Summary, String> {
     #[derive(clap::Parser)]
     struct Line {
         #[command(flatten)]
@@ -103,11 +103,11 @@ pub(crate) fn pair(from: &str, to: &str, size: u64, count: u32) -> Result<Brief,
     let arguments = &line.arguments;
     let report = arguments
         .test()
-        .and_then(|test| client(test, arguments, &Screen::new(true)))
-        .map_err(|(Failure::Usage(why) | Failure::Broken(why))| why)?;
+        .and_then(|test| client(test, arguments, &Reporter::new(true)))
+        .map_err(|(Failure::Usage(why) | Failure::Runtime(why))| why)?;
     let row = report.rows.first().ok_or("no row")?;
     let Figures::Bw { mpps, .. } = row.figures else { return Err("no bandwidth".to_owned()) };
-    Ok(Brief {
+    Ok(Summary {
         each: std::time::Duration::from_secs_f64(1e-6 / mpps.max(1e-9)),
         link: report.local.link.split_whitespace().next().unwrap_or("link").to_owned(),
         path: report.remote.path,

@@ -6,12 +6,12 @@ use std::str::FromStr;
 use clap::ValueEnum;
 use warpwire::mem::{self, Allocation, Device, Window};
 use warpwire::mr::HostMemory;
-use warpwire::verbs::{Access, Attach, Context, DmaBufRange, Memory, Mr, Pd};
+use warpwire::verbs::{Access, AttachMode, Context, DmaBufRange, MemorySource, Mr, Pd};
 use warpwire_apps::pattern::fill_bytes;
 
 /// How memory is registered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Registered {
+pub(crate) enum RegisterBy {
     /// By its handle
     Handle,
     /// By its address
@@ -60,11 +60,11 @@ impl std::fmt::Display for MemoryChoice {
 #[derive(Debug)]
 pub(crate) struct Buffer {
     pub(crate) mr: Mr,
-    place: Place,
+    backing: Backing,
 }
 
 #[derive(Debug)]
-enum Place {
+enum Backing {
     Host(HostMemory),
     Device { memory: Allocation, window: Option<Window> },
 }
@@ -80,67 +80,67 @@ impl Buffer {
         pd: &Pd,
         device: Option<&Device>,
         len: u64,
-        by: Registered,
+        by: RegisterBy,
     ) -> warpwire::Result<Self> {
         match device {
             None => {
                 let memory = match len >= LARGE {
-                    true => HostMemory::in_large_pages(len)?,
+                    true => HostMemory::in_huge_pages(len)?,
                     false => HostMemory::new(len)?,
                 };
                 let range = DmaBufRange { fd: memory.as_fd(), offset: 0, len };
                 let mr = match by {
-                    Registered::Dmabuf => {
-                        context.register_dmabuf(pd, range, None, Access::ALL, Attach::Static)
+                    RegisterBy::Dmabuf => {
+                        context.register_dmabuf(pd, range, None, Access::ALL, AttachMode::Static)
                     }
-                    Registered::Address | Registered::OnDemand => {
+                    RegisterBy::Address | RegisterBy::OnDemand => {
                         by_address(context, pd, memory.address(), len, by)
                     }
                     _ => context.register(pd, memory.clone(), Access::ALL),
                 }?;
-                Ok(Self { mr, place: Place::Host(memory) })
+                Ok(Self { mr, backing: Backing::Host(memory) })
             }
             Some(device) => {
                 let memory = device.alloc(len)?;
-                let whole = || Ok::<_, warpwire::Error>(Memory::from(memory.whole()?));
+                let whole = || Ok::<_, warpwire::Error>(MemorySource::from(memory.whole()?));
                 let mr = match by {
-                    Registered::Handle => context.register(pd, whole()?, Access::ALL),
-                    Registered::Staged => context.register(pd, whole()?.staged(), Access::ALL),
-                    Registered::Engine => {
+                    RegisterBy::Handle => context.register(pd, whole()?, Access::ALL),
+                    RegisterBy::Staged => context.register(pd, whole()?.staged(), Access::ALL),
+                    RegisterBy::Engine => {
                         context.register(pd, whole()?.without_window(), Access::ALL)
                     }
-                    Registered::Address | Registered::OnDemand => {
+                    RegisterBy::Address | RegisterBy::OnDemand => {
                         by_address(context, pd, memory.address().raw(), len, by)
                     }
-                    Registered::Dmabuf => {
+                    RegisterBy::Dmabuf => {
                         let buffer = memory.export_dmabuf(0, len)?;
                         let (range, rights) = ((&buffer).into(), Access::ALL);
-                        context.register_dmabuf(pd, range, None, rights, Attach::Dynamic)
+                        context.register_dmabuf(pd, range, None, rights, AttachMode::Dynamic)
                     }
                 }?;
                 // Without one the driver copies: slower, and as good.
                 let window = memory.window().ok();
-                Ok(Self { mr, place: Place::Device { memory, window } })
+                Ok(Self { mr, backing: Backing::Device { memory, window } })
             }
         }
     }
 
     /// Whether it is the CPU's own.
     pub(super) fn is_host(&self) -> bool {
-        matches!(self.place, Place::Host(_))
+        matches!(self.backing, Backing::Host(_))
     }
 
     pub(super) fn write(&self, at: u64, from: &[u8]) -> warpwire::Result<()> {
-        match &self.place {
-            Place::Host(memory) => memory.bytes().write(at, from),
-            Place::Device { memory, .. } => memory.write(at, from),
+        match &self.backing {
+            Backing::Host(memory) => memory.bytes().write(at, from),
+            Backing::Device { memory, .. } => memory.write(at, from),
         }
     }
 
     fn read(&self, at: u64, into: &mut [u8]) -> warpwire::Result<()> {
-        match &self.place {
-            Place::Host(memory) => memory.bytes().read(at, into),
-            Place::Device { memory, .. } => memory.read(at, into),
+        match &self.backing {
+            Backing::Host(memory) => memory.bytes().read(at, into),
+            Backing::Device { memory, .. } => memory.read(at, into),
         }
     }
 
@@ -148,20 +148,20 @@ impl Buffer {
     #[inline]
     pub(super) fn byte(&self, at: u64) -> warpwire::Result<u8> {
         let mut byte = [0];
-        match &self.place {
-            Place::Host(memory) => return memory.bytes().load_u8(at),
-            Place::Device { window: Some(window), .. } => window.read(at, &mut byte)?,
-            Place::Device { memory, .. } => memory.read(at, &mut byte)?,
+        match &self.backing {
+            Backing::Host(memory) => return memory.bytes().load_u8(at),
+            Backing::Device { window: Some(window), .. } => window.read(at, &mut byte)?,
+            Backing::Device { memory, .. } => memory.read(at, &mut byte)?,
         }
         Ok(byte[0])
     }
 
     #[inline]
     pub(super) fn set_byte(&self, at: u64, value: u8) -> warpwire::Result<()> {
-        match &self.place {
-            Place::Host(memory) => memory.bytes().write(at, &[value]),
-            Place::Device { window: Some(window), .. } => window.write(at, &[value]),
-            Place::Device { memory, .. } => memory.write(at, &[value]),
+        match &self.backing {
+            Backing::Host(memory) => memory.bytes().write(at, &[value]),
+            Backing::Device { window: Some(window), .. } => window.write(at, &[value]),
+            Backing::Device { memory, .. } => memory.write(at, &[value]),
         }
     }
 
@@ -180,13 +180,13 @@ impl Buffer {
         })
     }
 
-    pub(super) fn wipe(&self, at: u64, len: u64) -> warpwire::Result<()> {
+    pub(super) fn zero(&self, at: u64, len: u64) -> warpwire::Result<()> {
         let zeros = vec![0; CHUNK];
         each_chunk(len, |done, step| self.write(at + done, &zeros[..step]))
     }
 
     /// The first byte that is not as [`Buffer::fill`] with that seed left it.
-    pub(crate) fn first_wrong(
+    pub(crate) fn first_mismatch(
         &self,
         at: u64,
         len: u64,
@@ -201,7 +201,7 @@ impl Buffer {
             self.read(at + done, &mut found[..step])?;
             fill_bytes(&mut wanted[..step], seed, done);
             let differs = found[..step].iter().zip(&wanted[..step]).position(|(a, b)| a != b);
-            wrong = differs.map(|place| done + place as u64);
+            wrong = differs.map(|backing| done + backing as u64);
             Ok(())
         })?;
         Ok(wrong)
@@ -214,11 +214,11 @@ fn by_address(
     pd: &Pd,
     address: u64,
     len: u64,
-    by: Registered,
+    by: RegisterBy,
 ) -> warpwire::Result<Mr> {
     let rights = match by {
         // The kernel copies such memory, and has no atomic operations for that.
-        Registered::OnDemand => {
+        RegisterBy::OnDemand => {
             Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE | Access::ON_DEMAND
         }
         _ => Access::ALL,

@@ -1,7 +1,8 @@
 //! `warpwire perf`: bandwidth and latency between two processes, in the manner of perftest.
 
 mod bw;
-mod end;
+mod control;
+mod endpoint;
 mod lat;
 pub(crate) mod links;
 mod local;
@@ -9,19 +10,18 @@ pub(crate) mod memory;
 mod session;
 mod table;
 mod test;
-mod word;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use warpwire::link::fault::Plan;
+use warpwire::link::fault::FaultPlan;
 use warpwire::units;
 
-use crate::output::{self, Failure, Screen};
-pub(crate) use local::pair;
-use memory::{MemoryChoice, Registered};
+use crate::output::{self, Failure, Reporter};
+pub(crate) use local::run_pair;
+use memory::{MemoryChoice, RegisterBy};
 use test::{Metric, Test, Verb};
 
 /// Measure writes, reads, sends and atomics between two processes
@@ -100,7 +100,7 @@ pub(crate) struct Arguments {
 
     /// How this side's memory is registered; with --local, on both sides
     #[arg(long, value_name = "HOW", default_value = "handle")]
-    reg: Registered,
+    reg: RegisterBy,
 
     /// The link: udp, shm (two processes of one machine) or auto (shm where it can be), each with :ADDRESS:PORT if
     /// the address at which the peer sees us is not the right one
@@ -117,15 +117,16 @@ pub(crate) struct Arguments {
 
     /// Faults on this side's link, as in loss=5%,reorder=1%,seed=7
     #[arg(long, value_name = "FAULTS", value_parser = faults)]
-    fault: Option<Plan>,
+    fault: Option<FaultPlan>,
 
     /// Record this side's packets, for Wireshark
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
 
-    /// Who drives the device: the polling thread and a guard, the polling thread alone, or a thread of its own
-    #[arg(long, value_name = "WHO", default_value = "guarded")]
-    drive: DriveChoice,
+    /// What advances the device: polling threads with a fallback thread, polling threads alone, or
+    /// a dedicated thread
+    #[arg(long, value_name = "MODE", default_value = "auto")]
+    progress: ProgressChoice,
 
     /// Packets for everything, also where peers of one machine could reach each other's memory by themselves
     #[arg(long)]
@@ -167,32 +168,32 @@ Examples:
   warpwire perf write bw --local -s 1MiB --json | jq '.rows[0].average_mb_s'";
 
 #[derive(Clone, Copy, ValueEnum)]
-enum DriveChoice {
-    /// The thread that polls; a guard when nobody does
-    Guarded,
-    /// The thread that polls, and nobody else
-    Inline,
-    /// A thread of its own
+enum ProgressChoice {
+    /// Threads that poll; a fallback thread when none does
+    Auto,
+    /// Threads that poll, and no other
+    Manual,
+    /// A dedicated thread
     Thread,
 }
 
-impl DriveChoice {
-    fn drive(self) -> warpwire::verbs::Drive {
-        use warpwire::verbs::Drive;
+impl ProgressChoice {
+    fn mode(self) -> warpwire::verbs::ProgressMode {
+        use warpwire::verbs::ProgressMode;
         match self {
-            Self::Guarded => Drive::Guarded,
-            Self::Inline => Drive::Inline,
-            Self::Thread => Drive::Thread { spin: Duration::from_millis(1), core: None },
+            Self::Auto => ProgressMode::Auto,
+            Self::Manual => ProgressMode::Manual,
+            Self::Thread => ProgressMode::Thread { spin: Duration::from_millis(1), core: None },
         }
     }
 }
 
 /// A message is at most so long.
-const LARGEST: u64 = 1 << 30;
+const MAX_SIZE: u64 = 1 << 30;
 
 pub(crate) fn size(text: &str) -> Result<u64, String> {
     match units::parse_bytes(text) {
-        Ok(size) if (1..=LARGEST).contains(&size) => Ok(size),
+        Ok(size) if (1..=MAX_SIZE).contains(&size) => Ok(size),
         Ok(_) => Err("a message has 1 byte to 1GiB".to_owned()),
         Err(error) => Err(error.to_string()),
     }
@@ -210,7 +211,7 @@ pub(crate) fn mtu(text: &str) -> Result<u32, String> {
     known.map(|mtu| mtu.bytes()).ok_or_else(|| "write 256, 512, 1024, 2048 or 4096".to_owned())
 }
 
-pub(crate) fn faults(text: &str) -> Result<Plan, String> {
+pub(crate) fn faults(text: &str) -> Result<FaultPlan, String> {
     text.parse().map_err(|error: warpwire::Error| error.to_string())
 }
 
@@ -260,18 +261,18 @@ impl Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
-    output::ended(measure(arguments))
+    output::exit_result(measure(arguments))
 }
 
 fn measure(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let screen = Screen::new(arguments.json);
+    let reporter = Reporter::new(arguments.json);
     let test = arguments.test()?;
     let report = match &arguments.host {
-        Some(host) => session::client((host.as_str(), arguments.port), test, arguments, &screen)?,
-        None if arguments.local => local::client(test, arguments, &screen)?,
-        None => session::server(&test, arguments, &screen)?,
+        Some(host) => session::client((host.as_str(), arguments.port), test, arguments, &reporter)?,
+        None if arguments.local => local::client(test, arguments, &reporter)?,
+        None => session::server(&test, arguments, &reporter)?,
     };
-    screen.say(&table::rule())?;
-    screen.finish(&report)?;
+    reporter.print(&table::rule())?;
+    reporter.finish(&report)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -3,75 +3,75 @@
 use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
 
-use warpwire::verbs::exchange::Exchange;
+use warpwire::verbs::bootstrap::Bootstrap;
 
-use super::end::{End, Role};
+use super::control::{ControlChannel, ControlMsg, Done};
+use super::endpoint::{Endpoint, Role};
 use super::table::{self, Report, Row};
 use super::test::{Metric, Test, Verb};
-use super::word::{Done, Peer, Word};
 use super::{Arguments, bw, lat};
-use crate::output::{Failure, Screen, print};
+use crate::output::{Failure, Reporter, print};
 
 /// Once connected, a peer that works says the next word within this, or within --timeout if that is longer.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) fn client(
     host: (&str, u16),
     test: Test,
     arguments: &Arguments,
-    screen: &Screen,
+    reporter: &Reporter,
 ) -> Result<Report, Failure> {
-    screen.working(format!("connecting to {}:{}", host.0, host.1));
-    let exchange = Exchange::connect(host, arguments.timeout())?;
-    talk(exchange, Role::Client, test, arguments, screen)
+    reporter.set_status(format!("connecting to {}:{}", host.0, host.1));
+    let bootstrap = Bootstrap::connect(host, arguments.timeout())?;
+    run_session(bootstrap, Role::Client, test, arguments, reporter)
 }
 
 pub(super) fn server(
     test: &Test,
     arguments: &Arguments,
-    screen: &Screen,
+    reporter: &Reporter,
 ) -> Result<Report, Failure> {
     let port = if arguments.announce { 0 } else { arguments.port };
     let address = SocketAddr::new(arguments.bind, port);
     let listener = TcpListener::bind(address).map_err(|why| {
         let fix = "give another port with -p, or an address of this machine with --bind";
-        Failure::Broken(format!("cannot listen on {address}: {why}; {fix}"))
+        Failure::Runtime(format!("cannot listen on {address}: {why}; {fix}"))
     })?;
     let address = listener.local_addr().unwrap_or(address);
     if arguments.announce {
-        print(&format!("{}\n", address.port())).map_err(Failure::Broken)?;
+        print(&format!("{}\n", address.port())).map_err(Failure::Runtime)?;
     }
-    screen.say(&format!(" Waiting for a client on {address}\n"))?;
-    screen.working("waiting");
-    let exchange = Exchange::accept(&listener, arguments.timeout()).map_err(|error| {
-        Failure::Broken(format!("{error} (here: warpwire perf {} {})", test.name(), address.ip()))
+    reporter.print(&format!(" Waiting for a client on {address}\n"))?;
+    reporter.set_status("waiting");
+    let bootstrap = Bootstrap::accept(&listener, arguments.timeout()).map_err(|error| {
+        Failure::Runtime(format!("{error} (here: warpwire perf {} {})", test.name(), address.ip()))
     })?;
-    talk(exchange, Role::Server, test.clone(), arguments, screen)
+    run_session(bootstrap, Role::Server, test.clone(), arguments, reporter)
 }
 
-fn talk(
-    exchange: Exchange,
+fn run_session(
+    bootstrap: Bootstrap,
     role: Role,
     test: Test,
     arguments: &Arguments,
-    screen: &Screen,
+    reporter: &Reporter,
 ) -> Result<Report, Failure> {
-    let mut peer = Peer::new(exchange, arguments.timeout().max(PATIENCE));
-    let outcome = converse(&mut peer, role, test, arguments, screen);
+    let mut peer = ControlChannel::new(bootstrap, arguments.timeout().max(TIMEOUT));
+    let outcome = run_test(&mut peer, role, test, arguments, reporter);
     if let Err(failure) = &outcome {
-        peer.despair(failure);
+        peer.send_failure(failure);
     }
     outcome
 }
 
 /// The test that is run: the client's, if the server was started for it.
-fn agree(peer: &mut Peer, role: Role, mine: Test) -> Result<Test, Failure> {
-    let theirs = match peer.swap(&Word::Test(mine.clone()))? {
-        Word::Test(theirs) => theirs,
+fn negotiate(peer: &mut ControlChannel, role: Role, mine: Test) -> Result<Test, Failure> {
+    let theirs = match peer.swap(&ControlMsg::Test(mine.clone()))? {
+        ControlMsg::Test(theirs) => theirs,
         other => return Err(peer.unexpected(&other)),
     };
     if (theirs.verb, theirs.metric) != (mine.verb, mine.metric) {
-        return Err(Failure::Broken(format!(
+        return Err(Failure::Runtime(format!(
             "{} runs perf {}, and this side perf {}; run the same on both",
             peer.name,
             theirs.name(),
@@ -79,84 +79,91 @@ fn agree(peer: &mut Peer, role: Role, mine: Test) -> Result<Test, Failure> {
         )));
     }
     let test = if role == Role::Client { mine } else { theirs };
-    test.check().map_err(Failure::Broken)?;
+    test.check().map_err(Failure::Runtime)?;
     Ok(test)
 }
 
-fn converse(
-    peer: &mut Peer,
+fn run_test(
+    peer: &mut ControlChannel,
     role: Role,
     test: Test,
     arguments: &Arguments,
-    screen: &Screen,
+    reporter: &Reporter,
 ) -> Result<Report, Failure> {
-    let test = agree(peer, role, test)?;
-    screen.working("preparing memory and queue pairs");
-    let mut end = End::new(role, test, peer.sees()?, arguments)?;
-    let ready = match peer.swap(&Word::Ready(end.ready()))? {
-        Word::Ready(ready) => ready,
+    let test = negotiate(peer, role, test)?;
+    reporter.set_status("preparing memory and queue pairs");
+    let mut endpoint = Endpoint::new(role, test, peer.local_ip()?, arguments)?;
+    let ready = match peer.swap(&ControlMsg::Ready(endpoint.ready()))? {
+        ControlMsg::Ready(ready) => ready,
         other => return Err(peer.unexpected(&other)),
     };
-    end.connect(&ready)?;
-    screen.say(&table::head(&end.test, &end.side, &ready.side))?;
-    screen.say(&table::columns(end.test.metric, arguments.report_gbits))?;
+    endpoint.connect(&ready)?;
+    reporter.print(&table::head(&endpoint.test, &endpoint.info, &ready.info))?;
+    reporter.print(&table::columns(endpoint.test.metric, arguments.report_gbits))?;
     let mut rows = Vec::new();
-    for size in end.test.sizes.clone() {
-        screen.working(format!("{}: {size} bytes", end.test.name()));
-        let row = one_size(&end, peer, size)?;
-        screen.say(&row.render(arguments.report_gbits))?;
+    for size in endpoint.test.sizes.clone() {
+        reporter.set_status(format!("{}: {size} bytes", endpoint.test.name()));
+        let row = one_size(&endpoint, peer, size)?;
+        reporter.print(&row.render(arguments.report_gbits))?;
         rows.push(row);
     }
-    let counters = end.context.stats().pairs;
+    let counters = endpoint.context.stats().pairs;
     // Who leaves early lets the other's last packets go unanswered.
-    peer.meet()?;
-    end.finish()?;
-    Ok(Report { test: end.test, local: end.side, remote: ready.side, rows, counters })
+    peer.barrier()?;
+    endpoint.finish()?;
+    Ok(Report { test: endpoint.test, local: endpoint.info, remote: ready.info, rows, counters })
 }
 
-fn one_size(end: &End, peer: &mut Peer, size: u64) -> Result<Row, Failure> {
-    end.prepare(size)?;
-    if end.test.verb == Verb::Send {
-        bw::post_receives(end, size)?;
+fn one_size(endpoint: &Endpoint, peer: &mut ControlChannel, size: u64) -> Result<Row, Failure> {
+    endpoint.prepare(size)?;
+    if endpoint.test.verb == Verb::Send {
+        bw::post_receives(endpoint, size)?;
     }
-    peer.meet()?;
-    let mut watch = peer.watch(&end.context);
-    let done = match (end.role, end.test.metric) {
-        (Role::Client, Metric::Bw) => bw::run(end, size, &mut watch)?,
-        (Role::Client, Metric::Lat) => lat::run(end, size, &mut watch)?,
+    peer.barrier()?;
+    let mut watchdog = peer.watchdog(&endpoint.context);
+    let done = match (endpoint.role, endpoint.test.metric) {
+        (Role::Client, Metric::Bw) => bw::run(endpoint, size, &mut watchdog)?,
+        (Role::Client, Metric::Lat) => lat::run(endpoint, size, &mut watchdog)?,
         (Role::Server, metric) => {
             match metric {
-                Metric::Lat if end.test.answers() => lat::serve(end, size, &mut watch)?,
-                _ => bw::serve(end, size, &mut watch)?,
+                Metric::Lat if endpoint.test.is_ping_pong() => {
+                    lat::serve(endpoint, size, &mut watchdog)?
+                }
+                _ => bw::serve(endpoint, size, &mut watchdog)?,
             }
-            hear_done(peer, end)?
+            recv_done(peer, endpoint)?
         }
     };
-    if end.role == Role::Client {
-        peer.tell(&Word::Done(done.clone()))?;
+    if endpoint.role == Role::Client {
+        peer.send(&ControlMsg::Done(done.clone()))?;
     }
-    judge(end, peer, size, done)
+    exchange_verdicts(endpoint, peer, size, done)
 }
 
-fn hear_done(peer: &mut Peer, end: &End) -> Result<Done, Failure> {
-    match peer.hear()? {
-        Word::Done(done) if done.per_qp.len() == end.qps.len() => Ok(done),
+fn recv_done(peer: &mut ControlChannel, endpoint: &Endpoint) -> Result<Done, Failure> {
+    match peer.recv()? {
+        ControlMsg::Done(done) if done.per_qp.len() == endpoint.qps.len() => Ok(done),
         other => Err(peer.unexpected(&other)),
     }
 }
 
 /// Both sides look at their memory, and tell each other.
-fn judge(end: &End, peer: &mut Peer, size: u64, done: Done) -> Result<Row, Failure> {
-    let mine = end.verify(size, &done.per_qp)?;
-    let theirs = match peer.swap(&Word::Verdict(mine.clone()))? {
-        Word::Verdict(theirs) => theirs,
+fn exchange_verdicts(
+    endpoint: &Endpoint,
+    peer: &mut ControlChannel,
+    size: u64,
+    done: Done,
+) -> Result<Row, Failure> {
+    let mine = endpoint.verify(size, &done.per_qp)?;
+    let theirs = match peer.swap(&ControlMsg::Verdict(mine.clone()))? {
+        ControlMsg::Verdict(theirs) => theirs,
         other => return Err(peer.unexpected(&other)),
     };
     if let Some(wrong) = mine {
-        return Err(Failure::Broken(format!("WRONG DATA from {}: {wrong}", peer.name)));
+        return Err(Failure::Runtime(format!("WRONG DATA from {}: {wrong}", peer.name)));
     }
     if let Some(wrong) = theirs {
-        return Err(Failure::Broken(format!("WRONG DATA at {}: {wrong}", peer.name)));
+        return Err(Failure::Runtime(format!("WRONG DATA at {}: {wrong}", peer.name)));
     }
-    Ok(Row { verified: end.test.verify, ..done.row })
+    Ok(Row { verified: endpoint.test.verify, ..done.row })
 }

@@ -1,10 +1,10 @@
 //! perftest's tables.
 
 use serde::{Deserialize, Serialize};
-use warpwire::hca::Sum;
+use warpwire::hca::QpTotals;
 
+use super::control::EndpointInfo;
 use super::test::{Metric, Test};
-use super::word::Side;
 
 /// One size.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -106,11 +106,11 @@ impl Row {
 #[derive(Serialize)]
 pub(crate) struct Report {
     pub(super) test: Test,
-    pub(super) local: Side,
-    pub(super) remote: Side,
+    pub(super) local: EndpointInfo,
+    pub(super) remote: EndpointInfo,
     pub(super) rows: Vec<Row>,
     /// What this side's device has counted.
-    pub(super) counters: Sum,
+    pub(super) counters: QpTotals,
 }
 
 pub(super) fn rule() -> String {
@@ -118,7 +118,7 @@ pub(super) fn rule() -> String {
 }
 
 /// The head: what is measured, between what.
-pub(super) fn head(test: &Test, local: &Side, remote: &Side) -> String {
+pub(super) fn head(test: &Test, local: &EndpointInfo, remote: &EndpointInfo) -> String {
     let metric = match test.metric {
         Metric::Bw => "bandwidth",
         Metric::Lat => "latency",
@@ -135,20 +135,20 @@ pub(super) fn head(test: &Test, local: &Side, remote: &Side) -> String {
     let verified = if test.verify { "yes" } else { "no, as --no-verify asks" };
     text += &format!(" TX depth        : {depth:<14} Data verified   : {verified}\n");
     text += &rule();
-    for (name, side) in [("local", local), ("remote", remote)] {
-        let Side { qpn, psn, rkey, address, .. } = side;
+    for (name, info) in [("local", local), ("remote", remote)] {
+        let EndpointInfo { qpn, psn, rkey, address, .. } = info;
         text += &format!(
             " {name:<6} address: QPN {qpn:#06x} PSN {psn:#08x} RKey {rkey:#010x} VAddr {address:#018x}\n"
         );
     }
-    for (name, side) in [("local", local), ("remote", remote)] {
-        text += &format!(" {name:<6} link   : {}\n", side.link);
-        let path = match side.path == side.memory || side.memory == "host" {
-            true => side.path.clone(),
-            false => format!("{}, by {}", side.memory, side.path),
+    for (name, info) in [("local", local), ("remote", remote)] {
+        text += &format!(" {name:<6} link   : {}\n", info.link);
+        let path = match info.path == info.memory || info.memory == "host" {
+            true => info.path.clone(),
+            false => format!("{}, by {}", info.memory, info.path),
         };
-        text += &format!(" {name:<6} memory : {path}; registered by {}\n", side.registered);
-        for why in &side.why {
+        text += &format!(" {name:<6} memory : {path}; registered by {}\n", info.registered);
+        for why in &info.why {
             text += &format!("                : {why}\n");
         }
     }

@@ -61,7 +61,7 @@ pub(crate) struct Test {
 }
 
 /// Without -n, a size moves about so much.
-const ENOUGH: u64 = 4 << 30;
+const MAX_TOTAL_BYTES: u64 = 4 << 30;
 
 impl Test {
     /// As a user writes it.
@@ -69,13 +69,13 @@ impl Test {
         format!("{} {}", self.verb.name(), self.metric.name())
     }
 
-    pub(super) fn largest(&self) -> u64 {
+    pub(super) fn max_size(&self) -> u64 {
         self.sizes.iter().copied().max().unwrap_or(8).max(8)
     }
 
     /// Each queue pair has memory of its own, so far apart.
     pub(super) fn stride(&self) -> u64 {
-        self.largest().next_multiple_of(64)
+        self.max_size().next_multiple_of(64)
     }
 
     /// How many messages of that size, if that was not left to time.
@@ -87,12 +87,12 @@ impl Test {
         match (self.iterations, self.seconds) {
             (_, Some(_)) => u64::MAX,
             (Some(count), None) => count.into(),
-            (None, None) => default.min(ENOUGH / size).max(16),
+            (None, None) => default.min(MAX_TOTAL_BYTES / size).max(16),
         }
     }
 
     /// Whether messages go both ways.
-    pub(super) fn answers(&self) -> bool {
+    pub(super) fn is_ping_pong(&self) -> bool {
         self.metric == Metric::Lat && matches!(self.verb, Verb::Write | Verb::Send)
     }
 
@@ -100,7 +100,7 @@ impl Test {
     pub(super) fn check(&self) -> Result<(), String> {
         let fine = !self.sizes.is_empty()
             && self.sizes.len() <= 64
-            && self.sizes.iter().all(|size| (1..=super::LARGEST).contains(size))
+            && self.sizes.iter().all(|size| (1..=super::MAX_SIZE).contains(size))
             && (1..=4096).contains(&self.qps)
             && (1..=8192).contains(&self.depth)
             && self.iterations != Some(0);
@@ -129,7 +129,7 @@ mod tests {
     fn large_messages_are_fewer() {
         let test = test();
         assert_eq!((test.iterations(2), test.iterations(1 << 30)), (5000, 16));
-        assert_eq!((test.largest(), test.stride()), (1 << 30, 1 << 30));
+        assert_eq!((test.max_size(), test.stride()), (1 << 30, 1 << 30));
         assert_eq!(Test { iterations: Some(7), ..test.clone() }.iterations(1 << 30), 7);
         assert_eq!(Test { seconds: Some(1.0), ..test }.iterations(2), u64::MAX);
     }

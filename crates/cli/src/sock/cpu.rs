@@ -12,19 +12,19 @@ use serde::Serialize;
 use warpwire::units;
 use warpwire_apps::pattern;
 
-use super::peer::{Connection, Family, Listener, Peer, Role};
-use crate::output::{Failure, Screen};
+use super::peer::{Connection, CpuPeer, Family, Listener, Role};
+use crate::output::{Failure, Reporter};
 
 /// Who is at this end.
 #[derive(Args)]
-pub(super) struct This {
+pub(super) struct CpuFlag {
     /// Let a CPU program be at this end, too: no kernel, no device
     #[arg(long, conflicts_with_all = ["device", "pinned"])]
     pub(super) cpu: bool,
 }
 
-pub(super) fn broken(error: io::Error) -> Failure {
-    Failure::Broken(format!("the CPU's socket failed: {error}"))
+pub(super) fn socket_error(error: io::Error) -> Failure {
+    Failure::Runtime(format!("the CPU's socket failed: {error}"))
 }
 
 /// A measurement in one family, beside TCP by the same program in the same run.
@@ -44,7 +44,7 @@ struct Row {
     ratio: f64,
 }
 
-fn tell(screen: Screen, tool: &str, report: &Report) -> Result<ExitCode, Failure> {
+fn print_report(reporter: Reporter, tool: &str, report: &Report) -> Result<ExitCode, Failure> {
     let family = report.family;
     let mut text = format!(
         "# sock {tool} between two threads of the CPU, {} messages\n{:<14}  {:>14}  {:>14}  {:>6}\n",
@@ -58,26 +58,26 @@ fn tell(screen: Screen, tool: &str, report: &Report) -> Result<ExitCode, Failure
         let cell = |value: f64| format!("{value:.2} {unit}");
         text += &format!("{what:<14}  {:>14}  {:>14}  {ratio:>6.2}\n", cell(*value), cell(*tcp));
     }
-    screen.say(&text)?;
-    screen.finish(report)?;
+    reporter.print(&text)?;
+    reporter.finish(report)?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// A round trip to an echo; every answer is compared.
 pub(super) fn lat(family: Family, size: u64, rounds: u32, json: bool) -> Result<ExitCode, Failure> {
-    let screen = Screen::new(json);
+    let reporter = Reporter::new(json);
     let each = |family: Family| -> Result<f64, Failure> {
-        screen.working(format!("{} round trips, {}", rounds, family.name()));
+        reporter.set_status(format!("{} round trips, {}", rounds, family.name()));
         ping(family, size, rounds.min(100))?;
         Ok(ping(family, size, rounds)?.as_secs_f64() * 1e6 / f64::from(rounds))
     };
     let (value, tcp) = (each(family)?, each(Family::Inet)?);
     let row = Row { what: "to and fro", value, tcp, unit: "us", ratio: value / tcp };
-    tell(screen, "lat", &Report { family: family.name(), size, rows: vec![row] })
+    print_report(reporter, "lat", &Report { family: family.name(), size, rows: vec![row] })
 }
 
 fn ping(family: Family, size: u64, rounds: u32) -> Result<Duration, Failure> {
-    let echo = Peer::start(family, Role::Echo, size as usize, None)?;
+    let echo = CpuPeer::start(family, Role::Echo, size as usize, None)?;
     let connection = family.connect(echo.address)?;
     let mut stream = &connection;
     let (mut sent, mut back) = (vec![0; size as usize], vec![0; size as usize]);
@@ -85,14 +85,14 @@ fn ping(family: Family, size: u64, rounds: u32) -> Result<Duration, Failure> {
     let begun = Instant::now();
     for round in 0..rounds {
         sent[0] = round as u8;
-        stream.write_all(&sent).map_err(broken)?;
-        stream.read_exact(&mut back).map_err(broken)?;
+        stream.write_all(&sent).map_err(socket_error)?;
+        stream.read_exact(&mut back).map_err(socket_error)?;
         if sent != back {
-            return Err(Failure::Broken(format!("round trip {round} brought other bytes back")));
+            return Err(Failure::Runtime(format!("round trip {round} brought other bytes back")));
         }
     }
     let time = begun.elapsed();
-    connection.shutdown(Shutdown::Both).map_err(broken)?;
+    connection.shutdown(Shutdown::Both).map_err(socket_error)?;
     drop(connection);
     echo.finish()?;
     Ok(time)
@@ -100,24 +100,24 @@ fn ping(family: Family, size: u64, rounds: u32) -> Result<Duration, Failure> {
 
 /// A stream in either direction.
 pub(super) fn bw(family: Family, size: u64, total: u64, json: bool) -> Result<ExitCode, Failure> {
-    let screen = Screen::new(json);
+    let reporter = Reporter::new(json);
     let rounds = total.div_ceil(size);
     let mut rows = Vec::new();
     for (what, sends) in [("to the peer", true), ("from the peer", false)] {
         let rate = |family: Family| -> Result<f64, Failure> {
-            screen.working(format!("{what}, {}", family.name()));
-            let time = pour(family, size, rounds, sends)?;
+            reporter.set_status(format!("{what}, {}", family.name()));
+            let time = transfer(family, size, rounds, sends)?;
             Ok((rounds * size) as f64 / 1e6 / time.as_secs_f64())
         };
         let (value, tcp) = (rate(family)?, rate(Family::Inet)?);
         rows.push(Row { what, value, tcp, unit: "MB/s", ratio: value / tcp });
     }
-    tell(screen, "bw", &Report { family: family.name(), size, rows })
+    print_report(reporter, "bw", &Report { family: family.name(), size, rows })
 }
 
-fn pour(family: Family, size: u64, rounds: u64, sends: bool) -> Result<Duration, Failure> {
+fn transfer(family: Family, size: u64, rounds: u64, sends: bool) -> Result<Duration, Failure> {
     let role = if sends { Role::Sink } else { Role::Source(rounds * size) };
-    let peer = Peer::start(family, role, size as usize, None)?;
+    let peer = CpuPeer::start(family, role, size as usize, None)?;
     let connection = family.connect(peer.address)?;
     let mut stream = &connection;
     let mut buffer = vec![0; size as usize];
@@ -127,11 +127,11 @@ fn pour(family: Family, size: u64, rounds: u64, sends: bool) -> Result<Duration,
             true => stream.write_all(&buffer),
             false => stream.read_exact(&mut buffer),
         }
-        .map_err(broken)?;
+        .map_err(socket_error)?;
     }
     if sends {
-        connection.shutdown(Shutdown::Write).map_err(broken)?;
-        stream.read_exact(&mut buffer[..1]).map_err(broken)?;
+        connection.shutdown(Shutdown::Write).map_err(socket_error)?;
+        stream.read_exact(&mut buffer[..1]).map_err(socket_error)?;
     }
     let time = begun.elapsed();
     drop(connection);
@@ -141,7 +141,7 @@ fn pour(family: Family, size: u64, rounds: u64, sends: bool) -> Result<Duration,
 
 /// What a server of the CPU has done.
 #[derive(Default)]
-pub(super) struct Served {
+pub(super) struct ServeCounters {
     pub(super) connections: AtomicU64,
     pub(super) received: AtomicU64,
     pub(super) sent: AtomicU64,
@@ -151,15 +151,15 @@ pub(super) struct Served {
 pub(super) fn serve(
     family: Family,
     bind: SocketAddr,
-    echoes: bool,
-) -> Result<(SocketAddr, Arc<Served>), Failure> {
+    is_echo: bool,
+) -> Result<(SocketAddr, Arc<ServeCounters>), Failure> {
     let listening = Listener::bind(family, bind);
     let (listener, address) = listening.map_err(|error| {
         Failure::Usage(format!(
             "cannot listen at {bind}: {error}; choose an address that is this machine's and free"
         ))
     })?;
-    let served = Arc::new(Served::default());
+    let served = Arc::new(ServeCounters::default());
     let counts = served.clone();
     std::thread::spawn(move || {
         loop {
@@ -169,45 +169,45 @@ pub(super) fn serve(
                 continue;
             };
             let counts = counts.clone();
-            std::thread::spawn(move || client(&connection, echoes, &counts));
+            std::thread::spawn(move || client(&connection, is_echo, &counts));
         }
     });
     Ok((address, served))
 }
 
 /// Serves one client; what it does wrong, or how it goes, is its own affair.
-fn client(connection: &Connection, echoes: bool, counts: &Served) {
+fn client(connection: &Connection, is_echo: bool, counts: &ServeCounters) {
     counts.connections.fetch_add(1, Ordering::Relaxed);
     let mut stream = connection;
     let mut buffer = vec![0; 64 << 10];
     while let Ok(count @ 1..) = stream.read(&mut buffer) {
         counts.received.fetch_add(count as u64, Ordering::Relaxed);
-        if echoes {
+        if is_echo {
             if stream.write_all(&buffer[..count]).is_err() {
                 return;
             }
             counts.sent.fetch_add(count as u64, Ordering::Relaxed);
         }
     }
-    if !echoes {
+    if !is_echo {
         let _ = stream.write_all(&[1]);
     }
 }
 
-/// Connects, asks, says that no more will come, and gives what was answered: at most `most` bytes.
+/// Connects, asks, says that no more will come, and gives what was answered: at most `max_bytes` bytes.
 pub(super) fn talk(
     family: Family,
     server: SocketAddr,
-    question: &[u8],
-    most: u64,
+    request: &[u8],
+    max_bytes: u64,
     timeout: Duration,
 ) -> Result<Vec<u8>, Failure> {
     let connection = family.connect(server)?;
-    connection.set_timeout(timeout).map_err(broken)?;
+    connection.set_timeout(timeout).map_err(socket_error)?;
     let mut stream = &connection;
-    stream.write_all(question).map_err(broken)?;
-    connection.shutdown(Shutdown::Write).map_err(broken)?;
+    stream.write_all(request).map_err(socket_error)?;
+    connection.shutdown(Shutdown::Write).map_err(socket_error)?;
     let mut answer = Vec::new();
-    stream.take(most).read_to_end(&mut answer).map_err(broken)?;
+    stream.take(max_bytes).read_to_end(&mut answer).map_err(socket_error)?;
     Ok(answer)
 }

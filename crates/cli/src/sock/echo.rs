@@ -11,20 +11,20 @@ use warpwire::sock::SockOptions;
 use warpwire_apps::pattern;
 use warpwire_apps::programs::Service;
 
-use super::cpu::This;
-use super::peer::{Peer, Role};
-use super::{Ground, heading};
+use super::cpu::CpuFlag;
+use super::peer::{CpuPeer, Role};
+use super::{SockTarget, heading};
 use crate::copy::target::size;
-use crate::output::{Failure, Screen};
+use crate::output::{Failure, Reporter};
 
 /// Send bytes through an echo kernel, and compare what comes back
 #[derive(Args)]
 pub(super) struct Arguments {
     #[command(flatten)]
-    ground: Ground,
+    target: SockTarget,
 
     #[command(flatten)]
-    this: This,
+    cpu_flag: CpuFlag,
 
     /// The largest message; all powers of two up to it, and one byte more and less
     #[arg(short = 's', long, value_name = "SIZE", default_value = "4MiB", value_parser = size)]
@@ -46,35 +46,35 @@ struct Report {
 
 impl Arguments {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
-        let screen = Screen::new(self.json);
-        if self.this.cpu {
-            screen.say("# sock echo by a thread of the CPU\n")?;
-            let server = Peer::start(self.ground.family, Role::Echo, 64 << 10, None)?;
-            let ended = self.compare(screen, server.address, "cpu".to_owned());
+        let reporter = Reporter::new(self.json);
+        if self.cpu_flag.cpu {
+            reporter.print("# sock echo by a thread of the CPU\n")?;
+            let server = CpuPeer::start(self.target.family, Role::Echo, 64 << 10, None)?;
+            let ended = self.compare(reporter, server.address, "cpu".to_owned());
             return server.finish().and(ended);
         }
-        let (host, no_cuda) = self.ground.open(SockOptions::default())?;
-        let programs = self.ground.programs(&host)?;
-        screen.say(&heading("echo", &host, no_cuda.as_deref()))?;
+        let (host, no_cuda) = self.target.open(SockOptions::default())?;
+        let programs = self.target.programs(&host)?;
+        reporter.print(&heading("echo", &host, no_cuda.as_deref()))?;
         let server = programs.serve(&host, Service::Echo, ([127, 0, 0, 1], 0).into(), 1)?;
-        self.compare(screen, server.address(), host.device().label())
+        self.compare(reporter, server.address(), host.device().label())
     }
 
     /// Sends messages of all sizes to an echo, and compares.
     fn compare(
         &self,
-        screen: Screen,
+        reporter: Reporter,
         server: SocketAddr,
         device: String,
     ) -> Result<ExitCode, Failure> {
-        let stream = self.ground.family.connect(server)?;
-        let broken = |error: std::io::Error| Failure::Broken(format!("the echo failed: {error}"));
+        let stream = self.target.family.connect(server)?;
+        let broken = |error: std::io::Error| Failure::Runtime(format!("the echo failed: {error}"));
         let (mut messages, mut bytes, mut wrong) = (0, 0, 0);
         let begun = Instant::now();
         let powers = (0..).map(|power| 1_u64 << power).take_while(|size| *size <= self.size);
         for power in powers {
             for len in [power - 1, power, power + 1] {
-                screen.working(format!("{len} bytes"));
+                reporter.set_status(format!("{len} bytes"));
                 let mut sent = vec![0; len as usize];
                 pattern::fill_bytes(&mut sent, len, 0);
                 let mut back = vec![0; len as usize];
@@ -93,8 +93,8 @@ impl Arguments {
         stream.shutdown(Shutdown::Both).map_err(broken)?;
         let seconds = begun.elapsed().as_secs_f64();
         let report = Report { device, messages, bytes, wrong, seconds };
-        screen.say(&format!("{messages} messages, {bytes} bytes, {wrong} wrong\n"))?;
-        screen.finish(&report)?;
+        reporter.print(&format!("{messages} messages, {bytes} bytes, {wrong} wrong\n"))?;
+        reporter.finish(&report)?;
         Ok(if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 }

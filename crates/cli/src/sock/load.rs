@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::peer;
 use crate::copy::target::iterations;
-use crate::output::{Failure, Screen};
+use crate::output::{Failure, Reporter};
 
 /// Load a key-value server (RESP), and compare every answer
 #[derive(Args)]
@@ -133,17 +133,17 @@ impl Arguments {
         let begun = Instant::now();
         let outcomes: Vec<_> = std::thread::scope(|scope| {
             let start = |stream| scope.spawn(move || self.client(command, stream, share));
-            let working: Vec<_> = streams?.into_iter().map(start).collect();
+            let set_status: Vec<_> = streams?.into_iter().map(start).collect();
             let lost = || Err(std::io::Error::other("a client stopped"));
             Ok::<_, Failure>(
-                working.into_iter().map(|one| one.join().unwrap_or_else(|_| lost())).collect(),
+                set_status.into_iter().map(|one| one.join().unwrap_or_else(|_| lost())).collect(),
             )
         })?;
         let seconds = begun.elapsed().as_secs_f64();
         let (mut times, mut wrong) = (Vec::new(), 0);
         for outcome in outcomes {
             let outcome = outcome.map_err(|error| {
-                Failure::Broken(format!("{command} at {}: {error}", self.server))
+                Failure::Runtime(format!("{command} at {}: {error}", self.server))
             })?;
             times.extend(outcome.times);
             wrong += outcome.wrong;
@@ -155,23 +155,23 @@ impl Arguments {
     }
 
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
-        let screen = Screen::new(self.json);
-        screen.say(&format!(
+        let reporter = Reporter::new(self.json);
+        reporter.print(&format!(
             "# {} clients, {} on their way each, values of {} bytes\n{:<8}  {:>12}  {:>12}  {:>12}  {:>6}\n",
             self.clients, self.pipeline, self.size, "command", "per second", "p50", "p99", "wrong"
         ))?;
         let mut rows = Vec::new();
         for command in COMMANDS {
-            screen.working(command);
+            reporter.set_status(command);
             let row = self.row(command)?;
-            screen.say(&format!(
+            reporter.print(&format!(
                 "{:<8}  {:>12.0}  {:>9.1} us  {:>9.1} us  {:>6}\n",
                 row.command, row.per_second, row.p50_us, row.p99_us, row.wrong
             ))?;
             rows.push(row);
         }
         let wrong: u64 = rows.iter().map(|row| row.wrong).sum();
-        screen.finish(&Report { clients: self.clients, pipeline: self.pipeline, rows })?;
+        reporter.finish(&Report { clients: self.clients, pipeline: self.pipeline, rows })?;
         Ok(if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 }

@@ -11,12 +11,12 @@ use warpwire::sock::{SockHost, SockOptions};
 use warpwire::units;
 use warpwire_apps::programs::{Programs, Service, Work};
 
-use super::cpu::{self, This, broken};
-use super::peer::{self, Family, Peer, Role};
-use super::plain::Plain;
-use super::{Ground, heading};
+use super::cpu::{self, CpuFlag, socket_error};
+use super::device_copy::DeviceCopy;
+use super::peer::{self, CpuPeer, Family, Role};
+use super::{SockTarget, heading};
 use crate::copy::target::{iterations, size};
-use crate::output::{Failure, Screen};
+use crate::output::{Failure, Reporter};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Spinning costs a core, and is what latency is measured with.
@@ -25,14 +25,14 @@ const SPIN: Duration = Duration::from_millis(5);
 /// Who is at the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Other {
+enum PeerKind {
     /// A thread of this process
     Cpu,
     /// A kernel of the same device, with a host of its own
     Kernel,
 }
 
-impl Other {
+impl PeerKind {
     /// The other end's device, where the CPU stands in for a kernel.
     fn device(self, host: &SockHost) -> Option<Device> {
         (self == Self::Kernel).then(|| host.device().clone())
@@ -41,23 +41,23 @@ impl Other {
 
 /// A kernel's work with a kernel or a thread at the other end.
 fn by_kernel(
-    ground: &Ground,
+    target: &SockTarget,
     (host, programs): (&SockHost, &Programs),
-    other: Other,
+    peer_kind: PeerKind,
     options: SockOptions,
     (work, role): (Work, Role),
     (size, rounds): (u64, u64),
 ) -> Result<Duration, Failure> {
     let client = |server| programs.client(host, work, server, size, rounds, TIMEOUT * 4);
-    match other {
-        Other::Cpu => {
-            let peer = Peer::start(ground.family, role, size as usize, None)?;
+    match peer_kind {
+        PeerKind::Cpu => {
+            let peer = CpuPeer::start(target.family, role, size as usize, None)?;
             let done = client(peer.address)?;
             peer.finish()?;
             Ok(done.time)
         }
-        Other::Kernel => {
-            let there = ground.serve(host.device(), options)?;
+        PeerKind::Kernel => {
+            let there = target.serve(host.device(), options)?;
             let service = if work == Work::Push { Service::Sink } else { Service::Echo };
             let server = programs.serve(&there, service, ([127, 0, 0, 1], 0).into(), 1)?;
             Ok(client(server.address())?.time)
@@ -66,10 +66,10 @@ fn by_kernel(
 }
 
 /// `--cpu` and a kernel at the other end: which of the two is meant?
-fn check_cpu(peer: Other) -> Result<(), Failure> {
+fn check_cpu(peer: PeerKind) -> Result<(), Failure> {
     match peer {
-        Other::Cpu => Ok(()),
-        Other::Kernel => Err(Failure::Usage(
+        PeerKind::Cpu => Ok(()),
+        PeerKind::Kernel => Err(Failure::Usage(
             "cannot measure --cpu with --peer kernel: leave out --cpu, and the kernel is at this end and the CPU at the other, \
              or leave out --peer"
                 .to_owned(),
@@ -81,18 +81,18 @@ fn check_cpu(peer: Other) -> Result<(), Failure> {
 #[derive(Args)]
 pub(super) struct Lat {
     #[command(flatten)]
-    ground: Ground,
+    target: SockTarget,
 
     /// Bytes of a message
     #[arg(short = 's', long, value_name = "SIZE", default_value = "64", value_parser = size)]
     size: u64,
 
     #[command(flatten)]
-    this: This,
+    cpu_flag: CpuFlag,
 
     /// Who echoes; if it is a kernel, the CPU's way copies at both ends
     #[arg(long, value_enum, default_value = "cpu")]
-    peer: Other,
+    peer: PeerKind,
 
     /// How many round trips
     #[arg(short = 'n', long, value_name = "N", default_value = "2000", value_parser = iterations)]
@@ -107,7 +107,7 @@ pub(super) struct Lat {
 struct LatReport {
     device: String,
     family: &'static str,
-    peer: Other,
+    peer: PeerKind,
     size: u64,
     rounds: u32,
     /// Round trips of a kernel's socket.
@@ -119,31 +119,31 @@ struct LatReport {
 
 impl Lat {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
-        if self.this.cpu {
+        if self.cpu_flag.cpu {
             check_cpu(self.peer)?;
-            return cpu::lat(self.ground.family, self.size, self.iters, self.json);
+            return cpu::lat(self.target.family, self.size, self.iters, self.json);
         }
-        let screen = Screen::new(self.json);
+        let reporter = Reporter::new(self.json);
         let options = SockOptions { sockets: 16, spin: SPIN, ..SockOptions::default() };
-        let (host, no_cuda) = self.ground.open(options)?;
-        let programs = self.ground.programs(&host)?;
-        screen.say(&heading("lat", &host, no_cuda.as_deref()))?;
-        screen.working("a kernel's socket");
+        let (host, no_cuda) = self.target.open(options)?;
+        let programs = self.target.programs(&host)?;
+        reporter.print(&heading("lat", &host, no_cuda.as_deref()))?;
+        reporter.set_status("a kernel's socket");
         let rounds = u64::from(self.iters);
         let kernel = |rounds: u64| {
             let what = (Work::Ping, Role::Echo);
             let by = (&host, &programs);
-            by_kernel(&self.ground, by, self.peer, options, what, (self.size, rounds))
+            by_kernel(&self.target, by, self.peer, options, what, (self.size, rounds))
         };
         kernel(rounds.min(100))?;
         let by_kernel = kernel(rounds)?;
-        screen.working("a CPU's socket");
+        reporter.set_status("a CPU's socket");
         self.by_cpu(&host, rounds.min(100))?;
         let by_cpu = self.by_cpu(&host, rounds)?;
         let each = |time: Duration| time.as_secs_f64() * 1e6 / f64::from(self.iters);
         let report = LatReport {
             device: host.device().label(),
-            family: self.ground.family.name(),
+            family: self.target.family.name(),
             peer: self.peer,
             size: self.size,
             rounds: self.iters,
@@ -151,7 +151,7 @@ impl Lat {
             cpu_us: each(by_cpu),
             ratio: each(by_kernel) / each(by_cpu),
         };
-        screen.say(&format!(
+        reporter.print(&format!(
             "{:>10}  {:>12}  {:>22}  {:>6}\n{:>10}  {:>9.2} us  {:>19.2} us  {:>6.2}\n",
             "size",
             "kernel",
@@ -162,24 +162,24 @@ impl Lat {
             report.cpu_us,
             report.ratio
         ))?;
-        screen.finish(&report)?;
+        reporter.finish(&report)?;
         Ok(ExitCode::SUCCESS)
     }
 
     /// The same by the CPU: out of device memory, to the peer and back, into device memory.
     fn by_cpu(&self, host: &SockHost, rounds: u64) -> Result<Duration, Failure> {
         let device = self.peer.device(host);
-        let echo = Peer::start(Family::Inet, Role::Echo, self.size as usize, device)?;
-        let plain = Plain::new(host.device(), self.size)?;
+        let echo = CpuPeer::start(Family::Inet, Role::Echo, self.size as usize, device)?;
+        let device_copy = DeviceCopy::new(host.device(), self.size)?;
         let mut buffer = vec![0; self.size as usize];
         let mut stream = peer::connect(echo.address)?;
         let begun = Instant::now();
         for _ in 0..rounds {
-            plain.read(&mut buffer)?;
-            stream.write_all(&buffer).map_err(broken)?;
-            stream.read_exact(&mut buffer).map_err(broken)?;
-            plain.write(&buffer)?;
-            plain.finish()?;
+            device_copy.read(&mut buffer)?;
+            stream.write_all(&buffer).map_err(socket_error)?;
+            stream.read_exact(&mut buffer).map_err(socket_error)?;
+            device_copy.write(&buffer)?;
+            device_copy.finish()?;
         }
         let time = begun.elapsed();
         drop(stream);
@@ -192,18 +192,18 @@ impl Lat {
 #[derive(Args)]
 pub(super) struct Bw {
     #[command(flatten)]
-    ground: Ground,
+    target: SockTarget,
 
     /// Bytes of a message
     #[arg(short = 's', long, value_name = "SIZE", default_value = "64KiB", value_parser = size)]
     size: u64,
 
     #[command(flatten)]
-    this: This,
+    cpu_flag: CpuFlag,
 
     /// Who is at the other end; if it is a kernel, the CPU's way copies at both ends
     #[arg(long, value_enum, default_value = "cpu")]
-    peer: Other,
+    peer: PeerKind,
 
     /// How many bytes in all
     #[arg(short = 't', long, value_name = "SIZE", default_value = "256MiB", value_parser = size)]
@@ -218,7 +218,7 @@ pub(super) struct Bw {
 struct BwReport {
     device: String,
     family: &'static str,
-    peer: Other,
+    peer: PeerKind,
     size: u64,
     total: u64,
     rows: Vec<BwRow>,
@@ -234,32 +234,32 @@ struct BwRow {
 
 impl Bw {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
-        if self.this.cpu {
+        if self.cpu_flag.cpu {
             check_cpu(self.peer)?;
-            return cpu::bw(self.ground.family, self.size, self.total, self.json);
+            return cpu::bw(self.target.family, self.size, self.total, self.json);
         }
-        let screen = Screen::new(self.json);
+        let reporter = Reporter::new(self.json);
         let ring = 1 << 20;
         let options = SockOptions { sockets: 16, ring, spin: SPIN, ..SockOptions::default() };
-        let (host, no_cuda) = self.ground.open(options)?;
-        let programs = self.ground.programs(&host)?;
-        screen.say(&heading("bw", &host, no_cuda.as_deref()))?;
+        let (host, no_cuda) = self.target.open(options)?;
+        let programs = self.target.programs(&host)?;
+        reporter.print(&heading("bw", &host, no_cuda.as_deref()))?;
         let rounds = self.total.div_ceil(self.size);
         let total = rounds * self.size;
         let rate = |time: Duration| total as f64 / 1e6 / time.as_secs_f64();
         let mut rows = Vec::new();
         let directions: &[(&'static str, Work)] = match self.peer {
-            Other::Cpu => &[("to the CPU", Work::Push), ("from the CPU", Work::Pull)],
-            Other::Kernel => &[("to a kernel", Work::Push)],
+            PeerKind::Cpu => &[("to the CPU", Work::Push), ("from the CPU", Work::Pull)],
+            PeerKind::Kernel => &[("to a kernel", Work::Push)],
         };
         for (direction, work) in directions.iter().copied() {
-            screen.working(format!("{direction}, a kernel's socket"));
+            reporter.set_status(format!("{direction}, a kernel's socket"));
             let role = || if work == Work::Push { Role::Sink } else { Role::Source(total) };
             let (by, what) = ((&host, &programs), (work, role()));
-            let time = by_kernel(&self.ground, by, self.peer, options, what, (self.size, rounds))?;
-            screen.working(format!("{direction}, a CPU's socket"));
+            let time = by_kernel(&self.target, by, self.peer, options, what, (self.size, rounds))?;
+            reporter.set_status(format!("{direction}, a CPU's socket"));
             let device = self.peer.device(&host);
-            let peer = Peer::start(Family::Inet, role(), self.size as usize, device)?;
+            let peer = CpuPeer::start(Family::Inet, role(), self.size as usize, device)?;
             let by_cpu = self.by_cpu(&host, work, &peer, rounds)?;
             peer.finish()?;
             let (kernel_mb_s, cpu_mb_s) = (rate(time), rate(by_cpu));
@@ -276,16 +276,16 @@ impl Bw {
                 row.direction, row.kernel_mb_s, row.cpu_mb_s, row.ratio
             );
         }
-        screen.say(&text)?;
+        reporter.print(&text)?;
         let report = BwReport {
             device: host.device().label(),
-            family: self.ground.family.name(),
+            family: self.target.family.name(),
             peer: self.peer,
             size: self.size,
             total,
             rows,
         };
-        screen.finish(&report)?;
+        reporter.finish(&report)?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -293,26 +293,26 @@ impl Bw {
         &self,
         host: &SockHost,
         work: Work,
-        peer: &Peer,
+        peer: &CpuPeer,
         rounds: u64,
     ) -> Result<Duration, Failure> {
-        let plain = Plain::new(host.device(), self.size)?;
+        let device_copy = DeviceCopy::new(host.device(), self.size)?;
         let mut buffer = vec![0; self.size as usize];
         let mut stream = peer::connect(peer.address)?;
         let begun = Instant::now();
         for _ in 0..rounds {
             if work == Work::Push {
-                plain.read(&mut buffer)?;
-                stream.write_all(&buffer).map_err(broken)?;
+                device_copy.read(&mut buffer)?;
+                stream.write_all(&buffer).map_err(socket_error)?;
             } else {
-                stream.read_exact(&mut buffer).map_err(broken)?;
-                plain.write(&buffer)?;
+                stream.read_exact(&mut buffer).map_err(socket_error)?;
+                device_copy.write(&buffer)?;
             }
         }
-        plain.finish()?;
+        device_copy.finish()?;
         if work == Work::Push {
-            stream.shutdown(std::net::Shutdown::Write).map_err(broken)?;
-            stream.read_exact(&mut buffer[..1]).map_err(broken)?;
+            stream.shutdown(std::net::Shutdown::Write).map_err(socket_error)?;
+            stream.read_exact(&mut buffer[..1]).map_err(socket_error)?;
         }
         Ok(begun.elapsed())
     }

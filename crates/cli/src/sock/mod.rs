@@ -1,11 +1,11 @@
 //! `warpwire sock`: sockets inside kernels, to serve with, to talk with, and to measure.
 
 mod cpu;
+mod device_copy;
 mod echo;
 mod load;
 mod measure;
 mod peer;
-mod plain;
 mod serve;
 mod similar;
 
@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 use warpwire::mem::{Backend, Device};
-use warpwire::sock::{Place, SockHost, SockOptions};
+use warpwire::sock::{SockHost, SockMemory, SockOptions};
 use warpwire_apps::programs::Programs;
 
 use crate::copy::target::DeviceChoice;
@@ -59,7 +59,7 @@ enum Tool {
 
 /// The device, and its sockets.
 #[derive(Args)]
-struct Ground {
+struct SockTarget {
     #[command(flatten)]
     device: DeviceChoice,
 
@@ -72,7 +72,7 @@ struct Ground {
     family: Family,
 }
 
-impl Ground {
+impl SockTarget {
     fn open(&self, options: SockOptions) -> Result<(SockHost, Option<String>), Failure> {
         let (device, no_cuda) = self.device.open()?;
         Ok((self.serve(&device, options)?, no_cuda))
@@ -80,8 +80,8 @@ impl Ground {
 
     /// Sockets for kernels of that device.
     fn serve(&self, device: &Device, options: SockOptions) -> Result<SockHost, Failure> {
-        let place = if self.pinned { Place::Pinned } else { options.place };
-        Ok(SockHost::start(device, SockOptions { place, ..options })?)
+        let memory = if self.pinned { SockMemory::Pinned } else { options.memory };
+        Ok(SockHost::start(device, SockOptions { memory, ..options })?)
     }
 
     /// The kernels of this family.
@@ -108,7 +108,7 @@ fn heading(tool: &str, host: &SockHost, no_cuda: Option<&str>) -> String {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode, String> {
-    output::ended(match &arguments.tool {
+    output::exit_result(match &arguments.tool {
         Tool::Serve(arguments) => arguments.run(),
         Tool::Kv(arguments) => arguments.run(),
         Tool::Similar(arguments) => arguments.run(),

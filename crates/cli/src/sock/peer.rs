@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use warpwire::mem::Device;
-use warpwire::sock::device::Kind;
+use warpwire::sock::device::SocketKind;
 use warpwire::sock::warp;
 
-use super::plain::{self, Plain};
+use super::device_copy::{self, DeviceCopy};
 use crate::output::Failure;
 
 /// Which sockets.
@@ -24,10 +24,10 @@ pub(super) enum Family {
 }
 
 impl Family {
-    pub(super) fn kind(self) -> Kind {
+    pub(super) fn kind(self) -> SocketKind {
         match self {
-            Self::Inet => Kind::Stream,
-            Self::Warp => Kind::WarpStream,
+            Self::Inet => SocketKind::Stream,
+            Self::Warp => SocketKind::WarpStream,
         }
     }
 
@@ -42,14 +42,14 @@ impl Family {
     pub(super) fn connect(self, address: SocketAddr) -> Result<Connection, Failure> {
         let connected = match self {
             Self::Inet => tcp(address).map(Connection::Tcp),
-            Self::Warp => another_net()?.connect(address).map(Connection::Warp),
+            Self::Warp => shared_net()?.connect(address).map(Connection::Warp),
         };
-        connected.map_err(|error| Failure::Broken(format!("cannot connect to {address}: {error}")))
+        connected.map_err(|error| Failure::Runtime(format!("cannot connect to {address}: {error}")))
     }
 }
 
 /// What those who connect share. Those who listen here have another, as if they were another program.
-fn another_net() -> Result<warp::Net, Failure> {
+fn shared_net() -> Result<warp::Net, Failure> {
     static NET: OnceLock<warp::Net> = OnceLock::new();
     if let Some(net) = NET.get() {
         return Ok(net.clone());
@@ -66,13 +66,13 @@ fn tcp(address: SocketAddr) -> io::Result<TcpStream> {
 
 /// A connection by TCP alone.
 pub(super) fn connect(address: SocketAddr) -> Result<TcpStream, Failure> {
-    tcp(address).map_err(|error| Failure::Broken(format!("cannot connect to {address}: {error}")))
+    tcp(address).map_err(|error| Failure::Runtime(format!("cannot connect to {address}: {error}")))
 }
 
 /// A connection of the CPU's.
 pub(super) enum Connection {
     Tcp(TcpStream),
-    Warp(warp::Stream),
+    Warp(warp::WarpStream),
 }
 
 impl Connection {
@@ -132,7 +132,7 @@ pub(super) enum Role {
 
 pub(super) enum Listener {
     Tcp(TcpListener),
-    Warp(warp::Listener),
+    Warp(warp::WarpListener),
 }
 
 impl Listener {
@@ -144,7 +144,7 @@ impl Listener {
                 Ok((Self::Tcp(listener), address))
             }
             Family::Warp => {
-                let listener = warp::Listener::bind(at)?;
+                let listener = warp::WarpListener::bind(at)?;
                 let address = listener.local_addr()?;
                 Ok((Self::Warp(listener), address))
             }
@@ -164,52 +164,52 @@ impl Listener {
 }
 
 /// A peer on the loopback interface, in a thread.
-pub(super) struct Peer {
+pub(super) struct CpuPeer {
     pub(super) address: SocketAddr,
     thread: JoinHandle<io::Result<()>>,
 }
 
-impl Peer {
+impl CpuPeer {
     /// Starts one. With device memory, everything that comes is copied there, and everything that goes comes from there.
     pub(super) fn start(
         family: Family,
         role: Role,
-        piece: usize,
+        chunk: usize,
         device: Option<Device>,
     ) -> Result<Self, Failure> {
-        let broken = |error: io::Error| Failure::Broken(format!("cannot listen: {error}"));
+        let broken = |error: io::Error| Failure::Runtime(format!("cannot listen: {error}"));
         let any = ([127, 0, 0, 1], 0).into();
         let (listener, address) = Listener::bind(family, any).map_err(broken)?;
-        let thread = std::thread::spawn(move || serve(&listener, role, piece, device));
+        let thread = std::thread::spawn(move || serve(&listener, role, chunk, device));
         Ok(Self { address, thread })
     }
 
     pub(super) fn finish(self) -> Result<(), Failure> {
         match self.thread.join() {
             Ok(Ok(())) => Ok(()),
-            Ok(Err(error)) => Err(Failure::Broken(format!("the CPU's end failed: {error}"))),
-            Err(_) => Err(Failure::Broken("the CPU's end stopped".to_owned())),
+            Ok(Err(error)) => Err(Failure::Runtime(format!("the CPU's end failed: {error}"))),
+            Err(_) => Err(Failure::Runtime("the CPU's end stopped".to_owned())),
         }
     }
 }
 
-fn serve(listener: &Listener, role: Role, piece: usize, device: Option<Device>) -> io::Result<()> {
+fn serve(listener: &Listener, role: Role, chunk: usize, device: Option<Device>) -> io::Result<()> {
     // The driver's copies belong to the thread that makes them.
-    let device = device.map(|device| Plain::new(&device, piece.max(4096) as u64));
-    let device = device.transpose().map_err(plain::other)?;
+    let device = device.map(|device| DeviceCopy::new(&device, chunk.max(4096) as u64));
+    let device = device.transpose().map_err(device_copy::other)?;
     let device = device.as_ref();
     let connection = listener.accept()?;
     let mut stream = &connection;
-    let mut buffer = vec![0; piece.max(4096)];
-    let taken = |bytes: &[u8]| device.map_or(Ok(()), |device| device.take(bytes));
+    let mut buffer = vec![0; chunk.max(4096)];
+    let copy_in = |bytes: &[u8]| device.map_or(Ok(()), |device| device.upload(bytes));
     match role {
         Role::Echo => loop {
             match stream.read(&mut buffer) {
                 Ok(0) => return Ok(()),
                 Ok(count) => {
-                    taken(&buffer[..count])?;
+                    copy_in(&buffer[..count])?;
                     if let Some(device) = device {
-                        device.give(&mut buffer[..count])?;
+                        device.download(&mut buffer[..count])?;
                     }
                     stream.write_all(&buffer[..count])?;
                 }
@@ -221,7 +221,7 @@ fn serve(listener: &Listener, role: Role, piece: usize, device: Option<Device>) 
             loop {
                 match stream.read(&mut buffer)? {
                     0 => break,
-                    count => taken(&buffer[..count])?,
+                    count => copy_in(&buffer[..count])?,
                 }
             }
             stream.write_all(&[1])
@@ -229,9 +229,9 @@ fn serve(listener: &Listener, role: Role, piece: usize, device: Option<Device>) 
         Role::Source(total) => {
             let mut left = total;
             while left > 0 {
-                let part = left.min(buffer.len() as u64) as usize;
-                stream.write_all(&buffer[..part])?;
-                left -= part as u64;
+                let chunk_len = left.min(buffer.len() as u64) as usize;
+                stream.write_all(&buffer[..chunk_len])?;
+                left -= chunk_len as u64;
             }
             // Until the other side closes.
             while stream.read(&mut buffer).is_ok_and(|count| count > 0) {}

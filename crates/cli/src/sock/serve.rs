@@ -12,17 +12,17 @@ use warpwire::sock::{SockOptions, SockStats};
 use warpwire_apps::kv::{KvOptions, KvServer, KvStats};
 use warpwire_apps::programs::Service;
 
-use super::cpu::{self, This};
+use super::cpu::{self, CpuFlag};
 use super::peer::Family;
-use super::{Ground, heading};
+use super::{SockTarget, heading};
 use crate::copy::target::size;
 use crate::output::{self, Failure, print_json};
 
 /// How often a server that has a time limit looks at the clock.
-const GLANCE: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 #[derive(Clone, Copy, ValueEnum)]
-enum What {
+enum ServiceChoice {
     Echo,
     Sink,
     Http,
@@ -32,18 +32,18 @@ enum What {
 #[derive(Args)]
 pub(super) struct Serve {
     #[command(flatten)]
-    ground: Ground,
+    target: SockTarget,
 
     /// Where to listen; port 0 lets the system choose
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7000")]
     bind: SocketAddr,
 
     #[command(flatten)]
-    this: This,
+    cpu_flag: CpuFlag,
 
     /// What to do with what comes
     #[arg(long, value_enum, default_value = "echo")]
-    service: What,
+    service: ServiceChoice,
 
     /// Blocks of the kernel, each with one client at a time
     #[arg(short = 'w', long, value_name = "N", default_value_t = 8)]
@@ -77,13 +77,13 @@ pub(super) fn announce(
         let _ = std::io::stderr().write_all(line.as_bytes());
         return Ok(());
     }
-    output::print(&format!("{heading}{line}")).map_err(Failure::Broken)
+    output::print(&format!("{heading}{line}")).map_err(Failure::Runtime)
 }
 
 pub(super) fn wait(seconds: Option<u64>) {
     let begun = Instant::now();
     while seconds.is_none_or(|limit| begun.elapsed() < Duration::from_secs(limit)) {
-        std::thread::sleep(GLANCE);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
@@ -101,16 +101,16 @@ pub(super) fn traffic(sockets: &SockStats) -> String {
 impl Serve {
     /// The same by threads of the CPU.
     fn run_on_cpu(&self) -> Result<ExitCode, Failure> {
-        let (echoes, name) = match self.service {
-            What::Echo => (true, "an echo of the CPU's"),
-            What::Sink => (false, "a CPU that throws away"),
-            What::Http => {
+        let (is_echo, name) = match self.service {
+            ServiceChoice::Echo => (true, "an echo of the CPU's"),
+            ServiceChoice::Sink => (false, "a CPU that throws away"),
+            ServiceChoice::Http => {
                 return Err(Failure::Usage(
                     "cannot answer HTTP by the CPU: that is a kernel's; leave out --cpu".to_owned(),
                 ));
             }
         };
-        let (address, served) = cpu::serve(self.ground.family, self.bind, echoes)?;
+        let (address, served) = cpu::serve(self.target.family, self.bind, is_echo)?;
         announce(self.json, "# sock serve by threads of the CPU\n", name, address)?;
         wait(self.seconds);
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
@@ -126,24 +126,24 @@ impl Serve {
     fn report(&self, address: SocketAddr, sockets: SockStats) -> Result<ExitCode, Failure> {
         if self.json {
             let address = address.to_string();
-            print_json(&ServeReport { address, sockets }).map_err(Failure::Broken)?;
+            print_json(&ServeReport { address, sockets }).map_err(Failure::Runtime)?;
         } else {
             let text = format!("{} connections, {}\n", sockets.accepted, traffic(&sockets));
-            output::print(&text).map_err(Failure::Broken)?;
+            output::print(&text).map_err(Failure::Runtime)?;
         }
         Ok(ExitCode::SUCCESS)
     }
 
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
-        if self.this.cpu {
+        if self.cpu_flag.cpu {
             return self.run_on_cpu();
         }
-        let (host, no_cuda) = self.ground.open(SockOptions::default())?;
-        let programs = self.ground.programs(&host)?;
+        let (host, no_cuda) = self.target.open(SockOptions::default())?;
+        let programs = self.target.programs(&host)?;
         let (service, name) = match self.service {
-            What::Echo => (Service::Echo, "an echo kernel"),
-            What::Sink => (Service::Sink, "a kernel that throws away"),
-            What::Http => (Service::Http, "an HTTP kernel"),
+            ServiceChoice::Echo => (Service::Echo, "an echo kernel"),
+            ServiceChoice::Sink => (Service::Sink, "a kernel that throws away"),
+            ServiceChoice::Http => (Service::Http, "an HTTP kernel"),
         };
         let server = programs.serve(&host, service, self.bind, self.workers)?;
         let head = heading("serve", &host, no_cuda.as_deref());
@@ -161,7 +161,7 @@ impl Serve {
 #[derive(Args)]
 pub(super) struct Kv {
     #[command(flatten)]
-    ground: Ground,
+    target: SockTarget,
 
     /// Where to listen; port 0 lets the system choose
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:6379")]
@@ -205,7 +205,7 @@ struct KvReport {
 
 impl Kv {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
-        if self.ground.family == Family::Warp {
+        if self.target.family == Family::Warp {
             return Err(Failure::Usage(
                 "cannot serve keys by RDMA: its clients speak TCP; leave out --family".to_owned(),
             ));
@@ -214,7 +214,7 @@ impl Kv {
         let sockets = (self.clients.saturating_add(64)).min(65_535);
         let ring = 16 << 10;
         let options = SockOptions { sockets, ring, ..SockOptions::default() }.fitted();
-        let (host, no_cuda) = self.ground.open(options)?;
+        let (host, no_cuda) = self.target.open(options)?;
         let options = KvOptions {
             workers: self.workers,
             clients: self.clients,
@@ -231,7 +231,7 @@ impl Kv {
         drop(server);
         let sockets = host.stats();
         if self.json {
-            print_json(&KvReport { address, store, sockets }).map_err(Failure::Broken)?;
+            print_json(&KvReport { address, store, sockets }).map_err(Failure::Runtime)?;
         } else {
             let text = format!(
                 "{} commands, {} keys, {} connections, {} refused, {}\n",
@@ -241,7 +241,7 @@ impl Kv {
                 store.refused,
                 traffic(&sockets)
             );
-            output::print(&text).map_err(Failure::Broken)?;
+            output::print(&text).map_err(Failure::Runtime)?;
         }
         Ok(ExitCode::SUCCESS)
     }
@@ -251,14 +251,14 @@ impl Kv {
 #[derive(Args)]
 pub(super) struct Connect {
     #[command(flatten)]
-    ground: Ground,
+    target: SockTarget,
 
     /// The server
     #[arg(value_name = "HOST:PORT")]
     server: String,
 
     #[command(flatten)]
-    this: This,
+    cpu_flag: CpuFlag,
 
     /// What to send; \r, \n, \t and \\ are understood
     #[arg(long, value_name = "TEXT", default_value = "")]
@@ -276,10 +276,10 @@ pub(super) struct Connect {
 /// Text with its escapes understood.
 fn unescape(text: &str) -> Result<Vec<u8>, Failure> {
     let mut bytes = Vec::new();
-    let mut letters = text.chars();
-    while let Some(letter) = letters.next() {
-        let meant = match letter {
-            '\\' => match letters.next() {
+    let mut chars = text.chars();
+    while let Some(ch) = chars.next() {
+        let decoded = match ch {
+            '\\' => match chars.next() {
                 Some('r') => '\r',
                 Some('n') => '\n',
                 Some('t') => '\t',
@@ -291,16 +291,16 @@ fn unescape(text: &str) -> Result<Vec<u8>, Failure> {
                     )));
                 }
             },
-            letter => letter,
+            ch => ch,
         };
-        bytes.extend(meant.encode_utf8(&mut [0; 4]).as_bytes());
+        bytes.extend(decoded.encode_utf8(&mut [0; 4]).as_bytes());
     }
     Ok(bytes)
 }
 
 impl Connect {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
-        let question = unescape(&self.send)?;
+        let request = unescape(&self.send)?;
         let found = self.server.to_socket_addrs().map(|mut list| list.next());
         let server = match found {
             Ok(Some(server)) => server,
@@ -315,16 +315,16 @@ impl Connect {
             }
         };
         let timeout = Duration::from_secs(self.timeout.max(1));
-        let answer = if self.this.cpu {
-            cpu::talk(self.ground.family, server, &question, self.most, timeout)?
+        let answer = if self.cpu_flag.cpu {
+            cpu::talk(self.target.family, server, &request, self.most, timeout)?
         } else {
-            let (host, _) = self.ground.open(SockOptions::default())?;
-            let programs = self.ground.programs(&host)?;
-            programs.talk(&host, server, &question, self.most, timeout)?
+            let (host, _) = self.target.open(SockOptions::default())?;
+            let programs = self.target.programs(&host)?;
+            programs.talk(&host, server, &request, self.most, timeout)?
         };
         std::io::stdout()
             .write_all(&answer)
-            .map_err(|error| Failure::Broken(format!("cannot write the answer: {error}")))?;
+            .map_err(|error| Failure::Runtime(format!("cannot write the answer: {error}")))?;
         Ok(ExitCode::SUCCESS)
     }
 }

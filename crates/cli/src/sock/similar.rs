@@ -15,12 +15,12 @@ use warpwire_apps::similarity::{
 
 use super::peer::Family;
 use super::serve::{announce, traffic, wait};
-use super::{Ground, heading};
+use super::{SockTarget, heading};
 use crate::copy::target::iterations;
-use crate::output::{self, Failure, Screen, print_json};
+use crate::output::{self, Failure, Reporter, print_json};
 
 /// How long a client waits for an answer.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 /// What queries are made from; vectors have smaller seeds.
 const QUERIES: u64 = 1 << 20;
 
@@ -31,7 +31,7 @@ const QUERIES: u64 = 1 << 20;
 #[derive(Args)]
 pub(super) struct Arguments {
     #[command(flatten)]
-    ground: Ground,
+    target: SockTarget,
 
     /// Where to listen; port 0 lets the system choose
     #[arg(
@@ -108,8 +108,8 @@ struct ClientReport {
 }
 
 /// A connection of either family.
-trait Either: Read + Write + Send {}
-impl<T: Read + Write + Send> Either for T {}
+trait ReadWrite: Read + Write + Send {}
+impl<T: Read + Write + Send> ReadWrite for T {}
 
 impl Arguments {
     pub(super) fn run(&self) -> Result<ExitCode, Failure> {
@@ -127,14 +127,14 @@ impl Arguments {
     }
 
     fn over(&self) -> Over {
-        match self.ground.family {
+        match self.target.family {
             Family::Inet => Over::Inet,
             Family::Warp => Over::Warp,
         }
     }
 
     fn ask_from_kernel(&self, server: SocketAddr) -> Result<ExitCode, Failure> {
-        let (host, _) = self.ground.open(SockOptions::default())?;
+        let (host, _) = self.target.open(SockOptions::default())?;
         let vectors: Vec<f32> = (0..u64::from(self.queries))
             .flat_map(|number| random_vectors(QUERIES + number, 1, self.dimension))
             .collect();
@@ -144,19 +144,20 @@ impl Arguments {
             k: self.matches,
             vectors: &vectors,
             dimension: self.dimension,
-            timeout: PATIENCE,
+            timeout: TIMEOUT,
         };
         let client = KernelClient::load(&host)?;
         let begun = Instant::now();
         let found = client.ask(&asked)?;
         let seconds = begun.elapsed().as_secs_f64();
-        let made = self.made();
+        let make_vectors = self.make_vectors();
         let each = vectors.chunks_exact(self.dimension as usize);
-        let wrong =
-            each.zip(&found).filter(|(query, found)| search(&made, query, self.matches) != **found);
+        let wrong = each
+            .zip(&found)
+            .filter(|(query, found)| search(&make_vectors, query, self.matches) != **found);
         let (queries, wrong) = (found.len() as u64, wrong.count() as u64);
         let per_second = queries as f64 / seconds;
-        self.tell(&ClientReport {
+        self.print_report(&ClientReport {
             clients: 1,
             queries,
             per_second,
@@ -167,8 +168,8 @@ impl Arguments {
     }
 
     /// Prints what clients have seen.
-    fn tell(&self, report: &ClientReport) -> Result<ExitCode, Failure> {
-        let screen = Screen::new(self.json);
+    fn print_report(&self, report: &ClientReport) -> Result<ExitCode, Failure> {
+        let reporter = Reporter::new(self.json);
         let time = |time: Option<f64>| time.map_or("-".to_owned(), |us| format!("{us:.1} us"));
         let head = format!(
             "# {} vectors of {}, {} matches, {} clients\n",
@@ -187,12 +188,12 @@ impl Arguments {
             time(report.p99_us),
             report.wrong
         );
-        screen.say(&(head + &rows))?;
-        screen.finish(report)?;
+        reporter.print(&(head + &rows))?;
+        reporter.finish(report)?;
         Ok(if report.wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 
-    fn made(&self) -> Vec<f32> {
+    fn make_vectors(&self) -> Vec<f32> {
         random_vectors(self.seed, self.vectors.into(), self.dimension)
     }
 
@@ -200,7 +201,7 @@ impl Arguments {
         // Those that are turned away need places too.
         let sockets = (self.clients.saturating_add(64)).min(65_535);
         let options = SockOptions { sockets, ..SockOptions::default() }.fitted();
-        let (host, no_cuda) = self.ground.open(options)?;
+        let (host, no_cuda) = self.target.open(options)?;
         let options = SimilarOptions {
             over: self.over(),
             workers: self.workers,
@@ -208,7 +209,7 @@ impl Arguments {
             most_k: self.matches,
             ..SimilarOptions::at(self.bind)
         };
-        let server = SimilarServer::start(&host, &self.made(), self.dimension, options)?;
+        let server = SimilarServer::start(&host, &self.make_vectors(), self.dimension, options)?;
         let head = heading("similar", &host, no_cuda.as_deref());
         announce(self.json, &head, "a similarity kernel", server.address())?;
         wait(self.seconds);
@@ -216,7 +217,7 @@ impl Arguments {
         drop(server);
         let sockets = host.stats();
         if self.json {
-            print_json(&ServerReport { address, similar, sockets }).map_err(Failure::Broken)?;
+            print_json(&ServerReport { address, similar, sockets }).map_err(Failure::Runtime)?;
         } else {
             let text = format!(
                 "{} queries, {} connections, {} refused, {}\n",
@@ -225,22 +226,22 @@ impl Arguments {
                 similar.refused,
                 traffic(&sockets)
             );
-            output::print(&text).map_err(Failure::Broken)?;
+            output::print(&text).map_err(Failure::Runtime)?;
         }
         Ok(ExitCode::SUCCESS)
     }
 
-    fn open(&self, server: SocketAddr) -> std::io::Result<Box<dyn Either>> {
-        match self.ground.family {
+    fn open(&self, server: SocketAddr) -> std::io::Result<Box<dyn ReadWrite>> {
+        match self.target.family {
             Family::Inet => {
                 let stream = TcpStream::connect(server)?;
                 stream.set_nodelay(true)?;
-                stream.set_read_timeout(Some(PATIENCE))?;
+                stream.set_read_timeout(Some(TIMEOUT))?;
                 Ok(Box::new(stream))
             }
             Family::Warp => {
-                let stream = warp::Stream::connect(server)?;
-                stream.set_read_timeout(Some(PATIENCE))?;
+                let stream = warp::WarpStream::connect(server)?;
+                stream.set_read_timeout(Some(TIMEOUT))?;
                 Ok(Box::new(stream))
             }
         }
@@ -250,7 +251,7 @@ impl Arguments {
     fn client(
         &self,
         vectors: &[f32],
-        mut server: Box<dyn Either>,
+        mut server: Box<dyn ReadWrite>,
         first: u64,
         share: u64,
     ) -> std::io::Result<(Vec<Duration>, u64)> {
@@ -267,8 +268,9 @@ impl Arguments {
 
     fn ask(&self, server: SocketAddr) -> Result<ExitCode, Failure> {
         let failed =
-            |error: std::io::Error| Failure::Broken(format!("cannot ask {server}: {error}"));
-        let (vectors, share) = (self.made(), u64::from(self.queries.div_ceil(self.clients)));
+            |error: std::io::Error| Failure::Runtime(format!("cannot ask {server}: {error}"));
+        let (vectors, share) =
+            (self.make_vectors(), u64::from(self.queries.div_ceil(self.clients)));
         let streams: Result<Vec<_>, _> = (0..self.clients).map(|_| self.open(server)).collect();
         let streams = streams.map_err(failed)?;
         let outcomes: Vec<_> = std::thread::scope(|scope| {
@@ -277,23 +279,23 @@ impl Arguments {
                 let first = number as u64 * share;
                 scope.spawn(move || self.client(vectors, stream, first, share))
             };
-            let working: Vec<_> = streams.into_iter().enumerate().map(start).collect();
+            let set_status: Vec<_> = streams.into_iter().enumerate().map(start).collect();
             let lost = || Err(std::io::Error::other("a client stopped"));
-            working.into_iter().map(|one| one.join().unwrap_or_else(|_| lost())).collect()
+            set_status.into_iter().map(|one| one.join().unwrap_or_else(|_| lost())).collect()
         });
-        let (mut times, mut wrong, mut busiest) = (Vec::new(), 0, Duration::ZERO);
+        let (mut times, mut wrong, mut slowest_client) = (Vec::new(), 0, Duration::ZERO);
         for outcome in outcomes {
-            let (spent, mistakes) = outcome.map_err(failed)?;
-            busiest = busiest.max(spent.iter().sum());
-            times.extend(spent);
-            wrong += mistakes;
+            let (client_times, client_errors) = outcome.map_err(failed)?;
+            slowest_client = slowest_client.max(client_times.iter().sum());
+            times.extend(client_times);
+            wrong += client_errors;
         }
         times.sort_unstable();
         let at = |part: usize| times[(times.len() - 1) * part / 100].as_secs_f64() * 1e6;
         // Comparing is no part of it.
-        let per_second = times.len() as f64 / busiest.as_secs_f64();
+        let per_second = times.len() as f64 / slowest_client.as_secs_f64();
         let (clients, queries) = (self.clients, times.len() as u64);
         let (p50_us, p99_us) = (Some(at(50)), Some(at(99)));
-        self.tell(&ClientReport { clients, queries, per_second, p50_us, p99_us, wrong })
+        self.print_report(&ClientReport { clients, queries, per_second, p50_us, p99_us, wrong })
     }
 }

@@ -132,7 +132,7 @@ impl Unpacker {
             let (name, value) = variable.split_once(" = ").unwrap();
             self.variables.insert(0, (name.to_owned(), value.to_owned()));
         } else if let Some((path, target)) = line.split_once(" -> ") {
-            symlink(target, self.place(path))
+            symlink(target, self.target_path(path))
                 .unwrap_or_else(|e| panic!("line {}: {e}", number + 1));
         } else if let Some((path, content)) = line.split_once(" = ") {
             self.file(path, &content.replace("\\n", "\n"));
@@ -141,7 +141,7 @@ impl Unpacker {
         } else if let Some((path, bytes)) = line.split_once(" @") {
             self.binary(path, bytes);
         } else if line.starts_with('/') && line.ends_with('/') {
-            fs::create_dir_all(self.place(line)).unwrap();
+            fs::create_dir_all(self.target_path(line)).unwrap();
         } else {
             panic!("line {}: {line:?} has no known form", number + 1);
         }
@@ -187,9 +187,9 @@ impl Unpacker {
             }
             None => (head, 0o644),
         };
-        let place = self.place(path);
-        fs::write(&place, format!("{content}\n")).unwrap();
-        fs::set_permissions(&place, fs::Permissions::from_mode(mode)).unwrap();
+        let target_path = self.target_path(path);
+        fs::write(&target_path, format!("{content}\n")).unwrap();
+        fs::set_permissions(&target_path, fs::Permissions::from_mode(mode)).unwrap();
     }
 
     fn binary(&self, path: &str, bytes: &str) {
@@ -200,18 +200,18 @@ impl Unpacker {
             .chunks(2)
             .map(|pair| u8::from_str_radix(&pair.iter().collect::<String>(), 16).unwrap())
             .collect();
-        let place = self.place(path);
-        let mut content = fs::read(&place).unwrap_or_default();
+        let target_path = self.target_path(path);
+        let mut content = fs::read(&target_path).unwrap_or_default();
         content.resize(content.len().max(offset + new.len()), 0);
         content[offset..offset + new.len()].copy_from_slice(&new);
-        fs::write(place, content).unwrap();
+        fs::write(target_path, content).unwrap();
     }
 
     /// The place of a path in the folder, with the folders above it made.
-    fn place(&self, path: &str) -> PathBuf {
-        let place = self.root.join(path.trim_matches('/'));
-        fs::create_dir_all(place.parent().unwrap()).unwrap();
-        place
+    fn target_path(&self, path: &str) -> PathBuf {
+        let target_path = self.root.join(path.trim_matches('/'));
+        fs::create_dir_all(target_path.parent().unwrap()).unwrap();
+        target_path
     }
 }
 

@@ -4,51 +4,51 @@
 use core::net::Ipv4Addr;
 
 use warpwire_proto::qp::{
-    Access, Arrived, Atomic, Change, Event, Host, Mtu, Op, Options, Path, Qp, Receive, Remote,
-    Source, State, Target, Transmit, Verdict, Work,
+    Access, Atomic, Event, Host, HostStatus, Mtu, Options, PathAttributes, Qp, QpAttributes,
+    Receive, Remote, RxPacket, SendWr, Source, State, Target, Transmit, WrOp,
 };
 use warpwire_proto::{Instant, Psn};
 
 /// Says yes to everything.
-struct Willing {
+struct AcceptAllHost {
     received: u64,
 }
 
-impl Host for Willing {
+impl Host for AcceptAllHost {
     fn take_receive(&mut self) -> Option<Receive> {
         self.received += 1;
         Some(Receive { id: self.received, capacity: u32::MAX })
     }
 
-    fn may_access(&mut self, _: Access, _: Remote, _: u32) -> Verdict {
-        Verdict::Yes
+    fn may_access(&mut self, _: Access, _: Remote, _: u32) -> HostStatus {
+        HostStatus::Ready
     }
 
-    fn place(&mut self, _: Target, _: u32) -> Verdict {
-        Verdict::Yes
+    fn place(&mut self, _: Target, _: u32) -> HostStatus {
+        HostStatus::Ready
     }
 
-    fn execute(&mut self, _: Remote, _: Atomic) -> Result<u64, Verdict> {
+    fn execute(&mut self, _: Remote, _: Atomic) -> Result<u64, HostStatus> {
         Ok(0)
     }
 
-    fn invalidate(&mut self, _: u32) -> Verdict {
-        Verdict::Yes
+    fn invalidate(&mut self, _: u32) -> HostStatus {
+        HostStatus::Ready
     }
 
-    fn store_result(&mut self, _: u64, _: u64) -> Verdict {
-        Verdict::Yes
+    fn store_result(&mut self, _: u64, _: u64) -> HostStatus {
+        HostStatus::Ready
     }
 
-    fn fetch(&mut self, _: Source, _: u32, _: usize) -> Verdict {
-        Verdict::Yes
+    fn fetch(&mut self, _: Source, _: u32, _: usize) -> HostStatus {
+        HostStatus::Ready
     }
 }
 
 /// Two connected queue pairs.
 pub struct Pump {
-    ends: [Qp; 2],
-    hosts: [Willing; 2],
+    endpoints: [Qp; 2],
+    hosts: [AcceptAllHost; 2],
     now: u64,
     next_id: u64,
     packet: Transmit,
@@ -58,26 +58,27 @@ impl Pump {
     /// A pair with that MTU, that takes that much work at a time.
     pub fn new(mtu: u32, depth: u32) -> Self {
         let options = Options { send_depth: depth, ..Options::default() };
-        let ends = [(1, 2), (2, 1)].map(|(mine, theirs)| connected(mine, theirs, mtu, options));
-        let hosts = [Willing { received: 0 }, Willing { received: 0 }];
-        Self { ends, hosts, now: 0, next_id: 0, packet: Transmit::new() }
+        let endpoints =
+            [(1, 2), (2, 1)].map(|(mine, theirs)| connected(mine, theirs, mtu, options));
+        let hosts = [AcceptAllHost { received: 0 }, AcceptAllHost { received: 0 }];
+        Self { endpoints, hosts, now: 0, next_id: 0, packet: Transmit::new() }
     }
 
     /// Moves at least `packets` packets with payload, or requests without; returns how many of each sort went:
     /// from the asking side, and from the answering one.
-    pub fn run(&mut self, op: Op, len: u32, packets: u64) -> (u64, u64) {
-        let (mut there, mut back) = (0, 0);
-        while there.max(back) < packets {
-            while self.ends[0].post(Work::new(self.next_id, op, len)).is_ok() {
+    pub fn run(&mut self, op: WrOp, len: u32, packets: u64) -> (u64, u64) {
+        let (mut forward, mut reverse) = (0, 0);
+        while forward.max(reverse) < packets {
+            while self.endpoints[0].post(SendWr::new(self.next_id, op, len)).is_ok() {
                 self.next_id += 1;
             }
-            there += self.carry(0);
-            back += self.carry(1);
-            while let Some(event) = self.ends[0].poll_event() {
+            forward += self.carry(0);
+            reverse += self.carry(1);
+            while let Some(event) = self.endpoints[0].poll_event() {
                 assert!(matches!(event, Event::Sent(_)), "{event:?}");
             }
         }
-        (there, back)
+        (forward, reverse)
     }
 
     /// Brings what one end has to send to the other.
@@ -85,14 +86,14 @@ impl Pump {
         let mut count = 0;
         self.now += 1000;
         let now = Instant::from_nanos(self.now);
-        while self.ends[from].transmit_into(now, &mut self.hosts[from], &mut self.packet) {
+        while self.endpoints[from].transmit_into(now, &mut self.hosts[from], &mut self.packet) {
             let payload_len = self.packet.payload.map_or(0, |payload| payload.len);
-            let arrived = Arrived { headers: &self.packet.headers, payload_len, marked: false };
+            let rx = RxPacket { headers: &self.packet.headers, payload_len, marked: false };
             let to = 1 - from;
-            let taken = self.ends[to].handle_packet(now, &arrived, &mut self.hosts[to]);
+            let taken = self.endpoints[to].handle_packet(now, &rx, &mut self.hosts[to]);
             assert_eq!(taken, Ok(()));
             if from == 0 {
-                while self.ends[1].has_events() && self.ends[1].poll_event().is_some() {}
+                while self.endpoints[1].has_events() && self.endpoints[1].poll_event().is_some() {}
             }
             count += 1;
         }
@@ -103,31 +104,31 @@ impl Pump {
 fn connected(mine: u32, theirs: u32, mtu: u32, options: Options) -> Qp {
     let mut qp = Qp::new(mine, options);
     let peer = (Ipv4Addr::LOCALHOST, 4791).into();
-    let path = Path { peer, traffic_class: 0, hop_limit: 64, flow_label: 0 };
+    let path = PathAttributes { peer, traffic_class: 0, hop_limit: 64, flow_label: 0 };
     let psn = Some(Psn::new(0));
     let steps = [
-        Change {
+        QpAttributes {
             partition_index: Some(0),
             port: Some(1),
             access: Some(Access::ALL),
-            ..Change::to(State::Init)
+            ..QpAttributes::new(State::Init)
         },
-        Change {
+        QpAttributes {
             path: Some(path),
             mtu: Mtu::new(mtu),
             destination: Some(theirs),
             receive_psn: psn,
             max_dest_rd_atomic: Some(16),
             min_rnr_timer: Some(1),
-            ..Change::to(State::Rtr)
+            ..QpAttributes::new(State::Rtr)
         },
-        Change {
+        QpAttributes {
             send_psn: psn,
             timeout: Some(14),
             retry_count: Some(7),
             rnr_retry: Some(7),
             max_rd_atomic: Some(16),
-            ..Change::to(State::Rts)
+            ..QpAttributes::new(State::Rts)
         },
     ];
     for step in steps {
@@ -137,15 +138,15 @@ fn connected(mine: u32, theirs: u32, mtu: u32, options: Options) -> Qp {
 }
 
 /// The work that is measured: name, operation, length in packets of the MTU.
-pub const WORK: [(&str, Op, u32); 5] = [
-    ("send", Op::Send, 1),
-    ("write", Op::Write(Remote { address: 0x1000, key: 7 }), 1),
-    ("write of 64 packets", Op::Write(Remote { address: 0x1000, key: 7 }), 64),
-    ("read of 64 packets", Op::Read(Remote { address: 0x1000, key: 7 }), 64),
-    ("fetch-add", Op::Atomic(Remote { address: 0x1000, key: 7 }, Atomic::FetchAdd { add: 1 }), 0),
+pub const WORK: [(&str, WrOp, u32); 5] = [
+    ("send", WrOp::Send, 1),
+    ("write", WrOp::Write(Remote { address: 0x1000, key: 7 }), 1),
+    ("write of 64 packets", WrOp::Write(Remote { address: 0x1000, key: 7 }), 64),
+    ("read of 64 packets", WrOp::Read(Remote { address: 0x1000, key: 7 }), 64),
+    ("fetch-add", WrOp::Atomic(Remote { address: 0x1000, key: 7 }, Atomic::FetchAdd { add: 1 }), 0),
 ];
 
 /// The length of such work.
-pub fn len_of(op: Op, packets: u32, mtu: u32) -> u32 {
-    if matches!(op, Op::Atomic(..)) { 8 } else { packets * mtu }
+pub fn len_of(op: WrOp, packets: u32, mtu: u32) -> u32 {
+    if matches!(op, WrOp::Atomic(..)) { 8 } else { packets * mtu }
 }

@@ -30,7 +30,7 @@ pub(super) fn request(at: Remote, atomic: Atomic) -> (Opcode, Extension) {
 }
 
 /// The atomic that such a packet asks for, and where; `None` if it asks for none.
-pub(super) fn asked(opcode: Opcode, extension: Extension) -> Option<(Remote, Atomic)> {
+pub(super) fn requested(opcode: Opcode, extension: Extension) -> Option<(Remote, Atomic)> {
     let width = match opcode {
         Opcode::MaskedCompareSwap4 | Opcode::MaskedFetchAdd4 => Width::Four,
         _ => Width::Eight,
@@ -75,9 +75,9 @@ mod tests {
                 Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask },
             ] {
                 let (opcode, extension) = request(at, atomic);
-                assert_eq!(asked(opcode, extension), Some((at, atomic)));
+                assert_eq!(requested(opcode, extension), Some((at, atomic)));
             }
         }
-        assert_eq!(asked(Opcode::SendOnly, Extension::None), None);
+        assert_eq!(requested(Opcode::SendOnly, Extension::None), None);
     }
 }

@@ -50,7 +50,7 @@ pub enum Service {
 }
 
 /// The longest that two of our own ends may agree on.
-const MOST_BETWEEN_OURS: u32 = 1 << 20;
+const MAX_LOCAL_MTU: u32 = 1 << 20;
 
 /// The most payload in a packet; both ends of a connection use the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -71,7 +71,7 @@ impl Mtu {
     pub const fn new(bytes: u32) -> Option<Self> {
         match bytes {
             256..=4096 if bytes.is_power_of_two() => Some(Self(bytes)),
-            4097..=MOST_BETWEEN_OURS if bytes.is_multiple_of(4096) => Some(Self(bytes)),
+            4097..=MAX_LOCAL_MTU if bytes.is_multiple_of(4096) => Some(Self(bytes)),
             _ => None,
         }
     }
@@ -101,7 +101,7 @@ impl Mtu {
 
 /// Where the peer is. The protocol does not use it; it belongs to the attributes that a step must set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Path {
+pub struct PathAttributes {
     /// The peer's address and UDP port.
     pub peer: SocketAddr,
     /// Traffic class of our packets, without the ECN bits.
@@ -114,19 +114,19 @@ pub struct Path {
 
 /// A set of attributes.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
-pub struct Attributes(u32);
+pub struct QpAttrMask(u32);
 
-macro_rules! attributes {
+macro_rules! attr_mask {
     ($($bit:literal $name:ident $text:literal;)*) => {
         #[allow(missing_docs)] // the names are those of verbs
-        impl Attributes {
+        impl QpAttrMask {
             $(pub const $name: Self = Self(1 << $bit);)*
         }
-        const NAMES: &[(Attributes, &str)] = &[$((Attributes::$name, $text)),*];
+        const NAMES: &[(QpAttrMask, &str)] = &[$((QpAttrMask::$name, $text)),*];
     };
 }
 
-attributes! {
+attr_mask! {
     0 CURRENT_STATE "the current state";
     1 PARTITION_INDEX "the partition index";
     2 PORT "the port";
@@ -146,7 +146,7 @@ attributes! {
     16 NOTIFY_DRAINED "the wish for a drained event";
 }
 
-impl Attributes {
+impl QpAttrMask {
     /// No attribute.
     pub const NONE: Self = Self(0);
 
@@ -170,7 +170,7 @@ impl Attributes {
     }
 }
 
-impl BitOr for Attributes {
+impl BitOr for QpAttrMask {
     type Output = Self;
 
     fn bitor(self, more: Self) -> Self {
@@ -178,7 +178,7 @@ impl BitOr for Attributes {
     }
 }
 
-impl fmt::Display for Attributes {
+impl fmt::Display for QpAttrMask {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut before = "";
         for (_, name) in NAMES.iter().filter(|(attribute, _)| self.contains(*attribute)) {
@@ -189,7 +189,7 @@ impl fmt::Display for Attributes {
     }
 }
 
-impl fmt::Debug for Attributes {
+impl fmt::Debug for QpAttrMask {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{{{self}}}")
     }
@@ -205,22 +205,22 @@ pub struct Transition {
     /// To where.
     pub to: State,
     /// What must be set with it.
-    pub required: Attributes,
+    pub required: QpAttrMask,
     /// What may be set with it.
-    pub optional: Attributes,
+    pub optional: QpAttrMask,
 }
 
-const fn step(
+const fn transition(
     service: Service,
     from: State,
     to: State,
-    required: Attributes,
-    optional: Attributes,
+    required: QpAttrMask,
+    optional: QpAttrMask,
 ) -> Transition {
     Transition { service, from, to, required, optional }
 }
 
-type A = Attributes;
+type A = QpAttrMask;
 const NONE: A = A::NONE;
 const RC_RUNNING: A = A::CURRENT_STATE.and(A::ACCESS).and(A::MIN_RNR_TIMER);
 const RC_RECEIVE: A = A::PATH
@@ -250,39 +250,39 @@ use State::{Err, Init, Reset, Rtr, Rts, Sqd, Sqe};
 /// Every step but those to `ERR` (from anywhere but `RESET`) and to `RESET` (from anywhere), which take no
 /// attributes. Alternate paths are missing: RoCE has none.
 pub const TRANSITIONS: &[Transition] = &[
-    step(Rc, Reset, Init, A::PARTITION_INDEX.and(A::PORT).and(A::ACCESS), NONE),
-    step(Rc, Init, Init, NONE, A::PARTITION_INDEX.and(A::PORT).and(A::ACCESS)),
-    step(Rc, Init, Rtr, RC_RECEIVE, A::ACCESS.and(A::PARTITION_INDEX)),
-    step(Rc, Rtr, Rts, RC_SEND, RC_RUNNING),
-    step(Rc, Rts, Rts, NONE, RC_RUNNING),
-    step(Rc, Rts, Sqd, NONE, A::NOTIFY_DRAINED),
-    step(Rc, Sqd, Sqd, NONE, RC_DRAINED),
-    step(Rc, Sqd, Rts, NONE, RC_RUNNING),
-    step(Ud, Reset, Init, A::PARTITION_INDEX.and(A::PORT).and(A::QKEY), NONE),
-    step(Ud, Init, Init, NONE, A::PARTITION_INDEX.and(A::PORT).and(A::QKEY)),
-    step(Ud, Init, Rtr, NONE, UD_IDENTITY),
-    step(Ud, Rtr, Rts, A::SEND_PSN, UD_RUNNING),
-    step(Ud, Rts, Rts, NONE, UD_RUNNING),
-    step(Ud, Rts, Sqd, NONE, A::NOTIFY_DRAINED),
-    step(Ud, Sqd, Sqd, NONE, UD_IDENTITY),
-    step(Ud, Sqd, Rts, NONE, UD_RUNNING),
-    step(Ud, Sqe, Rts, NONE, UD_RUNNING),
+    transition(Rc, Reset, Init, A::PARTITION_INDEX.and(A::PORT).and(A::ACCESS), NONE),
+    transition(Rc, Init, Init, NONE, A::PARTITION_INDEX.and(A::PORT).and(A::ACCESS)),
+    transition(Rc, Init, Rtr, RC_RECEIVE, A::ACCESS.and(A::PARTITION_INDEX)),
+    transition(Rc, Rtr, Rts, RC_SEND, RC_RUNNING),
+    transition(Rc, Rts, Rts, NONE, RC_RUNNING),
+    transition(Rc, Rts, Sqd, NONE, A::NOTIFY_DRAINED),
+    transition(Rc, Sqd, Sqd, NONE, RC_DRAINED),
+    transition(Rc, Sqd, Rts, NONE, RC_RUNNING),
+    transition(Ud, Reset, Init, A::PARTITION_INDEX.and(A::PORT).and(A::QKEY), NONE),
+    transition(Ud, Init, Init, NONE, A::PARTITION_INDEX.and(A::PORT).and(A::QKEY)),
+    transition(Ud, Init, Rtr, NONE, UD_IDENTITY),
+    transition(Ud, Rtr, Rts, A::SEND_PSN, UD_RUNNING),
+    transition(Ud, Rts, Rts, NONE, UD_RUNNING),
+    transition(Ud, Rts, Sqd, NONE, A::NOTIFY_DRAINED),
+    transition(Ud, Sqd, Sqd, NONE, UD_IDENTITY),
+    transition(Ud, Sqd, Rts, NONE, UD_RUNNING),
+    transition(Ud, Sqe, Rts, NONE, UD_RUNNING),
 ];
 
 /// A step to take, and the attributes that go with it.
 ///
 /// ```
-/// use warpwire_proto::qp::{Access, Change, State};
-/// let change = Change {
+/// use warpwire_proto::qp::{Access, QpAttributes, State};
+/// let attr = QpAttributes {
 ///     partition_index: Some(0),
 ///     port: Some(1),
 ///     access: Some(Access::REMOTE_WRITE),
-///     ..Change::to(State::Init)
+///     ..QpAttributes::new(State::Init)
 /// };
-/// assert_eq!(change.to, State::Init);
+/// assert_eq!(attr.to, State::Init);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Change {
+pub struct QpAttributes {
     /// The state to go to.
     pub to: State,
     /// The state that the caller believes the queue pair to be in.
@@ -296,7 +296,7 @@ pub struct Change {
     /// The key that datagrams to this queue pair must carry.
     pub qkey: Option<u32>,
     /// Where the peer is.
-    pub path: Option<Path>,
+    pub path: Option<PathAttributes>,
     /// The most payload in a packet.
     pub mtu: Option<Mtu>,
     /// The peer's queue pair number, 24 bits.
@@ -321,9 +321,9 @@ pub struct Change {
     pub notify_drained: Option<bool>,
 }
 
-impl Change {
+impl QpAttributes {
     /// A step to that state with no attributes.
-    pub const fn to(state: State) -> Self {
+    pub const fn new(state: State) -> Self {
         Self {
             to: state,
             current_state: None,
@@ -347,7 +347,7 @@ impl Change {
     }
 
     /// Which attributes are set.
-    pub fn attributes(&self) -> Attributes {
+    pub fn attr_mask(&self) -> QpAttrMask {
         let set = [
             (self.current_state.is_some(), A::CURRENT_STATE),
             (self.partition_index.is_some(), A::PARTITION_INDEX),
@@ -371,34 +371,34 @@ impl Change {
     }
 
     /// Whether a queue pair of that service in state `from` may take this step.
-    pub fn check(&self, service: Service, from: State) -> Result<(), Refused> {
+    pub fn check(&self, service: Service, from: State) -> Result<(), ModifyError> {
         let to = self.to;
-        if let Some(believed) = self.current_state.filter(|believed| *believed != from) {
-            return Result::Err(Refused::OtherState { believed, actual: from });
+        if let Some(expected) = self.current_state.filter(|expected| *expected != from) {
+            return Result::Err(ModifyError::WrongState { expected, actual: from });
         }
-        let set = self.attributes();
+        let set = self.attr_mask();
         let always = to == Reset || to == Err && from != Reset;
         let listed = TRANSITIONS.iter().find(|t| (t.service, t.from, t.to) == (service, from, to));
         let (required, optional) = match listed {
             Some(transition) => (transition.required, transition.optional),
             None if always => (NONE, NONE),
-            None => return Result::Err(Refused::NoSuchStep { from, to }),
+            None => return Result::Err(ModifyError::InvalidTransition { from, to }),
         };
         let missing = required.without(set);
         if !missing.is_empty() {
-            return Result::Err(Refused::Missing { from, to, missing });
+            return Result::Err(ModifyError::MissingAttr { from, to, missing });
         }
         let extra = set.without(required | optional);
         if !extra.is_empty() {
-            return Result::Err(Refused::NotAllowed { from, to, extra });
+            return Result::Err(ModifyError::ExtraAttr { from, to, extra });
         }
         self.check_values()
     }
 
-    fn check_values(&self) -> Result<(), Refused> {
-        let most = |value: Option<u8>, most: u8| value.is_some_and(|value| value > most);
-        let reads = |count: Option<u8>| most(count, super::MOST_RD_ATOMIC);
-        let wrong = [
+    fn check_values(&self) -> Result<(), ModifyError> {
+        let exceeds = |value: Option<u8>, exceeds: u8| value.is_some_and(|value| value > exceeds);
+        let reads = |count: Option<u8>| exceeds(count, super::MAX_QP_RD_ATOM);
+        let invalid = [
             (self.partition_index.is_some_and(|index| index != 0), A::PARTITION_INDEX, "0"),
             (self.port.is_some_and(|port| port != 1), A::PORT, "1"),
             (self.destination.is_some_and(|qp| qp >> 24 != 0), A::DESTINATION, "below 2^24"),
@@ -409,13 +409,15 @@ impl Change {
             ),
             (reads(self.max_dest_rd_atomic), A::MAX_DEST_RD_ATOMIC, "128 at most"),
             (reads(self.max_rd_atomic), A::MAX_RD_ATOMIC, "128 at most"),
-            (most(self.min_rnr_timer, 31), A::MIN_RNR_TIMER, "31 at most"),
-            (most(self.timeout, 31), A::TIMEOUT, "31 at most"),
-            (most(self.retry_count, 7), A::RETRY_COUNT, "7 at most"),
-            (most(self.rnr_retry, 7), A::RNR_RETRY, "7 at most"),
+            (exceeds(self.min_rnr_timer, 31), A::MIN_RNR_TIMER, "31 at most"),
+            (exceeds(self.timeout, 31), A::TIMEOUT, "31 at most"),
+            (exceeds(self.retry_count, 7), A::RETRY_COUNT, "7 at most"),
+            (exceeds(self.rnr_retry, 7), A::RNR_RETRY, "7 at most"),
         ];
-        match wrong.into_iter().find(|(is_wrong, ..)| *is_wrong) {
-            Some((_, attribute, must_be)) => Result::Err(Refused::Value { attribute, must_be }),
+        match invalid.into_iter().find(|(is_wrong, ..)| *is_wrong) {
+            Some((_, attribute, must_be)) => {
+                Result::Err(ModifyError::InvalidValue { attribute, must_be })
+            }
             None => Ok(()),
         }
     }
@@ -423,67 +425,69 @@ impl Change {
 
 /// Why a step was not taken. Nothing changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Refused {
+pub enum ModifyError {
     /// The queue pair is not in the state that the caller believed.
-    OtherState {
+    WrongState {
         /// What the caller said.
-        believed: State,
+        expected: State,
         /// What it is in.
         actual: State,
     },
     /// There is no such step.
-    NoSuchStep {
+    InvalidTransition {
         /// From where.
         from: State,
         /// To where.
         to: State,
     },
     /// Attributes that this step needs are missing.
-    Missing {
+    MissingAttr {
         /// From where.
         from: State,
         /// To where.
         to: State,
         /// The attributes.
-        missing: Attributes,
+        missing: QpAttrMask,
     },
     /// Attributes were set that this step does not take.
-    NotAllowed {
+    ExtraAttr {
         /// From where.
         from: State,
         /// To where.
         to: State,
         /// The attributes.
-        extra: Attributes,
+        extra: QpAttrMask,
     },
     /// An attribute has a value that it cannot have.
-    Value {
+    InvalidValue {
         /// The attribute.
-        attribute: Attributes,
+        attribute: QpAttrMask,
         /// What it must be.
         must_be: &'static str,
     },
 }
 
-impl fmt::Display for Refused {
+impl fmt::Display for ModifyError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::OtherState { believed, actual } => {
-                write!(f, "the queue pair is in {actual}, not in {believed}")
+            Self::WrongState { expected, actual } => {
+                write!(f, "the queue pair is in {actual}, not in {expected}")
             }
-            Self::NoSuchStep { from, to } => write!(f, "there is no step from {from} to {to}"),
-            Self::Missing { from, to, missing } => {
+            Self::InvalidTransition { from, to } => {
+                write!(f, "there is no step from {from} to {to}")
+            }
+            Self::MissingAttr { from, to, missing } => {
                 write!(f, "the step from {from} to {to} also needs {missing}")
             }
-            Self::NotAllowed { from, to, extra } => {
+            Self::ExtraAttr { from, to, extra } => {
                 write!(f, "the step from {from} to {to} does not take {extra}")
             }
-            Self::Value { attribute, must_be } => write!(f, "{attribute} must be {must_be}"),
+            Self::InvalidValue { attribute, must_be } => write!(f, "{attribute} must be {must_be}"),
         }
     }
 }
 
-impl core::error::Error for Refused {}
+impl core::error::Error for ModifyError {}
 
 #[cfg(test)]
 mod tests {

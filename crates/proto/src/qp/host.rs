@@ -37,14 +37,14 @@ impl BitOr for Access {
 /// An answer to a question about memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
-pub enum Verdict {
+pub enum HostStatus {
     /// It is done, or may be done.
-    Yes,
+    Ready,
     /// Not at this moment (the page is not there, the data is on its way): ask again. A peer is told to come
     /// again later; our own sending pauses until the next poll.
-    NotNow,
+    Retry,
     /// The key, the range or the right is wrong.
-    Refused,
+    Denied,
 }
 
 /// A place in registered memory.
@@ -149,7 +149,7 @@ pub enum Target {
         offset: u32,
     },
     /// Into the first 40 bytes of a receive: not payload, but who sent the datagram.
-    Route {
+    Grh {
         /// Which receive.
         id: u64,
     },
@@ -168,7 +168,7 @@ pub enum Target {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// In the buffers of posted work.
-    Work {
+    SendWr {
         /// The work's name.
         id: u64,
         /// How many bytes of it lie before.
@@ -196,23 +196,23 @@ pub trait Host {
 
     /// Whether the peer may access `len` bytes there in that way. Asked when a message begins, and again when
     /// its first packet comes again because something was not ready.
-    fn may_access(&mut self, access: Access, at: Remote, len: u32) -> Verdict;
+    fn may_access(&mut self, access: Access, at: Remote, len: u32) -> HostStatus;
 
     /// Places the payload of the packet at hand, `len` bytes of it.
-    fn place(&mut self, to: Target, len: u32) -> Verdict;
+    fn place(&mut self, to: Target, len: u32) -> HostStatus;
 
     /// Executes an atomic on the word there, and returns what was there before. Asked exactly once for
     /// each atomic of the peer that succeeds.
-    fn execute(&mut self, at: Remote, atomic: Atomic) -> Result<u64, Verdict>;
+    fn execute(&mut self, at: Remote, atomic: Atomic) -> Result<u64, HostStatus>;
 
     /// Makes a key of ours useless to the peer.
-    fn invalidate(&mut self, key: u32) -> Verdict;
+    fn invalidate(&mut self, key: u32) -> HostStatus;
 
     /// Stores the result of one of our atomics.
-    fn store_result(&mut self, id: u64, value: u64) -> Verdict;
+    fn store_result(&mut self, id: u64, value: u64) -> HostStatus;
 
     /// Fetches `len` bytes of payload, or tells whether that can be done now: the packet that they belong to
     /// follows at once if the answer is yes. Its headers will be `headers_len` long, for a host that puts the
     /// payload where it goes.
-    fn fetch(&mut self, from: Source, len: u32, headers_len: usize) -> Verdict;
+    fn fetch(&mut self, from: Source, len: u32, headers_len: usize) -> HostStatus;
 }

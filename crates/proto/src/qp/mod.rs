@@ -9,7 +9,7 @@
 //! Any call may give rise to events. After each `handle_packet` take them all; a receipt that is not taken makes
 //! the queue pair drop the next packet that needs its place. Handle as many packets as there are, then poll for
 //! packets to send: acknowledgements are then told in one. `poll_timeout` is valid until the next call of any
-//! other sort. After the host has answered [`Verdict::NotNow`], it polls again when that has changed: the queue
+//! other sort. After the host has answered [`HostStatus::Retry`], it polls again when that has changed: the queue
 //! pair does not know.
 //!
 //! # What is promised
@@ -27,46 +27,49 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`attr`] | states and the table of steps between them |
-//! | `requester`, `answer` | our requests, and the answers to them |
-//! | `responder`, `saved`, `reply` | the peer's requests, and our answers |
+//! | `requester`, `completer` | our requests, and the answers to them |
+//! | `responder`, `resource`, `response` | the peer's requests, and our answers |
 //! | `atomic` | atomics as packets |
-//! | `pace` | the rate that congestion leaves |
+//! | `pacer` | the rate that congestion leaves |
 //! | `ud` | datagrams |
 
-mod answer;
 mod atomic;
 pub mod attr;
+mod completer;
 mod host;
-mod pace;
-mod reply;
+mod pacer;
 mod requester;
+mod resource;
 mod responder;
-mod saved;
+mod response;
 mod stats;
 mod ud;
 mod work;
 
 use core::time::Duration;
 
-pub use attr::{Change, Mtu, Path, Refused, Service, State};
-pub use host::{Access, Atomic, Host, Receive, Remote, Source, Target, Verdict, Width};
-pub use pace::{CUT_INTERVAL, RAISE_INTERVAL};
-pub use stats::{Discard, Stats};
-pub use ud::{Datagram, GLOBAL_ROUTE_LEN, Ud};
-pub use work::{Carried, Completion, Event, Fence, Notice, Op, PostError, Receipt, Status, Work};
+pub use attr::{ModifyError, Mtu, PathAttributes, QpAttributes, Service, State};
+pub use host::{Access, Atomic, Host, HostStatus, Receive, Remote, Source, Target, Width};
+pub use pacer::{CUT_INTERVAL, RAISE_INTERVAL};
+pub use stats::{DiscardReason, Stats};
+pub use ud::{Datagram, GRH_LEN, Ud};
+pub use work::{
+    Event, Fence, PostError, QpEvent, ReceiveCompletion, ReceiveKind, SendCompletion, SendWr,
+    Status, WrOp,
+};
 
 use crate::psn::Psn;
 use crate::time::Instant;
 use crate::wire::packet::DEFAULT_PARTITION;
 use crate::wire::{Extension, Headers, Opcode};
-use pace::Pace;
+use pacer::Pacer;
 use requester::Requester;
 use responder::Responder;
 
 /// The most reads and atomics that may be outstanding in either direction.
-pub const MOST_RD_ATOMIC: u8 = 128;
+pub const MAX_QP_RD_ATOM: u8 = 128;
 /// The most packets in a message: numbers compare on half a circle.
-const MOST_PACKETS: u32 = (1 << 23) - 1;
+const MAX_MESSAGE_PACKETS: u32 = (1 << 23) - 1;
 
 /// What a queue pair is made with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +92,7 @@ impl Default for Options {
 
 /// A packet that came in, and what its carrier said of it. Its ICRC and its sender have been checked.
 #[derive(Clone, Copy, Debug)]
-pub struct Arrived<'a> {
+pub struct RxPacket<'a> {
     /// What its transport headers say.
     pub headers: &'a Headers,
     /// The length of its payload.
@@ -136,33 +139,33 @@ impl Default for Transmit {
 /// ```
 /// # use warpwire_proto::{Instant, Psn, qp::*};
 /// let mut qp = Qp::new(0x11, Options::default());
-/// qp.modify(&Change {
+/// qp.modify(&QpAttributes {
 ///     partition_index: Some(0),
 ///     port: Some(1),
 ///     access: Some(Access::NONE),
-///     ..Change::to(State::Init)
+///     ..QpAttributes::new(State::Init)
 /// })?;
-/// let refused = qp.modify(&Change { mtu: Mtu::new(1024), ..Change::to(State::Rtr) });
+/// let refused = qp.modify(&QpAttributes { mtu: Mtu::new(1024), ..QpAttributes::new(State::Rtr) });
 /// assert!(refused.unwrap_err().to_string().starts_with("the step from INIT to RTR also needs"));
-/// # Ok::<(), Refused>(())
+/// # Ok::<(), ModifyError>(())
 /// ```
 #[derive(Debug)]
 pub struct Qp {
     number: u32,
     state: State,
     options: Options,
-    path: Option<Path>,
-    asking: requester::Terms,
-    answering: responder::Terms,
+    path: Option<PathAttributes>,
+    requester_params: requester::ConnParams,
+    responder_params: responder::ConnParams,
     requester: Requester,
     responder: Responder,
-    pace: Pace,
+    pacer: Pacer,
     stats: Stats,
-    notice: Option<Notice>,
+    qp_event: Option<QpEvent>,
     established: Established,
     notify_drained: bool,
     /// The last packet was one of ours rather than an answer: the next turn is the answer's.
-    asked_last: bool,
+    last_was_request: bool,
     cnp_due: bool,
     last_cnp: Option<Instant>,
 }
@@ -171,8 +174,8 @@ pub struct Qp {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Established {
     No,
-    Untold,
-    Told,
+    Pending,
+    Reported,
 }
 
 impl Qp {
@@ -190,16 +193,16 @@ impl Qp {
             state: State::Reset,
             options,
             path: None,
-            asking: requester::Terms {
+            requester_params: requester::ConnParams {
                 destination: 0,
                 mtu,
                 timeout: None,
                 max_rd_atomic: 0,
                 window: options.window,
-                long_window: options.window,
+                full_mtu_window: options.window,
                 read_chunk: options.read_chunk,
             },
-            answering: responder::Terms {
+            responder_params: responder::ConnParams {
                 destination: 0,
                 mtu,
                 access: Access::NONE,
@@ -207,12 +210,12 @@ impl Qp {
             },
             requester: Requester::new(options.send_depth),
             responder: Responder::new(),
-            pace: Pace::new(options.line_rate),
+            pacer: Pacer::new(options.line_rate),
             stats: Stats::default(),
-            notice: None,
+            qp_event: None,
             established: Established::No,
             notify_drained: false,
-            asked_last: false,
+            last_was_request: false,
             cnp_due: false,
             last_cnp: None,
         }
@@ -229,18 +232,18 @@ impl Qp {
     }
 
     /// Where its peer is, once connected.
-    pub fn path(&self) -> Option<&Path> {
+    pub fn path(&self) -> Option<&PathAttributes> {
         self.path.as_ref()
     }
 
     /// The number of its peer, once connected.
     pub fn destination(&self) -> u32 {
-        self.asking.destination
+        self.requester_params.destination
     }
 
     /// The most payload in a packet.
     pub fn mtu(&self) -> Mtu {
-        self.asking.mtu
+        self.requester_params.mtu
     }
 
     /// What it has counted.
@@ -249,24 +252,24 @@ impl Qp {
     }
 
     /// The rate in bytes a second to which congestion has slowed it; `None` if it has not.
-    pub fn slowed_to(&self) -> Option<u64> {
-        self.pace.rate()
+    pub fn paced_rate(&self) -> Option<u64> {
+        self.pacer.rate()
     }
 
     /// All memory that it holds, in bytes; it changes only with [`Qp::modify`].
     pub fn footprint(&self) -> usize {
-        size_of::<Self>() + self.requester.footprint() + self.responder.saved.footprint()
+        size_of::<Self>() + self.requester.footprint() + self.responder.resource.footprint()
     }
 
     /// How much posted work has not been reported yet.
     pub fn outstanding(&self) -> u32 {
-        self.requester.held()
+        self.requester.outstanding()
     }
 
     /// Takes a step from the [table](attr::TRANSITIONS). A step that is refused changes nothing.
-    pub fn modify(&mut self, change: &Change) -> Result<(), Refused> {
-        change.check(Service::Rc, self.state)?;
-        match change.to {
+    pub fn modify(&mut self, attr: &QpAttributes) -> Result<(), ModifyError> {
+        attr.check(Service::Rc, self.state)?;
+        match attr.to {
             State::Reset => {
                 let mut requester = core::mem::replace(&mut self.requester, Requester::new(0));
                 requester.reset();
@@ -276,12 +279,12 @@ impl Qp {
             }
             State::Err => self.fail(None),
             State::Sqd if self.state == State::Rts => {
-                self.notify_drained = change.notify_drained.unwrap_or(false);
+                self.notify_drained = attr.notify_drained.unwrap_or(false);
             }
             _ => {}
         }
-        self.apply(change);
-        self.state = change.to;
+        self.apply(attr);
+        self.state = attr.to;
         Ok(())
     }
 
@@ -290,45 +293,51 @@ impl Qp {
         Self { options, ..Self::new(other.number, Options { send_depth: 1, ..options }) }
     }
 
-    fn apply(&mut self, change: &Change) {
-        fn set<T: Copy>(place: &mut T, value: Option<T>) {
-            *place = value.unwrap_or(*place);
+    fn apply(&mut self, attr: &QpAttributes) {
+        fn set<T: Copy>(field: &mut T, value: Option<T>) {
+            *field = value.unwrap_or(*field);
         }
-        set(&mut self.answering.access, change.access);
-        set(&mut self.answering.min_rnr_timer, change.min_rnr_timer);
-        self.requester.set_retries(change.retry_count, change.rnr_retry);
-        set(&mut self.asking.max_rd_atomic, change.max_rd_atomic.map(u32::from));
-        for terms_mtu in [&mut self.asking.mtu, &mut self.answering.mtu] {
-            set(terms_mtu, change.mtu);
+        set(&mut self.responder_params.access, attr.access);
+        set(&mut self.responder_params.min_rnr_timer, attr.min_rnr_timer);
+        self.requester.set_retries(attr.retry_count, attr.rnr_retry);
+        set(&mut self.requester_params.max_rd_atomic, attr.max_rd_atomic.map(u32::from));
+        for params_mtu in [&mut self.requester_params.mtu, &mut self.responder_params.mtu] {
+            set(params_mtu, attr.mtu);
         }
-        let longest = self.asking.mtu.bytes();
-        self.asking.long_window = requester::as_many_bytes(self.options.window, longest);
-        self.asking.read_chunk = requester::as_many_bytes(self.options.read_chunk, longest);
-        for destination in [&mut self.asking.destination, &mut self.answering.destination] {
-            set(destination, change.destination);
+        let max_payload = self.requester_params.mtu.bytes();
+        self.requester_params.full_mtu_window =
+            requester::scale_to_payload(self.options.window, max_payload);
+        self.requester_params.read_chunk =
+            requester::scale_to_payload(self.options.read_chunk, max_payload);
+        for destination in
+            [&mut self.requester_params.destination, &mut self.responder_params.destination]
+        {
+            set(destination, attr.destination);
         }
-        if let Some(code) = change.timeout {
+        if let Some(code) = attr.timeout {
             let units = 1u64 << code.min(31);
-            self.asking.timeout = (code != 0).then(|| Duration::from_nanos(4096 * units));
+            self.requester_params.timeout = (code != 0).then(|| Duration::from_nanos(4096 * units));
         }
-        if let Some(records) = change.max_dest_rd_atomic {
-            self.responder.saved = self.responder.saved.resized(records);
+        if let Some(records) = attr.max_dest_rd_atomic {
+            self.responder.resource = self.responder.resource.resized(records);
         }
-        if let Some(psn) = change.receive_psn {
+        if let Some(psn) = attr.receive_psn {
             (self.responder.expected, self.responder.acknowledged) = (psn, psn.previous());
         }
-        if let Some(psn) = change.send_psn {
+        if let Some(psn) = attr.send_psn {
             self.requester.begin_at(psn);
         }
-        self.path = change.path.or(self.path);
+        self.path = attr.path.or(self.path);
     }
 
     /// Posts work. It is begun in its turn; its end comes as [`Event::Sent`].
-    pub fn post(&mut self, work: Work) -> Result<(), PostError> {
+    pub fn post(&mut self, work: SendWr) -> Result<(), PostError> {
         if !matches!(self.state, State::Rts | State::Sqd | State::Err) {
             return Err(PostError::State(self.state));
         }
-        if work.len > requester::LONGEST || self.asking.mtu.packets(work.len) > MOST_PACKETS {
+        if work.len > requester::MAX_MESSAGE_LEN
+            || self.requester_params.mtu.packets(work.len) > MAX_MESSAGE_PACKETS
+        {
             return Err(PostError::Length(work.len));
         }
         self.requester.post(work, self.options.send_depth)
@@ -338,97 +347,97 @@ impl Qp {
     pub fn handle_packet<H: Host>(
         &mut self,
         now: Instant,
-        arrived: &Arrived<'_>,
+        rx: &RxPacket<'_>,
         host: &mut H,
-    ) -> Result<(), Discard> {
+    ) -> Result<(), DiscardReason> {
         self.stats.packets_received += 1;
-        self.stats.bytes_received += u64::from(arrived.payload_len);
-        let outcome = self.sort(now, arrived, host);
+        self.stats.bytes_received += u64::from(rx.payload_len);
+        let outcome = self.dispatch(now, rx, host);
         if let Err(reason) = outcome {
             self.stats.count(reason);
         }
         outcome
     }
 
-    fn sort<H: Host>(
+    fn dispatch<H: Host>(
         &mut self,
         now: Instant,
-        arrived: &Arrived<'_>,
+        rx: &RxPacket<'_>,
         host: &mut H,
-    ) -> Result<(), Discard> {
-        let headers = arrived.headers;
+    ) -> Result<(), DiscardReason> {
+        let headers = rx.headers;
         // The upper bit only tells full members from limited ones.
         if headers.partition | 0x8000 != DEFAULT_PARTITION {
-            return Err(Discard::Partition);
+            return Err(DiscardReason::Partition);
         }
         // A notification is not answered by another: they would go back and forth without end.
-        if arrived.marked && headers.opcode != Opcode::CongestionNotification {
-            self.owe_notification(now);
+        if rx.marked && headers.opcode != Opcode::CongestionNotification {
+            self.schedule_cnp(now);
         }
         if headers.opcode.is_response() {
-            return self.sort_answer(now, arrived, host);
+            return self.dispatch_response(now, rx, host);
         }
         match headers.opcode {
             Opcode::UdSendOnly | Opcode::UdSendOnlyImm | Opcode::Unknown(_) => {
-                Err(Discard::Service)
+                Err(DiscardReason::Service)
             }
             Opcode::CongestionNotification => {
                 if !matches!(self.state, State::Rts | State::Sqd | State::Rtr) {
-                    return Err(Discard::State);
+                    return Err(DiscardReason::State);
                 }
                 self.stats.cnp_received += 1;
-                self.pace.cut(now);
+                self.pacer.cut(now);
                 Ok(())
             }
-            _ => self.sort_request(arrived, host),
+            _ => self.dispatch_request(rx, host),
         }
     }
 
-    fn sort_answer<H: Host>(
+    fn dispatch_response<H: Host>(
         &mut self,
         now: Instant,
-        arrived: &Arrived<'_>,
+        rx: &RxPacket<'_>,
         host: &mut H,
-    ) -> Result<(), Discard> {
+    ) -> Result<(), DiscardReason> {
         if !matches!(self.state, State::Rts | State::Sqd) {
-            return Err(Discard::State);
+            return Err(DiscardReason::State);
         }
         let stats = &mut self.stats;
-        match self.requester.handle_answer(now, &self.asking, arrived, host, stats) {
-            answer::Outcome::Used => Ok(()),
-            answer::Outcome::Dropped(reason) => Err(reason),
-            answer::Outcome::Failed(status) => {
+        match self.requester.handle_response(now, &self.requester_params, rx, host, stats) {
+            completer::Outcome::Accepted => Ok(()),
+            completer::Outcome::Dropped(reason) => Err(reason),
+            completer::Outcome::Failed(status) => {
                 self.fail(Some(status));
                 Ok(())
             }
         }
     }
 
-    fn sort_request<H: Host>(
+    fn dispatch_request<H: Host>(
         &mut self,
-        arrived: &Arrived<'_>,
+        rx: &RxPacket<'_>,
         host: &mut H,
-    ) -> Result<(), Discard> {
+    ) -> Result<(), DiscardReason> {
         match self.state {
             State::Rtr | State::Rts | State::Sqd => {}
             State::Err => {
-                self.responder.repeat_last_words(arrived.headers.psn);
-                return Err(Discard::State);
+                self.responder.repeat_fatal_nak(rx.headers.psn);
+                return Err(DiscardReason::State);
             }
-            State::Reset | State::Init | State::Sqe => return Err(Discard::State),
+            State::Reset | State::Init | State::Sqe => return Err(DiscardReason::State),
         }
         let stats = &mut self.stats;
-        match self.responder.handle_request(&self.answering, arrived, host, stats) {
-            responder::Outcome::Used => {
+        match self.responder.handle_request(&self.responder_params, rx, host, stats) {
+            responder::Outcome::Accepted => {
                 if self.state == State::Rtr && self.established == Established::No {
-                    self.established = Established::Untold;
+                    self.established = Established::Pending;
                 }
                 Ok(())
             }
             responder::Outcome::Dropped(reason) => Err(reason),
-            responder::Outcome::Failed(notice) => {
+            responder::Outcome::Failed(qp_event) => {
                 self.fail(None);
-                self.notice = Some(notice);
+                self.qp_event = Some(qp_event);
                 Ok(())
             }
         }
@@ -442,7 +451,7 @@ impl Qp {
         }
     }
 
-    fn owe_notification(&mut self, now: Instant) {
+    fn schedule_cnp(&mut self, now: Instant) {
         let due = self.last_cnp.is_none_or(|last| now - last >= CUT_INTERVAL);
         if due && matches!(self.state, State::Rtr | State::Rts | State::Sqd) {
             self.cnp_due = true;
@@ -472,7 +481,7 @@ impl Qp {
         self.stats.packets_sent += 1;
         if let Some(payload) = packet.payload {
             self.stats.bytes_sent += u64::from(payload.len);
-            self.pace.spend(now, payload.len);
+            self.pacer.consume(now, payload.len);
         }
         true
     }
@@ -480,10 +489,10 @@ impl Qp {
     /// The packet that [`Qp::transmit_into`] just made does not go: its data was there when the host was asked, and is
     /// not any more. It is made anew at the next call, which asks the host again. No try is spent on it.
     #[cold]
-    pub fn take_back(&mut self, packet: &Transmit) {
+    pub fn undo_transmit(&mut self, packet: &Transmit) {
         match packet.payload.map(|payload| payload.from) {
-            Some(Source::Work { .. }) => self.requester.go_back(),
-            Some(Source::Remote { .. }) => self.responder.saved.unsent(packet.headers.psn),
+            Some(Source::SendWr { .. }) => self.requester.go_back(),
+            Some(Source::Remote { .. }) => self.responder.resource.undo_sent(packet.headers.psn),
             None => {}
         }
     }
@@ -492,31 +501,37 @@ impl Qp {
     fn next_packet<H: Host>(&mut self, now: Instant, host: &mut H, packet: &mut Transmit) -> bool {
         match self.state {
             State::Rts | State::Sqd | State::Rtr => {}
-            State::Err if self.responder.owes_last_words() => {}
+            State::Err if self.responder.has_fatal_nak() => {}
             _ => return false,
         }
         if core::mem::take(&mut self.cnp_due) {
             self.stats.cnp_sent += 1;
-            packet.headers = notification(self.asking.destination);
+            packet.headers = cnp_headers(self.requester_params.destination);
             packet.payload = None;
             return true;
         }
         packet.headers.becn = false;
-        let open = self.pace.is_open(now);
+        let open = self.pacer.is_open(now);
         // Requests and answers take turns, so that neither waits for long; a request goes first, because somebody
         // waits for what it brings, and an acknowledgement only makes room.
-        let turn = !self.asked_last && self.responder.has_answers();
-        if turn && self.next_request(now, open, host, packet) {
-            self.asked_last = true;
+        let request_first = !self.last_was_request && self.responder.has_responses();
+        if request_first && self.next_request(now, open, host, packet) {
+            self.last_was_request = true;
             return true;
         }
-        self.asked_last = false;
-        match self.responder.poll_transmit(&self.answering, open, host, &mut self.stats, packet) {
+        self.last_was_request = false;
+        match self.responder.poll_transmit(
+            &self.responder_params,
+            open,
+            host,
+            &mut self.stats,
+            packet,
+        ) {
             Ok(true) => return true,
             Ok(false) => {}
-            Err(notice) => {
+            Err(qp_event) => {
                 self.fail(None);
-                self.notice = Some(notice);
+                self.qp_event = Some(qp_event);
                 return self.next_packet(now, host, packet);
             }
         }
@@ -533,9 +548,16 @@ impl Qp {
         if !open || !matches!(self.state, State::Rts | State::Sqd) {
             return false;
         }
-        let may_begin = self.state == State::Rts;
+        let may_start = self.state == State::Rts;
         let stats = &mut self.stats;
-        match self.requester.poll_transmit(now, &self.asking, may_begin, host, stats, packet) {
+        match self.requester.poll_transmit(
+            now,
+            &self.requester_params,
+            may_start,
+            host,
+            stats,
+            packet,
+        ) {
             Ok(found) => found,
             Err(status) => {
                 self.fail(Some(status));
@@ -548,19 +570,19 @@ impl Qp {
     pub fn poll_timeout(&self, now: Instant) -> Instant {
         match self.state {
             State::Rts | State::Sqd | State::Rtr => {}
-            State::Err if self.responder.owes_last_words() => return self.pace.opens_at(now),
+            State::Err if self.responder.has_fatal_nak() => return self.pacer.opens_at(now),
             _ => return Instant::NEVER,
         }
         let requester = &self.requester;
-        let waits = requester.has_work() && requester.resume > now;
-        let resume = if waits { requester.resume } else { Instant::NEVER };
-        requester.deadline.min(resume).min(self.pace.opens_at(now))
+        let backing_off = requester.has_work() && requester.resume > now;
+        let resume = if backing_off { requester.resume } else { Instant::NEVER };
+        requester.deadline.min(resume).min(self.pacer.opens_at(now))
     }
 
     /// The link had no room for a packet of this queue pair. Tries are spent while that lasts, as if packets were lost.
-    pub fn held_up(&mut self, now: Instant) {
+    pub fn on_link_full(&mut self, now: Instant) {
         if self.state == State::Rts {
-            self.requester.held_up(now, &self.asking);
+            self.requester.on_link_full(now, &self.requester_params);
         }
     }
 
@@ -577,9 +599,9 @@ impl Qp {
     #[inline]
     pub fn has_events(&self) -> bool {
         self.requester.reported != self.requester.tail
-            || self.responder.has_receipt()
-            || self.notice.is_some()
-            || self.established == Established::Untold
+            || self.responder.has_receive_completion()
+            || self.qp_event.is_some()
+            || self.established == Established::Pending
             || !matches!(self.state, State::Rts | State::Rtr)
     }
 
@@ -589,19 +611,19 @@ impl Qp {
         if let Some(completion) = self.requester.poll_completion(failed) {
             return Some(Event::Sent(completion));
         }
-        if let Some(receipt) = self.responder.poll_receipt(failed) {
-            return Some(Event::Received(receipt));
+        if let Some(receive_completion) = self.responder.poll_receive_completion(failed) {
+            return Some(Event::Received(receive_completion));
         }
-        if self.established == Established::Untold {
-            self.established = Established::Told;
-            return Some(Event::Notice(Notice::Established));
+        if self.established == Established::Pending {
+            self.established = Established::Reported;
+            return Some(Event::Async(QpEvent::Established));
         }
-        if let Some(notice) = self.notice.take() {
-            return Some(Event::Notice(notice));
+        if let Some(qp_event) = self.qp_event.take() {
+            return Some(Event::Async(qp_event));
         }
         let drained = self.state == State::Sqd && self.requester.is_drained();
         if drained && core::mem::take(&mut self.notify_drained) {
-            return Some(Event::Notice(Notice::Drained));
+            return Some(Event::Async(QpEvent::Drained));
         }
         None
     }
@@ -612,13 +634,13 @@ impl Qp {
     }
 
     /// The number of the next request that it expects, and of the next that it sends.
-    pub fn positions(&self) -> (Psn, Psn) {
+    pub fn next_psns(&self) -> (Psn, Psn) {
         (self.responder.expected, self.requester.next)
     }
 }
 
 /// "Your packets to me meet congestion": not acknowledged, and without a number.
-fn notification(destination: u32) -> Headers {
+fn cnp_headers(destination: u32) -> Headers {
     let opcode = Opcode::CongestionNotification;
     Headers { becn: true, ..Headers::new(opcode, destination, Psn::new(0), Extension::Cnp) }
 }

@@ -4,7 +4,7 @@
 //! ```text
 //!            reported      tail         current      started        posted
 //!  ring  ───────┼───────────┼─────────────┼────────────┼──────────────┼───▶
-//!     told to   │ done, to  │ waiting for │ to be sent │ never begun  │ free
+//!     told to   │ done, to  │ waiting for │ to be sent │ impossible begun  │ free
 //!     the host  │ be told   │ answers     │ again      │              │
 //!  PSNs                   unacked        next        unsent
 //! ```
@@ -18,8 +18,8 @@ use alloc::vec;
 use core::time::Duration;
 
 use super::attr::Mtu;
-use super::host::{Host, Remote, Source, Verdict};
-use super::work::{Completion, Fence, Op, PostError, Status, Work};
+use super::host::{Host, HostStatus, Remote, Source};
+use super::work::{Fence, PostError, SendCompletion, SendWr, Status, WrOp};
 use super::{Payload, Stats, Transmit};
 use crate::psn::Psn;
 use crate::time::Instant;
@@ -27,11 +27,11 @@ use crate::wire::ext::Reth;
 use crate::wire::{Extension, Headers, Opcode};
 
 /// The longest message.
-pub(super) const LONGEST: u32 = 1 << 31;
+pub(super) const MAX_MESSAGE_LEN: u32 = 1 << 31;
 
 /// What the requester needs to know about its queue pair.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Terms {
+pub(super) struct ConnParams {
     pub destination: u32,
     pub mtu: Mtu,
     /// How long to wait for an answer; `None` for ever.
@@ -40,45 +40,46 @@ pub(super) struct Terms {
     /// How many packets may be unanswered.
     pub window: u32,
     /// How many of the longest.
-    pub long_window: u32,
+    pub full_mtu_window: u32,
     /// How many packets one read request may ask for.
     pub read_chunk: u32,
 }
 
-impl Terms {
+impl ConnParams {
     /// Whether so many unanswered packets are all that there may be when one of a message of that length is sent: fewer of those that are
     /// longer than RoCE's. What lies between two ends fills buffers by its bytes.
     #[inline(always)] // most of the time it is one comparison
-    fn fill_window(&self, packets: u32, len: u32) -> bool {
-        packets >= self.long_window && self.fill_shorter(packets, len)
+    fn window_full(&self, packets: u32, len: u32) -> bool {
+        packets >= self.full_mtu_window && self.window_full_for(packets, len)
     }
 
-    fn fill_shorter(&self, packets: u32, len: u32) -> bool {
-        packets >= as_many_bytes(self.window, len.min(self.mtu.bytes()))
+    fn window_full_for(&self, packets: u32, len: u32) -> bool {
+        packets >= scale_to_payload(self.window, len.min(self.mtu.bytes()))
     }
 }
 
 /// The longest payload of a packet that RoCE knows.
-const LONGEST_OF_ROCE: u32 = 4096;
+const MAX_ROCE_PAYLOAD: u32 = 4096;
 
 /// So many packets of RoCE's longest, as packets of that length: at least one.
-pub(super) fn as_many_bytes(packets: u32, len: u32) -> u32 {
+pub(super) fn scale_to_payload(packets: u32, len: u32) -> u32 {
     match len {
-        0..=LONGEST_OF_ROCE => packets,
-        _ => (packets / len.div_ceil(LONGEST_OF_ROCE)).max(1),
+        0..=MAX_ROCE_PAYLOAD => packets,
+        _ => (packets / len.div_ceil(MAX_ROCE_PAYLOAD)).max(1),
     }
 }
 
 /// Work in the ring, with the sequence numbers that it was given when it was begun.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
-    pub work: Work,
+    pub work: SendWr,
     pub first: Psn,
     pub packets: u32,
 }
 
 impl Entry {
-    const EMPTY: Self = Self { work: Work::new(0, Op::Local, 0), first: Psn::new(0), packets: 0 };
+    const EMPTY: Self =
+        Self { work: SendWr::new(0, WrOp::Local, 0), first: Psn::new(0), packets: 0 };
 
     /// The number after its last.
     pub fn end(&self) -> Psn {
@@ -102,24 +103,24 @@ pub(super) struct Requester {
     /// The first number that was never sent.
     pub(super) unsent: Psn,
     /// Read requests and atomics between `unacked` and `next`.
-    pub(super) reading: u32,
+    pub(super) outstanding_reads: u32,
     /// Packets since we last asked for an acknowledgement.
-    since_request: u32,
+    since_ack_request: u32,
     /// The number after the last packet that must be answered: the timer runs while it is ahead of `unacked`.
-    asked: Psn,
+    ack_due: Psn,
     /// How often to try again, and how often that is still possible; refilled when answers come.
     pub(super) retry_count: u8,
     rnr_retry: u8,
     pub(super) retries_left: u8,
     pub(super) rnr_left: u8,
     /// How often in a row the host had no place for an answer.
-    pub(super) faults: u8,
+    pub(super) fault_streak: u8,
     /// When to stop waiting for an answer.
     pub(super) deadline: Instant,
     /// Not to send before: the peer was not ready.
     pub(super) resume: Instant,
     /// The value of `unacked` at which a missing answer already made us go back.
-    pub(super) went_back_at: Option<Psn>,
+    pub(super) last_go_back: Option<Psn>,
     /// What the work at `tail` failed with.
     failure: Option<Status>,
 }
@@ -137,17 +138,17 @@ impl Requester {
             unacked: Psn::new(0),
             next: Psn::new(0),
             unsent: Psn::new(0),
-            reading: 0,
-            since_request: 0,
-            asked: Psn::new(0),
+            outstanding_reads: 0,
+            since_ack_request: 0,
+            ack_due: Psn::new(0),
             retry_count: 0,
             rnr_retry: 0,
             retries_left: 0,
             rnr_left: 0,
-            faults: 0,
+            fault_streak: 0,
             deadline: Instant::NEVER,
             resume: Instant::default(),
-            went_back_at: None,
+            last_go_back: None,
             failure: None,
         }
     }
@@ -159,7 +160,7 @@ impl Requester {
     }
 
     pub(super) fn begin_at(&mut self, psn: Psn) {
-        (self.unacked, self.next, self.unsent, self.asked) = (psn, psn, psn, psn);
+        (self.unacked, self.next, self.unsent, self.ack_due) = (psn, psn, psn, psn);
     }
 
     pub(super) fn set_retries(&mut self, retry_count: Option<u8>, rnr_retry: Option<u8>) {
@@ -172,10 +173,10 @@ impl Requester {
     }
 
     /// Answers have come up to `psn`: all tries begin anew.
-    pub(super) fn answered_to(&mut self, psn: Psn) {
+    pub(super) fn advance_unacked(&mut self, psn: Psn) {
         self.unacked = psn;
         (self.retries_left, self.rnr_left) = (self.retry_count, self.rnr_retry);
-        self.faults = 0;
+        self.fault_streak = 0;
     }
 
     pub(super) fn footprint(&self) -> usize {
@@ -192,19 +193,19 @@ impl Requester {
     }
 
     /// How much work the ring holds that the host has not been told the end of.
-    pub(super) fn held(&self) -> u32 {
+    pub(super) fn outstanding(&self) -> u32 {
         self.posted.wrapping_sub(self.reported)
     }
 
-    pub(super) fn post(&mut self, work: Work, depth: u32) -> Result<(), PostError> {
-        let wanted_len = match work.op {
-            Op::Atomic(_, atomic) => work.len == atomic.len(),
-            _ => work.len <= LONGEST,
+    pub(super) fn post(&mut self, work: SendWr, depth: u32) -> Result<(), PostError> {
+        let valid_len = match work.op {
+            WrOp::Atomic(_, atomic) => work.len == atomic.len(),
+            _ => work.len <= MAX_MESSAGE_LEN,
         };
-        if !wanted_len {
+        if !valid_len {
             return Err(PostError::Length(work.len));
         }
-        if self.held() >= depth {
+        if self.outstanding() >= depth {
             return Err(PostError::Full);
         }
         *self.entry_mut(self.posted) = Entry { work, ..Entry::EMPTY };
@@ -222,14 +223,14 @@ impl Requester {
         self.current != self.posted
     }
 
-    /// Puts the next request into `packet`; tells whether there is one. `may_begin` tells whether a new message
+    /// Puts the next request into `packet`; tells whether there is one. `may_start` tells whether a new message
     /// may be begun. `Err` fails the queue pair.
     #[inline]
     pub(super) fn poll_transmit<H: Host>(
         &mut self,
         now: Instant,
-        terms: &Terms,
-        may_begin: bool,
+        params: &ConnParams,
+        may_start: bool,
         host: &mut H,
         stats: &mut Stats,
         packet: &mut Transmit,
@@ -238,126 +239,126 @@ impl Requester {
             return Ok(false);
         }
         while self.current != self.posted {
-            let begins = self.current == self.started;
-            if begins && !may_begin {
+            let is_new_message = self.current == self.started;
+            if is_new_message && !may_start {
                 return Ok(false);
             }
             let entry = self.entry(self.current);
-            let at_start = begins || self.next == entry.first;
-            let waits = match entry.work.fence {
+            let at_start = is_new_message || self.next == entry.first;
+            let blocked = match entry.work.fence {
                 Fence::None => false,
-                Fence::Reads => self.reading > 0,
+                Fence::Reads => self.outstanding_reads > 0,
                 Fence::All => self.current != self.tail,
             };
-            if at_start && waits {
+            if at_start && blocked {
                 return Ok(false);
             }
             match entry.work.op {
-                Op::Bad(status) if self.current == self.tail => return Err(status),
-                Op::Bad(_) => return Ok(false),
-                Op::Local => self.pass_local(begins),
-                _ => return self.request(now, terms, begins, host, stats, packet),
+                WrOp::Bad(status) if self.current == self.tail => return Err(status),
+                WrOp::Bad(_) => return Ok(false),
+                WrOp::Local => self.complete_local(is_new_message),
+                _ => return self.request(now, params, is_new_message, host, stats, packet),
             }
         }
         Ok(false)
     }
 
     /// Work that sends nothing: done as soon as all before it is.
-    fn pass_local(&mut self, begins: bool) {
-        if begins {
+    fn complete_local(&mut self, is_new_message: bool) {
+        if is_new_message {
             let next = self.next;
             self.entry_mut(self.current).first = next;
             self.started = self.started.wrapping_add(1);
         }
         self.current = self.current.wrapping_add(1);
-        self.settle(self.unacked);
+        self.ack_until(self.unacked);
     }
 
     #[inline(always)] // the only caller is hot, and seven arguments cost more than the body
     fn request<H: Host>(
         &mut self,
         now: Instant,
-        terms: &Terms,
-        begins: bool,
+        params: &ConnParams,
+        is_new_message: bool,
         host: &mut H,
         stats: &mut Stats,
         packet: &mut Transmit,
     ) -> Result<bool, Status> {
         let in_flight = self.next.distance_from(self.unacked) as u32;
-        let (next, unsent, reading) = (self.next, self.unsent, self.reading);
-        let is_last_open = self.current == self.tail;
+        let (next, unsent, outstanding_reads) = (self.next, self.unsent, self.outstanding_reads);
+        let is_oldest = self.current == self.tail;
         let entry = self.entry_mut(self.current);
-        let awaits_data = entry.work.op.awaits_data();
+        let awaits_response = entry.work.op.awaits_response();
         // What goes again has been counted once: a limit that was lowered since must not hold it up.
         let is_new = next == unsent;
-        if terms.fill_window(in_flight, entry.work.len)
-            || awaits_data && is_new && reading >= terms.max_rd_atomic
+        if params.window_full(in_flight, entry.work.len)
+            || awaits_response && is_new && outstanding_reads >= params.max_rd_atomic
         {
-            let never = awaits_data && terms.max_rd_atomic == 0 && is_last_open;
-            return if never { Err(Status::LocalOperation) } else { Ok(false) };
+            let impossible = awaits_response && params.max_rd_atomic == 0 && is_oldest;
+            return if impossible { Err(Status::LocalOperation) } else { Ok(false) };
         }
-        if begins {
+        if is_new_message {
             // Harmless if it is not begun after all: the numbers are then given again.
-            (entry.first, entry.packets) = (next, terms.mtu.packets(entry.work.len));
+            (entry.first, entry.packets) = (next, params.mtu.packets(entry.work.len));
         }
         let entry = &*entry;
         let index = next.distance_from(entry.first) as u32;
         let headers = &mut packet.headers;
-        let piece = Piece::at(entry, index, terms, headers);
+        let segment = Segment::at(entry, index, params, headers);
         packet.payload = None;
-        if piece.len > 0 {
-            let from = Source::Work { id: entry.work.id, offset: piece.offset };
-            match host.fetch(from, piece.len, headers.len()) {
-                Verdict::Yes => {}
-                Verdict::Refused if self.current == self.tail => {
+        if segment.len > 0 {
+            let from = Source::SendWr { id: entry.work.id, offset: segment.offset };
+            match host.fetch(from, segment.len, headers.len()) {
+                HostStatus::Ready => {}
+                HostStatus::Denied if self.current == self.tail => {
                     return Err(Status::LocalProtection);
                 }
                 // What is refused fails in its turn, when all before it is answered.
-                Verdict::NotNow | Verdict::Refused => return Ok(false),
+                HostStatus::Retry | HostStatus::Denied => return Ok(false),
             }
-            packet.payload = Some(Payload { from, len: piece.len });
+            packet.payload = Some(Payload { from, len: segment.len });
         }
-        let is_last = index + piece.numbers == entry.packets;
-        headers.solicited = is_last && entry.work.solicited && piece.can_solicit;
-        headers.destination_qp = terms.destination;
+        let is_last = index + segment.psn_count == entry.packets;
+        headers.solicited = is_last && entry.work.solicited && segment.can_solicit;
+        headers.destination_qp = params.destination;
         headers.psn = next;
-        self.started = self.started.wrapping_add(u32::from(begins));
+        self.started = self.started.wrapping_add(u32::from(is_new_message));
         self.current = self.current.wrapping_add(u32::from(is_last));
-        self.reading += u32::from(awaits_data);
+        self.outstanding_reads += u32::from(awaits_response);
         stats.resent += u64::from(!is_new);
-        self.since_request += 1;
+        self.since_ack_request += 1;
         // Ask at the end of a message, before the window closes, now and then in between, and at once when
         // sending again: the answer may only have been lost. A message of several packets has the longest.
         headers.ack_request = is_last
-            || in_flight + piece.numbers >= terms.long_window
-            || self.since_request * 4 >= terms.long_window
+            || in_flight + segment.psn_count >= params.full_mtu_window
+            || self.since_ack_request * 4 >= params.full_mtu_window
             || !is_new && next == self.unacked;
-        self.next = next.add(piece.numbers);
+        self.next = next.add(segment.psn_count);
         if self.next.distance_from(unsent) > 0 {
             self.unsent = self.next;
         }
-        if headers.ack_request || awaits_data {
-            self.since_request = 0;
-            self.asked = self.next;
+        if headers.ack_request || awaits_response {
+            self.since_ack_request = 0;
+            self.ack_due = self.next;
             if self.deadline == Instant::NEVER {
-                self.restart_timer(now, terms);
+                self.restart_timer(now, params);
             }
         }
         Ok(true)
     }
 
     /// Lets the timer begin anew, if an answer must come.
-    pub(super) fn restart_timer(&mut self, now: Instant, terms: &Terms) {
-        let waits = self.asked.distance_from(self.unacked) > 0;
-        let timeout = terms.timeout.filter(|_| waits);
+    pub(super) fn restart_timer(&mut self, now: Instant, params: &ConnParams) {
+        let blocked = self.ack_due.distance_from(self.unacked) > 0;
+        let timeout = params.timeout.filter(|_| blocked);
         self.deadline = timeout.map_or(Instant::NEVER, |timeout| now + timeout);
     }
 
     /// There is something to send, and no room for it on the link: the timer runs as if it had been sent, so that a peer who
     /// takes nothing any more is not waited for without end.
-    pub(super) fn held_up(&mut self, now: Instant, terms: &Terms) {
+    pub(super) fn on_link_full(&mut self, now: Instant, params: &ConnParams) {
         if self.deadline == Instant::NEVER && self.has_work() && self.resume <= now {
-            self.deadline = terms.timeout.map_or(Instant::NEVER, |timeout| now + timeout);
+            self.deadline = params.timeout.map_or(Instant::NEVER, |timeout| now + timeout);
         }
     }
 
@@ -365,8 +366,8 @@ impl Requester {
     pub(super) fn go_back(&mut self) {
         self.next = self.unacked;
         self.current = self.tail;
-        self.asked = self.unacked;
-        self.reading = 0;
+        self.ack_due = self.unacked;
+        self.outstanding_reads = 0;
         self.deadline = Instant::NEVER;
     }
 
@@ -376,7 +377,7 @@ impl Requester {
             return Ok(());
         }
         stats.timeouts += 1;
-        self.went_back_at = None;
+        self.last_go_back = None;
         self.retry()
     }
 
@@ -395,7 +396,7 @@ impl Requester {
     }
 
     /// The end of the next work: a success, or, once the queue pair has failed, a failure.
-    pub(super) fn poll_completion(&mut self, failed: bool) -> Option<Completion> {
+    pub(super) fn poll_completion(&mut self, failed: bool) -> Option<SendCompletion> {
         let status = if self.reported != self.tail {
             Status::Success
         } else if failed && self.reported != self.posted {
@@ -408,84 +409,94 @@ impl Requester {
         let work = &self.entry(self.reported).work;
         let (id, signaled) = (work.id, work.signaled);
         self.reported = self.reported.wrapping_add(1);
-        Some(Completion { id, status, signaled })
+        Some(SendCompletion { id, status, signaled })
     }
 }
 
 /// What one packet of a request carries.
-struct Piece {
+struct Segment {
     /// Where its payload begins in the message, and how long it is.
     offset: u32,
     len: u32,
     /// How many sequence numbers it takes.
-    numbers: u32,
+    psn_count: u32,
     can_solicit: bool,
 }
 
-impl Piece {
+impl Segment {
     /// The packet of that index; for a read, the request for what is left of the chunk that it lies in. Puts
     /// opcode and extension into `headers`.
     #[inline(always)]
-    fn at(entry: &Entry, index: u32, terms: &Terms, headers: &mut Headers) -> Self {
+    fn at(entry: &Entry, index: u32, params: &ConnParams, headers: &mut Headers) -> Self {
         let work = &entry.work;
-        let offset = terms.mtu.offset(index);
+        let offset = params.mtu.offset(index);
         let is_first = index == 0;
         let is_last = index + 1 == entry.packets;
         // Most packets of long messages are like that: they carry no extension, and none is put together.
-        if !is_first && !is_last && !work.op.awaits_data() {
+        if !is_first && !is_last && !work.op.awaits_response() {
             headers.opcode = work.op.middle();
             headers.extension = Extension::None;
-            let len = terms.mtu.bytes();
-            return Self { offset, len, numbers: 1, can_solicit: false };
+            let len = params.mtu.bytes();
+            return Self { offset, len, psn_count: 1, can_solicit: false };
         }
-        let len = if is_last { work.len.wrapping_sub(offset) } else { terms.mtu.bytes() };
+        let len = if is_last { work.len.wrapping_sub(offset) } else { params.mtu.bytes() };
         let (opcode, extension) = match work.op {
-            Op::Read(at) => return Self::read(entry, index, terms, at, headers),
-            Op::Atomic(at, atomic) => return Self::atomic(at, atomic, headers),
-            Op::Write(at) => (WRITE.at(is_first, is_last), write_header(is_first, at, work.len)),
-            Op::Send | Op::Local | Op::Bad(_) => (SEND.at(is_first, is_last), Extension::None),
-            Op::SendImm(imm) if is_last => {
+            WrOp::Read(at) => return Self::read(entry, index, params, at, headers),
+            WrOp::Atomic(at, atomic) => return Self::atomic(at, atomic, headers),
+            WrOp::Write(at) => (WRITE.at(is_first, is_last), write_header(is_first, at, work.len)),
+            WrOp::Send | WrOp::Local | WrOp::Bad(_) => {
+                (SEND.at(is_first, is_last), Extension::None)
+            }
+            WrOp::SendImm(imm) if is_last => {
                 let opcode = if is_first { Opcode::SendOnlyImm } else { Opcode::SendLastImm };
                 (opcode, Extension::Imm(imm))
             }
-            Op::SendInvalidate(key) if is_last => {
+            WrOp::SendInvalidate(key) if is_last => {
                 let last = Opcode::SendLastInvalidate;
                 let opcode = if is_first { Opcode::SendOnlyInvalidate } else { last };
                 (opcode, Extension::Invalidate(key))
             }
-            Op::SendImm(_) | Op::SendInvalidate(_) => (SEND.at(is_first, false), Extension::None),
-            Op::WriteImm(at, imm) if is_last => {
+            WrOp::SendImm(_) | WrOp::SendInvalidate(_) => {
+                (SEND.at(is_first, false), Extension::None)
+            }
+            WrOp::WriteImm(at, imm) if is_last => {
                 let reth = Reth { address: at.address, rkey: at.key, len: work.len };
                 match is_first {
                     true => (Opcode::WriteOnlyImm, Extension::RethImm(reth, imm)),
                     false => (Opcode::WriteLastImm, Extension::Imm(imm)),
                 }
             }
-            Op::WriteImm(at, _) => {
+            WrOp::WriteImm(at, _) => {
                 (WRITE.at(is_first, false), write_header(is_first, at, work.len))
             }
         };
         (headers.opcode, headers.extension) = (opcode, extension);
-        let can_solicit = !matches!(work.op, Op::Write(_));
-        Self { offset, len, numbers: 1, can_solicit }
+        let can_solicit = !matches!(work.op, WrOp::Write(_));
+        Self { offset, len, psn_count: 1, can_solicit }
     }
 
-    fn read(entry: &Entry, index: u32, terms: &Terms, at: Remote, headers: &mut Headers) -> Self {
-        let numbers = (entry.packets - index).min(terms.read_chunk - index % terms.read_chunk);
-        let offset = terms.mtu.offset(index);
-        let len = match index + numbers == entry.packets {
+    fn read(
+        entry: &Entry,
+        index: u32,
+        params: &ConnParams,
+        at: Remote,
+        headers: &mut Headers,
+    ) -> Self {
+        let psn_count = (entry.packets - index).min(params.read_chunk - index % params.read_chunk);
+        let offset = params.mtu.offset(index);
+        let len = match index + psn_count == entry.packets {
             true => entry.work.len - offset,
-            false => terms.mtu.offset(numbers),
+            false => params.mtu.offset(psn_count),
         };
         let from = at.forward(offset);
         headers.opcode = Opcode::ReadRequest;
         headers.extension = Extension::Reth(Reth { address: from.address, rkey: from.key, len });
-        Self { offset, len: 0, numbers, can_solicit: false }
+        Self { offset, len: 0, psn_count, can_solicit: false }
     }
 
     fn atomic(at: Remote, atomic: super::Atomic, headers: &mut Headers) -> Self {
         (headers.opcode, headers.extension) = super::atomic::request(at, atomic);
-        Self { offset: 0, len: 0, numbers: 1, can_solicit: false }
+        Self { offset: 0, len: 0, psn_count: 1, can_solicit: false }
     }
 }
 

@@ -4,19 +4,19 @@
 //! resources (a receive, a record for a read or atomic), its length, the memory that it names. Whatever is
 //! not ready leaves the state as it was, so that the peer may come again.
 
-use super::Discard;
-use super::host::{Access, Host, Receive, Remote, Target, Verdict};
-use super::requester::LONGEST;
-use super::saved::{Asked, Saved, SavedRing};
-use super::work::{Carried, Notice, Receipt, Status};
-use super::{Arrived, MOST_PACKETS, Mtu, Stats};
+use super::DiscardReason;
+use super::host::{Access, Host, HostStatus, Receive, Remote, Target};
+use super::requester::MAX_MESSAGE_LEN;
+use super::resource::{RdAtomicOp, Resource, ResourceRing};
+use super::work::{QpEvent, ReceiveCompletion, ReceiveKind, Status};
+use super::{MAX_MESSAGE_PACKETS, Mtu, RxPacket, Stats};
 use crate::psn::Psn;
 use crate::wire::ext::Reth;
 use crate::wire::{Extension, Headers, Nak, Opcode};
 
 /// What the responder needs to know about its queue pair.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Terms {
+pub(super) struct ConnParams {
     pub destination: u32,
     pub mtu: Mtu,
     pub access: Access,
@@ -48,60 +48,60 @@ pub(super) enum Reply {
 }
 
 /// Why a request was not executed.
-enum Stop {
+enum Reject {
     /// The peer is to come again: there is no receive.
     NotReady,
     /// The peer is to come again: the memory is not there now.
-    Absent,
+    NotResident,
     /// The host has not taken the last receipt: as if the packet had been lost.
     Busy,
     /// The queue pair fails.
-    Fatal { nak: Nak, receive: Status, notice: Notice },
+    Fatal { nak: Nak, receive: Status, qp_event: QpEvent },
 }
 
-impl Stop {
+impl Reject {
     #[cold]
     fn invalid() -> Self {
         let (nak, receive) = (Nak::InvalidRequest, Status::RemoteInvalidRequest);
-        Self::Fatal { nak, receive, notice: Notice::RequestError }
+        Self::Fatal { nak, receive, qp_event: QpEvent::RequestError }
     }
 
     #[cold]
     fn too_long() -> Self {
         let (nak, receive) = (Nak::InvalidRequest, Status::LocalLength);
-        Self::Fatal { nak, receive, notice: Notice::RequestError }
+        Self::Fatal { nak, receive, qp_event: QpEvent::RequestError }
     }
 
     #[cold]
     fn access() -> Self {
         let (nak, receive) = (Nak::RemoteAccess, Status::LocalAccess);
-        Self::Fatal { nak, receive, notice: Notice::AccessError }
+        Self::Fatal { nak, receive, qp_event: QpEvent::AccessError }
     }
 
     #[cold]
     fn operation() -> Self {
         let (nak, receive) = (Nak::RemoteOperational, Status::LocalProtection);
-        Self::Fatal { nak, receive, notice: Notice::Fatal }
+        Self::Fatal { nak, receive, qp_event: QpEvent::Fatal }
     }
 }
 
-/// Whether to go on, where a refusal means `refused`.
-fn judge(verdict: Verdict, refused: fn() -> Stop) -> Result<(), Stop> {
-    match verdict {
-        Verdict::Yes => Ok(()),
-        Verdict::NotNow => Err(Stop::Absent),
-        Verdict::Refused => Err(refused()),
+/// Whether to go on, where a refusal means `denied`.
+fn check_host(status: HostStatus, denied: fn() -> Reject) -> Result<(), Reject> {
+    match status {
+        HostStatus::Ready => Ok(()),
+        HostStatus::Retry => Err(Reject::NotResident),
+        HostStatus::Denied => Err(denied()),
     }
 }
 
 /// What became of a request.
 pub(super) enum Outcome {
     /// It was executed.
-    Used,
+    Accepted,
     /// It was not.
-    Dropped(Discard),
+    Dropped(DiscardReason),
     /// It fails the queue pair.
-    Failed(Notice),
+    Failed(QpEvent),
 }
 
 /// The responder's state.
@@ -113,21 +113,21 @@ pub(super) struct Responder {
     pub(super) completed: u32,
     message: Message,
     /// A receive that was taken for a packet that then had to be refused for now.
-    taken: Option<Receive>,
+    pending_receive: Option<Receive>,
     /// Set while the peer knows that `expected` is missing: the highest number that came since we said so.
-    told: Option<Psn>,
+    gap_reported: Option<Psn>,
     /// The last number of a send or write that was executed. An acknowledgement bears it and no later one: of
     /// reads and atomics only their data tells.
     pub(super) acknowledged: Psn,
     pub(super) reply: Reply,
-    pub(super) saved: SavedRing,
+    pub(super) resource: ResourceRing,
     /// The data that is to be sent next was not there when it was last asked for.
     pub(super) stalled: bool,
     /// The peer has been told to come later for it, and has not got it yet.
     pub(super) parked: bool,
     /// How often in a row the memory for the expected number was not there.
-    pub(super) absences: u8,
-    receipt: Option<Receipt>,
+    pub(super) fault_streak: u8,
+    receive_completion: Option<ReceiveCompletion>,
     /// What failed the queue pair; said again when the peer asks again.
     fatal: Option<(Nak, Psn)>,
 }
@@ -138,87 +138,89 @@ impl Responder {
             expected: Psn::new(0),
             completed: 0,
             message: Message::None,
-            taken: None,
-            told: None,
+            pending_receive: None,
+            gap_reported: None,
             acknowledged: Psn::new(0),
             reply: Reply::None,
-            saved: SavedRing::new(0),
+            resource: ResourceRing::new(0),
             stalled: false,
             parked: false,
-            absences: 0,
-            receipt: None,
+            fault_streak: 0,
+            receive_completion: None,
             fatal: None,
         }
     }
 
     /// Whether the peer is still owed the reason of our failure.
-    pub(super) fn owes_last_words(&self) -> bool {
+    pub(super) fn has_fatal_nak(&self) -> bool {
         matches!(self.reply, Reply::Fatal(..))
     }
 
-    pub(super) fn has_receipt(&self) -> bool {
-        self.receipt.is_some()
+    pub(super) fn has_receive_completion(&self) -> bool {
+        self.receive_completion.is_some()
     }
 
     /// The end of a receive; once the queue pair has failed, also of one whose message will not end.
-    pub(super) fn poll_receipt(&mut self, failed: bool) -> Option<Receipt> {
-        if let Some(receipt) = self.receipt.take() {
-            return Some(receipt);
+    pub(super) fn poll_receive_completion(&mut self, failed: bool) -> Option<ReceiveCompletion> {
+        if let Some(receive_completion) = self.receive_completion.take() {
+            return Some(receive_completion);
         }
         if !failed {
             return None;
         }
-        let receive = self.receive_in_use()?;
-        Some(receipt_of(receive.id, Status::Flushed, 0, Carried::Data))
+        let receive = self.take_receive_in_use()?;
+        Some(completion_of(receive.id, Status::Flushed, 0, ReceiveKind::Data))
     }
 
     /// The receive of the message that is coming in, taken out of it.
-    fn receive_in_use(&mut self) -> Option<Receive> {
+    fn take_receive_in_use(&mut self) -> Option<Receive> {
         let of_message = match core::mem::replace(&mut self.message, Message::None) {
             Message::Send { receive, .. } => Some(receive),
             _ => None,
         };
-        of_message.or(self.taken.take())
+        of_message.or(self.pending_receive.take())
     }
 
     pub(super) fn handle_request<H: Host>(
         &mut self,
-        terms: &Terms,
-        arrived: &Arrived<'_>,
+        params: &ConnParams,
+        rx: &RxPacket<'_>,
         host: &mut H,
         stats: &mut Stats,
     ) -> Outcome {
-        let psn = arrived.headers.psn;
+        let psn = rx.headers.psn;
         let distance = psn.distance_from(self.expected);
         if distance > 0 {
-            self.gap(psn);
-            return Outcome::Dropped(Discard::Gap);
+            self.on_gap(psn);
+            return Outcome::Dropped(DiscardReason::Gap);
         }
         if distance < 0 {
-            return Outcome::Dropped(self.duplicate(terms, arrived.headers));
+            return Outcome::Dropped(self.on_duplicate(params, rx.headers));
         }
-        match self.execute(terms, arrived, host) {
+        match self.execute(params, rx, host) {
             Ok(()) => {
-                self.told = None;
-                self.absences = 0;
-                Outcome::Used
+                self.gap_reported = None;
+                self.fault_streak = 0;
+                Outcome::Accepted
             }
-            Err(stop @ (Stop::NotReady | Stop::Absent)) => {
+            Err(reject @ (Reject::NotReady | Reject::NotResident)) => {
                 // Nobody knows how long it takes: each time the peer is asked for more patience.
-                let absent = matches!(stop, Stop::Absent);
-                self.absences = if absent { self.absences.saturating_add(1) } else { 0 };
+                let not_resident = matches!(reject, Reject::NotResident);
+                self.fault_streak =
+                    if not_resident { self.fault_streak.saturating_add(1) } else { 0 };
                 self.reply = Reply::NotReady;
-                self.told = Some(psn);
+                self.gap_reported = Some(psn);
                 stats.rnr_sent += 1;
-                Outcome::Dropped(Discard::Busy)
+                Outcome::Dropped(DiscardReason::Busy)
             }
-            Err(Stop::Busy) => Outcome::Dropped(Discard::Busy),
-            Err(Stop::Fatal { nak, receive, notice }) => {
-                if let Some(taken) = self.receive_in_use() {
-                    self.receipt = Some(receipt_of(taken.id, receive, 0, Carried::Data));
+            Err(Reject::Busy) => Outcome::Dropped(DiscardReason::Busy),
+            Err(Reject::Fatal { nak, receive, qp_event }) => {
+                if let Some(pending_receive) = self.take_receive_in_use() {
+                    self.receive_completion =
+                        Some(completion_of(pending_receive.id, receive, 0, ReceiveKind::Data));
                 }
                 self.fail(nak, psn);
-                Outcome::Failed(notice)
+                Outcome::Failed(qp_event)
             }
         }
     }
@@ -233,9 +235,10 @@ impl Responder {
     /// What failed may have been data that the peer has: a copy of its request that came late began the answer anew. It
     /// would not listen to that number any more: then the reason is given for the one that it asks for, or for the first
     /// one that was not executed, so that nothing is acknowledged that was not done.
-    pub(super) fn repeat_last_words(&mut self, asked: Psn) {
+    pub(super) fn repeat_fatal_nak(&mut self, requested: Psn) {
         if let Some((nak, psn)) = self.fatal {
-            let first = if asked.distance_from(self.expected) > 0 { self.expected } else { asked };
+            let first =
+                if requested.distance_from(self.expected) > 0 { self.expected } else { requested };
             let psn = if first.distance_from(psn) > 0 { first } else { psn };
             self.reply = Reply::Fatal(nak, psn);
         }
@@ -243,37 +246,39 @@ impl Responder {
 
     /// A request from behind one that has not come: say so once, and again when the peer has gone back and
     /// the number is missing still, which shows in a number that is not beyond those that came since.
-    fn gap(&mut self, psn: Psn) {
-        if self.told.is_none_or(|highest| psn.distance_from(highest) <= 0) {
+    fn on_gap(&mut self, psn: Psn) {
+        if self.gap_reported.is_none_or(|highest| psn.distance_from(highest) <= 0) {
             self.reply = Reply::Sequence(psn);
         }
-        self.told = Some(psn);
+        self.gap_reported = Some(psn);
     }
 
     /// A request that was executed before: answered again, never executed again.
-    fn duplicate(&mut self, terms: &Terms, headers: &Headers) -> Discard {
+    fn on_duplicate(&mut self, params: &ConnParams, headers: &Headers) -> DiscardReason {
         let psn = headers.psn;
         // It asks for the very data that is missing, and so has all before it.
-        let misses = |saved: &mut Saved| saved.first.add(saved.next) == psn;
-        let stalled = self.stalled && self.saved.pending().is_some_and(misses);
+        let misses = |resource: &mut Resource| resource.first.add(resource.next) == psn;
+        let stalled = self.stalled && self.resource.pending().is_some_and(misses);
         let found = match headers.extension {
             Extension::Reth(reth) if headers.opcode == Opcode::ReadRequest => {
-                if reth.len > LONGEST {
-                    return Discard::Forgotten;
+                if reth.len > MAX_MESSAGE_LEN {
+                    return DiscardReason::NoRecord;
                 }
-                self.saved.ask_again(psn, terms.mtu.packets(reth.len), |saved, index| {
-                    let Asked::Read { at, len } = saved.asked else { return false };
-                    let offset = terms.mtu.offset(index);
-                    let same_place = at.forward(offset).address == reth.address;
+                self.resource.replay(psn, params.mtu.packets(reth.len), |resource, index| {
+                    let RdAtomicOp::Read { at, len } = resource.requested else { return false };
+                    let offset = params.mtu.offset(index);
+                    let same_address = at.forward(offset).address == reth.address;
                     // It may stop short of the end, but at the end of a packet: packets are whole.
-                    let whole = reth.len == terms.mtu.offset(terms.mtu.packets(reth.len));
+                    let whole = reth.len == params.mtu.offset(params.mtu.packets(reth.len));
                     let left = len.wrapping_sub(offset);
                     let fits = offset <= len && (reth.len == left || whole && reth.len < left);
-                    at.key == reth.rkey && (same_place || len == 0) && fits
+                    at.key == reth.rkey && (same_address || len == 0) && fits
                 })
             }
             Extension::Atomic(_) | Extension::MaskedAtomic(_) => {
-                self.saved.ask_again(psn, 1, |saved, _| matches!(saved.asked, Asked::Atomic { .. }))
+                self.resource.replay(psn, 1, |resource, _| {
+                    matches!(resource.requested, RdAtomicOp::Atomic { .. })
+                })
             }
             _ => {
                 if self.reply == Reply::None {
@@ -285,7 +290,7 @@ impl Responder {
         if found && stalled {
             self.park(psn);
         }
-        if found { Discard::Duplicate } else { Discard::Forgotten }
+        if found { DiscardReason::Duplicate } else { DiscardReason::NoRecord }
     }
 
     /// The peer waits for data that is not there: so that it does not give up, it is told to come later. What stands
@@ -293,65 +298,65 @@ impl Responder {
     #[cold]
     pub(super) fn park(&mut self, psn: Psn) {
         if self.fatal.is_none() {
-            self.saved.park();
+            self.resource.park();
             self.reply = Reply::Stalled(psn);
             (self.stalled, self.parked) = (false, true);
-            self.absences = self.absences.saturating_add(1);
+            self.fault_streak = self.fault_streak.saturating_add(1);
         }
     }
 
     #[inline(always)]
     fn execute<H: Host>(
         &mut self,
-        terms: &Terms,
-        arrived: &Arrived<'_>,
+        params: &ConnParams,
+        rx: &RxPacket<'_>,
         host: &mut H,
-    ) -> Result<(), Stop> {
-        let (headers, len) = (arrived.headers, arrived.payload_len);
+    ) -> Result<(), Reject> {
+        let (headers, len) = (rx.headers, rx.payload_len);
         let (opcode, extension) = (headers.opcode, headers.extension);
         use Opcode as O;
         match opcode {
             O::SendFirst | O::SendOnly | O::SendOnlyImm | O::SendOnlyInvalidate => {
-                self.must_be_between_messages()?;
+                self.require_message_start()?;
                 let receive = self.receive(host)?;
-                check_len(terms.mtu, opcode == O::SendFirst, true, len)?;
+                check_len(params.mtu, opcode == O::SendFirst, true, len)?;
                 self.send_packet(headers, receive, 0, len, host)
             }
             O::SendMiddle | O::SendLast | O::SendLastImm | O::SendLastInvalidate => {
                 let Message::Send { receive, len: done } = self.message else {
-                    return Err(Stop::invalid());
+                    return Err(Reject::invalid());
                 };
-                check_len(terms.mtu, opcode == O::SendMiddle, false, len)?;
+                check_len(params.mtu, opcode == O::SendMiddle, false, len)?;
                 self.send_packet(headers, receive, done, len, host)
             }
             O::WriteFirst | O::WriteOnly | O::WriteOnlyImm => {
-                self.must_be_between_messages()?;
-                must_allow(terms.access, Access::REMOTE_WRITE)?;
+                self.require_message_start()?;
+                require_access(params.access, Access::REMOTE_WRITE)?;
                 if opcode == O::WriteOnlyImm {
                     self.receive(host)?;
                 }
-                check_len(terms.mtu, opcode == O::WriteFirst, true, len)?;
+                check_len(params.mtu, opcode == O::WriteFirst, true, len)?;
                 let (Extension::Reth(reth) | Extension::RethImm(reth, _)) = extension else {
-                    return Err(Stop::invalid());
+                    return Err(Reject::invalid());
                 };
                 self.begin_write(headers, reth, len, host)
             }
             O::WriteMiddle | O::WriteLast | O::WriteLastImm => {
                 let Message::Write { at, done, total } = self.message else {
-                    return Err(Stop::invalid());
+                    return Err(Reject::invalid());
                 };
-                must_allow(terms.access, Access::REMOTE_WRITE)?;
+                require_access(params.access, Access::REMOTE_WRITE)?;
                 if opcode == O::WriteLastImm {
                     self.receive(host)?;
                 }
-                check_len(terms.mtu, opcode == O::WriteMiddle, false, len)?;
+                check_len(params.mtu, opcode == O::WriteMiddle, false, len)?;
                 self.write_packet(headers, (at, done, total), len, host)
             }
             O::ReadRequest => {
-                self.must_be_between_messages()?;
-                must_allow(terms.access, Access::REMOTE_READ)?;
-                let Extension::Reth(reth) = extension else { return Err(Stop::invalid()) };
-                self.read(terms, headers.psn, reth, len, host)
+                self.require_message_start()?;
+                require_access(params.access, Access::REMOTE_READ)?;
+                let Extension::Reth(reth) = extension else { return Err(Reject::invalid()) };
+                self.read(params, headers.psn, reth, len, host)
             }
             O::CompareSwap
             | O::FetchAdd
@@ -359,22 +364,22 @@ impl Responder {
             | O::MaskedFetchAdd
             | O::MaskedCompareSwap4
             | O::MaskedFetchAdd4 => {
-                self.must_be_between_messages()?;
-                must_allow(terms.access, Access::REMOTE_ATOMIC)?;
+                self.require_message_start()?;
+                require_access(params.access, Access::REMOTE_ATOMIC)?;
                 self.atomic(headers, len, host)
             }
-            _ => Err(Stop::invalid()),
+            _ => Err(Reject::invalid()),
         }
     }
 
-    fn must_be_between_messages(&self) -> Result<(), Stop> {
-        if self.message == Message::None { Ok(()) } else { Err(Stop::invalid()) }
+    fn require_message_start(&self) -> Result<(), Reject> {
+        if self.message == Message::None { Ok(()) } else { Err(Reject::invalid()) }
     }
 
     /// The receive for the message at hand: one that was taken for it before, or the next.
-    fn receive<H: Host>(&mut self, host: &mut H) -> Result<Receive, Stop> {
-        self.taken = self.taken.or_else(|| host.take_receive());
-        self.taken.ok_or(Stop::NotReady)
+    fn receive<H: Host>(&mut self, host: &mut H) -> Result<Receive, Reject> {
+        self.pending_receive = self.pending_receive.or_else(|| host.take_receive());
+        self.pending_receive.ok_or(Reject::NotReady)
     }
 
     fn send_packet<H: Host>(
@@ -384,37 +389,37 @@ impl Responder {
         done: u32,
         len: u32,
         host: &mut H,
-    ) -> Result<(), Stop> {
+    ) -> Result<(), Reject> {
         let total = done.saturating_add(len);
-        let goes_on = matches!(headers.opcode, Opcode::SendFirst | Opcode::SendMiddle);
-        if !goes_on && self.receipt.is_some() {
-            return Err(Stop::Busy);
+        let has_more = matches!(headers.opcode, Opcode::SendFirst | Opcode::SendMiddle);
+        if !has_more && self.receive_completion.is_some() {
+            return Err(Reject::Busy);
         }
-        if total > LONGEST {
-            return Err(Stop::invalid());
+        if total > MAX_MESSAGE_LEN {
+            return Err(Reject::invalid());
         }
         if total > receive.capacity {
-            return Err(Stop::too_long());
+            return Err(Reject::too_long());
         }
         if len > 0 {
             let to = Target::Receive { id: receive.id, offset: done };
-            judge(host.place(to, len), Stop::operation)?;
+            check_host(host.place(to, len), Reject::operation)?;
         }
-        if goes_on {
-            self.taken = None;
+        if has_more {
+            self.pending_receive = None;
             self.message = Message::Send { receive, len: total };
             self.advance(headers);
             return Ok(());
         }
-        let carried = match headers.extension {
-            Extension::Imm(imm) => Carried::Imm(imm),
+        let kind = match headers.extension {
+            Extension::Imm(imm) => ReceiveKind::Imm(imm),
             Extension::Invalidate(key) => {
-                judge(host.invalidate(key), Stop::access)?;
-                Carried::Invalidated(key)
+                check_host(host.invalidate(key), Reject::access)?;
+                ReceiveKind::Invalidated(key)
             }
-            _ => Carried::Data,
+            _ => ReceiveKind::Data,
         };
-        self.finish(headers, Some((receive, total, carried)));
+        self.finish(headers, Some((receive, total, kind)));
         Ok(())
     }
 
@@ -424,15 +429,15 @@ impl Responder {
         reth: Reth,
         len: u32,
         host: &mut H,
-    ) -> Result<(), Stop> {
+    ) -> Result<(), Reject> {
         let is_first = headers.opcode == Opcode::WriteFirst;
         let fits = if is_first { reth.len > len } else { reth.len == len };
-        if !fits || reth.len > LONGEST {
-            return Err(Stop::invalid());
+        if !fits || reth.len > MAX_MESSAGE_LEN {
+            return Err(Reject::invalid());
         }
         let at = Remote { address: reth.address, key: reth.rkey };
         if reth.len > 0 {
-            judge(host.may_access(Access::REMOTE_WRITE, at, reth.len), Stop::access)?;
+            check_host(host.may_access(Access::REMOTE_WRITE, at, reth.len), Reject::access)?;
         }
         self.write_packet(headers, (at, 0, reth.len), len, host)
     }
@@ -444,53 +449,55 @@ impl Responder {
         (at, done, total): (Remote, u32, u32),
         len: u32,
         host: &mut H,
-    ) -> Result<(), Stop> {
-        let goes_on = matches!(headers.opcode, Opcode::WriteFirst | Opcode::WriteMiddle);
+    ) -> Result<(), Reject> {
+        let has_more = matches!(headers.opcode, Opcode::WriteFirst | Opcode::WriteMiddle);
         let left = total - done;
-        let fits = if goes_on { len < left } else { len == left };
+        let fits = if has_more { len < left } else { len == left };
         if !fits {
-            return Err(Stop::invalid());
+            return Err(Reject::invalid());
         }
         let imm = match headers.extension {
-            Extension::Imm(_) | Extension::RethImm(..) if self.receipt.is_some() => {
-                return Err(Stop::Busy);
+            Extension::Imm(_) | Extension::RethImm(..) if self.receive_completion.is_some() => {
+                return Err(Reject::Busy);
             }
             Extension::Imm(imm) | Extension::RethImm(_, imm) => Some((self.receive(host)?, imm)),
             _ => None,
         };
         if len > 0 {
-            judge(host.place(Target::Remote(at.forward(done)), len), Stop::access)?;
+            check_host(host.place(Target::Remote(at.forward(done)), len), Reject::access)?;
         }
-        if goes_on {
+        if has_more {
             self.message = Message::Write { at, done: done + len, total };
             self.advance(headers);
         } else {
-            let receipt = imm.map(|(receive, imm)| (receive, total, Carried::WriteImm(imm)));
-            self.finish(headers, receipt);
+            let receive_completion =
+                imm.map(|(receive, imm)| (receive, total, ReceiveKind::WriteImm(imm)));
+            self.finish(headers, receive_completion);
         }
         Ok(())
     }
 
     fn read<H: Host>(
         &mut self,
-        terms: &Terms,
+        params: &ConnParams,
         psn: Psn,
         reth: Reth,
         payload_len: u32,
         host: &mut H,
-    ) -> Result<(), Stop> {
-        let packets = terms.mtu.packets(reth.len.min(LONGEST));
-        let sound = payload_len == 0 && reth.len <= LONGEST && packets <= MOST_PACKETS;
-        if !sound || !self.saved.has_room() {
-            return Err(Stop::invalid());
+    ) -> Result<(), Reject> {
+        let packets = params.mtu.packets(reth.len.min(MAX_MESSAGE_LEN));
+        let valid =
+            payload_len == 0 && reth.len <= MAX_MESSAGE_LEN && packets <= MAX_MESSAGE_PACKETS;
+        if !valid || !self.resource.has_room() {
+            return Err(Reject::invalid());
         }
         let at = Remote { address: reth.address, key: reth.rkey };
         if reth.len > 0 {
-            judge(host.may_access(Access::REMOTE_READ, at, reth.len), Stop::access)?;
+            check_host(host.may_access(Access::REMOTE_READ, at, reth.len), Reject::access)?;
         }
-        self.saved.push(psn, packets, Asked::Read { at, len: reth.len });
+        self.resource.push(psn, packets, RdAtomicOp::Read { at, len: reth.len });
         self.complete_message();
-        self.answered_by_data(packets);
+        self.ack_implicitly(packets);
         Ok(())
     }
 
@@ -499,33 +506,38 @@ impl Responder {
         headers: &Headers,
         payload_len: u32,
         host: &mut H,
-    ) -> Result<(), Stop> {
-        let asked = super::atomic::asked(headers.opcode, headers.extension);
-        let (at, atomic) = asked.ok_or_else(Stop::invalid)?;
+    ) -> Result<(), Reject> {
+        let requested = super::atomic::requested(headers.opcode, headers.extension);
+        let (at, atomic) = requested.ok_or_else(Reject::invalid)?;
         let aligned = at.address.is_multiple_of(u64::from(atomic.len()));
-        if payload_len != 0 || !aligned || !self.saved.has_room() {
-            return Err(Stop::invalid());
+        if payload_len != 0 || !aligned || !self.resource.has_room() {
+            return Err(Reject::invalid());
         }
-        judge(host.may_access(Access::REMOTE_ATOMIC, at, atomic.len()), Stop::access)?;
+        check_host(host.may_access(Access::REMOTE_ATOMIC, at, atomic.len()), Reject::access)?;
         let before = match host.execute(at, atomic) {
             Ok(before) => before,
-            Err(Verdict::NotNow) => return Err(Stop::Absent),
-            Err(_) => return Err(Stop::access()),
+            Err(HostStatus::Retry) => return Err(Reject::NotResident),
+            Err(_) => return Err(Reject::access()),
         };
-        self.saved.push(headers.psn, 1, Asked::Atomic { before });
+        self.resource.push(headers.psn, 1, RdAtomicOp::Atomic { before });
         self.complete_message();
-        self.answered_by_data(1);
+        self.ack_implicitly(1);
         Ok(())
     }
 
     /// A message is complete; with it, perhaps, a receive.
-    fn finish(&mut self, headers: &Headers, receipt: Option<(Receive, u32, Carried)>) {
+    fn finish(
+        &mut self,
+        headers: &Headers,
+        receive_completion: Option<(Receive, u32, ReceiveKind)>,
+    ) {
         self.message = Message::None;
         self.complete_message();
-        if let Some((receive, len, carried)) = receipt {
-            self.taken = None;
-            let receipt = receipt_of(receive.id, Status::Success, len, carried);
-            self.receipt = Some(Receipt { solicited: headers.solicited, ..receipt });
+        if let Some((receive, len, kind)) = receive_completion {
+            self.pending_receive = None;
+            let receive_completion = completion_of(receive.id, Status::Success, len, kind);
+            self.receive_completion =
+                Some(ReceiveCompletion { solicited: headers.solicited, ..receive_completion });
         }
         self.advance(headers);
     }
@@ -537,41 +549,41 @@ impl Responder {
     fn advance(&mut self, headers: &Headers) {
         self.acknowledged = self.expected;
         self.expected = self.expected.next();
-        let told = match self.reply {
+        let gap_reported = match self.reply {
             // What came from behind a gap was thrown away: that is still to be told.
             Reply::Sequence(_) => false,
             Reply::NotReady => true,
             _ => headers.ack_request,
         };
-        if told {
+        if gap_reported {
             self.reply = Reply::Ack;
         }
     }
 
     /// The answer to a read or an atomic acknowledges what came before it.
-    fn answered_by_data(&mut self, numbers: u32) {
-        self.expected = self.expected.add(numbers);
+    fn ack_implicitly(&mut self, psn_count: u32) {
+        self.expected = self.expected.add(psn_count);
         if !matches!(self.reply, Reply::Sequence(_)) {
             self.reply = Reply::None;
         }
     }
 }
 
-fn receipt_of(id: u64, status: Status, len: u32, carried: Carried) -> Receipt {
-    Receipt { id, status, len, carried, solicited: false, source_qp: 0 }
+fn completion_of(id: u64, status: Status, len: u32, kind: ReceiveKind) -> ReceiveCompletion {
+    ReceiveCompletion { id, status, len, kind, solicited: false, source_qp: 0 }
 }
 
 /// All packets of a message but the last are as long as the MTU; the last has at least a byte, unless it is
 /// the only one.
-fn check_len(mtu: Mtu, goes_on: bool, is_first: bool, len: u32) -> Result<(), Stop> {
-    let sound = match (goes_on, is_first) {
+fn check_len(mtu: Mtu, has_more: bool, is_first: bool, len: u32) -> Result<(), Reject> {
+    let valid = match (has_more, is_first) {
         (true, _) => len == mtu.bytes(),
         (false, true) => len <= mtu.bytes(),
         (false, false) => len >= 1 && len <= mtu.bytes(),
     };
-    if sound { Ok(()) } else { Err(Stop::invalid()) }
+    if valid { Ok(()) } else { Err(Reject::invalid()) }
 }
 
-fn must_allow(allowed: Access, wanted: Access) -> Result<(), Stop> {
-    if allowed.contains(wanted) { Ok(()) } else { Err(Stop::invalid()) }
+fn require_access(allowed: Access, wanted: Access) -> Result<(), Reject> {
+    if allowed.contains(wanted) { Ok(()) } else { Err(Reject::invalid()) }
 }

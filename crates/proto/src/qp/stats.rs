@@ -2,7 +2,7 @@
 
 /// Why a packet was not acted upon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Discard {
+pub enum DiscardReason {
     /// The queue pair's state takes no such packet.
     State,
     /// Of another transport service, or an opcode that is no request and no answer.
@@ -14,13 +14,13 @@ pub enum Discard {
     /// A request that was executed before; it is acknowledged again.
     Duplicate,
     /// A read or atomic that was executed before, and whose record is gone or differs.
-    Forgotten,
+    NoRecord,
     /// A request behind one that is missing.
     Gap,
     /// An answer to something that is answered already.
-    Stale,
+    StaleResponse,
     /// An answer to something that was never asked.
-    Ghost,
+    UnexpectedResponse,
     /// An answer behind one that is missing.
     ResponseGap,
     /// The host has not taken the last receipt yet, or has no place for the data now.
@@ -31,7 +31,7 @@ pub enum Discard {
     Length,
 }
 
-impl Discard {
+impl DiscardReason {
     /// How many reasons there are.
     pub const COUNT: usize = 13;
 
@@ -42,10 +42,10 @@ impl Discard {
         Self::Partition,
         Self::Qkey,
         Self::Duplicate,
-        Self::Forgotten,
+        Self::NoRecord,
         Self::Gap,
-        Self::Stale,
-        Self::Ghost,
+        Self::StaleResponse,
+        Self::UnexpectedResponse,
         Self::ResponseGap,
         Self::Busy,
         Self::NoReceive,
@@ -60,10 +60,10 @@ impl Discard {
             Self::Partition => "partition",
             Self::Qkey => "qkey",
             Self::Duplicate => "duplicate",
-            Self::Forgotten => "forgotten",
+            Self::NoRecord => "forgotten",
             Self::Gap => "gap",
-            Self::Stale => "stale",
-            Self::Ghost => "ghost",
+            Self::StaleResponse => "stale",
+            Self::UnexpectedResponse => "ghost",
             Self::ResponseGap => "response-gap",
             Self::Busy => "busy",
             Self::NoReceive => "no-receive",
@@ -96,23 +96,23 @@ pub struct Stats {
     /// Times that we were not ready.
     pub rnr_sent: u64,
     /// Answers found missing by the answers behind them.
-    pub answers_missed: u64,
+    pub response_gaps: u64,
     /// Congestion notifications received.
     pub cnp_received: u64,
     /// Congestion notifications sent.
     pub cnp_sent: u64,
     /// Packets not acted upon, by reason; see [`Stats::dropped`].
-    pub drops: [u64; Discard::COUNT],
+    pub drops: [u64; DiscardReason::COUNT],
 }
 
 impl Stats {
     /// How many packets were dropped for that reason.
-    pub fn dropped(&self, reason: Discard) -> u64 {
+    pub fn dropped(&self, reason: DiscardReason) -> u64 {
         self.drops[reason as usize]
     }
 
     #[cold]
-    pub(super) fn count(&mut self, reason: Discard) {
+    pub(super) fn count(&mut self, reason: DiscardReason) {
         self.drops[reason as usize] += 1;
     }
 }
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn every_reason_has_its_place() {
-        for (at, reason) in Discard::ALL.into_iter().enumerate() {
+        for (at, reason) in DiscardReason::ALL.into_iter().enumerate() {
             assert_eq!(reason as usize, at);
         }
     }

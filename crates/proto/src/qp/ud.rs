@@ -6,16 +6,18 @@
 
 use alloc::collections::VecDeque;
 
-use super::attr::{Change, Mtu, Refused, Service, State};
-use super::host::{Host, Receive, Source, Target, Verdict};
-use super::work::{Carried, Completion, Event, Notice, PostError, Receipt, Status};
-use super::{Arrived, Discard, Payload, Stats, Transmit};
+use super::attr::{ModifyError, Mtu, QpAttributes, Service, State};
+use super::host::{Host, HostStatus, Receive, Source, Target};
+use super::work::{
+    Event, PostError, QpEvent, ReceiveCompletion, ReceiveKind, SendCompletion, Status,
+};
+use super::{DiscardReason, Payload, RxPacket, Stats, Transmit};
 use crate::psn::Psn;
 use crate::wire::packet::DEFAULT_PARTITION;
 use crate::wire::{Deth, Extension, Headers, Opcode};
 
 /// The bytes at the start of a receive that tell who sent it.
-pub const GLOBAL_ROUTE_LEN: u32 = 40;
+pub const GRH_LEN: u32 = 40;
 
 /// A datagram to send. Where its network address is, only the host knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,19 +40,19 @@ pub struct Datagram {
 
 /// What was posted and has not ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Posted {
+enum UdWr {
     Datagram(Datagram),
     /// Nothing to send: it ends in its turn, in this way.
-    Local(Completion),
+    Local(SendCompletion),
 }
 
-impl Posted {
-    fn ended(&self, status: Status) -> Completion {
+impl UdWr {
+    fn completed(&self, status: Status) -> SendCompletion {
         let (id, signaled) = match *self {
             Self::Datagram(Datagram { id, signaled, .. }) => (id, signaled),
-            Self::Local(Completion { id, signaled, .. }) => (id, signaled),
+            Self::Local(SendCompletion { id, signaled, .. }) => (id, signaled),
         };
-        Completion { id, status, signaled }
+        SendCompletion { id, status, signaled }
     }
 }
 
@@ -64,12 +66,12 @@ pub struct Ud {
     qkey: u32,
     next: Psn,
     /// Posted and not sent.
-    waiting: VecDeque<Posted>,
+    posted: VecDeque<UdWr>,
     /// Sent or failed, and not reported.
-    ended: VecDeque<Completion>,
+    completed: VecDeque<SendCompletion>,
     /// Taken for a datagram that did not fit; serves the next.
-    taken: Option<Receive>,
-    receipt: Option<Receipt>,
+    pending_receive: Option<Receive>,
+    receive_completion: Option<ReceiveCompletion>,
     notify_drained: bool,
     stats: Stats,
 }
@@ -88,10 +90,10 @@ impl Ud {
             depth,
             qkey: 0,
             next: Psn::new(0),
-            waiting: VecDeque::with_capacity(depth),
-            ended: VecDeque::with_capacity(depth),
-            taken: None,
-            receipt: None,
+            posted: VecDeque::with_capacity(depth),
+            completed: VecDeque::with_capacity(depth),
+            pending_receive: None,
+            receive_completion: None,
             notify_drained: false,
             stats: Stats::default(),
         }
@@ -114,7 +116,7 @@ impl Ud {
 
     /// How much posted work has not been reported yet.
     pub fn outstanding(&self) -> u32 {
-        (self.waiting.len() + self.ended.len()) as u32
+        (self.posted.len() + self.completed.len()) as u32
     }
 
     /// What it has counted.
@@ -124,28 +126,29 @@ impl Ud {
 
     /// All memory that it holds, in bytes; it never changes.
     pub fn footprint(&self) -> usize {
-        let waiting = self.waiting.capacity() * size_of::<Posted>();
-        size_of::<Self>() + waiting + self.ended.capacity() * size_of::<Completion>()
+        let posted = self.posted.capacity() * size_of::<UdWr>();
+        size_of::<Self>() + posted + self.completed.capacity() * size_of::<SendCompletion>()
     }
 
     /// Takes a step from the table. A step that is refused changes nothing.
-    pub fn modify(&mut self, change: &Change) -> Result<(), Refused> {
-        change.check(Service::Ud, self.state)?;
-        match change.to {
+    pub fn modify(&mut self, attr: &QpAttributes) -> Result<(), ModifyError> {
+        attr.check(Service::Ud, self.state)?;
+        match attr.to {
             State::Reset => {
-                self.waiting.clear();
-                self.ended.clear();
-                (self.taken, self.receipt, self.notify_drained) = (None, None, false);
+                self.posted.clear();
+                self.completed.clear();
+                (self.pending_receive, self.receive_completion, self.notify_drained) =
+                    (None, None, false);
             }
             State::Err => self.fail(State::Err),
             State::Sqd if self.state == State::Rts => {
-                self.notify_drained = change.notify_drained.unwrap_or(false);
+                self.notify_drained = attr.notify_drained.unwrap_or(false);
             }
             _ => {}
         }
-        self.qkey = change.qkey.unwrap_or(self.qkey);
-        self.next = change.send_psn.unwrap_or(self.next);
-        self.state = change.to;
+        self.qkey = attr.qkey.unwrap_or(self.qkey);
+        self.next = attr.send_psn.unwrap_or(self.next);
+        self.state = attr.to;
         Ok(())
     }
 
@@ -154,23 +157,23 @@ impl Ud {
         if datagram.len > self.mtu.bytes() {
             return Err(PostError::Length(datagram.len));
         }
-        self.enqueue(Posted::Datagram(datagram))
+        self.enqueue(UdWr::Datagram(datagram))
     }
 
     /// Posts work of which nobody else sees anything. It ends in its turn, with this status: one that is no success
     /// fails the send queue.
-    pub fn post_local(&mut self, work: Completion) -> Result<(), PostError> {
-        self.enqueue(Posted::Local(work))
+    pub fn post_local(&mut self, work: SendCompletion) -> Result<(), PostError> {
+        self.enqueue(UdWr::Local(work))
     }
 
-    fn enqueue(&mut self, work: Posted) -> Result<(), PostError> {
+    fn enqueue(&mut self, work: UdWr) -> Result<(), PostError> {
         if !matches!(self.state, State::Rts | State::Sqd | State::Sqe | State::Err) {
             return Err(PostError::State(self.state));
         }
-        if self.waiting.len() + self.ended.len() >= self.depth {
+        if self.posted.len() + self.completed.len() >= self.depth {
             return Err(PostError::Full);
         }
-        self.waiting.push_back(work);
+        self.posted.push_back(work);
         if matches!(self.state, State::Sqe | State::Err) {
             self.flush();
         }
@@ -180,59 +183,60 @@ impl Ud {
     /// Takes a packet that came in for this queue pair. Says why, if it was not acted upon.
     pub fn handle_packet<H: Host>(
         &mut self,
-        arrived: &Arrived<'_>,
+        rx: &RxPacket<'_>,
         host: &mut H,
-    ) -> Result<(), Discard> {
+    ) -> Result<(), DiscardReason> {
         self.stats.packets_received += 1;
-        self.stats.bytes_received += u64::from(arrived.payload_len);
-        let outcome = self.receive(arrived, host);
+        self.stats.bytes_received += u64::from(rx.payload_len);
+        let outcome = self.receive(rx, host);
         if let Err(reason) = outcome {
             self.stats.count(reason);
         }
         outcome
     }
 
-    fn receive<H: Host>(&mut self, arrived: &Arrived<'_>, host: &mut H) -> Result<(), Discard> {
-        let (headers, len) = (arrived.headers, arrived.payload_len);
-        let (deth, carried) = match headers.extension {
-            Extension::Deth(deth) => (deth, Carried::Data),
-            Extension::DethImm(deth, imm) => (deth, Carried::Imm(imm)),
-            _ => return Err(Discard::Service),
+    fn receive<H: Host>(&mut self, rx: &RxPacket<'_>, host: &mut H) -> Result<(), DiscardReason> {
+        let (headers, len) = (rx.headers, rx.payload_len);
+        let (deth, kind) = match headers.extension {
+            Extension::Deth(deth) => (deth, ReceiveKind::Data),
+            Extension::DethImm(deth, imm) => (deth, ReceiveKind::Imm(imm)),
+            _ => return Err(DiscardReason::Service),
         };
         if matches!(self.state, State::Reset | State::Init | State::Err) {
-            return Err(Discard::State);
+            return Err(DiscardReason::State);
         }
         if headers.partition | 0x8000 != DEFAULT_PARTITION {
-            return Err(Discard::Partition);
+            return Err(DiscardReason::Partition);
         }
         if deth.qkey != self.qkey {
-            return Err(Discard::Qkey);
+            return Err(DiscardReason::Qkey);
         }
-        if self.receipt.is_some() {
-            return Err(Discard::Busy);
+        if self.receive_completion.is_some() {
+            return Err(DiscardReason::Busy);
         }
-        self.taken = self.taken.or_else(|| host.take_receive());
-        let receive = self.taken.ok_or(Discard::NoReceive)?;
-        let whole = len.saturating_add(GLOBAL_ROUTE_LEN);
+        self.pending_receive = self.pending_receive.or_else(|| host.take_receive());
+        let receive = self.pending_receive.ok_or(DiscardReason::NoReceive)?;
+        let total_len = len.saturating_add(GRH_LEN);
         // Whoever knows the key may send: a datagram that does not fit must not cost us more than itself.
-        if len > self.mtu.bytes() || whole > receive.capacity {
-            return Err(Discard::Length);
+        if len > self.mtu.bytes() || total_len > receive.capacity {
+            return Err(DiscardReason::Length);
         }
-        let route = Target::Route { id: receive.id };
-        let body = Target::Receive { id: receive.id, offset: GLOBAL_ROUTE_LEN };
+        let grh_target = Target::Grh { id: receive.id };
+        let payload_target = Target::Receive { id: receive.id, offset: GRH_LEN };
         let mut status = Status::Success;
-        let parts = [(route, GLOBAL_ROUTE_LEN), (body, len)];
+        let parts = [(grh_target, GRH_LEN), (payload_target, len)];
         for (target, len) in parts.into_iter().filter(|(_, len)| *len > 0) {
             match host.place(target, len) {
-                Verdict::Yes => {}
-                Verdict::NotNow => return Err(Discard::Busy),
-                Verdict::Refused => status = Status::LocalProtection,
+                HostStatus::Ready => {}
+                HostStatus::Retry => return Err(DiscardReason::Busy),
+                HostStatus::Denied => status = Status::LocalProtection,
             }
         }
-        self.taken = None;
+        self.pending_receive = None;
         let (solicited, source_qp) = (headers.solicited, deth.source_qp);
         let id = receive.id;
-        self.receipt = Some(Receipt { id, status, len: whole, carried, solicited, source_qp });
+        self.receive_completion =
+            Some(ReceiveCompletion { id, status, len: total_len, kind, solicited, source_qp });
         if status != Status::Success {
             self.fail(State::Err);
         }
@@ -243,24 +247,24 @@ impl Ud {
     /// before it has room for it. Work without a packet that stands before it ends here.
     pub fn peek_transmit(&mut self) -> Option<Datagram> {
         while self.state == State::Rts {
-            match *self.waiting.front()? {
-                Posted::Datagram(datagram) => return Some(datagram),
-                Posted::Local(work) => self.end_first(work.status),
+            match *self.posted.front()? {
+                UdWr::Datagram(datagram) => return Some(datagram),
+                UdWr::Local(work) => self.complete_first(work.status),
             }
         }
         None
     }
 
     /// The datagram that is next cannot be sent: it ends with this status, and the send queue fails.
-    pub fn refuse_transmit(&mut self, status: Status) {
+    pub fn fail_transmit(&mut self, status: Status) {
         if self.peek_transmit().is_some() {
-            self.end_first(status);
+            self.complete_first(status);
         }
     }
 
-    fn end_first(&mut self, status: Status) {
-        let Some(work) = self.waiting.pop_front() else { return };
-        self.ended.push_back(work.ended(status));
+    fn complete_first(&mut self, status: Status) {
+        let Some(work) = self.posted.pop_front() else { return };
+        self.completed.push_back(work.completed(status));
         if status != Status::Success {
             self.fail(State::Sqe);
         }
@@ -278,13 +282,14 @@ impl Ud {
         };
         let plain = Headers::new(opcode, datagram.destination, self.next, extension);
         let headers = Headers { solicited: datagram.solicited, ..plain };
-        let from = Source::Work { id, offset: 0 };
-        let fetched = if len > 0 { host.fetch(from, len, headers.len()) } else { Verdict::Yes };
+        let from = Source::SendWr { id, offset: 0 };
+        let fetched =
+            if len > 0 { host.fetch(from, len, headers.len()) } else { HostStatus::Ready };
         match fetched {
-            Verdict::Yes => self.end_first(Status::Success),
-            Verdict::NotNow => return None,
-            Verdict::Refused => {
-                self.end_first(Status::LocalProtection);
+            HostStatus::Ready => self.complete_first(Status::Success),
+            HostStatus::Retry => return None,
+            HostStatus::Denied => {
+                self.complete_first(Status::LocalProtection);
                 return None;
             }
         }
@@ -296,29 +301,30 @@ impl Ud {
 
     /// Whether there is something to say.
     pub fn has_events(&self) -> bool {
-        !self.ended.is_empty()
-            || self.receipt.is_some()
-            || self.taken.is_some() && self.state == State::Err
+        !self.completed.is_empty()
+            || self.receive_completion.is_some()
+            || self.pending_receive.is_some() && self.state == State::Err
             || self.notify_drained && self.state == State::Sqd
     }
 
     /// What there is to say. Call it until `None`.
     pub fn poll_event(&mut self) -> Option<Event> {
-        if let Some(completion) = self.ended.pop_front() {
+        if let Some(completion) = self.completed.pop_front() {
             return Some(Event::Sent(completion));
         }
-        if let Some(receipt) = self.receipt.take() {
-            return Some(Event::Received(receipt));
+        if let Some(receive_completion) = self.receive_completion.take() {
+            return Some(Event::Received(receive_completion));
         }
-        let receive = self.taken.filter(|_| self.state == State::Err);
+        let receive = self.pending_receive.filter(|_| self.state == State::Err);
         if let Some(Receive { id, .. }) = receive {
-            self.taken = None;
-            let (status, carried) = (Status::Flushed, Carried::Data);
-            let flushed = Receipt { id, status, len: 0, carried, solicited: false, source_qp: 0 };
+            self.pending_receive = None;
+            let (status, kind) = (Status::Flushed, ReceiveKind::Data);
+            let flushed =
+                ReceiveCompletion { id, status, len: 0, kind, solicited: false, source_qp: 0 };
             return Some(Event::Received(flushed));
         }
         if self.state == State::Sqd && core::mem::take(&mut self.notify_drained) {
-            return Some(Event::Notice(Notice::Drained));
+            return Some(Event::Async(QpEvent::Drained));
         }
         None
     }
@@ -329,8 +335,8 @@ impl Ud {
     }
 
     fn flush(&mut self) {
-        while let Some(work) = self.waiting.pop_front() {
-            self.ended.push_back(work.ended(Status::Flushed));
+        while let Some(work) = self.posted.pop_front() {
+            self.completed.push_back(work.completed(Status::Flushed));
         }
     }
 }

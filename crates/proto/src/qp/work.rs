@@ -5,7 +5,7 @@ use crate::wire::Opcode;
 
 /// What posted work does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Op {
+pub enum WrOp {
     /// Send into a receive of the peer.
     Send,
     /// Send, with four bytes that arrive in the completion.
@@ -26,9 +26,9 @@ pub enum Op {
     Bad(Status),
 }
 
-impl Op {
+impl WrOp {
     /// Whether it waits for data of the peer rather than for an acknowledgement.
-    pub(super) fn awaits_data(&self) -> bool {
+    pub(super) fn awaits_response(&self) -> bool {
         matches!(self, Self::Read(_) | Self::Atomic(..))
     }
 
@@ -61,16 +61,16 @@ pub enum Fence {
 /// Work to post.
 ///
 /// ```
-/// use warpwire_proto::qp::{Fence, Op, Work};
-/// let work = Work { fence: Fence::Reads, ..Work::new(7, Op::Send, 4096) };
+/// use warpwire_proto::qp::{Fence, WrOp, SendWr};
+/// let work = SendWr { fence: Fence::Reads, ..SendWr::new(7, WrOp::Send, 4096) };
 /// assert!(work.signaled);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Work {
-    /// The host's name for it; comes back in [`Source::Work`](super::Source::Work) and in the completion.
+pub struct SendWr {
+    /// The host's name for it; comes back in [`Source::SendWr`](super::Source::Work) and in the completion.
     pub id: u64,
     /// What to do.
-    pub op: Op,
+    pub op: WrOp,
     /// How many bytes; those of its word for an atomic.
     pub len: u32,
     /// Whether the user wants to see its success. It is reported in any case, with this flag.
@@ -81,9 +81,9 @@ pub struct Work {
     pub solicited: bool,
 }
 
-impl Work {
+impl SendWr {
     /// Signaled work without fence.
-    pub const fn new(id: u64, op: Op, len: u32) -> Self {
+    pub const fn new(id: u64, op: WrOp, len: u32) -> Self {
         Self { id, op, len, signaled: true, fence: Fence::None, solicited: false }
     }
 }
@@ -119,7 +119,7 @@ pub enum Status {
 
 /// The end of posted work. Completions come in the order of posting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Completion {
+pub struct SendCompletion {
     /// The host's name for the work.
     pub id: u64,
     /// How it ended.
@@ -130,7 +130,7 @@ pub struct Completion {
 
 /// What came with a message that a receive was used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Carried {
+pub enum ReceiveKind {
     /// Data alone.
     Data,
     /// Data and four bytes.
@@ -143,7 +143,7 @@ pub enum Carried {
 
 /// The end of a receive. They come in the order in which they were taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Receipt {
+pub struct ReceiveCompletion {
     /// The host's name for the receive.
     pub id: u64,
     /// How it ended.
@@ -151,7 +151,7 @@ pub struct Receipt {
     /// The length of the message.
     pub len: u32,
     /// What came with it.
-    pub carried: Carried,
+    pub kind: ReceiveKind,
     /// Whether the peer wants the receiver woken.
     pub solicited: bool,
     /// Who sent it, where that is not known from the connection: datagrams.
@@ -160,7 +160,7 @@ pub struct Receipt {
 
 /// Something that befell the queue pair rather than one work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Notice {
+pub enum QpEvent {
     /// The first request came in before we were told to send.
     Established,
     /// The send queue is drained.
@@ -177,11 +177,11 @@ pub enum Notice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// Posted work ended.
-    Sent(Completion),
+    Sent(SendCompletion),
     /// A receive ended.
-    Received(Receipt),
+    Received(ReceiveCompletion),
     /// Something befell the queue pair.
-    Notice(Notice),
+    Async(QpEvent),
 }
 
 /// Why work was not taken.

@@ -6,7 +6,7 @@
 //! UDP checksum; the byte of the base header that holds the congestion bits. It covers IPv4's
 //! identification, which a plain UDP socket must therefore know. It is stored least significant byte first.
 //!
-//! A sender knows its identification; a receiver with a plain UDP socket does not see it. [`Identify`] finds it
+//! A sender knows its identification; a receiver with a plain UDP socket does not see it. [`IpIdSolver`] finds it
 //! from the packet: the CRC is linear, so that the difference between the ICRC carried and the ICRC computed with
 //! another identification is a function of the two identifications and the length alone, and can be undone.
 
@@ -30,27 +30,27 @@ const AFTER_ONES: u32 = !0xdebb_20e3;
 /// The base header's byte with the congestion bits.
 const BTH_VARIANT: usize = 4;
 /// The most that has bits which count as ones: the largest IP header, UDP, and the base header.
-const MOST: usize = IPV6_LEN + UDP_LEN + BTH_LEN;
+const MAX_MASKED_LEN: usize = IPV6_LEN + UDP_LEN + BTH_LEN;
 
 /// The bits that count as ones, from the IP header through the base header.
-const ONES_V4: [u8; IPV4_LEN + UDP_LEN + BTH_LEN] = {
-    let mut ones = [0; IPV4_LEN + UDP_LEN + BTH_LEN];
+const MASK_V4: [u8; IPV4_LEN + UDP_LEN + BTH_LEN] = {
+    let mut mask = [0; IPV4_LEN + UDP_LEN + BTH_LEN];
     // Traffic class, time to live, checksum.
-    (ones[1], ones[8], ones[10], ones[11]) = (0xff, 0xff, 0xff, 0xff);
-    ones_behind(ones, IPV4_LEN)
+    (mask[1], mask[8], mask[10], mask[11]) = (0xff, 0xff, 0xff, 0xff);
+    mask_udp_and_bth(mask, IPV4_LEN)
 };
-const ONES_V6: [u8; IPV6_LEN + UDP_LEN + BTH_LEN] = {
-    let mut ones = [0; IPV6_LEN + UDP_LEN + BTH_LEN];
+const MASK_V6: [u8; IPV6_LEN + UDP_LEN + BTH_LEN] = {
+    let mut mask = [0; IPV6_LEN + UDP_LEN + BTH_LEN];
     // Traffic class and flow label, which begin behind the four bits of the version; hop limit.
-    (ones[0], ones[1], ones[2], ones[3], ones[7]) = (0x0f, 0xff, 0xff, 0xff, 0xff);
-    ones_behind(ones, IPV6_LEN)
+    (mask[0], mask[1], mask[2], mask[3], mask[7]) = (0x0f, 0xff, 0xff, 0xff, 0xff);
+    mask_udp_and_bth(mask, IPV6_LEN)
 };
 
-const fn ones_behind<const N: usize>(mut ones: [u8; N], ip_len: usize) -> [u8; N] {
+const fn mask_udp_and_bth<const N: usize>(mut mask: [u8; N], ip_len: usize) -> [u8; N] {
     // The UDP checksum, then the congestion bits.
-    (ones[ip_len + 6], ones[ip_len + 7]) = (0xff, 0xff);
-    ones[ip_len + UDP_LEN + BTH_VARIANT] = 0xff;
-    ones
+    (mask[ip_len + 6], mask[ip_len + 7]) = (0xff, 0xff);
+    mask[ip_len + UDP_LEN + BTH_VARIANT] = 0xff;
+    mask
 }
 
 /// The state after `ip_udp_bth`: the IP, UDP and base transport headers as they stand in the packet, and as
@@ -58,43 +58,43 @@ const fn ones_behind<const N: usize>(mut ones: [u8; N], ip_len: usize) -> [u8; N
 /// state is the ICRC, which is stored little-endian. `ip_len` is 40 for IPv6, else 20.
 pub fn begin<C: Crc32>(ip_udp_bth: &[u8], ip_len: usize) -> u32 {
     if ip_len == IPV6_LEN {
-        masked::<C, _>(ip_udp_bth, ONES_V6)
+        masked::<C, _>(ip_udp_bth, MASK_V6)
     } else {
-        masked::<C, _>(ip_udp_bth, ONES_V4)
+        masked::<C, _>(ip_udp_bth, MASK_V4)
     }
 }
 
 /// All bytes of a mask at once: single bytes put into a copy would hold up the wide loads of a CRC.
 #[inline]
-fn masked<C: Crc32, const N: usize>(bytes: &[u8], mut ones: [u8; N]) -> u32 {
+fn masked<C: Crc32, const N: usize>(bytes: &[u8], mut mask: [u8; N]) -> u32 {
     if let Some((head, rest)) = bytes.split_first_chunk::<N>() {
-        ones.iter_mut().zip(head).for_each(|(ones, byte)| *ones |= byte);
-        return C::update(C::update(AFTER_ONES, &ones), rest);
+        mask.iter_mut().zip(head).for_each(|(mask, byte)| *mask |= byte);
+        return C::update(C::update(AFTER_ONES, &mask), rest);
     }
     // Shorter than headers are: no packet, but no reason to panic.
-    ones.iter_mut().zip(bytes).for_each(|(ones, byte)| *ones |= byte);
-    C::update(AFTER_ONES, ones.get(..bytes.len()).unwrap_or(&ones))
+    mask.iter_mut().zip(bytes).for_each(|(mask, byte)| *mask |= byte);
+    C::update(AFTER_ONES, mask.get(..bytes.len()).unwrap_or(&mask))
 }
 
 /// What the ICRC covers in front of the transport's part, for packets of one sender to one receiver: prepared
 /// once, so that a packet costs its own bytes and forty or sixty more.
 ///
 /// ```
-/// use warpwire_proto::wire::icrc::{Cover, Portable};
+/// use warpwire_proto::wire::icrc::{IcrcPrefix, Portable};
 /// // An acknowledgement: base header, AETH, and the ICRC that belongs to it.
 /// let packet = [
 ///     0x11, 0, 0xff, 0xff, 0, 0, 0, 0x12, 0, 0, 1, 0x23, 0x1f, 0, 0, 1, 0x5e, 0x98, 0x9f, 0xb1,
 /// ];
-/// let mut cover = Cover::new("192.0.2.2:49443".parse().unwrap(), "192.0.2.1:4791".parse().unwrap());
-/// assert_eq!(cover.icrc::<Portable>(0, &packet), Some(0xb19f_985e));
+/// let mut icrc_prefix = IcrcPrefix::new("192.0.2.2:49443".parse().unwrap(), "192.0.2.1:4791".parse().unwrap());
+/// assert_eq!(icrc_prefix.icrc::<Portable>(0, &packet), Some(0xb19f_985e));
 /// ```
 #[derive(Clone, Debug)]
-pub struct Cover {
-    masked: [u8; MOST],
+pub struct IcrcPrefix {
+    masked: [u8; MAX_MASKED_LEN],
     ip_len: usize,
 }
 
-impl Cover {
+impl IcrcPrefix {
     /// For packets from `source` to `destination`, which are of the same IP version.
     pub fn new(source: SocketAddr, destination: SocketAddr) -> Self {
         let ip = IpRepr {
@@ -110,12 +110,12 @@ impl Cover {
             destination_port: destination.port(),
             payload_len: 0,
         };
-        let mut masked = [0; MOST];
+        let mut masked = [0; MAX_MASKED_LEN];
         // A pair of mixed versions is written as IPv6, with the IPv4 address mapped.
         let ip_len = ip.emit(&mut masked);
         udp.emit(&mut masked[ip_len..]);
-        let ones: &[u8] = if ip_len == IPV6_LEN { &ONES_V6 } else { &ONES_V4 };
-        masked.iter_mut().zip(ones).for_each(|(byte, ones)| *byte |= ones);
+        let mask: &[u8] = if ip_len == IPV6_LEN { &MASK_V6 } else { &MASK_V4 };
+        masked.iter_mut().zip(mask).for_each(|(byte, mask)| *byte |= mask);
         Self { masked, ip_len }
     }
 
@@ -129,15 +129,15 @@ impl Cover {
     }
 
     /// The state after `head`, the beginning of a packet of `len` bytes: at least its base header. The rest goes in with
-    /// [`Crc32::update`], as in [`begin`]; for packets that do not lie in one piece. `None` as for [`Cover::icrc`].
+    /// [`Crc32::update`], as in [`begin`]; for packets that do not lie in one piece. `None` as for [`IcrcPrefix::icrc`].
     ///
     /// ```
-    /// use warpwire_proto::wire::icrc::{Cover, Crc32, Portable};
-    /// let mut cover = Cover::new("192.0.2.2:4791".parse().unwrap(), "192.0.2.1:4791".parse().unwrap());
+    /// use warpwire_proto::wire::icrc::{IcrcPrefix, Crc32, Portable};
+    /// let mut icrc_prefix = IcrcPrefix::new("192.0.2.2:4791".parse().unwrap(), "192.0.2.1:4791".parse().unwrap());
     /// let packet = [7; 100];
-    /// let state = cover.begin::<Portable>(0, 100, &packet[..28]).unwrap();
-    /// assert_eq!(Some(Portable::update(state, &packet[28..96])), cover.icrc::<Portable>(0, &packet));
-    /// assert_eq!(cover.begin::<Portable>(0, 100, &packet[..11]), None);
+    /// let state = icrc_prefix.begin::<Portable>(0, 100, &packet[..28]).unwrap();
+    /// assert_eq!(Some(Portable::update(state, &packet[28..96])), icrc_prefix.icrc::<Portable>(0, &packet));
+    /// assert_eq!(icrc_prefix.begin::<Portable>(0, 100, &packet[..11]), None);
     /// ```
     #[inline]
     pub fn begin<C: Crc32>(&mut self, identification: u16, len: usize, head: &[u8]) -> Option<u32> {
@@ -164,35 +164,35 @@ impl Cover {
 /// What it finds leaves sixteen of the ICRC's bits as a check: of random damage, one in 65 536 passes.
 ///
 /// ```
-/// use warpwire_proto::wire::icrc::{Cover, Identify, Portable};
-/// let mut cover = Cover::new("192.0.2.1:4791".parse().unwrap(), "192.0.2.2:4791".parse().unwrap());
+/// use warpwire_proto::wire::icrc::{IcrcPrefix, IpIdSolver, Portable};
+/// let mut icrc_prefix = IcrcPrefix::new("192.0.2.1:4791".parse().unwrap(), "192.0.2.2:4791".parse().unwrap());
 /// let packet = [0x5a; 100];
-/// let carried = cover.icrc::<Portable>(0xbeef, &packet).unwrap();
-/// let computed = cover.icrc::<Portable>(0, &packet).unwrap();
-/// assert_eq!(Identify::new(100).solve(0, carried ^ computed), Some(0xbeef));
-/// assert_eq!(Identify::new(100).solve(0, carried ^ computed ^ 1), None);
+/// let carried = icrc_prefix.icrc::<Portable>(0xbeef, &packet).unwrap();
+/// let computed = icrc_prefix.icrc::<Portable>(0, &packet).unwrap();
+/// assert_eq!(IpIdSolver::new(100).solve(0, carried ^ computed), Some(0xbeef));
+/// assert_eq!(IpIdSolver::new(100).solve(0, carried ^ computed ^ 1), None);
 /// ```
 #[derive(Clone, Copy, Debug)]
-pub struct Identify {
+pub struct IpIdSolver {
     len: usize,
     /// x to the power of minus eight times the bytes from the identification on, in the CRC's field.
-    undo: u32,
+    inverse: u32,
 }
 
-impl Identify {
+impl IpIdSolver {
     /// For packets of `len` bytes from the base header through the ICRC.
     pub const fn new(len: usize) -> Self {
         // The identification's two bytes and the rest of the IP header, UDP, and what the ICRC covers behind.
         let mut bytes = len + 16 + UDP_LEN - ICRC_LEN;
-        let (mut undo, mut power) = (ONE, INVERSE_OF_A_BYTE);
+        let (mut inverse, mut power) = (ONE, X_POW_MINUS_8);
         while bytes > 0 {
             if bytes & 1 == 1 {
-                undo = multiply(undo, power);
+                inverse = multiply(inverse, power);
             }
             power = multiply(power, power);
             bytes >>= 1;
         }
-        Self { len, undo }
+        Self { len, inverse }
     }
 
     /// The length that this is for.
@@ -208,7 +208,7 @@ impl Identify {
     /// The identification that the packet was sealed with, if its ICRC differs by `difference` from the one
     /// computed with the identification `assumed`; `None` if no identification explains the difference.
     pub const fn solve(&self, assumed: u16, difference: u32) -> Option<u16> {
-        let register = multiply(self.undo, difference);
+        let register = multiply(self.inverse, difference);
         if register > 0xffff {
             return None;
         }
@@ -220,7 +220,7 @@ impl Identify {
 const POLYNOMIAL: u32 = 0xedb8_8320;
 /// The field's one: bits run from the highest coefficient's place down.
 const ONE: u32 = 1 << 31;
-const INVERSE_OF_A_BYTE: u32 = {
+const X_POW_MINUS_8: u32 = {
     let (mut value, mut bit) = (ONE, 0);
     while bit < 8 {
         value = if value >> 31 == 1 { (value ^ POLYNOMIAL) << 1 | 1 } else { value << 1 };
@@ -308,34 +308,34 @@ mod tests {
     #[test]
     fn a_packet_of_the_wrong_size_has_none() {
         let (source, destination) = addresses(false);
-        let mut cover = Cover::new(source, destination);
+        let mut icrc_prefix = IcrcPrefix::new(source, destination);
         for len in [0, 3, 4, 15] {
-            assert_eq!(cover.icrc::<Portable>(0, &[0; 16][..len]), None, "{len}");
+            assert_eq!(icrc_prefix.icrc::<Portable>(0, &[0; 16][..len]), None, "{len}");
         }
-        assert!(cover.icrc::<Portable>(0, &[0; 16]).is_some());
-        assert!(cover.icrc::<Portable>(0, &[0; 65_507]).is_some());
-        assert_eq!(cover.icrc::<Portable>(0, &[0; 65_508]), None);
+        assert!(icrc_prefix.icrc::<Portable>(0, &[0; 16]).is_some());
+        assert!(icrc_prefix.icrc::<Portable>(0, &[0; 65_507]).is_some());
+        assert_eq!(icrc_prefix.icrc::<Portable>(0, &[0; 65_508]), None);
     }
 
     #[test]
     fn damage_is_not_taken_for_an_identification() {
         let (source, destination) = addresses(false);
-        let mut cover = Cover::new(source, destination);
+        let mut icrc_prefix = IcrcPrefix::new(source, destination);
         let mut bytes = [0x5a; 1064];
-        let identify = Identify::new(bytes.len());
-        let carried = cover.icrc::<Portable>(0, &bytes).unwrap();
+        let ip_id_solver = IpIdSolver::new(bytes.len());
+        let carried = icrc_prefix.icrc::<Portable>(0, &bytes).unwrap();
         for bit in (BTH_LEN * 8)..(bytes.len() - ICRC_LEN) * 8 {
             bytes[bit / 8] ^= 1 << (bit % 8);
-            let computed = cover.icrc::<Portable>(0, &bytes).unwrap();
-            assert_eq!(identify.solve(0, carried ^ computed), None, "bit {bit}");
+            let computed = icrc_prefix.icrc::<Portable>(0, &bytes).unwrap();
+            assert_eq!(ip_id_solver.solve(0, carried ^ computed), None, "bit {bit}");
             bytes[bit / 8] ^= 1 << (bit % 8);
         }
     }
 
     #[test]
     fn a_mixed_pair_of_addresses_does_not_panic() {
-        let mut cover = Cover::new(addresses(false).0, addresses(true).1);
-        assert!(cover.icrc::<Portable>(0, &[0; 64]).is_some());
+        let mut icrc_prefix = IcrcPrefix::new(addresses(false).0, addresses(true).1);
+        assert!(icrc_prefix.icrc::<Portable>(0, &[0; 64]).is_some());
     }
 
     proptest! {
@@ -361,8 +361,8 @@ mod tests {
             let len = packet::build::<Portable>(&mut bytes, ip, udp, &headers, &payload).unwrap();
             let whole = Packet::new_checked(&bytes[..len]).unwrap();
             let start = len - headers.wire_len(payload.len());
-            let mut cover = Cover::new(source, destination);
-            prop_assert_eq!(cover.icrc::<Portable>(id, &bytes[start..len]), Some(whole.transport().icrc()));
+            let mut icrc_prefix = IcrcPrefix::new(source, destination);
+            prop_assert_eq!(icrc_prefix.icrc::<Portable>(id, &bytes[start..len]), Some(whole.transport().icrc()));
         }
 
         #[test]
@@ -372,11 +372,11 @@ mod tests {
             assumed in any::<u16>(),
         ) {
             let (source, destination) = addresses(false);
-            let mut cover = Cover::new(source, destination);
-            let carried = cover.icrc::<Portable>(sealed, &bytes).unwrap();
-            let computed = cover.icrc::<Portable>(assumed, &bytes).unwrap();
-            let identify = Identify::new(bytes.len());
-            prop_assert_eq!(identify.solve(assumed, carried ^ computed), Some(sealed));
+            let mut icrc_prefix = IcrcPrefix::new(source, destination);
+            let carried = icrc_prefix.icrc::<Portable>(sealed, &bytes).unwrap();
+            let computed = icrc_prefix.icrc::<Portable>(assumed, &bytes).unwrap();
+            let ip_id_solver = IpIdSolver::new(bytes.len());
+            prop_assert_eq!(ip_id_solver.solve(assumed, carried ^ computed), Some(sealed));
         }
 
         #[test]

@@ -60,8 +60,8 @@ impl IpRepr {
         let header = bytes.get(..IPV4_LEN)?;
         let total = usize::from(u16_at(header, 2));
         let fragment = u16_at(header, 6) & !DONT_FRAGMENT;
-        let sound = header[0] == 0x45 && header[9] == UDP_PROTOCOL && fragment == 0;
-        if !sound || total < IPV4_LEN || total > bytes.len() {
+        let valid = header[0] == 0x45 && header[9] == UDP_PROTOCOL && fragment == 0;
+        if !valid || total < IPV4_LEN || total > bytes.len() {
             return None;
         }
         let repr = Self {

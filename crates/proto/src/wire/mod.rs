@@ -34,7 +34,7 @@ pub use packet::{Extension, Headers, Malformed, Packet, Transport};
 /// the zeros are never seen.
 #[inline]
 fn bytes_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    let found = bytes.get(at..at + N).and_then(|part| part.try_into().ok());
+    let found = bytes.get(at..at + N).and_then(|chunk| chunk.try_into().ok());
     found.unwrap_or([0; N])
 }
 
@@ -73,8 +73,8 @@ impl<'a> Writer<'a> {
     /// Arrays, not slices: their length is known when this is compiled, so that one store writes them.
     #[inline]
     fn put<const N: usize>(&mut self, bytes: [u8; N]) {
-        if let Some((place, rest)) = core::mem::take(&mut self.rest).split_first_chunk_mut() {
-            *place = bytes;
+        if let Some((dst, rest)) = core::mem::take(&mut self.rest).split_first_chunk_mut() {
+            *dst = bytes;
             self.rest = rest;
         }
     }

@@ -15,7 +15,7 @@ pub enum Position {
 
 /// Which headers follow the base header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Shape {
+pub(super) enum ExtKind {
     Plain,
     Imm,
     Reth,
@@ -30,7 +30,7 @@ pub(super) enum Shape {
     Cnp,
 }
 
-impl Shape {
+impl ExtKind {
     /// The length of those headers.
     #[inline]
     pub(super) const fn len(self) -> usize {
@@ -52,12 +52,12 @@ struct Row {
     byte: u8,
     name: &'static str,
     position: Position,
-    shape: Option<Shape>,
+    ext_kind: Option<ExtKind>,
 }
 
 /// Makes the enum, and the table that everything is looked up in, from one list, so that no two can disagree.
 macro_rules! opcodes {
-    ($($byte:literal $opcode:ident $name:literal $position:ident $shape:ident,)*) => {
+    ($($byte:literal $opcode:ident $name:literal $position:ident $ext_kind:ident,)*) => {
         /// A transport opcode. Those of other services, and those to come, are [`Opcode::Unknown`].
         ///
         /// ```
@@ -83,25 +83,25 @@ macro_rules! opcodes {
                 byte: $byte,
                 name: $name,
                 position: Position::$position,
-                shape: Some(Shape::$shape),
+                ext_kind: Some(ExtKind::$ext_kind),
             },)*
-            Row { byte: 0, name: "UNKNOWN", position: Position::Only, shape: None },
+            Row { byte: 0, name: "UNKNOWN", position: Position::Only, ext_kind: None },
         ];
 
         impl Opcode {
             /// Its row, without a search: this is asked several times per packet.
             #[inline]
             fn row(self) -> &'static Row {
-                enum Place {
+                enum RowIndex {
                     $($opcode,)*
                     Unknown,
                 }
                 // The compiler sees that both enums count alike, and makes nothing of this match.
-                let place = match self {
-                    $(Self::$opcode => Place::$opcode,)*
-                    Self::Unknown(_) => Place::Unknown,
+                let index = match self {
+                    $(Self::$opcode => RowIndex::$opcode,)*
+                    Self::Unknown(_) => RowIndex::Unknown,
                 };
-                &TABLE[place as usize]
+                &TABLE[index as usize]
             }
         }
     };
@@ -186,8 +186,8 @@ impl Opcode {
     }
 
     #[inline]
-    pub(super) fn shape(self) -> Option<Shape> {
-        self.row().shape
+    pub(super) fn ext_kind(self) -> Option<ExtKind> {
+        self.row().ext_kind
     }
 
     /// All that are known.
@@ -219,6 +219,6 @@ mod tests {
             assert_eq!(Opcode::from_byte(byte).byte(), byte);
         }
         assert_eq!(Opcode::all().count(), 30);
-        assert_eq!(Opcode::Unknown(0x55).shape(), None);
+        assert_eq!(Opcode::Unknown(0x55).ext_kind(), None);
     }
 }

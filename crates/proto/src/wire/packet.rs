@@ -6,7 +6,7 @@ use core::ops::Range;
 use super::ext::{Aeth, AtomicEth, Deth, MaskedAtomicEth, Reth};
 use super::icrc::{self, Crc32};
 use super::ip::{IPV4_LEN, IpRepr, UDP_LEN, UdpRepr};
-use super::opcode::{Opcode, Shape};
+use super::opcode::{ExtKind, Opcode};
 use super::{Writer, bytes_at, u16_at, u24_at, u32_at, u64_at};
 use crate::psn::Psn;
 
@@ -15,7 +15,7 @@ pub const BTH_LEN: usize = 12;
 /// The length of the ICRC.
 pub const ICRC_LEN: usize = 4;
 /// The longest transport headers: base, and an atomic's.
-pub const LONGEST_HEADERS: usize = BTH_LEN + 44;
+pub const MAX_HEADERS_LEN: usize = BTH_LEN + 44;
 /// The partition that everybody is in.
 pub const DEFAULT_PARTITION: u16 = 0xffff;
 
@@ -95,40 +95,42 @@ pub enum Extension {
 
 impl Extension {
     #[inline]
-    fn shape(&self) -> Shape {
+    fn ext_kind(&self) -> ExtKind {
         match self {
-            Self::None => Shape::Plain,
-            Self::Imm(_) => Shape::Imm,
-            Self::Reth(_) => Shape::Reth,
-            Self::RethImm(..) => Shape::RethImm,
-            Self::Aeth(_) => Shape::Aeth,
-            Self::AethAtomic(..) => Shape::AethAtomic,
-            Self::Atomic(_) => Shape::Atomic,
-            Self::MaskedAtomic(_) => Shape::MaskedAtomic,
-            Self::Invalidate(_) => Shape::Invalidate,
-            Self::Deth(_) => Shape::Deth,
-            Self::DethImm(..) => Shape::DethImm,
-            Self::Cnp => Shape::Cnp,
+            Self::None => ExtKind::Plain,
+            Self::Imm(_) => ExtKind::Imm,
+            Self::Reth(_) => ExtKind::Reth,
+            Self::RethImm(..) => ExtKind::RethImm,
+            Self::Aeth(_) => ExtKind::Aeth,
+            Self::AethAtomic(..) => ExtKind::AethAtomic,
+            Self::Atomic(_) => ExtKind::Atomic,
+            Self::MaskedAtomic(_) => ExtKind::MaskedAtomic,
+            Self::Invalidate(_) => ExtKind::Invalidate,
+            Self::Deth(_) => ExtKind::Deth,
+            Self::DethImm(..) => ExtKind::DethImm,
+            Self::Cnp => ExtKind::Cnp,
         }
     }
 
     #[inline]
-    fn parse(shape: Shape, bytes: &[u8]) -> Self {
-        match shape {
-            Shape::Plain => Self::None,
-            Shape::Imm => Self::Imm(u32_at(bytes, 0)),
-            Shape::Reth => Self::Reth(Reth::parse(&bytes_at(bytes, 0))),
-            Shape::RethImm => Self::RethImm(Reth::parse(&bytes_at(bytes, 0)), u32_at(bytes, 16)),
-            Shape::Aeth => Self::Aeth(Aeth::parse(&bytes_at(bytes, 0))),
-            Shape::AethAtomic => {
+    fn parse(ext_kind: ExtKind, bytes: &[u8]) -> Self {
+        match ext_kind {
+            ExtKind::Plain => Self::None,
+            ExtKind::Imm => Self::Imm(u32_at(bytes, 0)),
+            ExtKind::Reth => Self::Reth(Reth::parse(&bytes_at(bytes, 0))),
+            ExtKind::RethImm => Self::RethImm(Reth::parse(&bytes_at(bytes, 0)), u32_at(bytes, 16)),
+            ExtKind::Aeth => Self::Aeth(Aeth::parse(&bytes_at(bytes, 0))),
+            ExtKind::AethAtomic => {
                 Self::AethAtomic(Aeth::parse(&bytes_at(bytes, 0)), u64_at(bytes, 4))
             }
-            Shape::Atomic => Self::Atomic(AtomicEth::parse(&bytes_at(bytes, 0))),
-            Shape::MaskedAtomic => Self::MaskedAtomic(MaskedAtomicEth::parse(&bytes_at(bytes, 0))),
-            Shape::Invalidate => Self::Invalidate(u32_at(bytes, 0)),
-            Shape::Deth => Self::Deth(Deth::parse(&bytes_at(bytes, 0))),
-            Shape::DethImm => Self::DethImm(Deth::parse(&bytes_at(bytes, 0)), u32_at(bytes, 8)),
-            Shape::Cnp => Self::Cnp,
+            ExtKind::Atomic => Self::Atomic(AtomicEth::parse(&bytes_at(bytes, 0))),
+            ExtKind::MaskedAtomic => {
+                Self::MaskedAtomic(MaskedAtomicEth::parse(&bytes_at(bytes, 0)))
+            }
+            ExtKind::Invalidate => Self::Invalidate(u32_at(bytes, 0)),
+            ExtKind::Deth => Self::Deth(Deth::parse(&bytes_at(bytes, 0))),
+            ExtKind::DethImm => Self::DethImm(Deth::parse(&bytes_at(bytes, 0)), u32_at(bytes, 8)),
+            ExtKind::Cnp => Self::Cnp,
         }
     }
 
@@ -219,7 +221,7 @@ impl Headers {
     /// The length of the headers.
     #[inline]
     pub fn len(&self) -> usize {
-        BTH_LEN + self.extension.shape().len()
+        BTH_LEN + self.extension.ext_kind().len()
     }
 
     /// Always false: there is always a base header.
@@ -239,7 +241,7 @@ impl Headers {
     /// payload goes; `None`, and nothing of use written, if the buffer is shorter than [`Headers::wire_len`]
     /// or the extension is not the opcode's. The ICRC is the caller's to add: it covers the payload.
     pub fn emit(&self, buffer: &mut [u8], payload: usize) -> Option<usize> {
-        if self.opcode.shape() != Some(self.extension.shape()) {
+        if self.opcode.ext_kind() != Some(self.extension.ext_kind()) {
             return None;
         }
         let start = self.len();
@@ -277,7 +279,7 @@ pub struct Transport<'a> {
     base: &'a [u8; BTH_LEN],
     /// Extension headers, payload, pad and ICRC: at least as long as `base` says.
     rest: &'a [u8],
-    shape: Shape,
+    ext_kind: ExtKind,
 }
 
 impl<'a> Transport<'a> {
@@ -288,9 +290,10 @@ impl<'a> Transport<'a> {
         if base[field::FLAGS] & VERSION != 0 {
             return Err(Malformed::Version);
         }
-        let shape = Opcode::from_byte(base[field::OPCODE]).shape().ok_or(Malformed::Opcode)?;
-        let view = Self { base, rest, shape };
-        if rest.len() < shape.len() + view.pad() + ICRC_LEN {
+        let ext_kind =
+            Opcode::from_byte(base[field::OPCODE]).ext_kind().ok_or(Malformed::Opcode)?;
+        let view = Self { base, rest, ext_kind };
+        if rest.len() < ext_kind.len() + view.pad() + ICRC_LEN {
             return Err(Malformed::Short);
         }
         Ok(view)
@@ -328,7 +331,7 @@ impl<'a> Transport<'a> {
             destination_qp: self.destination_qp(),
             ack_request: self.base[field::ACK_REQUEST] & ACK_REQUEST != 0,
             psn: self.psn(),
-            extension: Extension::parse(self.shape, self.rest),
+            extension: Extension::parse(self.ext_kind, self.rest),
         }
     }
 
@@ -336,13 +339,13 @@ impl<'a> Transport<'a> {
     #[inline]
     pub fn payload_range(&self) -> Range<usize> {
         let end = BTH_LEN + self.rest.len() - self.pad() - ICRC_LEN;
-        BTH_LEN + self.shape.len()..end
+        BTH_LEN + self.ext_kind.len()..end
     }
 
     /// The payload.
     #[inline]
     pub fn payload(&self) -> &'a [u8] {
-        &self.rest[self.shape.len()..self.rest.len() - self.pad() - ICRC_LEN]
+        &self.rest[self.ext_kind.len()..self.rest.len() - self.pad() - ICRC_LEN]
     }
 
     /// The ICRC that it carries.
@@ -396,7 +399,7 @@ impl<'a> Packet<'a> {
     }
 
     /// Whether it carries the ICRC that its bytes give.
-    pub fn has_right_icrc<C: Crc32>(&self) -> bool {
+    pub fn has_valid_icrc<C: Crc32>(&self) -> bool {
         let covered = &self.bytes[..self.bytes.len() - ICRC_LEN];
         icrc::begin::<C>(covered, self.ip_len) == self.transport.icrc()
     }

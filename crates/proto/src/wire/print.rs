@@ -7,7 +7,7 @@ use super::packet::{Extension, Headers, Packet};
 impl fmt::Display for Headers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.opcode.name())?;
-        if self.opcode.shape().is_none() {
+        if self.opcode.ext_kind().is_none() {
             write!(f, "({:#04x})", self.opcode.byte())?;
         }
         write!(f, " qp {:#x} psn {:#x}", self.destination_qp, self.psn.value())?;

@@ -1,14 +1,14 @@
 //! Datagrams.
 
 use warpwire_proto::Psn;
-use warpwire_proto::qp::Verdict::{NotNow, Refused, Yes};
+use warpwire_proto::qp::HostStatus::{Denied, Ready, Retry};
 use warpwire_proto::qp::{
-    Arrived, Carried, Change, Completion, Datagram, Discard, Event, GLOBAL_ROUTE_LEN, Mtu, Notice,
-    PostError, Receipt, State, Status, Target, Transmit, Ud,
+    Datagram, DiscardReason, Event, GRH_LEN, Mtu, PostError, QpAttributes, QpEvent,
+    ReceiveCompletion, ReceiveKind, RxPacket, SendCompletion, State, Status, Target, Transmit, Ud,
 };
 use warpwire_proto::wire::{Deth, Extension, Headers, Opcode};
 
-use crate::directed::host::{Call, Done, Script};
+use crate::directed::host::{HostCall, HostEffect, ScriptedHost};
 use crate::directed::pair::MTU;
 
 const QKEY: u32 = 0x1234;
@@ -19,25 +19,25 @@ fn datagram(id: u64, len: u32) -> Datagram {
 }
 
 /// Ready to send, with that key.
-fn ready(number: u32, qkey: u32, depth: u32) -> Ud {
+fn ud_in_rts(number: u32, qkey: u32, depth: u32) -> Ud {
     let mut ud = Ud::new(number, Mtu::new(MTU).unwrap(), depth);
-    let init = Change {
+    let init = QpAttributes {
         partition_index: Some(0),
         port: Some(1),
         qkey: Some(qkey),
-        ..Change::to(State::Init)
+        ..QpAttributes::new(State::Init)
     };
-    let rts = Change { send_psn: Some(Psn::new(0xff_ffff)), ..Change::to(State::Rts) };
-    for change in [init, Change::to(State::Rtr), rts] {
-        ud.modify(&change).unwrap();
+    let rts = QpAttributes { send_psn: Some(Psn::new(0xff_ffff)), ..QpAttributes::new(State::Rts) };
+    for attr in [init, QpAttributes::new(State::Rtr), rts] {
+        ud.modify(&attr).unwrap();
     }
     ud
 }
 
 /// The work at its head has a wrong key: to `SQE`.
-pub fn break_send_queue(ud: &mut Ud) {
-    let mut host = Script::default();
-    host.answer(Call::FetchWork, [Refused]);
+pub fn fail_send_queue(ud: &mut Ud) {
+    let mut host = ScriptedHost::default();
+    host.answer(HostCall::FetchWork, [Denied]);
     ud.post(datagram(0, 10)).unwrap();
     assert_eq!(ud.poll_transmit(&mut host), None);
     while ud.poll_event().is_some() {}
@@ -47,7 +47,7 @@ fn events(ud: &mut Ud) -> Vec<Event> {
     std::iter::from_fn(|| ud.poll_event()).collect()
 }
 
-fn ends(ud: &mut Ud) -> Vec<(u64, Status)> {
+fn completions(ud: &mut Ud) -> Vec<(u64, Status)> {
     let end = |event| match event {
         Event::Sent(completion) => Some((completion.id, completion.status)),
         _ => None,
@@ -55,16 +55,16 @@ fn ends(ud: &mut Ud) -> Vec<(u64, Status)> {
     events(ud).into_iter().filter_map(end).collect()
 }
 
-fn arrive(ud: &mut Ud, packet: &Transmit, host: &mut Script) -> Result<(), Discard> {
+fn deliver(ud: &mut Ud, packet: &Transmit, host: &mut ScriptedHost) -> Result<(), DiscardReason> {
     let payload_len = packet.payload.map_or(0, |payload| payload.len);
-    ud.handle_packet(&Arrived { headers: &packet.headers, payload_len, marked: false }, host)
+    ud.handle_packet(&RxPacket { headers: &packet.headers, payload_len, marked: false }, host)
 }
 
 /// A datagram of that length from queue pair 5, on its way to a queue pair with that key.
-fn on_its_way(qkey: u32, len: u32) -> Transmit {
-    let mut sender = ready(5, QKEY, 4);
+fn transmit_one(qkey: u32, len: u32) -> Transmit {
+    let mut sender = ud_in_rts(5, QKEY, 4);
     sender.post(Datagram { qkey, ..datagram(0, len) }).unwrap();
-    sender.poll_transmit(&mut Script::default()).unwrap()
+    sender.poll_transmit(&mut ScriptedHost::default()).unwrap()
 }
 
 fn qkey_of(packet: &Transmit) -> u32 {
@@ -77,42 +77,43 @@ fn qkey_of(packet: &Transmit) -> u32 {
 #[test]
 fn a_datagram_arrives_behind_its_route_with_its_sender_and_immediate() {
     for (imm, len) in [(None, 0), (None, 10), (Some(7), 1), (Some(8), MTU)] {
-        let (mut sender, mut receiver) = (ready(5, 1, 4), ready(9, QKEY, 4));
-        let mut host = Script::default();
+        let (mut sender, mut receiver) = (ud_in_rts(5, 1, 4), ud_in_rts(9, QKEY, 4));
+        let mut host = ScriptedHost::default();
         sender.post(Datagram { imm, solicited: true, ..datagram(3, len) }).unwrap();
         let packet = sender.poll_transmit(&mut host).unwrap();
         assert_eq!((packet.headers.destination_qp, packet.headers.psn), (9, Psn::new(0xff_ffff)));
         assert!(!packet.headers.ack_request);
-        assert_eq!(ends(&mut sender), [(3, Status::Success)], "done as soon as it is sent");
-        host.add_receive(4, GLOBAL_ROUTE_LEN + len);
-        arrive(&mut receiver, &packet, &mut host).unwrap();
-        let route = Done::Placed(Target::Route { id: 4 }, GLOBAL_ROUTE_LEN);
-        let body = Done::Placed(Target::Receive { id: 4, offset: GLOBAL_ROUTE_LEN }, len);
-        let placed: Vec<_> = host.done.iter().filter(|done| **done != body || len > 0).collect();
-        assert_eq!(placed, if len > 0 { vec![&route, &body] } else { vec![&route] });
-        let receipt = Receipt {
+        assert_eq!(completions(&mut sender), [(3, Status::Success)], "done as soon as it is sent");
+        host.add_receive(4, GRH_LEN + len);
+        deliver(&mut receiver, &packet, &mut host).unwrap();
+        let grh = HostEffect::Placed(Target::Grh { id: 4 }, GRH_LEN);
+        let payload_target = HostEffect::Placed(Target::Receive { id: 4, offset: GRH_LEN }, len);
+        let placed: Vec<_> =
+            host.done.iter().filter(|done| **done != payload_target || len > 0).collect();
+        assert_eq!(placed, if len > 0 { vec![&grh, &payload_target] } else { vec![&grh] });
+        let receive_completion = ReceiveCompletion {
             id: 4,
             status: Status::Success,
-            len: GLOBAL_ROUTE_LEN + len,
-            carried: imm.map_or(Carried::Data, Carried::Imm),
+            len: GRH_LEN + len,
+            kind: imm.map_or(ReceiveKind::Data, ReceiveKind::Imm),
             solicited: true,
             source_qp: 5,
         };
-        assert_eq!(events(&mut receiver), [Event::Received(receipt)]);
+        assert_eq!(events(&mut receiver), [Event::Received(receive_completion)]);
     }
 }
 
 #[test]
 fn an_empty_datagram_places_no_payload() {
-    let (mut receiver, mut host) = (ready(9, QKEY, 4), Script::default());
+    let (mut receiver, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
     host.add_receive(4, 100);
-    arrive(&mut receiver, &on_its_way(QKEY, 0), &mut host).unwrap();
-    assert_eq!(host.times_asked(Call::PlaceReceive), 0, "as with a connected queue pair");
+    deliver(&mut receiver, &transmit_one(QKEY, 0), &mut host).unwrap();
+    assert_eq!(host.call_count(HostCall::PlaceReceive), 0, "as with a connected queue pair");
 }
 
 #[test]
 fn numbers_count_up_and_wrap() {
-    let (mut sender, mut host) = (ready(5, QKEY, 4), Script::default());
+    let (mut sender, mut host) = (ud_in_rts(5, QKEY, 4), ScriptedHost::default());
     (0..3).for_each(|id| sender.post(datagram(id, 1)).unwrap());
     let numbers: Vec<_> = std::iter::from_fn(|| sender.poll_transmit(&mut host))
         .map(|packet| packet.headers.psn.value())
@@ -122,163 +123,168 @@ fn numbers_count_up_and_wrap() {
 
 #[test]
 fn a_key_with_the_upper_bit_stands_for_the_senders_own() {
-    assert_eq!(qkey_of(&on_its_way(0x55, 1)), 0x55);
-    assert_eq!(qkey_of(&on_its_way(0x8000_0055, 1)), QKEY);
+    assert_eq!(qkey_of(&transmit_one(0x55, 1)), 0x55);
+    assert_eq!(qkey_of(&transmit_one(0x8000_0055, 1)), QKEY);
 }
 
 #[test]
 fn another_key_is_dropped_and_counted() {
-    let (mut receiver, mut host) = (ready(9, QKEY, 4), Script::default());
+    let (mut receiver, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
     host.add_receive(0, 100);
-    assert_eq!(arrive(&mut receiver, &on_its_way(QKEY + 1, 1), &mut host), Err(Discard::Qkey));
-    assert_eq!(receiver.stats().dropped(Discard::Qkey), 1);
+    assert_eq!(
+        deliver(&mut receiver, &transmit_one(QKEY + 1, 1), &mut host),
+        Err(DiscardReason::Qkey)
+    );
+    assert_eq!(receiver.stats().dropped(DiscardReason::Qkey), 1);
     assert_eq!(receiver.stats().drops.iter().sum::<u64>(), 1);
     assert_eq!(host.receives_left(), 1);
 }
 
 #[test]
 fn without_a_receive_it_is_dropped_and_the_next_is_not() {
-    let (mut receiver, mut host) = (ready(9, QKEY, 4), Script::default());
-    let packet = on_its_way(QKEY, 1);
-    assert_eq!(arrive(&mut receiver, &packet, &mut host), Err(Discard::NoReceive));
-    assert_eq!(receiver.stats().dropped(Discard::NoReceive), 1);
+    let (mut receiver, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
+    let packet = transmit_one(QKEY, 1);
+    assert_eq!(deliver(&mut receiver, &packet, &mut host), Err(DiscardReason::NoReceive));
+    assert_eq!(receiver.stats().dropped(DiscardReason::NoReceive), 1);
     host.add_receive(0, 100);
-    assert_eq!(arrive(&mut receiver, &packet, &mut host), Ok(()));
+    assert_eq!(deliver(&mut receiver, &packet, &mut host), Ok(()));
 }
 
 #[test]
 fn too_long_a_datagram_is_dropped_and_costs_no_receive() {
-    let (mut receiver, mut host) = (ready(9, QKEY, 4), Script::default());
-    host.add_receive(0, GLOBAL_ROUTE_LEN + 10);
+    let (mut receiver, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
+    host.add_receive(0, GRH_LEN + 10);
     for len in [11, MTU] {
-        let long = on_its_way(QKEY, len);
-        assert_eq!(arrive(&mut receiver, &long, &mut host), Err(Discard::Length));
+        let long = transmit_one(QKEY, len);
+        assert_eq!(deliver(&mut receiver, &long, &mut host), Err(DiscardReason::Length));
     }
-    let arrived =
-        Arrived { headers: &on_its_way(QKEY, 1).headers, payload_len: MTU + 1, marked: false };
-    assert_eq!(receiver.handle_packet(&arrived, &mut host), Err(Discard::Length));
-    assert_eq!(receiver.stats().dropped(Discard::Length), 3);
+    let rx =
+        RxPacket { headers: &transmit_one(QKEY, 1).headers, payload_len: MTU + 1, marked: false };
+    assert_eq!(receiver.handle_packet(&rx, &mut host), Err(DiscardReason::Length));
+    assert_eq!(receiver.stats().dropped(DiscardReason::Length), 3);
     assert_eq!(receiver.state(), State::Rts);
-    assert_eq!(arrive(&mut receiver, &on_its_way(QKEY, 10), &mut host), Ok(()));
+    assert_eq!(deliver(&mut receiver, &transmit_one(QKEY, 10), &mut host), Ok(()));
     assert!(matches!(
         events(&mut receiver)[..],
-        [Event::Received(Receipt { id: 0, status: Status::Success, .. })]
+        [Event::Received(ReceiveCompletion { id: 0, status: Status::Success, .. })]
     ));
 }
 
 #[test]
 fn a_place_that_is_not_there_now_drops_the_datagram_but_not_the_receive() {
-    for call in [Call::PlaceRoute, Call::PlaceReceive] {
-        let (mut receiver, mut host) = (ready(9, QKEY, 4), Script::default());
+    for call in [HostCall::PlaceGrh, HostCall::PlaceReceive] {
+        let (mut receiver, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
         host.add_receive(0, 100);
-        host.answer(call, [NotNow]);
-        let packet = on_its_way(QKEY, 1);
-        assert_eq!(arrive(&mut receiver, &packet, &mut host), Err(Discard::Busy));
-        assert_eq!(arrive(&mut receiver, &packet, &mut host), Ok(()));
-        assert_eq!(host.times_asked(Call::TakeReceive), 1);
+        host.answer(call, [Retry]);
+        let packet = transmit_one(QKEY, 1);
+        assert_eq!(deliver(&mut receiver, &packet, &mut host), Err(DiscardReason::Busy));
+        assert_eq!(deliver(&mut receiver, &packet, &mut host), Ok(()));
+        assert_eq!(host.call_count(HostCall::TakeReceive), 1);
     }
 }
 
 #[test]
 fn a_receive_with_a_wrong_key_fails_the_queue_pair() {
-    let (mut receiver, mut host) = (ready(9, QKEY, 4), Script::default());
+    let (mut receiver, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
     host.add_receive(0, 100);
-    host.answer(Call::PlaceReceive, [Refused]);
+    host.answer(HostCall::PlaceReceive, [Denied]);
     receiver.post(datagram(7, 1)).unwrap();
-    arrive(&mut receiver, &on_its_way(QKEY, 1), &mut host).unwrap();
+    deliver(&mut receiver, &transmit_one(QKEY, 1), &mut host).unwrap();
     assert_eq!(receiver.state(), State::Err);
-    let [Event::Sent(flushed), Event::Received(receipt)] = events(&mut receiver)[..] else {
+    let [Event::Sent(flushed), Event::Received(receive_completion)] = events(&mut receiver)[..]
+    else {
         panic!("a completion and a receipt");
     };
     assert_eq!((flushed.id, flushed.status), (7, Status::Flushed));
-    assert_eq!((receipt.id, receipt.status), (0, Status::LocalProtection));
+    assert_eq!((receive_completion.id, receive_completion.status), (0, Status::LocalProtection));
 }
 
 #[test]
 fn a_receipt_that_is_not_taken_makes_the_next_datagram_drop() {
-    let (mut receiver, mut host) = (ready(9, QKEY, 4), Script::default());
+    let (mut receiver, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
     host.add_receive(0, 100);
     host.add_receive(1, 100);
-    let packet = on_its_way(QKEY, 1);
-    assert_eq!(arrive(&mut receiver, &packet, &mut host), Ok(()));
-    assert_eq!(arrive(&mut receiver, &packet, &mut host), Err(Discard::Busy));
+    let packet = transmit_one(QKEY, 1);
+    assert_eq!(deliver(&mut receiver, &packet, &mut host), Ok(()));
+    assert_eq!(deliver(&mut receiver, &packet, &mut host), Err(DiscardReason::Busy));
     assert_eq!(host.receives_left(), 1);
 }
 
 #[test]
 fn packets_of_other_services_and_partitions_are_dropped() {
-    let (mut receiver, mut host) = (ready(9, QKEY, 4), Script::default());
+    let (mut receiver, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
     let send = Headers::new(Opcode::SendOnly, 9, Psn::new(0), Extension::None);
-    let arrived = Arrived { headers: &send, payload_len: 1, marked: false };
-    assert_eq!(receiver.handle_packet(&arrived, &mut host), Err(Discard::Service));
+    let rx = RxPacket { headers: &send, payload_len: 1, marked: false };
+    assert_eq!(receiver.handle_packet(&rx, &mut host), Err(DiscardReason::Service));
     let foreign =
-        crate::directed::pair::edited(&on_its_way(QKEY, 1), |headers| headers.partition = 0x1234);
-    assert_eq!(arrive(&mut receiver, &foreign, &mut host), Err(Discard::Partition));
+        crate::directed::pair::edited(&transmit_one(QKEY, 1), |headers| headers.partition = 0x1234);
+    assert_eq!(deliver(&mut receiver, &foreign, &mut host), Err(DiscardReason::Partition));
 }
 
 #[test]
 fn states_that_take_no_datagrams_drop_them() {
-    let packet = on_its_way(QKEY, 1);
-    let mut host = Script::default();
+    let packet = transmit_one(QKEY, 1);
+    let mut host = ScriptedHost::default();
     let mut new = Ud::new(9, Mtu::new(MTU).unwrap(), 4);
-    assert_eq!(arrive(&mut new, &packet, &mut host), Err(Discard::State));
-    let mut failed = ready(9, QKEY, 4);
-    failed.modify(&Change::to(State::Err)).unwrap();
-    assert_eq!(arrive(&mut failed, &packet, &mut host), Err(Discard::State));
-    assert_eq!(failed.stats().dropped(Discard::State), 1);
+    assert_eq!(deliver(&mut new, &packet, &mut host), Err(DiscardReason::State));
+    let mut failed = ud_in_rts(9, QKEY, 4);
+    failed.modify(&QpAttributes::new(State::Err)).unwrap();
+    assert_eq!(deliver(&mut failed, &packet, &mut host), Err(DiscardReason::State));
+    assert_eq!(failed.stats().dropped(DiscardReason::State), 1);
     assert_eq!(new.post(datagram(0, 1)), Err(PostError::State(State::Reset)));
 }
 
 #[test]
 fn a_wrong_key_of_ours_stops_the_send_queue_until_it_is_started_again() {
-    let (mut ud, mut host) = (ready(9, QKEY, 8), Script::default());
-    host.answer(Call::FetchWork, [Yes, Refused]);
+    let (mut ud, mut host) = (ud_in_rts(9, QKEY, 8), ScriptedHost::default());
+    host.answer(HostCall::FetchWork, [Ready, Denied]);
     (0..4).for_each(|id| ud.post(datagram(id, 1)).unwrap());
     assert!(ud.poll_transmit(&mut host).is_some());
     assert_eq!(ud.poll_transmit(&mut host), None);
     assert_eq!(ud.state(), State::Sqe);
     let (bad, flushed) = (Status::LocalProtection, Status::Flushed);
-    assert_eq!(ends(&mut ud), [(0, Status::Success), (1, bad), (2, flushed), (3, flushed)]);
+    assert_eq!(completions(&mut ud), [(0, Status::Success), (1, bad), (2, flushed), (3, flushed)]);
     ud.post(datagram(4, 1)).unwrap();
-    assert_eq!(ends(&mut ud), [(4, flushed)], "posted while it stands still");
+    assert_eq!(completions(&mut ud), [(4, flushed)], "posted while it stands still");
     host.add_receive(0, 100);
-    assert_eq!(arrive(&mut ud, &on_its_way(QKEY, 1), &mut host), Ok(()), "it still receives");
-    ud.modify(&Change::to(State::Rts)).unwrap();
+    assert_eq!(deliver(&mut ud, &transmit_one(QKEY, 1), &mut host), Ok(()), "it still receives");
+    ud.modify(&QpAttributes::new(State::Rts)).unwrap();
     ud.post(datagram(5, 1)).unwrap();
     assert!(ud.poll_transmit(&mut host).is_some());
-    assert_eq!(ends(&mut ud), [(5, Status::Success)]);
+    assert_eq!(completions(&mut ud), [(5, Status::Success)]);
 }
 
 #[test]
 fn a_page_that_is_not_there_now_pauses_sending() {
-    let (mut ud, mut host) = (ready(9, QKEY, 8), Script::default());
-    host.answer(Call::FetchWork, [NotNow]);
+    let (mut ud, mut host) = (ud_in_rts(9, QKEY, 8), ScriptedHost::default());
+    host.answer(HostCall::FetchWork, [Retry]);
     ud.post(datagram(0, 1)).unwrap();
     assert_eq!(ud.poll_transmit(&mut host), None);
     assert!(ud.poll_transmit(&mut host).is_some());
-    assert_eq!(ends(&mut ud), [(0, Status::Success)]);
+    assert_eq!(completions(&mut ud), [(0, Status::Success)]);
 }
 
 #[test]
 fn failing_flushes_what_waits_and_the_receive_in_hand() {
-    let (mut ud, mut host) = (ready(9, QKEY, 8), Script::default());
+    let (mut ud, mut host) = (ud_in_rts(9, QKEY, 8), ScriptedHost::default());
     ud.post(datagram(0, 1)).unwrap();
-    host.add_receive(6, GLOBAL_ROUTE_LEN);
-    assert_eq!(arrive(&mut ud, &on_its_way(QKEY, 1), &mut host), Err(Discard::Length));
-    ud.modify(&Change::to(State::Err)).unwrap();
+    host.add_receive(6, GRH_LEN);
+    assert_eq!(deliver(&mut ud, &transmit_one(QKEY, 1), &mut host), Err(DiscardReason::Length));
+    ud.modify(&QpAttributes::new(State::Err)).unwrap();
     ud.post(datagram(1, 1)).unwrap();
-    let [Event::Sent(first), Event::Sent(second), Event::Received(receipt)] = events(&mut ud)[..]
+    let [Event::Sent(first), Event::Sent(second), Event::Received(receive_completion)] =
+        events(&mut ud)[..]
     else {
         panic!("two completions and a receipt");
     };
     assert_eq!((first.id, first.status), (0, Status::Flushed));
     assert_eq!((second.id, second.status), (1, Status::Flushed));
-    assert_eq!((receipt.id, receipt.status), (6, Status::Flushed));
+    assert_eq!((receive_completion.id, receive_completion.status), (6, Status::Flushed));
 }
 
 #[test]
 fn the_queue_holds_its_depth_and_no_datagram_longer_than_the_mtu() {
-    let (mut ud, mut host) = (ready(9, QKEY, 2), Script::default());
+    let (mut ud, mut host) = (ud_in_rts(9, QKEY, 2), ScriptedHost::default());
     let footprint = ud.footprint();
     assert_eq!(ud.post(datagram(0, MTU + 1)), Err(PostError::Length(MTU + 1)));
     ud.post(datagram(0, MTU)).unwrap();
@@ -286,30 +292,31 @@ fn the_queue_holds_its_depth_and_no_datagram_longer_than_the_mtu() {
     assert_eq!(ud.post(datagram(2, 0)), Err(PostError::Full));
     assert!(ud.poll_transmit(&mut host).is_some());
     assert_eq!(ud.post(datagram(2, 0)), Err(PostError::Full), "its completion is not taken");
-    assert_eq!(ends(&mut ud).len(), 1);
+    assert_eq!(completions(&mut ud).len(), 1);
     assert_eq!(ud.post(datagram(2, 0)), Ok(()));
     assert_eq!(ud.footprint(), footprint);
 }
 
 #[test]
 fn draining_is_said_once_and_holds_what_is_posted() {
-    let (mut ud, mut host) = (ready(9, QKEY, 4), Script::default());
-    ud.modify(&Change { notify_drained: Some(true), ..Change::to(State::Sqd) }).unwrap();
-    ud.modify(&Change { qkey: Some(QKEY), ..Change::to(State::Sqd) }).unwrap();
+    let (mut ud, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
+    ud.modify(&QpAttributes { notify_drained: Some(true), ..QpAttributes::new(State::Sqd) })
+        .unwrap();
+    ud.modify(&QpAttributes { qkey: Some(QKEY), ..QpAttributes::new(State::Sqd) }).unwrap();
     ud.post(datagram(0, 1)).unwrap();
     assert_eq!(ud.poll_transmit(&mut host), None);
-    assert_eq!(events(&mut ud), [Event::Notice(Notice::Drained)]);
+    assert_eq!(events(&mut ud), [Event::Async(QpEvent::Drained)]);
     assert_eq!(events(&mut ud), []);
-    ud.modify(&Change::to(State::Rts)).unwrap();
+    ud.modify(&QpAttributes::new(State::Rts)).unwrap();
     assert!(ud.poll_transmit(&mut host).is_some());
 }
 
 #[test]
 fn reset_forgets_what_was_posted_and_it_can_be_brought_up_again() {
-    let (mut ud, mut host) = (ready(9, QKEY, 4), Script::default());
+    let (mut ud, mut host) = (ud_in_rts(9, QKEY, 4), ScriptedHost::default());
     (0..4).for_each(|id| ud.post(datagram(id, 1)).unwrap());
     ud.poll_transmit(&mut host).unwrap();
-    ud.modify(&Change::to(State::Reset)).unwrap();
+    ud.modify(&QpAttributes::new(State::Reset)).unwrap();
     assert_eq!(events(&mut ud), []);
     assert_eq!(ud.poll_transmit(&mut host), None);
 }
@@ -317,43 +324,43 @@ fn reset_forgets_what_was_posted_and_it_can_be_brought_up_again() {
 #[test]
 fn queue_pair_one_speaks_with_its_well_known_key() {
     let qkey = Ud::MANAGEMENT_QKEY;
-    let (mut ours, mut theirs) = (ready(1, qkey, 4), ready(1, qkey, 4));
-    let mut host = Script::default();
-    host.add_receive(0, GLOBAL_ROUTE_LEN + 256);
+    let (mut ours, mut theirs) = (ud_in_rts(1, qkey, 4), ud_in_rts(1, qkey, 4));
+    let mut host = ScriptedHost::default();
+    host.add_receive(0, GRH_LEN + 256);
     // The well-known key has the upper bit set: it is the sender's own that goes out.
     ours.post(Datagram { destination: 1, qkey, ..datagram(0, 256) }).unwrap();
     let packet = ours.poll_transmit(&mut host).unwrap();
     let deth = Deth { qkey: 0x8001_0000, source_qp: 1 };
     assert_eq!(packet.headers.extension, Extension::Deth(deth));
-    assert_eq!(arrive(&mut theirs, &packet, &mut host), Ok(()));
+    assert_eq!(deliver(&mut theirs, &packet, &mut host), Ok(()));
 }
 
 /// Work without a packet, that ends in that way.
-fn local(id: u64, status: Status) -> Completion {
-    Completion { id, status, signaled: true }
+fn local(id: u64, status: Status) -> SendCompletion {
+    SendCompletion { id, status, signaled: true }
 }
 
 #[test]
 fn work_without_a_packet_ends_in_its_turn() {
-    let (mut ud, mut host) = (ready(9, QKEY, 8), Script::default());
+    let (mut ud, mut host) = (ud_in_rts(9, QKEY, 8), ScriptedHost::default());
     ud.post_local(local(0, Status::Success)).unwrap();
     ud.post(datagram(1, 1)).unwrap();
     ud.post_local(local(2, Status::Success)).unwrap();
     assert!(!ud.has_events(), "its turn has not come");
     assert_eq!(ud.peek_transmit(), Some(datagram(1, 1)));
-    assert_eq!(ends(&mut ud), [(0, Status::Success)]);
+    assert_eq!(completions(&mut ud), [(0, Status::Success)]);
     assert!(ud.poll_transmit(&mut host).is_some());
     assert_eq!(ud.poll_transmit(&mut host), None);
     assert!(ud.has_events());
     assert_eq!(ud.outstanding(), 2);
-    assert_eq!(ends(&mut ud), [(1, Status::Success), (2, Status::Success)]);
+    assert_eq!(completions(&mut ud), [(1, Status::Success), (2, Status::Success)]);
     assert!(!ud.has_events());
     assert_eq!(ud.outstanding(), 0);
 }
 
 #[test]
 fn bad_work_and_datagrams_to_nowhere_stop_the_send_queue() {
-    let (mut ud, mut host) = (ready(9, QKEY, 8), Script::default());
+    let (mut ud, mut host) = (ud_in_rts(9, QKEY, 8), ScriptedHost::default());
     ud.post(datagram(0, 1)).unwrap();
     ud.post_local(local(1, Status::LocalOperation)).unwrap();
     ud.post(datagram(2, 1)).unwrap();
@@ -361,18 +368,18 @@ fn bad_work_and_datagrams_to_nowhere_stop_the_send_queue() {
     assert_eq!(ud.poll_transmit(&mut host), None);
     assert_eq!(ud.state(), State::Sqe);
     let (bad, flushed) = (Status::LocalOperation, Status::Flushed);
-    assert_eq!(ends(&mut ud), [(0, Status::Success), (1, bad), (2, flushed)]);
-    ud.modify(&Change::to(State::Rts)).unwrap();
+    assert_eq!(completions(&mut ud), [(0, Status::Success), (1, bad), (2, flushed)]);
+    ud.modify(&QpAttributes::new(State::Rts)).unwrap();
     (3..5).for_each(|id| ud.post(datagram(id, 1)).unwrap());
-    ud.refuse_transmit(bad);
-    assert_eq!(ends(&mut ud), [(3, bad), (4, flushed)]);
-    ud.refuse_transmit(bad);
+    ud.fail_transmit(bad);
+    assert_eq!(completions(&mut ud), [(3, bad), (4, flushed)]);
+    ud.fail_transmit(bad);
     assert!(!ud.has_events(), "there is nothing to refuse");
 }
 
 #[test]
 fn local_work_counts_towards_the_depth_and_needs_a_state_that_takes_work() {
-    let mut ud = ready(9, QKEY, 1);
+    let mut ud = ud_in_rts(9, QKEY, 1);
     ud.post_local(local(0, Status::Success)).unwrap();
     assert_eq!(ud.post_local(local(1, Status::Success)), Err(PostError::Full));
     let mut new = Ud::new(9, Mtu::new(MTU).unwrap(), 1);

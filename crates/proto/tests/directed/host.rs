@@ -2,15 +2,15 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use warpwire_proto::qp::{Access, Atomic, Host, Receive, Remote, Source, Target, Verdict};
+use warpwire_proto::qp::{Access, Atomic, Host, HostStatus, Receive, Remote, Source, Target};
 
 /// The calls whose answers can be preset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Call {
+pub enum HostCall {
     TakeReceive,
     MayAccess,
     PlaceReceive,
-    PlaceRoute,
+    PlaceGrh,
     PlaceRemote,
     PlaceResponse,
     Execute,
@@ -22,7 +22,7 @@ pub enum Call {
 
 /// What was done, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Done {
+pub enum HostEffect {
     Placed(Target, u32),
     Executed(Remote, Atomic),
     Stored(u64, u64),
@@ -30,17 +30,17 @@ pub enum Done {
 }
 
 #[derive(Debug, Default)]
-pub struct Script {
+pub struct ScriptedHost {
     receives: VecDeque<Receive>,
-    answers: BTreeMap<Call, VecDeque<Verdict>>,
-    pub done: Vec<Done>,
+    answers: BTreeMap<HostCall, VecDeque<HostStatus>>,
+    pub done: Vec<HostEffect>,
     /// How often each call was made, whatever the answer.
-    pub asked: BTreeMap<Call, u32>,
+    pub calls: BTreeMap<HostCall, u32>,
     /// The word that all atomics work on.
-    pub word: u64,
+    pub atomic_word: u64,
 }
 
-impl Script {
+impl ScriptedHost {
     pub fn add_receive(&mut self, id: u64, capacity: u32) {
         self.receives.push_back(Receive { id, capacity });
     }
@@ -50,57 +50,57 @@ impl Script {
     }
 
     /// The next answers to that call; after them it is "yes".
-    pub fn answer(&mut self, call: Call, answers: impl IntoIterator<Item = Verdict>) {
+    pub fn answer(&mut self, call: HostCall, answers: impl IntoIterator<Item = HostStatus>) {
         self.answers.entry(call).or_default().extend(answers);
     }
 
-    pub fn times_asked(&self, call: Call) -> u32 {
-        self.asked.get(&call).copied().unwrap_or(0)
+    pub fn call_count(&self, call: HostCall) -> u32 {
+        self.calls.get(&call).copied().unwrap_or(0)
     }
 
-    fn next(&mut self, call: Call) -> Verdict {
-        *self.asked.entry(call).or_default() += 1;
-        self.answers.get_mut(&call).and_then(VecDeque::pop_front).unwrap_or(Verdict::Yes)
+    fn next(&mut self, call: HostCall) -> HostStatus {
+        *self.calls.entry(call).or_default() += 1;
+        self.answers.get_mut(&call).and_then(VecDeque::pop_front).unwrap_or(HostStatus::Ready)
     }
 
-    fn act(&mut self, call: Call, done: Done) -> Verdict {
+    fn apply(&mut self, call: HostCall, done: HostEffect) -> HostStatus {
         let verdict = self.next(call);
-        if verdict == Verdict::Yes {
+        if verdict == HostStatus::Ready {
             self.done.push(done);
         }
         verdict
     }
 }
 
-impl Host for Script {
+impl Host for ScriptedHost {
     fn take_receive(&mut self) -> Option<Receive> {
-        match self.next(Call::TakeReceive) {
-            Verdict::Yes => self.receives.pop_front(),
+        match self.next(HostCall::TakeReceive) {
+            HostStatus::Ready => self.receives.pop_front(),
             _ => None,
         }
     }
 
-    fn may_access(&mut self, _: Access, _: Remote, _: u32) -> Verdict {
-        self.next(Call::MayAccess)
+    fn may_access(&mut self, _: Access, _: Remote, _: u32) -> HostStatus {
+        self.next(HostCall::MayAccess)
     }
 
-    fn place(&mut self, to: Target, len: u32) -> Verdict {
+    fn place(&mut self, to: Target, len: u32) -> HostStatus {
         let call = match to {
-            Target::Receive { .. } => Call::PlaceReceive,
-            Target::Route { .. } => Call::PlaceRoute,
-            Target::Remote(_) => Call::PlaceRemote,
-            Target::Response { .. } => Call::PlaceResponse,
+            Target::Receive { .. } => HostCall::PlaceReceive,
+            Target::Grh { .. } => HostCall::PlaceGrh,
+            Target::Remote(_) => HostCall::PlaceRemote,
+            Target::Response { .. } => HostCall::PlaceResponse,
         };
-        self.act(call, Done::Placed(to, len))
+        self.apply(call, HostEffect::Placed(to, len))
     }
 
-    fn execute(&mut self, at: Remote, atomic: Atomic) -> Result<u64, Verdict> {
-        match self.act(Call::Execute, Done::Executed(at, atomic)) {
-            Verdict::Yes => {}
+    fn execute(&mut self, at: Remote, atomic: Atomic) -> Result<u64, HostStatus> {
+        match self.apply(HostCall::Execute, HostEffect::Executed(at, atomic)) {
+            HostStatus::Ready => {}
             other => return Err(other),
         }
-        let before = self.word;
-        self.word = match atomic {
+        let before = self.atomic_word;
+        self.atomic_word = match atomic {
             Atomic::FetchAdd { add } => before.wrapping_add(add),
             Atomic::CompareSwap { compare, swap } if compare == before => swap,
             Atomic::CompareSwap { .. } => before,
@@ -110,18 +110,18 @@ impl Host for Script {
         Ok(before)
     }
 
-    fn invalidate(&mut self, key: u32) -> Verdict {
-        self.act(Call::Invalidate, Done::Invalidated(key))
+    fn invalidate(&mut self, key: u32) -> HostStatus {
+        self.apply(HostCall::Invalidate, HostEffect::Invalidated(key))
     }
 
-    fn store_result(&mut self, id: u64, value: u64) -> Verdict {
-        self.act(Call::StoreResult, Done::Stored(id, value))
+    fn store_result(&mut self, id: u64, value: u64) -> HostStatus {
+        self.apply(HostCall::StoreResult, HostEffect::Stored(id, value))
     }
 
-    fn fetch(&mut self, from: Source, _: u32, _: usize) -> Verdict {
+    fn fetch(&mut self, from: Source, _: u32, _: usize) -> HostStatus {
         self.next(match from {
-            Source::Work { .. } => Call::FetchWork,
-            Source::Remote { .. } => Call::FetchRemote,
+            Source::SendWr { .. } => HostCall::FetchWork,
+            Source::Remote { .. } => HostCall::FetchRemote,
         })
     }
 }

@@ -1,19 +1,20 @@
 //! Packets that go missing or overtake one another, at the answering end; numbers that wrap; counts.
 
 use warpwire_proto::Psn;
-use warpwire_proto::qp::{Discard, Op, Status, Transmit};
+use warpwire_proto::qp::{DiscardReason, Status, Transmit, WrOp};
 use warpwire_proto::wire::{Nak, Opcode, Syndrome};
 
 use crate::directed::pair::{
-    A, ADD, B, MTU, PLACE, Pair, Terms, aeth, edited, one_of_each, opcodes, psn, syndrome,
+    A, ADD, B, ConnParams, MTU, Pair, REMOTE_ADDR, aeth, edited, one_of_each_op, opcodes, psn,
+    syndrome,
 };
 
 const SEQUENCE: Syndrome = Syndrome::Nak(Nak::Sequence);
 
 /// Ten packets of a send are under way.
 fn ten_packets() -> (Pair, Vec<Transmit>) {
-    let mut pair = Pair::with_receives(Terms::default(), 4);
-    pair.post(A, 0, Op::Send, 10 * MTU);
+    let mut pair = Pair::with_receives(ConnParams::default(), 4);
+    pair.post(A, 0, WrOp::Send, 10 * MTU);
     let packets = pair.send_all(A);
     assert_eq!(packets.len(), 10);
     (pair, packets)
@@ -22,100 +23,103 @@ fn ten_packets() -> (Pair, Vec<Transmit>) {
 #[test]
 fn a_gap_is_told_once_and_the_requester_goes_back_to_it() {
     let (mut pair, packets) = ten_packets();
-    pair.arrive(B, &packets[0]).unwrap();
-    let outcomes = pair.arrive_all(B, &packets[2..]);
-    assert_eq!(outcomes, vec![Err(Discard::Gap); 8]);
-    let told = pair.send_all(B);
-    assert_eq!(told.len(), 1, "once");
-    assert_eq!((psn(&told[0]), syndrome(&told[0])), (0x101, SEQUENCE));
-    pair.arrive(A, &told[0]).unwrap();
+    pair.deliver(B, &packets[0]).unwrap();
+    let outcomes = pair.deliver_all(B, &packets[2..]);
+    assert_eq!(outcomes, vec![Err(DiscardReason::Gap); 8]);
+    let responses = pair.send_all(B);
+    assert_eq!(responses.len(), 1, "once");
+    assert_eq!((psn(&responses[0]), syndrome(&responses[0])), (0x101, SEQUENCE));
+    pair.deliver(A, &responses[0]).unwrap();
     assert_eq!(pair.send_all(A), packets[1..].iter().map(asking_first()).collect::<Vec<_>>());
-    pair.wait(pair.terms.patience());
+    pair.wait(pair.params.ack_timeout());
     pair.run();
-    assert_eq!(pair.ends[A].sent, [(0, Status::Success)]);
-    assert_eq!(pair.ends[B].dropped(Discard::Gap), 8);
-    assert_eq!(pair.ends[B].qp.stats().sequence_naks_sent, 1);
-    assert_eq!(pair.ends[A].qp.stats().sequence_naks_received, 1);
+    assert_eq!(pair.endpoints[A].sent, [(0, Status::Success)]);
+    assert_eq!(pair.endpoints[B].dropped(DiscardReason::Gap), 8);
+    assert_eq!(pair.endpoints[B].qp.stats().sequence_naks_sent, 1);
+    assert_eq!(pair.endpoints[A].qp.stats().sequence_naks_received, 1);
 }
 
 /// What is sent again asks for an answer with its first packet.
 fn asking_first() -> impl FnMut(&Transmit) -> Transmit {
     let mut first = true;
     move |packet| {
-        let ask = core::mem::take(&mut first) || packet.headers.ack_request;
-        edited(packet, |headers| headers.ack_request = ask)
+        let inject_request = core::mem::take(&mut first) || packet.headers.ack_request;
+        edited(packet, |headers| headers.ack_request = inject_request)
     }
 }
 
 #[test]
 fn a_gap_is_told_again_when_the_peer_went_back_and_the_packet_is_lost_again() {
     let (mut pair, packets) = ten_packets();
-    assert_eq!(pair.arrive(B, &packets[3]), Err(Discard::Gap));
+    assert_eq!(pair.deliver(B, &packets[3]), Err(DiscardReason::Gap));
     assert_eq!(pair.send_all(B).len(), 1);
-    assert_eq!(pair.arrive(B, &packets[4]), Err(Discard::Gap));
+    assert_eq!(pair.deliver(B, &packets[4]), Err(DiscardReason::Gap));
     assert_eq!(pair.send_all(B), [], "still the same gap");
-    assert_eq!(pair.arrive(B, &packets[1]), Err(Discard::Gap));
+    assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
     let again = pair.send_all(B);
     assert_eq!((psn(&again[0]), syndrome(&again[0])), (0x100, SEQUENCE));
-    assert_eq!(pair.arrive(B, &packets[2]), Err(Discard::Gap));
+    assert_eq!(pair.deliver(B, &packets[2]), Err(DiscardReason::Gap));
     assert_eq!(pair.send_all(B), []);
 }
 
 #[test]
 fn a_gap_that_closed_before_we_could_tell_is_an_acknowledgement() {
     let (mut pair, packets) = ten_packets();
-    assert_eq!(pair.arrive(B, &packets[1]), Err(Discard::Gap));
-    assert_eq!(pair.arrive(B, &packets[0]), Ok(()));
-    let told = pair.send_all(B);
+    assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
+    assert_eq!(pair.deliver(B, &packets[0]), Ok(()));
+    let responses = pair.send_all(B);
     // The first packet is here, the second was thrown away: it is missing still.
-    assert_eq!((psn(&told[0]), syndrome(&told[0])), (0x101, SEQUENCE));
-    assert_eq!(pair.arrive(B, &packets[2]), Err(Discard::Gap));
-    assert_eq!(pair.arrive(B, &packets[1]), Ok(()));
-    assert_eq!(pair.arrive(B, &packets[2]), Ok(()));
-    let told = pair.send_all(B);
-    assert_eq!((psn(&told[0]), syndrome(&told[0])), (0x102, Syndrome::ACK));
+    assert_eq!((psn(&responses[0]), syndrome(&responses[0])), (0x101, SEQUENCE));
+    assert_eq!(pair.deliver(B, &packets[2]), Err(DiscardReason::Gap));
+    assert_eq!(pair.deliver(B, &packets[1]), Ok(()));
+    assert_eq!(pair.deliver(B, &packets[2]), Ok(()));
+    let responses = pair.send_all(B);
+    assert_eq!((psn(&responses[0]), syndrome(&responses[0])), (0x102, Syndrome::ACK));
 }
 
 #[test]
 fn a_new_gap_is_told_after_an_old_one_closed() {
     let (mut pair, packets) = ten_packets();
     for (lost, next) in [(0, 1), (2, 3)] {
-        assert_eq!(pair.arrive(B, &packets[next]), Err(Discard::Gap));
+        assert_eq!(pair.deliver(B, &packets[next]), Err(DiscardReason::Gap));
         assert_eq!(psn(&pair.send_all(B)[0]), 0x100 + lost as u32);
-        pair.arrive(B, &packets[lost]).unwrap();
-        pair.arrive(B, &packets[next]).unwrap();
+        pair.deliver(B, &packets[lost]).unwrap();
+        pair.deliver(B, &packets[next]).unwrap();
     }
 }
 
 #[test]
 fn no_gap_is_told_behind_a_packet_that_was_told_to_come_again() {
     let mut pair = Pair::new();
-    pair.post(A, 0, Op::Send, 10);
-    pair.post(A, 1, Op::Send, 10);
+    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 1, WrOp::Send, 10);
     let packets = pair.send_all(A);
-    assert_eq!(pair.arrive(B, &packets[0]), Err(Discard::Busy));
-    assert_eq!(pair.arrive(B, &packets[1]), Err(Discard::Gap));
-    let told = pair.send_all(B);
-    assert_eq!(told.len(), 1);
-    assert_eq!((psn(&told[0]), syndrome(&told[0])), (0x100, Syndrome::RnrNak(5)));
+    assert_eq!(pair.deliver(B, &packets[0]), Err(DiscardReason::Busy));
+    assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
+    let responses = pair.send_all(B);
+    assert_eq!(responses.len(), 1);
+    assert_eq!((psn(&responses[0]), syndrome(&responses[0])), (0x100, Syndrome::RnrNak(5)));
     // When it comes once more the peer has come again, and the first of the two was lost.
-    assert_eq!(pair.arrive(B, &packets[1]), Err(Discard::Gap));
-    let told = pair.send_all(B);
-    assert_eq!((psn(&told[0]), syndrome(&told[0])), (0x100, Syndrome::Nak(Nak::Sequence)));
+    assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
+    let responses = pair.send_all(B);
+    assert_eq!(
+        (psn(&responses[0]), syndrome(&responses[0])),
+        (0x100, Syndrome::Nak(Nak::Sequence))
+    );
 }
 
 #[test]
 fn every_operation_passes_the_end_of_the_numbers() {
     for packets in [1, 3] {
         for back in 0..3 {
-            for (op, len) in one_of_each(packets) {
+            for (op, len) in one_of_each_op(packets) {
                 let psn = [0xff_ffff - back, 0xff_ffff];
-                let mut pair = Pair::with_receives(Terms { psn, ..Terms::default() }, 4);
+                let mut pair = Pair::with_receives(ConnParams { psn, ..ConnParams::default() }, 4);
                 (0..4).for_each(|id| pair.post(A, id, op, len));
                 pair.assert_all_succeed(4);
-                let wrapped = pair.ends[A].qp.positions().1;
+                let wrapped = pair.endpoints[A].qp.next_psns().1;
                 assert!(wrapped.value() < 0x100, "{op:?} ends at {wrapped:?}");
-                assert_eq!(pair.ends[B].qp.positions().0, wrapped);
+                assert_eq!(pair.endpoints[B].qp.next_psns().0, wrapped);
             }
         }
     }
@@ -123,39 +127,42 @@ fn every_operation_passes_the_end_of_the_numbers() {
 
 #[test]
 fn every_operation_survives_the_loss_of_any_packet_at_the_end_of_the_numbers() {
-    for (op, len) in one_of_each(3) {
+    for (op, len) in one_of_each_op(3) {
         for lost in 0..6 {
             let psn = [0xff_fffe, 0xff_fffe];
-            let mut pair = Pair::with_receives(Terms { psn, ..Terms::default() }, 4);
+            let mut pair = Pair::with_receives(ConnParams { psn, ..ConnParams::default() }, 4);
             pair.post(A, 0, op, len);
             let mut count = 0;
             for from in [A, B, A, B] {
                 for packet in pair.send_all(from) {
                     if count != lost {
-                        let _ = pair.arrive(1 - from, &packet);
+                        let _ = pair.deliver(1 - from, &packet);
                     }
                     count += 1;
                 }
             }
             pair.assert_all_succeed(1);
-            let once = u32::from(matches!(op, Op::Atomic(..)));
-            assert_eq!(pair.ends[B].host.times_asked(crate::directed::host::Call::Execute), once);
+            let once = u32::from(matches!(op, WrOp::Atomic(..)));
+            assert_eq!(
+                pair.endpoints[B].host.call_count(crate::directed::host::HostCall::Execute),
+                once
+            );
         }
     }
 }
 
 #[test]
 fn messages_are_counted_when_complete_and_reads_when_accepted() {
-    let mut pair = Pair::with_receives(Terms::default(), 4);
-    pair.post(A, 0, Op::Send, 2 * MTU);
-    pair.post(A, 1, Op::Write(PLACE), 2 * MTU);
-    pair.post(A, 2, Op::Read(PLACE), 2 * MTU);
-    pair.post(A, 3, Op::Atomic(PLACE, ADD), 8);
-    pair.post(A, 4, Op::WriteImm(PLACE, 1), 0);
+    let mut pair = Pair::with_receives(ConnParams::default(), 4);
+    pair.post(A, 0, WrOp::Send, 2 * MTU);
+    pair.post(A, 1, WrOp::Write(REMOTE_ADDR), 2 * MTU);
+    pair.post(A, 2, WrOp::Read(REMOTE_ADDR), 2 * MTU);
+    pair.post(A, 3, WrOp::Atomic(REMOTE_ADDR, ADD), 8);
+    pair.post(A, 4, WrOp::WriteImm(REMOTE_ADDR, 1), 0);
     let packets = pair.send_all(A);
     let mut counts = Vec::new();
     for packet in packets {
-        pair.arrive(B, &packet).unwrap();
+        pair.deliver(B, &packet).unwrap();
         counts.extend(pair.send_all(B).iter().map(|answer| aeth(answer).msn));
     }
     assert_eq!(counts, [1, 2, 3, 3, 4, 5]);
@@ -163,23 +170,23 @@ fn messages_are_counted_when_complete_and_reads_when_accepted() {
 
 #[test]
 fn the_count_of_messages_rides_in_refusals_too() {
-    let mut pair = Pair::with_receives(Terms::default(), 1);
-    pair.post(A, 0, Op::Send, 10);
-    pair.post(A, 1, Op::Send, 10);
+    let mut pair = Pair::with_receives(ConnParams::default(), 1);
+    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 1, WrOp::Send, 10);
     let packets = pair.send_all(A);
-    let _ = pair.arrive_all(B, &packets);
-    let told = pair.send_all(B);
-    assert_eq!((syndrome(&told[0]), aeth(&told[0]).msn), (Syndrome::RnrNak(5), 1));
+    let _ = pair.deliver_all(B, &packets);
+    let responses = pair.send_all(B);
+    assert_eq!((syndrome(&responses[0]), aeth(&responses[0]).msn), (Syndrome::RnrNak(5), 1));
 }
 
 #[test]
 fn acknowledgements_of_packets_handled_together_are_told_in_one() {
-    let mut pair = Pair::with_receives(Terms::default(), 8);
-    (0..8).for_each(|id| pair.post(A, id, Op::Send, 10));
-    pair.pass(A);
-    let told = pair.pass(B);
-    assert_eq!((told.len(), psn(&told[0])), (1, 0x107));
-    assert_eq!(pair.ends[A].sent.len(), 8, "and it completes them all");
+    let mut pair = Pair::with_receives(ConnParams::default(), 8);
+    (0..8).for_each(|id| pair.post(A, id, WrOp::Send, 10));
+    pair.transfer(A);
+    let responses = pair.transfer(B);
+    assert_eq!((responses.len(), psn(&responses[0])), (1, 0x107));
+    assert_eq!(pair.endpoints[A].sent.len(), 8, "and it completes them all");
 }
 
 #[test]
@@ -187,58 +194,58 @@ fn nothing_is_acknowledged_unasked() {
     let (mut pair, packets) = ten_packets();
     let quiet = |packet| edited(packet, |headers| headers.ack_request = false);
     let packets: Vec<_> = packets.iter().map(quiet).collect();
-    assert_eq!(pair.arrive_all(B, &packets), vec![Ok(()); 10]);
+    assert_eq!(pair.deliver_all(B, &packets), vec![Ok(()); 10]);
     assert_eq!(pair.send_all(B), []);
-    assert_eq!(pair.ends[B].received.len(), 1);
+    assert_eq!(pair.endpoints[B].received.len(), 1);
 }
 
 #[test]
 fn data_goes_before_the_acknowledgement_of_what_came_after_the_read() {
-    let mut pair = Pair::with_receives(Terms::default(), 2);
-    pair.post(A, 0, Op::Send, 10);
-    pair.post(A, 1, Op::Read(PLACE), 2 * MTU);
-    pair.post(A, 2, Op::Send, 10);
-    pair.pass(A);
-    let answers = pair.pass(B);
+    let mut pair = Pair::with_receives(ConnParams::default(), 2);
+    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 1, WrOp::Read(REMOTE_ADDR), 2 * MTU);
+    pair.post(A, 2, WrOp::Send, 10);
+    pair.transfer(A);
+    let answers = pair.transfer(B);
     let (first, last) = (Opcode::ReadResponseFirst, Opcode::ReadResponseLast);
     assert_eq!(opcodes(&answers), [first, last, Opcode::Acknowledge]);
-    assert_eq!(pair.ends[A].sent.len(), 3);
+    assert_eq!(pair.endpoints[A].sent.len(), 3);
 }
 
 #[test]
 fn a_receipt_that_is_not_taken_makes_the_next_packet_wait_without_harm() {
-    let mut pair = Pair::with_receives(Terms::default(), 2);
-    pair.post(A, 0, Op::Send, 10);
-    pair.post(A, 1, Op::Send, 10);
-    pair.ends[B].deaf = true;
+    let mut pair = Pair::with_receives(ConnParams::default(), 2);
+    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 1, WrOp::Send, 10);
+    pair.endpoints[B].ignore_events = true;
     let packets = pair.send_all(A);
-    assert_eq!(pair.arrive_all(B, &packets), [Ok(()), Err(Discard::Busy)]);
-    assert_eq!(pair.ends[B].dropped(Discard::Busy), 1);
-    pair.ends[B].deaf = false;
-    pair.ends[B].listen();
+    assert_eq!(pair.deliver_all(B, &packets), [Ok(()), Err(DiscardReason::Busy)]);
+    assert_eq!(pair.endpoints[B].dropped(DiscardReason::Busy), 1);
+    pair.endpoints[B].ignore_events = false;
+    pair.endpoints[B].drain_events();
     pair.assert_all_succeed(2);
-    assert_eq!(pair.ends[B].receipts().len(), 2);
+    assert_eq!(pair.endpoints[B].receive_statuses().len(), 2);
 }
 
 #[test]
 fn the_numbers_of_a_read_are_those_of_its_answers() {
-    let mut pair = Pair::with_receives(Terms::default(), 1);
-    pair.post(A, 0, Op::Read(PLACE), 3 * MTU + 1);
-    pair.post(A, 1, Op::Send, 1);
+    let mut pair = Pair::with_receives(ConnParams::default(), 1);
+    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU + 1);
+    pair.post(A, 1, WrOp::Send, 1);
     let packets = pair.send_all(A);
     assert_eq!(packets.len(), 2, "one packet asks for four");
     assert_eq!((psn(&packets[0]), psn(&packets[1])), (0x100, 0x104));
-    assert_eq!(pair.ends[A].qp.positions().1, Psn::new(0x105));
+    assert_eq!(pair.endpoints[A].qp.next_psns().1, Psn::new(0x105));
 }
 
 #[test]
 fn an_acknowledgement_does_not_hide_what_was_thrown_away_behind_it() {
-    let mut pair = Pair::with_receives(Terms::default(), 2);
-    pair.post(A, 0, Op::Send, 10);
-    pair.post(A, 1, Op::Send, 10);
+    let mut pair = Pair::with_receives(ConnParams::default(), 2);
+    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 1, WrOp::Send, 10);
     let packets = pair.send_all(A);
-    assert_eq!(pair.arrive(B, &packets[1]), Err(Discard::Gap));
-    assert_eq!(pair.arrive(B, &packets[0]), Ok(())); // asks for an acknowledgement
-    let told = pair.send_all(B);
-    assert_eq!((psn(&told[0]), syndrome(&told[0])), (0x101, SEQUENCE));
+    assert_eq!(pair.deliver(B, &packets[1]), Err(DiscardReason::Gap));
+    assert_eq!(pair.deliver(B, &packets[0]), Ok(())); // asks for an acknowledgement
+    let responses = pair.send_all(B);
+    assert_eq!((psn(&responses[0]), syndrome(&responses[0])), (0x101, SEQUENCE));
 }

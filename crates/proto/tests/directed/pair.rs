@@ -4,27 +4,27 @@ use core::time::Duration;
 use std::net::SocketAddr;
 
 use warpwire_proto::qp::{
-    Access, Arrived, Atomic, Change, Discard, Event, Mtu, Notice, Op, Options, Path, Qp, Receipt,
-    Remote, State, Status, Transmit, Work,
+    Access, Atomic, DiscardReason, Event, Mtu, Options, PathAttributes, Qp, QpAttributes, QpEvent,
+    ReceiveCompletion, Remote, RxPacket, SendWr, State, Status, Transmit, WrOp,
 };
 use warpwire_proto::wire::{Aeth, Extension, Headers, Nak, Opcode, Syndrome};
 use warpwire_proto::{Instant, Psn};
 
-use crate::directed::host::Script;
+use crate::directed::host::ScriptedHost;
 
 /// The end that asks, in most tests, and the end that answers.
 pub const A: usize = 0;
 pub const B: usize = 1;
-pub const NUMBERS: [u32; 2] = [0x11, 0x22];
+pub const QPNS: [u32; 2] = [0x11, 0x22];
 pub const MTU: u32 = 256;
 /// Memory of the other end.
-pub const PLACE: Remote = Remote { address: 0x1000, key: 0x77 };
+pub const REMOTE_ADDR: Remote = Remote { address: 0x1000, key: 0x77 };
 pub const ADD: Atomic = Atomic::FetchAdd { add: 5 };
-pub const ROOMY: u32 = 1 << 20;
+pub const LARGE_RECEIVE: u32 = 1 << 20;
 
 /// How the two are connected.
 #[derive(Clone, Copy)]
-pub struct Terms {
+pub struct ConnParams {
     pub options: Options,
     pub access: Access,
     pub mtu: u32,
@@ -37,7 +37,7 @@ pub struct Terms {
     pub max_dest_rd_atomic: u8,
 }
 
-impl Default for Terms {
+impl Default for ConnParams {
     fn default() -> Self {
         Self {
             options: Options::default(),
@@ -54,134 +54,144 @@ impl Default for Terms {
     }
 }
 
-impl Terms {
-    pub fn to_init(self) -> Change {
-        Change {
+impl ConnParams {
+    pub fn init_attr(self) -> QpAttributes {
+        QpAttributes {
             partition_index: Some(0),
             port: Some(1),
             access: Some(self.access),
-            ..Change::to(State::Init)
+            ..QpAttributes::new(State::Init)
         }
     }
 
-    pub fn to_rtr(self, end: usize) -> Change {
+    pub fn rtr_attr(self, end: usize) -> QpAttributes {
         let peer = SocketAddr::from(([10, 0, 0, 1], 4791));
-        Change {
-            path: Some(Path { peer, traffic_class: 0, hop_limit: 64, flow_label: 1 }),
+        QpAttributes {
+            path: Some(PathAttributes { peer, traffic_class: 0, hop_limit: 64, flow_label: 1 }),
             mtu: Mtu::new(self.mtu),
-            destination: Some(NUMBERS[1 - end]),
+            destination: Some(QPNS[1 - end]),
             receive_psn: Some(Psn::new(self.psn[1 - end])),
             max_dest_rd_atomic: Some(self.max_dest_rd_atomic),
             min_rnr_timer: Some(self.min_rnr_timer),
-            ..Change::to(State::Rtr)
+            ..QpAttributes::new(State::Rtr)
         }
     }
 
-    pub fn to_rts(self, end: usize) -> Change {
-        Change {
+    pub fn rts_attr(self, end: usize) -> QpAttributes {
+        QpAttributes {
             send_psn: Some(Psn::new(self.psn[end])),
             timeout: Some(self.timeout),
             retry_count: Some(self.retry_count),
             rnr_retry: Some(self.rnr_retry),
             max_rd_atomic: Some(self.max_rd_atomic),
-            ..Change::to(State::Rts)
+            ..QpAttributes::new(State::Rts)
         }
     }
 
-    pub fn bring_up(&self, qp: &mut Qp, end: usize) {
-        for change in [self.to_init(), self.to_rtr(end), self.to_rts(end)] {
-            qp.modify(&change).unwrap();
+    pub fn to_rts_state(&self, qp: &mut Qp, end: usize) {
+        for attr in [self.init_attr(), self.rtr_attr(end), self.rts_attr(end)] {
+            qp.modify(&attr).unwrap();
         }
     }
 
     /// How long the asking end waits for an answer.
-    pub fn patience(self) -> Duration {
+    pub fn ack_timeout(self) -> Duration {
         Duration::from_nanos(4096 << self.timeout)
     }
 }
 
-pub struct End {
+pub struct Endpoint {
     pub qp: Qp,
-    pub host: Script,
+    pub host: ScriptedHost,
     pub sent: Vec<(u64, Status)>,
-    pub received: Vec<Receipt>,
-    pub notices: Vec<Notice>,
+    pub received: Vec<ReceiveCompletion>,
+    pub qp_events: Vec<QpEvent>,
     /// Its events are not taken.
-    pub deaf: bool,
+    pub ignore_events: bool,
 }
 
-impl End {
-    pub fn listen(&mut self) {
+impl Endpoint {
+    pub fn drain_events(&mut self) {
         while let Some(event) = self.qp.poll_event() {
             match event {
                 Event::Sent(completion) => self.sent.push((completion.id, completion.status)),
-                Event::Received(receipt) => self.received.push(receipt),
-                Event::Notice(notice) => self.notices.push(notice),
+                Event::Received(receive_completion) => self.received.push(receive_completion),
+                Event::Async(qp_event) => self.qp_events.push(qp_event),
             }
         }
     }
 
-    pub fn receipts(&self) -> Vec<(u64, Status)> {
-        self.received.iter().map(|receipt| (receipt.id, receipt.status)).collect()
+    pub fn receive_statuses(&self) -> Vec<(u64, Status)> {
+        self.received
+            .iter()
+            .map(|receive_completion| (receive_completion.id, receive_completion.status))
+            .collect()
     }
 
-    pub fn dropped(&self, reason: Discard) -> u64 {
+    pub fn dropped(&self, reason: DiscardReason) -> u64 {
         self.qp.stats().dropped(reason)
     }
 }
 
 pub struct Pair {
-    pub terms: Terms,
+    pub params: ConnParams,
     pub now: Instant,
-    pub ends: [End; 2],
+    pub endpoints: [Endpoint; 2],
     /// The number of the next request made by hand.
     pub number: Psn,
 }
 
 impl Pair {
     pub fn new() -> Self {
-        Self::with(Terms::default())
+        Self::with(ConnParams::default())
     }
 
     /// Both ready to send; the answering end has no receives yet.
-    pub fn with(terms: Terms) -> Self {
+    pub fn with(params: ConnParams) -> Self {
         let end = |end: usize| {
-            let mut qp = Qp::new(NUMBERS[end], terms.options);
-            terms.bring_up(&mut qp, end);
-            let (sent, received, notices) = (Vec::new(), Vec::new(), Vec::new());
-            End { qp, host: Script::default(), sent, received, notices, deaf: false }
+            let mut qp = Qp::new(QPNS[end], params.options);
+            params.to_rts_state(&mut qp, end);
+            let (sent, received, qp_events) = (Vec::new(), Vec::new(), Vec::new());
+            Endpoint {
+                qp,
+                host: ScriptedHost::default(),
+                sent,
+                received,
+                qp_events,
+                ignore_events: false,
+            }
         };
         let now = Instant::from_nanos(1_000_000);
-        Self { terms, now, ends: [end(A), end(B)], number: Psn::new(terms.psn[A]) }
+        Self { params, now, endpoints: [end(A), end(B)], number: Psn::new(params.psn[A]) }
     }
 
     /// With `count` receives at the answering end that hold whatever comes.
-    pub fn with_receives(terms: Terms, count: u64) -> Self {
-        let mut pair = Self::with(terms);
-        (0..count).for_each(|id| pair.ends[B].host.add_receive(id, ROOMY));
+    pub fn with_receives(params: ConnParams, count: u64) -> Self {
+        let mut pair = Self::with(params);
+        (0..count).for_each(|id| pair.endpoints[B].host.add_receive(id, LARGE_RECEIVE));
         pair
     }
 
-    pub fn post(&mut self, end: usize, id: u64, op: Op, len: u32) {
-        self.post_work(end, Work::new(id, op, len));
+    pub fn post(&mut self, end: usize, id: u64, op: WrOp, len: u32) {
+        self.post_work(end, SendWr::new(id, op, len));
     }
 
-    pub fn post_work(&mut self, end: usize, work: Work) {
-        self.ends[end].qp.post(work).unwrap();
-        self.listen(end);
+    pub fn post_work(&mut self, end: usize, work: SendWr) {
+        self.endpoints[end].qp.post(work).unwrap();
+        self.drain_events(end);
     }
 
-    fn listen(&mut self, end: usize) {
-        if !self.ends[end].deaf {
-            self.ends[end].listen();
+    fn drain_events(&mut self, end: usize) {
+        if !self.endpoints[end].ignore_events {
+            self.endpoints[end].drain_events();
         }
     }
 
     /// The next packet of that end.
     pub fn send(&mut self, end: usize) -> Option<Transmit> {
-        let sender = &mut self.ends[end];
+        let sender = &mut self.endpoints[end];
         let packet = sender.qp.poll_transmit(self.now, &mut sender.host);
-        self.listen(end);
+        self.drain_events(end);
         packet
     }
 
@@ -193,27 +203,31 @@ impl Pair {
     }
 
     /// A packet of the other end arrives at that one.
-    pub fn arrive(&mut self, end: usize, packet: &Transmit) -> Result<(), Discard> {
+    pub fn deliver(&mut self, end: usize, packet: &Transmit) -> Result<(), DiscardReason> {
         let payload_len = packet.payload.map_or(0, |payload| payload.len);
-        self.arrive_as(end, Arrived { headers: &packet.headers, payload_len, marked: false })
+        self.deliver_rx(end, RxPacket { headers: &packet.headers, payload_len, marked: false })
     }
 
-    pub fn arrive_as(&mut self, end: usize, arrived: Arrived<'_>) -> Result<(), Discard> {
-        let receiver = &mut self.ends[end];
-        let outcome = receiver.qp.handle_packet(self.now, &arrived, &mut receiver.host);
-        self.listen(end);
+    pub fn deliver_rx(&mut self, end: usize, rx: RxPacket<'_>) -> Result<(), DiscardReason> {
+        let receiver = &mut self.endpoints[end];
+        let outcome = receiver.qp.handle_packet(self.now, &rx, &mut receiver.host);
+        self.drain_events(end);
         outcome
     }
 
-    pub fn arrive_all(&mut self, end: usize, packets: &[Transmit]) -> Vec<Result<(), Discard>> {
-        packets.iter().map(|packet| self.arrive(end, packet)).collect()
+    pub fn deliver_all(
+        &mut self,
+        end: usize,
+        packets: &[Transmit],
+    ) -> Vec<Result<(), DiscardReason>> {
+        packets.iter().map(|packet| self.deliver(end, packet)).collect()
     }
 
     /// Sends all that `from` has, and all of it arrives and is used.
-    pub fn pass(&mut self, from: usize) -> Vec<Transmit> {
+    pub fn transfer(&mut self, from: usize) -> Vec<Transmit> {
         let packets = self.send_all(from);
         for packet in &packets {
-            assert_eq!(self.arrive(1 - from, packet), Ok(()), "{packet:?}");
+            assert_eq!(self.deliver(1 - from, packet), Ok(()), "{packet:?}");
         }
         packets
     }
@@ -225,7 +239,7 @@ impl Pair {
             let before = all.len();
             for from in [A, B] {
                 for packet in self.send_all(from) {
-                    let _ = self.arrive(1 - from, &packet);
+                    let _ = self.deliver(1 - from, &packet);
                     all.push(packet);
                 }
             }
@@ -237,20 +251,20 @@ impl Pair {
     }
 
     pub fn next_deadline(&self) -> Instant {
-        self.ends.iter().map(|end| end.qp.poll_timeout(self.now)).min().unwrap()
+        self.endpoints.iter().map(|end| end.qp.poll_timeout(self.now)).min().unwrap()
     }
 
     /// Sets the clock, and tells both.
-    pub fn go_to(&mut self, when: Instant) {
+    pub fn advance_to(&mut self, when: Instant) {
         self.now = when;
         for end in [A, B] {
-            self.ends[end].qp.handle_timeout(when);
-            self.listen(end);
+            self.endpoints[end].qp.handle_timeout(when);
+            self.drain_events(end);
         }
     }
 
     pub fn wait(&mut self, time: Duration) {
-        self.go_to(self.now + time);
+        self.advance_to(self.now + time);
     }
 
     /// Exchanges, and lets time pass, until all work is done.
@@ -258,68 +272,78 @@ impl Pair {
         let mut all = Vec::new();
         for _ in 0..1000 {
             all.extend(self.exchange());
-            if self.ends.iter().all(|end| end.qp.outstanding() == 0) {
+            if self.endpoints.iter().all(|end| end.qp.outstanding() == 0) {
                 return all;
             }
             let deadline = self.next_deadline();
             if deadline != Instant::NEVER {
-                self.go_to(deadline);
+                self.advance_to(deadline);
             }
         }
-        panic!("it does not come to an end: {:?}", self.ends[A].qp);
+        panic!("it does not come to an end: {:?}", self.endpoints[A].qp);
     }
 
     /// A request made by hand arrives at the answering end, with the next number.
-    pub fn ask(&mut self, opcode: Opcode, extension: Extension, len: u32) -> Result<(), Discard> {
-        let headers = Headers::new(opcode, NUMBERS[B], self.number, extension);
+    pub fn inject_request(
+        &mut self,
+        opcode: Opcode,
+        extension: Extension,
+        len: u32,
+    ) -> Result<(), DiscardReason> {
+        let headers = Headers::new(opcode, QPNS[B], self.number, extension);
         self.number = self.number.next();
-        self.arrive_as(B, Arrived { headers: &headers, payload_len: len, marked: false })
+        self.deliver_rx(B, RxPacket { headers: &headers, payload_len: len, marked: false })
     }
 
     /// An answer made by hand arrives at the asking end.
-    pub fn tell(
+    pub fn inject_response(
         &mut self,
         opcode: Opcode,
         psn: u32,
         ext: Extension,
         len: u32,
-    ) -> Result<(), Discard> {
-        let headers = Headers::new(opcode, NUMBERS[A], Psn::new(psn), ext);
-        self.arrive_as(A, Arrived { headers: &headers, payload_len: len, marked: false })
+    ) -> Result<(), DiscardReason> {
+        let headers = Headers::new(opcode, QPNS[A], Psn::new(psn), ext);
+        self.deliver_rx(A, RxPacket { headers: &headers, payload_len: len, marked: false })
     }
 
-    pub fn tell_ack(&mut self, psn: u32, syndrome: Syndrome) -> Result<(), Discard> {
-        self.tell(Opcode::Acknowledge, psn, Extension::Aeth(Aeth { syndrome, msn: 0 }), 0)
+    pub fn inject_ack(&mut self, psn: u32, syndrome: Syndrome) -> Result<(), DiscardReason> {
+        self.inject_response(
+            Opcode::Acknowledge,
+            psn,
+            Extension::Aeth(Aeth { syndrome, msn: 0 }),
+            0,
+        )
     }
 
-    /// The answering end failed: it says so with `nak`, and with `notice` to its user.
+    /// The answering end failed: it says so with `nak`, and with `qp_event` to its user.
     #[track_caller]
-    pub fn assert_failed(&mut self, nak: Nak, notice: Notice) {
-        let said = self.send_all(B).last().map(|packet| syndrome(packet));
-        assert_eq!(said, Some(Syndrome::Nak(nak)));
-        assert_eq!(self.ends[B].qp.state(), State::Err);
-        assert_eq!(self.ends[B].notices, [notice]);
+    pub fn assert_failed(&mut self, nak: Nak, qp_event: QpEvent) {
+        let last_syndrome = self.send_all(B).last().map(|packet| syndrome(packet));
+        assert_eq!(last_syndrome, Some(Syndrome::Nak(nak)));
+        assert_eq!(self.endpoints[B].qp.state(), State::Err);
+        assert_eq!(self.endpoints[B].qp_events, [qp_event]);
     }
 
     /// Work was posted at the asking end; with the answering end as it is, it must end so, and the answering
-    /// end must tell its user `notice`, if anything.
+    /// end must tell its user `qp_event`, if anything.
     #[track_caller]
-    pub fn assert_ends(&mut self, status: Status, notice: Option<Notice>) {
+    pub fn assert_ends(&mut self, status: Status, qp_event: Option<QpEvent>) {
         self.exchange();
-        let sent = &self.ends[A].sent;
+        let sent = &self.endpoints[A].sent;
         assert_eq!(sent.first().map(|(_, status)| *status), Some(status));
         assert!(sent[1..].iter().all(|(_, status)| *status == Status::Flushed), "{sent:?}");
-        assert_eq!(self.ends[A].qp.state(), State::Err);
-        let peer = if notice.is_some() { State::Err } else { State::Rts };
-        assert_eq!(self.ends[B].qp.state(), peer);
-        assert_eq!(self.ends[B].notices, Vec::from_iter(notice));
+        assert_eq!(self.endpoints[A].qp.state(), State::Err);
+        let peer = if qp_event.is_some() { State::Err } else { State::Rts };
+        assert_eq!(self.endpoints[B].qp.state(), peer);
+        assert_eq!(self.endpoints[B].qp_events, Vec::from_iter(qp_event));
     }
 
     #[track_caller]
     pub fn assert_all_succeed(&mut self, works: u64) {
         self.run();
         let wanted: Vec<_> = (0..works).map(|id| (id, Status::Success)).collect();
-        assert_eq!(self.ends[A].sent, wanted);
+        assert_eq!(self.endpoints[A].sent, wanted);
     }
 }
 
@@ -356,16 +380,16 @@ pub fn edited(packet: &Transmit, edit: impl FnOnce(&mut Headers)) -> Transmit {
 }
 
 /// One of each operation, with the length that it needs for `packets` packets (an atomic has one always).
-pub fn one_of_each(packets: u32) -> [(Op, u32); 8] {
+pub fn one_of_each_op(packets: u32) -> [(WrOp, u32); 8] {
     let len = MTU * packets;
     [
-        (Op::Send, len),
-        (Op::SendImm(7), len),
-        (Op::SendInvalidate(8), len),
-        (Op::Write(PLACE), len),
-        (Op::WriteImm(PLACE, 9), len),
-        (Op::Read(PLACE), len),
-        (Op::Atomic(PLACE, ADD), 8),
-        (Op::Atomic(PLACE, Atomic::CompareSwap { compare: 0, swap: 1 }), 8),
+        (WrOp::Send, len),
+        (WrOp::SendImm(7), len),
+        (WrOp::SendInvalidate(8), len),
+        (WrOp::Write(REMOTE_ADDR), len),
+        (WrOp::WriteImm(REMOTE_ADDR, 9), len),
+        (WrOp::Read(REMOTE_ADDR), len),
+        (WrOp::Atomic(REMOTE_ADDR, ADD), 8),
+        (WrOp::Atomic(REMOTE_ADDR, Atomic::CompareSwap { compare: 0, swap: 1 }), 8),
     ]
 }

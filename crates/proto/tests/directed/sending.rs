@@ -1,25 +1,27 @@
 //! What is sent, and when: windows, questions for acknowledgement, fences, reads in pieces.
 
-use warpwire_proto::qp::{Fence, Op, Options, PostError, Work};
+use warpwire_proto::qp::{Fence, Options, PostError, SendWr, WrOp};
 use warpwire_proto::wire::{Extension, Opcode, Syndrome};
 
-use crate::directed::pair::{A, ADD, B, MTU, PLACE, Pair, Terms, one_of_each, opcodes, psns};
+use crate::directed::pair::{
+    A, ADD, B, ConnParams, MTU, Pair, REMOTE_ADDR, one_of_each_op, opcodes, psns,
+};
 
-fn with_options(options: Options) -> Terms {
-    Terms { options, ..Terms::default() }
+fn with_options(options: Options) -> ConnParams {
+    ConnParams { options, ..ConnParams::default() }
 }
 
 #[test]
 fn the_window_closes_with_a_question_and_opens_with_the_answer() {
     for window in [1, 2, 5, 16] {
-        let terms = with_options(Options { window, ..Options::default() });
-        let mut pair = Pair::with_receives(terms, 1);
-        pair.post(A, 0, Op::Send, 40 * MTU);
+        let params = with_options(Options { window, ..Options::default() });
+        let mut pair = Pair::with_receives(params, 1);
+        pair.post(A, 0, WrOp::Send, 40 * MTU);
         let packets = pair.send_all(A);
         assert_eq!(packets.len(), window as usize);
         assert!(packets.last().unwrap().headers.ack_request, "before it stalls");
-        pair.arrive_all(B, &packets);
-        pair.pass(B);
+        pair.deliver_all(B, &packets);
+        pair.transfer(B);
         assert_eq!(pair.send_all(A).len(), window as usize);
         pair.assert_all_succeed(1);
     }
@@ -28,7 +30,7 @@ fn the_window_closes_with_a_question_and_opens_with_the_answer() {
 #[test]
 fn the_last_packet_of_every_message_asks_for_an_acknowledgement() {
     for packets in [1, 3] {
-        for (op, len) in one_of_each(packets) {
+        for (op, len) in one_of_each_op(packets) {
             let mut pair = Pair::new();
             pair.post(A, 0, op, len);
             let (last, others) =
@@ -42,26 +44,33 @@ fn the_last_packet_of_every_message_asks_for_an_acknowledgement() {
 #[test]
 fn a_long_message_asks_now_and_then() {
     let mut pair = Pair::with(with_options(Options { window: 64, ..Options::default() }));
-    pair.post(A, 0, Op::Write(PLACE), 60 * MTU);
+    pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 60 * MTU);
     let packets = pair.send_all(A);
-    let asked: Vec<_> = (0..60).filter(|at| packets[*at].headers.ack_request).collect();
-    assert_eq!(asked, [15, 31, 47, 59]);
+    let ack_requests: Vec<_> = (0..60).filter(|at| packets[*at].headers.ack_request).collect();
+    assert_eq!(ack_requests, [15, 31, 47, 59]);
 }
 
 #[test]
 fn only_the_last_packet_of_a_send_or_write_with_immediate_is_solicited() {
     for packets in [1, 3] {
-        for (op, len) in one_of_each(packets) {
-            let mut pair = Pair::with_receives(Terms::default(), 1);
-            pair.post_work(A, Work { solicited: true, ..Work::new(0, op, len) });
-            let sent = pair.pass(A);
-            let takes_receive =
-                matches!(op, Op::Send | Op::SendImm(_) | Op::SendInvalidate(_) | Op::WriteImm(..));
+        for (op, len) in one_of_each_op(packets) {
+            let mut pair = Pair::with_receives(ConnParams::default(), 1);
+            pair.post_work(A, SendWr { solicited: true, ..SendWr::new(0, op, len) });
+            let sent = pair.transfer(A);
+            let takes_receive = matches!(
+                op,
+                WrOp::Send | WrOp::SendImm(_) | WrOp::SendInvalidate(_) | WrOp::WriteImm(..)
+            );
             let marks: Vec<_> = sent.iter().map(|packet| packet.headers.solicited).collect();
             let mut wanted = vec![false; sent.len()];
             *wanted.last_mut().unwrap() = takes_receive;
             assert_eq!(marks, wanted, "{op:?}");
-            assert!(pair.ends[B].received.iter().all(|receipt| receipt.solicited));
+            assert!(
+                pair.endpoints[B]
+                    .received
+                    .iter()
+                    .all(|receive_completion| receive_completion.solicited)
+            );
         }
     }
 }
@@ -70,7 +79,7 @@ fn only_the_last_packet_of_a_send_or_write_with_immediate_is_solicited() {
 fn packets_of_a_message_are_as_long_as_the_mtu_but_for_the_last() {
     let mut pair = Pair::new();
     for (id, len) in [0, 1, MTU - 1, MTU, MTU + 1, 2 * MTU].into_iter().enumerate() {
-        pair.post(A, id as u64, Op::SendImm(4), len);
+        pair.post(A, id as u64, WrOp::SendImm(4), len);
     }
     let packets = pair.send_all(A);
     let lens: Vec<_> = packets.iter().map(|p| p.payload.map_or(0, |payload| payload.len)).collect();
@@ -82,44 +91,48 @@ fn packets_of_a_message_are_as_long_as_the_mtu_but_for_the_last() {
 #[test]
 fn a_write_names_its_whole_length_in_its_first_packet_alone() {
     let mut pair = Pair::new();
-    pair.post(A, 0, Op::WriteImm(PLACE, 6), 2 * MTU + 5);
+    pair.post(A, 0, WrOp::WriteImm(REMOTE_ADDR, 6), 2 * MTU + 5);
     let packets = pair.send_all(A);
     let Extension::Reth(reth) = packets[0].headers.extension else { panic!("{packets:?}") };
-    assert_eq!((reth.address, reth.rkey, reth.len), (PLACE.address, PLACE.key, 2 * MTU + 5));
+    assert_eq!(
+        (reth.address, reth.rkey, reth.len),
+        (REMOTE_ADDR.address, REMOTE_ADDR.key, 2 * MTU + 5)
+    );
     assert_eq!(packets[1].headers.extension, Extension::None);
     assert_eq!(packets[2].headers.extension, Extension::Imm(6));
 }
 
 #[test]
 fn reads_and_atomics_wait_for_their_turn_and_so_does_what_is_behind_them() {
-    for (op, len) in [(Op::Read(PLACE), 2 * MTU), (Op::Atomic(PLACE, ADD), 8)] {
-        let terms = Terms { max_rd_atomic: 2, max_dest_rd_atomic: 2, ..Terms::default() };
-        let mut pair = Pair::with_receives(terms, 1);
+    for (op, len) in [(WrOp::Read(REMOTE_ADDR), 2 * MTU), (WrOp::Atomic(REMOTE_ADDR, ADD), 8)] {
+        let params =
+            ConnParams { max_rd_atomic: 2, max_dest_rd_atomic: 2, ..ConnParams::default() };
+        let mut pair = Pair::with_receives(params, 1);
         (0..5).for_each(|id| pair.post(A, id, op, len));
-        pair.post(A, 5, Op::Send, 1);
-        assert_eq!(pair.pass(A).len(), 2);
+        pair.post(A, 5, WrOp::Send, 1);
+        assert_eq!(pair.transfer(A).len(), 2);
         assert_eq!(pair.send(A), None);
         for packet in pair.send_all(B) {
-            pair.arrive(A, &packet).unwrap();
-            assert!(pair.ends[A].sent.len() <= 5);
+            pair.deliver(A, &packet).unwrap();
+            assert!(pair.endpoints[A].sent.len() <= 5);
         }
-        assert_eq!(pair.pass(A).len(), 2);
+        assert_eq!(pair.transfer(A).len(), 2);
         pair.assert_all_succeed(6);
     }
 }
 
 #[test]
 fn fenced_work_waits_for_reads_and_atomics_but_not_for_sends() {
-    for (op, len) in [(Op::Read(PLACE), 10), (Op::Atomic(PLACE, ADD), 8)] {
-        for (fenced, fenced_len) in one_of_each(1) {
-            let mut pair = Pair::with_receives(Terms::default(), 3);
-            pair.post(A, 0, Op::Send, 10);
-            pair.post_work(A, Work { fence: Fence::Reads, ..Work::new(1, Op::Send, 10) });
+    for (op, len) in [(WrOp::Read(REMOTE_ADDR), 10), (WrOp::Atomic(REMOTE_ADDR, ADD), 8)] {
+        for (fenced, fenced_len) in one_of_each_op(1) {
+            let mut pair = Pair::with_receives(ConnParams::default(), 3);
+            pair.post(A, 0, WrOp::Send, 10);
+            pair.post_work(A, SendWr { fence: Fence::Reads, ..SendWr::new(1, WrOp::Send, 10) });
             pair.post(A, 2, op, len);
-            pair.post_work(A, Work { fence: Fence::Reads, ..Work::new(3, fenced, fenced_len) });
-            assert_eq!(pair.pass(A).len(), 3, "{fenced:?} waits");
-            pair.pass(B);
-            assert_eq!(pair.pass(A).len(), 1, "{fenced:?} goes");
+            pair.post_work(A, SendWr { fence: Fence::Reads, ..SendWr::new(3, fenced, fenced_len) });
+            assert_eq!(pair.transfer(A).len(), 3, "{fenced:?} waits");
+            pair.transfer(B);
+            assert_eq!(pair.transfer(A).len(), 1, "{fenced:?} goes");
             pair.assert_all_succeed(4);
         }
     }
@@ -128,45 +141,46 @@ fn fenced_work_waits_for_reads_and_atomics_but_not_for_sends() {
 #[test]
 fn a_long_read_is_asked_for_in_pieces_each_within_the_peers_number() {
     let options = Options { read_chunk: 4, ..Options::default() };
-    let terms = Terms { options, max_rd_atomic: 2, max_dest_rd_atomic: 2, ..Terms::default() };
-    let mut pair = Pair::with(terms);
-    pair.post(A, 0, Op::Read(PLACE), 9 * MTU + 1);
-    let requests = pair.pass(A);
+    let params =
+        ConnParams { options, max_rd_atomic: 2, max_dest_rd_atomic: 2, ..ConnParams::default() };
+    let mut pair = Pair::with(params);
+    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 9 * MTU + 1);
+    let requests = pair.transfer(A);
     assert_eq!(psns(&requests), [0x100, 0x104]);
     let places: Vec<_> = requests.iter().map(|request| request.headers.extension).collect();
     for (at, place) in (0..).zip(&places) {
         let Extension::Reth(reth) = place else { panic!("{place:?}") };
-        assert_eq!(reth.address, PLACE.address + at * 4 * u64::from(MTU));
+        assert_eq!(reth.address, REMOTE_ADDR.address + at * 4 * u64::from(MTU));
         assert_eq!(reth.len, 4 * MTU);
     }
-    assert_eq!(pair.ends[A].sent, []);
+    assert_eq!(pair.endpoints[A].sent, []);
     pair.assert_all_succeed(1);
-    assert_eq!(pair.ends[A].host.done.len(), 10);
+    assert_eq!(pair.endpoints[A].host.done.len(), 10);
 }
 
 #[test]
 fn a_piece_of_a_read_that_lost_data_is_asked_for_from_the_loss_to_its_own_end() {
     let options = Options { read_chunk: 4, ..Options::default() };
     let mut pair = Pair::with(with_options(options));
-    pair.post(A, 0, Op::Read(PLACE), 8 * MTU);
-    pair.pass(A);
+    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 8 * MTU);
+    pair.transfer(A);
     let answers = pair.send_all(B);
-    pair.arrive(A, &answers[0]).unwrap();
-    assert!(pair.arrive(A, &answers[2]).is_err());
+    pair.deliver(A, &answers[0]).unwrap();
+    assert!(pair.deliver(A, &answers[2]).is_err());
     let again = pair.send_all(A);
     assert_eq!(psns(&again), [0x101, 0x104]);
     let Extension::Reth(reth) = again[0].headers.extension else { panic!("{again:?}") };
-    assert_eq!((reth.address, reth.len), (PLACE.address + u64::from(MTU), 3 * MTU));
-    pair.arrive_all(B, &again);
+    assert_eq!((reth.address, reth.len), (REMOTE_ADDR.address + u64::from(MTU), 3 * MTU));
+    pair.deliver_all(B, &again);
     pair.assert_all_succeed(1);
 }
 
 #[test]
 fn what_is_sent_again_asks_with_its_first_packet() {
     let mut pair = Pair::new();
-    pair.post(A, 0, Op::Send, 10 * MTU);
+    pair.post(A, 0, WrOp::Send, 10 * MTU);
     assert!(!pair.send_all(A)[0].headers.ack_request);
-    pair.wait(pair.terms.patience());
+    pair.wait(pair.params.ack_timeout());
     let again = pair.send_all(A);
     assert!(again[0].headers.ack_request, "perhaps only the answer was lost");
     assert!(!again[1].headers.ack_request);
@@ -177,38 +191,38 @@ fn the_queue_holds_its_depth_and_has_room_again_when_completions_are_taken() {
     for depth in [1, 3, 8] {
         let options = Options { send_depth: depth, ..Options::default() };
         let mut pair = Pair::with(with_options(options));
-        (0..u64::from(depth)).for_each(|id| pair.post(A, id, Op::Send, 1));
-        let one_more = Work::new(99, Op::Send, 1);
-        assert_eq!(pair.ends[A].qp.post(one_more), Err(PostError::Full));
+        (0..u64::from(depth)).for_each(|id| pair.post(A, id, WrOp::Send, 1));
+        let one_more = SendWr::new(99, WrOp::Send, 1);
+        assert_eq!(pair.endpoints[A].qp.post(one_more), Err(PostError::Full));
         pair.send_all(A);
-        pair.ends[A].deaf = true;
-        pair.tell_ack(0x100, Syndrome::ACK).unwrap();
-        assert_eq!(pair.ends[A].qp.post(one_more), Err(PostError::Full), "not taken yet");
-        pair.ends[A].listen();
-        assert_eq!(pair.ends[A].qp.post(one_more), Ok(()));
+        pair.endpoints[A].ignore_events = true;
+        pair.inject_ack(0x100, Syndrome::ACK).unwrap();
+        assert_eq!(pair.endpoints[A].qp.post(one_more), Err(PostError::Full), "not taken yet");
+        pair.endpoints[A].drain_events();
+        assert_eq!(pair.endpoints[A].qp.post(one_more), Ok(()));
     }
 }
 
 #[test]
 fn local_work_completes_in_its_turn_and_sends_nothing() {
-    let mut pair = Pair::with_receives(Terms::default(), 1);
-    pair.post(A, 0, Op::Local, 0);
+    let mut pair = Pair::with_receives(ConnParams::default(), 1);
+    pair.post(A, 0, WrOp::Local, 0);
     assert_eq!(pair.send_all(A), []);
-    assert_eq!(pair.ends[A].sent.len(), 1);
-    pair.post(A, 1, Op::Send, 1);
-    pair.post(A, 2, Op::Local, 0);
-    pair.pass(A);
-    assert_eq!(pair.ends[A].sent.len(), 1, "it waits for the send");
-    pair.pass(B);
-    assert_eq!(pair.ends[A].sent.len(), 3);
+    assert_eq!(pair.endpoints[A].sent.len(), 1);
+    pair.post(A, 1, WrOp::Send, 1);
+    pair.post(A, 2, WrOp::Local, 0);
+    pair.transfer(A);
+    assert_eq!(pair.endpoints[A].sent.len(), 1, "it waits for the send");
+    pair.transfer(B);
+    assert_eq!(pair.endpoints[A].sent.len(), 3);
 }
 
 #[test]
 fn answers_and_requests_take_turns() {
-    let mut pair = Pair::with_receives(Terms::default(), 1);
-    pair.post(A, 0, Op::Read(PLACE), 20 * MTU);
-    pair.pass(A);
-    pair.post(B, 1, Op::Write(PLACE), 20 * MTU);
+    let mut pair = Pair::with_receives(ConnParams::default(), 1);
+    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 20 * MTU);
+    pair.transfer(A);
+    pair.post(B, 1, WrOp::Write(REMOTE_ADDR), 20 * MTU);
     let packets = pair.send_all(B);
     let is_answer: Vec<_> = packets[..40].iter().map(|p| p.headers.opcode.is_response()).collect();
     assert!(is_answer.windows(2).all(|two| two[0] != two[1]), "{is_answer:?}");
@@ -216,39 +230,39 @@ fn answers_and_requests_take_turns() {
 
 #[test]
 fn memory_does_not_grow_after_connecting() {
-    let mut pair = Pair::with_receives(Terms::default(), 200);
-    let before = [A, B].map(|end| pair.ends[end].qp.footprint());
+    let mut pair = Pair::with_receives(ConnParams::default(), 200);
+    let before = [A, B].map(|end| pair.endpoints[end].qp.footprint());
     for round in 0..20 {
-        for (id, (op, len)) in (8 * round..).zip(one_of_each(3)) {
+        for (id, (op, len)) in (8 * round..).zip(one_of_each_op(3)) {
             pair.post(A, id, op, len);
         }
         pair.run();
     }
-    assert_eq!([A, B].map(|end| pair.ends[end].qp.footprint()), before, "invariant 5");
+    assert_eq!([A, B].map(|end| pair.endpoints[end].qp.footprint()), before, "invariant 5");
 }
 
 #[test]
 fn a_read_where_none_may_be_outstanding_ends() {
-    let mut pair = Pair::with(Terms { max_rd_atomic: 0, ..Terms::default() });
-    pair.post(A, 0, Op::Read(PLACE), 10);
+    let mut pair = Pair::with(ConnParams { max_rd_atomic: 0, ..ConnParams::default() });
+    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 10);
     pair.run();
 }
 
 #[test]
 fn long_packets_are_fewer_in_the_window() {
     let pages = |count: u32| count * 4096;
-    let terms = || Terms { mtu: pages(15), ..with_options(Options::default()) };
+    let params = || ConnParams { mtu: pages(15), ..with_options(Options::default()) };
     for (len, packets) in [(8, 128), (4096, 128), (4097, 128), (pages(4), 64), (pages(15), 17)] {
-        let mut pair = Pair::with(terms());
-        (0..128).for_each(|id| pair.post(A, id, Op::Write(PLACE), len));
+        let mut pair = Pair::with(params());
+        (0..128).for_each(|id| pair.post(A, id, WrOp::Write(REMOTE_ADDR), len));
         let sent = pair.send_all(A);
         assert_eq!(sent.len(), packets, "messages of {len} bytes");
         assert!(sent.iter().all(|packet| packet.headers.ack_request));
     }
     // Short ones do not wait for room that long ones need, nor the other way round for good.
-    let mut pair = Pair::with(terms());
-    pair.post(A, 0, Op::Write(PLACE), 40 * pages(15));
-    (1..60).for_each(|id| pair.post(A, id, Op::Write(PLACE), 8));
-    pair.post(A, 60, Op::Write(PLACE), 40 * pages(15));
+    let mut pair = Pair::with(params());
+    pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 40 * pages(15));
+    (1..60).for_each(|id| pair.post(A, id, WrOp::Write(REMOTE_ADDR), 8));
+    pair.post(A, 60, WrOp::Write(REMOTE_ADDR), 40 * pages(15));
     pair.assert_all_succeed(61);
 }

@@ -1,10 +1,12 @@
 //! The table of steps, checked against a table of its own.
 
 use warpwire_proto::Psn;
-use warpwire_proto::qp::attr::Attributes as Set;
-use warpwire_proto::qp::{Change, Mtu, Options, Path, Qp, Refused, Service, State, Ud};
+use warpwire_proto::qp::attr::QpAttrMask as Set;
+use warpwire_proto::qp::{
+    ModifyError, Mtu, Options, PathAttributes, Qp, QpAttributes, Service, State, Ud,
+};
 
-use crate::directed::pair::{A, Terms};
+use crate::directed::pair::{A, ConnParams};
 
 use Service::{Rc, Ud as Dgram};
 use State::{Err as Error, Init, Reset, Rtr, Rts, Sqd, Sqe};
@@ -101,35 +103,35 @@ fn row(service: Service, from: State, to: State) -> Option<Row> {
 }
 
 /// Sets that attribute to a value that it can have.
-fn set(change: &mut Change, attribute: Set, from: State) {
-    let good = Terms::default();
-    let (init, rtr, rts) = (good.to_init(), good.to_rtr(A), good.to_rts(A));
+fn set(attr: &mut QpAttributes, attribute: Set, from: State) {
+    let good = ConnParams::default();
+    let (init, rtr, rts) = (good.init_attr(), good.rtr_attr(A), good.rts_attr(A));
     match attribute {
-        Set::CURRENT_STATE => change.current_state = Some(from),
-        Set::PARTITION_INDEX => change.partition_index = init.partition_index,
-        Set::PORT => change.port = init.port,
-        Set::ACCESS => change.access = init.access,
-        Set::QKEY => change.qkey = Some(7),
-        Set::PATH => change.path = rtr.path,
-        Set::MTU => change.mtu = rtr.mtu,
-        Set::DESTINATION => change.destination = rtr.destination,
-        Set::RECEIVE_PSN => change.receive_psn = rtr.receive_psn,
-        Set::MAX_DEST_RD_ATOMIC => change.max_dest_rd_atomic = rtr.max_dest_rd_atomic,
-        Set::MIN_RNR_TIMER => change.min_rnr_timer = rtr.min_rnr_timer,
-        Set::SEND_PSN => change.send_psn = rts.send_psn,
-        Set::TIMEOUT => change.timeout = rts.timeout,
-        Set::RETRY_COUNT => change.retry_count = rts.retry_count,
-        Set::RNR_RETRY => change.rnr_retry = rts.rnr_retry,
-        Set::MAX_RD_ATOMIC => change.max_rd_atomic = rts.max_rd_atomic,
-        Set::NOTIFY_DRAINED => change.notify_drained = Some(true),
+        Set::CURRENT_STATE => attr.current_state = Some(from),
+        Set::PARTITION_INDEX => attr.partition_index = init.partition_index,
+        Set::PORT => attr.port = init.port,
+        Set::ACCESS => attr.access = init.access,
+        Set::QKEY => attr.qkey = Some(7),
+        Set::PATH => attr.path = rtr.path,
+        Set::MTU => attr.mtu = rtr.mtu,
+        Set::DESTINATION => attr.destination = rtr.destination,
+        Set::RECEIVE_PSN => attr.receive_psn = rtr.receive_psn,
+        Set::MAX_DEST_RD_ATOMIC => attr.max_dest_rd_atomic = rtr.max_dest_rd_atomic,
+        Set::MIN_RNR_TIMER => attr.min_rnr_timer = rtr.min_rnr_timer,
+        Set::SEND_PSN => attr.send_psn = rts.send_psn,
+        Set::TIMEOUT => attr.timeout = rts.timeout,
+        Set::RETRY_COUNT => attr.retry_count = rts.retry_count,
+        Set::RNR_RETRY => attr.rnr_retry = rts.rnr_retry,
+        Set::MAX_RD_ATOMIC => attr.max_rd_atomic = rts.max_rd_atomic,
+        Set::NOTIFY_DRAINED => attr.notify_drained = Some(true),
         other => panic!("{other:?}"),
     }
 }
 
-fn change(from: State, to: State, attributes: &[Set]) -> Change {
-    let mut change = Change::to(to);
-    attributes.iter().for_each(|attribute| set(&mut change, *attribute, from));
-    change
+fn attr(from: State, to: State, attributes: &[Set]) -> QpAttributes {
+    let mut attr = QpAttributes::new(to);
+    attributes.iter().for_each(|attribute| set(&mut attr, *attribute, from));
+    attr
 }
 
 /// Either sort of queue pair.
@@ -139,10 +141,10 @@ enum Either {
 }
 
 impl Either {
-    fn modify(&mut self, change: &Change) -> Result<(), Refused> {
+    fn modify(&mut self, attr: &QpAttributes) -> Result<(), ModifyError> {
         match self {
-            Self::Rc(qp) => qp.modify(change),
-            Self::Ud(ud) => ud.modify(change),
+            Self::Rc(qp) => qp.modify(attr),
+            Self::Ud(ud) => ud.modify(attr),
         }
     }
 
@@ -167,7 +169,7 @@ impl Either {
             Rc => Self::Rc(Box::new(Qp::new(1, Options::default()))),
             Dgram => Self::Ud(Box::new(Ud::new(1, Mtu::new(256).unwrap(), 4))),
         };
-        let way: &[State] = match state {
+        let via: &[State] = match state {
             Reset => &[],
             Init => &[Init],
             Rtr => &[Init, Rtr],
@@ -175,22 +177,22 @@ impl Either {
             Sqd => &[Init, Rtr, Rts, Sqd],
             Error => &[Init, Error],
         };
-        for to in way {
+        for to in via {
             let from = qp.state();
             let required = row(service, from, *to).unwrap().3;
-            qp.modify(&change(from, *to, required)).unwrap();
+            qp.modify(&attr(from, *to, required)).unwrap();
         }
         if let (Self::Ud(ud), Sqe) = (&mut qp, state) {
-            crate::directed::datagram::break_send_queue(ud);
+            crate::directed::datagram::fail_send_queue(ud);
         }
         assert_eq!(qp.state(), state);
         Some(qp)
     }
 
     #[track_caller]
-    fn must_refuse(&mut self, change: &Change) -> Refused {
+    fn must_refuse(&mut self, attr: &QpAttributes) -> ModifyError {
         let before = self.everything();
-        let refused = self.modify(change).expect_err("it must be refused");
+        let refused = self.modify(attr).expect_err("it must be refused");
         assert_eq!(self.everything(), before, "a refused step changes nothing");
         refused
     }
@@ -213,12 +215,12 @@ fn a_step_is_in_the_table_or_refused() {
     every_pair(|service, from, to, mut qp| match row(service, from, to) {
         Some((.., required, optional)) => {
             let all = [required, optional].concat();
-            qp.modify(&change(from, to, &all)).unwrap();
+            qp.modify(&attr(from, to, &all)).unwrap();
             assert_eq!(qp.state(), to);
         }
         None => {
-            let refused = qp.must_refuse(&Change::to(to));
-            assert_eq!(refused, Refused::NoSuchStep { from, to });
+            let refused = qp.must_refuse(&QpAttributes::new(to));
+            assert_eq!(refused, ModifyError::InvalidTransition { from, to });
             assert_eq!(refused.to_string(), format!("there is no step from {from} to {to}"));
         }
     });
@@ -227,11 +229,11 @@ fn a_step_is_in_the_table_or_refused() {
 #[test]
 fn a_connected_queue_pair_never_enters_or_leaves_sqe() {
     for state in STATES {
-        let into = Change::to(Sqe).check(Rc, state);
-        assert_eq!(into, Err(Refused::NoSuchStep { from: state, to: Sqe }));
+        let into = QpAttributes::new(Sqe).check(Rc, state);
+        assert_eq!(into, Err(ModifyError::InvalidTransition { from: state, to: Sqe }));
     }
     for to in [Init, Rtr, Rts, Sqd] {
-        assert!(Change::to(to).check(Rc, Sqe).is_err());
+        assert!(QpAttributes::new(to).check(Rc, Sqe).is_err());
     }
 }
 
@@ -241,8 +243,8 @@ fn a_missing_attribute_is_refused_and_named() {
         for missing in required {
             let Some(mut qp) = Either::in_state(service, from) else { continue };
             let others: Vec<_> = required.iter().copied().filter(|one| one != missing).collect();
-            let refused = qp.must_refuse(&change(from, to, &others));
-            assert_eq!(refused, Refused::Missing { from, to, missing: *missing });
+            let refused = qp.must_refuse(&attr(from, to, &others));
+            assert_eq!(refused, ModifyError::MissingAttr { from, to, missing: *missing });
             assert!(refused.to_string().ends_with(&format!("also needs {missing}")), "{refused}");
         }
     }
@@ -254,8 +256,8 @@ fn an_attribute_that_a_step_does_not_take_is_refused_and_named() {
         let Some((.., required, optional)) = row(service, from, to) else { return };
         let known = [required, optional].concat();
         for extra in ALL.into_iter().filter(|one| !known.contains(one)) {
-            let refused = qp.must_refuse(&change(from, to, &[required, &[extra]].concat()));
-            assert_eq!(refused, Refused::NotAllowed { from, to, extra });
+            let refused = qp.must_refuse(&attr(from, to, &[required, &[extra]].concat()));
+            assert_eq!(refused, ModifyError::ExtraAttr { from, to, extra });
             assert!(refused.to_string().ends_with(&format!("does not take {extra}")), "{refused}");
         }
     });
@@ -266,7 +268,7 @@ fn optional_attributes_may_come_alone() {
     for &(service, from, to, required, optional) in ROWS {
         for one in optional {
             let mut qp = Either::in_state(service, from).unwrap();
-            qp.modify(&change(from, to, &[required, &[*one]].concat())).unwrap();
+            qp.modify(&attr(from, to, &[required, &[*one]].concat())).unwrap();
         }
     }
 }
@@ -276,36 +278,38 @@ fn a_wrong_belief_about_the_state_is_refused() {
     for (service, from) in [(Rc, Rtr), (Rc, Rts), (Rc, Sqd), (Dgram, Rts), (Dgram, Sqe)] {
         let mut qp = Either::in_state(service, from).unwrap();
         let (.., required, _) = row(service, from, Rts).unwrap();
-        let wrong = Change { current_state: Some(Init), ..change(from, Rts, required) };
+        let wrong = QpAttributes { current_state: Some(Init), ..attr(from, Rts, required) };
         let refused = qp.must_refuse(&wrong);
-        assert_eq!(refused, Refused::OtherState { believed: Init, actual: from });
+        assert_eq!(refused, ModifyError::WrongState { expected: Init, actual: from });
         assert_eq!(refused.to_string(), format!("the queue pair is in {from}, not in INIT"));
-        qp.modify(&Change { current_state: Some(from), ..wrong }).unwrap();
+        qp.modify(&QpAttributes { current_state: Some(from), ..wrong }).unwrap();
     }
 }
 
 #[test]
 fn a_value_that_cannot_be_is_refused() {
-    let good = Terms::default();
-    let (init, rtr, rts) = (good.to_init(), good.to_rtr(A), good.to_rts(A));
-    let far = Path { flow_label: 1 << 20, ..rtr.path.unwrap() };
+    let good = ConnParams::default();
+    let (init, rtr, rts) = (good.init_attr(), good.rtr_attr(A), good.rts_attr(A));
+    let far = PathAttributes { flow_label: 1 << 20, ..rtr.path.unwrap() };
     let wrong = [
-        (Reset, Change { partition_index: Some(1), ..init }, Set::PARTITION_INDEX),
-        (Reset, Change { port: Some(0), ..init }, Set::PORT),
-        (Reset, Change { port: Some(2), ..init }, Set::PORT),
-        (Init, Change { destination: Some(1 << 24), ..rtr }, Set::DESTINATION),
-        (Init, Change { path: Some(far), ..rtr }, Set::PATH),
-        (Init, Change { max_dest_rd_atomic: Some(129), ..rtr }, Set::MAX_DEST_RD_ATOMIC),
-        (Init, Change { min_rnr_timer: Some(32), ..rtr }, Set::MIN_RNR_TIMER),
-        (Rtr, Change { timeout: Some(32), ..rts }, Set::TIMEOUT),
-        (Rtr, Change { retry_count: Some(8), ..rts }, Set::RETRY_COUNT),
-        (Rtr, Change { rnr_retry: Some(8), ..rts }, Set::RNR_RETRY),
-        (Rtr, Change { max_rd_atomic: Some(129), ..rts }, Set::MAX_RD_ATOMIC),
+        (Reset, QpAttributes { partition_index: Some(1), ..init }, Set::PARTITION_INDEX),
+        (Reset, QpAttributes { port: Some(0), ..init }, Set::PORT),
+        (Reset, QpAttributes { port: Some(2), ..init }, Set::PORT),
+        (Init, QpAttributes { destination: Some(1 << 24), ..rtr }, Set::DESTINATION),
+        (Init, QpAttributes { path: Some(far), ..rtr }, Set::PATH),
+        (Init, QpAttributes { max_dest_rd_atomic: Some(129), ..rtr }, Set::MAX_DEST_RD_ATOMIC),
+        (Init, QpAttributes { min_rnr_timer: Some(32), ..rtr }, Set::MIN_RNR_TIMER),
+        (Rtr, QpAttributes { timeout: Some(32), ..rts }, Set::TIMEOUT),
+        (Rtr, QpAttributes { retry_count: Some(8), ..rts }, Set::RETRY_COUNT),
+        (Rtr, QpAttributes { rnr_retry: Some(8), ..rts }, Set::RNR_RETRY),
+        (Rtr, QpAttributes { max_rd_atomic: Some(129), ..rts }, Set::MAX_RD_ATOMIC),
     ];
-    for (from, change, attribute) in wrong {
+    for (from, attr, attribute) in wrong {
         let mut qp = Either::in_state(Rc, from).unwrap();
-        let refused = qp.must_refuse(&change);
-        assert!(matches!(refused, Refused::Value { attribute: of, .. } if of == attribute));
+        let refused = qp.must_refuse(&attr);
+        assert!(
+            matches!(refused, ModifyError::InvalidValue { attribute: of, .. } if of == attribute)
+        );
         assert!(refused.to_string().starts_with(&format!("{attribute} must be ")), "{refused}");
     }
 }
@@ -313,7 +317,7 @@ fn a_value_that_cannot_be_is_refused() {
 #[test]
 fn sequence_numbers_are_cut_to_24_bits() {
     let mut qp = Qp::new(1, Options::default());
-    let terms = Terms { psn: [0xab00_0001, 0xff12_3456], ..Terms::default() };
-    terms.bring_up(&mut qp, A);
-    assert_eq!(qp.positions(), (Psn::new(0x12_3456), Psn::new(1)));
+    let params = ConnParams { psn: [0xab00_0001, 0xff12_3456], ..ConnParams::default() };
+    params.to_rts_state(&mut qp, A);
+    assert_eq!(qp.next_psns(), (Psn::new(0x12_3456), Psn::new(1)));
 }

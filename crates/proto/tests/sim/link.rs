@@ -19,15 +19,15 @@ pub struct Faults {
     /// Bytes in a second; 0 for no limit.
     pub bandwidth: u64,
     /// Packets longer than this are lost, as in a network with a smaller MTU.
-    pub largest: usize,
+    pub max_packet: usize,
 }
 
 impl Faults {
     pub fn is_clean(&self) -> bool {
-        self.harm() + self.duplicate + self.reorder == 0
+        self.loss_per_mille() + self.duplicate + self.reorder == 0
     }
 
-    pub fn harm(&self) -> u32 {
+    pub fn loss_per_mille(&self) -> u32 {
         self.loss + self.corrupt + self.truncate
     }
 }
@@ -57,7 +57,7 @@ impl Link {
     pub fn carry(&mut self, now: Instant, bytes: &[u8], random: &mut Random) -> Vec<Arrival> {
         let faults = self.faults;
         let mut arrivals = Vec::with_capacity(1);
-        let too_long = faults.largest > 0 && bytes.len() > faults.largest;
+        let too_long = faults.max_packet > 0 && bytes.len() > faults.max_packet;
         if self.cut || too_long || random.chance(faults.loss) {
             return arrivals;
         }

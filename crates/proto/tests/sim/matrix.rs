@@ -7,35 +7,41 @@ use std::fmt::Write as _;
 use warpwire_proto::qp::{Fence, Options, Status};
 
 use crate::sim::link::Faults;
-use crate::sim::net::{Net, Terms};
-use crate::sim::plan::{Mix, add_work};
+use crate::sim::net::{ConnParams, Network};
+use crate::sim::plan::{OpMix, add_work};
 
 const LOSSES: [u32; 4] = [0, 10, 50, 200];
 const MESSAGES: usize = 96;
 
 /// One cell: megabytes in a second of virtual time, and packets for each that would do without loss.
-fn cell(what: Mix, mtu: u32, depth: u32, delay: u64, loss: u32) -> String {
-    let mut net = Net::new(7, 2);
+fn cell(mix_of_ops: OpMix, mtu: u32, depth: u32, delay: u64, loss: u32) -> String {
+    let mut net = Network::new(7, 2);
     let delay = Duration::from_micros(delay);
     net.link(0, 1, Faults { loss, delay, bandwidth: 12_500_000_000, ..Faults::default() });
     let options = Options { send_depth: depth, ..Options::default() };
     // Long enough for the longest queue, short enough that a wait for it is not all that is seen.
-    let terms =
-        Terms { options, mtu, timeout: 9, retry_count: 7, rd_atomic: 16, ..Terms::default() };
-    let sides = net.connect(0, 1, terms);
-    add_work(&mut net, (0, sides[0]), MESSAGES, 32 << 10, what);
-    for planned in &mut net.side(0, sides[0]).app.plan {
+    let params = ConnParams {
+        options,
+        mtu,
+        timeout: 9,
+        retry_count: 7,
+        rd_atomic: 16,
+        ..ConnParams::default()
+    };
+    let conns = net.connect(0, 1, params);
+    add_work(&mut net, (0, conns[0]), MESSAGES, 32 << 10, mix_of_ops);
+    for planned in &mut net.conn(0, conns[0]).app.plan {
         planned.work.fence = Fence::None; // they would be all that is measured
     }
     for _ in 0..MESSAGES {
-        net.side(1, sides[1]).app.make_receive();
+        net.conn(1, conns[1]).app.post_receive();
     }
     net.run();
-    let plan = &net.nodes[0].sides[0].app.plan;
+    let plan = &net.nodes[0].conns[0].app.plan;
     let done = plan.iter().filter(|planned| planned.status == Some(Status::Success));
     let bytes: u64 = done.clone().map(|planned| u64::from(planned.work.len)).sum();
     let needed: u64 = plan.iter().map(|p| u64::from(p.work.len.div_ceil(mtu).max(1))).sum();
-    let sent: u64 = net.nodes.iter().map(|node| node.sides[0].qp.stats().packets_sent).sum();
+    let sent: u64 = net.nodes.iter().map(|node| node.conns[0].qp.stats().packets_sent).sum();
     let failed = MESSAGES - done.count();
     let seconds = net.now.as_nanos() as f64 / 1e9;
     let rate = bytes as f64 / 1e6 / seconds;
@@ -52,16 +58,16 @@ fn the_matrix_stays_as_it_is() {
     for loss in LOSSES {
         let _ = write!(table, "  loss {:>4.1} %    ", f64::from(loss) / 10.0);
     }
-    for what in [Mix::Sends, Mix::Writes, Mix::Reads, Mix::Atomics] {
+    for mix_of_ops in [OpMix::Sends, OpMix::Writes, OpMix::Reads, OpMix::Atomics] {
         for (mtu, depth) in [(256, 16), (1024, 1), (1024, 16), (4096, 1), (4096, 16)] {
             for delay in [1, 20] {
                 let _ = write!(
                     table,
                     "\n{:<7} {mtu:>4} {depth:>4} {delay:>6}    ",
-                    format!("{what:?}")
+                    format!("{mix_of_ops:?}")
                 );
                 for loss in LOSSES {
-                    let _ = write!(table, "{}", cell(what, mtu, depth, delay, loss));
+                    let _ = write!(table, "{}", cell(mix_of_ops, mtu, depth, delay, loss));
                 }
             }
         }

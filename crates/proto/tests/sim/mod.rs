@@ -4,18 +4,18 @@
 //! `WARPWIRE_SEED=n` runs one seed alone, `WARPWIRE_TRACE=1` prints its packets, `WARPWIRE_SEEDS=n` sets how
 //! many are run.
 
-mod crowd;
 mod link;
 mod matrix;
 mod net;
 mod node;
 mod plan;
 mod random;
+mod scale;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use testkit::Effort;
-use warpwire_proto::qp::{Op, State, Status};
+use warpwire_proto::qp::{State, Status, WrOp};
 
 /// How the seeds fared together.
 #[derive(Default, Debug)]
@@ -28,30 +28,31 @@ struct Sum {
 fn run_seed(seed: u64, sum: &mut Sum) {
     let (mut net, expect) = plan::build(seed);
     net.run();
-    net.settle();
+    net.drain();
     sum.packets += net.carried;
     check_counts(&net);
     check_clean(&net);
     for node in net.nodes.iter().filter(|node| node.alive) {
-        for side in &node.sides {
+        for conn in &node.conns {
             // A peer that failed for a reason of its own answers no more.
-            let peer_failed = net.nodes[side.peer.0].sides[side.peer.1].qp.state() == State::Err;
-            let may_exhaust = expect.doomed || expect.may_exhaust || peer_failed;
-            let statuses = side.app.plan.iter().filter_map(|planned| planned.status);
+            let peer_failed = net.nodes[conn.peer.0].conns[conn.peer.1].qp.state() == State::Err;
+            let may_exhaust_retries =
+                expect.failure_injected || expect.may_exhaust_retries || peer_failed;
+            let statuses = conn.app.plan.iter().filter_map(|planned| planned.status);
             for status in statuses {
                 sum.works += 1;
                 sum.successes += u64::from(status == Status::Success);
-                let stats = side.qp.stats();
-                let tries = stats.timeouts + stats.sequence_naks_received;
+                let stats = conn.qp.stats();
+                let retries = stats.timeouts + stats.sequence_naks_received;
                 match status {
                     Status::Success | Status::Flushed => {}
                     Status::RetryExceeded => {
-                        assert!(may_exhaust, "nothing was lost for good");
-                        let few = side.few_tries || tries > 7;
-                        assert!(few, "invariant 6: it tried {tries} times");
+                        assert!(may_exhaust_retries, "nothing was lost for good");
+                        let few = conn.few_retries || retries > 7;
+                        assert!(few, "invariant 6: it tried {retries} times");
                     }
                     Status::RnrRetryExceeded => {
-                        assert!(expect.may_starve, "the peer would have waited");
+                        assert!(expect.may_exhaust_rnr, "the peer would have waited");
                         assert!(stats.rnr_received > 3, "it tried {} times", stats.rnr_received);
                     }
                     other => panic!("{other:?} has no cause here"),
@@ -63,15 +64,15 @@ fn run_seed(seed: u64, sum: &mut Sum) {
 
 /// Where nothing is lost, repeated or out of order, nobody waits in vain, and nothing goes twice but what the
 /// peer was not ready for.
-fn check_clean(net: &net::Net) {
-    for side in net.nodes.iter().flat_map(|node| &node.sides).filter(|_| net.clean) {
-        let stats = side.qp.stats();
-        let peer = &net.nodes[side.peer.0].sides[side.peer.1];
+fn check_clean(net: &net::Network) {
+    for conn in net.nodes.iter().flat_map(|node| &node.conns).filter(|_| net.clean) {
+        let stats = conn.qp.stats();
+        let peer = &net.nodes[conn.peer.0].conns[conn.peer.1];
         if peer.qp.state() == State::Err {
             continue; // it had a reason, which is checked elsewhere, and answers no more
         }
         assert_eq!(stats.timeouts, 0, "no timeouts on a clean link: {stats:?}");
-        let ready = stats.rnr_received == 0 && side.app.page_faults + peer.app.page_faults == 0;
+        let ready = stats.rnr_received == 0 && conn.app.page_faults + peer.app.page_faults == 0;
         if ready {
             assert_eq!(stats.resent, 0, "nothing goes twice on a clean link: {stats:?}");
         }
@@ -79,11 +80,11 @@ fn check_clean(net: &net::Net) {
 }
 
 /// What reached the other end, counted: not more than was asked for, and not less than what succeeded.
-fn check_counts(net: &net::Net) {
-    for side in net.nodes.iter().flat_map(|node| &node.sides) {
-        let peer = &net.nodes[side.peer.0].sides[side.peer.1].app;
-        let counts = |takes: fn(&Op) -> bool| {
-            let mine = side.app.plan.iter().filter(move |planned| takes(&planned.work.op));
+fn check_counts(net: &net::Network) {
+    for conn in net.nodes.iter().flat_map(|node| &node.conns) {
+        let peer = &net.nodes[conn.peer.0].conns[conn.peer.1].app;
+        let counts = |takes: fn(&WrOp) -> bool| {
+            let mine = conn.app.plan.iter().filter(move |planned| takes(&planned.work.op));
             let done = mine.clone().filter(|planned| planned.status == Some(Status::Success));
             done.count()..=mine.count()
         };
@@ -93,12 +94,12 @@ fn check_counts(net: &net::Net) {
             "invariant 1: {delivered:?} {}",
             peer.delivered
         );
-        let keys = side.app.plan.iter().filter_map(|planned| match planned.work.op {
-            Op::SendInvalidate(key) => Some(key),
+        let keys = conn.app.plan.iter().filter_map(|planned| match planned.work.op {
+            WrOp::SendInvalidate(key) => Some(key),
             _ => None,
         });
         assert!(keys.take(peer.invalidated.len()).eq(peer.invalidated.iter().copied()));
-        let executed = counts(|op| matches!(op, Op::Atomic(..)));
+        let executed = counts(|op| matches!(op, WrOp::Atomic(..)));
         assert!(executed.contains(&peer.executed.len()), "invariant 4: {executed:?}");
     }
 }

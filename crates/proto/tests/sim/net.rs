@@ -7,20 +7,20 @@ use std::net::Ipv4Addr;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    Access, Arrived, Carried, Change, Completion, Event, Mtu, Notice, Op, Options, Path, PostError,
-    Qp, Receipt, State, Status,
+    Access, Event, Mtu, Options, PathAttributes, PostError, Qp, QpAttributes, QpEvent,
+    ReceiveCompletion, ReceiveKind, RxPacket, SendCompletion, State, Status, WrOp,
 };
 use warpwire_proto::wire::icrc::Portable;
 use warpwire_proto::wire::{IpRepr, Packet, UDP_PORT, UdpRepr, packet};
 use warpwire_proto::{Psn, wire::ip};
 
 use crate::sim::link::{Faults, Link};
-use crate::sim::node::{App, Buffer, Memory, Node, Side, View, fetch, takes_receive};
+use crate::sim::node::{App, Buffer, Node, SimConn, SimHost, SimMemory, fetch, takes_receive};
 use crate::sim::random::{Random, bytes_of};
 
 /// How two queue pairs are connected.
 #[derive(Clone, Copy, Debug)]
-pub struct Terms {
+pub struct ConnParams {
     pub options: Options,
     pub mtu: u32,
     pub psn: [u32; 2],
@@ -38,7 +38,7 @@ pub struct Terms {
     pub poll_delay: Duration,
 }
 
-impl Default for Terms {
+impl Default for ConnParams {
     fn default() -> Self {
         Self {
             options: Options::default(),
@@ -60,24 +60,24 @@ impl Default for Terms {
 
 /// Something to come.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Happening {
-    Arrives { node: usize, bytes: Vec<u8>, marked: bool },
-    Timer { node: usize, side: usize },
-    Poll { node: usize, side: usize },
-    NewReceive { node: usize, side: usize },
-    Dies { node: usize },
+pub enum SimEvent {
+    PacketArrives { node: usize, bytes: Vec<u8>, marked: bool },
+    Timer { node: usize, conn: usize },
+    Poll { node: usize, conn: usize },
+    NewReceive { node: usize, conn: usize },
+    NodeFails { node: usize },
     Cut { from: usize, to: usize, cut: bool },
-    Pause { node: usize, side: usize },
-    Resume { node: usize, side: usize },
+    Pause { node: usize, conn: usize },
+    Resume { node: usize, conn: usize },
 }
 
-pub struct Net {
+pub struct Network {
     pub now: Instant,
     pub random: Random,
     pub nodes: Vec<Node>,
     links: BTreeMap<(usize, usize), Link>,
-    terms: Vec<Vec<Terms>>,
-    coming: BinaryHeap<Reverse<(Instant, u64, Happening)>>,
+    params: Vec<Vec<ConnParams>>,
+    event_queue: BinaryHeap<Reverse<(Instant, u64, SimEvent)>>,
     counter: u64,
     pub trace: bool,
     /// Packets on the wire, and those with payload.
@@ -90,17 +90,17 @@ pub fn address(node: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 0, (node >> 8) as u8, node as u8)
 }
 
-impl Net {
+impl Network {
     pub fn new(seed: u64, nodes: usize) -> Self {
         let node =
-            || Node { memory: Memory::default(), sides: Vec::new(), alive: true, malformed: 0 };
+            || Node { memory: SimMemory::default(), conns: Vec::new(), alive: true, malformed: 0 };
         Self {
             now: Instant::default(),
             random: Random::new(seed),
             nodes: (0..nodes).map(|_| node()).collect(),
             links: BTreeMap::new(),
-            terms: vec![Vec::new(); nodes],
-            coming: BinaryHeap::new(),
+            params: vec![Vec::new(); nodes],
+            event_queue: BinaryHeap::new(),
             counter: 0,
             trace: std::env::var_os("WARPWIRE_TRACE").is_some(),
             carried: 0,
@@ -116,56 +116,56 @@ impl Net {
     }
 
     /// Connects two new queue pairs, ready to send; returns their sides.
-    pub fn connect(&mut self, a: usize, b: usize, terms: Terms) -> [usize; 2] {
-        let sides = [self.nodes[a].sides.len(), self.nodes[b].sides.len() + usize::from(a == b)];
+    pub fn connect(&mut self, a: usize, b: usize, params: ConnParams) -> [usize; 2] {
+        let conns = [self.nodes[a].conns.len(), self.nodes[b].conns.len() + usize::from(a == b)];
         for (end, (node, peer)) in [(a, b), (b, a)].into_iter().enumerate() {
-            let (mine, theirs) = (sides[end], sides[1 - end]);
-            let mut qp = Qp::new(number(mine), terms.options);
-            bring_up(&mut qp, &terms, end, number(theirs), address(peer));
+            let (mine, theirs) = (conns[end], conns[1 - end]);
+            let mut qp = Qp::new(number(mine), params.options);
+            to_rts_state(&mut qp, &params, end, number(theirs), address(peer));
             let app = App {
                 key: 0x1000 + mine as u32,
-                receive_capacity: terms.receive_capacity,
-                page_faults: terms.page_faults,
+                receive_capacity: params.receive_capacity,
+                page_faults: params.page_faults,
                 ..App::default()
             };
             let footprint = qp.footprint();
-            self.nodes[node].sides.push(Side {
+            self.nodes[node].conns.push(SimConn {
                 qp,
                 app,
                 peer: (peer, theirs),
                 timer: Instant::NEVER,
-                poll_planned: false,
+                poll_scheduled: false,
                 footprint,
-                few_tries: terms.retry_count < 7,
+                few_retries: params.retry_count < 7,
             });
-            self.terms[node].push(terms);
+            self.params[node].push(params);
         }
-        sides
+        conns
     }
 
-    pub fn side(&mut self, node: usize, side: usize) -> &mut Side {
-        &mut self.nodes[node].sides[side]
+    pub fn conn(&mut self, node: usize, conn: usize) -> &mut SimConn {
+        &mut self.nodes[node].conns[conn]
     }
 
-    pub fn at(&mut self, when: Instant, what: Happening) {
+    pub fn at(&mut self, when: Instant, event_kind: SimEvent) {
         self.counter += 1;
-        self.coming.push(Reverse((when, self.counter, what)));
+        self.event_queue.push(Reverse((when, self.counter, event_kind)));
     }
 
-    pub fn poll_soon(&mut self, node: usize, side: usize) {
-        if !self.nodes[node].sides[side].poll_planned {
-            self.nodes[node].sides[side].poll_planned = true;
-            let most = self.terms[node][side].poll_delay.as_nanos() as u64;
-            let delay = Duration::from_nanos(self.random.below(most + 1));
-            self.at(self.now + delay, Happening::Poll { node, side });
+    pub fn schedule_poll(&mut self, node: usize, conn: usize) {
+        if !self.nodes[node].conns[conn].poll_scheduled {
+            self.nodes[node].conns[conn].poll_scheduled = true;
+            let max_delay = self.params[node][conn].poll_delay.as_nanos() as u64;
+            let delay = Duration::from_nanos(self.random.below(max_delay + 1));
+            self.at(self.now + delay, SimEvent::Poll { node, conn });
         }
     }
 
     /// Runs until every plan is at its end, or nothing is to come; panics if that takes too long.
     pub fn run(&mut self) {
         for node in 0..self.nodes.len() {
-            for side in 0..self.nodes[node].sides.len() {
-                self.poll_soon(node, side);
+            for conn in 0..self.nodes[node].conns.len() {
+                self.schedule_poll(node, conn);
             }
         }
         let end = Instant::from_nanos(3_600_000_000_000);
@@ -175,38 +175,38 @@ impl Net {
             assert!(
                 self.now < end && steps < 20_000_000,
                 "every run ends: {:?}",
-                self.unfinished()
+                self.unfinished_conns()
             );
         }
-        assert!(self.is_done(), "every run ends: {:?}", self.unfinished());
+        assert!(self.is_done(), "every run ends: {:?}", self.unfinished_conns());
     }
 
     /// Runs on until nothing is to come: a network that has nothing to do comes to rest.
-    pub fn settle(&mut self) {
+    pub fn drain(&mut self) {
         let mut steps = 0u64;
         while self.step() {
             steps += 1;
             assert!(steps < 2_000_000, "a network at rest stays so");
         }
-        for side in self.nodes.iter().filter(|node| node.alive).flat_map(|node| &node.sides) {
-            let deadline = side.qp.poll_timeout(self.now);
+        for conn in self.nodes.iter().filter(|node| node.alive).flat_map(|node| &node.conns) {
+            let deadline = conn.qp.poll_timeout(self.now);
             assert_eq!(deadline, Instant::NEVER, "nothing is waited for");
         }
     }
 
     fn is_done(&self) -> bool {
-        let done = |node: &Node| !node.alive || node.sides.iter().all(|side| side.app.is_done());
+        let done = |node: &Node| !node.alive || node.conns.iter().all(|conn| conn.app.is_done());
         self.nodes.iter().all(done)
     }
 
-    fn unfinished(&self) -> Vec<(usize, usize, String)> {
+    fn unfinished_conns(&self) -> Vec<(usize, usize, String)> {
         let mut found = Vec::new();
         for (at, node) in self.nodes.iter().enumerate() {
-            for (index, side) in node.sides.iter().enumerate().filter(|(_, s)| !s.app.is_done()) {
+            for (index, conn) in node.conns.iter().enumerate().filter(|(_, s)| !s.app.is_done()) {
                 found.push((
                     at,
                     index,
-                    format!("{} of {}; {:?}", side.app.completed, side.app.plan.len(), side.qp),
+                    format!("{} of {}; {:?}", conn.app.completed, conn.app.plan.len(), conn.qp),
                 ));
             }
         }
@@ -216,48 +216,49 @@ impl Net {
 
     /// The next thing happens; false if there is none.
     pub fn step(&mut self) -> bool {
-        let Some(Reverse((when, _, what))) = self.coming.pop() else { return false };
+        let Some(Reverse((when, _, event_kind))) = self.event_queue.pop() else { return false };
         self.now = when;
-        match what {
-            Happening::Arrives { node, bytes, marked } => self.arrive(node, &bytes, marked),
-            Happening::Timer { node, side } => {
-                if self.nodes[node].sides[side].timer <= self.now {
-                    self.side(node, side).timer = Instant::NEVER;
+        match event_kind {
+            SimEvent::PacketArrives { node, bytes, marked } => self.arrive(node, &bytes, marked),
+            SimEvent::Timer { node, conn } => {
+                if self.nodes[node].conns[conn].timer <= self.now {
+                    self.conn(node, conn).timer = Instant::NEVER;
                     let now = self.now;
-                    self.side(node, side).qp.handle_timeout(now);
-                    self.after(node, side, true);
+                    self.conn(node, conn).qp.handle_timeout(now);
+                    self.after(node, conn, true);
                 }
             }
-            Happening::Poll { node, side } => {
-                self.side(node, side).poll_planned = false;
-                self.post_plan(node, side);
-                self.transmit(node, side);
-                self.after(node, side, false);
+            SimEvent::Poll { node, conn } => {
+                self.conn(node, conn).poll_scheduled = false;
+                self.post_planned(node, conn);
+                self.transmit(node, conn);
+                self.after(node, conn, false);
             }
-            Happening::NewReceive { node, side } => self.side(node, side).app.make_receive(),
-            Happening::Dies { node } => self.nodes[node].alive = false,
-            Happening::Cut { from, to, cut } => {
+            SimEvent::NewReceive { node, conn } => self.conn(node, conn).app.post_receive(),
+            SimEvent::NodeFails { node } => self.nodes[node].alive = false,
+            SimEvent::Cut { from, to, cut } => {
                 self.links.get_mut(&(from, to)).expect("a link").cut = cut;
             }
-            Happening::Pause { node, side } => {
-                let change = Change { notify_drained: Some(true), ..Change::to(State::Sqd) };
-                let _ = self.side(node, side).qp.modify(&change);
-                self.after(node, side, true);
+            SimEvent::Pause { node, conn } => {
+                let attr =
+                    QpAttributes { notify_drained: Some(true), ..QpAttributes::new(State::Sqd) };
+                let _ = self.conn(node, conn).qp.modify(&attr);
+                self.after(node, conn, true);
             }
-            Happening::Resume { node, side } => {
-                let qp = &mut self.side(node, side).qp;
+            SimEvent::Resume { node, conn } => {
+                let qp = &mut self.conn(node, conn).qp;
                 if qp.state() == State::Sqd {
-                    qp.modify(&Change::to(State::Rts)).expect("SQD goes back to RTS");
+                    qp.modify(&QpAttributes::new(State::Rts)).expect("SQD goes back to RTS");
                 }
-                self.side(node, side).app.drained_at = None;
-                self.after(node, side, true);
+                self.conn(node, conn).app.drained_at = None;
+                self.after(node, conn, true);
             }
         }
         true
     }
 
-    fn post_plan(&mut self, node: usize, side: usize) {
-        let Side { qp, app, .. } = self.side(node, side);
+    fn post_planned(&mut self, node: usize, conn: usize) {
+        let SimConn { qp, app, .. } = self.conn(node, conn);
         while let Some(planned) = app.plan.get(app.posted) {
             match qp.post(planned.work) {
                 Ok(()) => app.posted += 1,
@@ -274,7 +275,7 @@ impl Net {
         let now = self.now;
         let node = &mut self.nodes[at];
         let packet = match Packet::new_checked(bytes) {
-            Ok(packet) if packet.has_right_icrc::<Portable>() => packet,
+            Ok(packet) if packet.has_valid_icrc::<Portable>() => packet,
             _ => {
                 node.malformed += 1;
                 return;
@@ -283,12 +284,12 @@ impl Net {
         let transport = packet.transport();
         let headers = transport.headers();
         let index = headers.destination_qp.wrapping_sub(number(0)) as usize;
-        let Some(Side { qp, app, peer, .. }) = node.sides.get_mut(index) else { return };
+        let Some(SimConn { qp, app, peer, .. }) = node.conns.get_mut(index) else { return };
         assert_eq!(packet.ip().source, address(peer.0), "the simulation does not misdirect");
         let payload = transport.payload();
-        let arrived = Arrived { headers: &headers, payload_len: payload.len() as u32, marked };
-        let mut view = View { memory: &mut node.memory, app, payload, random: &mut self.random };
-        let outcome = qp.handle_packet(now, &arrived, &mut view);
+        let rx = RxPacket { headers: &headers, payload_len: payload.len() as u32, marked };
+        let mut host = SimHost { memory: &mut node.memory, app, payload, random: &mut self.random };
+        let outcome = qp.handle_packet(now, &rx, &mut host);
         if self.trace {
             println!("{:>12} {at} <- {headers:?} {} {outcome:?}", now.as_nanos(), payload.len());
         }
@@ -296,55 +297,57 @@ impl Net {
     }
 
     /// What follows any call: events, a time to come back, and (after news) a time to send.
-    fn after(&mut self, node: usize, side: usize, replan: bool) {
+    fn after(&mut self, node: usize, conn: usize, replan: bool) {
         if !self.nodes[node].alive {
             return;
         }
-        let mut told = false;
-        while let Some(event) = self.side(node, side).qp.poll_event() {
-            told = true;
+        let mut had_events = false;
+        while let Some(event) = self.conn(node, conn).qp.poll_event() {
+            had_events = true;
             match event {
-                Event::Sent(completion) => self.completed(node, side, completion),
-                Event::Received(receipt) => self.received(node, side, receipt),
-                Event::Notice(Notice::Drained) => {
-                    let next = self.side(node, side).qp.positions().1;
-                    self.side(node, side).app.drained_at = Some(next);
+                Event::Sent(completion) => self.completed(node, conn, completion),
+                Event::Received(receive_completion) => {
+                    self.received(node, conn, receive_completion)
                 }
-                Event::Notice(_) => {}
+                Event::Async(QpEvent::Drained) => {
+                    let next = self.conn(node, conn).qp.next_psns().1;
+                    self.conn(node, conn).app.drained_at = Some(next);
+                }
+                Event::Async(_) => {}
             }
         }
         let now = self.now;
-        let state = self.side(node, side);
+        let state = self.conn(node, conn);
         assert_eq!(state.qp.footprint(), state.footprint, "invariant 5");
         if let Some(drained_at) = state.app.drained_at {
-            assert_eq!(state.qp.positions().1, drained_at, "a drained queue begins nothing");
+            assert_eq!(state.qp.next_psns().1, drained_at, "a drained queue begins nothing");
         }
         let deadline = state.qp.poll_timeout(now);
         if deadline < state.timer {
             state.timer = deadline;
-            self.at(deadline, Happening::Timer { node, side });
+            self.at(deadline, SimEvent::Timer { node, conn });
         }
-        let faulted = core::mem::take(&mut self.side(node, side).app.faulted);
-        if faulted && !self.side(node, side).poll_planned {
-            self.side(node, side).poll_planned = true;
-            self.at(now + Duration::from_micros(3), Happening::Poll { node, side });
+        let faulted = core::mem::take(&mut self.conn(node, conn).app.faulted);
+        if faulted && !self.conn(node, conn).poll_scheduled {
+            self.conn(node, conn).poll_scheduled = true;
+            self.at(now + Duration::from_micros(3), SimEvent::Poll { node, conn });
         }
-        if replan || told {
-            self.poll_soon(node, side);
+        if replan || had_events {
+            self.schedule_poll(node, conn);
         }
     }
 
-    fn transmit(&mut self, from: usize, side: usize) {
+    fn transmit(&mut self, from: usize, conn: usize) {
         if !self.nodes[from].alive {
             return;
         }
         loop {
             let now = self.now;
-            let Node { memory, sides, .. } = &mut self.nodes[from];
-            let Side { qp, app, peer, .. } = &mut sides[side];
+            let Node { memory, conns, .. } = &mut self.nodes[from];
+            let SimConn { qp, app, peer, .. } = &mut conns[conn];
             let to = peer.0;
-            let mut view = View { memory, app, payload: &[], random: &mut self.random };
-            let Some(packet) = qp.poll_transmit(now, &mut view) else { break };
+            let mut host = SimHost { memory, app, payload: &[], random: &mut self.random };
+            let Some(packet) = qp.poll_transmit(now, &mut host) else { break };
             let payload =
                 packet.payload.map_or_else(Vec::new, |p| fetch(memory, app, p.from, p.len));
             if self.trace {
@@ -355,7 +358,7 @@ impl Net {
             let link = self.links.get_mut(&(from, to)).expect("a link between connected nodes");
             for arrival in link.carry(now, &bytes, &mut self.random) {
                 let (bytes, marked) = (arrival.bytes, arrival.marked);
-                self.at(arrival.at, Happening::Arrives { node: to, bytes, marked });
+                self.at(arrival.at, SimEvent::PacketArrives { node: to, bytes, marked });
             }
         }
     }
@@ -382,40 +385,47 @@ impl Net {
         bytes
     }
 
-    fn received(&mut self, node: usize, side: usize, receipt: Receipt) {
+    fn received(&mut self, node: usize, conn: usize, receive_completion: ReceiveCompletion) {
         let now = self.now;
-        let (peer_node, peer_side) = self.side(node, side).peer;
-        let delay = self.terms[node][side].receive_delay;
-        let app = &mut self.side(node, side).app;
+        let (peer_node, peer_conn) = self.conn(node, conn).peer;
+        let delay = self.params[node][conn].receive_delay;
+        let app = &mut self.conn(node, conn).app;
         let Buffer { id, bytes } = app.in_use.pop_front().expect("a receive in use");
-        assert_eq!(receipt.id, id, "invariant 2: receives end in the order of their use");
-        if receipt.status != Status::Success || app.expects_forgeries {
+        assert_eq!(
+            receive_completion.id, id,
+            "invariant 2: receives end in the order of their use"
+        );
+        if receive_completion.status != Status::Success || app.expects_forged_packets {
             return;
         }
         let index = app.delivered;
         app.delivered += 1;
         let random = self.random.below(delay.as_nanos() as u64 + 1);
-        self.at(now + Duration::from_nanos(random), Happening::NewReceive { node, side });
+        self.at(now + Duration::from_nanos(random), SimEvent::NewReceive { node, conn });
         // Invariant 1: it is the next message that the peer posted, whole.
-        let plan = &self.nodes[peer_node].sides[peer_side].app.plan;
+        let plan = &self.nodes[peer_node].conns[peer_conn].app.plan;
         let mut messages = plan.iter().filter(|planned| takes_receive(&planned.work.op));
         let sent = messages.nth(index).expect("invariant 1: nobody sent this");
         let carried = match sent.work.op {
-            Op::SendImm(imm) => Carried::Imm(imm),
-            Op::SendInvalidate(key) => Carried::Invalidated(key),
-            Op::WriteImm(_, imm) => Carried::WriteImm(imm),
-            _ => Carried::Data,
+            WrOp::SendImm(imm) => ReceiveKind::Imm(imm),
+            WrOp::SendInvalidate(key) => ReceiveKind::Invalidated(key),
+            WrOp::WriteImm(_, imm) => ReceiveKind::WriteImm(imm),
+            _ => ReceiveKind::Data,
         };
-        assert_eq!((receipt.len, receipt.carried), (sent.work.len, carried), "invariant 1");
-        assert_eq!(receipt.solicited, sent.work.solicited, "invariant 1");
-        if !matches!(sent.work.op, Op::WriteImm(..)) {
+        assert_eq!(
+            (receive_completion.len, receive_completion.kind),
+            (sent.work.len, carried),
+            "invariant 1"
+        );
+        assert_eq!(receive_completion.solicited, sent.work.solicited, "invariant 1");
+        if !matches!(sent.work.op, WrOp::WriteImm(..)) {
             assert!(bytes.iter().copied().eq(bytes_of(sent.name, 0, sent.work.len)), "invariant 1");
         }
     }
 
-    fn completed(&mut self, node: usize, side: usize, completion: Completion) {
-        let (peer_node, peer_side) = self.side(node, side).peer;
-        let app = &mut self.side(node, side).app;
+    fn completed(&mut self, node: usize, conn: usize, completion: SendCompletion) {
+        let (peer_node, peer_conn) = self.conn(node, conn).peer;
+        let app = &mut self.conn(node, conn).app;
         let index = app.completed;
         assert_eq!(completion.id, index as u64, "invariant 2: completions in order, one each");
         app.completed += 1;
@@ -430,21 +440,21 @@ impl Net {
         }
         let planned = app.plan[index].clone();
         let atomics =
-            app.plan[..index].iter().filter(|p| matches!(p.work.op, Op::Atomic(..))).count();
+            app.plan[..index].iter().filter(|p| matches!(p.work.op, WrOp::Atomic(..))).count();
         let peer = &mut self.nodes[peer_node];
         let len = planned.work.len;
         match planned.work.op {
-            Op::Write(at) | Op::WriteImm(at, _) => {
+            WrOp::Write(at) | WrOp::WriteImm(at, _) => {
                 let there = peer.memory.slice(at, len).expect("the range was checked");
-                let right = there.iter().copied().eq(bytes_of(planned.name, 0, len));
-                assert!(len == 0 || right, "invariant 1: written bytes");
+                let correct = there.iter().copied().eq(bytes_of(planned.name, 0, len));
+                assert!(len == 0 || correct, "invariant 1: written bytes");
             }
-            Op::Read(_) => {
-                let right = planned.read.iter().copied().eq(bytes_of(planned.name, 0, len));
-                assert!(right, "invariant 1: read bytes");
+            WrOp::Read(_) => {
+                let correct = planned.read.iter().copied().eq(bytes_of(planned.name, 0, len));
+                assert!(correct, "invariant 1: read bytes");
             }
-            Op::Atomic(..) => {
-                let before = peer.sides[peer_side].app.executed.get(atomics).copied();
+            WrOp::Atomic(..) => {
+                let before = peer.conns[peer_conn].app.executed.get(atomics).copied();
                 assert_eq!(planned.result, before, "invariant 4: executed once, in order");
                 assert!(before.is_some(), "invariant 4");
             }
@@ -453,37 +463,41 @@ impl Net {
     }
 }
 
-pub fn number(side: usize) -> u32 {
-    0x100 + side as u32
+pub fn number(conn: usize) -> u32 {
+    0x100 + conn as u32
 }
 
-fn bring_up(qp: &mut Qp, terms: &Terms, end: usize, destination: u32, peer: Ipv4Addr) {
-    let (send_psn, receive_psn) = (Psn::new(terms.psn[end]), Psn::new(terms.psn[1 - end]));
-    let path =
-        Path { peer: (peer, UDP_PORT).into(), traffic_class: 0, hop_limit: 64, flow_label: 0 };
+fn to_rts_state(qp: &mut Qp, params: &ConnParams, end: usize, destination: u32, peer: Ipv4Addr) {
+    let (send_psn, receive_psn) = (Psn::new(params.psn[end]), Psn::new(params.psn[1 - end]));
+    let path = PathAttributes {
+        peer: (peer, UDP_PORT).into(),
+        traffic_class: 0,
+        hop_limit: 64,
+        flow_label: 0,
+    };
     let steps = [
-        Change {
+        QpAttributes {
             partition_index: Some(0),
             port: Some(1),
-            access: Some(terms.access),
-            ..Change::to(State::Init)
+            access: Some(params.access),
+            ..QpAttributes::new(State::Init)
         },
-        Change {
+        QpAttributes {
             path: Some(path),
-            mtu: Mtu::new(terms.mtu),
+            mtu: Mtu::new(params.mtu),
             destination: Some(destination),
             receive_psn: Some(receive_psn),
-            max_dest_rd_atomic: Some(terms.rd_atomic),
-            min_rnr_timer: Some(terms.min_rnr_timer),
-            ..Change::to(State::Rtr)
+            max_dest_rd_atomic: Some(params.rd_atomic),
+            min_rnr_timer: Some(params.min_rnr_timer),
+            ..QpAttributes::new(State::Rtr)
         },
-        Change {
+        QpAttributes {
             send_psn: Some(send_psn),
-            timeout: Some(terms.timeout),
-            retry_count: Some(terms.retry_count),
-            rnr_retry: Some(terms.rnr_retry),
-            max_rd_atomic: Some(terms.rd_atomic),
-            ..Change::to(State::Rts)
+            timeout: Some(params.timeout),
+            retry_count: Some(params.retry_count),
+            rnr_retry: Some(params.rnr_retry),
+            max_rd_atomic: Some(params.rd_atomic),
+            ..QpAttributes::new(State::Rts)
         },
     ];
     for step in steps {

@@ -3,20 +3,21 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use warpwire_proto::qp::{
-    Access, Atomic, Fence, Host, Op, Qp, Receive, Remote, Source, Status, Target, Verdict, Work,
+    Access, Atomic, Fence, Host, HostStatus, Qp, Receive, Remote, SendWr, Source, Status, Target,
+    WrOp,
 };
 
 use crate::sim::random::{Random, byte_of, bytes_of};
 
 /// Memory that peers may reach. Keys are 0x1000 + the index of the side that may use them.
 #[derive(Debug, Default)]
-pub struct Memory {
+pub struct SimMemory {
     pub bytes: Vec<u8>,
 }
 
 pub const BASE: u64 = 0x7f00_0000_0000;
 
-impl Memory {
+impl SimMemory {
     /// A fresh range, filled with the data that `name` stands for, aligned to 8.
     pub fn range(&mut self, len: u32, name: u64) -> u64 {
         let start = self.bytes.len().next_multiple_of(8);
@@ -38,8 +39,8 @@ impl Memory {
 
 /// Work of the plan, and what became of it.
 #[derive(Clone, Debug)]
-pub struct Planned {
-    pub work: Work,
+pub struct PlannedWr {
+    pub work: SendWr,
     /// What its data is called: sent bytes, or those that must be read.
     pub name: u64,
     /// The data of a read, as it arrives; the result of an atomic.
@@ -59,7 +60,7 @@ pub struct Buffer {
 #[derive(Debug, Default)]
 pub struct App {
     pub key: u32,
-    pub plan: Vec<Planned>,
+    pub plan: Vec<PlannedWr>,
     pub posted: usize,
     pub completed: usize,
     /// Receives that wait for a message, by id.
@@ -67,7 +68,7 @@ pub struct App {
     pub receive_capacity: u32,
     pub in_use: VecDeque<Buffer>,
     /// How many receives were made.
-    pub made: u64,
+    pub next_receive: u64,
     /// How many messages with a receive have come in whole.
     pub delivered: usize,
     /// Atomics that the peer had executed here: what was there before each.
@@ -78,7 +79,7 @@ pub struct App {
     /// Chance, in thousandths, that memory is not there at the moment.
     pub page_faults: u32,
     /// What comes in was not sent by the peer: it is taken, and not compared.
-    pub expects_forgeries: bool,
+    pub expects_forged_packets: bool,
     /// Where the send queue stood when it said that it was drained.
     pub drained_at: Option<warpwire_proto::Psn>,
     /// Set when an answer was "not now": the user must poll again.
@@ -90,62 +91,62 @@ impl App {
         self.completed == self.plan.len()
     }
 
-    pub fn make_receive(&mut self) {
-        self.receives.push_back(self.made);
-        self.made += 1;
+    pub fn post_receive(&mut self) {
+        self.receives.push_back(self.next_receive);
+        self.next_receive += 1;
     }
 }
 
 /// One end of a connection.
 #[derive(Debug)]
-pub struct Side {
+pub struct SimConn {
     pub qp: Qp,
     pub app: App,
     /// The other end: node and side.
     pub peer: (usize, usize),
     pub timer: warpwire_proto::Instant,
-    pub poll_planned: bool,
+    pub poll_scheduled: bool,
     pub footprint: usize,
     /// It gives up before the seventh try.
-    pub few_tries: bool,
+    pub few_retries: bool,
 }
 
 #[derive(Debug)]
 pub struct Node {
-    pub memory: Memory,
-    pub sides: Vec<Side>,
+    pub memory: SimMemory,
+    pub conns: Vec<SimConn>,
     pub alive: bool,
     /// Packets that were no packets, by reason.
     pub malformed: u64,
 }
 
 /// What the queue pair sees of its node while a packet is handled.
-pub struct View<'a> {
-    pub memory: &'a mut Memory,
+pub struct SimHost<'a> {
+    pub memory: &'a mut SimMemory,
     pub app: &'a mut App,
     pub payload: &'a [u8],
     pub random: &'a mut Random,
 }
 
-impl View<'_> {
+impl SimHost<'_> {
     fn fault(&mut self) -> bool {
         let fault = self.random.chance(self.app.page_faults);
         self.app.faulted |= fault;
         fault
     }
 
-    fn check(&mut self, at: Remote, len: u32) -> Verdict {
+    fn check(&mut self, at: Remote, len: u32) -> HostStatus {
         if at.key != self.app.key || self.memory.slice(at, len).is_none() {
-            Verdict::Refused
+            HostStatus::Denied
         } else if self.fault() {
-            Verdict::NotNow
+            HostStatus::Retry
         } else {
-            Verdict::Yes
+            HostStatus::Ready
         }
     }
 }
 
-impl Host for View<'_> {
+impl Host for SimHost<'_> {
     fn take_receive(&mut self) -> Option<Receive> {
         let id = self.app.receives.pop_front()?;
         let capacity = self.app.receive_capacity;
@@ -153,26 +154,27 @@ impl Host for View<'_> {
         Some(Receive { id, capacity })
     }
 
-    fn may_access(&mut self, _: Access, at: Remote, len: u32) -> Verdict {
+    fn may_access(&mut self, _: Access, at: Remote, len: u32) -> HostStatus {
         self.check(at, len)
     }
 
-    fn place(&mut self, to: Target, len: u32) -> Verdict {
+    fn place(&mut self, to: Target, len: u32) -> HostStatus {
         assert_eq!(len as usize, self.payload.len(), "the payload is that of the packet at hand");
         match to {
             Target::Receive { id, offset } => {
                 if self.fault() {
-                    return Verdict::NotNow;
+                    return HostStatus::Retry;
                 }
                 let buffer = self.app.in_use.back_mut().expect("a receive was taken");
                 assert_eq!((buffer.id, buffer.bytes.len()), (id, offset as usize), "invariant 1");
                 buffer.bytes.extend_from_slice(self.payload);
-                Verdict::Yes
+                HostStatus::Ready
             }
             Target::Remote(at) => {
                 let verdict = self.check(at, len);
-                if verdict == Verdict::Yes {
-                    let once = self.app.expects_forgeries || self.app.written.insert(at.address);
+                if verdict == HostStatus::Ready {
+                    let once =
+                        self.app.expects_forged_packets || self.app.written.insert(at.address);
                     assert!(once, "invariant 1: a write is placed once");
                     self.memory.slice(at, len).unwrap().copy_from_slice(self.payload);
                 }
@@ -180,20 +182,20 @@ impl Host for View<'_> {
             }
             Target::Response { id, offset } => {
                 if self.fault() {
-                    return Verdict::NotNow;
+                    return HostStatus::Retry;
                 }
                 let read = &mut self.app.plan[id as usize].read;
                 assert_eq!(read.len(), offset as usize, "invariant 1: data of a read comes once");
                 read.extend_from_slice(self.payload);
-                Verdict::Yes
+                HostStatus::Ready
             }
-            Target::Route { .. } => Verdict::Refused,
+            Target::Grh { .. } => HostStatus::Denied,
         }
     }
 
-    fn execute(&mut self, at: Remote, atomic: Atomic) -> Result<u64, Verdict> {
+    fn execute(&mut self, at: Remote, atomic: Atomic) -> Result<u64, HostStatus> {
         match self.check(at, 8) {
-            Verdict::Yes => {}
+            HostStatus::Ready => {}
             other => return Err(other),
         }
         let before = self.memory.word(at).unwrap();
@@ -214,48 +216,48 @@ impl Host for View<'_> {
         Ok(before)
     }
 
-    fn invalidate(&mut self, key: u32) -> Verdict {
+    fn invalidate(&mut self, key: u32) -> HostStatus {
         self.app.invalidated.push(key);
-        Verdict::Yes
+        HostStatus::Ready
     }
 
-    fn store_result(&mut self, id: u64, value: u64) -> Verdict {
+    fn store_result(&mut self, id: u64, value: u64) -> HostStatus {
         if self.fault() {
-            return Verdict::NotNow;
+            return HostStatus::Retry;
         }
         let planned = &mut self.app.plan[id as usize];
         assert!(planned.result.replace(value).is_none(), "invariant 4: a result comes once");
-        Verdict::Yes
+        HostStatus::Ready
     }
 
-    fn fetch(&mut self, from: Source, len: u32, _: usize) -> Verdict {
+    fn fetch(&mut self, from: Source, len: u32, _: usize) -> HostStatus {
         match from {
             Source::Remote { at, .. } => self.check(at, len),
-            Source::Work { .. } if self.fault() => Verdict::NotNow,
-            Source::Work { .. } => Verdict::Yes,
+            Source::SendWr { .. } if self.fault() => HostStatus::Retry,
+            Source::SendWr { .. } => HostStatus::Ready,
         }
     }
 }
 
 /// Whether everything that fenced work waits for is done.
 pub fn fence_holds(app: &App, index: usize) -> bool {
-    let is_done = |planned: &Planned| match planned.work.op {
-        Op::Read(_) => planned.read.len() == planned.work.len as usize,
-        Op::Atomic(..) => planned.result.is_some(),
+    let is_done = |planned: &PlannedWr| match planned.work.op {
+        WrOp::Read(_) => planned.read.len() == planned.work.len as usize,
+        WrOp::Atomic(..) => planned.result.is_some(),
         _ => true,
     };
     match app.plan[index].work.fence {
         Fence::None => true,
         Fence::Reads => app.plan[..index].iter().all(is_done),
         // Work that sends nothing may be done and not told yet.
-        Fence::All => app.plan[app.completed..index].iter().all(|p| p.work.op == Op::Local),
+        Fence::All => app.plan[app.completed..index].iter().all(|p| p.work.op == WrOp::Local),
     }
 }
 
 /// The payload of a packet that goes out.
-pub fn fetch(memory: &mut Memory, app: &App, from: Source, len: u32) -> Vec<u8> {
+pub fn fetch(memory: &mut SimMemory, app: &App, from: Source, len: u32) -> Vec<u8> {
     match from {
-        Source::Work { id, offset } => {
+        Source::SendWr { id, offset } => {
             let planned = &app.plan[id as usize];
             assert!(offset + len <= planned.work.len, "payload lies inside its message");
             assert!(fence_holds(app, id as usize), "a fence holds back what is behind it");
@@ -277,6 +279,6 @@ fn masked_add(before: u64, add: u64, boundary: u64) -> u64 {
 }
 
 /// Whether work takes a receive of the peer.
-pub fn takes_receive(op: &Op) -> bool {
-    matches!(op, Op::Send | Op::SendImm(_) | Op::SendInvalidate(_) | Op::WriteImm(..))
+pub fn takes_receive(op: &WrOp) -> bool {
+    matches!(op, WrOp::Send | WrOp::SendImm(_) | WrOp::SendInvalidate(_) | WrOp::WriteImm(..))
 }

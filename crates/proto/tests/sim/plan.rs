@@ -2,16 +2,16 @@
 
 use core::time::Duration;
 
-use warpwire_proto::qp::{Atomic, Fence, Op, Options, Remote, Width, Work};
+use warpwire_proto::qp::{Atomic, Fence, Options, Remote, SendWr, Width, WrOp};
 
 use crate::sim::link::Faults;
-use crate::sim::net::{Happening, Net, Terms};
-use crate::sim::node::Planned;
+use crate::sim::net::{ConnParams, Network, SimEvent};
+use crate::sim::node::PlannedWr;
 use crate::sim::random::{Random, mix};
 
 /// What work there is to choose from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mix {
+pub enum OpMix {
     Sends,
     Writes,
     Reads,
@@ -19,70 +19,78 @@ pub enum Mix {
     Everything,
 }
 
-pub const MIXES: [Mix; 5] = [Mix::Sends, Mix::Writes, Mix::Reads, Mix::Atomics, Mix::Everything];
+pub const MIXES: [OpMix; 5] =
+    [OpMix::Sends, OpMix::Writes, OpMix::Reads, OpMix::Atomics, OpMix::Everything];
 
 /// Adds `count` works of that mix to a side's plan, with memory at the peer for each.
-pub fn add_work(net: &mut Net, at: (usize, usize), count: usize, longest: u32, what: Mix) {
-    let (node, side) = at;
-    let (peer_node, peer_side) = net.side(node, side).peer;
-    let key = 0x1000 + peer_side as u32;
+pub fn add_work(
+    net: &mut Network,
+    at: (usize, usize),
+    count: usize,
+    max_len: u32,
+    mix_of_ops: OpMix,
+) {
+    let (node, conn) = at;
+    let (peer_node, peer_conn) = net.conn(node, conn).peer;
+    let key = 0x1000 + peer_conn as u32;
     // Counters that every side of the peer's node may share.
     let counter = match net.nodes[peer_node].memory.bytes.len() {
         0 => net.nodes[peer_node].memory.range(64, 1),
         _ => crate::sim::node::BASE,
     };
     for _ in 0..count {
-        let id = net.side(node, side).app.plan.len() as u64;
+        let id = net.conn(node, conn).app.plan.len() as u64;
         let mut random = Random::new(net.random.next());
         let name = mix(random.next());
         let len = match random.below(8) {
             0 => 0,
             1 => random.between(1, 16) as u32,
-            _ => random.between(1, u64::from(longest)) as u32,
+            _ => random.between(1, u64::from(max_len)) as u32,
         };
-        let sort = match what {
-            Mix::Sends => random.below(3),
-            Mix::Writes => 3 + random.below(2),
-            Mix::Reads => 5,
-            Mix::Atomics => 6 + random.below(4),
-            Mix::Everything => random.below(11),
+        let op_index = match mix_of_ops {
+            OpMix::Sends => random.below(3),
+            OpMix::Writes => 3 + random.below(2),
+            OpMix::Reads => 5,
+            OpMix::Atomics => 6 + random.below(4),
+            OpMix::Everything => random.below(11),
         };
         let memory = &mut net.nodes[peer_node].memory;
-        let mut place = |len: u32, name: u64| Remote { address: memory.range(len, name), key };
+        let mut remote_range =
+            |len: u32, name: u64| Remote { address: memory.range(len, name), key };
         let word = Remote { address: counter + 8 * random.below(8), key };
         let imm = random.next() as u32;
-        let (op, len) = match sort {
-            0 => (Op::Send, len),
-            1 => (Op::SendImm(imm), len),
-            2 => (Op::SendInvalidate(imm), len),
-            3 => (Op::Write(place(len, 0)), len),
-            4 => (Op::WriteImm(place(len, 0), imm), len),
-            5 => (Op::Read(place(len, name)), len),
-            6 => (Op::Atomic(word, Atomic::FetchAdd { add: random.below(1000) }), 8),
+        let (op, len) = match op_index {
+            0 => (WrOp::Send, len),
+            1 => (WrOp::SendImm(imm), len),
+            2 => (WrOp::SendInvalidate(imm), len),
+            3 => (WrOp::Write(remote_range(len, 0)), len),
+            4 => (WrOp::WriteImm(remote_range(len, 0), imm), len),
+            5 => (WrOp::Read(remote_range(len, name)), len),
+            6 => (WrOp::Atomic(word, Atomic::FetchAdd { add: random.below(1000) }), 8),
             7 => {
                 let (compare, swap) = (random.below(3), random.below(3));
-                (Op::Atomic(word, Atomic::CompareSwap { compare, swap }), 8)
+                (WrOp::Atomic(word, Atomic::CompareSwap { compare, swap }), 8)
             }
             8 => {
                 let (add, boundary) = (random.next(), random.next());
                 let width = Width::Eight;
-                (Op::Atomic(word, Atomic::MaskedFetchAdd { width, add, boundary }), 8)
+                (WrOp::Atomic(word, Atomic::MaskedFetchAdd { width, add, boundary }), 8)
             }
             9 => {
                 let [compare, swap, compare_mask, swap_mask] = [(); 4].map(|()| random.next());
                 let width = Width::Eight;
                 let atomic =
                     Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask };
-                (Op::Atomic(word, atomic), 8)
+                (WrOp::Atomic(word, atomic), 8)
             }
-            _ => (Op::Local, 0),
+            _ => (WrOp::Local, 0),
         };
         let solicited = random.chance(200) && crate::sim::node::takes_receive(&op);
         let fence = random.pick(&[Fence::Reads, Fence::All]);
         let fence = if random.chance(100) { fence } else { Fence::None };
-        let work = Work { fence, solicited, ..Work::new(id, op, len) };
-        let planned = Planned { work, name, read: Vec::new(), result: None, status: None };
-        net.side(node, side).app.plan.push(planned);
+        let work = SendWr { fence, solicited, ..SendWr::new(id, op, len) };
+        let planned = PlannedWr { work, name, read: Vec::new(), result: None, status: None };
+        net.conn(node, conn).app.plan.push(planned);
     }
 }
 
@@ -90,18 +98,18 @@ pub fn add_work(net: &mut Net, at: (usize, usize), count: usize, longest: u32, w
 #[derive(Clone, Copy, Debug)]
 pub struct Expect {
     /// A node dies, or a link is cut for good.
-    pub doomed: bool,
+    pub failure_injected: bool,
     /// So much is lost that all tries may fail.
-    pub may_exhaust: bool,
+    pub may_exhaust_retries: bool,
     /// Receives may be missing for longer than the peer waits.
-    pub may_starve: bool,
+    pub may_exhaust_rnr: bool,
 }
 
 /// Bytes in a second of a link on which packets queue for long.
 const SLOW: u64 = 100_000_000;
 
 pub fn faults(random: &mut Random) -> Faults {
-    let mut some = |most: u64| if random.chance(500) { 0 } else { random.below(most + 1) as u32 };
+    let mut some = |max: u64| if random.chance(500) { 0 } else { random.below(max + 1) as u32 };
     let mut faults = Faults {
         loss: some(200),
         duplicate: some(100),
@@ -117,14 +125,14 @@ pub fn faults(random: &mut Random) -> Faults {
     faults
 }
 
-pub fn terms(random: &mut Random) -> Terms {
+pub fn params(random: &mut Random) -> ConnParams {
     let mut psn = || match random.below(3) {
         0 => 0xff_ffff - random.below(300) as u32,
         1 => 0,
         _ => random.next() as u32 & 0xff_ffff,
     };
     let psn = [psn(), psn()];
-    Terms {
+    ConnParams {
         options: Options {
             send_depth: random.pick(&[1, 2, 7, 32, 128]),
             window: random.pick(&[1, 2, 8, 64, 256]),
@@ -141,21 +149,22 @@ pub fn terms(random: &mut Random) -> Terms {
         receive_delay: Duration::from_nanos(random.pick(&[0, 0, 2_000, 300_000])),
         page_faults: random.pick(&[0, 0, 0, 20, 100]),
         poll_delay: Duration::from_nanos(random.pick(&[0, 1_000, 30_000])),
-        ..Terms::default()
+        ..ConnParams::default()
     }
 }
 
 /// Builds the network of a seed: two to four nodes, one to six connections, work in both directions.
-pub fn build(seed: u64) -> (Net, Expect) {
+pub fn build(seed: u64) -> (Network, Expect) {
     let mut random = Random::new(seed);
     let nodes = random.pick(&[2, 2, 2, 3, 4]);
-    let mut net = Net::new(random.next(), nodes);
-    let mut expect = Expect { doomed: false, may_exhaust: false, may_starve: false };
+    let mut net = Network::new(random.next(), nodes);
+    let mut expect =
+        Expect { failure_injected: false, may_exhaust_retries: false, may_exhaust_rnr: false };
     let mut slow = false;
     for a in 0..nodes {
         for b in a + 1..nodes {
             let faults = faults(&mut random);
-            expect.may_exhaust |= faults.harm() > 50;
+            expect.may_exhaust_retries |= faults.loss_per_mille() > 50;
             slow |= faults.bandwidth == SLOW;
             net.link(a, b, faults);
         }
@@ -163,58 +172,58 @@ pub fn build(seed: u64) -> (Net, Expect) {
     for _ in 0..random.between(1, if nodes == 2 { 2 } else { 6 }) {
         let a = random.below(nodes as u64) as usize;
         let b = (a + 1 + random.below(nodes as u64 - 1) as usize) % nodes;
-        let mut terms = terms(&mut random);
+        let mut params = params(&mut random);
         if slow {
-            terms.timeout = 16; // longer than a full window waits for such a link
+            params.timeout = 16; // longer than a full window waits for such a link
         }
-        expect.may_starve |= terms.rnr_retry != 7;
+        expect.may_exhaust_rnr |= params.rnr_retry != 7;
         // Where something is lost at all, few tries may all be lost.
-        expect.may_exhaust |= terms.retry_count < 7 && !net.clean;
-        let sides = net.connect(a, b, terms);
-        let what = random.pick(&MIXES);
-        let longest = terms.mtu * random.pick(&[1, 4, 20]);
-        for (node, side) in [(a, sides[0]), (b, sides[1])] {
+        expect.may_exhaust_retries |= params.retry_count < 7 && !net.clean;
+        let conns = net.connect(a, b, params);
+        let mix_of_ops = random.pick(&MIXES);
+        let max_len = params.mtu * random.pick(&[1, 4, 20]);
+        for (node, conn) in [(a, conns[0]), (b, conns[1])] {
             let count = random.between(0, 25) as usize;
-            add_work(&mut net, (node, side), count, longest, what);
+            add_work(&mut net, (node, conn), count, max_len, mix_of_ops);
             for _ in 0..random.pick(&[1, 4, 32]) {
-                net.side(node, side).app.make_receive();
+                net.conn(node, conn).app.post_receive();
             }
         }
     }
-    doom(&mut net, &mut random, &mut expect);
+    inject_failure(&mut net, &mut random, &mut expect);
     (net, expect)
 }
 
 /// In some scenarios a node dies, or a link is cut for a while or for good.
-fn doom(net: &mut Net, random: &mut Random, expect: &mut Expect) {
+fn inject_failure(net: &mut Network, random: &mut Random, expect: &mut Expect) {
     let when =
         |random: &mut Random| warpwire_proto::Instant::from_nanos(random.between(1, 3_000_000));
     match random.below(20) {
         0 => {
-            (expect.doomed, net.clean) = (true, false);
-            net.at(when(random), Happening::Dies { node: 0 });
+            (expect.failure_injected, net.clean) = (true, false);
+            net.at(when(random), SimEvent::NodeFails { node: 0 });
         }
         1 => {
-            (expect.doomed, net.clean) = (true, false);
-            net.at(when(random), Happening::Cut { from: 0, to: 1, cut: true });
+            (expect.failure_injected, net.clean) = (true, false);
+            net.at(when(random), SimEvent::Cut { from: 0, to: 1, cut: true });
         }
         3 => {
             // The send queue pauses: nothing is lost by that.
-            let (start, side) = (when(random), random.below(net.nodes[0].sides.len() as u64 + 1));
-            if let Some(side) = (side as usize).checked_sub(1) {
-                net.at(start, Happening::Pause { node: 0, side });
+            let (start, conn) = (when(random), random.below(net.nodes[0].conns.len() as u64 + 1));
+            if let Some(conn) = (conn as usize).checked_sub(1) {
+                net.at(start, SimEvent::Pause { node: 0, conn });
                 let rest = Duration::from_micros(random.between(1, 3000));
-                net.at(start + rest, Happening::Resume { node: 0, side });
+                net.at(start + rest, SimEvent::Resume { node: 0, conn });
             }
         }
         2 => {
             net.clean = false;
-            expect.may_exhaust |= net.nodes[0].sides.iter().any(|side| side.few_tries);
+            expect.may_exhaust_retries |= net.nodes[0].conns.iter().any(|conn| conn.few_retries);
             // Shorter than the tries last: all must come through.
             let start = when(random);
             let heal = start + Duration::from_millis(2);
-            net.at(start, Happening::Cut { from: 1, to: 0, cut: true });
-            net.at(heal, Happening::Cut { from: 1, to: 0, cut: false });
+            net.at(start, SimEvent::Cut { from: 1, to: 0, cut: true });
+            net.at(heal, SimEvent::Cut { from: 1, to: 0, cut: false });
         }
         _ => {}
     }

@@ -23,17 +23,17 @@ struct Exchange {
 };
 
 static __device__ void check(const Exchange &exchange, Status status) {
-    if (status != kOk) detail::swap_if((u64 *)exchange.report, 0, 1ull << 63 | (u32)status);
+    if (status != kOk) detail::compare_exchange((u64 *)exchange.report, 0, 1ull << 63 | (u32)status);
 }
 
-static __device__ void await(const Exchange &exchange, const Neighbour &side, u64 step) {
-    if (side.qp && step) check(exchange, wait_signal((const u64 *)side.own, Condition::AtLeast, step, exchange.timeout));
+static __device__ void wait_row(const Exchange &exchange, const Neighbour &neighbour, u64 step) {
+    if (neighbour.qp && step) check(exchange, wait_signal((const u64 *)neighbour.own, Condition::AtLeast, step, exchange.timeout));
 }
 
-static __device__ void give(const Exchange &exchange, const Neighbour &side, u64 row, u64 bytes, u64 step) {
-    if (!side.qp) return;
-    Ticket ticket = put_signal(*(Qp *)side.qp, Remote{side.to[(step + 1) % 2], (u32)side.rkey},
-                               Local{row, (u32)exchange.lkey}, bytes, Remote{side.word, (u32)side.word_rkey}, 1, Thread{},
+static __device__ void send_row(const Exchange &exchange, const Neighbour &neighbour, u64 row, u64 bytes, u64 step) {
+    if (!neighbour.qp) return;
+    Ticket ticket = put_signal(*(Qp *)neighbour.qp, Remote{neighbour.to[(step + 1) % 2], (u32)neighbour.rkey},
+                               Local{row, (u32)exchange.lkey}, bytes, Remote{neighbour.word, (u32)neighbour.word_rkey}, 1, Thread{},
                                exchange.timeout);
     check(exchange, ticket.status);
 }
@@ -44,8 +44,8 @@ extern "C" __global__ void jacobi_step(u64 from, u64 to, u64 rows, u64 columns, 
     const Exchange *exchange = (const Exchange *)exchange_at;
     for (u64 row = 1 + blockIdx.x; row <= rows; row += gridDim.x) {
         if (exchange && threadIdx.x == 0) {
-            if (row == 1) await(*exchange, exchange->up, step);
-            if (row == rows) await(*exchange, exchange->down, step);
+            if (row == 1) wait_row(*exchange, exchange->up, step);
+            if (row == rows) wait_row(*exchange, exchange->down, step);
         }
         __syncthreads();
         for (u64 column = 1 + threadIdx.x; column + 1 < columns; column += blockDim.x) {
@@ -63,8 +63,8 @@ extern "C" __global__ void jacobi_step(u64 from, u64 to, u64 rows, u64 columns, 
         detail::system_fence();
         // The last block sends: all rows are there.
         if (before + 1 == gridDim.x * (step + 1)) {
-            give(*exchange, exchange->up, to + columns * 4, columns * 4, step);
-            give(*exchange, exchange->down, to + rows * columns * 4, columns * 4, step);
+            send_row(*exchange, exchange->up, to + columns * 4, columns * 4, step);
+            send_row(*exchange, exchange->down, to + rows * columns * 4, columns * 4, step);
         }
     }
 }

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use warpwire::Result;
-use warpwire::mem::sim::{Block, Fault};
-use warpwire::mem::{Condition, Device, DeviceAddr, Kernel, Program, Width};
-use warpwire::stream::kernel::Ended;
-use warpwire::stream::kernel::device::{Local, Qp, wait_signal};
+use warpwire::mem::sim::{Block, KernelFault};
+use warpwire::mem::{Condition, Device, DeviceAddr, Kernel, Program, WordWidth};
+use warpwire::stream::kernel::KernelStatus;
+use warpwire::stream::kernel::device::{DeviceQp, Local, wait_signal};
 use warpwire::verbs::Remote;
 
 const STEP: &str = "jacobi_step";
@@ -36,9 +36,9 @@ impl Exchange {
     }
 }
 
-type Faulty<T> = std::result::Result<T, Fault>;
+type FaultResult<T> = std::result::Result<T, KernelFault>;
 
-fn step(block: &Block<'_>) -> Faulty<()> {
+fn step(block: &Block<'_>) -> FaultResult<()> {
     let (from, to) = (block.value(0)?, block.value(1)?);
     let (rows, columns, step, at) =
         (block.value(2)?, block.value(3)?, block.value(4)?, block.value(5)?);
@@ -72,8 +72,8 @@ fn step(block: &Block<'_>) -> Faulty<()> {
             let at = columns + column;
             let (above, below) = (value(at - columns), value(at + columns));
             let new = ((above + below) + (value(at - 1) + value(at + 1))) * 0.25;
-            let place = column as usize * 4;
-            next[place..place + 4].copy_from_slice(&new.to_le_bytes());
+            let offset = column as usize * 4;
+            next[offset..offset + 4].copy_from_slice(&new.to_le_bytes());
         }
         let inner = &next[4..bytes as usize - 4];
         block.write(DeviceAddr::new(to + row * bytes + 4), inner)?;
@@ -90,31 +90,31 @@ fn step(block: &Block<'_>) -> Faulty<()> {
         if side[0] == 0 {
             continue;
         }
-        let qp = Qp::open(block, DeviceAddr::new(side[0]))?;
+        let qp = DeviceQp::open(block, DeviceAddr::new(side[0]))?;
         let target = Remote { address: side[1 + (step as usize + 1) % 2], rkey: side[3] as u32 };
         let word = Remote { address: side[4], rkey: side[5] as u32 };
         let mine = Local { address: to + row * bytes, lkey: lkey as u32 };
         let timeout = Duration::from_nanos(timeout);
         let ticket = qp.put_signal(target, mine, bytes, (word, 1), timeout)?;
-        check(block, report, ticket.ended)?;
+        check(block, report, ticket.status)?;
     }
     Ok(())
 }
 
-fn wait_for(block: &Block<'_>, exchange: &Exchange, down: bool, step: u64) -> Faulty<()> {
+fn wait_for(block: &Block<'_>, exchange: &Exchange, down: bool, step: u64) -> FaultResult<()> {
     let side = exchange.side(down);
     if side[0] == 0 || step == 0 {
         return Ok(());
     }
     let [_, _, report, timeout] = exchange.shared();
     let (own, timeout) = (DeviceAddr::new(side[6]), Duration::from_nanos(timeout));
-    let ended = wait_signal(block, own, Width::Bits64, Condition::AtLeast, step, timeout)?;
-    check(block, report, ended)
+    let status = wait_signal(block, own, WordWidth::Bits64, Condition::AtLeast, step, timeout)?;
+    check(block, report, status)
 }
 
-fn check(block: &Block<'_>, report: u64, ended: Ended) -> Faulty<()> {
-    if !ended.is_ok() {
-        let word = 1 << 63 | u64::from(ended.code() as u32);
+fn check(block: &Block<'_>, report: u64, status: KernelStatus) -> FaultResult<()> {
+    if !status.is_ok() {
+        let word = 1 << 63 | u64::from(status.code() as u32);
         block.compare_exchange_u64(DeviceAddr::new(report), 0, word)?;
     }
     Ok(())

@@ -14,12 +14,12 @@ mod solver;
 use std::time::Duration;
 
 use warpwire::link::Hub;
-use warpwire::msg::{Comm, CommOptions, Launcher, Place, Wire};
+use warpwire::msg::{Comm, CommLink, CommOptions, Launcher, RankInfo};
 use warpwire::{Result, mem};
 
 use solver::{Mode, Solver};
 
-const SOON: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What to solve.
 #[derive(Clone)]
@@ -36,13 +36,13 @@ fn main() -> Result<()> {
     };
     let device = words.get(2).cloned().unwrap_or_else(|| "sim:0".to_owned());
     let task = Task { size: number(0, 256), steps: number(1, 100), device };
-    let place = Place::from_env()?;
-    let mut options = CommOptions { timeout: SOON, ..CommOptions::for_streams() };
-    if place.launcher != Launcher::Nobody {
-        options.wire = CommOptions::from_env()?.wire;
-        return solve(&Comm::open(place, options)?, &task);
+    let rank_info = RankInfo::from_env()?;
+    let mut options = CommOptions { timeout: TIMEOUT, ..CommOptions::for_streams() };
+    if rank_info.launcher != Launcher::Standalone {
+        options.link = CommOptions::from_env()?.link;
+        return solve(&Comm::open(rank_info, options)?, &task);
     }
-    options.wire = Wire::Hub(Hub::new());
+    options.link = CommLink::Hub(Hub::new());
     let comms = Comm::local_with(2, &options)?;
     std::thread::scope(|scope| {
         let ranks: Vec<_> =
@@ -77,7 +77,7 @@ fn solve(comm: &Comm, task: &Task) -> Result<()> {
                 each / base
             );
         }
-        comm.barrier(SOON)?;
+        comm.barrier(TIMEOUT)?;
     }
-    comm.finish(SOON)
+    comm.finish(TIMEOUT)
 }

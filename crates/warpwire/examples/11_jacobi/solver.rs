@@ -5,10 +5,12 @@ use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
 use warpwire::mem::{Allocation, Device, Kernel, Launch, Stream};
-use warpwire::msg::{Buffer, Comm, Lane, LaneOptions, LaneRequest, Part, Window, wait_all};
+use warpwire::msg::{
+    Buffer, BufferSlice, ChannelOptions, ChannelRequest, Comm, DeviceChannel, RmaWindow, wait_all,
+};
 use warpwire::{Error, Result};
 
-use super::SOON;
+use super::TIMEOUT;
 use super::kernel::{self, SIDE_WORDS, WORDS};
 
 /// Who exchanges rows.
@@ -23,15 +25,15 @@ pub enum Mode {
 /// neighbour below.
 pub struct Solver<'a> {
     comm: &'a Comm,
-    lane: Lane,
+    device_channel: DeviceChannel,
     stream: Stream,
     step: Kernel,
     grids: Allocation,
     buffer: Buffer,
-    window: Window,
+    window: RmaWindow,
     /// Counts of rows that came from above and below; blocks that have finished; a report of what failed.
     words: Allocation,
-    word_window: Window,
+    word_window: RmaWindow,
     exchange: Allocation,
     rows: u64,
     columns: u64,
@@ -71,7 +73,7 @@ pub fn alone(size: u64, steps: u64) -> Vec<f32> {
 impl<'a> Solver<'a> {
     pub fn new(comm: &'a Comm, device: &Device, size: u64) -> Result<Self> {
         let (_, rows) = rows_of(size, comm.rank(), comm.size());
-        let lane = comm.lane(device, LaneOptions::default())?;
+        let device_channel = comm.device_channel(device, ChannelOptions::default())?;
         let grids = device.alloc(2 * (rows + 2) * size * 4)?;
         let buffer = comm.register(grids.whole()?)?;
         let window = comm.window(&buffer)?;
@@ -79,7 +81,7 @@ impl<'a> Solver<'a> {
         let word_window = comm.window(&comm.register(words.whole()?)?)?;
         let solver = Self {
             comm,
-            lane,
+            device_channel,
             stream: device.stream()?,
             step: kernel::load(device)?,
             grids,
@@ -105,8 +107,8 @@ impl<'a> Solver<'a> {
         (grid * (self.rows + 2) + row) * self.row_bytes()
     }
 
-    fn part(&self, grid: u64, row: u64) -> Result<Part> {
-        self.buffer.part(self.row(grid, row), self.row_bytes())
+    fn slice(&self, grid: u64, row: u64) -> Result<BufferSlice> {
+        self.buffer.slice(self.row(grid, row), self.row_bytes())
     }
 
     fn up(&self) -> Option<usize> {
@@ -133,7 +135,7 @@ impl<'a> Solver<'a> {
             let word = self.word_window.word(rank, if down == 1 { 0 } else { 8 }, 8)?;
             let own = self.words.address().raw() + down as u64 * 8;
             let side = [
-                self.lane.kernel(rank)?.handle().raw(),
+                self.device_channel.kernel(rank)?.handle().raw(),
                 at(0)?.address,
                 at(1)?.address,
                 at(0)?.rkey.into(),
@@ -148,7 +150,7 @@ impl<'a> Solver<'a> {
             self.buffer.registration().lkey().into(),
             base + 16,
             base + 24,
-            SOON.as_nanos() as u64,
+            TIMEOUT.as_nanos() as u64,
         ];
         words[2 * SIDE_WORDS..].copy_from_slice(&shared);
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
@@ -157,7 +159,7 @@ impl<'a> Solver<'a> {
 
     /// Back to the beginning; all ranks together.
     pub fn reset(&self) -> Result<()> {
-        self.comm.barrier(SOON)?;
+        self.comm.barrier(TIMEOUT)?;
         let whole = initial(self.columns);
         let (first, rows) = rows_of(self.columns, self.comm.rank(), self.comm.size());
         let n = self.columns as usize;
@@ -166,12 +168,12 @@ impl<'a> Solver<'a> {
         self.grids.write(0, &bytes)?;
         self.grids.write(bytes.len() as u64, &bytes)?;
         self.words.write(0, &[0; 64])?;
-        self.comm.barrier(SOON)
+        self.comm.barrier(TIMEOUT)
     }
 
     /// So many steps; how long they took.
     pub fn run(&mut self, mode: Mode, steps: u64) -> Result<Duration> {
-        self.comm.barrier(SOON)?;
+        self.comm.barrier(TIMEOUT)?;
         let start = Instant::now();
         for step in 0..steps {
             self.compute(step, mode == Mode::Kernel)?;
@@ -185,15 +187,15 @@ impl<'a> Solver<'a> {
         if mode == Mode::Kernel {
             // Nobody waits for the rows of the last step: they must not come when others have begun anew.
             for rank in [self.up(), self.down()].into_iter().flatten() {
-                self.lane.kernel(rank)?.wait_on(&self.stream)?;
+                self.device_channel.kernel(rank)?.wait_on_stream(&self.stream)?;
             }
         }
-        self.stream.synchronize(SOON)?;
-        self.lane.check()?;
+        self.stream.synchronize(TIMEOUT)?;
+        self.device_channel.check()?;
         let report = self.words.word64(24)?.load()?;
         assert_eq!(report, 0, "a kernel says {report:#x}");
         let took = start.elapsed();
-        self.comm.barrier(SOON)?;
+        self.comm.barrier(TIMEOUT)?;
         self.steps_done(steps).map(|()| took)
     }
 
@@ -203,7 +205,7 @@ impl<'a> Solver<'a> {
             let len = (self.rows + 2) * self.row_bytes();
             let (first, second) = (self.grids.region(0, len)?, self.grids.region(len, len)?);
             self.stream.copy(&first, &second)?;
-            self.stream.synchronize(SOON)?;
+            self.stream.synchronize(TIMEOUT)?;
         }
         Ok(())
     }
@@ -221,10 +223,10 @@ impl<'a> Solver<'a> {
             .value(self.columns)
             .value(step)
             .value(exchange)
-            .keep(&self.grids.whole()?)
-            .keep(&self.words.whole()?)
-            .keep(&self.exchange.whole()?);
-        launch = launch.keep(&self.grids.whole()?);
+            .keep_alive(&self.grids.whole()?)
+            .keep_alive(&self.words.whole()?)
+            .keep_alive(&self.exchange.whole()?);
+        launch = launch.keep_alive(&self.grids.whole()?);
         // SAFETY: the kernel reads one grid and writes the other, the words and the parameters, all of which the launch
         // keeps; the queue pairs live as long as the lane, which outlives the stream's work.
         unsafe { self.stream.launch(launch) }
@@ -232,29 +234,34 @@ impl<'a> Solver<'a> {
 
     /// The CPU waits for the stream, exchanges, and waits for that.
     fn exchange_by_cpu(&self, grid: u64) -> Result<()> {
-        self.stream.synchronize(SOON)?;
+        self.stream.synchronize(TIMEOUT)?;
         let mut requests = Vec::new();
         let ends = [(self.up(), 0, 1), (self.down(), self.rows + 1, self.rows)];
         for (neighbour, halo, edge) in ends {
             let Some(rank) = neighbour else { continue };
-            requests.push(self.comm.irecv(rank, 0, self.part(grid, halo)?)?);
-            requests.push(self.comm.isend(rank, 0, self.part(grid, edge)?)?);
+            requests.push(self.comm.irecv(rank, 0, self.slice(grid, halo)?)?);
+            requests.push(self.comm.isend(rank, 0, self.slice(grid, edge)?)?);
         }
-        wait_all(&mut requests, SOON)
+        wait_all(&mut requests, TIMEOUT)
     }
 
     /// The CPU prepares, and goes on to the next step.
     fn exchange_by_stream(&self, grid: u64) -> Result<()> {
-        let mut receives: Vec<LaneRequest> = Vec::new();
+        let mut receives: Vec<ChannelRequest> = Vec::new();
         let ends = [(self.up(), 0, 1), (self.down(), self.rows + 1, self.rows)];
         for (neighbour, halo, edge) in ends {
             let Some(rank) = neighbour else { continue };
-            receives.push(self.room(|| self.lane.receive(rank, self.part(grid, halo)?))?);
-            self.room(|| self.lane.send_on(&self.stream, rank, self.part(grid, edge)?).map(drop))?;
+            receives
+                .push(self.room(|| self.device_channel.receive(rank, self.slice(grid, halo)?))?);
+            self.room(|| {
+                self.device_channel
+                    .send_on_stream(&self.stream, rank, self.slice(grid, edge)?)
+                    .map(drop)
+            })?;
         }
-        receives
-            .iter()
-            .try_for_each(|receive| self.room(|| self.lane.wait_on(&self.stream, receive)))
+        receives.iter().try_for_each(|receive| {
+            self.room(|| self.device_channel.wait_on_stream(&self.stream, receive))
+        })
     }
 
     /// Waits while there is no room for more.
@@ -262,8 +269,8 @@ impl<'a> Solver<'a> {
         let start = Instant::now();
         loop {
             match attempt() {
-                Err(error) if error.kind() == &Kind::Busy && start.elapsed() < SOON => {
-                    self.lane.progress()?;
+                Err(error) if error.kind() == &Kind::Busy && start.elapsed() < TIMEOUT => {
+                    self.device_channel.progress()?;
                     std::thread::yield_now();
                 }
                 other => return other,
@@ -275,8 +282,8 @@ impl<'a> Solver<'a> {
     pub fn gather(&self) -> Result<Option<Vec<f32>>> {
         let (n, rank) = (self.columns, self.comm.rank());
         if rank != 0 {
-            let part = self.buffer.part(self.row(0, 1), self.rows * self.row_bytes())?;
-            self.comm.send(0, 1, part, SOON)?;
+            let slice = self.buffer.slice(self.row(0, 1), self.rows * self.row_bytes())?;
+            self.comm.send(0, 1, slice, TIMEOUT)?;
             return Ok(None);
         }
         let mut bytes = vec![0; ((self.rows + 2) * self.row_bytes()) as usize];
@@ -286,14 +293,14 @@ impl<'a> Solver<'a> {
         for other in 1..self.comm.size() {
             let (_, rows) = rows_of(n, other, self.comm.size());
             let into = self.comm.alloc(rows * self.row_bytes())?;
-            let came = self.comm.recv(other, 1, &into, SOON)?.len;
+            let came = self.comm.recv(other, 1, &into, TIMEOUT)?.len;
             if came != into.len() {
                 let error = Error::new(Kind::Malformed, "gather the rows");
                 return Err(error.why(format!("rank {other} sent {came} bytes")));
             }
-            let mut part = vec![0; came as usize];
-            into.read(0, &mut part)?;
-            bytes.extend(part);
+            let mut slice = vec![0; came as usize];
+            into.read(0, &mut slice)?;
+            bytes.extend(slice);
         }
         let value = |word: &[u8]| f32::from_le_bytes(std::array::from_fn(|index| word[index]));
         let mut grid: Vec<f32> = bytes.chunks_exact(4).map(value).collect();

@@ -1,7 +1,7 @@
 //! The kernels between messages, and their twins for the simulated GPU.
 
 use warpwire::Result;
-use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::mem::{Device, DeviceAddr, Kernel, Launch, Program, Region, Stream};
 
 const FILL: &str = "together_fill";
@@ -44,9 +44,9 @@ fn start(stream: &Stream, launch: Launch) -> Result<()> {
     unsafe { stream.launch(launch.threads(THREADS)) }
 }
 
-type Faulty<T> = std::result::Result<T, Fault>;
+type FaultResult<T> = std::result::Result<T, KernelFault>;
 
-fn fill(block: &Block<'_>) -> Faulty<()> {
+fn fill(block: &Block<'_>) -> FaultResult<()> {
     let (to, count) = (block.value(0)?, block.value(1)?);
     let (first, step) = (block.value(2)?, block.value(3)?);
     for index in 0..count {
@@ -56,7 +56,7 @@ fn fill(block: &Block<'_>) -> Faulty<()> {
     Ok(())
 }
 
-fn add(block: &Block<'_>) -> Faulty<()> {
+fn add(block: &Block<'_>) -> FaultResult<()> {
     let (to, from, count) = (block.value(0)?, block.value(1)?, block.value(2)?);
     for index in 0..count {
         let (to, from) = (DeviceAddr::new(to + index * 8), DeviceAddr::new(from + index * 8));

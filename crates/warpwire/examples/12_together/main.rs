@@ -14,12 +14,14 @@ use std::time::{Duration, Instant};
 use warpwire::error::Kind;
 use warpwire::link::Hub;
 use warpwire::mem::{Allocation, Stream};
-use warpwire::msg::{Buffer, Comm, CommOptions, Lane, LaneOptions, Launcher, Place, Wire};
+use warpwire::msg::{
+    Buffer, ChannelOptions, Comm, CommLink, CommOptions, DeviceChannel, Launcher, RankInfo,
+};
 use warpwire::{Result, mem};
 
 use kernels::Kernels;
 
-const SOON: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 const RANKS: usize = 4;
 
 /// What to do.
@@ -38,15 +40,15 @@ fn main() -> Result<()> {
     };
     let device = words.get(2).cloned().unwrap_or_else(|| "sim:0".to_owned());
     let task = Task { count: number(0, 1000), rounds: number(1, 16), device };
-    let place = Place::from_env()?;
-    let mut options = CommOptions { timeout: SOON, ..CommOptions::for_streams() };
-    if place.launcher != Launcher::Nobody {
-        options.wire = CommOptions::from_env()?.wire;
+    let place = RankInfo::from_env()?;
+    let mut options = CommOptions { timeout: TIMEOUT, ..CommOptions::for_streams() };
+    if place.launcher != Launcher::Standalone {
+        options.link = CommOptions::from_env()?.link;
         return all_rounds(&Comm::open(place, options)?, &task);
     }
     let each = |act: fn(&Comm, &Task) -> Result<()>| -> Result<()> {
-        let wire = Wire::Hub(Hub::new());
-        let comms = Comm::local_with(RANKS, &CommOptions { wire, ..options.clone() })?;
+        let link = CommLink::Hub(Hub::new());
+        let comms = Comm::local_with(RANKS, &CommOptions { link, ..options.clone() })?;
         std::thread::scope(|scope| {
             let start = |comm| scope.spawn(|| act(&{ comm }, &task));
             let ranks: Vec<_> = comms.into_iter().map(start).collect();
@@ -54,13 +56,13 @@ fn main() -> Result<()> {
         })
     };
     each(all_rounds)?;
-    each(one_goes)
+    each(one_rank_fails)
 }
 
 /// A rank with its numbers on a device.
 struct Rank<'a> {
     comm: &'a Comm,
-    lane: Lane,
+    device_channel: DeviceChannel,
     stream: Stream,
     kernels: Kernels,
     /// The numbers that are broadcast and summed up, and those of this rank alone.
@@ -83,7 +85,7 @@ impl<'a> Rank<'a> {
         let arrivals = device.alloc(bytes)?;
         let ready = Self {
             comm,
-            lane: comm.lane(&device, LaneOptions::default())?,
+            device_channel: comm.device_channel(&device, ChannelOptions::default())?,
             stream: device.stream()?,
             kernels: Kernels::load(&device)?,
             numbers: comm.register(memory.whole()?)?,
@@ -94,7 +96,7 @@ impl<'a> Rank<'a> {
             arrivals,
         };
         // A GPU whose streams wait for others loads no kernels: nobody begins before all have loaded theirs.
-        comm.barrier(SOON)?;
+        comm.barrier(TIMEOUT)?;
         Ok(ready)
     }
 
@@ -109,15 +111,19 @@ impl<'a> Rank<'a> {
         while distance < size {
             let (to, from) = ((rank + distance) % size, (rank + size - distance) % size);
             if place < distance && place + distance < size {
-                sends.push(self.lane.send_on(&self.stream, to, self.numbers.whole())?);
+                sends.push(self.device_channel.send_on_stream(
+                    &self.stream,
+                    to,
+                    self.numbers.whole(),
+                )?);
             } else if (distance..2 * distance).contains(&place) {
-                let receive = self.lane.receive(from, self.numbers.whole())?;
-                self.lane.wait_on(&self.stream, &receive)?;
+                let receive = self.device_channel.receive(from, self.numbers.whole())?;
+                self.device_channel.wait_on_stream(&self.stream, &receive)?;
             }
             distance *= 2;
         }
         // What was sent may be written to again.
-        self.lane.wait_all_on(&self.stream, &sends)
+        self.device_channel.wait_all_on_stream(&self.stream, &sends)
     }
 
     /// Every rank's numbers become the sums over all ranks. A ring: first each part goes round and grows, then the sums go round.
@@ -127,25 +133,35 @@ impl<'a> Rank<'a> {
         let (size, rank) = (self.comm.size(), self.comm.rank());
         let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
         let bytes = self.memory.len() / size as u64;
-        let at = |part: usize| (part % size) as u64 * bytes;
+        let at = |slice: usize| (slice % size) as u64 * bytes;
         let mut sends = Vec::new();
         for step in 0..size - 1 {
-            let (goes, comes) = (at(rank + size - step), at(rank + 2 * size - step - 1));
+            let (outgoing, incoming) = (at(rank + size - step), at(rank + 2 * size - step - 1));
             let place = step as u64 * bytes;
-            let receive = self.lane.receive(before, self.arriving.part(place, bytes)?)?;
-            sends.push(self.lane.send_on(&self.stream, next, self.numbers.part(goes, bytes)?)?);
-            self.lane.wait_on(&self.stream, &receive)?;
+            let receive =
+                self.device_channel.receive(before, self.arriving.slice(place, bytes)?)?;
+            sends.push(self.device_channel.send_on_stream(
+                &self.stream,
+                next,
+                self.numbers.slice(outgoing, bytes)?,
+            )?);
+            self.device_channel.wait_on_stream(&self.stream, &receive)?;
             let (sum, arrived) =
-                (self.memory.region(comes, bytes)?, self.arrivals.region(place, bytes)?);
+                (self.memory.region(incoming, bytes)?, self.arrivals.region(place, bytes)?);
             self.kernels.add(&self.stream, &sum, &arrived)?;
         }
         for step in 0..size - 1 {
-            let (goes, comes) = (at(rank + size + 1 - step), at(rank + size - step));
-            let receive = self.lane.receive(before, self.numbers.part(comes, bytes)?)?;
-            sends.push(self.lane.send_on(&self.stream, next, self.numbers.part(goes, bytes)?)?);
-            self.lane.wait_on(&self.stream, &receive)?;
+            let (outgoing, incoming) = (at(rank + size + 1 - step), at(rank + size - step));
+            let receive =
+                self.device_channel.receive(before, self.numbers.slice(incoming, bytes)?)?;
+            sends.push(self.device_channel.send_on_stream(
+                &self.stream,
+                next,
+                self.numbers.slice(outgoing, bytes)?,
+            )?);
+            self.device_channel.wait_on_stream(&self.stream, &receive)?;
         }
-        self.lane.wait_all_on(&self.stream, &sends)
+        self.device_channel.wait_all_on_stream(&self.stream, &sends)
     }
 
     /// One round, put on the stream: no part of it is waited for here.
@@ -154,7 +170,7 @@ impl<'a> Rank<'a> {
         let root = round as usize % size;
         let numbers = self.memory.whole()?;
         if rank == root {
-            self.kernels.fill(&self.stream, &numbers, drawn(round, 0), DRAWN_STEP)?;
+            self.kernels.fill(&self.stream, &numbers, random_values(round, 0), RANDOM_STEP)?;
         }
         self.broadcast_on(root)?;
         let own = rank as u64 + 1;
@@ -164,20 +180,20 @@ impl<'a> Rank<'a> {
         let log = self.log.region(round * numbers.len(), numbers.len())?;
         self.stream.copy(&log, &numbers)?;
         // Nobody broadcasts into numbers that another has not copied yet.
-        self.lane.barrier_on(&self.stream)
+        self.device_channel.barrier_on_stream(&self.stream)
     }
 
     fn finish(&self) -> Result<()> {
-        self.stream.synchronize(SOON)?;
-        self.lane.check()
+        self.stream.synchronize(TIMEOUT)?;
+        self.device_channel.check()
     }
 }
 
-const DRAWN_STEP: u64 = 0x9e37_79b9;
+const RANDOM_STEP: u64 = 0x9e37_79b9;
 
 /// What the root of a round draws.
-fn drawn(round: u64, index: u64) -> u64 {
-    (round + 1).wrapping_mul(1_000_003).wrapping_add(index.wrapping_mul(DRAWN_STEP))
+fn random_values(round: u64, index: u64) -> u64 {
+    (round + 1).wrapping_mul(1_000_003).wrapping_add(index.wrapping_mul(RANDOM_STEP))
 }
 
 fn all_rounds(comm: &Comm, task: &Task) -> Result<()> {
@@ -188,7 +204,7 @@ fn all_rounds(comm: &Comm, task: &Task) -> Result<()> {
         // Requests have a bound: the CPU lets the stream catch up now and then.
         if round % 8 == 7 {
             rank.finish()?;
-            rank.lane.progress()?;
+            rank.device_channel.progress()?;
         }
     }
     rank.finish()?;
@@ -199,12 +215,13 @@ fn all_rounds(comm: &Comm, task: &Task) -> Result<()> {
     let own: u64 = (1..=ranks).sum();
     for (place, found) in (0..).zip(found.chunks(8)) {
         let (round, index) = (place / task.count, place % task.count);
-        let wanted =
-            drawn(round, index).wrapping_mul(ranks).wrapping_add(own.wrapping_mul(index + 1));
+        let wanted = random_values(round, index)
+            .wrapping_mul(ranks)
+            .wrapping_add(own.wrapping_mul(index + 1));
         let found = u64::from_le_bytes(found.try_into().unwrap());
         assert_eq!(found, wanted, "round {round}, number {index}, rank {}", comm.rank());
     }
-    comm.barrier(SOON)?;
+    comm.barrier(TIMEOUT)?;
     if comm.rank() == 0 {
         println!(
             "{} ranks, {} rounds of {} numbers: broadcast, all-reduce, barrier on the stream: {:.1} us a round; every sum is right",
@@ -214,11 +231,11 @@ fn all_rounds(comm: &Comm, task: &Task) -> Result<()> {
             took.as_secs_f64() * 1e6 / task.rounds as f64
         );
     }
-    comm.finish(SOON)
+    comm.finish(TIMEOUT)
 }
 
 /// The last rank leaves before a round: the streams of the others are released, and told why.
-fn one_goes(comm: &Comm, task: &Task) -> Result<()> {
+fn one_rank_fails(comm: &Comm, task: &Task) -> Result<()> {
     let rank = Rank::new(comm, task)?;
     let last = comm.size() - 1;
     if comm.rank() == last {

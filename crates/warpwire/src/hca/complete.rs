@@ -1,9 +1,9 @@
 //! Completions: what the protocol reports, in the form in which it is written.
 
-use warpwire_proto::qp::{Carried, Completion, Receipt, Status as WireStatus};
+use warpwire_proto::qp::{ReceiveCompletion, ReceiveKind, SendCompletion, Status as WireStatus};
 
-use super::pair::Pair;
-use crate::mlx5::{Arrival, Completions, Cqe, Opcode, Outcome, Queue, Sent, Status};
+use super::qpc::QpContext;
+use crate::mlx5::{CqUpdate, Cqe, CqeOutcome, Opcode, Queue, RecvKind, Sent, Status};
 
 /// The status as verbs have it.
 pub(super) fn status(status: WireStatus) -> Status {
@@ -24,21 +24,21 @@ pub(super) fn status(status: WireStatus) -> Status {
 }
 
 #[inline]
-fn cqe(pair: &Pair, outcome: Outcome, counter: u16) -> Cqe {
-    let (qpn, user_index) = (pair.qp.number(), pair.user_index);
+fn cqe(qpc: &QpContext, outcome: CqeOutcome, counter: u16) -> Cqe {
+    let (qpn, user_index) = (qpc.qp.number(), qpc.user_index);
     Cqe { outcome, qpn, user_index, counter, solicited: false, timestamp: 0 }
 }
 
 /// The completion of a write that was done as it was posted.
 #[inline]
-pub(super) fn written(pair: &Pair, block: u64) -> Sent {
-    let (qpn, user_index) = (pair.qp.number(), pair.user_index);
-    Sent { opcode: Opcode::RdmaWrite, bytes: 0, qpn, user_index, counter: block as u16 }
+pub(super) fn fast_write_cqe(qpc: &QpContext, wqe_index: u64) -> Sent {
+    let (qpn, user_index) = (qpc.qp.number(), qpc.user_index);
+    Sent { opcode: Opcode::RdmaWrite, bytes: 0, qpn, user_index, counter: wqe_index as u16 }
 }
 
 /// The completion of posted work; none if it succeeded and nobody wants to know.
-pub(super) fn sent(pair: &mut Pair, completion: &Completion) -> Option<Cqe> {
-    let work = pair.side.underway(completion.id);
+pub(super) fn sent(qpc: &mut QpContext, completion: &SendCompletion) -> Option<Cqe> {
+    let work = qpc.qp_memory.wr_state(completion.id);
     // The first block of the entry, as its writer counts.
     let counter = completion.id as u16;
     let opcode = work.opcode;
@@ -52,41 +52,41 @@ pub(super) fn sent(pair: &mut Pair, completion: &Completion) -> Option<Cqe> {
                 | Opcode::MaskedFetchAdd
         );
         let bytes = if fetches { work.len } else { 0 };
-        return completion.signaled.then(|| cqe(pair, Outcome::Sent { opcode, bytes }, counter));
+        return completion.signaled.then(|| cqe(qpc, CqeOutcome::Sent { opcode, bytes }, counter));
     }
     // "Only the first error" asks for silence once the queue pair has failed.
-    let silent =
-        std::mem::replace(&mut pair.told, true) && work.completions == Completions::OnFirstError;
-    let failed = Outcome::Failed {
+    let silent = std::mem::replace(&mut qpc.error_reported, true)
+        && work.cq_update == CqUpdate::OnFirstError;
+    let failed = CqeOutcome::Failed {
         queue: Queue::Send,
         status: status(completion.status),
         vendor: 0,
         opcode,
     };
-    (!silent).then(|| cqe(pair, failed, counter))
+    (!silent).then(|| cqe(qpc, failed, counter))
 }
 
 /// The completion of a receive.
-pub(super) fn received(pair: &Pair, receipt: &Receipt) -> Cqe {
-    let counter = receipt.id as u16;
-    if receipt.status != WireStatus::Success {
-        let (queue, status) = (Queue::Receive, status(receipt.status));
-        let failed = Outcome::Failed { queue, status, vendor: 0, opcode: Opcode::Nop };
-        return cqe(pair, failed, counter);
+pub(super) fn received(qpc: &QpContext, receive_completion: &ReceiveCompletion) -> Cqe {
+    let counter = receive_completion.id as u16;
+    if receive_completion.status != WireStatus::Success {
+        let (queue, status) = (Queue::Receive, status(receive_completion.status));
+        let failed = CqeOutcome::Failed { queue, status, vendor: 0, opcode: Opcode::Nop };
+        return cqe(qpc, failed, counter);
     }
-    let arrival = match receipt.carried {
-        Carried::Data => Arrival::Send,
-        Carried::Imm(imm) => Arrival::SendImm(imm.to_be_bytes()),
-        Carried::Invalidated(key) => Arrival::SendInvalidate(key),
-        Carried::WriteImm(imm) => Arrival::WriteImm(imm.to_be_bytes()),
+    let recv_kind = match receive_completion.kind {
+        ReceiveKind::Data => RecvKind::Send,
+        ReceiveKind::Imm(imm) => RecvKind::SendImm(imm.to_be_bytes()),
+        ReceiveKind::Invalidated(key) => RecvKind::SendInvalidate(key),
+        ReceiveKind::WriteImm(imm) => RecvKind::WriteImm(imm.to_be_bytes()),
     };
-    let origin = pair.qp.origin(receipt.source_qp);
-    let outcome = Outcome::Received { arrival, bytes: receipt.len, origin };
-    Cqe { solicited: receipt.solicited, ..cqe(pair, outcome, counter) }
+    let origin = qpc.qp.origin(receive_completion.source_qp);
+    let outcome = CqeOutcome::Received { recv_kind, bytes: receive_completion.len, origin };
+    Cqe { solicited: receive_completion.solicited, ..cqe(qpc, outcome, counter) }
 }
 
 /// The completion of a receive that was never used.
-pub(super) fn flushed(pair: &Pair, counter: u16) -> Cqe {
+pub(super) fn flushed(qpc: &QpContext, counter: u16) -> Cqe {
     let (queue, status) = (Queue::Receive, Status::Flushed);
-    cqe(pair, Outcome::Failed { queue, status, vendor: 0, opcode: Opcode::Nop }, counter)
+    cqe(qpc, CqeOutcome::Failed { queue, status, vendor: 0, opcode: Opcode::Nop }, counter)
 }

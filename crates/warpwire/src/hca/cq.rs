@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::event::Signal;
+use super::event::EventFd;
 use super::memory::QueueMemory;
 use crate::mem::copy::store_fence;
-use crate::mlx5::{Arm, Cqe, Sent, owner_bit};
-use crate::sync::barrier;
+use crate::mlx5::{CqArm, Cqe, Sent, owner_bit};
+use crate::sync::asymmetric_fence;
 
 /// How large a completion is.
 pub const CQE_LEN: u64 = 64;
@@ -19,13 +19,13 @@ pub struct CqSpec {
     /// How many: a power of two.
     pub entries: u32,
     /// Where the record lies: the consumer's count, and how it is armed.
-    pub record: u64,
+    pub dbrec: u64,
     /// Every completion goes to the first entry.
     pub collapsed: bool,
     /// The consumer's count is not looked at: whoever polls keeps up by himself.
     pub ignore_overrun: bool,
     /// Whom to wake when it is armed.
-    pub signal: Option<Arc<Signal>>,
+    pub signal: Option<Arc<EventFd>>,
 }
 
 /// The queue is full: a completion is lost, and with it the queue.
@@ -41,13 +41,13 @@ pub(super) struct CompletionRing {
     /// How many the consumer had taken when we last looked.
     consumed: u64,
     /// The armed word that an event was given for.
-    fired: u32,
+    last_armed: u32,
     overrun: bool,
 }
 
 impl CompletionRing {
     pub(super) fn new(spec: CqSpec) -> Self {
-        Self { spec, produced: 0, consumed: 0, fired: 0, overrun: false }
+        Self { spec, produced: 0, consumed: 0, last_armed: 0, overrun: false }
     }
 
     /// How many completions were made; the number of the last one is one less.
@@ -57,7 +57,7 @@ impl CompletionRing {
 
     /// Writes a completion.
     pub(super) fn push(&mut self, cqe: &Cqe) -> Result<(), Overrun> {
-        let is_error = matches!(cqe.outcome, crate::mlx5::Outcome::Failed { .. });
+        let is_error = matches!(cqe.outcome, crate::mlx5::CqeOutcome::Failed { .. });
         self.write(cqe.solicited || is_error, |owner| cqe.encode_words(owner))
     }
 
@@ -84,7 +84,7 @@ impl CompletionRing {
         let place = if self.spec.collapsed { 0 } else { self.produced & (entries - 1) };
         // It is there as long as the memory is; when that is gone there is nobody to tell.
         let (bytes, at) = (self.spec.memory.bytes(), place * CQE_LEN);
-        if self.spec.memory.combines_stores() {
+        if self.spec.memory.is_write_combining() {
             let [body @ .., tail] = words;
             for (word, value) in (at..).step_by(8).zip(body) {
                 let _ = bytes.store_u64(word, value);
@@ -110,11 +110,11 @@ impl CompletionRing {
             return false;
         }
         // Only now is the consumer's word read: it shares its cache line with nobody else.
-        let word = self.spec.memory.bytes().load_u32(self.spec.record).unwrap_or(0);
-        let told = u64::from(Arm::consumed(word.to_ne_bytes()));
-        let ahead = told.wrapping_sub(self.consumed) & 0xff_ffff;
-        if ahead <= self.produced - self.consumed {
-            self.consumed += ahead;
+        let word = self.spec.memory.bytes().load_u32(self.spec.dbrec).unwrap_or(0);
+        let consumer_index = u64::from(CqArm::consumed(word.to_ne_bytes()));
+        let newly_consumed = consumer_index.wrapping_sub(self.consumed) & 0xff_ffff;
+        if newly_consumed <= self.produced - self.consumed {
+            self.consumed += newly_consumed;
         }
         self.produced - self.consumed >= entries
     }
@@ -124,11 +124,11 @@ impl CompletionRing {
     fn wake(&mut self, solicited: bool) {
         let Some(signal) = &self.spec.signal else { return };
         // The completion must be seen by whoever arms after this looks, or its arming by this.
-        barrier::light();
-        let word = self.spec.memory.bytes().load_u32(self.spec.record + 4).unwrap_or(0);
-        let arm = Arm::parse(word.to_ne_bytes());
-        if word != self.fired && (solicited || !arm.solicited_only) {
-            self.fired = word;
+        asymmetric_fence::light();
+        let word = self.spec.memory.bytes().load_u32(self.spec.dbrec + 4).unwrap_or(0);
+        let arm = CqArm::parse(word.to_ne_bytes());
+        if word != self.last_armed && (solicited || !arm.solicited_only) {
+            self.last_armed = word;
             signal.raise();
         }
     }

@@ -15,55 +15,57 @@ use std::time::Duration;
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    Arrived, Change, Event, Notice, Payload, Source, State, Status as WireStatus, Transmit,
+    Event, Payload, QpAttributes, QpEvent, RxPacket, Source, State, Status as WireStatus, Transmit,
 };
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 use warpwire_proto::wire::{Transport, UDP_PORT};
 
 use super::complete;
 use super::cq::CompletionRing;
-use super::direct::TURN;
-use super::event::{AsyncEvent, News};
-use super::host::{Body, View};
-use super::pair::{Pair, Receives, Took};
-use super::partner::Partners;
+use super::direct::QUANTUM;
+use super::direct_peer::DirectPeers;
+use super::doorbell_bitmap::DoorbellBitmap;
+use super::event::{AsyncEvent, AsyncEventQueue};
+use super::host::{HostView, PacketPayload};
 use super::protocol::Protocol;
-use super::ring::{NOT_THERE_YET, SharedRing};
-use super::rung::Rung;
-use super::stats::{Lost, Totals};
+use super::qpc::{QpContext, RecvSource, TakeOutcome};
+use super::ring::{SharedReceiveQueue, WQE_ARRIVAL_TIMEOUT};
+use super::stats::{DropReason, Totals};
 use crate::error::Result;
-use crate::link::{Arrival, FlowId, Frame, Link, Offer, Rest, Unread, WORTH_LENDING};
-use crate::mr::{Denied, Registry};
+use crate::link::{
+    Deferred, ExportTable, FlowId, Frame, Link, MIN_ZERO_COPY, PendingPayload, ReceivedPacket,
+};
+use crate::mr::{AccessDenied, Registry};
 use datagram::Destinations;
 
 /// How many packets a queue pair may send before another has its turn, and how many bytes.
 const BUDGET: usize = 32;
 const BUDGET_BYTES: usize = 128 << 10;
 /// As many packets in one step: the link may hold more, and timers wait for these, for at most
-/// [`MOST_POSTPONED`] steps.
-const MORE_MAY_WAIT: usize = 32;
-const MOST_POSTPONED: u32 = 16;
+/// [`MAX_POSTPONED_STEPS`] steps.
+const FULL_RX_BATCH: usize = 32;
+const MAX_POSTPONED_STEPS: u32 = 16;
 /// How soon to come back to memory that was not there.
-const COME_BACK: Duration = Duration::from_micros(20);
+const RETRY_DELAY: Duration = Duration::from_micros(20);
 
 /// Everything that a step needs.
 pub(super) struct Engine {
     pub(super) link: Box<dyn Link>,
     /// Nobody makes a next step if the program does not: what came in is answered in the same.
-    answers_at_once: bool,
+    acks_immediately: bool,
     pub(super) core: Core,
 }
 
 /// All but the link, which lends its buffers while the rest works on them.
 pub(super) struct Core {
     pub registry: Registry,
-    pub pairs: Vec<Option<Box<Pair>>>,
+    pub qpcs: Vec<Option<Box<QpContext>>>,
     /// Places that were used and are free, the one that has been free for longest first.
     free: VecDeque<u32>,
     /// How often each place has been used: part of the number, so that late packets find nobody.
     generations: Vec<u8>,
     pub cqs: Vec<Option<CompletionRing>>,
-    pub srqs: Vec<Option<SharedRing>>,
+    pub srqs: Vec<Option<SharedReceiveQueue>>,
     srq_limits: Vec<Option<u32>>,
     /// Whom datagrams may go to.
     destinations: Destinations,
@@ -73,40 +75,40 @@ pub(super) struct Core {
     /// Steps in a row in which timers were not looked at.
     postponed: u32,
     /// Those whose doorbells are rung by others than our CPU.
-    watched: Vec<u32>,
-    pub news: Arc<News>,
-    pub rung: Arc<Rung>,
+    poll_doorbell: Vec<u32>,
+    pub async_events: Arc<AsyncEventQueue>,
+    pub doorbell_bitmap: Arc<DoorbellBitmap>,
     /// Those that were rung, while they are looked at; kept for its room.
-    looked_at: Vec<u32>,
+    rung_scratch: Vec<u32>,
     /// A queue pair stands still until some completion is made.
-    held: bool,
+    blocked: bool,
     /// An entry was promised and is not there yet.
-    missing: bool,
+    wqe_missing: bool,
     /// A queue pair's turn was over before its work was.
-    goes_on: bool,
+    has_more_work: bool,
     /// What peers of this machine may reach by themselves; or why they may not.
-    pub offer: std::result::Result<Arc<Offer>, &'static str>,
+    pub export_table: std::result::Result<Arc<ExportTable>, &'static str>,
     /// Whose memory we reach by ourselves.
-    pub partners: Partners,
+    pub direct_peers: DirectPeers,
     /// A partner's connection has ended.
-    pub parted: bool,
+    pub direct_peer_lost: bool,
     /// There is one, for those who ring.
-    pub reaches: Arc<AtomicBool>,
+    pub has_direct_peers: Arc<AtomicBool>,
     /// When the last step was made.
-    pub last: Instant,
+    pub last_step: Instant,
     pub totals: Totals,
 }
 
 /// Queue pair numbers begin here: the first few mean something in InfiniBand.
-const FIRST_NUMBER: u32 = 0x10;
+const FIRST_QPN: u32 = 0x10;
 /// So many places are free before one of them is used again.
-const ENOUGH_FREE: usize = 256;
+const MIN_FREE_SLOTS: usize = 256;
 /// How many queue pairs an engine may have.
-pub(super) const MOST_PAIRS: u32 = 1 << 16;
+pub(super) const MAX_QPS: u32 = 1 << 16;
 
 /// What a step did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Progress {
+pub struct StepSummary {
     /// Packets that came in.
     pub received: usize,
     /// Packets that went out.
@@ -117,7 +119,7 @@ pub struct Progress {
     pub more: bool,
 }
 
-impl Progress {
+impl StepSummary {
     /// Whether it did nothing, and nothing is left.
     pub fn is_idle(&self) -> bool {
         self.received == 0 && self.sent == 0 && self.direct == 0 && !self.more
@@ -128,14 +130,14 @@ impl Engine {
     pub(super) fn new(
         link: Box<dyn Link>,
         registry: Registry,
-        news: Arc<News>,
-        rung: Arc<Rung>,
-        answers_at_once: bool,
-        offer: std::result::Result<Arc<Offer>, &'static str>,
+        async_events: Arc<AsyncEventQueue>,
+        doorbell_bitmap: Arc<DoorbellBitmap>,
+        acks_immediately: bool,
+        export_table: std::result::Result<Arc<ExportTable>, &'static str>,
     ) -> Self {
         let core = Core {
             registry,
-            pairs: Vec::new(),
+            qpcs: Vec::new(),
             free: VecDeque::new(),
             generations: Vec::new(),
             cqs: Vec::new(),
@@ -145,21 +147,21 @@ impl Engine {
             active: VecDeque::new(),
             timers: BinaryHeap::new(),
             postponed: 0,
-            watched: Vec::new(),
-            news,
-            rung,
-            looked_at: Vec::new(),
-            held: false,
-            missing: false,
-            goes_on: false,
-            offer,
-            partners: Partners::default(),
-            parted: false,
-            reaches: Arc::default(),
-            last: Instant::from_nanos(0),
+            poll_doorbell: Vec::new(),
+            async_events,
+            doorbell_bitmap,
+            rung_scratch: Vec::new(),
+            blocked: false,
+            wqe_missing: false,
+            has_more_work: false,
+            export_table,
+            direct_peers: DirectPeers::default(),
+            direct_peer_lost: false,
+            has_direct_peers: Arc::default(),
+            last_step: Instant::from_nanos(0),
             totals: Totals::default(),
         };
-        Self { link, answers_at_once, core }
+        Self { link, acks_immediately, core }
     }
 
     pub(super) fn link(&self) -> &dyn Link {
@@ -168,49 +170,50 @@ impl Engine {
 
     /// One step: doorbells, out, in, timers. What just came in is answered in the next: whoever waits for it sees it
     /// first, and what he has to say to it goes out together with its acknowledgement.
-    pub(super) fn step(&mut self, now: Instant) -> Result<Progress> {
-        if self.core.parted {
-            self.find_partners();
+    pub(super) fn step(&mut self, now: Instant) -> Result<StepSummary> {
+        if self.core.direct_peer_lost {
+            self.find_lost_direct_peers();
         }
         let core = &mut self.core;
-        core.last = now;
-        let (told, direct) = (core.totals.completions, core.totals.direct_operations);
-        core.look_at_doorbells(now);
+        core.last_step = now;
+        let (completions_before, direct) = (core.totals.completions, core.totals.direct_operations);
+        core.poll_doorbells(now);
         let mut sent = self.transmit(now)?;
         let core = &mut self.core;
-        let received = self.link.receive_unread(&mut |arrival| match arrival {
-            Arrival::Read(frame) => core.arrive(now, &frame, None),
-            Arrival::Unread(Unread { head, len, rest }) => {
-                core.arrive(now, &head, Some((rest, len)))
+        let received = self.link.receive_deferred(&mut |arrival| match arrival {
+            ReceivedPacket::Read(frame) => core.on_packet(now, &frame, None),
+            ReceivedPacket::Deferred(Deferred { head, len, pending_payload }) => {
+                core.on_packet(now, &head, Some((pending_payload, len)))
             }
         })?;
         // Nothing is acknowledged that is not in its place.
-        core.settle();
+        core.flush_staged();
         // Timers last: after a pause, answers that lie in the link are taken before they are called
         // missing (no spurious retransmission).
-        if received < MORE_MAY_WAIT || core.postponed == MOST_POSTPONED {
+        if received < FULL_RX_BATCH || core.postponed == MAX_POSTPONED_STEPS {
             core.postponed = 0;
             core.run_timers(now);
         } else {
             core.postponed += 1;
         }
-        if received > 0 && self.answers_at_once {
+        if received > 0 && self.acks_immediately {
             sent += self.transmit(now)?;
         }
         let core = &self.core;
         // Completions that were made since the doorbells were looked at may be what somebody waits for.
-        let held = core.held && core.totals.completions != told;
-        let more = !core.active.is_empty() || core.goes_on || held;
+        let blocked = core.blocked && core.totals.completions != completions_before;
+        let more = !core.active.is_empty() || core.has_more_work || blocked;
         let direct = (core.totals.direct_operations - direct) as usize;
-        Ok(Progress { received, sent, direct, more })
+        Ok(StepSummary { received, sent, direct, more })
     }
 
     /// When the next step is due if nothing happens.
     pub(super) fn next_deadline(&self, now: Instant) -> Instant {
         let timer = self.core.timers.peek().map_or(Instant::NEVER, |Reverse((when, _))| *when);
-        let link = self.link.wakes_in().map_or(Instant::NEVER, |wait| now + wait);
-        let missing = if self.core.missing { now + NOT_THERE_YET } else { Instant::NEVER };
-        timer.min(link).min(missing)
+        let link = self.link.poll_delay().map_or(Instant::NEVER, |wait| now + wait);
+        let wqe_missing =
+            if self.core.wqe_missing { now + WQE_ARRIVAL_TIMEOUT } else { Instant::NEVER };
+        timer.min(link).min(wqe_missing)
     }
 
     fn transmit(&mut self, now: Instant) -> Result<usize> {
@@ -221,9 +224,9 @@ impl Engine {
             let (count, outcome) = self.transmit_one(now, index);
             sent += count;
             match outcome {
-                Turn::Done => {}
-                Turn::More => self.core.requeue(index),
-                Turn::LinkFull => {
+                TxOutcome::Done => {}
+                TxOutcome::More => self.core.requeue(index),
+                TxOutcome::LinkFull => {
                     let left = self.link.flush()?;
                     self.core.requeue(index);
                     // Nobody has room; the next in the list is the first to try again, and learns of it then.
@@ -238,63 +241,64 @@ impl Engine {
         Ok(sent)
     }
 
-    fn transmit_one(&mut self, now: Instant, index: u32) -> (usize, Turn) {
-        let Core { pairs, registry, srqs, totals, .. } = &mut self.core;
-        let Some(Some(pair)) = pairs.get_mut(index as usize) else { return (0, Turn::Done) };
-        let Pair { qp: Protocol::Connected(qp), side, flow, active, .. } = &mut **pair else {
+    fn transmit_one(&mut self, now: Instant, index: u32) -> (usize, TxOutcome) {
+        let Core { qpcs, registry, srqs, totals, .. } = &mut self.core;
+        let Some(Some(qpc)) = qpcs.get_mut(index as usize) else { return (0, TxOutcome::Done) };
+        let QpContext { qp: Protocol::Connected(qp), qp_memory, flow, active, .. } = &mut **qpc
+        else {
             return self.transmit_datagrams(now, index);
         };
         let Some(flow) = *flow else {
             *active = false;
-            return (0, Turn::Done);
+            return (0, TxOutcome::Done);
         };
-        let room = qp.mtu().bytes() as usize + LONGEST_AROUND;
+        let room = qp.mtu().bytes() as usize + MAX_PACKET_OVERHEAD;
         let (mut count, mut bytes, mut packet) = (0, 0, Transmit::new());
         let turn = loop {
             if count == BUDGET || bytes >= BUDGET_BYTES {
-                break Turn::More;
+                break TxOutcome::More;
             }
-            match self.link.reserve(flow, room.min(self.link.largest())) {
+            match self.link.reserve(flow, room.min(self.link.max_packet())) {
                 Ok(_) => {}
-                Err(crate::link::Refused::Full) => {
-                    qp.held_up(now);
-                    break Turn::LinkFull;
+                Err(crate::link::ReserveError::Full) => {
+                    qp.on_link_full(now);
+                    break TxOutcome::LinkFull;
                 }
                 Err(_) => {
-                    totals.lose(Lost::NoFlow);
-                    break Turn::Done;
+                    totals.count_drop(DropReason::NoFlow);
+                    break TxOutcome::Done;
                 }
             }
-            let mut view = View { side, registry, srqs, payload: Body::NONE };
+            let mut view = HostView { qp_memory, registry, srqs, payload: PacketPayload::NONE };
             if !qp.transmit_into(now, &mut view, &mut packet) {
-                break Turn::Done;
+                break TxOutcome::Done;
             }
             let len = packet.payload.map_or(0, |payload| payload.len as usize);
             let wire_len = packet.headers.wire_len(len);
-            if len >= WORTH_LENDING
-                && lend(&mut *self.link, flow, side, registry, &packet).is_some()
+            if len >= MIN_ZERO_COPY
+                && send_zero_copy(&mut *self.link, flow, qp_memory, registry, &packet).is_some()
             {
                 count += 1;
                 bytes += wire_len;
                 continue;
             }
             let Ok(slot) = self.link.reserve(flow, wire_len) else {
-                totals.lose(Lost::TooLong);
+                totals.count_drop(DropReason::TooLong);
                 continue;
             };
             let Some(at) = packet.headers.emit(slot, len) else { continue };
             // Memory that went away since it was looked at.
             let part = &mut slot[at..at + len];
             if let Some(payload) = packet.payload
-                && let Err(denied) = gather(side, registry, payload, part)
+                && let Err(denied) = gather(qp_memory, registry, payload, part)
             {
-                totals.lose(Lost::MemoryGone);
+                totals.count_drop(DropReason::MemoryGone);
                 // Where the next look sees it too, the packet is made again then. Where a copy fails for another
                 // reason it is lost, and tries are spent on it, so that it fails in the end.
-                if denied.passes() || denied == Denied::Gone {
-                    qp.take_back(&packet);
-                    side.later = true;
-                    break Turn::Done;
+                if denied.is_transient() || denied == AccessDenied::Gone {
+                    qp.undo_transmit(&packet);
+                    qp_memory.retry_soon = true;
+                    break TxOutcome::Done;
                 }
                 continue;
             }
@@ -302,117 +306,125 @@ impl Engine {
             count += 1;
             bytes += wire_len;
         };
-        if matches!(turn, Turn::Done) {
+        if matches!(turn, TxOutcome::Done) {
             *active = false;
         }
-        if std::mem::take(&mut side.concludes) {
-            registry.conclude();
+        if std::mem::take(&mut qp_memory.resets_faults) {
+            registry.reset_fault_state();
         }
-        self.core.after(now, index);
+        self.core.post_process(now, index);
         (count, turn)
     }
 }
 
 /// How a queue pair's turn to send ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Turn {
+enum TxOutcome {
     Done,
     More,
     LinkFull,
 }
 
 /// The most that stands around a payload: a write's headers with immediate, and the ICRC. An MTU needs no pad.
-pub(super) const LONGEST_AROUND: usize = BTH_LEN + 20 + ICRC_LEN;
+pub(super) const MAX_PACKET_OVERHEAD: usize = BTH_LEN + 20 + ICRC_LEN;
 
 /// Sends a packet with its payload where that lies, if it is one piece of the host's memory, and the link can do that.
 #[inline(never)]
-fn lend(
+fn send_zero_copy(
     link: &mut dyn Link,
     flow: FlowId,
-    side: &super::pair::Side,
+    qp_memory: &super::qpc::QpMemory,
     registry: &Registry,
     packet: &Transmit,
 ) -> Option<()> {
     let Payload { from, len } = packet.payload?;
     // Held while the link works on it: the memory stays.
-    let span = side.single_span(registry, from, len)?;
+    let span = qp_memory.single_span(registry, from, len)?;
     let bytes = span.host_bytes()?;
     let slot = link.reserve(flow, packet.headers.wire_len(len as usize)).ok()?;
     let headers = packet.headers.emit(slot, len as usize)?;
-    link.commit_lent(headers, &bytes).then_some(())
+    link.commit_zero_copy(headers, &bytes).then_some(())
 }
 
 fn gather(
-    side: &mut super::pair::Side,
+    qp_memory: &mut super::qpc::QpMemory,
     registry: &Registry,
     payload: Payload,
     into: &mut [u8],
-) -> std::result::Result<(), crate::mr::Denied> {
+) -> std::result::Result<(), crate::mr::AccessDenied> {
     match payload.from {
-        Source::Work { id, offset } => side.gather(registry, id, offset, into),
+        Source::SendWr { id, offset } => qp_memory.gather(registry, id, offset, into),
         Source::Remote { at, left, request } => {
-            side.gather_for_peer(registry, at, left, request, into)
+            qp_memory.gather_read_response(registry, at, left, request, into)
         }
     }
 }
 
 impl Core {
     /// A packet came; or its beginning, and the link has the rest of it: so many bytes in all.
-    fn arrive(&mut self, now: Instant, frame: &Frame<'_>, rest: Option<(&mut dyn Rest, usize)>) {
+    fn on_packet(
+        &mut self,
+        now: Instant,
+        frame: &Frame<'_>,
+        pending_payload: Option<(&mut dyn PendingPayload, usize)>,
+    ) {
         let transport = match Transport::new_checked(frame.bytes) {
             Ok(transport) => transport,
-            Err(_) => return self.totals.lose(Lost::Malformed),
+            Err(_) => return self.totals.count_drop(DropReason::Malformed),
         };
         let number = transport.destination_qp();
-        let Some(index) = self.index_of(number) else {
-            return self.totals.lose(Lost::NoQueuePair);
+        let Some(index) = self.lookup_qpn(number) else {
+            return self.totals.count_drop(DropReason::NoQueuePair);
         };
-        let Core { pairs, registry, srqs, totals, .. } = self;
-        let Some(Some(pair)) = pairs.get_mut(index as usize) else {
-            return totals.lose(Lost::NoQueuePair);
+        let Core { qpcs, registry, srqs, totals, .. } = self;
+        let Some(Some(qpc)) = qpcs.get_mut(index as usize) else {
+            return totals.count_drop(DropReason::NoQueuePair);
         };
-        let Pair { qp: Protocol::Connected(qp), side, .. } = &mut **pair else {
-            let Some((rest, _)) = rest else {
-                return self.arrive_datagram(now, index, &transport, frame);
+        let QpContext { qp: Protocol::Connected(qp), qp_memory, .. } = &mut **qpc else {
+            let Some((pending_payload, _)) = pending_payload else {
+                return self.on_datagram(now, index, &transport, frame);
             };
             // A route goes with it, to the same place: it is read first.
-            if let Some(bytes) = rest.read() {
-                self.arrive(now, &Frame { bytes, ..*frame }, None);
+            if let Some(bytes) = pending_payload.read() {
+                self.on_packet(now, &Frame { bytes, ..*frame }, None);
             }
             return;
         };
         if !qp.path().is_some_and(|path| is_from(path.peer, frame.from)) {
-            return totals.lose(Lost::Stranger);
+            return totals.count_drop(DropReason::WrongPeer);
         }
         totals.packets_received += 1;
         let headers = transport.headers();
         let payload = transport.payload();
-        let (payload, payload_len) = match rest {
-            None => (Body::Here(payload), payload.len()),
-            Some((rest, len)) => {
+        let (payload, payload_len) = match pending_payload {
+            None => (PacketPayload::Bytes(payload), payload.len()),
+            Some((pending_payload, len)) => {
                 let unread = len.saturating_sub(frame.bytes.len());
-                (Body::Unread { rest, headers: headers.len() }, payload.len() + unread)
+                (
+                    PacketPayload::Deferred { pending_payload, headers: headers.len() },
+                    payload.len() + unread,
+                )
             }
         };
-        let arrived =
-            Arrived { headers: &headers, payload_len: payload_len as u32, marked: frame.marked };
-        let mut view = View { side, registry, srqs, payload };
+        let rx =
+            RxPacket { headers: &headers, payload_len: payload_len as u32, marked: frame.marked };
+        let mut view = HostView { qp_memory, registry, srqs, payload };
         // Counted by the queue pair itself.
-        let _ = qp.handle_packet(now, &arrived, &mut view);
+        let _ = qp.handle_packet(now, &rx, &mut view);
         self.activate(index);
-        self.after(now, index);
+        self.post_process(now, index);
     }
 
     /// What follows every call of a queue pair: completions, a place in the heap of timers.
-    fn after(&mut self, now: Instant, index: u32) {
+    fn post_process(&mut self, now: Instant, index: u32) {
         let has_events =
-            |pair: &Option<Box<Pair>>| pair.as_ref().is_some_and(|p| p.qp.has_events());
-        if self.pairs.get(index as usize).is_some_and(has_events) {
+            |qpc: &Option<Box<QpContext>>| qpc.as_ref().is_some_and(|p| p.qp.has_events());
+        if self.qpcs.get(index as usize).is_some_and(has_events) {
             self.report(now, index);
         }
-        let Core { pairs, timers, .. } = self;
-        if let Some(Some(pair)) = pairs.get_mut(index as usize) {
-            set_timer(pair, timers, now, index);
+        let Core { qpcs, timers, .. } = self;
+        if let Some(Some(qpc)) = qpcs.get_mut(index as usize) {
+            set_timer(qpc, timers, now, index);
         }
     }
 
@@ -421,50 +433,56 @@ impl Core {
     fn report(&mut self, now: Instant, index: u32) {
         let mut freed = false;
         // Data before the completion that tells of it.
-        let lost = !self.settle();
-        if let Some(Some(pair)) = self.pairs.get(index as usize)
-            && pair.qp.state() == State::Err
-            && !pair.failed
+        let staging_failed = !self.flush_staged();
+        if let Some(Some(qpc)) = self.qpcs.get(index as usize)
+            && qpc.qp.state() == State::Err
+            && !qpc.failed
         {
-            self.registry.conclude();
+            self.registry.reset_fault_state();
         }
         loop {
-            let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
-            let Some(event) = pair.qp.poll_event() else { break };
+            let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
+            let Some(event) = qpc.qp.poll_event() else { break };
             match event {
                 Event::Sent(mut completion) => {
                     freed = true;
-                    if lost && pair.side.staged.get() && completion.status == WireStatus::Success {
+                    if staging_failed
+                        && qpc.qp_memory.staged.get()
+                        && completion.status == WireStatus::Success
+                    {
                         completion.status = WireStatus::LocalProtection;
                     }
-                    let cqe = complete::sent(pair, &completion);
-                    let cqn = pair.send_cq;
+                    let cqe = complete::sent(qpc, &completion);
+                    let cqn = qpc.send_cq;
                     if let Some(cqe) = cqe {
                         self.push(cqn, &cqe);
                     }
                 }
-                Event::Received(mut receipt) => {
-                    if lost && pair.side.staged.get() && receipt.status == WireStatus::Success {
-                        receipt.status = WireStatus::LocalAccess;
+                Event::Received(mut receive_completion) => {
+                    if staging_failed
+                        && qpc.qp_memory.staged.get()
+                        && receive_completion.status == WireStatus::Success
+                    {
+                        receive_completion.status = WireStatus::LocalAccess;
                     }
-                    pair.side.end_receive(receipt.id);
-                    let cqe = complete::received(pair, &receipt);
-                    let cqn = pair.receive_cq;
-                    let shared = match pair.side.receives {
-                        Receives::Shared(srqn) => Some(srqn),
-                        Receives::Own(_) => None,
+                    qpc.qp_memory.end_receive(receive_completion.id);
+                    let cqe = complete::received(qpc, &receive_completion);
+                    let cqn = qpc.receive_cq;
+                    let shared = match qpc.qp_memory.receives {
+                        RecvSource::Srq(srqn) => Some(srqn),
+                        RecvSource::Rq(_) => None,
                     };
                     self.push(cqn, &cqe);
                     if let Some(srqn) = shared {
                         self.check_limit(srqn);
                     }
                 }
-                Event::Notice(notice) => self.tell(index, notice),
+                Event::Async(qp_event) => self.publish(index, qp_event),
             }
         }
-        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
-        if pair.qp.state() == State::Err {
-            pair.tell(self.offer.as_ref().ok());
+        let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
+        if qpc.qp.state() == State::Err {
+            qpc.publish(self.export_table.as_ref().ok());
             self.flush_receives(index);
         }
         // Room in the state machine: more of the send queue fits.
@@ -473,14 +491,14 @@ impl Core {
         }
     }
 
-    fn tell(&self, index: u32, notice: Notice) {
-        let qpn = self.number_of(index);
-        self.news.tell(match notice {
-            Notice::Established => AsyncEvent::Established { qpn },
-            Notice::Drained => AsyncEvent::Drained { qpn },
-            Notice::RequestError => AsyncEvent::RequestError { qpn },
-            Notice::AccessError => AsyncEvent::AccessError { qpn },
-            Notice::Fatal => AsyncEvent::Fatal { qpn },
+    fn publish(&self, index: u32, qp_event: QpEvent) {
+        let qpn = self.qpn_of(index);
+        self.async_events.publish(match qp_event {
+            QpEvent::Established => AsyncEvent::Established { qpn },
+            QpEvent::Drained => AsyncEvent::Drained { qpn },
+            QpEvent::RequestError => AsyncEvent::RequestError { qpn },
+            QpEvent::AccessError => AsyncEvent::AccessError { qpn },
+            QpEvent::Fatal => AsyncEvent::Fatal { qpn },
         });
     }
 
@@ -490,38 +508,38 @@ impl Core {
         // Data before the completion that tells of it, also where stores are combined.
         self.registry.publish_all();
         if cq.push(cqe).is_err() {
-            self.lose_cq(cqn);
+            self.fail_cq(cqn);
         }
     }
 
     /// The same, of a write into mapped host memory, whose stores nothing holds back.
     #[inline]
-    pub(super) fn push_at_once(&mut self, cqn: u32, sent: &crate::mlx5::Sent) {
+    pub(super) fn push_fast(&mut self, cqn: u32, sent: &crate::mlx5::Sent) {
         let Some(Some(cq)) = self.cqs.get_mut(cqn as usize) else { return };
         self.totals.completions += 1;
         if cq.push_sent(sent).is_err() {
-            self.lose_cq(cqn);
+            self.fail_cq(cqn);
         }
     }
 
     #[cold]
-    fn lose_cq(&mut self, cqn: u32) {
-        self.news.tell(AsyncEvent::CqOverrun { cqn });
+    fn fail_cq(&mut self, cqn: u32) {
+        self.async_events.publish(AsyncEvent::CqOverrun { cqn });
         self.fail_users_of(cqn);
     }
 
     /// Waits for data that goes through pinned memory. What a device lost on the way must not be acknowledged.
     #[inline]
-    fn settle(&mut self) -> bool {
-        self.registry.settle() || self.fail_staged()
+    fn flush_staged(&mut self) -> bool {
+        self.registry.flush_staged() || self.fail_staged()
     }
 
     #[cold]
     fn fail_staged(&mut self) -> bool {
-        for (index, pair) in self.pairs.iter_mut().enumerate() {
-            let Some(pair) = pair.as_mut().filter(|pair| pair.side.staged.get()) else { continue };
-            let _ = pair.qp.modify(&Change::to(State::Err));
-            self.rung.ring(index as u32);
+        for (index, qpc) in self.qpcs.iter_mut().enumerate() {
+            let Some(qpc) = qpc.as_mut().filter(|qpc| qpc.qp_memory.staged.get()) else { continue };
+            let _ = qpc.qp.modify(&QpAttributes::new(State::Err));
+            self.doorbell_bitmap.ring(index as u32);
         }
         false
     }
@@ -529,12 +547,12 @@ impl Core {
     /// A completion queue is lost: so are the queue pairs that use it.
     #[cold]
     fn fail_users_of(&mut self, cqn: u32) {
-        for (index, pair) in self.pairs.iter_mut().enumerate() {
-            let Some(pair) = pair else { continue };
-            if pair.send_cq == cqn || pair.receive_cq == cqn {
-                let _ = pair.qp.modify(&Change::to(State::Err));
+        for (index, qpc) in self.qpcs.iter_mut().enumerate() {
+            let Some(qpc) = qpc else { continue };
+            if qpc.send_cq == cqn || qpc.receive_cq == cqn {
+                let _ = qpc.qp.modify(&QpAttributes::new(State::Err));
                 // What it has to say is said when it is looked at next.
-                self.rung.ring(index as u32);
+                self.doorbell_bitmap.ring(index as u32);
             }
         }
     }
@@ -543,19 +561,19 @@ impl Core {
     #[cold]
     fn flush_receives(&mut self, index: u32) {
         loop {
-            let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
-            let first = !std::mem::replace(&mut pair.failed, true);
-            match &mut pair.side.receives {
-                Receives::Own(ring) => {
+            let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
+            let first = !std::mem::replace(&mut qpc.failed, true);
+            match &mut qpc.qp_memory.receives {
+                RecvSource::Rq(ring) => {
                     let Some(taken) = ring.take() else { return };
-                    let cqe = complete::flushed(pair, taken.counter);
-                    let cqn = pair.receive_cq;
+                    let cqe = complete::flushed(qpc, taken.counter);
+                    let cqn = qpc.receive_cq;
                     self.push(cqn, &cqe);
                 }
-                Receives::Shared(_) => {
+                RecvSource::Srq(_) => {
                     if first {
-                        let qpn = self.number_of(index);
-                        self.news.tell(AsyncEvent::LastReceiveReached { qpn });
+                        let qpn = self.qpn_of(index);
+                        self.async_events.publish(AsyncEvent::LastReceiveReached { qpn });
                     }
                     return;
                 }
@@ -568,42 +586,44 @@ impl Core {
         let Some(place) = self.srq_limits.get_mut(srqn as usize) else { return };
         if place.is_some_and(|limit| srq.waiting() < limit) {
             *place = None; // once, then it must be set again
-            self.news.tell(AsyncEvent::LimitReached { srqn });
+            self.async_events.publish(AsyncEvent::LimitReached { srqn });
         }
     }
 
-    fn look_at_doorbells(&mut self, now: Instant) {
+    fn poll_doorbells(&mut self, now: Instant) {
         // Set again by those who still are, as each of them rings for itself.
-        (self.held, self.missing, self.goes_on) = (false, false, false);
-        let mut looked_at = std::mem::take(&mut self.looked_at);
-        self.rung.take(|index| looked_at.push(index));
-        for index in looked_at.drain(..) {
-            self.look_at(now, index);
+        (self.blocked, self.wqe_missing, self.has_more_work) = (false, false, false);
+        let mut rung_scratch = std::mem::take(&mut self.rung_scratch);
+        self.doorbell_bitmap.take(|index| rung_scratch.push(index));
+        for index in rung_scratch.drain(..) {
+            self.service_qp(now, index);
         }
-        self.looked_at = looked_at;
-        for at in 0..self.watched.len() {
-            let index = self.watched[at];
-            self.look_at(now, index);
+        self.rung_scratch = rung_scratch;
+        for at in 0..self.poll_doorbell.len() {
+            let index = self.poll_doorbell[at];
+            self.service_qp(now, index);
         }
     }
 
     /// Whether a doorbell that is watched has been rung: told without a step.
-    pub(super) fn is_rung(&mut self) -> bool {
-        let Self { watched, pairs, .. } = self;
-        watched.iter().any(|index| match pairs.get_mut(*index as usize) {
-            Some(Some(pair)) => pair.side.ring.look(),
+    pub(super) fn any_doorbell_rung(&mut self) -> bool {
+        let Self { poll_doorbell, qpcs, .. } = self;
+        poll_doorbell.iter().any(|index| match qpcs.get_mut(*index as usize) {
+            Some(Some(qpc)) => qpc.qp_memory.ring.refresh(),
             _ => false,
         })
     }
 
-    pub(super) fn look_at(&mut self, now: Instant, index: u32) {
-        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
-        let waits = pair.wait.is_some() || pair.side.ring.is_waiting() || pair.reach.held.is_some();
-        if pair.side.ring.look() || waits {
+    pub(super) fn service_qp(&mut self, now: Instant, index: u32) {
+        let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
+        let is_blocked = qpc.wait.is_some()
+            || qpc.qp_memory.ring.is_wqe_missing()
+            || qpc.direct.blocked.is_some();
+        if qpc.qp_memory.ring.refresh() || is_blocked {
             self.take_work(now, index);
         }
-        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
-        if pair.qp.state() == State::Err {
+        let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
+        if qpc.qp.state() == State::Err {
             // Whatever is posted now comes back at once.
             self.report(now, index);
         }
@@ -611,35 +631,36 @@ impl Core {
 
     /// Posts what lies in the send queue.
     fn take_work(&mut self, now: Instant, index: u32) {
-        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
-        if !matches!(pair.qp.state(), State::Rts | State::Sqd | State::Sqe | State::Err) {
+        let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
+        if !matches!(qpc.qp.state(), State::Rts | State::Sqd | State::Sqe | State::Err) {
             return;
         }
-        let (mut turn, before) = (TURN, pair.qp.outstanding());
-        let took = loop {
-            let Core { pairs, cqs, registry, partners, totals, .. } = &mut *self;
-            let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
+        let (mut turn, before) = (QUANTUM, qpc.qp.outstanding());
+        let outcome = loop {
+            let Core { qpcs, cqs, registry, direct_peers, totals, .. } = &mut *self;
+            let Some(Some(qpc)) = qpcs.get_mut(index as usize) else { return };
             let produced = |cqn| cqs.get(cqn as usize)?.as_ref().map(CompletionRing::produced);
-            match pair.take_work(now, registry, produced, partners, &mut turn) {
-                Took::Direct(work) => self.complete_direct(index, &work),
-                Took::Packets(why) => {
-                    totals.went_by_packets(why);
-                    self.look_for_partner(index);
+            match qpc.take_work(now, registry, produced, direct_peers, &mut turn) {
+                TakeOutcome::Direct(work) => self.complete_direct(index, &work),
+                TakeOutcome::Packets(why) => {
+                    totals.count_indirect(why);
+                    self.check_direct_peer(index);
                 }
-                took @ (Took::All | Took::Turn) => break took,
+                outcome @ (TakeOutcome::All | TakeOutcome::BudgetSpent) => break outcome,
             }
         };
-        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
-        let (held, missing) = (pair.wait.is_some(), pair.side.ring.is_waiting());
-        let (more, begun) = (took == Took::Turn, pair.qp.outstanding() != before);
-        self.held |= held;
-        self.missing |= missing;
-        self.goes_on |= more;
-        if held || missing || more {
+        let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
+        let (blocked, wqe_missing) = (qpc.wait.is_some(), qpc.qp_memory.ring.is_wqe_missing());
+        let (more, posted_any) =
+            (outcome == TakeOutcome::BudgetSpent, qpc.qp.outstanding() != before);
+        self.blocked |= blocked;
+        self.wqe_missing |= wqe_missing;
+        self.has_more_work |= more;
+        if blocked || wqe_missing || more {
             // Nobody rings for that: look again at the next step.
-            self.rung.ring(index);
+            self.doorbell_bitmap.ring(index);
         }
-        if begun {
+        if posted_any {
             self.activate(index);
         }
     }
@@ -650,59 +671,59 @@ impl Core {
                 return;
             }
             self.timers.pop();
-            let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { continue };
-            if pair.timer > when {
+            let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { continue };
+            if qpc.timer > when {
                 continue; // it was set anew since
             }
-            pair.timer = Instant::NEVER;
-            pair.qp.handle_timeout(now);
+            qpc.timer = Instant::NEVER;
+            qpc.qp.handle_timeout(now);
             self.activate(index);
-            self.after(now, index);
+            self.post_process(now, index);
         }
     }
 
     pub(super) fn activate(&mut self, index: u32) {
-        let Some(Some(pair)) = self.pairs.get_mut(index as usize) else { return };
-        if !std::mem::replace(&mut pair.active, true) {
+        let Some(Some(qpc)) = self.qpcs.get_mut(index as usize) else { return };
+        if !std::mem::replace(&mut qpc.active, true) {
             self.active.push_back(index);
         }
     }
 
     /// Puts one that had its turn and is not done at the end of the list.
     fn requeue(&mut self, index: u32) {
-        if self.pairs.get(index as usize).is_some_and(Option::is_some) {
+        if self.qpcs.get(index as usize).is_some_and(Option::is_some) {
             self.active.push_back(index);
         }
     }
 
     /// A place for a queue pair. One that was used before comes last, and only when several are free: its number
     /// comes again after it has had 256 queue pairs, and late packets must not find one of them.
-    fn free_place(&mut self) -> Option<u32> {
-        let made = self.pairs.len();
-        let is_full = made as u32 >= MOST_PAIRS - FIRST_NUMBER;
-        if self.free.len() >= ENOUGH_FREE || is_full {
+    fn alloc_slot(&mut self) -> Option<u32> {
+        let made = self.qpcs.len();
+        let is_full = made as u32 >= MAX_QPS - FIRST_QPN;
+        if self.free.len() >= MIN_FREE_SLOTS || is_full {
             return self.free.pop_front();
         }
-        self.pairs.push(None);
+        self.qpcs.push(None);
         Some(made as u32)
     }
 
-    fn index_of(&self, number: u32) -> Option<u32> {
-        let index = (number & (MOST_PAIRS - 1)).checked_sub(FIRST_NUMBER)?;
+    fn lookup_qpn(&self, number: u32) -> Option<u32> {
+        let index = (number & (MAX_QPS - 1)).checked_sub(FIRST_QPN)?;
         let generation = *self.generations.get(index as usize)?;
         (u32::from(generation) == number >> 16).then_some(index)
     }
 
-    pub(super) fn number_of(&self, index: u32) -> u32 {
+    pub(super) fn qpn_of(&self, index: u32) -> u32 {
         let generation = self.generations.get(index as usize).copied().unwrap_or(0);
-        u32::from(generation) << 16 | (index + FIRST_NUMBER)
+        u32::from(generation) << 16 | (index + FIRST_QPN)
     }
 }
 
 /// The place of the queue pair with that number; any number gives one.
 #[inline]
-pub(super) fn place_of(number: u32) -> u32 {
-    (number & (MOST_PAIRS - 1)).wrapping_sub(FIRST_NUMBER)
+pub(super) fn qpn_to_index(number: u32) -> u32 {
+    (number & (MAX_QPS - 1)).wrapping_sub(FIRST_QPN)
 }
 
 /// Whether a packet from `from` is the peer's. Port 4791 is everybody's: those who listen there (NICs, and Linux's
@@ -714,17 +735,17 @@ fn is_from(peer: SocketAddr, from: SocketAddr) -> bool {
 
 /// Puts a queue pair into the heap if it wants to be woken earlier than it would be.
 fn set_timer(
-    pair: &mut Pair,
+    qpc: &mut QpContext,
     timers: &mut BinaryHeap<Reverse<(Instant, u32)>>,
     now: Instant,
     index: u32,
 ) {
-    let mut deadline = pair.qp.poll_timeout(now);
-    if std::mem::take(&mut pair.side.later) {
-        deadline = deadline.min(now + COME_BACK);
+    let mut deadline = qpc.qp.poll_timeout(now);
+    if std::mem::take(&mut qpc.qp_memory.retry_soon) {
+        deadline = deadline.min(now + RETRY_DELAY);
     }
-    if deadline < pair.timer {
-        pair.timer = deadline;
+    if deadline < qpc.timer {
+        qpc.timer = deadline;
         timers.push(Reverse((deadline, index)));
     }
 }

@@ -15,21 +15,21 @@ pub use crate::work::AsyncEvent;
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpwire::hca::Signal;
-/// let signal = Signal::new()?;
+/// use warpwire::hca::EventFd;
+/// let signal = EventFd::new()?;
 /// assert!(!signal.wait(Duration::ZERO)?);
 /// signal.raise();
 /// assert!(signal.wait(Duration::ZERO)? && signal.take() && !signal.take());
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct Signal {
+pub struct EventFd {
     fd: OwnedFd,
     /// Raised already: another system call would say nothing new.
     raised: AtomicBool,
 }
 
-impl Signal {
+impl EventFd {
     /// One that is not raised.
     pub fn new() -> Result<Self> {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -66,12 +66,12 @@ impl Signal {
     }
 
     /// Waits until that is readable; tells whether it is.
-    pub(crate) fn wait_for(what: &impl AsFd, timeout: Duration) -> Result<bool> {
+    pub(crate) fn wait_readable(what: &impl AsFd, timeout: Duration) -> Result<bool> {
         wait_any(&[what.as_fd()], timeout)
     }
 }
 
-impl AsFd for Signal {
+impl AsFd for EventFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
@@ -97,32 +97,32 @@ pub(super) fn wait_any(fds: &[BorrowedFd<'_>], timeout: Duration) -> Result<bool
 
 /// News that wait to be taken. The oldest give way when nobody takes them.
 #[derive(Debug)]
-pub(super) struct News {
-    waiting: Mutex<VecDeque<AsyncEvent>>,
-    pub(super) signal: Signal,
+pub(super) struct AsyncEventQueue {
+    pending: Mutex<VecDeque<AsyncEvent>>,
+    pub(super) signal: EventFd,
 }
 
-impl News {
-    const MOST: usize = 4096;
+impl AsyncEventQueue {
+    const MAX_PENDING: usize = 4096;
 
     pub(super) fn new() -> Result<Self> {
-        Ok(Self { waiting: Mutex::new(VecDeque::with_capacity(64)), signal: Signal::new()? })
+        Ok(Self { pending: Mutex::new(VecDeque::with_capacity(64)), signal: EventFd::new()? })
     }
 
     #[cold]
-    pub(super) fn tell(&self, event: AsyncEvent) {
-        let mut waiting = self.waiting.lock();
-        if waiting.len() == Self::MOST {
-            waiting.pop_front();
+    pub(super) fn publish(&self, event: AsyncEvent) {
+        let mut pending = self.pending.lock();
+        if pending.len() == Self::MAX_PENDING {
+            pending.pop_front();
         }
-        waiting.push_back(event);
+        pending.push_back(event);
         self.signal.raise();
     }
 
     pub(super) fn take(&self) -> Option<AsyncEvent> {
-        let mut waiting = self.waiting.lock();
-        let event = waiting.pop_front();
-        if waiting.is_empty() {
+        let mut pending = self.pending.lock();
+        let event = pending.pop_front();
+        if pending.is_empty() {
             self.signal.take();
         }
         event

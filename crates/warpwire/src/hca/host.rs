@@ -1,101 +1,109 @@
 //! The engine as the protocol's host: keys, ranges and receives of one queue pair while a packet is handled.
 
-use warpwire_proto::qp::{self, Host, Receive, Remote, Source, Target, Verdict};
+use warpwire_proto::qp::{self, Host, HostStatus, Receive, Remote, Source, Target};
 
-use super::pair::{Side, from_wire};
-use super::ring::SharedRing;
-use crate::link::Rest;
-use crate::mr::{Access, Denied, Registry};
+use super::qpc::{QpMemory, from_wire};
+use super::ring::SharedReceiveQueue;
+use crate::link::PendingPayload;
+use crate::mr::{Access, AccessDenied, Registry};
 
 /// What a queue pair sees of the engine.
-pub(super) struct View<'a> {
-    pub side: &'a mut Side,
+pub(super) struct HostView<'a> {
+    pub qp_memory: &'a mut QpMemory,
     pub registry: &'a Registry,
-    pub srqs: &'a mut [Option<SharedRing>],
+    pub srqs: &'a mut [Option<SharedReceiveQueue>],
     /// The payload of the packet at hand.
-    pub payload: Body<'a>,
+    pub payload: PacketPayload<'a>,
 }
 
 /// A packet's payload.
-pub(super) enum Body<'a> {
-    Here(&'a [u8]),
+pub(super) enum PacketPayload<'a> {
+    Bytes(&'a [u8]),
     /// The link has it still, behind so many bytes of headers.
-    Unread {
-        rest: &'a mut dyn Rest,
+    Deferred {
+        pending_payload: &'a mut dyn PendingPayload,
         headers: usize,
     },
 }
 
-impl Body<'_> {
+impl PacketPayload<'_> {
     /// That of packets that have none, or have it yet to be fetched.
-    pub(super) const NONE: Self = Self::Here(&[]);
+    pub(super) const NONE: Self = Self::Bytes(&[]);
 }
 
-impl View<'_> {
-    pub(super) fn verdict(&mut self, outcome: Result<(), Denied>) -> Verdict {
+impl HostView<'_> {
+    pub(super) fn verdict(&mut self, outcome: Result<(), AccessDenied>) -> HostStatus {
         match outcome {
-            Ok(()) => Verdict::Yes,
-            Err(denied) if denied.passes() => {
-                self.side.later = true;
-                Verdict::NotNow
+            Ok(()) => HostStatus::Ready,
+            Err(denied) if denied.is_transient() => {
+                self.qp_memory.retry_soon = true;
+                HostStatus::Retry
             }
             Err(denied) => {
-                self.side.denied = Some(denied);
-                Verdict::Refused
+                self.qp_memory.denied = Some(denied);
+                HostStatus::Denied
             }
         }
     }
 
-    fn resolve(&self, need: Access, at: Remote, len: u32) -> Result<(), Denied> {
-        let found = self.registry.resolve(at.key, self.side.pd, need, at.address, u64::from(len));
+    fn resolve(&self, need: Access, at: Remote, len: u32) -> Result<(), AccessDenied> {
+        let found =
+            self.registry.resolve(at.key, self.qp_memory.pd, need, at.address, u64::from(len));
         found.map(drop)
     }
 
     #[inline]
-    fn put(&self, to: Target, payload: &[u8]) -> Result<(), Denied> {
+    fn put(&self, to: Target, payload: &[u8]) -> Result<(), AccessDenied> {
         match to {
             Target::Remote(at) => {
-                let (pd, need, len) = (self.side.pd, Access::REMOTE_WRITE, payload.len() as u64);
+                let (pd, need, len) =
+                    (self.qp_memory.pd, Access::REMOTE_WRITE, payload.len() as u64);
                 let span = self.registry.resolve(at.key, pd, need, at.address, len)?;
-                self.side.put(&span, payload)
+                self.qp_memory.put(&span, payload)
             }
             Target::Receive { id, offset } => {
-                self.side.place_received(self.registry, id, offset, payload)
+                self.qp_memory.scatter_received(self.registry, id, offset, payload)
             }
             Target::Response { id, offset } => {
-                self.side.scatter(self.registry, id, offset, payload)
+                self.qp_memory.scatter(self.registry, id, offset, payload)
             }
             // Datagrams come to queue pairs of another sort.
-            Target::Route { .. } => Err(Denied::Range),
+            Target::Grh { .. } => Err(AccessDenied::Range),
         }
     }
 
     /// Lets the link put the payload where it belongs, if that is one piece of the host's memory; else it is copied there, as others are.
     #[inline(never)]
-    fn place_unread(&mut self, to: Target, len: u32) -> Verdict {
-        let payload = std::mem::replace(&mut self.payload, Body::NONE);
-        let Body::Unread { rest, headers } = payload else { return Verdict::Refused };
+    fn place_deferred(&mut self, to: Target, len: u32) -> HostStatus {
+        let payload = std::mem::replace(&mut self.payload, PacketPayload::NONE);
+        let PacketPayload::Deferred { pending_payload, headers } = payload else {
+            return HostStatus::Denied;
+        };
         // Held while the link works on it: the memory stays.
-        let span = self.side.target_span(self.registry, to, len);
+        let span = self.qp_memory.target_span(self.registry, to, len);
         if let Some(bytes) = span.as_ref().and_then(|span| span.host_bytes()) {
             // What was not right is as if it had not come; but the protocol has begun with it.
-            return if rest.read_into(headers, &bytes) { Verdict::Yes } else { Verdict::NotNow };
+            return if pending_payload.read_into(headers, &bytes) {
+                HostStatus::Ready
+            } else {
+                HostStatus::Retry
+            };
         }
         drop(span);
-        let Some(packet) = rest.read() else { return Verdict::NotNow };
+        let Some(packet) = pending_payload.read() else { return HostStatus::Retry };
         let end = headers + len as usize;
-        let outcome = packet.get(headers..end).ok_or(Denied::Range);
+        let outcome = packet.get(headers..end).ok_or(AccessDenied::Range);
         let outcome = outcome.and_then(|payload| self.put(to, payload));
         self.verdict(outcome)
     }
 }
 
-impl Host for View<'_> {
+impl Host for HostView<'_> {
     fn take_receive(&mut self) -> Option<Receive> {
-        self.side.take_receive(self.srqs)
+        self.qp_memory.take_receive(self.srqs)
     }
 
-    fn may_access(&mut self, access: qp::Access, at: Remote, len: u32) -> Verdict {
+    fn may_access(&mut self, access: qp::Access, at: Remote, len: u32) -> HostStatus {
         let need = match access {
             qp::Access::REMOTE_WRITE => Access::REMOTE_WRITE,
             qp::Access::REMOTE_READ => Access::REMOTE_READ,
@@ -105,15 +113,17 @@ impl Host for View<'_> {
         self.verdict(outcome)
     }
 
-    fn place(&mut self, to: Target, len: u32) -> Verdict {
-        let Body::Here(payload) = self.payload else { return self.place_unread(to, len) };
-        let Some(payload) = payload.get(..len as usize) else { return Verdict::Refused };
+    fn place(&mut self, to: Target, len: u32) -> HostStatus {
+        let PacketPayload::Bytes(payload) = self.payload else {
+            return self.place_deferred(to, len);
+        };
+        let Some(payload) = payload.get(..len as usize) else { return HostStatus::Denied };
         let outcome = self.put(to, payload);
         self.verdict(outcome)
     }
 
-    fn execute(&mut self, at: Remote, atomic: qp::Atomic) -> Result<u64, Verdict> {
-        let (pd, need) = (self.side.pd, Access::REMOTE_ATOMIC);
+    fn execute(&mut self, at: Remote, atomic: qp::Atomic) -> Result<u64, HostStatus> {
+        let (pd, need) = (self.qp_memory.pd, Access::REMOTE_ATOMIC);
         let len = u64::from(atomic.len());
         let outcome = self
             .registry
@@ -122,27 +132,30 @@ impl Host for View<'_> {
         outcome.map_err(|denied| self.verdict(Err(denied)))
     }
 
-    fn invalidate(&mut self, key: u32) -> Verdict {
-        let outcome = self.registry.invalidate(key, self.side.pd);
+    fn invalidate(&mut self, key: u32) -> HostStatus {
+        let outcome = self.registry.invalidate(key, self.qp_memory.pd);
         self.verdict(outcome)
     }
 
-    fn store_result(&mut self, id: u64, value: u64) -> Verdict {
+    fn store_result(&mut self, id: u64, value: u64) -> HostStatus {
         // A word of four bytes arrives big-endian, as ConnectX's does; one of eight in the host's order.
-        let outcome = match self.side.underway(id).len {
-            4 => self.side.scatter(self.registry, id, 0, &(value as u32).to_be_bytes()),
-            _ => self.side.scatter(self.registry, id, 0, &value.to_ne_bytes()),
+        let outcome = match self.qp_memory.wr_state(id).len {
+            4 => self.qp_memory.scatter(self.registry, id, 0, &(value as u32).to_be_bytes()),
+            _ => self.qp_memory.scatter(self.registry, id, 0, &value.to_ne_bytes()),
         };
         self.verdict(outcome)
     }
 
-    fn fetch(&mut self, from: Source, len: u32, _: usize) -> Verdict {
+    fn fetch(&mut self, from: Source, len: u32, _: usize) -> HostStatus {
         let outcome = match from {
-            Source::Work { id, offset } => self.side.may_gather(self.registry, id, offset, len),
+            Source::SendWr { id, offset } => {
+                self.qp_memory.check_gather(self.registry, id, offset, len)
+            }
             Source::Remote { at, .. } => {
                 let found = self.resolve(Access::REMOTE_READ, at, len);
                 // The peer may be told so without a failure of this side, if it had asked before.
-                self.side.concludes |= found.as_ref().is_err_and(|denied| *denied == Denied::Gone);
+                self.qp_memory.resets_faults |=
+                    found.as_ref().is_err_and(|denied| *denied == AccessDenied::Gone);
                 found
             }
         };

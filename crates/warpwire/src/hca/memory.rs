@@ -24,18 +24,18 @@ use crate::mr::HostMemory;
 /// ```
 #[derive(Clone)]
 pub struct QueueMemory {
-    place: Arc<Place>,
+    backing: Arc<Backing>,
     /// Where the CPU finds it, for as long as the place is there; posting and polling look nowhere else.
     base: NonNull<u8>,
     len: usize,
     /// Whether stores are combined and kept, so that those that follow may overtake them: a window does that.
-    combines_stores: bool,
+    is_write_combining: bool,
 }
 
-enum Place {
-    Nothing,
+enum Backing {
+    Empty,
     /// A part of other memory.
-    Part(QueueMemory, u64),
+    Slice(QueueMemory, u64),
     /// What a driver has mapped.
     Mapped(#[allow(dead_code)] Arc<dyn Any + Send + Sync>), // kept, not looked at
     Host(HostMemory),
@@ -51,47 +51,47 @@ unsafe impl Sync for QueueMemory {}
 impl fmt::Debug for QueueMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { base, len, .. } = self;
-        match &*self.place {
-            Place::Nothing => f.write_str("Nothing"),
-            Place::Part(whole, offset) => write!(f, "{len} bytes at {offset} of {whole:?}"),
-            Place::Mapped(_) => write!(f, "Mapped({len} bytes at {base:p})"),
-            Place::Host(memory) => write!(f, "{memory:?}"),
-            Place::Pinned(memory) => write!(f, "{memory:?}"),
-            Place::Window(window) => write!(f, "{window:?}"),
+        match &*self.backing {
+            Backing::Empty => f.write_str("Nothing"),
+            Backing::Slice(whole, offset) => write!(f, "{len} bytes at {offset} of {whole:?}"),
+            Backing::Mapped(_) => write!(f, "Mapped({len} bytes at {base:p})"),
+            Backing::Host(memory) => write!(f, "{memory:?}"),
+            Backing::Pinned(memory) => write!(f, "{memory:?}"),
+            Backing::Window(window) => write!(f, "{window:?}"),
         }
     }
 }
 
 impl QueueMemory {
     /// Memory whose bytes are there as long as the place is.
-    fn new(place: Place, bytes: (NonNull<u8>, usize), combines_stores: bool) -> Self {
+    fn new(backing: Backing, bytes: (NonNull<u8>, usize), is_write_combining: bool) -> Self {
         let (base, len) = bytes;
-        Self { place: Arc::new(place), base, len, combines_stores }
+        Self { backing: Arc::new(backing), base, len, is_write_combining }
     }
 
     /// Ordinary host memory.
     pub fn host(len: u64) -> Result<Self> {
         let memory = HostMemory::new(len)?;
-        let found = found(memory.bytes());
-        Ok(Self::new(Place::Host(memory), found, false))
+        let raw_parts = raw_parts(memory.bytes());
+        Ok(Self::new(Backing::Host(memory), raw_parts, false))
     }
 
     /// Pinned host memory that a device reaches as well; the allocation must be of that kind.
     pub fn pinned(memory: Allocation) -> Result<Self> {
-        let found = found(memory.host_bytes()?);
-        Ok(Self::new(Place::Pinned(memory), found, false))
+        let raw_parts = raw_parts(memory.host_bytes()?);
+        Ok(Self::new(Backing::Pinned(memory), raw_parts, false))
     }
 
     /// Device memory, through the CPU's window onto it.
     pub fn window(window: Window) -> Self {
-        let found = found(window.bytes());
-        Self::new(Place::Window(window), found, true)
+        let raw_parts = raw_parts(window.bytes());
+        Self::new(Backing::Window(window), raw_parts, true)
     }
 
     /// A part of it.
-    pub(crate) fn part(&self, offset: u64, len: u64) -> Self {
-        let found = found(self.bytes().part_or_empty(offset, len));
-        Self::new(Place::Part(self.clone(), offset), found, self.combines_stores)
+    pub(crate) fn slice(&self, offset: u64, len: u64) -> Self {
+        let raw_parts = raw_parts(self.bytes().slice_or_empty(offset, len));
+        Self::new(Backing::Slice(self.clone(), offset), raw_parts, self.is_write_combining)
     }
 
     /// Memory that a driver has mapped.
@@ -103,12 +103,12 @@ impl QueueMemory {
         len: u64,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Self {
-        Self::new(Place::Mapped(owner), (base, len as usize), false)
+        Self::new(Backing::Mapped(owner), (base, len as usize), false)
     }
 
     /// No memory at all: every access is out of range.
-    pub(crate) fn nothing() -> Self {
-        Self::new(Place::Nothing, found(SharedBytes::empty()), false)
+    pub(crate) fn no_memory() -> Self {
+        Self::new(Backing::Empty, raw_parts(SharedBytes::empty()), false)
     }
 
     /// The bytes, as the CPU sees them.
@@ -121,32 +121,32 @@ impl QueueMemory {
 
     /// Whether stores are combined and kept, so that those that follow may overtake them.
     #[inline]
-    pub(super) fn combines_stores(&self) -> bool {
-        self.combines_stores
+    pub(super) fn is_write_combining(&self) -> bool {
+        self.is_write_combining
     }
 
     /// Puts what was stored on its way, where stores are combined and kept; elsewhere it is there already.
     #[inline]
-    pub(crate) fn send_off(&self) {
-        if self.combines_stores() {
+    pub(crate) fn flush_stores(&self) {
+        if self.is_write_combining() {
             crate::mem::copy::store_fence();
         }
     }
 
     /// Where a device finds it, if one does.
     pub fn device_address(&self) -> Option<DeviceAddr> {
-        match &*self.place {
-            Place::Nothing | Place::Mapped(_) | Place::Host(_) => None,
-            Place::Part(whole, offset) => {
+        match &*self.backing {
+            Backing::Empty | Backing::Mapped(_) | Backing::Host(_) => None,
+            Backing::Slice(whole, offset) => {
                 whole.device_address().map(|at| DeviceAddr::new(at.raw() + offset))
             }
-            Place::Pinned(memory) => Some(memory.address()),
-            Place::Window(window) => Some(window.address()),
+            Backing::Pinned(memory) => Some(memory.address()),
+            Backing::Window(window) => Some(window.address()),
         }
     }
 }
 
 /// Where a view lies, for those who keep its memory alive.
-fn found(bytes: SharedBytes<'_>) -> (NonNull<u8>, usize) {
+fn raw_parts(bytes: SharedBytes<'_>) -> (NonNull<u8>, usize) {
     (bytes.base(), bytes.len() as usize)
 }

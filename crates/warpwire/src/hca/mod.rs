@@ -10,8 +10,8 @@
 //! | [`Hca`] | the device: engine, registry, queues by number |
 //! | [`QpSpec`], [`CqSpec`], [`SrqSpec`] | what queues are made of: memory and where things lie in it |
 //! | [`QueueMemory`] | host, pinned or device memory for them |
-//! | [`Drive`] | who runs the engine |
-//! | [`Signal`], [`AsyncEvent`] | how sleepers are woken, and what befalls queues beside completions |
+//! | [`ProgressMode`] | who runs the engine |
+//! | [`EventFd`], [`AsyncEvent`] | how sleepers are woken, and what befalls queues beside completions |
 //! | [`Stats`] | what it has counted |
 //! | [`publish`] | the same, for other processes to see |
 //!
@@ -26,21 +26,21 @@
 //! Who polls a completion queue makes steps himself ([`Hca::poll`]), so that no thread stands in between; a guard
 //! steps in when nobody polls.
 
-mod ahead;
 mod complete;
 mod cq;
 mod direct;
-mod drive;
+mod direct_peer;
+mod doorbell_bitmap;
 mod engine;
 mod event;
 mod host;
 mod memory;
-mod pair;
-mod partner;
+mod progress_mode;
 mod protocol;
 pub mod publish;
+mod qpc;
+mod read_ahead;
 mod ring;
-mod rung;
 mod stats;
 
 use std::fmt;
@@ -50,33 +50,33 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant as Clock};
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::{self, Change, State};
+use warpwire_proto::qp::{self, QpAttributes, State};
 
 pub use cq::{CQE_LEN, CqSpec};
-pub use direct::{Aim, AtOnce, Express};
-pub use drive::Drive;
-pub use engine::Progress;
-pub use event::{AsyncEvent, Signal};
+pub use direct::{FastPath, FastWrite, PrefetchHint};
+pub use engine::StepSummary;
+pub use event::{AsyncEvent, EventFd};
 pub use memory::QueueMemory;
-pub use pair::QpSpec;
-pub use ring::Layout;
-pub use stats::{Direct, Indirect, Lost, Stats, Sum};
+pub use progress_mode::ProgressMode;
+pub use qpc::QpSpec;
+pub use ring::QpLayout;
+pub use stats::{DirectStats, DropReason, IndirectReason, QpTotals, Stats};
 
 use crate::error::{Error, Kind, Result};
 use crate::link::{self, Link};
 use crate::mr::Registry;
-use crate::sync::Biased;
-use drive::Sleeper;
+use crate::sync::BiasedMutex;
+use doorbell_bitmap::DoorbellBitmap;
 use engine::Engine;
-use event::News;
-use ring::{LONGEST_RECEIVE, SharedRing};
-use rung::Rung;
+use event::AsyncEventQueue;
+use progress_mode::Waker;
+use ring::{MAX_RECV_WQE_LEN, SharedReceiveQueue};
 
 /// How a software HCA is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct HcaOptions {
     /// Who drives it.
-    pub drive: Drive,
+    pub progress_mode: ProgressMode,
     /// Whether peers of this machine may map registered memory and work in it without packets, and this device in
     /// theirs. Links that wrap others switch it off by themselves.
     pub direct: bool,
@@ -84,7 +84,7 @@ pub struct HcaOptions {
 
 impl Default for HcaOptions {
     fn default() -> Self {
-        Self { drive: Drive::default(), direct: true }
+        Self { progress_mode: ProgressMode::default(), direct: true }
     }
 }
 
@@ -98,27 +98,27 @@ pub struct SrqSpec {
     /// How long each is: a power of two.
     pub stride: u32,
     /// Where the word lies that counts what was posted.
-    pub record: u64,
+    pub dbrec: u64,
 }
 
 /// A software HCA. Clones are the same one; it ends with the last.
 #[derive(Clone)]
-pub struct Hca(Arc<Shared>);
+pub struct Hca(Arc<HcaInner>);
 
-struct Shared {
-    engine: Biased<Engine>,
+struct HcaInner {
+    engine: BiasedMutex<Engine>,
     registry: Registry,
-    news: Arc<News>,
-    rung: Arc<Rung>,
-    sleeper: Arc<Sleeper>,
+    async_events: Arc<AsyncEventQueue>,
+    doorbell_bitmap: Arc<DoorbellBitmap>,
+    waker: Arc<Waker>,
     start: Clock,
-    path: link::Path,
-    largest: usize,
-    watches: std::sync::atomic::AtomicU32,
+    path: link::LinkPath,
+    max_packet: usize,
+    polled_doorbells: std::sync::atomic::AtomicU32,
     /// Some queue pair has a peer whose memory it may reach by itself.
-    reaches: Arc<AtomicBool>,
+    has_direct_peers: Arc<AtomicBool>,
     has_thread: bool,
-    drive: Drive,
+    progress_mode: ProgressMode,
 }
 
 impl fmt::Debug for Hca {
@@ -127,36 +127,36 @@ impl fmt::Debug for Hca {
     }
 }
 
-impl Drop for Shared {
+impl Drop for HcaInner {
     fn drop(&mut self) {
-        self.sleeper.stop();
+        self.waker.stop();
         self.engine.get_mut().end();
     }
 }
 
-impl Shared {
+impl HcaInner {
     fn now(&self) -> Instant {
         Instant::from_nanos(self.start.elapsed().as_nanos() as u64)
     }
 
-    fn step(&self) -> Result<Progress> {
+    fn step(&self) -> Result<StepSummary> {
         let mut engine = self.engine.lock();
         engine.core.totals.steps += 1;
         engine.step(self.now())
     }
 
     /// How long the engine may sleep.
-    fn time_to_sleep(&self, watching: Duration, longest: Duration) -> Duration {
+    fn sleep_duration(&self, polling_limit: Duration, limit: Duration) -> Duration {
         let mut engine = self.engine.lock();
-        engine.core.partners.sweep();
+        engine.core.direct_peers.sweep();
         // Asking arms links that signal only on request.
         let _ = engine.link().wait_fd();
         let now = self.now();
-        let longest = match self.watches.load(Ordering::Relaxed) {
-            0 => longest,
-            _ => watching,
+        let limit = match self.polled_doorbells.load(Ordering::Relaxed) {
+            0 => limit,
+            _ => polling_limit,
         };
-        (engine.next_deadline(now) - now).min(longest)
+        (engine.next_deadline(now) - now).min(limit)
     }
 }
 
@@ -168,49 +168,55 @@ impl Hca {
         Ok(Self(shared))
     }
 
-    fn start(mut link: impl Link + 'static, options: HcaOptions) -> Result<Arc<Shared>> {
+    fn start(mut link: impl Link + 'static, options: HcaOptions) -> Result<Arc<HcaInner>> {
         let registry = Registry::new();
-        let offer = match options.direct {
-            true => offer(&mut link, &registry),
+        let export_table = match options.direct {
+            true => export_table(&mut link, &registry),
             false => Err("switched off"),
         };
-        let (mut path, largest) = (link.path(), link.largest());
-        path.why += &match &offer {
+        let (mut path, max_packet) = (link.path(), link.max_packet());
+        path.why += &match &export_table {
             Ok(_) => "; direct where peers and we can map each other's memory".to_owned(),
             Err(why) => format!("; packets only: {why}"),
         };
-        let news = Arc::new(News::new()?);
-        let rung = Arc::new(Rung::new());
-        let alone = options.drive == Drive::Inline;
-        let engine =
-            Engine::new(Box::new(link), registry.clone(), news.clone(), rung.clone(), alone, offer);
-        let reaches = engine.core.reaches.clone();
-        let shared = Arc::new(Shared {
-            engine: match options.drive {
-                Drive::Thread { .. } => Biased::unowned(engine),
-                Drive::Guarded | Drive::Inline => Biased::new(engine),
+        let async_events = Arc::new(AsyncEventQueue::new()?);
+        let doorbell_bitmap = Arc::new(DoorbellBitmap::new());
+        let manual_progress = options.progress_mode == ProgressMode::Manual;
+        let engine = Engine::new(
+            Box::new(link),
+            registry.clone(),
+            async_events.clone(),
+            doorbell_bitmap.clone(),
+            manual_progress,
+            export_table,
+        );
+        let has_direct_peers = engine.core.has_direct_peers.clone();
+        let shared = Arc::new(HcaInner {
+            engine: match options.progress_mode {
+                ProgressMode::Thread { .. } => BiasedMutex::unbiased(engine),
+                ProgressMode::Auto | ProgressMode::Manual => BiasedMutex::new(engine),
             },
             registry,
-            news,
-            rung,
-            sleeper: Arc::new(Sleeper::new()?),
+            async_events,
+            doorbell_bitmap,
+            waker: Arc::new(Waker::new()?),
             start: Clock::now(),
             path,
-            largest,
-            watches: 0.into(),
-            reaches,
-            has_thread: options.drive != Drive::Inline,
-            drive: options.drive,
+            max_packet,
+            polled_doorbells: 0.into(),
+            has_direct_peers,
+            has_thread: options.progress_mode != ProgressMode::Manual,
+            progress_mode: options.progress_mode,
         });
-        drive::start(&shared, options.drive)?;
+        progress_mode::start(&shared, options.progress_mode)?;
         Ok(shared)
     }
 
     /// A device that is on no network, which nobody drives and nobody is told of.
-    pub(crate) fn idle() -> Result<Self> {
-        let nowhere = SocketAddr::from(([0, 0, 0, 0], 0));
-        let link = link::Hub::new().endpoint(nowhere)?;
-        let options = HcaOptions { drive: Drive::Inline, direct: false };
+    pub(crate) fn placeholder() -> Result<Self> {
+        let unspecified = SocketAddr::from(([0, 0, 0, 0], 0));
+        let link = link::Hub::new().endpoint(unspecified)?;
+        let options = HcaOptions { progress_mode: ProgressMode::Manual, direct: false };
         Ok(Self(Self::start(link, options)?))
     }
 
@@ -220,13 +226,13 @@ impl Hca {
     }
 
     /// The link that it uses, and why.
-    pub fn path(&self) -> &link::Path {
+    pub fn path(&self) -> &link::LinkPath {
         &self.0.path
     }
 
     /// The most payload that a packet on its link has room for.
-    pub fn largest_payload(&self) -> usize {
-        self.0.largest.saturating_sub(engine::LONGEST_AROUND)
+    pub fn max_payload(&self) -> usize {
+        self.0.max_packet.saturating_sub(engine::MAX_PACKET_OVERHEAD)
     }
 
     /// Whether both are one device.
@@ -235,13 +241,13 @@ impl Hca {
     }
 
     /// Whether a thread works on when nobody polls: then a program may sleep until it is woken.
-    pub fn wakes_sleepers(&self) -> bool {
+    pub fn supports_blocking_wait(&self) -> bool {
         self.0.has_thread
     }
 
     /// Who drives it.
-    pub fn drive(&self) -> Drive {
-        self.0.drive
+    pub fn progress_mode(&self) -> ProgressMode {
+        self.0.progress_mode
     }
 
     /// Makes a step, unless somebody else is making one.
@@ -249,25 +255,25 @@ impl Hca {
     /// # Errors
     /// If the link is beyond repair.
     #[inline]
-    pub fn poll(&self) -> Result<Progress> {
-        let steps = &self.0.sleeper.inline_steps;
+    pub fn poll(&self) -> Result<StepSummary> {
+        let steps = &self.0.waker.poller_steps;
         let Some(mut engine) = self.0.engine.try_lock() else {
             steps.fetch_add(1, Ordering::Relaxed);
-            return Ok(Progress::default());
+            return Ok(StepSummary::default());
         };
         // A change is all that anybody looks for: one that is lost to those who did not get in is no loss.
         steps.store(steps.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
         engine.core.totals.steps += 1;
         let progress = engine.step(self.0.now());
-        self.0.sleeper.stepped();
+        self.0.waker.on_poller_step();
         progress
     }
 
     /// Makes a completion queue; returns its number.
     pub fn create_cq(&self, spec: CqSpec) -> Result<u32> {
-        must_be_power_of_two(spec.entries, "completion queue entries")?;
-        must_hold(&spec.memory, u64::from(spec.entries) * CQE_LEN, "the completion queue")?;
-        must_hold(&spec.memory, spec.record.saturating_add(8), "the completion queue's record")?;
+        check_power_of_two(spec.entries, "completion queue entries")?;
+        check_fits(&spec.memory, u64::from(spec.entries) * CQE_LEN, "the completion queue")?;
+        check_fits(&spec.memory, spec.dbrec.saturating_add(8), "the completion queue's record")?;
         self.0.engine.lock().add_cq(spec)
     }
 
@@ -280,12 +286,12 @@ impl Hca {
 
     /// Makes a shared receive queue; returns its number.
     pub fn create_srq(&self, spec: SrqSpec) -> Result<u32> {
-        must_be_power_of_two(spec.entries, "shared receive queue entries")?;
-        check_stride(spec.stride, 32, LONGEST_RECEIVE as u32 * 2)?;
+        check_power_of_two(spec.entries, "shared receive queue entries")?;
+        check_stride(spec.stride, 32, MAX_RECV_WQE_LEN as u32 * 2)?;
         let bytes = u64::from(spec.entries) * u64::from(spec.stride);
-        must_hold(&spec.memory, bytes, "the shared receive queue")?;
-        must_hold(&spec.memory, spec.record.saturating_add(4), "its record")?;
-        let ring = SharedRing::new(spec.memory, spec.record, spec.entries, spec.stride);
+        check_fits(&spec.memory, bytes, "the shared receive queue")?;
+        check_fits(&spec.memory, spec.dbrec.saturating_add(4), "its record")?;
+        let ring = SharedReceiveQueue::new(spec.memory, spec.dbrec, spec.entries, spec.stride);
         self.0.engine.lock().add_srq(ring)
     }
 
@@ -303,36 +309,35 @@ impl Hca {
 
     /// Makes a queue pair, in `RESET`; returns its number.
     pub fn create_qp(&self, spec: QpSpec) -> Result<u32> {
-        must_be_power_of_two(spec.send_blocks, "send queue blocks")?;
-        if spec.send_blocks > crate::mlx5::MOST_BLOCKS {
-            return Err(wrong("send queue blocks", "32768 at most"));
+        check_power_of_two(spec.send_wqebbs, "send queue blocks")?;
+        if spec.send_wqebbs > crate::mlx5::MAX_SEND_WQEBBS {
+            return Err(invalid("send queue blocks", "32768 at most"));
         }
-        let Layout { receive, send, record, doorbell } = spec.layout;
-        let send_end = send.saturating_add(u64::from(spec.send_blocks) * 64);
-        must_hold(&spec.memory, send_end, "the send queue")?;
-        must_hold(&spec.memory, record.saturating_add(8), "the doorbell record")?;
-        must_hold(&spec.memory, doorbell.saturating_add(264), "the doorbell")?;
-        if record % 8 != 0 || doorbell % 8 != 0 {
-            return Err(wrong("the doorbell and its record", "aligned to 8 bytes"));
+        let QpLayout { receive, send, dbrec, doorbell } = spec.layout;
+        let send_end = send.saturating_add(u64::from(spec.send_wqebbs) * 64);
+        check_fits(&spec.memory, send_end, "the send queue")?;
+        check_fits(&spec.memory, dbrec.saturating_add(8), "the doorbell record")?;
+        check_fits(&spec.memory, doorbell.saturating_add(264), "the doorbell")?;
+        if dbrec % 8 != 0 || doorbell % 8 != 0 {
+            return Err(invalid("the doorbell and its record", "aligned to 8 bytes"));
         }
         if spec.srq.is_none() {
-            must_be_power_of_two(spec.receive_entries, "receive queue entries")?;
-            check_stride(spec.receive_stride, 16, LONGEST_RECEIVE as u32)?;
+            check_power_of_two(spec.receive_entries, "receive queue entries")?;
+            check_stride(spec.receive_stride, 16, MAX_RECV_WQE_LEN as u32)?;
             let bytes = u64::from(spec.receive_entries) * u64::from(spec.receive_stride);
-            must_hold(&spec.memory, receive.saturating_add(bytes), "the receive queue")?;
+            check_fits(&spec.memory, receive.saturating_add(bytes), "the receive queue")?;
         }
         if let Some(mtu) = spec.datagrams
-            && mtu.bytes() as usize > self.largest_payload()
+            && mtu.bytes() as usize > self.max_payload()
         {
-            let most =
-                format!("at most {}, which is what the link carries", self.largest_payload());
-            return Err(wrong("the length of datagrams", &most));
+            let max = format!("at most {}, which is what the link carries", self.max_payload());
+            return Err(invalid("the length of datagrams", &max));
         }
-        let watched = spec.watched;
-        let number = self.0.engine.lock().add_pair(spec)?;
-        if watched {
-            self.0.watches.fetch_add(1, Ordering::Relaxed);
-            self.0.sleeper.wake();
+        let poll_doorbell = spec.poll_doorbell;
+        let number = self.0.engine.lock().add_qp(spec)?;
+        if poll_doorbell {
+            self.0.polled_doorbells.fetch_add(1, Ordering::Relaxed);
+            self.0.waker.wake();
         }
         Ok(number)
     }
@@ -354,93 +359,97 @@ impl Hca {
     /// Ends a queue pair: nothing of it is sent, received or completed any more when this returns.
     pub fn destroy_qp(&self, qpn: u32) {
         let mut engine = self.0.engine.lock();
-        if engine.pair(qpn).is_ok_and(|pair| pair.watched) {
-            self.0.watches.fetch_sub(1, Ordering::Relaxed);
+        if engine.qpc(qpn).is_ok_and(|qpc| qpc.poll_doorbell) {
+            self.0.polled_doorbells.fetch_sub(1, Ordering::Relaxed);
         }
-        engine.remove_pair(qpn);
+        engine.remove_qp(qpn);
     }
 
     /// Takes a queue pair a step further, or changes its attributes; what is refused changes nothing.
-    pub fn modify_qp(&self, qpn: u32, change: &Change) -> Result<()> {
+    pub fn modify_qp(&self, qpn: u32, change: &QpAttributes) -> Result<()> {
         let now = self.0.now();
         self.0.engine.lock().modify(qpn, change, now)?;
-        self.0.sleeper.wake();
+        self.0.waker.wake();
         Ok(())
     }
 
     /// The state of a queue pair.
     pub fn qp_state(&self, qpn: u32) -> Result<State> {
-        Ok(self.0.engine.lock().pair(qpn)?.qp.state())
+        Ok(self.0.engine.lock().qpc(qpn)?.qp.state())
     }
 
     /// What a queue pair has counted.
     pub fn qp_stats(&self, qpn: u32) -> Result<qp::Stats> {
-        Ok(*self.0.engine.lock().pair(qpn)?.qp.stats())
+        Ok(*self.0.engine.lock().qpc(qpn)?.qp.stats())
     }
 
     /// Why the last key or range of a queue pair was denied, if one was.
-    pub fn qp_denied(&self, qpn: u32) -> Option<crate::mr::Denied> {
-        self.0.engine.lock().pair(qpn).ok()?.side.denied
+    pub fn qp_denied(&self, qpn: u32) -> Option<crate::mr::AccessDenied> {
+        self.0.engine.lock().qpc(qpn).ok()?.qp_memory.denied
     }
 
     /// A way to have writes done here and now that a peer's memory takes without packets, as if they had been posted and
     /// their doorbell rung: only if there is such a peer, and nobody else makes a step.
     #[inline]
-    pub fn express(&self, qpn: u32) -> Option<Express<'_>> {
-        if !self.0.reaches.load(Ordering::Relaxed) {
+    pub fn fast_path(&self, qpn: u32) -> Option<FastPath<'_>> {
+        if !self.0.has_direct_peers.load(Ordering::Relaxed) {
             return None;
         }
         let engine = self.0.engine.try_lock()?;
-        Some(Express { engine, index: engine::place_of(qpn), left: direct::TURN })
+        Some(FastPath { engine, index: engine::qpn_to_index(qpn), budget: direct::QUANTUM })
     }
 
     /// To be called by who is about to sleep until something completes: whoever drives the engine otherwise does so at once.
-    pub fn hand_over(&self) {
-        self.0.sleeper.call();
+    pub fn wake_fallback(&self) {
+        self.0.waker.wake_fallback();
     }
 
     /// Tells the engine that a doorbell was rung. Rings that nobody tells of are seen only on queue pairs that are
     /// [watched](QpSpec::watched).
     #[inline]
     pub fn ring(&self, qpn: u32) {
-        let index = engine::place_of(qpn);
+        let index = engine::qpn_to_index(qpn);
         // Where a peer's memory is mapped, most work can be done here and now, if nobody else makes a step. What is left from
         // the last time is done with it: a queue that is never empty takes no writes at once, though they cost much less.
-        let turns = if self.0.reaches.load(Ordering::Relaxed) { direct::MOST_TURNS } else { 0 };
+        let turns = if self.0.has_direct_peers.load(Ordering::Relaxed) {
+            direct::MAX_POSTER_QUANTA
+        } else {
+            0
+        };
         for _ in 0..turns {
-            match self.0.engine.try_lock().map(|mut engine| engine.core.do_at_once(index)) {
-                Some(direct::Left::Nothing) => return,
-                Some(direct::Left::ForTurns) => {}
-                Some(direct::Left::ForSteps) | None => break,
+            match self.0.engine.try_lock().map(|mut engine| engine.core.execute_posted(index)) {
+                Some(direct::Remaining::Nothing) => return,
+                Some(direct::Remaining::MoreQuanta) => {}
+                Some(direct::Remaining::NeedsEngine) | None => break,
             }
         }
-        self.0.rung.ring(index);
-        self.0.sleeper.wake();
+        self.0.doorbell_bitmap.ring(index);
+        self.0.waker.wake();
     }
 
     /// The oldest news that nobody has taken.
     pub fn next_event(&self) -> Option<AsyncEvent> {
-        self.0.news.take()
+        self.0.async_events.take()
     }
 
     /// Raised while there is news.
-    pub fn events(&self) -> &Signal {
-        &self.0.news.signal
+    pub fn events(&self) -> &EventFd {
+        &self.0.async_events.signal
     }
 
     /// What it has counted.
     pub fn stats(&self) -> Stats {
         let engine = self.0.engine.lock();
-        let mut stats = Stats::of(&engine.core.totals, engine.pairs().map(|pair| pair.qp.stats()));
-        if let Ok(offer) = &engine.core.offer {
-            [stats.direct.by_peers, stats.direct.bytes_by_peers] = offer.visits();
+        let mut stats = Stats::of(&engine.core.totals, engine.qpcs().map(|qpc| qpc.qp.stats()));
+        if let Ok(export_table) = &engine.core.export_table {
+            [stats.direct.by_peers, stats.direct.bytes_by_peers] = export_table.access_counts();
         }
         stats
     }
 
     /// Which way a queue pair's work takes, and why: its link, and whether it needs packets.
-    pub fn qp_path(&self, qpn: u32) -> Result<link::Path> {
-        self.0.engine.lock().pair_path(qpn)
+    pub fn qp_path(&self, qpn: u32) -> Result<link::LinkPath> {
+        self.0.engine.lock().qp_path(qpn)
     }
 
     /// What its link has counted.
@@ -450,36 +459,37 @@ impl Hca {
 }
 
 /// Offers registered memory to peers, if the link can; or says why it cannot.
-fn offer(
+fn export_table(
     link: &mut impl Link,
     registry: &Registry,
-) -> std::result::Result<Arc<link::Offer>, &'static str> {
+) -> std::result::Result<Arc<link::ExportTable>, &'static str> {
     let files = registry.clone();
-    let offer = link::Offer::new(Box::new(move |key| files.file_of(key))).map_err(|why| {
-        tracing::debug!(%why, "peers need packets");
-        "this process has no memory for the table of what peers may reach"
-    })?;
-    link.offer(&offer)?;
-    registry.watch(Arc::new(direct::Grants(Arc::downgrade(&offer))));
-    Ok(offer)
+    let export_table = link::ExportTable::new(Box::new(move |key| files.file_for_key(key)))
+        .map_err(|why| {
+            tracing::debug!(%why, "peers need packets");
+            "this process has no memory for the table of what peers may reach"
+        })?;
+    link.install_exports(&export_table)?;
+    registry.observer(Arc::new(direct::ExportPublisher(Arc::downgrade(&export_table))));
+    Ok(export_table)
 }
 
-fn wrong(what: &str, must_be: &str) -> Error {
+fn invalid(what: &str, must_be: &str) -> Error {
     Error::new(Kind::InvalidArgument, "make a queue").why(format!("{what} must be {must_be}"))
 }
 
-fn must_be_power_of_two(count: u32, what: &str) -> Result<()> {
-    if count.is_power_of_two() { Ok(()) } else { Err(wrong(what, "a power of two")) }
+fn check_power_of_two(count: u32, what: &str) -> Result<()> {
+    if count.is_power_of_two() { Ok(()) } else { Err(invalid(what, "a power of two")) }
 }
 
-fn check_stride(stride: u32, least: u32, most: u32) -> Result<()> {
-    if stride.is_power_of_two() && (least..=most).contains(&stride) {
+fn check_stride(stride: u32, min: u32, max: u32) -> Result<()> {
+    if stride.is_power_of_two() && (min..=max).contains(&stride) {
         return Ok(());
     }
-    Err(wrong("the length of an entry", &format!("a power of two from {least} to {most}")))
+    Err(invalid("the length of an entry", &format!("a power of two from {min} to {max}")))
 }
 
-fn must_hold(memory: &QueueMemory, end: u64, what: &str) -> Result<()> {
+fn check_fits(memory: &QueueMemory, end: u64, what: &str) -> Result<()> {
     if end <= memory.bytes().len() {
         return Ok(());
     }

@@ -4,12 +4,12 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use warpwire_proto::Instant;
 use warpwire_proto::qp::{
-    self, Change, Completion, Datagram, Event, GLOBAL_ROUTE_LEN, Host, Mtu, Op, PostError, Qp,
-    Receive, Remote, Service, Source, State, Target, Ud, Verdict, Work,
+    self, Datagram, Event, GRH_LEN, Host, HostStatus, Mtu, PostError, Qp, QpAttributes, Receive,
+    Remote, SendCompletion, SendWr, Service, Source, State, Target, Ud, WrOp,
 };
 use warpwire_proto::wire::ip::{ECN_MARKED, IpRepr, UDP_LEN, mapped};
 
-use super::host::View;
+use super::host::HostView;
 use crate::link::Frame;
 use crate::mlx5::{AddressVector, Origin};
 
@@ -96,7 +96,7 @@ impl Protocol {
         either!(ref self, one => one.outstanding())
     }
 
-    pub(super) fn modify(&mut self, change: &Change) -> Result<(), qp::Refused> {
+    pub(super) fn modify(&mut self, change: &QpAttributes) -> Result<(), qp::ModifyError> {
         either!(self, one => one.modify(change))
     }
 
@@ -129,7 +129,7 @@ impl Protocol {
     #[inline]
     pub(super) fn post(
         &mut self,
-        work: Work,
+        work: SendWr,
         to: impl FnOnce() -> Option<AddressVector>,
     ) -> Result<(), PostError> {
         match self {
@@ -152,14 +152,14 @@ impl Protocol {
 }
 
 impl Datagrams {
-    fn post(&mut self, work: Work, to: Option<AddressVector>) -> Result<(), PostError> {
-        let Work { id, op, len, signaled, solicited, .. } = work;
-        let local = |status| Completion { id, status, signaled };
+    fn post(&mut self, work: SendWr, to: Option<AddressVector>) -> Result<(), PostError> {
+        let SendWr { id, op, len, signaled, solicited, .. } = work;
+        let local = |status| SendCompletion { id, status, signaled };
         let (to, imm) = match (op, to) {
-            (Op::Send, Some(to)) => (to, None),
-            (Op::SendImm(imm), Some(to)) => (to, Some(imm)),
-            (Op::Local, _) => return self.ud.post_local(local(qp::Status::Success)),
-            (Op::Bad(status), _) => return self.ud.post_local(local(status)),
+            (WrOp::Send, Some(to)) => (to, None),
+            (WrOp::SendImm(imm), Some(to)) => (to, Some(imm)),
+            (WrOp::Local, _) => return self.ud.post_local(local(qp::Status::Success)),
+            (WrOp::Bad(status), _) => return self.ud.post_local(local(status)),
             _ => return self.ud.post_local(local(qp::Status::LocalOperation)),
         };
         let AddressVector { qpn: destination, qkey, .. } = to;
@@ -172,53 +172,53 @@ impl Datagrams {
 }
 
 /// The engine as a datagram queue pair sees it: its memory and its receives, and who sent the packet at hand.
-pub(super) struct DatagramView<'a> {
-    pub view: View<'a>,
+pub(super) struct DatagramHostView<'a> {
+    pub view: HostView<'a>,
     pub frame: Option<&'a Frame<'a>>,
 }
 
-impl Host for DatagramView<'_> {
+impl Host for DatagramHostView<'_> {
     fn take_receive(&mut self) -> Option<Receive> {
         self.view.take_receive()
     }
 
-    fn place(&mut self, to: Target, len: u32) -> Verdict {
-        let (Target::Route { id }, Some(frame)) = (to, self.frame) else {
+    fn place(&mut self, to: Target, len: u32) -> HostStatus {
+        let (Target::Grh { id }, Some(frame)) = (to, self.frame) else {
             return self.view.place(to, len);
         };
-        let route = route(frame);
-        let View { side, registry, .. } = &self.view;
-        let outcome = side.place_received(registry, id, 0, &route);
+        let grh = grh(frame);
+        let HostView { qp_memory, registry, .. } = &self.view;
+        let outcome = qp_memory.scatter_received(registry, id, 0, &grh);
         self.view.verdict(outcome)
     }
 
-    fn fetch(&mut self, from: Source, len: u32, headers_len: usize) -> Verdict {
+    fn fetch(&mut self, from: Source, len: u32, headers_len: usize) -> HostStatus {
         self.view.fetch(from, len, headers_len)
     }
 
     // What needs a connection is never asked for.
 
-    fn may_access(&mut self, _: qp::Access, _: Remote, _: u32) -> Verdict {
-        Verdict::Refused
+    fn may_access(&mut self, _: qp::Access, _: Remote, _: u32) -> HostStatus {
+        HostStatus::Denied
     }
 
-    fn execute(&mut self, _: Remote, _: qp::Atomic) -> Result<u64, Verdict> {
-        Err(Verdict::Refused)
+    fn execute(&mut self, _: Remote, _: qp::Atomic) -> Result<u64, HostStatus> {
+        Err(HostStatus::Denied)
     }
 
-    fn invalidate(&mut self, _: u32) -> Verdict {
-        Verdict::Refused
+    fn invalidate(&mut self, _: u32) -> HostStatus {
+        HostStatus::Denied
     }
 
-    fn store_result(&mut self, _: u64, _: u64) -> Verdict {
-        Verdict::Refused
+    fn store_result(&mut self, _: u64, _: u64) -> HostStatus {
+        HostStatus::Denied
     }
 }
 
 /// The 40 bytes that stand before a datagram: the IPv6 header that it came with, or 20 zeros and its IPv4 header. Its
 /// hop limit and traffic class are not told by a socket: they say what a sender on this network would have set.
-fn route(frame: &Frame<'_>) -> [u8; GLOBAL_ROUTE_LEN as usize] {
-    let mut route = [0; GLOBAL_ROUTE_LEN as usize];
+fn grh(frame: &Frame<'_>) -> [u8; GRH_LEN as usize] {
+    let mut grh = [0; GRH_LEN as usize];
     let header = IpRepr {
         source: frame.from.ip(),
         destination: frame.to.ip(),
@@ -231,6 +231,6 @@ fn route(frame: &Frame<'_>) -> [u8; GLOBAL_ROUTE_LEN as usize] {
         (IpAddr::V4(_), IpAddr::V4(_)) => 20,
         _ => 0,
     };
-    header.emit(&mut route[at..]);
-    route
+    header.emit(&mut grh[at..]);
+    grh
 }

@@ -2,15 +2,15 @@
 //!
 //! The first device that is opened starts a thread, which sleeps in `accept` on the abstract Unix socket
 //! `warpwire-stat-PID`; nothing is counted, copied or written for its sake until somebody connects. It answers with
-//! one line of JSON, a [`Published`], and hangs up. Only the same user and root are answered. `WARPWIRE_STAT=0` turns
+//! one line of JSON, a [`ProcessStats`], and hangs up. Only the same user and root are answered. `WARPWIRE_STAT=0` turns
 //! it off.
 //!
 //! ```
 //! use warpwire::hca::{Hca, HcaOptions, publish};
 //! use warpwire::link::Hub;
 //! let hca = Hca::open(Hub::new().endpoint("10.0.0.1:4791".parse().unwrap())?, HcaOptions::default())?;
-//! let told = publish::ask(std::process::id())?;
-//! assert_eq!(told.devices[0].queue_pairs, 0);
+//! let report = publish::query(std::process::id())?;
+//! assert_eq!(report.devices[0].queue_pairs, 0);
 //! # Ok::<(), warpwire::Error>(())
 //! ```
 
@@ -24,22 +24,22 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
-use super::{Hca, Shared, Sum};
+use super::{Hca, HcaInner, QpTotals};
 use crate::error::{Error, Kind, Result};
 
 /// What the names of sockets begin with.
 const PREFIX: &str = "warpwire-stat-";
 /// The variable that turns it off.
-const VARIABLE: &str = "WARPWIRE_STAT";
+const ENV_VAR: &str = "WARPWIRE_STAT";
 /// The version of the line.
 const VERSION: u32 = 1;
 /// A process that works answers within this.
-const PATIENCE: Duration = Duration::from_secs(2);
-const LONGEST: u64 = 16 << 20;
+const TIMEOUT: Duration = Duration::from_secs(2);
+const MAX_REPLY_LEN: u64 = 16 << 20;
 
 /// What a process tells of itself.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Published {
+pub struct ProcessStats {
     /// The version of this.
     pub warpwire: u32,
     /// The process.
@@ -47,12 +47,12 @@ pub struct Published {
     /// Its program's name.
     pub program: String,
     /// Its devices, in the order in which they were opened.
-    pub devices: Vec<Device>,
+    pub devices: Vec<DeviceStats>,
 }
 
 /// What a device has counted since it was opened.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Device {
+pub struct DeviceStats {
     /// Which of the process's devices: it keeps its number when others are closed.
     pub number: u64,
     /// Its link, and why that one.
@@ -62,10 +62,10 @@ pub struct Device {
     /// How many queue pairs it has.
     pub queue_pairs: usize,
     /// What they have counted, those that are gone too.
-    pub pairs: Sum,
+    pub pairs: QpTotals,
     /// Operations without packets.
     #[serde(default)]
-    pub direct: super::Direct,
+    pub direct: super::DirectStats,
     /// Completions written.
     pub completions: u64,
     /// Steps of the engine.
@@ -78,24 +78,24 @@ pub struct Device {
 }
 
 /// The devices of this process, with the number of each.
-struct Known {
+struct DeviceRegistry {
     next: u64,
-    devices: Vec<(u64, Weak<Shared>)>,
+    devices: Vec<(u64, Weak<HcaInner>)>,
 }
 
-static KNOWN: Mutex<Known> = Mutex::new(Known { next: 0, devices: Vec::new() });
+static DEVICES: Mutex<DeviceRegistry> = Mutex::new(DeviceRegistry { next: 0, devices: Vec::new() });
 static START: Once = Once::new();
 
 /// Makes a device known.
-pub(super) fn add(shared: Weak<Shared>) {
-    let mut known = KNOWN.lock();
+pub(super) fn add(shared: Weak<HcaInner>) {
+    let mut known = DEVICES.lock();
     known.devices.retain(|(_, device)| device.strong_count() > 0);
     let number = known.next;
     known.next += 1;
     known.devices.push((number, shared));
     drop(known);
     START.call_once(|| {
-        if std::env::var_os(VARIABLE).is_some_and(|value| value == "0") {
+        if std::env::var_os(ENV_VAR).is_some_and(|value| value == "0") {
             return;
         }
         if let Err(why) = start() {
@@ -116,7 +116,7 @@ fn start() -> Result<()> {
     let run = move || {
         for stream in listener.incoming() {
             match stream {
-                Ok(stream) => answer(stream),
+                Ok(stream) => serve_client(stream),
                 // No more descriptors, say: not to be tried again at once.
                 Err(_) => std::thread::sleep(Duration::from_millis(100)),
             }
@@ -127,15 +127,15 @@ fn start() -> Result<()> {
 }
 
 /// Answers, if the asker is the same user or root.
-fn answer(mut stream: UnixStream) {
+fn serve_client(mut stream: UnixStream) {
     let own = rustix::process::geteuid();
-    let Ok(asker) = rustix::net::sockopt::socket_peercred(&stream) else { return };
-    if asker.uid != own && !asker.uid.is_root() {
-        tracing::debug!(uid = asker.uid.as_raw(), "another user asked for counters");
+    let Ok(client) = rustix::net::sockopt::socket_peercred(&stream) else { return };
+    if client.uid != own && !client.uid.is_root() {
+        tracing::debug!(uid = client.uid.as_raw(), "another user asked for counters");
         return;
     }
-    let _ = stream.set_write_timeout(Some(PATIENCE));
-    if let Ok(mut line) = serde_json::to_vec(&tell()) {
+    let _ = stream.set_write_timeout(Some(TIMEOUT));
+    if let Ok(mut line) = serde_json::to_vec(&snapshot()) {
         line.push(b'\n');
         // Who has gone needs no answer.
         let _ = stream.write_all(&line);
@@ -143,19 +143,19 @@ fn answer(mut stream: UnixStream) {
 }
 
 /// What this process has counted.
-fn tell() -> Published {
-    let known: Vec<_> = KNOWN.lock().devices.clone();
+fn snapshot() -> ProcessStats {
+    let known: Vec<_> = DEVICES.lock().devices.clone();
     let alive = known.into_iter().filter_map(|(number, weak)| Some((number, Hca(weak.upgrade()?))));
     let devices = alive.map(|(number, hca)| describe(number, &hca)).collect();
     let program = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
     let program = program.trim().to_owned();
-    Published { warpwire: VERSION, pid: std::process::id(), program, devices }
+    ProcessStats { warpwire: VERSION, pid: std::process::id(), program, devices }
 }
 
-fn describe(number: u64, hca: &Hca) -> Device {
+fn describe(number: u64, hca: &Hca) -> DeviceStats {
     let (stats, counters) = (hca.stats(), hca.link_counters());
     let drops = counters.drops;
-    let in_link = [
+    let link_drops = [
         ("icrc", drops.icrc),
         ("short", drops.short),
         ("long", drops.long),
@@ -164,9 +164,9 @@ fn describe(number: u64, hca: &Hca) -> Device {
         ("refused", drops.refused),
         ("injected", drops.injected),
     ];
-    let lost = in_link.into_iter().chain(stats.lost).chain(stats.discarded);
+    let lost = link_drops.into_iter().chain(stats.lost).chain(stats.discarded);
     let lost = lost.filter(|(_, count)| *count > 0);
-    Device {
+    DeviceStats {
         number,
         link: hca.path().to_string(),
         seconds: hca.0.start.elapsed().as_secs_f64(),
@@ -185,7 +185,7 @@ fn describe(number: u64, hca: &Hca) -> Device {
 /// # Errors
 /// If there is no such process, it has no device or does not publish, it belongs to another user, or it does not
 /// answer.
-pub fn ask(pid: u32) -> Result<Published> {
+pub fn query(pid: u32) -> Result<ProcessStats> {
     let what = || format!("ask process {pid} for its counters");
     let failed = |why: std::io::Error| {
         match why.kind() {
@@ -199,32 +199,32 @@ pub fn ask(pid: u32) -> Result<Published> {
     }
     };
     let stream = UnixStream::connect_addr(&address(pid)?).map_err(failed)?;
-    stream.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
+    stream.set_read_timeout(Some(TIMEOUT)).map_err(failed)?;
     let mut line = Vec::new();
-    BufReader::new(stream.take(LONGEST)).read_until(b'\n', &mut line).map_err(failed)?;
+    BufReader::new(stream.take(MAX_REPLY_LEN)).read_until(b'\n', &mut line).map_err(failed)?;
     if line.is_empty() {
         let error = Error::new(Kind::PermissionDenied, what())
             .why("it refuses: it belongs to another user");
         return Err(error.fix("ask as that user, or as root"));
     }
-    let told: Published = serde_json::from_slice(&line).map_err(|why| {
+    let report: ProcessStats = serde_json::from_slice(&line).map_err(|why| {
         let error = Error::new(Kind::Malformed, what()).why(format!("not our language: {why}"));
         error.fix("use one version of warpwire in both")
     })?;
-    Ok(told)
+    Ok(report)
 }
 
 /// The processes of this machine (of its network namespace) that publish counters, of whichever user.
 pub fn processes() -> Result<Vec<u32>> {
     let table = std::fs::read_to_string("/proc/net/unix")
         .map_err(|why| Error::os("read /proc/net/unix", &why))?;
-    let mut found: Vec<u32> = table.lines().filter_map(of_line).collect();
+    let mut found: Vec<u32> = table.lines().filter_map(parse_unix_line).collect();
     found.sort_unstable();
     found.dedup();
     Ok(found)
 }
 
-fn of_line(line: &str) -> Option<u32> {
+fn parse_unix_line(line: &str) -> Option<u32> {
     line.split_whitespace().last()?.strip_prefix('@')?.strip_prefix(PREFIX)?.parse().ok()
 }
 
@@ -235,13 +235,18 @@ mod tests {
     use crate::link::Hub;
 
     #[test]
-    fn devices_are_told_of_while_they_live() {
+    fn open_devices_are_published() {
         let hub = Hub::new();
         let open = |address: &str| {
             Hca::open(hub.endpoint(address.parse().unwrap()).unwrap(), HcaOptions::default())
         };
         let links = || -> Vec<String> {
-            ask(std::process::id()).unwrap().devices.into_iter().map(|told| told.link).collect()
+            query(std::process::id())
+                .unwrap()
+                .devices
+                .into_iter()
+                .map(|report| report.link)
+                .collect()
         };
         let counts = |address: &str| links().iter().filter(|link| link.contains(address)).count();
         let (one, two) = (open("10.9.9.1:1").unwrap(), open("10.9.9.2:1").unwrap());
@@ -253,18 +258,21 @@ mod tests {
     }
 
     #[test]
-    fn who_publishes_nothing_is_named() {
-        let error = ask(u32::MAX).unwrap_err();
+    fn process_without_stats_is_named_in_the_error() {
+        let error = query(u32::MAX).unwrap_err();
         assert!(error.to_string().contains("4294967295"), "{error}");
         assert_eq!(*error.kind(), Kind::Unavailable);
     }
 
     #[test]
-    fn sockets_of_others_are_passed_over() {
-        assert_eq!(of_line("0000: 00000002 0 00010000 0001 01 123 @warpwire-stat-77"), Some(77));
+    fn unrelated_unix_sockets_are_ignored() {
+        assert_eq!(
+            parse_unix_line("0000: 00000002 0 00010000 0001 01 123 @warpwire-stat-77"),
+            Some(77)
+        );
         for other in ["", "Num Path", "0: 2 0 1 1 01 9 /run/x", "0: 2 0 1 1 01 9 @warpwire-stat-x"]
         {
-            assert_eq!(of_line(other), None, "{other}");
+            assert_eq!(parse_unix_line(other), None, "{other}");
         }
     }
 }

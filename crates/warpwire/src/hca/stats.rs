@@ -7,13 +7,13 @@ use warpwire_proto::qp;
 
 /// Why a packet was lost before it reached a queue pair, or after it left one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Lost {
+pub enum DropReason {
     /// Not a packet.
     Malformed,
     /// For a queue pair that does not exist.
     NoQueuePair,
     /// Not from the peer of its queue pair.
-    Stranger,
+    WrongPeer,
     /// The link takes no packets for that peer any more.
     NoFlow,
     /// Longer than the link carries.
@@ -24,12 +24,12 @@ pub enum Lost {
     NoRoom,
 }
 
-impl Lost {
+impl DropReason {
     /// All of them, in the order in which they are counted.
     pub const ALL: [(Self, &'static str); 7] = [
         (Self::Malformed, "malformed"),
         (Self::NoQueuePair, "no-queue-pair"),
-        (Self::Stranger, "stranger"),
+        (Self::WrongPeer, "stranger"),
         (Self::NoFlow, "no-flow"),
         (Self::TooLong, "too-long"),
         (Self::MemoryGone, "memory-gone"),
@@ -39,42 +39,42 @@ impl Lost {
 
 /// Why a write, a read or an atomic went by packets although the peer's process is on this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Indirect {
+pub enum IndirectReason {
     /// The peer has offered no memory, or not yet.
-    NothingOffered,
+    NoExports,
     /// The peer's queue pair takes no requests of ours, or not yet.
-    PairNotOpen,
+    QpNotReady,
     /// The key is not one that can be mapped: another sort of memory, or no key at all.
-    KeyNotGranted,
+    KeyNotExported,
     /// The memory was asked for, and is used as soon as it is mapped.
-    KeyAskedFor,
+    MappingRequested,
     /// Rights, domain or bounds forbid it; the protocol says so on both sides.
-    NotAllowed,
+    AccessDenied,
     /// Other work of the queue pair was under way.
     Outstanding,
     /// Our own memory is not the host's, or the work names it wrongly.
     LocalMemory,
     /// The owner took the memory, or the queue pair, back.
-    TakenBack,
+    Revoked,
 }
 
-impl Indirect {
+impl IndirectReason {
     /// All of them, in the order in which they are counted.
     pub const ALL: [(Self, &'static str); 8] = [
-        (Self::NothingOffered, "nothing-offered"),
-        (Self::PairNotOpen, "pair-not-open"),
-        (Self::KeyNotGranted, "key-not-granted"),
-        (Self::KeyAskedFor, "key-asked-for"),
-        (Self::NotAllowed, "not-allowed"),
+        (Self::NoExports, "nothing-offered"),
+        (Self::QpNotReady, "pair-not-open"),
+        (Self::KeyNotExported, "key-not-granted"),
+        (Self::MappingRequested, "key-asked-for"),
+        (Self::AccessDenied, "not-allowed"),
         (Self::Outstanding, "outstanding"),
         (Self::LocalMemory, "local-memory"),
-        (Self::TakenBack, "taken-back"),
+        (Self::Revoked, "taken-back"),
     ];
 }
 
 /// Operations without packets, in memory of other processes of this machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Direct {
+pub struct DirectStats {
     /// Writes, reads and atomics done so.
     pub operations: u64,
     /// Their bytes.
@@ -95,15 +95,15 @@ pub(super) struct Totals {
     pub steps: u64,
     pub direct_operations: u64,
     pub direct_bytes: u64,
-    indirect: [u64; Indirect::ALL.len()],
-    lost: [u64; Lost::ALL.len()],
+    indirect: [u64; IndirectReason::ALL.len()],
+    lost: [u64; DropReason::ALL.len()],
     /// Of queue pairs that are gone.
-    past: Sum,
+    removed_qps: QpTotals,
 }
 
 /// The counts of all queue pairs together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Sum {
+pub struct QpTotals {
     /// Packets sent.
     pub packets_sent: u64,
     /// Payload bytes sent.
@@ -124,7 +124,7 @@ pub struct Sum {
     pub discarded: u64,
 }
 
-impl Sum {
+impl QpTotals {
     pub(super) fn add(&mut self, stats: &qp::Stats) {
         self.packets_sent += stats.packets_sent;
         self.bytes_sent += stats.bytes_sent;
@@ -140,31 +140,31 @@ impl Sum {
 
 impl Totals {
     #[cold]
-    pub(super) fn lose(&mut self, reason: Lost) {
+    pub(super) fn count_drop(&mut self, reason: DropReason) {
         self.lost[reason as usize] += 1;
     }
 
     /// An operation needs packets.
-    pub(super) fn went_by_packets(&mut self, why: Indirect) {
+    pub(super) fn count_indirect(&mut self, why: IndirectReason) {
         self.indirect[why as usize] += 1;
     }
 
     /// Operations without packets.
-    pub(super) fn direct(&self) -> Direct {
+    pub(super) fn direct(&self) -> DirectStats {
         let named =
-            Indirect::ALL.into_iter().map(|(why, name)| (name, self.indirect[why as usize]));
+            IndirectReason::ALL.into_iter().map(|(why, name)| (name, self.indirect[why as usize]));
         let not = named.filter(|(_, count)| *count > 0);
-        Direct {
+        DirectStats {
             operations: self.direct_operations,
             bytes: self.direct_bytes,
             not: not.map(|(name, count)| (name.to_owned(), count)).collect(),
-            ..Direct::default()
+            ..DirectStats::default()
         }
     }
 
     /// Keeps the counts of a queue pair that goes.
     pub(super) fn absorb(&mut self, stats: &qp::Stats) {
-        self.past.add(stats);
+        self.removed_qps.add(stats);
     }
 }
 
@@ -181,11 +181,11 @@ impl Totals {
 #[derive(Clone, Debug, Serialize)]
 pub struct Stats {
     /// All queue pairs together, those that are gone too.
-    pub pairs: Sum,
+    pub pairs: QpTotals,
     /// How many queue pairs there are.
     pub queue_pairs: usize,
     /// Operations without packets.
-    pub direct: Direct,
+    pub direct: DirectStats,
     /// Completions written.
     pub completions: u64,
     /// Steps of the engine.
@@ -198,22 +198,23 @@ pub struct Stats {
 
 impl Stats {
     pub(super) fn of<'a>(totals: &Totals, pairs: impl Iterator<Item = &'a qp::Stats>) -> Self {
-        let (mut sum, mut count) = (totals.past, 0);
-        let mut drops = [0; qp::Discard::COUNT];
+        let (mut sum, mut count) = (totals.removed_qps, 0);
+        let mut drops = [0; qp::DiscardReason::COUNT];
         for stats in pairs {
             sum.add(stats);
             count += 1;
             drops.iter_mut().zip(stats.drops).for_each(|(sum, more)| *sum += more);
         }
-        let named = |(reason, name): (Lost, &'static str)| (name, totals.lost[reason as usize]);
-        let reasons = qp::Discard::ALL.map(qp::Discard::name);
+        let named =
+            |(reason, name): (DropReason, &'static str)| (name, totals.lost[reason as usize]);
+        let reasons = qp::DiscardReason::ALL.map(qp::DiscardReason::name);
         Self {
             pairs: sum,
             queue_pairs: count,
             direct: totals.direct(),
             completions: totals.completions,
             steps: totals.steps,
-            lost: Lost::ALL.into_iter().map(named).collect(),
+            lost: DropReason::ALL.into_iter().map(named).collect(),
             discarded: reasons.into_iter().zip(drops).collect(),
         }
     }

@@ -31,5 +31,5 @@ pub use nvidia::{DriverParams, DriverVersion, GpuInformation};
 pub use pci::{Bar, PciAddress, PciDevice};
 pub use platform::{Container, Iommu, KernelVersion, Virtualization};
 pub use rdma::{Gid, RdmaDevice, RdmaPort};
-pub use system::{Access, System};
+pub use system::{FileAccess, System};
 pub use verbs_library::VerbsLibrary;

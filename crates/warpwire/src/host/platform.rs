@@ -28,7 +28,7 @@ pub struct Container {
     /// `docker`, `podman`, `kubernetes`, …
     pub kind: String,
     /// The file that says so.
-    pub sign: String,
+    pub evidence: String,
 }
 
 /// Signs that the machine is virtual.
@@ -37,7 +37,7 @@ pub struct Virtualization {
     /// The vendor's name where firmware gives one, else `unnamed`.
     pub vendor: String,
     /// The file that says so.
-    pub sign: String,
+    pub evidence: String,
 }
 
 /// How this kernel uses an IOMMU.
@@ -72,17 +72,17 @@ impl System {
 
     /// Whether this is a container, by the marks that container engines leave.
     pub fn container(&self) -> Option<Container> {
-        let found = |kind: &str, sign: &str| {
-            Some(Container { kind: kind.to_owned(), sign: sign.to_owned() })
+        let found = |kind: &str, evidence: &str| {
+            Some(Container { kind: kind.to_owned(), evidence: evidence.to_owned() })
         };
         if self.exists("/var/run/secrets/kubernetes.io") {
             return found("kubernetes", "/var/run/secrets/kubernetes.io");
         }
         // A VM that was made from a container's image carries the engine's marks, on a disk of its own.
         if !self.root_is_a_disk() {
-            for (kind, sign) in [("docker", "/.dockerenv"), ("podman", "/run/.containerenv")] {
-                if self.exists(sign) {
-                    return found(kind, sign);
+            for (kind, evidence) in [("docker", "/.dockerenv"), ("podman", "/run/.containerenv")] {
+                if self.exists(evidence) {
+                    return found(kind, evidence);
                 }
             }
             let systemd = "/run/systemd/container";
@@ -101,10 +101,10 @@ impl System {
     fn root_is_a_disk(&self) -> bool {
         let mounts = self.read("/proc/self/mountinfo").unwrap_or_default();
         mounts.lines().any(|line| {
-            let Some((place, what)) = line.split_once(" - ") else { return false };
-            let place: Vec<&str> = place.split(' ').collect();
+            let Some((mount, what)) = line.split_once(" - ") else { return false };
+            let mount: Vec<&str> = mount.split(' ').collect();
             let source = what.split(' ').nth(1).unwrap_or_default();
-            place.get(3..5) == Some(&["/", "/"])
+            mount.get(3..5) == Some(&["/", "/"])
                 && source.starts_with("/dev/")
                 && !source.starts_with("/dev/mapper/docker")
         })
@@ -114,12 +114,12 @@ impl System {
     pub fn virtualization(&self) -> Option<Virtualization> {
         let product_file = "/sys/class/dmi/id/product_name";
         let product = self.read(product_file).unwrap_or_default();
-        for sign in ["/sys/hypervisor/type", "/sys/class/dmi/id/sys_vendor", product_file] {
-            let vendor = self.read(sign).filter(|name| is_hypervisor(name));
+        for evidence in ["/sys/hypervisor/type", "/sys/class/dmi/id/sys_vendor", product_file] {
+            let vendor = self.read(evidence).filter(|name| is_hypervisor(name));
             // Clouds that rent whole machines put the same vendor name into those.
             if let Some(vendor) = vendor.filter(|_| !product.contains("metal")) {
-                let sign = sign.to_owned();
-                return Some(Virtualization { vendor, sign });
+                let evidence = evidence.to_owned();
+                return Some(Virtualization { vendor, evidence });
             }
         }
         let processors = self.read("/proc/cpuinfo")?;
@@ -127,7 +127,7 @@ impl System {
         let virtual_flag = flags.split_whitespace().any(|flag| flag == "hypervisor");
         virtual_flag.then(|| Virtualization {
             vendor: "unnamed".to_owned(),
-            sign: "/proc/cpuinfo".to_owned(),
+            evidence: "/proc/cpuinfo".to_owned(),
         })
     }
 
@@ -184,8 +184,8 @@ fn iommu_mode(group_types: &[String], command_line: &str) -> Iommu {
     if group_types.iter().any(|kind| kind == "identity") {
         return Iommu::Passthrough;
     }
-    let told = |option: &str| command_line.split_whitespace().any(|word| word == option);
-    if told("iommu=pt") || told("iommu.passthrough=1") {
+    let has_option = |option: &str| command_line.split_whitespace().any(|word| word == option);
+    if has_option("iommu=pt") || has_option("iommu.passthrough=1") {
         return Iommu::Passthrough;
     }
     Iommu::Unknown

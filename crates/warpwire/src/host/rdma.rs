@@ -70,14 +70,14 @@ impl RdmaDevice {
     /// Whether the driver implements registration of dma-bufs; `None` if the driver is not known.
     ///
     /// By driver, from rdma-core and the kernel: mlx5, efa, irdma, bnxt_re, mana and ionic do.
-    pub fn registers_dma_buf(&self) -> Option<bool> {
+    pub fn supports_dma_buf_mr(&self) -> Option<bool> {
         let driver = self.driver.as_deref()?;
         Some(["mlx5", "efa", "irdma", "bnxt_re", "mana", "ionic"].contains(&driver))
     }
 
     /// Whether the driver is known to implement on-demand paging (the NIC's firmware has the last word);
     /// `None` if the driver is not known. By driver: mlx5 is.
-    pub fn pages_on_demand(&self) -> Option<bool> {
+    pub fn supports_odp(&self) -> Option<bool> {
         Some(self.driver.as_deref()? == "mlx5")
     }
 }
@@ -95,7 +95,7 @@ impl System {
         RdmaDevice {
             name: name.to_owned(),
             driver: self.rdma_driver(name),
-            node_type: text("node_type").map(|text| after_number(&text)),
+            node_type: text("node_type").map(|text| strip_state_number(&text)),
             firmware: text("fw_ver"),
             board_id: text("board_id"),
             ports: self.rdma_ports(&path),
@@ -112,7 +112,8 @@ impl System {
             let driver = self.link_name(&format!("{path}/device/driver"))?;
             return Some(verbs_driver(&driver).to_owned());
         }
-        let node_type = self.read(&format!("{path}/node_type")).map(|text| after_number(&text));
+        let node_type =
+            self.read(&format!("{path}/node_type")).map(|text| strip_state_number(&text));
         self.software_driver(&path, node_type.as_deref())
     }
 
@@ -137,8 +138,8 @@ impl System {
                 |file: &str| self.read(&format!("{path}/{file}")).filter(|text| !text.is_empty());
             ports.push(RdmaPort {
                 number,
-                state: text("state").map(|text| after_number(&text)),
-                physical_state: text("phys_state").map(|text| after_number(&text)),
+                state: text("state").map(|text| strip_state_number(&text)),
+                physical_state: text("phys_state").map(|text| strip_state_number(&text)),
                 link_layer: text("link_layer"),
                 rate: text("rate"),
                 gids: self.gids(&path),
@@ -185,7 +186,7 @@ fn verbs_driver(pci_driver: &str) -> &str {
 }
 
 /// `ACTIVE` from `4: ACTIVE`.
-fn after_number(text: &str) -> String {
+fn strip_state_number(text: &str) -> String {
     let name = text.split_once(':').map_or(text, |(_, name)| name);
     name.trim().to_owned()
 }
@@ -201,10 +202,10 @@ mod tests {
 
     #[test]
     fn states_lose_their_numbers() {
-        assert_eq!(after_number("4: ACTIVE"), "ACTIVE");
-        assert_eq!(after_number("5: LinkUp"), "LinkUp");
-        assert_eq!(after_number("odd"), "odd");
-        assert_eq!(after_number(":"), "");
+        assert_eq!(strip_state_number("4: ACTIVE"), "ACTIVE");
+        assert_eq!(strip_state_number("5: LinkUp"), "LinkUp");
+        assert_eq!(strip_state_number("odd"), "odd");
+        assert_eq!(strip_state_number(":"), "");
     }
 
     #[test]
@@ -229,12 +230,12 @@ mod tests {
             uverbs: None,
             interfaces: vec![],
         };
-        assert_eq!(device.registers_dma_buf(), Some(true));
-        assert_eq!(device.pages_on_demand(), Some(true));
+        assert_eq!(device.supports_dma_buf_mr(), Some(true));
+        assert_eq!(device.supports_odp(), Some(true));
         device.driver = Some("rxe".into());
-        assert_eq!(device.registers_dma_buf(), Some(false));
+        assert_eq!(device.supports_dma_buf_mr(), Some(false));
         device.driver = None;
-        assert_eq!(device.registers_dma_buf(), None);
+        assert_eq!(device.supports_dma_buf_mr(), None);
         assert!(!device.is_active());
     }
 

@@ -17,7 +17,7 @@ const MAX_FILE: u64 = 1 << 20;
 
 /// What this user may do with a file or device node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum FileAccess {
     /// There is no such file.
     Missing,
     /// It exists, and this user may neither read nor write it, or may only write it.
@@ -34,14 +34,14 @@ pub enum Access {
 /// symlinks never lead out of the root.
 ///
 /// ```
-/// use warpwire::host::{Access, System};
+/// use warpwire::host::{FileAccess, System};
 /// let folder = std::env::temp_dir().join(format!("warpwire-doc-{}", std::process::id()));
 /// std::fs::create_dir_all(folder.join("proc/sys/kernel"))?;
 /// std::fs::write(folder.join("proc/sys/kernel/osrelease"), "6.1.0-18-amd64\n")?;
 ///
 /// let system = System::at(&folder)?;
 /// assert_eq!(system.read("/proc/sys/kernel/osrelease").as_deref(), Some("6.1.0-18-amd64"));
-/// assert_eq!(system.access("/dev/nvidiactl"), Access::Missing);
+/// assert_eq!(system.access("/dev/nvidiactl"), FileAccess::Missing);
 /// # std::fs::remove_dir_all(&folder)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -111,7 +111,7 @@ impl System {
             .flatten()
             .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
             .collect();
-        names.sort_by(|a, b| by_number(a, b));
+        names.sort_by(|a, b| natural_cmp(a, b));
         names
     }
 
@@ -140,9 +140,9 @@ impl System {
     ///
     /// Live, the kernel is asked (`access(2)`; a container's device rules show only when a node is
     /// opened). Recorded, the permission bits for "other" decide, since the user is not recorded.
-    pub fn access(&self, path: &str) -> Access {
+    pub fn access(&self, path: &str) -> FileAccess {
         let Some(file) = self.locate(path) else {
-            return Access::Missing;
+            return FileAccess::Missing;
         };
         let (read, write) = if self.live {
             let may = |mode| rustix::fs::access(&file, mode).is_ok();
@@ -152,9 +152,9 @@ impl System {
             (mode & 0o4 != 0, mode & 0o2 != 0)
         };
         match (read, write) {
-            (true, true) => Access::ReadWrite,
-            (true, false) => Access::ReadOnly,
-            (false, _) => Access::Denied,
+            (true, true) => FileAccess::ReadWrite,
+            (true, false) => FileAccess::ReadOnly,
+            (false, _) => FileAccess::Denied,
         }
     }
 
@@ -199,7 +199,7 @@ fn push_components(pending: &mut Vec<OsString>, path: &Path) {
 }
 
 /// Compares names so that runs of digits count as numbers.
-fn by_number(a: &str, b: &str) -> Ordering {
+fn natural_cmp(a: &str, b: &str) -> Ordering {
     let (mut left, mut right) = (a, b);
     while !left.is_empty() && !right.is_empty() {
         let (left_number, left_rest) = split_digits(left);
@@ -284,7 +284,7 @@ mod tests {
         let (folder, system) = recorded();
         symlink("loop", folder.path().join("sys/loop")).unwrap();
         assert_eq!(system.real_path("/sys/loop"), None);
-        assert_eq!(system.access("/sys/loop"), Access::Missing);
+        assert_eq!(system.access("/sys/loop"), FileAccess::Missing);
         assert_eq!(system.read("/sys/devices"), None);
         assert_eq!(system.list("/sys/devices/a/size"), Vec::<String>::new());
         assert!(!system.exists("/sys/devices/b"));
@@ -297,10 +297,10 @@ mod tests {
         let (folder, system) = recorded();
         let file = folder.path().join("sys/devices/a/size");
         for (mode, access) in [
-            (0o666, Access::ReadWrite),
-            (0o644, Access::ReadOnly),
-            (0o660, Access::Denied),
-            (0o662, Access::Denied),
+            (0o666, FileAccess::ReadWrite),
+            (0o644, FileAccess::ReadOnly),
+            (0o660, FileAccess::Denied),
+            (0o662, FileAccess::Denied),
         ] {
             fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
             assert_eq!(system.access("/sys/devices/a/size"), access, "{mode:o}");
@@ -310,8 +310,8 @@ mod tests {
     #[test]
     fn the_live_machine_answers() {
         let system = System::live();
-        assert_eq!(system.access("/dev/null"), Access::ReadWrite);
-        assert_eq!(system.access("/dev/no such node"), Access::Missing);
+        assert_eq!(system.access("/dev/null"), FileAccess::ReadWrite);
+        assert_eq!(system.access("/dev/no such node"), FileAccess::Missing);
         assert!(system.read("/proc/sys/kernel/osrelease").is_some());
         assert_eq!(system.read("/dev/zero"), None, "device nodes are never opened");
         assert!(System::at(Path::new("/")).unwrap().is_live());
@@ -320,7 +320,7 @@ mod tests {
     #[test]
     fn names_sort_by_number() {
         let mut names = vec!["mlx5_10", "mlx5_2", "mlx5", "é", "mlx5_02", "a1b", "a1a"];
-        names.sort_by(|a, b| by_number(a, b));
+        names.sort_by(|a, b| natural_cmp(a, b));
         assert_eq!(names, ["a1a", "a1b", "mlx5", "mlx5_02", "mlx5_2", "mlx5_10", "é"]);
     }
 }

@@ -34,7 +34,7 @@ pub struct VerbsLibrary {
 
 impl VerbsLibrary {
     /// Whether it has `ibv_reg_dmabuf_mr`; `None` if the file's name does not tell.
-    pub fn registers_dma_buf(&self) -> Option<bool> {
+    pub fn supports_dma_buf_mr(&self) -> Option<bool> {
         Some(self.minor? >= FIRST_MINOR_WITH_DMA_BUF)
     }
 }
@@ -85,8 +85,8 @@ mod tests {
     #[test]
     fn dma_bufs_need_interface_1_12() {
         let library = |minor| VerbsLibrary { path: String::new(), minor, rdma_core: None };
-        assert_eq!(library(Some(11)).registers_dma_buf(), Some(false));
-        assert_eq!(library(Some(12)).registers_dma_buf(), Some(true));
-        assert_eq!(library(None).registers_dma_buf(), None);
+        assert_eq!(library(Some(11)).supports_dma_buf_mr(), Some(false));
+        assert_eq!(library(Some(12)).supports_dma_buf_mr(), Some(true));
+        assert_eq!(library(None).supports_dma_buf_mr(), None);
     }
 }

@@ -3,17 +3,17 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use warpwire_proto::qp::Path;
+use warpwire_proto::qp::PathAttributes;
 
 use super::explain::Attempt;
-use super::library::{Raw, end, make};
-use super::memory::{Domain, Pd};
+use super::library::{Raw, create, destroy};
+use super::memory::{Pd, PdInner};
 use super::sys;
 use crate::error::Result;
 
 /// The way to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Route {
+pub struct AhAttributes {
     /// The peer's address, 16 bytes: of RoCE, an IPv6 address, or an IPv4 address mapped into one.
     pub gid: [u8; 16],
     /// Which of the port's own addresses to send from.
@@ -32,12 +32,12 @@ pub struct Route {
     pub flow_label: u32,
 }
 
-impl Route {
+impl AhAttributes {
     /// The way to an IP address, by RoCE.
     ///
     /// ```
-    /// use warpwire::ibv::Route;
-    /// let route = Route::to("10.0.0.2".parse().unwrap(), 1, 3);
+    /// use warpwire::ibv::AhAttributes;
+    /// let route = AhAttributes::to("10.0.0.2".parse().unwrap(), 1, 3);
     /// assert_eq!(route.gid[10..], [0xff, 0xff, 10, 0, 0, 2]);
     /// ```
     pub fn to(peer: IpAddr, port: u8, gid_index: u8) -> Self {
@@ -57,8 +57,8 @@ impl Route {
         }
     }
 
-    pub(super) fn along(path: &Path, port: u8, gid_index: u8) -> Self {
-        let Path { peer, traffic_class, hop_limit, flow_label } = *path;
+    pub(super) fn from_path(path: &PathAttributes, port: u8, gid_index: u8) -> Self {
+        let PathAttributes { peer, traffic_class, hop_limit, flow_label } = *path;
         Self { traffic_class, hop_limit, flow_label, ..Self::to(peer.ip(), port, gid_index) }
     }
 
@@ -86,49 +86,49 @@ impl Route {
 
 /// A peer to send datagrams to. Clones are the same one. Keep it until the datagrams' completions have come.
 #[derive(Clone, Debug)]
-pub struct AddressHandle(pub(super) Arc<Handle>);
+pub struct AddressHandle(pub(super) Arc<AhInner>);
 
 #[derive(Debug)]
-pub(super) struct Handle {
+pub(super) struct AhInner {
     pub(super) raw: Raw<sys::Ah>,
-    pub(super) pd: Arc<Domain>,
-    route: Route,
+    pub(super) pd: Arc<PdInner>,
+    route: AhAttributes,
 }
 
-impl Drop for Handle {
+impl Drop for AhInner {
     fn drop(&mut self) {
-        end!(self.pd.context.library, destroy_ah(self.raw.ptr()));
+        destroy!(self.pd.context.library, destroy_ah(self.raw.ptr()));
     }
 }
 
 /// A peer's address that hardware may know.
-pub trait Hardware {
+pub trait AsAddressHandle {
     /// What queue pairs of that domain know it by; `None` if it is no hardware's.
     fn hardware(&self, pd: &Pd) -> Option<&AddressHandle>;
 }
 
-impl Hardware for AddressHandle {
+impl AsAddressHandle for AddressHandle {
     fn hardware(&self, _: &Pd) -> Option<&AddressHandle> {
         Some(self)
     }
 }
 
 impl AddressHandle {
-    pub(super) fn create(pd: &Pd, route: &Route) -> Result<Self> {
+    pub(super) fn create(pd: &Pd, route: &AhAttributes) -> Result<Self> {
         let domain = pd.0.clone();
         let mut attr = route.attributes();
         let library = domain.context.library;
-        let raw = make!(library, Attempt::CreateAddress, create_ah(domain.raw.ptr(), &mut attr))?;
-        Ok(Self(Arc::new(Handle { raw, pd: domain, route: *route })))
+        let raw = create!(library, Attempt::CreateAddress, create_ah(domain.raw.ptr(), &mut attr))?;
+        Ok(Self(Arc::new(AhInner { raw, pd: domain, route: *route })))
     }
 
     /// Whether it belongs to that domain.
-    pub fn is_of(&self, pd: &Pd) -> bool {
+    pub fn belongs_to(&self, pd: &Pd) -> bool {
         Arc::ptr_eq(&self.0.pd, &pd.0)
     }
 
     /// The way to the peer.
-    pub fn route(&self) -> &Route {
+    pub fn route(&self) -> &AhAttributes {
         &self.0.route
     }
 }
@@ -139,13 +139,13 @@ mod tests {
 
     #[test]
     fn a_route_is_written_as_the_library_reads_it() {
-        let path = Path {
+        let path = PathAttributes {
             peer: "[fd00::7]:4791".parse().unwrap(),
             traffic_class: 0x68,
             hop_limit: 3,
             flow_label: 0xabcde,
         };
-        let attr = Route::along(&path, 2, 5).attributes();
+        let attr = AhAttributes::from_path(&path, 2, 5).attributes();
         let [first, last] = attr.grh.dgid.map(u64::to_ne_bytes);
         assert_eq!((first[0], first[1], last[7]), (0xfd, 0, 7));
         assert_eq!((attr.grh.sgid_index, attr.port_num, attr.is_global), (5, 2, 1));
@@ -153,7 +153,8 @@ mod tests {
             (attr.grh.traffic_class, attr.grh.hop_limit, attr.grh.flow_label),
             (0x68, 3, 0xabcde)
         );
-        let by_lid = Route { gid: [0; 16], lid: 9, ..Route::to([0, 0, 0, 0].into(), 1, 0) };
+        let by_lid =
+            AhAttributes { gid: [0; 16], lid: 9, ..AhAttributes::to([0, 0, 0, 0].into(), 1, 0) };
         assert_eq!((by_lid.attributes().is_global, by_lid.attributes().dlid), (0, 9));
     }
 }

@@ -10,33 +10,33 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::device::{Context, Opened};
-use super::direct::create_overwritten;
+use super::device::{Context, ContextInner};
 use super::event;
 use super::explain::{Attempt, explain, last_errno};
-use super::ids::{CHUNK, Reader, Side};
-use super::library::{Raw, check, end, function, made, make};
+use super::library::{Raw, check, create, created, destroy, function};
+use super::mlx5dv::mlx5dv_create_cq;
 use super::sys;
+use super::wr_ids::{CHUNK, Reader, WrQueue};
 use crate::error::{Error, Kind, Result};
 use crate::mlx5::{Opcode, Status};
-use crate::work::{Completion, CompletionKind, Sender};
+use crate::work::{Completion, CompletionKind, DatagramSender};
 
 /// What the library says of a completion, but for what the program called it.
-fn told(wc: &sys::Wc, side: Side, invalidated_flags: u32) -> Completion {
+fn completion_from_wc(wc: &sys::Wc, queue: WrQueue, invalidated_flags: u32) -> Completion {
     let status = status_of(wc.status);
     let imm = wc.imm_data.to_ne_bytes();
     let has = |flags: u32| wc.wc_flags & flags != 0;
-    let kind = match (side, wc.opcode) {
-        (Side::Send, _) if status != Status::Success => CompletionKind::SendFailed,
+    let kind = match (queue, wc.opcode) {
+        (WrQueue::Send, _) if status != Status::Success => CompletionKind::SendFailed,
         (_, _) if status != Status::Success => CompletionKind::ReceiveFailed,
-        (Side::Send, code) => CompletionKind::Send(opcode_of(code)),
+        (WrQueue::Send, code) => CompletionKind::Send(opcode_of(code)),
         (_, sys::WC_RECV_RDMA_WITH_IMM) => CompletionKind::WriteImm(imm),
         _ if has(sys::WC_WITH_IMM) => CompletionKind::ReceiveImm(imm),
         _ if has(invalidated_flags) => CompletionKind::ReceiveInvalidate(wc.imm_data),
         _ => CompletionKind::Receive,
     };
     // rxe says of connections too that they have a route; of them no queue pair is told. 0 and 1 are the managers'.
-    let is_datagram = has(sys::WC_GRH) && side != Side::Send && wc.src_qp > 1;
+    let is_datagram = has(sys::WC_GRH) && queue != WrQueue::Send && wc.src_qp > 1;
     let address = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), 0);
     Completion {
         id: wc.wr_id,
@@ -45,7 +45,7 @@ fn told(wc: &sys::Wc, side: Side, invalidated_flags: u32) -> Completion {
         len: if status == Status::Success { wc.byte_len } else { 0 },
         qpn: wc.qp_num,
         solicited: false,
-        sender: is_datagram.then_some(Sender { qpn: wc.src_qp, address }),
+        sender: is_datagram.then_some(DatagramSender { qpn: wc.src_qp, address }),
         vendor_error: wc.vendor_err,
     }
 }
@@ -87,18 +87,18 @@ fn status_of(number: u32) -> Status {
 
 /// A completion queue, with events. Clones are the same one; it ends with the last queue pair that uses it.
 #[derive(Clone, Debug)]
-pub struct Cq(pub(super) Arc<Queue>);
+pub struct Cq(pub(super) Arc<CqInner>);
 
 #[derive(Debug)]
-pub(super) struct Queue {
+pub(super) struct CqInner {
     pub(super) raw: Raw<sys::Cq>,
     poll: sys::PollCq,
     notify: sys::NotifyCq,
     /// Held from taking completions until they are told: else their places could be used anew in between.
     reading: Mutex<()>,
     /// Completions that were taken from the library before anybody asked for them, the oldest first.
-    aside: Mutex<VecDeque<Completion>>,
-    has_aside: AtomicBool,
+    backlog: Mutex<VecDeque<Completion>>,
+    has_backlog: AtomicBool,
     /// It is ended after the queue.
     channel: Channel,
 }
@@ -106,27 +106,27 @@ pub(super) struct Queue {
 #[derive(Debug)]
 struct Channel {
     raw: Raw<sys::CompChannel>,
-    context: Arc<Opened>,
+    context: Arc<ContextInner>,
 }
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        end!(self.context.library, destroy_comp_channel(self.raw.ptr()));
+        destroy!(self.context.library, destroy_comp_channel(self.raw.ptr()));
     }
 }
 
-impl Drop for Queue {
+impl Drop for CqInner {
     fn drop(&mut self) {
-        end!(self.channel.context.library, destroy_cq(self.raw.ptr()));
+        destroy!(self.channel.context.library, destroy_cq(self.raw.ptr()));
     }
 }
 
-impl Queue {
+impl CqInner {
     /// Takes completions from the library; those that nobody wants to know of are left out.
     #[inline]
     fn take(&self, into: &mut [Completion]) -> Result<usize> {
         let context = &*self.channel.context;
-        let _only = self.reading.lock();
+        let _guard = self.reading.lock();
         let mut filled = 0;
         while filled < into.len() {
             let wanted = (into.len() - filled).min(CHUNK);
@@ -144,12 +144,12 @@ impl Queue {
             let count = count.min(wanted);
             // SAFETY: so many were written, at least with zeros.
             let found = unsafe { std::slice::from_raw_parts_mut(first, count) };
-            if !context.stages.awaits_nothing() {
-                found.iter_mut().for_each(|wc| context.stages.ended(wc));
+            if !context.staging_table.has_no_inbound() {
+                found.iter_mut().for_each(|wc| context.staging_table.completed(wc));
             }
             filled += translate(
                 found,
-                &context.ids.reader(),
+                &context.wr_ids.reader(),
                 context.invalidated_flags,
                 &mut into[filled..],
             );
@@ -163,11 +163,11 @@ impl Queue {
 
 /// Completions in the words of the program; returns how many there are.
 #[inline]
-fn translate(found: &[sys::Wc], ids: &Reader<'_>, flags: u32, into: &mut [Completion]) -> usize {
-    let known = found.iter().filter_map(|wc| ids.ended(wc.wr_id).map(|named| (wc, named)));
+fn translate(found: &[sys::Wc], wr_ids: &Reader<'_>, flags: u32, into: &mut [Completion]) -> usize {
+    let known = found.iter().filter_map(|wc| wr_ids.completed(wc.wr_id).map(|named| (wc, named)));
     let mut count = 0;
-    for ((wc, (side, id)), place) in known.zip(into) {
-        *place = Completion { id, ..told(wc, side, flags) };
+    for ((wc, (queue, id)), place) in known.zip(into) {
+        *place = Completion { id, ..completion_from_wc(wc, queue, flags) };
         count += 1;
     }
     count
@@ -180,17 +180,17 @@ impl Context {
             let (library, raw) = (self.0.library, self.0.raw.ptr());
             let size = i32::try_from(entries).unwrap_or(i32::MAX);
             let nothing = std::ptr::null_mut();
-            make!(library, Attempt::CreateCq(entries), create_cq(raw, size, nothing, channel, 0))
+            create!(library, Attempt::CreateCq(entries), create_cq(raw, size, nothing, channel, 0))
         })
     }
 
     /// Makes one of an mlx5 device that is written over when it is full: for who counts by himself, and reads it in place.
     ///
     /// # Errors
-    /// As for [`Qp::direct`](super::Qp::direct).
-    pub fn create_overwritten_cq(&self, entries: u32) -> Result<Cq> {
+    /// As for [`Qp::mlx5dv`](super::Qp::direct).
+    pub fn create_cq_ignoring_overrun(&self, entries: u32) -> Result<Cq> {
         self.create_cq_by(|channel| {
-            made(create_overwritten(&self.0, entries, channel)?, Attempt::CreateCq(entries))
+            created(mlx5dv_create_cq(&self.0, entries, channel)?, Attempt::CreateCq(entries))
         })
     }
 
@@ -200,9 +200,9 @@ impl Context {
     ) -> Result<Cq> {
         let context = self.0.clone();
         let (library, raw) = (context.library, context.raw.ptr());
-        let channel = make!(library, Attempt::Events, create_comp_channel(raw))?;
+        let channel = create!(library, Attempt::Events, create_comp_channel(raw))?;
         let channel = Channel { raw: channel, context: context.clone() };
-        event::never_block(channel.as_fd())?;
+        event::set_nonblocking(channel.as_fd())?;
         let cq = create(channel.raw.ptr())?;
         // SAFETY: an open device; its operations do not change once it is open.
         let ops = unsafe { &(*raw).ops };
@@ -211,16 +211,16 @@ impl Context {
                 // SAFETY: just made, and used by nobody.
                 unsafe { destroy(cq.ptr()) };
             }
-            return Err(lacks(&context, "completion queues"));
+            return Err(unsupported(&context, "completion queues"));
         };
-        let (reading, aside) = (Mutex::default(), Mutex::default());
-        let has_aside = AtomicBool::new(false);
-        Ok(Cq(Arc::new(Queue { raw: cq, poll, notify, reading, aside, has_aside, channel })))
+        let (reading, backlog) = (Mutex::default(), Mutex::default());
+        let has_backlog = AtomicBool::new(false);
+        Ok(Cq(Arc::new(CqInner { raw: cq, poll, notify, reading, backlog, has_backlog, channel })))
     }
 }
 
 #[cold]
-pub(super) fn lacks(context: &Opened, what: &str) -> Error {
+pub(super) fn unsupported(context: &ContextInner, what: &str) -> Error {
     Error::new(Kind::Unsupported, format!("use {what}"))
         .on(context.device.name.clone())
         .why("its driver has none")
@@ -239,56 +239,56 @@ impl Cq {
     /// If the device is beyond repair, or the queue ran over.
     #[inline]
     pub fn poll(&self, into: &mut [Completion]) -> Result<usize> {
-        if self.0.has_aside.load(Ordering::Acquire) {
-            return self.take_older(into);
+        if self.0.has_backlog.load(Ordering::Acquire) {
+            return self.poll_backlog(into);
         }
         self.0.take(into)
     }
 
     /// What was put aside first, then the rest; nobody else takes any meanwhile.
     #[cold]
-    fn take_older(&self, into: &mut [Completion]) -> Result<usize> {
-        let mut aside = self.0.aside.lock();
-        let count = into.len().min(aside.len());
-        for (place, completion) in into.iter_mut().zip(aside.drain(..count)) {
+    fn poll_backlog(&self, into: &mut [Completion]) -> Result<usize> {
+        let mut backlog = self.0.backlog.lock();
+        let count = into.len().min(backlog.len());
+        for (place, completion) in into.iter_mut().zip(backlog.drain(..count)) {
             *place = completion;
         }
         let rest = self.0.take(&mut into[count..])?;
-        self.0.has_aside.store(!aside.is_empty(), Ordering::Release);
+        self.0.has_backlog.store(!backlog.is_empty(), Ordering::Release);
         Ok(count + rest)
     }
 
     /// Whether a completion waits to be taken.
-    pub fn is_waiting(&self) -> Result<bool> {
-        let mut aside = self.0.aside.lock();
-        if aside.is_empty() {
+    pub fn has_completions(&self) -> Result<bool> {
+        let mut backlog = self.0.backlog.lock();
+        if backlog.is_empty() {
             let mut found = [Completion::EMPTY; CHUNK];
             let count = self.0.take(&mut found)?;
-            aside.extend(&found[..count]);
+            backlog.extend(&found[..count]);
         }
-        self.0.has_aside.store(!aside.is_empty(), Ordering::Release);
-        Ok(!aside.is_empty())
+        self.0.has_backlog.store(!backlog.is_empty(), Ordering::Release);
+        Ok(!backlog.is_empty())
     }
 
     /// Work that no device was given ends here.
     #[cold]
-    pub(super) fn put_aside(&self, completions: impl IntoIterator<Item = Completion>) {
-        let mut aside = self.0.aside.lock();
-        aside.extend(completions);
-        self.0.has_aside.store(!aside.is_empty(), Ordering::Release);
+    pub(super) fn push_backlog(&self, completions: impl IntoIterator<Item = Completion>) {
+        let mut backlog = self.0.backlog.lock();
+        backlog.extend(completions);
+        self.0.has_backlog.store(!backlog.is_empty(), Ordering::Release);
     }
 
     /// Takes what waits from the library, and lets go of what belongs to that queue pair: it is ending, and the library
     /// would let go of its completions without a word, with the places in a shared queue that they stand for.
     #[cold]
-    pub(super) fn forget(&self, qpn: u32) {
+    pub(super) fn discard(&self, qpn: u32) {
         let mut found = [Completion::EMPTY; CHUNK];
-        let mut aside = self.0.aside.lock();
+        let mut backlog = self.0.backlog.lock();
         while let Ok(count @ 1..) = self.0.take(&mut found) {
-            aside.extend(&found[..count]);
+            backlog.extend(&found[..count]);
         }
-        aside.retain(|completion| completion.qpn != qpn);
-        self.0.has_aside.store(!aside.is_empty(), Ordering::Release);
+        backlog.retain(|completion| completion.qpn != qpn);
+        self.0.has_backlog.store(!backlog.is_empty(), Ordering::Release);
     }
 
     /// Asks for an event at the next completion, or at the next that is solicited or an error. Completions that are
@@ -345,11 +345,11 @@ impl Cq {
         }
     }
 
-    pub(super) fn context(&self) -> &Opened {
+    pub(super) fn context(&self) -> &ContextInner {
         &self.0.channel.context
     }
 
-    pub(super) fn is_of(&self, context: &Opened) -> bool {
+    pub(super) fn belongs_to(&self, context: &ContextInner) -> bool {
         self.0.channel.context.raw.ptr() == context.raw.ptr()
     }
 }
@@ -385,14 +385,15 @@ mod tests {
     }
 
     #[test]
-    fn completions_say_what_the_library_said() {
-        let kind = |side, opcode, flags| told(&wc(0, opcode, flags), side, 1 << 3).kind;
-        let sent = |opcode| kind(Side::Send, opcode, 0);
+    fn wc_converts_to_completion() {
+        let kind =
+            |queue, opcode, flags| completion_from_wc(&wc(0, opcode, flags), queue, 1 << 3).kind;
+        let sent = |opcode| kind(WrQueue::Send, opcode, 0);
         assert_eq!(sent(0), CompletionKind::Send(Opcode::Send));
         assert_eq!(sent(1), CompletionKind::Send(Opcode::RdmaWrite));
         assert_eq!(sent(4), CompletionKind::Send(Opcode::FetchAdd));
         assert_eq!(sent(99), CompletionKind::Send(Opcode::Unknown(99)));
-        let received = |opcode, flags| kind(Side::Receive, opcode, flags);
+        let received = |opcode, flags| kind(WrQueue::Receive, opcode, flags);
         assert_eq!(received(128, 0), CompletionKind::Receive);
         assert_eq!(received(128, 2), CompletionKind::ReceiveImm([1, 2, 3, 4]));
         let key = u32::from_ne_bytes([1, 2, 3, 4]);
@@ -400,31 +401,32 @@ mod tests {
         // Bit 2 means "checksum is right", but for rxe.
         assert_eq!(received(128, 4), CompletionKind::Receive);
         assert_eq!(received(129, 2), CompletionKind::WriteImm([1, 2, 3, 4]));
-        let datagram = told(&wc(0, 128, 1), Side::Shared, 1 << 3);
+        let datagram = completion_from_wc(&wc(0, 128, 1), WrQueue::Srq, 1 << 3);
         assert_eq!(datagram.sender.map(|sender| sender.qpn), Some(9));
-        let connected = told(&sys::Wc { src_qp: 0, ..wc(0, 128, 1) }, Side::Receive, 1 << 3);
+        let connected =
+            completion_from_wc(&sys::Wc { src_qp: 0, ..wc(0, 128, 1) }, WrQueue::Receive, 1 << 3);
         assert_eq!(connected.sender, None);
     }
 
     #[test]
-    fn failed_work_has_a_status_and_a_side() {
+    fn failed_wc_keeps_status_and_queue() {
         for (number, status) in
             [(10, Status::RemoteAccess), (12, Status::RetryExceeded), (5, Status::Flushed)]
         {
             // What its opcode is nobody says, whichever side it was.
-            let failed = told(&wc(number, 0, 0), Side::Send, 0);
+            let failed = completion_from_wc(&wc(number, 0, 0), WrQueue::Send, 0);
             assert_eq!((failed.status, failed.kind), (status, CompletionKind::SendFailed));
-            let failed = told(&wc(number, 0, 0), Side::Receive, 0);
+            let failed = completion_from_wc(&wc(number, 0, 0), WrQueue::Receive, 0);
             assert_eq!((failed.status, failed.kind), (status, CompletionKind::ReceiveFailed));
             assert!(!failed.is_success());
         }
-        assert_eq!(told(&wc(99, 0, 0), Side::Send, 0).status, Status::General);
+        assert_eq!(completion_from_wc(&wc(99, 0, 0), WrQueue::Send, 0).status, Status::General);
     }
 
     #[test]
-    fn what_nobody_wants_to_know_is_left_out() {
-        let shelf = super::super::ids::Shelf::default();
+    fn unknown_wr_ids_are_dropped() {
+        let registry = super::super::wr_ids::WrIdRegistry::default();
         let mut into = [Completion::EMPTY; 4];
-        assert_eq!(translate(&[wc(0, 0, 0)], &shelf.reader(), 0, &mut into), 0);
+        assert_eq!(translate(&[wc(0, 0, 0)], &registry.reader(), 0, &mut into), 0);
     }
 }

@@ -11,18 +11,18 @@ use warpwire_proto::qp::Mtu;
 
 use super::event;
 use super::explain::{Attempt, explain};
-use super::ids::Shelf;
-use super::library::{Library, Raw, call, check, end, function, make};
-use super::staging::Stages;
+use super::library::{Library, Raw, call, check, create, destroy, function};
+use super::staging::StagingTable;
 use super::sys;
+use super::wr_ids::WrIdRegistry;
 use crate::error::{Error, Kind, Result};
-use crate::host::{Access, System};
+use crate::host::{FileAccess, System};
 use crate::mlx5::gid_address;
 use crate::work::AsyncEvent;
 
 /// An RDMA device that the kernel knows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Device {
+pub struct IbvDevice {
     /// Its name: `mlx5_0`.
     pub name: String,
     /// Its number in the network of RDMA devices, as people write it: `0c42:a103:00c3:5d8a`.
@@ -52,14 +52,14 @@ pub enum Transport {
 ///
 /// # Errors
 /// If there is no libibverbs, or the kernel has no RDMA. No device at all is no error: the list is empty.
-pub fn devices() -> Result<Vec<Device>> {
+pub fn devices() -> Result<Vec<IbvDevice>> {
     let library = Library::get()?;
     let list = List::new(library)?;
     list.entries().iter().map(|raw| describe(library, &list, *raw)).collect()
 }
 
 /// What the library and the kernel say of an entry of the list.
-fn describe(library: &Library, _alive: &List, raw: *mut sys::Device) -> Result<Device> {
+fn describe(library: &Library, _alive: &List, raw: *mut sys::IbvDevice) -> Result<IbvDevice> {
     let get_guid = function!(library, get_device_guid)?;
     // SAFETY: an entry of a list that is alive.
     let (device, guid) = unsafe { (&*raw, get_guid(raw)) };
@@ -71,24 +71,24 @@ fn describe(library: &Library, _alive: &List, raw: *mut sys::Device) -> Result<D
         _ => Transport::Other,
     };
     let node = format!("/dev/infiniband/{}", text(&device.dev_name));
-    Ok(Device { name, guid: guid_text(u64::from_be(guid)), transport, driver, node })
+    Ok(IbvDevice { name, guid: guid_text(u64::from_be(guid)), transport, driver, node })
 }
 
 /// The library's list of devices, as long as it is needed.
 struct List {
     library: &'static Library,
-    first: Raw<*mut sys::Device>,
+    first: Raw<*mut sys::IbvDevice>,
     count: usize,
 }
 
 impl List {
     fn new(library: &'static Library) -> Result<Self> {
         let mut count = 0;
-        let first = make!(library, Attempt::List, get_device_list(&mut count))?;
+        let first = create!(library, Attempt::List, get_device_list(&mut count))?;
         Ok(Self { library, first, count: usize::try_from(count).unwrap_or(0) })
     }
 
-    fn entries(&self) -> &[*mut sys::Device] {
+    fn entries(&self) -> &[*mut sys::IbvDevice] {
         // SAFETY: the library made a list of so many pointers, which lives as long as this.
         unsafe { std::slice::from_raw_parts(self.first.ptr(), self.count) }
     }
@@ -263,24 +263,24 @@ pub struct Gid {
 
 /// An open device. Clones are the same one; it is closed with the last object that uses it.
 #[derive(Clone, Debug)]
-pub struct Context(pub(super) Arc<Opened>);
+pub struct Context(pub(super) Arc<ContextInner>);
 
 #[derive(Debug)]
-pub(super) struct Opened {
+pub(super) struct ContextInner {
     pub(super) library: &'static Library,
     pub(super) raw: Raw<sys::Context>,
-    pub(super) device: Device,
+    pub(super) device: IbvDevice,
     /// The flags of a completion that mean that a key was invalidated.
     pub(super) invalidated_flags: u32,
     /// What programs call their work.
-    pub(super) ids: Shelf,
+    pub(super) wr_ids: WrIdRegistry,
     /// Memory that goes through other.
-    pub(super) stages: Stages,
+    pub(super) staging_table: StagingTable,
 }
 
-impl Drop for Opened {
+impl Drop for ContextInner {
     fn drop(&mut self) {
-        end!(self.library, close_device(self.raw.ptr()));
+        destroy!(self.library, close_device(self.raw.ptr()));
     }
 }
 
@@ -291,7 +291,7 @@ impl fmt::Debug for Library {
 }
 
 /// rxe passes on the kernel's flag for "invalidated", which is another than the library's.
-const KERNELS_INVALIDATED: u32 = 1 << 2;
+const KERNEL_WC_WITH_INVALIDATE: u32 = 1 << 2;
 
 impl Context {
     /// Opens the device of that name.
@@ -302,31 +302,31 @@ impl Context {
         let library = Library::get()?;
         let list = List::new(library)?;
         // SAFETY: entries of a list that is alive.
-        let name_of = |raw: &*mut sys::Device| text(unsafe { &(**raw).name });
+        let name_of = |raw: &*mut sys::IbvDevice| text(unsafe { &(**raw).name });
         let Some(entry) = list.entries().iter().find(|raw| name_of(raw) == name) else {
             return Err(no_such_device(name, list.entries().iter().map(name_of).collect()));
         };
         let device = describe(library, &list, *entry)?;
-        let raw = make!(library, Attempt::Open(name), open_device(*entry))
-            .map_err(|error| why_not_opened(error, &device))?;
+        let raw = create!(library, Attempt::Open(name), open_device(*entry))
+            .map_err(|error| explain_open_error(error, &device))?;
         let invalidated_flags = match device.driver.as_deref() {
-            Some("rxe") => sys::WC_WITH_INV | KERNELS_INVALIDATED,
+            Some("rxe") => sys::WC_WITH_INV | KERNEL_WC_WITH_INVALIDATE,
             _ => sys::WC_WITH_INV,
         };
-        let context = Self(Arc::new(Opened {
+        let context = Self(Arc::new(ContextInner {
             library,
             raw,
             device,
             invalidated_flags,
-            ids: Shelf::default(),
-            stages: Stages::default(),
+            wr_ids: WrIdRegistry::default(),
+            staging_table: StagingTable::default(),
         }));
-        event::never_block(context.async_fd())?;
+        event::set_nonblocking(context.async_fd())?;
         Ok(context)
     }
 
     /// Which device it is.
-    pub fn device(&self) -> &Device {
+    pub fn device(&self) -> &IbvDevice {
         &self.0.device
     }
 
@@ -334,9 +334,9 @@ impl Context {
     pub fn attributes(&self) -> Result<DeviceAttributes> {
         // SAFETY: numbers and bytes, for which zero is a value.
         let mut attr: sys::DeviceAttr = unsafe { std::mem::zeroed() };
-        let Opened { library, raw, device, .. } = &*self.0;
+        let ContextInner { library, raw, device, .. } = &*self.0;
         call!(library, Attempt::Query(&device.name), query_device(raw.ptr(), &mut attr))?;
-        let most = |number: i32| u32::try_from(number).unwrap_or(0);
+        let clamp_to_u32 = |number: i32| u32::try_from(number).unwrap_or(0);
         Ok(DeviceAttributes {
             firmware: text(&attr.fw_ver),
             vendor_id: attr.vendor_id,
@@ -344,20 +344,20 @@ impl Context {
             hardware_version: attr.hw_ver,
             ports: attr.phys_port_cnt,
             max_mr_bytes: attr.max_mr_size,
-            max_mrs: most(attr.max_mr),
-            max_qps: most(attr.max_qp),
-            max_qp_depth: most(attr.max_qp_wr),
-            max_ranges: most(attr.max_sge),
-            max_cqs: most(attr.max_cq),
-            max_cq_entries: most(attr.max_cqe),
-            max_pds: most(attr.max_pd),
-            max_address_handles: most(attr.max_ah),
-            max_srqs: most(attr.max_srq),
-            max_srq_depth: most(attr.max_srq_wr),
-            max_srq_ranges: most(attr.max_srq_sge),
-            max_dest_rd_atomic: most(attr.max_qp_rd_atom),
-            max_rd_atomic: most(attr.max_qp_init_rd_atom),
-            atomics: most(attr.atomic_cap) != sys::ATOMIC_NONE,
+            max_mrs: clamp_to_u32(attr.max_mr),
+            max_qps: clamp_to_u32(attr.max_qp),
+            max_qp_depth: clamp_to_u32(attr.max_qp_wr),
+            max_ranges: clamp_to_u32(attr.max_sge),
+            max_cqs: clamp_to_u32(attr.max_cq),
+            max_cq_entries: clamp_to_u32(attr.max_cqe),
+            max_pds: clamp_to_u32(attr.max_pd),
+            max_address_handles: clamp_to_u32(attr.max_ah),
+            max_srqs: clamp_to_u32(attr.max_srq),
+            max_srq_depth: clamp_to_u32(attr.max_srq_wr),
+            max_srq_ranges: clamp_to_u32(attr.max_srq_sge),
+            max_dest_rd_atomic: clamp_to_u32(attr.max_qp_rd_atom),
+            max_rd_atomic: clamp_to_u32(attr.max_qp_init_rd_atom),
+            atomics: clamp_to_u32(attr.atomic_cap) != sys::ATOMIC_NONE,
             capability_flags: attr.device_cap_flags,
         })
     }
@@ -366,7 +366,7 @@ impl Context {
     pub fn port(&self, number: u8) -> Result<Port> {
         // SAFETY: numbers, for which zero is a value. The library writes as much of it as it knows.
         let mut attr: sys::PortAttr = unsafe { std::mem::zeroed() };
-        let Opened { library, raw, device, .. } = &*self.0;
+        let ContextInner { library, raw, device, .. } = &*self.0;
         let attempt = Attempt::QueryPort(&device.name, number);
         call!(library, attempt, query_port(raw.ptr(), number, &mut attr))?;
         Ok(Port::of(number, &attr))
@@ -374,10 +374,10 @@ impl Context {
 
     /// All addresses of all ports that are set.
     pub fn gids(&self) -> Result<Vec<Gid>> {
-        let Opened { library, raw, device, .. } = &*self.0;
+        let ContextInner { library, raw, device, .. } = &*self.0;
         let attempt = Attempt::QueryGids(&device.name);
         let Some(query) = library.functions.query_gid_table else {
-            return Ok(gids_in_files(&System::live(), &device.name));
+            return Ok(gids_from_sysfs(&System::live(), &device.name));
         };
         let ports = self.attributes()?.ports;
         let room: u32 =
@@ -527,7 +527,7 @@ impl Gid {
 }
 
 /// The addresses as `/sys` has them, for libraries older than rdma-core 32.
-fn gids_in_files(system: &System, name: &str) -> Vec<Gid> {
+fn gids_from_sysfs(system: &System, name: &str) -> Vec<Gid> {
     let devices = system.rdma_devices();
     let mut all = Vec::new();
     for port in devices.iter().filter(|device| device.name == name).flat_map(|device| &device.ports)
@@ -576,10 +576,12 @@ fn interface(index: u32) -> Option<String> {
 
 /// The library looks for another node when it may not open the one that is there, and then says that there is none.
 #[cold]
-fn why_not_opened(error: Error, device: &Device) -> Error {
+fn explain_open_error(error: Error, device: &IbvDevice) -> Error {
     let attempt = Attempt::Open(&device.name);
     match System::live().access(&device.node) {
-        Access::Denied | Access::ReadOnly => explain(libc::EACCES, attempt).into_error(attempt),
+        FileAccess::Denied | FileAccess::ReadOnly => {
+            explain(libc::EACCES, attempt).into_error(attempt)
+        }
         _ => error,
     }
 }
@@ -631,7 +633,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_found_in_files_too() {
+    fn gids_are_read_from_sysfs() {
         let folder = tempfile::tempdir().unwrap();
         let port = folder.path().join("sys/class/infiniband/mlx5_0/ports/1");
         let put = |file: &str, text: &str| {
@@ -650,19 +652,19 @@ mod tests {
             put(&format!("gid_attrs/ndevs/{index}"), "eth2\n");
         }
         let system = System::at(folder.path()).unwrap();
-        let found = gids_in_files(&system, "mlx5_0");
-        let told: Vec<_> =
+        let found = gids_from_sysfs(&system, "mlx5_0");
+        let listed: Vec<_> =
             found.iter().map(|gid| (gid.index, gid.address.to_string(), gid.kind)).collect();
         assert_eq!(
-            told,
+            listed,
             [(0, "fe80::1".into(), GidKind::RoceV1), (1, "10.0.0.7".into(), GidKind::RoceV2)]
         );
         assert_eq!(found[1].interface.as_deref(), Some("eth2"));
-        assert_eq!(gids_in_files(&system, "mlx5_1"), []);
+        assert_eq!(gids_from_sysfs(&system, "mlx5_1"), []);
     }
 
     #[test]
-    fn a_device_that_is_not_there_is_told_with_those_that_are() {
+    fn missing_device_error_lists_available_devices() {
         let text = no_such_device("x", vec!["mlx5_0".into(), "rxe0".into()]).to_string();
         assert!(text.contains("take one of: mlx5_0, rxe0"), "{text}");
         assert!(no_such_device("x", vec![]).to_string().contains("warpwire doctor"));

@@ -7,7 +7,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
-use super::device::Opened;
+use super::device::ContextInner;
 use super::explain::{Attempt, explain, last_errno};
 use super::library::function;
 use super::sys;
@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::work::AsyncEvent;
 
 /// Reads of that descriptor return at once.
-pub(super) fn never_block(fd: BorrowedFd<'_>) -> Result<()> {
+pub(super) fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<()> {
     let failed = |source: rustix::io::Errno| Error::os("set an event channel up", &source.into());
     let flags = fcntl_getfl(fd).map_err(failed)?;
     fcntl_setfl(fd, flags | OFlags::NONBLOCK).map_err(failed)
@@ -36,7 +36,7 @@ pub(super) fn wait(fd: &impl AsFd, timeout: Duration) -> Result<bool> {
 }
 
 /// The next event, if there is one.
-pub(super) fn next(context: &Opened) -> Result<Option<AsyncEvent>> {
+pub(super) fn next(context: &ContextInner) -> Result<Option<AsyncEvent>> {
     let get = function!(context.library, get_async_event)?;
     let acknowledge = function!(context.library, ack_async_event)?;
     let mut event = sys::AsyncEvent { element: std::ptr::null_mut(), event_type: 0 };
@@ -49,17 +49,17 @@ pub(super) fn next(context: &Opened) -> Result<Option<AsyncEvent>> {
     }
     let kind = u32::try_from(event.event_type).unwrap_or(u32::MAX);
     // SAFETY: the library just filled it in. Whoever ends the object waits until the event is acknowledged.
-    let told = unsafe { meaning(kind, event.element) };
+    let decoded = unsafe { decode(kind, event.element) };
     // SAFETY: an event that was taken, and not yet acknowledged.
     unsafe { acknowledge(&mut event) };
-    Ok(Some(told))
+    Ok(Some(decoded))
 }
 
 /// What an event says.
 ///
 /// # Safety
 /// `element` is what the library gave with an event of that kind, and the object that it may point to lives.
-unsafe fn meaning(kind: u32, element: *mut c_void) -> AsyncEvent {
+unsafe fn decode(kind: u32, element: *mut c_void) -> AsyncEvent {
     use AsyncEvent::*;
     // The number of a port lies in the first four bytes of the union.
     let port = (element as usize as u32) as u8;
@@ -96,15 +96,15 @@ mod tests {
     #[test]
     fn events_of_ports_and_devices_point_to_nothing() {
         let port = 2 as *mut c_void;
-        let told = |kind| {
+        let decoded = |kind| {
             // SAFETY: kinds whose element is no pointer.
-            unsafe { meaning(kind, port) }
+            unsafe { decode(kind, port) }
         };
-        assert_eq!(told(9), AsyncEvent::PortActive(2));
-        assert_eq!(told(10), AsyncEvent::PortDown(2));
-        assert_eq!(told(18), AsyncEvent::GidsChanged(2));
-        assert_eq!(told(11), AsyncEvent::Port(2, 11));
-        assert_eq!(told(8), AsyncEvent::DeviceFailed);
-        assert_eq!(told(77), AsyncEvent::Other(77));
+        assert_eq!(decoded(9), AsyncEvent::PortActive(2));
+        assert_eq!(decoded(10), AsyncEvent::PortDown(2));
+        assert_eq!(decoded(18), AsyncEvent::GidsChanged(2));
+        assert_eq!(decoded(11), AsyncEvent::Port(2, 11));
+        assert_eq!(decoded(8), AsyncEvent::DeviceFailed);
+        assert_eq!(decoded(77), AsyncEvent::Other(77));
     }
 }

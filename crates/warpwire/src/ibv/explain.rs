@@ -66,7 +66,7 @@ pub enum Attempt<'a> {
 
 impl Attempt<'_> {
     /// It, as a verb phrase.
-    fn words(&self) -> Cow<'static, str> {
+    fn phrase(&self) -> Cow<'static, str> {
         match self {
             Self::List => "list RDMA devices".into(),
             Self::Open(name) => format!("open {name}").into(),
@@ -112,7 +112,7 @@ impl Explanation {
 
     #[cold]
     pub(super) fn into_error(self, attempt: Attempt<'_>) -> Error {
-        let error = Error::new(self.kind, attempt.words()).why(self.why);
+        let error = Error::new(self.kind, attempt.phrase()).why(self.why);
         match self.fix {
             Some(fix) => error.fix(fix),
             None => error,
@@ -144,7 +144,7 @@ pub fn explain(errno: i32, attempt: Attempt<'_>) -> Explanation {
         }
         Attempt::RegisterDmaBuf(name) => registering_dma_buf(errno, name),
         Attempt::Modify(to) => modifying(errno, to),
-        Attempt::CreateAddress => reaching(errno),
+        Attempt::CreateAddress => unreachable_peer(errno),
         Attempt::QueryPort(name, port) if errno == libc::EINVAL => Some(Explanation::new(
             Kind::InvalidArgument,
             format!("{name} has no port {port}"),
@@ -265,13 +265,13 @@ fn modifying(errno: i32, to: State) -> Option<Explanation> {
             format!("the device does not take this step to {to} with these attributes"),
             "take RESET, INIT, RTR, RTS in turn; let MTU, timeouts and numbers of reads be within the device's",
         )),
-        (_, State::Rtr) => reaching(errno),
+        (_, State::Rtr) => unreachable_peer(errno),
         _ => None,
     }
 }
 
 /// A peer that is to be found by its address.
-fn reaching(errno: i32) -> Option<Explanation> {
+fn unreachable_peer(errno: i32) -> Option<Explanation> {
     match errno {
         libc::ETIMEDOUT | libc::EHOSTUNREACH => Some(Explanation::new(
             Kind::Unavailable,
@@ -458,13 +458,13 @@ mod tests {
     }
 
     #[test]
-    fn who_may_lock_more_than_the_limit_is_not_told_to_raise_it() {
+    fn exempt_process_gets_no_memlock_advice() {
         let exempt = Memlock { soft: Limit::Bytes(1), hard: Limit::Bytes(1), exempt: true };
         assert!(!text(libc::ENOMEM, register(Some(exempt), false)).contains("may lock"));
     }
 
     #[test]
-    fn an_errno_that_nobody_expects_keeps_its_words() {
+    fn unexpected_errno_keeps_its_os_message() {
         let odd = explain(libc::EXDEV, Attempt::CreatePd);
         assert_eq!((odd.kind, odd.fix), (Kind::Os(libc::EXDEV), None));
         assert!(odd.why.contains("cross-device"), "{}", odd.why);

@@ -10,9 +10,9 @@ use crate::error::{Error, Kind, Result};
 const LIBRARY: &str = "libibverbs.so.1";
 
 /// Names another file to load: a library that is not where the loader looks.
-const VARIABLE: &str = "WARPWIRE_IBVERBS";
+const ENV_VAR: &str = "WARPWIRE_IBVERBS";
 
-pub(super) const INSTALL: &str = "install rdma-core (Debian, Ubuntu: `sudo apt install libibverbs1 ibverbs-providers`; \
+pub(super) const INSTALL_HINT: &str = "install rdma-core (Debian, Ubuntu: `sudo apt install libibverbs1 ibverbs-providers`; \
      Fedora, RHEL: `sudo dnf install libibverbs`); the software device works without";
 
 pub(super) struct Library {
@@ -38,13 +38,13 @@ macro_rules! function {
 }
 
 /// Calls a function that returns an object, or null and `errno`.
-macro_rules! make {
+macro_rules! create {
     ($library:expr, $attempt:expr, $function:ident($($argument:expr),* $(,)?)) => {
         $crate::ibv::library::function!($library, $function).and_then(|function| {
             // SAFETY: the caller owns the objects that it passes and the variables that it points to; they live
             // until the call returns.
-            let made = unsafe { function($($argument),*) };
-            $crate::ibv::library::made(made, $attempt)
+            let created = unsafe { function($($argument),*) };
+            $crate::ibv::library::created(created, $attempt)
         })
     };
 }
@@ -53,7 +53,7 @@ macro_rules! make {
 macro_rules! call {
     ($library:expr, $attempt:expr, $function:ident($($argument:expr),* $(,)?)) => {
         $crate::ibv::library::function!($library, $function).and_then(|function| {
-            // SAFETY: as in `make`.
+            // SAFETY: as in `create`.
             let code = unsafe { function($($argument),*) };
             $crate::ibv::library::check(code, $attempt)
         })
@@ -61,7 +61,7 @@ macro_rules! call {
 }
 
 /// Ends an object whose owner is being dropped: what goes wrong can only be logged.
-macro_rules! end {
+macro_rules! destroy {
     ($library:expr, $function:ident($object:expr)) => {
         if let Some(function) = $library.functions.$function {
             // SAFETY: the caller owns the object, nobody uses it any more, and it is not used afterwards.
@@ -73,7 +73,7 @@ macro_rules! end {
     };
 }
 
-pub(super) use {call, end, function, make};
+pub(super) use {call, create, destroy, function};
 
 /// An object of the library's, which who holds this owns.
 pub(super) struct Raw<T>(pub(super) std::ptr::NonNull<T>);
@@ -96,8 +96,8 @@ impl<T> Raw<T> {
 }
 
 /// What a function made; null means that it could not, and that `errno` says why.
-pub(super) fn made<T>(made: *mut T, attempt: Attempt<'_>) -> Result<Raw<T>> {
-    match std::ptr::NonNull::new(made) {
+pub(super) fn created<T>(created: *mut T, attempt: Attempt<'_>) -> Result<Raw<T>> {
+    match std::ptr::NonNull::new(created) {
         Some(object) => Ok(Raw(object)),
         None => Err(explain(last_errno(), attempt).into_error(attempt)),
     }
@@ -116,7 +116,7 @@ impl Library {
     /// The library, loaded once in this process.
     pub(super) fn get() -> Result<&'static Self> {
         static LOADED: OnceLock<Result<Library>> = OnceLock::new();
-        let load = || match std::env::var(VARIABLE) {
+        let load = || match std::env::var(ENV_VAR) {
             Ok(name) if !name.is_empty() => Self::load(&name),
             _ => Self::load(LIBRARY),
         };
@@ -133,7 +133,7 @@ impl Library {
                 true => format!("{name} is not installed"),
                 false => format!("{name} does not load: {detail}"),
             };
-            Error::new(Kind::Unavailable, "use RDMA hardware").why(why).fix(INSTALL)
+            Error::new(Kind::Unavailable, "use RDMA hardware").why(why).fix(INSTALL_HINT)
         })?;
         let functions = Functions::load(&library);
         Ok(Self { functions, name: name.to_owned(), _library: library })
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_library_is_told_from_one_that_is_missing() {
+    fn invalid_library_differs_from_a_missing_one() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("libibverbs.so.1");
         std::fs::write(&path, "not a library at all, and long enough to have a header of its own")
@@ -205,7 +205,7 @@ mod tests {
         rustix_errno(libc::EBUSY);
         assert_eq!(check(-1, Attempt::Close).unwrap_err().kind(), &Kind::Busy);
         rustix_errno(libc::EACCES);
-        let error = made::<u8>(std::ptr::null_mut(), Attempt::Open("mlx5_0")).unwrap_err();
+        let error = created::<u8>(std::ptr::null_mut(), Attempt::Open("mlx5_0")).unwrap_err();
         assert_eq!(error.kind(), &Kind::PermissionDenied);
     }
 

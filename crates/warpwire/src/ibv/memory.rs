@@ -4,10 +4,10 @@ use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::device::{Context, Opened};
+use super::device::{Context, ContextInner};
 use super::explain::{Attempt, explain, last_errno};
-use super::library::{Raw, end, function, made, make};
-use super::staging::Stage;
+use super::library::{Raw, create, created, destroy, function};
+use super::staging::StagingBuffer;
 use super::{address, sys};
 use crate::error::{Error, Kind, Result};
 use crate::host::System;
@@ -17,17 +17,17 @@ use crate::work::{Remote, Sge};
 
 /// A protection domain: work of its queue pairs reaches memory of its registrations. Clones are the same one.
 #[derive(Clone, Debug)]
-pub struct Pd(pub(super) Arc<Domain>);
+pub struct Pd(pub(super) Arc<PdInner>);
 
 #[derive(Debug)]
-pub(super) struct Domain {
-    pub(super) context: Arc<Opened>,
+pub(super) struct PdInner {
+    pub(super) context: Arc<ContextInner>,
     pub(super) raw: Raw<sys::Pd>,
 }
 
-impl Drop for Domain {
+impl Drop for PdInner {
     fn drop(&mut self) {
-        end!(self.context.library, dealloc_pd(self.raw.ptr()));
+        destroy!(self.context.library, dealloc_pd(self.raw.ptr()));
     }
 }
 
@@ -39,7 +39,7 @@ pub struct Mr {
     len: u64,
     access: Access,
     /// The domain ends after it.
-    pd: Arc<Domain>,
+    pd: Arc<PdInner>,
     /// Memory that this registration keeps.
     _memory: Option<HostMemory>,
     /// It stands in for memory that the device cannot reach.
@@ -49,9 +49,9 @@ pub struct Mr {
 impl Drop for Mr {
     fn drop(&mut self) {
         let lkey = self.lkey();
-        end!(self.pd.context.library, dereg_mr(self.raw.ptr()));
+        destroy!(self.pd.context.library, dereg_mr(self.raw.ptr()));
         if self.is_staged {
-            self.pd.context.stages.remove(lkey);
+            self.pd.context.staging_table.remove(lkey);
         }
     }
 }
@@ -60,8 +60,8 @@ impl Context {
     /// A new protection domain.
     pub fn create_pd(&self) -> Result<Pd> {
         let context = self.0.clone();
-        let raw = make!(context.library, Attempt::CreatePd, alloc_pd(context.raw.ptr()))?;
-        Ok(Pd(Arc::new(Domain { context, raw })))
+        let raw = create!(context.library, Attempt::CreatePd, alloc_pd(context.raw.ptr()))?;
+        Ok(Pd(Arc::new(PdInner { context, raw })))
     }
 }
 
@@ -150,7 +150,7 @@ impl Pd {
         let register = function!(library, reg_dmabuf_mr)?;
         // SAFETY: a domain that lives, and a descriptor that the kernel checks and keeps what it names.
         let raw = unsafe { register(domain.raw.ptr(), offset, size, iova, fd.as_raw_fd(), flags) };
-        let raw = made(raw, attempt)?;
+        let raw = created(raw, attempt)?;
         Ok(Mr { raw, iova, len, access, pd: self.0.clone(), _memory: None, is_staged: false })
     }
 
@@ -170,18 +170,21 @@ impl Pd {
             true => 0,
             false => iova.unwrap_or(memory.address().raw()),
         };
-        let stage = Stage::new(memory, begins, access)?;
+        let stage = StagingBuffer::new(memory, begins, access)?;
         let (address, len) = (stage.address()?, memory.len());
         let iova = Some(begins).filter(|_| !access.contains(Access::ZERO_BASED));
         // SAFETY: pinned memory that is shared with a device anyhow; the table keeps it until the registration has ended.
         let mut mr = unsafe { self.register_address(address, len, iova, access) }?;
-        self.0.context.stages.add(mr.lkey(), stage);
+        self.0.context.staging_table.add(mr.lkey(), stage);
         mr.is_staged = true;
         Ok(mr)
     }
 
     /// Makes ready to send datagrams along that route.
-    pub fn create_address_handle(&self, route: &address::Route) -> Result<address::AddressHandle> {
+    pub fn create_address_handle(
+        &self,
+        route: &address::AhAttributes,
+    ) -> Result<address::AddressHandle> {
         address::AddressHandle::create(self, route)
     }
 }

@@ -2,11 +2,11 @@
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`devices`], [`Device`] | which there are |
+//! | [`devices`], [`IbvDevice`] | which there are |
 //! | [`Context`], [`DeviceAttributes`], [`Port`], [`Gid`] | an open device, what it can do, its ports and addresses |
 //! | [`Pd`], [`Mr`] | protection domains and registered memory: of the host, or by dma-buf |
 //! | [`Cq`], [`Completion`] | where the ends of work are told |
-//! | [`Qp`], [`Request`], [`Route`], [`Offer`] | a queue pair, work to post, and where its peer is |
+//! | [`Qp`], [`SendRequest`], [`AhAttributes`], [`IbvEndpoint`] | a queue pair, work to post, and where its peer is |
 //! | [`Srq`], [`AddressHandle`], [`AsyncEvent`] | shared receives, peers of datagrams, news |
 //! | [`explain`], [`explain_status`] | what an errno or a status means, and what to do |
 //!
@@ -21,18 +21,18 @@
 //!
 //! ```no_run
 //! use std::time::Duration;
-//! use warpwire::ibv::{Context, Op, QpOptions, Request};
+//! use warpwire::ibv::{Context, WrOp, QpOptions, SendRequest};
 //! use warpwire::mr::{Access, HostMemory};
 //!
 //! let context = Context::open("mlx5_0")?;
 //! let (pd, cq) = (context.create_pd()?, context.create_cq(16)?);
 //! let [a, b] = [(); 2].map(|()| pd.create_qp(&cq, &cq, QpOptions { gid_index: 3, ..QpOptions::default() }));
 //! let (a, b) = (a?, b?);
-//! a.connect(&b.offer()?)?;
-//! b.connect(&a.offer()?)?;
+//! a.connect(&b.endpoint()?)?;
+//! b.connect(&a.endpoint()?)?;
 //! let memory = HostMemory::new(8192)?;
 //! let mr = pd.register(&memory, None, Access::ALL)?;
-//! a.post_send(&[Request::new(7, Op::Write(mr.remote(4096))).with(&[mr.sge(0, 4096)])]).map_err(|refused| refused.error)?;
+//! a.post_send(&[SendRequest::new(7, WrOp::Write(mr.remote(4096))).with(&[mr.sge(0, 4096)])]).map_err(|refused| refused.error)?;
 //! assert!(cq.next(Duration::from_secs(5))?.expect("it ends").is_success());
 //! # Ok::<(), warpwire::Error>(())
 //! ```
@@ -41,32 +41,34 @@
 mod address;
 mod cq;
 mod device;
-mod direct;
 mod event;
 mod explain;
-mod ids;
 mod library;
 mod memory;
+mod mlx5dv;
 mod post;
 mod qp;
 mod srq;
 mod staging;
 mod sys;
+mod wr_ids;
 
-pub use address::{AddressHandle, Hardware, Route};
+pub use address::{AddressHandle, AhAttributes, AsAddressHandle};
 pub use cq::Cq;
 pub use device::{
-    Context, Device, DeviceAttributes, Gid, GidKind, LinkLayer, Port, PortState, Transport, devices,
+    Context, DeviceAttributes, Gid, GidKind, IbvDevice, LinkLayer, Port, PortState, Transport,
+    devices,
 };
-pub use direct::{DirectCq, DirectQp, Mapped};
-#[doc(hidden)]
-pub use direct::{recorded_cq, recorded_qp};
 pub use explain::{Attempt, Explanation, explain, explain_status};
 pub use memory::{Mr, Pd};
-pub use post::{PostError, Request};
-pub use qp::{Batch, Offer, Qp, QpOptions};
+pub use mlx5dv::{DirectCq, DirectQp, MappedRange};
+#[doc(hidden)]
+pub use mlx5dv::{recorded_cq, recorded_qp};
+pub use post::{PostError, SendRequest};
+pub use qp::{Batch, IbvEndpoint, Qp, QpOptions};
 pub use srq::Srq;
 
 pub use crate::work::{
-    AsyncEvent, Completion, CompletionKind, Fence, Op, ReceiveRequest, Remote, Sender, Sge,
+    AsyncEvent, Completion, CompletionKind, DatagramSender, Fence, ReceiveRequest, Remote, Sge,
+    WrOp,
 };

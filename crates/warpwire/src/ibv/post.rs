@@ -3,25 +3,25 @@
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-use super::address::{AddressHandle, Handle, Hardware};
+use super::address::{AddressHandle, AhInner, AsAddressHandle};
 use super::explain::{Attempt, explain, last_errno};
-use super::ids::{CHUNK, Naming};
 use super::memory::Pd;
-use super::staging::Stages;
+use super::staging::StagingTable;
 use super::sys;
+use super::wr_ids::{CHUNK, WrIdAllocator};
 use crate::error::{Error, Kind, Result};
 use crate::mlx5::Atomic;
-use crate::work::{self, Fence, Op, ReceiveRequest, Remote, Sge};
+use crate::work::{self, Fence, ReceiveRequest, Remote, Sge, WrOp};
 use warpwire_proto::qp::Service;
 
-/// Work to post: [`work::Request`] with this room's addresses.
+/// Work to post: [`work::SendRequest`] with this room's addresses.
 ///
 /// ```
-/// use warpwire::ibv::{Op, Request};
-/// let request = Request::new(1, Op::Send).inline(b"hello").solicited();
+/// use warpwire::ibv::{WrOp, SendRequest};
+/// let request = SendRequest::new(1, WrOp::Send).inline(b"hello").solicited();
 /// assert!(request.signaled && request.solicited);
 /// ```
-pub type Request<'a> = work::Request<'a, AddressHandle>;
+pub type SendRequest<'a> = work::SendRequest<'a, AddressHandle>;
 
 /// Not all of several requests were posted: the first `posted` were.
 #[derive(Clone, Debug)]
@@ -42,45 +42,45 @@ impl std::error::Error for PostError {}
 
 /// What a queue takes.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Room {
+pub(super) struct QpCaps {
     pub(super) service: Service,
-    pub(super) send_ranges: u32,
-    pub(super) receive_ranges: u32,
+    pub(super) max_send_sge: u32,
+    pub(super) max_recv_sge: u32,
     pub(super) inline: u32,
 }
 
 /// A send queue, for as long as it is posted to.
-pub(super) struct Sending<'a> {
+pub(super) struct SendQueue<'a> {
     pub(super) post: sys::PostSend,
     pub(super) qp: *mut sys::Qp,
     pub(super) pd: &'a Pd,
-    pub(super) room: &'a Room,
+    pub(super) room: &'a QpCaps,
 }
 
-impl Sending<'_> {
+impl SendQueue<'_> {
     /// Posts work; the requests' lifetimes end after the call, which copies what it needs.
     #[inline]
-    pub(super) fn send<A: Hardware>(
+    pub(super) fn send<A: AsAddressHandle>(
         &self,
-        naming: &mut impl Naming,
-        requests: &[work::Request<'_, A>],
+        allocator: &mut impl WrIdAllocator,
+        requests: &[work::SendRequest<'_, A>],
     ) -> std::result::Result<(), PostError> {
         let mut done = 0;
         for chunk in requests.chunks(CHUNK) {
             let mut entries = [const { MaybeUninit::uninit() }; CHUNK];
             let mut inline = [const { MaybeUninit::uninit() }; CHUNK];
             let (mut good, mut refused) = (0, None);
-            for ((request, entry), place) in chunk.iter().zip(&mut entries).zip(&mut inline) {
+            for ((request, entry), inline_sge) in chunk.iter().zip(&mut entries).zip(&mut inline) {
                 let entry = entry.write(sys::SendWr::EMPTY);
-                if let Err(error) = self.write(request, entry, place, naming) {
+                if let Err(error) = self.write(request, entry, inline_sge, allocator) {
                     refused = Some(error);
                     break;
                 }
                 good += 1;
             }
             // SAFETY: so many entries were written; their ranges and inline bytes are borrowed by the requests.
-            let posted = unsafe { self.hand_over(entries.as_mut_ptr().cast(), good) };
-            naming.posted(posted.as_ref().map_or_else(|error| error.posted, |()| good));
+            let posted = unsafe { self.post_chain(entries.as_mut_ptr().cast(), good) };
+            allocator.posted(posted.as_ref().map_or_else(|error| error.posted, |()| good));
             posted.map_err(|error| PostError { posted: done + error.posted, ..error })?;
             done += good;
             if let Some(error) = refused {
@@ -91,17 +91,17 @@ impl Sending<'_> {
     }
 
     /// Whether all of it could be posted, before any of it is.
-    pub(super) fn check<A: Hardware>(
+    pub(super) fn check<A: AsAddressHandle>(
         &self,
         room: usize,
-        requests: &[work::Request<'_, A>],
+        requests: &[work::SendRequest<'_, A>],
     ) -> Result<()> {
         if requests.len() > room {
             return Err(full());
         }
         requests.iter().try_for_each(|request| {
-            let (mut entry, mut place) = (sys::SendWr::EMPTY, MaybeUninit::uninit());
-            self.translate(request, &mut entry, &mut place)
+            let (mut entry, mut inline_sge) = (sys::SendWr::EMPTY, MaybeUninit::uninit());
+            self.translate(request, &mut entry, &mut inline_sge)
         })
     }
 
@@ -109,7 +109,7 @@ impl Sending<'_> {
     ///
     /// # Safety
     /// So many entries were written at `first`, and what they point to lives.
-    unsafe fn hand_over(
+    unsafe fn post_chain(
         &self,
         first: *mut sys::SendWr,
         count: usize,
@@ -121,12 +121,12 @@ impl Sending<'_> {
             // SAFETY: both are entries that were written.
             unsafe { (*first.add(index - 1)).next = first.add(index) };
         }
-        let stages = &self.pd.0.context.stages;
+        let staging_table = &self.pd.0.context.staging_table;
         // SAFETY: the caller's promise, and nobody else has the entries.
         let entries = || unsafe { std::slice::from_raw_parts(first, count) };
-        if !stages.is_empty() {
+        if !staging_table.is_empty() {
             // SAFETY: the caller's promise.
-            unsafe { stage(stages, entries()) }?;
+            unsafe { stage(staging_table, entries()) }?;
         }
         let mut bad = std::ptr::null_mut();
         // SAFETY: a queue pair that lives, and a chain of entries that lives. The provider reads ranges and inline
@@ -137,33 +137,33 @@ impl Sending<'_> {
         }
         let before = (0..count).find(|index| std::ptr::eq(first.wrapping_add(*index), bad));
         let before = before.unwrap_or(0);
-        entries()[before..].iter().for_each(|entry| stages.cancel(entry.wr_id));
+        entries()[before..].iter().for_each(|entry| staging_table.cancel(entry.wr_id));
         Err(failed(before, code, Attempt::PostSend))
     }
 
     #[inline]
-    fn write<A: Hardware>(
+    fn write<A: AsAddressHandle>(
         &self,
-        request: &work::Request<'_, A>,
+        request: &work::SendRequest<'_, A>,
         entry: &mut sys::SendWr,
-        place: &mut MaybeUninit<Sge>,
-        naming: &mut impl Naming,
+        inline_sge: &mut MaybeUninit<Sge>,
+        allocator: &mut impl WrIdAllocator,
     ) -> Result<()> {
-        if naming.room() == 0 {
+        if allocator.room() == 0 {
             return Err(full());
         }
-        self.translate(request, entry, place)?;
-        entry.wr_id = naming.name(request.id);
+        self.translate(request, entry, inline_sge)?;
+        entry.wr_id = allocator.assign(request.id);
         Ok(())
     }
 
     /// Writes a request as the library reads it, but for its number.
     #[inline]
-    fn translate<A: Hardware>(
+    fn translate<A: AsAddressHandle>(
         &self,
-        request: &work::Request<'_, A>,
+        request: &work::SendRequest<'_, A>,
         entry: &mut sys::SendWr,
-        place: &mut MaybeUninit<Sge>,
+        inline_sge: &mut MaybeUninit<Sge>,
     ) -> Result<()> {
         let flags = [
             (request.fence == Fence::Reads, sys::SEND_FENCE),
@@ -174,7 +174,10 @@ impl Sending<'_> {
         entry.send_flags =
             flags.iter().filter(|(set, _)| *set).fold(0, |all, (_, flag)| all | flag);
         if request.fence == Fence::All {
-            return Err(lacks("fence for all earlier work", "wait for its completion instead"));
+            return Err(unsupported(
+                "fence for all earlier work",
+                "wait for its completion instead",
+            ));
         }
         match request.inline {
             Some(bytes) if bytes.len() > self.room.inline as usize => {
@@ -183,10 +186,11 @@ impl Sending<'_> {
             Some(bytes) => {
                 let whole =
                     Sge { address: bytes.as_ptr() as u64, len: bytes.len() as u32, lkey: 0 };
-                (entry.sg_list, entry.num_sge) = (place.write(whole), i32::from(!bytes.is_empty()));
+                (entry.sg_list, entry.num_sge) =
+                    (inline_sge.write(whole), i32::from(!bytes.is_empty()));
             }
-            None if request.data.len() > self.room.send_ranges as usize => {
-                return Err(too_many_ranges(request.data.len(), self.room.send_ranges));
+            None if request.data.len() > self.room.max_send_sge as usize => {
+                return Err(too_many_sges(request.data.len(), self.room.max_send_sge));
             }
             None => {
                 (entry.sg_list, entry.num_sge) =
@@ -198,12 +202,12 @@ impl Sending<'_> {
     }
 
     /// Puts the address of a datagram in, and refuses what the service does not have.
-    fn address<A: Hardware>(
+    fn address<A: AsAddressHandle>(
         &self,
-        request: &work::Request<'_, A>,
+        request: &work::SendRequest<'_, A>,
         entry: &mut sys::SendWr,
     ) -> Result<()> {
-        let plain = matches!(request.op, Op::Send | Op::SendImm(_));
+        let plain = matches!(request.op, WrOp::Send | WrOp::SendImm(_));
         let context = self.pd.0.context.raw.ptr();
         let own = |handle: &&AddressHandle| handle.0.pd.context.raw.ptr() == context;
         let Some(to) = request.destination else {
@@ -230,16 +234,19 @@ impl Sending<'_> {
 /// # Safety
 /// What the entries point to lives.
 #[cold]
-unsafe fn stage(stages: &Stages, entries: &[sys::SendWr]) -> std::result::Result<(), PostError> {
+unsafe fn stage(
+    staging_table: &StagingTable,
+    entries: &[sys::SendWr],
+) -> std::result::Result<(), PostError> {
     for (index, entry) in entries.iter().enumerate() {
-        let has_ranges = entry.num_sge > 0 && entry.send_flags & sys::SEND_INLINE == 0;
-        let ranges: &[Sge] = match has_ranges {
+        let has_sges = entry.num_sge > 0 && entry.send_flags & sys::SEND_INLINE == 0;
+        let sges: &[Sge] = match has_sges {
             // SAFETY: so many ranges are there, as the caller says.
             true => unsafe { std::slice::from_raw_parts(entry.sg_list, entry.num_sge as usize) },
             false => &[],
         };
-        if let Err(error) = stages.prepare(entry.wr_id, entry.opcode, ranges) {
-            entries[..=index].iter().for_each(|entry| stages.cancel(entry.wr_id));
+        if let Err(error) = staging_table.prepare(entry.wr_id, entry.opcode, sges) {
+            entries[..=index].iter().for_each(|entry| staging_table.cancel(entry.wr_id));
             return Err(PostError { posted: 0, error: error.during("post work on staged memory") });
         }
     }
@@ -248,22 +255,22 @@ unsafe fn stage(stages: &Stages, entries: &[sys::SendWr]) -> std::result::Result
 
 /// What to do, as the library has it.
 #[inline]
-fn operation(op: Op, entry: &mut sys::SendWr) -> Result<()> {
+fn operation(op: WrOp, entry: &mut sys::SendWr) -> Result<()> {
     let rdma =
         |at: Remote| sys::WrTarget { rdma: sys::Rdma { remote_addr: at.address, rkey: at.rkey } };
     match op {
-        Op::Send => entry.opcode = sys::WR_SEND,
-        Op::SendImm(imm) => {
+        WrOp::Send => entry.opcode = sys::WR_SEND,
+        WrOp::SendImm(imm) => {
             (entry.opcode, entry.imm_data) = (sys::WR_SEND_WITH_IMM, u32::from_ne_bytes(imm))
         }
-        Op::SendInvalidate(key) => (entry.opcode, entry.imm_data) = (sys::WR_SEND_WITH_INV, key),
-        Op::Write(at) => (entry.opcode, entry.wr) = (sys::WR_RDMA_WRITE, rdma(at)),
-        Op::WriteImm(at, imm) => {
+        WrOp::SendInvalidate(key) => (entry.opcode, entry.imm_data) = (sys::WR_SEND_WITH_INV, key),
+        WrOp::Write(at) => (entry.opcode, entry.wr) = (sys::WR_RDMA_WRITE, rdma(at)),
+        WrOp::WriteImm(at, imm) => {
             (entry.opcode, entry.wr) = (sys::WR_RDMA_WRITE_WITH_IMM, rdma(at));
             entry.imm_data = u32::from_ne_bytes(imm);
         }
-        Op::Read(at) => (entry.opcode, entry.wr) = (sys::WR_RDMA_READ, rdma(at)),
-        Op::Atomic(at, atomic) => {
+        WrOp::Read(at) => (entry.opcode, entry.wr) = (sys::WR_RDMA_READ, rdma(at)),
+        WrOp::Atomic(at, atomic) => {
             let (opcode, compare_add, swap) = match atomic {
                 Atomic::CompareSwap { compare, swap } => {
                     (sys::WR_ATOMIC_CMP_AND_SWP, compare, swap)
@@ -271,7 +278,7 @@ fn operation(op: Op, entry: &mut sys::SendWr) -> Result<()> {
                 Atomic::FetchAdd { add } => (sys::WR_ATOMIC_FETCH_AND_ADD, add, 0),
                 _ => {
                     let fix = "use plain ones of 8 bytes, or the software device";
-                    return Err(lacks("masked atomics, nor any of 4 bytes", fix));
+                    return Err(unsupported("masked atomics, nor any of 4 bytes", fix));
                 }
             };
             let target =
@@ -279,99 +286,101 @@ fn operation(op: Op, entry: &mut sys::SendWr) -> Result<()> {
             (entry.opcode, entry.wr) = (opcode, sys::WrTarget { atomic: target });
         }
         // Nothing, in its turn: no byte is written, so that no key is looked at.
-        Op::Nop => {
+        WrOp::Nop => {
             (entry.opcode, entry.wr) = (sys::WR_RDMA_WRITE, rdma(Remote { address: 0, rkey: 0 }));
             (entry.sg_list, entry.num_sge) = (std::ptr::null_mut(), 0);
         }
-        Op::Wait { .. } => {
-            return Err(lacks("work that waits", "wait for the completion yourself"));
+        WrOp::Wait { .. } => {
+            return Err(unsupported("work that waits", "wait for the completion yourself"));
         }
-        Op::Dump => return Err(lacks("reads that go nowhere", "read from the peer instead")),
+        WrOp::Dump => {
+            return Err(unsupported("reads that go nowhere", "read from the peer instead"));
+        }
     }
     Ok(())
 }
 
 /// Work that is put together and posted at once. The library reads it only then, so that all of it is kept here.
 #[derive(Default)]
-pub(super) struct Gathered {
+pub(super) struct PendingBatch {
     entries: Vec<sys::SendWr>,
-    ids: Vec<u64>,
-    ranges: Vec<Sge>,
+    wr_ids: Vec<u64>,
+    sges: Vec<Sge>,
     bytes: Vec<u8>,
     /// Peers of datagrams live until their work is posted.
-    handles: Vec<Arc<Handle>>,
+    handles: Vec<Arc<AhInner>>,
 }
 
 // SAFETY: between calls its pointers are offsets, and the objects that they name may be used from any thread.
-unsafe impl Send for Gathered {}
+unsafe impl Send for PendingBatch {}
 
-impl std::fmt::Debug for Gathered {
+impl std::fmt::Debug for PendingBatch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Gathered({})", self.entries.len())
     }
 }
 
-impl Gathered {
+impl PendingBatch {
     pub(super) fn clear(&mut self) {
         self.entries.clear();
-        self.ids.clear();
-        self.ranges.clear();
+        self.wr_ids.clear();
+        self.sges.clear();
         self.bytes.clear();
         self.handles.clear();
     }
 
     /// Adds work. Ranges are named by their place among all, inline bytes too, until it is posted.
-    pub(super) fn push<A: Hardware>(
+    pub(super) fn push<A: AsAddressHandle>(
         &mut self,
-        sending: &Sending<'_>,
-        naming: &mut impl Naming,
-        request: &work::Request<'_, A>,
+        send_queue: &SendQueue<'_>,
+        allocator: &mut impl WrIdAllocator,
+        request: &work::SendRequest<'_, A>,
     ) -> Result<()> {
-        let (mut entry, mut place) = (sys::SendWr::EMPTY, MaybeUninit::uninit());
-        sending.write(request, &mut entry, &mut place, naming)?;
-        let first = self.ranges.len();
+        let (mut entry, mut inline_sge) = (sys::SendWr::EMPTY, MaybeUninit::uninit());
+        send_queue.write(request, &mut entry, &mut inline_sge, allocator)?;
+        let first = self.sges.len();
         match request.inline {
             Some(bytes) => {
                 let address = self.bytes.len() as u64;
-                self.ranges.push(Sge { address, len: bytes.len() as u32, lkey: 0 });
+                self.sges.push(Sge { address, len: bytes.len() as u32, lkey: 0 });
                 self.bytes.extend_from_slice(bytes);
             }
-            None => self.ranges.extend_from_slice(request.data),
+            None => self.sges.extend_from_slice(request.data),
         }
-        if let Some(handle) = request.destination.and_then(|to| to.handle.hardware(sending.pd)) {
+        if let Some(handle) = request.destination.and_then(|to| to.handle.hardware(send_queue.pd)) {
             self.handles.push(handle.0.clone());
         }
         entry.sg_list = std::ptr::without_provenance_mut(first);
         self.entries.push(entry);
-        self.ids.push(request.id);
+        self.wr_ids.push(request.id);
         Ok(())
     }
 
     /// Posts all of it, and forgets it.
     pub(super) fn post(
         &mut self,
-        sending: &Sending<'_>,
-        naming: &mut impl Naming,
+        send_queue: &SendQueue<'_>,
+        allocator: &mut impl WrIdAllocator,
     ) -> std::result::Result<(), PostError> {
         let bytes = self.bytes.as_ptr() as u64;
-        let ranges = self.ranges.as_mut_ptr();
+        let sges = self.sges.as_mut_ptr();
         for entry in &mut self.entries {
             let first = entry.sg_list.addr();
             if entry.send_flags & sys::SEND_INLINE != 0 {
-                self.ranges[first].address += bytes;
+                self.sges[first].address += bytes;
             }
-            entry.sg_list = ranges.wrapping_add(first);
+            entry.sg_list = sges.wrapping_add(first);
         }
         let count = self.entries.len();
         // SAFETY: all entries are written, and point into vectors that are not touched until the call returns.
-        let posted = unsafe { sending.hand_over(self.entries.as_mut_ptr(), count) };
-        naming.posted(posted.as_ref().map_or_else(|error| error.posted, |()| count));
+        let posted = unsafe { send_queue.post_chain(self.entries.as_mut_ptr(), count) };
+        allocator.posted(posted.as_ref().map_or_else(|error| error.posted, |()| count));
         posted
     }
 
     /// What the program called the work from `first` on.
-    pub(super) fn ids_from(&self, first: usize) -> impl Iterator<Item = u64> + '_ {
-        self.ids.iter().skip(first).copied()
+    pub(super) fn wr_ids_from(&self, first: usize) -> impl Iterator<Item = u64> + '_ {
+        self.wr_ids.iter().skip(first).copied()
     }
 }
 
@@ -379,8 +388,8 @@ impl Gathered {
 #[inline]
 pub(super) fn receive(
     requests: &[ReceiveRequest<'_>],
-    ranges: u32,
-    (naming, stages): (&mut impl Naming, &Stages),
+    sges: u32,
+    (allocator, staging_table): (&mut impl WrIdAllocator, &StagingTable),
     post: impl Fn(*mut sys::RecvWr, *mut *mut sys::RecvWr) -> i32,
 ) -> std::result::Result<(), PostError> {
     let mut done = 0;
@@ -388,13 +397,13 @@ pub(super) fn receive(
         let mut entries = [const { MaybeUninit::uninit() }; CHUNK];
         let (mut good, mut refused) = (0, None);
         for (request, entry) in chunk.iter().zip(&mut entries) {
-            if let Err(error) = fits(request, ranges, naming.room()) {
+            if let Err(error) = fits(request, sges, allocator.room()) {
                 refused = Some(error);
                 break;
             }
-            let wr_id = naming.name(request.id);
-            if !stages.is_empty() {
-                stages.expect(wr_id, request.data);
+            let wr_id = allocator.assign(request.id);
+            if !staging_table.is_empty() {
+                staging_table.add_inbound(wr_id, request.data);
             }
             entry.write(sys::RecvWr {
                 wr_id,
@@ -418,11 +427,11 @@ pub(super) fn receive(
                 let before = before.unwrap_or(0);
                 // SAFETY: those entries were written.
                 let refused = (before..good).map(|index| unsafe { (*first.add(index)).wr_id });
-                refused.for_each(|number| stages.cancel(number));
+                refused.for_each(|number| staging_table.cancel(number));
                 posted = Err(failed(before, code, Attempt::PostReceive));
             }
         }
-        naming.posted(posted.as_ref().map_or_else(|error| error.posted, |()| good));
+        allocator.posted(posted.as_ref().map_or_else(|error| error.posted, |()| good));
         posted.map_err(|error| PostError { posted: done + error.posted, ..error })?;
         done += good;
         if let Some(error) = refused {
@@ -435,20 +444,20 @@ pub(super) fn receive(
 /// Whether all receives could be posted, before any of them is.
 pub(super) fn check_receives(
     requests: &[ReceiveRequest<'_>],
-    ranges: u32,
+    sges: u32,
     room: usize,
 ) -> Result<()> {
     if requests.len() > room {
         return Err(full_receives());
     }
-    requests.iter().try_for_each(|request| fits(request, ranges, 1))
+    requests.iter().try_for_each(|request| fits(request, sges, 1))
 }
 
 #[inline]
-fn fits(request: &ReceiveRequest<'_>, ranges: u32, room: usize) -> Result<()> {
+fn fits(request: &ReceiveRequest<'_>, sges: u32, room: usize) -> Result<()> {
     match (request.data.len(), room) {
         (_, 0) => Err(full_receives()),
-        (count, _) if count > ranges as usize => Err(too_many_ranges(count, ranges)),
+        (count, _) if count > sges as usize => Err(too_many_sges(count, sges)),
         _ => Ok(()),
     }
 }
@@ -464,7 +473,7 @@ fn full_receives() -> Error {
 }
 
 #[cold]
-fn lacks(what: &str, fix: &'static str) -> Error {
+fn unsupported(what: &str, fix: &'static str) -> Error {
     Error::new(Kind::Unsupported, "post work").why(format!("libibverbs has no {what}")).fix(fix)
 }
 
@@ -475,14 +484,14 @@ fn failed(posted: usize, code: i32, attempt: Attempt<'_>) -> PostError {
 }
 
 #[cold]
-fn too_long_inline(len: usize, room: &Room) -> Error {
+fn too_long_inline(len: usize, room: &QpCaps) -> Error {
     Error::new(Kind::InvalidArgument, "post work")
         .why(format!("{len} bytes inline, and the queue pair takes {}", room.inline))
         .fix("register them, or make the queue pair with more inline bytes")
 }
 
 #[cold]
-fn too_many_ranges(count: usize, most: u32) -> Error {
+fn too_many_sges(count: usize, most: u32) -> Error {
     Error::new(Kind::InvalidArgument, "post work")
         .why(format!("it names {count} ranges, and may name {most}"))
         .fix("make the queue with more ranges")

@@ -6,18 +6,18 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use parking_lot::{Mutex, MutexGuard};
 
 use warpwire_proto::Psn;
-use warpwire_proto::qp::{self as protocol, Change, Mtu, Service, State};
+use warpwire_proto::qp::{self as protocol, Mtu, QpAttributes, Service, State};
 
-use super::address::{Hardware, Route};
-use super::cq::{Cq, lacks};
+use super::address::{AhAttributes, AsAddressHandle};
+use super::cq::{Cq, unsupported};
 use super::device::{PortState, mtu_of};
-use super::direct::create_unscattered;
 use super::explain::Attempt;
-use super::ids::{Book, InOrder, Naming};
-use super::library::{Raw, call, end, made, make};
+use super::library::{Raw, call, create, created, destroy};
 use super::memory::Pd;
-use super::post::{self, Gathered, PostError, Room, Sending};
+use super::mlx5dv::mlx5dv_create_qp;
+use super::post::{self, PendingBatch, PostError, QpCaps, SendQueue};
 use super::srq::Srq;
+use super::wr_ids::{QueueEntry, RingAllocator, WrIdAllocator};
 use super::{Context, sys};
 use crate::error::{Error, Kind, Result};
 use crate::mlx5::Status;
@@ -33,9 +33,9 @@ pub struct QpOptions {
     /// How many receives, at least; not used with a shared queue.
     pub receive_depth: u32,
     /// How many ranges of memory a work request may name.
-    pub send_ranges: u32,
+    pub max_send_sge: u32,
     /// How many ranges a receive may name.
-    pub receive_ranges: u32,
+    pub max_recv_sge: u32,
     /// How many bytes a work request may carry in itself.
     pub inline: u32,
     /// Whether every work request makes a completion.
@@ -60,9 +60,9 @@ pub struct QpOptions {
     pub min_rnr_timer: u8,
     /// How many reads and atomics may be outstanding, in either direction.
     pub max_rd_atomic: u8,
-    /// Its queues will be written and read past the provider, of an mlx5 device: see [`Qp::direct`]. Small messages then
+    /// Its queues will be written and read past the provider, of an mlx5 device: see [`Qp::mlx5dv`]. Small messages then
     /// never come within completions.
-    pub past_provider: bool,
+    pub use_direct_verbs: bool,
 }
 
 impl Default for QpOptions {
@@ -71,8 +71,8 @@ impl Default for QpOptions {
             service: Service::Rc,
             send_depth: 128,
             receive_depth: 128,
-            send_ranges: 2,
-            receive_ranges: 2,
+            max_send_sge: 2,
+            max_recv_sge: 2,
             inline: 64,
             signal_all: true,
             srq: None,
@@ -85,14 +85,14 @@ impl Default for QpOptions {
             rnr_retry: 7,
             min_rnr_timer: 1,
             max_rd_atomic: 16,
-            past_provider: false,
+            use_direct_verbs: false,
         }
     }
 }
 
 /// What a peer must know to connect to a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Offer {
+pub struct IbvEndpoint {
     /// The address of its port.
     pub gid: [u8; 16],
     /// The local identifier of its port; 0 on Ethernet.
@@ -109,50 +109,50 @@ pub struct Offer {
 
 /// A queue pair. Clones are the same one.
 #[derive(Clone, Debug)]
-pub struct Qp(Arc<Pair>);
+pub struct Qp(Arc<QpInner>);
 
 #[derive(Debug)]
-struct Pair {
+struct QpInner {
     raw: Raw<sys::Qp>,
     post_send: sys::PostSend,
     post_receive: sys::PostRecv,
-    room: Room,
+    room: QpCaps,
     options: QpOptions,
     /// The sequence number that it will begin with.
     psn: AtomicU32,
-    book: Arc<Book>,
-    gathered: Mutex<Gathered>,
+    queue_entry: Arc<QueueEntry>,
+    pending_batch: Mutex<PendingBatch>,
     /// These end after it.
     pd: Pd,
     cqs: [Cq; 2],
 }
 
-impl Drop for Pair {
+impl Drop for QpInner {
     fn drop(&mut self) {
-        self.forget_completions();
-        end!(self.pd.0.context.library, destroy_qp(self.raw.ptr()));
-        self.pd.0.context.stages.forget(self.book.numbers());
+        self.discard_completions();
+        destroy!(self.pd.0.context.library, destroy_qp(self.raw.ptr()));
+        self.pd.0.context.staging_table.discard(self.queue_entry.wr_ids());
         // What came in between is found on no shelf.
-        self.pd.0.context.ids.remove(&self.book);
+        self.pd.0.context.wr_ids.remove(&self.queue_entry);
     }
 }
 
-impl Pair {
+impl QpInner {
     fn number(&self) -> u32 {
         // SAFETY: the library's object, which lives as long as this; its number does not change.
         unsafe { (*self.raw.ptr()).qp_num }
     }
 
     /// Completions of a shared queue that nobody has taken give their places back.
-    fn forget_completions(&self) {
+    fn discard_completions(&self) {
         if self.options.srq.is_some() {
-            self.cqs[1].forget(self.number());
+            self.cqs[1].discard(self.number());
         }
     }
 
-    fn sending(&self) -> Sending<'_> {
+    fn send_queue(&self) -> SendQueue<'_> {
         let (post, qp) = (self.post_send, self.raw.ptr());
-        Sending { post, qp, pd: &self.pd, room: &self.room }
+        SendQueue { post, qp, pd: &self.pd, room: &self.room }
     }
 }
 
@@ -164,8 +164,8 @@ impl Pd {
     pub fn create_qp(&self, send_cq: &Cq, receive_cq: &Cq, options: QpOptions) -> Result<Qp> {
         let (pd, context) = (&self.0, &self.0.context);
         let shared = options.srq.as_ref().map(|srq| &srq.0);
-        let foreign = shared.is_some_and(|srq| srq.pd.context.raw.ptr() != context.raw.ptr());
-        if foreign || !send_cq.is_of(context) || !receive_cq.is_of(context) {
+        let wrong_context = shared.is_some_and(|srq| srq.pd.context.raw.ptr() != context.raw.ptr());
+        if wrong_context || !send_cq.belongs_to(context) || !receive_cq.belongs_to(context) {
             return Err(Error::new(Kind::InvalidArgument, "make a queue pair")
                 .on(context.device.name.clone())
                 .why("one of its queues was made by another context")
@@ -174,7 +174,7 @@ impl Pd {
         // SAFETY: an open device; its operations do not change once it is open.
         let ops = unsafe { &(*context.raw.ptr()).ops };
         let (Some(post_send), Some(post_receive)) = (ops.post_send, ops.post_recv) else {
-            return Err(lacks(context, "queue pairs"));
+            return Err(unsupported(context, "queue pairs"));
         };
         let qp_type = match options.service {
             Service::Rc => sys::QPT_RC,
@@ -188,43 +188,46 @@ impl Pd {
             cap: sys::QpCap {
                 max_send_wr: options.send_depth,
                 max_recv_wr: if shared.is_some() { 0 } else { options.receive_depth },
-                max_send_sge: options.send_ranges,
-                max_recv_sge: if shared.is_some() { 0 } else { options.receive_ranges },
+                max_send_sge: options.max_send_sge,
+                max_recv_sge: if shared.is_some() { 0 } else { options.max_recv_sge },
                 max_inline_data: options.inline,
             },
             qp_type: qp_type as i32,
             sq_sig_all: i32::from(options.signal_all),
         };
-        let raw = match options.past_provider {
-            true => made(create_unscattered(pd, &mut init)?, Attempt::CreateQp),
-            false => make!(context.library, Attempt::CreateQp, create_qp(pd.raw.ptr(), &mut init)),
+        let raw = match options.use_direct_verbs {
+            true => created(mlx5dv_create_qp(pd, &mut init)?, Attempt::CreateQp),
+            false => {
+                create!(context.library, Attempt::CreateQp, create_qp(pd.raw.ptr(), &mut init))
+            }
         }?;
-        let room = Room {
+        let room = QpCaps {
             service: options.service,
-            send_ranges: init.cap.max_send_sge,
-            receive_ranges: init.cap.max_recv_sge,
+            max_send_sge: init.cap.max_send_sge,
+            max_recv_sge: init.cap.max_recv_sge,
             inline: init.cap.max_inline_data,
         };
         let depths = [
             init.cap.max_send_wr.max(options.send_depth),
             init.cap.max_recv_wr.max(options.receive_depth),
         ];
-        let book = context.ids.add_pair(depths, shared.is_none());
-        let book = book.inspect_err(|_| end!(context.library, destroy_qp(raw.ptr())))?;
+        let queue_entry = context.wr_ids.add_qp(depths, shared.is_none());
+        let queue_entry =
+            queue_entry.inspect_err(|_| destroy!(context.library, destroy_qp(raw.ptr())))?;
         // SAFETY: just made.
-        let psn = any_psn(unsafe { (*raw.ptr()).qp_num }).into();
+        let psn = random_psn(unsafe { (*raw.ptr()).qp_num }).into();
         let cqs = [send_cq.clone(), receive_cq.clone()];
-        let gathered = Mutex::default();
+        let pending_batch = Mutex::default();
         let pd = self.clone();
-        Ok(Qp(Arc::new(Pair {
+        Ok(Qp(Arc::new(QpInner {
             raw,
             post_send,
             post_receive,
             room,
             options,
             psn,
-            book,
-            gathered,
+            queue_entry,
+            pending_batch,
             pd,
             cqs,
         })))
@@ -232,7 +235,7 @@ impl Pd {
 }
 
 /// A first sequence number that differs from one connection to the next.
-fn any_psn(number: u32) -> u32 {
+fn random_psn(number: u32) -> u32 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let seed = now.map_or(0, |since| since.as_nanos() as u64) ^ u64::from(number) << 40;
     (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32
@@ -245,7 +248,7 @@ impl Qp {
     }
 
     /// How many bytes a work request may carry in itself: at least what was asked for.
-    pub fn inline_room(&self) -> u32 {
+    pub fn max_inline_data(&self) -> u32 {
         self.0.room.inline
     }
 
@@ -267,9 +270,9 @@ impl Qp {
     pub fn state(&self) -> Result<State> {
         // SAFETY: numbers and pointers, for which zero is a value.
         let (mut attr, mut init): (sys::QpAttr, sys::QpInitAttr) = unsafe { std::mem::zeroed() };
-        let (pair, mask) = (&*self.0, sys::QP_STATE as i32);
-        let library = pair.pd.0.context.library;
-        call!(library, Attempt::QueryQp, query_qp(pair.raw.ptr(), &mut attr, mask, &mut init))?;
+        let (inner, mask) = (&*self.0, sys::QP_STATE as i32);
+        let library = inner.pd.0.context.library;
+        call!(library, Attempt::QueryQp, query_qp(inner.raw.ptr(), &mut attr, mask, &mut init))?;
         Ok(match u32::try_from(attr.qp_state).unwrap_or(sys::QPS_ERR) {
             sys::QPS_RESET => State::Reset,
             sys::QPS_INIT => State::Init,
@@ -285,10 +288,10 @@ impl Qp {
     ///
     /// # Errors
     /// If its port is down, or there is no such GID.
-    pub fn offer(&self) -> Result<Offer> {
-        let pair = &*self.0;
-        let options = &pair.options;
-        let context = Context(pair.pd.0.context.clone());
+    pub fn endpoint(&self) -> Result<IbvEndpoint> {
+        let inner = &*self.0;
+        let options = &inner.options;
+        let context = Context(inner.pd.0.context.clone());
         let port = context.port(options.port)?;
         let gid = match port.lid {
             0 => context.gid(options.port, options.gid_index.into())?.bytes,
@@ -297,13 +300,13 @@ impl Qp {
             }
         };
         let mtu = options.mtu.map_or(port.active_mtu, Mtu::bytes);
-        let (qpn, psn) = (self.number(), pair.psn.load(Ordering::Relaxed));
-        Ok(Offer { gid, lid: port.lid, qpn, psn, mtu, max_rd_atomic: options.max_rd_atomic })
+        let (qpn, psn) = (self.number(), inner.psn.load(Ordering::Relaxed));
+        Ok(IbvEndpoint { gid, lid: port.lid, qpn, psn, mtu, max_rd_atomic: options.max_rd_atomic })
     }
 
     /// Takes it through `INIT` and `RTR` to `RTS`, connected to the peer that made this offer.
-    pub fn connect(&self, peer: &Offer) -> Result<()> {
-        let own = self.offer()?;
+    pub fn connect(&self, peer: &IbvEndpoint) -> Result<()> {
+        let own = self.endpoint()?;
         let options = &self.0.options;
         let mtu =
             Mtu::new(own.mtu.min(peer.mtu)).filter(|mtu| mtu.bytes() <= 4096).ok_or_else(|| {
@@ -311,54 +314,54 @@ impl Qp {
                     .why(format!("the peer offers an MTU of {} bytes", peer.mtu))
                     .fix("offer 256, 512, 1024, 2048 or 4096")
             })?;
-        self.modify(&self.to_init(), None)?;
-        let route = Route {
+        self.modify(&self.init_attr(), None)?;
+        let route = AhAttributes {
             gid: peer.gid,
             lid: peer.lid,
             flow_label: (own.qpn ^ peer.qpn) & 0xf_ffff,
-            ..Route::to([0, 0, 0, 0].into(), options.port, options.gid_index)
+            ..AhAttributes::to([0, 0, 0, 0].into(), options.port, options.gid_index)
         };
-        let to_rtr = Change {
+        let rtr_attr = QpAttributes {
             mtu: Some(mtu),
             destination: Some(peer.qpn),
             receive_psn: Some(Psn::new(peer.psn)),
             max_dest_rd_atomic: Some(options.max_rd_atomic),
             min_rnr_timer: Some(options.min_rnr_timer),
-            ..Change::to(State::Rtr)
+            ..QpAttributes::new(State::Rtr)
         };
-        self.modify(&to_rtr, Some(&route))?;
-        let to_rts = Change {
+        self.modify(&rtr_attr, Some(&route))?;
+        let rts_attr = QpAttributes {
             send_psn: Some(Psn::new(own.psn)),
             timeout: Some(options.timeout),
             retry_count: Some(options.retry_count),
             rnr_retry: Some(options.rnr_retry),
             max_rd_atomic: Some(options.max_rd_atomic.min(peer.max_rd_atomic)),
-            ..Change::to(State::Rts)
+            ..QpAttributes::new(State::Rts)
         };
-        self.modify(&to_rts, None)
+        self.modify(&rts_attr, None)
     }
 
     /// Takes a datagram queue pair through `INIT` and `RTR` to `RTS`: it takes datagrams that bear this key.
-    pub fn ready(&self, qkey: u32) -> Result<()> {
-        let init = Change { access: None, qkey: Some(qkey), ..self.to_init() };
+    pub fn activate_ud(&self, qkey: u32) -> Result<()> {
+        let init = QpAttributes { access: None, qkey: Some(qkey), ..self.init_attr() };
         self.modify(&init, None)?;
-        self.modify(&Change::to(State::Rtr), None)?;
+        self.modify(&QpAttributes::new(State::Rtr), None)?;
         self.modify(
-            &Change {
+            &QpAttributes {
                 send_psn: Some(Psn::new(self.0.psn.load(Ordering::Relaxed))),
-                ..Change::to(State::Rts)
+                ..QpAttributes::new(State::Rts)
             },
             None,
         )
     }
 
     /// The step to `INIT` that its options ask for.
-    pub fn to_init(&self) -> Change {
-        Change {
+    pub fn init_attr(&self) -> QpAttributes {
+        QpAttributes {
             partition_index: Some(0),
             port: Some(self.0.options.port),
             access: Some(self.0.options.access),
-            ..Change::to(State::Init)
+            ..QpAttributes::new(State::Init)
         }
     }
 
@@ -368,30 +371,37 @@ impl Qp {
     /// # Errors
     /// If there is no such step (with what is missing), the port is down, the GID is not there, or the peer's address
     /// does not answer.
-    pub fn modify(&self, change: &Change, route: Option<&Route>) -> Result<()> {
-        let pair = &*self.0;
-        let options = &pair.options;
-        let along =
-            change.path.as_ref().map(|path| Route::along(path, options.port, options.gid_index));
-        let route = route.copied().or(along);
-        self.check_step(change, route.as_ref())?;
+    pub fn modify(&self, change: &QpAttributes, route: Option<&AhAttributes>) -> Result<()> {
+        let inner = &*self.0;
+        let options = &inner.options;
+        let from_path = change
+            .path
+            .as_ref()
+            .map(|path| AhAttributes::from_path(path, options.port, options.gid_index));
+        let route = route.copied().or(from_path);
+        self.check_transition(change, route.as_ref())?;
         let (mut attr, mask) = attributes(change, route.as_ref());
         let attempt = Attempt::Modify(change.to);
-        let library = pair.pd.0.context.library;
-        let done = call!(library, attempt, modify_qp(pair.raw.ptr(), &mut attr, mask as i32));
-        done.map_err(|error| self.why_not(error, change, route.as_ref()))?;
+        let library = inner.pd.0.context.library;
+        let done = call!(library, attempt, modify_qp(inner.raw.ptr(), &mut attr, mask as i32));
+        done.map_err(|error| self.explain_modify_error(error, change, route.as_ref()))?;
         if change.to == State::Reset {
-            pair.forget_completions();
-            pair.pd.0.context.stages.forget(pair.book.numbers());
-            pair.book.reset();
-            pair.psn.store(any_psn(self.number()), Ordering::Relaxed);
+            inner.discard_completions();
+            inner.pd.0.context.staging_table.discard(inner.queue_entry.wr_ids());
+            inner.queue_entry.reset();
+            inner.psn.store(random_psn(self.number()), Ordering::Relaxed);
         }
         Ok(())
     }
 
     /// A better reason than the device gave, if there is one.
     #[cold]
-    fn why_not(&self, error: Error, change: &Change, route: Option<&Route>) -> Error {
+    fn explain_modify_error(
+        &self,
+        error: Error,
+        change: &QpAttributes,
+        route: Option<&AhAttributes>,
+    ) -> Error {
         let context = Context(self.0.pd.0.context.clone());
         if let Some(route) = route {
             let usable = context.gid(route.port, route.gid_index.into());
@@ -412,12 +422,12 @@ impl Qp {
     }
 
     /// Whether there is such a step: providers look at some attributes and pass over others.
-    fn check_step(&self, change: &Change, route: Option<&Route>) -> Result<()> {
+    fn check_transition(&self, change: &QpAttributes, route: Option<&AhAttributes>) -> Result<()> {
         // The table of steps has one port, one partition, and a path where there is a route.
-        let as_listed = Change {
+        let as_listed = QpAttributes {
             port: change.port.map(|_| 1),
             partition_index: change.partition_index.map(|_| 0),
-            path: change.path.or(route.map(|_| protocol::Path {
+            path: change.path.or(route.map(|_| protocol::PathAttributes {
                 peer: ([0, 0, 0, 0], 0).into(),
                 traffic_class: 0,
                 hop_limit: 0,
@@ -438,12 +448,12 @@ impl Qp {
     /// # Errors
     /// With how many were posted; [`Kind::Busy`] if there is no room for the next.
     #[inline]
-    pub fn post_send<A: Hardware>(
+    pub fn post_send<A: AsAddressHandle>(
         &self,
-        requests: &[work::Request<'_, A>],
+        requests: &[work::SendRequest<'_, A>],
     ) -> std::result::Result<(), PostError> {
-        let pair = &*self.0;
-        pair.sending().send(&mut pair.book.name_sends(), requests)
+        let inner = &*self.0;
+        inner.send_queue().send(&mut inner.queue_entry.alloc_send(), requests)
     }
 
     /// Posts work, all of it or none, unless the device refuses what is in order by all that is known of it.
@@ -451,21 +461,24 @@ impl Qp {
     /// # Errors
     /// [`Kind::Busy`] if there is no room for all of it.
     #[inline]
-    pub fn post_all<A: Hardware>(&self, requests: &[work::Request<'_, A>]) -> Result<()> {
-        let pair = &*self.0;
-        let (sending, mut naming) = (pair.sending(), pair.book.name_sends());
+    pub fn post_all<A: AsAddressHandle>(
+        &self,
+        requests: &[work::SendRequest<'_, A>],
+    ) -> Result<()> {
+        let inner = &*self.0;
+        let (send_queue, mut allocator) = (inner.send_queue(), inner.queue_entry.alloc_send());
         // One alone is posted or not.
         if requests.len() > 1 {
-            sending.check(naming.room(), requests)?;
+            send_queue.check(allocator.room(), requests)?;
         }
-        sending.send(&mut naming, requests).map_err(|refused| refused.error)
+        send_queue.send(&mut allocator, requests).map_err(|refused| refused.error)
     }
 
     /// Begins a batch of work. It holds the send queue until it is posted or dropped.
     pub fn batch(&self) -> Batch<'_> {
-        let pair = &*self.0;
-        let naming = pair.book.name_sends();
-        Batch { pair, naming, gathered: pair.gathered.lock() }
+        let inner = &*self.0;
+        let allocator = inner.queue_entry.alloc_send();
+        Batch { inner, allocator, pending_batch: inner.pending_batch.lock() }
     }
 
     /// Posts receives, in their order. Nothing is allocated.
@@ -477,35 +490,40 @@ impl Qp {
         &self,
         requests: &[ReceiveRequest<'_>],
     ) -> std::result::Result<(), PostError> {
-        let pair = &*self.0;
-        if pair.options.srq.is_some() {
-            return Err(PostError { posted: 0, error: shared_instead() });
+        let inner = &*self.0;
+        if inner.options.srq.is_some() {
+            return Err(PostError { posted: 0, error: must_post_to_srq() });
         }
-        self.receive(requests, &mut pair.book.name_receives())
+        self.receive(requests, &mut inner.queue_entry.alloc_receive())
     }
 
     /// Posts receives, all of them or none.
     pub fn post_all_receives(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
-        let pair = &*self.0;
-        if pair.options.srq.is_some() {
-            return Err(shared_instead());
+        let inner = &*self.0;
+        if inner.options.srq.is_some() {
+            return Err(must_post_to_srq());
         }
-        let mut naming = pair.book.name_receives();
-        post::check_receives(requests, pair.room.receive_ranges, naming.room())?;
-        self.receive(requests, &mut naming).map_err(|refused| refused.error)
+        let mut allocator = inner.queue_entry.alloc_receive();
+        post::check_receives(requests, inner.room.max_recv_sge, allocator.room())?;
+        self.receive(requests, &mut allocator).map_err(|refused| refused.error)
     }
 
     fn receive(
         &self,
         requests: &[ReceiveRequest<'_>],
-        naming: &mut impl Naming,
+        allocator: &mut impl WrIdAllocator,
     ) -> std::result::Result<(), PostError> {
-        let pair = &*self.0;
-        let stages = &pair.pd.0.context.stages;
-        post::receive(requests, pair.room.receive_ranges, (naming, stages), |first, bad| {
-            // SAFETY: a queue pair that lives, and a chain of entries that lives until the call returns.
-            unsafe { (pair.post_receive)(pair.raw.ptr(), first, bad) }
-        })
+        let inner = &*self.0;
+        let staging_table = &inner.pd.0.context.staging_table;
+        post::receive(
+            requests,
+            inner.room.max_recv_sge,
+            (allocator, staging_table),
+            |first, bad| {
+                // SAFETY: a queue pair that lives, and a chain of entries that lives until the call returns.
+                unsafe { (inner.post_receive)(inner.raw.ptr(), first, bad) }
+            },
+        )
     }
 }
 
@@ -514,14 +532,14 @@ impl Qp {
 #[must_use = "nothing happens until the batch is posted"]
 #[derive(Debug)]
 pub struct Batch<'q> {
-    pair: &'q Pair,
-    naming: InOrder<'q>,
-    gathered: MutexGuard<'q, Gathered>,
+    inner: &'q QpInner,
+    allocator: RingAllocator<'q>,
+    pending_batch: MutexGuard<'q, PendingBatch>,
 }
 
 impl Drop for Batch<'_> {
     fn drop(&mut self) {
-        self.gathered.clear();
+        self.pending_batch.clear();
     }
 }
 
@@ -530,8 +548,8 @@ impl Batch<'_> {
     ///
     /// # Errors
     /// [`Kind::Busy`] if there is no room: post what there is, and take completions.
-    pub fn push<A: Hardware>(&mut self, request: &work::Request<'_, A>) -> Result<()> {
-        self.gathered.push(&self.pair.sending(), &mut self.naming, request)
+    pub fn push<A: AsAddressHandle>(&mut self, request: &work::SendRequest<'_, A>) -> Result<()> {
+        self.pending_batch.push(&self.inner.send_queue(), &mut self.allocator, request)
     }
 
     /// Posts all of it.
@@ -539,36 +557,37 @@ impl Batch<'_> {
     /// # Errors
     /// With how many were posted, if the device refuses what is in order by all that is known of it.
     pub fn post(mut self) -> std::result::Result<(), PostError> {
-        self.gathered.post(&self.pair.sending(), &mut self.naming)
+        self.pending_batch.post(&self.inner.send_queue(), &mut self.allocator)
     }
 
     /// Posts all of it. What the device refuses ends as [`Status::LocalQpOperation`] in the completion queue.
-    pub fn post_or_end(mut self) {
-        let Err(refused) = self.gathered.post(&self.pair.sending(), &mut self.naming) else {
+    pub fn post_or_fail(mut self) {
+        let Err(refused) = self.pending_batch.post(&self.inner.send_queue(), &mut self.allocator)
+        else {
             return;
         };
         tracing::warn!(%refused, "work was refused as it was posted");
-        let number = self.pair.number();
-        let ended = self.gathered.ids_from(refused.posted).map(|id| Completion {
+        let number = self.inner.number();
+        let completed = self.pending_batch.wr_ids_from(refused.posted).map(|id| Completion {
             id,
             status: Status::LocalQpOperation,
             kind: CompletionKind::SendFailed,
             qpn: number,
             ..Completion::EMPTY
         });
-        self.pair.cqs[0].put_aside(ended);
+        self.inner.cqs[0].push_backlog(completed);
     }
 }
 
 #[cold]
-fn shared_instead() -> Error {
+fn must_post_to_srq() -> Error {
     Error::new(Kind::InvalidArgument, "post a receive")
         .why("the queue pair uses a shared one")
         .fix("post it there")
 }
 
 /// A change as the library reads it, and which of its fields count.
-fn attributes(change: &Change, route: Option<&Route>) -> (sys::QpAttr, u32) {
+fn attributes(change: &QpAttributes, route: Option<&AhAttributes>) -> (sys::QpAttr, u32) {
     // SAFETY: numbers, for which zero is a value.
     let mut attr: sys::QpAttr = unsafe { std::mem::zeroed() };
     attr.qp_state = state_number(change.to) as i32;
@@ -587,7 +606,7 @@ fn attributes(change: &Change, route: Option<&Route>) -> (sys::QpAttr, u32) {
         change.port => port_num, QP_PORT;
         change.access.map(access_flags) => qp_access_flags, QP_ACCESS_FLAGS;
         change.qkey => qkey, QP_QKEY;
-        route.map(Route::attributes) => ah_attr, QP_AV;
+        route.map(AhAttributes::attributes) => ah_attr, QP_AV;
         change.mtu.map(mtu_code) => path_mtu, QP_PATH_MTU;
         change.destination => dest_qp_num, QP_DEST_QPN;
         change.receive_psn.map(Psn::value) => rq_psn, QP_RQ_PSN;
@@ -637,16 +656,16 @@ mod tests {
 
     #[test]
     fn a_change_sets_what_it_names_and_nothing_else() {
-        let (attr, mask) = attributes(&Change::to(State::Err), None);
+        let (attr, mask) = attributes(&QpAttributes::new(State::Err), None);
         assert_eq!((attr.qp_state, mask), (6, 1));
-        let change = Change {
+        let change = QpAttributes {
             mtu: Mtu::new(1024),
             destination: Some(0x1234),
             receive_psn: Some(Psn::new(7)),
             access: Some(protocol::Access::REMOTE_READ),
-            ..Change::to(State::Rtr)
+            ..QpAttributes::new(State::Rtr)
         };
-        let route = Route::to([10, 0, 0, 1].into(), 2, 3);
+        let route = AhAttributes::to([10, 0, 0, 1].into(), 2, 3);
         let (attr, mask) = attributes(&change, Some(&route));
         assert_eq!(
             (attr.qp_state, attr.path_mtu, attr.dest_qp_num, attr.rq_psn),

@@ -2,53 +2,55 @@
 
 use std::sync::Arc;
 
-use super::cq::lacks;
+use super::cq::unsupported;
 use super::explain::Attempt;
-use super::ids::{Book, Naming};
-use super::library::{Raw, call, end, make};
-use super::memory::{Domain, Pd};
+use super::library::{Raw, call, create, destroy};
+use super::memory::{Pd, PdInner};
 use super::post::{PostError, check_receives, receive};
 use super::sys;
+use super::wr_ids::{QueueEntry, WrIdAllocator};
 use crate::error::Result;
 use crate::work::ReceiveRequest;
 
 /// A shared receive queue. Clones are the same one; it ends with the last queue pair that uses it.
 #[derive(Clone, Debug)]
-pub struct Srq(pub(super) Arc<Shared>);
+pub struct Srq(pub(super) Arc<SrqInner>);
 
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct SrqInner {
     pub(super) raw: Raw<sys::Srq>,
-    pub(super) pd: Arc<Domain>,
+    pub(super) pd: Arc<PdInner>,
     post: sys::PostSrqRecv,
-    ranges: u32,
-    book: Arc<Book>,
+    max_sge: u32,
+    queue_entry: Arc<QueueEntry>,
 }
 
-impl Drop for Shared {
+impl Drop for SrqInner {
     fn drop(&mut self) {
-        end!(self.pd.context.library, destroy_srq(self.raw.ptr()));
-        self.pd.context.stages.forget(self.book.numbers());
-        self.pd.context.ids.remove(&self.book);
+        destroy!(self.pd.context.library, destroy_srq(self.raw.ptr()));
+        self.pd.context.staging_table.discard(self.queue_entry.wr_ids());
+        self.pd.context.wr_ids.remove(&self.queue_entry);
     }
 }
 
 impl Pd {
     /// Makes a shared receive queue with room for so many receives of so many ranges, at least.
-    pub fn create_srq(&self, depth: u32, ranges: u32) -> Result<Srq> {
+    pub fn create_srq(&self, depth: u32, max_sge: u32) -> Result<Srq> {
         let pd = self.0.clone();
         let context = &pd.context;
         // SAFETY: an open device; its operations do not change once it is open.
         let post = unsafe { (*context.raw.ptr()).ops.post_srq_recv };
-        let post = post.ok_or_else(|| lacks(context, "shared receive queues"))?;
-        let attr = sys::SrqAttr { max_wr: depth, max_sge: ranges, srq_limit: 0 };
+        let post = post.ok_or_else(|| unsupported(context, "shared receive queues"))?;
+        let attr = sys::SrqAttr { max_wr: depth, max_sge: max_sge, srq_limit: 0 };
         let mut init = sys::SrqInitAttr { srq_context: std::ptr::null_mut(), attr };
-        let raw = make!(context.library, Attempt::CreateSrq, create_srq(pd.raw.ptr(), &mut init))?;
+        let raw =
+            create!(context.library, Attempt::CreateSrq, create_srq(pd.raw.ptr(), &mut init))?;
         // What was made may be larger than what was asked for.
-        let ranges = init.attr.max_sge.max(ranges);
-        let book = context.ids.add_shared(init.attr.max_wr.max(depth));
-        let book = book.inspect_err(|_| end!(context.library, destroy_srq(raw.ptr())))?;
-        Ok(Srq(Arc::new(Shared { raw, pd: pd.clone(), post, ranges, book })))
+        let max_sge = init.attr.max_sge.max(max_sge);
+        let queue_entry = context.wr_ids.add_srq(init.attr.max_wr.max(depth));
+        let queue_entry =
+            queue_entry.inspect_err(|_| destroy!(context.library, destroy_srq(raw.ptr())))?;
+        Ok(Srq(Arc::new(SrqInner { raw, pd: pd.clone(), post, max_sge, queue_entry })))
     }
 }
 
@@ -81,24 +83,24 @@ impl Srq {
         requests: &[ReceiveRequest<'_>],
     ) -> std::result::Result<(), PostError> {
         let shared = &*self.0;
-        self.post(requests, &mut shared.book.name_shared())
+        self.post(requests, &mut shared.queue_entry.alloc_srq())
     }
 
     /// Posts receives, all of them or none.
     pub fn post_all_receives(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
-        let mut naming = self.0.book.name_shared();
-        check_receives(requests, self.0.ranges, naming.room())?;
-        self.post(requests, &mut naming).map_err(|refused| refused.error)
+        let mut allocator = self.0.queue_entry.alloc_srq();
+        check_receives(requests, self.0.max_sge, allocator.room())?;
+        self.post(requests, &mut allocator).map_err(|refused| refused.error)
     }
 
     fn post(
         &self,
         requests: &[ReceiveRequest<'_>],
-        naming: &mut impl Naming,
+        allocator: &mut impl WrIdAllocator,
     ) -> std::result::Result<(), PostError> {
         let shared = &*self.0;
-        let stages = &shared.pd.context.stages;
-        receive(requests, shared.ranges, (naming, stages), |first, bad| {
+        let staging_table = &shared.pd.context.staging_table;
+        receive(requests, shared.max_sge, (allocator, staging_table), |first, bad| {
             // SAFETY: a queue that lives, and a chain of entries that lives until the call returns.
             unsafe { (shared.post)(shared.raw.ptr(), first, bad) }
         })

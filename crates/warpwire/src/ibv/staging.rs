@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 
-use super::ids::{Side, all_of_queue, is_not_after, side_of};
 use super::sys;
+use super::wr_ids::{WrQueue, is_at_or_before, queue_of, queue_wr_ids};
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Allocation, Region, Stream};
 use crate::mlx5::Status;
@@ -26,11 +26,11 @@ use crate::units;
 use crate::work::Sge;
 
 /// No copy takes as long.
-const PATIENCE: Duration = Duration::from_secs(30);
+const COPY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Memory of a GPU, and the pinned memory that stands in for it.
 #[derive(Debug)]
-pub(super) struct Stage {
+pub(super) struct StagingBuffer {
     memory: Region,
     pinned: Allocation,
     /// Where the first byte is, in work.
@@ -38,12 +38,12 @@ pub(super) struct Stage {
     stream: Stream,
 }
 
-impl Stage {
+impl StagingBuffer {
     /// # Errors
     /// If peers would have rights, or there is not so much pinned memory.
     pub(super) fn new(memory: &Region, iova: u64, access: Access) -> Result<Self> {
         if access.is_remote() {
-            return Err(not_for_peers(memory.len(), access));
+            return Err(no_remote_access(memory.len(), access));
         }
         let device = memory.allocation().device();
         let pinned = device.alloc_pinned(memory.len())?;
@@ -56,33 +56,33 @@ impl Stage {
     }
 
     /// The bytes that a range of work names; none if they are not all here, and the device will say so.
-    fn part(&self, range: &Sge) -> Option<Range<u64>> {
+    fn span(&self, range: &Sge) -> Option<Range<u64>> {
         let start = range.address.checked_sub(self.iova)?;
         let end = start.checked_add(range.len.into())?;
         (end <= self.memory.len() && start < end).then_some(start..end)
     }
 
-    fn sides(&self, part: &Range<u64>) -> Result<[Region; 2]> {
-        let len = part.end - part.start;
-        let memory = self.memory.allocation().region(self.memory.offset() + part.start, len)?;
-        Ok([memory, self.pinned.region(part.start, len)?])
+    fn regions(&self, span: &Range<u64>) -> Result<[Region; 2]> {
+        let len = span.end - span.start;
+        let memory = self.memory.allocation().region(self.memory.offset() + span.start, len)?;
+        Ok([memory, self.pinned.region(span.start, len)?])
     }
 
-    fn copy_out(&self, part: &Range<u64>) -> Result<()> {
-        let [memory, pinned] = self.sides(part)?;
+    fn copy_out(&self, span: &Range<u64>) -> Result<()> {
+        let [memory, pinned] = self.regions(span)?;
         self.stream.copy(&pinned, &memory)?;
-        self.stream.synchronize(PATIENCE)
+        self.stream.synchronize(COPY_TIMEOUT)
     }
 
-    fn copy_back(&self, part: &Range<u64>) -> Result<()> {
-        let [memory, pinned] = self.sides(part)?;
+    fn copy_back(&self, span: &Range<u64>) -> Result<()> {
+        let [memory, pinned] = self.regions(span)?;
         self.stream.copy(&memory, &pinned)?;
-        self.stream.synchronize(PATIENCE)
+        self.stream.synchronize(COPY_TIMEOUT)
     }
 }
 
 #[cold]
-fn not_for_peers(len: u64, access: Access) -> Error {
+fn no_remote_access(len: u64, access: Access) -> Error {
     Error::new(Kind::Unsupported, format!("stage {} of device memory", units::bytes(len)))
         .why(format!("peers would use it by themselves ({access}), and nobody would copy for them"))
         .fix("register it for this side alone, with local-write or nothing, and have peers send; or let peers reach pinned host memory")
@@ -90,25 +90,25 @@ fn not_for_peers(len: u64, access: Access) -> Error {
 
 /// A range of work that will be written: how long it is, and where it is staged, if it is.
 #[derive(Debug)]
-struct Landing {
+struct PendingWrite {
     len: u64,
-    stage: Option<(Arc<Stage>, Range<u64>)>,
+    stage: Option<(Arc<StagingBuffer>, Range<u64>)>,
 }
 
 /// What is staged of a device's memory, and what has yet to arrive.
 #[derive(Debug, Default)]
-pub(super) struct Stages {
+pub(super) struct StagingTable {
     /// How many stages there are: where there is none, nobody looks any further.
     count: AtomicUsize,
     /// By their keys.
-    table: RwLock<HashMap<u32, Arc<Stage>>>,
+    table: RwLock<HashMap<u32, Arc<StagingBuffer>>>,
     /// How many arrivals are awaited.
-    awaited: AtomicUsize,
+    inbound_count: AtomicUsize,
     /// By the numbers of their work, which go up within a queue.
-    arrivals: Mutex<BTreeMap<u64, Vec<Landing>>>,
+    inbound: Mutex<BTreeMap<u64, Vec<PendingWrite>>>,
 }
 
-impl Stages {
+impl StagingTable {
     /// Whether no registration is staged.
     #[inline]
     pub(super) fn is_empty(&self) -> bool {
@@ -117,11 +117,11 @@ impl Stages {
 
     /// Whether nothing staged has yet to arrive.
     #[inline]
-    pub(super) fn awaits_nothing(&self) -> bool {
-        self.awaited.load(Ordering::Acquire) == 0
+    pub(super) fn has_no_inbound(&self) -> bool {
+        self.inbound_count.load(Ordering::Acquire) == 0
     }
 
-    pub(super) fn add(&self, lkey: u32, stage: Stage) {
+    pub(super) fn add(&self, lkey: u32, stage: StagingBuffer) {
         let mut table = self.table.write();
         table.insert(lkey, Arc::new(stage));
         self.count.store(table.len(), Ordering::Release);
@@ -134,10 +134,10 @@ impl Stages {
         self.count.store(table.len(), Ordering::Release);
     }
 
-    fn find(&self, range: &Sge) -> Option<(Arc<Stage>, Range<u64>)> {
+    fn find(&self, range: &Sge) -> Option<(Arc<StagingBuffer>, Range<u64>)> {
         let stage = self.table.read().get(&range.lkey)?.clone();
-        let part = stage.part(range)?;
-        Some((stage, part))
+        let span = stage.span(range)?;
+        Some((stage, span))
     }
 
     /// Work with that number is about to be posted: what it sends is copied, what it will write is noted.
@@ -145,92 +145,94 @@ impl Stages {
     /// # Errors
     /// If the GPU's memory is gone, or its device fails.
     #[cold]
-    pub(super) fn prepare(&self, number: u64, opcode: u32, ranges: &[Sge]) -> Result<()> {
+    pub(super) fn prepare(&self, wr_id: u64, opcode: u32, sges: &[Sge]) -> Result<()> {
         match opcode {
             sys::WR_RDMA_READ | sys::WR_ATOMIC_CMP_AND_SWP | sys::WR_ATOMIC_FETCH_AND_ADD => {
-                self.expect(number, ranges);
+                self.add_inbound(wr_id, sges);
                 Ok(())
             }
-            _ => ranges.iter().try_for_each(|range| self.send(range)),
+            _ => sges.iter().try_for_each(|range| self.send(range)),
         }
     }
 
     fn send(&self, range: &Sge) -> Result<()> {
-        let Some((stage, part)) = self.find(range) else { return Ok(()) };
+        let Some((stage, span)) = self.find(range) else { return Ok(()) };
         // Held while it is copied: what arrives meanwhile would be copied back from under it.
-        let arrivals = self.arrivals.lock();
-        let landings = arrivals.values().flatten().filter_map(|landing| landing.stage.as_ref());
-        let awaited = landings.filter(|(other, _)| Arc::ptr_eq(other, &stage));
-        let mut holes: Vec<_> = awaited.map(|(_, part)| part.clone()).collect();
+        let inbound = self.inbound.lock();
+        let pending_writes =
+            inbound.values().flatten().filter_map(|pending_write| pending_write.stage.as_ref());
+        let inbound_count = pending_writes.filter(|(other, _)| Arc::ptr_eq(other, &stage));
+        let mut holes: Vec<_> = inbound_count.map(|(_, span)| span.clone()).collect();
         holes.sort_by_key(|hole| hole.start);
-        without(part, &holes).iter().try_for_each(|part| stage.copy_out(part))
+        subtract_ranges(span, &holes).iter().try_for_each(|span| stage.copy_out(span))
     }
 
     /// Work with that number will write these ranges.
     #[cold]
-    pub(super) fn expect(&self, number: u64, ranges: &[Sge]) {
-        let landing = |range: &Sge| Landing { len: range.len.into(), stage: self.find(range) };
-        let landings: Vec<_> = ranges.iter().map(landing).collect();
-        if landings.iter().all(|landing| landing.stage.is_none()) {
+    pub(super) fn add_inbound(&self, wr_id: u64, sges: &[Sge]) {
+        let pending_write =
+            |range: &Sge| PendingWrite { len: range.len.into(), stage: self.find(range) };
+        let pending_writes: Vec<_> = sges.iter().map(pending_write).collect();
+        if pending_writes.iter().all(|pending_write| pending_write.stage.is_none()) {
             return;
         }
-        let mut arrivals = self.arrivals.lock();
-        arrivals.insert(number, landings);
-        self.awaited.store(arrivals.len(), Ordering::Release);
+        let mut inbound = self.inbound.lock();
+        inbound.insert(wr_id, pending_writes);
+        self.inbound_count.store(inbound.len(), Ordering::Release);
     }
 
     /// Work with that number was not posted.
     #[cold]
-    pub(super) fn cancel(&self, number: u64) {
-        let mut arrivals = self.arrivals.lock();
-        arrivals.remove(&number);
-        self.awaited.store(arrivals.len(), Ordering::Release);
+    pub(super) fn cancel(&self, wr_id: u64) {
+        let mut inbound = self.inbound.lock();
+        inbound.remove(&wr_id);
+        self.inbound_count.store(inbound.len(), Ordering::Release);
     }
 
     /// The queues whose numbers these are were reset, or are gone.
-    pub(super) fn forget(&self, numbers: impl IntoIterator<Item = Range<u64>>) {
-        if self.awaits_nothing() {
+    pub(super) fn discard(&self, wr_ids: impl IntoIterator<Item = Range<u64>>) {
+        if self.has_no_inbound() {
             return;
         }
-        let mut arrivals = self.arrivals.lock();
-        for range in numbers {
-            arrivals.retain(|number, _| !range.contains(number));
+        let mut inbound = self.inbound.lock();
+        for range in wr_ids {
+            inbound.retain(|wr_id, _| !range.contains(wr_id));
         }
-        self.awaited.store(arrivals.len(), Ordering::Release);
+        self.inbound_count.store(inbound.len(), Ordering::Release);
     }
 
     /// Work has ended, as this completion says: what it wrote is copied to where it belongs, before anybody hears of it.
     /// If that cannot be, the work has failed.
     #[cold]
-    pub(super) fn ended(&self, wc: &mut sys::Wc) {
-        let mut arrivals = self.arrivals.lock();
-        let numbers: Vec<u64> = match side_of(wc.wr_id) {
+    pub(super) fn completed(&self, wc: &mut sys::Wc) {
+        let mut inbound = self.inbound.lock();
+        let wr_ids: Vec<u64> = match queue_of(wc.wr_id) {
             // Reads before it may have made no completion, and are done too.
-            Some(Side::Send) => arrivals
-                .range(all_of_queue(wc.wr_id))
-                .map(|(number, _)| *number)
-                .filter(|number| is_not_after(*number, wc.wr_id))
+            Some(WrQueue::Send) => inbound
+                .range(queue_wr_ids(wc.wr_id))
+                .map(|(wr_id, _)| *wr_id)
+                .filter(|wr_id| is_at_or_before(*wr_id, wc.wr_id))
                 .collect(),
             _ => vec![wc.wr_id],
         };
-        for number in numbers {
-            let Some(landings) = arrivals.remove(&number) else { continue };
-            let arrived = if number == wc.wr_id { arrived(wc) } else { u64::MAX };
-            if let Err(error) = land(&landings, arrived) {
+        for wr_id in wr_ids {
+            let Some(pending_writes) = inbound.remove(&wr_id) else { continue };
+            let bytes_received = if wr_id == wc.wr_id { bytes_received(wc) } else { u64::MAX };
+            if let Err(error) = copy_back_all(&pending_writes, bytes_received) {
                 tracing::warn!(%error, "what arrived could not be copied to the device's memory");
                 wc.status = Status::LocalAccess as u32;
             }
         }
-        self.awaited.store(arrivals.len(), Ordering::Release);
+        self.inbound_count.store(inbound.len(), Ordering::Release);
     }
 }
 
 /// How many bytes work has written, at most.
-fn arrived(wc: &sys::Wc) -> u64 {
+fn bytes_received(wc: &sys::Wc) -> u64 {
     let failed = wc.status != Status::Success as u32;
-    match side_of(wc.wr_id) {
+    match queue_of(wc.wr_id) {
         _ if failed => 0,
-        Some(Side::Send) => u64::MAX,
+        Some(WrQueue::Send) => u64::MAX,
         // The peer has said where that goes; the receive was used up for the news of it.
         _ if wc.opcode == sys::WC_RECV_RDMA_WITH_IMM => 0,
         _ => wc.byte_len.into(),
@@ -238,21 +240,21 @@ fn arrived(wc: &sys::Wc) -> u64 {
 }
 
 /// Copies the first so many bytes of these ranges back.
-fn land(landings: &[Landing], mut bytes: u64) -> Result<()> {
-    for Landing { len, stage } in landings {
-        let here = (*len).min(bytes);
-        if let Some((stage, part)) = stage
-            && here > 0
+fn copy_back_all(pending_writes: &[PendingWrite], mut bytes: u64) -> Result<()> {
+    for PendingWrite { len, stage } in pending_writes {
+        let chunk = (*len).min(bytes);
+        if let Some((stage, span)) = stage
+            && chunk > 0
         {
-            stage.copy_back(&(part.start..part.start + here))?;
+            stage.copy_back(&(span.start..span.start + chunk))?;
         }
-        bytes -= here;
+        bytes -= chunk;
     }
     Ok(())
 }
 
 /// What is left of a range without the holes, which are sorted.
-fn without(range: Range<u64>, holes: &[Range<u64>]) -> Vec<Range<u64>> {
+fn subtract_ranges(range: Range<u64>, holes: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut left = Vec::new();
     let mut at = range.start;
     for hole in holes {
@@ -267,13 +269,13 @@ fn without(range: Range<u64>, holes: &[Range<u64>]) -> Vec<Range<u64>> {
     if at < range.end {
         left.push(at..range.end);
     }
-    left.retain(|part| part.start < part.end);
+    left.retain(|span| span.start < span.end);
     left
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::ids::{Naming, Shelf};
+    use super::super::wr_ids::{WrIdAllocator, WrIdRegistry};
     use super::*;
     use crate::mem::sim::{Sim, SimConfig};
 
@@ -281,24 +283,24 @@ mod tests {
     const LEN: u64 = 4096;
     const IOVA: u64 = 0x10_0000;
 
-    fn staged() -> (Stages, Allocation) {
+    fn staged() -> (StagingTable, Allocation) {
         let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
         let memory = gpu.alloc(LEN + 64).unwrap();
         let region = memory.region(64, LEN).unwrap();
-        let stages = Stages::default();
-        stages.add(KEY, Stage::new(&region, IOVA, Access::LOCAL_WRITE).unwrap());
-        (stages, memory)
+        let staging_table = StagingTable::default();
+        staging_table.add(KEY, StagingBuffer::new(&region, IOVA, Access::LOCAL_WRITE).unwrap());
+        (staging_table, memory)
     }
 
-    fn pinned(stages: &Stages, at: u64, len: usize) -> Vec<u8> {
-        let stage = stages.table.read()[&KEY].clone();
+    fn pinned(staging_table: &StagingTable, at: u64, len: usize) -> Vec<u8> {
+        let stage = staging_table.table.read()[&KEY].clone();
         let mut bytes = vec![0; len];
         stage.pinned.host_bytes().unwrap().read(at, &mut bytes).unwrap();
         bytes
     }
 
-    fn arrive(stages: &Stages, at: u64, bytes: &[u8]) {
-        let stage = stages.table.read()[&KEY].clone();
+    fn write_pinned(staging_table: &StagingTable, at: u64, bytes: &[u8]) {
+        let stage = staging_table.table.read()[&KEY].clone();
         stage.pinned.host_bytes().unwrap().write(at, bytes).unwrap();
     }
 
@@ -319,34 +321,34 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sent_is_copied_but_for_what_is_awaited() {
-        let (stages, memory) = staged();
+    fn staged_sends_skip_pending_inbound_ranges() {
+        let (staging_table, memory) = staged();
         memory.write(64, &[1; LEN as usize]).unwrap();
-        arrive(&stages, 0, &[9; LEN as usize]);
-        stages.expect(5, &[sge(10, 4), sge(100, 50)]);
-        stages.prepare(6, sys::WR_SEND, &[sge(8, 100)]).unwrap();
-        assert_eq!(pinned(&stages, 6, 10), [9, 9, 1, 1, 9, 9, 9, 9, 1, 1]);
-        assert_eq!(pinned(&stages, 98, 12), [1, 1, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9]);
+        write_pinned(&staging_table, 0, &[9; LEN as usize]);
+        staging_table.add_inbound(5, &[sge(10, 4), sge(100, 50)]);
+        staging_table.prepare(6, sys::WR_SEND, &[sge(8, 100)]).unwrap();
+        assert_eq!(pinned(&staging_table, 6, 10), [9, 9, 1, 1, 9, 9, 9, 9, 1, 1]);
+        assert_eq!(pinned(&staging_table, 98, 12), [1, 1, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9]);
         // Other keys, and ranges that are not all there, are the device's affair.
-        stages
+        staging_table
             .prepare(7, sys::WR_SEND, &[Sge { lkey: 1, ..sge(200, 10) }, sge(LEN - 1, 2)])
             .unwrap();
-        assert_eq!(pinned(&stages, 200, 1), [9]);
-        assert_eq!(pinned(&stages, LEN - 1, 1), [9]);
+        assert_eq!(pinned(&staging_table, 200, 1), [9]);
+        assert_eq!(pinned(&staging_table, LEN - 1, 1), [9]);
     }
 
     #[test]
-    fn what_arrives_is_copied_back_as_far_as_it_came() {
-        let (stages, memory) = staged();
-        let number = |side: u64, counter: u64| side << 62 | counter;
-        let receive = number(1, 3);
+    fn received_bytes_are_copied_back() {
+        let (staging_table, memory) = staged();
+        let wr_id = |queue: u64, counter: u64| queue << 62 | counter;
+        let receive = wr_id(1, 3);
         memory.write(64, &[0; LEN as usize]).unwrap();
-        arrive(&stages, 0, &[7; LEN as usize]);
-        let ranges = [sge(0, 4), Sge { lkey: 1, address: 0, len: 4 }, sge(100, 4)];
-        stages.expect(receive, &ranges);
-        assert!(!stages.awaits_nothing());
-        stages.ended(&mut wc(receive, Status::Success, 128, 10));
-        assert!(stages.awaits_nothing());
+        write_pinned(&staging_table, 0, &[7; LEN as usize]);
+        let sges = [sge(0, 4), Sge { lkey: 1, address: 0, len: 4 }, sge(100, 4)];
+        staging_table.add_inbound(receive, &sges);
+        assert!(!staging_table.has_no_inbound());
+        staging_table.completed(&mut wc(receive, Status::Success, 128, 10));
+        assert!(staging_table.has_no_inbound());
         assert_eq!(device(&memory, 0, 5), [7, 7, 7, 7, 0]);
         assert_eq!(device(&memory, 100, 3), [7, 7, 0]);
         for (status, opcode) in [
@@ -354,61 +356,63 @@ mod tests {
             (Status::LocalLength, 128),
             (Status::Success, sys::WC_RECV_RDMA_WITH_IMM),
         ] {
-            stages.expect(receive, &[sge(200, 50)]);
-            stages.ended(&mut wc(receive, status, opcode, 50));
+            staging_table.add_inbound(receive, &[sge(200, 50)]);
+            staging_table.completed(&mut wc(receive, status, opcode, 50));
             assert_eq!(device(&memory, 200, 1), [0]);
         }
         // What nobody awaits changes nothing.
-        stages.ended(&mut wc(receive, Status::Success, 128, 10));
+        staging_table.completed(&mut wc(receive, Status::Success, 128, 10));
     }
 
     #[test]
     fn a_completion_ends_the_reads_before_it() {
-        let (stages, memory) = staged();
+        let (staging_table, memory) = staged();
         memory.write(64, &[0; LEN as usize]).unwrap();
-        arrive(&stages, 0, &[7; LEN as usize]);
-        let shelf = Shelf::default();
-        let books = [(); 2].map(|()| shelf.add_pair([16, 16], true).unwrap());
-        let numbers = books.each_ref().map(|book| {
-            let mut naming = book.name_sends();
-            [naming.name(0), naming.name(1), naming.name(2)]
+        write_pinned(&staging_table, 0, &[7; LEN as usize]);
+        let registry = WrIdRegistry::default();
+        let queue_entries = [(); 2].map(|()| registry.add_qp([16, 16], true).unwrap());
+        let wr_ids = queue_entries.each_ref().map(|queue_entry| {
+            let mut allocator = queue_entry.alloc_send();
+            [allocator.assign(0), allocator.assign(1), allocator.assign(2)]
         });
-        for (at, [first, _, last]) in (0..).zip(numbers) {
-            stages.prepare(first, sys::WR_RDMA_READ, &[sge(at * 100, 8)]).unwrap();
-            stages.prepare(last, sys::WR_ATOMIC_FETCH_AND_ADD, &[sge(at * 100 + 8, 8)]).unwrap();
+        for (at, [first, _, last]) in (0..).zip(wr_ids) {
+            staging_table.prepare(first, sys::WR_RDMA_READ, &[sge(at * 100, 8)]).unwrap();
+            staging_table
+                .prepare(last, sys::WR_ATOMIC_FETCH_AND_ADD, &[sge(at * 100 + 8, 8)])
+                .unwrap();
         }
         // The second of the first queue failed: what was before it has ended well.
-        stages.ended(&mut wc(numbers[0][1], Status::RemoteAccess, 0, 0));
+        staging_table.completed(&mut wc(wr_ids[0][1], Status::RemoteAccess, 0, 0));
         assert_eq!(device(&memory, 0, 9), [7, 7, 7, 7, 7, 7, 7, 7, 0]);
         assert_eq!(device(&memory, 100, 1), [0]);
-        stages.forget(books[0].numbers());
-        stages.ended(&mut wc(numbers[0][2], Status::Success, 4, 0));
+        staging_table.discard(queue_entries[0].wr_ids());
+        staging_table.completed(&mut wc(wr_ids[0][2], Status::Success, 4, 0));
         assert_eq!(device(&memory, 8, 1), [0], "its queue was reset");
-        stages.ended(&mut wc(numbers[1][2], Status::Success, 4, 0));
+        staging_table.completed(&mut wc(wr_ids[1][2], Status::Success, 4, 0));
         assert_eq!(device(&memory, 100, 17), [[7; 16].as_slice(), &[0]].concat());
-        assert!(stages.awaits_nothing());
+        assert!(staging_table.has_no_inbound());
     }
 
     #[test]
-    fn memory_that_peers_would_use_is_refused() {
+    fn remote_access_cannot_be_staged() {
         let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
         let region = gpu.alloc(LEN).unwrap().whole().unwrap();
-        let error = Stage::new(&region, 0, Access::REMOTE_READ).unwrap_err();
+        let error = StagingBuffer::new(&region, 0, Access::REMOTE_READ).unwrap_err();
         assert_eq!(error.kind(), &Kind::Unsupported);
         let text = error.to_string();
         assert!(text.contains("remote-read") && text.contains("have peers send"), "{text}");
-        let (stages, _memory) = staged();
-        assert!(!stages.is_empty());
-        stages.remove(KEY);
-        assert!(stages.is_empty());
+        let (staging_table, _memory) = staged();
+        assert!(!staging_table.is_empty());
+        staging_table.remove(KEY);
+        assert!(staging_table.is_empty());
     }
 
     #[test]
-    fn holes_are_left_out() {
+    fn excluded_ranges_are_subtracted() {
         let holes = [2..4, 3..5, 8..9, 20..30];
-        assert_eq!(without(0..10, &holes), [0..2, 5..8, 9..10]);
-        assert_eq!(without(2..5, &holes), []);
-        assert_eq!(without(25..40, &holes), vec![Range { start: 30, end: 40 }]);
-        assert_eq!(without(10..12, &holes), vec![Range { start: 10, end: 12 }]);
+        assert_eq!(subtract_ranges(0..10, &holes), [0..2, 5..8, 9..10]);
+        assert_eq!(subtract_ranges(2..5, &holes), []);
+        assert_eq!(subtract_ranges(25..40, &holes), vec![Range { start: 30, end: 40 }]);
+        assert_eq!(subtract_ranges(10..12, &holes), vec![Range { start: 10, end: 12 }]);
     }
 }

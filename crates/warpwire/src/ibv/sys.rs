@@ -13,7 +13,7 @@ const NAME_LEN: usize = 64;
 const PATH_LEN: usize = 256;
 
 #[repr(C)]
-pub(super) struct Device {
+pub(super) struct IbvDevice {
     ops: [*mut c_void; 2],
     pub(super) node_type: c_int,
     pub(super) transport_type: c_int,
@@ -49,7 +49,7 @@ pub(super) struct ContextOps {
 
 #[repr(C)]
 pub(super) struct Context {
-    pub(super) device: *mut Device,
+    pub(super) device: *mut IbvDevice,
     pub(super) ops: ContextOps,
     pub(super) cmd_fd: c_int,
     pub(super) async_fd: c_int,
@@ -418,7 +418,7 @@ macro_rules! layouts {
 const PREFIX: Option<usize> = None;
 
 layouts! {
-    "struct ibv_device" Device, Some(664), { node_type 16, transport_type 20, name 24, dev_name 88, dev_path 152, ibdev_path 408 }
+    "struct ibv_device" IbvDevice, Some(664), { node_type 16, transport_type 20, name 24, dev_name 88, dev_path 152, ibdev_path 408 }
     "struct ibv_context_ops" ContextOps, Some(256), { poll_cq 88, req_notify_cq 96, post_srq_recv 160, post_send 200, post_recv 208 }
     "struct ibv_context" Context, PREFIX, { device 0, ops 8, cmd_fd 264, async_fd 268, num_comp_vectors 272 }
     "struct ibv_pd" Pd, Some(16), { context 0, handle 8 }
@@ -576,10 +576,10 @@ macro_rules! functions {
 }
 
 functions! {
-    get_device_list = "ibv_get_device_list"(*mut c_int) -> *mut *mut Device, since 0;
-    free_device_list = "ibv_free_device_list"(*mut *mut Device) -> (), since 0;
-    get_device_guid = "ibv_get_device_guid"(*mut Device) -> u64, since 0;
-    open_device = "ibv_open_device"(*mut Device) -> *mut Context, since 0;
+    get_device_list = "ibv_get_device_list"(*mut c_int) -> *mut *mut IbvDevice, since 0;
+    free_device_list = "ibv_free_device_list"(*mut *mut IbvDevice) -> (), since 0;
+    get_device_guid = "ibv_get_device_guid"(*mut IbvDevice) -> u64, since 0;
+    open_device = "ibv_open_device"(*mut IbvDevice) -> *mut Context, since 0;
     close_device = "ibv_close_device"(*mut Context) -> c_int, since 0;
     query_device = "ibv_query_device"(*mut Context, *mut DeviceAttr) -> c_int, since 0;
     query_port = "ibv_query_port"(*mut Context, u8, *mut PortAttr) -> c_int, since 0;

@@ -58,12 +58,12 @@ fn structures_and_numbers_are_those_of_the_header() {
         }
     };
     assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-    let told = Command::new(&binary).output().unwrap();
-    let told = String::from_utf8(told.stdout).unwrap();
+    let output = Command::new(&binary).output().unwrap();
+    let output = String::from_utf8(output.stdout).unwrap();
     let ours = declared();
-    let wrong: Vec<_> = told.lines().zip(ours.lines()).filter(|(c, rust)| c != rust).collect();
+    let wrong: Vec<_> = output.lines().zip(ours.lines()).filter(|(c, rust)| c != rust).collect();
     assert!(wrong.is_empty(), "the header says, and we say: {wrong:#?}");
-    assert_eq!(told.lines().count(), ours.lines().count());
+    assert_eq!(output.lines().count(), ours.lines().count());
     assert!(ours.lines().count() > 200, "{}", ours.lines().count());
 }
 

@@ -16,29 +16,29 @@ use rustix::event::epoll::{self, EventData, EventFlags};
 
 use super::flows::{FlowId, Flows};
 use super::{
-    Arrival, Counters, Flushed, Frame, Kind, Link, Offer, Path, Peer, Refused, Shm, Spoil, Udp,
-    check_peer, shm, udp,
+    Corruption, Counters, ExportTable, Flushed, Frame, Link, LinkKind, LinkPath, ReceivedPacket,
+    ReserveError, Shm, ShmPeer, Udp, check_peer, shm, udp,
 };
 use crate::error::{Error, Result};
 use crate::mem::SharedBytes;
 
 /// While packets come through shared memory, the UDP socket, which costs a system call to look at, is looked at once
 /// in so many calls at least.
-const SELDOM: u32 = 32;
+const MAX_UDP_POLL_INTERVAL: u32 = 32;
 
 /// A UDP socket and a shared-memory link with the same address.
 ///
 /// ```
-/// use warpwire::link::{Auto, Kind, Link, shm, udp};
+/// use warpwire::link::{Auto, Link, LinkKind, shm, udp};
 /// let any = "127.0.0.1:0".parse().unwrap();
 /// let mut alice = Auto::bind(any, udp::Options::default(), shm::Options::default())?;
 /// let bob = Auto::bind(any, udp::Options::default(), shm::Options::default())?;
 /// let to_bob = alice.open(bob.local(), 0)?;
-/// assert_eq!(alice.flow_path(to_bob).kind, Kind::Shm);
-/// assert!(alice.largest_to(to_bob) > 65_536);
+/// assert_eq!(alice.flow_path(to_bob).kind, LinkKind::Shm);
+/// assert!(alice.max_packet_to(to_bob) > 65_536);
 /// let to_nobody = alice.open("127.0.0.1:9".parse().unwrap(), 0)?;
 /// let path = alice.flow_path(to_nobody);
-/// assert_eq!(path.kind, Kind::Udp);
+/// assert_eq!(path.kind, LinkKind::Udp);
 /// assert!(path.why.contains("no process of this machine listens"));
 /// # Ok::<(), warpwire::Error>(())
 /// ```
@@ -48,24 +48,24 @@ pub struct Auto {
     shm: std::result::Result<Shm, String>,
     flows: Flows<Flow>,
     /// Where the last packet was reserved.
-    last: Way,
+    last: Transport,
     /// Both links' descriptors.
     poll: OwnedFd,
     /// Calls of receive until UDP is looked at, and between its looks.
-    until: u32,
-    between: u32,
+    udp_poll_countdown: u32,
+    udp_poll_interval: u32,
     /// Somebody slept: either link may have woken it.
-    slept: Cell<bool>,
+    wait_requested: Cell<bool>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum Transport {
     Udp,
     Shm,
 }
 
 struct Flow {
-    way: Way,
+    transport: Transport,
     inner: FlowId,
     why: String,
 }
@@ -78,7 +78,7 @@ impl Auto {
     /// If the UDP socket cannot be bound.
     pub fn bind(address: SocketAddr, udp: udp::Options, shm: shm::Options) -> Result<Self> {
         let udp = Udp::bind(address, udp)?;
-        let shm = Shm::bind_beside_udp(udp.local(), shm).map_err(|source| source.to_string());
+        let shm = Shm::bind_with_udp(udp.local(), shm).map_err(|source| source.to_string());
         let watched = || -> rustix::io::Result<OwnedFd> {
             let poll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
             let links = [udp.wait_fd(), shm.as_ref().ok().and_then(Link::wait_fd)];
@@ -94,11 +94,11 @@ impl Auto {
             udp,
             shm,
             flows: Flows::new(),
-            last: Way::Udp,
+            last: Transport::Udp,
             poll,
-            until: 0,
-            between: 1,
-            slept: Cell::new(true),
+            udp_poll_countdown: 0,
+            udp_poll_interval: 1,
+            wait_requested: Cell::new(true),
         })
     }
 
@@ -108,9 +108,9 @@ impl Auto {
         shm.into_iter().chain([&self.udp as &dyn Link])
     }
 
-    fn link(&mut self, way: Way) -> &mut dyn Link {
-        match (way, &mut self.shm) {
-            (Way::Shm, Ok(shm)) => shm,
+    fn link(&mut self, transport: Transport) -> &mut dyn Link {
+        match (transport, &mut self.shm) {
+            (Transport::Shm, Ok(shm)) => shm,
             _ => &mut self.udp,
         }
     }
@@ -118,7 +118,7 @@ impl Auto {
     /// Opens a flow through shared memory, or says why not.
     fn open_shm(&mut self, peer: SocketAddr, label: u32) -> std::result::Result<FlowId, String> {
         let shm = self.shm.as_mut().map_err(|why| why.clone())?;
-        if !udp::is_ours(peer.ip()) {
+        if !udp::is_local_address(peer.ip()) {
             return Err("its address is not one of this machine's".to_owned());
         }
         shm.open(peer, label).map_err(|source| source.reason().to_owned())
@@ -126,9 +126,9 @@ impl Auto {
 
     /// Whether this call looks at UDP: always while UDP brings packets or nobody sends through memory, else less and less.
     #[inline]
-    fn looks_at_udp(&mut self) -> bool {
-        if self.until > 0 {
-            self.until -= 1;
+    fn should_poll_udp(&mut self) -> bool {
+        if self.udp_poll_countdown > 0 {
+            self.udp_poll_countdown -= 1;
             return false;
         }
         true
@@ -136,42 +136,43 @@ impl Auto {
 
     /// Takes what came through memory; tells how much, and whether to look at UDP, too.
     #[inline]
-    fn receive_by_shm(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<(usize, bool)> {
+    fn receive_shm(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<(usize, bool)> {
         let (mut delivered, mut senders) = (0, 0);
         if let Ok(shm) = &mut self.shm {
             delivered = shm.receive(take)?;
             senders = shm.senders();
         }
-        let looks = self.looks_at_udp() || self.slept.get() || senders == 0;
-        if looks {
-            self.slept.set(false);
+        let polls_udp = self.should_poll_udp() || self.wait_requested.get() || senders == 0;
+        if polls_udp {
+            self.wait_requested.set(false);
         }
-        Ok((delivered, looks))
+        Ok((delivered, polls_udp))
     }
 
     /// UDP brought so much, which is returned: that says when to look again.
     #[inline]
-    fn looked_at_udp(&mut self, more: usize) -> usize {
-        self.between = if more > 0 { 1 } else { (self.between * 2).min(SELDOM) };
-        self.until = self.between - 1;
+    fn polled_udp(&mut self, more: usize) -> usize {
+        self.udp_poll_interval =
+            if more > 0 { 1 } else { (self.udp_poll_interval * 2).min(MAX_UDP_POLL_INTERVAL) };
+        self.udp_poll_countdown = self.udp_poll_interval - 1;
         more
     }
 }
 
 impl Link for Auto {
-    fn path(&self) -> Path {
+    fn path(&self) -> LinkPath {
         let mut why = format!("by flow: UDP ({})", self.udp.path().why);
         match &self.shm {
             Ok(shm) => why += &format!(", or shm ({})", shm.path().why),
             Err(reason) => why += &format!("; never shm: {reason}"),
         }
-        Path { kind: Kind::Auto, local: self.local(), why }
+        LinkPath { kind: LinkKind::Auto, local: self.local(), why }
     }
 
-    fn flow_path(&self, flow: FlowId) -> Path {
+    fn flow_path(&self, flow: FlowId) -> LinkPath {
         let Some(flow) = self.flows.get(flow) else { return self.path() };
-        let mut path = match (flow.way, &self.shm) {
-            (Way::Shm, Ok(shm)) => shm.flow_path(flow.inner),
+        let mut path = match (flow.transport, &self.shm) {
+            (Transport::Shm, Ok(shm)) => shm.flow_path(flow.inner),
             _ => self.udp.flow_path(flow.inner),
         };
         path.why = format!("{}; {}", flow.why, path.why);
@@ -182,15 +183,17 @@ impl Link for Auto {
         self.udp.local()
     }
 
-    fn largest(&self) -> usize {
-        self.links().map(Link::largest).min().unwrap_or_default()
+    fn max_packet(&self) -> usize {
+        self.links().map(Link::max_packet).min().unwrap_or_default()
     }
 
-    fn largest_to(&self, flow: FlowId) -> usize {
+    fn max_packet_to(&self, flow: FlowId) -> usize {
         match (self.flows.get(flow), &self.shm) {
-            (Some(Flow { way: Way::Shm, inner, .. }), Ok(shm)) => shm.largest_to(*inner),
-            (Some(Flow { inner, .. }), _) => self.udp.largest_to(*inner),
-            (None, _) => self.largest(),
+            (Some(Flow { transport: Transport::Shm, inner, .. }), Ok(shm)) => {
+                shm.max_packet_to(*inner)
+            }
+            (Some(Flow { inner, .. }), _) => self.udp.max_packet_to(*inner),
+            (None, _) => self.max_packet(),
         }
     }
 
@@ -199,48 +202,56 @@ impl Link for Auto {
         let flow = match self.open_shm(peer, label) {
             Ok(inner) => {
                 let why = "the peer is a process of this machine".to_owned();
-                Flow { way: Way::Shm, inner, why }
+                Flow { transport: Transport::Shm, inner, why }
             }
             Err(why) => {
                 let inner = self.udp.open(peer, label)?;
-                Flow { way: Way::Udp, inner, why: format!("not through shared memory: {why}") }
+                Flow {
+                    transport: Transport::Udp,
+                    inner,
+                    why: format!("not through shared memory: {why}"),
+                }
             }
         };
         Ok(self.flows.insert(flow))
     }
 
     fn close(&mut self, flow: FlowId) {
-        if let Some(Flow { way, inner, .. }) = self.flows.remove(flow) {
-            self.link(way).close(inner);
+        if let Some(Flow { transport, inner, .. }) = self.flows.remove(flow) {
+            self.link(transport).close(inner);
         }
     }
 
     #[inline]
-    fn reserve(&mut self, flow: FlowId, len: usize) -> std::result::Result<&mut [u8], Refused> {
-        let Some(Flow { way, inner, .. }) = self.flows.get_mut(flow) else {
-            return Err(Refused::Closed);
+    fn reserve(
+        &mut self,
+        flow: FlowId,
+        len: usize,
+    ) -> std::result::Result<&mut [u8], ReserveError> {
+        let Some(Flow { transport, inner, .. }) = self.flows.get_mut(flow) else {
+            return Err(ReserveError::Closed);
         };
-        let (way, inner) = (*way, *inner);
-        self.last = way;
-        match (way, &mut self.shm) {
-            (Way::Shm, Ok(shm)) => shm.reserve(inner, len),
+        let (transport, inner) = (*transport, *inner);
+        self.last = transport;
+        match (transport, &mut self.shm) {
+            (Transport::Shm, Ok(shm)) => shm.reserve(inner, len),
             _ => self.udp.reserve(inner, len),
         }
     }
 
     #[inline]
-    fn commit_spoiled(&mut self, spoil: Spoil) -> Option<Frame<'_>> {
+    fn commit_corrupted(&mut self, corruption: Corruption) -> Option<Frame<'_>> {
         match (self.last, &mut self.shm) {
-            (Way::Shm, Ok(shm)) => shm.commit_spoiled(spoil),
-            _ => self.udp.commit_spoiled(spoil),
+            (Transport::Shm, Ok(shm)) => shm.commit_corrupted(corruption),
+            _ => self.udp.commit_corrupted(corruption),
         }
     }
 
     #[inline]
-    fn commit_lent(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
+    fn commit_zero_copy(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
         match (self.last, &mut self.shm) {
-            (Way::Shm, Ok(shm)) => shm.commit_lent(headers, payload),
-            _ => self.udp.commit_lent(headers, payload),
+            (Transport::Shm, Ok(shm)) => shm.commit_zero_copy(headers, payload),
+            _ => self.udp.commit_zero_copy(headers, payload),
         }
     }
 
@@ -257,53 +268,59 @@ impl Link for Auto {
 
     #[inline]
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
-        let (delivered, looks) = self.receive_by_shm(take)?;
-        if !looks {
+        let (delivered, polls_udp) = self.receive_shm(take)?;
+        if !polls_udp {
             return Ok(delivered);
         }
         let more = self.udp.receive(take)?;
-        Ok(delivered + self.looked_at_udp(more))
+        Ok(delivered + self.polled_udp(more))
     }
 
     #[inline]
-    fn receive_unread(&mut self, take: &mut dyn FnMut(Arrival<'_>)) -> Result<usize> {
-        let (delivered, looks) = self.receive_by_shm(&mut |frame| take(Arrival::Read(frame)))?;
-        if !looks {
+    fn receive_deferred(&mut self, take: &mut dyn FnMut(ReceivedPacket<'_>)) -> Result<usize> {
+        let (delivered, polls_udp) =
+            self.receive_shm(&mut |frame| take(ReceivedPacket::Read(frame)))?;
+        if !polls_udp {
             return Ok(delivered);
         }
-        let more = self.udp.receive_unread(take)?;
-        Ok(delivered + self.looked_at_udp(more))
+        let more = self.udp.receive_deferred(take)?;
+        Ok(delivered + self.polled_udp(more))
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.slept.set(true);
+        self.wait_requested.set(true);
         if let Ok(shm) = &self.shm {
             shm.wait_fd();
         }
         Some(self.poll.as_fd())
     }
 
-    fn wakes_in(&self) -> Option<Duration> {
-        self.links().filter_map(Link::wakes_in).min()
+    fn poll_delay(&self) -> Option<Duration> {
+        self.links().filter_map(Link::poll_delay).min()
     }
 
-    fn always_seal(&mut self) {
-        self.udp.always_seal();
+    fn force_icrc(&mut self) {
+        self.udp.force_icrc();
         if let Ok(shm) = &mut self.shm {
-            shm.always_seal();
+            shm.force_icrc();
         }
     }
 
-    fn offer(&mut self, offer: &Arc<Offer>) -> std::result::Result<(), &'static str> {
+    fn install_exports(
+        &mut self,
+        export_table: &Arc<ExportTable>,
+    ) -> std::result::Result<(), &'static str> {
         match &mut self.shm {
-            Ok(shm) => shm.offer(offer),
+            Ok(shm) => shm.install_exports(export_table),
             Err(_) => Err("there is no shared memory on this link"),
         }
     }
 
-    fn peer(&self, flow: FlowId) -> std::result::Result<Arc<Peer>, &'static str> {
+    fn direct_peer(&self, flow: FlowId) -> std::result::Result<Arc<ShmPeer>, &'static str> {
         match (self.flows.get(flow), &self.shm) {
-            (Some(Flow { way: Way::Shm, inner, .. }), Ok(shm)) => shm.peer(*inner),
+            (Some(Flow { transport: Transport::Shm, inner, .. }), Ok(shm)) => {
+                shm.direct_peer(*inner)
+            }
             _ => Err("the peer is reached by UDP"),
         }
     }
@@ -324,31 +341,31 @@ mod tests {
     }
 
     #[test]
-    fn each_flow_takes_its_way_and_knows_why() {
+    fn each_flow_has_its_transport_and_the_reason() {
         let (mut one, mut two) = (bind(), bind());
         let mut plain = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
         let (near, far) = (one.open(two.local(), 0).unwrap(), one.open(plain.local(), 0).unwrap());
-        assert_eq!(one.flow_path(near).kind, Kind::Shm);
-        assert_eq!(one.flow_path(far).kind, Kind::Udp);
+        assert_eq!(one.flow_path(near).kind, LinkKind::Shm);
+        assert_eq!(one.flow_path(far).kind, LinkKind::Udp);
         assert!(one.flow_path(far).why.contains("no process of this machine listens"));
-        assert!(one.largest_to(near) > one.largest_to(far));
-        assert_eq!(one.largest(), one.largest_to(far));
+        assert!(one.max_packet_to(near) > one.max_packet_to(far));
+        assert_eq!(one.max_packet(), one.max_packet_to(far));
         // A reservation on one way is forgotten by the next on the other.
         one.reserve(near, 64).unwrap();
         send(&mut one, far, 64, 1);
         assert!(one.commit().is_none());
-        let largest = one.largest_to(near);
-        send(&mut one, near, largest, 2);
+        let max_packet = one.max_packet_to(near);
+        send(&mut one, near, max_packet, 2);
         assert_eq!(one.flush().unwrap(), Flushed { sent: 2, waiting: 0 });
-        assert_eq!(receive(&mut two, 1)[0].1.len(), largest - 4);
+        assert_eq!(receive(&mut two, 1)[0].1.len(), max_packet - 4);
         assert_eq!(receive(&mut plain, 1).len(), 1);
         one.close(near);
-        assert_eq!(one.reserve(near, 64).err(), Some(Refused::Closed));
+        assert_eq!(one.reserve(near, 64).err(), Some(ReserveError::Closed));
         assert_eq!(one.counters().sent, 2);
     }
 
     #[test]
-    fn both_ways_are_heard_while_the_other_is_busy() {
+    fn both_transports_are_polled_while_the_other_is_busy() {
         let (mut sink, mut near) = (bind(), bind());
         let mut far = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
         let (by_memory, by_udp) =
@@ -357,7 +374,7 @@ mod tests {
             send(&mut far, by_udp, 64, round);
             far.flush().unwrap();
             let mut heard = false;
-            for _ in 0..2 * SELDOM {
+            for _ in 0..2 * MAX_UDP_POLL_INTERVAL {
                 send(&mut near, by_memory, 64, round);
                 near.flush().unwrap();
                 let far = far.local();
@@ -365,21 +382,21 @@ mod tests {
             }
             assert!(heard, "round {round}");
         }
-        assert_eq!(sink.counters().received, u64::from(20 * (2 * SELDOM + 1)));
+        assert_eq!(sink.counters().received, u64::from(20 * (2 * MAX_UDP_POLL_INTERVAL + 1)));
     }
 
     #[test]
     fn without_shared_memory_udp_does_it_alone() {
         let free = Udp::bind("127.0.0.1:0".parse().unwrap(), udp::Options::default()).unwrap();
         let address = free.local();
-        let _taken = Shm::bind_beside_udp(address, shm::Options::default()).unwrap();
+        let _taken = Shm::bind_with_udp(address, shm::Options::default()).unwrap();
         drop(free);
         let mut one =
             Auto::bind(address, udp::Options::default(), shm::Options::default()).unwrap();
         let mut two = bind();
         assert!(one.path().why.contains("never shm: "), "{}", one.path());
         let flow = one.open(two.local(), 0).unwrap();
-        assert_eq!(one.flow_path(flow).kind, Kind::Udp);
+        assert_eq!(one.flow_path(flow).kind, LinkKind::Udp);
         assert!(one.flow_path(flow).why.contains("another link has that name"));
         send(&mut one, flow, 64, 1);
         one.flush().unwrap();
@@ -391,7 +408,7 @@ mod tests {
         let (mut one, mut two) = (bind(), bind());
         let mut stranger = Shm::bind(two.local(), shm::Options::default()).unwrap();
         let flow = one.open(two.local(), 0).unwrap();
-        assert_eq!(one.flow_path(flow).kind, Kind::Shm);
+        assert_eq!(one.flow_path(flow).kind, LinkKind::Shm);
         send(&mut one, flow, 64, 1);
         one.flush().unwrap();
         assert_eq!(receive(&mut two, 1).len(), 1);
@@ -430,22 +447,22 @@ mod tests {
     }
 
     #[test]
-    fn a_link_alone_and_one_beside_udp_meet() {
+    fn a_shm_link_and_an_auto_link_connect() {
         let (mut auto, any) = (bind(), "127.0.0.1:0".parse().unwrap());
-        let mut alone = Shm::bind(any, shm::Options::default()).unwrap();
+        let mut shm_only = Shm::bind(any, shm::Options::default()).unwrap();
         let (there, back) =
-            (auto.open(alone.local(), 0).unwrap(), alone.open(auto.local(), 0).unwrap());
-        assert_eq!(auto.flow_path(there).kind, Kind::Shm);
+            (auto.open(shm_only.local(), 0).unwrap(), shm_only.open(auto.local(), 0).unwrap());
+        assert_eq!(auto.flow_path(there).kind, LinkKind::Shm);
         send(&mut auto, there, 64, 1);
         auto.flush().unwrap();
-        assert_eq!(receive(&mut alone, 1).len(), 1);
-        send(&mut alone, back, 64, 2);
-        alone.flush().unwrap();
+        assert_eq!(receive(&mut shm_only, 1).len(), 1);
+        send(&mut shm_only, back, 64, 2);
+        shm_only.flush().unwrap();
         assert_eq!(receive(&mut auto, 1).len(), 1);
         // A port that memory has is no longer free for UDP.
-        Udp::bind(alone.local(), udp::Options::default()).err().unwrap();
-        let freed = alone.local();
-        drop(alone);
+        Udp::bind(shm_only.local(), udp::Options::default()).err().unwrap();
+        let freed = shm_only.local();
+        drop(shm_only);
         Udp::bind(freed, udp::Options::default()).unwrap();
     }
 }

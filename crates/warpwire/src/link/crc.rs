@@ -6,13 +6,13 @@ use warpwire_proto::wire::icrc::Crc32;
 /// Xeon with AVX-512, where `crc-fast` gives 42 and 1.2.
 ///
 /// ```
-/// use warpwire::link::Simd;
+/// use warpwire::link::SimdCrc32;
 /// use warpwire_proto::wire::icrc::Crc32;
-/// assert_eq!(Simd::update(0, b"123456789"), 0xcbf4_3926);
+/// assert_eq!(SimdCrc32::update(0, b"123456789"), 0xcbf4_3926);
 /// ```
-pub struct Simd;
+pub struct SimdCrc32;
 
-impl Crc32 for Simd {
+impl Crc32 for SimdCrc32 {
     #[inline]
     fn update(state: u32, bytes: &[u8]) -> u32 {
         let mut hasher = crc32fast::Hasher::new_with_initial(state);

@@ -18,11 +18,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{EventfdFlags, eventfd};
-use warpwire_proto::wire::icrc::Cover;
+use warpwire_proto::wire::icrc::IcrcPrefix;
 use warpwire_proto::wire::packet::ICRC_LEN;
 
 use super::flows::{FlowId, Flows};
-use super::{Counters, Flushed, Frame, Kind, LONGEST, Link, Path, Refused, SHORTEST, Simd, Spoil};
+use super::{
+    Corruption, Counters, Flushed, Frame, Link, LinkKind, LinkPath, MAX_ROCE_PACKET, MIN_PACKET,
+    ReserveError, SimdCrc32,
+};
 use crate::error::{Error, Kind as ErrorKind, Result};
 
 /// How many packets a sender keeps, and a receiver takes at once.
@@ -45,14 +48,14 @@ pub struct Options {
     /// How many packets wait in an endpoint's queue.
     pub queue: usize,
     /// The longest packet.
-    pub largest: usize,
+    pub max_packet: usize,
     /// What happens when the queue is full.
     pub full: Full,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { queue: 512, largest: LONGEST, full: Full::Wait }
+        Self { queue: 512, max_packet: MAX_ROCE_PACKET, full: Full::Wait }
     }
 }
 
@@ -78,12 +81,12 @@ impl std::fmt::Debug for Hub {
 }
 
 struct Shared {
-    endpoints: Mutex<HashMap<SocketAddr, Arc<Inbox>>>,
+    endpoints: Mutex<HashMap<SocketAddr, Arc<EndpointQueue>>>,
     options: Options,
 }
 
 /// An endpoint's queue, as its senders see it.
-struct Inbox {
+struct EndpointQueue {
     ring: Mutex<Ring>,
     /// How many packets are in it: for a receiver to look at without the lock.
     filled: AtomicUsize,
@@ -108,17 +111,17 @@ struct Slot {
     len: usize,
     from: SocketAddr,
     to: SocketAddr,
-    sealed: bool,
+    has_icrc: bool,
 }
 
 impl Slot {
-    fn row(count: usize, largest: usize, address: SocketAddr) -> Vec<Self> {
+    fn allocate(count: usize, max_packet: usize, address: SocketAddr) -> Vec<Self> {
         let slot = |_| Self {
-            bytes: vec![0; largest].into_boxed_slice(),
+            bytes: vec![0; max_packet].into_boxed_slice(),
             len: 0,
             from: address,
             to: address,
-            sealed: false,
+            has_icrc: false,
         };
         (0..count).map(slot).collect()
     }
@@ -130,7 +133,7 @@ impl Slot {
             bytes: self.bytes.get(..self.len).unwrap_or_default(),
             marked: false,
             identification: 0,
-            sealed: self.sealed,
+            has_icrc: self.has_icrc,
         }
     }
 }
@@ -144,7 +147,7 @@ impl Hub {
     /// A hub with these options; a queue holds at least one packet, and packets are at least the shortest.
     pub fn with(mut options: Options) -> Self {
         options.queue = options.queue.max(1);
-        options.largest = options.largest.clamp(SHORTEST, 65_507);
+        options.max_packet = options.max_packet.clamp(MIN_PACKET, 65_507);
         Self { shared: Arc::new(Shared { endpoints: Mutex::new(HashMap::new()), options }) }
     }
 
@@ -171,31 +174,31 @@ impl Hub {
         };
         let local = SocketAddr::new(address.ip(), port);
         let ring = Ring {
-            slots: Slot::row(options.queue, options.largest, local),
+            slots: Slot::allocate(options.queue, options.max_packet, local),
             head: 0,
             len: 0,
             armed: false,
             signalled: false,
         };
-        let inbox = Arc::new(Inbox {
+        let rx_queue = Arc::new(EndpointQueue {
             ring: Mutex::new(ring),
             filled: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
             event,
         });
-        endpoints.insert(local, Arc::clone(&inbox));
+        endpoints.insert(local, Arc::clone(&rx_queue));
         drop(endpoints);
         Ok(Loopback {
             hub: Arc::clone(&self.shared),
             local,
-            inbox,
+            rx_queue,
             flows: Flows::new(),
-            batch: Slot::row(BATCH, options.largest, local),
+            batch: Slot::allocate(BATCH, options.max_packet, local),
             targets: [None; BATCH],
             used: 0,
             reserved: None,
-            taken: Slot::row(BATCH, options.largest, local),
-            seal: false,
+            rx_batch: Slot::allocate(BATCH, options.max_packet, local),
+            append_icrc: false,
             flushes: 0,
             counters: Counters::default(),
         })
@@ -211,8 +214,8 @@ impl Default for Hub {
 /// What an endpoint keeps per peer.
 struct Flow {
     peer: SocketAddr,
-    inbox: Option<Arc<Inbox>>,
-    cover: Cover,
+    rx_queue: Option<Arc<EndpointQueue>>,
+    icrc_prefix: IcrcPrefix,
     /// The flush in which the peer's queue was found full: later packets of the flow must not overtake.
     blocked_in: u64,
 }
@@ -221,66 +224,66 @@ struct Flow {
 pub struct Loopback {
     hub: Arc<Shared>,
     local: SocketAddr,
-    inbox: Arc<Inbox>,
+    rx_queue: Arc<EndpointQueue>,
     flows: Flows<Flow>,
     batch: Vec<Slot>,
     /// The flow of each packet of the batch.
     targets: [Option<FlowId>; BATCH],
     used: usize,
     reserved: Option<(FlowId, usize)>,
-    taken: Vec<Slot>,
-    seal: bool,
+    rx_batch: Vec<Slot>,
+    append_icrc: bool,
     flushes: u64,
     counters: Counters,
 }
 
 impl Loopback {
     /// Whether the packets of a flow find a queue; looks for a new one if the old endpoint is gone.
-    fn connect<'a>(hub: &Shared, flow: &'a mut Flow) -> Option<&'a Arc<Inbox>> {
-        let alive = |inbox: &Arc<Inbox>| !inbox.closed.load(Ordering::Acquire);
-        if !flow.inbox.as_ref().is_some_and(alive) {
-            flow.inbox = hub.endpoints.lock().get(&flow.peer).cloned();
+    fn connect<'a>(hub: &Shared, flow: &'a mut Flow) -> Option<&'a Arc<EndpointQueue>> {
+        let alive = |rx_queue: &Arc<EndpointQueue>| !rx_queue.closed.load(Ordering::Acquire);
+        if !flow.rx_queue.as_ref().is_some_and(alive) {
+            flow.rx_queue = hub.endpoints.lock().get(&flow.peer).cloned();
         }
-        flow.inbox.as_ref()
+        flow.rx_queue.as_ref()
     }
 
-    /// Takes what is in the queue into `taken`, and returns how many.
+    /// Takes what is in the queue into `rx_batch`, and returns how many.
     fn take(&mut self) -> usize {
-        if self.inbox.filled.load(Ordering::Acquire) == 0 {
+        if self.rx_queue.filled.load(Ordering::Acquire) == 0 {
             return 0;
         }
-        let mut ring = self.inbox.ring.lock();
+        let mut ring = self.rx_queue.ring.lock();
         let count = ring.len.min(BATCH);
-        for slot in &mut self.taken[..count] {
+        for slot in &mut self.rx_batch[..count] {
             let head = ring.head;
             std::mem::swap(slot, &mut ring.slots[head]);
             ring.head = (head + 1) % ring.slots.len();
         }
         ring.len -= count;
         ring.armed = false;
-        self.inbox.filled.store(ring.len, Ordering::Release);
+        self.rx_queue.filled.store(ring.len, Ordering::Release);
         if std::mem::take(&mut ring.signalled) {
             self.counters.calls += 1;
             // An event that was written holds a count; reading clears it.
-            let _ = rustix::io::read(&self.inbox.event, &mut [0; 8]);
+            let _ = rustix::io::read(&self.rx_queue.event, &mut [0; 8]);
         }
         count
     }
 }
 
 /// A receiver's queue while packets are put into it.
-struct Filling<'a> {
-    inbox: &'a Inbox,
+struct QueueWriter<'a> {
+    rx_queue: &'a EndpointQueue,
     ring: MutexGuard<'a, Ring>,
 }
 
-impl<'a> Filling<'a> {
-    fn new(inbox: &'a Inbox) -> Self {
-        Self { inbox, ring: inbox.ring.lock() }
+impl<'a> QueueWriter<'a> {
+    fn new(rx_queue: &'a EndpointQueue) -> Self {
+        Self { rx_queue, ring: rx_queue.ring.lock() }
     }
 
     /// Exchanges the packet for an empty buffer; false if there is none.
-    fn put(&mut self, packet: &mut Slot) -> bool {
+    fn push(&mut self, packet: &mut Slot) -> bool {
         let ring = &mut *self.ring;
         if ring.len == ring.slots.len() {
             return false;
@@ -293,18 +296,18 @@ impl<'a> Filling<'a> {
 
     /// Returns whether the receiver had to be woken.
     fn finish(mut self) -> bool {
-        self.inbox.filled.store(self.ring.len, Ordering::Release);
+        self.rx_queue.filled.store(self.ring.len, Ordering::Release);
         let wake = self.ring.armed && self.ring.len > 0 && !self.ring.signalled;
         if wake {
             self.ring.armed = false;
             self.ring.signalled = true;
-            self.inbox.wake();
+            self.rx_queue.wake();
         }
         wake
     }
 }
 
-impl Inbox {
+impl EndpointQueue {
     fn wake(&self) {
         // Only a count of 2^64 - 2 could make this fail, and then the event is readable anyway.
         let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
@@ -312,34 +315,35 @@ impl Inbox {
 }
 
 impl Link for Loopback {
-    fn path(&self) -> Path {
+    fn path(&self) -> LinkPath {
         let Options { queue, full, .. } = self.hub.options;
-        let seal = if self.seal { "with" } else { "without (memory does not damage packets)" };
+        let append_icrc =
+            if self.append_icrc { "with" } else { "without (memory does not damage packets)" };
         let full = match full {
             Full::Wait => "wait at the sender",
             Full::Drop => "are lost",
         };
         let why = format!(
-            "endpoints of one process; packets change hands uncopied, {seal} ICRC; queues of {queue}, \
+            "endpoints of one process; packets change hands uncopied, {append_icrc} ICRC; queues of {queue}, \
              packets for a full one {full}"
         );
-        Path { kind: Kind::Loopback, local: self.local, why }
+        LinkPath { kind: LinkKind::Loopback, local: self.local, why }
     }
 
     fn local(&self) -> SocketAddr {
         self.local
     }
 
-    fn largest(&self) -> usize {
-        self.hub.options.largest
+    fn max_packet(&self) -> usize {
+        self.hub.options.max_packet
     }
 
     /// An address that nobody has yet is fine: packets are lost, and counted, until somebody does.
     fn open(&mut self, peer: SocketAddr, _label: u32) -> Result<FlowId> {
         super::check_peer(self.local, peer)?;
-        let inbox = self.hub.endpoints.lock().get(&peer).cloned();
-        let cover = Cover::new(self.local, peer);
-        Ok(self.flows.insert(Flow { peer, inbox, cover, blocked_in: 0 }))
+        let rx_queue = self.hub.endpoints.lock().get(&peer).cloned();
+        let icrc_prefix = IcrcPrefix::new(self.local, peer);
+        Ok(self.flows.insert(Flow { peer, rx_queue, icrc_prefix, blocked_in: 0 }))
     }
 
     fn close(&mut self, flow: FlowId) {
@@ -350,30 +354,34 @@ impl Link for Loopback {
         self.flows.remove(flow);
     }
 
-    fn reserve(&mut self, flow: FlowId, len: usize) -> std::result::Result<&mut [u8], Refused> {
-        if !(SHORTEST..=self.hub.options.largest).contains(&len) {
-            return Err(Refused::Length);
+    fn reserve(
+        &mut self,
+        flow: FlowId,
+        len: usize,
+    ) -> std::result::Result<&mut [u8], ReserveError> {
+        if !(MIN_PACKET..=self.hub.options.max_packet).contains(&len) {
+            return Err(ReserveError::Length);
         }
-        let Some(known) = self.flows.get_mut(flow) else { return Err(Refused::Closed) };
+        let Some(known) = self.flows.get_mut(flow) else { return Err(ReserveError::Closed) };
         let to = known.peer;
-        let slot = self.batch.get_mut(self.used).ok_or(Refused::Full)?;
+        let slot = self.batch.get_mut(self.used).ok_or(ReserveError::Full)?;
         slot.to = to;
         self.reserved = Some((flow, len));
-        slot.bytes.get_mut(..len).ok_or(Refused::Length)
+        slot.bytes.get_mut(..len).ok_or(ReserveError::Length)
     }
 
-    fn commit_spoiled(&mut self, spoil: Spoil) -> Option<Frame<'_>> {
+    fn commit_corrupted(&mut self, corruption: Corruption) -> Option<Frame<'_>> {
         let (id, len) = self.reserved.take()?;
         let flow = self.flows.get_mut(id)?;
         let slot = self.batch.get_mut(self.used)?;
         let packet = slot.bytes.get_mut(..len)?;
-        if self.seal {
-            let icrc = flow.cover.icrc::<Simd>(0, packet)?;
+        if self.append_icrc {
+            let icrc = flow.icrc_prefix.icrc::<SimdCrc32>(0, packet)?;
             packet[len - ICRC_LEN..].copy_from_slice(&icrc.to_le_bytes());
         }
-        slot.len = spoil.apply(packet);
+        slot.len = corruption.apply(packet);
         slot.from = self.local;
-        slot.sealed = self.seal;
+        slot.has_icrc = self.append_icrc;
         self.targets[self.used] = Some(id);
         self.used += 1;
         Some(slot.frame())
@@ -397,21 +405,21 @@ impl Link for Loopback {
             let blocked = flow.blocked_in == self.flushes;
             let mut waiting = packets.start;
             if !blocked {
-                let Some(inbox) = Self::connect(&self.hub, flow) else {
+                let Some(rx_queue) = Self::connect(&self.hub, flow) else {
                     self.counters.drops.no_peer += run as u64;
                     continue;
                 };
-                let mut filling = Filling::new(inbox);
+                let mut queue_writer = QueueWriter::new(rx_queue);
                 while waiting < packets.end {
                     let bytes = self.batch[waiting].len as u64;
-                    if !filling.put(&mut self.batch[waiting]) {
+                    if !queue_writer.push(&mut self.batch[waiting]) {
                         break;
                     }
                     self.counters.sent += 1;
                     self.counters.sent_bytes += bytes;
                     waiting += 1;
                 }
-                self.counters.calls += u64::from(filling.finish());
+                self.counters.calls += u64::from(queue_writer.finish());
                 flushed.sent += waiting - packets.start;
             }
             if waiting < packets.end {
@@ -438,7 +446,7 @@ impl Link for Loopback {
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
         let count = self.take();
         let mut delivered = 0;
-        for slot in &self.taken[..count] {
+        for slot in &self.rx_batch[..count] {
             let frame = slot.frame();
             if let Err(reason) = check(&frame) {
                 *reason(&mut self.counters.drops) += 1;
@@ -453,17 +461,17 @@ impl Link for Loopback {
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
-        let mut ring = self.inbox.ring.lock();
+        let mut ring = self.rx_queue.ring.lock();
         ring.armed = true;
         if ring.len > 0 && !ring.signalled {
             ring.signalled = true;
-            self.inbox.wake();
+            self.rx_queue.wake();
         }
-        Some(self.inbox.event.as_fd())
+        Some(self.rx_queue.event.as_fd())
     }
 
-    fn always_seal(&mut self) {
-        self.seal = true;
+    fn force_icrc(&mut self) {
+        self.append_icrc = true;
     }
 
     fn counters(&self) -> Counters {
@@ -473,7 +481,7 @@ impl Link for Loopback {
 
 impl Drop for Loopback {
     fn drop(&mut self) {
-        self.inbox.closed.store(true, Ordering::Release);
+        self.rx_queue.closed.store(true, Ordering::Release);
         self.hub.endpoints.lock().remove(&self.local);
     }
 }
@@ -482,11 +490,13 @@ type Reason = fn(&mut super::Drops) -> &mut u64;
 
 /// Packets that a fault spoiled are found like any others.
 fn check(frame: &Frame<'_>) -> std::result::Result<(), Reason> {
-    if frame.bytes.len() < SHORTEST {
+    if frame.bytes.len() < MIN_PACKET {
         return Err(|drops| &mut drops.short);
     }
     let carried = frame.bytes.last_chunk::<ICRC_LEN>().map(|bytes| u32::from_le_bytes(*bytes));
-    if frame.sealed && carried != Cover::new(frame.from, frame.to).icrc::<Simd>(0, frame.bytes) {
+    if frame.has_icrc
+        && carried != IcrcPrefix::new(frame.from, frame.to).icrc::<SimdCrc32>(0, frame.bytes)
+    {
         return Err(|drops| &mut drops.icrc);
     }
     Ok(())

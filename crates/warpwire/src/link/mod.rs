@@ -55,29 +55,29 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN, LONGEST_HEADERS};
+use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN, MAX_HEADERS_LEN};
 
 pub use address::{ADDRESS_LEN, address_bytes, address_from};
 pub use auto::Auto;
-pub use crc::Simd;
-pub use fault::Fault;
+pub use crc::SimdCrc32;
+pub use fault::FaultInjector;
 pub use flows::FlowId;
 pub use loopback::{Hub, Loopback};
 pub use pcap::{Capture, Tap};
 pub use shm::Shm;
-pub use shm::grant::{Offer, Peer};
+pub use shm::exports::{ExportTable, ShmPeer};
 pub use udp::Udp;
 
 use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::mem::SharedBytes;
 
 /// The shortest packet: a base header and an ICRC.
-pub const SHORTEST: usize = BTH_LEN + ICRC_LEN;
+pub const MIN_PACKET: usize = BTH_LEN + ICRC_LEN;
 /// The longest packet that RoCEv2 knows: 4096 bytes of payload behind the longest headers.
-pub const LONGEST: usize = LONGEST_HEADERS + 4096 + ICRC_LEN;
+pub const MAX_ROCE_PACKET: usize = MAX_HEADERS_LEN + 4096 + ICRC_LEN;
 
 /// From this length on, a payload is better lent than copied: a packet that is lent goes by a system call of its own.
-pub const WORTH_LENDING: usize = 16 << 10;
+pub const MIN_ZERO_COPY: usize = 16 << 10;
 
 /// A way for packets in and out.
 ///
@@ -89,10 +89,10 @@ pub const WORTH_LENDING: usize = 16 << 10;
 /// flows.
 pub trait Link: Send {
     /// What this link is, and why: which offloads it uses, and which it does not and for what reason.
-    fn path(&self) -> Path;
+    fn path(&self) -> LinkPath;
 
     /// Which way the packets of one flow take, and why: a link may have several.
-    fn flow_path(&self, flow: FlowId) -> Path {
+    fn flow_path(&self, flow: FlowId) -> LinkPath {
         let _ = flow;
         self.path()
     }
@@ -101,12 +101,12 @@ pub trait Link: Send {
     fn local(&self) -> SocketAddr;
 
     /// The longest packet, from the base header through the ICRC, that goes through whole.
-    fn largest(&self) -> usize;
+    fn max_packet(&self) -> usize;
 
-    /// The longest packet that goes through whole on this flow: [`largest`](Link::largest), or more.
-    fn largest_to(&self, flow: FlowId) -> usize {
+    /// The longest packet that goes through whole on this flow: [`max_packet`](Link::largest), or more.
+    fn max_packet_to(&self, flow: FlowId) -> usize {
         let _ = flow;
-        self.largest()
+        self.max_packet()
     }
 
     /// Makes ready to send to `peer`: one flow per queue pair. Slow, for setup.
@@ -127,29 +127,30 @@ pub trait Link: Send {
     /// by a flush.
     ///
     /// # Errors
-    /// [`Refused::Full`] is a status: flush, and try again once that went through. It differs from a flow that is
+    /// [`ReserveError::Full`] is a status: flush, and try again once that went through. It differs from a flow that is
     /// closed or a packet that is too long, for which trying again is of no use: hence not an `Option`.
-    fn reserve(&mut self, flow: FlowId, len: usize) -> std::result::Result<&mut [u8], Refused>;
+    fn reserve(&mut self, flow: FlowId, len: usize)
+    -> std::result::Result<&mut [u8], ReserveError>;
 
     /// Seals the packet that was reserved, and queues it. Returns it as it will appear on the wire, for captures;
     /// `None` if there was none, or if a fault took it.
     fn commit(&mut self) -> Option<Frame<'_>> {
-        self.commit_spoiled(Spoil::No)
+        self.commit_corrupted(Corruption::Intact)
     }
 
     /// As [`commit`](Link::commit), and spoils the packet after it was sealed, so that its ICRC is wrong: what
-    /// [`Fault`] damages must be found by the receiver's check, and the seal lies below it.
-    fn commit_spoiled(&mut self, spoil: Spoil) -> Option<Frame<'_>>;
+    /// [`FaultInjector`] damages must be found by the receiver's check, and the seal lies below it.
+    fn commit_corrupted(&mut self, corruption: Corruption) -> Option<Frame<'_>>;
 
     /// Sends the packet that was reserved, at once and behind all that was committed before, with a payload that stays where
     /// it lies: the caller has filled the headers, which end where the payload would begin, and the pad. That spares the copy into the packet, and is
-    /// worth it for long payloads ([`WORTH_LENDING`]). The link is done with the memory when this returns.
+    /// worth it for long payloads ([`MIN_ZERO_COPY`]). The link is done with the memory when this returns.
     ///
     /// `false` is no failure, and most links say nothing else: the packet is still reserved. Fill in the payload and
     /// [`commit`](Link::commit) it, which also waits where there is no room.
     ///
     /// The payload is looked at once: if somebody changes it meanwhile, some mixture goes out, as from a copy.
-    fn commit_lent(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
+    fn commit_zero_copy(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
         let _ = (headers, payload);
         false
     }
@@ -173,8 +174,8 @@ pub trait Link: Send {
     ///
     /// # Errors
     /// If the link is beyond repair.
-    fn receive_unread(&mut self, take: &mut dyn FnMut(Arrival<'_>)) -> Result<usize> {
-        self.receive(&mut |frame| take(Arrival::Read(frame)))
+    fn receive_deferred(&mut self, take: &mut dyn FnMut(ReceivedPacket<'_>)) -> Result<usize> {
+        self.receive(&mut |frame| take(ReceivedPacket::Read(frame)))
     }
 
     /// A file descriptor that is readable when there is something to receive. To be asked for anew before each wait:
@@ -182,25 +183,28 @@ pub trait Link: Send {
     fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
 
     /// When the link has something to do by itself (a packet held back by a fault): flush and receive by then.
-    fn wakes_in(&self) -> Option<Duration> {
+    fn poll_delay(&self) -> Option<Duration> {
         None
     }
 
-    /// Asks a link that leaves the ICRC out, because its packets stay in memory or on this machine, to put it in. [`Fault`] asks.
-    fn always_seal(&mut self) {}
+    /// Asks a link that leaves the ICRC out, because its packets stay in memory or on this machine, to put it in. [`FaultInjector`] asks.
+    fn force_icrc(&mut self) {}
 
     /// Lets peers of this machine reach memory by themselves, past the link, and prepares to do so at theirs. To be called before
     /// flows are opened.
     ///
     /// # Errors
     /// Why this link does not: it has no such way, or wraps another that must see every packet.
-    fn offer(&mut self, offer: &Arc<Offer>) -> std::result::Result<(), &'static str> {
-        let _ = offer;
+    fn install_exports(
+        &mut self,
+        export_table: &Arc<ExportTable>,
+    ) -> std::result::Result<(), &'static str> {
+        let _ = export_table;
         Err("this sort of link has packets only")
     }
 
     /// The peer of a flow, as far as it lets us reach its memory; or why it does not.
-    fn peer(&self, flow: FlowId) -> std::result::Result<Arc<Peer>, &'static str> {
+    fn direct_peer(&self, flow: FlowId) -> std::result::Result<Arc<ShmPeer>, &'static str> {
         let _ = flow;
         Err("this sort of link has packets only")
     }
@@ -210,11 +214,11 @@ pub trait Link: Send {
 }
 
 impl<L: Link + ?Sized> Link for Box<L> {
-    fn path(&self) -> Path {
+    fn path(&self) -> LinkPath {
         (**self).path()
     }
 
-    fn flow_path(&self, flow: FlowId) -> Path {
+    fn flow_path(&self, flow: FlowId) -> LinkPath {
         (**self).flow_path(flow)
     }
 
@@ -222,12 +226,12 @@ impl<L: Link + ?Sized> Link for Box<L> {
         (**self).local()
     }
 
-    fn largest(&self) -> usize {
-        (**self).largest()
+    fn max_packet(&self) -> usize {
+        (**self).max_packet()
     }
 
-    fn largest_to(&self, flow: FlowId) -> usize {
-        (**self).largest_to(flow)
+    fn max_packet_to(&self, flow: FlowId) -> usize {
+        (**self).max_packet_to(flow)
     }
 
     fn open(&mut self, peer: SocketAddr, label: u32) -> Result<FlowId> {
@@ -238,16 +242,20 @@ impl<L: Link + ?Sized> Link for Box<L> {
         (**self).close(flow);
     }
 
-    fn reserve(&mut self, flow: FlowId, len: usize) -> std::result::Result<&mut [u8], Refused> {
+    fn reserve(
+        &mut self,
+        flow: FlowId,
+        len: usize,
+    ) -> std::result::Result<&mut [u8], ReserveError> {
         (**self).reserve(flow, len)
     }
 
-    fn commit_spoiled(&mut self, spoil: Spoil) -> Option<Frame<'_>> {
-        (**self).commit_spoiled(spoil)
+    fn commit_corrupted(&mut self, corruption: Corruption) -> Option<Frame<'_>> {
+        (**self).commit_corrupted(corruption)
     }
 
-    fn commit_lent(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
-        (**self).commit_lent(headers, payload)
+    fn commit_zero_copy(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
+        (**self).commit_zero_copy(headers, payload)
     }
 
     fn flush(&mut self) -> Result<Flushed> {
@@ -258,28 +266,31 @@ impl<L: Link + ?Sized> Link for Box<L> {
         (**self).receive(take)
     }
 
-    fn receive_unread(&mut self, take: &mut dyn FnMut(Arrival<'_>)) -> Result<usize> {
-        (**self).receive_unread(take)
+    fn receive_deferred(&mut self, take: &mut dyn FnMut(ReceivedPacket<'_>)) -> Result<usize> {
+        (**self).receive_deferred(take)
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         (**self).wait_fd()
     }
 
-    fn wakes_in(&self) -> Option<Duration> {
-        (**self).wakes_in()
+    fn poll_delay(&self) -> Option<Duration> {
+        (**self).poll_delay()
     }
 
-    fn always_seal(&mut self) {
-        (**self).always_seal();
+    fn force_icrc(&mut self) {
+        (**self).force_icrc();
     }
 
-    fn offer(&mut self, offer: &Arc<Offer>) -> std::result::Result<(), &'static str> {
-        (**self).offer(offer)
+    fn install_exports(
+        &mut self,
+        export_table: &Arc<ExportTable>,
+    ) -> std::result::Result<(), &'static str> {
+        (**self).install_exports(export_table)
     }
 
-    fn peer(&self, flow: FlowId) -> std::result::Result<Arc<Peer>, &'static str> {
-        (**self).peer(flow)
+    fn direct_peer(&self, flow: FlowId) -> std::result::Result<Arc<ShmPeer>, &'static str> {
+        (**self).direct_peer(flow)
     }
 
     fn counters(&self) -> Counters {
@@ -301,13 +312,13 @@ pub struct Frame<'a> {
     /// The IPv4 identification that the ICRC covers: known when sending, found when receiving.
     pub identification: u16,
     /// Whether the last four bytes are an ICRC; packets that stay in memory, or on this machine, may go without.
-    pub sealed: bool,
+    pub has_icrc: bool,
 }
 
-/// What [`Link::receive_unread`] delivers.
+/// What [`Link::receive_deferred`] delivers.
 ///
 /// ```
-/// use warpwire::link::{Arrival, Link, Udp, udp::Options};
+/// use warpwire::link::{ReceivedPacket, Link, Udp, udp::Options};
 /// let mut alice = Udp::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
 /// let mut bob = Udp::bind("127.0.0.1:0".parse().unwrap(), Options::default())?;
 /// let to_bob = alice.open(bob.local(), 0)?;
@@ -318,33 +329,33 @@ pub struct Frame<'a> {
 /// }
 /// let mut lengths = Vec::new();
 /// while lengths.len() < 2 {
-///     bob.receive_unread(&mut |arrival| match arrival {
-///         Arrival::Read(frame) => lengths.push(frame.bytes.len()),
-///         Arrival::Unread(packet) => lengths.extend(packet.rest.read().map(<[u8]>::len)),
+///     bob.receive_deferred(&mut |arrival| match arrival {
+///         ReceivedPacket::Read(frame) => lengths.push(frame.bytes.len()),
+///         ReceivedPacket::Deferred(packet) => lengths.extend(packet.pending_payload.read().map(<[u8]>::len)),
 ///     })?;
 /// }
 /// assert_eq!(lengths, [20_000, 20_000]);
 /// # Ok::<(), warpwire::Error>(())
 /// ```
-pub enum Arrival<'a> {
+pub enum ReceivedPacket<'a> {
     /// A packet.
     Read(Frame<'a>),
     /// The beginning of one.
-    Unread(Unread<'a>),
+    Deferred(Deferred<'a>),
 }
 
 /// A packet that has been read as far as its headers go. It is gone when whoever it was handed to is done with it.
-pub struct Unread<'a> {
+pub struct Deferred<'a> {
     /// The packet, as far as it has been read: all of its headers, and more.
     pub head: Frame<'a>,
     /// How long it is in truth, from the base header through the ICRC.
     pub len: usize,
     /// Where the link keeps it.
-    pub rest: &'a mut dyn Rest,
+    pub pending_payload: &'a mut dyn PendingPayload,
 }
 
 /// A packet that a link still has. It can be had once, in one of these ways.
-pub trait Rest {
+pub trait PendingPayload {
     /// All of it, as [`Link::receive`] would have delivered it. `None` if it was not right: it has been dropped and counted.
     fn read(&mut self) -> Option<&[u8]>;
 
@@ -355,16 +366,16 @@ pub trait Rest {
 
 /// Why a packet has no room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Refused {
+pub enum ReserveError {
     /// The batch is full: flush first. If that leaves packets waiting, the network is not ready: come back later.
     Full,
     /// The flow is closed, or was never open on this link.
     Closed,
-    /// The packet is longer than [`Link::largest_to`] says, or shorter than [`SHORTEST`].
+    /// The packet is longer than [`Link::max_packet_to`] says, or shorter than [`MIN_PACKET`].
     Length,
 }
 
-impl fmt::Display for Refused {
+impl fmt::Display for ReserveError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Full => "the batch is full",
@@ -374,32 +385,32 @@ impl fmt::Display for Refused {
     }
 }
 
-impl std::error::Error for Refused {}
+impl std::error::Error for ReserveError {}
 
 /// What to do to a packet after it was sealed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Spoil {
+pub enum Corruption {
     /// Nothing.
-    No,
+    Intact,
     /// Flip this bit, counted from the packet's beginning and modulo its length.
-    Flip(u32),
+    FlipBit(u32),
     /// Keep this many bytes of it, at least one.
-    Cut(usize),
+    Truncate(usize),
 }
 
-impl Spoil {
+impl Corruption {
     /// Does it, and returns the length that is left.
     fn apply(self, packet: &mut [u8]) -> usize {
         match self {
-            Self::No => packet.len(),
-            Self::Flip(bit) => {
+            Self::Intact => packet.len(),
+            Self::FlipBit(bit) => {
                 let bit = bit as usize % (packet.len() * 8).max(1);
                 if let Some(byte) = packet.get_mut(bit / 8) {
                     *byte ^= 1 << (bit % 8);
                 }
                 packet.len()
             }
-            Self::Cut(len) => len.clamp(1, packet.len().max(1)),
+            Self::Truncate(len) => len.clamp(1, packet.len().max(1)),
         }
     }
 }
@@ -415,7 +426,7 @@ pub struct Flushed {
 
 /// Which link it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum LinkKind {
     /// Within the process.
     Loopback,
     /// A UDP socket.
@@ -428,7 +439,7 @@ pub enum Kind {
     Hardware,
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for LinkKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Loopback => "loopback",
@@ -442,16 +453,16 @@ impl fmt::Display for Kind {
 
 /// Which way packets take, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Path {
+pub struct LinkPath {
     /// Which link it is, below faults and captures.
-    pub kind: Kind,
+    pub kind: LinkKind,
     /// The address that peers send to.
     pub local: SocketAddr,
     /// For people: what is in use, what is not, and why not.
     pub why: String,
 }
 
-impl fmt::Display for Path {
+impl fmt::Display for LinkPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}: {}", self.kind, self.local, self.why)
     }
@@ -469,11 +480,11 @@ pub struct Counters {
     /// Their bytes.
     pub received_bytes: u64,
     /// Those of them that came joined with others, by the kernel's receive offload.
-    pub joined: u64,
+    pub coalesced: u64,
     /// Packets sent whose payload was lent: the kernel took it from where it lay.
-    pub lent: u64,
+    pub zero_copy_sent: u64,
     /// Packets received whose payload the kernel put where it belongs.
-    pub placed: u64,
+    pub direct_placed: u64,
     /// System calls that moved packets, both ways.
     pub calls: u64,
     /// Packets lost in this link, by reason.
@@ -508,9 +519,9 @@ impl std::ops::Add for Counters {
             sent_bytes: self.sent_bytes + other.sent_bytes,
             received: self.received + other.received,
             received_bytes: self.received_bytes + other.received_bytes,
-            joined: self.joined + other.joined,
-            lent: self.lent + other.lent,
-            placed: self.placed + other.placed,
+            coalesced: self.coalesced + other.coalesced,
+            zero_copy_sent: self.zero_copy_sent + other.zero_copy_sent,
+            direct_placed: self.direct_placed + other.direct_placed,
             calls: self.calls + other.calls,
             drops: Drops {
                 icrc: self.drops.icrc + other.drops.icrc,

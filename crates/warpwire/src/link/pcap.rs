@@ -14,13 +14,16 @@ use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
 use warpwire_proto::Instant;
-use warpwire_proto::wire::icrc::Cover;
+use warpwire_proto::wire::icrc::IcrcPrefix;
 use warpwire_proto::wire::ip::{ECN_CAPABLE, ECN_MARKED, IpRepr, UDP_LEN, UdpRepr};
 use warpwire_proto::wire::packet::ICRC_LEN;
 use warpwire_proto::wire::pcap;
 
 use super::flows::FlowId;
-use super::{Counters, Flushed, Frame, Link, Offer, Path, Peer, Refused, Simd, Spoil};
+use super::{
+    Corruption, Counters, ExportTable, Flushed, Frame, Link, LinkPath, ReserveError, ShmPeer,
+    SimdCrc32,
+};
 use crate::error::{Error, Result};
 
 /// What is gathered before the file is written.
@@ -97,11 +100,10 @@ impl Capture {
     fn write(&self, frame: &Frame<'_>) {
         let mut headers = [0; 48];
         let Some(len) = headers_of(frame, &mut headers) else { return };
-        let icrc = match frame.sealed {
+        let icrc = match frame.has_icrc {
             true => None,
-            false => {
-                Cover::new(frame.from, frame.to).icrc::<Simd>(frame.identification, frame.bytes)
-            }
+            false => IcrcPrefix::new(frame.from, frame.to)
+                .icrc::<SimdCrc32>(frame.identification, frame.bytes),
         };
         let cut = frame.bytes.len().saturating_sub(ICRC_LEN);
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -166,13 +168,13 @@ impl<L: Link> Tap<L> {
 }
 
 impl<L: Link> Link for Tap<L> {
-    fn path(&self) -> Path {
+    fn path(&self) -> LinkPath {
         let mut path = self.inner.path();
         path.why = format!("{}; captured in {}", path.why, self.capture.shared.lock().name);
         path
     }
 
-    fn flow_path(&self, flow: FlowId) -> Path {
+    fn flow_path(&self, flow: FlowId) -> LinkPath {
         let mut path = self.inner.flow_path(flow);
         path.why = format!("{}; captured in {}", path.why, self.capture.shared.lock().name);
         path
@@ -182,12 +184,12 @@ impl<L: Link> Link for Tap<L> {
         self.inner.local()
     }
 
-    fn largest(&self) -> usize {
-        self.inner.largest()
+    fn max_packet(&self) -> usize {
+        self.inner.max_packet()
     }
 
-    fn largest_to(&self, flow: FlowId) -> usize {
-        self.inner.largest_to(flow)
+    fn max_packet_to(&self, flow: FlowId) -> usize {
+        self.inner.max_packet_to(flow)
     }
 
     fn open(&mut self, peer: SocketAddr, label: u32) -> Result<FlowId> {
@@ -198,12 +200,16 @@ impl<L: Link> Link for Tap<L> {
         self.inner.close(flow);
     }
 
-    fn reserve(&mut self, flow: FlowId, len: usize) -> std::result::Result<&mut [u8], Refused> {
+    fn reserve(
+        &mut self,
+        flow: FlowId,
+        len: usize,
+    ) -> std::result::Result<&mut [u8], ReserveError> {
         self.inner.reserve(flow, len)
     }
 
-    fn commit_spoiled(&mut self, spoil: Spoil) -> Option<Frame<'_>> {
-        let frame = self.inner.commit_spoiled(spoil)?;
+    fn commit_corrupted(&mut self, corruption: Corruption) -> Option<Frame<'_>> {
+        let frame = self.inner.commit_corrupted(corruption)?;
         self.capture.write(&frame);
         Some(frame)
     }
@@ -224,20 +230,20 @@ impl<L: Link> Link for Tap<L> {
         self.inner.wait_fd()
     }
 
-    fn wakes_in(&self) -> Option<Duration> {
-        self.inner.wakes_in()
+    fn poll_delay(&self) -> Option<Duration> {
+        self.inner.poll_delay()
     }
 
-    fn always_seal(&mut self) {
-        self.inner.always_seal();
+    fn force_icrc(&mut self) {
+        self.inner.force_icrc();
     }
 
     /// What goes past the link nobody would see.
-    fn offer(&mut self, _: &Arc<Offer>) -> std::result::Result<(), &'static str> {
+    fn install_exports(&mut self, _: &Arc<ExportTable>) -> std::result::Result<(), &'static str> {
         Err("a capture must see every packet")
     }
 
-    fn peer(&self, _: FlowId) -> std::result::Result<Arc<Peer>, &'static str> {
+    fn direct_peer(&self, _: FlowId) -> std::result::Result<Arc<ShmPeer>, &'static str> {
         Err("a capture must see every packet")
     }
 
@@ -254,7 +260,7 @@ mod tests {
     use warpwire_proto::wire::{Extension, Headers, Opcode, Packet};
 
     use super::*;
-    use crate::link::{Fault, Hub, Udp};
+    use crate::link::{FaultInjector, Hub, Udp};
 
     fn put(link: &mut dyn Link, flow: FlowId, number: u32) {
         let headers = Headers::new(Opcode::SendOnly, 7, Psn::new(number), Extension::None);
@@ -322,7 +328,7 @@ mod tests {
             assert_eq!(packets.len(), 20, "{name}");
             for (at, packet) in packets.iter().enumerate() {
                 let packet = Packet::new_checked(packet).unwrap();
-                assert!(packet.has_right_icrc::<Simd>(), "{name} {at}");
+                assert!(packet.has_valid_icrc::<SimdCrc32>(), "{name} {at}");
                 assert_eq!(packet.transport().psn().value() as usize, at % 10, "{name}");
                 assert_eq!(packet.ip().source, ports[0].ip(), "{name}");
                 assert_eq!(packet.udp().destination_port, ports[1].port(), "{name}");
@@ -371,7 +377,7 @@ mod tests {
         let capture = Capture::create(&path).unwrap();
         let hub = Hub::new();
         let link = Tap::new(hub.endpoint("10.0.0.1:1".parse().unwrap()).unwrap(), &capture);
-        let mut link = Fault::new(link, "corrupt=100%".parse().unwrap());
+        let mut link = FaultInjector::new(link, "corrupt=100%".parse().unwrap());
         let flow = link.open("10.0.0.2:1".parse().unwrap(), 0).unwrap();
         // Damage to the opcode may make another sort of packet of it, or none: the ICRC is wrong in any case.
         put(&mut link, flow, 1);
@@ -380,7 +386,8 @@ mod tests {
         let packets = packets(&bytes);
         assert_eq!(packets.len(), 1);
         assert!(
-            !Packet::new_checked(packets[0]).is_ok_and(|packet| packet.has_right_icrc::<Simd>())
+            !Packet::new_checked(packets[0])
+                .is_ok_and(|packet| packet.has_valid_icrc::<SimdCrc32>())
         );
     }
 

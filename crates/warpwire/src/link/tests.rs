@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::fault::Plan;
+use super::fault::FaultPlan;
 use super::udp::Options;
 use super::*;
 use crate::error::Kind as ErrorKind;
@@ -86,7 +86,8 @@ fn trios() -> Vec<Trio> {
     for (name, make) in makes {
         let Some(links) = make() else { continue };
         trios.push(Trio { name: name.clone(), links });
-        let harmless = |link: Boxed| Box::new(Fault::new(link, Plan::default())) as Boxed;
+        let harmless =
+            |link: Boxed| Box::new(FaultInjector::new(link, FaultPlan::default())) as Boxed;
         if let Some(links) = make() {
             trios.push(Trio { name: format!("fault({name})"), links: links.map(harmless) });
         }
@@ -117,7 +118,7 @@ pub(super) fn send(link: &mut dyn Link, flow: FlowId, len: usize, number: u32) {
                 link.commit();
                 return;
             }
-            Err(Refused::Full) => {
+            Err(ReserveError::Full) => {
                 assert!(Instant::now() < deadline, "the link stays full");
                 link.flush().unwrap();
             }
@@ -144,7 +145,7 @@ pub(super) fn receive(link: &mut dyn Link, count: usize) -> Vec<(SocketAddr, Vec
 }
 
 fn wait(link: &dyn Link, time: Duration) -> bool {
-    let time = link.wakes_in().unwrap_or(time).min(time);
+    let time = link.poll_delay().unwrap_or(time).min(time);
     let fd = link.wait_fd().unwrap();
     let timeout = Timespec { tv_sec: 0, tv_nsec: time.as_nanos() as i64 };
     poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)).unwrap() > 0
@@ -161,12 +162,12 @@ fn expected(from: SocketAddr, len: usize, number: u32) -> (SocketAddr, Vec<u8>) 
 fn packets_of_all_sizes_arrive_whole_and_in_order() {
     for Trio { name, links: [mut one, mut two, _] } in trios() {
         let flow = one.open(two.local(), 1).unwrap();
-        let largest = one.largest_to(flow);
-        let sizes: Vec<usize> = (SHORTEST..=largest)
+        let max_packet = one.max_packet_to(flow);
+        let sizes: Vec<usize> = (MIN_PACKET..=max_packet)
             .filter(|&len| {
                 let apart = if len < 5000 { 97 } else { 679 };
                 let apart = apart * testkit::Effort::choose([5, 1, 1]);
-                len < 100 || len > largest - 5 || len % apart == 0
+                len < 100 || len > max_packet - 5 || len % apart == 0
             })
             .collect();
         for (number, len) in sizes.iter().enumerate() {
@@ -210,7 +211,7 @@ fn every_peer_gets_its_own() {
         assert_eq!(receive(&mut *three, 10).len(), 10, "{name}");
         assert_eq!(receive(&mut *one, 1), [expected(two.local(), 20, 77)], "{name}");
         one.close(to_two);
-        assert_eq!(one.reserve(to_two, 64).err(), Some(Refused::Closed), "{name}");
+        assert_eq!(one.reserve(to_two, 64).err(), Some(ReserveError::Closed), "{name}");
         one.close(to_two);
         send(&mut *one, also_two, 64, 5);
         // What was committed goes out although its flow is closed.
@@ -219,7 +220,7 @@ fn every_peer_gets_its_own() {
         assert_eq!(receive(&mut *two, 1).len(), 1, "{name}");
         let again = one.open(two.local(), 1).unwrap();
         assert_ne!(again, to_two);
-        assert_eq!(one.reserve(also_two, 64).err(), Some(Refused::Closed), "{name}");
+        assert_eq!(one.reserve(also_two, 64).err(), Some(ReserveError::Closed), "{name}");
     }
 }
 
@@ -227,10 +228,10 @@ fn every_peer_gets_its_own() {
 fn wrong_requests_are_refused() {
     for Trio { name, links: [mut one, two, _] } in trios() {
         let flow = one.open(two.local(), 0).unwrap();
-        assert_eq!(one.reserve(flow, SHORTEST - 1).err(), Some(Refused::Length), "{name}");
-        assert!(one.largest_to(flow) >= one.largest(), "{name}");
-        let long = one.largest_to(flow) + 1;
-        assert_eq!(one.reserve(flow, long).err(), Some(Refused::Length), "{name}");
+        assert_eq!(one.reserve(flow, MIN_PACKET - 1).err(), Some(ReserveError::Length), "{name}");
+        assert!(one.max_packet_to(flow) >= one.max_packet(), "{name}");
+        let long = one.max_packet_to(flow) + 1;
+        assert_eq!(one.reserve(flow, long).err(), Some(ReserveError::Length), "{name}");
         assert!(one.commit().is_none(), "{name}: nothing was reserved");
         assert_eq!(one.flush().unwrap(), Flushed::default(), "{name}");
         let other = if one.local().is_ipv4() { "[::1]:5" } else { "127.0.0.1:5" };
@@ -266,7 +267,7 @@ fn a_full_batch_says_so_and_goes_on_after_a_flush() {
             count += 1;
             assert!(count < 10_000, "{name}: no end");
         }
-        assert_eq!(one.reserve(flow, 64).err(), Some(Refused::Full), "{name}");
+        assert_eq!(one.reserve(flow, 64).err(), Some(ReserveError::Full), "{name}");
         let flushed = one.flush().unwrap();
         assert_eq!((flushed.sent, flushed.waiting), (count as usize, 0), "{name}");
         assert!(one.reserve(flow, 64).is_ok(), "{name}");
@@ -304,20 +305,25 @@ fn the_descriptor_wakes_a_sleeper() {
 }
 
 #[test]
-fn spoiled_packets_are_found_and_counted() {
+fn corrupted_packets_are_detected_and_counted() {
     for Trio { name, links: [mut one, mut two, _] } in trios() {
-        one.always_seal();
+        one.force_icrc();
         let flow = one.open(two.local(), 0).unwrap();
-        let spoils =
-            [Spoil::Flip(100), Spoil::No, Spoil::Cut(10), Spoil::Cut(40), Spoil::Flip(799)];
-        for (number, spoil) in spoils.iter().enumerate() {
+        let corruptions = [
+            Corruption::FlipBit(100),
+            Corruption::Intact,
+            Corruption::Truncate(10),
+            Corruption::Truncate(40),
+            Corruption::FlipBit(799),
+        ];
+        for (number, corruption) in corruptions.iter().enumerate() {
             fill(one.reserve(flow, 100).unwrap(), number as u32);
-            one.commit_spoiled(*spoil);
+            one.commit_corrupted(*corruption);
         }
         one.flush().unwrap();
         assert_eq!(receive(&mut *two, 1), [expected(one.local(), 100, 1)], "{name}");
         // One call brings all that is there, or one packet where that was chosen.
-        for _ in 0..spoils.len() {
+        for _ in 0..corruptions.len() {
             assert_eq!(two.receive(&mut |_| ()).unwrap(), 0, "{name}");
         }
         let drops = two.counters().drops;
@@ -330,9 +336,9 @@ fn the_path_says_what_is_in_use() {
     for Trio { name, links: [one, ..] } in trios() {
         let path = one.path();
         assert_eq!(path.local, one.local(), "{name}");
-        let kinds = [(Kind::Udp, "udp"), (Kind::Shm, "shm"), (Kind::Auto, "auto")];
+        let kinds = [(LinkKind::Udp, "udp"), (LinkKind::Shm, "shm"), (LinkKind::Auto, "auto")];
         let kind = kinds.into_iter().find(|(_, word)| name.contains(word));
-        let kind = kind.map_or(Kind::Loopback, |(kind, _)| kind);
+        let kind = kind.map_or(LinkKind::Loopback, |(kind, _)| kind);
         assert_eq!(path.kind, kind, "{name}");
         if name.contains("gso=off") {
             assert!(path.why.contains("UDP_SEGMENT) off (it was turned off)"), "{path}");

@@ -61,11 +61,11 @@ pub(crate) fn check_range(offset: u64, len: u64, total: u64, object: &'static st
     if is_inside(offset, len, total) {
         return Ok(());
     }
-    Err(outside(offset, len, total, object))
+    Err(out_of_range(offset, len, total, object))
 }
 
 #[cold]
-fn outside(offset: u64, len: u64, total: u64, object: &'static str) -> Error {
+fn out_of_range(offset: u64, len: u64, total: u64, object: &'static str) -> Error {
     range_error(offset, len, total, object.to_owned())
 }
 

@@ -63,22 +63,22 @@ pub enum MemoryEvent {
 }
 
 /// Told of each [`MemoryEvent`], on the thread that causes it.
-pub type Listener = Arc<dyn Fn(MemoryEvent) + Send + Sync>;
+pub type MemoryListener = Arc<dyn Fn(MemoryEvent) + Send + Sync>;
 
 /// A subscription to [`MemoryEvent`]s; dropping it ends it.
 #[must_use = "events stop when the watch is dropped"]
-pub struct Watch {
+pub struct WatchGuard {
     end: Option<Box<dyn FnOnce() + Send + Sync>>,
 }
 
-impl Watch {
+impl WatchGuard {
     /// A subscription that runs `end` when it is dropped.
     pub fn new(end: impl FnOnce() + Send + Sync + 'static) -> Self {
         Self { end: Some(Box::new(end)) }
     }
 }
 
-impl Drop for Watch {
+impl Drop for WatchGuard {
     fn drop(&mut self) {
         if let Some(end) = self.end.take() {
             end();
@@ -88,12 +88,12 @@ impl Drop for Watch {
 
 /// Keeps memory where it is; dropping it ends that.
 #[must_use = "the memory may move when the pin is dropped"]
-pub struct Pin(#[allow(dead_code)] Watch);
+pub struct PinGuard(#[allow(dead_code)] WatchGuard);
 
-impl Pin {
+impl PinGuard {
     /// A pin that runs `end` when it is dropped.
     pub fn new(end: impl FnOnce() + Send + Sync + 'static) -> Self {
-        Self(Watch::new(end))
+        Self(WatchGuard::new(end))
     }
 }
 
@@ -115,7 +115,7 @@ impl fmt::Debug for WeakAllocation {
 
 /// A part of memory that another library allocated in one go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct BackingAllocation {
     /// Where it begins.
     pub offset: u64,
     /// How long it is.
@@ -137,18 +137,18 @@ pub struct Allocation {
 struct Shared {
     device: Device,
     memory: Arc<dyn MemoryBackend>,
-    users: Users,
+    users: UseCount,
     /// The process that it belongs to. A fork has the handle, and no right to the memory.
     process: u32,
 }
 
 /// Counts the regions of an allocation and knows whether it has been freed, in one word, so that
 /// "freed while nobody uses it" is one atomic step.
-struct Users(AtomicU64);
+struct UseCount(AtomicU64);
 
 const FREED: u64 = 1 << 63;
 
-impl Users {
+impl UseCount {
     fn enter(&self) -> bool {
         let enter = |count| (count & FREED == 0).then_some(count + 1);
         self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, enter).is_ok()
@@ -174,7 +174,7 @@ impl Users {
 
 impl Allocation {
     pub(super) fn new(device: Device, memory: Arc<dyn MemoryBackend>) -> Self {
-        let users = Users(AtomicU64::new(0));
+        let users = UseCount(AtomicU64::new(0));
         let process = std::process::id();
         Self { shared: Arc::new(Shared { device, memory, users, process }) }
     }
@@ -206,7 +206,7 @@ impl Allocation {
             return Err(range_error(offset, len, self.len(), self.describe()));
         }
         if !self.shared.users.enter() {
-            return Err(self.freed("use memory"));
+            return Err(self.freed_error("use memory"));
         }
         Ok(Region { memory: self.clone(), offset, len })
     }
@@ -218,15 +218,15 @@ impl Allocation {
 
     /// The 32-bit word at `offset`, for streams to write and to wait for.
     pub fn word32(&self, offset: u64) -> Result<Word> {
-        self.word(offset, Width::Bits32)
+        self.word(offset, WordWidth::Bits32)
     }
 
     /// The 64-bit word at `offset`, for streams to write and to wait for.
     pub fn word64(&self, offset: u64) -> Result<Word> {
-        self.word(offset, Width::Bits64)
+        self.word(offset, WordWidth::Bits64)
     }
 
-    fn word(&self, offset: u64, width: Width) -> Result<Word> {
+    fn word(&self, offset: u64, width: WordWidth) -> Result<Word> {
         let region = self.region(offset, width.bytes())?;
         if !region.address().is_aligned_to(width.bytes()) {
             let what = format!("use a {width} word at {}", region.address());
@@ -258,13 +258,13 @@ impl Allocation {
     /// Nothing if the memory is there, else an error that says that it was freed.
     #[inline]
     pub(super) fn check_live(&self) -> Result<()> {
-        if self.shared.users.is_closed() { Err(self.freed("use memory")) } else { Ok(()) }
+        if self.shared.users.is_closed() { Err(self.freed_error("use memory")) } else { Ok(()) }
     }
 
     /// The bytes as the CPU sees them; pinned memory alone has such a view.
     pub fn host_bytes(&self) -> Result<SharedBytes<'_>> {
         if self.shared.users.is_closed() {
-            return Err(self.freed("look at memory"));
+            return Err(self.freed_error("look at memory"));
         }
         self.shared.memory.host_bytes().ok_or_else(|| {
             Error::new(Kind::Unsupported, "look at memory")
@@ -293,7 +293,7 @@ impl Allocation {
         let mut buffer = self.shared.memory.export_dmabuf(in_use.offset, len, route)?;
         let at = self.address().raw() + in_use.offset;
         let start = DeviceAddr::new(at.wrapping_sub(buffer.offset()));
-        buffer.remember(exports::note(buffer.as_fd(), self, start)?);
+        buffer.attach_export(exports::record(buffer.as_fd(), self, start)?);
         Ok(buffer)
     }
 
@@ -309,7 +309,7 @@ impl Allocation {
     /// drop(pin);
     /// sim.control(0).unwrap().relocate(&memory).unwrap();
     /// ```
-    pub fn pin(&self) -> Result<Pin> {
+    pub fn pin(&self) -> Result<PinGuard> {
         let _in_use = self.whole()?;
         self.shared.memory.clone().pin()
     }
@@ -320,21 +320,23 @@ impl Allocation {
 
     /// The pieces that it consists of, by numbers that change when it is freed and its addresses are used again.
     /// None where memory cannot go away unseen: our own, and what [`watch`](Self::watch) tells of.
-    pub fn pieces(&self) -> Result<Vec<Piece>> {
-        let mut pieces = Vec::new();
+    pub fn backing_allocations(&self) -> Result<Vec<BackingAllocation>> {
+        let mut backing_allocations = Vec::new();
         let mut at = 0;
         while at < self.len() {
-            let Some(id) = self.shared.memory.identity(at)? else { return Ok(pieces) };
-            let end = self.shared.memory.piece_end(at)?.clamp(at + 1, self.len());
-            pieces.push(Piece { offset: at, len: end - at, id });
+            let Some(id) = self.shared.memory.buffer_id(at)? else {
+                return Ok(backing_allocations);
+            };
+            let end = self.shared.memory.backing_end(at)?.clamp(at + 1, self.len());
+            backing_allocations.push(BackingAllocation { offset: at, len: end - at, id });
             at = end;
         }
-        Ok(pieces)
+        Ok(backing_allocations)
     }
 
-    /// The number of the piece at `offset`, if there is one: see [`pieces`](Self::pieces).
-    pub fn identity(&self, offset: u64) -> Result<Option<u64>> {
-        self.shared.memory.identity(offset)
+    /// The number of the piece at `offset`, if there is one: see [`backing_allocations`](Self::pieces).
+    pub fn buffer_id(&self, offset: u64) -> Result<Option<u64>> {
+        self.shared.memory.buffer_id(offset)
     }
 
     /// A handle by which another process opens this memory.
@@ -344,7 +346,7 @@ impl Allocation {
     }
 
     /// Calls `listener` when the memory moves or goes away.
-    pub fn watch(&self, listener: Listener) -> Result<Watch> {
+    pub fn watch(&self, listener: MemoryListener) -> Result<WatchGuard> {
         let _in_use = self.whole()?;
         self.shared.memory.clone().watch(listener)
     }
@@ -384,11 +386,11 @@ impl Allocation {
     pub fn window_around(&self, start: DeviceAddr, len: u64) -> Result<Window> {
         let in_use = self.whole()?;
         self.check_process()?;
-        let holds = start <= self.address()
+        let fits = start <= self.address()
             && start
                 .checked_add(len)
                 .is_some_and(|end| end.raw() >= self.address().raw() + self.len());
-        if !holds {
+        if !fits {
             return Err(Error::new(
                 Kind::OutOfRange,
                 format!("open a window of {len} bytes at {start}"),
@@ -420,7 +422,7 @@ impl Allocation {
         }
         match closed {
             Ok(()) => self.shared.memory.free(),
-            Err(None) => Err(self.freed("free memory")),
+            Err(None) => Err(self.freed_error("free memory")),
             Err(Some(users)) => Err(Error::new(Kind::Busy, "free memory")
                 .on(self.describe())
                 .why(format!("{users} regions or queued operations still use it"))
@@ -436,7 +438,7 @@ impl Allocation {
     }
 
     #[cold]
-    fn freed(&self, what: &'static str) -> Error {
+    fn freed_error(&self, what: &'static str) -> Error {
         Error::new(Kind::Freed, what).on(self.describe()).why("it has been freed")
     }
 }
@@ -522,14 +524,14 @@ impl fmt::Debug for Region {
 
 /// The width of a [`Word`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Width {
+pub enum WordWidth {
     /// 4 bytes.
     Bits32,
     /// 8 bytes.
     Bits64,
 }
 
-impl Width {
+impl WordWidth {
     /// How many bytes.
     pub const fn bytes(self) -> u64 {
         match self {
@@ -539,12 +541,12 @@ impl Width {
     }
 
     /// Whether `value` fits.
-    pub const fn holds(self, value: u64) -> bool {
+    pub const fn fits(self, value: u64) -> bool {
         matches!(self, Self::Bits64) || value <= u32::MAX as u64
     }
 }
 
-impl fmt::Display for Width {
+impl fmt::Display for WordWidth {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}-bit", self.bytes() * 8)
     }
@@ -554,7 +556,7 @@ impl fmt::Display for Width {
 #[derive(Clone, Debug)]
 pub struct Word {
     region: Region,
-    width: Width,
+    width: WordWidth,
 }
 
 impl Word {
@@ -564,7 +566,7 @@ impl Word {
     }
 
     /// Its width.
-    pub fn width(&self) -> Width {
+    pub fn width(&self) -> WordWidth {
         self.width
     }
 
@@ -578,8 +580,8 @@ impl Word {
         let memory = &self.region.memory;
         if let Ok(bytes) = memory.host_bytes() {
             return match self.width {
-                Width::Bits32 => bytes.load_u32(self.region.offset).map(u64::from),
-                Width::Bits64 => bytes.load_u64(self.region.offset),
+                WordWidth::Bits32 => bytes.load_u32(self.region.offset).map(u64::from),
+                WordWidth::Bits64 => bytes.load_u64(self.region.offset),
             };
         }
         let mut raw = [0; 8];
@@ -594,8 +596,8 @@ impl Word {
         let memory = &self.region.memory;
         if let Ok(bytes) = memory.host_bytes() {
             return match self.width {
-                Width::Bits32 => bytes.store_u32(self.region.offset, value as u32),
-                Width::Bits64 => bytes.store_u64(self.region.offset, value),
+                WordWidth::Bits32 => bytes.store_u32(self.region.offset, value as u32),
+                WordWidth::Bits64 => bytes.store_u64(self.region.offset, value),
             };
         }
         let raw = value.to_le_bytes();
@@ -605,7 +607,7 @@ impl Word {
 
     /// Refuses a value that is wider than the word.
     pub(super) fn check_value(&self, value: u64) -> Result<()> {
-        if self.width.holds(value) {
+        if self.width.fits(value) {
             return Ok(());
         }
         let what = format!("put {value:#x} into a {} word", self.width);

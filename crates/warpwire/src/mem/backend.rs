@@ -8,13 +8,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::address::DeviceAddr;
-use super::allocation::{Listener, MemoryKind, Pin, Watch};
+use super::allocation::{MemoryKind, MemoryListener, PinGuard, WatchGuard};
 use super::bytes::SharedBytes;
 use super::device::{Capabilities, DeviceInfo, MemoryUsage};
-use super::op::{Op, PendingWait};
+use super::op::{PendingWait, StreamOp};
 use super::program::Program;
 use super::share::{DmaBuf, DmaBufRoute, IpcHandle};
-use super::window::{Mapped, WindowPath};
+use super::window::{CpuMapping, WindowPath};
 use crate::error::{Error, Kind, Result};
 
 /// Keeps memory mapped that a device was let reach.
@@ -77,27 +77,27 @@ pub trait MemoryBackend: Send + Sync + std::any::Any {
     /// A handle for another process.
     fn export_ipc(&self) -> Result<IpcHandle>;
     /// Tells `listener` of moves and of the end.
-    fn watch(self: Arc<Self>, listener: Listener) -> Result<Watch>;
+    fn watch(self: Arc<Self>, listener: MemoryListener) -> Result<WatchGuard>;
     /// Keeps it from moving. Most memory never moves.
-    fn pin(self: Arc<Self>) -> Result<Pin> {
-        Ok(Pin::new(|| ()))
+    fn pin(self: Arc<Self>) -> Result<PinGuard> {
+        Ok(PinGuard::new(|| ()))
     }
     /// Which piece of memory lies at `offset`: a number that no other piece ever has. Nothing where memory cannot
     /// go away unseen.
-    fn identity(&self, _offset: u64) -> Result<Option<u64>> {
+    fn buffer_id(&self, _offset: u64) -> Result<Option<u64>> {
         Ok(None)
     }
     /// Where that piece ends.
-    fn piece_end(&self, _offset: u64) -> Result<u64> {
+    fn backing_end(&self, _offset: u64) -> Result<u64> {
         Ok(self.len())
     }
     /// The ways to a CPU window onto it, best first; none if it is the CPU's own.
     fn window_paths(&self) -> &'static [WindowPath];
     /// Maps a range for the CPU by one of them.
-    fn map(&self, offset: u64, len: u64, path: WindowPath) -> Result<Mapped>;
+    fn map(&self, offset: u64, len: u64, path: WindowPath) -> Result<CpuMapping>;
     /// Maps `len` bytes at `start` for the CPU, a range that holds all of this memory and may reach beyond it,
     /// into the rest of the device's own piece that it lies in.
-    fn map_around(&self, _start: DeviceAddr, _len: u64) -> Result<Mapped> {
+    fn map_around(&self, _start: DeviceAddr, _len: u64) -> Result<CpuMapping> {
         Err(Error::new(Kind::Unsupported, "map the pages around memory")
             .why("this memory lies in a piece of its own"))
     }
@@ -110,7 +110,7 @@ pub trait StreamBackend: Send + Sync {
     /// Its number on its device, for messages.
     fn number(&self) -> u64;
     /// Puts `op` behind everything queued before, and keeps it until it is done.
-    fn enqueue(&self, op: Op) -> Result<()>;
+    fn enqueue(&self, op: StreamOp) -> Result<()>;
     /// Whether everything is done; the error of the first failure once there was one.
     fn is_idle(&self) -> Result<bool>;
     /// The wait that holds the stream up now, if one does.
@@ -124,7 +124,7 @@ pub trait StreamBackend: Send + Sync {
 /// An event.
 pub trait EventBackend: Send + Sync + std::any::Any {
     /// Whether the last recording of it has been reached (true if it never was recorded).
-    fn is_reached(&self) -> Result<bool>;
+    fn is_complete(&self) -> Result<bool>;
     /// The time from `earlier` to this one, both reached.
     fn elapsed_since(&self, earlier: &dyn EventBackend) -> Result<Duration>;
 }

@@ -14,9 +14,9 @@ use super::copy::{self, Routine};
 use crate::error::{Error, Kind, Result};
 
 /// From this length on, the wide instructions of [`copy`] are worth their set-up.
-const WORTH_WIDE_ACCESS: usize = 128;
+const MIN_WIDE_COPY: usize = 128;
 /// A line of the cache.
-const LINE: usize = 64;
+const CACHE_LINE: usize = 64;
 
 /// A view of memory that is shared with writers outside this program's control.
 ///
@@ -88,8 +88,8 @@ impl<'a> SharedBytes<'a> {
     }
 
     /// A part of it; nothing, if it does not lie in it.
-    pub(crate) fn part_or_empty(&self, offset: u64, len: u64) -> Self {
-        self.part(offset, len).unwrap_or(Self::empty())
+    pub(crate) fn slice_or_empty(&self, offset: u64, len: u64) -> Self {
+        self.slice(offset, len).unwrap_or(Self::empty())
     }
 
     /// The first byte, for those who keep the memory alive in another way than by this view's lifetime.
@@ -119,7 +119,7 @@ impl<'a> SharedBytes<'a> {
 
     /// The eight words of the aligned line at `offset`, with acquire ordering; none if there is no such line.
     #[inline]
-    pub(crate) fn load_line(&self, offset: u64) -> Option<[u64; LINE / 8]> {
+    pub(crate) fn load_line(&self, offset: u64) -> Option<[u64; CACHE_LINE / 8]> {
         let line = self.line(offset)?;
         let words = std::array::from_fn(|at| line[at].load(Ordering::Relaxed));
         fence(Ordering::Acquire);
@@ -129,7 +129,7 @@ impl<'a> SharedBytes<'a> {
     /// Stores the eight words of the aligned line at `offset`: whoever loads the last one with acquire ordering and sees
     /// it sees the others. Nothing happens if there is no such line.
     #[inline]
-    pub(crate) fn store_line(&self, offset: u64, words: &[u64; LINE / 8]) {
+    pub(crate) fn store_line(&self, offset: u64, words: &[u64; CACHE_LINE / 8]) {
         let Some(line) = self.line(offset) else { return };
         let [first @ .., last] = line;
         let [rest @ .., tail] = words;
@@ -143,17 +143,17 @@ impl<'a> SharedBytes<'a> {
     ///
     /// Aligned 8-byte words are each read whole; writers at work at the same time may be seen in part.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        let from = self.part(offset, into.len() as u64)?;
-        if into.len() >= WORTH_WIDE_ACCESS {
+        let from = self.slice(offset, into.len() as u64)?;
+        if into.len() >= MIN_WIDE_COPY {
             // SAFETY: the view is valid for that length, and `into` is ordinary memory beside it.
             unsafe {
                 copy::load(Routine::for_loads(), into.as_mut_ptr(), from.base.as_ptr(), into.len());
             }
             return Ok(());
         }
-        if from.len == LINE
+        if from.len == CACHE_LINE
             && let Some(line) = from.line(0)
-            && let Ok(into) = <&mut [u8; LINE]>::try_from(&mut *into)
+            && let Ok(into) = <&mut [u8; CACHE_LINE]>::try_from(&mut *into)
         {
             for (word, out) in line.iter().zip(into.as_chunks_mut::<8>().0) {
                 *out = word.load(Ordering::Relaxed).to_ne_bytes();
@@ -175,8 +175,8 @@ impl<'a> SharedBytes<'a> {
 
     /// Copies `from` into the view, starting at `offset`. Aligned 8-byte words are each written whole.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
-        let into = self.part(offset, from.len() as u64)?;
-        if from.len() >= WORTH_WIDE_ACCESS {
+        let into = self.slice(offset, from.len() as u64)?;
+        if from.len() >= MIN_WIDE_COPY {
             // SAFETY: as in `read`.
             unsafe {
                 copy::store(Routine::for_stores(), into.base.as_ptr(), from.as_ptr(), from.len());
@@ -185,9 +185,9 @@ impl<'a> SharedBytes<'a> {
             copy::store_fence();
             return Ok(());
         }
-        if into.len == LINE
+        if into.len == CACHE_LINE
             && let Some(line) = into.line(0)
-            && let Ok(from) = <&[u8; LINE]>::try_from(from)
+            && let Ok(from) = <&[u8; CACHE_LINE]>::try_from(from)
         {
             fence(Ordering::Release);
             for (word, bytes) in line.iter().zip(from.as_chunks::<8>().0) {
@@ -211,10 +211,10 @@ impl<'a> SharedBytes<'a> {
     /// the fences that a device's needs. From 2 KiB on, words may be read in parts.
     #[inline]
     pub(crate) fn read_cached(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        if into.len() < WORTH_WIDE_ACCESS {
+        if into.len() < MIN_WIDE_COPY {
             return self.read(offset, into);
         }
-        let from = self.part(offset, into.len() as u64)?;
+        let from = self.slice(offset, into.len() as u64)?;
         // SAFETY: as in `read`.
         unsafe { copy::cached(into.as_mut_ptr(), from.base.as_ptr(), into.len()) };
         fence(Ordering::Acquire);
@@ -232,10 +232,10 @@ impl<'a> SharedBytes<'a> {
         {
             return self.store_u64(offset, u64::from_ne_bytes(value));
         }
-        if from.len() < WORTH_WIDE_ACCESS {
+        if from.len() < MIN_WIDE_COPY {
             return self.write(offset, from);
         }
-        let into = self.part(offset, from.len() as u64)?;
+        let into = self.slice(offset, from.len() as u64)?;
         fence(Ordering::Release);
         // SAFETY: as in `read`.
         unsafe { copy::cached(into.base.as_ptr(), from.as_ptr(), from.len()) };
@@ -251,19 +251,19 @@ impl<'a> SharedBytes<'a> {
         source_offset: u64,
         len: u64,
     ) -> Result<()> {
-        let into = self.part(offset, len)?;
-        let from = source.part(source_offset, len)?;
-        if into.len >= WORTH_WIDE_ACCESS {
+        let into = self.slice(offset, len)?;
+        let from = source.slice(source_offset, len)?;
+        if into.len >= MIN_WIDE_COPY {
             // SAFETY: both views are valid for that length; they do not overlap, or are the same.
             unsafe {
                 copy::load(Routine::for_loads(), into.base.as_ptr(), from.base.as_ptr(), into.len);
             }
             return Ok(());
         }
-        let mut buffer = [0; WORTH_WIDE_ACCESS];
-        let part = &mut buffer[..into.len];
-        from.read(0, part)?;
-        into.write(0, part)
+        let mut buffer = [0; MIN_WIDE_COPY];
+        let slice = &mut buffer[..into.len];
+        from.read(0, slice)?;
+        into.write(0, slice)
     }
 
     /// As [`copy_from`](SharedBytes::copy_from), where both are the host's own, cached memory. Ranges that are the same
@@ -276,11 +276,11 @@ impl<'a> SharedBytes<'a> {
         source_offset: u64,
         len: u64,
     ) -> Result<()> {
-        if len < WORTH_WIDE_ACCESS as u64 {
+        if len < MIN_WIDE_COPY as u64 {
             return self.copy_from(offset, source, source_offset, len);
         }
-        let into = self.part(offset, len)?;
-        let from = source.part(source_offset, len)?;
+        let into = self.slice(offset, len)?;
+        let from = source.slice(source_offset, len)?;
         fence(Ordering::Release);
         // SAFETY: as in `copy_from`; what overlaps is copied by instructions that do not care.
         unsafe { copy::cached(into.base.as_ptr(), from.base.as_ptr(), into.len) };
@@ -290,7 +290,7 @@ impl<'a> SharedBytes<'a> {
 
     /// Repeats `pattern` over `len` bytes at `offset`; `len` is a multiple of the pattern's length.
     pub fn fill(&self, offset: u64, len: u64, pattern: &[u8]) -> Result<()> {
-        let into = self.part(offset, len)?;
+        let into = self.slice(offset, len)?;
         let unit = pattern.len();
         let mut buffer = [0; 4096];
         if unit == 0 || unit > buffer.len() || !len.is_multiple_of(unit as u64) {
@@ -316,7 +316,7 @@ impl<'a> SharedBytes<'a> {
 
     /// The part of the view at `offset..offset + len`.
     #[inline]
-    pub fn part(&self, offset: u64, len: u64) -> Result<SharedBytes<'a>> {
+    pub fn slice(&self, offset: u64, len: u64) -> Result<SharedBytes<'a>> {
         check_range(offset, len, self.len(), "shared memory")?;
         // SAFETY: the range was just found to lie inside this view, whose bytes stay valid for 'a.
         Ok(unsafe { Self::new(self.base.add(offset as usize), len as usize) })
@@ -338,12 +338,12 @@ impl<'a> SharedBytes<'a> {
 
     /// A line of the view as words, if it has one there and that is aligned: entries of queues are.
     #[inline]
-    fn line(&self, offset: u64) -> Option<&'a [AtomicU64; LINE / 8]> {
-        if !is_inside(offset, LINE as u64, self.len()) {
+    fn line(&self, offset: u64) -> Option<&'a [AtomicU64; CACHE_LINE / 8]> {
+        if !is_inside(offset, CACHE_LINE as u64, self.len()) {
             return None;
         }
         // SAFETY: in range by the check above.
-        let at = unsafe { self.base.add(offset as usize) }.cast::<[AtomicU64; LINE / 8]>();
+        let at = unsafe { self.base.add(offset as usize) }.cast::<[AtomicU64; CACHE_LINE / 8]>();
         if !at.is_aligned() {
             return None;
         }
@@ -405,11 +405,11 @@ mod tests {
     use proptest::prelude::*;
 
     /// 8-byte aligned storage with a view of it.
-    fn with_view<R>(len: usize, use_it: impl FnOnce(SharedBytes<'_>) -> R) -> R {
+    fn with_view<R>(len: usize, f: impl FnOnce(SharedBytes<'_>) -> R) -> R {
         let storage: Vec<AtomicU64> = (0..len.div_ceil(8)).map(|_| AtomicU64::new(0)).collect();
         let base = NonNull::from(storage.as_slice()).cast();
         // SAFETY: the storage outlives the closure and is touched through the view alone.
-        use_it(unsafe { SharedBytes::new(base, len) })
+        f(unsafe { SharedBytes::new(base, len) })
     }
 
     #[test]

@@ -81,9 +81,9 @@ pub enum Capability {
 }
 
 impl Capability {
-    /// `Yes` if `there`, else `No` with the reason.
-    pub fn when(there: bool, reason: impl Into<String>) -> Self {
-        if there { Self::Yes } else { Self::No(reason.into()) }
+    /// `Yes` if `supported`, else `No` with the reason.
+    pub fn when(supported: bool, reason: impl Into<String>) -> Self {
+        if supported { Self::Yes } else { Self::No(reason.into()) }
     }
 
     /// Whether the device can.

@@ -14,16 +14,16 @@ use super::allocation::{Allocation, WeakAllocation};
 use crate::error::{Error, Kind, Result};
 
 /// The device and number of a file.
-type File = (u64, u64);
+type FileId = (u64, u64);
 
 /// How many descriptors that were handed over are remembered.
-const MOST_KEPT: usize = 1 << 16;
+const MAX_RETAINED: usize = 1 << 16;
 
 #[derive(Default)]
 struct Exports {
     /// Several exports may share a file: the simulator has one for each place of its memory.
-    known: HashMap<File, Vec<Weak<Export>>>,
-    kept: std::collections::VecDeque<Arc<Export>>,
+    entries: HashMap<FileId, Vec<Weak<DmaBufExport>>>,
+    retained: std::collections::VecDeque<Arc<DmaBufExport>>,
 }
 
 fn exports() -> &'static Mutex<Exports> {
@@ -33,62 +33,62 @@ fn exports() -> &'static Mutex<Exports> {
 
 /// Memory that was exported.
 #[derive(Debug)]
-pub(super) struct Export {
-    memory: Owner,
+pub(super) struct DmaBufExport {
+    memory: MemoryRef,
     /// The address of the descriptor's first byte.
     start: DeviceAddr,
 }
 
 #[derive(Debug)]
-enum Owner {
+enum MemoryRef {
     /// Its handles decide how long it lives.
-    Ours(WeakAllocation),
+    Owned(WeakAllocation),
     /// Another library does.
-    Theirs(Allocation),
+    Borrowed(Allocation),
 }
 
-impl Export {
+impl DmaBufExport {
     /// The memory, if it is still there.
     fn memory(&self) -> Option<Allocation> {
         match &self.memory {
-            Owner::Theirs(memory) => Some(memory.clone()),
-            Owner::Ours(memory) => memory.upgrade(),
+            MemoryRef::Borrowed(memory) => Some(memory.clone()),
+            MemoryRef::Owned(memory) => memory.upgrade(),
         }
     }
 
     /// Remembers it although nobody holds the [`DmaBuf`](super::DmaBuf) any more.
-    pub(super) fn keep(self: Arc<Self>) {
+    pub(super) fn keep_alive(self: Arc<Self>) {
         let mut exports = exports().lock();
-        if exports.kept.len() == MOST_KEPT {
-            exports.kept.pop_front();
+        if exports.retained.len() == MAX_RETAINED {
+            exports.retained.pop_front();
         }
-        exports.kept.push_back(self);
+        exports.retained.push_back(self);
     }
 }
 
 /// Notes that `fd` begins at `start`, in this memory.
-pub(super) fn note(
+pub(super) fn record(
     fd: BorrowedFd<'_>,
     memory: &Allocation,
     start: DeviceAddr,
-) -> Result<Arc<Export>> {
-    let file = identify(fd)?;
+) -> Result<Arc<DmaBufExport>> {
+    let file = file_id(fd)?;
     let owner = match memory.kind() {
-        super::MemoryKind::Borrowed => Owner::Theirs(memory.clone()),
-        _ => Owner::Ours(memory.downgrade()),
+        super::MemoryKind::Borrowed => MemoryRef::Borrowed(memory.clone()),
+        _ => MemoryRef::Owned(memory.downgrade()),
     };
-    let export = Arc::new(Export { memory: owner, start });
+    let export = Arc::new(DmaBufExport { memory: owner, start });
     let mut exports = exports().lock();
-    if exports.known.len() > 2 * exports.kept.len() + 64 {
-        exports.known.retain(|_, known| known.iter().any(|export| export.strong_count() > 0));
+    if exports.entries.len() > 2 * exports.retained.len() + 64 {
+        exports.entries.retain(|_, entries| entries.iter().any(|export| export.strong_count() > 0));
     }
-    let known = exports.known.entry(file).or_default();
-    known.retain(|export| export.strong_count() > 0);
-    known.push(Arc::downgrade(&export));
+    let entries = exports.entries.entry(file).or_default();
+    entries.retain(|export| export.strong_count() > 0);
+    entries.push(Arc::downgrade(&export));
     Ok(export)
 }
 
-fn identify(fd: BorrowedFd<'_>) -> Result<File> {
+fn file_id(fd: BorrowedFd<'_>) -> Result<FileId> {
     let status = fstat(fd).map_err(|error| Error::os("look at a dma-buf", &error.into()))?;
     Ok((status.st_dev, status.st_ino))
 }
@@ -107,7 +107,7 @@ fn identify(fd: BorrowedFd<'_>) -> Result<File> {
 /// assert!(mem::exported(std::io::stdin().as_fd()).unwrap().is_none());
 /// ```
 pub fn exported(fd: BorrowedFd<'_>) -> Result<Option<(Allocation, DeviceAddr)>> {
-    find(fd, |_, _| true)
+    find_best(fd, |_, _| true)
 }
 
 /// The same, where a descriptor was exported more than once: by the export that holds this range, if one does.
@@ -116,27 +116,27 @@ pub(crate) fn exported_range(
     offset: u64,
     len: u64,
 ) -> Result<Option<(Allocation, DeviceAddr)>> {
-    find(fd, |memory, start| {
+    find_best(fd, |memory, start| {
         let skip = start.raw().wrapping_add(offset).wrapping_sub(memory.address().raw());
         skip.checked_add(len).is_some_and(|end| end <= memory.len())
     })
 }
 
-/// The memory that pleases `wanted`; else the longest.
-fn find(
+/// The memory that pleases `is_preferred`; else the longest.
+fn find_best(
     fd: BorrowedFd<'_>,
-    wanted: impl Fn(&Allocation, DeviceAddr) -> bool,
+    is_preferred: impl Fn(&Allocation, DeviceAddr) -> bool,
 ) -> Result<Option<(Allocation, DeviceAddr)>> {
-    let file = identify(fd)?;
-    let exports: Vec<_> = match exports().lock().known.get(&file) {
-        Some(known) => known.iter().filter_map(Weak::upgrade).collect(),
+    let file = file_id(fd)?;
+    let exports: Vec<_> = match exports().lock().entries.get(&file) {
+        Some(entries) => entries.iter().filter_map(Weak::upgrade).collect(),
         None => Vec::new(),
     };
     if exports.is_empty() {
         return Ok(None);
     }
-    let there = exports.iter().filter_map(|export| Some((export.memory()?, export.start)));
-    let best = there.max_by_key(|(memory, start)| (wanted(memory, *start), memory.len()));
+    let live = exports.iter().filter_map(|export| Some((export.memory()?, export.start)));
+    let best = live.max_by_key(|(memory, start)| (is_preferred(memory, *start), memory.len()));
     best.map(Some).ok_or_else(|| {
         Error::new(Kind::Freed, "find the memory of a dma-buf")
             .why("it was freed after it had been exported")

@@ -45,18 +45,19 @@ pub use address::DeviceAddr;
 pub use agent::Agent;
 pub(crate) use allocation::WeakAllocation;
 pub use allocation::{
-    Allocation, Listener, MemoryEvent, MemoryKind, Piece, Pin, Region, Watch, Width, Word,
+    Allocation, BackingAllocation, MemoryEvent, MemoryKind, MemoryListener, PinGuard, Region,
+    WatchGuard, Word, WordWidth,
 };
 pub use bytes::SharedBytes;
 pub use device::{Backend, Capabilities, Capability, Device, DeviceInfo, MemoryUsage};
 pub use exports::exported;
 pub(crate) use exports::exported_range;
-pub use op::{Condition, HostCall, MemOp, Op, PendingWait};
+pub use op::{Condition, HostCall, MemOp, PendingWait, StreamOp};
 pub use program::{BlockFn, Kernel, Launch, Module, Program};
 pub use share::{DmaBuf, DmaBufRoute, IpcHandle};
-pub(crate) use stream::Stop;
+pub(crate) use stream::CancelCheck;
 pub use stream::{Event, Graph, Stream};
-pub use window::{Mapped, MappingType, Refusal, Window, WindowOptions, WindowPath};
+pub use window::{CpuMapping, MappingType, RejectedPath, Window, WindowOptions, WindowPath};
 
 use crate::error::{Error, Kind, Result};
 
@@ -71,13 +72,13 @@ pub struct Discovery {
 
 impl Discovery {
     /// Why a backend has no devices, if it has none.
-    pub fn why_not(&self, backend: Backend) -> Option<&Error> {
+    pub fn reason_missing(&self, backend: Backend) -> Option<&Error> {
         let found = self.missing.iter().find(|(missing, _)| *missing == backend);
         found.map(|(_, error)| error)
     }
 
     /// The devices of one backend.
-    pub fn of(&self, backend: Backend) -> Vec<Device> {
+    pub fn devices_of(&self, backend: Backend) -> Vec<Device> {
         let mine = |device: &&Device| device.info().backend == backend;
         self.devices.iter().filter(mine).cloned().collect()
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::address::DeviceAddr;
-use super::allocation::{Region, Width, Word};
+use super::allocation::{Region, Word, WordWidth};
 use super::program::Launch;
 use super::stream::{Event, Graph};
 use crate::error::Result;
@@ -25,21 +25,23 @@ pub enum Condition {
 }
 
 impl Condition {
-    /// Whether a word of this width that holds `seen` satisfies the condition with `wanted`.
+    /// Whether a word of this width that holds `actual` satisfies the condition with `expected`.
     ///
     /// ```
-    /// use warpwire::mem::{Condition, Width};
-    /// assert!(Condition::AtLeast.holds(Width::Bits32, 1, 0xffff_fffe)); // past the wrap
-    /// assert!(!Condition::Nor.holds(Width::Bits32, 0xffff_0000, 0x0000_ffff));
+    /// use warpwire::mem::{Condition, WordWidth};
+    /// assert!(Condition::AtLeast.holds(WordWidth::Bits32, 1, 0xffff_fffe)); // past the wrap
+    /// assert!(!Condition::Nor.holds(WordWidth::Bits32, 0xffff_0000, 0x0000_ffff));
     /// ```
-    pub fn holds(self, width: Width, seen: u64, wanted: u64) -> bool {
+    pub fn holds(self, width: WordWidth, actual: u64, expected: u64) -> bool {
         match (self, width) {
-            (Self::AtLeast, Width::Bits32) => (seen as u32).wrapping_sub(wanted as u32) as i32 >= 0,
-            (Self::AtLeast, Width::Bits64) => seen.wrapping_sub(wanted) as i64 >= 0,
-            (Self::Equal, _) => seen == wanted,
-            (Self::And, _) => seen & wanted != 0,
-            (Self::Nor, Width::Bits32) => !(seen as u32 | wanted as u32) != 0,
-            (Self::Nor, Width::Bits64) => !(seen | wanted) != 0,
+            (Self::AtLeast, WordWidth::Bits32) => {
+                (actual as u32).wrapping_sub(expected as u32) as i32 >= 0
+            }
+            (Self::AtLeast, WordWidth::Bits64) => actual.wrapping_sub(expected) as i64 >= 0,
+            (Self::Equal, _) => actual == expected,
+            (Self::And, _) => actual & expected != 0,
+            (Self::Nor, WordWidth::Bits32) => !(actual as u32 | expected as u32) != 0,
+            (Self::Nor, WordWidth::Bits64) => !(actual | expected) != 0,
         }
     }
 }
@@ -106,33 +108,34 @@ pub struct PendingWait {
     /// The word's address.
     pub address: DeviceAddr,
     /// The word's width.
-    pub width: Width,
+    pub width: WordWidth,
     /// What is asked of it.
     pub condition: Condition,
     /// The value that it is compared with.
-    pub wanted: u64,
+    pub expected: u64,
     /// What the word holds now, where it can be read.
-    pub seen: Option<u64>,
+    pub actual: Option<u64>,
 }
 
 impl PendingWait {
     /// The wait as it stands now; `None` if it is satisfied.
-    pub(super) fn now(word: &Word, condition: Condition, wanted: u64) -> Option<Self> {
-        let seen = word.load().ok();
-        let satisfied = seen.is_some_and(|seen| condition.holds(word.width(), seen, wanted));
+    pub(super) fn if_pending(word: &Word, condition: Condition, expected: u64) -> Option<Self> {
+        let actual = word.load().ok();
+        let satisfied =
+            actual.is_some_and(|actual| condition.holds(word.width(), actual, expected));
         (!satisfied).then(|| Self {
             address: word.address(),
             width: word.width(),
             condition,
-            wanted,
-            seen,
+            expected,
+            actual,
         })
     }
 
     /// The first wait among `ops` that is not satisfied now.
-    pub(super) fn first_in<'a>(ops: impl IntoIterator<Item = &'a MemOp>) -> Option<Self> {
+    pub(super) fn first_pending<'a>(ops: impl IntoIterator<Item = &'a MemOp>) -> Option<Self> {
         ops.into_iter().find_map(|op| match op {
-            MemOp::Wait { word, condition, value } => Self::now(word, *condition, *value),
+            MemOp::Wait { word, condition, value } => Self::if_pending(word, *condition, *value),
             _ => None,
         })
     }
@@ -140,10 +143,10 @@ impl PendingWait {
 
 impl fmt::Display for PendingWait {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { address, width, condition, wanted, seen } = self;
-        write!(f, "it waits for the {width} word at {address} to be {condition} {wanted:#x}; ")?;
-        match seen {
-            Some(seen) => write!(f, "it holds {seen:#x}"),
+        let Self { address, width, condition, expected, actual } = self;
+        write!(f, "it waits for the {width} word at {address} to be {condition} {expected:#x}; ")?;
+        match actual {
+            Some(actual) => write!(f, "it holds {actual:#x}"),
             None => write!(f, "it cannot be read now"),
         }
     }
@@ -175,7 +178,7 @@ impl HostCall {
 
 /// One operation, checked and holding everything that it uses.
 #[derive(Clone)]
-pub enum Op {
+pub enum StreamOp {
     /// Copies between two regions of the same length.
     Copy {
         /// Where to.
@@ -199,7 +202,7 @@ pub enum Op {
     /// Marks a point.
     Record(Event),
     /// Holds the stream up until the point has been reached.
-    Await(Event),
+    WaitEvent(Event),
     /// Calls a function of the host.
     Call(Arc<HostCall>),
     /// Starts a kernel.
@@ -208,7 +211,7 @@ pub enum Op {
     Replay(Graph),
 }
 
-impl Op {
+impl StreamOp {
     /// Its name, for messages.
     pub fn name(&self) -> &'static str {
         match self {
@@ -221,7 +224,7 @@ impl Op {
             Self::Mem(MemOp::Copy { .. }) => "copy",
             Self::Batch(_) => "batch",
             Self::Record(_) => "record",
-            Self::Await(_) => "await",
+            Self::WaitEvent(_) => "await",
             Self::Call(_) => "host call",
             Self::Launch(_) => "launch",
             Self::Replay(_) => "replay",
@@ -244,7 +247,7 @@ mod tests {
 
     #[test]
     fn conditions_follow_the_drivers_definitions() {
-        let (narrow, wide) = (Width::Bits32, Width::Bits64);
+        let (narrow, wide) = (WordWidth::Bits32, WordWidth::Bits64);
         assert!(Condition::AtLeast.holds(narrow, 5, 5));
         assert!(!Condition::AtLeast.holds(narrow, 4, 5));
         assert!(Condition::AtLeast.holds(wide, 3, u64::MAX));
@@ -261,7 +264,7 @@ mod tests {
     #[test]
     fn an_operation_stays_small() {
         // Streams keep one of these for each operation in flight.
-        assert!(size_of::<Op>() <= 64, "{}", size_of::<Op>());
+        assert!(size_of::<StreamOp>() <= 64, "{}", size_of::<StreamOp>());
     }
 
     #[test]

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use super::allocation::Region;
 use super::backend::{KernelBackend, ModuleBackend};
 use super::device::Device;
-use super::sim::{Block, Fault};
+use super::sim::{Block, KernelFault};
 use crate::error::{Error, Kind, Result};
 
 /// What the simulator runs for each block of a grid.
-pub type BlockFn = Arc<dyn Fn(&Block<'_>) -> std::result::Result<(), Fault> + Send + Sync>;
+pub type BlockFn = Arc<dyn Fn(&Block<'_>) -> std::result::Result<(), KernelFault> + Send + Sync>;
 
 /// A set of kernels in the forms that backends take. A device loads the form that it understands.
 ///
@@ -59,7 +59,7 @@ impl Program {
     pub fn block(
         mut self,
         kernel: impl Into<Cow<'static, str>>,
-        run: impl Fn(&Block<'_>) -> std::result::Result<(), Fault> + Send + Sync + 'static,
+        run: impl Fn(&Block<'_>) -> std::result::Result<(), KernelFault> + Send + Sync + 'static,
     ) -> Self {
         self.blocks.push((kernel.into(), Arc::new(run)));
         self
@@ -79,14 +79,14 @@ impl Program {
     }
 
     #[cold]
-    pub(super) fn lacks(&self, form: &str, device: String) -> Error {
+    pub(super) fn missing_form(&self, form: &str, device: String) -> Error {
         Error::new(Kind::Unsupported, format!("load program {:?}", self.name))
             .on(device)
             .why(format!("it has no {form}"))
     }
 
     #[cold]
-    pub(super) fn no_kernel(program: &str, kernel: &str, device: String) -> Error {
+    pub(super) fn no_such_kernel(program: &str, kernel: &str, device: String) -> Error {
         Error::new(Kind::InvalidArgument, format!("find kernel {kernel:?} in program {program:?}"))
             .on(device)
             .why("the program has no kernel of that name")
@@ -202,7 +202,7 @@ impl Launch {
 
     /// Keeps a region alive until the kernel is done, which finds it by other means than an argument of its own.
     #[must_use]
-    pub fn keep(mut self, region: &Region) -> Self {
+    pub fn keep_alive(mut self, region: &Region) -> Self {
         self.regions.push(region.clone());
         self
     }

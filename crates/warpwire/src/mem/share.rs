@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use super::device::Backend;
-use super::exports::Export;
+use super::exports::DmaBufExport;
 use crate::error::{Error, Kind, Result};
 
 /// Through which bus a dma-buf leads to device memory.
@@ -24,7 +24,7 @@ pub struct DmaBuf {
     offset: u64,
     len: u64,
     /// What it names, for importers in this process.
-    export: Option<Arc<Export>>,
+    export: Option<Arc<DmaBufExport>>,
 }
 
 impl DmaBuf {
@@ -33,7 +33,7 @@ impl DmaBuf {
         Self { fd, offset, len, export: None }
     }
 
-    pub(super) fn remember(&mut self, export: Arc<Export>) {
+    pub(super) fn attach_export(&mut self, export: Arc<DmaBufExport>) {
         self.export = Some(export);
     }
 
@@ -66,7 +66,7 @@ impl DmaBuf {
     /// The descriptor alone, to hand over. What it names is known in this process from now on.
     pub fn into_fd(self) -> OwnedFd {
         if let Some(export) = self.export {
-            export.keep();
+            export.keep_alive();
         }
         self.fd
     }
@@ -80,8 +80,8 @@ impl AsFd for DmaBuf {
 
 const MAGIC: &[u8; 4] = b"WWIH";
 const VERSION: u8 = 1;
-const HEADER: usize = 16;
-const LONGEST_BODY: usize = 256;
+const HEADER_LEN: usize = 16;
+const MAX_BODY_LEN: usize = 256;
 
 /// A handle by which another process opens device memory: bytes that travel over any channel.
 ///
@@ -110,7 +110,7 @@ pub struct IpcHandle {
 impl IpcHandle {
     /// A handle of `backend` to `len` bytes; only that backend understands `body`.
     pub(super) fn new(backend: Backend, len: u64, body: Vec<u8>) -> Self {
-        debug_assert!(body.len() <= LONGEST_BODY);
+        debug_assert!(body.len() <= MAX_BODY_LEN);
         Self { backend, len, body }
     }
 
@@ -138,7 +138,7 @@ impl IpcHandle {
             Backend::Cuda => 1,
             Backend::Sim => 2,
         };
-        let mut bytes = Vec::with_capacity(HEADER + self.body.len());
+        let mut bytes = Vec::with_capacity(HEADER_LEN + self.body.len());
         bytes.extend_from_slice(MAGIC);
         bytes.extend_from_slice(&[VERSION, backend]);
         bytes.extend_from_slice(&(self.body.len() as u16).to_le_bytes());
@@ -155,7 +155,7 @@ impl IpcHandle {
             )
         };
         let (header, body) = bytes
-            .split_at_checked(HEADER)
+            .split_at_checked(HEADER_LEN)
             .ok_or_else(|| malformed("it is shorter than a handle"))?;
         let backend = match (&header[..4], header[4], header[5]) {
             (magic, VERSION, 1) if magic == MAGIC => Backend::Cuda,
@@ -164,8 +164,8 @@ impl IpcHandle {
                 return Err(malformed("it does not begin as a handle of this version does"));
             }
         };
-        let promised = usize::from(u16::from_le_bytes([header[6], header[7]]));
-        if promised != body.len() || promised > LONGEST_BODY {
+        let declared_len = usize::from(u16::from_le_bytes([header[6], header[7]]));
+        if declared_len != body.len() || declared_len > MAX_BODY_LEN {
             return Err(malformed("its length is not what it says"));
         }
         let mut len = [0; 8];
@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_come_back_as_they_went() {
+    fn handles_round_trip() {
         for backend in [Backend::Cuda, Backend::Sim] {
             let handle = IpcHandle::new(backend, 4096, vec![1, 2, 3]);
             assert_eq!(IpcHandle::from_bytes(&handle.to_bytes()).unwrap(), handle);

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use super::allocation::{Allocation, MemoryKind, Region, Word};
 use super::backend::{EventBackend, GraphBackend, StreamBackend};
 use super::device::Device;
-use super::op::{Condition, HostCall, MemOp, Op, PendingWait};
+use super::op::{Condition, HostCall, MemOp, PendingWait, StreamOp};
 use super::program::Launch;
-use super::staging::Staging;
+use super::staging::StagingPool;
 use crate::error::{Error, Kind, Result};
 use crate::sync::Backoff;
 
@@ -47,7 +47,7 @@ pub struct Stream {
     /// The thread that is capturing, as a number; 0 if none is.
     capturing: Arc<AtomicU64>,
     /// Pinned memory for bytes that operations bring along.
-    staging: Arc<Staging>,
+    staging: Arc<StagingPool>,
 }
 
 impl Stream {
@@ -75,7 +75,7 @@ impl Stream {
         self.capturing.load(Ordering::Acquire) != 0
     }
 
-    fn enqueue(&self, op: Op) -> Result<()> {
+    fn enqueue(&self, op: StreamOp) -> Result<()> {
         self.check_capture("queue work")?;
         self.backend.enqueue(op)
     }
@@ -83,7 +83,7 @@ impl Stream {
     /// Refuses other threads while one captures: their work would end up in its graph.
     fn check_capture(&self, what: &'static str) -> Result<()> {
         match self.capturing.load(Ordering::Acquire) {
-            owner if owner == 0 || owner == thread_number() => Ok(()),
+            owner if owner == 0 || owner == thread_id() => Ok(()),
             _ => Err(capture_in_progress(what, self.label())),
         }
     }
@@ -95,7 +95,7 @@ impl Stream {
         if to.is_empty() {
             return Ok(());
         }
-        self.enqueue(Op::Copy { to: to.clone(), from: from.clone() })
+        self.enqueue(StreamOp::Copy { to: to.clone(), from: from.clone() })
     }
 
     fn check_copy(&self, to: &Region, from: &Region) -> Result<()> {
@@ -106,10 +106,10 @@ impl Stream {
         if to.len() != from.len() {
             return failure(Kind::InvalidArgument, "the lengths differ".into());
         }
-        let sides = [to, from].map(|region| region.allocation().device().info().backend);
-        let mine = self.device.info().backend;
-        if sides.iter().any(|side| *side != mine) {
-            let why = format!("a {mine} stream cannot reach memory of another backend");
+        let backends = [to, from].map(|region| region.allocation().device().info().backend);
+        let own_backend = self.device.info().backend;
+        if backends.iter().any(|side| *side != own_backend) {
+            let why = format!("a {own_backend} stream cannot reach memory of another backend");
             return failure(Kind::InvalidArgument, why)
                 .map_err(|e| e.fix("go through the host: Allocation::read, then write"));
         }
@@ -129,7 +129,7 @@ impl Stream {
     /// A copy of `bytes` in pinned memory that this stream reaches. It is used again when the region and the
     /// operations that use it are gone.
     pub fn stage(&self, bytes: &[u8]) -> Result<Region> {
-        self.staging.hold(&self.device, bytes)
+        self.staging.copy_in(&self.device, bytes)
     }
 
     /// Fills `region` with one byte value.
@@ -143,7 +143,7 @@ impl Stream {
     }
 
     fn fill_units(&self, region: &Region, pattern: u32, unit: u8) -> Result<()> {
-        self.check_mine(region.allocation(), "fill memory")?;
+        self.check_accessible(region.allocation(), "fill memory")?;
         let aligned = region.address().is_aligned_to(u64::from(unit))
             && region.len().is_multiple_of(u64::from(unit));
         if !aligned {
@@ -155,7 +155,7 @@ impl Stream {
         if region.is_empty() {
             return Ok(());
         }
-        self.enqueue(Op::Fill { region: region.clone(), pattern, unit })
+        self.enqueue(StreamOp::Fill { region: region.clone(), pattern, unit })
     }
 
     /// Writes a word, after all earlier work of this stream is visible everywhere.
@@ -170,7 +170,7 @@ impl Stream {
 
     fn mem_op(&self, op: MemOp) -> Result<()> {
         self.check_mem_op(&op)?;
-        self.enqueue(Op::Mem(op))
+        self.enqueue(StreamOp::Mem(op))
     }
 
     /// Puts several word operations on the stream in one call, to the device as one batch.
@@ -181,7 +181,7 @@ impl Stream {
         if ops.is_empty() {
             return Ok(());
         }
-        self.enqueue(Op::Batch(ops.into()))
+        self.enqueue(StreamOp::Batch(ops.into()))
     }
 
     /// Nothing if [`batch`](Self::batch) would take the operation, else the reason why not.
@@ -194,7 +194,7 @@ impl Stream {
         let info = self.device.info();
         capabilities.stream_mem_ops.require("use stream memory operations", info)?;
         if let MemOp::Write { word, .. } | MemOp::Wait { word, .. } = op {
-            self.check_mine(word.region().allocation(), "use a word")?;
+            self.check_accessible(word.region().allocation(), "use a word")?;
         }
         match op {
             MemOp::Wait { condition: Condition::Nor, .. } => {
@@ -212,21 +212,21 @@ impl Stream {
     /// Marks this point of the stream with `event`, forgetting the point that it marked before.
     pub fn record(&self, event: &Event) -> Result<()> {
         self.check_backend(&event.device, "record an event")?;
-        self.enqueue(Op::Record(event.clone()))
+        self.enqueue(StreamOp::Record(event.clone()))
     }
 
     /// Holds this stream up until the point that `event` marks has been reached.
     ///
     /// In a capture, put the recording before the wait in one stream, or record outside of the graph.
-    pub fn await_event(&self, event: &Event) -> Result<()> {
+    pub fn wait_event(&self, event: &Event) -> Result<()> {
         self.check_backend(&event.device, "wait for an event")?;
-        self.enqueue(Op::Await(event.clone()))
+        self.enqueue(StreamOp::WaitEvent(event.clone()))
     }
 
     /// Calls `run` on a thread of the host when the stream gets there; the stream goes on when it
     /// returns. It must not call into devices. Captured into a graph, it is called in every replay.
     pub fn call_host(&self, run: impl Fn() + Send + Sync + 'static) -> Result<()> {
-        self.enqueue(Op::Call(Arc::new(HostCall::new(run))))
+        self.enqueue(StreamOp::Call(Arc::new(HostCall::new(run))))
     }
 
     /// Starts a kernel.
@@ -248,9 +248,9 @@ impl Stream {
             return failure("the kernel was loaded onto another device");
         }
         for region in &launch.regions {
-            self.check_mine(region.allocation(), "launch a kernel")?;
+            self.check_accessible(region.allocation(), "launch a kernel")?;
         }
-        self.enqueue(Op::Launch(Arc::new(launch)))
+        self.enqueue(StreamOp::Launch(Arc::new(launch)))
     }
 
     /// Captures the work that `record` puts on this stream into a graph, without running it.
@@ -260,9 +260,9 @@ impl Stream {
         self.device.capabilities().graphs.require("capture a graph", self.device.info())?;
         self.check_capture("begin a capture")?;
         self.backend.begin_capture()?;
-        self.capturing.store(thread_number(), Ordering::Release);
+        self.capturing.store(thread_id(), Ordering::Release);
         // If `record` panics, the capture ends all the same.
-        let capture = Capture { stream: self, ended: false };
+        let capture = CaptureGuard { stream: self, ended: false };
         let recorded = record(self);
         let graph = capture.end();
         recorded?;
@@ -272,7 +272,7 @@ impl Stream {
     /// Puts a captured graph on the stream.
     pub fn replay(&self, graph: &Graph) -> Result<()> {
         self.check_backend(&graph.device, "replay a graph")?;
-        self.enqueue(Op::Replay(graph.clone()))
+        self.enqueue(StreamOp::Replay(graph.clone()))
     }
 
     /// Whether all work is done. An earlier failure surfaces here.
@@ -301,7 +301,7 @@ impl Stream {
     }
 
     /// Memory of this stream's own device, or pinned memory, which all devices of a backend reach.
-    fn check_mine(&self, memory: &Allocation, what: &'static str) -> Result<()> {
+    fn check_accessible(&self, memory: &Allocation, what: &'static str) -> Result<()> {
         self.check_backend(memory.device(), what)?;
         if *memory.device() == self.device || memory.kind() == MemoryKind::Pinned {
             return Ok(());
@@ -313,13 +313,13 @@ impl Stream {
     }
 
     fn check_backend(&self, other: &Device, what: &'static str) -> Result<()> {
-        let (mine, theirs) = (self.device.info().backend, other.info().backend);
-        if mine == theirs {
+        let (own_backend, other_backend) = (self.device.info().backend, other.info().backend);
+        if own_backend == other_backend {
             return Ok(());
         }
         Err(Error::new(Kind::InvalidArgument, what)
             .on(self.label())
-            .why(format!("it belongs to a {theirs} device")))
+            .why(format!("it belongs to a {other_backend} device")))
     }
 }
 
@@ -330,12 +330,12 @@ impl fmt::Debug for Stream {
 }
 
 /// A capture in progress; it ends when this is dropped.
-struct Capture<'a> {
+struct CaptureGuard<'a> {
     stream: &'a Stream,
     ended: bool,
 }
 
-impl Capture<'_> {
+impl CaptureGuard<'_> {
     fn end(mut self) -> Result<Arc<dyn GraphBackend>> {
         self.ended = true;
         let graph = self.stream.backend.end_capture();
@@ -344,7 +344,7 @@ impl Capture<'_> {
     }
 }
 
-impl Drop for Capture<'_> {
+impl Drop for CaptureGuard<'_> {
     fn drop(&mut self) {
         if !self.ended {
             let _ = self.stream.backend.end_capture();
@@ -354,7 +354,7 @@ impl Drop for Capture<'_> {
 }
 
 /// A number of this thread's own, never 0.
-fn thread_number() -> u64 {
+fn thread_id() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     thread_local! {
         static NUMBER: u64 = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -363,7 +363,7 @@ fn thread_number() -> u64 {
 }
 
 /// Says whether whoever waits for a device must stop waiting: somebody waits for him, and the device perhaps for that.
-pub(crate) type Stop<'a> = &'a dyn Fn() -> bool;
+pub(crate) type CancelCheck<'a> = &'a dyn Fn() -> bool;
 
 /// A point in a stream. Clones are the same event.
 #[derive(Clone)]
@@ -378,28 +378,32 @@ impl Event {
     }
 
     /// Whether the point has been reached; an event that marks no point counts as reached.
-    pub fn is_reached(&self) -> Result<bool> {
-        self.backend.is_reached()
+    pub fn is_complete(&self) -> Result<bool> {
+        self.backend.is_complete()
     }
 
     /// Returns when the point has been reached, or fails when `timeout` has passed.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
-        self.synchronize_unless(timeout, &|| false)
+        self.synchronize_or_cancel(timeout, &|| false)
     }
 
-    /// The same, and fails as soon as `stop` says that nobody may wait for it any more.
-    pub(crate) fn synchronize_unless(&self, timeout: Duration, stop: Stop<'_>) -> Result<()> {
-        let mut stopped = false;
+    /// The same, and fails as soon as `cancelled` says that nobody may wait for it any more.
+    pub(crate) fn synchronize_or_cancel(
+        &self,
+        timeout: Duration,
+        cancelled: CancelCheck<'_>,
+    ) -> Result<()> {
+        let mut was_cancelled = false;
         let reached = poll_until(timeout, || {
-            let reached = self.is_reached()?;
-            stopped = !reached && stop();
-            Ok(reached || stopped)
+            let reached = self.is_complete()?;
+            was_cancelled = !reached && cancelled();
+            Ok(reached || was_cancelled)
         })?;
         let failure = |kind, why: String| {
             Err(Error::new(kind, "wait for an event").on(self.device.label()).why(why))
         };
         match reached {
-            true if stopped => failure(Kind::Freed, "the memory is being taken back".into()),
+            true if was_cancelled => failure(Kind::Freed, "the memory is being taken back".into()),
             true => Ok(()),
             false => failure(Kind::Timeout, format!("it was not reached in {timeout:?}")),
         }
@@ -451,11 +455,11 @@ impl fmt::Debug for Graph {
 }
 
 /// Asks until the answer is yes, first eagerly, then with growing pauses; false when time is up.
-fn poll_until(timeout: Duration, mut ask: impl FnMut() -> Result<bool>) -> Result<bool> {
+fn poll_until(timeout: Duration, mut is_ready: impl FnMut() -> Result<bool>) -> Result<bool> {
     let start = Instant::now();
     let mut backoff = Backoff::default();
     loop {
-        if ask()? {
+        if is_ready()? {
             return Ok(true);
         }
         if start.elapsed() >= timeout {

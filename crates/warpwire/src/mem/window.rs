@@ -15,7 +15,7 @@ use super::copy::{self, Routine};
 use crate::error::{Error, Kind, Result};
 
 /// The environment variable that names the path to take.
-pub const VARIABLE: &str = "WARPWIRE_WINDOW";
+pub const ENV_VAR: &str = "WARPWIRE_WINDOW";
 
 /// How a window came to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -97,9 +97,9 @@ pub struct WindowOptions {
 impl WindowOptions {
     /// What `WARPWIRE_WINDOW` asks for (`dmabuf`, `rm`, `gdrdrv`, `memfd`); the best path if it is not set.
     pub fn from_env() -> Result<Self> {
-        let path = match std::env::var(VARIABLE) {
+        let path = match std::env::var(ENV_VAR) {
             Ok(text) if text.is_empty() || text == "auto" => None,
-            Ok(text) => Some(text.parse().map_err(|error: Error| error.on(VARIABLE))?),
+            Ok(text) => Some(text.parse().map_err(|error: Error| error.on(ENV_VAR))?),
             Err(_) => None,
         };
         Ok(Self { path, mapping: None })
@@ -108,7 +108,7 @@ impl WindowOptions {
 
 /// A path that was not taken, and why.
 #[derive(Clone, Debug)]
-pub struct Refusal {
+pub struct RejectedPath {
     /// The path.
     pub path: WindowPath,
     /// What stood in the way.
@@ -116,27 +116,27 @@ pub struct Refusal {
 }
 
 /// What a backend returns for a mapped range. Dropping it unmaps.
-pub struct Mapped {
+pub struct CpuMapping {
     base: NonNull<u8>,
     len: u64,
     mapping: MappingType,
-    _hold: Box<dyn Send + Sync>,
+    _owner: Box<dyn Send + Sync>,
 }
 
 // SAFETY: the range belongs to this value; access goes through atomics and device copies.
-unsafe impl Send for Mapped {}
+unsafe impl Send for CpuMapping {}
 // SAFETY: as above.
-unsafe impl Sync for Mapped {}
+unsafe impl Sync for CpuMapping {}
 
-impl Mapped {
-    /// `len` readable and writable bytes at `base`, which stay until `hold` is dropped.
+impl CpuMapping {
+    /// `len` readable and writable bytes at `base`, which stay until `owner` is dropped.
     pub(super) fn new(
         base: NonNull<u8>,
         len: u64,
         mapping: MappingType,
-        hold: Box<dyn Send + Sync>,
+        owner: Box<dyn Send + Sync>,
     ) -> Self {
-        Self { base, len, mapping, _hold: hold }
+        Self { base, len, mapping, _owner: owner }
     }
 
     pub(super) fn base(&self) -> NonNull<u8> {
@@ -171,10 +171,10 @@ impl Mapped {
 /// assert!(window.write(4090, b"past the end").is_err());
 /// ```
 pub struct Window {
-    mapped: Mapped,
+    mapped: CpuMapping,
     address: DeviceAddr,
     path: WindowPath,
-    refused: Vec<Refusal>,
+    refused: Vec<RejectedPath>,
     stores: Routine,
     loads: Routine,
 }
@@ -201,9 +201,9 @@ impl Window {
         let mut refused = Vec::new();
         for path in paths.iter().copied().filter(wanted) {
             let mapped = memory.map(region.offset(), region.len(), path);
-            match mapped.and_then(|mapped| accept(mapped, options.mapping)) {
+            match mapped.and_then(|mapped| check_mapping(mapped, options.mapping)) {
                 Ok(mapped) => return Ok(Self::new(mapped, region.address(), path, refused)),
-                Err(why) => refused.push(Refusal { path, why }),
+                Err(why) => refused.push(RejectedPath { path, why }),
             }
         }
         let reasons: Vec<_> = refused.iter().map(|r| format!("{}: {}", r.path, r.why)).collect();
@@ -215,10 +215,10 @@ impl Window {
     }
 
     pub(super) fn new(
-        mapped: Mapped,
+        mapped: CpuMapping,
         address: DeviceAddr,
         path: WindowPath,
-        refused: Vec<Refusal>,
+        refused: Vec<RejectedPath>,
     ) -> Self {
         let (stores, loads) = (Routine::for_stores(), Routine::for_loads());
         tracing::debug!(%path, %address, len = mapped.len, "window opened");
@@ -242,7 +242,7 @@ impl Window {
     }
 
     /// The better paths, and why each was refused.
-    pub fn refused(&self) -> &[Refusal] {
+    pub fn refused(&self) -> &[RejectedPath] {
         &self.refused
     }
 
@@ -277,7 +277,7 @@ impl Window {
     }
 
     /// The same by several threads, each with a part: worth their start for megabytes.
-    pub fn write_by_threads(&self, threads: usize, offset: u64, from: &[u8]) -> Result<()> {
+    pub fn write_parallel(&self, threads: usize, offset: u64, from: &[u8]) -> Result<()> {
         check_range(offset, from.len() as u64, self.len(), "a CPU window")?;
         let part = from.len().div_ceil(threads.max(1)).max(1).next_multiple_of(4096);
         std::thread::scope(|scope| {
@@ -298,7 +298,7 @@ impl Window {
     }
 
     /// The same with stores of a given sort, for comparisons.
-    pub fn write_by(&self, routine: Routine, offset: u64, from: &[u8]) -> Result<()> {
+    pub fn write_with(&self, routine: Routine, offset: u64, from: &[u8]) -> Result<()> {
         let to = self.pointer(offset, from.len())?;
         check_routine(routine)?;
         // SAFETY: as in `write`; the routine is available.
@@ -317,7 +317,7 @@ impl Window {
     }
 
     /// The same with loads of a given sort, for comparisons.
-    pub fn read_by(&self, routine: Routine, offset: u64, into: &mut [u8]) -> Result<()> {
+    pub fn read_with(&self, routine: Routine, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = self.pointer(offset, into.len())?;
         check_routine(routine)?;
         // SAFETY: as in `write`; the routine is available.
@@ -351,7 +351,7 @@ fn check_routine(routine: Routine) -> Result<()> {
         .why("this processor does not have it"))
 }
 
-fn accept(mapped: Mapped, wanted: Option<MappingType>) -> Result<Mapped> {
+fn check_mapping(mapped: CpuMapping, wanted: Option<MappingType>) -> Result<CpuMapping> {
     match wanted {
         Some(wanted) if wanted != mapped.mapping => {
             Err(Error::new(Kind::Unsupported, format!("map as {wanted}"))

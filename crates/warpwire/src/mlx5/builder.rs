@@ -5,30 +5,30 @@ use std::fmt;
 use super::address::AddressVector;
 use super::atomic::{Atomic, AtomicWidth};
 use super::opcode::Opcode;
-use super::wqe::{Fence, INLINE, MASKED_EIGHT, MASKED_FOUR, field};
-use super::{BLOCK, LARGEST_WQE, MOST_BLOCKS, MOST_SEGMENTS, SEGMENT, blocks, put};
+use super::wqe::{FenceMode, INLINE, MASKED_EIGHT, MASKED_FOUR, field};
+use super::{MAX_SEGMENTS, MAX_SEND_WQEBBS, MAX_WQE_LEN, SEGMENT, WQEBB_LEN, put, wqebbs};
 
 /// Bytes in which a [`Builder`] works. A poster keeps one: nothing in it is cleared between entries.
 #[derive(Clone)]
-pub struct Scratch(pub(super) [u8; LARGEST_WQE]);
+pub struct Scratch(pub(super) [u8; MAX_WQE_LEN]);
 
 impl Default for Scratch {
     fn default() -> Self {
-        Self([0; LARGEST_WQE])
+        Self([0; MAX_WQE_LEN])
     }
 }
 
 /// The entry would have more segments than one may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Full;
+pub struct WqeTooLong;
 
-impl fmt::Display for Full {
+impl fmt::Display for WqeTooLong {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the entry would have more than {MOST_SEGMENTS} segments of {SEGMENT} bytes")
+        write!(f, "the entry would have more than {MAX_SEGMENTS} segments of {SEGMENT} bytes")
     }
 }
 
-impl std::error::Error for Full {}
+impl std::error::Error for WqeTooLong {}
 
 /// Writes one send queue entry, segment by segment, in the order in which the operation wants them.
 ///
@@ -40,9 +40,9 @@ impl std::error::Error for Full {}
 ///     .remote(0x7f00_0000_1000, 0x1234)
 ///     .data(256, 0x5678, 0x7fee_0000_2000)
 ///     .finish()?;
-/// assert_eq!((image.segments().len(), image.blocks()), (3, 1));
+/// assert_eq!((image.segments().len(), image.wqebbs()), (3, 1));
 /// assert_eq!(image.doorbell(), [0, 0, 5, 8, 0, 1, 0x23, 3]);
-/// # Ok::<(), warpwire::mlx5::Full>(())
+/// # Ok::<(), warpwire::mlx5::WqeTooLong>(())
 /// ```
 #[must_use = "an entry is complete when it is finished"]
 pub struct Builder<'s> {
@@ -73,7 +73,7 @@ impl<'s> Builder<'s> {
     }
 
     /// It waits before it begins.
-    pub fn fence(self, fence: Fence) -> Self {
+    pub fn fence(self, fence: FenceMode) -> Self {
         self.flag(fence.bits() << 5)
     }
 
@@ -137,9 +137,9 @@ impl<'s> Builder<'s> {
         let size = width.bytes() as usize;
         values.chunks(SEGMENT / size).fold(self, |builder, values| {
             let mut segment = [0; SEGMENT];
-            for (place, value) in segment.chunks_exact_mut(size).zip(values) {
+            for (slot, value) in segment.chunks_exact_mut(size).zip(values) {
                 let value = value.to_be_bytes();
-                place.copy_from_slice(&value[value.len() - size..]);
+                slot.copy_from_slice(&value[value.len() - size..]);
             }
             builder.push(segment)
         })
@@ -162,7 +162,7 @@ impl<'s> Builder<'s> {
 
     /// Bytes in the entry itself.
     pub fn inline(self, bytes: &[u8]) -> Self {
-        self.inline_with(bytes.len(), |place| place.copy_from_slice(bytes))
+        self.inline_with(bytes.len(), |slot| slot.copy_from_slice(bytes))
     }
 
     /// `len` bytes in the entry itself, which `fill` writes in place: they may come from several buffers.
@@ -171,13 +171,13 @@ impl<'s> Builder<'s> {
         let Some(count) = len.checked_add(4).map(|bytes| bytes.div_ceil(SEGMENT)) else {
             return self.overflow();
         };
-        if count > MOST_SEGMENTS - self.segments {
+        if count > MAX_SEGMENTS - self.segments {
             return self.overflow();
         }
-        let place = &mut self.scratch.0[start..start + count * SEGMENT];
-        place[..4].copy_from_slice(&(INLINE | len as u32).to_be_bytes());
-        fill(&mut place[4..4 + len]);
-        place[4 + len..].fill(0);
+        let slot = &mut self.scratch.0[start..start + count * SEGMENT];
+        slot[..4].copy_from_slice(&(INLINE | len as u32).to_be_bytes());
+        fill(&mut slot[4..4 + len]);
+        slot[4 + len..].fill(0);
         self.segments += count;
         self
     }
@@ -191,7 +191,7 @@ impl<'s> Builder<'s> {
     }
 
     fn push(mut self, segment: [u8; SEGMENT]) -> Self {
-        if self.segments == MOST_SEGMENTS {
+        if self.segments == MAX_SEGMENTS {
             return self.overflow();
         }
         put(&mut self.scratch.0, self.segments * SEGMENT, segment);
@@ -206,23 +206,23 @@ impl<'s> Builder<'s> {
     }
 
     /// The entry, if it did not become too long.
-    pub fn finish(self) -> Result<Image<'s>, Full> {
+    pub fn finish(self) -> Result<EncodedWqe<'s>, WqeTooLong> {
         if self.full {
-            return Err(Full);
+            return Err(WqeTooLong);
         }
         let segments = self.segments as u8;
         self.scratch.0[field::QPN_DS + 3] = segments;
-        Ok(Image { bytes: &self.scratch.0[..self.segments * SEGMENT] })
+        Ok(EncodedWqe { bytes: &self.scratch.0[..self.segments * SEGMENT] })
     }
 }
 
 /// A finished entry. The caller puts its segments into the ring, which may end between any two of them.
 #[derive(Clone, Copy, Debug)]
-pub struct Image<'s> {
+pub struct EncodedWqe<'s> {
     bytes: &'s [u8],
 }
 
-impl<'s> Image<'s> {
+impl<'s> EncodedWqe<'s> {
     /// All of it.
     pub const fn bytes(&self) -> &'s [u8] {
         self.bytes
@@ -234,8 +234,8 @@ impl<'s> Image<'s> {
     }
 
     /// How many blocks of the ring it takes.
-    pub fn blocks(&self) -> u16 {
-        blocks((self.bytes.len() / SEGMENT) as u8)
+    pub fn wqebbs(&self) -> u16 {
+        wqebbs((self.bytes.len() / SEGMENT) as u8)
     }
 
     /// Its first eight bytes, which are also how its writer rings the doorbell.
@@ -252,19 +252,19 @@ impl<'s> Image<'s> {
 /// to its inline bytes.
 ///
 /// ```
-/// use warpwire::mlx5::send_queue_blocks;
-/// assert_eq!(send_queue_blocks(100, 1, 28), Some(256));
-/// assert_eq!(send_queue_blocks(1, 1, 1 << 20), None);
+/// use warpwire::mlx5::send_queue_wqebbs;
+/// assert_eq!(send_queue_wqebbs(100, 1, 28), Some(256));
+/// assert_eq!(send_queue_wqebbs(1, 1, 1 << 20), None);
 /// ```
-pub fn send_queue_blocks(requests: u32, ranges: u32, inline: u32) -> Option<u32> {
+pub fn send_queue_wqebbs(requests: u32, ranges: u32, inline: u32) -> Option<u32> {
     // Control, remote and two segments of operands.
     const OVERHEAD: u64 = 4;
     let inline = (u64::from(inline) + 4).div_ceil(SEGMENT as u64) + 2;
     let segments = inline.max(u64::from(ranges.max(1)) + OVERHEAD);
-    if segments > MOST_SEGMENTS as u64 {
+    if segments > MAX_SEGMENTS as u64 {
         return None;
     }
-    let per_entry = segments.div_ceil((BLOCK / SEGMENT) as u64);
-    let blocks = per_entry.checked_mul(u64::from(requests.max(1)))?.checked_next_power_of_two()?;
-    u32::try_from(blocks).ok().filter(|blocks| *blocks <= MOST_BLOCKS)
+    let per_entry = segments.div_ceil((WQEBB_LEN / SEGMENT) as u64);
+    let wqebbs = per_entry.checked_mul(u64::from(requests.max(1)))?.checked_next_power_of_two()?;
+    u32::try_from(wqebbs).ok().filter(|wqebbs| *wqebbs <= MAX_SEND_WQEBBS)
 }

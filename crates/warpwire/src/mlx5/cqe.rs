@@ -85,7 +85,7 @@ pub const fn collapsed_latest(reserved: u64, counter: u16) -> Option<u64> {
 
 /// What arrived in a receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Arrival {
+pub enum RecvKind {
     /// The peer wrote elsewhere, and sent these four bytes.
     WriteImm([u8; 4]),
     /// A message.
@@ -125,7 +125,7 @@ pub enum Queue {
 
 /// What a completion says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum CqeOutcome {
     /// Work of a send queue is done.
     Sent {
         /// What it was.
@@ -136,7 +136,7 @@ pub enum Outcome {
     /// A receive was used.
     Received {
         /// What for.
-        arrival: Arrival,
+        recv_kind: RecvKind,
         /// How many bytes arrived.
         bytes: u32,
         /// Where they came from.
@@ -158,9 +158,9 @@ pub enum Outcome {
 /// A completion.
 ///
 /// ```
-/// use warpwire::mlx5::{Cqe, Opcode, Outcome, Tail};
+/// use warpwire::mlx5::{Cqe, Opcode, CqeOutcome, CqeTail};
 /// let done = Cqe {
-///     outcome: Outcome::Sent { opcode: Opcode::RdmaWrite, bytes: 0 },
+///     outcome: CqeOutcome::Sent { opcode: Opcode::RdmaWrite, bytes: 0 },
 ///     qpn: 0x123,
 ///     user_index: 7,
 ///     counter: 5,
@@ -171,15 +171,15 @@ pub enum Outcome {
 /// // The body first, then, behind a release, the last four bytes at once.
 /// let mut entry = [0xff; 64];
 /// entry[..60].copy_from_slice(&encoded.body);
-/// assert!(!Tail::parse([0xff; 4]).is_owned(false));
+/// assert!(!CqeTail::parse([0xff; 4]).is_owned(false));
 /// entry[60..].copy_from_slice(&encoded.tail);
-/// assert!(Tail::parse(encoded.tail).is_owned(false));
+/// assert!(CqeTail::parse(encoded.tail).is_owned(false));
 /// assert_eq!(Cqe::parse(&entry), Ok(done));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cqe {
     /// What it says.
-    pub outcome: Outcome,
+    pub outcome: CqeOutcome,
     /// The queue pair whose work it was.
     pub qpn: u32,
     /// The number that the owner of the queue pair, or of the shared receive queue, gave it: 24 bits.
@@ -196,14 +196,14 @@ pub struct Cqe {
 /// The bytes of a completion, in the two parts in which it is written: a poller that sees the second must
 /// see the first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Encoded {
+pub struct EncodedCqe {
     /// Bytes 0 to 59.
     pub body: [u8; 60],
     /// Bytes 60 to 63, for one aligned store.
     pub tail: [u8; 4],
 }
 
-impl Encoded {
+impl EncodedCqe {
     /// The tail as a number whose store on this machine gives its bytes.
     pub const fn tail_word(&self) -> u32 {
         u32::from_ne_bytes(self.tail)
@@ -221,7 +221,7 @@ impl Encoded {
 /// What most completions say: posted work has succeeded. Small enough to stay in registers on its way.
 ///
 /// ```
-/// use warpwire::mlx5::{Cqe, Opcode, Outcome, Sent};
+/// use warpwire::mlx5::{Cqe, Opcode, CqeOutcome, Sent};
 /// let sent = Sent { opcode: Opcode::RdmaWrite, bytes: 0, qpn: 7, user_index: 1, counter: 3 };
 /// let cqe = Cqe::parse_words(&sent.encode_words(true)).unwrap();
 /// assert_eq!((cqe.qpn, cqe.counter), (7, 3));
@@ -274,16 +274,16 @@ impl Sent {
 
 impl Cqe {
     /// The bytes, with the owner bit of the lap that they are written in.
-    pub fn encode(&self, owner: bool) -> Encoded {
+    pub fn encode(&self, owner: bool) -> EncodedCqe {
         let mut body = [0; 60];
         put(&mut body, field::USER_INDEX, (self.user_index & 0xff_ffff).to_be_bytes());
         let (code, opcode) = match self.outcome {
-            Outcome::Sent { opcode, bytes } => {
+            CqeOutcome::Sent { opcode, bytes } => {
                 put(&mut body, field::BYTE_COUNT, bytes.to_be_bytes());
                 put(&mut body, field::TIMESTAMP, self.timestamp.to_be_bytes());
                 (code::REQUESTER, opcode.code())
             }
-            Outcome::Received { arrival, bytes, origin } => {
+            CqeOutcome::Received { recv_kind, bytes, origin } => {
                 put(&mut body, field::BYTE_COUNT, bytes.to_be_bytes());
                 put(&mut body, field::TIMESTAMP, self.timestamp.to_be_bytes());
                 put(&mut body, field::FLAGS_RQPN, origin.word().to_be_bytes());
@@ -291,10 +291,10 @@ impl Cqe {
                     put(&mut body, field::SOURCE_GID, origin.gid);
                     put(&mut body, field::SOURCE_PORT, origin.port.to_be_bytes());
                 }
-                (encode_arrival(arrival, &mut body), 0)
+                (encode_recv_kind(recv_kind, &mut body), 0)
             }
             // The timestamp of a failure ends where its codes begin; it is left out.
-            Outcome::Failed { queue, status, vendor, opcode } => {
+            CqeOutcome::Failed { queue, status, vendor, opcode } => {
                 body[field::VENDOR] = vendor;
                 body[field::SYNDROME] = status.syndrome();
                 let code = match queue {
@@ -308,15 +308,16 @@ impl Cqe {
         put(&mut body, field::OPCODE_QPN, opcode_qpn.to_be_bytes());
         let [high, low] = self.counter.to_be_bytes();
         let own = (code << 4) | (u8::from(self.solicited) << 1) | u8::from(owner);
-        Encoded { body, tail: [high, low, 0, own] }
+        EncodedCqe { body, tail: [high, low, 0, own] }
     }
 
     /// The bytes as eight words, each of which this machine stores as they lie: the last one tells of the others. As
     /// [`Cqe::encode`] otherwise, and faster for what is most common.
     #[inline]
     pub fn encode_words(&self, owner: bool) -> [u64; 8] {
-        let Self { outcome: Outcome::Sent { opcode, bytes }, solicited: false, .. } = *self else {
-            return self.encode_rare(owner);
+        let Self { outcome: CqeOutcome::Sent { opcode, bytes }, solicited: false, .. } = *self
+        else {
+            return self.encode_slow(owner);
         };
         let Self { qpn, user_index, counter, timestamp, .. } = *self;
         let mut words = Sent { opcode, bytes, qpn, user_index, counter }.encode_words(owner);
@@ -325,46 +326,49 @@ impl Cqe {
     }
 
     #[cold]
-    fn encode_rare(&self, owner: bool) -> [u64; 8] {
+    fn encode_slow(&self, owner: bool) -> [u64; 8] {
         let bytes = self.encode(owner).bytes();
         std::array::from_fn(|word| u64::from_ne_bytes(array(&bytes, word * 8)))
     }
 
     /// As [`Cqe::parse`], from the words that [`Cqe::encode_words`] gives.
     #[inline]
-    pub fn parse_words(words: &[u64; 8]) -> Result<Self, Unreadable> {
+    pub fn parse_words(words: &[u64; 8]) -> Result<Self, CqeError> {
         let Some(Sent { opcode, bytes, qpn, user_index, counter }) = Sent::parse_words(words)
         else {
-            return Self::parse_rare(words);
+            return Self::parse_slow(words);
         };
-        let (outcome, timestamp) = (Outcome::Sent { opcode, bytes }, u64::from_be(words[6]));
+        let (outcome, timestamp) = (CqeOutcome::Sent { opcode, bytes }, u64::from_be(words[6]));
         Ok(Self { outcome, qpn, user_index, counter, solicited: false, timestamp })
     }
 
     #[cold]
-    fn parse_rare(words: &[u64; 8]) -> Result<Self, Unreadable> {
+    fn parse_slow(words: &[u64; 8]) -> Result<Self, CqeError> {
         let mut bytes = [0; 64];
-        for (place, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
-            *place = word.to_ne_bytes();
+        for (slot, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+            *slot = word.to_ne_bytes();
         }
         Self::parse(&bytes)
     }
 
-    /// Reads a completion; [`Tail`] says beforehand whether it has been written.
-    pub fn parse(bytes: &[u8; 64]) -> Result<Self, Unreadable> {
-        let tail = Tail::parse(array(bytes, field::COUNTER));
+    /// Reads a completion; [`CqeTail`] says beforehand whether it has been written.
+    pub fn parse(bytes: &[u8; 64]) -> Result<Self, CqeError> {
+        let tail = CqeTail::parse(array(bytes, field::COUNTER));
         if tail.code == code::INVALID {
-            return Err(Unreadable::NotWritten);
+            return Err(CqeError::NotWritten);
         }
         if tail.format != 0 {
-            return Err(Unreadable::Format(tail.format));
+            return Err(CqeError::Format(tail.format));
         }
         let opcode_qpn = be32(bytes, field::OPCODE_QPN);
         let opcode = Opcode::from_code((opcode_qpn >> 24) as u8);
         let count = be32(bytes, field::BYTE_COUNT);
-        let received =
-            |arrival| Outcome::Received { arrival, bytes: count, origin: Origin::parse(bytes) };
-        let failed = |queue| Outcome::Failed {
+        let received = |recv_kind| CqeOutcome::Received {
+            recv_kind,
+            bytes: count,
+            origin: Origin::parse(bytes),
+        };
+        let failed = |queue| CqeOutcome::Failed {
             queue,
             status: Status::from_syndrome(bytes[field::SYNDROME]),
             vendor: bytes[field::VENDOR],
@@ -372,16 +376,16 @@ impl Cqe {
         };
         let imm = array(bytes, field::IMM);
         let outcome = match tail.code {
-            code::REQUESTER => Outcome::Sent { opcode, bytes: count },
-            code::WRITE_IMM => received(Arrival::WriteImm(imm)),
-            code::SEND => received(Arrival::Send),
-            code::SEND_IMM => received(Arrival::SendImm(imm)),
-            code::SEND_INVALIDATE => received(Arrival::SendInvalidate(u32::from_be_bytes(imm))),
+            code::REQUESTER => CqeOutcome::Sent { opcode, bytes: count },
+            code::WRITE_IMM => received(RecvKind::WriteImm(imm)),
+            code::SEND => received(RecvKind::Send),
+            code::SEND_IMM => received(RecvKind::SendImm(imm)),
+            code::SEND_INVALIDATE => received(RecvKind::SendInvalidate(u32::from_be_bytes(imm))),
             code::REQUESTER_ERROR => failed(Queue::Send),
             code::RESPONDER_ERROR => failed(Queue::Receive),
-            other => return Err(Unreadable::Opcode(other)),
+            other => return Err(CqeError::Opcode(other)),
         };
-        let is_failure = matches!(outcome, Outcome::Failed { .. });
+        let is_failure = matches!(outcome, CqeOutcome::Failed { .. });
         Ok(Self {
             outcome,
             qpn: opcode_qpn & 0xff_ffff,
@@ -414,12 +418,12 @@ impl Origin {
     }
 }
 
-fn encode_arrival(arrival: Arrival, body: &mut [u8; 60]) -> u8 {
-    let (code, imm) = match arrival {
-        Arrival::WriteImm(imm) => (code::WRITE_IMM, imm),
-        Arrival::Send => (code::SEND, [0; 4]),
-        Arrival::SendImm(imm) => (code::SEND_IMM, imm),
-        Arrival::SendInvalidate(rkey) => (code::SEND_INVALIDATE, rkey.to_be_bytes()),
+fn encode_recv_kind(recv_kind: RecvKind, body: &mut [u8; 60]) -> u8 {
+    let (code, imm) = match recv_kind {
+        RecvKind::WriteImm(imm) => (code::WRITE_IMM, imm),
+        RecvKind::Send => (code::SEND, [0; 4]),
+        RecvKind::SendImm(imm) => (code::SEND_IMM, imm),
+        RecvKind::SendInvalidate(rkey) => (code::SEND_INVALIDATE, rkey.to_be_bytes()),
     };
     put(body, field::IMM, imm);
     code
@@ -428,13 +432,13 @@ fn encode_arrival(arrival: Arrival, body: &mut [u8; 60]) -> u8 {
 /// The last four bytes of a completion, which pollers watch.
 ///
 /// ```
-/// use warpwire::mlx5::Tail;
-/// let tail = Tail::parse([0, 5, 0, 0xd1]);
+/// use warpwire::mlx5::CqeTail;
+/// let tail = CqeTail::parse([0, 5, 0, 0xd1]);
 /// assert_eq!(tail.counter, 5);
 /// assert!(tail.is_error() && tail.is_owned(true) && !tail.is_owned(false));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tail {
+pub struct CqeTail {
     /// The counter of [`Cqe::counter`].
     pub counter: u16,
     /// The opcode of the completion.
@@ -447,7 +451,7 @@ pub struct Tail {
     pub owner: bool,
 }
 
-impl Tail {
+impl CqeTail {
     /// Reads the four bytes.
     #[inline]
     pub fn parse(bytes: [u8; 4]) -> Self {
@@ -470,8 +474,8 @@ impl Tail {
     /// The bytes with which a completion says nothing any more, to whoever comes to it.
     ///
     /// ```
-    /// use warpwire::mlx5::Tail;
-    /// let void = Tail::parse(Tail::void([0, 7, 0, 0x21]));
+    /// use warpwire::mlx5::CqeTail;
+    /// let void = CqeTail::parse(CqeTail::void([0, 7, 0, 0x21]));
     /// assert!(void.is_owned(true) && !void.is_error() && void.counter == 7);
     /// ```
     pub const fn void([high, low, signature, own]: [u8; 4]) -> [u8; 4] {
@@ -486,7 +490,7 @@ impl Tail {
 
 /// Why bytes are not a completion that is known here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unreadable {
+pub enum CqeError {
     /// Nothing has been written yet.
     NotWritten,
     /// The body is laid out in another way (inline, or compressed).
@@ -495,7 +499,7 @@ pub enum Unreadable {
     Opcode(u8),
 }
 
-impl fmt::Display for Unreadable {
+impl fmt::Display for CqeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotWritten => f.pad("no completion has been written there"),
@@ -505,4 +509,4 @@ impl fmt::Display for Unreadable {
     }
 }
 
-impl std::error::Error for Unreadable {}
+impl std::error::Error for CqeError {}

@@ -1,6 +1,6 @@
 //! Doorbells and doorbell records: how far a queue is filled, and how far it is emptied.
 
-use super::{SEGMENT, array, be16, be32, blocks};
+use super::{SEGMENT, array, be16, be32, wqebbs};
 
 /// What was stored to a send doorbell: the first eight bytes of a control segment.
 ///
@@ -10,8 +10,8 @@ use super::{SEGMENT, array, be16, be32, blocks};
 ///
 /// ```
 /// use warpwire::mlx5::Doorbell;
-/// let of_entry = Doorbell::parse([0, 0, 6, 0x12, 0, 1, 0x23, 4]); // entry at block 6, 4 segments
-/// let of_kernel = Doorbell::parse([0, 0, 7, 0, 0, 1, 0x23, 0]); // next free block is 7
+/// let of_entry = Doorbell::parse([0, 0, 6, 0x12, 0, 1, 0x23, 4]); // entry at wqe_index 6, 4 segments
+/// let of_kernel = Doorbell::parse([0, 0, 7, 0, 0, 1, 0x23, 0]); // next free wqe_index is 7
 /// assert_eq!((of_entry.producer(), of_kernel.producer()), (7, 7));
 /// assert_eq!(Doorbell::next(0x123, 7), [0, 0, 7, 0, 0, 1, 0x23, 0]);
 /// ```
@@ -47,27 +47,27 @@ impl Doorbell {
     /// The next free block that it tells of.
     #[inline]
     pub const fn producer(&self) -> u16 {
-        self.index.wrapping_add(blocks(self.segments))
+        self.index.wrapping_add(wqebbs(self.segments))
     }
 }
 
 /// A doorbell record of a queue pair: two words in memory.
 ///
 /// ```
-/// use warpwire::mlx5::Record;
-/// let record = Record::parse([0, 0, 0, 3, 0, 0, 0, 7]);
-/// assert_eq!((record.receive, record.send), (3, 7));
-/// assert_eq!(Record::word(7), [0, 0, 0, 7]);
+/// use warpwire::mlx5::DoorbellRecord;
+/// let dbrec = DoorbellRecord::parse([0, 0, 0, 3, 0, 0, 0, 7]);
+/// assert_eq!((dbrec.receive, dbrec.send), (3, 7));
+/// assert_eq!(DoorbellRecord::word(7), [0, 0, 0, 7]);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Record {
+pub struct DoorbellRecord {
     /// How many receives were posted, modulo 2^16.
     pub receive: u16,
     /// The next free block of the send queue, modulo 2^16.
     pub send: u16,
 }
 
-impl Record {
+impl DoorbellRecord {
     /// Where the word of the receive queue lies.
     pub const RECEIVE: usize = 0;
     /// Where the word of the send queue lies.
@@ -85,7 +85,7 @@ impl Record {
 }
 
 /// The next free block of a send queue, given what its doorbell and its record say: whichever is furthest
-/// ahead of the consumer without passing it by more than the queue's `blocks`.
+/// ahead of the consumer without passing it by more than the queue's `wqebbs`.
 ///
 /// Neither can be trusted alone. DOCA rings before it writes the record, and once more after it, with the
 /// same value; NVSHMEM's proxy never writes the record's send word at all; a stream that cannot store
@@ -93,30 +93,30 @@ impl Record {
 /// counts for nothing.
 ///
 /// A torn doorbell can still be too far ahead while it is in bounds; see
-/// [`Control::is_at`](super::Control::is_at).
+/// [`ControlSegment::is_at`](super::Control::is_at).
 ///
 /// ```
 /// use warpwire::mlx5::producer;
 /// assert_eq!(producer(5, 64, Some(7), 5), 7); // the doorbell came first
-/// assert_eq!(producer(5, 64, Some(5), 7), 7); // the record came first
+/// assert_eq!(producer(5, 64, Some(5), 7), 7); // the dbrec came first
 /// assert_eq!(producer(5, 64, Some(3), 5), 5); // an old doorbell
 /// assert_eq!(producer(0xffff, 64, Some(2), 0), 2); // past the wrap
 /// ```
 #[inline]
-pub const fn producer(consumer: u16, blocks: u32, doorbell: Option<u16>, record: u16) -> u16 {
-    let by_record = ahead(consumer, blocks, record);
+pub const fn producer(consumer: u16, wqebbs: u32, doorbell: Option<u16>, dbrec: u16) -> u16 {
+    let by_record = bounded_advance(consumer, wqebbs, dbrec);
     let by_doorbell = match doorbell {
-        Some(value) => ahead(consumer, blocks, value),
+        Some(value) => bounded_advance(consumer, wqebbs, value),
         None => 0,
     };
-    let most = if by_doorbell > by_record { by_doorbell } else { by_record };
-    consumer.wrapping_add(most)
+    let furthest = if by_doorbell > by_record { by_doorbell } else { by_record };
+    consumer.wrapping_add(furthest)
 }
 
 /// How far `value` is ahead of the consumer, or nothing if that is more than the queue holds.
-const fn ahead(consumer: u16, blocks: u32, value: u16) -> u16 {
+const fn bounded_advance(consumer: u16, wqebbs: u32, value: u16) -> u16 {
     let distance = value.wrapping_sub(consumer);
-    if distance as u32 <= blocks { distance } else { 0 }
+    if distance as u32 <= wqebbs { distance } else { 0 }
 }
 
 /// The producer of one send queue, as its engine remembers it.
@@ -126,53 +126,53 @@ const fn ahead(consumer: u16, blocks: u32, value: u16) -> u16 {
 /// keeps this instead: a value says something only when it changes.
 ///
 /// ```
-/// use warpwire::mlx5::Producer;
-/// let mut known = Producer::starting_at(0);
-/// assert_eq!(known.look(0, 64, Some(3), 0), 3);
-/// // Much later, with a record that nobody has ever written.
-/// let mut known = Producer::starting_at(0xfffe);
-/// known.look(0xfffe, 64, Some(0xfffe), 0xfffe);
-/// assert_eq!(known.look(0xfffe, 64, Some(0xffff), 0xfffe), 0xffff);
+/// use warpwire::mlx5::ProducerTracker;
+/// let mut known = ProducerTracker::starting_at(0);
+/// assert_eq!(known.refresh(0, 64, Some(3), 0), 3);
+/// // Much later, with a dbrec that nobody has ever written.
+/// let mut known = ProducerTracker::starting_at(0xfffe);
+/// known.refresh(0xfffe, 64, Some(0xfffe), 0xfffe);
+/// assert_eq!(known.refresh(0xfffe, 64, Some(0xffff), 0xfffe), 0xffff);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Producer {
+pub struct ProducerTracker {
     at: u16,
     doorbell: u16,
-    record: u16,
+    dbrec: u16,
 }
 
-impl Producer {
-    /// The producer of a queue whose doorbell and record say `block`; zero for one that is new.
-    pub const fn starting_at(block: u16) -> Self {
-        Self { at: block, doorbell: block, record: block }
+impl ProducerTracker {
+    /// The producer of a queue whose doorbell and record say `wqe_index`; zero for one that is new.
+    pub const fn starting_at(wqe_index: u16) -> Self {
+        Self { at: wqe_index, doorbell: wqe_index, dbrec: wqe_index }
     }
 
     /// Work up to this block was taken by another way.
-    pub const fn pass_to(&mut self, block: u16) {
-        self.at = block;
+    pub const fn skip_to(&mut self, wqe_index: u16) {
+        self.at = wqe_index;
     }
 
     /// Looks at the doorbell and the record, and gives the next free block. It never goes back.
     #[inline]
-    pub const fn look(
+    pub const fn refresh(
         &mut self,
         consumer: u16,
-        blocks: u32,
+        wqebbs: u32,
         doorbell: Option<u16>,
-        record: u16,
+        dbrec: u16,
     ) -> u16 {
-        let news = match doorbell {
+        let changed = match doorbell {
             Some(value) if value != self.doorbell => {
                 self.doorbell = value;
                 Some(value)
             }
             _ => None,
         };
-        let noted = if record == self.record { consumer } else { record };
-        self.record = record;
+        let changed_record = if dbrec == self.dbrec { consumer } else { dbrec };
+        self.dbrec = dbrec;
         // What was known before is one more voice; the consumer never passes it.
-        let told = producer(consumer, blocks, news, noted);
-        self.at = producer(consumer, blocks, Some(told), self.at);
+        let candidate = producer(consumer, wqebbs, changed, changed_record);
+        self.at = producer(consumer, wqebbs, Some(candidate), self.at);
         self.at
     }
 }
@@ -180,14 +180,14 @@ impl Producer {
 /// How a completion queue is armed: the second word of its record, and the first of its doorbell.
 ///
 /// ```
-/// use warpwire::mlx5::Arm;
-/// let arm = Arm { sequence: 2, solicited_only: true, consumer: 0x12_3456 };
+/// use warpwire::mlx5::CqArm;
+/// let arm = CqArm { sequence: 2, solicited_only: true, consumer: 0x12_3456 };
 /// assert_eq!(arm.word(), [0x21, 0x12, 0x34, 0x56]);
-/// assert_eq!(Arm::parse(arm.word()), arm);
+/// assert_eq!(CqArm::parse(arm.word()), arm);
 /// assert_eq!(arm.doorbell(9), [0x21, 0x12, 0x34, 0x56, 0, 0, 0, 9]);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Arm {
+pub struct CqArm {
     /// Two bits that advance with each event, so that arming twice is seen.
     pub sequence: u8,
     /// Whether only solicited completions and errors should wake the owner.
@@ -196,7 +196,7 @@ pub struct Arm {
     pub consumer: u32,
 }
 
-impl Arm {
+impl CqArm {
     const SOLICITED: u32 = 1 << 24;
     const CONSUMER: u32 = 0xff_ffff;
 

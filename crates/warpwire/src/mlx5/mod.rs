@@ -6,14 +6,14 @@
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`Builder`], [`Image`] | a send queue entry, written |
-//! | [`Wqe`], [`Work`], [`Payload`] | a send queue entry, read; [`Refused`] says why not |
+//! | [`Builder`], [`EncodedWqe`] | a send queue entry, written |
+//! | [`Wqe`], [`Work`], [`WqePayload`] | a send queue entry, read; [`WqeError`] says why not |
 //! | [`AddressVector`] | whom a datagram is for |
 //! | [`Receive`], [`SrqEntry`] | entries of receive queues |
-//! | [`Cqe`], [`Tail`] | completions, both ways |
+//! | [`Cqe`], [`CqeTail`] | completions, both ways |
 //! | [`Status`] | how work ended, with its syndrome |
-//! | [`Doorbell`], [`Record`], [`producer`], [`Producer`] | how far a queue is filled |
-//! | [`Arm`] | how far a completion queue is emptied, and who wants to be woken |
+//! | [`Doorbell`], [`DoorbellRecord`], [`producer`], [`ProducerTracker`] | how far a queue is filled |
+//! | [`CqArm`] | how far a completion queue is emptied, and who wants to be woken |
 //!
 //! # Byte order
 //! Every number of more than one byte is big-endian. Immediate values and inline payload are bytes, and
@@ -37,48 +37,48 @@ mod wqe;
 
 pub use address::{ADDRESS_SEGMENTS, AddressVector, gid_address};
 pub use atomic::{Atomic, AtomicWidth};
-pub use builder::{Builder, Full, Image, Scratch, send_queue_blocks};
+pub use builder::{Builder, EncodedWqe, Scratch, WqeTooLong, send_queue_wqebbs};
 pub use cqe::{
-    Arrival, Cqe, EMPTY, Encoded, Origin, Outcome, Queue, Sent, Tail, Unreadable,
+    Cqe, CqeError, CqeOutcome, CqeTail, EMPTY, EncodedCqe, Origin, Queue, RecvKind, Sent,
     collapsed_is_done, collapsed_latest, owner_bit,
 };
-pub use doorbell::{Arm, Doorbell, Producer, Record, producer};
+pub use doorbell::{CqArm, Doorbell, DoorbellRecord, ProducerTracker, producer};
 pub use opcode::Opcode;
 pub use receive::{Receive, Segments, SrqEntry, receive_stride};
 pub use status::Status;
 pub use wqe::{
-    Completions, Control, Data, Fence, Payload, Piece, Pieces, Refused, Remote, SendKind, Wait,
-    Work, Wqe,
+    ControlSegment, CqUpdate, Data, DataSegment, DataSegments, FenceMode, Remote, SendKind, Wait,
+    Work, Wqe, WqeError, WqePayload,
 };
 
 /// The unit that entries are counted in: the `DS` field.
 pub const SEGMENT: usize = 16;
 /// The unit that send queues are counted in.
-pub const BLOCK: usize = 64;
+pub const WQEBB_LEN: usize = 64;
 /// The most segments in one entry: `DS` has six bits.
-pub const MOST_SEGMENTS: usize = 63;
+pub const MAX_SEGMENTS: usize = 63;
 /// Room for the largest entry.
-pub const LARGEST_WQE: usize = 1024;
+pub const MAX_WQE_LEN: usize = 1024;
 /// The most blocks of a send queue: with more, pollers could not tell an index from one a lap later.
-pub const MOST_BLOCKS: u32 = 32_768;
+pub const MAX_SEND_WQEBBS: u32 = 32_768;
 /// The key that names no memory and ends lists of segments.
 pub const INVALID_KEY: u32 = 0x100;
 /// The longest message of a reliable connection.
-pub const LONGEST_MESSAGE: u64 = 1 << 31;
+pub const MAX_MESSAGE_LEN: u64 = 1 << 31;
 /// Where, in a page of doorbell registers, the first one for send queues lies.
-pub const SEND_DOORBELL: usize = 0x800;
+pub const BLUEFLAME_OFFSET: usize = 0x800;
 /// The second half of a send doorbell. Some writers use the halves in turn, so both must be watched.
-pub const SEND_DOORBELL_OTHER_HALF: usize = 256;
+pub const BLUEFLAME_BUFFER_LEN: usize = 256;
 /// Where, in such a page, completion queues are armed.
-pub const CQ_DOORBELL: usize = 0x20;
+pub const CQ_DOORBELL_OFFSET: usize = 0x20;
 
 /// How many blocks an entry of so many segments takes.
 ///
 /// ```
-/// use warpwire::mlx5::blocks;
-/// assert_eq!([blocks(0), blocks(1), blocks(4), blocks(5)], [0, 1, 1, 2]);
+/// use warpwire::mlx5::wqebbs;
+/// assert_eq!([wqebbs(0), wqebbs(1), wqebbs(4), wqebbs(5)], [0, 1, 1, 2]);
 /// ```
-pub const fn blocks(segments: u8) -> u16 {
+pub const fn wqebbs(segments: u8) -> u16 {
     (segments as u16).div_ceil(4)
 }
 
@@ -107,7 +107,7 @@ fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
 /// Puts `value` at `at`, if it fits there; as with [`array`], it does.
 #[inline]
 fn put<const N: usize>(bytes: &mut [u8], at: usize, value: [u8; N]) {
-    if let Some(place) = bytes.get_mut(at..).and_then(|rest| rest.first_chunk_mut()) {
-        *place = value;
+    if let Some(slot) = bytes.get_mut(at..).and_then(|rest| rest.first_chunk_mut()) {
+        *slot = value;
     }
 }

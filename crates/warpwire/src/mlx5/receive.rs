@@ -1,6 +1,6 @@
 //! Entries of receive queues and of shared receive queues.
 
-use super::wqe::{Data, INLINE, Refused};
+use super::wqe::{Data, INLINE, WqeError};
 use super::{INVALID_KEY, SEGMENT, be16, be32, put};
 
 /// How many bytes an entry of a receive queue takes that may name so many ranges; `None` if no entry may
@@ -36,12 +36,12 @@ pub struct Receive<'a> {
 
 impl<'a> Receive<'a> {
     /// Reads an entry from a copy of its bytes.
-    pub fn parse(bytes: &'a [u8]) -> Result<Self, Refused> {
+    pub fn parse(bytes: &'a [u8]) -> Result<Self, WqeError> {
         let segments = Segments { rest: bytes.as_chunks().0 };
         let mut len = 0;
         for segment in segments.clone().raw() {
             if be32(segment, 0) & INLINE != 0 {
-                return Err(Refused::InlineTarget);
+                return Err(WqeError::InlineTarget);
             }
             len += u64::from(Data::parse(segment).len);
         }
@@ -58,10 +58,10 @@ impl<'a> Receive<'a> {
             return None;
         }
         let end = (0, INVALID_KEY, 0);
-        for (place, (len, lkey, address)) in places.iter_mut().zip(full().chain([&end])) {
-            put(place, 0, len.to_be_bytes());
-            put(place, 4, lkey.to_be_bytes());
-            put(place, 8, address.to_be_bytes());
+        for (slot, (len, lkey, address)) in places.iter_mut().zip(full().chain([&end])) {
+            put(slot, 0, len.to_be_bytes());
+            put(slot, 4, lkey.to_be_bytes());
+            put(slot, 8, address.to_be_bytes());
         }
         Some(())
     }
@@ -137,8 +137,8 @@ pub struct SrqEntry<'a> {
 
 impl<'a> SrqEntry<'a> {
     /// Reads an entry from a copy of its bytes.
-    pub fn parse(bytes: &'a [u8]) -> Result<Self, Refused> {
-        let (header, rest) = bytes.split_first_chunk::<SEGMENT>().ok_or(Refused::Truncated)?;
+    pub fn parse(bytes: &'a [u8]) -> Result<Self, WqeError> {
+        let (header, rest) = bytes.split_first_chunk::<SEGMENT>().ok_or(WqeError::Truncated)?;
         Ok(Self { next: be16(header, 2), receive: Receive::parse(rest)? })
     }
 

@@ -17,7 +17,7 @@ const ADD: &str = "00000612 00012304 00000008 00000000 | 00007f00 00002000 00001
 
 #[test]
 fn a_write_is_written_and_read_as_hardware_wants_it() {
-    let mut scratch = Scratch([0xaa; LARGEST_WQE]);
+    let mut scratch = Scratch([0xaa; MAX_WQE_LEN]);
     let image = Builder::new(&mut scratch, Opcode::RdmaWrite, 5, 0x123)
         .signaled()
         .remote(0x7f00_0000_1000, 0x1234)
@@ -31,12 +31,12 @@ fn a_write_is_written_and_read_as_hardware_wants_it() {
     let Work::Write { remote, imm: None, payload } = wqe.work else { panic!("{wqe:?}") };
     assert_eq!(remote, Remote { address: 0x7f00_0000_1000, rkey: 0x1234 });
     let data = Data { len: 256, lkey: 0x5678, address: 0x7fee_0000_2000 };
-    assert_eq!(payload.pieces().collect::<Vec<_>>(), [Piece::Memory(data)]);
+    assert_eq!(payload.data_segments().collect::<Vec<_>>(), [DataSegment::Memory(data)]);
 }
 
 #[test]
 fn an_addition_is_written_and_read_as_hardware_wants_it() {
-    let mut scratch = Scratch([0xaa; LARGEST_WQE]);
+    let mut scratch = Scratch([0xaa; MAX_WQE_LEN]);
     let add = Atomic::FetchAdd { add: 7 };
     let image = Builder::new(&mut scratch, Opcode::FetchAdd, 6, 0x123)
         .signaled()
@@ -56,24 +56,24 @@ fn an_addition_is_written_and_read_as_hardware_wants_it() {
         let doorbell = Doorbell::parse(bytes);
         assert_eq!((doorbell.producer(), doorbell.qpn), (7, 0x123));
     }
-    assert_eq!(Record::word(7).to_vec(), hex("00000007"));
+    assert_eq!(DoorbellRecord::word(7).to_vec(), hex("00000007"));
 }
 
 #[test]
 fn sizes_are_what_hardware_has() {
-    assert_eq!((SEGMENT, BLOCK, size_of::<Encoded>()), (16, 64, 64));
-    const { assert!(MOST_SEGMENTS * SEGMENT <= LARGEST_WQE) };
-    assert_eq!(size_of::<Scratch>(), LARGEST_WQE);
+    assert_eq!((SEGMENT, WQEBB_LEN, size_of::<EncodedCqe>()), (16, 64, 64));
+    const { assert!(MAX_SEGMENTS * SEGMENT <= MAX_WQE_LEN) };
+    assert_eq!(size_of::<Scratch>(), MAX_WQE_LEN);
     // What the engine keeps per entry stays small.
     assert_eq!(size_of::<Doorbell>(), 8);
-    assert!(size_of::<Control>() <= 20, "{}", size_of::<Control>());
+    assert!(size_of::<ControlSegment>() <= 20, "{}", size_of::<ControlSegment>());
     assert!(size_of::<Wqe<'_>>() <= 112, "{}", size_of::<Wqe<'_>>());
     assert!(size_of::<Cqe>() <= 64, "{}", size_of::<Cqe>());
 }
 
 #[test]
 fn a_datagram_is_written_and_read_as_hardware_wants_it() {
-    let mut scratch = Scratch([0xaa; LARGEST_WQE]);
+    let mut scratch = Scratch([0xaa; MAX_WQE_LEN]);
     let to = AddressVector {
         traffic_class: 3,
         flow_label: 0x12345,
@@ -107,18 +107,18 @@ fn entries_that_are_no_datagrams_are_refused() {
             Opcode::Nop | Opcode::Wait | Opcode::Dump => assert_eq!(parsed.unwrap().1, None),
             // What would be the address is data, or is not there.
             Opcode::Send | Opcode::SendImm => {
-                assert_eq!(parsed.unwrap_err(), Refused::MissingSegment);
+                assert_eq!(parsed.unwrap_err(), WqeError::MissingSegment);
             }
             other => {
-                let refused = Refused::NotConnected(other.code());
+                let refused = WqeError::NotConnected(other.code());
                 assert_eq!(parsed.unwrap_err(), refused);
                 assert_eq!(refused.status(), Status::LocalQpOperation);
                 assert!(refused.to_string().contains("needs a connection"));
             }
         }
     }
-    assert_eq!(Wqe::parse_datagram(&[0; 64]).unwrap_err(), Refused::Empty);
-    assert_eq!(Wqe::parse_datagram(&[]).unwrap_err(), Refused::Truncated);
+    assert_eq!(Wqe::parse_datagram(&[0; 64]).unwrap_err(), WqeError::Empty);
+    assert_eq!(Wqe::parse_datagram(&[]).unwrap_err(), WqeError::Truncated);
 }
 
 #[test]
@@ -178,13 +178,13 @@ fn every_operation_is_read_and_every_shorter_one_is_refused_or_smaller() {
         assert_eq!(whole.control.opcode, opcode);
         for segments in 0..bytes.len() / SEGMENT {
             let cut = Wqe::parse(&bytes[..segments * SEGMENT]).unwrap_err();
-            assert_eq!(cut, Refused::Truncated, "{opcode}");
+            assert_eq!(cut, WqeError::Truncated, "{opcode}");
             let mut shorter = bytes.clone();
             shorter[7] = segments as u8;
             match (Wqe::parse(&shorter), segments) {
-                (Err(refused), 0) => assert_eq!(refused, Refused::Empty),
+                (Err(refused), 0) => assert_eq!(refused, WqeError::Empty),
                 (Err(refused), _) => assert!(
-                    matches!(refused, Refused::MissingSegment | Refused::ShortResult),
+                    matches!(refused, WqeError::MissingSegment | WqeError::ShortResult),
                     "{opcode} {segments} {refused}"
                 ),
                 (Ok(wqe), _) => assert!(matches!(
@@ -221,10 +221,10 @@ fn flags_are_read_as_they_are_written() {
     let read = |bits: u8| {
         let mut bytes = [0; SEGMENT];
         bytes[11] = bits;
-        Control::parse(&bytes)
+        ControlSegment::parse(&bytes)
     };
-    let completions = [0, 4, 8, 12].map(|bits| read(bits).completions);
-    assert_eq!(completions[1], Completions::OnFirstError);
+    let cq_update = [0, 4, 8, 12].map(|bits| read(bits).cq_update);
+    assert_eq!(cq_update[1], CqUpdate::OnFirstError);
     assert_eq!([0, 4, 8, 12].map(|bits| read(bits).is_signaled()), [false, false, true, true]);
     assert!(read(2).solicited && !read(1).solicited);
     // The verbs' fence, that of kernels, and values without a meaning.
@@ -241,7 +241,7 @@ fn flags_are_read_as_they_are_written() {
         assert_eq!((fence.waits_for_reads(), fence.waits_for_all()), (reads, all), "{bits:#x}");
     }
     let mut scratch = Scratch::default();
-    let image = Builder::new(&mut scratch, Opcode::Nop, 0, 0).fence(Fence::Both).solicited();
+    let image = Builder::new(&mut scratch, Opcode::Nop, 0, 0).fence(FenceMode::Both).solicited();
     assert_eq!(image.finish().unwrap().bytes()[11], 0x82);
 }
 
@@ -253,13 +253,13 @@ fn a_no_op_may_have_a_second_segment_of_anything() {
 }
 
 #[test]
-fn what_is_not_ours_is_refused_with_its_number() {
+fn unsupported_opcodes_are_rejected_with_their_code() {
     for code in [0x1b, 0x20, 0x25, 0x2f, 0x02, 0xff] {
         let mut bytes = [0; 256];
         bytes[3] = code;
         bytes[7] = 7;
         let refused = Wqe::parse(&bytes).unwrap_err();
-        assert_eq!(refused, Refused::Opcode(code));
+        assert_eq!(refused, WqeError::Opcode(code));
         assert_eq!(refused.status(), Status::LocalQpOperation);
     }
 }
@@ -274,45 +274,45 @@ fn inline_bytes_end_inside_and_never_receive() {
     bytes[16..20].copy_from_slice(&(INLINE_BIT | 44).to_be_bytes());
     assert!(Wqe::parse(&bytes).is_ok());
     bytes[16..20].copy_from_slice(&(INLINE_BIT | 45).to_be_bytes());
-    assert_eq!(Wqe::parse(&bytes).unwrap_err(), Refused::InlineOverrun);
+    assert_eq!(Wqe::parse(&bytes).unwrap_err(), WqeError::InlineOverrun);
     bytes[16..20].copy_from_slice(&u32::MAX.to_be_bytes());
-    assert_eq!(Wqe::parse(&bytes).unwrap_err(), Refused::InlineOverrun);
+    assert_eq!(Wqe::parse(&bytes).unwrap_err(), WqeError::InlineOverrun);
     let image = Builder::new(&mut scratch, Opcode::RdmaRead, 0, 0).remote(0, 0).inline(&[7; 8]);
     let bytes = image.finish().unwrap().bytes();
-    assert_eq!(Wqe::parse(bytes).unwrap_err(), Refused::InlineTarget);
+    assert_eq!(Wqe::parse(bytes).unwrap_err(), WqeError::InlineTarget);
 }
 
 const INLINE_BIT: u32 = 1 << 31;
 
 #[test]
-fn messages_have_a_longest() {
+fn message_length_is_bounded() {
     let mut scratch = Scratch::default();
     let most = i32::MAX as u32;
     let longest = Builder::new(&mut scratch, Opcode::Send, 0, 0).data(most, 1, 0).data(1, 1, 0);
     assert!(Wqe::parse(longest.finish().unwrap().bytes()).is_ok());
     let longer = Builder::new(&mut scratch, Opcode::Send, 0, 0).data(most, 1, 0).data(2, 1, 0);
     let refused = Wqe::parse(longer.finish().unwrap().bytes()).unwrap_err();
-    assert_eq!((refused, refused.status()), (Refused::TooLong, Status::LocalLength));
+    assert_eq!((refused, refused.status()), (WqeError::TooLong, Status::LocalLength));
 }
 
 #[test]
-fn an_entry_has_a_largest() {
+fn wqe_length_is_bounded() {
     let build = |segments: usize, inline: usize| {
         let mut scratch = Scratch::default();
         let start = Builder::new(&mut scratch, Opcode::Send, 0, 0);
         let full = (0..segments).fold(start, |builder, _| builder.data(1, 1, 1));
-        let full = if inline == 0 { full } else { full.inline_with(inline, |place| place.fill(1)) };
-        full.finish().map(|image| image.blocks())
+        let full = if inline == 0 { full } else { full.inline_with(inline, |slot| slot.fill(1)) };
+        full.finish().map(|image| image.wqebbs())
     };
     assert_eq!(build(62, 0), Ok(16));
-    assert_eq!(build(63, 0), Err(Full));
+    assert_eq!(build(63, 0), Err(WqeTooLong));
     assert_eq!(build(0, 62 * 16 - 4), Ok(16));
-    assert_eq!(build(0, 62 * 16 - 3), Err(Full));
-    assert_eq!(build(0, usize::MAX), Err(Full));
+    assert_eq!(build(0, 62 * 16 - 3), Err(WqeTooLong));
+    assert_eq!(build(0, usize::MAX), Err(WqeTooLong));
     assert_eq!(build(61, 12), Ok(16));
     let mut scratch = Scratch::default();
     let too_long = Builder::new(&mut scratch, Opcode::Send, 0, 0).data(1 << 31, 1, 1);
-    assert_eq!(too_long.finish().err(), Some(Full));
+    assert_eq!(too_long.finish().err(), Some(WqeTooLong));
 }
 
 #[test]
@@ -321,11 +321,11 @@ fn masked_atomics_need_their_width_and_room_for_the_old_value() {
     let (_, masked) = all.iter_mut().find(|(op, _)| *op == Opcode::MaskedFetchAdd).unwrap();
     for opmod in (0..=u8::MAX).filter(|opmod| !matches!(opmod, 8 | 9)) {
         masked[0] = opmod;
-        assert_eq!(Wqe::parse(masked).unwrap_err(), Refused::AtomicWidth(opmod));
+        assert_eq!(Wqe::parse(masked).unwrap_err(), WqeError::AtomicWidth(opmod));
     }
     masked[0] = 9;
     masked[51] = 7;
-    assert_eq!(Wqe::parse(masked).unwrap_err(), Refused::ShortResult);
+    assert_eq!(Wqe::parse(masked).unwrap_err(), WqeError::ShortResult);
     masked[0] = 8;
     assert!(Wqe::parse(masked).is_ok());
 }
@@ -372,40 +372,40 @@ fn the_producer_is_found_whatever_the_writer_does() {
 }
 
 #[test]
-fn a_record_that_nobody_writes_is_never_new_work() {
+fn untouched_doorbell_record_is_never_new_work() {
     // NVSHMEM's proxy rings, and leaves the send word at zero.
-    for blocks in [64u32, 32_768] {
-        let mut known = Producer::starting_at(0);
+    for wqebbs in [64u32, 32_768] {
+        let mut known = ProducerTracker::starting_at(0);
         let mut consumer = 0u16;
         for _ in 0..100_000 {
             let next = consumer.wrapping_add(3);
-            assert_eq!(known.look(consumer, blocks, Some(next), 0), next);
-            assert_eq!(known.look(next, blocks, Some(next), 0), next);
+            assert_eq!(known.refresh(consumer, wqebbs, Some(next), 0), next);
+            assert_eq!(known.refresh(next, wqebbs, Some(next), 0), next);
             consumer = next;
         }
         // The one look of the pure rule, in the same place, is wrong once in a lap.
-        assert_eq!(producer(0xfff0, blocks, Some(0xfff0), 0), 0);
+        assert_eq!(producer(0xfff0, wqebbs, Some(0xfff0), 0), 0);
     }
 }
 
 #[test]
 fn the_producer_does_not_go_back() {
-    let mut known = Producer::starting_at(0);
-    assert_eq!(known.look(0, 64, Some(8), 0), 8);
-    assert_eq!(known.look(0, 64, Some(5), 0), 8);
-    assert_eq!(known.look(4, 64, Some(5), 9), 9);
-    assert_eq!(known.look(9, 64, None, 9), 9);
+    let mut known = ProducerTracker::starting_at(0);
+    assert_eq!(known.refresh(0, 64, Some(8), 0), 8);
+    assert_eq!(known.refresh(0, 64, Some(5), 0), 8);
+    assert_eq!(known.refresh(4, 64, Some(5), 9), 9);
+    assert_eq!(known.refresh(9, 64, None, 9), 9);
     // The same entries through either, many times round.
     let mut consumer = 9u16;
     for step in 0..70_000u32 {
         let next = consumer.wrapping_add(1 + (step % 5) as u16);
-        let (doorbell, record) = if step % 2 == 0 { (Some(next), consumer) } else { (None, next) };
-        assert_eq!(known.look(consumer, 64, doorbell, record), next);
+        let (doorbell, dbrec) = if step % 2 == 0 { (Some(next), consumer) } else { (None, next) };
+        assert_eq!(known.refresh(consumer, 64, doorbell, dbrec), next);
         consumer = next;
     }
 }
 
-fn cqe(outcome: Outcome) -> Cqe {
+fn cqe(outcome: CqeOutcome) -> Cqe {
     Cqe { outcome, qpn: 0x12_3456, user_index: 9, counter: 0xabcd, solicited: true, timestamp: 0 }
 }
 
@@ -416,7 +416,7 @@ fn as_bytes(words: [u64; 8]) -> [u8; 64] {
 
 #[test]
 fn completions_lie_in_their_bytes() {
-    let sent = cqe(Outcome::Sent { opcode: Opcode::RdmaRead, bytes: 0x0102_0304 });
+    let sent = cqe(CqeOutcome::Sent { opcode: Opcode::RdmaRead, bytes: 0x0102_0304 });
     let bytes = sent.encode(true).bytes();
     assert_eq!(bytes[32..36], [0, 0, 0, 9]);
     assert_eq!(bytes[44..48], [1, 2, 3, 4]);
@@ -427,16 +427,16 @@ fn completions_lie_in_their_bytes() {
     assert_eq!(as_bytes(sent.encode_words(true)), bytes);
 
     let origin = Origin { qpn: 0x77, service_level: 3, has_grh: true, gid: [9; 16], port: 5000 };
-    for (arrival, code) in [
-        (Arrival::WriteImm([9, 8, 7, 6]), 1),
-        (Arrival::Send, 2),
-        (Arrival::SendImm([9, 8, 7, 6]), 3),
-        (Arrival::SendInvalidate(0x0908_0706), 4),
+    for (recv_kind, code) in [
+        (RecvKind::WriteImm([9, 8, 7, 6]), 1),
+        (RecvKind::Send, 2),
+        (RecvKind::SendImm([9, 8, 7, 6]), 3),
+        (RecvKind::SendInvalidate(0x0908_0706), 4),
     ] {
         let received = Cqe {
             timestamp: 0x1122_3344_5566_7788,
             solicited: false,
-            ..cqe(Outcome::Received { arrival, bytes: 5, origin })
+            ..cqe(CqeOutcome::Received { recv_kind, bytes: 5, origin })
         };
         let bytes = received.encode(false).bytes();
         assert_eq!(bytes[63], code << 4);
@@ -448,20 +448,20 @@ fn completions_lie_in_their_bytes() {
 
     for (queue, code) in [(Queue::Send, 13), (Queue::Receive, 14)] {
         let status = Status::RetryExceeded;
-        let failed = cqe(Outcome::Failed { queue, status, vendor: 0x81, opcode: Opcode::Send });
+        let failed = cqe(CqeOutcome::Failed { queue, status, vendor: 0x81, opcode: Opcode::Send });
         let bytes = failed.encode(false).bytes();
         assert_eq!((bytes[54], bytes[55], bytes[56], bytes[63]), (0x81, 0x15, 0x0a, code << 4 | 2));
-        assert!(Tail::parse([0, 0, 0, bytes[63]]).is_error());
+        assert!(CqeTail::parse([0, 0, 0, bytes[63]]).is_error());
         assert_eq!(Cqe::parse(&bytes), Ok(failed));
         assert_eq!(as_bytes(failed.encode_words(false)), bytes);
     }
 }
 
 #[test]
-fn an_empty_queue_says_nothing_to_any_poller() {
+fn empty_cq_yields_no_completion() {
     let empty = [EMPTY; 64];
-    assert_eq!(Cqe::parse(&empty), Err(Unreadable::NotWritten));
-    let tail = Tail::parse([EMPTY; 4]);
+    assert_eq!(Cqe::parse(&empty), Err(CqeError::NotWritten));
+    let tail = CqeTail::parse([EMPTY; 4]);
     assert!(!tail.is_owned(false) && !tail.is_owned(true));
     assert!(tail.owner, "pollers that look at the owner bit alone must wait");
     assert_eq!(tail.counter, 0xffff, "pollers of collapsed queues read it as minus one");
@@ -475,9 +475,9 @@ fn owner_bits_turn_over_with_each_lap() {
     for number in 0..64 {
         let owner = owner_bit(number, 8);
         assert_eq!(owner, (number / 8) % 2 == 1);
-        let tail = cqe(Outcome::Sent { opcode: Opcode::Nop, bytes: 0 }).encode(owner).tail;
-        assert!(Tail::parse(tail).is_owned(owner));
-        assert!(!Tail::parse(tail).is_owned(owner_bit(number + 8, 8)));
+        let tail = cqe(CqeOutcome::Sent { opcode: Opcode::Nop, bytes: 0 }).encode(owner).tail;
+        assert!(CqeTail::parse(tail).is_owned(owner));
+        assert!(!CqeTail::parse(tail).is_owned(owner_bit(number + 8, 8)));
     }
     assert!(!owner_bit(5, 0));
 }
@@ -511,8 +511,8 @@ fn receives_end_at_their_terminator() {
     Receive::write(&mut entry, &[]).unwrap();
     assert!(Receive::parse(&entry).unwrap().is_empty());
     entry[0] = 0x80;
-    assert_eq!(Receive::parse(&entry).unwrap_err(), Refused::InlineTarget);
-    assert_eq!(SrqEntry::parse(&[0; 15]).unwrap_err(), Refused::Truncated);
+    assert_eq!(Receive::parse(&entry).unwrap_err(), WqeError::InlineTarget);
+    assert_eq!(SrqEntry::parse(&[0; 15]).unwrap_err(), WqeError::Truncated);
     assert!(SrqEntry::write(&mut [0; 15], 0, &[]).is_none());
 }
 
@@ -524,8 +524,8 @@ fn walk(wqe: &Wqe<'_>) -> u64 {
         Work::Dump { from } => from,
         Work::Nop | Work::Wait(_) => return 0,
     }
-    .pieces()
-    .map(|piece| piece.len())
+    .data_segments()
+    .map(|segment| segment.len())
     .sum()
 }
 
@@ -533,12 +533,12 @@ fn walk(wqe: &Wqe<'_>) -> u64 {
 fn every_short_entry_of_every_opcode_is_read_or_refused() {
     let fills = [0x00, 0x01, 0x7f, 0x80, 0xff];
     for code in 0..=u8::MAX {
-        for segments in 0..=MOST_SEGMENTS as u8 + 1 {
+        for segments in 0..=MAX_SEGMENTS as u8 + 1 {
             for fill in fills {
-                let mut bytes = [fill; LARGEST_WQE];
+                let mut bytes = [fill; MAX_WQE_LEN];
                 bytes[3] = code;
                 bytes[7] = segments;
-                for len in [0, 15, 16, 48, LARGEST_WQE] {
+                for len in [0, 15, 16, 48, MAX_WQE_LEN] {
                     if let Ok(wqe) = Wqe::parse(&bytes[..len]) {
                         walk(&wqe);
                     }
@@ -572,7 +572,7 @@ proptest! {
         }
         if let Ok(wqe) = Wqe::parse(&bytes) {
             let len = walk(&wqe);
-            prop_assert!(len <= LONGEST_MESSAGE);
+            prop_assert!(len <= MAX_MESSAGE_LEN);
             prop_assert!(usize::from(wqe.control.segments) * SEGMENT <= bytes.len());
         }
         if let Ok(receive) = Receive::parse(&bytes) {
@@ -598,15 +598,15 @@ proptest! {
 
     #[test]
     fn the_producer_is_never_further_than_the_ring(
-        consumer: u16, shift in 0u32..16, doorbell: Option<u16>, record: u16,
+        consumer: u16, shift in 0u32..16, doorbell: Option<u16>, dbrec: u16,
     ) {
-        let blocks = 1 << shift;
-        let found = producer(consumer, blocks, doorbell, record);
+        let wqebbs = 1 << shift;
+        let found = producer(consumer, wqebbs, doorbell, dbrec);
         let ahead = u32::from(found.wrapping_sub(consumer));
-        prop_assert!(ahead <= blocks);
-        for value in doorbell.into_iter().chain([record]) {
+        prop_assert!(ahead <= wqebbs);
+        for value in doorbell.into_iter().chain([dbrec]) {
             let distance = u32::from(value.wrapping_sub(consumer));
-            prop_assert!(distance > blocks || distance <= ahead);
+            prop_assert!(distance > wqebbs || distance <= ahead);
         }
     }
 

@@ -6,7 +6,7 @@ use super::address::{ADDRESS_SEGMENTS, AddressVector};
 use super::atomic::{Atomic, AtomicWidth};
 use super::opcode::Opcode;
 use super::status::Status;
-use super::{LONGEST_MESSAGE, SEGMENT, array, be16, be32, be64, blocks};
+use super::{MAX_MESSAGE_LEN, SEGMENT, array, be16, be32, be64, wqebbs};
 
 /// The bit of a byte count that says that the bytes follow.
 pub(super) const INLINE: u32 = 1 << 31;
@@ -26,7 +26,7 @@ pub(super) mod field {
 
 /// When an entry makes a completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Completions {
+pub enum CqUpdate {
     /// When it fails.
     OnError,
     /// When it is the first to fail.
@@ -37,7 +37,7 @@ pub enum Completions {
     AlwaysWithEvent,
 }
 
-impl Completions {
+impl CqUpdate {
     const fn from_bits(bits: u8) -> Self {
         match bits & 3 {
             0 => Self::OnError,
@@ -50,7 +50,7 @@ impl Completions {
 
 /// What an entry waits for before it begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fence {
+pub enum FenceMode {
     /// Nothing.
     None,
     /// Changes of memory keys that were posted before (nothing, here: there are none).
@@ -63,7 +63,7 @@ pub enum Fence {
     Both,
 }
 
-impl Fence {
+impl FenceMode {
     /// The three bits. Values without a meaning are taken for the strictest: waiting is never wrong.
     const fn from_bits(bits: u8) -> Self {
         match bits & 7 {
@@ -103,15 +103,15 @@ impl Fence {
 /// and parses the copy: the ring may change at any moment, the copy does not.
 ///
 /// ```
-/// use warpwire::mlx5::{Control, Opcode};
+/// use warpwire::mlx5::{ControlSegment, Opcode};
 /// let bytes = [0, 0, 5, 8, 0, 1, 0x23, 3, 0, 0, 0, 8, 0, 0, 0, 0];
-/// let control = Control::parse(&bytes);
+/// let control = ControlSegment::parse(&bytes);
 /// assert_eq!(control.opcode, Opcode::RdmaWrite);
 /// assert_eq!((control.index, control.qpn, control.segments), (5, 0x123, 3));
 /// assert!(control.is_signaled());
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Control {
+pub struct ControlSegment {
     /// What is asked for.
     pub opcode: Opcode,
     /// A modifier, with a meaning for each operation.
@@ -123,16 +123,16 @@ pub struct Control {
     /// How many segments the entry has, this one included.
     pub segments: u8,
     /// When it makes a completion.
-    pub completions: Completions,
+    pub cq_update: CqUpdate,
     /// What it waits for.
-    pub fence: Fence,
+    pub fence: FenceMode,
     /// Whether the peer's completion should wake its owner.
     pub solicited: bool,
     /// The last four bytes: an immediate, a key, or garbage.
     pub imm: [u8; 4],
 }
 
-impl Control {
+impl ControlSegment {
     /// Reads a control segment; every sixteen bytes are one.
     #[inline]
     pub fn parse(bytes: &[u8; SEGMENT]) -> Self {
@@ -144,8 +144,8 @@ impl Control {
             index: be16(bytes, field::INDEX),
             qpn: qpn_ds >> 8,
             segments: (qpn_ds & 0x3f) as u8,
-            completions: Completions::from_bits(flags >> 2),
-            fence: Fence::from_bits(flags >> 5),
+            cq_update: CqUpdate::from_bits(flags >> 2),
+            fence: FenceMode::from_bits(flags >> 5),
             solicited: flags & 2 != 0,
             imm: array(bytes, field::IMM),
         }
@@ -153,14 +153,14 @@ impl Control {
 
     /// Whether success makes a completion too.
     pub const fn is_signaled(&self) -> bool {
-        matches!(self.completions, Completions::Always | Completions::AlwaysWithEvent)
+        matches!(self.cq_update, CqUpdate::Always | CqUpdate::AlwaysWithEvent)
     }
 
     /// How many blocks of the ring the entry takes; an entry without segments takes one all the same, so
     /// that a consumer always gets on.
-    pub const fn blocks(&self) -> u16 {
-        let blocks = blocks(self.segments);
-        if blocks == 0 { 1 } else { blocks }
+    pub const fn wqebbs(&self) -> u16 {
+        let wqebbs = wqebbs(self.segments);
+        if wqebbs == 0 { 1 } else { wqebbs }
     }
 
     /// Whether the writer meant the block of this number.
@@ -168,8 +168,8 @@ impl Control {
     /// A doorbell that arrives in two halves can promise blocks that are not written yet; what lies there
     /// then is an older lap's entry, or nothing, and bears another number. Such an entry is not wrong: it
     /// is not there yet.
-    pub const fn is_at(&self, block: u16) -> bool {
-        self.index == block
+    pub const fn is_at(&self, wqe_index: u16) -> bool {
+        self.index == wqe_index
     }
 }
 
@@ -219,24 +219,26 @@ pub struct Wait {
 ///
 /// A range of no bytes is nothing: hardware is said to take it for 2 GiB, and every writer avoids it.
 #[derive(Clone, Copy, Debug)]
-pub struct Payload<'a> {
+pub struct WqePayload<'a> {
     segments: &'a [[u8; SEGMENT]],
     len: u64,
 }
 
-impl<'a> Payload<'a> {
-    fn parse(segments: &'a [[u8; SEGMENT]], may_be_inline: bool) -> Result<Self, Refused> {
-        let mut pieces = Pieces { rest: segments };
+impl<'a> WqePayload<'a> {
+    fn parse(segments: &'a [[u8; SEGMENT]], may_be_inline: bool) -> Result<Self, WqeError> {
+        let mut data_segments = DataSegments { rest: segments };
         let mut len = 0;
         loop {
-            match pieces.step()? {
+            match data_segments.step()? {
                 None => break,
-                Some(Piece::Inline(_)) if !may_be_inline => return Err(Refused::InlineTarget),
-                Some(piece) => len += piece.len(),
+                Some(DataSegment::Inline(_)) if !may_be_inline => {
+                    return Err(WqeError::InlineTarget);
+                }
+                Some(segment) => len += segment.len(),
             }
         }
-        if len > LONGEST_MESSAGE {
-            return Err(Refused::TooLong);
+        if len > MAX_MESSAGE_LEN {
+            return Err(WqeError::TooLong);
         }
         Ok(Self { segments, len })
     }
@@ -252,21 +254,21 @@ impl<'a> Payload<'a> {
     }
 
     /// The parts, in order, without empty ones.
-    pub const fn pieces(&self) -> Pieces<'a> {
-        Pieces { rest: self.segments }
+    pub const fn data_segments(&self) -> DataSegments<'a> {
+        DataSegments { rest: self.segments }
     }
 }
 
-/// A part of a [`Payload`].
+/// A part of a [`WqePayload`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Piece<'a> {
+pub enum DataSegment<'a> {
     /// A range of local memory.
     Memory(Data),
     /// Bytes in the entry itself.
     Inline(&'a [u8]),
 }
 
-impl Piece<'_> {
+impl DataSegment<'_> {
     /// How many bytes.
     pub const fn len(&self) -> u64 {
         match self {
@@ -281,40 +283,40 @@ impl Piece<'_> {
     }
 }
 
-/// The parts of a [`Payload`], one after the other.
+/// The parts of a [`WqePayload`], one after the other.
 #[derive(Clone, Debug)]
-pub struct Pieces<'a> {
+pub struct DataSegments<'a> {
     rest: &'a [[u8; SEGMENT]],
 }
 
-impl<'a> Pieces<'a> {
-    fn step(&mut self) -> Result<Option<Piece<'a>>, Refused> {
+impl<'a> DataSegments<'a> {
+    fn step(&mut self) -> Result<Option<DataSegment<'a>>, WqeError> {
         let Some((first, after)) = self.rest.split_first() else { return Ok(None) };
         let count = be32(first, 0);
         if count & INLINE == 0 {
             self.rest = after;
-            return Ok(Some(Piece::Memory(Data::parse(first))));
+            return Ok(Some(DataSegment::Memory(Data::parse(first))));
         }
         let len = (count & !INLINE) as usize;
         let (mine, after) = self
             .rest
             .split_at_checked((4 + len).div_ceil(SEGMENT))
-            .ok_or(Refused::InlineOverrun)?;
+            .ok_or(WqeError::InlineOverrun)?;
         self.rest = after;
-        let bytes = mine.as_flattened().get(4..4 + len).ok_or(Refused::InlineOverrun)?;
-        Ok(Some(Piece::Inline(bytes)))
+        let bytes = mine.as_flattened().get(4..4 + len).ok_or(WqeError::InlineOverrun)?;
+        Ok(Some(DataSegment::Inline(bytes)))
     }
 }
 
-impl<'a> Iterator for Pieces<'a> {
-    type Item = Piece<'a>;
+impl<'a> Iterator for DataSegments<'a> {
+    type Item = DataSegment<'a>;
 
-    fn next(&mut self) -> Option<Piece<'a>> {
+    fn next(&mut self) -> Option<DataSegment<'a>> {
         loop {
             // The payload was walked once when it was parsed, so that no step fails.
-            let piece = self.step().ok().flatten()?;
-            if !piece.is_empty() {
-                return Some(piece);
+            let segment = self.step().ok().flatten()?;
+            if !segment.is_empty() {
+                return Some(segment);
             }
         }
     }
@@ -341,7 +343,7 @@ pub enum Work<'a> {
         /// What goes with it.
         kind: SendKind,
         /// The message.
-        payload: Payload<'a>,
+        payload: WqePayload<'a>,
     },
     /// Bytes for the peer's memory.
     Write {
@@ -350,14 +352,14 @@ pub enum Work<'a> {
         /// Four bytes for a receive of the peer.
         imm: Option<[u8; 4]>,
         /// The bytes.
-        payload: Payload<'a>,
+        payload: WqePayload<'a>,
     },
     /// Bytes from the peer's memory.
     Read {
         /// Where they are.
         remote: Remote,
         /// Where they go; never inline.
-        into: Payload<'a>,
+        into: WqePayload<'a>,
     },
     /// An atomic operation on a word of the peer.
     Atomic {
@@ -366,20 +368,20 @@ pub enum Work<'a> {
         /// What is done to it.
         op: Atomic,
         /// Where its old value goes; at least as long as the word, never inline.
-        into: Payload<'a>,
+        into: WqePayload<'a>,
     },
     /// A pause of the queue.
     Wait(Wait),
     /// A read of local memory that goes nowhere; never inline.
     Dump {
         /// What is read.
-        from: Payload<'a>,
+        from: WqePayload<'a>,
     },
 }
 
 /// Why an entry cannot be carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Refused {
+pub enum WqeError {
     /// It says that it has no segments.
     Empty,
     /// It is longer than the bytes that were given.
@@ -402,7 +404,7 @@ pub enum Refused {
     TooLong,
 }
 
-impl Refused {
+impl WqeError {
     /// The status that the completion gives.
     pub const fn status(self) -> Status {
         match self {
@@ -412,7 +414,7 @@ impl Refused {
     }
 }
 
-impl fmt::Display for Refused {
+impl fmt::Display for WqeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Empty => f.pad("the entry says that it has no segments"),
@@ -431,12 +433,12 @@ impl fmt::Display for Refused {
     }
 }
 
-impl std::error::Error for Refused {}
+impl std::error::Error for WqeError {}
 
 /// A send queue entry.
 ///
 /// ```
-/// use warpwire::mlx5::{Builder, Opcode, Piece, Refused, Scratch, Work, Wqe};
+/// use warpwire::mlx5::{Builder, Opcode, DataSegment, WqeError, Scratch, Work, Wqe};
 /// let mut scratch = Scratch::default();
 /// let image = Builder::new(&mut scratch, Opcode::RdmaWrite, 5, 0x123)
 ///     .signaled()
@@ -446,21 +448,21 @@ impl std::error::Error for Refused {}
 /// let wqe = Wqe::parse(image.bytes()).unwrap();
 /// let Work::Write { remote, imm: None, payload } = wqe.work else { panic!("{wqe:?}") };
 /// assert_eq!((remote.address, remote.rkey, payload.len()), (0x1000, 0x1234, 5));
-/// assert_eq!(payload.pieces().next(), Some(Piece::Inline(b"hello")));
-/// assert_eq!(Wqe::parse(&image.bytes()[..16]).unwrap_err(), Refused::Truncated);
-/// # Ok::<(), warpwire::mlx5::Full>(())
+/// assert_eq!(payload.data_segments().next(), Some(DataSegment::Inline(b"hello")));
+/// assert_eq!(Wqe::parse(&image.bytes()[..16]).unwrap_err(), WqeError::Truncated);
+/// # Ok::<(), warpwire::mlx5::WqeTooLong>(())
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Wqe<'a> {
     /// The flags and numbers of its first segment.
-    pub control: Control,
+    pub control: ControlSegment,
     /// What it asks for.
     pub work: Work<'a>,
 }
 
 impl<'a> Wqe<'a> {
     /// Reads an entry from a copy of its bytes, of which there may be more than it says it has.
-    pub fn parse(bytes: &'a [u8]) -> Result<Self, Refused> {
+    pub fn parse(bytes: &'a [u8]) -> Result<Self, WqeError> {
         let (control, rest) = Self::segments(bytes)?;
         let work = Self::work(&control, rest)?;
         Ok(Self { control, work })
@@ -468,14 +470,14 @@ impl<'a> Wqe<'a> {
 
     /// Reads an entry of a datagram queue pair, and whom it is for if it is a message. Only what needs no connection
     /// is an entry there.
-    pub fn parse_datagram(bytes: &'a [u8]) -> Result<(Self, Option<AddressVector>), Refused> {
+    pub fn parse_datagram(bytes: &'a [u8]) -> Result<(Self, Option<AddressVector>), WqeError> {
         let (control, rest) = Self::segments(bytes)?;
         match control.opcode {
             Opcode::Send | Opcode::SendImm => {
                 let split = rest.split_at_checked(ADDRESS_SEGMENTS);
-                let (address, rest) = split.ok_or(Refused::MissingSegment)?;
+                let (address, rest) = split.ok_or(WqeError::MissingSegment)?;
                 let address = address.as_flattened().try_into();
-                let address = address.map_err(|_| Refused::MissingSegment)?;
+                let address = address.map_err(|_| WqeError::MissingSegment)?;
                 let work = Self::work(&control, rest)?;
                 Ok((Self { control, work }, Some(AddressVector::parse(address))))
             }
@@ -483,21 +485,21 @@ impl<'a> Wqe<'a> {
                 let work = Self::work(&control, rest)?;
                 Ok((Self { control, work }, None))
             }
-            other => Err(Refused::NotConnected(other.code())),
+            other => Err(WqeError::NotConnected(other.code())),
         }
     }
 
-    fn segments(bytes: &'a [u8]) -> Result<(Control, &'a [[u8; SEGMENT]]), Refused> {
+    fn segments(bytes: &'a [u8]) -> Result<(ControlSegment, &'a [[u8; SEGMENT]]), WqeError> {
         let (all, _) = bytes.as_chunks::<SEGMENT>();
-        let control = Control::parse(all.first().ok_or(Refused::Truncated)?);
+        let control = ControlSegment::parse(all.first().ok_or(WqeError::Truncated)?);
         match usize::from(control.segments) {
-            0 => Err(Refused::Empty),
-            count => Ok((control, all.get(1..count).ok_or(Refused::Truncated)?)),
+            0 => Err(WqeError::Empty),
+            count => Ok((control, all.get(1..count).ok_or(WqeError::Truncated)?)),
         }
     }
 
-    fn work(control: &Control, rest: &'a [[u8; SEGMENT]]) -> Result<Work<'a>, Refused> {
-        let send = |kind| Ok(Work::Send { kind, payload: Payload::parse(rest, true)? });
+    fn work(control: &ControlSegment, rest: &'a [[u8; SEGMENT]]) -> Result<Work<'a>, WqeError> {
+        let send = |kind| Ok(Work::Send { kind, payload: WqePayload::parse(rest, true)? });
         let imm = control.imm;
         match control.opcode {
             Opcode::Nop => Ok(Work::Nop),
@@ -508,7 +510,7 @@ impl<'a> Wqe<'a> {
             Opcode::RdmaWriteImm => Self::write(rest, Some(imm)),
             Opcode::RdmaRead => {
                 let (remote, rest) = first(rest)?;
-                let into = Payload::parse(rest, false)?;
+                let into = WqePayload::parse(rest, false)?;
                 Ok(Work::Read { remote: Remote::parse(remote), into })
             }
             Opcode::CompareSwap
@@ -519,28 +521,28 @@ impl<'a> Wqe<'a> {
                 let (wait, _) = first(rest)?;
                 Ok(Work::Wait(Wait { index: be32(wait, 8), cqn: be32(wait, 12) & 0xff_ffff }))
             }
-            Opcode::Dump => Ok(Work::Dump { from: Payload::parse(rest, false)? }),
+            Opcode::Dump => Ok(Work::Dump { from: WqePayload::parse(rest, false)? }),
             Opcode::LocalInvalidate
             | Opcode::SetPsv
             | Opcode::Umr
             | Opcode::Mmo
-            | Opcode::Unknown(_) => Err(Refused::Opcode(control.opcode.code())),
+            | Opcode::Unknown(_) => Err(WqeError::Opcode(control.opcode.code())),
         }
     }
 
-    fn write(rest: &'a [[u8; SEGMENT]], imm: Option<[u8; 4]>) -> Result<Work<'a>, Refused> {
+    fn write(rest: &'a [[u8; SEGMENT]], imm: Option<[u8; 4]>) -> Result<Work<'a>, WqeError> {
         let (remote, rest) = first(rest)?;
-        let payload = Payload::parse(rest, true)?;
+        let payload = WqePayload::parse(rest, true)?;
         Ok(Work::Write { remote: Remote::parse(remote), imm, payload })
     }
 
-    fn atomic(control: &Control, rest: &'a [[u8; SEGMENT]]) -> Result<Work<'a>, Refused> {
+    fn atomic(control: &ControlSegment, rest: &'a [[u8; SEGMENT]]) -> Result<Work<'a>, WqeError> {
         let (remote, rest) = first(rest)?;
         let (operands, rest) = first(rest)?;
         let width = || match control.opmod {
             MASKED_FOUR => Ok(AtomicWidth::Four),
             MASKED_EIGHT => Ok(AtomicWidth::Eight),
-            other => Err(Refused::AtomicWidth(other)),
+            other => Err(WqeError::AtomicWidth(other)),
         };
         let (op, rest) = match control.opcode {
             Opcode::CompareSwap => {
@@ -566,16 +568,16 @@ impl<'a> Wqe<'a> {
                 (op, rest)
             }
         };
-        let into = Payload::parse(rest, false)?;
+        let into = WqePayload::parse(rest, false)?;
         if into.len() < op.width().bytes() {
-            return Err(Refused::ShortResult);
+            return Err(WqeError::ShortResult);
         }
         Ok(Work::Atomic { remote: Remote::parse(remote), op, into })
     }
 }
 
-fn first(segments: &[[u8; SEGMENT]]) -> Result<(&[u8; SEGMENT], &[[u8; SEGMENT]]), Refused> {
-    segments.split_first().ok_or(Refused::MissingSegment)
+fn first(segments: &[[u8; SEGMENT]]) -> Result<(&[u8; SEGMENT], &[[u8; SEGMENT]]), WqeError> {
+    segments.split_first().ok_or(WqeError::MissingSegment)
 }
 
 /// Two operands of that width that follow each other.

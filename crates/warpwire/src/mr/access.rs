@@ -57,7 +57,7 @@ impl Access {
 
     /// Whether anything of `other` is in this set.
     #[inline]
-    pub const fn has_any(self, other: Self) -> bool {
+    pub const fn intersects(self, other: Self) -> bool {
         self.0 & other.0 != 0
     }
 

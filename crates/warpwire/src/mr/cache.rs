@@ -2,7 +2,7 @@
 //!
 //! Registering costs microseconds, and programs send from the same buffers again and again. The danger of such a cache
 //! is memory that was freed since: so an entry is used again only if its memory is known to be there still. How it is
-//! known is told by [`Trust`].
+//! known is told by [`Validation`].
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,18 +13,18 @@ use parking_lot::Mutex;
 
 use super::access::Access;
 use super::client::{PeerClient, Persistence};
-use super::registration::Mr;
-use super::registry::{Pd, Registry};
-use super::unmaps::{self, Watched};
+use super::registration::SoftMr;
+use super::registry::{Registry, SoftPd};
+use super::uffd::{self, UffdWatch};
 use crate::error::{Error, Kind, Result};
 
-/// Limits of a [`Cache`], and the rights of what it registers.
+/// Limits of a [`MrCache`], and the rights of what it registers.
 #[derive(Clone, Copy, Debug)]
 pub struct CacheOptions {
     /// How many bytes it keeps registered at most.
-    pub most_bytes: u64,
+    pub max_bytes: u64,
     /// How many registrations it keeps at most.
-    pub most_entries: usize,
+    pub max_entries: usize,
     /// What may be done with the memory.
     pub access: Access,
     /// Whether host memory is watched by userfaultfd. Without, each use asks the kernel whether it is mapped.
@@ -34,27 +34,27 @@ pub struct CacheOptions {
 impl Default for CacheOptions {
     fn default() -> Self {
         let access = Access::ALL;
-        Self { most_bytes: 64 << 30, most_entries: 4096, access, watch: true }
+        Self { max_bytes: 64 << 30, max_entries: 4096, access, watch: true }
     }
 }
 
 /// How a cache knows that the memory of an entry is still the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Trust {
+pub enum Validation {
     /// Its client tells when it goes.
-    Told,
+    OwnerNotifies,
     /// The kernel tells when it is unmapped.
-    Watched,
+    UffdWatch,
     /// Nobody tells, for this reason: each use asks whose memory it is.
-    Asked(String),
+    CheckedPerUse(String),
 }
 
-impl fmt::Display for Trust {
+impl fmt::Display for Validation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Told => f.pad("its owner tells when it goes"),
-            Self::Watched => f.pad("the kernel tells when it is unmapped"),
-            Self::Asked(why) => write!(f, "asked at each use, because {why}"),
+            Self::OwnerNotifies => f.pad("its owner tells when it goes"),
+            Self::UffdWatch => f.pad("the kernel tells when it is unmapped"),
+            Self::CheckedPerUse(why) => write!(f, "asked at each use, because {why}"),
         }
     }
 }
@@ -73,7 +73,7 @@ pub struct CacheStats {
     /// Entries that became part of a larger one.
     pub merges: u64,
     /// Registrations that did not fit, and ended with their use.
-    pub unkept: u64,
+    pub uncached: u64,
     /// How many entries there are now.
     pub entries: usize,
     /// How many bytes they have.
@@ -83,9 +83,9 @@ pub struct CacheStats {
 /// A cache of registrations of one protection domain, all with the same rights. Clones are the same cache.
 ///
 /// ```
-/// use warpwire::mr::{Cache, CacheOptions, Registry};
+/// use warpwire::mr::{MrCache, CacheOptions, Registry};
 /// let registry = Registry::new();
-/// let cache = Cache::new(&registry, &registry.pd(), CacheOptions::default())?;
+/// let cache = MrCache::new(&registry, &registry.pd(), CacheOptions::default())?;
 /// let words: Vec<_> = (0..512).map(std::sync::atomic::AtomicU64::new).collect();
 /// let at = words.as_ptr().addr() as u64;
 /// // SAFETY: the words outlive their use, and are atomics, which peers may change.
@@ -99,11 +99,11 @@ pub struct CacheStats {
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Clone)]
-pub struct Cache(Arc<Shared>);
+pub struct MrCache(Arc<Shared>);
 
 struct Shared {
     registry: Registry,
-    pd: Pd,
+    pd: SoftPd,
     options: CacheOptions,
     state: Mutex<State>,
 }
@@ -119,59 +119,59 @@ struct State {
 
 struct Entry {
     end: u64,
-    mr: Arc<Mr>,
-    proof: Arc<Proof>,
-    used: u64,
+    mr: Arc<SoftMr>,
+    validator: Arc<Validator>,
+    last_used: u64,
 }
 
 /// How an entry is known to be good.
-enum Proof {
-    Told,
-    Watched(Watched),
-    Asked { client: Arc<dyn PeerClient>, identity: Option<u64>, why: String },
+enum Validator {
+    OwnerNotifies,
+    UffdWatch(UffdWatch),
+    CheckedPerUse { client: Arc<dyn PeerClient>, identity: Option<u64>, why: String },
 }
 
 /// A registration in use. Its memory may be used through it until it is dropped; then the cache decides.
 pub struct Lease {
-    mr: Arc<Mr>,
-    proof: Arc<Proof>,
+    mr: Arc<SoftMr>,
+    validator: Arc<Validator>,
 }
 
 impl Lease {
     /// How the cache knows that the memory is still the same.
-    pub fn trust(&self) -> Trust {
-        match &*self.proof {
-            Proof::Told => Trust::Told,
-            Proof::Watched(_) => Trust::Watched,
-            Proof::Asked { why, .. } => Trust::Asked(why.clone()),
+    pub fn validation(&self) -> Validation {
+        match &*self.validator {
+            Validator::OwnerNotifies => Validation::OwnerNotifies,
+            Validator::UffdWatch(_) => Validation::UffdWatch,
+            Validator::CheckedPerUse { why, .. } => Validation::CheckedPerUse(why.clone()),
         }
     }
 }
 
 impl Deref for Lease {
-    type Target = Mr;
+    type Target = SoftMr;
 
-    fn deref(&self) -> &Mr {
+    fn deref(&self) -> &SoftMr {
         &self.mr
     }
 }
 
 impl fmt::Debug for Lease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Lease({:?}, {})", self.mr, self.trust())
+        write!(f, "Lease({:?}, {})", self.mr, self.validation())
     }
 }
 
 impl Entry {
-    fn is_good(&self, start: u64) -> bool {
-        let good = match &*self.proof {
-            Proof::Told => true,
-            Proof::Watched(watched) => !watched.is_gone(),
-            Proof::Asked { client, identity, .. } => {
+    fn is_valid(&self, start: u64) -> bool {
+        let valid = match &*self.validator {
+            Validator::OwnerNotifies => true,
+            Validator::UffdWatch(watched) => !watched.is_invalidated(),
+            Validator::CheckedPerUse { client, identity, .. } => {
                 identity.is_some() && client.identity(start, self.end - start) == *identity
             }
         };
-        good && self.mr.is_live()
+        valid && self.mr.is_live()
     }
 
     fn is_in_use(&self) -> bool {
@@ -179,13 +179,13 @@ impl Entry {
     }
 
     fn lease(&self) -> Lease {
-        Lease { mr: self.mr.clone(), proof: self.proof.clone() }
+        Lease { mr: self.mr.clone(), validator: self.validator.clone() }
     }
 }
 
-impl Cache {
+impl MrCache {
     /// An empty cache.
-    pub fn new(registry: &Registry, pd: &Pd, options: CacheOptions) -> Result<Self> {
+    pub fn new(registry: &Registry, pd: &SoftPd, options: CacheOptions) -> Result<Self> {
         options.access.check()?;
         if options.access.contains(Access::ZERO_BASED) {
             return Err(Error::new(Kind::InvalidArgument, "make a registration cache")
@@ -231,11 +231,11 @@ impl Cache {
     /// Throws out what overlaps the range, as when its memory is about to be freed. Leases keep what they have.
     pub fn invalidate(&self, address: u64, len: u64) {
         let end = address.saturating_add(len);
-        let mut out = Vec::new();
+        let mut removed = Vec::new();
         {
             let mut state = self.0.state.lock();
             for start in state.overlapping(address, end) {
-                out.extend(state.remove(start));
+                removed.extend(state.remove(start));
                 state.stats.invalidations += 1;
             }
         }
@@ -243,12 +243,12 @@ impl Cache {
 
     /// Throws out everything that nobody uses.
     pub fn clear(&self) {
-        let mut out = Vec::new();
+        let mut removed = Vec::new();
         let mut state = self.0.state.lock();
         let idle = |(start, entry): (&u64, &Entry)| (!entry.is_in_use()).then_some(*start);
         let idle: Vec<u64> = state.entries.iter().filter_map(idle).collect();
         for start in idle {
-            out.extend(state.remove(start));
+            removed.extend(state.remove(start));
             state.stats.evictions += 1;
         }
         drop(state);
@@ -262,39 +262,39 @@ impl Cache {
 
     /// The entry that holds a range, if its memory is still there.
     fn find(&self, address: u64, end: u64) -> Option<Lease> {
-        let mut out = None;
+        let mut removed = None;
         let mut state = self.0.state.lock();
         state.clock += 1;
         let now = state.clock;
         let found = state.entries.range_mut(..=address).next_back();
-        let (start, good) = match found {
-            Some((start, entry)) if entry.end >= end => (*start, entry.is_good(*start)),
+        let (start, valid) = match found {
+            Some((start, entry)) if entry.end >= end => (*start, entry.is_valid(*start)),
             _ => return None,
         };
-        if good {
+        if valid {
             state.stats.hits += 1;
             let entry = state.entries.get_mut(&start)?;
-            entry.used = now;
+            entry.last_used = now;
             return Some(entry.lease());
         }
         state.stats.invalidations += 1;
-        out.replace(state.remove(start));
+        removed.replace(state.remove(start));
         drop(state);
         None
     }
 
     /// The range, and all that good entries which overlap it hold.
     fn union(&self, address: u64, end: u64) -> (u64, u64) {
-        let mut out = Vec::new();
+        let mut removed = Vec::new();
         let mut state = self.0.state.lock();
         let (mut from, mut to) = (address, end);
         for start in state.overlapping(address, end) {
             match state.entries.get(&start) {
-                Some(entry) if entry.is_good(start) => {
+                Some(entry) if entry.is_valid(start) => {
                     (from, to) = (from.min(start), to.max(entry.end));
                 }
                 _ => {
-                    out.extend(state.remove(start));
+                    removed.extend(state.remove(start));
                     state.stats.invalidations += 1;
                 }
             }
@@ -311,7 +311,7 @@ impl Cache {
         let len = end - start;
         // Before the memory is looked at: what happens to it from now on is heard of.
         let watched = match options.watch {
-            true => unmaps::watch(start, len),
+            true => uffd::watch(start, len),
             false => Err(Error::new(Kind::Unsupported, "watch host memory")
                 .why("the cache was told not to watch")),
         };
@@ -322,44 +322,44 @@ impl Cache {
         let client = client.ok_or_else(|| {
             Error::new(Kind::Unavailable, "cache a registration").why("its client is gone")
         })?;
-        let proof = match (client.persistence(), watched) {
-            (Persistence::Invalidates, _) => Proof::Told,
-            (Persistence::Persistent, Ok(watched)) => Proof::Watched(watched),
+        let validator = match (client.persistence(), watched) {
+            (Persistence::Invalidates, _) => Validator::OwnerNotifies,
+            (Persistence::Persistent, Ok(watched)) => Validator::UffdWatch(watched),
             (Persistence::Persistent, Err(error)) => {
                 let identity = client.identity(start, len);
                 let why = match client.name() {
                     "host" => error.reason().to_owned(),
                     name => format!("{name} does not tell of frees"),
                 };
-                Proof::Asked { client, identity, why }
+                Validator::CheckedPerUse { client, identity, why }
             }
         };
-        Ok(Entry { end, mr: Arc::new(mr), proof: Arc::new(proof), used: 0 })
+        Ok(Entry { end, mr: Arc::new(mr), validator: Arc::new(validator), last_used: 0 })
     }
 
     /// Keeps a new entry, in the place of those that it covers, if there is room.
     fn insert(&self, start: u64, end: u64, mut entry: Entry) -> Lease {
         let lease = entry.lease();
-        let mut out = Vec::new();
+        let mut removed = Vec::new();
         let mut state = self.0.state.lock();
         state.stats.misses += 1;
         for other in state.overlapping(start, end) {
-            out.extend(state.remove(other));
+            removed.extend(state.remove(other));
             state.stats.merges += 1;
         }
-        while !state.has_room(end - start, &self.0.options) {
-            let Some(oldest) = state.oldest_idle() else { break };
-            out.extend(state.remove(oldest));
+        while !state.fits(end - start, &self.0.options) {
+            let Some(oldest) = state.least_recently_used() else { break };
+            removed.extend(state.remove(oldest));
             state.stats.evictions += 1;
         }
-        if state.has_room(end - start, &self.0.options) {
+        if state.fits(end - start, &self.0.options) {
             state.clock += 1;
-            entry.used = state.clock;
+            entry.last_used = state.clock;
             state.stats.bytes += end - start;
             state.entries.insert(start, entry);
         } else {
-            state.stats.unkept += 1;
-            out.push(entry);
+            state.stats.uncached += 1;
+            removed.push(entry);
         }
         // Registrations end outside of the lock: their clients' code runs then.
         drop(state);
@@ -381,18 +381,18 @@ impl State {
         Some(entry)
     }
 
-    fn has_room(&self, len: u64, options: &CacheOptions) -> bool {
+    fn fits(&self, len: u64, options: &CacheOptions) -> bool {
         let bytes = self.stats.bytes.saturating_add(len);
-        self.entries.len() < options.most_entries && bytes <= options.most_bytes
+        self.entries.len() < options.max_entries && bytes <= options.max_bytes
     }
 
-    fn oldest_idle(&self) -> Option<u64> {
+    fn least_recently_used(&self) -> Option<u64> {
         let idle = self.entries.iter().filter(|(_, entry)| !entry.is_in_use());
-        idle.min_by_key(|(_, entry)| entry.used).map(|(start, _)| *start)
+        idle.min_by_key(|(_, entry)| entry.last_used).map(|(start, _)| *start)
     }
 }
 
-impl fmt::Debug for Cache {
+impl fmt::Debug for MrCache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let CacheStats { entries, bytes, hits, misses, .. } = self.stats();
         write!(f, "Cache({entries} entries, {bytes} bytes, {hits} hits, {misses} misses)")

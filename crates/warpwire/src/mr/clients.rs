@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::client::{End, Invalidate, PeerClient, PeerPages, Persistence};
+use super::client::{InvalidationHandle, PeerClient, PeerPages, Persistence, ReleaseReason};
 use super::maps;
-use super::memory::Memory;
+use super::memory::MemorySource;
 use crate::error::{Error, Kind, Result};
-use crate::mem::{self, Allocation, Backend, DeviceAddr, MemoryEvent, Watch};
+use crate::mem::{self, Allocation, Backend, DeviceAddr, MemoryEvent, WatchGuard};
 
 /// In the order in which they are asked. The host knows at once; CUDA would have to be loaded.
 pub(super) fn all() -> Vec<Arc<dyn PeerClient>> {
@@ -18,7 +18,7 @@ pub(super) fn all() -> Vec<Arc<dyn PeerClient>> {
 /// GPUs pin memory in units of this size.
 const GPU_PAGE: u64 = 64 << 10;
 
-fn not_mine(why: impl Into<String>) -> Error {
+fn not_owned(why: impl Into<String>) -> Error {
     Error::new(Kind::NotDeviceMemory, "find memory by its address").why(why.into())
 }
 
@@ -41,12 +41,13 @@ impl PeerClient for Host {
     }
 
     fn acquire(self: Arc<Self>, address: u64, len: u64) -> Result<Box<dyn PeerPages>> {
-        let found = maps::look_up(address, len).map_err(|missing| not_mine(missing.to_string()))?;
+        let found = maps::query_range(address, len)
+            .map_err(|range_error| not_owned(range_error.to_string()))?;
         Ok(Box::new(HostPages { address, len, writable: found.writable }))
     }
 
     fn identity(&self, address: u64, len: u64) -> Option<u64> {
-        maps::look_up(address, len).ok().map(|found| found.identity)
+        maps::query_range(address, len).ok().map(|found| found.identity)
     }
 }
 
@@ -55,7 +56,7 @@ impl PeerPages for HostPages {
         rustix::param::page_size() as u64
     }
 
-    fn get_pages(&self, writes: bool, _: Invalidate) -> Result<()> {
+    fn get_pages(&self, writes: bool, _: InvalidationHandle) -> Result<()> {
         if writes && !self.writable {
             return Err(Error::new(Kind::PermissionDenied, "pin host memory")
                 .why("part of it is mapped for reading only")
@@ -65,15 +66,15 @@ impl PeerPages for HostPages {
     }
 
     #[allow(unsafe_code)]
-    fn dma_map(&self, _: &str) -> Result<Memory> {
+    fn dma_map(&self, _: &str) -> Result<MemorySource> {
         let base = std::ptr::with_exposed_provenance_mut(self.address as usize);
         // SAFETY: the promise of `Registry::register_address`, which is the only way here.
-        unsafe { Memory::raw(base, self.len) }
+        unsafe { MemorySource::raw(base, self.len) }
     }
 
     fn dma_unmap(&self, _: &str) {}
 
-    fn put_pages(&self, _: End) {}
+    fn put_pages(&self, _: ReleaseReason) {}
 }
 
 /// Memory of the devices of one backend.
@@ -81,18 +82,18 @@ struct Devices(Backend);
 
 struct DevicePages {
     memory: Allocation,
-    watch: Mutex<Option<Watch>>,
+    watch: Mutex<Option<WatchGuard>>,
 }
 
 impl Devices {
     fn borrow(&self, address: u64, len: u64) -> Result<Allocation> {
         if self.0 == Backend::Cuda && !mem::cuda::is_loaded() {
-            return Err(not_mine("this process has not loaded CUDA"));
+            return Err(not_owned("this process has not loaded CUDA"));
         }
         let address = DeviceAddr::new(address);
         let device = mem::owner_of(address)?;
         if device.info().backend != self.0 {
-            return Err(not_mine(format!("it is memory of {}", device.label())));
+            return Err(not_owned(format!("it is memory of {}", device.label())));
         }
         #[allow(unsafe_code)]
         // SAFETY: the promise of `Registry::register_address`, which is the only way here.
@@ -126,8 +127,8 @@ impl PeerClient for Devices {
         use std::hash::{DefaultHasher, Hash, Hasher};
         let memory = self.borrow(address, len).ok()?;
         let mut identity = DefaultHasher::new();
-        for piece in memory.pieces().ok()? {
-            (piece.offset, piece.id).hash(&mut identity);
+        for backing in memory.backing_allocations().ok()? {
+            (backing.offset, backing.id).hash(&mut identity);
         }
         Some(identity.finish())
     }
@@ -138,7 +139,7 @@ impl PeerPages for DevicePages {
         GPU_PAGE
     }
 
-    fn get_pages(&self, _: bool, invalidate: Invalidate) -> Result<()> {
+    fn get_pages(&self, _: bool, invalidate: InvalidationHandle) -> Result<()> {
         let listener = Arc::new(move |event| {
             if event == MemoryEvent::Freed {
                 invalidate.invalidate();
@@ -153,13 +154,13 @@ impl PeerPages for DevicePages {
         Ok(())
     }
 
-    fn dma_map(&self, _: &str) -> Result<Memory> {
+    fn dma_map(&self, _: &str) -> Result<MemorySource> {
         Ok(self.memory.whole()?.into())
     }
 
     fn dma_unmap(&self, _: &str) {}
 
-    fn put_pages(&self, _: End) {
+    fn put_pages(&self, _: ReleaseReason) {
         let watch = self.watch.lock().take();
         drop(watch);
     }

@@ -6,9 +6,9 @@ use rustix::fs::{FileType, fstat};
 
 use super::access::Access;
 use super::host::HostMemory;
-use super::memory::{Memory, What};
-use super::registration::{Attach, Mr, Named};
-use super::registry::{Pd, Provenance, Registry};
+use super::memory::{MemorySource, SourceKind};
+use super::registration::{AttachMode, RegisteredBy, SoftMr};
+use super::registry::{Provenance, Registry, SoftPd};
 use crate::error::{Error, Kind, Result};
 use crate::mem::{self, Allocation, DeviceAddr, DmaBuf};
 use crate::units;
@@ -53,51 +53,52 @@ impl Registry {
     /// must be equal within a page, and the rights are those that `ibv_reg_dmabuf_mr` takes.
     ///
     /// ```
-    /// use warpwire::{mem, mr::{Access, Attach, Named, Registry}};
+    /// use warpwire::{mem, mr::{Access, AttachMode, RegisteredBy, Registry}};
     /// let memory = mem::open("sim:0")?.alloc(1 << 20)?;
     /// let buffer = memory.export_dmabuf(8192, 4096)?;
     /// let (registry, rights) = (Registry::new(), Access::LOCAL_WRITE | Access::REMOTE_WRITE);
     /// let pd = registry.pd();
-    /// let mr = registry.register_dmabuf(&pd, (&buffer).into(), None, rights, Attach::Dynamic)?;
-    /// assert_eq!((mr.iova(), mr.named()), (8192, &Named::DmaBuf(Attach::Dynamic)));
+    /// let mr = registry.register_dmabuf(&pd, (&buffer).into(), None, rights, AttachMode::Dynamic)?;
+    /// assert_eq!((mr.iova(), mr.registered_by()), (8192, &RegisteredBy::DmaBuf(AttachMode::Dynamic)));
     ///
-    /// let odd = registry.register_dmabuf(&pd, (&buffer).into(), Some(100), rights, Attach::Dynamic);
+    /// let odd = registry.register_dmabuf(&pd, (&buffer).into(), Some(100), rights, AttachMode::Dynamic);
     /// assert!(odd.unwrap_err().to_string().contains("within a page"));
     /// # Ok::<(), warpwire::Error>(())
     /// ```
     pub fn register_dmabuf(
         &self,
-        pd: &Pd,
+        pd: &SoftPd,
         range: DmaBufRange<'_>,
         iova: Option<u64>,
         access: Access,
-        attach: Attach,
-    ) -> Result<Mr> {
+        attach: AttachMode,
+    ) -> Result<SoftMr> {
         let what = || format!("register {} of a dma-buf", units::bytes(range.len));
         self.attach(pd, range, iova, access, attach).map_err(|error| error.during(what()))
     }
 
     fn attach(
         &self,
-        pd: &Pd,
+        pd: &SoftPd,
         range: DmaBufRange<'_>,
         iova: Option<u64>,
         access: Access,
-        attach: Attach,
-    ) -> Result<Mr> {
+        attach: AttachMode,
+    ) -> Result<SoftMr> {
         check(range, iova, access)?;
         let iova = Some(iova.unwrap_or(range.offset));
-        let mut provenance = Provenance { named: Named::DmaBuf(attach), ..Provenance::default() };
+        let mut provenance =
+            Provenance { registered_by: RegisteredBy::DmaBuf(attach), ..Provenance::default() };
         let memory = match mem::exported_range(range.fd, range.offset, range.len)? {
             Some((memory, start)) => {
-                if attach == Attach::Static {
+                if attach == AttachMode::Static {
                     provenance.pin = Some(memory.pin()?);
                 }
                 of_device(&memory, start, range, attach)?
             }
             None => of_file(range)?,
         };
-        self.admit(pd, memory, iova, access, provenance)
+        self.register_source(pd, memory, iova, access, provenance)
     }
 }
 
@@ -137,8 +138,8 @@ fn of_device(
     memory: &Allocation,
     start: DeviceAddr,
     range: DmaBufRange<'_>,
-    attach: Attach,
-) -> Result<Memory> {
+    attach: AttachMode,
+) -> Result<MemorySource> {
     // The pages of a dma-buf may begin before the memory, and end behind it: those belong to others.
     let at = start.raw().wrapping_add(range.offset);
     let offset = at.wrapping_sub(memory.address().raw());
@@ -146,15 +147,15 @@ fn of_device(
         let first = memory.address().raw().wrapping_sub(start.raw());
         return Err(beyond(range, first.wrapping_add(memory.len())));
     }
-    let mut found = Memory::from(memory.region(offset, range.len)?);
-    if let What::Device { how, .. } = &mut found.what {
-        how.on_demand = attach == Attach::Dynamic;
+    let mut found = MemorySource::from(memory.region(offset, range.len)?);
+    if let SourceKind::Device { device_access, .. } = &mut found.what {
+        device_access.on_demand = attach == AttachMode::Dynamic;
     }
     Ok(found)
 }
 
 /// Pages of a file that the CPU maps.
-fn of_file(range: DmaBufRange<'_>) -> Result<Memory> {
+fn of_file(range: DmaBufRange<'_>) -> Result<MemorySource> {
     let refused = |why: String| Error::new(Kind::InvalidArgument, "register a dma-buf").why(why);
     let name = std::fs::read_link(format!("/proc/self/fd/{}", range.fd.as_raw_fd()));
     let name = name.map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
@@ -183,7 +184,7 @@ fn of_file(range: DmaBufRange<'_>) -> Result<Memory> {
         })?,
     };
     let size = pages.len();
-    pages.map_part(range.offset, range.len).ok_or_else(|| beyond(range, size))
+    pages.into_slice(range.offset, range.len).ok_or_else(|| beyond(range, size))
 }
 
 fn describe(fd: BorrowedFd<'_>, name: &str) -> String {

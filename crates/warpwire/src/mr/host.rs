@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use rustix::param::page_size;
 
-use super::memory::Memory;
+use super::memory::MemorySource;
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Region, SharedBytes};
 
@@ -23,7 +23,7 @@ use crate::mem::{Region, SharedBytes};
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// How long the larger pages are that processors have beside those of 4 KiB.
-const LARGE_PAGE: usize = 2 << 20;
+const HUGE_PAGE: usize = 2 << 20;
 
 /// Host memory in whole pages that another process can map too. Clones are the same memory.
 ///
@@ -45,7 +45,7 @@ struct Mapping {
     file: OwnedFd,
     base: NonNull<u8>,
     len: usize,
-    number: u64,
+    id: u64,
 }
 
 // SAFETY: the mapping belongs to this value alone and is accessed through SharedBytes only.
@@ -73,11 +73,11 @@ impl HostMemory {
     /// rounded up to whole such pages, all of which take memory at once.
     ///
     /// ```
-    /// let memory = warpwire::mr::HostMemory::in_large_pages(1 << 20).unwrap();
+    /// let memory = warpwire::mr::HostMemory::in_huge_pages(1 << 20).unwrap();
     /// assert_eq!(memory.len(), 2 << 20);
     /// ```
-    pub fn in_large_pages(len: u64) -> Result<Self> {
-        let rounded = len.checked_next_multiple_of(LARGE_PAGE as u64).unwrap_or(len);
+    pub fn in_huge_pages(len: u64) -> Result<Self> {
+        let rounded = len.checked_next_multiple_of(HUGE_PAGE as u64).unwrap_or(len);
         let memory = Self::new(rounded)?;
         let (base, size) = (memory.0.base.as_ptr().cast(), memory.0.len);
         // SAFETY: the range is ours, and neither call changes what its bytes are.
@@ -91,22 +91,22 @@ impl HostMemory {
 
     /// The memory of another process, by the descriptor that [`HostMemory`] gives there.
     pub fn open(file: OwnedFd) -> Result<Self> {
-        Self::open_as(file, true)
+        Self::open_with(file, true)
     }
 
     /// The same, for reading only perhaps: then nobody may write to its bytes.
-    pub(super) fn open_as(file: OwnedFd, writable: bool) -> Result<Self> {
+    pub(super) fn open_with(file: OwnedFd, writable: bool) -> Result<Self> {
         let about = |kind, why: &'static str| {
             Error::new(kind, "map host memory of another process").why(why)
         };
-        let strange = |why| about(Kind::InvalidArgument, why);
+        let invalid = |why| about(Kind::InvalidArgument, why);
         let status = fstat(&file).map_err(|e| failure(e, 0))?;
-        let seals = fcntl_get_seals(&file).map_err(|_| strange("the descriptor is not a memfd"))?;
+        let seals = fcntl_get_seals(&file).map_err(|_| invalid("the descriptor is not a memfd"))?;
         if !seals.contains(SealFlags::SHRINK) {
-            return Err(strange("its owner can still cut it short")
+            return Err(invalid("its owner can still cut it short")
                 .fix("share memory made by HostMemory::new, or seal it against shrinking"));
         }
-        let closed = |error: Error| match error.kind() {
+        let explain = |error: Error| match error.kind() {
             Kind::PermissionDenied => {
                 about(Kind::PermissionDenied, "it may not be mapped for writing")
                     .fix("leave out the seals against writing, and open it for reading and writing")
@@ -114,8 +114,8 @@ impl HostMemory {
             _ => error,
         };
         match u64::try_from(status.st_size) {
-            Ok(len) if len > 0 => Self::map(file, len, writable).map_err(closed),
-            _ => Err(strange("it is empty")),
+            Ok(len) if len > 0 => Self::map(file, len, writable).map_err(explain),
+            _ => Err(invalid("it is empty")),
         }
     }
 
@@ -127,11 +127,11 @@ impl HostMemory {
     }
 
     /// A part of it as registrations of descriptors use it, if it lies inside.
-    pub(super) fn map_part(self, offset: u64, len: u64) -> Option<Memory> {
+    pub(super) fn into_slice(self, offset: u64, len: u64) -> Option<MemorySource> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len());
         let (base, whole) = (self.0.base, self.0.len);
-        let range = HostRange { base, len: whole, hold: Hold::Ours { memory: self } };
-        inside.then(|| Memory::mapped(range.part(offset, len)))
+        let range = HostRange { base, len: whole, range_owner: RangeOwner::Memfd { memory: self } };
+        inside.then(|| MemorySource::mapped(range.slice(offset, len)))
     }
 
     fn map(file: OwnedFd, len: u64, writable: bool) -> Result<Self> {
@@ -141,13 +141,13 @@ impl HostMemory {
         protection.set(ProtFlags::WRITE, writable);
         let base = map_aligned(&file, size, protection).map_err(|e| failure(e, len))?;
         let base = NonNull::new(base.cast()).ok_or_else(|| failure(Errno::NOMEM, len))?;
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        Ok(Self(Arc::new(Mapping { file, base, len: size, number })))
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Ok(Self(Arc::new(Mapping { file, base, len: size, id })))
     }
 
     /// A number that no other memory of this process has.
-    pub(super) fn number(&self) -> u64 {
-        self.0.number
+    pub(super) fn id(&self) -> u64 {
+        self.0.id
     }
 
     /// How many bytes.
@@ -196,17 +196,17 @@ fn map_aligned(
     protection: ProtFlags,
 ) -> std::result::Result<*mut c_void, Errno> {
     let none = std::ptr::null_mut();
-    if size < LARGE_PAGE {
+    if size < HUGE_PAGE {
         // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
         return unsafe { mmap(none, size, protection, MapFlags::SHARED, file, 0) };
     }
     let used = size.checked_next_multiple_of(page_size()).ok_or(Errno::NOMEM)?;
-    let room = used.checked_add(LARGE_PAGE).ok_or(Errno::NOMEM)?;
+    let room = used.checked_add(HUGE_PAGE).ok_or(Errno::NOMEM)?;
     // SAFETY: as above; then what is mapped over, and what is unmapped beside it, lies in that new mapping, which nobody else
     // knows of.
     unsafe {
         let begin = mmap_anonymous(none, room, ProtFlags::empty(), MapFlags::PRIVATE)?;
-        let at = begin.map_addr(|at| at.next_multiple_of(LARGE_PAGE));
+        let at = begin.map_addr(|at| at.next_multiple_of(HUGE_PAGE));
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         let mapped = mmap(at, size, protection, flags, file, 0);
         if mapped.is_err() {
@@ -232,14 +232,14 @@ fn failure(error: Errno, len: u64) -> Error {
 pub(super) struct HostRange {
     base: NonNull<u8>,
     len: usize,
-    hold: Hold,
+    range_owner: RangeOwner,
 }
 
 #[derive(Clone)]
-enum Hold {
-    /// The caller of `Memory::raw` keeps it.
+enum RangeOwner {
+    /// The caller of `MemorySource::raw` keeps it.
     Caller,
-    Ours {
+    Memfd {
         memory: HostMemory,
     },
     Pinned {
@@ -257,23 +257,23 @@ impl HostRange {
     /// Pinned memory of a device, if that is what the region is of.
     pub(super) fn pinned(region: &Region) -> Option<Self> {
         let bytes = region.allocation().host_bytes().ok()?;
-        let part = bytes.part(region.offset(), region.len()).ok()?;
+        let slice = bytes.slice(region.offset(), region.len()).ok()?;
         // The region keeps the memory from being freed, so that the bytes stay where they are.
-        let hold = Hold::Pinned { _region: region.clone() };
-        Some(Self { base: part.base(), len: usize::try_from(region.len()).ok()?, hold })
+        let range_owner = RangeOwner::Pinned { _region: region.clone() };
+        Some(Self { base: slice.base(), len: usize::try_from(region.len()).ok()?, range_owner })
     }
 
     /// Whether a handle keeps it there, so that it cannot go away.
-    pub(super) fn is_held(&self) -> bool {
-        !matches!(self.hold, Hold::Caller)
+    pub(super) fn is_owned(&self) -> bool {
+        !matches!(self.range_owner, RangeOwner::Caller)
     }
 
     /// A part that lies inside.
-    pub(super) fn part(&self, offset: u64, len: u64) -> Self {
+    pub(super) fn slice(&self, offset: u64, len: u64) -> Self {
         // SAFETY: the caller's promise, so that the sum stays inside one mapping.
         let base = unsafe { self.base.add(offset as usize) };
         debug_assert!(offset + len <= self.len());
-        Self { base, len: len as usize, hold: self.hold.clone() }
+        Self { base, len: len as usize, range_owner: self.range_owner.clone() }
     }
 
     pub(super) fn len(&self) -> u64 {
@@ -282,9 +282,9 @@ impl HostRange {
 
     /// The memory that it lies in, if another process can map that.
     pub(super) fn shared(&self) -> Option<&HostMemory> {
-        match &self.hold {
-            Hold::Ours { memory } => Some(memory),
-            Hold::Caller | Hold::Pinned { .. } => None,
+        match &self.range_owner {
+            RangeOwner::Memfd { memory } => Some(memory),
+            RangeOwner::Caller | RangeOwner::Pinned { .. } => None,
         }
     }
 
@@ -294,29 +294,29 @@ impl HostRange {
 
     #[inline]
     pub(super) fn bytes(&self) -> SharedBytes<'_> {
-        // SAFETY: what is held, or the promise of `Memory::raw`, keeps the bytes mapped while this value
+        // SAFETY: what is held, or the promise of `MemorySource::raw`, keeps the bytes mapped while this value
         // lives, which the lifetime says.
         unsafe { SharedBytes::new(self.base, self.len) }
     }
 }
 
-impl From<HostMemory> for Memory {
+impl From<HostMemory> for MemorySource {
     fn from(memory: HostMemory) -> Self {
         let (base, len) = (memory.0.base, memory.0.len);
-        Self::host(HostRange { base, len, hold: Hold::Ours { memory } })
+        Self::host(HostRange { base, len, range_owner: RangeOwner::Memfd { memory } })
     }
 }
 
-impl Memory {
+impl MemorySource {
     /// `len` bytes of this process at `base`, allocated by whomever: a slice's, another library's.
     ///
     /// ```
-    /// use warpwire::mr::{Access, Memory, Registry};
+    /// use warpwire::mr::{Access, MemorySource, Registry};
     /// use std::sync::atomic::AtomicU64;
     /// let words: Vec<AtomicU64> = (0..512).map(AtomicU64::new).collect();
     /// let registry = Registry::new();
     /// // SAFETY: the words outlive the registration, and are atomics, which peers may change.
-    /// let memory = unsafe { Memory::raw(words.as_ptr() as *mut u8, 4096) }.unwrap();
+    /// let memory = unsafe { MemorySource::raw(words.as_ptr() as *mut u8, 4096) }.unwrap();
     /// let mr = registry.register(&registry.pd(), memory, None, Access::ALL).unwrap();
     /// mr.deregister();
     /// ```
@@ -335,7 +335,7 @@ impl Memory {
         match size.filter(|size| base.as_ptr().addr().checked_add(*size).is_some()) {
             None => failure("the range passes the end of the address space"),
             Some(0) => failure("the length is zero"),
-            Some(len) => Ok(Self::host(HostRange { base, len, hold: Hold::Caller })),
+            Some(len) => Ok(Self::host(HostRange { base, len, range_owner: RangeOwner::Caller })),
         }
     }
 }
@@ -344,12 +344,12 @@ impl Memory {
 mod tests {
     use super::*;
     use crate::mem::sim::{Sim, SimConfig};
-    use crate::mr::{Access, Denied, Registry};
+    use crate::mr::{Access, AccessDenied, Registry};
     use std::sync::atomic::{AtomicU64, Ordering};
 
     #[test]
-    fn memory_in_large_pages_is_memory() {
-        let memory = HostMemory::in_large_pages((3 << 20) + 1).unwrap();
+    fn huge_pages_are_ordinary_memory() {
+        let memory = HostMemory::in_huge_pages((3 << 20) + 1).unwrap();
         assert_eq!(memory.len(), 4 << 20);
         assert!(memory.address().is_multiple_of(2 << 20), "large pages could be mapped there");
         memory.bytes().write((4 << 20) - 4, b"last").unwrap();
@@ -358,7 +358,7 @@ mod tests {
         same.bytes().read((4 << 20) - 8, &mut back).unwrap();
         assert_eq!(&back, b"\0\0\0\0last");
         for len in [0, u64::MAX] {
-            HostMemory::in_large_pages(len).unwrap_err();
+            HostMemory::in_huge_pages(len).unwrap_err();
         }
     }
 
@@ -368,7 +368,7 @@ mod tests {
         let registry = Registry::new();
         let pd = registry.pd();
         // SAFETY: the words outlive the registration and are accessed atomically.
-        let memory = unsafe { Memory::raw(words.as_ptr() as *mut u8, 4096) }.unwrap();
+        let memory = unsafe { MemorySource::raw(words.as_ptr() as *mut u8, 4096) }.unwrap();
         let mr = registry.register(&pd, memory, None, Access::ALL).unwrap();
         let own = words.as_ptr().addr() as u64;
         assert_eq!(mr.iova(), own);
@@ -393,13 +393,13 @@ mod tests {
         let registry = Registry::new();
         let pd = registry.pd();
         // SAFETY: the words outlive the registration and are accessed atomically.
-        let odd = unsafe { Memory::raw((words.as_ptr() as *mut u8).add(3), 64) }.unwrap();
+        let odd = unsafe { MemorySource::raw((words.as_ptr() as *mut u8).add(3), 64) }.unwrap();
         let mr = registry.register(&pd, odd, Some(0), Access::ALL).unwrap();
         let atomic = |at| {
             let span = registry.resolve(mr.rkey(), pd.id(), Access::REMOTE_ATOMIC, at, 8).unwrap();
             span.fetch_add(0, 1)
         };
-        assert_eq!(atomic(8), Err(Denied::Misaligned));
+        assert_eq!(atomic(8), Err(AccessDenied::Misaligned));
         assert_eq!(atomic(5), Ok(0));
     }
 
@@ -414,7 +414,7 @@ mod tests {
             (std::ptr::without_provenance_mut(usize::MAX - 10), 100),
         ] {
             // SAFETY: refused before anything is touched, which is the point.
-            let refused = unsafe { Memory::raw(base, len) }.unwrap_err();
+            let refused = unsafe { MemorySource::raw(base, len) }.unwrap_err();
             assert_eq!(refused.kind(), &Kind::InvalidArgument);
         }
     }
@@ -451,6 +451,6 @@ mod tests {
         assert_eq!(&back, b"theirs");
         // Its owner knows nothing of the registration and frees it.
         owner.free().unwrap();
-        assert_eq!(find().unwrap_err(), Denied::Gone);
+        assert_eq!(find().unwrap_err(), AccessDenied::Gone);
     }
 }

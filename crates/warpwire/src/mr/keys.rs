@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::table::MOST;
+use super::table::MAX_SLOTS;
 use crate::mlx5::INVALID_KEY;
 
 /// The part of a key that is its tag.
@@ -11,31 +11,31 @@ pub(super) const TAG: u32 = 0xff;
 const RESERVED_INDEX: u32 = 0;
 /// How many indexes rest before one is used again: with their tags, a key comes back after some 65 000
 /// registrations at the earliest.
-const RESTING: usize = 256;
+const MIN_QUARANTINED: usize = 256;
 
 /// Which keys are free.
-pub(super) struct Keys {
+pub(super) struct KeyAllocator {
     /// Indexes from here on were never used.
-    fresh: u32,
+    next_unused: u32,
     /// Indexes whose registration has ended, with the tag that it had; the longest rested first.
-    resting: VecDeque<(u32, u8)>,
+    quarantined: VecDeque<(u32, u8)>,
     pub(super) live: usize,
 }
 
-impl Default for Keys {
+impl Default for KeyAllocator {
     fn default() -> Self {
-        Self { fresh: RESERVED_INDEX + 1, resting: VecDeque::new(), live: 0 }
+        Self { next_unused: RESERVED_INDEX + 1, quarantined: VecDeque::new(), live: 0 }
     }
 }
 
-impl Keys {
-    pub(super) fn take(&mut self) -> Option<u32> {
-        let rested = self.resting.len() > RESTING || self.fresh == MOST;
-        let key = match rested.then(|| self.resting.pop_front()).flatten() {
+impl KeyAllocator {
+    pub(super) fn allocate(&mut self) -> Option<u32> {
+        let reuse = self.quarantined.len() > MIN_QUARANTINED || self.next_unused == MAX_SLOTS;
+        let key = match reuse.then(|| self.quarantined.pop_front()).flatten() {
             Some((index, tag)) => index << 8 | u32::from(next_tag(index, tag)),
-            None if self.fresh < MOST => {
-                self.fresh += 1;
-                let index = self.fresh - 1;
+            None if self.next_unused < MAX_SLOTS => {
+                self.next_unused += 1;
+                let index = self.next_unused - 1;
                 index << 8 | u32::from(next_tag(index, 0))
             }
             None => return None,
@@ -44,9 +44,9 @@ impl Keys {
         Some(key)
     }
 
-    pub(super) fn give_back(&mut self, key: u32) {
+    pub(super) fn release(&mut self, key: u32) {
         self.live -= 1;
-        self.resting.push_back((key >> 8, (key & TAG) as u8));
+        self.quarantined.push_back((key >> 8, (key & TAG) as u8));
     }
 }
 
@@ -63,31 +63,31 @@ mod tests {
 
     #[test]
     fn keys_rest_wrap_and_never_are_the_invalid_one() {
-        let mut keys = Keys::default();
+        let mut keys = KeyAllocator::default();
         let mut recent = VecDeque::new();
         let mut seen_recently = HashSet::new();
         for round in 0..200_000u32 {
-            let key = keys.take().unwrap();
+            let key = keys.allocate().unwrap();
             assert!(key >> 8 != RESERVED_INDEX && key != INVALID_KEY, "{key:#x}");
             assert!(seen_recently.insert(key), "{key:#x} came back at round {round}");
             recent.push_back(key);
             if recent.len() > 60_000 {
                 seen_recently.remove(&recent.pop_front().unwrap());
             }
-            keys.give_back(key);
+            keys.release(key);
         }
-        assert!(keys.fresh < 300, "indexes are used again");
+        assert!(keys.next_unused < 300, "indexes are used again");
         assert_eq!(keys.live, 0);
     }
 
     #[test]
     fn the_last_index_is_the_last() {
-        let mut keys = Keys { fresh: MOST - 1, ..Keys::default() };
-        let last = keys.take().unwrap();
-        assert_eq!(last >> 8, MOST - 1);
-        assert_eq!(keys.take(), None);
-        keys.give_back(last);
+        let mut keys = KeyAllocator { next_unused: MAX_SLOTS - 1, ..KeyAllocator::default() };
+        let last = keys.allocate().unwrap();
+        assert_eq!(last >> 8, MAX_SLOTS - 1);
+        assert_eq!(keys.allocate(), None);
+        keys.release(last);
         // No rest when there is no other.
-        assert_eq!(keys.take(), Some(last + 1));
+        assert_eq!(keys.allocate(), Some(last + 1));
     }
 }

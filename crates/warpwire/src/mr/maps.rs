@@ -22,7 +22,7 @@ pub(super) struct Mapping {
 
 /// What is wrong with a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Missing {
+pub(super) enum RangeError {
     /// Nothing is mapped at this address.
     Unmapped(u64),
     /// Something is, and this process may not read it: perhaps addresses that a device uses.
@@ -30,16 +30,16 @@ pub(super) enum Missing {
     /// The list of mappings cannot be read.
     Unknown,
     /// It cannot be read now: there are too many open files, or too little memory.
-    NotNow,
+    Transient,
 }
 
-impl std::fmt::Display for Missing {
+impl std::fmt::Display for RangeError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Unmapped(at) => write!(f, "nothing is mapped at {at:#x}"),
             Self::Unreadable(at) => write!(f, "{at:#x} is reserved, and not readable for the CPU"),
             Self::Unknown => f.write_str("/proc/self/maps cannot be read"),
-            Self::NotNow => f.write_str("/proc/self/maps cannot be opened now"),
+            Self::Transient => f.write_str("/proc/self/maps cannot be opened now"),
         }
     }
 }
@@ -53,67 +53,67 @@ pub(super) struct Range {
 }
 
 /// Looks a range up; `len` is not zero, and the range passes no end.
-pub(super) fn look_up(address: u64, len: u64) -> Result<Range, Missing> {
+pub(super) fn query_range(address: u64, len: u64) -> Result<Range, RangeError> {
     let end = address + len;
     let mut at = address;
     let mut writable = true;
     let mut identity = DefaultHasher::new();
-    let mut missing = Missing::Unmapped(address);
-    each_from(address, |mapping| {
+    let mut range_error = RangeError::Unmapped(address);
+    for_each_from(address, |mapping| {
         if mapping.start > at {
-            missing = Missing::Unmapped(at);
+            range_error = RangeError::Unmapped(at);
             return ControlFlow::Break(());
         }
         if !mapping.readable {
-            missing = Missing::Unreadable(at);
+            range_error = RangeError::Unreadable(at);
             return ControlFlow::Break(());
         }
         writable &= mapping.writable;
         // Neighbours of one sort merge and split without a change of what lies here: only files are told apart.
         if mapping.inode != 0 {
-            let place = mapping.offset.wrapping_sub(mapping.start);
-            (mapping.device, mapping.inode, place).hash(&mut identity);
+            let file_position = mapping.offset.wrapping_sub(mapping.start);
+            (mapping.device, mapping.inode, file_position).hash(&mut identity);
         }
         at = mapping.end;
-        missing = Missing::Unmapped(at);
+        range_error = RangeError::Unmapped(at);
         if at >= end { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;
     if at < end {
-        return Err(missing);
+        return Err(range_error);
     }
     Ok(Range { writable, identity: identity.finish() })
 }
 
 /// Shows the mappings that end behind `address`, in order, if they can be read.
-fn each_from(
+fn for_each_from(
     address: u64,
-    mut each: impl FnMut(Mapping) -> ControlFlow<()>,
-) -> Result<(), Missing> {
+    mut visit: impl FnMut(Mapping) -> ControlFlow<()>,
+) -> Result<(), RangeError> {
     let file = File::open("/proc/self/maps").map_err(|error| match error.raw_os_error() {
-        Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM) => Missing::NotNow,
-        _ => Missing::Unknown,
+        Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM) => RangeError::Transient,
+        _ => RangeError::Unknown,
     })?;
     let mut at = address;
     match query(&file, at) {
-        Answer::Unsupported => each_line(file, address, each).ok_or(Missing::Unknown),
-        mut answer => loop {
-            match answer {
-                Answer::Found(mapping) => {
-                    if each(mapping).is_break() {
+        QueryResult::Unsupported => for_each_line(file, address, visit).ok_or(RangeError::Unknown),
+        mut result => loop {
+            match result {
+                QueryResult::Found(mapping) => {
+                    if visit(mapping).is_break() {
                         return Ok(());
                     }
                     at = mapping.end;
                 }
-                Answer::Nothing | Answer::Unsupported => return Ok(()),
+                QueryResult::NotFound | QueryResult::Unsupported => return Ok(()),
             }
-            answer = query(&file, at);
+            result = query(&file, at);
         },
     }
 }
 
-enum Answer {
+enum QueryResult {
     Found(Mapping),
-    Nothing,
+    NotFound,
     Unsupported,
 }
 
@@ -147,13 +147,13 @@ const READABLE: u64 = 1;
 const WRITABLE: u64 = 2;
 
 /// The mapping that holds `address`, or the next one behind it.
-fn query(file: &File, address: u64) -> Answer {
+fn query(file: &File, address: u64) -> QueryResult {
     let mut asked = Query { size: 104, flags: COVERING_OR_NEXT, address, ..Query::default() };
     // SAFETY: the kernel reads and writes this structure, whose size is asserted, and no other memory: no names are
     // asked for.
     let done = unsafe { libc::ioctl(file.as_raw_fd(), PROCMAP_QUERY, &mut asked) };
     if done == 0 {
-        return Answer::Found(Mapping {
+        return QueryResult::Found(Mapping {
             start: asked.start,
             end: asked.end,
             readable: asked.permissions & READABLE != 0,
@@ -164,20 +164,20 @@ fn query(file: &File, address: u64) -> Answer {
         });
     }
     match std::io::Error::last_os_error().raw_os_error() {
-        Some(libc::ENOENT) => Answer::Nothing,
-        _ => Answer::Unsupported,
+        Some(libc::ENOENT) => QueryResult::NotFound,
+        _ => QueryResult::Unsupported,
     }
 }
 
 /// The same for older kernels: every line is read.
-fn each_line(
+fn for_each_line(
     file: File,
     address: u64,
-    mut each: impl FnMut(Mapping) -> ControlFlow<()>,
+    mut visit: impl FnMut(Mapping) -> ControlFlow<()>,
 ) -> Option<()> {
     for line in BufReader::new(file).lines() {
         let Some(mapping) = parse(&line.ok()?) else { continue };
-        if mapping.end > address && each(mapping).is_break() {
+        if mapping.end > address && visit(mapping).is_break() {
             return Some(());
         }
     }
@@ -209,11 +209,11 @@ mod tests {
     use super::*;
     use crate::mr::HostMemory;
 
-    fn both(address: u64, len: u64) -> Result<Range, Missing> {
-        let looked = look_up(address, len);
+    fn both(address: u64, len: u64) -> Result<Range, RangeError> {
+        let looked = query_range(address, len);
         // What the newer call says must be what the text says.
         let mut lines = Vec::new();
-        each_line(File::open("/proc/self/maps").unwrap(), address, |mapping| {
+        for_each_line(File::open("/proc/self/maps").unwrap(), address, |mapping| {
             lines.push(mapping);
             if mapping.end >= address + len {
                 ControlFlow::Break(())
@@ -222,7 +222,7 @@ mod tests {
             }
         });
         let mut asked = Vec::new();
-        each_from(address, |mapping| {
+        for_each_from(address, |mapping| {
             asked.push(mapping);
             if mapping.end >= address + len {
                 ControlFlow::Break(())
@@ -243,7 +243,7 @@ mod tests {
         assert_eq!(both(memory.address(), 4096).unwrap().identity, found.identity);
         let other = HostMemory::new(1 << 20).unwrap();
         assert_ne!(both(other.address(), 4096).unwrap().identity, found.identity);
-        assert_eq!(look_up(4096, 64), Err(Missing::Unmapped(4096)));
+        assert_eq!(query_range(4096, 64), Err(RangeError::Unmapped(4096)));
         let text = both as *const () as usize as u64;
         assert!(!both(text, 4).unwrap().writable, "code is not writable");
     }
@@ -258,10 +258,10 @@ mod tests {
             let base =
                 mmap_anonymous(std::ptr::null_mut(), 3 * page, none, MapFlags::PRIVATE).unwrap();
             let at = base.addr() as u64;
-            assert_eq!(look_up(at, 1), Err(Missing::Unreadable(at)));
+            assert_eq!(query_range(at, 1), Err(RangeError::Unreadable(at)));
             munmap(base.byte_add(page), page).unwrap();
             let hole = at + page as u64;
-            assert_eq!(look_up(hole, 1), Err(Missing::Unmapped(hole)));
+            assert_eq!(query_range(hole, 1), Err(RangeError::Unmapped(hole)));
             munmap(base, page).unwrap();
             munmap(base.byte_add(2 * page), page).unwrap();
         }

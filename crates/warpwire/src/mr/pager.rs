@@ -6,7 +6,7 @@ use std::sync::mpsc::{Sender, channel};
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Runs `job` on the thread that finds memory; here and now if there can be no such thread.
-pub(super) fn later(job: impl FnOnce() + Send + 'static) {
+pub(super) fn submit(job: impl FnOnce() + Send + 'static) {
     static JOBS: OnceLock<Option<Sender<Job>>> = OnceLock::new();
     let jobs = JOBS.get_or_init(|| {
         let (jobs, queue) = channel::<Job>();

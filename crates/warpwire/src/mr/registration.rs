@@ -4,16 +4,16 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::access::Access;
-use super::client::{End, Got, Persistence};
+use super::client::{Acquired, Persistence, ReleaseReason};
+use super::custom_memory::CustomMemory;
 use super::device::DeviceMemory;
 use super::host::HostRange;
-use super::memory::{Path, Reached};
-use super::on_demand::Faults;
-use super::reach::Reach;
-use super::registry::{Pd, PdId, Registry};
-use super::tie::Tie;
+use super::invalidation::InvalidationLink;
+use super::memory::{AccessPath, PathSource};
+use super::on_demand::OdpStats;
+use super::registry::{PdId, Registry, SoftPd};
 use crate::error::{Error, Kind, Result};
-use crate::mem::{Pin, Region};
+use crate::mem::{PinGuard, Region};
 
 /// What a key stands for.
 pub(super) struct Registration {
@@ -23,11 +23,11 @@ pub(super) struct Registration {
     pub(super) len: u64,
     /// Goes before the pages that it leads to.
     pub(super) target: Target,
-    pub(super) got: Option<Got>,
+    pub(super) acquired: Option<Acquired>,
     /// Keeps the memory where it is.
-    pub(super) _pin: Option<Pin>,
+    pub(super) _pin: Option<PinGuard>,
     /// The domain lives as long as its registrations.
-    pub(super) _pd: Pd,
+    pub(super) _pd: SoftPd,
 }
 
 impl Registration {
@@ -45,9 +45,9 @@ impl Registration {
     }
 
     /// Ends it, and says to the pages' owner why.
-    pub(super) fn end(mut self, why: End) {
-        if let Some(got) = &mut self.got {
-            got.because(why);
+    pub(super) fn end(mut self, why: ReleaseReason) {
+        if let Some(acquired) = &mut self.acquired {
+            acquired.set_reason(why);
         }
     }
 }
@@ -56,12 +56,12 @@ impl Registration {
 pub(super) enum Target {
     Host(HostRange),
     Device { memory: Arc<DeviceMemory>, region: Region },
-    Reached { reach: Arc<dyn Reach>, address: u64 },
+    Custom { custom_memory: Arc<dyn CustomMemory>, address: u64 },
 }
 
 /// How an importer stands with the exporter of a dma-buf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Attach {
+pub enum AttachMode {
     /// The memory stays where it is while it is registered: its exporter may not move it.
     Static,
     /// The exporter may move it: access stops, and the new place is found when it is next needed.
@@ -70,7 +70,7 @@ pub enum Attach {
 
 /// How memory was named when it was registered.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Named {
+pub enum RegisteredBy {
     /// By a handle that keeps it alive.
     Handle,
     /// By its address, which this client knew.
@@ -83,16 +83,16 @@ pub enum Named {
         page_size: u64,
     },
     /// By a file descriptor.
-    DmaBuf(Attach),
+    DmaBuf(AttachMode),
 }
 
-impl fmt::Display for Named {
+impl fmt::Display for RegisteredBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Handle => f.pad("handle"),
             Self::Address { client, .. } => write!(f, "address ({client})"),
-            Self::DmaBuf(Attach::Static) => f.pad("dma-buf (pinned)"),
-            Self::DmaBuf(Attach::Dynamic) => f.pad("dma-buf (may move)"),
+            Self::DmaBuf(AttachMode::Static) => f.pad("dma-buf (pinned)"),
+            Self::DmaBuf(AttachMode::Dynamic) => f.pad("dma-buf (may move)"),
         }
     }
 }
@@ -101,32 +101,32 @@ impl fmt::Display for Named {
 ///
 /// ```
 /// use warpwire::mem::sim::{Sim, SimConfig};
-/// use warpwire::mr::{Access, Memory, Path, Registry};
+/// use warpwire::mr::{Access, MemorySource, AccessPath, Registry};
 /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
 /// let registry = Registry::new();
 /// let memory = gpu.alloc(1 << 20).unwrap();
 /// let direct = registry.register(&registry.pd(), memory.whole().unwrap(), None, Access::ALL).unwrap();
-/// assert!(matches!(direct.path(), Path::Window(_)));
-/// let slow = Memory::from(memory.whole().unwrap()).without_window();
+/// assert!(matches!(direct.path(), AccessPath::Window(_)));
+/// let slow = MemorySource::from(memory.whole().unwrap()).without_window();
 /// let slow = registry.register(&registry.pd(), slow, None, Access::ALL).unwrap();
-/// assert_eq!(slow.path(), Path::Engine);
+/// assert_eq!(slow.path(), AccessPath::Engine);
 /// assert_eq!(slow.why(), ["no window: it was registered without one"]);
 /// ```
-pub struct Mr {
+pub struct SoftMr {
     pub(super) registry: Registry,
     pub(super) key: u32,
-    pub(super) pd: Pd,
+    pub(super) pd: SoftPd,
     pub(super) iova: u64,
     pub(super) len: u64,
     pub(super) access: Access,
-    pub(super) reached: Reached,
-    pub(super) named: Named,
+    pub(super) reached: PathSource,
+    pub(super) registered_by: RegisteredBy,
     /// What is worth saying beside the path's own reasons.
     pub(super) notes: Vec<String>,
-    pub(super) tie: Option<Arc<Tie>>,
+    pub(super) invalidation: Option<Arc<InvalidationLink>>,
 }
 
-impl Mr {
+impl SoftMr {
     /// The key for this side's work requests.
     pub fn lkey(&self) -> u32 {
         self.key
@@ -138,7 +138,7 @@ impl Mr {
     }
 
     /// Its protection domain.
-    pub fn pd(&self) -> &Pd {
+    pub fn pd(&self) -> &SoftPd {
         &self.pd
     }
 
@@ -159,20 +159,20 @@ impl Mr {
     }
 
     /// How the memory was named.
-    pub fn named(&self) -> &Named {
-        &self.named
+    pub fn registered_by(&self) -> &RegisteredBy {
+        &self.registered_by
     }
 
     /// The peer-memory client whose memory it is, if it was registered by its address.
     pub fn client(&self) -> Option<&str> {
-        match &self.named {
-            Named::Address { client, .. } => Some(client),
-            Named::Handle | Named::DmaBuf(_) => None,
+        match &self.registered_by {
+            RegisteredBy::Address { client, .. } => Some(client),
+            RegisteredBy::Handle | RegisteredBy::DmaBuf(_) => None,
         }
     }
 
     /// How the memory is reached. Memory that is found on demand is found now.
-    pub fn path(&self) -> Path {
+    pub fn path(&self) -> AccessPath {
         self.reached.path().0
     }
 
@@ -183,20 +183,20 @@ impl Mr {
         why
     }
 
-    /// The device's last failure, after a [`Denied::Failed`](super::Denied::Failed).
+    /// The device's last failure, after a [`AccessDenied::Failed`](super::Denied::Failed).
     pub fn failure(&self) -> Option<Error> {
         match &self.reached {
-            Reached::Device(memory) => memory.failure(),
+            PathSource::Device(memory) => memory.failure(),
             _ => None,
         }
     }
 
     /// How often its memory had to be found, if it is found on demand or may move.
-    pub fn faults(&self) -> Faults {
+    pub fn faults(&self) -> OdpStats {
         match &self.reached {
-            Reached::Device(memory) => memory.faults(),
-            Reached::OnDemand(memory) => memory.faults(),
-            Reached::Fixed(_) => Faults::default(),
+            PathSource::Device(memory) => memory.faults(),
+            PathSource::OnDemand(memory) => memory.faults(),
+            PathSource::Fixed(_) => OdpStats::default(),
         }
     }
 
@@ -206,9 +206,9 @@ impl Mr {
     pub fn prefetch(&self, offset: u64, len: u64) -> Result<()> {
         self.check_inside(offset, len)?;
         match &self.reached {
-            Reached::Device(memory) => memory.prefetch(),
-            Reached::OnDemand(memory) => memory.prefetch(offset, len),
-            Reached::Fixed(_) => Ok(()),
+            PathSource::Device(memory) => memory.prefetch(),
+            PathSource::OnDemand(memory) => memory.prefetch(offset, len),
+            PathSource::Fixed(_) => Ok(()),
         }
     }
 
@@ -216,9 +216,9 @@ impl Mr {
     pub fn prefetch_later(&self, offset: u64, len: u64) -> Result<()> {
         self.check_inside(offset, len)?;
         match &self.reached {
-            Reached::Device(memory) => memory.prefetch_later(),
-            Reached::OnDemand(memory) => memory.prefetch_later(offset, len),
-            Reached::Fixed(_) => {}
+            PathSource::Device(memory) => memory.prefetch_later(),
+            PathSource::OnDemand(memory) => memory.prefetch_later(offset, len),
+            PathSource::Fixed(_) => {}
         }
         Ok(())
     }
@@ -235,8 +235,8 @@ impl Mr {
     /// Whether the memory is still there for the key: not after it was freed under its registration.
     pub fn is_live(&self) -> bool {
         let there = match &self.reached {
-            Reached::Device(memory) => memory.check(0, 0) != Err(super::Denied::Gone),
-            Reached::OnDemand(_) | Reached::Fixed(_) => true,
+            PathSource::Device(memory) => memory.check(0, 0) != Err(super::AccessDenied::Gone),
+            PathSource::OnDemand(_) | PathSource::Fixed(_) => true,
         };
         there && self.registry.is_live(self.key)
     }
@@ -247,18 +247,18 @@ impl Mr {
     pub fn deregister(self) {}
 }
 
-impl Drop for Mr {
+impl Drop for SoftMr {
     fn drop(&mut self) {
         // First: a client that takes its memory back from now on has nothing to do, and never finds the key in
         // other hands.
-        if let Some(tie) = &self.tie {
-            tie.end();
+        if let Some(invalidation) = &self.invalidation {
+            invalidation.end();
         }
         self.registry.end(self.key);
     }
 }
 
-impl fmt::Debug for Mr {
+impl fmt::Debug for SoftMr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (key, len, iova) = (self.key, self.len, self.iova);
         write!(f, "Mr({key:#x}, {len} bytes at {iova:#x}, {}, {})", self.access, self.path())

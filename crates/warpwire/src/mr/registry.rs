@@ -7,31 +7,31 @@ use std::sync::{Arc, OnceLock, Weak};
 use parking_lot::{Mutex, RwLock};
 
 use super::access::Access;
-use super::client::{Got, Invalidate, PeerClient};
+use super::atomics;
+use super::client::{Acquired, InvalidationHandle, PeerClient};
 use super::clients;
-use super::denied::Denied;
-use super::device::{DeviceMemory, Unsettled};
-use super::export::{self, Watch};
-use super::gate::Inside;
-use super::keys::{Keys, TAG};
-use super::memory::{How, Memory, Reached, What};
-use super::on_demand::Conclusions;
-use super::registration::{Mr, Named, Registration, Target};
+use super::denied::AccessDenied;
+use super::device::{DeviceMemory, PendingWrites};
+use super::export::{self, ExportObserver};
+use super::invalidation::InvalidationLink;
+use super::keys::{KeyAllocator, TAG};
+use super::memory::{DeviceAccess, MemorySource, PathSource, SourceKind};
+use super::on_demand::FaultEpoch;
+use super::registration::{RegisteredBy, Registration, SoftMr, Target};
+use super::revocable_slot::SlotGuard;
 use super::span::Span;
 use super::table::Table;
-use super::tie::Tie;
-use super::word;
 use crate::error::{Error, Kind, Result};
-use crate::mem::{Pin, Region};
+use crate::mem::{PinGuard, Region};
 use crate::units;
 
 /// The label of a slot's gate: the tag of its key, whether it was ever used, whether peers are shut out, whether
 /// the memory went away under it.
 const USED: u32 = 1 << 8;
-const SHUT: u32 = 1 << 9;
+const REMOTE_INVALIDATED: u32 = 1 << 9;
 const GONE: u32 = 1 << 10;
 
-/// What a [`Pd`] is told by, in work requests and queue pairs. No two in a process are alike.
+/// What a [`SoftPd`] is told by, in work requests and queue pairs. No two in a process are alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PdId(u64);
 
@@ -50,9 +50,9 @@ impl PdId {
 /// assert_ne!(registry.pd().id(), registry.pd().id());
 /// ```
 #[derive(Clone, Debug)]
-pub struct Pd(Arc<PdId>);
+pub struct SoftPd(Arc<PdId>);
 
-impl Pd {
+impl SoftPd {
     /// What it is told by.
     pub fn id(&self) -> PdId {
         *self.0
@@ -67,15 +67,15 @@ impl Pd {
 /// All registrations of one software device. Clones are the same registry.
 ///
 /// ```
-/// use warpwire::mr::{Access, Denied, HostMemory, Registry};
+/// use warpwire::mr::{Access, AccessDenied, HostMemory, Registry};
 /// let registry = Registry::new();
 /// let (pd, other) = (registry.pd(), registry.pd());
 /// let mr = registry.register(&pd, HostMemory::new(4096)?, Some(0), Access::NONE)?;
 /// let find = |pd, need, at, len| registry.resolve(mr.lkey(), pd, need, at, len).err();
 /// assert_eq!(find(pd.id(), Access::NONE, 0, 4096), None);
-/// assert_eq!(find(pd.id(), Access::NONE, 1, 4096), Some(Denied::Range));
-/// assert_eq!(find(pd.id(), Access::LOCAL_WRITE, 0, 1), Some(Denied::Rights));
-/// assert_eq!(find(other.id(), Access::NONE, 0, 1), Some(Denied::OtherPd));
+/// assert_eq!(find(pd.id(), Access::NONE, 1, 4096), Some(AccessDenied::Range));
+/// assert_eq!(find(pd.id(), Access::LOCAL_WRITE, 0, 1), Some(AccessDenied::Rights));
+/// assert_eq!(find(other.id(), Access::NONE, 0, 1), Some(AccessDenied::WrongPd));
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Clone)]
@@ -85,28 +85,28 @@ pub(super) struct Inner {
     /// What clients know the device by.
     name: String,
     table: Table,
-    keys: Mutex<Keys>,
+    keys: Mutex<KeyAllocator>,
     /// Device memory in use, so that registrations of one allocation share its window.
     devices: Mutex<Vec<Weak<DeviceMemory>>>,
-    unsettled: Arc<Unsettled>,
+    pending_writes: Arc<PendingWrites>,
     /// What users of memory on demand have concluded.
-    conclusions: Arc<Conclusions>,
+    fault_epoch: Arc<FaultEpoch>,
     /// Whom to ask whose an address is, in this order.
     clients: RwLock<Vec<Arc<dyn PeerClient>>>,
     /// Who tells other processes of registrations.
-    watch: OnceLock<Arc<dyn Watch>>,
+    observer: OnceLock<Arc<dyn ExportObserver>>,
 }
 
 impl Inner {
     /// Takes a registration off its key, whose memory is going away. The key stays its owner's.
-    pub(super) fn take_off(&self, key: u32) -> Option<Registration> {
+    pub(super) fn detach_key(&self, key: u32) -> Option<Registration> {
         // First those who need no packets: they do not look at the gate.
-        if let Some(watch) = self.watch.get() {
-            watch.closing(key);
+        if let Some(observer) = self.observer.get() {
+            observer.closing(key);
         }
         let taken = self.table.get(key >> 8)?.0.close(key & TAG | USED | GONE);
         if let Some(Registration { target: Target::Device { memory, .. }, .. }) = &taken {
-            memory.let_go();
+            memory.flush_if_live();
         }
         taken
     }
@@ -120,35 +120,35 @@ impl Default for Registry {
 
 /// Where memory came from, beside the memory itself.
 pub(super) struct Provenance {
-    pub(super) named: Named,
-    pub(super) got: Option<Got>,
-    pub(super) tie: Option<Arc<Tie>>,
-    pub(super) pin: Option<Pin>,
+    pub(super) registered_by: RegisteredBy,
+    pub(super) acquired: Option<Acquired>,
+    pub(super) invalidation: Option<Arc<InvalidationLink>>,
+    pub(super) pin: Option<PinGuard>,
 }
 
 impl Default for Provenance {
     fn default() -> Self {
-        Self { named: Named::Handle, got: None, tie: None, pin: None }
+        Self { registered_by: RegisteredBy::Handle, acquired: None, invalidation: None, pin: None }
     }
 }
 
 impl Registry {
     /// An empty registry, whose clients are the host, CUDA and the simulator.
     pub fn new() -> Self {
-        Self::named("soft")
+        Self::with_name("soft")
     }
 
     /// The same, of a device with that name.
-    pub fn named(name: impl Into<String>) -> Self {
+    pub fn with_name(name: impl Into<String>) -> Self {
         Self(Arc::new(Inner {
             name: name.into(),
             table: Table::default(),
             keys: Mutex::default(),
             devices: Mutex::default(),
-            unsettled: Arc::default(),
-            conclusions: Arc::default(),
+            pending_writes: Arc::default(),
+            fault_epoch: Arc::default(),
             clients: RwLock::new(clients::all()),
-            watch: OnceLock::new(),
+            observer: OnceLock::new(),
         }))
     }
 
@@ -163,9 +163,9 @@ impl Registry {
     }
 
     /// A new protection domain.
-    pub fn pd(&self) -> Pd {
+    pub fn pd(&self) -> SoftPd {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        Pd(Arc::new(PdId(NEXT.fetch_add(1, Ordering::Relaxed))))
+        SoftPd(Arc::new(PdId(NEXT.fetch_add(1, Ordering::Relaxed))))
     }
 
     /// How many registrations there are.
@@ -184,12 +184,12 @@ impl Registry {
     /// zero for [`Access::ZERO_BASED`]. The time that it takes does not depend on the memory's size.
     pub fn register(
         &self,
-        pd: &Pd,
-        memory: impl Into<Memory>,
+        pd: &SoftPd,
+        memory: impl Into<MemorySource>,
         iova: Option<u64>,
         access: Access,
-    ) -> Result<Mr> {
-        self.admit(pd, memory.into(), iova, access, Provenance::default())
+    ) -> Result<SoftMr> {
+        self.register_source(pd, memory.into(), iova, access, Provenance::default())
     }
 
     /// Registers `len` bytes at `address`, whosever they are: the clients are asked in turn.
@@ -198,13 +198,13 @@ impl Registry {
     /// nothing. Without, an unmapped page under a registration is a fault of this process.
     ///
     /// ```
-    /// use warpwire::mr::{Access, Path, Registry};
+    /// use warpwire::mr::{Access, AccessPath, Registry};
     /// let registry = Registry::new();
     /// let words: Vec<_> = (0..512).map(std::sync::atomic::AtomicU64::new).collect();
     /// let at = words.as_ptr().addr() as u64;
     /// // SAFETY: the words outlive the registration, and are atomics, which peers may change.
     /// let mr = unsafe { registry.register_address(&registry.pd(), at, 4096, None, Access::ALL) }?;
-    /// assert_eq!((mr.client(), mr.path()), (Some("host"), Path::Host));
+    /// assert_eq!((mr.client(), mr.path()), (Some("host"), AccessPath::Host));
     /// // SAFETY: nothing is there, which is found out.
     /// let nobody = unsafe { registry.register_address(&registry.pd(), 4096, 64, None, Access::ALL) };
     /// assert!(nobody.unwrap_err().to_string().contains("nobody knows the address"));
@@ -212,18 +212,18 @@ impl Registry {
     /// ```
     ///
     /// # Safety
-    /// What [`Memory::raw`] and [`Device::borrow`](crate::mem::Device::borrow) ask for, whichever sort of memory it is:
+    /// What [`MemorySource::raw`] and [`Device::borrow`](crate::mem::Device::borrow) ask for, whichever sort of memory it is:
     /// it stays until the registration has ended or its client has taken it back, and what peers may write is
     /// touched by atomic or volatile accesses only.
     #[allow(unsafe_code)]
     pub unsafe fn register_address(
         &self,
-        pd: &Pd,
+        pd: &SoftPd,
         address: u64,
         len: u64,
         iova: Option<u64>,
         access: Access,
-    ) -> Result<Mr> {
+    ) -> Result<SoftMr> {
         access.check()?;
         let what = || format!("register {} at {address:#x}", units::bytes(len));
         if len == 0 || address.checked_add(len).is_none() {
@@ -241,21 +241,29 @@ impl Registry {
                     continue;
                 }
             };
-            let tie = Arc::new(Tie::new());
-            let invalidate = Invalidate { tie: tie.clone(), registry: Arc::downgrade(&self.0) };
+            let invalidation = Arc::new(InvalidationLink::new());
+            let invalidate = InvalidationHandle {
+                invalidation: invalidation.clone(),
+                registry: Arc::downgrade(&self.0),
+            };
             let writes = access.contains(Access::LOCAL_WRITE);
-            let got = Got::get(pages, self.0.name.clone(), writes, invalidate);
-            let (got, memory) = got.map_err(|error| error.during(what()))?;
-            let page_size = got.page_size();
+            let acquired = Acquired::get(pages, self.0.name.clone(), writes, invalidate);
+            let (acquired, memory) = acquired.map_err(|error| error.during(what()))?;
+            let page_size = acquired.page_size();
             if memory.len() != len {
                 let why = format!("client {name} gave {} bytes for them", memory.len());
                 return Err(Error::new(Kind::InvalidArgument, what()).why(why));
             }
-            let named = Named::Address { client: name, persistence, page_size };
-            let provenance = Provenance { named, got: Some(got), tie: Some(tie), pin: None };
+            let registered_by = RegisteredBy::Address { client: name, persistence, page_size };
+            let provenance = Provenance {
+                registered_by,
+                acquired: Some(acquired),
+                invalidation: Some(invalidation),
+                pin: None,
+            };
             // The memory may have an address of its own, which is not the one that it was named by.
             let own = (!access.contains(Access::ZERO_BASED)).then_some(address);
-            return self.admit(pd, memory, iova.or(own), access, provenance);
+            return self.register_source(pd, memory, iova.or(own), access, provenance);
         }
         let why = format!("nobody knows the address ({})", refusals.join("; "));
         Err(Error::new(Kind::NotDeviceMemory, what()).why(why).fix(
@@ -264,14 +272,14 @@ impl Registry {
     }
 
     /// What all registrations have in common.
-    pub(super) fn admit(
+    pub(super) fn register_source(
         &self,
-        pd: &Pd,
-        memory: Memory,
+        pd: &SoftPd,
+        memory: MemorySource,
         iova: Option<u64>,
         access: Access,
         provenance: Provenance,
-    ) -> Result<Mr> {
+    ) -> Result<SoftMr> {
         access.check()?;
         let (address, len) = (memory.address(), memory.len());
         let failure = |kind, why: String| {
@@ -293,41 +301,54 @@ impl Registry {
         }
         let mut notes = Vec::new();
         let memory = match access.contains(Access::ON_DEMAND) {
-            true => memory.on_demand(access, &self.0.conclusions, &mut notes)?,
+            true => memory.on_demand(access, &self.0.fault_epoch, &mut notes)?,
             false => memory,
         };
         let (target, reached) = self.target(memory)?;
-        let Provenance { named, got, tie, pin } = provenance;
+        let Provenance { registered_by, acquired, invalidation, pin } = provenance;
         let (id, _pd) = (pd.id(), pd.clone());
-        let registration = Registration { pd: id, access, iova, len, target, got, _pin: pin, _pd };
+        let registration =
+            Registration { pd: id, access, iova, len, target, acquired, _pin: pin, _pd };
         let publish = || self.publish(registration);
-        let key = match &tie {
+        let key = match &invalidation {
             None => publish()?,
-            Some(tie) => tie.bind(publish).unwrap_or_else(|| {
+            Some(invalidation) => invalidation.bind(publish).unwrap_or_else(|| {
                 let why = "its owner took it back meanwhile".to_owned();
                 Err(failure(Kind::Freed, why))
             })?,
         };
         let (registry, pd) = (self.clone(), pd.clone());
-        Ok(Mr { registry, key, pd, iova, len, access, reached, named, notes, tie })
+        Ok(SoftMr {
+            registry,
+            key,
+            pd,
+            iova,
+            len,
+            access,
+            reached,
+            registered_by,
+            notes,
+            invalidation,
+        })
     }
 
     /// How memory is reached, for work and for those who ask.
-    fn target(&self, memory: Memory) -> Result<(Target, Reached)> {
+    fn target(&self, memory: MemorySource) -> Result<(Target, PathSource)> {
         let address = memory.address();
         Ok(match memory.what {
-            What::Host { range, path } => (Target::Host(range), Reached::Fixed(path)),
-            What::Device { region, how } => {
-                let memory = self.device(&region, &how)?;
-                (Target::Device { memory: memory.clone(), region }, Reached::Device(memory))
+            SourceKind::Host { range, path } => (Target::Host(range), PathSource::Fixed(path)),
+            SourceKind::Device { region, device_access } => {
+                let memory = self.device(&region, &device_access)?;
+                (Target::Device { memory: memory.clone(), region }, PathSource::Device(memory))
             }
-            What::OnDemand(memory) => {
-                let reach = memory.clone();
-                (Target::Reached { reach, address }, Reached::OnDemand(memory))
+            SourceKind::OnDemand(memory) => {
+                let custom_memory = memory.clone();
+                (Target::Custom { custom_memory, address }, PathSource::OnDemand(memory))
             }
-            What::Reached { reach, .. } => {
-                (Target::Reached { reach, address }, Reached::Fixed(super::Path::PeerMemory))
-            }
+            SourceKind::Custom { custom_memory, .. } => (
+                Target::Custom { custom_memory, address },
+                PathSource::Fixed(super::AccessPath::PeerMemory),
+            ),
         })
     }
 
@@ -338,34 +359,37 @@ impl Registry {
                 .why("every key is in use")
                 .fix("deregister what is no longer needed")
         };
-        let key = self.0.keys.lock().take().ok_or_else(full)?;
-        let slot = self.0.table.make(key >> 8).ok_or_else(full)?;
+        let key = self.0.keys.lock().allocate().ok_or_else(full)?;
+        let slot = self.0.table.get_or_alloc(key >> 8).ok_or_else(full)?;
         // Before the gate opens: from then on a peer's message may close the key again.
-        self.tell_opened(export::export(key, &registration));
+        self.notify_opened(export::export(key, &registration));
         // The index was free, so its gate is closed.
         slot.0.open(key & TAG | USED, registration).map_err(|_| full())?;
         Ok(key)
     }
 
-    pub(super) fn watcher(&self) -> &OnceLock<Arc<dyn Watch>> {
-        &self.0.watch
+    pub(super) fn observer_cell(&self) -> &OnceLock<Arc<dyn ExportObserver>> {
+        &self.0.observer
     }
 
     /// The registration of a key, if peers may use it.
-    pub(super) fn enter_for_peer(&self, key: u32) -> Option<Inside<'_, Registration>> {
+    pub(super) fn enter_for_peer(&self, key: u32) -> Option<SlotGuard<'_, Registration>> {
         let wanted = key & TAG | USED;
         self.0.table.get(key >> 8)?.0.enter(|label| label == wanted).ok()
     }
 
     /// The shared state of the device memory that a region is of.
-    fn device(&self, region: &Region, how: &How) -> Result<Arc<DeviceMemory>> {
+    fn device(&self, region: &Region, device_access: &DeviceAccess) -> Result<Arc<DeviceMemory>> {
         let mut devices = self.0.devices.lock();
         devices.retain(|known| known.strong_count() > 0);
         let mut known = devices.iter().filter_map(Weak::upgrade);
-        if let Some(memory) = known.find(|memory| memory.is_for(region.allocation(), how)) {
+        if let Some(memory) =
+            known.find(|memory| memory.is_same_memory(region.allocation(), device_access))
+        {
             return Ok(memory);
         }
-        let memory = DeviceMemory::open(region.allocation(), how, &self.0.unsettled)?;
+        let memory =
+            DeviceMemory::open(region.allocation(), device_access, &self.0.pending_writes)?;
         devices.push(Arc::downgrade(&memory));
         Ok(memory)
     }
@@ -383,57 +407,57 @@ impl Registry {
         need: Access,
         address: u64,
         len: u64,
-    ) -> std::result::Result<Span<'_>, Denied> {
+    ) -> std::result::Result<Span<'_>, AccessDenied> {
         if len == 0 {
             return Ok(Span::empty());
         }
-        let slot = self.0.table.get(key >> 8).ok_or(Denied::Unknown)?;
+        let slot = self.0.table.get(key >> 8).ok_or(AccessDenied::Unknown)?;
         // Peers are shut out by a label; those of this side pass in either case.
-        let shut_too = if need.is_remote() { 0 } else { SHUT };
+        let ignored = if need.is_remote() { 0 } else { REMOTE_INVALIDATED };
         let wanted = key & TAG | USED;
-        let inside = slot
+        let guard = slot
             .0
-            .enter(|label| label & !shut_too == wanted)
+            .enter(|label| label & !ignored == wanted)
             .map_err(|(label, open)| reason(label, open, wanted))?;
-        if inside.pd != pd {
-            return Err(Denied::OtherPd);
+        if guard.pd != pd {
+            return Err(AccessDenied::WrongPd);
         }
-        if !inside.access.contains(need) {
-            return Err(Denied::Rights);
+        if !guard.access.contains(need) {
+            return Err(AccessDenied::Rights);
         }
-        let offset = place(inside.iova, inside.len, address, len).ok_or(Denied::Range)?;
-        match &inside.target {
+        let offset = locate(guard.iova, guard.len, address, len).ok_or(AccessDenied::Range)?;
+        match &guard.target {
             Target::Host(_) => {}
             Target::Device { memory, region } => memory.check(region.offset() + offset, len)?,
-            Target::Reached { reach, .. } => {
+            Target::Custom { custom_memory, .. } => {
                 let writes =
                     need.contains(Access::LOCAL_WRITE) || need.contains(Access::REMOTE_WRITE);
-                reach.check(offset, len, writes)?;
+                custom_memory.check(offset, len, writes)?;
             }
         }
-        Ok(Span::new(inside, offset, len))
+        Ok(Span::new(guard, offset, len))
     }
 
     /// Ends remote use of a key, as a peer's message asked for: to let peers in again, register anew.
     /// Local use goes on. When it returns, no peer's access is under way any more; the caller must hold no
     /// [`Span`] of the key.
-    pub fn invalidate(&self, rkey: u32, pd: PdId) -> std::result::Result<(), Denied> {
-        let slot = self.0.table.get(rkey >> 8).ok_or(Denied::Unknown)?;
+    pub fn invalidate(&self, rkey: u32, pd: PdId) -> std::result::Result<(), AccessDenied> {
+        let slot = self.0.table.get(rkey >> 8).ok_or(AccessDenied::Unknown)?;
         let wanted = rkey & TAG | USED;
         {
             let denied = |(label, open)| reason(label, open, wanted);
-            let inside = slot.0.enter(|label| label == wanted).map_err(denied)?;
-            if inside.pd != pd {
-                return Err(Denied::OtherPd);
+            let guard = slot.0.enter(|label| label == wanted).map_err(denied)?;
+            if guard.pd != pd {
+                return Err(AccessDenied::WrongPd);
             }
-            if !inside.access.is_remote() {
-                return Err(Denied::Rights);
+            if !guard.access.is_remote() {
+                return Err(AccessDenied::Rights);
             }
         }
         // Somebody may have come first in between: then the key is ended or invalid already.
-        match slot.0.turn(wanted, wanted | SHUT) {
+        match slot.0.relabel_and_drain(wanted, wanted | REMOTE_INVALIDATED) {
             true => {
-                self.tell_closing(rkey);
+                self.notify_closing(rkey);
                 Ok(())
             }
             false => {
@@ -445,20 +469,20 @@ impl Registry {
 
     /// Sends everything that this thread has placed, in any memory, on its way before what it stores later.
     pub fn publish_all(&self) {
-        self.0.unsettled.wait();
-        word::store_fence();
+        self.0.pending_writes.wait();
+        atomics::store_fence();
     }
 
     /// A connection has failed: memory on demand that was refused is looked for again when it is next used.
-    pub fn conclude(&self) {
-        self.0.conclusions.draw();
+    pub fn reset_fault_state(&self) {
+        self.0.fault_epoch.advance();
     }
 
     /// Waits until all that was placed in memory without a window is there; where there is none, it costs nothing.
     /// Says whether all of it is, since this was last asked: a device that fails on the way loses what it had taken.
     #[inline]
-    pub fn settle(&self) -> bool {
-        self.0.unsettled.settle()
+    pub fn flush_staged(&self) -> bool {
+        self.0.pending_writes.flush_staged()
     }
 
     /// Whether a key has its memory.
@@ -469,36 +493,36 @@ impl Registry {
         })
     }
 
-    /// Ends the registration of a key: see [`Mr::deregister`].
+    /// Ends the registration of a key: see [`SoftMr::deregister`].
     pub(super) fn end(&self, key: u32) {
         if let Some(slot) = self.0.table.get(key >> 8) {
             // First those who need no packets: they do not look at the gate.
-            self.tell_closing(key);
+            self.notify_closing(key);
             let ended = slot.0.close(key & TAG | USED);
             // All that was placed through it is there, now that nothing more can come.
-            self.0.unsettled.wait();
+            self.0.pending_writes.wait();
             // Before the index can be used again, so that memory is free when the key is.
             drop(ended);
-            self.0.keys.lock().give_back(key);
+            self.0.keys.lock().release(key);
         }
     }
 }
 
 /// Where a range lies in memory of `total` bytes that begins at `iova`, if it lies inside. `len` is not zero.
 #[inline]
-fn place(iova: u64, total: u64, address: u64, len: u64) -> Option<u64> {
+fn locate(iova: u64, total: u64, address: u64, len: u64) -> Option<u64> {
     let offset = address.checked_sub(iova)?;
     (offset < total && len <= total - offset).then_some(offset)
 }
 
 /// Why a slot with this label does not take a key.
 #[cold]
-fn reason(label: u32, open: bool, wanted: u32) -> Denied {
+fn reason(label: u32, open: bool, wanted: u32) -> AccessDenied {
     match (label & USED != 0, open) {
-        (false, _) => Denied::Unknown,
-        (true, false) if label & !SHUT == wanted | GONE => Denied::Gone,
-        (true, true) if label & !SHUT == wanted => Denied::Invalidated,
-        _ => Denied::Stale,
+        (false, _) => AccessDenied::Unknown,
+        (true, false) if label & !REMOTE_INVALIDATED == wanted | GONE => AccessDenied::Gone,
+        (true, true) if label & !REMOTE_INVALIDATED == wanted => AccessDenied::Invalidated,
+        _ => AccessDenied::Stale,
     }
 }
 
@@ -523,8 +547,8 @@ mod tests {
         ) {
             prop_assume!(len > 0 && total > 0 && iova.checked_add(total - 1).is_some());
             let wide = |number| u128::from(number);
-            let inside = address >= iova && wide(address) + wide(len) <= wide(iova) + wide(total);
-            prop_assert_eq!(place(iova, total, address, len), inside.then(|| address - iova));
+            let guard = address >= iova && wide(address) + wide(len) <= wide(iova) + wide(total);
+            prop_assert_eq!(locate(iova, total, address, len), guard.then(|| address - iova));
         }
     }
 }

@@ -8,9 +8,9 @@ pub(super) use parking_lot::Mutex;
 pub(super) use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A value that is shared for a while and then taken by one: who calls says when.
-pub(super) struct Content<T>(UnsafeCell<Option<T>>);
+pub(super) struct ContentCell<T>(UnsafeCell<Option<T>>);
 
-impl<T> Content<T> {
+impl<T> ContentCell<T> {
     pub(super) fn empty() -> Self {
         Self(UnsafeCell::new(None))
     }

@@ -17,14 +17,14 @@ fn gpu() -> (Sim, Device) {
 }
 
 /// Memory of each kind, all of it writable by peers from address zero on, with a name.
-fn every_kind(len: u64) -> Vec<(&'static str, Registry, Pd, Mr)> {
+fn every_kind(len: u64) -> Vec<(&'static str, Registry, SoftPd, SoftMr)> {
     let (_, gpu) = gpu();
     let region = |memory: Allocation| memory.region(64, len).unwrap();
-    let device = || Memory::from(region(gpu.alloc(len + 128).unwrap()));
+    let device = || MemorySource::from(region(gpu.alloc(len + 128).unwrap()));
     let pinned = region(gpu.alloc_pinned(len + 128).unwrap());
     let kinds = [
-        ("host", Memory::from(HostMemory::new(len).unwrap())),
-        ("pinned", Memory::from(pinned)),
+        ("host", MemorySource::from(HostMemory::new(len).unwrap())),
+        ("pinned", MemorySource::from(pinned)),
         ("window", device()),
         ("engine", device().without_window()),
         ("staged", device().staged()),
@@ -41,8 +41,11 @@ fn every_kind(len: u64) -> Vec<(&'static str, Registry, Pd, Mr)> {
 #[test]
 fn every_kind_says_its_path() {
     let paths: Vec<_> = every_kind(4096).iter().map(|(_, _, _, mr)| mr.path()).collect();
-    let window = Path::Window(crate::mem::WindowPath::Memfd);
-    assert_eq!(paths, [Path::Host, Path::Host, window, Path::Engine, Path::Staged]);
+    let window = AccessPath::Window(crate::mem::WindowPath::Memfd);
+    assert_eq!(
+        paths,
+        [AccessPath::Host, AccessPath::Host, window, AccessPath::Engine, AccessPath::Staged]
+    );
     for (name, _, _, mr) in every_kind(4096) {
         let direct = !["engine", "staged"].contains(&name);
         assert_eq!(mr.why().is_empty(), direct, "{name} {:?}", mr.why());
@@ -65,9 +68,9 @@ fn bytes_go_in_and_come_out_at_any_offset_and_length() {
                 span.gather(0, &mut back).unwrap();
                 assert_eq!((back[0], back[len + 1]), (0xee, 0xdd), "{name} {len} {at}");
                 assert!(back[1..=len] == data, "{name} {len} {at}");
-                assert_eq!(span.gather(3, &mut back).unwrap_err(), Denied::Range);
-                assert_eq!(span.scatter(u64::MAX, &data).unwrap_err(), Denied::Range);
-                assert_eq!(span.host_bytes().is_some(), mr.path() == Path::Host);
+                assert_eq!(span.gather(3, &mut back).unwrap_err(), AccessDenied::Range);
+                assert_eq!(span.scatter(u64::MAX, &data).unwrap_err(), AccessDenied::Range);
+                assert_eq!(span.host_bytes().is_some(), mr.path() == AccessPath::Host);
             }
         }
     }
@@ -79,7 +82,7 @@ fn an_agent_carries_what_it_is_fastest_at() {
     let agent = Agent::start(&gpu).unwrap();
     let registry = Registry::new();
     let pd = registry.pd();
-    let memory = Memory::from(gpu.alloc(1 << 20).unwrap().whole().unwrap()).with_agent(agent);
+    let memory = MemorySource::from(gpu.alloc(1 << 20).unwrap().whole().unwrap()).with_agent(agent);
     let mr = registry.register(&pd, memory, Some(0), Access::ALL).unwrap();
     for len in [8u64, 4096, 65_536, 1 << 20] {
         let data: Vec<u8> = (0..len).map(|at| (at * 31 + len) as u8).collect();
@@ -99,34 +102,41 @@ fn every_refusal_has_its_success_beside_it() {
     let memory = HostMemory::new(4096).unwrap();
     let mr = registry.register(&pd, memory, Some(0x1000), rights).unwrap();
     let key = mr.rkey();
-    let ask = |key, pd: &Pd, need, at, len| registry.resolve(key, pd.id(), need, at, len).err();
+    let ask = |key, pd: &SoftPd, need, at, len| registry.resolve(key, pd.id(), need, at, len).err();
 
     assert_eq!(ask(key, &pd, Access::REMOTE_READ, 0x1000, 4096), None);
     assert_eq!(ask(key, &pd, Access::NONE, 0x1000, 4096), None);
     assert_eq!(ask(key, &pd, Access::LOCAL_WRITE, 0x1fff, 1), None);
 
-    assert_eq!(ask(key + 0x100, &pd, Access::NONE, 0x1000, 1), Some(Denied::Unknown));
-    assert_eq!(ask(0xffff_ff01, &pd, Access::NONE, 0x1000, 1), Some(Denied::Unknown));
-    assert_eq!(ask(0, &pd, Access::NONE, 0x1000, 1), Some(Denied::Unknown));
-    assert_eq!(ask(crate::mlx5::INVALID_KEY, &pd, Access::NONE, 0x1000, 1), Some(Denied::Stale));
-    assert_eq!(ask(key + 1, &pd, Access::NONE, 0x1000, 1), Some(Denied::Stale));
-    assert_eq!(ask(key, &other, Access::NONE, 0x1000, 1), Some(Denied::OtherPd));
-    assert_eq!(ask(key, &pd, Access::REMOTE_WRITE, 0x1000, 1), Some(Denied::Rights));
-    assert_eq!(ask(key, &pd, Access::REMOTE_ATOMIC, 0x1000, 1), Some(Denied::Rights));
+    assert_eq!(ask(key + 0x100, &pd, Access::NONE, 0x1000, 1), Some(AccessDenied::Unknown));
+    assert_eq!(ask(0xffff_ff01, &pd, Access::NONE, 0x1000, 1), Some(AccessDenied::Unknown));
+    assert_eq!(ask(0, &pd, Access::NONE, 0x1000, 1), Some(AccessDenied::Unknown));
+    assert_eq!(
+        ask(crate::mlx5::INVALID_KEY, &pd, Access::NONE, 0x1000, 1),
+        Some(AccessDenied::Stale)
+    );
+    assert_eq!(ask(key + 1, &pd, Access::NONE, 0x1000, 1), Some(AccessDenied::Stale));
+    assert_eq!(ask(key, &other, Access::NONE, 0x1000, 1), Some(AccessDenied::WrongPd));
+    assert_eq!(ask(key, &pd, Access::REMOTE_WRITE, 0x1000, 1), Some(AccessDenied::Rights));
+    assert_eq!(ask(key, &pd, Access::REMOTE_ATOMIC, 0x1000, 1), Some(AccessDenied::Rights));
     for (at, len) in [(0xfff, 1), (0xfff, 2), (0x2000, 1), (0x1001, 4096), (0x1000, u64::MAX)] {
-        assert_eq!(ask(key, &pd, Access::NONE, at, len), Some(Denied::Range), "{at:#x} {len}");
+        assert_eq!(
+            ask(key, &pd, Access::NONE, at, len),
+            Some(AccessDenied::Range),
+            "{at:#x} {len}"
+        );
     }
-    assert_eq!(ask(key, &pd, Access::NONE, u64::MAX, u64::MAX), Some(Denied::Range));
+    assert_eq!(ask(key, &pd, Access::NONE, u64::MAX, u64::MAX), Some(AccessDenied::Range));
 
     // A range of no bytes is not looked at, whatever it says.
     assert_eq!(ask(77, &other, Access::REMOTE_WRITE, 5, 0), None);
     let empty = registry.resolve(77, other.id(), Access::ALL, 5, 0).unwrap();
     assert!(empty.is_empty() && empty.gather(0, &mut []).is_ok() && empty.scatter(0, &[]).is_ok());
-    assert_eq!(empty.fetch_add(0, 1), Err(Denied::Range));
-    assert_eq!(empty.gather(0, &mut [0]), Err(Denied::Range));
+    assert_eq!(empty.fetch_add(0, 1), Err(AccessDenied::Range));
+    assert_eq!(empty.gather(0, &mut [0]), Err(AccessDenied::Range));
 
     mr.deregister();
-    assert_eq!(ask(key, &pd, Access::NONE, 0x1000, 1), Some(Denied::Stale));
+    assert_eq!(ask(key, &pd, Access::NONE, 0x1000, 1), Some(AccessDenied::Stale));
     assert!(registry.is_empty());
 }
 
@@ -163,9 +173,9 @@ fn the_ends_of_the_address_space_are_in_reach() {
     let ask = |at, len| registry.resolve(mr.rkey(), pd.id(), Access::NONE, at, len).err();
     assert_eq!(ask(u64::MAX, 1), None);
     assert_eq!(ask(iova, 4096), None);
-    assert_eq!(ask(u64::MAX, 2), Some(Denied::Range));
-    assert_eq!(ask(iova, 4097), Some(Denied::Range));
-    assert_eq!(ask(0, 1), Some(Denied::Range));
+    assert_eq!(ask(u64::MAX, 2), Some(AccessDenied::Range));
+    assert_eq!(ask(iova, 4097), Some(AccessDenied::Range));
+    assert_eq!(ask(0, 1), Some(AccessDenied::Range));
 }
 
 #[test]
@@ -177,15 +187,15 @@ fn an_invalidated_key_is_closed_to_peers_only() {
     let quiet = registry.register(&pd, memory.clone(), Some(0), Access::LOCAL_WRITE).unwrap();
     let ask = |need| registry.resolve(mr.rkey(), pd.id(), need, 0, 8).err();
     assert_eq!(ask(Access::REMOTE_WRITE), None);
-    assert_eq!(registry.invalidate(mr.rkey(), other.id()), Err(Denied::OtherPd));
-    assert_eq!(registry.invalidate(quiet.rkey(), pd.id()), Err(Denied::Rights));
-    assert_eq!(registry.invalidate(mr.rkey() + 1, pd.id()), Err(Denied::Stale));
-    assert_eq!(registry.invalidate(0x7700, pd.id()), Err(Denied::Unknown));
+    assert_eq!(registry.invalidate(mr.rkey(), other.id()), Err(AccessDenied::WrongPd));
+    assert_eq!(registry.invalidate(quiet.rkey(), pd.id()), Err(AccessDenied::Rights));
+    assert_eq!(registry.invalidate(mr.rkey() + 1, pd.id()), Err(AccessDenied::Stale));
+    assert_eq!(registry.invalidate(0x7700, pd.id()), Err(AccessDenied::Unknown));
     assert_eq!(ask(Access::REMOTE_WRITE), None);
     assert_eq!(registry.invalidate(mr.rkey(), pd.id()), Ok(()));
-    assert_eq!(registry.invalidate(mr.rkey(), pd.id()), Err(Denied::Invalidated));
-    assert_eq!(ask(Access::REMOTE_WRITE), Some(Denied::Invalidated));
-    assert_eq!(ask(Access::REMOTE_READ), Some(Denied::Invalidated));
+    assert_eq!(registry.invalidate(mr.rkey(), pd.id()), Err(AccessDenied::Invalidated));
+    assert_eq!(ask(Access::REMOTE_WRITE), Some(AccessDenied::Invalidated));
+    assert_eq!(ask(Access::REMOTE_READ), Some(AccessDenied::Invalidated));
     assert_eq!((ask(Access::LOCAL_WRITE), ask(Access::NONE)), (None, None));
     drop(mr);
     let anew = registry.register(&pd, memory, Some(0), Access::ALL).unwrap();
@@ -244,7 +254,10 @@ fn nobody_touches_memory_once_its_registration_has_ended() {
                             placed.fetch_add(1, Ordering::Relaxed);
                         }
                         Err(denied) => {
-                            assert!(matches!(denied, Denied::Stale | Denied::Unknown), "{denied}");
+                            assert!(
+                                matches!(denied, AccessDenied::Stale | AccessDenied::Unknown),
+                                "{denied}"
+                            );
                         }
                     }
                 }
@@ -327,9 +340,9 @@ fn masked_atomics_do_what_they_say_on_every_kind() {
         span.gather(0, &mut back).unwrap();
         assert_eq!(back[4..], 0x154u32.to_ne_bytes(), "{name}");
         assert_eq!(back[..4], 0x5566_7701u32.to_ne_bytes(), "{name}");
-        assert_eq!(span.fetch_add(4, 1), Err(Denied::Misaligned), "{name}");
-        assert_eq!(span.atomic(2, &narrow), Err(Denied::Misaligned), "{name}");
-        assert_eq!(span.fetch_add(64, 1), Err(Denied::Range), "{name}");
+        assert_eq!(span.fetch_add(4, 1), Err(AccessDenied::Misaligned), "{name}");
+        assert_eq!(span.atomic(2, &narrow), Err(AccessDenied::Misaligned), "{name}");
+        assert_eq!(span.fetch_add(64, 1), Err(AccessDenied::Range), "{name}");
     }
 }
 
@@ -363,21 +376,21 @@ fn memory_freed_under_its_registration_is_gone() {
         let pd = registry.pd();
         let (memory, other) = (gpu.alloc(4096).unwrap(), gpu.alloc(4096).unwrap());
         let of = |memory: &Allocation| {
-            let memory = Memory::from(memory.whole().unwrap());
+            let memory = MemorySource::from(memory.whole().unwrap());
             let memory = if no_window { memory.without_window() } else { memory };
             registry.register(&pd, memory, Some(0), Access::ALL).unwrap()
         };
         let (mr, twin) = (of(&memory), of(&other));
-        let ask = |mr: &Mr| registry.resolve(mr.rkey(), pd.id(), Access::NONE, 0, 8).map(drop);
+        let ask = |mr: &SoftMr| registry.resolve(mr.rkey(), pd.id(), Access::NONE, 0, 8).map(drop);
         assert_eq!((ask(&mr), ask(&twin)), (Ok(()), Ok(())));
         let held = registry.resolve(mr.rkey(), pd.id(), Access::NONE, 0, 8).unwrap();
-        control.free_under_users(&memory).unwrap();
-        assert_eq!((ask(&mr), ask(&twin)), (Err(Denied::Gone), Ok(())));
+        control.force_free(&memory).unwrap();
+        assert_eq!((ask(&mr), ask(&twin)), (Err(AccessDenied::Gone), Ok(())));
         // One who found it before learns it too, and gets no byte of the old place.
         let mut byte = [1];
-        assert_eq!(held.gather(0, &mut byte), Err(Denied::Gone));
-        assert_eq!(held.scatter(0, &[2]), Err(Denied::Gone));
-        assert_eq!(held.fetch_add(0, 2), Err(Denied::Gone));
+        assert_eq!(held.gather(0, &mut byte), Err(AccessDenied::Gone));
+        assert_eq!(held.scatter(0, &[2]), Err(AccessDenied::Gone));
+        assert_eq!(held.fetch_add(0, 2), Err(AccessDenied::Gone));
         assert_eq!(byte, [1]);
         // It cannot be registered again either.
         let whole = memory.whole().unwrap();
@@ -416,7 +429,7 @@ fn memory_that_moves_shows_no_old_bytes() {
                             done += 1;
                             copied.fetch_add(1, Ordering::Relaxed);
                         }
-                        Err(Denied::Moving) => std::hint::spin_loop(),
+                        Err(AccessDenied::Moving) => std::hint::spin_loop(),
                         Err(other) => panic!("{other}"),
                     }
                 }
@@ -481,7 +494,7 @@ fn size_does_not_count() {
 fn a_span_and_a_slot_stay_small() {
     assert!(size_of::<Span<'_>>() <= 48, "{}", size_of::<Span<'_>>());
     assert!(size_of::<super::table::Slot>() <= 256, "{}", size_of::<super::table::Slot>());
-    assert_eq!(size_of::<Denied>(), 1);
+    assert_eq!(size_of::<AccessDenied>(), 1);
 }
 
 /// `WARPWIRE_MEASURE=1 cargo test --release -p warpwire --lib mr::tests::cost -- --nocapture`

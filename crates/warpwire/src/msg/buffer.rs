@@ -4,15 +4,15 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::entries::Notice;
+use super::entries::WordUpdate;
 use crate::error::{Error, Kind, Result};
-use crate::mem::Width;
-use crate::mr::{Access, Denied, Span};
+use crate::mem::WordWidth;
+use crate::mr::{Access, AccessDenied, Span};
 use crate::units;
-use crate::verbs::{Context, Memory, Mr, Pd, Sge};
+use crate::verbs::{Context, MemorySource, Mr, Pd, Sge};
 
 /// For so long memory that moves, or is being found, is waited for.
-const PATIENCE: Duration = Duration::from_secs(10);
+const RETRY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Registered memory that messages are sent from and received into. Clones are the same memory.
 ///
@@ -34,7 +34,11 @@ impl fmt::Debug for Buffer {
 }
 
 impl Buffer {
-    pub(super) fn register(context: &Context, pd: &Pd, memory: impl Into<Memory>) -> Result<Self> {
+    pub(super) fn register(
+        context: &Context,
+        pd: &Pd,
+        memory: impl Into<MemorySource>,
+    ) -> Result<Self> {
         let mr = context.register(pd, memory, Access::ALL)?;
         let len = mr.len();
         Ok(Self(Arc::new(Inner { mr, len, pd: pd.clone(), context: context.clone() })))
@@ -52,42 +56,42 @@ impl Buffer {
     }
 
     /// All of it.
-    pub fn whole(&self) -> Part {
-        Part { buffer: self.clone(), offset: 0, len: self.len() }
+    pub fn whole(&self) -> BufferSlice {
+        BufferSlice { buffer: self.clone(), offset: 0, len: self.len() }
     }
 
     /// A part of it, perhaps of no bytes.
     ///
     /// # Errors
     /// [`Kind::OutOfRange`] if it does not lie inside.
-    pub fn part(&self, offset: u64, len: u64) -> Result<Part> {
+    pub fn slice(&self, offset: u64, len: u64) -> Result<BufferSlice> {
         if offset.checked_add(len).is_none_or(|end| end > self.len()) {
             let what = format!("use {len} bytes at offset {offset}");
             let why = format!("the buffer has {} bytes", self.len());
             return Err(Error::new(Kind::OutOfRange, what).why(why).fix("name a part inside it"));
         }
-        Ok(Part { buffer: self.clone(), offset, len })
+        Ok(BufferSlice { buffer: self.clone(), offset, len })
     }
 
     /// Writes bytes from the CPU.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
-        self.part(offset, from.len() as u64)?;
+        self.slice(offset, from.len() as u64)?;
         let span = self.span(Access::LOCAL_WRITE, offset, from.len() as u64)?;
-        again(|| span.scatter(0, from)).map_err(|why| self.denied(why))?;
+        retry_transient(|| span.scatter(0, from)).map_err(|why| self.denied(why))?;
         span.publish();
         drop(span);
-        self.settle()
+        self.flush()
     }
 
     /// Reads bytes to the CPU.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        self.part(offset, into.len() as u64)?;
+        self.slice(offset, into.len() as u64)?;
         let span = self.span(Access::NONE, offset, into.len() as u64)?;
-        again(|| span.gather(0, into)).map_err(|why| self.denied(why))
+        retry_transient(|| span.gather(0, into)).map_err(|why| self.denied(why))
     }
 
     /// What was placed in memory without a window is there when this returns.
-    pub(super) fn settle(&self) -> Result<()> {
+    pub(super) fn flush(&self) -> Result<()> {
         let registry = self.0.context.hca().registry();
         registry.publish_all();
         match self.0.mr.failure() {
@@ -97,52 +101,53 @@ impl Buffer {
     }
 
     /// The word at an offset that is inside and aligned.
-    pub(super) fn load(&self, width: Width, offset: u64) -> Result<u64> {
+    pub(super) fn load(&self, width: WordWidth, offset: u64) -> Result<u64> {
         let len = width.bytes();
         let span = self.span(Access::NONE, offset, len)?;
         if let Some(bytes) = span.host_bytes() {
             return match width {
-                Width::Bits32 => bytes.load_u32(0).map(u64::from),
-                Width::Bits64 => bytes.load_u64(0),
+                WordWidth::Bits32 => bytes.load_u32(0).map(u64::from),
+                WordWidth::Bits64 => bytes.load_u64(0),
             };
         }
         // Aligned words come over the bus whole.
         let mut word = [0; 8];
-        let part = &mut word[..len as usize];
-        again(|| span.gather(0, part)).map_err(|why| self.denied(why))?;
+        let slice = &mut word[..len as usize];
+        retry_transient(|| span.gather(0, slice)).map_err(|why| self.denied(why))?;
         Ok(u64::from_le_bytes(word))
     }
 
     /// Changes a word that is inside and aligned, as a peer's work would.
-    pub(super) fn change(&self, offset: u64, notice: Notice) -> Result<()> {
-        match notice {
-            Notice::Write(bytes, len) => {
+    pub(super) fn apply_update(&self, offset: u64, word_update: WordUpdate) -> Result<()> {
+        match word_update {
+            WordUpdate::Write(bytes, len) => {
                 let span = self.span(Access::LOCAL_WRITE, offset, len.into())?;
                 match (span.host_bytes(), len) {
                     (Some(host), 8) => host.store_u64(0, u64::from_le_bytes(bytes)),
                     (Some(host), 4) => host.store_u32(0, u64::from_le_bytes(bytes) as u32),
                     _ => {
                         let bytes = &bytes[..len.into()];
-                        again(|| span.scatter(0, bytes)).map_err(|why| self.denied(why))?;
+                        retry_transient(|| span.scatter(0, bytes))
+                            .map_err(|why| self.denied(why))?;
                         span.publish();
                         drop(span);
-                        self.settle()
+                        self.flush()
                     }
                 }
             }
-            Notice::Atomic(atomic) => {
+            WordUpdate::Atomic(atomic) => {
                 let width = atomic.width().bytes();
                 let span = self.span(Access::REMOTE_ATOMIC, offset, width)?;
-                let changed = again(|| span.atomic(0, &atomic));
+                let changed = retry_transient(|| span.atomic(0, &atomic));
                 changed.map(drop).map_err(|why| self.denied(why))
             }
         }
     }
 
     /// Whether a word of that width lies inside, where a word may lie.
-    pub(super) fn check_word(&self, width: Width, offset: u64) -> Result<()> {
+    pub(super) fn check_word(&self, width: WordWidth, offset: u64) -> Result<()> {
         let len = width.bytes();
-        self.part(offset, len)?;
+        self.slice(offset, len)?;
         if !self.0.mr.iova().wrapping_add(offset).is_multiple_of(len) {
             let what = format!("use the word at offset {offset}");
             let error = Error::new(Kind::Misaligned, what);
@@ -156,15 +161,17 @@ impl Buffer {
         let inner = &*self.0;
         let address = inner.mr.iova().wrapping_add(offset);
         let registry = inner.context.hca().registry();
-        let found = again(|| registry.resolve(inner.mr.lkey(), inner.pd.id(), need, address, len));
+        let found = retry_transient(|| {
+            registry.resolve(inner.mr.lkey(), inner.pd.id(), need, address, len)
+        });
         found.map_err(|why| self.denied(why))
     }
 
     #[cold]
-    pub(super) fn denied(&self, why: Denied) -> Error {
+    pub(super) fn denied(&self, why: AccessDenied) -> Error {
         let kind = match why {
-            Denied::Gone | Denied::Stale => Kind::Freed,
-            Denied::Moving | Denied::Absent => Kind::Timeout,
+            AccessDenied::Gone | AccessDenied::Stale => Kind::Freed,
+            AccessDenied::Moving | AccessDenied::NotResident => Kind::Timeout,
             _ => Kind::OutOfRange,
         };
         Error::new(kind, "use a buffer").why(why.to_string())
@@ -187,15 +194,15 @@ impl Buffer {
 }
 
 /// Tries again while the memory moves or is being found.
-pub(super) fn again<T>(
-    mut attempt: impl FnMut() -> std::result::Result<T, Denied>,
-) -> std::result::Result<T, Denied> {
+pub(super) fn retry_transient<T>(
+    mut attempt: impl FnMut() -> std::result::Result<T, AccessDenied>,
+) -> std::result::Result<T, AccessDenied> {
     let mut start = None;
     loop {
         match attempt() {
-            Err(why) if why.passes() => {
+            Err(why) if why.is_transient() => {
                 let start: &Instant = start.get_or_insert_with(Instant::now);
-                if start.elapsed() > PATIENCE {
+                if start.elapsed() > RETRY_TIMEOUT {
                     return Err(why);
                 }
                 std::thread::sleep(Duration::from_micros(50));
@@ -207,13 +214,13 @@ pub(super) fn again<T>(
 
 /// A part of a buffer, to send from or receive into.
 #[derive(Clone, Debug)]
-pub struct Part {
+pub struct BufferSlice {
     pub(super) buffer: Buffer,
     pub(super) offset: u64,
     pub(super) len: u64,
 }
 
-impl Part {
+impl BufferSlice {
     /// The buffer.
     pub fn buffer(&self) -> &Buffer {
         &self.buffer
@@ -248,38 +255,38 @@ impl Part {
     }
 }
 
-impl From<&Buffer> for Part {
+impl From<&Buffer> for BufferSlice {
     fn from(buffer: &Buffer) -> Self {
         buffer.whole()
     }
 }
 
 /// Copies bytes that are here into parts, one after the other, as many as fit.
-pub(super) fn scatter(parts: &[Part], from: &[u8]) -> Result<()> {
+pub(super) fn scatter(slices: &[BufferSlice], from: &[u8]) -> Result<()> {
     let mut rest = from;
-    for part in parts.iter().filter(|part| part.len > 0) {
-        let (now, later) = rest.split_at(rest.len().min(part.len as usize));
+    for slice in slices.iter().filter(|slice| slice.len > 0) {
+        let (now, later) = rest.split_at(rest.len().min(slice.len as usize));
         if now.is_empty() {
             break;
         }
-        let span = part.buffer.span(Access::LOCAL_WRITE, part.offset, now.len() as u64)?;
-        again(|| span.scatter(0, now)).map_err(|why| part.buffer.denied(why))?;
+        let span = slice.buffer.span(Access::LOCAL_WRITE, slice.offset, now.len() as u64)?;
+        retry_transient(|| span.scatter(0, now)).map_err(|why| slice.buffer.denied(why))?;
         span.publish();
         drop(span);
-        part.buffer.settle()?;
+        slice.buffer.flush()?;
         rest = later;
     }
     Ok(())
 }
 
 /// Copies from one list of parts to another, `len` bytes, through memory of ours.
-pub(super) fn copy(to: &[Part], from: &[Part], len: u64) -> Result<()> {
-    const AT_A_TIME: u64 = 1 << 20;
-    let mut bytes = vec![0; len.min(AT_A_TIME) as usize];
+pub(super) fn copy(to: &[BufferSlice], from: &[BufferSlice], len: u64) -> Result<()> {
+    const CHUNK: u64 = 1 << 20;
+    let mut bytes = vec![0; len.min(CHUNK) as usize];
     let (mut done, mut to, mut from) = (0, Cursor::new(to), Cursor::new(from));
     while done < len {
         let (Some((target, at)), Some((source, begin))) = (to.now(), from.now()) else { break };
-        let count = (target.len - at).min(source.len - begin).min(len - done).min(AT_A_TIME);
+        let count = (target.len - at).min(source.len - begin).min(len - done).min(CHUNK);
         let bytes = &mut bytes[..count as usize];
         source.buffer.read(source.offset + begin, bytes)?;
         target.buffer.write(target.offset + at, bytes)?;
@@ -293,22 +300,22 @@ pub(super) fn copy(to: &[Part], from: &[Part], len: u64) -> Result<()> {
 /// A place in a list of parts.
 #[derive(Clone, Copy)]
 struct Cursor<'a> {
-    parts: &'a [Part],
+    slices: &'a [BufferSlice],
     at: u64,
 }
 
 impl<'a> Cursor<'a> {
-    fn new(parts: &'a [Part]) -> Self {
-        Self { parts, at: 0 }
+    fn new(slices: &'a [BufferSlice]) -> Self {
+        Self { slices, at: 0 }
     }
 
     /// The part that it stands in, and where in it; nothing at the end.
-    fn now(&mut self) -> Option<(&'a Part, u64)> {
-        while let Some((first, rest)) = self.parts.split_first() {
+    fn now(&mut self) -> Option<(&'a BufferSlice, u64)> {
+        while let Some((first, rest)) = self.slices.split_first() {
             if self.at < first.len {
                 return Some((first, self.at));
             }
-            (self.parts, self.at) = (rest, 0);
+            (self.slices, self.at) = (rest, 0);
         }
         None
     }

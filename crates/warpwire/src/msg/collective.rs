@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::buffer::{Buffer, Part};
+use super::buffer::{Buffer, BufferSlice};
 use super::comm::Comm;
 use super::entries::Match;
 use super::header::Channel;
@@ -14,7 +14,7 @@ use crate::error::{Error, Kind, Result};
 
 /// What is reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Element {
+pub enum DataType {
     /// 32-bit floating point.
     F32,
     /// 64-bit floating point.
@@ -29,7 +29,7 @@ pub enum Element {
 
 /// How it is reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reduce {
+pub enum ReduceOp {
     /// The sum.
     Sum,
     /// The smallest.
@@ -41,7 +41,7 @@ pub enum Reduce {
 /// Reductions go through so much memory at a time.
 const CHUNK: u64 = 4 << 20;
 
-impl Element {
+impl DataType {
     /// How many bytes.
     pub const fn bytes(self) -> u64 {
         match self {
@@ -60,8 +60,8 @@ impl Comm {
         // After the step with distance d, a rank has heard of the 2 d before it.
         while step < size {
             let (to, from) = ((rank + step) % size, (rank + size - step) % size);
-            let send = self.inner_send(to, tag, &[])?;
-            let receive = self.inner_receive(from, tag, &[])?;
+            let send = self.internal_send(to, tag, &[])?;
+            let receive = self.internal_receive(from, tag, &[])?;
             let left = timeout.saturating_sub(start.elapsed());
             wait_all(&mut [receive, send], left).map_err(|why| why.during("meet all ranks"))?;
             step *= 2;
@@ -70,30 +70,42 @@ impl Comm {
     }
 
     /// Every rank gets what `root` has in that memory. All give memory of one length.
-    pub fn broadcast(&self, root: usize, part: impl Into<Part>, timeout: Duration) -> Result<()> {
+    pub fn broadcast(
+        &self,
+        root: usize,
+        slice: impl Into<BufferSlice>,
+        timeout: Duration,
+    ) -> Result<()> {
         self.shared.check_rank(root, "get from")?;
-        self.broadcast_part(root, &part.into(), timeout)
+        self.broadcast_slice(root, &slice.into(), timeout)
     }
 
-    fn broadcast_part(&self, root: usize, part: &Part, timeout: Duration) -> Result<()> {
+    fn broadcast_slice(&self, root: usize, slice: &BufferSlice, timeout: Duration) -> Result<()> {
         let (size, tag, start) = (self.size(), self.next_round(), Instant::now());
         // Ranks are counted from the root on: a tree in which each hears from the one without its lowest bit.
-        let place = (self.rank() + size - root) % size;
+        let relative_rank = (self.rank() + size - root) % size;
         let left = || timeout.saturating_sub(start.elapsed());
-        let real = |place: usize| (place + root) % size;
-        let lowest =
-            if place == 0 { size.next_power_of_two() } else { place & place.wrapping_neg() };
-        if place != 0 {
-            let from = real(place - lowest);
-            let parts = std::slice::from_ref(part);
-            let came = self.inner_receive(from, tag, parts)?.wait(left())?;
-            check_length(from, came.len, part.len)?;
+        let real = |relative_rank: usize| (relative_rank + root) % size;
+        let lowest = if relative_rank == 0 {
+            size.next_power_of_two()
+        } else {
+            relative_rank & relative_rank.wrapping_neg()
+        };
+        if relative_rank != 0 {
+            let from = real(relative_rank - lowest);
+            let slices = std::slice::from_ref(slice);
+            let received = self.internal_receive(from, tag, slices)?.wait(left())?;
+            check_length(from, received.len, slice.len)?;
         }
         let mut sends = Vec::new();
         let mut step = lowest / 2;
         while step > 0 {
-            if place + step < size {
-                sends.push(self.inner_send(real(place + step), tag, std::slice::from_ref(part))?);
+            if relative_rank + step < size {
+                sends.push(self.internal_send(
+                    real(relative_rank + step),
+                    tag,
+                    std::slice::from_ref(slice),
+                )?);
             }
             step /= 2;
         }
@@ -104,29 +116,29 @@ impl Comm {
     /// one length. Sums are added in one order, so that all ranks get the same bits.
     pub fn all_reduce(
         &self,
-        part: impl Into<Part>,
-        element: Element,
-        reduce: Reduce,
+        slice: impl Into<BufferSlice>,
+        element: DataType,
+        reduce: ReduceOp,
         timeout: Duration,
     ) -> Result<()> {
-        let part = part.into();
-        if part.len % element.bytes() != 0 {
+        let slice = slice.into();
+        if slice.len % element.bytes() != 0 {
             let error = Error::new(Kind::InvalidArgument, "reduce memory of all ranks");
-            let why = format!("{} bytes are no number of {element:?}", part.len);
+            let why = format!("{} bytes are no number of {element:?}", slice.len);
             return Err(error.why(why));
         }
-        if self.size() == 1 || part.len == 0 {
+        if self.size() == 1 || slice.len == 0 {
             return Ok(());
         }
         let start = Instant::now();
-        let scratch = self.alloc(part.len.min(CHUNK))?;
+        let scratch = self.alloc(slice.len.min(CHUNK))?;
         let mut at = 0;
-        while at < part.len {
-            let len = (part.len - at).min(CHUNK);
-            let chunk = part.buffer.part(part.offset + at, len)?;
+        while at < slice.len {
+            let len = (slice.len - at).min(CHUNK);
+            let chunk = slice.buffer.slice(slice.offset + at, len)?;
             let left = || timeout.saturating_sub(start.elapsed());
             self.reduce_chunk(&chunk, &scratch, (element, reduce), left())?;
-            self.broadcast_part(0, &chunk, left())?;
+            self.broadcast_slice(0, &chunk, left())?;
             at += len;
         }
         Ok(())
@@ -135,30 +147,30 @@ impl Comm {
     /// Rank 0 gets the reduction.
     fn reduce_chunk(
         &self,
-        chunk: &Part,
+        chunk: &BufferSlice,
         scratch: &Buffer,
-        (element, reduce): (Element, Reduce),
+        (element, reduce): (DataType, ReduceOp),
         timeout: Duration,
     ) -> Result<()> {
         let (rank, size, tag, start) =
             (self.rank(), self.size(), self.next_round(), Instant::now());
         let left = || timeout.saturating_sub(start.elapsed());
-        let room = scratch.part(0, chunk.len)?;
+        let room = scratch.slice(0, chunk.len)?;
         let mut mine = vec![0; chunk.len as usize];
         let mut theirs = vec![0; chunk.len as usize];
         let mut step = 1;
         while step < size {
             if rank & step != 0 {
                 return self
-                    .inner_send(rank - step, tag, std::slice::from_ref(chunk))?
+                    .internal_send(rank - step, tag, std::slice::from_ref(chunk))?
                     .wait(left())
                     .map(drop);
             }
             let from = rank + step;
             if from < size {
-                let parts = std::slice::from_ref(&room);
-                let came = self.inner_receive(from, tag, parts)?.wait(left())?;
-                check_length(from, came.len, chunk.len)?;
+                let slices = std::slice::from_ref(&room);
+                let received = self.internal_receive(from, tag, slices)?.wait(left())?;
+                check_length(from, received.len, chunk.len)?;
                 chunk.buffer.read(chunk.offset, &mut mine)?;
                 scratch.read(0, &mut theirs)?;
                 combine(&mut mine, &theirs, element, reduce);
@@ -170,15 +182,15 @@ impl Comm {
     }
 
     /// What every rank gives, `len` bytes each, in the order of ranks.
-    pub(super) fn gather_all(&self, mine: &[u8], len: usize) -> Result<Vec<u8>> {
+    pub(super) fn all_gather(&self, mine: &[u8], len: usize) -> Result<Vec<u8>> {
         let (rank, size, tag) = (self.rank(), self.size(), self.next_round());
         let buffer = self.alloc((size * len) as u64)?;
         buffer.write((rank * len) as u64, mine)?;
-        let part = |rank: usize| buffer.part((rank * len) as u64, len as u64);
+        let slice = |rank: usize| buffer.slice((rank * len) as u64, len as u64);
         let mut requests = Vec::new();
         for other in (0..size).filter(|other| *other != rank) {
-            requests.push(self.inner_receive(other, tag, &[part(other)?])?);
-            requests.push(self.inner_send(other, tag, &[part(rank)?])?);
+            requests.push(self.internal_receive(other, tag, &[slice(other)?])?);
+            requests.push(self.internal_send(other, tag, &[slice(rank)?])?);
         }
         wait_all(&mut requests, self.shared.options.timeout)?;
         let mut all = vec![0; size * len];
@@ -188,20 +200,20 @@ impl Comm {
 
     /// Tells every rank something of its own, `len` bytes each, and hears what each tells this one; in the order of
     /// ranks.
-    pub(super) fn scatter_all(&self, told: &[u8], len: usize) -> Result<Vec<u8>> {
+    pub(super) fn all_to_all(&self, send_buf: &[u8], len: usize) -> Result<Vec<u8>> {
         let (rank, size, tag) = (self.rank(), self.size(), self.next_round());
         let (out, into) = (self.alloc((size * len) as u64)?, self.alloc((size * len) as u64)?);
-        out.write(0, told)?;
-        let part = |buffer: &Buffer, rank: usize| buffer.part((rank * len) as u64, len as u64);
+        out.write(0, send_buf)?;
+        let slice = |buffer: &Buffer, rank: usize| buffer.slice((rank * len) as u64, len as u64);
         let mut requests = Vec::new();
         for other in (0..size).filter(|other| *other != rank) {
-            requests.push(self.inner_receive(other, tag, &[part(&into, other)?])?);
-            requests.push(self.inner_send(other, tag, &[part(&out, other)?])?);
+            requests.push(self.internal_receive(other, tag, &[slice(&into, other)?])?);
+            requests.push(self.internal_send(other, tag, &[slice(&out, other)?])?);
         }
         wait_all(&mut requests, self.shared.options.timeout)?;
-        let mut heard = vec![0; size * len];
-        into.read(0, &mut heard)?;
-        Ok(heard)
+        let mut recv_buf = vec![0; size * len];
+        into.read(0, &mut recv_buf)?;
+        Ok(recv_buf)
     }
 
     fn next_round(&self) -> u32 {
@@ -210,25 +222,25 @@ impl Comm {
         *round
     }
 
-    fn inner_send(&self, to: usize, tag: u32, parts: &[Part]) -> Result<Request> {
-        self.shared.send_on(Channel::Inner, to, tag, parts)
+    fn internal_send(&self, to: usize, tag: u32, slices: &[BufferSlice]) -> Result<Request> {
+        self.shared.start_send(Channel::Internal, to, tag, slices)
     }
 
-    fn inner_receive(&self, from: usize, tag: u32, parts: &[Part]) -> Result<Request> {
-        self.shared.receive_on(Channel::Inner, from, Match::Tag(tag), parts)
+    fn internal_receive(&self, from: usize, tag: u32, slices: &[BufferSlice]) -> Result<Request> {
+        self.shared.start_receive(Channel::Internal, from, Match::Tag(tag), slices)
     }
 }
 
-fn check_length(from: usize, came: u64, wanted: u64) -> Result<()> {
-    if came == wanted {
+fn check_length(from: usize, received: u64, wanted: u64) -> Result<()> {
+    if received == wanted {
         return Ok(());
     }
     let error = Error::new(Kind::InvalidArgument, "do it together");
-    Err(error.why(format!("rank {from} has {came} bytes, this one {wanted}")))
+    Err(error.why(format!("rank {from} has {received} bytes, this one {wanted}")))
 }
 
 /// Reduces `theirs` into `mine`.
-fn combine(mine: &mut [u8], theirs: &[u8], element: Element, reduce: Reduce) {
+fn combine(mine: &mut [u8], theirs: &[u8], element: DataType, reduce: ReduceOp) {
     macro_rules! each {
         ($type:ty, $add:expr, $min:expr, $max:expr) => {{
             const LEN: usize = size_of::<$type>();
@@ -238,19 +250,19 @@ fn combine(mine: &mut [u8], theirs: &[u8], element: Element, reduce: Reduce) {
                 };
                 let (a, b) = (read(mine), read(theirs));
                 let result = match reduce {
-                    Reduce::Sum => $add(a, b),
-                    Reduce::Min => $min(a, b),
-                    Reduce::Max => $max(a, b),
+                    ReduceOp::Sum => $add(a, b),
+                    ReduceOp::Min => $min(a, b),
+                    ReduceOp::Max => $max(a, b),
                 };
                 mine.copy_from_slice(&result.to_le_bytes());
             }
         }};
     }
     match element {
-        Element::F32 => each!(f32, |a: f32, b: f32| a + b, f32::min, f32::max),
-        Element::F64 => each!(f64, |a: f64, b: f64| a + b, f64::min, f64::max),
-        Element::I32 => each!(i32, i32::wrapping_add, Ord::min, Ord::max),
-        Element::I64 => each!(i64, i64::wrapping_add, Ord::min, Ord::max),
-        Element::U64 => each!(u64, u64::wrapping_add, Ord::min, Ord::max),
+        DataType::F32 => each!(f32, |a: f32, b: f32| a + b, f32::min, f32::max),
+        DataType::F64 => each!(f64, |a: f64, b: f64| a + b, f64::min, f64::max),
+        DataType::I32 => each!(i32, i32::wrapping_add, Ord::min, Ord::max),
+        DataType::I64 => each!(i64, i64::wrapping_add, Ord::min, Ord::max),
+        DataType::U64 => each!(u64, u64::wrapping_add, Ord::min, Ord::max),
     }
 }

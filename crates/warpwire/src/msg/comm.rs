@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::buffer::{Buffer, Part};
+use super::buffer::{Buffer, BufferSlice};
 use super::entries::Match;
-use super::header::{Channel, MOST_PARTS};
+use super::header::{Channel, MAX_SLICES};
 use super::peer::{Area, CONTROL_RECEIVES, CONTROL_WORK, Peer, USER_WORK};
-use super::place::{Launcher, MOST_RANKS, Master, Place};
-use super::rendezvous::{Hello, Meeting, Word, meet, unexpected};
+use super::rank_info::{Launcher, MAX_RANKS, RankInfo, Rendezvous};
+use super::rendezvous::{BootstrapMsg, Hello, RankLinks, connect_ranks, unexpected};
 use super::request::{Outcome, Request};
 use super::shared::Shared;
 use super::state::State;
@@ -23,11 +23,11 @@ use crate::hca::HcaOptions;
 use crate::link::{Auto, Hub, Link, Shm, Udp, shm, udp};
 use crate::mr::HostMemory;
 use crate::units;
-use crate::verbs::{Context, Cq, Drive, Memory, Pd, QpOptions, Signal};
+use crate::verbs::{Context, Cq, EventFd, MemorySource, Pd, ProgressMode, QpOptions};
 
 /// What packets go through.
 #[derive(Clone, Debug, Default)]
-pub enum Wire {
+pub enum CommLink {
     /// Shared memory where the peer is on this machine, UDP elsewhere.
     #[default]
     Auto,
@@ -39,7 +39,7 @@ pub enum Wire {
     Hub(Hub),
 }
 
-impl FromStr for Wire {
+impl FromStr for CommLink {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -54,7 +54,7 @@ impl FromStr for Wire {
     }
 }
 
-impl Wire {
+impl CommLink {
     fn open(&self, address: IpAddr, rank: usize) -> Result<Box<dyn Link>> {
         let any = SocketAddr::new(address, 0);
         Ok(match self {
@@ -77,7 +77,7 @@ pub struct CommOptions {
     /// How long to wait for all ranks, and for each step that they make together.
     pub timeout: Duration,
     /// What packets go through.
-    pub wire: Wire,
+    pub link: CommLink,
     /// Messages up to this length are sent at once, and kept by the receiver until they are asked for. Longer ones are
     /// fetched when they are asked for.
     pub eager: u64,
@@ -88,19 +88,19 @@ pub struct CommOptions {
     /// How many requests to a peer, and receives from it, may wait; one more is [`Kind::Busy`].
     pub queue: u32,
     /// Who drives the device.
-    pub drive: Drive,
+    pub progress_mode: ProgressMode,
 }
 
 impl Default for CommOptions {
     fn default() -> Self {
         Self {
             timeout: Duration::from_secs(60),
-            wire: Wire::default(),
+            link: CommLink::default(),
             eager: 8 << 10,
             receives: 64,
             requests: 4096,
             queue: 1024,
-            drive: Drive::default(),
+            progress_mode: ProgressMode::default(),
         }
     }
 }
@@ -108,15 +108,15 @@ impl Default for CommOptions {
 impl CommOptions {
     /// The defaults, with a thread that sees what streams and kernels post: for [lanes](super::lane).
     pub fn for_streams() -> Self {
-        let drive = Drive::Thread { spin: Duration::from_micros(200), core: None };
-        Self { drive, ..Self::default() }
+        let progress_mode = ProgressMode::Thread { spin: Duration::from_micros(200), core: None };
+        Self { progress_mode, ..Self::default() }
     }
 
     /// The defaults, with what `WARPWIRE_LINK` (auto, udp, shm) and `WARPWIRE_TIMEOUT` (as in `30s`) say.
     pub fn from_env() -> Result<Self> {
         let mut options = Self::default();
         if let Ok(text) = std::env::var("WARPWIRE_LINK") {
-            options.wire = text.parse()?;
+            options.link = text.parse()?;
         }
         if let Ok(text) = std::env::var("WARPWIRE_TIMEOUT") {
             options.timeout = units::parse_duration(&text)?;
@@ -144,7 +144,7 @@ impl CommOptions {
 #[derive(Clone)]
 pub struct Comm {
     pub(super) shared: Arc<Shared>,
-    leaves: Arc<Leaves>,
+    leave_guard: Arc<LeaveGuard>,
 }
 
 impl std::fmt::Debug for Comm {
@@ -154,15 +154,15 @@ impl std::fmt::Debug for Comm {
 }
 
 /// Says goodbye when the last handle goes.
-struct Leaves {
+struct LeaveGuard {
     shared: Arc<Shared>,
     watcher: Option<Watcher>,
-    said: Mutex<bool>,
+    announced: Mutex<bool>,
 }
 
-impl Leaves {
-    fn say(&self, why: Option<String>) {
-        if std::mem::replace(&mut *self.said.lock(), true) {
+impl LeaveGuard {
+    fn announce_leave(&self, why: Option<String>) {
+        if std::mem::replace(&mut *self.announced.lock(), true) {
             return;
         }
         // An answer to what came last goes out with a later step; whoever waits for it would take our leaving for a loss.
@@ -170,22 +170,22 @@ impl Leaves {
         for _ in 0..LAST_STEPS {
             let _ = self.shared.context.hca().poll();
         }
-        let word = Word::Bye { why };
+        let message = BootstrapMsg::Bye { why };
         for link in self.shared.links.iter().flatten() {
             // Who does not hear it sees the connection end.
-            let _ = link.lock().tell(&word);
+            let _ = link.lock().send(&message);
         }
     }
 }
 
-impl Drop for Leaves {
+impl Drop for LeaveGuard {
     fn drop(&mut self) {
         const LINGER: Duration = Duration::from_secs(1);
         if !std::thread::panicking() {
             // What was said to others should arrive.
-            let _ = self.shared.look_until(LINGER, |state| Ok((!state.is_busy()).then_some(())));
+            let _ = self.shared.poll_until(LINGER, |state| Ok((!state.is_busy()).then_some(())));
         }
-        self.say(std::thread::panicking().then(|| "it panicked".to_owned()));
+        self.announce_leave(std::thread::panicking().then(|| "it panicked".to_owned()));
         drop(self.watcher.take());
         for link in self.shared.links.iter().flatten() {
             let _ = link.lock().stream().shutdown(std::net::Shutdown::Both);
@@ -193,7 +193,7 @@ impl Drop for Leaves {
         let mut state = self.shared.state.lock();
         for rank in 0..state.peers.len() {
             let error = Error::new(Kind::Freed, format!("reach rank {rank}"));
-            state.lose(rank, error.why("this rank has left the communicator"));
+            state.fail_peer(rank, error.why("this rank has left the communicator"));
         }
         drop(state);
         self.shared.wake_all();
@@ -207,29 +207,30 @@ impl Comm {
     /// # Errors
     /// If the environment makes no sense, or the ranks do not meet; the text says who is missing.
     pub fn from_env() -> Result<Self> {
-        Self::open(Place::from_env()?, CommOptions::from_env()?)
+        Self::open(RankInfo::from_env()?, CommOptions::from_env()?)
     }
 
     /// Joins the ranks that meet at that place.
-    pub fn open(place: Place, options: CommOptions) -> Result<Self> {
+    pub fn open(rank_info: RankInfo, options: CommOptions) -> Result<Self> {
         options.check()?;
-        if place.rank >= place.size || place.size > MOST_RANKS {
+        if rank_info.rank >= rank_info.size || rank_info.size > MAX_RANKS {
             let error = Error::new(Kind::InvalidArgument, "make a communicator");
-            let why = format!("there is no rank {} of {}", place.rank, place.size);
+            let why = format!("there is no rank {} of {}", rank_info.rank, rank_info.size);
             return Err(error.why(why));
         }
-        let mut meeting = meet(&place, options.timeout)?;
-        let connected = connect(place, options, &mut meeting);
-        let shared = connected.inspect_err(|why| meeting.give_up(why))?;
+        let mut rank_links = connect_ranks(&rank_info, options.timeout)?;
+        let connected = connect(rank_info, options, &mut rank_links);
+        let shared = connected.inspect_err(|why| rank_links.abort(why))?;
         let watcher = Watcher::start(&shared)?;
-        let leaves = Leaves { shared: shared.clone(), watcher: Some(watcher), said: false.into() };
-        Ok(Self { shared, leaves: Arc::new(leaves) })
+        let leave_guard =
+            LeaveGuard { shared: shared.clone(), watcher: Some(watcher), announced: false.into() };
+        Ok(Self { shared, leave_guard: Arc::new(leave_guard) })
     }
 
     /// All ranks of a communicator inside this process, for threads and tests.
     pub fn local(size: usize) -> Result<Vec<Self>> {
-        let wire = Wire::Hub(Hub::new());
-        Self::local_with(size, &CommOptions { wire, ..CommOptions::default() })
+        let link = CommLink::Hub(Hub::new());
+        Self::local_with(size, &CommOptions { link, ..CommOptions::default() })
     }
 
     /// The same, made in that way.
@@ -237,11 +238,11 @@ impl Comm {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("warpwire-local-{}-{number}.address", std::process::id());
-        let master = Master::File(std::env::temp_dir().join(name));
+        let rendezvous = Rendezvous::File(std::env::temp_dir().join(name));
         let open = |rank: usize| {
-            let (master, token, launcher) = (master.clone(), String::new(), Launcher::Run);
-            let place = Place { rank, size, local_rank: rank, master, token, launcher };
-            Self::open(place, options.clone())
+            let (rendezvous, token, launcher) = (rendezvous.clone(), String::new(), Launcher::Run);
+            let rank_info = RankInfo { rank, size, local_rank: rank, rendezvous, token, launcher };
+            Self::open(rank_info, options.clone())
         };
         std::thread::scope(|scope| {
             let threads: Vec<_> = (0..size).map(|rank| scope.spawn(move || open(rank))).collect();
@@ -255,22 +256,22 @@ impl Comm {
 
     /// Which rank this is.
     pub fn rank(&self) -> usize {
-        self.shared.place.rank
+        self.shared.rank_info.rank
     }
 
     /// How many ranks there are.
     pub fn size(&self) -> usize {
-        self.shared.place.size
+        self.shared.rank_info.size
     }
 
     /// Which rank of its machine this is: for choosing a GPU.
     pub fn local_rank(&self) -> usize {
-        self.shared.place.local_rank
+        self.shared.rank_info.local_rank
     }
 
     /// Who started the ranks, and where they met.
-    pub fn place(&self) -> &Place {
-        &self.shared.place
+    pub fn rank_info(&self) -> &RankInfo {
+        &self.shared.rank_info
     }
 
     /// The device below.
@@ -279,7 +280,7 @@ impl Comm {
     }
 
     /// Which way messages to a rank take, and why.
-    pub fn path(&self, rank: usize) -> Result<crate::link::Path> {
+    pub fn path(&self, rank: usize) -> Result<crate::link::LinkPath> {
         self.shared.check_rank(rank, "reach")?;
         match &self.shared.state.lock().peers[rank].qp {
             Some(qp) => qp.path(),
@@ -298,7 +299,7 @@ impl Comm {
     }
 
     /// Registers memory of the host or of a device.
-    pub fn register(&self, memory: impl Into<Memory>) -> Result<Buffer> {
+    pub fn register(&self, memory: impl Into<MemorySource>) -> Result<Buffer> {
         Buffer::register(&self.shared.context, &self.shared.pd, memory)
     }
 
@@ -309,13 +310,13 @@ impl Comm {
     ///
     /// # Errors
     /// [`Kind::Busy`] if too many wait already: wait for some of them. [`Kind::PeerLost`] if the rank is gone.
-    pub fn isend(&self, to: usize, tag: u32, part: impl Into<Part>) -> Result<Request> {
-        self.isendv(to, tag, &[part.into()])
+    pub fn isend(&self, to: usize, tag: u32, slice: impl Into<BufferSlice>) -> Result<Request> {
+        self.isendv(to, tag, &[slice.into()])
     }
 
     /// Begins to send a message that is made of parts, one after the other; 15 at most.
-    pub fn isendv(&self, to: usize, tag: u32, parts: &[Part]) -> Result<Request> {
-        self.shared.send_on(Channel::User, to, tag, parts)
+    pub fn isendv(&self, to: usize, tag: u32, slices: &[BufferSlice]) -> Result<Request> {
+        self.shared.start_send(Channel::User, to, tag, slices)
     }
 
     /// Begins to receive a message with that tag from a rank. A message that is longer than the memory is lost, and
@@ -324,14 +325,19 @@ impl Comm {
         &self,
         from: usize,
         tag: impl Into<Match>,
-        part: impl Into<Part>,
+        slice: impl Into<BufferSlice>,
     ) -> Result<Request> {
-        self.irecvv(from, tag, &[part.into()])
+        self.irecvv(from, tag, &[slice.into()])
     }
 
     /// Begins to receive a message into parts, one after the other; 15 at most.
-    pub fn irecvv(&self, from: usize, tag: impl Into<Match>, parts: &[Part]) -> Result<Request> {
-        self.shared.receive_on(Channel::User, from, tag.into(), parts)
+    pub fn irecvv(
+        &self,
+        from: usize,
+        tag: impl Into<Match>,
+        slices: &[BufferSlice],
+    ) -> Result<Request> {
+        self.shared.start_receive(Channel::User, from, tag.into(), slices)
     }
 
     /// Sends, and waits for the end of it.
@@ -339,10 +345,10 @@ impl Comm {
         &self,
         to: usize,
         tag: u32,
-        part: impl Into<Part>,
+        slice: impl Into<BufferSlice>,
         timeout: Duration,
     ) -> Result<Outcome> {
-        self.isend(to, tag, part)?.wait(timeout)
+        self.isend(to, tag, slice)?.wait(timeout)
     }
 
     /// Receives, and waits for the end of it.
@@ -350,10 +356,10 @@ impl Comm {
         &self,
         from: usize,
         tag: impl Into<Match>,
-        part: impl Into<Part>,
+        slice: impl Into<BufferSlice>,
         timeout: Duration,
     ) -> Result<Outcome> {
-        self.irecv(from, tag, part)?.wait(timeout)
+        self.irecv(from, tag, slice)?.wait(timeout)
     }
 
     /// Makes progress with all that is under way, without waiting.
@@ -369,8 +375,8 @@ impl Comm {
     pub fn finish(&self, timeout: Duration) -> Result<()> {
         let (start, own) = (Instant::now(), self.rank());
         // What streams have sent may not have found a receive yet.
-        self.shared.look_until(timeout, |state| Ok((!state.is_busy()).then_some(())))?;
-        self.leaves.say(None);
+        self.shared.poll_until(timeout, |state| Ok((!state.is_busy()).then_some(())))?;
+        self.leave_guard.announce_leave(None);
         let left = timeout.saturating_sub(start.elapsed());
         let others = (0..self.size()).filter(|rank| *rank != own);
         let gone = |state: &mut State| {
@@ -392,7 +398,7 @@ impl Comm {
 
     /// Leaves with a reason, which the others are told: every request of theirs with this rank fails with it.
     pub fn abort(&self, why: impl Into<String>) {
-        self.leaves.say(Some(why.into()));
+        self.leave_guard.announce_leave(Some(why.into()));
     }
 }
 
@@ -402,12 +408,17 @@ fn died(peer: &Peer) -> Option<Error> {
 }
 
 /// The devices' part: queue pairs to all ranks.
-fn connect(place: Place, options: CommOptions, meeting: &mut Meeting) -> Result<Arc<Shared>> {
+fn connect(
+    rank_info: RankInfo,
+    options: CommOptions,
+    rank_links: &mut RankLinks,
+) -> Result<Arc<Shared>> {
     let deadline = Instant::now() + options.timeout;
-    let (rank, size) = (place.rank, place.size);
-    let link = options.wire.open(meeting.seen, rank)?;
-    let drive = HcaOptions { drive: options.drive, ..HcaOptions::default() };
-    let context = Context::open_with(link, drive)?;
+    let (rank, size) = (rank_info.rank, rank_info.size);
+    let link = options.link.open(rank_links.local_ip, rank)?;
+    let progress_mode =
+        HcaOptions { progress_mode: options.progress_mode, ..HcaOptions::default() };
+    let context = Context::open_with(link, progress_mode)?;
     let pd = context.pd();
     let area = Area::new(&context, &pd, size, options.eager, options.receives)?;
     let per_peer = USER_WORK + CONTROL_WORK + area.receives;
@@ -415,63 +426,63 @@ fn connect(place: Place, options: CommOptions, meeting: &mut Meeting) -> Result<
     let table = Buffer::register(&context, &pd, HostMemory::new(size as u64 * 8)?)?;
     let mut peers: Vec<Peer> = (0..size).map(|_| Peer::new(area.receives, options.queue)).collect();
     for (other, peer) in peers.iter_mut().enumerate().filter(|(other, _)| *other != rank) {
-        introduce((&context, &pd, &cq), &options, (&area, &table), peer, meeting, other)?;
+        create_peer_qp((&context, &pd, &cq), &options, (&area, &table), peer, rank_links, other)?;
     }
     let (requests, queue) = (options.requests, options.queue);
     let mut state = State::new(rank, peers, area, requests, queue);
     for other in (0..size).filter(|other| *other != rank) {
-        let hello = match meeting.hear(other, deadline)? {
-            Word::Hello(hello) => hello,
-            word => return Err(unexpected(other, &word)),
+        let hello = match rank_links.recv(other, deadline)? {
+            BootstrapMsg::Hello(hello) => hello,
+            message => return Err(unexpected(other, &message)),
         };
-        join_peer(&mut state, other, hello)?;
+        connect_peer(&mut state, other, hello)?;
     }
     let others = || (0..size).filter(|other| *other != rank);
-    others().try_for_each(|other| meeting.tell(other, &Word::Ready))?;
+    others().try_for_each(|other| rank_links.send(other, &BootstrapMsg::Ready))?;
     for other in others() {
-        match meeting.hear(other, deadline)? {
-            Word::Ready => {}
-            word => return Err(unexpected(other, &word)),
+        match rank_links.recv(other, deadline)? {
+            BootstrapMsg::Ready => {}
+            message => return Err(unexpected(other, &message)),
         }
     }
     let mut links = Vec::new();
-    for exchange in meeting.links.iter_mut() {
-        if let Some(exchange) = exchange.as_mut() {
-            exchange.set_timeout(Duration::from_secs(2))?;
+    for bootstrap in rank_links.links.iter_mut() {
+        if let Some(bootstrap) = bootstrap.as_mut() {
+            bootstrap.set_timeout(Duration::from_secs(2))?;
         }
-        links.push(exchange.take().map(Mutex::new));
+        links.push(bootstrap.take().map(Mutex::new));
     }
     Ok(Arc::new(Shared {
-        place,
+        rank_info,
         options,
         context,
         pd,
         cq,
         state: Mutex::new(state),
         woken: Condvar::new(),
-        alarm: Signal::new()?,
+        wakeup: EventFd::new()?,
         links,
         table,
         consumed: Mutex::new(vec![0; size]),
-        told: Mutex::new(vec![0; size]),
+        ready_sent: Mutex::new(vec![0; size]),
         round: Mutex::new(0),
     }))
 }
 
 /// Makes the queue pair for a rank, and tells it of it.
-fn introduce(
+fn create_peer_qp(
     (context, pd, cq): (&Context, &Pd, &Cq),
     options: &CommOptions,
     (area, table): (&Area, &Buffer),
     peer: &mut Peer,
-    meeting: &mut Meeting,
+    rank_links: &mut RankLinks,
     other: usize,
 ) -> Result<()> {
     let queues = QpOptions {
         send_depth: USER_WORK + CONTROL_WORK,
         receive_depth: area.receives,
-        send_ranges: MOST_PARTS as u32 + 1,
-        receive_ranges: 1,
+        max_send_sge: MAX_SLICES as u32 + 1,
+        max_recv_sge: 1,
         // Nine seconds in all: death is told by the connections, and a rank that only stands still is waited for.
         timeout: 18,
         retry_count: 7,
@@ -480,28 +491,28 @@ fn introduce(
     let qp = context.create_qp(pd, cq, cq, queues)?;
     let (address, rkey) = table.remote(0);
     let hello = Hello {
-        offer: qp.offer(),
+        endpoint: qp.endpoint(),
         receives: options.receives,
         slot: area.slot,
         table: (address, rkey),
     };
     peer.qp = Some(qp);
-    meeting.tell(other, &Word::Hello(hello))
+    rank_links.send(other, &BootstrapMsg::Hello(hello))
 }
 
 /// Connects to a rank that has told of itself.
-fn join_peer(state: &mut State, other: usize, hello: Hello) -> Result<()> {
-    let longest = (1 << 21) + 64;
-    if hello.slot < 512 || hello.slot > longest || hello.receives == 0 {
-        return Err(unexpected(other, &Word::Hello(hello)));
+fn connect_peer(state: &mut State, other: usize, hello: Hello) -> Result<()> {
+    let max_slot = (1 << 21) + 64;
+    if hello.slot < 512 || hello.slot > max_slot || hello.receives == 0 {
+        return Err(unexpected(other, &BootstrapMsg::Hello(hello)));
     }
     let peer = &mut state.peers[other];
     peer.credits = hello.receives;
-    let offer = hello.offer;
+    let endpoint = hello.endpoint;
     peer.hello = Some(hello);
     let slots = state.area.receives;
     if let Some(qp) = &state.peers[other].qp {
-        let connected = qp.connect(&offer);
+        let connected = qp.connect(&endpoint);
         connected.map_err(|why| why.during(format!("connect to rank {other}")))?;
     }
     (0..slots).try_for_each(|slot| state.post_receive(other, slot))

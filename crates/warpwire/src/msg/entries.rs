@@ -1,14 +1,14 @@
 //! Requests under way: a table with as many places as there may be at a time.
 
-use super::buffer::Part;
-use super::header::{Channel, MOST_PARTS, Range};
+use super::buffer::BufferSlice;
+use super::header::{Channel, MAX_SLICES, RemoteRange};
 use super::request::Outcome;
 use crate::error::{Error, Result};
 use crate::verbs::Atomic;
 
 /// What a request is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum What {
+pub(super) enum RequestKind {
     /// A place that is free.
     Free,
     Send,
@@ -19,7 +19,7 @@ pub(super) enum What {
 
 /// A change to a word of the peer, after what was put before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Notice {
+pub(super) enum WordUpdate {
     /// So many of these bytes are written.
     Write([u8; 8], u8),
     Atomic(Atomic),
@@ -41,7 +41,7 @@ impl From<u32> for Match {
 }
 
 impl Match {
-    pub(super) fn takes(self, tag: u32) -> bool {
+    pub(super) fn matches(self, tag: u32) -> bool {
         self == Self::Any || self == Self::Tag(tag)
     }
 }
@@ -50,20 +50,20 @@ impl Match {
 #[derive(Debug)]
 pub(super) struct Entry {
     generation: u32,
-    pub what: What,
+    pub kind: RequestKind,
     pub peer: usize,
     pub channel: Channel,
     /// Of a message that is sent, or that was matched.
     pub tag: u32,
     /// Of a receive.
     pub wants: Match,
-    pub parts: Vec<Part>,
+    pub slices: Vec<BufferSlice>,
     /// All parts together.
     pub total: u64,
     /// How long the message is that came.
     pub arrived: u64,
     /// Where the peer's data lies, or goes.
-    pub remote: Vec<Range>,
+    pub remote: Vec<RemoteRange>,
     /// For how many bytes of parts and ranges work was posted.
     pub posted: u64,
     /// Work that the device has not given back.
@@ -71,8 +71,8 @@ pub(super) struct Entry {
     /// What the sender of a message that is fetched calls it.
     pub sender_id: u64,
     /// The peer has nothing more to say: it has fetched the message.
-    pub settled: bool,
-    pub notice: Option<(Notice, u64, u32)>,
+    pub peer_done: bool,
+    pub word_update: Option<(WordUpdate, u64, u32)>,
     /// Why it will fail, once the device has given all work back.
     pub failure: Option<Error>,
     pub outcome: Option<Result<Outcome>>,
@@ -84,20 +84,20 @@ impl Entry {
     fn new() -> Self {
         Self {
             generation: 0,
-            what: What::Free,
+            kind: RequestKind::Free,
             peer: 0,
             channel: Channel::User,
             tag: 0,
             wants: Match::Any,
-            parts: Vec::with_capacity(MOST_PARTS),
+            slices: Vec::with_capacity(MAX_SLICES),
             total: 0,
             arrived: 0,
-            remote: Vec::with_capacity(MOST_PARTS),
+            remote: Vec::with_capacity(MAX_SLICES),
             posted: 0,
             in_flight: 0,
             sender_id: 0,
-            settled: false,
-            notice: None,
+            peer_done: false,
+            word_update: None,
             failure: None,
             outcome: None,
             detached: false,
@@ -107,11 +107,11 @@ impl Entry {
     /// What it is, for errors.
     pub fn name(&self) -> String {
         let peer = self.peer;
-        match self.what {
-            What::Free | What::Send => format!("send to rank {peer}"),
-            What::Receive => format!("receive from rank {peer}"),
-            What::Put => format!("put to rank {peer}"),
-            What::Get => format!("get from rank {peer}"),
+        match self.kind {
+            RequestKind::Free | RequestKind::Send => format!("send to rank {peer}"),
+            RequestKind::Receive => format!("receive from rank {peer}"),
+            RequestKind::Put => format!("put to rank {peer}"),
+            RequestKind::Get => format!("get from rank {peer}"),
         }
     }
 }
@@ -119,7 +119,7 @@ impl Entry {
 /// The table. Nothing is allocated after it was made.
 #[derive(Debug)]
 pub(super) struct Entries {
-    places: Vec<Entry>,
+    slots: Vec<Entry>,
     free: Vec<u32>,
     /// How many requests have ended, ever.
     pub ended: u64,
@@ -127,33 +127,33 @@ pub(super) struct Entries {
 
 impl Entries {
     pub fn new(count: u32) -> Self {
-        let places = (0..count).map(|_| Entry::new()).collect();
-        Self { places, free: (0..count).rev().collect(), ended: 0 }
+        let slots = (0..count).map(|_| Entry::new()).collect();
+        Self { slots, free: (0..count).rev().collect(), ended: 0 }
     }
 
     /// A place for a request; nothing if all are taken.
-    pub fn add(&mut self, what: What, peer: usize, parts: &[Part]) -> Option<u32> {
+    pub fn add(&mut self, kind: RequestKind, peer: usize, slices: &[BufferSlice]) -> Option<u32> {
         let index = self.free.pop()?;
-        let entry = &mut self.places[index as usize];
-        entry.what = what;
+        let entry = &mut self.slots[index as usize];
+        entry.kind = kind;
         entry.peer = peer;
         entry.channel = Channel::User;
-        entry.parts.clear();
-        entry.parts.extend(parts.iter().cloned());
-        entry.total = parts.iter().map(|part| part.len).sum();
+        entry.slices.clear();
+        entry.slices.extend(slices.iter().cloned());
+        entry.total = slices.iter().map(|slice| slice.len).sum();
         entry.remote.clear();
         (entry.arrived, entry.posted, entry.in_flight) = (0, 0, 0);
-        (entry.settled, entry.detached) = (false, false);
-        (entry.notice, entry.failure, entry.outcome) = (None, None, None);
+        (entry.peer_done, entry.detached) = (false, false);
+        (entry.word_update, entry.failure, entry.outcome) = (None, None, None);
         Some(index)
     }
 
     pub fn get(&mut self, index: u32) -> &mut Entry {
-        &mut self.places[index as usize]
+        &mut self.slots[index as usize]
     }
 
     pub fn generation(&self, index: u32) -> u32 {
-        self.places[index as usize].generation
+        self.slots[index as usize].generation
     }
 
     /// What a peer calls it.
@@ -164,17 +164,17 @@ impl Entries {
     /// The request that a peer calls so.
     pub fn by_id(&self, id: u64) -> Option<u32> {
         let (index, generation) = (id as u32, (id >> 32) as u32);
-        let entry = self.places.get(index as usize)?;
-        (entry.generation == generation && entry.what != What::Free).then_some(index)
+        let entry = self.slots.get(index as usize)?;
+        (entry.generation == generation && entry.kind != RequestKind::Free).then_some(index)
     }
 
     /// Those of a peer that have no outcome.
     pub fn open_of(&self, peer: usize) -> impl Iterator<Item = u32> {
         let open = move |entry: &Entry| {
-            entry.what != What::Free && entry.peer == peer && entry.outcome.is_none()
+            entry.kind != RequestKind::Free && entry.peer == peer && entry.outcome.is_none()
         };
-        let count = self.places.len() as u32;
-        (0..count).filter(move |index| open(&self.places[*index as usize]))
+        let count = self.slots.len() as u32;
+        (0..count).filter(move |index| open(&self.slots[*index as usize]))
     }
 
     /// It has ended; its memory is no longer used.
@@ -184,7 +184,7 @@ impl Entries {
             return;
         }
         entry.outcome = Some(outcome);
-        entry.parts.clear();
+        entry.slices.clear();
         let detached = entry.detached;
         self.ended += 1;
         if detached {
@@ -195,9 +195,9 @@ impl Entries {
     /// The outcome is known or not wanted: the place is free.
     pub fn release(&mut self, index: u32) {
         let entry = self.get(index);
-        entry.what = What::Free;
+        entry.kind = RequestKind::Free;
         entry.generation = entry.generation.wrapping_add(1);
-        entry.parts.clear();
+        entry.slices.clear();
         (entry.outcome, entry.failure) = (None, None);
         self.free.push(index);
     }

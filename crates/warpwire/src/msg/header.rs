@@ -3,11 +3,11 @@
 use super::rendezvous::VERSION;
 
 /// How long a header is; the message follows.
-pub(super) const HEADER: usize = 64;
+pub(super) const HEADER_LEN: usize = 64;
 /// How long the name of a range of the sender's memory is.
-pub(super) const RANGE: usize = 24;
+pub(super) const RANGE_LEN: usize = 24;
 /// The most parts that a message is made of.
-pub(super) const MOST_PARTS: usize = 15;
+pub(super) const MAX_SLICES: usize = 15;
 
 /// What a message is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +28,7 @@ pub(super) enum Channel {
     /// The program's.
     User,
     /// Windows and collectives.
-    Inner,
+    Internal,
 }
 
 /// A header.
@@ -49,7 +49,7 @@ pub(super) struct Header {
 
 /// A range of the sender's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Range {
+pub(super) struct RemoteRange {
     pub address: u64,
     pub len: u64,
     pub rkey: u32,
@@ -59,8 +59,8 @@ pub(super) struct Range {
 const MARK: u8 = 0x57;
 
 impl Header {
-    pub fn encode(&self) -> [u8; HEADER] {
-        let mut bytes = [0; HEADER];
+    pub fn encode(&self) -> [u8; HEADER_LEN] {
+        let mut bytes = [0; HEADER_LEN];
         bytes[0] = MARK;
         bytes[1] = VERSION as u8;
         bytes[2] = match self.kind {
@@ -71,7 +71,7 @@ impl Header {
         };
         bytes[3] = match self.channel {
             Channel::User => 0,
-            Channel::Inner => 1,
+            Channel::Internal => 1,
         };
         bytes[4] = self.ranges;
         bytes[8..12].copy_from_slice(&self.credits.to_le_bytes());
@@ -82,7 +82,7 @@ impl Header {
     }
 
     /// Reads a header; nothing if it is none.
-    pub fn parse(bytes: &[u8; HEADER]) -> Option<Self> {
+    pub fn parse(bytes: &[u8; HEADER_LEN]) -> Option<Self> {
         let kind = match bytes[2] {
             1 => Kind::Eager,
             2 => Kind::Rendezvous,
@@ -92,7 +92,7 @@ impl Header {
         };
         let channel = match bytes[3] {
             0 => Channel::User,
-            1 => Channel::Inner,
+            1 => Channel::Internal,
             _ => return None,
         };
         if bytes[0] != MARK || u32::from(bytes[1]) != VERSION {
@@ -113,28 +113,28 @@ impl Header {
     pub fn fits(&self, arrived: u64) -> bool {
         let body = match self.kind {
             Kind::Eager => self.len,
-            Kind::Rendezvous => u64::from(self.ranges) * RANGE as u64,
+            Kind::Rendezvous => u64::from(self.ranges) * RANGE_LEN as u64,
             Kind::Done | Kind::Credit => 0,
         };
         let ranges = match self.kind {
-            Kind::Rendezvous => 1..=MOST_PARTS,
+            Kind::Rendezvous => 1..=MAX_SLICES,
             _ => 0..=0,
         };
         ranges.contains(&usize::from(self.ranges))
-            && body.checked_add(HEADER as u64) == Some(arrived)
+            && body.checked_add(HEADER_LEN as u64) == Some(arrived)
     }
 }
 
-impl Range {
-    pub fn encode(&self) -> [u8; RANGE] {
-        let mut bytes = [0; RANGE];
+impl RemoteRange {
+    pub fn encode(&self) -> [u8; RANGE_LEN] {
+        let mut bytes = [0; RANGE_LEN];
         bytes[..8].copy_from_slice(&self.address.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.len.to_le_bytes());
         bytes[16..20].copy_from_slice(&self.rkey.to_le_bytes());
         bytes
     }
 
-    pub fn parse(bytes: &[u8; RANGE]) -> Self {
+    pub fn parse(bytes: &[u8; RANGE_LEN]) -> Self {
         let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
         Self { address: word(0), len: word(8), rkey: word(16) as u32 }
     }
@@ -148,14 +148,14 @@ mod tests {
     fn headers_come_back() {
         let all = [Kind::Eager, Kind::Rendezvous, Kind::Done, Kind::Credit];
         for (ranges, kind) in all.into_iter().enumerate() {
-            for channel in [Channel::User, Channel::Inner] {
+            for channel in [Channel::User, Channel::Internal] {
                 let (credits, tag, len, id) = (7, u32::MAX, 1 << 40, u64::MAX - 3);
                 let header = Header { kind, channel, ranges: ranges as u8, credits, tag, len, id };
                 assert_eq!(Header::parse(&header.encode()), Some(header));
             }
         }
-        let range = Range { address: u64::MAX - 9, len: 1 << 33, rkey: 0xdead_beef };
-        assert_eq!(Range::parse(&range.encode()), range);
+        let range = RemoteRange { address: u64::MAX - 9, len: 1 << 33, rkey: 0xdead_beef };
+        assert_eq!(RemoteRange::parse(&range.encode()), range);
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! What comes in: messages find those who wait for them, or wait themselves.
 
-use super::buffer::{self, Part};
-use super::entries::What;
-use super::header::{HEADER, Header, Kind as Message, RANGE, Range};
-use super::peer::{Source, Unexpected, Urgent};
+use super::buffer::{self, BufferSlice};
+use super::entries::RequestKind;
+use super::header::{HEADER_LEN, Header, Kind as Message, RANGE_LEN, RemoteRange};
+use super::peer::{ControlOp, Source, Unexpected};
 use super::state::{RECEIVE, State, id_of};
 use crate::error::{Error, Kind, Result};
 use crate::mr::Access;
@@ -11,19 +11,19 @@ use crate::verbs::{Completion, CompletionKind, ReceiveRequest};
 
 impl State {
     pub(super) fn arrived(&mut self, rank: usize, slot: u32, completion: &Completion) {
-        let mut bytes = [0; HEADER];
+        let mut bytes = [0; HEADER_LEN];
         let read = self.area.slots.bytes().read(self.area.slot_at(rank, slot), &mut bytes);
         let header = read.ok().and_then(|()| Header::parse(&bytes));
         let sensible = matches!(completion.kind, CompletionKind::Receive);
         let Some(header) = header.filter(|header| sensible && header.fits(completion.len.into()))
         else {
             let error = Error::new(Kind::Malformed, format!("understand rank {rank}"));
-            self.lose(rank, error.why(format!("rank {rank} sends what is no message")));
+            self.fail_peer(rank, error.why(format!("rank {rank} sends what is no message")));
             return;
         };
         let peer = &mut self.peers[rank];
-        let most = peer.hello.as_ref().map_or(0, |hello| hello.receives);
-        peer.credits = peer.credits.saturating_add(header.credits).min(most);
+        let limit = peer.hello.as_ref().map_or(0, |hello| hello.receives);
+        peer.credits = peer.credits.saturating_add(header.credits).min(limit);
         let Header { channel, tag, len, id, ranges, .. } = header;
         match header.kind {
             Message::Eager => {
@@ -45,13 +45,13 @@ impl State {
     pub(super) fn fetched(&mut self, rank: usize, id: u64) {
         let Some(index) = self.entries.by_id(id) else { return };
         let entry = self.entries.get(index);
-        let is_fetched = entry.what == What::Send && !entry.remote.is_empty();
-        if !is_fetched || entry.peer != rank || entry.settled {
+        let is_fetched = entry.kind == RequestKind::Send && !entry.remote.is_empty();
+        if !is_fetched || entry.peer != rank || entry.peer_done {
             return; // it makes things up
         }
-        entry.settled = true;
+        entry.peer_done = true;
         self.peers[rank].unfetched -= 1;
-        self.conclude(index);
+        self.complete_if_done(index);
     }
 
     /// A message came: to whoever waits for it, or to those that nobody waits for.
@@ -59,7 +59,7 @@ impl State {
         let entries = &mut self.entries;
         let wants = |index: &u32| {
             let entry = entries.get(*index);
-            entry.channel == message.channel && entry.wants.takes(message.tag)
+            entry.channel == message.channel && entry.wants.matches(message.tag)
         };
         match self.peers[rank].receives.iter().position(wants) {
             Some(at) => {
@@ -86,17 +86,17 @@ impl State {
                 self.repost(rank, slot, true);
                 self.received(index, copied);
             }
-            Source::Kept(bytes) => {
-                let parts = &self.entries.get(index).parts;
-                let copied = if fits { buffer::scatter(parts, &bytes) } else { Ok(()) };
+            Source::Buffered(bytes) => {
+                let slices = &self.entries.get(index).slices;
+                let copied = if fits { buffer::scatter(slices, &bytes) } else { Ok(()) };
                 self.received(index, copied);
             }
-            Source::Own(sender) => {
+            Source::SelfSend(sender) => {
                 let copied = if fits { self.copy_own(index, sender, len) } else { Ok(()) };
                 self.received(index, copied);
                 let entry = self.entries.get(sender);
-                entry.settled = true;
-                self.conclude(sender);
+                entry.peer_done = true;
+                self.complete_if_done(sender);
             }
             Source::Sender { slot, ranges, id } => {
                 let known = self.read_ranges(rank, slot, index, ranges, len);
@@ -109,35 +109,35 @@ impl State {
     /// The whole message is in its place.
     pub(super) fn received(&mut self, index: u32, copied: Result<()>) {
         let entry = self.entries.get(index);
-        (entry.posted, entry.settled) = (entry.arrived, true);
+        (entry.posted, entry.peer_done) = (entry.arrived, true);
         if let Err(why) = copied {
             entry.failure = Some(why);
         }
-        self.conclude(index);
+        self.complete_if_done(index);
     }
 
     pub(super) fn copy_out(&mut self, rank: usize, slot: u32, index: u32, len: u64) -> Result<()> {
-        let at = self.area.slot_at(rank, slot) + HEADER as u64;
+        let at = self.area.slot_at(rank, slot) + HEADER_LEN as u64;
         let bytes = self.area.slots.bytes();
-        let parts = &self.entries.get(index).parts;
+        let slices = &self.entries.get(index).slices;
         // One part of host memory: one copy.
-        if let [part] = &parts[..]
+        if let [slice] = &slices[..]
             && len > 0
         {
-            let span = part.buffer.span(Access::LOCAL_WRITE, part.offset, len)?;
+            let span = slice.buffer.span(Access::LOCAL_WRITE, slice.offset, len)?;
             if let Some(host) = span.host_bytes() {
                 return host.copy_from(0, &bytes, at, len);
             }
         }
         let whole = &mut self.scratch[..len as usize];
         bytes.read(at, whole)?;
-        buffer::scatter(parts, whole)
+        buffer::scatter(slices, whole)
     }
 
     /// A message of this rank to itself.
     pub(super) fn copy_own(&mut self, index: u32, sender: u32, len: u64) -> Result<()> {
-        let to: Vec<Part> = self.entries.get(index).parts.clone();
-        let from: Vec<Part> = self.entries.get(sender).parts.clone();
+        let to: Vec<BufferSlice> = self.entries.get(index).slices.clone();
+        let from: Vec<BufferSlice> = self.entries.get(sender).slices.clone();
         buffer::copy(&to, &from, len)
     }
 
@@ -150,16 +150,16 @@ impl State {
         ranges: u8,
         len: u64,
     ) -> bool {
-        let at = self.area.slot_at(rank, slot) + HEADER as u64;
+        let at = self.area.slot_at(rank, slot) + HEADER_LEN as u64;
         let entry = self.entries.get(index);
         let mut sum = 0u64;
         for number in 0..u64::from(ranges) {
-            let mut bytes = [0; RANGE];
-            let place = at + number * RANGE as u64;
-            if self.area.slots.bytes().read(place, &mut bytes).is_err() {
+            let mut bytes = [0; RANGE_LEN];
+            let offset = at + number * RANGE_LEN as u64;
+            if self.area.slots.bytes().read(offset, &mut bytes).is_err() {
                 return false;
             }
-            let range = Range::parse(&bytes);
+            let range = RemoteRange::parse(&bytes);
             sum = sum.saturating_add(range.len);
             entry.remote.push(range);
         }
@@ -174,7 +174,7 @@ impl State {
             entry.failure = broken;
         }
         if good && entry.failure.is_none() {
-            self.peers[rank].urgent.push_back(Urgent::Fetch(index));
+            self.peers[rank].control_queue.push_back(ControlOp::Fetch(index));
         } else {
             if entry.failure.is_none() {
                 let error = Error::new(Kind::Malformed, format!("receive from rank {rank}"));
@@ -183,8 +183,8 @@ impl State {
                 )));
             }
             // The sender is done with it, whatever became of it here.
-            self.peers[rank].urgent.push_back(Urgent::Done(id));
-            self.conclude(index);
+            self.peers[rank].control_queue.push_back(ControlOp::Done(id));
+            self.complete_if_done(index);
         }
         self.pump(rank);
     }
@@ -197,7 +197,7 @@ impl State {
         match self.post_receive(rank, slot) {
             Ok(()) if credit => self.peers[rank].owed += 1,
             Ok(()) => {}
-            Err(why) => self.lose(rank, why),
+            Err(why) => self.fail_peer(rank, why),
         }
     }
 

@@ -3,15 +3,15 @@
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`Comm`], [`CommOptions`], [`Wire`] | the ranks, and how they are joined |
-//! | [`Place`], [`Launcher`], [`Master`] | who a process is, as its launcher says |
-//! | [`Buffer`], [`Part`] | registered memory of the host or a device |
+//! | [`Comm`], [`CommOptions`], [`CommLink`] | the ranks, and how they are joined |
+//! | [`RankInfo`], [`Launcher`], [`Rendezvous`] | who a process is, as its launcher says |
+//! | [`Buffer`], [`BufferSlice`] | registered memory of the host or a device |
 //! | [`Request`], [`Outcome`], [`wait_all`], [`wait_any`] | transfers under way, and their ends |
 //! | [`Match`] | which messages a receive takes |
-//! | [`Window`], [`Signal`] | memory of every rank that the others reach, and words that tell of it |
+//! | [`RmaWindow`], [`Signal`] | memory of every rank that the others reach, and words that tell of it |
 //! | [`Writer`], [`Condition`](crate::mem::Condition) | waiting for words |
-//! | [`Lane`], [`LaneRequest`], [`Batch`] | the same, sent and waited for by streams and kernels |
-//! | [`Element`], [`Reduce`] | what all ranks compute together |
+//! | [`DeviceChannel`], [`ChannelRequest`], [`ChannelBatch`] | the same, sent and waited for by streams and kernels |
+//! | [`DataType`], [`ReduceOp`] | what all ranks compute together |
 //!
 //! Start a program that calls [`Comm::from_env`] with `warpwire run -n 4 -- PROGRAM`, torchrun, mpirun or srun. Here
 //! the ranks are threads:
@@ -34,7 +34,7 @@
 //!
 //!             // The same without the other's help.
 //!             let window = comm.window(&theirs)?;
-//!             window.put(other, 0, mine.part(0, 64)?)?.wait(SOON)?;
+//!             window.put(other, 0, mine.slice(0, 64)?)?.wait(SOON)?;
 //!             window.close(SOON)?;
 //!             comm.finish(SOON)
 //!         });
@@ -49,20 +49,20 @@
 //! the rank and the cause; what it had sent before is still delivered, and the others go on with each other.
 //!
 //! # Inside
-//! `place` reads the environment, `rendezvous` brings ranks together, `watch` hears when they go. `peer` has the rules of
+//! `rank_info` reads the environment, `rendezvous` brings ranks together, `watch` hears when they go. `peer` has the rules of
 //! the protocol; `state` runs it, with `incoming` and `outgoing`; `shared` is how threads wait. All of it is driven by
-//! the threads that call, under one lock. [`lane`] stands beside it: connections of its own for streams and kernels.
+//! the threads that call, under one lock. [`device_channel`] stands beside it: connections of its own for streams and kernels.
 
 mod buffer;
 mod collective;
 mod comm;
+pub mod device_channel;
 mod entries;
 mod header;
 mod incoming;
-pub mod lane;
 mod outgoing;
 mod peer;
-mod place;
+mod rank_info;
 mod rendezvous;
 mod request;
 mod shared;
@@ -71,12 +71,14 @@ mod watch;
 mod window;
 mod words;
 
-pub use buffer::{Buffer, Part};
-pub use collective::{Element, Reduce};
-pub use comm::{Comm, CommOptions, Wire};
+pub use buffer::{Buffer, BufferSlice};
+pub use collective::{DataType, ReduceOp};
+pub use comm::{Comm, CommLink, CommOptions};
+pub use device_channel::{
+    ChannelBatch, ChannelOptions, ChannelRequest, DeviceChannel, PreparedWork,
+};
 pub use entries::Match;
-pub use lane::{Batch, Lane, LaneOptions, LaneRequest, PreparedWork};
-pub use place::{Launcher, Master, Place};
+pub use rank_info::{Launcher, RankInfo, Rendezvous};
 pub use request::{Outcome, Request, wait_all, wait_any};
-pub use window::{Signal, Window};
+pub use window::{RmaWindow, Signal};
 pub use words::Writer;

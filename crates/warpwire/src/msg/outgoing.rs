@@ -1,12 +1,14 @@
 //! What goes out: headers, transfers and words, as far as credits and the send queue let them.
 
-use super::buffer::Part;
-use super::entries::{Notice, What};
-use super::header::{Channel, HEADER, Header, Kind as Message, MOST_PARTS, RANGE, Range};
-use super::peer::{CONTROL_WORK, HeaderUse, MOST_FETCHED, USER_WORK, Urgent};
-use super::state::{FETCHED, HEADER_SENT, LOOSE, MOVED, State, id_of};
+use super::buffer::BufferSlice;
+use super::entries::{RequestKind, WordUpdate};
+use super::header::{
+    Channel, HEADER_LEN, Header, Kind as Message, MAX_SLICES, RANGE_LEN, RemoteRange,
+};
+use super::peer::{CONTROL_WORK, ControlOp, HeaderUse, MAX_FETCHED, USER_WORK};
+use super::state::{FETCHED, HEADER_SENT, MOVED, STANDALONE_WORD, State, id_of};
 use crate::error::{Error, Kind, Result};
-use crate::verbs::{Op, Remote, Request, Sge};
+use crate::verbs::{Remote, SendRequest, Sge, WrOp};
 
 /// Transfers are cut into pieces of this length, so that none holds up all others for long.
 const PIECE: u64 = 8 << 20;
@@ -20,44 +22,44 @@ impl State {
             return;
         }
         if let Err(why) = self.try_pump(rank) {
-            self.lose(rank, why);
+            self.fail_peer(rank, why);
         }
     }
 
     pub(super) fn try_pump(&mut self, rank: usize) -> Result<()> {
-        while let Some(&urgent) = self.peers[rank].urgent.front()
+        while let Some(&op) = self.peers[rank].control_queue.front()
             && self.peers[rank].control_work < CONTROL_WORK
         {
-            match urgent {
-                Urgent::Done(id) => {
+            match op {
+                ControlOp::Done(id) => {
                     let header = plain(Message::Done, id);
                     self.post_header(rank, HeaderUse::Control, header, &[])?;
                 }
-                Urgent::Fetch(index) => {
+                ControlOp::Fetch(index) => {
                     if !self.transfer(rank, index, FETCHED)? {
                         break;
                     }
-                    self.entries.get(index).settled = true;
-                    self.conclude(index);
+                    self.entries.get(index).peer_done = true;
+                    self.complete_if_done(index);
                 }
             }
-            self.peers[rank].urgent.pop_front();
+            self.peers[rank].control_queue.pop_front();
         }
-        while let Some(&index) = self.peers[rank].outbox.front()
+        while let Some(&index) = self.peers[rank].send_queue.front()
             && self.peers[rank].user_work < USER_WORK
         {
-            let went = match self.entries.get(index).what {
-                What::Send => self.post_message(rank, index)?,
-                _ => self.transfer(rank, index, MOVED)? && self.post_notice(rank, index)?,
+            let is_posted = match self.entries.get(index).kind {
+                RequestKind::Send => self.post_message(rank, index)?,
+                _ => self.transfer(rank, index, MOVED)? && self.post_word_update(rank, index)?,
             };
-            if !went {
+            if !is_posted {
                 break;
             }
-            self.peers[rank].outbox.pop_front();
-            self.conclude(index);
+            self.peers[rank].send_queue.pop_front();
+            self.complete_if_done(index);
         }
-        let most = self.area.receives;
-        if self.peers[rank].owed >= most / 4 {
+        let limit = self.area.receives;
+        if self.peers[rank].owed >= limit / 4 {
             self.return_credits(rank)?;
         }
         Ok(())
@@ -80,7 +82,7 @@ impl State {
                 && !self.peers[rank].is_broken
                 && let Err(why) = self.return_credits(rank)
             {
-                self.lose(rank, why);
+                self.fail_peer(rank, why);
             }
         }
     }
@@ -95,7 +97,7 @@ impl State {
         if peer.credits == 0 || peer.headers.is_empty() {
             return Ok(false);
         }
-        if !eager && peer.unfetched == MOST_FETCHED {
+        if !eager && peer.unfetched == MAX_FETCHED {
             return Ok(false);
         }
         peer.credits -= 1;
@@ -103,10 +105,10 @@ impl State {
         entry.posted = len.max(1);
         let header = |kind, ranges| Header { kind, channel, ranges, credits: 0, tag, len, id };
         if eager {
-            let mut data = [NOTHING; MOST_PARTS];
+            let mut data = [NOTHING; MAX_SLICES];
             let mut count = 0;
-            for part in entry.parts.iter().filter(|part| part.len > 0) {
-                data[count] = part.buffer.sge(part.offset, part.len as u32);
+            for slice in entry.slices.iter().filter(|slice| slice.len > 0) {
+                data[count] = slice.buffer.sge(slice.offset, slice.len as u32);
                 count += 1;
             }
             let header = header(Message::Eager, 0);
@@ -116,9 +118,9 @@ impl State {
         peer.unfetched += 1;
         let mut ranges = 0;
         entry.remote.clear();
-        for part in entry.parts.iter().filter(|part| part.len > 0) {
-            let (address, rkey) = part.buffer.remote(part.offset);
-            entry.remote.push(Range { address, len: part.len, rkey });
+        for slice in entry.slices.iter().filter(|slice| slice.len > 0) {
+            let (address, rkey) = slice.buffer.remote(slice.offset);
+            entry.remote.push(RemoteRange { address, len: slice.len, rkey });
             ranges += 1;
         }
         let header = header(Message::Rendezvous, ranges);
@@ -134,30 +136,30 @@ impl State {
         body: &[Sge],
     ) -> Result<()> {
         let peer = &mut self.peers[rank];
-        let Some(place) = peer.headers.pop() else {
+        let Some(header_slot) = peer.headers.pop() else {
             return Err(Error::new(Kind::Busy, "post a header").why("all places are taken"));
         };
-        peer.header_uses[place as usize] = used;
+        peer.header_uses[header_slot as usize] = used;
         header.credits = std::mem::take(&mut peer.owed);
         match used {
             HeaderUse::Control => peer.control_work += 1,
             _ => peer.user_work += 1,
         }
-        let at = self.area.header_at(rank, place);
+        let at = self.area.header_at(rank, header_slot);
         let bytes = self.area.headers.bytes();
         bytes.write(at, &header.encode())?;
-        let mut len = HEADER as u64;
+        let mut len = HEADER_LEN as u64;
         if let HeaderUse::Rendezvous(index) = used {
             for range in &self.entries.get(index).remote {
                 bytes.write(at + len, &range.encode())?;
-                len += RANGE as u64;
+                len += RANGE_LEN as u64;
             }
         }
-        let mut data = [NOTHING; MOST_PARTS + 1];
+        let mut data = [NOTHING; MAX_SLICES + 1];
         data[0] = self.area.headers_mr.sge(at, len as u32);
         data[1..=body.len()].copy_from_slice(body);
-        let id = id_of(HEADER_SENT, rank, place);
-        let request = Request::new(id, Op::Send).with(&data[..=body.len()]);
+        let id = id_of(HEADER_SENT, rank, header_slot);
+        let request = SendRequest::new(id, WrOp::Send).with(&data[..=body.len()]);
         match &self.peers[rank].qp {
             Some(qp) => qp.post_send(&[request]),
             None => Ok(()),
@@ -173,8 +175,8 @@ impl State {
                 _ => peer.user_work < USER_WORK,
             };
             let entry = self.entries.get(index);
-            let total = match entry.what {
-                What::Receive => entry.arrived,
+            let total = match entry.kind {
+                RequestKind::Receive => entry.arrived,
                 _ => entry.total,
             };
             if entry.posted == total {
@@ -183,14 +185,14 @@ impl State {
             if !room {
                 return Ok(false);
             }
-            let Some((sge, remote)) = piece(&entry.parts, &entry.remote, entry.posted, total)
+            let Some((sge, remote)) = piece(&entry.slices, &entry.remote, entry.posted, total)
             else {
                 let error = Error::new(Kind::Malformed, entry.name());
                 return Err(error.why("the ranges end before the message"));
             };
-            let op = match entry.what {
-                What::Put => Op::Write(remote),
-                _ => Op::Read(remote),
+            let op = match entry.kind {
+                RequestKind::Put => WrOp::Write(remote),
+                _ => WrOp::Read(remote),
             };
             entry.posted += u64::from(sge.len);
             entry.in_flight += 1;
@@ -199,22 +201,24 @@ impl State {
                 _ => peer.user_work += 1,
             }
             if let Some(qp) = &peer.qp {
-                qp.post_send(&[Request::new(id_of(kind, rank, index), op).with(&[sge])])?;
+                qp.post_send(&[SendRequest::new(id_of(kind, rank, index), op).with(&[sge])])?;
             }
         }
     }
 
     /// Posts the change of a word that follows a put.
-    pub(super) fn post_notice(&mut self, rank: usize, index: u32) -> Result<bool> {
-        let Some((notice, address, rkey)) = self.entries.get(index).notice else { return Ok(true) };
+    pub(super) fn post_word_update(&mut self, rank: usize, index: u32) -> Result<bool> {
+        let Some((word_update, address, rkey)) = self.entries.get(index).word_update else {
+            return Ok(true);
+        };
         if self.peers[rank].user_work == USER_WORK {
             return Ok(false);
         }
         let entry = self.entries.get(index);
-        entry.notice = None;
+        entry.word_update = None;
         entry.in_flight += 1;
         self.peers[rank].user_work += 1;
-        self.change_word(rank, id_of(MOVED, rank, index), notice, Remote { address, rkey })?;
+        self.change_word(rank, id_of(MOVED, rank, index), word_update, Remote { address, rkey })?;
         Ok(true)
     }
 
@@ -222,19 +226,19 @@ impl State {
         &mut self,
         rank: usize,
         id: u64,
-        notice: Notice,
+        word_update: WordUpdate,
         at: Remote,
     ) -> Result<()> {
         let Some(qp) = &self.peers[rank].qp else { return Ok(()) };
-        match notice {
-            Notice::Write(bytes, len) => {
+        match word_update {
+            WordUpdate::Write(bytes, len) => {
                 let bytes = &bytes[..usize::from(len)];
-                qp.post_send(&[Request::new(id, Op::Write(at)).inline(bytes)])
+                qp.post_send(&[SendRequest::new(id, WrOp::Write(at)).inline(bytes)])
             }
-            Notice::Atomic(atomic) => {
+            WordUpdate::Atomic(atomic) => {
                 let width = atomic.width().bytes() as u32;
                 let before = [self.area.headers_mr.sge(self.area.headers.len() - 64, width)];
-                qp.post_send(&[Request::new(id, Op::Atomic(at, atomic)).with(&before)])
+                qp.post_send(&[SendRequest::new(id, WrOp::Atomic(at, atomic)).with(&before)])
             }
         }
     }
@@ -250,8 +254,8 @@ impl State {
             return Ok(false);
         }
         peer.user_work += 1;
-        let notice = Notice::Write(value.to_le_bytes(), 8);
-        self.change_word(rank, id_of(LOOSE, rank, 0), notice, at)?;
+        let word_update = WordUpdate::Write(value.to_le_bytes(), 8);
+        self.change_word(rank, id_of(STANDALONE_WORD, rank, 0), word_update, at)?;
         Ok(true)
     }
 }
@@ -261,14 +265,19 @@ fn plain(kind: Message, id: u64) -> Header {
 }
 
 /// The next piece of a transfer of which `done` bytes are posted.
-fn piece(parts: &[Part], ranges: &[Range], done: u64, total: u64) -> Option<(Sge, Remote)> {
+fn piece(
+    slices: &[BufferSlice],
+    ranges: &[RemoteRange],
+    done: u64,
+    total: u64,
+) -> Option<(Sge, Remote)> {
     let (mut skip, mut local) = (done, None);
-    for part in parts {
-        if skip < part.len {
-            local = Some((part, skip));
+    for slice in slices {
+        if skip < slice.len {
+            local = Some((slice, skip));
             break;
         }
-        skip -= part.len;
+        skip -= slice.len;
     }
     let (mut skip, mut remote) = (done, None);
     for range in ranges {
@@ -278,9 +287,9 @@ fn piece(parts: &[Part], ranges: &[Range], done: u64, total: u64) -> Option<(Sge
         }
         skip -= range.len;
     }
-    let ((part, at), (range, begin)) = (local?, remote?);
-    let len = (part.len - at).min(range.len - begin).min(total - done).min(PIECE);
+    let ((slice, at), (range, begin)) = (local?, remote?);
+    let len = (slice.len - at).min(range.len - begin).min(total - done).min(PIECE);
     let address = range.address.wrapping_add(begin);
     let remote = Remote { address, rkey: range.rkey };
-    Some((part.buffer.sge(part.offset + at, len as u32), remote))
+    Some((slice.buffer.sge(slice.offset + at, len as u32), remote))
 }

@@ -11,7 +11,7 @@
 
 use std::collections::VecDeque;
 
-use super::header::{Channel, HEADER, MOST_PARTS, RANGE};
+use super::header::{Channel, HEADER_LEN, MAX_SLICES, RANGE_LEN};
 use super::rendezvous::Hello;
 use crate::error::{Error, Result};
 use crate::mr::HostMemory;
@@ -22,11 +22,12 @@ pub(super) const USER_WORK: u32 = 64;
 /// Work of the protocol in a send queue, at most.
 pub(super) const CONTROL_WORK: u32 = 64;
 /// Messages whose fetching is under way, at most.
-pub(super) const MOST_FETCHED: u32 = 32;
+pub(super) const MAX_FETCHED: u32 = 32;
 /// Receives for words without credits.
-pub(super) const CONTROL_RECEIVES: u32 = MOST_FETCHED + 4;
+pub(super) const CONTROL_RECEIVES: u32 = MAX_FETCHED + 4;
 /// How long the place of a header is: with the ranges that may follow.
-pub(super) const HEADER_PLACE: u64 = (HEADER + MOST_PARTS * RANGE).next_multiple_of(64) as u64;
+pub(super) const HEADER_SLOT_LEN: u64 =
+    (HEADER_LEN + MAX_SLICES * RANGE_LEN).next_multiple_of(64) as u64;
 
 /// What uses the place of a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +43,7 @@ pub(super) enum HeaderUse {
 
 /// What the protocol has to post.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Urgent {
+pub(super) enum ControlOp {
     /// Tell that the message with this number was fetched.
     Done(u64),
     /// Fetch what this receive needs.
@@ -66,9 +67,9 @@ pub(super) enum Source {
     /// At its sender, who calls it so; the receive names its ranges.
     Sender { slot: u32, ranges: u8, id: u64 },
     /// Here: from this rank to itself.
-    Kept(Box<[u8]>),
+    Buffered(Box<[u8]>),
     /// In the parts of this request, from this rank to itself.
-    Own(u32),
+    SelfSend(u32),
 }
 
 /// A rank, as another sees it.
@@ -80,8 +81,8 @@ pub(super) struct Peer {
     pub credits: u32,
     /// How many it may be told that we have room for.
     pub owed: u32,
-    pub outbox: VecDeque<u32>,
-    pub urgent: VecDeque<Urgent>,
+    pub send_queue: VecDeque<u32>,
+    pub control_queue: VecDeque<ControlOp>,
     pub user_work: u32,
     pub control_work: u32,
     /// Our messages that it has not fetched.
@@ -106,8 +107,8 @@ impl Peer {
             hello: None,
             credits: 0,
             owed: 0,
-            outbox: VecDeque::with_capacity(queue as usize),
-            urgent: VecDeque::with_capacity((CONTROL_RECEIVES + receives) as usize),
+            send_queue: VecDeque::with_capacity(queue as usize),
+            control_queue: VecDeque::with_capacity((CONTROL_RECEIVES + receives) as usize),
             user_work: 0,
             control_work: 0,
             unfetched: 0,
@@ -123,7 +124,7 @@ impl Peer {
 
     /// The longest message that it takes whole.
     pub fn eager(&self) -> u64 {
-        self.hello.as_ref().map_or(0, |hello| hello.slot - HEADER as u64)
+        self.hello.as_ref().map_or(0, |hello| hello.slot - HEADER_LEN as u64)
     }
 }
 
@@ -146,10 +147,10 @@ impl Area {
         eager: u64,
         receives: u32,
     ) -> Result<Self> {
-        let longest = eager.max((MOST_PARTS * RANGE) as u64);
-        let slot = (HEADER as u64 + longest).next_multiple_of(64);
+        let max_body = eager.max((MAX_SLICES * RANGE_LEN) as u64);
+        let slot = (HEADER_LEN as u64 + max_body).next_multiple_of(64);
         let receives = receives + CONTROL_RECEIVES;
-        let headers_len = peers as u64 * u64::from(USER_WORK + CONTROL_WORK) * HEADER_PLACE;
+        let headers_len = peers as u64 * u64::from(USER_WORK + CONTROL_WORK) * HEADER_SLOT_LEN;
         // One line more: what atomics bring back, which nobody looks at.
         let headers = HostMemory::new(headers_len + 64)?;
         let slots = HostMemory::new(peers as u64 * u64::from(receives) * slot)?;
@@ -158,8 +159,9 @@ impl Area {
         Ok(Self { headers, headers_mr, slots, slots_mr, slot, receives })
     }
 
-    pub fn header_at(&self, rank: usize, place: u32) -> u64 {
-        (rank as u64 * u64::from(USER_WORK + CONTROL_WORK) + u64::from(place)) * HEADER_PLACE
+    pub fn header_at(&self, rank: usize, header_slot: u32) -> u64 {
+        (rank as u64 * u64::from(USER_WORK + CONTROL_WORK) + u64::from(header_slot))
+            * HEADER_SLOT_LEN
     }
 
     pub fn slot_at(&self, rank: usize, slot: u32) -> u64 {

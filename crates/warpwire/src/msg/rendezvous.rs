@@ -10,25 +10,25 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::place::{Master, Place};
+use super::rank_info::{RankInfo, Rendezvous};
 use crate::error::{Error, Kind, Result};
-use crate::verbs::Offer;
-use crate::verbs::exchange::Exchange;
+use crate::verbs::QpEndpoint;
+use crate::verbs::bootstrap::Bootstrap;
 
 /// The version of what ranks tell each other, here and in message headers.
 pub(super) const VERSION: u32 = 1;
 /// Who has connected says who it is within this time.
-const INTRODUCTION: Duration = Duration::from_secs(5);
+const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the rest of a word may take, once it has begun.
-const WORD: Duration = Duration::from_secs(2);
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Between two looks.
-const PAUSE: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Rank 0 gives up first, so that the others hear why.
-const LATER: Duration = Duration::from_secs(2);
+const RANK0_GRACE: Duration = Duration::from_secs(2);
 
 /// What ranks say.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Word {
+pub(super) enum BootstrapMsg {
     /// To rank 0, first.
     Join { version: u32, token: String, rank: usize, size: usize, listens: SocketAddr },
     /// From rank 0, when all are there: where each listens, and what they know of each other by.
@@ -48,7 +48,7 @@ pub(super) enum Word {
 /// What a rank must know of a peer to talk to it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Hello {
-    pub offer: Offer,
+    pub endpoint: QpEndpoint,
     /// How many messages it has room for, and how long each may be, with its header.
     pub receives: u32,
     pub slot: u64,
@@ -57,35 +57,35 @@ pub(super) struct Hello {
 }
 
 /// The ranks, met.
-pub(super) struct Meeting {
+pub(super) struct RankLinks {
     /// By rank; nothing at our own place.
-    pub links: Vec<Option<Exchange>>,
+    pub links: Vec<Option<Bootstrap>>,
     /// The address under which the others see this rank's machine.
-    pub seen: IpAddr,
+    pub local_ip: IpAddr,
 }
 
-impl Meeting {
+impl RankLinks {
     /// Tells all that this rank gives up.
-    pub fn give_up(&mut self, why: &Error) {
-        let word = Word::Failed { why: why.to_string() };
+    pub fn abort(&mut self, why: &Error) {
+        let message = BootstrapMsg::Failed { why: why.to_string() };
         for link in self.links.iter_mut().flatten() {
             // Who cannot be told notices that the connection ends.
-            let _ = link.tell(&word);
+            let _ = link.send(&message);
         }
     }
 
     /// Hears the next word of a rank.
-    pub fn hear(&mut self, rank: usize, deadline: Instant) -> Result<Word> {
+    pub fn recv(&mut self, rank: usize, deadline: Instant) -> Result<BootstrapMsg> {
         let what = || format!("meet rank {rank}");
         let Some(link) = self.links.get_mut(rank).and_then(Option::as_mut) else {
             return Err(Error::new(Kind::InvalidArgument, what()).why("it is not connected"));
         };
         link.set_timeout(left(deadline))?;
-        match link.hear() {
-            Ok(Word::Failed { why }) => {
+        match link.recv() {
+            Ok(BootstrapMsg::Failed { why }) => {
                 Err(Error::new(Kind::PeerLost, what()).why(format!("it gives up: {why}")))
             }
-            Ok(word) => Ok(word),
+            Ok(message) => Ok(message),
             Err(error) => Err(Error::new(Kind::PeerLost, what())
                 .why(error.reason().to_owned())
                 .fix(format!("look at what rank {rank} printed"))),
@@ -93,10 +93,10 @@ impl Meeting {
     }
 
     /// Tells a rank something.
-    pub fn tell(&mut self, rank: usize, word: &Word) -> Result<()> {
+    pub fn send(&mut self, rank: usize, message: &BootstrapMsg) -> Result<()> {
         let link = self.links.get_mut(rank).and_then(Option::as_mut);
-        let told = link.map_or(Ok(()), |link| link.tell(word));
-        told.map_err(|error| error.during(format!("meet rank {rank}")))
+        let sent = link.map_or(Ok(()), |link| link.send(message));
+        sent.map_err(|error| error.during(format!("meet rank {rank}")))
     }
 }
 
@@ -108,21 +108,21 @@ fn left(deadline: Instant) -> Duration {
 ///
 /// # Errors
 /// When the time is over, naming who is missing; if ranks contradict each other; if nobody can listen there.
-pub(super) fn meet(place: &Place, timeout: Duration) -> Result<Meeting> {
+pub(super) fn connect_ranks(rank_info: &RankInfo, timeout: Duration) -> Result<RankLinks> {
     let deadline = Instant::now() + timeout;
-    match place.rank {
-        0 => host(place, deadline),
-        _ => join(place, deadline + LATER),
+    match rank_info.rank {
+        0 => host(rank_info, deadline),
+        _ => join(rank_info, deadline + RANK0_GRACE),
     }
 }
 
 /// A listener, and those who have come and not said who they are.
-struct Door {
+struct Acceptor {
     listener: TcpListener,
-    waiting: Vec<(Exchange, Instant)>,
+    waiting: Vec<(Bootstrap, Instant)>,
 }
 
-impl Door {
+impl Acceptor {
     fn new(listener: TcpListener) -> Result<Self> {
         let set = listener.set_nonblocking(true);
         set.map_err(|why| Error::os("listen for other ranks", &why))?;
@@ -130,23 +130,23 @@ impl Door {
     }
 
     /// The next who says something, if there is one now. Who says nothing, or nothing that makes sense, is let go.
-    fn next(&mut self) -> Option<(Exchange, Word)> {
+    fn next(&mut self) -> Option<(Bootstrap, BootstrapMsg)> {
         while let Ok((stream, _)) = self.listener.accept() {
             if stream.set_nonblocking(false).is_ok()
-                && let Ok(exchange) = Exchange::over(stream, WORD)
+                && let Ok(bootstrap) = Bootstrap::from_stream(stream, MESSAGE_TIMEOUT)
             {
-                self.waiting.push((exchange, Instant::now()));
+                self.waiting.push((bootstrap, Instant::now()));
             }
         }
-        self.waiting.retain(|(_, since)| since.elapsed() < INTRODUCTION);
-        let heard =
-            |(exchange, _): &(Exchange, _)| exchange.is_heard(Duration::ZERO).unwrap_or(true);
-        let at = self.waiting.iter().position(heard)?;
-        let (mut exchange, _) = self.waiting.swap_remove(at);
-        match exchange.hear() {
-            Ok(word) => Some((exchange, word)),
+        self.waiting.retain(|(_, since)| since.elapsed() < JOIN_TIMEOUT);
+        let is_readable =
+            |(bootstrap, _): &(Bootstrap, _)| bootstrap.is_readable(Duration::ZERO).unwrap_or(true);
+        let at = self.waiting.iter().position(is_readable)?;
+        let (mut bootstrap, _) = self.waiting.swap_remove(at);
+        match bootstrap.recv() {
+            Ok(message) => Some((bootstrap, message)),
             Err(why) => {
-                tracing::warn!(peer = %exchange.peer(), %why, "a stranger at the door");
+                tracing::warn!(peer = %bootstrap.peer(), %why, "a stranger at the door");
                 None
             }
         }
@@ -154,15 +154,15 @@ impl Door {
 }
 
 /// Sends a stranger away.
-fn refuse(mut exchange: Exchange, why: &str) {
-    tracing::warn!(peer = %exchange.peer(), why, "a stranger at the door");
-    let _ = exchange.tell(&Word::Failed { why: why.to_owned() });
+fn refuse(mut bootstrap: Bootstrap, why: &str) {
+    tracing::warn!(peer = %bootstrap.peer(), why, "a stranger at the door");
+    let _ = bootstrap.send(&BootstrapMsg::Failed { why: why.to_owned() });
 }
 
 /// Removes the file with our address when the meeting is over.
-struct Notice<'a>(Option<&'a Path>);
+struct AddressFile<'a>(Option<&'a Path>);
 
-impl Drop for Notice<'_> {
+impl Drop for AddressFile<'_> {
     fn drop(&mut self) {
         if let Some(path) = self.0 {
             let _ = std::fs::remove_file(path);
@@ -171,37 +171,37 @@ impl Drop for Notice<'_> {
 }
 
 /// Rank 0's part.
-fn host(place: &Place, deadline: Instant) -> Result<Meeting> {
-    let (listener, seen, _notice) = listen(place)?;
+fn host(rank_info: &RankInfo, deadline: Instant) -> Result<RankLinks> {
+    let (listener, local_ip, _address_file) = listen(rank_info)?;
     let own = listener.local_addr().map_err(|why| Error::os("listen for other ranks", &why))?;
-    let mut meeting = Meeting { links: (0..place.size).map(|_| None).collect(), seen };
-    let gathered = gather(place, Door::new(listener)?, &mut meeting, own, deadline);
-    let table = gathered.inspect_err(|why| meeting.give_up(why))?;
-    for rank in 1..place.size {
-        meeting.tell(rank, &table)?;
+    let mut rank_links = RankLinks { links: (0..rank_info.size).map(|_| None).collect(), local_ip };
+    let gathered = gather(rank_info, Acceptor::new(listener)?, &mut rank_links, own, deadline);
+    let table = gathered.inspect_err(|why| rank_links.abort(why))?;
+    for rank in 1..rank_info.size {
+        rank_links.send(rank, &table)?;
     }
-    Ok(meeting)
+    Ok(rank_links)
 }
 
 fn gather(
-    place: &Place,
-    mut door: Door,
-    meeting: &mut Meeting,
+    rank_info: &RankInfo,
+    mut acceptor: Acceptor,
+    rank_links: &mut RankLinks,
     own: SocketAddr,
     deadline: Instant,
-) -> Result<Word> {
-    let mut members = vec![own; place.size];
+) -> Result<BootstrapMsg> {
+    let mut members = vec![own; rank_info.size];
     loop {
-        let missing = |meeting: &Meeting| -> Vec<usize> {
-            (1..place.size).filter(|rank| meeting.links[*rank].is_none()).collect()
+        let missing = |rank_links: &RankLinks| -> Vec<usize> {
+            (1..rank_info.size).filter(|rank| rank_links.links[*rank].is_none()).collect()
         };
-        let open = missing(meeting);
+        let open = missing(rank_links);
         if open.is_empty() {
-            return Ok(Word::Table { members, secret: secret()? });
+            return Ok(BootstrapMsg::Table { members, secret: secret()? });
         }
         // Who has joined waits; what it says now can only be that it goes.
-        for rank in 1..place.size {
-            let gone = meeting.links[rank].as_ref().map(|link| link.is_heard(Duration::ZERO));
+        for rank in 1..rank_info.size {
+            let gone = rank_links.links[rank].as_ref().map(|link| link.is_readable(Duration::ZERO));
             if gone.is_some_and(|gone| gone.unwrap_or(true)) {
                 let error = Error::new(Kind::PeerLost, format!("meet rank {rank}"));
                 return Err(error
@@ -211,33 +211,34 @@ fn gather(
         }
         if Instant::now() >= deadline {
             let error = Error::new(Kind::Timeout, "meet the other ranks").on(own.to_string());
-            let why = format!("{} of {} did not come: {}", open.len(), place.size, names(&open));
+            let why =
+                format!("{} of {} did not come: {}", open.len(), rank_info.size, names(&open));
             return Err(error
                 .why(why)
                 .fix("look at what they printed; they need this address and this token"));
         }
-        match door.next() {
-            Some((exchange, Word::Join { version, token, rank, size, listens })) => {
-                if token != place.token {
-                    refuse(exchange, "its token is not this job's");
+        match acceptor.next() {
+            Some((bootstrap, BootstrapMsg::Join { version, token, rank, size, listens })) => {
+                if token != rank_info.token {
+                    refuse(bootstrap, "its token is not this job's");
                     continue;
                 }
-                if let Err(why) = check_joined(place, meeting, (version, rank, size)) {
-                    refuse(exchange, &why.to_string());
+                if let Err(why) = check_joined(rank_info, rank_links, (version, rank, size)) {
+                    refuse(bootstrap, &why.to_string());
                     return Err(why);
                 }
                 members[rank] = listens;
-                meeting.links[rank] = Some(exchange);
+                rank_links.links[rank] = Some(bootstrap);
             }
-            Some((exchange, _)) => refuse(exchange, "it does not say which rank it is"),
-            None => std::thread::sleep(PAUSE),
+            Some((bootstrap, _)) => refuse(bootstrap, "it does not say which rank it is"),
+            None => std::thread::sleep(POLL_INTERVAL),
         }
     }
 }
 
 fn check_joined(
-    place: &Place,
-    meeting: &Meeting,
+    rank_info: &RankInfo,
+    rank_links: &RankLinks,
     (version, rank, size): (u32, usize, usize),
 ) -> Result<()> {
     let wrong = |kind, why: String, fix: &'static str| {
@@ -247,11 +248,11 @@ fn check_joined(
         let why = format!("it speaks version {version} of the messages, rank 0 version {VERSION}");
         return wrong(Kind::Unsupported, why, "build all ranks from one version");
     }
-    if size != place.size {
-        let why = format!("it counts {size} ranks, rank 0 counts {}", place.size);
+    if size != rank_info.size {
+        let why = format!("it counts {size} ranks, rank 0 counts {}", rank_info.size);
         return wrong(Kind::InvalidArgument, why, "start all ranks with one size");
     }
-    if rank == 0 || rank >= size || meeting.links[rank].is_some() {
+    if rank == 0 || rank >= size || rank_links.links[rank].is_some() {
         let why = format!("two processes say that they are rank {rank}, or there is no such rank");
         return wrong(Kind::InvalidArgument, why, "give each process a rank of its own");
     }
@@ -274,10 +275,10 @@ fn secret() -> Result<String> {
 }
 
 /// Listens where the place says; also the address of this machine that others use.
-fn listen(place: &Place) -> Result<(TcpListener, IpAddr, Notice<'_>)> {
-    let (text, file) = match &place.master {
-        Master::Address(text) => (text.as_str(), None),
-        Master::File(path) => ("127.0.0.1:0", Some(path.as_path())),
+fn listen(rank_info: &RankInfo) -> Result<(TcpListener, IpAddr, AddressFile<'_>)> {
+    let (text, file) = match &rank_info.rendezvous {
+        Rendezvous::Address(text) => (text.as_str(), None),
+        Rendezvous::File(path) => ("127.0.0.1:0", Some(path.as_path())),
     };
     let what = || format!("listen for other ranks on {text}");
     let found = text.to_socket_addrs().map_err(|why| {
@@ -292,13 +293,13 @@ fn listen(place: &Place) -> Result<(TcpListener, IpAddr, Notice<'_>)> {
     })?;
     let address = listener.local_addr().map_err(|why| Error::os(what(), &why))?;
     if let Some(path) = file {
-        post_notice(path, address)?;
+        write_address_file(path, address)?;
     }
-    Ok((listener, address.ip(), Notice(file)))
+    Ok((listener, address.ip(), AddressFile(file)))
 }
 
 /// Writes our address to a file, whole or not at all.
-fn post_notice(path: &Path, address: SocketAddr) -> Result<()> {
+fn write_address_file(path: &Path, address: SocketAddr) -> Result<()> {
     let draft = path.with_extension(format!("draft{}", std::process::id()));
     let mut options = std::fs::OpenOptions::new();
     options.write(true).create_new(true).mode(0o600);
@@ -314,7 +315,7 @@ fn post_notice(path: &Path, address: SocketAddr) -> Result<()> {
 }
 
 /// The address in such a file, if this user or root wrote it.
-fn read_notice(path: &Path) -> Option<SocketAddr> {
+fn read_address_file(path: &Path) -> Option<SocketAddr> {
     let file = std::fs::File::open(path).ok()?;
     let owner = file.metadata().ok()?.uid();
     if owner != rustix::process::geteuid().as_raw() && owner != 0 {
@@ -327,41 +328,44 @@ fn read_notice(path: &Path) -> Option<SocketAddr> {
 }
 
 /// Another rank's part: to rank 0, then to those before it, and waiting for those after it.
-fn join(place: &Place, deadline: Instant) -> Result<Meeting> {
-    let (mut exchange, listener) = reach_host(place, deadline)?;
-    exchange.set_timeout(left(deadline))?;
-    let seen = exchange.local()?.ip();
+fn join(rank_info: &RankInfo, deadline: Instant) -> Result<RankLinks> {
+    let (mut bootstrap, listener) = reach_host(rank_info, deadline)?;
+    bootstrap.set_timeout(left(deadline))?;
+    let local_ip = bootstrap.local()?.ip();
     let silent = |error: Error| {
         let why = error.reason().to_owned();
         let error = Error::new(error.kind().clone(), "meet the other ranks").why(why);
         error.fix("look at what rank 0 printed")
     };
-    let (members, secret) = match exchange.hear().map_err(silent)? {
-        Word::Table { members, secret } if members.len() == place.size => (members, secret),
-        Word::Failed { why } => {
+    let (members, secret) = match bootstrap.recv().map_err(silent)? {
+        BootstrapMsg::Table { members, secret } if members.len() == rank_info.size => {
+            (members, secret)
+        }
+        BootstrapMsg::Failed { why } => {
             let why = format!("rank 0 says: {why}");
             return Err(Error::new(Kind::PeerLost, "meet the other ranks").why(why));
         }
         other => return Err(unexpected(0, &other)),
     };
-    let mut meeting = Meeting { links: (0..place.size).map(|_| None).collect(), seen };
-    meeting.links[0] = Some(exchange);
-    let meshed = mesh(place, &mut meeting, Door::new(listener)?, &members, &secret, deadline);
-    meshed.inspect_err(|why| meeting.give_up(why))?;
-    Ok(meeting)
+    let mut rank_links = RankLinks { links: (0..rank_info.size).map(|_| None).collect(), local_ip };
+    rank_links.links[0] = Some(bootstrap);
+    let meshed =
+        mesh(rank_info, &mut rank_links, Acceptor::new(listener)?, &members, &secret, deadline);
+    meshed.inspect_err(|why| rank_links.abort(why))?;
+    Ok(rank_links)
 }
 
 /// Connects to rank 0 and says who this is; tries again until the time is over, as rank 0 may start later.
-fn reach_host(place: &Place, deadline: Instant) -> Result<(Exchange, TcpListener)> {
+fn reach_host(rank_info: &RankInfo, deadline: Instant) -> Result<(Bootstrap, TcpListener)> {
     loop {
-        let last = match try_host(place) {
+        let last = match try_host(rank_info) {
             Ok(reached) => return Ok(reached),
             Err(error) => error.during("reach rank 0").fix("start rank 0, or see what it printed"),
         };
         if Instant::now() >= deadline {
-            let on = match &place.master {
-                Master::Address(text) => text.clone(),
-                Master::File(path) => format!("the address in {}", path.display()),
+            let on = match &rank_info.rendezvous {
+                Rendezvous::Address(text) => text.clone(),
+                Rendezvous::File(path) => format!("the address in {}", path.display()),
             };
             return Err(last.on(on));
         }
@@ -369,47 +373,54 @@ fn reach_host(place: &Place, deadline: Instant) -> Result<(Exchange, TcpListener
     }
 }
 
-fn try_host(place: &Place) -> Result<(Exchange, TcpListener)> {
+fn try_host(rank_info: &RankInfo) -> Result<(Bootstrap, TcpListener)> {
     let failed = |why: &std::io::Error| Error::os("reach rank 0", why);
     let missing = || {
         let error = Error::new(Kind::Timeout, "reach rank 0");
         error.why("it has not said where it is, or the name has no address")
     };
-    let address = match &place.master {
-        Master::Address(text) => text.to_socket_addrs().map_err(|why| failed(&why))?.next(),
-        Master::File(path) => read_notice(path),
+    let address = match &rank_info.rendezvous {
+        Rendezvous::Address(text) => text.to_socket_addrs().map_err(|why| failed(&why))?.next(),
+        Rendezvous::File(path) => read_address_file(path),
     };
     let address = address.ok_or_else(missing)?;
-    let stream = TcpStream::connect_timeout(&address, WORD).map_err(|why| failed(&why))?;
-    let mut exchange = Exchange::over(stream, WORD)?;
+    let stream =
+        TcpStream::connect_timeout(&address, MESSAGE_TIMEOUT).map_err(|why| failed(&why))?;
+    let mut bootstrap = Bootstrap::from_stream(stream, MESSAGE_TIMEOUT)?;
     // Bound to where rank 0 sees us: to loopback if that is where we met.
-    let listener = TcpListener::bind((exchange.local()?.ip(), 0)).map_err(|why| failed(&why))?;
+    let listener = TcpListener::bind((bootstrap.local()?.ip(), 0)).map_err(|why| failed(&why))?;
     let listens = listener.local_addr().map_err(|why| failed(&why))?;
-    let token = place.token.clone();
-    let word = Word::Join { version: VERSION, token, rank: place.rank, size: place.size, listens };
-    exchange.tell(&word)?;
-    Ok((exchange, listener))
+    let token = rank_info.token.clone();
+    let message = BootstrapMsg::Join {
+        version: VERSION,
+        token,
+        rank: rank_info.rank,
+        size: rank_info.size,
+        listens,
+    };
+    bootstrap.send(&message)?;
+    Ok((bootstrap, listener))
 }
 
 fn mesh(
-    place: &Place,
-    meeting: &mut Meeting,
-    mut door: Door,
+    rank_info: &RankInfo,
+    rank_links: &mut RankLinks,
+    mut acceptor: Acceptor,
     members: &[SocketAddr],
     secret: &str,
     deadline: Instant,
 ) -> Result<()> {
-    for (rank, address) in members.iter().enumerate().take(place.rank).skip(1) {
+    for (rank, address) in members.iter().enumerate().take(rank_info.rank).skip(1) {
         let what = || format!("meet rank {rank}");
         let stream = TcpStream::connect_timeout(address, left(deadline))
             .map_err(|why| Error::os(what(), &why).on(address.to_string()))?;
-        let mut exchange = Exchange::over(stream, left(deadline))?;
-        exchange.tell(&Word::Mesh { secret: secret.to_owned(), rank: place.rank })?;
-        meeting.links[rank] = Some(exchange);
+        let mut bootstrap = Bootstrap::from_stream(stream, left(deadline))?;
+        bootstrap.send(&BootstrapMsg::Mesh { secret: secret.to_owned(), rank: rank_info.rank })?;
+        rank_links.links[rank] = Some(bootstrap);
     }
     loop {
-        let open = |rank: &usize| meeting.links[*rank].is_none();
-        let missing: Vec<usize> = (place.rank + 1..place.size).filter(open).collect();
+        let open = |rank: &usize| rank_links.links[*rank].is_none();
+        let missing: Vec<usize> = (rank_info.rank + 1..rank_info.size).filter(open).collect();
         if missing.is_empty() {
             return Ok(());
         }
@@ -417,20 +428,20 @@ fn mesh(
             let error = Error::new(Kind::Timeout, "meet the other ranks");
             return Err(error.why(format!("they did not come: {}", names(&missing))));
         }
-        match door.next() {
-            Some((exchange, Word::Mesh { secret: theirs, rank }))
+        match acceptor.next() {
+            Some((bootstrap, BootstrapMsg::Mesh { secret: theirs, rank }))
                 if theirs == secret && missing.contains(&rank) =>
             {
-                meeting.links[rank] = Some(exchange);
+                rank_links.links[rank] = Some(bootstrap);
             }
-            Some((exchange, _)) => refuse(exchange, "it is none of the ranks that are awaited"),
-            None => std::thread::sleep(PAUSE),
+            Some((bootstrap, _)) => refuse(bootstrap, "it is none of the ranks that are awaited"),
+            None => std::thread::sleep(POLL_INTERVAL),
         }
     }
 }
 
 /// A rank says something else than it should.
-pub(super) fn unexpected(rank: usize, word: &Word) -> Error {
+pub(super) fn unexpected(rank: usize, message: &BootstrapMsg) -> Error {
     let error = Error::new(Kind::Malformed, format!("meet rank {rank}"));
-    error.why(format!("it says {word:?}")).fix("build all ranks from one version")
+    error.why(format!("it says {message:?}")).fix("build all ranks from one version")
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::entries::What;
+use super::entries::RequestKind;
 use super::shared::Shared;
 use super::state::State;
 use crate::error::{Error, Kind, Result};
@@ -44,7 +44,7 @@ impl Request {
     }
 
     /// Takes the outcome from the table, if it is there.
-    fn look(&mut self, state: &mut State) -> bool {
+    fn take_outcome(&mut self, state: &mut State) -> bool {
         if self.outcome.is_none()
             && let Some(outcome) = state.entries.get(self.index).outcome.take()
         {
@@ -59,9 +59,9 @@ impl Request {
         if self.outcome.is_none() {
             let shared = self.shared.clone();
             let mut state = shared.state.lock();
-            if !self.look(&mut state) {
+            if !self.take_outcome(&mut state) {
                 shared.step(&mut state)?;
-                self.look(&mut state);
+                self.take_outcome(&mut state);
             }
         }
         self.outcome.clone().transpose()
@@ -74,16 +74,16 @@ impl Request {
     pub fn wait(&mut self, timeout: Duration) -> Result<Outcome> {
         let shared = self.shared.clone();
         if self.outcome.is_none() {
-            shared.wait_until(timeout, |state| self.look(state).then_some(()))?;
+            shared.wait_until(timeout, |state| self.take_outcome(state).then_some(()))?;
         }
         match &self.outcome {
             Some(outcome) => outcome.clone(),
-            None => Err(self.late(timeout)),
+            None => Err(self.timed_out(timeout)),
         }
     }
 
     #[cold]
-    fn late(&self, timeout: Duration) -> Error {
+    fn timed_out(&self, timeout: Duration) -> Error {
         let what = self.shared.state.lock().entries.get(self.index).name();
         Error::new(Kind::Timeout, what)
             .why(format!("it has not ended in {} s", timeout.as_secs_f64()))
@@ -98,10 +98,10 @@ impl Drop for Request {
         }
         let shared = self.shared.clone();
         let mut state = shared.state.lock();
-        if self.look(&mut state) {
+        if self.take_outcome(&mut state) {
             return;
         }
-        let is_receive = state.entries.get(self.index).what == What::Receive;
+        let is_receive = state.entries.get(self.index).kind == RequestKind::Receive;
         if is_receive && state.cancel(self.index) {
             state.entries.release(self.index);
         } else {
@@ -139,8 +139,9 @@ pub fn wait_any(requests: &mut [Request], timeout: Duration) -> Result<(usize, R
     if requests.iter().any(|request| !Arc::ptr_eq(&request.shared, &shared)) {
         return wrong("they belong to several communicators");
     }
-    let found = shared
-        .wait_until(timeout, |state| requests.iter_mut().position(|request| request.look(state)))?;
+    let found = shared.wait_until(timeout, |state| {
+        requests.iter_mut().position(|request| request.take_outcome(state))
+    })?;
     match found.and_then(|index| requests[index].outcome.clone().map(|outcome| (index, outcome))) {
         Some(found) => Ok(found),
         None => Err(Error::new(Kind::Timeout, "wait for any of several requests")

@@ -6,24 +6,24 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::buffer::{Buffer, Part};
+use super::buffer::{Buffer, BufferSlice};
 use super::comm::CommOptions;
-use super::entries::What;
-use super::header::{Channel, MOST_PARTS};
-use super::place::Place;
+use super::entries::RequestKind;
+use super::header::{Channel, MAX_SLICES};
+use super::rank_info::RankInfo;
 use super::request::Request;
 use super::state::State;
 use crate::error::{Error, Kind, Result};
-use crate::verbs::exchange::Exchange;
-use crate::verbs::{Context, Cq, Pd, Signal};
+use crate::verbs::bootstrap::Bootstrap;
+use crate::verbs::{Context, Cq, EventFd, Pd};
 
 /// For so long a waiter looks by itself before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
 /// The longest sleep between two looks at words, which wake nobody.
-const LONGEST_NAP: Duration = Duration::from_micros(500);
+const MAX_SLEEP: Duration = Duration::from_micros(500);
 
 pub(super) struct Shared {
-    pub place: Place,
+    pub rank_info: RankInfo,
     pub options: CommOptions,
     pub context: Context,
     pub pd: Pd,
@@ -32,15 +32,15 @@ pub(super) struct Shared {
     /// Followers sleep here.
     pub woken: Condvar,
     /// Wakes the thread that sleeps on the descriptors: something happened that is no completion.
-    pub alarm: Signal,
+    pub wakeup: EventFd,
     /// The connections on which ranks tell that they leave; nothing at our own place.
-    pub links: Vec<Option<Mutex<Exchange>>>,
+    pub links: Vec<Option<Mutex<Bootstrap>>>,
     /// A word per rank: how often it said that it is ready.
     pub table: Buffer,
     /// How often each rank's readiness was used up.
     pub consumed: Mutex<Vec<u64>>,
     /// How often we told each that we are ready.
-    pub told: Mutex<Vec<u64>>,
+    pub ready_sent: Mutex<Vec<u64>>,
     /// Counts what all ranks do together, so that one round's messages are not taken for another's.
     pub round: Mutex<u32>,
 }
@@ -82,16 +82,16 @@ impl Shared {
     pub fn step(&self, state: &mut State) -> Result<()> {
         let ended = state.entries.ended;
         let made = state.progress(&self.cq);
-        self.tell_ended(state, ended);
+        self.notify_completed(state, ended);
         made
     }
 
     /// Wakes those who sleep, if requests have ended since `before` of them had. The one who leads sleeps until a
     /// completion comes; the one that was meant for it may have been taken here.
-    pub fn tell_ended(&self, state: &State, before: u64) {
+    pub fn notify_completed(&self, state: &State, before: u64) {
         if state.entries.ended != before {
-            if state.leads {
-                self.alarm.raise();
+            if state.has_leader {
+                self.wakeup.raise();
             }
             self.wake_followers(state);
         }
@@ -106,15 +106,15 @@ impl Shared {
 
     fn sleep(&self, state: &mut MutexGuard<'_, State>, timeout: Duration) -> Result<()> {
         state.return_all_credits();
-        if state.leads {
+        if state.has_leader {
             state.followers += 1;
             self.woken.wait_for(state, timeout);
             state.followers -= 1;
             return Ok(());
         }
-        state.leads = true;
+        state.has_leader = true;
         let woken = MutexGuard::unlocked(state, || self.sleep_on_descriptors(timeout));
-        state.leads = false;
+        state.has_leader = false;
         woken
     }
 
@@ -122,18 +122,18 @@ impl Shared {
         // If a completion is there already, arming raises the signal.
         self.cq.arm(false)?;
         let mut fds =
-            [PollFd::new(&self.cq, PollFlags::IN), PollFd::new(&self.alarm, PollFlags::IN)];
+            [PollFd::new(&self.cq, PollFlags::IN), PollFd::new(&self.wakeup, PollFlags::IN)];
         let timeout = Timespec {
             tv_sec: timeout.as_secs().min(1 << 30) as i64,
             tv_nsec: timeout.subsec_nanos().into(),
         };
         let slept = poll(&mut fds, Some(&timeout));
-        let [completion, alarm] = [0, 1].map(|index| !fds[index].revents().is_empty());
+        let [completion, wakeup] = [0, 1].map(|index| !fds[index].revents().is_empty());
         if completion {
             self.cq.take_event();
         }
-        if alarm {
-            self.alarm.take();
+        if wakeup {
+            self.wakeup.take();
         }
         match slept {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
@@ -141,19 +141,19 @@ impl Shared {
         }
     }
 
-    /// Waits for something that is not told: memory that peers write. `look` tells what it found; it is asked less
+    /// Waits for something that is not told: memory that peers write. `check` tells what it found; it is asked less
     /// and less often.
-    pub fn look_until<T>(
+    pub fn poll_until<T>(
         &self,
         timeout: Duration,
-        mut look: impl FnMut(&mut State) -> Result<Option<T>>,
+        mut check: impl FnMut(&mut State) -> Result<Option<T>>,
     ) -> Result<Option<T>> {
         let start = Instant::now();
         loop {
             {
                 let mut state = self.state.lock();
                 self.step(&mut state)?;
-                if let Some(found) = look(&mut state)? {
+                if let Some(found) = check(&mut state)? {
                     return Ok(Some(found));
                 }
                 if start.elapsed() > SPIN {
@@ -165,7 +165,7 @@ impl Shared {
                 return Ok(None);
             }
             match waited > SPIN {
-                true => std::thread::sleep((waited / 16).min(LONGEST_NAP)),
+                true => std::thread::sleep((waited / 16).min(MAX_SLEEP)),
                 false => std::hint::spin_loop(),
             }
         }
@@ -173,13 +173,13 @@ impl Shared {
 
     /// Something happened that those who sleep must see.
     pub fn wake_all(&self) {
-        self.alarm.raise();
+        self.wakeup.raise();
         self.woken.notify_all();
     }
 
     /// Whether there is such a rank.
     pub fn check_rank(&self, rank: usize, what: &str) -> Result<()> {
-        let size = self.place.size;
+        let size = self.rank_info.size;
         if rank < size {
             return Ok(());
         }
@@ -187,16 +187,16 @@ impl Shared {
         Err(error.why(format!("there are {size} ranks, from 0 on")))
     }
 
-    fn check_parts(&self, parts: &[Part], what: &str, rank: usize) -> Result<()> {
+    fn check_slices(&self, slices: &[BufferSlice], what: &str, rank: usize) -> Result<()> {
         let wrong = |why: String, fix: &'static str| {
             let error = Error::new(Kind::InvalidArgument, format!("{what} rank {rank}"));
             Err(error.why(why).fix(fix))
         };
-        if parts.len() > MOST_PARTS {
-            let why = format!("it has {} parts", parts.len());
+        if slices.len() > MAX_SLICES {
+            let why = format!("it has {} parts", slices.len());
             return wrong(why, "use at most 15");
         }
-        if parts.iter().any(|part| !part.buffer.is_of(&self.pd)) {
+        if slices.iter().any(|slice| !slice.buffer.is_of(&self.pd)) {
             let why = "the buffer was registered with another communicator".to_owned();
             return wrong(why, "register it with this one");
         }
@@ -206,30 +206,30 @@ impl Shared {
     /// Makes a place for a request, and has `begin` put it on its way.
     pub fn start(
         self: &std::sync::Arc<Self>,
-        what: What,
+        kind: RequestKind,
         rank: usize,
-        parts: &[Part],
+        slices: &[BufferSlice],
         begin: impl FnOnce(&mut State, u32),
     ) -> Result<Request> {
-        let verb = match what {
-            What::Send | What::Free => "send to",
-            What::Receive => "receive from",
-            What::Put => "put to",
-            What::Get => "get from",
+        let verb = match kind {
+            RequestKind::Send | RequestKind::Free => "send to",
+            RequestKind::Receive => "receive from",
+            RequestKind::Put => "put to",
+            RequestKind::Get => "get from",
         };
         self.check_rank(rank, verb)?;
-        self.check_parts(parts, verb, rank)?;
+        self.check_slices(slices, verb, rank)?;
         let mut state = self.state.lock();
         let peer = &state.peers[rank];
-        if what != What::Receive
+        if kind != RequestKind::Receive
             && let Some(why) = &peer.end
         {
             return Err(why.clone().during(format!("{verb} rank {rank}")));
         }
-        let waiting = match what {
-            What::Receive => peer.receives.len(),
-            _ if rank == self.place.rank => peer.unexpected.len(),
-            _ => peer.outbox.len(),
+        let waiting = match kind {
+            RequestKind::Receive => peer.receives.len(),
+            _ if rank == self.rank_info.rank => peer.unexpected.len(),
+            _ => peer.send_queue.len(),
         };
         if waiting >= state.queue as usize {
             // What has ended may have made room.
@@ -237,26 +237,26 @@ impl Shared {
             state.return_all_credits();
             return Err(busy(verb, rank, waiting));
         }
-        let Some(index) = state.entries.add(what, rank, parts) else {
+        let Some(index) = state.entries.add(kind, rank, slices) else {
             return Err(busy(verb, rank, self.options.requests as usize));
         };
         let ended = state.entries.ended;
         begin(&mut state, index);
-        self.tell_ended(&state, ended);
+        self.notify_completed(&state, ended);
         let generation = state.entries.generation(index);
         drop(state);
         Ok(Request::new(self.clone(), index, generation))
     }
 
     /// Sends on a channel.
-    pub fn send_on(
+    pub fn start_send(
         self: &std::sync::Arc<Self>,
         channel: Channel,
         to: usize,
         tag: u32,
-        parts: &[Part],
+        slices: &[BufferSlice],
     ) -> Result<Request> {
-        self.start(What::Send, to, parts, |state, index| {
+        self.start(RequestKind::Send, to, slices, |state, index| {
             let entry = state.entries.get(index);
             (entry.channel, entry.tag) = (channel, tag);
             state.send(to, index);
@@ -264,14 +264,14 @@ impl Shared {
     }
 
     /// Receives on a channel.
-    pub fn receive_on(
+    pub fn start_receive(
         self: &std::sync::Arc<Self>,
         channel: Channel,
         from: usize,
         wants: super::entries::Match,
-        parts: &[Part],
+        slices: &[BufferSlice],
     ) -> Result<Request> {
-        self.start(What::Receive, from, parts, |state, index| {
+        self.start(RequestKind::Receive, from, slices, |state, index| {
             let entry = state.entries.get(index);
             (entry.channel, entry.wants) = (channel, wants);
             state.receive(from, index);

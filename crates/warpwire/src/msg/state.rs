@@ -3,12 +3,12 @@
 
 use std::sync::Weak;
 
-use super::entries::{Entries, What};
-use super::header::HEADER;
-use super::peer::{Area, HeaderUse, Peer, Source, Unexpected, Urgent};
+use super::entries::{Entries, RequestKind};
+use super::header::HEADER_LEN;
+use super::peer::{Area, ControlOp, HeaderUse, Peer, Source, Unexpected};
 use super::request::Outcome;
 use crate::error::{Error, Kind, Result};
-use crate::verbs::{Change, Completion, Cq, State as QpState, Status};
+use crate::verbs::{Completion, Cq, QpAttributes, State as QpState, Status};
 
 /// What a completion belongs to: the upper byte of its number.
 pub(super) const RECEIVE: u64 = 1 << 56;
@@ -16,7 +16,7 @@ pub(super) const HEADER_SENT: u64 = 2 << 56;
 pub(super) const FETCHED: u64 = 3 << 56;
 pub(super) const MOVED: u64 = 4 << 56;
 /// A word of the program that belongs to no request.
-pub(super) const LOOSE: u64 = 5 << 56;
+pub(super) const STANDALONE_WORD: u64 = 5 << 56;
 
 /// How a rank was lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,11 +47,11 @@ pub(super) struct State {
     /// The longest message to this rank itself that is kept until it is asked for.
     pub eager: u64,
     /// How many messages to this rank itself are kept.
-    pub most_kept: u32,
+    pub max_buffered: u32,
     /// How many requests to a peer may wait.
     pub queue: u32,
     /// A thread sleeps on the descriptors, for all.
-    pub leads: bool,
+    pub has_leader: bool,
     /// Others sleep until it wakes them.
     pub followers: u32,
     pub scratch: Vec<u8>,
@@ -61,16 +61,16 @@ pub(super) struct State {
 
 impl State {
     pub fn new(rank: usize, peers: Vec<Peer>, area: Area, requests: u32, queue: u32) -> Self {
-        let eager = area.slot - HEADER as u64;
-        let most_kept = area.receives;
+        let eager = area.slot - HEADER_LEN as u64;
+        let max_buffered = area.receives;
         Self {
             rank,
             entries: Entries::new(requests),
             peers,
             eager,
-            most_kept,
+            max_buffered,
             queue,
-            leads: false,
+            has_leader: false,
             followers: 0,
             scratch: vec![0; area.slot as usize],
             area,
@@ -97,7 +97,7 @@ impl State {
         let value = completion.id as u32;
         let failed = !completion.is_success();
         if failed && !self.peers[rank].is_broken {
-            self.lose(rank, status_error(rank, completion.status));
+            self.fail_peer(rank, status_error(rank, completion.status));
         }
         match completion.id & (0xff << 56) {
             RECEIVE if failed => {}
@@ -111,7 +111,7 @@ impl State {
                 self.peers[rank].user_work -= 1;
                 self.moved(rank, value);
             }
-            LOOSE => self.peers[rank].user_work -= 1,
+            STANDALONE_WORD => self.peers[rank].user_work -= 1,
             _ => {}
         }
         self.pump(rank);
@@ -125,7 +125,7 @@ impl State {
         if broken.is_some() && entry.failure.is_none() {
             entry.failure = broken;
         }
-        self.conclude(index);
+        self.complete_if_done(index);
     }
 
     pub(super) fn broken(&self, rank: usize) -> Option<Error> {
@@ -134,7 +134,7 @@ impl State {
     }
 
     /// Ends a request if nothing of it is under way any more.
-    pub(super) fn conclude(&mut self, index: u32) {
+    pub(super) fn complete_if_done(&mut self, index: u32) {
         let entry = self.entries.get(index);
         if entry.in_flight > 0 || entry.outcome.is_some() {
             return;
@@ -145,31 +145,34 @@ impl State {
             return;
         }
         let (peer, tag) = (entry.peer, entry.tag);
-        let len = match entry.what {
-            What::Receive => entry.arrived,
+        let len = match entry.kind {
+            RequestKind::Receive => entry.arrived,
             _ => entry.total,
         };
-        let complete = match entry.what {
-            What::Free => return,
-            What::Send => entry.settled,
-            What::Receive => entry.posted == entry.arrived && entry.settled,
-            What::Put | What::Get => entry.posted == entry.total && entry.notice.is_none(),
+        let complete = match entry.kind {
+            RequestKind::Free => return,
+            RequestKind::Send => entry.peer_done,
+            RequestKind::Receive => entry.posted == entry.arrived && entry.peer_done,
+            RequestKind::Put | RequestKind::Get => {
+                entry.posted == entry.total && entry.word_update.is_none()
+            }
         };
         if !complete {
             return;
         }
-        if entry.what == What::Receive && !entry.remote.is_empty() {
+        if entry.kind == RequestKind::Receive && !entry.remote.is_empty() {
             let id = entry.sender_id;
-            self.peers[peer].urgent.push_back(Urgent::Done(id));
+            self.peers[peer].control_queue.push_back(ControlOp::Done(id));
         }
         self.entries.finish(index, Ok(Outcome { peer, tag, len }));
     }
 
-    pub(super) fn header_sent(&mut self, rank: usize, place: u32) {
+    pub(super) fn header_sent(&mut self, rank: usize, header_slot: u32) {
         let broken = self.broken(rank);
         let peer = &mut self.peers[rank];
-        let used = std::mem::replace(&mut peer.header_uses[place as usize], HeaderUse::Nothing);
-        peer.headers.push(place);
+        let used =
+            std::mem::replace(&mut peer.header_uses[header_slot as usize], HeaderUse::Nothing);
+        peer.headers.push(header_slot);
         match used {
             HeaderUse::Control => peer.control_work -= 1,
             _ => peer.user_work -= 1,
@@ -180,8 +183,8 @@ impl State {
             if broken.is_some() && entry.failure.is_none() {
                 entry.failure = broken;
             }
-            entry.settled |= matches!(used, HeaderUse::Eager(_));
-            self.conclude(index);
+            entry.peer_done |= matches!(used, HeaderUse::Eager(_));
+            self.complete_if_done(index);
         }
     }
 
@@ -190,33 +193,33 @@ impl State {
         if rank == self.rank {
             return self.send_own(index);
         }
-        self.peers[rank].outbox.push_back(index);
+        self.peers[rank].send_queue.push_back(index);
         self.pump(rank);
     }
 
     pub(super) fn send_own(&mut self, index: u32) {
         let rank = self.rank;
-        let kept = |message: &&Unexpected| matches!(message.from, Source::Kept(_));
-        let kept = self.peers[rank].unexpected.iter().filter(kept).count();
+        let buffered = |message: &&Unexpected| matches!(message.from, Source::Buffered(_));
+        let buffered = self.peers[rank].unexpected.iter().filter(buffered).count();
         let entry = self.entries.get(index);
         let (channel, tag, len) = (entry.channel, entry.tag, entry.total);
-        let mut from = Source::Own(index);
-        if len <= self.eager && kept < self.most_kept as usize {
+        let mut from = Source::SelfSend(index);
+        if len <= self.eager && buffered < self.max_buffered as usize {
             let mut bytes = vec![0; len as usize].into_boxed_slice();
             let mut at = 0;
             let mut copied = Ok(());
-            for part in &entry.parts {
-                let end = at + part.len as usize;
-                copied = copied.and_then(|()| part.buffer.read(part.offset, &mut bytes[at..end]));
+            for slice in &entry.slices {
+                let end = at + slice.len as usize;
+                copied = copied.and_then(|()| slice.buffer.read(slice.offset, &mut bytes[at..end]));
                 at = end;
             }
             if let Err(why) = copied {
                 entry.failure = Some(why);
-                return self.conclude(index);
+                return self.complete_if_done(index);
             }
-            entry.settled = true;
-            self.conclude(index);
-            from = Source::Kept(bytes);
+            entry.peer_done = true;
+            self.complete_if_done(index);
+            from = Source::Buffered(bytes);
         }
         self.take(rank, Unexpected { channel, tag, len, from });
     }
@@ -227,7 +230,7 @@ impl State {
             let entry = self.entries.get(index);
             (entry.channel, entry.wants)
         };
-        let fits = |message: &Unexpected| message.channel == channel && wants.takes(message.tag);
+        let fits = |message: &Unexpected| message.channel == channel && wants.matches(message.tag);
         let peer = &mut self.peers[rank];
         match peer.unexpected.iter().position(fits) {
             Some(at) => {
@@ -239,7 +242,7 @@ impl State {
             None => match &peer.end {
                 Some(why) => {
                     self.entries.get(index).failure = Some(why.clone());
-                    self.conclude(index);
+                    self.complete_if_done(index);
                 }
                 None => peer.receives.push_back(index),
             },
@@ -254,33 +257,33 @@ impl State {
     }
 
     /// Nothing more comes from a peer, for this reason; what is under way may still end well.
-    pub fn leave(&mut self, rank: usize, why: Error) {
+    pub fn mark_left(&mut self, rank: usize, why: Error) {
         if self.peers[rank].end.is_some() {
             return;
         }
         self.peers[rank].end = Some(why.clone());
         self.peers[rank].has_left = true;
-        self.tell_hooks(rank);
+        self.notify_hooks(rank);
         self.peers[rank].receives.clear();
-        self.peers[rank].outbox.clear();
+        self.peers[rank].send_queue.clear();
         let open: Vec<u32> = self.entries.open_of(rank).collect();
         for index in open {
             let entry = self.entries.get(index);
             let posted = entry.in_flight > 0 && entry.posted >= entry.total;
-            let goes_on = match entry.what {
-                What::Receive => !entry.remote.is_empty(),
-                What::Send => posted && entry.remote.is_empty(),
-                _ => posted && entry.notice.is_none(),
+            let goes_on = match entry.kind {
+                RequestKind::Receive => !entry.remote.is_empty(),
+                RequestKind::Send => posted && entry.remote.is_empty(),
+                _ => posted && entry.word_update.is_none(),
             };
             if !goes_on {
                 entry.failure.get_or_insert(why.clone());
-                self.conclude(index);
+                self.complete_if_done(index);
             }
         }
     }
 
     /// A peer died, or its connection failed: everything with it ends, with this cause.
-    pub fn lose(&mut self, rank: usize, why: Error) {
+    pub fn fail_peer(&mut self, rank: usize, why: Error) {
         let peer = &mut self.peers[rank];
         if peer.is_broken || rank == self.rank {
             return;
@@ -288,18 +291,18 @@ impl State {
         let why = peer.end.get_or_insert(why).clone();
         peer.is_broken = true;
         peer.receives.clear();
-        peer.outbox.clear();
-        peer.urgent.clear();
+        peer.send_queue.clear();
+        peer.control_queue.clear();
         if let Some(qp) = &peer.qp {
             // All work comes back, and with it everybody who waits for it.
-            let _ = qp.modify(&Change::to(QpState::Err));
+            let _ = qp.modify(&QpAttributes::new(QpState::Err));
         }
         let open: Vec<u32> = self.entries.open_of(rank).collect();
         for index in open {
             self.entries.get(index).failure.get_or_insert(why.clone());
-            self.conclude(index);
+            self.complete_if_done(index);
         }
-        self.tell_hooks(rank);
+        self.notify_hooks(rank);
     }
 
     /// How a rank was lost, if it was.
@@ -311,7 +314,7 @@ impl State {
         Some(Loss { left: *has_left, broken: *is_broken, all })
     }
 
-    fn tell_hooks(&mut self, rank: usize) {
+    fn notify_hooks(&mut self, rank: usize) {
         self.hooks.retain(|hook| hook.strong_count() > 0);
         let Some(loss) = self.loss(rank) else { return };
         self.hooks.iter().filter_map(Weak::upgrade).for_each(|hook| hook.lost(rank, loss));
@@ -321,7 +324,7 @@ impl State {
     pub fn is_busy(&self) -> bool {
         let busy = |peer: &Peer| {
             let work = peer.user_work + peer.control_work;
-            !peer.is_broken && (work > 0 || !peer.urgent.is_empty())
+            !peer.is_broken && (work > 0 || !peer.control_queue.is_empty())
         };
         let mut hooks = self.hooks.iter().filter_map(Weak::upgrade);
         self.peers.iter().any(busy) || hooks.any(|hook| hook.is_busy())

@@ -8,19 +8,19 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt;
 
-use super::rendezvous::Word;
+use super::rendezvous::BootstrapMsg;
 use super::shared::Shared;
 use crate::error::{Error, Kind, Result};
-use crate::verbs::Signal;
+use crate::verbs::EventFd;
 
 /// A machine that says nothing for so long is asked, so often, at such intervals.
-const SILENCE: Duration = Duration::from_secs(5);
-const QUESTIONS: u32 = 4;
-const BETWEEN: Duration = Duration::from_secs(2);
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(5);
+const KEEPALIVE_PROBES: u32 = 4;
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The thread. It ends with this.
 pub(super) struct Watcher {
-    stop: Arc<Signal>,
+    stop: Arc<EventFd>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -36,12 +36,12 @@ impl Drop for Watcher {
 impl Watcher {
     pub fn start(shared: &Arc<Shared>) -> Result<Self> {
         let failed = |why: &std::io::Error| Error::os("watch the other ranks", why);
-        let stop = Arc::new(Signal::new()?);
+        let stop = Arc::new(EventFd::new()?);
         let mut watched = Vec::new();
         for (rank, link) in shared.links.iter().enumerate() {
             let Some(link) = link else { continue };
             let link = link.lock();
-            ask_when_silent(link.stream());
+            enable_keepalive(link.stream());
             let fd = link.stream().as_fd().try_clone_to_owned().map_err(|why| failed(&why))?;
             watched.push((rank, fd));
         }
@@ -54,19 +54,19 @@ impl Watcher {
 
 /// A machine that vanishes says nothing: the kernel asks it. Where it cannot be told to, the queue pairs' own retries
 /// are left.
-fn ask_when_silent(stream: &std::net::TcpStream) {
-    let asked = sockopt::set_socket_keepalive(stream, true)
-        .and_then(|()| sockopt::set_tcp_keepidle(stream, SILENCE))
-        .and_then(|()| sockopt::set_tcp_keepcnt(stream, QUESTIONS))
-        .and_then(|()| sockopt::set_tcp_keepintvl(stream, BETWEEN));
-    if let Err(why) = asked {
+fn enable_keepalive(stream: &std::net::TcpStream) {
+    let enabled = sockopt::set_socket_keepalive(stream, true)
+        .and_then(|()| sockopt::set_tcp_keepidle(stream, KEEPALIVE_IDLE))
+        .and_then(|()| sockopt::set_tcp_keepcnt(stream, KEEPALIVE_PROBES))
+        .and_then(|()| sockopt::set_tcp_keepintvl(stream, KEEPALIVE_INTERVAL));
+    if let Err(why) = enabled {
         tracing::debug!(%why, "a machine that vanishes will be noticed late");
     }
 }
 
-fn watch(shared: &Shared, stop: &Signal, mut watched: Vec<(usize, OwnedFd)>) {
+fn watch(shared: &Shared, stop: &EventFd, mut watched: Vec<(usize, OwnedFd)>) {
     // What was read ahead with an earlier word makes no descriptor readable.
-    watched.retain(|(rank, _)| !is_heard(shared, *rank) || hear(shared, *rank));
+    watched.retain(|(rank, _)| !is_readable(shared, *rank) || recv(shared, *rank));
     while !stop.wait(Duration::ZERO).unwrap_or(true) {
         let mut fds = vec![PollFd::new(stop, PollFlags::IN)];
         fds.extend(watched.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)));
@@ -78,47 +78,48 @@ fn watch(shared: &Shared, stop: &Signal, mut watched: Vec<(usize, OwnedFd)>) {
         }
         let ready: Vec<bool> = fds.iter().skip(1).map(|fd| !fd.revents().is_empty()).collect();
         let mut ready = ready.into_iter();
-        watched.retain(|(rank, _)| !ready.next().unwrap_or(false) || hear(shared, *rank));
+        watched.retain(|(rank, _)| !ready.next().unwrap_or(false) || recv(shared, *rank));
     }
 }
 
-fn is_heard(shared: &Shared, rank: usize) -> bool {
+fn is_readable(shared: &Shared, rank: usize) -> bool {
     let link = shared.links[rank].as_ref();
-    link.is_some_and(|link| link.lock().is_heard(Duration::ZERO).unwrap_or(true))
+    link.is_some_and(|link| link.lock().is_readable(Duration::ZERO).unwrap_or(true))
 }
 
 /// Hears a rank, and tells those who wait. False when there is nothing more to hear.
-fn hear(shared: &Shared, rank: usize) -> bool {
+fn recv(shared: &Shared, rank: usize) -> bool {
     let Some(link) = &shared.links[rank] else { return false };
     let mut link = link.lock();
     loop {
-        let word = link.hear::<Word>();
-        let lives = tell(shared, rank, word);
-        if !lives || !link.is_heard(Duration::ZERO).unwrap_or(true) {
-            return lives;
+        let message = link.recv::<BootstrapMsg>();
+        let is_alive = on_message(shared, rank, message);
+        if !is_alive || !link.is_readable(Duration::ZERO).unwrap_or(true) {
+            return is_alive;
         }
     }
 }
 
-fn tell(shared: &Shared, rank: usize, word: Result<Word>) -> bool {
+fn on_message(shared: &Shared, rank: usize, message: Result<BootstrapMsg>) -> bool {
     let lost = |why: String| Error::new(Kind::PeerLost, format!("reach rank {rank}")).why(why);
     let mut state = shared.state.lock();
     // What it sent before is there: that goes first.
     if let Err(why) = state.progress(&shared.cq) {
         tracing::error!(%why, "the device has failed");
     }
-    let lives = match word {
-        Ok(Word::Bye { why: None }) => {
-            state.leave(rank, lost(format!("rank {rank} has left")));
+    let is_alive = match message {
+        Ok(BootstrapMsg::Bye { why: None }) => {
+            state.mark_left(rank, lost(format!("rank {rank} has left")));
             true
         }
-        Ok(Word::Bye { why: Some(why) } | Word::Failed { why }) => {
+        Ok(BootstrapMsg::Bye { why: Some(why) } | BootstrapMsg::Failed { why }) => {
             let error = lost(format!("rank {rank} gave up: {why}"));
-            state.lose(rank, error);
+            state.fail_peer(rank, error);
             false
         }
         Ok(other) => {
-            state.lose(rank, lost(format!("rank {rank} says {other:?}, which makes no sense")));
+            state
+                .fail_peer(rank, lost(format!("rank {rank} says {other:?}, which makes no sense")));
             false
         }
         Err(error) => {
@@ -129,11 +130,11 @@ fn tell(shared: &Shared, rank: usize, word: Result<Word>) -> bool {
                 _ => format!("rank {rank}: {}", error.reason()),
             };
             let error = lost(why).fix(format!("look at what rank {rank} printed"));
-            state.lose(rank, error);
+            state.fail_peer(rank, error);
             false
         }
     };
     drop(state);
     shared.wake_all();
-    lives
+    is_alive
 }

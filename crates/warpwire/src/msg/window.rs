@@ -3,15 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::buffer::{self, Part};
+use super::buffer::{self, BufferSlice};
 use super::comm::Comm;
-use super::entries::{Notice, What};
-use super::header::{RANGE, Range};
+use super::entries::{RequestKind, WordUpdate};
+use super::header::{RANGE_LEN, RemoteRange};
 use super::request::Request;
 use super::shared::Shared;
 use super::state::State;
 use crate::error::{Error, Kind, Result};
-use crate::mem::Width;
+use crate::mem::WordWidth;
 use crate::units;
 use crate::verbs::{Atomic, Remote};
 
@@ -27,33 +27,33 @@ pub enum Signal {
 }
 
 impl Signal {
-    pub(super) fn width(self) -> Width {
+    pub(super) fn width(self) -> WordWidth {
         match self {
-            Self::Set32(_) => Width::Bits32,
-            Self::Set64(_) | Self::Add64(_) => Width::Bits64,
+            Self::Set32(_) => WordWidth::Bits32,
+            Self::Set64(_) | Self::Add64(_) => WordWidth::Bits64,
         }
     }
 
-    fn notice(self) -> Notice {
+    fn word_update(self) -> WordUpdate {
         match self {
-            Self::Set32(value) => Notice::Write(u64::from(value).to_le_bytes(), 4),
-            Self::Set64(value) => Notice::Write(value.to_le_bytes(), 8),
-            Self::Add64(add) => Notice::Atomic(Atomic::FetchAdd { add }),
+            Self::Set32(value) => WordUpdate::Write(u64::from(value).to_le_bytes(), 4),
+            Self::Set64(value) => WordUpdate::Write(value.to_le_bytes(), 8),
+            Self::Add64(add) => WordUpdate::Atomic(Atomic::FetchAdd { add }),
         }
     }
 }
 
 /// Memory of every rank, made together. Ranges are checked over their whole length before anything is sent.
 ///
-/// Dropping it ends nothing: the memory stays registered with its buffer. [`Window::close`] waits for the others, so
+/// Dropping it ends nothing: the memory stays registered with its buffer. [`RmaWindow::close`] waits for the others, so
 /// that a buffer can be dropped after it.
-pub struct Window {
+pub struct RmaWindow {
     comm: Comm,
-    own: Part,
-    members: Vec<Range>,
+    own: BufferSlice,
+    members: Vec<RemoteRange>,
 }
 
-impl std::fmt::Debug for Window {
+impl std::fmt::Debug for RmaWindow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Window(rank {}, {})", self.comm.rank(), units::bytes(self.own.len))
     }
@@ -62,24 +62,24 @@ impl std::fmt::Debug for Window {
 impl Comm {
     /// Makes a window: every rank does so, in the same order among all that ranks do together, each with memory of
     /// its own, perhaps of another length.
-    pub fn window(&self, part: impl Into<Part>) -> Result<Window> {
-        let own = part.into();
+    pub fn window(&self, slice: impl Into<BufferSlice>) -> Result<RmaWindow> {
+        let own = slice.into();
         let (address, rkey) = own.buffer.remote(own.offset);
-        let mine = Range { address, len: own.len, rkey };
-        let told = self.gather_all(&mine.encode(), RANGE)?;
-        let range = |bytes: &[u8]| Range::parse(&std::array::from_fn(|index| bytes[index]));
-        let members = told.chunks_exact(RANGE).map(range).collect();
-        Ok(Window { comm: self.clone(), own, members })
+        let mine = RemoteRange { address, len: own.len, rkey };
+        let gathered = self.all_gather(&mine.encode(), RANGE_LEN)?;
+        let range = |bytes: &[u8]| RemoteRange::parse(&std::array::from_fn(|index| bytes[index]));
+        let members = gathered.chunks_exact(RANGE_LEN).map(range).collect();
+        Ok(RmaWindow { comm: self.clone(), own, members })
     }
 }
 
-impl Window {
+impl RmaWindow {
     fn shared(&self) -> &Arc<Shared> {
         &self.comm.shared
     }
 
     /// The memory of this rank.
-    pub fn own(&self) -> &Part {
+    pub fn own(&self) -> &BufferSlice {
         &self.own
     }
 
@@ -91,14 +91,14 @@ impl Window {
     /// Begins to write to a rank's memory. It has ended when the data is there.
     ///
     /// What is put, got and sent to one rank is done in that order.
-    pub fn put(&self, rank: usize, offset: u64, part: impl Into<Part>) -> Result<Request> {
-        self.putv(rank, offset, &[part.into()])
+    pub fn put(&self, rank: usize, offset: u64, slice: impl Into<BufferSlice>) -> Result<Request> {
+        self.putv(rank, offset, &[slice.into()])
     }
 
     /// Begins to write parts, one after the other; 15 at most.
-    pub fn putv(&self, rank: usize, offset: u64, parts: &[Part]) -> Result<Request> {
-        let at = self.place("put to", rank, offset, total(parts)?)?;
-        self.transfer(What::Put, rank, at, parts, None)
+    pub fn putv(&self, rank: usize, offset: u64, slices: &[BufferSlice]) -> Result<Request> {
+        let at = self.checked_range("put to", rank, offset, total(slices)?)?;
+        self.transfer(RequestKind::Put, rank, at, slices, None)
     }
 
     /// Begins to write to a rank's memory and then, when that is done, to change the word at `word` of it.
@@ -106,25 +106,25 @@ impl Window {
         &self,
         rank: usize,
         offset: u64,
-        part: impl Into<Part>,
+        slice: impl Into<BufferSlice>,
         word: u64,
         signal: Signal,
     ) -> Result<Request> {
-        let parts = [part.into()];
-        let at = self.place("put to", rank, offset, total(&parts)?)?;
+        let slices = [slice.into()];
+        let at = self.checked_range("put to", rank, offset, total(&slices)?)?;
         let word = self.word_at(rank, word, signal.width().bytes())?;
-        self.transfer(What::Put, rank, at, &parts, Some((signal.notice(), word)))
+        self.transfer(RequestKind::Put, rank, at, &slices, Some((signal.word_update(), word)))
     }
 
     /// Begins to read from a rank's memory.
-    pub fn get(&self, rank: usize, offset: u64, part: impl Into<Part>) -> Result<Request> {
-        self.getv(rank, offset, &[part.into()])
+    pub fn get(&self, rank: usize, offset: u64, slice: impl Into<BufferSlice>) -> Result<Request> {
+        self.getv(rank, offset, &[slice.into()])
     }
 
     /// Begins to read into parts, one after the other; 15 at most.
-    pub fn getv(&self, rank: usize, offset: u64, parts: &[Part]) -> Result<Request> {
-        let at = self.place("get from", rank, offset, total(parts)?)?;
-        self.transfer(What::Get, rank, at, parts, None)
+    pub fn getv(&self, rank: usize, offset: u64, slices: &[BufferSlice]) -> Result<Request> {
+        let at = self.checked_range("get from", rank, offset, total(slices)?)?;
+        self.transfer(RequestKind::Get, rank, at, slices, None)
     }
 
     /// Ends the window: returns when every rank has come to this point, and nobody uses the memory any more.
@@ -134,18 +134,18 @@ impl Window {
 
     /// A range of a rank's memory as kernels and work requests name it, if all of it is there.
     pub fn remote(&self, rank: usize, offset: u64, len: u64) -> Result<Remote> {
-        let Range { address, rkey, .. } = self.place("reach", rank, offset, len)?;
+        let RemoteRange { address, rkey, .. } = self.checked_range("reach", rank, offset, len)?;
         Ok(Remote { address, rkey })
     }
 
     /// A word of a rank's memory as kernels and work requests name it; `width` is 4 or 8.
     pub fn word(&self, rank: usize, offset: u64, width: u64) -> Result<Remote> {
-        let Range { address, rkey, .. } = self.word_at(rank, offset, width)?;
+        let RemoteRange { address, rkey, .. } = self.word_at(rank, offset, width)?;
         Ok(Remote { address, rkey })
     }
 
-    fn word_at(&self, rank: usize, offset: u64, width: u64) -> Result<Range> {
-        let word = self.place("signal", rank, offset, width)?;
+    fn word_at(&self, rank: usize, offset: u64, width: u64) -> Result<RemoteRange> {
+        let word = self.checked_range("signal", rank, offset, width)?;
         if width == 0 || !word.address.is_multiple_of(width) {
             let error = Error::new(Kind::Misaligned, format!("signal rank {rank}"));
             return Err(error.why(format!("a word of {width} bytes lies at multiples of {width}")));
@@ -154,7 +154,7 @@ impl Window {
     }
 
     /// Where a range of a rank's memory lies, if all of it is there.
-    fn place(&self, verb: &str, rank: usize, offset: u64, len: u64) -> Result<Range> {
+    fn checked_range(&self, verb: &str, rank: usize, offset: u64, len: u64) -> Result<RemoteRange> {
         self.shared().check_rank(rank, verb)?;
         let member = self.members[rank];
         if offset.checked_add(len).is_none_or(|end| end > member.len) {
@@ -165,60 +165,69 @@ impl Window {
             );
             return Err(error.why(why));
         }
-        Ok(Range { address: member.address.wrapping_add(offset), len, rkey: member.rkey })
+        Ok(RemoteRange { address: member.address.wrapping_add(offset), len, rkey: member.rkey })
     }
 
     fn transfer(
         &self,
-        what: What,
+        kind: RequestKind,
         rank: usize,
-        at: Range,
-        parts: &[Part],
-        notice: Option<(Notice, Range)>,
+        at: RemoteRange,
+        slices: &[BufferSlice],
+        word_update: Option<(WordUpdate, RemoteRange)>,
     ) -> Result<Request> {
         let own = self.comm.rank();
-        self.shared().start(what, rank, parts, |state, index| {
+        self.shared().start(kind, rank, slices, |state, index| {
             let entry = state.entries.get(index);
             entry.remote.push(at);
             entry.tag = 0;
-            entry.notice = notice.map(|(notice, word)| (notice, word.address, word.rkey));
+            entry.word_update =
+                word_update.map(|(word_update, word)| (word_update, word.address, word.rkey));
             if rank == own {
-                self.by_hand(state, index, at, notice);
+                self.copy_local(state, index, at, word_update);
             } else {
-                state.peers[rank].outbox.push_back(index);
+                state.peers[rank].send_queue.push_back(index);
                 state.pump(rank);
             }
         })
     }
 
     /// To and from this rank itself.
-    fn by_hand(&self, state: &mut State, index: u32, at: Range, notice: Option<(Notice, Range)>) {
+    fn copy_local(
+        &self,
+        state: &mut State,
+        index: u32,
+        at: RemoteRange,
+        word_update: Option<(WordUpdate, RemoteRange)>,
+    ) {
         let (base, _) = self.own.buffer.remote(0);
-        let there = Part {
+        let remote_slice = BufferSlice {
             buffer: self.own.buffer.clone(),
             offset: at.address.wrapping_sub(base),
             len: at.len,
         };
         let entry = state.entries.get(index);
-        let here = entry.parts.clone();
-        let there = std::slice::from_ref(&there);
-        let moved = match entry.what {
-            What::Put => buffer::copy(there, &here, at.len),
-            _ => buffer::copy(&here, there, at.len),
+        let local_slices = entry.slices.clone();
+        let remote_slice = std::slice::from_ref(&remote_slice);
+        let moved = match entry.kind {
+            RequestKind::Put => buffer::copy(remote_slice, &local_slices, at.len),
+            _ => buffer::copy(&local_slices, remote_slice, at.len),
         };
-        let moved = moved.and_then(|()| match notice {
-            Some((notice, word)) => self.own.buffer.change(word.address.wrapping_sub(base), notice),
+        let moved = moved.and_then(|()| match word_update {
+            Some((word_update, word)) => {
+                self.own.buffer.apply_update(word.address.wrapping_sub(base), word_update)
+            }
             None => Ok(()),
         });
-        (entry.posted, entry.notice) = (entry.total, None);
+        (entry.posted, entry.word_update) = (entry.total, None);
         entry.failure = moved.err();
-        state.conclude(index);
+        state.complete_if_done(index);
     }
 }
 
 /// The length of all parts; an error if there is no such number.
-fn total(parts: &[Part]) -> Result<u64> {
-    let sum = parts.iter().try_fold(0u64, |sum, part| sum.checked_add(part.len));
+fn total(slices: &[BufferSlice]) -> Result<u64> {
+    let sum = slices.iter().try_fold(0u64, |sum, slice| sum.checked_add(slice.len));
     sum.ok_or_else(|| {
         Error::new(Kind::OutOfRange, "use several parts").why("they are longer than any memory")
     })

@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use super::buffer::Buffer;
 use super::comm::Comm;
-use super::entries::Notice;
+use super::entries::WordUpdate;
 use super::state::State;
 use crate::error::{Error, Kind, Result};
-use crate::mem::{Condition, Width};
+use crate::mem::{Condition, WordWidth};
 use crate::verbs::Remote;
 
 /// Who is expected to write a word: if that rank is lost, nobody waits for it in vain.
@@ -16,7 +16,7 @@ pub enum Writer {
     /// This rank.
     Rank(usize),
     /// Any rank: the wait fails when one has died, or all have left.
-    Anyone,
+    Any,
 }
 
 impl Writer {
@@ -24,7 +24,7 @@ impl Writer {
     fn lost(self, state: &State) -> Option<Error> {
         match self {
             Self::Rank(rank) => state.peers.get(rank)?.end.clone(),
-            Self::Anyone => {
+            Self::Any => {
                 let broken = state.peers.iter().find(|peer| peer.is_broken && !peer.has_left);
                 let others =
                     || state.peers.iter().enumerate().filter(|(rank, _)| *rank != state.rank);
@@ -47,7 +47,7 @@ impl Comm {
         timeout: Duration,
     ) -> Result<()> {
         let wanted = (condition, u64::from(value));
-        self.wait_word(buffer, (offset, Width::Bits32), wanted, writer, timeout)
+        self.wait_word(buffer, (offset, WordWidth::Bits32), wanted, writer, timeout)
     }
 
     /// Waits until a word of 64 bits satisfies a condition.
@@ -59,13 +59,13 @@ impl Comm {
         writer: Writer,
         timeout: Duration,
     ) -> Result<()> {
-        self.wait_word(buffer, (offset, Width::Bits64), (condition, value), writer, timeout)
+        self.wait_word(buffer, (offset, WordWidth::Bits64), (condition, value), writer, timeout)
     }
 
     fn wait_word(
         &self,
         buffer: &Buffer,
-        (offset, width): (u64, Width),
+        (offset, width): (u64, WordWidth),
         (condition, value): (Condition, u64),
         writer: Writer,
         timeout: Duration,
@@ -75,7 +75,7 @@ impl Comm {
             self.shared.check_rank(rank, "wait for")?;
         }
         let what = || format!("wait for a word that is {condition} {value:#x}");
-        let found = self.shared.look_until(timeout, |state| {
+        let found = self.shared.poll_until(timeout, |state| {
             // In this order: what was written before its writer was lost counts.
             let lost = writer.lost(state);
             match (condition.holds(width, buffer.load(width, offset)?, value), lost) {
@@ -94,15 +94,17 @@ impl Comm {
     /// Tells a rank that this one is ready to receive, once more. It passes messages that wait for room there.
     pub fn send_ready(&self, to: usize, timeout: Duration) -> Result<()> {
         self.shared.check_rank(to, "tell")?;
-        let mut told = self.shared.told.lock();
-        let value = told[to] + 1;
+        let mut ready_sent = self.shared.ready_sent.lock();
+        let value = ready_sent[to] + 1;
         let own = self.rank();
         if to == own {
-            self.shared.table.change(own as u64 * 8, Notice::Write(value.to_le_bytes(), 8))?;
-            told[to] = value;
+            self.shared
+                .table
+                .apply_update(own as u64 * 8, WordUpdate::Write(value.to_le_bytes(), 8))?;
+            ready_sent[to] = value;
             return Ok(());
         }
-        let sent = self.shared.look_until(timeout, |state| {
+        let sent = self.shared.poll_until(timeout, |state| {
             let table = state.peers[to].hello.as_ref().map(|hello| hello.table);
             let (address, rkey) = table.unwrap_or_default();
             let at = Remote { address: address.wrapping_add(own as u64 * 8), rkey };
@@ -112,7 +114,7 @@ impl Comm {
             let error = Error::new(Kind::Timeout, format!("tell rank {to} that we are ready"));
             error.why("its queue is full")
         })?;
-        told[to] = value;
+        ready_sent[to] = value;
         Ok(())
     }
 
@@ -125,8 +127,14 @@ impl Comm {
         let left = timeout.saturating_sub(start.elapsed());
         let at_least = (Condition::AtLeast, wanted);
         let table = &self.shared.table;
-        self.wait_word(table, (from as u64 * 8, Width::Bits64), at_least, Writer::Rank(from), left)
-            .map_err(|error| error.during(format!("wait until rank {from} is ready")))?;
+        self.wait_word(
+            table,
+            (from as u64 * 8, WordWidth::Bits64),
+            at_least,
+            Writer::Rank(from),
+            left,
+        )
+        .map_err(|error| error.during(format!("wait until rank {from} is ready")))?;
         consumed[from] = wanted;
         Ok(())
     }

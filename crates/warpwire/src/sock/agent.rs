@@ -20,38 +20,38 @@ use rustix::io::Errno;
 
 use super::SockOptions;
 use super::arena::{self, Arena};
-use super::berths::Berths;
-use super::fabric::{Fabric, Shores};
-use super::ground::Ground;
-use super::layout::{inbox, parts, state};
-use super::ledger::Ledger;
-use super::meeting::{CRADLE, Nursery};
+use super::byte_counts::WarpByteCounts;
+use super::device_cache::{ConnMemory, DeviceCache};
+use super::handshakes::{PENDING_BIT, PendingHandshakes};
+use super::layout::{host_state, split_handle, state};
+use super::qp_slots::QpSlots;
+use super::shared_area::SharedArea;
 use super::socket::{Ring, Socket};
 use crate::error::{Error, Result};
 use crate::verbs::Context;
 
 /// Bytes moved for a socket before it is another's turn. A datagram fits.
-pub(super) const PIECE: usize = 128 << 10;
+pub(super) const QUANTUM: usize = 128 << 10;
 /// Events taken from the operating system at once.
 const EVENTS: usize = 256;
 /// How often it says that it lives.
-const BEAT_INTERVAL: Duration = Duration::from_millis(20);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(20);
 /// The shortest and the longest sleep while there are sockets; in between, a part of the time for which nothing happened.
-const SHORTEST_NAP: Duration = Duration::from_micros(20);
-const LONGEST_NAP: Duration = Duration::from_millis(1);
+const MIN_SLEEP: Duration = Duration::from_micros(20);
+const MAX_SLEEP: Duration = Duration::from_millis(1);
 /// The sleep while there are none.
-const REST: Duration = Duration::from_millis(4);
-const NAP_PART: u32 = 16;
+const IDLE_SLEEP: Duration = Duration::from_millis(4);
+const SLEEP_DIVISOR: u32 = 16;
 /// How often it looks at outboxes and requests between two looks at the operating system.
-const LOOKS: u32 = 4;
+const POLL_ROUNDS: u32 = 4;
 /// How long a closed socket may take to send what it still has without getting rid of a single byte.
-pub(super) const LAST_WORDS: Duration = Duration::from_secs(60);
+pub(super) const LINGER_TIMEOUT: Duration = Duration::from_secs(60);
 /// The event that only wakes.
 const WAKE: u64 = u64::MAX;
 /// How often those are looked at who wait for something that nobody announces.
-const RETRY: Duration = Duration::from_millis(10);
+const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// How often queue pairs are asked whether they still work.
-const CHECK: Duration = Duration::from_millis(100);
+const QP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// What the agent has done, for whoever asks.
 #[derive(Debug, Default)]
@@ -65,28 +65,28 @@ pub(super) struct Counters {
     pub(super) dropped: AtomicU64,
     pub(super) misused: AtomicU64,
     /// Bytes of the family `warp`.
-    pub(super) warp: Ledger,
+    pub(super) warp: WarpByteCounts,
 }
 
 /// How the agent is told to end.
 #[derive(Debug, Default)]
-pub(super) struct Ending {
+pub(super) struct StopFlags {
     pub(super) stop: AtomicBool,
     /// As if the thread had died: it says nothing to anybody.
-    pub(super) vanish: AtomicBool,
+    pub(super) simulate_crash: AtomicBool,
 }
 
 pub(super) struct Agent {
-    pub(super) ground: Arc<Ground>,
+    pub(super) shared_area: Arc<SharedArea>,
     pub(super) options: SockOptions,
     pub(super) sockets: Vec<Socket>,
     /// Places that nobody has, the one that was left longest ago first.
     pub(super) vacant: VecDeque<u16>,
     /// No place from here on was ever used.
     pub(super) used_up_to: u16,
-    pub(super) berths: Option<Berths>,
-    pub(super) fabric: Fabric,
-    pub(super) nursery: Nursery,
+    pub(super) qp_slots: Option<QpSlots>,
+    pub(super) device_cache: DeviceCache,
+    pub(super) pending: PendingHandshakes,
     pub(super) receive_arena: Arena,
     pub(super) send_arena: Arena,
     poll: OwnedFd,
@@ -97,42 +97,42 @@ pub(super) struct Agent {
     pub(super) bounce: Vec<u8>,
     pub(super) next_request: u64,
     pub(super) counters: Arc<Counters>,
-    pub(super) ending: Arc<Ending>,
-    beat: u64,
+    pub(super) stop_flags: Arc<StopFlags>,
+    heartbeat: u64,
 }
 
 impl Agent {
     pub(super) fn new(
-        ground: Arc<Ground>,
+        shared_area: Arc<SharedArea>,
         options: SockOptions,
-        (berths, context): (Option<Berths>, Option<Context>),
+        (qp_slots, context): (Option<QpSlots>, Option<Context>),
         wake: &OwnedFd,
         counters: Arc<Counters>,
-        ending: Arc<Ending>,
+        stop_flags: Arc<StopFlags>,
     ) -> Result<Self> {
         let failed = |errno: Errno| Error::os("watch sockets", &errno.into());
         let poll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
         epoll::add(&poll, wake, EventData::new_u64(WAKE), EventFlags::IN).map_err(failed)?;
-        let (receive_arena, send_arena) = Ground::arenas(&options);
-        let places = options.sockets as u16;
+        let (receive_arena, send_arena) = SharedArea::arenas(&options);
+        let slots = options.sockets as u16;
         Ok(Self {
-            sockets: (0..places).map(|_| Socket::vacant()).collect(),
-            vacant: (0..places).collect(),
+            sockets: (0..slots).map(|_| Socket::vacant()).collect(),
+            vacant: (0..slots).collect(),
             used_up_to: 0,
-            berths,
-            fabric: Fabric::new(context),
-            nursery: Nursery::default(),
+            qp_slots,
+            device_cache: DeviceCache::new(context),
+            pending: PendingHandshakes::default(),
             receive_arena,
             send_arena,
             poll,
-            to_serve: VecDeque::with_capacity(usize::from(places)),
-            waiting: Vec::with_capacity(usize::from(places)),
-            bounce: vec![0; PIECE],
+            to_serve: VecDeque::with_capacity(usize::from(slots)),
+            waiting: Vec::with_capacity(usize::from(slots)),
+            bounce: vec![0; QUANTUM],
             next_request: 0,
             counters,
-            ending,
-            beat: 0,
-            ground,
+            stop_flags,
+            heartbeat: 0,
+            shared_area,
             options,
         })
     }
@@ -140,7 +140,7 @@ impl Agent {
     /// Serves until it is told to stop, or until the shared memory fails.
     pub(super) fn run(mut self) {
         let outcome = self.serve_all();
-        if self.ending.vanish.load(Ordering::Acquire) {
+        if self.stop_flags.simulate_crash.load(Ordering::Acquire) {
             return;
         }
         if let Err(error) = outcome {
@@ -149,47 +149,49 @@ impl Agent {
         // Peers of connections that nobody closed are not told of an end, but of a death.
         for index in 0..self.used_up_to {
             if self.sockets[usize::from(index)].is_warp {
-                self.sockets[usize::from(index)].wishes.abort = true;
+                self.sockets[usize::from(index)].sockopts.abort = true;
                 self.drop_descriptor(index);
-                self.unmoor(index);
+                self.detach(index);
             }
         }
         // If that fails, kernels find that the beat has stopped.
-        if let Err(error) = self.ground.close() {
+        if let Err(error) = self.shared_area.close() {
             tracing::error!(%error, "kernels could not be told that their sockets end");
         }
     }
 
     fn serve_all(&mut self) -> Result<()> {
         let start = Instant::now();
-        let (mut last_work, mut last_beat, mut last_retry, mut last_check) =
+        let (mut last_work, mut last_heartbeat, mut last_retry, mut last_check) =
             (start, start, start, start);
-        self.ground.beat(1)?;
-        while !self.ending.stop.load(Ordering::Acquire) {
+        self.shared_area.heartbeat(1)?;
+        while !self.stop_flags.stop.load(Ordering::Acquire) {
             let mut worked = false;
-            for _ in 0..LOOKS {
+            for _ in 0..POLL_ROUNDS {
                 worked |= self.take_requests()?;
-                worked |= self.look_at_outboxes()?;
+                worked |= self.poll_all_counters()?;
                 worked |= self.serve_some()?;
             }
             let now = Instant::now();
             if worked {
                 last_work = now;
             }
-            worked |= self.take_events(self.nap(now - last_work))?;
+            worked |= self.take_events(self.idle_wait(now - last_work))?;
             if worked {
                 last_work = now;
             }
-            if now - last_beat >= BEAT_INTERVAL {
-                last_beat = now;
-                self.beat += 1;
-                self.ground.beat(self.beat + 1)?;
+            if now - last_heartbeat >= HEARTBEAT_INTERVAL {
+                last_heartbeat = now;
+                self.heartbeat += 1;
+                self.shared_area.heartbeat(self.heartbeat + 1)?;
             }
-            if now - last_retry >= RETRY && !(self.waiting.is_empty() && self.nursery.is_empty()) {
+            if now - last_retry >= RETRY_INTERVAL
+                && !(self.waiting.is_empty() && self.pending.is_empty())
+            {
                 last_retry = now;
                 self.retry(now)?;
             }
-            if now - last_check >= CHECK && self.berths.is_some() {
+            if now - last_check >= QP_CHECK_INTERVAL && self.qp_slots.is_some() {
                 last_check = now;
                 self.check_queue_pairs()?;
             }
@@ -198,33 +200,33 @@ impl Agent {
     }
 
     /// How long to sleep after nothing has happened for so long.
-    fn nap(&self, idle: Duration) -> Duration {
+    fn idle_wait(&self, idle: Duration) -> Duration {
         if !self.to_serve.is_empty() || idle < self.options.spin {
             Duration::ZERO
         } else if self.vacant.len() == self.sockets.len() {
-            (idle / NAP_PART).clamp(SHORTEST_NAP, REST)
+            (idle / SLEEP_DIVISOR).clamp(MIN_SLEEP, IDLE_SLEEP)
         } else {
-            (idle / NAP_PART).clamp(SHORTEST_NAP, LONGEST_NAP)
+            (idle / SLEEP_DIVISOR).clamp(MIN_SLEEP, MAX_SLEEP)
         }
     }
 
-    fn look_at_outboxes(&mut self) -> Result<bool> {
+    fn poll_all_counters(&mut self) -> Result<bool> {
         let mut worked = false;
         for index in 0..self.used_up_to {
-            worked |= self.look_at(index)?;
+            worked |= self.poll_counters(index)?;
         }
         Ok(worked)
     }
 
     /// Sees what kernels have sent and consumed on one socket.
     #[inline]
-    pub(super) fn look_at(&mut self, index: u16) -> Result<bool> {
-        let word = self.ground.outbox(index)?;
+    pub(super) fn poll_counters(&mut self, index: u16) -> Result<bool> {
+        let word = self.shared_area.device_counters(index)?;
         let socket = &mut self.sockets[usize::from(index)];
         if word as u32 == socket.sent as u32 && (word >> 32) as u32 == socket.consumed as u32 {
             return Ok(false);
         }
-        if socket.hear(word) {
+        if socket.update_counters(word) {
             self.queue(index);
             return Ok(true);
         }
@@ -240,10 +242,10 @@ impl Agent {
         }
         tracing::warn!(index, "a kernel wrote a counter that cannot be; its socket is reset");
         socket.fail(Some(Errno::INVAL), Some(Errno::INVAL));
-        socket.wishes.abort = true;
+        socket.sockopts.abort = true;
         self.drop_descriptor(index);
-        self.unmoor(index);
-        self.tell_state(index)?;
+        self.detach(index);
+        self.publish_state(index)?;
         // Who sees it counted finds the kernel told.
         self.counters.misused.fetch_add(1, Ordering::Release);
         Ok(true)
@@ -272,9 +274,9 @@ impl Agent {
     }
 
     /// Takes what the operating system has to say.
-    fn take_events(&mut self, nap: Duration) -> Result<bool> {
+    fn take_events(&mut self, idle_wait: Duration) -> Result<bool> {
         let mut room = [MaybeUninit::<epoll::Event>::uninit(); EVENTS];
-        let timeout = Timespec { tv_sec: 0, tv_nsec: nap.as_nanos() as _ };
+        let timeout = Timespec { tv_sec: 0, tv_nsec: idle_wait.as_nanos() as _ };
         let events = match epoll::wait(&self.poll, &mut room[..], Some(&timeout)) {
             Ok((events, _)) => events,
             Err(Errno::INTR) => return Ok(false),
@@ -286,12 +288,12 @@ impl Agent {
             if data == WAKE {
                 continue;
             }
-            if data & CRADLE != 0 {
-                self.hear_cradle(data & !CRADLE)?;
+            if data & PENDING_BIT != 0 {
+                self.on_pending_event(data & !PENDING_BIT)?;
                 worked = true;
                 continue;
             }
-            let (index, generation) = parts(data as i32);
+            let (index, generation) = split_handle(data as i32);
             let Some(socket) = self.sockets.get_mut(usize::from(index)) else { continue };
             if socket.generation != generation || socket.fd.is_none() {
                 continue;
@@ -319,7 +321,7 @@ impl Agent {
     }
 
     /// Watches a descriptor as a socket's that was watched as something else.
-    pub(super) fn watch_anew(&mut self, index: u16) -> std::result::Result<(), Errno> {
+    pub(super) fn rewatch(&mut self, index: u16) -> std::result::Result<(), Errno> {
         let socket = &self.sockets[usize::from(index)];
         if let Some(fd) = &socket.fd {
             epoll::delete(&self.poll, fd)?;
@@ -339,29 +341,29 @@ impl Agent {
     }
 
     /// Puts a socket on the list of those that are looked at now and then.
-    pub(super) fn look_again_at(&mut self, index: u16) {
+    pub(super) fn retry_later(&mut self, index: u16) {
         let socket = &mut self.sockets[usize::from(index)];
-        if !socket.listed {
-            socket.listed = true;
+        if !socket.in_retry_list {
+            socket.in_retry_list = true;
             self.waiting.push(index);
         }
     }
 
     /// Looks after those that wait for something that nobody announces.
     fn retry(&mut self, now: Instant) -> Result<()> {
-        self.rock(now)?;
+        self.expire_pending(now)?;
         let waiting = std::mem::take(&mut self.waiting);
         for index in waiting {
             let socket = &mut self.sockets[usize::from(index)];
-            socket.listed = false;
+            socket.in_retry_list = false;
             if socket.closing.is_some_and(|until| now > until) {
                 // Its peer takes nothing: the rest is lost, and the peer is told by a reset.
-                socket.wishes.abort = true;
-                self.vacate(index)?;
+                socket.sockopts.abort = true;
+                self.release_socket(index)?;
             } else if socket.closing.is_some() {
                 self.finish_warp(index)?;
                 if self.sockets[usize::from(index)].closing.is_some() {
-                    self.look_again_at(index);
+                    self.retry_later(index);
                 }
             } else {
                 self.queue(index);
@@ -371,34 +373,35 @@ impl Agent {
     }
 
     /// Takes a place for a new socket: nobody has its handle yet.
-    pub(super) fn take_place(&mut self) -> Result<Option<u16>> {
+    pub(super) fn alloc_socket(&mut self) -> Result<Option<u16>> {
         let Some(index) = self.vacant.pop_front() else { return Ok(None) };
         self.used_up_to = self.used_up_to.max(index + 1);
-        self.ground.clear_outbox(index)?;
+        self.shared_area.clear_device_counters(index)?;
         let old = &self.sockets[usize::from(index)];
-        let (generation, queued, listed) = (old.generation % 0x7fff + 1, old.queued, old.listed);
+        let (generation, queued, in_retry_list) =
+            (old.generation % 0x7fff + 1, old.queued, old.in_retry_list);
         let socket = &mut self.sockets[usize::from(index)];
         *socket = Socket::vacant();
         (socket.open, socket.generation) = (true, generation);
-        (socket.queued, socket.listed) = (queued, listed);
-        socket.wishes.receive_size = self.options.ring;
-        socket.wishes.send_size = self.options.ring;
+        (socket.queued, socket.in_retry_list) = (queued, in_retry_list);
+        socket.sockopts.receive_size = self.options.ring;
+        socket.sockopts.send_size = self.options.ring;
         self.counters.open.fetch_add(1, Ordering::Relaxed);
         Ok(Some(index))
     }
 
     /// Gives a socket its rings, of the sizes that it wants.
-    pub(super) fn give_rings(&mut self, index: u16) -> std::result::Result<(), Errno> {
-        let wishes = self.sockets[usize::from(index)].wishes;
+    pub(super) fn alloc_rings(&mut self, index: u16) -> std::result::Result<(), Errno> {
+        let sockopts = self.sockets[usize::from(index)].sockopts;
         if self.sockets[usize::from(index)].receive_ring.1 == 0 {
-            let receive = take_ring(&mut self.receive_arena, wishes.receive_size)?;
-            match take_ring(&mut self.send_arena, wishes.send_size) {
+            let receive = alloc_ring(&mut self.receive_arena, sockopts.receive_size)?;
+            match alloc_ring(&mut self.send_arena, sockopts.send_size) {
                 Ok(send) => {
                     let socket = &mut self.sockets[usize::from(index)];
                     (socket.receive_ring, socket.send_ring) = (receive, send);
                 }
                 Err(errno) => {
-                    self.receive_arena.give(receive.0, receive.1);
+                    self.receive_arena.release(receive.0, receive.1);
                     return Err(errno);
                 }
             }
@@ -407,43 +410,49 @@ impl Agent {
     }
 
     /// What a device may reach of a socket.
-    pub(super) fn shores(&self, index: u16) -> Result<Shores> {
+    pub(super) fn conn_memory(&self, index: u16) -> Result<ConnMemory> {
         let socket = &self.sockets[usize::from(index)];
-        self.ground.shores(index, socket.receive_ring, socket.send_ring)
+        self.shared_area.conn_memory(index, socket.receive_ring, socket.send_ring)
     }
 
     /// Takes the rings back.
-    pub(super) fn take_rings(&mut self, index: u16) {
+    pub(super) fn free_rings(&mut self, index: u16) {
         let socket = &mut self.sockets[usize::from(index)];
         let (receive, send) = (socket.receive_ring, socket.send_ring);
         (socket.receive_ring, socket.send_ring) = ((0, 0), (0, 0));
         if receive.1 != 0 {
-            self.receive_arena.give(receive.0, receive.1);
+            self.receive_arena.release(receive.0, receive.1);
         }
         if send.1 != 0 {
-            self.send_arena.give(send.0, send.1);
+            self.send_arena.release(send.0, send.1);
         }
     }
 
     /// Tells kernels everything about a socket.
-    pub(super) fn tell_line(&self, index: u16) -> Result<()> {
+    pub(super) fn publish_socket(&self, index: u16) -> Result<()> {
         let socket = &self.sockets[usize::from(index)];
-        let rings = self.ground.ring_addresses(socket.receive_ring.0, socket.send_ring.0);
-        let moored = socket.warp.moored.as_ref().zip(self.berths.as_ref());
-        let wire = moored.map_or(0, |(moored, berths)| berths.wire_at(moored.berth));
-        self.ground.tell_all(index, &socket.line(rings, wire))
+        let rings = self.shared_area.ring_addresses(socket.receive_ring.0, socket.send_ring.0);
+        let conn_resources = socket.warp.conn_resources.as_ref().zip(self.qp_slots.as_ref());
+        let qp_descriptor = conn_resources.map_or(0, |(conn_resources, qp_slots)| {
+            qp_slots.qp_descriptor_addr(conn_resources.qp_slot)
+        });
+        self.shared_area.write_host_state(index, &socket.line(rings, qp_descriptor))
     }
 
     /// Tells kernels its state.
-    pub(super) fn tell_state(&self, index: u16) -> Result<()> {
-        self.ground.tell(index, inbox::STATE, self.sockets[usize::from(index)].state())
+    pub(super) fn publish_state(&self, index: u16) -> Result<()> {
+        self.shared_area.store_word(
+            index,
+            host_state::STATE,
+            self.sockets[usize::from(index)].state(),
+        )
     }
 
     /// Closes the descriptor, by a reset if that is wanted.
     pub(super) fn drop_descriptor(&mut self, index: u16) {
         let socket = &mut self.sockets[usize::from(index)];
         if let Some(fd) = socket.fd.take()
-            && socket.wishes.abort
+            && socket.sockopts.abort
             // Where it cannot be set the peer sees an ordinary end.
             && let Err(errno) = rustix::net::sockopt::set_socket_linger(&fd, Some(Duration::ZERO))
         {
@@ -454,34 +463,34 @@ impl Agent {
     }
 
     /// Lets go of a place: its kernel has closed it, or never knew of it.
-    pub(super) fn vacate(&mut self, index: u16) -> Result<()> {
+    pub(super) fn release_socket(&mut self, index: u16) -> Result<()> {
         // In this order: a peer that is left in good order must not see its work fail before it sees the end.
         self.drop_descriptor(index);
-        self.unmoor(index);
-        self.take_rings(index);
+        self.detach(index);
+        self.free_rings(index);
         let handle = self.sockets[usize::from(index)].handle(index);
         if self.sockets[usize::from(index)].is_warp {
-            self.nursery.forget(handle);
+            self.pending.remove_listener(handle);
             self.counters.warp.close(index, self.sockets[usize::from(index)].generation, None);
         }
         let socket = &mut self.sockets[usize::from(index)];
         socket.open = false;
         socket.closing = None;
         (socket.sent, socket.consumed, socket.taken, socket.received) = (0, 0, 0, 0);
-        let orphans = std::mem::take(&mut socket.waiting);
-        self.ground.clear_outbox(index)?;
-        self.tell_state(index)?;
+        let unaccepted = std::mem::take(&mut socket.waiting);
+        self.shared_area.clear_device_counters(index)?;
+        self.publish_state(index)?;
         self.vacant.push_back(index);
         self.counters.open.fetch_sub(1, Ordering::Relaxed);
-        for orphan in orphans {
-            self.vacate(orphan)?;
+        for pending_index in unaccepted {
+            self.release_socket(pending_index)?;
         }
         Ok(())
     }
 
     /// The socket that a handle names.
     pub(super) fn find(&self, handle: i32) -> std::result::Result<u16, Errno> {
-        let (index, generation) = parts(handle);
+        let (index, generation) = split_handle(handle);
         let socket = self.sockets.get(usize::from(index));
         match socket {
             Some(socket)
@@ -499,7 +508,7 @@ impl Agent {
     }
 }
 
-fn take_ring(area: &mut Arena, size: u64) -> std::result::Result<Ring, Errno> {
+fn alloc_ring(area: &mut Arena, size: u64) -> std::result::Result<Ring, Errno> {
     let size = arena::rounded(size).ok_or(Errno::NOBUFS)?;
     area.take(size).map(|at| (at, size)).ok_or(Errno::NOBUFS)
 }

@@ -3,21 +3,21 @@
 use std::collections::BTreeSet;
 
 /// The smallest piece.
-pub(super) const SMALLEST: u64 = 4096;
+pub(super) const MIN_BLOCK: u64 = 4096;
 
 /// Hands out pieces of an area and takes them back. A piece begins at a multiple of its length.
 pub(super) struct Arena {
-    /// Free pieces of `SMALLEST << n` bytes, by where they begin.
+    /// Free pieces of `MIN_BLOCK << n` bytes, by where they begin.
     free: Vec<BTreeSet<u64>>,
 }
 
 /// The length of the piece that holds so many bytes.
 pub(super) fn rounded(len: u64) -> Option<u64> {
-    len.max(SMALLEST).checked_next_power_of_two()
+    len.max(MIN_BLOCK).checked_next_power_of_two()
 }
 
 fn order(len: u64) -> usize {
-    (len / SMALLEST).trailing_zeros() as usize
+    (len / MIN_BLOCK).trailing_zeros() as usize
 }
 
 impl Arena {
@@ -25,7 +25,7 @@ impl Arena {
     pub(super) fn new(len: u64) -> Self {
         let mut arena = Self { free: Vec::new() };
         let mut at = 0;
-        while len - at >= SMALLEST {
+        while len - at >= MIN_BLOCK {
             // The largest piece that may begin here and does not pass the end.
             let aligned = if at == 0 { u64::MAX } else { 1 << at.trailing_zeros() };
             let fits = 1 << (len - at).ilog2();
@@ -42,16 +42,16 @@ impl Arena {
         let found = (wanted..self.free.len()).find(|order| !self.free[*order].is_empty())?;
         let at = self.free[found].pop_first()?;
         for smaller in wanted..found {
-            self.put(at + (SMALLEST << smaller), smaller);
+            self.put(at + (MIN_BLOCK << smaller), smaller);
         }
         Some(at)
     }
 
     /// Takes a piece back.
-    pub(super) fn give(&mut self, mut at: u64, len: u64) {
+    pub(super) fn release(&mut self, mut at: u64, len: u64) {
         let mut order = order(len);
-        while self.free.get_mut(order).is_some_and(|free| free.remove(&(at ^ SMALLEST << order))) {
-            at &= !(SMALLEST << order);
+        while self.free.get_mut(order).is_some_and(|free| free.remove(&(at ^ MIN_BLOCK << order))) {
+            at &= !(MIN_BLOCK << order);
             order += 1;
         }
         self.put(at, order);
@@ -72,16 +72,16 @@ mod tests {
 
     #[test]
     fn an_area_is_used_up_and_comes_back_whole() {
-        let mut arena = Arena::new(7 * SMALLEST);
-        let mut pieces: Vec<_> = std::iter::from_fn(|| arena.take(SMALLEST)).collect();
+        let mut arena = Arena::new(7 * MIN_BLOCK);
+        let mut pieces: Vec<_> = std::iter::from_fn(|| arena.take(MIN_BLOCK)).collect();
         pieces.sort_unstable();
-        assert_eq!(pieces, (0..7).map(|n| n * SMALLEST).collect::<Vec<_>>());
+        assert_eq!(pieces, (0..7).map(|n| n * MIN_BLOCK).collect::<Vec<_>>());
         for piece in pieces {
-            arena.give(piece, SMALLEST);
+            arena.release(piece, MIN_BLOCK);
         }
-        assert_eq!(arena.take(4 * SMALLEST), Some(0));
-        assert_eq!(arena.take(4 * SMALLEST), None, "three remain");
-        assert_eq!(arena.take(2 * SMALLEST), Some(4 * SMALLEST));
+        assert_eq!(arena.take(4 * MIN_BLOCK), Some(0));
+        assert_eq!(arena.take(4 * MIN_BLOCK), None, "three remain");
+        assert_eq!(arena.take(2 * MIN_BLOCK), Some(4 * MIN_BLOCK));
     }
 
     #[test]
@@ -94,15 +94,15 @@ mod tests {
     proptest! {
         #[test]
         fn pieces_never_overlap(steps in proptest::collection::vec((0u32..5, any::<bool>()), 1..200)) {
-            let mut arena = Arena::new(64 * SMALLEST);
+            let mut arena = Arena::new(64 * MIN_BLOCK);
             let mut held: Vec<(u64, u64)> = Vec::new();
-            for (order, give) in steps {
-                let len = SMALLEST << order;
-                if give && !held.is_empty() {
+            for (order, release) in steps {
+                let len = MIN_BLOCK << order;
+                if release && !held.is_empty() {
                     let (at, len) = held.swap_remove(order as usize % held.len());
-                    arena.give(at, len);
+                    arena.release(at, len);
                 } else if let Some(at) = arena.take(len) {
-                    prop_assert!(at % len == 0 && at + len <= 64 * SMALLEST);
+                    prop_assert!(at % len == 0 && at + len <= 64 * MIN_BLOCK);
                     prop_assert!(held.iter().all(|(other, theirs)| at + len <= *other || other + theirs <= at));
                     held.push((at, len));
                 }

@@ -8,13 +8,13 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
 use super::agent::Agent;
-use super::layout::{ADDRESS_LEN, address_bytes, address_from, inbox, record, state};
+use super::layout::{ADDRESS_LEN, address_bytes, address_from, host_state, record, state};
 use crate::error::Result;
 
 /// The longest datagram that UDP carries.
-const LONGEST: u64 = 65_535;
+const MAX_DATAGRAM: u64 = 65_535;
 /// Datagrams moved in each direction before it is another socket's turn.
-const AT_ONCE: u32 = 16;
+const MAX_BATCH: u32 = 16;
 
 /// How much of a ring a datagram takes.
 const fn footprint(len: u64) -> u64 {
@@ -24,7 +24,7 @@ const fn footprint(len: u64) -> u64 {
 impl Agent {
     pub(super) fn serve_datagrams(&mut self, index: u16) -> Result<bool> {
         let (mut more_out, mut more_in) = (true, true);
-        for _ in 0..AT_ONCE {
+        for _ in 0..MAX_BATCH {
             more_out = more_out && self.send_datagram(index)?;
             more_in = more_in && self.receive_datagram(index)?;
         }
@@ -40,19 +40,19 @@ impl Agent {
             return Ok(false);
         };
         let mut header = [0; record::LEN as usize];
-        self.ground.fetch(ring, at, &mut header)?;
+        self.shared_area.fetch(ring, at, &mut header)?;
         let len = u64::from(u32::from_le_bytes([header[0], header[1], header[2], header[3]]));
-        if len > LONGEST || footprint(len) > unsent {
+        if len > MAX_DATAGRAM || footprint(len) > unsent {
             // The record is not whole: nothing in this ring can be believed any more.
             socket.fail(Some(Errno::INVAL), Some(Errno::INVAL));
             socket.taken = socket.sent;
             self.counters.misused.fetch_add(1, Ordering::Relaxed);
             self.drop_descriptor(index);
-            self.tell_state(index)?;
+            self.publish_state(index)?;
             return Ok(false);
         }
         let bytes = &mut self.bounce[..len as usize];
-        self.ground.fetch(ring, at + record::LEN, bytes)?;
+        self.shared_area.fetch(ring, at + record::LEN, bytes)?;
         let mut address = [0; ADDRESS_LEN];
         address.copy_from_slice(&header[record::ADDRESS as usize..]);
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
@@ -70,10 +70,10 @@ impl Agent {
         };
         socket.taken += footprint(len);
         let taken = socket.taken;
-        self.ground.tell(index, inbox::TAKEN, taken)?;
+        self.shared_area.store_word(index, host_state::TAKEN, taken)?;
         self.counters.sent.fetch_add(len, Ordering::Relaxed);
         match failed {
-            Some(errno) => self.tell_error(index, errno),
+            Some(errno) => self.report_error(index, errno),
             None => Ok(true),
         }
     }
@@ -84,7 +84,7 @@ impl Agent {
         let may = socket.readable && !socket.has(state::RECEIVE_END) && socket.closing.is_none();
         let Some(fd) = socket.fd.as_ref().filter(|_| may) else { return Ok(false) };
         // Only a datagram for which there is room is taken out of the queue.
-        if room < footprint(LONGEST) {
+        if room < footprint(MAX_DATAGRAM) {
             let nothing: &mut [u8] = &mut [];
             let look = RecvFlags::PEEK | RecvFlags::TRUNC | RecvFlags::DONTWAIT;
             match rustix::net::recv(fd, nothing, look) {
@@ -101,11 +101,11 @@ impl Agent {
                     return Ok(false);
                 }
                 // Looking has taken the error away: it is told now or never.
-                Err(errno) => return self.tell_error(index, errno),
+                Err(errno) => return self.report_error(index, errno),
             }
         }
         let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC;
-        match rustix::net::recvfrom(fd, &mut self.bounce[..LONGEST as usize], flags) {
+        match rustix::net::recvfrom(fd, &mut self.bounce[..MAX_DATAGRAM as usize], flags) {
             Ok((len, _, from)) => {
                 let from = from.and_then(|from| SocketAddr::try_from(from).ok());
                 self.put_datagram(index, len, 0, from)?;
@@ -116,7 +116,7 @@ impl Agent {
                 socket.readable = false;
                 Ok(false)
             }
-            Err(errno) => self.tell_error(index, errno),
+            Err(errno) => self.report_error(index, errno),
         }
     }
 
@@ -134,16 +134,16 @@ impl Agent {
         header[record::ADDRESS as usize..].copy_from_slice(&address_bytes(from));
         let socket = &mut self.sockets[usize::from(index)];
         let (ring, at) = (socket.receive_ring, socket.received);
-        self.ground.put(ring, at, &header)?;
-        self.ground.put(ring, at + record::LEN, &self.bounce[..len])?;
+        self.shared_area.put(ring, at, &header)?;
+        self.shared_area.put(ring, at + record::LEN, &self.bounce[..len])?;
         socket.received += footprint(len as u64);
         let received = socket.received;
-        self.ground.tell(index, inbox::RECEIVED, received)
+        self.shared_area.store_word(index, host_state::RECEIVED, received)
     }
 
     /// Tells a kernel of an errno that does not end the socket: a port that nobody listens at, say. Where there is no
     /// room it is not told.
-    fn tell_error(&mut self, index: u16, errno: Errno) -> Result<bool> {
+    fn report_error(&mut self, index: u16, errno: Errno) -> Result<bool> {
         if self.sockets[usize::from(index)].room() >= record::LEN {
             self.put_datagram(index, 0, errno.raw_os_error() as u32, None)?;
         }

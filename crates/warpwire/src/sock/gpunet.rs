@@ -1,7 +1,7 @@
 //! Programs that were written for GPUnet, by `include/warpwire/gpunet.cuh`.
 
 use super::SockHost;
-use super::device::Kind as SocketKind;
+use super::device::SocketKind;
 use crate::error::{Error, Kind, Result};
 use crate::mem::Module;
 

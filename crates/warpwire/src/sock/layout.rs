@@ -5,9 +5,9 @@
 //!
 //! | area | written by | lies in | holds |
 //! |---|---|---|---|
-//! | host side | the host | device memory behind a window; pinned without one | [`table`], [`pulse`], replies, [`inbox`] lines, receive rings |
-//! | kernel side | kernels | pinned memory | requests, [`outbox`] words, send rings |
-//! | desks | kernels | device memory | the ticket of requests, turns, [`desk`] lines |
+//! | host side | the host | device memory behind a window; pinned without one | [`table`], [`heartbeat`], replies, [`host_state`] lines, receive rings |
+//! | kernel side | kernels | pinned memory | requests, [`device_counters`] words, send rings |
+//! | desks | kernels | device memory | the ticket of requests, turns, [`device_state`] lines |
 //!
 //! So nobody reads across PCIe: each side looks at memory that is near, and what crosses are stores.
 //!
@@ -17,7 +17,7 @@
 //! | area | written by | lies in | holds |
 //! |---|---|---|---|
 //! | queues | kernels | pinned memory | entries of the send queue, its doorbell |
-//! | watched | the host, the device | device memory behind a window; pinned without one | [`wire`] lines, completions |
+//! | watched | the host, the device | device memory behind a window; pinned without one | [`qp_descriptor`] lines, completions |
 //! | berths | kernels | device memory | the queue pair's [handle](crate::stream::kernel::layout), and what its [`peer`] said |
 
 use std::net::SocketAddr;
@@ -37,33 +37,33 @@ pub mod table {
     /// How many requests fit at a time, a power of two: 32 bits.
     pub const SLOTS: u64 = 8;
     /// After how many milliseconds without a beat the host counts as dead: 32 bits.
-    pub const SILENCE: u64 = 12;
+    pub const HEARTBEAT_TIMEOUT: u64 = 12;
     /// Address of the inbox lines.
-    pub const INBOX: u64 = 16;
+    pub const HOST_STATES: u64 = 16;
     /// Address of the outbox words.
-    pub const OUTBOX: u64 = 24;
+    pub const DEVICE_COUNTERS: u64 = 24;
     /// Address of the desks.
-    pub const DESKS: u64 = 32;
+    pub const DEVICE_STATES: u64 = 32;
     /// Address of the requests.
     pub const REQUESTS: u64 = 40;
     /// Address of the replies.
     pub const REPLIES: u64 = 48;
     /// Address of the turns, 64 bits for each request.
-    pub const TURNS: u64 = 56;
+    pub const SLOT_LAPS: u64 = 56;
     /// Address of the ticket, 64 bits.
     pub const TICKET: u64 = 64;
     /// Address of the pulse.
-    pub const PULSE: u64 = 72;
-    /// Address of the [`berth`](super::berth)s.
-    pub const BERTHS: u64 = 80;
+    pub const HEARTBEAT: u64 = 72;
+    /// Address of the [`qp_slot`](super::berth)s.
+    pub const QP_SLOTS: u64 = 80;
     /// How long it is.
     pub const LEN: u64 = 128;
 }
 
 /// The pulse: whether the host lives.
-pub mod pulse {
+pub mod heartbeat {
     /// Grows while the host lives: 64 bits.
-    pub const BEAT: u64 = 0;
+    pub const COUNT: u64 = 0;
     /// 1 when the host has ended: 32 bits.
     pub const CLOSED: u64 = 8;
     /// How long it is.
@@ -71,7 +71,7 @@ pub mod pulse {
 }
 
 /// One socket's line of the host side.
-pub mod inbox {
+pub mod host_state {
     /// [`state`](super::state): 64 bits.
     pub const STATE: u64 = 0;
     /// Bytes that the host has put into the receive ring, ever.
@@ -86,8 +86,8 @@ pub mod inbox {
     pub const RECEIVE_SIZE: u64 = 40;
     /// The send ring's: 32 bits.
     pub const SEND_SIZE: u64 = 44;
-    /// Family `warp`: address of its [`wire`](super::wire) line; 0 before there is one.
-    pub const WIRE: u64 = 48;
+    /// Family `warp`: address of its [`qp_descriptor`](super::wire) line; 0 before there is one.
+    pub const QP_DESCRIPTOR: u64 = 48;
     /// Family `warp`: when so many bytes were taken that the peer does not know of, it is told: 32 bits.
     pub const REPORT_AT: u64 = 56;
     /// How long it is.
@@ -96,7 +96,7 @@ pub mod inbox {
 
 /// One socket's word of the kernel side: the lower halves of two counters. The host compares it with what it saw last,
 /// so it is the doorbell too.
-pub mod outbox {
+pub mod device_counters {
     /// Bytes put into the send ring: 32 bits.
     pub const SENT: u64 = 0;
     /// Bytes taken from the receive ring: 32 bits.
@@ -106,7 +106,7 @@ pub mod outbox {
 }
 
 /// One socket's line that only kernels use.
-pub mod desk {
+pub mod device_state {
     /// The generation of the handle that is open; 0 when it was closed: 32 bits.
     pub const GENERATION: u64 = 0;
     /// [`NON_BLOCKING`] and what was shut down: 32 bits.
@@ -115,7 +115,7 @@ pub mod desk {
     pub const SENT: u64 = 8;
     /// Bytes taken from the receive ring, ever.
     pub const CONSUMED: u64 = 16;
-    /// Who sends: [`FREE`] and so on, 32 bits.
+    /// Who sends: [`UNLOCKED`] and so on, 32 bits.
     pub const SEND_LOCK: u64 = 24;
     /// Who receives: 32 bits.
     pub const RECEIVE_LOCK: u64 = 28;
@@ -125,10 +125,10 @@ pub mod desk {
     pub const RECEIVE_TIMEOUT: u64 = 40;
     /// Family `warp`: bytes of which the peer knows that they were taken from the receive ring.
     pub const REPORTED: u64 = 48;
-    /// Family `warp`: who posts: [`FREE`] or [`COPYING`], 32 bits.
+    /// Family `warp`: who posts: [`UNLOCKED`] or [`LOCKED`], 32 bits.
     pub const POST_LOCK: u64 = 56;
-    /// Family `warp`: the number of its [`berth`](super::berth) plus one, once that is made: 32 bits.
-    pub const BERTH: u64 = 60;
+    /// Family `warp`: the number of its [`qp_slot`](super::berth) plus one, once that is made: 32 bits.
+    pub const QP_SLOT: u64 = 60;
     /// How long it is.
     pub const LEN: u64 = 64;
 
@@ -141,16 +141,16 @@ pub mod desk {
     /// Flag: a socket of the family `warp`.
     pub const WARP: u32 = 8;
     /// Flag: the peer was told that no more will come.
-    pub const ENDED: u32 = 16;
+    pub const FIN: u32 = 16;
 
     /// A lock that nobody has.
-    pub const FREE: u32 = 0;
+    pub const UNLOCKED: u32 = 0;
     /// Somebody copies.
-    pub const COPYING: u32 = 1;
+    pub const LOCKED: u32 = 1;
     /// A span is out: reserved, or borrowed.
-    pub const SPAN: u32 = 2;
+    pub const SPAN_OUT: u32 = 2;
     /// The socket is closed.
-    pub const GONE: u32 = 3;
+    pub const CLOSED: u32 = 3;
 }
 
 /// The state of a socket, as the host tells it.
@@ -176,11 +176,11 @@ pub mod state {
     /// Of the family `warp`.
     pub const WARP: u64 = 1 << 38;
     /// Closing it resets the connection.
-    pub const RESETS: u64 = 1 << 39;
+    pub const RESET_ON_CLOSE: u64 = 1 << 39;
 }
 
 /// What a kernel needs to post by itself, as the host tells it.
-pub mod wire {
+pub mod qp_descriptor {
     /// The part of the queue pair's handle that never changes.
     pub const CONSTANTS: u64 = 0;
     /// What the [`peer`](super::peer) said.
@@ -189,7 +189,7 @@ pub mod wire {
     pub const LEN: u64 = 192;
 }
 
-/// Where the peer may be written to, and how: part of a [`wire`] line, and of a [`berth`].
+/// Where the peer may be written to, and how: part of a [`qp_descriptor`] line, and of a [`qp_slot`].
 pub mod peer {
     /// Address of its receive ring.
     pub const RING: u64 = 0;
@@ -208,13 +208,13 @@ pub mod peer {
     /// The key of our own send ring.
     pub const SEND_KEY: u64 = 40;
     /// The number of the berth.
-    pub const BERTH: u64 = 44;
+    pub const QP_SLOT: u64 = 44;
     /// How long it is.
     pub const LEN: u64 = 64;
 }
 
 /// A queue pair as kernels keep it.
-pub mod berth {
+pub mod qp_slot {
     /// Its handle.
     pub const HANDLE: u64 = 0;
     /// What the [`peer`](super::peer) said.
@@ -228,7 +228,7 @@ pub mod berth {
 pub mod request {
     /// Its ticket plus one, written last.
     pub const NUMBER: u64 = 0;
-    /// [`Op`](super::Op): 32 bits.
+    /// [`RequestOp`](super::Op): 32 bits.
     pub const OP: u64 = 8;
     /// The handle: 32 bits.
     pub const HANDLE: u64 = 12;
@@ -273,7 +273,7 @@ pub mod record {
 /// What a request asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Op {
+pub enum RequestOp {
     /// A new socket: the value is the version of IP (4 or 6) and, 8 bits further up, the kind (1 a stream, 2 datagrams, 3 a
     /// stream of the family `warp`). `ESOCKTNOSUPPORT` for any other kind.
     Socket = 1,
@@ -299,10 +299,10 @@ pub enum Op {
     Fail,
 }
 
-impl Op {
+impl RequestOp {
     /// The operation of that number.
     pub fn from_raw(number: u32) -> Option<Self> {
-        use Op::{
+        use RequestOp::{
             Bind, Close, Connect, Fail, GetOption, Listen, LocalName, PeerName, SetOption,
             Shutdown, Socket,
         };
@@ -317,7 +317,7 @@ impl Op {
 /// What can be set on a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Setting {
+pub enum SockOption {
     /// Calls that would wait return EAGAIN: 0 or 1.
     NonBlocking = 1,
     /// How long sending and connecting wait, in nanoseconds; 0 is for ever.
@@ -341,15 +341,15 @@ pub enum Setting {
     /// Datagrams may go to broadcast addresses: 0 or 1.
     Broadcast,
     /// A socket of IPv6 leaves IPv4 alone: 0 or 1.
-    OnlyV6,
+    V6Only,
 }
 
-impl Setting {
+impl SockOption {
     /// The setting of that number.
     pub fn from_raw(number: u32) -> Option<Self> {
-        use Setting::{
-            Broadcast, Error, KeepAlive, Linger, NoDelay, NonBlocking, OnlyV6, ReceiveBuffer,
-            ReceiveTimeout, ReuseAddress, SendBuffer, SendTimeout,
+        use SockOption::{
+            Broadcast, Error, KeepAlive, Linger, NoDelay, NonBlocking, ReceiveBuffer,
+            ReceiveTimeout, ReuseAddress, SendBuffer, SendTimeout, V6Only,
         };
         let all = [
             NonBlocking,
@@ -363,7 +363,7 @@ impl Setting {
             ReuseAddress,
             KeepAlive,
             Broadcast,
-            OnlyV6,
+            V6Only,
         ];
         all.into_iter().find(|setting| *setting as u32 == number)
     }
@@ -391,7 +391,7 @@ pub const fn handle(index: u16, generation: u16) -> i32 {
 }
 
 /// The place and the generation that a handle names.
-pub const fn parts(handle: i32) -> (u16, u16) {
+pub const fn split_handle(handle: i32) -> (u16, u16) {
     ((handle & 0xffff) as u16, (handle >> 16) as u16)
 }
 
@@ -413,16 +413,16 @@ mod tests {
 
     #[test]
     fn handles_are_never_negative() {
-        assert_eq!(parts(handle(7, 9)), (7, 9));
+        assert_eq!(split_handle(handle(7, 9)), (7, 9));
         assert!(handle(u16::MAX, 0x7fff) > 0);
     }
 
     #[test]
     fn unknown_numbers_are_nothing() {
-        assert_eq!(Op::from_raw(Op::PeerName as u32), Some(Op::PeerName));
-        assert_eq!(Op::from_raw(0), None);
-        assert_eq!(Op::from_raw(12), None);
-        assert_eq!(Setting::from_raw(Setting::OnlyV6 as u32), Some(Setting::OnlyV6));
-        assert_eq!(Setting::from_raw(99), None);
+        assert_eq!(RequestOp::from_raw(RequestOp::PeerName as u32), Some(RequestOp::PeerName));
+        assert_eq!(RequestOp::from_raw(0), None);
+        assert_eq!(RequestOp::from_raw(12), None);
+        assert_eq!(SockOption::from_raw(SockOption::V6Only as u32), Some(SockOption::V6Only));
+        assert_eq!(SockOption::from_raw(99), None);
     }
 }

@@ -15,7 +15,7 @@
 //! # How calls end
 //! Every call that waits returns when its time is over, when the peer closes or resets, when the socket is closed by
 //! another block, and when the host is gone: at once if a [`SockHost`] is dropped, after
-//! [`silence`](SockOptions::silence) if its thread dies (`ECONNABORTED` both).
+//! [`heartbeat_timeout`](SockOptions::silence) if its thread dies (`ECONNABORTED` both).
 //!
 //! ```
 //! use std::io::{Read, Write};
@@ -47,16 +47,16 @@
 
 mod agent;
 mod arena;
-mod berths;
+mod byte_counts;
 mod datagrams;
 pub mod device;
-mod fabric;
+mod device_cache;
 mod gpunet;
-mod ground;
+mod handshakes;
 pub mod layout;
-mod ledger;
-mod meeting;
+mod qp_slots;
 mod requests;
+mod shared_area;
 mod socket;
 mod transfer;
 pub mod warp;
@@ -74,13 +74,13 @@ use serde::Serialize;
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Allocation, Device, MemoryKind};
 use crate::verbs::Context;
-use agent::{Agent, Counters, Ending};
-use berths::Berths;
-use ground::Ground;
+use agent::{Agent, Counters, StopFlags};
+use qp_slots::QpSlots;
+use shared_area::SharedArea;
 
 /// Where the memory lies that the host writes and kernels watch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Place {
+pub enum SockMemory {
     /// Device memory if the CPU has a window onto it, else pinned memory.
     #[default]
     Auto,
@@ -112,11 +112,11 @@ pub struct SockOptions {
     /// How many requests of kernels may be under way at a time, a power of two.
     pub requests: u32,
     /// After how long without a sign of life the host counts as dead.
-    pub silence: Duration,
+    pub heartbeat_timeout: Duration,
     /// How long the host's thread spins after the last work before it naps.
     pub spin: Duration,
     /// Where the memory lies that kernels watch.
-    pub place: Place,
+    pub memory: SockMemory,
 }
 
 impl Default for SockOptions {
@@ -127,9 +127,9 @@ impl Default for SockOptions {
             ring: 64 << 10,
             arena: 64 << 20,
             requests: 256,
-            silence: Duration::from_secs(3),
+            heartbeat_timeout: Duration::from_secs(3),
             spin: Duration::from_micros(50),
-            place: Place::Auto,
+            memory: SockMemory::Auto,
         }
     }
 }
@@ -157,7 +157,7 @@ impl SockOptions {
             let why = format!("{} requests at a time were asked for", self.requests);
             return refuse(why, "ask for a power of two up to 65536");
         }
-        if !self.arena.is_multiple_of(arena::SMALLEST) || self.arena == 0 || self.arena > 1 << 36 {
+        if !self.arena.is_multiple_of(arena::MIN_BLOCK) || self.arena == 0 || self.arena > 1 << 36 {
             let why = format!("{} bytes for rings were asked for", self.arena);
             return refuse(why, "ask for a multiple of 4096 up to 64 GiB");
         }
@@ -166,8 +166,8 @@ impl SockOptions {
             let why = format!("rings of {} bytes were asked for", self.ring);
             return refuse(why, "ask for 4096 bytes to 1 GiB, and no more than there is for all");
         }
-        if self.silence < Duration::from_millis(100) {
-            let why = format!("it would count as dead after {:?}", self.silence);
+        if self.heartbeat_timeout < Duration::from_millis(100) {
+            let why = format!("it would count as dead after {:?}", self.heartbeat_timeout);
             return refuse(why, "give it 100 ms or more: it shows every 20 ms that it lives");
         }
         Ok(())
@@ -202,10 +202,10 @@ pub struct SockStats {
 /// Serves the sockets of one GPU's kernels. Dropping it ends them: calls under way return `ECONNABORTED`.
 pub struct SockHost {
     device: Device,
-    place: Place,
-    ground: Arc<Ground>,
+    memory: SockMemory,
+    shared_area: Arc<SharedArea>,
     counters: Arc<Counters>,
-    ending: Arc<Ending>,
+    stop_flags: Arc<StopFlags>,
     wake: OwnedFd,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -217,7 +217,7 @@ impl SockHost {
     }
 
     /// The same, with this RDMA device for all connections of the family `warp`. It must be driven by a thread of its own
-    /// ([`Drive::Thread`](crate::verbs::Drive::Thread)): kernels ring its doorbells.
+    /// ([`ProgressMode::Thread`](crate::verbs::Drive::Thread)): kernels ring its doorbells.
     ///
     /// By default a software HCA is opened for each address of this machine that a connection uses, when it is first used: on
     /// shared memory and UDP.
@@ -228,15 +228,22 @@ impl SockHost {
     fn start_with(device: &Device, options: SockOptions, context: Option<Context>) -> Result<Self> {
         options.check()?;
         let on = |error: Error| error.during("serve sockets").on(device.label());
-        let berths = Berths::lay(device, &options).map_err(on)?;
-        let berths_at = berths.as_ref().map_or(0, Berths::berths_at);
-        let ground = Arc::new(Ground::lay(device, &options, berths_at).map_err(on)?);
-        let (counters, ending) = (Arc::<Counters>::default(), Arc::<Ending>::default());
+        let qp_slots = QpSlots::allocate(device, &options).map_err(on)?;
+        let qp_slots_addr = qp_slots.as_ref().map_or(0, QpSlots::qp_slots_addr);
+        let shared_area =
+            Arc::new(SharedArea::allocate(device, &options, qp_slots_addr).map_err(on)?);
+        let (counters, stop_flags) = (Arc::<Counters>::default(), Arc::<StopFlags>::default());
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| Error::os("make an eventfd", &errno.into()))?;
-        let warp = (berths, context);
-        let agent =
-            Agent::new(ground.clone(), options, warp, &wake, counters.clone(), ending.clone())?;
+        let warp = (qp_slots, context);
+        let agent = Agent::new(
+            shared_area.clone(),
+            options,
+            warp,
+            &wake,
+            counters.clone(),
+            stop_flags.clone(),
+        )?;
         let thread = std::thread::Builder::new()
             .name(format!("sock {}", device.label()))
             .spawn(move || agent.run())
@@ -244,10 +251,10 @@ impl SockHost {
         let thread = Mutex::new(Some(thread));
         Ok(Self {
             device: device.clone(),
-            place: options.place,
-            ground,
+            memory: options.memory,
+            shared_area,
             counters,
-            ending,
+            stop_flags,
             wake,
             thread,
         })
@@ -255,7 +262,7 @@ impl SockHost {
 
     /// What kernels get: the address of the table. It is valid while this lives.
     pub fn table(&self) -> u64 {
-        self.ground.table()
+        self.shared_area.table()
     }
 
     /// The device whose kernels it serves.
@@ -264,32 +271,32 @@ impl SockHost {
     }
 
     /// Memory for a program that uses the sockets: the device's (of the kind
-    /// [`Vmm`](MemoryKind::Vmm)), or pinned memory of the host for [`Place::Threads`].
+    /// [`Vmm`](MemoryKind::Vmm)), or pinned memory of the host for [`SockMemory::Threads`].
     pub fn alloc(&self, len: u64) -> Result<Allocation> {
-        match self.place {
-            Place::Threads => self.device.alloc_pinned(len),
-            Place::Auto | Place::Pinned => self.device.alloc_kind(len, MemoryKind::Vmm),
+        match self.memory {
+            SockMemory::Threads => self.device.alloc_pinned(len),
+            SockMemory::Auto | SockMemory::Pinned => self.device.alloc_kind(len, MemoryKind::Vmm),
         }
     }
 
     /// The address at which such a program finds `memory`: the device's, or the CPU's for
-    /// [`Place::Threads`], which fails for memory that the CPU has no address for.
+    /// [`SockMemory::Threads`], which fails for memory that the CPU has no address for.
     pub fn address_of(&self, memory: &Allocation) -> Result<u64> {
-        match self.place {
-            Place::Threads => Ok(memory.host_bytes()?.address()),
-            Place::Auto | Place::Pinned => Ok(memory.address().raw()),
+        match self.memory {
+            SockMemory::Threads => Ok(memory.host_bytes()?.address()),
+            SockMemory::Auto | SockMemory::Pinned => Ok(memory.address().raw()),
         }
     }
 
     /// Why kernels watch pinned memory instead of their own; `None` if they watch their own.
     pub fn why_pinned(&self) -> Option<&str> {
-        self.ground.why_pinned.as_deref()
+        self.shared_area.why_pinned.as_deref()
     }
 
     /// What it has done. Bytes of the family `warp` pass it by: while connections stand, their counters are read from device memory.
     pub fn stats(&self) -> SockStats {
         let warp = self.counters.warp.count(|count| {
-            self.ground.desks(count).unwrap_or_else(|error| {
+            self.shared_area.device_states(count).unwrap_or_else(|error| {
                 tracing::warn!(%error, "bytes of the family `warp` could not be counted");
                 Vec::new()
             })
@@ -312,7 +319,7 @@ impl SockHost {
     /// Ends the service: connections are closed, and every call of a kernel returns `ECONNABORTED`. The memory stays
     /// until this is dropped.
     pub fn stop(&self) {
-        self.ending.stop.store(true, Ordering::Release);
+        self.stop_flags.stop.store(true, Ordering::Release);
         // A full counter wakes as well.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
         if let Some(thread) = self.thread.lock().take()
@@ -324,8 +331,8 @@ impl SockHost {
 
     /// Lets the thread die without a word, as a crash of it would. For tests of what kernels make of that.
     #[doc(hidden)]
-    pub fn vanish(&self) {
-        self.ending.vanish.store(true, Ordering::Release);
+    pub fn simulate_crash(&self) {
+        self.stop_flags.simulate_crash.store(true, Ordering::Release);
         self.stop();
     }
 }
@@ -333,8 +340,8 @@ impl SockHost {
 impl SockHost {
     /// Writes nonsense where a kernel says how much it has sent. For tests of what comes of that.
     #[doc(hidden)]
-    pub fn spoil(&self, index: u16) {
-        if let Err(error) = self.ground.spoil_outbox(index) {
+    pub fn corrupt_counters(&self, index: u16) {
+        if let Err(error) = self.shared_area.corrupt_device_counters(index) {
             tracing::error!(%error, "nothing was spoilt");
         }
     }

@@ -8,23 +8,23 @@ use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
-use super::agent::{Agent, LAST_WORDS};
+use super::agent::{Agent, LINGER_TIMEOUT};
 use super::arena;
+use super::byte_counts::ByteCounts;
 use super::layout::{
-    ADDRESS_LEN, Op, Setting, address_bytes, address_from, record, request, state,
+    ADDRESS_LEN, RequestOp, SockOption, address_bytes, address_from, record, request, state,
 };
-use super::ledger::Bytes;
-use super::socket::{Socket, Sort};
+use super::socket::{Socket, SocketRole};
 use crate::error::Result;
 
 /// What comes of a request: a number of 0 or more, perhaps an address, or an errno.
-type Outcome = std::result::Result<(i64, Option<SocketAddr>), Errno>;
+type ReplyResult = std::result::Result<(i64, Option<SocketAddr>), Errno>;
 
-const DONE: Outcome = Ok((0, None));
+const DONE: ReplyResult = Ok((0, None));
 /// The most connections that may wait at a listener.
-const LONGEST_QUEUE: u64 = 4096;
+const MAX_BACKLOG: u64 = 4096;
 /// Requests answered before sockets are looked at again.
-const AT_ONCE: u32 = 64;
+const MAX_BATCH: u32 = 64;
 
 /// A request, as a kernel wrote it.
 struct Request {
@@ -34,7 +34,7 @@ struct Request {
     option: u32,
     address: Option<SocketAddr>,
     /// What a kernel that closes has sent and read.
-    bytes: Bytes,
+    bytes: ByteCounts,
 }
 
 impl Request {
@@ -54,7 +54,7 @@ impl Request {
             value: wide(request::VALUE),
             option: word(request::OPTION),
             address: address_from(&address),
-            bytes: Bytes { sent: wide(request::SENT), received: wide(request::CONSUMED) },
+            bytes: ByteCounts { sent: wide(request::SENT), received: wide(request::CONSUMED) },
         }
     }
 }
@@ -64,15 +64,15 @@ impl Agent {
     pub(super) fn take_requests(&mut self) -> Result<bool> {
         let mut bytes = [0; request::LEN as usize];
         let mut worked = false;
-        for _ in 0..AT_ONCE {
-            if !self.ground.request(self.next_request, &mut bytes)? {
+        for _ in 0..MAX_BATCH {
+            if !self.shared_area.request(self.next_request, &mut bytes)? {
                 break;
             }
             let (result, address) = match self.answer(&Request::read(&bytes))? {
                 Ok((result, address)) => (result, address),
                 Err(errno) => (-i64::from(errno.raw_os_error()), None),
             };
-            self.ground.reply(self.next_request, result, &address_bytes(address))?;
+            self.shared_area.reply(self.next_request, result, &address_bytes(address))?;
             self.counters.requests.fetch_add(1, Ordering::Relaxed);
             self.next_request += 1;
             worked = true;
@@ -80,9 +80,9 @@ impl Agent {
         Ok(worked)
     }
 
-    fn answer(&mut self, request: &Request) -> Result<Outcome> {
-        let Some(op) = Op::from_raw(request.op) else { return Ok(Err(Errno::NOSYS)) };
-        if op == Op::Socket {
+    fn answer(&mut self, request: &Request) -> Result<ReplyResult> {
+        let Some(op) = RequestOp::from_raw(request.op) else { return Ok(Err(Errno::NOSYS)) };
+        if op == RequestOp::Socket {
             return self.open(request.value);
         }
         let index = match self.find(request.handle) {
@@ -90,57 +90,59 @@ impl Agent {
             Err(errno) => return Ok(Err(errno)),
         };
         // What was sent before the request is part of what it is about.
-        self.look_at(index)?;
+        self.poll_counters(index)?;
         match op {
-            Op::Socket => Ok(Err(Errno::INVAL)),
-            Op::Bind => self.bind(index, request.address),
-            Op::Listen => self.listen(index, request.value),
-            Op::Connect => self.connect(index, request.address),
-            Op::Shutdown => self.shut_down(index, request.value),
-            Op::Close => {
+            RequestOp::Socket => Ok(Err(Errno::INVAL)),
+            RequestOp::Bind => self.bind(index, request.address),
+            RequestOp::Listen => self.listen(index, request.value),
+            RequestOp::Connect => self.connect(index, request.address),
+            RequestOp::Shutdown => self.shut_down(index, request.value),
+            RequestOp::Close => {
                 let generation = self.socket(index).generation;
                 self.counters.warp.close(index, generation, Some(request.bytes));
                 self.close(index, request.value)
             }
-            Op::SetOption => self.set(index, request.option, request.value as i64),
-            Op::GetOption => Ok(self.get(index, request.option)),
-            Op::LocalName => Ok(self.name(index, |fd| rustix::net::getsockname(fd).map(Some))),
-            Op::PeerName => Ok(self.name(index, |fd| rustix::net::getpeername(fd))),
-            Op::Fail => self.give_up(index, request.value).map(|_| DONE),
+            RequestOp::SetOption => self.set(index, request.option, request.value as i64),
+            RequestOp::GetOption => Ok(self.get(index, request.option)),
+            RequestOp::LocalName => {
+                Ok(self.name(index, |fd| rustix::net::getsockname(fd).map(Some)))
+            }
+            RequestOp::PeerName => Ok(self.name(index, |fd| rustix::net::getpeername(fd))),
+            RequestOp::Fail => self.give_up(index, request.value).map(|_| DONE),
         }
     }
 
-    fn open(&mut self, value: u64) -> Result<Outcome> {
+    fn open(&mut self, value: u64) -> Result<ReplyResult> {
         let v6 = match value & 0xff {
             4 => false,
             6 => true,
             _ => return Ok(Err(Errno::AFNOSUPPORT)),
         };
-        let (sort, is_warp) = match value >> 8 {
-            1 => (Sort::Stream, false),
-            2 => (Sort::Datagram, false),
-            3 if self.berths.is_some() => (Sort::Stream, true),
+        let (role, is_warp) = match value >> 8 {
+            1 => (SocketRole::Stream, false),
+            2 => (SocketRole::Datagram, false),
+            3 if self.qp_slots.is_some() => (SocketRole::Stream, true),
             // That family is switched off.
             3 => return Ok(Err(Errno::OPNOTSUPP)),
             _ => return Ok(Err(Errno::SOCKTNOSUPPORT)),
         };
-        let fd = match new_descriptor(v6, sort) {
+        let fd = match new_descriptor(v6, role) {
             Ok(fd) => fd,
             Err(errno) => return Ok(Err(errno)),
         };
-        let Some(index) = self.take_place()? else { return Ok(Err(Errno::MFILE)) };
+        let Some(index) = self.alloc_socket()? else { return Ok(Err(Errno::MFILE)) };
         let socket = &mut self.sockets[usize::from(index)];
-        (socket.v6, socket.sort, socket.fd) = (v6, sort, Some(fd));
+        (socket.v6, socket.role, socket.fd) = (v6, role, Some(fd));
         socket.is_warp = is_warp;
-        if sort == Sort::Datagram {
+        if role == SocketRole::Datagram {
             socket.flags |= state::DATAGRAM;
             socket.writable = true;
-            if let Err(errno) = self.give_rings(index).and_then(|()| self.watch(index)) {
-                self.vacate(index)?;
+            if let Err(errno) = self.alloc_rings(index).and_then(|()| self.watch(index)) {
+                self.release_socket(index)?;
                 return Ok(Err(errno));
             }
         }
-        self.tell_line(index)?;
+        self.publish_socket(index)?;
         Ok(Ok((i64::from(self.sockets[usize::from(index)].handle(index)), None)))
     }
 
@@ -162,9 +164,9 @@ impl Agent {
         Ok((socket.fd.as_ref().ok_or(Errno::INVAL)?, address))
     }
 
-    fn bind(&mut self, index: u16, address: Option<SocketAddr>) -> Result<Outcome> {
+    fn bind(&mut self, index: u16, address: Option<SocketAddr>) -> Result<ReplyResult> {
         let socket = &self.sockets[usize::from(index)];
-        let reuse = socket.sort == Sort::Stream && socket.wishes.reuse_address;
+        let reuse = socket.role == SocketRole::Stream && socket.sockopts.reuse_address;
         let outcome = self.with_address(index, address).and_then(|(fd, address)| {
             if reuse {
                 sockopt::set_socket_reuseaddr(fd, true)?;
@@ -174,39 +176,39 @@ impl Agent {
         Ok(outcome.map(|()| (0, None)))
     }
 
-    fn listen(&mut self, index: u16, backlog: u64) -> Result<Outcome> {
+    fn listen(&mut self, index: u16, backlog: u64) -> Result<ReplyResult> {
         let socket = self.socket(index);
-        if socket.sort == Sort::Datagram {
+        if socket.role == SocketRole::Datagram {
             return Ok(Err(Errno::OPNOTSUPP));
         }
-        if socket.sort == Sort::Listener || socket.has(state::CONNECTED | state::CONNECTING) {
+        if socket.role == SocketRole::Listener || socket.has(state::CONNECTED | state::CONNECTING) {
             return Ok(Err(Errno::INVAL));
         }
         let Some(fd) = &socket.fd else { return Ok(Err(Errno::INVAL)) };
-        let backlog = backlog.clamp(1, LONGEST_QUEUE);
+        let backlog = backlog.clamp(1, MAX_BACKLOG);
         if let Err(errno) = rustix::net::listen(fd, backlog as i32) {
             return Ok(Err(errno));
         }
         // A listener's ring holds connections; the sizes that it was told are for those.
-        let size = arena::rounded(backlog * record::LEN).unwrap_or(arena::SMALLEST);
+        let size = arena::rounded(backlog * record::LEN).unwrap_or(arena::MIN_BLOCK);
         let Some(at) = self.receive_arena.take(size) else { return Ok(Err(Errno::NOBUFS)) };
         let socket = self.socket(index);
         socket.receive_ring = (at, size);
-        socket.sort = Sort::Listener;
+        socket.role = SocketRole::Listener;
         socket.flags |= state::LISTENING;
         if let Err(errno) = self.watch(index) {
             return Ok(Err(errno));
         }
-        self.tell_line(index)?;
+        self.publish_socket(index)?;
         Ok(DONE)
     }
 
-    fn connect(&mut self, index: u16, address: Option<SocketAddr>) -> Result<Outcome> {
+    fn connect(&mut self, index: u16, address: Option<SocketAddr>) -> Result<ReplyResult> {
         if let Err(errno) = self.prepare_to_connect(index) {
             return Ok(Err(errno));
         }
-        let no_delay = self.sockets[usize::from(index)].wishes.no_delay;
-        let is_stream = self.sockets[usize::from(index)].sort == Sort::Stream;
+        let no_delay = self.sockets[usize::from(index)].sockopts.no_delay;
+        let is_stream = self.sockets[usize::from(index)].role == SocketRole::Stream;
         let outcome = self.with_address(index, address).and_then(|(fd, address)| {
             if is_stream && no_delay {
                 sockopt::set_tcp_nodelay(fd, true)?;
@@ -235,17 +237,17 @@ impl Agent {
         if let Err(errno) = self.watch(index) {
             return Ok(Err(errno));
         }
-        self.tell_line(index)?;
+        self.publish_socket(index)?;
         self.queue(index);
         Ok(DONE)
     }
 
     fn prepare_to_connect(&mut self, index: u16) -> std::result::Result<(), Errno> {
         let socket = self.socket(index);
-        if socket.sort == Sort::Datagram {
+        if socket.role == SocketRole::Datagram {
             return Ok(());
         }
-        if socket.sort == Sort::Listener {
+        if socket.role == SocketRole::Listener {
             return Err(Errno::OPNOTSUPP);
         }
         if socket.has(state::CONNECTING) {
@@ -256,14 +258,14 @@ impl Agent {
         }
         if socket.errno() != 0 {
             // It failed before; with another descriptor it may succeed.
-            socket.fd = Some(new_descriptor(socket.v6, Sort::Stream)?);
+            socket.fd = Some(new_descriptor(socket.v6, SocketRole::Stream)?);
             (socket.flags, socket.watched, socket.end_seen) = (0, false, false);
             socket.send_window = 0;
         }
-        self.give_rings(index)
+        self.alloc_rings(index)
     }
 
-    fn shut_down(&mut self, index: u16, how: u64) -> Result<Outcome> {
+    fn shut_down(&mut self, index: u16, how: u64) -> Result<ReplyResult> {
         let socket = self.socket(index);
         if how > 2 {
             return Ok(Err(Errno::INVAL));
@@ -273,155 +275,157 @@ impl Agent {
         }
         if how != 1 {
             // The peer must not wait for a reader that is not there: what still comes is thrown away.
-            socket.deaf = !socket.is_warp && !socket.has(state::RECEIVE_END);
+            socket.discard_input = !socket.is_warp && !socket.has(state::RECEIVE_END);
             socket.flags |= state::RECEIVE_END;
         }
         if socket.is_warp {
             // Its kernel tells the peer.
             socket.flags |= if how != 0 { state::SEND_END } else { 0 };
-            self.tell_state(index)?;
+            self.publish_state(index)?;
             return Ok(DONE);
         }
         if how != 0 {
             socket.shut_send = true;
         }
-        self.tell_state(index)?;
+        self.publish_state(index)?;
         self.finish(index)?;
         self.queue(index);
         Ok(DONE)
     }
 
-    fn close(&mut self, index: u16, posted: u64) -> Result<Outcome> {
-        self.forget_taken(index);
+    fn close(&mut self, index: u16, posted: u64) -> Result<ReplyResult> {
+        self.reap_accepted(index);
         let socket = self.socket(index);
-        socket.closing = Some(Instant::now() + LAST_WORDS);
-        if socket.is_warp && socket.sort == Sort::Stream && socket.has(state::CONNECTED) {
+        socket.closing = Some(Instant::now() + LINGER_TIMEOUT);
+        if socket.is_warp && socket.role == SocketRole::Stream && socket.has(state::CONNECTED) {
             socket.warp.posted = posted;
             self.finish_warp(index)?;
             if self.sockets[usize::from(index)].closing.is_some() {
-                self.look_again_at(index);
+                self.retry_later(index);
             }
             return Ok(DONE);
         }
-        let sends_on = socket.sort != Sort::Listener
+        let sends_on = socket.role != SocketRole::Listener
             && socket.fd.is_some()
             && socket.unsent() > 0
-            && (socket.has(state::CONNECTED) || socket.sort == Sort::Datagram);
+            && (socket.has(state::CONNECTED) || socket.role == SocketRole::Datagram);
         if !sends_on {
-            self.vacate(index)?;
+            self.release_socket(index)?;
             return Ok(DONE);
         }
         self.finish(index)?;
         if self.sockets[usize::from(index)].closing.is_some() {
-            self.look_again_at(index);
+            self.retry_later(index);
             self.queue(index);
         }
         Ok(DONE)
     }
 
-    fn set(&mut self, index: u16, option: u32, value: i64) -> Result<Outcome> {
-        let Some(setting) = Setting::from_raw(option) else {
+    fn set(&mut self, index: u16, option: u32, value: i64) -> Result<ReplyResult> {
+        let Some(setting) = SockOption::from_raw(option) else {
             return Ok(Err(Errno::NOPROTOOPT));
         };
-        if matches!(setting, Setting::SendBuffer | Setting::ReceiveBuffer) {
+        if matches!(setting, SockOption::SendBuffer | SockOption::ReceiveBuffer) {
             return self.set_size(index, setting, value);
         }
         let socket = self.socket(index);
         let on = value != 0;
         let Some(fd) = &socket.fd else { return Ok(Err(Errno::INVAL)) };
         let done = match setting {
-            Setting::NoDelay if socket.sort == Sort::Datagram => Err(Errno::OPNOTSUPP),
-            Setting::NoDelay => {
-                socket.wishes.no_delay = on;
+            SockOption::NoDelay if socket.role == SocketRole::Datagram => Err(Errno::OPNOTSUPP),
+            SockOption::NoDelay => {
+                socket.sockopts.no_delay = on;
                 sockopt::set_tcp_nodelay(fd, on)
             }
-            Setting::Linger => {
-                socket.wishes.abort = value == 0;
+            SockOption::Linger => {
+                socket.sockopts.abort = value == 0;
                 match value {
                     0 | i64::MIN..0 => Ok(()),
                     // Closing never waits, so that there is nothing in between.
                     _ => Err(Errno::INVAL),
                 }
             }
-            Setting::ReuseAddress => {
-                socket.wishes.reuse_address = on;
+            SockOption::ReuseAddress => {
+                socket.sockopts.reuse_address = on;
                 sockopt::set_socket_reuseaddr(fd, on)
             }
-            Setting::KeepAlive => sockopt::set_socket_keepalive(fd, on),
-            Setting::Broadcast => sockopt::set_socket_broadcast(fd, on),
-            Setting::OnlyV6 => sockopt::set_ipv6_v6only(fd, on),
+            SockOption::KeepAlive => sockopt::set_socket_keepalive(fd, on),
+            SockOption::Broadcast => sockopt::set_socket_broadcast(fd, on),
+            SockOption::V6Only => sockopt::set_ipv6_v6only(fd, on),
             // These are the kernel's own.
-            Setting::NonBlocking | Setting::SendTimeout | Setting::ReceiveTimeout => {
+            SockOption::NonBlocking | SockOption::SendTimeout | SockOption::ReceiveTimeout => {
                 Err(Errno::INVAL)
             }
-            Setting::Error | Setting::SendBuffer | Setting::ReceiveBuffer => Err(Errno::NOPROTOOPT),
+            SockOption::Error | SockOption::SendBuffer | SockOption::ReceiveBuffer => {
+                Err(Errno::NOPROTOOPT)
+            }
         };
-        if setting == Setting::Linger {
+        if setting == SockOption::Linger {
             // Kernels of the family `warp` must know whether they tell the peer of an end.
-            self.tell_state(index)?;
+            self.publish_state(index)?;
         }
         Ok(done.map(|()| (0, None)))
     }
 
     /// Rings have the size that was asked for, rounded up; once bytes went through them they stay.
-    fn set_size(&mut self, index: u16, setting: Setting, value: i64) -> Result<Outcome> {
-        let largest = self.options.arena;
+    fn set_size(&mut self, index: u16, setting: SockOption, value: i64) -> Result<ReplyResult> {
+        let max_size = self.options.arena;
         let socket = self.socket(index);
-        let size = u64::try_from(value).ok().filter(|size| (1..=largest).contains(size));
+        let size = u64::try_from(value).ok().filter(|size| (1..=max_size).contains(size));
         let Some(size) = size.and_then(arena::rounded) else { return Ok(Err(Errno::INVAL)) };
-        let fixed = match socket.sort {
-            Sort::Stream => socket.has(state::CONNECTED | state::CONNECTING),
-            Sort::Datagram => socket.received != 0 || socket.sent != 0,
-            Sort::Listener => false,
+        let fixed = match socket.role {
+            SocketRole::Stream => socket.has(state::CONNECTED | state::CONNECTING),
+            SocketRole::Datagram => socket.received != 0 || socket.sent != 0,
+            SocketRole::Listener => false,
         };
         if fixed {
             return Ok(Err(Errno::ISCONN));
         }
-        let before = socket.wishes;
+        let before = socket.sockopts;
         match setting {
-            Setting::SendBuffer => socket.wishes.send_size = size,
-            _ => socket.wishes.receive_size = size,
+            SockOption::SendBuffer => socket.sockopts.send_size = size,
+            _ => socket.sockopts.receive_size = size,
         }
-        if socket.sort == Sort::Listener {
+        if socket.role == SocketRole::Listener {
             return Ok(DONE);
         }
-        self.take_rings(index);
-        if self.sockets[usize::from(index)].sort == Sort::Datagram
-            && let Err(errno) = self.give_rings(index)
+        self.free_rings(index);
+        if self.sockets[usize::from(index)].role == SocketRole::Datagram
+            && let Err(errno) = self.alloc_rings(index)
         {
-            self.socket(index).wishes = before;
+            self.socket(index).sockopts = before;
             // What it had a moment ago is there again.
-            if let Err(errno) = self.give_rings(index) {
+            if let Err(errno) = self.alloc_rings(index) {
                 return Ok(Err(errno));
             }
             return Ok(Err(errno));
         }
-        self.tell_line(index)?;
+        self.publish_socket(index)?;
         Ok(DONE)
     }
 
-    fn get(&mut self, index: u16, option: u32) -> Outcome {
-        let setting = Setting::from_raw(option).ok_or(Errno::NOPROTOOPT)?;
+    fn get(&mut self, index: u16, option: u32) -> ReplyResult {
+        let setting = SockOption::from_raw(option).ok_or(Errno::NOPROTOOPT)?;
         let socket = self.socket(index);
         let value = match setting {
-            Setting::SendBuffer => arena::rounded(socket.wishes.send_size).unwrap_or(0) as i64,
-            Setting::ReceiveBuffer => {
-                arena::rounded(socket.wishes.receive_size).unwrap_or(0) as i64
+            SockOption::SendBuffer => arena::rounded(socket.sockopts.send_size).unwrap_or(0) as i64,
+            SockOption::ReceiveBuffer => {
+                arena::rounded(socket.sockopts.receive_size).unwrap_or(0) as i64
             }
-            Setting::NoDelay => i64::from(socket.wishes.no_delay),
-            Setting::Linger if socket.wishes.abort => 0,
-            Setting::Linger => -1,
-            Setting::Error => socket.errno(),
-            Setting::ReuseAddress => i64::from(socket.wishes.reuse_address),
-            Setting::KeepAlive | Setting::Broadcast | Setting::OnlyV6 => {
+            SockOption::NoDelay => i64::from(socket.sockopts.no_delay),
+            SockOption::Linger if socket.sockopts.abort => 0,
+            SockOption::Linger => -1,
+            SockOption::Error => socket.errno(),
+            SockOption::ReuseAddress => i64::from(socket.sockopts.reuse_address),
+            SockOption::KeepAlive | SockOption::Broadcast | SockOption::V6Only => {
                 let fd = socket.fd.as_ref().ok_or(Errno::INVAL)?;
                 i64::from(match setting {
-                    Setting::KeepAlive => sockopt::socket_keepalive(fd)?,
-                    Setting::Broadcast => sockopt::socket_broadcast(fd)?,
+                    SockOption::KeepAlive => sockopt::socket_keepalive(fd)?,
+                    SockOption::Broadcast => sockopt::socket_broadcast(fd)?,
                     _ => sockopt::ipv6_v6only(fd)?,
                 })
             }
-            Setting::NonBlocking | Setting::SendTimeout | Setting::ReceiveTimeout => {
+            SockOption::NonBlocking | SockOption::SendTimeout | SockOption::ReceiveTimeout => {
                 return Err(Errno::INVAL);
             }
         };
@@ -431,19 +435,19 @@ impl Agent {
     fn name(
         &mut self,
         index: u16,
-        ask: impl Fn(&OwnedFd) -> rustix::io::Result<Option<rustix::net::SocketAddrAny>>,
-    ) -> Outcome {
+        query: impl Fn(&OwnedFd) -> rustix::io::Result<Option<rustix::net::SocketAddrAny>>,
+    ) -> ReplyResult {
         let fd = self.socket(index).fd.as_ref().ok_or(Errno::NOTCONN)?;
-        let name = ask(fd)?.and_then(|name| SocketAddr::try_from(name).ok());
+        let name = query(fd)?.and_then(|name| SocketAddr::try_from(name).ok());
         name.map(|name| (0, Some(name))).ok_or(Errno::NOTCONN)
     }
 }
 
-fn new_descriptor(v6: bool, sort: Sort) -> std::result::Result<OwnedFd, Errno> {
+fn new_descriptor(v6: bool, role: SocketRole) -> std::result::Result<OwnedFd, Errno> {
     let family = if v6 { AddressFamily::INET6 } else { AddressFamily::INET };
-    let kind = match sort {
-        Sort::Datagram => SocketType::DGRAM,
-        Sort::Stream | Sort::Listener => SocketType::STREAM,
+    let kind = match role {
+        SocketRole::Datagram => SocketType::DGRAM,
+        SocketRole::Stream | SocketRole::Listener => SocketType::STREAM,
     };
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     rustix::net::socket_with(family, kind, flags, None)

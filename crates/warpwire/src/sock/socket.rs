@@ -6,12 +6,12 @@ use std::time::Instant;
 
 use rustix::io::Errno;
 
-use super::layout::{handle, inbox, state};
-use super::meeting::Warp;
+use super::handshakes::WarpState;
+use super::layout::{handle, host_state, state};
 
 /// What a socket is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Sort {
+pub(super) enum SocketRole {
     Stream,
     Datagram,
     Listener,
@@ -22,7 +22,7 @@ pub(super) type Ring = (u64, u64);
 
 /// What can be decided before there is a descriptor, or applies to those accepted.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Wishes {
+pub(super) struct SockOpts {
     pub(super) receive_size: u64,
     pub(super) send_size: u64,
     pub(super) no_delay: bool,
@@ -36,15 +36,15 @@ pub(super) struct Socket {
     pub(super) generation: u16,
     /// Somebody has its handle, or will get it.
     pub(super) open: bool,
-    pub(super) sort: Sort,
+    pub(super) role: SocketRole,
     pub(super) v6: bool,
     /// Of the family `warp`, and what it has for that.
     pub(super) is_warp: bool,
-    pub(super) warp: Warp,
+    pub(super) warp: WarpState,
     pub(super) fd: Option<OwnedFd>,
     /// The flags and errnos of the state word.
     pub(super) flags: u64,
-    pub(super) wishes: Wishes,
+    pub(super) sockopts: SockOpts,
     pub(super) receive_ring: Ring,
     pub(super) send_ring: Ring,
     /// Family `warp`: how much of the send ring is used, so that it fits into the peer's.
@@ -63,11 +63,11 @@ pub(super) struct Socket {
     /// It stands in the list of those to be served.
     pub(super) queued: bool,
     /// It stands in the list of those that wait for something that nobody announces.
-    pub(super) listed: bool,
+    pub(super) in_retry_list: bool,
     /// Its descriptor is among those that are watched.
     pub(super) watched: bool,
     /// Its kernel reads no more: what comes is thrown away.
-    pub(super) deaf: bool,
+    pub(super) discard_input: bool,
     /// Sending ends when the ring is empty.
     pub(super) shut_send: bool,
     /// Closed by its kernel; it goes when the ring is empty, or at that time.
@@ -81,15 +81,15 @@ impl Socket {
         Self {
             generation: 0,
             open: false,
-            sort: Sort::Stream,
+            role: SocketRole::Stream,
             v6: false,
             is_warp: false,
-            warp: Warp::default(),
+            warp: WarpState::default(),
             send_window: 0,
             peer_window: u64::MAX,
             fd: None,
             flags: 0,
-            wishes: Wishes {
+            sockopts: SockOpts {
                 receive_size: 0,
                 send_size: 0,
                 no_delay: true,
@@ -106,9 +106,9 @@ impl Socket {
             writable: false,
             end_seen: false,
             queued: false,
-            listed: false,
+            in_retry_list: false,
             watched: false,
-            deaf: false,
+            discard_input: false,
             shut_send: false,
             closing: None,
             waiting: VecDeque::new(),
@@ -123,7 +123,7 @@ impl Socket {
         let mut state = self.flags | u64::from(self.generation);
         if self.is_warp {
             state |= state::WARP;
-            state |= if self.wishes.abort { state::RESETS } else { 0 };
+            state |= if self.sockopts.abort { state::RESET_ON_CLOSE } else { 0 };
         }
         state
     }
@@ -171,7 +171,7 @@ impl Socket {
 
     /// Takes over what kernels say in the outbox: the lower halves of two counters. False if that cannot be: more was
     /// sent than fits, or more consumed than received.
-    pub(super) fn hear(&mut self, word: u64) -> bool {
+    pub(super) fn update_counters(&mut self, word: u64) -> bool {
         let sent = advance(self.sent, word as u32);
         let consumed = advance(self.consumed, (word >> 32) as u32);
         if sent - self.taken > self.send_ring.1 || consumed > self.received {
@@ -182,22 +182,26 @@ impl Socket {
     }
 
     /// The line that kernels see, given where its rings are, and its wire line.
-    pub(super) fn line(&self, rings: (u64, u64), wire: u64) -> [u8; inbox::LEN as usize] {
-        let mut line = [0; inbox::LEN as usize];
+    pub(super) fn line(
+        &self,
+        rings: (u64, u64),
+        qp_descriptor: u64,
+    ) -> [u8; host_state::LEN as usize] {
+        let mut line = [0; host_state::LEN as usize];
         let mut put = |at: u64, bytes: &[u8]| {
             line[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
         };
-        put(inbox::STATE, &self.state().to_le_bytes());
-        put(inbox::RECEIVED, &self.received.to_le_bytes());
-        put(inbox::TAKEN, &self.taken.to_le_bytes());
-        put(inbox::RECEIVE_RING, &rings.0.to_le_bytes());
-        put(inbox::SEND_RING, &rings.1.to_le_bytes());
-        put(inbox::RECEIVE_SIZE, &(self.receive_ring.1 as u32).to_le_bytes());
+        put(host_state::STATE, &self.state().to_le_bytes());
+        put(host_state::RECEIVED, &self.received.to_le_bytes());
+        put(host_state::TAKEN, &self.taken.to_le_bytes());
+        put(host_state::RECEIVE_RING, &rings.0.to_le_bytes());
+        put(host_state::SEND_RING, &rings.1.to_le_bytes());
+        put(host_state::RECEIVE_SIZE, &(self.receive_ring.1 as u32).to_le_bytes());
         let send_size = if self.is_warp { self.send_window } else { self.send_ring.1 };
-        put(inbox::SEND_SIZE, &(send_size as u32).to_le_bytes());
-        put(inbox::WIRE, &wire.to_le_bytes());
+        put(host_state::SEND_SIZE, &(send_size as u32).to_le_bytes());
+        put(host_state::QP_DESCRIPTOR, &qp_descriptor.to_le_bytes());
         let report_at = (self.receive_ring.1.min(self.peer_window) / 4).max(1);
-        put(inbox::REPORT_AT, &(report_at as u32).to_le_bytes());
+        put(host_state::REPORT_AT, &(report_at as u32).to_le_bytes());
         line
     }
 }
@@ -222,11 +226,14 @@ mod tests {
         let mut socket = Socket::vacant();
         (socket.send_ring, socket.receive_ring) = ((0, 4096), (0, 4096));
         socket.received = 10;
-        assert!(socket.hear(10 << 32 | 4096));
+        assert!(socket.update_counters(10 << 32 | 4096));
         assert_eq!((socket.sent, socket.consumed), (4096, 10));
-        assert!(!socket.hear(10 << 32 | 4097), "more than fits");
-        assert!(!socket.hear(11 << 32 | 4096), "more than came");
-        assert!(!socket.hear(9 << 32 | 4096), "a counter that goes back has gone around");
+        assert!(!socket.update_counters(10 << 32 | 4097), "more than fits");
+        assert!(!socket.update_counters(11 << 32 | 4096), "more than came");
+        assert!(
+            !socket.update_counters(9 << 32 | 4096),
+            "a counter that goes back has gone around"
+        );
         assert_eq!((socket.sent, socket.consumed), (4096, 10));
     }
 

@@ -7,13 +7,13 @@ use std::sync::atomic::Ordering;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, SocketFlags, sockopt};
 
-use super::agent::{Agent, LAST_WORDS, PIECE};
-use super::layout::{inbox, record, state};
-use super::socket::Sort;
+use super::agent::{Agent, LINGER_TIMEOUT, QUANTUM};
+use super::layout::{host_state, record, state};
+use super::socket::SocketRole;
 use crate::error::Result;
 
 /// Connections accepted before it is another socket's turn.
-const ACCEPTS: u32 = 64;
+const ACCEPT_BATCH: u32 = 64;
 
 impl Agent {
     /// Does a piece of what a socket has to do; true if more may be left.
@@ -22,11 +22,11 @@ impl Agent {
         if !socket.open {
             return Ok(false);
         }
-        match socket.sort {
-            Sort::Listener => self.accept_some(index),
-            Sort::Datagram => self.serve_datagrams(index),
-            Sort::Stream if socket.is_warp => self.serve_warp(index),
-            Sort::Stream => self.serve_stream(index),
+        match socket.role {
+            SocketRole::Listener => self.accept_some(index),
+            SocketRole::Datagram => self.serve_datagrams(index),
+            SocketRole::Stream if socket.is_warp => self.serve_warp(index),
+            SocketRole::Stream => self.serve_stream(index),
         }
     }
 
@@ -57,7 +57,7 @@ impl Agent {
             }
             Ok(Ok(())) if socket.is_warp => {
                 socket.readable = true;
-                return self.begin_meeting(index, &[]);
+                return self.begin_handshake(index, &[]);
             }
             Ok(Ok(())) => {
                 socket.flags = socket.flags & !state::CONNECTING | state::CONNECTED;
@@ -69,7 +69,7 @@ impl Agent {
                 self.drop_descriptor(index);
             }
         }
-        self.tell_state(index)
+        self.publish_state(index)
     }
 
     /// From the send ring to the peer.
@@ -79,18 +79,18 @@ impl Agent {
         let Some(fd) = socket.fd.as_ref().filter(|_| socket.writable && unsent > 0) else {
             return Ok(false);
         };
-        let piece = &mut self.bounce[..(unsent as usize).min(PIECE)];
-        self.ground.fetch(ring, at, piece)?;
+        let piece = &mut self.bounce[..(unsent as usize).min(QUANTUM)];
+        self.shared_area.fetch(ring, at, piece)?;
         match rustix::net::send(fd, piece, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
             Ok(count) => {
                 socket.taken += count as u64;
                 // Whoever takes bytes is given time for the rest.
                 if socket.closing.is_some() {
-                    socket.closing = Some(std::time::Instant::now() + LAST_WORDS);
+                    socket.closing = Some(std::time::Instant::now() + LINGER_TIMEOUT);
                 }
                 self.counters.sent.fetch_add(count as u64, Ordering::Relaxed);
                 let (taken, more) = (socket.taken, socket.unsent() > 0);
-                self.ground.tell(index, inbox::TAKEN, taken)?;
+                self.shared_area.store_word(index, host_state::TAKEN, taken)?;
                 Ok(more)
             }
             Err(Errno::AGAIN | Errno::INTR) => {
@@ -102,7 +102,7 @@ impl Agent {
                 socket.fail(None, Some(errno));
                 socket.taken = socket.sent;
                 socket.readable = true;
-                self.tell_state(index)?;
+                self.publish_state(index)?;
                 Ok(true)
             }
         }
@@ -111,26 +111,31 @@ impl Agent {
     /// From the peer to the receive ring.
     fn receive_some(&mut self, index: u16) -> Result<bool> {
         let socket = &mut self.sockets[usize::from(index)];
-        let wanted = if socket.deaf { PIECE } else { (socket.room() as usize).min(PIECE) };
-        let ended = socket.has(state::RECEIVE_END) && !socket.deaf;
+        let wanted =
+            if socket.discard_input { QUANTUM } else { (socket.room() as usize).min(QUANTUM) };
+        let ended = socket.has(state::RECEIVE_END) && !socket.discard_input;
         let may = socket.readable && wanted > 0 && !ended && socket.closing.is_none();
         let Some(fd) = socket.fd.as_ref().filter(|_| may) else { return Ok(false) };
         match rustix::net::recv(fd, &mut self.bounce[..wanted], RecvFlags::DONTWAIT) {
             Ok((0, _)) => {
                 socket.flags |= state::RECEIVE_END;
-                socket.deaf = false;
-                self.tell_state(index)?;
+                socket.discard_input = false;
+                self.publish_state(index)?;
                 Ok(false)
             }
-            Ok(_) if socket.deaf => Ok(true),
+            Ok(_) if socket.discard_input => Ok(true),
             Ok((count, _)) => {
-                self.ground.put(socket.receive_ring, socket.received, &self.bounce[..count])?;
+                self.shared_area.put(
+                    socket.receive_ring,
+                    socket.received,
+                    &self.bounce[..count],
+                )?;
                 socket.received += count as u64;
                 // A short read has emptied the queue, unless its end comes next.
                 socket.readable = count == wanted || socket.end_seen;
                 self.counters.received.fetch_add(count as u64, Ordering::Relaxed);
                 let (received, more) = (socket.received, socket.readable && socket.room() > 0);
-                self.ground.tell(index, inbox::RECEIVED, received)?;
+                self.shared_area.store_word(index, host_state::RECEIVED, received)?;
                 Ok(more)
             }
             Err(Errno::AGAIN | Errno::INTR) => {
@@ -141,7 +146,7 @@ impl Agent {
                 socket.fail(Some(errno), Some(errno));
                 socket.taken = socket.sent;
                 self.drop_descriptor(index);
-                self.tell_state(index)?;
+                self.publish_state(index)?;
                 Ok(false)
             }
         }
@@ -151,8 +156,8 @@ impl Agent {
     pub(super) fn finish(&mut self, index: u16) -> Result<()> {
         let socket = &mut self.sockets[usize::from(index)];
         let done = socket.unsent() == 0 || socket.has(state::SEND_END) || socket.fd.is_none();
-        if socket.closing.is_some() && (done || socket.wishes.abort) {
-            return self.vacate(index);
+        if socket.closing.is_some() && (done || socket.sockopts.abort) {
+            return self.release_socket(index);
         }
         if socket.shut_send && done && !socket.has(state::SEND_END) {
             if let Some(fd) = &socket.fd {
@@ -160,22 +165,22 @@ impl Agent {
                 let _ = rustix::net::shutdown(fd, Shutdown::Write);
             }
             socket.flags |= state::SEND_END;
-            self.tell_state(index)?;
+            self.publish_state(index)?;
         }
         Ok(())
     }
 
     /// Takes connections that wait at a listener.
     fn accept_some(&mut self, index: u16) -> Result<bool> {
-        self.forget_taken(index);
-        for _ in 0..ACCEPTS {
+        self.reap_accepted(index);
+        for _ in 0..ACCEPT_BATCH {
             let socket = &self.sockets[usize::from(index)];
             let may = socket.readable && socket.room() >= record::LEN && socket.closing.is_none();
             let Some(fd) = socket.fd.as_ref().filter(|_| may) else { return Ok(false) };
             let is_warp = socket.is_warp;
             // Those of the family `warp` need a place when they have spoken.
             if self.vacant.is_empty() && !is_warp {
-                self.look_again_at(index);
+                self.retry_later(index);
                 return Ok(false);
             }
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -183,9 +188,9 @@ impl Agent {
                 Ok((connection, peer)) => {
                     let peer = peer.and_then(|peer| SocketAddr::try_from(peer).ok());
                     if is_warp {
-                        self.lay_down(index, connection, peer);
-                    } else if !self.adopt(index, connection, peer)? {
-                        self.look_again_at(index);
+                        self.add_pending(index, connection, peer);
+                    } else if !self.accept_connection(index, connection, peer)? {
+                        self.retry_later(index);
                         return Ok(false);
                     }
                 }
@@ -198,7 +203,7 @@ impl Agent {
                 Err(errno) => {
                     // No descriptors or no memory: later.
                     tracing::warn!(%errno, "a connection could not be accepted");
-                    self.look_again_at(index);
+                    self.retry_later(index);
                     return Ok(false);
                 }
             }
@@ -207,7 +212,7 @@ impl Agent {
     }
 
     /// Connections that kernels have taken are theirs.
-    pub(super) fn forget_taken(&mut self, index: u16) {
+    pub(super) fn reap_accepted(&mut self, index: u16) {
         let socket = &mut self.sockets[usize::from(index)];
         let left = ((socket.received - socket.consumed) / record::LEN) as usize;
         while socket.waiting.len() > left {
@@ -216,32 +221,32 @@ impl Agent {
     }
 
     /// Makes a socket of an accepted connection, and hands it to whoever accepts next. False if it had to be let go.
-    fn adopt(
+    fn accept_connection(
         &mut self,
         listener: u16,
         connection: OwnedFd,
         peer: Option<SocketAddr>,
     ) -> Result<bool> {
-        let Some(index) = self.take_place()? else { return Ok(false) };
-        let (wishes, v6) =
-            (self.sockets[usize::from(listener)].wishes, self.sockets[usize::from(listener)].v6);
+        let Some(index) = self.alloc_socket()? else { return Ok(false) };
+        let (sockopts, v6) =
+            (self.sockets[usize::from(listener)].sockopts, self.sockets[usize::from(listener)].v6);
         let socket = &mut self.sockets[usize::from(index)];
-        (socket.wishes, socket.v6) = (wishes, v6);
-        if wishes.no_delay {
+        (socket.sockopts, socket.v6) = (sockopts, v6);
+        if sockopts.no_delay {
             // It costs speed where it cannot be set, and nothing else.
             let _ = sockopt::set_tcp_nodelay(&connection, true);
         }
         socket.fd = Some(connection);
         (socket.readable, socket.writable) = (true, true);
         socket.flags = state::CONNECTED;
-        if let Err(errno) = self.give_rings(index).and_then(|()| self.watch(index)) {
+        if let Err(errno) = self.alloc_rings(index).and_then(|()| self.watch(index)) {
             tracing::warn!(%errno, "an accepted connection got no rings, and was reset");
-            self.sockets[usize::from(index)].wishes.abort = true;
-            self.vacate(index)?;
+            self.sockets[usize::from(index)].sockopts.abort = true;
+            self.release_socket(index)?;
             return Ok(false);
         }
-        self.tell_line(index)?;
-        self.announce(listener, index, peer)?;
+        self.publish_socket(index)?;
+        self.enqueue_accepted(listener, index, peer)?;
         Ok(true)
     }
 }

@@ -8,13 +8,13 @@ use super::StreamQp;
 use super::prepared::{Prepared, PreparedWait, check_stream};
 use super::queue::{Posted, Shared, State};
 use super::ticket::Ticket;
-use super::waits::Sign;
+use super::waits::ProgressMarker;
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Condition, MemOp, Region, Stream, Word};
-use crate::verbs::Request;
+use crate::verbs::SendRequest;
 
 /// Up to so many bytes are written as words, which go to the device with the rest.
-const AS_WORDS: u64 = 64;
+const MAX_WORD_WRITE: u64 = 64;
 
 #[derive(Debug)]
 enum Element {
@@ -66,7 +66,7 @@ impl Descriptors {
     }
 
     /// Adds a request, which is prepared now; returns what it is called.
-    pub fn send(&mut self, qp: &StreamQp, request: &Request<'_>) -> Result<Ticket> {
+    pub fn send(&mut self, qp: &StreamQp, request: &SendRequest<'_>) -> Result<Ticket> {
         self.send_prepared(qp.prepare(request)?)
     }
 
@@ -121,8 +121,9 @@ impl Descriptors {
             let error = Error::new(Kind::InvalidArgument, what).on(self.stream.label());
             return Err(error.why("the lengths differ"));
         }
-        let in_words =
-            to.len() <= AS_WORDS && to.len().is_multiple_of(4) && to.address().is_aligned_to(4);
+        let in_words = to.len() <= MAX_WORD_WRITE
+            && to.len().is_multiple_of(4)
+            && to.address().is_aligned_to(4);
         if !in_words {
             let from = self.stream.stage(bytes)?;
             return self.word(MemOp::Copy { to: to.clone(), from });
@@ -157,7 +158,7 @@ impl Descriptors {
 }
 
 /// A queue pair of the list, held while it is posted.
-struct Held<'a> {
+struct LockedQp<'a> {
     shared: &'a Arc<Shared>,
     state: MutexGuard<'a, State>,
     before: Posted,
@@ -171,17 +172,17 @@ fn submit(stream: &Stream, elements: &mut [Element], ops: &mut Vec<MemOp>) -> Re
     // In one order everywhere, so that two lists with the same queue pairs never hold each other up.
     pairs.sort_unstable_by_key(Arc::as_ptr);
     pairs.dedup_by_key(|pair| Arc::as_ptr(pair));
-    let mut held: Vec<_> = pairs
+    let mut locked: Vec<_> = pairs
         .iter()
         .map(|shared| {
             let state = shared.state.lock();
-            Held { shared, before: state.posted(), state }
+            LockedQp { shared, before: state.posted(), state }
         })
         .collect();
-    let posted = plan(stream, elements, &mut held, ops).and_then(|()| stream.batch(ops));
+    let posted = plan(stream, elements, &mut locked, ops).and_then(|()| stream.batch(ops));
     if posted.is_err() {
-        for held in &mut held {
-            held.state.unpost_to(held.before);
+        for locked in &mut locked {
+            locked.state.unpost_to(locked.before);
         }
     }
     for element in elements {
@@ -190,9 +191,9 @@ fn submit(stream: &Stream, elements: &mut [Element], ops: &mut Vec<MemOp>) -> Re
             Element::Wait(wait) => {
                 wait.is_posted = posted.is_ok();
                 if posted.is_err()
-                    && let Some(held) = find(&mut held, &wait.shared)
+                    && let Some(locked) = find(&mut locked, &wait.shared)
                 {
-                    held.state.unpost_wait(wait.slot);
+                    locked.state.unpost_wait(wait.slot);
                 }
             }
             Element::Word(_) => {}
@@ -201,29 +202,32 @@ fn submit(stream: &Stream, elements: &mut [Element], ops: &mut Vec<MemOp>) -> Re
     posted
 }
 
-fn find<'h, 'a>(held: &'h mut [Held<'a>], shared: &Arc<Shared>) -> Option<&'h mut Held<'a>> {
-    held.iter_mut().find(|held| Arc::ptr_eq(held.shared, shared))
+fn find<'h, 'a>(
+    locked: &'h mut [LockedQp<'a>],
+    shared: &Arc<Shared>,
+) -> Option<&'h mut LockedQp<'a>> {
+    locked.iter_mut().find(|locked| Arc::ptr_eq(locked.shared, shared))
 }
 
 /// What the stream does for each element, in order.
 fn plan(
     stream: &Stream,
     elements: &[Element],
-    held: &mut [Held<'_>],
+    locked: &mut [LockedQp<'_>],
     ops: &mut Vec<MemOp>,
 ) -> Result<()> {
     for (at, element) in elements.iter().enumerate() {
         match element {
             Element::Word(op) => ops.push(op.clone()),
             Element::Send(work) => {
-                if let Some(Held { shared, state, .. }) = find(held, &work.shared) {
+                if let Some(LockedQp { shared, state, .. }) = find(locked, &work.shared) {
                     shared.post(state, work.ticket.number, stream, ops)?;
                 }
             }
             Element::Wait(wait) => {
-                if let Some(Held { shared, state, .. }) = find(held, &wait.shared) {
-                    let signs = signs_of(elements, at, wait);
-                    shared.post_wait(state, wait.ticket, wait.slot, stream, signs, ops)?;
+                if let Some(LockedQp { shared, state, .. }) = find(locked, &wait.shared) {
+                    let markers = markers_of(elements, at, wait);
+                    shared.post_wait(state, wait.ticket, wait.slot, stream, markers, ops)?;
                 }
             }
         }
@@ -233,16 +237,16 @@ fn plan(
 
 /// What tells that the stream came to a wait, and passed it: a ring of the same queue pair just before or after, or words
 /// of its own.
-fn signs_of(elements: &[Element], at: usize, wait: &PreparedWait) -> [Sign; 2] {
-    let sign_of = |element: &Element| match element {
+fn markers_of(elements: &[Element], at: usize, wait: &PreparedWait) -> [ProgressMarker; 2] {
+    let marker_of = |element: &Element| match element {
         Element::Send(work) if Arc::ptr_eq(&work.shared, &wait.shared) => {
-            Some(Sign::Ring(work.ticket.number))
+            Some(ProgressMarker::Ring(work.ticket.number))
         }
         _ => None,
     };
     let mut before = elements[..at].iter().rev().take_while(|element| !element.waits());
-    let arrived = before.find_map(sign_of).unwrap_or(Sign::Word);
+    let arrived = before.find_map(marker_of).unwrap_or(ProgressMarker::Word);
     let mut after = elements[at + 1..].iter().take_while(|element| !element.waits());
-    let passed = after.find_map(sign_of).unwrap_or(Sign::Word);
+    let passed = after.find_map(marker_of).unwrap_or(ProgressMarker::Word);
     [arrived, passed]
 }

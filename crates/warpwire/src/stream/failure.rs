@@ -45,7 +45,12 @@ pub struct Failure {
 
 impl Failure {
     /// Of work that ended badly.
-    pub(super) fn of(ticket: Ticket, id: u64, status: Status, waiters: Vec<Waiter>) -> Self {
+    pub(super) fn from_status(
+        ticket: Ticket,
+        id: u64,
+        status: Status,
+        waiters: Vec<Waiter>,
+    ) -> Self {
         let what = match ticket.queue {
             Queue::Send => "finish a request",
             Queue::Receive => "finish a receive",
@@ -57,8 +62,8 @@ impl Failure {
     }
 
     /// Of somebody who waited for too long.
-    pub(super) fn of_patience(patience: Duration, waiters: Vec<Waiter>) -> Self {
-        let mut why = format!("nothing came in {patience:.1?}");
+    pub(super) fn timed_out(wait_timeout: Duration, waiters: Vec<Waiter>) -> Self {
+        let mut why = format!("nothing came in {wait_timeout:.1?}");
         add_waiters(&mut why, &waiters);
         let error = Error::new(Kind::Timeout, "wait for a completion on a stream")
             .why(why)
@@ -67,7 +72,7 @@ impl Failure {
     }
 
     /// Of somebody who ended it, or of a device that did without a word.
-    pub(super) fn of_end(why: &'static str, waiters: Vec<Waiter>) -> Self {
+    pub(super) fn aborted(why: &'static str, waiters: Vec<Waiter>) -> Self {
         let mut text = why.to_owned();
         add_waiters(&mut text, &waiters);
         let error = Error::new(Kind::StreamFailed, "go on").why(text).fix("connect a new one");

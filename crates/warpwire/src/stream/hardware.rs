@@ -13,49 +13,50 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::doors::{Arrived, Ringing, Tails};
-use super::{Parts, check_blocks};
+use super::doorbells::{CqeTails, CqeWait, DoorbellValues};
+use super::{StreamQpParts, check_blocks};
 use crate::error::{Error, Kind, Result};
 use crate::hca::QueueMemory;
 use crate::mem::{Allocation, Device, MemOp, WeakAllocation};
-use crate::mlx5::{BLOCK, Record};
+use crate::mlx5::{DoorbellRecord, WQEBB_LEN};
 use crate::verbs::{Context, Cq, CqOptions, Pd, QpOptions};
 
 /// A queue pair of an mlx5 device, which streams of that device reach.
-pub(super) fn parts(
+pub(super) fn create_hardware_qp(
     context: &Context,
     pd: &Pd,
     device: &Device,
     wanted: QpOptions,
     entries: [u32; 2],
-) -> Result<Parts> {
+) -> Result<StreamQpParts> {
     let failed = |error: Error| error.during("make a queue pair for streams");
     let make = |entries: u32| {
         // mlx5 makes one more than it is asked for, and rounds up.
-        let options = CqOptions { entries: entries - 1, held: true, ..CqOptions::default() };
+        let options =
+            CqOptions { entries: entries - 1, manual_release: true, ..CqOptions::default() };
         context.create_cq_with(options).map_err(failed)
     };
     let cqs = [make(entries[0])?, make(entries[1])?];
     let qp = context.create_qp(pd, &cqs[0], &cqs[1], wanted).map_err(failed)?;
     let queues = qp.direct_queues()?;
-    check_blocks(queues.send_blocks.into(), device)?;
+    check_blocks(queues.send_wqebbs.into(), device)?;
     let has_nor = device.capabilities().stream_wait_nor.is_yes();
     let tails = |cq: &Cq| {
-        let (memory, begin) = reach(device, cq.memory(), false)?;
-        Tails::new((&memory, begin), cq.entries(), has_nor)
+        let (memory, begin) = map_pages(device, cq.memory(), false)?;
+        CqeTails::new((&memory, begin), cq.entries(), has_nor)
     };
     let tails = [tails(&cqs[0])?, tails(&cqs[1])?];
-    let (record, at) = reach(device, &queues.record, false)?;
-    let record = record.word32(at + Record::SEND as u64)?;
-    let (page, at) = reach(device, &queues.doorbell, true)?;
+    let (dbrec, at) = map_pages(device, &queues.dbrec, false)?;
+    let dbrec = dbrec.word32(at + DoorbellRecord::SEND as u64)?;
+    let (page, at) = map_pages(device, &queues.doorbell, true)?;
     let doorbell = Some(page.word64(at)?);
-    Ok(Parts { qp, cqs, tails, record, doorbell })
+    Ok(StreamQpParts { qp, cqs, tails, dbrec, doorbell })
 }
 
 /// Pages that a device was let reach: the driver takes each once, and queue pairs share them.
-static REACHED: Mutex<Vec<Reached>> = Mutex::new(Vec::new());
+static MAPPED_PAGES: Mutex<Vec<MappedPages>> = Mutex::new(Vec::new());
 
-struct Reached {
+struct MappedPages {
     device: Device,
     pages: Range<u64>,
     io: bool,
@@ -64,21 +65,25 @@ struct Reached {
 
 /// Lets a device reach queues that a provider has mapped, with the pages around them; tells where they begin there. The
 /// queues stay as long as anybody uses any of these pages.
-pub(super) fn reach(device: &Device, memory: &QueueMemory, io: bool) -> Result<(Allocation, u64)> {
+pub(super) fn map_pages(
+    device: &Device,
+    memory: &QueueMemory,
+    io: bool,
+) -> Result<(Allocation, u64)> {
     let (bytes, page) = (memory.bytes(), rustix::param::page_size() as u64);
     let (start, len) = (bytes.address(), bytes.len());
     let first = start - start % page;
     let pages = first..(start + len).next_multiple_of(page);
-    let mut known = REACHED.lock();
-    known.retain(|reached| reached.memory.upgrade().is_some());
-    let holds = |reached: &&Reached| {
-        let inside = reached.pages.start <= pages.start && pages.end <= reached.pages.end;
-        inside && reached.io == io && reached.device == *device
+    let mut known = MAPPED_PAGES.lock();
+    known.retain(|mapped| mapped.memory.upgrade().is_some());
+    let holds = |mapped: &&MappedPages| {
+        let inside = mapped.pages.start <= pages.start && pages.end <= mapped.pages.end;
+        inside && mapped.io == io && mapped.device == *device
     };
     let shared = known.iter().find(holds);
-    if let Some((memory, reached)) = shared.and_then(|found| Some((found.memory.upgrade()?, found)))
+    if let Some((memory, mapped)) = shared.and_then(|found| Some((found.memory.upgrade()?, found)))
     {
-        return Ok((memory, start - reached.pages.start));
+        return Ok((memory, start - mapped.pages.start));
     }
     let base = NonNull::new(std::ptr::with_exposed_provenance_mut(first as usize));
     let base = base.ok_or_else(|| Error::new(Kind::Malformed, "let a device reach a queue"))?;
@@ -94,7 +99,7 @@ pub(super) fn reach(device: &Device, memory: &QueueMemory, io: bool) -> Result<(
         registered => registered,
     }?;
     let (weak, device) = (memory.downgrade(), device.clone());
-    known.push(Reached { device, pages, io, memory: weak });
+    known.push(MappedPages { device, pages, io, memory: weak });
     Ok((memory, start - first))
 }
 
@@ -103,13 +108,13 @@ pub(super) fn reach(device: &Device, memory: &QueueMemory, io: bool) -> Result<(
 /// ```
 /// use warpwire::stream::Mlx5Qp;
 /// let mut image = [0; Mlx5Qp::IMAGE];
-/// image[..8].copy_from_slice(&0x7f00_0000_1000_u64.to_le_bytes()); // the doorbell record
+/// image[..8].copy_from_slice(&0x7f00_0000_1000_u64.to_le_bytes()); // the doorbell dbrec
 /// image[8..16].copy_from_slice(&0x7f00_0010_0000_u64.to_le_bytes()); // the send queue
 /// image[16..20].copy_from_slice(&128_u32.to_le_bytes());
 /// image[20..24].copy_from_slice(&64_u32.to_le_bytes());
 /// image[40..48].copy_from_slice(&0x7f00_0020_0800_u64.to_le_bytes()); // the register
 /// let qp = Mlx5Qp::parse(0x123, &image)?;
-/// assert_eq!((qp.record, qp.blocks), (0x7f00_0000_1000, 128));
+/// assert_eq!((qp.dbrec, qp.blocks), (0x7f00_0000_1000, 128));
 /// assert_eq!(qp.doorbell_page(4096), (0x7f00_0020_0000, 0x800));
 /// # Ok::<(), warpwire::Error>(())
 /// ```
@@ -118,7 +123,7 @@ pub struct Mlx5Qp {
     /// Its number.
     pub qpn: u32,
     /// The doorbell record.
-    pub record: u64,
+    pub dbrec: u64,
     /// The send queue.
     pub send: u64,
     /// How many blocks it has.
@@ -142,20 +147,20 @@ impl Mlx5Qp {
                 .fix("fill the structure with mlx5dv_init_obj"))
         };
         let (blocks, stride) = (word32(image, 16), word32(image, 20));
-        if !blocks.is_power_of_two() || stride as usize != BLOCK {
+        if !blocks.is_power_of_two() || stride as usize != WQEBB_LEN {
             return wrong(format!("it has {blocks} blocks of {stride} bytes"));
         }
         let qp = Self {
             qpn,
-            record: word64(image, 0),
+            dbrec: word64(image, 0),
             send: word64(image, 8),
             blocks,
             doorbell: word64(image, 40),
         };
-        if [qp.record, qp.send, qp.doorbell].contains(&0) {
+        if [qp.dbrec, qp.send, qp.doorbell].contains(&0) {
             return wrong("an address is null".to_owned());
         }
-        if !qp.record.is_multiple_of(8) || !qp.doorbell.is_multiple_of(8) {
+        if !qp.dbrec.is_multiple_of(8) || !qp.doorbell.is_multiple_of(8) {
             return wrong("the record or the doorbell is not aligned to 8 bytes".to_owned());
         }
         Ok(qp)
@@ -166,23 +171,23 @@ impl Mlx5Qp {
         (self.doorbell - self.doorbell % page, self.doorbell % page)
     }
 
-    /// What a stream does to ring up to that block: the record first, then the register. `record` is the memory with
+    /// What a stream does to ring up to that block: the record first, then the register. `dbrec` is the memory with
     /// the record at its offset, `page` the registered page.
     ///
     /// # Errors
     /// If the words do not lie in that memory.
     pub fn ring(
         &self,
-        (record, record_offset): (&Allocation, u64),
+        (dbrec, record_offset): (&Allocation, u64),
         (page, register_offset): (&Allocation, u64),
         producer: u16,
     ) -> Result<[MemOp; 2]> {
-        let ringing = Ringing::next(self.qpn, producer);
-        let word = record.word32(record_offset + Record::SEND as u64)?;
+        let values = DoorbellValues::next(self.qpn, producer);
+        let word = dbrec.word32(record_offset + DoorbellRecord::SEND as u64)?;
         let register = page.word64(register_offset)?;
         Ok([
-            MemOp::Write { word, value: ringing.record.into() },
-            MemOp::Write { word: register, value: ringing.doorbell },
+            MemOp::Write { word, value: values.dbrec.into() },
+            MemOp::Write { word: register, value: values.doorbell },
         ])
     }
 }
@@ -197,7 +202,7 @@ pub struct Mlx5Cq {
     /// How many.
     pub entries: u32,
     /// Its record.
-    pub record: u64,
+    pub dbrec: u64,
 }
 
 impl Mlx5Cq {
@@ -211,12 +216,12 @@ impl Mlx5Cq {
     pub fn parse(image: &[u8; Self::IMAGE]) -> Result<Self> {
         let cq = Self {
             buffer: word64(image, 0),
-            record: word64(image, 8),
+            dbrec: word64(image, 8),
             entries: word32(image, 16),
             cqn: word32(image, 32),
         };
         let size = word32(image, 20);
-        if !cq.entries.is_power_of_two() || size != 64 || cq.buffer == 0 || cq.record == 0 {
+        if !cq.entries.is_power_of_two() || size != 64 || cq.buffer == 0 || cq.dbrec == 0 {
             let why = format!("it has {} entries of {size} bytes", cq.entries);
             return Err(Error::new(Kind::Malformed, format!("watch completion queue {}", cq.cqn))
                 .why(why)
@@ -229,8 +234,8 @@ impl Mlx5Cq {
 
     /// What a stream does to wait for its `number`-th completion, in the memory that its entries lie in.
     pub fn wait(&self, memory: &Allocation, number: u64, has_nor: bool) -> Result<MemOp> {
-        let Arrived { offset, condition, value } =
-            Arrived::of(number, self.entries.into(), has_nor);
+        let CqeWait { offset, condition, value } =
+            CqeWait::for_cqe(number, self.entries.into(), has_nor);
         Ok(MemOp::Wait { word: memory.word32(offset)?, condition, value: value.into() })
     }
 }
@@ -278,10 +283,10 @@ mod tests {
         let stream = gpu.stream().unwrap();
         stream.batch(&ops).unwrap();
         stream.synchronize(std::time::Duration::from_secs(5)).unwrap();
-        let (mut record, mut register) = ([0; 8], [0; 8]);
-        host.read(0x40, &mut record).unwrap();
+        let (mut dbrec, mut register) = ([0; 8], [0; 8]);
+        host.read(0x40, &mut dbrec).unwrap();
         page.read(0xa00, &mut register).unwrap();
-        assert_eq!(record, [0, 0, 0, 0, 0, 0, 0, 7]);
+        assert_eq!(dbrec, [0, 0, 0, 0, 0, 0, 0, 7]);
         assert_eq!(register, [0, 0, 7, 0, 0, 1, 0x23, 0]);
         assert!(
             matches!(&ops[0], MemOp::Write { word, .. } if word.address() == host.word32(0x44).unwrap().address())

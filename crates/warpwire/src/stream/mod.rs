@@ -8,7 +8,7 @@
 //! | [`Descriptors`] | several of them, and operations on words and memory, in one submission |
 //! | [`Ticket`] | what work is called until it has ended |
 //! | [`Failure`], [`Waiter`] | why a queue pair failed, and who waited then |
-//! | [`Ringing`], [`Arrived`] | what a stream writes and waits for, as numbers |
+//! | [`DoorbellValues`], [`CqeWait`] | what a stream writes and waits for, as numbers |
 //! | [`KernelQp`], [`kernel`] | a queue pair that kernels drive, also from graphs |
 //! | [`Mlx5Qp`], [`Mlx5Cq`] | where a ConnectX has them |
 //!
@@ -20,7 +20,7 @@
 //! # No stream is left waiting
 //! Work that fails ends the wait for it, as success does; whoever synchronizes the stream then asks
 //! [`StreamQp::failure`]. A queue pair that fails gives everything back. A stream that waits for longer than
-//! [`StreamQpOptions::patience`] makes its queue pair fail, and so does dropping it.
+//! [`StreamQpOptions::wait_timeout`] makes its queue pair fail, and so does dropping it.
 //!
 //! ```
 //! use std::time::Duration;
@@ -28,20 +28,20 @@
 //! use warpwire::link::Hub;
 //! use warpwire::mem::sim::{Sim, SimConfig};
 //! use warpwire::stream::{StreamQp, StreamQpOptions};
-//! use warpwire::verbs::{Access, Context, Drive, Op, ReceiveRequest, Request};
+//! use warpwire::verbs::{Access, Context, ProgressMode, WrOp, ReceiveRequest, SendRequest};
 //!
 //! let gpu = Sim::start(SimConfig::default())?.device(0)?;
 //! let hub = Hub::new();
-//! let drive = Drive::Thread { spin: Duration::ZERO, core: None };
+//! let progress_mode = ProgressMode::Thread { spin: Duration::ZERO, core: None };
 //! let [a, b] = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| {
 //!     let link = hub.endpoint(address.parse().unwrap()).unwrap();
-//!     Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() }).unwrap()
+//!     Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() }).unwrap()
 //! });
 //! let (pd, there) = (a.pd(), b.pd());
 //! let qp = StreamQp::create(&a, &pd, &gpu, StreamQpOptions::default())?;
 //! let peer = StreamQp::create(&b, &there, &gpu, StreamQpOptions::default())?;
-//! qp.connect(&peer.offer())?;
-//! peer.connect(&qp.offer())?;
+//! qp.connect(&peer.endpoint())?;
+//! peer.connect(&qp.endpoint())?;
 //!
 //! let (from, to) = (gpu.alloc(4096)?, gpu.alloc(4096)?);
 //! let source = a.register(&pd, from.whole()?, Access::LOCAL_WRITE)?;
@@ -51,7 +51,7 @@
 //! peer.post_receive(&[ReceiveRequest { id: 1, data: &[target.sge(0, 4096)] }])?;
 //! peer.wait_receive(&receiver)?; // now; the message comes later
 //! sender.fill(&from.whole()?, 0x5a)?; // a kernel would do
-//! qp.queue(&sender, &Request::new(2, Op::Send).with(&[source.sge(0, 4096)]))?;
+//! qp.queue(&sender, &SendRequest::new(2, WrOp::Send).with(&[source.sge(0, 4096)]))?;
 //! receiver.synchronize(Duration::from_secs(10))?;
 //! let mut arrived = [0; 4096];
 //! to.read(0, &mut arrived)?;
@@ -61,7 +61,7 @@
 //! ```
 
 mod descriptors;
-mod doors;
+mod doorbells;
 mod failure;
 mod hardware;
 pub mod kernel;
@@ -75,7 +75,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use descriptors::Descriptors;
-pub use doors::{Arrived, Ring, Ringing};
+pub use doorbells::{CqeWait, DoorbellMode, DoorbellValues};
 pub use failure::{Failure, Waiter};
 pub use hardware::{Mlx5Cq, Mlx5Qp};
 pub use kernel::{KernelQp, KernelQpOptions};
@@ -85,12 +85,12 @@ pub use ticket::Ticket;
 use crate::error::{Error, Kind, Result};
 use crate::hca::QueueMemory;
 use crate::mem::{self, Allocation, Stream, Word};
-use crate::mlx5::{BLOCK, MOST_BLOCKS, Record};
+use crate::mlx5::{DoorbellRecord, MAX_SEND_WQEBBS, WQEBB_LEN};
 use crate::verbs::{
-    Completion, Context, Cq, CqOptions, Drive, Offer, Pd, Qp, QpOptions, ReceiveRequest, Request,
-    Service,
+    Completion, Context, Cq, CqOptions, Pd, ProgressMode, Qp, QpEndpoint, QpOptions,
+    ReceiveRequest, SendRequest, Service,
 };
-use doors::{Doors, Tails};
+use doorbells::{CqeTails, DoorbellWords};
 use queue::{Shared, State};
 use waits::{WORDS_LEN, Waits};
 
@@ -118,10 +118,10 @@ pub struct StreamQpOptions {
     /// Where completions lie.
     pub cq_memory: CqMemory,
     /// How a stream rings.
-    pub ring: Ring,
+    pub doorbell_mode: DoorbellMode,
     /// For how long a stream may wait, from when it came to the wait, before the queue pair counts as failed. Without
     /// it, streams wait for ever, and one store less is needed for each wait.
-    pub patience: Option<Duration>,
+    pub wait_timeout: Option<Duration>,
 }
 
 impl Default for StreamQpOptions {
@@ -131,8 +131,8 @@ impl Default for StreamQpOptions {
             completions: None,
             waits: 256,
             cq_memory: CqMemory::default(),
-            ring: Ring::default(),
-            patience: Some(Duration::from_secs(30)),
+            doorbell_mode: DoorbellMode::default(),
+            wait_timeout: Some(Duration::from_secs(30)),
         }
     }
 }
@@ -161,27 +161,36 @@ impl StreamQp {
         options: StreamQpOptions,
     ) -> Result<Self> {
         check(context, device, &options)?;
-        let StreamQpOptions { qp: wanted, completions, waits, cq_memory, ring, patience } = options;
+        let StreamQpOptions {
+            qp: wanted,
+            completions,
+            waits,
+            cq_memory,
+            doorbell_mode,
+            wait_timeout,
+        } = options;
         let entries = |depth: u32| completions.unwrap_or(0).max(depth * 2).next_power_of_two();
         let entries = [wanted.send_depth, wanted.receive_depth].map(|depth| entries(depth.max(1)));
-        let wanted = QpOptions { watched: true, signal_all: true, ..wanted };
-        let Parts { qp, cqs, tails, record, doorbell } = match context.soft() {
-            Some(_) => soft_parts(context, pd, device, wanted, (entries, cq_memory, ring))?,
-            None => hardware::parts(context, pd, device, wanted, entries)?,
+        let wanted = QpOptions { poll_doorbell: true, signal_all: true, ..wanted };
+        let StreamQpParts { qp, cqs, tails, dbrec, doorbell } = match context.soft() {
+            Some(_) => {
+                create_soft_qp(context, pd, device, wanted, (entries, cq_memory, doorbell_mode))?
+            }
+            None => hardware::create_hardware_qp(context, pd, device, wanted, entries)?,
         };
         let [sends, receives] = cqs.each_ref().map(Cq::entries);
         let for_waits = u64::from(waits) * WORDS_LEN;
         let words = device.alloc_pinned(for_waits + u64::from(sends) * 4)?;
         words.host_bytes()?.fill(0, words.len(), &[0])?;
-        let turns = (0..sends).map(|at| words.word32(for_waits + u64::from(at) * 4));
-        let turns = turns.collect::<Result<_>>()?;
+        let rung_words = (0..sends).map(|at| words.word32(for_waits + u64::from(at) * 4));
+        let rung_words = rung_words.collect::<Result<_>>()?;
         let number = qp.number();
-        let doors = Doors::new(number, record, doorbell, turns);
+        let doorbells = DoorbellWords::new(number, dbrec, doorbell, rung_words);
         let waits = Waits::new(&words, waits, number)?;
         let state = State::new(waits, [sends, receives]);
         let device = device.clone();
-        let shared = Arc::new(Shared::new(qp, cqs, tails, doors, device, patience, state));
-        watchdog::look_after(&shared)?;
+        let shared = Arc::new(Shared::new(qp, cqs, tails, doorbells, device, wait_timeout, state));
+        watchdog::monitor(&shared)?;
         Ok(Self(shared))
     }
 
@@ -201,12 +210,12 @@ impl StreamQp {
     }
 
     /// What a peer must know to connect to it.
-    pub fn offer(&self) -> Offer {
-        self.0.qp.offer()
+    pub fn endpoint(&self) -> QpEndpoint {
+        self.0.qp.endpoint()
     }
 
     /// Connects it to the peer that made this offer.
-    pub fn connect(&self, peer: &Offer) -> Result<()> {
+    pub fn connect(&self, peer: &QpEndpoint) -> Result<()> {
         self.0.qp.connect(peer)
     }
 
@@ -215,18 +224,18 @@ impl StreamQp {
     /// # Errors
     /// [`Kind::Busy`] if there is no room: take completions with [`poll`](Self::poll), and let streams go on. The
     /// failure, if the queue pair has failed.
-    pub fn prepare(&self, request: &Request<'_>) -> Result<Prepared> {
+    pub fn prepare(&self, request: &SendRequest<'_>) -> Result<Prepared> {
         let ticket = self.0.prepare(&mut self.0.state.lock(), request)?;
         Ok(Prepared { shared: self.0.clone(), ticket, is_posted: false })
     }
 
     /// Prepares a request and posts it on a stream.
-    pub fn queue(&self, stream: &Stream, request: &Request<'_>) -> Result<Ticket> {
+    pub fn queue(&self, stream: &Stream, request: &SendRequest<'_>) -> Result<Ticket> {
         self.prepare(request)?.post(stream)
     }
 
     /// Prepares a request and posts it from the CPU, now.
-    pub fn post_now(&self, request: &Request<'_>) -> Result<Ticket> {
+    pub fn post_now(&self, request: &SendRequest<'_>) -> Result<Ticket> {
         self.prepare(request)?.post_now()
     }
 
@@ -323,7 +332,8 @@ fn check(context: &Context, device: &mem::Device, options: &StreamQpOptions) -> 
             .why(why)
     };
     device.capabilities().stream_mem_ops.require("ring from streams", device.info())?;
-    if context.soft().is_some_and(|hca| !matches!(hca.drive(), Drive::Thread { .. })) {
+    if context.soft().is_some_and(|hca| !matches!(hca.progress_mode(), ProgressMode::Thread { .. }))
+    {
         return Err(wrong("a stream's ring wakes nobody, and no thread drives the context".into())
             .fix("open the context with Drive::Thread"));
     }
@@ -339,58 +349,58 @@ fn check(context: &Context, device: &mem::Device, options: &StreamQpOptions) -> 
         return Err(wrong(format!("{} is not a number of waits", options.waits))
             .fix("ask for 1 to 1048576"));
     }
-    if options.qp.send_depth.max(options.qp.receive_depth) > MOST_BLOCKS / 2 {
-        return Err(wrong(format!("its queues would be deeper than {}", MOST_BLOCKS / 2))
+    if options.qp.send_depth.max(options.qp.receive_depth) > MAX_SEND_WQEBBS / 2 {
+        return Err(wrong(format!("its queues would be deeper than {}", MAX_SEND_WQEBBS / 2))
             .fix("ask for a smaller depth"));
     }
     Ok(())
 }
 
 /// A queue pair that a stream reaches.
-struct Parts {
+struct StreamQpParts {
     qp: Qp,
     cqs: [Cq; 2],
-    tails: [Tails; 2],
+    tails: [CqeTails; 2],
     /// The doorbell record's send word.
-    record: Word,
+    dbrec: Word,
     doorbell: Option<Word>,
 }
 
 /// A queue pair of the software HCA, in memory of the device.
-fn soft_parts(
+fn create_soft_qp(
     context: &Context,
     pd: &Pd,
     device: &mem::Device,
     mut wanted: QpOptions,
-    (entries, cq_memory, ring): ([u32; 2], CqMemory, Ring),
-) -> Result<Parts> {
+    (entries, cq_memory, doorbell_mode): ([u32; 2], CqMemory, DoorbellMode),
+) -> Result<StreamQpParts> {
     let (sends, send_memory) = make_cq(context, device, entries[0], cq_memory)?;
     let (receives, receive_memory) = make_cq(context, device, entries[1], cq_memory)?;
-    let memory = device.alloc_pinned(Qp::memory_for(&wanted)?)?;
+    let memory = device.alloc_pinned(Qp::required_memory(&wanted)?)?;
     wanted.memory = Some(QueueMemory::pinned(memory.clone())?);
     let qp = context.create_qp(pd, &sends, &receives, wanted)?;
     let (_, layout) = qp.queues();
-    check_blocks((layout.record - layout.send) / BLOCK as u64, device)?;
+    check_blocks((layout.dbrec - layout.send) / WQEBB_LEN as u64, device)?;
     let has_nor = device.capabilities().stream_wait_nor.is_yes();
     let tails = [
-        Tails::new((&send_memory, 0), sends.entries(), has_nor)?,
-        Tails::new((&receive_memory, 0), receives.entries(), has_nor)?,
+        CqeTails::new((&send_memory, 0), sends.entries(), has_nor)?,
+        CqeTails::new((&receive_memory, 0), receives.entries(), has_nor)?,
     ];
-    let record = memory.word32(layout.record + Record::SEND as u64)?;
-    let doorbell = match ring {
-        Ring::Record => None,
-        Ring::RecordAndDoorbell => Some(memory.word64(layout.doorbell)?),
+    let dbrec = memory.word32(layout.dbrec + DoorbellRecord::SEND as u64)?;
+    let doorbell = match doorbell_mode {
+        DoorbellMode::DoorbellRecord => None,
+        DoorbellMode::RecordAndDoorbell => Some(memory.word64(layout.doorbell)?),
     };
-    Ok(Parts { qp, cqs: [sends, receives], tails, record, doorbell })
+    Ok(StreamQpParts { qp, cqs: [sends, receives], tails, dbrec, doorbell })
 }
 
 /// What the doorbell record says must be told from what it said a lap before, and half of its numbers is enough for that.
 fn check_blocks(blocks: u64, device: &mem::Device) -> Result<()> {
-    if blocks <= u64::from(MOST_BLOCKS / 2) {
+    if blocks <= u64::from(MAX_SEND_WQEBBS / 2) {
         return Ok(());
     }
     let why =
-        format!("its send queue would have {blocks} blocks, and may have {}", MOST_BLOCKS / 2);
+        format!("its send queue would have {blocks} blocks, and may have {}", MAX_SEND_WQEBBS / 2);
     Err(Error::new(Kind::InvalidArgument, "make a queue pair for streams")
         .on(device.label())
         .why(why)
@@ -402,10 +412,10 @@ fn make_cq(
     context: &Context,
     device: &mem::Device,
     entries: u32,
-    place: CqMemory,
+    cq_memory: CqMemory,
 ) -> Result<(Cq, Allocation)> {
-    let len = Cq::memory_for(entries);
-    let (allocation, memory) = match place {
+    let len = Cq::required_memory(entries);
+    let (allocation, memory) = match cq_memory {
         CqMemory::Pinned => {
             let allocation = device.alloc_pinned(len)?;
             (allocation.clone(), QueueMemory::pinned(allocation)?)
@@ -416,6 +426,7 @@ fn make_cq(
             (allocation, QueueMemory::window(window))
         }
     };
-    let options = CqOptions { entries, memory: Some(memory), held: true, ..CqOptions::default() };
+    let options =
+        CqOptions { entries, memory: Some(memory), manual_release: true, ..CqOptions::default() };
     Ok((context.create_cq_with(options)?, allocation))
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::queue::Shared;
 use super::ticket::Ticket;
-use super::waits::Sign;
+use super::waits::ProgressMarker;
 use crate::error::{Error, Kind, Result};
 use crate::mem::Stream;
 
@@ -119,9 +119,9 @@ impl PreparedWait {
         let state = &mut *shared.state.lock();
         let mut ops = std::mem::take(&mut state.scratch);
         ops.clear();
-        let signs = [Sign::Word; 2];
+        let markers = [ProgressMarker::Word; 2];
         let posted = shared
-            .post_wait(state, self.ticket, self.slot, stream, signs, &mut ops)
+            .post_wait(state, self.ticket, self.slot, stream, markers, &mut ops)
             .and_then(|()| stream.batch(&ops));
         ops.clear();
         state.scratch = ops;

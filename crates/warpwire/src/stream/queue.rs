@@ -2,7 +2,7 @@
 //!
 //! # What always holds
 //! 1. Every request makes one completion, in order: the `n`-th request's is the `n`-th of the send queue. Receives alike.
-//! 2. `released <= read <= promised <= released + entries`, for either queue: no completion is ever written over one
+//! 2. `released <= read <= reserved <= released + entries`, for either queue: no completion is ever written over one
 //!    that the CPU has not read or that a stream may look at.
 //! 3. A stream waits only for a completion whose place holds the lap before it, or nothing: what 2 says.
 //! 4. Requests are rung for in their order: a stream that posts after another one waits for its ring.
@@ -14,15 +14,17 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::doors::{Arrived, Doors, Tails};
+use super::doorbells::{CqeTails, CqeWait, DoorbellWords};
 use super::failure::{Failure, Waiter};
 use super::ticket::{Ticket, side};
-use super::waits::{Sign, Waits};
+use super::waits::{ProgressMarker, Waits};
 use crate::error::{Error, Kind, Result};
 use crate::hca::CQE_LEN;
 use crate::mem::{self, MemOp, Stream};
-use crate::mlx5::{Outcome, Queue, Status};
-use crate::verbs::{Change, Completion, Cq, Qp, ReceiveRequest, Request, State as QpState};
+use crate::mlx5::{CqeOutcome, Queue, Status};
+use crate::verbs::{
+    Completion, Cq, Qp, QpAttributes, ReceiveRequest, SendRequest, State as QpState,
+};
 
 /// How long after a failure a device may take to flush before streams are released without it.
 const FLUSH_TIME: Duration = Duration::from_millis(500);
@@ -32,12 +34,12 @@ const FLUSH_TIME: Duration = Duration::from_millis(500);
 pub(super) struct Shared {
     pub qp: Qp,
     pub cqs: [Cq; 2],
-    pub tails: [Tails; 2],
-    pub doors: Doors,
+    pub tails: [CqeTails; 2],
+    pub doorbells: DoorbellWords,
     pub device: mem::Device,
     /// Streams flush what NICs wrote when they have waited.
     pub flushes: bool,
-    pub patience: Option<Duration>,
+    pub wait_timeout: Option<Duration>,
     pub state: Mutex<State>,
     failed: AtomicBool,
     failure: Mutex<Option<Arc<Failure>>>,
@@ -60,9 +62,9 @@ struct Entry {
 
 /// One of the two queues.
 #[derive(Debug)]
-struct Side {
+struct CqTracker {
     /// How many completions there will be, of what is posted or prepared.
-    promised: u64,
+    reserved: u64,
     read: u64,
     released: u64,
     /// How many waits there are for each, and what the program called it, by place.
@@ -70,19 +72,19 @@ struct Side {
     ids: Box<[u64]>,
 }
 
-impl Side {
+impl CqTracker {
     fn new(entries: u32) -> Self {
         let count = entries as usize;
         let (waiters, ids) = (vec![0; count].into(), vec![0; count].into());
-        Self { promised: 0, read: 0, released: 0, waiters, ids }
+        Self { reserved: 0, read: 0, released: 0, waiters, ids }
     }
 
-    fn place(&self, number: u64) -> usize {
+    fn cqe_slot(&self, number: u64) -> usize {
         (number & (self.waiters.len() as u64 - 1)) as usize
     }
 
     fn has_room_for(&self, count: usize) -> bool {
-        self.promised - self.released + count as u64 <= self.waiters.len() as u64
+        self.reserved - self.released + count as u64 <= self.waiters.len() as u64
     }
 }
 
@@ -101,7 +103,7 @@ pub(super) struct Posted {
 
 #[derive(Debug)]
 pub(super) struct State {
-    sides: [Side; 2],
+    trackers: [CqTracker; 2],
     entries: Box<[Entry]>,
     posted: Posted,
     /// The receive that [`StreamQp::wait_receive`](super::StreamQp::wait_receive) waits for next.
@@ -109,7 +111,7 @@ pub(super) struct State {
     waits: Waits,
     failed_at: Option<Instant>,
     /// Waits were ended without the device: what lies in the queues is not all its own.
-    is_gone: bool,
+    device_lost: bool,
     /// Kept for its room.
     pub scratch: Vec<MemOp>,
 }
@@ -118,13 +120,13 @@ impl State {
     pub(super) fn new(waits: Waits, entries: [u32; 2]) -> Self {
         let nothing = Entry { first: 0, end: 0, stage: Stage::Cancelled };
         Self {
-            sides: entries.map(Side::new),
+            trackers: entries.map(CqTracker::new),
             entries: vec![nothing; entries[0] as usize].into(),
             posted: Posted { requests: 0, last: None, blocks: 0, by: None },
             next_receive: 0,
             waits,
             failed_at: None,
-            is_gone: false,
+            device_lost: false,
             scratch: Vec::with_capacity(8),
         }
     }
@@ -160,22 +162,32 @@ impl Shared {
     pub(super) fn new(
         qp: Qp,
         cqs: [Cq; 2],
-        tails: [Tails; 2],
-        doors: Doors,
+        tails: [CqeTails; 2],
+        doorbells: DoorbellWords,
         device: mem::Device,
-        patience: Option<Duration>,
+        wait_timeout: Option<Duration>,
         state: State,
     ) -> Self {
         let flushes = device.capabilities().flush_remote_writes.is_yes();
         let (failed, failure) = (AtomicBool::new(false), Mutex::new(None));
         let state = Mutex::new(state);
-        let shared =
-            Self { qp, cqs, tails, doors, device, flushes, patience, state, failed, failure };
+        let shared = Self {
+            qp,
+            cqs,
+            tails,
+            doorbells,
+            device,
+            flushes,
+            wait_timeout,
+            state,
+            failed,
+            failure,
+        };
         for queue in [Queue::Send, Queue::Receive] {
             for number in 0..shared.tails[side(queue)].entries() {
                 shared.clear(queue, number);
             }
-            shared.cqs[side(queue)].memory().send_off();
+            shared.cqs[side(queue)].memory().flush_stores();
         }
         shared
     }
@@ -186,31 +198,31 @@ impl Shared {
 
     /// Makes a completion's place tell apart whether it has been written.
     fn clear(&self, queue: Queue, number: u64) {
-        if let Some((at, value)) = self.tails[side(queue)].clearing(number) {
+        if let Some((at, value)) = self.tails[side(queue)].reset_store(number) {
             let _ = self.cqs[side(queue)].memory().bytes().store_u32(at, value);
         }
     }
 
-    fn is_there(&self, state: &State, ticket: Ticket) -> bool {
+    fn has_cqe(&self, state: &State, ticket: Ticket) -> bool {
         let queue = side(ticket.queue);
-        ticket.number < state.sides[queue].read || self.cqs[queue].is_there(ticket.number)
+        ticket.number < state.trackers[queue].read || self.cqs[queue].has_cqe(ticket.number)
     }
 
     /// Writes a request into the queue without telling anybody.
-    pub(super) fn prepare(&self, state: &mut State, request: &Request<'_>) -> Result<Ticket> {
+    pub(super) fn prepare(&self, state: &mut State, request: &SendRequest<'_>) -> Result<Ticket> {
         self.check_failure()?;
-        if !state.sides[0].has_room_for(1) {
-            self.catch_up(state);
-            if !state.sides[0].has_room_for(1) {
+        if !state.trackers[0].has_room_for(1) {
+            self.reclaim_cqes(state);
+            if !state.trackers[0].has_room_for(1) {
                 return Err(self.no_room("post work"));
             }
         }
-        let request = Request { signaled: true, ..*request };
+        let request = SendRequest { signaled: true, ..*request };
         let blocks = self.qp.prepare(&request)?;
-        let number = state.sides[0].promised;
-        state.sides[0].promised += 1;
-        let place = state.sides[0].place(number);
-        state.sides[0].ids[place] = request.id;
+        let number = state.trackers[0].reserved;
+        state.trackers[0].reserved += 1;
+        let cqe_slot = state.trackers[0].cqe_slot(number);
+        state.trackers[0].ids[cqe_slot] = request.id;
         *state.entry(number) =
             Entry { first: blocks.start, end: blocks.end, stage: Stage::Prepared };
         Ok(self.ticket(Queue::Send, number))
@@ -224,16 +236,16 @@ impl Shared {
         }
         entry.stage = Stage::Cancelled;
         let blocks = entry.first..entry.end;
-        self.qp.blank(blocks);
+        self.qp.overwrite_with_nop(blocks);
         // Those at the end were never there.
-        while state.sides[0].promised > state.posted.requests {
-            let last = state.sides[0].promised - 1;
+        while state.trackers[0].reserved > state.posted.requests {
+            let last = state.trackers[0].reserved - 1;
             let Entry { first, stage, .. } = *state.entry(last);
             if stage != Stage::Cancelled {
                 return;
             }
-            self.qp.take_back(first);
-            state.sides[0].promised = last;
+            self.qp.unpost_to(first);
+            state.trackers[0].reserved = last;
         }
     }
 
@@ -266,25 +278,25 @@ impl Shared {
         let blocks = self.advance(state, number, Some(stream.number()))?;
         if before.by != Some(stream.number())
             && let Some(last) = before.last
-            && !self.doors.is_rung(last)
+            && !self.doorbells.is_rung(last)
         {
-            self.doors.await_turn(last, ops);
+            self.doorbells.wait_until_rung(last, ops);
         }
-        self.doors.ring(number, blocks, ops);
+        self.doorbells.ring(number, blocks, ops);
         Ok(())
     }
 
     /// Posts a request from the CPU.
     pub(super) fn post_now(&self, state: &mut State, number: u64) -> Result<()> {
-        if state.posted.last.is_some_and(|last| !self.doors.is_rung(last)) {
+        if state.posted.last.is_some_and(|last| !self.doorbells.is_rung(last)) {
             let ticket = self.ticket(Queue::Send, number);
             return Err(Error::new(Kind::Busy, format!("post {ticket} from the CPU"))
                 .why("a stream has not come to an earlier request yet")
                 .fix("post it on that stream, or wait for it"));
         }
         let blocks = self.advance(state, number, None)?;
-        self.qp.ring_up_to(blocks);
-        self.doors.end_turn(number);
+        self.qp.ring_doorbell_to(blocks);
+        self.doorbells.mark_rung(number);
         Ok(())
     }
 
@@ -292,19 +304,19 @@ impl Shared {
     pub(super) fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<Ticket> {
         let state = &mut *self.state.lock();
         self.check_failure()?;
-        if !state.sides[1].has_room_for(requests.len()) {
-            self.catch_up(state);
-            if !state.sides[1].has_room_for(requests.len()) {
+        if !state.trackers[1].has_room_for(requests.len()) {
+            self.reclaim_cqes(state);
+            if !state.trackers[1].has_room_for(requests.len()) {
                 return Err(self.no_room("post a receive"));
             }
         }
         self.qp.post_receive(requests)?;
-        let side = &mut state.sides[1];
-        let first = side.promised;
+        let side = &mut state.trackers[1];
+        let first = side.reserved;
         for request in requests {
-            let place = side.place(side.promised);
-            side.ids[place] = request.id;
-            side.promised += 1;
+            let cqe_slot = side.cqe_slot(side.reserved);
+            side.ids[cqe_slot] = request.id;
+            side.reserved += 1;
         }
         Ok(self.ticket(Queue::Receive, first))
     }
@@ -316,21 +328,21 @@ impl Shared {
             return Err(Error::new(Kind::InvalidArgument, format!("wait for {ticket}")).why(why));
         }
         let queue = side(ticket.queue);
-        if ticket.number >= state.sides[queue].promised {
+        if ticket.number >= state.trackers[queue].reserved {
             return Err(never_posted(ticket));
         }
-        if ticket.number < state.sides[queue].released {
+        if ticket.number < state.trackers[queue].released {
             return Ok(None);
         }
-        let slot = match state.waits.enter(ticket) {
+        let slot = match state.waits.add_wait(ticket) {
             Ok(slot) => slot,
             Err(_) => {
-                self.catch_up(state);
-                state.waits.enter(ticket)?
+                self.reclaim_cqes(state);
+                state.waits.add_wait(ticket)?
             }
         };
-        let place = state.sides[queue].place(ticket.number);
-        state.sides[queue].waiters[place] += 1;
+        let cqe_slot = state.trackers[queue].cqe_slot(ticket.number);
+        state.trackers[queue].waiters[cqe_slot] += 1;
         Ok(Some(slot))
     }
 
@@ -351,18 +363,18 @@ impl Shared {
         next: bool,
     ) {
         if let Some(slot) = slot {
-            state.waits.leave(slot);
-            self.leave(state, ticket);
+            state.waits.release_wait(slot);
+            self.release_wait(state, ticket);
         }
         if next && state.next_receive == ticket.number + 1 {
             state.next_receive -= 1;
         }
     }
 
-    fn leave(&self, state: &mut State, ticket: Ticket) {
-        let side = &mut state.sides[side(ticket.queue)];
-        let place = side.place(ticket.number);
-        side.waiters[place] = side.waiters[place].saturating_sub(1);
+    fn release_wait(&self, state: &mut State, ticket: Ticket) {
+        let side = &mut state.trackers[side(ticket.queue)];
+        let cqe_slot = side.cqe_slot(ticket.number);
+        side.waiters[cqe_slot] = side.waiters[cqe_slot].saturating_sub(1);
     }
 
     /// Posts a wait on a stream: adds what the stream does to `ops`. The signs say what tells that it came to the wait,
@@ -373,7 +385,7 @@ impl Shared {
         ticket: Ticket,
         slot: Option<u32>,
         stream: &Stream,
-        [arrived, passed]: [Sign; 2],
+        [arrived, passed]: [ProgressMarker; 2],
         ops: &mut Vec<MemOp>,
     ) -> Result<()> {
         if ticket.queue == Queue::Send {
@@ -383,7 +395,7 @@ impl Shared {
                 return Err(never_posted(ticket));
             }
         }
-        let arrived = if self.patience.is_some() { arrived } else { Sign::Unknown };
+        let arrived = if self.wait_timeout.is_some() { arrived } else { ProgressMarker::Unknown };
         if let Some(slot) = slot {
             let [before, after] = state.waits.post(slot, stream.number(), arrived, passed);
             ops.extend(before);
@@ -401,12 +413,12 @@ impl Shared {
     /// Takes completions: requests first, then receives.
     pub(super) fn poll(&self, into: &mut [Completion]) -> Result<usize> {
         let state = &mut *self.state.lock();
-        if state.is_gone {
+        if state.device_lost {
             return Ok(0);
         }
         let mut count = self.take(state, Queue::Send, into)?;
         count += self.take(state, Queue::Receive, &mut into[count..])?;
-        self.catch_up(state);
+        self.reclaim_cqes(state);
         Ok(count)
     }
 
@@ -414,14 +426,14 @@ impl Shared {
         let found = self.cqs[side(queue)].poll(into)?;
         let mut kept = 0;
         for at in 0..found {
-            let number = state.sides[side(queue)].read;
-            state.sides[side(queue)].read += 1;
+            let number = state.trackers[side(queue)].read;
+            state.trackers[side(queue)].read += 1;
             let completion = into[at];
             if queue == Queue::Send && state.entry(number).stage == Stage::Cancelled {
                 continue;
             }
             if !completion.is_success() {
-                self.note_failure(state, self.ticket(queue, number), completion.status);
+                self.record_failure(state, self.ticket(queue, number), completion.status);
             }
             into[kept] = completion;
             kept += 1;
@@ -430,25 +442,27 @@ impl Shared {
     }
 
     /// Lets go of waits that streams have passed, and gives places back to the device that nobody looks at any more.
-    pub(super) fn catch_up(&self, state: &mut State) {
-        let State { waits, sides, .. } = state;
-        waits.reap(&self.doors, |ticket| {
-            let side = &mut sides[side(ticket.queue)];
-            let place = side.place(ticket.number);
-            side.waiters[place] = side.waiters[place].saturating_sub(1);
+    pub(super) fn reclaim_cqes(&self, state: &mut State) {
+        let State { waits, trackers, .. } = state;
+        waits.reap(&self.doorbells, |ticket| {
+            let side = &mut trackers[side(ticket.queue)];
+            let cqe_slot = side.cqe_slot(ticket.number);
+            side.waiters[cqe_slot] = side.waiters[cqe_slot].saturating_sub(1);
         });
         for queue in [Queue::Send, Queue::Receive] {
             let at = side(queue);
-            let before = state.sides[at].released;
-            while state.sides[at].released < state.sides[at].read
-                && state.sides[at].waiters[state.sides[at].place(state.sides[at].released)] == 0
+            let before = state.trackers[at].released;
+            while state.trackers[at].released < state.trackers[at].read
+                && state.trackers[at].waiters
+                    [state.trackers[at].cqe_slot(state.trackers[at].released)]
+                    == 0
             {
-                let next_lap = state.sides[at].released + self.tails[at].entries();
+                let next_lap = state.trackers[at].released + self.tails[at].entries();
                 self.clear(queue, next_lap);
-                state.sides[at].released += 1;
+                state.trackers[at].released += 1;
             }
-            if state.sides[at].released != before {
-                self.cqs[at].give_back(state.sides[at].released);
+            if state.trackers[at].released != before {
+                self.cqs[at].release(state.trackers[at].released);
             }
         }
     }
@@ -470,23 +484,23 @@ impl Shared {
     /// Why it failed, if it did; looks for it.
     pub(super) fn failure(&self) -> Option<Arc<Failure>> {
         if !self.failed.load(Ordering::Acquire) {
-            self.look_for_failure(&mut self.state.lock());
+            self.detect_failure(&mut self.state.lock());
         }
         self.failure.lock().clone()
     }
 
     /// Looks among completions that nobody has read for the one that failed.
     #[cold]
-    fn look_for_failure(&self, state: &mut State) {
+    fn detect_failure(&self, state: &mut State) {
         if !matches!(self.qp.state(), Ok(QpState::Err | QpState::Sqe)) {
             return;
         }
         match self.find_failed(state) {
-            Some((ticket, status)) => self.blame(state, ticket, status),
+            Some((ticket, status)) => self.fail_with_status(state, ticket, status),
             None => {
                 let waiters = self.waiters(state);
                 let why = "the device ended it: the peer did what it may not, or a queue was lost";
-                self.fail(state, Failure::of_end(why, waiters));
+                self.fail(state, Failure::aborted(why, waiters));
             }
         }
     }
@@ -496,26 +510,26 @@ impl Shared {
     fn find_failed(&self, state: &State) -> Option<(Ticket, Status)> {
         let mut first: Option<(Ticket, Status)> = None;
         for queue in [Queue::Send, Queue::Receive] {
-            let mut ahead = 0;
-            while let Some(cqe) = self.cqs[side(queue)].peek(ahead) {
-                if let Outcome::Failed { status, .. } = cqe.outcome
+            let mut lookahead = 0;
+            while let Some(cqe) = self.cqs[side(queue)].peek(lookahead) {
+                if let CqeOutcome::Failed { status, .. } = cqe.outcome
                     && first.is_none_or(|(_, known)| known == Status::Flushed && status != known)
                 {
-                    let number = state.sides[side(queue)].read + ahead;
+                    let number = state.trackers[side(queue)].read + lookahead;
                     first = Some((self.ticket(queue, number), status));
                 }
-                ahead += 1;
+                lookahead += 1;
             }
         }
         first
     }
 
     fn waiters(&self, state: &State) -> Vec<Waiter> {
-        state.waits.waiters(&self.device.label(), |ticket| self.is_there(state, ticket))
+        state.waits.waiters(&self.device.label(), |ticket| self.has_cqe(state, ticket))
     }
 
     #[cold]
-    fn note_failure(&self, state: &mut State, ticket: Ticket, status: Status) {
+    fn record_failure(&self, state: &mut State, ticket: Ticket, status: Status) {
         if self.failed.load(Ordering::Acquire) {
             return;
         }
@@ -523,16 +537,16 @@ impl Shared {
             Some((cause, found)) if status == Status::Flushed && found != status => (cause, found),
             _ => (ticket, status),
         };
-        self.blame(state, ticket, status);
+        self.fail_with_status(state, ticket, status);
     }
 
     /// Fails it because of that work.
     #[cold]
-    fn blame(&self, state: &mut State, ticket: Ticket, status: Status) {
-        let side = &state.sides[side(ticket.queue)];
-        let id = side.ids[side.place(ticket.number)];
+    fn fail_with_status(&self, state: &mut State, ticket: Ticket, status: Status) {
+        let side = &state.trackers[side(ticket.queue)];
+        let id = side.ids[side.cqe_slot(ticket.number)];
         let waiters = self.waiters(state);
-        self.fail(state, Failure::of(ticket, id, status, waiters));
+        self.fail(state, Failure::from_status(ticket, id, status, waiters));
     }
 
     /// Fails it: the first cause stays; everything that was posted comes back, and whoever waits goes on.
@@ -554,36 +568,37 @@ impl Shared {
     /// Has the device give everything back that was posted, also what streams have not rung for.
     fn flush(&self, state: &State) {
         // It may be in that state already, or beyond all states.
-        let _ = self.qp.modify(&Change::to(QpState::Err));
-        self.qp.ring_up_to(state.posted.blocks);
-        self.doors.end_turns(state.posted.requests);
+        let _ = self.qp.modify(&QpAttributes::new(QpState::Err));
+        self.qp.ring_doorbell_to(state.posted.blocks);
+        self.doorbells.mark_rung_before(state.posted.requests);
     }
 
     pub(super) fn end(&self, why: &'static str) {
         let state = &mut *self.state.lock();
         let waiters = self.waiters(state);
-        self.fail(state, Failure::of_end(why, waiters));
+        self.fail(state, Failure::aborted(why, waiters));
     }
 
     /// The watchdog's look.
-    pub(super) fn look_after(&self, now: Instant) {
+    pub(super) fn monitor(&self, now: Instant) {
         let state = &mut *self.state.lock();
-        self.catch_up(state);
+        self.reclaim_cqes(state);
         if !self.failed.load(Ordering::Acquire) {
-            self.look_for_failure(state);
+            self.detect_failure(state);
         }
         let posted: Vec<_> = state.waits.posted().collect();
-        let mut lost_patience = false;
+        let mut has_timed_out = false;
         for (slot, ticket) in posted {
-            let there = self.is_there(state, ticket);
-            let since = state.waits.note(slot, &self.doors, there, now);
+            let is_complete = self.has_cqe(state, ticket);
+            let since = state.waits.update_since(slot, &self.doorbells, is_complete, now);
             let waited = since.map(|since| now.saturating_duration_since(since));
-            lost_patience |= self.patience.is_some_and(|most| waited.is_some_and(|w| w >= most));
+            has_timed_out |=
+                self.wait_timeout.is_some_and(|limit| waited.is_some_and(|w| w >= limit));
         }
-        if lost_patience && !self.failed.load(Ordering::Acquire) {
+        if has_timed_out && !self.failed.load(Ordering::Acquire) {
             let waiters = self.waiters(state);
-            let patience = self.patience.unwrap_or_default();
-            self.fail(state, Failure::of_patience(patience, waiters));
+            let wait_timeout = self.wait_timeout.unwrap_or_default();
+            self.fail(state, Failure::timed_out(wait_timeout, waiters));
         }
         // A device that does not even flush is gone; its streams are not.
         if state.failed_at.is_some_and(|at| now.saturating_duration_since(at) >= FLUSH_TIME) {
@@ -594,18 +609,18 @@ impl Shared {
     /// Ends all waits without the device.
     fn release_all(&self, state: &mut State) {
         for (_, ticket) in state.waits.posted() {
-            if self.is_there(state, ticket) {
+            if self.has_cqe(state, ticket) {
                 continue;
             }
             let at = side(ticket.queue);
             let entries = self.tails[at].entries();
-            let place = (ticket.number & (entries - 1)) * CQE_LEN + 60;
-            let word = Arrived::forged(ticket.queue, ticket.number, entries);
+            let cqe_slot = (ticket.number & (entries - 1)) * CQE_LEN + 60;
+            let word = CqeWait::synthetic_error(ticket.queue, ticket.number, entries);
             let memory = self.cqs[at].memory();
-            let _ = memory.bytes().store_u32(place, word);
-            memory.send_off();
+            let _ = memory.bytes().store_u32(cqe_slot, word);
+            memory.flush_stores();
         }
-        state.is_gone = true;
+        state.device_lost = true;
     }
 
     #[cold]

@@ -7,7 +7,7 @@
 
 use std::time::Instant;
 
-use super::doors::Doors;
+use super::doorbells::DoorbellWords;
 use super::failure::Waiter;
 use super::ticket::Ticket;
 use crate::error::{Error, Kind, Result};
@@ -16,7 +16,7 @@ use crate::mlx5::Queue;
 
 /// What says that a stream has come to a point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Sign {
+pub(super) enum ProgressMarker {
     /// It writes the slot's word there.
     Word,
     /// It rings for this request there.
@@ -32,8 +32,8 @@ struct Slot {
     generation: u32,
     /// The stream's number; set when it is posted.
     stream: Option<u64>,
-    arrived: Sign,
-    passed: Sign,
+    arrived: ProgressMarker,
+    passed: ProgressMarker,
     /// When the stream was first seen to wait here.
     since: Option<Instant>,
     live: bool,
@@ -57,17 +57,17 @@ impl Waits {
             let at = u64::from(at) * WORDS_LEN;
             Ok([memory.word32(at)?, memory.word32(at + 4)?])
         });
-        let nobody = || Slot {
+        let empty_slot = || Slot {
             ticket: Ticket { qpn, queue: Queue::Send, number: 0 },
             generation: 0,
             stream: None,
-            arrived: Sign::Unknown,
-            passed: Sign::Unknown,
+            arrived: ProgressMarker::Unknown,
+            passed: ProgressMarker::Unknown,
             since: None,
             live: false,
         };
         Ok(Self {
-            slots: (0..count).map(|_| nobody()).collect(),
+            slots: (0..count).map(|_| empty_slot()).collect(),
             words: words.collect::<Result<_>>()?,
             free: (0..count).rev().collect(),
             live: Vec::with_capacity(count as usize),
@@ -75,7 +75,7 @@ impl Waits {
     }
 
     /// Takes a slot for a wait that is being prepared.
-    pub(super) fn enter(&mut self, ticket: Ticket) -> Result<u32> {
+    pub(super) fn add_wait(&mut self, ticket: Ticket) -> Result<u32> {
         let at = self.free.pop().ok_or_else(|| too_many(ticket, self.slots.len()))?;
         let slot = &mut self.slots[at as usize];
         let generation = slot.generation.wrapping_add(1);
@@ -83,8 +83,8 @@ impl Waits {
             ticket,
             generation,
             stream: None,
-            arrived: Sign::Unknown,
-            passed: Sign::Unknown,
+            arrived: ProgressMarker::Unknown,
+            passed: ProgressMarker::Unknown,
             since: None,
             live: true,
         };
@@ -97,15 +97,15 @@ impl Waits {
         &mut self,
         slot: u32,
         stream: u64,
-        arrived: Sign,
-        passed: Sign,
+        arrived: ProgressMarker,
+        passed: ProgressMarker,
     ) -> [Option<MemOp>; 2] {
         let words = &self.words[slot as usize];
         let slot = &mut self.slots[slot as usize];
         (slot.stream, slot.arrived, slot.passed) = (Some(stream), arrived, passed);
         let value = u64::from(slot.generation);
-        [(arrived, &words[0]), (passed, &words[1])].map(|(sign, word)| {
-            (sign == Sign::Word).then(|| MemOp::Write { word: word.clone(), value })
+        [(arrived, &words[0]), (passed, &words[1])].map(|(marker, word)| {
+            (marker == ProgressMarker::Word).then(|| MemOp::Write { word: word.clone(), value })
         })
     }
 
@@ -115,7 +115,7 @@ impl Waits {
     }
 
     /// Gives a slot back whose wait is over or will never be.
-    pub(super) fn leave(&mut self, slot: u32) -> Ticket {
+    pub(super) fn release_wait(&mut self, slot: u32) -> Ticket {
         if let Some(at) = self.live.iter().position(|live| *live == slot) {
             self.live.swap_remove(at);
             self.slots[slot as usize].live = false;
@@ -124,24 +124,24 @@ impl Waits {
         self.slots[slot as usize].ticket
     }
 
-    fn has_come(&self, slot: u32, point: usize, doors: &Doors) -> bool {
+    fn has_reached(&self, slot: u32, point: usize, doorbells: &DoorbellWords) -> bool {
         let Slot { generation, arrived, passed, .. } = &self.slots[slot as usize];
         match [arrived, passed][point] {
-            Sign::Word => {
+            ProgressMarker::Word => {
                 let word = &self.words[slot as usize][point];
                 word.load().is_ok_and(|seen| seen == u64::from(*generation))
             }
-            Sign::Ring(number) => doors.is_rung(*number),
-            Sign::Unknown => false,
+            ProgressMarker::Ring(number) => doorbells.is_rung(*number),
+            ProgressMarker::Unknown => false,
         }
     }
 
-    /// Lets go of all that streams have passed; each ticket is given to `over`.
-    pub(super) fn reap(&mut self, doors: &Doors, mut over: impl FnMut(Ticket)) {
+    /// Lets go of all that streams have passed; each ticket is given to `on_passed`.
+    pub(super) fn reap(&mut self, doorbells: &DoorbellWords, mut on_passed: impl FnMut(Ticket)) {
         let mut at = 0;
         while let Some(slot) = self.live.get(at).copied() {
-            if self.slots[slot as usize].stream.is_some() && self.has_come(slot, 1, doors) {
-                over(self.leave(slot));
+            if self.slots[slot as usize].stream.is_some() && self.has_reached(slot, 1, doorbells) {
+                on_passed(self.release_wait(slot));
             } else {
                 at += 1;
             }
@@ -154,15 +154,15 @@ impl Waits {
         slots.filter(|(_, slot)| slot.stream.is_some()).map(|(at, slot)| (at, slot.ticket))
     }
 
-    /// Notes since when the stream waits here, if it does; `there` says whether the completion is.
-    pub(super) fn note(
+    /// Notes since when the stream waits here, if it does; `is_complete` says whether the completion is.
+    pub(super) fn update_since(
         &mut self,
         slot: u32,
-        doors: &Doors,
-        there: bool,
+        doorbells: &DoorbellWords,
+        is_complete: bool,
         now: Instant,
     ) -> Option<Instant> {
-        let waits = !there && self.has_come(slot, 0, doors);
+        let waits = !is_complete && self.has_reached(slot, 0, doorbells);
         let slot = &mut self.slots[slot as usize];
         slot.since = if waits { slot.since.or(Some(now)) } else { None };
         slot.since
@@ -182,8 +182,8 @@ impl Waits {
 }
 
 #[cold]
-fn too_many(ticket: Ticket, most: usize) -> Error {
+fn too_many(ticket: Ticket, limit: usize) -> Error {
     Error::new(Kind::Busy, format!("wait for {ticket}"))
-        .why(format!("{most} waits are on their way"))
+        .why(format!("{limit} waits are on their way"))
         .fix("let streams go on and call poll, or make the queue pair with more waits")
 }

@@ -10,27 +10,28 @@ use super::queue::Shared;
 use crate::error::{Error, Result};
 
 /// It looks so many times in the shortest patience, and within these bounds.
-const LOOKS: u32 = 8;
-const SHORTEST: Duration = Duration::from_millis(1);
-const LONGEST: Duration = Duration::from_millis(100);
+const CHECKS_PER_TIMEOUT: u32 = 8;
+const MIN_INTERVAL: Duration = Duration::from_millis(1);
+const MAX_INTERVAL: Duration = Duration::from_millis(100);
 
-struct Watched {
+struct WatchList {
     pairs: Vec<Weak<Shared>>,
     is_running: bool,
 }
 
-static WATCHED: Mutex<Watched> = Mutex::new(Watched { pairs: Vec::new(), is_running: false });
+static WATCH_LIST: Mutex<WatchList> =
+    Mutex::new(WatchList { pairs: Vec::new(), is_running: false });
 
 /// Looks after a queue pair for as long as it lives.
-pub(super) fn look_after(pair: &Arc<Shared>) -> Result<()> {
-    let mut watched = WATCHED.lock();
-    watched.pairs.push(Arc::downgrade(pair));
-    if watched.is_running {
+pub(super) fn monitor(pair: &Arc<Shared>) -> Result<()> {
+    let mut watch_list = WATCH_LIST.lock();
+    watch_list.pairs.push(Arc::downgrade(pair));
+    if watch_list.is_running {
         return Ok(());
     }
     let started = std::thread::Builder::new().name("warpwire-watch".to_owned()).spawn(watch);
     started.map_err(|why| Error::os("start the watchdog's thread", &why))?;
-    watched.is_running = true;
+    watch_list.is_running = true;
     Ok(())
 }
 
@@ -38,23 +39,23 @@ pub(super) fn look_after(pair: &Arc<Shared>) -> Result<()> {
 fn watch() {
     loop {
         let pairs: Vec<Arc<Shared>> = {
-            let mut watched = WATCHED.lock();
-            watched.pairs.retain(|pair| pair.strong_count() > 0);
-            if watched.pairs.is_empty() {
-                watched.is_running = false;
+            let mut watch_list = WATCH_LIST.lock();
+            watch_list.pairs.retain(|pair| pair.strong_count() > 0);
+            if watch_list.pairs.is_empty() {
+                watch_list.is_running = false;
                 return;
             }
-            watched.pairs.iter().filter_map(Weak::upgrade).collect()
+            watch_list.pairs.iter().filter_map(Weak::upgrade).collect()
         };
-        let mut pause = LONGEST;
+        let mut pause = MAX_INTERVAL;
         for pair in &pairs {
-            pair.look_after(Instant::now());
-            if let Some(patience) = pair.patience {
-                pause = pause.min(patience / LOOKS);
+            pair.monitor(Instant::now());
+            if let Some(wait_timeout) = pair.wait_timeout {
+                pause = pause.min(wait_timeout / CHECKS_PER_TIMEOUT);
             }
         }
         // It may be the last to hold one: what that lets go is let go here.
         drop(pairs);
-        std::thread::sleep(pause.max(SHORTEST));
+        std::thread::sleep(pause.max(MIN_INTERVAL));
     }
 }

@@ -10,66 +10,66 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 
-use super::door;
-use super::parts::{
-    AtomicU64, Content, FIRST_STREAK, LONGEST_STREAK, Lock, Ordering, heavy, light, pause, prepare,
-    this_thread,
+use super::primitives::{
+    AtomicU64, MAX_BIAS_STREAK, MIN_BIAS_STREAK, Ordering, RawLock, SyncCell, heavy, light, pause,
+    prepare, this_thread,
 };
+use super::revocation;
 
-const INSIDE: u64 = 1;
+const ENTERED: u64 = 1;
 /// So many threads may be a lock's owner, one after another, again and again.
-pub(super) const SEATS: usize = 1 << SEAT_BITS;
-const SEAT_BITS: u32 = 2;
+pub(super) const OWNER_SLOTS: usize = 1 << OWNER_SLOT_BITS;
+const OWNER_SLOT_BITS: u32 = 2;
 
 /// See the module.
-pub(crate) struct Biased<T> {
-    /// The thread that needs no lock, with its seat; 0 if there is none. Changed under `shared` only.
+pub(crate) struct BiasedMutex<T> {
+    /// The thread that needs no lock, with its seat; 0 if there is none. Changed under `slow` only.
     owner: AtomicU64,
     /// Whether the owner is inside. Each thread has a word of its own, for good: one that was owner may wake up in the middle of
     /// coming in, when another has long been owner, and must not unsay what that one says.
-    inside: [AtomicU64; SEATS],
+    inside: [AtomicU64; OWNER_SLOTS],
     /// For everybody else.
-    shared: Lock,
-    turns: Content<Turns>,
-    value: Content<T>,
+    slow: RawLock,
+    bias: SyncCell<BiasState>,
+    value: SyncCell<T>,
 }
 
 /// Who has the lock when nobody owns it.
-struct Turns {
+struct BiasState {
     /// Who had it last, and how often in a row.
     last: u64,
     streak: u32,
     /// The streak that makes an owner.
     needed: u32,
     /// The threads that have been owners, each in its seat.
-    seats: [u64; SEATS],
+    owner_threads: [u64; OWNER_SLOTS],
 }
 
 // SAFETY: as for a mutex: one thread at a time gets at the value, and may take it away.
-unsafe impl<T: Send> Send for Biased<T> {}
-// SAFETY: as above. The owner is inside, or another that holds `shared`, has found no owner and waited for the former
-// one's leaving: never both, by what `door` promises.
-unsafe impl<T: Send> Sync for Biased<T> {}
+unsafe impl<T: Send> Send for BiasedMutex<T> {}
+// SAFETY: as above. The owner is inside, or another that holds `slow`, has found no owner and waited for the former
+// one's leaving: never both, by what `revocation` promises.
+unsafe impl<T: Send> Sync for BiasedMutex<T> {}
 
-impl<T> Biased<T> {
+impl<T> BiasedMutex<T> {
     pub(crate) fn new(value: T) -> Self {
         prepare();
-        Self::with_seats(value, [0; SEATS])
+        Self::with_owner_threads(value, [0; OWNER_SLOTS])
     }
 
     /// A lock that nobody ever owns: for what a thread of its own uses all the time, which others disturb all the time.
-    pub(crate) fn unowned(value: T) -> Self {
-        Self::with_seats(value, [u64::MAX; SEATS])
+    pub(crate) fn unbiased(value: T) -> Self {
+        Self::with_owner_threads(value, [u64::MAX; OWNER_SLOTS])
     }
 
-    fn with_seats(value: T, seats: [u64; SEATS]) -> Self {
-        let turns = Turns { last: 0, streak: 0, needed: FIRST_STREAK, seats };
+    fn with_owner_threads(value: T, owner_threads: [u64; OWNER_SLOTS]) -> Self {
+        let bias = BiasState { last: 0, streak: 0, needed: MIN_BIAS_STREAK, owner_threads };
         Self {
             owner: AtomicU64::new(0),
             inside: std::array::from_fn(|_| AtomicU64::new(0)),
-            shared: Lock::new(),
-            turns: Content::new(turns),
-            value: Content::new(value),
+            slow: RawLock::new(),
+            bias: SyncCell::new(bias),
+            value: SyncCell::new(value),
         }
     }
 
@@ -78,7 +78,7 @@ impl<T> Biased<T> {
     pub(crate) fn lock(&self) -> Guard<'_, T> {
         match self.enter() {
             Some(inside) => Guard::owned(self, inside),
-            None => self.share(),
+            None => self.lock_slow(),
         }
     }
 
@@ -93,7 +93,7 @@ impl<T> Biased<T> {
     pub(crate) fn try_lock(&self) -> Option<Guard<'_, T>> {
         match self.enter() {
             Some(inside) => Some(Guard::owned(self, inside)),
-            None => self.try_share(),
+            None => self.try_lock_slow(),
         }
     }
 
@@ -101,41 +101,41 @@ impl<T> Biased<T> {
     #[inline]
     fn enter(&self) -> Option<&AtomicU64> {
         let owner = self.owner.load(Ordering::Relaxed);
-        if owner >> SEAT_BITS != this_thread() {
+        if owner >> OWNER_SLOT_BITS != this_thread() {
             return None;
         }
-        let inside = self.seat(owner);
+        let inside = self.slot(owner);
         let announce = |inside: &AtomicU64| {
-            inside.store(INSIDE, Ordering::Release);
+            inside.store(ENTERED, Ordering::Release);
             light();
         };
         let is_outside = inside.load(Ordering::Relaxed) == 0;
         (is_outside
-            && door::enter(inside, announce, || self.owner.load(Ordering::Acquire) == owner))
+            && revocation::enter(inside, announce, || self.owner.load(Ordering::Acquire) == owner))
         .then_some(inside)
     }
 
     #[inline]
-    fn seat(&self, owner: u64) -> &AtomicU64 {
-        &self.inside[owner as usize % SEATS]
+    fn slot(&self, owner: u64) -> &AtomicU64 {
+        &self.inside[owner as usize % OWNER_SLOTS]
     }
 
     #[inline(never)]
-    fn share(&self) -> Guard<'_, T> {
+    fn lock_slow(&self) -> Guard<'_, T> {
         loop {
-            self.shared.lock();
-            if let Some(guard) = self.finish_sharing() {
+            self.slow.lock();
+            if let Some(guard) = self.finish_lock_slow() {
                 return guard;
             }
             // Nobody is kept out meanwhile: least of all the former owner, who may have to run on this very core to leave.
             for inside in &self.inside {
-                let mut looks = 0_u32;
-                door::wait_out(
+                let mut spins = 0_u32;
+                revocation::wait_for_exit(
                     inside,
                     |_| true,
                     || {
-                        pause(looks);
-                        looks = looks.saturating_add(1);
+                        pause(spins);
+                        spins = spins.saturating_add(1);
                         true
                     },
                 );
@@ -144,67 +144,67 @@ impl<T> Biased<T> {
     }
 
     #[inline(never)]
-    fn try_share(&self) -> Option<Guard<'_, T>> {
-        self.shared.try_lock().then(|| self.finish_sharing()).flatten()
+    fn try_lock_slow(&self) -> Option<Guard<'_, T>> {
+        self.slow.try_lock().then(|| self.finish_lock_slow()).flatten()
     }
 
-    /// To be called by who has just locked `shared`; unlocks it if the former owner is still inside.
-    fn finish_sharing(&self) -> Option<Guard<'_, T>> {
-        self.disown();
+    /// To be called by who has just locked `slow`; unlocks it if the former owner is still inside.
+    fn finish_lock_slow(&self) -> Option<Guard<'_, T>> {
+        self.revoke_bias();
         // Acquire: what former owners did inside is done.
         if self.inside.iter().all(|inside| inside.load(Ordering::Acquire) == 0) {
-            return Some(Guard::shared(self));
+            return Some(Guard::slow(self));
         }
         // SAFETY: the caller has locked it.
-        unsafe { self.shared.unlock() };
+        unsafe { self.slow.unlock() };
         None
     }
 
     /// Takes the lock back from its owner, if it has one: it may still be inside, and does not come again. To be called by who
-    /// has `shared`.
-    fn disown(&self) {
+    /// has `slow`.
+    fn revoke_bias(&self) {
         if self.owner.load(Ordering::Relaxed) != 0 {
-            door::shut(&self.owner, heavy);
-            // SAFETY: of those who have `shared`, here and in `unshare`, there is one at a time.
-            let turns = unsafe { self.turns.get_mut() };
-            turns.streak = 0;
-            turns.needed = (turns.needed * 4).min(LONGEST_STREAK);
+            revocation::revoke(&self.owner, heavy);
+            // SAFETY: of those who have `slow`, here and in `unlock_slow`, there is one at a time.
+            let bias = unsafe { self.bias.get_mut() };
+            bias.streak = 0;
+            bias.needed = (bias.needed * 4).min(MAX_BIAS_STREAK);
         }
     }
 
     /// Counts a turn that was shared, and ends it.
     #[inline(never)]
-    fn unshare(&self) {
-        // SAFETY: a guard of this sort has `shared`, and as it ends here, nobody has the lock by it any more.
+    fn unlock_slow(&self) {
+        // SAFETY: a guard of this sort has `slow`, and as it ends here, nobody has the lock by it any more.
         unsafe {
-            self.turns.get_mut().count(&self.owner);
-            self.shared.unlock();
+            self.bias.get_mut().record_acquisition(&self.owner);
+            self.slow.unlock();
         }
     }
 }
 
-impl<T> fmt::Debug for Biased<T> {
+impl<T> fmt::Debug for BiasedMutex<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Biased(owner: {})", self.owner.load(Ordering::Relaxed) >> SEAT_BITS)
+        write!(f, "Biased(owner: {})", self.owner.load(Ordering::Relaxed) >> OWNER_SLOT_BITS)
     }
 }
 
 /// The lock, held; by one thread, which cannot hand it on. Two words, so that it stays in registers.
 pub(crate) struct Guard<'a, T> {
-    lock: &'a Biased<T>,
+    lock: &'a BiasedMutex<T>,
     /// The owner's word; none where the lock is shared.
     inside: Option<&'a AtomicU64>,
-    _of_this_thread: PhantomData<*const ()>,
+    _not_send: PhantomData<*const ()>,
 }
 
 impl<'a, T> Guard<'a, T> {
     #[inline]
-    fn owned(lock: &'a Biased<T>, inside: &'a AtomicU64) -> Self {
-        Self { lock, inside: Some(inside), _of_this_thread: PhantomData }
+    fn owned(lock: &'a BiasedMutex<T>, inside: &'a AtomicU64) -> Self {
+        Self { lock, inside: Some(inside), _not_send: PhantomData }
     }
 
-    fn shared(lock: &'a Biased<T>) -> Self {
-        Self { lock, inside: None, _of_this_thread: PhantomData }
+    fn slow(lock: &'a BiasedMutex<T>) -> Self {
+        Self { lock, inside: None, _not_send: PhantomData }
     }
 }
 
@@ -230,15 +230,15 @@ impl<T> Drop for Guard<'_, T> {
     #[inline]
     fn drop(&mut self) {
         match self.inside {
-            Some(inside) => door::leave(inside),
-            None => self.lock.unshare(),
+            Some(inside) => revocation::leave(inside),
+            None => self.lock.unlock_slow(),
         }
     }
 }
 
-impl Turns {
+impl BiasState {
     /// One more turn; makes whoever came often enough the owner.
-    fn count(&mut self, owner: &AtomicU64) {
+    fn record_acquisition(&mut self, owner: &AtomicU64) {
         let me = this_thread();
         if self.last != me {
             (self.last, self.streak) = (me, 0);
@@ -247,10 +247,10 @@ impl Turns {
         if self.streak < self.needed {
             return;
         }
-        let seat = self.seats.iter().position(|thread| *thread == me || *thread == 0);
-        if let Some(seat) = seat {
-            self.seats[seat] = me;
-            owner.store(me << SEAT_BITS | seat as u64, Ordering::Release);
+        let slot = self.owner_threads.iter().position(|thread| *thread == me || *thread == 0);
+        if let Some(slot) = slot {
+            self.owner_threads[slot] = me;
+            owner.store(me << OWNER_SLOT_BITS | slot as u64, Ordering::Release);
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use std::net::SocketAddr;
 
-use crate::mlx5::{Arrival, Cqe, Outcome, Queue, Sent, Status, gid_address};
-use crate::work::{Completion, CompletionKind, Sender};
+use crate::mlx5::{Cqe, CqeOutcome, Queue, RecvKind, Sent, Status, gid_address};
+use crate::work::{Completion, CompletionKind, DatagramSender};
 
 impl Completion {
     /// The end of posted work that has succeeded.
@@ -17,34 +17,34 @@ impl Completion {
     #[inline]
     pub(super) fn of(cqe: &Cqe, id: u64) -> Self {
         let (status, kind, len) = match cqe.outcome {
-            Outcome::Sent { opcode, bytes } => {
+            CqeOutcome::Sent { opcode, bytes } => {
                 (Status::Success, CompletionKind::Send(opcode), bytes)
             }
-            Outcome::Received { arrival, bytes, .. } => {
-                let kind = match arrival {
-                    Arrival::Send => CompletionKind::Receive,
-                    Arrival::SendImm(imm) => CompletionKind::ReceiveImm(imm),
-                    Arrival::SendInvalidate(key) => CompletionKind::ReceiveInvalidate(key),
-                    Arrival::WriteImm(imm) => CompletionKind::WriteImm(imm),
+            CqeOutcome::Received { recv_kind, bytes, .. } => {
+                let kind = match recv_kind {
+                    RecvKind::Send => CompletionKind::Receive,
+                    RecvKind::SendImm(imm) => CompletionKind::ReceiveImm(imm),
+                    RecvKind::SendInvalidate(key) => CompletionKind::ReceiveInvalidate(key),
+                    RecvKind::WriteImm(imm) => CompletionKind::WriteImm(imm),
                 };
                 (Status::Success, kind, bytes)
             }
-            Outcome::Failed { queue: Queue::Send, status, .. } => {
+            CqeOutcome::Failed { queue: Queue::Send, status, .. } => {
                 (status, CompletionKind::SendFailed, 0)
             }
-            Outcome::Failed { queue: Queue::Receive, status, .. } => {
+            CqeOutcome::Failed { queue: Queue::Receive, status, .. } => {
                 (status, CompletionKind::ReceiveFailed, 0)
             }
         };
         let sender = match cqe.outcome {
-            Outcome::Received { origin, .. } if origin.has_grh => {
+            CqeOutcome::Received { origin, .. } if origin.has_grh => {
                 let address = SocketAddr::new(gid_address(origin.gid), origin.port);
-                Some(Sender { qpn: origin.qpn, address })
+                Some(DatagramSender { qpn: origin.qpn, address })
             }
             _ => None,
         };
         let vendor_error = match cqe.outcome {
-            Outcome::Failed { vendor, .. } => u32::from(vendor),
+            CqeOutcome::Failed { vendor, .. } => u32::from(vendor),
             _ => 0,
         };
         let Cqe { qpn, solicited, .. } = *cqe;

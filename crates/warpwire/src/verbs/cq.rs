@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
+use super::direct_verbs::{DirectVerbsCq, no_events};
 use super::hardware::Hardware;
-use super::in_place::{InPlaceCq, no_events};
 use super::qp::Core;
 use super::{Context, Device};
 use crate::error::{Error, Kind, Result};
-use crate::hca::{CQE_LEN, CqSpec, QueueMemory, Signal};
+use crate::hca::{CQE_LEN, CqSpec, EventFd, QueueMemory};
 use crate::ibv;
-use crate::mlx5::{Arm as Armed, Cqe, EMPTY, Outcome, Queue, Sent, Tail, owner_bit};
-use crate::sync::{Biased, barrier};
+use crate::mlx5::{CqArm, Cqe, CqeOutcome, CqeTail, EMPTY, Queue, Sent, owner_bit};
+use crate::sync::{BiasedMutex, asymmetric_fence};
 use crate::work::Completion;
 
 /// How a completion queue is made.
@@ -23,36 +23,42 @@ use crate::work::Completion;
 pub struct CqOptions {
     /// How many completions it has room for, at least.
     pub entries: u32,
-    /// Memory of another sort than the host's for it: at least [`Cq::memory_for`] its entries.
+    /// Memory of another sort than the host's for it: at least [`Cq::required_memory`] its entries.
     pub memory: Option<QueueMemory>,
     /// Every completion goes to the first entry; for pollers that look at its counter alone.
     pub collapsed: bool,
-    /// Completions that were not read are overwritten. Of hardware, mlx5 devices alone can, and it is as with `held`.
+    /// Completions that were not read are overwritten. Of hardware, mlx5 devices alone can, and it is as with `manual_release`.
     pub ignore_overrun: bool,
-    /// Completions that were read stay where they are until [`Cq::give_back`]: a stream or a kernel may look at them
+    /// Completions that were read stay where they are until [`Cq::release`]: a stream or a kernel may look at them
     /// still. Of hardware, mlx5 devices alone can: such a queue is read past its provider, and makes no events.
-    pub held: bool,
+    pub manual_release: bool,
 }
 
 impl Default for CqOptions {
     fn default() -> Self {
-        Self { entries: 256, memory: None, collapsed: false, ignore_overrun: false, held: false }
+        Self {
+            entries: 256,
+            memory: None,
+            collapsed: false,
+            ignore_overrun: false,
+            manual_release: false,
+        }
     }
 }
 
 /// A completion queue. It ends when this is dropped, and outlives the queue pairs that use it.
 #[derive(Clone, Debug)]
-pub struct Cq(pub(super) Arc<Shared>);
+pub struct Cq(pub(super) Arc<CqInner>);
 
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct CqInner {
     /// How many sleep in [`Cq::next`].
-    sleepers: AtomicU32,
-    arm: Arm,
+    waiters: AtomicU32,
+    arm: Backend,
 }
 
 #[derive(Debug)]
-enum Arm {
+enum Backend {
     Soft(Soft),
     Hard(Hard),
 }
@@ -65,11 +71,11 @@ struct Soft {
     memory: QueueMemory,
     entries: u32,
     /// The device does not wait for the reader.
-    overwritten: bool,
-    /// Places are given back by [`Cq::give_back`] alone.
-    held: bool,
-    signal: Arc<Signal>,
-    reader: Biased<Reader>,
+    ignores_overrun: bool,
+    /// Places are given back by [`Cq::release`] alone.
+    manual_release: bool,
+    signal: Arc<EventFd>,
+    reader: BiasedMutex<Reader>,
 }
 
 #[derive(Debug)]
@@ -90,7 +96,7 @@ impl Drop for Soft {
 
 impl Cq {
     /// How much memory a queue with room for so many completions takes.
-    pub fn memory_for(entries: u32) -> u64 {
+    pub fn required_memory(entries: u32) -> u64 {
         u64::from(entries.max(1).next_power_of_two()) * CQE_LEN + 64
     }
 
@@ -102,67 +108,78 @@ impl Cq {
         }
         if let Some(hardware) = &context.0.hardware {
             let hard = Hard::create(hardware, &options)?;
-            return Ok(Self(Arc::new(Shared {
-                sleepers: AtomicU32::new(0),
-                arm: Arm::Hard(hard),
+            return Ok(Self(Arc::new(CqInner {
+                waiters: AtomicU32::new(0),
+                arm: Backend::Hard(hard),
             })));
         }
         let entries = options.entries.next_power_of_two();
         let memory = match options.memory {
             Some(memory) => memory,
-            None => QueueMemory::host(Self::memory_for(entries))?,
+            None => QueueMemory::host(Self::required_memory(entries))?,
         };
-        let record = u64::from(entries) * CQE_LEN;
+        let dbrec = u64::from(entries) * CQE_LEN;
         let bytes = memory.bytes();
-        bytes.fill(0, record, &[EMPTY])?;
-        bytes.fill(record, 64, &[0])?;
-        memory.send_off();
-        let signal = Arc::new(Signal::new()?);
+        bytes.fill(0, dbrec, &[EMPTY])?;
+        bytes.fill(dbrec, 64, &[0])?;
+        memory.flush_stores();
+        let signal = Arc::new(EventFd::new()?);
         let number = context.0.hca.create_cq(CqSpec {
             memory: memory.clone(),
             entries,
-            record,
+            dbrec,
             collapsed: options.collapsed,
             ignore_overrun: options.ignore_overrun,
             signal: Some(signal.clone()),
         })?;
-        let reader = Biased::new(Reader { consumed: 0, last: None, sequence: 1 });
+        let reader = BiasedMutex::new(Reader { consumed: 0, last: None, sequence: 1 });
         let device = context.0.clone();
-        let overwritten = options.collapsed || options.ignore_overrun;
-        let held = options.held;
-        let soft = Soft { device, number, memory, entries, overwritten, held, signal, reader };
-        Ok(Self(Arc::new(Shared { sleepers: AtomicU32::new(0), arm: Arm::Soft(soft) })))
+        let ignores_overrun = options.collapsed || options.ignore_overrun;
+        let manual_release = options.manual_release;
+        let soft = Soft {
+            device,
+            number,
+            memory,
+            entries,
+            ignores_overrun,
+            manual_release,
+            signal,
+            reader,
+        };
+        Ok(Self(Arc::new(CqInner { waiters: AtomicU32::new(0), arm: Backend::Soft(soft) })))
     }
 
     /// Its number.
     pub fn number(&self) -> u32 {
         match &self.0.arm {
-            Arm::Soft(soft) => soft.number,
-            Arm::Hard(hard) => hard.cq.number(),
+            Backend::Soft(soft) => soft.number,
+            Backend::Hard(hard) => hard.cq.number(),
         }
     }
 
     /// Its memory, for those who read it themselves. Of hardware it is nothing, unless it is held.
     pub fn memory(&self) -> &QueueMemory {
         match &self.0.arm {
-            Arm::Soft(soft) => &soft.memory,
-            Arm::Hard(hard) => hard.in_place.as_ref().map_or(&hard.nothing, |queue| &queue.entries),
+            Backend::Soft(soft) => &soft.memory,
+            Backend::Hard(hard) => {
+                hard.direct_verbs.as_ref().map_or(&hard.no_memory, |queue| &queue.entries)
+            }
         }
     }
 
     /// The queue, of hardware that is read past its provider.
-    pub(super) fn in_place(&self) -> Option<&InPlaceCq> {
+    pub(super) fn direct_verbs(&self) -> Option<&DirectVerbsCq> {
         match &self.0.arm {
-            Arm::Soft(_) => None,
-            Arm::Hard(hard) => hard.in_place.as_ref(),
+            Backend::Soft(_) => None,
+            Backend::Hard(hard) => hard.direct_verbs.as_ref(),
         }
     }
 
     /// The queue, of hardware.
     pub(super) fn hardware(&self) -> Option<&ibv::Cq> {
         match &self.0.arm {
-            Arm::Soft(_) => None,
-            Arm::Hard(hard) => Some(&hard.cq),
+            Backend::Soft(_) => None,
+            Backend::Hard(hard) => Some(&hard.cq),
         }
     }
 
@@ -174,9 +191,9 @@ impl Cq {
     #[inline]
     pub fn poll(&self, into: &mut [Completion]) -> Result<usize> {
         let soft = match &self.0.arm {
-            Arm::Soft(soft) => soft,
-            Arm::Hard(Hard { in_place: None, cq, .. }) => return cq.poll(into),
-            Arm::Hard(Hard { in_place: Some(queue), .. }) => return Ok(queue.poll(into)),
+            Backend::Soft(soft) => soft,
+            Backend::Hard(Hard { direct_verbs: None, cq, .. }) => return cq.poll(into),
+            Backend::Hard(Hard { direct_verbs: Some(queue), .. }) => return Ok(queue.poll(into)),
         };
         let found = soft.take(into);
         if found > 0 || into.is_empty() {
@@ -187,51 +204,57 @@ impl Cq {
     }
 
     /// Makes the completions of a queue pair that wait here void: it was reset, or is no more.
-    pub(super) fn forget(&self, core: &Core) {
-        if let Arm::Soft(soft) = &self.0.arm {
-            soft.forget(core);
+    pub(super) fn clean(&self, core: &Core) {
+        if let Backend::Soft(soft) = &self.0.arm {
+            soft.clean(core);
         }
     }
 
     /// Forgets whose the last completion was: its number may come again one day, and mean another.
-    pub(super) fn forget_last(&self) {
-        if let Arm::Soft(soft) = &self.0.arm {
+    pub(super) fn drop_cached_qp(&self) {
+        if let Backend::Soft(soft) = &self.0.arm {
             soft.reader.lock().last = None;
         }
     }
 
     /// Gives the places of the first so many completions of a queue that is [held](CqOptions::held) back to the
     /// device. More than were read are not given.
-    pub fn give_back(&self, count: u64) {
+    pub fn release(&self, count: u64) {
         match &self.0.arm {
-            Arm::Soft(soft) => soft.give_back(count),
-            Arm::Hard(hard) => drop(hard.in_place.as_ref().map(|queue| queue.give_back(count))),
+            Backend::Soft(soft) => soft.release(count),
+            Backend::Hard(hard) => {
+                if let Some(queue) = &hard.direct_verbs {
+                    queue.release(count);
+                }
+            }
         }
     }
 
     /// The completion that lies so many behind the next, if it is there; it stays unread. What a queue pair called
     /// the work is not asked for. Of hardware, those that are held are looked at.
-    pub(crate) fn peek(&self, ahead: u64) -> Option<Cqe> {
+    pub(crate) fn peek(&self, offset: u64) -> Option<Cqe> {
         match &self.0.arm {
-            Arm::Soft(soft) => soft.peek(ahead),
-            Arm::Hard(hard) => hard.in_place.as_ref()?.peek(ahead),
+            Backend::Soft(soft) => soft.peek(offset),
+            Backend::Hard(hard) => hard.direct_verbs.as_ref()?.peek(offset),
         }
     }
 
     /// Whether the completion of that number has been made. It must not be more than the queue holds away from those
     /// that were given back.
-    pub(crate) fn is_there(&self, number: u64) -> bool {
+    pub(crate) fn has_cqe(&self, number: u64) -> bool {
         match &self.0.arm {
-            Arm::Soft(soft) => soft.is_there(number),
-            Arm::Hard(hard) => hard.in_place.as_ref().is_some_and(|queue| queue.is_there(number)),
+            Backend::Soft(soft) => soft.has_cqe(number),
+            Backend::Hard(hard) => {
+                hard.direct_verbs.as_ref().is_some_and(|queue| queue.has_cqe(number))
+            }
         }
     }
 
     /// How many entries it has.
     pub fn entries(&self) -> u32 {
         match &self.0.arm {
-            Arm::Soft(soft) => soft.entries,
-            Arm::Hard(hard) => hard.entries,
+            Backend::Soft(soft) => soft.entries,
+            Backend::Hard(hard) => hard.entries,
         }
     }
 
@@ -245,7 +268,7 @@ impl Cq {
         loop {
             if self.poll(&mut one)? == 1 {
                 // The event that woke this one may have been the only one for several.
-                if self.0.sleepers.load(Ordering::SeqCst) > 0 {
+                if self.0.waiters.load(Ordering::SeqCst) > 0 {
                     self.arm(false)?;
                 }
                 return Ok(Some(one[0]));
@@ -254,10 +277,10 @@ impl Cq {
             if waited >= timeout {
                 return Ok(None);
             }
-            if waited > SPIN && self.wakes_sleepers() {
-                self.0.sleepers.fetch_add(1, Ordering::SeqCst);
+            if waited > SPIN && self.supports_blocking_wait() {
+                self.0.waiters.fetch_add(1, Ordering::SeqCst);
                 let woken = self.arm(false).and_then(|()| self.wait(timeout - waited));
-                self.0.sleepers.fetch_sub(1, Ordering::SeqCst);
+                self.0.waiters.fetch_sub(1, Ordering::SeqCst);
                 woken?;
             }
         }
@@ -267,36 +290,36 @@ impl Cq {
     /// already, the event comes at once.
     pub fn arm(&self, solicited_only: bool) -> Result<()> {
         match &self.0.arm {
-            Arm::Soft(soft) => soft.arm(solicited_only),
-            Arm::Hard(hard) => hard.arm(solicited_only),
+            Backend::Soft(soft) => soft.arm(solicited_only),
+            Backend::Hard(hard) => hard.arm(solicited_only),
         }
     }
 
     /// Waits for the event that was asked for, and takes it; tells whether it came in that time.
     pub fn wait(&self, timeout: Duration) -> Result<bool> {
-        let came = match &self.0.arm {
-            Arm::Soft(soft) => soft.signal.wait(timeout)?,
-            Arm::Hard(hard) => Signal::wait_for(&hard.either, timeout)?,
+        let signaled = match &self.0.arm {
+            Backend::Soft(soft) => soft.signal.wait(timeout)?,
+            Backend::Hard(hard) => EventFd::wait_readable(&hard.epoll_fd, timeout)?,
         };
-        if came {
+        if signaled {
             self.take_event();
         }
-        Ok(came)
+        Ok(signaled)
     }
 
     /// Takes an event back, for those who wait on the file descriptor themselves.
     pub fn take_event(&self) -> bool {
         match &self.0.arm {
-            Arm::Soft(soft) => soft.take_event(),
-            Arm::Hard(hard) => hard.take_event(),
+            Backend::Soft(soft) => soft.take_event(),
+            Backend::Hard(hard) => hard.take_event(),
         }
     }
 
     /// Whether somebody who sleeps is woken.
-    fn wakes_sleepers(&self) -> bool {
+    fn supports_blocking_wait(&self) -> bool {
         match &self.0.arm {
-            Arm::Soft(soft) => soft.device.hca.wakes_sleepers(),
-            Arm::Hard(_) => true,
+            Backend::Soft(soft) => soft.device.hca.supports_blocking_wait(),
+            Backend::Hard(_) => true,
         }
     }
 }
@@ -305,8 +328,8 @@ impl AsFd for Cq {
     /// Readable when the event that was asked for has come.
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.0.arm {
-            Arm::Soft(soft) => soft.signal.as_fd(),
-            Arm::Hard(hard) => hard.either.as_fd(),
+            Backend::Soft(soft) => soft.signal.as_fd(),
+            Backend::Hard(hard) => hard.epoll_fd.as_fd(),
         }
     }
 }
@@ -314,7 +337,7 @@ impl AsFd for Cq {
 impl Soft {
     /// The queue pair that a completion is of; none if it had the place of another that is there now.
     #[inline]
-    fn core_of<'a>(&self, reader: &'a mut Reader, qpn: u32, index: u32) -> Option<&'a Core> {
+    fn find_qp<'a>(&self, reader: &'a mut Reader, qpn: u32, index: u32) -> Option<&'a Core> {
         let is_last =
             reader.last.as_ref().is_some_and(|(last, core)| *last == index && core.number == qpn);
         if !is_last {
@@ -335,29 +358,29 @@ impl Soft {
     #[inline]
     fn read(&self, reader: &mut Reader, entry: &[u64; 8], into: &mut Completion) -> bool {
         let Some(sent) = Sent::parse_words(entry) else {
-            return self.read_rare(reader, entry, into);
+            return self.read_slow(reader, entry, into);
         };
-        let Some(core) = self.core_of(reader, sent.qpn, sent.user_index) else { return false };
-        *into = Completion::sent(&sent, core.ledger.send_ended(sent.counter));
+        let Some(core) = self.find_qp(reader, sent.qpn, sent.user_index) else { return false };
+        *into = Completion::sent(&sent, core.wr_table.complete_send(sent.counter));
         true
     }
 
     #[inline(never)]
-    fn read_rare(&self, reader: &mut Reader, entry: &[u64; 8], into: &mut Completion) -> bool {
+    fn read_slow(&self, reader: &mut Reader, entry: &[u64; 8], into: &mut Completion) -> bool {
         // What is no completion was not written by the device; it is passed over.
         let Ok(cqe) = Cqe::parse_words(entry) else { return false };
-        let Some(core) = self.core_of(reader, cqe.qpn, cqe.user_index) else { return false };
+        let Some(core) = self.find_qp(reader, cqe.qpn, cqe.user_index) else { return false };
         *into = complete(core, &cqe);
         true
     }
 
     /// Tells the device which entries are free.
-    fn tell_consumed(&self, count: u64) {
-        let word = u32::from_ne_bytes(Armed::consumed_word(count as u32));
+    fn update_consumer_index(&self, count: u64) {
+        let word = u32::from_ne_bytes(CqArm::consumed_word(count as u32));
         // What was cleared before goes first: the device may write there as soon as it sees this.
-        self.memory.send_off();
+        self.memory.flush_stores();
         let _ = self.memory.bytes().store_u32(u64::from(self.entries) * CQE_LEN, word);
-        self.memory.send_off();
+        self.memory.flush_stores();
     }
 
     /// Takes completions that are there, without driving the device.
@@ -371,49 +394,49 @@ impl Soft {
             let at = (reader.consumed & (entries - 1)) * CQE_LEN;
             // Acquire: the body was written before this word.
             let tail = bytes.load_u32(at + 60).unwrap_or(u32::MAX).to_ne_bytes();
-            if !Tail::parse(tail).is_owned(owner_bit(reader.consumed, entries)) {
+            if !CqeTail::parse(tail).is_owned(owner_bit(reader.consumed, entries)) {
                 break;
             }
             let Some(entry) = bytes.load_line(at) else { break };
             reader.consumed += 1;
             count += usize::from(shared.read(&mut reader, &entry, &mut into[count]));
         }
-        if reader.consumed != before && !shared.held {
-            shared.tell_consumed(reader.consumed);
+        if reader.consumed != before && !shared.manual_release {
+            shared.update_consumer_index(reader.consumed);
         }
         count
     }
 
-    fn give_back(&self, count: u64) {
+    fn release(&self, count: u64) {
         let reader = self.reader.lock();
-        if self.held {
-            self.tell_consumed(count.min(reader.consumed));
+        if self.manual_release {
+            self.update_consumer_index(count.min(reader.consumed));
         }
     }
 
-    fn peek(&self, ahead: u64) -> Option<Cqe> {
-        let number = self.reader.lock().consumed + ahead;
+    fn peek(&self, offset: u64) -> Option<Cqe> {
+        let number = self.reader.lock().consumed + offset;
         let mut entry = [0; CQE_LEN as usize];
-        if ahead >= u64::from(self.entries) || !self.is_there(number) {
+        if offset >= u64::from(self.entries) || !self.has_cqe(number) {
             return None;
         }
-        let place = (number & (u64::from(self.entries) - 1)) * CQE_LEN;
-        self.memory.bytes().read(place, &mut entry).ok()?;
+        let slot = (number & (u64::from(self.entries) - 1)) * CQE_LEN;
+        self.memory.bytes().read(slot, &mut entry).ok()?;
         Cqe::parse(&entry).ok()
     }
 
-    fn is_there(&self, number: u64) -> bool {
+    fn has_cqe(&self, number: u64) -> bool {
         let (bytes, entries) = (self.memory.bytes(), u64::from(self.entries));
         let at = (number & (entries - 1)) * CQE_LEN;
         let tail = bytes.load_u32(at + 60).unwrap_or(u32::MAX).to_ne_bytes();
-        Tail::parse(tail).is_owned(owner_bit(number, entries))
+        CqeTail::parse(tail).is_owned(owner_bit(number, entries))
     }
 
     /// Makes the completions of a queue pair that wait here void: it was reset, or is no more.
-    fn forget(&self, core: &Core) {
+    fn clean(&self, core: &Core) {
         let shared = self;
         // The device may be writing what would be changed here, or a stream be looking at it.
-        if shared.overwritten || shared.held {
+        if shared.ignores_overrun || shared.manual_release {
             return;
         }
         let mut reader = shared.reader.lock();
@@ -423,16 +446,16 @@ impl Soft {
             let tail = bytes.load_u32(at + 60).unwrap_or(u32::MAX).to_ne_bytes();
             let entry = bytes.load_line(at);
             let Some(entry) =
-                entry.filter(|_| Tail::parse(tail).is_owned(owner_bit(number, entries)))
+                entry.filter(|_| CqeTail::parse(tail).is_owned(owner_bit(number, entries)))
             else {
                 break;
             };
             match Cqe::parse_words(&entry) {
                 Ok(cqe) if cqe.qpn == core.number => {
-                    if !is_of_send(&cqe) {
-                        core.receive_ended(cqe.counter);
+                    if !is_send_cqe(&cqe) {
+                        core.complete_receive(cqe.counter);
                     }
-                    let _ = bytes.store_u32(at + 60, u32::from_ne_bytes(Tail::void(tail)));
+                    let _ = bytes.store_u32(at + 60, u32::from_ne_bytes(CqeTail::void(tail)));
                 }
                 Ok(_) => continue,
                 Err(_) => {}
@@ -442,26 +465,26 @@ impl Soft {
                 reader.consumed += 1;
             }
         }
-        shared.tell_consumed(reader.consumed);
+        shared.update_consumer_index(reader.consumed);
     }
 
     fn arm(&self, solicited_only: bool) -> Result<()> {
         let shared = self;
         let reader = shared.reader.lock();
         let consumer = reader.consumed as u32 & 0xff_ffff;
-        let arm = Armed { sequence: reader.sequence, solicited_only, consumer };
+        let arm = CqArm { sequence: reader.sequence, solicited_only, consumer };
         let entries = u64::from(shared.entries);
         let bytes = shared.memory.bytes();
         bytes.store_u32(entries * CQE_LEN + 4, u32::from_ne_bytes(arm.word()))?;
         // The device sees the arming, or this sees its completion.
-        barrier::heavy();
+        asymmetric_fence::heavy();
         let at = (reader.consumed & (entries - 1)) * CQE_LEN;
-        let tail = Tail::parse(bytes.load_u32(at + 60)?.to_ne_bytes());
+        let tail = CqeTail::parse(bytes.load_u32(at + 60)?.to_ne_bytes());
         if tail.is_owned(owner_bit(reader.consumed, entries)) {
             shared.signal.raise();
         }
         // Whoever arms is done with polling, as far as we know.
-        shared.device.hca.hand_over();
+        shared.device.hca.wake_fallback();
         Ok(())
     }
 
@@ -475,15 +498,15 @@ impl Soft {
 /// The completion in the words of the program: the queue pair knows what it called the work.
 #[inline]
 fn complete(core: &Core, cqe: &Cqe) -> Completion {
-    let id = match is_of_send(cqe) {
-        true => core.ledger.send_ended(cqe.counter),
-        false => core.receive_ended(cqe.counter),
+    let id = match is_send_cqe(cqe) {
+        true => core.wr_table.complete_send(cqe.counter),
+        false => core.complete_receive(cqe.counter),
     };
     Completion::of(cqe, id)
 }
 
-fn is_of_send(cqe: &Cqe) -> bool {
-    matches!(cqe.outcome, Outcome::Sent { .. } | Outcome::Failed { queue: Queue::Send, .. })
+fn is_send_cqe(cqe: &Cqe) -> bool {
+    matches!(cqe.outcome, CqeOutcome::Sent { .. } | CqeOutcome::Failed { queue: Queue::Send, .. })
 }
 
 /// A queue that hardware fills.
@@ -491,14 +514,14 @@ fn is_of_send(cqe: &Cqe) -> bool {
 struct Hard {
     cq: ibv::Cq,
     /// Raised when a completion was there already as it was armed: of that, hardware tells nothing.
-    already: Signal,
+    pending_event: EventFd,
     /// Readable when that is raised, or the device's own event has come.
-    either: OwnedFd,
+    epoll_fd: OwnedFd,
     /// How many it has room for.
     entries: u32,
-    nothing: QueueMemory,
+    no_memory: QueueMemory,
     /// Where it is read, if that is past the provider.
-    in_place: Option<InPlaceCq>,
+    direct_verbs: Option<DirectVerbsCq>,
 }
 
 impl Hard {
@@ -510,35 +533,42 @@ impl Hard {
                 .fix("leave these options out, or use the software HCA"));
         }
         let cq = match options.ignore_overrun {
-            true => hardware.context.create_overwritten_cq(options.entries)?,
+            true => hardware.context.create_cq_ignoring_overrun(options.entries)?,
             false => hardware.context.create_cq(options.entries)?,
         };
-        let already = Signal::new()?;
+        let pending_event = EventFd::new()?;
         let failed = |why: rustix::io::Errno| Error::os("make an event descriptor", &why.into());
-        let either = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
-        for fd in [cq.as_fd(), already.as_fd()] {
+        let epoll_fd = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
+        for fd in [cq.as_fd(), pending_event.as_fd()] {
             let data = epoll::EventData::new_u64(0);
-            epoll::add(&either, fd, data, epoll::EventFlags::IN).map_err(failed)?;
+            epoll::add(&epoll_fd, fd, data, epoll::EventFlags::IN).map_err(failed)?;
         }
-        let in_place = options.held || options.ignore_overrun;
-        let in_place = in_place.then(|| cq.direct().map(InPlaceCq::new)).transpose()?;
-        let entries = in_place.as_ref().map_or(options.entries, |queue| queue.count);
-        Ok(Self { cq, already, either, entries, nothing: QueueMemory::nothing(), in_place })
+        let direct_verbs = options.manual_release || options.ignore_overrun;
+        let direct_verbs = direct_verbs.then(|| cq.mlx5dv().map(DirectVerbsCq::new)).transpose()?;
+        let entries = direct_verbs.as_ref().map_or(options.entries, |queue| queue.count);
+        Ok(Self {
+            cq,
+            pending_event,
+            epoll_fd,
+            entries,
+            no_memory: QueueMemory::no_memory(),
+            direct_verbs,
+        })
     }
 
     fn arm(&self, solicited_only: bool) -> Result<()> {
-        if self.in_place.is_some() {
+        if self.direct_verbs.is_some() {
             return Err(no_events());
         }
         self.cq.arm(solicited_only)?;
-        if self.cq.is_waiting()? {
-            self.already.raise();
+        if self.cq.has_completions()? {
+            self.pending_event.raise();
         }
         Ok(())
     }
 
     fn take_event(&self) -> bool {
-        let was = self.already.take();
+        let was = self.pending_event.take();
         self.cq.take_event().unwrap_or(false) || was
     }
 }

@@ -9,8 +9,8 @@ use super::{Context, Device};
 use crate::error::Result;
 use crate::ibv;
 
-/// The bytes that stand in a receive before a datagram: who sent it. See [`Route`].
-pub const ROUTE_LEN: u32 = warpwire_proto::qp::GLOBAL_ROUTE_LEN;
+/// The bytes that stand in a receive before a datagram: who sent it. See [`Grh`].
+pub const GRH_LEN: u32 = warpwire_proto::qp::GRH_LEN;
 
 /// A peer to send datagrams to. Clones are the same one; with the last, datagrams that were not sent yet fail.
 ///
@@ -21,40 +21,40 @@ pub const ROUTE_LEN: u32 = warpwire_proto::qp::GLOBAL_ROUTE_LEN;
 /// use std::time::Duration;
 /// use warpwire::link::Hub;
 /// use warpwire::mr::HostMemory;
-/// use warpwire::verbs::{Access, Context, Op, QpOptions, ROUTE_LEN, ReceiveRequest, Request, Service};
+/// use warpwire::verbs::{Access, Context, WrOp, QpOptions, GRH_LEN, ReceiveRequest, SendRequest, Service};
 ///
 /// let hub = Hub::new();
 /// let context = Context::open(hub.endpoint("10.0.0.1:4791".parse().unwrap())?)?;
 /// let (pd, cq) = (context.pd(), context.create_cq(16)?);
 /// let options = QpOptions { service: Service::Ud, ..QpOptions::default() };
 /// let qp = context.create_qp(&pd, &cq, &cq, options)?;
-/// qp.ready(0x1234)?;
+/// qp.activate_ud(0x1234)?;
 /// let memory = HostMemory::new(64)?;
 /// let mr = context.register(&pd, memory.clone(), Access::LOCAL_WRITE)?;
 /// qp.post_receive(&[ReceiveRequest { id: 1, data: &[mr.sge(0, 64)] }])?;
 ///
-/// let oneself = context.address_handle("10.0.0.1:4791".parse().unwrap())?;
-/// qp.post_send(&[Request::new(2, Op::Send).to(&oneself, qp.number(), 0x1234).inline(b"hello")])?;
+/// let loopback = context.create_address_handle("10.0.0.1:4791".parse().unwrap())?;
+/// qp.post_send(&[SendRequest::new(2, WrOp::Send).to(&loopback, qp.number(), 0x1234).inline(b"hello")])?;
 /// assert_eq!(cq.next(Duration::from_secs(5))?.map(|sent| sent.id), Some(2));
 /// let received = cq.next(Duration::from_secs(5))?.expect("it arrives");
-/// assert_eq!((received.id, received.len), (1, ROUTE_LEN + 5));
-/// assert_eq!(received.sender.unwrap().address, oneself.peer());
+/// assert_eq!((received.id, received.len), (1, GRH_LEN + 5));
+/// assert_eq!(received.sender.unwrap().address, loopback.peer());
 /// let mut text = [0; 5];
-/// memory.bytes().read(ROUTE_LEN.into(), &mut text)?;
+/// memory.bytes().read(GRH_LEN.into(), &mut text)?;
 /// assert_eq!(&text, b"hello");
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct AddressHandle(Arc<Handle>);
+pub struct AddressHandle(Arc<Inner>);
 
 #[derive(Debug)]
-struct Handle {
+struct Inner {
     device: Arc<Device>,
     peer: SocketAddr,
-    hardware: Option<InDomains>,
+    hardware: Option<PerPdHandles>,
 }
 
-impl Drop for Handle {
+impl Drop for Inner {
     fn drop(&mut self) {
         if self.hardware.is_none() {
             self.device.hca.close_destination(self.peer);
@@ -64,21 +64,21 @@ impl Drop for Handle {
 
 /// A peer of hardware, which knows it anew in each domain.
 #[derive(Debug)]
-struct InDomains {
-    route: ibv::Route,
-    made: [OnceLock<Option<ibv::AddressHandle>>; MOST_DOMAINS],
+struct PerPdHandles {
+    route: ibv::AhAttributes,
+    handles: [OnceLock<Option<ibv::AddressHandle>>; MAX_PDS],
 }
 
 /// In how many domains one handle may be used.
-const MOST_DOMAINS: usize = 8;
+const MAX_PDS: usize = 8;
 
-impl ibv::Hardware for AddressHandle {
+impl ibv::AsAddressHandle for AddressHandle {
     fn hardware(&self, pd: &ibv::Pd) -> Option<&ibv::AddressHandle> {
-        let InDomains { route, made } = self.0.hardware.as_ref()?;
-        for place in made {
+        let PerPdHandles { route, handles } = self.0.hardware.as_ref()?;
+        for slot in handles {
             // It was tried when the handle was made, so that it fails only if the device has no more room.
-            let found = place.get_or_init(|| pd.create_address_handle(route).ok()).as_ref();
-            if let Some(found) = found.filter(|found| found.is_of(pd)) {
+            let found = slot.get_or_init(|| pd.create_address_handle(route).ok()).as_ref();
+            if let Some(found) = found.filter(|found| found.belongs_to(pd)) {
                 return Some(found);
             }
         }
@@ -96,11 +96,11 @@ impl AddressHandle {
             }
             Some(hardware) => {
                 let route = hardware.route(peer.ip())?;
-                hardware.home()?.create_address_handle(&route)?;
-                Some(InDomains { route, made: Default::default() })
+                hardware.probe_pd()?.create_address_handle(&route)?;
+                Some(PerPdHandles { route, handles: Default::default() })
             }
         };
-        Ok(Self(Arc::new(Handle { device, peer, hardware })))
+        Ok(Self(Arc::new(Inner { device, peer, hardware })))
     }
 
     /// The peer's address.
@@ -109,7 +109,7 @@ impl AddressHandle {
     }
 
     /// Whether it was made by that device.
-    pub(super) fn is_of(&self, hca: &crate::hca::Hca) -> bool {
+    pub(super) fn belongs_to(&self, hca: &crate::hca::Hca) -> bool {
         self.0.device.hca.is_same(hca)
     }
 }
@@ -117,14 +117,14 @@ impl AddressHandle {
 /// Whom a datagram is for.
 pub type Destination<'a> = crate::work::Destination<'a, AddressHandle>;
 
-/// What the first [`ROUTE_LEN`] bytes of a receive say: an IPv6 header, or, in the last 20, an IPv4 header.
+/// What the first [`GRH_LEN`] bytes of a receive say: an IPv6 header, or, in the last 20, an IPv4 header.
 ///
 /// ```
-/// use warpwire::verbs::Route;
-/// assert_eq!(Route::parse(&[0; 40]), None);
+/// use warpwire::verbs::Grh;
+/// assert_eq!(Grh::parse(&[0; 40]), None);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Route {
+pub struct Grh {
     /// The sender's address.
     pub source: IpAddr,
     /// The address that it was sent to.
@@ -133,9 +133,9 @@ pub struct Route {
     pub marked: bool,
 }
 
-impl Route {
+impl Grh {
     /// Reads them; `None` if there is no such header.
-    pub fn parse(bytes: &[u8; ROUTE_LEN as usize]) -> Option<Self> {
+    pub fn parse(bytes: &[u8; GRH_LEN as usize]) -> Option<Self> {
         let (six, four) = (bytes[0] >> 4 == 6, bytes[20] >> 4 == 4);
         let (source, destination, class): (IpAddr, IpAddr, u8) = match (six, four) {
             (true, _) => {
@@ -152,6 +152,6 @@ impl Route {
     }
 }
 
-fn array<const N: usize>(bytes: &[u8; ROUTE_LEN as usize], at: usize) -> [u8; N] {
+fn array<const N: usize>(bytes: &[u8; GRH_LEN as usize], at: usize) -> [u8; N] {
     std::array::from_fn(|n| bytes[at + n])
 }

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use warpwire_proto::qp::{Change, Mtu, State};
+use warpwire_proto::qp::{Mtu, QpAttributes, State};
 
-use super::exchange::Offer;
-use super::hardware::{Endpoint, Hardware};
-use super::in_place::{InPlace, Writing};
-use super::post::{Request, too_early};
-use super::queues::Queues;
+use super::bootstrap::QpEndpoint;
+use super::direct_verbs::{DirectVerbsBatch, DirectVerbsQp};
+use super::hardware::{Hardware, LocalPort};
+use super::post::{SendRequest, not_in_rts};
+use super::queues::DirectQueues;
 use super::{Context, Cq, Pd, QpOptions, Srq};
 use crate::error::{Error, Kind, Result};
 use crate::hca::QueueMemory;
@@ -20,17 +20,17 @@ use crate::{ibv, link};
 #[derive(Debug)]
 pub(super) struct Hard {
     pub(super) qp: ibv::Qp,
-    pub(super) end: Endpoint,
+    pub(super) local_port: LocalPort,
     /// It has come to `RTS`, or has failed: work may be posted.
-    takes_work: AtomicBool,
-    pub(super) nothing: QueueMemory,
+    accepts_posts: AtomicBool,
+    pub(super) no_memory: QueueMemory,
     /// Where it is posted to, if that is past the provider.
-    pub(super) in_place: Option<Arc<InPlace>>,
+    pub(super) direct_verbs: Option<Arc<DirectVerbsQp>>,
     name: String,
 }
 
 /// How often a peer's address is asked for: the first question may be lost, or the kernel's patience too short.
-const QUESTIONS: u32 = 4;
+const MAX_RESOLVE_ATTEMPTS: u32 = 4;
 
 impl Hard {
     pub(super) fn create(
@@ -46,14 +46,14 @@ impl Hard {
                 .why("its driver chooses the memory of its queues")
                 .fix("leave the memory out, or use the software HCA"));
         }
-        let end = hardware.endpoint(options.port, options.gid_index)?;
+        let local_port = hardware.endpoint(options.port, options.gid_index)?;
         let (Some(sends), Some(receives)) = (cqs[0].hardware(), cqs[1].hardware()) else {
-            return Err(foreign());
+            return Err(wrong_context());
         };
         let attributes = hardware.context.attributes()?;
-        let most = attributes.max_rd_atomic.min(attributes.max_dest_rd_atomic);
+        let max = attributes.max_rd_atomic.min(attributes.max_dest_rd_atomic);
         // Peers are told, so that they ask for no more than it has.
-        options.max_rd_atomic = options.max_rd_atomic.min(u8::try_from(most).unwrap_or(u8::MAX));
+        options.max_rd_atomic = options.max_rd_atomic.min(u8::try_from(max).unwrap_or(u8::MAX));
         let qp = pd.hardware()?.create_qp(
             sends,
             receives,
@@ -61,13 +61,13 @@ impl Hard {
                 service: options.service,
                 send_depth: options.send_depth.max(1),
                 receive_depth: options.receive_depth.max(1),
-                send_ranges: options.send_ranges,
-                receive_ranges: options.receive_ranges,
+                max_send_sge: options.max_send_sge,
+                max_recv_sge: options.max_recv_sge,
                 inline: options.inline,
                 signal_all: options.signal_all,
                 srq: options.srq.as_ref().and_then(Srq::hardware).cloned(),
-                port: end.port,
-                gid_index: end.gid_index,
+                port: local_port.port,
+                gid_index: local_port.gid_index,
                 mtu: options.mtu,
                 access: options.access,
                 timeout: options.timeout,
@@ -75,23 +75,24 @@ impl Hard {
                 rnr_retry: options.rnr_retry,
                 min_rnr_timer: options.min_rnr_timer,
                 max_rd_atomic: options.max_rd_atomic,
-                past_provider: options.watched || cqs.iter().any(|cq| cq.in_place().is_some()),
+                use_direct_verbs: options.poll_doorbell
+                    || cqs.iter().any(|cq| cq.direct_verbs().is_some()),
             },
         )?;
-        let in_place = in_place(&qp, cqs, options.watched)?;
-        let (takes_work, nothing) = (AtomicBool::new(false), QueueMemory::nothing());
-        Ok(Self { qp, end, takes_work, nothing, in_place, name })
+        let direct_verbs = direct_verbs(&qp, cqs, options.poll_doorbell)?;
+        let (accepts_posts, no_memory) = (AtomicBool::new(false), QueueMemory::no_memory());
+        Ok(Self { qp, local_port, accepts_posts, no_memory, direct_verbs, name })
     }
 
-    pub(super) fn path(&self) -> link::Path {
-        let Endpoint { port, gid_index, address, .. } = self.end;
+    pub(super) fn path(&self) -> link::LinkPath {
+        let LocalPort { port, gid_index, address, .. } = self.local_port;
         let why = format!("{}, port {port}, GID {gid_index}", self.name);
-        link::Path { kind: link::Kind::Hardware, local: address, why }
+        link::LinkPath { kind: link::LinkKind::Hardware, local: address, why }
     }
 
-    pub(super) fn offer(&self, options: &QpOptions) -> Offer {
-        let Endpoint { address, gid, lid, mtu, .. } = self.end;
-        Offer {
+    pub(super) fn endpoint(&self, options: &QpOptions) -> QpEndpoint {
+        let LocalPort { address, gid, lid, mtu, .. } = self.local_port;
+        QpEndpoint {
             address,
             qpn: self.qp.number(),
             psn: self.qp.psn(),
@@ -104,55 +105,63 @@ impl Hard {
     }
 
     /// Takes the step to `RTR`, towards that peer.
-    pub(super) fn meet(&self, to_rtr: &Change, peer: &Offer) -> Result<()> {
-        let mut route = ibv::Route {
+    pub(super) fn modify_to_rtr(&self, rtr_attr: &QpAttributes, peer: &QpEndpoint) -> Result<()> {
+        let mut route = ibv::AhAttributes {
             lid: peer.lid,
-            ..ibv::Route::to(peer.address.ip(), self.end.port, self.end.gid_index)
+            ..ibv::AhAttributes::to(
+                peer.address.ip(),
+                self.local_port.port,
+                self.local_port.gid_index,
+            )
         };
         if peer.lid != 0 {
             route.gid = peer.gid.to_be_bytes();
         }
-        if let Some(path) = &to_rtr.path {
+        if let Some(path) = &rtr_attr.path {
             (route.traffic_class, route.hop_limit) = (path.traffic_class, path.hop_limit);
             route.flow_label = path.flow_label;
         }
-        let unanswered = |done: &Result<()>| {
+        let is_unresolved = |done: &Result<()>| {
             done.as_ref().is_err_and(|error| error.reason().contains("nobody answers"))
         };
-        let mut done = self.modify(to_rtr, Some(&route));
-        for _ in 1..QUESTIONS {
-            if unanswered(&done) {
-                done = self.modify(to_rtr, Some(&route));
+        let mut done = self.modify(rtr_attr, Some(&route));
+        for _ in 1..MAX_RESOLVE_ATTEMPTS {
+            if is_unresolved(&done) {
+                done = self.modify(rtr_attr, Some(&route));
             }
         }
         done
     }
 
-    pub(super) fn modify(&self, change: &Change, route: Option<&ibv::Route>) -> Result<()> {
+    pub(super) fn modify(
+        &self,
+        change: &QpAttributes,
+        route: Option<&ibv::AhAttributes>,
+    ) -> Result<()> {
         if change.to == State::Reset {
-            self.takes_work.store(false, Ordering::Relaxed);
+            self.accepts_posts.store(false, Ordering::Relaxed);
         }
         self.qp.modify(change, route)?;
-        if let Some(pair) = self.in_place.as_ref().filter(|_| change.to == State::Reset) {
-            pair.reset();
+        if let Some(direct_qp) = self.direct_verbs.as_ref().filter(|_| change.to == State::Reset) {
+            direct_qp.reset();
         }
-        let takes_work = !matches!(change.to, State::Reset | State::Init | State::Rtr);
-        self.takes_work.store(takes_work, Ordering::Relaxed);
+        let accepts_posts = !matches!(change.to, State::Reset | State::Init | State::Rtr);
+        self.accepts_posts.store(accepts_posts, Ordering::Relaxed);
         Ok(())
     }
 
     /// Whether work may be posted: providers take it in any state, and do nothing with it.
     #[inline]
     pub(super) fn check_state(&self) -> Result<()> {
-        if self.takes_work.load(Ordering::Relaxed) {
+        if self.accepts_posts.load(Ordering::Relaxed) {
             return Ok(());
         }
         match self.qp.state()? {
             state @ (State::Reset | State::Init | State::Rtr) => {
-                Err(too_early(self.qp.number(), state))
+                Err(not_in_rts(self.qp.number(), state))
             }
             _ => {
-                self.takes_work.store(true, Ordering::Relaxed);
+                self.accepts_posts.store(true, Ordering::Relaxed);
                 Ok(())
             }
         }
@@ -160,81 +169,85 @@ impl Hard {
 
     /// Posts work, all of it or none.
     #[inline]
-    pub(super) fn post(&self, requests: &[Request<'_>]) -> Result<()> {
+    pub(super) fn post(&self, requests: &[SendRequest<'_>]) -> Result<()> {
         if requests.is_empty() {
             return Ok(());
         }
         self.check_state()?;
-        let Some(pair) = &self.in_place else { return self.qp.post_all(requests) };
-        let mut writing = pair.begin();
-        requests.iter().try_for_each(|request| writing.push(request))?;
-        writing.post();
+        let Some(direct_qp) = &self.direct_verbs else { return self.qp.post_all(requests) };
+        let mut batch = direct_qp.begin();
+        requests.iter().try_for_each(|request| batch.push(request))?;
+        batch.post();
         Ok(())
     }
 
     /// Posts receives, all of them or none.
     #[inline]
     pub(super) fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
-        match &self.in_place {
-            Some(pair) => pair.post_receive(requests),
+        match &self.direct_verbs {
+            Some(direct_qp) => direct_qp.post_receive(requests),
             None => self.qp.post_all_receives(requests),
         }
     }
 
     pub(super) fn batch(&self) -> HardBatch<'_> {
-        let batch = match &self.in_place {
-            Some(pair) => Gathering::InPlace(pair.begin()),
-            None => Gathering::Provider(self.qp.batch()),
+        let batch = match &self.direct_verbs {
+            Some(direct_qp) => HardBatchKind::DirectVerbsQp(direct_qp.begin()),
+            None => HardBatchKind::Provider(self.qp.batch()),
         };
         HardBatch { hard: self, batch }
     }
 }
 
 /// The queues of a queue pair that streams or kernels will ring for.
-fn in_place(qp: &ibv::Qp, cqs: &[Cq; 2], watched: bool) -> Result<Option<Arc<InPlace>>> {
-    let held = cqs.each_ref().map(Cq::in_place);
-    if !watched && held.iter().all(Option::is_none) {
+fn direct_verbs(
+    qp: &ibv::Qp,
+    cqs: &[Cq; 2],
+    poll_doorbell: bool,
+) -> Result<Option<Arc<DirectVerbsQp>>> {
+    let direct_cqs = cqs.each_ref().map(Cq::direct_verbs);
+    if !poll_doorbell && direct_cqs.iter().all(Option::is_none) {
         return Ok(None);
     }
-    let [Some(sends), Some(receives)] = held else {
+    let [Some(sends), Some(receives)] = direct_cqs else {
         return Err(Error::new(Kind::InvalidArgument, "make a queue pair that is watched")
             .why("its completion queues are the provider's")
             .fix("make them with CqOptions::held, and the queue pair with QpOptions::watched"));
     };
-    let pair = Arc::new(InPlace::new(Queues::of_hardware(qp.direct()?)));
-    sends.attach(&pair);
+    let direct_qp = Arc::new(DirectVerbsQp::new(DirectQueues::from_mlx5dv(qp.mlx5dv()?)));
+    sends.attach(&direct_qp);
     if !std::ptr::eq(sends, receives) {
-        receives.attach(&pair);
+        receives.attach(&direct_qp);
     }
-    Ok(Some(pair))
+    Ok(Some(direct_qp))
 }
 
 /// Work for hardware that is being put together.
 #[derive(Debug)]
 pub(super) struct HardBatch<'q> {
     hard: &'q Hard,
-    batch: Gathering<'q>,
+    batch: HardBatchKind<'q>,
 }
 
 #[derive(Debug)]
-enum Gathering<'q> {
+enum HardBatchKind<'q> {
     Provider(ibv::Batch<'q>),
-    InPlace(Writing<'q>),
+    DirectVerbsQp(DirectVerbsBatch<'q>),
 }
 
 impl HardBatch<'_> {
-    pub(super) fn push(&mut self, request: &Request<'_>) -> Result<()> {
+    pub(super) fn push(&mut self, request: &SendRequest<'_>) -> Result<()> {
         self.hard.check_state()?;
         match &mut self.batch {
-            Gathering::Provider(batch) => batch.push(request),
-            Gathering::InPlace(writing) => writing.push(request),
+            HardBatchKind::Provider(batch) => batch.push(request),
+            HardBatchKind::DirectVerbsQp(batch) => batch.push(request),
         }
     }
 
     pub(super) fn post(self) {
         match self.batch {
-            Gathering::Provider(batch) => batch.post_or_end(),
-            Gathering::InPlace(writing) => writing.post(),
+            HardBatchKind::Provider(batch) => batch.post_or_fail(),
+            HardBatchKind::DirectVerbsQp(batch) => batch.post(),
         }
     }
 }
@@ -244,11 +257,11 @@ pub(super) fn same_device(context: &Context, cqs: [&Cq; 2], srq: Option<&Srq>) -
     let hardware = context.0.hardware.is_some();
     let same = cqs.iter().all(|cq| cq.hardware().is_some() == hardware)
         && srq.is_none_or(|srq| srq.hardware().is_some() == hardware);
-    if same { Ok(()) } else { Err(foreign()) }
+    if same { Ok(()) } else { Err(wrong_context()) }
 }
 
 #[cold]
-fn foreign() -> Error {
+fn wrong_context() -> Error {
     Error::new(Kind::InvalidArgument, "make a queue pair")
         .why("one of its queues was made by another context")
         .fix("make all of them by one")

@@ -8,7 +8,7 @@ use warpwire_proto::qp::Mtu;
 use warpwire_proto::wire::UDP_PORT;
 
 use crate::error::{Error, Result};
-use crate::hca::Signal;
+use crate::hca::EventFd;
 use crate::ibv::{self, Gid, GidKind, PortState};
 use crate::link;
 use crate::work::AsyncEvent;
@@ -27,17 +27,17 @@ pub struct DeviceOptions {
 #[derive(Debug)]
 pub(crate) struct Hardware {
     pub(super) context: ibv::Context,
-    pub(super) events: Signal,
-    pub(super) path: link::Path,
-    pub(super) largest_mtu: Mtu,
+    pub(super) events: EventFd,
+    pub(super) path: link::LinkPath,
+    pub(super) max_mtu: Mtu,
     options: DeviceOptions,
     /// A domain of its own, in which addresses are tried.
-    home: OnceLock<Result<ibv::Pd>>,
+    probe_pd: OnceLock<Result<ibv::Pd>>,
 }
 
 /// One end of connections: a port, and an address of it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Endpoint {
+pub(super) struct LocalPort {
     pub(super) port: u8,
     pub(super) gid_index: u8,
     pub(super) gid: [u8; 16],
@@ -52,30 +52,30 @@ impl Hardware {
         let fd = context.as_fd().try_clone_to_owned();
         let fd = fd.map_err(|why| Error::os("watch an RDMA device for news", &why))?;
         let port = options.port.map_or_else(|| first_port(&context), Ok)?;
-        let end = endpoint(&context, port, options.gid_index);
+        let local_port = endpoint(&context, port, options.gid_index);
         if options.port.or(options.gid_index).is_some() {
             // What was asked for by name must be there.
-            end.clone()?;
+            local_port.clone()?;
         }
         let driver = context.device().driver.clone().unwrap_or_else(|| "unknown driver".into());
-        let (local, mtu, why) = match &end {
-            Ok(end) => (
-                end.address,
-                end.mtu,
-                format!("{name} ({driver}), port {port}, GID {}", end.gid_index),
+        let (local, mtu, why) = match &local_port {
+            Ok(local_port) => (
+                local_port.address,
+                local_port.mtu,
+                format!("{name} ({driver}), port {port}, GID {}", local_port.gid_index),
             ),
             // It may come up later, and other ports may be up: queue pairs look again.
             Err(error) => (([0, 0, 0, 0], 0).into(), 0, format!("{name} ({driver}): {error}")),
         };
-        let path = link::Path { kind: link::Kind::Hardware, local, why };
-        let largest_mtu = Mtu::new(mtu).unwrap_or(Mtu::ALL[0]);
+        let path = link::LinkPath { kind: link::LinkKind::Hardware, local, why };
+        let max_mtu = Mtu::new(mtu).unwrap_or(Mtu::ALL[0]);
         Ok(Self {
             context,
-            events: Signal::of(fd),
+            events: EventFd::of(fd),
             path,
-            largest_mtu,
+            max_mtu,
             options,
-            home: OnceLock::new(),
+            probe_pd: OnceLock::new(),
         })
     }
 
@@ -83,26 +83,26 @@ impl Hardware {
     ///
     /// # Errors
     /// If the port is down, or there is no such address: the text lists those that there are.
-    pub(super) fn endpoint(&self, port: Option<u8>, gid_index: Option<u8>) -> Result<Endpoint> {
-        let usual = self.options.port.map_or_else(|| first_port(&self.context), Ok)?;
+    pub(super) fn endpoint(&self, port: Option<u8>, gid_index: Option<u8>) -> Result<LocalPort> {
+        let default_port = self.options.port.map_or_else(|| first_port(&self.context), Ok)?;
         // The context's address is one of its port.
-        let same_port = port.is_none_or(|port| port == usual);
+        let same_port = port.is_none_or(|port| port == default_port);
         let index = gid_index.or(self.options.gid_index.filter(|_| same_port));
-        endpoint(&self.context, port.unwrap_or(usual), index)
+        endpoint(&self.context, port.unwrap_or(default_port), index)
     }
 
     /// The way to a peer of datagrams: from an address of its own family.
-    pub(super) fn route(&self, peer: IpAddr) -> Result<ibv::Route> {
+    pub(super) fn route(&self, peer: IpAddr) -> Result<ibv::AhAttributes> {
         let port = self.options.port.map_or_else(|| first_port(&self.context), Ok)?;
         let gids = self.context.gids()?;
         let of_family = gids.iter().filter(|gid| gid.address.is_ipv4() == peer.is_ipv4());
-        let index = best(of_family, port).map(|gid| gid.index as u8);
-        let end = endpoint(&self.context, port, index)?;
-        Ok(ibv::Route::to(peer, end.port, end.gid_index))
+        let index = best_gid(of_family, port).map(|gid| gid.index as u8);
+        let local_port = endpoint(&self.context, port, index)?;
+        Ok(ibv::AhAttributes::to(peer, local_port.port, local_port.gid_index))
     }
 
-    pub(super) fn home(&self) -> Result<&ibv::Pd> {
-        self.home.get_or_init(|| self.context.create_pd()).as_ref().map_err(Clone::clone)
+    pub(super) fn probe_pd(&self) -> Result<&ibv::Pd> {
+        self.probe_pd.get_or_init(|| self.context.create_pd()).as_ref().map_err(Clone::clone)
     }
 
     pub(super) fn next_event(&self) -> Option<AsyncEvent> {
@@ -124,19 +124,19 @@ fn first_port(context: &ibv::Context) -> Result<u8> {
     Ok((1..=ports).find(is_active).unwrap_or(1))
 }
 
-fn endpoint(context: &ibv::Context, port: u8, wanted: Option<u8>) -> Result<Endpoint> {
+fn endpoint(context: &ibv::Context, port: u8, gid_index: Option<u8>) -> Result<LocalPort> {
     let found = context.port(port)?;
-    let index = match wanted {
+    let index = match gid_index {
         Some(index) => u32::from(index),
-        None => best(&context.gids()?, port).map_or(0, |gid| gid.index),
+        None => best_gid(&context.gids()?, port).map_or(0, |gid| gid.index),
     };
     // InfiniBand does without, within one subnet; Ethernet does not.
     let gid = match context.gid(port, index) {
-        Err(error) if found.lid == 0 || wanted.is_some() => return Err(error),
+        Err(error) if found.lid == 0 || gid_index.is_some() => return Err(error),
         gid => gid.ok(),
     };
     let address = gid.as_ref().map_or(IpAddr::from([0, 0, 0, 0]), |gid| gid.address);
-    Ok(Endpoint {
+    Ok(LocalPort {
         port,
         gid_index: index as u8,
         gid: gid.map_or([0; 16], |gid| gid.bytes),
@@ -147,7 +147,7 @@ fn endpoint(context: &ibv::Context, port: u8, wanted: Option<u8>) -> Result<Endp
 }
 
 /// The address that most peers can reach: RoCE v2 before others, IPv4 before IPv6, and what holds on one link only last.
-fn best<'a>(gids: impl IntoIterator<Item = &'a Gid>, port: u8) -> Option<&'a Gid> {
+fn best_gid<'a>(gids: impl IntoIterator<Item = &'a Gid>, port: u8) -> Option<&'a Gid> {
     let rank = |gid: &&Gid| {
         let local = match gid.address {
             IpAddr::V4(four) => four.is_link_local(),
@@ -176,11 +176,11 @@ mod tests {
             gid(3, "fd00::7", GidKind::RoceV2),
             gid(4, "10.0.0.7", GidKind::RoceV2),
         ];
-        let index = |gids: &[Gid]| best(gids, 1).map(|gid| gid.index);
+        let index = |gids: &[Gid]| best_gid(gids, 1).map(|gid| gid.index);
         assert_eq!(index(&all), Some(4));
         assert_eq!(index(&all[..4]), Some(3));
         assert_eq!(index(&all[..3]), Some(1));
         assert_eq!(index(&all[..1]), Some(0));
-        assert_eq!(best(&all, 2), None);
+        assert_eq!(best_gid(&all, 2), None);
     }
 }

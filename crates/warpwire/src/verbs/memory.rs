@@ -5,33 +5,36 @@ use std::sync::{Arc, OnceLock};
 
 use crate::error::{Error, Kind, Result};
 use crate::ibv;
-use crate::mem::{self, DeviceAddr, DmaBuf, Pin, Region, Window, WindowOptions};
-use crate::mr::{self, Access, Attach, DmaBufRange, Faults, Memory, Named, Path, Persistence};
+use crate::mem::{self, DeviceAddr, DmaBuf, PinGuard, Region, Window, WindowOptions};
+use crate::mr::{
+    self, Access, AccessPath, AttachMode, DmaBufRange, MemorySource, OdpStats, Persistence,
+    RegisteredBy,
+};
 use crate::units;
 use crate::work::{Remote, Sge};
 
 /// A protection domain: work of its queue pairs reaches memory of its registrations. Clones are the same one.
 ///
-/// It is an [`mr::Pd`], which tells it from others. Of hardware it is made when it is first needed.
+/// It is an [`mr::SoftPd`], which tells it from others. Of hardware it is made when it is first needed.
 #[derive(Clone, Debug)]
 pub struct Pd {
-    id: mr::Pd,
-    hardware: Option<Arc<Lazy>>,
+    id: mr::SoftPd,
+    hardware: Option<Arc<LazyPd>>,
 }
 
 #[derive(Debug)]
-struct Lazy {
+struct LazyPd {
     context: ibv::Context,
-    made: OnceLock<Result<ibv::Pd>>,
+    pd_cell: OnceLock<Result<ibv::Pd>>,
 }
 
 impl Pd {
-    pub(super) fn soft(id: mr::Pd) -> Self {
+    pub(super) fn soft(id: mr::SoftPd) -> Self {
         Self { id, hardware: None }
     }
 
-    pub(super) fn hard(id: mr::Pd, context: ibv::Context) -> Self {
-        Self { id, hardware: Some(Arc::new(Lazy { context, made: OnceLock::new() })) }
+    pub(super) fn hard(id: mr::SoftPd, context: ibv::Context) -> Self {
+        Self { id, hardware: Some(Arc::new(LazyPd { context, pd_cell: OnceLock::new() })) }
     }
 
     /// The domain, for a device of hardware.
@@ -39,33 +42,33 @@ impl Pd {
     /// # Errors
     /// If the device has no room for another one, or it is one of the software HCA.
     pub(super) fn hardware(&self) -> Result<&ibv::Pd> {
-        let lazy = self.hardware.as_ref().ok_or_else(foreign)?;
-        lazy.made.get_or_init(|| lazy.context.create_pd()).as_ref().map_err(Clone::clone)
+        let lazy_pd = self.hardware.as_ref().ok_or_else(wrong_context)?;
+        lazy_pd.pd_cell.get_or_init(|| lazy_pd.context.create_pd()).as_ref().map_err(Clone::clone)
     }
 }
 
 #[cold]
-fn foreign() -> Error {
+fn wrong_context() -> Error {
     Error::new(Kind::InvalidArgument, "use a protection domain")
         .why("it was made by another context")
         .fix("make it by the one that uses it")
 }
 
 impl std::ops::Deref for Pd {
-    type Target = mr::Pd;
+    type Target = mr::SoftPd;
 
-    fn deref(&self) -> &mr::Pd {
+    fn deref(&self) -> &mr::SoftPd {
         &self.id
     }
 }
 
 /// Registered memory. The registration ends when this is dropped.
 #[derive(Debug)]
-pub struct Mr(Arm);
+pub struct Mr(Backend);
 
 #[derive(Debug)]
-enum Arm {
-    Soft(mr::Mr),
+enum Backend {
+    Soft(mr::SoftMr),
     Hard(Box<Hard>),
 }
 
@@ -73,30 +76,30 @@ enum Arm {
 struct Hard {
     mr: ibv::Mr,
     pd: Pd,
-    path: Path,
+    path: AccessPath,
     why: Vec<String>,
-    named: Named,
+    registered_by: RegisteredBy,
     /// What it keeps, to be let go after it.
-    _kept: Kept,
+    _keep_alive: KeepAlive,
 }
 
 #[derive(Default)]
-struct Kept {
-    _memory: Option<Memory>,
+struct KeepAlive {
+    _memory: Option<MemorySource>,
     _window: Option<Window>,
     _buffer: Option<DmaBuf>,
-    _pin: Option<Pin>,
+    _pin: Option<PinGuard>,
 }
 
-impl std::fmt::Debug for Kept {
+impl std::fmt::Debug for KeepAlive {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Kept")
     }
 }
 
-impl From<mr::Mr> for Mr {
-    fn from(mr: mr::Mr) -> Self {
-        Self(Arm::Soft(mr))
+impl From<mr::SoftMr> for Mr {
+    fn from(mr: mr::SoftMr) -> Self {
+        Self(Backend::Soft(mr))
     }
 }
 
@@ -104,8 +107,8 @@ impl From<mr::Mr> for Mr {
 macro_rules! either {
     ($self:ident, $mr:ident => $answer:expr) => {
         match &$self.0 {
-            Arm::Soft($mr) => $answer,
-            Arm::Hard(hard) => {
+            Backend::Soft($mr) => $answer,
+            Backend::Hard(hard) => {
                 let $mr = &hard.mr;
                 $answer
             }
@@ -152,58 +155,58 @@ impl Mr {
     }
 
     /// Its protection domain.
-    pub fn pd(&self) -> &mr::Pd {
+    pub fn pd(&self) -> &mr::SoftPd {
         match &self.0 {
-            Arm::Soft(mr) => mr.pd(),
-            Arm::Hard(hard) => &hard.pd,
+            Backend::Soft(mr) => mr.pd(),
+            Backend::Hard(hard) => &hard.pd,
         }
     }
 
     /// How the memory was named.
-    pub fn named(&self) -> &Named {
+    pub fn registered_by(&self) -> &RegisteredBy {
         match &self.0 {
-            Arm::Soft(mr) => mr.named(),
-            Arm::Hard(hard) => &hard.named,
+            Backend::Soft(mr) => mr.registered_by(),
+            Backend::Hard(hard) => &hard.registered_by,
         }
     }
 
     /// The peer-memory client whose memory it is, if it was registered by its address.
     pub fn client(&self) -> Option<&str> {
-        match self.named() {
-            Named::Address { client, .. } => Some(client),
-            Named::Handle | Named::DmaBuf(_) => None,
+        match self.registered_by() {
+            RegisteredBy::Address { client, .. } => Some(client),
+            RegisteredBy::Handle | RegisteredBy::DmaBuf(_) => None,
         }
     }
 
     /// How the memory is reached. Memory that is found on demand is found now.
-    pub fn path(&self) -> Path {
+    pub fn path(&self) -> AccessPath {
         match &self.0 {
-            Arm::Soft(mr) => mr.path(),
-            Arm::Hard(hard) => hard.path,
+            Backend::Soft(mr) => mr.path(),
+            Backend::Hard(hard) => hard.path,
         }
     }
 
     /// Why it is not reached in better ways, and what is not as it should be; empty where all is well.
     pub fn why(&self) -> Vec<String> {
         match &self.0 {
-            Arm::Soft(mr) => mr.why(),
-            Arm::Hard(hard) => hard.why.clone(),
+            Backend::Soft(mr) => mr.why(),
+            Backend::Hard(hard) => hard.why.clone(),
         }
     }
 
-    /// The device's last failure, after a [`Denied::Failed`](mr::Denied::Failed). Hardware tells none.
+    /// The device's last failure, after a [`AccessDenied::Failed`](mr::Denied::Failed). Hardware tells none.
     pub fn failure(&self) -> Option<Error> {
         match &self.0 {
-            Arm::Soft(mr) => mr.failure(),
-            Arm::Hard(_) => None,
+            Backend::Soft(mr) => mr.failure(),
+            Backend::Hard(_) => None,
         }
     }
 
     /// How often its memory had to be found, if it is found on demand or may move. Hardware does not tell.
-    pub fn faults(&self) -> Faults {
+    pub fn faults(&self) -> OdpStats {
         match &self.0 {
-            Arm::Soft(mr) => mr.faults(),
-            Arm::Hard(_) => Faults::default(),
+            Backend::Soft(mr) => mr.faults(),
+            Backend::Hard(_) => OdpStats::default(),
         }
     }
 
@@ -212,24 +215,24 @@ impl Mr {
     /// It does something for memory that the software HCA finds on demand, and nothing for other.
     pub fn prefetch(&self, offset: u64, len: u64) -> Result<()> {
         match &self.0 {
-            Arm::Soft(mr) => mr.prefetch(offset, len),
-            Arm::Hard(hard) => hard.check_inside(offset, len),
+            Backend::Soft(mr) => mr.prefetch(offset, len),
+            Backend::Hard(hard) => hard.check_range(offset, len),
         }
     }
 
     /// As [`prefetch`](Self::prefetch), without waiting, and without a word when it fails.
     pub fn prefetch_later(&self, offset: u64, len: u64) -> Result<()> {
         match &self.0 {
-            Arm::Soft(mr) => mr.prefetch_later(offset, len),
-            Arm::Hard(hard) => hard.check_inside(offset, len),
+            Backend::Soft(mr) => mr.prefetch_later(offset, len),
+            Backend::Hard(hard) => hard.check_range(offset, len),
         }
     }
 
     /// Whether the memory is still there for the key: not after it was freed under its registration.
     pub fn is_live(&self) -> bool {
         match &self.0 {
-            Arm::Soft(mr) => mr.is_live(),
-            Arm::Hard(_) => true,
+            Backend::Soft(mr) => mr.is_live(),
+            Backend::Hard(_) => true,
         }
     }
 
@@ -240,7 +243,7 @@ impl Mr {
 }
 
 impl Hard {
-    fn check_inside(&self, offset: u64, len: u64) -> Result<()> {
+    fn check_range(&self, offset: u64, len: u64) -> Result<()> {
         if len > 0 && offset.checked_add(len).is_some_and(|end| end <= self.mr.len()) {
             return Ok(());
         }
@@ -253,10 +256,10 @@ impl Hard {
 /// Registers memory with hardware: the host's own, or a device's by the best way that there is.
 pub(super) fn register(
     pd: &Pd,
-    memory: Memory,
+    memory: MemorySource,
     iova: Option<u64>,
     access: Access,
-    named: Named,
+    registered_by: RegisteredBy,
 ) -> Result<Mr> {
     let what = || format!("register {}", units::bytes(memory.len()));
     check(&memory, iova, access).map_err(|error| error.during(what()))?;
@@ -264,26 +267,43 @@ pub(super) fn register(
     if memory.is_host() {
         // SAFETY: the registration keeps the memory, which is shared memory of which nobody has references.
         let mr = unsafe { domain.register_address(memory.address(), memory.len(), iova, access) }?;
-        let path = if access.contains(Access::ON_DEMAND) { Path::OnDemand } else { Path::Host };
-        let kept = Kept { _memory: Some(memory), ..Kept::default() };
-        return Ok(hard(pd, mr, (path, Vec::new()), named, kept));
+        let path = if access.contains(Access::ON_DEMAND) {
+            AccessPath::OnDemand
+        } else {
+            AccessPath::Host
+        };
+        let keep_alive = KeepAlive { _memory: Some(memory), ..KeepAlive::default() };
+        return Ok(hard(pd, mr, (path, Vec::new()), registered_by, keep_alive));
     }
     let Some(region) = memory.device_region() else {
         return Err(Error::new(Kind::Unsupported, what())
             .why("its client copies it by itself, which no RDMA device can ask for")
             .fix("use the software HCA, or copy it through host memory"));
     };
-    let (mr, path, why, kept) = device_memory(domain, &memory, region, iova, access)?;
-    let kept = Kept { _memory: Some(memory), ..kept };
-    Ok(hard(pd, mr, (path, why), named, kept))
+    let (mr, path, why, keep_alive) = device_memory(domain, &memory, region, iova, access)?;
+    let keep_alive = KeepAlive { _memory: Some(memory), ..keep_alive };
+    Ok(hard(pd, mr, (path, why), registered_by, keep_alive))
 }
 
-fn hard(pd: &Pd, mr: ibv::Mr, way: (Path, Vec<String>), named: Named, kept: Kept) -> Mr {
-    let (path, why) = way;
-    Mr(Arm::Hard(Box::new(Hard { mr, pd: pd.clone(), path, why, named, _kept: kept })))
+fn hard(
+    pd: &Pd,
+    mr: ibv::Mr,
+    path_and_reasons: (AccessPath, Vec<String>),
+    registered_by: RegisteredBy,
+    keep_alive: KeepAlive,
+) -> Mr {
+    let (path, why) = path_and_reasons;
+    Mr(Backend::Hard(Box::new(Hard {
+        mr,
+        pd: pd.clone(),
+        path,
+        why,
+        registered_by,
+        _keep_alive: keep_alive,
+    })))
 }
 
-fn check(memory: &Memory, iova: Option<u64>, access: Access) -> Result<()> {
+fn check(memory: &MemorySource, iova: Option<u64>, access: Access) -> Result<()> {
     access.check()?;
     let wrong = |why: String| Err(Error::new(Kind::InvalidArgument, "register memory").why(why));
     if memory.is_empty() {
@@ -304,35 +324,41 @@ fn check(memory: &Memory, iova: Option<u64>, access: Access) -> Result<()> {
 /// Memory of a GPU: by dma-buf, by its address, by its window, and else through pinned memory.
 fn device_memory(
     domain: &ibv::Pd,
-    memory: &Memory,
+    memory: &MemorySource,
     region: &Region,
     iova: Option<u64>,
     access: Access,
-) -> Result<(ibv::Mr, Path, Vec<String>, Kept)> {
+) -> Result<(ibv::Mr, AccessPath, Vec<String>, KeepAlive)> {
     let (address, len) = (region.address().raw(), region.len());
-    let begins = Some(iova.unwrap_or(address)).filter(|_| !access.contains(Access::ZERO_BASED));
+    let iova_base = Some(iova.unwrap_or(address)).filter(|_| !access.contains(Access::ZERO_BASED));
     let (allocation, offset) = (region.allocation(), region.offset());
     let mut why = Vec::new();
     if memory.is_staged() {
         why.push("staged: it was asked for".into());
-        let mr = domain.register_staged(region, begins, access)?;
-        return Ok((mr, Path::Staged, why, Kept::default()));
+        let mr = domain.register_staged(region, iova_base, access)?;
+        return Ok((mr, AccessPath::Staged, why, KeepAlive::default()));
     }
     let pin = allocation.pin()?;
-    let by_buffer = allocation
-        .export_dmabuf(offset, len)
-        .and_then(|buffer| Ok((domain.register_dmabuf((&buffer).into(), begins, access)?, buffer)));
+    let by_buffer = allocation.export_dmabuf(offset, len).and_then(|buffer| {
+        Ok((domain.register_dmabuf((&buffer).into(), iova_base, access)?, buffer))
+    });
     match by_buffer {
         Ok((mr, buffer)) => {
-            let kept = Kept { _buffer: Some(buffer), _pin: Some(pin), ..Kept::default() };
-            return Ok((mr, Path::DmaBuf, why, kept));
+            let keep_alive =
+                KeepAlive { _buffer: Some(buffer), _pin: Some(pin), ..KeepAlive::default() };
+            return Ok((mr, AccessPath::DmaBuf, why, keep_alive));
         }
         Err(error) => why.push(format!("no dma-buf: {}", error.reason())),
     }
     // SAFETY: memory of a device, which nobody has references to; the registration keeps it.
-    match unsafe { domain.register_address(address, len, begins, access) } {
+    match unsafe { domain.register_address(address, len, iova_base, access) } {
         Ok(mr) => {
-            return Ok((mr, Path::PeerMemory, why, Kept { _pin: Some(pin), ..Kept::default() }));
+            return Ok((
+                mr,
+                AccessPath::PeerMemory,
+                why,
+                KeepAlive { _pin: Some(pin), ..KeepAlive::default() },
+            ));
         }
         Err(error) => why.push(format!("no peer memory: {}", error.reason())),
     }
@@ -343,22 +369,23 @@ fn device_memory(
         let by_window = window.and_then(|window| {
             let start = window.as_ptr().as_ptr().expose_provenance() as u64;
             // SAFETY: a window, which is shared memory; the registration keeps it.
-            let mr = unsafe { domain.register_address(start, len, begins, access) }?;
+            let mr = unsafe { domain.register_address(start, len, iova_base, access) }?;
             Ok((mr, window))
         });
         match by_window {
             Ok((mr, window)) => {
-                let path = Path::Window(window.path());
-                let kept = Kept { _window: Some(window), _pin: Some(pin), ..Kept::default() };
-                return Ok((mr, path, why, kept));
+                let path = AccessPath::Window(window.path());
+                let keep_alive =
+                    KeepAlive { _window: Some(window), _pin: Some(pin), ..KeepAlive::default() };
+                return Ok((mr, path, why, keep_alive));
             }
             Err(error) => why.push(format!("no window: {}", error.reason())),
         }
     }
-    match domain.register_staged(region, begins, access) {
+    match domain.register_staged(region, iova_base, access) {
         Ok(mr) => {
             why.push("staged: what is left, through pinned memory that is as long".into());
-            Ok((mr, Path::Staged, why, Kept::default()))
+            Ok((mr, AccessPath::Staged, why, KeepAlive::default()))
         }
         Err(error) => {
             why.push(format!("not staged: {}", error.reason()));
@@ -388,7 +415,7 @@ pub(super) unsafe fn register_address(
     iova: Option<u64>,
     access: Access,
 ) -> Result<Mr> {
-    let named = |client: &str| Named::Address {
+    let registered_by = |client: &str| RegisteredBy::Address {
         client: client.to_owned(),
         persistence: Persistence::Persistent,
         page_size: rustix::param::page_size() as u64,
@@ -407,13 +434,14 @@ pub(super) unsafe fn register_address(
             memory.whole()?.into(),
             iova.or(Some(address)),
             access,
-            named(&client),
+            registered_by(&client),
         );
     }
     // SAFETY: the caller's promise.
     let mr = unsafe { pd.hardware()?.register_address(address, len, iova, access) }?;
-    let path = if access.contains(Access::ON_DEMAND) { Path::OnDemand } else { Path::Host };
-    Ok(hard(pd, mr, (path, Vec::new()), named("host"), Kept::default()))
+    let path =
+        if access.contains(Access::ON_DEMAND) { AccessPath::OnDemand } else { AccessPath::Host };
+    Ok(hard(pd, mr, (path, Vec::new()), registered_by("host"), KeepAlive::default()))
 }
 
 /// Registers a range of a dma-buf.
@@ -422,10 +450,10 @@ pub(super) fn register_dmabuf(
     range: DmaBufRange<'_>,
     iova: Option<u64>,
     access: Access,
-    attach: Attach,
+    attach: AttachMode,
 ) -> Result<Mr> {
     let mr = pd.hardware()?.register_dmabuf(range, iova, access)?;
     // Drivers that can page let the exporter move it, and others pin it: nobody is asked.
-    let way = (Path::DmaBuf, Vec::new());
-    Ok(hard(pd, mr, way, Named::DmaBuf(attach), Kept::default()))
+    let path_and_reasons = (AccessPath::DmaBuf, Vec::new());
+    Ok(hard(pd, mr, path_and_reasons, RegisteredBy::DmaBuf(attach), KeepAlive::default()))
 }

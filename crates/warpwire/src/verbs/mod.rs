@@ -5,16 +5,16 @@
 //! | [`Context`], [`devices`] | an open device: the software HCA, or one of the machine; which there are |
 //! | [`Pd`], [`Mr`], [`Access`] | protection domains and registered memory |
 //! | [`Cq`], [`Completion`] | where the ends of work are told |
-//! | [`Qp`], [`Batch`], [`Request`] | a queue pair, and work to post |
-//! | [`AddressHandle`], [`Destination`], [`Sender`], [`Route`] | whom datagrams are for, and who sent them |
+//! | [`Qp`], [`Batch`], [`SendRequest`] | a queue pair, and work to post |
+//! | [`AddressHandle`], [`Destination`], [`DatagramSender`], [`Grh`] | whom datagrams are for, and who sent them |
 //! | [`Srq`] | receives that many queue pairs share |
-//! | [`Offer`], [`exchange`] | what two ends must know of each other, and a way to tell it |
+//! | [`QpEndpoint`], [`bootstrap`] | what two ends must know of each other, and a way to tell it |
 //!
 //! ```
 //! use std::time::Duration;
 //! use warpwire::link::Hub;
 //! use warpwire::mr::HostMemory;
-//! use warpwire::verbs::{Access, Context, Op, QpOptions, Remote, Request};
+//! use warpwire::verbs::{Access, Context, WrOp, QpOptions, Remote, SendRequest};
 //!
 //! let hub = Hub::new();
 //! let [a, b] = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| {
@@ -24,15 +24,15 @@
 //! let (cq, their_cq) = (a.create_cq(16)?, b.create_cq(16)?);
 //! let qp = a.create_qp(&pd, &cq, &cq, QpOptions::default())?;
 //! let peer = b.create_qp(&there, &their_cq, &their_cq, QpOptions::default())?;
-//! qp.connect(&peer.offer())?;
-//! peer.connect(&qp.offer())?;
+//! qp.connect(&peer.endpoint())?;
+//! peer.connect(&qp.endpoint())?;
 //!
 //! let (from, to) = (HostMemory::new(4096)?, HostMemory::new(4096)?);
 //! from.bytes().write(0, b"hello")?;
 //! let from = a.register(&pd, from, Access::LOCAL_WRITE)?;
 //! let target = b.register(&there, to.clone(), Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
 //! let remote = Remote { address: target.iova(), rkey: target.rkey() };
-//! qp.post_send(&[Request::new(7, Op::Write(remote)).with(&[from.sge(0, 5)])])?;
+//! qp.post_send(&[SendRequest::new(7, WrOp::Write(remote)).with(&[from.sge(0, 5)])])?;
 //! let done = cq.next(Duration::from_secs(5))?.expect("it ends");
 //! assert_eq!((done.id, done.is_success()), (7, true));
 //! let mut arrived = [0; 5];
@@ -41,14 +41,13 @@
 //! # Ok::<(), warpwire::Error>(())
 //! ```
 
+pub mod bootstrap;
 mod completion;
 mod cq;
 mod datagram;
-pub mod exchange;
+mod direct_verbs;
 mod hard;
 mod hardware;
-mod in_place;
-mod ledger;
 mod memory;
 mod post;
 mod prepare;
@@ -56,29 +55,31 @@ mod qp;
 mod queues;
 mod receive;
 mod srq;
+mod wr_table;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-pub use crate::hca::{Drive, Signal};
+pub use crate::hca::{EventFd, ProgressMode};
 pub use crate::ibv::{devices, explain_status};
 pub use crate::mlx5::{Atomic, Status};
-pub use crate::mr::{Access, Attach, DmaBufRange, Memory, PeerClient};
+pub use crate::mr::{Access, AttachMode, DmaBufRange, MemorySource, PeerClient};
 pub use crate::work::{
-    AsyncEvent, Completion, CompletionKind, Fence, Op, ReceiveRequest, Remote, Sender, Sge,
+    AsyncEvent, Completion, CompletionKind, DatagramSender, Fence, ReceiveRequest, Remote, Sge,
+    WrOp,
 };
+pub use bootstrap::QpEndpoint;
 pub use cq::{Cq, CqOptions};
-pub use datagram::{AddressHandle, Destination, ROUTE_LEN, Route};
-pub use exchange::Offer;
+pub use datagram::{AddressHandle, Destination, GRH_LEN, Grh};
 pub use hardware::DeviceOptions;
 pub use memory::{Mr, Pd};
-pub use post::{Batch, Request};
+pub use post::{Batch, SendRequest};
 pub use qp::{Qp, QpOptions};
-pub use queues::{Poster, Queues};
+pub use queues::{DirectQueues, Poster};
 pub use srq::{Srq, SrqOptions};
-pub use warpwire_proto::qp::{Change, Mtu, Path, Service, State};
+pub use warpwire_proto::qp::{Mtu, PathAttributes, QpAttributes, Service, State};
 
 use crate::error::Result;
 use crate::hca::{Hca, HcaOptions, Stats};
@@ -137,7 +138,7 @@ impl Context {
     /// As for [`open_device`](Self::open_device); if the port that was asked for is down or has no such address.
     pub fn open_device_with(name: &str, options: DeviceOptions) -> Result<Self> {
         let hardware = Some(Hardware::open(name, options)?);
-        let hca = Hca::idle()?;
+        let hca = Hca::placeholder()?;
         Ok(Self(Arc::new(Device { hca, hardware, pairs: Mutex::new(Vec::new()) })))
     }
 
@@ -167,7 +168,7 @@ impl Context {
     }
 
     /// Registers memory, under its own address.
-    pub fn register(&self, pd: &Pd, memory: impl Into<Memory>, access: Access) -> Result<Mr> {
+    pub fn register(&self, pd: &Pd, memory: impl Into<MemorySource>, access: Access) -> Result<Mr> {
         self.register_at(pd, memory, None, access)
     }
 
@@ -175,12 +176,12 @@ impl Context {
     pub fn register_at(
         &self,
         pd: &Pd,
-        memory: impl Into<Memory>,
+        memory: impl Into<MemorySource>,
         iova: Option<u64>,
         access: Access,
     ) -> Result<Mr> {
         if self.0.hardware.is_some() {
-            return memory::register(pd, memory.into(), iova, access, mr::Named::Handle);
+            return memory::register(pd, memory.into(), iova, access, mr::RegisteredBy::Handle);
         }
         Ok(self.0.hca.registry().register(pd, memory, iova, access)?.into())
     }
@@ -217,7 +218,7 @@ impl Context {
         range: DmaBufRange<'_>,
         iova: Option<u64>,
         access: Access,
-        attach: Attach,
+        attach: AttachMode,
     ) -> Result<Mr> {
         if self.0.hardware.is_some() {
             return memory::register_dmabuf(pd, range, iova, access, attach);
@@ -260,7 +261,7 @@ impl Context {
     ///
     /// # Errors
     /// If nothing can be sent to this address from here, with the reason.
-    pub fn address_handle(&self, peer: SocketAddr) -> Result<AddressHandle> {
+    pub fn create_address_handle(&self, peer: SocketAddr) -> Result<AddressHandle> {
         AddressHandle::create(self, peer)
     }
 
@@ -273,30 +274,30 @@ impl Context {
     }
 
     /// Raised while there is news; a file descriptor, for whoever waits for several things.
-    pub fn events(&self) -> &Signal {
+    pub fn events(&self) -> &EventFd {
         self.0.hardware.as_ref().map_or_else(|| self.0.hca.events(), |hardware| &hardware.events)
     }
 
     /// The link that it uses, or the device that it is, and why.
-    pub fn path(&self) -> &link::Path {
+    pub fn path(&self) -> &link::LinkPath {
         self.0.hardware.as_ref().map_or_else(|| self.0.hca.path(), |hardware| &hardware.path)
     }
 
     /// The largest MTU that its link carries: of those that RoCE knows where packets leave this machine, and as large
     /// as it goes where they cannot.
-    pub fn largest_mtu(&self) -> Mtu {
+    pub fn max_mtu(&self) -> Mtu {
         if let Some(hardware) = &self.0.hardware {
-            return hardware.largest_mtu;
+            return hardware.max_mtu;
         }
-        let fits = |mtu: &&Mtu| mtu.bytes() as usize <= self.0.hca.largest_payload();
-        let stays = match self.path().kind {
-            link::Kind::Shm | link::Kind::Loopback => true,
-            link::Kind::Udp | link::Kind::Auto => self.path().local.ip().is_loopback(),
-            link::Kind::Hardware => false,
+        let fits = |mtu: &&Mtu| mtu.bytes() as usize <= self.0.hca.max_payload();
+        let is_local = match self.path().kind {
+            link::LinkKind::Shm | link::LinkKind::Loopback => true,
+            link::LinkKind::Udp | link::LinkKind::Auto => self.path().local.ip().is_loopback(),
+            link::LinkKind::Hardware => false,
         };
-        let beyond = [16 << 10, 32 << 10, 60 << 10, 64 << 10].into_iter();
-        let beyond = beyond.filter_map(Mtu::new).filter(|_| stays);
-        let all: Vec<Mtu> = Mtu::ALL.into_iter().chain(beyond).collect();
+        let jumbo = [16 << 10, 32 << 10, 60 << 10, 64 << 10].into_iter();
+        let jumbo = jumbo.filter_map(Mtu::new).filter(|_| is_local);
+        let all: Vec<Mtu> = Mtu::ALL.into_iter().chain(jumbo).collect();
         all.iter().rev().find(fits).copied().unwrap_or(Mtu::ALL[0])
     }
 

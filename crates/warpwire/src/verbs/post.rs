@@ -6,73 +6,73 @@ use std::sync::atomic::Ordering;
 use super::datagram::{AddressHandle, Destination};
 use super::hard::{Hard, HardBatch};
 use super::qp::Core;
-use super::queues::{Places, fence_to_device};
+use super::queues::{QueueAccess, mmio_flush_writes};
 use super::{Service, State};
 use crate::error::{Error, Kind, Result};
-use crate::hca::{AtOnce, Express};
+use crate::hca::{FastPath, FastWrite};
 use crate::mlx5::{
-    self, AddressVector, Atomic, BLOCK, Builder, Data, Doorbell, Full, Image, MOST_SEGMENTS,
-    Opcode, Piece, Record, SEGMENT, Scratch,
+    self, AddressVector, Atomic, Builder, Data, DataSegment, Doorbell, DoorbellRecord, EncodedWqe,
+    MAX_SEGMENTS, Opcode, SEGMENT, Scratch, WQEBB_LEN, WqeTooLong,
 };
 use crate::sync::Guard;
-use crate::work::{Fence, Op, Remote, Sge};
+use crate::work::{Fence, Remote, Sge, WrOp};
 
-/// Work to post: [`work::Request`](crate::work::Request) with this room's addresses.
+/// Work to post: [`work::SendRequest`](crate::work::Request) with this room's addresses.
 ///
 /// ```
-/// use warpwire::verbs::{Op, Request};
-/// let request = Request::new(2, Op::Send).inline(b"hello").solicited();
+/// use warpwire::verbs::{WrOp, SendRequest};
+/// let request = SendRequest::new(2, WrOp::Send).inline(b"hello").solicited();
 /// assert_eq!(request.inline, Some(&b"hello"[..]));
 /// ```
-pub type Request<'a> = crate::work::Request<'a, AddressHandle>;
+pub type SendRequest<'a> = crate::work::SendRequest<'a, AddressHandle>;
 
-impl Request<'_> {
+impl SendRequest<'_> {
     /// How many blocks a simple one takes at most.
-    const SIMPLE_BLOCKS: u64 = 2;
+    const MAX_FAST_WQEBBS: u64 = 2;
 
     /// Whether it is a write that any connected queue pair takes, if it has the room: few bytes in itself, or one range.
     #[inline]
-    fn is_simple(&self) -> bool {
+    fn is_fast_path_eligible(&self) -> bool {
         let fits = match (self.inline, self.data) {
-            (Some(bytes), _) => bytes.len() <= BLOCK,
+            (Some(bytes), _) => bytes.len() <= WQEBB_LEN,
             (None, [range]) => range.len < 1 << 31,
             _ => false,
         };
-        fits && matches!(self.op, Op::Write(_)) && self.destination.is_none()
+        fits && matches!(self.op, WrOp::Write(_)) && self.destination.is_none()
     }
 
     /// Whether a queue pair of that service can be told of it at all: the device looks for an address exactly in
     /// messages of datagram queue pairs.
     fn check(&self, core: &Core) -> Result<()> {
-        let is_message = matches!(self.op, Op::Send | Op::SendImm(_));
+        let is_message = matches!(self.op, WrOp::Send | WrOp::SendImm(_));
         let needs = core.service == Service::Ud && is_message;
         match self.destination {
-            Some(to) if needs && to.handle.is_of(&core.hca) => Ok(()),
+            Some(to) if needs && to.handle.belongs_to(&core.hca) => Ok(()),
             None if !needs => Ok(()),
             wrong => Err(wrong_destination(core, wrong.is_some() && needs, needs)),
         }
     }
 
-    fn image<'s>(
+    fn wqe<'s>(
         &self,
         scratch: &'s mut Scratch,
         index: u16,
         qpn: u32,
-    ) -> std::result::Result<Image<'s>, Full> {
+    ) -> std::result::Result<EncodedWqe<'s>, WqeTooLong> {
         let opcode = match self.op {
-            Op::Send => Opcode::Send,
-            Op::SendImm(_) => Opcode::SendImm,
-            Op::SendInvalidate(_) => Opcode::SendInvalidate,
-            Op::Write(_) => Opcode::RdmaWrite,
-            Op::WriteImm(..) => Opcode::RdmaWriteImm,
-            Op::Read(_) => Opcode::RdmaRead,
-            Op::Atomic(_, Atomic::CompareSwap { .. }) => Opcode::CompareSwap,
-            Op::Atomic(_, Atomic::FetchAdd { .. }) => Opcode::FetchAdd,
-            Op::Atomic(_, Atomic::MaskedCompareSwap { .. }) => Opcode::MaskedCompareSwap,
-            Op::Atomic(_, Atomic::MaskedFetchAdd { .. }) => Opcode::MaskedFetchAdd,
-            Op::Nop => Opcode::Nop,
-            Op::Wait { .. } => Opcode::Wait,
-            Op::Dump => Opcode::Dump,
+            WrOp::Send => Opcode::Send,
+            WrOp::SendImm(_) => Opcode::SendImm,
+            WrOp::SendInvalidate(_) => Opcode::SendInvalidate,
+            WrOp::Write(_) => Opcode::RdmaWrite,
+            WrOp::WriteImm(..) => Opcode::RdmaWriteImm,
+            WrOp::Read(_) => Opcode::RdmaRead,
+            WrOp::Atomic(_, Atomic::CompareSwap { .. }) => Opcode::CompareSwap,
+            WrOp::Atomic(_, Atomic::FetchAdd { .. }) => Opcode::FetchAdd,
+            WrOp::Atomic(_, Atomic::MaskedCompareSwap { .. }) => Opcode::MaskedCompareSwap,
+            WrOp::Atomic(_, Atomic::MaskedFetchAdd { .. }) => Opcode::MaskedFetchAdd,
+            WrOp::Nop => Opcode::Nop,
+            WrOp::Wait { .. } => Opcode::Wait,
+            WrOp::Dump => Opcode::Dump,
         };
         let mut entry = Builder::new(scratch, opcode, index, qpn);
         if self.signaled {
@@ -83,17 +83,17 @@ impl Request<'_> {
         }
         entry = match self.fence {
             Fence::None => entry,
-            Fence::Reads => entry.fence(mlx5::Fence::ReadsAndAtomics),
-            Fence::All => entry.fence(mlx5::Fence::Strong),
+            Fence::Reads => entry.fence(mlx5::FenceMode::ReadsAndAtomics),
+            Fence::All => entry.fence(mlx5::FenceMode::Strong),
         };
         entry = match self.op {
-            Op::SendImm(imm) => entry.imm(imm),
-            Op::SendInvalidate(key) => entry.invalidate(key),
-            Op::Write(at) | Op::Read(at) => entry.remote(at.address, at.rkey),
-            Op::WriteImm(at, imm) => entry.imm(imm).remote(at.address, at.rkey),
-            Op::Atomic(at, op) => entry.remote(at.address, at.rkey).atomic(&op),
-            Op::Wait { cqn, index } => entry.wait(cqn, index),
-            Op::Send | Op::Nop | Op::Dump => entry,
+            WrOp::SendImm(imm) => entry.imm(imm),
+            WrOp::SendInvalidate(key) => entry.invalidate(key),
+            WrOp::Write(at) | WrOp::Read(at) => entry.remote(at.address, at.rkey),
+            WrOp::WriteImm(at, imm) => entry.imm(imm).remote(at.address, at.rkey),
+            WrOp::Atomic(at, op) => entry.remote(at.address, at.rkey).atomic(&op),
+            WrOp::Wait { cqn, index } => entry.wait(cqn, index),
+            WrOp::Send | WrOp::Nop | WrOp::Dump => entry,
         };
         if let Some(Destination { handle, qpn, qkey }) = self.destination {
             entry = entry.address(&AddressVector::new(handle.peer(), qpn, qkey));
@@ -125,20 +125,20 @@ impl std::fmt::Debug for SendState {
 /// Work that is being put into a send queue. Nothing of it is seen by the device before [`Batch::post`]; dropped, it
 /// is as if it had never been.
 #[must_use = "nothing happens until the batch is posted"]
-pub struct Batch<'q>(Arm<'q>);
+pub struct Batch<'q>(Backend<'q>);
 
-enum Arm<'q> {
-    Soft(Filling<'q>),
+enum Backend<'q> {
+    Soft(SendBatch<'q>),
     Hard(HardBatch<'q>),
 }
 
 impl std::fmt::Debug for Batch<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.0 {
-            Arm::Soft(filling) => {
-                write!(f, "Batch({} blocks)", filling.next - filling.state.producer)
+            Backend::Soft(batch) => {
+                write!(f, "Batch({} blocks)", batch.next - batch.state.producer)
             }
-            Arm::Hard(batch) => write!(f, "Batch({batch:?})"),
+            Backend::Hard(batch) => write!(f, "Batch({batch:?})"),
         }
     }
 }
@@ -146,11 +146,11 @@ impl std::fmt::Debug for Batch<'_> {
 impl<'q> Batch<'q> {
     #[inline]
     pub(super) fn soft(core: &'q Core) -> Self {
-        Self(Arm::Soft(Filling::new(core)))
+        Self(Backend::Soft(SendBatch::new(core)))
     }
 
     pub(super) fn hard(hard: &'q Hard) -> Self {
-        Self(Arm::Hard(hard.batch()))
+        Self(Backend::Hard(hard.batch()))
     }
 
     /// Adds work.
@@ -159,10 +159,10 @@ impl<'q> Batch<'q> {
     /// [`Kind::Busy`] if there is no room: post what there is, and take completions. [`Kind::InvalidArgument`] if the
     /// queue pair is not yet in `RTS`, or the request makes no sense to it.
     #[inline]
-    pub fn push(&mut self, request: &Request<'_>) -> Result<()> {
+    pub fn push(&mut self, request: &SendRequest<'_>) -> Result<()> {
         match &mut self.0 {
-            Arm::Soft(filling) => filling.push(request),
-            Arm::Hard(batch) => batch.push(request),
+            Backend::Soft(batch) => batch.push(request),
+            Backend::Hard(batch) => batch.push(request),
         }
     }
 
@@ -171,25 +171,27 @@ impl<'q> Batch<'q> {
     #[inline]
     pub fn post(self) {
         match self.0 {
-            Arm::Soft(filling) => filling.post(),
-            Arm::Hard(batch) => batch.post(),
+            Backend::Soft(batch) => batch.post(),
+            Backend::Hard(batch) => batch.post(),
         }
     }
 }
 
 /// Work that is being put into a send queue of the software HCA.
-pub(super) struct Filling<'q> {
+pub(super) struct SendBatch<'q> {
     core: &'q Core,
     state: Guard<'q, SendState>,
     next: u64,
 }
 
-impl<'q> Filling<'q> {
+impl<'q> SendBatch<'q> {
     /// Begins with that work in mind, if there is any.
     #[inline]
-    pub(super) fn with(core: &'q Core, requests: &[Request<'_>]) -> Self {
-        if let Some(Request { op: Op::Write(Remote { address, rkey }), .. }) = requests.first() {
-            core.aim.expect(&mlx5::Remote { address: *address, rkey: *rkey });
+    pub(super) fn with(core: &'q Core, requests: &[SendRequest<'_>]) -> Self {
+        if let Some(SendRequest { op: WrOp::Write(Remote { address, rkey }), .. }) =
+            requests.first()
+        {
+            core.prefetch_hint.prefetch(&mlx5::Remote { address: *address, rkey: *rkey });
         }
         Self::new(core)
     }
@@ -202,48 +204,48 @@ impl<'q> Filling<'q> {
     }
 
     #[inline]
-    pub(super) fn push(&mut self, request: &Request<'_>) -> Result<()> {
+    pub(super) fn push(&mut self, request: &SendRequest<'_>) -> Result<()> {
         let core = self.core;
-        if !core.takes_work.load(Ordering::Relaxed) {
+        if !core.accepts_posts.load(Ordering::Relaxed) {
             // It may have failed on its way, which the device knows: then what is posted comes back.
             match core.hca.qp_state(core.number)? {
                 state @ (State::Reset | State::Init | State::Rtr) => {
-                    return Err(too_early(core.number, state));
+                    return Err(not_in_rts(core.number, state));
                 }
-                _ => core.takes_work.store(true, Ordering::Relaxed),
+                _ => core.accepts_posts.store(true, Ordering::Relaxed),
             }
         }
         request.check(core)?;
-        let used = self.next - core.ledger.freed.load(Ordering::Acquire);
-        let blocks = put(core, &mut self.state.scratch, request, (self.next, used))?;
-        let place = self.next & (u64::from(core.blocks) - 1);
-        core.ledger.send_ids[place as usize].store(request.id, Ordering::Relaxed);
-        core.ledger.send_sizes[place as usize].store(blocks as u8, Ordering::Relaxed);
-        self.next += blocks;
+        let used = self.next - core.wr_table.freed.load(Ordering::Acquire);
+        let wqebbs = write_wqe(core, &mut self.state.scratch, request, (self.next, used))?;
+        let slot = self.next & (u64::from(core.wqebbs) - 1);
+        core.wr_table.send_wr_ids[slot as usize].store(request.id, Ordering::Relaxed);
+        core.wr_table.send_wqe_sizes[slot as usize].store(wqebbs as u8, Ordering::Relaxed);
+        self.next += wqebbs;
         Ok(())
     }
 
     /// Has writes done at once, as long as that needs neither packets nor entries; tells how many. The rest must be
     /// pushed like any other, and there is room for it: none is done if one of them might not be taken.
     #[inline]
-    pub(super) fn at_once(&mut self, requests: &[Request<'_>]) -> usize {
+    pub(super) fn try_fast_path(&mut self, requests: &[SendRequest<'_>]) -> usize {
         let core = self.core;
-        let used = self.state.producer - core.ledger.freed.load(Ordering::Acquire);
-        let most = requests.len() as u64 * Request::SIMPLE_BLOCKS;
+        let used = self.state.producer - core.wr_table.freed.load(Ordering::Acquire);
+        let max_wqebbs = requests.len() as u64 * SendRequest::MAX_FAST_WQEBBS;
         let has_room = match requests {
-            [_] => used < u64::from(core.blocks),
-            _ => used + most <= u64::from(core.blocks),
+            [_] => used < u64::from(core.wqebbs),
+            _ => used + max_wqebbs <= u64::from(core.wqebbs),
         };
-        if !has_room || !requests.iter().all(Request::is_simple) {
+        if !has_room || !requests.iter().all(SendRequest::is_fast_path_eligible) {
             return 0;
         }
         let mut done = 0;
         while done < requests.len() {
             // Others have their turn in between.
-            let Some(mut express) = core.hca.express(core.number) else { break };
+            let Some(mut fast_path) = core.hca.fast_path(core.number) else { break };
             let before = done;
             while let Some(request) = requests.get(done)
-                && self.write(&mut express, request)
+                && self.write(&mut fast_path, request)
             {
                 done += 1;
             }
@@ -252,42 +254,44 @@ impl<'q> Filling<'q> {
             }
         }
         if done > 0 {
-            tell(core, self.next);
+            ring_doorbell(core, self.next);
         }
         done
     }
 
     /// Has one write done at once; false if it must be pushed like any other.
     #[inline]
-    fn write(&mut self, express: &mut Express<'_>, request: &Request<'_>) -> bool {
+    fn write(&mut self, fast_path: &mut FastPath<'_>, request: &SendRequest<'_>) -> bool {
         let core = self.core;
-        let Op::Write(Remote { address, rkey }) = request.op else { return false };
+        let WrOp::Write(Remote { address, rkey }) = request.op else { return false };
         let payload = match (request.inline, request.data) {
-            (Some(bytes), _) => Piece::Inline(bytes),
-            (None, &[Sge { address, len, lkey }]) => Piece::Memory(Data { len, lkey, address }),
+            (Some(bytes), _) => DataSegment::Inline(bytes),
+            (None, &[Sge { address, len, lkey }]) => {
+                DataSegment::Memory(Data { len, lkey, address })
+            }
             _ => return false,
         };
-        let block = self.state.producer;
+        let wqe_index = self.state.producer;
         // Before the completion, which another thread may take.
-        let place = (block & (u64::from(core.blocks) - 1)) as usize;
-        core.ledger.send_ids[place].store(request.id, Ordering::Relaxed);
-        core.ledger.send_sizes[place].store(1, Ordering::Relaxed);
-        core.ledger.posted.store(block + 1, Ordering::Release);
+        let slot = (wqe_index & (u64::from(core.wqebbs) - 1)) as usize;
+        core.wr_table.send_wr_ids[slot].store(request.id, Ordering::Relaxed);
+        core.wr_table.send_wqe_sizes[slot].store(1, Ordering::Relaxed);
+        core.wr_table.posted.store(wqe_index + 1, Ordering::Release);
         let remote = mlx5::Remote { address, rkey };
-        let (signaled, aim) = (request.signaled, &core.aim);
-        if !express.write(&AtOnce { block, remote, payload, signaled, aim }) {
-            core.ledger.posted.store(block, Ordering::Release);
+        let (signaled, prefetch_hint) = (request.signaled, &core.prefetch_hint);
+        if !fast_path.write(&FastWrite { wqe_index, remote, payload, signaled, prefetch_hint }) {
+            core.wr_table.posted.store(wqe_index, Ordering::Release);
             return false;
         }
-        self.next = block + 1;
+        self.next = wqe_index + 1;
         self.state.producer = self.next;
         true
     }
 
     /// Leaves the work in the queue without telling the device; returns the blocks that it takes. Somebody else rings.
-    pub(super) fn keep(mut self) -> Range<u64> {
+    pub(super) fn commit_unrung(mut self) -> Range<u64> {
         let first = std::mem::replace(&mut self.state.producer, self.next);
-        self.core.ledger.posted.store(self.next, Ordering::Release);
+        self.core.wr_table.posted.store(self.next, Ordering::Release);
         first..self.next
     }
 
@@ -298,8 +302,8 @@ impl<'q> Filling<'q> {
         }
         self.state.producer = self.next;
         let core = self.core;
-        core.ledger.posted.store(self.next, Ordering::Release);
-        tell(core, self.next);
+        core.wr_table.posted.store(self.next, Ordering::Release);
+        ring_doorbell(core, self.next);
         drop(self.state);
         core.hca.ring(core.number);
     }
@@ -307,61 +311,65 @@ impl<'q> Filling<'q> {
 
 /// Writes an entry at block `at` of a send queue of which `used` blocks are in use; returns how many it takes.
 #[inline]
-pub(super) fn put<Q: Places>(
+pub(super) fn write_wqe<Q: QueueAccess>(
     queues: &Q,
     scratch: &mut Scratch,
-    request: &Request<'_>,
+    request: &SendRequest<'_>,
     (at, used): (u64, u64),
 ) -> Result<u64> {
-    let image = request.image(scratch, at as u16, queues.number());
-    let image = image.map_err(|Full| too_long(request))?;
-    let (blocks, room) = (u64::from(image.blocks()), u64::from(queues.blocks()));
-    if used + blocks > room {
+    let wqe = request.wqe(scratch, at as u16, queues.number());
+    let wqe = wqe.map_err(|WqeTooLong| too_long(request))?;
+    let (wqebbs, room) = (u64::from(wqe.wqebbs()), u64::from(queues.wqebbs()));
+    if used + wqebbs > room {
         return Err(full(queues.number()));
     }
-    let place = at & (room - 1);
+    let slot = at & (room - 1);
     let (bytes, begin) = queues.send();
-    let before_end = ((room - place) as usize * BLOCK).min(image.bytes().len());
-    let (head, tail) = image.bytes().split_at(before_end);
-    bytes.write(begin + place * BLOCK as u64, head)?;
+    let until_wrap = ((room - slot) as usize * WQEBB_LEN).min(wqe.bytes().len());
+    let (head, tail) = wqe.bytes().split_at(until_wrap);
+    bytes.write(begin + slot * WQEBB_LEN as u64, head)?;
     if !tail.is_empty() {
         bytes.write(begin, tail)?;
     }
-    Ok(blocks)
+    Ok(wqebbs)
 }
 
 /// Makes the entry in these blocks do nothing, and complete in its turn.
-pub(super) fn blank<Q: Places>(queues: &Q, scratch: &mut Scratch, blocks: Range<u64>) {
-    let nothing = Builder::new(scratch, Opcode::Nop, blocks.start as u16, queues.number());
-    let Ok(image) = nothing.signaled().finish() else { return };
+pub(super) fn overwrite_with_nop<Q: QueueAccess>(
+    queues: &Q,
+    scratch: &mut Scratch,
+    wqebbs: Range<u64>,
+) {
+    let nothing = Builder::new(scratch, Opcode::Nop, wqebbs.start as u16, queues.number());
+    let Ok(wqe) = nothing.signaled().finish() else { return };
     let mut control = [0; SEGMENT];
-    control.copy_from_slice(image.bytes());
+    control.copy_from_slice(wqe.bytes());
     // As many blocks as before: others may lie behind it.
-    let per_block = (BLOCK / SEGMENT) as u64;
-    let segments = ((blocks.end - blocks.start) * per_block).min(MOST_SEGMENTS as u64);
+    let segments_per_wqebb = (WQEBB_LEN / SEGMENT) as u64;
+    let segments = ((wqebbs.end - wqebbs.start) * segments_per_wqebb).min(MAX_SEGMENTS as u64);
     control[7] = segments as u8;
-    let place = blocks.start & (u64::from(queues.blocks()) - 1);
+    let slot = wqebbs.start & (u64::from(queues.wqebbs()) - 1);
     let (bytes, begin) = queues.send();
-    let _ = bytes.write(begin + place * BLOCK as u64, &control);
+    let _ = bytes.write(begin + slot * WQEBB_LEN as u64, &control);
 }
 
 /// Record and doorbell: up to where the queue is filled.
 #[inline]
-pub(super) fn tell<Q: Places>(queues: &Q, next: u64) {
+pub(super) fn ring_doorbell<Q: QueueAccess>(queues: &Q, next: u64) {
     let index = next as u16;
-    let word = u32::from_ne_bytes(Record::word(index));
+    let word = u32::from_ne_bytes(DoorbellRecord::word(index));
     let ring = u64::from_ne_bytes(Doorbell::next(queues.number(), index));
-    let (record, at) = queues.record();
+    let (dbrec, at) = queues.dbrec();
     // Each store is a release: entries before the record, the record before the doorbell. They fail only if the queues'
     // memory is gone, and the device with it.
-    let _ = record.store_u32(at + Record::SEND as u64, word);
+    let _ = dbrec.store_u32(at + DoorbellRecord::SEND as u64, word);
     let (doorbell, at) = queues.doorbell();
-    if Q::IS_DEVICE {
-        fence_to_device();
+    if Q::IS_MMIO {
+        mmio_flush_writes();
     }
     let _ = doorbell.store_u64(at, ring);
-    if Q::IS_DEVICE {
-        fence_to_device();
+    if Q::IS_MMIO {
+        mmio_flush_writes();
     }
 }
 
@@ -374,8 +382,8 @@ fn full(number: u32) -> Error {
 }
 
 #[cold]
-fn wrong_destination(core: &Core, foreign: bool, needed: bool) -> Error {
-    let (why, fix) = match (foreign, needed) {
+fn wrong_destination(core: &Core, wrong_context: bool, needed: bool) -> Error {
+    let (why, fix) = match (wrong_context, needed) {
         (true, _) => ("the address handle was made by another context", "make one by this context"),
         (_, true) => ("a datagram needs an address", "say whom it is for: Request::to"),
         _ => ("only messages of datagram queue pairs have an address", "leave the address out"),
@@ -387,7 +395,7 @@ fn wrong_destination(core: &Core, foreign: bool, needed: bool) -> Error {
 }
 
 #[cold]
-pub(super) fn too_early(number: u32, state: State) -> Error {
+pub(super) fn not_in_rts(number: u32, state: State) -> Error {
     Error::new(Kind::InvalidArgument, "post work")
         .on(format!("queue pair {number:#x}"))
         .why(format!("it is in {state}, and takes work from RTS on"))
@@ -395,7 +403,7 @@ pub(super) fn too_early(number: u32, state: State) -> Error {
 }
 
 #[cold]
-fn too_long(request: &Request<'_>) -> Error {
+fn too_long(request: &SendRequest<'_>) -> Error {
     let why = match request.inline {
         Some(bytes) => format!("{} bytes do not fit into an entry", bytes.len()),
         None => {

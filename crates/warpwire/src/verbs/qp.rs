@@ -4,20 +4,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use warpwire_proto::qp as protocol;
-use warpwire_proto::{Psn, qp::Change};
+use warpwire_proto::{Psn, qp::QpAttributes};
 
-use super::exchange::Offer;
+use super::bootstrap::QpEndpoint;
+use super::direct_verbs::DirectVerbsQp;
 use super::hard::{Hard, same_device};
-use super::in_place::InPlace;
-use super::ledger::Ledger;
-use super::post::{Batch, Filling, Request, SendState};
-use super::queues::{Places, Queues};
-use super::{Context, Cq, Device, Mtu, Path, Pd, Service, Srq, State};
+use super::post::{Batch, SendBatch, SendRequest, SendState};
+use super::queues::{DirectQueues, QueueAccess};
+use super::wr_table::WrTable;
+use super::{Context, Cq, Device, Mtu, PathAttributes, Pd, Service, Srq, State};
 use crate::error::{Error, Kind, Result};
-use crate::hca::{Aim, Layout, QpSpec, QueueMemory};
+use crate::hca::{PrefetchHint, QpLayout, QpSpec, QueueMemory};
 use crate::mem::SharedBytes;
-use crate::mlx5::{self, BLOCK};
-use crate::sync::Biased;
+use crate::mlx5::{self, WQEBB_LEN};
+use crate::sync::BiasedMutex;
 use crate::work::ReceiveRequest;
 
 /// How a queue pair is made and connected.
@@ -30,9 +30,9 @@ pub struct QpOptions {
     /// How many receives, at least; not used with a shared queue.
     pub receive_depth: u32,
     /// How many ranges of memory a work request may name.
-    pub send_ranges: u32,
+    pub max_send_sge: u32,
     /// How many ranges a receive may name.
-    pub receive_ranges: u32,
+    pub max_recv_sge: u32,
     /// How many bytes a work request may carry in itself.
     pub inline: u32,
     /// Whether every work request makes a completion.
@@ -43,12 +43,12 @@ pub struct QpOptions {
     pub port: Option<u8>,
     /// Which of the port's addresses hardware uses; by default the context's. The software HCA has one.
     pub gid_index: Option<u8>,
-    /// Memory of another sort than the host's for its queues: at least [`Qp::memory_for`] these options. Not for hardware.
+    /// Memory of another sort than the host's for its queues: at least [`Qp::required_memory`] these options. Not for hardware.
     pub memory: Option<QueueMemory>,
     /// A stream or a kernel will ring its doorbell. A thread of the device that has gone to sleep sees it within a 32nd
     /// of the time for which nothing happened: 50 µs to 4 ms. Of an mlx5 device it is posted to past its provider, and needs
     /// completion queues that are [held](super::CqOptions::held).
-    pub watched: bool,
+    pub poll_doorbell: bool,
     /// The most payload in a packet; by default the largest that the link carries and the peer offers.
     pub mtu: Option<Mtu>,
     /// What the peer may do.
@@ -74,15 +74,15 @@ impl Default for QpOptions {
             service: Service::Rc,
             send_depth: 128,
             receive_depth: 128,
-            send_ranges: 2,
-            receive_ranges: 2,
+            max_send_sge: 2,
+            max_recv_sge: 2,
             inline: 64,
             signal_all: true,
             srq: None,
             port: None,
             gid_index: None,
             memory: None,
-            watched: false,
+            poll_doorbell: false,
             mtu: None,
             access: protocol::Access::ALL,
             timeout: 14,
@@ -97,10 +97,10 @@ impl Default for QpOptions {
 
 /// The sizes of a queue pair's parts.
 struct Sizes {
-    blocks: u32,
+    wqebbs: u32,
     receives: u32,
     stride: u32,
-    layout: Layout,
+    layout: QpLayout,
     len: u64,
 }
 
@@ -113,14 +113,14 @@ impl QpOptions {
             Service::Rc => self.inline,
             Service::Ud => self.inline.saturating_add(2 * mlx5::SEGMENT as u32),
         };
-        let blocks = mlx5::send_queue_blocks(self.send_depth.max(1), self.send_ranges, inline)
-            .filter(|blocks| *blocks <= mlx5::MOST_BLOCKS)
+        let wqebbs = mlx5::send_queue_wqebbs(self.send_depth.max(1), self.max_send_sge, inline)
+            .filter(|wqebbs| *wqebbs <= mlx5::MAX_SEND_WQEBBS)
             .ok_or_else(|| {
                 wrong("its send queue would have more than 32768 blocks")
                     .fix("ask for a smaller depth, fewer ranges or less inline data")
             })?;
         let receives = self.receive_depth.clamp(1, 1 << 15).next_power_of_two();
-        let stride = mlx5::receive_stride(self.receive_ranges)
+        let stride = mlx5::receive_stride(self.max_recv_sge)
             .filter(|stride| *stride <= 256)
             .ok_or_else(|| wrong("a receive may name 16 ranges at most"))?;
         if self.receive_depth > 1 << 15 {
@@ -130,22 +130,22 @@ impl QpOptions {
             Some(_) => 0,
             None => u64::from(receives) * u64::from(stride),
         };
-        let send = receive_len.next_multiple_of(BLOCK as u64);
-        let record = send + u64::from(blocks) * BLOCK as u64;
+        let send = receive_len.next_multiple_of(WQEBB_LEN as u64);
+        let dbrec = send + u64::from(wqebbs) * WQEBB_LEN as u64;
         // Record and doorbell on cache lines of their own: others write the one, the CPU the other.
-        let doorbell = record + 64;
-        let layout = Layout { receive: 0, send, record, doorbell };
-        Ok(Sizes { blocks, receives, stride, layout, len: doorbell + 512 })
+        let doorbell = dbrec + 64;
+        let layout = QpLayout { receive: 0, send, dbrec, doorbell };
+        Ok(Sizes { wqebbs, receives, stride, layout, len: doorbell + 512 })
     }
 }
 
 /// A queue pair: reliable-connected, or for datagrams. It ends when the last clone is dropped.
 #[derive(Clone, Debug)]
-pub struct Qp(pub(super) Arc<Handle>);
+pub struct Qp(pub(super) Arc<Inner>);
 
 #[derive(Debug)]
-pub(super) struct Handle {
-    pair: Pair,
+pub(super) struct Inner {
+    pair: Backend,
     device: Arc<Device>,
     options: QpOptions,
     // Held so that it outlives this.
@@ -154,7 +154,7 @@ pub(super) struct Handle {
 }
 
 #[derive(Debug)]
-enum Pair {
+enum Backend {
     Soft(Soft),
     Hard(Hard),
 }
@@ -174,22 +174,22 @@ pub(crate) struct Core {
     pub number: u32,
     pub service: Service,
     /// It has come to `RTS`, or has failed: work may be posted.
-    pub takes_work: AtomicBool,
+    pub accepts_posts: AtomicBool,
     pub hca: crate::hca::Hca,
     pub memory: QueueMemory,
-    pub layout: Layout,
-    pub blocks: u32,
-    pub send: Biased<SendState>,
-    pub ledger: Ledger,
+    pub layout: QpLayout,
+    pub wqebbs: u32,
+    pub send: BiasedMutex<SendState>,
+    pub wr_table: WrTable,
     /// Where its writes go.
-    pub aim: Aim,
-    pub receive: Biased<()>,
+    pub prefetch_hint: PrefetchHint,
+    pub receive: BiasedMutex<()>,
     pub stride: u32,
     srq: Option<Srq>,
 }
 
-impl Places for Core {
-    const IS_DEVICE: bool = false;
+impl QueueAccess for Core {
+    const IS_MMIO: bool = false;
 
     #[inline]
     fn number(&self) -> u32 {
@@ -197,8 +197,8 @@ impl Places for Core {
     }
 
     #[inline]
-    fn blocks(&self) -> u32 {
-        self.blocks
+    fn wqebbs(&self) -> u32 {
+        self.wqebbs
     }
 
     #[inline]
@@ -207,8 +207,8 @@ impl Places for Core {
     }
 
     #[inline]
-    fn record(&self) -> (SharedBytes<'_>, u64) {
-        (self.memory.bytes(), self.layout.record)
+    fn dbrec(&self) -> (SharedBytes<'_>, u64) {
+        (self.memory.bytes(), self.layout.dbrec)
     }
 
     #[inline]
@@ -224,70 +224,70 @@ impl Places for Core {
 
 impl Core {
     /// Its queues, each by itself.
-    fn queues(&self) -> Queues {
-        let Layout { receive, send, record, doorbell } = self.layout;
-        let entries = if self.srq.is_some() { 0 } else { self.ledger.receive_ids.len() as u32 };
+    fn queues(&self) -> DirectQueues {
+        let QpLayout { receive, send, dbrec, doorbell } = self.layout;
+        let entries = if self.srq.is_some() { 0 } else { self.wr_table.recv_wr_ids.len() as u32 };
         let receives = u64::from(entries) * u64::from(self.stride);
-        Queues {
+        DirectQueues {
             number: self.number,
-            send: self.memory.part(send, u64::from(self.blocks) * BLOCK as u64),
-            send_blocks: self.blocks,
-            receive: (entries > 0).then(|| self.memory.part(receive, receives)),
+            send: self.memory.slice(send, u64::from(self.wqebbs) * WQEBB_LEN as u64),
+            send_wqebbs: self.wqebbs,
+            receive: (entries > 0).then(|| self.memory.slice(receive, receives)),
             receive_entries: entries,
             receive_stride: self.stride,
-            record: self.memory.part(record, 8),
-            doorbell: self.memory.part(doorbell, 512),
+            dbrec: self.memory.slice(dbrec, 8),
+            doorbell: self.memory.slice(doorbell, 512),
         }
     }
 
     /// A receive ended. Returns what the program called it.
-    pub(super) fn receive_ended(&self, counter: u16) -> u64 {
+    pub(super) fn complete_receive(&self, counter: u16) -> u64 {
         match &self.srq {
-            Some(srq) => srq.ended(counter),
-            None => self.ledger.receive_ended(counter),
+            Some(srq) => srq.complete_receive(counter),
+            None => self.wr_table.complete_receive(counter),
         }
     }
 
-    fn forget(&self) -> Result<()> {
+    fn clean(&self) -> Result<()> {
         let mut send = self.send.lock();
         let _receive = self.receive.lock();
         send.producer = 0;
-        self.ledger.clear();
+        self.wr_table.clear();
         let bytes = self.memory.bytes();
-        bytes.store_u64(self.layout.record, 0)?;
+        bytes.store_u64(self.layout.dbrec, 0)?;
         bytes.store_u64(self.layout.doorbell, 0)?;
-        bytes.store_u64(self.layout.doorbell + mlx5::SEND_DOORBELL_OTHER_HALF as u64, 0)
+        bytes.store_u64(self.layout.doorbell + mlx5::BLUEFLAME_BUFFER_LEN as u64, 0)
     }
 }
 
-impl Drop for Handle {
+impl Drop for Inner {
     fn drop(&mut self) {
-        let Pair::Soft(Soft { core, user_index, .. }) = &self.pair else { return };
+        let Backend::Soft(Soft { core, user_index, .. }) = &self.pair else { return };
         core.hca.destroy_qp(core.number);
         // Completions that wait in a queue name it still.
-        self.forget_completions(core);
-        if let Some(place) = self.device.pairs.lock().get_mut(*user_index as usize) {
-            *place = None;
+        self.clean_cqs(core);
+        if let Some(slot) = self.device.pairs.lock().get_mut(*user_index as usize) {
+            *slot = None;
         }
         // Now that nobody finds it any more.
-        self.cqs.iter().for_each(Cq::forget_last);
+        self.cqs.iter().for_each(Cq::drop_cached_qp);
     }
 }
 
-impl Handle {
+impl Inner {
     /// Completions that nobody has taken are nobody's any more; those of a shared queue give their slots back.
-    fn forget_completions(&self, core: &Core) {
+    fn clean_cqs(&self, core: &Core) {
         let [sends, receives] = &self.cqs;
-        sends.forget(core);
+        sends.clean(core);
         if sends.number() != receives.number() {
-            receives.forget(core);
+            receives.clean(core);
         }
     }
 }
 
 impl Qp {
     /// How much memory the queues of a queue pair with these options take.
-    pub fn memory_for(options: &QpOptions) -> Result<u64> {
+    pub fn required_memory(options: &QpOptions) -> Result<u64> {
         Ok(options.sizes()?.len)
     }
 
@@ -301,39 +301,39 @@ impl Qp {
         same_device(context, [send_cq, receive_cq], options.srq.as_ref())?;
         let cqs = [send_cq.clone(), receive_cq.clone()];
         if let Some(hardware) = &context.0.hardware {
-            let pair = Pair::Hard(Hard::create(hardware, pd, &cqs, &mut options)?);
+            let pair = Backend::Hard(Hard::create(hardware, pd, &cqs, &mut options)?);
             let (device, _pd) = (context.0.clone(), pd.clone());
-            return Ok(Self(Arc::new(Handle { pair, device, options, _pd, cqs })));
+            return Ok(Self(Arc::new(Inner { pair, device, options, _pd, cqs })));
         }
         let soft = Soft::create(context, pd, &cqs, &options)?;
         let (device, _pd) = (context.0.clone(), pd.clone());
-        let pair = Pair::Soft(soft);
-        Ok(Self(Arc::new(Handle { pair, device, options, _pd, cqs })))
+        let pair = Backend::Soft(soft);
+        Ok(Self(Arc::new(Inner { pair, device, options, _pd, cqs })))
     }
 
     /// Its number.
     pub fn number(&self) -> u32 {
         match &self.0.pair {
-            Pair::Soft(soft) => soft.core.number,
-            Pair::Hard(hard) => hard.qp.number(),
+            Backend::Soft(soft) => soft.core.number,
+            Backend::Hard(hard) => hard.qp.number(),
         }
     }
 
     /// Its state.
     pub fn state(&self) -> Result<State> {
         match &self.0.pair {
-            Pair::Soft(soft) => soft.core.hca.qp_state(soft.core.number),
-            Pair::Hard(hard) => hard.qp.state(),
+            Backend::Soft(soft) => soft.core.hca.qp_state(soft.core.number),
+            Backend::Hard(hard) => hard.qp.state(),
         }
     }
 
     /// The memory of its queues, and where things lie in it: for those who post by other means. Of hardware it is nothing:
     /// see [`direct_queues`](Self::direct_queues).
-    pub fn queues(&self) -> (&QueueMemory, Layout) {
+    pub fn queues(&self) -> (&QueueMemory, QpLayout) {
         match &self.0.pair {
-            Pair::Soft(soft) => (&soft.core.memory, soft.core.layout),
-            Pair::Hard(hard) => {
-                (&hard.nothing, Layout { receive: 0, send: 0, record: 0, doorbell: 0 })
+            Backend::Soft(soft) => (&soft.core.memory, soft.core.layout),
+            Backend::Hard(hard) => {
+                (&hard.no_memory, QpLayout { receive: 0, send: 0, dbrec: 0, doorbell: 0 })
             }
         }
     }
@@ -343,11 +343,11 @@ impl Qp {
     ///
     /// # Errors
     /// If it is a device of another sort, or libmlx5 is not installed.
-    pub fn direct_queues(&self) -> Result<Queues> {
+    pub fn direct_queues(&self) -> Result<DirectQueues> {
         match &self.0.pair {
-            Pair::Soft(soft) => Ok(soft.core.queues()),
-            Pair::Hard(Hard { in_place: Some(pair), .. }) => Ok(pair.queues.clone()),
-            Pair::Hard(hard) => Ok(Queues::of_hardware(hard.qp.direct()?)),
+            Backend::Soft(soft) => Ok(soft.core.queues()),
+            Backend::Hard(Hard { direct_verbs: Some(pair), .. }) => Ok(pair.queues.clone()),
+            Backend::Hard(hard) => Ok(DirectQueues::from_mlx5dv(hard.qp.mlx5dv()?)),
         }
     }
 
@@ -357,8 +357,8 @@ impl Qp {
     /// Hardware does not count by queue pair.
     pub fn stats(&self) -> Result<protocol::Stats> {
         match &self.0.pair {
-            Pair::Soft(soft) => soft.core.hca.qp_stats(soft.core.number),
-            Pair::Hard(_) => Err(Error::new(Kind::Unsupported, "count a queue pair's packets")
+            Backend::Soft(soft) => soft.core.hca.qp_stats(soft.core.number),
+            Backend::Hard(_) => Err(Error::new(Kind::Unsupported, "count a queue pair's packets")
                 .why("hardware does not count by queue pair")
                 .fix("see the port's counters: /sys/class/infiniband/*/ports/*/hw_counters")),
         }
@@ -366,23 +366,23 @@ impl Qp {
 
     /// Which way its work takes, and why: the link, and whether a peer of this machine lets it do without packets; or the
     /// device, port and address.
-    pub fn path(&self) -> Result<crate::link::Path> {
+    pub fn path(&self) -> Result<crate::link::LinkPath> {
         match &self.0.pair {
-            Pair::Soft(soft) => soft.core.hca.qp_path(soft.core.number),
-            Pair::Hard(hard) => Ok(hard.path()),
+            Backend::Soft(soft) => soft.core.hca.qp_path(soft.core.number),
+            Backend::Hard(hard) => Ok(hard.path()),
         }
     }
 
     /// What a peer must know to connect to it.
-    pub fn offer(&self) -> Offer {
+    pub fn endpoint(&self) -> QpEndpoint {
         let options = &self.0.options;
         let soft = match &self.0.pair {
-            Pair::Soft(soft) => soft,
-            Pair::Hard(hard) => return hard.offer(options),
+            Backend::Soft(soft) => soft,
+            Backend::Hard(hard) => return hard.endpoint(options),
         };
         let context = Context(self.0.device.clone());
-        let mtu = options.mtu.unwrap_or_else(|| context.largest_mtu());
-        Offer {
+        let mtu = options.mtu.unwrap_or_else(|| context.max_mtu());
+        QpEndpoint {
             address: context.path().local,
             qpn: self.number(),
             psn: soft.psn.load(Ordering::Relaxed),
@@ -399,101 +399,102 @@ impl Qp {
     }
 
     /// Takes a datagram queue pair through `INIT` and `RTR` to `RTS`: it takes datagrams that bear this key.
-    pub fn ready(&self, qkey: u32) -> Result<()> {
-        let init = Change { access: None, qkey: Some(qkey), ..self.to_init() };
-        let psn = Psn::new(self.offer().psn);
+    pub fn activate_ud(&self, qkey: u32) -> Result<()> {
+        let init = QpAttributes { access: None, qkey: Some(qkey), ..self.init_attr() };
+        let psn = Psn::new(self.endpoint().psn);
         self.modify(&init)?;
-        self.modify(&Change::to(State::Rtr))?;
-        self.modify(&Change { send_psn: Some(psn), ..Change::to(State::Rts) })
+        self.modify(&QpAttributes::new(State::Rtr))?;
+        self.modify(&QpAttributes { send_psn: Some(psn), ..QpAttributes::new(State::Rts) })
     }
 
     /// Takes it through `INIT` and `RTR` to `RTS`, connected to the peer that made this offer.
-    pub fn connect(&self, peer: &Offer) -> Result<()> {
-        self.modify(&self.to_init())?;
-        let to_rtr = self.to_rtr(peer)?;
+    pub fn connect(&self, peer: &QpEndpoint) -> Result<()> {
+        self.modify(&self.init_attr())?;
+        let rtr_attr = self.rtr_attr(peer)?;
         match &self.0.pair {
-            Pair::Soft(_) => self.modify(&to_rtr)?,
-            Pair::Hard(hard) => hard.meet(&to_rtr, peer)?,
+            Backend::Soft(_) => self.modify(&rtr_attr)?,
+            Backend::Hard(hard) => hard.modify_to_rtr(&rtr_attr, peer)?,
         }
-        self.modify(&self.to_rts(peer))
+        self.modify(&self.rts_attr(peer))
     }
 
     /// The step to `INIT` that its options ask for.
-    pub fn to_init(&self) -> Change {
-        Change {
+    pub fn init_attr(&self) -> QpAttributes {
+        QpAttributes {
             partition_index: Some(0),
             port: Some(match &self.0.pair {
-                Pair::Soft(_) => 1,
-                Pair::Hard(hard) => hard.end.port,
+                Backend::Soft(_) => 1,
+                Backend::Hard(hard) => hard.local_port.port,
             }),
             access: Some(self.0.options.access),
-            ..Change::to(State::Init)
+            ..QpAttributes::new(State::Init)
         }
     }
 
     /// The step to `RTR`, connected to that peer.
-    pub fn to_rtr(&self, peer: &Offer) -> Result<Change> {
-        let own = self.offer();
+    pub fn rtr_attr(&self, peer: &QpEndpoint) -> Result<QpAttributes> {
+        let own = self.endpoint();
         let mtu = Mtu::new(own.mtu.min(peer.mtu)).ok_or_else(|| {
             Error::new(Kind::Malformed, format!("connect queue pair {:#x}", self.number()))
                 .why(format!("the peer offers an MTU of {} bytes", peer.mtu))
                 .fix("offer 256, 512, 1024, 2048 or 4096")
         })?;
         let flow_label = (own.qpn ^ peer.qpn) & 0xf_ffff;
-        let path = Path { peer: peer.address, traffic_class: 0, hop_limit: 64, flow_label };
-        Ok(Change {
+        let path =
+            PathAttributes { peer: peer.address, traffic_class: 0, hop_limit: 64, flow_label };
+        Ok(QpAttributes {
             path: Some(path),
             mtu: Some(mtu),
             destination: Some(peer.qpn),
             receive_psn: Some(Psn::new(peer.psn)),
             max_dest_rd_atomic: Some(self.0.options.max_rd_atomic),
             min_rnr_timer: Some(self.0.options.min_rnr_timer),
-            ..Change::to(State::Rtr)
+            ..QpAttributes::new(State::Rtr)
         })
     }
 
     /// The step to `RTS`.
-    pub fn to_rts(&self, peer: &Offer) -> Change {
+    pub fn rts_attr(&self, peer: &QpEndpoint) -> QpAttributes {
         let options = &self.0.options;
-        Change {
-            send_psn: Some(Psn::new(self.offer().psn)),
+        QpAttributes {
+            send_psn: Some(Psn::new(self.endpoint().psn)),
             timeout: Some(options.timeout),
             retry_count: Some(options.retry_count),
             rnr_retry: Some(options.rnr_retry),
             max_rd_atomic: Some(options.max_rd_atomic.min(peer.max_rd_atomic)),
-            ..Change::to(State::Rts)
+            ..QpAttributes::new(State::Rts)
         }
     }
 
     /// Takes a step, or changes attributes. What is refused changes nothing.
-    pub fn modify(&self, change: &Change) -> Result<()> {
+    pub fn modify(&self, change: &QpAttributes) -> Result<()> {
         match &self.0.pair {
-            Pair::Soft(soft) => soft.modify(&self.0, change),
-            Pair::Hard(hard) => hard.modify(change, None),
+            Backend::Soft(soft) => soft.modify(&self.0, change),
+            Backend::Hard(hard) => hard.modify(change, None),
         }
     }
 
     /// What posting and polling share, of the software HCA.
     pub(super) fn soft_core(&self) -> Option<&Core> {
         match &self.0.pair {
-            Pair::Soft(soft) => Some(&soft.core),
-            Pair::Hard(_) => None,
+            Backend::Soft(soft) => Some(&soft.core),
+            Backend::Hard(_) => None,
         }
     }
 
     /// Its queues, of hardware that is posted to past its provider.
-    pub(super) fn in_place(&self) -> Option<&InPlace> {
+    pub(super) fn direct_verbs(&self) -> Option<&DirectVerbsQp> {
         match &self.0.pair {
-            Pair::Soft(_) => None,
-            Pair::Hard(hard) => hard.in_place.as_deref(),
+            Backend::Soft(_) => None,
+            Backend::Hard(hard) => hard.direct_verbs.as_deref(),
         }
     }
 
     /// Whether hardware takes work now; the software HCA is asked as it is posted.
     pub(super) fn check_hardware_state(&self) -> Result<()> {
         match &self.0.pair {
-            Pair::Soft(_) => Ok(()),
-            Pair::Hard(hard) => hard.check_state(),
+            Backend::Soft(_) => Ok(()),
+            Backend::Hard(hard) => hard.check_state(),
         }
     }
 
@@ -501,8 +502,8 @@ impl Qp {
     #[inline]
     pub fn batch(&self) -> Batch<'_> {
         match &self.0.pair {
-            Pair::Soft(soft) => Batch::soft(&soft.core),
-            Pair::Hard(hard) => Batch::hard(hard),
+            Backend::Soft(soft) => Batch::soft(&soft.core),
+            Backend::Hard(hard) => Batch::hard(hard),
         }
     }
 
@@ -510,13 +511,13 @@ impl Qp {
     ///
     /// # Errors
     /// [`Kind::Busy`] if there is no room for it: take completions first.
-    pub fn post_send(&self, requests: &[Request<'_>]) -> Result<()> {
+    pub fn post_send(&self, requests: &[SendRequest<'_>]) -> Result<()> {
         let core = match &self.0.pair {
-            Pair::Soft(soft) => &soft.core,
-            Pair::Hard(hard) => return hard.post(requests),
+            Backend::Soft(soft) => &soft.core,
+            Backend::Hard(hard) => return hard.post(requests),
         };
-        let mut batch = Filling::with(core, requests);
-        let done = batch.at_once(requests);
+        let mut batch = SendBatch::with(core, requests);
+        let done = batch.try_fast_path(requests);
         for request in &requests[done..] {
             batch.push(request)?;
         }
@@ -527,8 +528,8 @@ impl Qp {
     /// Posts receives, all of them or none.
     pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
         let core = match &self.0.pair {
-            Pair::Soft(soft) => &soft.core,
-            Pair::Hard(hard) => return hard.post_receive(requests),
+            Backend::Soft(soft) => &soft.core,
+            Backend::Hard(hard) => return hard.post_receive(requests),
         };
         if core.srq.is_some() {
             let error = Error::new(Kind::InvalidArgument, "post a receive");
@@ -540,7 +541,7 @@ impl Qp {
 
 impl Soft {
     fn create(context: &Context, pd: &Pd, cqs: &[Cq; 2], options: &QpOptions) -> Result<Self> {
-        let Sizes { blocks, receives, stride, layout, len } = options.sizes()?;
+        let Sizes { wqebbs, receives, stride, layout, len } = options.sizes()?;
         let memory = match &options.memory {
             Some(memory) => memory.clone(),
             None => QueueMemory::host(len)?,
@@ -552,12 +553,12 @@ impl Soft {
         let user_index = free.unwrap_or(pairs.len());
         let datagrams = match options.service {
             Service::Rc => None,
-            Service::Ud => Some(options.mtu.unwrap_or_else(|| context.largest_mtu())),
+            Service::Ud => Some(options.mtu.unwrap_or_else(|| context.max_mtu())),
         };
         let number = context.0.hca.create_qp(QpSpec {
             memory: memory.clone(),
             layout,
-            send_blocks: blocks,
+            send_wqebbs: wqebbs,
             receive_entries: receives,
             receive_stride: stride,
             send_cq: cqs[0].number(),
@@ -566,22 +567,22 @@ impl Soft {
             pd: pd.id(),
             signal_all: options.signal_all,
             user_index: user_index as u32,
-            watched: options.watched,
+            poll_doorbell: options.poll_doorbell,
             options: options.tuning,
             datagrams,
         })?;
         let core = Arc::new(Core {
             number,
             service: options.service,
-            takes_work: AtomicBool::new(false),
+            accepts_posts: AtomicBool::new(false),
             hca: context.0.hca.clone(),
             memory,
             layout,
-            blocks,
-            send: Biased::new(SendState::default()),
-            ledger: Ledger::new(blocks, receives),
-            aim: Aim::default(),
-            receive: Biased::new(()),
+            wqebbs,
+            send: BiasedMutex::new(SendState::default()),
+            wr_table: WrTable::new(wqebbs, receives),
+            prefetch_hint: PrefetchHint::default(),
+            receive: BiasedMutex::new(()),
             stride,
             srq: options.srq.clone(),
         });
@@ -590,24 +591,24 @@ impl Soft {
         }
         pairs[user_index] = Some(core.clone());
         drop(pairs);
-        Ok(Self { core, user_index: user_index as u32, psn: any_psn(number).into() })
+        Ok(Self { core, user_index: user_index as u32, psn: random_psn(number).into() })
     }
 
-    fn modify(&self, handle: &Handle, change: &Change) -> Result<()> {
+    fn modify(&self, handle: &Inner, change: &QpAttributes) -> Result<()> {
         let core = &self.core;
         let state = core.hca.qp_state(core.number)?;
         let is_reset = change.to == State::Reset && change.check(core.service, state).is_ok();
         if is_reset {
-            core.takes_work.store(false, Ordering::Relaxed);
+            core.accepts_posts.store(false, Ordering::Relaxed);
             // In this order: the device must find the queues as it forgets them.
-            core.forget()?;
+            core.clean()?;
         }
         core.hca.modify_qp(core.number, change)?;
-        let takes_work = !matches!(change.to, State::Reset | State::Init | State::Rtr);
-        core.takes_work.store(takes_work, Ordering::Relaxed);
+        let accepts_posts = !matches!(change.to, State::Reset | State::Init | State::Rtr);
+        core.accepts_posts.store(accepts_posts, Ordering::Relaxed);
         if is_reset {
-            handle.forget_completions(core);
-            self.psn.store(any_psn(core.number), Ordering::Relaxed);
+            handle.clean_cqs(core);
+            self.psn.store(random_psn(core.number), Ordering::Relaxed);
         }
         Ok(())
     }
@@ -615,7 +616,7 @@ impl Soft {
 
 /// A first sequence number that differs from one connection to the next, so that late packets of an old one are
 /// not taken for new ones.
-fn any_psn(number: u32) -> u32 {
+fn random_psn(number: u32) -> u32 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let seed = now.map_or(0, |since| since.as_nanos() as u64) ^ u64::from(number) << 40;
     (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32

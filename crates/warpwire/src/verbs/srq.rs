@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::receive::{MOST_RANGES, full, too_many};
+use super::receive::{MAX_RECV_SGE, full, too_many};
 use super::{Context, Device, Pd};
 use crate::error::{Error, Kind, Result};
 use crate::hca::{QueueMemory, SrqSpec};
 use crate::ibv;
-use crate::mlx5::{Record, SEGMENT, SrqEntry};
+use crate::mlx5::{DoorbellRecord, SEGMENT, SrqEntry};
 use crate::work::ReceiveRequest;
 
 /// How a shared receive queue is made.
@@ -19,31 +19,31 @@ pub struct SrqOptions {
     /// How many receives it has room for, at least.
     pub depth: u32,
     /// How many ranges a receive may name: 15 at most.
-    pub ranges: u32,
+    pub max_sge: u32,
 }
 
 impl Default for SrqOptions {
     fn default() -> Self {
-        Self { depth: 256, ranges: 1 }
+        Self { depth: 256, max_sge: 1 }
     }
 }
 
 /// A shared receive queue. It ends when the last clone is dropped.
 #[derive(Clone, Debug)]
-pub struct Srq(Arm);
+pub struct Srq(Backend);
 
 #[derive(Clone, Debug)]
-enum Arm {
-    Soft(Arc<Shared>),
+enum Backend {
+    Soft(Arc<SrqInner>),
     Hard(ibv::Srq),
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SrqInner {
     device: Arc<Device>,
     number: u32,
     memory: QueueMemory,
-    record: u64,
+    dbrec: u64,
     stride: u32,
     state: Mutex<Slots>,
     _pd: Pd,
@@ -52,14 +52,14 @@ struct Shared {
 /// The slots: a list of those that are free, linked in the order in which the device will take them.
 #[derive(Debug)]
 struct Slots {
-    ids: Box<[u64]>,
+    wr_ids: Box<[u64]>,
     free: VecDeque<u16>,
     /// The slot that the next receive goes to: the one that the last entry already points to.
     next: u16,
     posted: u32,
 }
 
-impl Drop for Shared {
+impl Drop for SrqInner {
     fn drop(&mut self) {
         self.device.hca.destroy_srq(self.number);
     }
@@ -73,44 +73,44 @@ impl Srq {
         if options.depth == 0 || options.depth >= 1 << 15 {
             return Err(wrong("its depth must be 1 to 32767"));
         }
-        if options.ranges == 0 || options.ranges as usize >= MOST_RANGES {
+        if options.max_sge == 0 || options.max_sge as usize >= MAX_RECV_SGE {
             return Err(wrong("a receive names 1 to 15 ranges"));
         }
         if context.0.hardware.is_some() {
-            let made = pd.hardware()?.create_srq(options.depth, options.ranges)?;
-            return Ok(Self(Arm::Hard(made)));
+            let made = pd.hardware()?.create_srq(options.depth, options.max_sge)?;
+            return Ok(Self(Backend::Hard(made)));
         }
         // One slot more than receives: the last entry always points to a slot that is free.
         let entries = (options.depth + 1).next_power_of_two();
-        let stride = ((options.ranges + 1) * SEGMENT as u32).next_power_of_two();
-        let record = u64::from(entries) * u64::from(stride);
-        let memory = QueueMemory::host(record + 64)?;
-        let spec = SrqSpec { memory: memory.clone(), entries, stride, record };
+        let stride = ((options.max_sge + 1) * SEGMENT as u32).next_power_of_two();
+        let dbrec = u64::from(entries) * u64::from(stride);
+        let memory = QueueMemory::host(dbrec + 64)?;
+        let spec = SrqSpec { memory: memory.clone(), entries, stride, dbrec };
         let number = context.0.hca.create_srq(spec)?;
         let state = Mutex::new(Slots {
-            ids: vec![0; entries as usize].into(),
+            wr_ids: vec![0; entries as usize].into(),
             free: (1..entries as u16).collect(),
             next: 0,
             posted: 0,
         });
         let device = context.0.clone();
-        let shared = Shared { device, number, memory, record, stride, state, _pd: pd.clone() };
-        Ok(Self(Arm::Soft(Arc::new(shared))))
+        let shared = SrqInner { device, number, memory, dbrec, stride, state, _pd: pd.clone() };
+        Ok(Self(Backend::Soft(Arc::new(shared))))
     }
 
     /// Its number.
     pub fn number(&self) -> u32 {
         match &self.0 {
-            Arm::Soft(shared) => shared.number,
-            Arm::Hard(srq) => srq.number(),
+            Backend::Soft(shared) => shared.number,
+            Backend::Hard(srq) => srq.number(),
         }
     }
 
     /// Asks for an event, once, when fewer than `limit` receives wait; 0 asks for none.
     pub fn arm(&self, limit: u32) {
         match &self.0 {
-            Arm::Soft(shared) => shared.device.hca.arm_srq(shared.number, limit),
-            Arm::Hard(srq) => {
+            Backend::Soft(shared) => shared.device.hca.arm_srq(shared.number, limit),
+            Backend::Hard(srq) => {
                 if let Err(error) = srq.arm(limit) {
                     tracing::warn!(%error, "a shared receive queue");
                 }
@@ -121,8 +121,8 @@ impl Srq {
     /// Posts receives, all of them or none.
     pub fn post_receive(&self, requests: &[ReceiveRequest<'_>]) -> Result<()> {
         let shared = match &self.0 {
-            Arm::Soft(shared) => &**shared,
-            Arm::Hard(srq) => return srq.post_all_receives(requests),
+            Backend::Soft(shared) => &**shared,
+            Backend::Hard(srq) => return srq.post_all_receives(requests),
         };
         let mut slots = shared.state.lock();
         if slots.free.len() < requests.len() {
@@ -130,42 +130,42 @@ impl Srq {
         }
         let stride = shared.stride as usize;
         let bytes = shared.memory.bytes();
-        let (mut slot, mut taken) = (slots.next, 0);
+        let (mut slot, mut used) = (slots.next, 0);
         for request in requests {
-            let next = slots.free[taken];
-            let mut entry = [0; (MOST_RANGES + 1) * SEGMENT];
+            let next = slots.free[used];
+            let mut entry = [0; (MAX_RECV_SGE + 1) * SEGMENT];
             let entry = &mut entry[..stride];
-            let (ranges, count) = request.ranges();
-            let fits = ranges.get(..count).and_then(|r| SrqEntry::write(entry, next, r));
+            let (sges, count) = request.sges();
+            let fits = sges.get(..count).and_then(|r| SrqEntry::write(entry, next, r));
             fits.ok_or_else(|| too_many(request, stride / SEGMENT - 1))?;
             bytes.write(u64::from(slot) * stride as u64, entry)?;
-            slots.ids[usize::from(slot)] = request.id;
-            (slot, taken) = (next, taken + 1);
+            slots.wr_ids[usize::from(slot)] = request.id;
+            (slot, used) = (next, used + 1);
         }
-        slots.free.drain(..taken);
+        slots.free.drain(..used);
         slots.next = slot;
-        slots.posted = slots.posted.wrapping_add(taken as u32);
-        let word = u32::from_ne_bytes(Record::word(slots.posted as u16));
-        bytes.store_u32(shared.record, word)
+        slots.posted = slots.posted.wrapping_add(used as u32);
+        let word = u32::from_ne_bytes(DoorbellRecord::word(slots.posted as u16));
+        bytes.store_u32(shared.dbrec, word)
     }
 
     /// The queue, of hardware.
     pub(super) fn hardware(&self) -> Option<&ibv::Srq> {
         match &self.0 {
-            Arm::Soft(_) => None,
-            Arm::Hard(srq) => Some(srq),
+            Backend::Soft(_) => None,
+            Backend::Hard(srq) => Some(srq),
         }
     }
 
     /// A receive ended: its slot is free. Returns what the program called it.
-    pub(super) fn ended(&self, slot: u16) -> u64 {
-        let Arm::Soft(shared) = &self.0 else { return 0 };
+    pub(super) fn complete_receive(&self, slot: u16) -> u64 {
+        let Backend::Soft(shared) = &self.0 else { return 0 };
         let mut slots = shared.state.lock();
-        let place = usize::from(slot) & (slots.ids.len() - 1);
+        let index = usize::from(slot) & (slots.wr_ids.len() - 1);
         // A slot is given back once: the device completes each receive once. More than there are were not its doing.
-        if slots.free.len() + 1 < slots.ids.len() {
-            slots.free.push_back(place as u16);
+        if slots.free.len() + 1 < slots.wr_ids.len() {
+            slots.free.push_back(index as u16);
         }
-        slots.ids[place]
+        slots.wr_ids[index]
     }
 }

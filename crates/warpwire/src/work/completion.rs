@@ -25,7 +25,7 @@ pub enum CompletionKind {
 
 /// Who sent a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sender {
+pub struct DatagramSender {
     /// The queue pair that it came from.
     pub qpn: u32,
     /// The address that it came from. NICs send from any port and listen on 4791; software on this side sends from the
@@ -46,14 +46,14 @@ pub struct Completion {
     /// What it was.
     pub kind: CompletionKind,
     /// How many bytes came in: of a message, a read, or an atomic. Of a datagram with the
-    /// [40 bytes](crate::verbs::ROUTE_LEN) before it. Of reads and atomics, hardware may tell none.
+    /// [40 bytes](crate::verbs::GRH_LEN) before it. Of reads and atomics, hardware may tell none.
     pub len: u32,
     /// The queue pair.
     pub qpn: u32,
     /// Whether the peer asked for its receiver to be woken. Hardware does not tell.
     pub solicited: bool,
     /// Who sent it, if it is a datagram.
-    pub sender: Option<Sender>,
+    pub sender: Option<DatagramSender>,
     /// The vendor's number for what went wrong; 0 where there is none.
     pub vendor_error: u32,
 }

@@ -2,10 +2,10 @@
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`Request`], [`Op`], [`Fence`] | work to post |
+//! | [`SendRequest`], [`WrOp`], [`Fence`] | work to post |
 //! | [`ReceiveRequest`] | a receive to post |
 //! | [`Sge`], [`Remote`] | memory of one's own, and of the peer |
-//! | [`Completion`], [`CompletionKind`], [`Sender`] | how work ended |
+//! | [`Completion`], [`CompletionKind`], [`DatagramSender`] | how work ended |
 //! | [`AsyncEvent`] | what befalls queues, ports and devices beside completions |
 //!
 //! Plain data: nothing here does anything. [`verbs`](crate::verbs) is where programs find them.
@@ -14,6 +14,6 @@ mod completion;
 mod event;
 mod request;
 
-pub use completion::{Completion, CompletionKind, Sender};
+pub use completion::{Completion, CompletionKind, DatagramSender};
 pub use event::AsyncEvent;
-pub use request::{Destination, Fence, Op, ReceiveRequest, Remote, Request, Sge};
+pub use request::{Destination, Fence, ReceiveRequest, Remote, SendRequest, Sge, WrOp};

@@ -37,7 +37,7 @@ pub enum Fence {
 
 /// What to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Op {
+pub enum WrOp {
     /// Send a message.
     Send,
     /// Send a message with four bytes beside it.
@@ -89,19 +89,19 @@ impl<A> Copy for Destination<'_, A> {}
 /// Work to post; `A` is what a device knows the peers of datagrams by.
 ///
 /// ```
-/// use warpwire::verbs::{Op, Request, Sge};
+/// use warpwire::verbs::{WrOp, SendRequest, Sge};
 /// let range = Sge { address: 0x1000, len: 64, lkey: 7 };
-/// let request = Request::new(1, Op::Send).with(std::slice::from_ref(&range)).solicited();
+/// let request = SendRequest::new(1, WrOp::Send).with(std::slice::from_ref(&range)).solicited();
 /// assert_eq!(request.data.len(), 1);
-/// let small = Request::new(2, Op::Send).inline(b"hello");
+/// let small = SendRequest::new(2, WrOp::Send).inline(b"hello");
 /// assert_eq!(small.inline, Some(&b"hello"[..]));
 /// ```
 #[derive(Debug)]
-pub struct Request<'a, A> {
+pub struct SendRequest<'a, A> {
     /// What the program calls it.
     pub id: u64,
     /// What to do.
-    pub op: Op,
+    pub op: WrOp,
     /// The memory that it sends from, or fetches into.
     pub data: &'a [Sge],
     /// Bytes that go into the entry itself, instead of memory.
@@ -116,17 +116,17 @@ pub struct Request<'a, A> {
     pub destination: Option<Destination<'a, A>>,
 }
 
-impl<A> Clone for Request<'_, A> {
+impl<A> Clone for SendRequest<'_, A> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<A> Copy for Request<'_, A> {}
+impl<A> Copy for SendRequest<'_, A> {}
 
-impl<'a, A> Request<'a, A> {
+impl<'a, A> SendRequest<'a, A> {
     /// Signaled work without memory.
-    pub const fn new(id: u64, op: Op) -> Self {
+    pub const fn new(id: u64, op: WrOp) -> Self {
         Self {
             id,
             op,

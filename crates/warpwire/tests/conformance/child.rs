@@ -17,14 +17,14 @@ pub enum Task {
     ForkWithWindow(Backend),
 }
 
-pub struct Ended(Output);
+pub struct ChildOutput(Output);
 
 impl Task {
-    pub fn spawn(&self) -> Ended {
+    pub fn spawn(&self) -> ChildOutput {
         self.spawn_with(&[])
     }
 
-    pub fn spawn_with(&self, environment: &[(&str, &str)]) -> Ended {
+    pub fn spawn_with(&self, environment: &[(&str, &str)]) -> ChildOutput {
         let text = match self {
             Self::OpenIpc(backend, bytes) => format!("open-ipc {backend} {}", hex(bytes)),
             Self::FailToOpenIpc(backend, bytes) => format!("fail-ipc {backend} {}", hex(bytes)),
@@ -34,11 +34,11 @@ impl Task {
         };
         let mut command = Role::new("conformance", text).command();
         command.envs(environment.iter().copied());
-        Ended(command.output().unwrap())
+        ChildOutput(command.output().unwrap())
     }
 }
 
-impl Ended {
+impl ChildOutput {
     pub fn expect_success(self) {
         let Self(output) = self;
         let text = String::from_utf8_lossy(&output.stderr);

@@ -7,7 +7,7 @@ use libloading::Library;
 use warpwire::error::Kind;
 use warpwire::mem::{Condition, DeviceAddr, Launch, MemoryKind, Program, Stream, Word};
 
-use crate::conformance::fixture::{Fixture, borrow, expect_pattern, put_pattern, soon};
+use crate::conformance::fixture::{Fixture, borrow, expect_pattern, put_pattern, test_timeout};
 use crate::conformance::kernels;
 use testkit::cases;
 
@@ -27,11 +27,11 @@ cases!(Fixture; CASES:
 );
 
 /// Another user of the driver in this process.
-struct Stranger {
+struct ForeignContext {
     library: Library,
 }
 
-impl Stranger {
+impl ForeignContext {
     fn new() -> Self {
         // SAFETY: the driver is loaded already.
         Self { library: unsafe { Library::new("libcuda.so.1") }.unwrap() }
@@ -121,36 +121,36 @@ impl Stranger {
 }
 
 fn memory_of_another_library_can_be_borrowed(f: &Fixture) {
-    let stranger = Stranger::new();
-    stranger.enter();
-    let address = stranger.alloc(1 << 20);
+    let foreign = ForeignContext::new();
+    foreign.enter();
+    let address = foreign.alloc(1 << 20);
     let part = borrow(&f.gpu, DeviceAddr::new(address + 777), 10_001).unwrap();
     put_pattern(&part, 3);
     let copy = f.gpu.alloc(10_001).unwrap();
     let stream = f.gpu.stream().unwrap();
     stream.copy(&copy.whole().unwrap(), &part.whole().unwrap()).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     expect_pattern(&copy, 3);
     let exported = part.export_dmabuf(0, 10_001).unwrap();
     assert_eq!(exported.offset(), (address + 777) % 4096);
     drop(part);
-    stranger.free(address);
+    foreign.free(address);
     let error = borrow(&f.gpu, DeviceAddr::new(address), 64).unwrap_err();
     assert_eq!(error.kind(), &Kind::NotDeviceMemory, "{error}");
 }
 
 fn memory_that_is_not_the_devices_is_named(f: &Fixture) {
-    let stranger = Stranger::new();
-    stranger.enter();
+    let foreign = ForeignContext::new();
+    foreign.enter();
     let pinned = f.gpu.alloc_pinned(4096).unwrap();
     let error = borrow(&f.gpu, pinned.address(), 64).unwrap_err();
     assert!(error.to_string().contains("pinned host memory"), "{error}");
 }
 
 fn managed_memory_is_copied_but_has_no_window(f: &Fixture) {
-    let stranger = Stranger::new();
-    stranger.enter();
-    let managed = stranger.alloc_managed(4096);
+    let foreign = ForeignContext::new();
+    foreign.enter();
+    let managed = foreign.alloc_managed(4096);
     let memory = borrow(&f.gpu, DeviceAddr::new(managed), 4096).unwrap();
     put_pattern(&memory, 8);
     expect_pattern(&memory, 8);
@@ -158,16 +158,16 @@ fn managed_memory_is_copied_but_has_no_window(f: &Fixture) {
     assert!(error.to_string().contains("managed memory"), "{error}");
     assert!(memory.export_dmabuf(0, 4096).is_err());
     drop(memory);
-    stranger.free(managed);
+    foreign.free(managed);
 }
 
 /// Two pieces of virtual memory behind each other, with and without handles for other processes.
 fn windows_span_several_handles(f: &Fixture) {
-    let stranger = Stranger::new();
-    stranger.enter();
+    let foreign = ForeignContext::new();
+    foreign.enter();
     for handle_types in [0, 1] {
         let size = 2 << 20;
-        let address = stranger.reserve_and_map(size, 2, handle_types);
+        let address = foreign.reserve_and_map(size, 2, handle_types);
         let memory = borrow(&f.gpu, DeviceAddr::new(address), 2 * size as u64).unwrap();
         put_pattern(&memory, 5);
         let window = memory.window().unwrap();
@@ -247,7 +247,7 @@ fn a_wrong_number_of_arguments_is_refused(f: &Fixture) {
     let narrow = taking(".u32 x").unwrap();
     // SAFETY: the kernel does nothing.
     unsafe { stream.launch(Launch::new(&narrow).value(0xffff_ffff)) }.unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     // SAFETY: refused before it starts.
     let error = unsafe { stream.launch(Launch::new(&narrow).value(1 << 32)) }.unwrap_err();
     assert!(error.to_string().contains("has 32 bits"), "{error}");
@@ -264,7 +264,7 @@ fn variables_of_a_program_are_set(f: &Fixture) {
         module.set("word", &value.to_le_bytes()).unwrap();
         // SAFETY: the kernel writes the one word that it is given.
         unsafe { stream.launch(Launch::new(&kernel).region(&shown.whole().unwrap())) }.unwrap();
-        stream.synchronize(soon()).unwrap();
+        stream.synchronize(test_timeout()).unwrap();
         assert_eq!(shown.word64(0).unwrap().load().unwrap(), value);
     }
     for (name, bytes) in [("word", 4), ("words", 8), ("show", 8), ("wo\0rd", 8)] {
@@ -287,7 +287,7 @@ fn loading_code_while_a_stream_waits_is_refused(f: &Fixture) {
     let error = kernels::load(&f.gpu).unwrap_err();
     assert_eq!(error.kind(), &Kind::Busy, "{error}");
     gate.store(1).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     kernels::load(&f.gpu).unwrap();
 }
 
@@ -298,23 +298,23 @@ fn loaded_kernels_start_while_a_stream_waits(f: &Fixture) {
     memory.write(0, &[0; 8]).unwrap();
     // SAFETY: the kernel touches the one word that it is given.
     unsafe { stream.launch(Launch::new(&kernel).region(&memory.whole().unwrap())) }.unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     assert!(!waiting.is_idle().unwrap());
     gate.store(1).unwrap();
-    waiting.synchronize(soon()).unwrap();
+    waiting.synchronize(test_timeout()).unwrap();
 }
 
 fn the_context_is_left_as_it_was(f: &Fixture) {
-    let stranger = Stranger::new();
+    let foreign = ForeignContext::new();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            assert!(stranger.current().is_null(), "a new thread has none");
+            assert!(foreign.current().is_null(), "a new thread has none");
             let memory = f.gpu.alloc(4096).unwrap();
             let stream = f.gpu.stream().unwrap();
             stream.fill(&memory.whole().unwrap(), 1).unwrap();
-            stream.synchronize(soon()).unwrap();
+            stream.synchronize(test_timeout()).unwrap();
             drop((memory, stream));
-            assert!(stranger.current().is_null(), "and is left with none");
+            assert!(foreign.current().is_null(), "and is left with none");
         });
     });
 }

@@ -4,18 +4,18 @@
 use std::time::Duration;
 
 use warpwire::Result;
-use warpwire::mem::sim::{Control, Sim, SimConfig};
+use warpwire::mem::sim::{Sim, SimConfig, SimControl};
 use warpwire::mem::{
     Allocation, Backend, Device, DeviceAddr, Kernel, Launch, MemoryKind, Region, Stream, cuda,
 };
 use warpwire_apps::pattern;
 
 /// Longer than anything takes that works.
-pub fn soon() -> Duration {
+pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(20))
 }
 /// Long enough to be sure that something does not happen.
-pub const A_MOMENT: Duration = Duration::from_millis(30);
+pub const SHORT_WAIT: Duration = Duration::from_millis(30);
 
 pub struct Fixture {
     pub backend: Backend,
@@ -51,7 +51,7 @@ impl Fixture {
     }
 
     /// The strings behind the simulated device.
-    pub fn control(&self) -> Control {
+    pub fn control(&self) -> SimControl {
         self.sim.as_ref().expect("only on the simulator").control(0).unwrap()
     }
 
@@ -64,8 +64,8 @@ impl Fixture {
     pub fn check_nothing_left(&self) {
         let Some(sim) = &self.sim else { return };
         for ordinal in 0..2 {
-            if let Err(live) = sim.control(ordinal).unwrap().wait_empty(soon()) {
-                panic!("sim:{ordinal} still holds {live:?}");
+            if let Err(live_objects) = sim.control(ordinal).unwrap().wait_empty(test_timeout()) {
+                panic!("sim:{ordinal} still holds {live_objects:?}");
             }
         }
     }

@@ -3,7 +3,9 @@
 use warpwire::error::Kind;
 use warpwire::mem::{Capability, DeviceAddr, MemoryKind};
 
-use crate::conformance::fixture::{A_MOMENT, Fixture, borrow, expect_pattern, put_pattern, soon};
+use crate::conformance::fixture::{
+    Fixture, SHORT_WAIT, borrow, expect_pattern, put_pattern, test_timeout,
+};
 use testkit::cases;
 
 cases!(Fixture; CASES:
@@ -172,7 +174,7 @@ fn memory_in_use_is_not_freed(f: &Fixture) {
     stream.fill(&memory.whole().unwrap(), 1).unwrap();
     assert_eq!(memory.free().unwrap_err().kind(), &Kind::Busy);
     gate.store(1).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     memory.free().unwrap();
 }
 
@@ -193,7 +195,7 @@ fn foreign_memory_can_be_borrowed(f: &Fixture) {
 
     let stream = f.gpu.stream().unwrap();
     stream.fill(&part.whole().unwrap(), 0x44).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     owner.read(12_345, &mut seen[..777]).unwrap();
     assert!(seen[..777].iter().all(|byte| *byte == 0x44));
 
@@ -234,7 +236,7 @@ fn pinned_memory_is_seen_by_both_sides(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     stream.copy(&device.region(5, 13).unwrap(), &pinned.region(100, 13).unwrap()).unwrap();
     stream.copy(&pinned.region(200, 13).unwrap(), &device.region(5, 13).unwrap()).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     let mut back = [0; 13];
     bytes.read(200, &mut back).unwrap();
     assert_eq!(&back, b"from the host");
@@ -246,7 +248,7 @@ fn dropping_memory_never_waits_for_a_stream(f: &Fixture) {
     gate.store(0).unwrap();
     let stream = f.gpu.stream().unwrap();
     stream.wait_value(&gate, warpwire::mem::Condition::AtLeast, 1).unwrap();
-    std::thread::sleep(A_MOMENT);
+    std::thread::sleep(SHORT_WAIT);
     for kind in f.device_kinds().into_iter().chain([MemoryKind::Pinned]) {
         let memory = f.gpu.alloc_kind(1 << 20, kind).unwrap();
         drop(memory);
@@ -254,7 +256,7 @@ fn dropping_memory_never_waits_for_a_stream(f: &Fixture) {
     }
     assert!(!stream.is_idle().unwrap(), "dropping must not have waited for the stream");
     gate.store(1).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
 }
 
 fn many_threads_at_once(f: &Fixture) {
@@ -268,7 +270,7 @@ fn many_threads_at_once(f: &Fixture) {
                     let (from, to) = (gpu.alloc(len).unwrap(), gpu.alloc(len).unwrap());
                     put_pattern(&from, thread);
                     stream.copy(&to.whole().unwrap(), &from.whole().unwrap()).unwrap();
-                    stream.synchronize(soon()).unwrap();
+                    stream.synchronize(test_timeout()).unwrap();
                     expect_pattern(&to, thread);
                 }
             });

@@ -25,13 +25,13 @@ const EVERYWHERE: &[&[Case<Fixture>]] =
     &[memory::CASES, streams::CASES, program::CASES, sharing::CASES, windows::CASES];
 
 fn collect(suite: &mut Collector) {
-    hush_panics_on_purpose();
+    silence_expected_panics();
     add(suite, Backend::Sim, sim_only::CASES);
     if suite.backend("cuda", ptx::cuda_with(&[kernels::PTX])).is_some() {
         add(suite, Backend::Cuda, cuda_only::CASES);
         // All cases share the process's one CUDA context, in which some calls wait for all streams:
         // a case that holds a stream up would hold up the others.
-        suite.one_at_a_time();
+        suite.run_serially();
     }
 }
 
@@ -46,7 +46,7 @@ fn add(suite: &mut Collector, backend: Backend, special: &'static [Case<Fixture>
 }
 
 /// Some cases panic on purpose, where it must be caught; their noise would drown real failures.
-fn hush_panics_on_purpose() {
+fn silence_expected_panics() {
     let loud = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         let payload = info.payload();

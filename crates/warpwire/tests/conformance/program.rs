@@ -5,7 +5,7 @@ use warpwire::error::Kind;
 use warpwire::mem::{Agent, Condition, Launch, Program};
 use warpwire_apps::pattern::Pattern;
 
-use crate::conformance::fixture::{Fixture, expect_pattern, put_pattern, soon};
+use crate::conformance::fixture::{Fixture, expect_pattern, put_pattern, test_timeout};
 use crate::conformance::{child, kernels};
 use testkit::cases;
 
@@ -29,7 +29,7 @@ fn kernels_fill_and_check_memory(f: &Fixture) {
         let memory = f.gpu.alloc(len).unwrap();
         pattern.fill(&stream, &memory.whole().unwrap(), len).unwrap();
         pattern.check(&stream, &memory.whole().unwrap(), len, &wrong).unwrap();
-        stream.synchronize(soon()).unwrap();
+        stream.synchronize(test_timeout()).unwrap();
         assert_eq!(wrong.load().unwrap(), 0, "{len} bytes");
         // The device's pattern is the CPU's.
         expect_pattern(&memory, len);
@@ -47,7 +47,7 @@ fn kernels_notice_a_wrong_byte(f: &Fixture) {
         memory.write(at, &[byte[0] ^ 1]).unwrap();
         wrong.store(0).unwrap();
         pattern.check(&stream, &memory.whole().unwrap(), 2, &wrong).unwrap();
-        stream.synchronize(soon()).unwrap();
+        stream.synchronize(test_timeout()).unwrap();
         assert_eq!(wrong.load().unwrap(), 1, "byte {at}");
     }
     let error = pattern.fill(&stream, &memory.region(3, 8).unwrap(), 2).unwrap_err();
@@ -68,7 +68,7 @@ fn all_blocks_are_resident(f: &Fixture) {
     let launch = Launch::new(&kernel).grid(64).threads(32).region(&memory.whole().unwrap());
     // SAFETY: the kernel touches the one word that it is given.
     unsafe { stream.launch(launch) }.unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     assert_eq!(arrived.load().unwrap(), 64);
 }
 
@@ -88,11 +88,11 @@ fn kernels_talk_with_the_host_while_they_run(f: &Fixture) {
         ask.store(round).unwrap();
         let start = std::time::Instant::now();
         while answer.load().unwrap() < round {
-            assert!(start.elapsed() < soon(), "no answer to {round}");
+            assert!(start.elapsed() < test_timeout(), "no answer to {round}");
             std::thread::yield_now();
         }
     }
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
 }
 
 fn kernels_are_captured_into_graphs(f: &Fixture) {
@@ -112,7 +112,7 @@ fn kernels_are_captured_into_graphs(f: &Fixture) {
     for _ in 0..20 {
         stream.replay(&graph).unwrap();
     }
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     expect_pattern(&memory, 77);
 }
 
@@ -133,7 +133,7 @@ fn unknown_kernels_and_empty_grids_are_refused(f: &Fixture) {
     let huge = Launch::new(&kernel).threads(1 << 20).grid(1 << 30).region(&memory.whole().unwrap());
     // SAFETY: refused before it starts: no device runs so many threads in a block, or so many blocks.
     assert!(unsafe { stream.launch(huge) }.is_err());
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
 }
 
 fn programs_without_the_right_form_are_refused(f: &Fixture) {
@@ -166,7 +166,7 @@ pub fn trespass(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     // SAFETY: not right, on purpose: the address is no memory, which the device must notice.
     unsafe { stream.launch(Launch::new(&kernel).value(0x10_0000_0000)) }.unwrap();
-    let error = stream.synchronize(soon()).unwrap_err();
+    let error = stream.synchronize(test_timeout()).unwrap_err();
     assert!(matches!(error.kind(), Kind::StreamFailed | Kind::DeviceLost), "{error:?}");
     let memory = f.gpu.alloc(8);
     let again = memory.and_then(|memory| stream.fill(&memory.whole()?, 0)).unwrap_err();

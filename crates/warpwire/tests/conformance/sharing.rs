@@ -45,7 +45,7 @@ pub fn open_ipc(f: &Fixture, bytes: &[u8]) {
     let stream = f.gpu.stream().unwrap();
     let copy = f.gpu.alloc(memory.len()).unwrap();
     stream.copy(&copy.whole().unwrap(), &memory.whole().unwrap()).unwrap();
-    stream.synchronize(crate::conformance::fixture::soon()).unwrap();
+    stream.synchronize(crate::conformance::fixture::test_timeout()).unwrap();
     expect_pattern(&copy, 2);
     memory.free().unwrap();
     assert_eq!(memory.whole().unwrap_err().kind(), &Kind::Freed);

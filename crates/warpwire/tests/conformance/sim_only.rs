@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use warpwire::error::Kind;
-use warpwire::mem::sim::{Nth, OpKind, POISON, Sim, SimConfig};
+use warpwire::mem::sim::{FailNth, OpKind, POISON, Sim, SimConfig};
 use warpwire::mem::{Condition, Launch, MemoryEvent, Program};
 
 use crate::conformance::child::Task;
-use crate::conformance::fixture::{Fixture, borrow, expect_pattern, put_pattern, soon};
+use crate::conformance::fixture::{Fixture, borrow, expect_pattern, put_pattern, test_timeout};
 use crate::conformance::kernels;
 use testkit::cases;
 
@@ -66,7 +66,7 @@ fn old_places_are_poisoned(f: &Fixture) {
     rustix::io::pread(before.as_fd(), &mut bytes, 0).unwrap();
     assert!(bytes.iter().all(|byte| *byte == POISON));
     let after = memory.export_dmabuf(0, 8192).unwrap();
-    f.control().free_under_users(&memory).unwrap();
+    f.control().force_free(&memory).unwrap();
     rustix::io::pread(after.as_fd(), &mut bytes, 0).unwrap();
     assert!(bytes.iter().all(|byte| *byte == POISON));
 }
@@ -84,7 +84,7 @@ fn memory_moves_under_running_work(_: &Fixture) {
         streams[1].copy(&other.whole().unwrap(), &a.whole().unwrap()).unwrap();
     }
     for stream in &streams {
-        stream.synchronize(soon()).unwrap();
+        stream.synchronize(test_timeout()).unwrap();
     }
     expect_pattern(&a, 9);
     expect_pattern(&b, 9);
@@ -93,45 +93,45 @@ fn memory_moves_under_running_work(_: &Fixture) {
 fn memory_freed_under_users_is_an_error(f: &Fixture) {
     let (memory, other) = (f.gpu.alloc(4096).unwrap(), f.gpu.alloc(4096).unwrap());
     let borrowed = borrow(&f.gpu, memory.address(), 4096).unwrap();
-    let told = Arc::new(Mutex::new(Vec::new()));
-    let log = told.clone();
+    let events_seen = Arc::new(Mutex::new(Vec::new()));
+    let log = events_seen.clone();
     let _watch = memory.watch(Arc::new(move |event| log.lock().push(event))).unwrap();
-    f.control().free_under_users(&memory).unwrap();
-    assert_eq!(*told.lock(), [MemoryEvent::Freed]);
+    f.control().force_free(&memory).unwrap();
+    assert_eq!(*events_seen.lock(), [MemoryEvent::Freed]);
     assert_eq!(memory.read(0, &mut [0]).unwrap_err().kind(), &Kind::Freed);
     assert_eq!(borrowed.read(0, &mut [0]).unwrap_err().kind(), &Kind::Freed);
     assert!(borrow(&f.gpu, memory.address(), 1).is_err());
-    assert!(f.control().free_under_users(&memory).is_err());
+    assert!(f.control().force_free(&memory).is_err());
     // A copy that was on its way fails its stream, and only that.
     let stream = f.gpu.stream().unwrap();
     stream.copy(&other.whole().unwrap(), &memory.whole().unwrap()).unwrap();
-    assert_eq!(stream.synchronize(soon()).unwrap_err().kind(), &Kind::Freed);
+    assert_eq!(stream.synchronize(test_timeout()).unwrap_err().kind(), &Kind::Freed);
     let stream = f.gpu.stream().unwrap();
     stream.fill(&other.whole().unwrap(), 1).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
 }
 
 fn the_nth_operation_fails(f: &Fixture) {
     let memory = f.gpu.alloc(4096).unwrap();
-    f.control().fail(Nth { kind: OpKind::Copy, number: 3 });
+    f.control().fail(FailNth { kind: OpKind::Copy, number: 3 });
     let stream = f.gpu.stream().unwrap();
     for _ in 0..2 {
         stream.fill(&memory.whole().unwrap(), 1).unwrap();
-        stream.synchronize(soon()).unwrap();
+        stream.synchronize(test_timeout()).unwrap();
     }
     stream.fill(&memory.whole().unwrap(), 1).unwrap();
-    let error = stream.synchronize(soon()).unwrap_err();
+    let error = stream.synchronize(test_timeout()).unwrap_err();
     assert!(error.to_string().contains("copy:3"), "{error}");
     f.gpu.stream().unwrap().fill(&memory.whole().unwrap(), 1).unwrap();
 
-    f.control().fail(Nth { kind: OpKind::Alloc, number: 1 });
+    f.control().fail(FailNth { kind: OpKind::Alloc, number: 1 });
     assert!(f.gpu.alloc(64).is_err());
     assert!(f.gpu.alloc(64).is_ok());
 
-    f.control().fail(Nth { kind: OpKind::Mem, number: 1 });
+    f.control().fail(FailNth { kind: OpKind::Mem, number: 1 });
     let stream = f.gpu.stream().unwrap();
     stream.write_value(&memory.word32(0).unwrap(), 1).unwrap();
-    assert!(stream.synchronize(soon()).is_err());
+    assert!(stream.synchronize(test_timeout()).is_err());
 }
 
 fn a_failed_stream_drops_what_was_queued(f: &Fixture) {
@@ -140,13 +140,13 @@ fn a_failed_stream_drops_what_was_queued(f: &Fixture) {
     flag.store(0).unwrap();
     let gate = f.gpu.alloc_pinned(8).unwrap().word64(0).unwrap();
     gate.store(0).unwrap();
-    f.control().fail(Nth { kind: OpKind::Copy, number: 1 });
+    f.control().fail(FailNth { kind: OpKind::Copy, number: 1 });
     let stream = f.gpu.stream().unwrap();
     stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     stream.fill(&memory.whole().unwrap(), 1).unwrap();
     stream.write_value(&flag, 1).unwrap();
     gate.store(1).unwrap();
-    let first = stream.synchronize(soon()).unwrap_err();
+    let first = stream.synchronize(test_timeout()).unwrap_err();
     for _ in 0..3 {
         let later = stream.write_value(&flag, 1).unwrap_err();
         assert_eq!(later.to_string(), first.to_string(), "the first failure stays");
@@ -164,12 +164,12 @@ fn a_failure_reaches_those_who_wait_for_it(f: &Fixture) {
     first.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     first.fill(&memory.whole().unwrap(), 1).unwrap();
     first.record(&event).unwrap();
-    second.await_event(&event).unwrap();
-    f.control().fail(Nth { kind: OpKind::Copy, number: 1 });
+    second.wait_event(&event).unwrap();
+    f.control().fail(FailNth { kind: OpKind::Copy, number: 1 });
     gate.store(1).unwrap();
-    assert!(first.synchronize(soon()).is_err());
-    assert!(second.synchronize(soon()).is_err(), "the event never comes");
-    assert!(event.is_reached().is_err());
+    assert!(first.synchronize(test_timeout()).is_err());
+    assert!(second.synchronize(test_timeout()).is_err(), "the event never comes");
+    assert!(event.is_complete().is_err());
 }
 
 fn slow_copies_are_slow(f: &Fixture) {
@@ -181,7 +181,7 @@ fn slow_copies_are_slow(f: &Fixture) {
         stream.fill(&memory.whole().unwrap(), 1).unwrap();
     }
     assert!(start.elapsed() < Duration::from_millis(150), "queueing does not wait");
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     assert!(start.elapsed() >= Duration::from_millis(200));
 }
 
@@ -199,13 +199,13 @@ fn a_dead_device_ends_all_work(_: &Fixture) {
     unsafe { running.launch(launch) }.unwrap();
     control.kill();
     for stream in [&waiting, &running] {
-        let error = stream.synchronize(soon()).unwrap_err();
+        let error = stream.synchronize(test_timeout()).unwrap_err();
         assert!(error.to_string().contains("die"), "{error}");
     }
     assert_eq!(gpu.alloc(64).unwrap_err().kind(), &Kind::DeviceLost);
     assert_eq!(gpu.stream().unwrap_err().kind(), &Kind::DeviceLost);
     drop((waiting, running, ask, answer, words));
-    control.wait_empty(soon()).unwrap();
+    control.wait_empty(test_timeout()).unwrap();
     // The other device lives.
     sim.device(1).unwrap().alloc(64).unwrap();
 }
@@ -216,7 +216,7 @@ fn kernels_with_faults_fail_their_stream(f: &Fixture) {
         .block("wants_more", |block| block.value(3).map(|_| ()))
         .block("half", |block| {
             if block.index() % 2 == 0 {
-                Err(warpwire::mem::sim::Fault::new("even"))
+                Err(warpwire::mem::sim::KernelFault::new("even"))
             } else {
                 Ok(())
             }
@@ -227,21 +227,21 @@ fn kernels_with_faults_fail_their_stream(f: &Fixture) {
         let kernel = module.kernel(name).unwrap();
         // SAFETY: these kernels touch no memory.
         unsafe { stream.launch(Launch::new(&kernel).grid(8)) }.unwrap();
-        let error = stream.synchronize(soon()).unwrap_err();
+        let error = stream.synchronize(test_timeout()).unwrap_err();
         assert!(error.to_string().contains(says), "{error}");
         assert!(error.to_string().contains(name), "{error}");
     }
 }
 
 fn the_environment_sets_up_the_machine(_: &Fixture) {
-    let variable = warpwire::mem::sim::VARIABLE;
+    let variable = warpwire::mem::sim::ENV_VAR;
     Task::Discover.spawn_with(&[(variable, "gpus=5,memory=1MiB")]).expect_success();
 }
 
 /// In a child with `WARPWIRE_SIM` set.
 pub fn discover() {
     let found = warpwire::mem::discover();
-    let sims = found.of(warpwire::mem::Backend::Sim);
+    let sims = found.devices_of(warpwire::mem::Backend::Sim);
     assert_eq!(sims.len(), 5);
     assert_eq!(sims[4].info().total_memory, 1 << 20);
     assert_eq!(warpwire::mem::open("sim:4").unwrap(), sims[4]);
@@ -268,7 +268,7 @@ fn huge_memory_costs_nothing_until_written(_: &Fixture) {
 fn a_fault_ends_the_whole_grid(f: &Fixture) {
     let program = Program::new("half faulty").block("wait_for_it", |block| {
         if block.index() == 0 {
-            return Err(warpwire::mem::sim::Fault::new("block 0 has had enough"));
+            return Err(warpwire::mem::sim::KernelFault::new("block 0 has had enough"));
         }
         block.spin_until(|| Ok(false))
     });
@@ -276,7 +276,7 @@ fn a_fault_ends_the_whole_grid(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     // SAFETY: the kernel touches no memory.
     unsafe { stream.launch(Launch::new(&kernel).grid(4)) }.unwrap();
-    let error = stream.synchronize(soon()).unwrap_err();
+    let error = stream.synchronize(test_timeout()).unwrap_err();
     assert!(error.to_string().contains("had enough"), "{error}");
 }
 
@@ -287,10 +287,10 @@ fn a_panicking_listener_fails_the_stream(_: &Fixture) {
     let _watch = memory.watch(Arc::new(|_| panic!("on purpose: a listener that panics"))).unwrap();
     let stream = gpu.stream().unwrap();
     stream.fill(&memory.whole().unwrap(), 1).unwrap();
-    let error = stream.synchronize(soon()).unwrap_err();
+    let error = stream.synchronize(test_timeout()).unwrap_err();
     assert!(error.to_string().contains("panicked"), "{error}");
     drop((stream, _watch, memory));
-    sim.control(0).unwrap().wait_empty(soon()).unwrap();
+    sim.control(0).unwrap().wait_empty(test_timeout()).unwrap();
 }
 
 fn watches_may_own_watches(f: &Fixture) {
@@ -317,7 +317,7 @@ fn memory_can_be_freed_after_so_many_operations(_: &Fixture) {
     for _ in 0..4 {
         stream.fill(&memory.whole().unwrap(), 1).unwrap();
     }
-    let error = stream.synchronize(soon()).unwrap_err();
+    let error = stream.synchronize(test_timeout()).unwrap_err();
     assert_eq!(error.kind(), &Kind::Freed, "{error}");
 }
 

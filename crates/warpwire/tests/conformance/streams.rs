@@ -8,7 +8,7 @@ use std::time::Duration;
 use warpwire::error::Kind;
 use warpwire::mem::{Condition, MemOp, MemoryKind, Stream, Word};
 
-use crate::conformance::fixture::{A_MOMENT, Fixture, expect_pattern, put_pattern, soon};
+use crate::conformance::fixture::{Fixture, SHORT_WAIT, expect_pattern, put_pattern, test_timeout};
 use testkit::cases;
 
 cases!(Fixture; CASES:
@@ -67,20 +67,20 @@ fn copies_go_in_all_directions(f: &Fixture) {
             put_pattern(from, number as u64);
             stream.fill(&to.whole().unwrap(), 0).unwrap();
             stream.copy(&to.whole().unwrap(), &from.whole().unwrap()).unwrap();
-            stream.synchronize(soon()).unwrap();
+            stream.synchronize(test_timeout()).unwrap();
             expect_pattern(to, number as u64);
         }
     }
     // Odd on both sides, and inside one allocation.
     let memory = &places[0];
     put_pattern(memory, 3);
-    let mut wanted = [0; 999];
-    memory.read(13, &mut wanted).unwrap();
+    let mut expected = [0; 999];
+    memory.read(13, &mut expected).unwrap();
     stream.copy(&memory.region(50_001, 999).unwrap(), &memory.region(13, 999).unwrap()).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     let mut found = [0; 999];
     memory.read(50_001, &mut found).unwrap();
-    assert_eq!(found, wanted);
+    assert_eq!(found, expected);
 }
 
 fn copies_between_devices(f: &Fixture) {
@@ -89,7 +89,7 @@ fn copies_between_devices(f: &Fixture) {
     put_pattern(&from, 8);
     let stream = f.gpu.stream().unwrap();
     stream.copy(&to.whole().unwrap(), &from.whole().unwrap()).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     expect_pattern(&to, 8);
 }
 
@@ -116,7 +116,7 @@ fn fills_are_exact(f: &Fixture) {
     stream.fill(&memory.region(3, 1001).unwrap(), 0x22).unwrap();
     stream.fill_u32(&memory.region(2048, 12).unwrap(), 0xdead_beef).unwrap();
     stream.fill(&memory.region(7, 0).unwrap(), 0x33).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     let mut bytes = [0; 4096];
     memory.read(0, &mut bytes).unwrap();
     assert!(bytes[..3].iter().chain(&bytes[1004..2048]).all(|byte| *byte == 0x11));
@@ -134,7 +134,7 @@ fn work_runs_in_order(f: &Fixture) {
     for round in 0..200_u8 {
         stream.fill(&memory.whole().unwrap(), round).unwrap();
     }
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     let mut bytes = vec![0; 1 << 16];
     memory.read(0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|byte| *byte == 199));
@@ -145,11 +145,11 @@ fn streams_run_beside_each_other(f: &Fixture) {
     let other = f.gpu.stream().unwrap();
     let memory = f.gpu.alloc(4096).unwrap();
     other.fill(&memory.whole().unwrap(), 1).unwrap();
-    other.synchronize(soon()).unwrap();
+    other.synchronize(test_timeout()).unwrap();
     assert!(!waiting.is_idle().unwrap());
     // One stream opens the way for the other.
     other.write_value(&gate, 1).unwrap();
-    waiting.synchronize(soon()).unwrap();
+    waiting.synchronize(test_timeout()).unwrap();
 }
 
 fn waits_end_when_their_condition_holds(f: &Fixture) {
@@ -157,7 +157,7 @@ fn waits_end_when_their_condition_holds(f: &Fixture) {
     for kind in [MemoryKind::Plain, MemoryKind::Pinned] {
         let memory = f.gpu.alloc_kind(64, kind).unwrap();
         for word in [memory.word32(8).unwrap(), memory.word64(16).unwrap()] {
-            for (condition, wanted, not_yet, enough) in [
+            for (condition, expected, not_yet, enough) in [
                 (Condition::AtLeast, 5, 4, 6),
                 (Condition::Equal, 5, 6, 5),
                 (Condition::And, 0b0110, 0b1001, 0b1011),
@@ -172,11 +172,11 @@ fn waits_end_when_their_condition_holds(f: &Fixture) {
                     continue;
                 }
                 word.store(not_yet).unwrap();
-                stream.wait_value(&word, condition, wanted).unwrap();
-                std::thread::sleep(A_MOMENT / 4);
+                stream.wait_value(&word, condition, expected).unwrap();
+                std::thread::sleep(SHORT_WAIT / 4);
                 assert!(!stream.is_idle().unwrap(), "{kind} {condition:?} passed too early");
                 word.store(enough).unwrap();
-                stream.synchronize(soon()).unwrap();
+                stream.synchronize(test_timeout()).unwrap();
             }
         }
     }
@@ -190,7 +190,7 @@ fn waits_count_on_a_circle(f: &Fixture) {
     stream.wait_value(&narrow, Condition::AtLeast, 0xffff_fff0).unwrap();
     wide.store(2).unwrap();
     stream.wait_value(&wide, Condition::AtLeast, u64::MAX - 5).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
 }
 
 fn batches_keep_their_order(f: &Fixture) {
@@ -207,10 +207,10 @@ fn batches_keep_their_order(f: &Fixture) {
             MemOp::Write { word: done.clone(), value: 9 },
         ])
         .unwrap();
-    std::thread::sleep(A_MOMENT);
+    std::thread::sleep(SHORT_WAIT);
     assert_eq!(done.load().unwrap(), 0);
     gate.store(1).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     assert_eq!((on_device.load().unwrap(), done.load().unwrap()), (7, 9));
     stream.batch(&[]).unwrap();
 }
@@ -224,7 +224,7 @@ fn long_batches_are_complete(f: &Fixture) {
     let ops: Vec<_> = words.iter().enumerate().map(write).collect();
     let stream = f.gpu.stream().unwrap();
     stream.batch(&ops).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     let mut bytes = vec![0; (count * 8) as usize];
     memory.read(0, &mut bytes).unwrap();
     for (at, word) in bytes.chunks_exact(8).enumerate() {
@@ -256,10 +256,10 @@ fn batches_copy_and_flush_in_their_order(f: &Fixture) {
     let mixed = MemOp::Copy { to: to.region(0, 64).unwrap(), from: to.region(32, 64).unwrap() };
     assert_eq!(stream.check(&mixed).unwrap_err().kind(), &Kind::InvalidArgument);
     stream.batch(&ops).unwrap();
-    std::thread::sleep(A_MOMENT);
+    std::thread::sleep(SHORT_WAIT);
     assert_eq!(on_device.load().unwrap(), 0);
     gate.store(1).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     assert_eq!(on_device.load().unwrap(), 3);
     expect_pattern(&to, 5);
 }
@@ -276,7 +276,7 @@ fn bytes_may_change_as_soon_as_they_are_given(f: &Fixture) {
     stream.write_memory(&memory.region(30_001, 30_001).unwrap(), &bytes).unwrap();
     bytes.fill(9);
     gate.store(1).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     let mut found = vec![0; 100_000];
     memory.read(0, &mut found).unwrap();
     assert!(found[..30_001].iter().all(|byte| *byte == 7));
@@ -301,7 +301,7 @@ fn wrong_word_operations_are_refused(f: &Fixture) {
         MemOp::Write { word: narrow, value: 1 << 40 },
     ];
     assert!(stream.batch(&batch).is_err());
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     assert_eq!(good.load().unwrap(), 0);
 }
 
@@ -318,9 +318,9 @@ fn a_timeout_says_what_is_awaited(f: &Fixture) {
             assert!(text.contains(&part), "{part} is not in: {text}");
         }
         let wait = stream.blocked_on().unwrap();
-        assert_eq!((wait.address, wait.wanted, wait.seen), (word.address(), 0x77, Some(0x11)));
+        assert_eq!((wait.address, wait.expected, wait.actual), (word.address(), 0x77, Some(0x11)));
         word.store(0x77).unwrap();
-        stream.synchronize(soon()).unwrap();
+        stream.synchronize(test_timeout()).unwrap();
         assert_eq!(stream.blocked_on(), None);
     }
 }
@@ -330,19 +330,19 @@ fn events_order_streams(f: &Fixture) {
     let second = f.gpu.stream().unwrap();
     let memory = f.gpu.alloc(4096).unwrap();
     let event = f.gpu.event().unwrap();
-    assert!(event.is_reached().unwrap(), "an event that marks nothing is reached");
+    assert!(event.is_complete().unwrap(), "an event that marks nothing is reached");
     first.fill(&memory.whole().unwrap(), 1).unwrap();
     first.record(&event).unwrap();
-    second.await_event(&event).unwrap();
+    second.wait_event(&event).unwrap();
     second.fill(&memory.whole().unwrap(), 2).unwrap();
-    std::thread::sleep(A_MOMENT);
-    assert!(!event.is_reached().unwrap());
+    std::thread::sleep(SHORT_WAIT);
+    assert!(!event.is_complete().unwrap());
     assert!(!second.is_idle().unwrap());
-    let error = event.synchronize(A_MOMENT).unwrap_err();
+    let error = event.synchronize(SHORT_WAIT).unwrap_err();
     assert_eq!(error.kind(), &Kind::Timeout);
     gate.store(1).unwrap();
-    event.synchronize(soon()).unwrap();
-    second.synchronize(soon()).unwrap();
+    event.synchronize(test_timeout()).unwrap();
+    second.synchronize(test_timeout()).unwrap();
     let mut byte = [0];
     memory.read(4095, &mut byte).unwrap();
     assert_eq!(byte, [2]);
@@ -355,35 +355,35 @@ fn events_measure_time(f: &Fixture) {
     stream.record(&start).unwrap();
     stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     stream.record(&end).unwrap();
-    start.synchronize(soon()).unwrap();
+    start.synchronize(test_timeout()).unwrap();
     std::thread::sleep(Duration::from_millis(20));
     gate.store(1).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     let elapsed = end.elapsed_since(&start).unwrap();
-    assert!(elapsed >= Duration::from_millis(19) && elapsed < soon(), "{elapsed:?}");
+    assert!(elapsed >= Duration::from_millis(19) && elapsed < test_timeout(), "{elapsed:?}");
 }
 
 fn host_calls_take_their_turn(f: &Fixture) {
     let (stream, gate) = gated_stream(f);
-    let seen = Arc::new(AtomicU64::new(0));
+    let actual = Arc::new(AtomicU64::new(0));
     let word = pinned_word(f);
     stream.write_value(&word, 3).unwrap();
-    let (at_call, reader) = (seen.clone(), word.clone());
+    let (at_call, reader) = (actual.clone(), word.clone());
     stream
         .call_host(move || at_call.store(reader.load().unwrap() + 100, Ordering::SeqCst))
         .unwrap();
     stream.write_value(&word, 4).unwrap();
-    std::thread::sleep(A_MOMENT);
-    assert_eq!(seen.load(Ordering::SeqCst), 0);
+    std::thread::sleep(SHORT_WAIT);
+    assert_eq!(actual.load(Ordering::SeqCst), 0);
     gate.store(1).unwrap();
-    stream.synchronize(soon()).unwrap();
-    assert_eq!(seen.load(Ordering::SeqCst), 103);
+    stream.synchronize(test_timeout()).unwrap();
+    assert_eq!(actual.load(Ordering::SeqCst), 103);
 }
 
 fn a_panicking_host_call_fails_the_stream(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     stream.call_host(|| panic!("on purpose: a host call that panics")).unwrap();
-    let error = stream.synchronize(soon()).unwrap_err();
+    let error = stream.synchronize(test_timeout()).unwrap_err();
     assert_eq!(error.kind(), &Kind::StreamFailed);
     let memory = f.gpu.alloc(8).unwrap();
     let again = stream.fill(&memory.whole().unwrap(), 0).unwrap_err();
@@ -420,15 +420,15 @@ fn graphs_replay_a_thousand_times(f: &Fixture) {
     for _ in 0..1000 {
         stream.replay(&graph).unwrap();
     }
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     assert_eq!(calls.load(Ordering::SeqCst), 1000);
     assert_eq!(flag.load().unwrap(), 6);
-    assert!(event.is_reached().unwrap());
+    assert!(event.is_complete().unwrap());
     expect_pattern(&to, 21);
     // On another stream as well.
     let other = f.gpu.stream().unwrap();
     other.replay(&graph).unwrap();
-    other.synchronize(soon()).unwrap();
+    other.synchronize(test_timeout()).unwrap();
     assert_eq!(calls.load(Ordering::SeqCst), 1001);
 }
 
@@ -436,16 +436,16 @@ fn captures_run_nothing(f: &Fixture) {
     let stream = f.gpu.stream().unwrap();
     let word = pinned_word(f);
     let graph = stream.capture(|stream| stream.write_value(&word, 1)).unwrap();
-    stream.synchronize(soon()).unwrap();
-    std::thread::sleep(A_MOMENT);
+    stream.synchronize(test_timeout()).unwrap();
+    std::thread::sleep(SHORT_WAIT);
     assert_eq!(word.load().unwrap(), 0);
     stream.replay(&graph).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     assert_eq!(word.load().unwrap(), 1);
     let empty = stream.capture(|_| Ok(())).unwrap();
     assert!(empty.is_empty());
     stream.replay(&empty).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
 }
 
 fn a_failed_capture_leaves_the_stream_usable(f: &Fixture) {
@@ -459,7 +459,7 @@ fn a_failed_capture_leaves_the_stream_usable(f: &Fixture) {
         .unwrap_err();
     assert_eq!(error.kind(), &Kind::Misaligned);
     stream.write_value(&word, 2).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     assert_eq!(word.load().unwrap(), 2);
 }
 
@@ -469,7 +469,7 @@ fn calls_that_disturb_a_capture_are_refused(f: &Fixture) {
     let graph = stream
         .capture(|stream| {
             assert_eq!(stream.is_idle().unwrap_err().kind(), &Kind::Busy);
-            assert_eq!(stream.synchronize(soon()).unwrap_err().kind(), &Kind::Busy);
+            assert_eq!(stream.synchronize(test_timeout()).unwrap_err().kind(), &Kind::Busy);
             assert_eq!(stream.capture(|_| Ok(())).unwrap_err().kind(), &Kind::Busy);
             // Allocating and dropping memory meanwhile is fine.
             drop(f.gpu.alloc(4096)?);
@@ -477,7 +477,7 @@ fn calls_that_disturb_a_capture_are_refused(f: &Fixture) {
         })
         .unwrap();
     stream.replay(&graph).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     assert_eq!(word.load().unwrap(), 8);
 }
 
@@ -490,7 +490,7 @@ fn graphs_keep_what_they_use(f: &Fixture) {
     drop(from);
     stream.replay(&graph).unwrap();
     drop(graph);
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     expect_pattern(&to, 4);
     to.free().unwrap();
 }
@@ -504,7 +504,7 @@ fn a_dropped_stream_finishes_its_work(f: &Fixture) {
     gate.store(1).unwrap();
     let start = std::time::Instant::now();
     while done.load().unwrap() == 0 {
-        assert!(start.elapsed() < soon(), "the work was lost");
+        assert!(start.elapsed() < test_timeout(), "the work was lost");
         std::thread::yield_now();
     }
 }
@@ -519,7 +519,7 @@ fn operations_keep_what_they_use(f: &Fixture) {
         stream.copy(&to.whole().unwrap(), &from.whole().unwrap()).unwrap();
     }
     gate.store(1).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     expect_pattern(&to, 99);
 }
 
@@ -528,7 +528,7 @@ fn a_panic_in_a_capture_ends_it(f: &Fixture) {
     let capture = || stream.capture(|_| panic!("on purpose: a capture that panics"));
     assert!(catch_unwind(AssertUnwindSafe(capture)).is_err());
     stream.write_value(&word, 1).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     assert_eq!(word.load().unwrap(), 1);
     stream.capture(|stream| stream.write_value(&word, 2)).unwrap();
 }
@@ -569,7 +569,7 @@ fn graphs_are_replayed_from_many_threads(f: &Fixture) {
             scope.spawn(|| {
                 let stream = f.gpu.stream().unwrap();
                 (0..50).for_each(|_| stream.replay(&graph).unwrap());
-                stream.synchronize(soon()).unwrap();
+                stream.synchronize(test_timeout()).unwrap();
             });
         }
     });
@@ -581,15 +581,15 @@ fn waiters_wait_for_the_recording_that_they_saw(f: &Fixture) {
     let (second, waiter) = (f.gpu.stream().unwrap(), f.gpu.stream().unwrap());
     let event = f.gpu.event().unwrap();
     first.record(&event).unwrap();
-    waiter.await_event(&event).unwrap();
+    waiter.wait_event(&event).unwrap();
     // A later recording that is reached at once does not let the waiter through.
     second.record(&event).unwrap();
-    second.synchronize(soon()).unwrap();
-    assert!(event.is_reached().unwrap(), "the event stands for its newest recording");
-    std::thread::sleep(A_MOMENT);
+    second.synchronize(test_timeout()).unwrap();
+    assert!(event.is_complete().unwrap(), "the event stands for its newest recording");
+    std::thread::sleep(SHORT_WAIT);
     assert!(!waiter.is_idle().unwrap());
     gate.store(1).unwrap();
-    waiter.synchronize(soon()).unwrap();
+    waiter.synchronize(test_timeout()).unwrap();
 }
 
 fn finished_operations_let_go_when_asked(f: &Fixture) {
@@ -597,12 +597,12 @@ fn finished_operations_let_go_when_asked(f: &Fixture) {
     let memory = f.gpu.alloc(4096).unwrap();
     stream.fill(&memory.whole().unwrap(), 1).unwrap();
     stream.record(&event).unwrap();
-    event.synchronize(soon()).unwrap();
+    event.synchronize(test_timeout()).unwrap();
     // Nobody asked the stream; a short while later its last operation is finished too.
     let start = std::time::Instant::now();
     while let Err(error) = memory.free() {
         assert_eq!(error.kind(), &Kind::Busy);
-        assert!(start.elapsed() < soon(), "{error}");
+        assert!(start.elapsed() < test_timeout(), "{error}");
         std::thread::yield_now();
     }
 }
@@ -615,5 +615,5 @@ fn memory_of_another_device_is_refused(f: &Fixture) {
     assert!(error.to_string().contains(&other.label()), "{error}");
     assert!(stream.write_value(&memory.word64(0).unwrap(), 1).is_err());
     stream.write_value(&pinned.word64(0).unwrap(), 1).unwrap();
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
 }

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use warpwire::error::Kind;
-use warpwire::mem::copy::{Copier, Direction, Plan, Routine, Way};
+use warpwire::mem::copy::{Copier, CopyDirection, CopyMethod, CopyPlan, Routine};
 use warpwire::mem::{Agent, Backend, DeviceAddr, MemoryKind, WindowOptions, WindowPath};
 use warpwire_apps::pattern;
 
 use crate::conformance::child::Task;
-use crate::conformance::fixture::{Fixture, borrow, expect_pattern, put_pattern, soon};
+use crate::conformance::fixture::{Fixture, borrow, expect_pattern, put_pattern, test_timeout};
 use crate::conformance::kernels;
 use testkit::cases;
 
@@ -109,14 +109,14 @@ fn every_routine_copies_exactly(f: &Fixture) {
     for routine in Routine::available() {
         for (offset, len) in [(0, 9000), (1, 64), (63, 4097), (5, 7), (8, 8), (4, 4), (100, 0)] {
             memory.write(0, &[0xee; 20_000]).unwrap();
-            window.write_by(routine, offset, &data[..len]).unwrap();
+            window.write_with(routine, offset, &data[..len]).unwrap();
             let mut found = vec![0; 20_000];
             memory.read(0, &mut found).unwrap();
             let (start, end) = (offset as usize, offset as usize + len);
             assert!(found[start..end] == data[..len], "{routine} store at {offset}, {len} bytes");
             assert!(found[..start].iter().chain(&found[end..]).all(|byte| *byte == 0xee));
             let mut back = vec![0; len];
-            window.read_by(routine, offset, &mut back).unwrap();
+            window.read_with(routine, offset, &mut back).unwrap();
             assert!(back == data[..len], "{routine} load at {offset}, {len} bytes");
         }
     }
@@ -151,13 +151,13 @@ fn several_threads_write_together(f: &Fixture) {
     pattern::fill_bytes(&mut data, 6, 0);
     for threads in [0, 1, 3, 64] {
         memory.write(0, &vec![0; (3 << 20) + 77]).unwrap();
-        window.write_by_threads(threads, 9, &data).unwrap();
+        window.write_parallel(threads, 9, &data).unwrap();
         let mut found = vec![0; data.len()];
         memory.read(9, &mut found).unwrap();
         assert!(found == data, "{threads} threads");
     }
-    assert!(window.write_by_threads(2, 100, &data).is_err(), "past the end");
-    window.write_by_threads(2, 0, &[]).unwrap();
+    assert!(window.write_parallel(2, 100, &data).is_err(), "past the end");
+    window.write_parallel(2, 0, &[]).unwrap();
 }
 
 fn single_words_go_through_windows(f: &Fixture) {
@@ -193,11 +193,11 @@ fn a_running_kernel_sees_what_the_cpu_writes(f: &Fixture) {
         window.write(0, &round.to_le_bytes()).unwrap();
         let start = std::time::Instant::now();
         while answer.load().unwrap() < round {
-            assert!(start.elapsed() < soon(), "no answer to {round}");
+            assert!(start.elapsed() < test_timeout(), "no answer to {round}");
             std::hint::spin_loop();
         }
     }
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
 }
 
 fn freed_memory_stays_readable_through_a_window(f: &Fixture) {
@@ -349,9 +349,9 @@ fn an_agent_that_fell_asleep_wakes_up(f: &Fixture) {
 fn copiers_are_exact_by_every_way(f: &Fixture) {
     let memory = f.gpu.alloc_kind(3 << 20, MemoryKind::Vmm).unwrap();
     let agent = Agent::start(&f.gpu).unwrap();
-    let all_ways = Arc::new(Plan::by_hand(100_000, 400));
-    let no_window = Arc::new(Plan::by_hand(0, 0));
-    let staged = Arc::new(Plan::by_hand(0, 0).staged_from(100));
+    let all_ways = Arc::new(CopyPlan::with_thresholds(100_000, 400));
+    let no_window = Arc::new(CopyPlan::with_thresholds(0, 0));
+    let staged = Arc::new(CopyPlan::with_thresholds(0, 0).with_min_staged_read(100));
     let plans =
         [(all_ways.clone(), None), (all_ways, Some(agent)), (no_window, None), (staged, None)];
     for (plan, agent) in plans {
@@ -371,7 +371,7 @@ fn copiers_are_exact_by_every_way(f: &Fixture) {
         assert_eq!(error.kind(), &Kind::OutOfRange);
         assert!(copier.read(u64::MAX, &mut [0; 600]).is_err());
     }
-    let copier = Copier::with(&memory, Arc::new(Plan::by_hand(64, 64)), None).unwrap();
+    let copier = Copier::with(&memory, Arc::new(CopyPlan::with_thresholds(64, 64)), None).unwrap();
     memory.free().unwrap();
     assert_eq!(copier.write(0, &[0; 8]).unwrap_err().kind(), &Kind::Freed);
     assert_eq!(copier.read(0, &mut [0; 8]).unwrap_err().kind(), &Kind::Freed);
@@ -379,9 +379,9 @@ fn copiers_are_exact_by_every_way(f: &Fixture) {
 
 fn plans_are_measured_quickly(f: &Fixture) {
     let start = std::time::Instant::now();
-    let plan = Plan::calibrate(&f.gpu).unwrap();
+    let plan = CopyPlan::calibrate(&f.gpu).unwrap();
     // A second is the promise; a loaded machine gets some grace.
     assert!(start.elapsed().as_secs() < 3, "{:?}", start.elapsed());
-    assert_eq!(plan.way(Direction::Write, 8), Way::Window, "{plan}");
+    assert_eq!(plan.method(CopyDirection::Write, 8), CopyMethod::Window, "{plan}");
     eprintln!("{plan}");
 }

@@ -6,17 +6,17 @@ WARPWIRE_FN int every_call(warpwire::Qp &qp, warpwire::Local here, warpwire::Rem
                            const unsigned long long *wide, Group group) {
     using namespace warpwire;
     u64 value = 7, number = 0;
-    Arrival arrival;
-    Ticket last = put(qp, there, here, 4096, group, kPatience);
-    int sum = wait(qp, last, kPatience, group) + test(qp, last, group);
+    ReceivedMessage message;
+    Ticket last = put(qp, there, here, 4096, group, kDefaultTimeout);
+    int sum = wait(qp, last, kDefaultTimeout, group) + test(qp, last, group);
     sum += put_inline(qp, there, &value, 8, group, 0).status + put_imm(qp, there, here, 16, 5, group, 0).status;
     sum += put_signal(qp, there, here, 3ull << 30, there, 1, group, 0).status + get(qp, here, there, 0, group, 0).status;
     sum += send(qp, here, 8, group, 0).status + send_imm(qp, here, 8, 5, group, 0).status + signal(qp, there, 1, group, 0).status;
     sum += fetch_add(qp, there, 1, here, group, 0).status + compare_swap(qp, there, 1, 2, here, group, 0).status;
     Ticket receive = post_receive(qp, here, 64, group, 0);
-    sum += wait_receive(qp, receive, &arrival, kPatience, group) + test_receive(qp, receive, &arrival, group);
-    sum += next_receive(qp, &arrival, &number, 0) + quiet(qp, kPatience, group) + static_cast<int>(arrival.length + number);
-    sum += wait_signal(narrow, Condition::AtLeast, 1u, 0, group) + wait_signal(wide, Condition::Nor, 1ull, kForEver, group);
+    sum += wait_receive(qp, receive, &message, kDefaultTimeout, group) + test_receive(qp, receive, &message, group);
+    sum += next_receive(qp, &message, &number, 0) + quiet(qp, kDefaultTimeout, group) + static_cast<int>(message.length + number);
+    sum += wait_signal(narrow, Condition::AtLeast, 1u, 0, group) + wait_signal(wide, Condition::Nor, 1ull, kNoTimeout, group);
     return sum + name(kOk)[0];
 }
 
@@ -26,7 +26,7 @@ WARPWIRE_FN int every_call_of_each(warpwire::Qp &qp, warpwire::Local here, warpw
     u64 value = 7;
     auto all = each(group);
     Ticket last = put(qp, there, here, 64, all);
-    int sum = wait(qp, last, kPatience, all) + test(qp, last, all) + put_inline(qp, there, &value, 8, all).status;
+    int sum = wait(qp, last, kDefaultTimeout, all) + test(qp, last, all) + put_inline(qp, there, &value, 8, all).status;
     sum += put_imm(qp, there, here, 16, 5, all).status + put_signal(qp, there, here, 16, there, 1, all).status;
     sum += get(qp, here, there, 16, all).status + send(qp, here, 8, all).status + send_imm(qp, here, 8, 5, all).status;
     sum += fetch_add(qp, there, 1, here, all).status + compare_swap(qp, there, 1, 2, here, all).status;

@@ -11,9 +11,9 @@ template <class Group> WARPWIRE_FN long long every_sock_call(const warpwire::soc
     sum += local_name(table, one, &name, group) + peer_name(table, one, &name, group) + set(table, one, kNoDelay, 1, group);
     sum += get(table, one, kError, group) + warpwire::sock::send(table, one, bytes, 5, group) + warpwire::sock::recv(table, one, bytes, 5, group);
     sum += send_to(table, one, bytes, 5, name, group) + recv_from(table, one, bytes, 5, &name, group) + recv_all(table, one, bytes, 5, group);
-    sum += borrow(table, one, 5, group).length + give_back(table, one, 5, group) + reserve(table, one, 5, group).length;
+    sum += borrow(table, one, 5, group).length + consume(table, one, 5, group) + reserve(table, one, 5, group).length;
     sum += commit(table, one, 5, group) + warpwire::sock::shutdown(table, one, kShutBoth, group);
-    Polled *list = reinterpret_cast<Polled *>(bytes);
+    PollEntry *list = reinterpret_cast<PollEntry *>(bytes);
     return sum + warpwire::sock::poll(table, list, 1, 1000, group) + warpwire::sock::close(table, one, group);
 }
 

@@ -2,13 +2,13 @@
 // sanitizers and runs it; an argument names the cases to run.
 #include <sched.h>
 // Now and then a thread loses its turn where it matters.
-inline void lose_turn() {
+inline void maybe_yield() {
     static thread_local unsigned state = static_cast<unsigned>(reinterpret_cast<unsigned long long>(&state) >> 12);
     state = state * 1664525 + 1013904223;
     if (state >> 28 == 0) sched_yield();
 }
-#define WARPWIRE_STEP() lose_turn()
-#define WARPWIRE_TURN_PATIENCE (3ull * 1000 * 1000 * 1000)
+#define WARPWIRE_YIELD_POINT() maybe_yield()
+#define WARPWIRE_FILL_TIMEOUT (3ull * 1000 * 1000 * 1000)
 #include "every_call.hpp"
 #include "model.hpp"
 
@@ -33,9 +33,9 @@ void entries_are_those_of_the_vectors() {
     const u32 *bell = reinterpret_cast<const u32 *>(pair.qp->doorbell);
     CHECK_EQ(be(bell[0]), 0x00000700);
     CHECK_EQ(be(bell[1]), 0x00012300);
-    Pair strict(0x123, 8, 2, 6, kRecordFirst);
+    Pair strict(0x123, 8, 2, 6, kDbrecFirst);
     signal(*strict.qp, Remote{0, 1}, 1);
-    CHECK_EQ(be(reinterpret_cast<u32 *>(strict.qp->record)[1]), 7);
+    CHECK_EQ(be(reinterpret_cast<u32 *>(strict.qp->dbrec)[1]), 7);
 }
 
 void every_call_moves_what_it_says(u64 start) {
@@ -59,19 +59,19 @@ void every_call_moves_what_it_says(u64 start) {
     CHECK_EQ(wait(qp, compare_swap(qp, counter, 50, 8, Local{address(&result), kKey})), kOk);
     CHECK_EQ(result, 7);
     CHECK_EQ(word, 7);
-    Arrival arrival;
+    ReceivedMessage message;
     Ticket first = post_receive(other, Local{address(to), kKey}, 32), second = post_receive(other, Local{0, 0}, 0);
-    CHECK_EQ(test_receive(other, first, &arrival), kNotYet);
+    CHECK_EQ(test_receive(other, first, &message), kNotReady);
     CHECK_EQ(send_imm(qp, here, 24, 0x01020304).status, kOk);
     CHECK_EQ(put_imm(qp, there, here, 8, 5).status, kOk);
-    CHECK_EQ(wait_receive(other, first, &arrival), kOk);
-    CHECK(arrival.length == 24 && arrival.imm == 0x01020304 && arrival.has_imm, "length %u, imm %x", arrival.length, arrival.imm);
-    CHECK_EQ(wait_receive(other, second, &arrival), kOk);
-    CHECK(arrival.length == 8 && arrival.imm == 5 && arrival.has_imm, "length %u, imm %x", arrival.length, arrival.imm);
+    CHECK_EQ(wait_receive(other, first, &message), kOk);
+    CHECK(message.length == 24 && message.imm == 0x01020304 && message.has_imm, "length %u, imm %x", message.length, message.imm);
+    CHECK_EQ(wait_receive(other, second, &message), kOk);
+    CHECK(message.length == 8 && message.imm == 5 && message.has_imm, "length %u, imm %x", message.length, message.imm);
     Ticket third = post_receive(other, Local{address(to), kKey}, 32);
     CHECK_EQ(send(qp, here, 0).status, kOk);
-    CHECK_EQ(wait_receive(other, third, &arrival), kOk);
-    CHECK(arrival.length == 0 && !arrival.has_imm, "length %u", arrival.length);
+    CHECK_EQ(wait_receive(other, third, &message), kOk);
+    CHECK(message.length == 0 && !message.has_imm, "length %u", message.length);
     CHECK_EQ(quiet(qp), kOk);
     CHECK_EQ(quiet(other), kOk);
 }
@@ -83,14 +83,14 @@ void every_call() {
 
 void inline_puts_of_every_length() {
     Link link(4);
-    for (u32 length = 0; length <= kMostInline; length++) {
-        u8 from[kMostInline], to[kMostInline] = {};
-        for (u32 i = 0; i < kMostInline; i++) from[i] = static_cast<u8>(i + length + 1);
+    for (u32 length = 0; length <= kMaxInline; length++) {
+        u8 from[kMaxInline], to[kMaxInline] = {};
+        for (u32 i = 0; i < kMaxInline; i++) from[i] = static_cast<u8>(i + length + 1);
         CHECK_EQ(wait(*link.a.qp, put_inline(*link.a.qp, Remote{address(to), kKey}, from, length)), kOk);
-        for (u32 i = 0; i < kMostInline; i++) CHECK_EQ(to[i], i < length ? from[i] : 0);
+        for (u32 i = 0; i < kMaxInline; i++) CHECK_EQ(to[i], i < length ? from[i] : 0);
     }
     u8 more[64] = {};
-    Ticket refused = put_inline(*link.a.qp, Remote{address(more), kKey}, more, kMostInline + 1);
+    Ticket refused = put_inline(*link.a.qp, Remote{address(more), kKey}, more, kMaxInline + 1);
     CHECK_EQ(refused.status, kTooLong);
     CHECK_EQ(wait(*link.a.qp, refused), kTooLong);
 }
@@ -100,11 +100,11 @@ void long_transfers_are_cut_and_empty_ones_are_not_lost() {
     Qp &qp = *link.a.qp;
     CHECK_EQ(wait(qp, put(qp, Remote{0, kNowhere}, Local{0, kNowhere}, (5ull << 29) + 3)), kOk);
     CHECK_EQ(wait(qp, put(qp, Remote{0, kNowhere}, Local{0, kNowhere}, 0)), kOk);
-    CHECK_EQ(wait(qp, put(qp, Remote{0, kNowhere}, Local{0, kNowhere}, kMostBytes)), kOk);
+    CHECK_EQ(wait(qp, put(qp, Remote{0, kNowhere}, Local{0, kNowhere}, kMaxBytes)), kOk);
     const std::vector<u32> wanted = {1u << 30, 1u << 30, (1u << 29) + 3, 0, 1u << 30};
     CHECK(link.a.sent_lengths == wanted, "%zu entries", link.a.sent_lengths.size());
-    CHECK_EQ(send(qp, Local{0, kKey}, kMostBytes + 1).status, kTooLong);
-    CHECK_EQ(send_imm(qp, Local{0, kKey}, kMostBytes + 1, 1).status, kTooLong);
+    CHECK_EQ(send(qp, Local{0, kKey}, kMaxBytes + 1).status, kTooLong);
+    CHECK_EQ(send_imm(qp, Local{0, kKey}, kMaxBytes + 1, 1).status, kTooLong);
     CHECK_EQ(post_receive(qp, Local{0, kKey}, (1u << 30) + 1).status, kTooLong);
 }
 
@@ -135,19 +135,19 @@ void many_threads(u32 depth, u64 start, u32 threads, u32 rounds, u32 flags) {
     CHECK_EQ(last, threads);
     u64 posted = detail::filled(link.a.qp->send) + detail::filled(link.b.qp->send) - 2 * start;
     CHECK_EQ(posted, 2ull * rounds * threads);
-    CHECK(link.a.bells + link.b.bells <= posted, "%llu rings", link.a.bells + link.b.bells);
+    CHECK(link.a.doorbells + link.b.doorbells <= posted, "%llu rings", link.a.doorbells + link.b.doorbells);
 }
 
 void many_threads_share_queue_pairs() {
     many_threads(16, 0, 16, 600, 0);
-    many_threads(4, 65500, 8, 400, kRecordFirst);
+    many_threads(4, 65500, 8, 400, kDbrecFirst);
     many_threads(64, (1ull << 32) - 700, 12, 600, 0);
     many_threads(2, 0, 5, 300, 0);
 }
 
 // All post at once and then only wait: an entry that nobody rang for would stay where it is.
 void one_thread_alone() {
-    Link link(8, 65500, kAlone);
+    Link link(8, 65500, kSinglePoster);
     Qp &qp = *link.a.qp;
     u64 word = 0, result = 0;
     for (u64 round = 0; round < 500; round++) {
@@ -163,18 +163,18 @@ void one_thread_alone() {
     CHECK_EQ(word, 500);
     link.device.hold(true);
     for (int i = 0; i < 8; i++) CHECK_EQ(signal(qp, Remote{address(&word), kKey}, 1, Thread{}, kSoon).status, kOk);
-    CHECK_EQ(signal(qp, Remote{address(&word), kKey}, 1, Thread{}, 0).status, kNotYet);
+    CHECK_EQ(signal(qp, Remote{address(&word), kKey}, 1, Thread{}, 0).status, kNotReady);
 }
 
 void no_ring_is_lost() {
     constexpr u32 kThreads = 4;
     for (u32 depth : {4u, 64u}) {
         Link link(depth);
-        Crew crew(kThreads);
+        ThreadGroup thread_group(kThreads);
         u64 word = 0;
         in_parallel(kThreads, [&](u32) {
             for (u32 round = 0; round < 2000; round++) {
-                crew.sync();
+                thread_group.sync();
                 Ticket ticket = signal(*link.a.qp, Remote{address(&word), kKey}, 1);
                 CHECK_EQ(wait(*link.a.qp, ticket, 5 * kSecond), kOk);
             }
@@ -191,9 +191,9 @@ void a_full_queue_makes_wait_and_says_so() {
     std::vector<Ticket> posted;
     for (int i = 0; i < 8; i++) posted.push_back(signal(qp, Remote{address(&word), kKey}, 1));
     for (Ticket ticket : posted) CHECK_EQ(ticket.status, kOk);
-    CHECK_EQ(put_inline(qp, Remote{address(&word), kKey}, &one, 8, Thread{}, 0).status, kNotYet);
+    CHECK_EQ(put_inline(qp, Remote{address(&word), kKey}, &one, 8, Thread{}, 0).status, kNotReady);
     CHECK_EQ(put_inline(qp, Remote{address(&word), kKey}, &one, 8, Thread{}, 2000000).status, kTimeout);
-    CHECK_EQ(test(qp, posted[0]), kNotYet);
+    CHECK_EQ(test(qp, posted[0]), kNotReady);
     CHECK_EQ(wait(qp, posted[7], 2000000), kTimeout);
     CHECK_EQ(quiet(qp, 2000000), kTimeout);
     CHECK_EQ(qp.send.reserved, 8);  // those who gave up took nothing
@@ -203,10 +203,10 @@ void a_full_queue_makes_wait_and_says_so() {
     CHECK_EQ(wait(qp, Ticket{9, kOk}), kBadTicket);
     // Receives fill up in the same way.
     for (u32 i = 0; i < link.a.receive_depth; i++) CHECK_EQ(post_receive(qp, Local{address(&word), kKey}, 8).status, kOk);
-    CHECK_EQ(post_receive(qp, Local{address(&word), kKey}, 8, Thread{}, 0).status, kNotYet);
-    Arrival arrival;
-    CHECK_EQ(wait_receive(qp, Ticket{0, kOk}, &arrival, 2000000), kTimeout);
-    CHECK_EQ(wait_receive(qp, Ticket{16, kOk}, &arrival, 0), kBadTicket);
+    CHECK_EQ(post_receive(qp, Local{address(&word), kKey}, 8, Thread{}, 0).status, kNotReady);
+    ReceivedMessage message;
+    CHECK_EQ(wait_receive(qp, Ticket{0, kOk}, &message, 2000000), kTimeout);
+    CHECK_EQ(wait_receive(qp, Ticket{16, kOk}, &message, 0), kBadTicket);
 }
 
 void a_failure_is_told_by_its_cause() {
@@ -223,10 +223,10 @@ void a_failure_is_told_by_its_cause() {
     CHECK_EQ(wait(qp, good, kSoon), kOk);
     CHECK_EQ(quiet(qp, kSoon), kRemoteAccess);
     CHECK_EQ(qp.send.failure, bad.number << 8 | 0x13);
-    CHECK_EQ(signal(qp, Remote{address(&word), kKey}, 1, Thread{}, kForEver).status, kFlushed);
-    Arrival arrival;
-    CHECK_EQ(wait_receive(qp, receive, &arrival, kSoon), kFlushed);
-    CHECK_EQ(next_receive(qp, &arrival, &receive.number, kSoon), kFlushed);
+    CHECK_EQ(signal(qp, Remote{address(&word), kKey}, 1, Thread{}, kNoTimeout).status, kFlushed);
+    ReceivedMessage message;
+    CHECK_EQ(wait_receive(qp, receive, &message, kSoon), kFlushed);
+    CHECK_EQ(next_receive(qp, &message, &receive.number, kSoon), kFlushed);
     CHECK_EQ(post_receive(qp, Local{address(&word), kKey}, 8).status, kFlushed);
     CHECK_EQ(word, 1);
 
@@ -234,7 +234,7 @@ void a_failure_is_told_by_its_cause() {
     Ticket small = post_receive(*other.b.qp, Local{address(&word), kKey}, 4);
     Ticket sent = send(*other.a.qp, Local{address(&word), kKey}, 8);
     CHECK_EQ(wait(*other.a.qp, sent, kSoon), kRemoteInvalidRequest);
-    CHECK_EQ(wait_receive(*other.b.qp, small, &arrival, kSoon), kLocalLength);
+    CHECK_EQ(wait_receive(*other.b.qp, small, &message, kSoon), kLocalLength);
 }
 
 // Somebody's work fails while all post and wait: everybody ends, and all agree on what ended how.
@@ -281,13 +281,13 @@ void closing_wakes_everybody() {
         detail::store_closed(&qp.receive.closed, 0x100);
     });
     in_parallel(5, [&](u32 number) {
-        Arrival arrival;
+        ReceivedMessage message;
         u64 which;
-        Status status = number == 0   ? wait(qp, sent[0], kForEver)
-                        : number == 1 ? wait_receive(qp, receive, &arrival, kForEver)
-                        : number == 2 ? next_receive(qp, &arrival, &which, kForEver)
-                        : number == 3 ? quiet(qp, kForEver)
-                                      : signal(qp, Remote{address(&word), kKey}, 1, Thread{}, kForEver).status;
+        Status status = number == 0   ? wait(qp, sent[0], kNoTimeout)
+                        : number == 1 ? wait_receive(qp, receive, &message, kNoTimeout)
+                        : number == 2 ? next_receive(qp, &message, &which, kNoTimeout)
+                        : number == 3 ? quiet(qp, kNoTimeout)
+                                      : signal(qp, Remote{address(&word), kKey}, 1, Thread{}, kNoTimeout).status;
         CHECK_EQ(status, kClosed);
         woken++;
     });
@@ -309,11 +309,11 @@ void groups_post_once_and_each_for_itself() {
     constexpr u32 kThreads = 4, kRounds = 100;
     Link link(16, 65520);
     Qp &qp = *link.a.qp;
-    Crew crew(kThreads);
+    ThreadGroup thread_group(kThreads);
     u64 sum = 0, results[kThreads] = {};
     u32 data[kThreads] = {}, arrived[kThreads] = {};
     in_parallel(kThreads, [&](u32 number) {
-        Member me{&crew, number};
+        GroupMember me{&thread_group, number};
         for (u32 round = 1; round <= kRounds; round++) {
             data[number] = round;  // each writes a part of what goes out
             Ticket ticket = put_signal(qp, Remote{address(arrived), kKey}, Local{address(data), kKey}, sizeof data, Remote{address(&sum), kKey}, 1, me, kSoon);
@@ -334,17 +334,17 @@ void groups_post_once_and_each_for_itself() {
         CHECK_EQ(quiet(qp, kSoon, me), kOk);
         CHECK_EQ(arrived[number], number == 2 ? kRounds : 0);
         CHECK_EQ(wait_signal(&sum, Condition::AtLeast, sum, kSoon, me), kOk);
-        Arrival arrival;
+        ReceivedMessage message;
         Ticket receive = post_receive(*link.b.qp, Local{address(arrived), kKey}, 16, me, kSoon);
         if (number == 0) CHECK_EQ(send_imm(qp, Local{address(data), kKey}, 16, 9).status, kOk);
-        CHECK_EQ(wait_receive(*link.b.qp, receive, &arrival, kSoon, me), kOk);
-        CHECK(arrival.length == 16 && arrival.imm == 9, "length %u", arrival.length);
+        CHECK_EQ(wait_receive(*link.b.qp, receive, &message, kSoon, me), kOk);
+        CHECK(message.length == 16 && message.imm == 9, "length %u", message.length);
         me.sync();
     });
     CHECK_EQ(sum, kRounds + 1000ull * kRounds * kThreads);
     Link tiny(2);
     in_parallel(kThreads, [&](u32 number) {
-        Member me{&crew, number};
+        GroupMember me{&thread_group, number};
         CHECK_EQ(signal(*tiny.a.qp, Remote{address(&sum), kKey}, 1, each(me)).status, kTooMany);
     });
 }
@@ -367,14 +367,14 @@ void receives_are_told_in_order_and_only_once() {
             }
         } else {
             while (taken < kMessages) {
-                Arrival arrival;
+                ReceivedMessage message;
                 u64 which;
-                Status status = next_receive(to, &arrival, &which, 1000000);
+                Status status = next_receive(to, &message, &which, 1000000);
                 if (status == kTimeout) continue;
                 CHECK_EQ(status, kOk);
-                CHECK_EQ(arrival.imm, which - 65000);
-                CHECK_EQ(arrival.length, arrival.imm % 9);
-                CHECK_EQ(seen[arrival.imm]++, 0);
+                CHECK_EQ(message.imm, which - 65000);
+                CHECK_EQ(message.length, message.imm % 9);
+                CHECK_EQ(seen[message.imm]++, 0);
                 taken++;
             }
         }
@@ -386,8 +386,8 @@ void receives_are_told_in_order_and_only_once() {
         CHECK_EQ(send(from, Local{address(&data), kKey}, 8, Thread{}, kSoon).status, kOk);
         CHECK_EQ(post_receive(to, Local{address(&room), kKey}, 8, Thread{}, kSoon).status, kOk);
     }
-    Arrival arrival;
-    CHECK_EQ(wait_receive(to, old, &arrival, kSoon), kTooLate);
+    ReceivedMessage message;
+    CHECK_EQ(wait_receive(to, old, &message, kSoon), kTooLate);
 }
 
 template <class Word> void conditions_of() {
@@ -399,7 +399,7 @@ template <class Word> void conditions_of() {
         {Condition::Nor, 0, 0, true}, {Condition::Nor, top, 0, false}, {Condition::Nor, static_cast<Word>(top << 4), 15, false},
         {Condition::Nor, static_cast<Word>(top << 4), 7, true},
     };
-    for (auto row : rows) CHECK_EQ(wait_signal(&row.seen, row.condition, row.value, 0), row.holds ? kOk : kNotYet);
+    for (auto row : rows) CHECK_EQ(wait_signal(&row.seen, row.condition, row.value, 0), row.holds ? kOk : kNotReady);
     Word word = 0;
     CHECK_EQ(wait_signal(&word, Condition::Equal, Word(1), 2000000), kTimeout);
     std::thread other([&] { __atomic_store_n(&word, Word(1), __ATOMIC_RELEASE); });

@@ -43,7 +43,7 @@ struct Pair {
     Pair *peer = nullptr;
     u32 depth, receive_depth;
     std::vector<u32> sent_lengths;  // of writes, in order
-    u64 bells = 0;                  // how often the doorbell was seen changed
+    u64 doorbells = 0;                  // how often the doorbell was seen changed
 
     Pair(u32 number, u32 depth, u32 receive_depth, u64 start = 0, u32 flags = 0) : depth(depth), receive_depth(receive_depth) {
         memory_ = static_cast<char *>(std::aligned_alloc(128, size()));
@@ -56,21 +56,21 @@ struct Pair {
         };
         qp = reinterpret_cast<Qp *>(take(sizeof(Qp)));
         qp->send_queue = take(depth * 64), qp->receive_queue = take(receive_depth * 32);
-        qp->record = take(64), qp->doorbell = take(512), qp->sink = take(8);
+        qp->dbrec = take(64), qp->doorbell = take(512), qp->sink = take(8);
         qp->send_cq = take(depth * 64), qp->receive_cq = take(receive_depth * 64);
         std::memset(reinterpret_cast<void *>(qp->send_cq), 0xff, depth * 64);
         std::memset(reinterpret_cast<void *>(qp->receive_cq), 0xff, receive_depth * 64);
         qp->send_mask = depth - 1, qp->receive_mask = receive_depth - 1;
         qp->number = number, qp->receive_stride = 32, qp->sink_lkey = kKey, qp->flags = flags, qp->version = kVersion;
-        for (Side *side : {&qp->send, &qp->receive}) {
-            side->reserved = side->completed = side->taken = start;
-            side->published = start << 1;
-            side->failure = kNoFailure;
+        for (QueueCounters *counters : {&qp->send, &qp->receive}) {
+            counters->reserved = counters->completed = counters->taken = start;
+            counters->published = start << 1;
+            counters->failure = kNoFailure;
         }
-        consumed_ = told_ = received_ = start;
+        consumed_ = rung_ = received_ = start;
         u32 index = static_cast<u32>(start) & 0xffff;
         *reinterpret_cast<u64 *>(qp->doorbell) = static_cast<u64>(be(number << 8)) << 32 | be(index << 8);
-        reinterpret_cast<u32 *>(qp->record)[0] = reinterpret_cast<u32 *>(qp->record)[1] = be(index);
+        reinterpret_cast<u32 *>(qp->dbrec)[0] = reinterpret_cast<u32 *>(qp->dbrec)[1] = be(index);
     }
     ~Pair() { std::free(memory_); }
     Pair(const Pair &) = delete;
@@ -80,17 +80,17 @@ struct Pair {
         u64 bell = __atomic_load_n(reinterpret_cast<u64 *>(qp->doorbell), __ATOMIC_ACQUIRE);
         CHECK_EQ(be(static_cast<u32>(bell >> 32)), qp->number << 8);
         u32 index = be(static_cast<u32>(bell)) >> 8;
-        u32 news = (index - static_cast<u32>(told_)) & 0xffff;
-        CHECK(news <= depth, "the doorbell went from %llu to index %u, depth %u", told_, index, depth);
-        if (news) {
-            bells++;
-            told_ += news;
-            if (qp->flags & kRecordFirst) {
-                u32 record = be(__atomic_load_n(reinterpret_cast<u32 *>(qp->record) + 1, __ATOMIC_ACQUIRE));
-                CHECK(((record - index) & 0xffff) < 0x8000, "the record %u is behind the doorbell %u", record, index);
+        u32 new_entries = (index - static_cast<u32>(rung_)) & 0xffff;
+        CHECK(new_entries <= depth, "the doorbell went from %llu to index %u, depth %u", rung_, index, depth);
+        if (new_entries) {
+            doorbells++;
+            rung_ += new_entries;
+            if (qp->flags & kDbrecFirst) {
+                u32 dbrec = be(__atomic_load_n(reinterpret_cast<u32 *>(qp->dbrec) + 1, __ATOMIC_ACQUIRE));
+                CHECK(((dbrec - index) & 0xffff) < 0x8000, "the record %u is behind the doorbell %u", dbrec, index);
             }
         }
-        if (consumed_ == told_) return false;
+        if (consumed_ == rung_) return false;
         return execute();
     }
 
@@ -99,16 +99,16 @@ struct Pair {
 
     bool execute() {
         u32 words[16];
-        const u32 *place = reinterpret_cast<const u32 *>(qp->send_queue + (consumed_ & (depth - 1)) * 64);
-        std::memcpy(words, place, 16);
+        const u32 *source = reinterpret_cast<const u32 *>(qp->send_queue + (consumed_ & (depth - 1)) * 64);
+        std::memcpy(words, source, 16);
         u32 opcode = be(words[0]) & 0xff, segments = be(words[1]) & 0x3f;
         CHECK_EQ(be(words[0]) >> 8, consumed_ & 0xffff);
         CHECK_EQ(be(words[1]) >> 8, qp->number);
         CHECK(segments >= 1 && segments <= 4, "%u segments", segments);
         CHECK_EQ(words[2] >> 24, 0x08);
-        std::memcpy(words, place, segments * 16);
+        std::memcpy(words, source, segments * 16);
         u32 syndrome = failed_ ? 5 : work(words, opcode, segments);
-        if (syndrome == kWaits) return false;
+        if (syndrome == kNoReceive) return false;
         complete(qp->send_cq, depth, consumed_, syndrome ? 13 : 0, syndrome, 0, 0);
         if (syndrome && !failed_) {
             failed_ = true;
@@ -118,9 +118,9 @@ struct Pair {
         return true;
     }
 
-    static constexpr u32 kWaits = 0x1000;
+    static constexpr u32 kNoReceive = 0x1000;
 
-    // Does what an entry says; gives a syndrome, or kWaits if the peer has no receive yet.
+    // Does what an entry says; gives a syndrome, or kNoReceive if the peer has no receive yet.
     u32 work(const u32 *words, u32 opcode, u32 segments) {
         u64 there = segments > 1 ? be64(words + 4) : 0;
         u32 rkey = segments > 1 ? be(words[6]) : 0;
@@ -184,8 +184,8 @@ struct Pair {
     }
 
     u32 arrive(u32 code, const void *from, u32 copied, u32 length, u32 imm) {
-        u32 posted = be(__atomic_load_n(reinterpret_cast<u32 *>(qp->record), __ATOMIC_ACQUIRE));
-        if (((posted - static_cast<u32>(received_)) & 0xffff) == 0) return kWaits;
+        u32 posted = be(__atomic_load_n(reinterpret_cast<u32 *>(qp->dbrec), __ATOMIC_ACQUIRE));
+        if (((posted - static_cast<u32>(received_)) & 0xffff) == 0) return kNoReceive;
         const u32 *entry = reinterpret_cast<const u32 *>(qp->receive_queue + (received_ & (receive_depth - 1)) * qp->receive_stride);
         u32 room = be(entry[0]), key = be(entry[1]);
         CHECK(room == 0 || key == kKey, "key %#x", key);
@@ -197,7 +197,7 @@ struct Pair {
     }
 
     void flush() {
-        u32 posted = be(__atomic_load_n(reinterpret_cast<u32 *>(qp->record), __ATOMIC_ACQUIRE));
+        u32 posted = be(__atomic_load_n(reinterpret_cast<u32 *>(qp->dbrec), __ATOMIC_ACQUIRE));
         while (((posted - static_cast<u32>(received_)) & 0xffff) != 0)
             complete(qp->receive_cq, receive_depth, received_++, 14, 5, 0, 0);
     }
@@ -213,7 +213,7 @@ struct Pair {
     }
 
     char *memory_;
-    u64 consumed_, told_, received_;
+    u64 consumed_, rung_, received_;
     bool failed_ = false;
 };
 
@@ -252,10 +252,10 @@ struct Link {
 };
 
 // CPU threads as a group, which meet at a barrier.
-class Crew {
+class ThreadGroup {
   public:
-    explicit Crew(u32 size) : size_(size) { pthread_barrier_init(&barrier_, nullptr, size); }
-    ~Crew() { pthread_barrier_destroy(&barrier_); }
+    explicit ThreadGroup(u32 size) : size_(size) { pthread_barrier_init(&barrier_, nullptr, size); }
+    ~ThreadGroup() { pthread_barrier_destroy(&barrier_); }
     void sync() { pthread_barrier_wait(&barrier_); }
     u64 shared_ = 0;
     const u32 size_;
@@ -263,17 +263,17 @@ class Crew {
   private:
     pthread_barrier_t barrier_;
 };
-struct Member {
-    Crew *crew = nullptr;
+struct GroupMember {
+    ThreadGroup *thread_group = nullptr;
     u32 number = 0;
     u32 rank() const { return number; }
-    u32 size() const { return crew->size_; }
-    void sync() const { crew->sync(); }
-    u64 share(u64 mine) const {
-        if (number == 0) crew->shared_ = mine;
-        crew->sync();
-        u64 given = crew->shared_;
-        crew->sync();
+    u32 size() const { return thread_group->size_; }
+    void sync() const { thread_group->sync(); }
+    u64 broadcast(u64 mine) const {
+        if (number == 0) thread_group->shared_ = mine;
+        thread_group->sync();
+        u64 given = thread_group->shared_;
+        thread_group->sync();
         return given;
     }
 };

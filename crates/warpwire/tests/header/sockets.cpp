@@ -3,12 +3,12 @@
 // tools/header-tests builds it with sanitizers and runs it; an argument names the cases to run.
 #include <sched.h>
 // Now and then a thread loses its turn where it matters.
-inline void lose_turn() {
+inline void maybe_yield() {
     static thread_local unsigned state = static_cast<unsigned>(reinterpret_cast<unsigned long long>(&state) >> 12);
     state = state * 1664525 + 1013904223;
     if (state >> 28 == 0) sched_yield();
 }
-#define WARPWIRE_STEP() lose_turn()
+#define WARPWIRE_YIELD_POINT() maybe_yield()
 #include <warpwire/sock.cuh>
 
 #include "model.hpp"
@@ -19,18 +19,18 @@ using namespace warpwire::sock;
 namespace {
 
 constexpr u64 kRing = 4096;
-constexpr u32 kPlaces = 64;
+constexpr u32 kSockets = 64;
 
 // What the agent does, less the network. Socket 2n and 2n + 1 are a pair; the last one is a listener.
 class Host {
   public:
     explicit Host(u32 slots) : slots_(slots) {
         table = Table();
-        table.version = sock::kVersion, table.sockets = kPlaces, table.slots = slots, table.silence_ms = 60000;
-        table.inbox = at(inbox_), table.outbox = at(outbox_), table.desks = at(desks_), table.ticket = at(&ticket_), table.pulse = at(&pulse_);
-        requests_.resize(slots), replies_.resize(slots), turns_.resize(slots);
-        table.requests = at(requests_.data()), table.replies = at(replies_.data()), table.turns = at(turns_.data());
-        rings_.resize(2 * kPlaces * kRing);
+        table.version = sock::kVersion, table.sockets = kSockets, table.slots = slots, table.heartbeat_timeout_ms = 60000;
+        table.host_state = at(host_state_), table.device_counters = at(device_counters_), table.device_states = at(device_states_), table.ticket = at(&ticket_), table.heartbeat = at(&heartbeat_);
+        requests_.resize(slots), replies_.resize(slots), slot_laps_.resize(slots);
+        table.requests = at(requests_.data()), table.replies = at(replies_.data()), table.slot_laps = at(slot_laps_.data());
+        rings_.resize(2 * kSockets * kRing);
         thread_ = std::thread([this] { serve(); });
     }
     ~Host() {
@@ -49,13 +49,13 @@ class Host {
 
   private:
     template <class T> static u64 at(T *p) { return reinterpret_cast<u64>(p); }
-    int handle(u32 place) const { return static_cast<int>(generation_[place] << 16 | place); }
+    int handle(u32 index) const { return static_cast<int>(generation_[index] << 16 | index); }
 
     void serve() {
-        for (u64 beat = 1; !stop_.load(std::memory_order_acquire); beat++) {
-            sock::detail::store_system(&pulse_.beat, beat);
+        for (u64 count = 1; !stop_.load(std::memory_order_acquire); count++) {
+            sock::detail::store_system(&heartbeat_.count, count);
             answer();
-            for (u32 place = 0; place < kPlaces; place++) carry(place);
+            for (u32 index = 0; index < kSockets; index++) carry(index);
             sched_yield();
         }
     }
@@ -64,10 +64,10 @@ class Host {
         Request *request = &requests_[next_ % slots_];
         if (sock::detail::load_system(&request->number) != next_ + 1) return;
         i64 result = 0;
-        u32 place = static_cast<u32>(request->handle) & 0xffff;
+        u32 index = static_cast<u32>(request->handle) & 0xffff;
         if (request->op == sock::detail::kSocket) result = open_pair();
-        else if (request->op == sock::detail::kListen) listen(place);
-        else if (request->op == sock::detail::kClose) close(place);
+        else if (request->op == sock::detail::kListen) listen(index);
+        else if (request->op == sock::detail::kClose) close(index);
         Reply *reply = &replies_[next_ % slots_];
         sock::detail::store_system(reinterpret_cast<u64 *>(&reply->result), static_cast<u64>(result));
         sock::detail::store_system(&reply->number, ++next_);
@@ -75,39 +75,39 @@ class Host {
 
     // Two sockets that are connected; the first one's handle is given, the second is the test's to take.
     i64 open_pair() {
-        u32 place = 0;
-        while (place < kPlaces && (open_[place] || open_[place + 1])) place += 2;
-        if (place == kPlaces) return -kEmfile;
-        for (u32 one : {place, place + 1}) {
+        u32 index = 0;
+        while (index < kSockets && (open_[index] || open_[index + 1])) index += 2;
+        if (index == kSockets) return -kEmfile;
+        for (u32 one : {index, index + 1}) {
             generation_[one] = generation_[one] % 0x7fff + 1, open_[one] = true;
             sent_[one] = consumed_[one] = received_[one] = taken_[one] = 0;
-            sock::detail::store_system(&outbox_[one].sent, 0u), sock::detail::store_system(&outbox_[one].consumed, 0u);
-            Inbox *inbox = &inbox_[one];
-            sock::detail::store_system(&inbox->received, 0ull), sock::detail::store_system(&inbox->taken, 0ull);
-            sock::detail::store_system(&inbox->receive_ring, at(&rings_[2 * one * kRing])), sock::detail::store_system(&inbox->send_ring, at(&rings_[(2 * one + 1) * kRing]));
-            sock::detail::store_system(&inbox->receive_size, static_cast<u32>(kRing)), sock::detail::store_system(&inbox->send_size, static_cast<u32>(kRing));
-            sock::detail::store_system(&inbox->state, generation_[one] | sock::detail::kConnected);
+            sock::detail::store_system(&device_counters_[one].sent, 0u), sock::detail::store_system(&device_counters_[one].consumed, 0u);
+            HostSocketState *host_state = &host_state_[one];
+            sock::detail::store_system(&host_state->received, 0ull), sock::detail::store_system(&host_state->taken, 0ull);
+            sock::detail::store_system(&host_state->receive_ring, at(&rings_[2 * one * kRing])), sock::detail::store_system(&host_state->send_ring, at(&rings_[(2 * one + 1) * kRing]));
+            sock::detail::store_system(&host_state->receive_size, static_cast<u32>(kRing)), sock::detail::store_system(&host_state->send_size, static_cast<u32>(kRing));
+            sock::detail::store_system(&host_state->state, generation_[one] | sock::detail::kConnected);
         }
-        used_ = place + 2;
-        return handle(place);
+        used_ = index + 2;
+        return handle(index);
     }
 
     // Its peer becomes a stock of connections: each record is a handle that nobody else has.
-    void listen(u32 place) {
+    void listen(u32 index) {
         for (u32 i = 0; i < kRing / sizeof(Record); i++) {
             Record record = {i + 1, 0, no_address()};
-            std::memcpy(&rings_[2 * place * kRing + i * sizeof(Record)], &record, sizeof record);
+            std::memcpy(&rings_[2 * index * kRing + i * sizeof(Record)], &record, sizeof record);
         }
-        received_[place] = kRing;
-        sock::detail::store_system(&inbox_[place].state, generation_[place] | sock::detail::kListening);
-        sock::detail::store_system(&inbox_[place].received, received_[place]);
+        received_[index] = kRing;
+        sock::detail::store_system(&host_state_[index].state, generation_[index] | sock::detail::kListening);
+        sock::detail::store_system(&host_state_[index].received, received_[index]);
     }
 
-    void close(u32 place) {
-        open_[place] = false;
-        sock::detail::store_system(&inbox_[place].state, 0ull);
-        u32 peer = place ^ 1;
-        if (open_[peer]) sock::detail::store_system(&inbox_[peer].state, generation_[peer] | sock::detail::kConnected | sock::detail::kReceiveEnd);
+    void close(u32 index) {
+        open_[index] = false;
+        sock::detail::store_system(&host_state_[index].state, 0ull);
+        u32 peer = index ^ 1;
+        if (open_[peer]) sock::detail::store_system(&host_state_[peer].state, generation_[peer] | sock::detail::kConnected | sock::detail::kReceiveEnd);
         closed++;
     }
 
@@ -115,35 +115,35 @@ class Host {
     void carry(u32 from) {
         u32 to = from ^ 1;
         if (!open_[from] || !open_[to]) return;
-        sent_[from] += sock::detail::load_system(&outbox_[from].sent) - static_cast<u32>(sent_[from]);
-        consumed_[to] += sock::detail::load_system(&outbox_[to].consumed) - static_cast<u32>(consumed_[to]);
-        u64 count = sock::detail::least(sent_[from] - taken_[from], kRing - (received_[to] - consumed_[to]));
+        sent_[from] += sock::detail::load_system(&device_counters_[from].sent) - static_cast<u32>(sent_[from]);
+        consumed_[to] += sock::detail::load_system(&device_counters_[to].consumed) - static_cast<u32>(consumed_[to]);
+        u64 count = sock::detail::min_u64(sent_[from] - taken_[from], kRing - (received_[to] - consumed_[to]));
         if (!count) return;
         const u8 *source = &rings_[(2 * from + 1) * kRing];
         for (u64 i = 0; i < count; i++) rings_[2 * to * kRing + (received_[to] + i) % kRing] = source[(taken_[from] + i) % kRing];
         received_[to] += count, taken_[from] += count;
-        sock::detail::store_system(&inbox_[to].received, received_[to]);
-        sock::detail::store_system(&inbox_[from].taken, taken_[from]);
+        sock::detail::store_system(&host_state_[to].received, received_[to]);
+        sock::detail::store_system(&host_state_[from].taken, taken_[from]);
     }
 
     u32 slots_, used_ = 0;  // written by serve, read by who has its reply
     u64 next_ = 0, ticket_ = 0;
-    Pulse pulse_ = {};
-    Inbox inbox_[kPlaces] = {};
-    Outbox outbox_[kPlaces] = {};
-    Desk desks_[kPlaces] = {};
+    Heartbeat heartbeat_ = {};
+    HostSocketState host_state_[kSockets] = {};
+    DeviceCounters device_counters_[kSockets] = {};
+    DeviceSocketState device_states_[kSockets] = {};
     std::vector<Request> requests_;
     std::vector<Reply> replies_;
-    std::vector<u64> turns_;
+    std::vector<u64> slot_laps_;
     std::vector<u8> rings_;
-    u32 generation_[kPlaces] = {};
-    bool open_[kPlaces + 1] = {};
-    u64 sent_[kPlaces] = {}, consumed_[kPlaces] = {}, received_[kPlaces] = {}, taken_[kPlaces] = {};
+    u32 generation_[kSockets] = {};
+    bool open_[kSockets + 1] = {};
+    u64 sent_[kSockets] = {}, consumed_[kSockets] = {}, received_[kSockets] = {}, taken_[kSockets] = {};
     std::atomic<bool> stop_{false};
     std::thread thread_;
 };
 
-void together(std::vector<std::thread> &threads) {
+void join_all(std::vector<std::thread> &threads) {
     for (std::thread &thread : threads) thread.join();
     threads.clear();
 }
@@ -154,7 +154,7 @@ struct Pair {
     int ends[2];
     explicit Pair(u32 slots = 8) : host(slots) {
         auto [one, other] = host.streams();
-        sock::detail::take_desk(host.table, other);
+        sock::detail::init_device_state(host.table, other);
         ends[0] = one, ends[1] = other;
         for (int end : ends) CHECK_EQ(sock::set(host.table, end, kReceiveTimeout, 2000000, Thread()), 0);
     }
@@ -185,7 +185,7 @@ void groups_share_both_ends_of_a_stream() {
             });
         }
     }
-    together(threads);
+    join_all(threads);
     for (auto &sum : sums) CHECK_EQ(sum.load(), static_cast<u64>(kWords) * (kWords - 1) / 2);
 }
 
@@ -200,7 +200,7 @@ void spans_are_one_at_a_time() {
     for (u32 t = 0; t < 2; t++) {
         threads.emplace_back([&] {
             for (;;) {
-                Span span = sock::reserve(table, pair.ends[0], 64, Thread());
+                RingSpan span = sock::reserve(table, pair.ends[0], 64, Thread());
                 CHECK(span.length >= 8, "%lld", span.length);
                 u32 i = next++;
                 u64 word = i, filled = i < kWords ? sizeof word : 0;
@@ -211,18 +211,18 @@ void spans_are_one_at_a_time() {
         });
         threads.emplace_back([&, t] {
             while (came.load() < kWords) {
-                Span span = sock::borrow(table, pair.ends[1], 24, Thread());
+                RingSpan span = sock::borrow(table, pair.ends[1], 24, Thread());
                 if (span.length == -kEtimedout) continue;
                 CHECK(span.length >= 8, "%lld", span.length);
                 u64 word;
                 std::memcpy(&word, span.bytes, sizeof word);
                 bool back = (word + t) % 7 == 0 && came.load() + 64 < kWords;  // nothing of it is used
                 if (!back) sum += word, came++;
-                CHECK_EQ(sock::give_back(table, pair.ends[1], back ? 0 : 8, Thread()), 0);
+                CHECK_EQ(sock::consume(table, pair.ends[1], back ? 0 : 8, Thread()), 0);
             }
         });
     }
-    together(threads);
+    join_all(threads);
     CHECK_EQ(sum.load(), static_cast<u64>(kWords) * (kWords - 1) / 2);
 }
 
@@ -237,7 +237,7 @@ void requests_take_turns() {
                 int made = sock::socket(host.table, kIpv4, kStream, Thread()), other = made + 1;
                 CHECK(made >= 0, "%d", made);
                 // Its peer has the same number of predecessors, and is this thread's as well.
-                sock::detail::take_desk(host.table, other);
+                sock::detail::init_device_state(host.table, other);
                 CHECK_EQ(sock::send(host.table, made, &i, sizeof i, Thread()), 4);
                 u32 word = 0;
                 CHECK_EQ(sock::recv_all(host.table, other, &word, sizeof word, Thread()), 4);
@@ -248,7 +248,7 @@ void requests_take_turns() {
                 CHECK_EQ(sock::close(host.table, made, Thread()), -kEbadf);
             }
         });
-    together(threads);
+    join_all(threads);
     CHECK_EQ(host.closed.load(), 2 * kThreads * kRounds);
 }
 
@@ -270,7 +270,7 @@ void accepting_gives_each_connection_once() {
                 sum += static_cast<u64>(made), taken++;
             }
         });
-    together(threads);
+    join_all(threads);
     constexpr u64 kAll = kRing / sizeof(Record);
     CHECK_EQ(taken.load(), kAll);
     CHECK_EQ(sum.load(), kAll * (kAll + 1) / 2);
@@ -293,13 +293,13 @@ void closing_ends_the_calls_of_others() {
             CHECK_EQ(sock::recv(table, socket, bytes, sizeof bytes, Thread()), -kEbadf);
         });
         threads.emplace_back([&] {
-            Polled polled = {socket, kIn, 0};
-            CHECK_EQ(sock::poll(table, &polled, 1, kForEver, Thread()), 1);
-            CHECK_EQ(polled.found, kNval);
+            PollEntry polled = {socket, kIn, 0};
+            CHECK_EQ(sock::poll(table, &polled, 1, kNoTimeout, Thread()), 1);
+            CHECK_EQ(polled.revents, kNval);
         });
         std::this_thread::sleep_for(std::chrono::milliseconds(round % 4));
         CHECK_EQ(sock::close(table, socket, Thread()), 0);
-        together(threads);
+        join_all(threads);
     }
 }
 

@@ -1,34 +1,34 @@
 //! Nothing is allocated for a post or a poll.
 
-use warpwire::ibv::{Completion, Op, ReceiveRequest, Request};
+use warpwire::ibv::{Completion, ReceiveRequest, SendRequest, WrOp};
 
-use crate::ibv::world::World;
+use crate::ibv::testbed::Testbed;
 use testkit::{CountingAllocator, cases};
 
 cases!(CASES: posting_and_polling);
 
 fn posting_and_polling() {
     const COUNT_EACH: usize = 40;
-    let world = World::new();
-    let (from, to) = ([world.a.mr.sge(0, 64)], [world.b.mr.sge(0, 64)]);
+    let testbed = Testbed::new();
+    let (from, to) = ([testbed.a.mr.sge(0, 64)], [testbed.b.mr.sge(0, 64)]);
     let receives = [ReceiveRequest { id: 1, data: &to }; COUNT_EACH];
-    let sends = [Request::new(2, Op::Send).with(&from); COUNT_EACH];
+    let sends = [SendRequest::new(2, WrOp::Send).with(&from); COUNT_EACH];
     let mut found = [Completion::EMPTY; 16];
-    let before = CountingAllocator::of_process();
-    world.b.qp.post_receive(&receives).unwrap();
-    world.a.qp.post_send(&sends).unwrap();
+    let before = CountingAllocator::process_allocations();
+    testbed.b.qp.post_receive(&receives).unwrap();
+    testbed.a.qp.post_send(&sends).unwrap();
     let mut ended = 0;
     while ended < 2 * COUNT_EACH {
-        for cq in [&world.a.cq, &world.b.cq] {
+        for cq in [&testbed.a.cq, &testbed.b.cq] {
             let count = cq.poll(&mut found).unwrap();
             assert!(found[..count].iter().all(Completion::is_success));
             ended += count;
         }
-        world.a.cq.arm(false).unwrap();
+        testbed.a.cq.arm(false).unwrap();
         std::thread::yield_now();
     }
-    assert_eq!(CountingAllocator::of_process(), before, "allocations");
+    assert_eq!(CountingAllocator::process_allocations(), before, "allocations");
     // The counter counts.
     let boxed = std::hint::black_box(vec![1_u8; 100]);
-    assert!(CountingAllocator::of_process() > before, "{}", boxed.len());
+    assert!(CountingAllocator::process_allocations() > before, "{}", boxed.len());
 }

@@ -10,7 +10,7 @@ mod operations;
 mod peer;
 mod queues;
 mod setup;
-mod world;
+mod testbed;
 
 use testkit::{Case, Collector, Suite};
 
@@ -35,17 +35,17 @@ fn role(words: &str) {
 }
 
 fn collect(suite: &mut Collector) {
-    let device = std::env::var(world::DEVICE).map_err(|_| {
+    let device = std::env::var(testbed::DEVICE).map_err(|_| {
         format!(
             "`tools/rxe-lab test` runs it in a guest; elsewhere {} names a device",
-            world::DEVICE
+            testbed::DEVICE
         )
     });
     if suite.backend("ibv", device).is_none() {
         return;
     }
     // Some cases change the machine's settings for a moment.
-    suite.one_at_a_time();
+    suite.run_serially();
     for (group, cases) in CASES {
         suite.add(group, cases, |case| {
             let start = std::time::Instant::now();

@@ -7,17 +7,17 @@ use std::io::BufRead;
 use std::time::Duration;
 
 use warpwire::ibv::{
-    CompletionKind, Context, Cq, Fence, Mr, Op, Pd, Qp, QpOptions, ReceiveRequest, Remote, Request,
-    Route, Srq,
+    AhAttributes, CompletionKind, Context, Cq, Fence, Mr, Pd, Qp, QpOptions, ReceiveRequest,
+    Remote, SendRequest, Srq, WrOp,
 };
 use warpwire::mlx5::Atomic;
 use warpwire::mr::{Access, HostMemory};
 use warpwire_proto::Psn;
-use warpwire_proto::qp::{Change, Mtu, State};
+use warpwire_proto::qp::{Mtu, QpAttributes, State};
 
-use crate::ibv::world::pattern;
+use crate::ibv::testbed::pattern;
 
-type Answer = Result<String, String>;
+type Reply = Result<String, String>;
 
 struct Peer {
     context: Context,
@@ -44,10 +44,10 @@ pub fn serve(device: &str) {
     println!("ok ready");
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         let words: Vec<&str> = line.split_whitespace().collect();
-        match peer.obey(&words) {
-            Ok(told) if told == "none" => println!("none"),
-            Ok(told) if told.is_empty() => println!("ok"),
-            Ok(told) => println!("ok {told}"),
+        match peer.execute(&words) {
+            Ok(reply) if reply == "none" => println!("none"),
+            Ok(reply) if reply.is_empty() => println!("ok"),
+            Ok(reply) => println!("ok {reply}"),
             Err(why) => println!("error {why}"),
         }
     }
@@ -78,7 +78,7 @@ fn access(flags: u64) -> Access {
 }
 
 impl Peer {
-    fn obey(&mut self, words: &[&str]) -> Answer {
+    fn execute(&mut self, words: &[&str]) -> Reply {
         let wrong = |error: warpwire::Error| error.to_string();
         match words.first().copied().unwrap_or_default() {
             "gid" => self.find_gid(gid(words.get(1))?),
@@ -104,15 +104,15 @@ impl Peer {
                 self.qp(words, 1)?.state().map(|state| (state as u32).to_string()).map_err(wrong)
             }
             "destroy" => {
-                let place =
+                let slot =
                     self.qps.get_mut(number(words, 1) as usize).ok_or("no such queue pair")?;
-                *place = None;
+                *slot = None;
                 Ok(String::new())
             }
             "dereg" => {
-                let place =
+                let slot =
                     self.memories.get_mut(number(words, 1) as usize).ok_or("no such memory")?;
-                place.1 = None;
+                slot.1 = None;
                 Ok(String::new())
             }
             other => Err(format!("no such verb: {other}")),
@@ -131,7 +131,7 @@ impl Peer {
     }
 
     /// It waits, as the table fills late.
-    fn find_gid(&mut self, wanted: [u8; 16]) -> Answer {
+    fn find_gid(&mut self, wanted: [u8; 16]) -> Reply {
         for _ in 0..250 {
             let gids = self.context.gids().map_err(|error| error.to_string())?;
             if let Some(found) = gids.iter().find(|gid| gid.bytes == wanted) {
@@ -146,9 +146,9 @@ impl Peer {
     fn make_memory(&mut self, len: u64, access: Access) -> warpwire::Result<String> {
         let memory = HostMemory::new(len.max(1))?;
         let mr = self.pd.register(&memory, None, access)?;
-        let told = format!("{} {} {} {}", self.memories.len(), mr.iova(), mr.lkey(), mr.rkey());
+        let reply = format!("{} {} {} {}", self.memories.len(), mr.iova(), mr.lkey(), mr.rkey());
         self.memories.push((memory, Some(mr)));
-        Ok(told)
+        Ok(reply)
     }
 
     fn make_qp(&mut self, shared: bool) -> warpwire::Result<String> {
@@ -160,47 +160,49 @@ impl Peer {
             ..QpOptions::default()
         };
         let qp = self.pd.create_qp(&self.cq, &self.cq, options)?;
-        qp.modify(&qp.to_init(), None)?;
-        let told = format!("{} {}", self.qps.len(), qp.number());
+        qp.modify(&qp.init_attr(), None)?;
+        let reply = format!("{} {}", self.qps.len(), qp.number());
         self.qps.push(Some(qp));
-        Ok(told)
+        Ok(reply)
     }
 
-    fn connect(&self, words: &[&str]) -> Answer {
+    fn connect(&self, words: &[&str]) -> Reply {
         let qp = self.qp(words, 1)?;
         let small = |at: usize| Some(number(words, at) as u8);
         let psn = |at: usize| Some(Psn::new(number(words, at) as u32));
-        let route =
-            Route { gid: gid(words.get(3))?, ..Route::to([0, 0, 0, 0].into(), 1, self.gid_index) };
-        let to_rtr = Change {
+        let route = AhAttributes {
+            gid: gid(words.get(3))?,
+            ..AhAttributes::to([0, 0, 0, 0].into(), 1, self.gid_index)
+        };
+        let rtr_attr = QpAttributes {
             mtu: Mtu::new(number(words, 4) as u32),
             destination: Some(number(words, 2) as u32),
             receive_psn: psn(6),
             max_dest_rd_atomic: small(11),
             min_rnr_timer: small(10),
-            ..Change::to(State::Rtr)
+            ..QpAttributes::new(State::Rtr)
         };
-        let to_rts = Change {
+        let rts_attr = QpAttributes {
             send_psn: psn(5),
             timeout: small(7),
             retry_count: small(8),
             rnr_retry: small(9),
             max_rd_atomic: small(11),
-            ..Change::to(State::Rts)
+            ..QpAttributes::new(State::Rts)
         };
-        let mut done = qp.modify(&to_rtr, Some(&route));
+        let mut done = qp.modify(&rtr_attr, Some(&route));
         // It asks the network for the peer's address, and gives up early.
         for _ in 0..4 {
             if done.as_ref().is_err_and(|error| error.to_string().contains("nobody answers")) {
-                done = qp.modify(&to_rtr, Some(&route));
+                done = qp.modify(&rtr_attr, Some(&route));
             }
         }
-        done.and_then(|()| qp.modify(&to_rts, None))
+        done.and_then(|()| qp.modify(&rts_attr, None))
             .map(|()| String::new())
             .map_err(|error| error.to_string())
     }
 
-    fn touch(&self, words: &[&str]) -> Answer {
+    fn touch(&self, words: &[&str]) -> Reply {
         let found = self.memories.get(number(words, 1) as usize).ok_or("no such memory")?;
         let (bytes, offset, value) = (found.0.bytes(), number(words, 2), number(words, 3));
         let wrong = |error: warpwire::Error| error.to_string();
@@ -225,7 +227,7 @@ impl Peer {
         Ok(String::new())
     }
 
-    fn receive(&self, words: &[&str]) -> Answer {
+    fn receive(&self, words: &[&str]) -> Reply {
         let (_, mr) = self.memory(words, 3)?;
         let len = number(words, 5) as u32;
         let range = [mr.sge(number(words, 4), len)];
@@ -238,29 +240,29 @@ impl Peer {
         done.map(|()| String::new()).map_err(|refused| refused.to_string())
     }
 
-    fn post(&self, words: &[&str]) -> Answer {
+    fn post(&self, words: &[&str]) -> Reply {
         let (qp, (memory, mr)) = (self.qp(words, 1)?, self.memory(words, 4)?);
         let (offset, len, flags) = (number(words, 5), number(words, 6) as u32, number(words, 11));
         let at = Remote { address: number(words, 7), rkey: number(words, 8) as u32 };
         let first = number(words, 9);
         let imm = (first as u32).to_be_bytes();
         let op = match words.get(3).copied().unwrap_or_default() {
-            "send" => Op::Send,
-            "send_imm" => Op::SendImm(imm),
-            "send_inv" => Op::SendInvalidate(first as u32),
-            "write" => Op::Write(at),
-            "write_imm" => Op::WriteImm(at, imm),
-            "read" => Op::Read(at),
+            "send" => WrOp::Send,
+            "send_imm" => WrOp::SendImm(imm),
+            "send_inv" => WrOp::SendInvalidate(first as u32),
+            "write" => WrOp::Write(at),
+            "write_imm" => WrOp::WriteImm(at, imm),
+            "read" => WrOp::Read(at),
             "cas" => {
-                Op::Atomic(at, Atomic::CompareSwap { compare: first, swap: number(words, 10) })
+                WrOp::Atomic(at, Atomic::CompareSwap { compare: first, swap: number(words, 10) })
             }
-            "fadd" => Op::Atomic(at, Atomic::FetchAdd { add: first }),
+            "fadd" => WrOp::Atomic(at, Atomic::FetchAdd { add: first }),
             other => return Err(format!("no such operation: {other}")),
         };
         let range = [mr.sge(offset, len)];
         let mut bytes = vec![0; if flags & 8 != 0 { len as usize } else { 0 }];
         memory.bytes().read(offset, &mut bytes).map_err(|error| error.to_string())?;
-        let mut request = Request::new(number(words, 2), op).with(if len == 0 {
+        let mut request = SendRequest::new(number(words, 2), op).with(if len == 0 {
             &range[..0]
         } else {
             &range[..]
@@ -278,14 +280,14 @@ impl Peer {
     /// Id, status, kind, length, immediate or key, queue pair.
     fn poll(&self, time: Duration) -> warpwire::Result<String> {
         let Some(done) = self.cq.next(time)? else { return Ok("none".to_owned()) };
-        let (kind, beside) = match done.kind {
+        let (kind, imm_or_key) = match done.kind {
             CompletionKind::ReceiveImm(imm) => (128, u32::from_be_bytes(imm)),
             CompletionKind::WriteImm(imm) => (129, u32::from_be_bytes(imm)),
             CompletionKind::ReceiveInvalidate(key) => (128, key),
             _ => (0, 0),
         };
         Ok(format!(
-            "{} {} {kind} {} {beside} {} 0",
+            "{} {} {kind} {} {imm_or_key} {} 0",
             done.id, done.status as u32, done.len, done.qpn
         ))
     }

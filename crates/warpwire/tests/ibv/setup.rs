@@ -5,10 +5,12 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use warpwire::error::Kind;
-use warpwire::ibv::{Context, GidKind, LinkLayer, Op, PortState, Request, Transport, devices};
+use warpwire::ibv::{
+    Context, GidKind, LinkLayer, PortState, SendRequest, Transport, WrOp, devices,
+};
 use warpwire::mr::{Access, DmaBufRange, HostMemory};
 
-use crate::ibv::world::{World, device_name};
+use crate::ibv::testbed::{Testbed, device_name};
 use testkit::{Role, cases};
 
 cases!(CASES:
@@ -57,12 +59,12 @@ fn its_port_is_active() {
 }
 
 fn its_addresses() {
-    let world = World::unconnected(|options| options);
-    let gids = world.context.gids().unwrap();
-    let gid = gids.iter().find(|gid| gid.index == u32::from(world.gid_index)).unwrap();
+    let testbed = Testbed::unconnected(|options| options);
+    let gids = testbed.context.gids().unwrap();
+    let gid = gids.iter().find(|gid| gid.index == u32::from(testbed.gid_index)).unwrap();
     assert_eq!((gid.port, gid.kind), (1, GidKind::RoceV2));
     assert!(gid.interface.as_deref().is_some_and(|name| name.starts_with("eth")), "{gid:?}");
-    assert_eq!(&world.context.gid(1, gid.index).unwrap(), gid);
+    assert_eq!(&testbed.context.gid(1, gid.index).unwrap(), gid);
 }
 
 fn devices_ports_and_addresses_that_are_not_there() {
@@ -102,26 +104,26 @@ fn a_port_that_is_down() {
 }
 
 fn memory_at_an_address_of_its_own() {
-    let world = World::new();
+    let testbed = Testbed::new();
     let memory = HostMemory::new(8192).unwrap();
-    let mr = world.pd.register(&memory, Some(0x7000_0000_0000), Access::ALL).unwrap();
+    let mr = testbed.pd.register(&memory, Some(0x7000_0000_0000), Access::ALL).unwrap();
     assert_eq!((mr.iova(), mr.len(), mr.is_empty()), (0x7000_0000_0000, 8192, false));
-    world.a.fill(0, 5000, 4);
-    let range = [world.a.mr.sge(0, 5000)];
-    world.a.post(Request::new(1, Op::Write(mr.remote(100))).with(&range));
-    world.a.done(1);
+    testbed.a.fill(0, 5000, 4);
+    let range = [testbed.a.mr.sge(0, 5000)];
+    testbed.a.post(SendRequest::new(1, WrOp::Write(mr.remote(100))).with(&range));
+    testbed.a.done(1);
     let mut found = vec![0; 5000];
     memory.bytes().read(100, &mut found).unwrap();
-    assert_eq!(found, crate::ibv::world::pattern(4, 5000));
+    assert_eq!(found, crate::ibv::testbed::pattern(4, 5000));
 }
 
 fn relaxed_ordering() {
-    let world = World::new();
+    let testbed = Testbed::new();
     let memory = HostMemory::new(8192).unwrap();
-    let mr = world.pd.register(&memory, None, Access::ALL | Access::RELAXED_ORDERING).unwrap();
+    let mr = testbed.pd.register(&memory, None, Access::ALL | Access::RELAXED_ORDERING).unwrap();
     assert_eq!(mr.iova(), memory.address());
-    world.a.post(Request::new(1, Op::Write(mr.remote(8))).inline(b"relaxed"));
-    world.a.done(1);
+    testbed.a.post(SendRequest::new(1, WrOp::Write(mr.remote(8))).inline(b"relaxed"));
+    testbed.a.done(1);
     let mut found = [0; 7];
     memory.bytes().read(8, &mut found).unwrap();
     assert_eq!(&found, b"relaxed");

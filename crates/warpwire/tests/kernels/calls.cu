@@ -33,14 +33,14 @@ extern "C" __global__ void calls_storm(u64 handles, u64 lists, u64 pairs, u64 ro
     Qp &qp = *((Qp **)handles)[which];
     const u64 *words = ((u64 **)lists)[which];
     u64 timeout = words[kAtTimeout];
-    Remote place{words[kAtThere] + thread * 8, (u32)words[kAtThereKey]}, word{words[kAtWord], (u32)words[kAtWordKey]};
+    Remote target{words[kAtThere] + thread * 8, (u32)words[kAtThereKey]}, word{words[kAtWord], (u32)words[kAtWordKey]};
     for (u64 round = 1; round <= rounds; round++) {
         Ticket wrote, added;
         if (mode == 0) {
-            wrote = put_inline(qp, place, &round, 8, Thread{}, timeout);
+            wrote = put_inline(qp, target, &round, 8, Thread{}, timeout);
             added = signal(qp, word, 1, Thread{}, timeout);
         } else {
-            wrote = put_inline(qp, place, &round, 8, each(Warp{}), timeout);
+            wrote = put_inline(qp, target, &round, 8, each(Warp{}), timeout);
             added = signal(qp, word, 1, each(Warp{}), timeout);
         }
         failures += wrote.status != kOk;
@@ -50,8 +50,8 @@ extern "C" __global__ void calls_storm(u64 handles, u64 lists, u64 pairs, u64 ro
     if (failures) atomicAdd_system((u64 *)wrong, failures);
 }
 
-// Side 0 writes i to the peer's word, which side 1 answers, for each i up to `rounds`. Says at `ended` how it ended.
-extern "C" __global__ void calls_ping(u64 qp, u64 list, u64 side, u64 rounds, u64 ended) {
+// Side 0 writes i to the peer's word, which side 1 answers, for each i up to `rounds`. Says at `status_at` how it ended.
+extern "C" __global__ void calls_ping(u64 qp, u64 list, u64 side, u64 rounds, u64 status_at) {
     const u64 *words = (const u64 *)list;
     u64 timeout = words[kAtTimeout];
     const u64 *mine = (const u64 *)words[kAtOwnWord];
@@ -62,12 +62,12 @@ extern "C" __global__ void calls_ping(u64 qp, u64 list, u64 side, u64 rounds, u6
         if (status == kOk) status = put_inline(*(Qp *)qp, word, &i, 8, Thread{}, timeout).status;
         if (side == 0 && status == kOk) status = wait_signal(mine, Condition::AtLeast, i, timeout);
     }
-    *(u64 *)ended = (u32)status;
+    *(u64 *)status_at = (u32)status;
 }
 
 // The same with nothing but words: an entry of two words and a doorbell in pinned memory, which a thread of the CPU carries to
 // the other side's word.
-extern "C" __global__ void calls_relay(u64 side, u64 rounds, u64 bell, u64 word, u64 timeout, u64 ended) {
+extern "C" __global__ void calls_relay(u64 side, u64 rounds, u64 bell, u64 word, u64 timeout, u64 status_at) {
     const u64 *mine = (const u64 *)word;
     Status status = kOk;
     for (u64 i = 1; i <= rounds && status == kOk; i++) {
@@ -77,5 +77,5 @@ extern "C" __global__ void calls_relay(u64 side, u64 rounds, u64 bell, u64 word,
         *(volatile u64 *)bell = i;
         if (side == 0 && status == kOk) status = wait_signal(mine, Condition::AtLeast, i, timeout);
     }
-    *(u64 *)ended = (u32)status;
+    *(u64 *)status_at = (u32)status;
 }

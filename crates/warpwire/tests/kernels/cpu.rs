@@ -11,22 +11,22 @@ use std::time::Instant;
 use libloading::{Library, Symbol};
 use testkit::{Collector, cases};
 use warpwire::mr::HostMemory;
-use warpwire::stream::kernel::{Ended, layout};
+use warpwire::stream::kernel::{KernelStatus, layout};
 use warpwire::stream::{KernelQp, KernelQpOptions};
 use warpwire::verbs::{Access, Context, Mr, Status};
 
 use crate::kernels::calls::at;
-use crate::kernels::fixture::{LEN, WORD, Which, bytes, contexts, impatient, soon};
+use crate::kernels::fixture::{LEN, TestLink, WORD, bytes, contexts, short_timeouts, test_timeout};
 
-type OnOne = unsafe extern "C" fn(u64, *mut u64);
+type EntryFn = unsafe extern "C" fn(u64, *mut u64);
 /// The library, and the link below it.
-pub struct OnCpu {
+pub struct CpuFixture {
     library: &'static Library,
-    which: Which,
+    test_link: TestLink,
 }
 
-cases!(OnCpu; ONCE: layout_and_names_agree);
-cases!(OnCpu; CASES:
+cases!(CpuFixture; ONCE: layout_and_names_agree);
+cases!(CpuFixture; CASES:
     every_call_moves_what_it_says,
     groups_of_threads_make_every_call,
     a_failure_is_told_by_its_cause,
@@ -38,10 +38,13 @@ cases!(OnCpu; CASES:
 pub fn collect(suite: &mut Collector) {
     let sources = std::env::var_os("CARGO_MANIFEST_DIR").ok_or("no sources here".to_owned());
     let Some(library) = suite.backend("g++", sources.and_then(|_| library())) else { return };
-    suite.add("cpu", ONCE, |case| (case.run)(&OnCpu { library, which: Which::Loopback }));
-    for (which, link) in Which::ALL {
-        suite
-            .add(&format!("cpu::{link}"), CASES, move |case| (case.run)(&OnCpu { library, which }));
+    suite.add("cpu", ONCE, |case| {
+        (case.run)(&CpuFixture { library, test_link: TestLink::Loopback })
+    });
+    for (test_link, link) in TestLink::ALL {
+        suite.add(&format!("cpu::{link}"), CASES, move |case| {
+            (case.run)(&CpuFixture { library, test_link })
+        });
     }
 }
 
@@ -77,18 +80,18 @@ fn symbol<'l, T>(library: &'l Library, name: &str) -> Symbol<'l, T> {
     unsafe { library.get(name.as_bytes()) }.unwrap()
 }
 
-fn layout_and_names_agree(&OnCpu { library, .. }: &OnCpu) {
+fn layout_and_names_agree(&CpuFixture { library, .. }: &CpuFixture) {
     let layout = symbol::<unsafe extern "C" fn(*mut u64)>(library, "cpu_layout");
     let mut found = [0; 28];
     // SAFETY: the function writes 28 numbers.
     unsafe { layout(found.as_mut_ptr()) };
-    use layout::{field, side};
+    use layout::{field, queue};
     let wanted = [
         layout::LEN,
-        side::LEN,
+        queue::LEN,
         field::SEND_QUEUE,
         field::RECEIVE_QUEUE,
-        field::RECORD,
+        field::DBREC,
         field::DOORBELL,
         field::SEND_CQ,
         field::RECEIVE_CQ,
@@ -102,39 +105,39 @@ fn layout_and_names_agree(&OnCpu { library, .. }: &OnCpu) {
         field::VERSION,
         layout::SEND,
         layout::RECEIVE,
-        side::RESERVED,
-        side::PUBLISHED,
-        side::COMPLETED,
-        side::FAILURE,
-        side::CLOSED,
-        side::TAKEN,
+        queue::RESERVED,
+        queue::PUBLISHED,
+        queue::COMPLETED,
+        queue::FAILURE,
+        queue::CLOSED,
+        queue::TAKEN,
         layout::VERSION.into(),
         layout::NO_FAILURE,
-        layout::ALONE.into(),
-        layout::RECORD_FIRST.into(),
+        layout::SINGLE_POSTER.into(),
+        layout::DBREC_FIRST.into(),
     ];
     assert_eq!(found, wanted);
     let name = symbol::<unsafe extern "C" fn(c_int) -> *const c_char>(library, "cpu_name");
     for code in -0x110..=3 {
         // SAFETY: it gives a string that is part of the library.
         let found = unsafe { CStr::from_ptr(name(code)) };
-        let ended = Ended::from_code(code);
+        let status = KernelStatus::from_code(code);
         if code != -6 {
             // There are no memory windows for kernels.
-            assert_eq!(found.to_str().unwrap(), ended.to_string(), "{code}");
+            assert_eq!(found.to_str().unwrap(), status.to_string(), "{code}");
         }
     }
 }
 
 /// One end, with host memory.
-struct End {
+struct Endpoint {
     qp: KernelQp,
     memory: HostMemory,
     mr: Mr,
     list: Vec<u64>,
 }
 
-impl End {
+impl Endpoint {
     fn new(context: &Context, options: KernelQpOptions) -> Self {
         let pd = context.pd();
         let qp = KernelQp::create_for_cpu(context, &pd, options).unwrap();
@@ -143,7 +146,7 @@ impl End {
         Self { qp, memory, mr, list: vec![0; 64] }
     }
 
-    fn describe(&mut self, there: warpwire::verbs::Remote, word: warpwire::verbs::Remote) {
+    fn write_params(&mut self, there: warpwire::verbs::Remote, word: warpwire::verbs::Remote) {
         for (place, value) in [
             (at::HERE, self.mr.iova()),
             (at::HERE_KEY, self.mr.lkey().into()),
@@ -153,19 +156,19 @@ impl End {
             (at::WORD_KEY, word.rkey.into()),
             // Memory of the host is registered under its own address.
             (at::OWN_WORD, self.mr.iova() + WORD),
-            (at::TIMEOUT, soon().as_nanos() as u64),
+            (at::TIMEOUT, test_timeout().as_nanos() as u64),
             (at::BAD_KEY, u64::from(there.rkey ^ 0x100)),
         ] {
             self.list[place as usize] = value;
         }
     }
 
-    fn findings(&self) -> &[u64] {
-        &self.list[at::FINDINGS as usize..]
+    fn results(&self) -> &[u64] {
+        &self.list[at::RESULTS as usize..]
     }
 
-    fn ended(&self, number: usize) -> Ended {
-        Ended::from_code(self.findings()[number] as i32)
+    fn status(&self, number: usize) -> KernelStatus {
+        KernelStatus::from_code(self.results()[number] as i32)
     }
 
     fn word(&self) -> u64 {
@@ -179,13 +182,13 @@ impl End {
     }
 }
 
-fn ends(which: Which, options: &KernelQpOptions) -> [End; 2] {
-    let contexts = contexts(which);
-    let [mut a, mut b] = contexts.each_ref().map(|context| End::new(context, options.clone()));
-    a.qp.connect(&b.qp.offer()).unwrap();
-    b.qp.connect(&a.qp.offer()).unwrap();
-    a.describe(b.mr.remote(0), b.mr.remote(WORD));
-    b.describe(a.mr.remote(0), a.mr.remote(WORD));
+fn ends(test_link: TestLink, options: &KernelQpOptions) -> [Endpoint; 2] {
+    let contexts = contexts(test_link);
+    let [mut a, mut b] = contexts.each_ref().map(|context| Endpoint::new(context, options.clone()));
+    a.qp.connect(&b.qp.endpoint()).unwrap();
+    b.qp.connect(&a.qp.endpoint()).unwrap();
+    a.write_params(b.mr.remote(0), b.mr.remote(WORD));
+    b.write_params(a.mr.remote(0), a.mr.remote(WORD));
     [a, b]
 }
 
@@ -193,14 +196,14 @@ fn small() -> KernelQpOptions {
     KernelQpOptions { send_depth: 8, receive_depth: 4, ..KernelQpOptions::default() }
 }
 
-fn call(library: &Library, name: &str, end: &mut End) {
-    let function = symbol::<OnOne>(library, name);
+fn call(library: &Library, name: &str, end: &mut Endpoint) {
+    let function = symbol::<EntryFn>(library, name);
     // SAFETY: the handle lives as long as the end, the list has room for all that is found out.
     unsafe { function(end.qp.handle().raw(), end.list.as_mut_ptr()) };
 }
 
-fn every_call_with(which: Which, library: &Library, act: impl Fn(&mut End) + Sync) {
-    let [mut a, mut b] = ends(which, &small());
+fn every_call_with(test_link: TestLink, library: &Library, act: impl Fn(&mut Endpoint) + Sync) {
+    let [mut a, mut b] = ends(test_link, &small());
     let (sent, fetched) = (bytes(4096, 1), bytes(4096, 2));
     a.memory.bytes().write(0, &sent).unwrap();
     b.memory.bytes().write(16384, &fetched).unwrap();
@@ -208,12 +211,12 @@ fn every_call_with(which: Which, library: &Library, act: impl Fn(&mut End) + Syn
         scope.spawn(|| call(library, "cpu_passive", &mut b));
         act(&mut a);
     });
-    let too_long = i64::from(Ended::TooLong.code()) as u64;
-    let bad_ticket = i64::from(Ended::BadTicket.code()) as u64;
+    let too_long = i64::from(KernelStatus::TooLong.code()) as u64;
+    let bad_ticket = i64::from(KernelStatus::BadTicket.code()) as u64;
     let wanted = [0, 0, 0, 0, 0, 5, 0, 12, 0, 0, 0, 0, 0, too_long, bad_ticket];
-    assert_eq!(a.findings()[..15], wanted);
+    assert_eq!(a.results()[..15], wanted);
     let imm = |length: u64, imm: u64| length << 32 | 1 << 31 | imm;
-    assert_eq!(b.findings()[..7], [0, 0, 100 << 32, 0, imm(50, 77), 0, imm(16, 88)]);
+    assert_eq!(b.results()[..7], [0, 0, 100 << 32, 0, imm(50, 77), 0, imm(16, 88)]);
     assert_eq!(b.word(), 99);
     let later = a.read(0, 100);
     assert_eq!((b.read(8192, 64), b.read(16, 4080)), (sent[..64].to_vec(), sent[16..].to_vec()));
@@ -223,52 +226,56 @@ fn every_call_with(which: Which, library: &Library, act: impl Fn(&mut End) + Syn
     assert_eq!(a.qp.progress().unwrap().posted, 11);
 }
 
-fn every_call_moves_what_it_says(&OnCpu { library, which }: &OnCpu) {
-    every_call_with(which, library, |end| call(library, "cpu_active", end));
+fn every_call_moves_what_it_says(&CpuFixture { library, test_link }: &CpuFixture) {
+    every_call_with(test_link, library, |end| call(library, "cpu_active", end));
 }
 
-fn groups_of_threads_make_every_call(&OnCpu { library, which }: &OnCpu) {
+fn groups_of_threads_make_every_call(&CpuFixture { library, test_link }: &CpuFixture) {
     let act = symbol::<unsafe extern "C" fn(u64, *mut u64, u32)>(library, "cpu_active_by_group");
-    every_call_with(which, library, |end| {
+    every_call_with(test_link, library, |end| {
         // SAFETY: as in `call`.
         unsafe { act(end.qp.handle().raw(), end.list.as_mut_ptr(), 4) };
     });
 }
 
-fn a_failure_is_told_by_its_cause(&OnCpu { library, which }: &OnCpu) {
-    let [mut a, b] = ends(which, &small());
+fn a_failure_is_told_by_its_cause(&CpuFixture { library, test_link }: &CpuFixture) {
+    let [mut a, b] = ends(test_link, &small());
     call(library, "cpu_fail", &mut a);
-    let (denied, flushed) = (Ended::Failed(Status::RemoteAccess), Ended::Failed(Status::Flushed));
-    let found: Vec<_> = (0..5).map(|number| a.ended(number)).collect();
-    assert_eq!(found, [flushed, denied, Ended::Ok, denied, flushed]);
+    let (denied, flushed) =
+        (KernelStatus::Failed(Status::RemoteAccess), KernelStatus::Failed(Status::Flushed));
+    let found: Vec<_> = (0..5).map(|number| a.status(number)).collect();
+    assert_eq!(found, [flushed, denied, KernelStatus::Ok, denied, flushed]);
     assert_eq!(b.memory.bytes().load_u64(0).unwrap(), 1);
     let error = a.qp.check().unwrap_err().to_string();
     assert!(error.contains("remote access"), "{error}");
 }
 
-fn a_peer_that_is_gone_is_an_error_soon(&OnCpu { library, which }: &OnCpu) {
-    let options = KernelQpOptions { connection: impatient(), ..small() };
-    let [mut a, b] = ends(which, &options);
+fn a_peer_that_is_gone_is_an_error_soon(&CpuFixture { library, test_link }: &CpuFixture) {
+    let options = KernelQpOptions { connection: short_timeouts(), ..small() };
+    let [mut a, b] = ends(test_link, &options);
     drop(b);
     let start = Instant::now();
     call(library, "cpu_one", &mut a);
-    assert!(start.elapsed() < soon() / 2, "{:?}", start.elapsed());
-    assert_eq!((a.ended(0), a.ended(1)), (Ended::Ok, Ended::Failed(Status::RetryExceeded)));
+    assert!(start.elapsed() < test_timeout() / 2, "{:?}", start.elapsed());
+    assert_eq!(
+        (a.status(0), a.status(1)),
+        (KernelStatus::Ok, KernelStatus::Failed(Status::RetryExceeded))
+    );
 }
 
-fn many_threads_lose_nothing(&OnCpu { library, which }: &OnCpu) {
-    storm_with(library, which, false, 9000); // the 16 bits on the wire run over
+fn many_threads_lose_nothing(&CpuFixture { library, test_link }: &CpuFixture) {
+    storm_with(library, test_link, false, 9000); // the 16 bits on the wire run over
 }
 
-fn threads_that_post_together_lose_nothing(&OnCpu { library, which }: &OnCpu) {
-    storm_with(library, which, true, 1000);
+fn threads_that_post_together_lose_nothing(&CpuFixture { library, test_link }: &CpuFixture) {
+    storm_with(library, test_link, true, 1000);
 }
 
-fn storm_with(library: &Library, which: Which, together: bool, rounds: u64) {
+fn storm_with(library: &Library, test_link: TestLink, together: bool, rounds: u64) {
     type Storm = unsafe extern "C" fn(*const u64, *const u64, u64, u32, u64, u64) -> u64;
     const THREADS: u32 = 8;
-    let mut pairs: Vec<[End; 2]> =
-        (0..2).map(|_| ends(which, &KernelQpOptions { send_depth: 256, ..small() })).collect();
+    let mut pairs: Vec<[Endpoint; 2]> =
+        (0..2).map(|_| ends(test_link, &KernelQpOptions { send_depth: 256, ..small() })).collect();
     let handles: Vec<u64> = pairs.iter().map(|[a, _]| a.qp.handle().raw()).collect();
     let lists: Vec<u64> =
         pairs.iter_mut().map(|[a, _]| a.list.as_mut_ptr().addr() as u64).collect();

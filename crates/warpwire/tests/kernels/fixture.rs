@@ -9,12 +9,12 @@ use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mem::{Allocation, Backend, Device, Kernel, Launch, Stream, cuda};
 use warpwire::stream::kernel::Kernels;
 use warpwire::stream::{KernelQp, KernelQpOptions};
-use warpwire::verbs::{Access, Context, Drive, Mr, Pd, QpOptions, Remote};
+use warpwire::verbs::{Access, Context, Mr, Pd, ProgressMode, QpOptions, Remote};
 
 use crate::kernels::calls::{self, at};
 
 /// Longer than anything takes that works.
-pub fn soon() -> Duration {
+pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(40))
 }
 /// How much memory each end has.
@@ -24,12 +24,12 @@ pub const WORD: u64 = LEN;
 
 /// The links that cases run over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Which {
+pub enum TestLink {
     Loopback,
     Shm,
 }
 
-impl Which {
+impl TestLink {
     pub const ALL: [(Self, &'static str); 2] = [(Self::Loopback, "loopback"), (Self::Shm, "shm")];
 
     pub fn ends(self) -> [Box<dyn Link>; 2] {
@@ -40,7 +40,7 @@ impl Which {
                 Box::new(hub.endpoint(address).unwrap()) as Box<dyn Link>
             }
             Self::Shm => {
-                let options = shm::Options { attend: 1, ..shm::Options::default() };
+                let options = shm::Options { control_poll_interval: 1, ..shm::Options::default() };
                 Box::new(Shm::bind("127.0.0.1:0".parse().unwrap(), options).unwrap())
             }
         })
@@ -50,16 +50,16 @@ impl Which {
 /// The drive that kernels need.
 pub fn threaded() -> HcaOptions {
     // Longer, and engines take the time of those that they wait for where cores are few.
-    let drive = Drive::Thread { spin: Duration::from_micros(50), core: None };
-    HcaOptions { drive, ..HcaOptions::default() }
+    let progress_mode = ProgressMode::Thread { spin: Duration::from_micros(50), core: None };
+    HcaOptions { progress_mode, ..HcaOptions::default() }
 }
 
-pub fn contexts(which: Which) -> [Context; 2] {
-    which.ends().map(|link| Context::open_with(link, threaded()).unwrap())
+pub fn contexts(test_link: TestLink) -> [Context; 2] {
+    test_link.ends().map(|link| Context::open_with(link, threaded()).unwrap())
 }
 
 pub struct Fixture {
-    pub which: Which,
+    pub test_link: TestLink,
     pub backend: Backend,
     pub gpu: Device,
     pub second: Option<Device>,
@@ -69,7 +69,7 @@ pub struct Fixture {
 }
 
 impl Fixture {
-    pub fn new(backend: Backend, which: Which) -> Self {
+    pub fn new(backend: Backend, test_link: TestLink) -> Self {
         let (gpu, second, sim) = match backend {
             Backend::Sim => {
                 let config = SimConfig { memory: 1 << 30, ..SimConfig::default() };
@@ -82,7 +82,7 @@ impl Fixture {
         // All of them now: CUDA looks none up while streams are at work.
         let found = calls::NAMES.map(|name| (name, module.kernel(name).unwrap()));
         let kernels = Kernels::load(&gpu).unwrap();
-        Self { which, backend, gpu, second, kernels, found, _sim: sim }
+        Self { test_link, backend, gpu, second, kernels, found, _sim: sim }
     }
 
     pub fn kernel(&self, name: &str) -> Kernel {
@@ -94,34 +94,34 @@ impl Fixture {
             send_depth: 16,
             receive_depth: 8,
             kernels: Some(self.kernels.clone()),
-            patience: soon(),
+            wait_timeout: test_timeout(),
             ..KernelQpOptions::default()
         }
     }
 
     /// Two ends that are connected.
-    pub fn ends(&self) -> [End; 2] {
+    pub fn ends(&self) -> [Endpoint; 2] {
         self.ends_with(self.options())
     }
 
-    pub fn ends_with(&self, options: KernelQpOptions) -> [End; 2] {
-        self.connected(contexts(self.which), options)
+    pub fn ends_with(&self, options: KernelQpOptions) -> [Endpoint; 2] {
+        self.connected(contexts(self.test_link), options)
     }
 
     /// The same between these contexts, which may be one.
-    pub fn connected(&self, contexts: [Context; 2], options: KernelQpOptions) -> [End; 2] {
-        let ends = contexts.map(|context| End::new(context, &self.gpu, options.clone()));
+    pub fn connected(&self, contexts: [Context; 2], options: KernelQpOptions) -> [Endpoint; 2] {
+        let ends = contexts.map(|context| Endpoint::new(context, &self.gpu, options.clone()));
         let [a, b] = &ends;
-        a.qp.connect(&b.qp.offer()).unwrap();
-        b.qp.connect(&a.qp.offer()).unwrap();
-        a.describe(b.mr.remote(0), b.mr.remote(WORD));
-        b.describe(a.mr.remote(0), a.mr.remote(WORD));
+        a.qp.connect(&b.qp.endpoint()).unwrap();
+        b.qp.connect(&a.qp.endpoint()).unwrap();
+        a.write_params(b.mr.remote(0), b.mr.remote(WORD));
+        b.write_params(a.mr.remote(0), a.mr.remote(WORD));
         ends
     }
 }
 
 /// One end: a context with a queue pair for kernels and memory of the GPU.
-pub struct End {
+pub struct Endpoint {
     pub qp: KernelQp,
     pub memory: Allocation,
     pub mr: Mr,
@@ -131,7 +131,7 @@ pub struct End {
     pub _context: Context,
 }
 
-impl End {
+impl Endpoint {
     pub fn new(context: Context, gpu: &Device, options: KernelQpOptions) -> Self {
         let pd = context.pd();
         let qp = KernelQp::create(&context, &pd, gpu, options).unwrap();
@@ -144,8 +144,8 @@ impl End {
     }
 
     /// Fills in the list of words.
-    pub fn describe(&self, there: Remote, word: Remote) {
-        for (place, value) in [
+    pub fn write_params(&self, there: Remote, word: Remote) {
+        for (param_index, value) in [
             (at::HERE, self.mr.iova()),
             (at::HERE_KEY, self.mr.lkey().into()),
             (at::THERE, there.address),
@@ -153,22 +153,22 @@ impl End {
             (at::WORD, word.address),
             (at::WORD_KEY, word.rkey.into()),
             (at::OWN_WORD, self.memory.address().raw() + WORD),
-            (at::TIMEOUT, soon().as_nanos() as u64),
+            (at::TIMEOUT, test_timeout().as_nanos() as u64),
             (at::BAD_KEY, u64::from(there.rkey ^ 0x100)),
         ] {
-            self.tell(place, value);
+            self.set_param(param_index, value);
         }
     }
 
-    pub fn tell(&self, place: u64, value: u64) {
-        self.list.write(place * 8, &value.to_le_bytes()).unwrap();
+    pub fn set_param(&self, param_index: u64, value: u64) {
+        self.list.write(param_index * 8, &value.to_le_bytes()).unwrap();
     }
 
-    pub fn findings<const N: usize>(&self) -> [i64; N] {
+    pub fn results<const N: usize>(&self) -> [i64; N] {
         let mut words = [0; N];
         for (number, word) in words.iter_mut().enumerate() {
             let mut bytes = [0; 8];
-            self.list.read((at::FINDINGS + number as u64) * 8, &mut bytes).unwrap();
+            self.list.read((at::RESULTS + number as u64) * 8, &mut bytes).unwrap();
             *word = i64::from_le_bytes(bytes);
         }
         words
@@ -197,12 +197,12 @@ impl End {
         let launch = args.iter().fold(launch, |launch, value| launch.value(*value));
         // SAFETY: the suite's kernels touch the handle, the list and the memory that the list names; the case keeps
         // the ends until the stream is done.
-        unsafe { stream.launch(launch.keep(&self.memory.whole().unwrap())) }.unwrap();
+        unsafe { stream.launch(launch.keep_alive(&self.memory.whole().unwrap())) }.unwrap();
     }
 }
 
 /// A connection that gives up soon.
-pub fn impatient() -> QpOptions {
+pub fn short_timeouts() -> QpOptions {
     QpOptions { timeout: 8, retry_count: 1, ..QpOptions::default() }
 }
 

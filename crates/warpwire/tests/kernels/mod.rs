@@ -4,8 +4,8 @@
 //! and `WARPWIRE_REQUIRE=cuda` makes it a failure. `cpu` has the header's own code on CPU threads.
 mod calls;
 mod cpu;
+mod device_calls;
 mod fixture;
-mod inside;
 mod refusals;
 mod streams;
 
@@ -13,11 +13,11 @@ use testkit::{Case, Collector, Effort, Suite};
 use warpwire::mem::Backend;
 
 use crate::ptx;
-use fixture::{Fixture, Which};
+use fixture::{Fixture, TestLink};
 
 pub const SUITE: Suite = Suite { name: "kernels", env: &[], collect, role: |_| {} };
 
-const CASES: &[&[Case<Fixture>]] = &[inside::CASES, streams::CASES, refusals::CASES];
+const CASES: &[&[Case<Fixture>]] = &[device_calls::CASES, streams::CASES, refusals::CASES];
 
 fn collect(suite: &mut Collector) {
     if suite.effort() > Effort::Quick {
@@ -27,18 +27,18 @@ fn collect(suite: &mut Collector) {
     if suite.backend("cuda", ptx::cuda_with(&[calls::PTX])).is_some() {
         add(suite, Backend::Cuda);
         // All cases share the process's one CUDA context: see the conformance suite.
-        suite.one_at_a_time();
+        suite.run_serially();
     }
 }
 
 fn add(suite: &mut Collector, backend: Backend) {
-    for (which, link) in Which::ALL {
-        if suite.effort() == Effort::Quick && which != Which::Loopback {
+    for (test_link, link) in TestLink::ALL {
+        if suite.effort() == Effort::Quick && test_link != TestLink::Loopback {
             continue;
         }
         for cases in CASES {
             suite.add(&format!("{backend}::{link}"), cases, move |case| {
-                (case.run)(&Fixture::new(backend, which));
+                (case.run)(&Fixture::new(backend, test_link));
             });
         }
     }

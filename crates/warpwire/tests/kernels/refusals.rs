@@ -4,9 +4,9 @@ use warpwire::error::Kind;
 use warpwire::hca::HcaOptions;
 use warpwire::stream::kernel::{Kernels, SignalWait};
 use warpwire::stream::{KernelQp, KernelQpOptions};
-use warpwire::verbs::{Context, Drive, QpOptions, Service, SrqOptions};
+use warpwire::verbs::{Context, ProgressMode, QpOptions, Service, SrqOptions};
 
-use crate::kernels::fixture::{Fixture, WORD, contexts, soon};
+use crate::kernels::fixture::{Fixture, WORD, contexts, test_timeout};
 use testkit::cases;
 
 cases!(Fixture; CASES:
@@ -19,9 +19,10 @@ cases!(Fixture; CASES:
 );
 
 fn a_context_without_a_thread_is_refused(fixture: &Fixture) {
-    for drive in [Drive::Guarded, Drive::Inline] {
-        let [link, _] = fixture.which.ends();
-        let context = Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() });
+    for progress_mode in [ProgressMode::Auto, ProgressMode::Manual] {
+        let [link, _] = fixture.test_link.ends();
+        let context =
+            Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() });
         let context = context.unwrap();
         let made = KernelQp::create(&context, &context.pd(), &fixture.gpu, fixture.options());
         let error = made.unwrap_err();
@@ -31,7 +32,7 @@ fn a_context_without_a_thread_is_refused(fixture: &Fixture) {
 }
 
 fn refused(fixture: &Fixture, options: KernelQpOptions, word: &str) {
-    let [context, _] = contexts(fixture.which);
+    let [context, _] = contexts(fixture.test_link);
     let made = KernelQp::create(&context, &context.pd(), &fixture.gpu, options);
     let error = made.unwrap_err();
     assert_eq!(error.kind(), &Kind::InvalidArgument, "{error}");
@@ -46,7 +47,7 @@ fn depths_that_are_no_queues_are_refused(fixture: &Fixture) {
         refused(fixture, KernelQpOptions { receive_depth, ..fixture.options() }, "receive_depth");
     }
     // The largest and the smallest are none of those.
-    let [context, _] = contexts(fixture.which);
+    let [context, _] = contexts(fixture.test_link);
     for (send_depth, receive_depth) in [(32768, 32768), (2, 1)] {
         let options = KernelQpOptions { send_depth, receive_depth, ..fixture.options() };
         KernelQp::create(&context, &context.pd(), &fixture.gpu, options).unwrap();
@@ -56,7 +57,7 @@ fn depths_that_are_no_queues_are_refused(fixture: &Fixture) {
 fn datagrams_and_shared_receives_are_refused(fixture: &Fixture) {
     let connection = QpOptions { service: Service::Ud, ..QpOptions::default() };
     refused(fixture, KernelQpOptions { connection, ..fixture.options() }, "datagrams");
-    let [context, _] = contexts(fixture.which);
+    let [context, _] = contexts(fixture.test_link);
     let srq = context.create_srq(&context.pd(), SrqOptions::default()).unwrap();
     let connection = QpOptions { srq: Some(srq), ..QpOptions::default() };
     refused(fixture, KernelQpOptions { connection, ..fixture.options() }, "shared");
@@ -70,7 +71,7 @@ fn kernels_and_streams_of_another_device_are_refused(fixture: &Fixture) {
     let kernels = Some(Kernels::load(other).unwrap());
     refused(fixture, KernelQpOptions { kernels, ..fixture.options() }, &other.label());
     let [a, b] = fixture.ends();
-    let error = a.qp.put_on(&other.stream().unwrap(), b.mr.remote(0), a.mr.sge(0, 8));
+    let error = a.qp.put_on_stream(&other.stream().unwrap(), b.mr.remote(0), a.mr.sge(0, 8));
     assert!(error.unwrap_err().to_string().contains("another device"));
 }
 
@@ -78,28 +79,28 @@ fn results_without_room_are_refused(fixture: &Fixture) {
     let [a, b] = fixture.ends();
     let stream = fixture.gpu.stream().unwrap();
     let word = b.mr.remote(WORD);
-    let error = a.qp.fetch_add_on(&stream, word, 1, Some(a.mr.sge(0, 4))).unwrap_err();
+    let error = a.qp.fetch_add_on_stream(&stream, word, 1, Some(a.mr.sge(0, 4))).unwrap_err();
     assert!(error.to_string().contains("8 bytes"), "{error}");
     for (offset, len) in [(0, 15), (2, 16)] {
         let region = a.memory.region(offset, len).unwrap();
-        let error = a.qp.receive_on(&stream, Some(&region)).unwrap_err();
+        let error = a.qp.receive_on_stream(&stream, Some(&region)).unwrap_err();
         assert!(error.to_string().contains("16 bytes"), "{error}");
     }
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
     assert_eq!(a.qp.progress().unwrap().posted, 0);
 }
 
 fn queue_pairs_for_cpu_threads_have_no_streams(fixture: &Fixture) {
-    let [context, _] = contexts(fixture.which);
+    let [context, _] = contexts(fixture.test_link);
     let options = KernelQpOptions { send_depth: 16, ..KernelQpOptions::default() };
     let qp = KernelQp::create_for_cpu(&context, &context.pd(), options).unwrap();
     let stream = fixture.gpu.stream().unwrap();
-    let error = qp.wait_on(&stream).unwrap_err();
+    let error = qp.wait_on_stream(&stream).unwrap_err();
     assert_eq!(error.kind(), &Kind::Unsupported);
     assert!(error.to_string().contains("KernelQp::create"), "{error}");
     let word = fixture.gpu.alloc(8).unwrap().word64(0).unwrap();
     let signal = SignalWait::new(&word, 0, 1).unwrap();
-    assert!(qp.wait_signal_on(&stream, &signal).is_err());
+    assert!(qp.wait_signal_on_stream(&stream, &signal).is_err());
     let kernel = fixture.kernel("calls_one");
     assert!(qp.pass(warpwire::mem::Launch::new(&kernel)).is_err());
 }

@@ -13,15 +13,15 @@ use warpwire::mem::{Device, Stream};
 use warpwire::mr::HostMemory;
 use warpwire::stream::{KernelQp, KernelQpOptions, StreamQp, StreamQpOptions};
 use warpwire::verbs::{
-    Access, Completion, Context, CqOptions, Mr, Op, Pd, QpOptions, ReceiveRequest, Remote, Request,
-    State, Status,
+    Access, Completion, Context, CqOptions, Mr, Pd, QpOptions, ReceiveRequest, Remote, SendRequest,
+    State, Status, WrOp,
 };
 
 /// Names the stand-in where it was compiled elsewhere.
 const NIC: &str = "WARPWIRE_TEST_NIC";
 /// Names a GPU: `cuda:0`. With it, one case at a time.
 const GPU: &str = "WARPWIRE_TEST_GPU";
-fn soon() -> Duration {
+fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(20))
 }
 
@@ -37,18 +37,18 @@ cases!(CASES:
 );
 
 fn collect(suite: &mut Collector) {
-    if suite.backend("mlx5dv", stand_in()).is_some() {
+    if suite.backend("mlx5dv", build_fake_nic()).is_some() {
         suite.add("", CASES, |case| (case.run)(&()));
     }
     if std::env::var_os(GPU).is_some() {
-        suite.one_at_a_time();
+        suite.run_serially();
     }
 }
 
 /// The stand-in, compiled, and in the libraries' place.
-fn stand_in() -> Result<PathBuf, String> {
+fn build_fake_nic() -> Result<PathBuf, String> {
     if let Some(library) = std::env::var_os(NIC) {
-        return Ok(announce(library.into()));
+        return Ok(set_library_env(library.into()));
     }
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
     let (source, library) = (
@@ -63,11 +63,11 @@ fn stand_in() -> Result<PathBuf, String> {
     let output = Command::new("cc").args(flags).arg("-o").arg(&library).arg(source).output();
     let output = output.map_err(|why| format!("no C compiler: {why}"))?;
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    Ok(announce(library))
+    Ok(set_library_env(library))
 }
 
 /// Has the stand-in take the libraries' place.
-fn announce(library: PathBuf) -> PathBuf {
+fn set_library_env(library: PathBuf) -> PathBuf {
     for variable in ["WARPWIRE_IBVERBS", "WARPWIRE_MLX5"] {
         // SAFETY: this process has no other thread yet.
         unsafe { std::env::set_var(variable, &library) };
@@ -104,13 +104,13 @@ fn bench(name: &str) -> Bench {
 impl Bench {
     fn stream_pair(&self) -> [StreamQp; 2] {
         let qp = QpOptions { send_depth: 4, receive_depth: 8, ..QpOptions::default() };
-        let patience = Some(Duration::from_secs(10));
-        let options = StreamQpOptions { qp, patience, ..StreamQpOptions::default() };
+        let wait_timeout = Some(Duration::from_secs(10));
+        let options = StreamQpOptions { qp, wait_timeout, ..StreamQpOptions::default() };
         let [a, b] = [(); 2].map(|()| {
             StreamQp::create(&self.context, &self.pd, &self.gpu, options.clone()).unwrap()
         });
-        a.connect(&b.offer()).unwrap();
-        b.connect(&a.offer()).unwrap();
+        a.connect(&b.endpoint()).unwrap();
+        b.connect(&a.endpoint()).unwrap();
         [a, b]
     }
 
@@ -126,11 +126,11 @@ impl Bench {
 }
 
 fn finish(streams: &[&Stream]) {
-    streams.iter().for_each(|stream| stream.synchronize(soon()).unwrap());
+    streams.iter().for_each(|stream| stream.synchronize(test_timeout()).unwrap());
 }
 
 fn take(qp: &StreamQp) -> Completion {
-    qp.next(soon()).unwrap().expect("a completion comes soon")
+    qp.next(test_timeout()).unwrap().expect("a completion comes soon")
 }
 
 /// Messages from stream to stream, for many laps of every queue.
@@ -146,9 +146,10 @@ fn streams_ring_the_register_and_watch_the_queue() {
         let sent: Vec<u8> = (0..300).map(|n| (n as u64 * 7 + round) as u8).collect();
         bench.put(0, &sent);
         let from = [bench.mr.sge(0, 300)];
-        let ticket = a.queue(&sender, &Request::new(1000 + round, Op::Send).with(&from)).unwrap();
+        let ticket =
+            a.queue(&sender, &SendRequest::new(1000 + round, WrOp::Send).with(&from)).unwrap();
         let target = bench.mr.remote(16_384);
-        a.queue(&sender, &Request::new(2000 + round, Op::Write(target)).inline(&sent[..20]))
+        a.queue(&sender, &SendRequest::new(2000 + round, WrOp::Write(target)).inline(&sent[..20]))
             .unwrap();
         a.wait_send(&sender, ticket.after(1)).unwrap();
         finish(&[&sender, &receiver]);
@@ -167,8 +168,9 @@ fn prepared_work_and_the_cpu() {
     let bench = bench("nic_0");
     let [a, _b] = bench.stream_pair();
     let stream = bench.gpu.stream().unwrap();
-    let write =
-        |id, at, byte: &'static [u8]| Request::new(id, Op::Write(bench.mr.remote(at))).inline(byte);
+    let write = |id, at, byte: &'static [u8]| {
+        SendRequest::new(id, WrOp::Write(bench.mr.remote(at))).inline(byte)
+    };
     let first = a.prepare(&write(1, 0, b"a")).unwrap();
     let dropped = a.prepare(&write(2, 1, b"b")).unwrap();
     let last = a.prepare(&write(3, 2, b"c")).unwrap();
@@ -190,8 +192,8 @@ fn failures_release_streams() {
     let stream = bench.gpu.stream().unwrap();
     let nowhere = Remote { address: 0x1000, rkey: 0xbad };
     b.post_receive(&[ReceiveRequest { id: 9, data: &[] }]).unwrap();
-    a.queue(&stream, &Request::new(7, Op::Write(nowhere)).inline(b"x")).unwrap();
-    let last = a.queue(&stream, &Request::new(8, Op::Send)).unwrap();
+    a.queue(&stream, &SendRequest::new(7, WrOp::Write(nowhere)).inline(b"x")).unwrap();
+    let last = a.queue(&stream, &SendRequest::new(8, WrOp::Send)).unwrap();
     a.wait_send(&stream, last).unwrap();
     finish(&[&stream]);
     let [first, second] = [take(&a), take(&a)];
@@ -199,7 +201,7 @@ fn failures_release_streams() {
     assert_eq!((second.id, second.status), (8, Status::Flushed));
     let failure = a.failure().expect("it has failed").to_string();
     assert!(failure.contains("remote access"), "{failure}");
-    assert!(a.prepare(&Request::new(9, Op::Send)).is_err());
+    assert!(a.prepare(&SendRequest::new(9, WrOp::Send)).is_err());
     // Ending the other gives its receive back.
     b.abort();
     assert_eq!((take(&b).id, b.qp().state().unwrap()), (9, State::Err));
@@ -211,15 +213,15 @@ fn kernels_drive_it_by_themselves() {
     let options = KernelQpOptions { send_depth: 8, receive_depth: 4, ..KernelQpOptions::default() };
     let make = || KernelQp::create(&bench.context, &bench.pd, &bench.gpu, options.clone()).unwrap();
     let (qp, peer) = (make(), make());
-    qp.connect(&peer.offer()).unwrap();
-    peer.connect(&qp.offer()).unwrap();
+    qp.connect(&peer.endpoint()).unwrap();
+    peer.connect(&qp.endpoint()).unwrap();
     let stream = bench.gpu.stream().unwrap();
     bench.put(0, &[1; 64]);
     let graph = stream
         .capture(|stream| {
-            qp.put_on(stream, bench.mr.remote(4096), bench.mr.sge(0, 64))?;
-            qp.put_on(stream, bench.mr.remote(8192), bench.mr.sge(0, 64))?;
-            qp.wait_on(stream)
+            qp.put_on_stream(stream, bench.mr.remote(4096), bench.mr.sge(0, 64))?;
+            qp.put_on_stream(stream, bench.mr.remote(8192), bench.mr.sge(0, 64))?;
+            qp.wait_on_stream(stream)
         })
         .unwrap();
     for round in 0..50 {
@@ -235,22 +237,23 @@ fn kernels_drive_it_by_themselves() {
 /// Verbs of the CPU on a queue pair that is posted to in place.
 fn the_cpu_posts_and_polls_in_place() {
     let bench = bench("nic_0");
-    let held = || CqOptions { entries: 15, held: true, ..CqOptions::default() };
+    let manual_release = || CqOptions { entries: 15, manual_release: true, ..CqOptions::default() };
     let make = || {
-        let [sends, receives] = [(); 2].map(|()| bench.context.create_cq_with(held()).unwrap());
-        let options = QpOptions { watched: true, send_depth: 4, ..QpOptions::default() };
+        let [sends, receives] =
+            [(); 2].map(|()| bench.context.create_cq_with(manual_release()).unwrap());
+        let options = QpOptions { poll_doorbell: true, send_depth: 4, ..QpOptions::default() };
         let qp = bench.context.create_qp(&bench.pd, &sends, &receives, options).unwrap();
         (qp, sends, receives)
     };
     let ((a, sends, _), (b, _, receives)) = (make(), make());
-    let early = a.post_send(&[Request::new(1, Op::Send)]).unwrap_err();
+    let early = a.post_send(&[SendRequest::new(1, WrOp::Send)]).unwrap_err();
     assert!(early.to_string().contains("takes work from RTS on"), "{early}");
-    a.connect(&b.offer()).unwrap();
-    b.connect(&a.offer()).unwrap();
+    a.connect(&b.endpoint()).unwrap();
+    b.connect(&a.endpoint()).unwrap();
     let next = |cq: &warpwire::verbs::Cq| {
         let (mut one, start) = ([Completion::EMPTY], std::time::Instant::now());
         while cq.poll(&mut one).unwrap() == 0 {
-            assert!(start.elapsed() < soon(), "a completion");
+            assert!(start.elapsed() < test_timeout(), "a completion");
             std::thread::yield_now();
         }
         one[0]
@@ -258,17 +261,17 @@ fn the_cpu_posts_and_polls_in_place() {
     for round in 0..40_u64 {
         b.post_receive(&[ReceiveRequest { id: round, data: &[bench.mr.sge(512, 64)] }]).unwrap();
         let mut batch = a.batch();
-        batch.push(&Request::new(2 * round, Op::Nop)).unwrap();
-        batch.push(&Request::new(2 * round + 1, Op::Send).inline(&[round as u8; 5])).unwrap();
+        batch.push(&SendRequest::new(2 * round, WrOp::Nop)).unwrap();
+        batch.push(&SendRequest::new(2 * round + 1, WrOp::Send).inline(&[round as u8; 5])).unwrap();
         batch.post();
         assert_eq!([next(&sends).id, next(&sends).id], [2 * round, 2 * round + 1]);
         let done = next(&receives);
         assert_eq!((done.id, done.len, done.status), (round, 5, Status::Success));
         assert_eq!(bench.get(512, 5), [round as u8; 5]);
-        sends.give_back(2 * round + 2);
-        receives.give_back(round + 1);
+        sends.release(2 * round + 2);
+        receives.release(round + 1);
     }
-    let full = a.post_send(&[Request::new(0, Op::Nop); 60]).unwrap_err();
+    let full = a.post_send(&[SendRequest::new(0, WrOp::Nop); 60]).unwrap_err();
     assert_eq!(full.kind(), &Kind::Busy);
     assert!(sends.arm(false).unwrap_err().to_string().contains("poll it"));
 }
@@ -277,8 +280,8 @@ fn the_cpu_posts_and_polls_in_place() {
 fn what_is_no_connectx_or_makes_no_sense_is_refused() {
     let bench = bench("nic_0");
     let plain = bench.context.create_cq(4).unwrap();
-    let watched = QpOptions { watched: true, ..QpOptions::default() };
-    let refused = bench.context.create_qp(&bench.pd, &plain, &plain, watched).unwrap_err();
+    let poll_doorbell = QpOptions { poll_doorbell: true, ..QpOptions::default() };
+    let refused = bench.context.create_qp(&bench.pd, &plain, &plain, poll_doorbell).unwrap_err();
     assert!(refused.to_string().contains("CqOptions::held"), "{refused}");
     // 48 bytes inline take two blocks for each of so many requests, which is no power of two.
     let odd = QpOptions { send_depth: 3, ..QpOptions::default() };

@@ -3,9 +3,11 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use warpwire::error::Kind;
-use warpwire::msg::{Element, Reduce};
+use warpwire::msg::{DataType, ReduceOp};
 
-use crate::msg::fixture::{A_MOMENT, Fixture, PLACES, buffer, pattern, read, same, soon};
+use crate::msg::fixture::{
+    Fixture, MEMORY_KINDS, SHORT_WAIT, buffer, pattern, read, same, test_timeout,
+};
 use testkit::cases;
 
 cases!(Fixture; CASES: barriers_hold, broadcasts, reductions, wrong_use);
@@ -16,12 +18,12 @@ fn barriers_hold(fixture: &Fixture) {
         fixture.ranks(size, |comm| {
             for round in 1..=20 {
                 here.fetch_add(1, Ordering::SeqCst);
-                comm.barrier(soon()).unwrap();
+                comm.barrier(test_timeout()).unwrap();
                 // All have come this far, and nobody further than the next time.
                 let count = here.load(Ordering::SeqCst);
                 assert!((round * size..=(round + 1) * size).contains(&count), "{count}");
             }
-            comm.finish(soon()).unwrap();
+            comm.finish(test_timeout()).unwrap();
         });
     }
 }
@@ -32,16 +34,17 @@ fn broadcasts(fixture: &Fixture) {
             for (root, len) in
                 (0..size).flat_map(|root| [0, 1, 9000, 300_000].map(|len| (root, len)))
             {
-                for place in PLACES {
-                    let memory = buffer(&comm, place, 300_001);
+                for memory_kind in MEMORY_KINDS {
+                    let memory = buffer(&comm, memory_kind, 300_001);
                     if comm.rank() == root {
                         memory.write(1, &pattern(len as u64, len)).unwrap();
                     }
-                    comm.broadcast(root, memory.part(1, len as u64).unwrap(), soon()).unwrap();
+                    comm.broadcast(root, memory.slice(1, len as u64).unwrap(), test_timeout())
+                        .unwrap();
                     same(&read(&memory, 1, len), &pattern(len as u64, len), "a broadcast");
                 }
             }
-            comm.finish(soon()).unwrap();
+            comm.finish(test_timeout()).unwrap();
         });
     }
 }
@@ -56,33 +59,33 @@ fn reductions(fixture: &Fixture) {
             let numbers: Vec<u8> =
                 (0..count).flat_map(|i| ((i + rank) as f64 * 0.5).to_le_bytes()).collect();
             memory.write(0, &numbers).unwrap();
-            comm.all_reduce(&memory, Element::F64, Reduce::Sum, soon()).unwrap();
+            comm.all_reduce(&memory, DataType::F64, ReduceOp::Sum, test_timeout()).unwrap();
             for (i, word) in whole(&memory).chunks_exact(8).enumerate() {
                 let sum: f64 = (0..size).map(|rank| (i + rank) as f64 * 0.5).sum();
                 assert_eq!(f64::from_le_bytes(word.try_into().unwrap()), sum, "element {i}");
             }
-            let each = |element: Element, reduce: Reduce, mine: i64| -> i64 {
+            let each = |element: DataType, reduce: ReduceOp, mine: i64| -> i64 {
                 memory.write(0, &mine.to_le_bytes()).unwrap();
-                let part = memory.part(0, element.bytes()).unwrap();
-                comm.all_reduce(part, element, reduce, soon()).unwrap();
+                let slice = memory.slice(0, element.bytes()).unwrap();
+                comm.all_reduce(slice, element, reduce, test_timeout()).unwrap();
                 i64::from_le_bytes(read(&memory, 0, 8).try_into().unwrap())
             };
             let last = size as i64 - 1;
-            assert_eq!(each(Element::I64, Reduce::Min, -(rank as i64)), -last);
-            assert_eq!(each(Element::I64, Reduce::Max, rank as i64), last);
-            assert_eq!(each(Element::U64, Reduce::Sum, 1 << 40), (size as i64) << 40);
-            assert_eq!(each(Element::I32, Reduce::Max, rank as i64), last);
-            let wrapped = each(Element::I32, Reduce::Sum, i64::from(i32::MAX as u32)) as i32;
+            assert_eq!(each(DataType::I64, ReduceOp::Min, -(rank as i64)), -last);
+            assert_eq!(each(DataType::I64, ReduceOp::Max, rank as i64), last);
+            assert_eq!(each(DataType::U64, ReduceOp::Sum, 1 << 40), (size as i64) << 40);
+            assert_eq!(each(DataType::I32, ReduceOp::Max, rank as i64), last);
+            let wrapped = each(DataType::I32, ReduceOp::Sum, i64::from(i32::MAX as u32)) as i32;
             assert_eq!(wrapped, i32::MAX.wrapping_mul(size as i32));
             let float = i64::from((rank as f32 - 1.0).to_bits());
-            assert_eq!(f32::from_bits(each(Element::F32, Reduce::Min, float) as u32), -1.0);
+            assert_eq!(f32::from_bits(each(DataType::F32, ReduceOp::Min, float) as u32), -1.0);
             // More than one chunk.
             let big = comm.alloc(9 << 20).unwrap();
             big.write(0, &vec![1; 9 << 20]).unwrap();
-            comm.all_reduce(&big, Element::U64, Reduce::Sum, soon()).unwrap();
+            comm.all_reduce(&big, DataType::U64, ReduceOp::Sum, test_timeout()).unwrap();
             let word = 0x0101_0101_0101_0101u64.wrapping_mul(size as u64).to_le_bytes();
             assert!(read(&big, 0, 9 << 20).chunks_exact(8).all(|found| found == word));
-            comm.finish(soon()).unwrap();
+            comm.finish(test_timeout()).unwrap();
         });
     }
 }
@@ -90,22 +93,27 @@ fn reductions(fixture: &Fixture) {
 fn wrong_use(fixture: &Fixture) {
     fixture.ranks(2, |comm| {
         let memory = comm.alloc(100).unwrap();
-        let odd = comm.all_reduce(memory.part(0, 7).unwrap(), Element::F32, Reduce::Sum, soon());
+        let odd = comm.all_reduce(
+            memory.slice(0, 7).unwrap(),
+            DataType::F32,
+            ReduceOp::Sum,
+            test_timeout(),
+        );
         assert_eq!(odd.unwrap_err().kind(), &Kind::InvalidArgument);
-        assert!(comm.broadcast(2, &memory, soon()).is_err());
-        comm.barrier(soon()).unwrap();
+        assert!(comm.broadcast(2, &memory, test_timeout()).is_err());
+        comm.barrier(test_timeout()).unwrap();
         // Who comes alone does not wait for ever.
         if comm.rank() == 0 {
-            let late = comm.barrier(A_MOMENT).unwrap_err();
+            let late = comm.barrier(SHORT_WAIT).unwrap_err();
             assert_eq!(late.kind(), &Kind::Timeout, "{late}");
-            comm.send_ready(1, soon()).unwrap();
+            comm.send_ready(1, test_timeout()).unwrap();
         } else {
-            comm.wait_ready(0, soon()).unwrap();
-            comm.barrier(soon()).unwrap();
+            comm.wait_ready(0, test_timeout()).unwrap();
+            comm.barrier(test_timeout()).unwrap();
         }
         // Lengths that differ are told.
         let len = 10 + comm.rank() as u64;
-        let outcome = comm.broadcast(0, memory.part(0, len).unwrap(), soon());
+        let outcome = comm.broadcast(0, memory.slice(0, len).unwrap(), test_timeout());
         match comm.rank() {
             0 => outcome.unwrap(),
             _ => {
@@ -113,6 +121,6 @@ fn wrong_use(fixture: &Fixture) {
                 assert!(error.contains("rank 0 has 10 bytes, this one 11"), "{error}");
             }
         }
-        comm.finish(soon()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }

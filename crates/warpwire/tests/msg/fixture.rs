@@ -6,55 +6,55 @@ pub use testkit::assert_same as same;
 use warpwire::link::Hub;
 use warpwire::mem::Device;
 use warpwire::mem::sim::{Sim, SimConfig};
-use warpwire::msg::{Buffer, Comm, CommOptions, Wire};
+use warpwire::msg::{Buffer, Comm, CommLink, CommOptions};
 
 /// Longer than anything takes that works.
-pub fn soon() -> Duration {
+pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(30))
 }
 /// Long enough to be sure that something does not happen.
-pub const A_MOMENT: Duration = Duration::from_millis(50);
+pub const SHORT_WAIT: Duration = Duration::from_millis(50);
 
 /// The links that cases run over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Which {
+pub enum TestLink {
     Hub,
     Udp,
     Shm,
     Auto,
 }
 
-impl Which {
+impl TestLink {
     pub const ALL: [(Self, &'static str); 4] =
         [(Self::Hub, "hub"), (Self::Udp, "udp"), (Self::Shm, "shm"), (Self::Auto, "auto")];
 }
 
 pub struct Fixture {
-    pub which: Which,
+    pub test_link: TestLink,
 }
 
 /// Where the memory of a message is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum MemoryKind {
     Host,
     Device,
 }
 
-pub const PLACES: [Place; 2] = [Place::Host, Place::Device];
+pub const MEMORY_KINDS: [MemoryKind; 2] = [MemoryKind::Host, MemoryKind::Device];
 
 impl Fixture {
-    pub fn new(which: Which) -> Self {
-        Self { which }
+    pub fn new(test_link: TestLink) -> Self {
+        Self { test_link }
     }
 
     pub fn options(&self) -> CommOptions {
-        let wire = match self.which {
-            Which::Hub => Wire::Hub(Hub::new()),
-            Which::Udp => Wire::Udp,
-            Which::Shm => Wire::Shm,
-            Which::Auto => Wire::Auto,
+        let link = match self.test_link {
+            TestLink::Hub => CommLink::Hub(Hub::new()),
+            TestLink::Udp => CommLink::Udp,
+            TestLink::Shm => CommLink::Shm,
+            TestLink::Auto => CommLink::Auto,
         };
-        CommOptions { wire, timeout: soon(), ..CommOptions::default() }
+        CommOptions { link, timeout: test_timeout(), ..CommOptions::default() }
     }
 
     /// Runs it as so many ranks.
@@ -85,10 +85,10 @@ pub fn gpu() -> Device {
 }
 
 /// A buffer of that sort.
-pub fn buffer(comm: &Comm, place: Place, len: u64) -> Buffer {
-    match place {
-        Place::Host => comm.alloc(len).unwrap(),
-        Place::Device => comm.register(gpu().alloc(len).unwrap().whole().unwrap()).unwrap(),
+pub fn buffer(comm: &Comm, memory_kind: MemoryKind, len: u64) -> Buffer {
+    match memory_kind {
+        MemoryKind::Host => comm.alloc(len).unwrap(),
+        MemoryKind::Device => comm.register(gpu().alloc(len).unwrap().whole().unwrap()).unwrap(),
     }
 }
 

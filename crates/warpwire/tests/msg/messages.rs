@@ -3,9 +3,11 @@
 use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
-use warpwire::msg::{Comm, CommOptions, Match, Part, wait_all, wait_any};
+use warpwire::msg::{BufferSlice, Comm, CommOptions, Match, wait_all, wait_any};
 
-use crate::msg::fixture::{A_MOMENT, Fixture, PLACES, buffer, pattern, read, same, soon};
+use crate::msg::fixture::{
+    Fixture, MEMORY_KINDS, SHORT_WAIT, buffer, pattern, read, same, test_timeout,
+};
 use testkit::cases;
 
 cases!(Fixture; CASES:
@@ -34,25 +36,25 @@ const SIZES: [usize; 10] = [0, 1, 7, 64, 4096, 8191, 8192, 8193, 100_000, (8 << 
 fn all_sizes_and_places(fixture: &Fixture) {
     fixture.ranks(2, |comm| {
         let other = 1 - comm.rank();
-        for (from, to) in PLACES.iter().flat_map(|from| PLACES.map(|to| (*from, to))) {
+        for (from, to) in MEMORY_KINDS.iter().flat_map(|from| MEMORY_KINDS.map(|to| (*from, to))) {
             let out = buffer(&comm, from, 9 << 20);
             let into = buffer(&comm, to, 9 << 20);
             for (tag, size) in SIZES.into_iter().enumerate() {
                 let seed = |rank: usize| (rank * 100 + tag) as u64;
                 out.write(3, &pattern(seed(comm.rank()), size)).unwrap();
-                let part = out.part(3, size as u64).unwrap();
+                let slice = out.slice(3, size as u64).unwrap();
                 let mut receive =
-                    comm.irecv(other, tag as u32, into.part(5, size as u64 + 9).unwrap()).unwrap();
-                let mut send = comm.isend(other, tag as u32, part).unwrap();
-                let outcome = receive.wait(soon()).unwrap();
+                    comm.irecv(other, tag as u32, into.slice(5, size as u64 + 9).unwrap()).unwrap();
+                let mut send = comm.isend(other, tag as u32, slice).unwrap();
+                let outcome = receive.wait(test_timeout()).unwrap();
                 assert_eq!((outcome.peer, outcome.tag), (other, tag as u32));
                 assert_eq!(outcome.len, size as u64);
-                send.wait(soon()).unwrap();
+                send.wait(test_timeout()).unwrap();
                 let what = format!("{from:?} to {to:?}, {size} bytes");
                 same(&read(&into, 5, size), &pattern(seed(other), size), &what);
             }
         }
-        comm.finish(soon()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
@@ -65,15 +67,15 @@ fn order_is_kept(fixture: &Fixture) {
                 // Short and long ones must not overtake each other.
                 let len = if number % 3 == 0 { 20_000 } else { 8 };
                 memory.write(0, &number.to_le_bytes()).unwrap();
-                comm.send(1, 7, memory.part(0, len).unwrap(), soon()).unwrap();
+                comm.send(1, 7, memory.slice(0, len).unwrap(), test_timeout()).unwrap();
             }
         } else {
             for number in 0..COUNT {
-                comm.recv(0, 7, &memory, soon()).unwrap();
+                comm.recv(0, 7, &memory, test_timeout()).unwrap();
                 assert_eq!(read(&memory, 0, 8), number.to_le_bytes());
             }
         }
-        comm.finish(soon()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
@@ -90,15 +92,15 @@ fn tags_choose(fixture: &Fixture) {
                     requests.push(comm.isend(1, 7, &long).unwrap());
                 } else {
                     memory.write(0, &[tag as u8]).unwrap();
-                    comm.send(1, tag, memory.part(0, 1).unwrap(), soon()).unwrap();
+                    comm.send(1, tag, memory.slice(0, 1).unwrap(), test_timeout()).unwrap();
                 }
             }
-            comm.barrier(soon()).unwrap();
-            wait_all(&mut requests, soon()).unwrap();
+            comm.barrier(test_timeout()).unwrap();
+            wait_all(&mut requests, test_timeout()).unwrap();
         } else {
-            comm.barrier(soon()).unwrap();
+            comm.barrier(test_timeout()).unwrap();
             let take = |tag: Match| {
-                let outcome = comm.recv(0, tag, &memory, soon()).unwrap();
+                let outcome = comm.recv(0, tag, &memory, test_timeout()).unwrap();
                 (outcome.tag, outcome.len, read(&memory, 0, 1)[0])
             };
             assert_eq!(take(7.into()), (7, 30_000, 7));
@@ -106,7 +108,7 @@ fn tags_choose(fixture: &Fixture) {
             assert_eq!(take(Match::Any), (5, 1, 5));
             assert_eq!(take(Match::Any), (6, 1, 6));
         }
-        comm.finish(soon()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
@@ -116,54 +118,59 @@ fn unexpected_messages_wait(fixture: &Fixture) {
         if comm.rank() == 0 {
             memory.write(0, &pattern(9, 1 << 20)).unwrap();
             let mut sends: Vec<_> = (0..40u64)
-                .map(|number| comm.isend(1, 1, memory.part(number, number * 500).unwrap()).unwrap())
+                .map(|number| {
+                    comm.isend(1, 1, memory.slice(number, number * 500).unwrap()).unwrap()
+                })
                 .collect();
-            comm.barrier(soon()).unwrap();
-            wait_all(&mut sends, soon()).unwrap();
+            comm.barrier(test_timeout()).unwrap();
+            wait_all(&mut sends, test_timeout()).unwrap();
         } else {
             // All that can come has come before anything is asked for.
-            comm.barrier(soon()).unwrap();
+            comm.barrier(test_timeout()).unwrap();
             let wanted = pattern(9, 1 << 20);
             for number in 0..40usize {
-                let outcome = comm.recv(0, 1, &memory, soon()).unwrap();
+                let outcome = comm.recv(0, 1, &memory, test_timeout()).unwrap();
                 assert_eq!(outcome.len as usize, number * 500);
                 let bytes = read(&memory, 0, number * 500);
                 same(&bytes, &wanted[number..number + number * 500], "an early message");
             }
         }
-        comm.finish(soon()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
 fn vectors(fixture: &Fixture) {
     fixture.ranks(2, |comm| {
         let other = 1 - comm.rank();
-        for (place, len) in PLACES.iter().flat_map(|place| [(*place, 300), (*place, 40_000)]) {
-            let out = buffer(&comm, place, 1 << 20);
-            let into = buffer(&comm, place, 1 << 20);
+        for (memory_kind, len) in MEMORY_KINDS
+            .iter()
+            .flat_map(|memory_kind| [(*memory_kind, 300), (*memory_kind, 40_000)])
+        {
+            let out = buffer(&comm, memory_kind, 1 << 20);
+            let into = buffer(&comm, memory_kind, 1 << 20);
             let whole = pattern(len, 15 * len as usize);
             // Parts in backward order, with an empty one among them.
-            let cut = |memory: &warpwire::msg::Buffer, lens: &[u64]| -> Vec<Part> {
+            let cut = |memory: &warpwire::msg::Buffer, lens: &[u64]| -> Vec<BufferSlice> {
                 let mut at = 1 << 20;
-                let mut part = |len: &u64| {
+                let mut slice = |len: &u64| {
                     at -= len + 3;
-                    memory.part(at, *len).unwrap()
+                    memory.slice(at, *len).unwrap()
                 };
-                lens.iter().map(&mut part).collect()
+                lens.iter().map(&mut slice).collect()
             };
             let lens: Vec<u64> = (0..15).map(|n| if n == 4 { 0 } else { len - n }).collect();
-            let parts = cut(&out, &lens);
+            let slices = cut(&out, &lens);
             let mut at = 0;
-            for part in &parts {
-                let end = at + part.len() as usize;
-                out.write(part.offset(), &whole[at..end]).unwrap();
+            for slice in &slices {
+                let end = at + slice.len() as usize;
+                out.write(slice.offset(), &whole[at..end]).unwrap();
                 at = end;
             }
             let halves = cut(&into, &[at as u64 / 3, at as u64 / 2, at as u64]);
             let mut receive = comm.irecvv(other, 0, &halves).unwrap();
-            let mut send = comm.isendv(other, 0, &parts).unwrap();
-            assert_eq!(receive.wait(soon()).unwrap().len, at as u64);
-            send.wait(soon()).unwrap();
+            let mut send = comm.isendv(other, 0, &slices).unwrap();
+            assert_eq!(receive.wait(test_timeout()).unwrap().len, at as u64);
+            send.wait(test_timeout()).unwrap();
             let mut came = Vec::new();
             for half in &halves {
                 came.extend(read(&into, half.offset(), half.len() as usize));
@@ -175,7 +182,7 @@ fn vectors(fixture: &Fixture) {
         let refused = comm.isendv(other, 0, &many).unwrap_err();
         assert_eq!(refused.kind(), &Kind::InvalidArgument, "{refused}");
         assert!(comm.irecvv(other, 0, &many).is_err());
-        comm.finish(soon()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
@@ -185,21 +192,21 @@ fn to_itself(fixture: &Fixture) {
         out.write(0, &pattern(1, 1 << 20)).unwrap();
         for len in [0, 1, 5000, 1 << 20] {
             // A short one is kept; a long one waits for its receive.
-            let mut send = comm.isend(0, 3, out.part(0, len).unwrap()).unwrap();
+            let mut send = comm.isend(0, 3, out.slice(0, len).unwrap()).unwrap();
             assert_eq!(send.test().unwrap().is_some(), len <= 8192, "{len}");
-            let outcome = comm.recv(0, 3, &into, soon()).unwrap();
+            let outcome = comm.recv(0, 3, &into, test_timeout()).unwrap();
             assert_eq!((outcome.peer, outcome.len), (0, len));
-            send.wait(soon()).unwrap();
+            send.wait(test_timeout()).unwrap();
             same(&read(&into, 0, len as usize), &pattern(1, 1 << 20)[..len as usize], "own");
             // And the other way round.
             let mut receive = comm.irecv(0, Match::Any, &into).unwrap();
             assert_eq!(receive.test().unwrap(), None);
-            comm.send(0, 4, out.part(0, len).unwrap(), soon()).unwrap();
-            assert_eq!(receive.wait(soon()).unwrap().tag, 4);
+            comm.send(0, 4, out.slice(0, len).unwrap(), test_timeout()).unwrap();
+            assert_eq!(receive.wait(test_timeout()).unwrap().tag, 4);
         }
-        let short = into.part(0, 10).unwrap();
-        comm.send(0, 5, out.part(0, 11).unwrap(), soon()).unwrap();
-        assert_eq!(comm.recv(0, 5, short, soon()).unwrap_err().kind(), &Kind::OutOfRange);
+        let short = into.slice(0, 10).unwrap();
+        comm.send(0, 5, out.slice(0, 11).unwrap(), test_timeout()).unwrap();
+        assert_eq!(comm.recv(0, 5, short, test_timeout()).unwrap_err().kind(), &Kind::OutOfRange);
     });
 }
 
@@ -210,7 +217,7 @@ fn back_pressure(fixture: &Fixture) {
         if comm.rank() == 0 {
             let mut sends = Vec::new();
             let busy = loop {
-                match comm.isend(1, 0, memory.part(0, 100).unwrap()) {
+                match comm.isend(1, 0, memory.slice(0, 100).unwrap()) {
                     Ok(send) => sends.push(send),
                     Err(error) => break error,
                 }
@@ -218,15 +225,15 @@ fn back_pressure(fixture: &Fixture) {
             assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
             // Eight at the peer, sixteen here; those at the peer are done.
             assert_eq!(sends.len(), 24);
-            sends[7].wait(soon()).unwrap();
-            let waits = sends[8].wait(A_MOMENT).unwrap_err();
+            sends[7].wait(test_timeout()).unwrap();
+            let waits = sends[8].wait(SHORT_WAIT).unwrap_err();
             assert_eq!(waits.kind(), &Kind::Timeout, "{waits}");
-            comm.send_ready(1, soon()).unwrap();
-            wait_all(&mut sends, soon()).unwrap();
+            comm.send_ready(1, test_timeout()).unwrap();
+            wait_all(&mut sends, test_timeout()).unwrap();
         } else {
-            comm.wait_ready(0, soon()).unwrap();
+            comm.wait_ready(0, test_timeout()).unwrap();
             for _ in 0..24 {
-                assert_eq!(comm.recv(0, 0, &memory, soon()).unwrap().len, 100);
+                assert_eq!(comm.recv(0, 0, &memory, test_timeout()).unwrap().len, 100);
             }
             // Receives have a bound too.
             let mut receives = Vec::new();
@@ -238,8 +245,8 @@ fn back_pressure(fixture: &Fixture) {
             };
             assert_eq!((receives.len(), busy.kind()), (16, &Kind::Busy));
         }
-        comm.barrier(soon()).unwrap();
-        comm.finish(soon()).unwrap();
+        comm.barrier(test_timeout()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
@@ -249,19 +256,19 @@ fn a_message_that_is_too_long(fixture: &Fixture) {
         for len in [100, 100_000] {
             if comm.rank() == 0 {
                 // Its sender notices nothing, and the next message is whole.
-                comm.send(1, 0, memory.part(0, len).unwrap(), soon()).unwrap();
-                comm.send(1, 0, memory.part(0, len - 1).unwrap(), soon()).unwrap();
+                comm.send(1, 0, memory.slice(0, len).unwrap(), test_timeout()).unwrap();
+                comm.send(1, 0, memory.slice(0, len - 1).unwrap(), test_timeout()).unwrap();
             } else {
-                let room = || memory.part(0, len - 1).unwrap();
-                let error = comm.recv(0, 0, room(), soon()).unwrap_err();
+                let room = || memory.slice(0, len - 1).unwrap();
+                let error = comm.recv(0, 0, room(), test_timeout()).unwrap_err();
                 assert_eq!(error.kind(), &Kind::OutOfRange);
                 let text = error.to_string();
                 assert!(text.contains(&format!("{len} bytes")), "{text}");
                 assert!(text.contains(&format!("room for {}", len - 1)), "{text}");
-                assert_eq!(comm.recv(0, 0, room(), soon()).unwrap().len, len - 1);
+                assert_eq!(comm.recv(0, 0, room(), test_timeout()).unwrap().len, len - 1);
             }
         }
-        comm.finish(soon()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
@@ -272,15 +279,15 @@ fn dropped_requests(fixture: &Fixture) {
         for len in [10, 500_000] {
             // A receive that is dropped before a message comes takes none.
             drop(comm.irecv(other, 0, &memory).unwrap());
-            comm.barrier(soon()).unwrap();
+            comm.barrier(test_timeout()).unwrap();
             // A send that is dropped goes on, and keeps its memory.
             let mine = comm.alloc(len).unwrap();
             mine.write(0, &pattern(len, len as usize)).unwrap();
             drop(comm.isend(other, 0, &mine).unwrap());
             drop(mine);
-            assert_eq!(comm.recv(other, 0, &memory, soon()).unwrap().len, len);
+            assert_eq!(comm.recv(other, 0, &memory, test_timeout()).unwrap().len, len);
             same(&read(&memory, 0, len as usize), &pattern(len, len as usize), "of a dropped send");
-            comm.barrier(soon()).unwrap();
+            comm.barrier(test_timeout()).unwrap();
         }
         // A receive that is dropped while its message is fetched harms nobody.
         for round in 0..20 {
@@ -290,20 +297,20 @@ fn dropped_requests(fixture: &Fixture) {
             if round % 2 == 0 {
                 let _ = receive.test();
             }
-            comm.barrier(soon()).unwrap();
+            comm.barrier(test_timeout()).unwrap();
             let _ = receive.test();
             drop(receive);
             drop(target);
             // It may have been cancelled before the message came: then somebody else takes it.
             let mut rest = comm.irecv(other, 1, &memory).unwrap();
             let start = Instant::now();
-            while send.test().unwrap().is_none() && start.elapsed() < soon() {
+            while send.test().unwrap().is_none() && start.elapsed() < test_timeout() {
                 let _ = rest.test().unwrap();
             }
             send.wait(Duration::ZERO).unwrap();
-            comm.barrier(soon()).unwrap();
+            comm.barrier(test_timeout()).unwrap();
         }
-        comm.finish(soon()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
@@ -314,7 +321,7 @@ fn random_traffic(fixture: &Fixture) {
         for size in [2, 3, 5] {
             fixture.ranks(size, |comm| {
                 exchange(&comm, seed);
-                comm.finish(soon()).unwrap();
+                comm.finish(test_timeout()).unwrap();
             });
         }
     }
@@ -341,11 +348,11 @@ pub fn exchange(comm: &Comm, seed: u64) {
     let (rank, size) = (comm.rank(), comm.size());
     let mut requests = Vec::new();
     let mut checks = Vec::new();
-    let dice = pattern(seed ^ (rank as u64) << 40, 4096);
+    let random_bytes = pattern(seed ^ (rank as u64) << 40, 4096);
     let mut at = 0;
     let mut roll = |sides: u8| {
-        at = (at + 1) % dice.len();
-        dice[at] % sides
+        at = (at + 1) % random_bytes.len();
+        random_bytes[at] % sides
     };
     let others: Vec<usize> = (0..size).collect();
     let mut sends: Vec<_> =
@@ -364,13 +371,13 @@ pub fn exchange(comm: &Comm, seed: u64) {
         |from: usize, to: usize, number: usize| (from * 64 + to) as u64 * 1000 + number as u64;
     let start = Instant::now();
     loop {
-        assert!(start.elapsed() < soon() * 2, "seed {seed}: rank {rank} does not end");
+        assert!(start.elapsed() < test_timeout() * 2, "seed {seed}: rank {rank} does not end");
         let peer = usize::from(roll(size as u8));
         if roll(2) == 0 {
             if let Some((number, (tag, len))) = sends[peer].next() {
                 let memory = comm.alloc(len.max(1) as u64).unwrap();
                 memory.write(0, &pattern(name(rank, peer, number), len)).unwrap();
-                requests.push(comm.isend(peer, tag, memory.part(0, len as u64).unwrap()).unwrap());
+                requests.push(comm.isend(peer, tag, memory.slice(0, len as u64).unwrap()).unwrap());
             }
         } else {
             let tag = usize::from(roll(4));
@@ -389,11 +396,11 @@ pub fn exchange(comm: &Comm, seed: u64) {
         }
     }
     for (mut request, memory, peer, number, len) in checks {
-        assert_eq!(request.wait(soon()).unwrap().len as usize, len, "seed {seed}");
+        assert_eq!(request.wait(test_timeout()).unwrap().len as usize, len, "seed {seed}");
         let wanted = pattern(name(peer, rank, number), len);
         same(&read(&memory, 0, len), &wanted, &format!("seed {seed}: {peer} to {rank}, {number}"));
     }
-    wait_all(&mut requests, soon()).unwrap();
+    wait_all(&mut requests, test_timeout()).unwrap();
 }
 
 fn arguments_are_checked(fixture: &Fixture) {
@@ -404,10 +411,10 @@ fn arguments_are_checked(fixture: &Fixture) {
         assert!(no_rank.to_string().contains("there are 2 ranks"), "{no_rank}");
         assert!(comm.irecv(2, 0, &memory).is_err());
         for (offset, len) in [(0, 101), (101, 0), (100, 1), (u64::MAX, 1), (1, u64::MAX)] {
-            let error = memory.part(offset, len).unwrap_err();
+            let error = memory.slice(offset, len).unwrap_err();
             assert_eq!(error.kind(), &Kind::OutOfRange, "{offset} {len}");
         }
-        assert!(memory.part(100, 0).unwrap().is_empty());
+        assert!(memory.slice(100, 0).unwrap().is_empty());
         assert!(memory.write(99, &[0; 2]).is_err() && memory.read(99, &mut [0; 2]).is_err());
         // Memory of another communicator.
         let stranger = Comm::local(1).unwrap().remove(0);
@@ -423,32 +430,35 @@ fn arguments_are_checked(fixture: &Fixture) {
             let error = Comm::local_with(1, &options).unwrap_err();
             assert_eq!(error.kind(), &Kind::InvalidArgument);
         }
-        comm.finish(soon()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
 fn waiting_for_any(fixture: &Fixture) {
     fixture.ranks(3, |comm| {
         let memory = comm.alloc(300).unwrap();
-        let part = |rank: usize| memory.part(rank as u64 * 100, 100).unwrap();
+        let slice = |rank: usize| memory.slice(rank as u64 * 100, 100).unwrap();
         if comm.rank() == 0 {
             let mut requests =
-                vec![comm.irecv(1, 0, part(1)).unwrap(), comm.irecv(2, 0, part(2)).unwrap()];
-            let none = wait_any(&mut requests, A_MOMENT).unwrap_err();
+                vec![comm.irecv(1, 0, slice(1)).unwrap(), comm.irecv(2, 0, slice(2)).unwrap()];
+            let none = wait_any(&mut requests, SHORT_WAIT).unwrap_err();
             assert_eq!(none.kind(), &Kind::Timeout);
-            comm.send_ready(2, soon()).unwrap();
-            let (index, outcome) = wait_any(&mut requests, soon()).unwrap();
+            comm.send_ready(2, test_timeout()).unwrap();
+            let (index, outcome) = wait_any(&mut requests, test_timeout()).unwrap();
             assert_eq!((index, outcome.unwrap().peer), (1, 2));
             drop(requests.remove(1));
-            comm.send_ready(1, soon()).unwrap();
-            let (index, outcome) = wait_any(&mut requests, soon()).unwrap();
+            comm.send_ready(1, test_timeout()).unwrap();
+            let (index, outcome) = wait_any(&mut requests, test_timeout()).unwrap();
             assert_eq!((index, outcome.unwrap().peer), (0, 1));
-            assert_eq!(wait_any(&mut [], soon()).unwrap_err().kind(), &Kind::InvalidArgument);
+            assert_eq!(
+                wait_any(&mut [], test_timeout()).unwrap_err().kind(),
+                &Kind::InvalidArgument
+            );
         } else {
-            comm.wait_ready(0, soon()).unwrap();
-            comm.send(0, 0, part(0), soon()).unwrap();
+            comm.wait_ready(0, test_timeout()).unwrap();
+            comm.send(0, 0, slice(0), test_timeout()).unwrap();
         }
-        comm.finish(soon()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
@@ -463,17 +473,18 @@ fn several_threads_of_a_rank(fixture: &Fixture) {
                     for round in 0..100u64 {
                         let len = 1 + (round * 997 + u64::from(tag)) % 20_000;
                         memory.write(0, &pattern(round, len as usize)).unwrap();
-                        let into = memory.part(32 << 10, 32 << 10).unwrap();
+                        let into = memory.slice(32 << 10, 32 << 10).unwrap();
                         let mut receive = comm.irecv(other, tag, into).unwrap();
-                        comm.send(other, tag, memory.part(0, len).unwrap(), soon()).unwrap();
-                        assert_eq!(receive.wait(soon()).unwrap().len, len);
+                        comm.send(other, tag, memory.slice(0, len).unwrap(), test_timeout())
+                            .unwrap();
+                        assert_eq!(receive.wait(test_timeout()).unwrap().len, len);
                         let came = read(&memory, 32 << 10, len as usize);
                         same(&came, &pattern(round, len as usize), "of a thread");
                     }
                 });
             }
         });
-        comm.finish(soon()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
@@ -485,14 +496,14 @@ fn a_gigabyte(fixture: &Fixture) {
             for at in [0, LEN / 2 + 12345, LEN - 4096] {
                 memory.write(at, &pattern(at, 4096)).unwrap();
             }
-            comm.send(1, 0, &memory, soon() * 4).unwrap();
+            comm.send(1, 0, &memory, test_timeout() * 4).unwrap();
         } else {
-            assert_eq!(comm.recv(0, 0, &memory, soon() * 4).unwrap().len, LEN);
+            assert_eq!(comm.recv(0, 0, &memory, test_timeout() * 4).unwrap().len, LEN);
             for at in [0, LEN / 2 + 12345, LEN - 4096] {
                 same(&read(&memory, at, 4096), &pattern(at, 4096), "a gigabyte");
             }
         }
-        comm.finish(soon()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
@@ -502,23 +513,23 @@ fn timeouts(fixture: &Fixture) {
         if comm.rank() == 0 {
             let start = Instant::now();
             let mut receive = comm.irecv(1, 0, &memory).unwrap();
-            let error = receive.wait(A_MOMENT).unwrap_err();
+            let error = receive.wait(SHORT_WAIT).unwrap_err();
             assert_eq!(error.kind(), &Kind::Timeout);
             assert!(error.to_string().contains("receive from rank 1"), "{error}");
-            assert!(start.elapsed() >= A_MOMENT && start.elapsed() < soon());
-            comm.send_ready(1, soon()).unwrap();
+            assert!(start.elapsed() >= SHORT_WAIT && start.elapsed() < test_timeout());
+            comm.send_ready(1, test_timeout()).unwrap();
             // It went on.
-            assert_eq!(receive.wait(soon()).unwrap().len, 100);
+            assert_eq!(receive.wait(test_timeout()).unwrap().len, 100);
             assert_eq!(receive.wait(Duration::ZERO).unwrap().len, 100);
         } else {
             assert!(!comm.test_ready(0).unwrap());
-            comm.wait_ready(0, soon()).unwrap();
-            comm.send(0, 0, &memory, soon()).unwrap();
+            comm.wait_ready(0, test_timeout()).unwrap();
+            comm.send(0, 0, &memory, test_timeout()).unwrap();
             // Nobody else comes to an early end.
-            let late = comm.recv(0, 9, &memory, A_MOMENT).unwrap_err();
+            let late = comm.recv(0, 9, &memory, SHORT_WAIT).unwrap_err();
             assert_eq!(late.kind(), &Kind::Timeout);
         }
-        comm.barrier(soon()).unwrap();
-        comm.finish(soon()).unwrap();
+        comm.barrier(test_timeout()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }

@@ -1,34 +1,34 @@
 //! Ranks and messages: one suite for every link, with ranks as threads and as processes.
 mod collectives;
+mod device_channels;
 mod fixture;
-mod lanes;
-mod meeting;
 mod messages;
 mod processes;
+mod rendezvous;
 mod windows;
 
 use testkit::{Case, Collector, Effort, Suite};
 
-use fixture::{Fixture, Which};
+use fixture::{Fixture, TestLink};
 
-pub const SUITE: Suite = Suite { name: "msg", env: &[], collect, role: processes::live };
+pub const SUITE: Suite = Suite { name: "msg", env: &[], collect, role: processes::run_role };
 
 /// Cases that every link runs.
 const EVERYWHERE: &[&[Case<Fixture>]] =
-    &[messages::CASES, windows::CASES, collectives::CASES, lanes::CASES];
+    &[messages::CASES, windows::CASES, collectives::CASES, device_channels::CASES];
 /// Cases for which the link does not matter.
-const ONCE: &[&[Case<Fixture>]] = &[messages::ONCE, meeting::ONCE, lanes::ONCE];
+const ONCE: &[&[Case<Fixture>]] = &[messages::ONCE, rendezvous::ONCE, device_channels::ONCE];
 /// Cases with ranks that are processes.
 const BETWEEN_PROCESSES: &[&[Case<Fixture>]] = &[processes::CASES];
 
 fn collect(suite: &mut Collector) {
-    for (which, name) in Which::ALL {
-        if suite.effort() == Effort::Quick && which != Which::Hub {
+    for (test_link, name) in TestLink::ALL {
+        if suite.effort() == Effort::Quick && test_link != TestLink::Hub {
             continue;
         }
-        let special = if which == Which::Hub { ONCE } else { BETWEEN_PROCESSES };
+        let special = if test_link == TestLink::Hub { ONCE } else { BETWEEN_PROCESSES };
         for cases in EVERYWHERE.iter().chain(special) {
-            suite.add(name, cases, move |case| (case.run)(&Fixture::new(which)));
+            suite.add(name, cases, move |case| (case.run)(&Fixture::new(test_link)));
         }
     }
 }

@@ -12,7 +12,7 @@ use warpwire::Error;
 use warpwire::mem::Condition;
 use warpwire::msg::{Comm, Writer};
 
-use crate::msg::fixture::{Fixture, Which, soon};
+use crate::msg::fixture::{Fixture, TestLink, test_timeout};
 use testkit::{Role, cases};
 
 cases!(Fixture; CASES:
@@ -55,11 +55,11 @@ impl Drop for Job {
 impl Job {
     fn start(fixture: &Fixture, size: usize, task: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let link = match fixture.which {
-            Which::Hub => unreachable!("processes need a link between them"),
-            Which::Udp => "udp",
-            Which::Shm => "shm",
-            Which::Auto => "auto",
+        let link = match fixture.test_link {
+            TestLink::Hub => unreachable!("processes need a link between them"),
+            TestLink::Udp => "udp",
+            TestLink::Shm => "shm",
+            TestLink::Auto => "auto",
         };
         let start = |rank: usize| {
             Role::new("msg", task)
@@ -96,12 +96,12 @@ impl Job {
             if let Some(status) = self.children[rank].try_wait().unwrap() {
                 return status;
             }
-            assert!(start.elapsed() < soon() * 2, "rank {rank} does not end");
+            assert!(start.elapsed() < test_timeout() * 2, "rank {rank} does not end");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    fn all_end_well(&mut self) {
+    fn expect_all_succeed(&mut self) {
         for rank in 0..self.children.len() {
             assert!(self.wait(rank).success(), "rank {rank}");
         }
@@ -109,7 +109,7 @@ impl Job {
 }
 
 /// Kills the victim when it says so; all others must say that they lost it, and how, soon.
-fn kill_in(fixture: &Fixture, size: usize, task: &str) {
+fn kill_during(fixture: &Fixture, size: usize, task: &str) {
     let mut job = Job::start(fixture, size, task);
     assert_eq!(job.line(VICTIM), "now", "{task}");
     std::thread::sleep(Duration::from_millis(30));
@@ -127,36 +127,36 @@ fn kill_in(fixture: &Fixture, size: usize, task: &str) {
 }
 
 /// What a rank does, by the task's name.
-pub fn live(task: &str) {
+pub fn run_role(task: &str) {
     let comm = Comm::from_env().unwrap();
     match task {
         "exchange" => exchange(&comm),
-        "receive" => suffer(&comm, |comm| {
+        "receive" => expect_peer_loss(&comm, |comm| {
             let memory = comm.alloc(64).unwrap();
-            comm.recv(VICTIM, 0, &memory, soon()).map(drop)
+            comm.recv(VICTIM, 0, &memory, test_timeout()).map(drop)
         }),
         "long" => long_message(&comm),
-        "barrier" => suffer(&comm, |comm| comm.barrier(soon())),
-        "word" => suffer(&comm, |comm| {
+        "barrier" => expect_peer_loss(&comm, |comm| comm.barrier(test_timeout())),
+        "word" => expect_peer_loss(&comm, |comm| {
             let memory = comm.alloc(64).unwrap();
-            let writer = if comm.rank() == 0 { Writer::Anyone } else { Writer::Rank(VICTIM) };
-            comm.wait64(&memory, 0, (Condition::Equal, 1), writer, soon())
+            let writer = if comm.rank() == 0 { Writer::Any } else { Writer::Rank(VICTIM) };
+            comm.wait64(&memory, 0, (Condition::Equal, 1), writer, test_timeout())
         }),
-        "send" => suffer(&comm, |comm| {
+        "send" => expect_peer_loss(&comm, |comm| {
             // Until it is known, messages go as far as there is room.
             let memory = comm.alloc(64).unwrap();
             loop {
-                comm.send(VICTIM, 0, &memory, soon())?;
+                comm.send(VICTIM, 0, &memory, test_timeout())?;
             }
         }),
-        "panic" | "abort" | "leave" => end_otherwise(comm, task),
+        "panic" | "abort" | "leave" => end_abnormally(comm, task),
         "stop" => stopped(&comm),
         "rest" => rest(&comm),
         other => panic!("no task {other}"),
     }
 }
 
-fn say(text: &str) {
+fn print_line(text: &str) {
     use std::io::Write;
     let mut out = std::io::stdout();
     writeln!(out, "{text}").unwrap();
@@ -164,15 +164,15 @@ fn say(text: &str) {
 }
 
 fn lost(error: &Error) {
-    say(&format!("lost: {error}"));
+    print_line(&format!("lost: {error}"));
 }
 
 /// The victim waits to be killed; the others do something that will fail.
-fn suffer(comm: &Comm, run: impl Fn(&Comm) -> warpwire::Result<()>) {
-    comm.barrier(soon()).unwrap();
+fn expect_peer_loss(comm: &Comm, run: impl Fn(&Comm) -> warpwire::Result<()>) {
+    comm.barrier(test_timeout()).unwrap();
     if comm.rank() == VICTIM {
-        say("now");
-        std::thread::sleep(soon() * 4);
+        print_line("now");
+        std::thread::sleep(test_timeout() * 4);
         return;
     }
     let error = run(comm).unwrap_err();
@@ -182,23 +182,23 @@ fn suffer(comm: &Comm, run: impl Fn(&Comm) -> warpwire::Result<()>) {
     let others: Vec<usize> = (0..comm.size()).filter(|rank| *rank != VICTIM).collect();
     let memory = comm.alloc(100).unwrap();
     for other in others {
-        let mut receive = comm.irecv(other, 9, memory.part(50, 50).unwrap()).unwrap();
-        comm.send(other, 9, memory.part(0, 50).unwrap(), soon()).unwrap();
-        receive.wait(soon()).unwrap();
+        let mut receive = comm.irecv(other, 9, memory.slice(50, 50).unwrap()).unwrap();
+        comm.send(other, 9, memory.slice(0, 50).unwrap(), test_timeout()).unwrap();
+        receive.wait(test_timeout()).unwrap();
     }
-    let together = comm.finish(soon()).unwrap_err();
+    let together = comm.finish(test_timeout()).unwrap_err();
     assert!(together.to_string().contains("rank 1"), "{together}");
 }
 
 fn long_message(comm: &Comm) {
     const LEN: u64 = 256 << 20;
     let memory = comm.alloc(LEN).unwrap();
-    comm.barrier(soon()).unwrap();
+    comm.barrier(test_timeout()).unwrap();
     if comm.rank() == VICTIM {
         // It sends to one, and receives from the other; it is killed on the way.
         let _send = comm.isend(0, 0, &memory).unwrap();
         let _receive = comm.irecv(2, 0, &memory).unwrap();
-        say("now");
+        print_line("now");
         loop {
             comm.progress().unwrap();
         }
@@ -206,8 +206,8 @@ fn long_message(comm: &Comm) {
     let again = || -> warpwire::Result<()> {
         loop {
             match comm.rank() {
-                0 => comm.recv(VICTIM, 0, &memory, soon())?,
-                _ => comm.send(VICTIM, 0, &memory, soon())?,
+                0 => comm.recv(VICTIM, 0, &memory, test_timeout())?,
+                _ => comm.send(VICTIM, 0, &memory, test_timeout())?,
             };
         }
     };
@@ -218,16 +218,16 @@ fn exchange(comm: &Comm) {
     for seed in 0..3 {
         crate::msg::messages::exchange(comm, seed);
     }
-    comm.finish(soon()).unwrap();
+    comm.finish(test_timeout()).unwrap();
 }
 
-fn end_otherwise(comm: Comm, task: &str) {
+fn end_abnormally(comm: Comm, task: &str) {
     let memory = comm.alloc(64).unwrap();
-    comm.barrier(soon()).unwrap();
+    comm.barrier(test_timeout()).unwrap();
     if comm.rank() == VICTIM {
         // What was sent before is delivered. The others are given the time to come out of the barrier: who ends right behind it
         // may take those along who are still inside.
-        comm.send(0, 0, &memory, soon()).unwrap();
+        comm.send(0, 0, &memory, test_timeout()).unwrap();
         std::thread::sleep(Duration::from_millis(300));
         match task {
             "panic" => panic!("on purpose"),
@@ -240,34 +240,34 @@ fn end_otherwise(comm: Comm, task: &str) {
         while comm.lost(VICTIM).is_none() {
             std::thread::sleep(Duration::from_millis(1));
         }
-        assert_eq!(comm.recv(VICTIM, 0, &memory, soon()).unwrap().len, 64);
+        assert_eq!(comm.recv(VICTIM, 0, &memory, test_timeout()).unwrap().len, 64);
     }
-    lost(&comm.recv(VICTIM, 0, &memory, soon()).unwrap_err());
-    lost(&comm.send(VICTIM, 0, &memory, soon()).unwrap_err());
+    lost(&comm.recv(VICTIM, 0, &memory, test_timeout()).unwrap_err());
+    lost(&comm.send(VICTIM, 0, &memory, test_timeout()).unwrap_err());
 }
 
 fn stopped(comm: &Comm) {
-    comm.barrier(soon()).unwrap();
+    comm.barrier(test_timeout()).unwrap();
     if comm.rank() == VICTIM {
-        say("now");
+        print_line("now");
     }
     let memory = comm.alloc(64).unwrap();
     for _ in 0..200 {
-        comm.barrier(soon()).unwrap();
+        comm.barrier(test_timeout()).unwrap();
         let other = (comm.rank() + 1) % comm.size();
         let before = (comm.rank() + comm.size() - 1) % comm.size();
-        let mut receive = comm.irecv(before, 0, memory.part(0, 32).unwrap()).unwrap();
-        comm.send(other, 0, memory.part(32, 32).unwrap(), soon()).unwrap();
-        receive.wait(soon()).unwrap();
+        let mut receive = comm.irecv(before, 0, memory.slice(0, 32).unwrap()).unwrap();
+        comm.send(other, 0, memory.slice(32, 32).unwrap(), test_timeout()).unwrap();
+        receive.wait(test_timeout()).unwrap();
         std::thread::sleep(Duration::from_millis(1));
     }
-    comm.finish(soon()).unwrap();
+    comm.finish(test_timeout()).unwrap();
 }
 
 /// Waits for a message that comes after a while, and says how much of a core that took.
 fn rest(comm: &Comm) {
     let memory = comm.alloc(64).unwrap();
-    comm.barrier(soon()).unwrap();
+    comm.barrier(test_timeout()).unwrap();
     let used = || {
         let text = std::fs::read_to_string("/proc/self/schedstat").unwrap();
         let own: u64 = text.split(' ').next().unwrap().parse().unwrap();
@@ -280,42 +280,42 @@ fn rest(comm: &Comm) {
     };
     let (start, before) = (Instant::now(), used());
     if comm.rank() == 0 {
-        comm.recv(1, 0, &memory, soon()).unwrap();
-        let part = (used() - before) as f64 / start.elapsed().as_nanos() as f64;
-        say(&format!("rest: {:.3} %", part * 100.0));
-        assert!(part < 0.02, "{:.2} % of a core while nothing happens", part * 100.0);
+        comm.recv(1, 0, &memory, test_timeout()).unwrap();
+        let slice = (used() - before) as f64 / start.elapsed().as_nanos() as f64;
+        print_line(&format!("rest: {:.3} %", slice * 100.0));
+        assert!(slice < 0.02, "{:.2} % of a core while nothing happens", slice * 100.0);
     } else {
         std::thread::sleep(Duration::from_secs(2));
-        comm.send(0, 0, &memory, soon()).unwrap();
+        comm.send(0, 0, &memory, test_timeout()).unwrap();
     }
-    comm.finish(soon()).unwrap();
+    comm.finish(test_timeout()).unwrap();
 }
 
 fn processes_exchange(fixture: &Fixture) {
     for size in [2, 4] {
-        Job::start(fixture, size, "exchange").all_end_well();
+        Job::start(fixture, size, "exchange").expect_all_succeed();
     }
 }
 
 fn killed_while_others_receive(fixture: &Fixture) {
-    kill_in(fixture, 4, "receive");
+    kill_during(fixture, 4, "receive");
 }
 
 fn killed_in_a_long_message(fixture: &Fixture) {
-    kill_in(fixture, 3, "long");
+    kill_during(fixture, 3, "long");
 }
 
 fn killed_before_a_barrier(fixture: &Fixture) {
     // Two, so that everybody waits for the victim itself.
-    kill_in(fixture, 2, "barrier");
+    kill_during(fixture, 2, "barrier");
 }
 
 fn killed_while_others_watch_a_word(fixture: &Fixture) {
-    kill_in(fixture, 3, "word");
+    kill_during(fixture, 3, "word");
 }
 
 fn killed_and_then_sent_to(fixture: &Fixture) {
-    kill_in(fixture, 3, "send");
+    kill_during(fixture, 3, "send");
 }
 
 fn ends_otherwise(fixture: &Fixture, task: &str, text: &str) {
@@ -351,12 +351,12 @@ fn one_that_is_stopped(fixture: &Fixture) {
         job.signal(VICTIM, Signal::CONT);
         std::thread::sleep(Duration::from_millis(20));
     }
-    job.all_end_well();
+    job.expect_all_succeed();
 }
 
 fn all_at_rest_sleep(fixture: &Fixture) {
     let mut job = Job::start(fixture, 2, "rest");
     let line = job.line(0);
     assert!(line.starts_with("rest: "), "{line:?}");
-    job.all_end_well();
+    job.expect_all_succeed();
 }

@@ -6,7 +6,9 @@ use warpwire::error::Kind;
 use warpwire::mem::Condition;
 use warpwire::msg::{Signal, Writer, wait_all};
 
-use crate::msg::fixture::{A_MOMENT, Fixture, PLACES, buffer, pattern, read, same, soon};
+use crate::msg::fixture::{
+    Fixture, MEMORY_KINDS, SHORT_WAIT, buffer, pattern, read, same, test_timeout,
+};
 use testkit::cases;
 
 cases!(Fixture; CASES:
@@ -23,9 +25,9 @@ const SIZES: [usize; 7] = [0, 1, 8, 63, 5000, 70_000, (16 << 20) + 1];
 fn put_and_get(fixture: &Fixture) {
     fixture.ranks(3, |comm| {
         let (rank, size) = (comm.rank(), comm.size());
-        for place in PLACES {
-            let exposed = buffer(&comm, place, 20 << 20);
-            let mine = buffer(&comm, place, 40 << 20);
+        for memory_kind in MEMORY_KINDS {
+            let exposed = buffer(&comm, memory_kind, 20 << 20);
+            let mine = buffer(&comm, memory_kind, 40 << 20);
             let window = comm.window(&exposed).unwrap();
             for len in SIZES {
                 for step in 0..size {
@@ -34,85 +36,88 @@ fn put_and_get(fixture: &Fixture) {
                     let from = (rank + size - step) % size;
                     let seed = |rank: usize| (rank * 10 + step) as u64 + len as u64;
                     mine.write(1, &pattern(seed(rank), len)).unwrap();
-                    let part = mine.part(1, len as u64).unwrap();
-                    assert_eq!(window.put(to, 77, part).unwrap().wait(soon()).unwrap().peer, to);
-                    comm.barrier(soon()).unwrap();
-                    let what = format!("{place:?}: {len} bytes from {from} to {rank}");
+                    let slice = mine.slice(1, len as u64).unwrap();
+                    assert_eq!(
+                        window.put(to, 77, slice).unwrap().wait(test_timeout()).unwrap().peer,
+                        to
+                    );
+                    comm.barrier(test_timeout()).unwrap();
+                    let what = format!("{memory_kind:?}: {len} bytes from {from} to {rank}");
                     same(&read(&exposed, 77, len), &pattern(seed(from), len), &what);
                     // What was put there can be fetched back, in two parts.
                     let half = len as u64 / 2;
-                    let parts = [
-                        mine.part(20 << 20, half).unwrap(),
-                        mine.part(31 << 20, len as u64 - half).unwrap(),
+                    let slices = [
+                        mine.slice(20 << 20, half).unwrap(),
+                        mine.slice(31 << 20, len as u64 - half).unwrap(),
                     ];
-                    window.getv(to, 77, &parts).unwrap().wait(soon()).unwrap();
+                    window.getv(to, 77, &slices).unwrap().wait(test_timeout()).unwrap();
                     let mut back = read(&mine, 20 << 20, half as usize);
                     back.extend(read(&mine, 31 << 20, len - half as usize));
                     same(&back, &pattern(seed(rank), len), "fetched back");
-                    comm.barrier(soon()).unwrap();
+                    comm.barrier(test_timeout()).unwrap();
                 }
             }
-            window.close(soon()).unwrap();
+            window.close(test_timeout()).unwrap();
         }
-        comm.finish(soon()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
 fn ranges_are_checked_whole(fixture: &Fixture) {
     fixture.ranks(2, |comm| {
         let memory = comm.alloc(1000).unwrap();
-        let window = comm.window(memory.part(100, 500).unwrap()).unwrap();
+        let window = comm.window(memory.slice(100, 500).unwrap()).unwrap();
         let other = 1 - comm.rank();
         assert_eq!((window.len_of(other), window.len_of(2)), (500, 0));
-        let part = |len| memory.part(0, len).unwrap();
+        let slice = |len| memory.slice(0, len).unwrap();
         for (offset, len) in [(0, 501), (500, 1), (499, 2), (u64::MAX, 1), (501, 0)] {
             for refused in
-                [window.put(other, offset, part(len)), window.get(other, offset, part(len))]
+                [window.put(other, offset, slice(len)), window.get(other, offset, slice(len))]
             {
                 let error = refused.unwrap_err();
                 assert_eq!(error.kind(), &Kind::OutOfRange, "{offset} {len}");
                 assert!(error.to_string().contains("500 bytes"), "{error}");
             }
         }
-        let signal = |offset, signal| window.put_signal(other, 0, part(8), offset, signal);
+        let signal = |offset, signal| window.put_signal(other, 0, slice(8), offset, signal);
         assert_eq!(signal(496, Signal::Set64(1)).unwrap_err().kind(), &Kind::OutOfRange);
         assert_eq!(signal(498, Signal::Set32(1)).unwrap_err().kind(), &Kind::OutOfRange);
         assert_eq!(signal(6, Signal::Set32(1)).unwrap_err().kind(), &Kind::Misaligned);
-        assert_eq!(window.put(2, 0, part(1)).unwrap_err().kind(), &Kind::InvalidArgument);
+        assert_eq!(window.put(2, 0, slice(1)).unwrap_err().kind(), &Kind::InvalidArgument);
         // The connection has not suffered.
-        window.put(other, 0, part(500)).unwrap().wait(soon()).unwrap();
-        window.put(other, 500, part(0)).unwrap().wait(soon()).unwrap();
-        window.close(soon()).unwrap();
-        comm.finish(soon()).unwrap();
+        window.put(other, 0, slice(500)).unwrap().wait(test_timeout()).unwrap();
+        window.put(other, 500, slice(0)).unwrap().wait(test_timeout()).unwrap();
+        window.close(test_timeout()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
 fn signals_come_after_their_data(fixture: &Fixture) {
-    for place in PLACES {
+    for memory_kind in MEMORY_KINDS {
         fixture.ranks(2, |comm| {
             const LEN: usize = 100_000;
             let other = 1 - comm.rank();
-            let exposed = buffer(&comm, place, 256 << 10);
-            let mine = buffer(&comm, place, 256 << 10);
+            let exposed = buffer(&comm, memory_kind, 256 << 10);
+            let mine = buffer(&comm, memory_kind, 256 << 10);
             exposed.write(0, &[0; 64]).unwrap();
             let window = comm.window(&exposed).unwrap();
             for round in 1..=30u64 {
                 mine.write(0, &pattern(round, LEN)).unwrap();
-                let part = mine.part(0, LEN as u64).unwrap();
+                let slice = mine.slice(0, LEN as u64).unwrap();
                 let signal = match round % 3 {
                     0 => Signal::Set32(round as u32),
                     1 => Signal::Set64(round),
                     _ => Signal::Add64(1),
                 };
-                let mut put = window.put_signal(other, 64, part, 8, signal).unwrap();
+                let mut put = window.put_signal(other, 64, slice, 8, signal).unwrap();
                 let from = Writer::Rank(other);
-                comm.wait64(&exposed, 8, (Condition::Equal, round), from, soon()).unwrap();
+                comm.wait64(&exposed, 8, (Condition::Equal, round), from, test_timeout()).unwrap();
                 same(&read(&exposed, 64, LEN), &pattern(round, LEN), "before its signal");
-                put.wait(soon()).unwrap();
-                comm.barrier(soon()).unwrap();
+                put.wait(test_timeout()).unwrap();
+                comm.barrier(test_timeout()).unwrap();
             }
-            window.close(soon()).unwrap();
-            comm.finish(soon()).unwrap();
+            window.close(test_timeout()).unwrap();
+            comm.finish(test_timeout()).unwrap();
         });
     }
 }
@@ -126,7 +131,7 @@ fn every_condition_means_what_it_says(fixture: &Fixture) {
             comm.wait32(&memory, 8, (condition, value), Writer::Rank(other), Duration::ZERO).is_ok()
         };
         let holds64 = |condition, value| {
-            comm.wait64(&memory, 8, (condition, value), Writer::Anyone, Duration::ZERO).is_ok()
+            comm.wait64(&memory, 8, (condition, value), Writer::Any, Duration::ZERO).is_ok()
         };
         use Condition::{And, AtLeast, Equal, Nor};
         set(5);
@@ -141,17 +146,18 @@ fn every_condition_means_what_it_says(fixture: &Fixture) {
         set(u64::MAX << 32);
         assert!(holds64(And, 1 << 40) && !holds64(And, 1) && !holds32(And, u32::MAX));
         assert!(holds64(Equal, u64::MAX << 32) && holds32(Equal, 0));
-        let late = comm.wait32(&memory, 8, (Equal, 7), Writer::Rank(other), A_MOMENT).unwrap_err();
+        let late =
+            comm.wait32(&memory, 8, (Equal, 7), Writer::Rank(other), SHORT_WAIT).unwrap_err();
         assert_eq!(late.kind(), &Kind::Timeout, "{late}");
         let wrong = |offset| {
             let wanted = (Equal, 0);
-            comm.wait64(&memory, offset, wanted, Writer::Anyone, A_MOMENT).unwrap_err()
+            comm.wait64(&memory, offset, wanted, Writer::Any, SHORT_WAIT).unwrap_err()
         };
         assert_eq!(wrong(4).kind(), &Kind::Misaligned);
         assert_eq!(wrong(64).kind(), &Kind::OutOfRange);
-        assert!(comm.wait32(&memory, 0, (Equal, 0), Writer::Rank(2), A_MOMENT).is_err());
-        comm.barrier(soon()).unwrap();
-        comm.finish(soon()).unwrap();
+        assert!(comm.wait32(&memory, 0, (Equal, 0), Writer::Rank(2), SHORT_WAIT).is_err());
+        comm.barrier(test_timeout()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
@@ -161,24 +167,24 @@ fn the_handshake(fixture: &Fixture) {
         for round in 0..50 {
             for to in 0..size {
                 for _ in 0..round % 3 {
-                    comm.send_ready(to, soon()).unwrap();
+                    comm.send_ready(to, test_timeout()).unwrap();
                 }
             }
             for from in 0..size {
                 for _ in 0..round % 3 {
-                    comm.wait_ready(from, soon()).unwrap();
+                    comm.wait_ready(from, test_timeout()).unwrap();
                 }
             }
         }
-        comm.barrier(soon()).unwrap();
+        comm.barrier(test_timeout()).unwrap();
         for from in 0..size {
             // Each was taken once.
             assert!(!comm.test_ready(from).unwrap(), "rank {rank} from {from}");
         }
-        comm.barrier(soon()).unwrap();
-        assert_eq!(comm.send_ready(4, soon()).unwrap_err().kind(), &Kind::InvalidArgument);
-        assert_eq!(comm.wait_ready(4, soon()).unwrap_err().kind(), &Kind::InvalidArgument);
-        comm.finish(soon()).unwrap();
+        comm.barrier(test_timeout()).unwrap();
+        assert_eq!(comm.send_ready(4, test_timeout()).unwrap_err().kind(), &Kind::InvalidArgument);
+        assert_eq!(comm.wait_ready(4, test_timeout()).unwrap_err().kind(), &Kind::InvalidArgument);
+        comm.finish(test_timeout()).unwrap();
     });
 }
 
@@ -191,25 +197,25 @@ fn windows_of_several_lengths(fixture: &Fixture) {
         // Rank 0 lends nothing; several windows at a time are told apart.
         let len = rank as u64 * 1000;
         let windows: Vec<_> = (0..3)
-            .map(|index| comm.window(memory.part(index * 3000, len).unwrap()).unwrap())
+            .map(|index| comm.window(memory.slice(index * 3000, len).unwrap()).unwrap())
             .collect();
         assert_eq!([0, 1, 2].map(|rank| windows[1].len_of(rank)), [0, 1000, 2000]);
-        assert!(windows[0].put(0, 0, source.part(0, 1).unwrap()).is_err());
+        assert!(windows[0].put(0, 0, source.slice(0, 1).unwrap()).is_err());
         let mut puts: Vec<_> = (0..3)
             .flat_map(|index| [1, 2].map(|to| (index, to)))
             .map(|(index, to)| {
                 let at = rank as u64 * 300;
-                windows[index].put(to, at, source.part(0, 300).unwrap()).unwrap()
+                windows[index].put(to, at, source.slice(0, 300).unwrap()).unwrap()
             })
             .collect();
-        wait_all(&mut puts, soon()).unwrap();
-        comm.barrier(soon()).unwrap();
+        wait_all(&mut puts, test_timeout()).unwrap();
+        comm.barrier(test_timeout()).unwrap();
         if rank > 0 {
             for (index, from) in (0..3).flat_map(|index| [0, 1, 2].map(|from| (index, from))) {
                 let at = index * 3000 + from * 300;
                 assert_eq!(read(&memory, at, 300), [from as u8 + 1; 300]);
             }
         }
-        comm.finish(soon()).unwrap();
+        comm.finish(test_timeout()).unwrap();
     });
 }

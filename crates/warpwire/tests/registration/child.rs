@@ -11,7 +11,7 @@ use warpwire::mr::HostMemory;
 pub const FILL: u8 = 0x6b;
 
 /// In a child: shows a descriptor, and waits until it may end.
-pub fn live(what: &str) {
+pub fn run_role(what: &str) {
     match what {
         "soak" => crate::registration::soak::run(),
         "descriptors" => crate::registration::staged::run_short_of_descriptors(),
@@ -42,15 +42,15 @@ fn export_until_end(what: &str) {
 pub fn run(what: &str) -> String {
     let mut command = Role::new("registration", what).command();
     let ended = command.stderr(Stdio::inherit()).output().unwrap();
-    let told = String::from_utf8_lossy(&ended.stdout).into_owned();
-    assert!(ended.status.success(), "it ended with {}: {told}", ended.status);
-    told
+    let stdout_text = String::from_utf8_lossy(&ended.stdout).into_owned();
+    assert!(ended.status.success(), "it ended with {}: {stdout_text}", ended.status);
+    stdout_text
 }
 
-pub struct Other(Child);
+pub struct ExportingProcess(Child);
 
 /// Starts a process with memory, and gets its descriptor.
-pub fn export(what: &str) -> (OwnedFd, Other) {
+pub fn export(what: &str) -> (OwnedFd, ExportingProcess) {
     let mut child = Role::new("registration", what)
         .command()
         .stdin(Stdio::piped())
@@ -61,10 +61,10 @@ pub fn export(what: &str) -> (OwnedFd, Other) {
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
     let path = format!("/proc/{}/fd/{}", child.id(), line.trim());
     let fd = std::fs::File::options().read(true).write(true).open(path).unwrap();
-    (fd.into(), Other(child))
+    (fd.into(), ExportingProcess(child))
 }
 
-impl Other {
+impl ExportingProcess {
     pub fn end(mut self) {
         drop(self.0.stdin.take());
         assert!(self.0.wait().unwrap().success());

@@ -8,15 +8,15 @@ use rustix::fs::{
 use warpwire::error::Kind;
 use warpwire::mem::{self, DmaBuf};
 use warpwire::mr::HostMemory;
-use warpwire::verbs::{Access, Attach, DmaBufRange, Mr, Op, QpOptions, Remote, Request};
+use warpwire::verbs::{Access, AttachMode, DmaBufRange, Mr, QpOptions, Remote, SendRequest, WrOp};
 use warpwire::{Error, Result};
 
 use crate::registration::child;
-use crate::registration::stage::{Buffer, Sort, Stage, refused};
-use crate::verbs::fixture::{End, World, same};
+use crate::registration::harness::{Buffer, Harness, MemKind, refused};
+use crate::verbs::fixture::{Endpoint, Testbed, same};
 use testkit::cases;
 
-cases!(Stage; CASES:
+cases!(Harness; CASES:
     descriptors_of_other_things_bad_flow,
     memfds_that_may_change_bad_flow,
     ranges_of_a_buffer_bad_flow,
@@ -34,8 +34,8 @@ cases!(Stage; CASES:
 
 const RIGHTS: Access = Access::ALL;
 
-fn import(end: &End, range: DmaBufRange<'_>, iova: Option<u64>) -> Result<Mr> {
-    end.context.register_dmabuf(&end.pd, range, iova, RIGHTS, Attach::Dynamic)
+fn import(end: &Endpoint, range: DmaBufRange<'_>, iova: Option<u64>) -> Result<Mr> {
+    end.context.register_dmabuf(&end.pd, range, iova, RIGHTS, AttachMode::Dynamic)
 }
 
 fn whole(fd: BorrowedFd<'_>) -> DmaBufRange<'_> {
@@ -50,20 +50,20 @@ fn memfd(len: u64, seals: SealFlags) -> OwnedFd {
 }
 
 /// Writes through a registration from the other side, and gives back what it wrote.
-fn write_through(stage: &Stage, world: &World, mr: &Mr, offset: u64, seed: u64) -> Vec<u8> {
-    let near = Buffer::new(stage, &world.a, Sort::HostHandle, 4096, 0);
-    let joined = world.join(QpOptions::default());
+fn write_through(harness: &Harness, testbed: &Testbed, mr: &Mr, offset: u64, seed: u64) -> Vec<u8> {
+    let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
+    let conn = testbed.join(QpOptions::default());
     let wanted = near.pattern(0, 1000, seed);
     let data = [near.mr().sge(0, 1000)];
-    let write = Request::new(1, Op::Write(mr.remote(offset))).with(&data);
-    joined.a.qp.post_send(&[write]).unwrap();
-    world.done(&joined.a.sends, 1);
+    let write = SendRequest::new(1, WrOp::Write(mr.remote(offset))).with(&data);
+    conn.a.qp.post_send(&[write]).unwrap();
+    testbed.done(&conn.a.sends, 1);
     wanted
 }
 
-fn descriptors_of_other_things_bad_flow(stage: &Stage) {
-    let world = stage.fixture.world();
-    let (end, folder) = (&world.b, tempfile::tempdir().unwrap());
+fn descriptors_of_other_things_bad_flow(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let (end, folder) = (&testbed.b, tempfile::tempdir().unwrap());
     let (reader, writer) = std::io::pipe().unwrap();
     let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
     let file = tempfile::tempfile().unwrap();
@@ -91,9 +91,9 @@ fn descriptors_of_other_things_bad_flow(stage: &Stage) {
     assert!(end.context.hca().registry().is_empty());
 }
 
-fn memfds_that_may_change_bad_flow(stage: &Stage) {
-    let world = stage.fixture.world();
-    let end = &world.b;
+fn memfds_that_may_change_bad_flow(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let end = &testbed.b;
     let unsealed = memfd(8192, SealFlags::empty());
     refused(import(end, whole(unsealed.as_fd()), None), &["cut it short", "seal"]);
     let growing = memfd(8192, SealFlags::GROW | SealFlags::SEAL);
@@ -112,16 +112,16 @@ fn memfds_that_may_change_bad_flow(stage: &Stage) {
     refused(import(end, whole(empty.as_fd()), None), &["empty"]);
     // The twin: sealed, and nothing else wrong with it.
     let mr = import(end, whole(sealed.as_fd()), None).unwrap();
-    let wanted = write_through(stage, &world, &mr, 77, 5);
+    let wanted = write_through(harness, &testbed, &mr, 77, 5);
     let mut back = vec![0; 1000];
     rustix::io::pread(&sealed, &mut back, 77).unwrap();
     same(&back, &wanted, "a write into a memfd");
 }
 
-fn ranges_of_a_buffer_bad_flow(stage: &Stage) {
-    let world = stage.fixture.world();
-    let end = &world.b;
-    let memory = stage.gpu().alloc(1 << 16).unwrap();
+fn ranges_of_a_buffer_bad_flow(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let end = &testbed.b;
+    let memory = harness.gpu().alloc(1 << 16).unwrap();
     let buffer = memory.export_dmabuf(4096, 8192).unwrap();
     let host = HostMemory::new(1 << 16).unwrap();
     for fd in [buffer.as_fd(), host.as_fd()] {
@@ -148,10 +148,10 @@ fn ranges_of_a_buffer_bad_flow(stage: &Stage) {
     assert!(end.context.hca().registry().is_empty());
 }
 
-fn addresses_of_choice_bad_flow(stage: &Stage) {
-    let world = stage.fixture.world();
-    let end = &world.b;
-    let memory = stage.gpu().alloc(1 << 16).unwrap();
+fn addresses_of_choice_bad_flow(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let end = &testbed.b;
+    let memory = harness.gpu().alloc(1 << 16).unwrap();
     let buffer = memory.export_dmabuf(100, 8192).unwrap();
     let range: DmaBufRange<'_> = (&buffer).into();
     for iova in [0, 99, 101, 4096, 8192 + 101, u64::MAX] {
@@ -167,26 +167,26 @@ fn addresses_of_choice_bad_flow(stage: &Stage) {
     }
 }
 
-fn a_closed_descriptor_bad_flow(stage: &Stage) {
-    let world = stage.fixture.world();
+fn a_closed_descriptor_bad_flow(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
     // Higher than any that this process opens, so that nobody has it.
     // SAFETY: it is the point that nothing is behind it; calls with it fail and harm nothing.
     let closed = unsafe { BorrowedFd::borrow_raw(1_000_000) };
-    let error = refused(import(&world.b, whole(closed), None), &["Bad file descriptor"]);
+    let error = refused(import(&testbed.b, whole(closed), None), &["Bad file descriptor"]);
     assert_eq!(error.kind(), &Kind::Os(libc::EBADF));
     refused(mem::exported(closed), &["Bad file descriptor"]);
 }
 
-fn offsets_are_free(stage: &Stage) {
-    let world = stage.fixture.world();
-    let memory = stage.gpu().alloc(1 << 16).unwrap();
+fn offsets_are_free(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let memory = harness.gpu().alloc(1 << 16).unwrap();
     memory.write(0, &[0; 1 << 16]).unwrap();
     // Exported as a whole, a part is registered; exported in part, the descriptor still names it all.
     for (exported, offset) in [((0, 1 << 16), 4097), ((4096, 4096), 30_001)] {
         let buffer = memory.export_dmabuf(exported.0, exported.1).unwrap();
         let range = DmaBufRange { fd: buffer.as_fd(), offset, len: 5000 };
-        let mr = import(&world.b, range, None).unwrap();
-        let wanted = write_through(stage, &world, &mr, 13, offset);
+        let mr = import(&testbed.b, range, None).unwrap();
+        let wanted = write_through(harness, &testbed, &mr, 13, offset);
         let mut found = vec![0; 1000];
         memory.read(offset + 13, &mut found).unwrap();
         same(&found, &wanted, "a write at an offset of a dma-buf");
@@ -198,10 +198,10 @@ fn offsets_are_free(stage: &Stage) {
 }
 
 /// Each descriptor of a piece of memory goes on naming it, whichever of them end first.
-fn one_memory_by_many_descriptors(stage: &Stage) {
-    let world = stage.fixture.world();
-    let end = &world.b;
-    let memory = stage.gpu().alloc(1 << 16).unwrap();
+fn one_memory_by_many_descriptors(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let end = &testbed.b;
+    let memory = harness.gpu().alloc(1 << 16).unwrap();
     let exports: Vec<DmaBuf> =
         (0..3).map(|n| memory.export_dmabuf(n * 4096, 4096).unwrap()).collect();
     let mrs: Vec<Mr> =
@@ -209,7 +209,7 @@ fn one_memory_by_many_descriptors(stage: &Stage) {
     // The same memory three times: what one registration wrote, the others see.
     let again = import(end, (&exports[0]).into(), None).unwrap();
     assert_ne!(again.rkey(), mrs[0].rkey());
-    let wanted = write_through(stage, &world, &again, 3, 9);
+    let wanted = write_through(harness, &testbed, &again, 3, 9);
     let mut found = vec![0; 1000];
     memory.read(3, &mut found).unwrap();
     same(&found, &wanted, "a write by a second registration");
@@ -222,21 +222,21 @@ fn one_memory_by_many_descriptors(stage: &Stage) {
     assert_eq!((found.address(), start), (memory.address(), memory.address()));
     // A move gives the memory another file; the old descriptors still mean this memory.
     drop((again, mrs));
-    stage.control().relocate(&memory).unwrap();
+    harness.control().relocate(&memory).unwrap();
     let later = memory.export_dmabuf(0, 4096).unwrap();
     for buffer in [&first, &later] {
         let mr = import(end, buffer.into(), None).unwrap();
-        let wanted = write_through(stage, &world, &mr, 0, 11);
+        let wanted = write_through(harness, &testbed, &mr, 0, 11);
         let mut found = vec![0; 1000];
         memory.read(0, &mut found).unwrap();
         same(&found, &wanted, "a write after a move");
     }
 }
 
-fn a_part_that_was_exported_by_its_address(stage: &Stage) {
-    let world = stage.fixture.world();
-    let end = &world.b;
-    let memory = stage.gpu().alloc(1 << 16).unwrap();
+fn a_part_that_was_exported_by_its_address(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let end = &testbed.b;
+    let memory = harness.gpu().alloc(1 << 16).unwrap();
     let all = memory.export_dmabuf(0, 1 << 16).unwrap();
     let address = |offset| memory.address().checked_add(offset).unwrap();
     // SAFETY: the memory outlives the dma-bufs.
@@ -245,7 +245,7 @@ fn a_part_that_was_exported_by_its_address(stage: &Stage) {
     for (part, at) in parts.iter().zip([4096u64, 32_768]) {
         assert_eq!((part.offset(), part.len()), (at, 8192));
         let mr = import(end, part.into(), None).unwrap();
-        let wanted = write_through(stage, &world, &mr, 1, at);
+        let wanted = write_through(harness, &testbed, &mr, 1, at);
         let mut found = vec![0; 1000];
         memory.read(at + 1, &mut found).unwrap();
         same(&found, &wanted, "a write by an address that was exported");
@@ -260,10 +260,10 @@ fn a_part_that_was_exported_by_its_address(stage: &Stage) {
     assert!(nobody.is_err());
 }
 
-fn a_descriptor_that_is_handed_over(stage: &Stage) {
-    let world = stage.fixture.world();
-    let end = &world.b;
-    let memory = stage.gpu().alloc(1 << 16).unwrap();
+fn a_descriptor_that_is_handed_over(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let end = &testbed.b;
+    let memory = harness.gpu().alloc(1 << 16).unwrap();
     let fd = memory.export_dmabuf(4096, 4096).unwrap().into_fd();
     // Somebody else exports the same memory, and is done with it.
     drop(memory.export_dmabuf(0, 4096).unwrap());
@@ -271,7 +271,7 @@ fn a_descriptor_that_is_handed_over(stage: &Stage) {
     drop(fd);
     let range = DmaBufRange { fd: copy.as_fd(), offset: 4096, len: 4096 };
     let mr = import(end, range, None).unwrap();
-    let wanted = write_through(stage, &world, &mr, 5, 21);
+    let wanted = write_through(harness, &testbed, &mr, 5, 21);
     let mut found = vec![0; 1000];
     memory.read(4096 + 5, &mut found).unwrap();
     same(&found, &wanted, "a write by a descriptor that was handed over");
@@ -282,30 +282,30 @@ fn a_descriptor_that_is_handed_over(stage: &Stage) {
     assert_eq!(error.kind(), &Kind::Freed);
 }
 
-fn memory_freed_before_it_is_imported_bad_flow(stage: &Stage) {
-    let world = stage.fixture.world();
-    let end = &world.b;
+fn memory_freed_before_it_is_imported_bad_flow(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let end = &testbed.b;
     let gone = |import: Result<Mr>| {
         let error: Error = refused(import, &["freed"]);
         assert_eq!(error.kind(), &Kind::Freed, "{error}");
     };
-    let dropped = stage.gpu().alloc(4096).unwrap();
+    let dropped = harness.gpu().alloc(4096).unwrap();
     let buffer = dropped.export_dmabuf(0, 4096).unwrap();
     drop(dropped);
     gone(import(end, (&buffer).into(), None));
-    let freed = stage.gpu().alloc(4096).unwrap();
+    let freed = harness.gpu().alloc(4096).unwrap();
     let buffer = freed.export_dmabuf(0, 4096).unwrap();
     freed.free().unwrap();
     gone(import(end, (&buffer).into(), None));
-    let pulled = stage.gpu().alloc(4096).unwrap();
+    let pulled = harness.gpu().alloc(4096).unwrap();
     let buffer = pulled.export_dmabuf(0, 4096).unwrap();
-    stage.control().free_under_users(&pulled).unwrap();
+    harness.control().force_free(&pulled).unwrap();
     gone(import(end, (&buffer).into(), None));
-    let attach = Attach::Static;
+    let attach = AttachMode::Static;
     gone(end.context.register_dmabuf(&end.pd, (&buffer).into(), None, RIGHTS, attach));
     refused(pulled.export_dmabuf(0, 4096), &["freed"]);
     // Borrowed by its address, and gone: whose it was does not matter.
-    let owner = stage.gpu().alloc(4096).unwrap();
+    let owner = harness.gpu().alloc(4096).unwrap();
     // SAFETY: freed on purpose; the simulator finds that out.
     let buffer = unsafe { mem::export_address(owner.address(), 4096) }.unwrap();
     drop(owner);
@@ -313,30 +313,30 @@ fn memory_freed_before_it_is_imported_bad_flow(stage: &Stage) {
     assert!(end.context.hca().registry().is_empty());
 }
 
-fn memory_is_kept_by_its_importers(stage: &Stage) {
-    let world = stage.fixture.world();
-    let memory = stage.gpu().alloc(4096).unwrap();
+fn memory_is_kept_by_its_importers(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let memory = harness.gpu().alloc(4096).unwrap();
     memory.write(0, &[7; 4096]).unwrap();
     let buffer = memory.export_dmabuf(0, 4096).unwrap();
-    let mr = import(&world.b, (&buffer).into(), None).unwrap();
+    let mr = import(&testbed.b, (&buffer).into(), None).unwrap();
     drop(buffer);
     let error = refused(memory.free(), &["still use it"]);
     assert_eq!(error.kind(), &Kind::Busy);
     drop(memory);
-    let near = Buffer::new(stage, &world.a, Sort::HostHandle, 4096, 0);
-    let joined = world.join(QpOptions::default());
+    let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
+    let conn = testbed.join(QpOptions::default());
     let data = [near.mr().sge(0, 4096)];
-    joined.a.qp.post_send(&[Request::new(1, Op::Read(mr.remote(0))).with(&data)]).unwrap();
-    world.done(&joined.a.sends, 1);
+    conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Read(mr.remote(0))).with(&data)]).unwrap();
+    testbed.done(&conn.a.sends, 1);
     assert_eq!(near.read(0, 4096), vec![7; 4096]);
 }
 
 /// Its moves are not seen here: it is refused, with the way that works.
-fn simulated_memory_of_another_process_bad_flow(stage: &Stage) {
-    let world = stage.fixture.world();
+fn simulated_memory_of_another_process_bad_flow(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
     let (fd, child) = child::export("sim");
     let error = refused(
-        import(&world.b, whole(fd.as_fd()), None),
+        import(&testbed.b, whole(fd.as_fd()), None),
         &["another process", "inter-process handle"],
     );
     assert_eq!(error.kind(), &Kind::InvalidArgument);
@@ -345,20 +345,20 @@ fn simulated_memory_of_another_process_bad_flow(stage: &Stage) {
 }
 
 /// Plain memory of another process does not move: both see one memory.
-fn a_memfd_of_another_process(stage: &Stage) {
-    let world = stage.fixture.world();
+fn a_memfd_of_another_process(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
     let (fd, child) = child::export("host");
-    let mr = import(&world.b, whole(fd.as_fd()), Some(0)).unwrap();
-    let near = Buffer::new(stage, &world.a, Sort::HostHandle, 4096, 0);
-    let joined = world.join(QpOptions::default());
+    let mr = import(&testbed.b, whole(fd.as_fd()), Some(0)).unwrap();
+    let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
+    let conn = testbed.join(QpOptions::default());
     let data = [near.mr().sge(0, 4096)];
     let at = Remote { address: 0, rkey: mr.rkey() };
-    joined.a.qp.post_send(&[Request::new(1, Op::Read(at)).with(&data)]).unwrap();
-    world.done(&joined.a.sends, 1);
+    conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Read(at)).with(&data)]).unwrap();
+    testbed.done(&conn.a.sends, 1);
     assert_eq!(near.read(0, 4096), vec![child::FILL; 4096]);
     // The other process ends; what it shared stays.
     child.end();
-    joined.a.qp.post_send(&[Request::new(2, Op::Read(at)).with(&data)]).unwrap();
-    world.done(&joined.a.sends, 2);
+    conn.a.qp.post_send(&[SendRequest::new(2, WrOp::Read(at)).with(&data)]).unwrap();
+    testbed.done(&conn.a.sends, 2);
     assert_eq!(near.read(0, 4096), vec![child::FILL; 4096]);
 }

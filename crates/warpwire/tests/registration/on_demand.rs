@@ -8,14 +8,16 @@ use rustix::mm::{
     munmap,
 };
 use warpwire::error::Kind;
-use warpwire::mr::Path;
-use warpwire::verbs::{Access, Change, Mr, Op, QpOptions, ReceiveRequest, Request, State, Status};
+use warpwire::mr::AccessPath;
+use warpwire::verbs::{
+    Access, Mr, QpAttributes, QpOptions, ReceiveRequest, SendRequest, State, Status, WrOp,
+};
 
-use crate::registration::stage::{Buffer, Pages, Sort, Stage, refused};
-use crate::verbs::fixture::{End, Joined, Rng, World, connect, same};
+use crate::registration::harness::{Buffer, Harness, MemKind, Pages, refused};
+use crate::verbs::fixture::{Endpoint, QpPair, Rng, Testbed, connect, same};
 use testkit::cases;
 
-cases!(Stage; CASES:
+cases!(Harness; CASES:
     memory_of_a_file,
     pages_come_when_they_are_needed,
     unmapped_under_traffic_bad_flow,
@@ -31,28 +33,28 @@ cases!(Stage; CASES:
 );
 
 const PAGE: usize = 4096;
-const MOST: Access = Access::LOCAL_WRITE;
+const MAX_PAGES: Access = Access::LOCAL_WRITE;
 
 fn rights() -> Access {
-    MOST | Access::REMOTE_READ | Access::REMOTE_WRITE | Access::ON_DEMAND
+    MAX_PAGES | Access::REMOTE_READ | Access::REMOTE_WRITE | Access::ON_DEMAND
 }
 
-fn on_demand(end: &End, address: u64, len: u64) -> Mr {
+fn on_demand(end: &Endpoint, address: u64, len: u64) -> Mr {
     // SAFETY: memory of the cases, which they copy only, and unmap where that is the point: on demand it harms nobody.
     unsafe { end.context.register_address(&end.pd, address, len, None, rights()) }.unwrap()
 }
 
-fn revive(world: &World, joined: &Joined) {
-    for side in [&joined.a, &joined.b] {
-        side.qp.modify(&Change::to(State::Reset)).unwrap();
+fn reconnect(testbed: &Testbed, conn: &QpPair) {
+    for test_qp in [&conn.a, &conn.b] {
+        test_qp.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
     }
-    connect(&joined.a.qp, &joined.b.qp);
-    world.works(joined);
+    connect(&conn.a.qp, &conn.b.qp);
+    testbed.check_traffic(conn);
 }
 
-fn transfer(world: &World, joined: &Joined, op: Op, data: warpwire::verbs::Sge) -> Status {
-    joined.a.qp.post_send(&[Request::new(1, op).with(&[data])]).unwrap();
-    world.next(&joined.a.sends).status
+fn transfer(testbed: &Testbed, conn: &QpPair, op: WrOp, data: warpwire::verbs::Sge) -> Status {
+    conn.a.qp.post_send(&[SendRequest::new(1, op).with(&[data])]).unwrap();
+    testbed.next(&conn.a.sends).status
 }
 
 /// A mapping of a file of the disk, which the kernel reads in when it is needed.
@@ -85,22 +87,22 @@ impl Drop for Mapped {
     }
 }
 
-fn memory_of_a_file(stage: &Stage) {
+fn memory_of_a_file(harness: &Harness) {
     use std::io::{Read, Seek};
-    let world = stage.fixture.world();
-    let joined = world.join(QpOptions::default());
+    let testbed = harness.fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
     let mut bytes = vec![0; 1 << 20];
     warpwire_apps::pattern::fill_bytes(&mut bytes, 5, 0);
     let mapped = Mapped::new(&bytes, ProtFlags::READ | ProtFlags::WRITE);
-    let far = on_demand(&world.b, mapped.address() + 1, (1 << 20) - 1);
-    assert_eq!(far.path(), Path::OnDemand);
-    let near = Buffer::new(stage, &world.a, Sort::HostHandle, 1 << 20, 0);
-    let read = transfer(&world, &joined, Op::Read(far.remote(9)), near.mr().sge(0, 900_001));
+    let far = on_demand(&testbed.b, mapped.address() + 1, (1 << 20) - 1);
+    assert_eq!(far.path(), AccessPath::OnDemand);
+    let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 1 << 20, 0);
+    let read = transfer(&testbed, &conn, WrOp::Read(far.remote(9)), near.mr().sge(0, 900_001));
     assert_eq!(read, Status::Success);
     same(&near.read(0, 900_001), &bytes[10..900_011], "a read of a file");
     let wanted = near.pattern(0, 300_007, 6);
     let write =
-        transfer(&world, &joined, Op::Write(far.remote(500_000)), near.mr().sge(0, 300_007));
+        transfer(&testbed, &conn, WrOp::Write(far.remote(500_000)), near.mr().sge(0, 300_007));
     assert_eq!(write, Status::Success);
     let mut found = Vec::new();
     (&mapped.file).rewind().unwrap();
@@ -109,13 +111,13 @@ fn memory_of_a_file(stage: &Stage) {
     same(&found[..500_001], &bytes[..500_001], "what lies before it");
     // A file that may only be read gives what may only be read.
     let readable = Mapped::new(&bytes, ProtFlags::READ);
-    let (context, pd) = (&world.b.context, &world.b.pd);
+    let (context, pd) = (&testbed.b.context, &testbed.b.pd);
     // SAFETY: mapped until the end of the case.
     let register =
         |access| unsafe { context.register_address(pd, readable.address(), 1 << 20, None, access) };
     refused(register(rights()), &["reading only"]);
     let far = register(Access::REMOTE_READ | Access::ON_DEMAND).unwrap();
-    let read = transfer(&world, &joined, Op::Read(far.remote(0)), near.mr().sge(0, 1 << 20));
+    let read = transfer(&testbed, &conn, WrOp::Read(far.remote(0)), near.mr().sge(0, 1 << 20));
     assert_eq!(read, Status::Success);
     same(&near.read(0, 1 << 20), &bytes, "a read of a file that may only be read");
 }
@@ -127,17 +129,17 @@ fn resident(pages: &Pages, len: usize) -> usize {
     seen.iter().filter(|byte| **byte & 1 == 1).count()
 }
 
-fn pages_come_when_they_are_needed(stage: &Stage) {
-    let world = stage.fixture.world();
-    let joined = world.join(QpOptions::default());
+fn pages_come_when_they_are_needed(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
     let len = 64 << 20;
     let pages = Pages::new(len);
-    let far = on_demand(&world.b, pages.address(), len as u64);
-    let near = Buffer::new(stage, &world.a, Sort::HostHandle, 1 << 20, 0);
+    let far = on_demand(&testbed.b, pages.address(), len as u64);
+    let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 1 << 20, 0);
     assert_eq!((resident(&pages, len), far.faults()), (0, Default::default()));
     let wanted = near.pattern(0, 100, 3);
     let at = (32 << 20) + 5;
-    let write = transfer(&world, &joined, Op::Write(far.remote(at)), near.mr().sge(0, 100));
+    let write = transfer(&testbed, &conn, WrOp::Write(far.remote(at)), near.mr().sge(0, 100));
     assert_eq!(write, Status::Success);
     let mut found = [0; 100];
     pages.read(at, &mut found);
@@ -148,90 +150,91 @@ fn pages_come_when_they_are_needed(stage: &Stage) {
     assert_eq!((faults.faults, faults.lost, faults.refused), (1, 0, 0));
     // What is there is not looked for again.
     assert_eq!(
-        transfer(&world, &joined, Op::Write(far.remote(at)), near.mr().sge(0, 100)),
+        transfer(&testbed, &conn, WrOp::Write(far.remote(at)), near.mr().sge(0, 100)),
         Status::Success
     );
     assert_eq!(far.faults(), faults);
     // A message over several pieces asks for all of them at once.
-    let write = transfer(&world, &joined, Op::Write(far.remote(1)), near.mr().sge(0, 1 << 20));
+    let write = transfer(&testbed, &conn, WrOp::Write(far.remote(1)), near.mr().sge(0, 1 << 20));
     assert_eq!(write, Status::Success);
     assert_eq!(far.faults().faults, 1 + 17);
 }
 
 /// Unmapped at some moment of a transfer, on either side: that side's protection error, or it was over before.
-fn unmapped_under_traffic_bad_flow(stage: &Stage) {
-    let world = stage.fixture.world();
+fn unmapped_under_traffic_bad_flow(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
     // It is found out when it is used, and not when a timer runs out: there is none.
-    let joined = world.join(QpOptions { timeout: 0, ..QpOptions::default() });
-    let bystander = world.join(QpOptions::default());
+    let conn = testbed.join(QpOptions { timeout: 0, ..QpOptions::default() });
+    let bystander = testbed.join(QpOptions::default());
     let mut rng = Rng::new(5);
     let (len, mut failures) = (1 << 18, 0);
     for round in 0..48u64 {
         let ours = round % 2 == 0;
-        let (mine, other) = if ours { (&world.a, &world.b) } else { (&world.b, &world.a) };
+        let (mine, other) = if ours { (&testbed.a, &testbed.b) } else { (&testbed.b, &testbed.a) };
         let pages = Pages::new(len);
         pages.write(0, &vec![7; len]);
         let mr = on_demand(mine, pages.address(), len as u64);
-        let other = Buffer::new(stage, other, Sort::HostHandle, len as u64, 0);
+        let other = Buffer::new(harness, other, MemKind::HostHandle, len as u64, 0);
         let (near, far) = if ours { (&mr, other.mr()) } else { (other.mr(), &mr) };
         if round % 3 == 0 {
             mr.prefetch(0, len as u64).unwrap();
         }
         let op = match (round / 2) % 3 {
-            0 => Op::Write(far.remote(0)),
-            1 => Op::Read(far.remote(0)),
-            _ => Op::Send,
+            0 => WrOp::Write(far.remote(0)),
+            1 => WrOp::Read(far.remote(0)),
+            _ => WrOp::Send,
         };
         let room = [far.sge(0, len as u32)];
-        joined.b.qp.post_receive(&[ReceiveRequest { id: 2, data: &room }]).unwrap();
+        conn.b.qp.post_receive(&[ReceiveRequest { id: 2, data: &room }]).unwrap();
         let data = [near.sge(0, len as u32)];
-        joined.a.qp.post_send(&[Request::new(1, op).with(&data)]).unwrap();
-        (0..rng.below(12)).for_each(|_| world.step());
+        conn.a.qp.post_send(&[SendRequest::new(1, op).with(&data)]).unwrap();
+        (0..rng.below(12)).for_each(|_| testbed.step());
         let from = rng.below(60) as usize * PAGE;
         pages.unmap(from, len - from);
-        let done = world.next(&joined.a.sends);
+        let done = testbed.next(&conn.a.sends);
         let protection = match (ours, op) {
             (true, _) => Status::LocalProtection,
-            (false, Op::Send) => Status::RemoteOperation,
+            (false, WrOp::Send) => Status::RemoteOperation,
             (false, _) => Status::RemoteAccess,
         };
         assert!(done.status == protection || done.is_success(), "{round} {op:?}: {done:?}");
         failures += u32::from(!done.is_success());
         // The receive tells the same, where its message came to an end at all.
-        if op == Op::Send && (done.is_success() || !ours) {
-            let received = world.next(&joined.b.receives);
+        if op == WrOp::Send && (done.is_success() || !ours) {
+            let received = testbed.next(&conn.b.receives);
             let wanted = if done.is_success() { Status::Success } else { Status::LocalProtection };
             assert_eq!((received.id, received.status), (2, wanted), "{round}");
         }
-        world.works(&bystander);
-        revive(&world, &joined);
-        while joined.b.receives.poll(&mut [warpwire::verbs::Completion::EMPTY]).unwrap() > 0 {}
+        testbed.check_traffic(&bystander);
+        reconnect(&testbed, &conn);
+        while conn.b.receives.poll(&mut [warpwire::verbs::Completion::EMPTY]).unwrap() > 0 {}
     }
     assert!(failures > 20, "most of them were in flight: {failures}");
 }
 
 /// A part is unmapped: that part is an error, and what lies beside it works, for everybody.
-fn a_hole_harms_no_neighbour(stage: &Stage) {
-    let world = stage.fixture.world();
-    let joined = world.join(QpOptions::default());
-    let neighbour = world.join(QpOptions::default());
-    let near = Buffer::new(stage, &world.a, Sort::HostHandle, 1 << 17, 0);
+fn a_hole_harms_no_neighbour(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
+    let neighbour = testbed.join(QpOptions::default());
+    let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 1 << 17, 0);
     for before in [false, true] {
         let pages = Pages::new(32 * PAGE);
-        let far = on_demand(&world.b, pages.address(), (32 * PAGE) as u64);
+        let far = on_demand(&testbed.b, pages.address(), (32 * PAGE) as u64);
         if before {
             far.prefetch(0, (32 * PAGE) as u64).unwrap();
         }
         pages.unmap(5 * PAGE, PAGE);
         let at = |page: usize| far.remote((page * PAGE) as u64);
         let one = near.mr().sge(0, PAGE as u32);
-        for op in [Op::Write(at(5)), Op::Read(at(5)), Op::Write(far.remote((5 * PAGE - 1) as u64))]
+        for op in
+            [WrOp::Write(at(5)), WrOp::Read(at(5)), WrOp::Write(far.remote((5 * PAGE - 1) as u64))]
         {
-            assert_eq!(transfer(&world, &joined, op, one), Status::RemoteAccess, "{op:?}");
-            revive(&world, &joined);
+            assert_eq!(transfer(&testbed, &conn, op, one), Status::RemoteAccess, "{op:?}");
+            reconnect(&testbed, &conn);
             for page in [4, 6, 0, 20] {
-                for op in [Op::Write(at(page)), Op::Read(at(page))] {
-                    let done = transfer(&world, &neighbour, op, one);
+                for op in [WrOp::Write(at(page)), WrOp::Read(at(page))] {
+                    let done = transfer(&testbed, &neighbour, op, one);
                     assert_eq!(done, Status::Success, "{op:?} beside a hole at page {page}");
                 }
             }
@@ -240,60 +243,60 @@ fn a_hole_harms_no_neighbour(stage: &Stage) {
             refused(far.prefetch((4 * PAGE) as u64, (2 * PAGE) as u64), &["not there", "map"]);
         assert_eq!(error.kind(), &Kind::Freed);
         // What is mapped there again is found again.
-        let wish = std::ptr::with_exposed_provenance_mut(pages.address() as usize + 5 * PAGE);
+        let addr_hint = std::ptr::with_exposed_provenance_mut(pages.address() as usize + 5 * PAGE);
         let both = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: in the hole that was made above.
         unsafe {
-            rustix::mm::mmap_anonymous(wish, PAGE, both, MapFlags::PRIVATE | MapFlags::FIXED)
+            rustix::mm::mmap_anonymous(addr_hint, PAGE, both, MapFlags::PRIVATE | MapFlags::FIXED)
         }
         .unwrap();
         let wanted = near.pattern(0, PAGE, 9);
-        assert_eq!(transfer(&world, &joined, Op::Write(at(5)), one), Status::Success);
+        assert_eq!(transfer(&testbed, &conn, WrOp::Write(at(5)), one), Status::Success);
         let mut found = vec![0; PAGE];
         pages.read((5 * PAGE) as u64, &mut found);
         same(&found, &wanted, "a write into a hole that was filled");
     }
 }
 
-fn read_only_meanwhile_bad_flow(stage: &Stage) {
-    let world = stage.fixture.world();
-    let joined = world.join(QpOptions::default());
-    let near = Buffer::new(stage, &world.a, Sort::HostHandle, 4096, 0);
+fn read_only_meanwhile_bad_flow(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
+    let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
     let pages = Pages::new(16 * PAGE);
-    let far = on_demand(&world.b, pages.address(), (16 * PAGE) as u64);
+    let far = on_demand(&testbed.b, pages.address(), (16 * PAGE) as u64);
     let one = near.mr().sge(0, 64);
     pages.write(0, &[7; 64]);
-    assert_eq!(transfer(&world, &joined, Op::Write(far.remote(4096)), one), Status::Success);
+    assert_eq!(transfer(&testbed, &conn, WrOp::Write(far.remote(4096)), one), Status::Success);
     let protect = |flags| {
         // SAFETY: pages of this case; nobody follows pointers into them now.
         unsafe { mprotect(pages.at(0), 16 * PAGE, flags) }.unwrap();
     };
     protect(MprotectFlags::READ);
-    assert_eq!(transfer(&world, &joined, Op::Write(far.remote(0)), one), Status::RemoteAccess);
-    revive(&world, &joined);
+    assert_eq!(transfer(&testbed, &conn, WrOp::Write(far.remote(0)), one), Status::RemoteAccess);
+    reconnect(&testbed, &conn);
     // It can still be read.
-    assert_eq!(transfer(&world, &joined, Op::Read(far.remote(0)), one), Status::Success);
+    assert_eq!(transfer(&testbed, &conn, WrOp::Read(far.remote(0)), one), Status::Success);
     assert_eq!(near.read(0, 64), [7; 64]);
     protect(MprotectFlags::empty());
-    for op in [Op::Read(far.remote(0)), Op::Write(far.remote(0))] {
-        assert_eq!(transfer(&world, &joined, op, one), Status::RemoteAccess);
-        revive(&world, &joined);
+    for op in [WrOp::Read(far.remote(0)), WrOp::Write(far.remote(0))] {
+        assert_eq!(transfer(&testbed, &conn, op, one), Status::RemoteAccess);
+        reconnect(&testbed, &conn);
     }
     protect(MprotectFlags::READ | MprotectFlags::WRITE);
-    for op in [Op::Read(far.remote(0)), Op::Write(far.remote(0))] {
-        assert_eq!(transfer(&world, &joined, op, one), Status::Success);
+    for op in [WrOp::Read(far.remote(0)), WrOp::Write(far.remote(0))] {
+        assert_eq!(transfer(&testbed, &conn, op, one), Status::Success);
     }
 }
 
-fn moved_away_and_back(stage: &Stage) {
-    let world = stage.fixture.world();
-    let joined = world.join(QpOptions::default());
-    let near = Buffer::new(stage, &world.a, Sort::HostHandle, 4096, 0);
+fn moved_away_and_back(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
+    let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
     let (pages, elsewhere) = (Pages::new(16 * PAGE), Pages::new(16 * PAGE));
-    let far = on_demand(&world.b, pages.address(), (16 * PAGE) as u64);
+    let far = on_demand(&testbed.b, pages.address(), (16 * PAGE) as u64);
     pages.write(100, &[7; 64]);
     let (one, at) = (near.mr().sge(0, 64), far.remote(100));
-    assert_eq!(transfer(&world, &joined, Op::Read(at), one), Status::Success);
+    assert_eq!(transfer(&testbed, &conn, WrOp::Read(at), one), Status::Success);
     let carry = |from: &Pages, to: &Pages| {
         let flags = MremapFlags::MAYMOVE;
         // SAFETY: whole mappings of this case; the new place is its own too.
@@ -302,85 +305,86 @@ fn moved_away_and_back(stage: &Stage) {
     };
     carry(&pages, &elsewhere);
     // The registration is of the addresses, where there is nothing now.
-    assert_eq!(transfer(&world, &joined, Op::Read(at), one), Status::RemoteAccess);
-    revive(&world, &joined);
+    assert_eq!(transfer(&testbed, &conn, WrOp::Read(at), one), Status::RemoteAccess);
+    reconnect(&testbed, &conn);
     carry(&elsewhere, &pages);
     near.write(0, &[0; 64]);
-    assert_eq!(transfer(&world, &joined, Op::Read(at), one), Status::Success);
+    assert_eq!(transfer(&testbed, &conn, WrOp::Read(at), one), Status::Success);
     assert_eq!(near.read(0, 64), [7; 64]);
     // Shrunk from its end.
     // SAFETY: a mapping of this case.
     unsafe { mremap(pages.at(0), 16 * PAGE, PAGE, MremapFlags::empty()) }.unwrap();
     let behind = far.remote(8 * PAGE as u64);
-    assert_eq!(transfer(&world, &joined, Op::Read(behind), one), Status::RemoteAccess);
-    revive(&world, &joined);
-    assert_eq!(transfer(&world, &joined, Op::Read(at), one), Status::Success);
+    assert_eq!(transfer(&testbed, &conn, WrOp::Read(behind), one), Status::RemoteAccess);
+    reconnect(&testbed, &conn);
+    assert_eq!(transfer(&testbed, &conn, WrOp::Read(at), one), Status::Success);
 }
 
-fn dropped_pages_read_as_zero(stage: &Stage) {
-    let world = stage.fixture.world();
-    let joined = world.join(QpOptions::default());
-    let near = Buffer::new(stage, &world.a, Sort::HostHandle, 4096, 0);
+fn dropped_pages_read_as_zero(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
+    let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
     let pages = Pages::new(64 * PAGE);
-    let far = on_demand(&world.b, pages.address(), (64 * PAGE) as u64);
+    let far = on_demand(&testbed.b, pages.address(), (64 * PAGE) as u64);
     let one = near.mr().sge(0, 4000);
     for round in 0..50u64 {
         let at = round * 5000 % (60 * PAGE as u64);
         let wanted = near.pattern(0, 4000, round);
-        assert_eq!(transfer(&world, &joined, Op::Write(far.remote(at)), one), Status::Success);
+        assert_eq!(transfer(&testbed, &conn, WrOp::Write(far.remote(at)), one), Status::Success);
         let mut found = vec![0; 4000];
         pages.read(at, &mut found);
         same(&found, &wanted, "a write into pages that were dropped");
         // SAFETY: anonymous pages of this case: they read as zero from now on.
         unsafe { madvise(pages.at(0), 64 * PAGE, Advice::LinuxDontNeed) }.unwrap();
-        assert_eq!(transfer(&world, &joined, Op::Read(far.remote(at)), one), Status::Success);
+        assert_eq!(transfer(&testbed, &conn, WrOp::Read(far.remote(at)), one), Status::Success);
         assert_eq!(near.read(0, 4000), vec![0; 4000]);
     }
 }
 
 /// Behind the end of a file that was cut short: where the CPU would get a signal, work gets an error.
-fn a_file_that_is_cut_short_bad_flow(stage: &Stage) {
-    let world = stage.fixture.world();
-    let joined = world.join(QpOptions::default());
-    let near = Buffer::new(stage, &world.a, Sort::HostHandle, 4096, 0);
+fn a_file_that_is_cut_short_bad_flow(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
+    let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
     for before in [false, true] {
         let mapped = Mapped::new(&[7; 64 * PAGE], ProtFlags::READ | ProtFlags::WRITE);
-        let far = on_demand(&world.b, mapped.address(), (64 * PAGE) as u64);
+        let far = on_demand(&testbed.b, mapped.address(), (64 * PAGE) as u64);
         if before {
             far.prefetch(0, (64 * PAGE) as u64).unwrap();
         }
         mapped.file.set_len(4 * PAGE as u64).unwrap();
         let one = near.mr().sge(0, 64);
-        for op in [Op::Read(far.remote(40 * PAGE as u64)), Op::Write(far.remote(40 * PAGE as u64))]
+        for op in
+            [WrOp::Read(far.remote(40 * PAGE as u64)), WrOp::Write(far.remote(40 * PAGE as u64))]
         {
-            assert_eq!(transfer(&world, &joined, op, one), Status::RemoteAccess);
-            revive(&world, &joined);
+            assert_eq!(transfer(&testbed, &conn, op, one), Status::RemoteAccess);
+            reconnect(&testbed, &conn);
         }
-        assert_eq!(transfer(&world, &joined, Op::Read(far.remote(64)), one), Status::Success);
+        assert_eq!(transfer(&testbed, &conn, WrOp::Read(far.remote(64)), one), Status::Success);
         assert_eq!(near.read(0, 64), [7; 64]);
     }
 }
 
-fn prefetch_and_its_counters(stage: &Stage) {
-    let world = stage.fixture.world();
-    let joined = world.join(QpOptions::default());
-    let near = Buffer::new(stage, &world.a, Sort::HostHandle, 1 << 20, 0);
+fn prefetch_and_its_counters(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
+    let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 1 << 20, 0);
     let len = 4 << 20;
     let pages = Pages::new(len);
-    let far = on_demand(&world.b, pages.address(), len as u64);
+    let far = on_demand(&testbed.b, pages.address(), len as u64);
     far.prefetch(1 << 20, 1 << 20).unwrap();
     assert_eq!(resident(&pages, len), 256);
     let prefetched = far.faults();
     assert_eq!((prefetched.prefetched, prefetched.faults), (16, 0));
-    let inside = Op::Write(far.remote(1 << 20));
-    assert_eq!(transfer(&world, &joined, inside, near.mr().sge(0, 1 << 20)), Status::Success);
+    let inside = WrOp::Write(far.remote(1 << 20));
+    assert_eq!(transfer(&testbed, &conn, inside, near.mr().sge(0, 1 << 20)), Status::Success);
     assert_eq!(far.faults(), prefetched, "nobody had to wait");
     far.prefetch(1 << 20, 1 << 20).unwrap();
     assert_eq!(far.faults(), prefetched, "it is there already");
     far.prefetch_later(3 << 20, 1 << 20).unwrap();
     let start = Instant::now();
     while far.faults().prefetched < 32 {
-        assert!(start.elapsed() < crate::verbs::fixture::soon());
+        assert!(start.elapsed() < crate::verbs::fixture::test_timeout());
         std::thread::yield_now();
     }
     assert_eq!(resident(&pages, len), 512);
@@ -390,7 +394,7 @@ fn prefetch_and_its_counters(stage: &Stage) {
     refused(far.prefetch(0, 64), &["prefetch", "not there"]);
     far.prefetch_later(0, 64).unwrap();
     while far.faults().refused < gone + 2 {
-        assert!(start.elapsed() < crate::verbs::fixture::soon());
+        assert!(start.elapsed() < crate::verbs::fixture::test_timeout());
         std::thread::yield_now();
     }
     // Memory that is always there has nothing to prefetch.
@@ -398,10 +402,10 @@ fn prefetch_and_its_counters(stage: &Stage) {
     assert_eq!(near.mr().faults(), Default::default());
 }
 
-fn a_huge_range_costs_nothing(stage: &Stage) {
-    let world = stage.fixture.world();
-    let joined = world.join(QpOptions::default());
-    let near = Buffer::new(stage, &world.a, Sort::HostHandle, 4096, 0);
+fn a_huge_range_costs_nothing(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
+    let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
     let both = ProtFlags::READ | ProtFlags::WRITE;
     let huge = 64usize << 30;
     let pages = Pages::with(huge, both, MapFlags::PRIVATE | MapFlags::NORESERVE);
@@ -409,7 +413,7 @@ fn a_huge_range_costs_nothing(stage: &Stage) {
         let mut best = Duration::MAX;
         for _ in 0..50 {
             let start = Instant::now();
-            drop(on_demand(&world.b, pages.address(), len as u64));
+            drop(on_demand(&testbed.b, pages.address(), len as u64));
             best = best.min(start.elapsed());
         }
         best
@@ -417,37 +421,37 @@ fn a_huge_range_costs_nothing(stage: &Stage) {
     let (small, large) = (time(64 << 10), time(huge));
     eprintln!("on demand: 64 KiB in {small:?}, 64 GiB in {large:?}");
     assert!(large < small * 20 + Duration::from_micros(200), "{small:?} against {large:?}");
-    let far = on_demand(&world.b, pages.address(), huge as u64);
+    let far = on_demand(&testbed.b, pages.address(), huge as u64);
     for place in [0, 1 << 30, (37u64 << 30) + 4097, huge as u64 - 100] {
         let wanted = near.pattern(0, 100, place);
-        let done = transfer(&world, &joined, Op::Write(far.remote(place)), near.mr().sge(0, 100));
+        let done = transfer(&testbed, &conn, WrOp::Write(far.remote(place)), near.mr().sge(0, 100));
         assert_eq!(done, Status::Success);
         let mut found = [0; 100];
         pages.read(place, &mut found);
         same(&found, &wanted, "a write far into a huge range");
     }
     assert_eq!(far.faults().faults, 4);
-    let beyond = Op::Write(far.remote(huge as u64 - 99));
-    assert_eq!(transfer(&world, &joined, beyond, near.mr().sge(0, 100)), Status::RemoteAccess);
+    let beyond = WrOp::Write(far.remote(huge as u64 - 99));
+    assert_eq!(transfer(&testbed, &conn, beyond, near.mr().sge(0, 100)), Status::RemoteAccess);
 }
 
-fn many_queue_pairs_fault_one_page(stage: &Stage) {
-    let world = stage.fixture.world();
-    let near = Buffer::new(stage, &world.a, Sort::HostHandle, 4096, 0);
-    let several: Vec<_> = (0..16).map(|_| world.join(QpOptions::default())).collect();
-    let bystander = world.join(QpOptions::default());
+fn many_queue_pairs_fault_one_page(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
+    let near = Buffer::new(harness, &testbed.a, MemKind::HostHandle, 4096, 0);
+    let several: Vec<_> = (0..16).map(|_| testbed.join(QpOptions::default())).collect();
+    let bystander = testbed.join(QpOptions::default());
     for round in 0..10u64 {
         let pages = Pages::new(16 * PAGE);
-        let far = on_demand(&world.b, pages.address(), (16 * PAGE) as u64);
+        let far = on_demand(&testbed.b, pages.address(), (16 * PAGE) as u64);
         let wanted = near.pattern(0, 64, round);
-        for (n, joined) in several.iter().enumerate() {
+        for (n, conn) in several.iter().enumerate() {
             let data = [near.mr().sge(0, 64)];
-            let write = Request::new(1, Op::Write(far.remote(n as u64 * 64 + 1))).with(&data);
-            joined.a.qp.post_send(&[write]).unwrap();
+            let write = SendRequest::new(1, WrOp::Write(far.remote(n as u64 * 64 + 1))).with(&data);
+            conn.a.qp.post_send(&[write]).unwrap();
         }
-        world.works(&bystander);
-        for joined in &several {
-            world.done(&joined.a.sends, 1);
+        testbed.check_traffic(&bystander);
+        for conn in &several {
+            testbed.done(&conn.a.sends, 1);
         }
         assert_eq!(far.faults().faults, 1, "they wait for one page, which is found once");
         for n in 0..several.len() as u64 {
@@ -457,35 +461,35 @@ fn many_queue_pairs_fault_one_page(stage: &Stage) {
         }
         // All of them find it gone, each for itself, and nobody else suffers.
         pages.unmap(0, 16 * PAGE);
-        for (n, joined) in several.iter().enumerate() {
+        for (n, conn) in several.iter().enumerate() {
             let data = [near.mr().sge(0, 64)];
-            let read = Request::new(1, Op::Read(far.remote(n as u64 * 64))).with(&data);
-            joined.a.qp.post_send(&[read]).unwrap();
+            let read = SendRequest::new(1, WrOp::Read(far.remote(n as u64 * 64))).with(&data);
+            conn.a.qp.post_send(&[read]).unwrap();
         }
-        world.works(&bystander);
-        for joined in &several {
-            world.failed(&joined.a.sends, 1, Status::RemoteAccess);
-            revive(&world, joined);
+        testbed.check_traffic(&bystander);
+        for conn in &several {
+            testbed.failed(&conn.a.sends, 1, Status::RemoteAccess);
+            reconnect(&testbed, conn);
         }
     }
 }
 
-fn atomics_bad_flow(stage: &Stage) {
-    let world = stage.fixture.world();
+fn atomics_bad_flow(harness: &Harness) {
+    let testbed = harness.fixture.testbed();
     let pages = Pages::new(PAGE);
     let access = Access::ALL | Access::ON_DEMAND;
-    let (context, pd) = (&world.a.context, &world.a.pd);
+    let (context, pd) = (&testbed.a.context, &testbed.a.pd);
     // SAFETY: refused, which is the point.
     let made = unsafe { context.register_address(pd, pages.address(), 64, None, access) };
     let error = refused(made, &["atomic", "leave out remote-atomic"]);
     assert_eq!(error.kind(), &Kind::Unsupported);
     // As the place for a result it serves.
-    let joined = world.join(QpOptions::default());
-    let near = on_demand(&world.a, pages.address() + 3, 64);
-    let far = Buffer::new(stage, &world.b, Sort::HostHandle, 64, 0);
+    let conn = testbed.join(QpOptions::default());
+    let near = on_demand(&testbed.a, pages.address() + 3, 64);
+    let far = Buffer::new(harness, &testbed.b, MemKind::HostHandle, 64, 0);
     far.write(0, &77u64.to_ne_bytes());
-    let add = Op::Atomic(far.mr().remote(0), warpwire::verbs::Atomic::FetchAdd { add: 1 });
-    assert_eq!(transfer(&world, &joined, add, near.sge(1, 8)), Status::Success);
+    let add = WrOp::Atomic(far.mr().remote(0), warpwire::verbs::Atomic::FetchAdd { add: 1 });
+    assert_eq!(transfer(&testbed, &conn, add, near.sge(1, 8)), Status::Success);
     let mut word = [0; 8];
     pages.read(4, &mut word);
     assert_eq!((u64::from_ne_bytes(word), far.word(0)), (77, 78));

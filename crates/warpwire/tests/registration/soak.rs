@@ -12,42 +12,43 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use warpwire::mem::Allocation;
-use warpwire::mem::sim::{Control, POISON};
+use warpwire::mem::sim::{POISON, SimControl};
 use warpwire::verbs::{
-    Atomic, Change, Completion, Drive, Mtu, Op, QpOptions, ReceiveRequest, Request, State, Status,
+    Atomic, Completion, Mtu, ProgressMode, QpAttributes, QpOptions, ReceiveRequest, SendRequest,
+    State, Status, WrOp,
 };
 
 use crate::registration::child;
-use crate::registration::stage::{Buffer, Sort, Stage, Store};
-use crate::verbs::fixture::{Joined, Rng, Which, World, connect, soon};
+use crate::registration::harness::{Backing, Buffer, Harness, MemKind};
+use crate::verbs::fixture::{QpPair, Rng, TestLink, Testbed, connect, test_timeout};
 use testkit::{Effort, cases};
 
-cases!(Stage; CASES: ; change: soak);
+cases!(Harness; CASES: ; change: soak);
 
 const PLAN: &str = "loss=2%,reorder=2%,dup=2%,corrupt=1%";
-const LANES: u64 = 4;
+const FLOWS: u64 = 4;
 const ROUNDS: u64 = 24;
 /// What each buffer has: room to send from or to write to, room to fetch or to receive into, words.
 const ROOM: u64 = 16_384;
 const WORDS: u64 = 2 * ROOM;
 const LEN: u64 = WORDS + 64;
 
-const SORTS: [Sort; 9] = [
-    Sort::Device,
-    Sort::DeviceEngine,
-    Sort::DeviceOnDemand,
-    Sort::DeviceAddress,
-    Sort::DeviceAddressOnDemand,
-    Sort::DmaBufStatic,
-    Sort::DmaBufDynamic,
-    Sort::AnonymousOnDemand,
-    Sort::HostHandle,
+const MEM_KINDS: [MemKind; 9] = [
+    MemKind::Device,
+    MemKind::DeviceEngine,
+    MemKind::DeviceOnDemand,
+    MemKind::DeviceAddress,
+    MemKind::DeviceAddressOnDemand,
+    MemKind::DmaBufStatic,
+    MemKind::DmaBufDynamic,
+    MemKind::AnonymousOnDemand,
+    MemKind::HostHandle,
 ];
 
-fn soak(_: &Stage) {
-    let told = child::run("soak");
-    assert!(told.contains("every byte right"), "{told}");
-    eprintln!("{}", told.trim());
+fn soak(_: &Harness) {
+    let stdout_text = child::run("soak");
+    assert!(stdout_text.contains("every byte right"), "{stdout_text}");
+    eprintln!("{}", stdout_text.trim());
 }
 
 /// The child's part.
@@ -58,10 +59,10 @@ pub fn run() {
         seconds => Some(seconds),
     };
     let only = std::env::var("WARPWIRE_SEED").ok().map(|text| text.parse::<u64>().unwrap());
-    let (start, tally) = (Instant::now(), Tally::default());
+    let (start, counters) = (Instant::now(), Counters::default());
     let first = only.unwrap_or(1);
     // The first seed makes what a process makes once: threads, tables.
-    run_seed(first, &tally);
+    run_seed(first, &counters);
     let before = descriptors();
     for seed in first + 1.. {
         let enough = match seconds {
@@ -73,12 +74,13 @@ pub fn run() {
         if enough {
             break;
         }
-        run_seed(seed, &tally);
+        run_seed(seed, &counters);
         assert!(descriptors() <= before, "seed {seed} left descriptors: {}", descriptors());
     }
     let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-    let (moves, frees, work) = (count(&tally.moves), count(&tally.frees), count(&tally.work));
-    let (failures, batches) = (count(&tally.failures), count(&tally.batches));
+    let (moves, frees, work) =
+        (count(&counters.moves), count(&counters.frees), count(&counters.work));
+    let (failures, batches) = (count(&counters.failures), count(&counters.batches));
     assert!(only.is_some() || moves > 2000, "{moves} moves are few");
     assert!(only.is_some() || failures > 50, "{failures} failures are few");
     println!(
@@ -93,7 +95,7 @@ fn descriptors() -> usize {
 }
 
 #[derive(Default)]
-struct Tally {
+struct Counters {
     moves: AtomicU64,
     frees: AtomicU64,
     work: AtomicU64,
@@ -101,76 +103,80 @@ struct Tally {
     batches: AtomicU64,
 }
 
-fn run_seed(seed: u64, tally: &Tally) {
-    let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| one_seed(seed, tally)));
+fn run_seed(seed: u64, counters: &Counters) {
+    let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| one_seed(seed, counters)));
     if let Err(why) = ended {
         eprintln!("seed {seed} failed: replay it with WARPWIRE_SEED={seed} and the case's name");
         std::panic::resume_unwind(why);
     }
 }
 
-fn one_seed(seed: u64, tally: &Tally) {
-    let stage = Stage::new(Which::Loopback, None);
+fn one_seed(seed: u64, counters: &Counters) {
+    let harness = Harness::new(TestLink::Loopback, None);
     {
-        let world = stage.fixture.faulty(PLAN, seed, Drive::Inline);
-        let registries = [&world.a, &world.b].map(|end| end.context.hca().registry().clone());
+        let testbed = harness.fixture.faulty(PLAN, seed, ProgressMode::Manual);
+        let registries = [&testbed.a, &testbed.b].map(|end| end.context.hca().registry().clone());
         let mut rng = Rng::new(seed);
-        let mut lanes: Vec<_> = (0..LANES).map(|_| Lane::new(&stage, &world, &mut rng)).collect();
+        let mut flows: Vec<_> =
+            (0..FLOWS).map(|_| Flow::new(&harness, &testbed, &mut rng)).collect();
         // In every third seed a thread of its own moves what there is; else the moves come between steps.
-        let mover = seed.is_multiple_of(3).then(|| Mover::start(stage.control()));
+        let mover = seed.is_multiple_of(3).then(|| Mover::start(harness.control()));
         for _ in 0..ROUNDS {
-            round(&stage, &world, &mut lanes, &mut rng, mover.as_ref(), tally);
+            round(&harness, &testbed, &mut flows, &mut rng, mover.as_ref(), counters);
         }
-        tally.moves.fetch_add(mover.map_or(0, Mover::stop), Ordering::Relaxed);
-        drop(lanes);
+        counters.moves.fetch_add(mover.map_or(0, Mover::stop), Ordering::Relaxed);
+        drop(flows);
         assert!(registries.iter().all(|registry| registry.is_empty()));
     }
-    stage.check_nothing_left();
+    harness.check_nothing_left();
 }
 
 /// Work on all lanes at once, with moves and a free now and then in between; then every byte is looked at.
 fn round(
-    stage: &Stage,
-    world: &World,
-    lanes: &mut [Lane],
+    harness: &Harness,
+    testbed: &Testbed,
+    flows: &mut [Flow],
     rng: &mut Rng,
     mover: Option<&Mover>,
-    tally: &Tally,
+    counters: &Counters,
 ) {
     if let Some(mover) = mover {
-        let movable = lanes.iter().flat_map(|lane| [&lane.near, &lane.far]);
-        *mover.list.lock() = movable.filter_map(End::movable).collect();
+        let movable = flows.iter().flat_map(|flow| [&flow.near, &flow.far]);
+        *mover.list.lock() = movable.filter_map(Endpoint::movable).collect();
     }
-    for lane in lanes.iter_mut() {
-        lane.post(rng);
-        tally.batches.fetch_add(1, Ordering::Relaxed);
-        tally.work.fetch_add(lane.batch.len() as u64, Ordering::Relaxed);
+    for flow in flows.iter_mut() {
+        flow.post(rng);
+        counters.batches.fetch_add(1, Ordering::Relaxed);
+        counters.work.fetch_add(flow.batch.len() as u64, Ordering::Relaxed);
     }
     let start = Instant::now();
-    while lanes.iter_mut().any(|lane| !lane.is_over()) {
-        if start.elapsed() > soon() {
-            for lane in lanes.iter_mut().filter_map(|lane| (!lane.is_over()).then_some(lane)) {
-                let ends = [&lane.near, &lane.far].map(|end| {
-                    (end.buffer.sort, end.buffer.mr.as_ref().map(|mr| (mr.is_live(), mr.faults())))
+    while flows.iter_mut().any(|flow| !flow.is_over()) {
+        if start.elapsed() > test_timeout() {
+            for flow in flows.iter_mut().filter_map(|flow| (!flow.is_over()).then_some(flow)) {
+                let ends = [&flow.near, &flow.far].map(|end| {
+                    (
+                        end.buffer.mem_kind,
+                        end.buffer.mr.as_ref().map(|mr| (mr.is_live(), mr.faults())),
+                    )
                 });
-                eprintln!("not over: {ends:?}, freed: {}", lane.freed.is_some());
+                eprintln!("not over: {ends:?}, freed: {}", flow.freed.is_some());
             }
-            let stats = [&world.a, &world.b].map(|end| end.context.stats());
+            let stats = [&testbed.a, &testbed.b].map(|end| end.context.stats());
             panic!("a batch does not end {stats:#?}");
         }
-        world.step();
-        let lane = rng.below(LANES) as usize;
-        let lane = &mut lanes[lane];
+        testbed.step();
+        let flow = rng.below(FLOWS) as usize;
+        let flow = &mut flows[flow];
         match rng.below(40) {
-            0 if !lane.is_over() && lane.freed.is_none() && rng.below(4) == 0 => {
-                lane.free(&stage.control(), rng);
-                tally.frees.fetch_add(u64::from(lane.freed.is_some()), Ordering::Relaxed);
+            0 if !flow.is_over() && flow.freed.is_none() && rng.below(4) == 0 => {
+                flow.free(&harness.control(), rng);
+                counters.frees.fetch_add(u64::from(flow.freed.is_some()), Ordering::Relaxed);
             }
             1..=9 if mover.is_none() => {
-                let end = if rng.below(2) == 0 { &lane.near } else { &lane.far };
-                if let Some(memory) = end.movable().filter(|_| lane.freed.is_none()) {
-                    stage.control().relocate(&memory).unwrap();
-                    tally.moves.fetch_add(1, Ordering::Relaxed);
+                let end = if rng.below(2) == 0 { &flow.near } else { &flow.far };
+                if let Some(memory) = end.movable().filter(|_| flow.freed.is_none()) {
+                    harness.control().relocate(&memory).unwrap();
+                    counters.moves.fetch_add(1, Ordering::Relaxed);
                 }
             }
             _ => {}
@@ -180,36 +186,44 @@ fn round(
         // Nobody moves what is compared, so that a difference is told at its place.
         mover.list.lock().clear();
     }
-    for lane in lanes {
-        lane.check();
-        if lane.failed() || lane.freed.is_some() || rng.below(12) == 0 {
-            tally.failures.fetch_add(u64::from(lane.failed()), Ordering::Relaxed);
-            lane.renew(stage, world, rng);
+    for flow in flows {
+        flow.check();
+        if flow.failed() || flow.freed.is_some() || rng.below(12) == 0 {
+            counters.failures.fetch_add(u64::from(flow.failed()), Ordering::Relaxed);
+            flow.reconnect(harness, testbed, rng);
         }
     }
 }
 
 /// A buffer, and what it must hold.
-struct End {
+struct Endpoint {
     buffer: Buffer,
     model: Vec<u8>,
 }
 
-impl End {
-    fn new(stage: &Stage, end: &crate::verbs::fixture::End, far: bool, rng: &mut Rng) -> Self {
-        let sorts = SORTS.iter().filter(|sort| !far || sort.has_atomics());
-        let sorts: Vec<_> = sorts.copied().collect();
-        let sort = sorts[rng.below(sorts.len() as u64) as usize];
+impl Endpoint {
+    fn new(
+        harness: &Harness,
+        end: &crate::verbs::fixture::Endpoint,
+        far: bool,
+        rng: &mut Rng,
+    ) -> Self {
+        let mem_kinds = MEM_KINDS.iter().filter(|mem_kind| !far || mem_kind.has_atomics());
+        let mem_kinds: Vec<_> = mem_kinds.copied().collect();
+        let mem_kind = mem_kinds[rng.below(mem_kinds.len() as u64) as usize];
         let skew = if far { 8 * rng.below(500) } else { rng.below(4000) };
-        Self { buffer: Buffer::new(stage, end, sort, LEN, skew), model: vec![0; LEN as usize] }
+        Self {
+            buffer: Buffer::new(harness, end, mem_kind, LEN, skew),
+            model: vec![0; LEN as usize],
+        }
     }
 
     fn movable(&self) -> Option<Allocation> {
-        self.buffer.sort.may_move().then(|| self.buffer.allocation().clone())
+        self.buffer.mem_kind.may_move().then(|| self.buffer.allocation().clone())
     }
 
     fn freeable(&self) -> bool {
-        self.buffer.sort.is_device() || self.buffer.sort == Sort::AnonymousOnDemand
+        self.buffer.mem_kind.is_device() || self.buffer.mem_kind == MemKind::AnonymousOnDemand
     }
 }
 
@@ -221,32 +235,32 @@ enum Side {
 
 /// What was posted.
 #[derive(Clone, Copy, Debug)]
-enum Task {
+enum PostedOp {
     Write { from: u64, to: u64, len: u64 },
     Send { from: u64, to: u64, len: u64 },
     Add { word: u64, result: u64, add: u64 },
     Read { from: u64, to: u64, len: u64 },
 }
 
-struct Lane {
-    joined: Joined,
-    near: End,
-    far: End,
-    batch: Vec<Task>,
+struct Flow {
+    conn: QpPair,
+    near: Endpoint,
+    far: Endpoint,
+    batch: Vec<PostedOp>,
     done: Vec<Completion>,
     received: usize,
     freed: Option<Side>,
 }
 
-impl Lane {
-    fn new(stage: &Stage, world: &World, rng: &mut Rng) -> Self {
+impl Flow {
+    fn new(harness: &Harness, testbed: &Testbed, rng: &mut Rng) -> Self {
         let options =
             QpOptions { timeout: 10, mtu: Some(Mtu::new(1024).unwrap()), ..QpOptions::default() };
-        let joined = world.join(options);
-        let near = End::new(stage, &world.a, false, rng);
-        let far = End::new(stage, &world.b, true, rng);
+        let conn = testbed.join(options);
+        let near = Endpoint::new(harness, &testbed.a, false, rng);
+        let far = Endpoint::new(harness, &testbed.b, true, rng);
         let (batch, done) = (Vec::new(), Vec::new());
-        Self { joined, near, far, batch, done, received: 0, freed: None }
+        Self { conn, near, far, batch, done, received: 0, freed: None }
     }
 
     /// New data, and a batch of work on it. Reads come last: nothing says what they see of writes behind them.
@@ -260,46 +274,46 @@ impl Lane {
             let len = 1 + rng.below(ROOM / 2);
             let (from, to) = (rng.below(ROOM - len), rng.below(ROOM - len));
             self.batch.push(match rng.below(3) {
-                0 => Task::Write { from, to, len },
-                1 => Task::Send { from, to: ROOM + to, len },
+                0 => PostedOp::Write { from, to, len },
+                1 => PostedOp::Send { from, to: ROOM + to, len },
                 _ => {
                     let (word, result) = (WORDS + 8 * rng.below(8), WORDS + 8 * rng.below(8));
-                    Task::Add { word, result, add: 1 + rng.below(1000) }
+                    PostedOp::Add { word, result, add: 1 + rng.below(1000) }
                 }
             });
         }
         if rng.below(2) == 0 {
             let len = 1 + rng.below(ROOM / 2);
             let (from, to) = (rng.below(2 * ROOM - len), ROOM + rng.below(ROOM - len));
-            self.batch.push(Task::Read { from, to, len });
+            self.batch.push(PostedOp::Read { from, to, len });
         }
         let (near, far) = (self.near.buffer.mr(), self.far.buffer.mr());
         for (id, task) in self.batch.iter().enumerate() {
             let id = id as u64;
             let (op, data) = match *task {
-                Task::Write { from, to, len } => {
-                    (Op::Write(far.remote(to)), near.sge(from, len as u32))
+                PostedOp::Write { from, to, len } => {
+                    (WrOp::Write(far.remote(to)), near.sge(from, len as u32))
                 }
-                Task::Send { from, to, len } => {
+                PostedOp::Send { from, to, len } => {
                     let room = [far.sge(to, len as u32)];
                     let receive = ReceiveRequest { id, data: &room };
-                    self.joined.b.qp.post_receive(&[receive]).unwrap();
-                    (Op::Send, near.sge(from, len as u32))
+                    self.conn.b.qp.post_receive(&[receive]).unwrap();
+                    (WrOp::Send, near.sge(from, len as u32))
                 }
-                Task::Add { word, result, add } => {
+                PostedOp::Add { word, result, add } => {
                     let atomic = Atomic::FetchAdd { add };
-                    (Op::Atomic(far.remote(word), atomic), near.sge(result, 8))
+                    (WrOp::Atomic(far.remote(word), atomic), near.sge(result, 8))
                 }
-                Task::Read { from, to, len } => {
-                    (Op::Read(far.remote(from)), near.sge(to, len as u32))
+                PostedOp::Read { from, to, len } => {
+                    (WrOp::Read(far.remote(from)), near.sge(to, len as u32))
                 }
             };
-            self.joined.a.qp.post_send(&[Request::new(id, op).with(&[data])]).unwrap();
+            self.conn.a.qp.post_send(&[SendRequest::new(id, op).with(&[data])]).unwrap();
         }
     }
 
     fn sends(&self) -> usize {
-        self.batch.iter().filter(|task| matches!(task, Task::Send { .. })).count()
+        self.batch.iter().filter(|task| matches!(task, PostedOp::Send { .. })).count()
     }
 
     fn failed(&self) -> bool {
@@ -309,9 +323,9 @@ impl Lane {
     /// Whether all ends are told; on success, of the receives too.
     fn is_over(&mut self) -> bool {
         let mut some = [Completion::EMPTY; 16];
-        let count = self.joined.a.sends.poll(&mut some).unwrap();
+        let count = self.conn.a.sends.poll(&mut some).unwrap();
         self.done.extend_from_slice(&some[..count]);
-        let count = self.joined.b.receives.poll(&mut some).unwrap();
+        let count = self.conn.b.receives.poll(&mut some).unwrap();
         self.received += some[..count].iter().filter(|completion| completion.is_success()).count();
         if self.freed.is_none() {
             assert!(some[..count].iter().all(Completion::is_success), "{:?}", &some[..count]);
@@ -320,20 +334,20 @@ impl Lane {
     }
 
     /// Takes the memory of either end away.
-    fn free(&mut self, control: &Control, rng: &mut Rng) {
+    fn free(&mut self, control: &SimControl, rng: &mut Rng) {
         let side = if rng.below(2) == 0 { Side::Near } else { Side::Far };
         let end = if side == Side::Near { &self.near } else { &self.far };
         if !end.freeable() {
             return;
         }
-        match &end.buffer.store {
-            Store::Device(memory) => control.free_under_users(memory).unwrap(),
-            Store::Pages(pages) => {
+        match &end.buffer.backing {
+            Backing::Device(memory) => control.force_free(memory).unwrap(),
+            Backing::Pages(pages) => {
                 // Whole pages that hold all of it; the guards around it may stay.
                 let first = end.buffer.start as usize / 4096 * 4096;
                 pages.unmap(first, (end.buffer.len as usize).next_multiple_of(4096) + 4096);
             }
-            Store::Host(_) => return,
+            Backing::Host(_) => return,
         }
         self.freed = Some(side);
     }
@@ -345,15 +359,15 @@ impl Lane {
             let (mut near, mut far) = all[all.len() - 1].clone();
             let range = |at: u64, len: u64| at as usize..(at + len) as usize;
             match *task {
-                Task::Write { from, to, len } | Task::Send { from, to, len } => {
+                PostedOp::Write { from, to, len } | PostedOp::Send { from, to, len } => {
                     far[range(to, len)].copy_from_slice(&near[range(from, len)]);
                 }
-                Task::Add { word, result, add } => {
+                PostedOp::Add { word, result, add } => {
                     let old = u64::from_ne_bytes(far[range(word, 8)].try_into().unwrap());
                     near[range(result, 8)].copy_from_slice(&old.to_ne_bytes());
                     far[range(word, 8)].copy_from_slice(&(old + add).to_ne_bytes());
                 }
-                Task::Read { from, to, len } => {
+                PostedOp::Read { from, to, len } => {
                     near[range(to, len)].copy_from_slice(&far[range(from, len)]);
                 }
             }
@@ -374,16 +388,16 @@ impl Lane {
                 (_, Some(Side::Near)) => status == Status::LocalProtection,
                 // Of a receive it is the other one. An answer may be lost, and then what fails behind it fails it too.
                 (_, Some(Side::Far)) => {
-                    let sends = self.batch.iter().any(|task| matches!(task, Task::Send { .. }));
+                    let sends = self.batch.iter().any(|task| matches!(task, PostedOp::Send { .. }));
                     status == Status::RemoteAccess || sends && status == Status::RemoteOperation
                 }
                 (_, None) => false,
             };
-            let stats = [&self.joined.a, &self.joined.b].map(|side| side.qp.stats());
-            let sorts = [self.near.buffer.sort, self.far.buffer.sort];
+            let stats = [&self.conn.a, &self.conn.b].map(|side| side.qp.stats());
+            let mem_kinds = [self.near.buffer.mem_kind, self.far.buffer.mem_kind];
             assert!(
                 wanted,
-                "{completion:?} of {:?}, {:?} of {sorts:?} was freed: {stats:?}, {:?}",
+                "{completion:?} of {:?}, {:?} of {mem_kinds:?} was freed: {stats:?}, {:?}",
                 self.batch,
                 self.freed,
                 self.far.buffer.mr().faults()
@@ -404,7 +418,7 @@ impl Lane {
                 assert!(
                     may_be.iter().any(here),
                     "{side:?} {:?}: byte {at} is {byte:#x}, after {good} of {:?}",
-                    end.buffer.sort,
+                    end.buffer.mem_kind,
                     self.batch
                 );
                 assert!(*byte != POISON || at as u64 >= WORDS, "a byte of a place that was left");
@@ -415,22 +429,22 @@ impl Lane {
     }
 
     /// New buffers in the place of those that went, and the connection from its beginning.
-    fn renew(&mut self, stage: &Stage, world: &World, rng: &mut Rng) {
-        for side in [&self.joined.a, &self.joined.b] {
-            side.qp.modify(&Change::to(State::Reset)).unwrap();
+    fn reconnect(&mut self, harness: &Harness, testbed: &Testbed, rng: &mut Rng) {
+        for side in [&self.conn.a, &self.conn.b] {
+            side.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
         }
         // The survivor of a free stays, with what it holds.
         let freed = self.freed.take();
         if freed != Some(Side::Far) {
-            self.near = End::new(stage, &world.a, false, rng);
+            self.near = Endpoint::new(harness, &testbed.a, false, rng);
         }
         if freed != Some(Side::Near) {
-            self.far = End::new(stage, &world.b, true, rng);
+            self.far = Endpoint::new(harness, &testbed.b, true, rng);
         }
-        connect(&self.joined.a.qp, &self.joined.b.qp);
+        connect(&self.conn.a.qp, &self.conn.b.qp);
         let mut some = [Completion::EMPTY; 16];
-        while self.joined.a.sends.poll(&mut some).unwrap() > 0 {}
-        while self.joined.b.receives.poll(&mut some).unwrap() > 0 {}
+        while self.conn.a.sends.poll(&mut some).unwrap() > 0 {}
+        while self.conn.b.receives.poll(&mut some).unwrap() > 0 {}
     }
 }
 
@@ -442,7 +456,7 @@ struct Mover {
 }
 
 impl Mover {
-    fn start(control: Control) -> Self {
+    fn start(control: SimControl) -> Self {
         let (list, over) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicBool::new(false)));
         let (mine, ended) = (list.clone(), over.clone());
         let thread = std::thread::spawn(move || {

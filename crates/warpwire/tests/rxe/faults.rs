@@ -1,11 +1,11 @@
 //! A link of ours that loses, doubles, reorders and damages packets: everything still arrives, and once.
 
-use warpwire::verbs::{Atomic, Op, Request};
-use warpwire_proto::qp::{Discard, Stats};
+use warpwire::verbs::{Atomic, SendRequest, WrOp};
+use warpwire_proto::qp::{DiscardReason, Stats};
 
 use crate::rxe::lab::{Bench, Family};
-use crate::rxe::peer::Post;
-use crate::rxe::world::{Terms, World};
+use crate::rxe::peer::PeerPost;
+use crate::rxe::testbed::{ConnParams, Testbed};
 use testkit::cases;
 
 cases!(Bench; CASES:
@@ -26,66 +26,66 @@ enum TheirReads {
 }
 
 /// Writes, reads, messages and atomics both ways, all compared.
-fn everything(world: &mut World, rounds: u64, reads: TheirReads) {
+fn everything(testbed: &mut Testbed, rounds: u64, reads: TheirReads) {
     const LEN: usize = 9000;
-    let far = world.far;
+    let far = testbed.far;
     for n in 0..rounds {
-        world.near.fill(0, LEN, n);
-        let out = [world.near.mr.sge(0, LEN as u32)];
-        let back = [world.near.mr.sge(20_000, LEN as u32)];
-        let word = [world.near.mr.sge(40_000, 8)];
-        world.peer.receive(0, 50, &far, 20_000, LEN as u32);
-        world
+        testbed.near.fill(0, LEN, n);
+        let out = [testbed.near.mr.sge(0, LEN as u32)];
+        let back = [testbed.near.mr.sge(20_000, LEN as u32)];
+        let word = [testbed.near.mr.sge(40_000, 8)];
+        testbed.peer.receive(0, 50, &far, 20_000, LEN as u32);
+        testbed
             .qp()
             .post_send(&[
-                Request::new(1, Op::Write(far.remote(0))).with(&out),
-                Request::new(2, Op::Read(far.remote(0))).with(&back),
-                Request::new(3, Op::Send).with(&out),
-                Request::new(4, Op::Atomic(far.remote(40_000), Atomic::FetchAdd { add: 1 }))
+                SendRequest::new(1, WrOp::Write(far.remote(0))).with(&out),
+                SendRequest::new(2, WrOp::Read(far.remote(0))).with(&back),
+                SendRequest::new(3, WrOp::Send).with(&out),
+                SendRequest::new(4, WrOp::Atomic(far.remote(40_000), Atomic::FetchAdd { add: 1 }))
                     .with(&word),
             ])
             .unwrap();
         for id in 1..=4 {
-            world.done(id);
+            testbed.done(id);
         }
-        world.peer.done(50);
-        world.near.check(20_000, LEN, n);
-        world.peer.check(&far, 20_000, LEN, n);
+        testbed.peer.done(50);
+        testbed.near.check(20_000, LEN, n);
+        testbed.peer.check(&far, 20_000, LEN, n);
         // Once, and no more.
-        assert_eq!((world.near.get(40_000), world.peer.get(&far, 40_000)), (n, n + 1));
+        assert_eq!((testbed.near.get(40_000), testbed.peer.get(&far, 40_000)), (n, n + 1));
 
-        world.peer.fill(&far, 60_000, LEN, n + 100);
-        world.receive(60, 80_000, LEN as u32);
-        let at = |offset| world.near.mr.remote(offset);
+        testbed.peer.fill(&far, 60_000, LEN, n + 100);
+        testbed.receive(60, 80_000, LEN as u32);
+        let at = |offset| testbed.near.mr.remote(offset);
         let posts = [
-            Post::new(11, "write").from(60_000, LEN as u32).at(at(60_000)),
-            Post::new(12, "send").from(60_000, LEN as u32),
-            Post::new(13, "read").from(80_000, LEN as u32).at(at(60_000)),
-            Post { first: 1, ..Post::new(14, "fadd").from(100_000, 8).at(at(100_000)) },
+            PeerPost::new(11, "write").from(60_000, LEN as u32).at(at(60_000)),
+            PeerPost::new(12, "send").from(60_000, LEN as u32),
+            PeerPost::new(13, "read").from(80_000, LEN as u32).at(at(60_000)),
+            PeerPost { first: 1, ..PeerPost::new(14, "fadd").from(100_000, 8).at(at(100_000)) },
         ];
-        let wanted = |post: &&Post<'_>| reads == TheirReads::Yes || post.op != "read";
+        let wanted = |post: &&PeerPost<'_>| reads == TheirReads::Yes || post.op != "read";
         for post in posts.iter().filter(wanted) {
-            world.peer.post(&far, *post);
+            testbed.peer.post(&far, *post);
         }
         for post in posts.iter().filter(wanted) {
-            world.peer.done(post.id);
+            testbed.peer.done(post.id);
         }
-        world.done(60);
-        world.near.check(60_000, LEN, n + 100);
-        world.near.check(80_000, LEN, n + 100);
+        testbed.done(60);
+        testbed.near.check(60_000, LEN, n + 100);
+        testbed.near.check(80_000, LEN, n + 100);
         if reads == TheirReads::Yes {
-            world.peer.check(&far, 80_000, LEN, n + 100);
+            testbed.peer.check(&far, 80_000, LEN, n + 100);
         }
-        assert_eq!((world.peer.get(&far, 100_000), world.near.get(100_000)), (n, n + 1));
+        assert_eq!((testbed.peer.get(&far, 100_000), testbed.near.get(100_000)), (n, n + 1));
     }
 }
 
 fn under(bench: &Bench, faults: &'static [&'static str], rounds: u64, reads: TheirReads) -> Stats {
     // A short timeout: the guest is slow, and the point is not to wait.
-    let terms = Terms { faults, timeout: 12, ..Terms::default() };
-    let mut world = World::open(bench, terms);
-    everything(&mut world, rounds, reads);
-    world.qp().stats().unwrap()
+    let params = ConnParams { faults, timeout: 12, ..ConnParams::default() };
+    let mut testbed = Testbed::open(bench, params);
+    everything(&mut testbed, rounds, reads);
+    testbed.qp().stats().unwrap()
 }
 
 fn lost_packets(bench: &Bench) {
@@ -97,7 +97,7 @@ fn lost_packets(bench: &Bench) {
 
 fn doubled_packets(bench: &Bench) {
     let stats = under(bench, &["dup=20%,seed=3"], 8, TheirReads::Yes);
-    assert!(stats.dropped(Discard::Duplicate) > 0, "{stats:?}");
+    assert!(stats.dropped(DiscardReason::Duplicate) > 0, "{stats:?}");
 }
 
 fn reordered_arrivals(bench: &Bench) {
@@ -125,8 +125,9 @@ fn damaged_packets(bench: &Bench) {
         Family::V4 => &["corrupt=5%,cut=2%,seed=9"],
         Family::V6 => &["corrupt=7%,seed=9"],
     };
-    let mut world = World::open(bench, Terms { from, faults, timeout: 12, ..Terms::default() });
-    everything(&mut world, 8, TheirReads::Yes);
-    let stats = world.qp().stats().unwrap();
+    let mut testbed =
+        Testbed::open(bench, ConnParams { from, faults, timeout: 12, ..ConnParams::default() });
+    everything(&mut testbed, 8, TheirReads::Yes);
+    let stats = testbed.qp().stats().unwrap();
     assert!(stats.resent > 0, "{stats:?}");
 }

@@ -68,12 +68,13 @@ fn between_us_and_rxe_by_ipv6(bench: &Bench) {
     }
 }
 
-fn verbs_suite(bench: &Bench, beside: &str, filter: &str) {
+fn verbs_suite(bench: &Bench, soft_peer: &str, filter: &str) {
     // A virtual cable hands runs of packets over unsegmented, and rxe then sees other identifications than were sent.
     let segment = "/usr/bin/ip -n soft link set soft1 gso_max_segs 1";
-    let beside = format!("WARPWIRE_VERBS_BESIDE=soft,{beside}");
-    let beside = format!("{beside} WARPWIRE_VERBS_RECORDS={RECORDS} WARPWIRE_TEST_SUITE=verbs");
-    let suite_of_verbs = format!("WARPWIRE_VERBS_DEVICE=rxe2 {beside} /job/suites {filter}");
+    let soft_peer = format!("WARPWIRE_VERBS_BESIDE=soft,{soft_peer}");
+    let soft_peer =
+        format!("{soft_peer} WARPWIRE_VERBS_RECORDS={RECORDS} WARPWIRE_TEST_SUITE=verbs");
+    let suite_of_verbs = format!("WARPWIRE_VERBS_DEVICE=rxe2 {soft_peer} /job/suites {filter}");
     suite(bench, &format!("mkdir -p {RECORDS}; {segment}; {suite_of_verbs}"));
 }
 

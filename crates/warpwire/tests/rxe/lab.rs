@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 /// Longer than anything takes that works, in a guest that is emulated on a busy machine.
-pub fn soon() -> Duration {
+pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(30))
 }
 
@@ -86,16 +86,16 @@ impl Bench {
 
     /// A shell in the guest.
     pub fn shell(&self) -> Shell {
-        let stream = TcpStream::connect_timeout(&self.lab.shell, soon()).unwrap();
+        let stream = TcpStream::connect_timeout(&self.lab.shell, test_timeout()).unwrap();
         stream.set_nodelay(true).unwrap();
-        stream.set_read_timeout(Some(soon() * 2)).unwrap();
+        stream.set_read_timeout(Some(test_timeout() * 2)).unwrap();
         Shell { reader: BufReader::new(stream) }
     }
 
     /// Starts a command in the guest.
     pub fn start(&self, command: &str) -> Running {
         let mut shell = self.shell();
-        shell.say(&format!("({command}) 2>&1 </dev/null; echo status=$?; exit"));
+        shell.write_line(&format!("({command}) 2>&1 </dev/null; echo status=$?; exit"));
         Running { shell, command: command.to_owned() }
     }
 
@@ -127,12 +127,12 @@ pub struct Shell {
 }
 
 impl Shell {
-    pub fn say(&mut self, line: &str) {
+    pub fn write_line(&mut self, line: &str) {
         self.reader.get_mut().write_all(format!("{line}\n").as_bytes()).unwrap();
     }
 
     /// The next line, without its end; `None` when the program has hung up.
-    pub fn hear(&mut self) -> Option<String> {
+    pub fn read_line(&mut self) -> Option<String> {
         let mut line = String::new();
         let count = self.reader.read_line(&mut line).expect("the guest says nothing");
         (count > 0).then(|| line.trim_end().to_owned())
@@ -158,7 +158,7 @@ impl Running {
     pub fn outcome(mut self) -> (i32, String) {
         let mut text = String::new();
         loop {
-            let line = self.shell.hear().unwrap_or_else(|| panic!("{}: {text}", self.command));
+            let line = self.shell.read_line().unwrap_or_else(|| panic!("{}: {text}", self.command));
             if let Some(status) = line.strip_prefix("status=") {
                 return (status.parse().unwrap(), text);
             }

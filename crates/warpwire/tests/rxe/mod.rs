@@ -12,7 +12,7 @@ mod peer;
 mod perftest;
 mod pingpong;
 mod queues;
-mod world;
+mod testbed;
 
 use testkit::{Case, Collector, Effort, Suite};
 
@@ -35,7 +35,7 @@ fn collect(suite: &mut Collector) {
         return eprintln!("skipped: rxe (`tools/rxe-lab test` runs these cases against a guest)");
     };
     // There is one RoCE port, and one guest.
-    suite.one_at_a_time();
+    suite.run_serially();
     let lab: &'static Lab = Box::leak(Box::new(lab));
     let run = |family, prefix: &'static str, peer| {
         move |case: &'static Case<Bench>| {

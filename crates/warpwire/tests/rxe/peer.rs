@@ -3,8 +3,8 @@
 
 use warpwire::verbs::{Remote, Status};
 
-use crate::rxe::lab::{Bench, Shell, gid, soon};
-use crate::rxe::world::Terms;
+use crate::rxe::lab::{Bench, Shell, gid, test_timeout};
+use crate::rxe::testbed::ConnParams;
 
 /// What `ibv_reg_mr` may be asked for.
 pub const ALL_ACCESS: u32 = 15;
@@ -25,13 +25,13 @@ pub struct Peer {
 
 /// Memory in the guest.
 #[derive(Clone, Copy, Debug)]
-pub struct Far {
+pub struct RemoteMemory {
     pub number: u64,
     pub address: u64,
     pub rkey: u32,
 }
 
-impl Far {
+impl RemoteMemory {
     pub fn remote(&self, offset: u64) -> Remote {
         Remote { address: self.address + offset, rkey: self.rkey }
     }
@@ -39,7 +39,7 @@ impl Far {
 
 /// A completion in the guest.
 #[derive(Clone, Copy, Debug)]
-pub struct FarCompletion {
+pub struct PeerCompletion {
     pub id: u64,
     pub status: u64,
     pub len: u64,
@@ -49,7 +49,7 @@ pub struct FarCompletion {
 
 /// Work for the guest to post.
 #[derive(Clone, Copy, Debug)]
-pub struct Post<'a> {
+pub struct PeerPost<'a> {
     pub qp: usize,
     pub id: u64,
     pub op: &'a str,
@@ -63,7 +63,7 @@ pub struct Post<'a> {
     pub flags: u32,
 }
 
-impl<'a> Post<'a> {
+impl<'a> PeerPost<'a> {
     pub fn new(id: u64, op: &'a str) -> Self {
         let remote = Remote { address: 0, rkey: 0 };
         Self { qp: 0, id, op, offset: 0, len: 0, remote, first: 0, second: 0, flags: 0 }
@@ -81,32 +81,32 @@ impl<'a> Post<'a> {
 impl Peer {
     pub fn start(bench: &Bench) -> Self {
         let mut shell = bench.shell();
-        shell.say(&format!("exec {} 2>&1", bench.peer));
+        shell.write_line(&format!("exec {} 2>&1", bench.peer));
         let mut peer = Self { shell };
-        assert_eq!(peer.hear(), "ok ready");
+        assert_eq!(peer.read_line(), "ok ready");
         peer.ok(&format!("gid {}", gid(bench.theirs())));
         peer
     }
 
-    fn hear(&mut self) -> String {
-        self.shell.hear().expect("the peer has hung up")
+    fn read_line(&mut self) -> String {
+        self.shell.read_line().expect("the peer has hung up")
     }
 
-    pub fn ask(&mut self, line: &str) -> String {
-        self.shell.say(line);
-        self.hear()
+    pub fn request(&mut self, line: &str) -> String {
+        self.shell.write_line(line);
+        self.read_line()
     }
 
     /// Has something done that must succeed; the numbers of the answer.
     pub fn ok(&mut self, line: &str) -> Vec<u64> {
-        let answer = self.ask(line);
+        let answer = self.request(line);
         let Some(rest) = answer.strip_prefix("ok") else { panic!("{line}: {answer}") };
         rest.split_whitespace().map(|word| word.parse().unwrap()).collect()
     }
 
-    pub fn memory(&mut self, len: u64, access: u32) -> Far {
+    pub fn memory(&mut self, len: u64, access: u32) -> RemoteMemory {
         let words = self.ok(&format!("memory {len} {access}"));
-        Far { number: words[0], address: words[1], rkey: words[3] as u32 }
+        RemoteMemory { number: words[0], address: words[1], rkey: words[3] as u32 }
     }
 
     /// A queue pair; returns its number on the wire.
@@ -119,9 +119,9 @@ impl Peer {
         qp: usize,
         to: (u32, std::net::IpAddr),
         psn: [u32; 2],
-        terms: &Terms,
+        params: &ConnParams,
     ) {
-        let Terms { mtu, timeout, retry, rnr_retry, min_rnr, reads, .. } = terms;
+        let ConnParams { mtu, timeout, retry, rnr_retry, min_rnr, reads, .. } = params;
         let ((qpn, address), [ours, theirs]) = (to, psn);
         let address = gid(address);
         self.ok(&format!(
@@ -129,32 +129,32 @@ impl Peer {
         ));
     }
 
-    pub fn fill(&mut self, far: &Far, offset: u64, len: usize, seed: u64) {
+    pub fn fill(&mut self, far: &RemoteMemory, offset: u64, len: usize, seed: u64) {
         self.ok(&format!("fill {} {offset} {len} {seed}", far.number));
     }
 
-    pub fn check(&mut self, far: &Far, offset: u64, len: usize, seed: u64) {
+    pub fn check(&mut self, far: &RemoteMemory, offset: u64, len: usize, seed: u64) {
         self.ok(&format!("check {} {offset} {len} {seed}", far.number));
     }
 
-    pub fn put(&mut self, far: &Far, offset: u64, word: u64) {
+    pub fn put(&mut self, far: &RemoteMemory, offset: u64, word: u64) {
         self.ok(&format!("put {} {offset} {word}", far.number));
     }
 
-    pub fn get(&mut self, far: &Far, offset: u64) -> u64 {
+    pub fn get(&mut self, far: &RemoteMemory, offset: u64) -> u64 {
         self.ok(&format!("get {} {offset}", far.number))[0]
     }
 
-    pub fn receive(&mut self, qp: usize, id: u64, far: &Far, offset: u64, len: u32) {
+    pub fn receive(&mut self, qp: usize, id: u64, far: &RemoteMemory, offset: u64, len: u32) {
         self.ok(&format!("receive {qp} {id} {} {offset} {len}", far.number));
     }
 
-    pub fn receive_shared(&mut self, id: u64, far: &Far, offset: u64, len: u32) {
+    pub fn receive_shared(&mut self, id: u64, far: &RemoteMemory, offset: u64, len: u32) {
         self.ok(&format!("receive srq {id} {} {offset} {len}", far.number));
     }
 
-    pub fn post(&mut self, far: &Far, post: Post<'_>) {
-        let Post { qp, id, op, offset, len, remote, first, second, flags } = post;
+    pub fn post(&mut self, far: &RemoteMemory, post: PeerPost<'_>) {
+        let PeerPost { qp, id, op, offset, len, remote, first, second, flags } = post;
         let Remote { address, rkey } = remote;
         let memory = far.number;
         self.ok(&format!(
@@ -163,13 +163,13 @@ impl Peer {
     }
 
     /// The next completion, if one comes soon.
-    pub fn next(&mut self) -> FarCompletion {
-        let words = self.ok(&format!("poll {}", soon().as_millis()));
-        FarCompletion { id: words[0], status: words[1], len: words[3], imm: words[4] }
+    pub fn next(&mut self) -> PeerCompletion {
+        let words = self.ok(&format!("poll {}", test_timeout().as_millis()));
+        PeerCompletion { id: words[0], status: words[1], len: words[3], imm: words[4] }
     }
 
     /// The next completion must be a success of that work.
-    pub fn done(&mut self, id: u64) -> FarCompletion {
+    pub fn done(&mut self, id: u64) -> PeerCompletion {
         let completion = self.next();
         assert_eq!((completion.id, completion.status), (id, 0), "{completion:?}");
         completion
@@ -181,8 +181,8 @@ impl Peer {
         assert_eq!((completion.id, completion.status), (id, status as u64), "{completion:?}");
     }
 
-    pub fn quiet(&mut self) {
-        assert_eq!(self.ask("poll 50"), "none");
+    pub fn expect_no_completion(&mut self) {
+        assert_eq!(self.request("poll 50"), "none");
     }
 
     pub fn state(&mut self, qp: usize) -> u64 {

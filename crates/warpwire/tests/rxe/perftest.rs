@@ -9,10 +9,10 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::Instant;
 
 use warpwire::link::udp;
-use warpwire::verbs::{Atomic, Mtu, Offer, Op, Qp, ReceiveRequest, Remote, Request};
+use warpwire::verbs::{Atomic, Mtu, Qp, QpEndpoint, ReceiveRequest, Remote, SendRequest, WrOp};
 
-use crate::rxe::lab::{Bench, Family, Running, gid, soon};
-use crate::rxe::world::{Ours, Terms};
+use crate::rxe::lab::{Bench, Family, Running, gid, test_timeout};
+use crate::rxe::testbed::{ConnParams, LocalSide};
 use testkit::cases;
 
 cases!(Bench; CASES:
@@ -41,13 +41,13 @@ const DEPTH: u64 = 64;
 const STRIDE: u64 = 1 << 16;
 
 /// A conversation with a program of perftest.
-struct Talk {
+struct PerftestSocket {
     stream: TcpStream,
     is_client: bool,
 }
 
 /// What a line says of a queue pair.
-struct Line {
+struct ConnLine {
     reads: u8,
     qpn: u32,
     psn: u32,
@@ -55,7 +55,7 @@ struct Line {
     address: IpAddr,
 }
 
-impl Talk {
+impl PerftestSocket {
     fn connect(bench: &Bench) -> Self {
         // Over IPv4 always, whatever the queue pairs use.
         let four = bench.lab.bench(Family::V4, String::new()).theirs();
@@ -63,7 +63,7 @@ impl Talk {
         let stream = loop {
             match TcpStream::connect((four, PORT)) {
                 Ok(stream) => break stream,
-                Err(why) if start.elapsed() > soon() => panic!("{why}"),
+                Err(why) if start.elapsed() > test_timeout() => panic!("{why}"),
                 Err(_) => std::thread::sleep(std::time::Duration::from_millis(20)),
             }
         };
@@ -71,7 +71,7 @@ impl Talk {
     }
 
     fn over(stream: TcpStream, is_client: bool) -> Self {
-        stream.set_read_timeout(Some(soon())).unwrap();
+        stream.set_read_timeout(Some(test_timeout())).unwrap();
         stream.set_nodelay(true).unwrap();
         Self { stream, is_client }
     }
@@ -101,7 +101,7 @@ impl Talk {
         128 << theirs
     }
 
-    fn line(&mut self, mine: &Line) -> Line {
+    fn line(&mut self, mine: &ConnLine) -> ConnLine {
         let Remote { address, rkey } = mine.remote;
         let bytes = gid(mine.address);
         let bytes: Vec<&str> = (0..16).map(|at| &bytes[2 * at..2 * at + 2]).collect();
@@ -113,16 +113,16 @@ impl Talk {
             bytes.join(":")
         );
         assert_eq!(text.len(), LINE);
-        Line::read(&String::from_utf8_lossy(&self.swap(text.as_bytes())))
+        ConnLine::read(&String::from_utf8_lossy(&self.swap(text.as_bytes())))
     }
 
     /// In step: both ends are here.
-    fn meet(&mut self, mine: &[Line]) {
+    fn sync(&mut self, mine: &[ConnLine]) {
         self.line(&mine[0]);
     }
 
     /// The figures of a bandwidth test: size, iterations, and three that are of no interest here.
-    fn figures(&mut self, count: u64) -> u64 {
+    fn exchange_results(&mut self, count: u64) -> u64 {
         self.swap(&u64::from(SIZE).to_be_bytes());
         let theirs = self.swap(&count.to_be_bytes());
         for _ in 0..3 {
@@ -131,13 +131,13 @@ impl Talk {
         u64::from_be_bytes(theirs.try_into().unwrap())
     }
 
-    fn end(mut self, mine: &[Line]) {
-        self.meet(mine);
+    fn end(mut self, mine: &[ConnLine]) {
+        self.sync(mine);
         self.stream.write_all(b"done\0").unwrap();
     }
 }
 
-impl Line {
+impl ConnLine {
     fn read(text: &str) -> Self {
         let parts: Vec<&str> = text.split(':').collect();
         let number = |at: usize| u64::from_str_radix(parts[at], 16).unwrap();
@@ -154,75 +154,83 @@ impl Line {
 }
 
 /// Our end of a test.
-struct End {
-    ours: Ours,
+struct PerftestPeer {
+    ours: LocalSide,
     qps: Vec<Qp>,
-    talk: Talk,
-    mine: Vec<Line>,
-    theirs: Vec<Line>,
+    socket: PerftestSocket,
+    mine: Vec<ConnLine>,
+    theirs: Vec<ConnLine>,
     guest: Running,
 }
 
-impl End {
+impl PerftestPeer {
     /// Starts the program in the guest, as client or server, and connects to it.
     fn new(bench: &Bench, program: &str, we_are_client: bool, qps: usize) -> Self {
         // A guest that is emulated on a busy machine was seen to stand still for half a second, four times in a row.
         let memory = 2 * STRIDE * qps as u64;
-        let terms = Terms { mtu: 4096, memory, timeout: 17, ..Terms::default() };
-        let ours = Ours::open(bench, &terms);
+        let params = ConnParams { mtu: 4096, memory, timeout: 17, ..ConnParams::default() };
+        let ours = LocalSide::open(bench, &params);
         let index = bench.gid_index();
         let common = format!("-d rxe0 -x {index} -n {COUNT} -F -m 2048");
         let common = if qps > 1 { format!("{common} -q {qps}") } else { common };
-        let (mut talk, guest) = if we_are_client {
+        let (mut socket, guest) = if we_are_client {
             let guest = bench.start(&format!("timeout 60 {program} {common}"));
-            (Talk::connect(bench), guest)
+            (PerftestSocket::connect(bench), guest)
         } else {
             let four = bench.lab.bench(Family::V4, String::new()).ours();
             let listener = TcpListener::bind((four, PORT)).unwrap();
             let guest = bench.start(&format!("timeout 60 {program} {common} {four}"));
-            (Talk::over(listener.accept().unwrap().0, false), guest)
+            (PerftestSocket::over(listener.accept().unwrap().0, false), guest)
         };
-        let mtu = talk.begin(4096).min(4096);
-        let qps: Vec<Qp> = (0..qps).map(|_| ours.create_qp(&terms, None)).collect();
+        let mtu = socket.begin(4096).min(4096);
+        let qps: Vec<Qp> = (0..qps).map(|_| ours.create_qp(&params, None)).collect();
         let line = |(n, qp): (usize, &Qp)| {
-            let Offer { qpn, psn, .. } = qp.offer();
+            let QpEndpoint { qpn, psn, .. } = qp.endpoint();
             let remote = ours.near.mr.remote((2 * n as u64 + 1) * STRIDE);
-            Line { reads: 16, qpn, psn, remote, address: ours.address }
+            ConnLine { reads: 16, qpn, psn, remote, address: ours.address }
         };
-        let mine: Vec<Line> = qps.iter().enumerate().map(line).collect();
-        let theirs: Vec<Line> = mine.iter().map(|line| talk.line(line)).collect();
+        let mine: Vec<ConnLine> = qps.iter().enumerate().map(line).collect();
+        let theirs: Vec<ConnLine> = mine.iter().map(|line| socket.line(line)).collect();
         for (qp, line) in qps.iter().zip(&theirs) {
-            let Line { reads, qpn, psn, address, .. } = *line;
+            let ConnLine { reads, qpn, psn, address, .. } = *line;
             let address = SocketAddr::new(address, udp::ADDRESS.port());
-            qp.connect(&Offer { address, qpn, psn, mtu, max_rd_atomic: reads, lid: 0, gid: 0 })
-                .unwrap();
+            qp.connect(&QpEndpoint {
+                address,
+                qpn,
+                psn,
+                mtu,
+                max_rd_atomic: reads,
+                lid: 0,
+                gid: 0,
+            })
+            .unwrap();
         }
         assert_eq!(Mtu::new(mtu), Mtu::new(2048), "what we asked the guest for");
-        Self { ours, qps, talk, mine, theirs, guest }
+        Self { ours, qps, socket, mine, theirs, guest }
     }
 
     /// All lines again, and one more: before for messages, after for the rest.
-    fn in_step(&mut self, is_send: bool) {
+    fn synced(&mut self, is_send: bool) {
         if is_send {
-            self.talk.meet(&self.mine);
+            self.socket.sync(&self.mine);
         }
         for line in &self.mine {
-            self.talk.line(line);
+            self.socket.line(line);
         }
         if !is_send {
-            self.talk.meet(&self.mine);
+            self.socket.sync(&self.mine);
         }
     }
 
     /// Posts all work on all queue pairs, some at a time, and waits for its end.
-    fn pump(&self, op: impl Fn(&Line) -> Op, len: u32) {
+    fn pump(&self, op: impl Fn(&ConnLine) -> WrOp, len: u32) {
         let total = COUNT * self.qps.len() as u64;
         let (mut posted, mut ended) = (0, 0);
         while ended < total {
             while posted < total && posted - ended < DEPTH {
                 let index = posted as usize % self.qps.len();
                 let range = [self.ours.near.mr.sge(2 * index as u64 * STRIDE, len)];
-                let request = Request::new(posted, op(&self.theirs[index])).with(&range);
+                let request = SendRequest::new(posted, op(&self.theirs[index])).with(&range);
                 self.qps[index].post_send(&[request]).unwrap();
                 posted += 1;
             }
@@ -243,16 +251,16 @@ impl End {
 
     /// The end of a test of writes, reads or atomics.
     fn compare(mut self, count: u64) {
-        self.talk.meet(&self.mine);
-        let theirs = self.talk.figures(count);
+        self.socket.sync(&self.mine);
+        let theirs = self.socket.exchange_results(count);
         // A client tells how many it made; a server leaves it open.
-        assert!(self.talk.is_client || theirs == COUNT * self.qps.len() as u64, "{theirs}");
+        assert!(self.socket.is_client || theirs == COUNT * self.qps.len() as u64, "{theirs}");
         self.end();
     }
 
     fn end(self) {
-        let Self { talk, mine, guest, qps, ours, .. } = self;
-        talk.end(&mine);
+        let Self { socket, mine, guest, qps, ours, .. } = self;
+        socket.end(&mine);
         let text = guest.end();
         assert!(text.contains("#bytes"), "{text}");
         drop((qps, ours));
@@ -260,12 +268,12 @@ impl End {
 }
 
 /// What we do at a place of theirs, and with how many bytes.
-struct Work(fn(Remote) -> Op, u32);
+struct Work(fn(Remote) -> WrOp, u32);
 
 /// Writes, reads and atomics: the client works, the server looks on. Without work, the guest is the client.
 fn one_sided(bench: &Bench, program: &str, qps: usize, work: Option<Work>) {
-    let mut end = End::new(bench, program, work.is_some(), qps);
-    end.in_step(false);
+    let mut end = PerftestPeer::new(bench, program, work.is_some(), qps);
+    end.synced(false);
     if let Some(Work(op, len)) = work {
         end.pump(|line| op(line.remote), len);
     }
@@ -274,8 +282,8 @@ fn one_sided(bench: &Bench, program: &str, qps: usize, work: Option<Work>) {
 
 fn we_write_to_ib_write_bw(bench: &Bench) {
     let program = format!("ib_write_bw -s {SIZE}");
-    one_sided(bench, &program, 1, Some(Work(Op::Write, SIZE)));
-    one_sided(bench, &program, 3, Some(Work(Op::Write, SIZE)));
+    one_sided(bench, &program, 1, Some(Work(WrOp::Write, SIZE)));
+    one_sided(bench, &program, 3, Some(Work(WrOp::Write, SIZE)));
 }
 
 fn ib_write_bw_writes_to_us(bench: &Bench) {
@@ -284,7 +292,7 @@ fn ib_write_bw_writes_to_us(bench: &Bench) {
 }
 
 fn we_read_from_ib_read_bw(bench: &Bench) {
-    one_sided(bench, &format!("ib_read_bw -s {SIZE}"), 1, Some(Work(Op::Read, SIZE)));
+    one_sided(bench, &format!("ib_read_bw -s {SIZE}"), 1, Some(Work(WrOp::Read, SIZE)));
 }
 
 fn ib_read_bw_reads_from_us(bench: &Bench) {
@@ -293,7 +301,7 @@ fn ib_read_bw_reads_from_us(bench: &Bench) {
 }
 
 fn we_add_to_ib_atomic_bw(bench: &Bench) {
-    let add = |at| Op::Atomic(at, Atomic::FetchAdd { add: 1 });
+    let add = |at| WrOp::Atomic(at, Atomic::FetchAdd { add: 1 });
     one_sided(bench, "ib_atomic_bw -A FETCH_AND_ADD", 1, Some(Work(add, 8)));
 }
 
@@ -307,20 +315,20 @@ fn ib_atomic_bw_swaps_at_ours(bench: &Bench) {
 
 fn we_send_to_ib_send_bw(bench: &Bench) {
     for qps in [1, 2] {
-        let mut end = End::new(bench, &format!("ib_send_bw -s {SIZE}"), true, qps);
-        end.in_step(true);
-        end.talk.meet(&end.mine);
-        end.pump(|_| Op::Send, SIZE);
+        let mut end = PerftestPeer::new(bench, &format!("ib_send_bw -s {SIZE}"), true, qps);
+        end.synced(true);
+        end.socket.sync(&end.mine);
+        end.pump(|_| WrOp::Send, SIZE);
         end.end();
     }
 }
 
 fn ib_send_bw_sends_to_us(bench: &Bench) {
     for qps in [1, 2] {
-        let mut end = End::new(bench, &format!("ib_send_bw -s {SIZE}"), false, qps);
-        end.in_step(true);
+        let mut end = PerftestPeer::new(bench, &format!("ib_send_bw -s {SIZE}"), false, qps);
+        end.synced(true);
         end.receive(COUNT);
-        end.talk.meet(&end.mine);
+        end.socket.sync(&end.mine);
         for _ in 0..COUNT * qps as u64 {
             let completion = end.ours.next();
             assert!(completion.is_success() && completion.len == SIZE, "{completion:?}");
@@ -332,13 +340,13 @@ fn ib_send_bw_sends_to_us(bench: &Bench) {
 /// Messages to and fro; the client begins.
 fn latency(bench: &Bench, we_are_client: bool) {
     // Without -e: its two completion queues share their events, and it was seen to wait for one that it had taken.
-    let mut end = End::new(bench, "ib_send_lat -s 1000", we_are_client, 1);
-    end.in_step(true);
+    let mut end = PerftestPeer::new(bench, "ib_send_lat -s 1000", we_are_client, 1);
+    end.synced(true);
     end.receive(COUNT);
-    end.talk.meet(&end.mine);
-    let send = |end: &End| {
+    end.socket.sync(&end.mine);
+    let send = |end: &PerftestPeer| {
         let range = [end.ours.near.mr.sge(0, 1000)];
-        end.qps[0].post_send(&[Request::new(COUNT, Op::Send).with(&range)]).unwrap();
+        end.qps[0].post_send(&[SendRequest::new(COUNT, WrOp::Send).with(&range)]).unwrap();
     };
     for _ in 0..COUNT {
         if we_are_client {

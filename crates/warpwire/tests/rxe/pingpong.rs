@@ -56,9 +56,9 @@ fn to_server(bench: &Bench) -> [String; 3] {
     [four.to_string(), "--from".to_owned(), bench.ours().to_string()]
 }
 
-fn report(output: std::process::Output, terms: &str) -> Value {
+fn report(output: std::process::Output, params: &str) -> Value {
     let text = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{terms}: {text}");
+    assert!(output.status.success(), "{params}: {text}");
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["iterations"].to_string(), COUNT);
     report
@@ -118,8 +118,9 @@ fn a_peer_with_another_size(bench: &Bench) {
     assert_eq!(output.status.code(), Some(1));
     let text = String::from_utf8_lossy(&output.stderr);
     // rxe calls it its own fault: see the case of short receives.
-    let told = ["RemoteInvalidRequest", "RemoteOperation"].iter().any(|name| text.contains(name));
-    assert!(told && text.contains("-s"), "{text}");
+    let names_status =
+        ["RemoteInvalidRequest", "RemoteOperation"].iter().any(|name| text.contains(name));
+    assert!(names_status && text.contains("-s"), "{text}");
     let (status, _) = peer.outcome();
     assert_ne!(status, 0);
 }

@@ -9,6 +9,6 @@ static void __syncthreads() {}
 
 extern "C" void echo_client_thread(unsigned long long table, unsigned long long kind, unsigned long long server,
                                    unsigned long long outcome, unsigned long long messages) {
-    gpunet_use(table, static_cast<warpwire::sock::Kind>(kind));
+    gpunet_use(table, static_cast<warpwire::sock::SocketKind>(kind));
     echo_client(reinterpret_cast<sockaddr_in *>(server), reinterpret_cast<Outcome *>(outcome), static_cast<int>(messages));
 }

@@ -5,16 +5,16 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use warpwire::sock::SockOptions;
-use warpwire::sock::device::Setting;
+use warpwire::sock::device::SockOption;
 use warpwire::sock::layout::events;
 
 use crate::sock::peer::Peer;
 use crate::sock::polling::poll;
-use crate::sock::puppet::{Do, Puppet};
-use crate::sock::world::{STREAM, Stage, World, errno, loopbacks, until};
+use crate::sock::scripted::{KernelOp, ScriptedKernel};
+use crate::sock::testbed::{Harness, STREAM, Testbed, errno, loopbacks, until};
 use testkit::cases;
 
-cases!(World; CASES:
+cases!(Testbed; CASES:
     a_reset_reaches_a_waiting_receiver,
     a_reset_reaches_a_waiting_sender,
     what_came_before_a_reset_is_received,
@@ -28,155 +28,156 @@ cases!(World; CASES:
     a_kernel_that_lies_harms_itself_only,
 );
 
-fn a_reset_reaches_a_waiting_receiver(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
+fn a_reset_reaches_a_waiting_receiver(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
     for at in loopbacks() {
-        let (socket, peer) = puppet.connected(at);
-        puppet.start(Do::Recv, &[socket, 0, 10], None);
+        let (socket, peer) = scripted.connected(at);
+        scripted.start(KernelOp::Recv, &[socket, 0, 10], None);
         std::thread::sleep(Duration::from_millis(10));
-        assert!(!puppet.is_done());
+        assert!(!scripted.is_done());
         peer.reset();
-        assert_eq!(puppet.finish().result, errno(Errno::CONNRESET));
-        assert_eq!(puppet.recv(socket, 1), Err(errno(Errno::CONNRESET)), "and stays so");
-        assert!(puppet.send(socket, b"x") < 0);
-        puppet.expect(Do::Close, &[socket], None);
+        assert_eq!(scripted.finish().result, errno(Errno::CONNRESET));
+        assert_eq!(scripted.recv(socket, 1), Err(errno(Errno::CONNRESET)), "and stays so");
+        assert!(scripted.send(socket, b"x") < 0);
+        scripted.expect(KernelOp::Close, &[socket], None);
     }
 }
 
-fn a_reset_reaches_a_waiting_sender(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (socket, peer) = puppet.accepted(loopbacks()[0]);
+fn a_reset_reaches_a_waiting_sender(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (socket, peer) = scripted.accepted(loopbacks()[0]);
     // Much more than fits anywhere, to a peer that takes nothing.
-    puppet.start(Do::StreamOut, &[socket, 1, 1 << 30, 100_000], None);
+    scripted.start(KernelOp::StreamOut, &[socket, 1, 1 << 30, 100_000], None);
     std::thread::sleep(Duration::from_millis(50));
-    assert!(!puppet.is_done());
+    assert!(!scripted.is_done());
     peer.reset();
-    assert_eq!(puppet.finish().result, errno(Errno::CONNRESET));
+    assert_eq!(scripted.finish().result, errno(Errno::CONNRESET));
 }
 
-fn what_came_before_a_reset_is_received(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (socket, mut peer) = puppet.connected(loopbacks()[0]);
+fn what_came_before_a_reset_is_received(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (socket, mut peer) = scripted.connected(loopbacks()[0]);
     peer.write_all(b"the last you hear of me").unwrap();
-    assert_eq!(poll(puppet, &[(socket, events::IN)], u64::MAX).0, 1, "it is in the ring");
+    assert_eq!(poll(scripted, &[(socket, events::IN)], u64::MAX).0, 1, "it is in the ring");
     peer.reset();
     std::thread::sleep(Duration::from_millis(20));
-    assert_eq!(puppet.recv(socket, 100).unwrap(), b"the last you hear of me");
-    assert_eq!(puppet.recv(socket, 100), Err(errno(Errno::CONNRESET)));
+    assert_eq!(scripted.recv(socket, 100).unwrap(), b"the last you hear of me");
+    assert_eq!(scripted.recv(socket, 100), Err(errno(Errno::CONNRESET)));
 }
 
-fn a_peer_that_is_gone_breaks_the_pipe(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (socket, peer) = puppet.connected(loopbacks()[0]);
+fn a_peer_that_is_gone_breaks_the_pipe(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (socket, peer) = scripted.connected(loopbacks()[0]);
     drop(peer);
-    assert_eq!(puppet.recv(socket, 1).unwrap(), b"");
+    assert_eq!(scripted.recv(socket, 1).unwrap(), b"");
     // The first bytes are answered with a reset; then it is known.
     let broken = [errno(Errno::PIPE), errno(Errno::CONNRESET)];
-    until("the pipe is broken", || broken.contains(&puppet.send(socket, b"anybody there?")));
+    until("the pipe is broken", || broken.contains(&scripted.send(socket, b"anybody there?")));
 }
 
-fn closing_with_a_reset(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (socket, mut peer) = puppet.connected(loopbacks()[0]);
-    puppet.expect(Do::Set, &[socket, Setting::Linger as u64, 0], None);
-    puppet.expect(Do::Close, &[socket], None);
+fn closing_with_a_reset(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (socket, mut peer) = scripted.connected(loopbacks()[0]);
+    scripted.expect(KernelOp::Set, &[socket, SockOption::Linger as u64, 0], None);
+    scripted.expect(KernelOp::Close, &[socket], None);
     let mut byte = [0];
     let error = peer.read(&mut byte).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
 }
 
-fn closed_by_another_block(world: &World) {
-    let stage = world.stage(2);
-    let (puppet, other) = (&stage.puppets[0], &stage.puppets[1]);
+fn closed_by_another_block(testbed: &Testbed) {
+    let harness = testbed.harness(2);
+    let (scripted, other) = (&harness.scripted_kernels[0], &harness.scripted_kernels[1]);
     let at = loopbacks()[0];
-    for what in [Do::Recv, Do::StreamOut, Do::Accept] {
-        let listener = puppet.listener(at, 4);
-        let (socket, _peer) = puppet.connected(at);
-        let target = if what == Do::Accept { listener.0 } else { socket };
-        puppet.start(what, &[target, 0, 1 << 30, 60_000], None);
+    for what in [KernelOp::Recv, KernelOp::StreamOut, KernelOp::Accept] {
+        let listener = scripted.listener(at, 4);
+        let (socket, _peer) = scripted.connected(at);
+        let target = if what == KernelOp::Accept { listener.0 } else { socket };
+        scripted.start(what, &[target, 0, 1 << 30, 60_000], None);
         std::thread::sleep(Duration::from_millis(30));
-        assert!(!puppet.is_done(), "{what:?} waits");
-        other.expect(Do::Close, &[target], None);
-        assert_eq!(puppet.finish().result, errno(Errno::BADF), "{what:?}");
+        assert!(!scripted.is_done(), "{what:?} waits");
+        other.expect(KernelOp::Close, &[target], None);
+        assert_eq!(scripted.finish().result, errno(Errno::BADF), "{what:?}");
     }
 }
 
 /// A puppet for each call that waits, all of them waiting.
-fn all_wait(stage: &Stage) -> Vec<Peer> {
+fn all_wait(harness: &Harness) -> Vec<Peer> {
     let at = loopbacks()[0];
     let mut peers = Vec::new();
-    let mut connected = |puppet: &Puppet| {
-        let (socket, peer) = puppet.connected(at);
+    let mut connected = |scripted: &ScriptedKernel| {
+        let (socket, peer) = scripted.connected(at);
         peers.push(peer);
         socket
     };
-    let [receiver, sender, accepter, poller, borrower] = &stage.puppets[..5] else {
+    let [receiver, sender, accepter, poller, borrower] = &harness.scripted_kernels[..5] else {
         panic!("five puppets")
     };
-    receiver.start(Do::Recv, &[connected(receiver), 0, 10], None);
-    sender.start(Do::StreamOut, &[connected(sender), 1, 1 << 30, 100_000], None);
+    receiver.start(KernelOp::Recv, &[connected(receiver), 0, 10], None);
+    sender.start(KernelOp::StreamOut, &[connected(sender), 1, 1 << 30, 100_000], None);
     let (listener, _) = accepter.listener(at, 4);
-    accepter.start(Do::Accept, &[listener], None);
+    accepter.start(KernelOp::Accept, &[listener], None);
     let socket = connected(poller);
     poller.put(0, &(socket as u32).to_le_bytes());
     poller.put(4, &[1, 0, 0, 0]);
-    poller.start(Do::Poll, &[0, 1, u64::MAX], None);
-    borrower.start(Do::Borrow, &[connected(borrower), 0, 10], None);
+    poller.start(KernelOp::Poll, &[0, 1, u64::MAX], None);
+    borrower.start(KernelOp::Borrow, &[connected(borrower), 0, 10], None);
     std::thread::sleep(Duration::from_millis(60));
-    for (number, puppet) in stage.puppets.iter().enumerate() {
-        assert!(!puppet.is_done(), "puppet {number} waits");
+    for (number, scripted) in harness.scripted_kernels.iter().enumerate() {
+        assert!(!scripted.is_done(), "puppet {number} waits");
     }
     peers
 }
 
-fn all_are_told(stage: &Stage) {
-    for (number, puppet) in stage.puppets.iter().enumerate() {
-        assert_eq!(puppet.finish().result, errno(Errno::CONNABORTED), "puppet {number}");
+fn check_all_woken(harness: &Harness) {
+    for (number, scripted) in harness.scripted_kernels.iter().enumerate() {
+        assert_eq!(scripted.finish().result, errno(Errno::CONNABORTED), "puppet {number}");
     }
     // And whatever is tried later.
-    let puppet = stage.first();
-    let made = puppet.call(Do::Socket, &[4, puppet.kind(STREAM)], None).result;
+    let scripted = harness.first();
+    let made = scripted.call(KernelOp::Socket, &[4, scripted.kind(STREAM)], None).result;
     assert_eq!(made, errno(Errno::CONNABORTED));
 }
 
-fn the_host_ends_under_every_call(world: &World) {
-    let stage = world.stage(5);
-    let mut peers = all_wait(&stage);
+fn the_host_ends_under_every_call(testbed: &Testbed) {
+    let harness = testbed.harness(5);
+    let mut peers = all_wait(&harness);
     let start = Instant::now();
-    stage.host.stop();
-    all_are_told(&stage);
+    harness.host.stop();
+    check_all_woken(&harness);
     assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
     // Peers see their connections end.
     let mut byte = [0];
     assert!(matches!(peers[0].read(&mut byte), Ok(0) | Err(_)));
 }
 
-fn the_host_dies_under_every_call(world: &World) {
-    let silence = Duration::from_millis(400);
-    let options = SockOptions { sockets: 64, arena: 16 << 20, silence, ..world.options() };
-    let stage = world.stage_with(5, options);
-    let _peers = all_wait(&stage);
+fn the_host_dies_under_every_call(testbed: &Testbed) {
+    let heartbeat_timeout = Duration::from_millis(400);
+    let options =
+        SockOptions { sockets: 64, arena: 16 << 20, heartbeat_timeout, ..testbed.options() };
+    let harness = testbed.harness_with(5, options);
+    let _peers = all_wait(&harness);
     let start = Instant::now();
-    stage.host.vanish();
-    all_are_told(&stage);
-    assert!(start.elapsed() >= silence / 2, "nobody said a word: {:?}", start.elapsed());
+    harness.host.simulate_crash();
+    check_all_woken(&harness);
+    assert!(start.elapsed() >= heartbeat_timeout / 2, "nobody said a word: {:?}", start.elapsed());
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 }
 
-fn a_listener_goes_with_those_that_wait(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (listener, name) = puppet.listener(loopbacks()[0], 16);
-    let peers: Vec<_> = (0..5).map(|_| world.family.dial(name)).collect();
-    until("they wait", || stage.host.stats().accepted == 5);
-    let first = puppet.expect(Do::Accept, &[listener], None) as u64;
-    puppet.expect(Do::Close, &[listener], None);
-    until("only the accepted one stays", || stage.host.stats().open == 1);
+fn a_listener_goes_with_those_that_wait(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (listener, name) = scripted.listener(loopbacks()[0], 16);
+    let peers: Vec<_> = (0..5).map(|_| testbed.family.dial(name)).collect();
+    until("they wait", || harness.host.stats().accepted == 5);
+    let first = scripted.expect(KernelOp::Accept, &[listener], None) as u64;
+    scripted.expect(KernelOp::Close, &[listener], None);
+    until("only the accepted one stays", || harness.host.stats().open == 1);
     let mut served = 0;
     for mut peer in peers {
         peer.set_read_timeout(Duration::from_millis(300));
@@ -186,26 +187,30 @@ fn a_listener_goes_with_those_that_wait(world: &World) {
         served += usize::from(peer.read(&mut byte).is_err_and(|error| waits(&error)));
     }
     assert_eq!(served, 1, "the others have seen their end");
-    puppet.expect(Do::Close, &[first], None);
+    scripted.expect(KernelOp::Close, &[first], None);
 }
 
-fn a_peer_dies_before_it_is_accepted(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (listener, name) = puppet.listener(loopbacks()[0], 16);
-    world.family.dial(name).reset();
-    let mut polite = world.family.dial(name);
+fn a_peer_dies_before_it_is_accepted(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (listener, name) = scripted.listener(loopbacks()[0], 16);
+    testbed.family.dial(name).reset();
+    let mut polite = testbed.family.dial(name);
     polite.write_all(b"goodbye").unwrap();
     drop(polite);
     let mut endings = Vec::new();
     for _ in 0..2 {
-        puppet.expect(Do::Set, &[listener, Setting::ReceiveTimeout as u64, 300_000_000], None);
-        let accepted = puppet.call(Do::Accept, &[listener], None).result;
+        scripted.expect(
+            KernelOp::Set,
+            &[listener, SockOption::ReceiveTimeout as u64, 300_000_000],
+            None,
+        );
+        let accepted = scripted.call(KernelOp::Accept, &[listener], None).result;
         if accepted < 0 {
             continue; // the system had thrown the dead one away
         }
-        endings.push(puppet.recv(accepted as u64, 100));
-        puppet.expect(Do::Close, &[accepted as u64], None);
+        endings.push(scripted.recv(accepted as u64, 100));
+        scripted.expect(KernelOp::Close, &[accepted as u64], None);
     }
     assert!(endings.contains(&Ok(b"goodbye".to_vec())), "{endings:?}");
     let others: Vec<_> =
@@ -213,19 +218,19 @@ fn a_peer_dies_before_it_is_accepted(world: &World) {
     assert!(others.iter().all(|ending| **ending == Err(errno(Errno::CONNRESET))), "{endings:?}");
 }
 
-fn a_kernel_that_lies_harms_itself_only(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (victim, _peer) = puppet.connected(loopbacks()[0]);
-    let (bystander, mut peer) = puppet.connected(loopbacks()[0]);
+fn a_kernel_that_lies_harms_itself_only(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (victim, _peer) = scripted.connected(loopbacks()[0]);
+    let (bystander, mut peer) = scripted.connected(loopbacks()[0]);
     // More bytes than the ring has, by a commit that the library would refuse.
-    stage.spoil(victim);
-    until("it is found", || stage.host.stats().misused == 1);
-    assert_eq!(puppet.recv(victim, 1), Err(errno(Errno::INVAL)));
-    assert_eq!(puppet.send(victim, b"x"), errno(Errno::INVAL));
-    assert_eq!(puppet.send(bystander, b"fine"), 4);
+    harness.corrupt_counters(victim);
+    until("it is found", || harness.host.stats().misused == 1);
+    assert_eq!(scripted.recv(victim, 1), Err(errno(Errno::INVAL)));
+    assert_eq!(scripted.send(victim, b"x"), errno(Errno::INVAL));
+    assert_eq!(scripted.send(bystander, b"fine"), 4);
     let mut bytes = [0; 4];
     peer.read_exact(&mut bytes).unwrap();
-    puppet.expect(Do::Close, &[victim], None);
-    puppet.expect(Do::Close, &[bystander], None);
+    scripted.expect(KernelOp::Close, &[victim], None);
+    scripted.expect(KernelOp::Close, &[bystander], None);
 }

@@ -8,18 +8,20 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use warpwire::error;
-use warpwire::mem::sim::{Block, Fault};
+use warpwire::mem::sim::{Block, KernelFault};
 use warpwire::mem::{Allocation, DeviceAddr, Kernel, Launch, Module, Program, Stream};
-use warpwire::sock::device::{self, Failure, Kind, Sockets};
+use warpwire::sock::device::{self, SockError, SocketKind, Sockets};
 use warpwire::sock::{SockHost, SockOptions};
 
 use crate::ptx;
 use crate::sock::peer::{Family, Peer};
-use crate::sock::puppet::{Do, GPUNET, soon};
-use crate::sock::world::{Deserted, STREAM, Way, World, errno, loopbacks, symbol, udp, until};
+use crate::sock::scripted::{GPUNET, KernelOp, test_timeout};
+use crate::sock::testbed::{
+    ClosedPort, Platform, STREAM, Testbed, errno, loopbacks, symbol, udp, until,
+};
 use testkit::cases;
 
-cases!(World; CASES:
+cases!(Testbed; CASES:
     a_client_written_for_gpunet,
     its_server_resets_and_closes,
     a_program_must_be_one_for_gpunet,
@@ -39,46 +41,46 @@ static ALONE: Mutex<()> = Mutex::new(());
 /// The program, loaded.
 struct Client {
     host: SockHost,
-    way: Option<(Kernel, Stream)>,
-    kind: Kind,
+    platform: Option<(Kernel, Stream)>,
+    kind: SocketKind,
     server: Allocation,
     outcome: Allocation,
 }
 
-fn kind(world: &World) -> Kind {
-    match world.family {
-        Family::Inet => Kind::Stream,
-        Family::Warp => Kind::WarpStream,
+fn kind(testbed: &Testbed) -> SocketKind {
+    match testbed.family {
+        Family::Inet => SocketKind::Stream,
+        Family::Warp => SocketKind::WarpStream,
     }
 }
 
-fn load(world: &World, table: u64, kind: Kind) -> Module {
+fn load(testbed: &Testbed, table: u64, kind: SocketKind) -> Module {
     let program = Program::new("echo client")
         .block(KERNEL, move |block| echo_client_block(block, table, kind));
-    ptx::load(&world.gpu, PTX, program).unwrap()
+    ptx::load(&testbed.gpu, PTX, program).unwrap()
 }
 
 impl Client {
-    fn new(world: &World) -> Self {
-        let options = SockOptions { sockets: 8, arena: 1 << 20, ..world.options() };
-        let host = SockHost::start(&world.gpu, options).unwrap();
-        let kind = kind(world);
-        let way = (world.way != Way::Threads).then(|| {
-            let module = load(world, host.table(), kind);
-            if matches!(world.way, Way::Cuda | Way::CudaPinned) {
+    fn new(testbed: &Testbed) -> Self {
+        let options = SockOptions { sockets: 8, arena: 1 << 20, ..testbed.options() };
+        let host = SockHost::start(&testbed.gpu, options).unwrap();
+        let kind = kind(testbed);
+        let platform = (testbed.platform != Platform::Threads).then(|| {
+            let module = load(testbed, host.table(), kind);
+            if matches!(testbed.platform, Platform::Cuda | Platform::CudaPinned) {
                 host.use_gpunet(&module, kind).unwrap();
             }
-            (module.kernel(KERNEL).unwrap(), world.gpu.stream().unwrap())
+            (module.kernel(KERNEL).unwrap(), testbed.gpu.stream().unwrap())
         });
-        let memory = |len| world.gpu.alloc_pinned(len).unwrap();
-        Self { host, way, kind, server: memory(16), outcome: memory(8) }
+        let memory = |len| testbed.gpu.alloc_pinned(len).unwrap();
+        Self { host, platform, kind, server: memory(16), outcome: memory(8) }
     }
 
     /// Runs it while `meanwhile` does, and tells how many messages came back right, and what ended it.
     fn run(&self, to: SocketAddr, messages: u64, meanwhile: impl FnOnce()) -> (i32, i64) {
         self.server.write(0, &sockaddr_in(to)).unwrap();
         self.outcome.write(0, &[0; 8]).unwrap();
-        match &self.way {
+        match &self.platform {
             None => self.run_on_a_thread(messages, meanwhile),
             Some((kernel, stream)) => {
                 let launch = Launch::new(kernel)
@@ -90,7 +92,7 @@ impl Client {
                 // client keeps until the kernel has ended.
                 unsafe { stream.launch(launch) }.unwrap();
                 meanwhile();
-                stream.synchronize(soon()).unwrap();
+                stream.synchronize(test_timeout()).unwrap();
             }
         }
         let mut outcome = [0; 8];
@@ -114,7 +116,7 @@ impl Client {
         });
     }
 
-    fn all_is_given_back(&self) {
+    fn check_all_released(&self) {
         until("its socket is free again", || self.host.stats().open == 0);
     }
 }
@@ -130,7 +132,7 @@ fn sockaddr_in(address: SocketAddr) -> [u8; 16] {
 }
 
 /// The same client for the simulated GPU.
-fn echo_client_block(block: &Block<'_>, table: u64, kind: Kind) -> Result<(), Fault> {
+fn echo_client_block(block: &Block<'_>, table: u64, kind: SocketKind) -> Result<(), KernelFault> {
     let sockets = Sockets::open(block, DeviceAddr::new(table))?;
     let (mut address, outcome) = ([0; 16], block.address(1)?);
     block.read(block.address(0)?, &mut address)?;
@@ -140,8 +142,8 @@ fn echo_client_block(block: &Block<'_>, table: u64, kind: Kind) -> Result<(), Fa
         let sock = sockets.socket(device::Family::V4, kind)?;
         match sockets.connect(sock, to) {
             Ok(()) => break sock,
-            Err(Failure::Fault(fault)) => return Err(fault),
-            Err(Failure::Errno(_)) => sockets.close(sock)?,
+            Err(SockError::KernelFault(fault)) => return Err(fault),
+            Err(SockError::Errno(_)) => sockets.close(sock)?,
         }
     };
     let mut echoed = 0_u32;
@@ -157,12 +159,12 @@ fn echo_client_block(block: &Block<'_>, table: u64, kind: Kind) -> Result<(), Fa
             }
             echoed += u32::from(came == sent);
         }
-        Ok::<_, Failure>(())
+        Ok::<_, SockError>(())
     };
     let error = match talk() {
         Ok(()) => 0,
-        Err(Failure::Errno(errno)) => errno.raw_os_error(),
-        Err(Failure::Fault(fault)) => return Err(fault),
+        Err(SockError::Errno(errno)) => errno.raw_os_error(),
+        Err(SockError::KernelFault(fault)) => return Err(fault),
     };
     block.write(outcome, &echoed.to_le_bytes())?;
     block.write(DeviceAddr::new(outcome.raw() + 4), &(-error).to_le_bytes())?;
@@ -190,34 +192,34 @@ fn echo_one_and_a_half(peer: &mut Peer) {
     peer.read_exact(&mut bytes[..MESSAGE / 2]).unwrap();
 }
 
-fn a_client_written_for_gpunet(world: &World) {
+fn a_client_written_for_gpunet(testbed: &Testbed) {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let client = Client::new(world);
+    let client = Client::new(testbed);
     // It tries until somebody listens.
-    let deserted = Deserted::at(([127, 0, 0, 1], 0).into());
-    let at = deserted.name;
+    let closed_port = ClosedPort::at(([127, 0, 0, 1], 0).into());
+    let at = closed_port.name;
     let outcome = client.run(at, 40, || {
         until("it was refused", || client.host.stats().requests > 6);
-        drop(deserted);
-        let server = world.family.serve(at);
+        drop(closed_port);
+        let server = testbed.family.serve(at);
         assert_eq!(echo(server.accept()), 40 * MESSAGE);
     });
     assert_eq!(outcome, (40, 0));
     assert_eq!(client.host.stats().connected, 1);
-    client.all_is_given_back();
+    client.check_all_released();
 }
 
-fn its_server_resets_and_closes(world: &World) {
+fn its_server_resets_and_closes(testbed: &Testbed) {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let client = Client::new(world);
-    let server = world.family.serve(SocketAddr::from(([127, 0, 0, 1], 0)));
+    let client = Client::new(testbed);
+    let server = testbed.family.serve(SocketAddr::from(([127, 0, 0, 1], 0)));
     let outcome = client.run(server.local_addr(), 40, || {
         let mut peer = server.accept();
         echo_one_and_a_half(&mut peer);
         peer.reset();
     });
     assert_eq!(outcome, (1, errno(Errno::CONNRESET)));
-    client.all_is_given_back();
+    client.check_all_released();
     // An end in good order is no error.
     let outcome = client.run(server.local_addr(), 40, || {
         let mut peer = server.accept();
@@ -227,44 +229,47 @@ fn its_server_resets_and_closes(world: &World) {
         drop(peer);
     });
     assert_eq!(outcome, (1, 0));
-    client.all_is_given_back();
+    client.check_all_released();
 }
 
-fn a_program_must_be_one_for_gpunet(world: &World) {
-    if world.way == Way::Threads {
+fn a_program_must_be_one_for_gpunet(testbed: &Testbed) {
+    if testbed.platform == Platform::Threads {
         return; // no host sets variables there
     }
-    let client = Client::new(world);
-    let module = load(world, client.host.table(), client.kind);
-    let error = client.host.use_gpunet(&module, Kind::Datagram).unwrap_err();
-    assert!(error.to_string().contains("Kind::WarpStream"), "{error}");
+    let client = Client::new(testbed);
+    let module = load(testbed, client.host.table(), client.kind);
+    let error = client.host.use_gpunet(&module, SocketKind::Datagram).unwrap_err();
+    assert!(error.to_string().contains("SocketKind::WarpStream"), "{error}");
     let other = Program::new("other")
         .ptx(".version 8.2\n.target sm_70\n.address_size 64\n.visible .entry k(){ret;}\n")
         .block("k", |_| Ok(()));
-    let error = client.host.use_gpunet(&world.gpu.load(&other).unwrap(), client.kind).unwrap_err();
-    match world.way {
-        Way::Sim | Way::SimPinned => assert_eq!(error.kind(), &error::Kind::Unsupported, "{error}"),
+    let error =
+        client.host.use_gpunet(&testbed.gpu.load(&other).unwrap(), client.kind).unwrap_err();
+    match testbed.platform {
+        Platform::Sim | Platform::SimPinned => {
+            assert_eq!(error.kind(), &error::Kind::Unsupported, "{error}")
+        }
         _ => assert!(error.to_string().contains("gpunet.cuh"), "{error}"),
     }
 }
 
 /// Whatever its streams are.
-fn its_datagrams_are_udps(world: &World) {
+fn its_datagrams_are_udps(testbed: &Testbed) {
     const SIZE: usize = 6000;
     let _alone = GPUNET.lock().unwrap_or_else(PoisonError::into_inner);
-    let stage = world.stage(1);
-    let puppet = stage.first();
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
     let peer = udp(loopbacks()[0]);
     let name = peer.local_addr().unwrap();
-    let kind = puppet.kind(STREAM);
-    puppet.start(Do::GpunetDatagrams, &[kind, 10, SIZE as u64], Some(name));
+    let kind = scripted.kind(STREAM);
+    scripted.start(KernelOp::GpunetDatagrams, &[kind, 10, SIZE as u64], Some(name));
     for _ in 0..10 {
         let mut bytes = [0; SIZE + 1];
         let (count, from) = peer.recv_from(&mut bytes).unwrap();
         peer.send_to(&bytes[..count], from).unwrap();
     }
-    assert_eq!(puppet.finish().result, 10 * SIZE as i64, "or -84: a byte differs");
-    let long = puppet.call(Do::GpunetDatagrams, &[kind, 1, 65_508], Some(name)).result;
+    assert_eq!(scripted.finish().result, 10 * SIZE as i64, "or -84: a byte differs");
+    let long = scripted.call(KernelOp::GpunetDatagrams, &[kind, 1, 65_508], Some(name)).result;
     assert_eq!(long, errno(Errno::MSGSIZE));
-    until("its sockets are free again", || stage.host.stats().open == 0);
+    until("its sockets are free again", || harness.host.stats().open == 0);
 }

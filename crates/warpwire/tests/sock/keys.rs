@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use warpwire::sock::{SockHost, SockOptions};
 use warpwire_apps::kv::{KvOptions, KvServer};
 
-use crate::sock::puppet::soon;
-use crate::sock::world::{World, until};
+use crate::sock::scripted::test_timeout;
+use crate::sock::testbed::{Testbed, until};
 use testkit::cases;
 
-cases!(World; CASES:
+cases!(Testbed; CASES:
     commands_are_answered,
     keys_of_many_clients,
     a_key_that_everybody_counts_at,
@@ -30,9 +30,9 @@ cases!(World; CASES:
 const ANYWHERE: SocketAddr =
     SocketAddr::V4(std::net::SocketAddrV4::new(std::net::Ipv4Addr::LOCALHOST, 0));
 
-fn host(world: &World) -> SockHost {
-    let options = SockOptions { sockets: 256, ring: 16 << 10, ..world.options() }.fitted();
-    SockHost::start(&world.gpu, options).unwrap()
+fn host(testbed: &Testbed) -> SockHost {
+    let options = SockOptions { sockets: 256, ring: 16 << 10, ..testbed.options() }.fitted();
+    SockHost::start(&testbed.gpu, options).unwrap()
 }
 
 fn small() -> KvOptions {
@@ -41,7 +41,7 @@ fn small() -> KvOptions {
 
 fn client(server: &KvServer<'_>) -> TcpStream {
     let stream = TcpStream::connect(server.address()).unwrap();
-    stream.set_read_timeout(Some(soon())).unwrap();
+    stream.set_read_timeout(Some(test_timeout())).unwrap();
     stream.set_nodelay(true).unwrap();
     stream
 }
@@ -77,9 +77,9 @@ fn rest(stream: &mut TcpStream) -> String {
     String::from_utf8_lossy(&text).into_owned()
 }
 
-fn commands_are_answered(world: &World) {
-    let host = host(world);
-    let server = world.kv(&host, small());
+fn commands_are_answered(testbed: &Testbed) {
+    let host = host(testbed);
+    let server = testbed.kv(&host, small());
     let mut one = client(&server);
     let cases: [(&[&[u8]], &str); 24] = [
         (&[b"PING"], "+PONG\r\n"),
@@ -118,9 +118,9 @@ fn commands_are_answered(world: &World) {
     assert_eq!(server.stats().unwrap().commands, 29);
 }
 
-fn keys_of_many_clients(world: &World) {
-    let host = host(world);
-    let server = world.kv(&host, KvOptions { workers: 4, ..small() });
+fn keys_of_many_clients(testbed: &Testbed) {
+    let host = host(testbed);
+    let server = testbed.kv(&host, KvOptions { workers: 4, ..small() });
     let clients: Vec<_> = (0..8).map(|_| client(&server)).collect();
     let working: Vec<_> = clients
         .into_iter()
@@ -155,10 +155,10 @@ fn keys_of_many_clients(world: &World) {
 }
 
 /// Everybody counts at one key, while others look at it, and set and delete its neighbours.
-fn a_key_that_everybody_counts_at(world: &World) {
-    let host = host(world);
+fn a_key_that_everybody_counts_at(testbed: &Testbed) {
+    let host = host(testbed);
     // One bucket: all keys have one lock.
-    let server = world.kv(&host, KvOptions { workers: 4, buckets: 1, ..small() });
+    let server = testbed.kv(&host, KvOptions { workers: 4, buckets: 1, ..small() });
     let answer = |stream: &mut TcpStream, words: &[&[u8]]| {
         stream.write_all(&command(words)).unwrap();
         let mut line = Vec::new();
@@ -215,9 +215,9 @@ fn a_key_that_everybody_counts_at(world: &World) {
     ask(&mut last, &command(&[b"INCR", b"hot"]), b":1\r\n");
 }
 
-fn a_pipeline_in_pieces(world: &World) {
-    let host = host(world);
-    let server = world.kv(&host, small());
+fn a_pipeline_in_pieces(testbed: &Testbed) {
+    let host = host(testbed);
+    let server = testbed.kv(&host, small());
     let mut stream = client(&server);
     let mut bytes = Vec::new();
     for number in 0..500_u32 {
@@ -238,9 +238,9 @@ fn a_pipeline_in_pieces(world: &World) {
     writing.join().unwrap();
 }
 
-fn values_of_every_length(world: &World) {
-    let host = host(world);
-    let server = world.kv(&host, small());
+fn values_of_every_length(testbed: &Testbed) {
+    let host = host(testbed);
+    let server = testbed.kv(&host, small());
     let mut stream = client(&server);
     for len in [0, 1, 15, 16, 17, 100, 1023, 1024] {
         let value = vec![b'x'; len];
@@ -255,9 +255,9 @@ fn values_of_every_length(world: &World) {
     assert_eq!(rest(&mut stream), "-ERR Protocol error: invalid bulk length\r\n");
 }
 
-fn a_full_store_says_so(world: &World) {
-    let host = host(world);
-    let server = world.kv(&host, KvOptions { buckets: 1, ..small() });
+fn a_full_store_says_so(testbed: &Testbed) {
+    let host = host(testbed);
+    let server = testbed.kv(&host, KvOptions { buckets: 1, ..small() });
     let mut stream = client(&server);
     for number in 0..16_u8 {
         ask(&mut stream, &command(&[b"SET", &[number], b"x"]), b"+OK\r\n");
@@ -270,9 +270,9 @@ fn a_full_store_says_so(world: &World) {
     ask(&mut stream, &command(&[b"SET", b"more", b"x"]), b"+OK\r\n");
 }
 
-fn nonsense_closes_its_connection_only(world: &World) {
-    let host = host(world);
-    let server = world.kv(&host, small());
+fn nonsense_closes_its_connection_only(testbed: &Testbed) {
+    let host = host(testbed);
+    let server = testbed.kv(&host, small());
     let mut good = client(&server);
     for nonsense in [
         &b"*-7\r\n"[..],
@@ -295,7 +295,7 @@ fn nonsense_closes_its_connection_only(world: &World) {
     let mut bad = client(&server);
     let mut random = 5;
     let noise: Vec<u8> =
-        (0..20_000).map(|_| crate::sock::puppet::scramble(&mut random) as u8 | 0x80).collect();
+        (0..20_000).map(|_| crate::sock::scripted::scramble(&mut random) as u8 | 0x80).collect();
     let _ = bad.write_all(&noise);
     let _ = bad.shutdown(Shutdown::Write);
     rest(&mut bad);
@@ -304,9 +304,9 @@ fn nonsense_closes_its_connection_only(world: &World) {
     until("they are gone", || server.stats().unwrap().clients == 1);
 }
 
-fn huge_lengths_are_refused(world: &World) {
-    let host = host(world);
-    let server = world.kv(&host, small());
+fn huge_lengths_are_refused(testbed: &Testbed) {
+    let host = host(testbed);
+    let server = testbed.kv(&host, small());
     for huge in ["*1\r\n$1025\r\n", "*1\r\n$4294967296\r\n", "*1\r\n$9999999999999999999\r\n"] {
         let mut bad = client(&server);
         bad.write_all(huge.as_bytes()).unwrap();
@@ -319,10 +319,10 @@ fn huge_lengths_are_refused(world: &World) {
     ask(&mut greedy, &command(&[b"PING"]), b"+PONG\r\n");
 }
 
-fn half_a_command_is_not_waited_for_for_ever(world: &World) {
-    let host = host(world);
+fn half_a_command_is_not_waited_for_for_ever(testbed: &Testbed) {
+    let host = host(testbed);
     let patience = Duration::from_millis(300);
-    let server = world.kv(&host, KvOptions { patience, ..small() });
+    let server = testbed.kv(&host, KvOptions { patience, ..small() });
     let mut idle = client(&server);
     ask(&mut idle, &command(&[b"PING"]), b"+PONG\r\n");
     let mut slow = client(&server);
@@ -335,14 +335,18 @@ fn half_a_command_is_not_waited_for_for_ever(world: &World) {
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(rest(&mut slow), "");
-    assert!(begun.elapsed() >= patience && begun.elapsed() < soon() / 3, "{:?}", begun.elapsed());
+    assert!(
+        begun.elapsed() >= patience && begun.elapsed() < test_timeout() / 3,
+        "{:?}",
+        begun.elapsed()
+    );
     ask(&mut idle, &command(&[b"PING"]), b"+PONG\r\n");
 }
 
-fn answers_that_nobody_takes(world: &World) {
-    let host = host(world);
+fn answers_that_nobody_takes(testbed: &Testbed) {
+    let host = host(testbed);
     let patience = Duration::from_millis(300);
-    let server = world.kv(&host, KvOptions { patience, ..small() });
+    let server = testbed.kv(&host, KvOptions { patience, ..small() });
     let mut good = client(&server);
     ask(&mut good, &command(&[b"SET", b"big", &[b'x'; 1000]]), b"+OK\r\n");
     let mut deaf = client(&server);
@@ -354,9 +358,9 @@ fn answers_that_nobody_takes(world: &World) {
     ask(&mut good, &command(&[b"PING"]), b"+PONG\r\n");
 }
 
-fn too_many_clients(world: &World) {
-    let host = host(world);
-    let server = world.kv(&host, KvOptions { clients: 6, workers: 2, ..small() });
+fn too_many_clients(testbed: &Testbed) {
+    let host = host(testbed);
+    let server = testbed.kv(&host, KvOptions { clients: 6, workers: 2, ..small() });
     let mut clients: Vec<_> = (0..6).map(|_| client(&server)).collect();
     for client in &mut clients {
         ask(client, &command(&[b"PING"]), b"+PONG\r\n");
@@ -374,22 +378,22 @@ fn too_many_clients(world: &World) {
     ask(&mut late, &command(&[b"PING"]), b"+PONG\r\n");
 }
 
-fn a_server_stops_and_another_takes_its_place(world: &World) {
-    let host = host(world);
-    let server = world.kv(&host, small());
+fn a_server_stops_and_another_takes_its_place(testbed: &Testbed) {
+    let host = host(testbed);
+    let server = testbed.kv(&host, small());
     let address = server.address();
     let mut stream = client(&server);
     ask(&mut stream, &command(&[b"SET", b"k", b"v"]), b"+OK\r\n");
     drop(server);
     assert_eq!(rest(&mut stream), "");
     until("all are closed", || host.stats().open == 0);
-    let server = world.kv(&host, KvOptions { address, ..small() });
+    let server = testbed.kv(&host, KvOptions { address, ..small() });
     let mut stream = client(&server);
     ask(&mut stream, &command(&[b"GET", b"k"]), b"$-1\r\n");
 }
 
-fn bad_options_and_addresses(world: &World) {
-    let host = host(world);
+fn bad_options_and_addresses(testbed: &Testbed) {
+    let host = host(testbed);
     for bad in [
         KvOptions { workers: 0, ..small() },
         KvOptions { clients: 0, ..small() },
@@ -399,7 +403,7 @@ fn bad_options_and_addresses(world: &World) {
         let error = KvServer::start(&host, bad).unwrap_err();
         assert_eq!(error.kind(), &warpwire::error::Kind::InvalidArgument, "{error}");
     }
-    if world.way == crate::sock::world::Way::Threads {
+    if testbed.platform == crate::sock::testbed::Platform::Threads {
         return; // its kernels are not for such a host
     }
     let taken = std::net::TcpListener::bind(ANYWHERE).unwrap();

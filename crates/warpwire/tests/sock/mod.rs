@@ -11,24 +11,24 @@ mod keys;
 mod killed;
 mod peer;
 mod polling;
-mod puppet;
 mod scale;
+mod scripted;
 mod similar;
 mod spans;
 mod streams;
+mod testbed;
 mod warp;
-mod world;
 
 use testkit::{Case, Collector, Effort, Suite};
 
 use crate::ptx;
 use peer::Family;
-use world::{Way, World};
+use testbed::{Platform, Testbed};
 
-pub const SUITE: Suite = Suite { name: "sock", env: &[], collect, role: killed::play };
+pub const SUITE: Suite = Suite { name: "sock", env: &[], collect, role: killed::run_role };
 
 /// Cases of both families.
-const BOTH: &[&[Case<World>]] = &[
+const BOTH: &[&[Case<Testbed>]] = &[
     control::CASES,
     streams::CASES,
     polling::CASES,
@@ -38,27 +38,31 @@ const BOTH: &[&[Case<World>]] = &[
     killed::CASES,
     scale::CASES,
 ];
-const INET: &[&[Case<World>]] = &[datagrams::CASES, keys::CASES, similar::CASES];
-const WARP: &[&[Case<World>]] = &[warp::CASES, killed::of_warp::CASES];
+const INET: &[&[Case<Testbed>]] = &[datagrams::CASES, keys::CASES, similar::CASES];
+const WARP: &[&[Case<Testbed>]] = &[warp::CASES, killed::of_warp::CASES];
 
 fn collect(suite: &mut Collector) {
-    let mut ways = vec![Way::Sim];
+    let mut platforms = vec![Platform::Sim];
     if suite.effort() > Effort::Quick {
-        ways.push(Way::SimPinned);
-        ways.extend(suite.backend("g++", world::compile_for_threads()).map(|()| Way::Threads));
+        platforms.push(Platform::SimPinned);
+        platforms.extend(
+            suite.backend("g++", testbed::compile_for_threads()).map(|()| Platform::Threads),
+        );
     }
-    if suite.backend("cuda", ptx::cuda_with(&[puppet::PTX, gpunet::PTX])).is_some() {
-        ways.extend([Way::Cuda, Way::CudaPinned]);
+    if suite.backend("cuda", ptx::cuda_with(&[scripted::PTX, gpunet::PTX])).is_some() {
+        platforms.extend([Platform::Cuda, Platform::CudaPinned]);
         // All cases share the process's one context, in which some calls wait for all streams.
-        suite.one_at_a_time();
+        suite.run_serially();
     }
-    for way in ways {
-        let run = |family| move |case: &'static Case<World>| (case.run)(&World::new(way, family));
+    for platform in platforms {
+        let run = |family| {
+            move |case: &'static Case<Testbed>| (case.run)(&Testbed::new(platform, family))
+        };
         for cases in BOTH.iter().chain(INET) {
-            suite.add(&way.to_string(), cases, run(Family::Inet));
+            suite.add(&platform.to_string(), cases, run(Family::Inet));
         }
         for cases in BOTH.iter().chain(WARP) {
-            suite.add(&format!("{way}::warp"), cases, run(Family::Warp));
+            suite.add(&format!("{platform}::warp"), cases, run(Family::Warp));
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use rustix::net::sockopt;
 use warpwire::sock::warp;
 
-use crate::sock::puppet::soon;
+use crate::sock::scripted::test_timeout;
 
 /// Which sockets a case uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,23 +21,23 @@ impl Family {
     pub fn dial(self, name: SocketAddr) -> Peer {
         match self {
             Self::Inet => Peer::Tcp(TcpStream::connect(name).unwrap()),
-            Self::Warp => Peer::Warp(warp::Stream::connect(name).unwrap()),
+            Self::Warp => Peer::Warp(warp::WarpStream::connect(name).unwrap()),
         }
-        .patient()
+        .with_timeouts()
     }
 
     /// Listens for a kernel.
     pub fn serve(self, at: SocketAddr) -> Server {
         match self {
             Self::Inet => Server::Tcp(TcpListener::bind(at).unwrap()),
-            Self::Warp => Server::Warp(warp::Listener::bind(at).unwrap()),
+            Self::Warp => Server::Warp(warp::WarpListener::bind(at).unwrap()),
         }
     }
 }
 
 pub enum Server {
     Tcp(TcpListener),
-    Warp(warp::Listener),
+    Warp(warp::WarpListener),
 }
 
 impl Server {
@@ -46,7 +46,7 @@ impl Server {
             Self::Tcp(server) => Peer::Tcp(server.accept().unwrap().0),
             Self::Warp(server) => Peer::Warp(server.accept().unwrap().0),
         }
-        .patient()
+        .with_timeouts()
     }
 
     pub fn local_addr(&self) -> SocketAddr {
@@ -59,15 +59,15 @@ impl Server {
 
 pub enum Peer {
     Tcp(TcpStream),
-    Warp(warp::Stream),
+    Warp(warp::WarpStream),
 }
 
 impl Peer {
-    fn patient(self) -> Self {
+    fn with_timeouts(self) -> Self {
         if let Self::Tcp(peer) = &self {
             peer.set_nodelay(true).unwrap();
         }
-        self.set_read_timeout(soon());
+        self.set_read_timeout(test_timeout());
         self
     }
 

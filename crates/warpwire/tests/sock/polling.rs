@@ -4,14 +4,14 @@ use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
-use warpwire::sock::device::Setting;
+use warpwire::sock::device::SockOption;
 use warpwire::sock::layout::events;
 
-use crate::sock::puppet::{Do, Puppet};
-use crate::sock::world::{Deserted, STREAM, World, loopbacks};
+use crate::sock::scripted::{KernelOp, ScriptedKernel};
+use crate::sock::testbed::{ClosedPort, STREAM, Testbed, loopbacks};
 use testkit::cases;
 
-cases!(World; CASES:
+cases!(Testbed; CASES:
     send_space_ends_no_wait_for_input,
     input_is_told,
     a_listener_is_readable,
@@ -25,150 +25,150 @@ cases!(World; CASES:
 pub const FOREVER: u64 = u64::MAX;
 
 /// Polls; what was found of each, after how many were ready.
-pub fn poll(puppet: &Puppet, list: &[(u64, u16)], timeout: u64) -> (i64, Vec<u16>) {
-    start(puppet, list, timeout);
-    let ready = puppet.finish().result;
-    (ready, found(puppet, list.len()))
+pub fn poll(scripted: &ScriptedKernel, list: &[(u64, u16)], timeout: u64) -> (i64, Vec<u16>) {
+    start(scripted, list, timeout);
+    let ready = scripted.finish().result;
+    (ready, found(scripted, list.len()))
 }
 
-fn start(puppet: &Puppet, list: &[(u64, u16)], timeout: u64) {
+fn start(scripted: &ScriptedKernel, list: &[(u64, u16)], timeout: u64) {
     for (number, (socket, events)) in list.iter().enumerate() {
         let mut entry = [0; 8];
         entry[..4].copy_from_slice(&(*socket as u32).to_le_bytes());
         entry[4..6].copy_from_slice(&events.to_le_bytes());
-        puppet.put(number as u64 * 8, &entry);
+        scripted.put(number as u64 * 8, &entry);
     }
-    puppet.start(Do::Poll, &[0, list.len() as u64, timeout], None);
+    scripted.start(KernelOp::Poll, &[0, list.len() as u64, timeout], None);
 }
 
-fn found(puppet: &Puppet, count: usize) -> Vec<u16> {
-    let bytes = puppet.show(0, count * 8);
+fn found(scripted: &ScriptedKernel, count: usize) -> Vec<u16> {
+    let bytes = scripted.show(0, count * 8);
     bytes.chunks_exact(8).map(|entry| u16::from_le_bytes([entry[6], entry[7]])).collect()
 }
 
-fn send_space_ends_no_wait_for_input(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (socket, mut peer) = puppet.connected(loopbacks()[0]);
+fn send_space_ends_no_wait_for_input(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (socket, mut peer) = scripted.connected(loopbacks()[0]);
     let begun = Instant::now();
-    assert_eq!(poll(puppet, &[(socket, events::IN)], 50_000_000), (0, vec![0]));
+    assert_eq!(poll(scripted, &[(socket, events::IN)], 50_000_000), (0, vec![0]));
     assert!(begun.elapsed() >= Duration::from_millis(50));
-    assert_eq!(poll(puppet, &[(socket, events::OUT)], FOREVER), (1, vec![events::OUT]));
-    start(puppet, &[(socket, events::IN)], FOREVER);
+    assert_eq!(poll(scripted, &[(socket, events::OUT)], FOREVER), (1, vec![events::OUT]));
+    start(scripted, &[(socket, events::IN)], FOREVER);
     std::thread::sleep(Duration::from_millis(30));
-    assert!(!puppet.is_done(), "there is room to send, and that was not asked for");
+    assert!(!scripted.is_done(), "there is room to send, and that was not asked for");
     peer.write_all(b"x").unwrap();
-    assert_eq!(puppet.finish().result, 1);
-    assert_eq!(found(puppet, 1), [events::IN]);
+    assert_eq!(scripted.finish().result, 1);
+    assert_eq!(found(scripted, 1), [events::IN]);
 }
 
-fn input_is_told(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (socket, mut peer) = puppet.accepted(loopbacks()[1]);
-    assert_eq!(poll(puppet, &[(socket, events::IN)], 0), (0, vec![0]));
+fn input_is_told(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (socket, mut peer) = scripted.accepted(loopbacks()[1]);
+    assert_eq!(poll(scripted, &[(socket, events::IN)], 0), (0, vec![0]));
     peer.write_all(b"xyz").unwrap();
-    assert_eq!(poll(puppet, &[(socket, events::IN)], FOREVER), (1, vec![events::IN]));
-    assert_eq!(puppet.recv(socket, 3).unwrap(), b"xyz");
-    assert_eq!(poll(puppet, &[(socket, events::IN)], 0), (0, vec![0]));
+    assert_eq!(poll(scripted, &[(socket, events::IN)], FOREVER), (1, vec![events::IN]));
+    assert_eq!(scripted.recv(socket, 3).unwrap(), b"xyz");
+    assert_eq!(poll(scripted, &[(socket, events::IN)], 0), (0, vec![0]));
     peer.shutdown(Shutdown::Write);
     let both = events::IN | events::RDHUP;
-    assert_eq!(poll(puppet, &[(socket, both)], FOREVER), (1, vec![both]));
-    assert_eq!(puppet.recv(socket, 3).unwrap(), b"");
+    assert_eq!(poll(scripted, &[(socket, both)], FOREVER), (1, vec![both]));
+    assert_eq!(scripted.recv(socket, 3).unwrap(), b"");
 }
 
-fn a_listener_is_readable(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (listener, name) = puppet.listener(loopbacks()[0], 4);
-    assert_eq!(poll(puppet, &[(listener, events::IN | events::OUT)], 0), (0, vec![0]));
-    let _peer = world.family.dial(name);
-    assert_eq!(poll(puppet, &[(listener, events::IN)], FOREVER), (1, vec![events::IN]));
-    assert!(puppet.call(Do::Accept, &[listener], None).result > 0);
-    assert_eq!(poll(puppet, &[(listener, events::IN)], 0), (0, vec![0]));
+fn a_listener_is_readable(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (listener, name) = scripted.listener(loopbacks()[0], 4);
+    assert_eq!(poll(scripted, &[(listener, events::IN | events::OUT)], 0), (0, vec![0]));
+    let _peer = testbed.family.dial(name);
+    assert_eq!(poll(scripted, &[(listener, events::IN)], FOREVER), (1, vec![events::IN]));
+    assert!(scripted.call(KernelOp::Accept, &[listener], None).result > 0);
+    assert_eq!(poll(scripted, &[(listener, events::IN)], 0), (0, vec![0]));
 }
 
-fn a_full_ring_is_not_writable(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (socket, mut peer) = puppet.connected(loopbacks()[0]);
-    puppet.expect(Do::Set, &[socket, Setting::NonBlocking as u64, 1], None);
+fn a_full_ring_is_not_writable(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (socket, mut peer) = scripted.connected(loopbacks()[0]);
+    scripted.expect(KernelOp::Set, &[socket, SockOption::NonBlocking as u64, 1], None);
     let piece = vec![0; 100_000];
     // Until the host can pass nothing on for a while.
     loop {
-        if puppet.send(socket, &piece) < 0 {
+        if scripted.send(socket, &piece) < 0 {
             std::thread::sleep(Duration::from_millis(20));
-            if puppet.send(socket, &piece) < 0 {
+            if scripted.send(socket, &piece) < 0 {
                 break;
             }
         }
     }
-    assert_eq!(poll(puppet, &[(socket, events::OUT)], 1_000_000), (0, vec![0]));
-    start(puppet, &[(socket, events::OUT)], FOREVER);
+    assert_eq!(poll(scripted, &[(socket, events::OUT)], 1_000_000), (0, vec![0]));
+    start(scripted, &[(socket, events::OUT)], FOREVER);
     let mut sink = vec![0; 8 << 20];
     let mut taken = 0;
     // All of it may be read before the kernel has looked.
     peer.set_read_timeout(Duration::from_millis(100));
-    while !puppet.is_done() {
+    while !scripted.is_done() {
         taken += peer.read(&mut sink).unwrap_or(0);
     }
     assert!(taken > 0);
-    assert_eq!(found(puppet, 1), [events::OUT]);
+    assert_eq!(found(scripted, 1), [events::OUT]);
 }
 
-fn ends_and_errors_are_told_unasked(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (socket, peer) = puppet.connected(loopbacks()[0]);
-    start(puppet, &[(socket, 0)], FOREVER);
+fn ends_and_errors_are_told_unasked(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (socket, peer) = scripted.connected(loopbacks()[0]);
+    start(scripted, &[(socket, 0)], FOREVER);
     std::thread::sleep(Duration::from_millis(10));
-    assert!(!puppet.is_done());
+    assert!(!scripted.is_done());
     peer.reset();
-    assert_eq!(puppet.finish().result, 1);
-    assert_eq!(found(puppet, 1), [events::ERR | events::HUP]);
+    assert_eq!(scripted.finish().result, 1);
+    assert_eq!(found(scripted, 1), [events::ERR | events::HUP]);
 }
 
-fn a_bad_handle_is_told_unasked(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let socket = puppet.socket(loopbacks()[0], STREAM);
-    puppet.expect(Do::Close, &[socket], None);
+fn a_bad_handle_is_told_unasked(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let socket = scripted.socket(loopbacks()[0], STREAM);
+    scripted.expect(KernelOp::Close, &[socket], None);
     let list = [(socket, events::IN), (0xffff_ffff, 0)];
-    assert_eq!(poll(puppet, &list, FOREVER), (2, vec![events::NVAL, events::NVAL]));
-    assert_eq!(poll(puppet, &[], 1_000_000), (0, vec![]), "nothing to wait for, but the time");
+    assert_eq!(poll(scripted, &list, FOREVER), (2, vec![events::NVAL, events::NVAL]));
+    assert_eq!(poll(scripted, &[], 1_000_000), (0, vec![]), "nothing to wait for, but the time");
 }
 
-fn one_of_many(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let mut pairs: Vec<_> = (0..20).map(|n| puppet.connected(loopbacks()[n % 2])).collect();
+fn one_of_many(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let mut pairs: Vec<_> = (0..20).map(|n| scripted.connected(loopbacks()[n % 2])).collect();
     let list: Vec<_> = pairs.iter().map(|(socket, _)| (*socket, events::IN)).collect();
     for chosen in [3, 19, 0] {
-        start(puppet, &list, FOREVER);
+        start(scripted, &list, FOREVER);
         pairs[chosen].1.write_all(b"me").unwrap();
-        assert_eq!(puppet.finish().result, 1);
-        let found = found(puppet, list.len());
+        assert_eq!(scripted.finish().result, 1);
+        let found = found(scripted, list.len());
         assert_eq!(found.iter().position(|events| *events != 0), Some(chosen));
-        assert_eq!(puppet.recv(list[chosen].0, 10).unwrap(), b"me");
+        assert_eq!(scripted.recv(list[chosen].0, 10).unwrap(), b"me");
     }
 }
 
-fn a_connection_becomes_writable(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let server = world.family.serve(loopbacks()[0]);
-    let socket = puppet.socket(loopbacks()[0], STREAM);
-    assert_eq!(poll(puppet, &[(socket, events::OUT)], 0), (0, vec![0]), "not before");
-    puppet.expect(Do::Set, &[socket, Setting::NonBlocking as u64, 1], None);
-    puppet.call(Do::Connect, &[socket], Some(server.local_addr()));
-    assert_eq!(poll(puppet, &[(socket, events::OUT)], FOREVER), (1, vec![events::OUT]));
-    assert_eq!(puppet.call(Do::Get, &[socket, Setting::Error as u64], None).result, 0);
+fn a_connection_becomes_writable(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let server = testbed.family.serve(loopbacks()[0]);
+    let socket = scripted.socket(loopbacks()[0], STREAM);
+    assert_eq!(poll(scripted, &[(socket, events::OUT)], 0), (0, vec![0]), "not before");
+    scripted.expect(KernelOp::Set, &[socket, SockOption::NonBlocking as u64, 1], None);
+    scripted.call(KernelOp::Connect, &[socket], Some(server.local_addr()));
+    assert_eq!(poll(scripted, &[(socket, events::OUT)], FOREVER), (1, vec![events::OUT]));
+    assert_eq!(scripted.call(KernelOp::Get, &[socket, SockOption::Error as u64], None).result, 0);
     // And one that fails.
-    let deserted = Deserted::at(loopbacks()[0]);
-    let other = puppet.socket(loopbacks()[0], STREAM);
-    puppet.expect(Do::Set, &[other, Setting::NonBlocking as u64, 1], None);
-    puppet.call(Do::Connect, &[other], Some(deserted.name));
-    let (ready, found) = poll(puppet, &[(other, events::OUT)], FOREVER);
+    let closed_port = ClosedPort::at(loopbacks()[0]);
+    let other = scripted.socket(loopbacks()[0], STREAM);
+    scripted.expect(KernelOp::Set, &[other, SockOption::NonBlocking as u64, 1], None);
+    scripted.call(KernelOp::Connect, &[other], Some(closed_port.name));
+    let (ready, found) = poll(scripted, &[(other, events::OUT)], FOREVER);
     assert_eq!((ready, found[0] & events::ERR), (1, events::ERR));
-    assert_eq!(puppet.call(Do::Get, &[other, Setting::Error as u64], None).result, 111);
+    assert_eq!(scripted.call(KernelOp::Get, &[other, SockOption::Error as u64], None).result, 111);
 }

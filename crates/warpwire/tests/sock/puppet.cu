@@ -6,17 +6,17 @@ using namespace warpwire::sock;
 
 namespace {
 
-enum Do : u64 {
+enum Command : u64 {
     kDoSocket = 1, kDoBind, kDoListen, kDoAccept, kDoConnect, kDoSend, kDoRecv, kDoSendTo, kDoRecvFrom, kDoPoll, kDoShutdown,
-    kDoClose, kDoSet, kDoGet, kDoLocalName, kDoPeerName, kDoBorrow, kDoGiveBack, kDoReserve, kDoCommit, kDoStreamOut,
+    kDoClose, kDoSet, kDoGet, kDoLocalName, kDoPeerName, kDoBorrow, kDoConsume, kDoReserve, kDoCommit, kDoStreamOut,
     kDoStreamIn, kDoEcho, kDoEchoMany, kDoStop, kDoGpunet, kDoGpunetDatagrams,
 };
 
-struct Mailbox {
+struct CommandSlot {
     u64 number, done, op, args[7], result, second;
     Address address, found;
 };
-static_assert(sizeof(Mailbox) == 144, "as in puppet.rs");
+static_assert(sizeof(CommandSlot) == 144, "as in puppet.rs");
 
 WARPWIRE_FN u64 pattern_word(u64 seed, u64 index) {
     u64 z = seed + (index + 1) * 0x9e3779b97f4a7c15ull;
@@ -35,7 +35,7 @@ WARPWIRE_FN u64 scramble(u64 &state) {
 template <class Group> WARPWIRE_CALL i64 stream_out(const Table &table, int socket, u64 seed, u64 total, u64 most, u8 *buffer, Group group) {
     u64 random = seed | 1, done = 0;
     while (done < total) {
-        u64 piece = warpwire::sock::detail::least(1 + scramble(random) % most, total - done);
+        u64 piece = warpwire::sock::detail::min_u64(1 + scramble(random) % most, total - done);
         group.sync();
         for (u64 i = group.rank(); i < piece; i += group.size()) buffer[i] = pattern_byte(seed, done + i);
         i64 sent = send(table, socket, buffer, piece, group);
@@ -48,7 +48,7 @@ template <class Group> WARPWIRE_CALL i64 stream_out(const Table &table, int sock
 template <class Group> WARPWIRE_CALL i64 stream_in(const Table &table, int socket, u64 seed, u64 total, u64 most, u8 *buffer, Group group) {
     u64 random = seed | 1, done = 0;
     while (done < total) {
-        u64 piece = warpwire::sock::detail::least(1 + scramble(random) % most, total - done);
+        u64 piece = warpwire::sock::detail::min_u64(1 + scramble(random) % most, total - done);
         i64 count = recv(table, socket, buffer, piece, group);
         if (count < 0) return count;
         if (count == 0) break;
@@ -74,19 +74,19 @@ template <class Group> WARPWIRE_CALL i64 echo(const Table &table, int socket, u8
 // Handles stand at the beginning of the buffer; behind them there is room for the list and for bytes.
 template <class Group> WARPWIRE_CALL i64 echo_many(const Table &table, u64 count, u8 *buffer, Group group) {
     const int *handles = reinterpret_cast<const int *>(buffer);
-    Polled *list = reinterpret_cast<Polled *>(buffer + (64 << 10));
+    PollEntry *list = reinterpret_cast<PollEntry *>(buffer + (64 << 10));
     u8 *bytes = buffer + (256 << 10);
-    for (u64 i = group.rank(); i < count; i += group.size()) list[i] = Polled{handles[i], kIn, 0};
+    for (u64 i = group.rank(); i < count; i += group.size()) list[i] = PollEntry{handles[i], kIn, 0};
     u64 open = count;
     i64 total = 0;
     while (open) {
-        i64 found = poll(table, list, static_cast<u32>(open), kForEver, group);
+        i64 found = poll(table, list, static_cast<u32>(open), kNoTimeout, group);
         if (found < 0) return found;
         for (u64 i = 0; i < open;) {
             group.sync();
-            Polled entry = list[i];
+            PollEntry entry = list[i];
             group.sync();
-            if (!entry.found) {
+            if (!entry.revents) {
                 i++;
                 continue;
             }
@@ -105,8 +105,8 @@ template <class Group> WARPWIRE_CALL i64 echo_many(const Table &table, u64 count
     return total;
 }
 
-template <class Group> WARPWIRE_FN Span show_or_fill(const Table &table, u64 op, int socket, u64 most, u8 *here, Group group) {
-    Span span = op == kDoBorrow ? borrow(table, socket, most, group) : reserve(table, socket, most, group);
+template <class Group> WARPWIRE_FN RingSpan show_or_fill(const Table &table, u64 op, int socket, u64 most, u8 *here, Group group) {
+    RingSpan span = op == kDoBorrow ? borrow(table, socket, most, group) : reserve(table, socket, most, group);
     u8 *bytes = static_cast<u8 *>(span.bytes);
     for (i64 i = group.rank(); i < span.length; i += group.size()) {
         if (op == kDoBorrow) here[i] = bytes[i];
@@ -117,7 +117,7 @@ template <class Group> WARPWIRE_FN Span show_or_fill(const Table &table, u64 op,
 }
 
 // A client as programs for GPUnet have it: message after message there and back, by a block; the last is compared.
-WARPWIRE_CALL i64 gpunet_client(const Table &table, Kind kind, Address to, u64 messages, u64 size, u8 *buffer) {
+WARPWIRE_CALL i64 gpunet_client(const Table &table, SocketKind kind, Address to, u64 messages, u64 size, u8 *buffer) {
     BEGIN_SINGLE_THREAD_PART
     gpunet_use(reinterpret_cast<u64>(&table), kind);
     END_SINGLE_THREAD_PART
@@ -143,7 +143,7 @@ WARPWIRE_CALL i64 gpunet_client(const Table &table, Kind kind, Address to, u64 m
 }
 
 // The same by datagrams.
-WARPWIRE_CALL i64 gpunet_datagrams(const Table &table, Kind streams, Address to, u64 messages, u64 size, u8 *buffer) {
+WARPWIRE_CALL i64 gpunet_datagrams(const Table &table, SocketKind streams, Address to, u64 messages, u64 size, u8 *buffer) {
     BEGIN_SINGLE_THREAD_PART
     gpunet_use(reinterpret_cast<u64>(&table), streams);
     END_SINGLE_THREAD_PART
@@ -170,64 +170,64 @@ WARPWIRE_CALL i64 gpunet_datagrams(const Table &table, Kind streams, Address to,
 }
 
 // One command, by all of the group. Rank 0 writes what was found.
-template <class Group> WARPWIRE_FN i64 run(const Table &table, Mailbox *mail, u8 *buffer, Address to, Group group) {
-    u64 op = mail->op;
-    const u64 *args = mail->args;
+template <class Group> WARPWIRE_FN i64 run(const Table &table, CommandSlot *slot, u8 *buffer, Address to, Group group) {
+    u64 op = slot->op;
+    const u64 *args = slot->args;
     int socket = static_cast<int>(static_cast<u32>(args[0]));
     u8 *here = buffer + args[1];
     switch (op) {
-    case kDoSocket: return sock::socket(table, args[0] == 6 ? kIpv6 : kIpv4, static_cast<Kind>(args[1]), group);
+    case kDoSocket: return sock::socket(table, args[0] == 6 ? kIpv6 : kIpv4, static_cast<SocketKind>(args[1]), group);
     case kDoBind: return bind(table, socket, to, group);
     case kDoListen: return listen(table, socket, static_cast<u32>(args[1]), group);
-    case kDoAccept: return accept(table, socket, &mail->found, group);
+    case kDoAccept: return accept(table, socket, &slot->found, group);
     case kDoConnect: return connect(table, socket, to, group);
     case kDoSend: return send(table, socket, here, args[2], group);
     case kDoRecv: return recv(table, socket, here, args[2], group);
     case kDoSendTo: return to.family ? send_to(table, socket, here, args[2], to, group) : send(table, socket, here, args[2], group);
-    case kDoRecvFrom: return recv_from(table, socket, here, args[2], &mail->found, group);
-    case kDoPoll: return poll(table, reinterpret_cast<Polled *>(buffer), static_cast<u32>(args[1]), args[2], group);
-    case kDoShutdown: return shutdown(table, socket, static_cast<How>(args[1]), group);
+    case kDoRecvFrom: return recv_from(table, socket, here, args[2], &slot->found, group);
+    case kDoPoll: return poll(table, reinterpret_cast<PollEntry *>(buffer), static_cast<u32>(args[1]), args[2], group);
+    case kDoShutdown: return shutdown(table, socket, static_cast<ShutdownHow>(args[1]), group);
     case kDoClose: return close(table, socket, group);
-    case kDoSet: return set(table, socket, static_cast<Option>(args[1]), static_cast<i64>(args[2]), group);
-    case kDoGet: return get(table, socket, static_cast<Option>(args[1]), group);
-    case kDoLocalName: return local_name(table, socket, &mail->found, group);
-    case kDoPeerName: return peer_name(table, socket, &mail->found, group);
+    case kDoSet: return set(table, socket, static_cast<SockOption>(args[1]), static_cast<i64>(args[2]), group);
+    case kDoGet: return get(table, socket, static_cast<SockOption>(args[1]), group);
+    case kDoLocalName: return local_name(table, socket, &slot->found, group);
+    case kDoPeerName: return peer_name(table, socket, &slot->found, group);
     case kDoBorrow:
     case kDoReserve: {
-        Span span = show_or_fill(table, op, socket, args[2], here, group);
-        if (group.rank() == 0) mail->second = reinterpret_cast<u64>(span.bytes);
+        RingSpan span = show_or_fill(table, op, socket, args[2], here, group);
+        if (group.rank() == 0) slot->second = reinterpret_cast<u64>(span.bytes);
         return span.length;
     }
-    case kDoGiveBack: return give_back(table, socket, args[2], group);
+    case kDoConsume: return consume(table, socket, args[2], group);
     case kDoCommit: return commit(table, socket, args[2], group);
     case kDoStreamOut: return stream_out(table, socket, args[1], args[2], args[3], buffer, group);
     case kDoStreamIn: return stream_in(table, socket, args[1], args[2], args[3], buffer, group);
     case kDoEcho: return echo(table, socket, buffer, group);
-    case kDoGpunet: return gpunet_client(table, static_cast<Kind>(args[0]), to, args[1], args[2], buffer);
-    case kDoGpunetDatagrams: return gpunet_datagrams(table, static_cast<Kind>(args[0]), to, args[1], args[2], buffer);
+    case kDoGpunet: return gpunet_client(table, static_cast<SocketKind>(args[0]), to, args[1], args[2], buffer);
+    case kDoGpunetDatagrams: return gpunet_datagrams(table, static_cast<SocketKind>(args[0]), to, args[1], args[2], buffer);
     case kDoEchoMany: return echo_many(table, args[1], buffer, group);
     }
     return -kEnosys;
 }
 
-template <class Group> WARPWIRE_FN void serve(const Table &table, Mailbox *mail, u8 *buffer, Group group) {
+template <class Group> WARPWIRE_FN void serve(const Table &table, CommandSlot *slot, u8 *buffer, Group group) {
     using namespace warpwire::sock::detail;
     for (u64 last = 0;;) {
         u64 number = 0;
         if (group.rank() == 0)
-            while ((number = load_system(&mail->number)) == last) step_back();
-        last = group.share(number);
-        bool stop = group.share(group.rank() == 0 ? load_system(&mail->op) : 0) == kDoStop;
+            while ((number = load_system(&slot->number)) == last) backoff();
+        last = group.broadcast(number);
+        bool stop = group.broadcast(group.rank() == 0 ? load_system(&slot->op) : 0) == kDoStop;
         i64 result = 0;
         if (!stop) {
-            Address to = mail->address;
-            result = run(table, mail, buffer, to, group);
+            Address to = slot->address;
+            result = run(table, slot, buffer, to, group);
         }
         group.sync();
         if (group.rank() == 0) {
-            mail->result = static_cast<u64>(result);
+            slot->result = static_cast<u64>(result);
             fence_system();
-            store_system(&mail->done, last);
+            store_system(&slot->done, last);
         }
         if (stop) return;
     }
@@ -236,13 +236,13 @@ template <class Group> WARPWIRE_FN void serve(const Table &table, Mailbox *mail,
 }  // namespace
 
 #if WARPWIRE_CUDA
-extern "C" __global__ void puppet(u64 table, u64 mailboxes, u64 buffers) {
-    Mailbox *mail = reinterpret_cast<Mailbox *>(mailboxes + blockIdx.x * 256ull);
+extern "C" __global__ void puppet(u64 table, u64 command_slots, u64 buffers) {
+    CommandSlot *slot = reinterpret_cast<CommandSlot *>(command_slots + blockIdx.x * 256ull);
     u8 *buffer = reinterpret_cast<u8 *>(buffers + blockIdx.x * (1ull << 20));
-    serve(*reinterpret_cast<const Table *>(table), mail, buffer, Block());
+    serve(*reinterpret_cast<const Table *>(table), slot, buffer, Block());
 }
 #else
-extern "C" void puppet_thread(u64 table, u64 mailbox, u64 buffer) {
-    serve(*reinterpret_cast<const Table *>(table), reinterpret_cast<Mailbox *>(mailbox), reinterpret_cast<u8 *>(buffer), Block());
+extern "C" void puppet_thread(u64 table, u64 command_slot, u64 buffer) {
+    serve(*reinterpret_cast<const Table *>(table), reinterpret_cast<CommandSlot *>(command_slot), reinterpret_cast<u8 *>(buffer), Block());
 }
 #endif

@@ -6,11 +6,11 @@ use std::time::Duration;
 use warpwire::sock::SockOptions;
 
 use crate::sock::peer::Peer;
-use crate::sock::puppet::Do;
-use crate::sock::world::{STREAM, World, loopbacks, until};
+use crate::sock::scripted::KernelOp;
+use crate::sock::testbed::{STREAM, Testbed, loopbacks, until};
 use testkit::cases;
 
-cases!(World; CASES:
+cases!(Testbed; CASES:
     a_thousand_sockets_echo,
     an_accept_storm,
     blocks_share_a_listener,
@@ -22,20 +22,20 @@ cases!(World; CASES:
     the_host_rests,
 );
 
-fn a_thousand_sockets_echo(world: &World) {
-    let options = SockOptions { sockets: 1100, ring: 4096, ..world.options() }.fitted();
-    let stage = world.stage_with(1, options);
-    let puppet = stage.first();
-    let (listener, name) = puppet.listener(loopbacks()[0], 2000);
+fn a_thousand_sockets_echo(testbed: &Testbed) {
+    let options = SockOptions { sockets: 1100, ring: 4096, ..testbed.options() }.fitted();
+    let harness = testbed.harness_with(1, options);
+    let scripted = harness.first();
+    let (listener, name) = scripted.listener(loopbacks()[0], 2000);
     let mut peers = Vec::new();
     let mut handles = Vec::new();
     for _ in 0..1000 {
-        peers.push(world.family.dial(name));
-        handles.extend((puppet.expect(Do::Accept, &[listener], None) as u32).to_le_bytes());
+        peers.push(testbed.family.dial(name));
+        handles.extend((scripted.expect(KernelOp::Accept, &[listener], None) as u32).to_le_bytes());
     }
-    assert_eq!(stage.host.stats().open, 1001);
-    puppet.put(0, &handles);
-    puppet.start(Do::EchoMany, &[0, 1000], None);
+    assert_eq!(harness.host.stats().open, 1001);
+    scripted.put(0, &handles);
+    scripted.start(KernelOp::EchoMany, &[0, 1000], None);
     for (number, peer) in peers.iter_mut().enumerate() {
         peer.write_all(&(number as u64).to_le_bytes()).unwrap();
     }
@@ -44,16 +44,16 @@ fn a_thousand_sockets_echo(world: &World) {
         peer.read_exact(&mut back).unwrap();
         assert_eq!(u64::from_le_bytes(back), number as u64);
     }
-    assert_eq!(puppet.finish().result, 8000);
-    until("all are closed", || stage.host.stats().open == 1);
+    assert_eq!(scripted.finish().result, 8000);
+    until("all are closed", || harness.host.stats().open == 1);
 }
 
-fn an_accept_storm(world: &World) {
-    let options = SockOptions { sockets: 600, ring: 4096, ..world.options() }.fitted();
-    let stage = world.stage_with(1, options);
-    let puppet = stage.first();
-    let (listener, name) = puppet.listener(loopbacks()[0], 1024);
-    let family = world.family;
+fn an_accept_storm(testbed: &Testbed) {
+    let options = SockOptions { sockets: 600, ring: 4096, ..testbed.options() }.fitted();
+    let harness = testbed.harness_with(1, options);
+    let scripted = harness.first();
+    let (listener, name) = scripted.listener(loopbacks()[0], 1024);
+    let family = testbed.family;
     let storm: Vec<_> = (0..4)
         .map(|_| {
             std::thread::spawn(move || -> Vec<Peer> {
@@ -64,10 +64,10 @@ fn an_accept_storm(world: &World) {
     let peers: Vec<_> = storm.into_iter().flat_map(|storm| storm.join().unwrap()).collect();
     let mut seen = std::collections::HashSet::new();
     for _ in 0..500 {
-        let answer = puppet.call(Do::Accept, &[listener], None);
+        let answer = scripted.call(KernelOp::Accept, &[listener], None);
         assert!(answer.result > 0, "{answer:?}");
         assert!(seen.insert(answer.address.unwrap()), "each once");
-        puppet.expect(Do::Close, &[answer.result as u64], None);
+        scripted.expect(KernelOp::Close, &[answer.result as u64], None);
     }
     for mut peer in peers {
         assert!(seen.contains(&peer.local_addr()));
@@ -75,36 +75,37 @@ fn an_accept_storm(world: &World) {
     }
 }
 
-fn blocks_share_a_listener(world: &World) {
-    let stage = world.stage(4);
-    let (listener, name) = stage.first().listener(loopbacks()[1], 64);
+fn blocks_share_a_listener(testbed: &Testbed) {
+    let harness = testbed.harness(4);
+    let (listener, name) = harness.first().listener(loopbacks()[1], 64);
     for round in 0..5 {
-        for puppet in &stage.puppets {
-            puppet.start(Do::Accept, &[listener], None);
+        for scripted in &harness.scripted_kernels {
+            scripted.start(KernelOp::Accept, &[listener], None);
         }
-        let mut peers: Vec<_> = (0..4).map(|_| world.family.dial(name)).collect();
-        let handles: Vec<_> = stage.puppets.iter().map(|puppet| puppet.finish()).collect();
-        for (puppet, accepted) in stage.puppets.iter().zip(&handles) {
+        let mut peers: Vec<_> = (0..4).map(|_| testbed.family.dial(name)).collect();
+        let handles: Vec<_> =
+            harness.scripted_kernels.iter().map(|scripted| scripted.finish()).collect();
+        for (scripted, accepted) in harness.scripted_kernels.iter().zip(&handles) {
             assert!(accepted.result > 0, "{accepted:?}");
             let peer =
                 peers.iter_mut().find(|peer| Some(peer.local_addr()) == accepted.address).unwrap();
             let text = format!("round {round}");
-            assert_eq!(puppet.send(accepted.result as u64, text.as_bytes()), text.len() as i64);
+            assert_eq!(scripted.send(accepted.result as u64, text.as_bytes()), text.len() as i64);
             let mut back = vec![0; text.len()];
             peer.read_exact(&mut back).unwrap();
             assert_eq!(back, text.as_bytes());
-            puppet.expect(Do::Close, &[accepted.result as u64], None);
+            scripted.expect(KernelOp::Close, &[accepted.result as u64], None);
         }
     }
 }
 
 /// Whose counters move while others look at them, which must not pass for a peer's lie.
-fn blocks_share_a_stream(world: &World) {
-    let options = SockOptions { ring: 4096, ..world.options() };
-    let stage = world.stage_with(4, options);
-    let (socket, mut peer) = stage.first().connected(loopbacks()[0]);
-    for puppet in &stage.puppets {
-        puppet.start(Do::Echo, &[socket], None);
+fn blocks_share_a_stream(testbed: &Testbed) {
+    let options = SockOptions { ring: 4096, ..testbed.options() };
+    let harness = testbed.harness_with(4, options);
+    let (socket, mut peer) = harness.first().connected(loopbacks()[0]);
+    for scripted in &harness.scripted_kernels {
+        scripted.start(KernelOp::Echo, &[socket], None);
     }
     let bytes: Vec<u8> = (0..1_000_000_u32).map(|i| (i % 251) as u8).collect();
     let mut writer = peer.try_clone();
@@ -119,35 +120,36 @@ fn blocks_share_a_stream(world: &World) {
     peer.read_exact(&mut back).unwrap();
     writing.join().unwrap();
     // Pieces change places, no byte is lost or doubled.
-    let tally = |bytes: &[u8]| {
+    let byte_counts = |bytes: &[u8]| {
         let mut counts = [0; 256];
         bytes.iter().for_each(|byte| counts[usize::from(*byte)] += 1);
         counts
     };
-    assert_eq!(tally(&back), tally(&bytes));
-    let echoed: i64 = stage.puppets.iter().map(|puppet| puppet.finish().result).sum();
+    assert_eq!(byte_counts(&back), byte_counts(&bytes));
+    let echoed: i64 =
+        harness.scripted_kernels.iter().map(|scripted| scripted.finish().result).sum();
     assert_eq!(echoed, bytes.len() as i64);
-    stage.first().expect(Do::Close, &[socket], None);
+    harness.first().expect(KernelOp::Close, &[socket], None);
     assert_eq!(peer.read(&mut [0]).unwrap(), 0);
 }
 
 /// Who finds a connection gone that it saw must not take one that is not there.
-fn blocks_share_a_storm(world: &World) {
-    accept_a_storm(world);
+fn blocks_share_a_storm(testbed: &Testbed) {
+    accept_a_storm(testbed);
 }
 
 /// The same with blocks that stand still between a look and what they do about it.
-fn blocks_that_stumble_share_a_storm(world: &World) {
+fn blocks_that_stumble_share_a_storm(testbed: &Testbed) {
     for _ in 0..8 {
-        accept_a_storm(&world.stumbling(Duration::from_millis(1)));
+        accept_a_storm(&testbed.with_jitter(Duration::from_millis(1)));
     }
 }
 
-fn accept_a_storm(world: &World) {
-    let options = SockOptions { sockets: 250, ring: 4096, ..world.options() }.fitted();
-    let stage = world.stage_with(4, options);
-    let (listener, name) = stage.first().listener(loopbacks()[0], 256);
-    let family = world.family;
+fn accept_a_storm(testbed: &Testbed) {
+    let options = SockOptions { sockets: 250, ring: 4096, ..testbed.options() }.fitted();
+    let harness = testbed.harness_with(4, options);
+    let (listener, name) = harness.first().listener(loopbacks()[0], 256);
+    let family = testbed.family;
     let storm: Vec<_> = (0..2)
         .map(|_| {
             std::thread::spawn(move || -> Vec<Peer> {
@@ -157,49 +159,49 @@ fn accept_a_storm(world: &World) {
         .collect();
     let mut seen = std::collections::HashSet::new();
     for _ in 0..50 {
-        for puppet in &stage.puppets {
-            puppet.start(Do::Accept, &[listener], None);
+        for scripted in &harness.scripted_kernels {
+            scripted.start(KernelOp::Accept, &[listener], None);
         }
-        for puppet in &stage.puppets {
-            let accepted = puppet.finish();
+        for scripted in &harness.scripted_kernels {
+            let accepted = scripted.finish();
             assert!(accepted.result > 0, "{accepted:?}");
             assert!(seen.insert(accepted.address.unwrap()), "each once");
         }
     }
     let peers: Vec<_> = storm.into_iter().flat_map(|storm| storm.join().unwrap()).collect();
     assert!(peers.iter().all(|peer| seen.contains(&peer.local_addr())));
-    assert_eq!(stage.host.stats().misused, 0);
+    assert_eq!(harness.host.stats().misused, 0);
 }
 
-fn places_are_used_again(world: &World) {
-    let options = SockOptions { sockets: 3, arena: 1 << 20, ..world.options() };
-    let stage = world.stage_with(1, options);
-    let puppet = stage.first();
+fn places_are_used_again(testbed: &Testbed) {
+    let options = SockOptions { sockets: 3, arena: 1 << 20, ..testbed.options() };
+    let harness = testbed.harness_with(1, options);
+    let scripted = harness.first();
     let mut handles = std::collections::HashSet::new();
     for round in 0..200_u32 {
-        let (socket, mut peer) = puppet.connected(loopbacks()[round as usize % 2]);
+        let (socket, mut peer) = scripted.connected(loopbacks()[round as usize % 2]);
         assert!(handles.insert(socket), "a handle is never the same");
-        assert_eq!(puppet.send(socket, &round.to_le_bytes()), 4);
-        puppet.expect(Do::Close, &[socket], None);
+        assert_eq!(scripted.send(socket, &round.to_le_bytes()), 4);
+        scripted.expect(KernelOp::Close, &[socket], None);
         let mut bytes = Vec::new();
         peer.read_to_end(&mut bytes).unwrap();
         assert_eq!(bytes, round.to_le_bytes());
     }
-    until("all are closed", || stage.host.stats().open == 0);
+    until("all are closed", || harness.host.stats().open == 0);
 }
 
-fn more_connections_than_places(world: &World) {
-    let options = SockOptions { sockets: 4, arena: 1 << 20, ..world.options() };
-    let stage = world.stage_with(1, options);
-    let puppet = stage.first();
-    let (listener, name) = puppet.listener(loopbacks()[0], 64);
+fn more_connections_than_places(testbed: &Testbed) {
+    let options = SockOptions { sockets: 4, arena: 1 << 20, ..testbed.options() };
+    let harness = testbed.harness_with(1, options);
+    let scripted = harness.first();
+    let (listener, name) = scripted.listener(loopbacks()[0], 64);
     // Those for which there is no place are kept waiting; they come when one is free.
-    let family = world.family;
+    let family = testbed.family;
     let peers: Vec<_> = (0..12).map(|_| std::thread::spawn(move || family.dial(name))).collect();
     for _ in 0..12 {
-        let accepted = puppet.expect(Do::Accept, &[listener], None) as u64;
-        assert_eq!(puppet.send(accepted, b"welcome"), 7);
-        puppet.expect(Do::Close, &[accepted], None);
+        let accepted = scripted.expect(KernelOp::Accept, &[listener], None) as u64;
+        assert_eq!(scripted.send(accepted, b"welcome"), 7);
+        scripted.expect(KernelOp::Close, &[accepted], None);
     }
     for peer in peers {
         let mut peer = peer.join().unwrap();
@@ -207,15 +209,15 @@ fn more_connections_than_places(world: &World) {
         peer.read_to_string(&mut text).unwrap();
         assert_eq!(text, "welcome");
     }
-    let spare = puppet.socket(loopbacks()[0], STREAM);
-    puppet.expect(Do::Close, &[spare], None);
+    let spare = scripted.socket(loopbacks()[0], STREAM);
+    scripted.expect(KernelOp::Close, &[spare], None);
 }
 
-fn the_host_rests(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (_listener, _) = puppet.listener(loopbacks()[0], 16);
-    let cpu = || thread_time(&format!("sock {}", stage.host.device().label()));
+fn the_host_rests(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (_listener, _) = scripted.listener(loopbacks()[0], 16);
+    let cpu = || thread_time(&format!("sock {}", harness.host.device().label()));
     std::thread::sleep(Duration::from_millis(200));
     let Some(before) = cpu() else { return };
     std::thread::sleep(Duration::from_millis(500));

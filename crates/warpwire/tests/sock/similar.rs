@@ -9,11 +9,11 @@ use warpwire_apps::similarity::{
     HEAD, Over, Questions, SimilarOptions, SimilarServer, ask, query_bytes, random_vectors, search,
 };
 
-use crate::sock::puppet::soon;
-use crate::sock::world::{Deserted, World, until};
+use crate::sock::scripted::test_timeout;
+use crate::sock::testbed::{ClosedPort, Testbed, until};
 use testkit::cases;
 
-cases!(World; CASES:
+cases!(Testbed; CASES:
     answers_are_those_of_a_cpu,
     many_clients_at_once,
     answers_over_rdma,
@@ -29,9 +29,9 @@ cases!(World; CASES:
 const ANYWHERE: SocketAddr =
     SocketAddr::V4(std::net::SocketAddrV4::new(std::net::Ipv4Addr::LOCALHOST, 0));
 
-fn host(world: &World) -> SockHost {
-    let options = SockOptions { sockets: 128, ring: 16 << 10, ..world.options() }.fitted();
-    SockHost::start(&world.gpu, options).unwrap()
+fn host(testbed: &Testbed) -> SockHost {
+    let options = SockOptions { sockets: 128, ring: 16 << 10, ..testbed.options() }.fitted();
+    SockHost::start(&testbed.gpu, options).unwrap()
 }
 
 fn small() -> SimilarOptions {
@@ -40,16 +40,16 @@ fn small() -> SimilarOptions {
 
 fn client(server: &SimilarServer<'_>) -> TcpStream {
     let stream = TcpStream::connect(server.address()).unwrap();
-    stream.set_read_timeout(Some(soon())).unwrap();
+    stream.set_read_timeout(Some(test_timeout())).unwrap();
     stream.set_nodelay(true).unwrap();
     stream
 }
 
-fn answers_are_those_of_a_cpu(world: &World) {
-    let host = host(world);
+fn answers_are_those_of_a_cpu(testbed: &Testbed) {
+    let host = host(testbed);
     for (count, dimension, k) in [(1, 1, 1), (7, 3, 7), (3000, 64, 10), (5001, 17, 100)] {
         let vectors = random_vectors(count, count, dimension);
-        let server = world.similar(&host, &vectors, dimension, small());
+        let server = testbed.similar(&host, &vectors, dimension, small());
         let stream = client(&server);
         for seed in 0..5 {
             let query = random_vectors(1000 + seed, 1, dimension);
@@ -64,10 +64,10 @@ fn answers_are_those_of_a_cpu(world: &World) {
     }
 }
 
-fn many_clients_at_once(world: &World) {
-    let host = host(world);
+fn many_clients_at_once(testbed: &Testbed) {
+    let host = host(testbed);
     let vectors = random_vectors(5, 700, 32);
-    let server = world.similar(&host, &vectors, 32, SimilarOptions { workers: 4, ..small() });
+    let server = testbed.similar(&host, &vectors, 32, SimilarOptions { workers: 4, ..small() });
     std::thread::scope(|scope| {
         for number in 0..8 {
             let (stream, vectors) = (client(&server), &vectors);
@@ -84,15 +84,15 @@ fn many_clients_at_once(world: &World) {
     assert_eq!(server.stats().unwrap().queries, 160);
 }
 
-fn answers_over_rdma(world: &World) {
-    let host = host(world);
+fn answers_over_rdma(testbed: &Testbed) {
+    let host = host(testbed);
     let vectors = random_vectors(6, 500, 48);
     let options = SimilarOptions { over: Over::Warp, ..small() };
-    let server = world.similar(&host, &vectors, 48, options);
+    let server = testbed.similar(&host, &vectors, 48, options);
     let net = warp::Net::new(warp::NetOptions::default()).unwrap();
     let streams: Vec<_> = (0..3).map(|_| net.connect(server.address()).unwrap()).collect();
     for (number, stream) in streams.iter().enumerate() {
-        stream.set_read_timeout(Some(soon())).unwrap();
+        stream.set_read_timeout(Some(test_timeout())).unwrap();
         for round in 0..10 {
             let query = random_vectors(number as u64 * 50 + round, 1, 48);
             assert_eq!(ask(stream, 9, &query).unwrap(), search(&vectors, &query, 9));
@@ -109,17 +109,17 @@ fn answers_over_rdma(world: &World) {
 
 /// Questions of a kernel, with patience.
 fn questions(server: SocketAddr, over: Over, vectors: &[f32]) -> Questions<'_> {
-    Questions { server, over, k: 6, vectors, dimension: 20, timeout: soon() }
+    Questions { server, over, k: 6, vectors, dimension: 20, timeout: test_timeout() }
 }
 
-fn kernels_ask_a_kernel(world: &World) {
+fn kernels_ask_a_kernel(testbed: &Testbed) {
     // Each has a host of its own, as on two GPUs.
-    let (here, there) = (host(world), host(world));
+    let (here, there) = (host(testbed), host(testbed));
     let vectors = random_vectors(8, 900, 20);
     let queries = random_vectors(9, 15, 20);
-    let asker = world.asker(&here);
+    let asker = testbed.asker(&here);
     for over in [Over::Inet, Over::Warp] {
-        let server = world.similar(&there, &vectors, 20, SimilarOptions { over, ..small() });
+        let server = testbed.similar(&there, &vectors, 20, SimilarOptions { over, ..small() });
         let asked = questions(server.address(), over, &queries);
         let found = asker.ask(&asked).unwrap();
         assert_eq!(found.len(), 15);
@@ -129,20 +129,20 @@ fn kernels_ask_a_kernel(world: &World) {
     }
 }
 
-fn kernels_that_ask_in_vain(world: &World) {
-    let (here, there) = (host(world), host(world));
+fn kernels_that_ask_in_vain(testbed: &Testbed) {
+    let (here, there) = (host(testbed), host(testbed));
     let vectors = random_vectors(8, 90, 20);
-    let asker = world.asker(&here);
-    let server = world.similar(&there, &vectors, 20, SimilarOptions { most_k: 5, ..small() });
+    let asker = testbed.asker(&here);
+    let server = testbed.similar(&there, &vectors, 20, SimilarOptions { most_k: 5, ..small() });
     let queries = random_vectors(9, 3, 20);
     let asked = questions(server.address(), Over::Inet, &queries);
     let refused = asker.ask(&asked).unwrap_err();
     assert!(refused.to_string().contains("or too many"), "{refused}");
     let none = Questions { k: 0, ..asked };
     assert!(asker.ask(&none).is_err());
-    let deserted = Deserted::at(ANYWHERE);
+    let closed_port = ClosedPort::at(ANYWHERE);
     for over in [Over::Inet, Over::Warp] {
-        let asked = questions(deserted.name, over, &queries);
+        let asked = questions(closed_port.name, over, &queries);
         let error = asker.ask(&asked).unwrap_err();
         assert!(error.to_string().contains("refused"), "{error}");
     }
@@ -155,10 +155,10 @@ fn kernels_that_ask_in_vain(world: &World) {
     assert!(error.to_string().contains("timed out"), "{error}");
 }
 
-fn ties_and_more_than_there_are(world: &World) {
-    let host = host(world);
+fn ties_and_more_than_there_are(testbed: &Testbed) {
+    let host = host(testbed);
     let vectors = [1.0, 2.0, 1.0, 0.0, 2.0, -1.0];
-    let server = world.similar(&host, &vectors, 1, small());
+    let server = testbed.similar(&host, &vectors, 1, small());
     let stream = client(&server);
     let ids = |found: Vec<warpwire_apps::similarity::Match>| -> Vec<u32> {
         found.into_iter().map(|one| one.id).collect()
@@ -169,14 +169,14 @@ fn ties_and_more_than_there_are(world: &World) {
     drop((stream, server)); // a GPU on which a server runs loads no other
     // Scores that are no numbers are never found: infinite less infinite.
     let large = [f32::MAX, f32::MAX, 1.0, 1.0];
-    let server = world.similar(&host, &large, 2, small());
+    let server = testbed.similar(&host, &large, 2, small());
     assert_eq!(ids(ask(client(&server), 5, &[-2.0, 1.0]).unwrap()), [1, 0]);
 }
 
-fn wrong_queries_close_their_connection_only(world: &World) {
-    let host = host(world);
+fn wrong_queries_close_their_connection_only(testbed: &Testbed) {
+    let host = host(testbed);
     let vectors = random_vectors(3, 50, 4);
-    let server = world.similar(&host, &vectors, 4, small());
+    let server = testbed.similar(&host, &vectors, 4, small());
     let bystander = client(&server);
     let good = query_bytes(3, &[0.5; 4]);
     let spoilt = |at: usize, byte: u8| {
@@ -222,11 +222,11 @@ fn wrong_queries_close_their_connection_only(world: &World) {
     assert_eq!(answers[..HEAD + 24], answers[HEAD + 24..]);
 }
 
-fn half_a_query_is_not_waited_for_for_ever(world: &World) {
-    let host = host(world);
+fn half_a_query_is_not_waited_for_for_ever(testbed: &Testbed) {
+    let host = host(testbed);
     let vectors = random_vectors(3, 50, 4);
     let patience = Duration::from_millis(200);
-    let server = world.similar(&host, &vectors, 4, SimilarOptions { patience, ..small() });
+    let server = testbed.similar(&host, &vectors, 4, SimilarOptions { patience, ..small() });
     let bystander = client(&server);
     let good = query_bytes(3, &[0.5; 4]);
     for len in [1, HEAD, good.len() - 1] {
@@ -236,16 +236,16 @@ fn half_a_query_is_not_waited_for_for_ever(world: &World) {
         let mut said = Vec::new();
         let _ = stream.read_to_end(&mut said);
         assert!(said.is_empty() && begun.elapsed() >= patience / 2);
-        assert!(begun.elapsed() < soon());
+        assert!(begun.elapsed() < test_timeout());
         ask(&bystander, 1, &[1.0; 4]).unwrap();
     }
 }
 
-fn too_many_similarity_clients(world: &World) {
-    let host = host(world);
+fn too_many_similarity_clients(testbed: &Testbed) {
+    let host = host(testbed);
     let vectors = random_vectors(3, 50, 4);
     let options = SimilarOptions { clients: 3, workers: 1, ..small() };
-    let server = world.similar(&host, &vectors, 4, options);
+    let server = testbed.similar(&host, &vectors, 4, options);
     let first: Vec<_> = (0..3).map(|_| client(&server)).collect();
     for stream in &first {
         ask(stream, 1, &[1.0; 4]).unwrap();
@@ -257,8 +257,8 @@ fn too_many_similarity_clients(world: &World) {
     until("there is room again", || ask(client(&server), 1, &[1.0; 4]).is_ok());
 }
 
-fn bad_vectors_and_options(world: &World) {
-    let host = host(world);
+fn bad_vectors_and_options(testbed: &Testbed) {
+    let host = host(testbed);
     let refused = |vectors: &[f32], dimension, options| {
         let server = SimilarServer::start_on_threads(&host, vectors, dimension, options, |_, _| {});
         server.map(drop).unwrap_err().to_string()
@@ -273,7 +273,7 @@ fn bad_vectors_and_options(world: &World) {
     assert!(refused(&[1.0], 1, huge).contains("5000 matches"));
     let other = std::net::TcpListener::bind(ANYWHERE).unwrap();
     let taken = SimilarOptions { address: other.local_addr().unwrap(), ..small() };
-    if world.way != crate::sock::world::Way::Threads {
+    if testbed.platform != crate::sock::testbed::Platform::Threads {
         let error = SimilarServer::start(&host, &[1.0], 1, taken).unwrap_err();
         assert!(error.to_string().contains("in use"), "{error}");
     }

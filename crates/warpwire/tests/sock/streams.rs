@@ -6,15 +6,15 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use warpwire::sock::SockOptions;
-use warpwire::sock::device::Setting;
+use warpwire::sock::device::SockOption;
 use warpwire_apps::pattern;
 
 use crate::sock::peer::{Family, Peer};
-use crate::sock::puppet::{Do, GPUNET, scramble};
-use crate::sock::world::{STREAM, World, errno, loopbacks};
+use crate::sock::scripted::{GPUNET, KernelOp, scramble};
+use crate::sock::testbed::{STREAM, Testbed, errno, loopbacks};
 use testkit::cases;
 
-cases!(World; CASES:
+cases!(Testbed; CASES:
     one_byte_there_and_back,
     accepted_and_connected_are_alike,
     random_pieces_both_ways_at_once,
@@ -33,28 +33,28 @@ cases!(World; CASES:
     gpunets_echo_client,
 );
 
-fn one_byte_there_and_back(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
+fn one_byte_there_and_back(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
     for at in loopbacks() {
-        let (socket, mut peer) = puppet.connected(at);
-        assert_eq!(puppet.send(socket, b"a"), 1);
+        let (socket, mut peer) = scripted.connected(at);
+        assert_eq!(scripted.send(socket, b"a"), 1);
         let mut byte = [0];
         peer.read_exact(&mut byte).unwrap();
         assert_eq!(&byte, b"a");
         peer.write_all(b"b").unwrap();
-        assert_eq!(puppet.recv(socket, 10).unwrap(), b"b");
-        assert_eq!(puppet.send(socket, b""), 0);
-        puppet.expect(Do::Close, &[socket], None);
+        assert_eq!(scripted.recv(socket, 10).unwrap(), b"b");
+        assert_eq!(scripted.send(socket, b""), 0);
+        scripted.expect(KernelOp::Close, &[socket], None);
     }
 }
 
-fn accepted_and_connected_are_alike(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
+fn accepted_and_connected_are_alike(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
     for at in loopbacks() {
-        for (socket, mut peer) in [puppet.connected(at), puppet.accepted(at)] {
-            puppet.start(Do::Echo, &[socket], None);
+        for (socket, mut peer) in [scripted.connected(at), scripted.accepted(at)] {
+            scripted.start(KernelOp::Echo, &[socket], None);
             let mut random = 7;
             for size in [1_usize, 63, 64, 65, 4095, 4096, 4097, 65_536, 65_537, 200_000] {
                 let sent: Vec<u8> = (0..size).map(|_| scramble(&mut random) as u8).collect();
@@ -67,9 +67,9 @@ fn accepted_and_connected_are_alike(world: &World) {
                 assert!(sent == back, "{size} bytes came back otherwise");
             }
             peer.shutdown(Shutdown::Write);
-            let echoed = puppet.finish().result;
+            let echoed = scripted.finish().result;
             assert_eq!(echoed, 1 + 63 + 64 + 65 + 4095 + 4096 + 4097 + 65_536 + 65_537 + 200_000);
-            puppet.expect(Do::Close, &[socket], None);
+            scripted.expect(KernelOp::Close, &[socket], None);
         }
     }
 }
@@ -95,96 +95,96 @@ fn exchange(mut peer: Peer, sends: u64, expects: u64, total: usize) {
     writing.join().unwrap();
 }
 
-fn both_ways(world: &World, options: SockOptions, totals: &[usize], most: u64) {
-    let stage = world.stage_with(2, options);
-    let (sender, receiver) = (&stage.puppets[0], &stage.puppets[1]);
+fn both_ways(testbed: &Testbed, options: SockOptions, totals: &[usize], most: u64) {
+    let harness = testbed.harness_with(2, options);
+    let (sender, receiver) = (&harness.scripted_kernels[0], &harness.scripted_kernels[1]);
     for (number, total) in totals.iter().enumerate() {
         let at = loopbacks()[number % 2];
         let (socket, peer) = sender.connected(at);
         // Two blocks use the two directions of one socket at the same time.
-        sender.start(Do::StreamOut, &[socket, 11, *total as u64, most], None);
-        receiver.start(Do::StreamIn, &[socket, 12, *total as u64, most], None);
+        sender.start(KernelOp::StreamOut, &[socket, 11, *total as u64, most], None);
+        receiver.start(KernelOp::StreamIn, &[socket, 12, *total as u64, most], None);
         exchange(peer, 12, 11, *total);
         assert_eq!(sender.finish().result, *total as i64);
         assert_eq!(receiver.finish().result, *total as i64, "or -84: a byte differs");
-        sender.expect(Do::Close, &[socket], None);
+        sender.expect(KernelOp::Close, &[socket], None);
     }
 }
 
-fn random_pieces_both_ways_at_once(world: &World) {
+fn random_pieces_both_ways_at_once(testbed: &Testbed) {
     let totals = [1, 2, 100, 65_535, 65_537, 1 << 20, 16 << 20];
-    both_ways(world, SockOptions { sockets: 16, ..world.options() }, &totals, 50_000);
+    both_ways(testbed, SockOptions { sockets: 16, ..testbed.options() }, &totals, 50_000);
 }
 
-fn small_rings_carry_megabytes(world: &World) {
-    let options = SockOptions { sockets: 16, ring: 4096, arena: 1 << 20, ..world.options() };
-    both_ways(world, options, &[1_000_000, 300_001], 9_000);
+fn small_rings_carry_megabytes(testbed: &Testbed) {
+    let options = SockOptions { sockets: 16, ring: 4096, arena: 1 << 20, ..testbed.options() };
+    both_ways(testbed, options, &[1_000_000, 300_001], 9_000);
 }
 
-fn an_ordered_end_is_zero(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (socket, mut peer) = puppet.accepted(loopbacks()[0]);
+fn an_ordered_end_is_zero(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (socket, mut peer) = scripted.accepted(loopbacks()[0]);
     peer.write_all(b"last words").unwrap();
     drop(peer);
-    assert_eq!(puppet.recv(socket, 4).unwrap(), b"last");
-    assert_eq!(puppet.recv(socket, 100).unwrap(), b" words");
-    assert_eq!(puppet.recv(socket, 100).unwrap(), b"");
-    assert_eq!(puppet.recv(socket, 100).unwrap(), b"", "and stays so");
+    assert_eq!(scripted.recv(socket, 4).unwrap(), b"last");
+    assert_eq!(scripted.recv(socket, 100).unwrap(), b" words");
+    assert_eq!(scripted.recv(socket, 100).unwrap(), b"");
+    assert_eq!(scripted.recv(socket, 100).unwrap(), b"", "and stays so");
 }
 
-fn half_closed_by_the_kernel(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
+fn half_closed_by_the_kernel(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
     for at in loopbacks() {
-        let (socket, mut peer) = puppet.connected(at);
-        assert_eq!(puppet.send(socket, b"question"), 8);
-        puppet.expect(Do::Shutdown, &[socket, 1], None);
+        let (socket, mut peer) = scripted.connected(at);
+        assert_eq!(scripted.send(socket, b"question"), 8);
+        scripted.expect(KernelOp::Shutdown, &[socket, 1], None);
         let mut text = String::new();
         peer.read_to_string(&mut text).unwrap();
         assert_eq!(text, "question");
         peer.write_all(b"answer").unwrap();
-        assert_eq!(puppet.recv(socket, 100).unwrap(), b"answer");
-        puppet.expect(Do::Close, &[socket], None);
+        assert_eq!(scripted.recv(socket, 100).unwrap(), b"answer");
+        scripted.expect(KernelOp::Close, &[socket], None);
     }
 }
 
-fn half_closed_by_the_peer(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (socket, mut peer) = puppet.connected(loopbacks()[1]);
+fn half_closed_by_the_peer(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (socket, mut peer) = scripted.connected(loopbacks()[1]);
     peer.write_all(b"question").unwrap();
     peer.shutdown(Shutdown::Write);
-    assert_eq!(puppet.recv(socket, 100).unwrap(), b"question");
-    assert_eq!(puppet.recv(socket, 100).unwrap(), b"");
-    assert_eq!(puppet.send(socket, b"answer"), 6);
-    puppet.expect(Do::Close, &[socket], None);
+    assert_eq!(scripted.recv(socket, 100).unwrap(), b"question");
+    assert_eq!(scripted.recv(socket, 100).unwrap(), b"");
+    assert_eq!(scripted.send(socket, b"answer"), 6);
+    scripted.expect(KernelOp::Close, &[socket], None);
     let mut text = String::new();
     peer.read_to_string(&mut text).unwrap();
     assert_eq!(text, "answer");
 }
 
-fn receiving_is_shut_down(world: &World) {
-    let stage = world.stage(2);
-    let (puppet, other) = (&stage.puppets[0], &stage.puppets[1]);
-    let (socket, mut peer) = puppet.connected(loopbacks()[0]);
+fn receiving_is_shut_down(testbed: &Testbed) {
+    let harness = testbed.harness(2);
+    let (scripted, other) = (&harness.scripted_kernels[0], &harness.scripted_kernels[1]);
+    let (socket, mut peer) = scripted.connected(loopbacks()[0]);
     // A call that waits already ends too.
-    puppet.start(Do::Recv, &[socket, 0, 10], None);
+    scripted.start(KernelOp::Recv, &[socket, 0, 10], None);
     std::thread::sleep(Duration::from_millis(20));
-    assert!(!puppet.is_done());
-    other.expect(Do::Shutdown, &[socket, 0], None);
-    assert_eq!(puppet.finish().result, 0);
-    assert_eq!(puppet.send(socket, b"still sends"), 11);
+    assert!(!scripted.is_done());
+    other.expect(KernelOp::Shutdown, &[socket, 0], None);
+    assert_eq!(scripted.finish().result, 0);
+    assert_eq!(scripted.send(socket, b"still sends"), 11);
     let mut text = [0; 11];
     peer.read_exact(&mut text).unwrap();
-    assert_eq!(puppet.call(Do::Shutdown, &[socket, 2], None).result, 0);
+    assert_eq!(scripted.call(KernelOp::Shutdown, &[socket, 2], None).result, 0);
     assert_eq!(peer.read(&mut text).unwrap(), 0);
 }
 
-fn nobody_waits_for_one_who_reads_no_more(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (socket, peer) = puppet.connected(loopbacks()[0]);
+fn nobody_waits_for_one_who_reads_no_more(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (socket, peer) = scripted.connected(loopbacks()[0]);
     let mut writer = peer.try_clone();
     std::thread::scope(|scope| {
         // More than fits anywhere: it waits.
@@ -193,12 +193,12 @@ fn nobody_waits_for_one_who_reads_no_more(world: &World) {
         std::thread::sleep(Duration::from_millis(80));
         assert!(!writing.is_finished());
         // What had come is still there, and a span of it stays as it is.
-        assert_eq!(puppet.recv(socket, 3).unwrap(), [7; 3]);
-        puppet.expect(Do::Borrow, &[socket, 0, 100], None);
-        puppet.expect(Do::Shutdown, &[socket, 0], None);
-        puppet.expect(Do::GiveBack, &[socket, 0, 100], None);
+        assert_eq!(scripted.recv(socket, 3).unwrap(), [7; 3]);
+        scripted.expect(KernelOp::Borrow, &[socket, 0, 100], None);
+        scripted.expect(KernelOp::Shutdown, &[socket, 0], None);
+        scripted.expect(KernelOp::Consume, &[socket, 0, 100], None);
         let wrote = writing.join().unwrap().map_err(|error| error.kind());
-        match world.family {
+        match testbed.family {
             // TCP's sender is not told; its bytes are thrown away.
             Family::Inet => assert_eq!(wrote, Ok(())),
             Family::Warp => assert_eq!(wrote, Err(std::io::ErrorKind::BrokenPipe)),
@@ -206,32 +206,32 @@ fn nobody_waits_for_one_who_reads_no_more(world: &World) {
     });
     // The other direction goes on, and ends in good order.
     let mut peer = peer;
-    assert_eq!(puppet.send(socket, b"all is well"), 11);
+    assert_eq!(scripted.send(socket, b"all is well"), 11);
     let mut text = [0; 11];
     peer.read_exact(&mut text).unwrap();
-    puppet.expect(Do::Close, &[socket], None);
+    scripted.expect(KernelOp::Close, &[socket], None);
     // TCP resets who sent what nobody has read.
     let end = peer.read(&mut text).map_err(|error| error.kind());
-    let resets = world.family == Family::Inet && end == Err(std::io::ErrorKind::ConnectionReset);
+    let resets = testbed.family == Family::Inet && end == Err(std::io::ErrorKind::ConnectionReset);
     assert!(end == Ok(0) || resets, "{end:?}");
 }
 
-fn sending_after_shutdown_is_a_broken_pipe(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (socket, _peer) = puppet.connected(loopbacks()[0]);
-    puppet.expect(Do::Shutdown, &[socket, 1], None);
-    assert_eq!(puppet.send(socket, b"x"), errno(Errno::PIPE));
+fn sending_after_shutdown_is_a_broken_pipe(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (socket, _peer) = scripted.connected(loopbacks()[0]);
+    scripted.expect(KernelOp::Shutdown, &[socket, 1], None);
+    assert_eq!(scripted.send(socket, b"x"), errno(Errno::PIPE));
 }
 
-fn what_was_sent_goes_after_close(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
-    let (socket, mut peer) = puppet.accepted(loopbacks()[0]);
+fn what_was_sent_goes_after_close(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
+    let (socket, mut peer) = scripted.accepted(loopbacks()[0]);
     // The kernel is done before the peer begins: with more than its ring holds where the operating system has buffers.
-    let total = if world.family == Family::Warp { 60_001_u64 } else { 400_000 };
-    puppet.expect(Do::StreamOut, &[socket, 5, total, 60_000], None);
-    puppet.expect(Do::Close, &[socket], None);
+    let total = if testbed.family == Family::Warp { 60_001_u64 } else { 400_000 };
+    scripted.expect(KernelOp::StreamOut, &[socket, 5, total, 60_000], None);
+    scripted.expect(KernelOp::Close, &[socket], None);
     std::thread::sleep(Duration::from_millis(30));
     let mut found = Vec::new();
     peer.read_to_end(&mut found).unwrap();
@@ -240,23 +240,23 @@ fn what_was_sent_goes_after_close(world: &World) {
     assert!(found == wanted, "{} of {total} bytes came", found.len());
 }
 
-fn calls_that_may_not_wait(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
+fn calls_that_may_not_wait(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
     let at = loopbacks()[0];
-    let (socket, mut peer) = puppet.connected(at);
+    let (socket, mut peer) = scripted.connected(at);
     let again = errno(Errno::AGAIN);
-    puppet.expect(Do::Set, &[socket, Setting::NonBlocking as u64, 1], None);
-    assert_eq!(puppet.recv(socket, 10), Err(again));
+    scripted.expect(KernelOp::Set, &[socket, SockOption::NonBlocking as u64, 1], None);
+    assert_eq!(scripted.recv(socket, 10), Err(again));
     peer.write_all(b"now").unwrap();
-    crate::sock::world::until("it comes", || {
-        puppet.recv(socket, 10).is_ok_and(|bytes| bytes == b"now")
+    crate::sock::testbed::until("it comes", || {
+        scripted.recv(socket, 10).is_ok_and(|bytes| bytes == b"now")
     });
     // The peer takes nothing: at some time nothing fits any more, after a part did.
     let piece = vec![7; 60_000];
     let (mut total, mut partial) = (0, false);
     loop {
-        match puppet.send(socket, &piece) {
+        match scripted.send(socket, &piece) {
             sent if sent == again => break,
             sent => {
                 assert!(sent > 0, "errno {}", -sent);
@@ -268,94 +268,94 @@ fn calls_that_may_not_wait(world: &World) {
     }
     assert!(partial, "a part of a piece was taken");
     // The operating system may take a little more after that, so look again: nothing is lost.
-    puppet.expect(Do::Shutdown, &[socket, 1], None);
+    scripted.expect(KernelOp::Shutdown, &[socket, 1], None);
     let mut found = Vec::new();
     peer.read_to_end(&mut found).unwrap();
     assert_eq!(found.len(), total);
-    let (listener, name) = puppet.listener(at, 4);
-    puppet.expect(Do::Set, &[listener, Setting::NonBlocking as u64, 1], None);
-    assert_eq!(puppet.call(Do::Accept, &[listener], None).result, again);
+    let (listener, name) = scripted.listener(at, 4);
+    scripted.expect(KernelOp::Set, &[listener, SockOption::NonBlocking as u64, 1], None);
+    assert_eq!(scripted.call(KernelOp::Accept, &[listener], None).result, again);
     // And back.
-    puppet.expect(Do::Set, &[listener, Setting::NonBlocking as u64, 0], None);
-    puppet.start(Do::Accept, &[listener], None);
+    scripted.expect(KernelOp::Set, &[listener, SockOption::NonBlocking as u64, 0], None);
+    scripted.start(KernelOp::Accept, &[listener], None);
     std::thread::sleep(Duration::from_millis(10));
-    assert!(!puppet.is_done(), "it waits again");
-    let _late = world.family.dial(name);
-    assert!(puppet.finish().result > 0);
+    assert!(!scripted.is_done(), "it waits again");
+    let _late = testbed.family.dial(name);
+    assert!(scripted.finish().result > 0);
 }
 
-fn calls_that_may_wait_for_a_while(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
+fn calls_that_may_wait_for_a_while(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
     let at = loopbacks()[0];
-    let (socket, peer) = puppet.connected(at);
+    let (socket, peer) = scripted.connected(at);
     let limit = Duration::from_millis(60);
     let nanos = limit.as_nanos() as u64;
     let late = errno(Errno::TIMEDOUT);
-    puppet.expect(Do::Set, &[socket, Setting::ReceiveTimeout as u64, nanos], None);
+    scripted.expect(KernelOp::Set, &[socket, SockOption::ReceiveTimeout as u64, nanos], None);
     let start = Instant::now();
-    assert_eq!(puppet.recv(socket, 1), Err(late));
+    assert_eq!(scripted.recv(socket, 1), Err(late));
     assert!(start.elapsed() >= limit && start.elapsed() < limit * 40, "{:?}", start.elapsed());
-    puppet.expect(Do::Set, &[socket, Setting::SendTimeout as u64, nanos], None);
+    scripted.expect(KernelOp::Set, &[socket, SockOption::SendTimeout as u64, nanos], None);
     let piece = vec![1; 600_000];
-    let mut results = (0..1000).map(|_| puppet.send(socket, &piece));
+    let mut results = (0..1000).map(|_| scripted.send(socket, &piece));
     let stopped = results.find(|sent| *sent < 600_000).unwrap();
     assert!(stopped == late || stopped > 0, "a part, or nothing");
-    crate::sock::world::until("nothing goes", || puppet.send(socket, &piece[..1000]) == late);
-    let (listener, _) = puppet.listener(at, 4);
-    puppet.expect(Do::Set, &[listener, Setting::ReceiveTimeout as u64, nanos], None);
-    assert_eq!(puppet.call(Do::Accept, &[listener], None).result, late);
+    crate::sock::testbed::until("nothing goes", || scripted.send(socket, &piece[..1000]) == late);
+    let (listener, _) = scripted.listener(at, 4);
+    scripted.expect(KernelOp::Set, &[listener, SockOption::ReceiveTimeout as u64, nanos], None);
+    assert_eq!(scripted.call(KernelOp::Accept, &[listener], None).result, late);
     drop(peer);
 }
 
-fn connecting_without_waiting(world: &World) {
-    let stage = world.stage(1);
-    let puppet = stage.first();
+fn connecting_without_waiting(testbed: &Testbed) {
+    let harness = testbed.harness(1);
+    let scripted = harness.first();
     let at = loopbacks()[0];
-    let server = world.family.serve(at);
+    let server = testbed.family.serve(at);
     let name = server.local_addr();
-    let socket = puppet.socket(at, STREAM);
-    puppet.expect(Do::Set, &[socket, Setting::NonBlocking as u64, 1], None);
-    let begun = puppet.call(Do::Connect, &[socket], Some(name)).result;
+    let socket = scripted.socket(at, STREAM);
+    scripted.expect(KernelOp::Set, &[socket, SockOption::NonBlocking as u64, 1], None);
+    let begun = scripted.call(KernelOp::Connect, &[socket], Some(name)).result;
     assert!(begun == 0 || begun == errno(Errno::INPROGRESS), "{begun}");
-    let again = puppet.call(Do::Connect, &[socket], Some(name)).result;
+    let again = scripted.call(KernelOp::Connect, &[socket], Some(name)).result;
     assert!([Errno::ISCONN, Errno::ALREADY].map(errno).contains(&again), "{again}");
     let mut peer = server.accept();
-    crate::sock::world::until("it stands", || puppet.send(socket, b"!") == 1);
+    crate::sock::testbed::until("it stands", || scripted.send(socket, b"!") == 1);
     let mut byte = [0];
     peer.read_exact(&mut byte).unwrap();
 }
 
-fn gpunets_echo_client(world: &World) {
+fn gpunets_echo_client(testbed: &Testbed) {
     let _alone = GPUNET.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let stage = world.stage(2);
-    let (server, client) = (&stage.puppets[0], &stage.puppets[1]);
+    let harness = testbed.harness(2);
+    let (server, client) = (&harness.scripted_kernels[0], &harness.scripted_kernels[1]);
     let (listener, name) = server.listener(loopbacks()[0], 4);
-    client.start(Do::Gpunet, &[client.kind(STREAM), 20, 65_537], Some(name));
-    let accepted = server.expect(Do::Accept, &[listener], None) as u64;
-    assert_eq!(server.call(Do::Echo, &[accepted], None).result, 20 * 65_537);
+    client.start(KernelOp::Gpunet, &[client.kind(STREAM), 20, 65_537], Some(name));
+    let accepted = server.expect(KernelOp::Accept, &[listener], None) as u64;
+    assert_eq!(server.call(KernelOp::Echo, &[accepted], None).result, 20 * 65_537);
     assert_eq!(client.finish().result, 20 * 65_537, "or -84: a byte differs");
     // And where nobody listens any more.
-    server.expect(Do::Close, &[listener], None);
-    let refused = client.call(Do::Gpunet, &[client.kind(STREAM), 1, 8], Some(name)).result;
+    server.expect(KernelOp::Close, &[listener], None);
+    let refused = client.call(KernelOp::Gpunet, &[client.kind(STREAM), 1, 8], Some(name)).result;
     assert_eq!(refused, errno(Errno::CONNREFUSED));
 }
 
-fn two_kernels_talk(world: &World) {
-    let stage = world.stage(2);
-    let (server, client) = (&stage.puppets[0], &stage.puppets[1]);
+fn two_kernels_talk(testbed: &Testbed) {
+    let harness = testbed.harness(2);
+    let (server, client) = (&harness.scripted_kernels[0], &harness.scripted_kernels[1]);
     for at in loopbacks() {
         let (listener, name) = server.listener(at, 4);
-        server.start(Do::Accept, &[listener], None);
+        server.start(KernelOp::Accept, &[listener], None);
         let socket = client.socket(at, STREAM);
-        client.expect(Do::Connect, &[socket], Some(name));
+        client.expect(KernelOp::Connect, &[socket], Some(name));
         let accepted = server.finish().result as u64;
-        server.start(Do::StreamIn, &[accepted, 3, 3_000_000, 30_000], None);
-        client.expect(Do::StreamOut, &[socket, 3, 3_000_000, 70_000], None);
+        server.start(KernelOp::StreamIn, &[accepted, 3, 3_000_000, 30_000], None);
+        client.expect(KernelOp::StreamOut, &[socket, 3, 3_000_000, 70_000], None);
         assert_eq!(server.finish().result, 3_000_000);
-        client.expect(Do::Close, &[socket], None);
+        client.expect(KernelOp::Close, &[socket], None);
         assert_eq!(server.recv(accepted, 1).unwrap(), b"");
-        server.expect(Do::Close, &[accepted], None);
-        server.expect(Do::Close, &[listener], None);
+        server.expect(KernelOp::Close, &[accepted], None);
+        server.expect(KernelOp::Close, &[listener], None);
     }
 }

@@ -1,9 +1,9 @@
 //! Lists of operations: one submission, all or nothing.
 
 use warpwire::error::Kind;
-use warpwire::mem::{Condition, Width, Word};
+use warpwire::mem::{Condition, Word, WordWidth};
 use warpwire::stream::Descriptors;
-use warpwire::verbs::{Op, ReceiveRequest, Request};
+use warpwire::verbs::{ReceiveRequest, SendRequest, WrOp};
 
 use crate::stream::fixture::*;
 use testkit::cases;
@@ -19,9 +19,9 @@ cases!(Fixture; CASES:
 );
 
 fn a_list_does_everything_in_order(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, b] = fixture.pair(&world);
-    let (near, far) = (fixture.memory(&world.a, 4096), fixture.memory(&world.b, 4096));
+    let testbed = fixture.testbed();
+    let [a, b] = fixture.pair(&testbed);
+    let (near, far) = (fixture.memory(&testbed.a, 4096), fixture.memory(&testbed.b, 4096));
     let (gate, passed) = (fixture.word32(), fixture.word64());
     let (sender, receiver) = (fixture.stream(), fixture.stream());
     post_receives(&b, &far, 1, 1024);
@@ -32,7 +32,7 @@ fn a_list_does_everything_in_order(fixture: &Fixture) {
     list.wait_value(&gate, Condition::Equal, 7).unwrap();
     list.write_memory(&near.memory.region(0, 1024).unwrap(), &wanted).unwrap();
     let data = [near.sge(0, 1024)];
-    let request = Request::new(1, Op::Send).with(&data);
+    let request = SendRequest::new(1, WrOp::Send).with(&data);
     let ticket = list.send(&a, &request).unwrap();
     list.wait_send(&a, ticket).unwrap();
     list.write_value(&passed, 1 << 40).unwrap();
@@ -43,8 +43,8 @@ fn a_list_does_everything_in_order(fixture: &Fixture) {
     waits.wait_receive(&b).unwrap();
     waits.post().unwrap();
 
-    expect_blocked(&sender);
-    expect_blocked(&receiver);
+    assert_blocked(&sender);
+    assert_blocked(&receiver);
     assert_eq!(passed.load().unwrap(), 0);
     gate.store(7).unwrap();
     sync(&receiver);
@@ -60,22 +60,22 @@ fn the_four_conditions_mean_what_they_say(fixture: &Fixture) {
     let high = 1_u64 << 63;
     // Condition, width, value, a word that does not satisfy it, one that does.
     let table = [
-        (Condition::AtLeast, Width::Bits32, 5, 4, 6),
-        (Condition::AtLeast, Width::Bits32, 0xffff_fff0, 0xffff_ff00, 3),
-        (Condition::AtLeast, Width::Bits64, 1 << 40, (1 << 40) - 1, 1 << 40),
-        (Condition::AtLeast, Width::Bits64, 3, high | 3, 4),
-        (Condition::Equal, Width::Bits32, 5, 6, 5),
-        (Condition::Equal, Width::Bits64, high, 0, high),
-        (Condition::And, Width::Bits32, 0b110, 0b1001, 0b0100),
-        (Condition::And, Width::Bits64, high, 1, high | 1),
-        (Condition::Nor, Width::Bits32, 0xffff_0000, 0x0000_ffff, 0x0000_fffe),
-        (Condition::Nor, Width::Bits64, u64::MAX << 1, 1, 0),
+        (Condition::AtLeast, WordWidth::Bits32, 5, 4, 6),
+        (Condition::AtLeast, WordWidth::Bits32, 0xffff_fff0, 0xffff_ff00, 3),
+        (Condition::AtLeast, WordWidth::Bits64, 1 << 40, (1 << 40) - 1, 1 << 40),
+        (Condition::AtLeast, WordWidth::Bits64, 3, high | 3, 4),
+        (Condition::Equal, WordWidth::Bits32, 5, 6, 5),
+        (Condition::Equal, WordWidth::Bits64, high, 0, high),
+        (Condition::And, WordWidth::Bits32, 0b110, 0b1001, 0b0100),
+        (Condition::And, WordWidth::Bits64, high, 1, high | 1),
+        (Condition::Nor, WordWidth::Bits32, 0xffff_0000, 0x0000_ffff, 0x0000_fffe),
+        (Condition::Nor, WordWidth::Bits64, u64::MAX << 1, 1, 0),
     ];
     for (condition, width, value, before, after) in table {
         let memory = fixture.gpu.alloc_pinned(8).unwrap();
         let word: Word = match width {
-            Width::Bits32 => memory.word32(0).unwrap(),
-            Width::Bits64 => memory.word64(0).unwrap(),
+            WordWidth::Bits32 => memory.word32(0).unwrap(),
+            WordWidth::Bits64 => memory.word64(0).unwrap(),
         };
         word.store(before).unwrap();
         let mut list = Descriptors::on(&stream);
@@ -86,7 +86,7 @@ fn the_four_conditions_mean_what_they_say(fixture: &Fixture) {
         }
         added.unwrap();
         list.post().unwrap();
-        expect_blocked(&stream);
+        assert_blocked(&stream);
         word.store(after).unwrap();
         sync(&stream);
     }
@@ -127,12 +127,12 @@ fn bytes_are_taken_when_they_are_given(fixture: &Fixture) {
 }
 
 fn a_failing_element_leaves_nothing_behind(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, b] = fixture.pair(&world);
-    let far = fixture.memory(&world.b, 64);
+    let testbed = fixture.testbed();
+    let [a, b] = fixture.pair(&testbed);
+    let far = fixture.memory(&testbed.b, 64);
     let (stream, word) = (fixture.stream(), fixture.word64());
     post_receives(&b, &far, 1, 8);
-    let write = Op::Write(far.mr.remote(0));
+    let write = WrOp::Write(far.mr.remote(0));
     // The list is refused as a whole: its third element waits for a request that was prepared elsewhere, and never
     // posted.
     let elsewhere = a.prepare(&nop(9)).unwrap();
@@ -140,7 +140,7 @@ fn a_failing_element_leaves_nothing_behind(fixture: &Fixture) {
     list.write_value(&word, 1).unwrap();
     list.wait_receive(&b).unwrap();
     list.wait_send(&a, elsewhere.ticket()).unwrap();
-    list.send(&a, &Request::new(1, write).inline(&[1; 8])).unwrap();
+    list.send(&a, &SendRequest::new(1, write).inline(&[1; 8])).unwrap();
     let error = list.post().unwrap_err();
     assert_eq!(error.kind(), &Kind::InvalidArgument, "{error}");
     assert!(list.is_empty());
@@ -151,7 +151,7 @@ fn a_failing_element_leaves_nothing_behind(fixture: &Fixture) {
     let mut list = Descriptors::on(&stream);
     assert_eq!(list.wait_receive(&b).unwrap().number(), 0);
     drop(list);
-    let ticket = a.queue(&stream, &Request::new(2, write).inline(&[2; 8])).unwrap();
+    let ticket = a.queue(&stream, &SendRequest::new(2, write).inline(&[2; 8])).unwrap();
     a.wait_send(&stream, ticket).unwrap();
     sync(&stream);
     assert_eq!((done(&a), far.read(0, 8)), (2, vec![2; 8]));
@@ -161,28 +161,28 @@ fn a_failing_element_leaves_nothing_behind(fixture: &Fixture) {
         broken.call_host(|| std::panic::resume_unwind(Box::new("on purpose"))).unwrap();
         until("the stream fails", || broken.is_idle().is_err());
         let mut list = Descriptors::on(&broken);
-        let ticket = list.send(&a, &Request::new(3, write).inline(&[3; 8])).unwrap();
+        let ticket = list.send(&a, &SendRequest::new(3, write).inline(&[3; 8])).unwrap();
         list.wait_send(&a, ticket).unwrap();
         assert_eq!(list.post().unwrap_err().kind(), &Kind::StreamFailed);
-        a.queue(&broken, &Request::new(4, write).inline(&[4; 8])).unwrap_err();
-        a.queue(&stream, &Request::new(5, write).inline(&[5; 8])).unwrap();
+        a.queue(&broken, &SendRequest::new(4, write).inline(&[4; 8])).unwrap_err();
+        a.queue(&stream, &SendRequest::new(5, write).inline(&[5; 8])).unwrap();
         assert_eq!((done(&a), far.read(0, 8)), (5, vec![5; 8]));
     }
 }
 
 fn a_list_that_is_dropped_never_was(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, b] = fixture.pair(&world);
-    let far = fixture.memory(&world.b, 64);
+    let testbed = fixture.testbed();
+    let [a, b] = fixture.pair(&testbed);
+    let far = fixture.memory(&testbed.b, 64);
     let stream = fixture.stream();
     post_receives(&b, &far, 1, 8);
     for _ in 0..1000 {
         let mut list = Descriptors::on(&stream);
-        let ticket = list.send(&a, &Request::new(1, Op::Send).inline(&[1; 8])).unwrap();
+        let ticket = list.send(&a, &SendRequest::new(1, WrOp::Send).inline(&[1; 8])).unwrap();
         list.wait_send(&a, ticket).unwrap();
         assert_eq!(list.wait_receive(&b).unwrap().number(), 0);
     }
-    a.queue(&stream, &Request::new(2, Op::Send).inline(&[2; 8])).unwrap();
+    a.queue(&stream, &SendRequest::new(2, WrOp::Send).inline(&[2; 8])).unwrap();
     b.wait_receive(&stream).unwrap();
     sync(&stream);
     assert_eq!(far.read(0, 8), [2; 8]);
@@ -190,22 +190,22 @@ fn a_list_that_is_dropped_never_was(fixture: &Fixture) {
 
 fn two_queue_pairs_play_ping_pong_in_lists(fixture: &Fixture) {
     const ROUNDS: u64 = 50;
-    let world = fixture.world();
-    let [a, b] = fixture.pair(&world);
-    let (near, far) = (fixture.pinned(&world.a, 8), fixture.pinned(&world.b, 8));
+    let testbed = fixture.testbed();
+    let [a, b] = fixture.pair(&testbed);
+    let (near, far) = (fixture.pinned(&testbed.a, 8), fixture.pinned(&testbed.b, 8));
     let (ping, pong) = (fixture.stream(), fixture.stream());
-    for (qp, patch) in [(&a, &near), (&b, &far)] {
+    for (qp, buffer) in [(&a, &near), (&b, &far)] {
         for id in 0..ROUNDS {
-            qp.post_receive(&[ReceiveRequest { id, data: &[patch.sge(0, 8)] }]).unwrap();
+            qp.post_receive(&[ReceiveRequest { id, data: &[buffer.sge(0, 8)] }]).unwrap();
         }
     }
     let (mut asks, mut answers) = (Descriptors::on(&ping), Descriptors::on(&pong));
     for round in 0..ROUNDS {
         let bytes = (round + 1).to_le_bytes();
-        asks.send(&a, &Request::new(round, Op::Send).inline(&bytes)).unwrap();
+        asks.send(&a, &SendRequest::new(round, WrOp::Send).inline(&bytes)).unwrap();
         asks.wait_receive(&a).unwrap();
         answers.wait_receive(&b).unwrap();
-        answers.send(&b, &Request::new(round, Op::Send).inline(&bytes)).unwrap();
+        answers.send(&b, &SendRequest::new(round, WrOp::Send).inline(&bytes)).unwrap();
     }
     answers.post().unwrap();
     asks.post().unwrap();
@@ -220,8 +220,8 @@ fn two_queue_pairs_play_ping_pong_in_lists(fixture: &Fixture) {
 }
 
 fn a_wait_may_follow_its_request_in_the_list(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, _b] = fixture.pair(&world);
+    let testbed = fixture.testbed();
+    let [a, _b] = fixture.pair(&testbed);
     let stream = fixture.stream();
     let mut list = Descriptors::on(&stream);
     // The other way round it would wait for ever.

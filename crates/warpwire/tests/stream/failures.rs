@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use warpwire::error::Kind;
 use warpwire::mem::Condition;
 use warpwire::stream::{Descriptors, StreamQpOptions};
-use warpwire::verbs::{Op, QpOptions, Remote, Request, Status};
+use warpwire::verbs::{QpOptions, Remote, SendRequest, Status, WrOp};
 
 use crate::stream::fixture::*;
 use testkit::cases;
@@ -22,14 +22,14 @@ cases!(Fixture; CASES:
 );
 
 fn an_error_completion_releases_the_stream(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, b] = fixture.pair(&world);
-    let (near, far) = (fixture.memory(&world.a, 64), fixture.memory(&world.b, 64));
+    let testbed = fixture.testbed();
+    let [a, b] = fixture.pair(&testbed);
+    let (near, far) = (fixture.memory(&testbed.a, 64), fixture.memory(&testbed.b, 64));
     let (stream, other) = (fixture.stream(), fixture.stream());
     post_receives(&b, &far, 1, 8);
     b.wait_receive(&other).unwrap();
     let nowhere = Remote { address: 0x10, rkey: 0x00de_ad00 };
-    let request = Request::new(77, Op::Write(nowhere));
+    let request = SendRequest::new(77, WrOp::Write(nowhere));
     let ticket = a.queue(&stream, &request.with(&[near.sge(0, 8)])).unwrap();
     a.wait_send(&stream, ticket).unwrap();
     sync(&stream);
@@ -51,13 +51,13 @@ fn an_error_completion_releases_the_stream(fixture: &Fixture) {
 }
 
 fn what_was_posted_behind_a_failure_comes_back(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, _b] = fixture.pair(&world);
-    let near = fixture.memory(&world.a, 64);
+    let testbed = fixture.testbed();
+    let [a, _b] = fixture.pair(&testbed);
+    let near = fixture.memory(&testbed.a, 64);
     let streams = [fixture.stream(), fixture.stream(), fixture.stream()];
     let gate = fixture.word64();
     let nowhere = Remote { address: 0x10, rkey: 0x00de_ad00 };
-    let bad = Request::new(1, Op::Write(nowhere));
+    let bad = SendRequest::new(1, WrOp::Write(nowhere));
     a.queue(&streams[0], &bad.with(&[near.sge(0, 8)])).unwrap();
     // The second stream has not come to its request when the first one fails.
     streams[1].wait_value(&gate, Condition::AtLeast, 1).unwrap();
@@ -75,20 +75,20 @@ fn what_was_posted_behind_a_failure_comes_back(fixture: &Fixture) {
     assert_eq!(all, [(1, Status::RemoteAccess), (2, flushed), (3, flushed)]);
 }
 
-fn quick() -> QpOptions {
+fn short_patience() -> QpOptions {
     // 4.096 µs · 2^10, three times.
     QpOptions { timeout: 10, retry_count: 2, ..QpOptions::default() }
 }
 
 fn a_peer_that_is_gone_wakes_those_who_send(fixture: &Fixture) {
-    let world = fixture.world();
-    let options = StreamQpOptions { qp: quick(), ..fixture.options() };
-    let [a, b] = fixture.pair_with(&world, &options);
-    let near = fixture.memory(&world.a, 64);
+    let testbed = fixture.testbed();
+    let options = StreamQpOptions { qp: short_patience(), ..fixture.options() };
+    let [a, b] = fixture.pair_with(&testbed, &options);
+    let near = fixture.memory(&testbed.a, 64);
     post_receives(&a, &near, 2, 8);
-    drop((b, world.b));
+    drop((b, testbed.b));
     let streams = [fixture.stream(), fixture.stream(), fixture.stream()];
-    let ticket = a.queue(&streams[0], &Request::new(5, Op::Send).inline(&[1; 8])).unwrap();
+    let ticket = a.queue(&streams[0], &SendRequest::new(5, WrOp::Send).inline(&[1; 8])).unwrap();
     a.wait_send(&streams[0], ticket).unwrap();
     a.wait_send(&streams[1], ticket).unwrap();
     a.wait_receive(&streams[2]).unwrap();
@@ -100,55 +100,55 @@ fn a_peer_that_is_gone_wakes_those_who_send(fixture: &Fixture) {
 }
 
 fn a_peer_that_is_silent_wakes_those_who_receive(fixture: &Fixture) {
-    let world = fixture.world();
-    let patience = Duration::from_millis(200);
-    let options = StreamQpOptions { patience: Some(patience), ..fixture.options() };
-    let [a, b] = fixture.pair_with(&world, &options);
-    let near = fixture.memory(&world.a, 64);
+    let testbed = fixture.testbed();
+    let wait_timeout = Duration::from_millis(200);
+    let options = StreamQpOptions { wait_timeout: Some(wait_timeout), ..fixture.options() };
+    let [a, b] = fixture.pair_with(&testbed, &options);
+    let near = fixture.memory(&testbed.a, 64);
     post_receives(&a, &near, 2, 8);
-    drop((b, world.b));
+    drop((b, testbed.b));
     let streams = [fixture.stream(), fixture.stream()];
     let start = Instant::now();
     a.wait_receive(&streams[0]).unwrap();
     let second = a.wait_receive(&streams[1]).unwrap();
     streams.iter().for_each(sync);
-    assert!(start.elapsed() >= patience, "{:?}", start.elapsed());
+    assert!(start.elapsed() >= wait_timeout, "{:?}", start.elapsed());
     let failure = a.failure().unwrap();
     assert_eq!(failure.error.kind(), &Kind::Timeout, "{failure}");
     assert_eq!(failure.waiters.len(), 2, "{failure}");
     let waiter = failure.waiters.iter().find(|waiter| waiter.ticket == second).unwrap();
     assert_eq!(waiter.stream, streams[1].label());
-    assert!(waiter.waited.is_some_and(|waited| waited >= patience / 2), "{failure}");
+    assert!(waiter.waited.is_some_and(|waited| waited >= wait_timeout / 2), "{failure}");
     for _ in 0..2 {
         assert_eq!(next(&a).status, Status::Flushed);
     }
 }
 
 fn patience_begins_when_the_stream_comes_to_the_wait(fixture: &Fixture) {
-    let world = fixture.world();
-    let patience = Duration::from_millis(400);
-    let options = StreamQpOptions { patience: Some(patience), ..fixture.options() };
-    let [a, b] = fixture.pair_with(&world, &options);
-    let near = fixture.memory(&world.a, 64);
+    let testbed = fixture.testbed();
+    let wait_timeout = Duration::from_millis(400);
+    let options = StreamQpOptions { wait_timeout: Some(wait_timeout), ..fixture.options() };
+    let [a, b] = fixture.pair_with(&testbed, &options);
+    let near = fixture.memory(&testbed.a, 64);
     post_receives(&a, &near, 1, 8);
     let (stream, gate) = (fixture.stream(), fixture.word64());
     stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     a.wait_receive(&stream).unwrap();
     // Far beyond all patience, but elsewhere.
-    std::thread::sleep(patience * 2);
+    std::thread::sleep(wait_timeout * 2);
     assert!(a.failure().is_none());
     gate.store(1).unwrap();
-    expect_blocked(&stream);
-    b.post_now(&Request::new(1, Op::Send).inline(&[1; 8])).unwrap();
+    assert_blocked(&stream);
+    b.post_now(&SendRequest::new(1, WrOp::Send).inline(&[1; 8])).unwrap();
     sync(&stream);
     assert!(a.failure().is_none());
 }
 
 fn streams_that_wait_for_each_other_are_released(fixture: &Fixture) {
-    let world = fixture.world();
-    let patience = Duration::from_millis(200);
-    let options = StreamQpOptions { patience: Some(patience), ..fixture.options() };
-    let [a, _b] = fixture.pair_with(&world, &options);
+    let testbed = fixture.testbed();
+    let wait_timeout = Duration::from_millis(200);
+    let options = StreamQpOptions { wait_timeout: Some(wait_timeout), ..fixture.options() };
+    let [a, _b] = fixture.pair_with(&testbed, &options);
     let (first, second, gate) = (fixture.stream(), fixture.stream(), fixture.word64());
     // The first waits for a request of the second, which waits for what the first does after that.
     second.wait_value(&gate, Condition::AtLeast, 1).unwrap();
@@ -165,9 +165,9 @@ fn streams_that_wait_for_each_other_are_released(fixture: &Fixture) {
 }
 
 fn a_queue_pair_that_is_dropped_releases_its_streams(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, _b] = fixture.pair(&world);
-    let near = fixture.memory(&world.a, 64);
+    let testbed = fixture.testbed();
+    let [a, _b] = fixture.pair(&testbed);
+    let near = fixture.memory(&testbed.a, 64);
     post_receives(&a, &near, 2, 8);
     let (waiting, later, gate) = (fixture.stream(), fixture.stream(), fixture.word64());
     a.wait_receive(&waiting).unwrap();
@@ -175,7 +175,7 @@ fn a_queue_pair_that_is_dropped_releases_its_streams(fixture: &Fixture) {
     let ticket = a.queue(&later, &nop(1)).unwrap();
     a.wait_send(&later, ticket).unwrap();
     a.wait_receive(&later).unwrap();
-    expect_blocked(&waiting);
+    assert_blocked(&waiting);
     drop(a);
     sync(&waiting);
     // This one comes to it when nobody is there any more.
@@ -184,13 +184,13 @@ fn a_queue_pair_that_is_dropped_releases_its_streams(fixture: &Fixture) {
 }
 
 fn a_queue_pair_that_is_ended_releases_its_streams(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, _b] = fixture.pair(&world);
-    let near = fixture.memory(&world.a, 64);
+    let testbed = fixture.testbed();
+    let [a, _b] = fixture.pair(&testbed);
+    let near = fixture.memory(&testbed.a, 64);
     post_receives(&a, &near, 1, 8);
     let stream = fixture.stream();
     let ticket = a.wait_receive(&stream).unwrap();
-    expect_blocked(&stream);
+    assert_blocked(&stream);
     a.abort();
     sync(&stream);
     let failure = a.failure().unwrap();

@@ -6,60 +6,62 @@ use warpwire::hca::HcaOptions;
 use warpwire::link::{Hub, Link, Shm, shm};
 use warpwire::mem::sim::{Sim, SimConfig};
 use warpwire::mem::{Allocation, Backend, Device, Stream, Word, cuda};
-use warpwire::stream::{CqMemory, Ring, StreamQp, StreamQpOptions};
-use warpwire::verbs::{Access, Completion, Context, Drive, Mr, Pd, ReceiveRequest, Request, Sge};
+use warpwire::stream::{CqMemory, DoorbellMode, StreamQp, StreamQpOptions};
+use warpwire::verbs::{
+    Access, Completion, Context, Mr, Pd, ProgressMode, ReceiveRequest, SendRequest, Sge,
+};
 use warpwire_apps::pattern;
 
 /// Longer than anything takes that works.
-pub fn soon() -> Duration {
+pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(30))
 }
 /// Long enough to be sure that something does not happen.
-pub const A_MOMENT: Duration = Duration::from_millis(30);
+pub const SHORT_WAIT: Duration = Duration::from_millis(30);
 
 /// How queue pairs are made, and what the device can do.
 #[derive(Clone, Copy, Debug)]
-pub struct Flavour {
+pub struct Variant {
     pub name: &'static str,
     pub nor: bool,
     pub cq_memory: CqMemory,
-    pub ring: Ring,
+    pub doorbell_mode: DoorbellMode,
     pub shm: bool,
 }
 
-const PLAIN: Flavour = Flavour {
+const PLAIN: Variant = Variant {
     name: "plain",
     nor: true,
     cq_memory: CqMemory::Pinned,
-    ring: Ring::Record,
+    doorbell_mode: DoorbellMode::DoorbellRecord,
     shm: false,
 };
 
 /// A new way to make queue pairs is a line here.
-pub const FLAVOURS: [Flavour; 5] = [
+pub const VARIANTS: [Variant; 5] = [
     PLAIN,
-    Flavour { name: "without-nor", nor: false, ..PLAIN },
-    Flavour { name: "device-cq", cq_memory: CqMemory::Device, ..PLAIN },
-    Flavour { name: "doorbell", ring: Ring::RecordAndDoorbell, ..PLAIN },
-    Flavour { name: "shm", shm: true, ..PLAIN },
+    Variant { name: "without-nor", nor: false, ..PLAIN },
+    Variant { name: "device-cq", cq_memory: CqMemory::Device, ..PLAIN },
+    Variant { name: "doorbell", doorbell_mode: DoorbellMode::RecordAndDoorbell, ..PLAIN },
+    Variant { name: "shm", shm: true, ..PLAIN },
 ];
 
 pub struct Fixture {
     pub gpu: Device,
-    pub flavour: Flavour,
+    pub variant: Variant,
     sim: Option<Sim>,
 }
 
 impl Fixture {
-    pub fn new(backend: Backend, flavour: Flavour) -> Self {
+    pub fn new(backend: Backend, variant: Variant) -> Self {
         match backend {
             Backend::Sim => {
                 let config =
-                    SimConfig { memory: 1 << 30, wait_nor: flavour.nor, ..SimConfig::default() };
+                    SimConfig { memory: 1 << 30, wait_nor: variant.nor, ..SimConfig::default() };
                 let sim = Sim::start(config).unwrap();
-                Self { gpu: sim.device(0).unwrap(), flavour, sim: Some(sim) }
+                Self { gpu: sim.device(0).unwrap(), variant, sim: Some(sim) }
             }
-            Backend::Cuda => Self { gpu: cuda::device(0).unwrap(), flavour, sim: None },
+            Backend::Cuda => Self { gpu: cuda::device(0).unwrap(), variant, sim: None },
         }
     }
 
@@ -69,8 +71,8 @@ impl Fixture {
     }
 
     pub fn links(&self) -> [Box<dyn Link>; 2] {
-        if self.flavour.shm {
-            let options = shm::Options { attend: 1, ..shm::Options::default() };
+        if self.variant.shm {
+            let options = shm::Options { control_poll_interval: 1, ..shm::Options::default() };
             let shm = || Shm::bind("127.0.0.1:0".parse().unwrap(), options).unwrap();
             return [Box::new(shm()), Box::new(shm())];
         }
@@ -79,29 +81,29 @@ impl Fixture {
             .map(|at| Box::new(hub.endpoint(at.parse().unwrap()).unwrap()) as Box<dyn Link>)
     }
 
-    pub fn world(&self) -> World {
-        let [a, b] = self.links().map(|link| End::open(link, thread()));
-        World { a, b }
+    pub fn testbed(&self) -> Testbed {
+        let [a, b] = self.links().map(|link| Endpoint::open(link, thread()));
+        Testbed { a, b }
     }
 
     pub fn options(&self) -> StreamQpOptions {
-        let Flavour { cq_memory, ring, .. } = self.flavour;
-        let patience = Some(Duration::from_secs(20));
-        StreamQpOptions { cq_memory, ring, patience, ..StreamQpOptions::default() }
+        let Variant { cq_memory, doorbell_mode, .. } = self.variant;
+        let wait_timeout = Some(Duration::from_secs(20));
+        StreamQpOptions { cq_memory, doorbell_mode, wait_timeout, ..StreamQpOptions::default() }
     }
 
     /// Two queue pairs that are connected.
-    pub fn pair(&self, world: &World) -> [StreamQp; 2] {
-        self.pair_with(world, &self.options())
+    pub fn pair(&self, testbed: &Testbed) -> [StreamQp; 2] {
+        self.pair_with(testbed, &self.options())
     }
 
-    pub fn pair_with(&self, world: &World, options: &StreamQpOptions) -> [StreamQp; 2] {
-        let make = |end: &End| {
+    pub fn pair_with(&self, testbed: &Testbed, options: &StreamQpOptions) -> [StreamQp; 2] {
+        let make = |end: &Endpoint| {
             StreamQp::create(&end.context, &end.pd, &self.gpu, options.clone()).unwrap()
         };
-        let (a, b) = (make(&world.a), make(&world.b));
-        a.connect(&b.offer()).unwrap();
-        b.connect(&a.offer()).unwrap();
+        let (a, b) = (make(&testbed.a), make(&testbed.b));
+        a.connect(&b.endpoint()).unwrap();
+        b.connect(&a.endpoint()).unwrap();
         [a, b]
     }
 
@@ -110,17 +112,17 @@ impl Fixture {
     }
 
     /// Registered device memory, all zero.
-    pub fn memory(&self, end: &End, len: u64) -> Patch {
+    pub fn memory(&self, end: &Endpoint, len: u64) -> TestBuffer {
         let memory = self.gpu.alloc(len).unwrap();
         memory.write(0, &vec![0; len as usize]).unwrap();
-        Patch::of(end, memory)
+        TestBuffer::of(end, memory)
     }
 
     /// Registered pinned memory, all zero.
-    pub fn pinned(&self, end: &End, len: u64) -> Patch {
+    pub fn pinned(&self, end: &Endpoint, len: u64) -> TestBuffer {
         let memory = self.gpu.alloc_pinned(len).unwrap();
         memory.write(0, &vec![0; len as usize]).unwrap();
-        Patch::of(end, memory)
+        TestBuffer::of(end, memory)
     }
 
     /// A word in pinned memory, zero.
@@ -139,24 +141,24 @@ impl Fixture {
     /// The simulator counts: after every case, nothing may be left.
     pub fn check_nothing_left(&self) {
         let Some(sim) = &self.sim else { return };
-        if let Err(live) = sim.control(0).unwrap().wait_empty(soon()) {
-            panic!("it still holds {live:?}");
+        if let Err(live_objects) = sim.control(0).unwrap().wait_empty(test_timeout()) {
+            panic!("it still holds {live_objects:?}");
         }
     }
 }
 
 pub fn thread() -> HcaOptions {
-    let drive = Drive::Thread { spin: Duration::from_micros(20), core: None };
-    HcaOptions { drive, ..HcaOptions::default() }
+    let progress_mode = ProgressMode::Thread { spin: Duration::from_micros(20), core: None };
+    HcaOptions { progress_mode, ..HcaOptions::default() }
 }
 
 /// A device with a protection domain.
-pub struct End {
+pub struct Endpoint {
     pub context: Context,
     pub pd: Pd,
 }
 
-impl End {
+impl Endpoint {
     pub fn open(link: impl Link + 'static, options: HcaOptions) -> Self {
         let context = Context::open_with(link, options).unwrap();
         let pd = context.pd();
@@ -165,19 +167,19 @@ impl End {
 }
 
 /// Two devices that reach each other.
-pub struct World {
-    pub a: End,
-    pub b: End,
+pub struct Testbed {
+    pub a: Endpoint,
+    pub b: Endpoint,
 }
 
 /// Registered memory.
-pub struct Patch {
+pub struct TestBuffer {
     pub memory: Allocation,
     pub mr: Mr,
 }
 
-impl Patch {
-    fn of(end: &End, memory: Allocation) -> Self {
+impl TestBuffer {
+    fn of(end: &Endpoint, memory: Allocation) -> Self {
         let mr = end.context.register(&end.pd, memory.whole().unwrap(), Access::ALL).unwrap();
         Self { memory, mr }
     }
@@ -206,25 +208,25 @@ impl Patch {
 }
 
 /// Posts receives of so many bytes each, one after the other in that memory.
-pub fn post_receives(qp: &StreamQp, patch: &Patch, count: u64, len: u32) {
+pub fn post_receives(qp: &StreamQp, buffer: &TestBuffer, count: u64, len: u32) {
     for id in 0..count {
-        let range = patch.sge(id * u64::from(len), len);
+        let range = buffer.sge(id * u64::from(len), len);
         qp.post_receive(&[ReceiveRequest { id, data: &[range] }]).unwrap();
     }
 }
 
 pub fn sync(stream: &Stream) {
-    stream.synchronize(soon()).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
 }
 
 /// Asserts that the stream does not come to its end for a while.
-pub fn expect_blocked(stream: &Stream) {
-    std::thread::sleep(A_MOMENT);
+pub fn assert_blocked(stream: &Stream) {
+    std::thread::sleep(SHORT_WAIT);
     assert!(!stream.is_idle().unwrap(), "{stream:?} should wait");
 }
 
 pub fn next(qp: &StreamQp) -> Completion {
-    let completion = qp.next(soon()).unwrap();
+    let completion = qp.next(test_timeout()).unwrap();
     completion.unwrap_or_else(|| panic!("a completion of {:#x} in time", qp.number()))
 }
 
@@ -235,15 +237,15 @@ pub fn done(qp: &StreamQp) -> u64 {
     completion.id
 }
 
-pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
-    while !is_so() {
-        assert!(start.elapsed() < soon(), "it did not come to this: {what}");
+    while !condition() {
+        assert!(start.elapsed() < test_timeout(), "it did not come to this: {what}");
         std::thread::sleep(Duration::from_micros(50));
     }
 }
 
 /// A request that does nothing but complete.
-pub fn nop(id: u64) -> Request<'static> {
-    Request::new(id, warpwire::verbs::Op::Nop)
+pub fn nop(id: u64) -> SendRequest<'static> {
+    SendRequest::new(id, warpwire::verbs::WrOp::Nop)
 }

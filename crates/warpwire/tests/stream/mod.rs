@@ -14,9 +14,9 @@ mod storm;
 use testkit::{Case, Collector, Effort, Suite};
 use warpwire::mem::Backend;
 
-use fixture::{FLAVOURS, Fixture};
+use fixture::{Fixture, VARIANTS};
 
-pub const SUITE: Suite = Suite { name: "stream", env: QUEUES, collect, role: processes::live };
+pub const SUITE: Suite = Suite { name: "stream", env: QUEUES, collect, role: processes::run_role };
 
 /// How many hardware queues CUDA's streams share: 8 if not set. A stream that waits holds up those that share its
 /// queue. CUDA reads the variable when it starts.
@@ -32,21 +32,21 @@ fn collect(suite: &mut Collector) {
     if suite.backend("cuda", warpwire::mem::cuda::devices()).is_some() {
         add(suite, Backend::Cuda);
         // All cases share the process's one CUDA context, in which some calls wait for all streams.
-        suite.one_at_a_time();
+        suite.run_serially();
     }
 }
 
 fn add(suite: &mut Collector, backend: Backend) {
-    let most = if suite.effort() == Effort::Quick { 1 } else { FLAVOURS.len() };
-    for (index, flavour) in FLAVOURS.into_iter().take(most).enumerate() {
+    let most = if suite.effort() == Effort::Quick { 1 } else { VARIANTS.len() };
+    for (index, variant) in VARIANTS.into_iter().take(most).enumerate() {
         // What a CUDA device can do is not ours to say.
-        if backend == Backend::Cuda && !flavour.nor {
+        if backend == Backend::Cuda && !variant.nor {
             continue;
         }
         let once = if index == 0 { ONCE } else { &[] };
         for cases in EVERYWHERE.iter().chain(once) {
-            suite.add(&format!("{backend}::{}", flavour.name), cases, move |case| {
-                let fixture = Fixture::new(backend, flavour);
+            suite.add(&format!("{backend}::{}", variant.name), cases, move |case| {
+                let fixture = Fixture::new(backend, variant);
                 (case.run)(&fixture);
                 fixture.check_nothing_left();
             });

@@ -3,7 +3,9 @@
 use warpwire::error::Kind;
 use warpwire::mem::Condition;
 use warpwire::stream::{Descriptors, StreamQpOptions};
-use warpwire::verbs::{Atomic, Completion, CompletionKind, Op, QpOptions, ReceiveRequest, Request};
+use warpwire::verbs::{
+    Atomic, Completion, CompletionKind, QpOptions, ReceiveRequest, SendRequest, WrOp,
+};
 use warpwire_apps::pattern::Pattern;
 
 use crate::stream::fixture::*;
@@ -26,9 +28,10 @@ cases!(Fixture; CASES:
 
 fn a_queued_send_carries_what_the_kernel_wrote(fixture: &Fixture) {
     const LEN: u32 = 16 << 10;
-    let world = fixture.world();
-    let [a, b] = fixture.pair(&world);
-    let (from, to) = (fixture.memory(&world.a, LEN.into()), fixture.memory(&world.b, LEN.into()));
+    let testbed = fixture.testbed();
+    let [a, b] = fixture.pair(&testbed);
+    let (from, to) =
+        (fixture.memory(&testbed.a, LEN.into()), fixture.memory(&testbed.b, LEN.into()));
     let pattern = Pattern::load(&fixture.gpu).unwrap();
     let (sender, receiver) = (fixture.stream(), fixture.stream());
     let (gate, wrong) = (fixture.word64(), fixture.word64());
@@ -39,13 +42,14 @@ fn a_queued_send_carries_what_the_kernel_wrote(fixture: &Fixture) {
 
     sender.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     pattern.fill(&sender, &from.memory.whole().unwrap(), 9).unwrap();
-    let ticket = a.queue(&sender, &Request::new(5, Op::Send).with(&[from.sge(0, LEN)])).unwrap();
+    let ticket =
+        a.queue(&sender, &SendRequest::new(5, WrOp::Send).with(&[from.sge(0, LEN)])).unwrap();
     a.wait_send(&sender, ticket).unwrap();
     // The buffer may be used again once the wait is over.
     pattern.fill(&sender, &from.memory.whole().unwrap(), 10).unwrap();
 
-    expect_blocked(&sender);
-    expect_blocked(&receiver);
+    assert_blocked(&sender);
+    assert_blocked(&receiver);
     gate.store(1).unwrap();
     sync(&sender);
     sync(&receiver);
@@ -54,9 +58,9 @@ fn a_queued_send_carries_what_the_kernel_wrote(fixture: &Fixture) {
 }
 
 fn every_operation_can_be_queued(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, b] = fixture.pair(&world);
-    let (near, far) = (fixture.memory(&world.a, 4096), fixture.memory(&world.b, 4096));
+    let testbed = fixture.testbed();
+    let [a, b] = fixture.pair(&testbed);
+    let (near, far) = (fixture.memory(&testbed.a, 4096), fixture.memory(&testbed.b, 4096));
     let wanted = near.pattern(0, 1024, 1);
     let other = far.pattern(3072, 512, 2);
     far.memory.write(2048, &41_u64.to_le_bytes()).unwrap();
@@ -64,16 +68,16 @@ fn every_operation_can_be_queued(fixture: &Fixture) {
     post_receives(&b, &far, 3, 0);
 
     let data = [near.sge(0, 1024)];
-    a.queue(&stream, &Request::new(1, Op::Write(far.mr.remote(0))).with(&data)).unwrap();
+    a.queue(&stream, &SendRequest::new(1, WrOp::Write(far.mr.remote(0))).with(&data)).unwrap();
     let data = [near.sge(1024, 512)];
-    a.queue(&stream, &Request::new(2, Op::Read(far.mr.remote(3072))).with(&data)).unwrap();
+    a.queue(&stream, &SendRequest::new(2, WrOp::Read(far.mr.remote(3072))).with(&data)).unwrap();
     let data = [near.sge(2048, 8)];
-    let add = Op::Atomic(far.mr.remote(2048), Atomic::FetchAdd { add: 1 });
-    a.queue(&stream, &Request::new(3, add).with(&data)).unwrap();
-    let imm = Op::WriteImm(far.mr.remote(1024), *b"imm!");
-    a.queue(&stream, &Request::new(4, imm).inline(b"small")).unwrap();
-    a.queue(&stream, &Request::new(5, Op::SendImm(*b"more")).inline(b"")).unwrap();
-    let last = a.queue(&stream, &Request::new(6, Op::Send).inline(b"")).unwrap();
+    let add = WrOp::Atomic(far.mr.remote(2048), Atomic::FetchAdd { add: 1 });
+    a.queue(&stream, &SendRequest::new(3, add).with(&data)).unwrap();
+    let imm = WrOp::WriteImm(far.mr.remote(1024), *b"imm!");
+    a.queue(&stream, &SendRequest::new(4, imm).inline(b"small")).unwrap();
+    a.queue(&stream, &SendRequest::new(5, WrOp::SendImm(*b"more")).inline(b"")).unwrap();
+    let last = a.queue(&stream, &SendRequest::new(6, WrOp::Send).inline(b"")).unwrap();
     a.wait_send(&stream, last).unwrap();
     sync(&stream);
 
@@ -95,12 +99,12 @@ fn ended(completion: Completion) -> Completion {
 }
 
 fn nothing_goes_before_it_is_posted(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, _b] = fixture.pair(&world);
-    let far = fixture.memory(&world.b, 64);
-    let write = Op::Write(far.mr.remote(0));
-    let work = a.prepare(&Request::new(1, write).inline(b"later")).unwrap();
-    std::thread::sleep(A_MOMENT);
+    let testbed = fixture.testbed();
+    let [a, _b] = fixture.pair(&testbed);
+    let far = fixture.memory(&testbed.b, 64);
+    let write = WrOp::Write(far.mr.remote(0));
+    let work = a.prepare(&SendRequest::new(1, write).inline(b"later")).unwrap();
+    std::thread::sleep(SHORT_WAIT);
     assert_eq!(far.read(0, 5), [0; 5]);
 
     let stream = fixture.stream();
@@ -108,7 +112,7 @@ fn nothing_goes_before_it_is_posted(fixture: &Fixture) {
     stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     let ticket = work.ticket();
     assert_eq!(work.post(&stream).unwrap(), ticket);
-    std::thread::sleep(A_MOMENT);
+    std::thread::sleep(SHORT_WAIT);
     assert_eq!(far.read(0, 5), [0; 5]);
     gate.store(1).unwrap();
     assert_eq!(ended(next(&a)).id, 1);
@@ -116,12 +120,12 @@ fn nothing_goes_before_it_is_posted(fixture: &Fixture) {
 }
 
 fn dropped_work_leaves_no_hole(fixture: &Fixture) {
-    let world = fixture.world();
+    let testbed = fixture.testbed();
     let qp = QpOptions { send_depth: 4, ..QpOptions::default() };
-    let [a, _b] = fixture.pair_with(&world, &StreamQpOptions { qp, ..fixture.options() });
-    let far = fixture.memory(&world.b, 64);
+    let [a, _b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
+    let far = fixture.memory(&testbed.b, 64);
     let stream = fixture.stream();
-    let write = |id: u64| Request::new(id, Op::Write(far.mr.remote(id * 8)));
+    let write = |id: u64| SendRequest::new(id, WrOp::Write(far.mr.remote(id * 8)));
     // At the end: the room is there again, any number of times.
     for _ in 0..1000 {
         drop(a.prepare(&write(0).inline(b"never")).unwrap());
@@ -153,11 +157,11 @@ fn dropped_work_leaves_no_hole(fixture: &Fixture) {
 }
 
 fn the_cpu_posts_in_its_turn(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, _b] = fixture.pair(&world);
-    let far = fixture.memory(&world.b, 64);
+    let testbed = fixture.testbed();
+    let [a, _b] = fixture.pair(&testbed);
+    let far = fixture.memory(&testbed.b, 64);
     let (stream, gate) = (fixture.stream(), fixture.word64());
-    let write = |id: u64| Request::new(id, Op::Write(far.mr.remote(0)));
+    let write = |id: u64| SendRequest::new(id, WrOp::Write(far.mr.remote(0)));
     a.post_now(&write(1).inline(&[1; 8])).unwrap();
     assert_eq!(ended(next(&a)).id, 1);
 
@@ -177,17 +181,17 @@ fn the_cpu_posts_in_its_turn(fixture: &Fixture) {
 }
 
 fn streams_that_share_a_queue_pair_keep_its_order(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, _b] = fixture.pair(&world);
-    let far = fixture.memory(&world.b, 64);
+    let testbed = fixture.testbed();
+    let [a, _b] = fixture.pair(&testbed);
+    let far = fixture.memory(&testbed.b, 64);
     let (first, second, gate) = (fixture.stream(), fixture.stream(), fixture.word64());
-    let write = |id: u64| Request::new(id, Op::Write(far.mr.remote(0)));
+    let write = |id: u64| SendRequest::new(id, WrOp::Write(far.mr.remote(0)));
     first.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     a.queue(&first, &write(1).inline(&[1; 8])).unwrap();
     a.queue(&second, &write(2).inline(&[2; 8])).unwrap();
     a.queue(&first, &write(3).inline(&[3; 8])).unwrap();
     a.queue(&second, &write(4).inline(&[4; 8])).unwrap();
-    expect_blocked(&second);
+    assert_blocked(&second);
     assert_eq!(far.word(0), 0, "the second stream must not ring for the first");
     gate.store(1).unwrap();
     sync(&first);
@@ -198,51 +202,51 @@ fn streams_that_share_a_queue_pair_keep_its_order(fixture: &Fixture) {
 }
 
 fn several_streams_wait_for_one_completion(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, b] = fixture.pair(&world);
-    let to = fixture.memory(&world.b, 64);
+    let testbed = fixture.testbed();
+    let [a, b] = fixture.pair(&testbed);
+    let to = fixture.memory(&testbed.b, 64);
     post_receives(&b, &to, 1, 8);
     let streams: Vec<_> = (0..4).map(|_| fixture.stream()).collect();
     let ticket = b.wait_receive(&streams[0]).unwrap();
     for stream in &streams[1..] {
         b.wait_for(stream, ticket).unwrap();
     }
-    streams.iter().for_each(expect_blocked);
-    a.post_now(&Request::new(1, Op::Send).inline(b"everyone")).unwrap();
+    streams.iter().for_each(assert_blocked);
+    a.post_now(&SendRequest::new(1, WrOp::Send).inline(b"everyone")).unwrap();
     streams.iter().for_each(sync);
     assert_eq!(to.read(0, 8), b"everyone");
 }
 
 fn each_stream_waits_for_its_own(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, b] = fixture.pair(&world);
-    let to = fixture.memory(&world.b, 64);
+    let testbed = fixture.testbed();
+    let [a, b] = fixture.pair(&testbed);
+    let to = fixture.memory(&testbed.b, 64);
     post_receives(&b, &to, 4, 8);
     let streams: Vec<_> = (0..4).map(|_| fixture.stream()).collect();
     let tickets: Vec<_> = streams.iter().map(|stream| b.wait_receive(stream).unwrap()).collect();
     let numbers: Vec<u64> = tickets.iter().map(|ticket| ticket.number()).collect();
     assert_eq!(numbers, [0, 1, 2, 3]);
     for at in 0..4 {
-        a.post_now(&Request::new(1, Op::Send).inline(&[at as u8; 8])).unwrap();
+        a.post_now(&SendRequest::new(1, WrOp::Send).inline(&[at as u8; 8])).unwrap();
         sync(&streams[at]);
         assert_eq!(to.read(at as u64 * 8, 8), [at as u8; 8]);
         if let Some(next) = streams.get(at + 1) {
-            expect_blocked(next);
+            assert_blocked(next);
         }
     }
 }
 
 fn completions_come_in_order_with_their_names(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, b] = fixture.pair(&world);
-    let to = fixture.memory(&world.b, 4096);
+    let testbed = fixture.testbed();
+    let [a, b] = fixture.pair(&testbed);
+    let to = fixture.memory(&testbed.b, 4096);
     let streams = [fixture.stream(), fixture.stream()];
     let (mut sent, mut received) = (Vec::new(), Vec::new());
     let mut some = [Completion::EMPTY; 7];
     for round in 0..100_u64 {
         let receive = ReceiveRequest { id: 1000 + round, data: &[to.sge(0, 8)] };
         b.post_receive(&[receive]).unwrap();
-        let request = Request::new(round, Op::Send).inline(&[1; 8]);
+        let request = SendRequest::new(round, WrOp::Send).inline(&[1; 8]);
         a.queue(&streams[round as usize % 2], &request).unwrap();
         for (qp, ids) in [(&a, &mut sent), (&b, &mut received)] {
             let count = qp.poll(&mut some).unwrap();
@@ -261,8 +265,8 @@ fn completions_come_in_order_with_their_names(fixture: &Fixture) {
 }
 
 fn what_has_ended_holds_nobody_up(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, _b] = fixture.pair(&world);
+    let testbed = fixture.testbed();
+    let [a, _b] = fixture.pair(&testbed);
     let stream = fixture.stream();
     let mut tickets = Vec::new();
     for id in 0..1000 {
@@ -277,9 +281,9 @@ fn what_has_ended_holds_nobody_up(fixture: &Fixture) {
 }
 
 fn waits_are_prepared_and_posted_apart(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, b] = fixture.pair(&world);
-    let to = fixture.memory(&world.b, 64);
+    let testbed = fixture.testbed();
+    let [a, b] = fixture.pair(&testbed);
+    let to = fixture.memory(&testbed.b, 64);
     post_receives(&b, &to, 2, 8);
     let stream = fixture.stream();
     // A wait that is dropped is for nobody: the next is for the same receive.
@@ -289,24 +293,24 @@ fn waits_are_prepared_and_posted_apart(fixture: &Fixture) {
     let wait = b.prepare_wait_receive().unwrap();
     assert_eq!(wait.ticket().number(), 0);
     // It ends before the stream knows of it, and is read by the CPU.
-    a.post_now(&Request::new(1, Op::Send).inline(&[1; 8])).unwrap();
+    a.post_now(&SendRequest::new(1, WrOp::Send).inline(&[1; 8])).unwrap();
     assert_eq!(ended(next(&b)).id, 0);
     wait.post(&stream).unwrap();
     sync(&stream);
     let wait = b.prepare_wait_receive().unwrap();
     wait.post(&stream).unwrap();
-    expect_blocked(&stream);
-    a.post_now(&Request::new(2, Op::Send).inline(&[2; 8])).unwrap();
+    assert_blocked(&stream);
+    a.post_now(&SendRequest::new(2, WrOp::Send).inline(&[2; 8])).unwrap();
     sync(&stream);
 }
 
 /// More blocks than 16 bits count, and hundreds of laps of every ring.
 fn rings_go_round_many_times(fixture: &Fixture) {
     const MESSAGES: u64 = 40_000; // of two blocks each
-    let world = fixture.world();
+    let testbed = fixture.testbed();
     let qp = QpOptions { send_depth: 64, receive_depth: 64, ..QpOptions::default() };
-    let [a, b] = fixture.pair_with(&world, &StreamQpOptions { qp, ..fixture.options() });
-    let to = fixture.pinned(&world.b, 64 * 64);
+    let [a, b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
+    let to = fixture.pinned(&testbed.b, 64 * 64);
     let (sender, receiver) = (fixture.stream(), fixture.stream());
     let mut some = [Completion::EMPTY; 64];
     let (mut posted, mut queued, mut waited, mut seen) = (0, 0, 0, 0);
@@ -326,7 +330,7 @@ fn rings_go_round_many_times(fixture: &Fixture) {
         while queued < posted {
             let mut bytes = [0; 60];
             bytes[..8].copy_from_slice(&queued.to_le_bytes());
-            match list.send(&a, &Request::new(queued, Op::Send).inline(&bytes)) {
+            match list.send(&a, &SendRequest::new(queued, WrOp::Send).inline(&bytes)) {
                 Ok(_) => queued += 1,
                 Err(busy) => {
                     assert_eq!(busy.kind(), &Kind::Busy, "{busy}");

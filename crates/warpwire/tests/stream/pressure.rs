@@ -17,9 +17,9 @@ cases!(Fixture; ONCE:
 );
 
 fn a_full_send_queue_says_so(fixture: &Fixture) {
-    let world = fixture.world();
+    let testbed = fixture.testbed();
     let qp = QpOptions { send_depth: 8, ..QpOptions::default() };
-    let [a, _b] = fixture.pair_with(&world, &StreamQpOptions { qp, ..fixture.options() });
+    let [a, _b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
     let (stream, gate) = (fixture.stream(), fixture.word64());
     stream.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     let mut count = 0;
@@ -42,9 +42,9 @@ fn a_full_send_queue_says_so(fixture: &Fixture) {
 }
 
 fn completions_that_nobody_takes_hold_work_up(fixture: &Fixture) {
-    let world = fixture.world();
+    let testbed = fixture.testbed();
     let qp = QpOptions { send_depth: 8, ..QpOptions::default() };
-    let [a, _b] = fixture.pair_with(&world, &StreamQpOptions { qp, ..fixture.options() });
+    let [a, _b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
     let stream = fixture.stream();
     let mut count = 0;
     while let Ok(ticket) = a.queue(&stream, &nop(count)) {
@@ -62,9 +62,9 @@ fn completions_that_nobody_takes_hold_work_up(fixture: &Fixture) {
 
 /// The CPU takes completions that a stream has not looked at yet: their places are not given back before.
 fn streams_that_lag_behind_hold_work_up(fixture: &Fixture) {
-    let world = fixture.world();
+    let testbed = fixture.testbed();
     let qp = QpOptions { send_depth: 4, ..QpOptions::default() };
-    let [a, _b] = fixture.pair_with(&world, &StreamQpOptions { qp, ..fixture.options() });
+    let [a, _b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
     let (stream, slow, gate) = (fixture.stream(), fixture.stream(), fixture.word64());
     slow.wait_value(&gate, Condition::AtLeast, 1).unwrap();
     let first = a.queue(&stream, &nop(0)).unwrap();
@@ -91,9 +91,9 @@ fn streams_that_lag_behind_hold_work_up(fixture: &Fixture) {
 }
 
 fn too_many_waits_are_told(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, b] = fixture.pair_with(&world, &StreamQpOptions { waits: 3, ..fixture.options() });
-    let far = fixture.memory(&world.b, 64);
+    let testbed = fixture.testbed();
+    let [a, b] = fixture.pair_with(&testbed, &StreamQpOptions { waits: 3, ..fixture.options() });
+    let far = fixture.memory(&testbed.b, 64);
     post_receives(&b, &far, 5, 8);
     let stream = fixture.stream();
     for _ in 0..3 {
@@ -101,7 +101,7 @@ fn too_many_waits_are_told(fixture: &Fixture) {
     }
     let busy = b.wait_receive(&stream).unwrap_err();
     assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
-    let send = |id| warpwire::verbs::Request::new(id, warpwire::verbs::Op::Send);
+    let send = |id| warpwire::verbs::SendRequest::new(id, warpwire::verbs::WrOp::Send);
     for id in 0..3 {
         a.post_now(&send(id).inline(&[1; 8])).unwrap();
     }
@@ -113,10 +113,10 @@ fn too_many_waits_are_told(fixture: &Fixture) {
 }
 
 fn receives_are_held_up_as_well(fixture: &Fixture) {
-    let world = fixture.world();
+    let testbed = fixture.testbed();
     let qp = QpOptions { receive_depth: 4, ..QpOptions::default() };
-    let [_a, b] = fixture.pair_with(&world, &StreamQpOptions { qp, ..fixture.options() });
-    let far = fixture.memory(&world.b, 64);
+    let [_a, b] = fixture.pair_with(&testbed, &StreamQpOptions { qp, ..fixture.options() });
+    let far = fixture.memory(&testbed.b, 64);
     let data = [far.sge(0, 8)];
     let many = [ReceiveRequest { id: 1, data: &data }; 5];
     let busy = b.post_receive(&many).unwrap_err();

@@ -6,8 +6,10 @@ use warpwire::hca::HcaOptions;
 use warpwire::link::{Link, Shm, Udp, shm, udp};
 use warpwire::mr::HostMemory;
 use warpwire::stream::{StreamQp, StreamQpOptions};
-use warpwire::verbs::exchange::Exchange;
-use warpwire::verbs::{Access, Context, Offer, Op, QpOptions, ReceiveRequest, Request, Status};
+use warpwire::verbs::bootstrap::Bootstrap;
+use warpwire::verbs::{
+    Access, Context, QpEndpoint, QpOptions, ReceiveRequest, SendRequest, Status, WrOp,
+};
 
 use crate::stream::fixture::*;
 use testkit::{Process, Role, cases};
@@ -23,20 +25,21 @@ fn link(name: &str) -> Box<dyn Link> {
 }
 
 /// The peer: takes messages until it is killed. It is told the link, and the port where to ask for the rest.
-pub fn live(words: &str) {
+pub fn run_role(words: &str) {
     let (name, port) = words.split_once(':').unwrap();
-    let mut exchange = Exchange::connect(("127.0.0.1", port.parse().unwrap()), soon()).unwrap();
+    let mut bootstrap =
+        Bootstrap::connect(("127.0.0.1", port.parse().unwrap()), test_timeout()).unwrap();
     let context = Context::open_with(link(name), HcaOptions::default()).unwrap();
     let (pd, cq) = (context.pd(), context.create_cq(64).unwrap());
     let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();
-    let offer: Offer = exchange.swap(&qp.offer()).unwrap();
-    qp.connect(&offer).unwrap();
+    let endpoint: QpEndpoint = bootstrap.swap(&qp.endpoint()).unwrap();
+    qp.connect(&endpoint).unwrap();
     let mr = context.register(&pd, HostMemory::new(64).unwrap(), Access::ALL).unwrap();
     for id in 0..16 {
         qp.post_receive(&[ReceiveRequest { id, data: &[mr.sge(0, 8)] }]).unwrap();
     }
-    let _: u64 = exchange.swap(&1_u64).unwrap();
-    std::thread::sleep(soon());
+    let _: u64 = bootstrap.swap(&1_u64).unwrap();
+    std::thread::sleep(test_timeout());
 }
 
 fn a_peer_that_is_killed_wakes_everybody(fixture: &Fixture) {
@@ -44,27 +47,27 @@ fn a_peer_that_is_killed_wakes_everybody(fixture: &Fixture) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let peer = Process::start(&mut Role::new("stream", format!("{name}:{port}")).command());
-        let mut exchange = Exchange::accept(&listener, soon()).unwrap();
-        let end = End::open(link(name), thread());
+        let mut bootstrap = Bootstrap::accept(&listener, test_timeout()).unwrap();
+        let end = Endpoint::open(link(name), thread());
         // 4.096 µs · 2^12, four times.
         let qp = QpOptions { timeout: 12, retry_count: 3, ..QpOptions::default() };
         let options = StreamQpOptions { qp, ..fixture.options() };
         let a = StreamQp::create(&end.context, &end.pd, &fixture.gpu, options).unwrap();
-        let offer: Offer = exchange.swap(&a.offer()).unwrap();
-        a.connect(&offer).unwrap();
-        let _: u64 = exchange.swap(&1_u64).unwrap();
+        let endpoint: QpEndpoint = bootstrap.swap(&a.endpoint()).unwrap();
+        a.connect(&endpoint).unwrap();
+        let _: u64 = bootstrap.swap(&1_u64).unwrap();
 
         let streams = [fixture.stream(), fixture.stream(), fixture.stream()];
         let inbox = fixture.memory(&end, 64);
         post_receives(&a, &inbox, 1, 8);
         a.wait_receive(&streams[2]).unwrap();
-        let first = a.queue(&streams[0], &Request::new(1, Op::Send).inline(&[1; 8])).unwrap();
+        let first = a.queue(&streams[0], &SendRequest::new(1, WrOp::Send).inline(&[1; 8])).unwrap();
         a.wait_send(&streams[0], first).unwrap();
         sync(&streams[0]);
         assert!(next(&a).is_success() && a.failure().is_none());
 
         drop(peer);
-        let last = a.queue(&streams[0], &Request::new(2, Op::Send).inline(&[2; 8])).unwrap();
+        let last = a.queue(&streams[0], &SendRequest::new(2, WrOp::Send).inline(&[2; 8])).unwrap();
         a.wait_send(&streams[0], last).unwrap();
         a.wait_send(&streams[1], last).unwrap();
         streams.iter().for_each(sync);

@@ -4,7 +4,7 @@ use warpwire::Error;
 use warpwire::error::Kind;
 use warpwire::hca::HcaOptions;
 use warpwire::stream::{StreamQp, StreamQpOptions, Ticket};
-use warpwire::verbs::{Drive, Op, ReceiveRequest, Request, Service, SrqOptions};
+use warpwire::verbs::{ProgressMode, ReceiveRequest, SendRequest, Service, SrqOptions, WrOp};
 
 use crate::stream::fixture::*;
 use testkit::cases;
@@ -24,16 +24,16 @@ fn expect(kind: Kind, word: &str, error: &Error) {
 }
 
 fn options_that_make_no_sense_are_refused(fixture: &Fixture) {
-    let world = fixture.world();
+    let testbed = fixture.testbed();
     let create = |change: &dyn Fn(&mut StreamQpOptions)| {
         let mut options = fixture.options();
         change(&mut options);
-        let made = StreamQp::create(&world.a.context, &world.a.pd, &fixture.gpu, options);
+        let made = StreamQp::create(&testbed.a.context, &testbed.a.pd, &fixture.gpu, options);
         made.expect_err("it makes no sense")
     };
     let wrong = Kind::InvalidArgument;
     expect(wrong.clone(), "connections", &create(&|o| o.qp.service = Service::Ud));
-    let srq = world.a.context.create_srq(&world.a.pd, SrqOptions::default()).unwrap();
+    let srq = testbed.a.context.create_srq(&testbed.a.pd, SrqOptions::default()).unwrap();
     expect(wrong.clone(), "connections", &create(&|o| o.qp.srq = Some(srq.clone())));
     expect(wrong.clone(), "waits", &create(&|o| o.waits = 0));
     expect(wrong.clone(), "waits", &create(&|o| o.waits = u32::MAX));
@@ -45,18 +45,18 @@ fn options_that_make_no_sense_are_refused(fixture: &Fixture) {
 }
 
 fn a_context_without_a_thread_is_refused(fixture: &Fixture) {
-    for drive in [Drive::Guarded, Drive::Inline] {
+    for progress_mode in [ProgressMode::Auto, ProgressMode::Manual] {
         let [link, _other] = fixture.links();
-        let end = End::open(link, HcaOptions { drive, ..HcaOptions::default() });
+        let end = Endpoint::open(link, HcaOptions { progress_mode, ..HcaOptions::default() });
         let made = StreamQp::create(&end.context, &end.pd, &fixture.gpu, fixture.options());
         expect(Kind::InvalidArgument, "Drive::Thread", &made.unwrap_err());
     }
 }
 
 fn waits_that_would_never_end_are_refused(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, b] = fixture.pair(&world);
-    let far = fixture.memory(&world.b, 64);
+    let testbed = fixture.testbed();
+    let [a, b] = fixture.pair(&testbed);
+    let far = fixture.memory(&testbed.b, 64);
     let stream = fixture.stream();
     // A receive that was never posted; the next one that is posted is the one that was refused.
     for _ in 0..3 {
@@ -65,7 +65,7 @@ fn waits_that_would_never_end_are_refused(fixture: &Fixture) {
     post_receives(&b, &far, 1, 8);
     assert_eq!(b.wait_receive(&stream).unwrap().number(), 0);
     expect(Kind::InvalidArgument, "posted", &b.wait_receive(&stream).unwrap_err());
-    a.post_now(&Request::new(1, Op::Send).inline(&[1; 8])).unwrap();
+    a.post_now(&SendRequest::new(1, WrOp::Send).inline(&[1; 8])).unwrap();
     sync(&stream);
     // A receive is no request.
     let receive = b.prepare_wait(next_receive(&b, &far)).unwrap().ticket();
@@ -85,13 +85,13 @@ fn waits_that_would_never_end_are_refused(fixture: &Fixture) {
     sync(&stream);
 }
 
-fn next_receive(qp: &StreamQp, to: &Patch) -> Ticket {
+fn next_receive(qp: &StreamQp, to: &TestBuffer) -> Ticket {
     qp.post_receive(&[ReceiveRequest { id: 9, data: &[to.sge(0, 8)] }]).unwrap()
 }
 
 fn work_out_of_turn_is_refused(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, _b] = fixture.pair(&world);
+    let testbed = fixture.testbed();
+    let [a, _b] = fixture.pair(&testbed);
     let stream = fixture.stream();
     let first = a.prepare(&nop(1)).unwrap();
     let second = a.prepare(&nop(2)).unwrap();
@@ -102,19 +102,19 @@ fn work_out_of_turn_is_refused(fixture: &Fixture) {
     assert_eq!(done(&a), 1);
     // Before it is connected, nothing is taken.
     let options = fixture.options();
-    let alone = StreamQp::create(&world.a.context, &world.a.pd, &fixture.gpu, options).unwrap();
+    let alone = StreamQp::create(&testbed.a.context, &testbed.a.pd, &fixture.gpu, options).unwrap();
     expect(Kind::InvalidArgument, "RTS", &alone.prepare(&nop(1)).unwrap_err());
     // What makes no sense to verbs makes none here, and holds nothing up.
     let long = vec![0; 2000];
-    a.prepare(&Request::new(3, Op::Send).inline(&long)).unwrap_err();
+    a.prepare(&SendRequest::new(3, WrOp::Send).inline(&long)).unwrap_err();
     a.queue(&stream, &nop(4)).unwrap();
     assert_eq!(done(&a), 4);
 }
 
 fn streams_of_other_devices_and_captures_are_refused(fixture: &Fixture) {
-    let world = fixture.world();
-    let [a, b] = fixture.pair(&world);
-    let far = fixture.memory(&world.b, 64);
+    let testbed = fixture.testbed();
+    let [a, b] = fixture.pair(&testbed);
+    let far = fixture.memory(&testbed.b, 64);
     post_receives(&b, &far, 1, 8);
     if let Some(other) = fixture.other_gpu() {
         let stream = other.stream().unwrap();
@@ -131,6 +131,6 @@ fn streams_of_other_devices_and_captures_are_refused(fixture: &Fixture) {
     a.queue(&stream, &nop(2)).unwrap();
     assert_eq!(done(&a), 2);
     assert_eq!(b.wait_receive(&stream).unwrap().number(), 0);
-    a.post_now(&Request::new(1, Op::Send).inline(&[1; 8])).unwrap();
+    a.post_now(&SendRequest::new(1, WrOp::Send).inline(&[1; 8])).unwrap();
     sync(&stream);
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use warpwire::error::Kind;
 use warpwire::mem::Stream;
 use warpwire::stream::{Descriptors, StreamQp, StreamQpOptions};
-use warpwire::verbs::{Atomic, Completion, Op, QpOptions, ReceiveRequest, Request};
+use warpwire::verbs::{Atomic, Completion, QpOptions, ReceiveRequest, SendRequest, WrOp};
 
 use crate::stream::fixture::*;
 use testkit::{Effort, cases};
@@ -22,7 +22,7 @@ const STREAMS: usize = 8;
 const SLOT: u64 = 8;
 
 /// One end of a connection, and what it still has to hear of.
-struct Party {
+struct StormQp {
     qp: StreamQp,
     sends: VecDeque<u64>,
     receives: VecDeque<u64>,
@@ -30,13 +30,13 @@ struct Party {
     added: u64,
 }
 
-impl Party {
+impl StormQp {
     fn new(qp: StreamQp) -> Self {
         Self { qp, sends: VecDeque::new(), receives: VecDeque::new(), added: 0 }
     }
 
     /// Takes what has ended, and sees that it ended in order, and well.
-    fn hear(&mut self) -> usize {
+    fn drain_completions(&mut self) -> usize {
         let mut some = [Completion::EMPTY; 32];
         let count = self.qp.poll(&mut some).unwrap();
         for done in &some[..count] {
@@ -49,13 +49,13 @@ impl Party {
 }
 
 struct Storm<'f> {
-    parties: Vec<Party>,
+    storm_qps: Vec<StormQp>,
     streams: Vec<Stream>,
     /// By end: where messages and fetched values land, and what the peer writes and counts in.
-    slots: [Patch; 2],
-    counters: [Patch; 2],
+    slots: [TestBuffer; 2],
+    counters: [TestBuffer; 2],
     /// What consumers copied.
-    log: Patch,
+    log: TestBuffer,
     expected: Vec<u64>,
     random: u64,
     fixture: &'f Fixture,
@@ -70,18 +70,25 @@ impl Storm<'_> {
     }
 
     /// Tries until there is room; completions are taken meanwhile.
-    fn insist<T>(&mut self, mut attempt: impl FnMut(&mut Self) -> warpwire::Result<T>) -> T {
+    fn retry_while_busy<T>(
+        &mut self,
+        mut attempt: impl FnMut(&mut Self) -> warpwire::Result<T>,
+    ) -> T {
         let start = Instant::now();
         loop {
             match attempt(self) {
                 Ok(done) => return done,
                 Err(busy) if busy.kind() == &Kind::Busy => {
-                    let heard: usize = self.parties.iter_mut().map(Party::hear).sum();
-                    if heard == 0 {
+                    let drained: usize =
+                        self.storm_qps.iter_mut().map(StormQp::drain_completions).sum();
+                    if drained == 0 {
                         std::thread::sleep(Duration::from_micros(100));
                     }
                     let blocked: Vec<_> = self.streams.iter().map(Stream::blocked_on).collect();
-                    assert!(start.elapsed() < soon(), "no room in time: {busy}; {blocked:?}");
+                    assert!(
+                        start.elapsed() < test_timeout(),
+                        "no room in time: {busy}; {blocked:?}"
+                    );
                 }
                 Err(other) => panic!("{other}"),
             }
@@ -97,98 +104,104 @@ impl Storm<'_> {
     }
 
     fn step(&mut self, number: u64) {
-        let who = self.any(2 * PAIRS as u64) as usize;
-        let (pair, end) = (who / 2, who % 2);
+        let qp_index = self.any(2 * PAIRS as u64) as usize;
+        let (pair, end) = (qp_index / 2, qp_index % 2);
         let [from, to] = [self.any(STREAMS as u64) as usize, self.any(STREAMS as u64) as usize];
         if self.any(10) == 0 {
             // Somebody changes his mind.
-            let idle = self.insist(|storm| storm.parties[who].qp.prepare(&nop(u64::MAX)));
+            let idle =
+                self.retry_while_busy(|storm| storm.storm_qps[qp_index].qp.prepare(&nop(u64::MAX)));
             drop(idle);
         }
         match self.any(4) {
-            0 => self.message(number, who, from, to),
-            1 => self.write_and_read(number, who, from, to),
-            2 => self.fetch_and_add(number, who, from, to),
+            0 => self.message(number, qp_index, from, to),
+            1 => self.write_and_read(number, qp_index, from, to),
+            2 => self.fetch_and_add(number, qp_index, from, to),
             _ => self.list(number, pair, end, from),
         }
     }
 
-    fn receive(&mut self, number: u64, who: usize) {
-        let range = self.slots[who % 2].sge(number * SLOT, SLOT as u32);
-        self.insist(|storm| {
+    fn receive(&mut self, number: u64, qp_index: usize) {
+        let range = self.slots[qp_index % 2].sge(number * SLOT, SLOT as u32);
+        self.retry_while_busy(|storm| {
             let request = ReceiveRequest { id: number, data: &[range] };
-            storm.parties[who].qp.post_receive(&[request])
+            storm.storm_qps[qp_index].qp.post_receive(&[request])
         });
-        self.parties[who].receives.push_back(number);
+        self.storm_qps[qp_index].receives.push_back(number);
     }
 
     /// From one stream to another.
-    fn message(&mut self, number: u64, who: usize, from: usize, to: usize) {
-        let peer = who ^ 1;
+    fn message(&mut self, number: u64, qp_index: usize, from: usize, to: usize) {
+        let peer = qp_index ^ 1;
         self.receive(number, peer);
         let bytes = (number + 1).to_le_bytes();
-        self.insist(|storm| {
-            let request = Request::new(number, Op::Send).inline(&bytes);
-            storm.parties[who].qp.queue(&storm.streams[from], &request)
+        self.retry_while_busy(|storm| {
+            let request = SendRequest::new(number, WrOp::Send).inline(&bytes);
+            storm.storm_qps[qp_index].qp.queue(&storm.streams[from], &request)
         });
-        self.parties[who].sends.push_back(number);
-        self.insist(|storm| storm.parties[peer].qp.wait_receive(&storm.streams[to]));
+        self.storm_qps[qp_index].sends.push_back(number);
+        self.retry_while_busy(|storm| storm.storm_qps[peer].qp.wait_receive(&storm.streams[to]));
         self.consume(to, peer % 2, number, number + 1);
     }
 
     /// Writes to the peer, and reads it back: in the order of the queue pair, over two streams.
-    fn write_and_read(&mut self, number: u64, who: usize, from: usize, to: usize) {
-        let (end, peer) = (who % 2, (who % 2) ^ 1);
+    fn write_and_read(&mut self, number: u64, qp_index: usize, from: usize, to: usize) {
+        let (end, peer) = (qp_index % 2, (qp_index % 2) ^ 1);
         let bytes = (number + 1).to_le_bytes();
         let there = self.slots[peer].mr.remote(number * SLOT);
-        self.insist(|storm| {
-            let request = Request::new(number, Op::Write(there)).inline(&bytes);
-            storm.parties[who].qp.queue(&storm.streams[from], &request)
+        self.retry_while_busy(|storm| {
+            let request = SendRequest::new(number, WrOp::Write(there)).inline(&bytes);
+            storm.storm_qps[qp_index].qp.queue(&storm.streams[from], &request)
         });
-        self.parties[who].sends.push_back(number);
+        self.storm_qps[qp_index].sends.push_back(number);
         let range = self.slots[end].sge(number * SLOT, SLOT as u32);
-        let ticket = self.insist(|storm| {
+        let ticket = self.retry_while_busy(|storm| {
             let data = [range];
-            let request = Request::new(number, Op::Read(there)).with(&data);
-            storm.parties[who].qp.queue(&storm.streams[to], &request)
+            let request = SendRequest::new(number, WrOp::Read(there)).with(&data);
+            storm.storm_qps[qp_index].qp.queue(&storm.streams[to], &request)
         });
-        self.parties[who].sends.push_back(number);
-        self.insist(|storm| storm.parties[who].qp.wait_send(&storm.streams[from], ticket));
+        self.storm_qps[qp_index].sends.push_back(number);
+        self.retry_while_busy(|storm| {
+            storm.storm_qps[qp_index].qp.wait_send(&storm.streams[from], ticket)
+        });
         self.consume(from, end, number, number + 1);
     }
 
     /// What it fetches says how many came before.
-    fn fetch_and_add(&mut self, number: u64, who: usize, from: usize, to: usize) {
-        let (end, peer) = (who % 2, (who % 2) ^ 1);
-        let counter = self.counters[peer].mr.remote(who as u64 * SLOT);
+    fn fetch_and_add(&mut self, number: u64, qp_index: usize, from: usize, to: usize) {
+        let (end, peer) = (qp_index % 2, (qp_index % 2) ^ 1);
+        let counter = self.counters[peer].mr.remote(qp_index as u64 * SLOT);
         let range = self.slots[end].sge(number * SLOT, SLOT as u32);
-        let ticket = self.insist(|storm| {
+        let ticket = self.retry_while_busy(|storm| {
             let data = [range];
-            let add = Op::Atomic(counter, Atomic::FetchAdd { add: 1 });
-            let work = storm.parties[who].qp.prepare(&Request::new(number, add).with(&data))?;
+            let add = WrOp::Atomic(counter, Atomic::FetchAdd { add: 1 });
+            let work =
+                storm.storm_qps[qp_index].qp.prepare(&SendRequest::new(number, add).with(&data))?;
             work.post(&storm.streams[from])
         });
-        self.parties[who].sends.push_back(number);
-        self.insist(|storm| storm.parties[who].qp.wait_send(&storm.streams[to], ticket));
-        let before = self.parties[who].added;
-        self.parties[who].added += 1;
+        self.storm_qps[qp_index].sends.push_back(number);
+        self.retry_while_busy(|storm| {
+            storm.storm_qps[qp_index].qp.wait_send(&storm.streams[to], ticket)
+        });
+        let before = self.storm_qps[qp_index].added;
+        self.storm_qps[qp_index].added += 1;
         self.consume(to, end, number, before);
     }
 
     /// There and back in one list of one stream.
     fn list(&mut self, number: u64, pair: usize, end: usize, on: usize) {
-        let [who, peer] = [pair * 2 + end, pair * 2 + (end ^ 1)];
+        let [qp_index, peer] = [pair * 2 + end, pair * 2 + (end ^ 1)];
         self.receive(number, peer);
         let bytes = (number + 1).to_le_bytes();
-        self.insist(|storm| {
+        self.retry_while_busy(|storm| {
             let mut list = Descriptors::on(&storm.streams[on]);
-            let request = Request::new(number, Op::Send).inline(&bytes);
-            let ticket = list.send(&storm.parties[who].qp, &request)?;
-            list.wait_receive(&storm.parties[peer].qp)?;
-            list.wait_send(&storm.parties[who].qp, ticket)?;
+            let request = SendRequest::new(number, WrOp::Send).inline(&bytes);
+            let ticket = list.send(&storm.storm_qps[qp_index].qp, &request)?;
+            list.wait_receive(&storm.storm_qps[peer].qp)?;
+            list.wait_send(&storm.storm_qps[qp_index].qp, ticket)?;
             list.post()
         });
-        self.parties[who].sends.push_back(number);
+        self.storm_qps[qp_index].sends.push_back(number);
         self.consume(on, peer % 2, number, number + 1);
     }
 
@@ -196,20 +209,26 @@ impl Storm<'_> {
     fn check(&mut self) {
         self.streams.iter().for_each(sync);
         let start = Instant::now();
-        while self.parties.iter().any(|party| !party.sends.is_empty() || !party.receives.is_empty())
+        while self
+            .storm_qps
+            .iter()
+            .any(|storm_qp| !storm_qp.sends.is_empty() || !storm_qp.receives.is_empty())
         {
-            for party in &mut self.parties {
-                party.hear();
+            for storm_qp in &mut self.storm_qps {
+                storm_qp.drain_completions();
             }
-            assert!(start.elapsed() < soon(), "everything ends");
+            assert!(start.elapsed() < test_timeout(), "everything ends");
         }
         let log = self.log.read(0, self.expected.len() * SLOT as usize);
         for (number, (found, wanted)) in log.chunks(SLOT as usize).zip(&self.expected).enumerate() {
             assert_eq!(found, wanted.to_le_bytes(), "operation {number}");
         }
-        for (who, party) in self.parties.iter().enumerate() {
-            assert_eq!(self.counters[(who % 2) ^ 1].word(who as u64 * SLOT), party.added);
-            assert!(party.qp.failure().is_none());
+        for (qp_index, storm_qp) in self.storm_qps.iter().enumerate() {
+            assert_eq!(
+                self.counters[(qp_index % 2) ^ 1].word(qp_index as u64 * SLOT),
+                storm_qp.added
+            );
+            assert!(storm_qp.qp.failure().is_none());
         }
         assert!(self.fixture.gpu.memory_usage().is_ok());
     }
@@ -217,20 +236,20 @@ impl Storm<'_> {
 
 fn thousands_of_operations_come_in_order(fixture: &Fixture) {
     let count = Effort::pick("WARPWIRE_STREAM_STORM", [10_000, 100_000, 1_000_000]);
-    let world = fixture.world();
+    let testbed = fixture.testbed();
     let qp = QpOptions { send_depth: 32, receive_depth: 32, ..QpOptions::default() };
     let options = StreamQpOptions { qp, ..fixture.options() };
-    let mut parties = Vec::new();
+    let mut storm_qps = Vec::new();
     for _ in 0..PAIRS {
-        parties.extend(fixture.pair_with(&world, &options).map(Party::new));
+        storm_qps.extend(fixture.pair_with(&testbed, &options).map(StormQp::new));
     }
-    let ends = [&world.a, &world.b];
+    let ends = [&testbed.a, &testbed.b];
     let mut storm = Storm {
-        parties,
+        storm_qps,
         streams: (0..STREAMS).map(|_| fixture.stream()).collect(),
         slots: ends.map(|end| fixture.memory(end, count * SLOT)),
         counters: ends.map(|end| fixture.memory(end, 2 * PAIRS as u64 * SLOT)),
-        log: fixture.memory(&world.a, count * SLOT),
+        log: fixture.memory(&testbed.a, count * SLOT),
         expected: Vec::with_capacity(count as usize),
         random: 0x9e37_79b9_7f4a_7c15,
         fixture,

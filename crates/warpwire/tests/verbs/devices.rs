@@ -1,15 +1,16 @@
 //! What only RDMA devices of the machine have: names, ports, addresses, ways to GPU memory.
 
 use warpwire::error::Kind as ErrorKind;
-use warpwire::link::{Hub, Kind as LinkKind};
-use warpwire::mr::{HostMemory, Memory, Path};
+use warpwire::link::{Hub, LinkKind};
+use warpwire::mr::{AccessPath, HostMemory, MemorySource};
 use warpwire::stream::{KernelQp, KernelQpOptions, StreamQp, StreamQpOptions};
 use warpwire::verbs::{
-    Access, Attach, Change, Completion, CompletionKind, Context, CqOptions, DeviceOptions,
-    DmaBufRange, Mtu, Offer, Op, QpOptions, ReceiveRequest, Request, State, Status, devices,
+    Access, AttachMode, Completion, CompletionKind, Context, CqOptions, DeviceOptions, DmaBufRange,
+    Mtu, QpAttributes, QpEndpoint, QpOptions, ReceiveRequest, SendRequest, State, Status, WrOp,
+    devices,
 };
 
-use crate::verbs::fixture::{End, Fixture, Which, same};
+use crate::verbs::fixture::{Endpoint, Fixture, TestLink, same};
 use testkit::{cases, skip};
 
 cases!(Fixture; CASES:
@@ -25,14 +26,14 @@ cases!(Fixture; CASES:
 );
 
 /// An end that is a device.
-fn device(fixture: &Fixture) -> End {
-    if fixture.which != Which::Device {
+fn device(fixture: &Fixture) -> Endpoint {
+    if fixture.test_link != TestLink::Device {
         skip("once is enough");
     }
-    fixture.world().a
+    fixture.testbed().a
 }
 
-fn name(end: &End) -> String {
+fn name(end: &Endpoint) -> String {
     end.context.device().unwrap().device().name.clone()
 }
 
@@ -46,7 +47,7 @@ fn it_says_what_it_is(fixture: &Fixture) {
     let cq = end.context.create_cq(4).unwrap();
     let qp = end.context.create_qp(&end.pd, &cq, &cq, QpOptions::default()).unwrap();
     assert_eq!(qp.path().unwrap().local, path.local);
-    assert_eq!((qp.offer().address, qp.offer().lid), (path.local, 0));
+    assert_eq!((qp.endpoint().address, qp.endpoint().lid), (path.local, 0));
     // Queues in ConnectX's format are for mlx5, and say so.
     let refused = qp.direct_queues().unwrap_err().to_string();
     assert!(refused.contains("its driver is rxe"), "{refused}");
@@ -59,8 +60,8 @@ fn no_queues_for_streams_and_kernels(fixture: &Fixture) {
     let (context, pd, gpu) = (&end.context, &end.pd, &fixture.gpu());
     let streams = StreamQp::create(context, pd, gpu, StreamQpOptions::default()).map(drop);
     let kernels = KernelQp::create(context, pd, gpu, KernelQpOptions::default()).map(drop);
-    let held = CqOptions { held: true, ..CqOptions::default() };
-    let queue = context.create_cq_with(held).map(drop);
+    let manual_release = CqOptions { manual_release: true, ..CqOptions::default() };
+    let queue = context.create_cq_with(manual_release).map(drop);
     for (refused, what) in [
         (streams, "make a queue pair for streams"),
         (kernels, "make a queue pair for kernels"),
@@ -97,15 +98,15 @@ fn nobody_is_at_the_address(fixture: &Fixture) {
     let end = device(fixture);
     let cq = end.context.create_cq(4).unwrap();
     let qp = end.context.create_qp(&end.pd, &cq, &cq, QpOptions::default()).unwrap();
-    let std::net::IpAddr::V4(own) = qp.offer().address.ip() else { skip("it has IPv6 alone") };
+    let std::net::IpAddr::V4(own) = qp.endpoint().address.ip() else { skip("it has IPv6 alone") };
     let [a, b, c, _] = own.octets();
-    let nobody = Offer { address: ([a, b, c, 99], 4791).into(), ..qp.offer() };
+    let nobody = QpEndpoint { address: ([a, b, c, 99], 4791).into(), ..qp.endpoint() };
     let refused = qp.connect(&nobody).unwrap_err();
     assert_eq!(refused.kind(), &ErrorKind::Unavailable, "{refused}");
     assert!(refused.to_string().contains("nobody answers"), "{refused}");
     // An MTU that no device has, from a peer.
-    qp.modify(&Change::to(State::Reset)).unwrap();
-    let odd = Offer { mtu: 1000, ..qp.offer() };
+    qp.modify(&QpAttributes::new(State::Reset)).unwrap();
+    let odd = QpEndpoint { mtu: 1000, ..qp.endpoint() };
     assert_eq!(qp.connect(&odd).unwrap_err().kind(), &ErrorKind::Malformed);
     assert!(Mtu::new(1000).is_none());
 }
@@ -134,9 +135,9 @@ fn queues_of_different_sorts(fixture: &Fixture) {
 fn ways_to_device_memory(fixture: &Fixture) {
     let end = device(fixture);
     let memory = fixture.gpu().alloc(1 << 20).unwrap();
-    let whole = || Memory::from(memory.whole().unwrap());
+    let whole = || MemorySource::from(memory.whole().unwrap());
     let mr = end.context.register(&end.pd, whole(), Access::ALL).unwrap();
-    assert!(matches!(mr.path(), Path::Window(_)), "{}", mr.path());
+    assert!(matches!(mr.path(), AccessPath::Window(_)), "{}", mr.path());
     let why = mr.why().join("; ");
     assert!(why.contains("no dma-buf: ") && why.contains("no peer memory: "), "{why}");
     assert_eq!((mr.iova(), mr.len()), (memory.address().raw(), 1 << 20));
@@ -151,7 +152,7 @@ fn ways_to_device_memory(fixture: &Fixture) {
     #[allow(unsafe_code)]
     // SAFETY: the memory outlives the registration, and nobody has references to it.
     let mr = unsafe { end.context.register_address(&end.pd, at, 4096, None, Access::ALL) }.unwrap();
-    assert!(matches!(mr.path(), Path::Window(_)) && mr.client() == Some("sim"));
+    assert!(matches!(mr.path(), AccessPath::Window(_)) && mr.client() == Some("sim"));
     assert_eq!(mr.iova(), at);
 }
 
@@ -159,60 +160,62 @@ fn dma_bufs_of_ones_own(fixture: &Fixture) {
     let end = device(fixture);
     let memory = HostMemory::new(4096).unwrap();
     let range = DmaBufRange { fd: std::os::fd::AsFd::as_fd(&memory), offset: 0, len: 4096 };
-    let refused =
-        end.context.register_dmabuf(&end.pd, range, None, Access::ALL, Attach::Static).unwrap_err();
+    let refused = end
+        .context
+        .register_dmabuf(&end.pd, range, None, Access::ALL, AttachMode::Static)
+        .unwrap_err();
     assert_eq!(refused.kind(), &ErrorKind::Unsupported);
     assert!(refused.to_string().contains("rxe does on no kernel"), "{refused}");
     // The way out.
     let mr = end.context.register(&end.pd, memory, Access::ALL).unwrap();
-    assert_eq!((mr.path(), mr.why()), (Path::Host, vec![]));
+    assert_eq!((mr.path(), mr.why()), (AccessPath::Host, vec![]));
 }
 
 /// A batch is seen whole or not at all, whatever is pushed between.
 fn batches(fixture: &Fixture) {
-    let world = fixture.world();
-    let joined = world.join(QpOptions { send_depth: 8, ..QpOptions::default() });
-    let far = fixture.host(&world.b, 4096);
-    let write = |id, at| Request::new(id, Op::Write(far.mr.remote(at)));
-    let mut batch = joined.a.qp.batch();
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions { send_depth: 8, ..QpOptions::default() });
+    let far = fixture.host(&testbed.b, 4096);
+    let write = |id, at| SendRequest::new(id, WrOp::Write(far.mr.remote(at)));
+    let mut batch = conn.a.qp.batch();
     batch.push(&write(1, 0).inline(b"never")).unwrap();
     drop(batch);
-    world.quiet(&joined.a.sends);
+    testbed.expect_no_completion(&conn.a.sends);
     same(&far.read(0, 5), &[0; 5], "a batch that was dropped");
-    let mut batch = joined.a.qp.batch();
+    let mut batch = conn.a.qp.batch();
     {
         let text = *b"first";
         batch.push(&write(2, 0).inline(&text)).unwrap();
-        let near = fixture.host(&world.a, 64);
+        let near = fixture.host(&testbed.a, 64);
         near.write(0, b"ranges");
         batch.push(&write(3, 100).with(&[near.mr.sge(0, 3), near.mr.sge(3, 3)])).unwrap();
         let refused = batch.push(&write(4, 0).inline(&[0; 5000])).unwrap_err();
         assert_eq!(refused.kind(), &ErrorKind::InvalidArgument);
         batch.post();
-        world.done(&joined.a.sends, 2);
-        world.done(&joined.a.sends, 3);
+        testbed.done(&conn.a.sends, 2);
+        testbed.done(&conn.a.sends, 3);
     }
     same(&far.read(0, 5), b"first", "the first of a batch");
     same(&far.read(100, 6), b"ranges", "the second of a batch");
     // All or none.
     let requests = [write(5, 0).inline(b"x"); 200];
-    let refused = joined.a.qp.post_send(&requests).unwrap_err();
+    let refused = conn.a.qp.post_send(&requests).unwrap_err();
     assert_eq!(refused.kind(), &ErrorKind::Busy, "{refused}");
-    world.quiet(&joined.a.sends);
-    world.works(&joined);
+    testbed.expect_no_completion(&conn.a.sends);
+    testbed.check_traffic(&conn);
 }
 
 /// Failures say whether they were sends or receives, where both come to one queue.
 fn one_completion_queue_for_both_sides(fixture: &Fixture) {
-    let world = fixture.world();
-    let cq = world.a.context.create_cq(16).unwrap();
-    let qp = world.a.context.create_qp(&world.a.pd, &cq, &cq, QpOptions::default()).unwrap();
-    let peer = world.side(&world.b, QpOptions::default());
+    let testbed = fixture.testbed();
+    let cq = testbed.a.context.create_cq(16).unwrap();
+    let qp = testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, QpOptions::default()).unwrap();
+    let peer = testbed.test_qp(&testbed.b, QpOptions::default());
     crate::verbs::fixture::connect(&qp, &peer.qp);
     qp.post_receive(&[ReceiveRequest { id: 7, data: &[] }]).unwrap();
-    qp.modify(&Change::to(State::Err)).unwrap();
-    qp.post_send(&[Request::new(7, Op::Send)]).unwrap();
-    let mut found: Vec<Completion> = (0..2).map(|_| world.next(&cq)).collect();
+    qp.modify(&QpAttributes::new(State::Err)).unwrap();
+    qp.post_send(&[SendRequest::new(7, WrOp::Send)]).unwrap();
+    let mut found: Vec<Completion> = (0..2).map(|_| testbed.next(&cq)).collect();
     found.sort_by_key(Completion::is_receive);
     assert!(found.iter().all(|done| (done.id, done.status) == (7, Status::Flushed)), "{found:?}");
     let kinds = [CompletionKind::SendFailed, CompletionKind::ReceiveFailed];

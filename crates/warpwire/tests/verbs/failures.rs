@@ -4,13 +4,14 @@ use std::time::Duration;
 
 use warpwire::mlx5::AtomicWidth;
 use warpwire::verbs::{
-    Access, AsyncEvent, Atomic, Completion, CompletionKind, Mtu, Op, QpOptions, ReceiveRequest,
-    Remote, Request, Sge, State, Status,
+    Access, AsyncEvent, Atomic, Completion, CompletionKind, Mtu, QpOptions, ReceiveRequest, Remote,
+    SendRequest, Sge, State, Status, WrOp,
 };
 use warpwire_proto::qp::Access as QpAccess;
 
 use crate::verbs::fixture::{
-    A_MOMENT, End, Fixture, Joined, KINDS, Kind, Patch, Side, World, connect, impatient, same,
+    Endpoint, Fixture, KINDS, Kind, QpPair, SHORT_WAIT, TestBuffer, TestQp, Testbed, connect, same,
+    short_timeouts,
 };
 use testkit::{cases, skip};
 
@@ -37,11 +38,11 @@ cases!(Fixture; ONCE:
 
 /// A connection on trial, and one of the same devices that must not suffer.
 struct Trial {
-    world: World,
-    joined: Joined,
-    bystander: Joined,
-    near: Patch,
-    far: Patch,
+    testbed: Testbed,
+    conn: QpPair,
+    bystander: QpPair,
+    near: TestBuffer,
+    far: TestBuffer,
 }
 
 impl Trial {
@@ -50,57 +51,61 @@ impl Trial {
     }
 
     fn with(fixture: &Fixture, a: QpOptions, b: QpOptions) -> Self {
-        let world = fixture.world();
-        let bystander = world.join(QpOptions::default());
-        let joined = world.join_with(a, b);
-        let (near, far) = (fixture.host(&world.a, 1 << 16), fixture.host(&world.b, 1 << 17));
-        Self { world, joined, bystander, near, far }
+        let testbed = fixture.testbed();
+        let bystander = testbed.join(QpOptions::default());
+        let conn = testbed.join_with(a, b);
+        let (near, far) = (fixture.host(&testbed.a, 1 << 16), fixture.host(&testbed.b, 1 << 17));
+        Self { testbed, conn, bystander, near, far }
     }
 
-    fn post(&self, request: Request<'_>) {
-        self.joined.a.qp.post_send(&[request]).unwrap();
+    fn post(&self, request: SendRequest<'_>) {
+        self.conn.a.qp.post_send(&[request]).unwrap();
     }
 
     fn receive(&self, id: u64, data: &[Sge]) {
-        self.joined.b.qp.post_receive(&[ReceiveRequest { id, data }]).unwrap();
+        self.conn.b.qp.post_receive(&[ReceiveRequest { id, data }]).unwrap();
     }
 
     /// The requester fails with that status, and its peer with that news, or with none.
-    fn expect(&self, id: u64, status: Status, news: Option<fn(u32) -> AsyncEvent>) {
-        let Self { world, joined, .. } = self;
-        world.failed(&joined.a.sends, id, status);
-        assert_eq!(joined.a.qp.state().unwrap(), State::Err);
-        if world.b.is_device() {
-            world.b.news(); // rxe tells of nothing, others do
-            world.works(&self.bystander);
-            return self.again();
+    fn expect(&self, id: u64, status: Status, async_events: Option<fn(u32) -> AsyncEvent>) {
+        let Self { testbed, conn, .. } = self;
+        testbed.failed(&conn.a.sends, id, status);
+        assert_eq!(conn.a.qp.state().unwrap(), State::Err);
+        if testbed.b.is_device() {
+            testbed.b.async_events(); // rxe tells of nothing, others do
+            testbed.check_traffic(&self.bystander);
+            return self.reconnect();
         }
-        let qpn = joined.b.qp.number();
-        let wanted: Vec<_> = news.map(|event| event(qpn)).into_iter().collect();
-        let told: Vec<_> =
-            world.b.news().into_iter().filter(|e| *e != AsyncEvent::Established { qpn }).collect();
-        assert_eq!(told, wanted);
-        let peer = joined.b.qp.state().unwrap();
-        assert_eq!(peer, if news.is_some() { State::Err } else { State::Rts });
-        world.works(&self.bystander);
-        self.again();
+        let qpn = conn.b.qp.number();
+        let wanted: Vec<_> = async_events.map(|event| event(qpn)).into_iter().collect();
+        let events_seen: Vec<_> = testbed
+            .b
+            .async_events()
+            .into_iter()
+            .filter(|e| *e != AsyncEvent::Established { qpn })
+            .collect();
+        assert_eq!(events_seen, wanted);
+        let peer = conn.b.qp.state().unwrap();
+        assert_eq!(peer, if async_events.is_some() { State::Err } else { State::Rts });
+        testbed.check_traffic(&self.bystander);
+        self.reconnect();
     }
 
     /// Both go back to the beginning, and talk anew.
-    fn again(&self) {
-        reset(&self.joined);
-        self.world.works(&self.joined);
-        self.world.a.news();
-        self.world.b.news();
+    fn reconnect(&self) {
+        reset(&self.conn);
+        self.testbed.check_traffic(&self.conn);
+        self.testbed.a.async_events();
+        self.testbed.b.async_events();
     }
 }
 
-fn reset(joined: &Joined) {
-    for side in [&joined.a, &joined.b] {
-        side.qp.modify(&warpwire::verbs::Change::to(State::Reset)).unwrap();
-        assert_eq!(side.qp.state().unwrap(), State::Reset);
+fn reset(conn: &QpPair) {
+    for test_qp in [&conn.a, &conn.b] {
+        test_qp.qp.modify(&warpwire::verbs::QpAttributes::new(State::Reset)).unwrap();
+        assert_eq!(test_qp.qp.state().unwrap(), State::Reset);
     }
-    connect(&joined.a.qp, &joined.b.qp);
+    connect(&conn.a.qp, &conn.b.qp);
 }
 
 fn access_error(qpn: u32) -> AsyncEvent {
@@ -118,7 +123,8 @@ fn fatal(qpn: u32) -> AsyncEvent {
 fn local_memory_that_may_not_be_read(fixture: &Fixture) {
     let trial = Trial::new(fixture, QpOptions::default());
     let near = &trial.near.mr;
-    let foreign = End { context: trial.world.a.context.clone(), pd: trial.world.a.context.pd() };
+    let foreign =
+        Endpoint { context: trial.testbed.a.context.clone(), pd: trial.testbed.a.context.pd() };
     let foreign = fixture.host(&foreign, 4096);
     let good = near.sge(0, 100);
     let bad = [
@@ -134,9 +140,9 @@ fn local_memory_that_may_not_be_read(fixture: &Fixture) {
     ];
     let remote = trial.far.mr.remote(0);
     for range in bad {
-        for op in [Op::Send, Op::Write(remote), Op::WriteImm(remote, [1; 4])] {
+        for op in [WrOp::Send, WrOp::Write(remote), WrOp::WriteImm(remote, [1; 4])] {
             trial.receive(1, &[trial.far.mr.sge(0, 1 << 17)]);
-            trial.post(Request::new(2, op).with(&[good, range]));
+            trial.post(SendRequest::new(2, op).with(&[good, range]));
             trial.expect(2, Status::LocalProtection, None);
         }
     }
@@ -144,8 +150,8 @@ fn local_memory_that_may_not_be_read(fixture: &Fixture) {
 
 fn remote_memory_that_may_not_be_used(fixture: &Fixture) {
     let trial = Trial::new(fixture, QpOptions::default());
-    let end = &trial.world.b;
-    let other_pd = End { context: end.context.clone(), pd: end.context.pd() };
+    let end = &trial.testbed.b;
+    let other_pd = Endpoint { context: end.context.clone(), pd: end.context.pd() };
     let foreign = fixture.host(&other_pd, 4096);
     let no_write = fixture.memory(
         end,
@@ -176,35 +182,35 @@ fn remote_memory_that_may_not_be_used(fixture: &Fixture) {
         foreign.mr.remote(0),
     ];
     let mut bad: Vec<_> = vec![
-        Op::Write(no_write.mr.remote(0)),
-        Op::WriteImm(no_write.mr.remote(0), [0; 4]),
-        Op::Read(no_read.mr.remote(0)),
-        Op::Atomic(no_atomic.mr.remote(0), add),
+        WrOp::Write(no_write.mr.remote(0)),
+        WrOp::WriteImm(no_write.mr.remote(0), [0; 4]),
+        WrOp::Read(no_read.mr.remote(0)),
+        WrOp::Atomic(no_atomic.mr.remote(0), add),
     ];
-    bad.extend(places.into_iter().flat_map(|at| [Op::Write(at), Op::Read(at)]));
-    bad.push(Op::Atomic(Remote { rkey: far.rkey ^ 0x80, ..far }, add));
+    bad.extend(places.into_iter().flat_map(|at| [WrOp::Write(at), WrOp::Read(at)]));
+    bad.push(WrOp::Atomic(Remote { rkey: far.rkey ^ 0x80, ..far }, add));
     // rxe takes the message, and fails afterwards.
     if !end.is_device() {
-        bad.push(Op::SendInvalidate(far.rkey ^ 0x80));
-        bad.push(Op::SendInvalidate(foreign.mr.rkey()));
+        bad.push(WrOp::SendInvalidate(far.rkey ^ 0x80));
+        bad.push(WrOp::SendInvalidate(foreign.mr.rkey()));
     }
     for op in bad {
-        let receives = matches!(op, Op::SendInvalidate(_) | Op::WriteImm(..));
+        let receives = matches!(op, WrOp::SendInvalidate(_) | WrOp::WriteImm(..));
         if receives {
             trial.receive(1, &[]);
         }
         let data = [trial.near.mr.sge(0, 8)];
-        let request = Request::new(2, op);
-        let invalidates = matches!(op, Op::SendInvalidate(_));
+        let request = SendRequest::new(2, op);
+        let invalidates = matches!(op, WrOp::SendInvalidate(_));
         trial.post(if invalidates { request } else { request.with(&data) });
         if receives {
             // The receive is used up, and tells why.
-            trial.world.failed(&trial.joined.b.receives, 1, Status::LocalAccess);
+            trial.testbed.failed(&trial.conn.b.receives, 1, Status::LocalAccess);
         }
         trial.expect(2, Status::RemoteAccess, Some(access_error));
     }
-    for patch in [&no_write, &no_read, &no_atomic, &foreign] {
-        same(&patch.read(0, 64), &[0; 64], "memory that may not be used");
+    for buffer in [&no_write, &no_read, &no_atomic, &foreign] {
+        same(&buffer.read(0, 64), &[0; 64], "memory that may not be used");
     }
 }
 
@@ -222,14 +228,14 @@ fn flags_of_the_queue_pair(fixture: &Fixture) {
             QpOptions { access, ..QpOptions::default() },
         );
         let at = remote_of(&trial);
-        let ops = [Op::Write(at), Op::Read(at), Op::Atomic(at, Atomic::FetchAdd { add: 1 })];
+        let ops = [WrOp::Write(at), WrOp::Read(at), WrOp::Atomic(at, Atomic::FetchAdd { add: 1 })];
         for (n, op) in ops.into_iter().enumerate() {
-            let request = Request::new(n as u64, op);
+            let request = SendRequest::new(n as u64, op);
             trial.post(request.with(&[trial.near.mr.sge(0, 8)]));
             if n == forbidden {
                 trial.expect(n as u64, Status::RemoteInvalidRequest, Some(request_error));
             } else {
-                trial.world.done(&trial.joined.a.sends, n as u64);
+                trial.testbed.done(&trial.conn.a.sends, n as u64);
             }
         }
     }
@@ -237,12 +243,12 @@ fn flags_of_the_queue_pair(fixture: &Fixture) {
 
 fn receives_that_do_not_fit(fixture: &Fixture) {
     let trial = Trial::new(fixture, QpOptions::default());
-    let end = &trial.world.b;
+    let end = &trial.testbed.b;
     let read_only = fixture.memory(end, Kind::Host, 4096, Access::NONE);
     for (len, room) in [(1, 0), (100, 99), (5000, 4999), (20_000, 4096)] {
         trial.receive(1, &[trial.far.mr.sge(0, room)]);
-        trial.post(Request::new(2, Op::Send).with(&[trial.near.mr.sge(0, len)]));
-        trial.world.failed(&trial.joined.b.receives, 1, Status::LocalLength);
+        trial.post(SendRequest::new(2, WrOp::Send).with(&[trial.near.mr.sge(0, len)]));
+        trial.testbed.failed(&trial.conn.b.receives, 1, Status::LocalLength);
         trial.expect(2, Status::RemoteInvalidRequest, Some(request_error));
     }
     let far = &trial.far.mr;
@@ -253,15 +259,15 @@ fn receives_that_do_not_fit(fixture: &Fixture) {
     ];
     for range in bad {
         trial.receive(1, &[range]);
-        trial.post(Request::new(2, Op::Send).with(&[trial.near.mr.sge(0, 100)]));
-        trial.world.failed(&trial.joined.b.receives, 1, Status::LocalProtection);
+        trial.post(SendRequest::new(2, WrOp::Send).with(&[trial.near.mr.sge(0, 100)]));
+        trial.testbed.failed(&trial.conn.b.receives, 1, Status::LocalProtection);
         trial.expect(2, Status::RemoteOperation, Some(fatal));
     }
 }
 
 fn answers_without_a_place(fixture: &Fixture) {
     let trial = Trial::new(fixture, QpOptions::default());
-    let read_only = fixture.memory(&trial.world.a, Kind::Host, 4096, Access::NONE);
+    let read_only = fixture.memory(&trial.testbed.a, Kind::Host, 4096, Access::NONE);
     let far = trial.far.mr.remote(0);
     let good = trial.near.mr.sge(0, 8);
     let bad = [
@@ -270,111 +276,115 @@ fn answers_without_a_place(fixture: &Fixture) {
         trial.near.mr.sge((1 << 16) - 7, 8),
     ];
     for range in bad {
-        for op in [Op::Read(far), Op::Atomic(far, Atomic::FetchAdd { add: 1 })] {
-            trial.post(Request::new(1, op).with(&[range]));
+        for op in [WrOp::Read(far), WrOp::Atomic(far, Atomic::FetchAdd { add: 1 })] {
+            trial.post(SendRequest::new(1, op).with(&[range]));
             trial.expect(1, Status::LocalProtection, None);
         }
     }
     // No place for the value before.
     trial.post(
-        Request::new(1, Op::Atomic(far, Atomic::FetchAdd { add: 1 }))
+        SendRequest::new(1, WrOp::Atomic(far, Atomic::FetchAdd { add: 1 }))
             .with(&[trial.near.mr.sge(0, 7)]),
     );
     trial.expect(1, Status::LocalLength, None);
 }
 
 fn nobody_answers(fixture: &Fixture) {
-    let World { a, b } = fixture.world();
-    let world = World { a, b };
-    let options = impatient();
-    let (one, two) = (world.side(&world.a, options.clone()), world.side(&world.b, options));
+    let Testbed { a, b } = fixture.testbed();
+    let testbed = Testbed { a, b };
+    let options = short_timeouts();
+    let (one, two) =
+        (testbed.test_qp(&testbed.a, options.clone()), testbed.test_qp(&testbed.b, options));
     connect(&one.qp, &two.qp);
-    let near = fixture.host(&world.a, 4096);
-    let far = fixture.host(&world.b, 4096);
+    let near = fixture.host(&testbed.a, 4096);
+    let far = fixture.host(&testbed.b, 4096);
     let remote = far.mr.remote(0);
     drop((two, far));
     // The queue pair is gone, its device is there.
-    one.qp.post_send(&[Request::new(1, Op::Write(remote)).with(&[near.mr.sge(0, 4096)])]).unwrap();
-    world.failed(&one.sends, 1, Status::RetryExceeded);
+    one.qp
+        .post_send(&[SendRequest::new(1, WrOp::Write(remote)).with(&[near.mr.sge(0, 4096)])])
+        .unwrap();
+    testbed.failed(&one.sends, 1, Status::RetryExceeded);
     if let Ok(stats) = one.qp.stats() {
         assert!(stats.timeouts >= 3);
     }
-    assert!(world.b.is_device() || lost(&world.b, "no-queue-pair") > 0);
+    assert!(testbed.b.is_device() || lost(&testbed.b, "no-queue-pair") > 0);
     // The device is gone too.
-    let World { a, b } = world;
+    let Testbed { a, b } = testbed;
     let three = {
-        let world = World { a, b };
-        let joined = world.join(impatient());
-        world.works(&joined);
-        let Joined { a: three, b: four } = joined;
-        let World { a, b } = world;
+        let testbed = Testbed { a, b };
+        let conn = testbed.join(short_timeouts());
+        testbed.check_traffic(&conn);
+        let QpPair { a: three, b: four } = conn;
+        let Testbed { a, b } = testbed;
         drop((four, b));
         (three, a)
     };
-    let (side, end) = three;
-    for op in [Op::Read(remote), Op::Send] {
-        side.qp.post_send(&[Request::new(5, op)]).unwrap();
+    let (test_qp, end) = three;
+    for op in [WrOp::Read(remote), WrOp::Send] {
+        test_qp.qp.post_send(&[SendRequest::new(5, op)]).unwrap();
     }
-    assert_eq!(alone(&end, &side).status, Status::RetryExceeded);
-    assert_eq!(alone(&end, &side).status, Status::Flushed);
+    assert_eq!(alone(&end, &test_qp).status, Status::RetryExceeded);
+    assert_eq!(alone(&end, &test_qp).status, Status::Flushed);
 }
 
 /// The peer lives, and its device stands still: what lies between the two fills up, and nobody waits for ever.
 fn a_peer_that_takes_nothing(fixture: &Fixture) {
     const LEN: u32 = 1 << 20;
     const COUNT: u64 = 32;
-    if fixture.which.has_device() {
+    if fixture.test_link.has_device() {
         skip("a device answers by itself");
     }
-    let world = fixture.world();
-    let [first, second] = [(); 2].map(|()| world.join(impatient()));
-    let near = fixture.host(&world.a, LEN.into());
+    let testbed = fixture.testbed();
+    let [first, second] = [(); 2].map(|()| testbed.join(short_timeouts()));
+    let near = fixture.host(&testbed.a, LEN.into());
     for id in 0..COUNT {
         let data = [near.mr.sge(0, LEN)];
-        first.a.qp.post_send(&[Request::new(id, Op::Send).with(&data)]).unwrap();
+        first.a.qp.post_send(&[SendRequest::new(id, WrOp::Send).with(&data)]).unwrap();
     }
     for id in 0..COUNT {
-        let completion = alone(&world.a, &first.a);
+        let completion = alone(&testbed.a, &first.a);
         let wanted = if id == 0 { Status::RetryExceeded } else { Status::Flushed };
         assert_eq!((completion.id, completion.status), (id, wanted));
     }
     // Another queue pair finds no room at all.
-    second.a.qp.post_send(&[Request::new(1, Op::Send)]).unwrap();
-    assert_eq!(alone(&world.a, &second.a).status, Status::RetryExceeded);
+    second.a.qp.post_send(&[SendRequest::new(1, WrOp::Send)]).unwrap();
+    assert_eq!(alone(&testbed.a, &second.a).status, Status::RetryExceeded);
     // Once it goes on, so does everybody else.
-    world.drive_for(A_MOMENT);
-    world.works(&world.join(QpOptions::default()));
+    testbed.poll_for(SHORT_WAIT);
+    testbed.check_traffic(&testbed.join(QpOptions::default()));
 }
 
-fn lost(end: &End, reason: &str) -> u64 {
+fn lost(end: &Endpoint, reason: &str) -> u64 {
     end.context.stats().lost.iter().find(|(name, _)| *name == reason).unwrap().1
 }
 
 /// The next completion of a side whose peer is gone.
-fn alone(end: &End, side: &Side) -> Completion {
+fn alone(end: &Endpoint, test_qp: &TestQp) -> Completion {
     let mut one = [Completion::EMPTY];
     let start = std::time::Instant::now();
-    while side.sends.poll(&mut one).unwrap() == 0 {
+    while test_qp.sends.poll(&mut one).unwrap() == 0 {
         end.context.hca().poll().unwrap();
-        assert!(start.elapsed() < crate::verbs::fixture::soon());
+        assert!(start.elapsed() < crate::verbs::fixture::test_timeout());
     }
     one[0]
 }
 
 fn nobody_is_ready(fixture: &Fixture) {
-    let trial = Trial::new(fixture, impatient());
-    trial.post(Request::new(1, Op::Send).inline(b"hello"));
+    let trial = Trial::new(fixture, short_timeouts());
+    trial.post(SendRequest::new(1, WrOp::Send).inline(b"hello"));
     trial.expect(1, Status::RnrRetryExceeded, None);
-    trial.post(Request::new(2, Op::WriteImm(trial.far.mr.remote(0), [0; 4])).inline(b"hello"));
+    trial
+        .post(SendRequest::new(2, WrOp::WriteImm(trial.far.mr.remote(0), [0; 4])).inline(b"hello"));
     trial.expect(2, Status::RnrRetryExceeded, None);
     // Without end, and with a receive in the end.
-    let patient = Trial::new(fixture, QpOptions { rnr_retry: 7, ..impatient() });
-    patient.post(Request::new(3, Op::Send).inline(b"hello"));
-    patient.world.drive_for(Duration::from_millis(10));
+    let patient = Trial::new(fixture, QpOptions { rnr_retry: 7, ..short_timeouts() });
+    patient.post(SendRequest::new(3, WrOp::Send).inline(b"hello"));
+    patient.testbed.poll_for(Duration::from_millis(10));
     patient.receive(4, &[patient.far.mr.sge(0, 5)]);
-    patient.world.done(&patient.joined.a.sends, 3);
-    patient.world.done(&patient.joined.b.receives, 4);
-    if let Ok(stats) = patient.joined.b.qp.stats() {
+    patient.testbed.done(&patient.conn.a.sends, 3);
+    patient.testbed.done(&patient.conn.b.receives, 4);
+    if let Ok(stats) = patient.conn.b.qp.stats() {
         assert!(stats.rnr_sent > 2);
     }
     same(&patient.far.read(0, 5), b"hello", "a message that had to wait");
@@ -385,61 +395,63 @@ fn a_failure_flushes_in_order(fixture: &Fixture) {
     let trial = Trial::new(fixture, options);
     for id in 0..5 {
         let data = [trial.near.mr.sge(0, 64)];
-        trial.joined.a.qp.post_receive(&[ReceiveRequest { id: 50 + id, data: &data }]).unwrap();
+        trial.conn.a.qp.post_receive(&[ReceiveRequest { id: 50 + id, data: &data }]).unwrap();
     }
-    let good = Request::new(1, Op::Write(trial.far.mr.remote(0))).inline(b"before").unsignaled();
-    let bad =
-        Request::new(2, Op::Write(Remote { address: 0, rkey: 0 })).inline(b"bad").unsignaled();
-    let later = |id| Request::new(id, Op::Write(trial.far.mr.remote(16))).inline(b"later");
-    let wait = Request::new(8, Op::Wait { cqn: 0xffff, index: 0 });
+    let good =
+        SendRequest::new(1, WrOp::Write(trial.far.mr.remote(0))).inline(b"before").unsignaled();
+    let bad = SendRequest::new(2, WrOp::Write(Remote { address: 0, rkey: 0 }))
+        .inline(b"bad")
+        .unsignaled();
+    let later = |id| SendRequest::new(id, WrOp::Write(trial.far.mr.remote(16))).inline(b"later");
+    let wait = SendRequest::new(8, WrOp::Wait { cqn: 0xffff, index: 0 });
     let posted = [
         good,
         bad,
         later(3).unsignaled(),
         later(4),
-        Request::new(5, Op::Nop),
+        SendRequest::new(5, WrOp::Nop),
         later(6),
         wait,
         later(9),
     ];
-    trial.joined.a.qp.post_send(&posted).unwrap();
-    trial.world.failed(&trial.joined.a.sends, 2, Status::RemoteAccess);
+    trial.conn.a.qp.post_send(&posted).unwrap();
+    trial.testbed.failed(&trial.conn.a.sends, 2, Status::RemoteAccess);
     for id in [3, 4, 5, 6, 8, 9] {
-        trial.world.failed(&trial.joined.a.sends, id, Status::Flushed);
+        trial.testbed.failed(&trial.conn.a.sends, id, Status::Flushed);
     }
     for id in 50..55 {
-        trial.world.failed(&trial.joined.a.receives, id, Status::Flushed);
+        trial.testbed.failed(&trial.conn.a.receives, id, Status::Flushed);
     }
     same(&trial.far.read(0, 21), b"before\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", "what was written");
     // What is posted to a queue pair that has failed comes back, in order.
     for id in 10..20 {
         trial.post(later(id));
-        trial.joined.a.qp.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
+        trial.conn.a.qp.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
     }
     for id in 10..20 {
-        trial.world.failed(&trial.joined.a.sends, id, Status::Flushed);
-        trial.world.failed(&trial.joined.a.receives, id, Status::Flushed);
+        trial.testbed.failed(&trial.conn.a.sends, id, Status::Flushed);
+        trial.testbed.failed(&trial.conn.a.receives, id, Status::Flushed);
     }
-    trial.world.works(&trial.bystander);
-    trial.again();
+    trial.testbed.check_traffic(&trial.bystander);
+    trial.reconnect();
 }
 
 /// The receiver fails while a message comes in: the receive that it had begun comes back too.
 fn a_failure_in_the_middle_of_a_message(fixture: &Fixture) {
-    let trial = Trial::new(fixture, impatient());
+    let trial = Trial::new(fixture, short_timeouts());
     let (near, far) =
-        (fixture.host(&trial.world.a, 4 << 20), fixture.host(&trial.world.b, 4 << 20));
+        (fixture.host(&trial.testbed.a, 4 << 20), fixture.host(&trial.testbed.b, 4 << 20));
     trial.receive(1, &[far.mr.sge(0, 4 << 20)]);
     trial.receive(2, &[]);
-    trial.post(Request::new(3, Op::Send).with(&[near.mr.sge(0, 4 << 20)]));
-    let begun = || trial.joined.b.qp.stats().unwrap().packets_received > 20;
-    trial.world.until("a message that has begun", begun);
-    trial.joined.b.qp.modify(&warpwire::verbs::Change::to(State::Err)).unwrap();
-    trial.world.failed(&trial.joined.b.receives, 1, Status::Flushed);
-    trial.world.failed(&trial.joined.b.receives, 2, Status::Flushed);
-    trial.world.failed(&trial.joined.a.sends, 3, Status::RetryExceeded);
-    trial.world.works(&trial.bystander);
-    trial.again();
+    trial.post(SendRequest::new(3, WrOp::Send).with(&[near.mr.sge(0, 4 << 20)]));
+    let begun = || trial.conn.b.qp.stats().unwrap().packets_received > 20;
+    trial.testbed.until("a message that has begun", begun);
+    trial.conn.b.qp.modify(&warpwire::verbs::QpAttributes::new(State::Err)).unwrap();
+    trial.testbed.failed(&trial.conn.b.receives, 1, Status::Flushed);
+    trial.testbed.failed(&trial.conn.b.receives, 2, Status::Flushed);
+    trial.testbed.failed(&trial.conn.a.sends, 3, Status::RetryExceeded);
+    trial.testbed.check_traffic(&trial.bystander);
+    trial.reconnect();
 }
 
 fn after_a_reset_it_works_again(fixture: &Fixture) {
@@ -447,20 +459,21 @@ fn after_a_reset_it_works_again(fixture: &Fixture) {
     for round in 0..30 {
         // Reset with work of either side in every stage.
         trial.post(
-            Request::new(1, Op::Read(trial.far.mr.remote(0)))
+            SendRequest::new(1, WrOp::Read(trial.far.mr.remote(0)))
                 .with(&[trial.near.mr.sge(0, 1 << 15)]),
         );
-        trial.post(Request::new(2, Op::Nop));
+        trial.post(SendRequest::new(2, WrOp::Nop));
         trial.receive(3, &[]);
         for _ in 0..round {
-            trial.world.step();
+            trial.testbed.step();
         }
-        trial.again();
+        trial.reconnect();
         let wanted = trial.near.pattern(0, 9000, round);
         trial.post(
-            Request::new(4, Op::Write(trial.far.mr.remote(7))).with(&[trial.near.mr.sge(0, 9000)]),
+            SendRequest::new(4, WrOp::Write(trial.far.mr.remote(7)))
+                .with(&[trial.near.mr.sge(0, 9000)]),
         );
-        trial.world.done(&trial.joined.a.sends, 4);
+        trial.testbed.done(&trial.conn.a.sends, 4);
         same(&trial.far.read(7, 9000), &wanted, "a write after a reset");
     }
 }
@@ -471,23 +484,25 @@ fn registrations_that_end_under_traffic(fixture: &Fixture) {
         // Small packets, so that some are always left to send.
         let options = QpOptions { mtu: Mtu::new(1024), ..QpOptions::default() };
         let trial = Trial::new(fixture, options);
-        let near = fixture.memory(&trial.world.a, kind, 1 << 20, crate::verbs::fixture::ALL);
-        let far = fixture.memory(&trial.world.b, kind, 1 << 20, crate::verbs::fixture::ALL);
+        let near = fixture.memory(&trial.testbed.a, kind, 1 << 20, crate::verbs::fixture::ALL);
+        let far = fixture.memory(&trial.testbed.b, kind, 1 << 20, crate::verbs::fixture::ALL);
         let range = [near.mr.sge(0, 1 << 20)];
         let writes = round % 2 == 0;
         let at = far.mr.remote(0);
-        trial.post(Request::new(1, if writes { Op::Write(at) } else { Op::Read(at) }).with(&range));
+        trial.post(
+            SendRequest::new(1, if writes { WrOp::Write(at) } else { WrOp::Read(at) }).with(&range),
+        );
         for _ in 0..=round {
-            trial.world.step();
+            trial.testbed.step();
         }
         let remote_ends = round % 4 < 2;
         let gone = if remote_ends { far } else { near };
         drop(gone); // waits for whoever is inside
-        let completion = trial.world.next(&trial.joined.a.sends);
+        let completion = trial.testbed.next(&trial.conn.a.sends);
         let wanted = if remote_ends { Status::RemoteAccess } else { Status::LocalProtection };
         assert_eq!(completion.status, wanted, "round {round}, {kind:?}");
-        trial.world.works(&trial.bystander);
-        trial.again();
+        trial.testbed.check_traffic(&trial.bystander);
+        trial.reconnect();
     }
 }
 
@@ -500,7 +515,7 @@ fn atomics_that_are_not_aligned(fixture: &Fixture) {
         (2, Atomic::MaskedFetchAdd { width, add: 1, boundary: 0 }),
     ];
     for (offset, op) in ops {
-        let request = Request::new(1, Op::Atomic(trial.far.mr.remote(offset), op));
+        let request = SendRequest::new(1, WrOp::Atomic(trial.far.mr.remote(offset), op));
         trial.post(request.with(&[trial.near.mr.sge(0, 8)]));
         trial.expect(1, Status::RemoteInvalidRequest, Some(request_error));
     }
@@ -508,49 +523,51 @@ fn atomics_that_are_not_aligned(fixture: &Fixture) {
 
 /// Completions that nobody took belong neither to the next life of a queue pair nor to the next in its place.
 fn unread_completions_of_a_former_life(fixture: &Fixture) {
-    let world = fixture.world();
-    let joined = world.join(QpOptions { send_depth: 8, ..QpOptions::default() });
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions { send_depth: 8, ..QpOptions::default() });
     for id in 0..5 {
-        joined.a.qp.post_send(&[Request::new(id, Op::Nop)]).unwrap();
+        conn.a.qp.post_send(&[SendRequest::new(id, WrOp::Nop)]).unwrap();
     }
-    world.drive_for(Duration::from_millis(2));
-    reset(&joined);
+    testbed.poll_for(Duration::from_millis(2));
+    reset(&conn);
     for id in 100..140 {
-        joined.a.qp.post_send(&[Request::new(id, Op::Nop)]).unwrap();
-        world.done(&joined.a.sends, id);
+        conn.a.qp.post_send(&[SendRequest::new(id, WrOp::Nop)]).unwrap();
+        testbed.done(&conn.a.sends, id);
     }
     // The next one in the place of one that is no more, on the same completion queue.
-    let Joined { a, b } = joined;
-    a.qp.post_send(&[Request::new(7, Op::Nop), Request::new(8, Op::Nop)]).unwrap();
+    let QpPair { a, b } = conn;
+    a.qp.post_send(&[SendRequest::new(7, WrOp::Nop), SendRequest::new(8, WrOp::Nop)]).unwrap();
     b.qp.post_receive(&[ReceiveRequest { id: 9, data: &[] }]).unwrap();
-    world.drive_for(Duration::from_millis(2));
+    testbed.poll_for(Duration::from_millis(2));
     let old = a.qp.number();
     drop(a.qp);
-    let (end, sends) = (&world.a, a.sends);
+    let (end, sends) = (&testbed.a, a.sends);
     let qp = end.context.create_qp(&end.pd, &sends, &sends, QpOptions::default()).unwrap();
     assert_ne!(qp.number(), old);
-    b.qp.modify(&warpwire::verbs::Change::to(State::Reset)).unwrap();
+    b.qp.modify(&warpwire::verbs::QpAttributes::new(State::Reset)).unwrap();
     connect(&qp, &b.qp);
-    world.quiet(&sends);
-    qp.post_send(&[Request::new(10, Op::Nop)]).unwrap();
-    world.done(&sends, 10);
+    testbed.expect_no_completion(&sends);
+    qp.post_send(&[SendRequest::new(10, WrOp::Nop)]).unwrap();
+    testbed.done(&sends, 10);
 }
 
 fn freed_memory_under_a_registration(fixture: &Fixture) {
     for kind in [Kind::Window, Kind::Engine, Kind::Staged] {
         let trial = Trial::new(fixture, QpOptions::default());
-        let far = fixture.memory(&trial.world.b, kind, 1 << 16, crate::verbs::fixture::ALL);
-        let near = fixture.memory(&trial.world.a, kind, 1 << 16, crate::verbs::fixture::ALL);
+        let far = fixture.memory(&trial.testbed.b, kind, 1 << 16, crate::verbs::fixture::ALL);
+        let near = fixture.memory(&trial.testbed.a, kind, 1 << 16, crate::verbs::fixture::ALL);
         let range = [trial.near.mr.sge(0, 1 << 15)];
-        fixture.control().free_under_users(far.allocation()).unwrap();
-        for op in [Op::Write(far.mr.remote(0)), Op::Read(far.mr.remote(0))] {
-            trial.post(Request::new(1, op).with(&range));
+        fixture.control().force_free(far.allocation()).unwrap();
+        for op in [WrOp::Write(far.mr.remote(0)), WrOp::Read(far.mr.remote(0))] {
+            trial.post(SendRequest::new(1, op).with(&range));
             trial.expect(1, Status::RemoteAccess, Some(access_error));
         }
-        fixture.control().free_under_users(near.allocation()).unwrap();
+        fixture.control().force_free(near.allocation()).unwrap();
         let range = [near.mr.sge(0, 1 << 15)];
-        for op in [Op::Write(trial.far.mr.remote(0)), Op::Read(trial.far.mr.remote(0)), Op::Dump] {
-            trial.post(Request::new(1, op).with(&range));
+        for op in
+            [WrOp::Write(trial.far.mr.remote(0)), WrOp::Read(trial.far.mr.remote(0)), WrOp::Dump]
+        {
+            trial.post(SendRequest::new(1, op).with(&range));
             trial.expect(1, Status::LocalProtection, None);
         }
     }
@@ -559,9 +576,9 @@ fn freed_memory_under_a_registration(fixture: &Fixture) {
 fn zero_bytes_need_no_key(fixture: &Fixture) {
     let trial = Trial::new(fixture, QpOptions::default());
     let nowhere = Remote { address: 0x1234_5678, rkey: 0xdead_be00 };
-    for op in [Op::Write(nowhere), Op::Read(nowhere)] {
-        trial.post(Request::new(1, op));
-        let done = trial.world.done(&trial.joined.a.sends, 1);
+    for op in [WrOp::Write(nowhere), WrOp::Read(nowhere)] {
+        trial.post(SendRequest::new(1, op));
+        let done = trial.testbed.done(&trial.conn.a.sends, 1);
         assert!(matches!(done.kind, CompletionKind::Send(_)));
     }
 }

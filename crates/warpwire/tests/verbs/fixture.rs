@@ -5,30 +5,30 @@ use std::time::{Duration, Instant};
 
 pub use testkit::{Rng, assert_same as same};
 use warpwire::hca::HcaOptions;
-use warpwire::link::fault::Plan;
-use warpwire::link::{Auto, Capture, Fault, Hub, Link, Shm, Tap, Udp, shm, udp};
-use warpwire::mem::sim::{Control, Sim, SimConfig};
+use warpwire::link::fault::FaultPlan;
+use warpwire::link::{Auto, Capture, FaultInjector, Hub, Link, Shm, Tap, Udp, shm, udp};
+use warpwire::mem::sim::{Sim, SimConfig, SimControl};
 use warpwire::mem::{Allocation, Device};
-use warpwire::mr::{HostMemory, Memory};
+use warpwire::mr::{HostMemory, MemorySource};
 use warpwire::verbs::{
-    Access, AsyncEvent, Completion, Context, Cq, DeviceOptions, Drive, Mr, Pd, Qp, QpOptions,
-    ReceiveRequest, Request, Status,
+    Access, AsyncEvent, Completion, Context, Cq, DeviceOptions, Mr, Pd, ProgressMode, Qp,
+    QpOptions, ReceiveRequest, SendRequest, Status,
 };
 use warpwire_apps::pattern;
 
 /// Longer than anything takes that works.
-pub fn soon() -> Duration {
+pub fn test_timeout() -> Duration {
     testkit::deadline(Duration::from_secs(20))
 }
 /// Long enough to be sure that something does not happen.
-pub const A_MOMENT: Duration = Duration::from_millis(20);
+pub const SHORT_WAIT: Duration = Duration::from_millis(20);
 
 /// What local and remote use may do: everything.
 pub const ALL: Access = Access::ALL;
 
-/// The links that cases run over. A new one is a line here and a line in [`Which::crowd`].
+/// The links that cases run over. A new one is a line here and a line in [`TestLink::links`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Which {
+pub enum TestLink {
     Loopback,
     Udp4,
     Udp6,
@@ -46,12 +46,12 @@ pub enum Which {
 /// Names an RDMA device to run the suite on, instead of links.
 const DEVICE: &str = "WARPWIRE_VERBS_DEVICE";
 /// Where the software HCA reaches that device from: a network namespace, and an address in it (`soft,10.79.0.2`).
-const BESIDE: &str = "WARPWIRE_VERBS_BESIDE";
+const SOFT_PEER: &str = "WARPWIRE_VERBS_BESIDE";
 
 /// A folder for what the software HCA beside a device sent and received in cases that failed.
 const RECORDS: &str = "WARPWIRE_VERBS_RECORDS";
 
-impl Which {
+impl TestLink {
     pub const LINKS: [(Self, &'static str); 7] = [
         (Self::Loopback, "loopback"),
         (Self::Udp4, "udp4"),
@@ -77,7 +77,7 @@ impl Which {
 
     /// Whether a device of the machine is at one end at least.
     pub fn has_device(self) -> bool {
-        Self::DEVICES.iter().any(|(which, _)| *which == self)
+        Self::DEVICES.iter().any(|(test_link, _)| *test_link == self)
     }
 
     /// Whether peers reach each other's memory by themselves.
@@ -86,18 +86,18 @@ impl Which {
     }
 
     /// How devices on it are opened.
-    pub fn options(self, drive: Drive) -> HcaOptions {
-        HcaOptions { drive, direct: !matches!(self, Self::ShmPackets | Self::AutoPackets) }
+    pub fn options(self, progress_mode: ProgressMode) -> HcaOptions {
+        HcaOptions { progress_mode, direct: !matches!(self, Self::ShmPackets | Self::AutoPackets) }
     }
 
     /// Two links that reach each other.
     pub fn ends(self) -> warpwire::Result<[Box<dyn Link>; 2]> {
-        let mut links = self.crowd(2)?.into_iter();
+        let mut links = self.links(2)?.into_iter();
         Ok(std::array::from_fn(|_| links.next().unwrap()))
     }
 
     /// So many links that reach each other.
-    pub fn crowd(self, count: u8) -> warpwire::Result<Vec<Box<dyn Link>>> {
+    pub fn links(self, count: u8) -> warpwire::Result<Vec<Box<dyn Link>>> {
         if self.has_device() {
             testkit::skip("it is about links, and this is an RDMA device");
         }
@@ -121,10 +121,10 @@ impl Which {
         if !self.has_device() {
             return self.ends().err().map(|why| why.to_string());
         }
-        let beside = self == Self::Device || std::env::var_os(BESIDE).is_some();
-        match beside {
+        let soft_peer = self == Self::Device || std::env::var_os(SOFT_PEER).is_some();
+        match soft_peer {
             true => device().err().map(|why| why.to_string()),
-            false => Some(format!("{BESIDE} does not say where the software HCA is")),
+            false => Some(format!("{SOFT_PEER} does not say where the software HCA is")),
         }
     }
 }
@@ -133,19 +133,20 @@ impl Which {
 /// after the device is there.
 fn device() -> warpwire::Result<Context> {
     let name = std::env::var(DEVICE).unwrap();
-    let six = std::env::var(BESIDE).is_ok_and(|words| words.contains(':'));
+    let is_ipv6 = std::env::var(SOFT_PEER).is_ok_and(|words| words.contains(':'));
     let start = Instant::now();
     loop {
         let context = Context::open_device(&name)?;
         let local = context.path().local;
-        if local.port() != 0 && !six && local.is_ipv4() || start.elapsed() > soon() / 4 {
+        if local.port() != 0 && !is_ipv6 && local.is_ipv4() || start.elapsed() > test_timeout() / 4
+        {
             return Ok(context);
         }
-        let is_six = |gid: &&warpwire::ibv::Gid| match gid.address {
-            std::net::IpAddr::V6(address) => six && !address.is_unicast_link_local(),
+        let is_global_ipv6 = |gid: &&warpwire::ibv::Gid| match gid.address {
+            std::net::IpAddr::V6(address) => is_ipv6 && !address.is_unicast_link_local(),
             std::net::IpAddr::V4(_) => false,
         };
-        if let Some(gid) = context.device().unwrap().gids()?.iter().find(is_six) {
+        if let Some(gid) = context.device().unwrap().gids()?.iter().find(is_global_ipv6) {
             let gid_index = Some(u8::try_from(gid.index).unwrap());
             return Context::open_device_with(&name, DeviceOptions { port: None, gid_index });
         }
@@ -153,20 +154,22 @@ fn device() -> warpwire::Result<Context> {
     }
 }
 
-/// The software HCA beside the device, in the network that [`move_beside`] went to.
-fn beside(drive: Drive) -> Context {
-    let words = std::env::var(BESIDE).unwrap();
+/// The software HCA beside the device, in the network that [`enter_netns`] went to.
+fn soft_peer(progress_mode: ProgressMode) -> Context {
+    let words = std::env::var(SOFT_PEER).unwrap();
     let (_, address) = words.split_once(',').expect("a namespace and an address");
     let address = (address.parse::<std::net::IpAddr>().unwrap(), 4791).into();
     // There is one such port, and the thread of a context before may not have let go of it yet.
     let start = Instant::now();
     let link = loop {
         match Udp::bind(address, udp::Options::default()) {
-            Err(_) if start.elapsed() < soon() / 4 => std::thread::sleep(Duration::from_millis(5)),
+            Err(_) if start.elapsed() < test_timeout() / 4 => {
+                std::thread::sleep(Duration::from_millis(5))
+            }
             bound => break bound.unwrap(),
         }
     };
-    let options = HcaOptions { drive, ..HcaOptions::default() };
+    let options = HcaOptions { progress_mode, ..HcaOptions::default() };
     match recording() {
         Some(path) => {
             let capture = Capture::create(&path).unwrap();
@@ -192,8 +195,8 @@ pub fn end_recording(name: &str, failed: bool) {
 
 /// Takes this thread, and all that it starts, into the network from which the software HCA reaches the device. The kernel
 /// keeps the device itself in the network that it was made in.
-pub fn move_beside() {
-    let Ok(words) = std::env::var(BESIDE) else { return };
+pub fn enter_netns() {
+    let Ok(words) = std::env::var(SOFT_PEER) else { return };
     let (name, _) = words.split_once(',').expect("a namespace and an address");
     let namespace = std::fs::File::open(format!("/run/netns/{name}")).unwrap();
     let network = Some(rustix::thread::LinkNameSpaceType::Network);
@@ -206,18 +209,18 @@ fn udp(address: &str) -> warpwire::Result<Box<dyn Link>> {
 }
 
 fn shm(address: &str) -> warpwire::Result<Box<dyn Link>> {
-    Ok(Box::new(Shm::bind(address.parse().unwrap(), attentive())?))
+    Ok(Box::new(Shm::bind(address.parse().unwrap(), prompt_control())?))
 }
 
 fn auto(address: &str) -> warpwire::Result<Box<dyn Link>> {
     let address = address.parse().unwrap();
-    Ok(Box::new(Auto::bind(address, udp::Options::default(), attentive())?))
+    Ok(Box::new(Auto::bind(address, udp::Options::default(), prompt_control())?))
 }
 
 /// Peers hear of each other's memory within a few steps: most of what cases do is then done without packets, where
 /// that is possible.
-fn attentive() -> shm::Options {
-    shm::Options { attend: 1, ..shm::Options::default() }
+fn prompt_control() -> shm::Options {
+    shm::Options { control_poll_interval: 1, ..shm::Options::default() }
 }
 
 /// What memory a case uses.
@@ -233,13 +236,13 @@ pub const KINDS: [Kind; 4] = [Kind::Host, Kind::Window, Kind::Engine, Kind::Stag
 
 /// What a case gets: which link to use, and a simulated GPU.
 pub struct Fixture {
-    pub which: Which,
+    pub test_link: TestLink,
     sim: OnceCell<Sim>,
 }
 
 impl Fixture {
-    pub fn new(which: Which) -> Self {
-        Self { which, sim: OnceCell::new() }
+    pub fn new(test_link: TestLink) -> Self {
+        Self { test_link, sim: OnceCell::new() }
     }
 
     pub fn sim(&self) -> &Sim {
@@ -251,61 +254,61 @@ impl Fixture {
         self.sim().device(0).unwrap()
     }
 
-    pub fn control(&self) -> Control {
+    pub fn control(&self) -> SimControl {
         self.sim().control(0).unwrap()
     }
 
     /// Two devices that only the case drives.
-    pub fn world(&self) -> World {
-        self.driven(Drive::Inline)
+    pub fn testbed(&self) -> Testbed {
+        self.with_progress(ProgressMode::Manual)
     }
 
-    pub fn driven(&self, drive: Drive) -> World {
-        let soft = || End::of(beside(drive));
-        let device = || End::of(device().unwrap());
-        let (a, b) = match self.which {
-            Which::Device => (device(), device()),
-            Which::SoftToDevice => (soft(), device()),
-            Which::DeviceToSoft => (device(), soft()),
-            which => {
-                let [a, b] = which.ends().unwrap();
-                return World::with(a, b, which.options(drive));
+    pub fn with_progress(&self, progress_mode: ProgressMode) -> Testbed {
+        let soft = || Endpoint::of(soft_peer(progress_mode));
+        let device = || Endpoint::of(device().unwrap());
+        let (a, b) = match self.test_link {
+            TestLink::Device => (device(), device()),
+            TestLink::SoftToDevice => (soft(), device()),
+            TestLink::DeviceToSoft => (device(), soft()),
+            test_link => {
+                let [a, b] = test_link.ends().unwrap();
+                return Testbed::with(a, b, test_link.options(progress_mode));
             }
         };
-        World { a, b }
+        Testbed { a, b }
     }
 
     /// Two devices over links with faults.
-    pub fn faulty(&self, plan: &str, seed: u64, drive: Drive) -> World {
-        let [a, b] = self.which.ends().unwrap();
-        let plan: Plan = plan.parse().unwrap();
-        let a = Fault::new(a, Plan { seed, ..plan });
-        let b = Fault::new(b, Plan { seed: seed ^ 0x5555, ..plan });
-        World::over(a, b, drive)
+    pub fn faulty(&self, plan: &str, seed: u64, progress_mode: ProgressMode) -> Testbed {
+        let [a, b] = self.test_link.ends().unwrap();
+        let plan: FaultPlan = plan.parse().unwrap();
+        let a = FaultInjector::new(a, FaultPlan { seed, ..plan });
+        let b = FaultInjector::new(b, FaultPlan { seed: seed ^ 0x5555, ..plan });
+        Testbed::over(a, b, progress_mode)
     }
 
     /// Registered memory of that kind, all zero.
-    pub fn memory(&self, end: &End, kind: Kind, len: u64, access: Access) -> Patch {
+    pub fn memory(&self, end: &Endpoint, kind: Kind, len: u64, access: Access) -> TestBuffer {
         match kind {
             Kind::Host => {
                 let memory = HostMemory::new(len).unwrap();
                 let mr = end.context.register(&end.pd, memory.clone(), access).unwrap();
-                Patch { store: Store::Host(memory), mr }
+                TestBuffer { backing: Backing::Host(memory), mr }
             }
             Kind::Window | Kind::Engine | Kind::Staged => {
                 let memory = self.gpu().alloc(len).unwrap();
                 memory.write(0, &vec![0; len as usize]).unwrap();
-                let mut region = Memory::from(memory.region(0, len).unwrap());
+                let mut region = MemorySource::from(memory.region(0, len).unwrap());
                 match kind {
                     Kind::Engine => region = region.without_window(),
                     Kind::Staged => region = region.staged(),
                     _ => {}
                 }
                 match end.context.register(&end.pd, region, access) {
-                    Ok(mr) => Patch { store: Store::Device(memory), mr },
+                    Ok(mr) => TestBuffer { backing: Backing::Device(memory), mr },
                     Err(refused) if end.is_device() => {
                         assert!(kind != Kind::Window, "{refused}");
-                        self.instead(end, kind, refused, (len, access))
+                        self.host_fallback(end, kind, refused, (len, access))
                     }
                     Err(refused) => panic!("{refused}"),
                 }
@@ -314,55 +317,56 @@ impl Fixture {
     }
 
     /// What goes through other memory is not for peers: it says so, with the way out, which is memory of the host.
-    fn instead(
+    fn host_fallback(
         &self,
-        end: &End,
+        end: &Endpoint,
         kind: Kind,
         refused: warpwire::Error,
         (len, access): (u64, Access),
-    ) -> Patch {
+    ) -> TestBuffer {
         let text = refused.to_string();
         assert!(access.is_remote(), "{text}");
-        let ways: &[&str] = match kind {
+        let wanted_parts: &[&str] = match kind {
             Kind::Staged => &[],
             _ => &["no dma-buf", "no peer memory", "without one"],
         };
-        for part in ways.iter().chain(&["nobody would copy for them", "pinned host memory"]) {
+        for part in wanted_parts.iter().chain(&["nobody would copy for them", "pinned host memory"])
+        {
             assert!(text.contains(part), "{text}");
         }
         self.memory(end, Kind::Host, len, access)
     }
 
     /// Registered host memory that everybody may use for everything.
-    pub fn host(&self, end: &End, len: u64) -> Patch {
+    pub fn host(&self, end: &Endpoint, len: u64) -> TestBuffer {
         self.memory(end, Kind::Host, len, ALL)
     }
 }
 
 /// Registered memory, and a way to its bytes beside the device.
-pub struct Patch {
-    store: Store,
+pub struct TestBuffer {
+    backing: Backing,
     pub mr: Mr,
 }
 
-enum Store {
+enum Backing {
     Host(HostMemory),
     Device(Allocation),
 }
 
-impl Patch {
+impl TestBuffer {
     pub fn write(&self, offset: u64, bytes: &[u8]) {
-        match &self.store {
-            Store::Host(memory) => memory.bytes().write(offset, bytes).unwrap(),
-            Store::Device(memory) => memory.write(offset, bytes).unwrap(),
+        match &self.backing {
+            Backing::Host(memory) => memory.bytes().write(offset, bytes).unwrap(),
+            Backing::Device(memory) => memory.write(offset, bytes).unwrap(),
         }
     }
 
     pub fn read(&self, offset: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        match &self.store {
-            Store::Host(memory) => memory.bytes().read(offset, &mut bytes).unwrap(),
-            Store::Device(memory) => memory.read(offset, &mut bytes).unwrap(),
+        match &self.backing {
+            Backing::Host(memory) => memory.bytes().read(offset, &mut bytes).unwrap(),
+            Backing::Device(memory) => memory.read(offset, &mut bytes).unwrap(),
         }
         bytes
     }
@@ -380,21 +384,21 @@ impl Patch {
     }
 
     pub fn allocation(&self) -> &Allocation {
-        match &self.store {
-            Store::Device(memory) => memory,
-            Store::Host(_) => panic!("it is host memory"),
+        match &self.backing {
+            Backing::Device(memory) => memory,
+            Backing::Host(_) => panic!("it is host memory"),
         }
     }
 }
 
 /// A device with a protection domain.
 #[derive(Clone)]
-pub struct End {
+pub struct Endpoint {
     pub context: Context,
     pub pd: Pd,
 }
 
-impl End {
+impl Endpoint {
     pub fn open(link: impl Link + 'static, options: HcaOptions) -> Self {
         Self::of(Context::open_with(link, options).unwrap())
     }
@@ -410,37 +414,41 @@ impl End {
     }
 
     /// All news so far.
-    pub fn news(&self) -> Vec<AsyncEvent> {
+    pub fn async_events(&self) -> Vec<AsyncEvent> {
         std::iter::from_fn(|| self.context.next_event()).collect()
     }
 }
 
 /// Two devices that reach each other.
-pub struct World {
-    pub a: End,
-    pub b: End,
+pub struct Testbed {
+    pub a: Endpoint,
+    pub b: Endpoint,
 }
 
 /// A queue pair with completion queues of its own for either side.
-pub struct Side {
+pub struct TestQp {
     pub qp: Qp,
     pub sends: Cq,
     pub receives: Cq,
 }
 
 /// Two queue pairs that are connected.
-pub struct Joined {
-    pub a: Side,
-    pub b: Side,
+pub struct QpPair {
+    pub a: TestQp,
+    pub b: TestQp,
 }
 
-impl World {
-    pub fn over(a: impl Link + 'static, b: impl Link + 'static, drive: Drive) -> Self {
-        Self::with(a, b, HcaOptions { drive, ..HcaOptions::default() })
+impl Testbed {
+    pub fn over(
+        a: impl Link + 'static,
+        b: impl Link + 'static,
+        progress_mode: ProgressMode,
+    ) -> Self {
+        Self::with(a, b, HcaOptions { progress_mode, ..HcaOptions::default() })
     }
 
     pub fn with(a: impl Link + 'static, b: impl Link + 'static, options: HcaOptions) -> Self {
-        Self { a: End::open(a, options), b: End::open(b, options) }
+        Self { a: Endpoint::open(a, options), b: Endpoint::open(b, options) }
     }
 
     pub fn step(&self) {
@@ -454,17 +462,21 @@ impl World {
     }
 
     /// Drives both until something is so.
-    pub fn until(&self, what: &str, mut is_so: impl FnMut() -> bool) {
+    pub fn until(&self, what: &str, mut condition: impl FnMut() -> bool) {
         let start = Instant::now();
-        while !is_so() {
+        while !condition() {
             self.step();
-            let late = || [&self.a, &self.b].map(|end| end.context.stats());
-            assert!(start.elapsed() < soon(), "it did not come to this: {what} {:#?}", late());
+            let stats_now = || [&self.a, &self.b].map(|end| end.context.stats());
+            assert!(
+                start.elapsed() < test_timeout(),
+                "it did not come to this: {what} {:#?}",
+                stats_now()
+            );
         }
     }
 
     /// Drives both for a while.
-    pub fn drive_for(&self, time: Duration) {
+    pub fn poll_for(&self, time: Duration) {
         let start = Instant::now();
         while start.elapsed() < time {
             self.step();
@@ -490,49 +502,50 @@ impl World {
         let completion = self.next(cq);
         assert_eq!(completion.id, id, "{completion:?}");
         let device = self.a.is_device() || self.b.is_device();
-        let also = if device { peculiar(status) } else { &[] };
+        let also = if device { device_specific(status) } else { &[] };
         let expected = completion.status == status || also.contains(&completion.status);
         assert!(expected, "not {status:?}: {completion:?}");
     }
 
     /// Nothing comes to that queue.
-    pub fn quiet(&self, cq: &Cq) {
-        self.drive_for(A_MOMENT);
+    pub fn expect_no_completion(&self, cq: &Cq) {
+        self.poll_for(SHORT_WAIT);
         let mut one = [Completion::EMPTY];
         assert_eq!(cq.poll(&mut one).unwrap(), 0, "{:?}", one[0]);
     }
 
-    pub fn side(&self, end: &End, mut options: QpOptions) -> Side {
+    pub fn test_qp(&self, end: &Endpoint, mut options: QpOptions) -> TestQp {
         if self.a.is_device() || self.b.is_device() {
             // The device may be emulated, on a busy machine: a second, or a quarter for those in a hurry. With less,
             // rxe sends a long message again and again before its first packets are answered, which takes all of an
             // emulated processor, and gives up or stands still.
-            let hurry = options.timeout < QpOptions::default().timeout && options.timeout > 0;
-            options.timeout = if hurry { 16 } else { options.timeout.max(18) };
+            let short_timeout =
+                options.timeout < QpOptions::default().timeout && options.timeout > 0;
+            options.timeout = if short_timeout { 16 } else { options.timeout.max(18) };
         }
         let entries = 2 * options.send_depth.max(options.receive_depth).max(1);
         let sends = end.context.create_cq(entries).unwrap();
         let receives = end.context.create_cq(entries).unwrap();
         let qp = end.context.create_qp(&end.pd, &sends, &receives, options).unwrap();
-        Side { qp, sends, receives }
+        TestQp { qp, sends, receives }
     }
 
     /// Two connected queue pairs.
-    pub fn join(&self, options: QpOptions) -> Joined {
+    pub fn join(&self, options: QpOptions) -> QpPair {
         self.join_with(options.clone(), options)
     }
 
-    pub fn join_with(&self, a: QpOptions, b: QpOptions) -> Joined {
-        let joined = Joined { a: self.side(&self.a, a), b: self.side(&self.b, b) };
-        connect(&joined.a.qp, &joined.b.qp);
-        joined
+    pub fn join_with(&self, a: QpOptions, b: QpOptions) -> QpPair {
+        let conn = QpPair { a: self.test_qp(&self.a, a), b: self.test_qp(&self.b, b) };
+        connect(&conn.a.qp, &conn.b.qp);
+        conn
     }
 
     /// Shows that a connection works: a message each way.
-    pub fn works(&self, joined: &Joined) {
-        for (from, to) in [(&joined.a, &joined.b), (&joined.b, &joined.a)] {
+    pub fn check_traffic(&self, conn: &QpPair) {
+        for (from, to) in [(&conn.a, &conn.b), (&conn.b, &conn.a)] {
             to.qp.post_receive(&[ReceiveRequest { id: 77, data: &[] }]).unwrap();
-            let request = Request::new(78, warpwire::verbs::Op::Send);
+            let request = SendRequest::new(78, warpwire::verbs::WrOp::Send);
             from.qp.post_send(&[request]).unwrap();
             self.done(&from.sends, 78);
             self.done(&to.receives, 77);
@@ -541,7 +554,7 @@ impl World {
 }
 
 /// What rxe tells in the place of a status, on one kernel or another: docs/devices.md.
-fn peculiar(status: Status) -> &'static [Status] {
+fn device_specific(status: Status) -> &'static [Status] {
     match status {
         Status::LocalProtection => &[Status::LocalQpOperation, Status::Flushed],
         Status::LocalAccess => &[Status::RemoteAccess, Status::RemoteInvalidRequest],
@@ -552,12 +565,12 @@ fn peculiar(status: Status) -> &'static [Status] {
 }
 
 pub fn connect(one: &Qp, two: &Qp) {
-    let (first, second) = (one.offer(), two.offer());
+    let (first, second) = (one.endpoint(), two.endpoint());
     one.connect(&second).unwrap();
     two.connect(&first).unwrap();
 }
 
 /// Options for failures that should not take long.
-pub fn impatient() -> QpOptions {
+pub fn short_timeouts() -> QpOptions {
     QpOptions { timeout: 11, retry_count: 3, rnr_retry: 2, ..QpOptions::default() }
 }

@@ -2,12 +2,14 @@
 
 use std::time::{Duration, Instant};
 
-use warpwire::mlx5::{Atomic, AtomicWidth, Builder, Opcode, Record, Scratch};
+use warpwire::mlx5::{Atomic, AtomicWidth, Builder, DoorbellRecord, Opcode, Scratch};
 use warpwire::verbs::{
-    Change, Completion, Op, Qp, QpOptions, ReceiveRequest, Request, SrqOptions, State,
+    Completion, Qp, QpAttributes, QpOptions, ReceiveRequest, SendRequest, SrqOptions, State, WrOp,
 };
 
-use crate::verbs::fixture::{Fixture, Joined, Patch, Rng, Side, World, connect, same, soon};
+use crate::verbs::fixture::{
+    Fixture, QpPair, Rng, TestBuffer, TestQp, Testbed, connect, same, test_timeout,
+};
 use testkit::{Effort, cases, for_each_seed};
 
 cases!(Fixture; ONCE:
@@ -26,61 +28,63 @@ pub fn seeds(change: u64) -> std::ops::Range<u64> {
 }
 
 /// A connection to be abused, one beside it that must not suffer, and memory whose guards must not change.
-struct Abuse {
-    world: World,
-    victim: Joined,
-    bystander: Joined,
-    near: Patch,
-    far: Patch,
-    secret: [Patch; 2],
+struct GarbageTest {
+    testbed: Testbed,
+    victim: QpPair,
+    bystander: QpPair,
+    near: TestBuffer,
+    far: TestBuffer,
+    secret: [TestBuffer; 2],
 }
 
-impl Abuse {
+impl GarbageTest {
     fn new(fixture: &Fixture, options: QpOptions) -> Self {
-        let world = fixture.world();
-        let bystander = world.join(QpOptions::default());
-        let victim = world.join(options);
-        let [near, far] = [&world.a, &world.b].map(|end| fixture.host(end, 4096));
+        let testbed = fixture.testbed();
+        let bystander = testbed.join(QpOptions::default());
+        let victim = testbed.join(options);
+        let [near, far] = [&testbed.a, &testbed.b].map(|end| fixture.host(end, 4096));
         // Registered under another domain: no key of the victim's opens it.
-        let secret = [&world.a, &world.b].map(|end| {
-            let other =
-                crate::verbs::fixture::End { context: end.context.clone(), pd: end.context.pd() };
+        let secret = [&testbed.a, &testbed.b].map(|end| {
+            let other = crate::verbs::fixture::Endpoint {
+                context: end.context.clone(),
+                pd: end.context.pd(),
+            };
             fixture.host(&other, 4096)
         });
-        Self { world, victim, bystander, near, far, secret }
+        Self { testbed, victim, bystander, near, far, secret }
     }
 
     /// Drives both for a bounded number of steps, and takes what completes.
-    fn settle(&self) -> usize {
+    fn drain(&self) -> usize {
         let mut done = [Completion::EMPTY; 32];
         let mut count = 0;
         for _ in 0..40 {
-            self.world.step();
-            for side in [&self.victim.a, &self.victim.b] {
-                count +=
-                    side.sends.poll(&mut done).unwrap() + side.receives.poll(&mut done).unwrap();
+            self.testbed.step();
+            for test_qp in [&self.victim.a, &self.victim.b] {
+                count += test_qp.sends.poll(&mut done).unwrap()
+                    + test_qp.receives.poll(&mut done).unwrap();
             }
         }
         count
     }
 
-    fn again(&self) {
-        for side in [&self.victim.a, &self.victim.b] {
-            side.qp.modify(&Change::to(State::Reset)).unwrap();
+    fn reconnect(&self) {
+        for test_qp in [&self.victim.a, &self.victim.b] {
+            test_qp.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
         }
         connect(&self.victim.a.qp, &self.victim.b.qp);
     }
 
-    fn afterwards(&self) {
-        self.world.works(&self.bystander);
+    fn check_unaffected(&self) {
+        self.testbed.check_traffic(&self.bystander);
         for secret in &self.secret {
             same(&secret.read(0, 4096), &[0; 4096], "memory of another domain");
         }
-        self.again();
-        self.world.works(&self.victim);
-        self.again(); // the next one begins at the first block
-        self.world.a.news();
-        self.world.b.news();
+        self.reconnect();
+        self.testbed.check_traffic(&self.victim);
+        self.reconnect(); // the next one begins at the first block
+        self.testbed.a.async_events();
+        self.testbed.b.async_events();
     }
 }
 
@@ -89,22 +93,22 @@ fn options() -> QpOptions {
 }
 
 /// Writes bytes into a send queue from `index` on, going round, and rings.
-fn put(world: &World, side: &Side, index: u16, bytes: &[u8]) {
-    let (memory, layout) = side.qp.queues();
-    let size = layout.record - layout.send;
+fn put(testbed: &Testbed, test_qp: &TestQp, index: u16, bytes: &[u8]) {
+    let (memory, layout) = test_qp.qp.queues();
+    let size = layout.dbrec - layout.send;
     let at = u64::from(index) * 64 % size;
     let first = ((size - at) as usize).min(bytes.len());
     memory.bytes().write(layout.send + at, &bytes[..first]).unwrap();
     memory.bytes().write(layout.send, &bytes[first..]).unwrap();
     let next = index.wrapping_add(bytes.len().div_ceil(64) as u16);
-    let word = u32::from_ne_bytes(Record::word(next));
-    memory.bytes().store_u32(layout.record + 4, word).unwrap();
-    world.a.context.hca().ring(side.qp.number());
+    let word = u32::from_ne_bytes(DoorbellRecord::word(next));
+    memory.bytes().store_u32(layout.dbrec + 4, word).unwrap();
+    testbed.a.context.hca().ring(test_qp.qp.number());
 }
 
 /// Pure noise, in which the index and the size of the first entry are right: it would never be looked at else.
 fn random_entries(fixture: &Fixture) {
-    let abuse = Abuse::new(fixture, options());
+    let garbage = GarbageTest::new(fixture, options());
     for_each_seed(seeds(3000), |seed| {
         let mut rng = Rng::new(seed);
         let mut entry = vec![0; 64 * (1 + rng.below(4) as usize)];
@@ -117,20 +121,20 @@ fn random_entries(fixture: &Fixture) {
             entry[7] = 1 + rng.below(entry.len() as u64 / 16) as u8;
         }
         // What is not there within a millisecond is an error: the rest of the noise, mostly.
-        put(&abuse.world, &abuse.victim.a, index, &entry);
-        abuse.settle();
+        put(&garbage.testbed, &garbage.victim.a, index, &entry);
+        garbage.drain();
         if seed % 200 == 0 {
-            abuse.world.drive_for(Duration::from_millis(25));
-            abuse.settle();
+            garbage.testbed.poll_for(Duration::from_millis(25));
+            garbage.drain();
         }
-        abuse.afterwards();
+        garbage.check_unaffected();
     });
 }
 
 /// A right entry of every sort.
-fn right_entry(abuse: &Abuse, rng: &mut Rng, scratch: &mut Scratch, index: u16) -> Vec<u8> {
-    let (near, far) = (&abuse.near.mr, &abuse.far.mr);
-    let number = abuse.victim.a.qp.number();
+fn right_entry(garbage: &GarbageTest, rng: &mut Rng, scratch: &mut Scratch, index: u16) -> Vec<u8> {
+    let (near, far) = (&garbage.near.mr, &garbage.far.mr);
+    let number = garbage.victim.a.qp.number();
     let build = |scratch: &mut Scratch, opcode, with: &dyn Fn(Builder<'_>) -> Option<Vec<u8>>| {
         with(Builder::new(scratch, opcode, index, number).signaled()).unwrap()
     };
@@ -169,12 +173,12 @@ fn right_entry(abuse: &Abuse, rng: &mut Rng, scratch: &mut Scratch, index: u16) 
 
 /// Entries of every sort with a few bits or bytes changed: each ends, well or not.
 fn mutated_entries(fixture: &Fixture) {
-    let abuse = Abuse::new(fixture, options());
+    let garbage = GarbageTest::new(fixture, options());
     let mut scratch = Scratch::default();
     let scratch = std::cell::RefCell::new(&mut scratch);
     for_each_seed(seeds(4000), |seed| {
         let mut rng = Rng::new(seed);
-        let mut entry = right_entry(&abuse, &mut rng, &mut scratch.borrow_mut(), 0);
+        let mut entry = right_entry(&garbage, &mut rng, &mut scratch.borrow_mut(), 0);
         for _ in 0..1 + rng.below(3) {
             // Not the index: an entry with another is not there yet.
             let at = 3 + rng.below(entry.len() as u64 - 3) as usize;
@@ -184,32 +188,32 @@ fn mutated_entries(fixture: &Fixture) {
                 entry[at] = [0, 0xff, 0x80, rng.next_u64() as u8][rng.below(4) as usize];
             }
         }
-        abuse
+        garbage
             .victim
             .b
             .qp
-            .post_receive(&[ReceiveRequest { id: 1, data: &[abuse.far.mr.sge(0, 128)] }])
+            .post_receive(&[ReceiveRequest { id: 1, data: &[garbage.far.mr.sge(0, 128)] }])
             .unwrap();
-        put(&abuse.world, &abuse.victim.a, 0, &entry);
+        put(&garbage.testbed, &garbage.victim.a, 0, &entry);
         // Unless it became a wait, or asks for no completion. One that is longer than what was promised takes its time.
         let silent = entry[11] & 0x0c != 0x08 || entry[3] == 0x0f;
         let start = Instant::now();
-        let mut ended = abuse.settle();
+        let mut ended = garbage.drain();
         while ended == 0 && !silent {
-            ended += abuse.settle();
-            assert!(start.elapsed() < soon(), "seed {seed}: nothing came of {entry:02x?}");
+            ended += garbage.drain();
+            assert!(start.elapsed() < test_timeout(), "seed {seed}: nothing came of {entry:02x?}");
         }
-        abuse.afterwards();
+        garbage.check_unaffected();
     });
 }
 
 fn random_doorbells_and_records(fixture: &Fixture) {
-    let abuse = Abuse::new(fixture, QpOptions { watched: true, ..options() });
+    let garbage = GarbageTest::new(fixture, QpOptions { poll_doorbell: true, ..options() });
     for_each_seed(seeds(3000), |seed| {
         let mut rng = Rng::new(seed);
-        let (memory, layout) = abuse.victim.a.qp.queues();
+        let (memory, layout) = garbage.victim.a.qp.queues();
         for _ in 0..6 {
-            let places = [layout.record, layout.doorbell, layout.doorbell + 256];
+            let places = [layout.dbrec, layout.doorbell, layout.doorbell + 256];
             let at = places[rng.below(3) as usize];
             let value = match rng.below(3) {
                 0 => rng.next_u64(),
@@ -217,22 +221,22 @@ fn random_doorbells_and_records(fixture: &Fixture) {
                 _ => u64::from_be(rng.below(40)),
             };
             memory.bytes().store_u64(at, value).unwrap();
-            abuse.world.step();
+            garbage.testbed.step();
         }
-        abuse.settle();
+        garbage.drain();
         if seed % 200 == 0 {
-            abuse.world.drive_for(Duration::from_millis(25)); // entries that never come
-            abuse.settle();
+            garbage.testbed.poll_for(Duration::from_millis(25)); // entries that never come
+            garbage.drain();
         }
-        abuse.afterwards();
+        garbage.check_unaffected();
     });
 }
 
 fn random_receives(fixture: &Fixture) {
-    let abuse = Abuse::new(fixture, QpOptions { receive_ranges: 4, ..options() });
+    let garbage = GarbageTest::new(fixture, QpOptions { max_recv_sge: 4, ..options() });
     for_each_seed(seeds(3000), |seed| {
         let mut rng = Rng::new(seed);
-        let (memory, layout) = abuse.victim.b.qp.queues();
+        let (memory, layout) = garbage.victim.b.qp.queues();
         let mut entries = [0; 256];
         entries.iter_mut().for_each(|byte| *byte = rng.next_u64() as u8);
         for segment in 0..16 {
@@ -240,7 +244,7 @@ fn random_receives(fixture: &Fixture) {
                 0 => entries[segment * 16..][..16]
                     .copy_from_slice(&[0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
                 1 => {
-                    let range = abuse.far.mr.sge(rng.below(4000), rng.below(200) as u32);
+                    let range = garbage.far.mr.sge(rng.below(4000), rng.below(200) as u32);
                     entries[segment * 16..][..4].copy_from_slice(&range.len.to_be_bytes());
                     entries[segment * 16 + 4..][..4].copy_from_slice(&range.lkey.to_be_bytes());
                     entries[segment * 16 + 8..][..8].copy_from_slice(&range.address.to_be_bytes());
@@ -250,24 +254,27 @@ fn random_receives(fixture: &Fixture) {
         }
         memory.bytes().write(layout.receive, &entries).unwrap();
         let count = [1, 2, 4, rng.next_u64() as u16][rng.below(4) as usize];
-        memory.bytes().store_u32(layout.record, u32::from_ne_bytes(Record::word(count))).unwrap();
+        memory
+            .bytes()
+            .store_u32(layout.dbrec, u32::from_ne_bytes(DoorbellRecord::word(count)))
+            .unwrap();
         for id in 0..3 {
-            let data = [abuse.near.mr.sge(0, rng.below(500) as u32)];
-            abuse.victim.a.qp.post_send(&[Request::new(id, Op::Send).with(&data)]).unwrap();
+            let data = [garbage.near.mr.sge(0, rng.below(500) as u32)];
+            garbage.victim.a.qp.post_send(&[SendRequest::new(id, WrOp::Send).with(&data)]).unwrap();
         }
-        abuse.settle();
-        abuse.afterwards();
+        garbage.drain();
+        garbage.check_unaffected();
     });
 }
 
 /// Links that lead anywhere: in circles, to themselves, beyond the end. Its memory is not ours to write through
 /// verbs, so this one is made by hand.
 fn random_links_of_shared_receives(fixture: &Fixture) {
-    use warpwire::hca::{Layout, QpSpec, QueueMemory, SrqSpec};
-    let world = fixture.world();
-    let bystander = world.join(QpOptions::default());
-    let hca = world.b.context.hca();
-    let near = fixture.host(&world.a, 4096);
+    use warpwire::hca::{QpLayout, QpSpec, QueueMemory, SrqSpec};
+    let testbed = fixture.testbed();
+    let bystander = testbed.join(QpOptions::default());
+    let hca = testbed.b.context.hca();
+    let near = fixture.host(&testbed.a, 4096);
     for_each_seed(seeds(1000), |seed| {
         let mut rng = Rng::new(seed);
         let memory = QueueMemory::host(16 * 64 + 64).unwrap();
@@ -280,62 +287,62 @@ fn random_links_of_shared_receives(fixture: &Fixture) {
             }
         }
         memory.bytes().write(0, &noise).unwrap();
-        let count = Record::word([3, 16, 17, rng.next_u64() as u16][rng.below(4) as usize]);
+        let count = DoorbellRecord::word([3, 16, 17, rng.next_u64() as u16][rng.below(4) as usize]);
         memory.bytes().store_u32(1024, u32::from_ne_bytes(count)).unwrap();
-        let srq =
-            hca.create_srq(SrqSpec { memory, entries: 16, stride: 64, record: 1024 }).unwrap();
-        let cq = world.b.context.create_cq(64).unwrap();
-        let layout = Layout { receive: 0, send: 0, record: 1024, doorbell: 1088 };
-        let side = world.side(&world.a, options());
+        let srq = hca.create_srq(SrqSpec { memory, entries: 16, stride: 64, dbrec: 1024 }).unwrap();
+        let cq = testbed.b.context.create_cq(64).unwrap();
+        let layout = QpLayout { receive: 0, send: 0, dbrec: 1024, doorbell: 1088 };
+        let test_qp = testbed.test_qp(&testbed.a, options());
         let number = hca
             .create_qp(QpSpec {
                 memory: QueueMemory::host(2048).unwrap(),
                 layout,
-                send_blocks: 16,
+                send_wqebbs: 16,
                 receive_entries: 0,
                 receive_stride: 0,
                 send_cq: cq.number(),
                 receive_cq: cq.number(),
                 srq: Some(srq),
-                pd: world.b.pd.id(),
+                pd: testbed.b.pd.id(),
                 signal_all: true,
                 user_index: 0xffff,
-                watched: false,
+                poll_doorbell: false,
                 options: QpOptions::default().tuning,
                 datagrams: None,
             })
             .unwrap();
-        let peer = world.side(&world.b, options()); // lends its steps
+        let peer = testbed.test_qp(&testbed.b, options()); // lends its steps
         let steps = [
-            peer.qp.to_init(),
-            peer.qp.to_rtr(&side.qp.offer()).unwrap(),
-            peer.qp.to_rts(&side.qp.offer()),
+            peer.qp.init_attr(),
+            peer.qp.rtr_attr(&test_qp.qp.endpoint()).unwrap(),
+            peer.qp.rts_attr(&test_qp.qp.endpoint()),
         ];
         steps.iter().for_each(|step| hca.modify_qp(number, step).unwrap());
-        let mut offer = peer.qp.offer();
-        offer.qpn = number;
-        side.qp.connect(&offer).unwrap();
+        let mut endpoint = peer.qp.endpoint();
+        endpoint.qpn = number;
+        test_qp.qp.connect(&endpoint).unwrap();
         for id in 0..8 {
             let data = [near.mr.sge(0, rng.below(3) as u32)];
-            side.qp.post_send(&[Request::new(id, Op::Send).with(&data)]).unwrap();
+            test_qp.qp.post_send(&[SendRequest::new(id, WrOp::Send).with(&data)]).unwrap();
         }
-        (0..30).for_each(|_| world.step());
+        (0..30).for_each(|_| testbed.step());
         hca.destroy_qp(number);
         hca.destroy_srq(srq);
-        world.works(&bystander);
+        testbed.check_traffic(&bystander);
     });
 }
 
 /// Completions and consumer counts that nobody wrote: reading them is harmless, and so is what follows.
 fn random_completions(fixture: &Fixture) {
-    let world = fixture.world();
-    let bystander = world.join(QpOptions::default());
-    let srq = world.a.context.create_srq(&world.a.pd, SrqOptions { depth: 7, ranges: 1 }).unwrap();
+    let testbed = fixture.testbed();
+    let bystander = testbed.join(QpOptions::default());
+    let srq =
+        testbed.a.context.create_srq(&testbed.a.pd, SrqOptions { depth: 7, max_sge: 1 }).unwrap();
     for_each_seed(seeds(1500), |seed| {
         let mut rng = Rng::new(seed);
         let srq = (seed % 2 == 0).then(|| srq.clone());
-        let joined = world.join_with(QpOptions { srq, ..options() }, options());
-        let cq = &joined.a.sends;
+        let conn = testbed.join_with(QpOptions { srq, ..options() }, options());
+        let cq = &conn.a.sends;
         let bytes = cq.memory().bytes();
         for place in 0..bytes.len() / 8 {
             if rng.below(3) == 0 {
@@ -345,26 +352,26 @@ fn random_completions(fixture: &Fixture) {
         // Some that could be: of this queue pair, with the right owner.
         for place in 0..8 {
             bytes.store_u32(place * 64 + 32, 0).unwrap();
-            bytes.store_u32(place * 64 + 56, u32::from_be(joined.a.qp.number())).unwrap();
+            bytes.store_u32(place * 64 + 56, u32::from_be(conn.a.qp.number())).unwrap();
             let code = [0, 2, 13, 14][rng.below(4) as usize];
             let tail = [rng.next_u64() as u8, rng.next_u64() as u8, 0, code << 4];
             bytes.store_u32(place * 64 + 60, u32::from_ne_bytes(tail)).unwrap();
         }
         let mut done = [Completion::EMPTY; 16];
         for id in 0..20 {
-            let _ = joined.a.qp.post_send(&[Request::new(id, Op::Nop)]);
+            let _ = conn.a.qp.post_send(&[SendRequest::new(id, WrOp::Nop)]);
             let _ = cq.poll(&mut done).unwrap();
             cq.arm(id % 2 == 0).unwrap();
             bytes.store_u32(bytes.len() - 64, rng.next_u64() as u32).unwrap();
         }
-        drop(joined);
-        world.works(&bystander);
+        drop(conn);
+        testbed.check_traffic(&bystander);
     });
 }
 
 /// A writer that keeps changing a queue, its record and its doorbell while the engine reads them.
 fn queues_that_change_while_they_are_read(fixture: &Fixture) {
-    let abuse = Abuse::new(fixture, QpOptions { watched: true, ..options() });
+    let garbage = GarbageTest::new(fixture, QpOptions { poll_doorbell: true, ..options() });
     let stop = std::sync::atomic::AtomicBool::new(false);
     let scribble = |qp: &Qp, seed: u64| {
         let mut rng = Rng::new(seed);
@@ -382,22 +389,22 @@ fn queues_that_change_while_they_are_read(fixture: &Fixture) {
         }
     };
     std::thread::scope(|scope| {
-        for (n, side) in [&abuse.victim.a, &abuse.victim.b].into_iter().enumerate() {
-            scope.spawn(move || scribble(&side.qp, n as u64));
+        for (n, test_qp) in [&garbage.victim.a, &garbage.victim.b].into_iter().enumerate() {
+            scope.spawn(move || scribble(&test_qp.qp, n as u64));
         }
         let start = Instant::now();
         while start.elapsed() < Duration::from_millis(500) {
-            abuse.settle();
-            for side in [&abuse.victim.a, &abuse.victim.b] {
-                side.qp.modify(&Change::to(State::Reset)).unwrap();
+            garbage.drain();
+            for test_qp in [&garbage.victim.a, &garbage.victim.b] {
+                test_qp.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
             }
-            connect(&abuse.victim.a.qp, &abuse.victim.b.qp);
-            abuse.world.works(&abuse.bystander);
+            connect(&garbage.victim.a.qp, &garbage.victim.b.qp);
+            garbage.testbed.check_traffic(&garbage.bystander);
         }
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
     });
-    for secret in &abuse.secret {
+    for secret in &garbage.secret {
         same(&secret.read(0, 4096), &[0; 4096], "memory of another domain");
     }
-    abuse.world.works(&abuse.bystander);
+    garbage.testbed.check_traffic(&garbage.bystander);
 }

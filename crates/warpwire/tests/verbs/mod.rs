@@ -3,7 +3,7 @@
 //! Each case runs over each link that is there; where one is absent, a line `skipped: why` is printed, and
 //! `WARPWIRE_REQUIRE` with the link's name in it makes it a failure. Cases that are about the device alone run over
 //! the loopback link only.
-mod apart;
+mod bad_responses;
 mod chaos;
 mod datagrams;
 mod devices;
@@ -12,27 +12,27 @@ mod events;
 mod failures;
 pub mod fixture;
 mod garbage;
-mod lent;
 mod mixtures;
 mod operations;
+mod peer_process;
 mod processes;
 mod queues;
 mod refusals;
 mod scale;
 mod staged;
 mod states;
-mod strange;
+mod zero_copy;
 
 use testkit::{Case, Collector, Effort, Suite};
 
-use fixture::{Fixture, Which};
+use fixture::{Fixture, TestLink};
 
 pub const SUITE: Suite = Suite { name: "verbs", env: &[], collect, role };
 
 /// Cases that every link runs.
 const EVERYWHERE: &[&[Case<Fixture>]] = &[
     operations::CASES,
-    lent::CASES,
+    zero_copy::CASES,
     direct::CASES,
     failures::CASES,
     queues::CASES,
@@ -41,10 +41,10 @@ const EVERYWHERE: &[&[Case<Fixture>]] = &[
     chaos::CASES,
     mixtures::CASES,
     datagrams::CASES,
-    strange::CASES,
+    bad_responses::CASES,
 ];
 /// Cases with a process on either side.
-const BETWEEN_PROCESSES: &[&[Case<Fixture>]] = &[processes::CASES, apart::CASES];
+const BETWEEN_PROCESSES: &[&[Case<Fixture>]] = &[processes::CASES, peer_process::CASES];
 /// Cases for which the link does not matter.
 const ONCE: &[&[Case<Fixture>]] = &[
     failures::ONCE,
@@ -56,7 +56,7 @@ const ONCE: &[&[Case<Fixture>]] = &[
     mixtures::ONCE,
     garbage::ONCE,
     datagrams::ONCE,
-    apart::ONCE,
+    peer_process::ONCE,
     refusals::ONCE,
 ];
 
@@ -151,59 +151,59 @@ fn not_on_devices(name: &str) -> Option<&'static str> {
 fn role(words: &str) {
     let (kind, words) = words.split_once(' ').unwrap_or((words, ""));
     match kind {
-        "peer" => processes::live(words),
-        "apart" => apart::run(words),
+        "peer" => processes::run_role(words),
+        "apart" => peer_process::run(words),
         "try" => refusals::run(words),
         other => panic!("no role is called {other:?}"),
     }
 }
 
 fn collect(suite: &mut Collector) {
-    fixture::move_beside();
-    for (which, name) in Which::all() {
-        let quick = which == Which::Loopback || which.has_device();
+    fixture::enter_netns();
+    for (test_link, name) in TestLink::all() {
+        let quick = test_link == TestLink::Loopback || test_link.has_device();
         if suite.effort() == Effort::Quick && !quick {
             continue;
         }
-        if suite.backend(name, which.missing().map_or(Ok(()), Err)).is_none() {
+        if suite.backend(name, test_link.missing().map_or(Ok(()), Err)).is_none() {
             continue;
         }
-        let special = match which {
-            Which::Loopback => ONCE,
-            which if which.has_device() => {
-                suite.one_at_a_time(); // there is one RoCE port
+        let special = match test_link {
+            TestLink::Loopback => ONCE,
+            test_link if test_link.has_device() => {
+                suite.run_serially(); // there is one RoCE port
                 ON_DEVICES
             }
             _ => BETWEEN_PROCESSES,
         };
         for cases in EVERYWHERE.iter().chain(special) {
             // How peers of one machine do without packets is no affair of devices.
-            if which.has_device() && cases[0].name == direct::CASES[0].name {
+            if test_link.has_device() && cases[0].name == direct::CASES[0].name {
                 continue;
             }
-            suite.add(name, cases, move |case| run(name, case, which));
+            suite.add(name, cases, move |case| run(name, case, test_link));
         }
     }
 }
 
 /// Runs a case, unless it cannot run on this backend.
-fn run(backend: &str, case: &Case<Fixture>, which: Which) {
+fn run(backend: &str, case: &Case<Fixture>, test_link: TestLink) {
     let start = std::time::Instant::now();
-    let two_worlds = matches!(case.name, "nobody_is_ready" | "guards_and_threads_move_bytes");
-    if two_worlds && which.has_device() && which != Which::Device {
+    let two_testbeds = matches!(case.name, "nobody_is_ready" | "guards_and_threads_move_bytes");
+    if two_testbeds && test_link.has_device() && test_link != TestLink::Device {
         testkit::skip("it opens two worlds, and there is one port 4791");
     }
-    if let Some(why) = not_on_devices(case.name).filter(|_| which.has_device()) {
+    if let Some(why) = not_on_devices(case.name).filter(|_| test_link.has_device()) {
         testkit::skip(why);
     }
-    let run = std::panic::AssertUnwindSafe(|| (case.run)(&Fixture::new(which)));
+    let run = std::panic::AssertUnwindSafe(|| (case.run)(&Fixture::new(test_link)));
     let ended = std::panic::catch_unwind(run);
     let failed = ended.as_ref().is_err_and(|payload| !testkit::is_skip(payload.as_ref()));
     fixture::end_recording(&format!("{backend}::{}", case.name), failed);
     if let Err(payload) = ended {
         std::panic::resume_unwind(payload);
     }
-    if which.has_device() {
+    if test_link.has_device() {
         eprint!("{:.1} s ", start.elapsed().as_secs_f64());
     }
 }

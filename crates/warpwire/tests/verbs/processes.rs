@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
-use warpwire::verbs::exchange::Exchange;
+use warpwire::verbs::bootstrap::Bootstrap;
 use warpwire::verbs::{
-    Change, Completion, Drive, Offer, Op, Qp, QpOptions, Remote, Request, State, Status,
+    Completion, ProgressMode, Qp, QpAttributes, QpEndpoint, QpOptions, Remote, SendRequest, State,
+    Status, WrOp,
 };
 
-use crate::verbs::fixture::{End, Fixture, Patch, Side, Which, same, soon};
+use crate::verbs::fixture::{Endpoint, Fixture, TestBuffer, TestLink, TestQp, same, test_timeout};
 use testkit::{Process, Role, cases};
 
 cases!(Fixture; CASES:
@@ -31,15 +32,15 @@ const PAIRS: usize = 2;
 
 /// What a peer tells.
 #[derive(Serialize, Deserialize)]
-struct Hello {
-    offers: Vec<Offer>,
+struct PeerInfo {
+    endpoints: Vec<QpEndpoint>,
     memory: (u64, u32),
 }
 
 /// What it is told.
 #[derive(Serialize, Deserialize)]
 struct Task {
-    offers: Vec<Offer>,
+    endpoints: Vec<QpEndpoint>,
     /// Memory to write to, again and again.
     write_to: Option<(u64, u32)>,
     /// Whether a thread waits for completions all the time.
@@ -52,99 +53,104 @@ fn options() -> QpOptions {
 }
 
 /// Gives up after a second or so.
-fn hasty() -> QpOptions {
+fn few_retries() -> QpOptions {
     QpOptions { timeout: 15, retry_count: 3, ..QpOptions::default() }
 }
 
 /// A peer's whole life: the name of the link, the port of the conversation, and whether its doorbells are watched.
-pub fn live(words: &str) {
-    let [name, port, watched] = words.split(' ').collect::<Vec<_>>().try_into().unwrap();
-    let watched = watched == "watched";
-    let which = Which::LINKS.into_iter().find(|(_, known)| *known == name).unwrap().0;
+pub fn run_role(words: &str) {
+    let [name, port, poll_doorbell] = words.split(' ').collect::<Vec<_>>().try_into().unwrap();
+    let poll_doorbell = poll_doorbell == "watched";
+    let test_link = TestLink::LINKS.into_iter().find(|(_, known)| *known == name).unwrap().0;
     let mut parent =
-        Exchange::connect(("127.0.0.1", port.parse::<u16>().unwrap()), soon()).unwrap();
-    let link = which.crowd(1).unwrap().remove(0);
-    let drive = match watched {
-        false => Drive::Guarded,
-        true => Drive::Thread { spin: Duration::from_micros(50), core: None },
+        Bootstrap::connect(("127.0.0.1", port.parse::<u16>().unwrap()), test_timeout()).unwrap();
+    let link = test_link.links(1).unwrap().remove(0);
+    let progress_mode = match poll_doorbell {
+        false => ProgressMode::Auto,
+        true => ProgressMode::Thread { spin: Duration::from_micros(50), core: None },
     };
-    let end = End::open(link, which.options(drive));
-    let memory = Fixture::new(which).host(&end, LEN);
-    let sides: Vec<_> =
-        (0..PAIRS).map(|_| side(&end, QpOptions { watched, ..options() })).collect();
-    let offers = sides.iter().map(|side| side.qp.offer()).collect();
+    let end = Endpoint::open(link, test_link.options(progress_mode));
+    let memory = Fixture::new(test_link).host(&end, LEN);
+    let test_qps: Vec<_> =
+        (0..PAIRS).map(|_| test_qp(&end, QpOptions { poll_doorbell, ..options() })).collect();
+    let endpoints = test_qps.iter().map(|test_qp| test_qp.qp.endpoint()).collect();
     let at = memory.mr.remote(0);
-    parent.tell(&Hello { offers, memory: (at.address, at.rkey) }).unwrap();
-    let task: Task = parent.hear().unwrap();
-    for (side, offer) in sides.iter().zip(&task.offers) {
-        side.qp.connect(offer).unwrap();
+    parent.send(&PeerInfo { endpoints, memory: (at.address, at.rkey) }).unwrap();
+    let task: Task = parent.recv().unwrap();
+    for (test_qp, endpoint) in test_qps.iter().zip(&task.endpoints) {
+        test_qp.qp.connect(endpoint).unwrap();
     }
-    parent.tell(&true).unwrap();
+    parent.send(&true).unwrap();
     if let Some((address, rkey)) = task.write_to {
         let data = [memory.mr.sge(0, LEN as u32)];
         loop {
-            let write = Request::new(1, Op::Write(Remote { address, rkey })).with(&data);
-            sides[0].qp.post_send(&[write]).unwrap();
-            if !sides[0].sends.next(soon()).unwrap().is_some_and(|done| done.is_success()) {
+            let write = SendRequest::new(1, WrOp::Write(Remote { address, rkey })).with(&data);
+            test_qps[0].qp.post_send(&[write]).unwrap();
+            if !test_qps[0]
+                .sends
+                .next(test_timeout())
+                .unwrap()
+                .is_some_and(|done| done.is_success())
+            {
                 return;
             }
         }
     }
     if task.waits {
-        let cq = sides[1].receives.clone();
+        let cq = test_qps[1].receives.clone();
         std::thread::spawn(move || cq.next(Duration::from_secs(600)));
     }
     // Until the parent hangs up, or forgets us.
-    while parent.hear::<bool>().is_ok() {}
+    while parent.recv::<bool>().is_ok() {}
 }
 
-fn side(end: &End, options: QpOptions) -> Side {
+fn test_qp(end: &Endpoint, options: QpOptions) -> TestQp {
     let entries = 2 * options.send_depth;
     let [sends, receives] = [0; 2].map(|_| end.context.create_cq(entries).unwrap());
     let qp = end.context.create_qp(&end.pd, &sends, &receives, options).unwrap();
-    Side { qp, sends, receives }
+    TestQp { qp, sends, receives }
 }
 
 /// Another process, and what it told.
 struct Peer {
     process: Process,
-    talk: Exchange,
-    hello: Hello,
+    bootstrap: Bootstrap,
+    peer_info: PeerInfo,
 }
 
 impl Peer {
-    fn start(which: Which) -> Self {
-        Self::started(which, "rung")
+    fn start(test_link: TestLink) -> Self {
+        Self::start_with(test_link, "rung")
     }
 
-    fn started(which: Which, doorbells: &str) -> Self {
+    fn start_with(test_link: TestLink, doorbells: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let name = Which::LINKS.into_iter().find(|(known, _)| *known == which).unwrap().1;
+        let name = TestLink::LINKS.into_iter().find(|(known, _)| *known == test_link).unwrap().1;
         let port = listener.local_addr().unwrap().port();
         let role = Role::new("verbs", format!("peer {name} {port} {doorbells}"));
         let process = Process::start(role.command().stdin(Stdio::null()));
-        let mut talk = Exchange::accept(&listener, soon()).unwrap();
-        let hello = talk.hear().unwrap();
-        Self { process, talk, hello }
+        let mut bootstrap = Bootstrap::accept(&listener, test_timeout()).unwrap();
+        let peer_info = bootstrap.recv().unwrap();
+        Self { process, bootstrap, peer_info }
     }
 
     /// Tells it what to do, and whom to connect to.
-    fn task(&mut self, offers: Vec<Offer>, write_to: Option<Remote>, waits: bool) {
+    fn task(&mut self, endpoints: Vec<QpEndpoint>, write_to: Option<Remote>, waits: bool) {
         let write_to = write_to.map(|at| (at.address, at.rkey));
-        self.talk.tell(&Task { offers, write_to, waits }).unwrap();
-        assert!(self.talk.hear::<bool>().unwrap());
+        self.bootstrap.send(&Task { endpoints, write_to, waits }).unwrap();
+        assert!(self.bootstrap.recv::<bool>().unwrap());
     }
 
     /// Connects these to its queue pairs, in order.
     fn join(&mut self, pairs: &[&Qp], write_to: Option<Remote>) {
-        self.task(pairs.iter().map(|qp| qp.offer()).collect(), write_to, false);
-        for (qp, offer) in pairs.iter().zip(&self.hello.offers) {
-            qp.connect(offer).unwrap();
+        self.task(pairs.iter().map(|qp| qp.endpoint()).collect(), write_to, false);
+        for (qp, endpoint) in pairs.iter().zip(&self.peer_info.endpoints) {
+            qp.connect(endpoint).unwrap();
         }
     }
 
     fn at(&self, offset: u64) -> Remote {
-        let (address, rkey) = self.hello.memory;
+        let (address, rkey) = self.peer_info.memory;
         Remote { address: address + offset, rkey }
     }
 
@@ -153,36 +159,36 @@ impl Peer {
     }
 }
 
-fn next(side: &Side) -> Completion {
-    side.sends.next(soon()).unwrap().expect("it ends")
+fn next(test_qp: &TestQp) -> Completion {
+    test_qp.sends.next(test_timeout()).unwrap().expect("it ends")
 }
 
 /// What is written to a peer is read back.
-fn there_and_back(side: &Side, peer: &Peer, near: &Patch, seed: u64) {
+fn there_and_back(test_qp: &TestQp, peer: &Peer, near: &TestBuffer, seed: u64) {
     let len = 100_000;
     let wanted = near.pattern(0, len, seed);
     near.write(1 << 20, &vec![0; len]);
     let (from, back) = ([near.mr.sge(0, len as u32)], [near.mr.sge(1 << 20, len as u32)]);
-    let write = Request::new(1, Op::Write(peer.at(64))).with(&from);
-    let read = Request::new(2, Op::Read(peer.at(64))).with(&back);
-    side.qp.post_send(&[write, read]).unwrap();
+    let write = SendRequest::new(1, WrOp::Write(peer.at(64))).with(&from);
+    let read = SendRequest::new(2, WrOp::Read(peer.at(64))).with(&back);
+    test_qp.qp.post_send(&[write, read]).unwrap();
     for id in 1..=2 {
-        let done = next(side);
-        assert_eq!((done.id, done.status), (id, Status::Success), "{:?}", side.qp.stats());
+        let done = next(test_qp);
+        assert_eq!((done.id, done.status), (id, Status::Success), "{:?}", test_qp.qp.stats());
     }
     same(&near.read(1 << 20, len), &wanted, "a write, read back");
 }
 
 /// One end here; the other ends are processes.
-struct Here {
-    end: End,
-    near: Patch,
+struct LocalSetup {
+    end: Endpoint,
+    near: TestBuffer,
 }
 
-impl Here {
+impl LocalSetup {
     fn new(fixture: &Fixture) -> Self {
-        let link = fixture.which.crowd(1).unwrap().remove(0);
-        let end = End::open(link, fixture.which.options(Drive::Guarded));
+        let link = fixture.test_link.links(1).unwrap().remove(0);
+        let end = Endpoint::open(link, fixture.test_link.options(ProgressMode::Auto));
         let near = fixture.host(&end, LEN);
         Self { end, near }
     }
@@ -190,33 +196,33 @@ impl Here {
 
 /// Its requests fail in time, others' go on, and when it comes again everything works again.
 fn a_process_that_is_killed(fixture: &Fixture) {
-    let Here { end, near } = Here::new(fixture);
-    let mut survivor = Peer::start(fixture.which);
-    let other = side(&end, options());
+    let LocalSetup { end, near } = LocalSetup::new(fixture);
+    let mut survivor = Peer::start(fixture.test_link);
+    let other = test_qp(&end, options());
     survivor.join(&[&other.qp], None);
-    let pairs = [side(&end, hasty()), side(&end, hasty())];
+    let pairs = [test_qp(&end, few_retries()), test_qp(&end, few_retries())];
     let big = fixture.host(&end, LEN);
     for round in 0..2 {
-        let mut doomed = Peer::start(fixture.which);
+        let mut doomed = Peer::start(fixture.test_link);
         doomed.join(&[&pairs[0].qp, &pairs[1].qp], None);
         there_and_back(&pairs[0], &doomed, &near, round);
         there_and_back(&pairs[1], &doomed, &near, round + 10);
         let data = [big.mr.sge(0, LEN as u32)];
-        for (n, side) in pairs.iter().enumerate() {
-            let op = [Op::Write(doomed.at(0)), Op::Read(doomed.at(0))][n];
-            let many: Vec<_> = (0..20).map(|id| Request::new(id, op).with(&data)).collect();
-            side.qp.post_send(&many).unwrap();
+        for (n, test_qp) in pairs.iter().enumerate() {
+            let op = [WrOp::Write(doomed.at(0)), WrOp::Read(doomed.at(0))][n];
+            let many: Vec<_> = (0..20).map(|id| SendRequest::new(id, op).with(&data)).collect();
+            test_qp.qp.post_send(&many).unwrap();
         }
         let first = next(&pairs[0]);
         assert_eq!((first.id, first.status), (0, Status::Success));
         doomed.signal(Signal::KILL);
         there_and_back(&other, &survivor, &near, 7);
-        for (n, side) in pairs.iter().enumerate() {
-            let op = [Op::Write(doomed.at(0)), Op::Read(doomed.at(0))][n];
-            expect_one_failure(side, 1 - n as u64, || {
-                side.qp.post_send(&[Request::new(99, op).with(&data)]).unwrap();
+        for (n, test_qp) in pairs.iter().enumerate() {
+            let op = [WrOp::Write(doomed.at(0)), WrOp::Read(doomed.at(0))][n];
+            expect_one_failure(test_qp, 1 - n as u64, || {
+                test_qp.qp.post_send(&[SendRequest::new(99, op).with(&data)]).unwrap();
             });
-            side.qp.modify(&Change::to(State::Reset)).unwrap();
+            test_qp.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
         }
         there_and_back(&other, &survivor, &near, 8);
     }
@@ -224,50 +230,50 @@ fn a_process_that_is_killed(fixture: &Fixture) {
 
 /// Work up to 19 ends: some of it well, then one because nobody answered, the rest flushed. Where no packets are needed
 /// all of it may have been done before the end was noticed; then `more` is posted until it is.
-fn expect_one_failure(side: &Side, from: u64, more: impl Fn()) {
-    let mut ends: Vec<_> = (from..20).map(|id| (id, next(side))).collect();
+fn expect_one_failure(test_qp: &TestQp, from: u64, more: impl Fn()) {
+    let mut ends: Vec<_> = (from..20).map(|id| (id, next(test_qp))).collect();
     assert!(ends.iter().all(|(id, done)| done.id == *id), "in order: {ends:?}");
     let start = Instant::now();
     while ends.iter().all(|(_, done)| done.is_success()) {
-        assert!(start.elapsed() < soon(), "nobody notices");
+        assert!(start.elapsed() < test_timeout(), "nobody notices");
         more();
-        ends = vec![(99, next(side))];
+        ends = vec![(99, next(test_qp))];
     }
-    let well = ends.iter().take_while(|(_, done)| done.is_success()).count();
-    let failed: Vec<_> = ends[well..].iter().map(|(_, done)| done.status).collect();
+    let first_ok = ends.iter().take_while(|(_, done)| done.is_success()).count();
+    let failed: Vec<_> = ends[first_ok..].iter().map(|(_, done)| done.status).collect();
     assert_eq!(failed.first(), Some(&Status::RetryExceeded), "{ends:?}");
     assert!(failed[1..].iter().all(|status| *status == Status::Flushed), "{ends:?}");
 }
 
 /// A peer that only answers learns nothing of it, and its queue pair can be used for another.
 fn a_process_that_is_killed_while_it_writes(fixture: &Fixture) {
-    let Here { end, near } = Here::new(fixture);
+    let LocalSetup { end, near } = LocalSetup::new(fixture);
     let target = fixture.host(&end, LEN);
-    let ours = side(&end, options());
-    let mut doomed = Peer::start(fixture.which);
+    let ours = test_qp(&end, options());
+    let mut doomed = Peer::start(fixture.test_link);
     doomed.join(&[&ours.qp], Some(target.mr.remote(0)));
     let start = Instant::now();
     // By packets, and without any where the peer reaches our memory by itself.
     let came =
         || ours.qp.stats().unwrap().bytes_received + end.context.stats().direct.bytes_by_peers;
     while came() < 2 * LEN {
-        assert!(start.elapsed() < soon(), "{:?}", ours.qp.stats());
+        assert!(start.elapsed() < test_timeout(), "{:?}", ours.qp.stats());
         std::thread::sleep(Duration::from_millis(1));
     }
     drop(doomed);
     assert_eq!(ours.qp.state().unwrap(), State::Rts);
-    let mut peer = Peer::start(fixture.which);
-    ours.qp.modify(&Change::to(State::Reset)).unwrap();
+    let mut peer = Peer::start(fixture.test_link);
+    ours.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
     peer.join(&[&ours.qp], None);
     there_and_back(&ours, &peer, &near, 3);
 }
 
 /// Nothing is lost by a stop that is shorter than our patience, and nobody else waits for it.
 fn a_process_that_is_stopped(fixture: &Fixture) {
-    let Here { end, near } = Here::new(fixture);
-    let (mut slow, mut other) = (Peer::start(fixture.which), Peer::start(fixture.which));
+    let LocalSetup { end, near } = LocalSetup::new(fixture);
+    let (mut slow, mut other) = (Peer::start(fixture.test_link), Peer::start(fixture.test_link));
     // 268 ms a try: two seconds in all.
-    let pairs = [side(&end, options()), side(&end, options())];
+    let pairs = [test_qp(&end, options()), test_qp(&end, options())];
     slow.join(&[&pairs[0].qp], None);
     other.join(&[&pairs[1].qp], None);
     let big = fixture.host(&end, LEN);
@@ -275,7 +281,7 @@ fn a_process_that_is_stopped(fixture: &Fixture) {
         let wanted = big.pattern(0, LEN as usize, 50 + round);
         let data = [big.mr.sge(0, LEN as u32)];
         let writes: Vec<_> =
-            (0..16).map(|id| Request::new(id, Op::Write(slow.at(0))).with(&data)).collect();
+            (0..16).map(|id| SendRequest::new(id, WrOp::Write(slow.at(0))).with(&data)).collect();
         pairs[0].qp.post_send(&writes).unwrap();
         let mut done = vec![next(&pairs[0])];
         slow.signal(Signal::STOP);
@@ -291,7 +297,7 @@ fn a_process_that_is_stopped(fixture: &Fixture) {
             assert_eq!((done.id, done.status), (id, Status::Success), "{:?}", pairs[0].qp.stats());
         }
         big.write(0, &vec![0; LEN as usize]);
-        pairs[0].qp.post_send(&[Request::new(99, Op::Read(slow.at(0))).with(&data)]).unwrap();
+        pairs[0].qp.post_send(&[SendRequest::new(99, WrOp::Read(slow.at(0))).with(&data)]).unwrap();
         assert!(next(&pairs[0]).is_success());
         same(&big.read(0, LEN as usize), &wanted, "what was written across a stop");
     }
@@ -311,14 +317,16 @@ fn used(child: &Child) -> Duration {
 /// also where a stream or a kernel may ring a doorbell, which wakes nobody.
 fn idle_processes_sleep(fixture: &Fixture) {
     let mut peers = [
-        Peer::start(fixture.which),
-        Peer::start(fixture.which),
-        Peer::started(fixture.which, "watched"),
-        Peer::started(fixture.which, "watched"),
+        Peer::start(fixture.test_link),
+        Peer::start(fixture.test_link),
+        Peer::start_with(fixture.test_link, "watched"),
+        Peer::start_with(fixture.test_link, "watched"),
     ];
-    let offers = [1, 0, 3, 2].map(|other: usize| peers[other].hello.offers.clone());
-    for ((peer, offers), waits) in peers.iter_mut().zip(offers).zip([true, false, true, false]) {
-        peer.task(offers, None, waits);
+    let endpoints = [1, 0, 3, 2].map(|other: usize| peers[other].peer_info.endpoints.clone());
+    for ((peer, endpoints), waits) in
+        peers.iter_mut().zip(endpoints).zip([true, false, true, false])
+    {
+        peer.task(endpoints, None, waits);
     }
     std::thread::sleep(Duration::from_millis(500));
     let before = peers.each_ref().map(|peer| used(&peer.process.child));

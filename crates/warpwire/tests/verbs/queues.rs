@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use warpwire::error::Kind as ErrorKind;
 use warpwire::hca::QueueMemory;
-use warpwire::mlx5::{self, Builder, Doorbell, Opcode, Record, Scratch};
+use warpwire::mlx5::{self, Builder, Doorbell, DoorbellRecord, Opcode, Scratch};
 use warpwire::verbs::{
-    AsyncEvent, Change, Completion, Cq, CqOptions, Drive, Op, Qp, QpOptions, ReceiveRequest,
-    Remote, Request, SrqOptions, State, Status,
+    AsyncEvent, Completion, Cq, CqOptions, ProgressMode, Qp, QpAttributes, QpOptions,
+    ReceiveRequest, Remote, SendRequest, SrqOptions, State, Status, WrOp,
 };
 
-use crate::verbs::fixture::{Fixture, Joined, Side, World, connect, same, soon};
+use crate::verbs::fixture::{Fixture, QpPair, TestQp, Testbed, connect, same, test_timeout};
 use testkit::cases;
 
 cases!(Fixture; CASES:
@@ -36,39 +36,39 @@ cases!(Fixture; ONCE:
 );
 
 fn unsignaled_chains(fixture: &Fixture) {
-    let world = fixture.world();
-    let joined =
-        world.join(QpOptions { signal_all: false, send_depth: 16, ..QpOptions::default() });
-    let far = fixture.host(&world.b, 4096);
+    let testbed = fixture.testbed();
+    let conn =
+        testbed.join(QpOptions { signal_all: false, send_depth: 16, ..QpOptions::default() });
+    let far = fixture.host(&testbed.b, 4096);
     for round in 0..50u64 {
-        let mut batch = joined.a.qp.batch();
+        let mut batch = conn.a.qp.batch();
         for n in 0..15 {
             let at = far.mr.remote(n * 8);
             let bytes = (round * 100 + n).to_ne_bytes();
-            batch.push(&Request::new(n, Op::Write(at)).inline(&bytes).unsignaled()).unwrap();
+            batch.push(&SendRequest::new(n, WrOp::Write(at)).inline(&bytes).unsignaled()).unwrap();
         }
-        batch.push(&Request::new(99, Op::Write(far.mr.remote(200))).inline(b"last")).unwrap();
+        batch.push(&SendRequest::new(99, WrOp::Write(far.mr.remote(200))).inline(b"last")).unwrap();
         batch.post();
-        world.done(&joined.a.sends, 99);
+        testbed.done(&conn.a.sends, 99);
         assert!((0..15).all(|n| far.word(n * 8) == round * 100 + n));
     }
-    world.quiet(&joined.a.sends);
+    testbed.expect_no_completion(&conn.a.sends);
     // A batch that is dropped never was.
-    let mut batch = joined.a.qp.batch();
-    batch.push(&Request::new(5, Op::Write(far.mr.remote(0))).inline(b"never")).unwrap();
+    let mut batch = conn.a.qp.batch();
+    batch.push(&SendRequest::new(5, WrOp::Write(far.mr.remote(0))).inline(b"never")).unwrap();
     drop(batch);
-    joined.a.qp.post_send(&[Request::new(6, Op::Nop)]).unwrap();
-    world.done(&joined.a.sends, 6);
+    conn.a.qp.post_send(&[SendRequest::new(6, WrOp::Nop)]).unwrap();
+    testbed.done(&conn.a.sends, 6);
     assert_eq!(far.word(0), 4900);
 }
 
 fn a_full_ring_is_busy(fixture: &Fixture) {
-    let world = fixture.world();
-    let joined = world.join(QpOptions { send_depth: 4, receive_depth: 4, ..QpOptions::default() });
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions { send_depth: 4, receive_depth: 4, ..QpOptions::default() });
     for round in 0..20u64 {
         let mut posted = 0;
         let refused = loop {
-            match joined.a.qp.post_send(&[Request::new(round * 1000 + posted, Op::Nop)]) {
+            match conn.a.qp.post_send(&[SendRequest::new(round * 1000 + posted, WrOp::Nop)]) {
                 Ok(()) => posted += 1,
                 Err(why) => break why,
             }
@@ -77,63 +77,64 @@ fn a_full_ring_is_busy(fixture: &Fixture) {
         assert!(refused.to_string().contains("full"), "{refused}");
         assert!((4..=64).contains(&posted));
         for n in 0..posted {
-            world.done(&joined.a.sends, round * 1000 + n);
+            testbed.done(&conn.a.sends, round * 1000 + n);
         }
         // All or none.
-        let many = vec![Request::new(0, Op::Nop); posted as usize + 1];
-        assert_eq!(joined.a.qp.post_send(&many).unwrap_err().kind(), &ErrorKind::Busy);
-        world.step();
+        let many = vec![SendRequest::new(0, WrOp::Nop); posted as usize + 1];
+        assert_eq!(conn.a.qp.post_send(&many).unwrap_err().kind(), &ErrorKind::Busy);
+        testbed.step();
         let mut one = [Completion::EMPTY];
-        assert_eq!(joined.a.sends.poll(&mut one).unwrap(), 0, "nothing of it was posted");
+        assert_eq!(conn.a.sends.poll(&mut one).unwrap(), 0, "nothing of it was posted");
     }
     let four = [ReceiveRequest { id: 1, data: &[] }; 4];
-    joined.b.qp.post_receive(&four[..3]).unwrap();
-    assert_eq!(joined.b.qp.post_receive(&four[..2]).unwrap_err().kind(), &ErrorKind::Busy);
-    joined.b.qp.post_receive(&four[..1]).unwrap();
-    assert_eq!(joined.b.qp.post_receive(&four[..1]).unwrap_err().kind(), &ErrorKind::Busy);
-    let srq = world.b.context.create_srq(&world.b.pd, SrqOptions { depth: 3, ranges: 1 }).unwrap();
+    conn.b.qp.post_receive(&four[..3]).unwrap();
+    assert_eq!(conn.b.qp.post_receive(&four[..2]).unwrap_err().kind(), &ErrorKind::Busy);
+    conn.b.qp.post_receive(&four[..1]).unwrap();
+    assert_eq!(conn.b.qp.post_receive(&four[..1]).unwrap_err().kind(), &ErrorKind::Busy);
+    let srq =
+        testbed.b.context.create_srq(&testbed.b.pd, SrqOptions { depth: 3, max_sge: 1 }).unwrap();
     srq.post_receive(&four[..3]).unwrap();
     assert_eq!(srq.post_receive(&four[..1]).unwrap_err().kind(), &ErrorKind::Busy);
 }
 
 /// The doorbell's and the record's counts go round; at each step of the last lap the engine has time to be misled.
 fn indices_wrap_at_sixteen_bits(fixture: &Fixture) {
-    let world = fixture.world();
-    let joined = world.join(QpOptions { signal_all: false, inline: 20, ..QpOptions::default() });
-    let far = fixture.host(&world.b, 4096);
-    let nop = Request::new(1, Op::Nop).unsignaled();
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions { signal_all: false, inline: 20, ..QpOptions::default() });
+    let far = fixture.host(&testbed.b, 4096);
+    let nop = SendRequest::new(1, WrOp::Nop).unsignaled();
     let mut posted = 0u64;
     while posted < 2 * 65_536 + 300 {
         let near_the_end = posted % 65_536 > 65_536 - 200 || posted % 65_536 < 30;
         let count = if near_the_end { 9 } else { 100 };
         let mut requests = vec![nop; count];
         let value = posted.to_ne_bytes();
-        requests.push(Request::new(posted, Op::Write(far.mr.remote(8))).inline(&value));
-        joined.a.qp.post_send(&requests).unwrap();
-        world.done(&joined.a.sends, posted);
+        requests.push(SendRequest::new(posted, WrOp::Write(far.mr.remote(8))).inline(&value));
+        conn.a.qp.post_send(&requests).unwrap();
+        testbed.done(&conn.a.sends, posted);
         assert_eq!(far.word(8), posted);
         posted += requests.len() as u64;
         if near_the_end {
-            joined.a.qp.post_receive(&[]).unwrap(); // a ring without news
-            world.drive_for(Duration::from_millis(22));
-            assert_eq!(joined.a.qp.state().unwrap(), State::Rts, "at block {posted}");
+            conn.a.qp.post_receive(&[]).unwrap(); // a ring without news
+            testbed.poll_for(Duration::from_millis(22));
+            assert_eq!(conn.a.qp.state().unwrap(), State::Rts, "at block {posted}");
         }
     }
 }
 
-fn exchange(joined: &Joined, rounds: u64, depth: u64) {
-    let post = |id| joined.b.qp.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
+fn exchange(conn: &QpPair, rounds: u64, depth: u64) {
+    let post = |id| conn.b.qp.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
     (0..depth).for_each(post);
     let mut done = [Completion::EMPTY; 32];
     let (mut sent, mut acknowledged, mut received) = (0, 0, 0);
     while received < rounds {
         while sent < rounds && sent < acknowledged + depth {
             let imm = (sent as u32).to_be_bytes();
-            joined.a.qp.post_send(&[Request::new(sent, Op::SendImm(imm))]).unwrap();
+            conn.a.qp.post_send(&[SendRequest::new(sent, WrOp::SendImm(imm))]).unwrap();
             sent += 1;
         }
-        acknowledged += joined.a.sends.poll(&mut done).unwrap() as u64;
-        let count = joined.b.receives.poll(&mut done).unwrap();
+        acknowledged += conn.a.sends.poll(&mut done).unwrap() as u64;
+        let count = conn.b.receives.poll(&mut done).unwrap();
         for arrived in &done[..count] {
             let imm = warpwire::verbs::CompletionKind::ReceiveImm((received as u32).to_be_bytes());
             assert_eq!(
@@ -147,23 +148,23 @@ fn exchange(joined: &Joined, rounds: u64, depth: u64) {
 }
 
 fn receive_queues_wrap(fixture: &Fixture) {
-    let world = fixture.world();
-    let joined = world.join(QpOptions { receive_depth: 8, ..QpOptions::default() });
-    exchange(&joined, 500, 8);
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions { receive_depth: 8, ..QpOptions::default() });
+    exchange(&conn, 500, 8);
 }
 
 fn receive_counters_wrap_at_sixteen_bits(fixture: &Fixture) {
-    let world = fixture.world();
-    let joined = world.join(QpOptions { receive_depth: 32, ..QpOptions::default() });
-    exchange(&joined, 66_000, 32);
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions { receive_depth: 32, ..QpOptions::default() });
+    exchange(&conn, 66_000, 32);
 }
 
 /// Twenty queue pairs take from one queue of receives; each message is whole, and each slot used again and again.
 fn many_share_receives(fixture: &Fixture) {
     const PAIRS: usize = 20;
-    let world = fixture.world();
-    let end = &world.b;
-    let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 15, ranges: 2 }).unwrap();
+    let testbed = fixture.testbed();
+    let end = &testbed.b;
+    let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 15, max_sge: 2 }).unwrap();
     let memory = fixture.host(end, 64 * 16_384);
     let cq = end.context.create_cq(64).unwrap();
     let post = |slot: u64| {
@@ -177,28 +178,28 @@ fn many_share_receives(fixture: &Fixture) {
     let mut pairs = Vec::new();
     for _ in 0..PAIRS {
         let options = QpOptions { srq: Some(srq.clone()), min_rnr_timer, ..QpOptions::default() };
-        let a = world.side(&world.a, QpOptions::default());
+        let a = testbed.test_qp(&testbed.a, QpOptions::default());
         let qp = end.context.create_qp(&end.pd, &cq, &cq, options).unwrap();
         assert!(qp.post_receive(&[]).unwrap_err().to_string().contains("shared"));
         connect(&a.qp, &qp);
         pairs.push((a, qp));
     }
-    let near = fixture.host(&world.a, 1 << 16);
+    let near = fixture.host(&testbed.a, 1 << 16);
     let wanted = near.pattern(0, 10_000, 5);
     let mut done = [Completion::EMPTY];
     let (mut sent, mut received) = (0, 0);
     let start = std::time::Instant::now();
     while received < 600 {
-        assert!(start.elapsed() < soon() * 3, "{received} of {sent} have come");
+        assert!(start.elapsed() < test_timeout() * 3, "{received} of {sent} have come");
         while sent < 600 && sent < received + 40 {
             let len = 1 + (sent * 397) % 10_000;
-            let request = Request::new(sent as u64, Op::Send);
-            let (side, _) = &pairs[sent % PAIRS];
-            side.qp.post_send(&[request.with(&[near.mr.sge(0, len as u32)])]).unwrap();
+            let request = SendRequest::new(sent as u64, WrOp::Send);
+            let (test_qp, _) = &pairs[sent % PAIRS];
+            test_qp.qp.post_send(&[request.with(&[near.mr.sge(0, len as u32)])]).unwrap();
             sent += 1;
         }
-        for (side, _) in &pairs {
-            while side.sends.poll(&mut done).unwrap() == 1 {
+        for (test_qp, _) in &pairs {
+            while test_qp.sends.poll(&mut done).unwrap() == 1 {
                 assert!(done[0].is_success(), "{:?}", done[0]);
             }
         }
@@ -216,118 +217,124 @@ fn many_share_receives(fixture: &Fixture) {
 }
 
 /// A queue pair with shared receives, and its peer.
-fn sharing(world: &World, depth: u32) -> (warpwire::verbs::Srq, Joined) {
-    let end = &world.b;
-    let srq = end.context.create_srq(&end.pd, SrqOptions { depth, ranges: 1 }).unwrap();
+fn sharing(testbed: &Testbed, depth: u32) -> (warpwire::verbs::Srq, QpPair) {
+    let end = &testbed.b;
+    let srq = end.context.create_srq(&end.pd, SrqOptions { depth, max_sge: 1 }).unwrap();
     let options = QpOptions { srq: Some(srq.clone()), ..QpOptions::default() };
-    let joined = world.join_with(QpOptions::default(), options);
-    world.b.news();
-    (srq, joined)
+    let conn = testbed.join_with(QpOptions::default(), options);
+    testbed.b.async_events();
+    (srq, conn)
 }
 
-fn send(world: &World, side: &Side) {
-    side.qp.post_send(&[Request::new(0, Op::Send)]).unwrap();
-    world.done(&side.sends, 0);
+fn send(testbed: &Testbed, test_qp: &TestQp) {
+    test_qp.qp.post_send(&[SendRequest::new(0, WrOp::Send)]).unwrap();
+    testbed.done(&test_qp.sends, 0);
 }
 
 fn limits_of_shared_receives(fixture: &Fixture) {
-    let world = fixture.world();
-    let (srq, joined) = sharing(&world, 8);
+    let testbed = fixture.testbed();
+    let (srq, conn) = sharing(&testbed, 8);
     srq.post_receive(&[ReceiveRequest { id: 0, data: &[] }; 6]).unwrap();
     srq.arm(4);
-    let news = || {
-        world.b.news().into_iter().filter(|e| matches!(e, AsyncEvent::LimitReached { .. })).count()
+    let async_events = || {
+        testbed
+            .b
+            .async_events()
+            .into_iter()
+            .filter(|e| matches!(e, AsyncEvent::LimitReached { .. }))
+            .count()
     };
-    send(&world, &joined.a);
-    send(&world, &joined.a);
-    assert_eq!(news(), 0, "four wait, which is not fewer than four");
-    send(&world, &joined.a);
-    world.until("news", || world.b.context.events().wait(Duration::ZERO).unwrap());
-    assert_eq!(news(), 1);
-    send(&world, &joined.a);
-    assert_eq!(news(), 0, "told once");
+    send(&testbed, &conn.a);
+    send(&testbed, &conn.a);
+    assert_eq!(async_events(), 0, "four wait, which is not fewer than four");
+    send(&testbed, &conn.a);
+    testbed.until("news", || testbed.b.context.events().wait(Duration::ZERO).unwrap());
+    assert_eq!(async_events(), 1);
+    send(&testbed, &conn.a);
+    assert_eq!(async_events(), 0, "told once");
     srq.arm(4);
-    assert_eq!(news(), 1, "it was passed already");
+    assert_eq!(async_events(), 1, "it was passed already");
     srq.arm(1);
     srq.arm(0);
-    send(&world, &joined.a);
-    send(&world, &joined.a);
-    assert_eq!(news(), 0, "nobody asks any more");
+    send(&testbed, &conn.a);
+    send(&testbed, &conn.a);
+    assert_eq!(async_events(), 0, "nobody asks any more");
 }
 
 /// Slots come back, whatever becomes of the queue pairs that used them and of their completions.
 fn shared_receives_outlive_their_users(fixture: &Fixture) {
-    let world = fixture.world();
-    let end = &world.b;
-    let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 7, ranges: 1 }).unwrap();
+    let testbed = fixture.testbed();
+    let end = &testbed.b;
+    let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 7, max_sge: 1 }).unwrap();
     let cq = end.context.create_cq(16).unwrap();
     for round in 0..40 {
         let options = QpOptions { srq: Some(srq.clone()), ..QpOptions::default() };
-        let side = world.side(&world.a, QpOptions::default());
+        let test_qp = testbed.test_qp(&testbed.a, QpOptions::default());
         let qp = end.context.create_qp(&end.pd, &cq, &cq, options).unwrap();
-        connect(&side.qp, &qp);
+        connect(&test_qp.qp, &qp);
         srq.post_receive(&[ReceiveRequest { id: round, data: &[] }; 3]).unwrap();
-        (0..3).for_each(|_| send(&world, &side));
+        (0..3).for_each(|_| send(&testbed, &test_qp));
         if round % 2 == 0 {
-            qp.modify(&Change::to(State::Reset)).unwrap();
+            qp.modify(&QpAttributes::new(State::Reset)).unwrap();
         }
         drop(qp); // with three completions that nobody has read
     }
-    world.quiet(&cq);
+    testbed.expect_no_completion(&cq);
 }
 
 /// A queue pair goes in the middle of a message: the receive that it took serves the next.
 fn a_shared_receive_in_use(fixture: &Fixture) {
-    let world = fixture.world();
-    let end = &world.b;
-    let near = fixture.host(&world.a, 1 << 20);
+    let testbed = fixture.testbed();
+    let end = &testbed.b;
+    let near = fixture.host(&testbed.a, 1 << 20);
     let far = fixture.host(end, 1 << 20);
-    let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 1, ranges: 1 }).unwrap();
+    let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 1, max_sge: 1 }).unwrap();
     let options = QpOptions { srq: Some(srq.clone()), ..QpOptions::default() };
     let data = [near.mr.sge(0, 1 << 20)];
     let place = [far.mr.sge(0, 1 << 20)];
     srq.post_receive(&[ReceiveRequest { id: 1, data: &place }]).unwrap();
     for round in 0..4 {
-        let joined = world.join_with(QpOptions::default(), options.clone());
-        joined.a.qp.post_send(&[Request::new(2, Op::Send).with(&data)]).unwrap();
-        let begun = || joined.b.qp.stats().unwrap().packets_received > 0;
-        world.until("a message that has begun", begun);
+        let conn = testbed.join_with(QpOptions::default(), options.clone());
+        conn.a.qp.post_send(&[SendRequest::new(2, WrOp::Send).with(&data)]).unwrap();
+        let begun = || conn.b.qp.stats().unwrap().packets_received > 0;
+        testbed.until("a message that has begun", begun);
         if round % 2 == 0 {
-            joined.b.qp.modify(&Change::to(State::Reset)).unwrap();
+            conn.b.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
         }
     }
-    let joined = world.join_with(QpOptions::default(), options);
+    let conn = testbed.join_with(QpOptions::default(), options);
     let wanted = near.pattern(0, 1 << 20, 4);
-    joined.a.qp.post_send(&[Request::new(2, Op::Send).with(&data)]).unwrap();
-    world.done(&joined.a.sends, 2);
-    world.done(&joined.b.receives, 1);
+    conn.a.qp.post_send(&[SendRequest::new(2, WrOp::Send).with(&data)]).unwrap();
+    testbed.done(&conn.a.sends, 2);
+    testbed.done(&conn.b.receives, 1);
     same(&far.read(0, 1 << 20), &wanted, "the receive that nobody used up");
     srq.post_receive(&[ReceiveRequest { id: 1, data: &place }]).unwrap();
 }
 
 fn the_last_receive_is_told(fixture: &Fixture) {
-    let world = fixture.world();
-    let (srq, joined) = sharing(&world, 8);
+    let testbed = fixture.testbed();
+    let (srq, conn) = sharing(&testbed, 8);
     srq.post_receive(&[ReceiveRequest { id: 0, data: &[] }; 5]).unwrap();
-    send(&world, &joined.a);
-    world.done(&joined.b.receives, 0);
-    joined.b.qp.modify(&Change::to(State::Err)).unwrap();
-    world.quiet(&joined.b.receives); // what is shared is not flushed
-    let qpn = joined.b.qp.number();
-    assert_eq!(world.b.news(), [AsyncEvent::LastReceiveReached { qpn }]);
+    send(&testbed, &conn.a);
+    testbed.done(&conn.b.receives, 0);
+    conn.b.qp.modify(&QpAttributes::new(State::Err)).unwrap();
+    testbed.expect_no_completion(&conn.b.receives); // what is shared is not flushed
+    let qpn = conn.b.qp.number();
+    assert_eq!(testbed.b.async_events(), [AsyncEvent::LastReceiveReached { qpn }]);
     // Another takes from it.
     let options = QpOptions { srq: Some(srq.clone()), ..QpOptions::default() };
-    let other = world.join_with(QpOptions::default(), options);
-    (0..4).for_each(|_| send(&world, &other.a));
+    let other = testbed.join_with(QpOptions::default(), options);
+    (0..4).for_each(|_| send(&testbed, &other.a));
 }
 
 fn two_queue_pairs_on_one_completion_queue(fixture: &Fixture) {
-    let world = fixture.world();
-    let cq = world.a.context.create_cq(256).unwrap();
+    let testbed = fixture.testbed();
+    let cq = testbed.a.context.create_cq(256).unwrap();
     let mut peers = Vec::new();
     for _ in 0..2 {
-        let qp = world.a.context.create_qp(&world.a.pd, &cq, &cq, QpOptions::default()).unwrap();
-        let peer = world.side(&world.b, QpOptions::default());
+        let qp =
+            testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, QpOptions::default()).unwrap();
+        let peer = testbed.test_qp(&testbed.b, QpOptions::default());
         connect(&qp, &peer.qp);
         peers.push((qp, peer));
     }
@@ -336,12 +343,12 @@ fn two_queue_pairs_on_one_completion_queue(fixture: &Fixture) {
         for (qp, peer) in &peers {
             qp.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
             peer.qp.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
-            qp.post_send(&[Request::new(id, Op::Send)]).unwrap();
-            peer.qp.post_send(&[Request::new(id, Op::Send)]).unwrap();
+            qp.post_send(&[SendRequest::new(id, WrOp::Send)]).unwrap();
+            peer.qp.post_send(&[SendRequest::new(id, WrOp::Send)]).unwrap();
         }
     }
     for _ in 0..200 {
-        let done = world.next(&cq);
+        let done = testbed.next(&cq);
         let which = usize::from(done.qpn == peers[1].0.number());
         let count = &mut counts[which][usize::from(done.is_receive())];
         assert_eq!((done.id, done.is_success()), (*count, true), "each queue in its own order");
@@ -352,27 +359,30 @@ fn two_queue_pairs_on_one_completion_queue(fixture: &Fixture) {
 
 /// Nobody reads, and it is full: that is told once, and those who use it fail; others go on.
 fn an_overrun_fails_its_users(fixture: &Fixture) {
-    let world = fixture.world();
-    let bystander = world.join(QpOptions::default());
-    let cq = world.a.context.create_cq(4).unwrap();
-    let other_cq = world.a.context.create_cq(64).unwrap();
+    let testbed = fixture.testbed();
+    let bystander = testbed.join(QpOptions::default());
+    let cq = testbed.a.context.create_cq(4).unwrap();
+    let other_cq = testbed.a.context.create_cq(64).unwrap();
     let qp = |sends: &Cq, receives: &Cq| {
-        let qp =
-            world.a.context.create_qp(&world.a.pd, sends, receives, QpOptions::default()).unwrap();
-        let peer = world.side(&world.b, QpOptions::default());
+        let qp = testbed
+            .a
+            .context
+            .create_qp(&testbed.a.pd, sends, receives, QpOptions::default())
+            .unwrap();
+        let peer = testbed.test_qp(&testbed.b, QpOptions::default());
         connect(&qp, &peer.qp);
         (qp, peer)
     };
-    let users: [(Qp, Side); 3] = [qp(&cq, &other_cq), qp(&other_cq, &cq), qp(&cq, &cq)];
-    let unconcerned = qp(&other_cq, &other_cq);
-    let nops: Vec<_> = (0..10).map(|id| Request::new(id, Op::Nop)).collect();
+    let users: [(Qp, TestQp); 3] = [qp(&cq, &other_cq), qp(&other_cq, &cq), qp(&cq, &cq)];
+    let ignoring_qp = qp(&other_cq, &other_cq);
+    let nops: Vec<_> = (0..10).map(|id| SendRequest::new(id, WrOp::Nop)).collect();
     users[0].0.post_send(&nops).unwrap();
-    world.until("an overrun", || world.a.context.events().wait(Duration::ZERO).unwrap());
-    world.drive_for(Duration::from_millis(2));
-    let news = world.a.news();
+    testbed.until("an overrun", || testbed.a.context.events().wait(Duration::ZERO).unwrap());
+    testbed.poll_for(Duration::from_millis(2));
+    let async_events = testbed.a.async_events();
     let overruns =
-        news.iter().filter(|e| **e == AsyncEvent::CqOverrun { cqn: cq.number() }).count();
-    assert_eq!(overruns, 1, "{news:?}");
+        async_events.iter().filter(|e| **e == AsyncEvent::CqOverrun { cqn: cq.number() }).count();
+    assert_eq!(overruns, 1, "{async_events:?}");
     for (user, _) in &users {
         assert_eq!(user.state().unwrap(), State::Err);
     }
@@ -380,83 +390,94 @@ fn an_overrun_fails_its_users(fixture: &Fixture) {
     assert_eq!(cq.poll(&mut done).unwrap(), 4, "what fitted is there");
     assert!(done[..4].iter().zip(0..).all(|(done, id)| done.id == id && done.is_success()));
     users[0].0.post_send(&nops).unwrap();
-    world.drive_for(Duration::from_millis(2));
+    testbed.poll_for(Duration::from_millis(2));
     assert_eq!(cq.poll(&mut done).unwrap(), 0, "it takes no more");
-    assert_eq!(unconcerned.0.state().unwrap(), State::Rts);
-    world.works(&bystander);
+    assert_eq!(ignoring_qp.0.state().unwrap(), State::Rts);
+    testbed.check_traffic(&bystander);
 }
 
 fn overruns_that_nobody_minds(fixture: &Fixture) {
-    let world = fixture.world();
+    let testbed = fixture.testbed();
     let options = CqOptions { entries: 4, ignore_overrun: true, ..CqOptions::default() };
-    let cq = world.a.context.create_cq_with(options).unwrap();
-    let qp = world.a.context.create_qp(&world.a.pd, &cq, &cq, QpOptions::default()).unwrap();
-    let peer = world.side(&world.b, QpOptions::default());
+    let cq = testbed.a.context.create_cq_with(options).unwrap();
+    let qp = testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, QpOptions::default()).unwrap();
+    let peer = testbed.test_qp(&testbed.b, QpOptions::default());
     connect(&qp, &peer.qp);
-    world.a.news();
+    testbed.a.async_events();
     for count in 1..=10u16 {
-        qp.post_send(&[Request::new(0, Op::Nop)]).unwrap();
-        world.drive_for(Duration::from_millis(1));
+        qp.post_send(&[SendRequest::new(0, WrOp::Nop)]).unwrap();
+        testbed.poll_for(Duration::from_millis(1));
         let place = u64::from(count - 1) % 4;
         let tail = cq.memory().bytes().load_u32(place * 64 + 60).unwrap();
-        let tail = mlx5::Tail::parse(tail.to_ne_bytes());
+        let tail = mlx5::CqeTail::parse(tail.to_ne_bytes());
         assert_eq!((tail.counter, tail.owner), (count - 1, (count - 1) / 4 % 2 == 1));
     }
-    assert_eq!((world.a.news(), qp.state().unwrap()), (vec![], State::Rts));
+    assert_eq!((testbed.a.async_events(), qp.state().unwrap()), (vec![], State::Rts));
 }
 
 fn a_collapsed_queue(fixture: &Fixture) {
-    let world = fixture.world();
-    let options =
-        CqOptions { entries: 1, collapsed: true, ignore_overrun: true, memory: None, held: false };
-    let cq = world.a.context.create_cq_with(options).unwrap();
-    let qp = world.a.context.create_qp(&world.a.pd, &cq, &cq, QpOptions::default()).unwrap();
-    let peer = world.side(&world.b, QpOptions::default());
+    let testbed = fixture.testbed();
+    let options = CqOptions {
+        entries: 1,
+        collapsed: true,
+        ignore_overrun: true,
+        memory: None,
+        manual_release: false,
+    };
+    let cq = testbed.a.context.create_cq_with(options).unwrap();
+    let qp = testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, QpOptions::default()).unwrap();
+    let peer = testbed.test_qp(&testbed.b, QpOptions::default());
     connect(&qp, &peer.qp);
     let latest = |reserved| {
         let tail = cq.memory().bytes().load_u32(60).unwrap();
-        mlx5::collapsed_latest(reserved, mlx5::Tail::parse(tail.to_ne_bytes()).counter)
+        mlx5::collapsed_latest(reserved, mlx5::CqeTail::parse(tail.to_ne_bytes()).counter)
     };
     assert_eq!(latest(0), None);
     for count in 1..=20u64 {
-        qp.post_send(&[Request::new(0, Op::Nop)]).unwrap();
-        world.until("the counter", || latest(count) == Some(count - 1));
+        qp.post_send(&[SendRequest::new(0, WrOp::Nop)]).unwrap();
+        testbed.until("the counter", || latest(count) == Some(count - 1));
     }
 }
 
 /// Queues, records and doorbells behind a window of a simulated GPU, and in its pinned memory.
 fn queues_in_device_memory(fixture: &Fixture) {
-    let world = fixture.world();
+    let testbed = fixture.testbed();
     let gpu = fixture.gpu();
-    let (a, b) = (QpOptions::default(), QpOptions { send_ranges: 5, ..QpOptions::default() });
+    let (a, b) = (QpOptions::default(), QpOptions { max_send_sge: 5, ..QpOptions::default() });
     let behind = |len: u64| {
         let memory = gpu.alloc(len).unwrap();
         QueueMemory::window(memory.window().unwrap())
     };
-    let options =
-        CqOptions { entries: 64, memory: Some(behind(Cq::memory_for(64))), ..CqOptions::default() };
-    let cq = world.a.context.create_cq_with(options).unwrap();
-    let memory = Some(behind(Qp::memory_for(&a).unwrap()));
-    let qp = world.a.context.create_qp(&world.a.pd, &cq, &cq, QpOptions { memory, ..a }).unwrap();
-    let pinned = gpu.alloc_pinned(Qp::memory_for(&b).unwrap()).unwrap();
+    let options = CqOptions {
+        entries: 64,
+        memory: Some(behind(Cq::required_memory(64))),
+        ..CqOptions::default()
+    };
+    let cq = testbed.a.context.create_cq_with(options).unwrap();
+    let memory = Some(behind(Qp::required_memory(&a).unwrap()));
+    let qp =
+        testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, QpOptions { memory, ..a }).unwrap();
+    let pinned = gpu.alloc_pinned(Qp::required_memory(&b).unwrap()).unwrap();
     let memory = Some(QueueMemory::pinned(pinned).unwrap());
-    let peer = world.side(&world.b, QpOptions { memory, ..b });
+    let peer = testbed.test_qp(&testbed.b, QpOptions { memory, ..b });
     connect(&qp, &peer.qp);
-    let far = fixture.host(&world.b, 4096);
+    let far = fixture.host(&testbed.b, 4096);
     for id in 0..300 {
         qp.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
-        qp.post_send(&[Request::new(id, Op::Write(far.mr.remote(8))).inline(&id.to_ne_bytes())])
-            .unwrap();
-        world.done(&cq, id);
+        qp.post_send(&[
+            SendRequest::new(id, WrOp::Write(far.mr.remote(8))).inline(&id.to_ne_bytes())
+        ])
+        .unwrap();
+        testbed.done(&cq, id);
         assert_eq!(far.word(8), id);
-        peer.qp.post_send(&[Request::new(id, Op::Send)]).unwrap();
-        world.done(&cq, id);
-        world.done(&peer.sends, id);
+        peer.qp.post_send(&[SendRequest::new(id, WrOp::Send)]).unwrap();
+        testbed.done(&cq, id);
+        testbed.done(&peer.sends, id);
     }
     let short = QpOptions { memory: Some(behind(64)), ..QpOptions::default() };
-    assert!(world.a.context.create_qp(&world.a.pd, &cq, &cq, short).is_err());
+    assert!(testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, short).is_err());
     let short = CqOptions { entries: 64, memory: Some(behind(64)), ..CqOptions::default() };
-    assert!(world.a.context.create_cq_with(short).is_err());
+    assert!(testbed.a.context.create_cq_with(short).is_err());
 }
 
 /// Puts an entry into a send queue by hand.
@@ -469,11 +490,11 @@ fn put(qp: &Qp, index: u16, blocks: u64, entry: &[u8]) {
 /// The manners of other writers: the last entry's own bytes as the doorbell, either half, the record alone, the
 /// doorbell alone, the entry behind the doorbell; and nobody tells the engine.
 fn entries_of_other_writers(fixture: &Fixture) {
-    let drive = Drive::Thread { spin: Duration::ZERO, core: None };
-    let world = fixture.driven(drive);
-    let joined = world.join(QpOptions { watched: true, ..QpOptions::default() });
-    let qp = &joined.a.qp;
-    let far = fixture.host(&world.b, 4096);
+    let progress_mode = ProgressMode::Thread { spin: Duration::ZERO, core: None };
+    let testbed = fixture.with_progress(progress_mode);
+    let conn = testbed.join(QpOptions { poll_doorbell: true, ..QpOptions::default() });
+    let qp = &conn.a.qp;
+    let far = fixture.host(&testbed.b, 4096);
     let (memory, layout) = qp.queues();
     let Remote { address, rkey } = far.mr.remote(8);
     let mut scratch = Scratch::default();
@@ -496,7 +517,7 @@ fn entries_of_other_writers(fixture: &Fixture) {
             2 => store(layout.doorbell, next),
             3 => memory
                 .bytes()
-                .store_u32(layout.record + 4, u32::from_ne_bytes(Record::word(index + 1)))
+                .store_u32(layout.dbrec + 4, u32::from_ne_bytes(DoorbellRecord::word(index + 1)))
                 .unwrap(),
             _ => {
                 store(layout.doorbell, next);
@@ -504,7 +525,7 @@ fn entries_of_other_writers(fixture: &Fixture) {
                 put(qp, index, 1 << 15, entry.bytes());
             }
         }
-        let done = joined.a.sends.next(Duration::from_secs(5)).unwrap().expect("it ends");
+        let done = conn.a.sends.next(Duration::from_secs(5)).unwrap().expect("it ends");
         assert!(done.is_success(), "{index}: {done:?}");
         assert_eq!(far.word(8), value);
     }
@@ -512,9 +533,9 @@ fn entries_of_other_writers(fixture: &Fixture) {
 
 /// An entry may ask for a completion of the first error only.
 fn only_the_first_error(fixture: &Fixture) {
-    let world = fixture.world();
-    let joined = world.join(QpOptions { signal_all: false, ..QpOptions::default() });
-    let qp = &joined.a.qp;
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions { signal_all: false, ..QpOptions::default() });
+    let qp = &conn.a.qp;
     let (memory, layout) = qp.queues();
     let mut scratch = Scratch::default();
     for index in 0..4u16 {
@@ -523,9 +544,9 @@ fn only_the_first_error(fixture: &Fixture) {
         bytes[11] |= 1 << 2; // completions: of the first error
         put(qp, index, 1 << 15, &bytes);
     }
-    let word = u32::from_ne_bytes(Record::word(4));
-    memory.bytes().store_u32(layout.record + 4, word).unwrap();
-    world.a.context.hca().ring(qp.number());
-    assert_eq!(world.next(&joined.a.sends).status, Status::RemoteAccess);
-    world.quiet(&joined.a.sends);
+    let word = u32::from_ne_bytes(DoorbellRecord::word(4));
+    memory.bytes().store_u32(layout.dbrec + 4, word).unwrap();
+    testbed.a.context.hca().ring(qp.number());
+    assert_eq!(testbed.next(&conn.a.sends).status, Status::RemoteAccess);
+    testbed.expect_no_completion(&conn.a.sends);
 }

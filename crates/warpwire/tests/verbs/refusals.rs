@@ -7,10 +7,10 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use warpwire::error::Kind as ErrorKind;
-use warpwire::mr::{HostMemory, Memory};
-use warpwire::verbs::{Access, Attach, Context, DeviceOptions, DmaBufRange, QpOptions};
+use warpwire::mr::{HostMemory, MemorySource};
+use warpwire::verbs::{Access, AttachMode, Context, DeviceOptions, DmaBufRange, QpOptions};
 
-use crate::verbs::fixture::{End, Fixture, Which};
+use crate::verbs::fixture::{Endpoint, Fixture, TestLink};
 use testkit::{Role, cases, skip};
 
 cases!(Fixture; CASES: users_who_may_not, releases_that_are_too_old, a_port_that_is_down);
@@ -22,7 +22,7 @@ const LIBRARY: &str = "WARPWIRE_IBVERBS";
 /// In a process of its own: tries to use the device of that name, and prints what came of it.
 pub fn run(name: &str) {
     match attempt(name) {
-        Ok(told) => println!("it works: {told}"),
+        Ok(output_text) => println!("it works: {output_text}"),
         Err(error) => println!("{error:?}"),
     }
 }
@@ -33,21 +33,21 @@ fn attempt(name: &str) -> warpwire::Result<String> {
     let (pd, cq) = (context.pd(), context.create_cq(4)?);
     let _qp = context.create_qp(&pd, &cq, &cq, QpOptions::default())?;
     let sim = warpwire::mem::sim::Sim::start(warpwire::mem::sim::SimConfig::default())?;
-    let memory = Memory::from(sim.device(0)?.alloc(4096)?.whole()?).without_window();
+    let memory = MemorySource::from(sim.device(0)?.alloc(4096)?.whole()?).without_window();
     let staged = context.register(&pd, memory, Access::LOCAL_WRITE)?;
     let memory = HostMemory::new(1 << 20)?;
     let range = DmaBufRange { fd: memory.as_fd(), offset: 0, len: 4096 };
-    let buffer = context.register_dmabuf(&pd, range, None, Access::ALL, Attach::Static);
+    let buffer = context.register_dmabuf(&pd, range, None, Access::ALL, AttachMode::Static);
     let buffer = buffer.map_or_else(|error| format!("{error:?}"), |_| "it is taken".into());
     context.register(&pd, memory.clone(), Access::ALL)?;
     Ok(format!("{}; a dma-buf: {buffer}", staged.why().join("; ")))
 }
 
-fn trying(name: &str) -> Command {
+fn attempt_command(name: &str) -> Command {
     Role::new("verbs", format!("try {name}")).command()
 }
 
-fn told(command: &mut Command) -> String {
+fn output_text(command: &mut Command) -> String {
     String::from_utf8(command.output().unwrap().stdout).unwrap()
 }
 
@@ -59,7 +59,7 @@ fn says(text: &str, parts: &[&str]) {
 
 /// No library, a file that is none, and a library that is another.
 fn libraries_that_are_not_there(_: &Fixture) {
-    let with = |library: &str| told(trying("mlx5_0").env(LIBRARY, library));
+    let with = |library: &str| output_text(attempt_command("mlx5_0").env(LIBRARY, library));
     let text = with("libibverbs-of-nowhere.so.1");
     assert!(text.starts_with("Unavailable: "), "{text}");
     says(&text, &["libibverbs-of-nowhere.so.1 is not installed", "apt install libibverbs1"]);
@@ -67,11 +67,11 @@ fn libraries_that_are_not_there(_: &Fixture) {
     says(&with("libc.so.6"), &["has no symbol ibv_get_device_list", "unset WARPWIRE_IBVERBS"]);
 }
 
-fn device(fixture: &Fixture) -> (End, String) {
-    if fixture.which != Which::Device {
+fn device(fixture: &Fixture) -> (Endpoint, String) {
+    if fixture.test_link != TestLink::Device {
         skip("once is enough");
     }
-    let end = fixture.world().a;
+    let end = fixture.testbed().a;
     let name = end.context.device().unwrap().device().name.clone();
     (end, name)
 }
@@ -81,7 +81,7 @@ fn users_who_may_not(fixture: &Fixture) {
     let (end, name) = device(fixture);
     let node = end.context.device().unwrap().device().node.clone();
     let role = Role::new("verbs", format!("try {name}"));
-    let run = || told(role.command_after("ulimit -l 64").uid(65_534).gid(65_534));
+    let run = || output_text(role.command_after("ulimit -l 64").uid(65_534).gid(65_534));
     assert!(shell(&format!("chmod 600 {node}")));
     let closed = run();
     assert!(shell(&format!("chmod 666 {node}")));
@@ -108,7 +108,7 @@ fn releases_that_are_too_old(fixture: &Fixture) {
     bytes[at + 1] = b'_';
     let old = folder.path().join("libibverbs-33.so.1");
     std::fs::write(&old, &bytes).unwrap();
-    let text = told(trying(&name).env(LIBRARY, old));
+    let text = output_text(attempt_command(&name).env(LIBRARY, old));
     // What there are other ways for is done in another way.
     says(
         &text,

@@ -3,11 +3,13 @@
 use std::net::UdpSocket;
 use std::time::Duration;
 
-use warpwire::link::{Link, SHORTEST, Udp, udp};
-use warpwire::verbs::{Completion, Op, QpOptions, ReceiveRequest, Request, SrqOptions, State};
+use warpwire::link::{Link, MIN_PACKET, Udp, udp};
+use warpwire::verbs::{
+    Completion, QpOptions, ReceiveRequest, SendRequest, SrqOptions, State, WrOp,
+};
 use warpwire_proto::wire::packet::Transport;
 
-use crate::verbs::fixture::{Fixture, Rng, Which, connect, same};
+use crate::verbs::fixture::{Fixture, Rng, TestLink, connect, same};
 use testkit::cases;
 
 cases!(Fixture; CASES: a_thousand_queue_pairs, strangers_are_dropped);
@@ -15,15 +17,18 @@ cases!(Fixture; ONCE: nothing_is_left_over, numbers_are_not_used_again_at_once);
 
 fn a_thousand_queue_pairs(fixture: &Fixture) {
     const PAIRS: usize = 1000;
-    let world = fixture.world();
-    let [cq, there] = [&world.a, &world.b].map(|end| end.context.create_cq(4096).unwrap());
-    let (near, far) =
-        (fixture.host(&world.a, PAIRS as u64 * 4096), fixture.host(&world.b, PAIRS as u64 * 4096));
+    let testbed = fixture.testbed();
+    let [cq, there] = [&testbed.a, &testbed.b].map(|end| end.context.create_cq(4096).unwrap());
+    let (near, far) = (
+        fixture.host(&testbed.a, PAIRS as u64 * 4096),
+        fixture.host(&testbed.b, PAIRS as u64 * 4096),
+    );
     let options = QpOptions { send_depth: 4, receive_depth: 4, ..QpOptions::default() };
     let mut all = Vec::new();
     for _ in 0..PAIRS {
-        let one = world.a.context.create_qp(&world.a.pd, &cq, &cq, options.clone()).unwrap();
-        let two = world.b.context.create_qp(&world.b.pd, &there, &there, options.clone()).unwrap();
+        let one = testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, options.clone()).unwrap();
+        let two =
+            testbed.b.context.create_qp(&testbed.b.pd, &there, &there, options.clone()).unwrap();
         connect(&one, &two);
         all.push((one, two));
     }
@@ -33,12 +38,12 @@ fn a_thousand_queue_pairs(fixture: &Fixture) {
         let (id, at) = (n as u64, n as u64 * 4096);
         two.post_receive(&[ReceiveRequest { id, data: &[] }]).unwrap();
         let data = [near.mr.sge(at, 3000 + n as u32)];
-        let write = Request::new(id, Op::Write(far.mr.remote(at))).with(&data).unsignaled();
-        one.post_send(&[write, Request::new(id, Op::Send)]).unwrap();
+        let write = SendRequest::new(id, WrOp::Write(far.mr.remote(at))).with(&data).unsignaled();
+        one.post_send(&[write, SendRequest::new(id, WrOp::Send)]).unwrap();
     }
     let mut done = [Completion::EMPTY; 64];
     let (mut sent, mut received) = (0, 0);
-    world.until("all are done", || {
+    testbed.until("all are done", || {
         let count = cq.poll(&mut done).unwrap();
         assert!(done[..count].iter().all(Completion::is_success));
         sent += count;
@@ -51,10 +56,10 @@ fn a_thousand_queue_pairs(fixture: &Fixture) {
         received += count;
         (sent, received) == (2 * PAIRS, PAIRS)
     });
-    let counts = world.a.context.soft().is_some();
-    assert!(!counts || world.a.context.stats().queue_pairs == PAIRS);
+    let counts = testbed.a.context.soft().is_some();
+    assert!(!counts || testbed.a.context.stats().queue_pairs == PAIRS);
     drop(all);
-    assert_eq!(world.a.context.stats().queue_pairs, 0);
+    assert_eq!(testbed.a.context.stats().queue_pairs, 0);
 }
 
 fn descriptors() -> usize {
@@ -75,23 +80,27 @@ fn nothing_is_left_over(fixture: &Fixture) {
         assert!(ran.status.success() && text.contains("1 passed"), "{text}");
         return;
     }
-    let world = fixture.world();
-    let far = fixture.host(&world.b, 1 << 20);
-    let near = fixture.host(&world.a, 1 << 20);
+    let testbed = fixture.testbed();
+    let far = fixture.host(&testbed.b, 1 << 20);
+    let near = fixture.host(&testbed.a, 1 << 20);
     let mut most = 0;
     for round in 0..200u64 {
-        let joined = world.join(QpOptions::default());
-        let srq = world.a.context.create_srq(&world.a.pd, SrqOptions::default()).unwrap();
-        let shared = world.side(&world.a, QpOptions { srq: Some(srq), ..QpOptions::default() });
+        let conn = testbed.join(QpOptions::default());
+        let srq = testbed.a.context.create_srq(&testbed.a.pd, SrqOptions::default()).unwrap();
+        let shared =
+            testbed.test_qp(&testbed.a, QpOptions { srq: Some(srq), ..QpOptions::default() });
         let data = [near.mr.sge(0, 1 << 16)];
-        joined.a.qp.post_send(&[Request::new(1, Op::Write(far.mr.remote(0))).with(&data)]).unwrap();
-        joined.b.qp.post_send(&[Request::new(1, Op::Send)]).unwrap();
+        conn.a
+            .qp
+            .post_send(&[SendRequest::new(1, WrOp::Write(far.mr.remote(0))).with(&data)])
+            .unwrap();
+        conn.b.qp.post_send(&[SendRequest::new(1, WrOp::Send)]).unwrap();
         for _ in 0..round % 5 {
-            world.step();
+            testbed.step();
         }
-        drop((joined, shared));
-        world.step();
-        for end in [&world.a, &world.b] {
+        drop((conn, shared));
+        testbed.step();
+        for end in [&testbed.a, &testbed.b] {
             assert_eq!(end.context.stats().queue_pairs, 0);
         }
         if round < 100 {
@@ -99,44 +108,44 @@ fn nothing_is_left_over(fixture: &Fixture) {
         }
     }
     assert!(descriptors() <= most, "{} descriptors, {most} at most before", descriptors());
-    let registered = world.a.context.hca().registry().len();
+    let registered = testbed.a.context.hca().registry().len();
     for _ in 0..100 {
-        drop(fixture.host(&world.a, 4096));
+        drop(fixture.host(&testbed.a, 4096));
     }
-    assert_eq!(world.a.context.hca().registry().len(), registered);
+    assert_eq!(testbed.a.context.hca().registry().len(), registered);
     // Devices too, with their threads.
     for _ in 0..20 {
-        let world = fixture.driven(warpwire::verbs::Drive::Guarded);
-        world.join(QpOptions::default());
+        let testbed = fixture.with_progress(warpwire::verbs::ProgressMode::Auto);
+        testbed.join(QpOptions::default());
     }
 }
 
 /// A late packet must not find the next queue pair in the place of the one that it is for.
 fn numbers_are_not_used_again_at_once(fixture: &Fixture) {
-    let world = fixture.world();
-    let cq = world.a.context.create_cq(1).unwrap();
+    let testbed = fixture.testbed();
+    let cq = testbed.a.context.create_cq(1).unwrap();
     let small = QpOptions { send_depth: 1, receive_depth: 1, ..QpOptions::default() };
     let mut seen = std::collections::HashSet::new();
     for _ in 0..10_000 {
-        let qp = world.a.context.create_qp(&world.a.pd, &cq, &cq, small.clone()).unwrap();
+        let qp = testbed.a.context.create_qp(&testbed.a.pd, &cq, &cq, small.clone()).unwrap();
         assert!(seen.insert(qp.number()), "{:#x} comes again", qp.number());
     }
 }
 
 /// Packets that look right but come from somebody else change nothing, and are counted.
 fn strangers_are_dropped(fixture: &Fixture) {
-    if matches!(fixture.which, Which::Loopback | Which::Shm | Which::ShmPackets) {
+    if matches!(fixture.test_link, TestLink::Loopback | TestLink::Shm | TestLink::ShmPackets) {
         return; // nobody else is there
     }
-    let world = fixture.world();
-    let joined = world.join(QpOptions::default());
-    let far = fixture.host(&world.b, 4096);
-    world.works(&joined);
-    let target = world.b.context.path().local;
-    let number = joined.b.qp.number();
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
+    let far = fixture.host(&testbed.b, 4096);
+    testbed.check_traffic(&conn);
+    let target = testbed.b.context.path().local;
+    let number = conn.b.qp.number();
     let mut rng = Rng::new(5);
     let mut packet = |n: usize| {
-        let mut packet = vec![0; SHORTEST + 16 + n % 64 * 4];
+        let mut packet = vec![0; MIN_PACKET + 16 + n % 64 * 4];
         packet.iter_mut().for_each(|byte| *byte = rng.next_u64() as u8);
         packet[0] = [0x0a, 0x04, 0x0c, 0x11, 0x13, 0x06][n % 6]; // WRITE, SEND, READ, ACK, CAS, WRITE FIRST
         packet[1] = 0;
@@ -159,14 +168,14 @@ fn strangers_are_dropped(fixture: &Fixture) {
     }
     assert!(valid > 100);
     // On a busy machine they take their time.
-    let hca = world.b.context.hca();
+    let hca = testbed.b.context.hca();
     let lost = |name| {
-        let stats = world.b.context.stats();
+        let stats = testbed.b.context.stats();
         stats.lost.iter().find(|(reason, _)| *reason == name).unwrap().1
     };
     let passed = || lost("stranger") + lost("malformed");
-    world.until("packets that are dropped", || hca.link_counters().drops.icrc + passed() >= 400);
-    world.drive_for(Duration::from_millis(20));
+    testbed.until("packets that are dropped", || hca.link_counters().drops.icrc + passed() >= 400);
+    testbed.poll_for(Duration::from_millis(20));
     // A sum of an unknown sender is checked in 16 of its bits: one in 65536 is right by chance, and such a packet is dropped later.
     let by_chance = passed() - 200;
     assert!(by_chance <= 2, "{by_chance} wrong sums were taken for right ones");
@@ -174,9 +183,9 @@ fn strangers_are_dropped(fixture: &Fixture) {
     assert!(
         (valid..=valid + by_chance).contains(&lost("stranger")),
         "{:?}",
-        world.b.context.stats()
+        testbed.b.context.stats()
     );
-    assert_eq!(joined.b.qp.state().unwrap(), State::Rts);
+    assert_eq!(conn.b.qp.state().unwrap(), State::Rts);
     same(&far.read(0, 4096), &[0; 4096], "memory that strangers reach for");
-    world.works(&joined);
+    testbed.check_traffic(&conn);
 }

@@ -3,13 +3,13 @@
 //! At an end that is a software HCA the same memory goes by the copy engine, so that the two must agree.
 
 use warpwire::error::Kind as ErrorKind;
-use warpwire::mr::{Memory, Path};
+use warpwire::mr::{AccessPath, MemorySource};
 use warpwire::verbs::{
-    Access, Atomic, Change, CompletionKind, Fence, Op, QpOptions, ReceiveRequest, Request,
-    SrqOptions, State, Status,
+    Access, Atomic, CompletionKind, Fence, QpAttributes, QpOptions, ReceiveRequest, SendRequest,
+    SrqOptions, State, Status, WrOp,
 };
 
-use crate::verbs::fixture::{End, Fixture, Kind, Patch, connect, same};
+use crate::verbs::fixture::{Endpoint, Fixture, Kind, TestBuffer, connect, same};
 use testkit::cases;
 
 cases!(Fixture; CASES:
@@ -26,35 +26,35 @@ cases!(Fixture; CASES:
 const LEN: u64 = 128 << 10;
 
 /// Memory of the simulated GPU, without a window, for work of this side.
-fn memory(fixture: &Fixture, end: &End) -> Patch {
-    let patch = fixture.memory(end, Kind::Engine, LEN, Access::LOCAL_WRITE);
+fn memory(fixture: &Fixture, end: &Endpoint) -> TestBuffer {
+    let buffer = fixture.memory(end, Kind::Engine, LEN, Access::LOCAL_WRITE);
     if end.is_device() {
-        assert_eq!(patch.mr.path(), Path::Staged);
-        let why = patch.mr.why().join("; ");
+        assert_eq!(buffer.mr.path(), AccessPath::Staged);
+        let why = buffer.mr.why().join("; ");
         for part in ["no dma-buf: ", "no peer memory: ", "no window: ", "staged: what is left"] {
             assert!(why.contains(part), "{why}");
         }
     }
-    patch
+    buffer
 }
 
 /// Sends and receives in several ranges; what is longer than the message stays as it was.
 fn staged_messages(fixture: &Fixture) {
-    let world = fixture.world();
-    let joined = world.join(QpOptions::default());
-    let (near, far) = (memory(fixture, &world.a), memory(fixture, &world.b));
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
+    let (near, far) = (memory(fixture, &testbed.a), memory(fixture, &testbed.b));
     for (id, len) in [1, 7, 2999, 3000, 3001, 8192, 70_000].into_iter().enumerate() {
         let id = id as u64;
         far.write(0, &vec![0xee; LEN as usize]);
         let sent = near.pattern(100, len, id);
         let into = [far.mr.sge(8, 3000), far.mr.sge(4096, 100_000)];
-        joined.b.qp.post_receive(&[ReceiveRequest { id, data: &into }]).unwrap();
+        conn.b.qp.post_receive(&[ReceiveRequest { id, data: &into }]).unwrap();
         let first = (len / 3) as u32;
         let from =
             [near.mr.sge(100, first), near.mr.sge(100 + u64::from(first), len as u32 - first)];
-        joined.a.qp.post_send(&[Request::new(id, Op::Send).with(&from)]).unwrap();
-        world.done(&joined.a.sends, id);
-        assert_eq!(world.done(&joined.b.receives, id).len as usize, len);
+        conn.a.qp.post_send(&[SendRequest::new(id, WrOp::Send).with(&from)]).unwrap();
+        testbed.done(&conn.a.sends, id);
+        assert_eq!(testbed.done(&conn.b.receives, id).len as usize, len);
         let head = len.min(3000);
         same(&far.read(8, head), &sent[..head], "the first range");
         same(&far.read(4096, len - head), &sent[head..], "the second range");
@@ -64,39 +64,39 @@ fn staged_messages(fixture: &Fixture) {
 
 /// What a batch sends is what lies there when it is posted.
 fn staged_batches(fixture: &Fixture) {
-    let world = fixture.world();
-    let joined = world.join(QpOptions::default());
-    let (near, far) = (memory(fixture, &world.a), fixture.host(&world.b, LEN));
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
+    let (near, far) = (memory(fixture, &testbed.a), fixture.host(&testbed.b, LEN));
     near.write(0, b"too early");
-    let mut batch = joined.a.qp.batch();
-    let write = |id, at| Request::new(id, Op::Write(far.mr.remote(at)));
+    let mut batch = conn.a.qp.batch();
+    let write = |id, at| SendRequest::new(id, WrOp::Write(far.mr.remote(at)));
     batch.push(&write(1, 0).with(&[near.mr.sge(0, 9)])).unwrap();
     batch.push(&write(2, 50).with(&[near.mr.sge(4, 5)])).unwrap();
     near.write(0, b"just now!");
     batch.post();
-    world.done(&joined.a.sends, 1);
-    world.done(&joined.a.sends, 2);
+    testbed.done(&conn.a.sends, 1);
+    testbed.done(&conn.a.sends, 2);
     same(&far.read(0, 9), b"just now!", "a write of a batch");
     same(&far.read(50, 5), b" now!", "the next");
 }
 
 fn staged_reads_and_atomics(fixture: &Fixture) {
-    let world = fixture.world();
-    let joined = world.join(QpOptions::default());
-    let (near, far) = (memory(fixture, &world.a), fixture.host(&world.b, LEN));
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
+    let (near, far) = (memory(fixture, &testbed.a), fixture.host(&testbed.b, LEN));
     let wanted = far.pattern(0, 50_000, 3);
     let into = [near.mr.sge(0, 20_000), near.mr.sge(30_000, 30_000)];
-    joined.a.qp.post_send(&[Request::new(1, Op::Read(far.mr.remote(0))).with(&into)]).unwrap();
-    world.done(&joined.a.sends, 1);
+    conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Read(far.mr.remote(0))).with(&into)]).unwrap();
+    testbed.done(&conn.a.sends, 1);
     same(&near.read(0, 20_000), &wanted[..20_000], "a read's first range");
     same(&near.read(30_000, 30_000), &wanted[20_000..], "a read's second range");
     far.write(64, &40u64.to_ne_bytes());
     let (add, swap) = (Atomic::FetchAdd { add: 2 }, Atomic::CompareSwap { compare: 42, swap: 7 });
     for (id, atomic, before) in [(2, add, 40), (3, swap, 42)] {
         let result = [near.mr.sge(8 * id, 8)];
-        let request = Request::new(id, Op::Atomic(far.mr.remote(64), atomic)).with(&result);
-        joined.a.qp.post_send(&[request]).unwrap();
-        world.done(&joined.a.sends, id);
+        let request = SendRequest::new(id, WrOp::Atomic(far.mr.remote(64), atomic)).with(&result);
+        conn.a.qp.post_send(&[request]).unwrap();
+        testbed.done(&conn.a.sends, id);
         assert_eq!((near.word(8 * id), id), (before, id));
     }
     assert_eq!(far.word(64), 7);
@@ -105,21 +105,22 @@ fn staged_reads_and_atomics(fixture: &Fixture) {
 /// A message that is fenced behind a read sends what was read; a read that makes no completion has ended when one behind
 /// it has.
 fn staged_work_without_completions(fixture: &Fixture) {
-    let world = fixture.world();
-    let joined = world.join(QpOptions { signal_all: false, ..QpOptions::default() });
-    let (near, far) = (memory(fixture, &world.a), fixture.host(&world.b, LEN));
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions { signal_all: false, ..QpOptions::default() });
+    let (near, far) = (memory(fixture, &testbed.a), fixture.host(&testbed.b, LEN));
     for round in 0..10 {
         let wanted = far.pattern(0, 9000, round);
         near.write(0, &[0; 12_000]);
         near.write(9000, b"and these");
         let data = [far.mr.sge(40_000, 10_000)];
-        joined.b.qp.post_receive(&[ReceiveRequest { id: 1, data: &data }]).unwrap();
+        conn.b.qp.post_receive(&[ReceiveRequest { id: 1, data: &data }]).unwrap();
         let (into, from) = ([near.mr.sge(0, 9000)], [near.mr.sge(0, 9009)]);
-        let read = Request::new(2, Op::Read(far.mr.remote(0))).with(&into).unsignaled();
-        let send = Request { fence: Fence::Reads, ..Request::new(3, Op::Send).with(&from) };
-        joined.a.qp.post_send(&[read, send]).unwrap();
-        world.done(&joined.a.sends, 3);
-        world.done(&joined.b.receives, 1);
+        let read = SendRequest::new(2, WrOp::Read(far.mr.remote(0))).with(&into).unsignaled();
+        let send =
+            SendRequest { fence: Fence::Reads, ..SendRequest::new(3, WrOp::Send).with(&from) };
+        conn.a.qp.post_send(&[read, send]).unwrap();
+        testbed.done(&conn.a.sends, 3);
+        testbed.done(&conn.b.receives, 1);
         same(&near.read(0, 9000), &wanted, "what was read");
         same(&far.read(40_000, 9000), &wanted, "what was sent on");
         same(&far.read(49_000, 9), b"and these", "what was not read");
@@ -127,29 +128,29 @@ fn staged_work_without_completions(fixture: &Fixture) {
 }
 
 fn staged_receives_are_shared(fixture: &Fixture) {
-    let world = fixture.world();
-    let end = &world.b;
-    let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 4, ranges: 1 }).unwrap();
+    let testbed = fixture.testbed();
+    let end = &testbed.b;
+    let srq = end.context.create_srq(&end.pd, SrqOptions { depth: 4, max_sge: 1 }).unwrap();
     let cq = end.context.create_cq(16).unwrap();
-    let (near, far) = (fixture.host(&world.a, LEN), memory(fixture, end));
-    let sides = [(); 2].map(|()| {
+    let (near, far) = (fixture.host(&testbed.a, LEN), memory(fixture, end));
+    let test_qps = [(); 2].map(|()| {
         let options = QpOptions { srq: Some(srq.clone()), ..QpOptions::default() };
-        let side = world.side(&world.a, QpOptions::default());
+        let test_qp = testbed.test_qp(&testbed.a, QpOptions::default());
         let qp = end.context.create_qp(&end.pd, &cq, &cq, options).unwrap();
-        connect(&side.qp, &qp);
-        (side, qp)
+        connect(&test_qp.qp, &qp);
+        (test_qp, qp)
     });
     for round in 0..6_u64 {
         for slot in 0..2 {
             let data = [far.mr.sge(slot * 8192, 8192)];
             srq.post_receive(&[ReceiveRequest { id: slot, data: &data }]).unwrap();
         }
-        for (at, (side, _)) in (0..).zip(&sides) {
+        for (at, (test_qp, _)) in (0..).zip(&test_qps) {
             near.pattern(at * 8192, 5000, round * 2 + at);
             let from = [near.mr.sge(at * 8192, 5000)];
-            side.qp.post_send(&[Request::new(at, Op::Send).with(&from)]).unwrap();
-            world.done(&side.sends, at);
-            let done = world.next(&cq);
+            test_qp.qp.post_send(&[SendRequest::new(at, WrOp::Send).with(&from)]).unwrap();
+            testbed.done(&test_qp.sends, at);
+            let done = testbed.next(&cq);
             assert!(done.is_success(), "{done:?}");
             same(&far.read(done.id * 8192, 5000), &near.read(at * 8192, 5000), "a shared receive");
         }
@@ -158,51 +159,51 @@ fn staged_receives_are_shared(fixture: &Fixture) {
 
 /// A write that uses a receive up for its news writes elsewhere; a message without bytes writes nothing.
 fn staged_memory_is_left_alone(fixture: &Fixture) {
-    let world = fixture.world();
-    let joined = world.join(QpOptions::default());
-    let (far, elsewhere) = (memory(fixture, &world.b), fixture.host(&world.b, 4096));
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
+    let (far, elsewhere) = (memory(fixture, &testbed.b), fixture.host(&testbed.b, 4096));
     far.write(0, b"as it was");
     let data = [far.mr.sge(0, 100)];
-    joined.b.qp.post_receive(&[ReceiveRequest { id: 1, data: &data }; 2]).unwrap();
-    let write = Request::new(2, Op::WriteImm(elsewhere.mr.remote(0), [1, 2, 3, 4]));
-    joined.a.qp.post_send(&[write.inline(b"elsewhere"), Request::new(3, Op::Send)]).unwrap();
-    let done = world.done(&joined.b.receives, 1);
+    conn.b.qp.post_receive(&[ReceiveRequest { id: 1, data: &data }; 2]).unwrap();
+    let write = SendRequest::new(2, WrOp::WriteImm(elsewhere.mr.remote(0), [1, 2, 3, 4]));
+    conn.a.qp.post_send(&[write.inline(b"elsewhere"), SendRequest::new(3, WrOp::Send)]).unwrap();
+    let done = testbed.done(&conn.b.receives, 1);
     assert_eq!(done.kind, CompletionKind::WriteImm([1, 2, 3, 4]));
-    assert_eq!(world.done(&joined.b.receives, 1).len, 0);
+    assert_eq!(testbed.done(&conn.b.receives, 1).len, 0);
     same(&far.read(0, 9), b"as it was", "memory that nothing was written to");
     same(&elsewhere.read(0, 9), b"elsewhere", "what was written");
 }
 
 /// Work that fails writes nothing, and neither does what a reset has forgotten.
 fn staged_work_that_fails(fixture: &Fixture) {
-    let world = fixture.world();
-    let joined = world.join(QpOptions::default());
-    let (near, far) = (memory(fixture, &world.a), fixture.host(&world.b, 4096));
+    let testbed = fixture.testbed();
+    let conn = testbed.join(QpOptions::default());
+    let (near, far) = (memory(fixture, &testbed.a), fixture.host(&testbed.b, 4096));
     near.write(0, b"as it was");
     let mut wrong = far.mr.remote(0);
     wrong.rkey ^= 0x5500;
     let data = [near.mr.sge(0, 4096)];
-    joined.a.qp.post_send(&[Request::new(1, Op::Read(wrong)).with(&data)]).unwrap();
-    world.failed(&joined.a.sends, 1, Status::RemoteAccess);
-    joined.a.qp.post_receive(&[ReceiveRequest { id: 2, data: &data }]).unwrap();
-    for qp in [&joined.a.qp, &joined.b.qp] {
-        qp.modify(&Change::to(State::Reset)).unwrap();
+    conn.a.qp.post_send(&[SendRequest::new(1, WrOp::Read(wrong)).with(&data)]).unwrap();
+    testbed.failed(&conn.a.sends, 1, Status::RemoteAccess);
+    conn.a.qp.post_receive(&[ReceiveRequest { id: 2, data: &data }]).unwrap();
+    for qp in [&conn.a.qp, &conn.b.qp] {
+        qp.modify(&QpAttributes::new(State::Reset)).unwrap();
     }
-    connect(&joined.a.qp, &joined.b.qp);
-    world.works(&joined);
+    connect(&conn.a.qp, &conn.b.qp);
+    testbed.check_traffic(&conn);
     same(&near.read(0, 9), b"as it was", "memory that nothing was written to");
     // What lies beyond the registration is the device's to refuse.
     let beyond = [near.mr.sge(LEN - 4, 8)];
-    let write = Request::new(3, Op::Write(far.mr.remote(0))).with(&beyond);
-    joined.a.qp.post_send(&[write]).unwrap();
-    world.failed(&joined.a.sends, 3, Status::LocalProtection);
+    let write = SendRequest::new(3, WrOp::Write(far.mr.remote(0))).with(&beyond);
+    conn.a.qp.post_send(&[write]).unwrap();
+    testbed.failed(&conn.a.sends, 3, Status::LocalProtection);
 }
 
 fn staged_memory_is_not_for_peers(fixture: &Fixture) {
-    let world = fixture.world();
-    let end = if world.a.is_device() { &world.a } else { &world.b };
+    let testbed = fixture.testbed();
+    let end = if testbed.a.is_device() { &testbed.a } else { &testbed.b };
     let allocation = fixture.gpu().alloc(LEN).unwrap();
-    let whole = || Memory::from(allocation.whole().unwrap());
+    let whole = || MemorySource::from(allocation.whole().unwrap());
     for (right, name) in [
         (Access::REMOTE_READ, "remote-read"),
         (Access::LOCAL_WRITE | Access::REMOTE_WRITE, "remote-write"),
@@ -222,6 +223,9 @@ fn staged_memory_is_not_for_peers(fixture: &Fixture) {
     }
     // For this side alone, it is what was asked for.
     let mr = end.context.register(&end.pd, whole().staged(), Access::LOCAL_WRITE).unwrap();
-    assert_eq!((mr.path(), mr.why()), (Path::Staged, vec!["staged: it was asked for".to_owned()]));
+    assert_eq!(
+        (mr.path(), mr.why()),
+        (AccessPath::Staged, vec!["staged: it was asked for".to_owned()])
+    );
     assert_eq!((mr.iova(), mr.len()), (allocation.address().raw(), LEN));
 }

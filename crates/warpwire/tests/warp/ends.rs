@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use warpwire::sock::warp::NetOptions;
 
-use crate::warp::world::{Way, World, byte, check_all, send_all, soon};
+use crate::warp::testbed::{TestLink, Testbed, byte, check_all, send_all, test_timeout};
 use testkit::{Process, Role, cases, until};
 
-cases!(World; CASES:
+cases!(Testbed; CASES:
     a_reset_reaches_both_directions,
     a_peer_that_closes_is_a_broken_pipe,
     a_dropped_stream_still_delivers,
@@ -21,19 +21,19 @@ cases!(World; CASES:
     a_reader_that_shuts_down_is_a_broken_pipe,
 );
 
-fn way_of(text: &str) -> Way {
-    Way::ALL.into_iter().find(|way| format!("{way:?}") == text).unwrap()
+fn test_link_of(text: &str) -> TestLink {
+    TestLink::ALL.into_iter().find(|test_link| format!("{test_link:?}") == text).unwrap()
 }
 
 /// What a process of the suite does.
-pub fn play(role: &str) {
-    let (role, way) = role.rsplit_once(' ').unwrap();
-    let way = way_of(way);
+pub fn run_role(role: &str) {
+    let (role, test_link) = role.rsplit_once(' ').unwrap();
+    let test_link = test_link_of(test_link);
     if role == "rest" {
-        println!("{}", crate::warp::streams::rest(way));
+        println!("{}", crate::warp::streams::rest(test_link));
         return;
     }
-    let net = way.net(NetOptions::default());
+    let net = test_link.net(NetOptions::default());
     let listener = net.listen("127.0.0.1:0").unwrap();
     println!("{}", listener.local_addr().unwrap());
     let (mut stream, _) = listener.accept().unwrap();
@@ -46,28 +46,28 @@ pub fn play(role: &str) {
         }
         "say and hang" => {
             stream.write_all(b"last words").unwrap();
-            std::thread::sleep(soon());
+            std::thread::sleep(test_timeout());
         }
         other => panic!("no part is called {other}"),
     }
 }
 
 /// A process that plays a part; it does not outlive this.
-fn start(role: &str, way: Way) -> Process {
-    let role = Role::new("warp", format!("{role} {way:?}"));
+fn start(role: &str, test_link: TestLink) -> Process {
+    let role = Role::new("warp", format!("{role} {test_link:?}"));
     Process::start(role.command().stdout(Stdio::piped()))
 }
 
 /// The share of a processor that a process takes whose one reader waits.
-pub fn spent_at_rest(way: Way) -> f64 {
-    start("rest", way).line().parse().unwrap()
+pub fn idle_cpu_time(test_link: TestLink) -> f64 {
+    start("rest", test_link).line().parse().unwrap()
 }
 
-fn another_process_as_the_peer(world: &World) {
-    let mut player = start("echo", world.way);
+fn another_process_as_the_peer(testbed: &Testbed) {
+    let mut player = start("echo", testbed.test_link);
     let address = player.line();
-    let stream = world.here.connect(address.as_str()).unwrap();
-    stream.set_read_timeout(Some(soon())).unwrap();
+    let stream = testbed.here.connect(address.as_str()).unwrap();
+    stream.set_read_timeout(Some(test_timeout())).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| send_all(&stream, 5, 3_000_000, 200_000));
         check_all(&stream, 5, 3_000_000, 200_000);
@@ -76,11 +76,11 @@ fn another_process_as_the_peer(world: &World) {
     assert!(player.wait().success());
 }
 
-fn a_peer_process_that_is_killed(world: &World) {
-    let mut player = start("say and hang", world.way);
+fn a_peer_process_that_is_killed(testbed: &Testbed) {
+    let mut player = start("say and hang", testbed.test_link);
     let address = player.line();
-    let mut stream = world.here.connect(address.as_str()).unwrap();
-    stream.set_read_timeout(Some(soon())).unwrap();
+    let mut stream = testbed.here.connect(address.as_str()).unwrap();
+    stream.set_read_timeout(Some(test_timeout())).unwrap();
     let mut words = [0; 4];
     stream.read_exact(&mut words).unwrap();
     let mut writer = stream.try_clone().unwrap();
@@ -104,8 +104,8 @@ fn a_peer_process_that_is_killed(world: &World) {
     });
 }
 
-fn a_reset_reaches_both_directions(world: &World) {
-    let (mut here, mut there) = world.pair();
+fn a_reset_reaches_both_directions(testbed: &Testbed) {
+    let (mut here, mut there) = testbed.pair();
     there.write_all(b"before").unwrap();
     let mut word = [0; 3];
     here.read_exact(&mut word).unwrap();
@@ -119,8 +119,8 @@ fn a_reset_reaches_both_directions(world: &World) {
     assert_eq!(here.write(b"x").unwrap_err().kind(), ErrorKind::ConnectionReset);
 }
 
-fn sleepers_are_woken_by_a_reset(world: &World) {
-    let (here, there) = world.pair();
+fn sleepers_are_woken_by_a_reset(testbed: &Testbed) {
+    let (here, there) = testbed.pair();
     here.set_read_timeout(None).unwrap();
     std::thread::scope(|scope| {
         let sleeper = scope.spawn(|| (&here).read(&mut [0]).unwrap_err().kind());
@@ -128,7 +128,7 @@ fn sleepers_are_woken_by_a_reset(world: &World) {
         there.reset();
         assert_eq!(sleeper.join().unwrap(), ErrorKind::ConnectionReset);
     });
-    let (here, _there) = world.pair();
+    let (here, _there) = testbed.pair();
     std::thread::scope(|scope| {
         let sleeper = scope.spawn(|| (&here).read(&mut [0]).unwrap());
         std::thread::sleep(Duration::from_millis(50));
@@ -137,8 +137,8 @@ fn sleepers_are_woken_by_a_reset(world: &World) {
     });
 }
 
-fn a_peer_that_closes_is_a_broken_pipe(world: &World) {
-    let (mut here, there) = world.pair();
+fn a_peer_that_closes_is_a_broken_pipe(testbed: &Testbed) {
+    let (mut here, there) = testbed.pair();
     drop(there);
     assert_eq!(here.read(&mut [0]).unwrap(), 0);
     let mut found = None;
@@ -150,9 +150,9 @@ fn a_peer_that_closes_is_a_broken_pipe(world: &World) {
     assert_eq!(here.read(&mut [0]).unwrap(), 0, "still the end");
 }
 
-fn a_dropped_stream_still_delivers(world: &World) {
+fn a_dropped_stream_still_delivers(testbed: &Testbed) {
     for nonblocking in [false, true] {
-        let (here, mut there) = world.pair();
+        let (here, mut there) = testbed.pair();
         here.set_nonblocking(nonblocking).unwrap();
         let bytes: Vec<u8> = (0..200_000).map(|at| byte(9, at)).collect();
         assert_eq!((&mut &here).write(&bytes).unwrap(), bytes.len());
@@ -163,20 +163,20 @@ fn a_dropped_stream_still_delivers(world: &World) {
     }
 }
 
-fn a_dropped_listener_refuses(world: &World) {
-    let listener = world.listen();
+fn a_dropped_listener_refuses(testbed: &Testbed) {
+    let listener = testbed.listen();
     let address = listener.local_addr().unwrap();
-    let mut orphan = world.here.connect(address).unwrap();
-    orphan.set_read_timeout(Some(soon())).unwrap();
+    let mut dropped_stream = testbed.here.connect(address).unwrap();
+    dropped_stream.set_read_timeout(Some(test_timeout())).unwrap();
     drop(listener);
-    assert_eq!(orphan.read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
-    until("a refusal", || world.here.connect(address).is_err());
-    let error = world.here.connect(address).unwrap_err();
+    assert_eq!(dropped_stream.read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
+    until("a refusal", || testbed.here.connect(address).is_err());
+    let error = testbed.here.connect(address).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
 }
 
-fn a_reader_that_shuts_down_is_a_broken_pipe(world: &World) {
-    let (mut here, mut there) = world.pair();
+fn a_reader_that_shuts_down_is_a_broken_pipe(testbed: &Testbed) {
+    let (mut here, mut there) = testbed.pair();
     there.write_all(b"before").unwrap();
     let mut writer = here.try_clone().unwrap();
     std::thread::scope(|scope| {

@@ -1,25 +1,28 @@
 //! One suite of CPU programs' sockets of the family `warp`, over every link.
 mod ends;
-mod meeting;
+mod handshake;
 mod readiness;
 mod streams;
-mod world;
+mod testbed;
 
 use testkit::{Case, Collector, Effort, Suite};
 
-use world::{Way, World};
+use testbed::{TestLink, Testbed};
 
-pub const SUITE: Suite = Suite { name: "warp", env: &[], collect, role: ends::play };
+pub const SUITE: Suite = Suite { name: "warp", env: &[], collect, role: ends::run_role };
 
-const CASES: &[&[Case<World>]] = &[streams::CASES, ends::CASES, readiness::CASES, meeting::CASES];
+const CASES: &[&[Case<Testbed>]] =
+    &[streams::CASES, ends::CASES, readiness::CASES, handshake::CASES];
 
 fn collect(suite: &mut Collector) {
-    for way in Way::ALL {
-        if suite.effort() == Effort::Quick && way != Way::Shm {
+    for test_link in TestLink::ALL {
+        if suite.effort() == Effort::Quick && test_link != TestLink::Shm {
             continue;
         }
         for cases in CASES {
-            suite.add(&format!("{way:?}"), cases, move |case| (case.run)(&World::new(way)));
+            suite.add(&format!("{test_link:?}"), cases, move |case| {
+                (case.run)(&Testbed::new(test_link))
+            });
         }
     }
 }

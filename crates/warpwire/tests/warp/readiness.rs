@@ -8,10 +8,10 @@ use std::time::Duration;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
 
-use crate::warp::world::{World, byte, soon};
+use crate::warp::testbed::{Testbed, byte, test_timeout};
 use testkit::cases;
 
-cases!(World; CASES:
+cases!(Testbed; CASES:
     calls_that_would_block_say_so,
     the_descriptor_tells_of_bytes_and_of_the_end,
     the_descriptor_tells_of_room,
@@ -41,10 +41,10 @@ impl Poll {
     }
 }
 
-const A_MOMENT: Duration = Duration::from_millis(30);
+const SHORT_WAIT: Duration = Duration::from_millis(30);
 
-fn calls_that_would_block_say_so(world: &World) {
-    let (mut here, there) = world.pair();
+fn calls_that_would_block_say_so(testbed: &Testbed) {
+    let (mut here, there) = testbed.pair();
     here.set_nonblocking(true).unwrap();
     assert_eq!(here.read(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock);
     let mut sent = 0;
@@ -58,28 +58,28 @@ fn calls_that_would_block_say_so(world: &World) {
     assert!(sent > 0 && sent <= 512 << 10);
     let mut bytes = vec![0; sent];
     (&mut &there).read_exact(&mut bytes).unwrap();
-    let listener = world.listen();
+    let listener = testbed.listen();
     listener.set_nonblocking(true).unwrap();
     assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
 }
 
-fn the_descriptor_tells_of_bytes_and_of_the_end(world: &World) {
+fn the_descriptor_tells_of_bytes_and_of_the_end(testbed: &Testbed) {
     for edge in [false, true] {
-        let (mut here, mut there) = world.pair();
+        let (mut here, mut there) = testbed.pair();
         here.set_nonblocking(true).unwrap();
         let poll = Poll::new();
         poll.add(&here, 7, edge);
-        assert_eq!(poll.wait(soon()), [7], "it begins ready");
+        assert_eq!(poll.wait(test_timeout()), [7], "it begins ready");
         assert_eq!(here.read(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock);
-        assert_eq!(poll.wait(A_MOMENT), [0; 0], "nothing has come, and room is not asked for");
+        assert_eq!(poll.wait(SHORT_WAIT), [0; 0], "nothing has come, and room is not asked for");
         there.write_all(b"ab").unwrap();
-        assert_eq!(poll.wait(soon()), [7]);
+        assert_eq!(poll.wait(test_timeout()), [7]);
         let mut two = [0; 2];
         here.read_exact(&mut two).unwrap();
         assert_eq!(here.read(&mut two).unwrap_err().kind(), ErrorKind::WouldBlock);
-        assert_eq!(poll.wait(A_MOMENT), [0; 0]);
+        assert_eq!(poll.wait(SHORT_WAIT), [0; 0]);
         drop(there);
-        assert_eq!(poll.wait(soon()), [7]);
+        assert_eq!(poll.wait(test_timeout()), [7]);
         assert_eq!(here.read(&mut two).unwrap(), 0);
     }
 }
@@ -99,50 +99,50 @@ fn fill(mut stream: impl Write) -> usize {
     sent
 }
 
-fn the_descriptor_tells_of_room(world: &World) {
-    let (here, mut there) = world.pair();
+fn the_descriptor_tells_of_room(testbed: &Testbed) {
+    let (here, mut there) = testbed.pair();
     here.set_nonblocking(true).unwrap();
     let poll = Poll::new();
     poll.add(&here, 1, true);
     let sent = fill(&here);
     poll.wait(Duration::ZERO);
-    assert_eq!(poll.wait(A_MOMENT), [0; 0], "no room");
+    assert_eq!(poll.wait(SHORT_WAIT), [0; 0], "no room");
     let mut bytes = vec![0; sent];
     there.read_exact(&mut bytes).unwrap();
-    assert_eq!(poll.wait(soon()), [1]);
+    assert_eq!(poll.wait(test_timeout()), [1]);
     assert!((&mut &here).write(b"x").is_ok());
 }
 
-fn one_direction_does_not_swallow_the_others_news(world: &World) {
-    let (here, mut there) = world.pair();
+fn one_direction_does_not_swallow_the_others_news(testbed: &Testbed) {
+    let (here, mut there) = testbed.pair();
     here.set_nonblocking(true).unwrap();
     let poll = Poll::new();
     poll.add(&here, 1, false);
     assert_eq!((&here).read(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock);
     there.write_all(b"news").unwrap();
-    assert_eq!(poll.wait(soon()), [1]);
+    assert_eq!(poll.wait(test_timeout()), [1]);
     // The writer takes the event away, and the reader must get it all the same.
     fill(&here);
-    assert_eq!(poll.wait(soon()), [1]);
-    let mut news = [0; 4];
-    (&mut &here).read_exact(&mut news).unwrap();
-    assert_eq!(&news, b"news");
+    assert_eq!(poll.wait(test_timeout()), [1]);
+    let mut data = [0; 4];
+    (&mut &here).read_exact(&mut data).unwrap();
+    assert_eq!(&data, b"news");
 }
 
-fn an_event_loop_echoes_many(world: &World) {
+fn an_event_loop_echoes_many(testbed: &Testbed) {
     const MANY: usize = 20;
     const LEN: usize = 300_000;
-    let listener = world.listen();
+    let listener = testbed.listen();
     let address = listener.local_addr().unwrap();
     std::thread::scope(|scope| {
         for number in 0..MANY as u64 {
-            let here = &world.here;
+            let here = &testbed.here;
             scope.spawn(move || {
                 let stream = here.connect(address).unwrap();
-                stream.set_read_timeout(Some(soon())).unwrap();
+                stream.set_read_timeout(Some(test_timeout())).unwrap();
                 std::thread::scope(|both| {
-                    both.spawn(|| crate::warp::world::send_all(&stream, number, LEN, 30_000));
-                    crate::warp::world::check_all(&stream, number, LEN, 30_000);
+                    both.spawn(|| crate::warp::testbed::send_all(&stream, number, LEN, 30_000));
+                    crate::warp::testbed::check_all(&stream, number, LEN, 30_000);
                 });
             });
         }
@@ -152,9 +152,9 @@ fn an_event_loop_echoes_many(world: &World) {
 }
 
 /// Echoes that many connections in one thread, with edge-triggered events.
-fn echo(listener: &warpwire::sock::warp::Listener, many: usize) {
+fn echo(listener: &warpwire::sock::warp::WarpListener, many: usize) {
     struct Client {
-        stream: warpwire::sock::warp::Stream,
+        stream: warpwire::sock::warp::WarpStream,
         held: Vec<u8>,
         ended: bool,
     }
@@ -168,7 +168,7 @@ fn echo(listener: &warpwire::sock::warp::Listener, many: usize) {
     }
     let mut left = many;
     while left > 0 {
-        let events = poll.wait(soon());
+        let events = poll.wait(test_timeout());
         assert!(!events.is_empty(), "{left} are left");
         for number in events {
             let client = &mut clients[number as usize];
@@ -205,18 +205,18 @@ fn echo(listener: &warpwire::sock::warp::Listener, many: usize) {
     }
 }
 
-fn a_listener_in_an_event_loop(world: &World) {
-    let listener = world.listen();
+fn a_listener_in_an_event_loop(testbed: &Testbed) {
+    let listener = testbed.listen();
     listener.set_nonblocking(true).unwrap();
     let poll = Poll::new();
     poll.add(&listener, 5, true);
-    assert_eq!(poll.wait(A_MOMENT), [0; 0]);
+    assert_eq!(poll.wait(SHORT_WAIT), [0; 0]);
     let address = listener.local_addr().unwrap();
     for _ in 0..3 {
-        let _here = world.here.connect(address).unwrap();
-        assert_eq!(poll.wait(soon()), [5]);
+        let _here = testbed.here.connect(address).unwrap();
+        assert_eq!(poll.wait(test_timeout()), [5]);
         listener.accept().unwrap();
         assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
-        assert_eq!(poll.wait(A_MOMENT), [0; 0]);
+        assert_eq!(poll.wait(SHORT_WAIT), [0; 0]);
     }
 }

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use warpwire::sock::warp::NetOptions;
 
-use crate::warp::world::{Way, World, check_all, send_all, soon};
+use crate::warp::testbed::{TestLink, Testbed, check_all, send_all, test_timeout};
 use testkit::cases;
 
-cases!(World; CASES:
+cases!(Testbed; CASES:
     all_sizes_in_random_pieces_both_ways_at_once,
     small_rings_and_unequal_ones,
     half_close_leaves_the_other_direction,
@@ -21,8 +21,8 @@ cases!(World; CASES:
     rest_is_cheap,
 );
 
-fn both_ways(world: &World, len: usize, largest: usize) {
-    let (here, there) = world.pair();
+fn both_ways(testbed: &Testbed, len: usize, largest: usize) {
+    let (here, there) = testbed.pair();
     std::thread::scope(|scope| {
         scope.spawn(|| send_all(&here, 1, len, largest));
         scope.spawn(|| send_all(&there, 2, len, largest));
@@ -31,18 +31,19 @@ fn both_ways(world: &World, len: usize, largest: usize) {
     });
 }
 
-fn all_sizes_in_random_pieces_both_ways_at_once(world: &World) {
+fn all_sizes_in_random_pieces_both_ways_at_once(testbed: &Testbed) {
     for (len, largest) in [(0, 1), (1, 1), (2, 7), (4095, 100), (65_537, 5000)] {
-        both_ways(world, len, largest);
+        both_ways(testbed, len, largest);
     }
-    both_ways(world, 1 << 20, 100_000);
-    both_ways(world, 16 << 20, 700_000);
+    both_ways(testbed, 1 << 20, 100_000);
+    both_ways(testbed, 16 << 20, 700_000);
 }
 
-fn small_rings_and_unequal_ones(world: &World) {
+fn small_rings_and_unequal_ones(testbed: &Testbed) {
     for (ring, stage) in [(4096, 4096), (4096, 65_536), (65_536, 4096)] {
         let options = NetOptions { ring, stage, ..NetOptions::default() };
-        let small = World { here: world.way.net(options), ..World::new(world.way) };
+        let small =
+            Testbed { here: testbed.test_link.net(options), ..Testbed::new(testbed.test_link) };
         both_ways(&small, 300_001, 9000);
     }
     for (ring, stage) in [(5000, 4096), (4096, 2048), (1 << 31, 4096)] {
@@ -52,8 +53,8 @@ fn small_rings_and_unequal_ones(world: &World) {
     }
 }
 
-fn half_close_leaves_the_other_direction(world: &World) {
-    let (mut here, mut there) = world.pair();
+fn half_close_leaves_the_other_direction(testbed: &Testbed) {
+    let (mut here, mut there) = testbed.pair();
     here.write_all(b"question").unwrap();
     here.shutdown(Shutdown::Write).unwrap();
     assert_eq!(here.write(b"more").unwrap_err().kind(), ErrorKind::BrokenPipe);
@@ -65,7 +66,7 @@ fn half_close_leaves_the_other_direction(world: &World) {
     let mut text = String::new();
     here.read_to_string(&mut text).unwrap();
     assert_eq!((text.as_str(), here.read(&mut [0]).unwrap()), ("answer", 0), "for ever");
-    let (here, mut there) = world.pair();
+    let (here, mut there) = testbed.pair();
     here.shutdown(Shutdown::Read).unwrap();
     assert_eq!((&here).read(&mut [0]).unwrap(), 0);
     // It is not heard, or the word that nobody listens has come already.
@@ -73,8 +74,8 @@ fn half_close_leaves_the_other_direction(world: &World) {
     assert!(matches!(sent, Ok(()) | Err(ErrorKind::BrokenPipe)), "{sent:?}");
 }
 
-fn a_ping_pong_of_small_messages(world: &World) {
-    let (mut here, mut there) = world.pair();
+fn a_ping_pong_of_small_messages(testbed: &Testbed) {
+    let (mut here, mut there) = testbed.pair();
     std::thread::scope(|scope| {
         scope.spawn(move || {
             let mut message = [0; 64];
@@ -108,15 +109,15 @@ fn descriptors_for(many: u64) -> u64 {
     fit.min(many)
 }
 
-fn a_thousand_connections(world: &World) {
+fn a_thousand_connections(testbed: &Testbed) {
     let options = NetOptions { ring: 4096, stage: 4096, ..NetOptions::default() };
-    let world = World::with(world.way, options);
-    let listener = world.listen();
+    let testbed = Testbed::with(testbed.test_link, options);
+    let listener = testbed.listen();
     let address = listener.local_addr().unwrap();
     let many = descriptors_for(1000);
     let pairs: Vec<_> = (0..many)
         .map(|_| {
-            let here = world.here.connect(address).unwrap();
+            let here = testbed.here.connect(address).unwrap();
             (here, listener.accept().unwrap().0)
         })
         .collect();
@@ -138,18 +139,18 @@ fn a_thousand_connections(world: &World) {
     }
 }
 
-fn an_accept_storm(world: &World) {
+fn an_accept_storm(testbed: &Testbed) {
     const THREADS: usize = 8;
     const EACH: usize = 40;
-    let listener = world.listen();
+    let listener = testbed.listen();
     let address = listener.local_addr().unwrap();
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
-            let here = &world.here;
+            let here = &testbed.here;
             scope.spawn(move || {
                 for round in 0..EACH {
                     let mut stream = here.connect(address).unwrap();
-                    stream.set_read_timeout(Some(soon())).unwrap();
+                    stream.set_read_timeout(Some(test_timeout())).unwrap();
                     let word = ((thread * EACH + round) as u64).to_le_bytes();
                     stream.write_all(&word).unwrap();
                     let mut back = [0; 8];
@@ -169,8 +170,8 @@ fn an_accept_storm(world: &World) {
     });
 }
 
-fn times_that_are_over(world: &World) {
-    let (mut here, there) = world.pair();
+fn times_that_are_over(testbed: &Testbed) {
+    let (mut here, there) = testbed.pair();
     let brief = Duration::from_millis(30);
     here.set_read_timeout(Some(brief)).unwrap();
     here.set_write_timeout(Some(brief)).unwrap();
@@ -179,7 +180,7 @@ fn times_that_are_over(world: &World) {
     let error = here.read(&mut [0]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TimedOut);
     assert!(error.to_string().contains("sent nothing in 30ms"), "{error}");
-    assert!(begun.elapsed() >= brief && begun.elapsed() < soon());
+    assert!(begun.elapsed() >= brief && begun.elapsed() < test_timeout());
     let mut sent = 0;
     let error = loop {
         match here.write(&[7; 50_000]) {
@@ -199,12 +200,12 @@ fn times_that_are_over(world: &World) {
     );
 }
 
-fn names_and_paths(world: &World) {
-    let (here, there) = world.pair();
+fn names_and_paths(testbed: &Testbed) {
+    let (here, there) = testbed.pair();
     assert_eq!(here.peer_addr().unwrap(), there.local_addr().unwrap());
     assert_eq!(here.local_addr().unwrap(), there.peer_addr().unwrap());
     let kind = here.path().unwrap().kind;
-    let expected = if world.way == Way::Udp { "udp" } else { "shm" };
+    let expected = if testbed.test_link == TestLink::Udp { "udp" } else { "shm" };
     assert_eq!(kind.to_string(), expected);
 }
 
@@ -218,16 +219,16 @@ fn processor_time() -> Duration {
     Duration::from_nanos(nanos.sum())
 }
 
-fn rest_is_cheap(world: &World) {
+fn rest_is_cheap(testbed: &Testbed) {
     // Other cases run beside this one: it plays in a process of its own.
-    let spent = crate::warp::ends::spent_at_rest(world.way);
+    let spent = crate::warp::ends::idle_cpu_time(testbed.test_link);
     assert!(spent < 0.03, "{:.1} % of a processor at rest", spent * 100.0);
 }
 
 /// In that process: a thread waits for a byte that does not come for a while.
-pub fn rest(way: Way) -> f64 {
-    let world = World::new(way);
-    let (mut here, mut there) = world.pair();
+pub fn rest(test_link: TestLink) -> f64 {
+    let testbed = Testbed::new(test_link);
+    let (mut here, mut there) = testbed.pair();
     let reader = std::thread::spawn(move || here.read(&mut [0]).unwrap());
     std::thread::sleep(Duration::from_millis(300));
     let (before, begun) = (processor_time(), Instant::now());

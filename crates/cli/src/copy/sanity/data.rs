@@ -3,16 +3,16 @@
 use std::time::{Duration, Instant};
 
 use warpwire::error::Kind;
-use warpwire::mem::copy::{Copier, Direction, Routine};
+use warpwire::mem::copy::{Copier, CopyDirection, Routine};
 use warpwire::mem::{Allocation, MappingType, WindowOptions};
 use warpwire_apps::{
     pattern::{self, Pattern},
     pingpong::PingPong,
 };
 
-use super::{Checked, Subject, Trouble, ensure};
+use super::{CheckError, CheckResult, CheckTarget, ensure};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// `len` bytes of the pattern of `seed`.
 pub(super) fn bytes(len: usize, seed: u64) -> Vec<u8> {
@@ -22,14 +22,14 @@ pub(super) fn bytes(len: usize, seed: u64) -> Vec<u8> {
 }
 
 /// What the device's own copy finds.
-fn found(memory: &Allocation, offset: u64, len: usize) -> Result<Vec<u8>, Trouble> {
+fn found(memory: &Allocation, offset: u64, len: usize) -> Result<Vec<u8>, CheckError> {
     let mut found = vec![0; len];
     memory.read(offset, &mut found)?;
     Ok(found)
 }
 
-pub(super) fn opens_and_closes(subject: &Subject) -> Checked {
-    let memory = subject.alloc(256 << 10)?;
+pub(super) fn opens_and_closes(target: &CheckTarget) -> CheckResult {
+    let memory = target.alloc(256 << 10)?;
     for _ in 0..3 {
         let window = memory.window()?;
         let same = (window.len(), window.address()) == (memory.len(), memory.address());
@@ -38,9 +38,9 @@ pub(super) fn opens_and_closes(subject: &Subject) -> Checked {
     Ok(())
 }
 
-pub(super) fn unaligned_ranges(subject: &Subject) -> Checked {
+pub(super) fn unaligned_ranges(target: &CheckTarget) -> CheckResult {
     let (before, memory, after) =
-        (subject.alloc(1 << 20)?, subject.alloc(1 << 20)?, subject.alloc(1 << 20)?);
+        (target.alloc(1 << 20)?, target.alloc(1 << 20)?, target.alloc(1 << 20)?);
     let all = bytes(1 << 20, 1);
     memory.write(0, &all)?;
     let options = WindowOptions::from_env()?;
@@ -58,8 +58,8 @@ pub(super) fn unaligned_ranges(subject: &Subject) -> Checked {
     Ok(())
 }
 
-pub(super) fn small_neighbours(subject: &Subject) -> Checked {
-    let small = (0..8).map(|_| subject.alloc(8)).collect::<Result<Vec<_>, _>>()?;
+pub(super) fn small_neighbours(target: &CheckTarget) -> CheckResult {
+    let small = (0..8).map(|_| target.alloc(8)).collect::<Result<Vec<_>, _>>()?;
     for (number, memory) in (1_u64..).zip(&small) {
         memory.window()?.write(0, &number.to_le_bytes())?;
     }
@@ -70,9 +70,9 @@ pub(super) fn small_neighbours(subject: &Subject) -> Checked {
     Ok(())
 }
 
-pub(super) fn device_sees_cpu(subject: &Subject) -> Checked {
+pub(super) fn device_sees_cpu(target: &CheckTarget) -> CheckResult {
     const LEN: usize = 4096;
-    let memory = subject.alloc(LEN as u64)?;
+    let memory = target.alloc(LEN as u64)?;
     let window = memory.window()?;
     for round in 0..1000 {
         let sent = bytes(LEN, round);
@@ -82,46 +82,46 @@ pub(super) fn device_sees_cpu(subject: &Subject) -> Checked {
     Ok(())
 }
 
-pub(super) fn cpu_sees_device(subject: &Subject) -> Checked {
-    let memory = subject.alloc(1 << 20)?;
-    let (pattern, stream) = (Pattern::load(&subject.device)?, subject.device.stream()?);
+pub(super) fn cpu_sees_device(target: &CheckTarget) -> CheckResult {
+    let memory = target.alloc(1 << 20)?;
+    let (pattern, stream) = (Pattern::load(&target.device)?, target.device.stream()?);
     let window = memory.window()?;
     let mut seen = vec![0; 1 << 20];
     for seed in 1..=10 {
         pattern.fill(&stream, &memory.whole()?, seed)?;
-        stream.synchronize(PATIENCE)?;
+        stream.synchronize(TIMEOUT)?;
         window.read(0, &mut seen)?;
         ensure(seen == bytes(1 << 20, seed), || format!("other data in round {seed}"))?;
     }
     Ok(())
 }
 
-pub(super) fn odd_offsets(subject: &Subject) -> Checked {
+pub(super) fn odd_offsets(target: &CheckTarget) -> CheckResult {
     const LEN: usize = 20_000;
-    let memory = subject.alloc(LEN as u64)?;
+    let memory = target.alloc(LEN as u64)?;
     let window = memory.window()?;
     let data = bytes(LEN, 5);
     for unit in [4, 1] {
         for step in 1..=10 {
             let shift = unit * step;
             for (on_window, on_host) in [(shift, 0), (0, shift), (shift, shift)] {
-                let place = || format!("window + {on_window}, host + {on_host}");
+                let position = || format!("window + {on_window}, host + {on_host}");
                 let len = 10_001 - shift;
                 let part = &data[on_host..][..len];
                 memory.write(0, &[0xee; LEN])?;
                 window.write(on_window as u64, part)?;
                 let all = found(&memory, 0, LEN)?;
                 ensure(&all[on_window..on_window + len] == part, || {
-                    format!("{}: other data", place())
+                    format!("{}: other data", position())
                 })?;
                 let around = all[..on_window].iter().chain(&all[on_window + len..]);
                 ensure(around.copied().all(|byte| byte == 0xee), || {
-                    format!("{}: bytes around it changed", place())
+                    format!("{}: bytes around it changed", position())
                 })?;
                 let mut back = vec![0; LEN];
                 window.read(on_window as u64, &mut back[on_host..][..len])?;
                 ensure(&back[on_host..][..len] == part, || {
-                    format!("{}: other data read", place())
+                    format!("{}: other data read", position())
                 })?;
             }
         }
@@ -129,8 +129,8 @@ pub(super) fn odd_offsets(subject: &Subject) -> Checked {
     Ok(())
 }
 
-pub(super) fn mapping_types_agree(subject: &Subject) -> Checked {
-    let memory = subject.alloc(64 << 10)?;
+pub(super) fn mapping_types_agree(target: &CheckTarget) -> CheckResult {
+    let memory = target.alloc(64 << 10)?;
     let types = [MappingType::WriteCombining, MappingType::Cached, MappingType::Device];
     let mut windows = Vec::new();
     for mapping in types {
@@ -141,7 +141,7 @@ pub(super) fn mapping_types_agree(subject: &Subject) -> Checked {
     }
     if windows.len() < 2 {
         let only = memory.window()?.mapping();
-        return Err(Trouble::Waived(format!("this platform maps device memory as {only} only")));
+        return Err(CheckError::Waived(format!("this platform maps device memory as {only} only")));
     }
     for (seed, writer) in (1..).zip(&windows) {
         let sent = bytes(64 << 10, seed);
@@ -157,8 +157,8 @@ pub(super) fn mapping_types_agree(subject: &Subject) -> Checked {
     Ok(())
 }
 
-pub(super) fn says_how(subject: &Subject) -> Checked {
-    let window = subject.alloc(4096)?.window()?;
+pub(super) fn reports_path(target: &CheckTarget) -> CheckResult {
+    let window = target.alloc(4096)?.window()?;
     ensure(!window.path().to_string().is_empty(), || "the path has no name".to_owned())?;
     for refusal in window.refused() {
         let why = refusal.why.reason();
@@ -170,51 +170,52 @@ pub(super) fn says_how(subject: &Subject) -> Checked {
     Ok(())
 }
 
-pub(super) fn every_routine(subject: &Subject) -> Checked {
+pub(super) fn every_routine(target: &CheckTarget) -> CheckResult {
     const LEN: usize = 20_000;
-    let memory = subject.alloc(LEN as u64)?;
+    let memory = target.alloc(LEN as u64)?;
     let (window, data) = (memory.window()?, bytes(9000, 7));
     for routine in Routine::available() {
         for (at, len) in [(0, 9000), (1, 64), (63, 4097), (5, 7), (8, 8), (4, 4), (2, 1), (100, 0)]
         {
-            let place = || format!("{routine}, {len} bytes at {at}");
+            let position = || format!("{routine}, {len} bytes at {at}");
             memory.write(0, &[0xee; LEN])?;
-            window.write_by(routine, at as u64, &data[..len])?;
+            window.write_with(routine, at as u64, &data[..len])?;
             let all = found(&memory, 0, LEN)?;
-            ensure(all[at..at + len] == data[..len], || format!("{}: other data", place()))?;
+            ensure(all[at..at + len] == data[..len], || format!("{}: other data", position()))?;
             let around = all[..at].iter().chain(&all[at + len..]);
             ensure(around.copied().all(|byte| byte == 0xee), || {
-                format!("{}: bytes around it changed", place())
+                format!("{}: bytes around it changed", position())
             })?;
             let mut back = vec![0; len];
-            window.read_by(routine, at as u64, &mut back)?;
-            ensure(back == data[..len], || format!("{}: other data read", place()))?;
+            window.read_with(routine, at as u64, &mut back)?;
+            ensure(back == data[..len], || format!("{}: other data read", position()))?;
         }
     }
     Ok(())
 }
 
-pub(super) fn best_way(subject: &Subject) -> Checked {
-    let memory = subject.alloc((4 << 20) + 64)?;
+pub(super) fn best_way(target: &CheckTarget) -> CheckResult {
+    let memory = target.alloc((4 << 20) + 64)?;
     let copier = Copier::new(&memory)?;
     for (round, size) in (0..=22).map(|step| 1_usize << step).enumerate() {
         for at in [0, 13] {
             let sent = bytes(size, round as u64 + at);
-            let way = copier.way(Direction::Write, size as u64);
+            let method = copier.method(CopyDirection::Write, size as u64);
             copier.write(at, &sent)?;
             ensure(found(&memory, at, size)? == sent, || {
-                format!("{size} bytes by {way}: other data")
+                format!("{size} bytes by {method}: other data")
             })?;
-            let (mut back, way) = (vec![0; size], copier.way(Direction::Read, size as u64));
+            let (mut back, method) =
+                (vec![0; size], copier.method(CopyDirection::Read, size as u64));
             copier.read(at, &mut back)?;
-            ensure(back == sent, || format!("{size} bytes by {way}: other data read"))?;
+            ensure(back == sent, || format!("{size} bytes by {method}: other data read"))?;
         }
     }
     Ok(())
 }
 
-pub(super) fn single_words(subject: &Subject) -> Checked {
-    let memory = subject.alloc(64)?;
+pub(super) fn single_words(target: &CheckTarget) -> CheckResult {
+    let memory = target.alloc(64)?;
     let window = memory.window()?;
     window.bytes().store_u32(4, 0x1122_3344)?;
     window.bytes().store_u64(8, u64::MAX - 1)?;
@@ -230,29 +231,29 @@ pub(super) fn single_words(subject: &Subject) -> Checked {
     ensure(refused, || "a misaligned word was not refused".to_owned())
 }
 
-pub(super) fn running_kernel(subject: &Subject) -> Checked {
+pub(super) fn running_kernel(target: &CheckTarget) -> CheckResult {
     const ROUNDS: u64 = 200;
-    let memory = subject.alloc(8)?;
-    let kernel = PingPong::load(&subject.device)?;
+    let memory = target.alloc(8)?;
+    let kernel = PingPong::load(&target.device)?;
     let (ask, window) = (memory.word64(0)?, memory.window()?);
-    let answer = subject.device.alloc_pinned(8)?.word64(0)?;
+    let answer = target.device.alloc_pinned(8)?.word64(0)?;
     ask.store(0)?;
     answer.store(0)?;
-    let stream = subject.device.stream()?;
+    let stream = target.device.stream()?;
     kernel.start(&stream, &ask, &answer, ROUNDS)?;
     for round in 1..=ROUNDS {
         window.write(0, &round.to_le_bytes())?;
         let start = Instant::now();
         while answer.load()? < round {
-            ensure(start.elapsed() < PATIENCE, || format!("no answer to round {round}"))?;
+            ensure(start.elapsed() < TIMEOUT, || format!("no answer to round {round}"))?;
             std::hint::spin_loop();
         }
     }
-    Ok(stream.synchronize(PATIENCE)?)
+    Ok(stream.synchronize(TIMEOUT)?)
 }
 
-pub(super) fn wrong_ranges(subject: &Subject) -> Checked {
-    let memory = subject.alloc(4096)?;
+pub(super) fn wrong_ranges(target: &CheckTarget) -> CheckResult {
+    let memory = target.alloc(4096)?;
     let options = WindowOptions::from_env()?;
     let refused = |offset, len, kind: Kind| {
         let error = memory.window_with(offset, len, &options).err();
@@ -265,7 +266,7 @@ pub(super) fn wrong_ranges(subject: &Subject) -> Checked {
     let window = memory.window_with(100, 50, &options)?;
     let past = window.write(49, &[1, 2]).is_err() && window.read(u64::MAX, &mut [0]).is_err();
     ensure(past, || "a copy past the end was not refused".to_owned())?;
-    let pinned = subject.device.alloc_pinned(64)?;
+    let pinned = target.device.alloc_pinned(64)?;
     ensure(pinned.window().is_err(), || "host memory was given a window".to_owned())?;
     drop(window);
     memory.free()?;

@@ -6,22 +6,24 @@ use warpwire::mem::{MemoryKind, WindowOptions};
 use warpwire_apps::pattern;
 
 use super::data::bytes;
-use super::{Checked, Subject, Trouble, ensure};
+use super::{CheckError, CheckResult, CheckTarget, ensure};
 
 const LEN: usize = 64 << 10;
 
 /// What a thread did, or that it panicked.
-fn joined<T>(thread: thread::ScopedJoinHandle<'_, Result<T, Trouble>>) -> Result<T, Trouble> {
-    thread.join().unwrap_or_else(|_| Err(Trouble::Failed("a thread panicked".to_owned())))
+fn join_thread<T>(
+    thread: thread::ScopedJoinHandle<'_, Result<T, CheckError>>,
+) -> Result<T, CheckError> {
+    thread.join().unwrap_or_else(|_| Err(CheckError::Failed("a thread panicked".to_owned())))
 }
 
-pub(super) fn across_threads(subject: &Subject) -> Checked {
-    let memory = subject.alloc(LEN as u64)?;
+pub(super) fn across_threads(target: &CheckTarget) -> CheckResult {
+    let memory = target.alloc(LEN as u64)?;
     let sent = bytes(LEN, 3);
     thread::scope(|scope| {
-        let window = joined(scope.spawn(|| Ok(memory.window()?)))?;
+        let window = join_thread(scope.spawn(|| Ok(memory.window()?)))?;
         let (sent, memory) = (&sent, &memory);
-        let window = joined(scope.spawn(move || {
+        let window = join_thread(scope.spawn(move || {
             window.write(0, sent)?;
             Ok(window)
         }))?;
@@ -36,33 +38,33 @@ pub(super) fn across_threads(subject: &Subject) -> Checked {
                 Ok(())
             })
         });
-        both.into_iter().try_for_each(joined)?;
-        joined(scope.spawn(move || {
+        both.into_iter().try_for_each(join_thread)?;
+        join_thread(scope.spawn(move || {
             drop(window);
             Ok(())
         }))
     })
 }
 
-pub(super) fn after_free(subject: &Subject) -> Checked {
-    let memory = subject.alloc(LEN as u64)?;
+pub(super) fn after_free(target: &CheckTarget) -> CheckResult {
+    let memory = target.alloc(LEN as u64)?;
     let sent = bytes(LEN, 6);
     memory.write(0, &sent)?;
     let window = memory.window()?;
     memory.free()?;
     drop(memory);
     // Others take memory meanwhile; ours must not be among it.
-    let others = (0..8).map(|_| subject.alloc(LEN as u64)).collect::<Result<Vec<_>, _>>()?;
+    let others = (0..8).map(|_| target.alloc(LEN as u64)).collect::<Result<Vec<_>, _>>()?;
     let theirs = bytes(LEN, 9);
     others.iter().try_for_each(|other| other.write(0, &theirs))?;
     let mut seen = vec![0; LEN];
     window.read(0, &mut seen)?;
     // A pool keeps its pages and gives them out again: only access is promised.
-    ensure(seen == sent || subject.kind == MemoryKind::Pool, || "other data".to_owned())
+    ensure(seen == sent || target.kind == MemoryKind::Pool, || "other data".to_owned())
 }
 
-pub(super) fn two_windows(subject: &Subject) -> Checked {
-    let (one, other) = (subject.alloc(LEN as u64)?, subject.alloc(LEN as u64)?);
+pub(super) fn two_windows(target: &CheckTarget) -> CheckResult {
+    let (one, other) = (target.alloc(LEN as u64)?, target.alloc(LEN as u64)?);
     let sent = bytes(LEN, 4);
     other.write(0, &sent)?;
     let (first, second) = (one.window()?, other.window()?);
@@ -78,19 +80,19 @@ pub(super) fn two_windows(subject: &Subject) -> Checked {
 }
 
 /// How many descriptors and mappings this process has.
-fn held() -> Result<(usize, usize), Trouble> {
+fn open_resources() -> Result<(usize, usize), CheckError> {
     let descriptors = std::fs::read_dir("/proc/self/fd")?.count();
     Ok((descriptors, std::fs::read_to_string("/proc/self/maps")?.lines().count()))
 }
 
-pub(super) fn ten_thousand(subject: &Subject) -> Checked {
+pub(super) fn ten_thousand(target: &CheckTarget) -> CheckResult {
     const THREADS: u64 = 8;
     const EACH: u64 = 1250;
-    let memory = subject.alloc(1 << 20)?;
+    let memory = target.alloc(1 << 20)?;
     memory.write(0, &bytes(1 << 20, 3))?;
     let options = WindowOptions::from_env()?;
     drop(memory.window()?); // what is opened once stays open
-    let before = held()?;
+    let before = open_resources()?;
     thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS)
             .map(|thread| {
@@ -107,9 +109,9 @@ pub(super) fn ten_thousand(subject: &Subject) -> Checked {
                 })
             })
             .collect();
-        threads.into_iter().try_for_each(joined)
+        threads.into_iter().try_for_each(join_thread)
     })?;
-    let after = held()?;
+    let after = open_resources()?;
     // Threads leave stacks and arenas behind; windows must leave nothing.
     let clean = after.0 <= before.0 + 4 && after.1 <= before.1 + 64;
     ensure(clean, || {

@@ -1,6 +1,6 @@
 //! `warpwire copy sanity`
 
-mod apart;
+mod child;
 mod data;
 mod lifetime;
 mod processes;
@@ -16,9 +16,9 @@ use warpwire::error::Kind;
 use warpwire::mem::{Allocation, Device, MemoryKind};
 
 use super::target::DeviceChoice;
-use super::{Failure, Screen};
+use super::{Failure, Reporter};
 
-pub(super) use apart::{ChildArguments, run_child};
+pub(super) use child::{ChildArguments, run_child};
 use table::{Case, Run};
 
 /// Check that windows do what they promise
@@ -62,41 +62,41 @@ Examples:
 
 /// Why a check did not pass.
 #[derive(Debug)]
-enum Trouble {
+enum CheckError {
     Failed(String),
     Waived(String),
 }
 
-impl From<warpwire::Error> for Trouble {
+impl From<warpwire::Error> for CheckError {
     fn from(error: warpwire::Error) -> Self {
         Self::Failed(error.to_string())
     }
 }
 
-impl From<std::io::Error> for Trouble {
+impl From<std::io::Error> for CheckError {
     fn from(error: std::io::Error) -> Self {
         Self::Failed(error.to_string())
     }
 }
 
-type Checked = Result<(), Trouble>;
+type CheckResult = Result<(), CheckError>;
 
 /// Fails the check unless `right`.
-fn ensure(right: bool, otherwise: impl FnOnce() -> String) -> Checked {
-    if right { Ok(()) } else { Err(Trouble::Failed(otherwise())) }
+fn ensure(right: bool, otherwise: impl FnOnce() -> String) -> CheckResult {
+    if right { Ok(()) } else { Err(CheckError::Failed(otherwise())) }
 }
 
 /// What a check gets to work with.
-struct Subject {
+struct CheckTarget {
     device: Device,
     kind: MemoryKind,
 }
 
-impl Subject {
+impl CheckTarget {
     /// Memory of the kind that is being checked; waives the check if the device does not have it.
-    fn alloc(&self, len: u64) -> Result<Allocation, Trouble> {
+    fn alloc(&self, len: u64) -> Result<Allocation, CheckError> {
         self.device.alloc_kind(len, self.kind).map_err(|error| match error.kind() {
-            Kind::Unsupported => Trouble::Waived(error.reason().to_owned()),
+            Kind::Unsupported => CheckError::Waived(error.reason().to_owned()),
             _ => error.into(),
         })
     }
@@ -130,28 +130,28 @@ struct Summary {
 }
 
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let cases = chosen(&arguments.tests)?;
+    let cases = select_cases(&arguments.tests)?;
     if arguments.list {
         let lines = cases.iter().map(|case| format!("{:<60} {}\n", case.name(), case.about));
-        crate::output::print(&lines.collect::<String>()).map_err(Failure::Broken)?;
+        crate::output::print(&lines.collect::<String>()).map_err(Failure::Runtime)?;
         return Ok(ExitCode::SUCCESS);
     }
     let (device, no_cuda) = arguments.device.open()?;
-    let screen = Screen::new(arguments.json);
-    screen.say(&format!("# copy sanity on {} ({})\n", device.label(), device.info().name))?;
+    let reporter = Reporter::new(arguments.json);
+    reporter.print(&format!("# copy sanity on {} ({})\n", device.label(), device.info().name))?;
     if let Some(why) = no_cuda {
-        screen.say(&format!("# no CUDA device: {why}\n"))?;
+        reporter.print(&format!("# no CUDA device: {why}\n"))?;
     }
     let mut checks = Vec::new();
     for case in &cases {
         let name = case.name();
-        screen.working(name.clone());
-        screen.say(&format!("&&&& RUNNING {name}\n"))?;
+        reporter.set_status(name.clone());
+        reporter.print(&format!("&&&& RUNNING {name}\n"))?;
         if arguments.verbose {
-            screen.say(&format!("     {}\n", case.about))?;
+            reporter.print(&format!("     {}\n", case.about))?;
         }
-        let entry = judge(case, &device);
-        screen.say(&closing_line(&entry, arguments.verbose))?;
+        let entry = run_check(case, &device);
+        reporter.print(&result_line(&entry, arguments.verbose))?;
         checks.push(entry);
     }
     let count = |outcome| checks.iter().filter(|entry| entry.outcome == outcome).count();
@@ -159,43 +159,43 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let (total, waived) = (checks.len(), count(Outcome::Waived));
     let summary = Summary { device: device.label(), checks, total, passed, failed, waived };
     if !arguments.no_summary {
-        screen.say(&summary.to_text())?;
+        reporter.print(&summary.to_text())?;
     }
-    screen.finish(&summary)?;
+    reporter.finish(&summary)?;
     Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// The checks that were asked for; all of them if none was.
-fn chosen(tests: &[String]) -> Result<Vec<Case>, Failure> {
+fn select_cases(tests: &[String]) -> Result<Vec<Case>, Failure> {
     let all = table::cases();
     for test in tests {
-        if !all.iter().any(|case| case.is_called(test)) {
+        if !all.iter().any(|case| case.has_name(test)) {
             return Err(Failure::Usage(format!(
                 "there is no check {test:?}; `warpwire copy sanity -l` lists them"
             )));
         }
     }
-    let wanted = |case: &Case| tests.is_empty() || tests.iter().any(|test| case.is_called(test));
+    let wanted = |case: &Case| tests.is_empty() || tests.iter().any(|test| case.has_name(test));
     Ok(all.into_iter().filter(wanted).collect())
 }
 
-fn judge(case: &Case, device: &Device) -> Entry {
+fn run_check(case: &Case, device: &Device) -> Entry {
     let start = Instant::now();
     let checked = match case.run {
-        Run::Here(run) => run(&Subject { device: device.clone(), kind: case.kind() }),
-        Run::Apart(_) => apart::run(case, device),
-        Run::Waived(why) => Err(Trouble::Waived(why.to_owned())),
+        Run::InProcess(run) => run(&CheckTarget { device: device.clone(), kind: case.kind() }),
+        Run::InChild(_) => child::run(case, device),
+        Run::Waived(why) => Err(CheckError::Waived(why.to_owned())),
     };
     let (outcome, why) = match checked {
         Ok(()) => (Outcome::Passed, None),
-        Err(Trouble::Failed(why)) => (Outcome::Failed, Some(why)),
-        Err(Trouble::Waived(why)) => (Outcome::Waived, Some(why)),
+        Err(CheckError::Failed(why)) => (Outcome::Failed, Some(why)),
+        Err(CheckError::Waived(why)) => (Outcome::Waived, Some(why)),
     };
     let milliseconds = u64::try_from(start.elapsed().as_millis()).unwrap_or(u64::MAX);
     Entry { name: case.name(), outcome, why, milliseconds }
 }
 
-fn closing_line(entry: &Entry, verbose: bool) -> String {
+fn result_line(entry: &Entry, verbose: bool) -> String {
     let word = match entry.outcome {
         Outcome::Passed => "PASSED",
         Outcome::Failed => "FAILED",

@@ -6,16 +6,16 @@ use std::io;
 use warpwire::mem::Window;
 
 /// A fork that does not come back is ended after so many seconds.
-const PATIENCE: u32 = 20;
+const TIMEOUT: u32 = 20;
 
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Fate {
+pub(super) enum ChildExit {
     Exited(i32),
     Killed(i32),
 }
 
-impl Fate {
+impl ChildExit {
     /// Whether it ended by touching what it may not.
     pub(super) fn is_fault(self) -> bool {
         matches!(self, Self::Killed(libc::SIGSEGV | libc::SIGBUS))
@@ -31,7 +31,7 @@ impl Fate {
 ///
 /// To be called in a process of its own: the child has this thread alone, and locks that others held stay
 /// locked there.
-pub(super) fn in_a_fork(act: impl FnOnce() -> i32) -> io::Result<Fate> {
+pub(super) fn run_in_fork(act: impl FnOnce() -> i32) -> io::Result<ChildExit> {
     no_core_dumps();
     // SAFETY: the child runs `act` and leaves without unwinding into the parent's frames or running its
     // exit handlers; if it hangs on a lock, the alarm ends it.
@@ -40,7 +40,7 @@ pub(super) fn in_a_fork(act: impl FnOnce() -> i32) -> io::Result<Fate> {
         -1 => Err(io::Error::last_os_error()),
         0 => {
             // SAFETY: plain system calls.
-            unsafe { libc::alarm(PATIENCE) };
+            unsafe { libc::alarm(TIMEOUT) };
             let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(act)).unwrap_or(101);
             // SAFETY: ends the child here.
             unsafe { libc::_exit(code) }
@@ -49,7 +49,7 @@ pub(super) fn in_a_fork(act: impl FnOnce() -> i32) -> io::Result<Fate> {
     }
 }
 
-fn wait_for(child: libc::pid_t) -> io::Result<Fate> {
+fn wait_for(child: libc::pid_t) -> io::Result<ChildExit> {
     let mut status = 0;
     loop {
         // SAFETY: `status` is written before the call returns.
@@ -62,15 +62,15 @@ fn wait_for(child: libc::pid_t) -> io::Result<Fate> {
         }
     }
     Ok(match libc::WIFSIGNALED(status) {
-        true => Fate::Killed(libc::WTERMSIG(status)),
-        false => Fate::Exited(libc::WEXITSTATUS(status)),
+        true => ChildExit::Killed(libc::WTERMSIG(status)),
+        false => ChildExit::Exited(libc::WEXITSTATUS(status)),
     })
 }
 
 /// Touches a window in a forked child, which does not inherit it.
-pub(super) fn touch_in_a_fork(window: &Window) -> io::Result<Fate> {
+pub(super) fn read_in_fork(window: &Window) -> io::Result<ChildExit> {
     let at = window.as_ptr();
-    in_a_fork(|| {
+    run_in_fork(|| {
         // SAFETY: in the child nothing is mapped there, and the read ends it: the fault is what is
         // checked. If it were mapped, it would be one byte of plain data.
         i32::from(unsafe { at.as_ptr().read_volatile() })
@@ -78,7 +78,7 @@ pub(super) fn touch_in_a_fork(window: &Window) -> io::Result<Fate> {
 }
 
 /// Closes a window and touches where it was; returns only if that is wrongly possible.
-pub(super) fn touch_after_close(window: Window) -> u8 {
+pub(super) fn read_after_close(window: Window) -> u8 {
     no_core_dumps();
     let at = window.as_ptr();
     drop(window);
@@ -88,8 +88,8 @@ pub(super) fn touch_after_close(window: Window) -> u8 {
 }
 
 /// Ends this process after so long, whatever it is at.
-pub(super) fn end_after(patience: std::time::Duration) {
-    let seconds = u32::try_from(patience.as_secs()).unwrap_or(u32::MAX);
+pub(super) fn kill_after(timeout: std::time::Duration) {
+    let seconds = u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX);
     // SAFETY: a plain system call.
     unsafe { libc::alarm(seconds) };
 }
@@ -106,9 +106,9 @@ mod tests {
 
     #[test]
     fn forks_tell_how_they_ended() {
-        assert_eq!(in_a_fork(|| 7).unwrap(), Fate::Exited(7));
+        assert_eq!(run_in_fork(|| 7).unwrap(), ChildExit::Exited(7));
         // SAFETY: a plain system call, in a child.
-        let killed = in_a_fork(|| unsafe { libc::raise(libc::SIGALRM) }).unwrap();
+        let killed = run_in_fork(|| unsafe { libc::raise(libc::SIGALRM) }).unwrap();
         assert!(killed.is_timeout() && !killed.is_fault(), "{killed:?}");
     }
 }

@@ -2,17 +2,17 @@
 
 use warpwire::mem::MemoryKind::{self, Plain, Pool, Vmm};
 
-use super::{Checked, Subject, data, lifetime, processes};
+use super::{CheckResult, CheckTarget, data, lifetime, processes};
 
-pub(super) type Check = fn(&Subject) -> Checked;
+pub(super) type Check = fn(&CheckTarget) -> CheckResult;
 
 /// How a check is run.
 #[derive(Clone, Copy)]
 pub(super) enum Run {
     /// In this process.
-    Here(Check),
+    InProcess(Check),
     /// In a process of its own, because it forks.
-    Apart(Check),
+    InChild(Check),
     /// Not at all, for this reason.
     Waived(&'static str),
 }
@@ -35,7 +35,7 @@ impl Case {
         }
     }
 
-    pub(super) fn is_called(&self, name: &str) -> bool {
+    pub(super) fn has_name(&self, name: &str) -> bool {
         self.check == name || self.name() == name
     }
 
@@ -45,208 +45,208 @@ impl Case {
 }
 
 const ALL: &[MemoryKind] = &[Plain, Vmm, Pool];
-const OWN: &[MemoryKind] = &[Plain, Vmm];
-const ONE: &[MemoryKind] = &[];
+const PLAIN_AND_VMM: &[MemoryKind] = &[Plain, Vmm];
+const ANY_KIND: &[MemoryKind] = &[];
 
 const NO_TOKENS: &str =
     "windows take no P2P tokens: drivers with persistent pins have no use for them";
 const NO_SESSION: &str = "a window has no session descriptor that could be passed on: each is opened and owned by one process";
 const NO_FORCED_PCIE: &str = "windows have no route to force: it concerns platforms whose CPU caches GPU memory, of which none has been at hand";
 
-type Line = (&'static str, &'static [MemoryKind], &'static str, Run);
+type CheckRow = (&'static str, &'static [MemoryKind], &'static str, Run);
 
 /// In the order of gdrcopy's own list, each with the name that it has there; what gdrcopy does not check
 /// follows.
-const CHECKS: &[Line] = &[
+const CHECKS: &[CheckRow] = &[
     // basic, basic_v2
     (
         "a_window_opens_and_closes",
         ALL,
         "open and close; the range is the one asked for",
-        Run::Here(data::opens_and_closes),
+        Run::InProcess(data::opens_and_closes),
     ),
     // basic_v2_forcepci
     (
         "a_window_can_be_forced_over_pcie",
-        ONE,
+        ANY_KIND,
         "mapping over PCIe where a coherent link exists",
         Run::Waived(NO_FORCED_PCIE),
     ),
     // basic_with_tokens
-    ("peer_tokens_open_a_window", ONE, "mapping by P2P tokens", Run::Waived(NO_TOKENS)),
+    ("peer_tokens_open_a_window", ANY_KIND, "mapping by P2P tokens", Run::Waived(NO_TOKENS)),
     // basic_unaligned_mapping
     (
         "unaligned_ranges_have_windows",
         ALL,
         "any offset and length; freeing a neighbour changes nothing",
-        Run::Here(data::unaligned_ranges),
+        Run::InProcess(data::unaligned_ranges),
     ),
     // basic_small_buffers_mapping
     (
         "small_neighbours_have_windows_of_their_own",
         ALL,
         "buffers of 8 bytes that share a page",
-        Run::Here(data::small_neighbours),
+        Run::InProcess(data::small_neighbours),
     ),
     // basic_child_thread_pins_buffer
     (
         "threads_open_use_and_close_windows",
-        OWN,
+        PLAIN_AND_VMM,
         "open in one thread, use in another, close in a third; two at once on one buffer",
-        Run::Here(lifetime::across_threads),
+        Run::InProcess(lifetime::across_threads),
     ),
     // data_validation, data_validation_v2
     (
         "the_device_sees_what_the_cpu_wrote",
         ALL,
         "1000 writes through the window, each found by the device's own copy",
-        Run::Here(data::device_sees_cpu),
+        Run::InProcess(data::device_sees_cpu),
     ),
     (
         "the_cpu_sees_what_the_device_wrote",
         ALL,
         "a kernel's pattern, read through the window",
-        Run::Here(data::cpu_sees_device),
+        Run::InProcess(data::cpu_sees_device),
     ),
     (
         "odd_offsets_copy_exactly",
         ALL,
         "10 odd offsets, in words and bytes, on the window, the host and both",
-        Run::Here(data::odd_offsets),
+        Run::InProcess(data::odd_offsets),
     ),
     // data_validation_v2_forcepci
     (
         "forced_pcie_windows_hold_the_same_data",
-        ONE,
+        ANY_KIND,
         "data through a window forced over PCIe",
         Run::Waived(NO_FORCED_PCIE),
     ),
     // data_validation_mix_mappings
     (
         "mapping_types_agree",
-        ONE,
+        ANY_KIND,
         "write-combining and cached windows of one buffer show the same",
-        Run::Here(data::mapping_types_agree),
+        Run::InProcess(data::mapping_types_agree),
     ),
     // invalidation_access_after_gdr_close
     (
         "a_closed_window_faults",
-        OWN,
+        PLAIN_AND_VMM,
         "an access after closing is a fault",
-        Run::Here(processes::closed_window_faults),
+        Run::InProcess(processes::closed_window_faults),
     ),
     // invalidation_access_after_free
     (
         "freed_memory_stays_readable",
         ALL,
         "a window shows what was there until it is closed",
-        Run::Here(lifetime::after_free),
+        Run::InProcess(lifetime::after_free),
     ),
     // invalidation_two_mappings
     (
         "freeing_one_leaves_the_other",
-        OWN,
+        PLAIN_AND_VMM,
         "two buffers with windows; one is freed",
-        Run::Here(lifetime::two_windows),
+        Run::InProcess(lifetime::two_windows),
     ),
     // invalidation_fork_access_after_free
     (
         "a_stale_window_never_shows_another_process",
-        OWN,
+        PLAIN_AND_VMM,
         "another process takes memory after ours was freed",
-        Run::Here(processes::stale_window),
+        Run::InProcess(processes::stale_window),
     ),
     // invalidation_fork_after_gdr_map
     (
         "a_forked_child_cannot_touch_the_window",
-        OWN,
+        PLAIN_AND_VMM,
         "the child faults, the parent goes on",
-        Run::Apart(processes::fork_and_touch),
+        Run::InChild(processes::fork_and_touch),
     ),
     // invalidation_fork_child_gdr_map_parent
     (
         "a_forked_child_cannot_open_a_window",
-        OWN,
+        PLAIN_AND_VMM,
         "the child is refused its parent's memory",
-        Run::Apart(processes::fork_and_open),
+        Run::InChild(processes::fork_and_open),
     ),
     // invalidation_fork_map_and_free
     (
         "a_forked_childs_free_leaves_the_window",
-        OWN,
+        PLAIN_AND_VMM,
         "the child frees, the parent's window is unharmed",
-        Run::Apart(processes::fork_and_free),
+        Run::InChild(processes::fork_and_free),
     ),
     // invalidation_unix_sock_shared_fd_gdr_pin_buffer
     (
         "a_passed_descriptor_cannot_pin",
-        ONE,
+        ANY_KIND,
         "pinning by another process's session",
         Run::Waived(NO_SESSION),
     ),
     // invalidation_unix_sock_shared_fd_gdr_map
     (
         "a_passed_descriptor_cannot_map",
-        ONE,
+        ANY_KIND,
         "mapping by another process's session",
         Run::Waived(NO_SESSION),
     ),
     // invalidation_fork_child_gdr_pin_parent_with_tokens
     (
         "a_child_cannot_use_its_parents_tokens",
-        ONE,
+        ANY_KIND,
         "pinning by another process's tokens",
         Run::Waived(NO_TOKENS),
     ),
     // attributes_sanity
     (
         "a_window_says_how_it_came_to_be",
-        ONE,
+        ANY_KIND,
         "its path and mapping type; a reason for each path refused",
-        Run::Here(data::says_how),
+        Run::InProcess(data::reports_path),
     ),
     // leakage_pin_pages_fork
     (
         "a_killed_process_leaves_nothing_behind",
-        OWN,
+        PLAIN_AND_VMM,
         "device memory comes back after a process with windows was killed",
-        Run::Here(processes::killed_with_windows),
+        Run::InProcess(processes::killed_with_windows),
     ),
     (
         "ten_thousand_windows_leave_nothing_behind",
-        ONE,
+        ANY_KIND,
         "from 8 threads: no descriptor and no mapping is left",
-        Run::Here(lifetime::ten_thousand),
+        Run::InProcess(lifetime::ten_thousand),
     ),
     (
         "every_routine_copies_exactly",
-        ONE,
+        ANY_KIND,
         "each sort of the processor's instructions, at many offsets and lengths",
-        Run::Here(data::every_routine),
+        Run::InProcess(data::every_routine),
     ),
     (
         "the_best_way_copies_exactly",
         ALL,
         "the library's choice, from 1 byte to 4 MiB, both ways",
-        Run::Here(data::best_way),
+        Run::InProcess(data::best_way),
     ),
     (
         "single_words_are_whole",
-        ONE,
+        ANY_KIND,
         "words and atomics through the window",
-        Run::Here(data::single_words),
+        Run::InProcess(data::single_words),
     ),
     (
         "a_running_kernel_hears_the_cpu",
-        OWN,
+        PLAIN_AND_VMM,
         "a kernel that polls device memory answers every write",
-        Run::Here(data::running_kernel),
+        Run::InProcess(data::running_kernel),
     ),
     (
         "wrong_ranges_are_refused",
-        ONE,
+        ANY_KIND,
         "empty, too long, past the end, host memory, freed memory: an error each",
-        Run::Here(data::wrong_ranges),
+        Run::InProcess(data::wrong_ranges),
     ),
 ];
 

@@ -5,21 +5,21 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use warpwire_proto::Instant;
-use warpwire_proto::qp::{Arrived, Datagram, Status};
+use warpwire_proto::qp::{Datagram, RxPacket, Status};
 use warpwire_proto::wire::Transport;
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 
-use super::{BUDGET, BUDGET_BYTES, Core, Engine, Turn, gather};
+use super::{BUDGET, BUDGET_BYTES, Core, Engine, TxOutcome, gather};
 use crate::error::{Error, Kind, Result};
-use crate::hca::host::{Body, View};
-use crate::hca::pair::Pair;
-use crate::hca::protocol::{DatagramView, Protocol};
-use crate::hca::stats::Lost;
-use crate::link::{FlowId, Frame, Refused};
+use crate::hca::host::{HostView, PacketPayload};
+use crate::hca::protocol::{DatagramHostView, Protocol};
+use crate::hca::qpc::QpContext;
+use crate::hca::stats::DropReason;
+use crate::link::{FlowId, Frame, ReserveError};
 
 /// For so long a datagram waits for room on its link. One for a peer that stands still would wait for ever else, and all
 /// behind it: nobody takes it back, as there is no answer to miss.
-const PATIENCE: Duration = Duration::from_millis(10);
+const TX_TIMEOUT: Duration = Duration::from_millis(10);
 
 /// The peers that datagrams may go to: a flow each, however many handles there are for it.
 ///
@@ -34,7 +34,7 @@ pub(super) struct Destinations {
 struct Destination {
     peer: SocketAddr,
     flow: FlowId,
-    handles: usize,
+    refs: usize,
     /// Since when its packets have found no room.
     full_since: Option<Instant>,
 }
@@ -42,8 +42,8 @@ struct Destination {
 impl Destination {
     /// Its link has no room: whether the datagram waits for some.
     #[cold]
-    fn waits(&mut self, now: Instant) -> bool {
-        now - *self.full_since.get_or_insert(now) < PATIENCE
+    fn should_wait(&mut self, now: Instant) -> bool {
+        now - *self.full_since.get_or_insert(now) < TX_TIMEOUT
     }
 }
 
@@ -67,81 +67,83 @@ impl Engine {
                     .why(format!("{} is in use, and entries do not tell scopes apart", known.peer))
                     .fix("drop the handles for the other, or open another context"));
             }
-            known.handles += 1;
+            known.refs += 1;
             return Ok(());
         }
         let flow = self.link.open(peer, 0)?;
-        flows.insert(key(peer), Destination { peer, flow, handles: 1, full_since: None });
+        flows.insert(key(peer), Destination { peer, flow, refs: 1, full_since: None });
         Ok(())
     }
 
     pub(in crate::hca) fn close_destination(&mut self, peer: SocketAddr) {
         let flows = &mut self.core.destinations.flows;
         let Some(known) = flows.get_mut(&key(peer)) else { return };
-        known.handles -= 1;
-        if known.handles == 0 {
+        known.refs -= 1;
+        if known.refs == 0 {
             self.link.close(known.flow);
             flows.remove(&key(peer));
         }
     }
 
     /// A datagram queue pair's turn to send.
-    pub(super) fn transmit_datagrams(&mut self, now: Instant, index: u32) -> (usize, Turn) {
-        let Core { pairs, registry, srqs, totals, destinations, .. } = &mut self.core;
-        let Some(Some(pair)) = pairs.get_mut(index as usize) else { return (0, Turn::Done) };
-        let Pair { qp: Protocol::Datagram(datagrams), side, active, .. } = &mut **pair else {
-            return (0, Turn::Done);
+    pub(super) fn transmit_datagrams(&mut self, now: Instant, index: u32) -> (usize, TxOutcome) {
+        let Core { qpcs, registry, srqs, totals, destinations, .. } = &mut self.core;
+        let Some(Some(qpc)) = qpcs.get_mut(index as usize) else { return (0, TxOutcome::Done) };
+        let QpContext { qp: Protocol::Datagram(datagrams), qp_memory, active, .. } = &mut **qpc
+        else {
+            return (0, TxOutcome::Done);
         };
         let ud = &mut datagrams.ud;
         let (mut count, mut bytes) = (0, 0);
-        let turn = loop {
+        let outcome = loop {
             if count == BUDGET || bytes >= BUDGET_BYTES {
-                break Turn::More;
+                break TxOutcome::More;
             }
-            let Some(next) = ud.peek_transmit() else { break Turn::Done };
-            let Some(to) = side.address(next.id).and_then(|to| destinations.find(to.peer())) else {
-                ud.refuse_transmit(Status::LocalOperation);
+            let Some(next) = ud.peek_transmit() else { break TxOutcome::Done };
+            let Some(to) = qp_memory.address(next.id).and_then(|to| destinations.find(to.peer()))
+            else {
+                ud.fail_transmit(Status::LocalOperation);
                 continue;
             };
             let room = wire_len(&next);
             let slot = match self.link.reserve(to.flow, room) {
-                Err(Refused::Full) if to.waits(now) => break Turn::LinkFull,
-                Err(Refused::Full) => Err(Lost::NoRoom),
-                Err(_) => Err(Lost::NoFlow),
+                Err(ReserveError::Full) if to.should_wait(now) => break TxOutcome::LinkFull,
+                Err(ReserveError::Full) => Err(DropReason::NoRoom),
+                Err(_) => Err(DropReason::NoFlow),
                 Ok(slot) => {
                     to.full_since = None;
                     Ok(slot)
                 }
             };
-            let view = View { side, registry, srqs, payload: Body::NONE };
-            let Some(packet) = ud.poll_transmit(&mut DatagramView { view, frame: None }) else {
-                break Turn::Done;
+            let view = HostView { qp_memory, registry, srqs, payload: PacketPayload::NONE };
+            let Some(packet) = ud.poll_transmit(&mut DatagramHostView { view, frame: None }) else {
+                break TxOutcome::Done;
             };
             let len = next.len as usize;
-            let emit = |slot: &mut [u8]| packet.headers.emit(slot, len).ok_or(Lost::TooLong);
+            let emit = |slot: &mut [u8]| packet.headers.emit(slot, len).ok_or(DropReason::TooLong);
             let (at, slot) = match slot.and_then(|slot| Ok((emit(slot)?, slot))) {
                 Ok(placed) => placed,
                 Err(reason) => {
-                    totals.lose(reason);
+                    totals.count_drop(reason);
                     continue;
                 }
             };
             let part = &mut slot[at..at + len];
             if let Some(payload) = packet.payload
-                && gather(side, registry, payload, part).is_err()
+                && gather(qp_memory, registry, payload, part).is_err()
             {
-                totals.lose(Lost::MemoryGone);
+                totals.count_drop(DropReason::MemoryGone);
                 continue;
             }
             self.link.commit();
             count += 1;
             bytes += room;
         };
-        if matches!(turn, Turn::Done) {
+        if matches!(outcome, TxOutcome::Done) {
             *active = false;
         }
-        self.core.after(now, index);
-        (count, turn)
+        self.core.post_process(now, index);
+        (count, outcome)
     }
 }
 
@@ -154,25 +156,27 @@ fn wire_len(datagram: &Datagram) -> usize {
 
 impl Core {
     /// A packet for a datagram queue pair: anyone may send one.
-    pub(super) fn arrive_datagram(
+    pub(super) fn on_datagram(
         &mut self,
         now: Instant,
         index: u32,
         transport: &Transport<'_>,
         frame: &Frame<'_>,
     ) {
-        let Core { pairs, registry, srqs, totals, .. } = self;
-        let Some(Some(pair)) = pairs.get_mut(index as usize) else { return };
-        let Pair { qp: Protocol::Datagram(datagrams), side, .. } = &mut **pair else { return };
+        let Core { qpcs, registry, srqs, totals, .. } = self;
+        let Some(Some(qpc)) = qpcs.get_mut(index as usize) else { return };
+        let QpContext { qp: Protocol::Datagram(datagrams), qp_memory, .. } = &mut **qpc else {
+            return;
+        };
         totals.packets_received += 1;
         let (headers, payload) = (transport.headers(), transport.payload());
         let payload_len = payload.len() as u32;
-        let arrived = Arrived { headers: &headers, payload_len, marked: frame.marked };
+        let rx = RxPacket { headers: &headers, payload_len, marked: frame.marked };
         datagrams.from = frame.from;
-        let view = View { side, registry, srqs, payload: Body::Here(payload) };
-        let mut view = DatagramView { view, frame: Some(frame) };
+        let view = HostView { qp_memory, registry, srqs, payload: PacketPayload::Bytes(payload) };
+        let mut view = DatagramHostView { view, frame: Some(frame) };
         // Counted by the queue pair itself.
-        let _ = datagrams.ud.handle_packet(&arrived, &mut view);
-        self.after(now, index);
+        let _ = datagrams.ud.handle_packet(&rx, &mut view);
+        self.post_process(now, index);
     }
 }

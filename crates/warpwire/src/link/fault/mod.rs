@@ -7,9 +7,9 @@
 //! passed that check already; damaging them here means that the check would have failed, so they are counted as a
 //! wrong ICRC and go no further. (A CRC-32 finds every single flipped bit.)
 //!
-//! A capture belongs inside: `Fault::new(Tap::new(link, …), …)` captures what is on the wire.
+//! A capture belongs inside: `FaultInjector::new(Tap::new(link, …), …)` captures what is on the wire.
 
-mod lane;
+mod delay_queue;
 mod plan;
 #[cfg(test)]
 mod tests;
@@ -20,21 +20,23 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-pub use plan::{Chance, Direction, Plan, VARIABLE};
+pub use plan::{ENV_VAR, FaultDirection, FaultPlan, Probability};
 
 use super::flows::FlowId;
-use super::{Counters, Flushed, Frame, Link, Offer, Path, Peer, Refused, Spoil};
+use super::{
+    Corruption, Counters, ExportTable, Flushed, Frame, Link, LinkPath, ReserveError, ShmPeer,
+};
 use crate::error::Result;
-use lane::{Lane, When};
+use delay_queue::{DelayQueue, Schedule};
 
 /// Any link, with faults.
 ///
 /// ```
-/// use warpwire::link::{Fault, Hub, Link};
+/// use warpwire::link::{FaultInjector, Hub, Link};
 /// let hub = Hub::new();
 /// let one = hub.endpoint("10.0.0.1:1".parse().unwrap())?;
 /// let mut two = hub.endpoint("10.0.0.2:1".parse().unwrap())?;
-/// let mut one = Fault::new(one, "loss=100%".parse()?);
+/// let mut one = FaultInjector::new(one, "loss=100%".parse()?);
 /// let flow = one.open(two.local(), 0)?;
 /// one.reserve(flow, 64).unwrap().fill(1);
 /// one.commit();
@@ -43,31 +45,31 @@ use lane::{Lane, When};
 /// assert_eq!(one.counters().drops.injected, 1);
 /// # Ok::<(), warpwire::Error>(())
 /// ```
-pub struct Fault<L: Link> {
+pub struct FaultInjector<L: Link> {
     inner: L,
-    plan: Plan,
+    plan: FaultPlan,
     clock: Clock,
     cut: Arc<AtomicBool>,
     out: Option<Outgoing>,
-    incoming: Option<Lane<About>>,
+    incoming: Option<DelayQueue<PacketInfo>>,
     counters: Counters,
 }
 
 /// Packets on their way out.
 struct Outgoing {
-    lane: Lane<(FlowId, Spoil)>,
+    delay_queue: DelayQueue<(FlowId, Corruption)>,
     stage: Box<[u8]>,
     reserved: Option<(FlowId, usize)>,
 }
 
 /// What is kept of a packet received.
 #[derive(Clone, Copy)]
-struct About {
+struct PacketInfo {
     from: SocketAddr,
     to: SocketAddr,
     marked: bool,
     identification: u16,
-    sealed: bool,
+    has_icrc: bool,
 }
 
 /// Cuts a link off, and joins it again, from anywhere.
@@ -95,7 +97,7 @@ pub struct Clock(Time);
 #[derive(Clone, Debug)]
 enum Time {
     Real(Instant),
-    Moved(Arc<AtomicU64>),
+    Manual(Arc<AtomicU64>),
 }
 
 impl Clock {
@@ -105,13 +107,13 @@ impl Clock {
     }
 
     /// A clock that stands still until it is moved.
-    pub fn still() -> Self {
-        Self(Time::Moved(Arc::default()))
+    pub fn manual() -> Self {
+        Self(Time::Manual(Arc::default()))
     }
 
     /// Moves a still clock on; the machine's goes by itself.
     pub fn advance(&self, step: Duration) {
-        if let Time::Moved(now) = &self.0 {
+        if let Time::Manual(now) = &self.0 {
             let step = u64::try_from(step.as_nanos()).unwrap_or(u64::MAX);
             now.fetch_add(step, Ordering::Relaxed);
         }
@@ -120,31 +122,31 @@ impl Clock {
     fn now(&self) -> u64 {
         match &self.0 {
             Time::Real(start) => u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX),
-            Time::Moved(now) => now.load(Ordering::Relaxed),
+            Time::Manual(now) => now.load(Ordering::Relaxed),
         }
     }
 }
 
-impl<L: Link> Fault<L> {
+impl<L: Link> FaultInjector<L> {
     /// Puts faults around a link.
-    pub fn new(inner: L, plan: Plan) -> Self {
+    pub fn new(inner: L, plan: FaultPlan) -> Self {
         Self::with_clock(inner, plan, Clock::real())
     }
 
-    /// As [`Fault::new`], by another clock: a test in which time matters and nothing waits.
-    pub fn with_clock(mut inner: L, plan: Plan, clock: Clock) -> Self {
-        inner.always_seal();
-        let largest = inner.largest();
-        let faults = |side: Direction| {
-            !plan.is_harmless() && (plan.direction == Direction::Both || plan.direction == side)
+    /// As [`FaultInjector::new`], by another clock: a test in which time matters and nothing waits.
+    pub fn with_clock(mut inner: L, plan: FaultPlan, clock: Clock) -> Self {
+        inner.force_icrc();
+        let max_packet = inner.max_packet();
+        let faults = |side: FaultDirection| {
+            !plan.is_noop() && (plan.direction == FaultDirection::Both || plan.direction == side)
         };
-        let out = faults(Direction::Out).then(|| Outgoing {
-            lane: Lane::new(plan.seed, largest),
-            stage: vec![0; largest].into_boxed_slice(),
+        let out = faults(FaultDirection::Out).then(|| Outgoing {
+            delay_queue: DelayQueue::new(plan.seed, max_packet),
+            stage: vec![0; max_packet].into_boxed_slice(),
             reserved: None,
         });
         // Another stream of draws for the other direction.
-        let incoming = faults(Direction::In).then(|| Lane::new(!plan.seed, largest));
+        let incoming = faults(FaultDirection::In).then(|| DelayQueue::new(!plan.seed, max_packet));
         let cut = Arc::new(AtomicBool::new(false));
         Self { inner, plan, clock, cut, out, incoming, counters: Counters::default() }
     }
@@ -167,7 +169,7 @@ impl<L: Link> Fault<L> {
         planned || self.cut.load(Ordering::Relaxed)
     }
 
-    fn described(&self, mut path: Path) -> Path {
+    fn with_faults(&self, mut path: LinkPath) -> LinkPath {
         path.why = if self.out.is_none() && self.incoming.is_none() {
             format!("{}; around it no faults", path.why)
         } else {
@@ -179,66 +181,68 @@ impl<L: Link> Fault<L> {
     /// Passes on the packets whose time has come; what the inner link has no room for stays.
     fn pump(&mut self, now: u64) -> Result<()> {
         let Some(out) = &mut self.out else { return Ok(()) };
-        while let Some(slot) = out.lane.due(now) {
-            let Some((held, (flow, spoil))) =
-                out.lane.held(slot).and_then(|held| Some((held, held.about?)))
+        while let Some(slot) = out.delay_queue.due(now) {
+            let Some((held, (flow, corruption))) =
+                out.delay_queue.held(slot).and_then(|held| Some((held, held.info?)))
             else {
-                out.lane.release(slot);
+                out.delay_queue.release(slot);
                 continue;
             };
             let bytes = held.bytes.get(..held.len).unwrap_or_default();
-            let mut passed = pass(&mut self.inner, flow, bytes, spoil);
-            if passed == Err(Refused::Full) {
+            let mut forwarded = forward(&mut self.inner, flow, bytes, corruption);
+            if forwarded == Err(ReserveError::Full) {
                 self.inner.flush()?;
-                passed = pass(&mut self.inner, flow, bytes, spoil);
+                forwarded = forward(&mut self.inner, flow, bytes, corruption);
             }
-            match passed {
+            match forwarded {
                 Ok(()) => {}
-                Err(Refused::Full) => break,
+                Err(ReserveError::Full) => break,
                 // The flow was closed while its packet was held back.
-                Err(Refused::Closed | Refused::Length) => self.counters.drops.no_peer += 1,
+                Err(ReserveError::Closed | ReserveError::Length) => {
+                    self.counters.drops.no_peer += 1
+                }
             }
-            out.lane.release(slot);
+            out.delay_queue.release(slot);
         }
         Ok(())
     }
 }
 
 /// Puts a packet into a link's batch.
-fn pass<L: Link>(
+fn forward<L: Link>(
     link: &mut L,
     flow: FlowId,
     bytes: &[u8],
-    spoil: Spoil,
-) -> std::result::Result<(), Refused> {
+    corruption: Corruption,
+) -> std::result::Result<(), ReserveError> {
     link.reserve(flow, bytes.len())?.copy_from_slice(bytes);
-    link.commit_spoiled(spoil);
+    link.commit_corrupted(corruption);
     Ok(())
 }
 
-impl<L: Link> Link for Fault<L> {
-    fn path(&self) -> Path {
-        self.described(self.inner.path())
+impl<L: Link> Link for FaultInjector<L> {
+    fn path(&self) -> LinkPath {
+        self.with_faults(self.inner.path())
     }
 
-    fn flow_path(&self, flow: FlowId) -> Path {
-        self.described(self.inner.flow_path(flow))
+    fn flow_path(&self, flow: FlowId) -> LinkPath {
+        self.with_faults(self.inner.flow_path(flow))
     }
 
     fn local(&self) -> SocketAddr {
         self.inner.local()
     }
 
-    fn largest(&self) -> usize {
-        self.inner.largest()
+    fn max_packet(&self) -> usize {
+        self.inner.max_packet()
     }
 
     /// What is held back lies in buffers of one length; without faults nothing is.
-    fn largest_to(&self, flow: FlowId) -> usize {
+    fn max_packet_to(&self, flow: FlowId) -> usize {
         if self.out.is_some() || self.incoming.is_some() {
-            return self.inner.largest();
+            return self.inner.max_packet();
         }
-        self.inner.largest_to(flow)
+        self.inner.max_packet_to(flow)
     }
 
     fn open(&mut self, peer: SocketAddr, label: u32) -> Result<FlowId> {
@@ -249,18 +253,22 @@ impl<L: Link> Link for Fault<L> {
         self.inner.close(flow);
     }
 
-    fn reserve(&mut self, flow: FlowId, len: usize) -> std::result::Result<&mut [u8], Refused> {
+    fn reserve(
+        &mut self,
+        flow: FlowId,
+        len: usize,
+    ) -> std::result::Result<&mut [u8], ReserveError> {
         let room = self.inner.reserve(flow, len)?;
         match &mut self.out {
             None => Ok(room),
             Some(out) => {
                 out.reserved = Some((flow, len));
-                out.stage.get_mut(..len).ok_or(Refused::Length)
+                out.stage.get_mut(..len).ok_or(ReserveError::Length)
             }
         }
     }
 
-    fn commit_spoiled(&mut self, spoil: Spoil) -> Option<Frame<'_>> {
+    fn commit_corrupted(&mut self, corruption: Corruption) -> Option<Frame<'_>> {
         let now = self.clock.now();
         let cut = self.is_cut(now);
         let Some(out) = &mut self.out else {
@@ -269,27 +277,27 @@ impl<L: Link> Link for Fault<L> {
                 self.counters.drops.injected += 1;
                 return None;
             }
-            return self.inner.commit_spoiled(spoil);
+            return self.inner.commit_corrupted(corruption);
         };
         let (flow, len) = out.reserved.take()?;
-        let mut fate = out.lane.decide(&self.plan, now, len);
-        if spoil != Spoil::No {
-            fate.spoil = spoil;
+        let mut decision = out.delay_queue.decide(&self.plan, now, len);
+        if corruption != Corruption::Intact {
+            decision.corruption = corruption;
         }
-        if cut || fate.lost {
+        if cut || decision.lost {
             self.counters.drops.injected += 1;
             return None;
         }
         let bytes = out.stage.get(..len)?;
         let mut held = true;
-        if fate.twice {
-            held &= out.lane.hold(bytes, (flow, Spoil::No), fate.when);
+        if decision.duplicate {
+            held &= out.delay_queue.enqueue(bytes, (flow, Corruption::Intact), decision.schedule);
         }
-        let at_once = fate.when == When::Now && !out.lane.has_due(now);
-        if at_once && pass(&mut self.inner, flow, bytes, fate.spoil).is_ok() {
+        let at_once = decision.schedule == Schedule::Now && !out.delay_queue.has_due(now);
+        if at_once && forward(&mut self.inner, flow, bytes, decision.corruption).is_ok() {
             return None;
         }
-        held &= out.lane.hold(bytes, (flow, fate.spoil), fate.when);
+        held &= out.delay_queue.enqueue(bytes, (flow, decision.corruption), decision.schedule);
         if !held {
             self.counters.drops.overrun += 1;
         }
@@ -308,7 +316,7 @@ impl<L: Link> Link for Fault<L> {
         let cut = self.is_cut(now);
         let Self { inner, incoming, counters, plan, .. } = self;
         let mut delivered = 0;
-        let Some(lane) = incoming else {
+        let Some(delay_queue) = incoming else {
             inner.receive(&mut |frame| {
                 if cut {
                     counters.drops.injected += 1;
@@ -320,34 +328,35 @@ impl<L: Link> Link for Fault<L> {
             return Ok(delivered);
         };
         inner.receive(&mut |frame| {
-            let fate = lane.decide(plan, now, frame.bytes.len());
-            if cut || fate.lost {
+            let decision = delay_queue.decide(plan, now, frame.bytes.len());
+            if cut || decision.lost {
                 counters.drops.injected += 1;
                 return;
             }
-            let Frame { from, to, marked, identification, sealed, bytes } = frame;
-            let about = About { from, to, marked, identification, sealed };
-            if fate.twice && !lane.hold(bytes, about, fate.when) {
+            let Frame { from, to, marked, identification, has_icrc, bytes } = frame;
+            let info = PacketInfo { from, to, marked, identification, has_icrc };
+            if decision.duplicate && !delay_queue.enqueue(bytes, info, decision.schedule) {
                 counters.drops.overrun += 1;
             }
-            if fate.spoil != Spoil::No {
+            if decision.corruption != Corruption::Intact {
                 counters.drops.icrc += 1;
-            } else if fate.when == When::Now && !lane.has_due(now) {
+            } else if decision.schedule == Schedule::Now && !delay_queue.has_due(now) {
                 delivered += 1;
                 take(frame);
-            } else if !lane.hold(bytes, about, fate.when) {
+            } else if !delay_queue.enqueue(bytes, info, decision.schedule) {
                 counters.drops.overrun += 1;
             }
         })?;
-        while let Some(slot) = lane.due(now) {
-            if let Some((held, about)) = lane.held(slot).and_then(|held| Some((held, held.about?)))
+        while let Some(slot) = delay_queue.due(now) {
+            if let Some((held, info)) =
+                delay_queue.held(slot).and_then(|held| Some((held, held.info?)))
             {
-                let About { from, to, marked, identification, sealed } = about;
+                let PacketInfo { from, to, marked, identification, has_icrc } = info;
                 let bytes = held.bytes.get(..held.len).unwrap_or_default();
                 delivered += 1;
-                take(Frame { from, to, bytes, marked, identification, sealed });
+                take(Frame { from, to, bytes, marked, identification, has_icrc });
             }
-            lane.release(slot);
+            delay_queue.release(slot);
         }
         Ok(delivered)
     }
@@ -356,22 +365,22 @@ impl<L: Link> Link for Fault<L> {
         self.inner.wait_fd()
     }
 
-    fn wakes_in(&self) -> Option<Duration> {
-        let out = self.out.as_ref().and_then(|out| out.lane.next());
-        let incoming = self.incoming.as_ref().and_then(Lane::next);
+    fn poll_delay(&self) -> Option<Duration> {
+        let out = self.out.as_ref().and_then(|out| out.delay_queue.next());
+        let incoming = self.incoming.as_ref().and_then(DelayQueue::next);
         let now = self.clock.now();
         let mine = out.into_iter().chain(incoming).min();
         let mine = mine.map(|at| Duration::from_nanos(at.saturating_sub(now)));
-        mine.into_iter().chain(self.inner.wakes_in()).min()
+        mine.into_iter().chain(self.inner.poll_delay()).min()
     }
 
     /// The inner link's, and what was lost on purpose. Packets received are those delivered by the inner link.
     /// What goes past the link nobody would see.
-    fn offer(&mut self, _: &Arc<Offer>) -> std::result::Result<(), &'static str> {
+    fn install_exports(&mut self, _: &Arc<ExportTable>) -> std::result::Result<(), &'static str> {
         Err("faults must see every packet")
     }
 
-    fn peer(&self, _: FlowId) -> std::result::Result<Arc<Peer>, &'static str> {
+    fn direct_peer(&self, _: FlowId) -> std::result::Result<Arc<ShmPeer>, &'static str> {
         Err("faults must see every packet")
     }
 

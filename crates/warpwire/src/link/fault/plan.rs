@@ -7,21 +7,21 @@ use std::time::Duration;
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
-/// The environment variable that [`Plan::from_env`] reads.
-pub const VARIABLE: &str = "WARPWIRE_FAULT";
+/// The environment variable that [`FaultPlan::from_env`] reads.
+pub const ENV_VAR: &str = "WARPWIRE_FAULT";
 
 /// How often something happens, in parts of 2³².
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Chance(u64);
+pub struct Probability(u64);
 
-impl Chance {
+impl Probability {
     const ALWAYS: u64 = 1 << 32;
 
     /// From a share of 1; outside of 0 to 1 it is never or always.
     ///
     /// ```
-    /// use warpwire::link::fault::Chance;
-    /// assert_eq!(Chance::of(0.25).share(), 0.25);
+    /// use warpwire::link::fault::Probability;
+    /// assert_eq!(Probability::of(0.25).share(), 0.25);
     /// ```
     pub fn of(share: f64) -> Self {
         Self((share.clamp(0.0, 1.0) * Self::ALWAYS as f64) as u64)
@@ -37,14 +37,14 @@ impl Chance {
         u64::from(draw) < self.0
     }
 
-    pub(super) fn never(self) -> bool {
+    pub(super) fn is_zero(self) -> bool {
         self.0 == 0
     }
 }
 
 /// Which packets meet faults.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Direction {
+pub enum FaultDirection {
     /// Those sent and those received.
     #[default]
     Both,
@@ -67,25 +67,25 @@ pub enum Direction {
 ///
 /// ```
 /// use std::time::Duration;
-/// use warpwire::link::fault::Plan;
-/// let plan: Plan = "loss=5%, delay=10us, seed=7".parse()?;
+/// use warpwire::link::fault::FaultPlan;
+/// let plan: FaultPlan = "loss=5%, delay=10us, seed=7".parse()?;
 /// assert_eq!(plan.delay, Duration::from_micros(10));
 /// assert_eq!(plan.to_string(), "loss=5%,delay=10us,seed=7");
-/// assert!("loss=much".parse::<Plan>().is_err());
+/// assert!("loss=much".parse::<FaultPlan>().is_err());
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct FaultPlan {
     /// Packets vanish.
-    pub loss: Chance,
+    pub loss: Probability,
     /// Packets come twice.
-    pub dup: Chance,
+    pub dup: Probability,
     /// Packets are overtaken by up to eight later ones.
-    pub reorder: Chance,
+    pub reorder: Probability,
     /// A bit of the sealed packet flips: the ICRC finds it.
-    pub corrupt: Chance,
+    pub corrupt: Probability,
     /// The sealed packet is cut short: the receiver's checks find it.
-    pub cut: Chance,
+    pub cut: Probability,
     /// Every packet takes this much longer.
     pub delay: Duration,
     /// And up to this much on top, drawn for each packet: packets overtake one another.
@@ -95,27 +95,27 @@ pub struct Plan {
     /// Nothing goes through from the first time, counted from the link's beginning, for the second.
     pub partition: Option<(Duration, Duration)>,
     /// Which packets this is about.
-    pub direction: Direction,
+    pub direction: FaultDirection,
     /// What all draws follow from.
     pub seed: u64,
 }
 
-impl Plan {
+impl FaultPlan {
     /// The plan in `WARPWIRE_FAULT`; `None` if it is not set, or empty.
     ///
     /// # Errors
     /// If the variable does not have the form that a plan is read from.
     pub fn from_env() -> Result<Option<Self>> {
-        let Some(text) = std::env::var_os(VARIABLE).filter(|text| !text.is_empty()) else {
+        let Some(text) = std::env::var_os(ENV_VAR).filter(|text| !text.is_empty()) else {
             return Ok(None);
         };
-        text.to_string_lossy().parse().map(Some).map_err(|source: Error| source.on(VARIABLE))
+        text.to_string_lossy().parse().map(Some).map_err(|source: Error| source.on(ENV_VAR))
     }
 
     /// Whether nothing ever happens by this plan.
-    pub fn is_harmless(&self) -> bool {
+    pub fn is_noop(&self) -> bool {
         let chances = [self.loss, self.dup, self.reorder, self.corrupt, self.cut];
-        chances.into_iter().all(Chance::never)
+        chances.into_iter().all(Probability::is_zero)
             && (self.delay, self.jitter) == (Duration::ZERO, Duration::ZERO)
             && (self.rate, self.partition) == (None, None)
     }
@@ -145,9 +145,9 @@ impl Plan {
             }
             "dir" => {
                 self.direction = match value {
-                    "both" => Direction::Both,
-                    "out" => Direction::Out,
-                    "in" => Direction::In,
+                    "both" => FaultDirection::Both,
+                    "out" => FaultDirection::Out,
+                    "in" => FaultDirection::In,
                     _ => return Err(malformed(part, "it is neither both, out nor in")),
                 }
             }
@@ -161,7 +161,7 @@ impl Plan {
     }
 }
 
-impl FromStr for Plan {
+impl FromStr for FaultPlan {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -175,9 +175,9 @@ impl FromStr for Plan {
     }
 }
 
-impl fmt::Display for Plan {
+impl fmt::Display for FaultPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let percent = |chance: Chance| {
+        let percent = |chance: Probability| {
             // What was read as 5% is a little less in parts of 2³².
             (chance.share() * 1e9).round() / 1e7
         };
@@ -188,7 +188,7 @@ impl fmt::Display for Plan {
             ("corrupt", self.corrupt),
             ("cut", self.cut),
         ];
-        for (name, chance) in named.into_iter().filter(|(_, chance)| !chance.never()) {
+        for (name, chance) in named.into_iter().filter(|(_, chance)| !chance.is_zero()) {
             write!(f, "{name}={}%,", percent(chance))?;
         }
         for (name, time) in [("delay", self.delay), ("jitter", self.jitter)] {
@@ -203,9 +203,9 @@ impl fmt::Display for Plan {
             write!(f, "partition={}+{},", Time(from), Time(length))?;
         }
         match self.direction {
-            Direction::Both => {}
-            Direction::Out => f.write_str("dir=out,")?,
-            Direction::In => f.write_str("dir=in,")?,
+            FaultDirection::Both => {}
+            FaultDirection::Out => f.write_str("dir=out,")?,
+            FaultDirection::In => f.write_str("dir=in,")?,
         }
         write!(f, "seed={}", self.seed)
     }
@@ -224,14 +224,16 @@ impl fmt::Display for Time {
     }
 }
 
-fn chance(value: &str, part: &str) -> Result<Chance> {
+fn chance(value: &str, part: &str) -> Result<Probability> {
     let (digits, scale) = match value.strip_suffix('%') {
         Some(digits) => (digits.trim_end(), 100.0),
         None => (value, 1.0),
     };
     let share = digits.parse::<f64>().ok().map(|number| number / scale);
     let share = share.filter(|share| (0.0..=1.0).contains(share));
-    share.map(Chance::of).ok_or_else(|| malformed(part, "it is not a share between 0% and 100%"))
+    share
+        .map(Probability::of)
+        .ok_or_else(|| malformed(part, "it is not a share between 0% and 100%"))
 }
 
 #[cold]
@@ -250,14 +252,14 @@ mod tests {
     fn plans_read_what_they_print() {
         let text = "loss=5%,dup=1%,reorder=2%,corrupt=0.5%,cut=0.125%,delay=10us,jitter=1500ns,rate=1000000,\
                     partition=1s+200ms,dir=out,seed=7";
-        let plan: Plan = text.parse().unwrap();
+        let plan: FaultPlan = text.parse().unwrap();
         assert_eq!(plan.to_string(), text);
-        assert_eq!(plan.to_string().parse::<Plan>().unwrap(), plan);
-        assert!(!plan.is_harmless());
-        assert!("".parse::<Plan>().unwrap().is_harmless());
-        assert!("seed=9,loss=0%".parse::<Plan>().unwrap().is_harmless());
-        assert_eq!("loss=0.05".parse::<Plan>().unwrap().loss, plan.loss);
-        assert_eq!("loss=100%".parse::<Plan>().unwrap().loss.share(), 1.0);
+        assert_eq!(plan.to_string().parse::<FaultPlan>().unwrap(), plan);
+        assert!(!plan.is_noop());
+        assert!("".parse::<FaultPlan>().unwrap().is_noop());
+        assert!("seed=9,loss=0%".parse::<FaultPlan>().unwrap().is_noop());
+        assert_eq!("loss=0.05".parse::<FaultPlan>().unwrap().loss, plan.loss);
+        assert_eq!("loss=100%".parse::<FaultPlan>().unwrap().loss.share(), 1.0);
     }
 
     #[test]
@@ -274,7 +276,7 @@ mod tests {
             ("dir=up", "neither"),
             ("seed=x", "whole number"),
         ] {
-            let error = text.parse::<Plan>().unwrap_err();
+            let error = text.parse::<FaultPlan>().unwrap_err();
             assert!(error.to_string().contains(reason), "{text}: {error}");
             assert!(error.advice().is_some(), "{text}: {error}");
         }

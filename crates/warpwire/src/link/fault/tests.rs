@@ -50,7 +50,7 @@ fn run(from: &mut dyn Link, to: &mut dyn Link, clock: &Clock) -> Run {
         loop {
             match from.reserve(flow, LEN) {
                 Ok(packet) => break fill(packet, number),
-                Err(Refused::Full) => drop(from.flush().unwrap()),
+                Err(ReserveError::Full) => drop(from.flush().unwrap()),
                 Err(other) => panic!("{other}"),
             }
         }
@@ -66,21 +66,21 @@ fn run(from: &mut dyn Link, to: &mut dyn Link, clock: &Clock) -> Run {
         from.flush().unwrap();
         to.receive(&mut take).unwrap();
     }
-    assert_eq!((from.wakes_in(), to.wakes_in()), (None, None), "something is still held back");
+    assert_eq!((from.poll_delay(), to.poll_delay()), (None, None), "something is still held back");
     Run { arrived, sender: from.counters(), receiver: to.counters() }
 }
 
 fn run_out(plan: &str) -> Run {
     let (one, mut two) = pair();
-    let clock = Clock::still();
-    let mut one = Fault::with_clock(one, plan.parse().unwrap(), clock.clone());
+    let clock = Clock::manual();
+    let mut one = FaultInjector::with_clock(one, plan.parse().unwrap(), clock.clone());
     run(&mut one, &mut two, &clock)
 }
 
 fn run_in(plan: &str) -> Run {
     let (mut one, two) = pair();
-    let clock = Clock::still();
-    let mut two = Fault::with_clock(two, plan.parse().unwrap(), clock.clone());
+    let clock = Clock::manual();
+    let mut two = FaultInjector::with_clock(two, plan.parse().unwrap(), clock.clone());
     run(&mut one, &mut two, &clock)
 }
 
@@ -159,9 +159,9 @@ fn damage_is_found_on_a_socket_too() {
     for options in ["", "gso=off", "gro=off", "gso=off,gro=off"] {
         let options: Options = options.parse().unwrap();
         let bind = || Udp::bind("127.0.0.1:0".parse().unwrap(), options).unwrap();
-        let clock = Clock::still();
+        let clock = Clock::manual();
         let plan = "dir=out,corrupt=2%,cut=2%,loss=1%,seed=5".parse().unwrap();
-        let (mut one, mut two) = (Fault::with_clock(bind(), plan, clock.clone()), bind());
+        let (mut one, mut two) = (FaultInjector::with_clock(bind(), plan, clock.clone()), bind());
         let run = run(&mut one, &mut two, &clock);
         let drops = run.receiver.drops;
         let found = (drops.icrc + drops.short) as usize;
@@ -196,21 +196,21 @@ fn a_fault_does_not_move_another() {
 #[test]
 fn packets_are_delayed() {
     let (one, mut two) = pair();
-    let clock = Clock::still();
-    let mut one = Fault::with_clock(one, "delay=10us".parse().unwrap(), clock.clone());
+    let clock = Clock::manual();
+    let mut one = FaultInjector::with_clock(one, "delay=10us".parse().unwrap(), clock.clone());
     let flow = one.open(two.local(), 0).unwrap();
     one.reserve(flow, LEN).unwrap().fill(1);
     one.commit();
     one.flush().unwrap();
     assert_eq!(two.receive(&mut |_| ()).unwrap(), 0);
-    assert_eq!(one.wakes_in(), Some(Duration::from_micros(10)));
+    assert_eq!(one.poll_delay(), Some(Duration::from_micros(10)));
     clock.advance(Duration::from_nanos(9_999));
     one.flush().unwrap();
     assert_eq!(two.receive(&mut |_| ()).unwrap(), 0);
     clock.advance(Duration::from_nanos(1));
     one.flush().unwrap();
     assert_eq!(two.receive(&mut |_| ()).unwrap(), 1);
-    assert_eq!(one.wakes_in(), None);
+    assert_eq!(one.poll_delay(), None);
 }
 
 #[test]
@@ -228,7 +228,7 @@ fn a_rate_holds_packets_back_and_loses_the_rest() {
     let run = run_out("rate=50000000");
     let kept = run.arrived.len();
     let half = COUNT as usize / 2;
-    assert!((half..half + lane::HELD + 10).contains(&kept), "{kept}");
+    assert!((half..half + delay_queue::MAX_HELD + 10).contains(&kept), "{kept}");
     assert_eq!(run.sender.drops.overrun as usize, COUNT as usize - kept);
     assert_eq!(run.overtaken(), 0);
 }
@@ -241,7 +241,7 @@ fn partitions_come_and_go() {
         assert!(!run.arrived.contains(&6000));
     }
     let (one, mut two) = pair();
-    let mut one = Fault::new(one, Plan::default());
+    let mut one = FaultInjector::new(one, FaultPlan::default());
     let flow = one.open(two.local(), 0).unwrap();
     let partition = one.partition();
     for (cut, got) in [(false, 1), (true, 0), (false, 1)] {
@@ -261,8 +261,8 @@ fn partitions_come_and_go() {
 #[test]
 fn packets_of_a_flow_that_was_closed_meanwhile_are_counted() {
     let (one, two) = pair();
-    let clock = Clock::still();
-    let mut one = Fault::with_clock(one, "delay=10us".parse().unwrap(), clock.clone());
+    let clock = Clock::manual();
+    let mut one = FaultInjector::with_clock(one, "delay=10us".parse().unwrap(), clock.clone());
     let flow = one.open(two.local(), 0).unwrap();
     one.reserve(flow, LEN).unwrap().fill(1);
     one.commit();

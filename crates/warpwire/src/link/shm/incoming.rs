@@ -8,35 +8,35 @@ use std::sync::Arc;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::Errno;
-use warpwire_proto::wire::icrc::Cover;
+use warpwire_proto::wire::icrc::IcrcPrefix;
 use warpwire_proto::wire::packet::ICRC_LEN;
 
-use super::grant::{Offer, Seat};
-use super::meet::{self, Heard, Hello};
-use super::ring::{Found, Reader};
-use super::sys::{Control, Theirs};
-use super::{Options, Refusals};
-use crate::link::{Counters, Frame, SHORTEST, Simd};
+use super::exports::{ExportTable, ImporterSlot};
+use super::handshake::{self, HelloResult, RingHello};
+use super::ring::{Reader, RingItem};
+use super::sys::{ControlPage, ReadOnlyMapping};
+use super::{Options, RejectCounters};
+use crate::link::{Counters, Frame, MIN_PACKET, SimdCrc32};
 
 /// How many packets a receive takes at most.
 const BATCH: usize = 64;
 /// Events and connections that are seen to at once; the rest next time.
-const AT_ONCE: usize = 16;
+const MAX_EVENTS: usize = 16;
 /// Connections of others to us; more are turned away.
-const MOST: usize = 4096;
+const MAX_CONNECTIONS: usize = 4096;
 /// A wait that does not wait.
-const NOT_AT_ALL: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
+const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// A ring that somebody sends to us through.
-struct Ring {
+struct IncomingRing {
     /// Shared with its seat, which outlives the ring until the sender has let go.
     socket: Arc<OwnedFd>,
     reader: Reader,
     from: SocketAddr,
     to: SocketAddr,
-    cover: Cover,
+    icrc_prefix: IcrcPrefix,
     /// It may reach memory of ours by itself.
-    seat: Option<Seat>,
+    importer_slot: Option<ImporterSlot>,
     /// The sender is gone; what it left is still read.
     ended: bool,
     /// Its contents make no sense; nothing more is read.
@@ -50,42 +50,46 @@ pub(super) struct Incoming {
     poll: OwnedFd,
     listener: OwnedFd,
     /// Kept for connections that come when the process has no descriptor left.
-    spare: Option<OwnedFd>,
+    spare_fd: Option<OwnedFd>,
     /// Written when there was something to read already as somebody went to sleep.
     event: OwnedFd,
     signalled: bool,
     /// Somebody went to sleep, and rings are armed.
     armed: bool,
     /// Connected, and silent so far.
-    guests: Vec<OwnedFd>,
-    rings: Vec<Ring>,
+    pending: Vec<OwnedFd>,
+    rings: Vec<IncomingRing>,
     /// The ring whose turn is next.
-    turn: usize,
+    next_ring: usize,
     calls: u32,
     /// How many calls go by before the sockets are seen to.
-    attend: u32,
+    control_poll_interval: u32,
     buffer: Box<[u8]>,
     /// What senders may reach by themselves.
-    pub offer: Option<Arc<Offer>>,
-    pub refusals: Refusals,
+    pub export_table: Option<Arc<ExportTable>>,
+    pub rejects: RejectCounters,
 }
 
-impl Ring {
+impl IncomingRing {
     /// Reads what came over its socket; false if the sender is gone.
-    fn attend(&self) -> bool {
-        match &self.seat {
-            Some(seat) => seat.attend(&self.socket),
-            None => meet::read(&self.socket, |_, _| ()),
+    fn poll_control(&self) -> bool {
+        match &self.importer_slot {
+            Some(importer_slot) => importer_slot.poll_control(&self.socket),
+            None => handshake::read(&self.socket, |_, _| ()),
         }
     }
 }
 
 /// Has a descriptor watched under its own number.
-pub(super) fn watch(poll: &OwnedFd, socket: &OwnedFd, flags: EventFlags) -> rustix::io::Result<()> {
-    epoll::add(poll, socket, EventData::new_u64(number(socket)), flags)
+pub(super) fn epoll_add(
+    poll: &OwnedFd,
+    socket: &OwnedFd,
+    flags: EventFlags,
+) -> rustix::io::Result<()> {
+    epoll::add(poll, socket, EventData::new_u64(epoll_token(socket)), flags)
 }
 
-pub(super) fn number(socket: &OwnedFd) -> u64 {
+pub(super) fn epoll_token(socket: &OwnedFd) -> u64 {
     socket.as_raw_fd() as u64
 }
 
@@ -97,24 +101,24 @@ impl Incoming {
         options: &Options,
     ) -> rustix::io::Result<Self> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        watch(poll, &listener, EventFlags::IN)?;
-        watch(poll, &event, EventFlags::IN)?;
+        epoll_add(poll, &listener, EventFlags::IN)?;
+        epoll_add(poll, &event, EventFlags::IN)?;
         Ok(Self {
             local,
             poll: rustix::io::fcntl_dupfd_cloexec(poll, 0)?,
             listener,
-            spare: rustix::io::fcntl_dupfd_cloexec(poll, 0).ok(),
+            spare_fd: rustix::io::fcntl_dupfd_cloexec(poll, 0).ok(),
             event,
             signalled: false,
             armed: false,
-            guests: Vec::new(),
+            pending: Vec::new(),
             rings: Vec::new(),
-            turn: 0,
-            calls: options.attend,
-            attend: options.attend,
-            buffer: vec![0; options.largest].into_boxed_slice(),
-            offer: None,
-            refusals: Refusals::default(),
+            next_ring: 0,
+            calls: options.control_poll_interval,
+            control_poll_interval: options.control_poll_interval,
+            buffer: vec![0; options.max_packet].into_boxed_slice(),
+            export_table: None,
+            rejects: RejectCounters::default(),
         })
     }
 
@@ -125,23 +129,23 @@ impl Incoming {
 
     /// Whether it is time to see to the sockets, although nobody slept.
     #[inline]
-    pub(super) fn is_due(&mut self) -> bool {
+    pub(super) fn is_poll_due(&mut self) -> bool {
         self.calls += 1;
-        self.calls > self.attend
+        self.calls > self.control_poll_interval
     }
 
     /// Whether somebody slept, or was about to, since the last call. Nobody does any more.
     #[inline]
-    pub(super) fn slept(&mut self) -> bool {
-        let slept = std::mem::take(&mut self.armed);
-        if slept {
+    pub(super) fn was_armed(&mut self) -> bool {
+        let was_armed = std::mem::take(&mut self.armed);
+        if was_armed {
             self.rings.iter().for_each(|ring| ring.reader.disarm());
         }
-        slept
+        was_armed
     }
 
     /// Sees to the sockets, with one system call when nothing happened; `gone` hears of descriptors that are not ours.
-    pub(super) fn tend(&mut self, poll: &OwnedFd, gone: &mut dyn FnMut(u64)) {
+    pub(super) fn poll_sockets(&mut self, poll: &OwnedFd, gone: &mut dyn FnMut(u64)) {
         self.calls = 0;
         if self.signalled {
             let _ = rustix::io::read(&self.event, &mut [0; 8]);
@@ -149,12 +153,12 @@ impl Incoming {
         }
         // Twice: a connection that is taken up may have brought its hello already.
         for _ in 0..2 {
-            let mut room = [MaybeUninit::<epoll::Event>::uninit(); AT_ONCE];
-            let waited = epoll::wait(poll, &mut room[..], Some(&NOT_AT_ALL));
+            let mut room = [MaybeUninit::<epoll::Event>::uninit(); MAX_EVENTS];
+            let waited = epoll::wait(poll, &mut room[..], Some(&NO_WAIT));
             let happened = waited.as_ref().is_ok_and(|(events, _)| !events.is_empty());
             for event in waited.map_or_else(|_| [].iter(), |(events, _)| events.iter()) {
                 let which = event.data;
-                self.see_to(poll, which.u64(), gone);
+                self.handle_event(poll, which.u64(), gone);
             }
             if !happened {
                 break;
@@ -164,18 +168,21 @@ impl Incoming {
         let before = self.rings.len();
         self.rings.retain(|ring| !ring.ended || !ring.reader.is_empty());
         if self.rings.len() < before {
-            self.turn = 0;
+            self.next_ring = 0;
         }
     }
 
-    fn see_to(&mut self, poll: &OwnedFd, which: u64, gone: &mut dyn FnMut(u64)) {
-        if which == number(&self.listener) {
+    fn handle_event(&mut self, poll: &OwnedFd, which: u64, gone: &mut dyn FnMut(u64)) {
+        if which == epoll_token(&self.listener) {
             self.accept(poll);
-        } else if let Some(at) = self.guests.iter().position(|guest| number(guest) == which) {
-            self.hear(poll, at);
-        } else if let Some(ring) = self.rings.iter_mut().find(|ring| number(&ring.socket) == which)
+        } else if let Some(at) =
+            self.pending.iter().position(|connection| epoll_token(connection) == which)
         {
-            if !ring.attend() {
+            self.recv_hello(poll, at);
+        } else if let Some(ring) =
+            self.rings.iter_mut().find(|ring| epoll_token(&ring.socket) == which)
+        {
+            if !ring.poll_control() {
                 ring.ended = true;
                 let _ = epoll::delete(poll, &ring.socket);
             }
@@ -185,20 +192,20 @@ impl Incoming {
     }
 
     fn accept(&mut self, poll: &OwnedFd) {
-        for _ in 0..AT_ONCE {
-            let guest = match meet::accept(&self.listener) {
-                Ok(guest) => guest,
-                Err(Errno::MFILE | Errno::NFILE) => return self.turn_away(),
+        for _ in 0..MAX_EVENTS {
+            let connection = match handshake::accept(&self.listener) {
+                Ok(connection) => connection,
+                Err(Errno::MFILE | Errno::NFILE) => return self.reject_without_fd(),
                 Err(_) => return,
             };
-            if !meet::is_trusted(guest.as_fd()).unwrap_or(false) {
-                self.refusals.strangers += 1;
-            } else if self.guests.len() + self.rings.len() >= MOST
-                || watch(poll, &guest, EventFlags::IN).is_err()
+            if !handshake::is_trusted(connection.as_fd()).unwrap_or(false) {
+                self.rejects.untrusted += 1;
+            } else if self.pending.len() + self.rings.len() >= MAX_CONNECTIONS
+                || epoll_add(poll, &connection, EventFlags::IN).is_err()
             {
-                self.refusals.too_many += 1;
+                self.rejects.too_many += 1;
             } else {
-                self.guests.push(guest);
+                self.pending.push(connection);
             }
         }
     }
@@ -206,58 +213,59 @@ impl Incoming {
     /// There is no descriptor for a connection. The one that is kept for that takes it up, to end it: its sender must know, and
     /// one that waits for ever would not let us sleep.
     #[cold]
-    pub(super) fn turn_away(&mut self) {
-        self.spare = None;
-        if meet::accept(&self.listener).is_ok() {
-            self.refusals.too_many += 1;
+    pub(super) fn reject_without_fd(&mut self) {
+        self.spare_fd = None;
+        if handshake::accept(&self.listener).is_ok() {
+            self.rejects.too_many += 1;
         }
-        self.spare = rustix::io::fcntl_dupfd_cloexec(&self.poll, 0).ok();
+        self.spare_fd = rustix::io::fcntl_dupfd_cloexec(&self.poll, 0).ok();
     }
 
     /// The first message of a connection makes a ring of it, or ends it.
-    fn hear(&mut self, poll: &OwnedFd, at: usize) {
-        let (hello, files) = match meet::hear(&self.guests[at]) {
-            Heard::Nothing => return,
-            Heard::Hello(hello, files) => (hello, files),
+    fn recv_hello(&mut self, poll: &OwnedFd, at: usize) {
+        let (hello, files) = match handshake::recv_hello(&self.pending[at]) {
+            HelloResult::Pending => return,
+            HelloResult::RingHello(hello, files) => (hello, files),
             other => {
                 match other {
-                    Heard::Version => self.refusals.versions += 1,
-                    Heard::Nonsense => self.refusals.malformed += 1,
+                    HelloResult::WrongVersion => self.rejects.wrong_version += 1,
+                    HelloResult::Malformed => self.rejects.malformed += 1,
                     _ => {}
                 }
-                self.guests.swap_remove(at);
+                self.pending.swap_remove(at);
                 return;
             }
         };
-        let socket = self.guests.swap_remove(at);
+        let socket = self.pending.swap_remove(at);
         let [ring, page] = files;
-        let memory = Theirs::open(&ring, hello.ring);
+        let memory = ReadOnlyMapping::open(&ring, hello.ring);
         let (Ok(memory), Ok(control), true) =
-            (memory, Control::open(&page), self.is_for_us(&hello))
+            (memory, ControlPage::open(&page), self.is_for_us(&hello))
         else {
-            self.refusals.malformed += 1;
+            self.rejects.malformed += 1;
             let _ = epoll::delete(poll, &socket);
             return;
         };
-        let Hello { from, to, ring, reaches } = hello;
+        let RingHello { from, to, ring, wants_direct } = hello;
         // Where that fails, packets do it.
         let socket = Arc::new(socket);
-        let offer = self.offer.as_ref().filter(|_| reaches);
-        let seat = offer.and_then(|offer| offer.admit(&page, &socket).ok());
-        self.rings.push(Ring {
+        let export_table = self.export_table.as_ref().filter(|_| wants_direct);
+        let importer_slot =
+            export_table.and_then(|export_table| export_table.add_importer(&page, &socket).ok());
+        self.rings.push(IncomingRing {
             socket,
             reader: Reader::new(memory, control, ring),
             from,
             to,
-            cover: Cover::new(from, to),
-            seat,
+            icrc_prefix: IcrcPrefix::new(from, to),
+            importer_slot,
             ended: false,
             broken: false,
         });
     }
 
-    fn is_for_us(&self, hello: &Hello) -> bool {
-        let Hello { from, to, .. } = hello;
+    fn is_for_us(&self, hello: &RingHello) -> bool {
+        let RingHello { from, to, .. } = hello;
         let here = to.ip() == self.local.ip() || self.local.ip().is_unspecified();
         let known = from.port() != 0 && from.is_ipv4() == self.local.is_ipv4();
         here && known && to.port() == self.local.port() && to.is_ipv4() == from.is_ipv4()
@@ -273,25 +281,25 @@ impl Incoming {
         let count = self.rings.len();
         let (mut delivered, mut seen, mut broken) = (0, 0, false);
         for step in 0..count {
-            let mut at = self.turn + step;
+            let mut at = self.next_ring + step;
             if at >= count {
                 at -= count;
             }
             let Some(ring) = self.rings.get_mut(at) else { break };
-            let Ring { reader, from, to, cover, broken: bad, .. } = ring;
-            let taken = reader.take(BATCH - seen, &mut self.buffer, |found| {
+            let IncomingRing { reader, from, to, icrc_prefix, broken: bad, .. } = ring;
+            let taken = reader.take(BATCH - seen, &mut self.buffer, |item| {
                 seen += 1;
-                let Some((bytes, sealed)) = check(&found, cover, counters) else { return };
+                let Some((bytes, has_icrc)) = check(&item, icrc_prefix, counters) else { return };
                 delivered += 1;
                 counters.received += 1;
                 counters.received_bytes += bytes.len() as u64;
                 let (from, to) = (*from, *to);
-                take(Frame { from, to, bytes, marked: false, identification: 0, sealed });
+                take(Frame { from, to, bytes, marked: false, identification: 0, has_icrc });
             });
             *bad = taken.is_err();
             broken |= *bad;
             if seen >= BATCH {
-                self.turn = if at + 1 < count { at + 1 } else { 0 };
+                self.next_ring = if at + 1 < count { at + 1 } else { 0 };
                 break;
             }
         }
@@ -309,18 +317,18 @@ impl Incoming {
             let _ = epoll::delete(&self.poll, &ring.socket);
         }
         self.rings.retain(|ring| !ring.broken);
-        self.refusals.broken += (before - self.rings.len()) as u64;
-        self.turn = 0;
+        self.rejects.broken += (before - self.rings.len()) as u64;
+        self.next_ring = 0;
     }
 
     /// Has the senders wake us, and makes the descriptor readable if there is something already.
     pub(super) fn arm(&mut self) {
         self.armed = true;
-        let mut something = false;
+        let mut has_packets = false;
         for ring in &self.rings {
-            something |= ring.reader.arm();
+            has_packets |= ring.reader.arm();
         }
-        if something && !self.signalled {
+        if has_packets && !self.signalled {
             self.signalled = true;
             let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
         }
@@ -330,24 +338,24 @@ impl Incoming {
 /// Packets that a fault spoiled are found like any others.
 #[inline]
 fn check<'a>(
-    found: &Found<'a>,
-    cover: &mut Cover,
+    item: &RingItem<'a>,
+    icrc_prefix: &mut IcrcPrefix,
     counters: &mut Counters,
 ) -> Option<(&'a [u8], bool)> {
-    let Found::Packet(bytes, sealed) = *found else {
+    let RingItem::Packet(bytes, has_icrc) = *item else {
         counters.drops.long += 1;
         return None;
     };
-    if bytes.len() < SHORTEST {
+    if bytes.len() < MIN_PACKET {
         counters.drops.short += 1;
         return None;
     }
-    if sealed {
+    if has_icrc {
         let carried = bytes.last_chunk::<ICRC_LEN>().map(|bytes| u32::from_le_bytes(*bytes));
-        if carried != cover.icrc::<Simd>(0, bytes) {
+        if carried != icrc_prefix.icrc::<SimdCrc32>(0, bytes) {
             counters.drops.icrc += 1;
             return None;
         }
     }
-    Some((bytes, sealed))
+    Some((bytes, has_icrc))
 }

@@ -11,22 +11,22 @@
 //! valid reference at all. The copy brings the lines over from the other core, which somebody must do anyway.
 //!
 //! # When a ring is full
-//! [`Refused::Full`], until the peer has read; [`Link::wakes_in`] says to look again soon, because nobody signals room.
+//! [`ReserveError::Full`], until the peer has read; [`Link::poll_delay`] says to look again soon, because nobody signals room.
 //!
 //! # When a peer goes
 //! What a sender left in its ring is still read. Packets to a peer that is gone are lost and counted (`no_peer`), as
 //! they are on every other link, rather than refused: the queue pair above has its own timer, and when a process takes
 //! up the same address again, the flow reaches it without anyone's doing.
 
-pub mod grant;
+mod access_tag;
+pub mod exports;
+mod handshake;
 mod incoming;
-mod meet;
 mod options;
 mod ring;
 mod sys;
 #[cfg(test)]
 mod tests;
-mod visit;
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -37,36 +37,39 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll::{self, EventFlags};
 use rustix::io::Errno;
-use warpwire_proto::wire::icrc::Cover;
+use warpwire_proto::wire::icrc::IcrcPrefix;
 use warpwire_proto::wire::packet::ICRC_LEN;
 
-pub use options::{Options, VARIABLE};
+pub use options::{ENV_VAR, Options};
 
 use super::flows::{FlowId, Flows};
-use super::{Counters, Flushed, Frame, Kind, Link, Path, Refused, SHORTEST, Simd, Spoil};
+use super::{
+    Corruption, Counters, Flushed, Frame, Link, LinkKind, LinkPath, MIN_PACKET, ReserveError,
+    SimdCrc32,
+};
 use crate::error::{Error, Kind as ErrorKind, Result};
-use crate::sync::barrier;
+use crate::sync::asymmetric_fence;
 use crate::units;
-use grant::{Offer, Peer};
-use incoming::{Incoming, number, watch};
-use meet::{Hello, Standing};
+use exports::{ExportTable, ShmPeer};
+use handshake::{Namespace, RingHello};
+use incoming::{Incoming, epoll_add, epoll_token};
 use ring::{NoRoom, Writer};
-use sys::{Control, Own};
+use sys::{ControlPage, SealedMapping};
 
 /// How many packets go with one flush.
 const BATCH: u64 = 256;
 /// Ports that are given to links that ask for any, where the kernel has none to give because the address is not this machine's.
 const ANY_PORTS: std::ops::RangeInclusive<u16> = 0xc000..=0xffff;
 /// How long until a peer that is gone is looked for again.
-const RETRY: Duration = Duration::from_millis(10);
+const RECONNECT_INTERVAL: Duration = Duration::from_millis(10);
 /// So many free UDP ports are tried whose name somebody has who chose it.
-const PORTS_TRIED: usize = 64;
+const MAX_PORT_ATTEMPTS: usize = 64;
 /// A sender that finds a ring full looks again after this.
-const LOOK_AGAIN: Duration = Duration::from_micros(20);
+const FULL_RETRY_DELAY: Duration = Duration::from_micros(20);
 /// After so many packets in a row without room, whether the peer still lives is asked.
-const PATIENCE: u32 = 1024;
+const FULL_CHECK_INTERVAL: u32 = 1024;
 /// The longest packet that an ICRC can cover: IPv4's length has sixteen bits.
-const MOST_SEALED: usize = 65_507;
+const MAX_ICRC_PACKET: usize = 65_507;
 
 /// A link between processes of one machine.
 ///
@@ -87,7 +90,7 @@ const MOST_SEALED: usize = 65_507;
 /// ```
 pub struct Shm {
     local: SocketAddr,
-    standing: Standing,
+    namespace: Namespace,
     /// The UDP port of the same number, held while the link lives, if the number was ours to choose.
     _port: Option<OwnedFd>,
     options: Options,
@@ -101,24 +104,24 @@ pub struct Shm {
     /// Where packets are built whose peer is gone.
     sink: Box<[u8]>,
     /// A peer may be gone.
-    trouble: Cell<bool>,
+    peer_lost: Cell<bool>,
     /// The last packet found its ring full.
-    starved: bool,
+    ring_full: bool,
     /// Connections are taken up by `wait_fd` too, which has no exclusive access: a new one is nothing to wake up for.
     incoming: RefCell<Incoming>,
-    seal: bool,
+    append_icrc: bool,
     /// We would reach memory of peers by ourselves.
-    reaches: bool,
+    wants_direct: bool,
     counters: Counters,
 }
 
 /// Connections that were turned away, and rings that were ended, since the link was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Refusals {
+pub struct RejectCounters {
     /// Connections of another user, who is not root.
-    pub strangers: u64,
+    pub untrusted: u64,
     /// Connections that speak another version.
-    pub versions: u64,
+    pub wrong_version: u64,
     /// Connections whose first message, or whose memory, was not what it must be.
     pub malformed: u64,
     /// Connections beyond the number that a link keeps.
@@ -131,7 +134,7 @@ struct Flow {
     ring: usize,
     from: SocketAddr,
     to: SocketAddr,
-    cover: Cover,
+    icrc_prefix: IcrcPrefix,
 }
 
 struct Reserved {
@@ -146,8 +149,8 @@ struct Outgoing {
     peer: SocketAddr,
     from: SocketAddr,
     /// The sort of name that it was found under, and is looked for again if it goes.
-    standing: Standing,
-    met: Arc<Peer>,
+    namespace: Namespace,
+    shm_peer: Arc<ShmPeer>,
     writer: Writer,
     /// How many flows use it.
     flows: usize,
@@ -160,8 +163,8 @@ struct Outgoing {
 
 impl Outgoing {
     /// The peer is gone, or of no use.
-    fn lose(&self) {
-        self.met.part();
+    fn mark_gone(&self) {
+        self.shm_peer.disconnect();
         self.gone.set(true);
     }
 }
@@ -169,7 +172,7 @@ impl Outgoing {
 impl Drop for Outgoing {
     /// Others may hold the peer too; that it is over is told at once.
     fn drop(&mut self) {
-        self.met.part();
+        self.shm_peer.disconnect();
     }
 }
 
@@ -182,26 +185,26 @@ impl Shm {
     pub fn bind(address: SocketAddr, options: Options) -> Result<Self> {
         let failed = |source: io::Error| bind_error(address, &source);
         let (listener, local, port) = listen(address).map_err(failed)?;
-        Self::listening(listener, local, options, Standing::Alone, port)
+        Self::listening(listener, local, options, Namespace::Shm, port)
     }
 
     /// Listens beside a UDP socket that has this address.
-    pub(super) fn bind_beside_udp(address: SocketAddr, options: Options) -> Result<Self> {
-        let listener = meet::listen(address, Standing::BesideUdp)
+    pub(super) fn bind_with_udp(address: SocketAddr, options: Options) -> Result<Self> {
+        let listener = handshake::listen(address, Namespace::Auto)
             .map_err(|source| bind_error(address, &source))?;
-        Self::listening(listener, address, options, Standing::BesideUdp, None)
+        Self::listening(listener, address, options, Namespace::Auto, None)
     }
 
     fn listening(
         listener: OwnedFd,
         local: SocketAddr,
         options: Options,
-        standing: Standing,
+        namespace: Namespace,
         port: Option<OwnedFd>,
     ) -> Result<Self> {
         let options = options.rounded();
         // Asked for now, as it may take milliseconds: peers that come find it done.
-        barrier::prepare_everywhere();
+        asymmetric_fence::prepare_global();
         let failed = |source: io::Error| bind_error(local, &source);
         let poll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|code| failed(code.into()))?;
@@ -209,7 +212,7 @@ impl Shm {
             Incoming::new(&poll, listener, local, &options).map_err(|code| failed(code.into()))?;
         Ok(Self {
             local,
-            standing,
+            namespace,
             _port: port,
             options,
             poll,
@@ -217,12 +220,12 @@ impl Shm {
             outgoing: Vec::new(),
             dirty: Vec::new(),
             reserved: None,
-            sink: vec![0; options.largest].into_boxed_slice(),
-            trouble: Cell::new(false),
-            starved: false,
+            sink: vec![0; options.max_packet].into_boxed_slice(),
+            peer_lost: Cell::new(false),
+            ring_full: false,
             incoming: RefCell::new(incoming),
-            seal: false,
-            reaches: false,
+            append_icrc: false,
+            wants_direct: false,
             counters: Counters::default(),
         })
     }
@@ -231,12 +234,12 @@ impl Shm {
     ///
     /// ```
     /// use warpwire::link::Shm;
-    /// let link = Shm::bind("127.0.0.1:0".parse().unwrap(), "largest=4140".parse()?)?;
-    /// assert_eq!(link.refusals().strangers, 0);
+    /// let link = Shm::bind("127.0.0.1:0".parse().unwrap(), "max_packet=4140".parse()?)?;
+    /// assert_eq!(link.rejects().untrusted, 0);
     /// # Ok::<(), warpwire::Error>(())
     /// ```
-    pub fn refusals(&self) -> Refusals {
-        self.incoming.borrow().refusals
+    pub fn rejects(&self) -> RejectCounters {
+        self.incoming.borrow().rejects
     }
 
     /// How many rings others send to us through.
@@ -253,14 +256,14 @@ impl Shm {
             return Ok(at);
         }
         let from = self.source(peer);
-        let (standing, met, writer) = self
-            .meet(from, peer, &self.standing.order())
+        let (namespace, shm_peer, writer) = self
+            .handshake(from, peer, &self.namespace.search_order())
             .map_err(|source| self.open_error(peer, &source))?;
         let made = Outgoing {
             peer,
             from,
-            standing,
-            met,
+            namespace,
+            shm_peer,
             writer,
             flows: 0,
             dirty: false,
@@ -285,74 +288,74 @@ impl Shm {
     }
 
     /// Connects to the peer, and gives it a new ring.
-    fn meet(
+    fn handshake(
         &self,
         from: SocketAddr,
         peer: SocketAddr,
-        names: &[Standing],
-    ) -> io::Result<(Standing, Arc<Peer>, Writer)> {
-        let (socket, standing) = meet::connect(peer, names)?;
-        if !meet::is_trusted(socket.as_fd())? {
+        names: &[Namespace],
+    ) -> io::Result<(Namespace, Arc<ShmPeer>, Writer)> {
+        let (socket, namespace) = handshake::connect(peer, names)?;
+        if !handshake::is_trusted(socket.as_fd())? {
             return Err(Errno::PERM.into());
         }
         let size = self.options.ring;
-        let ((memory, ring), (control, page)) = (Own::new(size)?, Control::new()?);
-        let reaches = self.reaches;
-        Hello { from, to: peer, ring: size, reaches }.say(&socket, &ring, &page)?;
+        let ((memory, ring), (control, page)) = (SealedMapping::new(size)?, ControlPage::new()?);
+        let wants_direct = self.wants_direct;
+        RingHello { from, to: peer, ring: size, wants_direct }.send_on(&socket, &ring, &page)?;
         // What it offers comes from there, and its end.
-        watch(&self.poll, &socket, EventFlags::IN | EventFlags::RDHUP)?;
+        epoll_add(&self.poll, &socket, EventFlags::IN | EventFlags::RDHUP)?;
         let writer = Writer::new(memory, control, size);
-        Ok((standing, Peer::new(from, socket, &page)?, writer))
+        Ok((namespace, ShmPeer::new(from, socket, &page)?, writer))
     }
 
     /// Sees to the sockets.
-    fn tend(&self, incoming: &mut Incoming) {
-        incoming.tend(&self.poll, &mut |which| {
-            let ours = |known: &&Outgoing| number(&known.met.socket) == which;
+    fn poll_sockets(&self, incoming: &mut Incoming) {
+        incoming.poll_sockets(&self.poll, &mut |which| {
+            let ours = |known: &&Outgoing| epoll_token(&known.shm_peer.socket) == which;
             if let Some(known) = self.outgoing.iter().flatten().find(ours)
-                && !known.met.attend()
+                && !known.shm_peer.poll_control()
             {
-                let _ = epoll::delete(&self.poll, &known.met.socket);
-                known.lose();
-                self.trouble.set(true);
+                let _ = epoll::delete(&self.poll, &known.shm_peer.socket);
+                known.mark_gone();
+                self.peer_lost.set(true);
             }
         });
     }
 
-    /// As [`Shm::tend`], out of the way of those who look often.
+    /// As [`Shm::poll_sockets`], out of the way of those who look often.
     #[cold]
-    fn tend_now(&self) {
-        self.tend(&mut self.incoming.borrow_mut());
+    fn poll_sockets_now(&self) {
+        self.poll_sockets(&mut self.incoming.borrow_mut());
     }
 
     /// Looks for the peers that are gone.
     #[cold]
-    fn mend(&mut self) {
+    fn reconnect_lost(&mut self) {
         let now = Instant::now();
-        let mut trouble = false;
+        let mut peer_lost = false;
         for at in 0..self.outgoing.len() {
             let Some(known) = &self.outgoing[at] else { continue };
             if !known.gone.get() {
                 continue;
             }
-            let again = || self.meet(known.from, known.peer, &[known.standing]).ok();
-            let met = if known.retry <= now { again() } else { None };
+            let again = || self.handshake(known.from, known.peer, &[known.namespace]).ok();
+            let shm_peer = if known.retry <= now { again() } else { None };
             let Some(known) = &mut self.outgoing[at] else { continue };
-            match met {
-                Some((_, met, writer)) => {
-                    let _ = epoll::delete(&self.poll, &known.met.socket);
-                    (known.met, known.writer) = (met, writer);
+            match shm_peer {
+                Some((_, shm_peer, writer)) => {
+                    let _ = epoll::delete(&self.poll, &known.shm_peer.socket);
+                    (known.shm_peer, known.writer) = (shm_peer, writer);
                     known.gone.set(false);
                 }
                 None => {
                     if known.retry <= now {
-                        known.retry = now + RETRY;
+                        known.retry = now + RECONNECT_INTERVAL;
                     }
-                    trouble = true;
+                    peer_lost = true;
                 }
             }
         }
-        self.trouble.set(trouble);
+        self.peer_lost.set(peer_lost);
     }
 
     /// A packet found no room: whether the batch or the peer is to blame, and whether the peer lives.
@@ -360,11 +363,11 @@ impl Shm {
     fn no_room(&mut self, ring: usize, why: NoRoom) -> bool {
         let Some(known) = self.outgoing.get_mut(ring).and_then(Option::as_mut) else { return true };
         known.refused = known.refused.wrapping_add(1);
-        self.starved |= why == NoRoom::Ring;
-        let asks = why == NoRoom::Ring && known.refused.is_multiple_of(PATIENCE);
-        if why == NoRoom::Broken || asks && !known.met.attend() {
-            known.lose();
-            self.trouble.set(true);
+        self.ring_full |= why == NoRoom::Ring;
+        let asks = why == NoRoom::Ring && known.refused.is_multiple_of(FULL_CHECK_INTERVAL);
+        if why == NoRoom::Broken || asks && !known.shm_peer.poll_control() {
+            known.mark_gone();
+            self.peer_lost.set(true);
         }
         known.gone.get()
     }
@@ -396,7 +399,7 @@ impl Shm {
 }
 
 /// Publishes a ring's packets, and returns how many went.
-fn publish(known: &mut Outgoing, trouble: &Cell<bool>, counters: &mut Counters) -> u64 {
+fn publish(known: &mut Outgoing, peer_lost: &Cell<bool>, counters: &mut Counters) -> u64 {
     known.dirty = false;
     let (packets, bytes) = (known.writer.packets, known.writer.bytes);
     if known.gone.get() {
@@ -406,9 +409,9 @@ fn publish(known: &mut Outgoing, trouble: &Cell<bool>, counters: &mut Counters) 
     }
     if known.writer.publish() {
         counters.calls += 1;
-        if !meet::wake(&known.met.socket) {
-            known.lose();
-            trouble.set(true);
+        if !handshake::wake(&known.shm_peer.socket) {
+            known.mark_gone();
+            peer_lost.set(true);
         }
     }
     counters.sent += packets;
@@ -417,24 +420,29 @@ fn publish(known: &mut Outgoing, trouble: &Cell<bool>, counters: &mut Counters) 
 }
 
 impl Link for Shm {
-    fn path(&self) -> Path {
-        let seal = if self.seal { "with" } else { "without (memory does not damage packets)" };
+    fn path(&self) -> LinkPath {
+        let append_icrc =
+            if self.append_icrc { "with" } else { "without (memory does not damage packets)" };
         let why = format!(
-            "memory shared with other processes of this machine; rings of {}, packets up to {} bytes {seal} ICRC, \
+            "memory shared with other processes of this machine; rings of {}, packets up to {} bytes {append_icrc} ICRC, \
              filled in place and copied out; {} peers send to us",
             units::bytes(self.options.ring as u64),
-            self.largest(),
+            self.max_packet(),
             self.incoming.borrow().count(),
         );
-        Path { kind: Kind::Shm, local: self.local, why }
+        LinkPath { kind: LinkKind::Shm, local: self.local, why }
     }
 
     fn local(&self) -> SocketAddr {
         self.local
     }
 
-    fn largest(&self) -> usize {
-        if self.seal { self.options.largest.min(MOST_SEALED) } else { self.options.largest }
+    fn max_packet(&self) -> usize {
+        if self.append_icrc {
+            self.options.max_packet.min(MAX_ICRC_PACKET)
+        } else {
+            self.options.max_packet
+        }
     }
 
     /// The peer must listen already; later it may go and come again.
@@ -445,7 +453,12 @@ impl Link for Shm {
         if let Some(known) = &mut self.outgoing[ring] {
             known.flows += 1;
         }
-        Ok(self.flows.insert(Flow { ring, from, to: peer, cover: Cover::new(from, peer) }))
+        Ok(self.flows.insert(Flow {
+            ring,
+            from,
+            to: peer,
+            icrc_prefix: IcrcPrefix::new(from, peer),
+        }))
     }
 
     fn close(&mut self, flow: FlowId) {
@@ -455,57 +468,62 @@ impl Link for Shm {
         known.flows -= 1;
         if known.flows == 0 {
             // The ring goes with its last flow, and what was committed before that.
-            publish(known, &self.trouble, &mut self.counters);
-            let _ = epoll::delete(&self.poll, &known.met.socket);
+            publish(known, &self.peer_lost, &mut self.counters);
+            let _ = epoll::delete(&self.poll, &known.shm_peer.socket);
             *slot = None;
             self.dirty.retain(|at| *at != flow.ring);
         }
     }
 
     #[inline]
-    fn reserve(&mut self, flow: FlowId, len: usize) -> std::result::Result<&mut [u8], Refused> {
-        if !(SHORTEST..=self.largest()).contains(&len) {
-            return Err(Refused::Length);
+    fn reserve(
+        &mut self,
+        flow: FlowId,
+        len: usize,
+    ) -> std::result::Result<&mut [u8], ReserveError> {
+        if !(MIN_PACKET..=self.max_packet()).contains(&len) {
+            return Err(ReserveError::Length);
         }
-        let Some(known) = self.flows.get_mut(flow) else { return Err(Refused::Closed) };
+        let Some(known) = self.flows.get_mut(flow) else { return Err(ReserveError::Closed) };
         let ring = known.ring;
         let Some(out) = self.outgoing.get_mut(ring).and_then(Option::as_mut) else {
-            return Err(Refused::Closed);
+            return Err(ReserveError::Closed);
         };
         self.reserved = None;
         let mut sink = out.gone.get();
         if !sink {
             if out.writer.packets >= BATCH {
-                return Err(Refused::Full);
+                return Err(ReserveError::Full);
             }
             if let Err(why) = out.writer.reserve(len) {
                 sink = self.no_room(ring, why);
                 if !sink {
-                    return Err(Refused::Full);
+                    return Err(ReserveError::Full);
                 }
             }
         }
-        self.starved = false;
+        self.ring_full = false;
         self.reserved = Some(Reserved { flow, len, sink });
         if sink {
-            return self.sink.get_mut(..len).ok_or(Refused::Length);
+            return self.sink.get_mut(..len).ok_or(ReserveError::Length);
         }
-        let out = self.outgoing.get_mut(ring).and_then(Option::as_mut).ok_or(Refused::Closed)?;
-        Ok(out.writer.room())
+        let out =
+            self.outgoing.get_mut(ring).and_then(Option::as_mut).ok_or(ReserveError::Closed)?;
+        Ok(out.writer.reserved_mut())
     }
 
     #[inline]
-    fn commit_spoiled(&mut self, spoil: Spoil) -> Option<Frame<'_>> {
+    fn commit_corrupted(&mut self, corruption: Corruption) -> Option<Frame<'_>> {
         let Reserved { flow, len, sink } = self.reserved.take()?;
-        let Flow { ring, from, to, cover } = self.flows.get_mut(flow)?;
+        let Flow { ring, from, to, icrc_prefix } = self.flows.get_mut(flow)?;
         let (from, to) = (*from, *to);
         let out = self.outgoing.get_mut(*ring)?.as_mut()?;
-        let packet = if sink { self.sink.get_mut(..len)? } else { out.writer.room() };
-        if self.seal {
-            let icrc = cover.icrc::<Simd>(0, packet)?;
+        let packet = if sink { self.sink.get_mut(..len)? } else { out.writer.reserved_mut() };
+        if self.append_icrc {
+            let icrc = icrc_prefix.icrc::<SimdCrc32>(0, packet)?;
             packet[len - ICRC_LEN..].copy_from_slice(&icrc.to_le_bytes());
         }
-        let left = spoil.apply(packet);
+        let left = corruption.apply(packet);
         let bytes = if sink {
             self.counters.drops.no_peer += 1;
             self.sink.get(..left)?
@@ -514,9 +532,16 @@ impl Link for Shm {
                 out.dirty = true;
                 self.dirty.push(*ring);
             }
-            out.writer.commit(left, self.seal)
+            out.writer.commit(left, self.append_icrc)
         };
-        Some(Frame { from, to, bytes, marked: false, identification: 0, sealed: self.seal })
+        Some(Frame {
+            from,
+            to,
+            bytes,
+            marked: false,
+            identification: 0,
+            has_icrc: self.append_icrc,
+        })
     }
 
     #[inline]
@@ -525,11 +550,11 @@ impl Link for Shm {
         let mut sent = 0;
         for at in self.dirty.drain(..) {
             if let Some(known) = self.outgoing.get_mut(at).and_then(Option::as_mut) {
-                sent += publish(known, &self.trouble, &mut self.counters) as usize;
+                sent += publish(known, &self.peer_lost, &mut self.counters) as usize;
             }
         }
-        if self.trouble.get() {
-            self.mend();
+        if self.peer_lost.get() {
+            self.reconnect_lost();
         }
         Ok(Flushed { sent, waiting: 0 })
     }
@@ -537,44 +562,47 @@ impl Link for Shm {
     #[inline]
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
         let incoming = self.incoming.get_mut();
-        let slept = incoming.slept();
-        if incoming.is_due() {
-            self.tend_now();
+        let was_armed = incoming.was_armed();
+        if incoming.is_poll_due() {
+            self.poll_sockets_now();
         }
         let delivered = self.incoming.get_mut().receive(&mut self.counters, take);
-        if delivered > 0 || !slept {
+        if delivered > 0 || !was_armed {
             return Ok(delivered);
         }
         // Woken, and by no packet: a connection, or an end.
-        self.tend_now();
+        self.poll_sockets_now();
         Ok(self.incoming.get_mut().receive(&mut self.counters, take))
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         let mut incoming = self.incoming.borrow_mut();
-        self.tend(&mut incoming);
+        self.poll_sockets(&mut incoming);
         incoming.arm();
         Some(self.poll.as_fd())
     }
 
-    fn wakes_in(&self) -> Option<Duration> {
-        self.starved.then_some(LOOK_AGAIN)
+    fn poll_delay(&self) -> Option<Duration> {
+        self.ring_full.then_some(FULL_RETRY_DELAY)
     }
 
-    fn offer(&mut self, offer: &Arc<Offer>) -> std::result::Result<(), &'static str> {
-        self.reaches = true;
-        self.incoming.get_mut().offer = Some(offer.clone());
+    fn install_exports(
+        &mut self,
+        export_table: &Arc<ExportTable>,
+    ) -> std::result::Result<(), &'static str> {
+        self.wants_direct = true;
+        self.incoming.get_mut().export_table = Some(export_table.clone());
         Ok(())
     }
 
-    fn peer(&self, flow: FlowId) -> std::result::Result<Arc<Peer>, &'static str> {
+    fn direct_peer(&self, flow: FlowId) -> std::result::Result<Arc<ShmPeer>, &'static str> {
         let ring = self.flows.get(flow).and_then(|flow| self.outgoing.get(flow.ring)?.as_ref());
-        ring.map(|ring| ring.met.clone()).ok_or("the flow is closed")
+        ring.map(|ring| ring.shm_peer.clone()).ok_or("the flow is closed")
     }
 
     /// From now on packets are at most 65 507 bytes: IP, whose header the ICRC covers, knows no longer ones.
-    fn always_seal(&mut self) {
-        self.seal = true;
+    fn force_icrc(&mut self) {
+        self.append_icrc = true;
     }
 
     fn counters(&self) -> Counters {
@@ -585,11 +613,11 @@ impl Link for Shm {
 /// Listens under the address, or under any free port of it, which is then held for UDP too.
 fn listen(address: SocketAddr) -> io::Result<(OwnedFd, SocketAddr, Option<OwnedFd>)> {
     if address.port() != 0 {
-        return Ok((meet::listen(address, Standing::Alone)?, address, None));
+        return Ok((handshake::listen(address, Namespace::Shm)?, address, None));
     }
-    for _ in 0..PORTS_TRIED {
-        let Some((port, address)) = meet::hold_port(address.ip()) else { break };
-        match meet::listen(address, Standing::Alone) {
+    for _ in 0..MAX_PORT_ATTEMPTS {
+        let Some((port, address)) = handshake::reserve_port(address.ip()) else { break };
+        match handshake::listen(address, Namespace::Shm) {
             Ok(listener) => return Ok((listener, address, Some(port))),
             Err(source) if source.kind() == io::ErrorKind::AddrInUse => {}
             Err(source) => return Err(source),
@@ -601,7 +629,7 @@ fn listen(address: SocketAddr) -> io::Result<(OwnedFd, SocketAddr, Option<OwnedF
     for step in 0..count {
         let port = first + ((start + step) % count) as u16;
         let address = SocketAddr::new(address.ip(), port);
-        match meet::listen(address, Standing::Alone) {
+        match handshake::listen(address, Namespace::Shm) {
             Ok(listener) => return Ok((listener, address, None)),
             Err(source) if source.kind() == io::ErrorKind::AddrInUse => {}
             Err(source) => return Err(source),

@@ -3,25 +3,25 @@
 use std::fmt;
 use std::str::FromStr;
 
-use warpwire_proto::wire::packet::{ICRC_LEN, LONGEST_HEADERS};
+use warpwire_proto::wire::packet::{ICRC_LEN, MAX_HEADERS_LEN};
 
 use super::ring::{self, SIZES};
 use crate::error::{Error, Kind, Result};
-use crate::link::SHORTEST;
+use crate::link::MIN_PACKET;
 use crate::units;
 
 /// The environment variable that [`Options::from_env`] reads.
-pub const VARIABLE: &str = "WARPWIRE_SHM";
+pub const ENV_VAR: &str = "WARPWIRE_SHM";
 
 /// The longest packet that can be asked for.
-const MOST: usize = 1 << 20;
+const MAX_PACKET_LEN: usize = 1 << 20;
 
 /// How large a shared-memory link's rings and packets are.
 ///
 /// ```
 /// use warpwire::link::shm::Options;
-/// let options: Options = "ring=4MiB,largest=4140".parse()?;
-/// assert_eq!((options.ring, options.largest), (4 << 20, 4140));
+/// let options: Options = "ring=4MiB,max_packet=4140".parse()?;
+/// assert_eq!((options.ring, options.max_packet), (4 << 20, 4140));
 /// assert!("ring=much".parse::<Options>().is_err());
 /// # Ok::<(), warpwire::Error>(())
 /// ```
@@ -32,15 +32,19 @@ pub struct Options {
     pub ring: usize,
     /// The longest packet, from the base header through the ICRC. Both ends should have the same: a receiver drops
     /// what is longer than its own.
-    pub largest: usize,
+    pub max_packet: usize,
     /// A receiver that never sleeps looks for new connections, and for what peers ask, after so many calls.
-    pub attend: u32,
+    pub control_poll_interval: u32,
 }
 
 impl Default for Options {
     /// Packets of 64 KiB of payload, and rings that the second-level cache holds beside other things.
     fn default() -> Self {
-        Self { ring: 1 << 20, largest: LONGEST_HEADERS + (1 << 16) + ICRC_LEN, attend: 256 }
+        Self {
+            ring: 1 << 20,
+            max_packet: MAX_HEADERS_LEN + (1 << 16) + ICRC_LEN,
+            control_poll_interval: 256,
+        }
     }
 }
 
@@ -50,16 +54,16 @@ impl Options {
     /// # Errors
     /// If the variable does not have the form that [`Options`] are read from.
     pub fn from_env() -> Result<Self> {
-        let Some(text) = std::env::var_os(VARIABLE) else { return Ok(Self::default()) };
-        text.to_string_lossy().parse().map_err(|source: Error| source.on(VARIABLE))
+        let Some(text) = std::env::var_os(ENV_VAR) else { return Ok(Self::default()) };
+        text.to_string_lossy().parse().map_err(|source: Error| source.on(ENV_VAR))
     }
 
     /// As they are used.
     pub(super) fn rounded(self) -> Self {
-        let largest = self.largest.clamp(SHORTEST, MOST);
-        let least = (4 * ring::stride(largest)).max(*SIZES.start());
+        let max_packet = self.max_packet.clamp(MIN_PACKET, MAX_PACKET_LEN);
+        let least = (4 * ring::stride(max_packet)).max(*SIZES.start());
         let ring = self.ring.clamp(least, *SIZES.end()).next_power_of_two();
-        Self { ring, largest, attend: self.attend.max(1) }
+        Self { ring, max_packet, control_poll_interval: self.control_poll_interval.max(1) }
     }
 }
 
@@ -77,11 +81,11 @@ impl FromStr for Options {
                     _ => return Err(malformed(part, "it is not between 4 KiB and 64 MiB")),
                 },
                 "largest" => match value()? {
-                    largest @ SHORTEST..=MOST => options.largest = largest,
+                    max_packet @ MIN_PACKET..=MAX_PACKET_LEN => options.max_packet = max_packet,
                     _ => return Err(malformed(part, "it is not between 16 and 1 MiB")),
                 },
                 "attend" => match value()? {
-                    calls @ 1..=1_000_000 => options.attend = calls as u32,
+                    calls @ 1..=1_000_000 => options.control_poll_interval = calls as u32,
                     _ => return Err(malformed(part, "it is not between 1 and 1000000")),
                 },
                 _ => return Err(malformed(part, "there is no such option")),
@@ -93,7 +97,11 @@ impl FromStr for Options {
 
 impl fmt::Display for Options {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ring={},largest={},attend={}", self.ring, self.largest, self.attend)
+        write!(
+            f,
+            "ring={},largest={},attend={}",
+            self.ring, self.max_packet, self.control_poll_interval
+        )
     }
 }
 
@@ -110,7 +118,9 @@ mod tests {
 
     #[test]
     fn options_read_what_they_print() {
-        for options in [Options::default(), Options { ring: 5000, largest: 100, attend: 7 }] {
+        for options in
+            [Options::default(), Options { ring: 5000, max_packet: 100, control_poll_interval: 7 }]
+        {
             assert_eq!(options.to_string().parse::<Options>().unwrap(), options);
         }
         for text in
@@ -122,10 +132,10 @@ mod tests {
 
     #[test]
     fn any_options_make_a_ring_that_holds_its_packets() {
-        for (ring, largest) in [(0, 0), (1, 5000), (usize::MAX, usize::MAX), (70_000, 65_000)] {
-            let rounded = Options { ring, largest, attend: 0 }.rounded();
+        for (ring, max_packet) in [(0, 0), (1, 5000), (usize::MAX, usize::MAX), (70_000, 65_000)] {
+            let rounded = Options { ring, max_packet, control_poll_interval: 0 }.rounded();
             assert!(rounded.ring.is_power_of_two() && SIZES.contains(&rounded.ring));
-            assert!(rounded.ring >= 4 * ring::stride(rounded.largest));
+            assert!(rounded.ring >= 4 * ring::stride(rounded.max_packet));
             assert_eq!(rounded.rounded(), rounded);
         }
     }

@@ -15,39 +15,39 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use super::sys::{Control, Own, Theirs};
+use super::sys::{ControlPage, ReadOnlyMapping, SealedMapping};
 
 /// What stands before a packet.
-const HEADER: usize = 8;
+const HEADER_LEN: usize = 8;
 /// Packets begin at multiples of this: small ones, with their header, are one line that changes hands.
-const LINE: usize = 64;
+const CACHE_LINE: usize = 64;
 
 /// So many lines behind the last packet are fetched before they are written: a small packet, and the 0 behind it.
-const AHEAD: usize = 3;
+const PREFETCH_LINES: usize = 3;
 
 /// Packets up to this length are small: two lines with their header.
-const SMALL: usize = 2 * LINE - HEADER;
+const MAX_SMALL: usize = 2 * CACHE_LINE - HEADER_LEN;
 
 /// A packet, as it was committed.
 const PLAIN: u64 = 1;
 /// A packet with an ICRC.
-const SEALED: u64 = 2;
+const WITH_ICRC: u64 = 2;
 /// No packet: go on at the ring's beginning.
-const TURN: u64 = 3;
+const WRAP: u64 = 3;
 
 /// With a header: its batch is this packet alone, so that there may be nothing behind it yet.
-const ALONE: u64 = 1 << 63;
+const SINGLE: u64 = 1 << 63;
 
 /// The sizes of rings that are made and accepted.
 pub(super) const SIZES: std::ops::RangeInclusive<usize> = 1 << 12..=1 << 26;
 
 /// What a packet takes in the ring.
 pub(super) const fn stride(len: usize) -> usize {
-    (HEADER + len).next_multiple_of(LINE)
+    (HEADER_LEN + len).next_multiple_of(CACHE_LINE)
 }
 
-const fn header(sort: u64, len: usize) -> u64 {
-    sort << 32 | len as u64
+const fn header(kind: u64, len: usize) -> u64 {
+    kind << 32 | len as u64
 }
 
 /// The other side wrote something into the ring that makes no sense.
@@ -67,8 +67,8 @@ pub(super) enum NoRoom {
 
 /// The sender's side.
 pub(super) struct Writer {
-    memory: Own,
-    control: Control,
+    memory: SealedMapping,
+    control: ControlPage,
     size: usize,
     /// Up to where packets are committed, and published.
     tail: u64,
@@ -77,12 +77,12 @@ pub(super) struct Writer {
     head: u64,
     /// Where the reserved packet's header goes, whether that is at the beginning, after a turn.
     start: usize,
-    turns: bool,
+    wraps: bool,
     len: usize,
     /// The header that shows the batch, once it is stored: where, and which.
     first: Option<(usize, u64)>,
     /// A small packet that begins the batch; whether it is the reserved one, and its length once it is committed.
-    stage: [u8; SMALL],
+    stage: [u8; MAX_SMALL],
     in_stage: bool,
     staged: Option<usize>,
     /// Packets and bytes that are committed and not published.
@@ -92,7 +92,7 @@ pub(super) struct Writer {
 
 impl Writer {
     /// `size` is a power of two, and what the memory was made with.
-    pub(super) fn new(memory: Own, control: Control, size: usize) -> Self {
+    pub(super) fn new(memory: SealedMapping, control: ControlPage, size: usize) -> Self {
         Self {
             memory,
             control,
@@ -101,10 +101,10 @@ impl Writer {
             published: 0,
             head: 0,
             start: 0,
-            turns: false,
+            wraps: false,
             len: 0,
             first: None,
-            stage: [0; SMALL],
+            stage: [0; MAX_SMALL],
             in_stage: false,
             staged: None,
             packets: 0,
@@ -112,33 +112,33 @@ impl Writer {
         }
     }
 
-    /// Finds room for a packet; [`Writer::room`] is it.
+    /// Finds room for a packet; [`Writer::reserved_mut`] is it.
     #[inline]
     pub(super) fn reserve(&mut self, len: usize) -> Result<(), NoRoom> {
         let offset = self.tail as usize & (self.size - 1);
         let to_end = self.size - offset;
-        let turns = stride(len) > to_end;
+        let wraps = stride(len) > to_end;
         // With a line for the 0 behind it.
-        let needed = stride(len) + LINE + if turns { to_end } else { 0 };
+        let needed = stride(len) + CACHE_LINE + if wraps { to_end } else { 0 };
         // Half a ring at a time: the other half is being read meanwhile.
         if (self.tail - self.published) as usize + needed > self.size / 2 {
             return Err(NoRoom::Batch);
         }
         if (self.tail - self.head) as usize + needed > self.size {
-            self.look()?;
+            self.refresh_head()?;
             if (self.tail - self.head) as usize + needed > self.size {
                 return Err(NoRoom::Ring);
             }
         }
-        self.in_stage = self.first.is_none() && !turns && len <= SMALL;
-        self.turns = turns;
-        self.start = if turns { 0 } else { offset };
+        self.in_stage = self.first.is_none() && !wraps && len <= MAX_SMALL;
+        self.wraps = wraps;
+        self.start = if wraps { 0 } else { offset };
         self.len = len;
         Ok(())
     }
 
     /// Asks how far the reader is. Acquire: it has done with those bytes before we write them.
-    fn look(&mut self) -> Result<(), NoRoom> {
+    fn refresh_head(&mut self) -> Result<(), NoRoom> {
         let head = self.control.head().load(Ordering::Acquire);
         if head < self.head || head > self.published {
             return Err(NoRoom::Broken);
@@ -149,24 +149,24 @@ impl Writer {
 
     /// The room that was reserved.
     #[inline]
-    pub(super) fn room(&mut self) -> &mut [u8] {
+    pub(super) fn reserved_mut(&mut self) -> &mut [u8] {
         if self.in_stage {
             return self.stage.get_mut(..self.len).unwrap_or_default();
         }
-        self.memory.bytes_mut(self.start + HEADER, self.len).unwrap_or_default()
+        self.memory.bytes_mut(self.start + HEADER_LEN, self.len).unwrap_or_default()
     }
 
     /// Ends the reserved packet after `len` of its bytes, and returns them. The reader does not see it yet.
     #[inline]
-    pub(super) fn commit(&mut self, len: usize, sealed: bool) -> &[u8] {
+    pub(super) fn commit(&mut self, len: usize, has_icrc: bool) -> &[u8] {
         let len = len.min(self.len);
-        if self.turns {
+        if self.wraps {
             let offset = self.tail as usize & (self.size - 1);
-            self.put(offset, header(TURN, 0));
+            self.write_header(offset, header(WRAP, 0));
             self.tail += (self.size - offset) as u64;
-            self.turns = false;
+            self.wraps = false;
         }
-        self.put(self.start, header(if sealed { SEALED } else { PLAIN }, len));
+        self.write_header(self.start, header(if has_icrc { WITH_ICRC } else { PLAIN }, len));
         self.tail += stride(len) as u64;
         self.packets += 1;
         self.bytes += len as u64;
@@ -175,12 +175,12 @@ impl Writer {
             self.staged = Some(len);
             return self.stage.get(..len).unwrap_or_default();
         }
-        self.memory.bytes(self.start + HEADER, len).unwrap_or_default()
+        self.memory.bytes(self.start + HEADER_LEN, len).unwrap_or_default()
     }
 
     /// Writes a header; the batch's first is kept for [`Writer::publish`].
     #[inline]
-    fn put(&mut self, offset: usize, word: u64) {
+    fn write_header(&mut self, offset: usize, word: u64) {
         match self.first {
             None => self.first = Some((offset, word)),
             Some(_) => self.memory.set(offset, word, Ordering::Relaxed),
@@ -196,20 +196,20 @@ impl Writer {
         if let Some((offset, word)) = self.first.take() {
             let staged = self.staged.take().and_then(|len| self.stage.get(..len));
             if let Some(bytes) = staged
-                && let Some(place) = self.memory.bytes_mut(offset + HEADER, bytes.len())
+                && let Some(place) = self.memory.bytes_mut(offset + HEADER_LEN, bytes.len())
             {
                 place.copy_from_slice(bytes);
             }
-            let alone = self.packets == 1 && word >> 32 != TURN;
-            self.memory.set(offset, if alone { word | ALONE } else { word }, Ordering::Release);
+            let single = self.packets == 1 && word >> 32 != WRAP;
+            self.memory.set(offset, if single { word | SINGLE } else { word }, Ordering::Release);
             fence(Ordering::SeqCst);
         }
         self.published = self.tail;
         (self.packets, self.bytes) = (0, 0);
         // The reader had the next lines last. They are fetched now, while the sender is busy with other things: the
         // next packet's header cannot be stored before the 0 behind that packet.
-        for line in 1..=AHEAD {
-            self.memory.prefetch((self.tail as usize + line * LINE) & (self.size - 1));
+        for line in 1..=PREFETCH_LINES {
+            self.memory.prefetch((self.tail as usize + line * CACHE_LINE) & (self.size - 1));
         }
         let armed = self.control.armed();
         armed.load(Ordering::Relaxed) != 0 && armed.swap(0, Ordering::Relaxed) != 0
@@ -217,17 +217,17 @@ impl Writer {
 }
 
 /// What a reader finds.
-pub(super) enum Found<'a> {
+pub(super) enum RingItem<'a> {
     /// A packet, copied, and whether it has an ICRC.
     Packet(&'a [u8], bool),
     /// A packet that is longer than the buffer for it; skipped.
-    Long,
+    TooLong,
 }
 
 /// The receiver's side.
 pub(super) struct Reader {
-    memory: Theirs,
-    control: Control,
+    memory: ReadOnlyMapping,
+    control: ControlPage,
     size: usize,
     /// Up to where we have read, and said so.
     head: u64,
@@ -238,42 +238,42 @@ pub(super) struct Reader {
 
 impl Reader {
     /// `size` is a power of two, and what the memory was opened with.
-    pub(super) fn new(memory: Theirs, control: Control, size: usize) -> Self {
+    pub(super) fn new(memory: ReadOnlyMapping, control: ControlPage, size: usize) -> Self {
         Self { memory, control, size, head: 0, released: 0, idle: true }
     }
 
-    /// Takes up to `most` packets, each copied into `buffer` first: the sender may change its memory while we look.
+    /// Takes up to `max` packets, each copied into `buffer` first: the sender may change its memory while we look.
     #[inline]
     pub(super) fn take(
         &mut self,
-        most: usize,
+        max: usize,
         buffer: &mut [u8],
-        mut each: impl FnMut(Found<'_>),
+        mut each: impl FnMut(RingItem<'_>),
     ) -> Result<(), Broken> {
         let idle = std::mem::take(&mut self.idle);
         // Turns count as well: nothing that a sender writes keeps us here for ever.
-        for step in 0..most {
+        for step in 0..max {
             let offset = self.place();
             let word = self.memory.word(offset, Ordering::Acquire);
             if word == 0 {
                 self.idle = step == 0;
                 break;
             }
-            let (sort, len) = ((word & !ALONE) >> 32, word as u32 as usize);
+            let (kind, len) = ((word & !SINGLE) >> 32, word as u32 as usize);
             let to_end = self.size - offset;
-            let step = match sort {
-                TURN if offset > 0 => to_end,
-                PLAIN | SEALED if len <= to_end - HEADER => stride(len),
+            let step = match kind {
+                WRAP if offset > 0 => to_end,
+                PLAIN | WITH_ICRC if len <= to_end - HEADER_LEN => stride(len),
                 _ => return Err(Broken),
             };
-            if sort != TURN {
+            if kind != WRAP {
                 match buffer.get_mut(..len) {
-                    None => each(Found::Long),
+                    None => each(RingItem::TooLong),
                     Some(copy) => {
-                        if !self.memory.read(offset + HEADER, copy) {
+                        if !self.memory.read(offset + HEADER_LEN, copy) {
                             return Err(Broken);
                         }
-                        each(Found::Packet(copy, sort == SEALED));
+                        each(RingItem::Packet(copy, kind == WITH_ICRC));
                     }
                 }
             }
@@ -283,7 +283,7 @@ impl Reader {
                 self.release();
             }
             // To look behind it costs as much as the packet did; who has waited for it answers it first.
-            if idle && word & ALONE != 0 {
+            if idle && word & SINGLE != 0 {
                 break;
             }
         }
@@ -327,7 +327,7 @@ impl Reader {
 #[cfg(test)]
 impl Writer {
     /// Writes `count` words anywhere, some of them likely headers.
-    pub(super) fn spoil(&mut self, draw: &mut dyn FnMut() -> u64, count: usize) {
+    pub(super) fn corrupt(&mut self, draw: &mut dyn FnMut() -> u64, count: usize) {
         for _ in 0..count {
             let word = draw();
             let word = match draw() % 8 {
@@ -337,8 +337,8 @@ impl Writer {
             };
             // The reader is near the beginning.
             let line =
-                draw() as usize % if draw().is_multiple_of(2) { 4 } else { self.size / LINE };
-            self.memory.set(line * LINE, word, Ordering::Release);
+                draw() as usize % if draw().is_multiple_of(2) { 4 } else { self.size / CACHE_LINE };
+            self.memory.set(line * CACHE_LINE, word, Ordering::Release);
         }
     }
 }
@@ -350,17 +350,21 @@ mod tests {
     use super::*;
 
     fn pair(size: usize) -> (Writer, Reader) {
-        let ((own, ring), (control, page)) = (Own::new(size).unwrap(), Control::new().unwrap());
-        let reader =
-            Reader::new(Theirs::open(&ring, size).unwrap(), Control::open(&page).unwrap(), size);
-        (Writer::new(own, control, size), reader)
+        let ((sealed_mapping, ring), (control, page)) =
+            (SealedMapping::new(size).unwrap(), ControlPage::new().unwrap());
+        let reader = Reader::new(
+            ReadOnlyMapping::open(&ring, size).unwrap(),
+            ControlPage::open(&page).unwrap(),
+            size,
+        );
+        (Writer::new(sealed_mapping, control, size), reader)
     }
 
     fn take(reader: &mut Reader) -> Result<Vec<Vec<u8>>, Broken> {
         let mut got = Vec::new();
-        reader.take(1000, &mut [0; 2000], |found| match found {
-            Found::Packet(bytes, _) => got.push(bytes.to_vec()),
-            Found::Long => got.push(Vec::new()),
+        reader.take(1000, &mut [0; 2000], |item| match item {
+            RingItem::Packet(bytes, _) => got.push(bytes.to_vec()),
+            RingItem::TooLong => got.push(Vec::new()),
         })?;
         Ok(got)
     }
@@ -378,7 +382,7 @@ mod tests {
                         writer.publish();
                         got.extend(take(&mut reader).unwrap());
                     }
-                    writer.room().fill(number as u8);
+                    writer.reserved_mut().fill(number as u8);
                     writer.commit(*len, false);
                     sent.push(vec![number as u8; *len]);
                 }
@@ -404,7 +408,7 @@ mod tests {
                 // Some claims are nearly right, and go further.
                 let likely = header(1 + word % 4, (word >> 8) as usize % 500);
                 let word = if word % 8 != 0 { likely } else { word };
-                writer.memory.set(line * LINE, word, Ordering::Relaxed);
+                writer.memory.set(line * CACHE_LINE, word, Ordering::Relaxed);
                 let before = reader.head;
                 if take(&mut reader).is_err() {
                     return Ok(());
@@ -421,7 +425,7 @@ mod tests {
                 writer.control.head().store(head, Ordering::Release);
                 match writer.reserve(500) {
                     Ok(()) => {
-                        writer.room().fill(1);
+                        writer.reserved_mut().fill(1);
                         prop_assert_eq!(writer.commit(500, false).len(), 500);
                     }
                     Err(NoRoom::Batch) => { writer.publish(); }

@@ -2,14 +2,14 @@
 //!
 //! A ring is two files in memory, because its two sides trust each other with nothing:
 //!
-//! - **The sender's** ([`Own`]) has the packets and their headers. Before it is given away it is sealed with
+//! - **The sender's** ([`SealedMapping`]) has the packets and their headers. Before it is given away it is sealed with
 //!   `F_SEAL_FUTURE_WRITE`: the sender's own mapping stays writable, and nobody can ever write it in another way, be it
 //!   by mapping it or by `write`. Therefore the sender may hold `&mut [u8]` into it: nobody else writes there, and what a
 //!   reader sees meanwhile is the reader's affair. The sender fills packets in place.
-//! - **The receiver's** ([`Control`]) is one page, with the head and the wish to be woken. Both sides write it, and
+//! - **The receiver's** ([`ControlPage`]) is one page, with the head and the wish to be woken. Both sides write it, and
 //!   both touch it by atomic words alone.
 //!
-//! The receiver sees the sender's file as [`Theirs`]: memory that changes at any moment. There is no `&[u8]` to it,
+//! The receiver sees the sender's file as [`ReadOnlyMapping`]: memory that changes at any moment. There is no `&[u8]` to it,
 //! only atomic words, and copies that the compiler cannot see into ([`SharedBytes`]).
 #![allow(unsafe_code)]
 
@@ -27,23 +27,23 @@ use crate::mem::SharedBytes;
 /// The receiver's page.
 const PAGE: usize = 4096;
 /// Indices that different sides write lie this far apart: two lines, because processors fetch lines in pairs.
-const APART: usize = 128;
+const LINE_PAIR: usize = 128;
 /// What `fstatfs` says of memory in ordinary pages. Memory in huge pages may be missing when it is touched.
-const TMPFS: u64 = 0x0102_1994;
+const TMPFS_MAGIC: u64 = 0x0102_1994;
 
 /// A mapping, unmapped when it goes.
-struct Map {
+struct MappedFile {
     base: NonNull<u8>,
     len: usize,
 }
 
 // SAFETY: the mapping belongs to the process, not to a thread; who may access it is said by the types around it.
-unsafe impl Send for Map {}
+unsafe impl Send for MappedFile {}
 // SAFETY: what the types around it offer by a shared reference are atomic words, copies that expect change, and, for
-// `Own`, bytes that only an exclusive reference changes.
-unsafe impl Sync for Map {}
+// `SealedMapping`, bytes that only an exclusive reference changes.
+unsafe impl Sync for MappedFile {}
 
-impl Map {
+impl MappedFile {
     fn new(file: BorrowedFd<'_>, len: usize, protection: ProtFlags) -> io::Result<Self> {
         // SAFETY: a new mapping at a place of the kernel's choice touches nothing that exists.
         let base = unsafe {
@@ -54,7 +54,7 @@ impl Map {
     }
 }
 
-impl Drop for Map {
+impl Drop for MappedFile {
     fn drop(&mut self) {
         // SAFETY: mapped by `new` with this length; borrows of it ended with the borrow of `self`.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
@@ -62,13 +62,13 @@ impl Drop for Map {
 }
 
 /// A ring's bytes as their sender has them: nobody else writes them.
-pub(super) struct Own(Map);
+pub(super) struct SealedMapping(MappedFile);
 
-impl Own {
+impl SealedMapping {
     /// Memory for a ring of `size` bytes, all zero, and the file to give to its reader.
     pub(super) fn new(size: usize) -> io::Result<(Self, OwnedFd)> {
         let file = memory_file(size)?;
-        let map = Map::new(file.as_fd(), size, ProtFlags::READ | ProtFlags::WRITE)?;
+        let map = MappedFile::new(file.as_fd(), size, ProtFlags::READ | ProtFlags::WRITE)?;
         // The promise of `bytes_mut` rests on the third of them; a kernel before 5.1 refuses it, and with it all.
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
         rustix::fs::fcntl_add_seals(&file, seals)?;
@@ -127,13 +127,13 @@ impl Own {
 }
 
 /// A ring's bytes as their reader has them: the sender may change any of them at any moment.
-pub(super) struct Theirs(Map);
+pub(super) struct ReadOnlyMapping(MappedFile);
 
-impl Theirs {
+impl ReadOnlyMapping {
     /// Maps a peer's ring of `size` bytes, if the file is one that cannot become shorter.
     pub(super) fn open(file: &OwnedFd, size: usize) -> io::Result<Self> {
         check_file(file, size)?;
-        Map::new(file.as_fd(), size, ProtFlags::READ).map(Self)
+        MappedFile::new(file.as_fd(), size, ProtFlags::READ).map(Self)
     }
 
     /// The word of eight bytes at this offset, read once; 0 outside the ring.
@@ -158,14 +158,14 @@ impl Theirs {
     }
 }
 
-/// Rows of words that one process writes, from any of its threads, and others read: sealed as [`Own`] is.
-pub(super) struct Table(Map);
+/// Rows of words that one process writes, from any of its threads, and others read: sealed as [`SealedMapping`] is.
+pub(super) struct WordTable(MappedFile);
 
-impl Table {
-    /// Words in `len` bytes, all zero, and the file to give to readers, who have it as [`Theirs`]. Memory is taken
+impl WordTable {
+    /// Words in `len` bytes, all zero, and the file to give to readers, who have it as [`ReadOnlyMapping`]. Memory is taken
     /// only where a word is touched.
     pub(super) fn new(len: usize) -> io::Result<(Self, OwnedFd)> {
-        let (Own(map), file) = Own::new(len)?;
+        let (SealedMapping(map), file) = SealedMapping::new(len)?;
         Ok((Self(map), file))
     }
 
@@ -183,13 +183,13 @@ impl Table {
 }
 
 /// The receiver's page.
-pub(super) struct Control(Map);
+pub(super) struct ControlPage(MappedFile);
 
-impl Control {
+impl ControlPage {
     /// A new page, and the file to give to the receiver.
     pub(super) fn new() -> io::Result<(Self, OwnedFd)> {
         let file = memory_file(PAGE)?;
-        let map = Map::new(file.as_fd(), PAGE, ProtFlags::READ | ProtFlags::WRITE)?;
+        let map = MappedFile::new(file.as_fd(), PAGE, ProtFlags::READ | ProtFlags::WRITE)?;
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         Ok((Self(map), file))
     }
@@ -197,7 +197,7 @@ impl Control {
     /// Maps the page that a sender made.
     pub(super) fn open(file: &OwnedFd) -> io::Result<Self> {
         check_file(file, PAGE)?;
-        Map::new(file.as_fd(), PAGE, ProtFlags::READ | ProtFlags::WRITE).map(Self)
+        MappedFile::new(file.as_fd(), PAGE, ProtFlags::READ | ProtFlags::WRITE).map(Self)
     }
 
     /// The head: up to where the receiver has read.
@@ -214,20 +214,20 @@ impl Control {
 
     /// Where the sender is, in memory of the receiver's that it reaches by itself.
     #[inline]
-    pub(super) fn visitor(&self) -> &AtomicU64 {
+    pub(super) fn access_word(&self) -> &AtomicU64 {
         self.word(2)
     }
 
     /// What the sender did there, in operations and in bytes; told for the receiver's counters only.
     #[inline]
-    pub(super) fn visits(&self) -> [&AtomicU64; 2] {
-        [self.word_at(3 * APART), self.word_at(3 * APART + 8)]
+    pub(super) fn access_counts(&self) -> [&AtomicU64; 2] {
+        [self.word_at(3 * LINE_PAIR), self.word_at(3 * LINE_PAIR + 8)]
     }
 
     /// The word at the beginning of this pair of cache lines.
     #[inline]
     fn word(&self, pair: usize) -> &AtomicU64 {
-        self.word_at(pair * APART)
+        self.word_at(pair * LINE_PAIR)
     }
 
     /// The word there, or at the beginning of the page if there is none.
@@ -250,7 +250,7 @@ fn memory_file(len: usize) -> io::Result<OwnedFd> {
 /// Refuses a file whose mapping could fault when it is touched.
 fn check_file(file: &OwnedFd, len: usize) -> io::Result<()> {
     let refuse = |why: &'static str| Err(io::Error::other(why));
-    if rustix::fs::fstatfs(file)?.f_type as u64 != TMPFS {
+    if rustix::fs::fstatfs(file)?.f_type as u64 != TMPFS_MAGIC {
         return refuse("it is not memory in ordinary pages");
     }
     if !rustix::fs::fcntl_get_seals(file)?.contains(SealFlags::SHRINK) {
@@ -289,45 +289,48 @@ mod tests {
 
     #[test]
     fn nobody_but_the_sender_can_write_a_ring() {
-        let (mut own, file) = Own::new(1 << 16).unwrap();
-        own.bytes_mut(0, 4).unwrap().copy_from_slice(b"mine");
+        let (mut sealed_mapping, file) = SealedMapping::new(1 << 16).unwrap();
+        sealed_mapping.bytes_mut(0, 4).unwrap().copy_from_slice(b"mine");
         let writable = ProtFlags::READ | ProtFlags::WRITE;
-        assert!(Map::new(file.as_fd(), 1 << 16, writable).is_err());
+        assert!(MappedFile::new(file.as_fd(), 1 << 16, writable).is_err());
         assert!(rustix::io::write(&file, b"x").is_err());
         assert!(rustix::fs::ftruncate(&file, 0).is_err());
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         if let Ok(again) = std::fs::OpenOptions::new().write(true).read(true).open(path) {
-            assert!(Map::new(again.as_fd(), 1 << 16, writable).is_err());
+            assert!(MappedFile::new(again.as_fd(), 1 << 16, writable).is_err());
         }
-        let theirs = Theirs::open(&file, 1 << 16).unwrap();
+        let read_only_mapping = ReadOnlyMapping::open(&file, 1 << 16).unwrap();
         let mut seen = [0; 4];
-        assert!(theirs.read(0, &mut seen));
+        assert!(read_only_mapping.read(0, &mut seen));
         assert_eq!(&seen, b"mine");
-        own.bytes_mut(0, 4).unwrap().copy_from_slice(b"more");
-        assert!(theirs.read(0, &mut seen));
-        assert_eq!((&seen, own.bytes(0, 4).unwrap()), (b"more", &b"more"[..]));
+        sealed_mapping.bytes_mut(0, 4).unwrap().copy_from_slice(b"more");
+        assert!(read_only_mapping.read(0, &mut seen));
+        assert_eq!((&seen, sealed_mapping.bytes(0, 4).unwrap()), (b"more", &b"more"[..]));
     }
 
     #[test]
     fn nothing_outside_is_reached() {
-        let (mut own, file) = Own::new(1 << 12).unwrap();
-        let theirs = Theirs::open(&file, 1 << 12).unwrap();
+        let (mut sealed_mapping, file) = SealedMapping::new(1 << 12).unwrap();
+        let read_only_mapping = ReadOnlyMapping::open(&file, 1 << 12).unwrap();
         for (offset, len) in [(1 << 12, 1), (0, 4097), (usize::MAX, 2), (4090, 7)] {
-            assert!(own.bytes(offset, len).is_none() && own.bytes_mut(offset, len).is_none());
-            assert!(!theirs.read(offset, &mut vec![0; len]));
+            assert!(
+                sealed_mapping.bytes(offset, len).is_none()
+                    && sealed_mapping.bytes_mut(offset, len).is_none()
+            );
+            assert!(!read_only_mapping.read(offset, &mut vec![0; len]));
         }
         for offset in [1 << 12, usize::MAX, usize::MAX - 7, 4] {
-            own.set(offset, u64::MAX, Ordering::Relaxed);
-            assert_eq!(theirs.word(offset, Ordering::Relaxed), 0);
+            sealed_mapping.set(offset, u64::MAX, Ordering::Relaxed);
+            assert_eq!(read_only_mapping.word(offset, Ordering::Relaxed), 0);
         }
     }
 
     #[test]
     fn files_that_could_fault_are_refused() {
-        let (_, ring) = Own::new(1 << 12).unwrap();
-        assert!(Theirs::open(&ring, 1 << 13).is_err(), "shorter than was said");
-        assert!(Theirs::open(&memory_file(4096).unwrap(), 4096).is_err(), "no seal");
+        let (_, ring) = SealedMapping::new(1 << 12).unwrap();
+        assert!(ReadOnlyMapping::open(&ring, 1 << 13).is_err(), "shorter than was said");
+        assert!(ReadOnlyMapping::open(&memory_file(4096).unwrap(), 4096).is_err(), "no seal");
         let file: OwnedFd = tempfile::tempfile().unwrap().into();
-        assert!(Control::open(&file).is_err(), "a file on a disk");
+        assert!(ControlPage::open(&file).is_err(), "a file on a disk");
     }
 }

@@ -47,7 +47,7 @@ fn start(role: &str, peer: SocketAddr) -> (Child, SocketAddr) {
 
 /// Waits until there may be something to receive.
 fn sleep(link: &Shm, time: Duration) -> bool {
-    let time = link.wakes_in().unwrap_or(time).min(time);
+    let time = link.poll_delay().unwrap_or(time).min(time);
     let fd = link.wait_fd().unwrap();
     let timeout = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
     poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)).unwrap() > 0
@@ -109,34 +109,34 @@ const COUNT: u32 = 10_000;
 const ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 1);
 
 /// Lengths of all sorts: small ones mostly, and each up to the largest.
-fn length(number: u32, largest: usize) -> usize {
+fn length(number: u32, max_packet: usize) -> usize {
     let draw = number.wrapping_mul(2_654_435_761) as usize;
     match number % 16 {
-        0 => SHORTEST + draw % (largest - SHORTEST + 1),
-        1 => SHORTEST + draw % 4125,
-        _ => SHORTEST + draw % 200,
+        0 => MIN_PACKET + draw % (max_packet - MIN_PACKET + 1),
+        1 => MIN_PACKET + draw % 4125,
+        _ => MIN_PACKET + draw % 200,
     }
 }
 
 /// Sends packets of all sizes and receives as many, both checked, whoever is faster.
 fn exchange(link: &mut Shm, flow: FlowId, count: u32) {
-    let (mut sent, mut got, largest) = (0, 0, link.largest());
+    let (mut sent, mut got, max_packet) = (0, 0, link.max_packet());
     let deadline = Instant::now() + Duration::from_secs(120);
-    let mut want = vec![0; largest];
+    let mut want = vec![0; max_packet];
     while sent < count || got < count {
         assert!(Instant::now() < deadline, "{sent} sent and {got} received of {count}");
         for _ in 0..1 + sent % 40 {
             if sent == count {
                 break;
             }
-            let Ok(room) = link.reserve(flow, length(sent, largest)) else { break };
+            let Ok(room) = link.reserve(flow, length(sent, max_packet)) else { break };
             fill(room, sent);
             link.commit();
             sent += 1;
         }
         link.flush().unwrap();
         let came = link.receive(&mut |frame| {
-            let len = length(got, largest);
+            let len = length(got, max_packet);
             assert_eq!(frame.bytes.len(), len, "packet {got}");
             fill(&mut want[..len], got);
             assert!(frame.bytes[..len - 4] == want[..len - 4], "packet {got} is not what was sent");
@@ -162,7 +162,7 @@ fn two_processes_exchange_packets_of_all_sizes() {
         assert!(child.wait().unwrap().success());
     }
     assert_eq!(link.counters().received, u64::from(COUNT * meetings));
-    assert_eq!(link.refusals(), Refusals::default());
+    assert_eq!(link.rejects(), RejectCounters::default());
 }
 
 #[test]
@@ -188,7 +188,7 @@ fn a_sender_that_is_killed_leaves_what_it_published() {
         sleep(&link, Duration::from_millis(1));
         link.incoming.borrow().count() == 0
     });
-    assert_eq!(link.refusals(), Refusals::default());
+    assert_eq!(link.rejects(), RejectCounters::default());
     // Nothing wakes us any more.
     assert!(!sleep(&link, Duration::from_millis(5)));
 }
@@ -208,8 +208,8 @@ fn packets_to_a_receiver_that_is_killed_are_counted_and_its_successor_is_found()
         link.flush().unwrap();
         assert!(number < 10_000);
     }
-    assert_eq!(link.reserve(flow, 4000).err(), Some(Refused::Full));
-    assert!(link.wakes_in().is_some(), "nobody signals room");
+    assert_eq!(link.reserve(flow, 4000).err(), Some(ReserveError::Full));
+    assert!(link.poll_delay().is_some(), "nobody signals room");
     child.kill().unwrap();
     child.wait().unwrap();
     // A sender that only sends finds out by itself.
@@ -236,7 +236,7 @@ fn packets_to_a_receiver_that_is_killed_are_counted_and_its_successor_is_found()
     drop(successor);
     wait_until("the end is seen", || {
         sleep(&link, Duration::from_millis(1));
-        link.trouble.get()
+        link.peer_lost.get()
     });
 }
 
@@ -255,7 +255,7 @@ impl Shm {
 }
 
 /// With a ring so small that what is written anywhere will be read.
-fn liar() -> Shm {
+fn malicious() -> Shm {
     let options = "ring=16KiB,largest=2000".parse().unwrap();
     Shm::bind("127.0.0.1:0".parse().unwrap(), options).unwrap()
 }
@@ -264,28 +264,28 @@ fn liar() -> Shm {
 fn any_contents_of_a_ring_are_survived() {
     let mut link = bind();
     let peer = link.local();
-    let mut dice = 0x1234_5678_9abc_def1_u64;
+    let mut seed = 0x1234_5678_9abc_def1_u64;
     let mut draw = move || {
-        dice ^= dice << 13;
-        dice ^= dice >> 7;
-        dice ^= dice << 17;
-        dice
+        seed ^= seed << 13;
+        seed ^= seed >> 7;
+        seed ^= seed << 17;
+        seed
     };
     let (mut delivered, mut rounds) = (0_u64, 0);
     for _ in 0..100 {
-        let mut liar = liar();
-        liar.open(peer, 0).unwrap();
+        let mut malicious = malicious();
+        malicious.open(peer, 0).unwrap();
         for _ in 0..50 {
-            liar.writer_to(peer).spoil(&mut draw, 200);
+            malicious.writer_to(peer).corrupt(&mut draw, 200);
             // Takes it up.
             link.wait_fd();
             delivered +=
-                link.receive(&mut |frame| assert!(frame.bytes.len() >= SHORTEST)).unwrap() as u64;
+                link.receive(&mut |frame| assert!(frame.bytes.len() >= MIN_PACKET)).unwrap() as u64;
             rounds += 1;
         }
     }
-    let refusals = link.refusals();
-    assert!(delivered > 0 && refusals.broken > 50, "{rounds}: {delivered} packets, {refusals:?}");
+    let rejects = link.rejects();
+    assert!(delivered > 0 && rejects.broken > 50, "{rounds}: {delivered} packets, {rejects:?}");
     // An honest sender is not disturbed by what the others did.
     let mut honest = bind();
     let flow = honest.open(peer, 0).unwrap();
@@ -305,22 +305,22 @@ fn contents_that_change_while_they_are_read_are_survived() {
     let stop = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let mut dice = 7_u64;
+            let mut seed = 7_u64;
             let mut draw = move || {
-                dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                dice ^ dice >> 29
+                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                seed ^ seed >> 29
             };
             while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-                let mut liar = liar();
-                let Ok(_) = liar.open(peer, 0) else { continue };
+                let mut malicious = malicious();
+                let Ok(_) = malicious.open(peer, 0) else { continue };
                 for _ in 0..200 {
-                    liar.writer_to(peer).spoil(&mut draw, 50);
+                    malicious.writer_to(peer).corrupt(&mut draw, 50);
                 }
             }
         });
         let deadline = Instant::now() + Duration::from_millis(500);
         while Instant::now() < deadline {
-            link.receive(&mut |frame| assert!(frame.bytes.len() <= Options::default().largest))
+            link.receive(&mut |frame| assert!(frame.bytes.len() <= Options::default().max_packet))
                 .unwrap();
         }
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
@@ -328,8 +328,8 @@ fn contents_that_change_while_they_are_read_are_survived() {
 }
 
 /// A plain connection to a link, as somebody makes who is not one.
-fn stranger(link: &Shm) -> OwnedFd {
-    let name = format!("warpwire shm {} {}", meet::VERSION, link.local());
+fn raw_connection(link: &Shm) -> OwnedFd {
+    let name = format!("warpwire shm {} {}", handshake::VERSION, link.local());
     let name = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
     let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
     connect(&socket, &name).unwrap();
@@ -338,16 +338,16 @@ fn stranger(link: &Shm) -> OwnedFd {
 
 /// In a process of its own, whose limit it changes.
 fn exhausted(link: &Shm) {
-    let strangers = [stranger(link), stranger(link)];
-    let next = rustix::io::fcntl_dupfd_cloexec(&strangers[0], 0).unwrap();
+    let untrusted = [raw_connection(link), raw_connection(link)];
+    let next = rustix::io::fcntl_dupfd_cloexec(&untrusted[0], 0).unwrap();
     let limit = Rlimit { current: Some(next.as_raw_fd() as u64), ..getrlimit(Resource::Nofile) };
     drop(next);
     setrlimit(Resource::Nofile, limit).unwrap();
     wait_until("both are turned away", || {
         sleep(link, Duration::from_millis(1));
-        link.refusals().too_many == 2
+        link.rejects().too_many == 2
     });
-    for socket in &strangers {
+    for socket in &untrusted {
         let end = rustix::net::recv(socket, &mut [0_u8; 1][..], rustix::net::RecvFlags::empty());
         assert!(matches!(end, Ok((_, 0)) | Err(_)), "the connection is ended");
     }
@@ -364,23 +364,26 @@ fn connections_without_descriptors_are_turned_away_and_let_us_sleep() {
 fn other_versions_and_nonsense_are_turned_away() {
     let mut link = bind();
     let mut other = Vec::from(*b"warpshm\0");
-    other.extend((meet::VERSION + 1).to_le_bytes());
+    other.extend((handshake::VERSION + 1).to_le_bytes());
     for (message, what) in [(&other[..], "version"), (b"hello", "nonsense"), (&[0; 200], "long")] {
-        let socket = stranger(&link);
+        let socket = raw_connection(&link);
         send_bytes(&socket, message, SendFlags::empty()).unwrap();
-        let before = link.refusals();
+        let before = link.rejects();
         wait_until(what, || {
             sleep(&link, Duration::from_millis(1));
-            link.refusals() != before
+            link.rejects() != before
         });
         let mut byte = [0_u8; 1];
         let end = rustix::net::recv(&socket, &mut byte[..], rustix::net::RecvFlags::empty());
         assert!(matches!(end, Ok((_, 0)) | Err(_)), "{what}: the connection is ended");
     }
-    assert_eq!(link.refusals(), Refusals { versions: 1, malformed: 2, ..Refusals::default() });
+    assert_eq!(
+        link.rejects(),
+        RejectCounters { wrong_version: 1, malformed: 2, ..RejectCounters::default() }
+    );
     // One that says nothing, and one that goes, are nobody's harm.
-    let silent = stranger(&link);
-    drop(stranger(&link));
+    let silent = raw_connection(&link);
+    drop(raw_connection(&link));
     assert_eq!(link.receive(&mut |_| ()).unwrap(), 0);
     drop(silent);
     assert!(!sleep(&link, Duration::from_millis(2)));
@@ -391,29 +394,30 @@ fn other_versions_and_nonsense_are_turned_away() {
 fn memory_that_is_not_what_was_said_is_turned_away() {
     let mut link = bind();
     let to = link.local();
-    let ((_, ring), (_, page)) = (Own::new(1 << 16).unwrap(), Control::new().unwrap());
+    let ((_, ring), (_, page)) =
+        (SealedMapping::new(1 << 16).unwrap(), ControlPage::new().unwrap());
     let mut elsewhere = to;
     elsewhere.set_port(1);
     let from = "127.0.0.1:5".parse().unwrap();
-    let right = Hello { from, to, ring: 1 << 16, reaches: true };
+    let right = RingHello { from, to, ring: 1 << 16, wants_direct: true };
     for (hello, files) in [
-        (Hello { ring: 1 << 17, ..right }, [&ring, &page]),
-        (Hello { to: elsewhere, ..right }, [&ring, &page]),
-        (Hello { from: "[::1]:5".parse().unwrap(), ..right }, [&ring, &page]),
-        (Hello { from: "127.0.0.1:0".parse().unwrap(), ..right }, [&ring, &page]),
+        (RingHello { ring: 1 << 17, ..right }, [&ring, &page]),
+        (RingHello { to: elsewhere, ..right }, [&ring, &page]),
+        (RingHello { from: "[::1]:5".parse().unwrap(), ..right }, [&ring, &page]),
+        (RingHello { from: "127.0.0.1:0".parse().unwrap(), ..right }, [&ring, &page]),
         (right, [&page, &ring]),
         (right, [&page, &page]),
     ] {
-        let before = link.refusals().malformed;
-        let socket = stranger(&link);
-        hello.say(&socket, files[0], files[1]).unwrap();
+        let before = link.rejects().malformed;
+        let socket = raw_connection(&link);
+        hello.send_on(&socket, files[0], files[1]).unwrap();
         wait_until("the hello is refused", || {
             sleep(&link, Duration::from_millis(1));
-            link.refusals().malformed > before
+            link.rejects().malformed > before
         });
     }
-    let socket = stranger(&link);
-    right.say(&socket, &ring, &page).unwrap();
+    let socket = raw_connection(&link);
+    right.send_on(&socket, &ring, &page).unwrap();
     wait_until("the right one is taken", || {
         link.receive(&mut |_| ()).unwrap();
         link.incoming.borrow().count() == 1
@@ -446,7 +450,7 @@ fn another_users_process_is_turned_away() {
     wait_until("a stranger is turned away", || {
         assert_eq!(link.receive(&mut |_| panic!("a stranger's packet")).unwrap(), 0);
         sleep(&link, Duration::from_millis(1));
-        link.refusals().strangers > 0
+        link.rejects().untrusted > 0
     });
     let mut child = child;
     child.kill().unwrap();
@@ -528,7 +532,7 @@ fn packets_longer_than_the_receiver_takes_are_counted() {
     large.flush().unwrap();
     assert_eq!(receive(&mut small, 2).len(), 2);
     assert_eq!(small.counters().drops.long, 2);
-    large.always_seal();
-    assert_eq!(large.largest(), MOST_SEALED);
+    large.force_icrc();
+    assert_eq!(large.max_packet(), MAX_ICRC_PACKET);
     send(&mut large, flow, 64, 1);
 }

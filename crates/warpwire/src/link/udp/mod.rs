@@ -11,44 +11,47 @@
 //! checksums, and does not send a run again that a route refused: here it is sealed anew and goes packet by packet.
 
 mod check;
-mod home;
-mod lend;
+mod deferred;
+mod loopback;
 mod options;
 mod send;
+mod send_zero_copy;
 mod sys;
 #[cfg(test)]
 mod tests;
-mod unread;
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use warpwire_proto::wire::UDP_PORT;
-use warpwire_proto::wire::icrc::Cover;
+use warpwire_proto::wire::icrc::IcrcPrefix;
 use warpwire_proto::wire::ip::ECN_CAPABLE;
 
-pub use options::{AT_HOME, Options, VARIABLE};
+pub use options::{ENV_VAR, LOOPBACK_MAX_PACKET, Options};
 
 use super::flows::{FlowId, Flows};
-use super::{Arrival, Counters, Flushed, Frame, Kind, Link, Path, Refused, SHORTEST, Spoil};
+use super::{
+    Corruption, Counters, Flushed, Frame, Link, LinkKind, LinkPath, MIN_PACKET, ReceivedPacket,
+    ReserveError,
+};
 use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::host::System;
 use crate::mem::SharedBytes;
 use crate::units;
-use check::Checker;
-use send::{Batch, Flow};
-use sys::{Calls, Headers, Name};
+use check::IcrcChecker;
+use send::{Flow, TxBatch};
+use sys::{CallMode, Headers, SockAddr};
 
 /// Where a link is bound unless somebody says otherwise: RoCEv2's port, reached from this machine alone.
 pub const ADDRESS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), UDP_PORT);
 
 /// What the kernel joins to one message at most.
-const JOINED: usize = 1 << 16;
+const MAX_GRO_LEN: usize = 1 << 16;
 /// Messages per call: few where each may be joined of many, so that they stay in the cache.
 const MESSAGES: (usize, usize) = (16, 64);
 /// After so many calls that brought something, several messages are asked for at once.
-const STREAK: u8 = 2;
+const BATCH_AFTER: u8 = 2;
 const IPV4_AND_UDP: usize = 28;
 const IPV6_AND_UDP: usize = 48;
 
@@ -69,13 +72,13 @@ const IPV6_AND_UDP: usize = 48;
 pub struct Udp {
     socket: OwnedFd,
     local: SocketAddr,
-    largest: usize,
-    batch: Batch,
+    max_packet: usize,
+    batch: TxBatch,
     flows: Flows<Flow>,
     incoming: Incoming,
-    checker: Checker,
+    checker: IcrcChecker,
     counters: Counters,
-    found: Found,
+    setup: SocketSetup,
 }
 
 /// What a UDP link has of the kernel's offloads.
@@ -84,7 +87,7 @@ pub struct Offloads {
     /// Runs of equal packets go down the stack as one (`UDP_SEGMENT`).
     pub segmentation: std::result::Result<(), String>,
     /// Runs of equal packets come up the stack as one (`UDP_GRO`).
-    pub joining: std::result::Result<(), String>,
+    pub coalescing: std::result::Result<(), String>,
     /// Packets go without a UDP checksum.
     pub no_checksum: std::result::Result<(), String>,
 }
@@ -95,15 +98,15 @@ struct Incoming {
     buffer: Box<[u8]>,
     /// The length of each piece of the buffer.
     size: usize,
-    calls: Calls,
+    calls: CallMode,
     /// How many calls in a row brought something; more may be there.
-    streak: u8,
+    busy_calls: u8,
     /// So many of the packets to come may be long, and of those that are read when it is known where they belong.
-    long_ones: u8,
+    expect_long: u8,
 }
 
 /// What was asked for, and what the kernel gave.
-struct Found {
+struct SocketSetup {
     options: Options,
     gso: io::Result<()>,
     gro: io::Result<()>,
@@ -130,36 +133,36 @@ impl Udp {
         }
         sys::bind(fd, address).map_err(failed)?;
         let local = sys::local(fd).map_err(failed)?;
-        let found = set_up(fd, local, options).map_err(failed)?;
+        let setup = configure(fd, local, options).map_err(failed)?;
 
         let headers = if local.is_ipv4() { IPV4_AND_UDP } else { IPV6_AND_UDP };
-        let carried = found.mtu.as_ref().map_or(usize::MAX, |(_, mtu)| *mtu as usize);
-        let carried = carried.saturating_sub(headers).max(SHORTEST);
-        let largest = options.longest_on(local.ip()).min(carried);
-        let calls = if options.mmsg { Calls::Batched } else { Calls::Single };
-        let stays = local.ip().is_loopback() && !options.seal;
+        let carried = setup.mtu.as_ref().map_or(usize::MAX, |(_, mtu)| *mtu as usize);
+        let carried = carried.saturating_sub(headers).max(MIN_PACKET);
+        let max_packet = options.max_packet_on(local.ip()).min(carried);
+        let calls = if options.mmsg { CallMode::Batched } else { CallMode::Single };
+        let omit_icrc = local.ip().is_loopback() && !options.always_icrc;
         // One byte more than the longest packet: what is longer shows.
-        let (count, size) = match found.gro {
-            Ok(()) => (MESSAGES.0, JOINED),
-            Err(_) => (MESSAGES.1, (largest + 1).next_multiple_of(64)),
+        let (count, size) = match setup.gro {
+            Ok(()) => (MESSAGES.0, MAX_GRO_LEN),
+            Err(_) => (MESSAGES.1, (max_packet + 1).next_multiple_of(64)),
         };
         Ok(Self {
-            largest,
-            batch: Batch::new(largest, found.gso.is_ok(), stays, calls),
+            max_packet,
+            batch: TxBatch::new(max_packet, setup.gso.is_ok(), omit_icrc, calls),
             flows: Flows::new(),
             incoming: Incoming {
                 headers: Headers::new(count),
                 buffer: vec![0; count * size].into_boxed_slice(),
                 size,
                 calls,
-                streak: 0,
-                long_ones: 0,
+                busy_calls: 0,
+                expect_long: 0,
             },
-            checker: Checker::new(local),
+            checker: IcrcChecker::new(local),
             counters: Counters::default(),
             socket,
             local,
-            found,
+            setup,
         })
     }
 
@@ -172,19 +175,19 @@ impl Udp {
     /// # Ok::<(), warpwire::Error>(())
     /// ```
     pub fn offloads(&self) -> Offloads {
-        let told = |outcome: &io::Result<()>| match outcome {
+        let reason_of = |outcome: &io::Result<()>| match outcome {
             Ok(()) => Ok(()),
             Err(why) => Err(why.to_string()),
         };
-        let given_up = self.found.gso.is_ok() && !self.batch.gso;
+        let given_up = self.setup.gso.is_ok() && !self.batch.gso;
         Offloads {
             segmentation: if given_up {
                 Err("a route refused it".to_owned())
             } else {
-                told(&self.found.gso)
+                reason_of(&self.setup.gso)
             },
-            joining: told(&self.found.gro),
-            no_checksum: told(&self.found.no_checksum),
+            coalescing: reason_of(&self.setup.gro),
+            no_checksum: reason_of(&self.setup.no_checksum),
         }
     }
 
@@ -196,7 +199,7 @@ impl Udp {
         let Some(bytes) = incoming.buffer.get(start..start + message.len.min(incoming.size)) else {
             return 0;
         };
-        if message.cut {
+        if message.truncated {
             counters.drops.long += 1;
             return 0;
         }
@@ -208,27 +211,27 @@ impl Udp {
         let to = message.to.unwrap_or(self.local.ip());
         let mut delivered = 0;
         for packet in bytes.chunks(segment) {
-            if packet.len() < SHORTEST {
+            if packet.len() < MIN_PACKET {
                 counters.drops.short += 1;
-            } else if packet.len() > self.largest {
+            } else if packet.len() > self.max_packet {
                 counters.drops.long += 1;
-            } else if let Some((identification, sealed)) =
-                checked(checker, message.from, to, packet)
+            } else if let Some((identification, has_icrc)) =
+                verify(checker, message.from, to, packet)
             {
                 delivered += 1;
-                if !sealed {
-                    incoming.long_ones = unread::EXPECTED;
+                if !has_icrc {
+                    incoming.expect_long = deferred::LONG_LOOKAHEAD;
                 }
                 counters.received += 1;
                 counters.received_bytes += packet.len() as u64;
-                counters.joined += u64::from(segment < bytes.len());
+                counters.coalesced += u64::from(segment < bytes.len());
                 take(Frame {
                     from: message.from,
                     to: SocketAddr::new(to, self.local.port()),
                     bytes: packet,
                     marked: message.is_marked(),
                     identification,
-                    sealed,
+                    has_icrc,
                 });
             } else {
                 counters.drops.icrc += 1;
@@ -238,29 +241,29 @@ impl Udp {
     }
 
     /// Takes what one such call brings.
-    fn receive_by(&mut self, now: Calls, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
-        let Incoming { headers, buffer, size, streak, .. } = &mut self.incoming;
+    fn receive_with(&mut self, now: CallMode, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
+        let Incoming { headers, buffer, size, busy_calls, .. } = &mut self.incoming;
         self.counters.calls += 1;
         let received = headers.receive(self.socket.as_fd(), buffer, *size, now);
-        *streak = match (&received, now) {
-            (Ok(_), Calls::Single) => streak.saturating_add(1),
-            (Ok(2..), Calls::Batched) => *streak,
+        *busy_calls = match (&received, now) {
+            (Ok(_), CallMode::Single) => busy_calls.saturating_add(1),
+            (Ok(2..), CallMode::Batched) => *busy_calls,
             _ => 0,
         };
         match received {
             Ok(count) => Ok((0..count).map(|at| self.deliver(at, take)).sum()),
-            Err(source) => self.nothing_came(&source, now).map(|()| 0),
+            Err(source) => self.on_receive_error(&source, now).map(|()| 0),
         }
     }
 
     /// A call for packets failed: most of the time because there are none.
-    fn nothing_came(&mut self, source: &io::Error, calls: Calls) -> Result<()> {
+    fn on_receive_error(&mut self, source: &io::Error, calls: CallMode) -> Result<()> {
         match source.raw_os_error() {
             Some(libc::EAGAIN | libc::EINTR) => Ok(()),
             // A complaint about a packet sent earlier, for whom it may concern.
             Some(libc::ECONNREFUSED | libc::EHOSTUNREACH | libc::ENETUNREACH) => Ok(()),
-            Some(libc::ENOSYS) if calls == Calls::Batched => {
-                self.incoming.calls = Calls::Single;
+            Some(libc::ENOSYS) if calls == CallMode::Batched => {
+                self.incoming.calls = CallMode::Single;
                 Ok(())
             }
             _ => Err(Error::os("receive packets", source).on(format!("udp {}", self.local))),
@@ -270,33 +273,33 @@ impl Udp {
 
 /// The identification of a packet that is right, and whether that is by its ICRC.
 #[inline]
-fn checked(
-    checker: &mut Checker,
+fn verify(
+    checker: &mut IcrcChecker,
     from: SocketAddr,
     to: IpAddr,
     packet: &[u8],
 ) -> Option<(u16, bool)> {
-    if checker.is_unsealed(from, to, packet) {
+    if checker.is_without_icrc(from, to, packet) {
         return Some((0, false));
     }
     checker.check(from, to, packet).map(|identification| (identification, true))
 }
 
 impl Link for Udp {
-    fn path(&self) -> Path {
-        let mut why = self.found.describe(&self.offloads(), self.local, self.largest);
-        if self.batch.stays && home::is_long(self.largest) {
+    fn path(&self) -> LinkPath {
+        let mut why = self.setup.describe(&self.offloads(), self.local, self.max_packet);
+        if self.batch.omit_icrc && loopback::exceeds_roce(self.max_packet) {
             why += "; long packets without ICRC (they stay on this machine)";
         }
-        Path { kind: Kind::Udp, local: self.local, why }
+        LinkPath { kind: LinkKind::Udp, local: self.local, why }
     }
 
     fn local(&self) -> SocketAddr {
         self.local
     }
 
-    fn largest(&self) -> usize {
-        self.largest
+    fn max_packet(&self) -> usize {
+        self.max_packet
     }
 
     fn open(&mut self, peer: SocketAddr, _label: u32) -> Result<FlowId> {
@@ -307,23 +310,23 @@ impl Link for Udp {
                 .fix("bind the link to an address that has a route to the peer (0.0.0.0 for any)")
         })?;
         let headers = if peer.is_ipv4() { IPV4_AND_UDP } else { IPV6_AND_UDP };
-        if route.mtu < self.largest + headers {
+        if route.mtu < self.max_packet + headers {
             let fits = route.mtu.saturating_sub(headers);
             return Err(Error::new(ErrorKind::Unsupported, format!("open a flow to {peer}"))
                 .on(format!("udp {}", self.local))
                 .why(format!(
                     "the route carries packets of {fits} bytes and the link uses {}",
-                    self.largest
+                    self.max_packet
                 ))
-                .fix(format!("set largest={fits} in {VARIABLE} or in the link's options")));
+                .fix(format!("set largest={fits} in {ENV_VAR} or in the link's options")));
         }
         let from = SocketAddr::new(route.source, self.local.port());
         Ok(self.flows.insert(Flow {
             from,
             to: peer,
-            name: Name::from(peer),
+            name: SockAddr::from(peer),
             source: self.local.ip().is_unspecified().then_some(route.source),
-            cover: Cover::new(from, peer),
+            icrc_prefix: IcrcPrefix::new(from, peer),
         }))
     }
 
@@ -333,27 +336,31 @@ impl Link for Udp {
     }
 
     #[inline]
-    fn reserve(&mut self, flow: FlowId, len: usize) -> std::result::Result<&mut [u8], Refused> {
-        if !(SHORTEST..=self.largest).contains(&len) {
-            return Err(Refused::Length);
+    fn reserve(
+        &mut self,
+        flow: FlowId,
+        len: usize,
+    ) -> std::result::Result<&mut [u8], ReserveError> {
+        if !(MIN_PACKET..=self.max_packet).contains(&len) {
+            return Err(ReserveError::Length);
         }
         if self.flows.get_mut(flow).is_none() {
-            return Err(Refused::Closed);
+            return Err(ReserveError::Closed);
         }
-        self.batch.reserve(flow, len).ok_or(Refused::Full)
+        self.batch.reserve(flow, len).ok_or(ReserveError::Full)
     }
 
     #[inline]
-    fn commit_spoiled(&mut self, spoil: Spoil) -> Option<Frame<'_>> {
+    fn commit_corrupted(&mut self, corruption: Corruption) -> Option<Frame<'_>> {
         let flow = self.flows.get_mut(self.batch.reserved()?)?;
-        self.batch.commit(flow, spoil)
+        self.batch.commit(flow, corruption)
     }
 
-    fn commit_lent(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
+    fn commit_zero_copy(&mut self, headers: usize, payload: &SharedBytes<'_>) -> bool {
         let Some(flow) = self.batch.reserved().and_then(|id| self.flows.get_mut(id)) else {
             return false;
         };
-        self.batch.lend(flow, self.socket.as_fd(), &mut self.counters, headers, payload)
+        self.batch.send_zero_copy(flow, self.socket.as_fd(), &mut self.counters, headers, payload)
     }
 
     fn flush(&mut self) -> Result<Flushed> {
@@ -362,24 +369,24 @@ impl Link for Udp {
 
     fn receive(&mut self, take: &mut dyn FnMut(Frame<'_>)) -> Result<usize> {
         // Who waits for one packet, and looks often, is served faster by the call for one.
-        let Incoming { streak, calls, .. } = self.incoming;
-        self.receive_by(if streak < STREAK { Calls::Single } else { calls }, take)
+        let Incoming { busy_calls, calls, .. } = self.incoming;
+        self.receive_with(if busy_calls < BATCH_AFTER { CallMode::Single } else { calls }, take)
     }
 
     #[inline]
-    fn receive_unread(&mut self, take: &mut dyn FnMut(Arrival<'_>)) -> Result<usize> {
-        if self.incoming.long_ones > 0 {
-            return self.receive_singly(take);
+    fn receive_deferred(&mut self, take: &mut dyn FnMut(ReceivedPacket<'_>)) -> Result<usize> {
+        if self.incoming.expect_long > 0 {
+            return self.receive_one_by_one(take);
         }
-        self.receive(&mut |frame| take(Arrival::Read(frame)))
+        self.receive(&mut |frame| take(ReceivedPacket::Read(frame)))
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.socket.as_fd())
     }
 
-    fn always_seal(&mut self) {
-        self.batch.stays = false;
+    fn force_icrc(&mut self) {
+        self.batch.omit_icrc = false;
     }
 
     /// The count of packets that found the socket's buffer full is asked of the kernel here, and not per packet.
@@ -417,7 +424,7 @@ impl Route {
 }
 
 /// Sets the socket's options: those that the wire format needs, and those that make it fast.
-fn set_up(fd: BorrowedFd<'_>, local: SocketAddr, options: Options) -> io::Result<Found> {
+fn configure(fd: BorrowedFd<'_>, local: SocketAddr, options: Options) -> io::Result<SocketSetup> {
     const ON: i32 = 1;
     let ecn = i32::from(ECN_CAPABLE);
     if local.is_ipv4() {
@@ -456,19 +463,19 @@ fn set_up(fd: BorrowedFd<'_>, local: SocketAddr, options: Options) -> io::Result
     } else {
         sys::set(fd, libc::SOL_UDP, libc::UDP_NO_CHECK6_TX, ON)
     };
-    Ok(Found {
+    Ok(SocketSetup {
         gso,
         gro,
         no_checksum,
-        receive_buffer: grow(fd, libc::SO_RCVBUFFORCE, libc::SO_RCVBUF, options.buffer)?,
-        send_buffer: grow(fd, libc::SO_SNDBUFFORCE, libc::SO_SNDBUF, options.buffer)?,
+        receive_buffer: set_buffer_size(fd, libc::SO_RCVBUFFORCE, libc::SO_RCVBUF, options.buffer)?,
+        send_buffer: set_buffer_size(fd, libc::SO_SNDBUFFORCE, libc::SO_SNDBUF, options.buffer)?,
         mtu: interface_mtu(local.ip()),
         options,
     })
 }
 
 /// Asks for a buffer, by force where that is allowed; returns what was granted.
-fn grow(fd: BorrowedFd<'_>, force: i32, ask: i32, bytes: usize) -> io::Result<usize> {
+fn set_buffer_size(fd: BorrowedFd<'_>, force: i32, ask: i32, bytes: usize) -> io::Result<usize> {
     // The kernel doubles what it is given, for its own needs, and reports the double.
     let wanted = i32::try_from(bytes).unwrap_or(i32::MAX / 2);
     if sys::set(fd, libc::SOL_SOCKET, force, wanted).is_err() {
@@ -493,13 +500,13 @@ fn interface_mtu(address: IpAddr) -> Option<(String, u32)> {
 }
 
 /// Whether an address is one of this machine's.
-pub(super) fn is_ours(address: IpAddr) -> bool {
+pub(super) fn is_local_address(address: IpAddr) -> bool {
     // All of 127.0.0.0/8 is the loopback interface's, and only 127.0.0.1 is listed.
     address.is_loopback() || sys::interface_of(address).is_some()
 }
 
-impl Found {
-    fn describe(&self, offloads: &Offloads, local: SocketAddr, largest: usize) -> String {
+impl SocketSetup {
+    fn describe(&self, offloads: &Offloads, local: SocketAddr, max_packet: usize) -> String {
         let say = |name: &str, outcome: &std::result::Result<(), String>| match outcome {
             Ok(()) => format!("{name} on"),
             Err(why) => format!("{name} off ({why})"),
@@ -507,7 +514,7 @@ impl Found {
         let mmsg = if self.options.mmsg { Ok(()) } else { Err("it was turned off".to_owned()) };
         let mut parts = vec![
             say("segmentation (UDP_SEGMENT)", &offloads.segmentation),
-            say("receive offload (UDP_GRO)", &offloads.joining),
+            say("receive offload (UDP_GRO)", &offloads.coalescing),
             say("batched calls (sendmmsg, recvmmsg)", &mmsg),
             say("sending without UDP checksum", &offloads.no_checksum),
         ];
@@ -515,7 +522,7 @@ impl Found {
             Some((name, mtu)) => format!(" ({name} carries {mtu})"),
             None => String::new(),
         };
-        parts.push(format!("packets up to {largest} bytes{limit}"));
+        parts.push(format!("packets up to {max_packet} bytes{limit}"));
         let buffer = |name: &str, granted: usize, setting: &str| {
             let granted_text = units::bytes(granted as u64);
             if granted >= self.options.buffer {

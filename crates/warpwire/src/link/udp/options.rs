@@ -4,24 +4,24 @@ use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 
-use warpwire_proto::wire::packet::{ICRC_LEN, LONGEST_HEADERS};
+use warpwire_proto::wire::packet::{ICRC_LEN, MAX_HEADERS_LEN};
 
 use crate::error::{Error, Kind, Result};
-use crate::link::{LONGEST, SHORTEST};
+use crate::link::{MAX_ROCE_PACKET, MIN_PACKET};
 use crate::units;
 
 /// The environment variable that [`Options::from_env`] reads.
-pub const VARIABLE: &str = "WARPWIRE_UDP";
+pub const ENV_VAR: &str = "WARPWIRE_UDP";
 
 /// The longest packet on a loopback address unless somebody says otherwise: 60 KiB of payload. No wire sets a limit there,
 /// and packets cost by their number. Peers that offer less get less.
 ///
 /// IP allows four KiB more. But the kernel keeps a packet in at most 17 pieces, which are single pages where memory has fallen to pieces:
 /// whole pages of payload fit even then.
-pub const AT_HOME: usize = LONGEST_HEADERS + (60 << 10) + ICRC_LEN;
+pub const LOOPBACK_MAX_PACKET: usize = MAX_HEADERS_LEN + (60 << 10) + ICRC_LEN;
 
 /// The most that UDP over IPv4 carries.
-pub(super) const MOST: usize = 65_507;
+pub(super) const MAX_UDP_PAYLOAD: usize = 65_507;
 
 /// What a UDP link may use. What is allowed here and missing in the kernel is done without; the link's path says so.
 ///
@@ -44,13 +44,13 @@ pub struct Options {
     /// No UDP checksum on packets sent: the ICRC covers more. The kernel does not combine this with segmentation.
     pub no_checksum: bool,
     /// An ICRC over all of each packet, also over those that are longer than RoCE's and stay on this machine.
-    pub seal: bool,
+    pub always_icrc: bool,
     /// The socket's buffers, in bytes each way.
     pub buffer: usize,
     /// The longest packet, from the base header through the ICRC; less where the interface carries less. `None` stands
-    /// for what RoCEv2 knows ([`LONGEST`]), and for [`AT_HOME`] on a loopback address, where only this machine's
+    /// for what RoCEv2 knows ([`MAX_ROCE_PACKET`]), and for [`LOOPBACK_MAX_PACKET`] on a loopback address, where only this machine's
     /// processes are.
-    pub largest: Option<usize>,
+    pub max_packet: Option<usize>,
 }
 
 impl Default for Options {
@@ -60,18 +60,18 @@ impl Default for Options {
             gro: true,
             mmsg: true,
             no_checksum: true,
-            seal: false,
+            always_icrc: false,
             buffer: 8 << 20,
-            largest: None,
+            max_packet: None,
         }
     }
 }
 
 impl Options {
     /// The longest packet of a link with that address.
-    pub(super) fn longest_on(&self, local: IpAddr) -> usize {
-        let usual = if local.is_loopback() { AT_HOME } else { LONGEST };
-        self.largest.unwrap_or(usual).clamp(SHORTEST, MOST)
+    pub(super) fn max_packet_on(&self, local: IpAddr) -> usize {
+        let usual = if local.is_loopback() { LOOPBACK_MAX_PACKET } else { MAX_ROCE_PACKET };
+        self.max_packet.unwrap_or(usual).clamp(MIN_PACKET, MAX_UDP_PAYLOAD)
     }
 
     /// The usual options, changed by `WARPWIRE_UDP` where it is set.
@@ -79,8 +79,8 @@ impl Options {
     /// # Errors
     /// If the variable does not have the form that [`Options`] are read from.
     pub fn from_env() -> Result<Self> {
-        let Some(text) = std::env::var_os(VARIABLE) else { return Ok(Self::default()) };
-        text.to_string_lossy().parse().map_err(|source: Error| source.on(VARIABLE))
+        let Some(text) = std::env::var_os(ENV_VAR) else { return Ok(Self::default()) };
+        text.to_string_lossy().parse().map_err(|source: Error| source.on(ENV_VAR))
     }
 }
 
@@ -96,18 +96,18 @@ impl FromStr for Options {
                 "gro" => &mut options.gro,
                 "mmsg" => &mut options.mmsg,
                 "nocheck" => &mut options.no_checksum,
-                "seal" => &mut options.seal,
+                "seal" => &mut options.always_icrc,
                 "buffer" => {
                     options.buffer = units::parse_bytes(value)?.clamp(4096, 1 << 30) as usize;
                     continue;
                 }
                 "largest" if value == "auto" => {
-                    options.largest = None;
+                    options.max_packet = None;
                     continue;
                 }
                 "largest" => {
-                    options.largest = match units::parse_bytes(value)? as usize {
-                        largest @ SHORTEST..=MOST => Some(largest),
+                    options.max_packet = match units::parse_bytes(value)? as usize {
+                        max_packet @ MIN_PACKET..=MAX_UDP_PAYLOAD => Some(max_packet),
                         _ => return Err(malformed(part, "it is not between 16 and 65507")),
                     };
                     continue;
@@ -127,12 +127,12 @@ impl FromStr for Options {
 impl fmt::Display for Options {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let word = |on: bool| if on { "on" } else { "off" };
-        let Self { gso, gro, mmsg, no_checksum, seal, buffer, largest } = *self;
+        let Self { gso, gro, mmsg, no_checksum, always_icrc, buffer, max_packet } = *self;
         let (gso, gro, mmsg, nocheck) = (word(gso), word(gro), word(mmsg), word(no_checksum));
-        write!(f, "gso={gso},gro={gro},mmsg={mmsg},nocheck={nocheck},seal={},", word(seal))?;
+        write!(f, "gso={gso},gro={gro},mmsg={mmsg},nocheck={nocheck},seal={},", word(always_icrc))?;
         write!(f, "buffer={buffer},largest=")?;
-        match largest {
-            Some(largest) => write!(f, "{largest}"),
+        match max_packet {
+            Some(max_packet) => write!(f, "{max_packet}"),
             None => f.write_str("auto"),
         }
     }
@@ -154,9 +154,9 @@ mod tests {
         let odd = Options {
             gso: false,
             mmsg: false,
-            seal: true,
+            always_icrc: true,
             buffer: 5000,
-            largest: Some(100),
+            max_packet: Some(100),
             ..Options::default()
         };
         for options in [Options::default(), odd] {

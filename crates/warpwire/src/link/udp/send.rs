@@ -8,36 +8,36 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 
-use warpwire_proto::wire::icrc::Cover;
+use warpwire_proto::wire::icrc::IcrcPrefix;
 use warpwire_proto::wire::packet::{BTH_LEN, ICRC_LEN};
 
-use super::home;
-use super::sys::{Calls, Headers, Name, Outgoing};
+use super::loopback;
+use super::sys::{CallMode, Headers, Outgoing, SockAddr};
 use crate::link::flows::FlowId;
-use crate::link::{Counters, Flushed, Frame, Simd, Spoil};
+use crate::link::{Corruption, Counters, Flushed, Frame, SimdCrc32};
 
 /// Packets in a batch.
 pub(super) const PACKETS: usize = 64;
 /// The most that goes down the stack at once: IP's limit, less the headers.
-const RUN_BYTES: usize = 65_000;
+const MAX_RUN_BYTES: usize = 65_000;
 
 /// Whom a flow sends to.
 #[derive(Clone)]
 pub(super) struct Flow {
     pub from: SocketAddr,
     pub to: SocketAddr,
-    pub name: Name,
+    pub name: SockAddr,
     /// The source address to ask for, where the socket has several.
     pub source: Option<IpAddr>,
-    pub cover: Cover,
+    pub icrc_prefix: IcrcPrefix,
 }
 
 /// Packets that lie one after the other and go to one peer.
-struct Run {
+struct GsoRun {
     id: FlowId,
     from: SocketAddr,
     to: SocketAddr,
-    name: Name,
+    name: SockAddr,
     source: Option<IpAddr>,
     start: usize,
     end: usize,
@@ -48,12 +48,12 @@ struct Run {
     closed: bool,
 }
 
-pub(super) struct Batch {
+pub(super) struct TxBatch {
     pub(super) buffer: Box<[u8]>,
     /// Where the next packet goes.
     pub(super) end: usize,
     packets: usize,
-    runs: Vec<Run>,
+    runs: Vec<GsoRun>,
     /// Runs that have been handed over.
     sent: usize,
     headers: Headers,
@@ -61,14 +61,14 @@ pub(super) struct Batch {
     /// Whether runs may have more than one packet.
     pub gso: bool,
     /// Long packets go without an ICRC: they stay on this machine.
-    pub stays: bool,
-    pub calls: Calls,
+    pub omit_icrc: bool,
+    pub calls: CallMode,
 }
 
-impl Batch {
-    pub(super) fn new(largest: usize, gso: bool, stays: bool, calls: Calls) -> Self {
+impl TxBatch {
+    pub(super) fn new(max_packet: usize, gso: bool, omit_icrc: bool, calls: CallMode) -> Self {
         Self {
-            buffer: vec![0; PACKETS * largest].into_boxed_slice(),
+            buffer: vec![0; PACKETS * max_packet].into_boxed_slice(),
             end: 0,
             packets: 0,
             runs: Vec::with_capacity(PACKETS),
@@ -76,7 +76,7 @@ impl Batch {
             headers: Headers::new(PACKETS),
             reserved: None,
             gso,
-            stays,
+            omit_icrc,
             calls,
         }
     }
@@ -98,29 +98,29 @@ impl Batch {
     }
 
     /// Seals the reserved packet with the number that it will get, and puts it into a run.
-    pub(super) fn commit(&mut self, flow: &mut Flow, spoil: Spoil) -> Option<Frame<'_>> {
+    pub(super) fn commit(&mut self, flow: &mut Flow, corruption: Corruption) -> Option<Frame<'_>> {
         let (id, len) = self.reserved.take()?;
         let gso = self.gso;
-        let joins = |run: &&mut Run| {
+        let joins = |run: &&mut GsoRun| {
             gso && run.id == id
                 && !run.closed
                 && len <= run.segment
                 && run.packets < PACKETS
-                && run.end - run.start + len <= RUN_BYTES
+                && run.end - run.start + len <= MAX_RUN_BYTES
         };
         let unsent = self.sent < self.runs.len();
         let run = self.runs.last_mut().filter(|_| unsent).filter(joins);
         let number = run.as_ref().map_or(0, |run| run.packets as u16);
 
         let packet = self.buffer.get_mut(self.end..self.end + len)?;
-        let sealed = !(self.stays && home::is_long(len));
-        if sealed {
-            seal(packet, &mut flow.cover, number);
+        let has_icrc = !(self.omit_icrc && loopback::exceeds_roce(len));
+        if has_icrc {
+            append_icrc(packet, &mut flow.icrc_prefix, number);
         } else {
             let (head, tail) = packet.split_at_mut_checked(BTH_LEN)?;
-            home::put_short_sum(&mut flow.cover, len, head, tail)?;
+            loopback::write_header_checksum(&mut flow.icrc_prefix, len, head, tail)?;
         }
-        let kept = spoil.apply(packet);
+        let kept = corruption.apply(packet);
         let start = self.end;
         self.end += kept;
         self.packets += 1;
@@ -129,7 +129,7 @@ impl Batch {
             run.packets += 1;
             run.closed = kept < run.segment;
         } else {
-            self.runs.push(Run {
+            self.runs.push(GsoRun {
                 id,
                 from: flow.from,
                 to: flow.to,
@@ -148,14 +148,14 @@ impl Batch {
             bytes: self.buffer.get(start..self.end)?,
             marked: false,
             identification: if flow.to.is_ipv4() { number } else { 0 },
-            sealed,
+            has_icrc,
         })
     }
 
     /// Hands over what it can, and forgets a reservation.
     pub(super) fn flush(&mut self, socket: BorrowedFd<'_>, counters: &mut Counters) -> Flushed {
         self.reserved = None;
-        let flushed = self.hand_over(socket, counters);
+        let flushed = self.send_runs(socket, counters);
         if flushed.waiting == 0 {
             self.clear();
         }
@@ -169,7 +169,7 @@ impl Batch {
     }
 
     /// Hands over what it can, and leaves everything where it is: a reserved packet too.
-    pub(super) fn hand_over(&mut self, socket: BorrowedFd<'_>, counters: &mut Counters) -> Flushed {
+    pub(super) fn send_runs(&mut self, socket: BorrowedFd<'_>, counters: &mut Counters) -> Flushed {
         let mut flushed = Flushed::default();
         while self.sent < self.runs.len() {
             let buffer = &self.buffer;
@@ -181,8 +181,8 @@ impl Batch {
             });
             counters.calls += 1;
             // One message alone goes faster by the call for one.
-            let alone = self.sent + 1 == self.runs.len();
-            let calls = if alone { Calls::Single } else { self.calls };
+            let is_single = self.sent + 1 == self.runs.len();
+            let calls = if is_single { CallMode::Single } else { self.calls };
             match self.headers.send(socket, outgoing, calls) {
                 Ok(count) => {
                     let end = (self.sent + count).min(self.runs.len());
@@ -211,14 +211,14 @@ impl Batch {
         match source.raw_os_error() {
             Some(libc::EINTR) => {}
             Some(libc::EAGAIN | libc::ENOBUFS | libc::ENOMEM) => return false,
-            Some(libc::ENOSYS) if self.calls == Calls::Batched => self.calls = Calls::Single,
+            Some(libc::ENOSYS) if self.calls == CallMode::Batched => self.calls = CallMode::Single,
             // The route's device has no checksums, or the route is a tunnel: no segmentation from now on.
             Some(libc::EIO | libc::EOPNOTSUPP) if run.packets > 1 => {
                 self.gso = false;
-                self.split();
+                self.split_runs();
             }
             // Something about the run, or about each of its packets: those tell.
-            Some(libc::EINVAL | libc::EMSGSIZE) if run.packets > 1 => self.split(),
+            Some(libc::EINVAL | libc::EMSGSIZE) if run.packets > 1 => self.split_runs(),
             _ => {
                 counters.drops.refused += run.packets as u64;
                 self.sent += 1;
@@ -229,19 +229,19 @@ impl Batch {
 
     /// Makes single packets of the runs that are left, sealed as such. There is room: no more runs than packets.
     #[cold]
-    fn split(&mut self) {
+    fn split_runs(&mut self) {
         let runs = self.runs.split_off(self.sent);
         for run in runs {
-            let mut cover = Cover::new(run.from, run.to);
+            let mut icrc_prefix = IcrcPrefix::new(run.from, run.to);
             let mut start = run.start;
             for number in 0..run.packets {
                 let end = (start + run.segment).min(run.end);
                 let Some(packet) = self.buffer.get_mut(start..end) else { continue };
                 // Damage done on purpose stays: only what was right is sealed anew. So does a short sum, which knows no numbers.
-                if icrc_of(packet) == cover.icrc::<Simd>(number as u16, packet) {
-                    seal(packet, &mut cover, 0);
+                if icrc_of(packet) == icrc_prefix.icrc::<SimdCrc32>(number as u16, packet) {
+                    append_icrc(packet, &mut icrc_prefix, 0);
                 }
-                self.runs.push(Run {
+                self.runs.push(GsoRun {
                     start,
                     end,
                     segment: end - start,
@@ -260,10 +260,10 @@ fn icrc_of(packet: &[u8]) -> Option<u32> {
 }
 
 #[inline]
-fn seal(packet: &mut [u8], cover: &mut Cover, number: u16) {
-    if let Some(icrc) = cover.icrc::<Simd>(number, packet)
-        && let Some(place) = packet.last_chunk_mut::<ICRC_LEN>()
+fn append_icrc(packet: &mut [u8], icrc_prefix: &mut IcrcPrefix, number: u16) {
+    if let Some(icrc) = icrc_prefix.icrc::<SimdCrc32>(number, packet)
+        && let Some(trailer) = packet.last_chunk_mut::<ICRC_LEN>()
     {
-        *place = icrc.to_le_bytes();
+        *trailer = icrc.to_le_bytes();
     }
 }

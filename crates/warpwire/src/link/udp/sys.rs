@@ -22,27 +22,27 @@ const CONTROL: usize = 128;
 /// A socket of the address's version, which nobody has bound yet.
 pub(super) fn socket(address: SocketAddr) -> io::Result<OwnedFd> {
     let family = if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
-    let sort = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: no pointers.
-    let fd = check(unsafe { libc::socket(family, sort, 0) })?;
+    let fd = check(unsafe { libc::socket(family, kind, 0) })?;
     // SAFETY: the descriptor is new and nobody else's.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 pub(super) fn bind(socket: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
-    let name = Name::from(address);
+    let name = SockAddr::from(address);
     // SAFETY: the name lives through the call, and its length is its own.
     check(unsafe { libc::bind(socket.as_raw_fd(), name.pointer(), name.len) }).map(drop)
 }
 
 pub(super) fn connect(socket: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
-    let name = Name::from(address);
+    let name = SockAddr::from(address);
     // SAFETY: as in `bind`.
     check(unsafe { libc::connect(socket.as_raw_fd(), name.pointer(), name.len) }).map(drop)
 }
 
 pub(super) fn local(socket: BorrowedFd<'_>) -> io::Result<SocketAddr> {
-    let mut name = Name::empty();
+    let mut name = SockAddr::empty();
     // SAFETY: the kernel writes at most `len` bytes, which is the storage's size.
     check(unsafe {
         libc::getsockname(socket.as_raw_fd(), (&raw mut name.storage).cast(), &raw mut name.len)
@@ -104,7 +104,7 @@ pub(super) fn interface_of(address: IpAddr) -> Option<String> {
     while !entry.is_null() && found.is_none() {
         // SAFETY: an entry of the list, not null; its name is a C string, its address may be null.
         unsafe {
-            let name = Name::copied((*entry).ifa_addr);
+            let name = SockAddr::copied((*entry).ifa_addr);
             if name.and_then(|name| name.address()).is_some_and(|known| known.ip() == address) {
                 let text = std::ffi::CStr::from_ptr((*entry).ifa_name);
                 found = Some(text.to_string_lossy().into_owned());
@@ -119,12 +119,12 @@ pub(super) fn interface_of(address: IpAddr) -> Option<String> {
 
 /// A socket address as the kernel writes it.
 #[derive(Clone, Copy)]
-pub(super) struct Name {
+pub(super) struct SockAddr {
     storage: sockaddr_storage,
     len: u32,
 }
 
-impl Name {
+impl SockAddr {
     fn empty() -> Self {
         // SAFETY: all zeros are a valid address, of no family.
         Self { storage: unsafe { zeroed() }, len: size_of::<sockaddr_storage>() as u32 }
@@ -178,7 +178,7 @@ impl Name {
     }
 }
 
-impl From<SocketAddr> for Name {
+impl From<SocketAddr> for SockAddr {
     fn from(address: SocketAddr) -> Self {
         let mut name = Self::empty();
         match address {
@@ -216,7 +216,7 @@ struct Control([u8; CONTROL]);
 /// Something to send with one message: one packet, or a run that the kernel cuts into packets.
 #[derive(Clone, Copy)]
 pub(super) struct Outgoing<'a> {
-    pub to: &'a Name,
+    pub to: &'a SockAddr,
     pub bytes: &'a [u8],
     /// The length of each packet of a run; 0 for one packet.
     pub segment: u16,
@@ -225,8 +225,8 @@ pub(super) struct Outgoing<'a> {
 }
 
 /// A packet in three parts, of which others may change the middle one.
-pub(super) struct Parts<'a> {
-    pub to: &'a Name,
+pub(super) struct PacketParts<'a> {
+    pub to: &'a SockAddr,
     /// The source address, where the socket has several.
     pub source: Option<IpAddr>,
     pub head: &'a [u8],
@@ -235,8 +235,8 @@ pub(super) struct Parts<'a> {
 }
 
 /// Sends one packet.
-pub(super) fn send_parts(socket: BorrowedFd<'_>, parts: &Parts<'_>) -> io::Result<()> {
-    let Parts { to, source, head, payload, tail } = *parts;
+pub(super) fn send_parts(socket: BorrowedFd<'_>, parts: &PacketParts<'_>) -> io::Result<()> {
+    let PacketParts { to, source, head, payload, tail } = *parts;
     let slice =
         |bytes: &[u8]| iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
     // A view is of memory that is there, so that its length is one.
@@ -251,14 +251,14 @@ pub(super) fn send_parts(socket: BorrowedFd<'_>, parts: &Parts<'_>) -> io::Resul
     header.msg_iov = slices.as_mut_ptr();
     header.msg_iovlen = slices.len();
     header.msg_controllen =
-        fill_control(&mut control, &Outgoing { to, bytes: head, segment: 0, source });
+        write_cmsgs(&mut control, &Outgoing { to, bytes: head, segment: 0, source });
     header.msg_control = control.0.as_mut_ptr().cast();
     let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
     // SAFETY: the header points at parts that the borrows keep alive, each with its length. The kernel only reads them, and copes with
     // a middle one that others change: it makes no promises about memory of programs.
     let sent =
         unsafe { libc::syscall(libc::SYS_sendmsg, socket.as_raw_fd(), &raw const header, flags) };
-    whole(sent).map(drop)
+    check_len(sent).map(drop)
 }
 
 /// Throws away the next message.
@@ -270,13 +270,13 @@ pub(super) fn discard(socket: BorrowedFd<'_>) {
 
 /// How many messages go with one system call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Calls {
+pub(super) enum CallMode {
     Batched,
     Single,
 }
 
-impl Calls {
-    fn most(self) -> usize {
+impl CallMode {
+    fn max_messages(self) -> usize {
         match self {
             Self::Batched => usize::MAX,
             Self::Single => 1,
@@ -288,7 +288,7 @@ impl Calls {
 pub(super) struct Headers {
     messages: Vec<mmsghdr>,
     slices: Vec<iovec>,
-    names: Vec<Name>,
+    names: Vec<SockAddr>,
     controls: Vec<Control>,
 }
 
@@ -303,7 +303,7 @@ impl Headers {
         Self {
             messages: vec![message; count],
             slices: vec![slice; count],
-            names: vec![Name::empty(); count],
+            names: vec![SockAddr::empty(); count],
             controls: vec![Control([0; CONTROL]); count],
         }
     }
@@ -314,11 +314,11 @@ impl Headers {
         &mut self,
         socket: BorrowedFd<'_>,
         batch: impl Iterator<Item = Outgoing<'a>>,
-        calls: Calls,
+        calls: CallMode,
     ) -> io::Result<usize> {
         let mut count = 0_usize;
         let rows = self.messages.iter_mut().zip(&mut self.slices).zip(&mut self.controls);
-        for (((message, slice), control), outgoing) in rows.zip(batch.take(calls.most())) {
+        for (((message, slice), control), outgoing) in rows.zip(batch.take(calls.max_messages())) {
             *slice = iovec {
                 iov_base: outgoing.bytes.as_ptr().cast_mut().cast(),
                 iov_len: outgoing.bytes.len(),
@@ -329,15 +329,15 @@ impl Headers {
             header.msg_iov = slice;
             header.msg_iovlen = 1;
             header.msg_control = control.0.as_mut_ptr().cast();
-            header.msg_controllen = fill_control(control, &outgoing);
+            header.msg_controllen = write_cmsgs(control, &outgoing);
             count += 1;
         }
         let (fd, flags) = (socket.as_raw_fd(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
-        if let (Calls::Single, Some(message)) = (calls, self.messages.first()) {
+        if let (CallMode::Single, Some(message)) = (calls, self.messages.first()) {
             let header = &raw const message.msg_hdr;
             // SAFETY: as below, for the first header alone.
             let sent = unsafe { libc::syscall(libc::SYS_sendmsg, fd, header, flags) };
-            return whole(sent).map(|_| count);
+            return check_len(sent).map(|_| count);
         }
         // SAFETY: the headers point at names and bytes that `'a` keeps alive, which the kernel only reads, and at
         // slices and control bytes of `self`; their number is the count.
@@ -351,12 +351,12 @@ impl Headers {
         socket: BorrowedFd<'_>,
         buffer: &mut [u8],
         size: usize,
-        calls: Calls,
+        calls: CallMode,
     ) -> io::Result<usize> {
         let mut count = 0;
         let rows = self.messages.iter_mut().zip(&mut self.slices).zip(&mut self.controls);
         let rows = rows.zip(&mut self.names);
-        let pieces = buffer.chunks_exact_mut(size.max(1)).take(calls.most());
+        let pieces = buffer.chunks_exact_mut(size.max(1)).take(calls.max_messages());
         for ((((message, slice), control), name), piece) in rows.zip(pieces) {
             *slice = iovec { iov_base: piece.as_mut_ptr().cast(), iov_len: piece.len() };
             let header = &mut message.msg_hdr;
@@ -370,11 +370,12 @@ impl Headers {
             count += 1;
         }
         let (fd, flags) = (socket.as_raw_fd(), libc::MSG_DONTWAIT);
-        let received = if let (Calls::Single, Some(message)) = (calls, self.messages.first_mut()) {
+        let received = if let (CallMode::Single, Some(message)) = (calls, self.messages.first_mut())
+        {
             let header = &raw mut message.msg_hdr;
             // SAFETY: as below, for the first header alone.
             let len = unsafe { libc::syscall(libc::SYS_recvmsg, fd, header, flags) };
-            message.msg_len = whole(len)?;
+            message.msg_len = check_len(len)?;
             1
         } else {
             let messages = self.messages.as_mut_ptr();
@@ -437,7 +438,7 @@ impl Headers {
         let (fd, flags) = (socket.as_raw_fd(), flags | libc::MSG_DONTWAIT);
         // SAFETY: the header points at parts of `self`, and at the slices, each with its length.
         let len = unsafe { libc::syscall(libc::SYS_recvmsg, fd, &raw mut *header, flags) };
-        message.msg_len = whole(len)?;
+        message.msg_len = check_len(len)?;
         name.len = message.msg_hdr.msg_namelen;
         Ok(())
     }
@@ -451,11 +452,11 @@ impl Headers {
             segment: 0,
             traffic_class: 0,
             to: None,
-            cut: message.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
+            truncated: message.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
         };
         let control = &self.controls.get(at)?.0;
         let filled = message.msg_hdr.msg_controllen.min(CONTROL);
-        read_control(&control[..filled], &mut received);
+        parse_cmsgs(&control[..filled], &mut received);
         Some(received)
     }
 }
@@ -471,7 +472,7 @@ pub(super) struct Received {
     /// The address that it was sent to, where the socket has several.
     pub to: Option<IpAddr>,
     /// It was longer than its buffer.
-    pub cut: bool,
+    pub truncated: bool,
 }
 
 impl Received {
@@ -485,45 +486,45 @@ const HEADER: usize = size_of::<cmsghdr>();
 
 /// Writes what goes with a message, and returns its length. Control messages are a header and a value, aligned to
 /// words; the values here are at most twenty bytes, and two of them fit.
-fn fill_control(control: &mut Control, outgoing: &Outgoing<'_>) -> usize {
+fn write_cmsgs(control: &mut Control, outgoing: &Outgoing<'_>) -> usize {
     let mut at = 0;
     if outgoing.segment != 0 {
         let value = outgoing.segment.to_ne_bytes();
-        at = put_control(control, at, libc::SOL_UDP, libc::UDP_SEGMENT, &value);
+        at = push_cmsg(control, at, libc::SOL_UDP, libc::UDP_SEGMENT, &value);
     }
     match outgoing.source {
         Some(IpAddr::V4(source)) => {
             // An in_pktinfo: interface, source, destination (which is ignored).
             let mut value = [0; 12];
             value[4..8].copy_from_slice(&source.octets());
-            at = put_control(control, at, libc::IPPROTO_IP, libc::IP_PKTINFO, &value);
+            at = push_cmsg(control, at, libc::IPPROTO_IP, libc::IP_PKTINFO, &value);
         }
         Some(IpAddr::V6(source)) => {
             // An in6_pktinfo: source, interface.
             let mut value = [0; 20];
             value[..16].copy_from_slice(&source.octets());
-            at = put_control(control, at, libc::IPPROTO_IPV6, libc::IPV6_PKTINFO, &value);
+            at = push_cmsg(control, at, libc::IPPROTO_IPV6, libc::IPV6_PKTINFO, &value);
         }
         None => {}
     }
     at
 }
 
-fn put_control(control: &mut Control, at: usize, level: c_int, sort: c_int, value: &[u8]) -> usize {
+fn push_cmsg(control: &mut Control, at: usize, level: c_int, kind: c_int, value: &[u8]) -> usize {
     // SAFETY: all zeros are a valid header; it has padding on some systems, hence not a literal.
     let mut header: cmsghdr = unsafe { zeroed() };
     header.cmsg_len = HEADER + value.len();
     header.cmsg_level = level;
-    header.cmsg_type = sort;
+    header.cmsg_type = kind;
     let end = (at + HEADER + value.len()).next_multiple_of(size_of::<usize>());
-    let Some(place) = control.0.get_mut(at..end) else { return at };
-    // SAFETY: `place` is at least a header long; the write needs no alignment.
-    unsafe { place.as_mut_ptr().cast::<cmsghdr>().write_unaligned(header) };
-    place[HEADER..HEADER + value.len()].copy_from_slice(value);
+    let Some(cmsg_bytes) = control.0.get_mut(at..end) else { return at };
+    // SAFETY: `cmsg_bytes` is at least a header long; the write needs no alignment.
+    unsafe { cmsg_bytes.as_mut_ptr().cast::<cmsghdr>().write_unaligned(header) };
+    cmsg_bytes[HEADER..HEADER + value.len()].copy_from_slice(value);
     end
 }
 
-fn read_control(mut control: &[u8], received: &mut Received) {
+fn parse_cmsgs(mut control: &[u8], received: &mut Received) {
     while control.len() >= HEADER {
         // SAFETY: as many bytes are there as a header has, and every bit pattern is one.
         let header: cmsghdr = unsafe { control.as_ptr().cast::<cmsghdr>().read_unaligned() };
@@ -555,7 +556,7 @@ fn read_control(mut control: &[u8], received: &mut Received) {
 /// What a system call returned. The calls for single messages are made past the C library, whose own look whether the thread is being
 /// cancelled: no thread here is, and the looks are a part of the time of a small message.
 #[inline]
-fn whole(result: libc::c_long) -> io::Result<u32> {
+fn check_len(result: libc::c_long) -> io::Result<u32> {
     u32::try_from(result).map_err(|_| io::Error::last_os_error())
 }
 
@@ -569,10 +570,10 @@ fn check(result: c_int) -> io::Result<c_int> {
 #[cfg(test)]
 pub(super) fn sniffer(from: u16, to: u16) -> io::Result<OwnedFd> {
     const PACKET_IGNORE_OUTGOING: c_int = 23;
-    let sort = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // Of no protocol: nothing comes before the filter is in its place.
     // SAFETY: no pointers.
-    let fd = check(unsafe { libc::socket(libc::AF_PACKET, sort, 0) })?;
+    let fd = check(unsafe { libc::socket(libc::AF_PACKET, kind, 0) })?;
     // SAFETY: the descriptor is new and nobody else's.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     let mut filter = port_filter(from, to);
@@ -639,9 +640,9 @@ mod tests {
     fn addresses_come_back_as_they_went() {
         for text in ["127.0.0.1:4791", "[::1]:4791", "[fe80::1%3]:1", "0.0.0.0:0"] {
             let address: SocketAddr = text.parse().unwrap();
-            assert_eq!(Name::from(address).address(), Some(address));
+            assert_eq!(SockAddr::from(address).address(), Some(address));
         }
-        assert_eq!(Name::empty().address(), None);
+        assert_eq!(SockAddr::empty().address(), None);
     }
 
     #[test]
@@ -652,19 +653,18 @@ mod tests {
             segment: 0,
             traffic_class: 0,
             to: None,
-            cut: false,
+            truncated: false,
         };
         for fill in [0, 1, 16, 17, 0x7f, 0xff] {
             for len in 0..CONTROL {
-                read_control(&vec![fill; len], &mut { blank });
+                parse_cmsgs(&vec![fill; len], &mut { blank });
             }
         }
         let mut control = Control([0; CONTROL]);
-        let end =
-            put_control(&mut control, 0, libc::SOL_UDP, libc::UDP_GRO, &1000_i32.to_ne_bytes());
-        let end = put_control(&mut control, end, libc::IPPROTO_IP, libc::IP_TOS, &[3]);
+        let end = push_cmsg(&mut control, 0, libc::SOL_UDP, libc::UDP_GRO, &1000_i32.to_ne_bytes());
+        let end = push_cmsg(&mut control, end, libc::IPPROTO_IP, libc::IP_TOS, &[3]);
         let mut received = blank;
-        read_control(&control.0[..end], &mut received);
+        parse_cmsgs(&control.0[..end], &mut received);
         assert_eq!((received.segment, received.traffic_class), (1000, 3));
     }
 }

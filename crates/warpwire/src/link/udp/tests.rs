@@ -9,7 +9,7 @@ use warpwire_proto::wire::{Extension, Headers as WireHeaders, Opcode, Packet};
 use warpwire_proto::wire::ip::{ECN_MARKED, ECN_MASK};
 
 use super::*;
-use crate::link::LONGEST;
+use crate::link::MAX_ROCE_PACKET;
 use crate::link::tests::{fill, receive, send};
 
 fn bind(address: &str, options: Options) -> Udp {
@@ -117,7 +117,7 @@ fn exchange(address: &str, options: &str) -> (Udp, Vec<Vec<u8>>) {
     for bytes in &found {
         let packet = Packet::new_checked(bytes).unwrap();
         let id = packet.ip().identification;
-        assert!(packet.has_right_icrc::<crate::link::Simd>(), "{address} {options} {id}");
+        assert!(packet.has_valid_icrc::<crate::link::SimdCrc32>(), "{address} {options} {id}");
     }
     (one, found)
 }
@@ -136,11 +136,11 @@ fn check_headers(address: &str, options: &str) {
         ids.push(packet.ip().identification);
         assert_eq!(packet.ip().traffic_class & ECN_MASK, ECN_CAPABLE);
         let at = packet.ip().header_len() + 6;
-        if one.found.no_checksum.is_ok() {
+        if one.setup.no_checksum.is_ok() {
             assert_eq!(bytes[at..at + 2], [0, 0], "{address} {options}: a UDP checksum");
         }
     }
-    if one.found.gso.is_ok() && one.local().is_ipv4() {
+    if one.setup.gso.is_ok() && one.local().is_ipv4() {
         assert_eq!(ids, [0, 0, 1, 2, 3, 0, 1, 2]);
     } else {
         assert_eq!(ids, [0; 8]);
@@ -154,8 +154,8 @@ fn garbage_is_counted_and_does_no_harm() {
             let mut link = bind(address, options.parse().unwrap());
             let stranger = UdpSocket::bind(address).unwrap();
             stranger.connect(link.local()).unwrap();
-            let (short, long) = (15, link.largest() + 1);
-            let sizes = [0, 1, short, 16, 100, link.largest(), long, 65_000];
+            let (short, long) = (15, link.max_packet() + 1);
+            let sizes = [0, 1, short, 16, 100, link.max_packet(), long, 65_000];
             for len in sizes {
                 stranger.send(&vec![0xa5; len]).unwrap();
             }
@@ -219,7 +219,7 @@ fn a_link_on_every_address_knows_which_was_used() {
         if !addresses().contains(&one) {
             continue;
         }
-        let options = Options { largest: Some(1000), ..Options::default() };
+        let options = Options { max_packet: Some(1000), ..Options::default() };
         let mut wide = bind(any, options);
         assert!(wide.path().why.contains("every address"));
         let mut narrow = bind(one, options);
@@ -254,7 +254,7 @@ fn runs_that_a_route_refuses_go_one_by_one() {
         send(&mut one, flow, 100, number);
     }
     fill(one.reserve(flow, 100).unwrap(), 10);
-    one.commit_spoiled(Spoil::Flip(0));
+    one.commit_corrupted(Corruption::FlipBit(0));
     // Linux refuses a run on a socket without checksums.
     sys::set(one.socket.as_fd(), libc::SOL_SOCKET, libc::SO_NO_CHECK, 1).unwrap();
     assert_eq!(one.flush().unwrap(), Flushed { sent: 11, waiting: 0 });
@@ -281,7 +281,7 @@ fn a_route_that_has_no_segmentation_is_remembered() {
     assert!(one.batch.recover(&io::Error::from_raw_os_error(libc::EPERM), &mut counters));
     assert_eq!(counters.drops.refused, 1, "a packet that a firewall refuses is counted");
     assert!(one.batch.recover(&io::Error::from_raw_os_error(libc::ENOSYS), &mut counters));
-    assert_eq!(one.batch.calls, Calls::Single);
+    assert_eq!(one.batch.calls, CallMode::Single);
     assert_eq!(one.flush().unwrap(), Flushed { sent: 1, waiting: 0 });
 }
 
@@ -291,7 +291,7 @@ fn a_batch_is_one_call() {
     let mut two = bind("127.0.0.1:0", Options::default());
     let flow = one.open(two.local(), 0).unwrap();
     for number in 0..40 {
-        send(&mut one, flow, LONGEST - (number as usize % 2), number);
+        send(&mut one, flow, MAX_ROCE_PACKET - (number as usize % 2), number);
     }
     one.flush().unwrap();
     assert_eq!(one.counters().calls, 1);
@@ -301,7 +301,7 @@ fn a_batch_is_one_call() {
     }
     // The first calls ask for one message, the next for as many as there are.
     assert!(
-        two.counters().calls <= 40 / 2 / MESSAGES.0 as u64 + 1 + u64::from(STREAK),
+        two.counters().calls <= 40 / 2 / MESSAGES.0 as u64 + 1 + u64::from(BATCH_AFTER),
         "{:?}",
         two.counters()
     );

@@ -5,7 +5,7 @@ typedef unsigned long long u64;
 
 // The request, in device memory, which the host writes through a window: number last.
 struct Request {
-    volatile u64 number, to, from, len;
+    volatile u64 sequence, to, from, len;
 };
 
 static __device__ void copy(u64 to, u64 from, u64 len) {
@@ -37,21 +37,21 @@ static __device__ u64 acquire(volatile u64 *from) {
 }
 
 // Serves requests whose number differs from `last`, until it is told to stop (a length of all ones) or
-// nothing has come for `patience` clock cycles.
-extern "C" __global__ void copy_agent(u64 request, u64 done, u64 last, u64 patience) {
-    __shared__ u64 number, to, from, len;
-    Request *asked = (Request *)request;
+// nothing has come for `idle_timeout` clock cycles.
+extern "C" __global__ void copy_agent(u64 request, u64 done, u64 last, u64 idle_timeout) {
+    __shared__ u64 sequence, to, from, len;
+    Request *req = (Request *)request;
     for (;;) {
         if (threadIdx.x == 0) {
             long long start = clock64();
             u64 seen;
-            while ((seen = acquire(&asked->number)) == last && clock64() - start < (long long)patience) {}
-            number = seen, to = asked->to, from = asked->from, len = asked->len;
+            while ((seen = acquire(&req->sequence)) == last && clock64() - start < (long long)idle_timeout) {}
+            sequence = seen, to = req->to, from = req->from, len = req->len;
         }
         __syncthreads();
-        if (number == last || len == ~0ull) return;
+        if (sequence == last || len == ~0ull) return;
         copy(to, from, len);
-        last = number;
+        last = sequence;
         __syncthreads();
         if (threadIdx.x == 0) {
             // After the barrier this covers the stores of the whole block.

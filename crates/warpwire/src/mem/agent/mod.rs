@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use super::allocation::{Allocation, MemoryKind, Region, Word};
 use super::device::Device;
 use super::program::{Kernel, Launch, Program};
-use super::sim::{Block, Fault};
+use super::sim::{Block, KernelFault};
 use super::stream::Stream;
 use super::window::Window;
 use crate::error::{Error, Kind, Result};
@@ -22,11 +22,11 @@ use crate::sync::Backoff;
 const KERNEL: &str = "copy_agent";
 const THREADS: u32 = 1024;
 /// How long it stays awake without requests, in clock cycles: about a second.
-const PATIENCE_CYCLES: u64 = 2_000_000_000;
+const IDLE_TIMEOUT_CYCLES: u64 = 2_000_000_000;
 /// After so many looks at the answer, see whether the kernel still runs.
-const LOOKS: u32 = 2_000;
+const POLLS_PER_CHECK: u32 = 2_000;
 /// No copy takes as long.
-const DEADLINE: Duration = Duration::from_secs(10);
+const COPY_TIMEOUT: Duration = Duration::from_secs(10);
 /// The length that tells the agent to stop.
 const STOP: u64 = u64::MAX;
 
@@ -57,7 +57,7 @@ pub struct Agent {
 
 struct State {
     /// The number of the last request made.
-    number: u64,
+    sequence: u64,
     failure: Option<Error>,
 }
 
@@ -78,9 +78,9 @@ impl Agent {
             window: request.window()?,
             request,
             done,
-            state: Mutex::new(State { number: 0, failure: None }),
+            state: Mutex::new(State { sequence: 0, failure: None }),
         };
-        agent.wake(0)?;
+        agent.start_kernel(0)?;
         Ok(Arc::new(agent))
     }
 
@@ -111,10 +111,10 @@ impl Agent {
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
         }
-        state.number += 1;
+        state.sequence += 1;
         let outcome = self
-            .ring(state.number, to.address().raw(), from.address().raw(), to.len())
-            .and_then(|()| self.await_answer(state.number));
+            .submit(state.sequence, to.address().raw(), from.address().raw(), to.len())
+            .and_then(|()| self.wait_done(state.sequence));
         if let Err(error) = &outcome {
             // The agent may still be at that copy: nothing more can be asked of it, and what the copy uses
             // must stay for good.
@@ -125,33 +125,33 @@ impl Agent {
     }
 
     /// Writes a request: first what is asked, then its number, by which the agent knows.
-    fn ring(&self, number: u64, to: u64, from: u64, len: u64) -> Result<()> {
+    fn submit(&self, sequence: u64, to: u64, from: u64, len: u64) -> Result<()> {
         let mut request = [0; 24];
         request[..8].copy_from_slice(&to.to_le_bytes());
         request[8..16].copy_from_slice(&from.to_le_bytes());
         request[16..].copy_from_slice(&len.to_le_bytes());
         self.window.write(8, &request)?;
-        self.window.write(0, &number.to_le_bytes())
+        self.window.write(0, &sequence.to_le_bytes())
     }
 
-    fn await_answer(&self, number: u64) -> Result<()> {
+    fn wait_done(&self, sequence: u64) -> Result<()> {
         let start = Instant::now();
         let mut backoff = Backoff::default();
         loop {
-            for _ in 0..LOOKS {
-                if self.done.load()? == number {
+            for _ in 0..POLLS_PER_CHECK {
+                if self.done.load()? == sequence {
                     return Ok(());
                 }
                 std::hint::spin_loop();
             }
             // It went to sleep before it saw the request, or its device is gone.
-            if self.stream.is_idle()? && self.done.load()? != number {
-                self.wake(number - 1)?;
+            if self.stream.is_idle()? && self.done.load()? != sequence {
+                self.start_kernel(sequence - 1)?;
             }
-            if start.elapsed() > DEADLINE {
+            if start.elapsed() > COPY_TIMEOUT {
                 return Err(Error::new(Kind::Timeout, "copy by agent")
                     .on(self.device.label())
-                    .why(format!("no answer in {DEADLINE:?}")));
+                    .why(format!("no answer in {COPY_TIMEOUT:?}")));
             }
             backoff.snooze();
         }
@@ -159,13 +159,13 @@ impl Agent {
 
     /// Starts the kernel, which has served all requests up to `last`.
     #[allow(unsafe_code)]
-    fn wake(&self, last: u64) -> Result<()> {
+    fn start_kernel(&self, last: u64) -> Result<()> {
         let launch = Launch::new(&self.kernel)
             .threads(THREADS)
             .region(&self.request.whole()?)
             .region(self.done.region())
             .value(last)
-            .value(PATIENCE_CYCLES);
+            .value(IDLE_TIMEOUT_CYCLES);
         // SAFETY: beside the two words that it is given, which the launch keeps alive, the kernel touches
         // what requests name; `copy` takes those from regions, and returns only when they are done with, or
         // keeps them for good.
@@ -175,31 +175,32 @@ impl Agent {
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        let number = self.state.lock().number;
+        let sequence = self.state.lock().sequence;
         // If that fails the device is gone, and the kernel with it.
-        if self.ring(number + 1, 0, 0, STOP).is_err() {
+        if self.submit(sequence + 1, 0, 0, STOP).is_err() {
             tracing::debug!("a copy agent could not be told to stop");
         }
     }
 }
 
-fn agent_block(block: &Block<'_>) -> std::result::Result<(), Fault> {
+fn agent_block(block: &Block<'_>) -> std::result::Result<(), KernelFault> {
     let (request, done) = (block.address(0)?, block.address(1)?);
     let mut last = block.value(2)?;
-    let word = |at: u64| request.checked_add(at).ok_or_else(|| Fault::new("address overflow"));
+    let word =
+        |at: u64| request.checked_add(at).ok_or_else(|| KernelFault::new("address overflow"));
     let mut buffer = vec![0; 1 << 16];
     loop {
         // Cycles of a clock of 2 GHz.
-        let patience = Duration::from_nanos(block.value(3)? / 2);
+        let idle_timeout = Duration::from_nanos(block.value(3)? / 2);
         let start = Instant::now();
-        let mut number = last;
+        let mut sequence = last;
         block.spin_until(|| {
-            number = block.load_u64(word(0)?)?;
-            Ok(number != last || start.elapsed() > patience)
+            sequence = block.load_u64(word(0)?)?;
+            Ok(sequence != last || start.elapsed() > idle_timeout)
         })?;
         let (to, from) = (block.load_u64(word(8)?)?, block.load_u64(word(16)?)?);
         let len = block.load_u64(word(24)?)?;
-        if number == last || len == STOP {
+        if sequence == last || len == STOP {
             return Ok(());
         }
         let mut at = 0;
@@ -209,7 +210,7 @@ fn agent_block(block: &Block<'_>) -> std::result::Result<(), Fault> {
             block.write(super::DeviceAddr::new(to.wrapping_add(at)), &buffer[..step])?;
             at += step as u64;
         }
-        last = number;
+        last = sequence;
         block.store_u64(done, last)?;
     }
 }

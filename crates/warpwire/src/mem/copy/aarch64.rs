@@ -5,7 +5,7 @@
 
 use std::arch::asm;
 
-use super::{Access, scalar};
+use super::{AccessWidth, scalar};
 
 /// Stores of so many bytes.
 pub(super) struct Store<const BYTES: usize>;
@@ -21,7 +21,7 @@ pub(super) fn store_fence() {
 
 /// Asks for a line to store to.
 #[inline]
-pub(super) fn expect_store(address: u64) {
+pub(super) fn prefetch_for_write(address: u64) {
     // SAFETY: a hint: it accesses nothing, and no address makes it fail.
     unsafe {
         asm!("prfm pstl1keep, [{}]", in(reg) address, options(nostack, preserves_flags, readonly));
@@ -38,7 +38,7 @@ pub(super) fn load_fence() {
 // device's side a pair is aligned where its 16-byte halves are.
 macro_rules! vectors {
     ($access:ident<$bytes:literal>, then $narrower:ty, [$($line:literal),+], [$($register:tt),+]) => {
-        impl Access for $access<$bytes> {
+        impl AccessWidth for $access<$bytes> {
             const BYTES: usize = $bytes;
             type Narrower = $narrower;
 

@@ -10,21 +10,21 @@ use std::sync::OnceLock;
 #[cfg(target_arch = "aarch64")]
 use super::aarch64;
 #[cfg(target_arch = "x86_64")]
-use super::x86::{self, has_string_move, string_move};
-use super::{Access, Routine, copy, scalar, split};
+use super::x86::{self, has_fast_rep_movsb, rep_movsb};
+use super::{AccessWidth, Routine, copy, scalar, split};
 
 /// From this length on, the processor's own string move is faster than loads and stores of ours, where it has a fast one:
 /// it need not read what it overwrites. At 4 KiB it is 1.6 times as fast as AVX-512, at 1 MiB 1.3 times.
-const STRING_FROM: usize = 2048;
+const MIN_REP_MOVSB: usize = 2048;
 /// From this length on, it is worth asking whether a copy chases itself.
-const CHASING_FROM: usize = 512;
+const MIN_ALIASING_CHECK: usize = 512;
 /// What is left to ordinary stores behind the rest, whose stores may become visible in any order: who waits for
 /// the last byte finds all others in their places.
-const LEFT_FOR_LAST: usize = 64;
+const TAIL_LEN: usize = 64;
 /// Addresses are compared by as much of them.
-const COMPARED: usize = 4096;
-/// A copy that is ahead of its source by less than this, modulo [`COMPARED`], chases itself: farther ahead, the stores are over when they would matter.
-const CHASED: usize = 512;
+const ALIAS_PERIOD: usize = 4096;
+/// A copy that is ahead of its source by less than this, modulo [`ALIAS_PERIOD`], chases itself: farther ahead, the stores are over when they would matter.
+const ALIAS_DISTANCE: usize = 512;
 
 /// Copies `len` bytes between places of the host's own, cached memory, one of which others may access
 /// meanwhile. The last bytes become visible last.
@@ -33,45 +33,45 @@ const CHASED: usize = 512;
 /// `to` is valid for writes and `from` for reads of `len` bytes, and the two do not overlap.
 pub(crate) unsafe fn cached(to: *mut u8, from: *const u8, len: usize) {
     static ROUTINE: OnceLock<(Routine, usize)> = OnceLock::new();
-    let &(routine, string_from) = ROUTINE.get_or_init(|| {
-        let string_from = if has_string_move() { STRING_FROM } else { usize::MAX };
-        (Routine::for_loads(), string_from)
+    let &(routine, min_rep_movsb) = ROUTINE.get_or_init(|| {
+        let min_rep_movsb = if has_fast_rep_movsb() { MIN_REP_MOVSB } else { usize::MAX };
+        (Routine::for_loads(), min_rep_movsb)
     });
-    let chases = len >= CHASING_FROM && chases_itself(to.addr(), from.addr());
-    let body = if chases || len >= string_from { len - LEFT_FOR_LAST } else { 0 };
+    let aliases = len >= MIN_ALIASING_CHECK && aliases_4k(to.addr(), from.addr());
+    let body = if aliases || len >= min_rep_movsb { len - TAIL_LEN } else { 0 };
     // SAFETY: the caller's promise, for two parts that follow each other; the routine was found available.
     unsafe {
-        if chases {
-            falling_by(routine, to, from, body);
+        if aliases {
+            copy_backward(routine, to, from, body);
         } else if body > 0 {
-            string_move(to, from, body);
+            rep_movsb(to, from, body);
         }
-        rising_by(routine, to.add(body), from.add(body), len - body);
+        copy_forward(routine, to.add(body), from.add(body), len - body);
     }
 }
 
 /// Whether a copy that rises would wait for its own stores.
 #[inline]
-fn chases_itself(to: usize, from: usize) -> bool {
-    (1..CHASED).contains(&(to.wrapping_sub(from) % COMPARED))
+fn aliases_4k(to: usize, from: usize) -> bool {
+    (1..ALIAS_DISTANCE).contains(&(to.wrapping_sub(from) % ALIAS_PERIOD))
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn has_string_move() -> bool {
+fn has_fast_rep_movsb() -> bool {
     false
 }
 
 /// # Safety
 /// Never called.
 #[cfg(not(target_arch = "x86_64"))]
-unsafe fn string_move(_: *mut u8, _: *const u8, _: usize) {}
+unsafe fn rep_movsb(_: *mut u8, _: *const u8, _: usize) {}
 
 /// Copies with the registers of a given routine, in rising order.
 ///
 /// # Safety
 /// As for [`cached`], and `routine` is available.
 #[inline]
-pub(super) unsafe fn rising_by(routine: Routine, to: *mut u8, from: *const u8, len: usize) {
+pub(super) unsafe fn copy_forward(routine: Routine, to: *mut u8, from: *const u8, len: usize) {
     // SAFETY: the caller's promise; each arm's instructions belong to the routine that is available. Stores
     // are aligned, loads need not be.
     unsafe {
@@ -92,19 +92,19 @@ pub(super) unsafe fn rising_by(routine: Routine, to: *mut u8, from: *const u8, l
 /// The same in falling order, but for a few bytes at either end.
 ///
 /// # Safety
-/// As for [`rising_by`].
-unsafe fn falling_by(routine: Routine, to: *mut u8, from: *const u8, len: usize) {
-    // SAFETY: as in `rising_by`.
+/// As for [`copy_forward`].
+unsafe fn copy_backward(routine: Routine, to: *mut u8, from: *const u8, len: usize) {
+    // SAFETY: as in `copy_forward`.
     unsafe {
         match routine {
             #[cfg(target_arch = "x86_64")]
-            Routine::Avx512 => fall::<x86::Plain<64>>(to, from, len),
+            Routine::Avx512 => copy_blocks_backward::<x86::Plain<64>>(to, from, len),
             #[cfg(target_arch = "x86_64")]
-            Routine::Avx2 => fall::<x86::Plain<32>>(to, from, len),
+            Routine::Avx2 => copy_blocks_backward::<x86::Plain<32>>(to, from, len),
             #[cfg(target_arch = "x86_64")]
-            Routine::Sse41 => fall::<x86::Plain<16>>(to, from, len),
+            Routine::Sse41 => copy_blocks_backward::<x86::Plain<16>>(to, from, len),
             // Not measured: these have no string move, and what they have is what they had.
-            _ => rising_by(routine, to, from, len),
+            _ => copy_forward(routine, to, from, len),
         }
     }
 }
@@ -115,7 +115,7 @@ unsafe fn falling_by(routine: Routine, to: *mut u8, from: *const u8, len: usize)
 /// As for [`copy`].
 #[cfg(target_arch = "x86_64")]
 #[inline]
-unsafe fn fall<A: Access>(to: *mut u8, from: *const u8, len: usize) {
+unsafe fn copy_blocks_backward<A: AccessWidth>(to: *mut u8, from: *const u8, len: usize) {
     let (head, body) = split(to.addr(), len, A::BYTES);
     let edge = head + body;
     // SAFETY: head, blocks and the rest follow each other within `len`; blocks are aligned where they are stored.
@@ -141,8 +141,8 @@ mod tests {
     }
 
     #[test]
-    fn who_is_just_ahead_chases_itself() {
-        for (ahead, chases) in [
+    fn copies_just_ahead_of_their_source_alias() {
+        for (distance, aliases) in [
             (0, false),
             (1, true),
             (64, true),
@@ -153,42 +153,45 @@ mod tests {
         ] {
             for pages in [0, 1, 77] {
                 let from = 123_456_789;
-                assert_eq!(chases_itself(from + ahead + pages * 4096, from), chases, "{ahead}");
+                assert_eq!(aliases_4k(from + distance + pages * 4096, from), aliases, "{distance}");
             }
         }
-        assert!(chases_itself(100, usize::MAX - 4095), "addresses wrap");
+        assert!(aliases_4k(100, usize::MAX - 4095), "addresses wrap");
     }
 
     #[test]
-    fn copies_are_right_whichever_way_they_go() {
+    fn copies_are_right_in_both_directions() {
         let source = pattern(24 << 10);
         let mut target = vec![0; 24 << 10];
-        let page = |address: usize| address.wrapping_neg() % COMPARED;
+        let page = |address: usize| address.wrapping_neg() % ALIAS_PERIOD;
         let (from, to) = (page(source.as_ptr().addr()), page(target.as_ptr().addr()));
         for len in [1, 63, 64, 511, 512, 513, 575, 600, 2047, 2048, 2049, 4096, 5003, 8192 + 17] {
-            for (ahead, skip) in
+            for (distance, skip) in
                 [(0, 0), (1, 0), (8, 1), (64, 0), (64, 3), (100, 63), (511, 7), (512, 0), (4032, 5)]
             {
                 target.fill(0xee);
-                let (from, to) = (from + skip, to + skip + ahead);
+                let (from, to) = (from + skip, to + skip + distance);
                 // SAFETY: both ranges lie inside their vectors, which are apart; nobody else has them.
                 unsafe { cached(target.as_mut_ptr().add(to), source.as_ptr().add(from), len) };
-                assert!(target[to..to + len] == source[from..from + len], "{len} {ahead} {skip}");
+                assert!(
+                    target[to..to + len] == source[from..from + len],
+                    "{len} {distance} {skip}"
+                );
                 let others = target[..to].iter().chain(&target[to + len..]);
-                assert!(others.into_iter().all(|byte| *byte == 0xee), "{len} {ahead} {skip}");
+                assert!(others.into_iter().all(|byte| *byte == 0xee), "{len} {distance} {skip}");
             }
         }
     }
 
     #[test]
-    fn every_routine_falls() {
+    fn every_routine_copies_backward() {
         let source = pattern(5000);
         for routine in Routine::available() {
             for (start, len) in [(0, 4096), (1, 4096), (63, 1000), (5, 64), (7, 3), (0, 0)] {
                 let mut target = vec![0xee; 5000];
                 // SAFETY: inside their vectors, which are apart; the routine is available.
                 unsafe {
-                    falling_by(routine, target.as_mut_ptr().add(start), source.as_ptr(), len)
+                    copy_backward(routine, target.as_mut_ptr().add(start), source.as_ptr(), len)
                 };
                 assert!(target[start..start + len] == source[..len], "{routine} {start} {len}");
                 assert!(target[..start].iter().chain(&target[start + len..]).all(|b| *b == 0xee));

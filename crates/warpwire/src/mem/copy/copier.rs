@@ -8,14 +8,14 @@ use parking_lot::Mutex;
 
 use super::super::agent::Agent;
 use super::super::allocation::{Allocation, Region};
-use super::super::stream::{Event, Stop, Stream};
+use super::super::stream::{CancelCheck, Event, Stream};
 use super::super::window::Window;
-use super::plan::{Direction, Plan, Way, median, threads};
-use super::staging::Staging;
+use super::plan::{CopyDirection, CopyMethod, CopyPlan, median, threads};
+use super::staging::StagingOptions;
 use crate::error::{Error, Result};
 
 /// How much the agent carries at a time.
-const STAGING: u64 = 1 << 20;
+const AGENT_CHUNK: u64 = 1 << 20;
 /// The agent is fast where both sides have the same offset from a multiple of this.
 const AGENT_ALIGNMENT: u64 = 16;
 
@@ -28,25 +28,25 @@ const AGENT_ALIGNMENT: u64 = 16;
 /// let gpu = Sim::start(SimConfig::default()).unwrap().device(0).unwrap();
 /// let memory = gpu.alloc(1 << 20).unwrap();
 /// let copier = Copier::new(&memory).unwrap();
-/// copier.write(5, b"the fastest way").unwrap();
+/// copier.write(5, b"the fastest method").unwrap();
 /// let mut back = [0; 15];
 /// copier.read(5, &mut back).unwrap();
-/// assert_eq!(&back, b"the fastest way");
+/// assert_eq!(&back, b"the fastest method");
 /// ```
 pub struct Copier {
     memory: Allocation,
     window: Result<Window>,
-    plan: Arc<Plan>,
+    plan: Arc<CopyPlan>,
     /// Writes up to this size go through the window, whatever else there is.
-    direct_writes: u64,
-    helper: Option<Helper>,
-    staging: Staging,
+    max_window_write: u64,
+    agent_reader: Option<AgentReader>,
+    staging: StagingOptions,
     /// Made at the first staged read.
-    stage: Mutex<Option<Stage>>,
+    staged_reader: Mutex<Option<StagedReader>>,
 }
 
 /// An agent and the pinned memory that it carries through.
-struct Helper {
+struct AgentReader {
     agent: Arc<Agent>,
     staging: Mutex<Allocation>,
     /// The reads that it serves fastest.
@@ -56,28 +56,40 @@ struct Helper {
 impl Copier {
     /// A copier by the device's own plan, without an agent.
     pub fn new(memory: &Allocation) -> Result<Self> {
-        let plan = Plan::for_device(memory.device())?;
+        let plan = CopyPlan::for_device(memory.device())?;
         Self::with(memory, plan, None)
     }
 
     /// A copier by a given plan, with an agent of the memory's device if there is one.
-    pub fn with(memory: &Allocation, plan: Arc<Plan>, agent: Option<Arc<Agent>>) -> Result<Self> {
-        let helper = agent.map(|agent| {
-            let staging = memory.device().alloc_pinned(STAGING + AGENT_ALIGNMENT)?;
-            let mut helper = Helper { agent, staging: Mutex::new(staging), reads: None };
-            helper.reads = plan.agent_reads(helper.latency(memory)?);
-            Ok::<_, Error>(helper)
+    pub fn with(
+        memory: &Allocation,
+        plan: Arc<CopyPlan>,
+        agent: Option<Arc<Agent>>,
+    ) -> Result<Self> {
+        let agent_reader = agent.map(|agent| {
+            let staging = memory.device().alloc_pinned(AGENT_CHUNK + AGENT_ALIGNMENT)?;
+            let mut agent_reader = AgentReader { agent, staging: Mutex::new(staging), reads: None };
+            agent_reader.reads = plan.agent_reads(agent_reader.latency(memory)?);
+            Ok::<_, Error>(agent_reader)
         });
-        let helper = helper.transpose()?;
-        let direct_writes = plan.direct_writes();
-        let (window, stage) = (memory.window(), Mutex::new(None));
-        let staging = Staging::default();
-        Ok(Self { memory: memory.clone(), window, plan, direct_writes, helper, staging, stage })
+        let agent_reader = agent_reader.transpose()?;
+        let max_window_write = plan.max_window_write();
+        let (window, staged_reader) = (memory.window(), Mutex::new(None));
+        let staging = StagingOptions::default();
+        Ok(Self {
+            memory: memory.clone(),
+            window,
+            plan,
+            max_window_write,
+            agent_reader,
+            staging,
+            staged_reader,
+        })
     }
 
     /// The same copier with other parts for copies through pinned memory.
     #[must_use]
-    pub fn staged_by(mut self, staging: Staging) -> Self {
+    pub fn with_staging(mut self, staging: StagingOptions) -> Self {
         self.staging = staging;
         self
     }
@@ -89,17 +101,18 @@ impl Copier {
 
     /// The way that a copy of `len` bytes takes.
     #[inline]
-    pub fn way(&self, direction: Direction, len: u64) -> Way {
-        let by_agent = |helper: &Helper| {
-            direction == Direction::Read && helper.reads.as_ref().is_some_and(|r| r.contains(&len))
+    pub fn method(&self, direction: CopyDirection, len: u64) -> CopyMethod {
+        let by_agent = |agent_reader: &AgentReader| {
+            direction == CopyDirection::Read
+                && agent_reader.reads.as_ref().is_some_and(|r| r.contains(&len))
         };
-        let way = match &self.helper {
-            Some(helper) if by_agent(helper) => Way::Agent,
-            _ => self.plan.way(direction, len),
+        let method = match &self.agent_reader {
+            Some(agent_reader) if by_agent(agent_reader) => CopyMethod::Agent,
+            _ => self.plan.method(direction, len),
         };
-        match (way, &self.window) {
-            (Way::Window | Way::Threads, Err(_)) => Way::Engine,
-            (way, _) => way,
+        match (method, &self.window) {
+            (CopyMethod::Window | CopyMethod::Threads, Err(_)) => CopyMethod::Engine,
+            (method, _) => method,
         }
     }
 
@@ -107,21 +120,21 @@ impl Copier {
     #[inline]
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         // Small writes take nanoseconds: they are told by one comparison.
-        if from.len() as u64 <= self.direct_writes
+        if from.len() as u64 <= self.max_window_write
             && let Ok(window) = &self.window
         {
             self.memory.check_live()?;
             return window.write(offset, from);
         }
-        match (self.way(Direction::Write, from.len() as u64), &self.window) {
-            (Way::Window, Ok(window)) => {
+        match (self.method(CopyDirection::Write, from.len() as u64), &self.window) {
+            (CopyMethod::Window, Ok(window)) => {
                 // The window outlives a free, so that a look beforehand is enough.
                 self.memory.check_live()?;
                 window.write(offset, from)
             }
-            (Way::Threads, Ok(window)) => {
+            (CopyMethod::Threads, Ok(window)) => {
                 self.memory.check_live()?;
-                window.write_by_threads(threads(), offset, from)
+                window.write_parallel(threads(), offset, from)
             }
             _ => self.memory.write(offset, from),
         }
@@ -130,35 +143,46 @@ impl Copier {
     /// Copies from the memory at `offset` into `into`.
     #[inline]
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        self.read_unless(offset, into, &|| false)
+        self.read_or_cancel(offset, into, &|| false)
     }
 
     /// The same, for those who may have to stop waiting for the device.
     #[inline]
-    pub(crate) fn read_unless(&self, offset: u64, into: &mut [u8], stop: Stop<'_>) -> Result<()> {
-        match (self.way(Direction::Read, into.len() as u64), &self.window, &self.helper) {
-            (Way::Window, Ok(window), _) => {
+    pub(crate) fn read_or_cancel(
+        &self,
+        offset: u64,
+        into: &mut [u8],
+        cancelled: CancelCheck<'_>,
+    ) -> Result<()> {
+        match (
+            self.method(CopyDirection::Read, into.len() as u64),
+            &self.window,
+            &self.agent_reader,
+        ) {
+            (CopyMethod::Window, Ok(window), _) => {
                 self.memory.check_live()?;
                 window.read(offset, into)
             }
-            (Way::Agent, _, Some(helper)) => helper.read(&self.memory, offset, into),
-            (Way::Staged, _, _) => self.read_staged(offset, into, stop),
+            (CopyMethod::Agent, _, Some(agent_reader)) => {
+                agent_reader.read(&self.memory, offset, into)
+            }
+            (CopyMethod::Staged, _, _) => self.read_staged(offset, into, cancelled),
             _ => self.memory.read(offset, into),
         }
     }
 
-    fn read_staged(&self, offset: u64, into: &mut [u8], stop: Stop<'_>) -> Result<()> {
+    fn read_staged(&self, offset: u64, into: &mut [u8], cancelled: CancelCheck<'_>) -> Result<()> {
         let from = self.memory.region(offset, into.len() as u64)?;
-        let mut stage = self.stage.lock();
-        let made = match stage.take() {
+        let mut staged_reader = self.staged_reader.lock();
+        let made = match staged_reader.take() {
             Some(made) => made,
-            None => Stage::new(&self.memory, self.staging)?,
+            None => StagedReader::new(&self.memory, self.staging)?,
         };
-        stage.insert(made).read(&from, into, stop)
+        staged_reader.insert(made).read(&from, into, cancelled)
     }
 }
 
-impl Helper {
+impl AgentReader {
     /// What a small read takes, in microseconds.
     fn latency(&self, memory: &Allocation) -> Result<f64> {
         let mut buffer = [0; 1024];
@@ -169,7 +193,7 @@ impl Helper {
     fn read(&self, memory: &Allocation, offset: u64, into: &mut [u8]) -> Result<()> {
         let staging = self.staging.lock();
         let mut at = offset;
-        for part in into.chunks_mut(STAGING as usize) {
+        for part in into.chunks_mut(AGENT_CHUNK as usize) {
             let len = part.len() as u64;
             let from = memory.region(at, len)?;
             let shift = from.address().raw() % AGENT_ALIGNMENT;
@@ -183,24 +207,29 @@ impl Helper {
 
 /// Pinned memory in two halves: the engine fills one while the CPU empties the other. An engine that
 /// copies into ordinary memory stages inside the driver, more slowly.
-pub(super) struct Stage {
-    staging: Staging,
+pub(super) struct StagedReader {
+    staging: StagingOptions,
     stream: Stream,
     halves: [(Allocation, Event); 2],
 }
 
 /// No half takes as long.
-const PATIENCE: Duration = Duration::from_secs(10);
+const STAGING_TIMEOUT: Duration = Duration::from_secs(10);
 
-impl Stage {
-    pub(super) fn new(memory: &Allocation, staging: Staging) -> Result<Self> {
+impl StagedReader {
+    pub(super) fn new(memory: &Allocation, staging: StagingOptions) -> Result<Self> {
         let device = memory.device();
         let half = || Ok::<_, Error>((device.alloc_pinned(staging.half)?, device.event()?));
         Ok(Self { staging, stream: device.stream()?, halves: [half()?, half()?] })
     }
 
     /// Copies `from` into `into`, which is as long, unless it must stop waiting for the device.
-    pub(super) fn read(&self, from: &Region, into: &mut [u8], stop: Stop<'_>) -> Result<()> {
+    pub(super) fn read(
+        &self,
+        from: &Region,
+        into: &mut [u8],
+        cancelled: CancelCheck<'_>,
+    ) -> Result<()> {
         let step = self.staging.fetch(from.len());
         let count = into.len().div_ceil(step as usize);
         let fetch = |number: usize| {
@@ -217,7 +246,7 @@ impl Stage {
                 fetch(number + 1)?;
             }
             let (half, event) = &self.halves[number % 2];
-            event.synchronize_unless(PATIENCE, stop)?;
+            event.synchronize_or_cancel(STAGING_TIMEOUT, cancelled)?;
             half.host_bytes()?.read(0, part)?;
         }
         Ok(())

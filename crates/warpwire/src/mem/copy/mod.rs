@@ -36,11 +36,11 @@ mod x86;
 
 pub(crate) use cached::cached;
 pub use copier::Copier;
-pub use plan::{Direction, Plan, Sample, VARIABLE, Way};
-pub use staging::{STAGING_VARIABLE, Staging};
+pub use plan::{CopyDirection, CopyMethod, CopyPlan, CopySample, ENV_VAR};
+pub use staging::{STAGING_ENV_VAR, StagingOptions};
 
 /// The shortest load that may use streaming loads, whose data can be older than the load.
-const STREAMED_FROM: usize = 16;
+const MIN_STREAMING_LOAD: usize = 16;
 
 /// A way to copy, named after the processor's instructions that it needs.
 ///
@@ -188,7 +188,7 @@ pub(crate) unsafe fn store(routine: Routine, device: *mut u8, host: *const u8, l
 pub(crate) unsafe fn load(routine: Routine, host: *mut u8, device: *const u8, len: usize) {
     debug_assert!(routine.is_available(), "{routine} cannot run here");
     let routine = if routine == Routine::Movdir64b { Routine::for_loads() } else { routine };
-    if len >= STREAMED_FROM && routine.streams_loads() {
+    if len >= MIN_STREAMING_LOAD && routine.streams_loads() {
         load_fence();
     }
     let address = device.addr();
@@ -221,11 +221,11 @@ pub(crate) fn store_fence() {
 /// Says that the line with this address will be stored to soon, so that the processor may fetch it from the cache that has
 /// it meanwhile. A hint, for any number: where no memory is, nothing happens.
 #[inline]
-pub(crate) fn expect_store(address: u64) {
+pub(crate) fn prefetch_for_write(address: u64) {
     #[cfg(target_arch = "x86_64")]
-    x86::expect_store(address);
+    x86::prefetch_for_write(address);
     #[cfg(target_arch = "aarch64")]
-    aarch64::expect_store(address);
+    aarch64::prefetch_for_write(address);
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     let _ = address;
 }
@@ -242,12 +242,12 @@ pub(crate) fn load_fence() {
 }
 
 /// Device accesses of one width in one direction.
-trait Access {
+trait AccessWidth {
     /// The width of one access, a power of two.
     const BYTES: usize;
 
     /// The accesses for what is too short or not aligned for these; bytes name themselves.
-    type Narrower: Access;
+    type Narrower: AccessWidth;
 
     /// Copies `count` times `BYTES`, with one access each on the device's side, in rising order.
     ///
@@ -263,7 +263,7 @@ trait Access {
 /// The processor has `A`'s instructions; `from` is valid for reads and `to` for writes of `len` bytes;
 /// `device` is the address of one of them.
 #[inline]
-unsafe fn copy<A: Access>(to: *mut u8, from: *const u8, len: usize, device: usize) {
+unsafe fn copy<A: AccessWidth>(to: *mut u8, from: *const u8, len: usize, device: usize) {
     let (head, body) = split(device, len, A::BYTES);
     let edge = head + body;
     // SAFETY: head, body and the rest follow each other within `len`; the body starts aligned.
@@ -282,32 +282,32 @@ unsafe fn copy<A: Access>(to: *mut u8, from: *const u8, len: usize, device: usiz
 /// # Safety
 /// As for [`copy`].
 #[inline]
-unsafe fn copy_edge<A: Access>(to: *mut u8, from: *const u8, len: usize, device: usize) {
-    for Piece { offset, width } in pieces(device, len, A::BYTES) {
+unsafe fn copy_edge<A: AccessWidth>(to: *mut u8, from: *const u8, len: usize, device: usize) {
+    for AlignedAccess { offset, width } in aligned_accesses(device, len, A::BYTES) {
         // SAFETY: pieces lie within `len`, aligned to their width on the device's side.
-        unsafe { copy_piece::<A>(to.add(offset), from.add(offset), width) }
+        unsafe { copy_aligned::<A>(to.add(offset), from.add(offset), width) }
     }
 }
 
 /// Copies one piece with the first of `A` and its narrower kin that is not too wide.
 ///
 /// # Safety
-/// As for [`Access::copy`], for `width` bytes aligned to `width`.
+/// As for [`AccessWidth::copy`], for `width` bytes aligned to `width`.
 #[inline]
-unsafe fn copy_piece<A: Access>(to: *mut u8, from: *const u8, width: usize) {
+unsafe fn copy_aligned<A: AccessWidth>(to: *mut u8, from: *const u8, width: usize) {
     // SAFETY: the caller's promise; both are powers of two, so that the accesses cover it exactly.
     unsafe {
         if width >= A::BYTES {
             A::copy(to, from, width / A::BYTES);
         } else {
-            copy_piece::<A::Narrower>(to, from, width);
+            copy_aligned::<A::Narrower>(to, from, width);
         }
     }
 }
 
 /// A part of a copy that is one device access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Piece {
+struct AlignedAccess {
     /// Where it starts, from the start of the copy.
     offset: usize,
     /// Its length, which its address is a multiple of.
@@ -316,15 +316,19 @@ struct Piece {
 
 /// The fewest aligned pieces, none wider than `widest`, that make up `len` bytes at `address`.
 #[inline]
-fn pieces(address: usize, len: usize, widest: usize) -> impl Iterator<Item = Piece> {
+fn aligned_accesses(
+    address: usize,
+    len: usize,
+    widest: usize,
+) -> impl Iterator<Item = AlignedAccess> {
     let mut offset = 0;
     std::iter::from_fn(move || {
         let fits = (len - offset).checked_ilog2()?;
         let reach = address.wrapping_add(offset) | widest;
         let aligned = reach & reach.wrapping_neg();
-        let piece = Piece { offset, width: aligned.min(1 << fits) };
-        offset += piece.width;
-        Some(piece)
+        let access = AlignedAccess { offset, width: aligned.min(1 << fits) };
+        offset += access.width;
+        Some(access)
     })
 }
 

@@ -14,19 +14,19 @@ use super::super::allocation::{Allocation, MemoryKind};
 use super::super::device::{Backend, Device};
 use super::super::window::Window;
 use super::Routine;
-use super::copier::Stage;
-use super::staging::Staging;
+use super::copier::StagedReader;
+use super::staging::StagingOptions;
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
 /// The environment variable that sets the plan by hand: `write=64KiB,read=512` is the largest size that
 /// goes through the window, in each direction.
-pub const VARIABLE: &str = "WARPWIRE_COPY";
+pub const ENV_VAR: &str = "WARPWIRE_COPY";
 
 /// Which way the bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Direction {
+pub enum CopyDirection {
     /// From the host to the device.
     Write,
     /// From the device to the host.
@@ -36,7 +36,7 @@ pub enum Direction {
 /// How they get there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Way {
+pub enum CopyMethod {
     /// Stores or loads of the CPU, through a window.
     Window,
     /// Stores of several threads, through a window.
@@ -49,7 +49,7 @@ pub enum Way {
     Staged,
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for CopyMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Window => "window",
@@ -63,9 +63,9 @@ impl fmt::Display for Way {
 
 /// What was measured for one size.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Sample {
+pub struct CopySample {
     /// The direction.
-    pub direction: Direction,
+    pub direction: CopyDirection,
     /// How many bytes.
     pub len: u64,
     /// Microseconds through the window, where it was tried.
@@ -83,13 +83,13 @@ pub struct Sample {
 /// Up to which size each way is the fastest on a device.
 ///
 /// ```
-/// use warpwire::mem::copy::{Direction, Plan, Way};
-/// let plan = Plan::by_hand(65_536, 512);
-/// assert_eq!(plan.way(Direction::Write, 4096), Way::Window);
-/// assert_eq!(plan.way(Direction::Read, 4096), Way::Engine);
+/// use warpwire::mem::copy::{CopyDirection, CopyPlan, CopyMethod};
+/// let plan = CopyPlan::with_thresholds(65_536, 512);
+/// assert_eq!(plan.method(CopyDirection::Write, 4096), CopyMethod::Window);
+/// assert_eq!(plan.method(CopyDirection::Read, 4096), CopyMethod::Engine);
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Plan {
+pub struct CopyPlan {
     /// The largest write that goes through the window.
     window_writes: u64,
     /// The largest read that goes through the window.
@@ -97,7 +97,7 @@ pub struct Plan {
     /// The smallest read that goes through pinned memory, if that was set by hand.
     staged_reads: Option<u64>,
     /// What it rests on; empty if it was set by hand.
-    samples: Vec<Sample>,
+    samples: Vec<CopySample>,
 }
 
 /// The sizes that are measured. Between them the border is interpolated.
@@ -117,24 +117,24 @@ const SIZES: [u64; 14] = [
     1 << 20,
     4 << 20,
 ];
-const LARGEST: u64 = SIZES[SIZES.len() - 1];
+const MAX_SAMPLE_LEN: u64 = SIZES[SIZES.len() - 1];
 /// Smaller reads are not worth staging.
-const FIRST_STAGED: u64 = 32 << 10;
+const MIN_STAGED_READ: u64 = 32 << 10;
 /// Smaller writes are over before the threads have started.
-const FIRST_BY_THREADS: u64 = 8 << 20;
+const MIN_PARALLEL_WRITE: u64 = 8 << 20;
 /// A way that costs threads or memory of its own must win by this much.
-const CLEARLY: f64 = 0.85;
+const WIN_RATIO: f64 = 0.85;
 /// How long one way is measured at one size, at most.
-const BUDGET: Duration = Duration::from_millis(4);
-impl Plan {
+const SAMPLE_BUDGET: Duration = Duration::from_millis(4);
+impl CopyPlan {
     /// A plan with the largest sizes that go through the window.
-    pub fn by_hand(window_writes: u64, window_reads: u64) -> Self {
+    pub fn with_thresholds(window_writes: u64, window_reads: u64) -> Self {
         Self { window_writes, window_reads, staged_reads: None, samples: Vec::new() }
     }
 
     /// The same plan with reads of `len` bytes and more going through pinned memory.
     #[must_use]
-    pub fn staged_from(mut self, len: u64) -> Self {
+    pub fn with_min_staged_read(mut self, len: u64) -> Self {
         self.staged_reads = Some(len);
         self
     }
@@ -142,7 +142,7 @@ impl Plan {
     /// The plan for a device: set by `WARPWIRE_COPY`, or measured earlier (in this process, or by
     /// another and kept in the user's cache folder), or measured now.
     pub fn for_device(device: &Device) -> Result<Arc<Self>> {
-        static KNOWN: Mutex<Option<HashMap<String, Arc<Plan>>>> = Mutex::new(None);
+        static KNOWN: Mutex<Option<HashMap<String, Arc<CopyPlan>>>> = Mutex::new(None);
         if let Some(plan) = Self::from_env()? {
             return Ok(Arc::new(plan));
         }
@@ -166,7 +166,7 @@ impl Plan {
     }
 
     fn from_env() -> Result<Option<Self>> {
-        let Ok(text) = std::env::var(VARIABLE) else { return Ok(None) };
+        let Ok(text) = std::env::var(ENV_VAR) else { return Ok(None) };
         if text.trim().is_empty() {
             return Ok(None);
         }
@@ -176,11 +176,11 @@ impl Plan {
     fn parse(text: &str) -> Result<Self> {
         let malformed = |why: String| {
             Error::new(Kind::Malformed, "read the copy plan")
-                .on(VARIABLE)
+                .on(ENV_VAR)
                 .why(why)
                 .fix("write the largest sizes for the window, like write=64KiB,read=512")
         };
-        let mut plan = Self::by_hand(0, 0);
+        let mut plan = Self::with_thresholds(0, 0);
         for setting in text.split(',') {
             let (key, value) = setting
                 .split_once('=')
@@ -197,40 +197,42 @@ impl Plan {
 
     /// Measures a device, in well under a second.
     pub fn calibrate(device: &Device) -> Result<Self> {
-        let memory = device.alloc_kind(LARGEST, MemoryKind::Vmm)?;
+        let memory = device.alloc_kind(MAX_SAMPLE_LEN, MemoryKind::Vmm)?;
         // Without a window there is nothing to choose.
-        let Ok(window) = memory.window() else { return Ok(Self::by_hand(0, 0)) };
+        let Ok(window) = memory.window() else { return Ok(Self::with_thresholds(0, 0)) };
         let mut samples = Vec::new();
-        let window_writes = measure(Direction::Write, &memory, &window, &mut samples)?;
-        let window_reads = measure(Direction::Read, &memory, &window, &mut samples)?;
+        let window_writes = measure(CopyDirection::Write, &memory, &window, &mut samples)?;
+        let window_reads = measure(CopyDirection::Read, &memory, &window, &mut samples)?;
         Ok(Self { window_writes, window_reads, staged_reads: None, samples })
     }
 
     /// The way for a copy of `len` bytes, where no agent runs.
     #[inline]
-    pub fn way(&self, direction: Direction, len: u64) -> Way {
-        let border = match direction {
-            Direction::Write => self.window_writes,
-            Direction::Read => self.window_reads,
+    pub fn method(&self, direction: CopyDirection, len: u64) -> CopyMethod {
+        let threshold = match direction {
+            CopyDirection::Write => self.window_writes,
+            CopyDirection::Read => self.window_reads,
         };
         match direction {
-            Direction::Write if len >= FIRST_BY_THREADS && self.threads_win() => Way::Threads,
-            _ if len <= border => Way::Window,
-            Direction::Read if self.staging_wins(len) => Way::Staged,
-            _ => Way::Engine,
+            CopyDirection::Write if len >= MIN_PARALLEL_WRITE && self.parallel_wins() => {
+                CopyMethod::Threads
+            }
+            _ if len <= threshold => CopyMethod::Window,
+            CopyDirection::Read if self.staging_wins(len) => CopyMethod::Staged,
+            _ => CopyMethod::Engine,
         }
     }
 
     /// The largest write that goes through the window by one thread, whatever was measured.
-    pub(super) fn direct_writes(&self) -> u64 {
-        self.window_writes.min(FIRST_BY_THREADS - 1)
+    pub(super) fn max_window_write(&self) -> u64 {
+        self.window_writes.min(MIN_PARALLEL_WRITE - 1)
     }
 
     /// Whether several threads were clearly faster at the largest size: beyond it, more so.
-    fn threads_win(&self) -> bool {
-        let mut writes = self.samples.iter().filter(|s| s.direction == Direction::Write);
+    fn parallel_wins(&self) -> bool {
+        let mut writes = self.samples.iter().filter(|s| s.direction == CopyDirection::Write);
         let last = writes.next_back().and_then(|s| s.threads_us.zip(s.window_us));
-        last.is_some_and(|(threads, window)| threads < window * CLEARLY)
+        last.is_some_and(|(threads, window)| threads < window * WIN_RATIO)
     }
 
     /// Whether pinned memory was clearly faster at the next size that was measured. Beyond the largest it is
@@ -239,25 +241,26 @@ impl Plan {
         if let Some(from) = self.staged_reads {
             return len >= from;
         }
-        let mut reads = self.samples.iter().filter(|s| s.direction == Direction::Read);
+        let mut reads = self.samples.iter().filter(|s| s.direction == CopyDirection::Read);
         let next = reads.find(|s| s.len >= len);
-        next.is_some_and(|s| s.staged_us.is_some_and(|staged| staged < s.engine_us * CLEARLY))
+        next.is_some_and(|s| s.staged_us.is_some_and(|staged| staged < s.engine_us * WIN_RATIO))
     }
 
     /// The reads that an agent serves fastest which takes `latency` microseconds for a small one: from where
     /// the window takes longer, to where the engine's rate counts for more than its start.
     pub(super) fn agent_reads(&self, latency: f64) -> Option<RangeInclusive<u64>> {
-        const LARGEST_READ: u64 = 512 << 10;
+        const MAX_AGENT_READ: u64 = 512 << 10;
         // Where nothing was measured: what was found on the machines seen.
-        const USUAL: u64 = 3 << 10;
-        let mut reads = self.samples.iter().filter(|s| s.direction == Direction::Read).peekable();
+        const DEFAULT_MIN_AGENT_READ: u64 = 3 << 10;
+        let mut reads =
+            self.samples.iter().filter(|s| s.direction == CopyDirection::Read).peekable();
         if reads.peek().is_none() {
-            return Some(USUAL..=LARGEST_READ);
+            return Some(DEFAULT_MIN_AGENT_READ..=MAX_AGENT_READ);
         }
-        let slower = |s: &&Sample| s.window_us.is_none_or(|window| window > latency);
-        let engine_slower = |s: &Sample| s.engine_us > latency;
+        let slower = |s: &&CopySample| s.window_us.is_none_or(|window| window > latency);
+        let engine_slower = |s: &CopySample| s.engine_us > latency;
         match reads.find(slower) {
-            Some(sample) if engine_slower(sample) => Some(sample.len / 2 + 1..=LARGEST_READ),
+            Some(sample) if engine_slower(sample) => Some(sample.len / 2 + 1..=MAX_AGENT_READ),
             _ => None,
         }
     }
@@ -319,67 +322,67 @@ pub(super) fn threads() -> usize {
 
 /// Measures both ways at each size until the engine is clearly ahead, and returns the border.
 fn measure(
-    direction: Direction,
+    direction: CopyDirection,
     memory: &Allocation,
     window: &Window,
-    samples: &mut Vec<Sample>,
+    samples: &mut Vec<CopySample>,
 ) -> Result<u64> {
-    let mut buffer = vec![1; LARGEST as usize];
+    let mut buffer = vec![1; MAX_SAMPLE_LEN as usize];
     // Reads through the window grow steeply with their size, and the driver's figure wavers from run to
     // run: near the border, the engine is the safer choice.
     let margin = match direction {
-        Direction::Write => 1.0,
-        Direction::Read => 0.75,
+        CopyDirection::Write => 1.0,
+        CopyDirection::Read => 0.75,
     };
-    let stage = Stage::new(memory, Staging::default())?;
-    let mut border = 0;
-    let mut window_lost = false;
+    let staged_reader = StagedReader::new(memory, StagingOptions::default())?;
+    let mut threshold = 0;
+    let mut window_is_slower = false;
     let mut before: Option<(u64, f64)> = None;
     for len in SIZES {
         let part = &mut buffer[..len as usize];
         let engine = median(|| match direction {
-            Direction::Write => memory.write(0, part),
-            Direction::Read => memory.read(0, part),
+            CopyDirection::Write => memory.write(0, part),
+            CopyDirection::Read => memory.read(0, part),
         })?;
-        let through_window = if window_lost {
+        let through_window = if window_is_slower {
             None
         } else {
             Some(median(|| match direction {
-                Direction::Write => window.write(0, part),
-                Direction::Read => window.read(0, part),
+                CopyDirection::Write => window.write(0, part),
+                CopyDirection::Read => window.read(0, part),
             })?)
         };
         let staged_us = match direction {
-            Direction::Read if len >= FIRST_STAGED => {
+            CopyDirection::Read if len >= MIN_STAGED_READ => {
                 let whole = memory.region(0, len)?;
-                Some(median(|| stage.read(&whole, part, &|| false))?)
+                Some(median(|| staged_reader.read(&whole, part, &|| false))?)
             }
             _ => None,
         };
         let threads_us = match direction {
-            Direction::Write if len == LARGEST && !window_lost && threads() > 1 => {
-                Some(median(|| window.write_by_threads(threads(), 0, part))?)
+            CopyDirection::Write if len == MAX_SAMPLE_LEN && !window_is_slower && threads() > 1 => {
+                Some(median(|| window.write_parallel(threads(), 0, part))?)
             }
             _ => None,
         };
         let (window_us, engine_us) = (through_window, engine);
-        samples.push(Sample { direction, len, window_us, engine_us, staged_us, threads_us });
+        samples.push(CopySample { direction, len, window_us, engine_us, staged_us, threads_us });
         let Some(through_window) = through_window else { continue };
         let ratio = through_window / (engine * margin);
         if ratio <= 1.0 {
-            border = len;
+            threshold = len;
         } else if let Some((last, last_ratio)) = before.filter(|(_, ratio)| *ratio <= 1.0) {
-            border = crossing((last, last_ratio), (len, ratio));
+            threshold = crossover((last, last_ratio), (len, ratio));
         }
         // Twice as slow and growing: larger sizes only get worse.
-        window_lost = ratio > 2.0;
+        window_is_slower = ratio > 2.0;
         before = Some((len, ratio));
     }
-    Ok(if window_lost { border } else { u64::MAX })
+    Ok(if window_is_slower { threshold } else { u64::MAX })
 }
 
 /// The size at which the ratio is 1, on a straight line between logarithms.
-fn crossing((small, under): (u64, f64), (large, over): (u64, f64)) -> u64 {
+fn crossover((small, under): (u64, f64), (large, over): (u64, f64)) -> u64 {
     let share = under.ln().abs() / (under.ln().abs() + over.ln().abs()).max(1e-9);
     let (from, to) = ((small as f64).ln(), (large as f64).ln());
     (from + (to - from) * share).exp() as u64
@@ -387,12 +390,12 @@ fn crossing((small, under): (u64, f64), (large, over): (u64, f64)) -> u64 {
 
 /// The median time of a copy in microseconds, from as many as the budget allows.
 pub(super) fn median(mut copy: impl FnMut() -> Result<()>) -> Result<f64> {
-    const FEWEST: usize = 5;
-    const MOST: usize = 400;
+    const MIN_RUNS: usize = 5;
+    const MAX_RUNS: usize = 400;
     copy()?;
     let start = Instant::now();
-    let mut times = Vec::with_capacity(MOST);
-    while times.len() < FEWEST || (start.elapsed() < BUDGET && times.len() < MOST) {
+    let mut times = Vec::with_capacity(MAX_RUNS);
+    while times.len() < MIN_RUNS || (start.elapsed() < SAMPLE_BUDGET && times.len() < MAX_RUNS) {
         let before = Instant::now();
         copy()?;
         times.push(before.elapsed().as_secs_f64() * 1e6);
@@ -401,15 +404,15 @@ pub(super) fn median(mut copy: impl FnMut() -> Result<()>) -> Result<f64> {
     Ok(times[times.len() / 2])
 }
 
-impl fmt::Display for Plan {
+impl fmt::Display for CopyPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let border = |len: u64| match len {
+        let threshold = |len: u64| match len {
             0 => "never".to_owned(),
             u64::MAX => "always".to_owned(),
             len => format!("up to {}", units::bytes(len)),
         };
-        writeln!(f, "writes through the window: {}", border(self.window_writes))?;
-        writeln!(f, "reads through the window:  {}", border(self.window_reads))?;
+        writeln!(f, "writes through the window: {}", threshold(self.window_writes))?;
+        writeln!(f, "reads through the window:  {}", threshold(self.window_reads))?;
         if self.samples.is_empty() {
             return Ok(());
         }
@@ -421,16 +424,16 @@ impl fmt::Display for Plan {
             "", "size"
         )?;
         for sample in &self.samples {
-            let Sample { direction, len, window_us, engine_us, staged_us, threads_us } = sample;
+            let CopySample { direction, len, window_us, engine_us, staged_us, threads_us } = sample;
             let name = match direction {
-                Direction::Write => "write",
-                Direction::Read => "read",
+                CopyDirection::Write => "write",
+                CopyDirection::Read => "read",
             };
             let time = |us: &Option<f64>| us.map_or("-".to_owned(), |us| format!("{us:.2}"));
             let (window, staged, threads) = (time(window_us), time(staged_us), time(threads_us));
-            let (size, way) = (units::bytes(*len), self.way(*direction, *len));
+            let (size, method) = (units::bytes(*len), self.method(*direction, *len));
             write!(f, "{name:<6}{size:>9}{window:>11}{engine_us:>11.2}{staged:>11}")?;
-            writeln!(f, "{threads:>12}  {way}")?;
+            writeln!(f, "{threads:>12}  {method}")?;
         }
         Ok(())
     }
@@ -442,23 +445,23 @@ mod tests {
 
     #[test]
     fn settings_read_and_wrong_ones_are_named() {
-        let plan = Plan::parse("write=128KiB, read=1KiB").unwrap();
-        assert_eq!(plan, Plan::by_hand(128 << 10, 1 << 10));
+        let plan = CopyPlan::parse("write=128KiB, read=1KiB").unwrap();
+        assert_eq!(plan, CopyPlan::with_thresholds(128 << 10, 1 << 10));
         for text in ["write", "write=much", "copy=1", "write=1,,"] {
-            assert!(Plan::parse(text).is_err(), "{text}");
+            assert!(CopyPlan::parse(text).is_err(), "{text}");
         }
     }
 
     #[test]
-    fn the_border_lies_where_the_lines_cross() {
-        assert_eq!(crossing((1024, 0.5), (4096, 2.0)), 2047);
-        let near = crossing((1024, 0.9), (4096, 4.0));
+    fn the_threshold_is_the_crossover() {
+        assert_eq!(crossover((1024, 0.5), (4096, 2.0)), 2047);
+        let near = crossover((1024, 0.9), (4096, 4.0));
         assert!((1024..1400).contains(&near), "{near}");
     }
 
-    fn sample(len: u64, window_us: f64, engine_us: f64, staged_us: Option<f64>) -> Sample {
-        let (direction, window_us) = (Direction::Read, Some(window_us));
-        Sample { direction, len, window_us, engine_us, staged_us, threads_us: None }
+    fn sample(len: u64, window_us: f64, engine_us: f64, staged_us: Option<f64>) -> CopySample {
+        let (direction, window_us) = (CopyDirection::Read, Some(window_us));
+        CopySample { direction, len, window_us, engine_us, staged_us, threads_us: None }
     }
 
     #[test]
@@ -469,23 +472,23 @@ mod tests {
             sample(64 << 10, 70.0, 16.0, Some(12.0)),
             sample(1 << 20, 1000.0, 120.0, Some(150.0)),
         ];
-        let plan = Plan { samples, ..Plan::by_hand(0, 0) };
-        assert_eq!(plan.way(Direction::Read, 40 << 10), Way::Staged);
-        assert_eq!(plan.way(Direction::Read, 65 << 10), Way::Engine);
-        assert_eq!(plan.way(Direction::Read, 1 << 30), Way::Engine);
+        let plan = CopyPlan { samples, ..CopyPlan::with_thresholds(0, 0) };
+        assert_eq!(plan.method(CopyDirection::Read, 40 << 10), CopyMethod::Staged);
+        assert_eq!(plan.method(CopyDirection::Read, 65 << 10), CopyMethod::Engine);
+        assert_eq!(plan.method(CopyDirection::Read, 1 << 30), CopyMethod::Engine);
         assert_eq!(plan.agent_reads(3.4), Some(2049..=512 << 10));
         assert_eq!(plan.agent_reads(1e6), None, "an agent slower than all gets nothing");
     }
 
     #[test]
-    fn ways_change_at_the_border() {
-        let plan = Plan::by_hand(1000, 100);
-        assert_eq!(plan.way(Direction::Write, 1000), Way::Window);
-        assert_eq!(plan.way(Direction::Write, 1001), Way::Engine);
+    fn methods_change_at_the_threshold() {
+        let plan = CopyPlan::with_thresholds(1000, 100);
+        assert_eq!(plan.method(CopyDirection::Write, 1000), CopyMethod::Window);
+        assert_eq!(plan.method(CopyDirection::Write, 1001), CopyMethod::Engine);
         assert_eq!(plan.agent_reads(3.0), Some(3 << 10..=512 << 10));
-        let staged = plan.clone().staged_from(5000);
-        assert_eq!(staged.way(Direction::Read, 4999), Way::Engine);
-        assert_eq!(staged.way(Direction::Read, 5000), Way::Staged);
+        let staged = plan.clone().with_min_staged_read(5000);
+        assert_eq!(staged.method(CopyDirection::Read, 4999), CopyMethod::Engine);
+        assert_eq!(staged.method(CopyDirection::Read, 5000), CopyMethod::Staged);
         assert!(plan.to_string().contains("up to 1000 B"));
     }
 }

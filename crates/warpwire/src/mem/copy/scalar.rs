@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use super::Access;
+use super::AccessWidth;
 
 /// The widest word that the processor moves in one access.
 #[cfg(target_pointer_width = "64")]
@@ -19,7 +19,7 @@ pub(super) struct Load<W>(PhantomData<W>);
 // Volatile keeps each access whole, and keeps the loop from becoming a call of memcpy.
 macro_rules! word {
     ($word:ty, $narrower:ty) => {
-        impl Access for Store<$word> {
+        impl AccessWidth for Store<$word> {
             const BYTES: usize = size_of::<$word>();
             type Narrower = Store<$narrower>;
 
@@ -33,7 +33,7 @@ macro_rules! word {
             }
         }
 
-        impl Access for Load<$word> {
+        impl AccessWidth for Load<$word> {
             const BYTES: usize = size_of::<$word>();
             type Narrower = Load<$narrower>;
 

@@ -8,19 +8,19 @@ use crate::units;
 
 /// The environment variable that sets the parts: `half=1MiB,step=512KiB,small=16KiB,reads=32KiB`; what is left out
 /// stays as it is.
-pub const STAGING_VARIABLE: &str = "WARPWIRE_STAGING";
+pub const STAGING_ENV_VAR: &str = "WARPWIRE_STAGING";
 
 /// The sizes by which memory without a window is reached through pinned memory.
 ///
 /// ```
-/// use warpwire::mem::copy::Staging;
-/// let staging: Staging = "half=2MiB,step=256KiB".parse()?;
-/// assert_eq!((staging.half, staging.small), (2 << 20, Staging::default().small));
-/// assert!("step=2MiB".parse::<Staging>().unwrap_err().to_string().contains("half"));
+/// use warpwire::mem::copy::StagingOptions;
+/// let staging: StagingOptions = "half=2MiB,step=256KiB".parse()?;
+/// assert_eq!((staging.half, staging.small), (2 << 20, StagingOptions::default().small));
+/// assert!("step=2MiB".parse::<StagingOptions>().unwrap_err().to_string().contains("half"));
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Staging {
+pub struct StagingOptions {
     /// Each of the two halves of pinned memory: the CPU works on one, the copy engine on the other.
     pub half: u64,
     /// The least that the engine is given before somebody waits: each copy costs some microseconds of its own.
@@ -31,19 +31,19 @@ pub struct Staging {
     pub reads: u64,
 }
 
-impl Default for Staging {
+impl Default for StagingOptions {
     fn default() -> Self {
         Self { half: 1 << 20, step: 512 << 10, small: 16 << 10, reads: 1 }
     }
 }
 
-impl Staging {
-    const LEAST: u64 = 4 << 10;
-    const MOST: u64 = 64 << 20;
+impl StagingOptions {
+    const MIN_HALF: u64 = 4 << 10;
+    const MAX_HALF: u64 = 64 << 20;
 
     /// What `WARPWIRE_STAGING` asks for; the default if it is not set.
     pub fn from_env() -> Result<Self> {
-        match std::env::var(STAGING_VARIABLE) {
+        match std::env::var(STAGING_ENV_VAR) {
             Ok(text) => text.parse(),
             Err(_) => Ok(Self::default()),
         }
@@ -53,7 +53,7 @@ impl Staging {
     pub fn check(&self) -> Result<()> {
         let refuse = |why: String| Err(malformed(why));
         let Self { half, step, small, reads: _ } = *self;
-        if !(Self::LEAST..=Self::MOST).contains(&half) {
+        if !(Self::MIN_HALF..=Self::MAX_HALF).contains(&half) {
             return refuse(format!("a half of {} is not within 4KiB to 64MiB", units::bytes(half)));
         }
         if step == 0 || step > half {
@@ -74,14 +74,14 @@ impl Staging {
     }
 }
 
-impl fmt::Display for Staging {
+impl fmt::Display for StagingOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { half, step, small, reads } = *self;
         write!(f, "half={half},step={step},small={small},reads={reads}")
     }
 }
 
-impl FromStr for Staging {
+impl FromStr for StagingOptions {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -107,7 +107,7 @@ impl FromStr for Staging {
 #[cold]
 fn malformed(why: String) -> Error {
     Error::new(Kind::Malformed, "read the sizes of staging")
-        .on(STAGING_VARIABLE)
+        .on(STAGING_ENV_VAR)
         .why(why)
         .fix("write sizes like half=1MiB,step=512KiB,small=16KiB,reads=32KiB")
 }
@@ -119,12 +119,13 @@ mod tests {
     #[test]
     fn every_size_reads_and_is_written_again() {
         let text = " half=1MiB, step=64KiB,small=0,reads=4KiB, ";
-        let staging: Staging = text.parse().unwrap();
-        let wanted = Staging { half: 1 << 20, step: 64 << 10, small: 0, reads: 4 << 10 };
+        let staging: StagingOptions = text.parse().unwrap();
+        let wanted = StagingOptions { half: 1 << 20, step: 64 << 10, small: 0, reads: 4 << 10 };
         assert_eq!(staging, wanted);
-        assert_eq!(staging.to_string().parse::<Staging>().unwrap(), wanted);
-        assert_eq!("".parse::<Staging>().unwrap(), Staging::default());
-        let staging = Staging { half: 512 << 10, step: 128 << 10, ..Staging::default() };
+        assert_eq!(staging.to_string().parse::<StagingOptions>().unwrap(), wanted);
+        assert_eq!("".parse::<StagingOptions>().unwrap(), StagingOptions::default());
+        let staging =
+            StagingOptions { half: 512 << 10, step: 128 << 10, ..StagingOptions::default() };
         assert_eq!(staging.fetch(256 << 10), 128 << 10);
         assert_eq!(staging.fetch(8 << 20), 512 << 10);
         assert_eq!(staging.fetch(2 << 20), 512 << 10);
@@ -142,7 +143,7 @@ mod tests {
             ("speed=1", "speed"),
             ("half=much", "much"),
         ] {
-            let error = text.parse::<Staging>().unwrap_err();
+            let error = text.parse::<StagingOptions>().unwrap_err();
             assert!(error.to_string().contains(named), "{text}: {error}");
             assert!(error.advice().is_some(), "{text}: {error}");
         }

@@ -61,29 +61,29 @@ fn sample(len: usize) -> Vec<u8> {
 }
 
 /// Stores and loads once, and checks both.
-fn both_ways(routine: Routine, device_at: usize, host_at: usize, data: &[u8], room: &mut Memory) {
+fn both_ways(routine: Routine, device_at: usize, host_at: usize, data: &[u8], memory: &mut Memory) {
     let len = data.len();
     let case = format!("{routine}, {len} bytes, device +{device_at}, host +{host_at}");
     let mut source = vec![0; host_at + len];
     source[host_at..].copy_from_slice(data);
     // SAFETY: the room has that many bytes at either offset, and the routine is available.
-    unsafe { store(routine, room.at(device_at), source[host_at..].as_ptr(), len) };
+    unsafe { store(routine, memory.at(device_at), source[host_at..].as_ptr(), len) };
     store_fence();
-    room.expect(device_at, data, &case);
+    memory.expect(device_at, data, &case);
 
     let mut device = Memory::new(len);
     device.bytes()[GUARD + device_at..][..len].copy_from_slice(data);
     // SAFETY: as above.
-    unsafe { load(routine, room.at(host_at), device.at(device_at), len) };
-    room.expect(host_at, data, &case);
+    unsafe { load(routine, memory.at(host_at), device.at(device_at), len) };
+    memory.expect(host_at, data, &case);
 
     // SAFETY: as above.
-    unsafe { cached::rising_by(routine, room.at(host_at), device.at(device_at), len) };
-    room.expect(host_at, data, &case);
+    unsafe { cached::copy_forward(routine, memory.at(host_at), device.at(device_at), len) };
+    memory.expect(host_at, data, &case);
 
     // SAFETY: as above.
-    unsafe { cached(room.at(host_at), device.at(device_at), len) };
-    room.expect(host_at, data, &case);
+    unsafe { cached(memory.at(host_at), device.at(device_at), len) };
+    memory.expect(host_at, data, &case);
 }
 
 /// Who waits for the last byte of a copy finds all others there, however they were moved.
@@ -95,26 +95,26 @@ fn the_last_byte_of_a_cached_copy_becomes_visible_last() {
     let seen = AtomicU64::new(0);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            for turn in 1..=2000_u64 {
-                let source = vec![turn as u8; LEN];
+            for round in 1..=2000_u64 {
+                let source = vec![round as u8; LEN];
                 // SAFETY: as long as either is, in atomics that outlive the scope.
                 unsafe { cached(target.as_ptr().cast_mut().cast(), source.as_ptr(), LEN) };
-                while seen.load(Ordering::Acquire) != turn {
+                while seen.load(Ordering::Acquire) != round {
                     std::thread::yield_now();
                 }
             }
         });
-        for turn in 1..=2000_u64 {
+        for round in 1..=2000_u64 {
             let mut looks = 0_u32;
-            while target[LEN - 1].load(Ordering::Acquire) != turn as u8 {
+            while target[LEN - 1].load(Ordering::Acquire) != round as u8 {
                 looks += 1;
                 if looks.is_multiple_of(1000) {
                     std::thread::yield_now(); // on one processor the writer waits for this
                 }
             }
-            let late = target.iter().position(|byte| byte.load(Ordering::Relaxed) != turn as u8);
-            assert_eq!(late, None, "turn {turn}");
-            seen.store(turn, Ordering::Release);
+            let late = target.iter().position(|byte| byte.load(Ordering::Relaxed) != round as u8);
+            assert_eq!(late, None, "turn {round}");
+            seen.store(round, Ordering::Release);
         }
     });
 }
@@ -122,11 +122,11 @@ fn the_last_byte_of_a_cached_copy_becomes_visible_last() {
 #[test]
 fn every_routine_copies_exactly_at_every_offset_and_length() {
     for len in lengths() {
-        let (data, mut room) = (sample(len), Memory::new(len));
+        let (data, mut memory) = (sample(len), Memory::new(len));
         for routine in Routine::available() {
             for device_at in DEVICE_OFFSETS {
                 for host_at in HOST_OFFSETS {
-                    both_ways(routine, device_at, host_at, &data, &mut room);
+                    both_ways(routine, device_at, host_at, &data, &mut memory);
                 }
             }
         }
@@ -140,9 +140,9 @@ proptest! {
         host_at in 0usize..=70,
         data in proptest::collection::vec(any::<u8>(), 0..3000),
     ) {
-        let mut room = Memory::new(data.len());
+        let mut memory = Memory::new(data.len());
         for routine in Routine::available() {
-            both_ways(routine, device_at, host_at, &data, &mut room);
+            both_ways(routine, device_at, host_at, &data, &mut memory);
         }
     }
 
@@ -153,11 +153,11 @@ proptest! {
         widest in prop::sample::select(vec![1usize, 2, 4, 8, 16, 32, 64]),
     ) {
         let mut end = 0;
-        for piece in pieces(address, len, widest) {
-            prop_assert_eq!(piece.offset, end);
-            prop_assert!(piece.width.is_power_of_two() && piece.width <= widest);
-            prop_assert_eq!(address.wrapping_add(piece.offset) % piece.width, 0);
-            end += piece.width;
+        for access in aligned_accesses(address, len, widest) {
+            prop_assert_eq!(access.offset, end);
+            prop_assert!(access.width.is_power_of_two() && access.width <= widest);
+            prop_assert_eq!(address.wrapping_add(access.offset) % access.width, 0);
+            end += access.width;
         }
         prop_assert_eq!(end, len);
     }
@@ -168,14 +168,14 @@ proptest! {
         shift in 0u32..=6,
     ) {
         let width = 1 << shift;
-        let found: Vec<_> = pieces(block * width, width, 64).collect();
-        prop_assert_eq!(found, [Piece { offset: 0, width }]);
+        let found: Vec<_> = aligned_accesses(block * width, width, 64).collect();
+        prop_assert_eq!(found, [AlignedAccess { offset: 0, width }]);
     }
 
     #[test]
     fn copies_make_the_accesses_of_their_pieces(start in 0usize..64, len in 0usize..700) {
-        prop_assert_eq!(seen::<Seen<64>>(start, len), planned(start, len, 64));
-        prop_assert_eq!(seen::<Seen<8>>(start, len), planned(start, len, 8));
+        prop_assert_eq!(seen::<RecordingAccess<64>>(start, len), planned(start, len, 64));
+        prop_assert_eq!(seen::<RecordingAccess<8>>(start, len), planned(start, len, 8));
     }
 }
 
@@ -184,13 +184,13 @@ thread_local! {
 }
 
 /// Moves nothing, and notes each access: its address and width.
-struct Seen<const BYTES: usize>;
+struct RecordingAccess<const BYTES: usize>;
 
 macro_rules! seen {
     ($bytes:literal, $narrower:literal) => {
-        impl Access for Seen<$bytes> {
+        impl AccessWidth for RecordingAccess<$bytes> {
             const BYTES: usize = $bytes;
-            type Narrower = Seen<$narrower>;
+            type Narrower = RecordingAccess<$narrower>;
 
             unsafe fn copy(to: *mut u8, _: *const u8, count: usize) {
                 let noted = (0..count).map(|at| (to.addr() + at * $bytes, $bytes));
@@ -209,17 +209,19 @@ seen!(32, 16);
 seen!(64, 32);
 
 /// The accesses of a copy, with addresses from the start of aligned memory.
-fn seen<A: Access>(start: usize, len: usize) -> Vec<(usize, usize)> {
-    let (mut room, source) = (Memory::new(len), vec![0; len]);
-    let base = room.at(0).addr();
-    let to = room.at(start);
+fn seen<A: AccessWidth>(start: usize, len: usize) -> Vec<(usize, usize)> {
+    let (mut memory, source) = (Memory::new(len), vec![0; len]);
+    let base = memory.at(0).addr();
+    let to = memory.at(start);
     // SAFETY: the room has that many bytes there, and nothing is moved.
     unsafe { copy::<A>(to, source.as_ptr(), len, to.addr()) };
     ACCESSES.take().into_iter().map(|(address, width)| (address - base, width)).collect()
 }
 
 fn planned(start: usize, len: usize, widest: usize) -> Vec<(usize, usize)> {
-    pieces(start, len, widest).map(|piece| (start + piece.offset, piece.width)).collect()
+    aligned_accesses(start, len, widest)
+        .map(|access| (start + access.offset, access.width))
+        .collect()
 }
 
 #[test]
@@ -255,8 +257,8 @@ fn an_aligned_word_is_never_seen_torn() {
     let (word, done) = (AtomicU64::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            for turn in 0..200_000_u64 {
-                let value = (turn & 0xff).wrapping_mul(0x0101_0101_0101_0101).to_ne_bytes();
+            for round in 0..200_000_u64 {
+                let value = (round & 0xff).wrapping_mul(0x0101_0101_0101_0101).to_ne_bytes();
                 for routine in Routine::available() {
                     // SAFETY: the word is 8 aligned bytes that outlive the scope, in an atomic.
                     unsafe { store(routine, word.as_ptr().cast(), value.as_ptr(), 8) };

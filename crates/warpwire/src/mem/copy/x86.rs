@@ -6,14 +6,14 @@
 
 use std::arch::{asm, is_x86_feature_detected, x86_64};
 
-use super::{Access, Routine, scalar};
+use super::{AccessWidth, Routine, scalar};
 
 /// CPUID leaf 7: the bit of ECX that says MOVDIR64B. `is_x86_feature_detected` does not know it.
 const LEAF7_ECX_MOVDIR64B: u32 = 1 << 28;
 
 /// How many registers are filled before the first is emptied: a load takes a round trip over PCIe, and
 /// that many are under way at once.
-const ROW: usize = 8;
+const UNROLL: usize = 8;
 
 /// Streaming stores of so many bytes.
 pub(super) struct Store<const BYTES: usize>;
@@ -49,7 +49,7 @@ fn has_movdir64b() -> bool {
 }
 
 /// Whether the processor says that its string moves are fast.
-pub(super) fn has_string_move() -> bool {
+pub(super) fn has_fast_rep_movsb() -> bool {
     is_x86_feature_detected!("ermsb")
 }
 
@@ -58,7 +58,7 @@ pub(super) fn has_string_move() -> bool {
 /// # Safety
 /// `to` is valid for writes and `from` for reads of `len` bytes.
 #[inline]
-pub(super) unsafe fn string_move(to: *mut u8, from: *const u8, len: usize) {
+pub(super) unsafe fn rep_movsb(to: *mut u8, from: *const u8, len: usize) {
     // SAFETY: the caller's promise; the direction is upward, as it is everywhere in Rust.
     unsafe {
         asm!(
@@ -80,7 +80,7 @@ pub(super) fn store_fence() {
 /// Asks for a line to store to. Assembly, as the intrinsic becomes a request to read it where the compiler is not told
 /// of a younger processor; whatever runs a 64-bit system of today has the instruction.
 #[inline]
-pub(super) fn expect_store(address: u64) {
+pub(super) fn prefetch_for_write(address: u64) {
     // SAFETY: a hint: it accesses nothing, and no address makes it fail.
     unsafe { asm!("prefetchw [{}]", in(reg) address, options(nostack, preserves_flags, readonly)) };
 }
@@ -94,7 +94,7 @@ pub(super) fn load_fence() {
 
 /// Leaves the state in which older SSE code runs slowly, after 32-byte registers 0 to 15 were used.
 #[inline]
-fn leave_avx() {
+fn zero_upper() {
     // SAFETY: only reached where AVX2 exists; the registers that it changes are all named.
     unsafe {
         asm!(
@@ -109,7 +109,7 @@ fn leave_avx() {
 }
 
 /// Fills the registers from `$from` at the offsets beside them, then empties them at `$to`.
-macro_rules! carry {
+macro_rules! load_store {
     ($to:expr, $from:expr, $fill:literal, $empty:literal, $($register:tt $offset:literal),+) => {
         asm!(
             $(concat!($fill, " ", $register, ", [{from} + ", $offset, "]"),)+
@@ -127,31 +127,31 @@ macro_rules! streaming {
         $access:ident<$bytes:literal>, then $narrower:ty, $fill:literal, $empty:literal,
         $first:tt $(, $register:tt $offset:literal)+
     ) => {
-        impl Access for $access<$bytes> {
+        impl AccessWidth for $access<$bytes> {
             const BYTES: usize = $bytes;
             type Narrower = $narrower;
 
             #[inline]
             unsafe fn copy(to: *mut u8, from: *const u8, count: usize) {
-                let in_rows = count - count % ROW;
-                for block in (0..in_rows).step_by(ROW) {
+                let unrolled = count - count % UNROLL;
+                for block in (0..unrolled).step_by(UNROLL) {
                     let at = block * $bytes;
                     // SAFETY: the row lies within `count`; alignment and instructions are the caller's
                     // promise; registers that change are named.
                     unsafe {
-                        carry!(
+                        load_store!(
                             to.add(at), from.add(at), $fill, $empty,
                             $first 0 $(, $register $offset)+
                         );
                     }
                 }
-                for block in in_rows..count {
+                for block in unrolled..count {
                     let at = block * $bytes;
                     // SAFETY: as above, for one block.
-                    unsafe { carry!(to.add(at), from.add(at), $fill, $empty, $first 0) };
+                    unsafe { load_store!(to.add(at), from.add(at), $fill, $empty, $first 0) };
                 }
                 if $bytes == 32 {
-                    leave_avx();
+                    zero_upper();
                 }
             }
         }
@@ -205,7 +205,7 @@ streaming!(
     "zmm20" 256, "zmm21" 320, "zmm22" 384, "zmm23" 448
 );
 
-impl Access for DirectStore {
+impl AccessWidth for DirectStore {
     const BYTES: usize = 64;
     // Some processors have MOVDIR64B but no AVX.
     type Narrower = Store<16>;

@@ -16,43 +16,43 @@ use super::super::backend::{
 use super::super::device::{Backend, Capabilities, Capability, DeviceInfo, MemoryUsage};
 use super::super::program::Program;
 use super::super::share::IpcHandle;
+use super::deferred_free::DeferredFree;
 use super::driver::{Driver, call, get, version_text};
-use super::graveyard::Graveyard;
 use super::memory::{self, CudaMemory};
 use super::module::CudaModule;
 use super::share;
 use super::stream::{CudaEvent, CudaStream};
 use super::sys::{self, Context, PoolHandle, StreamHandle, attribute as a};
-use super::window::Proofs;
+use super::window::VerifiedKinds;
 use crate::error::{Error, Result};
 use crate::host::{PciAddress, System};
 
 pub(super) struct CudaDevice {
     pub(super) driver: &'static Driver,
-    pub(super) graveyard: Graveyard,
-    pub(super) proofs: Proofs,
+    pub(super) deferred_free: DeferredFree,
+    pub(super) verified_kinds: VerifiedKinds,
     info: DeviceInfo,
     capabilities: Capabilities,
     handle: i32,
     context: Context,
     /// A stream of our own, for work that must not wait behind the users'.
-    side: StreamHandle,
+    internal_handle: StreamHandle,
     pool: Mutex<Option<PoolHandle>>,
     next_stream: AtomicU64,
 }
 
 /// The context is current on this thread until this is dropped.
-pub(super) struct Entered<'a> {
+pub(super) struct ContextGuard<'a> {
     device: &'a CudaDevice,
     pushed: bool,
     /// How strict this thread was about calls during somebody's capture.
-    strictness: i32,
+    capture_mode: i32,
 }
 
-impl Drop for Entered<'_> {
+impl Drop for ContextGuard<'_> {
     fn drop(&mut self) {
         let driver = self.device.driver;
-        let restored = call!(driver, capture_strictness(&mut self.strictness));
+        let restored = call!(driver, exchange_capture_mode(&mut self.capture_mode));
         let popped = match self.pushed {
             true => get!(driver, Context::NULL, context_pop()).map(|_| ()),
             false => Ok(()),
@@ -70,20 +70,21 @@ impl CudaDevice {
         let context = get!(driver, Context::NULL, primary_context_retain(handle))?;
         let mut device = Self {
             driver,
-            graveyard: Graveyard::default(),
-            proofs: Proofs::default(),
+            deferred_free: DeferredFree::default(),
+            verified_kinds: VerifiedKinds::default(),
             info,
             capabilities: capabilities(driver, handle),
             handle,
             context,
-            side: StreamHandle::NULL,
+            internal_handle: StreamHandle::NULL,
             pool: Mutex::new(None),
             next_stream: AtomicU64::new(1),
         };
-        let entered = device.enter()?;
-        let side = get!(driver, StreamHandle::NULL, stream_create(sys::STREAM_NON_BLOCKING))?;
-        drop(entered);
-        device.side = side;
+        let guard = device.make_current()?;
+        let internal_handle =
+            get!(driver, StreamHandle::NULL, stream_create(sys::STREAM_NON_BLOCKING))?;
+        drop(guard);
+        device.internal_handle = internal_handle;
         Ok(device)
     }
 
@@ -99,15 +100,15 @@ impl CudaDevice {
         &self.info.uuid
     }
 
-    pub(super) fn side_stream(&self) -> StreamHandle {
-        self.side
+    pub(super) fn internal_stream(&self) -> StreamHandle {
+        self.internal_handle
     }
 
     /// Copies between a buffer of the host and device memory, beside whatever the users' streams do (a
     /// hung stream must not hold it up), and returns when it is done. The context is current.
-    pub(super) fn copy_beside(&self, to: u64, from: u64, len: usize) -> Result<()> {
-        call!(self.driver, copy_async(to, from, len, self.side))?;
-        call!(self.driver, stream_synchronize(self.side))
+    pub(super) fn copy_sync(&self, to: u64, from: u64, len: usize) -> Result<()> {
+        call!(self.driver, copy_async(to, from, len, self.internal_handle))?;
+        call!(self.driver, stream_synchronize(self.internal_handle))
     }
 
     /// Makes the context current until [`pop`](Self::pop).
@@ -122,16 +123,16 @@ impl CudaDevice {
     }
 
     /// Makes the context current, unless it is.
-    pub(super) fn enter(&self) -> Result<Entered<'_>> {
+    pub(super) fn make_current(&self) -> Result<ContextGuard<'_>> {
         let current = get!(self.driver, Context::NULL, context_current())?;
         let pushed = current != self.context;
         if pushed {
             call!(self.driver, context_push(self.context))?;
         }
         // Our queries and allocations have nothing to do with captures of others in this process.
-        let mut strictness = sys::CAPTURE_RELAXED;
-        call!(self.driver, capture_strictness(&mut strictness))?;
-        Ok(Entered { device: self, pushed, strictness })
+        let mut capture_mode = sys::CAPTURE_RELAXED;
+        call!(self.driver, exchange_capture_mode(&mut capture_mode))?;
+        Ok(ContextGuard { device: self, pushed, capture_mode })
     }
 
     pub(super) fn supports(&self, attribute_number: i32) -> bool {
@@ -153,7 +154,7 @@ impl CudaDevice {
     }
 
     /// Names the device in an error from the driver, and what was tried. Costs nothing unless there is one.
-    pub(super) fn blame<W>(&self, what: W) -> impl FnOnce(Error) -> Error
+    pub(super) fn error_context<W>(&self, what: W) -> impl FnOnce(Error) -> Error
     where
         W: Into<Cow<'static, str>>,
     {
@@ -164,12 +165,12 @@ impl CudaDevice {
 impl Drop for CudaDevice {
     fn drop(&mut self) {
         // Whatever is at work or waits to be destroyed holds the device, so nothing is.
-        let Ok(entered) = self.enter() else { return };
+        let Ok(guard) = self.make_current() else { return };
         let pool = self.pool.lock().take();
         let outcome = pool
             .map_or(Ok(()), |pool| call!(self.driver, pool_destroy(pool)))
-            .and(call!(self.driver, stream_destroy(self.side)));
-        drop(entered);
+            .and(call!(self.driver, stream_destroy(self.internal_handle)));
+        drop(guard);
         let released = outcome.and(call!(self.driver, primary_context_release(self.handle)));
         if let Err(error) = released {
             tracing::warn!(%error, device = %self.label(), "the context was not released");
@@ -187,10 +188,10 @@ impl DeviceBackend for CudaDevice {
     }
 
     fn memory_usage(&self) -> Result<MemoryUsage> {
-        let _current = self.enter()?;
+        let _current = self.make_current()?;
         let mut total = 0;
         let free = get!(self.driver, 0, memory_info(&mut total))
-            .map_err(self.blame("ask for free memory"))?;
+            .map_err(self.error_context("ask for free memory"))?;
         Ok(MemoryUsage { free: free as u64, total: total as u64 })
     }
 
@@ -227,8 +228,8 @@ impl DeviceBackend for CudaDevice {
     }
 
     fn reclaim(&self) {
-        let Ok(_current) = self.enter() else { return };
-        self.graveyard.live_streams().iter().for_each(|stream| stream.reclaim());
+        let Ok(_current) = self.make_current() else { return };
+        self.deferred_free.live_streams().iter().for_each(|stream| stream.reclaim());
     }
 
     fn load(self: Arc<Self>, program: &Program) -> Result<Arc<dyn ModuleBackend>> {
@@ -242,11 +243,11 @@ pub(super) fn attribute(driver: &Driver, ordinal: u32, attribute: i32) -> Result
 }
 
 fn info(driver: &Driver, handle: i32, ordinal: u32) -> Result<DeviceInfo> {
-    let ask = |number| get!(driver, 0, device_attribute(number, handle));
+    let query = |number| get!(driver, 0, device_attribute(number, handle));
     let pci = PciAddress {
-        domain: ask(a::PCI_DOMAIN_ID)? as u32,
-        bus: ask(a::PCI_BUS_ID)? as u8,
-        device: ask(a::PCI_DEVICE_ID)? as u8,
+        domain: query(a::PCI_DOMAIN_ID)? as u32,
+        bus: query(a::PCI_BUS_ID)? as u8,
+        device: query(a::PCI_DEVICE_ID)? as u8,
         function: 0,
     };
     Ok(DeviceInfo {

@@ -98,7 +98,7 @@ impl Driver {
             sys::OUT_OF_MEMORY => Kind::OutOfMemory,
             sys::NOT_SUPPORTED => Kind::Unsupported,
             sys::NOT_PERMITTED => Kind::PermissionDenied,
-            code if sys::CONTEXT_KILLERS.contains(&code) => Kind::DeviceLost,
+            code if sys::STICKY_ERRORS.contains(&code) => Kind::DeviceLost,
             code => Kind::Cuda(code),
         };
         let name = self.text(self.functions.error_name, code);
@@ -147,7 +147,7 @@ impl Driver {
     }
 
     /// Whether the event has been reached.
-    pub(super) fn event_is_reached(&self, event: sys::EventHandle) -> Result<bool> {
+    pub(super) fn event_is_complete(&self, event: sys::EventHandle) -> Result<bool> {
         let query = self.functions.event_query.ok_or_else(|| self.missing(symbol::event_query))?;
         // SAFETY: the caller owns the event.
         self.ready(symbol::event_query, unsafe { query(event) })

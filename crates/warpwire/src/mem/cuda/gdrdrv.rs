@@ -5,8 +5,8 @@
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use super::super::window::{Mapped, MappingType};
-use super::window::Span;
+use super::super::window::{CpuMapping, MappingType};
+use super::window::MappedRange;
 use crate::error::{Error, Result};
 
 const NODE: &str = "/dev/gdrdrv";
@@ -16,7 +16,7 @@ const GPU_PAGE: u64 = 64 << 10;
 
 #[repr(C)]
 #[derive(Default)]
-struct Pin {
+struct PinParams {
     address: u64,
     size: u64,
     token: u64,
@@ -26,7 +26,7 @@ struct Pin {
 }
 
 #[repr(C)]
-struct Unpin {
+struct UnpinParams {
     handle: u64,
 }
 
@@ -34,7 +34,7 @@ const PIN: u64 = request(1, 40);
 /// All requests but the pins carry the size of a pointer.
 const UNPIN: u64 = request(2, 8);
 
-const _: () = assert!(size_of::<Pin>() == 40 && PIN == 0xc028_da01 && UNPIN == 0xc008_da02);
+const _: () = assert!(size_of::<PinParams>() == 40 && PIN == 0xc028_da01 && UNPIN == 0xc008_da02);
 
 const fn request(number: u64, size: u64) -> u64 {
     3 << 30 | size << 16 | MAGIC << 8 | number
@@ -46,7 +46,7 @@ struct Pinned {
     handle: u64,
 }
 
-pub(super) fn map(start: u64, len: u64) -> Result<Mapped> {
+pub(super) fn map(start: u64, len: u64) -> Result<CpuMapping> {
     let module = File::options().read(true).write(true).open(NODE).map(OwnedFd::from);
     let module = module.map_err(|error| {
         Error::os("map GPU memory", &error)
@@ -55,19 +55,19 @@ pub(super) fn map(start: u64, len: u64) -> Result<Mapped> {
     })?;
     let first = start - start % GPU_PAGE;
     let size = (start + len).next_multiple_of(GPU_PAGE) - first;
-    let mut pin = Pin { address: first, size, ..Pin::default() };
+    let mut pin = PinParams { address: first, size, ..PinParams::default() };
     call(&module, PIN, &mut pin)?;
     let pinned = Pinned { module, handle: pin.handle };
     // The module finds the memory by the offset of the mapping, in pages.
     let offset = pinned.handle * rustix::param::page_size() as u64;
-    let span = Span::of(&pinned.module, offset, size)?;
-    let base = span.at(start - first);
-    Ok(Mapped::new(base, len, MappingType::WriteCombining, Box::new((span, pinned))))
+    let mapped_range = MappedRange::of(&pinned.module, offset, size)?;
+    let base = mapped_range.at(start - first);
+    Ok(CpuMapping::new(base, len, MappingType::WriteCombining, Box::new((mapped_range, pinned))))
 }
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        let mut unpin = Unpin { handle: self.handle };
+        let mut unpin = UnpinParams { handle: self.handle };
         if let Err(error) = call(&self.module, UNPIN, &mut unpin) {
             tracing::warn!(%error, "memory was not unpinned");
         }

@@ -12,14 +12,15 @@ use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
 use crate::error::{Error, Kind, Result};
 
-const MOST_OBJECTS: usize = 128;
+const MAX_OBJECTS: usize = 128;
 /// `_IOWR('F', 217, 2608 bytes)`.
-const EXPORT_REQUEST: c_ulong = 3 << 30 | (size_of::<Export>() as c_ulong) << 16 | 0x46 << 8 | 217;
+const EXPORT_REQUEST: c_ulong =
+    3 << 30 | (size_of::<ExportParams>() as c_ulong) << 16 | 0x46 << 8 | 217;
 
 /// The export request, as the open kernel modules declare it.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Export {
+struct ExportParams {
     fd: c_int,
     client: u32,
     total_objects: u32,
@@ -28,22 +29,22 @@ struct Export {
     total_size: u64,
     mapping_type: u8,
     allow_mmap: u8,
-    handles: [u32; MOST_OBJECTS],
-    offsets: [u64; MOST_OBJECTS],
-    sizes: [u64; MOST_OBJECTS],
+    handles: [u32; MAX_OBJECTS],
+    offsets: [u64; MAX_OBJECTS],
+    sizes: [u64; MAX_OBJECTS],
     status: u32,
 }
 
 const _: () = {
-    assert!(size_of::<Export>() == 2608);
-    assert!(std::mem::offset_of!(Export, total_size) == 24);
-    assert!(std::mem::offset_of!(Export, handles) == 36);
-    assert!(std::mem::offset_of!(Export, offsets) == 552);
+    assert!(size_of::<ExportParams>() == 2608);
+    assert!(std::mem::offset_of!(ExportParams, total_size) == 24);
+    assert!(std::mem::offset_of!(ExportParams, handles) == 36);
+    assert!(std::mem::offset_of!(ExportParams, offsets) == 552);
 };
 
 /// A part of an exported range: a piece of a memory object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct ObjectRange {
     pub(super) client: u32,
     pub(super) object: u32,
     pub(super) offset: u64,
@@ -51,16 +52,18 @@ pub(super) struct Piece {
 }
 
 thread_local! {
-    static SEEN: RefCell<Option<Vec<Piece>>> = const { RefCell::new(None) };
+    static RECORDED: RefCell<Option<Vec<ObjectRange>>> = const { RefCell::new(None) };
 }
 
 /// Runs `export` and returns the pieces that CUDA named to the kernel meanwhile, on this thread.
-pub(super) fn watch<R>(export: impl FnOnce() -> Result<R>) -> Result<(R, Vec<Piece>)> {
+pub(super) fn record_exports<R>(
+    export: impl FnOnce() -> Result<R>,
+) -> Result<(R, Vec<ObjectRange>)> {
     install()?;
-    SEEN.with(|seen| *seen.borrow_mut() = Some(Vec::new()));
+    RECORDED.with(|recorded| *recorded.borrow_mut() = Some(Vec::new()));
     let exported = export();
-    let pieces = SEEN.with(|seen| seen.borrow_mut().take()).unwrap_or_default();
-    Ok((exported?, pieces))
+    let object_ranges = RECORDED.with(|recorded| recorded.borrow_mut().take()).unwrap_or_default();
+    Ok((exported?, object_ranges))
 }
 
 type Ioctl = unsafe extern "C" fn(c_int, c_ulong, *mut c_void) -> c_int;
@@ -72,7 +75,7 @@ static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
 ///
 /// # Safety
 /// As `ioctl`.
-unsafe extern "C" fn watched_ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
+unsafe extern "C" fn ioctl_hook(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     let original = ORIGINAL.load(Ordering::Acquire);
     // SAFETY: set before the table was changed, to the address of a function of this type.
     let original: Ioctl = unsafe { std::mem::transmute::<usize, Ioctl>(original) };
@@ -81,22 +84,22 @@ unsafe extern "C" fn watched_ioctl(fd: c_int, request: c_ulong, argument: *mut c
     // Some callers sign-extend the request.
     if request as u32 == EXPORT_REQUEST as u32 && result == 0 && !argument.is_null() {
         // SAFETY: the kernel has just read and written a structure of this size there.
-        keep(unsafe { &*argument.cast::<Export>() });
+        record(unsafe { &*argument.cast::<ExportParams>() });
     }
     result
 }
 
-fn keep(export: &Export) {
+fn record(export: &ExportParams) {
     if export.status != 0 {
         return;
     }
     // A thread that is ending has no such variable any more; then nobody is watching.
-    let _ = SEEN.try_with(|seen| {
-        if let Ok(mut seen) = seen.try_borrow_mut()
-            && let Some(pieces) = seen.as_mut()
+    let _ = RECORDED.try_with(|recorded| {
+        if let Ok(mut recorded) = recorded.try_borrow_mut()
+            && let Some(object_ranges) = recorded.as_mut()
         {
-            let count = (export.object_count as usize).min(MOST_OBJECTS);
-            pieces.extend((0..count).map(|at| Piece {
+            let count = (export.object_count as usize).min(MAX_OBJECTS);
+            object_ranges.extend((0..count).map(|at| ObjectRange {
                 client: export.client,
                 object: export.handles[at],
                 offset: export.offsets[at],
@@ -247,7 +250,7 @@ fn replace(entry: usize) -> Result<()> {
         ORIGINAL.store(original as usize, Ordering::Release);
         mprotect(start, page, MprotectFlags::READ | MprotectFlags::WRITE)
             .map_err(|_| failure("its symbol table cannot be made writable"))?;
-        slot.store(watched_ioctl as *mut c_void, Ordering::Release);
+        slot.store(ioctl_hook as *mut c_void, Ordering::Release);
         // If it was read-only, leaving it writable is harmless; if it was not, it must stay writable.
     }
     Ok(())

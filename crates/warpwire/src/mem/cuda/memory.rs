@@ -9,14 +9,14 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::super::address::DeviceAddr;
-use super::super::allocation::{Listener, MemoryKind, Watch};
+use super::super::allocation::{MemoryKind, MemoryListener, WatchGuard};
 use super::super::backend::{DeviceBackend, HostOwner, MemoryBackend};
 use super::super::bytes::SharedBytes;
 use super::super::share::{DmaBuf, DmaBufRoute, IpcHandle};
-use super::super::window::{Mapped, WindowPath};
+use super::super::window::{CpuMapping, WindowPath};
+use super::deferred_free::{HostPointer, PendingFree};
 use super::device::CudaDevice;
 use super::driver::{call, get};
-use super::graveyard::{HostPointer, Remains};
 use super::share;
 use super::sys::{self, AccessDesc, AllocationProp, PoolHandle, pointer};
 use super::window;
@@ -38,7 +38,7 @@ pub(super) struct CudaMemory {
 #[derive(Clone, Copy)]
 pub(super) enum Origin {
     Plain,
-    Vmm(VmmPiece),
+    Vmm(VmmAllocation),
     Pool,
     Pinned(NonNull<u8>),
     Borrowed,
@@ -52,7 +52,7 @@ pub(super) enum Origin {
         base: u64,
     },
     /// A virtual memory handle of another process.
-    ImportedVmm(VmmPiece),
+    ImportedVmm(VmmAllocation),
     /// From another process's pool.
     ImportedPool(PoolHandle),
 }
@@ -64,7 +64,7 @@ unsafe impl Sync for Origin {}
 
 /// A mapped piece of virtual memory: its handle and its rounded size.
 #[derive(Clone, Copy)]
-pub(super) struct VmmPiece {
+pub(super) struct VmmAllocation {
     pub(super) handle: u64,
     pub(super) size: usize,
 }
@@ -86,25 +86,26 @@ impl CudaMemory {
 }
 
 pub(super) fn allocate(device: Arc<CudaDevice>, len: u64, kind: MemoryKind) -> Result<CudaMemory> {
-    let current = device.enter()?;
-    device.graveyard.settle(device.driver);
+    let current = device.make_current()?;
+    device.deferred_free.free_ready(device.driver);
     let made = try_allocate(&device, len, kind).or_else(|error| {
         // Memory that was dropped while streams were at work still counts: let it go, and try again.
         let short = error.kind() == &Kind::OutOfMemory;
         if short {
             device.reclaim();
-            device.graveyard.settle_within(device.driver, SHORTAGE_PATIENCE);
+            device.deferred_free.free_within(device.driver, OUT_OF_MEMORY_RETRY);
             return try_allocate(&device, len, kind);
         }
         Err(error)
     });
-    let (address, origin) = made.map_err(|error| explain_shortage(&device, error, len, kind))?;
+    let (address, origin) =
+        made.map_err(|error| explain_out_of_memory(&device, error, len, kind))?;
     drop(current);
     Ok(CudaMemory::new(device, address, len, origin))
 }
 
 /// How long an allocation waits for dropped memory to be freed before it fails.
-const SHORTAGE_PATIENCE: Duration = Duration::from_secs(1);
+const OUT_OF_MEMORY_RETRY: Duration = Duration::from_secs(1);
 
 fn try_allocate(device: &CudaDevice, len: u64, kind: MemoryKind) -> Result<(u64, Origin)> {
     match kind {
@@ -122,7 +123,7 @@ fn try_allocate(device: &CudaDevice, len: u64, kind: MemoryKind) -> Result<(u64,
 }
 
 #[cold]
-fn explain_shortage(device: &CudaDevice, error: Error, len: u64, kind: MemoryKind) -> Error {
+fn explain_out_of_memory(device: &CudaDevice, error: Error, len: u64, kind: MemoryKind) -> Error {
     let mut error = error;
     if error.kind() == &Kind::OutOfMemory
         && kind != MemoryKind::Pinned
@@ -133,7 +134,7 @@ fn explain_shortage(device: &CudaDevice, error: Error, len: u64, kind: MemoryKin
             .why(format!("{free} of {total} are free"))
             .fix("free some (other processes use this GPU too), or ask for less");
     }
-    device.blame(format!("allocate {} of {kind} memory", units::bytes(len)))(error)
+    device.error_context(format!("allocate {} of {kind} memory", units::bytes(len)))(error)
 }
 
 fn allocate_vmm(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
@@ -148,14 +149,14 @@ fn allocate_vmm(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
         Error::new(Kind::OutOfMemory, "").why("the length cannot be rounded up to whole pages")
     })?;
     let handle = get!(driver, 0, vmm_create(size, &prop, 0))?;
-    let piece = VmmPiece { handle, size };
+    let piece = VmmAllocation { handle, size };
     Ok((map_vmm(device, piece)?, Origin::Vmm(piece)))
 }
 
 /// Gives a virtual memory handle an address; on failure the handle is released.
-pub(super) fn map_vmm(device: &CudaDevice, piece: VmmPiece) -> Result<u64> {
+pub(super) fn map_vmm(device: &CudaDevice, piece: VmmAllocation) -> Result<u64> {
     let driver = device.driver;
-    let VmmPiece { handle, size } = piece;
+    let VmmAllocation { handle, size } = piece;
     let reserved = get!(driver, 0, vmm_reserve(size, 0, 0, 0))
         .inspect_err(|_| drop(call!(driver, vmm_release(handle))))?;
     let access = AccessDesc::read_write(device.ordinal());
@@ -170,7 +171,7 @@ pub(super) fn map_vmm(device: &CudaDevice, piece: VmmPiece) -> Result<u64> {
     Ok(reserved)
 }
 
-fn unmap_vmm(device: &CudaDevice, address: u64, piece: VmmPiece) -> Result<()> {
+fn unmap_vmm(device: &CudaDevice, address: u64, piece: VmmAllocation) -> Result<()> {
     let driver = device.driver;
     // Go on after a failure: what can be given back is given back.
     let unmapped = call!(driver, vmm_unmap(address, piece.size));
@@ -181,10 +182,10 @@ fn unmap_vmm(device: &CudaDevice, address: u64, piece: VmmPiece) -> Result<()> {
 
 fn allocate_from_pool(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
     device.capabilities().pool.require("allocate", device.info())?;
-    let (driver, side) = (device.driver, device.side_stream());
-    let address = get!(driver, 0, pool_alloc(len as usize, device.pool()?, side))?;
+    let (driver, internal_handle) = (device.driver, device.internal_stream());
+    let address = get!(driver, 0, pool_alloc(len as usize, device.pool()?, internal_handle))?;
     // Other streams may use it only once the side stream has got to the allocation.
-    call!(driver, stream_synchronize(side))?;
+    call!(driver, stream_synchronize(internal_handle))?;
     Ok((address, Origin::Pool))
 }
 
@@ -192,8 +193,8 @@ fn allocate_pinned(device: &CudaDevice, len: u64) -> Result<(u64, Origin)> {
     let driver = device.driver;
     let flags = sys::HOST_PORTABLE_AND_MAPPED;
     let host = get!(driver, std::ptr::null_mut::<c_void>(), host_alloc(len as usize, flags))?;
-    let give_back = |_: &Error| drop(call!(driver, host_free(host)));
-    let address = get!(driver, 0, host_device_address(host, 0)).inspect_err(give_back)?;
+    let free_host = |_: &Error| drop(call!(driver, host_free(host)));
+    let address = get!(driver, 0, host_device_address(host, 0)).inspect_err(free_host)?;
     let base = NonNull::new(host.cast()).ok_or_else(|| {
         Error::new(Kind::OutOfMemory, "").why("the driver pinned memory at no address")
     })?;
@@ -207,7 +208,7 @@ pub(super) fn register_host(
     io: bool,
     owner: HostOwner,
 ) -> Result<CudaMemory> {
-    let current = device.enter()?;
+    let current = device.make_current()?;
     let driver = device.driver;
     let flags = sys::HOST_PORTABLE_AND_MAPPED | if io { sys::HOST_IO } else { 0 };
     let host: *mut c_void = base.as_ptr().cast();
@@ -230,7 +231,7 @@ fn explain_register(device: &CudaDevice, error: Error, len: u64, io: bool) -> Er
         false => "let streams reach host memory",
     };
     let reason = error.reason().to_owned();
-    let error = device.blame(format!("{what} ({})", units::bytes(len)))(error);
+    let error = device.error_context(format!("{what} ({})", units::bytes(len)))(error);
     if !io {
         return error.fix("register whole pages that are mapped, and not registered before");
     }
@@ -245,9 +246,9 @@ fn explain_register(device: &CudaDevice, error: Error, len: u64, io: bool) -> Er
 }
 
 pub(super) fn borrow(device: Arc<CudaDevice>, address: DeviceAddr, len: u64) -> Result<CudaMemory> {
-    let current = device.enter()?;
-    check_foreign(&device, address.raw(), len).map_err(|error| {
-        device.blame(format!("borrow {} at {address}", units::bytes(len)))(error)
+    let current = device.make_current()?;
+    check_borrowed(&device, address.raw(), len).map_err(|error| {
+        device.error_context(format!("borrow {} at {address}", units::bytes(len)))(error)
     })?;
     drop(current);
     Ok(CudaMemory::new(device, address.raw(), len, Origin::Borrowed))
@@ -255,13 +256,13 @@ pub(super) fn borrow(device: Arc<CudaDevice>, address: DeviceAddr, len: u64) -> 
 
 /// Checks that each byte of the range is device memory of this GPU. A range may span several pieces of
 /// mapped virtual memory, so it is walked piece by piece.
-fn check_foreign(device: &CudaDevice, start: u64, len: u64) -> Result<()> {
+fn check_borrowed(device: &CudaDevice, start: u64, len: u64) -> Result<()> {
     let driver = device.driver;
     let refuse = |why: String| Error::new(Kind::NotDeviceMemory, "").why(why);
     let end = start + len;
     let mut at = start;
     while at < end {
-        let kind = ask_pointer(device, pointer::MEMORY_TYPE, at).map_err(|error| match error.kind() {
+        let kind = pointer_attribute_u32(device, pointer::MEMORY_TYPE, at).map_err(|error| match error.kind() {
             Kind::Cuda(sys::INVALID_VALUE) => {
                 refuse(format!("CUDA does not know the address {at:#x}: it is ordinary host memory, or was freed"))
             }
@@ -274,7 +275,7 @@ fn check_foreign(device: &CudaDevice, start: u64, len: u64) -> Result<()> {
         if kind != pointer::MEMORY_TYPE_DEVICE {
             return Err(refuse(format!("it is memory of type {kind}")));
         }
-        let owner = ask_pointer(device, pointer::DEVICE_ORDINAL, at)?;
+        let owner = pointer_attribute_u32(device, pointer::DEVICE_ORDINAL, at)?;
         if owner != device.ordinal() {
             return Err(
                 refuse(format!("it is memory of cuda:{owner}")).fix("borrow it on that device")
@@ -291,7 +292,11 @@ fn check_foreign(device: &CudaDevice, start: u64, len: u64) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn ask_pointer(device: &CudaDevice, attribute: i32, address: u64) -> Result<u32> {
+pub(super) fn pointer_attribute_u32(
+    device: &CudaDevice,
+    attribute: i32,
+    address: u64,
+) -> Result<u32> {
     // The attributes asked for here are 32-bit; the driver writes no more.
     let mut value = 0_u32;
     call!(device.driver, pointer_attribute((&raw mut value).cast(), attribute, address))?;
@@ -317,7 +322,7 @@ pub(super) fn export_pages(
     let end = (start + len).next_multiple_of(page);
     let (mut base, mut size) = (0, 0);
     call!(device.driver, address_range(&mut base, &mut size, start))?;
-    let begins = [page, GPU_PAGE, LARGE_GPU_PAGE].map(|unit| start - start % unit);
+    let candidates = [page, GPU_PAGE, LARGE_GPU_PAGE].map(|unit| start - start % unit);
     let mut mapping = base;
     // Newer drivers tell where the underlying piece begins; for others, roundings are tried.
     let known = call!(
@@ -325,24 +330,24 @@ pub(super) fn export_pages(
         pointer_attribute((&raw mut mapping).cast(), pointer::MAPPING_BASE, start)
     );
     let piece = known.map_or(base, |()| mapping);
-    let begins =
-        begins.into_iter().chain([piece, base - base % page, base - base % LARGE_GPU_PAGE]);
-    let mut refusal = None;
-    for first in begins {
+    let candidates =
+        candidates.into_iter().chain([piece, base - base % page, base - base % LARGE_GPU_PAGE]);
+    let mut first_error = None;
+    for first in candidates {
         let size = (end - first) as usize;
         match get!(device.driver, -1, range_handle(first, size, sys::RANGE_DMA_BUF, flags)) {
             // SAFETY: the driver has just opened it for us.
             Ok(fd) => return Ok((unsafe { OwnedFd::from_raw_fd(fd) }, first)),
-            Err(error) => refusal = refusal.or(Some(error)),
+            Err(error) => first_error = first_error.or(Some(error)),
         }
     }
-    Err(refusal.unwrap_or_else(|| Error::new(Kind::Unsupported, "")))
+    Err(first_error.unwrap_or_else(|| Error::new(Kind::Unsupported, "")))
 }
 
 /// Why CUDA does not export memory, as far as it says what memory that is.
 #[cold]
 fn explain_export(device: &CudaDevice, start: u64, error: Error) -> Error {
-    let asked = |attribute| ask_pointer(device, attribute, start).ok();
+    let asked = |attribute| pointer_attribute_u32(device, attribute, start).ok();
     let mut pool = 0_u64;
     let asked_pool =
         call!(device.driver, pointer_attribute((&raw mut pool).cast(), pointer::POOL, start));
@@ -402,23 +407,23 @@ impl MemoryBackend for CudaMemory {
         if let Some(bytes) = self.pinned_bytes() {
             return bytes.write(offset, from);
         }
-        let _current = self.device.enter()?;
+        let _current = self.device.make_current()?;
         let to = self.address.raw() + offset;
-        self.device
-            .copy_beside(to, from.as_ptr() as u64, from.len())
-            .map_err(|error| self.device.blame(format!("write {} bytes", from.len()))(error))
+        self.device.copy_sync(to, from.as_ptr() as u64, from.len()).map_err(|error| {
+            self.device.error_context(format!("write {} bytes", from.len()))(error)
+        })
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         if let Some(bytes) = self.pinned_bytes() {
             return bytes.read(offset, into);
         }
-        let _current = self.device.enter()?;
+        let _current = self.device.make_current()?;
         let from = self.address.raw() + offset;
         let len = into.len();
         self.device
-            .copy_beside(into.as_mut_ptr() as u64, from, len)
-            .map_err(|error| self.device.blame(format!("read {len} bytes"))(error))
+            .copy_sync(into.as_mut_ptr() as u64, from, len)
+            .map_err(|error| self.device.error_context(format!("read {len} bytes"))(error))
     }
 
     fn export_dmabuf(&self, offset: u64, len: u64, route: DmaBufRoute) -> Result<DmaBuf> {
@@ -430,25 +435,27 @@ impl MemoryBackend for CudaMemory {
                 .why("it is host memory")
                 .fix("register host memory by its address instead"));
         }
-        let _current = device.enter()?;
+        let _current = device.make_current()?;
         let start = self.address.raw() + offset;
         let (fd, first) = export_pages(device, start, len, route)
             .map_err(|error| explain_export(device, start, error))
-            .map_err(|error| device.blame(format!("export {len} bytes as a dma-buf"))(error))?;
+            .map_err(|error| {
+                device.error_context(format!("export {len} bytes as a dma-buf"))(error)
+            })?;
         Ok(DmaBuf::new(fd, start - first, len))
     }
 
     fn export_ipc(&self) -> Result<IpcHandle> {
-        share::export(self).map_err(self.device.blame("export an inter-process handle"))
+        share::export(self).map_err(self.device.error_context("export an inter-process handle"))
     }
 
-    fn watch(self: Arc<Self>, _listener: Listener) -> Result<Watch> {
+    fn watch(self: Arc<Self>, _listener: MemoryListener) -> Result<WatchGuard> {
         let device = &self.device;
         device.capabilities().notify.require("watch memory", device.info())?;
-        Ok(Watch::new(|| ()))
+        Ok(WatchGuard::new(|| ()))
     }
 
-    fn identity(&self, offset: u64) -> Result<Option<u64>> {
+    fn buffer_id(&self, offset: u64) -> Result<Option<u64>> {
         if !matches!(self.origin, Origin::Borrowed) {
             return Ok(None);
         }
@@ -458,11 +465,11 @@ impl MemoryBackend for CudaMemory {
         Ok(Some(id))
     }
 
-    fn piece_end(&self, offset: u64) -> Result<u64> {
+    fn backing_end(&self, offset: u64) -> Result<u64> {
         let (mut base, mut size) = (0, 0);
         let at = self.address.raw() + offset;
         // Unlike attributes, ranges are told to a thread with a context only.
-        let _current = self.device.enter()?;
+        let _current = self.device.make_current()?;
         call!(self.device.driver, address_range(&mut base, &mut size, at))?;
         Ok((base + size as u64).saturating_sub(self.address.raw()))
     }
@@ -474,58 +481,58 @@ impl MemoryBackend for CudaMemory {
         }
     }
 
-    fn map(&self, offset: u64, len: u64, path: WindowPath) -> Result<Mapped> {
+    fn map(&self, offset: u64, len: u64, path: WindowPath) -> Result<CpuMapping> {
         window::map(self, offset, len, path)
     }
 
-    fn map_around(&self, start: DeviceAddr, len: u64) -> Result<Mapped> {
+    fn map_around(&self, start: DeviceAddr, len: u64) -> Result<CpuMapping> {
         window::map_around(self, start.raw(), len)
     }
 
     fn free(&self) -> Result<()> {
         let (device, address) = (&self.device, self.address.raw());
         let driver = device.driver;
-        let _current = device.enter()?;
+        let _current = device.make_current()?;
         // A descriptor of the memory would keep it alive, and its handle valid.
         drop(self.exported.lock().take());
         let outcome = match self.origin {
             Origin::Borrowed => Ok(()),
             Origin::Plain => {
-                device.graveyard.bury(device, Remains::Memory(address));
+                device.deferred_free.defer(device, PendingFree::Memory(address));
                 Ok(())
             }
             // The CPU may hold views of it: it goes with the last handle.
             Origin::Pinned(_) | Origin::Registered { .. } => Ok(()),
             Origin::Imported { base } => {
-                device.graveyard.bury(device, Remains::Imported(base));
+                device.deferred_free.defer(device, PendingFree::Imported(base));
                 Ok(())
             }
-            Origin::Pool => call!(driver, pool_free(address, device.side_stream())),
+            Origin::Pool => call!(driver, pool_free(address, device.internal_stream())),
             Origin::Vmm(piece) | Origin::ImportedVmm(piece) => unmap_vmm(device, address, piece),
             Origin::ImportedPool(pool) => {
-                let side = device.side_stream();
-                call!(driver, pool_free(address, side))
-                    .and_then(|()| call!(driver, stream_synchronize(side)))
+                let internal_handle = device.internal_stream();
+                call!(driver, pool_free(address, internal_handle))
+                    .and_then(|()| call!(driver, stream_synchronize(internal_handle)))
                     .and(call!(driver, pool_destroy(pool)))
             }
         };
-        outcome.map_err(device.blame("free memory"))
+        outcome.map_err(device.error_context("free memory"))
     }
 }
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
         if let Origin::Pinned(base) = self.origin {
-            let _current = self.device.enter();
+            let _current = self.device.make_current();
             let pointer = HostPointer(base.as_ptr().cast());
-            self.device.graveyard.bury(&self.device, Remains::Pinned(pointer));
+            self.device.deferred_free.defer(&self.device, PendingFree::Pinned(pointer));
         }
         if let Origin::Registered { base, .. } = self.origin {
-            let _current = self.device.enter();
+            let _current = self.device.make_current();
             let pointer = HostPointer(base.as_ptr().cast());
             self.device
-                .graveyard
-                .bury(&self.device, Remains::Registered(pointer, self.owner.take()));
+                .deferred_free
+                .defer(&self.device, PendingFree::Registered(pointer, self.owner.take()));
         }
     }
 }

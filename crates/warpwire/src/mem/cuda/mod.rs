@@ -6,10 +6,10 @@
 //! for the length of a call.
 #![allow(unsafe_code)]
 
+mod deferred_free;
 mod device;
 mod driver;
 mod gdrdrv;
-mod graveyard;
 mod hook;
 mod memory;
 mod module;
@@ -35,17 +35,17 @@ use driver::{Driver, call, get};
 ///
 /// A device that cannot be opened (one in exclusive use, say) is left out, unless all of them are so.
 pub fn devices() -> Result<Vec<Device>> {
-    let (mut devices, mut refusal) = (Vec::new(), None);
+    let (mut devices, mut last_error) = (Vec::new(), None);
     for ordinal in 0..count()? {
         match device(ordinal) {
             Ok(device) => devices.push(device),
             Err(error) => {
                 tracing::warn!(%error, "cuda:{ordinal} is left out");
-                refusal = Some(error);
+                last_error = Some(error);
             }
         }
     }
-    match refusal {
+    match last_error {
         Some(error) if devices.is_empty() => Err(error),
         _ => Ok(devices),
     }
@@ -81,7 +81,7 @@ fn open(ordinal: u32) -> Result<Arc<CudaDevice>> {
 pub struct DriverCopies {
     device: Arc<CudaDevice>,
     /// The context is current on this thread, so this stays here.
-    _stays: std::marker::PhantomData<*const ()>,
+    _not_send: std::marker::PhantomData<*const ()>,
 }
 
 impl DriverCopies {
@@ -89,7 +89,7 @@ impl DriverCopies {
     pub fn on(ordinal: u32) -> Result<Self> {
         let device = open(ordinal)?;
         device.push()?;
-        Ok(Self { device, _stays: std::marker::PhantomData })
+        Ok(Self { device, _not_send: std::marker::PhantomData })
     }
 
     /// Copies `from` to `memory` at `offset`.
@@ -171,17 +171,17 @@ pub struct Attributes {
 pub fn attributes(ordinal: u32) -> Result<Attributes> {
     use sys::attribute as a;
     let driver = Driver::get()?;
-    let ask = |attribute| device::attribute(driver, ordinal, attribute).ok();
+    let query = |attribute| device::attribute(driver, ordinal, attribute).ok();
     Ok(Attributes {
-        dma_buf: ask(a::DMA_BUF_SUPPORTED),
-        gpudirect_rdma: ask(a::GPUDIRECT_RDMA),
-        gpudirect_rdma_with_vmm: ask(a::GPUDIRECT_RDMA_WITH_VMM),
-        flush_options: ask(a::GPUDIRECT_FLUSH_OPTIONS),
-        writes_ordering: ask(a::GPUDIRECT_WRITES_ORDERING),
-        stream_mem_ops_64: ask(a::STREAM_MEM_OPS_64),
-        stream_wait_nor: ask(a::STREAM_WAIT_NOR),
-        posix_fd_handles: ask(a::POSIX_FD_SUPPORTED),
-        pools: ask(a::POOLS_SUPPORTED),
+        dma_buf: query(a::DMA_BUF_SUPPORTED),
+        gpudirect_rdma: query(a::GPUDIRECT_RDMA),
+        gpudirect_rdma_with_vmm: query(a::GPUDIRECT_RDMA_WITH_VMM),
+        flush_options: query(a::GPUDIRECT_FLUSH_OPTIONS),
+        writes_ordering: query(a::GPUDIRECT_WRITES_ORDERING),
+        stream_mem_ops_64: query(a::STREAM_MEM_OPS_64),
+        stream_wait_nor: query(a::STREAM_WAIT_NOR),
+        posix_fd_handles: query(a::POSIX_FD_SUPPORTED),
+        pools: query(a::POOLS_SUPPORTED),
     })
 }
 

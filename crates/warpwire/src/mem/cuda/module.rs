@@ -6,15 +6,15 @@ use std::time::Duration;
 
 use super::super::backend::{KernelBackend, ModuleBackend};
 use super::super::program::Program;
+use super::deferred_free::PendingFree;
 use super::device::CudaDevice;
 use super::driver::{call, get};
-use super::graveyard::Remains;
 use super::sys::{self, Function, ModuleHandle};
 use crate::error::{Error, Kind, Result};
 
 /// How long loading waits for the streams to become idle. The driver would wait for ever, and hold up
 /// the calls of all other threads meanwhile.
-const PATIENCE: Duration = Duration::from_secs(5);
+const LOAD_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) struct CudaModule {
     device: Arc<CudaDevice>,
@@ -24,17 +24,17 @@ pub(super) struct CudaModule {
 
 impl CudaModule {
     pub(super) fn load(device: Arc<CudaDevice>, program: &Program) -> Result<Self> {
-        let ptx = program.ptx_text().ok_or_else(|| program.lacks("PTX", device.label()))?;
+        let ptx = program.ptx_text().ok_or_else(|| program.missing_form("PTX", device.label()))?;
         let what = format!("load program {:?}", program.name());
         let text = CString::new(ptx).map_err(|_| {
             Error::new(Kind::Malformed, what.clone()).why("its PTX holds a zero byte")
         })?;
-        let current = device.enter()?;
+        let current = device.make_current()?;
         let mut log = vec![0_u8; 8192];
         let mut options = [sys::JIT_ERROR_LOG, sys::JIT_ERROR_LOG_SIZE];
         let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log.len() as *mut c_void];
         let driver = device.driver;
-        let loaded = device.graveyard.while_idle(driver, PATIENCE, || {
+        let loaded = device.deferred_free.while_idle(driver, LOAD_TIMEOUT, || {
             let (count, text) = (options.len() as u32, text.as_ptr().cast());
             let (options, values) = (options.as_mut_ptr(), values.as_mut_ptr());
             get!(driver, ModuleHandle::NULL, module_load(text, count, options, values))
@@ -49,7 +49,7 @@ impl CudaModule {
             } else {
                 format!("{}: {log}", error.reason())
             };
-            device.blame(what)(error.why(why))
+            device.error_context(what)(error.why(why))
         })?;
         Ok(Self { device, program: program.name().to_string(), handle })
     }
@@ -65,17 +65,19 @@ fn busy(what: String, device: &CudaDevice) -> Error {
 
 impl ModuleBackend for CudaModule {
     fn kernel(self: Arc<Self>, name: &str) -> Result<Arc<dyn KernelBackend>> {
-        let missing = || Program::no_kernel(&self.program, name, self.device.label());
+        let missing = || Program::no_such_kernel(&self.program, name, self.device.label());
         let symbol = CString::new(name).map_err(|_| missing())?;
-        let _current = self.device.enter()?;
+        let _current = self.device.make_current()?;
         let handle = self.handle;
         let function =
             get!(self.device.driver, Function::NULL, module_function(handle, symbol.as_ptr()))
                 .map_err(|_| missing())?;
         let driver = self.device.driver;
-        let loaded = self.device.graveyard.while_idle(driver, PATIENCE, || self.load_now(function));
+        let loaded =
+            self.device.deferred_free.while_idle(driver, LOAD_TIMEOUT, || self.load_now(function));
         let loaded = loaded.ok_or_else(|| busy(format!("load kernel {name:?}"), &self.device))?;
-        loaded.map_err(|error| self.device.blame(format!("load kernel {name:?}"))(error))?;
+        loaded
+            .map_err(|error| self.device.error_context(format!("load kernel {name:?}"))(error))?;
         let parameters = self.parameters(name, function)?;
         Ok(Arc::new(CudaKernel {
             name: name.to_string(),
@@ -93,10 +95,10 @@ impl ModuleBackend for CudaModule {
         let Ok(symbol) = CString::new(variable) else {
             return refuse("the name holds a zero byte".into());
         };
-        let _current = self.device.enter()?;
+        let _current = self.device.make_current()?;
         let (driver, handle, mut size) = (self.device.driver, self.handle, 0);
         // The driver may load now what it has put off.
-        let found = self.device.graveyard.while_idle(driver, PATIENCE, || {
+        let found = self.device.deferred_free.while_idle(driver, LOAD_TIMEOUT, || {
             get!(driver, 0, module_global(&mut size, handle, symbol.as_ptr()))
         });
         let Ok(address) = found.ok_or_else(|| busy(what(), &self.device))? else {
@@ -106,8 +108,8 @@ impl ModuleBackend for CudaModule {
             return refuse(format!("it has {size} bytes and was given {}", bytes.len()));
         }
         self.device
-            .copy_beside(address, bytes.as_ptr() as u64, bytes.len())
-            .map_err(|error| self.device.blame(what())(error))
+            .copy_sync(address, bytes.as_ptr() as u64, bytes.len())
+            .map_err(|error| self.device.error_context(what())(error))
     }
 }
 
@@ -151,8 +153,8 @@ impl CudaModule {
 
 impl Drop for CudaModule {
     fn drop(&mut self) {
-        let _current = self.device.enter();
-        self.device.graveyard.bury(&self.device, Remains::Module(self.handle));
+        let _current = self.device.make_current();
+        self.device.deferred_free.defer(&self.device, PendingFree::Module(self.handle));
     }
 }
 

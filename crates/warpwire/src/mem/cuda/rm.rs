@@ -143,7 +143,7 @@ struct Free {
     status: u32,
 }
 
-const MOST_CARDS: usize = 32;
+const MAX_CARDS: usize = 32;
 
 const _: () = {
     assert!(size_of::<Alloc>() == 32);
@@ -222,11 +222,11 @@ impl Client {
     }
 
     fn find_gpu(&self, address: PciAddress) -> Result<Gpu> {
-        let mut cards = [CardInfo::default(); MOST_CARDS];
+        let mut cards = [CardInfo::default(); MAX_CARDS];
         call(&self.control, request::CARD_INFO, &mut cards)?;
         let card = cards.iter().find(|card| {
-            let place = (card.domain, card.bus, card.slot);
-            card.valid != 0 && place == (address.domain, address.bus, address.device)
+            let location = (card.domain, card.bus, card.slot);
+            card.valid != 0 && location == (address.domain, address.bus, address.device)
         });
         let card = card.ok_or_else(|| {
             let why = format!("the resource manager lists no GPU at {address}");
@@ -260,7 +260,7 @@ impl Client {
     }
 
     /// Takes a reference to another client's memory object.
-    pub(super) fn adopt(
+    pub(super) fn dup_object(
         self: &Arc<Self>,
         gpu: Gpu,
         source_client: u32,

@@ -14,7 +14,7 @@ use super::super::device::Backend;
 use super::super::share::IpcHandle;
 use super::device::CudaDevice;
 use super::driver::{call, get};
-use super::memory::{self, CudaMemory, Origin, VmmPiece};
+use super::memory::{self, CudaMemory, Origin, VmmAllocation};
 use super::sys::{self, AccessDesc, Opaque64, PoolHandle, pointer};
 use crate::error::{Error, Kind, Result};
 
@@ -24,36 +24,36 @@ const POOL: u8 = 3;
 const UUID_LEN: usize = 40;
 
 /// What a handle's body says, apart from which device it is for.
-enum Body {
+enum IpcPayload {
     Plain { offset: u64, handle: Opaque64 },
-    Vmm { owner: Descriptor, size: u64 },
-    Pool { owner: Descriptor, pointer: Opaque64 },
+    Vmm { owner: RemoteFd, size: u64 },
+    Pool { owner: RemoteFd, pointer: Opaque64 },
 }
 
 /// A descriptor of another process.
 #[derive(Clone, Copy)]
-struct Descriptor {
+struct RemoteFd {
     pid: u32,
     fd: i32,
 }
 
 pub(super) fn export(memory: &CudaMemory) -> Result<IpcHandle> {
     let device = &memory.device;
-    let _current = device.enter()?;
+    let _current = device.make_current()?;
     let body = match memory.origin {
         Origin::Plain | Origin::Borrowed => export_plain(memory)?,
         Origin::Vmm(piece) => {
             let export =
                 || get!(device.driver, -1, vmm_export(piece.handle, sys::HANDLE_POSIX_FD, 0));
-            Body::Vmm { owner: descriptor(memory, export)?, size: piece.size as u64 }
+            IpcPayload::Vmm { owner: shared_fd(memory, export)?, size: piece.size as u64 }
         }
         Origin::Pool => {
             let pool = device.pool()?;
             let export = || get!(device.driver, -1, pool_export(pool, sys::HANDLE_POSIX_FD, 0));
-            let owner = descriptor(memory, export)?;
+            let owner = shared_fd(memory, export)?;
             let pointer =
                 get!(device.driver, Opaque64([0; 64]), pool_export_address(memory.address.raw()))?;
-            Body::Pool { owner, pointer }
+            IpcPayload::Pool { owner, pointer }
         }
         Origin::Pinned(_)
         | Origin::Registered { .. }
@@ -68,9 +68,9 @@ pub(super) fn export(memory: &CudaMemory) -> Result<IpcHandle> {
     Ok(IpcHandle::new(Backend::Cuda, memory.len, encode(device.uuid(), &body)))
 }
 
-fn export_plain(memory: &CudaMemory) -> Result<Body> {
+fn export_plain(memory: &CudaMemory) -> Result<IpcPayload> {
     let (device, address) = (&memory.device, memory.address.raw());
-    let capable = memory::ask_pointer(device, pointer::IS_LEGACY_IPC_CAPABLE, address);
+    let capable = memory::pointer_attribute_u32(device, pointer::IS_LEGACY_IPC_CAPABLE, address);
     if capable.is_ok_and(|capable| capable == 0) {
         return Err(Error::new(Kind::Unsupported, "")
             .why("memory from a pool or from virtual memory management has no such handle when borrowed")
@@ -79,11 +79,11 @@ fn export_plain(memory: &CudaMemory) -> Result<Body> {
     let (mut base, mut size) = (0, 0);
     call!(device.driver, address_range(&mut base, &mut size, address))?;
     let handle = get!(device.driver, Opaque64([0; 64]), ipc_export(address))?;
-    Ok(Body::Plain { offset: address - base, handle })
+    Ok(IpcPayload::Plain { offset: address - base, handle })
 }
 
 /// The descriptor that other processes copy: exported once, kept with the memory.
-fn descriptor(memory: &CudaMemory, export: impl FnOnce() -> Result<i32>) -> Result<Descriptor> {
+fn shared_fd(memory: &CudaMemory, export: impl FnOnce() -> Result<i32>) -> Result<RemoteFd> {
     let mut exported = memory.exported.lock();
     let fd = match &*exported {
         Some(fd) => fd.as_raw_fd(),
@@ -94,25 +94,25 @@ fn descriptor(memory: &CudaMemory, export: impl FnOnce() -> Result<i32>) -> Resu
             fd
         }
     };
-    Ok(Descriptor { pid: std::process::id(), fd })
+    Ok(RemoteFd { pid: std::process::id(), fd })
 }
 
 pub(super) fn open(device: Arc<CudaDevice>, handle: &IpcHandle) -> Result<CudaMemory> {
     let body = handle.body_for(Backend::Cuda)?;
     let opened = decode(device.uuid(), body).and_then(|body| {
-        let _current = device.enter()?;
+        let _current = device.make_current()?;
         open_body(&device, &body, handle.len())
     });
-    let (address, origin) = opened.map_err(device.blame("open an inter-process handle"))?;
+    let (address, origin) = opened.map_err(device.error_context("open an inter-process handle"))?;
     Ok(CudaMemory::new(device, address, handle.len(), origin))
 }
 
-fn open_body(device: &CudaDevice, body: &Body, len: u64) -> Result<(u64, Origin)> {
+fn open_body(device: &CudaDevice, body: &IpcPayload, len: u64) -> Result<(u64, Origin)> {
     let driver = device.driver;
     match body {
-        Body::Plain { offset, handle } => {
+        IpcPayload::Plain { offset, handle } => {
             let base = get!(driver, 0, ipc_open(*handle, sys::IPC_LAZY_PEER_ACCESS))
-                .map_err(own_handle)?;
+                .map_err(explain_open)?;
             let (mut start, mut size) = (0, 0);
             let whole = call!(driver, address_range(&mut start, &mut size, base))
                 .is_ok_and(|()| offset.checked_add(len).is_some_and(|end| end <= size as u64));
@@ -122,18 +122,18 @@ fn open_body(device: &CudaDevice, body: &Body, len: u64) -> Result<(u64, Origin)
             }
             Ok((base + offset, Origin::Imported { base }))
         }
-        Body::Vmm { owner, size } => {
+        IpcPayload::Vmm { owner, size } => {
             if *size < len || isize::try_from(*size).is_err() {
                 return Err(malformed("it names more than the memory holds"));
             }
-            let fd = copy_descriptor(*owner)?;
+            let fd = copy_remote_fd(*owner)?;
             let shareable = fd.as_raw_fd() as usize as *mut c_void;
             let handle = get!(driver, 0, vmm_import(shareable, sys::HANDLE_POSIX_FD))?;
-            let piece = VmmPiece { handle, size: *size as usize };
+            let piece = VmmAllocation { handle, size: *size as usize };
             Ok((memory::map_vmm(device, piece)?, Origin::ImportedVmm(piece)))
         }
-        Body::Pool { owner, pointer } => {
-            let fd = copy_descriptor(*owner)?;
+        IpcPayload::Pool { owner, pointer } => {
+            let fd = copy_remote_fd(*owner)?;
             let shareable = fd.as_raw_fd() as usize as *mut c_void;
             let pool =
                 get!(driver, PoolHandle::NULL, pool_import(shareable, sys::HANDLE_POSIX_FD, 0))?;
@@ -148,7 +148,7 @@ fn open_body(device: &CudaDevice, body: &Body, len: u64) -> Result<(u64, Origin)
 }
 
 #[cold]
-fn own_handle(error: Error) -> Error {
+fn explain_open(error: Error) -> Error {
     match error.kind() {
         Kind::Cuda(sys::INVALID_CONTEXT | sys::INVALID_VALUE) => error.fix(
             "CUDA opens such handles in another process only, while the exporter keeps the memory alive",
@@ -157,7 +157,7 @@ fn own_handle(error: Error) -> Error {
     }
 }
 
-fn copy_descriptor(owner: Descriptor) -> Result<OwnedFd> {
+fn copy_remote_fd(owner: RemoteFd) -> Result<OwnedFd> {
     let stale = |why: String| {
         Error::new(Kind::Stale, "")
             .why(why)
@@ -175,24 +175,24 @@ fn copy_descriptor(owner: Descriptor) -> Result<OwnedFd> {
     })
 }
 
-fn encode(uuid: &str, body: &Body) -> Vec<u8> {
+fn encode(uuid: &str, body: &IpcPayload) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(128);
     let mut name = [0; UUID_LEN];
     let len = uuid.len().min(UUID_LEN);
     name[..len].copy_from_slice(&uuid.as_bytes()[..len]);
     bytes.extend_from_slice(&name);
     match body {
-        Body::Plain { offset, handle } => {
+        IpcPayload::Plain { offset, handle } => {
             bytes.push(PLAIN);
             bytes.extend_from_slice(&offset.to_le_bytes());
             bytes.extend_from_slice(&handle.0);
         }
-        Body::Vmm { owner, size } => {
+        IpcPayload::Vmm { owner, size } => {
             bytes.push(VMM);
             bytes.extend_from_slice(&owner.encode());
             bytes.extend_from_slice(&size.to_le_bytes());
         }
-        Body::Pool { owner, pointer } => {
+        IpcPayload::Pool { owner, pointer } => {
             bytes.push(POOL);
             bytes.extend_from_slice(&owner.encode());
             bytes.extend_from_slice(&pointer.0);
@@ -201,7 +201,7 @@ fn encode(uuid: &str, body: &Body) -> Vec<u8> {
     bytes
 }
 
-fn decode(uuid: &str, bytes: &[u8]) -> Result<Body> {
+fn decode(uuid: &str, bytes: &[u8]) -> Result<IpcPayload> {
     let short = || malformed("it is shorter than its sort");
     let (name, rest) = bytes.split_at_checked(UUID_LEN).ok_or_else(short)?;
     let name = String::from_utf8_lossy(name);
@@ -211,26 +211,26 @@ fn decode(uuid: &str, bytes: &[u8]) -> Result<Body> {
             .why(format!("it names memory of {name}, and this is {uuid}"))
             .fix("open it on that device"));
     }
-    let (sort, rest) = rest.split_first().ok_or_else(short)?;
+    let (kind, rest) = rest.split_first().ok_or_else(short)?;
     let (head, tail) = rest.split_first_chunk::<8>().ok_or_else(short)?;
-    match *sort {
-        PLAIN => Ok(Body::Plain {
+    match *kind {
+        PLAIN => Ok(IpcPayload::Plain {
             offset: u64::from_le_bytes(*head),
             handle: Opaque64(tail.try_into().map_err(|_| short())?),
         }),
-        VMM => Ok(Body::Vmm {
-            owner: Descriptor::decode(*head),
+        VMM => Ok(IpcPayload::Vmm {
+            owner: RemoteFd::decode(*head),
             size: u64::from_le_bytes(tail.try_into().map_err(|_| short())?),
         }),
-        POOL => Ok(Body::Pool {
-            owner: Descriptor::decode(*head),
+        POOL => Ok(IpcPayload::Pool {
+            owner: RemoteFd::decode(*head),
             pointer: Opaque64(tail.try_into().map_err(|_| short())?),
         }),
         other => Err(malformed(&format!("it is of the unknown sort {other}"))),
     }
 }
 
-impl Descriptor {
+impl RemoteFd {
     fn encode(self) -> [u8; 8] {
         (u64::from(self.pid) | u64::from(self.fd as u32) << 32).to_le_bytes()
     }
@@ -255,17 +255,19 @@ mod tests {
     const UUID: &str = "GPU-00112233-4455-6677-8899-aabbccddeeff";
 
     #[test]
-    fn bodies_come_back_as_they_went() {
+    fn payloads_round_trip() {
         assert_eq!(UUID.len(), UUID_LEN);
-        let owner = Descriptor { pid: 77, fd: 12 };
-        let vmm = encode(UUID, &Body::Vmm { owner, size: 2 << 20 });
-        let Body::Vmm { owner, size } = decode(UUID, &vmm).unwrap() else { panic!("another sort") };
+        let owner = RemoteFd { pid: 77, fd: 12 };
+        let vmm = encode(UUID, &IpcPayload::Vmm { owner, size: 2 << 20 });
+        let IpcPayload::Vmm { owner, size } = decode(UUID, &vmm).unwrap() else {
+            panic!("another sort")
+        };
         assert_eq!((owner.pid, owner.fd, size), (77, 12, 2 << 20));
     }
 
     #[test]
     fn damaged_and_misdirected_bodies_are_refused() {
-        let good = encode(UUID, &Body::Plain { offset: 8, handle: Opaque64([7; 64]) });
+        let good = encode(UUID, &IpcPayload::Plain { offset: 8, handle: Opaque64([7; 64]) });
         for cut in 0..good.len() {
             assert!(decode(UUID, &good[..cut]).is_err(), "cut at {cut}");
         }

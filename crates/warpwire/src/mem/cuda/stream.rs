@@ -9,22 +9,22 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::super::allocation::Width;
+use super::super::allocation::WordWidth;
 use super::super::backend::{EventBackend, GraphBackend, StreamBackend};
-use super::super::op::{Condition, HostCall, MemOp, Op, PendingWait};
+use super::super::op::{Condition, HostCall, MemOp, PendingWait, StreamOp};
 use super::super::program::Launch;
 use super::super::stream::capture_in_progress;
+use super::deferred_free::{DetachedStream, StreamEntry};
 use super::device::CudaDevice;
 use super::driver::{Driver, call, get};
-use super::graveyard::{Orphan, StreamEntry};
 use super::module::CudaKernel;
 use super::sys::{self, BatchOp, EventHandle, GraphExec, GraphHandle, StreamHandle, batch};
 use crate::error::{Error, Kind, Result};
 
 /// After how many operations a checkpoint is set, behind which finished ones are let go.
-const CHECKPOINT_EVERY: u64 = 32;
+const CHECKPOINT_INTERVAL: u64 = 32;
 /// How many word operations go to the driver in one call (its own limit is 256).
-const BATCH: usize = 128;
+const MAX_BATCH_OPS: usize = 128;
 
 pub(super) struct CudaStream {
     core: Arc<Core>,
@@ -41,7 +41,7 @@ pub(super) struct Core {
 #[derive(Default)]
 struct State {
     in_flight: InFlight,
-    captured: Option<Vec<Op>>,
+    captured: Option<Vec<StreamOp>>,
     failure: Option<Error>,
     /// The stream was dropped: its handle is the graveyard's now.
     dropped: bool,
@@ -52,22 +52,22 @@ struct State {
 /// An event is recorded every so often; once it is reached, everything before it is let go.
 #[derive(Default)]
 pub(super) struct InFlight {
-    ops: VecDeque<(u64, Op)>,
+    ops: VecDeque<(u64, StreamOp)>,
     checkpoints: VecDeque<(u64, EventHandle)>,
     spare: Vec<EventHandle>,
     next: u64,
 }
 
 impl InFlight {
-    fn push(&mut self, op: Op) {
+    fn push(&mut self, op: StreamOp) {
         self.ops.push_back((self.next, op));
         self.next += 1;
     }
 
-    fn wants_checkpoint(&self) -> bool {
+    fn needs_checkpoint(&self) -> bool {
         let last = self.checkpoints.back().map_or(0, |(number, _)| *number);
         let oldest = self.ops.front().map_or(self.next, |(number, _)| *number);
-        self.next - last.max(oldest) >= CHECKPOINT_EVERY
+        self.next - last.max(oldest) >= CHECKPOINT_INTERVAL
     }
 
     fn set_checkpoint(&mut self, driver: &Driver, stream: StreamHandle) -> Result<()> {
@@ -85,10 +85,10 @@ impl InFlight {
     }
 
     /// Takes out what lies behind reached checkpoints; the caller drops it where dropping is safe.
-    fn take_finished(&mut self, driver: &Driver) -> Vec<Op> {
+    fn take_finished(&mut self, driver: &Driver) -> Vec<StreamOp> {
         let mut reached = 0;
         while let Some((number, event)) = self.checkpoints.front().copied() {
-            if !driver.event_is_reached(event).unwrap_or(false) {
+            if !driver.event_is_complete(event).unwrap_or(false) {
                 break;
             }
             reached = number;
@@ -100,7 +100,7 @@ impl InFlight {
     }
 
     /// Takes out everything, when the stream is idle.
-    fn take_all(&mut self) -> Vec<Op> {
+    fn take_all(&mut self) -> Vec<StreamOp> {
         self.spare.extend(self.checkpoints.drain(..).map(|(_, event)| event));
         self.ops.drain(..).map(|(_, op)| op).collect()
     }
@@ -118,11 +118,11 @@ impl InFlight {
 
 impl CudaStream {
     pub(super) fn create(device: Arc<CudaDevice>, number: u64) -> Result<Self> {
-        let current = device.enter()?;
-        device.graveyard.settle(device.driver);
+        let current = device.make_current()?;
+        device.deferred_free.free_ready(device.driver);
         let handle =
             get!(device.driver, StreamHandle::NULL, stream_create(sys::STREAM_NON_BLOCKING))
-                .map_err(device.blame("create a stream"))?;
+                .map_err(device.error_context("create a stream"))?;
         let entry = StreamEntry { handle, capturing: Arc::new(AtomicBool::new(false)) };
         let core = Arc::new(Core {
             device: device.clone(),
@@ -130,9 +130,9 @@ impl CudaStream {
             entry: entry.clone(),
             state: Mutex::default(),
         });
-        core.take_hardware_queue();
+        core.assign_hardware_queue();
         drop(current);
-        device.graveyard.stream_born(&entry, &core);
+        device.deferred_free.add_stream(&entry, &core);
         Ok(Self { core })
     }
 }
@@ -143,28 +143,28 @@ impl Core {
     }
 
     /// Names the stream in an error of the driver.
-    fn blame(&self, what: &'static str) -> impl FnOnce(Error) -> Error {
+    fn error_context(&self, what: &'static str) -> impl FnOnce(Error) -> Error {
         move |error| error.during(what).on(self.label())
     }
 
     /// Has the driver choose the hardware queue now. It chooses one at the first work, and two streams whose first work
     /// comes at the same moment may get the same one: a kernel that waits for a kernel of the other stream would then
     /// wait for ever (seen in 5 of 100 pairs; never when each had had work before). Events are not work in this sense.
-    fn take_hardware_queue(&self) {
+    fn assign_hardware_queue(&self) {
         if let Err(error) = self.issue_batch(&[MemOp::Barrier]) {
             tracing::debug!(%error, "a new stream has no hardware queue yet");
         }
     }
 
-    fn issue(&self, op: &Op, capturing: bool) -> Result<()> {
+    fn issue(&self, op: &StreamOp, capturing: bool) -> Result<()> {
         let (driver, stream) = (self.device.driver, self.entry.handle);
         let external = if capturing { sys::EVENT_EXTERNAL } else { 0 };
         match op {
-            Op::Copy { to, from } => {
+            StreamOp::Copy { to, from } => {
                 let (to_address, from_address) = (to.address().raw(), from.address().raw());
                 call!(driver, copy_async(to_address, from_address, to.len() as usize, stream))
             }
-            Op::Fill { region, pattern, unit } => {
+            StreamOp::Fill { region, pattern, unit } => {
                 let (at, count) =
                     (region.address().raw(), (region.len() / u64::from(*unit)) as usize);
                 match unit {
@@ -173,19 +173,21 @@ impl Core {
                     _ => call!(driver, fill_u32_async(at, *pattern, count, stream)),
                 }
             }
-            Op::Mem(_) | Op::Batch(_) => self.issue_batch(op.mem_ops()),
-            Op::Record(event) => call!(driver, event_record(handle_of(event)?, stream, external)),
-            Op::Await(event) => {
+            StreamOp::Mem(_) | StreamOp::Batch(_) => self.issue_batch(op.mem_ops()),
+            StreamOp::Record(event) => {
+                call!(driver, event_record(handle_of(event)?, stream, external))
+            }
+            StreamOp::WaitEvent(event) => {
                 call!(driver, stream_wait_event(stream, handle_of(event)?, external))
             }
-            Op::Call(host) => {
+            StreamOp::Call(host) => {
                 let argument = Arc::as_ptr(host).cast_mut().cast::<c_void>();
                 call!(driver, stream_call_host(stream, call_host, argument))
             }
-            Op::Launch(launch) => self.issue_launch(launch),
-            Op::Replay(graph) => {
+            StreamOp::Launch(launch) => self.issue_launch(launch),
+            StreamOp::Replay(graph) => {
                 let graph: &dyn Any = &**graph.backend();
-                let graph = graph.downcast_ref::<CudaGraph>().ok_or_else(foreign)?;
+                let graph = graph.downcast_ref::<CudaGraph>().ok_or_else(wrong_backend)?;
                 // The driver wants calls on one graph to come one after the other.
                 let exec = graph.exec.lock();
                 call!(driver, graph_launch(*exec, stream))
@@ -195,11 +197,11 @@ impl Core {
 
     fn issue_batch(&self, ops: &[MemOp]) -> Result<()> {
         let (driver, stream) = (self.device.driver, self.entry.handle);
-        let mut params = [BatchOp::default(); BATCH];
+        let mut params = [BatchOp::default(); MAX_BATCH_OPS];
         let mut count = 0;
         for op in ops {
             let param = batch_op(op);
-            if count == BATCH || param.is_none() {
+            if count == MAX_BATCH_OPS || param.is_none() {
                 self.issue_words(&mut params[..count])?;
                 count = 0;
             }
@@ -228,7 +230,7 @@ impl Core {
 
     fn issue_launch(&self, launch: &Launch) -> Result<()> {
         let kernel: &dyn Any = &**launch.kernel.backend();
-        let kernel = kernel.downcast_ref::<CudaKernel>().ok_or_else(foreign)?;
+        let kernel = kernel.downcast_ref::<CudaKernel>().ok_or_else(wrong_backend)?;
         kernel.check_arguments(&launch.args)?;
         // The driver reads the arguments through these pointers before the call returns.
         let mut args: Vec<*mut c_void> =
@@ -253,7 +255,7 @@ impl Core {
     }
 
     /// Drops finished operations, outside of the lock: what they hold may run anybody's code.
-    fn retire(&self, finished: Vec<Op>) {
+    fn retire(&self, finished: Vec<StreamOp>) {
         if finished.iter().any(has_panicked) {
             let failure = Error::new(Kind::StreamFailed, "call the host")
                 .on(self.label())
@@ -285,10 +287,10 @@ impl Core {
     }
 }
 
-fn has_panicked(op: &Op) -> bool {
+fn has_panicked(op: &StreamOp) -> bool {
     match op {
-        Op::Call(call) => call.has_panicked(),
-        Op::Replay(graph) => {
+        StreamOp::Call(call) => call.has_panicked(),
+        StreamOp::Replay(graph) => {
             let graph: &dyn Any = &**graph.backend();
             graph
                 .downcast_ref::<CudaGraph>()
@@ -312,8 +314,8 @@ fn batch_op(op: &MemOp) -> Option<BatchOp> {
         MemOp::Barrier => BatchOp { operation: batch::BARRIER, ..BatchOp::default() },
         MemOp::Flush => BatchOp { operation: batch::FLUSH, ..BatchOp::default() },
         MemOp::Write { word: at, value } => match at.width() {
-            Width::Bits32 => word(batch::WRITE_32, at, *value, 0),
-            Width::Bits64 => word(batch::WRITE_64, at, *value, 0),
+            WordWidth::Bits32 => word(batch::WRITE_32, at, *value, 0),
+            WordWidth::Bits64 => word(batch::WRITE_64, at, *value, 0),
         },
         MemOp::Wait { word: at, condition, value } => {
             let flags = match condition {
@@ -323,8 +325,8 @@ fn batch_op(op: &MemOp) -> Option<BatchOp> {
                 Condition::Nor => batch::NOR,
             };
             match at.width() {
-                Width::Bits32 => word(batch::WAIT_32, at, *value, flags),
-                Width::Bits64 => word(batch::WAIT_64, at, *value, flags),
+                WordWidth::Bits32 => word(batch::WAIT_32, at, *value, flags),
+                WordWidth::Bits64 => word(batch::WAIT_64, at, *value, flags),
             }
         }
     })
@@ -341,18 +343,18 @@ unsafe extern "C" fn call_host(argument: *mut c_void) {
 
 fn handle_of(event: &super::super::stream::Event) -> Result<EventHandle> {
     let event: &dyn Any = &**event.backend();
-    event.downcast_ref::<CudaEvent>().map(|event| event.handle).ok_or_else(foreign)
+    event.downcast_ref::<CudaEvent>().map(|event| event.handle).ok_or_else(wrong_backend)
 }
 
 #[cold]
-fn foreign() -> Error {
+fn wrong_backend() -> Error {
     Error::new(Kind::InvalidArgument, "").why("the object belongs to another backend")
 }
 
 impl Core {
-    fn enqueue(&self, op: Op) -> Result<()> {
-        let _current = self.device.enter()?;
-        let queueing = self.device.graveyard.queueing();
+    fn enqueue(&self, op: StreamOp) -> Result<()> {
+        let _current = self.device.make_current()?;
+        let enqueue_guard = self.device.deferred_free.enqueue_guard();
         let mut state = self.state.lock();
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
@@ -364,20 +366,20 @@ impl Core {
                 // A part of a long batch may have been queued: what it uses must stay.
                 state.in_flight.push(op);
             }
-            return Err(self.blame(name)(error));
+            return Err(self.error_context(name)(error));
         }
         if let Some(captured) = &mut state.captured {
             captured.push(op);
             return Ok(());
         }
         state.in_flight.push(op);
-        if !state.in_flight.wants_checkpoint() {
+        if !state.in_flight.needs_checkpoint() {
             return Ok(());
         }
         let finished = state.in_flight.take_finished(self.device.driver);
         let set = state.in_flight.set_checkpoint(self.device.driver, self.entry.handle);
         drop(state);
-        drop(queueing);
+        drop(enqueue_guard);
         self.retire(finished);
         // The operation itself is queued: a missing checkpoint only keeps things longer.
         if let Err(error) = set {
@@ -387,7 +389,7 @@ impl Core {
     }
 
     fn is_idle(&self) -> Result<bool> {
-        let _current = self.device.enter()?;
+        let _current = self.device.make_current()?;
         let mut state = self.state.lock();
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
@@ -396,7 +398,7 @@ impl Core {
             return Err(capture_in_progress("ask whether it is idle", self.label()));
         }
         let idle = self.device.driver.stream_is_idle(self.entry.handle).map_err(|error| {
-            let failure = self.blame("finish its work")(error);
+            let failure = self.error_context("finish its work")(error);
             state.failure = Some(failure.clone());
             failure
         })?;
@@ -406,7 +408,7 @@ impl Core {
         let finished = state.in_flight.take_all();
         drop(state);
         self.retire(finished);
-        self.device.graveyard.settle(self.device.driver);
+        self.device.deferred_free.free_ready(self.device.driver);
         match &self.state.lock().failure {
             Some(failure) => Err(failure.clone()),
             None => Ok(true),
@@ -414,7 +416,7 @@ impl Core {
     }
 
     fn blocked_on(&self) -> Option<PendingWait> {
-        let _current = self.device.enter().ok()?;
+        let _current = self.device.make_current().ok()?;
         let waits: Vec<MemOp> = {
             let mut state = self.state.lock();
             let finished = state.in_flight.take_finished(self.device.driver);
@@ -424,12 +426,12 @@ impl Core {
             self.retire(finished);
             waits
         };
-        PendingWait::first_in(&waits)
+        PendingWait::first_pending(&waits)
     }
 
     fn begin_capture(&self) -> Result<()> {
-        let _current = self.device.enter()?;
-        let _queueing = self.device.graveyard.queueing();
+        let _current = self.device.make_current()?;
+        let _enqueue_guard = self.device.deferred_free.enqueue_guard();
         let mut state = self.state.lock();
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
@@ -441,14 +443,14 @@ impl Core {
         self.entry.capturing.store(true, Ordering::Release);
         call!(driver, stream_begin_capture(stream, sys::CAPTURE_RELAXED)).map_err(|error| {
             self.entry.capturing.store(false, Ordering::Release);
-            self.blame("begin a capture")(error)
+            self.error_context("begin a capture")(error)
         })?;
         state.captured = Some(Vec::new());
         Ok(())
     }
 
     fn end_capture(&self) -> Result<Arc<dyn GraphBackend>> {
-        let _current = self.device.enter()?;
+        let _current = self.device.make_current()?;
         let driver = self.device.driver;
         let mut graph = GraphHandle::NULL;
         let mut state = self.state.lock();
@@ -460,7 +462,7 @@ impl Core {
         if graph != GraphHandle::NULL {
             drop(call!(driver, graph_destroy(graph)));
         }
-        let exec = exec.map_err(self.blame("capture a graph"))?;
+        let exec = exec.map_err(self.error_context("capture a graph"))?;
         Ok(Arc::new(CudaGraph { device: self.device.clone(), exec: Mutex::new(exec), ops }))
     }
 }
@@ -470,7 +472,7 @@ impl StreamBackend for CudaStream {
         self.core.number
     }
 
-    fn enqueue(&self, op: Op) -> Result<()> {
+    fn enqueue(&self, op: StreamOp) -> Result<()> {
         self.core.enqueue(op)
     }
 
@@ -499,8 +501,10 @@ impl Drop for CudaStream {
             state.dropped = true;
             std::mem::take(&mut state.in_flight)
         };
-        let _current = device.enter();
-        device.graveyard.adopt(device, Orphan { entry: entry.clone(), in_flight });
+        let _current = device.make_current();
+        device
+            .deferred_free
+            .add_detached(device, DetachedStream { entry: entry.clone(), in_flight });
     }
 }
 
@@ -508,7 +512,7 @@ impl Drop for CudaStream {
 struct CudaGraph {
     device: Arc<CudaDevice>,
     exec: Mutex<GraphExec>,
-    ops: Vec<Op>,
+    ops: Vec<StreamOp>,
 }
 
 impl GraphBackend for CudaGraph {
@@ -519,7 +523,7 @@ impl GraphBackend for CudaGraph {
 
 impl Drop for CudaGraph {
     fn drop(&mut self) {
-        let Ok(_current) = self.device.enter() else {
+        let Ok(_current) = self.device.make_current() else {
             return;
         };
         if let Err(error) = call!(self.device.driver, graph_exec_destroy(*self.exec.get_mut())) {
@@ -535,35 +539,36 @@ pub(super) struct CudaEvent {
 
 impl CudaEvent {
     pub(super) fn create(device: Arc<CudaDevice>) -> Result<Self> {
-        let current = device.enter()?;
+        let current = device.make_current()?;
         let handle = get!(device.driver, EventHandle::NULL, event_create(0))
-            .map_err(device.blame("create an event"))?;
+            .map_err(device.error_context("create an event"))?;
         drop(current);
         Ok(Self { device, handle })
     }
 }
 
 impl EventBackend for CudaEvent {
-    fn is_reached(&self) -> Result<bool> {
-        let _current = self.device.enter()?;
-        let reached = self.device.driver.event_is_reached(self.handle);
-        reached.map_err(self.device.blame("ask for an event"))
+    fn is_complete(&self) -> Result<bool> {
+        let _current = self.device.make_current()?;
+        let reached = self.device.driver.event_is_complete(self.handle);
+        reached.map_err(self.device.error_context("ask for an event"))
     }
 
     fn elapsed_since(&self, earlier: &dyn EventBackend) -> Result<Duration> {
         let earlier: &dyn Any = earlier;
-        let _current = self.device.enter()?;
-        let elapsed = earlier.downcast_ref::<CudaEvent>().ok_or_else(foreign).and_then(|earlier| {
-            get!(self.device.driver, 0.0_f32, event_elapsed(earlier.handle, self.handle))
-        });
-        let milliseconds = elapsed.map_err(self.device.blame("compare two events"))?;
+        let _current = self.device.make_current()?;
+        let elapsed =
+            earlier.downcast_ref::<CudaEvent>().ok_or_else(wrong_backend).and_then(|earlier| {
+                get!(self.device.driver, 0.0_f32, event_elapsed(earlier.handle, self.handle))
+            });
+        let milliseconds = elapsed.map_err(self.device.error_context("compare two events"))?;
         Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
     }
 }
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
-        let Ok(_current) = self.device.enter() else {
+        let Ok(_current) = self.device.make_current() else {
             return;
         };
         if let Err(error) = call!(self.device.driver, event_destroy(self.handle)) {

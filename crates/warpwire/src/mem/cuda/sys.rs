@@ -46,7 +46,7 @@ pub(super) const NOT_READY: CuResult = 600;
 pub(super) const NOT_PERMITTED: CuResult = 800;
 pub(super) const NOT_SUPPORTED: CuResult = 801;
 /// Results after which the context answers every call with an error.
-pub(super) const CONTEXT_KILLERS: [CuResult; 12] =
+pub(super) const STICKY_ERRORS: [CuResult; 12] =
     [214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
 
 pub(super) mod attribute {
@@ -293,7 +293,7 @@ functions! {
     stream_wait_event = "cuStreamWaitEvent"(StreamHandle, EventHandle, c_uint);
     stream_batch = "cuStreamBatchMemOp_v2"(StreamHandle, c_uint, *mut BatchOp, c_uint);
     stream_call_host = "cuLaunchHostFunc"(StreamHandle, HostFn, *mut c_void);
-    capture_strictness = "cuThreadExchangeStreamCaptureMode"(*mut c_int);
+    exchange_capture_mode = "cuThreadExchangeStreamCaptureMode"(*mut c_int);
     stream_begin_capture = "cuStreamBeginCapture_v2"(StreamHandle, c_int);
     stream_end_capture = "cuStreamEndCapture"(StreamHandle, *mut GraphHandle);
     event_create = "cuEventCreate"(*mut EventHandle, c_uint);

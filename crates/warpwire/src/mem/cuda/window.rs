@@ -10,18 +10,18 @@ use super::super::allocation::MemoryKind;
 use super::super::backend::{DeviceBackend, MemoryBackend};
 use super::super::bytes::SharedBytes;
 use super::super::share::DmaBufRoute;
-use super::super::window::{Mapped, MappingType, WindowPath};
+use super::super::window::{CpuMapping, MappingType, WindowPath};
 use super::device::CudaDevice;
 use super::gdrdrv;
-use super::hook::Piece;
+use super::hook::ObjectRange;
 use super::memory::{self, CudaMemory, export_pages};
-use super::naming::{self, Named, Sort};
+use super::naming::{self, AllocKind, RmRange};
 use super::rm;
 use super::sys::pointer;
 use crate::error::{Error, Kind, Result};
 
 /// Address space with device memory in it, in one piece or several; unmapped as a whole.
-pub(super) struct Span {
+pub(super) struct MappedRange {
     base: NonNull<u8>,
     len: usize,
     /// A part that is not ours any more.
@@ -29,13 +29,13 @@ pub(super) struct Span {
 }
 
 // SAFETY: it only owns the range; access is the window's business.
-unsafe impl Send for Span {}
+unsafe impl Send for MappedRange {}
 // SAFETY: as above.
-unsafe impl Sync for Span {}
+unsafe impl Sync for MappedRange {}
 
 const READ_AND_WRITE: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 
-impl Span {
+impl MappedRange {
     /// All of it from one descriptor.
     pub(super) fn of(fd: &OwnedFd, offset: u64, len: u64) -> Result<Self> {
         let size = usize::try_from(len).map_err(|_| map_error(rustix::io::Errno::NOMEM))?;
@@ -43,9 +43,9 @@ impl Span {
         let base = unsafe {
             mmap(std::ptr::null_mut(), size, READ_AND_WRITE, MapFlags::SHARED, fd, offset)
         };
-        let span = Self::new(base, size)?;
-        span.keep_from_children(0, size)?;
-        Ok(span)
+        let mapped_range = Self::new(base, size)?;
+        mapped_range.dont_fork(0, size)?;
+        Ok(mapped_range)
     }
 
     /// Inaccessible, for pieces to be placed in.
@@ -65,7 +65,7 @@ impl Span {
     }
 
     /// Maps the first `len` bytes of a descriptor at `at` in the span.
-    fn place(&mut self, fd: &OwnedFd, at: usize, len: usize) -> Result<()> {
+    fn map_at(&mut self, fd: &OwnedFd, at: usize, len: usize) -> Result<()> {
         if at.checked_add(len).is_none_or(|end| end > self.len) {
             return Err(map_error(rustix::io::Errno::INVAL));
         }
@@ -79,11 +79,11 @@ impl Span {
             self.hole = Some((at, at + len));
             return Err(map_error(error));
         }
-        self.keep_from_children(at, len)
+        self.dont_fork(at, len)
     }
 
     /// A child process must not reach the parent's device memory.
-    fn keep_from_children(&self, at: usize, len: usize) -> Result<()> {
+    fn dont_fork(&self, at: usize, len: usize) -> Result<()> {
         // SAFETY: mapped just now, and ours.
         unsafe { madvise(self.at(at as u64).as_ptr().cast(), len, Advice::LinuxDontFork) }
             .map_err(map_error)
@@ -95,7 +95,7 @@ impl Span {
     }
 }
 
-impl Drop for Span {
+impl Drop for MappedRange {
     fn drop(&mut self) {
         let (end, start) = self.hole.unwrap_or((self.len, self.len));
         for (from, to) in [(0, end), (start, self.len)] {
@@ -115,11 +115,16 @@ fn map_error(error: rustix::io::Errno) -> Error {
 }
 
 /// Maps `offset..offset + len` of `memory` by one path.
-pub(super) fn map(memory: &CudaMemory, offset: u64, len: u64, path: WindowPath) -> Result<Mapped> {
+pub(super) fn map(
+    memory: &CudaMemory,
+    offset: u64,
+    len: u64,
+    path: WindowPath,
+) -> Result<CpuMapping> {
     let device = &memory.device;
     let start = memory.address.raw() + offset;
-    let current = device.enter()?;
-    if memory::ask_pointer(device, pointer::IS_MANAGED, start).unwrap_or(0) != 0 {
+    let current = device.make_current()?;
+    if memory::pointer_attribute_u32(device, pointer::IS_MANAGED, start).unwrap_or(0) != 0 {
         return Err(Error::new(Kind::Unsupported, "map GPU memory")
             .on(device.label())
             .why("it is managed memory, which moves between the host and the GPU and has no fixed place")
@@ -138,47 +143,48 @@ pub(super) fn map(memory: &CudaMemory, offset: u64, len: u64, path: WindowPath) 
 }
 
 /// Newer drivers let the CPU map an exported dma-buf (R610, CUDA 13.3); others say so.
-fn by_dmabuf(device: &CudaDevice, start: u64, len: u64) -> Result<Mapped> {
+fn by_dmabuf(device: &CudaDevice, start: u64, len: u64) -> Result<CpuMapping> {
     device.capabilities().dmabuf_export.require("export a dma-buf", device.info())?;
-    if let Some(refusal) = device.proofs.dmabuf_refusal.get() {
+    if let Some(refusal) = device.verified_kinds.dmabuf_error.get() {
         return Err(refusal.clone());
     }
     let (fd, first) = export_pages(device, start, len, DmaBufRoute::Default)?;
     let page = rustix::param::page_size() as u64;
     let size = (start + len).next_multiple_of(page) - first;
-    let span = Span::of(&fd, 0, size).map_err(|error| match error.kind() {
+    let mapped_range = MappedRange::of(&fd, 0, size).map_err(|error| match error.kind() {
         // The driver's own answer, which does not change: it need not be asked again.
         Kind::Os(524) => {
             let refusal = Error::new(Kind::Unsupported, "map a dma-buf").why(
                 "this driver's dma-bufs cannot be mapped; R610 (CUDA 13.3) is the first whose can",
             );
-            device.proofs.dmabuf_refusal.get_or_init(|| refusal).clone()
+            device.verified_kinds.dmabuf_error.get_or_init(|| refusal).clone()
         }
         _ => error,
     })?;
-    let base = span.at(start - first);
-    Ok(Mapped::new(base, len, MappingType::WriteCombining, Box::new(span)))
+    let base = mapped_range.at(start - first);
+    Ok(CpuMapping::new(base, len, MappingType::WriteCombining, Box::new(mapped_range)))
 }
 
-fn by_resource_manager(device: &Arc<CudaDevice>, start: u64, len: u64) -> Result<Mapped> {
-    let sort = naming::sort_of(device, start);
-    prove(device, sort)?;
-    let mapped = map_named(device, naming::name(device, sort, start, len)?, start, len)?;
+fn by_resource_manager(device: &Arc<CudaDevice>, start: u64, len: u64) -> Result<CpuMapping> {
+    let alloc_kind = naming::alloc_kind_of(device, start);
+    verify(device, alloc_kind)?;
+    let mapped =
+        map_rm_range(device, naming::resolve(device, alloc_kind, start, len)?, start, len)?;
     compare(device, mapped.base(), start, len)?;
     Ok(mapped)
 }
 
 /// Maps a range around plain memory, within the object that it lies in.
-pub(super) fn map_around(memory: &CudaMemory, start: u64, len: u64) -> Result<Mapped> {
+pub(super) fn map_around(memory: &CudaMemory, start: u64, len: u64) -> Result<CpuMapping> {
     let (device, anchor) = (&memory.device, memory.address.raw());
-    let _current = device.enter()?;
-    if naming::sort_of(device, anchor) != Sort::Plain {
+    let _current = device.make_current()?;
+    if naming::alloc_kind_of(device, anchor) != AllocKind::Plain {
         return Err(Error::new(Kind::Unsupported, "map the pages around memory")
             .on(device.label())
             .why("it is not plain memory (cuMemAlloc), which alone shares pages"));
     }
-    prove(device, Sort::Plain)?;
-    let mapped = map_named(device, naming::by_handle(device, anchor, start, len)?, start, len)?;
+    verify(device, AllocKind::Plain)?;
+    let mapped = map_rm_range(device, naming::by_handle(device, anchor, start, len)?, start, len)?;
     // Only the anchor is known to be memory that the copy engine reads.
     // SAFETY: the anchor lies inside the range that was just mapped.
     let at_anchor = unsafe { mapped.base().add((anchor - start) as usize) };
@@ -186,69 +192,76 @@ pub(super) fn map_around(memory: &CudaMemory, start: u64, len: u64) -> Result<Ma
     Ok(mapped)
 }
 
-fn map_named(device: &CudaDevice, named: Named, start: u64, len: u64) -> Result<Mapped> {
+fn map_rm_range(
+    device: &CudaDevice,
+    rm_range: RmRange,
+    start: u64,
+    len: u64,
+) -> Result<CpuMapping> {
     let pci = device.info().pci.ok_or_else(|| {
         Error::new(Kind::Unsupported, "map GPU memory").why("the GPU's PCI address is not known")
     })?;
     let client = rm::Client::get()?;
     let gpu = client.gpu(pci)?;
-    let Named { start: first, pieces } = named;
-    let mut held = Vec::with_capacity(pieces.len());
-    let mut take = |piece: &Piece| -> Result<OwnedFd> {
-        let object = client.adopt(gpu, piece.client, piece.object)?;
-        let (mapping, fd) = object.map(piece.offset, piece.len)?;
-        held.push(mapping);
+    let RmRange { start: first, object_ranges } = rm_range;
+    let mut mappings = Vec::with_capacity(object_ranges.len());
+    let mut take = |object_range: &ObjectRange| -> Result<OwnedFd> {
+        let object = client.dup_object(gpu, object_range.client, object_range.object)?;
+        let (mapping, fd) = object.map(object_range.offset, object_range.len)?;
+        mappings.push(mapping);
         Ok(fd)
     };
-    let span = match &*pieces {
-        [piece] => Span::of(&take(piece)?, 0, piece.len)?,
-        pieces => {
-            let mut span = Span::reserve(pieces.iter().map(|piece| piece.len).sum())?;
+    let mapped_range = match &*object_ranges {
+        [object_range] => MappedRange::of(&take(object_range)?, 0, object_range.len)?,
+        object_ranges => {
+            let mut mapped_range = MappedRange::reserve(
+                object_ranges.iter().map(|object_range| object_range.len).sum(),
+            )?;
             let mut at = 0;
-            for piece in pieces {
-                span.place(&take(piece)?, at, piece.len as usize)?;
-                at += piece.len as usize;
+            for object_range in object_ranges {
+                mapped_range.map_at(&take(object_range)?, at, object_range.len as usize)?;
+                at += object_range.len as usize;
             }
-            span
+            mapped_range
         }
     };
-    let base = span.at(start - first);
+    let base = mapped_range.at(start - first);
     // In this order: first the addresses go, then what they led to.
-    Ok(Mapped::new(base, len, MappingType::WriteCombining, Box::new((span, held))))
+    Ok(CpuMapping::new(base, len, MappingType::WriteCombining, Box::new((mapped_range, mappings))))
 }
 
 /// What the proofs of this device's sorts of memory gave, once each.
 #[derive(Default)]
-pub(super) struct Proofs {
-    sorts: parking_lot::Mutex<Vec<(Sort, Result<()>)>>,
-    dmabuf_refusal: std::sync::OnceLock<Error>,
+pub(super) struct VerifiedKinds {
+    outcomes: parking_lot::Mutex<Vec<(AllocKind, Result<()>)>>,
+    dmabuf_error: std::sync::OnceLock<Error>,
 }
 
 /// Proves on scratch memory that memory of this sort is named as we think: a pattern written one way must
 /// be read back the other, in both directions, at both ends of two neighbours.
-fn prove(device: &Arc<CudaDevice>, sort: Sort) -> Result<()> {
-    let mut proofs = device.proofs.sorts.lock();
-    if let Some((_, outcome)) = proofs.iter().find(|(known, _)| *known == sort) {
+fn verify(device: &Arc<CudaDevice>, alloc_kind: AllocKind) -> Result<()> {
+    let mut verified_kinds = device.verified_kinds.outcomes.lock();
+    if let Some((_, outcome)) = verified_kinds.iter().find(|(known, _)| *known == alloc_kind) {
         return outcome.clone();
     }
-    let outcome = try_sort(device, sort);
+    let outcome = verify_kind(device, alloc_kind);
     if let Err(error) = &outcome {
-        tracing::warn!(%error, ?sort, "the resource manager's path is refused for this memory");
+        tracing::warn!(%error, ?alloc_kind, "the resource manager's path is refused for this memory");
     }
-    proofs.push((sort, outcome.clone()));
+    verified_kinds.push((alloc_kind, outcome.clone()));
     outcome
 }
 
-fn try_sort(device: &Arc<CudaDevice>, sort: Sort) -> Result<()> {
+fn verify_kind(device: &Arc<CudaDevice>, alloc_kind: AllocKind) -> Result<()> {
     const LEN: u64 = 200_000;
-    let kind = match sort {
-        Sort::Plain => MemoryKind::Plain,
-        Sort::Vmm => MemoryKind::Vmm,
-        Sort::Pool => MemoryKind::Pool,
+    let kind = match alloc_kind {
+        AllocKind::Plain => MemoryKind::Plain,
+        AllocKind::Vmm => MemoryKind::Vmm,
+        AllocKind::Pool => MemoryKind::Pool,
     };
     for seed in [1, 2] {
         let scratch = memory::allocate(device.clone(), LEN, kind)?;
-        let outcome = check_both_ways(device, sort, &scratch, seed);
+        let outcome = check_both_ways(device, alloc_kind, &scratch, seed);
         scratch.free()?;
         outcome?;
     }
@@ -264,10 +277,16 @@ fn test_word(seed: u64, at: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-fn check_both_ways(device: &CudaDevice, sort: Sort, scratch: &CudaMemory, seed: u64) -> Result<()> {
+fn check_both_ways(
+    device: &CudaDevice,
+    alloc_kind: AllocKind,
+    scratch: &CudaMemory,
+    seed: u64,
+) -> Result<()> {
     let len = scratch.len();
     let start = scratch.address().raw();
-    let mapped = map_named(device, naming::name(device, sort, start, len)?, start, len)?;
+    let mapped =
+        map_rm_range(device, naming::resolve(device, alloc_kind, start, len)?, start, len)?;
     // SAFETY: just mapped for this length, and dropped after the last use of the view.
     let bytes = unsafe { SharedBytes::new(mapped.base(), len as usize) };
     let pattern = |at: u64| test_word(seed, at).to_le_bytes();
@@ -291,16 +310,16 @@ fn check_both_ways(device: &CudaDevice, sort: Sort, scratch: &CudaMemory, seed: 
 /// running kernel may change the others meanwhile.)
 fn compare(device: &CudaDevice, base: NonNull<u8>, start: u64, len: u64) -> Result<()> {
     const SAMPLES: u64 = 8;
-    const TRIES: u32 = 3;
+    const MAX_ATTEMPTS: u32 = 3;
     // SAFETY: the caller has just mapped this length there, and keeps it mapped meanwhile.
     let bytes = unsafe { SharedBytes::new(base, len as usize) };
     let size = len.min(8) as usize;
-    for _ in 0..TRIES {
+    for _ in 0..MAX_ATTEMPTS {
         for sample in 0..SAMPLES {
             let at = (len - size as u64) / SAMPLES.max(1) * sample;
             let (mut through_window, mut by_engine) = ([0; 8], [0; 8]);
             bytes.read(at, &mut through_window[..size])?;
-            device.copy_beside(by_engine.as_mut_ptr() as u64, start + at, size)?;
+            device.copy_sync(by_engine.as_mut_ptr() as u64, start + at, size)?;
             if through_window == by_engine {
                 return Ok(());
             }

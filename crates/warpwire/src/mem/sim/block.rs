@@ -7,28 +7,28 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::super::address::DeviceAddr;
 use super::super::bytes::SharedBytes;
 use super::device::SimDevice;
-use super::memory::space;
+use super::memory::address_space;
 use crate::error::{Error, Result};
 use crate::sync::Backoff;
 
 /// Why a kernel ended early. It fails the stream that the kernel ran on.
 #[derive(Clone, Debug)]
-pub struct Fault(String);
+pub struct KernelFault(String);
 
-impl Fault {
+impl KernelFault {
     /// A fault of the kernel's own making.
     pub fn new(why: impl Into<String>) -> Self {
         Self(why.into())
     }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for KernelFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl From<Error> for Fault {
+impl From<Error> for KernelFault {
     fn from(error: Error) -> Self {
         Self(error.to_string())
     }
@@ -37,7 +37,7 @@ impl From<Error> for Fault {
 /// One block of a grid on the simulated GPU. All blocks of a grid run at the same time, so that they may
 /// wait for each other, for the CPU, or for the network.
 ///
-/// Addresses are device addresses; a wrong one is a [`Fault`], as on hardware.
+/// Addresses are device addresses; a wrong one is a [`KernelFault`], as on hardware.
 pub struct Block<'a> {
     device: &'a SimDevice,
     /// Set when a block of the grid has faulted: the others must not wait for it.
@@ -51,17 +51,21 @@ pub struct Block<'a> {
 macro_rules! word_access {
     ($load:ident, $store:ident, $add:ident, $cas:ident, $word:ty) => {
         /// Loads a word with acquire ordering.
-        pub fn $load(&self, at: DeviceAddr) -> std::result::Result<$word, Fault> {
+        pub fn $load(&self, at: DeviceAddr) -> std::result::Result<$word, KernelFault> {
             self.with_bytes(at, size_of::<$word>() as u64, |bytes| bytes.$load(0))
         }
 
         /// Stores a word with release ordering.
-        pub fn $store(&self, at: DeviceAddr, value: $word) -> std::result::Result<(), Fault> {
+        pub fn $store(&self, at: DeviceAddr, value: $word) -> std::result::Result<(), KernelFault> {
             self.with_bytes(at, size_of::<$word>() as u64, |bytes| bytes.$store(0, value))
         }
 
         /// Adds to a word, wrapping, and returns what was there before.
-        pub fn $add(&self, at: DeviceAddr, value: $word) -> std::result::Result<$word, Fault> {
+        pub fn $add(
+            &self,
+            at: DeviceAddr,
+            value: $word,
+        ) -> std::result::Result<$word, KernelFault> {
             self.with_bytes(at, size_of::<$word>() as u64, |bytes| bytes.$add(0, value))
         }
 
@@ -71,7 +75,7 @@ macro_rules! word_access {
             at: DeviceAddr,
             expected: $word,
             new: $word,
-        ) -> std::result::Result<$word, Fault> {
+        ) -> std::result::Result<$word, KernelFault> {
             self.with_bytes(at, size_of::<$word>() as u64, |bytes| bytes.$cas(0, expected, new))
         }
     };
@@ -105,13 +109,14 @@ impl<'a> Block<'a> {
     }
 
     /// The kernel's argument of that number.
-    pub fn value(&self, argument: usize) -> std::result::Result<u64, Fault> {
-        let missing = || Fault(format!("the kernel was launched without argument {argument}"));
+    pub fn value(&self, argument: usize) -> std::result::Result<u64, KernelFault> {
+        let missing =
+            || KernelFault(format!("the kernel was launched without argument {argument}"));
         self.args.get(argument).copied().ok_or_else(missing)
     }
 
     /// The kernel's argument of that number, as an address.
-    pub fn address(&self, argument: usize) -> std::result::Result<DeviceAddr, Fault> {
+    pub fn address(&self, argument: usize) -> std::result::Result<DeviceAddr, KernelFault> {
         self.value(argument).map(DeviceAddr::new)
     }
 
@@ -119,12 +124,12 @@ impl<'a> Block<'a> {
     word_access!(load_u64, store_u64, fetch_add_u64, compare_exchange_u64, u64);
 
     /// Copies device memory into a buffer of the block's own.
-    pub fn read(&self, at: DeviceAddr, into: &mut [u8]) -> std::result::Result<(), Fault> {
+    pub fn read(&self, at: DeviceAddr, into: &mut [u8]) -> std::result::Result<(), KernelFault> {
         self.with_bytes(at, into.len() as u64, |bytes| bytes.read(0, into))
     }
 
     /// Copies a buffer of the block's own into device memory.
-    pub fn write(&self, at: DeviceAddr, from: &[u8]) -> std::result::Result<(), Fault> {
+    pub fn write(&self, at: DeviceAddr, from: &[u8]) -> std::result::Result<(), KernelFault> {
         self.with_bytes(at, from.len() as u64, |bytes| bytes.write(0, from))
     }
 
@@ -132,15 +137,15 @@ impl<'a> Block<'a> {
     /// it does not starve those that it waits for, and ends when the device dies.
     pub fn spin_until(
         &self,
-        mut ask: impl FnMut() -> std::result::Result<bool, Fault>,
-    ) -> std::result::Result<(), Fault> {
+        mut is_ready: impl FnMut() -> std::result::Result<bool, KernelFault>,
+    ) -> std::result::Result<(), KernelFault> {
         let mut backoff = Backoff::default();
-        while !ask()? {
+        while !is_ready()? {
             if self.device.is_dead() {
-                return Err(Fault::new("the device died under the kernel"));
+                return Err(KernelFault::new("the device died under the kernel"));
             }
             if self.faulted.load(Ordering::Acquire) {
-                return Err(Fault::new("another block of the grid faulted"));
+                return Err(KernelFault::new("another block of the grid faulted"));
             }
             backoff.snooze();
         }
@@ -152,14 +157,14 @@ impl<'a> Block<'a> {
         at: DeviceAddr,
         len: u64,
         access: impl FnOnce(SharedBytes<'_>) -> Result<R>,
-    ) -> std::result::Result<R, Fault> {
-        self.device.stumble();
-        let Some((memory, offset)) = space().find(at, len) else {
+    ) -> std::result::Result<R, KernelFault> {
+        self.device.inject_jitter();
+        let Some((memory, offset)) = address_space().find(at, len) else {
             let index = self.index;
-            return Err(Fault(format!(
+            return Err(KernelFault(format!(
                 "block {index} touched {len} bytes at illegal address {at}"
             )));
         };
-        Ok(memory.with_bytes(|bytes| access(bytes.part(offset, len)?))?)
+        Ok(memory.with_bytes(|bytes| access(bytes.slice(offset, len)?))?)
     }
 }

@@ -8,7 +8,7 @@ use crate::error::{Error, Kind, Result};
 use crate::units;
 
 /// The environment variable that sets up the simulator.
-pub const VARIABLE: &str = "WARPWIRE_SIM";
+pub const ENV_VAR: &str = "WARPWIRE_SIM";
 
 /// Sorts of operations that the simulator can be told to fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +42,7 @@ impl OpKind {
 
 /// The n-th operation of a sort, counted from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Nth {
+pub struct FailNth {
     /// Which operations count.
     pub kind: OpKind,
     /// Which of them is meant.
@@ -70,7 +70,7 @@ pub struct SimConfig {
     /// (`jitter=200us`): interleavings that are rare otherwise become common, and with them races.
     pub jitter: Duration,
     /// Fail the n-th operation of a sort (`fail=copy:3`), once.
-    pub fail: Option<Nth>,
+    pub fail: Option<FailNth>,
     /// Move the memory that it touched after every so many stream operations (`move_every=100`).
     pub move_every: Option<u64>,
     /// Free the memory that it touched under its users after this many stream operations (`free_at=500`).
@@ -95,11 +95,11 @@ impl Default for SimConfig {
 }
 
 impl SimConfig {
-    const MOST_GPUS: u32 = 64;
+    const MAX_GPUS: u32 = 64;
 
     /// The setup that `WARPWIRE_SIM` asks for; the default one if it is not set.
     pub fn from_env() -> Result<Self> {
-        match std::env::var(VARIABLE) {
+        match std::env::var(ENV_VAR) {
             Ok(text) => text.parse(),
             Err(std::env::VarError::NotPresent) => Ok(Self::default()),
             Err(std::env::VarError::NotUnicode(_)) => Err(bad_setting("it is not valid UTF-8")),
@@ -108,23 +108,23 @@ impl SimConfig {
 
     fn set(&mut self, key: &str, value: &str) -> Result<()> {
         match key {
-            "gpus" => self.gpus = whole_number(key, value)?,
+            "gpus" => self.gpus = parse_integer(key, value)?,
             "memory" => self.memory = units::parse_bytes(value)?,
             "copy_delay" => self.copy_delay = units::parse_duration(value)?,
             "jitter" => self.jitter = units::parse_duration(value)?,
             "fail" => self.fail = Some(value.parse()?),
-            "move_every" => self.move_every = Some(whole_number(key, value)?),
-            "free_at" => self.free_at = Some(whole_number(key, value)?),
-            "nor" => self.wait_nor = on_or_off(key, value)?,
+            "move_every" => self.move_every = Some(parse_integer(key, value)?),
+            "free_at" => self.free_at = Some(parse_integer(key, value)?),
+            "nor" => self.wait_nor = parse_switch(key, value)?,
             _ => return Err(bad_setting(format!("there is no setting {key:?}"))),
         }
         Ok(())
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        let most = Self::MOST_GPUS;
-        if self.gpus == 0 || self.gpus > most {
-            return Err(bad_setting(format!("gpus must be between 1 and {most}")));
+        let max = Self::MAX_GPUS;
+        if self.gpus == 0 || self.gpus > max {
+            return Err(bad_setting(format!("gpus must be between 1 and {max}")));
         }
         if self.memory < 64 << 10 || self.memory > 1 << 40 {
             return Err(bad_setting("memory must be between 64KiB and 1TiB"));
@@ -152,7 +152,7 @@ impl FromStr for SimConfig {
     }
 }
 
-impl FromStr for Nth {
+impl FromStr for FailNth {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -165,7 +165,7 @@ impl FromStr for Nth {
     }
 }
 
-impl fmt::Display for Nth {
+impl fmt::Display for FailNth {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = OpKind::ALL
             .into_iter()
@@ -175,13 +175,13 @@ impl fmt::Display for Nth {
     }
 }
 
-fn whole_number<N: FromStr>(key: &str, value: &str) -> Result<N> {
+fn parse_integer<N: FromStr>(key: &str, value: &str) -> Result<N> {
     value
         .parse()
         .map_err(|_| bad_setting(format!("{key}={value:?} is not a whole number in range")))
 }
 
-fn on_or_off(key: &str, value: &str) -> Result<bool> {
+fn parse_switch(key: &str, value: &str) -> Result<bool> {
     match value {
         "on" => Ok(true),
         "off" => Ok(false),
@@ -192,7 +192,7 @@ fn on_or_off(key: &str, value: &str) -> Result<bool> {
 #[cold]
 fn bad_setting(why: impl Into<String>) -> Error {
     Error::new(Kind::Malformed, "set up the simulated GPU")
-        .on(VARIABLE)
+        .on(ENV_VAR)
         .why(why.into())
         .fix("write settings like gpus=2,memory=4GiB,copy_delay=50us,jitter=200us,fail=copy:3,move_every=100,free_at=500,nor=off (fail takes any, alloc, copy, mem or launch)")
 }
@@ -210,7 +210,7 @@ mod tests {
             memory: 1 << 30,
             copy_delay: Duration::from_millis(2),
             jitter: Duration::from_micros(9),
-            fail: Some(Nth { kind: OpKind::Launch, number: 7 }),
+            fail: Some(FailNth { kind: OpKind::Launch, number: 7 }),
             move_every: Some(10),
             free_at: Some(3),
             wait_nor: false,

@@ -17,15 +17,15 @@ use super::super::backend::{
 use super::super::device::{Backend, Capabilities, Capability, DeviceInfo, MemoryUsage};
 use super::super::program::{BlockFn, Program};
 use super::super::share::IpcHandle;
-use super::config::{Nth, OpKind, SimConfig};
-use super::memory::{Borrowed, SimMemory, space};
+use super::config::{FailNth, OpKind, SimConfig};
+use super::memory::{Borrowed, SimMemory, address_space};
 use super::stream::{SimEvent, SimStream};
 use crate::error::{Error, Kind, Result};
 use crate::units;
 
 /// What a simulated GPU holds now. After everything was dropped, all of it is zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Live {
+pub struct LiveObjects {
     /// Pieces of memory, pinned, borrowed-from-others' and imported ones too.
     pub allocations: u64,
     /// Bytes of device memory.
@@ -48,9 +48,9 @@ struct Counters {
 }
 
 /// What goes wrong, and when.
-struct Mischief {
+struct FaultInjection {
     /// Operations of the sort named so far.
-    fail: Option<(Nth, u64)>,
+    fail: Option<(FailNth, u64)>,
     copy_delay: Duration,
     move_every: Option<u64>,
     free_at: Option<u64>,
@@ -62,7 +62,7 @@ pub(super) struct SimDevice {
     jitter: Duration,
     capabilities: Capabilities,
     counters: Counters,
-    mischief: Mutex<Mischief>,
+    fault_injection: Mutex<FaultInjection>,
     next_stream: AtomicU64,
     dead: AtomicBool,
 }
@@ -101,7 +101,7 @@ impl SimDevice {
             graphs: Capability::Yes,
             notify: Capability::Yes,
         };
-        let mischief = Mischief {
+        let fault_injection = FaultInjection {
             fail: config.fail.map(|nth| (nth, 0)),
             copy_delay: config.copy_delay,
             move_every: config.move_every,
@@ -113,7 +113,7 @@ impl SimDevice {
             jitter: config.jitter,
             capabilities,
             counters: Counters::default(),
-            mischief: Mutex::new(mischief),
+            fault_injection: Mutex::new(fault_injection),
             next_stream: AtomicU64::new(1),
             dead: AtomicBool::new(false),
         }
@@ -127,7 +127,7 @@ impl SimDevice {
     pub(super) fn reserve(&self, len: u64, kind: MemoryKind) -> Result<()> {
         self.check_alive()?;
         self.count_op(OpKind::Alloc)?;
-        let counted = match kind {
+        let reserved = match kind {
             MemoryKind::Pinned => {
                 self.counters.pinned_bytes.fetch_add(len, Ordering::AcqRel);
                 true
@@ -136,7 +136,7 @@ impl SimDevice {
             MemoryKind::Imported => true,
             _ => self.take_device_bytes(len),
         };
-        if !counted {
+        if !reserved {
             let used = self.counters.device_bytes.load(Ordering::Acquire);
             let (free, total) =
                 (self.info.total_memory.saturating_sub(used), self.info.total_memory);
@@ -168,9 +168,9 @@ impl SimDevice {
         self.counters.allocations.fetch_sub(1, Ordering::AcqRel);
     }
 
-    pub(super) fn live(&self) -> Live {
+    pub(super) fn live_objects(&self) -> LiveObjects {
         let read = |counter: &AtomicU64| counter.load(Ordering::Acquire);
-        Live {
+        LiveObjects {
             allocations: read(&self.counters.allocations),
             device_bytes: read(&self.counters.device_bytes),
             pinned_bytes: read(&self.counters.pinned_bytes),
@@ -179,18 +179,18 @@ impl SimDevice {
         }
     }
 
-    pub(super) fn count_stream(&self, born: bool) {
-        count(&self.counters.streams, born);
+    pub(super) fn count_stream(&self, created: bool) {
+        count(&self.counters.streams, created);
     }
 
-    pub(super) fn count_event(&self, born: bool) {
-        count(&self.counters.events, born);
+    pub(super) fn count_event(&self, created: bool) {
+        count(&self.counters.events, created);
     }
 
     /// Counts an operation, and fails it if it is the one that was to fail.
     pub(super) fn count_op(&self, kind: OpKind) -> Result<()> {
-        let mut mischief = self.mischief.lock();
-        let Some((nth, seen)) = &mut mischief.fail else {
+        let mut fault_injection = self.fault_injection.lock();
+        let Some((nth, seen)) = &mut fault_injection.fail else {
             return Ok(());
         };
         if !nth.kind.covers(kind) {
@@ -200,33 +200,33 @@ impl SimDevice {
         if *seen < nth.number {
             return Ok(());
         }
-        let told = *nth;
-        mischief.fail = None;
+        let injected = *nth;
+        fault_injection.fail = None;
         Err(Error::new(Kind::StreamFailed, "finish an operation")
             .on(self.label())
-            .why(format!("the simulator was told to fail {told}")))
+            .why(format!("the simulator was told to fail {injected}")))
     }
 
     /// After a stream operation on `memory`: moves or frees it if that is its turn.
     pub(super) fn after_op(&self, memory: &SimMemory) {
         let (moves, frees) = {
-            let mut mischief = self.mischief.lock();
-            mischief.stream_ops += 1;
-            let count = mischief.stream_ops;
-            let moves = mischief.move_every.is_some_and(|every| count.is_multiple_of(every));
-            (moves, mischief.free_at == Some(count))
+            let mut fault_injection = self.fault_injection.lock();
+            fault_injection.stream_ops += 1;
+            let count = fault_injection.stream_ops;
+            let moves = fault_injection.move_every.is_some_and(|every| count.is_multiple_of(every));
+            (moves, fault_injection.free_at == Some(count))
         };
         // Memory that cannot move, or went away meanwhile, is passed over: the next turn will come.
         if moves {
             let _ = memory.relocate();
         }
         if frees {
-            let _ = memory.remove_under_users();
+            let _ = memory.force_remove();
         }
     }
 
     /// Has the calling kernel stand still at times: see `SimConfig::jitter`.
-    pub(super) fn stumble(&self) {
+    pub(super) fn inject_jitter(&self) {
         thread_local!(static RANDOM: Cell<u64> = const { Cell::new(0) });
         if self.jitter.is_zero() {
             return;
@@ -244,15 +244,15 @@ impl SimDevice {
     }
 
     pub(super) fn copy_delay(&self) -> Duration {
-        self.mischief.lock().copy_delay
+        self.fault_injection.lock().copy_delay
     }
 
     pub(super) fn set_copy_delay(&self, delay: Duration) {
-        self.mischief.lock().copy_delay = delay;
+        self.fault_injection.lock().copy_delay = delay;
     }
 
-    pub(super) fn set_failure(&self, nth: Nth) {
-        self.mischief.lock().fail = Some((nth, 0));
+    pub(super) fn set_failure(&self, nth: FailNth) {
+        self.fault_injection.lock().fail = Some((nth, 0));
     }
 
     /// The device falls off the bus: all work ends with an error.
@@ -274,8 +274,8 @@ impl SimDevice {
     }
 }
 
-fn count(counter: &AtomicU64, born: bool) {
-    if born {
+fn count(counter: &AtomicU64, created: bool) {
+    if created {
         counter.fetch_add(1, Ordering::AcqRel);
     } else {
         counter.fetch_sub(1, Ordering::AcqRel);
@@ -314,7 +314,7 @@ impl DeviceBackend for SimDevice {
                 .on(self.label())
                 .why(why))
         };
-        let Some((owner, _)) = space().find(address, len) else {
+        let Some((owner, _)) = address_space().find(address, len) else {
             return failure("no simulated memory holds all of that range".into());
         };
         if !Arc::ptr_eq(owner.device(), &self) {
@@ -352,7 +352,7 @@ impl DeviceBackend for SimDevice {
     fn load(self: Arc<Self>, program: &Program) -> Result<Arc<dyn ModuleBackend>> {
         self.check_alive()?;
         if program.blocks().is_empty() {
-            return Err(program.lacks("block functions for the simulator", self.label()));
+            return Err(program.missing_form("block functions for the simulator", self.label()));
         }
         Ok(Arc::new(SimModule { device: self, program: program.clone() }))
     }
@@ -367,7 +367,7 @@ impl ModuleBackend for SimModule {
     fn kernel(self: Arc<Self>, name: &str) -> Result<Arc<dyn KernelBackend>> {
         let found = self.program.blocks().iter().find(|(known, _)| known == name);
         let Some((_, run)) = found else {
-            return Err(Program::no_kernel(self.program.name(), name, self.device.label()));
+            return Err(Program::no_such_kernel(self.program.name(), name, self.device.label()));
         };
         Ok(Arc::new(SimKernel { name: name.to_string(), run: run.clone() }))
     }

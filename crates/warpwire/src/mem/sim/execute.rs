@@ -7,19 +7,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 
-use super::super::allocation::{Region, Width, Word};
-use super::super::op::{Condition, MemOp, Op};
+use super::super::allocation::{Region, Word, WordWidth};
+use super::super::op::{Condition, MemOp, StreamOp};
 use super::super::program::Launch;
-use super::block::{Block, Fault};
+use super::block::{Block, KernelFault};
 use super::config::OpKind;
 use super::device::SimKernel;
-use super::memory::{SimMemory, space};
-use super::stream::{Core, Entry, SimGraph};
+use super::memory::{SimMemory, address_space};
+use super::stream::{Core, QueuedOp, SimGraph};
 use crate::error::{Error, Kind, Result};
 use crate::sync::Backoff;
 
 /// How many blocks run at once, each on a thread of its own.
-pub(super) const MOST_BLOCKS: u32 = 512;
+pub(super) const MAX_BLOCKS: u32 = 512;
 
 /// Runs the operations of one stream.
 pub(super) struct Runner<'a> {
@@ -31,23 +31,23 @@ impl<'a> Runner<'a> {
         Self { stream }
     }
 
-    pub(super) fn run(&self, entry: &Entry) -> Result<()> {
+    pub(super) fn run(&self, entry: &QueuedOp) -> Result<()> {
         self.stream.device.check_alive()?;
         match &entry.op {
-            Op::Copy { to, from } => self.copy(to, from),
-            Op::Fill { region, pattern, unit } => {
+            StreamOp::Copy { to, from } => self.copy(to, from),
+            StreamOp::Fill { region, pattern, unit } => {
                 self.fill(region, &pattern.to_le_bytes()[..usize::from(*unit)])
             }
-            Op::Mem(_) | Op::Batch(_) => self.mem_ops(&entry.op),
-            Op::Record(_) => {
-                entry.mark.iter().for_each(|mark| mark.reach());
+            StreamOp::Mem(_) | StreamOp::Batch(_) => self.mem_ops(&entry.op),
+            StreamOp::Record(_) => {
+                entry.event_record.iter().for_each(|event_record| event_record.complete());
                 Ok(())
             }
-            Op::Await(_) => match &entry.mark {
-                Some(mark) => self.wait_until(|| mark.is_reached()),
+            StreamOp::WaitEvent(_) => match &entry.event_record {
+                Some(event_record) => self.wait_until(|| event_record.is_complete()),
                 None => Ok(()),
             },
-            Op::Call(call) => {
+            StreamOp::Call(call) => {
                 call.call();
                 if call.has_panicked() {
                     Err(self.failure("call the host", "the function panicked"))
@@ -55,12 +55,12 @@ impl<'a> Runner<'a> {
                     Ok(())
                 }
             }
-            Op::Launch(launch) => self.launch(launch),
-            Op::Replay(graph) => {
+            StreamOp::Launch(launch) => self.launch(launch),
+            StreamOp::Replay(graph) => {
                 let graph: &dyn Any = &**graph.backend();
                 let ops = graph.downcast_ref::<SimGraph>().map_or(&[][..], |graph| &graph.ops);
                 // A replayed recording is a new one, made when its turn comes.
-                ops.iter().try_for_each(|op| self.run(&Entry::new(op.clone())))
+                ops.iter().try_for_each(|op| self.run(&QueuedOp::new(op.clone())))
             }
         }
     }
@@ -92,13 +92,13 @@ impl<'a> Runner<'a> {
         Ok(())
     }
 
-    fn mem_ops(&self, op: &Op) -> Result<()> {
+    fn mem_ops(&self, op: &StreamOp) -> Result<()> {
         self.stream.device.count_op(OpKind::Mem)?;
         for single in op.mem_ops() {
             match single {
                 MemOp::Write { word, value } => self.write(word, *value)?,
                 MemOp::Wait { word, condition, value } => {
-                    self.stream.set_blocked(Some(Op::Mem(single.clone())));
+                    self.stream.set_blocked(Some(StreamOp::Mem(single.clone())));
                     let outcome = self.wait(word, *condition, *value);
                     self.stream.set_blocked(None);
                     outcome?;
@@ -114,27 +114,27 @@ impl<'a> Runner<'a> {
     fn write(&self, word: &Word, value: u64) -> Result<()> {
         let (memory, offset) = self.find(word.region())?;
         memory.with_bytes(|bytes| match word.width() {
-            Width::Bits32 => bytes.store_u32(offset, value as u32),
-            Width::Bits64 => bytes.store_u64(offset, value),
+            WordWidth::Bits32 => bytes.store_u32(offset, value as u32),
+            WordWidth::Bits64 => bytes.store_u64(offset, value),
         })?;
         self.stream.device.after_op(&memory);
         Ok(())
     }
 
-    fn wait(&self, word: &Word, condition: Condition, wanted: u64) -> Result<()> {
+    fn wait(&self, word: &Word, condition: Condition, expected: u64) -> Result<()> {
         self.wait_until(|| {
             let (memory, offset) = self.find(word.region())?;
-            let seen = memory.with_bytes(|bytes| match word.width() {
-                Width::Bits32 => bytes.load_u32(offset).map(u64::from),
-                Width::Bits64 => bytes.load_u64(offset),
+            let actual = memory.with_bytes(|bytes| match word.width() {
+                WordWidth::Bits32 => bytes.load_u32(offset).map(u64::from),
+                WordWidth::Bits64 => bytes.load_u64(offset),
             })?;
-            Ok(condition.holds(word.width(), seen, wanted))
+            Ok(condition.holds(word.width(), actual, expected))
         })
     }
 
-    fn wait_until(&self, mut ask: impl FnMut() -> Result<bool>) -> Result<()> {
+    fn wait_until(&self, mut is_ready: impl FnMut() -> Result<bool>) -> Result<()> {
         let mut backoff = Backoff::default();
-        while !ask()? {
+        while !is_ready()? {
             self.stream.device.check_alive()?;
             backoff.snooze();
         }
@@ -151,7 +151,7 @@ impl<'a> Runner<'a> {
             let Launch { grid, threads, args, .. } = launch;
             let block = Block::new(&self.stream.device, faulted, index, *grid, *threads, args);
             let ran = catch_unwind(AssertUnwindSafe(|| (kernel.run)(&block)));
-            ran.unwrap_or_else(|_| Err(Fault::new("a block panicked")))
+            ran.unwrap_or_else(|_| Err(KernelFault::new("a block panicked")))
         })
         .map_err(|fault| {
             let what = format!("run kernel {:?}", launch.kernel.name());
@@ -160,7 +160,7 @@ impl<'a> Runner<'a> {
     }
 
     fn find(&self, region: &Region) -> Result<(Arc<SimMemory>, u64)> {
-        space().find(region.address(), region.len()).ok_or_else(|| {
+        address_space().find(region.address(), region.len()).ok_or_else(|| {
             let why = format!("the memory at {} was freed under its users", region.address());
             Error::new(Kind::Freed, "access memory").on(self.stream.label()).why(why)
         })
@@ -178,13 +178,13 @@ impl<'a> Runner<'a> {
 /// partly there would never end.
 fn run_grid(
     grid: u32,
-    run: impl Fn(u32, &AtomicBool) -> std::result::Result<(), Fault> + Sync,
-) -> std::result::Result<(), Fault> {
+    run: impl Fn(u32, &AtomicBool) -> std::result::Result<(), KernelFault> + Sync,
+) -> std::result::Result<(), KernelFault> {
     let start = RwLock::new(true);
     let faulted = AtomicBool::new(false);
     let first_fault = Mutex::new(None);
     std::thread::scope(|scope| {
-        let mut gate = start.write();
+        let mut start_lock = start.write();
         for index in 0..grid {
             let (run, start, faulted, first_fault) = (&run, &start, &faulted, &first_fault);
             let body = move || {
@@ -195,8 +195,8 @@ fn run_grid(
                 }
             };
             if let Err(error) = std::thread::Builder::new().spawn_scoped(scope, body) {
-                *gate = false;
-                let fault = Fault::new(format!("block {index} got no thread: {error}"));
+                *start_lock = false;
+                let fault = KernelFault::new(format!("block {index} got no thread: {error}"));
                 first_fault.lock().get_or_insert(fault);
                 break;
             }

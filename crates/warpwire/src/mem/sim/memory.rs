@@ -16,12 +16,12 @@ use rustix::fs::{
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
 use super::super::address::DeviceAddr;
-use super::super::allocation::{Listener, MemoryEvent, MemoryKind, Pin, Watch};
+use super::super::allocation::{MemoryEvent, MemoryKind, MemoryListener, PinGuard, WatchGuard};
 use super::super::backend::{HostOwner, MemoryBackend};
 use super::super::bytes::SharedBytes;
 use super::super::device::Backend;
 use super::super::share::{DmaBuf, DmaBufRoute, IpcHandle};
-use super::super::window::{Mapped, MappingType, WindowPath};
+use super::super::window::{CpuMapping, MappingType, WindowPath};
 use super::device::SimDevice;
 use crate::error::{Error, Kind, Result};
 
@@ -75,7 +75,7 @@ impl Backing {
 
     /// The ranges that were ever written. The rest reads as zero and takes no memory; huge simulated
     /// buffers are mostly such holes.
-    fn written(&self) -> Vec<(u64, u64)> {
+    fn data_ranges(&self) -> Vec<(u64, u64)> {
         let mut ranges = Vec::new();
         let mut at = 0;
         let Ok(file) = &self.file else { return ranges };
@@ -88,8 +88,8 @@ impl Backing {
     }
 
     /// Takes over the contents of `old` and poisons what it held.
-    fn succeed(&self, old: &Backing) -> Result<()> {
-        for (start, len) in old.written() {
+    fn copy_and_poison(&self, old: &Backing) -> Result<()> {
+        for (start, len) in old.data_ranges() {
             self.bytes().copy_from(start, &old.bytes(), start, len)?;
         }
         old.poison()
@@ -97,7 +97,7 @@ impl Backing {
 
     fn poison(&self) -> Result<()> {
         let poison = |(start, len)| self.bytes().fill(start, len, &[POISON]);
-        self.written().into_iter().try_for_each(poison)
+        self.data_ranges().into_iter().try_for_each(poison)
     }
 }
 
@@ -129,7 +129,7 @@ pub(super) struct SimMemory {
     backing: RwLock<Option<Backing>>,
     /// A fixed view for pinned memory, whose backing never moves.
     pinned: Option<Backing>,
-    listeners: Mutex<BTreeMap<u64, Listener>>,
+    listeners: Mutex<BTreeMap<u64, MemoryListener>>,
     next_listener: AtomicU64,
     /// How many keep it from moving.
     pins: AtomicU64,
@@ -139,7 +139,7 @@ impl SimMemory {
     pub(super) fn create(device: Arc<SimDevice>, len: u64, kind: MemoryKind) -> Result<Arc<Self>> {
         device.reserve(len, kind)?;
         let made = Backing::create(len, "warpwire-sim").inspect_err(|_| device.release(len, kind));
-        Self::place(device, made?, len, kind)
+        Self::from_backing(device, made?, len, kind)
     }
 
     /// Memory that somebody else mapped for the CPU.
@@ -150,10 +150,10 @@ impl SimMemory {
     ) -> Result<Arc<Self>> {
         device.reserve(len, MemoryKind::Pinned)?;
         let made = Backing { file: Err(owner), base, len: len as usize };
-        Self::place(device, made, len, MemoryKind::Pinned)
+        Self::from_backing(device, made, len, MemoryKind::Pinned)
     }
 
-    fn place(
+    fn from_backing(
         device: Arc<SimDevice>,
         made: Backing,
         len: u64,
@@ -165,7 +165,7 @@ impl SimMemory {
             _ => (Some(made), None),
         };
         let memory = Arc::new(Self {
-            address: space().reserve(len),
+            address: address_space().reserve(len),
             device,
             len,
             kind,
@@ -175,13 +175,13 @@ impl SimMemory {
             next_listener: AtomicU64::new(0),
             pins: AtomicU64::new(0),
         });
-        space().insert(&memory);
+        address_space().insert(&memory);
         Ok(memory)
     }
 
     /// Opens memory that this or another process exported.
     pub(super) fn open(device: Arc<SimDevice>, handle: &IpcHandle) -> Result<Arc<Self>> {
-        let name = SharedName::decode(handle.body_for(Backend::Sim)?)?;
+        let name = MemfdHandle::decode(handle.body_for(Backend::Sim)?)?;
         let file = name.open()?;
         let size = fstat(&file).map_err(|e| memfd_error(e, handle.len()))?;
         // The seals show that it is simulated memory, and no other file that a handle might name.
@@ -193,7 +193,7 @@ impl SimMemory {
         device.reserve(handle.len(), MemoryKind::Imported)?;
         let mapped = Backing::map(file, handle.len())
             .inspect_err(|_| device.release(handle.len(), MemoryKind::Imported));
-        Self::place(device, mapped?, handle.len(), MemoryKind::Imported)
+        Self::from_backing(device, mapped?, handle.len(), MemoryKind::Imported)
     }
 
     /// Runs `access` on the bytes, which stay where they are meanwhile.
@@ -208,7 +208,7 @@ impl SimMemory {
         let backing: RwLockReadGuard<'_, _> = self.backing.read_recursive();
         match &*backing {
             Some(backing) => access(backing.bytes()),
-            None => Err(self.gone()),
+            None => Err(self.freed_error()),
         }
     }
 
@@ -223,10 +223,10 @@ impl SimMemory {
                 .on(self.device.label())
                 .why(format!("{} memory does not move", self.kind)));
         }
-        let fresh = Backing::create(self.len, "warpwire-sim")?;
+        let new_backing = Backing::create(self.len, "warpwire-sim")?;
         // A mark, so that nobody pins it on the way.
-        let nobody = self.pins.compare_exchange(0, MOVING, Ordering::AcqRel, Ordering::Acquire);
-        if let Err(pins) = nobody {
+        let marked = self.pins.compare_exchange(0, MOVING, Ordering::AcqRel, Ordering::Acquire);
+        if let Err(pins) = marked {
             let why = match pins {
                 MOVING => "it is moving already".to_owned(),
                 pins => format!("{pins} of its users keep it where it is"),
@@ -234,44 +234,44 @@ impl SimMemory {
             let error = Error::new(Kind::Busy, "move memory").on(self.device.label()).why(why);
             return Err(error.fix("wait until they are done, or let them attach dynamically"));
         }
-        let moved = self.move_to(fresh);
+        let moved = self.move_to(new_backing);
         self.pins.store(0, Ordering::Release);
         moved
     }
 
-    fn move_to(&self, fresh: Backing) -> Result<()> {
-        self.tell(MemoryEvent::Moving);
+    fn move_to(&self, new_backing: Backing) -> Result<()> {
+        self.notify(MemoryEvent::Moving);
         {
             let mut backing = self.backing.write();
             let Some(old) = backing.as_ref() else {
-                return Err(self.gone());
+                return Err(self.freed_error());
             };
-            fresh.succeed(old)?;
-            *backing = Some(fresh);
+            new_backing.copy_and_poison(old)?;
+            *backing = Some(new_backing);
         }
-        self.tell(MemoryEvent::Moved);
+        self.notify(MemoryEvent::Moved);
         Ok(())
     }
 
     /// Takes the bytes away under their users, and poisons them for those who still map them.
-    pub(super) fn remove_under_users(&self) -> Result<()> {
+    pub(super) fn force_remove(&self) -> Result<()> {
         if self.pinned.is_some() || self.kind == MemoryKind::Imported {
             return Err(Error::new(Kind::Unsupported, "free memory under its users")
                 .on(self.device.label())
                 .why(format!("{} memory is not the device's own", self.kind)));
         }
-        self.remove().ok_or_else(|| self.gone())?.poison()
+        self.remove().ok_or_else(|| self.freed_error())?.poison()
     }
 
     fn remove(&self) -> Option<Backing> {
         let taken = self.backing.write().take()?;
         self.device.release(self.len, self.kind);
-        space().remove(self.address);
-        self.tell(MemoryEvent::Freed);
+        address_space().remove(self.address);
+        self.notify(MemoryEvent::Freed);
         Some(taken)
     }
 
-    fn tell(&self, event: MemoryEvent) {
+    fn notify(&self, event: MemoryEvent) {
         let listeners: Vec<_> = self.listeners.lock().values().cloned().collect();
         for listener in listeners {
             listener(event);
@@ -279,7 +279,7 @@ impl SimMemory {
     }
 
     #[cold]
-    fn gone(&self) -> Error {
+    fn freed_error(&self) -> Error {
         Error::new(Kind::Freed, "access memory")
             .on(self.device.label())
             .why(format!("the memory at {} was freed under its users", self.address))
@@ -320,11 +320,11 @@ impl MemoryBackend for SimMemory {
     }
 
     fn export_ipc(&self) -> Result<IpcHandle> {
-        let name = self.with_file(SharedName::of)??;
+        let name = self.with_file(MemfdHandle::of)??;
         Ok(IpcHandle::new(Backend::Sim, self.len, name.encode()))
     }
 
-    fn pin(self: Arc<Self>) -> Result<Pin> {
+    fn pin(self: Arc<Self>) -> Result<PinGuard> {
         let pin = |pins| (pins != MOVING).then_some(pins + 1);
         if self.pins.fetch_update(Ordering::AcqRel, Ordering::Acquire, pin).is_err() {
             return Err(Error::new(Kind::Busy, "pin memory")
@@ -332,16 +332,16 @@ impl MemoryBackend for SimMemory {
                 .why("it is moving")
                 .fix("try again when it has moved"));
         }
-        Ok(Pin::new(move || {
+        Ok(PinGuard::new(move || {
             self.pins.fetch_sub(1, Ordering::AcqRel);
         }))
     }
 
-    fn watch(self: Arc<Self>, listener: Listener) -> Result<Watch> {
+    fn watch(self: Arc<Self>, listener: MemoryListener) -> Result<WatchGuard> {
         let number = self.next_listener.fetch_add(1, Ordering::Relaxed);
         self.listeners.lock().insert(number, listener);
         let memory = Arc::downgrade(&self);
-        Ok(Watch::new(move || {
+        Ok(WatchGuard::new(move || {
             if let Some(memory) = memory.upgrade() {
                 // Dropped outside of the lock: a listener may hold anything, another watch too.
                 let ended = memory.listeners.lock().remove(&number);
@@ -354,7 +354,7 @@ impl MemoryBackend for SimMemory {
         if self.pinned.is_some() { &[] } else { &[WindowPath::Memfd] }
     }
 
-    fn map(&self, offset: u64, len: u64, path: WindowPath) -> Result<Mapped> {
+    fn map(&self, offset: u64, len: u64, path: WindowPath) -> Result<CpuMapping> {
         if path != WindowPath::Memfd {
             return Err(Error::new(Kind::Unsupported, "map memory")
                 .on(self.device.label())
@@ -369,13 +369,13 @@ impl MemoryBackend for SimMemory {
             .map_err(|e| memfd_error(e, self.len))?;
         // SAFETY: the offset lies inside the memory, by this trait's rule.
         let base = unsafe { backing.base.add(offset as usize) };
-        Ok(Mapped::new(base, len, MappingType::Cached, Box::new(backing)))
+        Ok(CpuMapping::new(base, len, MappingType::Cached, Box::new(backing)))
     }
 
     fn free(&self) -> Result<()> {
         if self.pinned.is_some() {
             // The CPU may hold views of it: the bytes go with the last handle, the address goes now.
-            space().remove(self.address);
+            address_space().remove(self.address);
         }
         self.remove();
         Ok(())
@@ -383,16 +383,16 @@ impl MemoryBackend for SimMemory {
 }
 
 impl SimMemory {
-    fn with_file<R>(&self, use_it: impl FnOnce(std::os::fd::BorrowedFd<'_>) -> R) -> Result<R> {
+    fn with_file<R>(&self, f: impl FnOnce(std::os::fd::BorrowedFd<'_>) -> R) -> Result<R> {
         let (held, file);
         if let Some(pinned) = &self.pinned {
             file = &pinned.file;
         } else {
             held = self.backing.read();
-            file = &held.as_ref().ok_or_else(|| self.gone())?.file;
+            file = &held.as_ref().ok_or_else(|| self.freed_error())?.file;
         }
         match file {
-            Ok(file) => Ok(use_it(file.as_fd())),
+            Ok(file) => Ok(f(file.as_fd())),
             Err(_) => Err(Error::new(Kind::Unsupported, "share memory")
                 .on(self.device.label())
                 .why("it is the host's, which this device was let reach")
@@ -405,19 +405,19 @@ impl Drop for SimMemory {
     fn drop(&mut self) {
         if self.pinned.is_some() {
             self.device.release(self.len, self.kind);
-            space().remove(self.address);
+            address_space().remove(self.address);
         }
     }
 }
 
 /// How another process finds a memfd: the owner's process, its descriptor, and the file's identity.
-struct SharedName {
+struct MemfdHandle {
     pid: u32,
     fd: i32,
     inode: u64,
 }
 
-impl SharedName {
+impl MemfdHandle {
     const LEN: usize = 16;
 
     fn of(file: std::os::fd::BorrowedFd<'_>) -> Result<Self> {
@@ -464,22 +464,24 @@ impl SharedName {
 
 /// All simulated memory of this process, by address. Addresses are never used twice, so that a stale
 /// one never names a newcomer.
-pub(super) struct Space {
+pub(super) struct AddressSpace {
     next: AtomicU64,
-    pieces: RwLock<BTreeMap<u64, Weak<SimMemory>>>,
+    allocations: RwLock<BTreeMap<u64, Weak<SimMemory>>>,
 }
 
 /// Not canonical on any processor: following such an address is a fault at once.
 const FIRST_ADDRESS: u64 = 0x5157_0000_0000_0000;
 const ALIGNMENT: u64 = 2 << 20;
 
-pub(super) fn space() -> &'static Space {
-    static SPACE: Space =
-        Space { next: AtomicU64::new(FIRST_ADDRESS), pieces: RwLock::new(BTreeMap::new()) };
-    &SPACE
+pub(super) fn address_space() -> &'static AddressSpace {
+    static ADDRESS_SPACE: AddressSpace = AddressSpace {
+        next: AtomicU64::new(FIRST_ADDRESS),
+        allocations: RwLock::new(BTreeMap::new()),
+    };
+    &ADDRESS_SPACE
 }
 
-impl Space {
+impl AddressSpace {
     /// An unused range, with an unused gap behind it.
     fn reserve(&self, len: u64) -> DeviceAddr {
         let step = len.next_multiple_of(ALIGNMENT) + ALIGNMENT;
@@ -487,19 +489,19 @@ impl Space {
     }
 
     fn insert(&self, memory: &Arc<SimMemory>) {
-        self.pieces.write().insert(memory.address.raw(), Arc::downgrade(memory));
+        self.allocations.write().insert(memory.address.raw(), Arc::downgrade(memory));
     }
 
     fn remove(&self, address: DeviceAddr) {
-        self.pieces.write().remove(&address.raw());
+        self.allocations.write().remove(&address.raw());
     }
 
     /// The memory that holds all of `address..address + len`, and where in it that begins.
     pub(super) fn find(&self, address: DeviceAddr, len: u64) -> Option<(Arc<SimMemory>, u64)> {
         // The lock is let go before the memory is: dropping the last handle takes it for writing.
         let memory = {
-            let pieces = self.pieces.read();
-            let (_, memory) = pieces.range(..=address.raw()).next_back()?;
+            let allocations = self.allocations.read();
+            let (_, memory) = allocations.range(..=address.raw()).next_back()?;
             memory.upgrade()
         }?;
         let offset = address.raw() - memory.address.raw();
@@ -517,7 +519,7 @@ pub(super) struct Borrowed {
 
 impl Borrowed {
     pub(super) fn owner(&self) -> Result<(Arc<SimMemory>, u64)> {
-        space().find(self.address, self.len).ok_or_else(|| {
+        address_space().find(self.address, self.len).ok_or_else(|| {
             Error::new(Kind::Freed, "access borrowed memory")
                 .on(self.device.label())
                 .why(format!("the owner of the memory at {} has freed it", self.address))
@@ -568,11 +570,11 @@ impl MemoryBackend for Borrowed {
             .fix("borrow all of it"))
     }
 
-    fn pin(self: Arc<Self>) -> Result<Pin> {
+    fn pin(self: Arc<Self>) -> Result<PinGuard> {
         self.owner()?.0.pin()
     }
 
-    fn watch(self: Arc<Self>, listener: Listener) -> Result<Watch> {
+    fn watch(self: Arc<Self>, listener: MemoryListener) -> Result<WatchGuard> {
         self.owner()?.0.watch(listener)
     }
 
@@ -580,7 +582,7 @@ impl MemoryBackend for Borrowed {
         &[WindowPath::Memfd]
     }
 
-    fn map(&self, offset: u64, len: u64, path: WindowPath) -> Result<Mapped> {
+    fn map(&self, offset: u64, len: u64, path: WindowPath) -> Result<CpuMapping> {
         let (owner, start) = self.owner()?;
         owner.map(start + offset, len, path)
     }

@@ -17,9 +17,9 @@ mod stream;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-pub use block::{Block, Fault};
-pub use config::{Nth, OpKind, SimConfig, VARIABLE};
-pub use device::Live;
+pub use block::{Block, KernelFault};
+pub use config::{ENV_VAR, FailNth, OpKind, SimConfig};
+pub use device::LiveObjects;
 pub use memory::POISON;
 
 use super::address::DeviceAddr;
@@ -27,7 +27,7 @@ use super::allocation::Allocation;
 use super::device::Device;
 use crate::error::{Error, Kind, Result};
 use device::SimDevice;
-use memory::space;
+use memory::address_space;
 
 /// A machine of simulated GPUs. Clones are the same machine.
 ///
@@ -70,49 +70,49 @@ impl Sim {
     }
 
     /// The strings behind the device of that number.
-    pub fn control(&self, ordinal: u32) -> Result<Control> {
-        Ok(Control { gpu: self.find(ordinal)?.clone() })
+    pub fn control(&self, ordinal: u32) -> Result<SimControl> {
+        Ok(SimControl { gpu: self.find(ordinal)?.clone() })
     }
 
     fn find(&self, ordinal: u32) -> Result<&Arc<SimDevice>> {
         self.gpus.get(ordinal as usize).ok_or_else(|| {
             Error::new(Kind::InvalidArgument, format!("find device sim:{ordinal}"))
                 .why(format!("the simulator has {} GPUs", self.gpus.len()))
-                .fix(format!("set {VARIABLE}=gpus={} or more", ordinal.saturating_add(1)))
+                .fix(format!("set {ENV_VAR}=gpus={} or more", ordinal.saturating_add(1)))
         })
     }
 }
 
 /// The device of whichever simulated machine of this process has memory at `address`.
 pub(super) fn owner_of(address: DeviceAddr) -> Option<Device> {
-    let (memory, _) = space().find(address, 1)?;
+    let (memory, _) = address_space().find(address, 1)?;
     Some(Device::from_backend(memory.device().clone()))
 }
 
 /// The strings behind a simulated GPU: what tests pull to see how others bear it.
 #[derive(Clone)]
-pub struct Control {
+pub struct SimControl {
     gpu: Arc<SimDevice>,
 }
 
-impl Control {
+impl SimControl {
     /// What the device holds now.
-    pub fn live(&self) -> Live {
-        self.gpu.live()
+    pub fn live_objects(&self) -> LiveObjects {
+        self.gpu.live_objects()
     }
 
     /// Waits until the device holds nothing, and says what it held last if it did not come to that.
     ///
     /// Streams end by themselves, a little after they are dropped.
-    pub fn wait_empty(&self, timeout: Duration) -> std::result::Result<(), Live> {
+    pub fn wait_empty(&self, timeout: Duration) -> std::result::Result<(), LiveObjects> {
         let start = Instant::now();
         loop {
-            let live = self.live();
-            if live == Live::default() {
+            let live_objects = self.live_objects();
+            if live_objects == LiveObjects::default() {
                 return Ok(());
             }
             if start.elapsed() > timeout {
-                return Err(live);
+                return Err(live_objects);
             }
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -121,17 +121,17 @@ impl Control {
     /// Moves an allocation to other backing. Those who [watch](Allocation::watch) it are told before
     /// and after; the old backing is filled with [`POISON`].
     pub fn relocate(&self, memory: &Allocation) -> Result<()> {
-        self.own(memory)?.relocate()
+        self.find_own(memory)?.relocate()
     }
 
     /// Frees an allocation under its users: their next access is an error, and the old backing is
     /// filled with [`POISON`].
-    pub fn free_under_users(&self, memory: &Allocation) -> Result<()> {
-        self.own(memory)?.remove_under_users()
+    pub fn force_free(&self, memory: &Allocation) -> Result<()> {
+        self.find_own(memory)?.force_remove()
     }
 
     /// Fails the n-th operation of a sort from now on, once.
-    pub fn fail(&self, nth: Nth) {
+    pub fn fail(&self, nth: FailNth) {
         self.gpu.set_failure(nth);
     }
 
@@ -145,10 +145,10 @@ impl Control {
         self.gpu.kill();
     }
 
-    fn own(&self, memory: &Allocation) -> Result<Arc<memory::SimMemory>> {
-        let found = space().find(memory.address(), memory.len());
-        let own = found.filter(|(owner, _)| Arc::ptr_eq(owner.device(), &self.gpu));
-        own.map(|(owner, _)| owner).ok_or_else(|| {
+    fn find_own(&self, memory: &Allocation) -> Result<Arc<memory::SimMemory>> {
+        let found = address_space().find(memory.address(), memory.len());
+        let find_own = found.filter(|(owner, _)| Arc::ptr_eq(owner.device(), &self.gpu));
+        find_own.map(|(owner, _)| owner).ok_or_else(|| {
             Error::new(Kind::NotDeviceMemory, "find memory")
                 .on(self.gpu.label())
                 .why(format!("it has no live memory at {}", memory.address()))

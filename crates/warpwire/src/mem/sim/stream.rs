@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::super::backend::{EventBackend, GraphBackend, StreamBackend};
-use super::super::op::{Op, PendingWait};
+use super::super::op::{PendingWait, StreamOp};
 use super::super::stream::capture_in_progress;
 use super::device::SimDevice;
-use super::execute::{MOST_BLOCKS, Runner};
+use super::execute::{MAX_BLOCKS, Runner};
 use crate::error::{Error, Kind, Result};
 
 pub(super) struct SimStream {
@@ -23,40 +23,40 @@ pub(super) struct Core {
     pub(super) device: Arc<SimDevice>,
     number: u64,
     queue: Mutex<Queue>,
-    arrival: Condvar,
+    work_available: Condvar,
 }
 
 #[derive(Default)]
 struct Queue {
-    waiting: VecDeque<Entry>,
+    waiting: VecDeque<QueuedOp>,
     running: bool,
     closed: bool,
     failure: Option<Error>,
-    captured: Option<Vec<Op>>,
-    blocked: Option<Op>,
+    captured: Option<Vec<StreamOp>>,
+    blocked: Option<StreamOp>,
 }
 
 /// An operation in a queue, with the recording of an event that it makes or waits for.
-pub(super) struct Entry {
-    pub(super) op: Op,
-    pub(super) mark: Option<Arc<Mark>>,
+pub(super) struct QueuedOp {
+    pub(super) op: StreamOp,
+    pub(super) event_record: Option<Arc<EventRecord>>,
 }
 
-impl Entry {
+impl QueuedOp {
     /// Fixes, when the operation is queued, which recording of an event it means.
-    pub(super) fn new(op: Op) -> Self {
-        let mark = match &op {
-            Op::Record(event) => sim_event(event).map(SimEvent::mark),
-            Op::Await(event) => sim_event(event).and_then(SimEvent::last_mark),
+    pub(super) fn new(op: StreamOp) -> Self {
+        let event_record = match &op {
+            StreamOp::Record(event) => sim_event(event).map(SimEvent::event_record),
+            StreamOp::WaitEvent(event) => sim_event(event).and_then(SimEvent::last_record),
             _ => None,
         };
-        Self { op, mark }
+        Self { op, event_record }
     }
 
     /// Tells those who wait for the recording that it will not come.
     fn fail(&self, error: &Error) {
-        if let (Op::Record(_), Some(mark)) = (&self.op, &self.mark) {
-            mark.fail(error);
+        if let (StreamOp::Record(_), Some(event_record)) = (&self.op, &self.event_record) {
+            event_record.fail(error);
         }
     }
 }
@@ -68,8 +68,12 @@ fn sim_event(event: &super::super::stream::Event) -> Option<&SimEvent> {
 
 impl SimStream {
     pub(super) fn start(device: Arc<SimDevice>, number: u64) -> Result<Self> {
-        let core =
-            Arc::new(Core { device, number, queue: Mutex::default(), arrival: Condvar::new() });
+        let core = Arc::new(Core {
+            device,
+            number,
+            queue: Mutex::default(),
+            work_available: Condvar::new(),
+        });
         let worker = core.clone();
         std::thread::Builder::new()
             .name(format!("sim stream {number}"))
@@ -83,7 +87,7 @@ impl SimStream {
 impl Drop for SimStream {
     fn drop(&mut self) {
         self.core.queue.lock().closed = true;
-        self.core.arrival.notify_one();
+        self.core.work_available.notify_one();
     }
 }
 
@@ -96,9 +100,9 @@ impl Core {
                 let outcome = Runner::new(&self).run(&entry);
                 outcome.inspect_err(|error| entry.fail(error))
             };
-            let outcome = self.guarded(run);
+            let outcome = self.catch_panic(run);
             // What the operation used is let go before the stream can look idle.
-            let dropped = self.guarded(move || {
+            let dropped = self.catch_panic(move || {
                 drop(entry);
                 Ok(())
             });
@@ -107,7 +111,7 @@ impl Core {
         self.device.count_stream(false);
     }
 
-    fn guarded(&self, run: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn catch_panic(&self, run: impl FnOnce() -> Result<()>) -> Result<()> {
         catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
             Err(Error::new(Kind::StreamFailed, "finish an operation")
                 .on(self.label())
@@ -115,7 +119,7 @@ impl Core {
         })
     }
 
-    fn next(&self) -> Option<Entry> {
+    fn next(&self) -> Option<QueuedOp> {
         let mut queue = self.queue.lock();
         loop {
             if let Some(entry) = queue.waiting.pop_front() {
@@ -125,7 +129,7 @@ impl Core {
             if queue.closed {
                 return None;
             }
-            self.arrival.wait(&mut queue);
+            self.work_available.wait(&mut queue);
         }
     }
 
@@ -137,14 +141,14 @@ impl Core {
         queue.failure = Some(error.clone());
         drop(queue);
         dropped.iter().for_each(|entry| entry.fail(&error));
-        let _ = self.guarded(move || {
+        let _ = self.catch_panic(move || {
             drop(dropped);
             Ok(())
         });
     }
 
     /// Notes the wait that the stream is in, for whoever asks what it is blocked on.
-    pub(super) fn set_blocked(&self, op: Option<Op>) {
+    pub(super) fn set_blocked(&self, op: Option<StreamOp>) {
         self.queue.lock().blocked = op;
     }
 
@@ -158,14 +162,14 @@ impl StreamBackend for SimStream {
         self.core.number
     }
 
-    fn enqueue(&self, op: Op) -> Result<()> {
-        if let Op::Launch(launch) = &op
-            && launch.grid > MOST_BLOCKS
+    fn enqueue(&self, op: StreamOp) -> Result<()> {
+        if let StreamOp::Launch(launch) = &op
+            && launch.grid > MAX_BLOCKS
         {
             let what = format!("launch {} blocks", launch.grid);
             return Err(Error::new(Kind::InvalidArgument, what)
                 .on(self.core.label())
-                .why(format!("the simulator runs at most {MOST_BLOCKS} blocks at once")));
+                .why(format!("the simulator runs at most {MAX_BLOCKS} blocks at once")));
         }
         let mut queue = self.core.queue.lock();
         if let Some(failure) = &queue.failure {
@@ -176,9 +180,9 @@ impl StreamBackend for SimStream {
             captured.push(op);
             return Ok(());
         }
-        queue.waiting.push_back(Entry::new(op));
+        queue.waiting.push_back(QueuedOp::new(op));
         drop(queue);
-        self.core.arrival.notify_one();
+        self.core.work_available.notify_one();
         Ok(())
     }
 
@@ -195,7 +199,7 @@ impl StreamBackend for SimStream {
 
     fn blocked_on(&self) -> Option<PendingWait> {
         let blocked = self.core.queue.lock().blocked.clone()?;
-        PendingWait::first_in(blocked.mem_ops())
+        PendingWait::first_pending(blocked.mem_ops())
     }
 
     fn begin_capture(&self) -> Result<()> {
@@ -219,7 +223,7 @@ impl StreamBackend for SimStream {
 
 /// Captured operations.
 pub(super) struct SimGraph {
-    pub(super) ops: Vec<Op>,
+    pub(super) ops: Vec<StreamOp>,
 }
 
 impl GraphBackend for SimGraph {
@@ -230,24 +234,24 @@ impl GraphBackend for SimGraph {
 
 /// One recording of an event.
 #[derive(Default)]
-pub(super) struct Mark(Mutex<MarkState>);
+pub(super) struct EventRecord(Mutex<EventRecordState>);
 
 #[derive(Default)]
-struct MarkState {
-    reached: Option<Instant>,
+struct EventRecordState {
+    completed_at: Option<Instant>,
     failure: Option<Error>,
 }
 
-impl Mark {
-    pub(super) fn reach(&self) {
-        self.0.lock().reached = Some(Instant::now());
+impl EventRecord {
+    pub(super) fn complete(&self) {
+        self.0.lock().completed_at = Some(Instant::now());
     }
 
-    pub(super) fn is_reached(&self) -> Result<bool> {
+    pub(super) fn is_complete(&self) -> Result<bool> {
         let state = self.0.lock();
         match &state.failure {
             Some(failure) => Err(failure.clone()),
-            None => Ok(state.reached.is_some()),
+            None => Ok(state.completed_at.is_some()),
         }
     }
 
@@ -259,28 +263,29 @@ impl Mark {
 /// An event: it stands for its newest recording; who waits for an earlier one holds that.
 pub(super) struct SimEvent {
     device: Arc<SimDevice>,
-    newest: Mutex<Option<Arc<Mark>>>,
+    latest: Mutex<Option<Arc<EventRecord>>>,
 }
 
 impl SimEvent {
     pub(super) fn new(device: Arc<SimDevice>) -> Self {
         device.count_event(true);
-        Self { device, newest: Mutex::default() }
+        Self { device, latest: Mutex::default() }
     }
 
-    fn mark(&self) -> Arc<Mark> {
-        let mark = Arc::new(Mark::default());
-        *self.newest.lock() = Some(mark.clone());
-        mark
+    fn event_record(&self) -> Arc<EventRecord> {
+        let event_record = Arc::new(EventRecord::default());
+        *self.latest.lock() = Some(event_record.clone());
+        event_record
     }
 
-    fn last_mark(&self) -> Option<Arc<Mark>> {
-        self.newest.lock().clone()
+    fn last_record(&self) -> Option<Arc<EventRecord>> {
+        self.latest.lock().clone()
     }
 
-    fn moment(&self) -> Result<Instant> {
-        let reached = self.last_mark().and_then(|mark| mark.0.lock().reached);
-        reached.ok_or_else(|| {
+    fn completion_time(&self) -> Result<Instant> {
+        let completed_at =
+            self.last_record().and_then(|event_record| event_record.0.lock().completed_at);
+        completed_at.ok_or_else(|| {
             Error::new(Kind::Busy, "take the time of an event")
                 .on(self.device.label())
                 .why("it has not been recorded and reached")
@@ -296,8 +301,8 @@ impl Drop for SimEvent {
 }
 
 impl EventBackend for SimEvent {
-    fn is_reached(&self) -> Result<bool> {
-        self.last_mark().map_or(Ok(true), |mark| mark.is_reached())
+    fn is_complete(&self) -> Result<bool> {
+        self.last_record().map_or(Ok(true), |event_record| event_record.is_complete())
     }
 
     fn elapsed_since(&self, earlier: &dyn EventBackend) -> Result<Duration> {
@@ -307,6 +312,6 @@ impl EventBackend for SimEvent {
                 .on(self.device.label())
                 .why("the other one belongs to another backend"));
         };
-        Ok(self.moment()?.saturating_duration_since(earlier.moment()?))
+        Ok(self.completion_time()?.saturating_duration_since(earlier.completion_time()?))
     }
 }

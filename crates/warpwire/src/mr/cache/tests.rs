@@ -8,7 +8,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
 
 use super::*;
 use crate::mem::sim::{Sim, SimConfig};
-use crate::mr::Denied;
+use crate::mr::AccessDenied;
 
 const PAGE: u64 = 4096;
 
@@ -48,14 +48,14 @@ impl Drop for Pages {
     }
 }
 
-fn cache(options: CacheOptions) -> (Registry, Pd, Cache) {
+fn cache(options: CacheOptions) -> (Registry, SoftPd, MrCache) {
     let registry = Registry::new();
     let pd = registry.pd();
-    let cache = Cache::new(&registry, &pd, options).unwrap();
+    let cache = MrCache::new(&registry, &pd, options).unwrap();
     (registry, pd, cache)
 }
 
-fn get(cache: &Cache, address: u64, len: u64) -> Lease {
+fn get(cache: &MrCache, address: u64, len: u64) -> Lease {
     // SAFETY: what the tests pass is mapped, and touched through registrations alone.
     unsafe { cache.get(address, len) }.unwrap()
 }
@@ -84,8 +84,7 @@ fn hits_merges_and_parts() {
 
 #[test]
 fn the_longest_unused_goes_first_and_what_is_used_stays() {
-    let options =
-        CacheOptions { most_entries: 2, most_bytes: 10 * PAGE, ..CacheOptions::default() };
+    let options = CacheOptions { max_entries: 2, max_bytes: 10 * PAGE, ..CacheOptions::default() };
     let (registry, _, cache) = cache(options);
     let pages: Vec<Pages> = (0..4).map(|_| Pages::map(2 * PAGE)).collect();
     let at: Vec<u64> = pages.iter().map(|pages| pages.at()).collect();
@@ -98,11 +97,11 @@ fn the_longest_unused_goes_first_and_what_is_used_stays() {
     assert_ne!(get(&cache, at[1], PAGE).rkey(), second, "the second made room");
     let other = get(&cache, at[3], PAGE);
     // Both places are taken by what is in use.
-    let unkept = get(&cache, at[2], PAGE);
-    assert_eq!(cache.stats().unkept, 1);
+    let uncached = get(&cache, at[2], PAGE);
+    assert_eq!(cache.stats().uncached, 1);
     assert_eq!(cache.stats().entries, 2);
     let before = registry.len();
-    drop(unkept);
+    drop(uncached);
     assert_eq!(registry.len(), before - 1, "it ended with its use");
     drop((held, other));
     cache.clear();
@@ -111,11 +110,11 @@ fn the_longest_unused_goes_first_and_what_is_used_stays() {
 
 #[test]
 fn what_is_larger_than_the_cache_is_registered_and_not_kept() {
-    let options = CacheOptions { most_bytes: PAGE, ..CacheOptions::default() };
+    let options = CacheOptions { max_bytes: PAGE, ..CacheOptions::default() };
     let (registry, _, cache) = cache(options);
     let pages = Pages::map(4 * PAGE);
     let lease = get(&cache, pages.at(), 4 * PAGE);
-    assert_eq!((lease.len(), cache.stats().unkept, cache.stats().entries), (4 * PAGE, 1, 0));
+    assert_eq!((lease.len(), cache.stats().uncached, cache.stats().entries), (4 * PAGE, 1, 0));
     drop(lease);
     assert!(registry.is_empty());
 }
@@ -128,8 +127,8 @@ fn unmapped_memory_is_not_found_again() {
         for round in 0..50 {
             let pages = Pages::map_at(at, 4 * PAGE);
             let lease = get(&cache, pages.at(), 4 * PAGE);
-            if watch && matches!(lease.trust(), Trust::Asked(_)) {
-                println!("skipped: {}", lease.trust());
+            if watch && matches!(lease.validation(), Validation::CheckedPerUse(_)) {
+                println!("skipped: {}", lease.validation());
                 return;
             }
             drop(lease);
@@ -151,8 +150,8 @@ fn memory_mapped_anew_at_the_same_address_is_registered_anew() {
     let (_, _, cache) = cache(CacheOptions::default());
     let pages = Pages::map(4 * PAGE);
     let lease = get(&cache, pages.at(), 4 * PAGE);
-    if lease.trust() != Trust::Watched {
-        println!("skipped: {}", lease.trust());
+    if lease.validation() != Validation::UffdWatch {
+        println!("skipped: {}", lease.validation());
         return;
     }
     let key = lease.rkey();
@@ -171,11 +170,11 @@ fn device_memory_goes_with_its_owner() {
     let memory = gpu.alloc(1 << 20).unwrap();
     let at = memory.address().raw();
     let lease = get(&cache, at + 100, 1000);
-    assert_eq!((lease.client(), lease.trust()), (Some("sim"), Trust::Told));
+    assert_eq!((lease.client(), lease.validation()), (Some("sim"), Validation::OwnerNotifies));
     assert_eq!(get(&cache, at + 200, 10).rkey(), lease.rkey());
     memory.free().unwrap();
     let denied = registry.resolve(lease.rkey(), pd.id(), Access::REMOTE_READ, at + 100, 8);
-    assert_eq!(denied.unwrap_err(), Denied::Gone);
+    assert_eq!(denied.unwrap_err(), AccessDenied::Gone);
     // SAFETY: nothing is there, which is found out.
     assert!(unsafe { cache.get(at + 100, 1000) }.is_err());
     assert_eq!((cache.stats().invalidations, cache.stats().entries), (1, 0));
@@ -198,9 +197,9 @@ fn invalidation_by_hand() {
 fn bad_input_is_refused() {
     let registry = Registry::new();
     let zero = CacheOptions { access: Access::ZERO_BASED, ..CacheOptions::default() };
-    assert!(Cache::new(&registry, &registry.pd(), zero).is_err());
+    assert!(MrCache::new(&registry, &registry.pd(), zero).is_err());
     let rights = CacheOptions { access: Access::REMOTE_WRITE, ..CacheOptions::default() };
-    assert!(Cache::new(&registry, &registry.pd(), rights).is_err());
+    assert!(MrCache::new(&registry, &registry.pd(), rights).is_err());
     let (_, _, cache) = cache(CacheOptions::default());
     for (address, len) in [(4096, 0), (u64::MAX, 2), (4096, 10), (0, 1)] {
         // SAFETY: refused.
@@ -211,7 +210,7 @@ fn bad_input_is_refused() {
 
 #[test]
 fn many_threads_share_it() {
-    let options = CacheOptions { most_entries: 8, ..CacheOptions::default() };
+    let options = CacheOptions { max_entries: 8, ..CacheOptions::default() };
     let (registry, pd, cache) = cache(options);
     let pages = Pages::map(64 * PAGE);
     let at = pages.at();

@@ -4,53 +4,53 @@ use std::net::SocketAddr;
 
 use rustix::io::Errno;
 
-use super::stream::Ready;
-use super::{Outcome, Sock, Sockets, desk, state};
+use super::stream::Readable;
+use super::{Sock, SockResult, Sockets, device_state, state};
 use crate::sock::layout::{ADDRESS_LEN, address_bytes, address_from, record};
 
 /// The longest datagram that UDP carries over IPv4.
-const LONGEST: usize = 65_507;
+const MAX_DATAGRAM: usize = 65_507;
 
 impl Sockets<'_> {
     /// Sends one datagram to an address, or to the peer. `EMSGSIZE` if it fits into no datagram, or not into the ring.
-    pub fn send_to(&self, socket: Sock, bytes: &[u8], to: Option<SocketAddr>) -> Outcome<usize> {
-        let place = self.place(socket)?;
-        let seen = self.look(place)?;
-        if !seen.has(state::DATAGRAM) {
+    pub fn send_to(&self, socket: Sock, bytes: &[u8], to: Option<SocketAddr>) -> SockResult<usize> {
+        let socket_ref = self.socket_ref(socket)?;
+        let snapshot = self.load_snapshot(socket_ref)?;
+        if !snapshot.has(state::DATAGRAM) {
             return Err(Errno::ISCONN.into());
         }
-        if to.is_none() && !seen.has(state::CONNECTED) {
+        if to.is_none() && !snapshot.has(state::CONNECTED) {
             return Err(Errno::DESTADDRREQ.into());
         }
-        let ring = self.send_ring(place)?;
-        let takes = (record::LEN + bytes.len() as u64).next_multiple_of(record::LEN);
-        if bytes.len() > LONGEST || takes > ring.1 {
+        let ring = self.send_ring(socket_ref)?;
+        let footprint = (record::LEN + bytes.len() as u64).next_multiple_of(record::LEN);
+        if bytes.len() > MAX_DATAGRAM || footprint > ring.1 {
             return Err(Errno::MSGSIZE.into());
         }
-        self.wait(self.patience(place, desk::SEND_TIMEOUT)?, || {
-            let seen = self.look(place)?;
-            if let Some(errno) = seen.send_error() {
+        self.wait(self.wait_limit(socket_ref, device_state::SEND_TIMEOUT)?, || {
+            let snapshot = self.load_snapshot(socket_ref)?;
+            if let Some(errno) = snapshot.send_error() {
                 return Err(errno.into());
             }
-            if seen.has(state::SEND_END) || seen.flags & desk::SHUT_SEND != 0 {
+            if snapshot.has(state::SEND_END) || snapshot.flags & device_state::SHUT_SEND != 0 {
                 return Err(Errno::PIPE.into());
             }
-            if !self.seems_free(place, &seen, takes)?
-                || self.try_lock(place, desk::SEND_LOCK)?.is_none()
+            if !self.has_room_hint(socket_ref, &snapshot, footprint)?
+                || self.try_lock(socket_ref, device_state::SEND_LOCK)?.is_none()
             {
                 return Ok(None);
             }
-            self.locked(place, desk::SEND_LOCK, || {
-                if self.room(place)? < takes {
+            self.with_lock(socket_ref, device_state::SEND_LOCK, || {
+                if self.room(socket_ref)? < footprint {
                     return Ok(None);
                 }
-                let sent = self.sent(place)?;
+                let sent = self.sent(socket_ref)?;
                 let mut header = [0; record::LEN as usize];
                 header[..4].copy_from_slice(&(bytes.len() as u32).to_le_bytes());
                 header[record::ADDRESS as usize..].copy_from_slice(&address_bytes(to));
                 self.copy_in(ring, sent, &header)?;
                 self.copy_in(ring, sent + record::LEN, bytes)?;
-                self.publish_sent(place, sent + takes)?;
+                self.publish_sent(socket_ref, sent + footprint)?;
                 Ok(Some(bytes.len()))
             })
         })
@@ -58,26 +58,30 @@ impl Sockets<'_> {
 
     /// Receives one datagram, and whose it is. What does not fit is lost. An error that the network reported
     /// (`ECONNREFUSED`, say) is told once.
-    pub fn recv_from(&self, socket: Sock, into: &mut [u8]) -> Outcome<(usize, Option<SocketAddr>)> {
-        let place = self.place(socket)?;
-        if !self.look(place)?.has(state::DATAGRAM) {
+    pub fn recv_from(
+        &self,
+        socket: Sock,
+        into: &mut [u8],
+    ) -> SockResult<(usize, Option<SocketAddr>)> {
+        let socket_ref = self.socket_ref(socket)?;
+        if !self.load_snapshot(socket_ref)?.has(state::DATAGRAM) {
             return self.recv(socket, into).map(|count| (count, None));
         }
-        self.wait(self.patience(place, desk::RECEIVE_TIMEOUT)?, || {
-            match self.readable(place)? {
+        self.wait(self.wait_limit(socket_ref, device_state::RECEIVE_TIMEOUT)?, || {
+            match self.readable(socket_ref)? {
                 None => return Ok(None),
-                Some(Ready::End) => return Ok(Some((0, None))),
-                Some(Ready::Some) => {}
+                Some(Readable::End) => return Ok(Some((0, None))),
+                Some(Readable::Data) => {}
             }
-            if self.try_lock(place, desk::RECEIVE_LOCK)?.is_none() {
+            if self.try_lock(socket_ref, device_state::RECEIVE_LOCK)?.is_none() {
                 return Ok(None);
             }
-            self.locked(place, desk::RECEIVE_LOCK, || {
-                let consumed = self.consumed(place)?;
-                if self.look(place)?.received == consumed {
+            self.with_lock(socket_ref, device_state::RECEIVE_LOCK, || {
+                let consumed = self.consumed(socket_ref)?;
+                if self.load_snapshot(socket_ref)?.received == consumed {
                     return Ok(None);
                 }
-                let ring = self.receive_ring(place)?;
+                let ring = self.receive_ring(socket_ref)?;
                 let mut header = [0; record::LEN as usize];
                 self.copy_out(ring, consumed, &mut header)?;
                 let word = |at: usize| {
@@ -86,8 +90,8 @@ impl Sockets<'_> {
                 let (len, error) = (u64::from(word(0)), word(4));
                 let count = into.len().min(len as usize);
                 self.copy_out(ring, consumed + record::LEN, &mut into[..count])?;
-                let takes = (record::LEN + len).next_multiple_of(record::LEN);
-                self.publish_consumed(place, consumed + takes)?;
+                let footprint = (record::LEN + len).next_multiple_of(record::LEN);
+                self.publish_consumed(socket_ref, consumed + footprint)?;
                 if error != 0 {
                     return Err(Errno::from_raw_os_error(error as i32).into());
                 }

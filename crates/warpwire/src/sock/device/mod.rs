@@ -1,9 +1,9 @@
 //! The calls of `include/warpwire/sock.cuh` for block functions of the simulated GPU: the same protocol on the same memory.
 //!
-//! A call gives what it promises or a [`Failure`]: an errno, or the [`Fault`] of a block that touched memory that is not
+//! A call gives what it promises or a [`SockError`]: an errno, or the [`KernelFault`] of a block that touched memory that is not
 //! there. Errnos mean what they mean everywhere; these are told apart:
 //! - `EAGAIN`: the socket is non-blocking, and the call would have to wait;
-//! - `ETIMEDOUT`: it waited for as long as it may ([`Setting::SendTimeout`], [`Setting::ReceiveTimeout`]), or the peer did
+//! - `ETIMEDOUT`: it waited for as long as it may ([`SockOption::SendTimeout`], [`SockOption::ReceiveTimeout`]), or the peer did
 //!   not answer;
 //! - `ECONNABORTED`: the host is gone.
 
@@ -19,63 +19,63 @@ use std::fmt;
 
 use rustix::io::Errno;
 
-pub use super::layout::Setting;
-use super::layout::{self, desk, inbox, outbox, state, table};
-use super::warp::ENDED;
+pub use super::layout::SockOption;
+use super::layout::{self, device_counters, device_state, host_state, state, table};
+use super::warp::FIN;
 use crate::mem::DeviceAddr;
-use crate::mem::sim::{Block, Fault};
+use crate::mem::sim::{Block, KernelFault};
 
-pub use poll::Polled;
-pub use span::Span;
+pub use poll::PollEntry;
+pub use span::RingSpan;
 
 /// Why a call failed.
 #[derive(Clone, Debug)]
-pub enum Failure {
+pub enum SockError {
     /// With an errno, as a socket does.
     Errno(Errno),
     /// The block itself faulted.
-    Fault(Fault),
+    KernelFault(KernelFault),
 }
 
 /// What a call gives.
-pub type Outcome<T> = Result<T, Failure>;
+pub type SockResult<T> = Result<T, SockError>;
 
-impl Failure {
+impl SockError {
     /// The errno, if it is one.
     pub fn errno(&self) -> Option<Errno> {
         match self {
             Self::Errno(errno) => Some(*errno),
-            Self::Fault(_) => None,
+            Self::KernelFault(_) => None,
         }
     }
 }
 
-impl From<Fault> for Failure {
-    fn from(fault: Fault) -> Self {
-        Self::Fault(fault)
+impl From<KernelFault> for SockError {
+    fn from(fault: KernelFault) -> Self {
+        Self::KernelFault(fault)
     }
 }
 
-impl From<Errno> for Failure {
+impl From<Errno> for SockError {
     fn from(errno: Errno) -> Self {
         Self::Errno(errno)
     }
 }
 
-impl From<Failure> for Fault {
-    fn from(failure: Failure) -> Self {
+impl From<SockError> for KernelFault {
+    fn from(failure: SockError) -> Self {
         match failure {
-            Failure::Errno(errno) => Self::new(format!("a socket call failed: {errno}")),
-            Failure::Fault(fault) => fault,
+            SockError::Errno(errno) => Self::new(format!("a socket call failed: {errno}")),
+            SockError::KernelFault(fault) => fault,
         }
     }
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for SockError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Errno(errno) => errno.fmt(f),
-            Self::Fault(fault) => fault.fmt(f),
+            Self::KernelFault(fault) => fault.fmt(f),
         }
     }
 }
@@ -91,7 +91,7 @@ pub enum Family {
 
 /// What a socket carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum SocketKind {
     /// A stream of bytes: TCP.
     Stream = 1,
     /// Datagrams: UDP.
@@ -102,7 +102,7 @@ pub enum Kind {
 
 /// Which direction ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum How {
+pub enum ShutdownHow {
     /// Receiving.
     Receive = 0,
     /// Sending.
@@ -132,16 +132,16 @@ pub struct Sockets<'a> {
     block: &'a Block<'a>,
     sockets: u32,
     slots: u32,
-    silence_ms: u32,
-    inbox: u64,
-    outbox: u64,
-    desks: u64,
+    heartbeat_timeout_ms: u32,
+    host_state: u64,
+    device_counters: u64,
+    device_states: u64,
     requests: u64,
     replies: u64,
-    turns: u64,
+    slot_laps: u64,
     ticket: u64,
-    pulse: u64,
-    berths: u64,
+    heartbeat: u64,
+    qp_slots: u64,
 }
 
 fn at(address: u64) -> DeviceAddr {
@@ -150,24 +150,24 @@ fn at(address: u64) -> DeviceAddr {
 
 /// A socket's lines, found by its handle.
 #[derive(Clone, Copy)]
-struct Place {
+struct SocketRef {
     handle: i32,
     generation: u16,
-    inbox: u64,
-    outbox: u64,
-    desk: u64,
+    host_state: u64,
+    device_counters: u64,
+    device_state: u64,
 }
 
 /// The part of an inbox line that calls look at.
 #[derive(Clone, Copy)]
-struct Seen {
+struct StateSnapshot {
     state: u64,
     received: u64,
     taken: u64,
     flags: u32,
 }
 
-impl Seen {
+impl StateSnapshot {
     fn has(&self, flag: u64) -> bool {
         self.state & flag != 0
     }
@@ -195,88 +195,88 @@ fn errno(bits: u64) -> Option<Errno> {
 
 impl<'a> Sockets<'a> {
     /// The sockets of the table at that address, which [`SockHost::table`](super::SockHost::table) gave.
-    pub fn open(block: &'a Block<'a>, table_at: DeviceAddr) -> Result<Self, Fault> {
+    pub fn open(block: &'a Block<'a>, table_at: DeviceAddr) -> Result<Self, KernelFault> {
         let base = table_at.raw();
         let word = |offset: u64| block.load_u64(at(base + offset));
         let half = |offset: u64| block.load_u32(at(base + offset));
         let version = half(table::VERSION)?;
         if version != layout::VERSION {
-            return Err(Fault::new(format!("a table of sockets of version {version}")));
+            return Err(KernelFault::new(format!("a table of sockets of version {version}")));
         }
         Ok(Self {
             block,
             sockets: half(table::SOCKETS)?,
             slots: half(table::SLOTS)?,
-            silence_ms: half(table::SILENCE)?,
-            inbox: word(table::INBOX)?,
-            outbox: word(table::OUTBOX)?,
-            desks: word(table::DESKS)?,
+            heartbeat_timeout_ms: half(table::HEARTBEAT_TIMEOUT)?,
+            host_state: word(table::HOST_STATES)?,
+            device_counters: word(table::DEVICE_COUNTERS)?,
+            device_states: word(table::DEVICE_STATES)?,
             requests: word(table::REQUESTS)?,
             replies: word(table::REPLIES)?,
-            turns: word(table::TURNS)?,
+            slot_laps: word(table::SLOT_LAPS)?,
             ticket: word(table::TICKET)?,
-            pulse: word(table::PULSE)?,
-            berths: word(table::BERTHS)?,
+            heartbeat: word(table::HEARTBEAT)?,
+            qp_slots: word(table::QP_SLOTS)?,
         })
     }
 
-    fn place(&self, socket: Sock) -> Outcome<Place> {
-        let (index, generation) = layout::parts(socket.0);
+    fn socket_ref(&self, socket: Sock) -> SockResult<SocketRef> {
+        let (index, generation) = layout::split_handle(socket.0);
         if socket.0 < 0 || u32::from(index) >= self.sockets || generation == 0 {
             return Err(Errno::BADF.into());
         }
         let number = u64::from(index);
-        Ok(Place {
+        Ok(SocketRef {
             handle: socket.0,
             generation,
-            inbox: self.inbox + number * inbox::LEN,
-            outbox: self.outbox + number * outbox::LEN,
-            desk: self.desks + number * desk::LEN,
+            host_state: self.host_state + number * host_state::LEN,
+            device_counters: self.device_counters + number * device_counters::LEN,
+            device_state: self.device_states + number * device_state::LEN,
         })
     }
 
     /// Looks at a socket: at its state first, so that the counters are not older.
-    fn look(&self, place: Place) -> Outcome<Seen> {
-        let open = self.block.load_u32(at(place.desk + desk::GENERATION))?;
-        let state = self.block.load_u64(at(place.inbox + inbox::STATE))?;
-        let generation = u64::from(place.generation);
+    fn load_snapshot(&self, socket_ref: SocketRef) -> SockResult<StateSnapshot> {
+        let open = self.block.load_u32(at(socket_ref.device_state + device_state::GENERATION))?;
+        let state = self.block.load_u64(at(socket_ref.host_state + host_state::STATE))?;
+        let generation = u64::from(socket_ref.generation);
         if u64::from(open) != generation || state & state::GENERATION != generation {
             return Err(Errno::BADF.into());
         }
-        let mut seen = Seen {
+        let mut snapshot = StateSnapshot {
             state,
-            received: self.block.load_u64(at(place.inbox + inbox::RECEIVED))?,
-            taken: self.block.load_u64(at(place.inbox + inbox::TAKEN))?,
-            flags: self.block.load_u32(at(place.desk + desk::FLAGS))?,
+            received: self.block.load_u64(at(socket_ref.host_state + host_state::RECEIVED))?,
+            taken: self.block.load_u64(at(socket_ref.host_state + host_state::TAKEN))?,
+            flags: self.block.load_u32(at(socket_ref.device_state + device_state::FLAGS))?,
         };
         // The peer itself says that it ends.
-        if seen.is_warp() && seen.received & ENDED != 0 {
-            seen.received &= !ENDED;
-            seen.state |= state::RECEIVE_END;
+        if snapshot.is_warp() && snapshot.received & FIN != 0 {
+            snapshot.received &= !FIN;
+            snapshot.state |= state::RECEIVE_END;
         }
-        Ok(seen)
+        Ok(snapshot)
     }
 
     /// The ring of a direction: its address and its size.
-    fn ring(&self, place: Place, address: u64, size: u64) -> Outcome<(u64, u64)> {
-        let begin = self.block.load_u64(at(place.inbox + address))?;
-        let size = u64::from(self.block.load_u32(at(place.inbox + size))?);
+    fn ring(&self, socket_ref: SocketRef, address: u64, size: u64) -> SockResult<(u64, u64)> {
+        let begin = self.block.load_u64(at(socket_ref.host_state + address))?;
+        let size = u64::from(self.block.load_u32(at(socket_ref.host_state + size))?);
         Ok((begin, size))
     }
 
-    fn receive_ring(&self, place: Place) -> Outcome<(u64, u64)> {
-        self.ring(place, inbox::RECEIVE_RING, inbox::RECEIVE_SIZE)
+    fn receive_ring(&self, socket_ref: SocketRef) -> SockResult<(u64, u64)> {
+        self.ring(socket_ref, host_state::RECEIVE_RING, host_state::RECEIVE_SIZE)
     }
 
-    fn send_ring(&self, place: Place) -> Outcome<(u64, u64)> {
-        self.ring(place, inbox::SEND_RING, inbox::SEND_SIZE)
+    fn send_ring(&self, socket_ref: SocketRef) -> SockResult<(u64, u64)> {
+        self.ring(socket_ref, host_state::SEND_RING, host_state::SEND_SIZE)
     }
 
     /// Copies out of a ring from counter `from` on.
-    fn copy_out(&self, ring: (u64, u64), from: u64, into: &mut [u8]) -> Outcome<()> {
-        let place = from & (ring.1 - 1);
-        let first = into.len().min((ring.1 - place) as usize);
-        self.block.read(at(ring.0 + place), &mut into[..first])?;
+    fn copy_out(&self, ring: (u64, u64), from: u64, into: &mut [u8]) -> SockResult<()> {
+        let offset = from & (ring.1 - 1);
+        let first = into.len().min((ring.1 - offset) as usize);
+        self.block.read(at(ring.0 + offset), &mut into[..first])?;
         if first < into.len() {
             self.block.read(at(ring.0), &mut into[first..])?;
         }
@@ -284,10 +284,10 @@ impl<'a> Sockets<'a> {
     }
 
     /// Copies into a ring from counter `to` on.
-    fn copy_in(&self, ring: (u64, u64), to: u64, from: &[u8]) -> Outcome<()> {
-        let place = to & (ring.1 - 1);
-        let first = from.len().min((ring.1 - place) as usize);
-        self.block.write(at(ring.0 + place), &from[..first])?;
+    fn copy_in(&self, ring: (u64, u64), to: u64, from: &[u8]) -> SockResult<()> {
+        let offset = to & (ring.1 - 1);
+        let first = from.len().min((ring.1 - offset) as usize);
+        self.block.write(at(ring.0 + offset), &from[..first])?;
         if first < from.len() {
             self.block.write(at(ring.0), &from[first..])?;
         }
@@ -295,48 +295,58 @@ impl<'a> Sockets<'a> {
     }
 
     /// Says what was sent: on the desk, and to the host, or to the peer by writing it there.
-    fn publish_sent(&self, place: Place, sent: u64) -> Outcome<()> {
-        let before = self.sent(place)?;
-        self.block.store_u64(at(place.desk + desk::SENT), sent)?;
-        if self.is_warp(place)? {
-            return self.post_sent(place, before, sent);
+    fn publish_sent(&self, socket_ref: SocketRef, sent: u64) -> SockResult<()> {
+        let before = self.sent(socket_ref)?;
+        self.block.store_u64(at(socket_ref.device_state + device_state::SENT), sent)?;
+        if self.is_warp(socket_ref)? {
+            return self.post_sent(socket_ref, before, sent);
         }
-        Ok(self.block.store_u32(at(place.outbox + outbox::SENT), sent as u32)?)
+        Ok(self
+            .block
+            .store_u32(at(socket_ref.device_counters + device_counters::SENT), sent as u32)?)
     }
 
-    fn is_warp(&self, place: Place) -> Outcome<bool> {
-        Ok(self.block.load_u32(at(place.desk + desk::FLAGS))? & desk::WARP != 0)
+    fn is_warp(&self, socket_ref: SocketRef) -> SockResult<bool> {
+        Ok(self.block.load_u32(at(socket_ref.device_state + device_state::FLAGS))?
+            & device_state::WARP
+            != 0)
     }
 
     /// Says what was consumed of a stream or of datagrams: to the host, or to the peer.
-    fn publish_consumed(&self, place: Place, consumed: u64) -> Outcome<()> {
-        if self.is_warp(place)? {
-            self.block.store_u64(at(place.desk + desk::CONSUMED), consumed)?;
-            return self.report(place, consumed);
+    fn publish_consumed(&self, socket_ref: SocketRef, consumed: u64) -> SockResult<()> {
+        if self.is_warp(socket_ref)? {
+            self.block.store_u64(at(socket_ref.device_state + device_state::CONSUMED), consumed)?;
+            return self.report(socket_ref, consumed);
         }
-        self.tell_consumed(place, consumed)
+        self.publish_consumed_to_host(socket_ref, consumed)
     }
 
     /// Tells the host what was consumed.
-    fn tell_consumed(&self, place: Place, consumed: u64) -> Outcome<()> {
-        self.block.store_u64(at(place.desk + desk::CONSUMED), consumed)?;
-        Ok(self.block.store_u32(at(place.outbox + outbox::CONSUMED), consumed as u32)?)
+    fn publish_consumed_to_host(&self, socket_ref: SocketRef, consumed: u64) -> SockResult<()> {
+        self.block.store_u64(at(socket_ref.device_state + device_state::CONSUMED), consumed)?;
+        Ok(self.block.store_u32(
+            at(socket_ref.device_counters + device_counters::CONSUMED),
+            consumed as u32,
+        )?)
     }
 
-    fn sent(&self, place: Place) -> Outcome<u64> {
-        Ok(self.block.load_u64(at(place.desk + desk::SENT))?)
+    fn sent(&self, socket_ref: SocketRef) -> SockResult<u64> {
+        Ok(self.block.load_u64(at(socket_ref.device_state + device_state::SENT))?)
     }
 
-    fn consumed(&self, place: Place) -> Outcome<u64> {
-        Ok(self.block.load_u64(at(place.desk + desk::CONSUMED))?)
+    fn consumed(&self, socket_ref: SocketRef) -> SockResult<u64> {
+        Ok(self.block.load_u64(at(socket_ref.device_state + device_state::CONSUMED))?)
     }
 
     /// Makes the desk of a socket that this block alone knows.
-    fn take_desk(&self, place: Place) -> Outcome<()> {
-        self.block.write(at(place.desk + 8), &[0; desk::LEN as usize - 8])?;
-        let state = self.block.load_u64(at(place.inbox + inbox::STATE))?;
-        let flags = if state & state::WARP != 0 { desk::WARP } else { 0 };
-        self.block.store_u32(at(place.desk + desk::FLAGS), flags)?;
-        Ok(self.block.store_u32(at(place.desk + desk::GENERATION), u32::from(place.generation))?)
+    fn init_device_state(&self, socket_ref: SocketRef) -> SockResult<()> {
+        self.block.write(at(socket_ref.device_state + 8), &[0; device_state::LEN as usize - 8])?;
+        let state = self.block.load_u64(at(socket_ref.host_state + host_state::STATE))?;
+        let flags = if state & state::WARP != 0 { device_state::WARP } else { 0 };
+        self.block.store_u32(at(socket_ref.device_state + device_state::FLAGS), flags)?;
+        Ok(self.block.store_u32(
+            at(socket_ref.device_state + device_state::GENERATION),
+            u32::from(socket_ref.generation),
+        )?)
     }
 }

@@ -4,80 +4,82 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
-use super::wait::Patience;
-use super::{Failure, Outcome, Sock, Sockets, state};
+use super::wait::WaitLimit;
+use super::{Sock, SockError, SockResult, Sockets, state};
 use crate::sock::layout::{events, record};
 
 /// A socket that is waited for, for what, and what was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Polled {
+pub struct PollEntry {
     /// The socket.
     pub socket: Sock,
     /// What is asked for: bits of [`events`].
     pub events: u16,
     /// What there is: what was asked for, and `ERR`, `HUP` and `NVAL` unasked.
-    pub found: u16,
+    pub revents: u16,
 }
 
-impl Polled {
+impl PollEntry {
     /// Asks for `events` of a socket.
     pub fn new(socket: Sock, events: u16) -> Self {
-        Self { socket, events, found: 0 }
+        Self { socket, events, revents: 0 }
     }
 }
 
 impl Sockets<'_> {
     /// Waits until there is something to tell of one of them, or the time is over (`None`: no end), and returns of how
     /// many there is. What was not asked for ends no wait.
-    pub fn poll(&self, list: &mut [Polled], timeout: Option<Duration>) -> Outcome<usize> {
-        let patience = match timeout {
-            Some(Duration::ZERO) => Patience::None,
-            Some(limit) => Patience::For(limit),
-            None => Patience::Ever,
+    pub fn poll(&self, list: &mut [PollEntry], timeout: Option<Duration>) -> SockResult<usize> {
+        let wait_limit = match timeout {
+            Some(Duration::ZERO) => WaitLimit::None,
+            Some(limit) => WaitLimit::Within(limit),
+            None => WaitLimit::Unlimited,
         };
-        let outcome = self.wait(patience, || {
+        let outcome = self.wait(wait_limit, || {
             let mut count = 0;
             for entry in list.iter_mut() {
                 let always = events::ERR | events::HUP | events::NVAL;
-                entry.found = self.ready(entry.socket)? & (entry.events | always);
-                count += usize::from(entry.found != 0);
+                entry.revents = self.ready(entry.socket)? & (entry.events | always);
+                count += usize::from(entry.revents != 0);
             }
             Ok((count > 0).then_some(count))
         });
         match outcome {
-            Err(Failure::Errno(Errno::AGAIN | Errno::TIMEDOUT)) => Ok(0),
+            Err(SockError::Errno(Errno::AGAIN | Errno::TIMEDOUT)) => Ok(0),
             outcome => outcome,
         }
     }
 
     /// Everything that there is to tell of a socket.
-    fn ready(&self, socket: Sock) -> Outcome<u16> {
-        let looked = self.place(socket).and_then(|place| Ok((place, self.look(place)?)));
-        let (place, seen) = match looked {
-            Ok(found) => found,
-            Err(Failure::Errno(_)) => return Ok(events::NVAL),
+    fn ready(&self, socket: Sock) -> SockResult<u16> {
+        let looked = self
+            .socket_ref(socket)
+            .and_then(|socket_ref| Ok((socket_ref, self.load_snapshot(socket_ref)?)));
+        let (socket_ref, snapshot) = match looked {
+            Ok(looked) => looked,
+            Err(SockError::Errno(_)) => return Ok(events::NVAL),
             Err(fault) => return Err(fault),
         };
-        let mut found = 0;
-        let (no_more, no_send) = (seen.has(state::RECEIVE_END), seen.has(state::SEND_END));
+        let mut revents = 0;
+        let (no_more, no_send) = (snapshot.has(state::RECEIVE_END), snapshot.has(state::SEND_END));
         // What the peer says of its counters is judged by who has the lock.
-        if seen.received != self.consumed(place)? || no_more {
-            found |= events::IN;
+        if snapshot.received != self.consumed(socket_ref)? || no_more {
+            revents |= events::IN;
         }
         if no_more {
-            found |= events::RDHUP;
+            revents |= events::RDHUP;
         }
-        if seen.receive_error().or(seen.send_error()).is_some() {
-            found |= events::ERR | events::OUT;
+        if snapshot.receive_error().or(snapshot.send_error()).is_some() {
+            revents |= events::ERR | events::OUT;
         }
         if no_more && no_send {
-            found |= events::HUP;
+            revents |= events::HUP;
         }
-        let least = if seen.has(state::DATAGRAM) { 2 * record::LEN } else { 1 };
-        let may_send = seen.has(state::CONNECTED | state::DATAGRAM);
-        if may_send && !no_send && self.seems_free(place, &seen, least)? {
-            found |= events::OUT;
+        let least = if snapshot.has(state::DATAGRAM) { 2 * record::LEN } else { 1 };
+        let may_send = snapshot.has(state::CONNECTED | state::DATAGRAM);
+        if may_send && !no_send && self.has_room_hint(socket_ref, &snapshot, least)? {
+            revents |= events::OUT;
         }
-        Ok(found)
+        Ok(revents)
     }
 }

@@ -1,12 +1,12 @@
 //! Without a copy: spans of the rings themselves.
 
-use super::stream::Ready;
-use super::{DeviceAddr, Outcome, Sock, Sockets, at, desk, state};
+use super::stream::Readable;
+use super::{DeviceAddr, Sock, SockResult, Sockets, at, device_state, state};
 use rustix::io::Errno;
 
 /// A piece of a ring that the block has for itself until it gives it back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
+pub struct RingSpan {
     /// Where it begins.
     pub address: DeviceAddr,
     /// How long it is; 0 at the end of the stream, and then there is nothing to give back.
@@ -14,100 +14,110 @@ pub struct Span {
 }
 
 impl Sockets<'_> {
-    /// Borrows bytes that were received, at most `most`, where they lie; waits as [`recv`](Sockets::recv) does.
-    /// Afterwards [`give_back`](Sockets::give_back) says how many are done with. Streams only.
-    pub fn borrow(&self, socket: Sock, most: u64) -> Outcome<Span> {
-        let place = self.place(socket)?;
-        if self.look(place)?.has(state::DATAGRAM) {
+    /// Borrows bytes that were received, at most `max_len`, where they lie; waits as [`recv`](Sockets::recv) does.
+    /// Afterwards [`consume`](Sockets::consume) says how many are done with. Streams only.
+    pub fn borrow(&self, socket: Sock, max_len: u64) -> SockResult<RingSpan> {
+        let socket_ref = self.socket_ref(socket)?;
+        if self.load_snapshot(socket_ref)?.has(state::DATAGRAM) {
             return Err(Errno::OPNOTSUPP.into());
         }
-        self.wait(self.patience(place, desk::RECEIVE_TIMEOUT)?, || {
-            match self.readable(place)? {
+        self.wait(self.wait_limit(socket_ref, device_state::RECEIVE_TIMEOUT)?, || {
+            match self.readable(socket_ref)? {
                 None => return Ok(None),
-                Some(Ready::End) => return Ok(Some(Span { address: DeviceAddr::new(0), len: 0 })),
-                Some(Ready::Some) => {}
+                Some(Readable::End) => {
+                    return Ok(Some(RingSpan { address: DeviceAddr::new(0), len: 0 }));
+                }
+                Some(Readable::Data) => {}
             }
-            if self.try_lock(place, desk::RECEIVE_LOCK)?.is_none() {
+            if self.try_lock(socket_ref, device_state::RECEIVE_LOCK)?.is_none() {
                 return Ok(None);
             }
-            let (begin, size) = self.receive_ring(place)?;
-            let consumed = self.consumed(place)?;
-            let looked = self.look(place).and_then(|seen| self.available(place, &seen));
+            let (begin, size) = self.receive_ring(socket_ref)?;
+            let consumed = self.consumed(socket_ref)?;
+            let looked = self
+                .load_snapshot(socket_ref)
+                .and_then(|snapshot| self.available(socket_ref, &snapshot));
             let available = match looked {
                 Ok(available) => available,
                 Err(failure) => {
-                    self.unlock(place, desk::RECEIVE_LOCK)?;
+                    self.unlock(socket_ref, device_state::RECEIVE_LOCK)?;
                     return Err(failure);
                 }
             };
             let from = consumed & (size - 1);
-            let len = available.min(size - from).min(most);
+            let len = available.min(size - from).min(max_len);
             if len == 0 {
-                self.unlock(place, desk::RECEIVE_LOCK)?;
+                self.unlock(socket_ref, device_state::RECEIVE_LOCK)?;
                 return Ok(None);
             }
-            self.block.store_u32(at(place.desk + desk::RECEIVE_LOCK), desk::SPAN)?;
-            Ok(Some(Span { address: at(begin + from), len }))
+            self.block.store_u32(
+                at(socket_ref.device_state + device_state::RECEIVE_LOCK),
+                device_state::SPAN_OUT,
+            )?;
+            Ok(Some(RingSpan { address: at(begin + from), len }))
         })
     }
 
     /// Gives a borrowed span back: its first `used` bytes are done with, the others come again.
-    pub fn give_back(&self, socket: Sock, used: u64) -> Outcome<()> {
-        let place = self.place(socket)?;
-        let seen = self.look(place)?;
-        self.check_span(place.desk + desk::RECEIVE_LOCK)?;
-        let consumed = self.consumed(place)?;
-        if used > seen.received.wrapping_sub(consumed) {
+    pub fn consume(&self, socket: Sock, used: u64) -> SockResult<()> {
+        let socket_ref = self.socket_ref(socket)?;
+        let snapshot = self.load_snapshot(socket_ref)?;
+        self.check_span(socket_ref.device_state + device_state::RECEIVE_LOCK)?;
+        let consumed = self.consumed(socket_ref)?;
+        if used > snapshot.received.wrapping_sub(consumed) {
             return Err(Errno::INVAL.into());
         }
-        self.publish_consumed(place, consumed + used)?;
-        self.unlock(place, desk::RECEIVE_LOCK)
+        self.publish_consumed(socket_ref, consumed + used)?;
+        self.unlock(socket_ref, device_state::RECEIVE_LOCK)
     }
 
-    /// Reserves a piece of the send ring, at most `most` bytes, to be filled; waits as [`send`](Sockets::send) does.
+    /// Reserves a piece of the send ring, at most `max_len` bytes, to be filled; waits as [`send`](Sockets::send) does.
     /// Afterwards [`commit`](Sockets::commit) sends from its beginning. Streams only.
-    pub fn reserve(&self, socket: Sock, most: u64) -> Outcome<Span> {
-        let place = self.place(socket)?;
-        if self.look(place)?.has(state::DATAGRAM) {
+    pub fn reserve(&self, socket: Sock, max_len: u64) -> SockResult<RingSpan> {
+        let socket_ref = self.socket_ref(socket)?;
+        if self.load_snapshot(socket_ref)?.has(state::DATAGRAM) {
             return Err(Errno::OPNOTSUPP.into());
         }
-        self.wait(self.patience(place, desk::SEND_TIMEOUT)?, || {
-            let seen = self.may_send(place)?;
-            if seen.has(state::CONNECTING)
-                || !self.seems_free(place, &seen, 1)?
-                || self.try_lock(place, desk::SEND_LOCK)?.is_none()
+        self.wait(self.wait_limit(socket_ref, device_state::SEND_TIMEOUT)?, || {
+            let snapshot = self.check_sendable(socket_ref)?;
+            if snapshot.has(state::CONNECTING)
+                || !self.has_room_hint(socket_ref, &snapshot, 1)?
+                || self.try_lock(socket_ref, device_state::SEND_LOCK)?.is_none()
             {
                 return Ok(None);
             }
-            let (begin, size) = self.send_ring(place)?;
-            let from = self.sent(place)? & (size - 1);
-            let room = match self.room(place) {
+            let (begin, size) = self.send_ring(socket_ref)?;
+            let from = self.sent(socket_ref)? & (size - 1);
+            let room = match self.room(socket_ref) {
                 Ok(room) => room,
                 Err(failure) => {
-                    self.unlock(place, desk::SEND_LOCK)?;
+                    self.unlock(socket_ref, device_state::SEND_LOCK)?;
                     return Err(failure);
                 }
             };
-            let len = room.min(size - from).min(most);
+            let len = room.min(size - from).min(max_len);
             if len == 0 {
-                self.unlock(place, desk::SEND_LOCK)?;
+                self.unlock(socket_ref, device_state::SEND_LOCK)?;
                 return Ok(None);
             }
-            self.block.store_u32(at(place.desk + desk::SEND_LOCK), desk::SPAN)?;
-            Ok(Some(Span { address: at(begin + from), len }))
+            self.block.store_u32(
+                at(socket_ref.device_state + device_state::SEND_LOCK),
+                device_state::SPAN_OUT,
+            )?;
+            Ok(Some(RingSpan { address: at(begin + from), len }))
         })
     }
 
     /// Sends the first `filled` bytes of the reserved span; 0 sends nothing and only ends the reservation.
-    pub fn commit(&self, socket: Sock, filled: u64) -> Outcome<()> {
-        let place = self.place(socket)?;
-        let seen = self.look(place)?;
-        self.check_span(place.desk + desk::SEND_LOCK)?;
-        let room = match self.room(place) {
+    pub fn commit(&self, socket: Sock, filled: u64) -> SockResult<()> {
+        let socket_ref = self.socket_ref(socket)?;
+        let snapshot = self.load_snapshot(socket_ref)?;
+        self.check_span(socket_ref.device_state + device_state::SEND_LOCK)?;
+        let room = match self.room(socket_ref) {
             Ok(room) => room,
             // The peer reads no more, or lies: nothing will be sent.
             Err(failure) => {
-                self.unlock(place, desk::SEND_LOCK)?;
+                self.unlock(socket_ref, device_state::SEND_LOCK)?;
                 return Err(failure);
             }
         };
@@ -115,20 +125,20 @@ impl Sockets<'_> {
             return Err(Errno::INVAL.into());
         }
         // What the peer was told is not changed.
-        if seen.is_warp() && seen.flags & desk::ENDED != 0 {
-            self.unlock(place, desk::SEND_LOCK)?;
+        if snapshot.is_warp() && snapshot.flags & device_state::FIN != 0 {
+            self.unlock(socket_ref, device_state::SEND_LOCK)?;
             return Err(Errno::PIPE.into());
         }
         if filled > 0 {
-            self.publish_sent(place, self.sent(place)? + filled)?;
+            self.publish_sent(socket_ref, self.sent(socket_ref)? + filled)?;
         }
-        self.unlock(place, desk::SEND_LOCK)
+        self.unlock(socket_ref, device_state::SEND_LOCK)
     }
 
     /// `EINVAL` if no span of that lock is out.
-    fn check_span(&self, lock: u64) -> Outcome<()> {
+    fn check_span(&self, lock: u64) -> SockResult<()> {
         match self.block.load_u32(at(lock))? {
-            desk::SPAN => Ok(()),
+            device_state::SPAN_OUT => Ok(()),
             _ => Err(Errno::INVAL.into()),
         }
     }

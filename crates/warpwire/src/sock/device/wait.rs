@@ -5,60 +5,61 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::{Failure, Outcome, Place, Sockets, at, desk};
-use crate::sock::layout::pulse;
+use super::{SockError, SockResult, SocketRef, Sockets, at, device_state};
+use crate::sock::layout::heartbeat;
 
 /// How long a call may wait.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Patience {
+pub(super) enum WaitLimit {
     /// Not at all.
     None,
     /// So long.
-    For(Duration),
+    Within(Duration),
     /// As long as the host lives.
-    Ever,
+    Unlimited,
 }
 
-impl Patience {
+impl WaitLimit {
     fn from_nanos(nanos: u64) -> Self {
-        if nanos == 0 { Self::Ever } else { Self::For(Duration::from_nanos(nanos)) }
+        if nanos == 0 { Self::Unlimited } else { Self::Within(Duration::from_nanos(nanos)) }
     }
 }
 
 /// The host's sign of life, as it was seen last.
-struct Watch {
-    beat: Cell<u64>,
+struct HeartbeatWatch {
+    heartbeat: Cell<u64>,
     since: Cell<Instant>,
 }
 
 impl Sockets<'_> {
     /// How long a call of this socket may wait, by the time-out at that place of the desk.
-    pub(super) fn patience(&self, place: Place, timeout: u64) -> Outcome<Patience> {
-        let flags = self.block.load_u32(at(place.desk + desk::FLAGS))?;
-        if flags & desk::NON_BLOCKING != 0 {
-            return Ok(Patience::None);
+    pub(super) fn wait_limit(&self, socket_ref: SocketRef, timeout: u64) -> SockResult<WaitLimit> {
+        let flags = self.block.load_u32(at(socket_ref.device_state + device_state::FLAGS))?;
+        if flags & device_state::NON_BLOCKING != 0 {
+            return Ok(WaitLimit::None);
         }
-        Ok(Patience::from_nanos(self.block.load_u64(at(place.desk + timeout))?))
+        Ok(WaitLimit::from_nanos(self.block.load_u64(at(socket_ref.device_state + timeout))?))
     }
 
     /// Asks until there is an answer. Without one in time: `EAGAIN` for calls that may not wait, else `ETIMEDOUT`;
     /// `ECONNABORTED` if the host is gone.
     pub(super) fn wait<T>(
         &self,
-        patience: Patience,
-        mut ask: impl FnMut() -> Outcome<Option<T>>,
-    ) -> Outcome<T> {
-        if let Some(answer) = ask()? {
+        wait_limit: WaitLimit,
+        mut check: impl FnMut() -> SockResult<Option<T>>,
+    ) -> SockResult<T> {
+        if let Some(answer) = check()? {
             return Ok(answer);
         }
-        if matches!(patience, Patience::None) {
+        if matches!(wait_limit, WaitLimit::None) {
             return Err(Errno::AGAIN.into());
         }
         let start = Instant::now();
-        let watch = Watch { beat: Cell::new(self.beat()?), since: Cell::new(start) };
+        let watch =
+            HeartbeatWatch { heartbeat: Cell::new(self.heartbeat()?), since: Cell::new(start) };
         let mut end = None;
         self.block.spin_until(|| {
-            match ask() {
+            match check() {
                 Ok(None) => {}
                 Ok(Some(answer)) => end = Some(Ok(answer)),
                 Err(failure) => end = Some(Err(failure)),
@@ -68,70 +69,72 @@ impl Sockets<'_> {
             }
             if let Err(failure) = self.check_host(&watch) {
                 end = Some(Err(failure));
-            } else if matches!(patience, Patience::For(limit) if start.elapsed() >= limit) {
+            } else if matches!(wait_limit, WaitLimit::Within(limit) if start.elapsed() >= limit) {
                 end = Some(Err(Errno::TIMEDOUT.into()));
             }
             Ok(end.is_some())
         })?;
-        end.unwrap_or(Err(Failure::Errno(Errno::TIMEDOUT)))
+        end.unwrap_or(Err(SockError::Errno(Errno::TIMEDOUT)))
     }
 
-    fn beat(&self) -> Outcome<u64> {
-        Ok(self.block.load_u64(at(self.pulse + pulse::BEAT))?)
+    fn heartbeat(&self) -> SockResult<u64> {
+        Ok(self.block.load_u64(at(self.heartbeat + heartbeat::COUNT))?)
     }
 
     /// Whether the host has said that it ends.
-    pub(super) fn check_open(&self) -> Outcome<()> {
-        match self.block.load_u32(at(self.pulse + pulse::CLOSED))? {
+    pub(super) fn check_open(&self) -> SockResult<()> {
+        match self.block.load_u32(at(self.heartbeat + heartbeat::CLOSED))? {
             0 => Ok(()),
             _ => Err(Errno::CONNABORTED.into()),
         }
     }
 
-    fn check_host(&self, watch: &Watch) -> Outcome<()> {
+    fn check_host(&self, watch: &HeartbeatWatch) -> SockResult<()> {
         self.check_open()?;
-        let beat = self.beat()?;
-        if beat != watch.beat.get() {
-            watch.beat.set(beat);
+        let heartbeat = self.heartbeat()?;
+        if heartbeat != watch.heartbeat.get() {
+            watch.heartbeat.set(heartbeat);
             watch.since.set(Instant::now());
             return Ok(());
         }
-        if watch.since.get().elapsed() > Duration::from_millis(u64::from(self.silence_ms)) {
+        if watch.since.get().elapsed() > Duration::from_millis(u64::from(self.heartbeat_timeout_ms))
+        {
             return Err(Errno::CONNABORTED.into());
         }
         Ok(())
     }
 
     /// Takes the lock of one direction, if it is free; `None` while another has it.
-    pub(super) fn try_lock(&self, place: Place, lock: u64) -> Outcome<Option<()>> {
-        let word = at(place.desk + lock);
-        match self.block.compare_exchange_u32(word, desk::FREE, desk::COPYING)? {
-            desk::FREE => {}
-            desk::GONE => return Err(Errno::BADF.into()),
+    pub(super) fn try_lock(&self, socket_ref: SocketRef, lock: u64) -> SockResult<Option<()>> {
+        let word = at(socket_ref.device_state + lock);
+        match self.block.compare_exchange_u32(word, device_state::UNLOCKED, device_state::LOCKED)? {
+            device_state::UNLOCKED => {}
+            device_state::CLOSED => return Err(Errno::BADF.into()),
             _ => return Ok(None),
         }
         // The place may have become another socket's since it was looked at.
-        let generation = self.block.load_u32(at(place.desk + desk::GENERATION))?;
-        if generation != u32::from(place.generation) {
-            self.unlock(place, lock)?;
+        let generation =
+            self.block.load_u32(at(socket_ref.device_state + device_state::GENERATION))?;
+        if generation != u32::from(socket_ref.generation) {
+            self.unlock(socket_ref, lock)?;
             return Err(Errno::BADF.into());
         }
         Ok(Some(()))
     }
 
-    pub(super) fn unlock(&self, place: Place, lock: u64) -> Outcome<()> {
-        Ok(self.block.store_u32(at(place.desk + lock), desk::FREE)?)
+    pub(super) fn unlock(&self, socket_ref: SocketRef, lock: u64) -> SockResult<()> {
+        Ok(self.block.store_u32(at(socket_ref.device_state + lock), device_state::UNLOCKED)?)
     }
 
     /// Does something with the lock held.
-    pub(super) fn locked<T>(
+    pub(super) fn with_lock<T>(
         &self,
-        place: Place,
+        socket_ref: SocketRef,
         lock: u64,
-        work: impl FnOnce() -> Outcome<T>,
-    ) -> Outcome<T> {
+        work: impl FnOnce() -> SockResult<T>,
+    ) -> SockResult<T> {
         let outcome = work();
-        self.unlock(place, lock)?;
+        self.unlock(socket_ref, lock)?;
         outcome
     }
 }

@@ -3,32 +3,32 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Kind, Result};
-use crate::verbs::exchange::{line_of, words_of};
-use crate::verbs::{Mtu, Offer, Remote};
+use crate::verbs::bootstrap::{decode_line, encode_line};
+use crate::verbs::{Mtu, QpEndpoint, Remote};
 
 /// What the hello must say, so that nobody takes another program of ours for a socket.
 const MAGIC: &str = "warp socket";
 /// The version of the conversation, and of the protocol behind it.
 pub const VERSION: u32 = 1;
 /// The longest line of the conversation, its end included.
-pub const LONGEST_LINE: usize = 1024;
+pub const MAX_LINE: usize = 1024;
 /// The smallest receive ring.
-pub const SMALLEST_RING: u64 = 4096;
+pub const MIN_RING: u64 = 4096;
 /// The largest: a span of it must fit into one work request.
-pub const LARGEST_RING: u64 = 1 << 30;
+pub const MAX_RING: u64 = 1 << 30;
 
 /// A place in an end's memory where its peer may write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Spot {
+pub struct RemoteAddr {
     /// The address, in the registration's addresses.
     pub address: u64,
     /// The registration's key.
     pub rkey: u32,
 }
 
-impl Spot {
+impl RemoteAddr {
     /// The place so many bytes behind it.
-    pub fn plus(self, offset: u64) -> Remote {
+    pub fn at_offset(self, offset: u64) -> Remote {
         Remote { address: self.address.wrapping_add(offset), rkey: self.rkey }
     }
 }
@@ -37,15 +37,15 @@ impl Spot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// What the peer's queue pair must know.
-    pub offer: Offer,
+    pub endpoint: QpEndpoint,
     /// The receive ring.
-    pub ring: Spot,
+    pub ring: RemoteAddr,
     /// Its size, a power of two.
     pub ring_size: u64,
     /// The landing word that counts what the peer has written into the ring: 64 bits, aligned.
-    pub received: Spot,
+    pub received: RemoteAddr,
     /// The landing word that counts what the peer has taken of ours: 64 bits, aligned.
-    pub taken: Spot,
+    pub taken: RemoteAddr,
     /// The most bytes that it has on their way or unread at the peer, a power of two: it may be less than the peer's ring
     /// holds, and the peer tells more often of what it has read. Left out by ends that can fill any ring.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -59,7 +59,7 @@ impl Hello {
             Err(Error::new(Kind::Malformed, "understand a hello").why(why).fix(fix))
         };
         let size = self.ring_size;
-        if !size.is_power_of_two() || !(SMALLEST_RING..=LARGEST_RING).contains(&size) {
+        if !size.is_power_of_two() || !(MIN_RING..=MAX_RING).contains(&size) {
             let why = format!("its ring has {size} bytes");
             return wrong(why, "use a power of two from 4096 bytes to 1 GiB");
         }
@@ -77,7 +77,7 @@ impl Hello {
                 return wrong(why, "align it to 8 bytes");
             }
         }
-        let Offer { qpn, psn, mtu, .. } = self.offer;
+        let QpEndpoint { qpn, psn, mtu, .. } = self.endpoint;
         if qpn >> 24 != 0 || psn >> 24 != 0 || Mtu::new(mtu).is_none() {
             let why = format!("its queue pair {qpn:#x} begins at {psn:#x} with an MTU of {mtu}");
             return wrong(why, "offer 24-bit numbers, and a power of two from 256 on");
@@ -89,7 +89,7 @@ impl Hello {
 /// What is said, a line each.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
-enum Words {
+enum HandshakeMsg {
     Hello {
         magic: String,
         version: u32,
@@ -107,18 +107,18 @@ enum Words {
 /// 1. send what [`to_send`](Self::to_send) gives, whenever there is something, and say so by [`sent`](Self::sent);
 /// 2. bring what comes to [`take`](Self::take); an error ends the connection, after `to_send` was sent, which may have the
 ///    reason for the peer;
-/// 3. once [`peer`](Self::peer) is known, connect the queue pair to its offer, then call [`met`](Self::met), or
+/// 3. once [`peer`](Self::peer) is known, connect the queue pair to its offer, then call [`mark_ready`](Self::met), or
 ///    [`refuse`](Self::refuse) if that failed;
 /// 4. when [`is_done`](Self::is_done), write: the peer's queue pair receives. The peer may write as soon as it has heard
 ///    that we have met, which can be before we know of its own.
 ///
 /// ```
-/// use warpwire::sock::warp::{Handshake, Hello, Spot};
-/// use warpwire::verbs::Offer;
+/// use warpwire::sock::warp::{Handshake, Hello, RemoteAddr};
+/// use warpwire::verbs::QpEndpoint;
 /// # fn hello(qpn: u32) -> Hello {
-/// #     let offer = Offer { address: "10.0.0.1:4791".parse().unwrap(), qpn, psn: 1, mtu: 1024, max_rd_atomic: 1, lid: 0, gid: 0 };
-/// #     let spot = |address| Spot { address, rkey: 7 };
-/// #     Hello { offer, ring: spot(0x1000), ring_size: 4096, received: spot(8), taken: spot(16), window: None }
+/// #     let endpoint = QpEndpoint { address: "10.0.0.1:4791".parse().unwrap(), qpn, psn: 1, mtu: 1024, max_rd_atomic: 1, lid: 0, gid: 0 };
+/// #     let remote_addr = |address| RemoteAddr { address, rkey: 7 };
+/// #     Hello { endpoint, ring: remote_addr(0x1000), ring_size: 4096, received: remote_addr(8), taken: remote_addr(16), window: None }
 /// # }
 /// let (mut a, mut b) = (Handshake::new(&hello(1))?, Handshake::new(&hello(2))?);
 /// while !(a.is_done() && b.is_done()) {
@@ -126,14 +126,14 @@ enum Words {
 ///         let bytes = a.to_send().to_vec();
 ///         a.sent(bytes.len());
 ///         b.take(&bytes)?;
-///         if b.peer().is_some() && !b.has_met() {
+///         if b.peer().is_some() && !b.is_ready() {
 ///             // here the queue pair is connected
-///             b.met();
+///             b.mark_ready();
 ///         }
 ///         std::mem::swap(&mut a, &mut b);
 ///     }
 /// }
-/// assert_eq!(a.peer().unwrap().offer.qpn, 2);
+/// assert_eq!(a.peer().unwrap().endpoint.qpn, 2);
 /// # Ok::<(), warpwire::Error>(())
 /// ```
 #[derive(Debug)]
@@ -144,8 +144,8 @@ pub struct Handshake {
     /// A line that is not at its end.
     line: Vec<u8>,
     peer: Option<Hello>,
-    has_met: bool,
-    peer_has_met: bool,
+    is_ready: bool,
+    peer_ready: bool,
     has_failed: bool,
 }
 
@@ -156,14 +156,15 @@ impl Handshake {
     /// If it makes no sense.
     pub fn new(mine: &Hello) -> Result<Self> {
         mine.check()?;
-        let words = Words::Hello { magic: MAGIC.to_owned(), version: VERSION, hello: *mine };
+        let message =
+            HandshakeMsg::Hello { magic: MAGIC.to_owned(), version: VERSION, hello: *mine };
         Ok(Self {
-            out: line_of(&words)?.into_bytes(),
+            out: encode_line(&message)?.into_bytes(),
             sent: 0,
             line: Vec::new(),
             peer: None,
-            has_met: false,
-            peer_has_met: false,
+            is_ready: false,
+            peer_ready: false,
             has_failed: false,
         })
     }
@@ -191,7 +192,7 @@ impl Handshake {
         if let Err(error) = &taken {
             self.has_failed = true;
             if *error.kind() != Kind::PeerLost {
-                self.say_refused(error);
+                self.enqueue_refusal(error);
             }
         }
         taken
@@ -199,11 +200,11 @@ impl Handshake {
 
     fn take_lines(&mut self, bytes: &[u8]) -> Result<()> {
         for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
-            if self.peer_has_met {
+            if self.peer_ready {
                 return Err(malformed("it says more after it was ready").fix("use one version"));
             }
-            if self.line.len() + piece.len() > LONGEST_LINE {
-                let why = format!("its line is longer than {LONGEST_LINE} bytes");
+            if self.line.len() + piece.len() > MAX_LINE {
+                let why = format!("its line is longer than {MAX_LINE} bytes");
                 return Err(malformed(why).fix("check that the other end is a warp socket"));
             }
             self.line.extend_from_slice(piece);
@@ -216,13 +217,14 @@ impl Handshake {
     }
 
     fn take_line(&mut self, line: &[u8]) -> Result<()> {
-        let words: Words = words_of(line).map_err(|error| error.during("meet a peer"))?;
-        match (words, &self.peer) {
-            (Words::Refused(why), _) => {
+        let message: HandshakeMsg =
+            decode_line(line).map_err(|error| error.during("meet a peer"))?;
+        match (message, &self.peer) {
+            (HandshakeMsg::Refused(why), _) => {
                 let why: String = why.chars().filter(|c| !c.is_control()).take(300).collect();
                 Err(Error::new(Kind::PeerLost, "meet a peer").why(format!("it refuses: {why}")))
             }
-            (Words::Hello { magic, version, hello }, None) => {
+            (HandshakeMsg::Hello { magic, version, hello }, None) => {
                 if magic != MAGIC {
                     let fix = "check that the other end is a warp socket, and the port";
                     return Err(malformed("it is another program of ours").fix(fix));
@@ -236,14 +238,14 @@ impl Handshake {
                 self.peer = Some(hello);
                 Ok(())
             }
-            (Words::Hello { .. }, Some(_)) => Err(malformed("it says hello twice")),
-            (Words::Ready, None) => Err(malformed("it is ready before its hello")),
+            (HandshakeMsg::Hello { .. }, Some(_)) => Err(malformed("it says hello twice")),
+            (HandshakeMsg::Ready, None) => Err(malformed("it is ready before its hello")),
             // It cannot have heard us yet.
-            (Words::Ready, Some(_)) if !self.has_met && self.sent < self.out.len() => {
+            (HandshakeMsg::Ready, Some(_)) if !self.is_ready && self.sent < self.out.len() => {
                 Err(malformed("it is ready before it has heard our hello"))
             }
-            (Words::Ready, Some(_)) => {
-                self.peer_has_met = true;
+            (HandshakeMsg::Ready, Some(_)) => {
+                self.peer_ready = true;
                 Ok(())
             }
         }
@@ -255,39 +257,39 @@ impl Handshake {
     }
 
     /// Our queue pair is connected and receives: the peer is told.
-    pub fn met(&mut self) {
-        if !std::mem::replace(&mut self.has_met, true) {
-            self.say(&Words::Ready);
+    pub fn mark_ready(&mut self) {
+        if !std::mem::replace(&mut self.is_ready, true) {
+            self.enqueue(&HandshakeMsg::Ready);
         }
     }
 
     /// Whether the peer was told so, or will be.
-    pub fn has_met(&self) -> bool {
-        self.has_met
+    pub fn is_ready(&self) -> bool {
+        self.is_ready
     }
 
     /// We cannot: the peer is told why, if it listens.
     pub fn refuse(&mut self, why: &Error) {
         self.has_failed = true;
-        self.say_refused(why);
+        self.enqueue_refusal(why);
     }
 
-    fn say_refused(&mut self, why: &Error) {
+    fn enqueue_refusal(&mut self, why: &Error) {
         // As JSON a character may become six.
         let why: String = why.to_string().chars().filter(char::is_ascii).take(150).collect();
-        self.say(&Words::Refused(why));
+        self.enqueue(&HandshakeMsg::Refused(why));
     }
 
-    fn say(&mut self, words: &Words) {
+    fn enqueue(&mut self, message: &HandshakeMsg) {
         // Words of ours have a form in JSON.
-        if let Ok(line) = line_of(words) {
+        if let Ok(line) = encode_line(message) {
             self.out.extend_from_slice(line.as_bytes());
         }
     }
 
     /// Whether both queue pairs receive, and the peer knows it.
     pub fn is_done(&self) -> bool {
-        !self.has_failed && self.has_met && self.peer_has_met && self.to_send().is_empty()
+        !self.has_failed && self.is_ready && self.peer_ready && self.to_send().is_empty()
     }
 }
 
@@ -303,7 +305,7 @@ mod tests {
     use super::*;
 
     fn hello() -> Hello {
-        let offer = Offer {
+        let endpoint = QpEndpoint {
             address: "[2001:db8::1]:4791".parse().unwrap(),
             qpn: 0x11,
             psn: 0xff_ffff,
@@ -312,13 +314,13 @@ mod tests {
             lid: 0,
             gid: 0,
         };
-        let spot = |address| Spot { address, rkey: u32::MAX };
+        let remote_addr = |address| RemoteAddr { address, rkey: u32::MAX };
         Hello {
-            offer,
-            ring: spot(u64::MAX - 4096),
+            endpoint,
+            ring: remote_addr(u64::MAX - 4096),
             ring_size: 4096,
-            received: spot(0x7fff_ffff_fff8),
-            taken: spot(16),
+            received: remote_addr(0x7fff_ffff_fff8),
+            taken: remote_addr(16),
             window: Some(8192),
         }
     }
@@ -333,7 +335,7 @@ mod tests {
     }
 
     /// What an end says of these bytes, with its own hello sent.
-    fn judge(bytes: &[u8]) -> Result<Handshake> {
+    fn feed_bytes(bytes: &[u8]) -> Result<Handshake> {
         let mut end = Handshake::new(&hello()).unwrap();
         end.sent(usize::MAX);
         end.take(bytes).map(|()| end)
@@ -342,7 +344,7 @@ mod tests {
     #[test]
     fn a_hello_fits_a_line_and_comes_in_any_pieces() {
         let bytes = line(|_| {});
-        assert!(bytes.len() < LONGEST_LINE / 2, "{}", bytes.len());
+        assert!(bytes.len() < MAX_LINE / 2, "{}", bytes.len());
         let mut end = Handshake::new(&hello()).unwrap();
         end.sent(usize::MAX);
         for byte in &bytes {
@@ -350,7 +352,7 @@ mod tests {
             end.take(&[*byte]).unwrap();
         }
         assert_eq!(end.peer(), Some(&hello()));
-        end.met();
+        end.mark_ready();
         assert!(!end.is_done());
         end.take(b"{\"warpwire\":1,\"words\":\"ready\"}\n").unwrap();
         assert!(!end.is_done(), "our own word must go first");
@@ -360,8 +362,8 @@ mod tests {
 
     #[test]
     fn hellos_that_make_no_sense_are_refused_with_the_reason() {
-        type Spoil = fn(&mut serde_json::Value);
-        let cases: &[(&str, Spoil)] = &[
+        type Corrupt = fn(&mut serde_json::Value);
+        let cases: &[(&str, Corrupt)] = &[
             ("its ring has 4097 bytes", |h| h["ring_size"] = 4097.into()),
             ("it sends 0 bytes", |h| h["window"] = 0.into()),
             ("it sends 24 bytes", |h| h["window"] = 24.into()),
@@ -370,14 +372,14 @@ mod tests {
             ("passes the last address", |h| h["ring"]["address"] = (u64::MAX - 4).into()),
             ("`received` lies at 0x9", |h| h["received"]["address"] = 9.into()),
             ("`taken` lies at", |h| h["taken"]["address"] = (u64::MAX - 7).into()),
-            ("MTU of 1500", |h| h["offer"]["mtu"] = 1500.into()),
-            ("queue pair 0x1000000", |h| h["offer"]["qpn"] = (1 << 24).into()),
+            ("MTU of 1500", |h| h["endpoint"]["mtu"] = 1500.into()),
+            ("queue pair 0x1000000", |h| h["endpoint"]["qpn"] = (1 << 24).into()),
             ("version 2", |h| h["version"] = 2.into()),
             ("another program", |h| h["magic"] = "rank".into()),
             ("not what was expected", |h| h["ring"] = 3.into()),
         ];
-        for (expected, spoil) in cases {
-            let error = judge(&line(spoil)).expect_err(expected);
+        for (expected, corrupt) in cases {
+            let error = feed_bytes(&line(corrupt)).expect_err(expected);
             assert!(error.to_string().contains(expected), "{error}");
         }
     }
@@ -390,12 +392,12 @@ mod tests {
             (ready.to_vec(), "before its hello"),
             (twice, "hello twice"),
             ([&hello, ready, b"x"].concat(), "more after it was ready"),
-            (vec![b' '; LONGEST_LINE + 1], "longer than"),
+            (vec![b' '; MAX_LINE + 1], "longer than"),
             (b"GET / HTTP/1.1\r\n".to_vec(), "not our language"),
             (b"{\"warpwire\":9,\"words\":\"ready\"}\n".to_vec(), "version 9"),
             (b"{\"warpwire\":1,\"words\":{\"refused\":\"no memory\"}}\n".to_vec(), "no memory"),
         ] {
-            let error = judge(&bytes).expect_err(expected);
+            let error = feed_bytes(&bytes).expect_err(expected);
             assert!(error.to_string().contains(expected), "{error}");
         }
         let mut early = Handshake::new(&super::tests::hello()).unwrap();
@@ -429,11 +431,11 @@ mod tests {
             for piece in &pieces {
                 let _ = end.take(piece);
                 if end.peer().is_some() {
-                    end.met();
+                    end.mark_ready();
                 }
                 end.sent(piece.len());
             }
-            prop_assert!(end.line.len() <= LONGEST_LINE && end.out.len() <= 4 * LONGEST_LINE);
+            prop_assert!(end.line.len() <= MAX_LINE && end.out.len() <= 4 * MAX_LINE);
         }
     }
 }

@@ -9,26 +9,26 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::end::{End, io_error};
+use super::connection::{Connection, io_error};
 use super::net::{Inner, Net};
 use super::service::Command;
-use super::stream::Stream;
+use super::stream::WarpStream;
 use crate::error::Error;
-use crate::verbs::Signal;
+use crate::verbs::EventFd;
 
 /// What a listener and the thread share.
 pub(super) struct Shared {
     pub(super) tcp: TcpListener,
     pub(super) net: Arc<Inner>,
     pub(super) number: u64,
-    ready: Mutex<Ready>,
-    came: Condvar,
-    signal: Signal,
+    ready: Mutex<AcceptQueue>,
+    accept_ready: Condvar,
+    signal: EventFd,
 }
 
 #[derive(Default)]
-struct Ready {
-    ends: VecDeque<Arc<End>>,
+struct AcceptQueue {
+    connections: VecDeque<Arc<Connection>>,
     /// The thread takes no more until there is room.
     full: bool,
     failure: Option<Error>,
@@ -37,37 +37,37 @@ struct Ready {
 impl Shared {
     /// Whether another connection may wait.
     pub(super) fn has_room(&self) -> bool {
-        self.ready.lock().ends.len() < self.net.options.backlog
+        self.ready.lock().connections.len() < self.net.options.backlog
     }
 
     /// Whether somebody who accepts will say that there is room; else there is some already.
     pub(super) fn waits_for_room(&self) -> bool {
         let mut ready = self.ready.lock();
-        ready.full = ready.ends.len() >= self.net.options.backlog;
+        ready.full = ready.connections.len() >= self.net.options.backlog;
         ready.full
     }
 
     /// A connection is ready.
-    pub(super) fn put(&self, end: Arc<End>) {
-        self.ready.lock().ends.push_back(end);
-        self.came.notify_one();
+    pub(super) fn put(&self, connection: Arc<Connection>) {
+        self.ready.lock().connections.push_back(connection);
+        self.accept_ready.notify_one();
         self.signal.raise();
     }
 
     /// Nothing will come any more.
     pub(super) fn fail(&self, error: Error) {
         self.ready.lock().failure = Some(error);
-        self.came.notify_all();
+        self.accept_ready.notify_all();
         self.signal.raise();
     }
 
     /// The next connection; `None` if there is none now.
-    fn take(&self, ready: &mut Ready) -> io::Result<Option<Arc<End>>> {
-        if let Some(end) = ready.ends.pop_front() {
+    fn take(&self, ready: &mut AcceptQueue) -> io::Result<Option<Arc<Connection>>> {
+        if let Some(connection) = ready.connections.pop_front() {
             if std::mem::take(&mut ready.full) {
-                self.net.tell(Command::Accepted(self.number));
+                self.net.submit(Command::Accepted(self.number));
             }
-            return Ok(Some(end));
+            return Ok(Some(connection));
         }
         match &ready.failure {
             Some(error) => Err(io_error(error.clone())),
@@ -82,12 +82,12 @@ impl Shared {
 /// must has no part in it. For async runtimes its descriptor is readable while a connection may wait, until
 /// [`accept`](Self::accept) has said that it would block.
 #[derive(Debug)]
-pub struct Listener {
+pub struct WarpListener {
     shared: Arc<Shared>,
     nonblocking: AtomicBool,
 }
 
-impl Listener {
+impl WarpListener {
     /// Listens at that address, with what this process shares: [`Net::shared`].
     pub fn bind(address: impl ToSocketAddrs) -> io::Result<Self> {
         Net::shared().map_err(io_error)?.listen(address)
@@ -101,34 +101,34 @@ impl Listener {
             net: net.clone(),
             number: net.number(),
             ready: Mutex::default(),
-            came: Condvar::new(),
-            signal: Signal::new().map_err(io_error)?,
+            accept_ready: Condvar::new(),
+            signal: EventFd::new().map_err(io_error)?,
         });
-        net.tell(Command::Listen(shared.clone()));
+        net.submit(Command::Listen(shared.clone()));
         Ok(Self { shared, nonblocking: AtomicBool::new(false) })
     }
 
     /// The next connection, and who made it. Waits for it, unless the listener is non-blocking.
-    pub fn accept(&self) -> io::Result<(Stream, SocketAddr)> {
+    pub fn accept(&self) -> io::Result<(WarpStream, SocketAddr)> {
         let shared = &self.shared;
         let mut ready = shared.ready.lock();
         loop {
-            if let Some(end) = shared.take(&mut ready)? {
-                let peer = end.addresses.1;
-                return Ok((Stream::new(end), peer));
+            if let Some(connection) = shared.take(&mut ready)? {
+                let peer = connection.addresses.1;
+                return Ok((WarpStream::new(connection), peer));
             }
             if self.nonblocking.load(Ordering::Relaxed) {
                 // Under the lock: what comes after this raises it again.
                 shared.signal.take();
                 return Err(io::ErrorKind::WouldBlock.into());
             }
-            shared.came.wait(&mut ready);
+            shared.accept_ready.wait(&mut ready);
         }
     }
 
     /// Connections, one after the other, without end.
-    pub fn incoming(&self) -> Incoming<'_> {
-        Incoming(self)
+    pub fn incoming(&self) -> Connections<'_> {
+        Connections(self)
     }
 
     /// Where it listens.
@@ -143,22 +143,22 @@ impl Listener {
     }
 }
 
-impl Drop for Listener {
+impl Drop for WarpListener {
     fn drop(&mut self) {
-        self.shared.net.tell(Command::Deafen(self.shared.number));
+        self.shared.net.submit(Command::CloseListener(self.shared.number));
         // Nobody will accept these: their peers see a reset.
-        let orphans = std::mem::take(&mut self.shared.ready.lock().ends);
-        drop(orphans);
+        let unaccepted = std::mem::take(&mut self.shared.ready.lock().connections);
+        drop(unaccepted);
     }
 }
 
-impl AsFd for Listener {
+impl AsFd for WarpListener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.shared.signal.as_fd()
     }
 }
 
-impl AsRawFd for Listener {
+impl AsRawFd for WarpListener {
     fn as_raw_fd(&self) -> RawFd {
         self.as_fd().as_raw_fd()
     }
@@ -170,12 +170,12 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-/// The connections of a listener: see [`Listener::incoming`].
+/// The connections of a listener: see [`WarpListener::incoming`].
 #[derive(Debug)]
-pub struct Incoming<'a>(&'a Listener);
+pub struct Connections<'a>(&'a WarpListener);
 
-impl Iterator for Incoming<'_> {
-    type Item = io::Result<Stream>;
+impl Iterator for Connections<'_> {
+    type Item = io::Result<WarpStream>;
 
     fn next(&mut self) -> Option<Self::Item> {
         Some(self.0.accept().map(|(stream, _)| stream))

@@ -11,8 +11,8 @@
 //! | | what | written by |
 //! |---|---|---|
 //! | ring | a power of two of bytes | the sender: byte `n` of the stream lies at `n mod size` |
-//! | `received` | 64 bits: bytes ever written into the ring; the top bit ([`ENDED`]): no more will come | the sender, after the bytes |
-//! | `taken` | 64 bits: bytes ever read from the *peer's* ring; the top bit ([`DEAF`]): no more will be read | the receiver at the other end |
+//! | `received` | 64 bits: bytes ever written into the ring; the top bit ([`FIN`]): no more will come | the sender, after the bytes |
+//! | `taken` | 64 bits: bytes ever read from the *peer's* ring; the top bit ([`READ_CLOSED`]): no more will be read | the receiver at the other end |
 //!
 //! 1. A sender may have `size` bytes in the peer's ring: `sent - taken <= size`. It writes a span (two writes if it wraps),
 //!    then the word `received`, all in one queue pair, whose order is that of the arrivals.
@@ -24,17 +24,17 @@
 //!    peer reads what is left, then the end; what it sends from then on is lost, and it is told `EPIPE`.
 //! 5. A TCP connection that ends before the top bit was seen is a death: the peer reads what has come, then `ECONNRESET`.
 //!    So is a byte on it, a queue pair that failed before the top bit was seen, and a counter that cannot be true:
-//!    `received` beyond the ring or less than before, `taken` beyond what was sent. [`Incoming`] and [`Outgoing`] are
+//!    `received` beyond the ring or less than before, `taken` beyond what was sent. [`ReceiveFlow`] and [`SendFlow`] are
 //!    these rules.
 //!
 //! Words are little-endian, and aligned, so that each lands whole.
 //!
 //! # In CPU programs
-//! [`Listener`] and [`Stream`] are used as those of [`std::net`] are; [`Net`] is for programs that have a device of their own.
+//! [`WarpListener`] and [`WarpStream`] are used as those of [`std::net`] are; [`Net`] is for programs that have a device of their own.
 //! A call that waits looks by itself for 50 µs, then sleeps; one thread watches for all who sleep, and naps for a 64th of the
 //! time for which nothing happened, at most 4 ms.
 
-mod end;
+mod connection;
 mod flow;
 mod handshake;
 mod listener;
@@ -42,8 +42,8 @@ mod net;
 mod service;
 mod stream;
 
-pub use flow::{DEAF, ENDED, Incoming, Outgoing};
-pub use handshake::{Handshake, Hello, LARGEST_RING, LONGEST_LINE, SMALLEST_RING, Spot, VERSION};
-pub use listener::{Incoming as Connections, Listener};
+pub use flow::{FIN, READ_CLOSED, ReceiveFlow, SendFlow};
+pub use handshake::{Handshake, Hello, MAX_LINE, MAX_RING, MIN_RING, RemoteAddr, VERSION};
+pub use listener::{Connections, WarpListener};
 pub use net::{Net, NetOptions};
-pub use stream::Stream;
+pub use stream::WarpStream;

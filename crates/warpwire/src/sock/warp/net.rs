@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::end::{End, Parts, io_error};
-use super::handshake::{Handshake, LARGEST_RING, SMALLEST_RING};
-use super::listener::Listener;
-use super::service::{Command, Desk, Service};
-use super::stream::Stream;
+use super::connection::{Connection, LocalResources, io_error};
+use super::handshake::{Handshake, MAX_RING, MIN_RING};
+use super::listener::WarpListener;
+use super::service::{Command, CommandQueue, Service};
+use super::stream::WarpStream;
 use crate::error::{Error, Kind, Result};
 use crate::link::{Auto, shm, udp};
-use crate::verbs::{Context, Signal};
+use crate::verbs::{Context, EventFd};
 
 /// How large, and how patient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,11 +26,11 @@ pub struct NetOptions {
     /// Bytes that wait to land at the peer: a power of two from 4096 to 1 GiB.
     pub stage: u64,
     /// How long a peer may take to say what it must when a connection begins.
-    pub patience: Duration,
+    pub handshake_timeout: Duration,
     /// How many connections of a listener may wait to be accepted.
     pub backlog: usize,
     /// How many may be in the middle of meeting; one more ends that of the oldest, if it has had 100 ms.
-    pub meeting: usize,
+    pub max_handshakes: usize,
 }
 
 impl Default for NetOptions {
@@ -38,9 +38,9 @@ impl Default for NetOptions {
         Self {
             ring: 256 << 10,
             stage: 256 << 10,
-            patience: Duration::from_secs(10),
+            handshake_timeout: Duration::from_secs(10),
             backlog: 1024,
-            meeting: 256,
+            max_handshakes: 256,
         }
     }
 }
@@ -51,12 +51,12 @@ impl NetOptions {
             Err(Error::new(Kind::InvalidArgument, "use warp sockets").why(why).fix(fix))
         };
         for size in [self.ring, self.stage] {
-            if !size.is_power_of_two() || !(SMALLEST_RING..=LARGEST_RING).contains(&size) {
+            if !size.is_power_of_two() || !(MIN_RING..=MAX_RING).contains(&size) {
                 let why = format!("a ring of {size} bytes was asked for");
                 return wrong(why, "ask for a power of two from 4096 to 1 GiB");
             }
         }
-        if self.backlog == 0 || self.meeting == 0 || self.patience.is_zero() {
+        if self.backlog == 0 || self.max_handshakes == 0 || self.handshake_timeout.is_zero() {
             let why = format!("{self:?} lets nobody in");
             return wrong(why, "leave room for one connection and some time for it");
         }
@@ -88,7 +88,7 @@ pub struct Net(pub(super) Arc<Inner>);
 
 /// Ends the thread when nobody has sockets any more.
 pub(super) struct Inner {
-    desk: Arc<Desk>,
+    command_queue: Arc<CommandQueue>,
     devices: Devices,
     pub(super) options: NetOptions,
     next: AtomicU64,
@@ -124,37 +124,41 @@ impl Net {
 
     fn start(devices: Devices, options: NetOptions) -> Result<Self> {
         options.check()?;
-        let desk = Arc::new(Desk::new()?);
-        Service::start(desk.clone())?;
+        let command_queue = Arc::new(CommandQueue::new()?);
+        Service::start(command_queue.clone())?;
         // 0 is the thread's own event.
-        Ok(Self(Arc::new(Inner { desk, devices, options, next: AtomicU64::new(1) })))
+        Ok(Self(Arc::new(Inner { command_queue, devices, options, next: AtomicU64::new(1) })))
     }
 
     /// Connects to a listener, at the first of the addresses that answers.
-    pub fn connect(&self, address: impl std::net::ToSocketAddrs) -> io::Result<Stream> {
+    pub fn connect(&self, address: impl std::net::ToSocketAddrs) -> io::Result<WarpStream> {
         let tcp = TcpStream::connect(address)?;
-        self.meet(tcp, Instant::now() + self.0.options.patience)
+        self.establish(tcp, Instant::now() + self.0.options.handshake_timeout)
     }
 
     /// Connects to a listener in that time, meeting included.
-    pub fn connect_timeout(&self, address: &SocketAddr, timeout: Duration) -> io::Result<Stream> {
+    pub fn connect_timeout(
+        &self,
+        address: &SocketAddr,
+        timeout: Duration,
+    ) -> io::Result<WarpStream> {
         let deadline = Instant::now() + timeout;
         let tcp = TcpStream::connect_timeout(address, timeout)?;
-        self.meet(tcp, deadline.min(Instant::now() + self.0.options.patience))
+        self.establish(tcp, deadline.min(Instant::now() + self.0.options.handshake_timeout))
     }
 
     /// Listens; port 0 stands for any that is free.
-    pub fn listen(&self, address: impl std::net::ToSocketAddrs) -> io::Result<Listener> {
-        Listener::new(&self.0, address)
+    pub fn listen(&self, address: impl std::net::ToSocketAddrs) -> io::Result<WarpListener> {
+        WarpListener::new(&self.0, address)
     }
 
-    fn meet(&self, tcp: TcpStream, deadline: Instant) -> io::Result<Stream> {
+    fn establish(&self, tcp: TcpStream, deadline: Instant) -> io::Result<WarpStream> {
         prepare(&tcp)?;
         let peer = tcp.peer_addr()?;
-        let mut meeting = self.0.begin(tcp).map_err(io_error)?;
+        let mut conn_setup = self.0.begin(tcp).map_err(io_error)?;
         loop {
-            if meeting.go_on()? {
-                return Ok(Stream::new(self.0.welcome(meeting)?));
+            if conn_setup.advance()? {
+                return Ok(WarpStream::new(self.0.finish_handshake(conn_setup)?));
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -164,7 +168,7 @@ impl Net {
                 return Err(io_error(error));
             }
             // Our words are short, and fit the buffers: only the peer's must be waited for.
-            Signal::wait_for(&meeting.tcp, left.min(Duration::from_millis(100)))
+            EventFd::wait_readable(&conn_setup.tcp, left.min(Duration::from_millis(100)))
                 .map_err(io_error)?;
         }
     }
@@ -177,14 +181,14 @@ impl Inner {
     }
 
     /// Has the thread watch an end for those who wait.
-    pub(super) fn watch(&self, end: &End) {
-        if !end.listed.swap(true, Ordering::SeqCst) {
-            self.tell(Command::Watch(end.number()));
+    pub(super) fn watch(&self, connection: &Connection) {
+        if !connection.is_watched.swap(true, Ordering::SeqCst) {
+            self.submit(Command::Watch(connection.number()));
         }
     }
 
-    pub(super) fn tell(&self, command: Command) {
-        self.desk.tell(command);
+    pub(super) fn submit(&self, command: Command) {
+        self.command_queue.submit(command);
     }
 
     /// The device for connections that have this address here.
@@ -205,26 +209,29 @@ impl Inner {
     }
 
     /// Begins to meet the peer at the other end of a connection.
-    pub(super) fn begin(self: &Arc<Self>, tcp: TcpStream) -> Result<Meeting> {
+    pub(super) fn begin(self: &Arc<Self>, tcp: TcpStream) -> Result<ConnSetup> {
         let local = tcp.local_addr().map_err(|why| Error::os("ask for our address", &why))?;
-        let parts = Parts::new(&self.device(local.ip())?, &self.options)?;
-        let handshake = Handshake::new(&parts.hello())?;
-        Ok(Meeting { tcp, parts, handshake })
+        let resources = LocalResources::new(&self.device(local.ip())?, &self.options)?;
+        let handshake = Handshake::new(&resources.hello())?;
+        Ok(ConnSetup { tcp, resources, handshake })
     }
 
     /// A connection, of two that have met.
-    pub(super) fn welcome(self: &Arc<Self>, meeting: Meeting) -> io::Result<Arc<End>> {
-        let Meeting { tcp, parts, handshake } = meeting;
+    pub(super) fn finish_handshake(
+        self: &Arc<Self>,
+        conn_setup: ConnSetup,
+    ) -> io::Result<Arc<Connection>> {
+        let ConnSetup { tcp, resources, handshake } = conn_setup;
         let peer = *handshake.peer().ok_or(io::ErrorKind::NotConnected)?;
-        let end = Arc::new(End::new(parts, peer, tcp, self.clone())?);
-        self.tell(Command::Add(Arc::downgrade(&end)));
-        Ok(end)
+        let connection = Arc::new(Connection::new(resources, peer, tcp, self.clone())?);
+        self.submit(Command::Add(Arc::downgrade(&connection)));
+        Ok(connection)
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.tell(Command::Stop);
+        self.submit(Command::Stop);
     }
 }
 
@@ -238,20 +245,20 @@ impl std::fmt::Debug for Inner {
 }
 
 /// Two ends that are about to know each other.
-pub(super) struct Meeting {
+pub(super) struct ConnSetup {
     pub(super) tcp: TcpStream,
-    parts: Parts,
+    resources: LocalResources,
     handshake: Handshake,
 }
 
-impl Meeting {
+impl ConnSetup {
     /// Takes what came, sends what can be sent; tells whether the ends have met. Never blocks.
-    pub(super) fn go_on(&mut self) -> io::Result<bool> {
+    pub(super) fn advance(&mut self) -> io::Result<bool> {
         let mut bytes = [0; 512];
         loop {
-            let heard = self.go_on_with(&mut bytes);
+            let drained = self.advance_once(&mut bytes);
             let sent = self.send();
-            if heard? {
+            if drained? {
                 sent?;
                 return Ok(self.handshake.is_done());
             }
@@ -263,7 +270,7 @@ impl Meeting {
     }
 
     /// Takes one piece of what came; tells whether there was none.
-    fn go_on_with(&mut self, bytes: &mut [u8]) -> io::Result<bool> {
+    fn advance_once(&mut self, bytes: &mut [u8]) -> io::Result<bool> {
         use std::io::Read;
         match self.tcp.read(bytes) {
             Ok(0) => {
@@ -276,13 +283,13 @@ impl Meeting {
             Err(why) => return Err(why),
         }
         if let Some(peer) = self.handshake.peer()
-            && !self.handshake.has_met()
+            && !self.handshake.is_ready()
         {
-            if let Err(error) = self.parts.meet(peer) {
+            if let Err(error) = self.resources.establish(peer) {
                 self.handshake.refuse(&error);
                 return Err(io_error(error));
             }
-            self.handshake.met();
+            self.handshake.mark_ready();
         }
         Ok(false)
     }

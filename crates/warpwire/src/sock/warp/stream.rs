@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::end::{End, For, io_error};
+use super::connection::{Connection, Interest, io_error};
 use super::net::Net;
 use super::service::Command;
 use crate::error::{Error, Kind};
@@ -18,7 +18,7 @@ const LINGER: Duration = Duration::from_millis(200);
 
 /// A connection of the family `warp`: bytes go straight from memory to memory.
 ///
-/// It is used as [`std::net::TcpStream`] is; `&Stream` reads and writes too, so that one thread may read while another
+/// It is used as [`std::net::TcpStream`] is; `&WarpStream` reads and writes too, so that one thread may read while another
 /// writes, and [`try_clone`](Self::try_clone) gives another handle to the same connection. When the last is dropped the peer
 /// reads what is left, then the end.
 ///
@@ -30,9 +30,9 @@ const LINGER: Duration = Duration::from_millis(200);
 ///
 /// ```
 /// use std::io::{Read, Write};
-/// use warpwire::sock::warp::{Listener, Stream};
-/// let listener = Listener::bind("127.0.0.1:0")?;
-/// let mut client = Stream::connect(listener.local_addr()?)?;
+/// use warpwire::sock::warp::{WarpListener, WarpStream};
+/// let listener = WarpListener::bind("127.0.0.1:0")?;
+/// let mut client = WarpStream::connect(listener.local_addr()?)?;
 /// let (mut server, _) = listener.accept()?;
 /// client.write_all(b"ping")?;
 /// client.shutdown(std::net::Shutdown::Write)?;
@@ -42,27 +42,27 @@ const LINGER: Duration = Duration::from_millis(200);
 /// # Ok::<(), std::io::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct Stream(Arc<Handle>);
+pub struct WarpStream(Arc<Handle>);
 
 #[derive(Debug)]
 struct Handle {
-    end: Arc<End>,
+    connection: Arc<Connection>,
     nonblocking: AtomicBool,
     /// Nanoseconds; 0 is for ever.
     read_timeout: AtomicU64,
     write_timeout: AtomicU64,
     /// It was reset, and says nothing more.
-    silent: AtomicBool,
+    is_reset: AtomicBool,
 }
 
-impl Stream {
-    pub(super) fn new(end: Arc<End>) -> Self {
+impl WarpStream {
+    pub(super) fn new(connection: Arc<Connection>) -> Self {
         Self(Arc::new(Handle {
-            end,
+            connection,
             nonblocking: AtomicBool::new(false),
             read_timeout: AtomicU64::new(0),
             write_timeout: AtomicU64::new(0),
-            silent: AtomicBool::new(false),
+            is_reset: AtomicBool::new(false),
         }))
     }
 
@@ -84,10 +84,10 @@ impl Stream {
     /// Ends a direction, or both. The peer reads what was sent, then the end.
     pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
         if matches!(how, Shutdown::Write | Shutdown::Both) {
-            self.0.end.end();
+            self.0.connection.close_write();
         }
         if matches!(how, Shutdown::Read | Shutdown::Both) {
-            self.0.end.deafen();
+            self.0.connection.close_read();
         }
         Ok(())
     }
@@ -95,24 +95,24 @@ impl Stream {
     /// Ends the connection without the end of the stream: the peer's calls, and ours, fail with
     /// [`ConnectionReset`](io::ErrorKind::ConnectionReset).
     pub fn reset(&self) {
-        self.0.silent.store(true, Ordering::Release);
+        self.0.is_reset.store(true, Ordering::Release);
         let error = Error::new(Kind::PeerLost, "use a connection").why("it was reset by us");
-        drop(self.0.end.reset(error));
+        drop(self.0.connection.reset(error));
     }
 
     /// The peer's address.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
-        Ok(self.0.end.addresses.1)
+        Ok(self.0.connection.addresses.1)
     }
 
     /// Our own.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        Ok(self.0.end.addresses.0)
+        Ok(self.0.connection.addresses.0)
     }
 
     /// Which way its bytes take, and why.
-    pub fn path(&self) -> crate::Result<crate::link::Path> {
-        self.0.end.path()
+    pub fn path(&self) -> crate::Result<crate::link::LinkPath> {
+        self.0.connection.path()
     }
 
     /// Whether calls return [`WouldBlock`](io::ErrorKind::WouldBlock) instead of waiting.
@@ -121,7 +121,7 @@ impl Stream {
     /// If there is no descriptor left to tell of readiness by.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
         if nonblocking {
-            self.0.end.signal().map_err(io_error)?;
+            self.0.connection.signal().map_err(io_error)?;
         }
         self.0.nonblocking.store(nonblocking, Ordering::Relaxed);
         Ok(())
@@ -155,72 +155,72 @@ impl Stream {
 
     fn until_done<T>(
         &self,
-        what: For,
-        mut call: impl FnMut(&End) -> io::Result<Option<T>>,
+        what: Interest,
+        mut call: impl FnMut(&Connection) -> io::Result<Option<T>>,
     ) -> io::Result<T> {
-        let end = &*self.0.end;
-        end.disarm(what);
-        if let Some(done) = call(end)? {
+        let connection = &*self.0.connection;
+        connection.disarm(what);
+        if let Some(done) = call(connection)? {
             return Ok(done);
         }
         if self.0.nonblocking.load(Ordering::Relaxed) {
-            end.arm(what);
+            connection.arm(what);
             return Err(io::ErrorKind::WouldBlock.into());
         }
         let timeout = match what {
-            For::Reading => load(&self.0.read_timeout),
-            For::Writing => load(&self.0.write_timeout),
+            Interest::Reading => load(&self.0.read_timeout),
+            Interest::Writing => load(&self.0.write_timeout),
         };
         let until = timeout.map(|timeout| Instant::now() + timeout);
         loop {
-            let ready = end.wait(what, until);
-            if let Some(done) = call(end)? {
+            let ready = connection.wait(what, until);
+            if let Some(done) = call(connection)? {
                 return Ok(done);
             }
             if !ready {
-                return Err(over(what, timeout, end));
+                return Err(timed_out(what, timeout, connection));
             }
         }
     }
 }
 
 #[cold]
-fn over(what: For, timeout: Option<Duration>, end: &End) -> io::Error {
+fn timed_out(what: Interest, timeout: Option<Duration>, connection: &Connection) -> io::Error {
     let (call, why) = match what {
-        For::Reading => ("read", "the peer sent nothing"),
-        For::Writing => ("write", "the peer took nothing"),
+        Interest::Reading => ("read", "the peer sent nothing"),
+        Interest::Writing => ("write", "the peer took nothing"),
     };
     let why = format!("{why} in {:?}", timeout.unwrap_or_default());
-    let error = Error::new(Kind::Timeout, call).on(format!("{end:?}")).why(why);
+    let error = Error::new(Kind::Timeout, call).on(format!("{connection:?}")).why(why);
     io::Error::new(io::ErrorKind::TimedOut, error.fix("try again, or give it more time"))
 }
 
-fn store(place: &AtomicU64, timeout: Option<Duration>) -> io::Result<()> {
+fn store(cell: &AtomicU64, timeout: Option<Duration>) -> io::Result<()> {
     if timeout.is_some_and(|timeout| timeout.is_zero()) {
         let error = Error::new(Kind::InvalidArgument, "set a timeout").why("it is zero");
         return Err(io_error(error.fix("use set_nonblocking, or None to wait for ever")));
     }
     let nanos = timeout.map_or(0, |timeout| u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX));
-    place.store(nanos, Ordering::Relaxed);
+    cell.store(nanos, Ordering::Relaxed);
     Ok(())
 }
 
-fn load(place: &AtomicU64) -> Option<Duration> {
-    match place.load(Ordering::Relaxed) {
+fn load(cell: &AtomicU64) -> Option<Duration> {
+    match cell.load(Ordering::Relaxed) {
         0 => None,
         nanos => Some(Duration::from_nanos(nanos)),
     }
 }
 
-impl Read for &Stream {
+impl Read for &WarpStream {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        self.until_done(For::Reading, |end| end.try_read(into))
+        self.until_done(Interest::Reading, |connection| connection.try_read(into))
     }
 }
 
-impl Write for &Stream {
+impl Write for &WarpStream {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
-        self.until_done(For::Writing, |end| end.try_write(from))
+        self.until_done(Interest::Writing, |connection| connection.try_write(from))
     }
 
     /// Does nothing: what was written is on its way.
@@ -229,13 +229,13 @@ impl Write for &Stream {
     }
 }
 
-impl Read for Stream {
+impl Read for WarpStream {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         (&*self).read(into)
     }
 }
 
-impl Write for Stream {
+impl Write for WarpStream {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
         (&*self).write(from)
     }
@@ -245,18 +245,18 @@ impl Write for Stream {
     }
 }
 
-impl AsFd for Stream {
+impl AsFd for WarpStream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         // A stream that does not block has the first. Where it does and none can be made, the TCP connection's tells of the
         // end at least.
-        match self.0.end.signal() {
+        match self.0.connection.signal() {
             Ok(signal) => signal.as_fd(),
-            Err(_) => self.0.end.tcp.as_fd(),
+            Err(_) => self.0.connection.tcp.as_fd(),
         }
     }
 }
 
-impl AsRawFd for Stream {
+impl AsRawFd for WarpStream {
     fn as_raw_fd(&self) -> RawFd {
         self.as_fd().as_raw_fd()
     }
@@ -264,21 +264,21 @@ impl AsRawFd for Stream {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        let end = &self.end;
-        end.abandon();
-        if self.silent.load(Ordering::Acquire) {
+        let connection = &self.connection;
+        connection.abandon();
+        if self.is_reset.load(Ordering::Acquire) {
             return;
         }
-        end.end();
+        connection.close_write();
         let (begun, mut backoff) = (Instant::now(), Backoff::default());
         let linger = if self.nonblocking.load(Ordering::Relaxed) { Duration::ZERO } else { LINGER };
-        while !end.is_over() {
+        while !connection.is_finished() {
             if begun.elapsed() >= linger {
-                end.net.tell(Command::Close(end.clone()));
+                connection.net.submit(Command::Close(connection.clone()));
                 return;
             }
             backoff.snooze();
         }
-        end.hang_up();
+        connection.hang_up();
     }
 }

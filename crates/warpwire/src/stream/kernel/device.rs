@@ -4,23 +4,24 @@
 
 use std::time::{Duration, Instant};
 
-use super::ended::Ended;
-use super::layout::{self, Constants, NO_FAILURE, field, side};
-use crate::mem::sim::{Block, Fault};
-use crate::mem::{Condition, DeviceAddr, Width};
+use super::layout::{self, Constants, NO_FAILURE, field, queue};
+use super::status::KernelStatus;
+use crate::mem::sim::{Block, KernelFault};
+use crate::mem::{Condition, DeviceAddr, WordWidth};
 use crate::mlx5::{
-    Atomic, BLOCK, Builder, Doorbell, Opcode, Receive, Record, Scratch, Status, Tail, owner_bit,
+    Atomic, Builder, CqeTail, Doorbell, DoorbellRecord, Opcode, Receive, Scratch, Status,
+    WQEBB_LEN, owner_bit,
 };
 use crate::verbs::Remote;
 
 /// The most bytes in one entry.
-pub const MOST_BYTES: u64 = 1 << 30;
-/// The most bytes of a [`Qp::put_inline`].
-pub const MOST_INLINE: usize = 28;
+pub const MAX_BYTES: u64 = 1 << 30;
+/// The most bytes of a [`DeviceQp::put_inline`].
+pub const MAX_INLINE: usize = 28;
 /// How long a thread waits for others to fill the entries before its own.
-const TURN_PATIENCE: Duration = Duration::from_secs(10);
+const FILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-type Faulty<T> = std::result::Result<T, Fault>;
+type FaultResult<T> = std::result::Result<T, KernelFault>;
 
 /// Memory of our own, as it was registered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,16 +34,16 @@ pub struct Local {
 
 /// Names posted work. One that failed to be posted says why, and waiting for it says the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ticket {
+pub struct DeviceTicket {
     /// Its number.
     pub number: u64,
     /// How posting ended.
-    pub ended: Ended,
+    pub status: KernelStatus,
 }
 
 /// A message that came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Arrival {
+pub struct ReceivedMessage {
     /// How long it is.
     pub length: u32,
     /// The number that came beside it.
@@ -50,7 +51,7 @@ pub struct Arrival {
 }
 
 /// A queue pair in the hands of a block function.
-pub struct Qp<'b> {
+pub struct DeviceQp<'b> {
     block: &'b Block<'b>,
     handle: u64,
     constants: Constants,
@@ -69,22 +70,22 @@ pub(crate) enum Work<'a> {
     Swap(Remote, [u64; 2], Local),
 }
 
-impl<'b> Qp<'b> {
+impl<'b> DeviceQp<'b> {
     /// The queue pair whose handle lies at that address.
     ///
     /// # Errors
     /// If no handle of this version is there.
-    pub fn open(block: &'b Block<'b>, handle: DeviceAddr) -> Faulty<Self> {
+    pub fn open(block: &'b Block<'b>, handle: DeviceAddr) -> FaultResult<Self> {
         let base = handle.raw();
         let wide = |at| block.load_u64(DeviceAddr::new(base.wrapping_add(at)));
         let narrow = |at| block.load_u32(DeviceAddr::new(base.wrapping_add(at)));
         if narrow(field::VERSION)? != layout::VERSION {
-            return Err(Fault::new(format!("no queue pair's handle lies at {handle}")));
+            return Err(KernelFault::new(format!("no queue pair's handle lies at {handle}")));
         }
         let constants = Constants {
             send_queue: wide(field::SEND_QUEUE)?,
             receive_queue: wide(field::RECEIVE_QUEUE)?,
-            record: wide(field::RECORD)?,
+            dbrec: wide(field::DBREC)?,
             doorbell: wide(field::DOORBELL)?,
             send_cq: wide(field::SEND_CQ)?,
             receive_cq: wide(field::RECEIVE_CQ)?,
@@ -100,7 +101,13 @@ impl<'b> Qp<'b> {
     }
 
     /// Writes `len` bytes to the peer's memory.
-    pub fn put(&self, to: Remote, from: Local, len: u64, timeout: Duration) -> Faulty<Ticket> {
+    pub fn put(
+        &self,
+        to: Remote,
+        from: Local,
+        len: u64,
+        timeout: Duration,
+    ) -> FaultResult<DeviceTicket> {
         self.pieces(to, from, len, timeout, Work::Write, |to, from, len| {
             vec![Work::Write(to, from, len)]
         })
@@ -114,7 +121,7 @@ impl<'b> Qp<'b> {
         len: u64,
         imm: u32,
         timeout: Duration,
-    ) -> Faulty<Ticket> {
+    ) -> FaultResult<DeviceTicket> {
         let last = |to, from, len| vec![Work::WriteImm(to, from, len, imm)];
         self.pieces(to, from, len, timeout, Work::Write, last)
     }
@@ -127,36 +134,47 @@ impl<'b> Qp<'b> {
         len: u64,
         (word, add): (Remote, u64),
         timeout: Duration,
-    ) -> Faulty<Ticket> {
+    ) -> FaultResult<DeviceTicket> {
         let then = Work::Add(word, add, self.sink());
         let last = |to, from, len| vec![Work::Write(to, from, len), then];
         self.pieces(to, from, len, timeout, Work::Write, last)
     }
 
-    /// Writes at most [`MOST_INLINE`] bytes, which are copied when it is posted.
-    pub fn put_inline(&self, to: Remote, bytes: &[u8], timeout: Duration) -> Faulty<Ticket> {
+    /// Writes at most [`MAX_INLINE`] bytes, which are copied when it is posted.
+    pub fn put_inline(
+        &self,
+        to: Remote,
+        bytes: &[u8],
+        timeout: Duration,
+    ) -> FaultResult<DeviceTicket> {
         match bytes.len() {
-            ..=MOST_INLINE => self.post(&[Work::Inline(to, bytes)], timeout),
-            _ => Ok(refused(Ended::TooLong)),
+            ..=MAX_INLINE => self.post(&[Work::Inline(to, bytes)], timeout),
+            _ => Ok(refused(KernelStatus::TooLong)),
         }
     }
 
     /// Reads `len` bytes of the peer's memory.
-    pub fn get(&self, to: Local, from: Remote, len: u64, timeout: Duration) -> Faulty<Ticket> {
+    pub fn get(
+        &self,
+        to: Local,
+        from: Remote,
+        len: u64,
+        timeout: Duration,
+    ) -> FaultResult<DeviceTicket> {
         let piece = |from, to, len| Work::Read(to, from, len);
         self.pieces(from, to, len, timeout, piece, |from, to, len| vec![Work::Read(to, from, len)])
     }
 
-    /// Sends a message of at most [`MOST_BYTES`] bytes into a receive of the peer, with a number beside it or without.
+    /// Sends a message of at most [`MAX_BYTES`] bytes into a receive of the peer, with a number beside it or without.
     pub fn send(
         &self,
         from: Local,
         len: u64,
         imm: Option<u32>,
         timeout: Duration,
-    ) -> Faulty<Ticket> {
-        if len > MOST_BYTES {
-            return Ok(refused(Ended::TooLong));
+    ) -> FaultResult<DeviceTicket> {
+        if len > MAX_BYTES {
+            return Ok(refused(KernelStatus::TooLong));
         }
         let work = match imm {
             None => Work::Send(from, len as u32),
@@ -172,7 +190,7 @@ impl<'b> Qp<'b> {
         add: u64,
         result: Option<Local>,
         timeout: Duration,
-    ) -> Faulty<Ticket> {
+    ) -> FaultResult<DeviceTicket> {
         self.post(&[Work::Add(word, add, result.unwrap_or(self.sink()))], timeout)
     }
 
@@ -183,112 +201,121 @@ impl<'b> Qp<'b> {
         [expected, desired]: [u64; 2],
         result: Option<Local>,
         timeout: Duration,
-    ) -> Faulty<Ticket> {
+    ) -> FaultResult<DeviceTicket> {
         let result = result.unwrap_or(self.sink());
         self.post(&[Work::Swap(word, [expected, desired], result)], timeout)
     }
 
     /// Gives memory for a message of at most `len` bytes.
-    pub fn post_receive(&self, into: Local, len: u32, timeout: Duration) -> Faulty<Ticket> {
-        if u64::from(len) > MOST_BYTES {
-            return Ok(refused(Ended::TooLong));
+    pub fn post_receive(
+        &self,
+        into: Local,
+        len: u32,
+        timeout: Duration,
+    ) -> FaultResult<DeviceTicket> {
+        if u64::from(len) > MAX_BYTES {
+            return Ok(refused(KernelStatus::TooLong));
         }
-        let side = self.receives();
-        let number = match side.reserve(1, timeout)? {
+        let queue = self.receives();
+        let number = match queue.reserve(1, timeout)? {
             Ok(number) => number,
-            Err(ended) => return Ok(refused(ended)),
+            Err(status) => return Ok(refused(status)),
         };
         let stride = u64::from(self.constants.receive_stride);
         let mut entry = vec![0; stride as usize];
         if Receive::write(&mut entry, &[(len, into.lkey, into.address)]).is_none() {
-            return Err(Fault::new("a receive does not fit into its entry"));
+            return Err(KernelFault::new("a receive does not fit into its entry"));
         }
-        let at = self.constants.receive_queue + (number & (side.depth - 1)) * stride;
+        let at = self.constants.receive_queue + (number & (queue.depth - 1)) * stride;
         self.block.write(DeviceAddr::new(at), &entry)?;
-        if let Err(ended) = side.wait_for_turn(number)? {
-            return Ok(refused(ended));
+        if let Err(status) = queue.wait_for_predecessors(number)? {
+            return Ok(refused(status));
         }
-        let posted = u32::from_ne_bytes(Record::word((number + 1) as u16));
-        self.block.store_u32(DeviceAddr::new(self.constants.record), posted)?;
-        side.store(side::PUBLISHED, (number + 1) << 1)?;
-        Ok(Ticket { number, ended: Ended::Ok })
+        let posted = u32::from_ne_bytes(DoorbellRecord::word((number + 1) as u16));
+        self.block.store_u32(DeviceAddr::new(self.constants.dbrec), posted)?;
+        queue.store(queue::PUBLISHED, (number + 1) << 1)?;
+        Ok(DeviceTicket { number, status: KernelStatus::Ok })
     }
 
     /// Waits until the operation is complete.
-    pub fn wait(&self, ticket: Ticket, timeout: Duration) -> Faulty<Ended> {
+    pub fn wait(&self, ticket: DeviceTicket, timeout: Duration) -> FaultResult<KernelStatus> {
         self.sends().wait(ticket, timeout)
     }
 
     /// Waits until everything that was posted before is complete. A failure is told by its cause.
-    pub fn quiet(&self, timeout: Duration) -> Faulty<Ended> {
-        let side = self.sends();
-        let Some(number) = side.filled()?.checked_sub(1) else { return Ok(Ended::Ok) };
-        let ended = side.wait(Ticket { number, ended: Ended::Ok }, timeout)?;
-        Ok(match side.load(side::FAILURE)? {
-            failure if ended.is_failure() && failure != NO_FAILURE => cause(failure),
-            _ => ended,
+    pub fn quiet(&self, timeout: Duration) -> FaultResult<KernelStatus> {
+        let queue = self.sends();
+        let Some(number) = queue.filled()?.checked_sub(1) else { return Ok(KernelStatus::Ok) };
+        let status = queue.wait(DeviceTicket { number, status: KernelStatus::Ok }, timeout)?;
+        Ok(match queue.load(queue::FAILURE)? {
+            failure if status.is_failure() && failure != NO_FAILURE => cause(failure),
+            _ => status,
         })
     }
 
     /// Waits for the message that a receive was posted for.
     pub fn wait_receive(
         &self,
-        ticket: Ticket,
+        ticket: DeviceTicket,
         timeout: Duration,
-    ) -> Faulty<std::result::Result<Arrival, Ended>> {
-        let side = self.receives();
-        let ended = side.wait(ticket, timeout)?;
-        if !ended.is_ok() {
-            return Ok(Err(ended));
+    ) -> FaultResult<std::result::Result<ReceivedMessage, KernelStatus>> {
+        let queue = self.receives();
+        let status = queue.wait(ticket, timeout)?;
+        if !status.is_ok() {
+            return Ok(Err(status));
         }
-        let seen = side.look(ticket.number)?;
-        let arrival = side.arrival(ticket.number)?;
+        let seen = queue.poll_cqe(ticket.number)?;
+        let message = queue.message(ticket.number)?;
         // Its place is used again once the receive a lap later is posted.
-        let is_late = side.load(side::RESERVED)? > ticket.number + side.depth;
-        Ok(if is_late || seen != Some(Ended::Ok) { Err(Ended::TooLate) } else { Ok(arrival) })
+        let is_late = queue.load(queue::RESERVED)? > ticket.number + queue.depth;
+        Ok(if is_late || seen != Some(KernelStatus::Ok) {
+            Err(KernelStatus::TooLate)
+        } else {
+            Ok(message)
+        })
     }
 
     /// Waits for the next message that nobody has taken by this call; says which receive it came into.
     pub fn next_receive(
         &self,
         timeout: Duration,
-    ) -> Faulty<std::result::Result<(u64, Arrival), Ended>> {
-        let side = self.receives();
-        let found = side.until(timeout, || {
-            let number = side.load(side::TAKEN)?;
-            let ended = Ended::Ok;
-            let found = self.wait_receive(Ticket { number, ended }, Duration::ZERO)?;
+    ) -> FaultResult<std::result::Result<(u64, ReceivedMessage), KernelStatus>> {
+        let queue = self.receives();
+        let found = queue.until(timeout, || {
+            let number = queue.load(queue::TAKEN)?;
+            let status = KernelStatus::Ok;
+            let found = self.wait_receive(DeviceTicket { number, status }, Duration::ZERO)?;
             let take = |result| {
-                let mine = side.replace(side::TAKEN, number, number + 1)?;
+                let mine = queue.replace(queue::TAKEN, number, number + 1)?;
                 Ok(mine.then_some(result))
             };
             match found {
-                Err(Ended::NotYet | Ended::BadTicket) => Ok(None),
-                Err(Ended::TooLate) => take(Err(Ended::TooLate)),
+                Err(KernelStatus::NotReady | KernelStatus::BadTicket) => Ok(None),
+                Err(KernelStatus::TooLate) => take(Err(KernelStatus::TooLate)),
                 // Failures stay where they are, for everybody who asks.
                 Err(failed) => Ok(Some(Err(failed))),
-                Ok(arrival) => take(Ok((number, arrival))),
+                Ok(message) => take(Ok((number, message))),
             }
         })?;
         Ok(found.and_then(|result| result))
     }
 
     /// How many operations were posted.
-    pub(crate) fn posted(&self) -> Faulty<u64> {
+    pub(crate) fn posted(&self) -> FaultResult<u64> {
         self.sends().filled()
     }
 
-    fn sends(&self) -> Side<'_> {
+    fn sends(&self) -> DeviceQueue<'_> {
         let Constants { send_cq: completions, send_mask, .. } = self.constants;
         let (base, depth) = (self.handle.wrapping_add(layout::SEND), u64::from(send_mask) + 1);
-        Side { block: self.block, base, completions, depth }
+        DeviceQueue { block: self.block, base, completions, depth }
     }
 
-    fn receives(&self) -> Side<'_> {
+    fn receives(&self) -> DeviceQueue<'_> {
         let Constants { receive_cq: completions, receive_mask, .. } = self.constants;
         let (base, depth) =
             (self.handle.wrapping_add(layout::RECEIVE), u64::from(receive_mask) + 1);
-        Side { block: self.block, base, completions, depth }
+        DeviceQueue { block: self.block, base, completions, depth }
     }
 
     fn sink(&self) -> Local {
@@ -298,68 +325,73 @@ impl<'b> Qp<'b> {
     /// A transfer in pieces that an entry can carry.
     fn pieces<'w>(
         &self,
-        mut there: Remote,
-        mut here: Local,
+        mut remote: Remote,
+        mut local: Local,
         mut len: u64,
         timeout: Duration,
         piece: impl Fn(Remote, Local, u32) -> Work<'w>,
         last: impl Fn(Remote, Local, u32) -> Vec<Work<'w>>,
-    ) -> Faulty<Ticket> {
-        while len > MOST_BYTES {
-            let ticket = self.post(&[piece(there, here, MOST_BYTES as u32)], timeout)?;
-            if !ticket.ended.is_ok() {
+    ) -> FaultResult<DeviceTicket> {
+        while len > MAX_BYTES {
+            let ticket = self.post(&[piece(remote, local, MAX_BYTES as u32)], timeout)?;
+            if !ticket.status.is_ok() {
                 return Ok(ticket);
             }
-            there.address = there.address.wrapping_add(MOST_BYTES);
-            here.address = here.address.wrapping_add(MOST_BYTES);
-            len -= MOST_BYTES;
+            remote.address = remote.address.wrapping_add(MAX_BYTES);
+            local.address = local.address.wrapping_add(MAX_BYTES);
+            len -= MAX_BYTES;
         }
-        self.post(&last(there, here, len as u32), timeout)
+        self.post(&last(remote, local, len as u32), timeout)
     }
 
     /// Posts work with one doorbell. The ticket is the last one's.
-    pub(crate) fn post(&self, works: &[Work<'_>], timeout: Duration) -> Faulty<Ticket> {
-        let side = self.sends();
+    pub(crate) fn post(&self, works: &[Work<'_>], timeout: Duration) -> FaultResult<DeviceTicket> {
+        let queue = self.sends();
         let count = works.len() as u64;
-        let first = match side.reserve(count, timeout)? {
+        let first = match queue.reserve(count, timeout)? {
             Ok(first) => first,
-            Err(ended) => return Ok(refused(ended)),
+            Err(status) => return Ok(refused(status)),
         };
         let mut scratch = Scratch::default();
         for (number, work) in (first..).zip(works) {
             let image = work.build(&mut scratch, number as u16, self.constants.number);
-            let image = image.map_err(|full| Fault::new(full.to_string()))?;
-            let place = (number & (side.depth - 1)) * BLOCK as u64;
-            self.block.write(DeviceAddr::new(self.constants.send_queue + place), image.bytes())?;
+            let image = image.map_err(|full| KernelFault::new(full.to_string()))?;
+            let offset = (number & (queue.depth - 1)) * WQEBB_LEN as u64;
+            self.block.write(DeviceAddr::new(self.constants.send_queue + offset), image.bytes())?;
         }
-        let ended = self.publish(&side, first, count)?;
-        Ok(Ticket { number: first + count - 1, ended })
+        let status = self.publish(&queue, first, count)?;
+        Ok(DeviceTicket { number: first + count - 1, status })
     }
 
     /// Tells the consumer of entries that are filled. One thread rings for all that are ready.
-    fn publish(&self, side: &Side<'_>, first: u64, count: u64) -> Faulty<Ended> {
+    fn publish(
+        &self,
+        queue: &DeviceQueue<'_>,
+        first: u64,
+        count: u64,
+    ) -> FaultResult<KernelStatus> {
         let mut until = first + count;
-        match side.join(first, until)? {
+        match queue.publish_in_order(first, until)? {
             Ok(true) => {}
-            Ok(false) => return Ok(Ended::Ok),
-            Err(ended) => return Ok(ended),
+            Ok(false) => return Ok(KernelStatus::Ok),
+            Err(status) => return Ok(status),
         }
         loop {
-            self.ring(until)?;
-            let seen = side.swap_if(side::PUBLISHED, until << 1 | 1, until << 1)?;
+            self.ring_doorbell(until)?;
+            let seen = queue.compare_exchange(queue::PUBLISHED, until << 1 | 1, until << 1)?;
             if seen == until << 1 | 1 {
-                return Ok(Ended::Ok);
+                return Ok(KernelStatus::Ok);
             }
             until = seen >> 1;
         }
     }
 
-    fn ring(&self, until: u64) -> Faulty<()> {
-        let Constants { record, doorbell, number, flags, .. } = self.constants;
+    fn ring_doorbell(&self, until: u64) -> FaultResult<()> {
+        let Constants { dbrec, doorbell, number, flags, .. } = self.constants;
         let index = until as u16;
-        if flags & layout::RECORD_FIRST != 0 {
-            let at = DeviceAddr::new(record + Record::SEND as u64);
-            self.block.store_u32(at, u32::from_ne_bytes(Record::word(index)))?;
+        if flags & layout::DBREC_FIRST != 0 {
+            let at = DeviceAddr::new(dbrec + DoorbellRecord::SEND as u64);
+            self.block.store_u32(at, u32::from_ne_bytes(DoorbellRecord::word(index)))?;
         }
         let bell = u64::from_ne_bytes(Doorbell::next(number, index));
         self.block.store_u64(DeviceAddr::new(doorbell), bell)
@@ -370,158 +402,158 @@ impl<'b> Qp<'b> {
 pub fn wait_signal(
     block: &Block<'_>,
     word: DeviceAddr,
-    width: Width,
+    width: WordWidth,
     condition: Condition,
     value: u64,
     timeout: Duration,
-) -> Faulty<Ended> {
+) -> FaultResult<KernelStatus> {
     let waited = until(block, timeout, || {
         let seen = match width {
-            Width::Bits32 => u64::from(block.load_u32(word)?),
-            Width::Bits64 => block.load_u64(word)?,
+            WordWidth::Bits32 => u64::from(block.load_u32(word)?),
+            WordWidth::Bits64 => block.load_u64(word)?,
         };
         Ok(condition.holds(width, seen, value).then_some(Ok(())))
     })?;
-    Ok(waited.map_or_else(|ended| ended, |()| Ended::Ok))
+    Ok(waited.map_or_else(|status| status, |()| KernelStatus::Ok))
 }
 
-fn refused(ended: Ended) -> Ticket {
-    Ticket { number: 0, ended }
+fn refused(status: KernelStatus) -> DeviceTicket {
+    DeviceTicket { number: 0, status }
 }
 
 /// What a recorded failure says of the one that failed.
-fn cause(failure: u64) -> Ended {
-    Ended::Failed(Status::from_syndrome(failure as u8))
+fn cause(failure: u64) -> KernelStatus {
+    KernelStatus::Failed(Status::from_syndrome(failure as u8))
 }
 
 /// Asks until there is an answer; a first `Err` ends it too.
 fn until<T>(
     block: &Block<'_>,
     timeout: Duration,
-    mut ask: impl FnMut() -> Faulty<Option<std::result::Result<T, Ended>>>,
-) -> Faulty<std::result::Result<T, Ended>> {
+    mut ask: impl FnMut() -> FaultResult<Option<std::result::Result<T, KernelStatus>>>,
+) -> FaultResult<std::result::Result<T, KernelStatus>> {
     let (start, mut answer) = (Instant::now(), None);
     block.spin_until(|| {
         answer = ask()?;
         if answer.is_none() && timeout.is_zero() {
-            answer = Some(Err(Ended::NotYet));
+            answer = Some(Err(KernelStatus::NotReady));
         } else if answer.is_none() && start.elapsed() >= timeout {
-            answer = Some(Err(Ended::Timeout));
+            answer = Some(Err(KernelStatus::Timeout));
         }
         Ok(answer.is_some())
     })?;
-    Ok(answer.unwrap_or(Err(Ended::Timeout)))
+    Ok(answer.unwrap_or(Err(KernelStatus::Timeout)))
 }
 
 /// The counters and completions of one queue.
-struct Side<'b> {
+struct DeviceQueue<'b> {
     block: &'b Block<'b>,
     base: u64,
     completions: u64,
     depth: u64,
 }
 
-impl Side<'_> {
+impl DeviceQueue<'_> {
     fn at(&self, offset: u64) -> DeviceAddr {
         DeviceAddr::new(self.base.wrapping_add(offset))
     }
 
-    fn load(&self, counter: u64) -> Faulty<u64> {
+    fn load(&self, counter: u64) -> FaultResult<u64> {
         self.block.load_u64(self.at(counter))
     }
 
-    fn store(&self, counter: u64, value: u64) -> Faulty<()> {
+    fn store(&self, counter: u64, value: u64) -> FaultResult<()> {
         self.block.store_u64(self.at(counter), value)
     }
 
-    fn swap_if(&self, counter: u64, old: u64, new: u64) -> Faulty<u64> {
+    fn compare_exchange(&self, counter: u64, old: u64, new: u64) -> FaultResult<u64> {
         self.block.compare_exchange_u64(self.at(counter), old, new)
     }
 
-    fn replace(&self, counter: u64, old: u64, new: u64) -> Faulty<bool> {
-        Ok(self.swap_if(counter, old, new)? == old)
+    fn replace(&self, counter: u64, old: u64, new: u64) -> FaultResult<bool> {
+        Ok(self.compare_exchange(counter, old, new)? == old)
     }
 
     /// How many entries are filled, without a gap.
-    fn filled(&self) -> Faulty<u64> {
-        Ok(self.load(side::PUBLISHED)? >> 1)
+    fn filled(&self) -> FaultResult<u64> {
+        Ok(self.load(queue::PUBLISHED)? >> 1)
     }
 
     /// As the function of that name, and ends when the queue pair is closed.
     fn until<T>(
         &self,
         timeout: Duration,
-        mut ask: impl FnMut() -> Faulty<Option<T>>,
-    ) -> Faulty<std::result::Result<T, Ended>> {
+        mut ask: impl FnMut() -> FaultResult<Option<T>>,
+    ) -> FaultResult<std::result::Result<T, KernelStatus>> {
         until(self.block, timeout, || {
             if let Some(answer) = ask()? {
                 return Ok(Some(Ok(answer)));
             }
-            let closed = self.block.load_u32(self.at(side::CLOSED))?;
-            Ok((closed != 0).then(|| Err(Ended::from_code((closed as i32).wrapping_neg()))))
+            let closed = self.block.load_u32(self.at(queue::CLOSED))?;
+            Ok((closed != 0).then(|| Err(KernelStatus::from_code((closed as i32).wrapping_neg()))))
         })
     }
 
-    fn cqe(&self, number: u64, offset: u64) -> Faulty<[u8; 4]> {
-        let at = self.completions + (number & (self.depth - 1)) * BLOCK as u64 + offset;
+    fn cqe(&self, number: u64, offset: u64) -> FaultResult<[u8; 4]> {
+        let at = self.completions + (number & (self.depth - 1)) * WQEBB_LEN as u64 + offset;
         Ok(self.block.load_u32(DeviceAddr::new(at))?.to_ne_bytes())
     }
 
     /// How `number` ended, if its completion lies in its place. Whoever asks must make sure that it is not a later
     /// one's, which `completed` tells.
-    fn look(&self, number: u64) -> Faulty<Option<Ended>> {
-        let tail = Tail::parse(self.cqe(number, 60)?);
+    fn poll_cqe(&self, number: u64) -> FaultResult<Option<KernelStatus>> {
+        let tail = CqeTail::parse(self.cqe(number, 60)?);
         if !tail.is_owned(owner_bit(number, self.depth)) || tail.counter != number as u16 {
             return Ok(None);
         }
         Ok(Some(match tail.is_error() {
-            true => Ended::Failed(Status::from_syndrome(self.cqe(number, 52)?[3])),
-            false => Ended::Ok,
+            true => KernelStatus::Failed(Status::from_syndrome(self.cqe(number, 52)?[3])),
+            false => KernelStatus::Ok,
         }))
     }
 
-    fn arrival(&self, number: u64) -> Faulty<Arrival> {
+    fn message(&self, number: u64) -> FaultResult<ReceivedMessage> {
         // The two completions that bear a number: of a write with one, and of a message with one.
-        let has_imm = matches!(Tail::parse(self.cqe(number, 60)?).code, 1 | 3);
+        let has_imm = matches!(CqeTail::parse(self.cqe(number, 60)?).code, 1 | 3);
         let imm = u32::from_be_bytes(self.cqe(number, 36)?);
         let length = u32::from_be_bytes(self.cqe(number, 44)?);
-        Ok(Arrival { length, imm: has_imm.then_some(imm) })
+        Ok(ReceivedMessage { length, imm: has_imm.then_some(imm) })
     }
 
     /// How one ended of which `completed` says that it has.
-    fn outcome(&self, number: u64) -> Faulty<Ended> {
-        let failure = self.load(side::FAILURE)?;
+    fn outcome(&self, number: u64) -> FaultResult<KernelStatus> {
+        let failure = self.load(queue::FAILURE)?;
         Ok(match number.cmp(&(failure >> 8)) {
-            _ if failure == NO_FAILURE => Ended::Ok,
-            std::cmp::Ordering::Less => Ended::Ok,
+            _ if failure == NO_FAILURE => KernelStatus::Ok,
+            std::cmp::Ordering::Less => KernelStatus::Ok,
             std::cmp::Ordering::Equal => cause(failure),
-            std::cmp::Ordering::Greater => Ended::Failed(Status::Flushed),
+            std::cmp::Ordering::Greater => KernelStatus::Failed(Status::Flushed),
         })
     }
 
     /// The completion of `number` tells of a failure: finds the first that failed, which alone has the cause.
-    fn note_failure(&self, number: u64) -> Faulty<()> {
+    fn record_failure(&self, number: u64) -> FaultResult<()> {
         for _ in 0..64 {
-            let mut at = self.load(side::COMPLETED)?;
-            if self.load(side::FAILURE)? != NO_FAILURE || at > number {
+            let mut at = self.load(queue::COMPLETED)?;
+            if self.load(queue::FAILURE)? != NO_FAILURE || at > number {
                 return Ok(());
             }
-            let mut found = Some(Ended::Ok);
+            let mut found = Some(KernelStatus::Ok);
             while at <= number {
-                found = self.look(at)?;
-                if found != Some(Ended::Ok) {
+                found = self.poll_cqe(at)?;
+                if found != Some(KernelStatus::Ok) {
                     break;
                 }
                 at += 1;
             }
-            if let Some(Ended::Failed(status)) = found {
-                return self.lower(side::FAILURE, at << 8 | u64::from(status.syndrome()));
+            if let Some(KernelStatus::Failed(status)) = found {
+                return self.atomic_min(queue::FAILURE, at << 8 | u64::from(status.syndrome()));
             }
         }
-        self.lower(side::FAILURE, number << 8 | 0xff)
+        self.atomic_min(queue::FAILURE, number << 8 | 0xff)
     }
 
-    fn lower(&self, counter: u64, value: u64) -> Faulty<()> {
+    fn atomic_min(&self, counter: u64, value: u64) -> FaultResult<()> {
         loop {
             let seen = self.load(counter)?;
             if seen <= value || self.replace(counter, seen, value)? {
@@ -530,7 +562,7 @@ impl Side<'_> {
         }
     }
 
-    fn raise(&self, counter: u64, value: u64) -> Faulty<()> {
+    fn atomic_max(&self, counter: u64, value: u64) -> FaultResult<()> {
         loop {
             let seen = self.load(counter)?;
             if seen >= value || self.replace(counter, seen, value)? {
@@ -540,40 +572,44 @@ impl Side<'_> {
     }
 
     /// Whether everything up to `number` is complete; if so, lets everybody know.
-    fn pass(&self, number: u64) -> Faulty<bool> {
-        let Some(found) = self.look(number)? else { return Ok(false) };
-        if self.load(side::COMPLETED)? > number {
+    fn advance_completed(&self, number: u64) -> FaultResult<bool> {
+        let Some(found) = self.poll_cqe(number)? else { return Ok(false) };
+        if self.load(queue::COMPLETED)? > number {
             return Ok(true);
         }
         if found.is_failure() {
-            self.note_failure(number)?;
+            self.record_failure(number)?;
         }
-        self.raise(side::COMPLETED, number + 1)?;
+        self.atomic_max(queue::COMPLETED, number + 1)?;
         Ok(true)
     }
 
     /// Takes entries in a row, waiting for room. Nothing is taken if it fails.
-    fn reserve(&self, count: u64, timeout: Duration) -> Faulty<std::result::Result<u64, Ended>> {
+    fn reserve(
+        &self,
+        count: u64,
+        timeout: Duration,
+    ) -> FaultResult<std::result::Result<u64, KernelStatus>> {
         if count > self.depth {
-            return Ok(Err(Ended::TooMany));
+            return Ok(Err(KernelStatus::TooMany));
         }
         let taken = self.until(timeout, || {
             loop {
-                let first = self.load(side::RESERVED)?;
-                let completed = self.load(side::COMPLETED)?;
-                if self.load(side::FAILURE)? != NO_FAILURE {
-                    return Ok(Some(Err(Ended::Failed(Status::Flushed))));
+                let first = self.load(queue::RESERVED)?;
+                let completed = self.load(queue::COMPLETED)?;
+                if self.load(queue::FAILURE)? != NO_FAILURE {
+                    return Ok(Some(Err(KernelStatus::Failed(Status::Flushed))));
                 }
-                let closed = self.block.load_u32(self.at(side::CLOSED))?;
+                let closed = self.block.load_u32(self.at(queue::CLOSED))?;
                 if closed != 0 {
                     return Ok(None); // which is told next
                 }
                 let needed = (first + count).saturating_sub(self.depth);
                 if needed <= completed {
-                    if self.replace(side::RESERVED, first, first + count)? {
+                    if self.replace(queue::RESERVED, first, first + count)? {
                         return Ok(Some(Ok(first)));
                     }
-                } else if !self.pass(needed - 1)? {
+                } else if !self.advance_completed(needed - 1)? {
                     return Ok(None);
                 }
             }
@@ -583,11 +619,15 @@ impl Side<'_> {
 
     /// Makes entries that are filled part of what is published, when those before them are. Says whether this thread
     /// must ring; if not, the one that rings now will do it, since it looks again before it stops.
-    fn join(&self, first: u64, end: u64) -> Faulty<std::result::Result<bool, Ended>> {
-        let joined = until(self.block, TURN_PATIENCE, || {
+    fn publish_in_order(
+        &self,
+        first: u64,
+        end: u64,
+    ) -> FaultResult<std::result::Result<bool, KernelStatus>> {
+        let joined = until(self.block, FILL_TIMEOUT, || {
             for rings in [true, false] {
                 let wanted = first << 1 | u64::from(!rings);
-                if self.replace(side::PUBLISHED, wanted, end << 1 | 1)? {
+                if self.replace(queue::PUBLISHED, wanted, end << 1 | 1)? {
                     return Ok(Some(Ok(rings)));
                 }
             }
@@ -597,47 +637,51 @@ impl Side<'_> {
     }
 
     /// Waits until the entries before `first` are filled.
-    fn wait_for_turn(&self, first: u64) -> Faulty<std::result::Result<(), Ended>> {
-        let turn = until(self.block, TURN_PATIENCE, || {
-            Ok((self.load(side::PUBLISHED)? == first << 1).then_some(Ok(())))
+    fn wait_for_predecessors(
+        &self,
+        first: u64,
+    ) -> FaultResult<std::result::Result<(), KernelStatus>> {
+        let waited = until(self.block, FILL_TIMEOUT, || {
+            Ok((self.load(queue::PUBLISHED)? == first << 1).then_some(Ok(())))
         })?;
-        self.or_stuck(turn)
+        self.or_stuck(waited)
     }
 
     /// A turn that did not come ends the queue: the entry that is missing will stay so.
     fn or_stuck<T>(
         &self,
-        turn: std::result::Result<T, Ended>,
-    ) -> Faulty<std::result::Result<T, Ended>> {
-        if turn.is_err() {
-            self.block.store_u32(self.at(side::CLOSED), Ended::Stuck.code().unsigned_abs())?;
+        waited: std::result::Result<T, KernelStatus>,
+    ) -> FaultResult<std::result::Result<T, KernelStatus>> {
+        if waited.is_err() {
+            self.block
+                .store_u32(self.at(queue::CLOSED), KernelStatus::Stuck.code().unsigned_abs())?;
         }
-        Ok(turn.map_err(|_| Ended::Stuck))
+        Ok(waited.map_err(|_| KernelStatus::Stuck))
     }
 
-    fn wait(&self, ticket: Ticket, timeout: Duration) -> Faulty<Ended> {
-        let Ticket { number, ended } = ticket;
-        if !ended.is_ok() {
-            return Ok(ended);
+    fn wait(&self, ticket: DeviceTicket, timeout: Duration) -> FaultResult<KernelStatus> {
+        let DeviceTicket { number, status } = ticket;
+        if !status.is_ok() {
+            return Ok(status);
         }
         if number >= self.filled()? {
-            return Ok(Ended::BadTicket);
+            return Ok(KernelStatus::BadTicket);
         }
         let waited = self.until(timeout, || {
-            if self.load(side::COMPLETED)? > number {
+            if self.load(queue::COMPLETED)? > number {
                 return self.outcome(number).map(Some);
             }
-            let Some(found) = self.look(number)? else { return Ok(None) };
+            let Some(found) = self.poll_cqe(number)? else { return Ok(None) };
             // Only if `completed` has not passed it is this its own completion, and not one a lap or two later.
-            if self.load(side::COMPLETED)? > number {
+            if self.load(queue::COMPLETED)? > number {
                 return self.outcome(number).map(Some);
             }
             if found.is_failure() {
-                self.note_failure(number)?;
+                self.record_failure(number)?;
             }
             Ok(Some(found))
         })?;
-        Ok(waited.unwrap_or_else(|ended| ended))
+        Ok(waited.unwrap_or_else(|status| status))
     }
 }
 
@@ -647,7 +691,7 @@ impl Work<'_> {
         scratch: &'s mut Scratch,
         index: u16,
         qpn: u32,
-    ) -> std::result::Result<crate::mlx5::Image<'s>, crate::mlx5::Full> {
+    ) -> std::result::Result<crate::mlx5::EncodedWqe<'s>, crate::mlx5::WqeTooLong> {
         let opcode = match self {
             Self::Write(..) | Self::Inline(..) => Opcode::RdmaWrite,
             Self::WriteImm(..) => Opcode::RdmaWriteImm,

@@ -1,21 +1,21 @@
 //! Queue pairs of mlx5 devices, for kernels: where their providers have put them.
 
 use super::layout::{self, Constants};
-use super::place::{Memory, Place};
-use super::{Parts, wrong};
+use super::target::{KernelMemory, KernelTarget};
+use super::{KernelQpParts, wrong};
 use crate::error::{Error, Result};
 use crate::hca::QueueMemory;
-use crate::stream::hardware::reach;
+use crate::stream::hardware::map_pages;
 use crate::verbs::{Context, CqOptions, Pd, QpOptions};
 
 /// Makes a queue pair whose places kernels count as the header does: as many completions as blocks, and as many as receives.
-pub(super) fn parts(
+pub(super) fn create_hardware_qp(
     context: &Context,
     pd: &Pd,
-    place: &Place,
+    target: &KernelTarget,
     connection: QpOptions,
     depths: [u32; 2],
-) -> Result<Parts> {
+) -> Result<KernelQpParts> {
     let failed = |error: Error| error.during("make a queue pair for kernels");
     let queue = |depth: u32| {
         // mlx5 makes one more than it is asked for, and rounds up.
@@ -26,34 +26,34 @@ pub(super) fn parts(
     let cqs = [queue(depths[0])?, queue(depths[1])?];
     let qp = context.create_qp(pd, &cqs[0], &cqs[1], connection).map_err(failed)?;
     let queues = qp.direct_queues()?;
-    let made = [[queues.send_blocks, cqs[0].entries()], [queues.receive_entries, cqs[1].entries()]];
+    let made = [[queues.send_wqebbs, cqs[0].entries()], [queues.receive_entries, cqs[1].entries()]];
     for (name, asked, made) in
         [("send_depth", depths[0], made[0]), ("receive_depth", depths[1], made[1])]
     {
         if made != [asked; 2] {
-            let [places, completions] = made;
+            let [slots, completions] = made;
             let why = format!(
-                "with {name} {asked} the device has {places} places and {completions} completions"
+                "with {name} {asked} the device has {slots} places and {completions} completions"
             );
             return Err(wrong(why)
-                .fix(format!("use the same for all three: try {}", places.max(completions))));
+                .fix(format!("use the same for all three: try {}", slots.max(completions))));
         }
     }
     let Some(receive) = &queues.receive else {
         return Err(wrong("the device gave it no receive queue".into()));
     };
-    let mut reached = Vec::new();
+    let mut mapped = Vec::new();
     let mut at = |memory: &QueueMemory, io: bool| -> Result<u64> {
-        let Place::Device(device, _) = place else { return Ok(memory.bytes().address()) };
-        let (pages, offset) = reach(device, memory, io)?;
+        let KernelTarget::Device(device, _) = target else { return Ok(memory.bytes().address()) };
+        let (pages, offset) = map_pages(device, memory, io)?;
         let address = pages.address().raw() + offset;
-        reached.push(Memory::Pinned(pages));
+        mapped.push(KernelMemory::Pinned(pages));
         Ok(address)
     };
     let constants = Constants {
         send_queue: at(&queues.send, false)?,
         receive_queue: at(receive, false)?,
-        record: at(&queues.record, false)?,
+        dbrec: at(&queues.dbrec, false)?,
         doorbell: at(&queues.doorbell, true)?,
         send_cq: at(cqs[0].memory(), false)?,
         receive_cq: at(cqs[1].memory(), false)?,
@@ -63,7 +63,7 @@ pub(super) fn parts(
         number: qp.number(),
         receive_stride: queues.receive_stride,
         sink_lkey: 0,
-        flags: layout::RECORD_FIRST,
+        flags: layout::DBREC_FIRST,
     };
-    Ok(Parts { qp, cqs, reached, constants })
+    Ok(KernelQpParts { qp, cqs, mapped, constants })
 }

@@ -5,7 +5,7 @@
 using namespace warpwire;
 
 // Which kernel reports; `KERNELS` in kernels.rs has the names in this order.
-enum Reporter : u64 {
+enum KernelId : u64 {
     kPut,
     kPutImm,
     kPutSignal,
@@ -18,10 +18,10 @@ enum Reporter : u64 {
     kWaitSignal
 };
 
-static __device__ void report(u64 at, Reporter who, Status status) {
+static __device__ void report(u64 at, KernelId id, Status status) {
     if (status == kOk) return;
     // Only the first is kept: the rest follow from it.
-    detail::swap_if((u64 *)at, 0, 1ull << 63 | who << 32 | (u32)status);
+    detail::compare_exchange((u64 *)at, 0, 1ull << 63 | id << 32 | (u32)status);
     detail::system_fence();
 }
 
@@ -58,10 +58,10 @@ extern "C" __global__ void stream_send(u64 qp, u64 at, u64 from, u64 lkey, u64 l
 extern "C" __global__ void stream_atomic(u64 qp, u64 at, u64 word, u64 rkey, u64 swaps, u64 first, u64 second, u64 result,
                                          u64 lkey, u64 timeout) {
     Qp &pair = *(Qp *)qp;
-    Remote there{word, (u32)rkey};
-    Local here = lkey == 0x100 ? Local{pair.sink, pair.sink_lkey} : Local{result, (u32)lkey};
-    Ticket ticket = swaps ? compare_swap(pair, there, first, second, here, Thread{}, timeout)
-                          : fetch_add(pair, there, first, here, Thread{}, timeout);
+    Remote remote{word, (u32)rkey};
+    Local local = lkey == 0x100 ? Local{pair.sink, pair.sink_lkey} : Local{result, (u32)lkey};
+    Ticket ticket = swaps ? compare_swap(pair, remote, first, second, local, Thread{}, timeout)
+                          : fetch_add(pair, remote, first, local, Thread{}, timeout);
     report(at, kAtomic, ticket.status);
 }
 
@@ -71,13 +71,13 @@ extern "C" __global__ void stream_post_receive(u64 qp, u64 at, u64 into, u64 lke
     report(at, kPostReceive, post_receive(*(Qp *)qp, Local{into, (u32)lkey}, (u32)length, Thread{}, timeout).status);
 }
 
-// What came is told at `arrival`, if that is not 0: length, number beside it, whether there is one, status.
-extern "C" __global__ void stream_receive(u64 qp, u64 at, u64 arrival, u64 timeout) {
-    Arrival found = {0, 0, 0};
+// What came is told at `message`, if that is not 0: length, number beside it, whether there is one, status.
+extern "C" __global__ void stream_receive(u64 qp, u64 at, u64 message, u64 timeout) {
+    ReceivedMessage found = {0, 0, 0};
     u64 number;
     Status status = next_receive(*(Qp *)qp, &found, &number, timeout);
-    if (arrival) {
-        u32 *words = (u32 *)arrival;
+    if (message) {
+        u32 *words = (u32 *)message;
         words[0] = found.length, words[1] = found.imm, words[2] = found.has_imm, words[3] = (u32)status;
     }
     report(at, kReceive, status);

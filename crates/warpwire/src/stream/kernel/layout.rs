@@ -3,7 +3,7 @@
 /// The version that `verbs.cuh` knows.
 pub const VERSION: u32 = 1;
 
-/// The value of [`side::FAILURE`] while nothing has failed.
+/// The value of [`queue::FAILURE`] while nothing has failed.
 pub const NO_FAILURE: u64 = u64::MAX;
 
 /// What never changes, from the beginning of the handle on.
@@ -13,7 +13,7 @@ pub mod field {
     /// Device address of the receive queue.
     pub const RECEIVE_QUEUE: u64 = 8;
     /// Device address of the doorbell record.
-    pub const RECORD: u64 = 16;
+    pub const DBREC: u64 = 16;
     /// Device address of the doorbell.
     pub const DOORBELL: u64 = 24;
     /// Device address of the send side's completions.
@@ -39,10 +39,10 @@ pub mod field {
 }
 
 /// The consumer wants the doorbell record before the doorbell. ConnectX does; the software HCA goes by the doorbell alone.
-pub const RECORD_FIRST: u32 = 1;
+pub const DBREC_FIRST: u32 = 1;
 
 /// One thread posts at a time.
-pub const ALONE: u32 = 2;
+pub const SINGLE_POSTER: u32 = 2;
 
 /// Where the counters of the send queue begin.
 pub const SEND: u64 = 128;
@@ -50,7 +50,7 @@ pub const SEND: u64 = 128;
 pub const RECEIVE: u64 = 640;
 
 /// The counters of one queue, from [`SEND`] or [`RECEIVE`] on. What different threads write lies on different lines.
-pub mod side {
+pub mod queue {
     /// Entries that were given to threads.
     pub const RESERVED: u64 = 0;
     /// Twice the entries that are filled, without a gap; one more while a thread rings.
@@ -74,7 +74,7 @@ pub const REPORT: u64 = LEN;
 /// How much memory handle and report take.
 pub const TOTAL: u64 = LEN + 128;
 
-const _: () = assert!(SEND + side::LEN == RECEIVE && RECEIVE + side::LEN == LEN);
+const _: () = assert!(SEND + queue::LEN == RECEIVE && RECEIVE + queue::LEN == LEN);
 
 /// What never changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +84,7 @@ pub struct Constants {
     /// Device address of the receive queue.
     pub receive_queue: u64,
     /// Device address of the doorbell record.
-    pub record: u64,
+    pub dbrec: u64,
     /// Device address of the doorbell.
     pub doorbell: u64,
     /// Device address of the send side's completions.
@@ -117,13 +117,13 @@ impl Constants {
         for (at, address) in [
             (field::SEND_QUEUE, self.send_queue),
             (field::RECEIVE_QUEUE, self.receive_queue),
-            (field::RECORD, self.record),
+            (field::DBREC, self.dbrec),
             (field::DOORBELL, self.doorbell),
             (field::SEND_CQ, self.send_cq),
             (field::RECEIVE_CQ, self.receive_cq),
             (field::SINK, self.sink),
-            (SEND + side::FAILURE, NO_FAILURE),
-            (RECEIVE + side::FAILURE, NO_FAILURE),
+            (SEND + queue::FAILURE, NO_FAILURE),
+            (RECEIVE + queue::FAILURE, NO_FAILURE),
         ] {
             put(at, &address.to_le_bytes());
         }

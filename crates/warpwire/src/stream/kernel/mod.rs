@@ -9,7 +9,7 @@
 //! | [`KernelQp`], [`KernelQpOptions`] | a queue pair whose queues lie where a kernel reaches them |
 //! | [`Kernels`] | the library's kernels, to load once for many queue pairs |
 //! | [`SignalWait`] | a word that a stream waits for, one step further each time |
-//! | [`Progress`], [`Ended`] | how far a queue pair has got, and how things end |
+//! | [`Progress`], [`KernelStatus`] | how far a queue pair has got, and how things end |
 //! | [`device`] | the header's calls for block functions of the simulated GPU |
 //! | [`layout`] | the handle, byte by byte |
 //!
@@ -19,20 +19,20 @@
 //! use warpwire::link::Hub;
 //! use warpwire::mem::sim::{Sim, SimConfig};
 //! use warpwire::stream::{KernelQp, KernelQpOptions};
-//! use warpwire::verbs::{Access, Context, Drive};
+//! use warpwire::verbs::{Access, Context, ProgressMode};
 //!
 //! let gpu = Sim::start(SimConfig::default())?.device(0)?;
 //! let hub = Hub::new();
-//! let drive = Drive::Thread { spin: Duration::ZERO, core: None };
+//! let progress_mode = ProgressMode::Thread { spin: Duration::ZERO, core: None };
 //! let [a, b] = ["10.0.0.1:4791", "10.0.0.2:4791"].map(|address| {
 //!     let link = hub.endpoint(address.parse().unwrap()).unwrap();
-//!     Context::open_with(link, HcaOptions { drive, ..HcaOptions::default() }).unwrap()
+//!     Context::open_with(link, HcaOptions { progress_mode, ..HcaOptions::default() }).unwrap()
 //! });
 //! let (pd, there) = (a.pd(), b.pd());
 //! let qp = KernelQp::create(&a, &pd, &gpu, KernelQpOptions::default())?;
 //! let peer = KernelQp::create(&b, &there, &gpu, KernelQpOptions::default())?;
-//! qp.connect(&peer.offer())?;
-//! peer.connect(&qp.offer())?;
+//! qp.connect(&peer.endpoint())?;
+//! peer.connect(&qp.endpoint())?;
 //!
 //! let (from, to) = (gpu.alloc(4096)?, gpu.alloc(4096)?);
 //! let source = a.register(&pd, from.whole()?, Access::LOCAL_WRITE)?;
@@ -40,8 +40,8 @@
 //! let stream = gpu.stream()?;
 //! let graph = stream.capture(|stream| {
 //!     stream.fill(&from.whole()?, 0x5a)?; // a kernel would do
-//!     qp.put_on(stream, target.remote(0), source.sge(0, 4096))?;
-//!     qp.wait_on(stream)
+//!     qp.put_on_stream(stream, target.remote(0), source.sge(0, 4096))?;
+//!     qp.wait_on_stream(stream)
 //! })?;
 //! for _ in 0..3 {
 //!     stream.replay(&graph)?; // a new message each time
@@ -53,38 +53,38 @@
 //! ```
 
 pub mod device;
-mod ended;
 mod hardware;
 mod kernels;
-mod laid;
 pub mod layout;
 mod on;
-mod place;
+mod prealloc;
+mod status;
+mod target;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use ended::Ended;
 pub use kernels::Kernels;
-pub(crate) use laid::LaidQp;
 pub use on::SignalWait;
+pub(crate) use prealloc::PreallocQp;
+pub use status::KernelStatus;
 
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Device, DeviceAddr, Launch};
-use crate::mlx5::{MOST_BLOCKS, Status};
+use crate::mlx5::{MAX_SEND_WQEBBS, Status};
 use crate::mr::HostMemory;
 use crate::verbs::{
-    Access, Context, Cq, CqOptions, Drive, Mr, Offer, Pd, Qp, QpOptions, Service, State,
+    Access, Context, Cq, CqOptions, Mr, Pd, ProgressMode, Qp, QpEndpoint, QpOptions, Service, State,
 };
-use layout::{Constants, NO_FAILURE, RECEIVE, SEND, side};
-use place::{Memory, Place};
+use layout::{Constants, NO_FAILURE, RECEIVE, SEND, queue};
+use target::{KernelMemory, KernelTarget};
 
 /// Where completions go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Completions {
+pub enum CqPlacement {
     /// Device memory if the CPU has a window onto it, else pinned memory.
     #[default]
-    Anywhere,
+    Auto,
     /// Device memory behind a window: kernels that wait look into their own memory.
     Device,
     /// Pinned host memory.
@@ -99,12 +99,12 @@ pub struct KernelQpOptions {
     /// How many receives may wait: a power of two from 1 to 32768.
     pub receive_depth: u32,
     /// Where completions go.
-    pub completions: Completions,
+    pub completions: CqPlacement,
     /// One thread, or one group of threads, posts at a time, as the program promises: posting is then quicker. Calls
     /// from a stream count as well.
-    pub alone: bool,
+    pub single_poster: bool,
     /// How long the calls that end in `_on` let a stream wait, before they release it and report a time-out.
-    pub patience: Duration,
+    pub wait_timeout: Duration,
     /// The library's kernels, if they are loaded already.
     pub kernels: Option<Kernels>,
     /// How it is connected. What says how its queues are made is not looked at: depths, ranges, inline bytes, memory,
@@ -117,9 +117,9 @@ impl Default for KernelQpOptions {
         Self {
             send_depth: 256,
             receive_depth: 256,
-            completions: Completions::default(),
-            alone: false,
-            patience: Duration::from_secs(10),
+            completions: CqPlacement::default(),
+            single_poster: false,
+            wait_timeout: Duration::from_secs(10),
             kernels: None,
             connection: QpOptions::default(),
         }
@@ -128,7 +128,7 @@ impl Default for KernelQpOptions {
 
 /// A queue pair that kernels use by themselves. Clones are the same one.
 ///
-/// It ends with the last clone: waits of kernels that still run then end with [`Ended::Closed`]. Kernels that are started
+/// It ends with the last clone: waits of kernels that still run then end with [`KernelStatus::Closed`]. Kernels that are started
 /// with [`pass`](Self::pass) keep its memory; those that get the [`handle`](Self::handle) in another way must have ended
 /// before.
 #[derive(Clone, Debug)]
@@ -136,11 +136,11 @@ pub struct KernelQp(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    handle: Memory,
+    handle: KernelMemory,
     /// What kernels reach through the handle.
-    reached: Vec<Memory>,
+    mapped: Vec<KernelMemory>,
     kernels: Option<Kernels>,
-    patience: Duration,
+    wait_timeout: Duration,
     context: Context,
     constants: Constants,
     // The queue pair ends before the memory of its queues.
@@ -155,7 +155,7 @@ pub struct Progress {
     /// Operations that were posted.
     pub posted: u64,
     /// Operations that are known to have ended: at least so many have. Kernels note it when they need the room.
-    pub ended: u64,
+    pub completed: u64,
     /// Receives that were posted.
     pub receives_posted: u64,
     /// The first operation that failed, and why. All after it came back.
@@ -163,17 +163,17 @@ pub struct Progress {
     /// The first receive that failed, and why.
     pub receive_failure: Option<(u64, Status)>,
     /// Why all waits end, if they do.
-    pub closed: Option<Ended>,
+    pub closed: Option<KernelStatus>,
     /// The first call from a stream that did not end well: what it was, and how it ended.
-    pub stream_failure: Option<(&'static str, Ended)>,
+    pub stream_failure: Option<(&'static str, KernelStatus)>,
 }
 
 impl Inner {
     fn close(&self) {
-        let code = Ended::Closed.code().unsigned_abs().to_le_bytes();
-        for side in [SEND, RECEIVE] {
+        let code = KernelStatus::Closed.code().unsigned_abs().to_le_bytes();
+        for queue in [SEND, RECEIVE] {
             // The memory is there as long as this is; and whoever waits also has a time-out.
-            let _ = self.handle.write(side + side::CLOSED, &code);
+            let _ = self.handle.write(queue + queue::CLOSED, &code);
         }
     }
 }
@@ -194,7 +194,7 @@ impl KernelQp {
     /// let reach them: also the page with the NIC's doorbell.
     ///
     /// # Errors
-    /// If the context is not driven by a thread of its own ([`Drive::Thread`]): doorbells that a kernel rings wake nobody. If it
+    /// If the context is not driven by a thread of its own ([`ProgressMode::Thread`]): doorbells that a kernel rings wake nobody. If it
     /// is hardware that is not mlx5, whose queues nobody tells of, or makes queues of other lengths.
     pub fn create(
         context: &Context,
@@ -213,42 +213,48 @@ impl KernelQp {
             Some(kernels) => kernels.clone(),
             None => Kernels::load(device)?,
         };
-        let place = Place::Device(device.clone(), options.completions);
-        Self::create_at(context, pd, &place, Some(kernels), options)
+        let target = KernelTarget::Device(device.clone(), options.completions);
+        Self::create_at(context, pd, &target, Some(kernels), options)
     }
 
     /// Makes one for CPU threads of this process that include `verbs.cuh` as C++. Its [`handle`](Self::handle) is a
     /// pointer of this process.
     pub fn create_for_cpu(context: &Context, pd: &Pd, options: KernelQpOptions) -> Result<Self> {
-        Self::create_at(context, pd, &Place::Cpu, None, options)
+        Self::create_at(context, pd, &KernelTarget::Cpu, None, options)
     }
 
     fn create_at(
         context: &Context,
         pd: &Pd,
-        place: &Place,
+        target: &KernelTarget,
         kernels: Option<Kernels>,
         options: KernelQpOptions,
     ) -> Result<Self> {
         check(context, &options)?;
-        let KernelQpOptions { send_depth, receive_depth, alone, patience, connection, .. } =
-            options;
-        let connection = laid::connection(send_depth, receive_depth, connection);
+        let KernelQpOptions {
+            send_depth,
+            receive_depth,
+            single_poster,
+            wait_timeout,
+            connection,
+            ..
+        } = options;
+        let connection = prealloc::connection(send_depth, receive_depth, connection);
         let depths = [send_depth, receive_depth];
-        let Parts { qp, cqs, reached, mut constants } = match context.soft() {
-            Some(_) => soft_parts(context, pd, place, connection, depths)?,
-            None => hardware::parts(context, pd, place, connection, depths)?,
+        let KernelQpParts { qp, cqs, mapped, mut constants } = match context.soft() {
+            Some(_) => create_soft_qp(context, pd, target, connection, depths)?,
+            None => hardware::create_hardware_qp(context, pd, target, connection, depths)?,
         };
         let sink = context.register(pd, HostMemory::new(8)?, Access::LOCAL_WRITE)?;
         (constants.sink, constants.sink_lkey) = (sink.iova(), sink.lkey());
-        constants.flags |= if alone { layout::ALONE } else { 0 };
-        let handle = place.handle(layout::TOTAL)?;
+        constants.flags |= if single_poster { layout::SINGLE_POSTER } else { 0 };
+        let handle = target.handle(layout::TOTAL)?;
         handle.write(0, &constants.encode())?;
         Ok(Self(Arc::new(Inner {
             handle,
-            reached,
+            mapped,
             kernels,
-            patience,
+            wait_timeout,
             context: context.clone(),
             constants,
             qp,
@@ -266,8 +272,8 @@ impl KernelQp {
     /// Adds the handle to a kernel's arguments; the kernel keeps all that it reaches through it.
     pub fn pass(&self, launch: Launch) -> Result<Launch> {
         let handle = self.0.handle.region()?;
-        let reached: Result<Vec<_>> = self.0.reached.iter().map(Memory::region).collect();
-        Ok(reached?.iter().fold(launch.region(&handle), Launch::keep))
+        let mapped: Result<Vec<_>> = self.0.mapped.iter().map(KernelMemory::region).collect();
+        Ok(mapped?.iter().fold(launch.region(&handle), Launch::keep_alive))
     }
 
     /// What never changes in the handle.
@@ -291,16 +297,16 @@ impl KernelQp {
     }
 
     /// What a peer must know to connect to it.
-    pub fn offer(&self) -> Offer {
-        self.0.qp.offer()
+    pub fn endpoint(&self) -> QpEndpoint {
+        self.0.qp.endpoint()
     }
 
     /// Connects it to the peer that made this offer. What kernels post before waits until then.
-    pub fn connect(&self, peer: &Offer) -> Result<()> {
+    pub fn connect(&self, peer: &QpEndpoint) -> Result<()> {
         self.0.qp.connect(peer)
     }
 
-    /// Ends all waits of kernels, now and later, with [`Ended::Closed`].
+    /// Ends all waits of kernels, now and later, with [`KernelStatus::Closed`].
     pub fn close(&self) {
         self.0.close();
     }
@@ -316,18 +322,18 @@ impl KernelQp {
                 .and_then(|part| part.try_into().ok())
                 .map_or(0, u64::from_le_bytes)
         };
-        let failure = |side: u64| match word(side + side::FAILURE) {
+        let failure = |queue: u64| match word(queue + queue::FAILURE) {
             NO_FAILURE => None,
             failure => Some((failure >> 8, Status::from_syndrome(failure as u8))),
         };
-        let closed = word(SEND + side::CLOSED) as u32 as i32;
+        let closed = word(SEND + queue::CLOSED) as u32 as i32;
         Ok(Progress {
-            posted: word(SEND + side::PUBLISHED) >> 1,
-            ended: word(SEND + side::COMPLETED),
-            receives_posted: word(RECEIVE + side::PUBLISHED) >> 1,
+            posted: word(SEND + queue::PUBLISHED) >> 1,
+            completed: word(SEND + queue::COMPLETED),
+            receives_posted: word(RECEIVE + queue::PUBLISHED) >> 1,
             failure: failure(SEND),
             receive_failure: failure(RECEIVE),
-            closed: (closed != 0).then(|| Ended::from_code(closed.wrapping_neg())),
+            closed: (closed != 0).then(|| KernelStatus::from_code(closed.wrapping_neg())),
             stream_failure: kernels::read_report(word(layout::REPORT)),
         })
     }
@@ -346,17 +352,19 @@ impl KernelQp {
             return Err(failed(format!("take a message into receive {number}"), status));
         }
         match (stream_failure, closed) {
-            (Some((what, Ended::Timeout)), _) => {
+            (Some((what, KernelStatus::Timeout)), _) => {
                 let error = about(Kind::Timeout, format!("finish a {what} from a stream"));
                 Err(error
-                    .why(format!("it did not end in {:?}", self.0.patience))
+                    .why(format!("it did not end in {:?}", self.0.wait_timeout))
                     .fix("see whether the peer is there, or raise `patience`"))
             }
-            (Some((what, ended)), _) => {
+            (Some((what, status)), _) => {
                 let error = about(Kind::StreamFailed, format!("do a {what} from a stream"));
-                Err(error.why(ended.to_string()))
+                Err(error.why(status.to_string()))
             }
-            (None, Some(ended)) => Err(about(Kind::Freed, "use it".into()).why(ended.to_string())),
+            (None, Some(status)) => {
+                Err(about(Kind::Freed, "use it".into()).why(status.to_string()))
+            }
             (None, None) => Ok(()),
         }
     }
@@ -386,23 +394,23 @@ impl KernelQp {
 }
 
 /// A queue pair that kernels reach, and what they must know of it but for its sink.
-struct Parts {
+struct KernelQpParts {
     qp: Qp,
     cqs: [Cq; 2],
-    reached: Vec<Memory>,
+    mapped: Vec<KernelMemory>,
     constants: Constants,
 }
 
 /// A queue pair of the software HCA.
-fn soft_parts(
+fn create_soft_qp(
     context: &Context,
     pd: &Pd,
-    place: &Place,
+    target: &KernelTarget,
     mut connection: QpOptions,
     depths: [u32; 2],
-) -> Result<Parts> {
-    let queue = |entries| -> Result<(Cq, Memory)> {
-        let memory = place.completions(Cq::memory_for(entries))?;
+) -> Result<KernelQpParts> {
+    let queue = |entries| -> Result<(Cq, KernelMemory)> {
+        let memory = target.completions(Cq::required_memory(entries))?;
         let queue = memory.queue()?;
         let options = CqOptions {
             entries,
@@ -414,13 +422,13 @@ fn soft_parts(
     };
     let (send_cq, send_cqes) = queue(depths[0])?;
     let (receive_cq, receive_cqes) = queue(depths[1])?;
-    let queues = place.queues(Qp::memory_for(&connection)?)?;
+    let queues = target.queues(Qp::required_memory(&connection)?)?;
     connection.memory = Some(queues.queue()?);
     let qp = context.create_qp(pd, &send_cq, &receive_cq, connection)?;
     let completions = [send_cqes.address()?.raw(), receive_cqes.address()?.raw()];
-    let constants = laid::constants(&qp, queues.address()?.raw(), completions, depths);
-    let reached = vec![queues, send_cqes, receive_cqes];
-    Ok(Parts { qp, cqs: [send_cq, receive_cq], reached, constants })
+    let constants = prealloc::constants(&qp, queues.address()?.raw(), completions, depths);
+    let mapped = vec![queues, send_cqes, receive_cqes];
+    Ok(KernelQpParts { qp, cqs: [send_cq, receive_cq], mapped, constants })
 }
 
 #[cold]
@@ -430,7 +438,8 @@ fn wrong(why: String) -> Error {
 
 /// Whether one can be made so.
 fn check(context: &Context, options: &KernelQpOptions) -> Result<()> {
-    if context.soft().is_some_and(|hca| !matches!(hca.drive(), Drive::Thread { .. })) {
+    if context.soft().is_some_and(|hca| !matches!(hca.progress_mode(), ProgressMode::Thread { .. }))
+    {
         return Err(wrong(
             "no thread of its own drives the context, and a kernel's doorbell wakes nobody".into(),
         )
@@ -439,9 +448,9 @@ fn check(context: &Context, options: &KernelQpOptions) -> Result<()> {
     for (name, depth, least) in
         [("send_depth", options.send_depth, 2), ("receive_depth", options.receive_depth, 1)]
     {
-        if !depth.is_power_of_two() || !(least..=MOST_BLOCKS).contains(&depth) {
+        if !depth.is_power_of_two() || !(least..=MAX_SEND_WQEBBS).contains(&depth) {
             return Err(wrong(format!("{name} is {depth}"))
-                .fix(format!("use a power of two from {least} to {MOST_BLOCKS}")));
+                .fix(format!("use a power of two from {least} to {MAX_SEND_WQEBBS}")));
         }
     }
     if options.connection.service != Service::Rc {

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::kernels::Which;
+use super::kernels::KernelId;
 use super::{KernelQp, layout};
 use crate::error::{Error, Kind, Result};
 use crate::mem::{Allocation, Launch, MemoryKind, Region, Stream, Word};
@@ -39,22 +39,28 @@ impl KernelQp {
     /// Writes to the peer's memory when the stream gets there.
     ///
     /// As all calls that end in `_on`: it can be captured into a graph, and each replay is a new operation. If the queue
-    /// is full the stream waits, for as long as [`KernelQpOptions::patience`](super::KernelQpOptions::patience). A failure
+    /// is full the stream waits, for as long as [`KernelQpOptions::wait_timeout`](super::KernelQpOptions::patience). A failure
     /// releases the stream, and [`check`](Self::check) tells of it.
-    pub fn put_on(&self, stream: &Stream, to: Remote, from: Sge) -> Result<()> {
+    pub fn put_on_stream(&self, stream: &Stream, to: Remote, from: Sge) -> Result<()> {
         let args = [to.address, to.rkey.into(), from.address, from.lkey.into(), from.len.into()];
-        self.run(stream, Which::Put, &args)
+        self.run(stream, KernelId::Put, &args)
     }
 
     /// Writes, then completes a receive of the peer with `imm`.
-    pub fn put_imm_on(&self, stream: &Stream, to: Remote, from: Sge, imm: u32) -> Result<()> {
+    pub fn put_imm_on_stream(
+        &self,
+        stream: &Stream,
+        to: Remote,
+        from: Sge,
+        imm: u32,
+    ) -> Result<()> {
         let Sge { address, len, lkey } = from;
         let args = [to.address, to.rkey.into(), address, lkey.into(), len.into(), imm.into()];
-        self.run(stream, Which::PutImm, &args)
+        self.run(stream, KernelId::PutImm, &args)
     }
 
     /// Writes, then adds to a 64-bit word of the peer: who sees the word has the data.
-    pub fn put_signal_on(
+    pub fn put_signal_on_stream(
         &self,
         stream: &Stream,
         to: Remote,
@@ -65,49 +71,49 @@ impl KernelQp {
         let Sge { address, len, lkey } = from;
         let data = [to.address, to.rkey.into(), address, lkey.into(), len.into()];
         let signal = [word.address, word.rkey.into(), add];
-        self.run(stream, Which::PutSignal, &[&data[..], &signal].concat())
+        self.run(stream, KernelId::PutSignal, &[&data[..], &signal].concat())
     }
 
     /// Reads the peer's memory.
-    pub fn get_on(&self, stream: &Stream, to: Sge, from: Remote) -> Result<()> {
+    pub fn get_on_stream(&self, stream: &Stream, to: Sge, from: Remote) -> Result<()> {
         let args = [to.address, to.lkey.into(), from.address, from.rkey.into(), to.len.into()];
-        self.run(stream, Which::Get, &args)
+        self.run(stream, KernelId::Get, &args)
     }
 
     /// Sends a message into a receive of the peer.
-    pub fn send_on(&self, stream: &Stream, from: Sge) -> Result<()> {
-        self.run(stream, Which::Send, &[from.address, from.lkey.into(), from.len.into(), 0, 0])
+    pub fn send_on_stream(&self, stream: &Stream, from: Sge) -> Result<()> {
+        self.run(stream, KernelId::Send, &[from.address, from.lkey.into(), from.len.into(), 0, 0])
     }
 
     /// Sends a message with a number beside it.
-    pub fn send_imm_on(&self, stream: &Stream, from: Sge, imm: u32) -> Result<()> {
+    pub fn send_imm_on_stream(&self, stream: &Stream, from: Sge, imm: u32) -> Result<()> {
         let args = [from.address, from.lkey.into(), from.len.into(), 1, imm.into()];
-        self.run(stream, Which::Send, &args)
+        self.run(stream, KernelId::Send, &args)
     }
 
     /// Adds to a 64-bit word of the peer; what was there before comes to `result`, 8 bytes, or nowhere.
-    pub fn fetch_add_on(
+    pub fn fetch_add_on_stream(
         &self,
         stream: &Stream,
         word: Remote,
         add: u64,
         result: Option<Sge>,
     ) -> Result<()> {
-        self.atomic_on(stream, word, [0, add, 0], result)
+        self.atomic_on_stream(stream, word, [0, add, 0], result)
     }
 
     /// Puts `desired` in place of `expected` in a 64-bit word of the peer; what was there before comes to `result`.
-    pub fn compare_swap_on(
+    pub fn compare_swap_on_stream(
         &self,
         stream: &Stream,
         word: Remote,
         [expected, desired]: [u64; 2],
         result: Option<Sge>,
     ) -> Result<()> {
-        self.atomic_on(stream, word, [1, expected, desired], result)
+        self.atomic_on_stream(stream, word, [1, expected, desired], result)
     }
 
-    fn atomic_on(
+    fn atomic_on_stream(
         &self,
         stream: &Stream,
         word: Remote,
@@ -125,45 +131,46 @@ impl KernelQp {
             }
         };
         let operation = [word.address, word.rkey.into(), swaps, first, second];
-        self.run(stream, Which::Atomic, &[&operation[..], &result].concat())
+        self.run(stream, KernelId::Atomic, &[&operation[..], &result].concat())
     }
 
     /// Holds the stream up until everything that was posted before is complete.
-    pub fn wait_on(&self, stream: &Stream) -> Result<()> {
-        self.run(stream, Which::Wait, &[])
+    pub fn wait_on_stream(&self, stream: &Stream) -> Result<()> {
+        self.run(stream, KernelId::Wait, &[])
     }
 
     /// Gives memory for a message, when the stream gets there.
-    pub fn post_receive_on(&self, stream: &Stream, into: Sge) -> Result<()> {
-        self.run(stream, Which::PostReceive, &[into.address, into.lkey.into(), into.len.into()])
+    pub fn post_receive_on_stream(&self, stream: &Stream, into: Sge) -> Result<()> {
+        self.run(stream, KernelId::PostReceive, &[into.address, into.lkey.into(), into.len.into()])
     }
 
     /// Holds the stream up until the next message is there, in the order of the receives; each message is waited for
-    /// once. Its length, the number beside it, whether there is one, and the status, 32 bits each, come to `arrival`.
-    pub fn receive_on(&self, stream: &Stream, arrival: Option<&Region>) -> Result<()> {
-        let Some(arrival) = arrival else { return self.run(stream, Which::Receive, &[0]) };
-        if arrival.len() < 16 || !arrival.address().is_aligned_to(4) {
+    /// once. Its length, the number beside it, whether there is one, and the status, 32 bits each, come to `message`.
+    pub fn receive_on_stream(&self, stream: &Stream, message: Option<&Region>) -> Result<()> {
+        let Some(message) = message else { return self.run(stream, KernelId::Receive, &[0]) };
+        if message.len() < 16 || !message.address().is_aligned_to(4) {
             return Err(Error::new(Kind::InvalidArgument, "queue a wait for a message")
                 .on(stream.label())
                 .why(format!(
                     "{} bytes at {} cannot hold four words",
-                    arrival.len(),
-                    arrival.address()
+                    message.len(),
+                    message.address()
                 ))
                 .fix("give it 16 bytes, aligned to 4"));
         }
-        let launch = self.begin(Which::Receive)?.value(arrival.address().raw()).keep(arrival);
+        let launch =
+            self.begin(KernelId::Receive)?.value(message.address().raw()).keep_alive(message);
         self.start(stream, launch)
     }
 
     /// Holds the stream up until the word has moved on by another step.
-    pub fn wait_signal_on(&self, stream: &Stream, signal: &SignalWait) -> Result<()> {
+    pub fn wait_signal_on_stream(&self, stream: &Stream, signal: &SignalWait) -> Result<()> {
         let Some(kernels) = &self.0.kernels else { return Err(self.no_streams()) };
         let handle = self.0.handle.region()?;
         let report = handle.address().raw() + layout::REPORT;
-        let launch = Launch::new(kernels.get(Which::WaitSignal))
+        let launch = Launch::new(kernels.get(KernelId::WaitSignal))
             .value(report)
-            .keep(&handle)
+            .keep_alive(&handle)
             .region(signal.word.region())
             .value(signal.word.region().len())
             .region(&signal.next.whole()?)
@@ -172,20 +179,20 @@ impl KernelQp {
     }
 
     /// The kernel with its first two arguments: the handle, and where to report.
-    fn begin(&self, which: Which) -> Result<Launch> {
+    fn begin(&self, id: KernelId) -> Result<Launch> {
         let Some(kernels) = &self.0.kernels else { return Err(self.no_streams()) };
         let report = self.handle().raw() + layout::REPORT;
-        Ok(self.pass(Launch::new(kernels.get(which)))?.value(report))
+        Ok(self.pass(Launch::new(kernels.get(id)))?.value(report))
     }
 
-    fn run(&self, stream: &Stream, which: Which, args: &[u64]) -> Result<()> {
-        let launch = args.iter().fold(self.begin(which)?, |launch, value| launch.value(*value));
+    fn run(&self, stream: &Stream, id: KernelId, args: &[u64]) -> Result<()> {
+        let launch = args.iter().fold(self.begin(id)?, |launch, value| launch.value(*value));
         self.start(stream, launch)
     }
 
     /// Adds the last argument, the time-out, and starts it.
     fn start(&self, stream: &Stream, launch: Launch) -> Result<()> {
-        let launch = launch.value(nanos(self.0.patience));
+        let launch = launch.value(nanos(self.0.wait_timeout));
         // SAFETY: the kernels touch the handle, the queues that it names, and the regions that they are given, all of
         // which the launch keeps alive. Data is named by keys, and looked up by the engine.
         unsafe { stream.launch(launch) }

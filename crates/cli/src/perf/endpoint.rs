@@ -1,0 +1,222 @@
+//! One end: its device, queue pairs and memory.
+
+use warpwire::hca::HcaOptions;
+use warpwire::link::Capture;
+use warpwire::verbs::{Completion, Context, Cq, DeviceOptions, Mtu, Qp, QpOptions, Remote};
+
+use super::control::{EndpointInfo, Ready};
+use super::memory::{self, Buffer};
+use super::test::{Metric, Test, Verb};
+use super::{Arguments, links};
+use crate::output::Failure;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    Client,
+    Server,
+}
+
+pub(super) struct Endpoint {
+    pub(super) role: Role,
+    pub(super) test: Test,
+    pub(super) context: Context,
+    pub(super) cq: Cq,
+    pub(super) qps: Vec<Qp>,
+    /// What this end sends from, or lets the peer read.
+    pub(super) outgoing: Buffer,
+    /// What comes in here, by whatever means.
+    pub(super) incoming: Buffer,
+    /// What the peer exposes.
+    pub(super) remote: Remote,
+    pub(super) info: EndpointInfo,
+    capture: Option<Capture>,
+}
+
+/// How many completions are taken at a time.
+pub(super) const POLL_BATCH: usize = 32;
+/// What a work request carries in itself.
+pub(super) const INLINE: u32 = 64;
+
+/// Opens the device that was asked for, or the software HCA on its link.
+fn open(
+    local_ip: std::net::IpAddr,
+    arguments: &Arguments,
+) -> Result<(Context, Option<Capture>), Failure> {
+    if let Some(name) = &arguments.device {
+        let options = DeviceOptions { port: None, gid_index: arguments.gid_index };
+        return Ok((Context::open_device_with(name, options)?, None));
+    }
+    let (link, capture) =
+        links::make(&arguments.link, local_ip, arguments.fault, arguments.pcap.as_deref())?;
+    let options =
+        HcaOptions { progress_mode: arguments.progress.mode(), direct: !arguments.no_direct };
+    Ok((Context::open_with(link, options)?, capture))
+}
+
+impl Endpoint {
+    pub(super) fn new(
+        role: Role,
+        test: Test,
+        local_ip: std::net::IpAddr,
+        arguments: &Arguments,
+    ) -> Result<Self, Failure> {
+        let (context, capture) = open(local_ip, arguments)?;
+        let pd = context.pd();
+        let device = memory::device(&arguments.mem)
+            .map_err(|error| Failure::Usage(format!("--mem {}: {error}", arguments.mem)))?;
+        let (sends, takes) = test.uses(role);
+        let len = |used: bool| if used { test.stride() * u64::from(test.qps) } else { 64 };
+        let by = arguments.reg;
+        let buffer = |used| Buffer::new(&context, &pd, device.as_ref(), len(used), by);
+        let (outgoing, incoming) = (buffer(sends)?, buffer(takes)?);
+
+        let receives = test.receives(role);
+        let entries = test.qps.saturating_mul(receives + test.depth.min(64)).saturating_add(64);
+        let cq = context.create_cq(entries.min(1 << 22))?;
+        let options = QpOptions {
+            send_depth: test.depth.max(64),
+            receive_depth: receives.max(1),
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            inline: INLINE,
+            signal_all: false,
+            mtu: arguments.mtu.and_then(Mtu::new),
+            ..QpOptions::default()
+        };
+        let qps = (0..test.qps).map(|_| context.create_qp(&pd, &cq, &cq, options.clone()));
+        let qps: Vec<Qp> = qps.collect::<warpwire::Result<_>>()?;
+
+        let exposed = if test.verb == Verb::Read { &outgoing.mr } else { &incoming.mr };
+        let own = if role == Role::Client && sends { &outgoing.mr } else { exposed };
+        let endpoint = qps[0].endpoint();
+        let info = EndpointInfo {
+            link: context.path().to_string(),
+            memory: arguments.mem.to_string(),
+            path: own.path().to_string(),
+            registered: own.registered_by().to_string(),
+            why: own.why(),
+            qpn: endpoint.qpn,
+            psn: endpoint.psn,
+            rkey: exposed.rkey(),
+            address: exposed.iova(),
+            mtu: endpoint.mtu,
+        };
+        let remote = Remote { address: 0, rkey: 0 };
+        Ok(Self { role, test, context, cq, qps, outgoing, incoming, remote, info, capture })
+    }
+
+    pub(super) fn ready(&self) -> Ready {
+        Ready { info: self.info.clone(), qp_endpoints: self.qps.iter().map(Qp::endpoint).collect() }
+    }
+
+    pub(super) fn connect(&mut self, peer: &Ready) -> Result<(), Failure> {
+        if peer.qp_endpoints.len() != self.qps.len() {
+            let (theirs, ours) = (peer.qp_endpoints.len(), self.qps.len());
+            let why = format!("the peer has {theirs} queue pairs, and this side {ours}");
+            return Err(Failure::Runtime(why));
+        }
+        for (qp, endpoint) in self.qps.iter().zip(&peer.qp_endpoints) {
+            qp.connect(endpoint)?;
+        }
+        self.remote = Remote { address: peer.info.address, rkey: peer.info.rkey };
+        Ok(())
+    }
+
+    /// Where a queue pair's memory begins.
+    pub(super) fn offset(&self, index: usize) -> u64 {
+        self.test.stride() * index as u64
+    }
+
+    /// The peer's memory of that queue pair.
+    pub(super) fn remote(&self, index: usize) -> Remote {
+        Remote { address: self.remote.address + self.offset(index), ..self.remote }
+    }
+
+    /// What tells the pattern of one queue pair and size from others.
+    pub(super) fn seed(&self, size: u64, index: usize) -> u64 {
+        size.wrapping_mul(31).wrapping_add(index as u64)
+    }
+
+    /// Fills what is sent, and wipes what is to be overwritten.
+    pub(super) fn prepare(&self, size: u64) -> Result<(), Failure> {
+        let (sends, takes) = self.test.uses(self.role);
+        for index in 0..self.qps.len() {
+            if sends && self.test.verify {
+                self.outgoing.fill(self.offset(index), size, self.seed(size, index))?;
+            }
+            if takes {
+                self.incoming.zero(self.offset(index), size)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What is wrong with what came in, if anything is.
+    pub(super) fn verify(&self, size: u64, per_qp: &[u64]) -> Result<Option<String>, Failure> {
+        let (_, takes) = self.test.uses(self.role);
+        if !self.test.verify || !takes {
+            return Ok(None);
+        }
+        for (index, count) in per_qp.iter().enumerate().filter(|(_, count)| **count > 0) {
+            if self.test.verb == Verb::Atomic {
+                let found = self.incoming.word(self.offset(index))?;
+                if self.role == Role::Server && found != *count {
+                    let wrong = format!("queue pair {index}: {count} additions made {found}");
+                    return Ok(Some(wrong));
+                }
+                continue;
+            }
+            // The last byte of a latency test says which message it is.
+            let marked = self.test.verb == Verb::Write && self.test.metric == Metric::Lat;
+            let len = if marked { size - 1 } else { size };
+            let wrong =
+                self.incoming.first_mismatch(self.offset(index), len, self.seed(size, index))?;
+            if let Some(at) = wrong {
+                let what = format!("queue pair {index}, {size} bytes: byte {at} is wrong");
+                return Ok(Some(what));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Writes the end of a capture.
+    pub(super) fn finish(&self) -> Result<(), Failure> {
+        self.capture.as_ref().map_or(Ok(()), |capture| Ok(capture.finish()?))
+    }
+}
+
+/// Work that failed, in words.
+#[cold]
+pub(super) fn failed(completion: &Completion, peer: &str) -> Failure {
+    let qpn = completion.qpn;
+    Failure::Runtime(format!(
+        "work on queue pair {qpn:#x} with {peer} failed: {:?}; if the peer has vanished, its end says why",
+        completion.status
+    ))
+}
+
+impl Test {
+    /// Whether that end sends from memory, and whether something comes into its memory.
+    pub(super) fn uses(&self, role: Role) -> (bool, bool) {
+        let client = role == Role::Client;
+        match self.verb {
+            Verb::Write | Verb::Send => {
+                (client || self.is_ping_pong(), !client || self.is_ping_pong())
+            }
+            Verb::Read => (!client, client),
+            Verb::Atomic => (false, true),
+        }
+    }
+
+    /// How many receives each queue pair of that end has waiting.
+    pub(super) fn receives(&self, role: Role) -> u32 {
+        match (self.verb, self.metric, role) {
+            (Verb::Send, Metric::Lat, _) => 16,
+            (Verb::Send, Metric::Bw, Role::Server) => {
+                // Twice as many as can be under way, so that none comes too early.
+                (self.depth * 2).max(512).min((1 << 21) / self.qps).clamp(1, 1 << 15)
+            }
+            _ => 0,
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! The requester's reading of answers: acknowledgements, data, and refusals.
+
+use super::host::{Host, HostStatus, Target};
+use super::requester::{ConnParams, Requester};
+use super::work::{Status, WrOp};
+use super::{DiscardReason, RxPacket, Stats};
+use crate::psn::Psn;
+use crate::time::Instant;
+use crate::wire::ext::rnr_time;
+use crate::wire::{Extension, Nak, Opcode, Syndrome};
+use core::time::Duration;
+
+/// How long to wait before asking again for data that the host has no place for now.
+const FAULT_BACKOFF: Duration = Duration::from_micros(100);
+
+/// What became of an answer.
+pub(super) enum Outcome {
+    /// It was used.
+    Accepted,
+    /// It was not.
+    Dropped(DiscardReason),
+    /// It fails the work at `tail`, and the queue pair.
+    Failed(Status),
+}
+
+use Outcome::{Accepted, Dropped, Failed};
+
+impl Requester {
+    pub(super) fn handle_response<H: Host>(
+        &mut self,
+        now: Instant,
+        params: &ConnParams,
+        rx: &RxPacket<'_>,
+        host: &mut H,
+        stats: &mut Stats,
+    ) -> Outcome {
+        let headers = rx.headers;
+        if headers.psn.distance_from(self.unsent) >= 0 {
+            return Dropped(DiscardReason::UnexpectedResponse);
+        }
+        if headers.psn.distance_from(self.unacked) < 0 {
+            return Dropped(DiscardReason::StaleResponse);
+        }
+        let before = self.unacked;
+        let outcome = match (headers.opcode, headers.extension) {
+            (Opcode::Acknowledge, Extension::Aeth(aeth)) => {
+                self.on_ack(now, headers.psn, aeth.syndrome, stats)
+            }
+            (Opcode::AtomicAcknowledge, Extension::AethAtomic(_, value)) => {
+                self.on_atomic_response(now, headers.psn, value, host, stats)
+            }
+            _ => self.on_read_response(now, params, headers.psn, rx.payload_len, host, stats),
+        };
+        if self.unacked != before {
+            self.last_go_back = self.last_go_back.filter(|at| *at == self.unacked);
+            self.restart_timer(now, params);
+        }
+        outcome
+    }
+
+    /// All numbers before `target` are answered, as far as an acknowledgement can answer them: it stops at a
+    /// read or an atomic, whose data must come. Tells whether it got there.
+    pub(super) fn ack_until(&mut self, target: Psn) -> bool {
+        while self.tail != self.started {
+            let entry = self.entry(self.tail);
+            let end = entry.end();
+            if !entry.work.op.is_local() {
+                if entry.work.op.awaits_response() && self.unacked != end {
+                    break;
+                }
+                if end.distance_from(target) > 0 {
+                    if target.distance_from(self.unacked) > 0 {
+                        self.advance_unacked(target);
+                    }
+                    break;
+                }
+            }
+            if self.unacked != end {
+                self.advance_unacked(end);
+            }
+            self.tail = self.tail.wrapping_add(1);
+        }
+        // Answers to what was sent before going back may overtake what is sent again.
+        if self.next.distance_from(self.unacked) < 0 {
+            (self.next, self.outstanding_reads) = (self.unacked, 0);
+        }
+        if (self.current.wrapping_sub(self.tail) as i32) < 0 {
+            self.current = self.tail;
+        }
+        debug_assert!((self.tail.wrapping_sub(self.reported) as i32) >= 0);
+        debug_assert!((self.started.wrapping_sub(self.current) as i32) >= 0);
+        debug_assert!(self.unsent.distance_from(self.next) >= 0);
+        self.unacked.distance_from(target) >= 0
+    }
+
+    fn on_ack(&mut self, now: Instant, psn: Psn, syndrome: Syndrome, stats: &mut Stats) -> Outcome {
+        match syndrome {
+            Syndrome::Ack(_) => match self.ack_until(psn.next()) {
+                true => Accepted,
+                false => self.on_response_gap(stats),
+            },
+            Syndrome::RnrNak(code) => {
+                stats.rnr_received += 1;
+                if !self.ack_until(psn) {
+                    return self.on_response_gap(stats);
+                }
+                self.on_rnr_nak(now, code)
+            }
+            Syndrome::Nak(Nak::Sequence) => {
+                stats.sequence_naks_received += 1;
+                self.ack_until(psn);
+                self.on_sequence_nak()
+            }
+            Syndrome::Nak(nak) => {
+                // Data that is missing before it will not come any more: the peer has failed.
+                self.ack_until(psn);
+                Failed(match nak {
+                    Nak::InvalidRequest => Status::RemoteInvalidRequest,
+                    Nak::RemoteAccess => Status::RemoteAccess,
+                    Nak::RemoteOperational => Status::RemoteOperation,
+                    Nak::Sequence | Nak::Unknown(_) => Status::BadResponse,
+                })
+            }
+            Syndrome::Reserved(_) => {
+                self.ack_until(psn);
+                Failed(Status::BadResponse)
+            }
+        }
+    }
+
+    /// The peer misses what stands at `unacked`: go back. That costs one try for each place; when it is said
+    /// again (the packet was lost again, or the message was repeated on its way) the timer runs on, so that a
+    /// packet that never arrives fails in the end.
+    fn on_sequence_nak(&mut self) -> Outcome {
+        if self.next == self.unacked {
+            return Accepted; // it has gone back, and nothing went since
+        }
+        if self.last_go_back != Some(self.unacked) {
+            self.last_go_back = Some(self.unacked);
+            return self.retry().map_or_else(Failed, |()| Accepted);
+        }
+        let deadline = self.deadline;
+        self.go_back();
+        self.deadline = deadline;
+        Accepted
+    }
+
+    /// The peer has no receive, or no page, for what stands at `unacked`.
+    fn on_rnr_nak(&mut self, now: Instant, code: u8) -> Outcome {
+        const INFINITE: u8 = 7;
+        if now < self.resume {
+            return Accepted; // said twice
+        }
+        if self.rnr_left != INFINITE {
+            match self.rnr_left.checked_sub(1) {
+                Some(left) => self.rnr_left = left,
+                None => return Failed(Status::RnrRetryExceeded),
+            }
+        }
+        // It answers: tries are for peers that do not.
+        self.retries_left = self.retry_count;
+        self.go_back();
+        self.resume = now + rnr_time(code);
+        Accepted
+    }
+
+    /// An answer came from behind one that has not: go back, but once for each place. The answers behind it
+    /// say the same, and after going back they are still under way.
+    fn on_response_gap(&mut self, stats: &mut Stats) -> Outcome {
+        if self.last_go_back != Some(self.unacked) {
+            stats.response_gaps += 1;
+            self.last_go_back = Some(self.unacked);
+            self.go_back();
+        }
+        Dropped(DiscardReason::ResponseGap)
+    }
+
+    fn on_read_response<H: Host>(
+        &mut self,
+        now: Instant,
+        params: &ConnParams,
+        psn: Psn,
+        len: u32,
+        host: &mut H,
+        stats: &mut Stats,
+    ) -> Outcome {
+        if !self.ack_until(psn) {
+            return self.on_response_gap(stats);
+        }
+        let entry = *self.entry(self.tail);
+        if !matches!(entry.work.op, WrOp::Read(_)) {
+            return Failed(Status::BadResponse);
+        }
+        let index = psn.distance_from(entry.first) as u32;
+        let offset = params.mtu.offset(index);
+        if len != (entry.work.len - offset).min(params.mtu.bytes()) {
+            return Failed(Status::BadResponse);
+        }
+        if len > 0 {
+            match host.place(Target::Response { id: entry.work.id, offset }, len) {
+                HostStatus::Ready => {}
+                HostStatus::Retry => return self.back_off_after_fault(now),
+                HostStatus::Denied => return Failed(Status::LocalProtection),
+            }
+        }
+        let ends_chunk =
+            (index + 1).is_multiple_of(params.read_chunk) || index + 1 == entry.packets;
+        self.complete_response(psn, ends_chunk);
+        Accepted
+    }
+
+    fn on_atomic_response<H: Host>(
+        &mut self,
+        now: Instant,
+        psn: Psn,
+        value: u64,
+        host: &mut H,
+        stats: &mut Stats,
+    ) -> Outcome {
+        if !self.ack_until(psn) {
+            return self.on_response_gap(stats);
+        }
+        let work = self.entry(self.tail).work;
+        if !matches!(work.op, WrOp::Atomic(..)) {
+            return Failed(Status::BadResponse);
+        }
+        match host.store_result(work.id, value) {
+            HostStatus::Ready => {}
+            HostStatus::Retry => return self.back_off_after_fault(now),
+            HostStatus::Denied => return Failed(Status::LocalProtection),
+        }
+        self.complete_response(psn, true);
+        Accepted
+    }
+
+    /// The host has no place for data that came: ask for it again later, and each time later.
+    fn back_off_after_fault(&mut self, now: Instant) -> Outcome {
+        // It answers: tries are for peers that do not.
+        self.retries_left = self.retry_count;
+        self.go_back();
+        let backoff = FAULT_BACKOFF * (1 << self.fault_streak.min(7));
+        self.fault_streak = self.fault_streak.saturating_add(1);
+        self.resume = self.resume.max(now + backoff);
+        Dropped(DiscardReason::Busy)
+    }
+
+    /// The data of that number is here; it was the one at `unacked`.
+    fn complete_response(&mut self, psn: Psn, ends_request: bool) {
+        self.advance_unacked(psn.next());
+        if ends_request && self.next.distance_from(self.unacked) >= 0 {
+            self.outstanding_reads = self.outstanding_reads.saturating_sub(1);
+        }
+        self.ack_until(self.unacked);
+    }
+}

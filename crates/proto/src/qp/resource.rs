@@ -1,0 +1,234 @@
+//! The peer's last reads and atomics: what to answer, and what to answer again.
+//!
+//! A requester has at most `max_dest_rd_atomic` of them outstanding, so a ring of that many records holds
+//! every one that it may still ask for. Answers leave in the order of the requests: the oldest record that
+//! has packets to send goes first. A repeated request only moves a record's mark back; an atomic is never
+//! executed again.
+
+use alloc::boxed::Box;
+use alloc::vec;
+
+use super::host::Remote;
+use crate::psn::Psn;
+
+/// What was asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RdAtomicOp {
+    Read {
+        at: Remote,
+        len: u32,
+    },
+    /// An atomic, and what was there before it.
+    Atomic {
+        before: u64,
+    },
+}
+
+/// A request that was executed, and how far its answer has got. Packets are counted from its first.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Resource {
+    pub first: Psn,
+    pub packets: u32,
+    pub requested: RdAtomicOp,
+    /// Where the present run of answers began: that packet is its "first" on the wire.
+    pub start: u32,
+    /// The next packet to send; `stop` when there is none.
+    pub next: u32,
+    pub stop: u32,
+    /// How often it has been answered to its end. Until that is once the peer cannot have finished with it.
+    times_sent: u8,
+}
+
+impl Resource {
+    pub fn was_sent(&self) -> bool {
+        self.times_sent > 0
+    }
+
+    fn is_pending(&self) -> bool {
+        self.next != self.stop
+    }
+
+    fn covers(&self, psn: Psn) -> bool {
+        let index = psn.distance_from(self.first);
+        index >= 0 && index < self.packets as i32
+    }
+}
+
+/// The ring of records. Positions run freely; the ring is a power of two, so that they may wrap.
+#[derive(Debug)]
+pub(super) struct ResourceRing {
+    records: Box<[Option<Resource>]>,
+    /// How many are kept.
+    limit: u32,
+    /// Where the next record goes.
+    end: u32,
+    /// The oldest record that has packets to send; `end` when none has.
+    pending: u32,
+}
+
+impl ResourceRing {
+    pub(super) fn new(capacity: u8) -> Self {
+        let records = vec![None; usize::from(capacity).next_power_of_two()].into();
+        Self { records, limit: u32::from(capacity), end: 0, pending: 0 }
+    }
+
+    /// A ring of another capacity with the newest records of this one.
+    pub(super) fn resized(&self, capacity: u8) -> Self {
+        let mut ring = Self::new(capacity);
+        let kept = self.limit.min(ring.limit);
+        (ring.end, ring.pending) = (self.end, self.end.wrapping_sub(kept));
+        for back in 1..=kept {
+            let position = self.end.wrapping_sub(back);
+            let slot = ring.slot(position);
+            ring.records[slot] = self.records[self.slot(position)];
+        }
+        ring.skip_done();
+        ring
+    }
+
+    pub(super) fn footprint(&self) -> usize {
+        size_of_val(&*self.records)
+    }
+
+    fn slot(&self, position: u32) -> usize {
+        position as usize & (self.records.len() - 1)
+    }
+
+    /// Whether another request fits: the record that gives way must have been answered.
+    pub(super) fn has_room(&self) -> bool {
+        let evicted = self.records[self.slot(self.end.wrapping_sub(self.limit))];
+        self.limit > 0 && evicted.is_none_or(|record| record.was_sent())
+    }
+
+    /// Keeps a request that was just executed; its answer is to be sent.
+    pub(super) fn push(&mut self, first: Psn, packets: u32, requested: RdAtomicOp) {
+        let slot = self.slot(self.end);
+        let was_pending = self.pending != self.end;
+        let (start, next, stop) = (0, 0, packets);
+        self.records[slot] =
+            Some(Resource { first, packets, requested, start, next, stop, times_sent: 0 });
+        self.end = self.end.wrapping_add(1);
+        // The record that gave way may have been the oldest with packets to send (again).
+        let oldest = self.end.wrapping_sub(self.limit);
+        if was_pending && (self.pending.wrapping_sub(oldest) as i32) < 0 {
+            self.pending = oldest;
+            self.skip_done();
+        }
+    }
+
+    /// The record whose packet goes next.
+    pub(super) fn pending(&mut self) -> Option<&mut Resource> {
+        if self.pending == self.end {
+            return None;
+        }
+        let slot = self.slot(self.pending);
+        self.records[slot].as_mut()
+    }
+
+    /// The packet of the pending record went.
+    pub(super) fn sent(&mut self) {
+        if let Some(record) = self.pending() {
+            record.next += 1;
+            if !record.is_pending() {
+                record.times_sent = record.times_sent.saturating_add(1);
+                self.skip_done();
+            }
+        }
+    }
+
+    /// The packet of that number, the last of its record that went, did not go after all.
+    pub(super) fn undo_sent(&mut self, psn: Psn) {
+        let oldest = self.end.wrapping_sub(self.limit);
+        for back in 1..=self.limit {
+            let position = self.end.wrapping_sub(back);
+            let slot = self.slot(position);
+            let Some(record) = &mut self.records[slot] else { continue };
+            if !record.covers(psn) {
+                continue;
+            }
+            let index = psn.distance_from(record.first) as u32;
+            if index + 1 == record.next {
+                if !record.is_pending() {
+                    record.times_sent = record.times_sent.saturating_sub(1);
+                }
+                record.next = index;
+                self.mark_pending(position, oldest);
+            }
+            return;
+        }
+    }
+
+    /// What is pending is not sent until it is asked for again.
+    pub(super) fn park(&mut self) {
+        for record in self.records.iter_mut().flatten() {
+            record.stop = record.next;
+        }
+        self.pending = self.end;
+    }
+
+    /// The rest of what is pending first is not sent, unless it is asked for once more.
+    pub(super) fn skip(&mut self) {
+        if let Some(record) = self.pending() {
+            record.stop = record.next;
+            self.skip_done();
+        }
+    }
+
+    /// Nothing more is to be sent.
+    pub(super) fn clear(&mut self) {
+        self.records.fill(None);
+        self.pending = self.end;
+    }
+
+    fn skip_done(&mut self) {
+        while self.pending != self.end {
+            if self.records[self.slot(self.pending)].is_some_and(|record| record.is_pending()) {
+                return;
+            }
+            self.pending = self.pending.wrapping_add(1);
+        }
+    }
+
+    /// The peer asks again for `packets` packets from `psn` on, which must be of the sort that `matches`
+    /// accepts (told the record and the packet's index in it). Returns whether the record is there.
+    pub(super) fn replay(
+        &mut self,
+        psn: Psn,
+        packets: u32,
+        matches: impl Fn(&Resource, u32) -> bool,
+    ) -> bool {
+        let oldest = self.end.wrapping_sub(self.limit);
+        for back in 1..=self.limit {
+            let position = self.end.wrapping_sub(back);
+            let slot = self.slot(position);
+            let Some(record) = &mut self.records[slot] else { continue };
+            if !record.covers(psn) {
+                continue;
+            }
+            let index = psn.distance_from(record.first) as u32;
+            if packets > record.packets - index || !matches(record, index) {
+                return false;
+            }
+            let until = index + packets;
+            if record.is_pending() {
+                record.stop = record.stop.max(until);
+            } else {
+                (record.next, record.stop) = (until, until);
+            }
+            if index < record.next {
+                (record.start, record.next) = (index, index);
+            }
+            self.mark_pending(position, oldest);
+            return true;
+        }
+        false
+    }
+
+    /// The record there has packets to send.
+    fn mark_pending(&mut self, position: u32, oldest: u32) {
+        let from_oldest = |at: u32| at.wrapping_sub(oldest);
+        if self.pending == self.end || from_oldest(position) < from_oldest(self.pending) {
+            self.pending = position;
+        }
+    }
+}

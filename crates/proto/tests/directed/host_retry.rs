@@ -1,0 +1,304 @@
+//! A host that says "not now", at every place where it can: the operation is done once, afterwards.
+
+use warpwire_proto::Instant;
+use warpwire_proto::qp::HostStatus::{Denied, Ready, Retry};
+use warpwire_proto::qp::{DiscardReason, State, Status, WrOp};
+use warpwire_proto::wire::{Nak, Syndrome};
+
+use crate::directed::host::HostCall;
+use crate::directed::pair::{
+    A, B, ConnParams, MTU, Pair, REMOTE_ADDR, one_of_each_op, psn, psns, syndrome,
+};
+
+use HostCall::{
+    Execute, FetchRemote, FetchWork, Invalidate, MayAccess, PlaceReceive, PlaceRemote,
+    PlaceResponse, StoreResult, TakeReceive,
+};
+
+/// The calls that an operation leads to: at which end, and which.
+fn calls_of(op: WrOp) -> &'static [(usize, HostCall)] {
+    match op {
+        WrOp::Send | WrOp::SendImm(_) => &[(A, FetchWork), (B, TakeReceive), (B, PlaceReceive)],
+        WrOp::SendInvalidate(_) => &[(A, FetchWork), (B, TakeReceive), (B, Invalidate)],
+        WrOp::Write(_) => &[(A, FetchWork), (B, MayAccess), (B, PlaceRemote)],
+        WrOp::WriteImm(..) => &[(A, FetchWork), (B, TakeReceive), (B, MayAccess), (B, PlaceRemote)],
+        WrOp::Read(_) => &[(B, MayAccess), (B, FetchRemote), (A, PlaceResponse)],
+        WrOp::Atomic(..) => &[(B, MayAccess), (B, Execute), (A, StoreResult)],
+        WrOp::Local | WrOp::Bad(_) => &[],
+    }
+}
+
+/// Three works of one sort; `call` is answered "not now" `times` times after `yes` times "yes".
+fn run_with(op: WrOp, len: u32, (end, call): (usize, HostCall), yes: usize, times: usize) {
+    let params = ConnParams { rnr_retry: 7, ..ConnParams::default() };
+    let mut pair = Pair::with_receives(params, 3);
+    pair.endpoints[end].host.answer(call, vec![Ready; yes]);
+    pair.endpoints[end].host.answer(call, vec![Retry; times]);
+    (0..3).for_each(|id| pair.post(A, id, op, len));
+    pair.assert_all_succeed(3);
+    let takes_receive =
+        matches!(op, WrOp::Send | WrOp::SendImm(_) | WrOp::SendInvalidate(_) | WrOp::WriteImm(..));
+    let receive_statuses = if takes_receive { vec![0, 1, 2] } else { vec![] };
+    let wanted: Vec<_> = receive_statuses.into_iter().map(|id| (id, Status::Success)).collect();
+    assert_eq!(pair.endpoints[B].receive_statuses(), wanted, "{op:?} {call:?}");
+    let done: Vec<_> = pair.endpoints.iter().flat_map(|end| &end.host.done).collect();
+    let packets = (len / MTU).max(1) as usize;
+    let once = match op {
+        WrOp::SendInvalidate(_) => return check_invalidated(&pair, packets),
+        WrOp::Atomic(..) => 2 * 3, // executed there, stored here
+        _ => 3 * packets,
+    };
+    assert_eq!(done.len(), once, "{op:?} {call:?}: everything is done once: {done:?}");
+}
+
+/// The bytes before an invalidation that must wait may be placed again; the key goes once.
+fn check_invalidated(pair: &Pair, packets: usize) {
+    let is_key = |done: &&crate::directed::host::HostEffect| {
+        matches!(done, crate::directed::host::HostEffect::Invalidated(_))
+    };
+    assert_eq!(pair.endpoints[B].host.done.iter().filter(is_key).count(), 3);
+    assert!(pair.endpoints[B].host.done.len() >= 3 * (packets + 1));
+}
+
+#[test]
+fn an_operation_that_must_wait_at_any_call_is_done_once_afterwards() {
+    for packets in [1, 3] {
+        for (op, len) in one_of_each_op(packets) {
+            for &host_call in calls_of(op) {
+                for yes in 0..4 {
+                    for times in [1, 3] {
+                        run_with(op, len, host_call, yes, times);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_receive_is_taken_once_for_a_message_that_must_wait() {
+    for op in [WrOp::Send, WrOp::WriteImm(REMOTE_ADDR, 1)] {
+        let mut pair = Pair::with_receives(ConnParams { rnr_retry: 7, ..ConnParams::default() }, 2);
+        let call = if op == WrOp::Send { PlaceReceive } else { PlaceRemote };
+        pair.endpoints[B].host.answer(call, [Retry; 5]);
+        pair.post(A, 0, op, 10);
+        pair.assert_all_succeed(1);
+        assert_eq!(pair.endpoints[B].host.call_count(TakeReceive), 1);
+        assert_eq!(pair.endpoints[B].host.receives_left(), 1);
+    }
+}
+
+#[test]
+fn sending_pauses_until_the_next_poll_and_the_peer_notices_nothing() {
+    let mut pair = Pair::with_receives(ConnParams::default(), 1);
+    pair.endpoints[A].host.answer(FetchWork, [Ready, Retry]);
+    pair.post(A, 0, WrOp::Send, 3 * MTU);
+    assert_eq!(pair.transfer(A).len(), 1);
+    assert_eq!(pair.transfer(A).len(), 2, "the next poll goes on");
+    pair.assert_all_succeed(1);
+    assert_eq!(pair.endpoints[A].qp.stats().resent, 0);
+}
+
+#[test]
+fn data_without_a_place_is_asked_for_again_after_a_pause() {
+    let mut pair = Pair::new();
+    pair.endpoints[A].host.answer(PlaceResponse, [Ready, Retry]);
+    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
+    pair.transfer(A);
+    let answers = pair.send_all(B);
+    let outcomes = pair.deliver_all(A, &answers);
+    assert_eq!(outcomes[..2], [Ok(()), Err(warpwire_proto::qp::DiscardReason::Busy)]);
+    assert!(pair.next_deadline() > pair.now);
+    pair.assert_all_succeed(1);
+}
+
+/// What is away for longer than all tries together: the peer answers all the time, and so no try is spent.
+#[test]
+fn a_long_absence_at_any_call_costs_no_connection() {
+    for (op, len) in one_of_each_op(3) {
+        for &(end, call) in calls_of(op) {
+            if call == TakeReceive {
+                continue; // it has a count of its own
+            }
+            let params = ConnParams { retry_count: 1, rnr_retry: 7, ..ConnParams::default() };
+            let mut pair = Pair::with_receives(params, 1);
+            pair.endpoints[end].host.answer(call, vec![Retry; 60]);
+            pair.post(A, 0, op, len);
+            // Every fifth time everything is lost too, which alone spends a try.
+            for turn in 0..400 {
+                for from in [A, B] {
+                    for packet in pair.send_all(from) {
+                        if turn % 5 != 4 {
+                            let _ = pair.deliver(1 - from, &packet);
+                        }
+                    }
+                }
+                let deadline = pair.next_deadline();
+                if deadline != Instant::NEVER {
+                    pair.advance_to(deadline);
+                }
+            }
+            assert!(pair.endpoints[end].host.call_count(call) > 60, "{op:?} {call:?}");
+            assert_eq!(pair.endpoints[A].sent, [(0, Status::Success)], "{op:?} {call:?}");
+        }
+    }
+}
+
+#[test]
+fn a_read_whose_data_is_away_is_parked_when_the_peer_asks_again() {
+    let mut pair = Pair::with(ConnParams { retry_count: 1, rnr_retry: 7, ..ConnParams::default() });
+    pair.endpoints[B].host.answer(FetchRemote, [Ready, Retry, Retry, Retry]);
+    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
+    let requests = pair.transfer(A);
+    let data = pair.send_all(B);
+    assert_eq!(data.len(), 1, "the second packet has no data yet, and nothing is said");
+    pair.deliver_all(A, &data);
+    // Its peer runs out of patience: now it is told to come later, for what is missing; and again, at once.
+    for _ in 0..2 {
+        pair.advance_to(pair.next_deadline());
+        let again = pair.send_all(A);
+        assert_eq!(psns(&again), [psn(&requests[0]) + 1]);
+        pair.deliver_all(B, &again);
+        let responses = pair.send_all(B);
+        assert!(matches!(syndrome(&responses[0]), Syndrome::RnrNak(_)), "{responses:?}");
+        assert_eq!(psns(&responses), psns(&again));
+        pair.deliver_all(A, &responses);
+    }
+    pair.assert_all_succeed(1);
+    assert_eq!(pair.endpoints[A].qp.stats().timeouts, 1);
+}
+
+#[test]
+fn the_longer_memory_is_away_the_longer_the_peer_is_asked_to_wait() {
+    for (code, wanted) in
+        [(1, &[1, 2, 3, 4][..]), (12, &[12, 13, 14, 14]), (20, &[20; 4]), (0, &[0; 4])]
+    {
+        let params = ConnParams { min_rnr_timer: code, rnr_retry: 7, ..ConnParams::default() };
+        let mut pair = Pair::with(params);
+        pair.endpoints[B].host.answer(MayAccess, [Retry; 4]);
+        pair.post(A, 0, WrOp::Write(REMOTE_ADDR), 10);
+        let mut codes = Vec::new();
+        for _ in 0..4 {
+            let requests = pair.send_all(A);
+            pair.deliver_all(B, &requests);
+            for packet in pair.transfer(B) {
+                let Syndrome::RnrNak(code) = syndrome(&packet) else { panic!("{packet:?}") };
+                codes.push(code);
+            }
+            pair.advance_to(pair.next_deadline());
+        }
+        assert_eq!(codes, wanted);
+        pair.assert_all_succeed(1);
+    }
+}
+
+/// A packet whose data went away on its last step is made again at the next poll; no timer, no try.
+#[test]
+fn packets_are_taken_back() {
+    for op in [WrOp::Send, WrOp::Write(REMOTE_ADDR), WrOp::Read(REMOTE_ADDR)] {
+        let end = if matches!(op, WrOp::Read(_)) { B } else { A };
+        for nth in 0..3 {
+            let params = ConnParams { timeout: 0, retry_count: 0, ..ConnParams::default() };
+            let mut pair = Pair::with_receives(params, 2);
+            (0..2).for_each(|id| pair.post(A, id, op, 3 * MTU));
+            if end == B {
+                pair.transfer(A);
+            }
+            for _ in 0..nth {
+                let packet = pair.send(end).unwrap();
+                pair.deliver(1 - end, &packet).unwrap();
+            }
+            let lost = pair.send(end).unwrap();
+            pair.endpoints[end].qp.undo_transmit(&lost);
+            pair.assert_all_succeed(2);
+        }
+    }
+}
+
+/// A copy of a read's request comes while it is answered, which begins again, and the memory is gone: the peer learns of
+/// the failure at its next request, though it has no use for the number that failed.
+#[test]
+fn the_reason_of_a_failure_reaches_a_peer_that_is_ahead() {
+    let mut pair = Pair::with(ConnParams { retry_count: 1, ..ConnParams::default() });
+    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
+    let requests = pair.transfer(A);
+    let first = pair.send(B).unwrap();
+    pair.deliver(A, &first).unwrap();
+    pair.endpoints[B].host.answer(FetchRemote, [Denied]);
+    let _ = pair.deliver(B, &requests[0]);
+    for packet in pair.send_all(B) {
+        let _ = pair.deliver(A, &packet);
+    }
+    assert_eq!(pair.endpoints[A].sent, [], "it has that number");
+    assert_eq!(pair.endpoints[B].qp.state(), State::Err);
+    // Two writes, of which the first gets lost: neither may look as if it had been done.
+    pair.post(A, 1, WrOp::Write(REMOTE_ADDR), 10);
+    pair.post(A, 2, WrOp::Write(REMOTE_ADDR), 10);
+    let writes = pair.send_all(A);
+    let _ = pair.deliver(B, &writes[1]);
+    pair.run();
+    let wanted = [(0, Status::RemoteAccess), (1, Status::Flushed), (2, Status::Flushed)];
+    assert_eq!(pair.endpoints[A].sent, wanted);
+}
+
+/// A copy of a read's request comes when its data has been had and the memory is gone, as it may be by then: it costs
+/// nobody anything.
+#[test]
+fn a_copy_of_a_read_that_comes_after_its_memory_went_harms_nobody() {
+    let mut pair = Pair::new();
+    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
+    let requests = pair.transfer(A);
+    pair.transfer(B);
+    assert_eq!(pair.endpoints[A].sent, [(0, Status::Success)]);
+    for _ in 0..3 {
+        pair.endpoints[B].host.answer(FetchRemote, [Denied]);
+        assert_eq!(pair.deliver(B, &requests[0]), Err(DiscardReason::Duplicate));
+        let answers = pair.send_all(B);
+        assert_eq!((answers.len(), psn(&answers[0])), (1, psn(&requests[0])));
+        assert_eq!(syndrome(&answers[0]), Syndrome::Nak(Nak::RemoteAccess));
+        assert_eq!(pair.deliver(A, &answers[0]), Err(DiscardReason::StaleResponse));
+    }
+    pair.post(A, 1, WrOp::Read(REMOTE_ADDR), MTU);
+    pair.post(A, 2, WrOp::Write(REMOTE_ADDR), 10);
+    pair.assert_all_succeed(3);
+}
+
+/// Its twin: the data got lost, and the memory went before it was asked for again. Who asks learns why he does not get
+/// it, also when he must ask twice.
+#[test]
+fn data_that_got_lost_with_its_memory_is_an_access_error() {
+    for lost in 1..3 {
+        let mut pair = Pair::new();
+        pair.post(A, 0, WrOp::Read(REMOTE_ADDR), 3 * MTU);
+        let requests = pair.transfer(A);
+        assert_eq!(pair.send_all(B).len(), 3, "which get lost");
+        for _ in 0..lost {
+            pair.endpoints[B].host.answer(FetchRemote, [Denied]);
+            assert_eq!(pair.deliver(B, &requests[0]), Err(DiscardReason::Duplicate));
+            let refusal = pair.send_all(B);
+            assert_eq!(syndrome(&refusal[0]), Syndrome::Nak(Nak::RemoteAccess));
+            if lost == 1 {
+                pair.deliver(A, &refusal[0]).unwrap();
+            }
+        }
+        if lost > 1 {
+            pair.endpoints[B].host.answer(FetchRemote, [Denied]);
+            pair.run();
+        }
+        assert_eq!(pair.endpoints[A].sent, [(0, Status::RemoteAccess)]);
+    }
+}
+
+/// What was taken back has not been answered: memory that goes then fails the queue pair, as it does before the first try.
+#[test]
+fn data_that_was_taken_back_is_no_answer() {
+    let mut pair = Pair::new();
+    pair.post(A, 0, WrOp::Read(REMOTE_ADDR), MTU);
+    pair.transfer(A);
+    let data = pair.send(B).unwrap();
+    pair.endpoints[B].qp.undo_transmit(&data);
+    pair.endpoints[B].host.answer(FetchRemote, [Denied]);
+    pair.run();
+    assert_eq!(pair.endpoints[A].sent, [(0, Status::RemoteAccess)]);
+    assert_eq!(pair.endpoints[B].qp.state(), State::Err);
+}

@@ -1,0 +1,332 @@
+//! Silence, and receivers that are not ready: how often we try, and when.
+
+use core::time::Duration;
+
+use warpwire_proto::Instant;
+use warpwire_proto::qp::{DiscardReason, State, Status, WrOp};
+use warpwire_proto::wire::{Nak, Syndrome};
+
+use crate::directed::pair::{
+    A, ADD, B, ConnParams, MTU, Pair, REMOTE_ADDR, one_of_each_op, psn, psns, syndrome,
+};
+
+use Status::{Flushed, Success};
+
+#[test]
+fn silence_ends_after_one_and_retry_count_tries_at_the_agreed_times() {
+    for retry_count in 0..=7 {
+        for timeout in [1, 8, 14, 20] {
+            let mut pair = Pair::with(ConnParams { retry_count, timeout, ..ConnParams::default() });
+            let start = pair.now;
+            let ack_timeout = Duration::from_nanos(4096 << timeout);
+            pair.post(A, 0, WrOp::Send, 10);
+            pair.post(A, 1, WrOp::Send, 10);
+            for retries in 1..=u32::from(retry_count) + 1 {
+                assert_eq!(psns(&pair.send_all(A)), [0x100, 0x101], "try {retries}");
+                assert_eq!(pair.next_deadline(), start + ack_timeout * retries);
+                pair.advance_to(Instant::from_nanos(pair.next_deadline().as_nanos() - 1));
+                assert_eq!(pair.send_all(A), [], "not a moment too soon");
+                assert_eq!(pair.endpoints[A].sent, []);
+                pair.wait(Duration::from_nanos(1));
+            }
+            assert_eq!(pair.endpoints[A].sent, [(0, Status::RetryExceeded), (1, Flushed)]);
+            assert_eq!(pair.endpoints[A].qp.state(), State::Err);
+            assert_eq!(pair.send_all(A), []);
+            assert_eq!(pair.next_deadline(), Instant::NEVER);
+        }
+    }
+}
+
+#[test]
+fn silence_fails_every_operation() {
+    for (op, len) in one_of_each_op(2) {
+        let mut pair = Pair::new();
+        pair.post(A, 0, op, len);
+        while pair.endpoints[A].sent.is_empty() {
+            pair.send_all(A);
+            pair.advance_to(pair.next_deadline());
+        }
+        assert_eq!(pair.endpoints[A].sent, [(0, Status::RetryExceeded)], "{op:?}");
+        assert_eq!(pair.endpoints[A].qp.stats().timeouts, 4);
+    }
+}
+
+#[test]
+fn without_a_timeout_nobody_gives_up() {
+    let mut pair = Pair::with(ConnParams { timeout: 0, ..ConnParams::default() });
+    pair.post(A, 0, WrOp::Send, 10);
+    pair.send_all(A);
+    assert_eq!(pair.next_deadline(), Instant::NEVER);
+    pair.wait(Duration::from_secs(100_000));
+    assert_eq!(pair.send_all(A), []);
+    assert_eq!(pair.endpoints[A].sent, []);
+}
+
+#[test]
+fn a_link_without_room_spends_tries_as_silence_does() {
+    let mut pair = Pair::with(ConnParams { retry_count: 2, ..ConnParams::default() });
+    let ack_timeout = pair.params.ack_timeout();
+    pair.endpoints[A].qp.on_link_full(pair.now);
+    assert_eq!(pair.next_deadline(), Instant::NEVER, "there is nothing to send");
+    pair.post(A, 0, WrOp::Send, 4 * MTU);
+    pair.post(A, 1, WrOp::Send, 10);
+    // Nothing was ever sent; how often it is told does not matter.
+    for retries in 0..3 {
+        assert_eq!(pair.endpoints[A].sent, [], "after {retries} tries");
+        let start = pair.now;
+        pair.endpoints[A].qp.on_link_full(pair.now);
+        pair.wait(ack_timeout / 2);
+        pair.endpoints[A].qp.on_link_full(pair.now);
+        assert_eq!(pair.next_deadline(), start + ack_timeout);
+        pair.advance_to(pair.next_deadline());
+    }
+    assert_eq!(pair.endpoints[A].sent, [(0, Status::RetryExceeded), (1, Flushed)]);
+    pair.endpoints[A].qp.on_link_full(pair.now);
+    assert_eq!(pair.next_deadline(), Instant::NEVER, "it has failed");
+}
+
+#[test]
+fn room_that_comes_in_time_costs_nothing() {
+    let mut pair = Pair::with(ConnParams { retry_count: 1, ..ConnParams::default() });
+    let ack_timeout = pair.params.ack_timeout();
+    pair.post(A, 0, WrOp::Send, 4 * MTU);
+    pair.endpoints[A].qp.on_link_full(pair.now);
+    pair.wait(ack_timeout * 3 / 4);
+    assert_eq!(psns(&pair.send_all(A)), [0x100, 0x101, 0x102, 0x103]);
+    pair.inject_ack(0x101, Syndrome::ACK).unwrap();
+    assert_eq!(pair.next_deadline(), pair.now + ack_timeout);
+    pair.inject_ack(0x103, Syndrome::ACK).unwrap();
+    assert_eq!(pair.next_deadline(), Instant::NEVER);
+    assert_eq!(pair.endpoints[A].sent, [(0, Success)]);
+    // Who has no time-out waits as long as it takes.
+    let mut pair = Pair::with(ConnParams { timeout: 0, ..ConnParams::default() });
+    pair.post(A, 0, WrOp::Send, 10);
+    pair.endpoints[A].qp.on_link_full(pair.now);
+    assert_eq!(pair.next_deadline(), Instant::NEVER);
+}
+
+#[test]
+fn progress_restarts_the_timer_and_gives_all_tries_back() {
+    let mut pair = Pair::with(ConnParams { retry_count: 1, ..ConnParams::default() });
+    let ack_timeout = pair.params.ack_timeout();
+    pair.post(A, 0, WrOp::Send, 8 * MTU);
+    for acked in 0..7 {
+        pair.send_all(A);
+        pair.wait(ack_timeout);
+        pair.send_all(A); // the last try
+        pair.wait(ack_timeout / 2);
+        pair.inject_ack(0x100 + acked, Syndrome::ACK).unwrap();
+        assert_eq!(pair.next_deadline(), pair.now + ack_timeout);
+    }
+    pair.inject_ack(0x107, Syndrome::ACK).unwrap();
+    assert_eq!(pair.next_deadline(), Instant::NEVER, "nothing is waited for");
+    assert_eq!(pair.endpoints[A].sent, [(0, Success)]);
+}
+
+#[test]
+fn a_sequence_refusal_takes_a_try() {
+    let mut pair = Pair::with(ConnParams { retry_count: 0, ..ConnParams::default() });
+    pair.post(A, 0, WrOp::Send, 4 * MTU);
+    pair.send_all(A);
+    pair.inject_ack(0x100, Syndrome::Nak(Nak::Sequence)).unwrap();
+    assert_eq!(pair.endpoints[A].sent, [(0, Status::RetryExceeded)]);
+}
+
+#[test]
+fn a_place_that_is_refused_without_end_fails_by_the_timer() {
+    let mut pair = Pair::with(ConnParams { retry_count: 2, ..ConnParams::default() });
+    pair.post(A, 0, WrOp::Send, 4 * MTU);
+    pair.send_all(A);
+    let (start, ack_timeout) = (pair.now, pair.params.ack_timeout());
+    // What the network repeats must not cost tries; but it must not keep us trying for ever either.
+    while pair.endpoints[A].sent.is_empty() {
+        assert!(pair.now < start + ack_timeout * 4, "the timer runs on");
+        let _ = pair.inject_ack(0x100, Syndrome::Nak(Nak::Sequence));
+        pair.send_all(A);
+        pair.wait(ack_timeout / 5);
+    }
+    assert_eq!(pair.endpoints[A].sent, [(0, Status::RetryExceeded)]);
+    assert!(pair.now > start + ack_timeout, "it did try");
+}
+
+#[test]
+fn a_sequence_refusal_that_shows_progress_gives_the_tries_back_first() {
+    let mut pair = Pair::with(ConnParams { retry_count: 2, ..ConnParams::default() });
+    pair.post(A, 0, WrOp::Send, 4 * MTU);
+    for lost in 1..4 {
+        pair.send_all(A);
+        pair.wait(pair.params.ack_timeout()); // takes the last try but for the first time
+        pair.send_all(A);
+        pair.inject_ack(0x100 + lost, Syndrome::Nak(Nak::Sequence)).unwrap();
+        assert_eq!(pair.endpoints[A].sent, [], "the packets before it got through");
+    }
+}
+
+#[test]
+fn a_second_sequence_refusal_before_anything_was_sent_again_takes_no_try() {
+    let mut pair = Pair::with(ConnParams { retry_count: 1, ..ConnParams::default() });
+    pair.post(A, 0, WrOp::Send, 4 * MTU);
+    pair.send_all(A);
+    for _ in 0..5 {
+        pair.inject_ack(0x100, Syndrome::Nak(Nak::Sequence)).unwrap();
+    }
+    assert_eq!(pair.endpoints[A].sent, []);
+    assert_eq!(pair.send_all(A).len(), 4);
+}
+
+#[test]
+fn a_peer_without_receives_is_tried_one_and_rnr_retry_times() {
+    for op in
+        [WrOp::Send, WrOp::SendImm(1), WrOp::SendInvalidate(1), WrOp::WriteImm(REMOTE_ADDR, 1)]
+    {
+        for rnr_retry in 0..7 {
+            let mut pair = Pair::with(ConnParams { rnr_retry, ..ConnParams::default() });
+            pair.post(A, 0, op, 10);
+            pair.post(A, 1, WrOp::Write(REMOTE_ADDR), 10);
+            let mut retries = 0;
+            while pair.endpoints[A].sent.is_empty() {
+                let packets = pair.send_all(A);
+                retries += packets.iter().filter(|packet| psn(packet) == 0x100).count();
+                pair.deliver_all(B, &packets);
+                for answer in pair.send_all(B) {
+                    assert_eq!((psn(&answer), syndrome(&answer)), (0x100, Syndrome::RnrNak(5)));
+                    pair.deliver(A, &answer).unwrap();
+                }
+                pair.advance_to(pair.next_deadline().min(pair.now + Duration::from_secs(1)));
+            }
+            assert_eq!(retries, usize::from(rnr_retry) + 1, "{op:?}");
+            assert_eq!(pair.endpoints[A].sent, [(0, Status::RnrRetryExceeded), (1, Flushed)]);
+            assert_eq!(pair.endpoints[B].qp.state(), State::Rts, "the peer knows nothing of it");
+            assert_eq!(pair.endpoints[B].host.done, []);
+        }
+    }
+}
+
+#[test]
+fn with_seven_a_peer_without_receives_is_tried_without_end() {
+    let mut pair = Pair::with(ConnParams { rnr_retry: 7, ..ConnParams::default() });
+    pair.post(A, 0, WrOp::Send, 10);
+    for _ in 0..100 {
+        pair.exchange();
+        pair.advance_to(pair.next_deadline());
+    }
+    assert_eq!(pair.endpoints[A].qp.stats().rnr_received, 100);
+    assert_eq!(pair.endpoints[B].qp.stats().rnr_sent, 100);
+    pair.endpoints[B].host.add_receive(0, 10);
+    pair.assert_all_succeed(1);
+}
+
+#[test]
+fn a_peer_that_is_not_ready_is_left_alone_for_the_coded_time() {
+    // From the facts, in hundredths of a millisecond.
+    const TIMES: [u64; 32] = [
+        65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024,
+        1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
+    ];
+    for (code, time) in (0..).zip(TIMES) {
+        let mut pair = Pair::with(ConnParams { min_rnr_timer: code, ..ConnParams::default() });
+        let wait = Duration::from_micros(10 * time);
+        pair.post(A, 0, WrOp::Send, 10);
+        pair.exchange();
+        let resume = pair.now + wait;
+        assert_eq!(pair.next_deadline(), resume, "code {code}");
+        pair.advance_to(Instant::from_nanos(resume.as_nanos() - 1));
+        assert_eq!(pair.send_all(A), []);
+        pair.advance_to(resume);
+        assert_eq!(pair.send_all(A).len(), 1);
+    }
+}
+
+#[test]
+fn a_first_packet_waits_for_a_receive_but_a_write_with_immediate_only_at_its_end() {
+    let mut pair = Pair::new();
+    pair.post(A, 0, WrOp::WriteImm(REMOTE_ADDR, 1), 3 * MTU);
+    let packets = pair.send_all(A);
+    assert_eq!(pair.deliver_all(B, &packets), [Ok(()), Ok(()), Err(DiscardReason::Busy)]);
+    let responses = pair.send_all(B);
+    assert_eq!((psn(&responses[0]), syndrome(&responses[0])), (0x102, Syndrome::RnrNak(5)));
+    pair.deliver(A, &responses[0]).unwrap();
+    pair.endpoints[B].host.add_receive(0, 0);
+    pair.advance_to(pair.next_deadline());
+    assert_eq!(psns(&pair.transfer(A)), [0x102], "it goes on from there");
+    pair.assert_all_succeed(1);
+    let mut pair = Pair::new();
+    pair.post(A, 0, WrOp::Send, 3 * MTU);
+    let packets = pair.send_all(A);
+    let outcomes = pair.deliver_all(B, &packets);
+    assert_eq!(
+        outcomes,
+        [Err(DiscardReason::Busy), Err(DiscardReason::Gap), Err(DiscardReason::Gap)]
+    );
+}
+
+#[test]
+fn not_ready_said_twice_takes_one_try() {
+    let mut pair = Pair::with(ConnParams { rnr_retry: 1, ..ConnParams::default() });
+    pair.post(A, 0, WrOp::Send, 10);
+    pair.send_all(A);
+    for _ in 0..3 {
+        pair.inject_ack(0x100, Syndrome::RnrNak(1)).unwrap();
+    }
+    assert_eq!(pair.endpoints[A].sent, []);
+}
+
+#[test]
+fn not_ready_acknowledges_what_is_before_it() {
+    let mut pair = Pair::with_receives(ConnParams::default(), 1);
+    pair.post(A, 0, WrOp::Send, 10);
+    pair.post(A, 1, WrOp::Atomic(REMOTE_ADDR, ADD), 8);
+    pair.post(A, 2, WrOp::Send, 10);
+    pair.exchange();
+    assert_eq!(pair.endpoints[A].sent, [(0, Success), (1, Success)]);
+    pair.endpoints[B].host.add_receive(1, 10);
+    pair.assert_all_succeed(3);
+}
+
+#[test]
+fn silence_after_waiting_for_a_receive_ends_too() {
+    let mut pair = Pair::with(ConnParams { rnr_retry: 7, retry_count: 2, ..ConnParams::default() });
+    pair.post(A, 0, WrOp::Send, 10);
+    pair.exchange();
+    let mut retries = 0;
+    while pair.endpoints[A].sent.is_empty() {
+        pair.advance_to(pair.next_deadline());
+        retries += pair.send_all(A).len();
+    }
+    assert_eq!((retries, &pair.endpoints[A].sent[..]), (3, &[(0, Status::RetryExceeded)][..]));
+}
+
+#[test]
+fn packets_lost_but_once_each_do_no_harm() {
+    for (op, len) in one_of_each_op(4) {
+        let mut pair = Pair::with_receives(ConnParams::default(), 4);
+        (0..4).for_each(|id| pair.post(A, id, op, len));
+        let mut lost = std::collections::BTreeSet::new();
+        while pair.endpoints[A].qp.outstanding() > 0 {
+            let mut quiet = true;
+            for from in [A, B] {
+                for packet in pair.send_all(from) {
+                    quiet = false;
+                    if !lost.insert((from, psn(&packet))) {
+                        let _ = pair.deliver(1 - from, &packet);
+                    }
+                }
+            }
+            if quiet {
+                pair.advance_to(pair.next_deadline());
+            }
+        }
+        pair.assert_all_succeed(4);
+    }
+}
+
+#[test]
+fn progress_gives_the_tries_for_receives_back_too() {
+    let mut pair = Pair::with(ConnParams { rnr_retry: 1, ..ConnParams::default() });
+    for id in 0..4 {
+        pair.post(A, id, WrOp::Send, 10);
+        pair.exchange(); // takes the only try
+        pair.endpoints[B].host.add_receive(id, 10);
+        pair.assert_all_succeed(id + 1);
+    }
+}

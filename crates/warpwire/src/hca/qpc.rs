@@ -1,0 +1,762 @@
+//! A queue pair inside the engine: the protocol's state machine, its queues, and the memory that its work names.
+
+use std::cell::Cell;
+
+use warpwire_proto::qp::{self, SendWr as WireWork, Status as WireStatus, WrOp};
+use warpwire_proto::{Instant, Psn};
+
+use super::direct::DirectState;
+use super::direct_peer::{DirectOutcome, DirectPeers};
+use super::memory::QueueMemory;
+use super::protocol::Protocol;
+use super::read_ahead::{FetchRequest, MessageId, ReadAhead};
+use super::ring::{
+    MAX_RECV_WQE_LEN, QpLayout, ReceiveRing, SendRing, SharedReceiveQueue, TakenReceive, TakenWqe,
+};
+use super::stats::IndirectReason;
+use crate::link::FlowId;
+use crate::mlx5::{
+    self, ADDRESS_SEGMENTS, AddressVector, Atomic, AtomicWidth, CqUpdate, Data, DataSegment,
+    Opcode, SEGMENT, SendKind, Status, Work, Wqe,
+};
+use crate::mr::{Access, AccessDenied, PdId, Registry, Span};
+
+/// What a queue pair is made of.
+#[derive(Clone, Debug)]
+pub struct QpSpec {
+    /// Its memory.
+    pub memory: QueueMemory,
+    /// Where its parts lie in it.
+    pub layout: QpLayout,
+    /// How many blocks the send queue has: a power of two.
+    pub send_wqebbs: u32,
+    /// How many entries the receive queue has, and how long each is: powers of two. None with a shared one.
+    pub receive_entries: u32,
+    /// How long each is.
+    pub receive_stride: u32,
+    /// The completion queue of its send queue.
+    pub send_cq: u32,
+    /// The completion queue of its receive queue.
+    pub receive_cq: u32,
+    /// The shared receive queue that takes the place of its own.
+    pub srq: Option<u32>,
+    /// Its protection domain.
+    pub pd: PdId,
+    /// Whether every work makes a completion.
+    pub signal_all: bool,
+    /// The number that completions bear beside the queue pair's: 24 bits.
+    pub user_index: u32,
+    /// Somebody other than this process's CPU rings the doorbell: it must be watched.
+    pub poll_doorbell: bool,
+    /// How the protocol is tuned; the depth of the queue is set from `send_wqebbs`.
+    pub options: qp::Options,
+    /// For datagrams, of so many bytes at most; `None` for a connection.
+    pub datagrams: Option<qp::Mtu>,
+}
+
+/// What is remembered of work that is under way, by its first block.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct WrState {
+    pub opcode: Opcode,
+    pub cq_update: CqUpdate,
+    pub len: u32,
+    /// The only range of its payload, if there is just one: most work is like that.
+    pub single_sge: Option<Data>,
+    /// Where in the entry's copy its payload lies, if all of it does.
+    pub inline: Option<u16>,
+}
+
+impl WrState {
+    const NONE: Self = Self {
+        opcode: Opcode::Nop,
+        cq_update: CqUpdate::Always,
+        len: 0,
+        single_sge: None,
+        inline: None,
+    };
+}
+
+/// A queue pair of the engine.
+#[derive(Debug)]
+pub(super) struct QpContext {
+    pub qp: Protocol,
+    pub qp_memory: QpMemory,
+    pub flow: Option<FlowId>,
+    /// In the list of those that may have something to send.
+    pub active: bool,
+    /// When the earliest timer in the engine's heap is for it.
+    pub timer: Instant,
+    /// Its failure has been dealt with.
+    pub failed: bool,
+    /// A failure of its work has been told.
+    pub error_reported: bool,
+    pub send_cq: u32,
+    pub receive_cq: u32,
+    pub user_index: u32,
+    pub poll_doorbell: bool,
+    pub signal_all: bool,
+    /// The queue stands still until a completion queue has made a certain completion; only then is the work begun
+    /// that asked for it.
+    pub wait: Option<(mlx5::Wait, WireWork)>,
+    /// Whether its peer needs packets.
+    pub direct: DirectState,
+}
+
+/// What was taken from a send queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TakeOutcome {
+    /// What there was is begun, or waits.
+    All,
+    /// This one is done without packets; there may be more.
+    Direct(WireWork),
+    /// This one goes by packets for that reason; there may be more.
+    Packets(IndirectReason),
+    /// The turn is over, and there is more.
+    BudgetSpent,
+}
+
+/// The part of it that the protocol asks about memory.
+#[derive(Debug)]
+pub(super) struct QpMemory {
+    pub ring: SendRing,
+    wr_state: Box<[WrState]>,
+    pub receives: RecvSource,
+    /// The receives in use: a message has one, and another may wait for the next.
+    active_receives: [Option<TakenReceive>; 2],
+    pub pd: PdId,
+    /// Payload of device memory that was fetched ahead.
+    read_ahead: ReadAhead,
+    /// Why the last range was denied, for whoever asks.
+    pub denied: Option<AccessDenied>,
+    /// It has placed data in memory that goes through pinned memory.
+    pub staged: Cell<bool>,
+    /// The peer learns that what it reads is gone.
+    pub resets_faults: bool,
+    /// An answer was "not now": poll again soon.
+    pub retry_soon: bool,
+    wqebb_mask: u64,
+    /// Its messages are datagrams: their entries say whom they are for.
+    datagrams: bool,
+}
+
+/// Where receives come from.
+#[derive(Debug)]
+pub(super) enum RecvSource {
+    Rq(ReceiveRing),
+    Srq(u32),
+}
+
+impl QpContext {
+    pub(super) fn new(number: u32, spec: QpSpec) -> Self {
+        let options = qp::Options { send_depth: spec.send_wqebbs, ..spec.options };
+        let ring = SendRing::new(spec.memory.clone(), spec.layout, spec.send_wqebbs);
+        let receives = match spec.srq {
+            Some(srqn) => RecvSource::Srq(srqn),
+            None => {
+                let (entries, stride) = (spec.receive_entries, spec.receive_stride);
+                RecvSource::Rq(ReceiveRing::new(spec.memory, spec.layout, entries, stride))
+            }
+        };
+        let qp_memory = QpMemory {
+            ring,
+            wr_state: vec![WrState::NONE; spec.send_wqebbs as usize].into(),
+            receives,
+            active_receives: [None; 2],
+            pd: spec.pd,
+            read_ahead: ReadAhead::default(),
+            denied: None,
+            staged: Cell::new(false),
+            resets_faults: false,
+            retry_soon: false,
+            wqebb_mask: u64::from(spec.send_wqebbs) - 1,
+            datagrams: spec.datagrams.is_some(),
+        };
+        let qp = match spec.datagrams {
+            Some(mtu) => Protocol::datagram(number, mtu, spec.send_wqebbs),
+            None => Protocol::connected(number, options),
+        };
+        Self {
+            qp,
+            qp_memory,
+            flow: None,
+            active: false,
+            timer: Instant::NEVER,
+            failed: false,
+            error_reported: false,
+            send_cq: spec.send_cq,
+            receive_cq: spec.receive_cq,
+            user_index: spec.user_index,
+            poll_doorbell: spec.poll_doorbell,
+            signal_all: spec.signal_all,
+            wait: None,
+            direct: DirectState::new(),
+        }
+    }
+
+    /// Forgets all work, as the protocol just did.
+    pub(super) fn reset(&mut self, srqs: &mut [Option<SharedReceiveQueue>]) {
+        (self.failed, self.error_reported, self.wait) = (false, false, None);
+        self.qp_memory.ring.reset();
+        self.qp_memory.release(srqs);
+        self.qp_memory.read_ahead = ReadAhead::default();
+        self.direct.reset();
+        if let RecvSource::Rq(ring) = &mut self.qp_memory.receives {
+            ring.reset();
+        }
+    }
+
+    /// Takes entries from the send queue and posts them, as long as there are any and there is room. `produced`
+    /// tells how many completions a queue has made; `budget` is how many bytes may still be moved without packets.
+    pub(super) fn take_work(
+        &mut self,
+        now: Instant,
+        registry: &Registry,
+        produced: impl Fn(u32) -> Option<u64>,
+        direct_peers: &mut DirectPeers,
+        budget: &mut u32,
+    ) -> TakeOutcome {
+        loop {
+            if self.qp.outstanding() as u64 > self.qp_memory.wqebb_mask {
+                return TakeOutcome::All;
+            }
+            if let Some((wait, work)) = self.wait {
+                // A queue that is not there, or not yet so far, holds this one up; a failure ends every wait.
+                let reached =
+                    produced(wait.cqn).is_some_and(|count| has_reached(count, wait.index));
+                if !reached && !matches!(self.qp.state(), qp::State::Err | qp::State::Sqe) {
+                    return TakeOutcome::All;
+                }
+                self.wait = None;
+                self.begin(work);
+                continue;
+            }
+            let work = match self.direct.blocked.take() {
+                Some(work) => work,
+                None => {
+                    let Some(taken) = self.qp_memory.ring.take(now) else {
+                        return TakeOutcome::All;
+                    };
+                    match self.decode(&taken, registry) {
+                        (work, Some(wait)) => {
+                            self.wait = Some((wait, work));
+                            continue;
+                        }
+                        (work, None) => work,
+                    }
+                }
+            };
+            match direct_peers.try_execute(self, &work, registry, now, budget) {
+                DirectOutcome::Done => return TakeOutcome::Direct(work),
+                DirectOutcome::OutOfBudget => {
+                    self.direct.blocked = Some(work);
+                    return TakeOutcome::BudgetSpent;
+                }
+                DirectOutcome::WaitForOutstanding => {
+                    self.direct.blocked = Some(work);
+                    return TakeOutcome::All;
+                }
+                DirectOutcome::UsePackets(why) => {
+                    self.direct.done = 0;
+                    self.begin(work);
+                    if let Some(why) = why {
+                        return TakeOutcome::Packets(why);
+                    }
+                }
+            }
+        }
+    }
+
+    /// What an entry asks for; and what it waits for, if it is a wait.
+    fn decode(&mut self, taken: &TakenWqe, registry: &Registry) -> (WireWork, Option<mlx5::Wait>) {
+        let parsed = match taken.torn {
+            true => Err(Status::LocalQpOperation),
+            false => self.qp_memory.translate(taken, registry),
+        };
+        let (op, len, wait) = match parsed {
+            Ok(found) => found,
+            Err(status) => {
+                self.qp_memory.record_wr(taken, 0, None, None);
+                (WrOp::Bad(wire_status(status)), 0, None)
+            }
+        };
+        let fence = match taken.control.fence {
+            fence if fence.waits_for_all() => qp::Fence::All,
+            fence if fence.waits_for_reads() => qp::Fence::Reads,
+            _ => qp::Fence::None,
+        };
+        let work = WireWork {
+            id: taken.wqe_index,
+            op,
+            len,
+            signaled: self.signal_all || taken.control.is_signaled(),
+            fence,
+            solicited: taken.control.solicited,
+        };
+        (work, wait)
+    }
+
+    fn begin(&mut self, work: WireWork) {
+        let Self { qp, qp_memory, .. } = self;
+        if qp.post(work, || qp_memory.address(work.id)).is_err() {
+            // A length that this MTU does not carry, or a state that takes no work: the same to the user.
+            let bad = WrOp::Bad(WireStatus::LocalOperation);
+            let _ = qp.post(WireWork { op: bad, len: 0, ..work }, || None);
+        }
+    }
+}
+
+/// Whether a queue that made `count` completions has made the one numbered `index`, modulo 2^32.
+fn has_reached(count: u64, index: u32) -> bool {
+    (count as u32).wrapping_sub(index).wrapping_sub(1) as i32 >= 0
+}
+
+/// The status as the protocol has it.
+fn wire_status(status: Status) -> WireStatus {
+    match status {
+        Status::LocalLength => WireStatus::LocalLength,
+        Status::LocalProtection => WireStatus::LocalProtection,
+        _ => WireStatus::LocalOperation,
+    }
+}
+
+impl QpMemory {
+    pub(super) fn wr_state(&self, wqe_index: u64) -> WrState {
+        self.wr_state[(wqe_index & self.wqebb_mask) as usize]
+    }
+
+    /// The entry that was taken at that block.
+    fn parse(&self, wqe_index: u64) -> Result<Wqe<'_>, mlx5::WqeError> {
+        let copy = self.ring.copy(wqe_index);
+        match self.datagrams {
+            false => Wqe::parse(copy),
+            true => Wqe::parse_datagram(copy).map(|(wqe, _)| wqe),
+        }
+    }
+
+    /// Whom the datagram at that block is for.
+    pub(super) fn address(&self, wqe_index: u64) -> Option<AddressVector> {
+        let segments = ADDRESS_SEGMENTS * SEGMENT;
+        let bytes = self.ring.copy(wqe_index).get(SEGMENT..SEGMENT + segments)?;
+        Some(AddressVector::parse(bytes.try_into().ok()?))
+    }
+
+    /// What an entry means to the protocol: operation, length, and a wait if it is one.
+    fn translate(
+        &mut self,
+        taken: &TakenWqe,
+        registry: &Registry,
+    ) -> Result<(WrOp, u32, Option<mlx5::Wait>), Status> {
+        let wqe = self.parse(taken.wqe_index).map_err(|refused| refused.status())?;
+        let (mut wait, mut single_sge, mut inline, mut dump_len) = (None, None, None, 0);
+        let start = self.ring.copy(taken.wqe_index).as_ptr().addr();
+        let remote = |at: mlx5::Remote| qp::Remote { address: at.address, key: at.rkey };
+        let mut record_wr = |payload: &mlx5::WqePayload<'_>| {
+            let mut data_segments = payload.data_segments();
+            match (data_segments.next(), data_segments.next()) {
+                (Some(DataSegment::Memory(data)), None) => single_sge = Some(data),
+                (Some(DataSegment::Inline(bytes)), None) => {
+                    inline = u16::try_from(bytes.as_ptr().addr() - start).ok();
+                }
+                _ => {}
+            }
+            payload.len() as u32
+        };
+        let (op, len) = match wqe.work {
+            Work::Nop => (WrOp::Local, 0),
+            Work::Wait(found) => {
+                wait = Some(found);
+                (WrOp::Local, 0)
+            }
+            // What is read locally goes nowhere, and all that was placed before is in its place already.
+            Work::Dump { from } => {
+                dump_len = record_wr(&from);
+                (WrOp::Local, 0)
+            }
+            Work::Send { kind, payload } => {
+                let op = match kind {
+                    SendKind::Plain => WrOp::Send,
+                    SendKind::Imm(imm) => WrOp::SendImm(u32::from_be_bytes(imm)),
+                    SendKind::Invalidate(key) => WrOp::SendInvalidate(key),
+                };
+                (op, record_wr(&payload))
+            }
+            Work::Write { remote: at, imm, payload } => {
+                let op = match imm {
+                    Some(imm) => WrOp::WriteImm(remote(at), u32::from_be_bytes(imm)),
+                    None => WrOp::Write(remote(at)),
+                };
+                (op, record_wr(&payload))
+            }
+            Work::Read { remote: at, into } => (WrOp::Read(remote(at)), record_wr(&into)),
+            Work::Atomic { remote: at, op, into } => {
+                record_wr(&into);
+                let atomic = to_wire(op);
+                (WrOp::Atomic(remote(at), atomic), atomic.len())
+            }
+        };
+        self.record_wr(taken, len, single_sge, inline);
+        match self.check_gather(registry, taken.wqe_index, 0, dump_len) {
+            // Memory that moves is there, and nobody sees what was read of it.
+            Ok(()) => Ok((op, len, wait)),
+            Err(denied) if denied.is_transient() => Ok((op, len, wait)),
+            Err(denied) => {
+                self.denied = Some(denied);
+                Err(Status::LocalProtection)
+            }
+        }
+    }
+
+    fn record_wr(
+        &mut self,
+        taken: &TakenWqe,
+        len: u32,
+        single_sge: Option<Data>,
+        inline: Option<u16>,
+    ) {
+        let (opcode, cq_update) = (taken.control.opcode, taken.control.cq_update);
+        self.wr_state[(taken.wqe_index & self.wqebb_mask) as usize] =
+            WrState { opcode, cq_update, len, single_sge, inline };
+    }
+
+    /// Calls `each` with the pieces of work's payload that hold `len` bytes from `offset` on, as [`QpMemory::walk`] does, and
+    /// faster where there is just one.
+    #[inline]
+    pub(super) fn data_segments(
+        &self,
+        wqe_index: u64,
+        offset: u32,
+        len: u32,
+        mut each: impl FnMut(DataSegment<'_>, u32, u32) -> Result<(), AccessDenied>,
+    ) -> Result<(), AccessDenied> {
+        let work = &self.wr_state[(wqe_index & self.wqebb_mask) as usize];
+        if let Some(data) = work.single_sge {
+            return each(DataSegment::Memory(data), offset, len);
+        }
+        if let Some(at) = work.inline {
+            let bytes =
+                self.ring.copy(wqe_index).get(usize::from(at)..).ok_or(AccessDenied::Range)?;
+            return each(DataSegment::Inline(bytes), offset, len);
+        }
+        self.walk(wqe_index, offset, len, each)
+    }
+
+    /// Copies payload of work, `offset` bytes into it, to `into`.
+    pub(super) fn gather(
+        &mut self,
+        registry: &Registry,
+        wqe_index: u64,
+        offset: u32,
+        into: &mut [u8],
+    ) -> Result<(), AccessDenied> {
+        if let Some(data) = self.wr_state(wqe_index).single_sge {
+            let address = data.address.wrapping_add(u64::from(offset));
+            let fetch_request = FetchRequest {
+                message: MessageId::Work(wqe_index),
+                key: data.lkey,
+                pd: self.pd,
+                need: Access::NONE,
+                address,
+                remaining: data.len.saturating_sub(offset),
+            };
+            return self.read_ahead.gather(registry, &fetch_request, into);
+        }
+        let mut done = 0;
+        self.walk(wqe_index, offset, into.len() as u32, |segment, skip, len| {
+            let part = into.get_mut(done..done + len as usize).ok_or(AccessDenied::Range)?;
+            done += len as usize;
+            match segment {
+                DataSegment::Inline(bytes) => {
+                    let from = bytes.get(skip as usize..(skip + len) as usize);
+                    part.copy_from_slice(from.ok_or(AccessDenied::Range)?);
+                    Ok(())
+                }
+                DataSegment::Memory(data) => {
+                    let address = data.address.wrapping_add(u64::from(skip));
+                    let (pd, none, len) = (self.pd, Access::NONE, u64::from(len));
+                    registry.resolve(data.lkey, pd, none, address, len)?.gather(0, part)
+                }
+            }
+        })
+    }
+
+    /// The memory of a packet's payload, if it is one range, and that may be used.
+    pub(super) fn single_span<'a>(
+        &self,
+        registry: &'a Registry,
+        from: qp::Source,
+        len: u32,
+    ) -> Option<Span<'a>> {
+        let (key, need, address) = match from {
+            qp::Source::SendWr { id, offset } => {
+                let data = self.wr_state(id).single_sge?;
+                (data.lkey, Access::NONE, data.address.wrapping_add(u64::from(offset)))
+            }
+            qp::Source::Remote { at, .. } => (at.key, Access::REMOTE_READ, at.address),
+        };
+        registry.resolve(key, self.pd, need, address, u64::from(len)).ok()
+    }
+
+    /// The memory that a packet's payload goes to, if it is one range, and that may be used.
+    pub(super) fn target_span<'a>(
+        &self,
+        registry: &'a Registry,
+        to: qp::Target,
+        len: u32,
+    ) -> Option<Span<'a>> {
+        let (key, need, address) = match to {
+            qp::Target::Remote(at) => (at.key, Access::REMOTE_WRITE, at.address),
+            qp::Target::Response { id, offset } => {
+                let data = self.wr_state(id).single_sge?;
+                (data.lkey, Access::LOCAL_WRITE, data.address.wrapping_add(u64::from(offset)))
+            }
+            qp::Target::Receive { id, offset } => {
+                let data = self.single_sge_receive(id)?;
+                // What does not fit into it is the usual way's to refuse.
+                data.len.checked_sub(offset)?.checked_sub(len)?;
+                (data.lkey, Access::LOCAL_WRITE, data.address.wrapping_add(u64::from(offset)))
+            }
+            qp::Target::Grh { .. } => return None,
+        };
+        registry.resolve(key, self.pd, need, address, u64::from(len)).ok()
+    }
+
+    /// Copies what a peer reads to `into`; the request asks for `remaining` bytes from there on.
+    pub(super) fn gather_read_response(
+        &mut self,
+        registry: &Registry,
+        at: qp::Remote,
+        remaining: u32,
+        request: Psn,
+        into: &mut [u8],
+    ) -> Result<(), AccessDenied> {
+        let fetch_request = FetchRequest {
+            message: MessageId::Read(request),
+            key: at.key,
+            pd: self.pd,
+            need: Access::REMOTE_READ,
+            address: at.address,
+            remaining,
+        };
+        self.read_ahead.gather(registry, &fetch_request, into)
+    }
+
+    /// Whether payload of work may be fetched.
+    pub(super) fn check_gather(
+        &self,
+        registry: &Registry,
+        wqe_index: u64,
+        offset: u32,
+        len: u32,
+    ) -> Result<(), AccessDenied> {
+        if len == 0 {
+            return Ok(());
+        }
+        let check = |data: Data, skip: u32, len: u32| {
+            let address = data.address.wrapping_add(u64::from(skip));
+            registry.resolve(data.lkey, self.pd, Access::NONE, address, u64::from(len)).map(drop)
+        };
+        if let Some(data) = self.wr_state(wqe_index).single_sge {
+            return check(data, offset, len);
+        }
+        self.walk(wqe_index, offset, len, |segment, skip, len| match segment {
+            DataSegment::Inline(_) => Ok(()),
+            DataSegment::Memory(data) => check(data, skip, len),
+        })
+    }
+
+    /// Copies what came for work (a read's data, an atomic's result) into its buffers.
+    pub(super) fn scatter(
+        &self,
+        registry: &Registry,
+        wqe_index: u64,
+        offset: u32,
+        from: &[u8],
+    ) -> Result<(), AccessDenied> {
+        let place = |data: Data, skip: u32, from: &[u8]| {
+            let address = data.address.wrapping_add(u64::from(skip));
+            let len = from.len() as u64;
+            let span = registry.resolve(data.lkey, self.pd, Access::LOCAL_WRITE, address, len)?;
+            self.put(&span, from)
+        };
+        if let Some(data) = self.wr_state(wqe_index).single_sge {
+            return place(data, offset, from);
+        }
+        let mut done = 0;
+        self.walk(wqe_index, offset, from.len() as u32, |segment, skip, len| {
+            let part = from.get(done..done + len as usize).ok_or(AccessDenied::Range)?;
+            done += len as usize;
+            match segment {
+                DataSegment::Memory(data) => place(data, skip, part),
+                DataSegment::Inline(_) => Err(AccessDenied::Range),
+            }
+        })
+    }
+
+    /// Goes through the pieces of work's payload that hold `len` bytes from `offset` on: each piece, how much of it
+    /// to skip, and how much of it is meant.
+    fn walk(
+        &self,
+        wqe_index: u64,
+        offset: u32,
+        len: u32,
+        mut each: impl FnMut(DataSegment<'_>, u32, u32) -> Result<(), AccessDenied>,
+    ) -> Result<(), AccessDenied> {
+        let wqe = self.parse(wqe_index).map_err(|_| AccessDenied::Range)?;
+        let payload = match wqe.work {
+            Work::Send { payload, .. } | Work::Write { payload, .. } => payload,
+            Work::Read { into, .. } | Work::Atomic { into, .. } => into,
+            Work::Dump { from } => from,
+            Work::Nop | Work::Wait(_) => return Err(AccessDenied::Range),
+        };
+        walk_segments(
+            payload.data_segments().map(|segment| (segment.len(), segment)),
+            offset,
+            len,
+            &mut each,
+        )
+    }
+
+    /// Takes a receive for a message that begins.
+    pub(super) fn take_receive(
+        &mut self,
+        srqs: &mut [Option<SharedReceiveQueue>],
+    ) -> Option<qp::Receive> {
+        // Before one is taken: it must not be lost for want of a place.
+        let place = self.active_receives.iter_mut().find(|place| place.is_none())?;
+        let taken = match &mut self.receives {
+            RecvSource::Rq(ring) => ring.take()?,
+            RecvSource::Srq(srqn) => srqs.get_mut(*srqn as usize)?.as_mut()?.take()?,
+        };
+        let entry = &taken.entry[..taken.len.min(MAX_RECV_WQE_LEN)];
+        // An entry that makes no sense has room for nothing: whoever sends into it finds it too small.
+        let capacity = mlx5::Receive::parse(entry).map_or(0, |receive| receive.len());
+        *place = Some(taken);
+        let capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
+        Some(qp::Receive { id: u64::from(taken.counter), capacity })
+    }
+
+    fn active_receive(&self, id: u64) -> Option<mlx5::Receive<'_>> {
+        let taken =
+            self.active_receives.iter().flatten().find(|taken| u64::from(taken.counter) == id)?;
+        mlx5::Receive::parse(&taken.entry[..taken.len.min(MAX_RECV_WQE_LEN)]).ok()
+    }
+
+    /// The only piece of memory of a receive in use, if it has one.
+    fn single_sge_receive(&self, id: u64) -> Option<Data> {
+        let receive = self.active_receive(id)?;
+        let mut data_segments = receive.segments();
+        data_segments.next().filter(|_| data_segments.next().is_none())
+    }
+
+    /// Copies a message's bytes into the receive that it uses.
+    pub(super) fn scatter_received(
+        &self,
+        registry: &Registry,
+        id: u64,
+        offset: u32,
+        from: &[u8],
+    ) -> Result<(), AccessDenied> {
+        let receive = self.active_receive(id).ok_or(AccessDenied::Range)?;
+        let data_segments = receive.segments().map(|data| (u64::from(data.len), data));
+        let mut done = 0;
+        walk_segments(data_segments, offset, from.len() as u32, &mut |data, skip, len| {
+            let part = from.get(done..done + len as usize).ok_or(AccessDenied::Range)?;
+            done += len as usize;
+            let address = data.address.wrapping_add(u64::from(skip));
+            let (pd, write, len) = (self.pd, Access::LOCAL_WRITE, u64::from(len));
+            let span = registry.resolve(data.lkey, pd, write, address, len)?;
+            self.put(&span, part)
+        })
+    }
+
+    /// Copies bytes into memory, and notes whether they are there at once.
+    pub(super) fn put(&self, span: &Span<'_>, from: &[u8]) -> Result<(), AccessDenied> {
+        if span.is_staged() {
+            self.staged.set(true);
+        }
+        span.scatter(0, from)
+    }
+
+    /// Gives the receives in use back, and forgets them: shared ones serve others.
+    pub(super) fn release(&mut self, srqs: &mut [Option<SharedReceiveQueue>]) {
+        let active_receives = std::mem::take(&mut self.active_receives);
+        let RecvSource::Srq(srqn) = self.receives else { return };
+        let Some(Some(srq)) = srqs.get_mut(srqn as usize) else { return };
+        // The last is taken first.
+        for taken in active_receives.iter().rev().flatten() {
+            srq.release(taken.counter);
+        }
+    }
+
+    /// A receive has ended: its place is free.
+    pub(super) fn end_receive(&mut self, id: u64) {
+        for place in &mut self.active_receives {
+            if place.is_some_and(|taken| u64::from(taken.counter) == id) {
+                *place = None;
+                return;
+            }
+        }
+    }
+}
+
+/// The pieces, each with its length, that hold `len` bytes from `offset` on.
+fn walk_segments<P>(
+    data_segments: impl Iterator<Item = (u64, P)>,
+    offset: u32,
+    len: u32,
+    each: &mut impl FnMut(P, u32, u32) -> Result<(), AccessDenied>,
+) -> Result<(), AccessDenied> {
+    let (mut skip, mut remaining) = (u64::from(offset), len);
+    for (size, segment) in data_segments {
+        if skip >= size {
+            skip -= size;
+            continue;
+        }
+        let chunk = u32::try_from(size - skip).unwrap_or(u32::MAX).min(remaining);
+        // Less than the piece's size, which is 31 bits.
+        each(segment, skip as u32, chunk)?;
+        (skip, remaining) = (0, remaining - chunk);
+        if remaining == 0 {
+            return Ok(());
+        }
+    }
+    if remaining == 0 { Ok(()) } else { Err(AccessDenied::Range) }
+}
+
+/// The atomic as the protocol has it.
+fn to_wire(op: Atomic) -> qp::Atomic {
+    let width = |width| match width {
+        AtomicWidth::Four => qp::Width::Four,
+        AtomicWidth::Eight => qp::Width::Eight,
+    };
+    match op {
+        Atomic::CompareSwap { compare, swap } => qp::Atomic::CompareSwap { compare, swap },
+        Atomic::FetchAdd { add } => qp::Atomic::FetchAdd { add },
+        Atomic::MaskedFetchAdd { width: bytes, add, boundary } => {
+            qp::Atomic::MaskedFetchAdd { width: width(bytes), add, boundary }
+        }
+        Atomic::MaskedCompareSwap { width: bytes, compare, swap, compare_mask, swap_mask } => {
+            let width = width(bytes);
+            qp::Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask }
+        }
+    }
+}
+
+/// And back.
+pub(super) fn from_wire(op: qp::Atomic) -> Atomic {
+    let width = |width| match width {
+        qp::Width::Four => AtomicWidth::Four,
+        qp::Width::Eight => AtomicWidth::Eight,
+    };
+    match op {
+        qp::Atomic::CompareSwap { compare, swap } => Atomic::CompareSwap { compare, swap },
+        qp::Atomic::FetchAdd { add } => Atomic::FetchAdd { add },
+        qp::Atomic::MaskedFetchAdd { width: bytes, add, boundary } => {
+            Atomic::MaskedFetchAdd { width: width(bytes), add, boundary }
+        }
+        qp::Atomic::MaskedCompareSwap { width: bytes, compare, swap, compare_mask, swap_mask } => {
+            let width = width(bytes);
+            Atomic::MaskedCompareSwap { width, compare, swap, compare_mask, swap_mask }
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! Gates under real threads. `tests/races.rs` tries every order of a few steps instead.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use super::revocable_slot::RevocableSlot;
+
+#[test]
+fn a_slot_opens_once_and_returns_its_content() {
+    let revocable_slot = RevocableSlot::closed(3);
+    assert_eq!(revocable_slot.enter(|_| true).err(), Some((3, false)));
+    revocable_slot.open(4, "here").unwrap();
+    assert_eq!(revocable_slot.open(5, "there"), Err("there"));
+    assert_eq!(*revocable_slot.enter(|label| label == 4).ok().unwrap(), "here");
+    assert_eq!(revocable_slot.enter(|label| label == 5).err(), Some((4, true)));
+    assert!(revocable_slot.relabel_and_drain(4, 5) && !revocable_slot.relabel_and_drain(4, 6));
+    assert_eq!(revocable_slot.close(6), Some("here"));
+    assert_eq!(revocable_slot.close(7), None);
+    assert_eq!(revocable_slot.peek(), (7, false));
+}
+
+#[test]
+fn no_guard_is_left_when_the_content_is_taken() {
+    /// Says so when it is used after it was taken.
+    struct Guarded(AtomicBool);
+    let (revocable_slot, stop) = (RevocableSlot::closed(0), AtomicBool::new(false));
+    let uses = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    if let Ok(guard) = revocable_slot.enter(|_| true) {
+                        let guard: &Guarded = &guard;
+                        for _ in 0..10 {
+                            assert!(guard.0.load(Ordering::Relaxed), "used after it was taken");
+                        }
+                        uses.fetch_add(1, Ordering::Relaxed);
+                    }
+                }
+            });
+        }
+        for round in 0..3000 {
+            let before = uses.load(Ordering::Relaxed);
+            assert!(revocable_slot.open(round, Guarded(AtomicBool::new(true))).is_ok());
+            // Now and then until somebody is in, else at once.
+            while round % 16 == 0 && uses.load(Ordering::Relaxed) == before {
+                std::thread::yield_now();
+            }
+            let taken = revocable_slot.close(round).unwrap();
+            taken.0.store(false, Ordering::Relaxed);
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+}

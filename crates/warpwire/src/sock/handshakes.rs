@@ -1,0 +1,538 @@
+//! The family `warp` on the host: connections are met over TCP, watched, and let go. Bytes go without this thread.
+//!
+//! 1. Whoever connects speaks first. Until an accepted connection has said its hello it has no socket, no rings and no queue
+//!    pair: it waits in the [`PendingHandshakes`], for a while.
+//! 2. Everything that was made for a connection is its own, and goes with it: berth, queue pair, registrations.
+//! 3. The TCP connection is the sign of life. It is closed when everything that was sent has landed, or reset.
+
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
+
+use super::agent::Agent;
+use super::device_cache::ConnResources;
+use super::layout::{address_bytes, host_state, record, state};
+use super::socket::SocketRole;
+use super::warp::{FIN, Handshake, MAX_LINE};
+use crate::error::{Error, Kind, Result};
+use crate::mlx5::Status;
+
+/// How long two ends may take to meet.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How many accepted connections may be silent at a time; the one that has been so for the longest goes first.
+const MAX_PENDING: usize = 1024;
+/// Marks descriptors of the nursery among events.
+pub(super) const PENDING_BIT: u64 = 1 << 40;
+
+/// What a socket of the family has while it connects, and then.
+#[derive(Default)]
+pub(super) struct WarpState {
+    pub(super) conn_resources: Option<ConnResources>,
+    pub(super) handshake: Option<Handshake>,
+    /// When the two must have met.
+    pub(super) deadline: Option<Instant>,
+    /// The listener that accepted it, until a kernel is told, and its peer's address.
+    pub(super) parent: Option<(i32, Option<SocketAddr>)>,
+    /// Its peer is gone, in good order.
+    pub(super) peer_closed: bool,
+    /// How many operations its kernels had posted when they closed it.
+    pub(super) posted: u64,
+    /// A listener's connections that are being met.
+    pub(super) pending_accepts: u64,
+}
+
+/// An accepted connection that has not said its hello.
+struct PendingConn {
+    number: u64,
+    fd: OwnedFd,
+    peer: Option<SocketAddr>,
+    listener: i32,
+    buffered: Vec<u8>,
+    deadline: Instant,
+}
+
+/// Accepted connections without a socket, the oldest first.
+#[derive(Default)]
+pub(super) struct PendingHandshakes {
+    conns: std::collections::VecDeque<PendingConn>,
+    next: u64,
+}
+
+impl PendingHandshakes {
+    pub(super) fn is_empty(&self) -> bool {
+        self.conns.is_empty()
+    }
+
+    /// Those of a listener that has ended go with it.
+    pub(super) fn remove_listener(&mut self, listener: i32) {
+        self.conns.retain(|conn| conn.listener != listener);
+    }
+}
+
+/// What came of reading.
+enum ReadOutcome {
+    Hello,
+    Incomplete,
+    Closed,
+}
+
+impl PendingConn {
+    fn read_hello(&mut self) -> ReadOutcome {
+        let mut bytes = [0; MAX_LINE];
+        loop {
+            if self.buffered.contains(&b'\n') || self.buffered.len() > MAX_LINE {
+                return ReadOutcome::Hello;
+            }
+            match rustix::net::recv(&self.fd, &mut bytes, RecvFlags::DONTWAIT) {
+                Ok((0, _)) => return ReadOutcome::Closed,
+                Ok((count, _)) => self.buffered.extend_from_slice(&bytes[..count]),
+                Err(Errno::AGAIN) => return ReadOutcome::Incomplete,
+                Err(Errno::INTR) => {}
+                Err(_) => return ReadOutcome::Closed,
+            }
+        }
+    }
+}
+
+impl Agent {
+    /// An accepted connection waits for its hello.
+    pub(super) fn add_pending(&mut self, listener: u16, fd: OwnedFd, peer: Option<SocketAddr>) {
+        let listener = self.sockets[usize::from(listener)].handle(listener);
+        let number = self.pending.next;
+        if let Err(errno) = self.watch_descriptor(&fd, PENDING_BIT | number) {
+            tracing::warn!(%errno, "an accepted connection could not be watched, and was closed");
+            return;
+        }
+        if self.pending.conns.len() == MAX_PENDING {
+            self.pending.conns.pop_front();
+        }
+        let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
+        self.pending.next = (number + 1) % PENDING_BIT;
+        let buffered = Vec::new();
+        self.pending.conns.push_back(PendingConn {
+            number,
+            fd,
+            peer,
+            listener,
+            buffered,
+            deadline,
+        });
+    }
+
+    /// One of the nursery may have spoken.
+    pub(super) fn on_pending_event(&mut self, number: u64) -> Result<()> {
+        let at = self.pending.conns.iter().position(|conn| conn.number == number);
+        match at {
+            Some(at) => self.try_promote(at).map(|_| ()),
+            None => Ok(()),
+        }
+    }
+
+    /// Looks at one that waits; false if it stays.
+    fn try_promote(&mut self, at: usize) -> Result<bool> {
+        let Some(conn) = self.pending.conns.get_mut(at) else { return Ok(false) };
+        let handle = conn.listener;
+        match conn.read_hello() {
+            ReadOutcome::Incomplete => return Ok(false),
+            ReadOutcome::Closed => {
+                self.pending.conns.remove(at);
+                return Ok(true);
+            }
+            ReadOutcome::Hello => {}
+        }
+        let Ok(listener) = self.find(handle) else {
+            self.pending.conns.remove(at);
+            return Ok(true);
+        };
+        let socket = &self.sockets[usize::from(listener)];
+        if socket.room() < (socket.warp.pending_accepts + 1) * record::LEN || self.vacant.is_empty()
+        {
+            // It is tried again before long.
+            return Ok(false);
+        }
+        let Some(conn) = self.pending.conns.remove(at) else { return Ok(false) };
+        self.promote(listener, conn)?;
+        Ok(true)
+    }
+
+    /// Looks after the nursery now and then: who waited for a place may have one, and who is silent for too long goes.
+    pub(super) fn expire_pending(&mut self, now: Instant) -> Result<()> {
+        self.pending.conns.retain(|conn| conn.deadline > now);
+        let mut at = 0;
+        while at < self.pending.conns.len() {
+            at += usize::from(!self.try_promote(at)?);
+        }
+        Ok(())
+    }
+
+    /// Makes a socket for a connection that has said its hello.
+    fn promote(&mut self, listener: u16, conn: PendingConn) -> Result<()> {
+        let Some(index) = self.alloc_socket()? else { return Ok(()) };
+        let parent = &mut self.sockets[usize::from(listener)];
+        let (sockopts, v6) = (parent.sockopts, parent.v6);
+        parent.warp.pending_accepts += 1;
+        let socket = &mut self.sockets[usize::from(index)];
+        (socket.sockopts, socket.v6, socket.is_warp) = (sockopts, v6, true);
+        socket.fd = Some(conn.fd);
+        (socket.readable, socket.writable) = (true, true);
+        socket.flags = state::CONNECTING;
+        socket.warp.parent = Some((conn.listener, conn.peer));
+        let ready = self.alloc_rings(index).and_then(|()| self.rewatch(index));
+        if let Err(errno) = ready {
+            tracing::warn!(%errno, "an accepted connection got no rings, and was reset");
+            return self.abort_connection(index, errno);
+        }
+        self.begin_handshake(index, &conn.buffered)
+    }
+
+    /// A TCP connection stands: says hello.
+    pub(super) fn begin_handshake(&mut self, index: u16, buffered: &[u8]) -> Result<()> {
+        let handshake = self.attach(index).and_then(|hello| Handshake::new(&hello));
+        let socket = &mut self.sockets[usize::from(index)];
+        match handshake {
+            Ok(handshake) => {
+                socket.warp.handshake = Some(handshake);
+                socket.warp.deadline = Some(Instant::now() + HANDSHAKE_TIMEOUT);
+                self.publish_socket(index)?;
+                self.drive_handshake(index, buffered)
+            }
+            Err(error) => {
+                tracing::warn!(%error, "a connection got no queue pair, and was reset");
+                self.abort_connection(index, Errno::NOBUFS)
+            }
+        }
+    }
+
+    /// Makes what a connection needs.
+    fn attach(&mut self, index: u16) -> Result<super::warp::Hello> {
+        let conn_memory = self.conn_memory(index)?;
+        let socket = &self.sockets[usize::from(index)];
+        let local = socket.fd.as_ref().and_then(|fd| rustix::net::getsockname(fd).ok());
+        let local = local.and_then(|name| SocketAddr::try_from(name).ok());
+        let missing = |why: &'static str| Error::new(Kind::OutOfMemory, "connect").why(why);
+        let local = local.ok_or_else(|| missing("the connection has no address"))?;
+        let qp_slots = self.qp_slots.as_mut();
+        let qp_slots = qp_slots.ok_or_else(|| missing("no socket may be of the family `warp`"))?;
+        let qp_slot = qp_slots.take().ok_or_else(|| {
+            missing("all queue pairs are in use").fix("raise SockOptions::warp_sockets")
+        })?;
+        match ConnResources::new(&mut self.device_cache, qp_slots, qp_slot, local, conn_memory) {
+            Ok(conn_resources) => {
+                let hello = conn_resources.hello();
+                self.sockets[usize::from(index)].warp.conn_resources = Some(conn_resources);
+                Ok(hello)
+            }
+            Err(error) => {
+                qp_slots.release(qp_slot);
+                Err(error)
+            }
+        }
+    }
+
+    /// Lets go of what a connection needed.
+    pub(super) fn detach(&mut self, index: u16) {
+        let socket = &mut self.sockets[usize::from(index)];
+        socket.warp.handshake = None;
+        socket.warp.deadline = None;
+        if let (Some(conn_resources), Some(qp_slots)) =
+            (socket.warp.conn_resources.take(), self.qp_slots.as_mut())
+        {
+            let qp_slot = conn_resources.qp_slot;
+            drop(conn_resources);
+            qp_slots.release(qp_slot);
+        }
+    }
+
+    /// Does what there is to do for a stream of the family.
+    pub(super) fn serve_warp(&mut self, index: u16) -> Result<bool> {
+        let socket = &self.sockets[usize::from(index)];
+        if socket.has(state::CONNECTING) {
+            if socket.warp.handshake.is_none() {
+                self.finish_connecting(index)?;
+            } else {
+                self.drive_handshake(index, &[])?;
+            }
+            return Ok(false);
+        }
+        if socket.has(state::CONNECTED) && socket.readable {
+            self.check_hangup(index)?;
+        }
+        self.finish_warp(index)?;
+        Ok(false)
+    }
+
+    /// Goes on with a handshake, by what was heard already and by what comes now.
+    fn drive_handshake(&mut self, index: u16, buffered: &[u8]) -> Result<()> {
+        let outcome = self.try_handshake(index, buffered);
+        let socket = &self.sockets[usize::from(index)];
+        let is_late = socket.warp.deadline.is_some_and(|deadline| Instant::now() > deadline);
+        match outcome {
+            Ok(true) => self.establish(index),
+            Ok(false) if is_late => self.abort_connection(index, Errno::TIMEDOUT),
+            Ok(false) => {
+                self.retry_later(index);
+                Ok(())
+            }
+            Err(errno) => self.abort_connection(index, errno),
+        }
+    }
+
+    /// True when the two have met.
+    fn try_handshake(&mut self, index: u16, buffered: &[u8]) -> std::result::Result<bool, Errno> {
+        let mut bytes = [0; MAX_LINE];
+        let mut count = buffered.len().min(MAX_LINE);
+        bytes[..count].copy_from_slice(&buffered[..count]);
+        loop {
+            let socket = &mut self.sockets[usize::from(index)];
+            let (Some(handshake), Some(fd)) = (&mut socket.warp.handshake, &socket.fd) else {
+                return Ok(false);
+            };
+            flush_handshake(handshake, fd)?;
+            if let Err(error) = handshake.take(&bytes[..count]) {
+                // It is told why, if it listens.
+                let _ = flush_handshake(handshake, fd);
+                return Err(refusal(&error));
+            }
+            if let Some(peer_hello) = handshake.peer().copied()
+                && !handshake.is_ready()
+            {
+                self.connect_qp(index, &peer_hello)?;
+                count = 0;
+                continue;
+            }
+            if handshake.is_done() {
+                return Ok(true);
+            }
+            match rustix::net::recv(fd, &mut bytes, RecvFlags::DONTWAIT) {
+                Ok((0, _)) => return Err(Errno::CONNRESET),
+                Ok((got, _)) => count = got,
+                Err(Errno::INTR) => count = 0,
+                Err(Errno::AGAIN) => {
+                    socket.readable = false;
+                    return Ok(false);
+                }
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+
+    /// The peer has said hello: connects the queue pair.
+    fn connect_qp(
+        &mut self,
+        index: u16,
+        peer_hello: &super::warp::Hello,
+    ) -> std::result::Result<(), Errno> {
+        let socket = &mut self.sockets[usize::from(index)];
+        // A piece of our ring must not wrap in the peer's where it does not in ours.
+        socket.send_window = socket.send_ring.1.min(peer_hello.ring_size);
+        socket.peer_window = peer_hello.window.unwrap_or(u64::MAX);
+        let (Some(conn_resources), Some(qp_slots)) = (&socket.warp.conn_resources, &self.qp_slots)
+        else {
+            return Err(Errno::NOBUFS);
+        };
+        let connected = conn_resources
+            .connect_qp(qp_slots, peer_hello)
+            .and_then(|()| self.publish_socket(index));
+        let socket = &mut self.sockets[usize::from(index)];
+        let Some(handshake) = &mut socket.warp.handshake else { return Err(Errno::NOBUFS) };
+        match connected {
+            Ok(()) => {
+                handshake.mark_ready();
+                Ok(())
+            }
+            Err(error) => {
+                tracing::warn!(%error, "a queue pair could not be connected");
+                handshake.refuse(&error);
+                if let Some(fd) = &socket.fd {
+                    let _ = flush_handshake(handshake, fd);
+                }
+                Err(Errno::PROTO)
+            }
+        }
+    }
+
+    /// The two have met: kernels are told.
+    fn establish(&mut self, index: u16) -> Result<()> {
+        let socket = &mut self.sockets[usize::from(index)];
+        (socket.warp.handshake, socket.warp.deadline) = (None, None);
+        socket.flags = socket.flags & !state::CONNECTING | state::CONNECTED;
+        self.counters.warp.open(index, socket.generation);
+        self.publish_state(index)?;
+        let parent = self.sockets[usize::from(index)].warp.parent.take();
+        let Some((listener, peer)) = parent else {
+            self.counters.connected.fetch_add(1, Ordering::Relaxed);
+            return Ok(());
+        };
+        let Ok(listener) = self.find(listener) else {
+            // Nobody will take it.
+            self.sockets[usize::from(index)].sockopts.abort = true;
+            return self.release_socket(index);
+        };
+        self.sockets[usize::from(listener)].warp.pending_accepts -= 1;
+        self.enqueue_accepted(listener, index, peer)
+    }
+
+    /// Hands a connection to whoever accepts next.
+    pub(super) fn enqueue_accepted(
+        &mut self,
+        listener: u16,
+        index: u16,
+        peer: Option<SocketAddr>,
+    ) -> Result<()> {
+        let mut entry = [0; record::LEN as usize];
+        let handle = self.sockets[usize::from(index)].handle(index);
+        entry[..4].copy_from_slice(&handle.to_le_bytes());
+        entry[record::ADDRESS as usize..].copy_from_slice(&address_bytes(peer));
+        let socket = &mut self.sockets[usize::from(listener)];
+        self.shared_area.put(socket.receive_ring, socket.received, &entry)?;
+        socket.received += record::LEN;
+        socket.waiting.push_back(index);
+        let received = socket.received;
+        self.shared_area.store_word(listener, host_state::RECEIVED, received)?;
+        self.counters.accepted.fetch_add(1, Ordering::Relaxed);
+        self.queue(index);
+        Ok(())
+    }
+
+    /// Something came over TCP, where nobody speaks any more: the end, in one way or another.
+    fn check_hangup(&mut self, index: u16) -> Result<()> {
+        let socket = &mut self.sockets[usize::from(index)];
+        let Some(fd) = &socket.fd else { return Ok(()) };
+        match rustix::net::recv(fd, &mut [0; 1], RecvFlags::DONTWAIT | RecvFlags::PEEK) {
+            Ok((0, _)) => {
+                socket.readable = false;
+                if self.shared_area.received(index)? & FIN == 0 {
+                    return self.abort_connection(index, Errno::CONNRESET);
+                }
+                let socket = &mut self.sockets[usize::from(index)];
+                socket.warp.peer_closed = true;
+                socket.flags |= state::RECEIVE_END | state::SEND_END;
+                self.publish_state(index)
+            }
+            Ok(_) => self.abort_connection(index, Errno::PROTO),
+            Err(Errno::AGAIN | Errno::INTR) => {
+                socket.readable = false;
+                Ok(())
+            }
+            Err(errno) => self.abort_connection(index, errno),
+        }
+    }
+
+    /// Ends a connection that cannot go on, with that errno here and a reset there. One that no kernel knows just goes.
+    pub(super) fn abort_connection(&mut self, index: u16, errno: Errno) -> Result<()> {
+        let socket = &mut self.sockets[usize::from(index)];
+        // While the two meet, a peer may still read why not.
+        let is_connected = socket.has(state::CONNECTED);
+        if let Some((listener, _)) = socket.warp.parent.take() {
+            socket.sockopts.abort = is_connected;
+            if let Ok(listener) = self.find(listener) {
+                self.sockets[usize::from(listener)].warp.pending_accepts -= 1;
+            }
+            return self.release_socket(index);
+        }
+        socket.fail(Some(errno), Some(errno));
+        let before = std::mem::replace(&mut socket.sockopts.abort, is_connected);
+        self.drop_descriptor(index);
+        self.sockets[usize::from(index)].sockopts.abort = before;
+        self.publish_state(index)?;
+        self.detach(index);
+        if self.sockets[usize::from(index)].closing.is_some() {
+            return self.release_socket(index);
+        }
+        Ok(())
+    }
+
+    /// A kernel gives its connection up.
+    pub(super) fn give_up(&mut self, index: u16, errno: u64) -> Result<Errno> {
+        let errno = match i32::try_from(errno).map(Errno::from_raw_os_error) {
+            Ok(errno @ (Errno::PROTO | Errno::TIMEDOUT)) => errno,
+            _ => Errno::CONNRESET,
+        };
+        let socket = &mut self.sockets[usize::from(index)];
+        if socket.is_warp && socket.has(state::CONNECTED) && !socket.warp.peer_closed {
+            // If its queue pair has failed, the reason is known here.
+            self.check_queue_pair(index)?;
+            let socket = &self.sockets[usize::from(index)];
+            if socket.errno() == 0 && !socket.warp.peer_closed {
+                self.abort_connection(index, errno)?;
+            }
+        }
+        Ok(errno)
+    }
+
+    /// Lets a closed socket go when everything has landed.
+    pub(super) fn finish_warp(&mut self, index: u16) -> Result<()> {
+        let socket = &self.sockets[usize::from(index)];
+        if !(socket.open && socket.is_warp) || socket.closing.is_none() {
+            return Ok(());
+        }
+        let WarpState { conn_resources, peer_closed, posted, .. } = &socket.warp;
+        let is_done = *peer_closed
+            || socket.sockopts.abort
+            || conn_resources
+                .as_ref()
+                .is_none_or(|conn_resources| conn_resources.is_drained(*posted));
+        if is_done { self.release_socket(index) } else { Ok(()) }
+    }
+
+    /// Whether queue pairs still work, of all connections.
+    pub(super) fn check_queue_pairs(&mut self) -> Result<()> {
+        for index in 0..self.used_up_to {
+            self.check_queue_pair(index)?;
+        }
+        Ok(())
+    }
+
+    fn check_queue_pair(&mut self, index: u16) -> Result<()> {
+        let socket = &self.sockets[usize::from(index)];
+        let is_connected =
+            socket.open && socket.role == SocketRole::Stream && socket.has(state::CONNECTED);
+        let Some(conn_resources) = socket.warp.conn_resources.as_ref().filter(|_| is_connected)
+        else {
+            return Ok(());
+        };
+        let Some(failure) = conn_resources.failure() else { return Ok(()) };
+        // A peer that has left in good order has taken its queue pair along.
+        self.check_hangup(index)?;
+        let socket = &self.sockets[usize::from(index)];
+        if !socket.open || socket.warp.peer_closed || socket.errno() != 0 {
+            return Ok(());
+        }
+        tracing::debug!(index, ?failure, "a queue pair has failed");
+        self.abort_connection(
+            index,
+            match failure {
+                Some(Status::RetryExceeded) => Errno::TIMEDOUT,
+                _ => Errno::CONNRESET,
+            },
+        )
+    }
+}
+
+/// Sends what waits to be sent, as far as it goes.
+fn flush_handshake(handshake: &mut Handshake, fd: &OwnedFd) -> std::result::Result<(), Errno> {
+    while !handshake.to_send().is_empty() {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        match rustix::net::send(fd, handshake.to_send(), flags) {
+            Ok(count) => handshake.sent(count),
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => return Ok(()),
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(())
+}
+
+/// What kernels are told of a peer that cannot be met.
+fn refusal(error: &Error) -> Errno {
+    // Anybody may knock.
+    tracing::info!(%error, "a peer could not be met");
+    match error.kind() {
+        Kind::PeerLost => Errno::CONNREFUSED,
+        _ => Errno::PROTO,
+    }
+}

@@ -1,0 +1,165 @@
+//! What sockets of the family `warp` have beside lines and rings: queues that kernels fill, completions and lines that they
+//! watch, berths that are their own. All of it is laid out at the start: while kernels run, CUDA may keep an allocation waiting.
+
+use super::layout::{peer, qp_descriptor, qp_slot};
+use super::warp::Hello;
+use super::{SockMemory, SockOptions};
+use crate::error::Result;
+use crate::hca::QueueMemory;
+use crate::mem::copy::CopyPlan;
+use crate::mem::{Allocation, Device, MemoryKind};
+use crate::stream::kernel::PreallocQp;
+use crate::verbs::{Context, Pd, QpOptions};
+
+/// How many operations of a socket may be under way. A send takes two or three.
+const DEPTH: u32 = 64;
+
+/// Memory for so many sockets at a time.
+pub(super) struct QpSlots {
+    queues: QueueMemory,
+    queues_addr: u64,
+    queues_len: u64,
+    polled: QueueMemory,
+    /// A window does not keep the memory that it shows.
+    _polled_memory: Allocation,
+    polled_addr: u64,
+    polled_len: u64,
+    _qp_slots: Allocation,
+    qp_slots_addr: u64,
+    free: Vec<u32>,
+}
+
+impl QpSlots {
+    /// Lays out the memory; nothing if no socket is to be of the family.
+    pub(super) fn allocate(device: &Device, options: &SockOptions) -> Result<Option<Self>> {
+        let count = u64::from(options.warp_sockets.min(options.sockets));
+        if count == 0 {
+            return Ok(None);
+        }
+        let (queues_len, completions_len) = PreallocQp::required_memory(DEPTH)?;
+        let polled_len = (qp_descriptor::LEN + completions_len).next_multiple_of(128);
+        let use_window = options.memory == SockMemory::Auto;
+        let at = |memory: &Allocation| match options.memory {
+            // Threads of this process look at host addresses.
+            SockMemory::Threads => Ok(memory.host_bytes()?.address()),
+            SockMemory::Auto | SockMemory::Pinned => Ok(memory.address().raw()),
+        };
+        let queues = device.alloc_pinned(count * queues_len)?;
+        let windowed = match use_window {
+            true => {
+                // How the device's memory is copied best is measured now, if nobody knows: later a kernel may be in the way.
+                CopyPlan::for_device(device)?;
+                let memory = device.alloc_kind(count * polled_len, MemoryKind::Vmm)?;
+                memory.window().ok().map(|window| (memory, QueueMemory::window(window)))
+            }
+            false => None,
+        };
+        let (polled_memory, polled) = match windowed {
+            Some(windowed) => windowed,
+            None => {
+                let memory = device.alloc_pinned(count * polled_len)?;
+                (memory.clone(), QueueMemory::pinned(memory)?)
+            }
+        };
+        let qp_slots = match options.memory {
+            SockMemory::Threads => device.alloc_pinned(count * qp_slot::LEN)?,
+            SockMemory::Auto | SockMemory::Pinned => {
+                device.alloc_kind(count * qp_slot::LEN, MemoryKind::Vmm)?
+            }
+        };
+        Ok(Some(Self {
+            queues_addr: at(&queues)?,
+            queues: QueueMemory::pinned(queues)?,
+            queues_len,
+            polled_addr: at(&polled_memory)?,
+            _polled_memory: polled_memory,
+            polled,
+            polled_len,
+            qp_slots_addr: at(&qp_slots)?,
+            _qp_slots: qp_slots,
+            free: (0..count as u32).rev().collect(),
+        }))
+    }
+
+    /// A berth that nobody has.
+    pub(super) fn take(&mut self) -> Option<u32> {
+        self.free.pop()
+    }
+
+    /// Gives one back.
+    pub(super) fn release(&mut self, qp_slot: u32) {
+        self.free.push(qp_slot);
+    }
+
+    /// Makes a berth's queue pair.
+    pub(super) fn queue_pair(
+        &self,
+        qp_slot: u32,
+        context: &Context,
+        pd: &Pd,
+        options: QpOptions,
+    ) -> Result<PreallocQp> {
+        let (queues, polled) =
+            (u64::from(qp_slot) * self.queues_len, u64::from(qp_slot) * self.polled_len);
+        let completions = polled + qp_descriptor::LEN;
+        PreallocQp::create(
+            context,
+            pd,
+            (self.queues.slice(queues, self.queues_len), self.queues_addr + queues),
+            (
+                self.polled.slice(completions, self.polled_len - qp_descriptor::LEN),
+                self.polled_addr + completions,
+            ),
+            DEPTH,
+            options,
+        )
+    }
+
+    /// Where kernels find a berth's wire line.
+    pub(super) fn qp_descriptor_addr(&self, qp_slot: u32) -> u64 {
+        self.polled_addr + u64::from(qp_slot) * self.polled_len
+    }
+
+    /// Where they find berths.
+    pub(super) fn qp_slots_addr(&self) -> u64 {
+        self.qp_slots_addr
+    }
+
+    /// Tells kernels how to post, and where the peer may be written to.
+    pub(super) fn write_descriptor(
+        &self,
+        qp_slot: u32,
+        qp: &PreallocQp,
+        peer_hello: &Hello,
+        send_key: u32,
+    ) -> Result<()> {
+        let mut line = [0; qp_descriptor::LEN as usize];
+        let constants = qp.constants().encode();
+        let slice = qp_descriptor::PEER as usize;
+        line[..slice].copy_from_slice(&constants[..slice]);
+        let mut put = |at: u64, bytes: &[u8]| {
+            let at = (qp_descriptor::PEER + at) as usize;
+            line[at..at + bytes.len()].copy_from_slice(bytes);
+        };
+        for (at, address) in [
+            (peer::RING, peer_hello.ring.address),
+            (peer::RECEIVED, peer_hello.received.address),
+            (peer::TAKEN, peer_hello.taken.address),
+        ] {
+            put(at, &address.to_le_bytes());
+        }
+        for (at, word) in [
+            (peer::RING_KEY, peer_hello.ring.rkey),
+            (peer::RECEIVED_KEY, peer_hello.received.rkey),
+            (peer::TAKEN_KEY, peer_hello.taken.rkey),
+            (peer::RING_SIZE, peer_hello.ring_size as u32),
+            (peer::SEND_KEY, send_key),
+            (peer::QP_SLOT, qp_slot),
+        ] {
+            put(at, &word.to_le_bytes());
+        }
+        self.polled.bytes().write(u64::from(qp_slot) * self.polled_len, &line)?;
+        self.polled.flush_stores();
+        Ok(())
+    }
+}

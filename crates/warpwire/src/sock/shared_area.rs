@@ -1,0 +1,364 @@
+//! The memory that the host and the kernels share, and where in it everything lies.
+
+use super::arena::{self, Arena};
+use super::device_cache::ConnMemory;
+use super::layout::{device_counters, device_state, heartbeat, host_state, reply, request, table};
+use super::socket::Ring;
+use super::{SockMemory, SockOptions, layout};
+use crate::error::{Error, Kind, Result};
+use crate::mem::{Allocation, Device, MemoryKind, Window};
+
+/// Rings and lines begin at multiples of this.
+const PAGE: u64 = arena::MIN_BLOCK;
+
+/// Memory that the host writes and kernels watch.
+enum HostArea {
+    /// Device memory, through a window.
+    Windowed(Window),
+    /// Pinned memory, which kernels read across the bus.
+    Pinned(Allocation),
+}
+
+/// All of it.
+pub(super) struct SharedArea {
+    host_area: HostArea,
+    /// The device memory behind a window.
+    device_memory: Option<Allocation>,
+    /// Why there is none.
+    pub(super) why_pinned: Option<String>,
+    kernel_area: Allocation,
+    device_states: Allocation,
+    /// Where the desks begin there.
+    device_states_at: u64,
+    pub(super) sockets: u32,
+    pub(super) slots: u32,
+    offsets: Offsets,
+    /// Where kernels find the two areas.
+    host_area_addr: u64,
+    kernel_area_addr: u64,
+}
+
+/// Offsets in the host side and in the kernel side.
+struct Offsets {
+    heartbeat: u64,
+    replies: u64,
+    host_state: u64,
+    receive_rings: u64,
+    requests: u64,
+    device_counters: u64,
+    send_rings: u64,
+}
+
+impl Offsets {
+    fn new(sockets: u64, slots: u64) -> Self {
+        let heartbeat = table::LEN;
+        let replies = heartbeat + heartbeat::LEN;
+        let host_state = replies + slots * reply::LEN;
+        let device_counters = slots * request::LEN;
+        Self {
+            heartbeat,
+            replies,
+            host_state,
+            receive_rings: (host_state + sockets * host_state::LEN).next_multiple_of(PAGE),
+            requests: 0,
+            device_counters,
+            send_rings: (device_counters + sockets * device_counters::LEN).next_multiple_of(PAGE),
+        }
+    }
+}
+
+impl SharedArea {
+    pub(super) fn allocate(
+        device: &Device,
+        options: &SockOptions,
+        qp_slots_addr: u64,
+    ) -> Result<Self> {
+        let (sockets, slots) = (options.sockets, options.requests);
+        let offsets = Offsets::new(u64::from(sockets), u64::from(slots));
+        let kernel_area = device.alloc_pinned(offsets.send_rings + options.arena)?;
+        let host_len = offsets.receive_rings + options.arena;
+        let (host_area, device_memory, why_pinned) = host_area(device, options.memory, host_len)?;
+        // A ticket and its neighbours, turns, desks.
+        let slot_laps = 128;
+        let device_states_at = (slot_laps + u64::from(slots) * 8).next_multiple_of(128);
+        let device_states_len = device_states_at + u64::from(sockets) * device_state::LEN;
+        let device_states = match options.memory {
+            SockMemory::Threads => device.alloc_pinned(device_states_len)?,
+            SockMemory::Auto | SockMemory::Pinned => {
+                device.alloc_kind(device_states_len, MemoryKind::Vmm)?
+            }
+        };
+        device_states.write(0, &vec![0; device_states_len as usize])?;
+        let at = |memory: &Allocation| match options.memory {
+            // Threads of this process look at host addresses.
+            SockMemory::Threads => Ok(memory.host_bytes()?.address()),
+            SockMemory::Auto | SockMemory::Pinned => Ok(memory.address().raw()),
+        };
+        let host_area_addr = match (&host_area, &device_memory) {
+            (HostArea::Pinned(memory), _) | (HostArea::Windowed(_), Some(memory)) => at(memory)?,
+            (HostArea::Windowed(window), None) => window.address().raw(),
+        };
+        let (kernel_area_addr, device_states_base) = (at(&kernel_area)?, at(&device_states)?);
+        let shared_area = Self {
+            host_area,
+            device_memory,
+            why_pinned,
+            kernel_area,
+            device_states,
+            device_states_at,
+            sockets,
+            slots,
+            offsets,
+            host_area_addr,
+            kernel_area_addr,
+        };
+        shared_area.clear()?;
+        let device_states = [
+            device_states_base,
+            device_states_base + slot_laps,
+            device_states_base + device_states_at,
+        ];
+        shared_area.write_table(options, device_states, qp_slots_addr)?;
+        Ok(shared_area)
+    }
+
+    /// Everything but the rings begins as zeros.
+    fn clear(&self) -> Result<()> {
+        self.write_host(0, &vec![0; self.offsets.receive_rings as usize])?;
+        self.kernel_area.host_bytes()?.write(0, &vec![0; self.offsets.send_rings as usize])
+    }
+
+    fn write_table(
+        &self,
+        options: &SockOptions,
+        device_states: [u64; 3],
+        qp_slots_addr: u64,
+    ) -> Result<()> {
+        let [ticket, slot_laps, device_states] = device_states;
+        let mut bytes = [0; table::LEN as usize];
+        let mut word = |at: u64, value: &[u8]| {
+            bytes[at as usize..at as usize + value.len()].copy_from_slice(value);
+        };
+        let heartbeat_timeout =
+            u32::try_from(options.heartbeat_timeout.as_millis()).unwrap_or(u32::MAX);
+        for (at, value) in [
+            (table::VERSION, layout::VERSION),
+            (table::SOCKETS, self.sockets),
+            (table::SLOTS, self.slots),
+            (table::HEARTBEAT_TIMEOUT, heartbeat_timeout),
+        ] {
+            word(at, &value.to_le_bytes());
+        }
+        for (at, value) in [
+            (table::HOST_STATES, self.host_area_addr + self.offsets.host_state),
+            (table::DEVICE_COUNTERS, self.kernel_area_addr + self.offsets.device_counters),
+            (table::DEVICE_STATES, device_states),
+            (table::REQUESTS, self.kernel_area_addr + self.offsets.requests),
+            (table::REPLIES, self.host_area_addr + self.offsets.replies),
+            (table::SLOT_LAPS, slot_laps),
+            (table::TICKET, ticket),
+            (table::HEARTBEAT, self.host_area_addr + self.offsets.heartbeat),
+            (table::QP_SLOTS, qp_slots_addr),
+        ] {
+            word(at, &value.to_le_bytes());
+        }
+        self.write_host(0, &bytes)
+    }
+
+    /// The address of the table, which kernels get.
+    pub(super) fn table(&self) -> u64 {
+        self.host_area_addr
+    }
+
+    /// Areas for the rings of both directions: receiving, sending.
+    pub(super) fn arenas(options: &SockOptions) -> (Arena, Arena) {
+        (Arena::new(options.arena), Arena::new(options.arena))
+    }
+
+    /// Where kernels find a receive ring and a send ring.
+    pub(super) fn ring_addresses(&self, receive: u64, send: u64) -> (u64, u64) {
+        (
+            self.host_area_addr + self.offsets.receive_rings + receive,
+            self.kernel_area_addr + self.offsets.send_rings + send,
+        )
+    }
+
+    /// Writes into the host side. What is written first is seen first.
+    fn write_host(&self, at: u64, bytes: &[u8]) -> Result<()> {
+        match &self.host_area {
+            HostArea::Windowed(window) => window.write(at, bytes),
+            HostArea::Pinned(memory) => memory.host_bytes()?.write_cached(at, bytes),
+        }
+    }
+
+    fn store_host(&self, at: u64, value: u64) -> Result<()> {
+        match &self.host_area {
+            HostArea::Windowed(window) => window.write(at, &value.to_le_bytes()),
+            HostArea::Pinned(memory) => memory.host_bytes()?.store_u64(at, value),
+        }
+    }
+
+    /// Writes a word of a socket's line.
+    pub(super) fn store_word(&self, index: u16, word: u64, value: u64) -> Result<()> {
+        self.store_host(self.offsets.host_state + u64::from(index) * host_state::LEN + word, value)
+    }
+
+    /// Writes a socket's line, its state last.
+    pub(super) fn write_host_state(
+        &self,
+        index: u16,
+        line: &[u8; host_state::LEN as usize],
+    ) -> Result<()> {
+        let at = self.offsets.host_state + u64::from(index) * host_state::LEN;
+        self.write_host(at + 8, &line[8..])?;
+        let mut state = [0; 8];
+        state.copy_from_slice(&line[..8]);
+        self.store_host(at, u64::from_le_bytes(state))
+    }
+
+    /// Puts bytes into a receive ring at counter `at`; they fit.
+    pub(super) fn put(&self, ring: (u64, u64), at: u64, bytes: &[u8]) -> Result<()> {
+        let (begin, size) = (self.offsets.receive_rings + ring.0, ring.1);
+        let offset = at & (size - 1);
+        let first = bytes.len().min((size - offset) as usize);
+        self.write_host(begin + offset, &bytes[..first])?;
+        match first < bytes.len() {
+            true => self.write_host(begin, &bytes[first..]),
+            false => Ok(()),
+        }
+    }
+
+    /// Copies bytes of a send ring from counter `at` on.
+    pub(super) fn fetch(&self, ring: (u64, u64), at: u64, into: &mut [u8]) -> Result<()> {
+        let (begin, size) = (self.offsets.send_rings + ring.0, ring.1);
+        let offset = at & (size - 1);
+        let first = into.len().min((size - offset) as usize);
+        let bytes = self.kernel_area.host_bytes()?;
+        bytes.read_cached(begin + offset, &mut into[..first])?;
+        match first < into.len() {
+            true => bytes.read_cached(begin, &mut into[first..]),
+            false => Ok(()),
+        }
+    }
+
+    /// What kernels say of a socket: bytes sent and consumed, the lower halves.
+    #[inline]
+    pub(super) fn device_counters(&self, index: u16) -> Result<u64> {
+        let at = self.offsets.device_counters + u64::from(index) * device_counters::LEN;
+        self.kernel_area.host_bytes()?.load_u64(at)
+    }
+
+    /// The first so many desks, as kernels have them.
+    pub(super) fn device_states(&self, count: usize) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; count * device_state::LEN as usize];
+        self.device_states.read(self.device_states_at, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// A new socket has sent and consumed nothing.
+    pub(super) fn clear_device_counters(&self, index: u16) -> Result<()> {
+        let at = self.offsets.device_counters + u64::from(index) * device_counters::LEN;
+        self.kernel_area.host_bytes()?.store_u64(at, 0)
+    }
+
+    /// What a kernel that went wrong might write.
+    pub(super) fn corrupt_device_counters(&self, index: u16) -> Result<()> {
+        let at = self.offsets.device_counters + u64::from(index) * device_counters::LEN;
+        self.kernel_area.host_bytes()?.store_u64(at, u64::MAX / 3)
+    }
+
+    /// What the peer's device, or the host, has written into a socket's word `RECEIVED`.
+    pub(super) fn received(&self, index: u16) -> Result<u64> {
+        let at =
+            self.offsets.host_state + u64::from(index) * host_state::LEN + host_state::RECEIVED;
+        match &self.host_area {
+            HostArea::Windowed(window) => {
+                let mut word = [0; 8];
+                window.read(at, &mut word)?;
+                Ok(u64::from_le_bytes(word))
+            }
+            HostArea::Pinned(memory) => memory.host_bytes()?.load_u64(at),
+        }
+    }
+
+    /// What a device may reach of a socket: its rings, and the words `RECEIVED` and `TAKEN`.
+    pub(super) fn conn_memory(&self, index: u16, receive: Ring, send: Ring) -> Result<ConnMemory> {
+        let host_area = match (&self.host_area, &self.device_memory) {
+            (HostArea::Pinned(memory), _) | (HostArea::Windowed(_), Some(memory)) => memory,
+            (HostArea::Windowed(_), None) => {
+                return Err(Error::new(Kind::Unsupported, "register a socket's rings"));
+            }
+        };
+        let words =
+            self.offsets.host_state + u64::from(index) * host_state::LEN + host_state::RECEIVED;
+        let receive_at = self.offsets.receive_rings + receive.0;
+        let send_at = self.offsets.send_rings + send.0;
+        Ok(ConnMemory {
+            send: (self.kernel_area.region(send_at, send.1)?, self.kernel_area_addr + send_at),
+            receive: (host_area.region(receive_at, receive.1)?, self.host_area_addr + receive_at),
+            words: (host_area.region(words, 16)?, self.host_area_addr + words),
+        })
+    }
+
+    /// Whether request `number` is there.
+    #[inline]
+    pub(super) fn request(
+        &self,
+        number: u64,
+        into: &mut [u8; request::LEN as usize],
+    ) -> Result<bool> {
+        let bytes = self.kernel_area.host_bytes()?;
+        let at = self.offsets.requests + number % u64::from(self.slots) * request::LEN;
+        if bytes.load_u64(at)? != number + 1 {
+            return Ok(false);
+        }
+        bytes.read(at, into)?;
+        Ok(true)
+    }
+
+    /// Answers a request.
+    pub(super) fn reply(
+        &self,
+        number: u64,
+        result: i64,
+        address: &[u8; layout::ADDRESS_LEN],
+    ) -> Result<()> {
+        let at = self.offsets.replies + number % u64::from(self.slots) * reply::LEN;
+        let mut bytes = [0; 8 + layout::ADDRESS_LEN];
+        bytes[..8].copy_from_slice(&result.to_le_bytes());
+        bytes[8..].copy_from_slice(address);
+        self.write_host(at + reply::RESULT, &bytes)?;
+        self.store_host(at + reply::NUMBER, number + 1)
+    }
+
+    /// Says that the host lives.
+    pub(super) fn heartbeat(&self, count: u64) -> Result<()> {
+        self.store_host(self.offsets.heartbeat + heartbeat::COUNT, count)
+    }
+
+    /// Says that the host has ended: every call of a kernel returns.
+    pub(super) fn close(&self) -> Result<()> {
+        self.store_host(self.offsets.heartbeat + heartbeat::CLOSED, 1)
+    }
+}
+
+type Chosen = (HostArea, Option<Allocation>, Option<String>);
+
+fn host_area(device: &Device, memory: SockMemory, len: u64) -> Result<Chosen> {
+    let pinned = |why: String| -> Result<Chosen> {
+        let memory = device.alloc_pinned(len).map_err(|error| {
+            Error::new(Kind::OutOfMemory, "make receive rings").why(error.to_string())
+        })?;
+        Ok((HostArea::Pinned(memory), None, Some(why)))
+    };
+    match memory {
+        SockMemory::Auto => {}
+        SockMemory::Pinned => return pinned("it was asked for".into()),
+        SockMemory::Threads => return pinned("threads of this process use them".into()),
+    }
+    let memory = device.alloc_kind(len, MemoryKind::Vmm)?;
+    match memory.window() {
+        Ok(window) => Ok((HostArea::Windowed(window), Some(memory), None)),
+        Err(error) => pinned(error.to_string()),
+    }
+}

@@ -1,0 +1,283 @@
+//! What rdma-core's `ibv_rc_pingpong` says over TCP before its queue pairs meet, so that it may be a peer.
+//!
+//! The client sends 52 bytes, `LID:QPN:PSN:GID` in hexadecimal with a zero behind; the server connects its queue pair,
+//! sends the same of its own, and waits for the word `done`. Neither side tells its MTU: a user gives both ends the
+//! same (1024 if he gives none).
+
+use std::fmt;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::str::FromStr;
+
+use warpwire_proto::wire::UDP_PORT;
+
+use super::{Bootstrap, QpEndpoint};
+use crate::error::{Error, Kind, Result};
+
+/// The length of a greeting, with its final zero.
+const HANDSHAKE_LEN: usize = 52;
+/// What a client says when it has heard the server, with its final zero.
+const DONE: &[u8; 5] = b"done\0";
+
+/// What one end of a ping-pong tells the other.
+///
+/// ```
+/// use warpwire::verbs::bootstrap::PingpongHandshake;
+/// let text = "0000:000011:596a8a:00000000000000000000ffff0a4d0102";
+/// let handshake: PingpongHandshake = text.parse()?;
+/// assert_eq!((handshake.qpn, handshake.psn), (0x11, 0x596a8a));
+/// assert_eq!(handshake.endpoint(1024).address, "10.77.1.2:4791".parse().unwrap());
+/// assert_eq!(handshake.to_string(), text);
+/// # Ok::<(), warpwire::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PingpongHandshake {
+    /// The port's address in InfiniBand's own network; 0 on Ethernet.
+    pub lid: u16,
+    /// The queue pair's number, 24 bits.
+    pub qpn: u32,
+    /// The sequence number of its first request, 24 bits.
+    pub psn: u32,
+    /// Its address; IPv4 addresses are mapped, as in `::ffff:10.0.0.1`.
+    pub gid: Ipv6Addr,
+}
+
+impl PingpongHandshake {
+    /// What an offer is in these words.
+    pub fn of(endpoint: &QpEndpoint) -> Self {
+        let gid = match endpoint.address.ip() {
+            IpAddr::V4(address) => address.to_ipv6_mapped(),
+            IpAddr::V6(address) => address,
+        };
+        Self { lid: endpoint.lid, qpn: endpoint.qpn, psn: endpoint.psn, gid }
+    }
+
+    /// As an offer, with what the words leave out. Such ends read and write nothing, so that one read at a time is
+    /// enough.
+    pub fn endpoint(&self, mtu: u32) -> QpEndpoint {
+        let address = SocketAddr::new(self.gid.to_canonical(), UDP_PORT);
+        QpEndpoint {
+            address,
+            qpn: self.qpn,
+            psn: self.psn,
+            mtu,
+            max_rd_atomic: 1,
+            lid: self.lid,
+            gid: 0,
+        }
+    }
+}
+
+impl fmt::Display for PingpongHandshake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { lid, qpn, psn, gid } = self;
+        write!(f, "{lid:04x}:{qpn:06x}:{psn:06x}:{:032x}", gid.to_bits())
+    }
+}
+
+impl FromStr for PingpongHandshake {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let mut parts = text.split(':');
+        let mut number = |digits: usize| {
+            let part = parts.next()?;
+            let is_hex = part.len() == digits && part.bytes().all(|c| c.is_ascii_hexdigit());
+            is_hex.then(|| u128::from_str_radix(part, 16).ok()).flatten()
+        };
+        let (lid, qpn, psn, gid) = (number(4), number(6), number(6), number(32));
+        match (lid, qpn, psn, gid, parts.next()) {
+            (Some(lid), Some(qpn), Some(psn), Some(gid), None) => Ok(Self {
+                lid: lid as u16,
+                qpn: qpn as u32,
+                psn: psn as u32,
+                gid: Ipv6Addr::from_bits(gid),
+            }),
+            _ => Err(Error::new(Kind::Malformed, format!("read {text:?} as a greeting"))
+                .why("it is not LID:QPN:PSN:GID in hexadecimal")
+                .fix("check that the other end is ibv_rc_pingpong, and the port")),
+        }
+    }
+}
+
+impl Bootstrap {
+    /// Greets as the client of a ping-pong does, and hears the server. Both queue pairs may have receives before
+    /// this, and the server's is connected after it.
+    pub fn handshake_as_client(&mut self, local: &PingpongHandshake) -> Result<PingpongHandshake> {
+        self.send_bytes(&handshake_bytes(local))?;
+        let remote = self.recv_handshake()?;
+        self.send_bytes(DONE)?;
+        Ok(remote)
+    }
+
+    /// Hears the client of a ping-pong, and greets it. The queue pair is to be connected by `connect`, in between:
+    /// the client's first message may come as soon as it has heard us.
+    pub fn handshake_as_server(
+        &mut self,
+        local: &PingpongHandshake,
+        connect: impl FnOnce(&PingpongHandshake) -> Result<()>,
+    ) -> Result<PingpongHandshake> {
+        let remote = self.recv_handshake()?;
+        connect(&remote)?;
+        self.send_bytes(&handshake_bytes(local))?;
+        let mut done = [0; DONE.len()];
+        self.recv_bytes(&mut done)?;
+        if &done != DONE {
+            let error = Error::new(Kind::Malformed, format!("hear {}", self.peer));
+            return Err(error.why("it did not say \"done\"").fix("look at what it printed"));
+        }
+        Ok(remote)
+    }
+
+    fn send_bytes(&mut self, bytes: &[u8]) -> Result<()> {
+        let sent = self.reader.get_mut().write_all(bytes);
+        sent.map_err(|why| Error::os(format!("tell {}", self.peer), &why))
+    }
+
+    fn recv_handshake(&mut self) -> Result<PingpongHandshake> {
+        let mut bytes = [0; HANDSHAKE_LEN];
+        self.recv_bytes(&mut bytes)?;
+        let text = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
+        let handshake: PingpongHandshake = String::from_utf8_lossy(text).parse()?;
+        if handshake.gid.is_unspecified() {
+            let error = Error::new(Kind::Unsupported, format!("hear {}", self.peer));
+            let why = "it has no GID, and Ethernet needs one";
+            return Err(error
+                .why(why)
+                .fix("start ibv_rc_pingpong with -g and an index of its GIDs"));
+        }
+        if handshake.gid.is_unicast_link_local() {
+            let error = Error::new(Kind::Unsupported, format!("hear {}", self.peer));
+            let why = format!("its GID, {}, holds on one link only", handshake.gid);
+            return Err(error
+                .why(why)
+                .fix("give it -g and the index of an IPv4 or global IPv6 GID"));
+        }
+        Ok(handshake)
+    }
+
+    fn recv_bytes(&mut self, bytes: &mut [u8]) -> Result<()> {
+        let what = || format!("hear {}", self.peer);
+        self.reader.read_exact(bytes).map_err(|why| match why.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+                Error::new(Kind::Timeout, what()).why("it says nothing")
+            }
+            ErrorKind::UnexpectedEof => {
+                let error = Error::new(Kind::Freed, what()).why("it has hung up");
+                error.fix("look at what the other end printed")
+            }
+            _ => Error::os(what(), &why),
+        })
+    }
+}
+
+fn handshake_bytes(handshake: &PingpongHandshake) -> [u8; HANDSHAKE_LEN] {
+    let mut bytes = [0; HANDSHAKE_LEN];
+    let text = handshake.to_string();
+    // Fields that are too long (no device makes such) would spoil the zero at the end.
+    let len = text.len().min(HANDSHAKE_LEN - 1);
+    bytes[..len].copy_from_slice(&text.as_bytes()[..len]);
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+    use std::time::Duration;
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(10);
+    const TEXT: &str = "0000:000011:f6e120:fd770001000000000000000000000002";
+
+    fn handshake() -> PingpongHandshake {
+        TEXT.parse().unwrap()
+    }
+
+    fn listener() -> (TcpListener, SocketAddr) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        (listener, address)
+    }
+
+    /// A server that hears these bytes from its client.
+    fn served(bytes: &[u8]) -> Result<PingpongHandshake> {
+        let (listener, address) = listener();
+        let mut client = TcpStream::connect(address).unwrap();
+        client.write_all(bytes).unwrap();
+        client.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut bootstrap = Bootstrap::accept(&listener, SOON).unwrap();
+        bootstrap.handshake_as_server(&handshake(), |_| Ok(()))
+    }
+
+    #[test]
+    fn endpoints_round_trip() {
+        let six = handshake();
+        assert_eq!(six.endpoint(2048).address, "[fd77:1::2]:4791".parse().unwrap());
+        assert_eq!(PingpongHandshake::of(&six.endpoint(2048)), six);
+        assert_eq!(six.endpoint(2048).mtu, 2048);
+        let four =
+            "0000:ffffff:000000:00000000000000000000ffff7f000001".parse::<PingpongHandshake>();
+        let four = four.unwrap();
+        assert_eq!(four.endpoint(256).address, "127.0.0.1:4791".parse().unwrap());
+        assert_eq!(PingpongHandshake::of(&four.endpoint(256)), four);
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        for text in [
+            "",
+            "0000:000011:f6e120",
+            "0000:000011:f6e120:fd77",
+            "0000:00001x:f6e120:fd770001000000000000000000000002",
+            "0000:+00011:f6e120:fd770001000000000000000000000002",
+            "000:0000011:f6e120:fd770001000000000000000000000002",
+            "0000:000011:f6e120:fd770001000000000000000000000002:1",
+        ] {
+            assert_eq!(
+                text.parse::<PingpongHandshake>().unwrap_err().kind(),
+                &Kind::Malformed,
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn both_ends_complete_the_handshake() {
+        let (listener, address) = listener();
+        let client = std::thread::spawn(move || {
+            let mut bootstrap = Bootstrap::connect(address, SOON).unwrap();
+            bootstrap.handshake_as_client(&handshake()).unwrap()
+        });
+        let mut bootstrap = Bootstrap::accept(&listener, SOON).unwrap();
+        let local = PingpongHandshake { psn: 7, ..handshake() };
+        let mut connected = None;
+        let received = bootstrap.handshake_as_server(&local, |remote| {
+            connected = Some(*remote);
+            Ok(())
+        });
+        assert_eq!((received.unwrap(), connected), (handshake(), Some(handshake())));
+        assert_eq!(client.join().unwrap(), local);
+    }
+
+    #[test]
+    fn malformed_client_handshakes_are_rejected() {
+        let fine = [TEXT.as_bytes(), b"\0done\0"].concat();
+        assert_eq!(served(&fine).unwrap(), handshake());
+        let kind = |bytes: &[u8]| served(bytes).unwrap_err().kind().clone();
+        assert_eq!(
+            kind(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:18515\r\n\r\n and more bytes"),
+            Kind::Malformed
+        );
+        assert_eq!(kind(&[0xff; 60]), Kind::Malformed);
+        assert_eq!(kind(&fine[..40]), Kind::Freed);
+        assert_eq!(kind(&fine[..54]), Kind::Freed);
+        assert_eq!(kind(&[TEXT.as_bytes(), b"\0gone\0"].concat()), Kind::Malformed);
+        let none = "0000:000011:f6e120:00000000000000000000000000000000\0done\0";
+        let error = served(none.as_bytes()).unwrap_err();
+        assert!(error.advice().is_some_and(|fix| fix.contains("-g")), "{error}");
+        let local = "0000:000011:f6e120:fe80000000000000505400fffe770001\0done\0";
+        let error = served(local.as_bytes()).unwrap_err();
+        assert!(error.to_string().contains("fe80::5054:ff:fe77:1, holds on one link"), "{error}");
+    }
+}

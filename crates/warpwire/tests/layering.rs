@@ -1,0 +1,215 @@
+//! The rules of the house: imports point down, unsafe code stays in its rooms, files stay small.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Modules that every room may use.
+const COMMON: [&str; 2] = ["error", "units"];
+
+/// The only files that may lift the ban on unsafe code.
+const UNSAFE_FILES: &[&str] = &[
+    "hca/memory.rs",
+    "ibv/mod.rs",
+    "link/shm/sys.rs",
+    "link/udp/sys.rs",
+    "mem/bytes.rs",
+    "mem/copy/mod.rs",
+    "mem/cuda/mod.rs",
+    "mem/share.rs",
+    "mem/sim/memory.rs",
+    "mem/agent/mod.rs",
+    "mem/device.rs",
+    "mem/stream.rs",
+    "mem/window.rs",
+    "mr/revocable_slot.rs",
+    "mr/host.rs",
+    "mr/cache.rs",
+    "mr/cache/tests.rs",
+    "mr/clients.rs",
+    "mr/maps.rs",
+    "mr/on_demand.rs",
+    "mr/registry.rs",
+    "mr/sync.rs",
+    "mr/uffd.rs",
+    "stream/hardware.rs",
+    "stream/kernel/on.rs",
+    "mem/mod.rs",
+    "verbs/memory.rs",
+    "verbs/queues.rs",
+    "sync/biased.rs",
+    "sync/primitives.rs",
+    "verbs/mod.rs",
+];
+
+/// The same for the crates beside the library that may have unsafe code, each below its `src`.
+const UNSAFE_FENCES_BESIDE: &[(&str, &[&str])] = &[
+    ("doctor", &["trial.rs"]),
+    // Each of these starts kernels of its own.
+    (
+        "apps",
+        &[
+            "pattern/mod.rs",
+            "pingpong/mod.rs",
+            "pingpong_kernels/mod.rs",
+            "programs/mod.rs",
+            "serving.rs",
+            "spin/mod.rs",
+        ],
+    ),
+];
+
+const MAX_FILE_LINES: usize = 800;
+
+fn workspace() -> PathBuf {
+    // Staged binaries run where there are no sources; then there is nothing to check.
+    PathBuf::from(option_env!("CARGO_MANIFEST_DIR").unwrap_or(".")).join("../..")
+}
+
+fn sources(folder: &Path) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    let Ok(entries) = fs::read_dir(folder) else { return found };
+    for entry in entries.flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            found.extend(sources(&path));
+        } else if path.extension().is_some_and(|ending| ending == "rs") {
+            found.push((path.display().to_string(), fs::read_to_string(&path).unwrap()));
+        }
+    }
+    found
+}
+
+/// The sources of a crate, each with its path below `src`.
+fn crate_sources(name: &str) -> Vec<(String, String)> {
+    let root = workspace().join("crates").join(name).join("src");
+    let prefix = format!("{}/", root.display());
+    let strip = |(path, text): (String, String)| (path.replace(&prefix, ""), text);
+    sources(&root).into_iter().map(strip).collect()
+}
+
+fn library() -> Vec<(String, String)> {
+    crate_sources("warpwire")
+}
+
+/// The rooms from the table in `lib.rs`, top first; rooms on one line stand side by side.
+fn layers(lib: &str) -> Vec<Vec<String>> {
+    let table = lib.split("//! ```text\n").nth(1).and_then(|rest| rest.split("//! ```").next());
+    let lines = table.expect("lib.rs opens with the table of rooms").lines();
+    let names = |line: &str| -> Vec<String> {
+        let words = line.trim_start_matches("//! ").split("  ").next().unwrap_or_default();
+        words
+            .split('|')
+            .map(|name| name.trim().to_owned())
+            .filter(|name| !name.is_empty())
+            .collect()
+    };
+    lines.map(names).filter(|names| !names.is_empty()).collect()
+}
+
+/// Every module that the text names by a path from the crate's root.
+fn imports(text: &str) -> Vec<String> {
+    let code: String = text
+        .lines()
+        .filter(|line| !line.trim_start().starts_with("//"))
+        .flat_map(|line| [line, "\n"])
+        .collect();
+    let names = code.split("crate::").skip(1).map(|rest| {
+        rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>()
+    });
+    names.filter(|name| name.chars().next().is_some_and(char::is_lowercase)).collect()
+}
+
+/// What is wrong with the imports of one file, given its room.
+fn upward_imports(layers: &[Vec<String>], module: &str, text: &str) -> Vec<String> {
+    let level =
+        |name: &str| layers.iter().position(|names| names.iter().any(|known| known == name));
+    let Some(mine) = level(module) else {
+        return vec![format!("room {module:?} is not in the table")];
+    };
+    let wrong = imports(text).into_iter().filter(|name| {
+        let common = COMMON.contains(&name.as_str()) || name == module;
+        !common && level(name).is_some_and(|theirs| theirs <= mine)
+    });
+    wrong.map(|name| format!("{module} imports {name}")).collect()
+}
+
+#[test]
+fn imports_point_down() {
+    let library = library();
+    let Some((_, lib)) = library.iter().find(|(path, _)| path == "lib.rs") else { return };
+    let layers = layers(lib);
+    assert!(layers.len() >= 3, "{layers:?}");
+    let mut wrong = Vec::new();
+    for (path, text) in &library {
+        let module = path.split(['/', '.']).next().unwrap_or_default();
+        if module != "lib" && !COMMON.contains(&module) {
+            wrong.extend(
+                upward_imports(&layers, module, text)
+                    .into_iter()
+                    .map(|what| format!("{path}: {what}")),
+            );
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn the_check_notices_an_upward_import() {
+    let layers = layers("//! ```text\n//! top      x\n//! left | right  y\n//! low   z\n//! ```\n");
+    assert_eq!(layers.len(), 3);
+    assert_eq!(
+        upward_imports(&layers, "top", "use crate::low::X;\nuse crate::error::E;"),
+        Vec::<String>::new()
+    );
+    assert_eq!(upward_imports(&layers, "low", "use crate::top::X;"), ["low imports top"]);
+    assert_eq!(
+        upward_imports(&layers, "left", "let x = crate::right::f();"),
+        ["left imports right"]
+    );
+    assert_eq!(upward_imports(&layers, "low", "/// see crate::top::X"), Vec::<String>::new());
+    assert_eq!(upward_imports(&layers, "attic", "").len(), 1);
+}
+
+#[test]
+fn unsafe_code_stays_behind_its_fence() {
+    let allows_unsafe = |text: &str| text.contains("allow(unsafe_code)");
+    let mut outside = Vec::new();
+    for (package, fence) in [("warpwire", UNSAFE_FILES)].iter().chain(UNSAFE_FENCES_BESIDE) {
+        for (path, text) in crate_sources(package) {
+            if allows_unsafe(&text) && !fence.contains(&path.as_str()) {
+                outside.push(format!("{package}: {path}"));
+            }
+        }
+    }
+    assert!(outside.is_empty(), "{outside:?} lift the ban; add them to the fence or do without");
+}
+
+/// Cargo lets tests and examples of the library use the apps, and would let unit tests do so with a
+/// second copy of the library whose types do not match.
+#[test]
+fn the_library_does_not_name_the_apps() {
+    let naming: Vec<_> = library()
+        .into_iter()
+        .filter(|(_, text)| text.contains("warpwire_apps"))
+        .map(|(path, _)| path)
+        .collect();
+    assert!(naming.is_empty(), "{naming:?} name warpwire_apps");
+}
+
+#[test]
+fn files_stay_small() {
+    let long: Vec<_> = sources(&workspace().join("crates"))
+        .into_iter()
+        .map(|(path, text)| (text.lines().count(), path))
+        .filter(|(lines, _)| *lines > MAX_FILE_LINES)
+        .collect();
+    assert!(long.is_empty(), "{long:?} have more than {MAX_FILE_LINES} lines");
+}
+
+#[test]
+fn the_protocol_crate_imports_nothing() {
+    let Ok(manifest) = fs::read_to_string(workspace().join("crates/proto/Cargo.toml")) else {
+        return;
+    };
+    assert!(!manifest.contains("[dependencies]"), "warpwire-proto must have no dependencies");
+}

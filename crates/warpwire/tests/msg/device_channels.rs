@@ -1,0 +1,682 @@
+//! Messages that streams and kernels send and wait for.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use warpwire::error::Kind;
+use warpwire::mem::{Condition, Device, Stream};
+use warpwire::msg::{Buffer, ChannelOptions, Comm, CommOptions, DeviceChannel, Signal, Writer};
+use warpwire::stream::kernel::SignalWait;
+use warpwire::verbs::Remote;
+use warpwire_apps::pingpong_kernels::{Move, PingPongKernels, Relay, Side};
+
+use crate::msg::fixture::{Fixture, SHORT_WAIT, gpu, pattern, read, same, test_timeout};
+use testkit::cases;
+
+cases!(Fixture; CASES:
+    streams_exchange_all_sizes,
+    prepared_and_batched,
+    messages_keep_their_order,
+    streams_put_get_and_signal,
+    handshakes_and_barriers,
+    graphs_replay_messages,
+    kernels_play_ping_pong,
+    kernels_put_and_get,
+    a_lost_rank_releases_streams,
+    a_rank_that_leaves_releases_streams,
+    a_rank_that_leaves_is_no_failure,
+);
+cases!(Fixture; ONCE:
+    lanes_check_their_arguments,
+    lanes_push_back,
+    one_stream_waits_for_many,
+    compute_takes_time,
+    kernels_pass_words_without_an_hca,
+);
+
+/// A rank with a GPU of its own.
+struct Endpoint {
+    comm: Comm,
+    gpu: Device,
+    stream: Stream,
+    device_channel: DeviceChannel,
+}
+
+impl Endpoint {
+    fn new(comm: Comm) -> Self {
+        let gpu = gpu();
+        let device_channel = comm.device_channel(&gpu, ChannelOptions::default()).unwrap();
+        let stream = gpu.stream().unwrap();
+        Self { comm, gpu, stream, device_channel }
+    }
+
+    fn other(&self) -> usize {
+        1 - self.comm.rank()
+    }
+
+    fn memory(&self, len: u64) -> Buffer {
+        self.comm.register(self.gpu.alloc(len).unwrap().whole().unwrap()).unwrap()
+    }
+
+    fn done(&self) {
+        self.stream.synchronize(test_timeout()).unwrap();
+        self.device_channel.check().unwrap();
+    }
+}
+
+fn ends(fixture: &Fixture, size: usize, run: impl Fn(Endpoint) + Sync) {
+    let options = CommOptions {
+        progress_mode: CommOptions::for_streams().progress_mode,
+        ..fixture.options()
+    };
+    fixture.ranks_with(size, &options, |comm| run(Endpoint::new(comm)));
+}
+
+fn streams_exchange_all_sizes(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        let (out, into) = (end.memory(3 << 20), end.memory(3 << 20));
+        for len in [0, 1, 4096, 100_000, (2 << 20) + 5] {
+            let seed = |rank: usize| (rank + len) as u64;
+            out.write(3, &pattern(seed(end.comm.rank()), len)).unwrap();
+            let receive = end
+                .device_channel
+                .receive(end.other(), into.slice(1, len as u64 + 7).unwrap())
+                .unwrap();
+            let slice = out.slice(3, len as u64).unwrap();
+            let send = end.device_channel.send_on_stream(&end.stream, end.other(), slice).unwrap();
+            end.device_channel.wait_on_stream(&end.stream, &receive).unwrap();
+            end.device_channel
+                .wait_all_on_stream(&end.stream, &[send.clone(), receive.clone()])
+                .unwrap();
+            end.done();
+            same(&read(&into, 1, len), &pattern(seed(end.other()), len), &format!("{len} bytes"));
+            // The CPU may ask too.
+            assert_eq!(receive.wait(test_timeout()).unwrap().len, len as u64);
+            assert_eq!(send.wait(test_timeout()).unwrap().peer, end.other());
+        }
+        // Several parts into several others.
+        let seed = |rank: usize| 900 + rank as u64;
+        out.write(0, &pattern(seed(end.comm.rank()), 30_000)).unwrap();
+        let slices = [into.slice(50_000, 9_999).unwrap(), into.slice(0, 20_001).unwrap()];
+        let receive = end.device_channel.receivev(end.other(), &slices).unwrap();
+        let slices =
+            [out.slice(0, 1).unwrap(), out.slice(1, 0).unwrap(), out.slice(1, 29_999).unwrap()];
+        let _send = end.device_channel.sendv_on_stream(&end.stream, end.other(), &slices).unwrap();
+        end.device_channel.wait_on_stream(&end.stream, &receive).unwrap();
+        end.done();
+        let mut came = read(&into, 50_000, 9_999);
+        came.extend(read(&into, 0, 20_001));
+        same(&came, &pattern(seed(end.other()), 30_000), "parts");
+        end.comm.finish(test_timeout()).unwrap();
+    });
+}
+
+fn prepared_and_batched(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        let (out, into) = (end.memory(4096), end.memory(4096));
+        let word = end.gpu.alloc(8).unwrap();
+        word.write(0, &[0; 8]).unwrap();
+        let word = word.word32(0).unwrap();
+        for round in 0..20u64 {
+            let seed = |rank: usize| round * 2 + rank as u64;
+            let receives: Vec<_> = (0..3)
+                .map(|at| {
+                    end.device_channel
+                        .receive(end.other(), into.slice(at * 1000, 1000).unwrap())
+                        .unwrap()
+                })
+                .collect();
+            let prepare = |at: u64| {
+                end.device_channel.prepare_send(end.other(), out.slice(at * 1000, 1000).unwrap())
+            };
+            let first = prepare(0).unwrap();
+            // One that is dropped was never there.
+            drop(prepare(2).unwrap());
+            out.write(0, &pattern(seed(end.comm.rank()), 3000)).unwrap();
+            let _first = first.post(&end.stream).unwrap();
+            let mut batch = end.device_channel.batch(&end.stream);
+            let later = prepare(1).unwrap();
+            let _second = batch.prepared(later).unwrap();
+            let third = batch.send(end.other(), out.slice(2000, 1000).unwrap()).unwrap();
+            batch.wait(&third).unwrap();
+            receives.iter().for_each(|receive| batch.wait(receive).unwrap());
+            batch.write_word(&word, round + 1).unwrap();
+            let reached = (Condition::Equal, round + 1);
+            batch.wait_word(&word, reached, Writer::Rank(end.other())).unwrap();
+            assert!(batch.len() >= 8, "{batch:?}");
+            batch.post().unwrap();
+            assert!(batch.is_empty());
+            end.done();
+            same(&read(&into, 0, 3000), &pattern(seed(end.other()), 3000), "batched");
+            end.comm.barrier(test_timeout()).unwrap();
+        }
+        end.comm.finish(test_timeout()).unwrap();
+    });
+}
+
+fn messages_keep_their_order(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        const COUNT: u64 = 400;
+        let memory = end.memory(COUNT * 8);
+        let numbers: Vec<u8> = (0..COUNT).flat_map(u64::to_le_bytes).collect();
+        let slice = |number: u64| memory.slice(number * 8, 8).unwrap();
+        if end.comm.rank() == 0 {
+            memory.write(0, &numbers).unwrap();
+            for number in 0..COUNT {
+                // Nobody waits on the CPU, but for room.
+                let start = Instant::now();
+                while let Err(busy) =
+                    end.device_channel.send_on_stream(&end.stream, 1, slice(number)).map(drop)
+                {
+                    assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
+                    assert!(start.elapsed() < test_timeout(), "number {number} finds no room");
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+            }
+        } else {
+            memory.write(0, &vec![0xff; COUNT as usize * 8]).unwrap();
+            for number in 0..COUNT {
+                let start = Instant::now();
+                let receive = loop {
+                    match end.device_channel.receive(0, slice(number)) {
+                        Ok(receive) => break receive,
+                        Err(busy) => assert_eq!(busy.kind(), &Kind::Busy, "{busy}"),
+                    }
+                    assert!(start.elapsed() < test_timeout(), "number {number} finds no room");
+                    std::thread::sleep(Duration::from_micros(100));
+                };
+                while let Err(busy) = end.device_channel.wait_on_stream(&end.stream, &receive) {
+                    assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
+                    assert!(start.elapsed() < test_timeout());
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+            }
+        }
+        end.done();
+        if end.comm.rank() == 1 {
+            same(&read(&memory, 0, COUNT as usize * 8), &numbers, "numbers");
+        }
+        end.comm.finish(test_timeout()).unwrap();
+    });
+}
+
+fn streams_put_get_and_signal(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        let device = end.gpu.alloc(64 << 10).unwrap();
+        device.write(0, &[0; 64]).unwrap();
+        let exposed = end.comm.register(device.whole().unwrap()).unwrap();
+        let (mine, back) = (end.memory(64 << 10), end.memory(64 << 10));
+        let window = end.comm.window(&exposed).unwrap();
+        let other = end.other();
+        for round in 1..=20u64 {
+            let len = 1000 + round as usize * 999;
+            mine.write(0, &pattern(round, len)).unwrap();
+            let slice = mine.slice(0, len as u64).unwrap();
+            let (offset, width) = if round % 2 == 0 { (8, 8) } else { (16, 4) };
+            let signal = match width {
+                8 => Signal::Set64(round),
+                _ => Signal::Set32(round as u32),
+            };
+            let at = (&window, other, 64);
+            let put = end
+                .device_channel
+                .put_signal_on_stream(&end.stream, at, slice, (offset, signal))
+                .unwrap();
+            let word = match width {
+                8 => device.word64(offset).unwrap(),
+                _ => device.word32(offset).unwrap(),
+            };
+            let wanted = (Condition::Equal, round);
+            end.device_channel
+                .wait_word_on_stream(&end.stream, &word, wanted, Writer::Rank(other))
+                .unwrap();
+            end.device_channel.wait_on_stream(&end.stream, &put).unwrap();
+            end.done();
+            same(&read(&exposed, 64, len), &pattern(round, len), "put before its signal");
+            end.comm.barrier(test_timeout()).unwrap();
+            let into = back.slice(0, len as u64).unwrap();
+            let get =
+                end.device_channel.get_on_stream(&end.stream, (&window, other, 64), into).unwrap();
+            end.device_channel.wait_on_stream(&end.stream, &get).unwrap();
+            end.done();
+            same(&read(&back, 0, len), &pattern(round, len), "fetched");
+            end.comm.barrier(test_timeout()).unwrap();
+        }
+        let plain = end
+            .device_channel
+            .prepare_put((&window, other, 30_000), mine.slice(0, 100).unwrap())
+            .unwrap();
+        plain.post(&end.stream).unwrap().wait(test_timeout()).unwrap();
+        let beyond = end.device_channel.put_on_stream(
+            &end.stream,
+            (&window, other, 65_000),
+            mine.slice(0, 1000).unwrap(),
+        );
+        assert_eq!(beyond.unwrap_err().kind(), &Kind::OutOfRange);
+        let slice = || mine.slice(0, 8).unwrap();
+        let signal = |word, signal| {
+            end.device_channel
+                .put_signal_on_stream(&end.stream, (&window, other, 64), slice(), (word, signal))
+                .unwrap_err()
+        };
+        assert_eq!(signal(9, Signal::Set64(1)).kind(), &Kind::Misaligned);
+        assert_eq!(signal(8, Signal::Add64(1)).kind(), &Kind::Unsupported);
+        end.comm.barrier(test_timeout()).unwrap();
+        end.comm.finish(test_timeout()).unwrap();
+    });
+}
+
+fn handshakes_and_barriers(fixture: &Fixture) {
+    let here = AtomicU64::new(0);
+    ends(fixture, 3, |end| {
+        let (rank, size) = (end.comm.rank(), end.comm.size());
+        for round in 1..=10u64 {
+            for to in (0..size).filter(|to| *to != rank) {
+                end.device_channel.send_ready_on_stream(&end.stream, to).unwrap();
+            }
+            for from in (0..size).filter(|from| *from != rank) {
+                end.device_channel.wait_ready_on_stream(&end.stream, from).unwrap();
+            }
+            end.done();
+            here.fetch_add(1, Ordering::SeqCst);
+            end.device_channel.barrier_on_stream(&end.stream).unwrap();
+            end.done();
+            // All were here before anybody went on.
+            let count = here.load(Ordering::SeqCst);
+            assert!((round * 3..=round * 3 + 3).contains(&count), "round {round}: {count}");
+        }
+        end.comm.barrier(test_timeout()).unwrap();
+        end.comm.finish(test_timeout()).unwrap();
+    });
+}
+
+fn graphs_replay_messages(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        const LEN: u64 = 4096;
+        const ROUNDS: u64 = 200;
+        let device = end.gpu.alloc(LEN + 64).unwrap();
+        device.write(0, &[0; 64]).unwrap();
+        let exposed = end.comm.register(device.whole().unwrap()).unwrap();
+        let mine = end.memory(LEN);
+        mine.write(0, &pattern(end.comm.rank() as u64, LEN as usize)).unwrap();
+        let window = end.comm.window(&exposed).unwrap();
+        let other = end.other();
+        let kernel = end.device_channel.kernel(other).unwrap();
+        let to = window.remote(other, 64, LEN).unwrap();
+        let word = window.word(other, 0, 8).unwrap();
+        let wait = SignalWait::new(&device.word64(0).unwrap(), 0, 1).unwrap();
+        let slice = mine.whole().sge().unwrap();
+        let graph = end
+            .stream
+            .capture(|stream| {
+                kernel.put_signal_on_stream(stream, to, slice, word, 1)?;
+                kernel.wait_signal_on_stream(stream, &wait)
+            })
+            .unwrap();
+        for _ in 0..ROUNDS {
+            end.stream.replay(&graph).unwrap();
+        }
+        end.done();
+        assert_eq!(device.word64(0).unwrap().load().unwrap(), ROUNDS);
+        same(&read(&exposed, 64, LEN as usize), &pattern(other as u64, LEN as usize), "replayed");
+        end.comm.barrier(test_timeout()).unwrap();
+        end.comm.finish(test_timeout()).unwrap();
+    });
+}
+
+fn kernels_play_ping_pong(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        const LEN: u64 = 1000;
+        let kernels = PingPongKernels::load(&end.gpu).unwrap();
+        let device = end.gpu.alloc(LEN + 64).unwrap();
+        device.write(0, &[0; 64]).unwrap();
+        let exposed = end.comm.register(device.whole().unwrap()).unwrap();
+        let mine = end.memory(LEN);
+        mine.write(0, &pattern(end.comm.rank() as u64 + 5, LEN as usize)).unwrap();
+        let window = end.comm.window(&exposed).unwrap();
+        let other = end.other();
+        let own = device.word64(0).unwrap();
+        let mut start = 0;
+        for rounds in [1, 50, 100] {
+            let side = Side {
+                qp: end.device_channel.kernel(other).unwrap(),
+                to: window.remote(other, 64, LEN).unwrap(),
+                from: mine.whole().sge().unwrap(),
+                signal: window.word(other, 0, 8).unwrap(),
+                own: &own,
+                start,
+                serves: end.comm.rank() == 0,
+            };
+            kernels.play(&end.stream, &side, rounds, Duration::ZERO, test_timeout()).unwrap();
+            end.done();
+            kernels.check().unwrap();
+            start += rounds;
+            assert_eq!(own.load().unwrap(), start);
+            end.comm.barrier(test_timeout()).unwrap();
+        }
+        same(
+            &read(&exposed, 64, LEN as usize),
+            &pattern(other as u64 + 5, LEN as usize),
+            "ping-pong",
+        );
+        // Nobody answers: it gives up in its time.
+        if end.comm.rank() == 0 {
+            let side = Side {
+                qp: end.device_channel.kernel(other).unwrap(),
+                to: window.remote(other, 64, LEN).unwrap(),
+                from: mine.whole().sge().unwrap(),
+                signal: window.word(other, 0, 8).unwrap(),
+                own: &own,
+                start,
+                serves: true,
+            };
+            kernels.play(&end.stream, &side, 1, Duration::ZERO, SHORT_WAIT).unwrap();
+            end.stream.synchronize(test_timeout()).unwrap();
+            let error = kernels.check().unwrap_err();
+            assert!(error.to_string().contains("time"), "{error}");
+        }
+        end.comm.barrier(test_timeout()).unwrap();
+        end.comm.finish(test_timeout()).unwrap();
+    });
+}
+
+/// A rank goes while others' streams wait for it in every way.
+fn releases(fixture: &Fixture, go: impl Fn(&Comm) + Sync, text: &str) {
+    ends(fixture, 3, |end| {
+        let into = end.memory(64);
+        end.comm.barrier(test_timeout()).unwrap();
+        if end.comm.rank() == 1 {
+            std::thread::sleep(SHORT_WAIT);
+            return go(&end.comm);
+        }
+        let streams: Vec<Stream> = (0..4).map(|_| end.gpu.stream().unwrap()).collect();
+        let receive = end.device_channel.receive(1, &into).unwrap();
+        end.device_channel.wait_on_stream(&streams[0], &receive).unwrap();
+        end.device_channel.wait_ready_on_stream(&streams[1], 1).unwrap();
+        end.device_channel.barrier_on_stream(&streams[2]).unwrap();
+        let word = end.gpu.alloc(8).unwrap();
+        word.write(0, &[0; 8]).unwrap();
+        let wanted = (Condition::Equal, 77);
+        end.device_channel
+            .wait_word_on_stream(&streams[3], &word.word32(0).unwrap(), wanted, Writer::Rank(1))
+            .unwrap();
+        let start = Instant::now();
+        for stream in &streams {
+            stream.synchronize(test_timeout()).unwrap();
+        }
+        assert!(start.elapsed() < test_timeout() / 3, "{:?}", start.elapsed());
+        for error in [
+            end.device_channel.check().unwrap_err(),
+            receive.wait(test_timeout()).unwrap_err(),
+            end.device_channel.send_on_stream(&streams[0], 1, &into).unwrap_err(),
+            end.device_channel.receive(1, &into).unwrap_err(),
+            end.device_channel.wait_ready_on_stream(&streams[0], 1).unwrap_err(),
+        ] {
+            assert!(error.to_string().contains(text), "{error}");
+        }
+        // The lane to the rank that lives works.
+        let other = 2 - end.comm.rank();
+        let receive = end.device_channel.receive(other, &into).unwrap();
+        let _send = end.device_channel.send_on_stream(&streams[0], other, &into).unwrap();
+        end.device_channel.wait_on_stream(&streams[0], &receive).unwrap();
+        streams[0].synchronize(test_timeout()).unwrap();
+        receive.wait(test_timeout()).unwrap();
+        let _ = end.comm.finish(test_timeout());
+    });
+}
+
+fn a_lost_rank_releases_streams(fixture: &Fixture) {
+    releases(fixture, |comm| comm.abort("out of luck"), "rank 1 gave up: out of luck");
+}
+
+fn a_rank_that_leaves_releases_streams(fixture: &Fixture) {
+    releases(fixture, |_| {}, "rank 1 has left");
+}
+
+/// Asked while the others leave, a lane never calls that a failure.
+fn a_rank_that_leaves_is_no_failure(fixture: &Fixture) {
+    for _ in 0..10 {
+        ends(fixture, 4, |end| {
+            let left = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    while !left.load(Ordering::Relaxed) {
+                        end.device_channel.check().unwrap();
+                    }
+                });
+                let ended = end.comm.finish(test_timeout());
+                left.store(true, Ordering::Relaxed);
+                ended.unwrap();
+            });
+        });
+    }
+}
+
+fn lanes_check_their_arguments(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        let memory = end.memory(100);
+        let own = end.comm.rank();
+        assert_eq!(
+            end.device_channel.receive(own, &memory).unwrap_err().kind(),
+            &Kind::Unsupported
+        );
+        assert_eq!(
+            end.device_channel.send_on_stream(&end.stream, 2, &memory).unwrap_err().kind(),
+            &Kind::InvalidArgument
+        );
+        let many = vec![memory.slice(0, 1).unwrap(); 16];
+        assert!(end.device_channel.sendv_on_stream(&end.stream, end.other(), &many).is_err());
+        assert!(end.device_channel.receivev(end.other(), &many).is_err());
+        let foreign_rank = Comm::local(1).unwrap().remove(0);
+        let theirs = foreign_rank.alloc(8).unwrap();
+        let error =
+            end.device_channel.send_on_stream(&end.stream, end.other(), &theirs).unwrap_err();
+        assert!(error.to_string().contains("another communicator"), "{error}");
+        // Streams of another device do not reach it.
+        let elsewhere = gpu().stream().unwrap();
+        assert!(end.device_channel.send_on_stream(&elsewhere, end.other(), &memory).is_err());
+        // A communicator that no thread drives.
+        let lazy = Comm::local(1).unwrap().remove(0);
+        assert!(
+            lazy.device_channel(&end.gpu, ChannelOptions::default()).is_ok(),
+            "alone it needs no queue pair"
+        );
+        end.comm.barrier(test_timeout()).unwrap();
+        end.comm.finish(test_timeout()).unwrap();
+    });
+    fixture.ranks(2, |comm| {
+        let error = comm.device_channel(&gpu(), ChannelOptions::default()).unwrap_err();
+        assert!(error.to_string().contains("CommOptions::for_streams"), "{error}");
+    });
+    // Without kernels there is none to ask for.
+    let options = CommOptions {
+        progress_mode: CommOptions::for_streams().progress_mode,
+        ..fixture.options()
+    };
+    fixture.ranks_with(2, &options, |comm| {
+        let plain = ChannelOptions { kernels: false, ..ChannelOptions::default() };
+        let device_channel = comm.device_channel(&gpu(), plain).unwrap();
+        assert_eq!(device_channel.kernel(1 - comm.rank()).unwrap_err().kind(), &Kind::Unsupported);
+        comm.finish(test_timeout()).unwrap();
+    });
+}
+
+fn lanes_push_back(fixture: &Fixture) {
+    let options = CommOptions {
+        progress_mode: CommOptions::for_streams().progress_mode,
+        ..fixture.options()
+    };
+    fixture.ranks_with(2, &options, |comm| {
+        let gpu = gpu();
+        let device_channel = comm
+            .device_channel(&gpu, ChannelOptions { depth: 8, ..ChannelOptions::default() })
+            .unwrap();
+        let stream = gpu.stream().unwrap();
+        let memory = comm.register(gpu.alloc(64).unwrap().whole().unwrap()).unwrap();
+        let other = 1 - comm.rank();
+        if comm.rank() == 0 {
+            // The other has no receives: what is sent waits, and in the end there is no room.
+            let mut sends = Vec::new();
+            let busy = loop {
+                match device_channel.send_on_stream(&stream, other, &memory) {
+                    Ok(send) => sends.push(send),
+                    Err(error) => break error,
+                }
+                assert!(sends.len() < 1000);
+            };
+            assert_eq!(busy.kind(), &Kind::Busy, "{busy}");
+            assert!(sends.len() >= 8, "{}", sends.len());
+            // The stream itself is not held up by that.
+            stream.synchronize(test_timeout()).unwrap();
+            comm.send(1, 0, &memory, test_timeout()).unwrap();
+            let count = sends.len() as u64;
+            let number = comm.alloc(8).unwrap();
+            number.write(0, &count.to_le_bytes()).unwrap();
+            comm.send(1, 1, &number, test_timeout()).unwrap();
+            for send in sends {
+                send.wait(test_timeout()).unwrap();
+            }
+        } else {
+            let number = comm.alloc(64).unwrap();
+            comm.recv(0, 0, &memory, test_timeout()).unwrap();
+            comm.recv(0, 1, &number, test_timeout()).unwrap();
+            let count = u64::from_le_bytes(read(&number, 0, 8).try_into().unwrap());
+            for _ in 0..count {
+                assert_eq!(
+                    device_channel.receive(0, &memory).unwrap().wait(test_timeout()).unwrap().len,
+                    64
+                );
+            }
+        }
+        comm.barrier(test_timeout()).unwrap();
+        comm.finish(test_timeout()).unwrap();
+    });
+}
+
+fn one_stream_waits_for_many(fixture: &Fixture) {
+    ends(fixture, 5, |end| {
+        let (rank, size) = (end.comm.rank(), end.comm.size());
+        let memory = end.memory(size as u64 * 8);
+        let number = end.memory(8);
+        number.write(0, &(rank as u64 * 11).to_le_bytes()).unwrap();
+        for _ in 0..20 {
+            let receives: Vec<_> = (0..size)
+                .filter(|from| *from != rank)
+                .map(|from| {
+                    end.device_channel
+                        .receive(from, memory.slice(from as u64 * 8, 8).unwrap())
+                        .unwrap()
+                })
+                .collect();
+            for to in (0..size).filter(|to| *to != rank) {
+                let _send = end.device_channel.send_on_stream(&end.stream, to, &number).unwrap();
+            }
+            end.device_channel.wait_all_on_stream(&end.stream, &receives).unwrap();
+            end.done();
+            for from in (0..size).filter(|from| *from != rank) {
+                let came = read(&memory, from as u64 * 8, 8);
+                assert_eq!(u64::from_le_bytes(came.try_into().unwrap()), from as u64 * 11);
+            }
+        }
+        end.comm.barrier(test_timeout()).unwrap();
+        end.comm.finish(test_timeout()).unwrap();
+    });
+}
+
+fn kernels_put_and_get(fixture: &Fixture) {
+    ends(fixture, 2, |end| {
+        const LEN: u64 = 5000;
+        let kernels = PingPongKernels::load(&end.gpu).unwrap();
+        let (mine, exposed, back) = (end.memory(LEN), end.memory(LEN), end.memory(LEN));
+        let window = end.comm.window(&exposed).unwrap();
+        let (rank, other) = (end.comm.rank() as u64, end.other());
+        mine.write(0, &pattern(rank, LEN as usize)).unwrap();
+        let (qp, there) =
+            (end.device_channel.kernel(other).unwrap(), window.remote(other, 0, LEN).unwrap());
+        let put = Move { qp, there, here: mine.whole().sge().unwrap(), reads: false };
+        kernels.shift(&end.stream, &put, 20, Duration::ZERO, test_timeout()).unwrap();
+        end.done();
+        kernels.check().unwrap();
+        end.comm.barrier(test_timeout()).unwrap();
+        same(&read(&exposed, 0, LEN as usize), &pattern(other as u64, LEN as usize), "put");
+        let get = Move { here: back.whole().sge().unwrap(), reads: true, ..put };
+        kernels.shift(&end.stream, &get, 20, Duration::ZERO, test_timeout()).unwrap();
+        end.done();
+        kernels.check().unwrap();
+        same(&read(&back, 0, LEN as usize), &pattern(rank, LEN as usize), "got back");
+        end.comm.barrier(test_timeout()).unwrap();
+        // A place that is not the other's: it ends with the cause. The failure ends the connection on both sides.
+        if rank == 0 {
+            let nowhere = Move { there: Remote { rkey: !there.rkey, ..there }, ..get };
+            kernels.shift(&end.stream, &nowhere, 1, Duration::ZERO, test_timeout()).unwrap();
+            end.stream.synchronize(test_timeout()).unwrap();
+            let error = kernels.check().unwrap_err();
+            assert!(error.to_string().contains("access"), "{error}");
+        }
+        end.comm.barrier(test_timeout()).unwrap();
+        end.comm.finish(test_timeout()).unwrap();
+    });
+}
+
+fn kernels_pass_words_without_an_hca(_: &Fixture) {
+    const ROUNDS: u64 = 40;
+    let gpu = gpu();
+    let (kernels, stream) = (PingPongKernels::load(&gpu).unwrap(), gpu.stream().unwrap());
+    let (bells, own) = (gpu.alloc_pinned(128).unwrap(), gpu.alloc_pinned(8).unwrap());
+    let (bell, value) = (bells.word64(0).unwrap(), bells.word64(64).unwrap());
+    let (whole, word) = (bells.whole().unwrap(), own.word64(0).unwrap());
+    for serves in [true, false] {
+        bell.store(0).unwrap();
+        word.store(0).unwrap();
+        let relay = Relay { bell: &whole, own: &word, serves };
+        kernels.relay(&stream, &relay, ROUNDS, test_timeout()).unwrap();
+        for round in 1..=ROUNDS {
+            if !serves {
+                assert_eq!(bell.load().unwrap(), round - 1, "nothing was passed to it");
+                word.store(round).unwrap();
+            }
+            let start = Instant::now();
+            while bell.load().unwrap() != round {
+                assert!(start.elapsed() < test_timeout(), "round {round}");
+            }
+            assert_eq!(value.load().unwrap(), round);
+            if serves {
+                word.store(round).unwrap();
+            }
+        }
+        stream.synchronize(test_timeout()).unwrap();
+        kernels.check().unwrap();
+    }
+    let short = bells.region(0, 64).unwrap();
+    let error = kernels.relay(
+        &stream,
+        &Relay { bell: &short, own: &word, serves: true },
+        1,
+        test_timeout(),
+    );
+    assert!(error.unwrap_err().to_string().contains("its bell has 64 bytes"));
+    let narrow = own.word32(0).unwrap();
+    let error = kernels.relay(
+        &stream,
+        &Relay { bell: &whole, own: &narrow, serves: true },
+        1,
+        test_timeout(),
+    );
+    assert!(error.unwrap_err().to_string().contains("32 bits"));
+    // Nobody passes anything on: it gives up in its time.
+    word.store(0).unwrap();
+    let relay = Relay { bell: &whole, own: &word, serves: true };
+    kernels.relay(&stream, &relay, 1, SHORT_WAIT).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
+    assert!(kernels.check().unwrap_err().to_string().contains("time"));
+}
+
+fn compute_takes_time(_: &Fixture) {
+    let gpu = gpu();
+    let (kernels, stream) = (PingPongKernels::load(&gpu).unwrap(), gpu.stream().unwrap());
+    let start = Instant::now();
+    kernels.compute(&stream, Duration::from_millis(30)).unwrap();
+    stream.synchronize(test_timeout()).unwrap();
+    assert!(start.elapsed() >= Duration::from_millis(30), "{:?}", start.elapsed());
+    kernels.check().unwrap();
+}

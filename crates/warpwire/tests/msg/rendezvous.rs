@@ -1,0 +1,225 @@
+//! Ranks that meet, and that do not.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::net::{AddressFamily, SocketType};
+use warpwire::error::Kind;
+use warpwire::msg::{Comm, CommOptions, Launcher, RankInfo, Rendezvous};
+use warpwire::{Error, Result};
+
+use crate::msg::fixture::{Fixture, test_timeout};
+use testkit::cases;
+
+cases!(Fixture; ONCE:
+    one_rank_alone,
+    a_rank_that_is_missing,
+    a_wrong_token,
+    a_wrong_size,
+    two_of_one_rank,
+    a_port_that_is_taken,
+    nobody_at_the_address,
+    another_version,
+    strangers_at_the_door,
+    a_rank_that_goes_early,
+    the_file_goes,
+);
+
+const SHORT: Duration = Duration::from_millis(700);
+
+/// A port that is free now.
+fn free() -> String {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    format!("127.0.0.1:{port}")
+}
+
+fn rank_info(rank: usize, size: usize, address: &str, token: &str) -> RankInfo {
+    RankInfo {
+        rank,
+        size,
+        local_rank: rank,
+        rendezvous: Rendezvous::Address(address.to_owned()),
+        token: token.to_owned(),
+        launcher: Launcher::Run,
+    }
+}
+
+fn open(rank_info: RankInfo, timeout: Duration) -> JoinHandle<Result<Comm>> {
+    let options = CommOptions { timeout, ..CommOptions::default() };
+    std::thread::spawn(move || Comm::open(rank_info, options))
+}
+
+fn fails(thread: JoinHandle<Result<Comm>>) -> Error {
+    thread.join().unwrap().unwrap_err()
+}
+
+fn one_rank_alone(_: &Fixture) {
+    let comm = open(rank_info(0, 1, "127.0.0.1:0", ""), test_timeout()).join().unwrap().unwrap();
+    assert_eq!((comm.rank(), comm.size()), (0, 1));
+    comm.barrier(test_timeout()).unwrap();
+    comm.finish(test_timeout()).unwrap();
+    let none = Comm::open(rank_info(1, 1, "127.0.0.1:0", ""), CommOptions::default()).unwrap_err();
+    assert_eq!(none.kind(), &Kind::InvalidArgument);
+}
+
+fn a_rank_that_is_missing(_: &Fixture) {
+    let address = free();
+    let start = Instant::now();
+    let ranks = [0, 2].map(|rank| open(rank_info(rank, 4, &address, ""), SHORT));
+    for (rank, thread) in [0, 2].into_iter().zip(ranks) {
+        let error = fails(thread).to_string();
+        // Those who came hear who did not.
+        assert!(error.contains("2 of 4 did not come: rank 1, rank 3"), "rank {rank}: {error}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+}
+
+fn a_wrong_token(_: &Fixture) {
+    let address = free();
+    let host = open(rank_info(0, 2, &address, "right"), SHORT);
+    let error = fails(open(rank_info(1, 2, &address, "wrong"), SHORT));
+    assert!(error.to_string().contains("token is not this job's"), "{error}");
+    let error = fails(host);
+    assert!(error.to_string().contains("rank 1"), "{error}");
+    assert_eq!(error.kind(), &Kind::Timeout);
+}
+
+fn a_wrong_size(_: &Fixture) {
+    let address = free();
+    let host = open(rank_info(0, 2, &address, ""), test_timeout());
+    let error = fails(open(rank_info(1, 3, &address, ""), test_timeout()));
+    assert!(error.to_string().contains("it counts 3 ranks, rank 0 counts 2"), "{error}");
+    // Contradictions are no strangers: the host gives up at once.
+    let error = fails(host);
+    assert!(error.to_string().contains("meet rank 1"), "{error}");
+}
+
+fn two_of_one_rank(_: &Fixture) {
+    let address = free();
+    let host = open(rank_info(0, 3, &address, ""), test_timeout());
+    let twins = [0; 2].map(|_| open(rank_info(1, 3, &address, ""), test_timeout()));
+    for thread in twins.into_iter().chain([host]) {
+        let error = fails(thread).to_string();
+        assert!(error.contains("two processes say that they are rank 1"), "{error}");
+    }
+}
+
+fn a_port_that_is_taken(_: &Fixture) {
+    let other = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = other.local_addr().unwrap().to_string();
+    let error = fails(open(rank_info(0, 2, &address, ""), SHORT));
+    let text = error.to_string();
+    assert!(
+        text.contains(&address) && text.contains("WARPWIRE_MASTER with another port"),
+        "{text}"
+    );
+    // A host that is not this machine.
+    let error = fails(open(rank_info(0, 2, "192.0.2.1:4000", ""), SHORT));
+    assert!(error.to_string().contains("rank 0 must run on that host"), "{error}");
+    let error = fails(open(rank_info(0, 2, "no.such.host.invalid:4000", ""), SHORT));
+    assert!(error.to_string().contains("no.such.host.invalid"), "{error}");
+}
+
+fn nobody_at_the_address(_: &Fixture) {
+    // Bound, and nobody listens: a port that is merely free may be taken by another case meanwhile.
+    let held = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    rustix::net::bind(&held, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+    let address = rustix::net::getsockname(&held).unwrap();
+    let address = SocketAddr::try_from(address).unwrap().to_string();
+    let start = Instant::now();
+    let error = fails(open(rank_info(1, 2, &address, ""), SHORT));
+    assert!(error.to_string().contains(&address), "{error}");
+    assert!(error.to_string().contains("start rank 0"), "{error}");
+    assert!(start.elapsed() < Duration::from_secs(10));
+}
+
+/// Says a line to rank 0, and hears its answer.
+fn send_line(address: &str, line: &str) -> String {
+    let start = Instant::now();
+    let mut stream = loop {
+        match TcpStream::connect(address) {
+            Ok(stream) => break stream,
+            Err(_) if start.elapsed() < test_timeout() => {
+                std::thread::sleep(Duration::from_millis(5))
+            }
+            Err(why) => panic!("{why}"),
+        }
+    };
+    stream.set_read_timeout(Some(test_timeout())).unwrap();
+    stream.write_all(line.as_bytes()).unwrap();
+    let mut answer = String::new();
+    let _ = stream.read_to_string(&mut answer);
+    answer
+}
+
+fn another_version(_: &Fixture) {
+    let address = free();
+    let host = open(rank_info(0, 2, &address, "t"), test_timeout());
+    let join = r#"{"warpwire":1,"words":{"Join":{"version":99,"token":"t","rank":1,"size":2,"listens":"127.0.0.1:1"}}}"#;
+    let answer = send_line(&address, &format!("{join}\n"));
+    for text in [answer, fails(host).to_string()] {
+        assert!(text.contains("version 99 of the messages, rank 0 version 1"), "{text}");
+    }
+}
+
+fn strangers_at_the_door(_: &Fixture) {
+    let address = free();
+    let host = open(rank_info(0, 2, &address, "t"), test_timeout());
+    assert_eq!(send_line(&address, "GET / HTTP/1.1\r\n\r\n"), "");
+    assert_eq!(send_line(&address, "{\"warpwire\":7,\"words\":1}\n"), "");
+    let answer = send_line(&address, "{\"warpwire\":1,\"words\":\"Ready\"}\n");
+    assert!(answer.contains("does not say which rank"), "{answer}");
+    let wrong = r#"{"warpwire":1,"words":{"Join":{"version":1,"token":"x","rank":1,"size":2,"listens":"127.0.0.1:1"}}}"#;
+    assert!(send_line(&address, &format!("{wrong}\n")).contains("token"));
+    // One that says nothing at all holds nobody up.
+    let silent = TcpStream::connect(&address).unwrap();
+    let other = open(rank_info(1, 2, &address, "t"), test_timeout());
+    let (host, other) = (host.join().unwrap().unwrap(), other.join().unwrap().unwrap());
+    drop(silent);
+    std::thread::scope(|scope| {
+        scope.spawn(|| host.barrier(test_timeout()).unwrap());
+        other.barrier(test_timeout()).unwrap();
+    });
+}
+
+fn a_rank_that_goes_early(_: &Fixture) {
+    let address = free();
+    let host = open(rank_info(0, 3, &address, "t"), test_timeout());
+    let join = r#"{"warpwire":1,"words":{"Join":{"version":1,"token":"t","rank":1,"size":3,"listens":"127.0.0.1:1"}}}"#;
+    // It joins and is gone again.
+    let start = Instant::now();
+    let mut stream = loop {
+        match TcpStream::connect(&address) {
+            Ok(stream) => break stream,
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    };
+    stream.write_all(format!("{join}\n").as_bytes()).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    drop(stream);
+    let error = fails(host).to_string();
+    assert!(error.contains("meet rank 1") && error.contains("went before all"), "{error}");
+    assert!(start.elapsed() < test_timeout() / 2);
+}
+
+fn the_file_goes(_: &Fixture) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("address");
+    let at = |rank| {
+        let mut rank_info = rank_info(rank, 2, "", "");
+        rank_info.rendezvous = Rendezvous::File(path.clone());
+        rank_info
+    };
+    // A file of an earlier job, at whose address nobody is.
+    std::fs::write(&path, format!("{}\n", free())).unwrap();
+    let second = open(at(1), test_timeout());
+    std::thread::sleep(Duration::from_millis(50));
+    let ranks = [open(at(0), test_timeout()), second].map(|rank| rank.join().unwrap().unwrap());
+    assert!(!path.exists());
+    drop(ranks);
+    let nowhere = RankInfo { rendezvous: Rendezvous::File("/no/such/folder/x".into()), ..at(0) };
+    let error = Comm::open(nowhere, CommOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("/no/such/folder/x"), "{error}");
+}

@@ -1,0 +1,319 @@
+//! A peer that is not one of ours, and answers what it likes: each answer gives the status that it deserves.
+
+use std::time::Instant;
+
+use warpwire::link::{Corruption, FlowId, Link};
+use warpwire::verbs::{
+    Atomic, Completion, ProgressMode, QpAttributes, QpEndpoint, QpOptions, SendRequest, State,
+    Status, WrOp,
+};
+use warpwire_proto::Psn;
+use warpwire_proto::wire::{Aeth, Extension, Headers, Opcode, Reth, Syndrome, Transport};
+
+use crate::verbs::fixture::{
+    Endpoint, Fixture, Rng, TestBuffer, TestLink, TestQp, same, test_timeout,
+};
+use testkit::cases;
+
+cases!(Fixture; CASES:
+    answers_that_make_no_sense,
+    refusals_of_a_peer,
+    answers_to_nothing,
+    long_packets_that_are_not_right,
+    random_answers,
+);
+
+const NUMBER: u32 = 0x77;
+const LEN: u32 = 2048;
+
+/// A real queue pair, and a peer that is a bare link.
+struct Harness {
+    end: Endpoint,
+    test_qp: TestQp,
+    near: TestBuffer,
+    link: Box<dyn Link>,
+    flow: FlowId,
+}
+
+/// What it is asked for: where in the table, and the number of the request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum RequestKind {
+    Write,
+    Read,
+    Atomic,
+}
+
+impl Harness {
+    fn new(fixture: &Fixture) -> Self {
+        let mut links = fixture.test_link.links(2).unwrap();
+        let mut link = links.pop().unwrap();
+        let end =
+            Endpoint::open(links.pop().unwrap(), fixture.test_link.options(ProgressMode::Manual));
+        let flow = link.open(end.context.path().local, 0).unwrap();
+        let cq = || end.context.create_cq(256).unwrap();
+        let (sends, receives) = (cq(), cq());
+        let options = QpOptions { timeout: 17, ..QpOptions::default() };
+        let qp = end.context.create_qp(&end.pd, &sends, &receives, options).unwrap();
+        let near = fixture.host(&end, 8192);
+        let harness = Self { end, test_qp: TestQp { qp, sends, receives }, near, link, flow };
+        harness.connect();
+        harness
+    }
+
+    fn connect(&self) {
+        let address = self.link.local();
+        let endpoint = QpEndpoint {
+            address,
+            qpn: NUMBER,
+            psn: 5,
+            mtu: 1024,
+            max_rd_atomic: 4,
+            lid: 0,
+            gid: 0,
+        };
+        self.test_qp.qp.connect(&endpoint).unwrap();
+    }
+
+    /// Asks, and waits for the request on the other side: the number of its last packet.
+    fn send_request(&mut self, request_kind: RequestKind) -> Psn {
+        let at = warpwire::verbs::Remote { address: 64, rkey: 9 };
+        let (op, len) = match request_kind {
+            RequestKind::Write => (WrOp::Write(at), LEN),
+            RequestKind::Read => (WrOp::Read(at), LEN),
+            RequestKind::Atomic => (WrOp::Atomic(at, Atomic::FetchAdd { add: 1 }), 8),
+        };
+        let data = [self.near.mr.sge(0, len)];
+        let nop = SendRequest::new(2, WrOp::Nop);
+        self.test_qp.qp.post_send(&[SendRequest::new(1, op).with(&data), nop]).unwrap();
+        let wanted = if request_kind == RequestKind::Write { LEN / 1024 } else { 1 };
+        let (mut seen, mut last) = (0, None);
+        let start = Instant::now();
+        while seen < wanted {
+            self.end.context.hca().poll().unwrap();
+            let mut take = |frame: warpwire::link::Frame<'_>| {
+                let transport = Transport::new_checked(frame.bytes).unwrap();
+                assert_eq!(transport.destination_qp(), NUMBER);
+                last = Some(transport.psn());
+                seen += 1;
+            };
+            self.link.receive(&mut take).unwrap();
+            assert!(start.elapsed() < test_timeout(), "no request");
+        }
+        last.unwrap()
+    }
+
+    fn send_response(&mut self, opcode: Opcode, psn: Psn, extension: Extension, payload: usize) {
+        let headers = Headers::new(opcode, self.test_qp.qp.number(), psn, extension);
+        let slot = self.link.reserve(self.flow, headers.wire_len(payload)).unwrap();
+        let at = headers.emit(slot, payload).unwrap();
+        slot[at..at + payload].fill(0xab);
+        self.link.commit();
+        self.link.flush().unwrap();
+    }
+
+    fn next(&mut self) -> Completion {
+        let mut one = [Completion::EMPTY];
+        let start = Instant::now();
+        while self.test_qp.sends.poll(&mut one).unwrap() == 0 {
+            self.link.receive(&mut |_| {}).unwrap();
+            assert!(
+                start.elapsed() < test_timeout(),
+                "it does not end: {:?}",
+                self.test_qp.qp.stats()
+            );
+        }
+        one[0]
+    }
+
+    /// The work fails with that status, and the queue pair with it; then it begins anew.
+    fn expect_failure(&mut self, status: Status, what: &str) {
+        let first = self.next();
+        assert_eq!((first.id, first.status), (1, status), "{what}");
+        let second = self.next();
+        assert_eq!((second.id, second.status), (2, Status::Flushed), "{what}");
+        assert_eq!(self.test_qp.qp.state().unwrap(), State::Err);
+        self.reconnect();
+    }
+
+    fn reconnect(&mut self) {
+        self.test_qp.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
+        while self.link.receive(&mut |_| {}).unwrap() > 0 {}
+        self.connect();
+    }
+}
+
+fn aeth(byte: u8) -> Aeth {
+    Aeth { syndrome: Syndrome::from_byte(byte), msn: 1 }
+}
+
+const ACK: u8 = 0x1f;
+
+fn answers_that_make_no_sense(fixture: &Fixture) {
+    let mut harness = Harness::new(fixture);
+    let data = Extension::Aeth(aeth(ACK));
+    let value = Extension::AethAtomic(aeth(ACK), 7);
+    use Opcode::{Acknowledge, AtomicAcknowledge, ReadResponseFirst, ReadResponseOnly};
+    let table = [
+        (RequestKind::Write, Acknowledge, Extension::Aeth(aeth(0x5f)), 0, "a reserved syndrome"),
+        (RequestKind::Write, Acknowledge, Extension::Aeth(aeth(0xff)), 0, "another"),
+        (RequestKind::Write, Acknowledge, Extension::Aeth(aeth(0x7f)), 0, "an unknown refusal"),
+        (RequestKind::Write, ReadResponseOnly, data, 1024, "data for a write"),
+        (RequestKind::Write, AtomicAcknowledge, value, 0, "a value for a write"),
+        (RequestKind::Read, AtomicAcknowledge, value, 0, "a value for a read"),
+        (RequestKind::Read, ReadResponseFirst, data, 1000, "less data than a packet has"),
+        (RequestKind::Read, ReadResponseOnly, data, 0, "no data"),
+        (RequestKind::Atomic, ReadResponseOnly, data, 8, "data for an atomic"),
+    ];
+    for (request_kind, opcode, extension, payload, what) in table {
+        harness.near.write(0, &[0x11; 8192]);
+        let psn = harness.send_request(request_kind);
+        harness.send_response(opcode, psn, extension, payload);
+        harness.expect_failure(Status::BadResponse, what);
+        same(&harness.near.read(0, 8192), &[0x11; 8192], "nothing is placed");
+    }
+    // The right answer is one after all that.
+    let psn = harness.send_request(RequestKind::Atomic);
+    harness.send_response(AtomicAcknowledge, psn, value, 0);
+    assert!(harness.next().is_success() && harness.next().is_success());
+    assert_eq!(harness.near.word(0), 7);
+}
+
+/// What a peer may say no with, whatever it was asked for.
+fn refusals_of_a_peer(fixture: &Fixture) {
+    let mut harness = Harness::new(fixture);
+    for request_kind in [RequestKind::Write, RequestKind::Read, RequestKind::Atomic] {
+        for (byte, status) in [
+            (0x61, Status::RemoteInvalidRequest),
+            (0x62, Status::RemoteAccess),
+            (0x63, Status::RemoteOperation),
+        ] {
+            let psn = harness.send_request(request_kind);
+            harness.send_response(Opcode::Acknowledge, psn, Extension::Aeth(aeth(byte)), 0);
+            harness.expect_failure(status, "a refusal");
+        }
+    }
+}
+
+/// Answers to what was never asked, or by somebody else, change nothing.
+fn answers_to_nothing(fixture: &Fixture) {
+    let mut harness = Harness::new(fixture);
+    let psn = harness.send_request(RequestKind::Write);
+    let ack = Extension::Aeth(aeth(ACK));
+    for psn_offset in [1, 2, 100, 1 << 22] {
+        harness.send_response(Opcode::Acknowledge, psn.add(psn_offset), ack, 0);
+        harness.send_response(
+            Opcode::Acknowledge,
+            psn.add(psn_offset),
+            Extension::Aeth(aeth(0x63)),
+            0,
+        );
+        harness.send_response(Opcode::ReadResponseOnly, psn.add(psn_offset), ack, 64);
+    }
+    for _ in 0..20 {
+        harness.end.context.hca().poll().unwrap();
+    }
+    let mut one = [Completion::EMPTY];
+    assert_eq!(harness.test_qp.sends.poll(&mut one).unwrap(), 0);
+    let dropped: u64 = harness.test_qp.qp.stats().unwrap().drops.iter().sum();
+    assert_eq!(dropped, 12, "{:?}", harness.test_qp.qp.stats());
+    harness.send_response(Opcode::Acknowledge, psn, ack, 0);
+    assert!(harness.next().is_success() && harness.next().is_success());
+    // Twice is once too often, and nothing happens.
+    harness.send_response(Opcode::Acknowledge, psn, ack, 0);
+    let psn = harness.send_request(RequestKind::Write);
+    harness.send_response(Opcode::Acknowledge, psn, ack, 0);
+    assert!(harness.next().is_success() && harness.next().is_success());
+}
+
+/// One that is damaged on its way is as if it had not come, and the next one that is right is taken.
+fn long_packets_that_are_not_right(fixture: &Fixture) {
+    const LONG: usize = 20_000;
+    if !matches!(fixture.test_link, TestLink::Udp4 | TestLink::Udp6) {
+        println!("skipped: packets through memory are neither damaged nor summed");
+        return;
+    }
+    let mut harness = Harness::new(fixture);
+    harness.test_qp.qp.modify(&QpAttributes::new(State::Reset)).unwrap();
+    let mtu = 60 << 10;
+    let address = harness.link.local();
+    let endpoint =
+        QpEndpoint { address, qpn: NUMBER, psn: 5, mtu, max_rd_atomic: 4, lid: 0, gid: 0 };
+    harness.test_qp.qp.connect(&endpoint).unwrap();
+    let far = fixture.host(&harness.end, LONG as u64);
+    let to = far.mr.remote(0);
+    let reth = Reth { address: to.address, rkey: to.rkey, len: LONG as u32 };
+    let last = (28 + LONG as u32 + 4) * 8 - 1;
+    let mut write = |psn: u32, value: u8, corruption: Corruption| {
+        let (number, reth) = (harness.test_qp.qp.number(), Extension::Reth(reth));
+        let headers = Headers::new(Opcode::WriteOnly, number, Psn::new(psn), reth);
+        let slot = harness.link.reserve(harness.flow, headers.wire_len(LONG)).unwrap();
+        let at = headers.emit(slot, LONG).unwrap();
+        slot[at..at + LONG].fill(value);
+        harness.link.commit_corrupted(corruption);
+        harness.link.flush().unwrap();
+        let (start, before) =
+            (Instant::now(), harness.test_qp.qp.stats().unwrap().packets_received);
+        let dropped = || harness.end.context.hca().link_counters().drops.icrc;
+        let dropped_before = dropped();
+        // Packets that the link drops are not the queue pair's, unless it had begun with them.
+        while harness.test_qp.qp.stats().unwrap().packets_received == before
+            && dropped() == dropped_before
+        {
+            harness.end.context.hca().poll().unwrap();
+            assert!(start.elapsed() < test_timeout(), "it does not come");
+        }
+        (far.read(LONG as u64 - 64, 64), dropped() - dropped_before)
+    };
+    for (psn, value) in [(5, 1), (6, 2)] {
+        assert_eq!(write(psn, value, Corruption::Intact), (vec![value; 64], 0));
+    }
+    for psn in 7..10 {
+        let (good, bad) = (psn as u8, 0xbb);
+        let (end, dropped) = write(psn, bad, Corruption::FlipBit(last - psn));
+        assert!(!end.contains(&bad) && dropped == 1, "{psn}: {dropped} dropped");
+        assert_eq!(write(psn, good, Corruption::Intact), (vec![good; 64], 0));
+        same(&far.read(0, LONG), &[good; LONG], "what was right");
+    }
+    assert_eq!(harness.test_qp.qp.state().unwrap(), State::Rts);
+}
+
+/// Any answer, any request of its own: work ends with success or a status, and nothing but its memory changes.
+fn random_answers(fixture: &Fixture) {
+    let mut harness = Harness::new(fixture);
+    harness.near.write(0, &[0x11; 8192]);
+    let mut rng = Rng::new(77);
+    let opcodes: Vec<_> = Opcode::all().collect();
+    for round in 0..200 {
+        let request_kind = [RequestKind::Write, RequestKind::Read, RequestKind::Atomic][round % 3];
+        let psn = harness.send_request(request_kind);
+        for _ in 0..1 + rng.below(4) {
+            let number = harness.test_qp.qp.number();
+            let opcode = opcodes[rng.below(opcodes.len() as u64) as usize];
+            // Where there are long ones, some are, which are not read before it is known what they are.
+            let max_packet = harness.link.max_packet().min(20_000) as u64;
+            let len_limit = if rng.below(3) == 0 { max_packet } else { 1216 };
+            let len = 16 + rng.below((len_limit - 16) / 4) as usize * 4;
+            let slot = harness.link.reserve(harness.flow, len).unwrap();
+            slot.iter_mut().for_each(|byte| *byte = rng.next_u64() as u8);
+            let near = psn.add(rng.below(5) as u32).value().wrapping_sub(2);
+            slot[0] = opcode.byte();
+            slot[1] &= 0x40;
+            slot[2..4].copy_from_slice(&[0xff, 0xff]);
+            slot[4..8].copy_from_slice(&number.to_be_bytes());
+            slot[8..12].copy_from_slice(&near.to_be_bytes());
+            harness.link.commit();
+        }
+        harness.link.flush().unwrap();
+        for _ in 0..4 {
+            harness.end.context.hca().poll().unwrap();
+            harness.link.receive(&mut |_| {}).unwrap();
+        }
+        harness.reconnect();
+        while harness.test_qp.sends.poll(&mut [Completion::EMPTY; 8]).unwrap() > 0 {}
+    }
+    same(&harness.near.read(LEN.into(), 6144), &[0x11; 6144], "what no work named");
+    // And it works.
+    let psn = harness.send_request(RequestKind::Write);
+    harness.send_response(Opcode::Acknowledge, psn, Extension::Aeth(aeth(ACK)), 0);
+    assert!(harness.next().is_success() && harness.next().is_success());
+}

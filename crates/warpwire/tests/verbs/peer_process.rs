@@ -1,0 +1,318 @@
+//! Work without packets between real processes: registrations end, and peers are killed and stopped, in the middle of it.
+//!
+//! The test binary starts itself as the peer, which writes without end into memory that it is told of.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::SocketAddr;
+use std::process::{Child, ChildStdin, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use warpwire::hca::HcaOptions;
+use warpwire::link::shm::{self, exports};
+use warpwire::link::{Link, Shm};
+use warpwire::mr::HostMemory;
+use warpwire::verbs::{
+    Access, Completion, Context, Cq, Pd, ProgressMode, Qp, QpEndpoint, QpOptions, Remote,
+    SendRequest, WrOp,
+};
+
+use crate::verbs::fixture::{Fixture, TestLink, test_timeout};
+use testkit::{Role, cases};
+
+cases!(Fixture; CASES:
+    a_peer_process_writes_until_the_registration_ends,
+    a_peer_process_is_killed_inside,
+    a_peer_process_is_stopped_inside,
+);
+
+cases!(Fixture; ONCE: a_visitor_is_waited_for_while_it_lives);
+
+const LEN: usize = 1 << 20;
+
+/// A device with a queue pair that is patient with a peer under load.
+struct Endpoint {
+    context: Context,
+    pd: Pd,
+    cq: Cq,
+    qp: Qp,
+}
+
+impl Endpoint {
+    fn open(test_link: TestLink) -> Self {
+        let [link, _] = test_link.ends().unwrap();
+        let options = HcaOptions {
+            progress_mode: ProgressMode::Auto,
+            ..test_link.options(ProgressMode::Auto)
+        };
+        let context = Context::open_with(link, options).unwrap();
+        let (pd, cq) = (context.pd(), context.create_cq(64).unwrap());
+        // A second for an answer, rather than 67 ms.
+        let long_timeouts = QpOptions { timeout: 18, ..QpOptions::default() };
+        let qp = context.create_qp(&pd, &cq, &cq, long_timeouts).unwrap();
+        Self { context, pd, cq, qp }
+    }
+}
+
+/// In a peer: writes into memory that it is told of until the writes fail.
+pub fn run(name: &str) {
+    match name.strip_prefix("visit ") {
+        Some(owner) => begin_access(owner.parse().unwrap()),
+        // Its parent may hang up at any time.
+        None => drop(write_forever(name)),
+    }
+}
+
+fn write_forever(name: &str) -> Option<()> {
+    let (test_link, _) = TestLink::LINKS.into_iter().find(|(_, known)| *known == name)?;
+    let mut lines = std::io::stdin().lines().map_while(Result::ok);
+    let end = Endpoint::open(test_link);
+    print_line(&serde_json::to_string(&end.qp.endpoint()).unwrap());
+    let theirs: QpEndpoint = serde_json::from_str(&lines.next()?).unwrap();
+    end.qp.connect(&theirs).unwrap();
+    let memory = HostMemory::new(LEN as u64).unwrap();
+    memory.bytes().fill(0, LEN as u64, &[0x5a]).unwrap();
+    let mr = end.context.register(&end.pd, memory, Access::LOCAL_WRITE).unwrap();
+    let line = lines.next()?;
+    let mut words = line.split(' ').map(|word| word.parse::<u64>().unwrap());
+    let (rkey, address) = (words.next()? as u32, words.next()?);
+    let data = [mr.sge(0, LEN as u32)];
+    let write = SendRequest::new(1, WrOp::Write(Remote { address, rkey })).with(&data);
+    let mut reported = 0;
+    loop {
+        end.qp.post_send(&[write]).unwrap();
+        let mut one = [Completion::EMPTY];
+        while end.cq.poll(&mut one).unwrap() == 0 {}
+        if !one[0].is_success() {
+            break;
+        }
+        let direct = end.context.stats().direct.operations;
+        if reported == 0 || direct > 0 && reported < 2 {
+            reported = if direct > 0 { 2 } else { 1 };
+            print_line(&format!("wrote {direct}"));
+        }
+    }
+    // A failed queue pair ends this peer.
+    print_line("failed");
+    Some(())
+}
+
+fn print_line(line: &str) {
+    let mut out = std::io::stdout();
+    // Nobody may be listening any more.
+    let _ = writeln!(out, "{line}");
+    let _ = out.flush();
+}
+
+/// A process, and its lines.
+struct ChildPeer {
+    child: Child,
+    input: ChildStdin,
+    lines: mpsc::Receiver<String>,
+}
+
+fn start(role: &str) -> ChildPeer {
+    let mut child = Role::new("verbs", format!("apart {role}"))
+        .command()
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let (out, input) = (child.stdout.take().unwrap(), child.stdin.take().unwrap());
+    let (reporter, lines) = mpsc::channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(out).lines().map_while(Result::ok) {
+            let _ = reporter.send(line);
+        }
+    });
+    ChildPeer { child, input, lines }
+}
+
+impl Drop for ChildPeer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl ChildPeer {
+    fn next_line(&self) -> String {
+        self.lines.recv_timeout(test_timeout()).expect("the peer says something")
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+}
+
+/// A peer process that is connected to us.
+struct Peer {
+    process: ChildPeer,
+    end: Endpoint,
+}
+
+impl Peer {
+    fn start(test_link: TestLink) -> Self {
+        let end = Endpoint::open(test_link);
+        let name = TestLink::LINKS.into_iter().find(|(known, _)| *known == test_link).unwrap().1;
+        let mut peer = Self { process: start(name), end };
+        let theirs: QpEndpoint = serde_json::from_str(&peer.process.next_line()).unwrap();
+        peer.end.qp.connect(&theirs).unwrap();
+        let mine = serde_json::to_string(&peer.end.qp.endpoint()).unwrap();
+        writeln!(peer.process.input, "{mine}").unwrap();
+        peer
+    }
+
+    /// Has it write there; returns once it does, and without packets where it can.
+    fn write_to(&mut self, test_link: TestLink, at: Remote) {
+        writeln!(self.process.input, "{} {}", at.rkey, at.address).unwrap();
+        let mut line = self.process.next_line();
+        while test_link.is_direct() && line == "wrote 0" {
+            line = self.process.next_line();
+        }
+        assert!(line.starts_with("wrote "), "{line}");
+    }
+}
+
+/// Nothing of the memory changes any more, however long one looks.
+fn expect_unwritten(memory: &HostMemory, what: &str) {
+    memory.bytes().fill(0, LEN as u64, &[0xee]).unwrap();
+    std::thread::sleep(Duration::from_millis(5));
+    let mut found = vec![0; LEN];
+    memory.bytes().read(0, &mut found).unwrap();
+    let wrong = found.iter().position(|byte| *byte != 0xee);
+    assert_eq!(wrong, None, "the first byte that was written {what}");
+}
+
+fn a_peer_process_writes_until_the_registration_ends(fixture: &Fixture) {
+    for _ in 0..4 {
+        let mut peer = Peer::start(fixture.test_link);
+        let memory = HostMemory::new(LEN as u64).unwrap();
+        let end = &peer.end;
+        let mr = end.context.register(&end.pd, memory.clone(), Access::ALL).unwrap();
+        let at = mr.remote(0);
+        peer.write_to(fixture.test_link, at);
+        std::thread::sleep(Duration::from_millis(3));
+        drop(mr);
+        expect_unwritten(&memory, "after the registration had ended");
+        // Whoever polls or not: it fails at the peer, by the protocol.
+        let start = Instant::now();
+        while peer.process.lines.try_recv().as_deref() != Ok("failed") {
+            assert!(start.elapsed() < test_timeout(), "the peer's writes go on");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(peer.end.context.next_event().is_some(), "an access error is told here too");
+    }
+}
+
+fn a_peer_process_is_killed_inside(fixture: &Fixture) {
+    for _ in 0..6 {
+        let mut peer = Peer::start(fixture.test_link);
+        let memory = HostMemory::new(LEN as u64).unwrap();
+        let end = &peer.end;
+        let mr = end.context.register(&end.pd, memory.clone(), Access::ALL).unwrap();
+        let at = mr.remote(0);
+        peer.write_to(fixture.test_link, at);
+        peer.process.signal(Signal::KILL);
+        let start = Instant::now();
+        drop(mr);
+        assert!(start.elapsed() < test_timeout(), "a dead peer is waited for");
+        expect_unwritten(&memory, "by a peer that was killed");
+        peer.process.child.wait().unwrap();
+    }
+}
+
+fn a_peer_process_is_stopped_inside(fixture: &Fixture) {
+    for _ in 0..6 {
+        let mut peer = Peer::start(fixture.test_link);
+        let memory = HostMemory::new(LEN as u64).unwrap();
+        let end = &peer.end;
+        let mr = end.context.register(&end.pd, memory.clone(), Access::ALL).unwrap();
+        let at = mr.remote(0);
+        peer.write_to(fixture.test_link, at);
+        peer.process.signal(Signal::STOP);
+        std::thread::scope(|scope| {
+            let (reporter, reported) = mpsc::channel();
+            let taken_back = &memory;
+            scope.spawn(move || {
+                drop(mr);
+                expect_unwritten(taken_back, "by a peer that was stopped");
+                reporter.send(()).unwrap();
+            });
+            // It was inside and is waited for, or it was not. In either case it cannot write afterwards.
+            let in_time = reported.recv_timeout(Duration::from_millis(50)).is_ok();
+            peer.process.signal(Signal::CONT);
+            assert!(
+                in_time || reported.recv_timeout(test_timeout()).is_ok(),
+                "it is waited for in vain"
+            );
+        });
+        expect_unwritten(&memory, "by a peer that goes on");
+    }
+}
+
+/// In a peer: goes into rows 0 and 1 of another process's table, says so, and goes out at the next line of its input.
+fn begin_access(owner: SocketAddr) {
+    let mut link = Shm::bind("127.0.0.1:0".parse().unwrap(), shm::Options::default()).unwrap();
+    link.install_exports(&exports::ExportTable::new(Box::new(|_| None)).unwrap()).unwrap();
+    let flow = link.open(owner, 0).unwrap();
+    let peer = link.direct_peer(flow).unwrap();
+    while peer.row(0).is_none() || peer.row(1).is_none() {
+        link.receive(&mut |_| ()).unwrap();
+    }
+    let generations = [0, 1].map(|row| peer.generation(row));
+    assert!(
+        peer.begin_access([0, 1], [generations[0], generations[1] + 1], 8).is_none(),
+        "another opening"
+    );
+    let begin_access = peer.begin_access([0, 1], generations, 8).expect("both rows are open");
+    print_line("inside");
+    let _ = std::io::stdin().read_line(&mut String::new());
+    drop(begin_access);
+    print_line("outside");
+    let _ = std::io::stdin().read_line(&mut String::new());
+}
+
+/// The owner waits for a visitor inside as long as it lives, stopped or not, and no longer.
+fn a_visitor_is_waited_for_while_it_lives(_: &Fixture) {
+    for killed in [true, false] {
+        let mut link = Shm::bind("127.0.0.1:0".parse().unwrap(), shm::Options::default()).unwrap();
+        let table = exports::ExportTable::new(Box::new(|_| None)).unwrap();
+        link.install_exports(&table).unwrap();
+        for row in 0..3 {
+            assert!(table.open(row, &[row as u64; 7]));
+        }
+        let mut child = start(&format!("visit {}", link.local()));
+        while table.importers() == 0 {
+            link.receive(&mut |_| ()).unwrap();
+        }
+        assert_eq!(child.next_line(), "inside");
+        table.close(2); // nobody is there
+        child.signal(Signal::STOP);
+        std::thread::scope(|scope| {
+            let (reporter, reported) = mpsc::channel();
+            let owner = &table;
+            scope.spawn(move || {
+                owner.close(1);
+                reporter.send(()).unwrap();
+            });
+            writeln!(child.input, "go").unwrap();
+            assert!(
+                reported.recv_timeout(Duration::from_millis(100)).is_err(),
+                "it is inside still"
+            );
+            child.signal(if killed { Signal::KILL } else { Signal::CONT });
+            reported.recv_timeout(test_timeout()).expect("nobody is inside");
+        });
+        assert_eq!(table.access_counts(), if killed { [0, 0] } else { [1, 8] });
+        drop(child);
+        // It is forgotten once its end is seen, and what it did is not.
+        let start = Instant::now();
+        while table.importers() > 0 {
+            link.receive(&mut |_| ()).unwrap();
+            assert!(start.elapsed() < test_timeout());
+        }
+        assert_eq!(table.access_counts()[0], u64::from(!killed));
+    }
+}

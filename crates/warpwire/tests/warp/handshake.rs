@@ -1,0 +1,262 @@
+//! Peers that do not say what they must, and peers that lie, by hand: the test speaks the protocol itself.
+
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use warpwire::link::{Link, Shm, Udp, shm, udp};
+use warpwire::mr::HostMemory;
+use warpwire::sock::warp::{FIN, Handshake, Hello, NetOptions, RemoteAddr, WarpStream};
+use warpwire::verbs::{Access, Context, Cq, Mr, Qp, QpOptions, Remote, SendRequest, WrOp};
+
+use crate::warp::testbed::{TestLink, Testbed, test_timeout};
+use testkit::cases;
+
+cases!(Testbed; CASES:
+    whoever_speaks_otherwise_is_put_out_with_the_reason,
+    slow_ones_are_put_out_and_harm_no_other,
+    more_guests_than_there_are_places,
+    a_server_that_says_nothing,
+    a_server_that_is_no_warp_socket,
+    counters_that_cannot_be_true,
+    a_word_on_the_tcp_connection,
+    a_peer_that_writes_where_it_must_not,
+);
+
+fn hello_line() -> Vec<u8> {
+    let text = r#"{"warpwire":1,"words":{"hello":{"magic":"warp socket","version":1,"endpoint":{"address":"127.0.0.1:9","qpn":1,"psn":1,"mtu":1024,"max_rd_atomic":1},"ring":{"address":0,"rkey":0},"ring_size":4096,"received":{"address":0,"rkey":0},"taken":{"address":8,"rkey":0}}}}"#;
+    [text.as_bytes(), b"\n"].concat()
+}
+
+fn still_works(testbed: &Testbed, listener: &warpwire::sock::warp::WarpListener) {
+    let mut here = testbed.here.connect(listener.local_addr().unwrap()).unwrap();
+    let (mut there, _) = listener.accept().unwrap();
+    here.write_all(b"ok").unwrap();
+    let mut word = [0; 2];
+    there.read_exact(&mut word).unwrap();
+    assert_eq!(&word, b"ok");
+}
+
+fn whoever_speaks_otherwise_is_put_out_with_the_reason(testbed: &Testbed) {
+    let listener = testbed.listen();
+    let text = String::from_utf8(hello_line()).unwrap();
+    for (said, answer) in [
+        ("GET / HTTP/1.1\r\n\r\n".to_owned(), "not our language"),
+        ("x".repeat(5000), "longer than"),
+        (text.replace("4096", "4097"), "ring has 4097"),
+        (text.replace("\"version\":1", "\"version\":7"), "version 7"),
+        (text.repeat(2), "hello twice"),
+        ("{\"warpwire\":1,\"words\":\"ready\"}\n".to_owned(), "before its hello"),
+    ] {
+        let mut tcp = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        tcp.set_read_timeout(Some(test_timeout())).unwrap();
+        tcp.write_all(said.as_bytes()).unwrap();
+        let mut answer_text = String::new();
+        // A reset may take the last words away.
+        let ended = tcp.read_to_string(&mut answer_text);
+        assert!(answer_text.contains(answer) || ended.is_err(), "{said:.40}: {answer_text}");
+        still_works(testbed, &listener);
+    }
+}
+
+fn slow_ones_are_put_out_and_harm_no_other(testbed: &Testbed) {
+    let handshake_timeout = Duration::from_millis(300);
+    let testbed =
+        Testbed::with(testbed.test_link, NetOptions { handshake_timeout, ..NetOptions::default() });
+    let listener = testbed.listen();
+    let begun = Instant::now();
+    let mut slow: Vec<TcpStream> =
+        (0..20).map(|_| TcpStream::connect(listener.local_addr().unwrap()).unwrap()).collect();
+    let line = hello_line();
+    for at in 0..10 {
+        for tcp in &mut slow {
+            let _ = tcp.write_all(&line[at..=at]);
+        }
+        still_works(&testbed, &listener);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    for mut tcp in slow {
+        tcp.set_read_timeout(Some(test_timeout())).unwrap();
+        let mut answer_text = Vec::new();
+        // Our hello, then the end.
+        let _ = tcp.read_to_end(&mut answer_text);
+    }
+    assert!(begun.elapsed() >= Duration::from_millis(250) && begun.elapsed() < test_timeout());
+}
+
+fn more_guests_than_there_are_places(testbed: &Testbed) {
+    let options = NetOptions { max_handshakes: 8, backlog: 4, ..NetOptions::default() };
+    let testbed = Testbed::with(testbed.test_link, options);
+    let listener = testbed.listen();
+    let flood: Vec<TcpStream> =
+        (0..60).map(|_| TcpStream::connect(listener.local_addr().unwrap()).unwrap()).collect();
+    still_works(&testbed, &listener);
+    drop(flood);
+    // More connections than may wait: the rest waits in the operating system, and comes later.
+    let address = listener.local_addr().unwrap();
+    std::thread::scope(|scope| {
+        let clients: Vec<_> =
+            (0..12).map(|_| scope.spawn(|| testbed.here.connect(address).unwrap())).collect();
+        for _ in 0..12 {
+            listener.accept().unwrap();
+        }
+        for client in clients {
+            client.join().unwrap();
+        }
+    });
+}
+
+fn a_server_that_says_nothing(testbed: &Testbed) {
+    let mute = TcpListener::bind("127.0.0.1:0").unwrap();
+    let brief = Duration::from_millis(80);
+    let begun = Instant::now();
+    let error = testbed.here.connect_timeout(&mute.local_addr().unwrap(), brief).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TimedOut);
+    assert!(error.to_string().contains("did not say hello"), "{error}");
+    assert!(begun.elapsed() >= brief && begun.elapsed() < test_timeout());
+}
+
+fn a_server_that_is_no_warp_socket(testbed: &Testbed) {
+    let other = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = other.local_addr().unwrap();
+    let server = std::thread::spawn(move || {
+        let (mut tcp, _) = other.accept().unwrap();
+        tcp.write_all(b"220 mail.example ESMTP\r\n").unwrap();
+        let mut answer_text = String::new();
+        let _ = tcp.read_to_string(&mut answer_text);
+        answer_text
+    });
+    let error = testbed.here.connect(address).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidData);
+    assert!(error.to_string().contains("not our language"), "{error}");
+    assert!(server.join().unwrap().contains("refused"), "it is told why");
+    let gone = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = gone.local_addr().unwrap();
+    let server = std::thread::spawn(move || drop(gone.accept().unwrap()));
+    let kind = testbed.here.connect(address).unwrap_err().kind();
+    assert_eq!(kind, ErrorKind::ConnectionReset);
+    server.join().unwrap();
+}
+
+/// A peer whose every word the test chooses.
+struct RawPeer {
+    tcp: TcpStream,
+    qp: Qp,
+    cq: Cq,
+    peer: Hello,
+    _memory: Mr,
+}
+
+impl RawPeer {
+    fn handshake_raw(testbed: &Testbed) -> (Self, WarpStream) {
+        let listener = testbed.listen();
+        let any = "127.0.0.1:0".parse().unwrap();
+        let link: Box<dyn Link> = match testbed.test_link {
+            TestLink::Shm => Box::new(Shm::bind(any, shm::Options::default()).unwrap()),
+            TestLink::Udp | TestLink::ByAddress => {
+                Box::new(Udp::bind(any, udp::Options::default()).unwrap())
+            }
+        };
+        let context = Context::open(link).unwrap();
+        let (pd, cq) = (context.pd(), context.create_cq(64).unwrap());
+        let qp = context.create_qp(&pd, &cq, &cq, QpOptions::default()).unwrap();
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        let memory = context.register(&pd, HostMemory::new(8192).unwrap(), access).unwrap();
+        let remote_addr =
+            |at| RemoteAddr { address: memory.remote(at).address, rkey: memory.rkey() };
+        let hello = Hello {
+            endpoint: qp.endpoint(),
+            ring: remote_addr(4096),
+            ring_size: 4096,
+            received: remote_addr(0),
+            taken: remote_addr(8),
+            window: Some(4096),
+        };
+        let mut handshake = Handshake::new(&hello).unwrap();
+        let tcp = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut reader = BufReader::new(tcp.try_clone().unwrap());
+        while !handshake.is_done() {
+            let bytes = handshake.to_send().to_vec();
+            (&tcp).write_all(&bytes).unwrap();
+            handshake.sent(bytes.len());
+            let mut line = Vec::new();
+            reader.read_until(b'\n', &mut line).unwrap();
+            handshake.take(&line).unwrap();
+            if let Some(peer) = handshake.peer()
+                && !handshake.is_ready()
+            {
+                qp.connect(&peer.endpoint).unwrap();
+                handshake.mark_ready();
+            }
+            if handshake.is_ready() {
+                let bytes = handshake.to_send().to_vec();
+                (&tcp).write_all(&bytes).unwrap();
+                handshake.sent(bytes.len());
+            }
+        }
+        let peer = *handshake.peer().unwrap();
+        let (stream, _) = listener.accept().unwrap();
+        stream.set_read_timeout(Some(test_timeout())).unwrap();
+        stream.set_write_timeout(Some(test_timeout())).unwrap();
+        (Self { tcp, qp, cq, peer, _memory: memory }, stream)
+    }
+
+    fn write(&self, at: Remote, value: u64) -> bool {
+        let word = value.to_le_bytes();
+        self.qp.post_send(&[SendRequest::new(1, WrOp::Write(at)).inline(&word)]).unwrap();
+        self.cq.next(test_timeout()).unwrap().unwrap().is_success()
+    }
+
+    /// Whether the other side has ended the TCP connection.
+    fn expect_rejected(&mut self) -> bool {
+        self.tcp.set_read_timeout(Some(test_timeout())).unwrap();
+        !matches!(self.tcp.read(&mut [0]), Ok(1..))
+    }
+}
+
+fn counters_that_cannot_be_true(testbed: &Testbed) {
+    let size = RawPeer::handshake_raw(testbed).0.peer.ring_size;
+    for bad_write in [size + 1, u64::MAX >> 1, FIN | (size + 1)] {
+        let (mut raw_peer, mut stream) = RawPeer::handshake_raw(testbed);
+        let received = raw_peer.peer.received.at_offset(0);
+        assert!(raw_peer.write(received, 0));
+        assert!(raw_peer.write(received, bad_write));
+        let error = stream.read(&mut [0; 10]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+        assert!(error.to_string().contains("the peer claims"), "{error}");
+        assert!(stream.write(b"x").is_err());
+        assert!(raw_peer.expect_rejected());
+    }
+    let (mut raw_peer, mut stream) = RawPeer::handshake_raw(testbed);
+    raw_peer.write(raw_peer.peer.received.at_offset(0), 10);
+    assert_eq!(stream.read(&mut [0; 100]).unwrap(), 10, "true, whatever the bytes are");
+    raw_peer.write(raw_peer.peer.received.at_offset(0), 9);
+    assert_eq!(stream.read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
+    assert!(raw_peer.expect_rejected());
+    let (mut raw_peer, mut stream) = RawPeer::handshake_raw(testbed);
+    stream.write_all(b"seven").unwrap();
+    raw_peer.write(raw_peer.peer.taken.at_offset(0), 6);
+    let error = stream.write(b"x").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert!(error.to_string().contains("claims to have read"), "{error}");
+    assert!(raw_peer.expect_rejected());
+}
+
+fn a_word_on_the_tcp_connection(testbed: &Testbed) {
+    let (mut raw_peer, mut stream) = RawPeer::handshake_raw(testbed);
+    raw_peer.tcp.write_all(b"psst").unwrap();
+    let error = stream.read(&mut [0]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert!(error.to_string().contains("spoke on the TCP connection"), "{error}");
+    assert!(raw_peer.expect_rejected());
+}
+
+fn a_peer_that_writes_where_it_must_not(testbed: &Testbed) {
+    let (raw_peer, stream) = RawPeer::handshake_raw(testbed);
+    // What lies behind the ring is staged, and not the peer's to write.
+    let behind = raw_peer.peer.ring.at_offset(raw_peer.peer.ring_size);
+    assert!(!raw_peer.write(behind, 1), "it is denied");
+    // The peer goes: the connection ends, and nothing else.
+    drop(raw_peer);
+    assert_eq!((&stream).read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
+}
